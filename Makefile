@@ -1,0 +1,74 @@
+# Everything a fresh machine needs is Python 3.11 and make. `make` alone prints the help.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+
+# A torch build that was asked for brings its own versions of what it needs: the pins are for ours.
+ifeq ($(origin TORCH),file)
+TORCH_PINS := -c constraints.txt
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-all check fix bench clean
+
+help:
+	@echo "make demo       decode the bundled prompts three ways and print what was measured"
+	@echo "make test       the test suite, offline, without the slow tests"
+	@echo "make test-all   the test suite, offline, with the slow tests"
+	@echo "make check      ruff, mypy and the rules between the rooms"
+	@echo "make fix        let ruff format and repair"
+	@echo "make bench      every benchmark, results as JSON under benchmarks/results/"
+	@echo "make install    only create $(VENV) and install"
+	@echo "make clean      remove $(VENV), caches and build output"
+	@echo
+	@echo "Variables:"
+	@echo "  PYTHON=python3.12                              another interpreter, 3.11 or later"
+	@echo '  TORCH="torch==2.13.0 --index-url <your index>" another torch build, given to pip as it stands;'
+	@echo "                                                 run make clean first where $(VENV) exists"
+	@echo '  DEMO_ARGS="--prompts 16"                       arguments of examples/demo.py'
+	@echo '  PYTEST_ARGS="-k greedy"                        arguments of pytest'
+
+install: $(STAMP)
+
+# torch comes first and by its exact version: resolved as a range it may fetch gigabytes of another build.
+$(STAMP): setup.cfg pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "no python3.11 or python3 found; set PYTHON=/path/to/python"; exit 1; }
+	@test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
+	$(BIN)/python -m pip install $(TORCH) $(TORCH_PINS)
+	@grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
+	$(BIN)/python -m pip install -c $(VENV)/constraints.txt setuptools
+	$(BIN)/python -m pip install -c $(VENV)/constraints.txt --no-build-isolation -e ".[dev]"
+	@touch $@
+
+demo: $(STAMP)
+	HF_HUB_OFFLINE=1 $(BIN)/python examples/demo.py $(DEMO_ARGS)
+
+test: $(STAMP)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+
+test-all: $(STAMP)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q tests/test_floors.py
+
+fix: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)
+	@set -e; for file in $(wildcard benchmarks/*.py); do \
+	  case $$file in */_*) continue;; esac; \
+	  echo "== $$file"; HF_HUB_OFFLINE=1 $(BIN)/python $$file; done
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

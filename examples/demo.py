@@ -1,0 +1,297 @@
+"""Decodes the bundled prompts with plain, assisted and speculative generation, then prints what was measured.
+
+    python examples/demo.py --prompts 8 --max-new-tokens 64 --num-assistant-tokens 5
+
+A pass decodes the next prompt alone and the next eight together in every way, in alternating order; passes go on
+until they or the time are used up. The table holds medians over passes. The ratio is to plain `generate()` of the same
+kind (greedy or sampled) on the same prompts in the same pass.
+"""
+
+import argparse
+import copy
+import itertools
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+import hf_speculate
+
+EXAMPLES = Path(__file__).resolve().parent
+BATCH_SIZE = 8
+MAX_PROMPT_TOKENS = 512
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+SAMPLING = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+GREEDY = {"do_sample": False}
+
+
+@dataclass(frozen=True)
+class Way:
+    """One line of the table: who decodes, with which verifier, how many rows at a time."""
+
+    engine: str  # "plain", "transformers" or "hf_speculate"
+    mode: str  # the verifier, where hf_speculate decodes
+    batch_size: int
+    is_sampled: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.engine}, {self.mode}"
+
+
+@dataclass
+class Tally:
+    """What the runs of one way added up to."""
+
+    tokens_per_s: list[float] = field(default_factory=list)  # one entry per pass
+    num_tokens: int = 0
+    num_target_calls: int = 0
+    num_rounds: int = 0
+    num_emitted: int = 0
+    num_judged: int = 0
+    num_accepted: int = 0
+
+
+@dataclass
+class Pair:
+    """The two models in one dtype, and the draft as transformers' assisted generation is told to use it."""
+
+    target: PreTrainedModel
+    draft: PreTrainedModel
+    fixed_draft: PreTrainedModel  # shares the draft's weights; always drafts `num_assistant_tokens`
+    num_assistant_tokens: int
+    num_target_calls: int = 0
+
+    def count_call(self, *_: Any) -> None:
+        self.num_target_calls += 1
+
+
+def ways() -> list[Way]:
+    """Every line of the table; transformers' assisted generation takes one row only."""
+    lines = []
+    for batch_size in (1, BATCH_SIZE):
+        for mode, verifiers in (("greedy", ["greedy"]), ("sampled", ["rejection", "typical"])):
+            is_sampled = mode == "sampled"
+            lines.append(Way("plain", mode, batch_size, is_sampled))
+            if batch_size == 1:
+                lines.append(Way("transformers", f"assisted {mode}", batch_size, is_sampled))
+            lines += [Way("hf_speculate", verifier, batch_size, is_sampled) for verifier in verifiers]
+    return lines
+
+
+def load_pair(folder: Path, dtype: torch.dtype, num_assistant_tokens: int) -> Pair:
+    target = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=dtype).eval()
+    draft = AutoModelForCausalLM.from_pretrained(folder / "draft", dtype=dtype).eval()
+    fixed_draft = copy.copy(draft)
+    fixed_draft.generation_config = copy.deepcopy(draft.generation_config)
+    fixed_draft.generation_config.update(
+        num_assistant_tokens=num_assistant_tokens,
+        num_assistant_tokens_schedule="constant",
+        assistant_confidence_threshold=0.0,
+    )
+    pair = Pair(target, draft, fixed_draft, num_assistant_tokens)
+    target.register_forward_hook(pair.count_call)
+    return pair
+
+
+def read_prompts(path: Path, num_prompts: int) -> list[str]:
+    """The first turn of `num_prompts` prompts, taken from each category in turn."""
+    by_category: dict[str, list[str]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        prompt = json.loads(line)
+        by_category.setdefault(prompt["category"], []).append(prompt["turns"][0])
+    mixed = [text for texts in itertools.zip_longest(*by_category.values()) for text in texts if text is not None]
+    return mixed[:num_prompts]
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, prompts: list[str], batch_size: int) -> list[dict[str, Tensor]]:
+    """Left-padded batches; of a long prompt the last `MAX_PROMPT_TOKENS` tokens are kept."""
+    tokenizer.padding_side = tokenizer.truncation_side = "left"
+    how = {"return_tensors": "pt", "padding": True, "truncation": True, "max_length": MAX_PROMPT_TOKENS}
+    batches = []
+    for start in range(0, len(prompts), batch_size):
+        encoded = tokenizer(prompts[start : start + batch_size], **how)
+        batches.append({"input_ids": encoded["input_ids"], "attention_mask": encoded["attention_mask"]})
+    return batches
+
+
+def decode(
+    way: Way, pair: Pair, inputs: dict[str, Tensor], max_new_tokens: int, seed: int
+) -> tuple[Tensor, hf_speculate.SpeculationStats | None]:
+    """One `generate()` call: the new tokens [B, N] and, of ours, what it counted."""
+    fields = {**inputs, **(SAMPLING if way.is_sampled else GREEDY), "max_new_tokens": max_new_tokens}
+    stats = None
+    if way.engine == "hf_speculate":
+        stats = hf_speculate.SpeculationStats()
+        sequences = hf_speculate.generate(
+            pair.target,
+            **fields,
+            assistant_model=pair.draft,
+            verifier=way.mode,
+            num_assistant_tokens=pair.num_assistant_tokens,
+            num_assistant_tokens_schedule="constant",
+            seed=seed,
+            speculation_stats=stats,
+        )
+    else:
+        torch.manual_seed(seed)
+        if way.engine == "transformers":
+            fields["assistant_model"] = pair.fixed_draft
+        sequences = pair.target.generate(**fields)
+    return sequences[:, inputs["input_ids"].shape[1] :], stats
+
+
+def count_tokens(token_ids: Tensor, eos_token_id: int | list[int] | None) -> int:
+    """Tokens [B, N] up to and with each row's first EOS."""
+    if eos_token_id is None:
+        return token_ids.numel()
+    has_ended = torch.isin(token_ids, torch.as_tensor(eos_token_id)).int().cumsum(1)  # [B, N]
+    is_counted = torch.cat([torch.ones_like(has_ended[:, :1]), has_ended[:, :-1] == 0], dim=1)  # [B, N]
+    return int(is_counted.sum())
+
+
+def run_way(way: Way, pair: Pair, inputs: dict[str, Tensor], max_new_tokens: int, seed: int, tally: Tally) -> None:
+    """Decode one batch and add what was seen to `tally`."""
+    pair.num_target_calls = 0
+    begin = time.perf_counter()
+    token_ids, stats = decode(way, pair, inputs, max_new_tokens, seed)
+    seconds = time.perf_counter() - begin
+    num_tokens = count_tokens(token_ids, pair.target.generation_config.eos_token_id)
+    tally.tokens_per_s.append(num_tokens / seconds)
+    tally.num_tokens += num_tokens
+    tally.num_target_calls += pair.num_target_calls
+    if stats is not None:
+        tally.num_rounds += stats.num_rounds
+        tally.num_emitted += stats.num_emitted
+        tally.num_judged += stats.num_judged
+        tally.num_accepted += stats.num_accepted
+
+
+def measure(pair: Pair, batches: dict[int, list[dict[str, Tensor]]], args: argparse.Namespace) -> dict[Way, Tally]:
+    """Passes over all ways, each on the next batch of its size, until they or the time are used up; at least one."""
+    lines = ways()
+    for way in tqdm(lines, desc="warming up", leave=False):
+        decode(way, pair, batches[way.batch_size][0], 8, seed=0)
+    tallies = {way: Tally() for way in lines}
+    begin = time.perf_counter()
+    with tqdm(total=args.passes * len(lines), desc="decoding", unit="call") as bar:
+        for index in range(args.passes):
+            for way in lines if index % 2 == 0 else reversed(lines):
+                bar.set_postfix_str(f"{way.batch_size} x {way.name}")
+                inputs = batches[way.batch_size][index % len(batches[way.batch_size])]
+                run_way(way, pair, inputs, args.max_new_tokens, index, tallies[way])
+                bar.update()
+            elapsed_s = time.perf_counter() - begin
+            if elapsed_s + elapsed_s / (index + 1) > args.budget_s:
+                break
+    return tallies
+
+
+def print_table(tallies: dict[Way, Tally]) -> None:
+    plain = {(way.batch_size, way.is_sampled): tally for way, tally in tallies.items() if way.engine == "plain"}
+    print(f"\n{'rows':>4}  {'way':<32}{'tokens/s':>9}{'ratio':>8}{'tokens/round':>14}{'acceptance':>12}")
+    for way, tally in tallies.items():
+        base = plain[way.batch_size, way.is_sampled].tokens_per_s
+        ratio = median(ours / theirs for ours, theirs in zip(tally.tokens_per_s, base, strict=True))
+        per_round, acceptance = "-", "-"
+        if way.engine == "hf_speculate":
+            per_round = f"{tally.num_emitted / max(tally.num_rounds, 1):.2f}"
+            acceptance = f"{tally.num_accepted / max(tally.num_judged, 1):.3f}"
+        elif way.engine == "transformers":
+            per_round = f"{tally.num_tokens / tally.num_target_calls:.2f}"
+        speed = median(tally.tokens_per_s)
+        print(f"{way.batch_size:>4}  {way.name:<32}{speed:>9.1f}{ratio:>7.2f}x{per_round:>14}{acceptance:>12}")
+    print(f"medians of {len(base)} alternating passes; transformers' assisted generation takes one row only\n")
+
+
+def compare_greedy(pair: Pair, batches: list[dict[str, Tensor]], max_new_tokens: int) -> Iterator[str]:
+    """Say how many greedy rows equal plain `generate()`, with the logit gap where one first differs."""
+    num_equal, num_rows, notes = 0, 0, []
+    for inputs in batches:
+        fields = {**inputs, **GREEDY, "max_new_tokens": max_new_tokens}
+        plain = pair.target.generate(**fields, return_dict_in_generate=True, output_logits=True)
+        expected = plain.sequences[:, inputs["input_ids"].shape[1] :]
+        ours, _ = decode(Way("hf_speculate", "greedy", len(expected), False), pair, inputs, max_new_tokens, seed=0)
+        for row, (theirs, mine) in enumerate(zip(expected, ours, strict=True)):
+            num_rows += 1
+            num_common = min(len(theirs), len(mine))
+            different = (theirs[:num_common] != mine[:num_common]).nonzero()
+            if len(different) == 0:
+                num_equal += 1
+                continue
+            position = int(different[0])
+            top = plain.logits[position][row].float().topk(2).values
+            notes.append(
+                f"prompt {num_rows}: first difference at token {position}, top-1/top-2 gap {top[0] - top[1]:.2g}"
+            )
+    yield f"{num_equal} of {num_rows} greedy texts are identical to plain generate()"
+    yield from notes
+
+
+def print_texts(pair: Pair, tokenizer: PreTrainedTokenizerBase, prompts: list[str], max_new_tokens: int) -> None:
+    for prompt, inputs in zip(prompts, encode(tokenizer, prompts, 1), strict=True):
+        token_ids, _ = decode(Way("hf_speculate", "greedy", 1, False), pair, inputs, max_new_tokens, seed=0)
+        tail = "\n".join(prompt.splitlines()[-8:])
+        text = tokenizer.decode(token_ids[0], skip_special_tokens=True)
+        print(f"\n{'-' * 30} end of the prompt, then >>> and what was generated\n{tail}>>>{text}")
+
+
+def faster_dtype(pairs: dict[str, Pair], inputs: dict[str, Tensor]) -> str:
+    """The dtype in which plain greedy decoding takes less time, by one short run each after a warm-up."""
+    seconds = {}
+    for name, num_tokens in itertools.product(pairs, (4, 24)):
+        begin = time.perf_counter()
+        decode(Way("plain", "greedy", 1, False), pairs[name], inputs, num_tokens, seed=0)
+        seconds[name] = time.perf_counter() - begin
+    return min(seconds, key=seconds.__getitem__)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pair", type=Path, default=EXAMPLES / "pair", help="folder that holds target/ and draft/")
+    parser.add_argument("--prompts-file", type=Path, default=EXAMPLES / "prompts.jsonl")
+    parser.add_argument("--prompts", type=int, default=8, help="how many prompts")
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--num-assistant-tokens", type=int, default=5, help="K, the same for every engine")
+    parser.add_argument("--dtype", choices=["auto", *DTYPES], default="auto", help="auto: faster for plain decoding")
+    parser.add_argument("--passes", type=int, default=24)
+    parser.add_argument("--budget-s", type=float, default=75.0, help="begin no pass that would end after this")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_arguments()
+    if not (args.pair / "target").is_dir():
+        raise SystemExit(
+            f"{args.pair / 'target'} is missing; make it with examples/train_pair.py, or name another --pair"
+        )
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    tokenizer = AutoTokenizer.from_pretrained(args.pair / "target")
+    prompts = read_prompts(args.prompts_file, args.prompts)
+    pairs = {name: load_pair(args.pair, dtype, args.num_assistant_tokens) for name, dtype in DTYPES.items()}
+    batches = {batch_size: encode(tokenizer, prompts, batch_size) for batch_size in (1, BATCH_SIZE)}
+    dtype = faster_dtype(pairs, batches[1][0]) if args.dtype == "auto" else args.dtype
+    print(
+        f"{len(prompts)} prompts, {args.max_new_tokens} new tokens, K = {args.num_assistant_tokens} constant, {dtype}, "
+        f"{torch.get_num_threads()} threads, torch {torch.__version__}, transformers {transformers.__version__}"
+    )
+    tallies = measure(pairs[dtype], batches, args)
+    print_texts(pairs[dtype], tokenizer, prompts[:2], args.max_new_tokens)
+    print_table(tallies)
+    for name, pair in pairs.items():
+        for line in compare_greedy(pair, batches[BATCH_SIZE], args.max_new_tokens):
+            print(f"{name}, {BATCH_SIZE} rows: {line}")
+
+
+if __name__ == "__main__":
+    main()

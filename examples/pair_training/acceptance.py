@@ -1,0 +1,132 @@
+"""Measures how often the target accepts the draft's tokens, without any decoding engine.
+
+A round's drafts are judged only behind accepted ones, so they are always conditioned on the target's own text, and
+one pass of the draft over that text tells every verdict. Greedy: a draft token stands where it is the target's.
+Sampling: given that the target's text has token y, the draft's token stood with probability min(1, q(y) / p(y));
+over all tokens that is the overlap of p with q.
+
+Source: Leviathan et al., arXiv 2211.17192, algorithm 1.
+"""
+
+from typing import NamedTuple
+
+import torch
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+NUM_NEW_TOKENS = 128
+
+
+class Verdicts(NamedTuple):
+    """What the target would say to a draft at every position of its own text."""
+
+    rows: list[list[bool]]  # one list per text, one verdict per new token
+    overlap: float | None  # sampling: mean over positions of sum(min(p, q)); greedy: None
+
+
+class Walk(NamedTuple):
+    """Counts over rounds of K draft tokens."""
+
+    num_accepted: int
+    num_judged: int
+    num_rounds: int  # whole rounds: refused, or with room for all K tokens and the bonus
+    num_tokens: int  # tokens that whole rounds gave
+
+    @property
+    def acceptance(self) -> float:
+        """Accepted over judged."""
+        return self.num_accepted / self.num_judged
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Mean tokens of a whole round."""
+        return self.num_tokens / self.num_rounds
+
+
+def walk_rounds(rows: list[list[bool]], num_draft_tokens: int) -> Walk:
+    """Walk every text in rounds of `num_draft_tokens`; the first refused token is judged, those after it are not."""
+    accepted = judged = rounds = tokens = 0
+    for row in rows:
+        position = 0
+        while position < len(row):
+            verdicts = row[position : position + num_draft_tokens]
+            run = verdicts.index(False) if False in verdicts else len(verdicts)
+            refused = run < len(verdicts)
+            accepted += run
+            judged += run + refused
+            if refused or position + num_draft_tokens < len(row):
+                rounds += 1
+                tokens += run + 1
+            position += run + 1
+    return Walk(accepted, judged, rounds, tokens)
+
+
+def bound(acceptance: float, num_draft_tokens: int, cost: float, factor: float) -> float:
+    """Return the speed-up that the pair allows at K draft tokens.
+
+    Args:
+        acceptance: a, in 0..1.
+        num_draft_tokens: K.
+        cost: c, a draft's step over a target's step.
+        factor: v(K+1), a target's forward of K+1 rows over one of a single row.
+    """
+    tokens = sum(acceptance**power for power in range(num_draft_tokens + 1))
+    return tokens / (num_draft_tokens * cost + factor)
+
+
+def position_ids(mask: torch.Tensor) -> torch.Tensor:
+    """Return positions for left-padded rows; mask and result are [B, W] int64."""
+    return (mask.cumsum(-1) - 1).clamp(min=0)
+
+
+def padded_logits(model: LlamaForCausalLM, ids: torch.Tensor, mask: torch.Tensor, num_last: int) -> torch.Tensor:
+    """Return the logits that judge the last `num_last` tokens of `ids`, [B, W] int64; result [B, num_last, V] f32."""
+    output = model(
+        input_ids=ids[:, :-1],
+        attention_mask=mask[:, :-1],
+        position_ids=position_ids(mask)[:, :-1],
+        use_cache=False,
+        logits_to_keep=num_last,
+    )
+    return output.logits.float()
+
+
+@torch.inference_mode()
+def judge(
+    target: LlamaForCausalLM,
+    draft: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    prompts: list[str],
+    seed: int | None,
+) -> Verdicts:
+    """Let the target continue the prompts and judge the draft on every new token.
+
+    Args:
+        target: writes NUM_NEW_TOKENS tokens per prompt.
+        draft: judged.
+        tokenizer: shared by both, padding on the left.
+        prompts: P texts.
+        seed: seed for sampling at temperature 1; None for greedy.
+    """
+    batch = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left").to(target.device)
+    inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+    sampling = {}
+    if seed is not None:
+        torch.manual_seed(seed)
+        sampling = {"do_sample": True, "top_k": 0}
+    ids = target.generate(**inputs, max_new_tokens=NUM_NEW_TOKENS, **sampling)  # [P, W]
+    new_ids = ids[:, inputs["input_ids"].shape[1] :]  # [P, N]
+    mask = torch.cat([inputs["attention_mask"], torch.ones_like(new_ids)], 1)  # [P, W]
+    draft_probs = padded_logits(draft, ids, mask, new_ids.shape[1]).softmax(-1)  # [P, N, V]
+    ended = (new_ids == tokenizer.eos_token_id).long()  # [P, N]
+    alive = ended.cumsum(-1) == ended  # [P, N]; the text up to and with its first end
+    overlap = None
+    if seed is None:
+        stands = draft_probs.argmax(-1) == new_ids  # [P, N]
+    else:
+        target_probs = padded_logits(target, ids, mask, new_ids.shape[1]).softmax(-1)  # [P, N, V]
+        p = target_probs.gather(-1, new_ids[..., None])[..., 0]  # [P, N]
+        q = draft_probs.gather(-1, new_ids[..., None])[..., 0]  # [P, N]
+        stands = torch.rand_like(p) * p < q
+        overlap = torch.minimum(target_probs, draft_probs).sum(-1)[alive].mean().item()
+    rows = [row[: int(kept.sum())].tolist() for row, kept in zip(stands, alive, strict=True)]
+    return Verdicts(rows, overlap)

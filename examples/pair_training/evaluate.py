@@ -1,0 +1,88 @@
+"""Measures a saved pair on held-out text."""
+
+import platform
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+import torch
+import transformers
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from pair_training.acceptance import Verdicts, judge, walk_rounds
+from pair_training.corpus import list_sources, read_source, stdlib_root
+from pair_training.pretrain import stream_loss
+from pair_training.report import A_DRAFT_TOKENS
+from pair_training.timing import CONTEXT_LEN, MAX_ROWS, NUM_REPEATS, time_pair
+from pair_training.tokens import encode_texts
+
+BATCH_SIZES = (1, 8)
+
+
+def walk_record(verdicts: Verdicts) -> dict:
+    """Return a, the overlap and the walks at K = 1..8."""
+    walks = [walk_rounds(verdicts.rows, num) for num in range(1, MAX_ROWS)]
+    return {
+        "acceptance": walks[A_DRAFT_TOKENS - 1].acceptance,
+        "overlap": verdicts.overlap,
+        "walks": [walk._asdict() | {"tokens_per_round": walk.tokens_per_round} for walk in walks],
+    }
+
+
+def acceptance_record(
+    target: LlamaForCausalLM,
+    draft: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    prompts: list[str],
+    seed: int,
+) -> dict:
+    """Return the greedy and the sampling record of one dtype."""
+    return {
+        "greedy": walk_record(judge(target, draft, tokenizer, prompts, None)),
+        "sampling": walk_record(judge(target, draft, tokenizer, prompts, seed)),
+    }
+
+
+def timing_record(target: LlamaForCausalLM, draft: LlamaForCausalLM) -> dict[str, dict]:
+    """Return times, c and v by batch size (as text, as JSON has it)."""
+    record = {}
+    for batch_size in BATCH_SIZES:
+        timings = time_pair(target, draft, batch_size)
+        record[str(batch_size)] = timings._asdict() | {"cost": timings.cost, "factors": timings.factors}
+    return record
+
+
+def held_out_stream(tokenizer: PreTrainedTokenizerFast) -> tuple[np.ndarray, float]:
+    """Return the held-out modules' tokens, [N] uint16, and tokens per character."""
+    root = stdlib_root()
+    texts = [read_source(root, name) for name in list_sources(root).held_out]
+    stream = encode_texts(tokenizer, texts)
+    return stream, len(stream) / sum(len(text) for text in texts)
+
+
+def loss_record(target: LlamaForCausalLM, draft: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> dict:
+    """Return both models' held-out losses in nats per token."""
+    stream, tokens_per_char = held_out_stream(tokenizer)
+    losses = {"target": stream_loss(target, stream), "draft": stream_loss(draft, stream)}
+    return losses | {"tokens_per_char": tokens_per_char, "num_tokens": len(stream)}
+
+
+def machine_record(device: str) -> dict:
+    """Return what the times depend on."""
+    name = torch.cuda.get_device_name() if device == "cuda" else f"{cpu_name()} (CPU)"
+    return {
+        "device": name,
+        "num_threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "tokenizers": tokenizers.__version__,
+    }
+
+
+def cpu_name() -> str:
+    """Return the processor's name, or its architecture where the system does not tell."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

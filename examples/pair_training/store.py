@@ -1,0 +1,53 @@
+"""Saves the pair in the form that `from_pretrained` reads."""
+
+import json
+from pathlib import Path
+
+import torch
+from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from pair_training.shapes import EOS_TOKEN_ID, PAD_TOKEN_ID
+
+
+def save_model(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Save a bfloat16 copy with its tokenizer and a generation config that chooses no sampling."""
+    copy = LlamaForCausalLM(model.config)
+    copy.load_state_dict(model.state_dict())
+    copy = copy.to(torch.bfloat16).eval()
+    copy.generation_config = GenerationConfig(
+        bos_token_id=EOS_TOKEN_ID, eos_token_id=EOS_TOKEN_ID, pad_token_id=PAD_TOKEN_ID
+    )
+    copy.save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Save the tokenizer under the class name that every transformers version reads."""
+    tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text(encoding="utf-8")) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    config.pop("backend", None)
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def load_model(folder: Path, dtype: torch.dtype, device: str) -> LlamaForCausalLM:
+    """Load a saved model in evaluation mode."""
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    return model.to(device).eval()
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """Load the tokenizer saved beside a model."""
+    return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+
+
+def read_results(path: Path) -> dict:
+    """Return the sections written so far; an empty record where there is none."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def write_section(path: Path, section: str, value: dict) -> dict:
+    """Replace one section of the results and return the whole record."""
+    results = read_results(path) | {section: value}
+    path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    return results

@@ -1,0 +1,35 @@
+"""Speculative decoding inside transformers' `generate()`."""
+
+from hf_speculate.enabling import disable, enable, is_enabled
+from hf_speculate.errors import (
+    ConfigError,
+    KernelUnavailableError,
+    ShapeError,
+    SpeculateError,
+    UnsupportedGenerationError,
+    UnsupportedModelError,
+)
+from hf_speculate.generation import SpeculativeGenerationMixin, generate
+from hf_speculate.processors import BlockLogitsProcessorList, register_row_wise
+from hf_speculate.stats import SpeculationStats
+from hf_speculate.verify import register_verifier
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BlockLogitsProcessorList",
+    "ConfigError",
+    "KernelUnavailableError",
+    "ShapeError",
+    "SpeculateError",
+    "SpeculationStats",
+    "SpeculativeGenerationMixin",
+    "UnsupportedGenerationError",
+    "UnsupportedModelError",
+    "disable",
+    "enable",
+    "generate",
+    "is_enabled",
+    "register_row_wise",
+    "register_verifier",
+]

@@ -1,0 +1,258 @@
+"""Puts a decoder together from a call's settings and its two models."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import (
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
+from transformers.cache_utils import Cache, DynamicCache
+
+from hf_speculate.config import DEFAULT_ASSISTANT_TOKENS, SpeculationConfig
+from hf_speculate.decoder import Batch, DecoderSettings, SpeculativeDecoder
+from hf_speculate.draft.model import DraftSettings, ModelDrafter
+from hf_speculate.errors import ConfigError, UnsupportedModelError
+from hf_speculate.infer.inferencer import Inferencer
+from hf_speculate.infer.kv_cache import DynamicKVCache
+from hf_speculate.infer.language_model import LanguageModel
+from hf_speculate.judge import Judge, LockStepJudge, RaggedJudge
+from hf_speculate.outputs import OutputRecorder, Recorded
+from hf_speculate.processors import BlockLogitsProcessorList
+from hf_speculate.schedule import ConstantSchedule, HeuristicSchedule, Schedule
+from hf_speculate.sequences import TokenBuffer
+from hf_speculate.stats import SpeculationStats
+from hf_speculate.stopping import BlockStoppingCriteria
+from hf_speculate.triton_kernels.noise import row_seeds
+from hf_speculate.types import SampleStrategy
+from hf_speculate.verify.base import make_verifier, reads_draft_logits
+
+_SERVED_LAYERS = {"full_attention", "sliding_attention"}
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one `generate()` call prepared for decoding.
+
+    Args:
+        input_ids: [B, T] int64, the prompts, left-padded.
+        query_ids: [B, Q] int64, those of their tokens that the cache does not hold.
+        attention_mask: [B, P] int64 over the cache's states and the query; None where nothing is padded.
+        cache: the target's, empty or prefilled.
+        is_cache_kept: whether the cache outlives the call.
+        processors: the target's logits processors.
+        criteria: the stopping criteria.
+        do_sample: whether the call samples.
+        max_length: columns of the output at most.
+        pad_token_id: what fills ended rows.
+        prefill_chunk_size: prompt tokens per forward.
+        recorded: which outputs the call asked for.
+        on_tokens: a streamer's callback.
+    """
+
+    input_ids: Tensor
+    query_ids: Tensor
+    attention_mask: Tensor | None
+    cache: Cache
+    is_cache_kept: bool
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    do_sample: bool
+    max_length: int
+    pad_token_id: int | None
+    prefill_chunk_size: int | None
+    recorded: Recorded
+    on_tokens: Callable[[list[int]], None] | None
+
+
+def check_models(target: PreTrainedModel, draft: PreTrainedModel, stateful: Sequence[str]) -> None:
+    """Refuse a pair that cannot decode together, from the configs alone.
+
+    Args:
+        target: scores the drafts.
+        draft: proposes.
+        stateful: class names of those of the two that transformers calls stateful.
+
+    Raises:
+        UnsupportedModelError: a model cannot roll back or is an encoder-decoder, or the vocabularies differ.
+    """
+    if stateful:
+        raise UnsupportedModelError(
+            f"both models must be able to roll back, got {', '.join(stateful)} with recurrent state; "
+            "leave assistant_model out to decode without speculation"
+        )
+    for model in (target, draft):
+        config = model.config.get_text_config(decoder=True)
+        if model.config.is_encoder_decoder:
+            raise UnsupportedModelError(
+                f"both models must be decoder-only, got the encoder-decoder {type(model).__name__}; "
+                "leave assistant_model out to decode without speculation"
+            )
+        unserved = sorted(set(getattr(config, "layer_types", None) or ()) - _SERVED_LAYERS)
+        if unserved:
+            raise UnsupportedModelError(
+                f"layer_types must be among {', '.join(sorted(_SERVED_LAYERS))}, got {', '.join(unserved)} in "
+                f"{type(model).__name__}; leave assistant_model out to decode without speculation"
+            )
+    sizes = [model.config.get_text_config(decoder=True).vocab_size for model in (target, draft)]
+    if sizes[0] != sizes[1]:
+        raise UnsupportedModelError(
+            f"assistant_model must have the target's vocabulary of {sizes[0]} tokens, got {sizes[1]}; "
+            "use a draft with the same tokenizer"
+        )
+
+
+def build_decoder(
+    target: PreTrainedModel, draft: PreTrainedModel, config: SpeculationConfig, call: Call
+) -> tuple[SpeculativeDecoder, Batch]:
+    """The decoder and the batch it is to decode.
+
+    Args:
+        target: scores the drafts.
+        draft: proposes.
+        config: resolved settings.
+        call: what the call prepared.
+
+    Raises:
+        ConfigError: the verifier is unknown, or there is not one seed per row.
+    """
+    stats = SpeculationStats() if config.speculation_stats is None else config.speculation_stats
+    stats.reset()
+    stats.verifier = config.verifier or ""
+    block_processors = BlockLogitsProcessorList(call.processors)
+    stopping = BlockStoppingCriteria(call.criteria)
+    has_eos = stopping.eos_token_ids is not None
+    goes_on = not has_eos and call.input_ids.shape[0] > 1
+    reason = _lock_step_reason(call, [*block_processors.foreign_names, *stopping.foreign_names], goes_on)
+    if reason:
+        stats.lock_step = True
+        stats.fallbacks.append(reason)
+    settings = DecoderSettings(
+        draft_strategy=_draft_strategy(config, call),
+        max_length=call.max_length,
+        pad_token_id=None if goes_on else (call.pad_token_id or 0),
+        keeps_rows=call.is_cache_kept or bool(reason),
+        is_lock_step=bool(reason),
+        prefill_chunk_size=call.prefill_chunk_size,
+    )
+    offset = call.cache.get_seq_length() + call.query_ids.shape[1] - call.input_ids.shape[1]
+    max_position = max(call.max_length + offset - 2, 0)
+    judge: Judge
+    if reason:
+        records = call.recorded.scores
+        pad = settings.pad_token_id if has_eos else None
+        judge = LockStepJudge(make_verifier(config), call.processors, call.criteria, pad, records, stats)
+    else:
+        judge = RaggedJudge(make_verifier(config), block_processors, stopping, stats)
+    decoder = SpeculativeDecoder(
+        target=LanguageModel(target, max_position),
+        drafter=build_drafter(draft, config, block_processors.row_wise_part(), stopping.eos_token_ids, max_position),
+        judge=judge,
+        schedule=_build_schedule(config),
+        settings=settings,
+        recorder=OutputRecorder(call.input_ids.shape[0], call.recorded),
+        stats=stats,
+        on_tokens=call.on_tokens,
+    )
+    return decoder, _build_batch(draft, config, call)
+
+
+def build_drafter(
+    draft: PreTrainedModel,
+    config: SpeculationConfig,
+    processors: BlockLogitsProcessorList,
+    eos_token_ids: Sequence[int] | frozenset[int] | None,
+    max_position: int | None = None,
+) -> ModelDrafter:
+    """A drafter over a draft model.
+
+    Args:
+        draft: the draft model.
+        config: resolved settings.
+        processors: pure and row-wise ones, applied to the draft's logits.
+        eos_token_ids: ids after which a row needs no further token.
+        max_position: upper bound of position ids; the draft's own table may bound them further.
+    """
+    table = getattr(draft.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    bounds = [bound for bound in (max_position, table - 1 if table else None) if bound is not None]
+    eos = None if eos_token_ids is None else torch.tensor(sorted(eos_token_ids), device=draft.device)
+    settings = DraftSettings(
+        eos_token_ids=eos,
+        confidence_threshold=config.assistant_confidence_threshold or 0.0,
+        keeps_logits=reads_draft_logits(config),
+        backend=config.verifier_backend,
+    )
+    return ModelDrafter(Inferencer(LanguageModel(draft, min(bounds, default=None))), processors, settings)
+
+
+def _lock_step_reason(call: Call, foreign: Sequence[str], goes_on: bool) -> str:
+    """Why all rows must advance together; empty where they need not.
+
+    Args:
+        call: the prepared call.
+        foreign: class names of processors and criteria that are not known to be pure and row-wise.
+        goes_on: whether ended rows go on until all have ended.
+    """
+    if foreign:
+        return f"lock step, for {', '.join(foreign)}; declare pure ones with register_row_wise"
+    ends_apart = any(type(criterion) not in (MaxLengthCriteria, MaxTimeCriteria) for criterion in call.criteria)
+    has_windows = any(layer.is_sliding for layer in call.cache.layers)
+    if goes_on and ends_apart and call.is_cache_kept and has_windows:
+        return "lock step, because rows without EOS are cut back to one length, past what window layers can restore"
+    return ""
+
+
+def _draft_strategy(config: SpeculationConfig, call: Call) -> SampleStrategy:
+    samples = call.do_sample and config.draft_sampling == "sample"
+    return SampleStrategy.RANDOM if samples else SampleStrategy.GREEDY
+
+
+def _build_schedule(config: SpeculationConfig) -> Schedule:
+    num = config.num_assistant_tokens or DEFAULT_ASSISTANT_TOKENS
+    match config.num_assistant_tokens_schedule:
+        case "heuristic" | "heuristic_transient":
+            return HeuristicSchedule(num)
+        case _:
+            return ConstantSchedule(num)
+
+
+def _build_batch(draft: PreTrainedModel, config: SpeculationConfig, call: Call) -> Batch:
+    batch_size, prompt_len = call.input_ids.shape
+    device = call.input_ids.device
+    target_cache = DynamicKVCache(call.cache, batch_size, call.attention_mask, device)
+    mask = call.attention_mask
+    draft_mask = None if mask is None else mask[:, -prompt_len:].to(draft.device)
+    # all layers of the draft's cache are full ones, so that K forwards in a row can be rolled back at once
+    draft_cache = DynamicKVCache(DynamicCache(), batch_size, draft_mask, draft.device)
+    if mask is None:
+        num_prompt_tokens = [call.cache.get_seq_length() + call.query_ids.shape[1]] * batch_size
+    else:
+        num_prompt_tokens = [int(num) for num in mask.sum(1).tolist()]
+    return Batch(
+        tokens=TokenBuffer(call.input_ids, capacity=call.max_length + 1),
+        query_ids=call.query_ids,
+        target_cache=target_cache,
+        draft_cache=draft_cache,
+        seeds=_seeds(config, batch_size).to(device),
+        num_prompt_tokens=num_prompt_tokens,
+    )
+
+
+def _seeds(config: SpeculationConfig, batch_size: int) -> Tensor:
+    """[B] int64 row seeds; torch's generator is left alone where no noise is needed."""
+    seed = config.seed
+    if seed is None and config.verifier == "greedy":
+        seed = 0
+    if seed is None:
+        device = "cpu" if config.generator is None else config.generator.device
+        seed = int(torch.randint(2**62, (), generator=config.generator, device=device))
+    if isinstance(seed, int):
+        return row_seeds(seed, batch_size)
+    if len(seed) != batch_size:
+        raise ConfigError(f"seed must be an int or one int per output row, {batch_size} of them, got {len(seed)}")
+    return torch.tensor([int(value) for value in seed], dtype=torch.int64)

@@ -1,0 +1,161 @@
+"""What a call asked of speculation: the fields, where they were set, whether they can hold."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+
+from hf_speculate.errors import ConfigError
+from hf_speculate.stats import SpeculationStats
+
+MAX_ASSISTANT_TOKENS = 128
+DEFAULT_ASSISTANT_TOKENS = 5
+
+_CHOICES = {
+    "typical_correction": ("argmax", "sample"),
+    "draft_sampling": ("argmax", "sample"),
+    "num_assistant_tokens_schedule": ("constant", "heuristic", "heuristic_transient"),
+    "verifier_backend": ("auto", "torch"),
+    "speculation_cache": ("auto", "dynamic"),
+}
+
+
+@dataclass(frozen=True)
+class SpeculationConfig:
+    """The speculative settings of one `generate()` call. `None` means that nobody set the field.
+
+    Args:
+        verifier: name of a registered verifier.
+        posterior_threshold: typical acceptance's epsilon, in (0, 1).
+        posterior_alpha: typical acceptance's delta, > 0.
+        entropy_epsilon: added inside the logarithm of the entropy, >= 0.
+        typical_correction: "argmax" or "sample", the token emitted at typical acceptance's first refusal.
+        draft_sampling: "sample" or "argmax", how the draft proposes under `do_sample=True`.
+        num_assistant_tokens: tokens drafted a round, 1..128; `None` is 5.
+        num_assistant_tokens_schedule: how that number moves from round to round; `None` is "constant".
+        assistant_confidence_threshold: a row stops drafting after a token of lower draft probability, in [0, 1].
+        verifier_backend: "auto" or "torch".
+        speculation_cache: "auto" or "dynamic".
+        seed: an int, or one int per output row.
+        generator: draws the seed where none is given.
+        speculation_stats: filled in during the call.
+
+    Raises:
+        ConfigError: a value is out of its range or not among the choices.
+    """
+
+    verifier: str | None = None
+    posterior_threshold: float = 0.09
+    posterior_alpha: float = 0.3
+    entropy_epsilon: float = 0.0
+    typical_correction: str | None = None
+    draft_sampling: str = "sample"
+    num_assistant_tokens: int | None = None
+    num_assistant_tokens_schedule: str | None = None
+    assistant_confidence_threshold: float | None = None
+    verifier_backend: str = "auto"
+    speculation_cache: str = "auto"
+    seed: int | Sequence[int] | None = None
+    generator: torch.Generator | None = None
+    speculation_stats: SpeculationStats | None = None
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value is not None and value not in choices:
+                raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}; leave it out for the default")
+        _check_real("posterior_threshold", self.posterior_threshold, "in (0, 1)", lambda x: 0 < x < 1)
+        _check_real("posterior_alpha", self.posterior_alpha, "> 0", lambda x: x > 0)
+        _check_real("entropy_epsilon", self.entropy_epsilon, ">= 0", lambda x: x >= 0)
+        if self.assistant_confidence_threshold is not None:
+            _check_real(
+                "assistant_confidence_threshold", self.assistant_confidence_threshold, "in [0, 1]", lambda x: 0 <= x <= 1
+            )
+        self._check_num_assistant_tokens()
+        self._check_randomness()
+
+    def _check_num_assistant_tokens(self) -> None:
+        num = self.num_assistant_tokens
+        if num is not None and not (_is_int(num) and 1 <= num <= MAX_ASSISTANT_TOKENS):
+            raise ConfigError(
+                f"num_assistant_tokens must be in 1..{MAX_ASSISTANT_TOKENS}, got {num!r}; "
+                "leave assistant_model out to decode without speculation"
+            )
+
+    def _check_randomness(self) -> None:
+        seed = self.seed
+        is_seed = seed is None or _is_int(seed)
+        if not is_seed and not (isinstance(seed, Sequence) and not isinstance(seed, str) and all(map(_is_int, seed))):
+            raise ConfigError(f"seed must be an int or one int per output row, got {seed!r}; leave it out for a drawn one")
+        if self.generator is not None and not isinstance(self.generator, torch.Generator):
+            raise ConfigError(f"generator must be a torch.Generator, got {type(self.generator).__name__}; pass seed= for an int")
+        if seed is not None and self.generator is not None:
+            raise ConfigError("seed and generator must not both be set, got both; a generator only draws the seed")
+        if self.speculation_stats is not None and not isinstance(self.speculation_stats, SpeculationStats):
+            raise ConfigError(
+                f"speculation_stats must be a SpeculationStats, got {type(self.speculation_stats).__name__}; "
+                "pass hf_speculate.SpeculationStats()"
+            )
+
+    def resolve(self, do_sample: bool) -> "SpeculationConfig":
+        """The same settings with what depends on `do_sample` filled in.
+
+        Raises:
+            ConfigError: the verifier is greedy and the call samples.
+        """
+        if do_sample and self.verifier == "greedy":
+            raise ConfigError(
+                "verifier must be a sampling one with do_sample=True, got 'greedy'; set do_sample=False, or leave verifier out"
+            )
+        verifier = self.verifier or "rejection"
+        if not do_sample and verifier == "rejection":
+            verifier = "greedy"  # what rejection is at temperature 0
+        correction = self.typical_correction or ("sample" if do_sample else "argmax")
+        return replace(self, verifier=verifier, typical_correction=correction)
+
+
+FIELD_NAMES = tuple(field.name for field in fields(SpeculationConfig))
+
+
+def read_config(sources: Iterable[Mapping[str, Any]]) -> SpeculationConfig:
+    """Settle every field by the first source that sets it.
+
+    A schedule that stands in a weaker source than `num_assistant_tokens` does not count: who asks for K tokens
+    gets K.
+
+    Args:
+        sources: mappings of the fields that were set, the strongest first.
+
+    Raises:
+        ConfigError: as `SpeculationConfig`.
+    """
+    settled: dict[str, Any] = {}
+    for source in sources:
+        num_is_settled = "num_assistant_tokens" in settled
+        for name in FIELD_NAMES:
+            if name in settled or name not in source:
+                continue
+            if name == "num_assistant_tokens_schedule" and num_is_settled:
+                continue
+            settled[name] = source[name]
+    unset = [name for name, value in settled.items() if value is None]
+    for name in unset:  # an explicit None keeps weaker sources out, then means the default
+        del settled[name]
+    return SpeculationConfig(**settled)
+
+
+def fields_of(config: object) -> dict[str, Any]:
+    """The fields that a `GenerationConfig` sets; `None` counts as not set."""
+    values = {name: getattr(config, name, None) for name in FIELD_NAMES}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _check_real(name: str, value: object, allowed: str, holds: Any) -> None:
+    if not isinstance(value, Real) or isinstance(value, bool) or not holds(value):
+        raise ConfigError(f"{name} must be {allowed}, got {value!r}; leave it out for the default")

@@ -1,0 +1,335 @@
+"""The loop: draft, score, verify, trim, crop, until every row has stopped."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from hf_speculate.draft.base import Drafter
+from hf_speculate.infer.kv_cache import DynamicKVCache
+from hf_speculate.infer.language_model import LanguageModel
+from hf_speculate.judge import Judge, Round, Trimmed, Verified
+from hf_speculate.outputs import OutputRecorder
+from hf_speculate.schedule import Schedule
+from hf_speculate.sequences import TokenBuffer
+from hf_speculate.stats import SpeculationStats
+from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy
+
+
+@dataclass(frozen=True)
+class DecoderSettings:
+    """How the loop treats rows.
+
+    Args:
+        draft_strategy: how the drafter proposes.
+        max_length: columns of the output at most, the prompt's included.
+        pad_token_id: fills finished rows; None: without EOS rows go on until all have stopped, as in plain `generate`.
+        keeps_rows: finished rows stay in the batch, because the cache is handed back or rows move in lock step.
+        is_lock_step: all rows advance by the same count.
+        prefill_chunk_size: prompt tokens per forward; None: all at once.
+    """
+
+    draft_strategy: SampleStrategy
+    max_length: int
+    pad_token_id: int | None
+    keeps_rows: bool = False
+    is_lock_step: bool = False
+    prefill_chunk_size: int | None = None
+
+
+@dataclass
+class Batch:
+    """The rows under way.
+
+    Args:
+        tokens: prompt and new tokens of each row, on the target's device.
+        query_ids: [B, Q] int64, the prompt's tokens that the target's cache does not hold.
+        target_cache: the target's states.
+        draft_cache: the draft model's states; None for drafters without one.
+        seeds: [B] int64 row seeds.
+        num_prompt_tokens: [B] real tokens of each prompt.
+    """
+
+    tokens: TokenBuffer
+    query_ids: Tensor
+    target_cache: DynamicKVCache
+    draft_cache: DynamicKVCache | None
+    seeds: Tensor
+    num_prompt_tokens: list[int]
+
+    def __post_init__(self) -> None:
+        on_host = self.tokens.token_ids.device.type == "cpu"
+        self.host_tokens = self.tokens if on_host else TokenBuffer(self.tokens.token_ids.cpu())
+        self.prompt_len = self.tokens.lens[0]
+        self.row_ids = list(range(len(self.tokens.lens)))  # each row's place in the output
+        self.is_finished = [False] * len(self.row_ids)
+        self.num_held = [0] * len(self.row_ids)  # tokens of each row that the drafter has seen
+        self.kept: Kept | None = None
+        self.num_rounds = 0
+
+    def keys(self) -> NoiseKeys:
+        """The noise of the coming round."""
+        lens = zip(self.tokens.lens, self.num_prompt_tokens, strict=True)
+        positions = [length - self.prompt_len + num for length, num in lens]
+        device = self.seeds.device
+        rounds = torch.full_like(self.seeds, self.num_rounds)
+        return NoiseKeys(self.seeds, rounds, torch.tensor(positions, dtype=torch.int64, device=device))
+
+    def rows(self, indices: list[int]) -> None:
+        """Keep the rows `indices` of everything."""
+        self.tokens.rows(indices)
+        if self.host_tokens is not self.tokens:
+            self.host_tokens.rows(indices)
+        self.target_cache.rows(indices)
+        if self.draft_cache is not None:
+            self.draft_cache.rows(indices)
+        index = torch.tensor(indices, device=self.seeds.device)
+        self.seeds = self.seeds[index]
+        if self.kept is not None:
+            self.kept = Kept(self.kept.token_ids[index], self.kept.num_emitted[torch.tensor(indices)])
+        for name in ("num_prompt_tokens", "row_ids", "is_finished", "num_held"):
+            values = getattr(self, name)
+            setattr(self, name, [values[row] for row in indices])
+
+
+class SpeculativeDecoder:
+    """Decodes a batch with a drafter, a target and a judge between them.
+
+    Args:
+        target: scores the drafts.
+        drafter: proposes.
+        judge: verifies and trims.
+        schedule: how many tokens to draft.
+        settings: see `DecoderSettings`.
+        recorder: collects the output.
+        stats: counts and times the work.
+        on_tokens: called with the ids of row 0 after each trim, for streamers.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        target: LanguageModel,
+        drafter: Drafter,
+        judge: Judge,
+        schedule: Schedule,
+        settings: DecoderSettings,
+        recorder: OutputRecorder,
+        stats: SpeculationStats,
+        on_tokens: Callable[[list[int]], None] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self.target = target
+        self.drafter = drafter
+        self.judge = judge
+        self.schedule = schedule
+        self.settings = settings
+        self.recorder = recorder
+        self.stats = stats
+        self.on_tokens = on_tokens
+        self._clock = clock
+        self._since = 0.0
+        self._prompt_len = 0
+        self._stop_lens: list[int | None] = [None] * len(recorder.new_ids)  # by output row, where a criterion fired
+        recorded = recorder.recorded
+        self._options = {
+            name: True
+            for name, wanted in (
+                ("output_hidden_states", recorded.hidden_states),
+                ("output_attentions", recorded.attentions),
+            )
+            if wanted
+        }
+
+    def decode(self, batch: Batch) -> None:
+        """Run to the end; the recorder then holds the output, and the target's cache all but its last token."""
+        self._since = self._clock()
+        self._prompt_len = batch.prompt_len
+        self._prefill(batch)
+        while not all(batch.is_finished):
+            num_draft_tokens = self._num_draft_tokens(batch)
+            batch.num_rounds += 1
+            keys = batch.keys()
+            self._lap("bookkeeping_s")
+            draft = self._draft(batch, num_draft_tokens, keys)  # 1. the drafter proposes
+            self._lap("draft_s")
+            output = self._score(batch, draft)  # 2. the target scores all proposals at once
+            self._lap("score_s")
+            round_ = Round(batch.tokens, batch.host_tokens, output.logits, draft, keys)
+            verified = self.judge.verify(round_)  # 3. the verifier keeps a prefix
+            self._lap("verify_s")
+            trimmed = self._trim(batch, round_, verified)  # 4. what follows a stop goes
+            self._record(batch, round_, verified, trimmed, output)
+            self._crop(batch, draft, verified, trimmed)  # 5. the caches forget what was not kept
+            self._lap("bookkeeping_s")
+        self._finish(batch)
+
+    def _prefill(self, batch: Batch) -> None:
+        """Feed the prompt and emit the token after it."""
+        size = self.settings.prefill_chunk_size or batch.query_ids.shape[1]
+        for chunk in batch.query_ids.split(size, dim=1):
+            output = self.target.run(chunk, batch.target_cache, logits_to_keep=1, **self._options)
+        batch.target_cache.begin_recording()
+        self._lap("prefill_s")
+        keys = batch.keys()
+        round_ = Round(batch.tokens, batch.host_tokens, output.logits[:, -1:], _no_draft(batch), keys)
+        verified = self.judge.verify(round_)
+        trimmed = self._trim(batch, round_, verified)
+        self.recorder.add_prompt_states(output)
+        self._emit(batch, round_, verified, trimmed)
+        batch.kept = None
+        self._compact(batch)
+        self._lap("bookkeeping_s")
+
+    def _num_draft_tokens(self, batch: Batch) -> int:
+        """K: what the schedule says, but not past the last row's end; 0 when one token is left."""
+        lens = [length for length, done in zip(batch.tokens.lens, batch.is_finished, strict=True) if not done]
+        return max(min(self.schedule.num_draft_tokens, self.settings.max_length - min(lens) - 1), 0)
+
+    def _draft(self, batch: Batch, num_draft_tokens: int, keys: NoiseKeys) -> DraftOut:
+        if num_draft_tokens == 0:
+            return _no_draft(batch)
+        num_query = max(length - held for length, held in zip(batch.tokens.lens, batch.num_held, strict=True))
+        draft = self.drafter.draft(
+            batch.tokens.last(num_query),
+            batch.draft_cache,
+            num_draft_tokens,
+            self.settings.draft_strategy,
+            keys=keys,
+            kept=batch.kept,
+        )
+        draft = self._within_length(batch, draft)
+        num_fed = draft.token_ids.shape[1] - 1 if batch.draft_cache is not None else 0
+        batch.num_held = [length + num_fed for length in batch.tokens.lens]
+        if self.settings.is_lock_step and self.settings.pad_token_id is not None and any(batch.is_finished):
+            finished = torch.tensor(batch.is_finished, device=draft.token_ids.device)[:, None]
+            draft = draft._replace(token_ids=draft.token_ids.masked_fill(finished, self.settings.pad_token_id))
+        return draft
+
+    def _within_length(self, batch: Batch, draft: DraftOut) -> DraftOut:
+        """Let no row count drafts past its own end, so that what it draws does not depend on its neighbours."""
+        room = [max(self.settings.max_length - length - 1, 0) for length in batch.tokens.lens]
+        if min(room) >= draft.token_ids.shape[1]:
+            return draft
+        most = torch.tensor(room, dtype=draft.lens.dtype, device=draft.lens.device)
+        return draft._replace(lens=torch.minimum(draft.lens, most))
+
+    def _score(self, batch: Batch, draft: DraftOut) -> CausalLMOutputWithPast:
+        query = torch.cat([batch.tokens.last(1), draft.token_ids.clamp_min(0)], dim=1)  # [B, K+1]
+        return self.target.run(query, batch.target_cache, logits_to_keep=query.shape[1], **self._options)
+
+    def _trim(self, batch: Batch, round_: Round, verified: Verified) -> Trimmed:
+        trimmed = self.judge.trim(round_, verified)
+        goes_on = self.settings.pad_token_id is None or self.settings.is_lock_step
+        num_emitted = []
+        for row, (num, is_stopped) in enumerate(zip(*trimmed, strict=True)):
+            place = batch.row_ids[row]
+            if is_stopped and self._stop_lens[place] is None:
+                self._stop_lens[place] = len(self.recorder.new_ids[place]) + num
+            if batch.is_finished[row] and not self.settings.is_lock_step:
+                num = 0
+            elif goes_on:
+                num = len(verified.new_ids[row])
+            num_emitted.append(num)
+        return Trimmed(num_emitted, trimmed.is_stopped)
+
+    def _emit(self, batch: Batch, round_: Round, verified: Verified, trimmed: Trimmed) -> None:
+        """Write the kept tokens to the rows and to the output, and see which rows are finished."""
+        batch.tokens.append(verified.token_ids, trimmed.num_emitted)
+        if batch.host_tokens is not batch.tokens:
+            width = verified.token_ids.shape[1]
+            ids = [row + [0] * (width - len(row)) for row in verified.new_ids]
+            batch.host_tokens.append(torch.tensor(ids), trimmed.num_emitted)
+        for row, num in enumerate(trimmed.num_emitted):
+            new_ids = verified.new_ids[row][:num]
+            self.recorder.add_row(batch.row_ids[row], new_ids, verified.scores[row], round_.logits[row])
+        if self.on_tokens is not None:
+            self.on_tokens(verified.new_ids[0][: trimmed.num_emitted[0]])
+            self.stats.num_user_host_syncs += 1
+        batch.is_finished = [self._is_finished(row) for row in batch.row_ids]
+        batch.kept = Kept(verified.token_ids, torch.tensor(trimmed.num_emitted, dtype=torch.int32))
+
+    def _is_finished(self, place: int) -> bool:
+        if self.settings.pad_token_id is not None:
+            return self._stop_lens[place] is not None
+        if self._prompt_len + len(self.recorder.new_ids[place]) >= self.settings.max_length:
+            return True
+        stops = [stop for stop in self._stop_lens if stop is not None]
+        return len(stops) == len(self._stop_lens) and len(self.recorder.new_ids[place]) >= max(stops)
+
+    def _record(
+        self, batch: Batch, round_: Round, verified: Verified, trimmed: Trimmed, output: CausalLMOutputWithPast
+    ) -> None:
+        live = [row for row, done in enumerate(batch.is_finished) if not done]
+        self.stats.num_batch_rounds += 1
+        self.stats.status |= verified.status
+        for row in live:
+            self.stats.add_row(verified.num_drafted[row], verified.num_accepted[row], trimmed.num_emitted[row])
+        self.schedule.update(
+            [verified.num_drafted[row] for row in live], [verified.num_accepted[row] for row in live]
+        )
+        if self._options:
+            layers = batch.target_cache.cache.layers
+            windows = [getattr(layer, "sliding_window", None) for layer in layers]
+            num_query = round_.draft.token_ids.shape[1] + 1
+            self.recorder.add_states(output, trimmed.num_emitted[0], num_query, windows)
+        self._emit(batch, round_, verified, trimmed)
+
+    def _crop(self, batch: Batch, draft: DraftOut, verified: Verified, trimmed: Trimmed) -> None:
+        """Roll both caches back to the kept tokens; the newest one is in neither."""
+        num_query = draft.token_ids.shape[1] + 1
+        batch.target_cache.crop([num_query - num for num in trimmed.num_emitted])
+        if draft.token_ids.shape[1]:
+            before = [length - num for length, num in zip(batch.tokens.lens, trimmed.num_emitted, strict=True)]
+            valid = [
+                min(held, length + min(accepted, max(emitted - 1, 0)))
+                for held, length, accepted, emitted in zip(
+                    batch.num_held, before, verified.num_accepted, trimmed.num_emitted, strict=True
+                )
+            ]
+            self._crop_draft(batch, valid)
+        self._compact(batch)
+
+    def _crop_draft(self, batch: Batch, valid: list[int]) -> None:
+        """Leave the drafter equally far behind in every row, so that its next query is rectangular.
+
+        Args:
+            batch: the rows, the kept tokens written.
+            valid: [B] tokens of each row that the drafter has seen and that were kept.
+        """
+        num_query = max(length - seen for length, seen in zip(batch.tokens.lens, valid, strict=True))
+        keep = [length - num_query for length in batch.tokens.lens]
+        if batch.draft_cache is not None:
+            batch.draft_cache.crop([held - num for held, num in zip(batch.num_held, keep, strict=True)])
+        batch.num_held = keep
+
+    def _compact(self, batch: Batch) -> None:
+        """Let finished rows leave the work."""
+        if self.settings.keeps_rows or not any(batch.is_finished) or all(batch.is_finished):
+            return
+        live = [row for row, done in enumerate(batch.is_finished) if not done]
+        batch.rows(live)
+        self.drafter.rows(live)
+
+    def _finish(self, batch: Batch) -> None:
+        """Cut what was decoded past the last stop, where rows go on without EOS."""
+        stops = [stop for stop in self._stop_lens if stop is not None]
+        surplus = [max(len(row) - max(stops), 0) for row in self.recorder.new_ids]
+        if any(surplus):
+            self.recorder.truncate(max(stops))
+            batch.target_cache.crop([surplus[place] for place in batch.row_ids])
+
+    def _lap(self, stage: str) -> None:
+        now = self._clock()
+        setattr(self.stats, stage, getattr(self.stats, stage) + now - self._since)
+        self._since = now
+
+
+def _no_draft(batch: Batch) -> DraftOut:
+    """A proposal of no tokens: scoring it is a plain decoding step."""
+    device, batch_size = batch.tokens.token_ids.device, len(batch.tokens.lens)
+    empty = torch.zeros(batch_size, 0, dtype=torch.int64, device=device)
+    return DraftOut(empty, torch.zeros(batch_size, dtype=torch.int32, device=device), None, None)

@@ -1,0 +1,149 @@
+"""Drafts with a smaller model of the same vocabulary."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_speculate.draft.base import check_request
+from hf_speculate.errors import ConfigError
+from hf_speculate.infer.inferencer import Choice, Inferencer
+from hf_speculate.infer.kv_cache import DynamicKVCache
+from hf_speculate.processors import BlockLogitsProcessorList
+from hf_speculate.sequences import TokenBuffer
+from hf_speculate.triton_kernels import sample
+from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy, Stream
+
+
+@dataclass(frozen=True)
+class DraftSettings:
+    """How a draft model proposes.
+
+    Args:
+        eos_token_ids: [E] int64, ids after which a row needs no further token; None: none.
+        confidence_threshold: a row stops after a token of lower probability, in [0, 1]; 0 disables.
+        keeps_logits: whether the verifier reads the law that was sampled.
+        backend: of the sampling kernel.
+    """
+
+    eos_token_ids: Tensor | None = None
+    confidence_threshold: float = 0.0
+    keeps_logits: bool = True
+    backend: str = "auto"
+
+
+class ModelDrafter:
+    """A `Drafter` over a draft model: K forwards a round, no nested `generate()`.
+
+    Args:
+        inferencer: runs the draft model.
+        processors: applied to the draft's logits, so that its law is near the target's; pure and row-wise ones only.
+        settings: see `DraftSettings`.
+    """
+
+    def __init__(
+        self,
+        inferencer: Inferencer,
+        processors: BlockLogitsProcessorList | None = None,
+        settings: DraftSettings | None = None,
+    ):
+        self.inferencer = inferencer
+        self.processors = BlockLogitsProcessorList() if processors is None else processors
+        self.settings = settings or DraftSettings()
+        self._history: TokenBuffer | None = None  # what the processors read
+
+    def draft(
+        self,
+        query_token_ids: Tensor,
+        kv_cache: DynamicKVCache | None,
+        num_draft_tokens: int,
+        sample_strategy: SampleStrategy,
+        *,
+        keys: NoiseKeys | None = None,
+        kept: Kept | None = None,
+    ) -> DraftOut:
+        """See `Drafter.draft`; `kv_cache` is required."""
+        check_request(query_token_ids, num_draft_tokens, sample_strategy, keys)
+        if kv_cache is None:
+            raise ConfigError("kv_cache must be given to a draft model, got None; pass a DynamicKVCache")
+        home = query_token_ids.device
+        device = self.inferencer.language_model.device
+        query = query_token_ids.to(device)
+        self._follow(query, kept)
+        if keys is not None:
+            keys = NoiseKeys(*(part.to(device) for part in keys))
+        proposal = _Proposal(self, sample_strategy, keys)
+        decoded = self.inferencer.decode(query, kv_cache, num_draft_tokens, sample_strategy, choose=proposal.choose)
+        if self._history is not None:
+            num = decoded.token_ids.shape[1]
+            self._history.truncate([length - num for length in self._history.lens])
+        keeps_logits = proposal.logsumexps and decoded.token_logits is not None
+        return DraftOut(
+            decoded.token_ids.to(home),
+            decoded.lens.to(home),
+            decoded.token_logits.to(home) if keeps_logits and decoded.token_logits is not None else None,
+            torch.stack(proposal.logsumexps, dim=1).to(home) if keeps_logits else None,
+        )
+
+    def rows(self, indices: Sequence[int]) -> None:
+        """Keep the history of the named rows."""
+        if self._history is not None:
+            self._history.rows(indices)
+
+    def law(self, logits: Tensor) -> Tensor:
+        """[B, V] the draft's logits after its processors, at the history's end."""
+        if self._history is None:
+            return logits
+        block = self.processors(self._history.token_ids, logits[:, None], prefix_lens=self._history.lens)
+        return block[:, 0]
+
+    def note(self, token_ids: Tensor) -> None:
+        """Put drafted tokens [B] at the history's end, until the round is over."""
+        if self._history is not None:
+            self._history.append(token_ids[:, None])
+
+    def _follow(self, query: Tensor, kept: Kept | None) -> None:
+        if not len(self.processors):
+            return
+        if self._history is None:
+            self._history = TokenBuffer(query, capacity=query.shape[1] + 256)
+        elif kept is not None:
+            self._history.append(kept.token_ids.to(query.device), kept.num_emitted.tolist())
+
+
+class _Proposal:
+    """One round's choices."""
+
+    def __init__(self, drafter: ModelDrafter, sample_strategy: SampleStrategy, keys: NoiseKeys | None):
+        self.drafter = drafter
+        self.sample_strategy = sample_strategy
+        self.keys = keys
+        self.logsumexps: list[Tensor] = []  # K times [B] float32, where the law is kept
+
+    def choose(self, logits: Tensor, step: int) -> Choice:
+        """Choose one token per row from [B, V]."""
+        settings = self.drafter.settings
+        law = self.drafter.law(logits)
+        if self.sample_strategy is SampleStrategy.GREEDY or self.keys is None:
+            token_ids, kept_law = law.argmax(dim=-1), None
+        else:
+            keys = self.keys._replace(positions=self.keys.positions + step)
+            token_ids, logsumexp = sample(law, keys=keys, stream=Stream.DRAFT, backend=settings.backend)
+            kept_law = law if settings.keeps_logits else None
+            if settings.keeps_logits:
+                self.logsumexps.append(logsumexp)
+        self.drafter.note(token_ids)
+        return Choice(token_ids, kept_law, self._is_done(law, token_ids))
+
+    def _is_done(self, law: Tensor, token_ids: Tensor) -> Tensor | None:
+        """[B] bool, rows that need no further token; None where nothing could end them."""
+        settings = self.drafter.settings
+        is_done = None
+        if settings.eos_token_ids is not None:
+            is_done = torch.isin(token_ids, settings.eos_token_ids)
+        if settings.confidence_threshold > 0:
+            chosen = law.float().log_softmax(dim=-1).gather(1, token_ids[:, None])[:, 0]
+            is_unsure = chosen.exp() < settings.confidence_threshold
+            is_done = is_unsure if is_done is None else is_done | is_unsure
+        return is_done

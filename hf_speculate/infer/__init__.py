@@ -1,0 +1,1 @@
+"""Models, caches and the steps that run them."""

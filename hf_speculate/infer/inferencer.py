@@ -1,0 +1,133 @@
+"""Prefill a prompt or decode token by token with one model."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_speculate.errors import ConfigError, ShapeError
+from hf_speculate.infer.kv_cache import DynamicKVCache
+from hf_speculate.infer.language_model import LanguageModel
+from hf_speculate.types import DecodeOutput, PrefillOutput, SampleStrategy
+
+
+class Choice(NamedTuple):
+    """One token per row, and what it was chosen from."""
+
+    token_ids: Tensor  # [B] int64
+    token_logits: Tensor | None  # [B, V]; None: nobody will read them
+    is_done: Tensor | None  # [B] bool, rows that need no further token; None: nothing stops
+
+
+ChooseToken = Callable[[Tensor, int], Choice]
+"""Takes the last position's logits [B, V] and the step's number; returns the `Choice`."""
+
+
+class Inferencer:
+    """Runs a `LanguageModel` step by step.
+
+    Args:
+        language_model: the model.
+        generator: for RANDOM draws; torch's global one when None.
+    """
+
+    def __init__(self, language_model: LanguageModel, generator: torch.Generator | None = None):
+        self.language_model = language_model
+        self.generator = generator
+
+    def prefill(
+        self,
+        query_token_ids: Tensor,
+        kv_cache: DynamicKVCache,
+        sample_strategy: SampleStrategy,
+        *,
+        logits_to_keep: int | None = None,
+    ) -> PrefillOutput:
+        """Feed a prompt and choose the token after it; `kv_cache` is advanced by Q tokens, in place.
+
+        Args:
+            query_token_ids: [B, Q] int64, Q >= 1.
+            kv_cache: holds the states of all tokens before the query.
+            sample_strategy: how the token is chosen.
+            logits_to_keep: only the last so many positions' logits; all unless told.
+
+        Returns:
+            The token [B, 1] and the logits [B, Q', V].
+
+        Raises:
+            ShapeError: the query is empty.
+        """
+        logits = self.language_model.forward(query_token_ids, kv_cache, logits_to_keep=logits_to_keep)
+        return PrefillOutput(self._choose(logits[:, -1], sample_strategy)[:, None], logits)
+
+    def decode(
+        self,
+        query_token_ids: Tensor,
+        kv_cache: DynamicKVCache,
+        max_new_tokens: int,
+        sample_strategy: SampleStrategy,
+        *,
+        choose: ChooseToken | None = None,
+    ) -> DecodeOutput:
+        """Decode up to `max_new_tokens` tokens; `kv_cache` is advanced by all tokens fed, in place.
+
+        The last token decoded is not fed. A row is done after its EOS; the loop ends when every row is.
+
+        Args:
+            query_token_ids: [B, Q] int64, tokens that are not in the cache yet, Q >= 1.
+            kv_cache: holds the states of all tokens before the query.
+            max_new_tokens: N at most, >= 1.
+            sample_strategy: how tokens are chosen.
+            choose: replaces `sample_strategy` and the EOS rule with the caller's own; logits that it withholds are not
+                returned.
+
+        Returns:
+            Ids [B, N], logits [B, N, V] and how many of a row's tokens count [B].
+
+        Raises:
+            ConfigError: `max_new_tokens` is below 1.
+            ShapeError: the query is empty.
+        """
+        if max_new_tokens < 1:
+            raise ConfigError(f"max_new_tokens must be at least 1, got {max_new_tokens}; ask for a token")
+        if query_token_ids.shape[1] < 1:
+            raise ShapeError(f"query_token_ids must be [B, Q] with Q >= 1, got {list(query_token_ids.shape)}")
+        choose = choose or self._chooser(sample_strategy)
+        batch_size, device = query_token_ids.shape[0], query_token_ids.device
+        lens = torch.zeros(batch_size, dtype=torch.int32, device=device)
+        live = torch.ones(batch_size, dtype=torch.bool, device=device)
+        ids: list[Tensor] = []
+        logits: list[Tensor] = []
+        query = query_token_ids
+        reads_are_free = device.type == "cpu"
+        for step in range(max_new_tokens):
+            last = self.language_model.forward(query, kv_cache, logits_to_keep=1)[:, -1]  # [B, V]
+            choice = choose(last, step)
+            ids.append(choice.token_ids)
+            if choice.token_logits is not None:
+                logits.append(choice.token_logits)
+            lens += live
+            query = choice.token_ids[:, None]
+            if choice.is_done is not None:
+                live = live & ~choice.is_done
+                if reads_are_free and not live.any():
+                    break
+        return DecodeOutput(torch.stack(ids, dim=1), torch.stack(logits, dim=1) if logits else None, lens)
+
+    def _chooser(self, sample_strategy: SampleStrategy) -> ChooseToken:
+        eos = self.language_model.model.generation_config.eos_token_id
+        eos_ids = None if eos is None else torch.tensor(eos, device=self.language_model.device).reshape(-1)
+
+        def choose(logits: Tensor, step: int) -> Choice:
+            token_ids = self._choose(logits, sample_strategy)
+            return Choice(token_ids, logits, None if eos_ids is None else torch.isin(token_ids, eos_ids))
+
+        return choose
+
+    def _choose(self, logits: Tensor, sample_strategy: SampleStrategy) -> Tensor:
+        """[B] int64 from logits [B, V]."""
+        if sample_strategy is SampleStrategy.GREEDY:
+            return logits.float().argmax(dim=-1)
+        probs = logits.float().softmax(dim=-1)
+        return torch.multinomial(probs, 1, generator=self.generator)[:, 0]

@@ -1,0 +1,90 @@
+"""A causal language model as a function from tokens to logits, with the cache as its memory."""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from hf_speculate.errors import ShapeError
+from hf_speculate.infer.kv_cache import DynamicKVCache
+
+
+class LanguageModel:
+    """Calls a transformers model with the mask and position ids that its cache's rows need.
+
+    Args:
+        model: a decoder-only model with a language modelling head.
+        max_position: upper bound of position ids, for tokens drafted past the end of the text.
+    """
+
+    def __init__(self, model: PreTrainedModel, max_position: int | None = None):
+        self.model = model
+        self.max_position = max_position
+        parameters = inspect.signature(model.forward).parameters
+        self._takes_position_ids = "position_ids" in parameters
+        self._takes_logits_to_keep = "logits_to_keep" in parameters
+
+    @property
+    def device(self) -> torch.device:
+        """Where query tokens are expected."""
+        return self.model.device
+
+    @property
+    def eos_token_id(self) -> int:
+        """The model's (first) end-of-sequence id.
+
+        Raises:
+            ValueError: the model has none.
+        """
+        eos = self.model.generation_config.eos_token_id
+        if eos is None:
+            raise ValueError("eos_token_id must be set in the model's generation config, got None; set it there")
+        return int(eos[0] if isinstance(eos, list) else eos)
+
+    def forward(
+        self, query_token_ids: Tensor, kv_cache: DynamicKVCache, *, logits_to_keep: int | None = None
+    ) -> Tensor:
+        """Score the query tokens; `kv_cache` is advanced by them, in place.
+
+        Args:
+            query_token_ids: [B, Q] int64, Q >= 1.
+            kv_cache: holds the states of all tokens before the query.
+            logits_to_keep: only the last so many positions; all Q unless told.
+
+        Returns:
+            Logits [B, Q', V] in the model's dtype.
+
+        Raises:
+            ShapeError: the query is empty.
+        """
+        return self.run(query_token_ids, kv_cache, logits_to_keep=logits_to_keep).logits
+
+    def run(
+        self,
+        query_token_ids: Tensor,
+        kv_cache: DynamicKVCache,
+        *,
+        logits_to_keep: int | None = None,
+        **forward_options: Any,
+    ) -> CausalLMOutputWithPast:
+        """As `forward`, but with the model's whole output, for callers that want hidden states or attentions."""
+        num_query = query_token_ids.shape[1]
+        if num_query < 1:
+            raise ShapeError(f"query_token_ids must be [B, Q] with Q >= 1, got {list(query_token_ids.shape)}")
+        options = dict(forward_options)
+        mask = kv_cache.mask(num_query)
+        if mask is not None:
+            options["attention_mask"] = mask
+        if self._takes_position_ids:
+            options["position_ids"] = kv_cache.position_ids(num_query, self.max_position)
+        if self._takes_logits_to_keep and logits_to_keep is not None:
+            options["logits_to_keep"] = logits_to_keep
+        output = self.model(
+            input_ids=query_token_ids, past_key_values=kv_cache.cache, use_cache=True, return_dict=True, **options
+        )
+        if logits_to_keep is not None and output.logits.shape[1] > logits_to_keep:
+            output.logits = output.logits[:, -logits_to_keep:]
+        return output

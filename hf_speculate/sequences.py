@@ -1,0 +1,70 @@
+"""Token rows of different lengths in one growing buffer."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class TokenBuffer:
+    """B rows of token ids, each with its own length; lengths live on the host.
+
+    Args:
+        token_ids: [B, T] int64, the rows to begin with, padding included; copied.
+        capacity: columns to reserve; the buffer grows when that is not enough.
+    """
+
+    def __init__(self, token_ids: Tensor, capacity: int = 0):
+        batch_size, length = token_ids.shape
+        self.token_ids = token_ids.new_zeros(batch_size, max(capacity, length))  # [B, C] int64
+        self.token_ids[:, :length] = token_ids
+        self.lens = [length] * batch_size
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all rows are of one length."""
+        return all(length == self.lens[0] for length in self.lens)
+
+    def append(self, token_ids: Tensor, counts: Sequence[int] | None = None) -> None:
+        """Write tokens at the end of each row.
+
+        Args:
+            token_ids: [B, N] int64; entries past a row's count are free to be anything.
+            counts: [B] tokens that count; all N when None.
+        """
+        num = token_ids.shape[1]
+        token_ids = token_ids.clamp_min(0)
+        self._reserve(max(self.lens, default=0) + num)
+        if self.is_even:
+            start = self.lens[0] if self.lens else 0
+            self.token_ids[:, start : start + num] = token_ids
+        else:
+            self.token_ids.scatter_(1, self._columns(num, offset=0), token_ids)
+        counts = [num] * len(self.lens) if counts is None else counts
+        self.lens = [length + count for length, count in zip(self.lens, counts, strict=True)]
+
+    def last(self, num: int) -> Tensor:
+        """[B, num] int64, the last `num` tokens of each row."""
+        if self.is_even:
+            return self.token_ids[:, self.lens[0] - num : self.lens[0]]
+        return self.token_ids.gather(1, self._columns(num, offset=-num))
+
+    def truncate(self, lens: Sequence[int]) -> None:
+        """Shorten the rows to `lens` [B]."""
+        self.lens = list(lens)
+
+    def rows(self, indices: Sequence[int]) -> None:
+        """Keep the rows `indices`, in place."""
+        self.token_ids = self.token_ids[torch.tensor(list(indices), device=self.token_ids.device)]
+        self.lens = [self.lens[row] for row in indices]
+
+    def _columns(self, num: int, offset: int) -> Tensor:
+        device = self.token_ids.device
+        starts = torch.tensor(self.lens, device=device)[:, None] + offset
+        return starts + torch.arange(num, device=device)  # [B, num]
+
+    def _reserve(self, num_columns: int) -> None:
+        batch_size, capacity = self.token_ids.shape
+        if num_columns > capacity:
+            more = self.token_ids.new_zeros(batch_size, max(num_columns - capacity, capacity))
+            self.token_ids = torch.cat([self.token_ids, more], dim=1)

@@ -1,0 +1,69 @@
+"""The named tuples in which the stages of a round speak to each other."""
+
+from enum import Enum
+from typing import NamedTuple
+
+from torch import Tensor
+
+from hf_speculate.triton_kernels.types import NoiseKeys, Sampled, Status, Stream, Verdict
+
+
+class SampleStrategy(Enum):
+    """How a token is chosen from logits."""
+
+    GREEDY = "greedy"
+    RANDOM = "random"
+
+
+class DraftOut(NamedTuple):
+    """What a drafter proposes for one round."""
+
+    token_ids: Tensor  # [B, K] int64
+    lens: Tensor  # [B] int32, how many of a row's tokens count
+    token_logits: Tensor | None  # [B, K, V], the exact law sampled, warpers included; None: a point mass
+    logsumexp: Tensor | None  # [B, K] float32, of each law in token_logits; None where that is None
+
+
+class Kept(NamedTuple):
+    """What the round before kept, handed back to the drafter."""
+
+    token_ids: Tensor  # [B, K+1] int64, padded with -1
+    num_emitted: Tensor  # [B] int32
+    hidden_states: Tensor | None = None  # [B, K+1, D], the target's last hidden states, for drafters that read them
+
+
+class KVState(NamedTuple):
+    """One layer's states."""
+
+    keys: Tensor  # [B, H, T, D]
+    values: Tensor  # [B, H, T, D]
+
+
+class PrefillOutput(NamedTuple):
+    """The first token after a prompt."""
+
+    token_ids: Tensor  # [B, 1] int64
+    token_logits: Tensor  # [B, Q', V]
+
+
+class DecodeOutput(NamedTuple):
+    """Tokens decoded one by one."""
+
+    token_ids: Tensor  # [B, N] int64
+    token_logits: Tensor | None  # [B, N, V]; None where the caller's own choice withheld them
+    lens: Tensor  # [B] int32, tokens that count
+
+
+__all__ = [
+    "DecodeOutput",
+    "DraftOut",
+    "KVState",
+    "Kept",
+    "NoiseKeys",
+    "PrefillOutput",
+    "SampleStrategy",
+    "Sampled",
+    "Status",
+    "Stream",
+    "Verdict",
+]

@@ -1,0 +1,96 @@
+"""What every verifier does, and the names under which they are chosen."""
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from hf_speculate.config import SpeculationConfig
+from hf_speculate.errors import ConfigError
+from hf_speculate.types import DraftOut, NoiseKeys, Verdict
+
+
+class Verifier(Protocol):
+    """Decides which drafted tokens stay, and what follows them."""
+
+    def verify(self, target_logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verdict:
+        """Judge one round.
+
+        Args:
+            target_logits: [B, K+1, V], processed; position i is the law of the token after i drafted ones.
+            draft: the proposal, K tokens a row of which `draft.lens` count.
+            keys: the round's noise.
+
+        Returns:
+            The kept tokens and the one that follows them.
+        """
+
+
+VerifierFactory = Callable[[SpeculationConfig], Verifier]
+
+
+class _Entry(NamedTuple):
+    factory: VerifierFactory
+    is_lossless: bool
+    reads_draft_logits: bool
+
+
+_REGISTRY: dict[str, _Entry] = {}
+
+
+def register_verifier(
+    name: str,
+    factory: VerifierFactory,
+    *,
+    lossless: bool,
+    replace: bool = False,
+    reads_draft_logits: bool = True,
+) -> None:
+    """Make a verifier available as `verifier=name`.
+
+    Args:
+        name: what users and configs write.
+        factory: makes the verifier from a call's settings.
+        lossless: whether the output's law is the target's.
+        replace: allow the name to be taken over.
+        reads_draft_logits: whether it reads `DraftOut.token_logits`; drafts keep none for one that does not.
+
+    Raises:
+        ConfigError: the name is taken.
+    """
+    if name in _REGISTRY and not replace:
+        raise ConfigError(f"verifier name {name!r} is taken; pass replace=True, or choose another one")
+    _REGISTRY[name] = _Entry(factory, lossless, reads_draft_logits)
+
+
+def verifier_names() -> list[str]:
+    """The registered names, sorted."""
+    return sorted(_REGISTRY)
+
+
+def make_verifier(config: SpeculationConfig) -> Verifier:
+    """The verifier that a resolved config names.
+
+    Raises:
+        ConfigError: nothing is registered under the name.
+    """
+    return _entry(config).factory(config)
+
+
+def reads_draft_logits(config: SpeculationConfig) -> bool:
+    """Whether the named verifier reads `DraftOut.token_logits`."""
+    return _entry(config).reads_draft_logits
+
+
+def is_lossless(config: SpeculationConfig) -> bool:
+    """Whether the named verifier keeps the target's law."""
+    return _entry(config).is_lossless
+
+
+def _entry(config: SpeculationConfig) -> _Entry:
+    if config.verifier not in _REGISTRY:
+        raise ConfigError(
+            f"verifier must be one of {', '.join(verifier_names())}, got {config.verifier!r}; "
+            "register your own with hf_speculate.register_verifier"
+        )
+    return _REGISTRY[config.verifier]

@@ -1,0 +1,44 @@
+"""Typical acceptance: a token stays while the target finds it likely enough for its own uncertainty."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hf_speculate.triton_kernels import verify_typical
+from hf_speculate.types import DraftOut, NoiseKeys, Verdict
+
+
+@dataclass(frozen=True)
+class TypicalVerifier:
+    """Lossy: a token x stays iff p(x) > min(posterior_threshold, posterior_alpha * exp(-H(p))).
+
+    Args:
+        posterior_threshold: in (0, 1).
+        posterior_alpha: > 0.
+        entropy_epsilon: added inside the entropy's logarithm, >= 0.
+        correction: "argmax" or "sample", the token at the first refusal.
+        backend: of the kernel.
+
+    Source:
+        Cai et al. (arXiv:2401.10774), section 3.3.1.
+    """
+
+    posterior_threshold: float = 0.09
+    posterior_alpha: float = 0.3
+    entropy_epsilon: float = 0.0
+    correction: str = "argmax"
+    backend: str = "auto"
+
+    def verify(self, target_logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verdict:
+        """See `Verifier.verify`."""
+        return verify_typical(
+            target_logits,
+            draft.token_ids,
+            posterior_threshold=self.posterior_threshold,
+            posterior_alpha=self.posterior_alpha,
+            correction=self.correction,
+            entropy_epsilon=self.entropy_epsilon,
+            keys=keys,
+            draft_lens=draft.lens,
+            backend=self.backend,
+        )

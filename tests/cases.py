@@ -1,0 +1,38 @@
+"""What the tests of whole calls share: pairs with partial acceptance, and calls beside their plain twin."""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import hf_speculate
+from tests.tiny import make_model, noisy_copy
+
+DRAFT_NOISE = 0.03  # leaves an acceptance of 0.6 to 0.9, so that rounds of all lengths occur
+ACCEPTED_ALL, ACCEPTED_NONE = 0.0, 10.0  # noise that leaves the draft equal to the target, or foreign to it
+
+
+@cache
+def pair(kind: str, noise: float = DRAFT_NOISE, seed: int = 0) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """An enabled target and its draft, float64. Shared between tests: change neither."""
+    target = make_model(kind, seed=seed)
+    draft = noisy_copy(target, noise, seed=seed + 1)
+    return hf_speculate.enable(target), draft
+
+
+def plain_and_ours(
+    target: PreTrainedModel, draft: PreTrainedModel, inputs: dict[str, Tensor], **options: Any
+) -> tuple[Any, Any]:
+    """One call twice: plainly, and with the draft. `num_assistant_tokens` and our fields go to the second only."""
+    own = {name: options.pop(name) for name in list(options) if name in ("num_assistant_tokens", "speculation_stats")}
+    plain = target.generate(**inputs, **options)
+    ours = target.generate(**inputs, assistant_model=draft, **own, **options)
+    return plain, ours
+
+
+def assert_equal_ids(plain: Tensor, ours: Tensor) -> None:
+    """Both [B, T] int64, shape and ids equal."""
+    assert plain.shape == ours.shape, f"{list(plain.shape)} against {list(ours.shape)}"
+    assert torch.equal(plain, ours), f"rows {(plain != ours).any(1).nonzero().flatten().tolist()} differ"

@@ -1,0 +1,197 @@
+"""Tests the committed model pair, its prompts and its measurements, all offline."""
+
+import importlib
+import json
+import keyword
+import string
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+PAIR = EXAMPLES / "pair"
+MAX_PAIR_BYTES = 40_000_000
+CATEGORIES = {"code completion", "docstring", "edit", "repetitive table"}
+CODE_PROMPT = "class Reader:\n    def __init__(self, path):\n        self.path = path\n\n    def read(self):"
+CODE_MARKS = set("()[]=:.")
+ROUND_TRIPS = ("def f(x):\n\treturn x\n\n\n        pass", "s = 'naïve → 日本'\r\n", "a  b   c    \n")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """The target's tokenizer."""
+    return AutoTokenizer.from_pretrained(PAIR / "target", local_files_only=True)
+
+
+@pytest.fixture(scope="module")
+def models():
+    """Both models as float32, which every CPU runs fast."""
+    names = ("target", "draft")
+    return {
+        name: AutoModelForCausalLM.from_pretrained(PAIR / name, dtype=torch.float32, local_files_only=True).eval()
+        for name in names
+    }
+
+
+@pytest.fixture(scope="module")
+def training_code():
+    """The training package's modules, found beside the script as the script finds them."""
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        yield importlib.import_module
+    finally:
+        sys.path.remove(str(EXAMPLES))
+
+
+@pytest.fixture(scope="module")
+def measurements():
+    """The record behind the pair's README."""
+    return json.loads((PAIR / "measurements.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    """The held-out prompts."""
+    lines = (EXAMPLES / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_pair_is_small_enough_to_be_committed():
+    files = [path for path in PAIR.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) <= MAX_PAIR_BYTES
+
+
+@pytest.mark.parametrize("name", ["target", "draft"])
+def test_weights_are_stored_as_bfloat16(name):
+    config = json.loads((PAIR / name / "config.json").read_text(encoding="utf-8"))
+    assert config["dtype"] == "bfloat16"
+    assert (PAIR / name / "model.safetensors").is_file()
+
+
+def test_target_groups_its_queries(models):
+    config = models["target"].config
+    assert config.num_attention_heads > config.num_key_value_heads > 1
+
+
+def test_draft_is_shallow_beside_the_target(models):
+    assert models["draft"].config.num_hidden_layers <= 2
+    assert models["target"].config.num_hidden_layers >= 6 * models["draft"].config.num_hidden_layers
+
+
+def test_both_models_share_one_vocabulary(models, tokenizer):
+    other = AutoTokenizer.from_pretrained(PAIR / "draft", local_files_only=True)
+    assert other.get_vocab() == tokenizer.get_vocab()
+    assert {model.config.vocab_size for model in models.values()} == {len(tokenizer)}
+
+
+@pytest.mark.parametrize("name", ["target", "draft"])
+def test_generation_config_ends_and_pads_but_does_not_sample(models, tokenizer, name):
+    config = models[name].generation_config
+    assert (config.eos_token_id, config.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
+    assert tokenizer.pad_token_id != tokenizer.eos_token_id
+    assert not config.do_sample
+
+
+@pytest.mark.parametrize("text", ROUND_TRIPS)
+def test_tokenizer_round_trips_any_text(tokenizer, text):
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_context_of_8192_tokens_is_read(models):
+    model = models["draft"]
+    ids = torch.arange(8192)[None] % model.config.vocab_size
+    with torch.inference_mode():
+        logits = model(input_ids=ids, logits_to_keep=1).logits
+    assert model.config.max_position_embeddings == models["target"].config.max_position_embeddings == 8192
+    assert logits.isfinite().all()
+
+
+def test_prompts_have_spec_bench_lines(prompts):
+    assert [prompt["question_id"] for prompt in prompts] == list(range(1, len(prompts) + 1))
+    for prompt in prompts:
+        assert prompt.keys() == {"question_id", "category", "turns"}
+        assert prompt["turns"] and all(isinstance(turn, str) and turn for turn in prompt["turns"])
+
+
+def test_prompts_cover_four_categories_with_eight_each(prompts):
+    counts = Counter(prompt["category"] for prompt in prompts)
+    assert counts.keys() == CATEGORIES
+    assert len(prompts) >= 32
+    assert min(counts.values()) >= 8
+
+
+def test_prompts_are_of_moderate_length(prompts, tokenizer):
+    lens = [len(tokenizer(prompt["turns"][0])["input_ids"]) for prompt in prompts]
+    assert min(lens) >= 40
+    assert max(lens) <= 250
+
+
+def test_held_out_modules_were_not_trained_on(training_code):
+    sources = json.loads((PAIR / "sources.json").read_text(encoding="utf-8"))
+    held_out = set(training_code("pair_training.corpus").HELD_OUT_MODULES)
+    assert len(sources["held_out"]) >= 15
+    assert set(sources["held_out"]) <= held_out
+    assert held_out.isdisjoint(sources["training"])
+
+
+def test_greedy_text_reads_like_python(models, tokenizer):
+    """Catches broken weights or a broken tokenizer; uniform random tokens score below 0.1 on keywords and self."""
+    batch = tokenizer(CODE_PROMPT, return_tensors="pt")
+    ids = models["target"].generate(**batch, max_new_tokens=160, do_sample=False)
+    text = tokenizer.decode(ids[0, batch["input_ids"].shape[1] :])
+    lines = [line for line in text.splitlines() if line.strip()]
+    words = "".join(each if each.isalnum() or each == "_" else " " for each in text).split()
+    known = [word for word in words if keyword.iskeyword(word) or word == "self"]
+    assert set(text) <= set(string.printable)
+    assert len(lines) >= 4
+    assert len(known) >= 0.15 * len(words)
+    assert sum(line.startswith("    ") for line in lines) >= 0.5 * len(lines)
+    assert sum(bool(CODE_MARKS.intersection(line)) for line in lines) >= 0.5 * len(lines)
+
+
+def test_target_predicts_held_out_prompts_far_better_than_chance(models, tokenizer, prompts):
+    """Chance is log 4096 = 8.3 nats per token; unigram frequencies alone give about 6."""
+    losses = []
+    with torch.inference_mode():
+        for prompt in prompts[::4]:
+            ids = tokenizer(prompt["turns"][0], return_tensors="pt")["input_ids"]
+            losses.append(models["target"](input_ids=ids, labels=ids).loss.item())
+    assert sum(losses) / len(losses) < 4.5
+
+
+def test_draft_agrees_with_the_target_far_above_chance(models, tokenizer, prompts):
+    """The committed claim is in measurements.json; half of all positions is far below it and far above chance."""
+    batch = tokenizer(prompts[0]["turns"][0], return_tensors="pt")
+    with torch.inference_mode():
+        ids = models["target"].generate(**batch, max_new_tokens=96, do_sample=False)
+        guesses = models["draft"](input_ids=ids).logits.argmax(-1)[0, batch["input_ids"].shape[1] - 1 : -1]
+    new_ids = ids[0, batch["input_ids"].shape[1] :]
+    assert (guesses == new_ids).float().mean() >= 0.5
+
+
+def test_readme_says_what_was_measured(training_code, measurements):
+    report = training_code("pair_training.report")
+    assert (PAIR / "README.md").read_text(encoding="utf-8") == report.render(measurements)
+
+
+def test_bounds_follow_from_the_measured_figures(training_code, measurements):
+    pair = measurements["pair"]
+    expected = training_code("pair_training.report").pair_bounds(pair["acceptance"], pair["timings"])
+    for batch_size, record in expected.items():
+        assert pair["bounds"][batch_size] == pytest.approx(record)
+
+
+def test_walk_judges_the_first_refused_token_only(training_code):
+    acceptance = training_code("pair_training.acceptance")
+    walk = acceptance.walk_rounds([[True, False, False, True, True, True, True]], 2)
+    assert walk == acceptance.Walk(num_accepted=4, num_judged=6, num_rounds=3, num_tokens=6)
+
+
+def test_bound_is_the_closed_form(training_code):
+    a, num, cost, factor = 0.8, 4, 0.1, 1.2
+    closed = (1 - a ** (num + 1)) / ((1 - a) * (num * cost + factor))
+    assert training_code("pair_training.acceptance").bound(a, num, cost, factor) == pytest.approx(closed)

@@ -1,0 +1,214 @@
+"""Every wrong call is refused with its reason, before any model runs."""
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    GenerationConfig,
+    MambaConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+import hf_speculate
+from hf_speculate.errors import ConfigError, UnsupportedGenerationError, UnsupportedModelError
+from tests.cases import pair
+from tests.tiny import make_model, ragged_prompts
+
+
+@pytest.fixture
+def models(monkeypatch):
+    """A pair whose forwards fail the test."""
+    target, draft = pair("llama")
+
+    def forward(*args, **kwargs):
+        raise AssertionError("a model ran before the refusal")
+
+    for model in (target, draft):
+        monkeypatch.setattr(type(model), "forward", forward)
+    return target, draft
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"verifier": "magic"}, "verifier must be one of greedy, rejection, typical, got 'magic'"),
+        ({"verifier_backend": "cuda"}, "verifier_backend must be one of auto, torch, got 'cuda'"),
+        ({"verifier_backend": "triton"}, "verifier_backend must be one of auto, torch, got 'triton'"),
+        ({"speculation_cache": "preallocated"}, "speculation_cache must be one of auto, dynamic"),
+        ({"num_assistant_tokens_schedule": "adaptive"}, "must be one of constant, heuristic, heuristic_transient"),
+        ({"posterior_threshold": 0.0}, r"posterior_threshold must be in \(0, 1\), got 0.0"),
+        ({"posterior_threshold": 1.0}, r"posterior_threshold must be in \(0, 1\), got 1.0"),
+        ({"posterior_alpha": 0}, "posterior_alpha must be > 0, got 0"),
+        ({"entropy_epsilon": -1e-5}, "entropy_epsilon must be >= 0"),
+        ({"typical_correction": "best"}, "typical_correction must be one of argmax, sample, got 'best'"),
+        ({"draft_sampling": "beam"}, "draft_sampling must be one of argmax, sample"),
+        ({"num_assistant_tokens": 0}, r"num_assistant_tokens must be in 1\.\.128, got 0; leave assistant_model out"),
+        ({"num_assistant_tokens": 129}, r"num_assistant_tokens must be in 1\.\.128, got 129"),
+        ({"num_assistant_tokens": 2.5}, r"num_assistant_tokens must be in 1\.\.128, got 2.5"),
+        ({"assistant_confidence_threshold": 1.5}, r"assistant_confidence_threshold must be in \[0, 1\], got 1.5"),
+        ({"seed": "x"}, "seed must be an int or one int per output row, got 'x'"),
+        ({"seed": [1, 2], "do_sample": True}, "one int per output row, 1 of them, got 2"),
+        ({"seed": 1, "generator": torch.Generator()}, "seed and generator must not both be set"),
+        ({"generator": 5}, "generator must be a torch.Generator, got int"),
+        ({"speculation_stats": {}}, "speculation_stats must be a SpeculationStats, got dict"),
+        ({"verifier": "greedy", "do_sample": True}, "verifier must be a sampling one with do_sample=True"),
+    ],
+)
+def test_wrong_fields(models, fields, message):
+    target, draft = models
+    with pytest.raises(ConfigError, match=message):
+        target.generate(**ragged_prompts(1, seed=1), assistant_model=draft, **fields)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_beams": 2}, "the generation mode must be greedy or sampling with assistant_model, got beam_search"),
+        ({"prompt_lookup_num_tokens": 3}, "the generation mode must be greedy or sampling"),
+        ({"use_cache": False}, "use_cache must be True with assistant_model"),
+        ({"cache_implementation": "static"}, "the cache must be a DynamicCache on one device .* got StaticCache"),
+        ({"synced_gpus": True}, "synced_gpus must be left out"),
+        ({"position_ids": torch.zeros(1, 3, dtype=torch.int64)}, "position_ids must be left out"),
+        ({"custom_generate": lambda model, input_ids: input_ids}, "custom_generate must be left out"),
+    ],
+)
+def test_wrong_combinations(models, options, message):
+    target, draft = models
+    with pytest.raises(UnsupportedGenerationError, match=message):
+        target.generate(**ragged_prompts(1, seed=1), assistant_model=draft, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"output_hidden_states": True}, "output_hidden_states must be left out for more than one row, got 2 rows"),
+        ({"output_attentions": True}, "output_attentions must be left out for more than one row, got 2 rows"),
+        ({"streamer": type("S", (), {"put": lambda *_: None})()}, "streamer must be left out for more than one row"),
+    ],
+)
+def test_one_row_only(models, options, message):
+    target, draft = models
+    with pytest.raises(UnsupportedGenerationError, match=message):
+        target.generate(
+            **ragged_prompts(2, seed=1), assistant_model=draft, return_dict_in_generate=True, max_new_tokens=3, **options
+        )
+
+
+def test_an_empty_prompt(models):
+    target, draft = models
+    with pytest.raises(UnsupportedGenerationError, match="must hold at least one token, got an empty one"):
+        target.generate(torch.zeros(1, 0, dtype=torch.int64), assistant_model=draft, max_new_tokens=3)
+
+
+def test_a_row_of_padding_only(models):
+    target, draft = models
+    inputs = {"input_ids": torch.ones(2, 3, dtype=torch.int64), "attention_mask": torch.tensor([[0, 0, 0], [1, 1, 1]])}
+    with pytest.raises(UnsupportedGenerationError, match="must hold a real token, got an empty row"):
+        target.generate(**inputs, assistant_model=draft, max_new_tokens=3)
+
+
+def test_inputs_embeds(models):
+    target, draft = models
+    with pytest.raises(UnsupportedGenerationError, match="inputs_embeds must be left out"):
+        target.generate(inputs_embeds=torch.zeros(1, 3, 32, dtype=torch.float64), assistant_model=draft)
+
+
+def test_a_model_argument_that_only_some_models_take():
+    target, draft = pair("gpt2")
+    inputs = ragged_prompts(1, seed=1)
+    with pytest.raises(UnsupportedGenerationError, match="got token_type_ids"):
+        target.generate(**inputs, token_type_ids=torch.zeros_like(inputs["input_ids"]), assistant_model=draft)
+
+
+def test_a_draft_of_another_vocabulary(models):
+    target, _ = models
+    with pytest.raises(UnsupportedModelError, match="must have the target's vocabulary of 64 tokens, got 65"):
+        target.generate(**ragged_prompts(1, seed=1), assistant_model=make_model("qwen2", vocab_size=65))
+
+
+def test_a_draft_of_another_tokenizer(models):
+    target, draft = models
+    tokenizers = [type("T", (), {"get_vocab": lambda self, v=v: v})() for v in ({"a": 0}, {"b": 0})]
+    with pytest.raises(UnsupportedModelError, match="must have the vocabulary of tokenizer"):
+        target.generate(
+            **ragged_prompts(1, seed=1),
+            assistant_model=draft,
+            tokenizer=tokenizers[0],
+            assistant_tokenizer=tokenizers[1],
+        )
+
+
+def test_an_assistant_that_is_no_model(models):
+    target, _ = models
+    with pytest.raises(UnsupportedModelError, match="assistant_model must be a transformers model that can generate"):
+        target.generate(**ragged_prompts(1, seed=1), assistant_model="draft")
+
+
+def test_a_model_with_recurrent_state():
+    config = MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, state_size=4)
+    mamba = AutoModelForCausalLM.from_config(config)
+    target, draft = pair("llama")
+    with pytest.raises(UnsupportedModelError, match="must be able to roll back, got MambaForCausalLM"):
+        hf_speculate.generate(mamba, **ragged_prompts(1, seed=1), assistant_model=draft)
+    with pytest.raises(UnsupportedModelError, match="must be able to roll back, got MambaForCausalLM"):
+        target.generate(**ragged_prompts(1, seed=1), assistant_model=mamba)
+
+
+def test_an_encoder_decoder():
+    config = T5Config(
+        vocab_size=64, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0
+    )
+    t5 = T5ForConditionalGeneration(config)
+    _, draft = pair("llama")
+    with pytest.raises(UnsupportedModelError, match="decoder-only, got the encoder-decoder T5ForConditionalGeneration"):
+        hf_speculate.generate(t5, **ragged_prompts(1, seed=1), assistant_model=draft)
+
+
+def test_a_layer_type_that_cannot_be_rolled_back_by_row(models):
+    _, draft = models
+    other = make_model("llama")
+    other.config.layer_types = ["full_attention", "linear_attention"]
+    with pytest.raises(UnsupportedModelError, match="got linear_attention in LlamaForCausalLM"):
+        hf_speculate.generate(other, **ragged_prompts(1, seed=1), assistant_model=draft)
+
+
+def test_a_cache_that_holds_the_whole_prompt(models):
+    target, draft = models
+    cache = DynamicCache(config=target.config)
+    for layer in range(2):
+        cache.update(torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 4, 8), layer)
+    with pytest.raises(UnsupportedGenerationError, match="must hold fewer tokens than the prompt, for 1 rows, got 4"):
+        target.generate(torch.ones(1, 4, dtype=torch.int64), past_key_values=cache, assistant_model=draft)
+
+
+def test_a_cache_of_another_batch_size(models):
+    target, draft = models
+    cache = DynamicCache(config=target.config)
+    for layer in range(2):
+        cache.update(torch.zeros(2, 2, 3, 8), torch.zeros(2, 2, 3, 8), layer)
+    with pytest.raises(UnsupportedGenerationError, match="for 1 rows, got 3 of 5 tokens for 2 rows"):
+        target.generate(torch.ones(1, 5, dtype=torch.int64), past_key_values=cache, assistant_model=draft)
+
+
+def test_fields_are_checked_without_an_assistant_too(models):
+    target, _ = models
+    with pytest.raises(ConfigError, match="posterior_alpha must be > 0"):
+        target.generate(**ragged_prompts(1, seed=1), posterior_alpha=-1.0)
+
+
+def test_fields_in_a_config_are_checked(models):
+    target, draft = models
+    with pytest.raises(ConfigError, match="posterior_threshold must be in"):
+        target.generate(
+            **ragged_prompts(1, seed=1),
+            assistant_model=draft,
+            generation_config=GenerationConfig(posterior_threshold=2.0),
+        )
+
+
+@pytest.mark.parametrize("door", [hf_speculate.enable, hf_speculate.disable, hf_speculate.is_enabled])
+def test_a_door_is_for_models_that_generate(door):
+    with pytest.raises(UnsupportedModelError, match="model must be a transformers model that can generate, got Linear"):
+        door(torch.nn.Linear(1, 1))

@@ -1,0 +1,210 @@
+"""What is the user's stays the user's: caches advance as in plain `generate`, and failed calls leave no trace."""
+
+import copy
+
+import pytest
+import torch
+from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+
+from tests.cases import assert_equal_ids, pair
+from tests.tiny import SLIDING_WINDOW, ragged_prompts
+
+K = 4
+STATE_TOLERANCE = 1e-9  # float64 round-off between a forward of one token and one of several
+
+
+def prefilled(target, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> DynamicCache:
+    cache = DynamicCache(config=target.config)
+    position_ids = None if attention_mask is None else (attention_mask.cumsum(-1) - 1).clamp_min(0)
+    with torch.no_grad():
+        target(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=cache,
+            use_cache=True,
+        )
+    return cache
+
+
+def cache_contents(cache: DynamicCache) -> list[tuple]:
+    return [
+        (layer.keys.clone(), layer.values.clone(), layer.get_seq_length(), getattr(layer, "record_past", None))
+        for layer in cache.layers
+    ]
+
+
+def assert_same_contents(one: list[tuple], other: list[tuple], tolerance: float = 0.0) -> None:
+    assert len(one) == len(other)
+    for (keys, values, *rest), (other_keys, other_values, *other_rest) in zip(one, other, strict=True):
+        assert rest == other_rest
+        assert torch.allclose(keys, other_keys, atol=tolerance, rtol=0)
+        assert torch.allclose(values, other_values, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral_window", "gemma2"])
+@pytest.mark.parametrize("num_held", [0, 3, 2 * SLIDING_WINDOW])
+def test_a_passed_cache_advances_in_place_as_in_plain(kind, num_held):
+    target, draft = pair(kind)
+    ids = torch.randint(1, 64, (1, 2 * SLIDING_WINDOW + 4), generator=torch.Generator().manual_seed(1))
+    caches = [prefilled(target, ids[:, :num_held]) if num_held else DynamicCache(config=target.config) for _ in range(2)]
+    plain = target.generate(ids, past_key_values=caches[0], max_new_tokens=15)
+    ours = target.generate(
+        ids, past_key_values=caches[1], max_new_tokens=15, assistant_model=draft, num_assistant_tokens=K
+    )
+    assert_equal_ids(plain, ours)
+    assert caches[1].get_seq_length() == ours.shape[1] - 1
+    tolerance = 1e-4 if kind == "gemma2" else STATE_TOLERANCE
+    assert_same_contents(cache_contents(caches[0]), cache_contents(caches[1]), tolerance)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral_window"])
+@pytest.mark.parametrize("turns_are_whole", [True, False])
+def test_a_second_chat_turn_continues_on_the_cache_of_the_first(kind, turns_are_whole):
+    target, draft = pair(kind)
+    caches = [DynamicCache(config=target.config) for _ in range(2)]
+    texts = []
+    for cache, own in zip(caches, ({}, {"assistant_model": draft, "num_assistant_tokens": K}), strict=True):
+        first = target.generate(torch.tensor([[5, 6, 7]]), past_key_values=cache, max_new_tokens=9, **own)
+        text = torch.cat([first, torch.tensor([[8, 9]])], dim=1)
+        if turns_are_whole:
+            second = target.generate(text, past_key_values=cache, max_new_tokens=9, **own)
+        else:
+            new = text[:, cache.get_seq_length() :]
+            mask = torch.ones_like(text)
+            second = target.generate(new, attention_mask=mask, past_key_values=cache, max_new_tokens=9, **own)
+        texts.append(second)
+    assert_equal_ids(*texts)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral_window"])
+@pytest.mark.parametrize("with_eos", [False, True])
+def test_a_returned_batch_cache_holds_every_row_right_aligned(kind, with_eos):
+    target, draft = pair(kind)
+    inputs = ragged_prompts(3, seed=2)
+    length = inputs["input_ids"].shape[1]
+    text = target.generate(**inputs, max_new_tokens=12)
+    eos = int(text[0, length + 3]) if with_eos else None
+    output = target.generate(
+        **inputs,
+        max_new_tokens=12,
+        eos_token_id=eos,
+        assistant_model=draft,
+        num_assistant_tokens=K,
+        return_dict_in_generate=True,
+    )
+    cache = output.past_key_values
+    assert cache.get_seq_length() == output.sequences.shape[1] - 1
+    assert not any(getattr(layer, "record_past", False) for layer in cache.layers)
+    for row in range(3):
+        new_ids = output.sequences[row, length:].tolist()
+        num_new = new_ids.index(eos) + 1 if eos in new_ids else len(new_ids)
+        real = inputs["input_ids"][row][inputs["attention_mask"][row].bool()]
+        whole = torch.cat([real, output.sequences[row, length : length + num_new - 1]])[None]
+        alone = prefilled(target, whole)
+        for layer, expected in zip(cache.layers, alone.layers, strict=True):
+            num = expected.keys.shape[-2]
+            assert torch.allclose(layer.keys[row, :, -num:], expected.keys[0], atol=STATE_TOLERANCE, rtol=0)
+            assert torch.allclose(layer.values[row, :, -num:], expected.values[0], atol=STATE_TOLERANCE, rtol=0)
+
+
+class Failing:
+    """Raises at its n-th call."""
+
+    def __init__(self, at: int, error: type[BaseException]):
+        self.at, self.error, self.calls = at, error, 0
+
+    def tick(self):
+        self.calls += 1
+        if self.calls == self.at:
+            raise self.error("on purpose")
+
+
+class FailingProcessor(Failing, LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        self.tick()
+        return scores
+
+
+class FailingCriterion(Failing, StoppingCriteria):
+    def __call__(self, input_ids, scores, **kwargs):
+        self.tick()
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+
+class FailingStreamer(Failing):
+    def put(self, value):
+        self.tick()
+
+    def end(self):
+        pass
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral_window"])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("what", ["processor", "criterion", "streamer", "target forward", "draft forward", "layer"])
+@pytest.mark.parametrize("num_held", [0, 3, 2 * SLIDING_WINDOW])
+def test_an_error_arrives_unchanged_and_leaves_cache_models_and_configs(kind, error, what, num_held):
+    target, draft = (copy.deepcopy(model) for model in pair(kind))
+    ids = torch.randint(1, 64, (1, 2 * SLIDING_WINDOW + 4), generator=torch.Generator().manual_seed(1))
+    cache = prefilled(target, ids[:, :num_held]) if num_held else DynamicCache(config=target.config)
+    configs = [(model.config.to_dict(), model.generation_config.to_dict()) for model in (target, draft)]
+    before = cache_contents(cache) if num_held else None
+    options = {
+        "processor": {"logits_processor": LogitsProcessorList([FailingProcessor(5, error)])},
+        "criterion": {"stopping_criteria": StoppingCriteriaList([FailingCriterion(5, error)])},
+        "streamer": {"streamer": FailingStreamer(6, error)},
+    }.get(what, {})
+    hooked = {
+        "target forward": target,
+        "draft forward": draft,
+        "layer": target.model.layers[1],
+    }.get(what)
+    if hooked is not None:
+        failing = Failing(3, error)
+        handle = hooked.register_forward_hook(lambda *_: failing.tick())
+    with pytest.raises(error, match="on purpose"):
+        target.generate(
+            ids, past_key_values=cache, max_new_tokens=20, assistant_model=draft, num_assistant_tokens=K, **options
+        )
+    if hooked is not None:
+        handle.remove()
+    assert [(model.config.to_dict(), model.generation_config.to_dict()) for model in (target, draft)] == configs
+    if before is None:
+        assert cache.get_seq_length() == 0
+    else:
+        assert_same_contents(before, cache_contents(cache))
+    plain = target.generate(ids, past_key_values=copy.deepcopy(cache), max_new_tokens=8)
+    ours = target.generate(ids, past_key_values=cache, max_new_tokens=8, assistant_model=draft)
+    assert_equal_ids(plain, ours)
+
+
+def test_an_error_in_a_batch_brings_a_passed_cache_back():
+    target, draft = pair("mistral_window")
+    inputs = ragged_prompts(3, seed=5, min_len=6, max_len=14)
+    held = {name: value[:, :-2] for name, value in inputs.items()}
+    cache = prefilled(target, held["input_ids"], held["attention_mask"])
+    before = cache_contents(cache)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        target.generate(
+            **inputs,
+            past_key_values=cache,
+            max_new_tokens=20,
+            assistant_model=draft,
+            stopping_criteria=StoppingCriteriaList([FailingCriterion(9, RuntimeError)]),
+        )
+    assert_same_contents(before, cache_contents(cache))
+
+
+def test_a_call_writes_to_no_config():
+    target, draft = pair("llama")
+    before = [(model.config.to_dict(), model.generation_config.to_dict()) for model in (target, draft)]
+    target.generate(
+        **ragged_prompts(2, seed=3),
+        assistant_model=draft,
+        do_sample=True,
+        num_assistant_tokens=3,
+        num_assistant_tokens_schedule="heuristic",
+        max_new_tokens=9,
+    )
+    assert [(model.config.to_dict(), model.generation_config.to_dict()) for model in (target, draft)] == before

@@ -1,0 +1,39 @@
+"""Stop strings end the text where token-by-token decoding would have ended it."""
+
+import pytest
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from hf_speculate.errors import ConfigError
+from tests.cases import assert_equal_ids, pair
+from tests.tiny import ragged_prompts
+
+CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,"  # one for each of the 64 ids
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    backend = Tokenizer(models.BPE(vocab={character: index for index, character in enumerate(CHARACTERS)}, merges=[]))
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("num_assistant_tokens", [2, 8])
+@pytest.mark.parametrize("eos_token_id", [None, 63])
+def test_text_ends_where_plain_ends_it(tokenizer, batch_size, num_assistant_tokens, eos_token_id):
+    target, draft = pair("llama")
+    inputs = ragged_prompts(batch_size, seed=31)
+    options = {"max_new_tokens": 24, "eos_token_id": eos_token_id, "pad_token_id": 0}
+    text = target.generate(**inputs, **options)[0, inputs["input_ids"].shape[1] :]
+    stop = "".join(tokenizer.convert_ids_to_tokens(text[8:10].tolist()))  # spans two tokens
+    options |= {"stop_strings": [stop], "tokenizer": tokenizer}
+    plain = target.generate(**inputs, **options)
+    ours = target.generate(**inputs, **options, assistant_model=draft, num_assistant_tokens=num_assistant_tokens)
+    assert_equal_ids(plain, ours)
+
+
+def test_stop_strings_without_a_tokenizer_are_refused():
+    target, draft = pair("llama")
+    with pytest.raises(ConfigError, match="tokenizer must be given with stop_strings"):
+        target.generate(**ragged_prompts(1, seed=1), stop_strings=["x"], assistant_model=draft)

@@ -1,0 +1,159 @@
+"""What is built, pinned and shown to users fits together."""
+
+import ast
+import configparser
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+from transformers import GenerationConfig
+
+import hf_speculate
+
+ROOT = Path(__file__).parents[1]
+TYPICAL = ROOT / "examples" / "hub" / "typical"
+NOT_INSTALLED = {"hf_speculate"}
+STANDARD = set(sys.stdlib_module_names)
+
+
+def setup_cfg() -> configparser.ConfigParser:
+    parser = configparser.ConfigParser()
+    parser.read(ROOT / "setup.cfg")
+    return parser
+
+
+def requirement_names(text: str) -> set[str]:
+    return {re.split(r"[<>=\[ ]", line.strip())[0] for line in text.splitlines() if line.strip()}
+
+
+def pins() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    return dict(line.split("==") for line in lines if not line.startswith("#"))
+
+
+def normalised(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def run_python(*arguments: str | Path) -> None:
+    result = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.fixture(scope="module")
+def source_copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A source distribution, unpacked: what a wheel is built from away from the repository."""
+    folder = tmp_path_factory.mktemp("sdist")
+    egg_base = tmp_path_factory.mktemp("egg")
+    arguments = ["egg_info", "--egg-base", str(egg_base), "sdist", "--formats=gztar", "--dist-dir", str(folder)]
+    run_python("-c", f"import sys; sys.argv[1:] = {arguments!r}; import setuptools; setuptools.setup()")
+    (archive,) = folder.glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        tar.extractall(folder, filter="data")
+    return folder / archive.name.removesuffix(".tar.gz")
+
+
+@pytest.fixture(scope="module")
+def wheel_names(source_copy: Path, tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    folder = tmp_path_factory.mktemp("wheel")
+    offline = ["--no-deps", "--no-build-isolation", "--no-index"]
+    run_python("-m", "pip", "wheel", *offline, "-w", folder, source_copy)
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        return {name for name in archive.namelist() if ".dist-info/" not in name}
+
+
+def test_the_wheel_holds_the_package_with_its_kernels_inside(wheel_names: set[str]) -> None:
+    assert all(name.startswith("hf_speculate/") for name in wheel_names)
+    folders = {"hf_speculate": ROOT / "hf_speculate", "hf_speculate/triton_kernels": ROOT / "triton_kernels"}
+    expected = {
+        f"{package}/{path.relative_to(folder).as_posix()}"
+        for package, folder in folders.items()
+        for path in folder.rglob("*.py")
+    }
+    assert expected | {"hf_speculate/py.typed"} == wheel_names
+
+
+def test_the_kernels_are_linked_by_a_relative_path() -> None:
+    link = ROOT / "hf_speculate" / "triton_kernels"
+    assert link.is_symlink()
+    assert os.readlink(link) == os.path.join("..", "triton_kernels")
+
+
+def test_the_version_is_said_once() -> None:
+    version = setup_cfg()["metadata"]["version"]
+    assert hf_speculate.__version__ == version
+    assert f"## {version}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_library_imports_only_what_it_requires() -> None:
+    required = requirement_names(setup_cfg()["options"]["install_requires"])
+    imported = set()
+    for folder in ("hf_speculate", "triton_kernels"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Import):
+                    imported |= {alias.name.split(".")[0] for alias in node.names}
+                elif isinstance(node, ast.ImportFrom) and not node.level:
+                    imported.add(node.module.split(".")[0])
+    assert imported - STANDARD - NOT_INSTALLED == required
+
+
+def test_everything_that_setup_cfg_names_is_pinned() -> None:
+    parser = setup_cfg()
+    named = requirement_names(parser["options"]["install_requires"])
+    for requirements in parser["options.extras_require"].values():
+        named |= requirement_names(requirements)
+    pinned = {normalised(name) for name in pins()}
+    assert {normalised(name) for name in named} - {"hf-speculate"} <= pinned
+
+
+def test_make_installs_the_pinned_torch() -> None:
+    (torch_default,) = re.findall(r"^TORCH \?= (\S+)$", (ROOT / "Makefile").read_text(), re.M)
+    assert torch_default == f"torch=={pins()['torch']}"
+
+
+def test_importing_changes_nothing_and_needs_no_triton() -> None:
+    script = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import transformers\n"
+        "from transformers import GenerationMixin, PreTrainedModel\n"
+        "classes = (GenerationMixin, PreTrainedModel, transformers.GenerationConfig)\n"
+        "before = [dict(vars(one)) for one in classes]\n"
+        "import hf_speculate, hf_speculate.triton_kernels\n"
+        "assert [dict(vars(one)) for one in classes] == before\n"
+    )
+    run_python("-c", script)
+
+
+def test_the_hub_example_says_its_fields_the_same_way_twice() -> None:
+    spec = importlib.util.spec_from_file_location("typical_generate", TYPICAL / "custom_generate" / "generate.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    fields = json.loads((TYPICAL / "generation_config.json").read_text())
+    assert fields == module.FIELDS
+    assert "_from_model_config" not in fields
+    loaded = GenerationConfig.from_pretrained(TYPICAL)
+    assert all(getattr(loaded, name) == value for name, value in fields.items())
+    card = (TYPICAL / "README.md").read_text()
+    assert all(f"| `{name}` | " in card for name in fields)
+
+
+def test_the_readme_example_runs() -> None:
+    (code,) = re.findall(r"^## Example\n\n```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
+    assert len(code.splitlines()) <= 10
+    run_python("-c", code)
+
+
+def test_the_readme_commands_are_make_targets() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    for name in ("README.md", "CONTRIBUTING.md"):
+        assert set(re.findall(r"\bmake ([a-z-]+)`", (ROOT / name).read_text())) <= targets
+    assert targets >= {"demo", "test", "check", "fix", "bench", "test-all"}

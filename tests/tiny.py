@@ -1,0 +1,215 @@
+"""Tiny random models built in code, so that no test needs a download."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    Gemma2Config,
+    GenerationConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+)
+
+SLIDING_WINDOW = 8
+MAX_LEN = 512
+PAD_TOKEN_ID = 0
+
+# A standard deviation of 0.3 at width 32 makes attention peaked and the blocks outweigh the residual stream, so that
+# the text depends on its prefix: greedy text does not fall into one token for ever.
+INITIALIZER_RANGE = 0.3
+# The median gap between the two largest logits is then above 0.5 for every kind, 1e14 times float64's resolution.
+LOGIT_SCALE = 2.0
+
+_COMMON: dict[str, Any] = {
+    "initializer_range": INITIALIZER_RANGE,
+    "tie_word_embeddings": False,  # tied heads prefer the token just read
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": PAD_TOKEN_ID,
+}
+_ROPE: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_LEN,
+}
+
+_CONFIGS: dict[str, tuple[Callable[..., PreTrainedConfig], dict[str, Any]]] = {
+    "llama": (LlamaConfig, _ROPE),
+    "qwen2": (Qwen2Config, _ROPE),
+    "mistral_window": (MistralConfig, {**_ROPE, "sliding_window": SLIDING_WINDOW}),
+    "gemma2": (
+        Gemma2Config,
+        {
+            **_ROPE,
+            "num_hidden_layers": 4,  # sliding, full, sliding, full
+            "head_dim": 8,
+            "query_pre_attn_scalar": 8,
+            "sliding_window": SLIDING_WINDOW,
+            "attn_logit_softcapping": 20.0,
+            "final_logit_softcapping": 30.0,
+        },
+    ),
+    "gpt2": (GPT2Config, {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": MAX_LEN}),
+    "bloom": (BloomConfig, {"hidden_size": 32, "n_layer": 2, "n_head": 4}),
+}
+
+KINDS: tuple[str, ...] = tuple(_CONFIGS)
+
+
+def make_config(kind: str, *, vocab_size: int = 64, **overrides: Any) -> PreTrainedConfig:
+    """The configuration of a tiny model of `kind` (one of `KINDS`); `overrides` are fields of its config class."""
+    if kind not in _CONFIGS:
+        raise ValueError(f"kind must be one of {sorted(_CONFIGS)}, got {kind!r}")
+    config_class, fields = _CONFIGS[kind]
+    return config_class(**{**_COMMON, **fields, "vocab_size": vocab_size, **overrides})
+
+
+def _clamp_mask(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Keep an additive float64 mask finite in float32.
+
+    Eager attention adds float64's lowest number and then takes the softmax in float32, where that number is -inf: a
+    padded query, which sees nothing, would become NaN and carry it into the real rows. No released checkpoint runs in
+    float64, so the models alone need this, not the library.
+    """
+    mask = kwargs.get("attention_mask")
+    if mask is not None and mask.dtype == torch.float64:
+        kwargs = {**kwargs, "attention_mask": mask.clamp_min(torch.finfo(torch.float32).min)}
+    return args, kwargs
+
+
+def make_model(
+    kind: str,
+    *,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+    vocab_size: int = 64,
+    attn_implementation: str | None = None,
+    **overrides: Any,
+) -> PreTrainedModel:
+    """A tiny random causal language model in eval mode.
+
+    The same arguments give the same weights; torch's global generator is left as it was. Nothing ends a text unless
+    the caller sets an EOS id. Gemma 2 and Bloom take the attention's softmax in float32 whatever the dtype.
+
+    Args:
+        kind: one of `KINDS`.
+        dtype: of the weights; they are drawn in float64 and rounded.
+        seed: of the weights.
+        vocab_size: V.
+        attn_implementation: "eager", "sdpa" or a registered name; unset: eager for Gemma 2 and Bloom, SDPA for the
+            others.
+        **overrides: fields of the kind's config class.
+    """
+    if attn_implementation is None and kind == "gemma2":
+        attn_implementation = "eager"  # transformers 5.17 takes SDPA, which drops the softcapping
+    config = make_config(kind, vocab_size=vocab_size, **overrides)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float64, attn_implementation=attn_implementation
+        ).eval()
+    model.requires_grad_(False)
+    model.get_output_embeddings().weight.mul_(LOGIT_SCALE)
+    for name, module in model.named_modules():
+        if name.endswith((".self_attn", ".self_attention")):
+            module.register_forward_pre_hook(_clamp_mask, with_kwargs=True)
+    model.to(dtype)
+    model.config.dtype = dtype
+    model.generation_config = GenerationConfig(pad_token_id=PAD_TOKEN_ID, do_sample=False)
+    return model
+
+
+def make_law_model(
+    vocab_size: int = 8,
+    *,
+    seed: int = 0,
+    sharpness: float = 1.0,
+    dtype: torch.dtype = torch.float64,
+    num_hidden_layers: int = 1,
+) -> PreTrainedModel:
+    """A Llama of width 16, small enough that the joint law of a few tokens is computed from every prefix.
+
+    Args:
+        vocab_size: V.
+        seed: of the weights.
+        sharpness: factor on the logits; 0 makes every law uniform, 1 leaves an entropy of 1 to 1.6 nats at V = 8.
+        dtype: of the weights.
+        num_hidden_layers: L.
+    """
+    model = make_model(
+        "llama",
+        dtype=dtype,
+        seed=seed,
+        vocab_size=vocab_size,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=num_hidden_layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    model.get_output_embeddings().weight.mul_(sharpness / LOGIT_SCALE)
+    return model
+
+
+def noisy_copy(model: PreTrainedModel, scale: float = 0.05, seed: int = 1) -> PreTrainedModel:
+    """A deep copy whose weights carry Gaussian noise: a draft that is right most of the time and not always.
+
+    Args:
+        model: left as it is.
+        scale: standard deviation of the noise, relative to that of each weight; 0 copies exactly.
+        seed: of the noise.
+    """
+    draft = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
+    seen: set[int] = set()
+    for weight in draft.parameters():
+        if weight.ndim < 2 or weight.data_ptr() in seen:
+            continue  # norms and biases are constant at first: relative noise would be none
+        seen.add(weight.data_ptr())
+        noise = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
+        weight.add_((noise * scale * weight.double().std().cpu()).to(weight))
+    return draft
+
+
+def ragged_prompts(
+    batch_size: int,
+    *,
+    seed: int = 0,
+    min_len: int = 3,
+    max_len: int = 12,
+    vocab_size: int = 64,
+    pad_token_id: int = PAD_TOKEN_ID,
+) -> dict[str, Tensor]:
+    """Left-padded random prompts of different lengths, as keywords of `generate()`.
+
+    With two rows or more, the shortest prompt has `min_len` and the longest `max_len` tokens. No real token is
+    `pad_token_id`.
+
+    Returns:
+        `input_ids` [B, T] int64 and `attention_mask` [B, T] int64, with T = `max_len` (for one row: its own length).
+    """
+    generator = torch.Generator().manual_seed(seed)
+    lens = torch.randint(min_len, max_len + 1, (batch_size,), generator=generator)
+    if batch_size > 1:
+        shortest, longest = torch.randperm(batch_size, generator=generator)[:2].tolist()
+        lens[shortest], lens[longest] = min_len, max_len
+    width = int(lens.max())
+    token_ids = torch.randint(0, vocab_size - 1, (batch_size, width), generator=generator)
+    token_ids = token_ids + (token_ids >= pad_token_id)  # every id but the padding
+    attention_mask = (torch.arange(width) >= width - lens[:, None]).long()  # [B, T]
+    input_ids = torch.where(attention_mask.bool(), token_ids, torch.full_like(token_ids, pad_token_id))
+    return {"input_ids": input_ids, "attention_mask": attention_mask}

@@ -1,0 +1,92 @@
+"""Checks at the door of every operation, without a look at what the tensors hold."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .errors import ConfigError, KernelUnavailableError, ShapeError
+from .types import NoiseKeys
+
+BACKENDS = ("auto", "torch", "triton")
+FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+ID_DTYPES = (torch.int32, torch.int64)
+
+
+def check_backend(backend: str) -> None:
+    """Raise unless the torch twin may serve `backend`."""
+    if backend == "triton":
+        raise KernelUnavailableError(
+            'backend must be "auto" or "torch" here, got "triton": this operation has no Triton kernel; '
+            'backend="auto" takes the torch twin'
+        )
+    if backend not in BACKENDS:
+        choices = ", ".join(f'"{choice}"' for choice in BACKENDS)
+        raise ConfigError(f'backend must be one of {choices}, got {backend!r}; leave it out for "auto"')
+
+
+def check_shape(name: str, tensor: Tensor, legend: str, shape: Sequence[int]) -> None:
+    """Raise unless `tensor` has `shape`, whose letters are `legend`."""
+    if tuple(tensor.shape) != tuple(shape):
+        raise ShapeError(f"{name} must be [{legend}] = {list(shape)}, got {list(tensor.shape)}")
+
+
+def check_dtype(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype]) -> None:
+    """Raise unless `tensor` has one of `dtypes`."""
+    if tensor.dtype not in dtypes:
+        choices = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        raise ShapeError(f"{name} must be one of {choices}, got {str(tensor.dtype).removeprefix('torch.')}")
+
+
+def check_logits(name: str, logits: Tensor, legend: str) -> None:
+    """Raise unless `logits` has as many dimensions as `legend` letters, a float dtype and a vocabulary."""
+    num_dims = legend.count(",") + 1
+    if logits.dim() != num_dims or logits.shape[-1] == 0 or (num_dims == 3 and logits.shape[1] == 0):
+        raise ShapeError(f"{name} must be [{legend}] with V >= 1, got {list(logits.shape)}")
+    check_dtype(name, logits, FLOAT_DTYPES)
+
+
+def check_round(target_logits: Tensor, draft_token_ids: Tensor, draft_lens: Tensor | None) -> None:
+    """Raise unless the tensors that every verifier takes fit together."""
+    check_logits("target_logits", target_logits, "B, K+1, V")
+    num_rows, num_positions, _ = target_logits.shape
+    check_shape("draft_token_ids", draft_token_ids, "B, K", (num_rows, num_positions - 1))
+    check_dtype("draft_token_ids", draft_token_ids, ID_DTYPES)
+    if draft_lens is not None:
+        check_shape("draft_lens", draft_lens, "B", (num_rows,))
+        check_dtype("draft_lens", draft_lens, ID_DTYPES)
+
+
+def check_draft(target_logits: Tensor, draft_logits: Tensor | None, draft_logsumexp: Tensor | None) -> None:
+    """Raise unless the proposal fits `target_logits` [B, K+1, V]."""
+    num_rows, num_positions, vocab_size = target_logits.shape
+    if draft_logits is not None:
+        check_shape("draft_logits", draft_logits, "B, K, V", (num_rows, num_positions - 1, vocab_size))
+        check_dtype("draft_logits", draft_logits, FLOAT_DTYPES)
+    elif draft_logsumexp is not None:
+        raise ConfigError(
+            "draft_logsumexp must come with draft_logits, got draft_logits=None; leave both out for a point mass"
+        )
+    if draft_logsumexp is not None:
+        check_shape("draft_logsumexp", draft_logsumexp, "B, K", (num_rows, num_positions - 1))
+        check_dtype("draft_logsumexp", draft_logsumexp, (torch.float32,))
+
+
+def check_law(shape: Sequence[int], legend: str, temperature: float | Tensor, row_cutoffs: Tensor | None) -> None:
+    """Raise unless temperature and cutoffs fit rows of `shape`, whose letters are `legend`."""
+    if isinstance(temperature, Tensor):
+        check_shape("temperature", temperature, "B", shape[:1])
+        check_dtype("temperature", temperature, FLOAT_DTYPES)
+    elif not (math.isfinite(temperature) and temperature >= 0.0):
+        raise ConfigError(f"temperature must be finite and >= 0, got {temperature}; 0 takes the argmax")
+    if row_cutoffs is not None:
+        check_shape("row_cutoffs", row_cutoffs, legend, shape)
+        check_dtype("row_cutoffs", row_cutoffs, FLOAT_DTYPES)
+
+
+def check_keys(keys: NoiseKeys, num_rows: int) -> None:
+    """Raise unless every key is [B] int64."""
+    for name, key in zip(keys._fields, keys, strict=True):
+        check_shape(f"keys.{name}", key, "B", (num_rows,))
+        check_dtype(f"keys.{name}", key, (torch.int64,))

@@ -1,0 +1,132 @@
+"""Counter-based noise: every random number is a hash of what it is for, so no generator holds state.
+
+A row-level state (64 bits) is hashed once from (row seed, round, position, stream), then mixed with the token id:
+
+    state = fold64(fold64(fold64(seed + round * A + position * B + stream * C + D) * M1) * M2)
+    word  = sum16(fold15(fold16((token + low(state)) * N1) * N2 + high(state)) * N3)
+
+    fold64(z) = z ^ (z >> 32)      foldS(x) = x ^ (x >>> S)      sum16(x) = x + (x >> 16)
+
+Arithmetic is signed and wraps around; `>>` keeps the sign, `>>>` fills with zeros. So the same lines mean the same
+bits in torch and in Triton. Two multiplications, or folds that add in place of xor, failed the tests on consecutive
+token ids (chi-square of single rows, pairs of neighbours).
+"""
+
+import torch
+from torch import Tensor
+
+from .types import NoiseKeys, Stream
+
+
+def _signed(value: int, bits: int) -> int:
+    """`value` modulo 2**bits, as the signed integer with the same bits."""
+    return (value + (1 << (bits - 1))) % (1 << bits) - (1 << (bits - 1))
+
+
+# Odd constants without structure: fractions of irrational numbers, multipliers of the murmur and lowbias mixers.
+ROUND_FACTOR = _signed(0x9E3779B97F4A7C15, 64)
+POSITION_FACTOR = _signed(0xD1B54A32D192ED03, 64)
+STREAM_FACTOR = 0x2545F4914F6CDD1D
+STATE_OFFSET = 0x6A09E667F3BCC909
+STATE_FACTORS = (_signed(0xFF51AFD7ED558CCD, 64), _signed(0xC4CEB9FE1A85EC53, 64))
+WORD_FACTORS = (_signed(0x9E3779B9, 32), 0x7FEB352D, _signed(0x846CA68B, 32))
+ROW_FACTOR = 0x5851F42D4C957F2D
+
+# (word + 0.5) * UNIFORM_SCALE lies in (0, 1) for every word: the float32 nearest to 2**32 times it is 1 - 2**-24.
+UNIFORM_SCALE = (2.0**24 - 1.0) * 2.0**-56
+
+
+def _fold64(z: Tensor) -> Tensor:
+    return z ^ (z >> 32)
+
+
+def _mix64(z: Tensor) -> Tensor:
+    """Every bit of the result depends on every bit of `z` (any shape, int64)."""
+    first, second = STATE_FACTORS
+    return _fold64(_fold64(_fold64(z) * first) * second)
+
+
+def row_seeds(seed: int, num_rows: int) -> Tensor:
+    """Row seeds of one call: row r gets mix(seed, r), and row 0 the seed itself.
+
+    Args:
+        seed: any integer, taken modulo 2**64.
+        num_rows: number of output rows, >= 0.
+
+    Returns:
+        [num_rows] int64, on the CPU.
+    """
+    rows = torch.arange(num_rows, dtype=torch.int64)
+    base = torch.full_like(rows, _signed(seed, 64))
+    return torch.where(rows == 0, base, _mix64(torch.add(base, rows, alpha=ROW_FACTOR)))
+
+
+def states(keys: NoiseKeys, stream: Stream, position_offsets: Tensor) -> Tensor:
+    """Hash what belongs to a row and a position, once for all token ids.
+
+    Args:
+        keys: [B] int64 each.
+        stream: which noise; RACE leaves the round out.
+        position_offsets: integers [B, ...] or [1, ...], added to `keys.positions`.
+
+    Returns:
+        int64, [B, ...] like `position_offsets`.
+    """
+    shape = (-1,) + (1,) * (position_offsets.dim() - 1)
+    row = keys.seeds + _signed(STATE_OFFSET + int(stream) * STREAM_FACTOR, 64)
+    if stream != Stream.RACE:
+        row = torch.add(row, keys.rounds, alpha=ROUND_FACTOR)
+    positions = keys.positions.view(shape) + position_offsets
+    return _mix64(torch.add(row.view(shape), positions, alpha=POSITION_FACTOR))
+
+
+def words(state: Tensor, token_ids: Tensor) -> Tensor:
+    """Mix states with token ids.
+
+    Args:
+        state: int64, from `states`, broadcastable with `token_ids`.
+        token_ids: int32 or int64.
+
+    Returns:
+        int32, 32 random bits each.
+    """
+    return _words_and_scratch(state, token_ids)[0]
+
+
+def _words_and_scratch(state: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The words, and a used buffer like them: fresh memory costs more than the arithmetic on it."""
+    first, second, third = WORD_FACTORS
+    x = token_ids.to(torch.int32) + state.to(torch.int32)
+    x.mul_(first)
+    shifted = (x >> 16).bitwise_and_(0xFFFF)
+    x.bitwise_xor_(shifted)
+    x.mul_(second).add_((state >> 32).to(torch.int32))
+    torch.bitwise_right_shift(x, 15, out=shifted)
+    x.bitwise_xor_(shifted.bitwise_and_(0x1FFFF))
+    x.mul_(third)
+    torch.bitwise_right_shift(x, 16, out=shifted)
+    return x.add_(shifted), shifted
+
+
+def uniforms(keys: NoiseKeys, stream: Stream, position_offsets: Tensor, token_ids: Tensor) -> Tensor:
+    """Uniform numbers in (0, 1), in steps of 2**-32 near 0; neither 0 nor 1 occurs.
+
+    Args:
+        keys: [B] int64 each.
+        stream: which noise.
+        position_offsets: integers [B, ...] or [1, ...], added to `keys.positions`.
+        token_ids: int32 or int64, broadcastable with [B, ...]: `[V]` against offsets [B, 1] gives [B, V].
+
+    Returns:
+        float32, of the broadcast shape.
+    """
+    bits, scratch = _words_and_scratch(states(keys, stream, position_offsets), token_ids)
+    return scratch.view(torch.float32).copy_(bits.view(torch.uint32)).add_(0.5).mul_(UNIFORM_SCALE)
+
+
+def exponentials(keys: NoiseKeys, stream: Stream, position_offsets: Tensor, token_ids: Tensor) -> Tensor:
+    """Exponential numbers of rate 1, all > 0, finest near 0 where a race is won.
+
+    Args and shape of the result as for `uniforms`.
+    """
+    return uniforms(keys, stream, position_offsets, token_ids).neg_().log1p_().neg_()
