@@ -19,7 +19,7 @@ import torch
 
 from pair_training.corpus import list_sources, read_source, stdlib_root, write_sources
 from pair_training.distill import BATCH_SIZE, DraftTraining, start_draft
-from pair_training.evaluate import acceptance_record, loss_record, machine_record, timing_record
+from pair_training.evaluate import acceptance_record, loss_record, machine_record, timing_record, write_sample
 from pair_training.pretrain import PHASES, TargetTraining
 from pair_training.prompts import build_prompts, read_prompts, write_prompts
 from pair_training.report import pair_bounds, render
@@ -137,7 +137,7 @@ def choose_stage(run: Run) -> None:
 def measure_stage(run: Run) -> None:
     """Measure the saved pair and write its README."""
     tokenizer, prompts = load_tokenizer(run.pair_dir / "target"), read_prompts(run.prompts_path)
-    acceptance, timings, losses, num_params = {}, {}, {}, {}
+    acceptance, timings, facts = {}, {}, {}
     for name, dtype in DTYPES.items():
         target = load_model(run.pair_dir / "target", dtype, run.device)
         draft = load_model(run.pair_dir / "draft", dtype, run.device)
@@ -145,14 +145,14 @@ def measure_stage(run: Run) -> None:
             timings.setdefault(size, {})[name] = record
         acceptance[name] = acceptance_record(target, draft, tokenizer, prompts, run.seed)
         if name == "float32":
-            losses = loss_record(target, draft, tokenizer)
-            num_params = {"target": target.num_parameters(), "draft": draft.num_parameters()}
+            facts["losses"] = loss_record(target, draft, tokenizer)
+            facts["num_params"] = {"target": target.num_parameters(), "draft": draft.num_parameters()}
+            facts["sample"] = write_sample(target, tokenizer)
     files = [path for model in ("target", "draft") for path in (run.pair_dir / model).iterdir()]
     record = {
         "num_bytes": sum(path.stat().st_size for path in files),
-        "num_params": num_params,
         "num_prompts": len(prompts),
-        "losses": losses,
+        **facts,
         "acceptance": acceptance,
         "context_len": CONTEXT_LEN,
         "num_repeats": NUM_REPEATS,

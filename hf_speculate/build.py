@@ -14,10 +14,11 @@ from transformers import (
 )
 from transformers.cache_utils import Cache, DynamicCache
 
+from hf_speculate.batch import Batch
 from hf_speculate.config import DEFAULT_ASSISTANT_TOKENS, SpeculationConfig
-from hf_speculate.decoder import Batch, DecoderSettings, SpeculativeDecoder
+from hf_speculate.decoder import DecoderSettings, SpeculativeDecoder
 from hf_speculate.draft.model import DraftSettings, ModelDrafter
-from hf_speculate.errors import ConfigError, UnsupportedModelError
+from hf_speculate.errors import ConfigError
 from hf_speculate.infer.inferencer import Inferencer
 from hf_speculate.infer.kv_cache import DynamicKVCache
 from hf_speculate.infer.language_model import LanguageModel
@@ -31,8 +32,6 @@ from hf_speculate.stopping import BlockStoppingCriteria
 from hf_speculate.triton_kernels.noise import row_seeds
 from hf_speculate.types import SampleStrategy
 from hf_speculate.verify.base import make_verifier, reads_draft_logits
-
-_SERVED_LAYERS = {"full_attention", "sliding_attention"}
 
 
 @dataclass(frozen=True)
@@ -68,43 +67,6 @@ class Call:
     prefill_chunk_size: int | None
     recorded: Recorded
     on_tokens: Callable[[list[int]], None] | None
-
-
-def check_models(target: PreTrainedModel, draft: PreTrainedModel, stateful: Sequence[str]) -> None:
-    """Refuse a pair that cannot decode together, from the configs alone.
-
-    Args:
-        target: scores the drafts.
-        draft: proposes.
-        stateful: class names of those of the two that transformers calls stateful.
-
-    Raises:
-        UnsupportedModelError: a model cannot roll back or is an encoder-decoder, or the vocabularies differ.
-    """
-    if stateful:
-        raise UnsupportedModelError(
-            f"both models must be able to roll back, got {', '.join(stateful)} with recurrent state; "
-            "leave assistant_model out to decode without speculation"
-        )
-    for model in (target, draft):
-        config = model.config.get_text_config(decoder=True)
-        if model.config.is_encoder_decoder:
-            raise UnsupportedModelError(
-                f"both models must be decoder-only, got the encoder-decoder {type(model).__name__}; "
-                "leave assistant_model out to decode without speculation"
-            )
-        unserved = sorted(set(getattr(config, "layer_types", None) or ()) - _SERVED_LAYERS)
-        if unserved:
-            raise UnsupportedModelError(
-                f"layer_types must be among {', '.join(sorted(_SERVED_LAYERS))}, got {', '.join(unserved)} in "
-                f"{type(model).__name__}; leave assistant_model out to decode without speculation"
-            )
-    sizes = [model.config.get_text_config(decoder=True).vocab_size for model in (target, draft)]
-    if sizes[0] != sizes[1]:
-        raise UnsupportedModelError(
-            f"assistant_model must have the target's vocabulary of {sizes[0]} tokens, got {sizes[1]}; "
-            "use a draft with the same tokenizer"
-        )
 
 
 def build_decoder(
@@ -201,7 +163,7 @@ def _lock_step_reason(call: Call, foreign: Sequence[str], goes_on: bool) -> str:
     if foreign:
         return f"lock step, for {', '.join(foreign)}; declare pure ones with register_row_wise"
     ends_apart = any(type(criterion) not in (MaxLengthCriteria, MaxTimeCriteria) for criterion in call.criteria)
-    has_windows = any(layer.is_sliding for layer in call.cache.layers)
+    has_windows = any(call.cache.is_sliding)
     if goes_on and ends_apart and call.is_cache_kept and has_windows:
         return "lock step, because rows without EOS are cut back to one length, past what window layers can restore"
     return ""

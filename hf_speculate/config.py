@@ -65,13 +65,18 @@ class SpeculationConfig:
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if value is not None and value not in choices:
-                raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}; leave it out for the default")
+                raise ConfigError(
+                    f"{name} must be one of {', '.join(choices)}, got {value!r}; leave it out for the default"
+                )
         _check_real("posterior_threshold", self.posterior_threshold, "in (0, 1)", lambda x: 0 < x < 1)
         _check_real("posterior_alpha", self.posterior_alpha, "> 0", lambda x: x > 0)
         _check_real("entropy_epsilon", self.entropy_epsilon, ">= 0", lambda x: x >= 0)
         if self.assistant_confidence_threshold is not None:
             _check_real(
-                "assistant_confidence_threshold", self.assistant_confidence_threshold, "in [0, 1]", lambda x: 0 <= x <= 1
+                "assistant_confidence_threshold",
+                self.assistant_confidence_threshold,
+                "in [0, 1]",
+                lambda x: 0 <= x <= 1,
             )
         self._check_num_assistant_tokens()
         self._check_randomness()
@@ -88,9 +93,13 @@ class SpeculationConfig:
         seed = self.seed
         is_seed = seed is None or _is_int(seed)
         if not is_seed and not (isinstance(seed, Sequence) and not isinstance(seed, str) and all(map(_is_int, seed))):
-            raise ConfigError(f"seed must be an int or one int per output row, got {seed!r}; leave it out for a drawn one")
+            raise ConfigError(
+                f"seed must be an int or one int per output row, got {seed!r}; leave it out for a drawn one"
+            )
         if self.generator is not None and not isinstance(self.generator, torch.Generator):
-            raise ConfigError(f"generator must be a torch.Generator, got {type(self.generator).__name__}; pass seed= for an int")
+            raise ConfigError(
+                f"generator must be a torch.Generator, got {type(self.generator).__name__}; pass seed= for an int"
+            )
         if seed is not None and self.generator is not None:
             raise ConfigError("seed and generator must not both be set, got both; a generator only draws the seed")
         if self.speculation_stats is not None and not isinstance(self.speculation_stats, SpeculationStats):
@@ -107,7 +116,8 @@ class SpeculationConfig:
         """
         if do_sample and self.verifier == "greedy":
             raise ConfigError(
-                "verifier must be a sampling one with do_sample=True, got 'greedy'; set do_sample=False, or leave verifier out"
+                "verifier must be a sampling one with do_sample=True, got 'greedy'; "
+                "set do_sample=False, or leave verifier out"
             )
         verifier = self.verifier or "rejection"
         if not do_sample and verifier == "rejection":

@@ -5,18 +5,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from hf_speculate.batch import Batch
 from hf_speculate.draft.base import Drafter
-from hf_speculate.infer.kv_cache import DynamicKVCache
 from hf_speculate.infer.language_model import LanguageModel
 from hf_speculate.judge import Judge, Round, Trimmed, Verified
 from hf_speculate.outputs import OutputRecorder
 from hf_speculate.schedule import Schedule
-from hf_speculate.sequences import TokenBuffer
 from hf_speculate.stats import SpeculationStats
-from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy
+from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy, Scored
 
 
 @dataclass(frozen=True)
@@ -38,61 +35,6 @@ class DecoderSettings:
     keeps_rows: bool = False
     is_lock_step: bool = False
     prefill_chunk_size: int | None = None
-
-
-@dataclass
-class Batch:
-    """The rows under way.
-
-    Args:
-        tokens: prompt and new tokens of each row, on the target's device.
-        query_ids: [B, Q] int64, the prompt's tokens that the target's cache does not hold.
-        target_cache: the target's states.
-        draft_cache: the draft model's states; None for drafters without one.
-        seeds: [B] int64 row seeds.
-        num_prompt_tokens: [B] real tokens of each prompt.
-    """
-
-    tokens: TokenBuffer
-    query_ids: Tensor
-    target_cache: DynamicKVCache
-    draft_cache: DynamicKVCache | None
-    seeds: Tensor
-    num_prompt_tokens: list[int]
-
-    def __post_init__(self) -> None:
-        on_host = self.tokens.token_ids.device.type == "cpu"
-        self.host_tokens = self.tokens if on_host else TokenBuffer(self.tokens.token_ids.cpu())
-        self.prompt_len = self.tokens.lens[0]
-        self.row_ids = list(range(len(self.tokens.lens)))  # each row's place in the output
-        self.is_finished = [False] * len(self.row_ids)
-        self.num_held = [0] * len(self.row_ids)  # tokens of each row that the drafter has seen
-        self.kept: Kept | None = None
-        self.num_rounds = 0
-
-    def keys(self) -> NoiseKeys:
-        """The noise of the coming round."""
-        lens = zip(self.tokens.lens, self.num_prompt_tokens, strict=True)
-        positions = [length - self.prompt_len + num for length, num in lens]
-        device = self.seeds.device
-        rounds = torch.full_like(self.seeds, self.num_rounds)
-        return NoiseKeys(self.seeds, rounds, torch.tensor(positions, dtype=torch.int64, device=device))
-
-    def rows(self, indices: list[int]) -> None:
-        """Keep the rows `indices` of everything."""
-        self.tokens.rows(indices)
-        if self.host_tokens is not self.tokens:
-            self.host_tokens.rows(indices)
-        self.target_cache.rows(indices)
-        if self.draft_cache is not None:
-            self.draft_cache.rows(indices)
-        index = torch.tensor(indices, device=self.seeds.device)
-        self.seeds = self.seeds[index]
-        if self.kept is not None:
-            self.kept = Kept(self.kept.token_ids[index], self.kept.num_emitted[torch.tensor(indices)])
-        for name in ("num_prompt_tokens", "row_ids", "is_finished", "num_held"):
-            values = getattr(self, name)
-            setattr(self, name, [values[row] for row in indices])
 
 
 class SpeculativeDecoder:
@@ -175,7 +117,7 @@ class SpeculativeDecoder:
         batch.target_cache.begin_recording()
         self._lap("prefill_s")
         keys = batch.keys()
-        round_ = Round(batch.tokens, batch.host_tokens, output.logits[:, -1:], _no_draft(batch), keys)
+        round_ = Round(batch.tokens, batch.host_tokens, output.logits[:, -1:], batch.no_draft(), keys)
         verified = self.judge.verify(round_)
         trimmed = self._trim(batch, round_, verified)
         self.recorder.add_prompt_states(output)
@@ -191,7 +133,7 @@ class SpeculativeDecoder:
 
     def _draft(self, batch: Batch, num_draft_tokens: int, keys: NoiseKeys) -> DraftOut:
         if num_draft_tokens == 0:
-            return _no_draft(batch)
+            return batch.no_draft()
         num_query = max(length - held for length, held in zip(batch.tokens.lens, batch.num_held, strict=True))
         draft = self.drafter.draft(
             batch.tokens.last(num_query),
@@ -217,7 +159,7 @@ class SpeculativeDecoder:
         most = torch.tensor(room, dtype=draft.lens.dtype, device=draft.lens.device)
         return draft._replace(lens=torch.minimum(draft.lens, most))
 
-    def _score(self, batch: Batch, draft: DraftOut) -> CausalLMOutputWithPast:
+    def _score(self, batch: Batch, draft: DraftOut) -> Scored:
         query = torch.cat([batch.tokens.last(1), draft.token_ids.clamp_min(0)], dim=1)  # [B, K+1]
         return self.target.run(query, batch.target_cache, logits_to_keep=query.shape[1], **self._options)
 
@@ -243,34 +185,37 @@ class SpeculativeDecoder:
             width = verified.token_ids.shape[1]
             ids = [row + [0] * (width - len(row)) for row in verified.new_ids]
             batch.host_tokens.append(torch.tensor(ids), trimmed.num_emitted)
+        recorded = self.recorder.recorded
         for row, num in enumerate(trimmed.num_emitted):
-            new_ids = verified.new_ids[row][:num]
-            self.recorder.add_row(batch.row_ids[row], new_ids, verified.scores[row], round_.logits[row])
+            self.recorder.add_row(
+                batch.row_ids[row],
+                verified.new_ids[row][:num],
+                verified.scores[row] if recorded.scores else None,
+                round_.logits[row] if recorded.logits else None,
+            )
         if self.on_tokens is not None:
             self.on_tokens(verified.new_ids[0][: trimmed.num_emitted[0]])
             self.stats.num_user_host_syncs += 1
-        batch.is_finished = [self._is_finished(row) for row in batch.row_ids]
+        batch.is_finished = self._finished(batch.row_ids)
         batch.kept = Kept(verified.token_ids, torch.tensor(trimmed.num_emitted, dtype=torch.int32))
 
-    def _is_finished(self, place: int) -> bool:
+    def _finished(self, places: list[int]) -> list[bool]:
+        """Which of the output's rows `places` need no further token."""
         if self.settings.pad_token_id is not None:
-            return self._stop_lens[place] is not None
-        if self._prompt_len + len(self.recorder.new_ids[place]) >= self.settings.max_length:
-            return True
+            return [self._stop_lens[place] is not None for place in places]
         stops = [stop for stop in self._stop_lens if stop is not None]
-        return len(stops) == len(self._stop_lens) and len(self.recorder.new_ids[place]) >= max(stops)
+        end = self.settings.max_length - self._prompt_len
+        if len(stops) == len(self._stop_lens):
+            end = min(end, max(stops))  # rows without EOS go on until the last one has stopped
+        return [len(self.recorder.new_ids[place]) >= end for place in places]
 
-    def _record(
-        self, batch: Batch, round_: Round, verified: Verified, trimmed: Trimmed, output: CausalLMOutputWithPast
-    ) -> None:
+    def _record(self, batch: Batch, round_: Round, verified: Verified, trimmed: Trimmed, output: Scored) -> None:
         live = [row for row, done in enumerate(batch.is_finished) if not done]
         self.stats.num_batch_rounds += 1
         self.stats.status |= verified.status
         for row in live:
             self.stats.add_row(verified.num_drafted[row], verified.num_accepted[row], trimmed.num_emitted[row])
-        self.schedule.update(
-            [verified.num_drafted[row] for row in live], [verified.num_accepted[row] for row in live]
-        )
+        self.schedule.update([verified.num_drafted[row] for row in live], [verified.num_accepted[row] for row in live])
         if self._options:
             layers = batch.target_cache.cache.layers
             windows = [getattr(layer, "sliding_window", None) for layer in layers]
@@ -313,23 +258,17 @@ class SpeculativeDecoder:
         live = [row for row, done in enumerate(batch.is_finished) if not done]
         batch.rows(live)
         self.drafter.rows(live)
+        self.judge.rows(live)
 
     def _finish(self, batch: Batch) -> None:
         """Cut what was decoded past the last stop, where rows go on without EOS."""
-        stops = [stop for stop in self._stop_lens if stop is not None]
-        surplus = [max(len(row) - max(stops), 0) for row in self.recorder.new_ids]
+        end = max(stop for stop in self._stop_lens if stop is not None)
+        surplus = [max(len(row) - end, 0) for row in self.recorder.new_ids]
         if any(surplus):
-            self.recorder.truncate(max(stops))
+            self.recorder.truncate(end)
             batch.target_cache.crop([surplus[place] for place in batch.row_ids])
 
     def _lap(self, stage: str) -> None:
         now = self._clock()
         setattr(self.stats, stage, getattr(self.stats, stage) + now - self._since)
         self._since = now
-
-
-def _no_draft(batch: Batch) -> DraftOut:
-    """A proposal of no tokens: scoring it is a plain decoding step."""
-    device, batch_size = batch.tokens.token_ids.device, len(batch.tokens.lens)
-    empty = torch.zeros(batch_size, 0, dtype=torch.int64, device=device)
-    return DraftOut(empty, torch.zeros(batch_size, dtype=torch.int32, device=device), None, None)

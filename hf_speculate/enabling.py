@@ -94,14 +94,15 @@ def _reduce_as_plain(self: PreTrainedModel, protocol: Any) -> Any:
     """Pickle as the plain class, which other processes can import; the copy is to be enabled again."""
     enabled = type(self)
     plain = _PLAIN_CLASSES[enabled]
-    reduced = super(enabled, self).__reduce_ex__(protocol)  # type: ignore[misc]
+    reduced: Any = super(enabled, self).__reduce_ex__(protocol)
     make, args, *rest = reduced
     return (make, tuple(plain if value is enabled else value for value in args), *rest)
 
 
 def _deepcopy_enabled(self: PreTrainedModel, memo: dict[int, Any]) -> PreTrainedModel:
     """A deep copy that is enabled too."""
-    make, args, state, *_ = super(type(self), self).__reduce_ex__(4)  # type: ignore[misc]
+    reduced: Any = super(type(self), self).__reduce_ex__(4)
+    make, args, state, *_ = reduced
     twin: PreTrainedModel = make(*args)
     memo[id(self)] = twin
     state = copy.deepcopy(state, memo)

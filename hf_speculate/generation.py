@@ -9,28 +9,28 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.cache_utils import Cache, DynamicCache
-from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode, StopStringCriteria
+from transformers import (
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+from transformers.cache_utils import Cache
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from hf_speculate.build import Call, build_decoder, check_models
+from hf_speculate.batch import Batch
+from hf_speculate.build import Call, build_decoder
 from hf_speculate.config import FIELD_NAMES, SpeculationConfig, fields_of, read_config
-from hf_speculate.decoder import Batch, SpeculativeDecoder
-from hf_speculate.errors import ConfigError, UnsupportedGenerationError, UnsupportedModelError
+from hf_speculate.decoder import SpeculativeDecoder
+from hf_speculate.errors import ConfigError, UnsupportedGenerationError
 from hf_speculate.outputs import Recorded
+from hf_speculate.refusals import check_call, check_models, check_prepared, checked_mask
 from hf_speculate.verify.base import make_verifier
 
-_KNOWN_MODEL_KWARGS = {
-    "attention_mask",
-    "logits_to_keep",
-    "output_attentions",
-    "output_hidden_states",
-    "past_key_values",
-    "position_ids",
-    "use_cache",
-}
+GenerateOutput = GenerateDecoderOnlyOutput | Tensor  # what transformers' plain decoding returns
 _TRANSFORMERS_FIELDS = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
-_WAY_OUT = "leave assistant_model out to decode without speculation"
 
 
 class SpeculativeGenerationMixin(GenerationMixin):
@@ -40,7 +40,7 @@ class SpeculativeGenerationMixin(GenerationMixin):
     `GenerationConfig`. Without `assistant_model` it decodes plainly.
     """
 
-    def generate(self, *args: Any, **kwargs: Any) -> GenerateDecoderOnlyOutput | Tensor:
+    def generate(self, *args: Any, **kwargs: Any) -> GenerateOutput:  # type: ignore[override]  # takes the same
         """See `transformers.GenerationMixin.generate`; returns the same, with `.speculation` on output objects.
 
         Raises:
@@ -48,12 +48,13 @@ class SpeculativeGenerationMixin(GenerationMixin):
             UnsupportedGenerationError: a combination of arguments cannot be decoded speculatively.
             UnsupportedModelError: a model cannot take part.
         """
-        return _generate(self, super().generate, args, kwargs, None)  # type: ignore[arg-type]
+        plain = super().generate  # type: ignore[misc]  # self is a model wherever the mixin is used
+        return _generate(self, plain, args, kwargs, {})  # type: ignore[arg-type]
 
 
 def generate(
     model: PreTrainedModel, *args: Any, fields_from: str | Path | Mapping[str, Any] | None = None, **kwargs: Any
-) -> GenerateDecoderOnlyOutput | Tensor:
+) -> GenerateOutput:
     """Decode once with speculation, without enabling the model.
 
     The model class's own `generate` runs underneath, never one that was put on the instance, so that a Hub
@@ -74,34 +75,38 @@ def generate(
         UnsupportedModelError: a model cannot take part.
     """
     if isinstance(fields_from, str | Path):
-        fields_from = json.loads(Path(fields_from).read_text(encoding="utf-8"))
-    if isinstance(model, SpeculativeGenerationMixin):
-        plain = super(SpeculativeGenerationMixin, model).generate
+        fields: Mapping[str, Any] = json.loads(Path(fields_from).read_text(encoding="utf-8"))
     else:
-        plain = type(model).generate.__get__(model)
-    return _generate(model, plain, args, kwargs, fields_from)
+        fields = fields_from or {}
+    if isinstance(model, SpeculativeGenerationMixin):
+        plain: Any = super(SpeculativeGenerationMixin, model).generate  # type: ignore[misc]
+    else:
+        plain_class: Any = type(model)
+        plain = plain_class.generate.__get__(model)
+    return _generate(model, plain, args, kwargs, fields)
 
 
 def _generate(
     model: PreTrainedModel,
-    plain: Callable[..., Any],
+    plain: Callable[..., GenerateOutput],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    fields_from: Mapping[str, Any] | None,
-) -> GenerateDecoderOnlyOutput | Tensor:
+    fields_from: Mapping[str, Any],
+) -> GenerateOutput:
     call = _bind(plain, args, kwargs)
     if isinstance(call.get("custom_generate"), str):
         return plain(**call)  # the repository's function comes back through `generate` above
     keywords = {name: call.pop(name) for name in FIELD_NAMES if name in call}
     assistant = call.pop("assistant_model", None)
     passed = call.get("generation_config")
-    sources = [keywords, fields_of(passed), _only_fields(fields_from or {}), fields_of(model.generation_config)]
+    sources = [keywords, fields_of(passed), _only_fields(fields_from), fields_of(model.generation_config)]
     if assistant is not None:
         sources.append(fields_of(getattr(assistant, "generation_config", None)))
     config = read_config(sources)
     if assistant is None:
         return plain(**call, **{name: keywords[name] for name in _TRANSFORMERS_FIELDS if name in keywords})
-    _check_call(model, assistant, call)
+    check_call(assistant, call)
+    check_models(model, assistant, [type(one).__name__ for one in (model, assistant) if one._is_stateful])
     _own_stop_strings(model, call)
     return plain(**call, custom_generate=_Speculation(assistant, config, call))
 
@@ -125,17 +130,17 @@ class _Speculation:
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
         **model_kwargs: Any,
-    ) -> GenerateDecoderOnlyOutput | Tensor:
+    ) -> GenerateOutput:
         config = self.config.resolve(bool(generation_config.do_sample))
         make_verifier(config)
-        _check_prepared(input_ids, generation_config, model_kwargs, self.streamer)
+        check_prepared(input_ids, generation_config, model_kwargs, self.streamer)
         cache = model_kwargs["past_key_values"]
         pad = generation_config._pad_token_tensor
         returns_dict = bool(generation_config.return_dict_in_generate)
         call = Call(
             input_ids=input_ids,
             query_ids=self._query(input_ids, cache),
-            attention_mask=_checked_mask(model_kwargs.get("attention_mask")),
+            attention_mask=checked_mask(model_kwargs.get("attention_mask")),
             cache=cache,
             is_cache_kept=self.is_cache_passed or returns_dict,
             processors=logits_processor,
@@ -172,8 +177,9 @@ class _Speculation:
         held_rows = _num_cached_rows(cache)
         if query.shape[1] < 1 or held_rows not in (None, input_ids.shape[0]):
             raise UnsupportedGenerationError(
-                f"past_key_values must hold fewer tokens than the prompt, for {input_ids.shape[0]} rows, got {num_held} of "
-                f"{input_ids.shape[1]} tokens for {held_rows} rows; pass the whole text and the cache of its beginning"
+                f"past_key_values must hold fewer tokens than the prompt, for {input_ids.shape[0]} rows, "
+                f"got {num_held} of {input_ids.shape[1]} tokens for {held_rows} rows; "
+                "pass the whole text and the cache of its beginning"
             )
         return query
 
@@ -196,81 +202,9 @@ def _only_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: values[name] for name in FIELD_NAMES if values.get(name) is not None}
 
 
-def _check_call(model: PreTrainedModel, assistant: object, call: dict[str, Any]) -> None:
-    """Refuse before transformers prepares anything."""
-    if not isinstance(assistant, PreTrainedModel) or not assistant.can_generate():
-        raise UnsupportedModelError(
-            f"assistant_model must be a transformers model that can generate, got {type(assistant).__name__}; {_WAY_OUT}"
-        )
-    check_models(model, assistant, [type(one).__name__ for one in (model, assistant) if one._is_stateful])
-    tokenizer, assistant_tokenizer = call.get("tokenizer"), call.get("assistant_tokenizer")
-    if tokenizer is not None and assistant_tokenizer is not None:
-        if tokenizer.get_vocab() != assistant_tokenizer.get_vocab():
-            raise UnsupportedModelError(
-                "assistant_tokenizer must have the vocabulary of tokenizer, got another one; use a draft with the same tokenizer"
-            )
-    refused = {
-        "custom_generate": call.get("custom_generate"),
-        "inputs_embeds": call.get("inputs_embeds"),
-        "position_ids": call.get("position_ids"),
-        "synced_gpus": call.get("synced_gpus") or None,
-    }
-    for name, value in refused.items():
-        if value is not None:
-            raise UnsupportedGenerationError(f"{name} must be left out with assistant_model, got one; {_WAY_OUT}")
-
-
-def _check_prepared(
-    input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any], streamer: object
-) -> None:
-    """Refuse what only the prepared call shows."""
-    mode = generation_config.get_generation_mode()
-    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        raise UnsupportedGenerationError(
-            f"the generation mode must be greedy or sampling with assistant_model, got {mode.value}; {_WAY_OUT}"
-        )
-    if not generation_config.use_cache:
-        raise UnsupportedGenerationError(f"use_cache must be True with assistant_model, got False; {_WAY_OUT}")
-    if getattr(generation_config, "assistant_ensemble_weight", None) is not None:
-        raise UnsupportedGenerationError(
-            "assistant_ensemble_weight must be left out, got one; choose verifier='typical' for a lossy rule"
-        )
-    extra = sorted(name for name, value in model_kwargs.items() if value is not None and name not in _KNOWN_MODEL_KWARGS)
-    if extra:
-        raise UnsupportedGenerationError(
-            f"model arguments must be among {', '.join(sorted(_KNOWN_MODEL_KWARGS))}, got {', '.join(extra)}; {_WAY_OUT}"
-        )
-    cache = model_kwargs.get("past_key_values")
-    if type(cache) is not DynamicCache or cache.offloading:
-        raise UnsupportedGenerationError(
-            f"the cache must be a DynamicCache on one device with assistant_model, got {type(cache).__name__}; "
-            "leave cache_implementation out"
-        )
-    if input_ids.shape[1] == 0:
-        raise UnsupportedGenerationError(f"the prompt must hold at least one token, got an empty one; {_WAY_OUT}")
-    one_row_only = {
-        "streamer": streamer is not None,
-        "output_hidden_states": bool(generation_config.output_hidden_states),
-        "output_attentions": bool(generation_config.output_attentions),
-    }
-    for name, is_wanted in one_row_only.items():
-        if is_wanted and input_ids.shape[0] > 1:
-            raise UnsupportedGenerationError(
-                f"{name} must be left out for more than one row, got {input_ids.shape[0]} rows; decode the rows one by one"
-            )
-
-
-def _checked_mask(mask: Tensor | None) -> Tensor | None:
-    """[B, P] int64, or None where nothing is padded."""
-    if mask is None or bool((mask != 0).all()):
-        return None
-    if not bool(mask.any(dim=1).all()):
-        raise UnsupportedGenerationError("every prompt must hold a real token, got an empty row; drop that row")
-    return (mask != 0).to(torch.int64)
-
-
 def _num_cached_rows(cache: Cache) -> int | None:
-    rows = [layer.keys.shape[0] for layer in cache.layers if layer.get_seq_length()]
+    layers: list[Any] = cache.layers
+    rows = [layer.keys.shape[0] for layer in layers if layer.get_seq_length()]
     return rows[0] if rows else None
 
 
@@ -305,14 +239,15 @@ def _recorded(generation_config: GenerationConfig) -> Recorded:
 
 def _output(decoder: SpeculativeDecoder, call: Call) -> GenerateDecoderOnlyOutput:
     recorder, pad = decoder.recorder, call.pad_token_id or 0
-    output = GenerateDecoderOnlyOutput(
-        sequences=recorder.sequences(call.input_ids, pad),
-        scores=recorder.scores(pad),
-        logits=recorder.logits(pad),
-        attentions=tuple(recorder.attentions) if recorder.recorded.attentions else None,
-        hidden_states=tuple(recorder.hidden_states) if recorder.recorded.hidden_states else None,
-        past_key_values=call.cache,
-    )
+    parts: dict[str, Any] = {
+        "sequences": recorder.sequences(call.input_ids, pad),
+        "scores": recorder.scores(pad),
+        "logits": recorder.logits(pad),
+        "attentions": tuple(recorder.attentions) if recorder.recorded.attentions else None,
+        "hidden_states": tuple(recorder.hidden_states) if recorder.recorded.hidden_states else None,
+        "past_key_values": call.cache,
+    }
+    output = GenerateDecoderOnlyOutput(**parts)
     output.speculation = decoder.stats
     return output
 

@@ -1,7 +1,8 @@
 """Verifies and trims a round: rows on their own where everything is row-wise, in lock step where it is not."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -52,6 +53,9 @@ class Judge(Protocol):
     def trim(self, round_: Round, verified: Verified) -> Trimmed:
         """How many of them come before a stop."""
 
+    def rows(self, indices: Sequence[int]) -> None:
+        """Forget all rows but `indices`, in that order."""
+
 
 @dataclass
 class RaggedJudge:
@@ -93,6 +97,10 @@ class RaggedJudge:
         host.truncate(prefix_lens)
         return Trimmed(stop.num_emitted, stop.is_done)
 
+    def rows(self, indices: Sequence[int]) -> None:
+        """See `Judge.rows`: some processors hold a number per row."""
+        self.processors = self.processors.rows(indices)
+
 
 @dataclass
 class LockStepJudge:
@@ -124,7 +132,7 @@ class LockStepJudge:
         """See `Judge.verify`; the stopping criteria run here too, between positions."""
         tokens, draft = round_.tokens, round_.draft
         batch_size, num_positions, _ = round_.logits.shape
-        input_ids = tokens.token_ids[:, : tokens.lens[0]]  # [B, T]
+        input_ids: Any = tokens.token_ids[:, : tokens.lens[0]]  # [B, T]; transformers wants it called a LongTensor
         was_finished = self._finished(input_ids)
         num_accepted = torch.zeros(batch_size, dtype=torch.int64, device=input_ids.device)
         status, columns, scores = 0, [], []
@@ -153,12 +161,20 @@ class LockStepJudge:
         self._stopped = is_finished.tolist()
         token_ids = torch.stack(columns, dim=1)  # [B, N]
         return Verified(
-            token_ids, token_ids.tolist(), draft.lens.tolist(), num_accepted.tolist(), status, torch.stack(scores, dim=1)
+            token_ids,
+            token_ids.tolist(),
+            draft.lens.tolist(),
+            num_accepted.tolist(),
+            status,
+            torch.stack(scores, dim=1),
         )
 
     def trim(self, round_: Round, verified: Verified) -> Trimmed:
         """See `Judge.trim`; `verify` stopped at the right token already."""
         return Trimmed([len(ids) for ids in verified.new_ids], self._stopped)
+
+    def rows(self, indices: Sequence[int]) -> None:
+        """Nothing to forget: in lock step finished rows stay."""
 
     def _finished(self, input_ids: Tensor) -> Tensor:
         if self.is_finished is None:

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from hf_speculate.types import Scored
 
 LayerStates = tuple[Tensor, ...]
 
@@ -42,16 +43,16 @@ class OutputRecorder:
             row: the row's place in the output.
             token_ids: N ids.
             scores: [>= N, V] float32, processed logits of these positions; None where not recorded.
-            logits: [>= N, V], the model's own.
+            logits: [>= N, V], the model's own; None where not recorded.
         """
         self.new_ids[row] += token_ids
         num = len(token_ids)
-        if self.recorded.scores and scores is not None:
+        if scores is not None:
             self._scores[row] += scores[:num].to(torch.float32, copy=True).unbind(0)
-        if self.recorded.logits and logits is not None:
+        if logits is not None:
             self._logits[row] += logits[:num].to(torch.float32, copy=True).unbind(0)
 
-    def add_states(self, output: CausalLMOutputWithPast, num_tokens: int, num_query: int, windows: list[int | None]) -> None:
+    def add_states(self, output: Scored, num_tokens: int, num_query: int, windows: list[int | None]) -> None:
         """Append one row's hidden states and attentions, token by token as plain `generate` gives them.
 
         Args:
@@ -69,7 +70,7 @@ class OutputRecorder:
                     tuple(_attention_row(layer, position, num_query, window) for layer, window in layers)
                 )
 
-    def add_prompt_states(self, output: CausalLMOutputWithPast) -> None:
+    def add_prompt_states(self, output: Scored) -> None:
         """Append the prompt's own forward as one entry."""
         if self.recorded.hidden_states and output.hidden_states is not None:
             self.hidden_states.append(output.hidden_states)
@@ -80,7 +81,7 @@ class OutputRecorder:
         """Keep at most so many new tokens of every row."""
         for kept in (self.new_ids, self._scores, self._logits):
             for row in kept:
-                del row[num_new_tokens:]  # type: ignore[attr-defined]
+                del row[num_new_tokens:]
         del self.hidden_states[num_new_tokens:], self.attentions[num_new_tokens:]
 
     def sequences(self, input_ids: Tensor, pad_token_id: int) -> Tensor:

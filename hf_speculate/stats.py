@@ -93,14 +93,16 @@ class SpeculationStats:
 
     def __str__(self) -> str:
         seconds = " ".join(
-            f"{name} {getattr(self, name + '_s'):.3f}" for name in ("prefill", "draft", "score", "verify", "bookkeeping")
+            f"{name} {getattr(self, name + '_s'):.3f}"
+            for name in ("prefill", "draft", "score", "verify", "bookkeeping")
         )
         positions = " ".join(f"{share:.2f}" for share in self.acceptance_by_position)
+        name = self.verifier or "no"
+        counts = f"{self.num_accepted} of {self.num_judged} judged, {self.num_drafted} drafted"
         lines = [
-            f"{self.verifier or 'no'} verification: {self.num_emitted} tokens in {self.num_rounds} rounds, "
-            f"{self.tokens_per_round:.2f} a round",
-            f"acceptance {self.acceptance:.3f} ({self.num_accepted} of {self.num_judged} judged, {self.num_drafted} drafted)"
-            f", by position: {positions or '-'}",
+            f"{name} verification: {self.num_emitted} tokens in {self.num_rounds} rounds",
+            f"tokens a round {self.tokens_per_round:.2f}, acceptance {self.acceptance:.3f} ({counts})",
+            f"acceptance by position: {positions or '-'}",
             f"seconds: {seconds}",
             f"host synchronisations: {self.num_host_syncs} ours, {self.num_user_host_syncs} in user code",
         ]

@@ -14,9 +14,9 @@ from transformers import (
 )
 
 from hf_speculate.errors import ShapeError, UnsupportedGenerationError
-from hf_speculate.processors.row_wise import is_registered, name_of
+from hf_speculate.row_wise import is_registered, name_of
 
-_OWN_TYPES = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
+_KNOWN_TYPES = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
 _NO_TOKEN = torch.iinfo(torch.int64).max  # StopStringCriteria matches ids past its vocabulary with nothing
 
 
@@ -46,8 +46,9 @@ class BlockStoppingCriteria:
         self._max_length_criteria = [c for c in listed if type(c) is MaxLengthCriteria]
         self._max_time_criteria = [c for c in listed if type(c) is MaxTimeCriteria]
         self._stop_string_criteria = [c for c in listed if type(c) is StopStringCriteria]
-        self._registered = [c for c in listed if is_registered(c)]
-        self._foreign = [c for c in listed if type(c) not in _OWN_TYPES and not is_registered(c)]
+        others = [c for c in listed if type(c) not in _KNOWN_TYPES]
+        self._registered = [c for c in others if is_registered(c)]
+        self._foreign = [c for c in others if not is_registered(c)]
         eos_criteria = [c for c in listed if type(c) is EosTokenCriteria]
         self._eos_token_ids = frozenset(
             token_id for c in eos_criteria for token_id in c.eos_token_id.flatten().tolist()

@@ -39,6 +39,14 @@ class KVState(NamedTuple):
     values: Tensor  # [B, H, T, D]
 
 
+class Scored(NamedTuple):
+    """What a model's forward gave."""
+
+    logits: Tensor  # [B, Q', V]
+    hidden_states: tuple[Tensor, ...] | None = None  # by layer, each [B, Q, D]; only where asked for
+    attentions: tuple[Tensor, ...] | None = None  # by layer, each [B, H, Q, T]; only where asked for
+
+
 class PrefillOutput(NamedTuple):
     """The first token after a prompt."""
 
@@ -63,6 +71,7 @@ __all__ = [
     "PrefillOutput",
     "SampleStrategy",
     "Sampled",
+    "Scored",
     "Status",
     "Stream",
     "Verdict",

@@ -13,14 +13,13 @@ from transformers import (
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
-    MaxTimeCriteria,
     WatermarkLogitsProcessor,
 )
 from transformers.generation import logits_process
 
 from hf_speculate.errors import ConfigError, ShapeError, UnsupportedGenerationError
 from hf_speculate.processors import BlockLogitsProcessorList, register_row_wise
-from hf_speculate.processors.row_wise import FOREIGN_REASONS, READS_BY_NAME
+from hf_speculate.row_wise import FOREIGN_REASONS, READS_BY_NAME
 from tests.tiny import make_model
 
 VOCAB_SIZE = 41
@@ -441,7 +440,11 @@ def test_registering_anything_but_a_class_of_theirs_raises(wrong: Any) -> None:
 def test_registering_what_is_known_to_be_foreign_raises_with_the_reason() -> None:
     with pytest.raises(ConfigError, match="history of contexts"):
         register_row_wise(transformers.SynthIDTextWatermarkLogitsProcessor)
-    assert register_row_wise(MaxTimeCriteria) is MaxTimeCriteria
+
+
+def test_registering_what_is_known_to_be_row_wise_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert register_row_wise(transformers.MinLengthLogitsProcessor) is transformers.MinLengthLogitsProcessor
+    test_ragged_rows_share_calls("MinLengthLogitsProcessor", 2, monkeypatch)
 
 
 @pytest.mark.parametrize(

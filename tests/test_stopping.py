@@ -22,7 +22,7 @@ from transformers.generation import ConfidenceCriteria, stopping_criteria
 
 from hf_speculate.errors import ConfigError, ShapeError, UnsupportedGenerationError
 from hf_speculate.processors import register_row_wise
-from hf_speculate.processors.row_wise import FOREIGN_REASONS
+from hf_speculate.row_wise import FOREIGN_REASONS
 from hf_speculate.stopping import BlockStoppingCriteria, StopVerdict
 
 TOKENS = [*"abcdefopst", "st", "op", "sto", "pped", "topper", "las", "stop", "ab", "bab"]
@@ -249,6 +249,11 @@ def test_every_criterion_of_transformers_is_placed_knowingly() -> None:
         if isinstance(cls, type) and issubclass(cls, StoppingCriteria) and cls is not StoppingCriteria
     }
     assert found == own | (found & set(FOREIGN_REASONS))
+
+
+def test_registering_what_is_known_already_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert register_row_wise(MaxTimeCriteria) is MaxTimeCriteria
+    test_the_clock_is_read_once_a_block(monkeypatch)
 
 
 def test_registering_the_confidence_criterion_raises() -> None:

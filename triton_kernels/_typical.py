@@ -3,9 +3,10 @@
 import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from ._rows import row_sum
+from ._rows import Masses, padded_like, row_masses, row_sum
 from .errors import ConfigError
 
 # exp(-200) is 0 in float32, and 0 times a finite number is 0, where 0 times -inf is not.
@@ -31,12 +32,17 @@ class TypicalRule:
             )
 
 
-def _entropy(law: Tensor, probs: Tensor, epsilon: float) -> Tensor:
-    """Entropy in nats [B, K] of `law` and its `probs` [B, K, V]; `epsilon` goes inside the logarithm."""
+def _entropy(law: Tensor, target: Masses, epsilon: float) -> Tensor:
+    """Entropy in nats [B, K] of `law` [B, K, V]; `epsilon` goes inside the logarithm."""
+    rows = padded_like(law)
+    terms = rows[..., : law.shape[-1]]
     if epsilon > 0.0:
-        return -row_sum((probs + epsilon).log_().mul_(probs))
-    below_top = (law - law.amax(-1, keepdim=True)).clamp_(min=LOG_OF_NOTHING)
-    return -probs.amax(-1).log() - row_sum(below_top.mul_(probs))
+        torch.div(target.masses, target.sums.unsqueeze(-1), out=terms)
+        terms.mul_((terms + epsilon).log_())
+        return -row_sum(rows)
+    torch.sub(law, law.amax(-1, keepdim=True), out=terms)
+    terms.clamp_(min=LOG_OF_NOTHING).mul_(target.masses)
+    return target.sums.log() - row_sum(rows) / target.sums
 
 
 def accept_typical(law: Tensor, token_ids: Tensor, rule: TypicalRule) -> Tensor:
@@ -50,8 +56,7 @@ def accept_typical(law: Tensor, token_ids: Tensor, rule: TypicalRule) -> Tensor:
     Returns:
         [B, K] bool, False where a row has no law.
     """
-    law = law.contiguous()
-    probs = law.softmax(-1)
-    entropy = _entropy(law, probs, rule.entropy_epsilon)
-    thresholds = (-entropy).exp_().mul_(rule.alpha).clamp_(max=rule.threshold)
-    return probs.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1) > thresholds
+    target = row_masses(law)
+    thresholds = (-_entropy(law, target, rule.entropy_epsilon)).exp_().mul_(rule.alpha).clamp_(max=rule.threshold)
+    masses = target.masses.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
+    return masses > thresholds.mul_(target.sums)

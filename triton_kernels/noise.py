@@ -30,10 +30,16 @@ STREAM_FACTOR = 0x2545F4914F6CDD1D
 STATE_OFFSET = 0x6A09E667F3BCC909
 STATE_FACTORS = (_signed(0xFF51AFD7ED558CCD, 64), _signed(0xC4CEB9FE1A85EC53, 64))
 WORD_FACTORS = (_signed(0x9E3779B9, 32), 0x7FEB352D, _signed(0x846CA68B, 32))
+WORD_SHIFTS = (16, 15, 16)
 ROW_FACTOR = 0x5851F42D4C957F2D
 
 # (word + 0.5) * UNIFORM_SCALE lies in (0, 1) for every word: the float32 nearest to 2**32 times it is 1 - 2**-24.
 UNIFORM_SCALE = (2.0**24 - 1.0) * 2.0**-56
+
+# As tensors of the right dtype: a Python int costs a conversion in every operation, more than small rows themselves.
+_FACTORS = tuple(torch.tensor(factor, dtype=torch.int32, device="cpu") for factor in WORD_FACTORS)
+_SHIFTS = tuple(torch.tensor(shift, dtype=torch.int32, device="cpu") for shift in WORD_SHIFTS)
+_MASKS = tuple(torch.tensor((1 << (32 - shift)) - 1, dtype=torch.int32, device="cpu") for shift in WORD_SHIFTS)
 
 
 def _fold64(z: Tensor) -> Tensor:
@@ -95,17 +101,22 @@ def words(state: Tensor, token_ids: Tensor) -> Tensor:
 
 def _words_and_scratch(state: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
     """The words, and a used buffer like them: fresh memory costs more than the arithmetic on it."""
-    first, second, third = WORD_FACTORS
     x = token_ids.to(torch.int32) + state.to(torch.int32)
-    x.mul_(first)
-    shifted = (x >> 16).bitwise_and_(0xFFFF)
-    x.bitwise_xor_(shifted)
-    x.mul_(second).add_((state >> 32).to(torch.int32))
-    torch.bitwise_right_shift(x, 15, out=shifted)
-    x.bitwise_xor_(shifted.bitwise_and_(0x1FFFF))
-    x.mul_(third)
-    torch.bitwise_right_shift(x, 16, out=shifted)
+    x.mul_(_FACTORS[0])
+    shifted = torch.bitwise_right_shift(x, _SHIFTS[0])
+    x.bitwise_xor_(shifted.bitwise_and_(_MASKS[0]))
+    x.mul_(_FACTORS[1]).add_((state >> 32).to(torch.int32))
+    torch.bitwise_right_shift(x, _SHIFTS[1], out=shifted)
+    x.bitwise_xor_(shifted.bitwise_and_(_MASKS[1]))
+    x.mul_(_FACTORS[2])
+    torch.bitwise_right_shift(x, _SHIFTS[2], out=shifted)
     return x.add_(shifted), shifted
+
+
+def _scaled_words(keys: NoiseKeys, stream: Stream, position_offsets: Tensor, token_ids: Tensor, scale: float) -> Tensor:
+    """`scale` times (word + 0.5), the word read as unsigned, float32."""
+    bits, scratch = _words_and_scratch(states(keys, stream, position_offsets), token_ids)
+    return scratch.view(torch.float32).copy_(bits.view(torch.uint32)).add_(0.5).mul_(scale)
 
 
 def uniforms(keys: NoiseKeys, stream: Stream, position_offsets: Tensor, token_ids: Tensor) -> Tensor:
@@ -120,8 +131,7 @@ def uniforms(keys: NoiseKeys, stream: Stream, position_offsets: Tensor, token_id
     Returns:
         float32, of the broadcast shape.
     """
-    bits, scratch = _words_and_scratch(states(keys, stream, position_offsets), token_ids)
-    return scratch.view(torch.float32).copy_(bits.view(torch.uint32)).add_(0.5).mul_(UNIFORM_SCALE)
+    return _scaled_words(keys, stream, position_offsets, token_ids, UNIFORM_SCALE)
 
 
 def exponentials(keys: NoiseKeys, stream: Stream, position_offsets: Tensor, token_ids: Tensor) -> Tensor:
@@ -129,4 +139,4 @@ def exponentials(keys: NoiseKeys, stream: Stream, position_offsets: Tensor, toke
 
     Args and shape of the result as for `uniforms`.
     """
-    return uniforms(keys, stream, position_offsets, token_ids).neg_().log1p_().neg_()
+    return _scaled_words(keys, stream, position_offsets, token_ids, -UNIFORM_SCALE).log1p_().neg_()

@@ -2,7 +2,7 @@
 
 Vectorised over rows and positions, without a wait for the host. Logits go to float32 first; nothing is added to a
 probability and nothing is divided to compare. A row that holds a NaN, a +inf, or only -inf has no law: the chain
-ends there, the emitted token is some token in [0, V), and `Status` says why. Rows past `draft_lens[b]` do not count:
+ends there, the emitted token is some token in [0, V), and `Status` says why. No gradients. Rows past `draft_lens[b]` do not count:
 row `draft_lens[b]` is that chain's bonus row.
 """
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ._checks import check_backend, check_draft, check_keys, check_law, check_logits, check_round
 from ._rejection import reject
-from ._rows import first_max, law_status, pick_rows, race, row_probs, to_law
+from ._rows import first_max, law_status, pick_rows, race, row_masses, to_law
 from ._typical import TypicalRule, accept_typical
 from ._walk import Chain, choose_rows, find_end, make_chain, make_verdict
 from .errors import ConfigError
@@ -29,6 +29,7 @@ def _greedy(target_logits: Tensor, chain: Chain) -> Verdict:
     return make_verdict(chain, end, final_ids, law_status(best.values.gather(1, positions).squeeze(-1)))
 
 
+@torch.no_grad()
 def verify_greedy(
     target_logits: Tensor, draft_token_ids: Tensor, *, draft_lens: Tensor | None = None, backend: str = "auto"
 ) -> Verdict:
@@ -53,6 +54,7 @@ def verify_greedy(
     return _greedy(target_logits, make_chain(draft_token_ids, draft_lens, target_logits.shape[-1]))
 
 
+@torch.no_grad()
 def verify_rejection(
     target_logits: Tensor,
     draft_token_ids: Tensor,
@@ -108,6 +110,7 @@ def verify_rejection(
     return verdict
 
 
+@torch.no_grad()
 def verify_typical(
     target_logits: Tensor,
     draft_token_ids: Tensor,
@@ -168,13 +171,14 @@ def verify_typical(
     best = first_max(final_law)
     final_ids = best.indices
     if correction == "sample" and keys is not None:
-        final_ids = race(final_law.softmax(-1), keys, Stream.CORRECTION, end.num_accepted)
+        final_ids = race(row_masses(final_law).masses, keys, Stream.CORRECTION, end.num_accepted)
     verdict = make_verdict(chain, end, final_ids, law_status(best.values))
     if isinstance(temperature, Tensor):
         return choose_rows(temperature == 0, _greedy(target_logits, chain), verdict)
     return verdict
 
 
+@torch.no_grad()
 def sample(
     logits: Tensor,
     *,
@@ -211,9 +215,9 @@ def sample(
         best = first_max(logits)
         return Sampled(best.indices, best.values)
     law = to_law(logits, temperature, row_cutoffs)
-    probs, logsumexp = row_probs(law)
+    masses, _, logsumexp = row_masses(law)
     here = torch.zeros(1, dtype=torch.int64, device=logits.device)
-    token_ids = race(probs, keys, stream, here)
+    token_ids = race(masses, keys, stream, here)
     if not isinstance(temperature, Tensor):
         return Sampled(token_ids, logsumexp)
     best = first_max(logits)

@@ -13,10 +13,12 @@ from pair_training.acceptance import Verdicts, judge, walk_rounds
 from pair_training.corpus import list_sources, read_source, stdlib_root
 from pair_training.pretrain import stream_loss
 from pair_training.report import A_DRAFT_TOKENS
-from pair_training.timing import CONTEXT_LEN, MAX_ROWS, NUM_REPEATS, time_pair
+from pair_training.timing import MAX_ROWS, time_pair
 from pair_training.tokens import encode_texts
 
 BATCH_SIZES = (1, 8)
+SAMPLE_PROMPT = "class Reader:\n    def __init__(self, path):\n        self.path = path\n\n    def read(self):"
+NUM_SAMPLE_TOKENS = 96
 
 
 def walk_record(verdicts: Verdicts) -> dict:
@@ -65,6 +67,15 @@ def loss_record(target: LlamaForCausalLM, draft: LlamaForCausalLM, tokenizer: Pr
     stream, tokens_per_char = held_out_stream(tokenizer)
     losses = {"target": stream_loss(target, stream), "draft": stream_loss(draft, stream)}
     return losses | {"tokens_per_char": tokens_per_char, "num_tokens": len(stream)}
+
+
+def write_sample(target: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> str:
+    """Return a short prompt with the target's greedy continuation, up to its last whole line."""
+    batch = tokenizer(SAMPLE_PROMPT, return_tensors="pt").to(target.device)
+    ids = target.generate(
+        input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], max_new_tokens=NUM_SAMPLE_TOKENS
+    )
+    return tokenizer.decode(ids[0], skip_special_tokens=True).rpartition("\n")[0].rstrip()
 
 
 def machine_record(device: str) -> dict:

@@ -82,7 +82,7 @@ def stream_loss(model: LlamaForCausalLM, stream: np.ndarray, window_len: int = 5
 
 
 class TargetTraining:
-    """A resumable run of the target's training."""
+    """A resumable run of the target's training; a finished run goes on when it is given more minutes."""
 
     def __init__(self, checkpoint: Path, minutes: float, seed: int, device: str) -> None:
         self.checkpoint = checkpoint
@@ -116,6 +116,11 @@ class TargetTraining:
         torch.save(saved, partial)
         partial.replace(self.checkpoint)
 
+    def _phase_at(self, share: float) -> int:
+        """Return the phase at `share`; a run that goes on with a larger budget never gets shallower."""
+        depth = len(self.model.model.layers)
+        return next(i for i, phase in enumerate(PHASES) if share < phase.until and phase.num_layers >= depth)
+
     def _enter_phase(self, phase: int) -> None:
         depth = PHASES[phase].num_layers
         if depth != len(self.model.model.layers):
@@ -135,8 +140,8 @@ class TargetTraining:
         bar = tqdm(total=100, initial=round(100 * self.budget.tick()), desc="target", unit="%", mininterval=10)
         saved_at_s = self.budget.spent_s
         while (share := self.budget.tick()) < 1.0:
-            if share >= PHASES[self.progress.phase].until:
-                self._enter_phase(self.progress.phase + 1)
+            if (phase := self._phase_at(share)) != self.progress.phase:
+                self._enter_phase(phase)
             loss = self._step(stream, share)
             if self.budget.spent_s - saved_at_s > CHECKPOINT_EVERY_S:
                 saved_at_s = self.budget.spent_s

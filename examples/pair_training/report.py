@@ -1,5 +1,7 @@
 """Writes the pair's README from its measurements."""
 
+import textwrap
+
 from pair_training.acceptance import bound
 from pair_training.shapes import DRAFT_SHAPES, TARGET_SHAPE, Shape
 
@@ -57,6 +59,11 @@ def pair_bounds(acceptance: dict, timings: dict) -> dict[str, dict]:
     return bounds
 
 
+def paragraph(text: str) -> str:
+    """Return one wrapped Markdown paragraph with a blank line on both sides."""
+    return "\n" + textwrap.fill(text, 118) + "\n\n"
+
+
 def table(header: list[str], rows: list[list[str]]) -> str:
     """Return a Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
@@ -83,14 +90,13 @@ def shapes_text(results: dict) -> str:
         shape_row("target", TARGET_SHAPE, params["target"], target_note),
         shape_row("draft", DRAFT_SHAPES[chosen], params["draft"], draft_note),
     ]
-    return (
-        "\n## Shapes\n\n"
-        + table(header, rows)
-        + f"\nThe target begins with {run['first_layers']} layers and grows to {TARGET_SHAPE.num_layers} by copies "
-        "that at first add nothing. The draft is distilled with\nforward KL on "
-        f"{drafts['num_self_tokens'] / 1e6:.2f} M tokens of text that the target continued itself, half of it greedy"
-        " and half sampled.\n"
+    note = paragraph(
+        f"The target begins with {run['first_layers']} layers and grows to {TARGET_SHAPE.num_layers} by copies that at "
+        "first add nothing. The draft is distilled with forward KL on "
+        f"{drafts['num_self_tokens'] / 1e6:.2f} M tokens: pieces of the training text that the target continued, half "
+        "of them greedily and half by sampling."
     )
+    return "\n## Shapes\n\n" + table(header, rows) + note.rstrip("\n") + "\n"
 
 
 def losses_text(results: dict) -> str:
@@ -115,10 +121,10 @@ def acceptance_text(results: dict) -> str:
             rows.append([dtype, mode, f"{record['acceptance']:.3f}", counts, overlap])
             walks.append([dtype, mode, *(f"{each['tokens_per_round']:.2f}" for each in record["walks"])])
     num_prompts = results["pair"]["num_prompts"]
-    text = (
-        f"\n## Acceptance\n\n{num_prompts} held-out prompts (`examples/prompts.jsonl`), 128 new tokens each, rounds of "
-        f"{A_DRAFT_TOKENS} draft tokens; the first refused token of a round is\njudged, those after it are not. The "
-        "overlap is the mean of sum(min(p, q)) along the same text.\n\n"
+    text = "\n## Acceptance\n" + paragraph(
+        f"{num_prompts} held-out prompts (`examples/prompts.jsonl`), 128 new tokens each, rounds of {A_DRAFT_TOKENS} "
+        "draft tokens; a = accepted / judged, where the first refused token of a round is judged and those after it "
+        "are not. The overlap is the mean of sum(min(p,q)) along the same text."
     )
     text += table(["dtype", "decoding", "a", "accepted / judged", "overlap"], rows)
     text += "\nTokens per round, walked over the same texts:\n\n"
@@ -135,12 +141,12 @@ def timings_text(results: dict) -> str:
             rows.append([batch_size, dtype, f"{record['target_ms'][0]:.2f}", f"{record['cost']:.3f}", *factors])
     machine = pair["machine"]
     header = ["B", "dtype", "T(1) ms", "c", *(f"v({rows_})" for rows_ in range(2, 10))]
-    return (
-        f"\n## Forward times\n\nMedian of {pair['num_repeats']} forwards over a cache of {pair['context_len']} tokens; "
-        f"{machine['device']}, {machine['num_threads']} threads, torch {machine['torch']},\ntransformers "
-        f"{machine['transformers']}. c is a draft's step over a target's step; v(Q) is a target's forward of Q rows "
-        "over one\nof a single row.\n\n" + table(header, rows)
+    note = paragraph(
+        f"Median of {pair['num_repeats']} forwards over a cache of {pair['context_len']} tokens; {machine['device']}, "
+        f"{machine['num_threads']} threads, torch {machine['torch']}, transformers {machine['transformers']}. c is a "
+        "draft's step over a target's step; v(Q) is a target's forward of Q rows over one of a single row."
     )
+    return "\n## Forward times\n" + note + table(header, rows)
 
 
 def bounds_text(results: dict) -> str:
@@ -154,19 +160,28 @@ def bounds_text(results: dict) -> str:
     for name, by_batch in results["choice"]["candidates"].items():
         values = [f"{by_batch[size]['acceptance']:.3f} / {by_batch[size]['bound']:.2f}" for size in sorted(by_batch)]
         candidates.append([name, *values])
-    text = (
-        "\n## The pair's bound\n\nThe largest speed-up that a loop without any work of its own could reach: the "
-        "maximum over K of\n`(1 - a^(K+1)) / ((1 - a) (K c + v(K+1)))` with the greedy a, in the dtype in which plain "
-        "decoding is faster.\n\n"
+    text = "\n## The pair's bound\n" + paragraph(
+        "The largest speed-up that a loop without any work of its own could reach, with the greedy a and in the dtype "
+        "in which plain decoding is faster, is the maximum over K of"
     )
+    text += "    (1 - a^(K+1)) / ((1 - a) (K c + v(K+1)))\n\n"
     text += table(["B", "dtype", "K", "a", "bound", "goal", "reached"], rows)
     text += "\nCandidates for the draft, as measured when it was chosen (a / bound):\n\n"
-    return text + table(["draft", *(f"B = {size}" for size in sorted(results["choice"]["candidates"][name]))], candidates)
+    return text + table(
+        ["draft", *(f"B = {size}" for size in sorted(results["choice"]["candidates"][name]))], candidates
+    )
+
+
+def sample_text(results: dict) -> str:
+    """Return the section that shows what the target writes."""
+    sample = results["pair"]["sample"]
+    note = paragraph("A greedy continuation in float32; the prompt is everything up to the second `def` line.")
+    return "\n## What the target writes\n" + note + f"```python\n{sample}\n```\n"
 
 
 def render(results: dict) -> str:
     """Return the README's text; `results` is the record in `measurements.json`."""
     pair = results["pair"]
     head = HEAD.format(megabytes=pair["num_bytes"] / 1e6, python=results["target_training"]["python"])
-    sections = (shapes_text, losses_text, acceptance_text, timings_text, bounds_text)
+    sections = (shapes_text, losses_text, acceptance_text, timings_text, bounds_text, sample_text)
     return head + "".join(section(results) for section in sections)

@@ -8,6 +8,9 @@ from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizer
 
 from pair_training.shapes import EOS_TOKEN_ID, PAD_TOKEN_ID
 
+LOADING_KEYS = ("backend", "is_local", "local_files_only")
+"""Keys that tell how a tokenizer was loaded, which is no property of the tokenizer."""
+
 
 def save_model(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Save a bfloat16 copy with its tokenizer and a generation config that chooses no sampling."""
@@ -26,7 +29,8 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"
     config = json.loads(path.read_text(encoding="utf-8")) | {"tokenizer_class": "PreTrainedTokenizerFast"}
-    config.pop("backend", None)
+    for key in LOADING_KEYS:
+        config.pop(key, None)
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
-from transformers.generation import CandidateGenerator
+from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_speculate.draft.base import Drafter
 from hf_speculate.errors import ShapeError
@@ -48,7 +48,9 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         self._shown: Tensor | None = None  # [1, T] the prefix of the round before
         self._seen: Tensor | None = None  # [1, T'] what the draft's cache holds
 
-    def get_candidates(self, input_ids: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    def get_candidates(  # type: ignore[override]  # transformers' own generators return None for logits too
+        self, input_ids: Tensor, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
         """Propose a continuation.
 
         Args:

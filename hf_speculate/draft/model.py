@@ -87,7 +87,8 @@ class ModelDrafter:
         )
 
     def rows(self, indices: Sequence[int]) -> None:
-        """Keep the history of the named rows."""
+        """Keep what belongs to the named rows."""
+        self.processors = self.processors.rows(indices)
         if self._history is not None:
             self._history.rows(indices)
 

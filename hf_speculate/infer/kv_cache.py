@@ -1,7 +1,7 @@
 """A batch's key-value states with rollback by row, over transformers' dynamic cache."""
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -80,9 +80,16 @@ class DynamicKVCache:
         self._has_holes = False  # whether a row has masked tokens after its first real one
         if attention_mask is not None:
             self._pads = attention_mask.argmax(dim=1).tolist()
-            self._has_holes = bool((attention_mask.sum(1).cpu() + torch.tensor(self._pads)).min() < attention_mask.shape[1])
+            self._has_holes = bool(
+                (attention_mask.sum(1).cpu() + torch.tensor(self._pads)).min() < attention_mask.shape[1]
+            )
         self._prompt_pads = list(self._pads)
         self._is_recording = False
+
+    @property
+    def _layers(self) -> list[Any]:
+        """The cache's own list; `check_layers` knows the classes in it."""
+        return self.cache.layers
 
     @property
     def num_columns(self) -> int:
@@ -94,7 +101,8 @@ class DynamicKVCache:
         """[B] real tokens in each row."""
         if self._has_holes and self._mask is not None:
             return [int(length) for length in self._mask[:, : self.num_columns].sum(1).tolist()]
-        return [max(self.num_columns - pad, 0) for pad in self._pads]
+        num_columns = self.num_columns
+        return [max(num_columns - pad, 0) for pad in self._pads]
 
     def get_num_tokens(self) -> int:
         """Real tokens in the longest row; 0 before the first update."""
@@ -106,7 +114,7 @@ class DynamicKVCache:
 
     def get_kv_states(self) -> list[KVState]:
         """One `KVState` [B, H, T, D] per layer (window layers hold their window); empty before the first update."""
-        return [KVState(layer.keys, layer.values) for layer in self.cache.layers] if self.num_columns else []
+        return [KVState(layer.keys, layer.values) for layer in self._layers] if self.num_columns else []
 
     def update(self, states: Sequence[KVState]) -> None:
         """Append one `KVState` [B, H, N, D] per layer to every row."""
@@ -120,7 +128,7 @@ class DynamicKVCache:
 
     def end_recording(self) -> None:
         """Leave the cache as plain `generate` would: window layers hold their window only."""
-        for layer in self.cache.layers:
+        for layer in self._layers:
             if isinstance(layer, DynamicSlidingWindowLayer):
                 layer.record_past = False
         self._is_recording = False
@@ -192,7 +200,7 @@ class DynamicKVCache:
     def snapshot(self) -> CacheSnapshot:
         """Note what `restore` needs. Full layers of a single row are cropped back, so only their length is kept."""
         layers = []
-        for layer in self.cache.layers:
+        for layer in self._layers:
             is_cropped_back = self.batch_size == 1 and not isinstance(layer, DynamicSlidingWindowLayer)
             keys, values = (None, None) if is_cropped_back else (layer.keys, layer.values)
             layers.append(_LayerSnapshot(keys, values, layer.get_seq_length()))
@@ -200,8 +208,8 @@ class DynamicKVCache:
 
     def restore(self, snapshot: CacheSnapshot) -> None:
         """Bring the cache back to what it held at `snapshot`, also from the middle of a forward."""
-        del self.cache.layers[len(snapshot.layers) :]
-        for layer, kept in zip(self.cache.layers, snapshot.layers, strict=True):
+        del self._layers[len(snapshot.layers) :]
+        for layer, kept in zip(self._layers, snapshot.layers, strict=True):
             if not kept.num_columns:
                 layer.keys = layer.values = None
                 layer.is_initialized = False
@@ -224,20 +232,22 @@ class DynamicKVCache:
             raise ShapeError(f"num_tokens_crop must be one count or [B] = [{self.batch_size}], got [{len(drops)}]")
         for row, (drop, length) in enumerate(zip(drops, lens, strict=True)):
             if not 0 <= drop <= length:
-                raise ShapeError(f"num_tokens_crop must be in 0..{length} for row {row}, got {drop}; crop what is held")
+                raise ShapeError(
+                    f"num_tokens_crop must be in 0..{length} for row {row}, got {drop}; drop no more than is held"
+                )
         return drops
 
     def _shift_right(self, shifts: list[int]) -> None:
         """Move each row right by its shift, in every layer. What it leaves on the left is padding from then on."""
-        if self._mask is None:
-            self._mask = torch.ones(self.batch_size, self.num_columns, dtype=torch.int64, device=self.device)
-        else:
-            self._mask = self._mask[:, : self.num_columns]
+        num_columns = self.num_columns
+        mask = self._mask
+        if mask is None:
+            mask = torch.ones(self.batch_size, num_columns, dtype=torch.int64, device=self.device)
         shift = torch.tensor(shifts, device=self.device)[:, None]  # [B, 1]
-        source = torch.arange(self._mask.shape[1], device=self.device) - shift  # [B, T]
-        self._mask = torch.where(source < 0, 0, self._mask.gather(1, source.clamp_min(0)))
+        source = torch.arange(num_columns, device=self.device) - shift  # [B, T]
+        self._mask = torch.where(source < 0, 0, mask.gather(1, source.clamp_min(0)))
         index: dict[tuple[int, ...], Tensor] = {}
-        for layer in self.cache.layers:
+        for layer in self._layers:
             shape = tuple(layer.keys.shape[:3])
             if shape not in index:
                 index[shape] = _moved_columns(shape, shift.to(layer.keys.device))
@@ -250,8 +260,8 @@ class DynamicKVCache:
         surplus = min(gained, default=0)
         if surplus <= 0 or not self.num_columns:
             return
-        for layer in self.cache.layers:
-            if isinstance(layer, DynamicSlidingWindowLayer):
+        for layer in self._layers:
+            if isinstance(layer, DynamicSlidingWindowLayer) and layer.keys is not None:
                 layer.cumulative_length -= surplus
                 surplus_held = max(layer.keys.shape[-2] - layer.cumulative_length, 0)
             else:
@@ -273,8 +283,8 @@ def check_layers(cache: Cache) -> None:
     for layer in cache.layers:
         if type(layer) not in served:
             raise UnsupportedModelError(
-                f"the cache must consist of {' and '.join(kind.__name__ for kind in served)}, got {type(layer).__name__}; "
-                "leave assistant_model out to decode this model without speculation"
+                f"the cache's layers must be {' or '.join(kind.__name__ for kind in served)}, "
+                f"got {type(layer).__name__}; leave assistant_model out to decode without speculation"
             )
 
 
@@ -290,5 +300,5 @@ def _moved_columns(shape: tuple[int, ...], shift: Tensor) -> Tensor:
 
 
 def _take(states: Tensor, index: Tensor) -> Tensor:
-    """[B, H, T, D] rebuilt from the columns `index` [B * H * T]; a new tensor, so that references stay what they were."""
+    """[B, H, T, D] rebuilt from the columns `index` [B * H * T], as a new tensor: others may hold the old one."""
     return states.reshape(-1, states.shape[-1]).index_select(0, index).view(states.shape)

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_speculate.errors import ShapeError
 from hf_speculate.infer.kv_cache import DynamicKVCache
+from hf_speculate.types import Scored
 
 
 class LanguageModel:
@@ -69,7 +69,7 @@ class LanguageModel:
         *,
         logits_to_keep: int | None = None,
         **forward_options: Any,
-    ) -> CausalLMOutputWithPast:
+    ) -> Scored:
         """As `forward`, but with the model's whole output, for callers that want hidden states or attentions."""
         num_query = query_token_ids.shape[1]
         if num_query < 1:
@@ -85,6 +85,5 @@ class LanguageModel:
         output = self.model(
             input_ids=query_token_ids, past_key_values=kv_cache.cache, use_cache=True, return_dict=True, **options
         )
-        if logits_to_keep is not None and output.logits.shape[1] > logits_to_keep:
-            output.logits = output.logits[:, -logits_to_keep:]
-        return output
+        logits = output.logits if logits_to_keep is None else output.logits[:, -logits_to_keep:]  # [B, Q', V]
+        return Scored(logits, output.get("hidden_states"), output.get("attentions"))

@@ -28,7 +28,7 @@ from transformers import (
 
 from hf_speculate.errors import ShapeError, UnsupportedGenerationError
 from hf_speculate.processors.prefixes import Prefixes
-from hf_speculate.processors.row_wise import Reads, find_reads, find_seen_len, is_registered, name_of
+from hf_speculate.row_wise import Reads, find_reads, find_seen_len, is_registered, name_of
 
 _NO_TOKEN = -1
 

@@ -92,7 +92,11 @@ def test_one_row_only(models, options, message):
     target, draft = models
     with pytest.raises(UnsupportedGenerationError, match=message):
         target.generate(
-            **ragged_prompts(2, seed=1), assistant_model=draft, return_dict_in_generate=True, max_new_tokens=3, **options
+            **ragged_prompts(2, seed=1),
+            assistant_model=draft,
+            return_dict_in_generate=True,
+            max_new_tokens=3,
+            **options,
         )
 
 
@@ -157,9 +161,7 @@ def test_a_model_with_recurrent_state():
 
 
 def test_an_encoder_decoder():
-    config = T5Config(
-        vocab_size=64, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0
-    )
+    config = T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
     t5 = T5ForConditionalGeneration(config)
     _, draft = pair("llama")
     with pytest.raises(UnsupportedModelError, match="decoder-only, got the encoder-decoder T5ForConditionalGeneration"):

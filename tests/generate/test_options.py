@@ -366,7 +366,5 @@ def test_speculation_comes_with_the_output_object():
 def test_prefill_in_chunks_gives_the_same_text():
     target, draft = pair("mistral_window")
     inputs = ragged_prompts(2, seed=26, min_len=10, max_len=20)
-    plain, ours = plain_and_ours(
-        target, draft, inputs, max_new_tokens=12, prefill_chunk_size=4, num_assistant_tokens=3
-    )
+    plain, ours = plain_and_ours(target, draft, inputs, max_new_tokens=12, prefill_chunk_size=4, num_assistant_tokens=3)
     assert_equal_ids(plain, ours)

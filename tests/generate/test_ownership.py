@@ -47,7 +47,9 @@ def assert_same_contents(one: list[tuple], other: list[tuple], tolerance: float 
 def test_a_passed_cache_advances_in_place_as_in_plain(kind, num_held):
     target, draft = pair(kind)
     ids = torch.randint(1, 64, (1, 2 * SLIDING_WINDOW + 4), generator=torch.Generator().manual_seed(1))
-    caches = [prefilled(target, ids[:, :num_held]) if num_held else DynamicCache(config=target.config) for _ in range(2)]
+    caches = [
+        prefilled(target, ids[:, :num_held]) if num_held else DynamicCache(config=target.config) for _ in range(2)
+    ]
     plain = target.generate(ids, past_key_values=caches[0], max_new_tokens=15)
     ours = target.generate(
         ids, past_key_values=caches[1], max_new_tokens=15, assistant_model=draft, num_assistant_tokens=K

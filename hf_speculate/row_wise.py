@@ -142,9 +142,7 @@ def is_registered(obj: object) -> bool:
 
 def find_reads(processor: object) -> Reads | None:
     """What a processor reads besides the scores; None for one that is not known to be pure and row-wise."""
-    if is_registered(processor):
-        return Reads.PREFIX
-    return _READS.get(type(processor))
+    return _READS.get(type(processor)) or (Reads.PREFIX if is_registered(processor) else None)
 
 
 def find_seen_len(processor: object, prefix_len: int) -> int:

@@ -1,0 +1,71 @@
+"""The rows under way: their tokens, caches, seeds, and how far the drafter has followed each."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_speculate.infer.kv_cache import DynamicKVCache
+from hf_speculate.sequences import TokenBuffer
+from hf_speculate.types import DraftOut, Kept, NoiseKeys
+
+
+@dataclass
+class Batch:
+    """The rows under way.
+
+    Args:
+        tokens: prompt and new tokens of each row, on the target's device.
+        query_ids: [B, Q] int64, the prompt's tokens that the target's cache does not hold.
+        target_cache: the target's states.
+        draft_cache: the draft model's states; None for drafters without one.
+        seeds: [B] int64 row seeds.
+        num_prompt_tokens: [B] real tokens of each prompt.
+    """
+
+    tokens: TokenBuffer
+    query_ids: Tensor
+    target_cache: DynamicKVCache
+    draft_cache: DynamicKVCache | None
+    seeds: Tensor
+    num_prompt_tokens: list[int]
+
+    def __post_init__(self) -> None:
+        on_host = self.tokens.token_ids.device.type == "cpu"
+        self.host_tokens = self.tokens if on_host else TokenBuffer(self.tokens.token_ids.cpu())
+        self.prompt_len = self.tokens.lens[0]
+        self.row_ids = list(range(len(self.tokens.lens)))  # each row's place in the output
+        self.is_finished = [False] * len(self.row_ids)
+        self.num_held = [0] * len(self.row_ids)  # tokens of each row that the drafter has seen
+        self.kept: Kept | None = None
+        self.num_rounds = 0
+
+    def keys(self) -> NoiseKeys:
+        """The noise of the coming round."""
+        lens = zip(self.tokens.lens, self.num_prompt_tokens, strict=True)
+        positions = [length - self.prompt_len + num for length, num in lens]
+        device = self.seeds.device
+        rounds = torch.full_like(self.seeds, self.num_rounds)
+        return NoiseKeys(self.seeds, rounds, torch.tensor(positions, dtype=torch.int64, device=device))
+
+    def rows(self, indices: list[int]) -> None:
+        """Keep the rows `indices` of everything."""
+        self.tokens.rows(indices)
+        if self.host_tokens is not self.tokens:
+            self.host_tokens.rows(indices)
+        self.target_cache.rows(indices)
+        if self.draft_cache is not None:
+            self.draft_cache.rows(indices)
+        index = torch.tensor(indices, device=self.seeds.device)
+        self.seeds = self.seeds[index]
+        if self.kept is not None:
+            self.kept = Kept(self.kept.token_ids[index], self.kept.num_emitted[torch.tensor(indices)])
+        for name in ("num_prompt_tokens", "row_ids", "is_finished", "num_held"):
+            values = getattr(self, name)
+            setattr(self, name, [values[row] for row in indices])
+
+    def no_draft(self) -> DraftOut:
+        """A proposal of no tokens: scoring it is a plain decoding step."""
+        device, batch_size = self.tokens.token_ids.device, len(self.tokens.lens)
+        empty = torch.zeros(batch_size, 0, dtype=torch.int64, device=device)
+        return DraftOut(empty, torch.zeros(batch_size, dtype=torch.int32, device=device), None, None)

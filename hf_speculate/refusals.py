@@ -1,0 +1,162 @@
+"""Refuses what cannot be decoded speculatively, before any model runs."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.cache_utils import DynamicCache
+from transformers.generation.configuration_utils import GenerationMode
+
+from hf_speculate.errors import UnsupportedGenerationError, UnsupportedModelError
+
+_SERVED_LAYERS = {"full_attention", "sliding_attention"}
+_KNOWN_MODEL_KWARGS = {
+    "attention_mask",
+    "logits_to_keep",
+    "output_attentions",
+    "output_hidden_states",
+    "past_key_values",
+    "position_ids",
+    "use_cache",
+}
+_WAY_OUT = "leave assistant_model out to decode without speculation"
+
+
+def check_models(target: PreTrainedModel, draft: PreTrainedModel, stateful: Sequence[str]) -> None:
+    """Refuse a pair that cannot decode together, from the configs alone.
+
+    Args:
+        target: scores the drafts.
+        draft: proposes.
+        stateful: class names of those of the two that transformers calls stateful.
+
+    Raises:
+        UnsupportedModelError: a model cannot roll back or is an encoder-decoder, or the vocabularies differ.
+    """
+    if stateful:
+        raise UnsupportedModelError(
+            f"both models must be able to roll back, got {', '.join(stateful)} with recurrent state; {_WAY_OUT}"
+        )
+    for model in (target, draft):
+        config = model.config.get_text_config(decoder=True)
+        if model.config.is_encoder_decoder:
+            raise UnsupportedModelError(
+                f"both models must be decoder-only, got the encoder-decoder {type(model).__name__}; {_WAY_OUT}"
+            )
+        unserved = sorted(set(getattr(config, "layer_types", None) or ()) - _SERVED_LAYERS)
+        if unserved:
+            raise UnsupportedModelError(
+                f"layer_types must be among {', '.join(sorted(_SERVED_LAYERS))}, got {', '.join(unserved)} in "
+                f"{type(model).__name__}; {_WAY_OUT}"
+            )
+    sizes = [model.config.get_text_config(decoder=True).vocab_size for model in (target, draft)]
+    if sizes[0] != sizes[1]:
+        raise UnsupportedModelError(
+            f"assistant_model must have the target's vocabulary of {sizes[0]} tokens, got {sizes[1]}; "
+            "use a draft with the same tokenizer"
+        )
+
+
+def check_call(assistant: object, call: dict[str, Any]) -> None:
+    """Refuse what the arguments alone show.
+
+    Args:
+        assistant: what was passed as `assistant_model`.
+        call: all other arguments of `generate()`, by name.
+
+    Raises:
+        UnsupportedGenerationError: an argument does not go with an assistant.
+        UnsupportedModelError: the assistant is no model that generates, or has another vocabulary.
+    """
+    if not isinstance(assistant, PreTrainedModel) or not assistant.can_generate():
+        raise UnsupportedModelError(
+            f"assistant_model must be a transformers model that can generate, got {type(assistant).__name__}; "
+            f"{_WAY_OUT}"
+        )
+    tokenizers = [call[name] for name in ("tokenizer", "assistant_tokenizer") if call.get(name) is not None]
+    if len(tokenizers) == 2 and tokenizers[0].get_vocab() != tokenizers[1].get_vocab():
+        raise UnsupportedModelError(
+            "assistant_tokenizer must have the vocabulary of tokenizer, got another one; "
+            "use a draft with the same tokenizer"
+        )
+    refused = {
+        "custom_generate": call.get("custom_generate"),
+        "inputs_embeds": call.get("inputs_embeds"),
+        "position_ids": call.get("position_ids"),
+        "synced_gpus": call.get("synced_gpus") or None,
+    }
+    for name, value in refused.items():
+        if value is not None:
+            raise UnsupportedGenerationError(f"{name} must be left out with assistant_model, got one; {_WAY_OUT}")
+
+
+def check_prepared(
+    input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any], streamer: object
+) -> None:
+    """Refuse what only the call shows that transformers has prepared.
+
+    Args:
+        input_ids: [B, T] int64.
+        generation_config: with every default filled in.
+        model_kwargs: what transformers would hand to the model.
+        streamer: the call's, or None.
+
+    Raises:
+        UnsupportedGenerationError: the call cannot be decoded speculatively.
+    """
+    mode = generation_config.get_generation_mode()
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise UnsupportedGenerationError(
+            f"the generation mode must be greedy or sampling with assistant_model, got {mode.value}; {_WAY_OUT}"
+        )
+    if not generation_config.use_cache:
+        raise UnsupportedGenerationError(f"use_cache must be True with assistant_model, got False; {_WAY_OUT}")
+    if getattr(generation_config, "assistant_ensemble_weight", None) is not None:
+        raise UnsupportedGenerationError(
+            "assistant_ensemble_weight must be left out, got one; choose verifier='typical' for a lossy rule"
+        )
+    extra = sorted(
+        name for name, value in model_kwargs.items() if value is not None and name not in _KNOWN_MODEL_KWARGS
+    )
+    if extra:
+        raise UnsupportedGenerationError(
+            f"model arguments must be among {', '.join(sorted(_KNOWN_MODEL_KWARGS))}, got {', '.join(extra)}; "
+            f"{_WAY_OUT}"
+        )
+    cache = model_kwargs.get("past_key_values")
+    if type(cache) is not DynamicCache or cache.offloading:
+        raise UnsupportedGenerationError(
+            f"the cache must be a DynamicCache on one device with assistant_model, got {type(cache).__name__}; "
+            "leave cache_implementation out"
+        )
+    if input_ids.shape[1] == 0:
+        raise UnsupportedGenerationError(f"the prompt must hold at least one token, got an empty one; {_WAY_OUT}")
+    one_row_only = {
+        "streamer": streamer is not None,
+        "output_hidden_states": bool(generation_config.output_hidden_states),
+        "output_attentions": bool(generation_config.output_attentions),
+    }
+    for name, is_wanted in one_row_only.items():
+        if is_wanted and input_ids.shape[0] > 1:
+            raise UnsupportedGenerationError(
+                f"{name} must be left out for more than one row, got {input_ids.shape[0]} rows; "
+                "decode the rows one by one"
+            )
+
+
+def checked_mask(mask: Tensor | None) -> Tensor | None:
+    """The attention mask as [B, P] int64, or None where nothing is padded.
+
+    Args:
+        mask: [B, P] of any dtype, or None.
+
+    Raises:
+        UnsupportedGenerationError: a row is nothing but padding.
+    """
+    if mask is None or bool((mask != 0).all()):
+        return None
+    if not bool(mask.any(dim=1).all()):
+        raise UnsupportedGenerationError("every prompt must hold a real token, got an empty row; drop that row")
+    return (mask != 0).to(torch.int64)

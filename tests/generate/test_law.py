@@ -1,0 +1,178 @@
+"""The joint law of the first three new tokens is the target's, computed exactly from every prefix."""
+
+import itertools
+from collections import Counter
+
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+import hf_speculate
+from hf_speculate.types import DraftOut
+from hf_speculate.verify import RejectionVerifier
+from tests.tiny import make_law_model
+
+VOCAB_SIZE = 8
+NUM_TOKENS = 3
+NUM_DRAWS = 200_000
+ROWS_PER_CALL = 20_000
+SIGNIFICANCE = 1e-4  # a right sampler fails one run in ten thousand; the controls come out below 1e-12
+MIN_EXPECTED = 5.0  # the usual bound below which chi-square cells are pooled
+PROMPT = torch.tensor([[1, 5, 2, 7]])
+
+WARPERS = {
+    "plain": {},
+    "temperature": {"temperature": 0.6},
+    "top_k": {"temperature": 1.3, "top_k": 4},
+    "top_p": {"top_p": 0.8},
+}
+
+
+@pytest.fixture(scope="module")
+def models():
+    target = make_law_model(VOCAB_SIZE, seed=0, dtype=torch.float32)
+    draft = make_law_model(VOCAB_SIZE, seed=1, sharpness=1.5, dtype=torch.float32)
+    return hf_speculate.enable(target), draft
+
+
+def step_law(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> Tensor:
+    """[N, V] float64: the law of one token after the warpers, by their definitions."""
+    probs = (logits.double() / temperature).softmax(-1)
+    if top_k:
+        probs = torch.where(probs >= probs.topk(top_k).values[:, -1:], probs, 0)
+    if top_p < 1:
+        order = probs.sort(descending=True)
+        before = order.values.cumsum(-1) - order.values
+        probs = torch.zeros_like(probs).scatter(1, order.indices, torch.where(before < top_p, order.values, 0))
+    return probs / probs.sum(-1, keepdim=True)
+
+
+@torch.no_grad()
+def joint_law(target, **warpers) -> Tensor:
+    """[V, V, V] float64: the law of three tokens after the prompt."""
+    law = torch.ones(1, dtype=torch.float64)
+    prefixes = PROMPT
+    for _ in range(NUM_TOKENS):
+        step = step_law(target(prefixes).logits[:, -1], **warpers)  # [N, V]
+        law = (law[:, None] * step).flatten()
+        tokens = torch.arange(VOCAB_SIZE).repeat(len(prefixes))[:, None]
+        prefixes = torch.cat([prefixes.repeat_interleave(VOCAB_SIZE, 0), tokens], dim=1)
+    return law.view((VOCAB_SIZE,) * NUM_TOKENS)
+
+
+def draw(target, draft, num_draws: int = NUM_DRAWS, **options) -> Counter:
+    """Counts of the drawn triples, from calls of many rows that each have a seed of their own."""
+    counts: Counter = Counter()
+    for begin in range(0, num_draws, ROWS_PER_CALL):
+        sequences = target.generate(
+            PROMPT,
+            attention_mask=torch.ones_like(PROMPT),
+            max_new_tokens=NUM_TOKENS,
+            do_sample=True,
+            num_return_sequences=min(ROWS_PER_CALL, num_draws - begin),
+            assistant_model=draft,
+            seed=begin,
+            **{"top_k": 0, **options},
+        )
+        counts.update(map(tuple, sequences[:, PROMPT.shape[1] :].tolist()))
+    return counts
+
+
+def p_value(counts: Counter, law: Tensor) -> float:
+    """Chi-square over all triples, rare ones pooled; 0 when an impossible one was drawn."""
+    total = sum(counts.values())
+    observed, expected = [], []
+    rare_observed, rare_expected = 0, 0.0
+    for triple in itertools.product(range(VOCAB_SIZE), repeat=NUM_TOKENS):
+        mean = float(law[triple]) * total
+        if mean == 0 and counts[triple]:
+            return 0.0
+        if mean < MIN_EXPECTED:
+            rare_observed, rare_expected = rare_observed + counts[triple], rare_expected + mean
+        else:
+            observed.append(counts[triple])
+            expected.append(mean)
+    if rare_expected >= MIN_EXPECTED:
+        observed.append(rare_observed)
+        expected.append(rare_expected)
+    scale = sum(observed) / sum(expected)
+    return float(stats.chisquare(observed, [mean * scale for mean in expected]).pvalue)
+
+
+@pytest.mark.parametrize("draft_sampling", ["sample", "argmax"])
+@pytest.mark.parametrize("warpers", WARPERS)
+def test_rejection_keeps_the_joint_law(models, warpers, draft_sampling):
+    target, draft = models
+    counts = draw(target, draft, num_assistant_tokens=2, draft_sampling=draft_sampling, **WARPERS[warpers])
+    assert p_value(counts, joint_law(target, **WARPERS[warpers])) > SIGNIFICANCE
+
+
+def test_one_row_calls_draw_what_the_same_seeds_draw_in_a_batch(models):
+    """So the law of a batch is that of calls with one row."""
+    target, draft = models
+    seeds = list(range(40))
+    options = {"do_sample": True, "top_k": 0, "max_new_tokens": 6, "assistant_model": draft, "num_assistant_tokens": 2}
+    batch = target.generate(PROMPT.repeat(len(seeds), 1), seed=seeds, **options)
+    for row, seed in enumerate(seeds):
+        assert torch.equal(batch[row : row + 1], target.generate(PROMPT, seed=seed, **options))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draft_sampling", ["sample", "argmax"])
+def test_one_row_calls_keep_the_law_of_the_first_two_tokens(models, draft_sampling):
+    target, draft = models
+    counts: Counter = Counter()
+    for seed in range(4000):
+        ids = target.generate(
+            PROMPT,
+            max_new_tokens=NUM_TOKENS,
+            do_sample=True,
+            top_k=0,
+            assistant_model=draft,
+            seed=seed,
+            draft_sampling=draft_sampling,
+            num_assistant_tokens=2,
+        )
+        counts[tuple(ids[0, -NUM_TOKENS:].tolist())] += 1
+    assert p_value(counts, joint_law(target)) > SIGNIFICANCE
+
+
+class ArgmaxPassedOffAsSampled:
+    """A control: takes a point-mass draft for one that was drawn from its logits."""
+
+    def verify(self, target_logits, draft, keys):
+        biased = DraftOut(draft.token_ids, draft.lens, torch.zeros_like(target_logits[:, :-1]), None)
+        return RejectionVerifier().verify(target_logits, biased, keys)
+
+
+class NoiseOfTheDraftUsedAgain:
+    """A control: draws the correction with the noise of the draft's own token."""
+
+    def verify(self, target_logits, draft, keys):
+        from hf_speculate.triton_kernels import sample
+        from hf_speculate.types import Stream
+
+        verdict = RejectionVerifier().verify(target_logits, draft, keys)
+        rows = torch.arange(len(target_logits))
+        end = verdict.num_accepted.long()
+        again = sample(
+            target_logits[rows, end], keys=keys._replace(positions=keys.positions + end), stream=Stream.DRAFT
+        )
+        return verdict._replace(token_ids=verdict.token_ids.scatter(1, end[:, None], again.token_ids[:, None]))
+
+
+@pytest.mark.parametrize(
+    ("control", "draft_sampling"), [(ArgmaxPassedOffAsSampled, "argmax"), (NoiseOfTheDraftUsedAgain, "sample")]
+)
+def test_a_wrong_verifier_fails_the_same_test(models, control, draft_sampling):
+    target, draft = models
+    hf_speculate.register_verifier("control", lambda config: control(), lossless=False, replace=True)
+    counts = draw(target, draft, verifier="control", num_assistant_tokens=2, draft_sampling=draft_sampling)
+    assert p_value(counts, joint_law(target)) < SIGNIFICANCE
+
+
+def test_a_wrong_law_fails_the_same_test(models):
+    target, draft = models
+    counts = draw(target, draft, num_assistant_tokens=2, temperature=0.95)
+    assert p_value(counts, joint_law(target)) < SIGNIFICANCE

@@ -1,0 +1,120 @@
+"""Exact laws of one round, and the chi-square that holds a verifier to them."""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+from scipy.stats import chi2
+from torch import Tensor
+
+from hf_speculate.triton_kernels import NoiseKeys, Stream, Verdict, row_seeds, sample
+
+# Seeds are fixed, so a verdict never flickers; a right law falls below PASS once in 10,000 choices of seed.
+PASS_P_VALUE = 1e-4
+# What a negative control must fall below: no right law gets there.
+FAIL_P_VALUE = 1e-9
+# Cells that expect fewer counts than this share one cell, where the chi-square law would not hold.
+MIN_EXPECTED = 10.0
+CHUNK_ROWS = 125_000
+
+Verify = Callable[[Tensor, Tensor, Tensor, NoiseKeys], Verdict]
+
+
+def make_keys(num_rows: int, *, seed: int = 0, first_row: int = 0, rounds: int = 0, positions: int = 0) -> NoiseKeys:
+    """Keys of rows that differ in their seed alone."""
+    seeds = row_seeds(seed, first_row + num_rows)[first_row:]
+    return NoiseKeys(seeds, torch.full_like(seeds, rounds), torch.full_like(seeds, positions))
+
+
+def rank_reversed_laws(vocab_size: int, num_draft_tokens: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Target logits [K+1, V] and draft logits [K, V] whose likeliest token is the target's least likely."""
+    generator = torch.Generator().manual_seed(seed)
+    target = torch.randn(num_draft_tokens + 1, vocab_size, generator=generator)
+    ranks = target[:-1].argsort(-1)
+    draft = torch.empty(num_draft_tokens, vocab_size)
+    draft.scatter_(-1, ranks, target[:-1].gather(-1, ranks.flip(-1)))
+    return target, draft
+
+
+def draw_drafts(draft_logits: Tensor, keys: NoiseKeys) -> Tensor:
+    """Draft ids [B, K] from laws [K, V], each drawn as a drafter draws it."""
+    num_rows = keys.seeds.shape[0]
+    columns = [
+        sample(
+            law.expand(num_rows, -1), keys=keys._replace(positions=keys.positions + position), stream=Stream.DRAFT
+        ).token_ids
+        for position, law in enumerate(draft_logits)
+    ]
+    return torch.stack(columns, dim=-1)
+
+
+def chunks(num_trials: int) -> Iterator[NoiseKeys]:
+    """Keys of trials that differ in their seed, a bounded number at a time."""
+    seeds = row_seeds(20240501, num_trials)
+    for rows in seeds.split(CHUNK_ROWS):
+        yield NoiseKeys(rows, torch.full_like(rows, 3), torch.full_like(rows, 17))
+
+
+def count_cells(verdict: Verdict, vocab_size: int) -> Tensor:
+    """How often each (num_accepted, ids) occurred; cells are numbered as in `joint_law`."""
+    num_columns = verdict.token_ids.shape[1]
+    place = vocab_size ** torch.arange(num_columns)
+    code = (verdict.token_ids.clamp(min=0) * place).sum(-1)
+    sizes = vocab_size ** (torch.arange(num_columns) + 1)
+    starts = sizes.cumsum(0) - sizes
+    return torch.bincount(starts[verdict.num_accepted.long()] + code, minlength=int(sizes.sum()))
+
+
+def joint_law(accept: Tensor, refuse: Tensor) -> Tensor:
+    """Probability of every (num_accepted, ids).
+
+    Args:
+        accept: [K, V] float64, chance to draft and keep this token here.
+        refuse: [K+1, V] float64, chance to end here with this token, given that the tokens before were kept.
+
+    Returns:
+        [V + V^2 + ... + V^(K+1)] float64, first by num_accepted, then by ids, the first id fastest.
+    """
+    prefix = torch.ones(1, dtype=torch.float64)
+    blocks = []
+    for position in range(refuse.shape[0]):
+        blocks.append((refuse[position].unsqueeze(-1) * prefix).flatten())
+        if position < accept.shape[0]:
+            prefix = (accept[position].unsqueeze(-1) * prefix).flatten()
+    return torch.cat(blocks)
+
+
+def rejection_law(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
+    """Joint law of rejection sampling with drafts drawn from `draft_logits` [K, V], target [K+1, V]."""
+    target = target_logits.double().softmax(-1)
+    draft = draft_logits.double().softmax(-1)
+    residual = (target[:-1] - draft).clamp(min=0)
+    return joint_law(torch.minimum(target[:-1], draft), torch.cat((residual, target[-1:])))
+
+
+def p_value(counts: Tensor, law: Tensor) -> float:
+    """Chi-square p-value of `counts` under `law`; 0 when something impossible happened."""
+    observed, expected = counts.double().numpy(), law.numpy() * float(counts.sum())
+    if observed[expected == 0].any():
+        return 0.0
+    small = expected < MIN_EXPECTED
+    observed = np.append(observed[~small], observed[small].sum())
+    expected = np.append(expected[~small], expected[small].sum())
+    kept = expected >= MIN_EXPECTED
+    statistic = float(((observed[kept] - expected[kept]) ** 2 / expected[kept]).sum())
+    return float(chi2.sf(statistic, kept.sum() - 1))
+
+
+def rejection_p_value(target_logits: Tensor, draft_logits: Tensor, num_trials: int, verify: Verify) -> float:
+    """Draft from `draft_logits`, verify, and compare with the exact joint law."""
+    counts = torch.zeros((), dtype=torch.int64)
+    for keys in chunks(num_trials):
+        num_rows = keys.seeds.shape[0]
+        verdict = verify(
+            target_logits.expand(num_rows, -1, -1),
+            draw_drafts(draft_logits, keys),
+            draft_logits.expand(num_rows, -1, -1),
+            keys,
+        )
+        counts = counts + count_cells(verdict, target_logits.shape[-1])
+    return p_value(counts, rejection_law(target_logits, draft_logits))

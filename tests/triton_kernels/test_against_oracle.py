@@ -1,0 +1,114 @@
+"""The vectorised twins decide as plain loops in float64 do, on the same noise."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_speculate.triton_kernels import Stream, Verdict, sample, verify_greedy, verify_rejection, verify_typical
+from tests.triton_kernels import oracle
+from tests.triton_kernels.laws import make_keys
+
+# Float32 logits near 10 carry errors of 1e-6 into a log-probability; closer decisions may go either way.
+BORDER = 1e-5
+NUM_ROWS, NUM_DRAFT_TOKENS = 150, 4
+
+
+def make_round(vocab_size: int, *, spread: float = 2.0, distance: float = 0.7) -> tuple[Tensor, Tensor, Tensor]:
+    """Target [B, K+1, V], a draft near it [B, K, V], and tokens of which most are likely [B, K]."""
+    generator = torch.Generator().manual_seed(vocab_size)
+    target = torch.randn(NUM_ROWS, NUM_DRAFT_TOKENS + 1, vocab_size, generator=generator) * spread
+    draft = target[:, :-1] + distance * torch.randn(NUM_ROWS, NUM_DRAFT_TOKENS, vocab_size, generator=generator)
+    ids = torch.multinomial(draft.softmax(-1).flatten(0, 1), 1, generator=generator).view(NUM_ROWS, -1)
+    return target, draft, ids
+
+
+def assert_decided(verdict: Verdict, row: int, decision: oracle.Decision) -> int:
+    """Compare one row, unless it was decided at the border; 1 when it was compared."""
+    if decision.margin < BORDER:
+        return 0
+    kept = int(verdict.num_accepted[row]) + 1
+    assert verdict.token_ids[row, :kept].tolist() == decision.token_ids
+    assert (verdict.token_ids[row, kept:] == -1).all()
+    assert int(verdict.status[row]) == 0
+    return 1
+
+
+@pytest.mark.parametrize("vocab_size", [2, 37, 500])
+@pytest.mark.parametrize("dense", [True, False])
+def test_rejection_decides_as_float64_does(vocab_size: int, dense: bool) -> None:
+    target, draft, ids = make_round(vocab_size)
+    keys = make_keys(NUM_ROWS, seed=5, rounds=4, positions=99)
+    verdict = verify_rejection(target, ids, draft if dense else None, keys=keys)
+    compared = 0
+    for row in range(NUM_ROWS):
+        keys_of_row = keys.rows(torch.tensor([row]))
+        decision = oracle.reject(target[row], ids[row].tolist(), draft[row] if dense else None, keys_of_row)
+        compared += assert_decided(verdict, row, decision)
+    assert compared > 0.9 * NUM_ROWS
+
+
+def test_rejection_with_temperatures_and_cutoffs_decides_as_float64_does() -> None:
+    target, draft, ids = make_round(50)
+    keys = make_keys(NUM_ROWS, seed=6)
+    temperature = torch.linspace(0.3, 2.0, NUM_ROWS)
+    cutoffs = (target / temperature.view(-1, 1, 1)).kthvalue(30, dim=-1).values
+    verdict = verify_rejection(target, ids, draft, keys=keys, temperature=temperature, row_cutoffs=cutoffs)
+    compared = 0
+    for row in range(NUM_ROWS):
+        decision = oracle.reject(
+            target[row],
+            ids[row].tolist(),
+            draft[row],
+            keys.rows(torch.tensor([row])),
+            float(temperature[row]),
+            cutoffs[row],
+        )
+        compared += assert_decided(verdict, row, decision)
+    assert compared > 0.9 * NUM_ROWS
+
+
+def test_sample_decides_as_float64_does() -> None:
+    logits = torch.randn(300, 211, generator=torch.Generator().manual_seed(0)) * 3
+    keys = make_keys(300, seed=9)
+    drawn = sample(logits, keys=keys, stream=Stream.RACE).token_ids.tolist()
+    for row in range(300):
+        decision = oracle.draw(logits[row].double(), keys.rows(torch.tensor([row])), Stream.RACE)
+        assert decision.margin < BORDER or decision.token_ids == [drawn[row]]
+
+
+@pytest.mark.parametrize("vocab_size", [2, 37, 500])
+@pytest.mark.parametrize("epsilon", [0.0, 1e-5])
+def test_typical_is_the_rule_of_the_paper(vocab_size: int, epsilon: float) -> None:
+    target, _, ids = make_round(vocab_size)
+    verdict = verify_typical(target, ids, posterior_threshold=0.2, posterior_alpha=0.4, entropy_epsilon=epsilon)
+    compared = sum(
+        assert_decided(verdict, row, oracle.accept_typical(target[row], ids[row].tolist(), 0.2, 0.4, epsilon))
+        for row in range(NUM_ROWS)
+    )
+    assert compared > 0.9 * NUM_ROWS
+
+
+def test_typical_draws_its_correction_from_the_target() -> None:
+    target, _, ids = make_round(37)
+    keys = make_keys(NUM_ROWS, seed=2)
+    argmax = verify_typical(target, ids)
+    drawn = verify_typical(target, ids, correction="sample", keys=keys)
+    assert torch.equal(argmax.num_accepted, drawn.num_accepted)
+    for row in range(NUM_ROWS):
+        at = int(drawn.num_accepted[row])
+        keys_there = keys.rows(torch.tensor([row]))
+        keys_there = keys_there._replace(positions=keys_there.positions + at)
+        decision = oracle.draw(target[row, at].double(), keys_there, Stream.CORRECTION)
+        assert decision.margin < BORDER or decision.token_ids == [int(drawn.token_ids[row, at])]
+
+
+@pytest.mark.parametrize("vocab_size", [2, 37, 5000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_greedy_matches_a_plain_loop(vocab_size: int, dtype: torch.dtype) -> None:
+    target = make_round(vocab_size)[0][:40].to(dtype)
+    generator = torch.Generator().manual_seed(1)
+    ids = target[:, :-1].float().argmax(-1)
+    ids = torch.where(torch.rand(ids.shape, generator=generator) < 0.2, torch.zeros_like(ids), ids)
+    verdict = verify_greedy(target, ids)
+    for row in range(len(target)):
+        assert_decided(verdict, row, oracle.Decision(oracle.match_greedy(target[row], ids[row].tolist()), 1.0))

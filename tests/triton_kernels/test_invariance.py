@@ -1,0 +1,174 @@
+"""A row's result depends on that row alone: not on the batch, strides, threads, or what lies in fresh memory."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_speculate.triton_kernels import Stream, Verdict, sample
+from tests.triton_kernels.laws import make_keys
+from tests.triton_kernels.operations import OPERATIONS, make_round
+
+# 40,000 entries are more than torch gives to one thread; 5,000 cross the block-wise maximum and the sums of 4,096.
+WIDTHS = [37, 5000, 40_000]
+
+
+def assert_same(one: Verdict, other: Verdict) -> None:
+    for field, mine, yours in zip(one._fields, one, other, strict=True):
+        assert torch.equal(mine, yours), field
+
+
+@pytest.mark.parametrize("vocab_size", WIDTHS)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_row_alone_gives_what_it_gives_in_a_batch(name: str, vocab_size: int) -> None:
+    operation = OPERATIONS[name]
+    target, ids, draft = make_round(5, 3, vocab_size)
+    keys = make_keys(5, rounds=2, positions=11)
+    together = operation(target, ids, draft, keys, None)
+    for rows in (torch.tensor([3]), torch.tensor([4, 0])):
+        alone = operation(target[rows], ids[rows], draft[rows], keys.rows(rows), None)
+        assert_same(alone, Verdict(*(field[rows] for field in together)))
+
+
+@pytest.mark.parametrize("vocab_size", WIDTHS)
+def test_a_drawn_row_alone_gives_the_same_bits(vocab_size: int) -> None:
+    logits = make_round(9, 0, vocab_size)[0][:, 0]
+    keys = make_keys(9)
+    together = sample(logits, keys=keys, stream=Stream.DRAFT)
+    for row in range(9):
+        rows = torch.tensor([row])
+        alone = sample(logits[rows], keys=keys.rows(rows), stream=Stream.DRAFT)
+        assert torch.equal(alone.token_ids, together.token_ids[rows])
+        assert torch.equal(alone.logsumexp, together.logsumexp[rows])
+
+
+def strided(tensor: Tensor) -> Iterator[Tensor]:
+    """The same values in other layouts."""
+    yield tensor.transpose(-1, -2).contiguous().transpose(-1, -2)
+    yield tensor.transpose(0, 1).contiguous().transpose(0, 1)
+    wide = torch.full((*tensor.shape[:-1], 2 * tensor.shape[-1] + 3), torch.nan)
+    wide[..., 3::2] = tensor
+    yield wide[..., 3::2]
+    padded = torch.full((*tensor.shape[:-1], tensor.shape[-1] + 7), torch.nan)
+    padded[..., 7:] = tensor
+    yield padded[..., 7:]
+
+
+@pytest.mark.parametrize("vocab_size", WIDTHS)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_strides_change_nothing(name: str, vocab_size: int) -> None:
+    operation = OPERATIONS[name]
+    target, ids, draft = make_round(3, 2, vocab_size)
+    keys = make_keys(3)
+    plain = operation(target, ids, draft, keys, None)
+    for other_target, other_draft in zip(strided(target), strided(draft), strict=True):
+        assert_same(operation(other_target, ids.t().contiguous().t(), other_draft, keys, None), plain)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_the_number_of_threads_changes_nothing(name: str) -> None:
+    target, ids, draft = make_round(1, 1, 150_001)
+    before = torch.get_num_threads()
+    verdicts = []
+    try:
+        for num_threads in (1, 2, 3):
+            torch.set_num_threads(num_threads)
+            verdicts.append(OPERATIONS[name](target, ids, draft, make_keys(1), None))
+    finally:
+        torch.set_num_threads(before)
+    assert_same(verdicts[0], verdicts[1])
+    assert_same(verdicts[0], verdicts[2])
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_rows_past_the_length_do_not_count(name: str) -> None:
+    operation = OPERATIONS[name]
+    target, ids, draft = make_round(6, 4, 23)
+    keys = make_keys(6)
+    for length in range(5):
+        cut = operation(target[:, : length + 1], ids[:, :length], draft[:, :length], keys, None)
+        poisoned = target.clone()
+        poisoned[:, length + 1 :] = torch.nan
+        lens = torch.full((6,), length, dtype=torch.int32)
+        whole = operation(poisoned, ids.masked_fill(torch.arange(4) >= length, -1), draft, keys, lens)
+        assert torch.equal(whole.token_ids[:, : length + 1], cut.token_ids)
+        assert (whole.token_ids[:, length + 1 :] == -1).all()
+        assert torch.equal(whole.num_accepted, cut.num_accepted)
+        assert torch.equal(whole.status, cut.status)
+
+
+def test_handing_over_the_draft_sums_changes_nothing() -> None:
+    for vocab_size in WIDTHS:
+        target, ids, draft = make_round(4, 3, vocab_size)
+        results = [
+            OPERATIONS[name](target, ids, draft, make_keys(4), None)
+            for name in ("rejection", "rejection with draft sums")
+        ]
+        assert_same(*results)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_int32_ids_and_half_precision_copies_agree(name: str) -> None:
+    target, ids, draft = make_round(4, 3, 50)
+    for dtype in (torch.bfloat16, torch.float16):
+        half = OPERATIONS[name](target.to(dtype), ids.int(), draft.to(dtype), make_keys(4), None)
+        full = OPERATIONS[name](target.to(dtype).double(), ids, draft.to(dtype).double(), make_keys(4), None)
+        assert_same(half, full)
+
+
+def test_a_round_repeats_its_numbers_only_under_its_own_keys() -> None:
+    target = torch.zeros(200, 1, 5000)
+    ids = torch.zeros(200, 0, dtype=torch.int64)
+    draft = torch.zeros(200, 0, 5000)
+    first = OPERATIONS["rejection"](target, ids, draft, make_keys(200), None).token_ids
+    assert torch.equal(first, OPERATIONS["rejection"](target, ids, draft, make_keys(200), None).token_ids)
+    for keys in (make_keys(200, seed=1), make_keys(200, rounds=1), make_keys(200, positions=1)):
+        again = OPERATIONS["rejection"](target, ids, draft, keys, None).token_ids
+        assert (again == first).sum() <= 3  # 0.04 expected by chance
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """Fresh memory holds NaN and the largest integers, as torch fills it in deterministic mode."""
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        assert torch.empty(3).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = fills
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_nothing_is_read_from_fresh_memory(name: str, request: pytest.FixtureRequest) -> None:
+    cases = [(make_round(3, num_draft_tokens, 5000), make_keys(3)) for num_draft_tokens in (0, 3)]
+    clean = [OPERATIONS[name](*tensors, keys, None) for tensors, keys in cases]
+    request.getfixturevalue("poisoned_memory")
+    for (tensors, keys), expected in zip(cases, clean, strict=True):
+        assert_same(OPERATIONS[name](*tensors, keys, None), expected)
+
+
+class NoWaiting(TorchDispatchMode):
+    """Raises where a result would have to reach the host."""
+
+    WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "_unique")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if any(func.name().split("::")[1].split(".")[0].startswith(name) for name in self.WAITS):
+            raise AssertionError(f"{func.name()} waits for the device")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_no_operation_waits_for_the_device(name: str) -> None:
+    target, ids, draft = make_round(3, 2, 5000)
+    keys = make_keys(3)
+    with NoWaiting():
+        OPERATIONS[name](target, ids, draft, keys, torch.tensor([0, 1, 2]))
+        sample(target[:, 0], keys=keys, stream=Stream.RACE, temperature=torch.ones(3))
+    with NoWaiting(), pytest.raises(AssertionError, match="waits"):
+        bool(target.sum() > 0)

@@ -1,0 +1,169 @@
+"""The noise is uniform, independent along every key, and a definition that plain integers can repeat."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from scipy.stats import chi2
+from torch import Tensor
+
+from hf_speculate.triton_kernels import NoiseKeys, Stream, exponentials, noise, row_seeds, uniforms
+from tests.triton_kernels.laws import PASS_P_VALUE
+
+NUM_ROWS, NUM_TOKENS = 512, 4096
+NUM_CELLS = 256
+# 60 correlations are looked at below; 4.5 sigma is left once in 2,000 sets of right noise.
+NUM_SIGMAS = 4.5
+# Repeatable text across releases hangs on these; a change of the hash is a change of every seed's text.
+GOLDEN_WORDS = [-2113887506, -1982330719, -1413979133]
+NO_OFFSET = torch.zeros(1, 1, dtype=torch.int64)
+
+AXES: dict[str, Callable[[Tensor, Tensor], NoiseKeys]] = {
+    "consecutive seeds": lambda count, zero: NoiseKeys(count, zero, zero),
+    "row seeds": lambda count, zero: NoiseKeys(row_seeds(0, len(count)), zero, zero),
+    "seeds that differ in high bits": lambda count, zero: NoiseKeys(count << 54, zero, zero),
+    "rounds": lambda count, zero: NoiseKeys(zero, count, zero),
+    "positions": lambda count, zero: NoiseKeys(zero, zero, count),
+}
+
+
+def noise_along(axis: str, stream: Stream = Stream.DRAFT) -> Tensor:
+    """[NUM_ROWS, NUM_TOKENS] uniforms whose rows differ in one key."""
+    count = torch.arange(NUM_ROWS)
+    keys = AXES[axis](count, torch.zeros_like(count))
+    return uniforms(keys, stream, NO_OFFSET, torch.arange(NUM_TOKENS))
+
+
+def sigmas(one: Tensor, other: Tensor) -> float:
+    """Correlation of two sets of uniforms, in standard deviations."""
+    products = (one.double() - 0.5) * (other.double() - 0.5)
+    return float(products.mean().abs() * 12 * products.numel() ** 0.5)
+
+
+def cells_p_value(cells: Tensor, num_cells: int) -> float:
+    """Chi-square p-value that integers `cells` are uniform."""
+    counts = torch.bincount(cells.flatten().long(), minlength=num_cells).double()
+    expected = cells.numel() / num_cells
+    return float(chi2.sf(float(((counts - expected) ** 2 / expected).sum()), num_cells - 1))
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_uniforms_fill_their_range_evenly(axis: str) -> None:
+    values = noise_along(axis)
+    assert cells_p_value(values * NUM_CELLS, NUM_CELLS) > PASS_P_VALUE
+    assert cells_p_value(values.double() * 2**20 % NUM_CELLS, NUM_CELLS) > PASS_P_VALUE
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_single_rows_and_single_tokens_are_neither_uneven_nor_too_even(axis: str) -> None:
+    values = noise_along(axis)
+    for lines in (values, values.T):
+        cells = (lines * 16).long()
+        counts = torch.zeros(len(lines), 16).scatter_add_(1, cells, torch.ones_like(lines))
+        expected = lines.shape[1] / 16
+        statistics = ((counts - expected) ** 2 / expected).sum(-1).double()
+        # The mean of n chi-squares of 15 degrees has mean 15 and variance 30 / n.
+        assert abs(float(statistics.mean()) - 15) < NUM_SIGMAS * (30 / len(lines)) ** 0.5
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_neighbours_are_uncorrelated(axis: str) -> None:
+    values = noise_along(axis)
+    for lag in (1, 2, 3, 16, 64, 256):
+        assert sigmas(values[:, :-lag], values[:, lag:]) < NUM_SIGMAS
+        assert sigmas(values[:-lag], values[lag:]) < NUM_SIGMAS
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_pairs_of_neighbours_fill_the_square(axis: str) -> None:
+    coarse = (noise_along(axis) * 16).long()
+    assert cells_p_value(coarse[:, :-1] * 16 + coarse[:, 1:], 256) > PASS_P_VALUE
+    assert cells_p_value(coarse[:-1] * 16 + coarse[1:], 256) > PASS_P_VALUE
+
+
+def test_streams_are_independent() -> None:
+    values = [noise_along("row seeds", stream) for stream in Stream]
+    for first in range(len(values)):
+        for second in range(first):
+            assert sigmas(values[first], values[second]) < NUM_SIGMAS
+            square = (values[first] * 16).long() * 16 + (values[second] * 16).long()
+            assert cells_p_value(square, 256) > PASS_P_VALUE
+
+
+def test_position_offsets_add_to_positions() -> None:
+    zero = torch.zeros(1, dtype=torch.int64)
+    tokens = torch.arange(50)
+    at_once = uniforms(NoiseKeys(zero + 7, zero, zero + 10), Stream.ACCEPT, torch.arange(4).view(1, 4, 1), tokens)
+    for offset in range(4):
+        keys = NoiseKeys(zero + 7, zero, zero + 10 + offset)
+        assert torch.equal(at_once[:, offset], uniforms(keys, Stream.ACCEPT, NO_OFFSET, tokens))
+
+
+def test_only_race_leaves_the_round_out() -> None:
+    zero = torch.zeros(1, dtype=torch.int64)
+    for stream in Stream:
+        one, other = (uniforms(NoiseKeys(zero, zero + r, zero), stream, NO_OFFSET, torch.arange(100)) for r in (0, 1))
+        assert torch.equal(one, other) == (stream is Stream.RACE)
+
+
+def test_row_zero_keeps_the_seed_and_other_rows_scatter() -> None:
+    for seed in (0, 1, -1, 2**63 - 1, -(2**63)):
+        seeds = row_seeds(seed, 1000)
+        assert seeds.dtype == torch.int64
+        assert seeds[0] == seed
+        assert len(seeds.unique()) == 1000
+    assert row_seeds(2**64 - 1, 1)[0] == -1
+    assert row_seeds(5, 0).shape == (0,)
+
+
+def test_no_word_gives_zero_or_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    extremes = torch.tensor([0, 1, 2**31 - 1, -(2**31), -2, -1], dtype=torch.int32)
+    monkeypatch.setattr(noise, "_words_and_scratch", lambda state, ids: (extremes.clone(), torch.empty_like(extremes)))
+    keys = NoiseKeys(*(torch.zeros(1, dtype=torch.int64) for _ in range(3)))
+    values = uniforms(keys, Stream.ACCEPT, torch.zeros(1, dtype=torch.int64), extremes)
+    assert (values > 0).all()
+    assert (values < 1).all()
+    # 32 bits at the winning end: neighbouring words near 0 are 2**-32 apart.
+    assert float(values[1] - values[0]) == pytest.approx(2.0**-32, rel=1e-5)
+    clocks = exponentials(keys, Stream.ACCEPT, torch.zeros(1, dtype=torch.int64), extremes)
+    assert (clocks > 0).all()
+    assert clocks.isfinite().all()
+
+
+def test_exponentials_have_rate_one() -> None:
+    keys = NoiseKeys(row_seeds(3, 256), *(torch.zeros(256, dtype=torch.int64) for _ in range(2)))
+    clocks = exponentials(keys, Stream.RACE, NO_OFFSET, torch.arange(NUM_TOKENS)).double()
+    assert cells_p_value((-torch.expm1(-clocks) * NUM_CELLS).clamp(max=NUM_CELLS - 1), NUM_CELLS) > PASS_P_VALUE
+
+
+def _wrap(value: int, bits: int) -> int:
+    return (value + (1 << (bits - 1))) % (1 << bits) - (1 << (bits - 1))
+
+
+def _plain_word(seed: int, rounds: int, position: int, stream: Stream, token_id: int) -> int:
+    """The module docstring's two formulas, in Python's integers."""
+    state = seed + position * noise.POSITION_FACTOR + int(stream) * noise.STREAM_FACTOR + noise.STATE_OFFSET
+    state = _wrap(state + (0 if stream is Stream.RACE else rounds * noise.ROUND_FACTOR), 64)
+    for factor in (*noise.STATE_FACTORS, 1):
+        state = _wrap((state ^ (state >> 32)) * factor, 64)
+    first, second, third = noise.WORD_FACTORS
+    x = ((token_id + state) * first) % 2**32
+    x = ((x ^ (x >> 16)) * second + (state >> 32)) % 2**32
+    x = _wrap((x ^ (x >> 15)) * third, 32)
+    return _wrap(x + (x >> 16), 32)
+
+
+def test_words_are_what_plain_integers_give() -> None:
+    for seed, rounds, position in [(0, 0, 0), (1, 2, 3), (-5, 2**40, 131071), (2**63 - 1, 7, 2**31)]:
+        keys = NoiseKeys(*(torch.tensor([key]) for key in (seed, rounds, position)))
+        for stream in Stream:
+            state = noise.states(keys, stream, torch.zeros(1, dtype=torch.int64))
+            for token_id in (0, 1, 31999, 262143):
+                word = noise.words(state, torch.tensor([token_id]))
+                assert int(word) == _plain_word(seed, rounds, position, stream, token_id)
+
+
+def test_the_definition_stays_what_it_is() -> None:
+    keys = NoiseKeys(*(torch.tensor([key]) for key in (1, 2, 3)))
+    state = noise.states(keys, Stream.DRAFT, torch.zeros(1, dtype=torch.int64))
+    assert noise.words(state, torch.arange(3)).tolist() == GOLDEN_WORDS

@@ -1,0 +1,74 @@
+"""`sample` draws from the law that it names."""
+
+import pytest
+import torch
+
+from hf_speculate.triton_kernels import Stream, sample
+from tests.triton_kernels.laws import PASS_P_VALUE, chunks, make_keys, p_value
+
+NUM_TRIALS = 1_000_000
+# Float32 against float64 log-sum-exp of values near 10: a few units in the last place.
+LOGSUMEXP_TOLERANCE = 4e-6
+
+
+@pytest.mark.parametrize("stream", [Stream.DRAFT, Stream.RACE])
+@pytest.mark.parametrize("vocab_size", [8, 64])
+def test_the_law_of_the_token_is_softmax(vocab_size: int, stream: Stream) -> None:
+    logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(vocab_size)) * 2
+    logits[3] = -torch.inf
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    for keys in chunks(NUM_TRIALS // 2):
+        ids = sample(logits.expand(keys.seeds.shape[0], -1), keys=keys, stream=stream).token_ids
+        counts += torch.bincount(ids, minlength=vocab_size)
+    assert counts[3] == 0
+    assert p_value(counts, logits.double().softmax(-1)) > PASS_P_VALUE
+
+
+def test_temperature_and_cutoff_shape_the_law_and_its_logsumexp() -> None:
+    logits = torch.randn(12, generator=torch.Generator().manual_seed(1)) * 2
+    cutoff = (logits / 0.7).sort().values[4]
+    law = (logits / 0.7).masked_fill(logits / 0.7 < cutoff, -torch.inf)
+    counts = torch.zeros(12, dtype=torch.int64)
+    for keys in chunks(NUM_TRIALS // 4):
+        num_rows = keys.seeds.shape[0]
+        drawn = sample(
+            logits.expand(num_rows, -1),
+            keys=keys,
+            stream=Stream.DRAFT,
+            temperature=0.7,
+            row_cutoffs=cutoff.expand(num_rows),
+        )
+        counts += torch.bincount(drawn.token_ids, minlength=12)
+        torch.testing.assert_close(
+            drawn.logsumexp.double(), law.double().logsumexp(-1).expand(num_rows), atol=LOGSUMEXP_TOLERANCE, rtol=0
+        )
+    assert p_value(counts, law.double().softmax(-1)) > PASS_P_VALUE
+
+
+@pytest.mark.parametrize("vocab_size", [1, 7, 127, 8193, 50257])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_logsumexp_is_that_of_the_float32_logits(vocab_size: int, dtype: torch.dtype) -> None:
+    logits = (torch.randn(3, vocab_size, generator=torch.Generator().manual_seed(2)) * 4).to(dtype)
+    drawn = sample(logits, keys=make_keys(3), stream=Stream.DRAFT)
+    expected = logits.to(torch.float32).double().logsumexp(-1)
+    torch.testing.assert_close(drawn.logsumexp.double(), expected, atol=LOGSUMEXP_TOLERANCE, rtol=0)
+    assert drawn.logsumexp.dtype == torch.float32
+
+
+def test_temperature_zero_is_the_argmax_with_probability_one() -> None:
+    logits = torch.tensor([[1.0, 3.0, 3.0], [0.0, -1.0, -2.0]])
+    for temperature in (0.0, torch.zeros(2)):
+        drawn = sample(logits, keys=make_keys(2), stream=Stream.DRAFT, temperature=temperature)
+        assert drawn.token_ids.tolist() == [1, 0]
+        assert drawn.logsumexp.tolist() == [3.0, 0.0]
+
+
+def test_race_leaves_the_round_out_while_draft_does_not() -> None:
+    logits = torch.zeros(64, 1000)
+    drawn = {
+        (stream, rounds): sample(logits, keys=make_keys(64, rounds=rounds), stream=stream).token_ids
+        for stream in (Stream.DRAFT, Stream.RACE)
+        for rounds in (0, 1)
+    }
+    assert torch.equal(drawn[Stream.RACE, 0], drawn[Stream.RACE, 1])
+    assert (drawn[Stream.DRAFT, 0] == drawn[Stream.DRAFT, 1]).sum() < 8  # 0.064 expected by chance
