@@ -92,11 +92,9 @@ def _enabled_class(plain: type[PreTrainedModel]) -> type:
 
 def _reduce_as_plain(self: PreTrainedModel, protocol: Any) -> Any:
     """Pickle as the plain class, which other processes can import; the copy is to be enabled again."""
-    enabled = type(self)
-    plain = _PLAIN_CLASSES[enabled]
-    reduced: Any = super(enabled, self).__reduce_ex__(protocol)
-    make, args, *rest = reduced
-    return (make, tuple(plain if value is enabled else value for value in args), *rest)
+    reduced: Any = super(type(self), self).__reduce_ex__(protocol)
+    state = reduced[2]
+    return object.__new__, (_PLAIN_CLASSES[type(self)],), state
 
 
 def _deepcopy_enabled(self: PreTrainedModel, memo: dict[int, Any]) -> PreTrainedModel:

@@ -1,0 +1,57 @@
+"""`pipeline(..., assistant_model=draft)` hands the fields through, for one prompt and for batches."""
+
+import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast, pipeline
+
+import hf_speculate
+from tests.cases import pair
+
+CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,"  # one for each of the 64 ids
+PROMPTS = ["bcd", "efghij", "kl", "mnopq"]
+
+
+@pytest.fixture(scope="module")
+def pipelines():
+    target, draft = pair("llama")
+    backend = Tokenizer(models.BPE(vocab={character: index for index, character in enumerate(CHARACTERS)}, merges=[]))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="a", padding_side="left")
+    make = {"task": "text-generation", "model": target, "tokenizer": tokenizer}
+    return pipeline(**make), pipeline(**make, assistant_model=draft)
+
+
+def texts(outputs) -> list[str]:
+    return [output[0]["generated_text"] if isinstance(output, list) else output["generated_text"] for output in outputs]
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 4])
+def test_greedy_texts_equal_those_of_the_plain_pipeline(pipelines, batch_size):
+    plain, ours = pipelines
+    stats = hf_speculate.SpeculationStats()
+    options = {"max_new_tokens": 12, "batch_size": batch_size}
+    assert texts(plain(PROMPTS, **options)) == texts(ours(PROMPTS, **options, speculation_stats=stats))
+    assert stats.verifier == "greedy"
+
+
+@pytest.mark.parametrize(("verifier", "do_sample"), [("rejection", True), ("typical", False), ("typical", True)])
+def test_the_fields_reach_the_decoder(pipelines, verifier, do_sample):
+    _, ours = pipelines
+    stats = hf_speculate.SpeculationStats()
+    outputs = ours(
+        PROMPTS,
+        batch_size=4,
+        max_new_tokens=8,
+        verifier=verifier,
+        do_sample=do_sample,
+        num_assistant_tokens=3,
+        seed=1,
+        speculation_stats=stats,
+    )
+    assert len(outputs) == 4
+    assert stats.verifier == verifier
+    assert len(stats.judged_by_position) == 3
+
+
+def test_one_prompt(pipelines):
+    plain, ours = pipelines
+    assert plain("bcd", max_new_tokens=9) == ours("bcd", max_new_tokens=9)
