@@ -1,9 +1,9 @@
 """The torch twin of every operation: the definition of what the kernels compute, and the path on a CPU.
 
-Vectorised over rows and positions, without a wait for the host. Logits go to float32 first; nothing is added to a
-probability and nothing is divided to compare. A row that holds a NaN, a +inf, or only -inf has no law: the chain
-ends there, the emitted token is some token in [0, V), and `Status` says why. No gradients. Rows past `draft_lens[b]` do not count:
-row `draft_lens[b]` is that chain's bonus row.
+Vectorised over rows and positions, without a wait for the host, without gradients. Logits go to float32 first;
+nothing is added to a probability and nothing is divided to compare. A row that holds a NaN, a +inf, or only -inf has
+no law: the chain ends there, the emitted token is some token in [0, V), and `Status` says why. Rows past
+`draft_lens[b]` do not count: row `draft_lens[b]` is that chain's bonus row.
 """
 
 import torch

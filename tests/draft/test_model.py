@@ -1,0 +1,466 @@
+"""The Drafter contract, and the draft model against its own plain `generate`."""
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    DynamicCache,
+    LogitsProcessorList,
+    NoRepeatNGramLogitsProcessor,
+    PreTrainedModel,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+)
+
+from hf_speculate.draft.base import Drafter
+from hf_speculate.draft.model import DraftSettings, ModelDrafter
+from hf_speculate.errors import ConfigError, ShapeError
+from hf_speculate.infer.inferencer import Inferencer
+from hf_speculate.infer.kv_cache import DynamicKVCache
+from hf_speculate.infer.language_model import LanguageModel
+from hf_speculate.processors import BlockLogitsProcessorList
+from hf_speculate.triton_kernels.noise import row_seeds
+from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy
+from tests.tiny import KINDS, SLIDING_WINDOW, make_law_model, make_model, ragged_prompts
+from tests.triton_kernels.laws import FAIL_P_VALUE, PASS_P_VALUE, p_value
+
+GREEDY, RANDOM = SampleStrategy.GREEDY, SampleStrategy.RANDOM
+VOCAB_SIZE = 64
+K = 4
+LOGIT_TOLERANCE = 1e-9  # float64 round-off of attention over masked columns; wrong states differ by 1e-2 and more
+FLOAT32_TOLERANCE = 1e-5  # laws and sums are rounded to float32, whose resolution at these magnitudes is 2e-6
+CHANCE_MARGIN = 1e-6  # above a chance that the library rounds to float32; no other chance is that near
+NUM_DRAWS = 20_000
+
+Made = tuple[Drafter, DynamicKVCache | None]
+
+
+def make_keys(positions: list[int], *, seed: int = 7, rounds: int = 1) -> NoiseKeys:
+    seeds = row_seeds(seed, len(positions))
+    return NoiseKeys(seeds, torch.full_like(seeds, rounds), torch.tensor(positions))
+
+
+class Texts:
+    """Rows under way: feeds a drafter and rolls its cache back as the decoder does."""
+
+    def __init__(self, made: Made, prompts: dict[str, Tensor]):
+        self.drafter, self.kv_cache = made
+        self.ids: list[list[int]] = prompts["input_ids"].tolist()  # padding included
+        self.num_pads = (prompts["attention_mask"] == 0).sum(1).tolist()
+        self.num_held = [0] * len(self.ids)
+        self.kept: Kept | None = None
+        self.num_rounds = 0
+        self.row_ids = list(range(len(self.ids)))
+
+    @property
+    def real_ids(self) -> list[list[int]]:
+        return [ids[num:] for ids, num in zip(self.ids, self.num_pads, strict=True)]
+
+    def keys(self) -> NoiseKeys:
+        every = row_seeds(7, max(self.row_ids) + 1)
+        positions = [len(ids) for ids in self.real_ids]
+        return make_keys(positions, rounds=self.num_rounds)._replace(seeds=every[self.row_ids])
+
+    def draft(self, num_draft_tokens: int = K, strategy: SampleStrategy = GREEDY) -> DraftOut:
+        num_query = max(len(ids) - held for ids, held in zip(self.ids, self.num_held, strict=True))
+        query = torch.tensor([ids[-num_query:] for ids in self.ids])
+        self.num_rounds += 1
+        self.drafted = self.drafter.draft(
+            query, self.kv_cache, num_draft_tokens, strategy, keys=self.keys(), kept=self.kept
+        )
+        return self.drafted
+
+    def keep(self, num_accepted: list[int]) -> int:
+        """Accept so many tokens of each row, let an undrafted one follow; returns the next query's length."""
+        drafted = self.drafted.token_ids
+        held = [len(ids) + drafted.shape[1] - 1 for ids in self.ids]
+        valid = [min(num, len(ids) + a) for num, ids, a in zip(held, self.ids, num_accepted, strict=True)]
+        block = torch.full((len(self.ids), drafted.shape[1] + 1), -1)
+        for row, accepted in enumerate(num_accepted):
+            refused = int(drafted[row, min(accepted, drafted.shape[1] - 1)])
+            emitted = [*drafted[row, :accepted].tolist(), refused % (VOCAB_SIZE - 1) + 1]
+            block[row, : len(emitted)] = torch.tensor(emitted)
+            self.ids[row] += emitted
+        num_query = max(len(ids) - seen for ids, seen in zip(self.ids, valid, strict=True))
+        self.num_held = [len(ids) - num_query for ids in self.ids]
+        if self.kv_cache is not None:
+            self.kv_cache.crop([num - keep for num, keep in zip(held, self.num_held, strict=True)])
+        self.kept = Kept(block, torch.tensor(num_accepted, dtype=torch.int32) + 1)
+        return num_query
+
+    def rows(self, indices: list[int]) -> None:
+        self.drafter.rows(indices)
+        if self.kv_cache is not None:
+            self.kv_cache.rows(indices)
+        if self.kept is not None:
+            self.kept = Kept(self.kept.token_ids[indices], self.kept.num_emitted[indices])
+        for name in ("ids", "num_pads", "num_held", "row_ids"):
+            setattr(self, name, [getattr(self, name)[row] for row in indices])
+
+
+class DrafterContract:
+    """What every implementation keeps; a subclass makes a drafter of `VOCAB_SIZE` ids that stops for nothing."""
+
+    def make(self, batch_size: int, attention_mask: Tensor | None = None) -> Made:
+        raise AssertionError("a subclass makes the drafter and its cache")
+
+    def texts(self, batch_size: int, seed: int = 3) -> Texts:
+        prompts = ragged_prompts(batch_size, seed=seed)
+        return Texts(self.make(batch_size, prompts["attention_mask"]), prompts)
+
+    def assert_as_afresh(self, texts: Texts, strategy: SampleStrategy) -> None:
+        """The next draft is what a new drafter proposes that reads each whole text alone."""
+        draft = texts.draft(K, strategy)
+        for row, ids in enumerate(texts.real_ids):
+            drafter, kv_cache = self.make(1)
+            keys = texts.keys().rows(torch.tensor([row]))
+            alone = drafter.draft(torch.tensor([ids]), kv_cache, K, strategy, keys=keys)
+            num = int(alone.lens[0])
+            assert int(draft.lens[row]) == num
+            assert torch.equal(draft.token_ids[row, :num], alone.token_ids[0, :num])
+            if draft.token_logits is not None:
+                assert torch.allclose(
+                    draft.token_logits[row, :num], alone.token_logits[0, :num], atol=LOGIT_TOLERANCE, rtol=0
+                )
+
+    @pytest.mark.parametrize("strategy", [GREEDY, RANDOM])
+    @pytest.mark.parametrize("batch_size", [1, 3])
+    @pytest.mark.parametrize("num_draft_tokens", [1, 5])
+    def test_shapes_and_dtypes(self, strategy, batch_size, num_draft_tokens):
+        draft = self.texts(batch_size).draft(num_draft_tokens, strategy)
+        num = draft.token_ids.shape[1]
+        assert draft.token_ids.shape == (batch_size, num)
+        assert draft.token_ids.dtype == torch.int64
+        assert draft.lens.shape == (batch_size,)
+        assert draft.lens.dtype == torch.int32
+        assert 1 <= num <= num_draft_tokens
+        assert draft.lens.max() == num or num == num_draft_tokens
+        assert (draft.lens >= 0).all()
+        for ids, length in zip(draft.token_ids, draft.lens.tolist(), strict=True):
+            assert ((ids[:length] >= 0) & (ids[:length] < VOCAB_SIZE)).all()
+
+    def test_greedy_is_a_point_mass_without_logits(self):
+        draft = self.texts(2).draft(K, GREEDY)
+        assert draft.token_logits is None
+        assert draft.logsumexp is None
+
+    def test_random_hands_over_its_law_and_that_laws_logsumexp(self):
+        draft = self.texts(2).draft(K, RANDOM)
+        if draft.token_logits is None:
+            assert draft.logsumexp is None  # a drafter that never draws stays a point mass
+            return
+        num = draft.token_ids.shape[1]
+        assert draft.token_logits.shape == (2, num, VOCAB_SIZE)
+        assert draft.logsumexp.shape == (2, num)
+        assert draft.logsumexp.dtype == torch.float32
+        expected = draft.token_logits.double().logsumexp(-1)
+        assert torch.allclose(draft.logsumexp.double(), expected, atol=FLOAT32_TOLERANCE, rtol=0)
+
+    @pytest.mark.parametrize("num_draft_tokens", [0, -1])
+    def test_fewer_than_one_token_is_refused(self, num_draft_tokens):
+        with pytest.raises(ConfigError, match=f"num_draft_tokens must be at least 1, got {num_draft_tokens}"):
+            self.texts(1).draft(num_draft_tokens)
+
+    def test_an_empty_query_is_refused(self):
+        drafter, kv_cache = self.make(2)
+        with pytest.raises(ShapeError, match=r"query_token_ids must be \[B, Q\] with Q >= 1, got \[2, 0\]"):
+            drafter.draft(torch.zeros(2, 0, dtype=torch.int64), kv_cache, K, GREEDY)
+
+    def test_random_without_keys_is_refused(self):
+        drafter, kv_cache = self.make(1)
+        with pytest.raises(ConfigError, match=r"keys must be given for SampleStrategy\.RANDOM, got None"):
+            drafter.draft(torch.ones(1, 3, dtype=torch.int64), kv_cache, K, RANDOM)
+
+    @pytest.mark.parametrize("num_draft_tokens", [1, 5])
+    def test_the_cache_is_advanced_by_all_but_the_last_drafted_token(self, num_draft_tokens):
+        texts = self.texts(3)
+        lens = torch.tensor([len(ids) for ids in texts.real_ids])
+        draft = texts.draft(num_draft_tokens)
+        if texts.kv_cache is not None:
+            assert torch.equal(texts.kv_cache.get_lens(), lens + draft.token_ids.shape[1] - 1)
+
+    def test_the_query_is_left_as_it_was(self):
+        drafter, kv_cache = self.make(2)
+        query = torch.tensor([[5, 6, 7], [8, 9, 10]])
+        drafter.draft(query, kv_cache, K, GREEDY)
+        assert query.tolist() == [[5, 6, 7], [8, 9, 10]]
+
+    @pytest.mark.parametrize("strategy", [GREEDY, RANDOM])
+    def test_asking_for_fewer_tokens_gives_the_first_of_them(self, strategy):
+        few, many = self.texts(3).draft(2, strategy), self.texts(3).draft(6, strategy)
+        num = few.token_ids.shape[1]
+        assert torch.equal(few.token_ids, many.token_ids[:, :num])
+        assert torch.equal(few.lens, many.lens.clamp_max(2))
+
+    @pytest.mark.parametrize("strategy", [GREEDY, RANDOM])
+    @pytest.mark.parametrize("num_accepted", range(K + 1))
+    def test_a_row_drafts_on_as_if_it_read_the_whole_text_afresh(self, strategy, num_accepted):
+        texts = self.texts(1)
+        for _ in range(3):
+            num = texts.draft(K, strategy).token_ids.shape[1]
+            num_query = texts.keep([min(num_accepted, num)])
+            assert num_query == (2 if num_accepted >= num else 1)
+        self.assert_as_afresh(texts, strategy)
+
+    @pytest.mark.parametrize("strategy", [GREEDY, RANDOM])
+    def test_rows_of_a_batch_draft_on_as_if_each_read_its_text_afresh(self, strategy):
+        texts = self.texts(3)
+        for num_accepted in ([0, 2, K], [K, K, K], [1, 0, 3], [K, 0, 0], [0, 0, 0]):
+            most = texts.draft(K, strategy).token_ids.shape[1]
+            texts.keep([min(num, most) for num in num_accepted])
+        self.assert_as_afresh(texts, strategy)
+
+    @pytest.mark.parametrize("strategy", [GREEDY, RANDOM])
+    @pytest.mark.parametrize("indices", [[1], [0, 2], [2, 0]])
+    def test_rows_keeps_the_named_rows_in_their_order(self, strategy, indices):
+        texts = self.texts(3)
+        most = texts.draft(K, strategy).token_ids.shape[1]
+        texts.keep([0, min(2, most), most])
+        texts.rows(indices)
+        self.assert_as_afresh(texts, strategy)
+
+    def test_draws_depend_on_nothing_but_the_keys(self):
+        torch.manual_seed(1)
+        before, first = torch.get_rng_state(), self.texts(3).draft(K, RANDOM)
+        assert torch.equal(torch.get_rng_state(), before)
+        torch.manual_seed(2)
+        assert torch.equal(self.texts(3).draft(K, RANDOM).token_ids, first.token_ids)
+
+
+def make_drafter(
+    model: PreTrainedModel,
+    batch_size: int,
+    attention_mask: Tensor | None = None,
+    processors: list | None = None,
+    **settings,
+) -> tuple[ModelDrafter, DynamicKVCache]:
+    block = BlockLogitsProcessorList(processors or [])
+    drafter = ModelDrafter(Inferencer(LanguageModel(model)), block, DraftSettings(**settings))
+    return drafter, DynamicKVCache(DynamicCache(), batch_size, attention_mask)
+
+
+@pytest.fixture(scope="module")
+def llama() -> PreTrainedModel:
+    return make_model("llama")
+
+
+def greedy_draft(model: PreTrainedModel, prompts: dict[str, Tensor], num: int, **options) -> DraftOut:
+    made = make_drafter(model, len(prompts["input_ids"]), prompts["attention_mask"], **options)
+    return Texts(made, prompts).draft(num)
+
+
+def equal_prompts(batch_size: int) -> dict[str, Tensor]:
+    """Prompts without padding, which processors would read."""
+    return ragged_prompts(batch_size, seed=9, min_len=6, max_len=6)
+
+
+def first_end(is_end: Tensor) -> list[int]:
+    """Tokens of each row [B, K] up to and with the first marked one; all K where none is."""
+    return [row.index(True) + 1 if True in row else len(row) for row in is_end.tolist()]
+
+
+class TestModelDrafter(DrafterContract):
+    @pytest.fixture(autouse=True)
+    def _model(self, llama):
+        self.model = llama
+
+    def make(self, batch_size, attention_mask=None):
+        return make_drafter(self.model, batch_size, attention_mask)
+
+    def test_without_a_cache_it_refuses(self):
+        drafter, _ = self.make(1)
+        with pytest.raises(ConfigError, match="kv_cache must be given to a draft model, got None"):
+            drafter.draft(torch.ones(1, 3, dtype=torch.int64), None, K, GREEDY)
+
+    def test_all_tokens_asked_for_are_drafted_and_count(self):
+        draft = self.texts(3).draft(7, RANDOM)
+        assert draft.token_ids.shape == (3, 7)
+        assert draft.lens.tolist() == [7, 7, 7]
+
+    def test_the_law_handed_over_is_the_models(self):
+        texts = self.texts(2)
+        draft = texts.draft(K, RANDOM)
+        for row, ids in enumerate(texts.real_ids):
+            whole = torch.tensor([ids + draft.token_ids[row].tolist()])
+            expected = self.model(whole).logits[0, -K - 1 : -1]
+            assert torch.allclose(draft.token_logits[row], expected, atol=LOGIT_TOLERANCE, rtol=0)
+
+    def test_other_seeds_rounds_and_positions_draw_other_tokens(self):
+        query = torch.tensor([[5, 6, 7]]).expand(32, -1)
+        every = [
+            make_keys([3] * 32),
+            make_keys([3] * 32, seed=8),
+            make_keys([3] * 32, rounds=2),
+            make_keys([4] * 32),
+        ]
+        drawn = []
+        for keys in every:
+            drafter, kv_cache = self.make(32)
+            drawn.append(drafter.draft(query, kv_cache, 1, RANDOM, keys=keys).token_ids.flatten().tolist())
+        assert len(set(map(tuple, drawn))) == len(every)
+        assert all(len(set(ids)) > 1 for ids in drawn)
+
+    def test_the_noise_of_a_token_is_that_of_its_position(self):
+        query = torch.tensor([[5, 6, 7]]).expand(32, -1)
+        drafter, kv_cache = self.make(32)
+        both = drafter.draft(query, kv_cache, 2, RANDOM, keys=make_keys([3] * 32)).token_ids
+        drafter, kv_cache = self.make(32)
+        text = torch.cat([query, both[:, :1]], dim=1)
+        second = drafter.draft(text, kv_cache, 1, RANDOM, keys=make_keys([4] * 32)).token_ids
+        assert torch.equal(second[:, 0], both[:, 1])
+
+    def test_laws_are_dropped_for_verifiers_that_do_not_read_them(self):
+        prompts = ragged_prompts(2, seed=3)
+        made = make_drafter(self.model, 2, prompts["attention_mask"], keeps_logits=False)
+        draft = Texts(made, prompts).draft(K, RANDOM)
+        assert draft.token_logits is None
+        assert draft.logsumexp is None
+        assert torch.equal(draft.token_ids, self.texts(2).draft(K, RANDOM).token_ids)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_drafts_equal_the_models_own_generate(kind):
+    model = make_model(kind)
+    prompts = ragged_prompts(3, seed=4, max_len=2 * SLIDING_WINDOW)
+    expected = model.generate(**prompts, max_new_tokens=SLIDING_WINDOW + 2)[:, prompts["input_ids"].shape[1] :]
+    draft = greedy_draft(model, prompts, SLIDING_WINDOW + 2)
+    assert torch.equal(draft.token_ids, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_law_keeps_the_models_dtype(dtype):
+    prompts = ragged_prompts(2, seed=3)
+    made = make_drafter(make_model("llama", dtype=dtype), 2, prompts["attention_mask"])
+    draft = Texts(made, prompts).draft(K, RANDOM)
+    assert draft.token_logits.dtype == dtype
+    assert draft.logsumexp.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("options", "make_processor"),
+    [
+        ({"repetition_penalty": 1.6}, lambda: RepetitionPenaltyLogitsProcessor(1.6)),
+        ({"no_repeat_ngram_size": 1}, lambda: NoRepeatNGramLogitsProcessor(1)),
+    ],
+    ids=["repetition_penalty", "no_repeat_ngram"],
+)
+@pytest.mark.parametrize("is_compacted", [False, True])
+def test_processors_read_the_text_that_was_kept_in_all_rounds(llama, options, make_processor, is_compacted):
+    prompts = equal_prompts(3)
+    texts = Texts(make_drafter(llama, 3, processors=[make_processor()]), prompts)
+    for num_accepted in ([0, 2, K], [K, 1, 0], [3, K, 2]):
+        texts.draft()
+        texts.keep(num_accepted)
+    if is_compacted:
+        texts.rows([2, 0])
+    draft = texts.draft()
+    num_changed = 0
+    for row, ids in enumerate(texts.ids):
+        text = torch.tensor([ids])
+        assert torch.equal(draft.token_ids[row], llama.generate(text, max_new_tokens=K, **options)[0, -K:])
+        num_changed += int((draft.token_ids[row] != llama.generate(text, max_new_tokens=K)[0, -K:]).sum())
+    assert num_changed > 0
+
+
+def test_processors_read_padding_as_plain_generate_does(llama):
+    prompts = ragged_prompts(3, seed=6)
+    draft = greedy_draft(llama, prompts, 8, processors=[RepetitionPenaltyLogitsProcessor(1.6)])
+    plain = llama.generate(**prompts, max_new_tokens=8, repetition_penalty=1.6)
+    assert torch.equal(draft.token_ids, plain[:, -8:])
+
+
+@pytest.mark.parametrize(
+    "make_processors",
+    [list, lambda: [TemperatureLogitsWarper(0.6), TopKLogitsWarper(5)]],
+    ids=["plain", "temperature and top-k"],
+)
+def test_the_first_two_drafted_tokens_follow_the_drafts_law(make_processors):
+    model, prompt = make_law_model(8), torch.tensor([[3, 1, 6]])
+    drafter, kv_cache = make_drafter(model, NUM_DRAWS, processors=make_processors())
+    keys = make_keys([3] * NUM_DRAWS)
+    draft = drafter.draft(prompt.expand(NUM_DRAWS, -1), kv_cache, 2, RANDOM, keys=keys)
+    counts = torch.bincount(draft.token_ids[:, 0] * 8 + draft.token_ids[:, 1], minlength=64)
+
+    warp = LogitsProcessorList(make_processors())
+    texts = torch.cat([prompt.expand(8, -1), torch.arange(8)[:, None]], dim=1)
+    first = warp(prompt, model(prompt).logits[:, -1]).softmax(-1)
+    second = warp(texts, model(texts).logits[:, -1]).softmax(-1)
+    law = first[0, :, None] * second  # [V, V]
+    assert p_value(counts, law.flatten()) > PASS_P_VALUE
+    assert p_value(counts, law.T.flatten()) < FAIL_P_VALUE
+
+
+def test_a_row_counts_its_tokens_up_to_its_eos_and_the_others_go_on(llama):
+    prompts = ragged_prompts(3, seed=4)
+    whole = greedy_draft(llama, prompts, 8).token_ids
+    eos = whole[[0, 1], [2, 4]]
+    draft = greedy_draft(llama, prompts, 8, eos_token_ids=eos)
+    expected = first_end(torch.isin(whole, eos))
+    assert draft.lens.tolist() == expected
+    assert len(set(expected)) > 1
+    num = draft.token_ids.shape[1]
+    assert num == max(expected)
+    for row, length in enumerate(expected):
+        assert torch.equal(draft.token_ids[row, :length], whole[row, :length])
+
+
+def test_drafting_ends_early_only_when_every_row_has_met_its_eos(llama):
+    prompts = ragged_prompts(3, seed=4)
+    whole = greedy_draft(llama, prompts, 8).token_ids
+    all_meet = greedy_draft(llama, prompts, 8, eos_token_ids=whole[:, 1])
+    assert all_meet.token_ids.shape[1] == all_meet.lens.max() < 8
+    texts = Texts(make_drafter(llama, 3, prompts["attention_mask"], eos_token_ids=whole[:, 1]), prompts)
+    texts.draft(8)
+    assert texts.kv_cache.get_num_tokens() == 12 + all_meet.token_ids.shape[1] - 1
+    only_first = next(token for token in whole[0].tolist() if token not in whole[1:])
+    one_meets = greedy_draft(llama, prompts, 8, eos_token_ids=torch.tensor([only_first]))
+    assert one_meets.token_ids.shape[1] == 8
+    assert one_meets.lens[0] < 8
+    assert one_meets.lens[1:].tolist() == [8, 8]
+
+
+def probabilities(model: PreTrainedModel, prompts: dict[str, Tensor], token_ids: Tensor) -> Tensor:
+    """[B, K] of each drafted token, by one plain forward per row."""
+    rows = []
+    for ids, mask, drafted in zip(prompts["input_ids"], prompts["attention_mask"], token_ids, strict=True):
+        text = torch.cat([ids[mask.bool()], drafted])[None]
+        laws = model(text).logits[0, -len(drafted) - 1 : -1].softmax(-1)
+        rows.append(laws.gather(1, drafted[:, None])[:, 0])
+    return torch.stack(rows)
+
+
+def test_a_row_stops_after_a_token_below_the_confidence_threshold(llama):
+    prompts = ragged_prompts(4, seed=4)
+    whole = greedy_draft(llama, prompts, 8).token_ids
+    chances = probabilities(llama, prompts, whole)
+    threshold = float(chances[:, :4].median())
+    draft = greedy_draft(llama, prompts, 8, confidence_threshold=threshold + CHANCE_MARGIN)
+    expected = first_end(chances <= threshold)
+    assert draft.lens.tolist() == expected
+    assert len(set(expected)) > 1
+
+
+def test_the_confidence_is_that_of_the_processed_law(llama):
+    prompts = ragged_prompts(2, seed=4)
+    sure = greedy_draft(llama, prompts, 4, confidence_threshold=0.9, processors=[TopKLogitsWarper(1)])
+    assert sure.lens.tolist() == [4, 4]
+    unsure = greedy_draft(llama, prompts, 4, confidence_threshold=0.9, processors=[TemperatureLogitsWarper(1e3)])
+    assert unsure.lens.tolist() == [1, 1]
+    assert unsure.token_ids.shape[1] == 1
+
+
+def test_a_threshold_of_zero_disables(llama):
+    draft = greedy_draft(llama, ragged_prompts(2, seed=4), 8, confidence_threshold=0.0)
+    assert draft.lens.tolist() == [8, 8]
+
+
+def test_whichever_comes_first_ends_a_row_eos_or_the_threshold(llama):
+    prompts = ragged_prompts(4, seed=4)
+    whole = greedy_draft(llama, prompts, 8).token_ids
+    chances = probabilities(llama, prompts, whole)
+    lowest, eos = float(chances.min()), whole[:2, 3]
+    by_eos, by_threshold = torch.isin(whole, eos), chances <= lowest
+    draft = greedy_draft(llama, prompts, 8, confidence_threshold=lowest + CHANCE_MARGIN, eos_token_ids=eos)
+    assert draft.lens.tolist() == first_end(by_eos | by_threshold)
+    assert draft.lens.tolist() not in (first_end(by_eos), first_end(by_threshold))

@@ -1,0 +1,377 @@
+"""The Verifier contract, and the names under which verifiers are chosen."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+import hf_speculate
+from hf_speculate.config import SpeculationConfig
+from hf_speculate.errors import ConfigError
+from hf_speculate.triton_kernels.noise import row_seeds
+from hf_speculate.types import DraftOut, NoiseKeys, Status, Verdict
+from hf_speculate.verify import GreedyVerifier, RejectionVerifier, TypicalVerifier, Verifier, base, register_verifier
+from hf_speculate.verify.base import is_lossless, make_verifier, reads_draft_logits, verifier_names
+from tests.cases import ACCEPTED_ALL, assert_equal_ids, pair
+from tests.tiny import ragged_prompts
+
+VOCAB_SIZE = 11
+CERTAIN = 60.0  # a logit this far above the others leaves them less than float32 can tell from nothing
+BUILT_IN = ("greedy", "rejection", "typical")
+
+
+def make_keys(num_rows: int, *, seed: int = 5) -> NoiseKeys:
+    seeds = row_seeds(seed, num_rows)
+    return NoiseKeys(seeds, torch.full_like(seeds, 2), torch.full_like(seeds, 9))
+
+
+def make_round(
+    batch_size: int, num_drafted: int, *, has_law: bool, lens: list[int] | None = None
+) -> tuple[Tensor, DraftOut]:
+    """Random target logits [B, K+1, V] and a draft that agrees with them about half of the time."""
+    make = torch.Generator().manual_seed(batch_size + 10 * num_drafted)
+    target = 3 * torch.randn(batch_size, num_drafted + 1, VOCAB_SIZE, generator=make)
+    law = target[:, :-1] + 2 * torch.randn(batch_size, num_drafted, VOCAB_SIZE, generator=make)
+    counts = torch.tensor([num_drafted] * batch_size if lens is None else lens, dtype=torch.int32)
+    logits, sums = (law, law.logsumexp(-1)) if has_law else (None, None)
+    return target, DraftOut(law.argmax(-1), counts, logits, sums)
+
+
+def assert_whole(verdict: Verdict, draft: DraftOut) -> None:
+    """What holds for every verdict on a round without bad input."""
+    batch_size, num_drafted = draft.token_ids.shape
+    assert verdict.token_ids.shape == (batch_size, num_drafted + 1)
+    assert verdict.token_ids.dtype == torch.int64
+    assert verdict.num_accepted.shape == verdict.status.shape == (batch_size,)
+    assert verdict.num_accepted.dtype == verdict.status.dtype == verdict.num_emitted.dtype == torch.int32
+    assert torch.equal(verdict.num_emitted, verdict.num_accepted + 1)
+    assert ((verdict.num_accepted >= 0) & (verdict.num_accepted <= draft.lens)).all()
+    assert (verdict.status == 0).all()
+    for ids, drafted, num in zip(verdict.token_ids, draft.token_ids, verdict.num_accepted.tolist(), strict=True):
+        assert torch.equal(ids[:num], drafted[:num])
+        assert 0 <= ids[num] < VOCAB_SIZE
+        assert (ids[num + 1 :] == -1).all()
+
+
+class VerifierContract:
+    """What every implementation keeps; a subclass makes the verifier."""
+
+    def make(self) -> Verifier:
+        raise AssertionError("a subclass makes the verifier")
+
+    @pytest.mark.parametrize("has_law", [True, False])
+    @pytest.mark.parametrize("num_drafted", [1, 4])
+    @pytest.mark.parametrize("batch_size", [1, 64])
+    def test_a_verdict_is_accepted_ids_one_more_then_padding(self, has_law, num_drafted, batch_size):
+        target, draft = make_round(batch_size, num_drafted, has_law=has_law)
+        verdict = self.make().verify(target, draft, make_keys(batch_size))
+        assert_whole(verdict, draft)
+        if batch_size > 1:
+            assert len(verdict.num_accepted.unique()) == num_drafted + 1
+
+    @pytest.mark.parametrize("has_law", [True, False])
+    def test_tokens_past_a_rows_draft_length_do_not_count(self, has_law):
+        target, draft = make_round(5, 4, has_law=has_law, lens=[0, 1, 2, 3, 4])
+        sure = DraftOut(target[:, :-1].argmax(-1), *draft[1:])
+        target.scatter_(2, target.argmax(-1, keepdim=True), CERTAIN)
+        if has_law:
+            law = target[:, :-1].clone()
+            sure = sure._replace(token_logits=law, logsumexp=law.logsumexp(-1))
+        verdict = self.make().verify(target, sure, make_keys(5))
+        assert verdict.num_accepted.tolist() == [0, 1, 2, 3, 4]
+        assert_whole(verdict, sure)
+        for row, length in enumerate([0, 1, 2, 3, 4]):
+            assert verdict.token_ids[row, length] == target[row, length].argmax()
+
+    def test_what_stands_past_a_rows_draft_length_changes_nothing(self):
+        target, draft = make_round(5, 4, has_law=True, lens=[0, 1, 2, 3, 4])
+        expected = self.make().verify(target, draft, make_keys(5))
+        past = torch.arange(4) >= draft.lens[:, None]
+        law = torch.where(past[..., None], torch.nan, draft.token_logits)
+        other = DraftOut(draft.token_ids.masked_fill(past, -1), draft.lens, law, draft.logsumexp)
+        verdict = self.make().verify(target, other, make_keys(5))
+        for one, same in zip(expected, verdict, strict=True):
+            assert torch.equal(one, same)
+
+    def test_no_draft_at_all_emits_one_token_of_the_target(self):
+        target, draft = make_round(6, 0, has_law=False)
+        target.scatter_(2, target.argmin(-1, keepdim=True), CERTAIN)
+        verdict = self.make().verify(target, draft, make_keys(6))
+        assert_whole(verdict, draft)
+        assert verdict.token_ids.tolist() == target.argmax(-1).tolist()
+
+    @pytest.mark.parametrize("has_law", [True, False])
+    def test_a_token_that_the_target_forbids_is_never_kept_or_emitted(self, has_law):
+        target, draft = make_round(64, 3, has_law=has_law)
+        target[:, :-1].scatter_(2, draft.token_ids[..., None], -torch.inf)
+        verdict = self.make().verify(target, draft, make_keys(64))
+        assert_whole(verdict, draft)
+        assert (verdict.num_accepted == 0).all()
+        assert (verdict.token_ids[:, 0] != draft.token_ids[:, 0]).all()
+
+    def test_a_token_of_which_the_target_is_certain_is_kept(self):
+        target, draft = make_round(64, 3, has_law=False)
+        target[:, :-1].scatter_(2, draft.token_ids[..., None], CERTAIN)
+        assert (self.make().verify(target, draft, make_keys(64)).num_accepted == 3).all()
+
+    @pytest.mark.parametrize("has_law", [True, False])
+    def test_a_row_is_judged_as_if_it_were_alone(self, has_law):
+        target, draft = make_round(8, 3, has_law=has_law)
+        keys = make_keys(8)
+        whole = self.make().verify(target, draft, keys)
+        for row in range(8):
+            only = slice(row, row + 1)
+            part = DraftOut(*(None if field is None else field[only] for field in draft))
+            alone = self.make().verify(target[only], part, keys.rows(torch.tensor([row])))
+            for one, same in zip(whole, alone, strict=True):
+                assert torch.equal(one[only], same)
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+    def test_half_and_double_precision_logits_are_judged_too(self, dtype):
+        target, draft = make_round(16, 3, has_law=True)
+        draft = draft._replace(token_logits=draft.token_logits.to(dtype))
+        draft = draft._replace(logsumexp=draft.token_logits.float().logsumexp(-1))
+        assert_whole(self.make().verify(target.to(dtype), draft, make_keys(16)), draft)
+
+    def test_nothing_that_it_reads_is_written_to(self):
+        target, draft = make_round(16, 3, has_law=True)
+        keys = make_keys(16)
+        read = (target, *draft, *keys)
+        before = [tensor.clone() for tensor in read]
+        self.make().verify(target, draft, keys)
+        for tensor, kept in zip(read, before, strict=True):
+            assert torch.equal(tensor, kept)
+
+    def test_a_row_without_a_law_is_named_in_the_status(self):
+        target, draft = make_round(3, 2, has_law=False)
+        target[1] = torch.nan
+        verdict = self.make().verify(target, draft, make_keys(3))
+        assert verdict.status.tolist() == [0, int(Status.NAN), 0]
+        assert verdict.num_accepted[1] == 0
+        assert 0 <= verdict.token_ids[1, 0] < VOCAB_SIZE
+
+
+class TestGreedyVerifier(VerifierContract):
+    def make(self):
+        return GreedyVerifier()
+
+    def test_it_keeps_exactly_what_is_the_argmax_and_emits_the_argmax(self):
+        target, draft = make_round(64, 4, has_law=False)
+        verdict = self.make().verify(target, draft, make_keys(64))
+        best = target.argmax(-1)
+        agrees = (best[:, :-1] == draft.token_ids).long().cumprod(1).sum(1)
+        assert torch.equal(verdict.num_accepted.long(), agrees)
+        assert torch.equal(verdict.token_ids.gather(1, agrees[:, None]), best.gather(1, agrees[:, None]))
+
+
+class TestRejectionVerifier(VerifierContract):
+    def make(self):
+        return RejectionVerifier()
+
+    def test_it_reads_the_drafts_law(self):
+        target, draft = make_round(64, 3, has_law=True)
+        target[:, :-1] = draft.token_logits
+        equal = self.make().verify(target, draft, make_keys(64))
+        assert (equal.num_accepted == 3).all()  # a draft from the target's own law is never refused
+        point_mass = draft._replace(token_logits=None, logsumexp=None)
+        assert (self.make().verify(target, point_mass, make_keys(64)).num_accepted < 3).any()
+
+    def test_its_verdict_follows_the_keys(self):
+        target, draft = make_round(64, 3, has_law=True)
+        first, again = (self.make().verify(target, draft, make_keys(64)) for _ in range(2))
+        other = self.make().verify(target, draft, make_keys(64, seed=6))
+        assert torch.equal(first.token_ids, again.token_ids)
+        assert not torch.equal(first.token_ids, other.token_ids)
+
+
+class TestTypicalVerifier(VerifierContract):
+    def make(self):
+        return TypicalVerifier()
+
+
+class TestTypicalVerifierThatSamples(VerifierContract):
+    def make(self):
+        return TypicalVerifier(correction="sample")
+
+
+def typical(**settings) -> Verifier:
+    return make_verifier(SpeculationConfig(verifier="typical", **settings).resolve(do_sample=False))
+
+
+def keeps(verifier: Verifier, chances: list[float]) -> bool:
+    """Whether the verifier keeps token 0 of a law [V]."""
+    law = torch.tensor(chances).log().expand(1, 2, -1)
+    draft = DraftOut(torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, dtype=torch.int32), None, None)
+    return bool(verifier.verify(law, draft, make_keys(1)).num_accepted)
+
+
+@pytest.mark.parametrize(
+    ("chances", "settings", "looser"),
+    [
+        # the threshold alone decides: alpha * exp(-H) is far above it
+        ([0.2, 0.8], {"posterior_threshold": 0.25, "posterior_alpha": 9.0}, {"posterior_threshold": 0.15}),
+        # exp(-H) of four equal chances is 1/4, the chance itself: kept while alpha is below 1
+        ([0.25] * 4, {"posterior_threshold": 0.99, "posterior_alpha": 1.1}, {"posterior_alpha": 0.9}),
+        # 1/4 inside the logarithm makes that 1/2
+        (
+            [0.25] * 4,
+            {"posterior_threshold": 0.99, "posterior_alpha": 0.9, "entropy_epsilon": 0.25},
+            {"entropy_epsilon": 0.0},
+        ),
+    ],
+    ids=["posterior_threshold", "posterior_alpha", "entropy_epsilon"],
+)
+def test_each_typical_setting_decides_at_its_own_bound(chances, settings, looser):
+    assert not keeps(typical(**settings), chances)
+    assert keeps(typical(**{**settings, **looser}), chances)
+
+
+def test_typical_defaults_are_the_papers():
+    assert keeps(typical(), [0.091, 0.909])
+    assert not keeps(typical(), [0.089, 0.911])
+    flat = [1 / 64] * 64  # kept for its own uncertainty: 0.3 * exp(-H) is below 1/64
+    assert keeps(typical(), flat)
+    assert not keeps(typical(posterior_alpha=1.1), flat)
+
+
+@pytest.mark.parametrize(
+    ("settings", "do_sample", "draws"),
+    [
+        ({}, False, False),
+        ({}, True, True),
+        ({"typical_correction": "argmax"}, True, False),
+        ({"typical_correction": "sample"}, False, True),
+    ],
+)
+def test_typical_correction_is_the_argmax_or_a_draw(settings, do_sample, draws):
+    verifier = make_verifier(SpeculationConfig(verifier="typical", **settings).resolve(do_sample))
+    target, draft = torch.zeros(64, 1, VOCAB_SIZE), make_round(64, 0, has_law=False)[1]
+    emitted = verifier.verify(target, draft, make_keys(64)).token_ids.unique()
+    assert (len(emitted) > 1) == draws
+
+
+@pytest.mark.parametrize(
+    ("fields", "accepts"),
+    [
+        ({"posterior_threshold": 1e-9}, True),
+        ({"posterior_alpha": 1e-9}, True),
+        ({"posterior_threshold": 1 - 1e-9, "posterior_alpha": 1e9}, False),
+    ],
+)
+def test_typical_settings_reach_the_kernel_through_generate(fields, accepts):
+    target, draft = pair("llama")
+    stats = hf_speculate.SpeculationStats()
+    target.generate(
+        **ragged_prompts(2, seed=1),
+        assistant_model=draft,
+        verifier="typical",
+        max_new_tokens=20,
+        num_assistant_tokens=3,
+        speculation_stats=stats,
+        **fields,
+    )
+    assert stats.verifier == "typical"
+    assert stats.num_judged > 0
+    assert stats.acceptance == (1.0 if accepts else 0.0)
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    """A copy that the test may add to."""
+    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
+
+
+class KeepNothing:
+    """A user's verifier: refuses every draft, emits the target's argmax, keeps what it was shown."""
+
+    def __init__(self):
+        self.drafts: list[DraftOut] = []
+
+    def verify(self, target_logits, draft, keys):
+        self.drafts.append(draft)
+        none = torch.zeros_like(draft.lens)
+        token_ids = torch.full((*target_logits.shape[:2],), -1)
+        token_ids[:, 0] = target_logits[:, 0].argmax(-1)
+        return Verdict(token_ids, none, none)
+
+
+def test_the_names_are_sorted():
+    assert verifier_names() == sorted(BUILT_IN)
+
+
+def test_an_unknown_name_lists_the_choices_those_of_the_user_too(registry):
+    register_verifier("mine", lambda config: KeepNothing(), lossless=False)
+    target, draft = pair("llama")
+    with pytest.raises(
+        ConfigError, match=r"verifier must be one of greedy, mine, rejection, typical, got 'magic'; register your own"
+    ):
+        target.generate(**ragged_prompts(1), assistant_model=draft, verifier="magic")
+
+
+@pytest.mark.parametrize("ask", [make_verifier, is_lossless, reads_draft_logits])
+def test_every_question_about_an_unknown_name_is_refused(ask):
+    with pytest.raises(ConfigError, match="verifier must be one of greedy, rejection, typical, got 'magic'"):
+        ask(SpeculationConfig(verifier="magic"))
+
+
+def test_a_taken_name_is_refused_and_stays_what_it_was(registry):
+    with pytest.raises(ConfigError, match="verifier name 'greedy' is taken; pass replace=True"):
+        register_verifier("greedy", lambda config: KeepNothing(), lossless=False)
+    assert isinstance(make_verifier(SpeculationConfig(verifier="greedy")), GreedyVerifier)
+    assert is_lossless(SpeculationConfig(verifier="greedy"))
+
+
+def test_replace_takes_a_name_over(registry):
+    register_verifier("typical", lambda config: KeepNothing(), lossless=True, replace=True)
+    assert isinstance(make_verifier(SpeculationConfig(verifier="typical")), KeepNothing)
+    assert is_lossless(SpeculationConfig(verifier="typical"))
+
+
+@pytest.mark.parametrize(("name", "lossless"), [("greedy", True), ("rejection", True), ("typical", False)])
+def test_typical_alone_is_lossy(name, lossless):
+    assert is_lossless(SpeculationConfig(verifier=name)) == lossless
+
+
+@pytest.mark.parametrize(("name", "reads"), [("greedy", False), ("rejection", True), ("typical", False)])
+def test_rejection_alone_reads_the_drafts_law(name, reads):
+    assert reads_draft_logits(SpeculationConfig(verifier=name)) == reads
+
+
+def test_a_users_verifier_decides_in_generate(registry):
+    made = SimpleNamespace(configs=[], verifier=KeepNothing())
+
+    def factory(config):
+        made.configs.append(config)
+        return made.verifier
+
+    register_verifier("nothing", factory, lossless=True)
+    target, draft = pair("llama", ACCEPTED_ALL)
+    inputs, stats = ragged_prompts(2, seed=1), hf_speculate.SpeculationStats()
+    ours = target.generate(
+        **inputs,
+        assistant_model=draft,
+        verifier="nothing",
+        posterior_alpha=0.7,
+        max_new_tokens=9,
+        num_assistant_tokens=3,
+        speculation_stats=stats,
+    )
+    assert_equal_ids(target.generate(**inputs, max_new_tokens=9), ours)
+    assert stats.verifier == "nothing"
+    assert stats.num_judged > stats.num_accepted == 0
+    assert max(draft.token_ids.shape[1] for draft in made.verifier.drafts) == 3
+    assert {config.posterior_alpha for config in made.configs} == {0.7}
+    assert {config.typical_correction for config in made.configs} == {"argmax"}
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_drafts_keep_their_law_for_verifiers_that_read_it_only(registry, reads):
+    verifier = KeepNothing()
+    register_verifier("nothing", lambda config: verifier, lossless=False, reads_draft_logits=reads)
+    target, draft = pair("llama")
+    options = {"verifier": "nothing", "do_sample": True, "max_new_tokens": 4, "num_assistant_tokens": 2}
+    target.generate(**ragged_prompts(1), assistant_model=draft, **options)
+    shown = [draft.token_logits for draft in verifier.drafts if draft.token_ids.shape[1]]
+    assert len(shown) > 0
+    assert all((logits is not None) == reads for logits in shown)
