@@ -50,13 +50,12 @@ def read_batches(num_prompts: int, batch_size: int) -> list[Inputs]:
     prompts = prompts[::step][:num_prompts]
     batches = []
     for begin in range(0, len(prompts), batch_size):
-        encoded = tokenizer(prompts[begin : begin + batch_size], return_tensors="pt", padding=True)
-        batches.append({name: encoded[name] for name in ("input_ids", "attention_mask")})
+        batches.append(tokenizer(prompts[begin : begin + batch_size], return_tensors="pt", padding=True))
     return batches
 
 
 def row_by_row(target: PreTrainedModel, draft: PreTrainedModel, inputs: Inputs, options: dict[str, Any]) -> None:
-    """transformers' assisted generation, one row after the other, as its users do for a batch."""
+    """Assisted generation as transformers has it, one row after the other, as its users do for a batch."""
     for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True):
         target.generate(ids[mask.bool()][None], assistant_model=draft, **options)
 

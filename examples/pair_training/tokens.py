@@ -37,6 +37,7 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
         eos_token=END_OF_TEXT,
         pad_token=PAD,
         padding_side="left",
+        model_input_names=["input_ids", "attention_mask"],
         model_max_length=MAX_CONTEXT_LEN,
         clean_up_tokenization_spaces=False,
     )
