@@ -32,13 +32,17 @@ class Batch:
 
     def __post_init__(self) -> None:
         on_host = self.tokens.token_ids.device.type == "cpu"
-        self.host_tokens = self.tokens if on_host else TokenBuffer(self.tokens.token_ids.cpu())
         self.prompt_len = self.tokens.lens[0]
+        self.host_tokens = self.tokens if on_host else self.separate_host_tokens()
         self.row_ids = list(range(len(self.tokens.lens)))  # each row's place in the output
         self.is_finished = [False] * len(self.row_ids)
         self.num_held = [0] * len(self.row_ids)  # tokens of each row that the drafter has seen
         self.kept: Kept | None = None
         self.num_rounds = 0
+
+    def separate_host_tokens(self) -> TokenBuffer:
+        """A copy of the rows on the host, for a target on an accelerator."""
+        return TokenBuffer(self.tokens.token_ids[:, : self.prompt_len].cpu())
 
     def keys(self) -> NoiseKeys:
         """The noise of the coming round."""

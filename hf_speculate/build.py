@@ -33,6 +33,8 @@ from hf_speculate.triton_kernels.noise import row_seeds
 from hf_speculate.types import SampleStrategy
 from hf_speculate.verify.base import make_verifier, reads_draft_logits
 
+_FIRST_CAPACITY = 1024  # tokens to come for which a row's buffer is made; it grows where that is not enough
+
 
 @dataclass(frozen=True)
 class Call:
@@ -196,19 +198,20 @@ def _build_batch(draft: PreTrainedModel, config: SpeculationConfig, call: Call) 
     else:
         num_prompt_tokens = [int(num) for num in mask.sum(1).tolist()]
     return Batch(
-        tokens=TokenBuffer(call.input_ids, capacity=call.max_length + 1),
+        tokens=TokenBuffer(call.input_ids, capacity=min(call.max_length, prompt_len + _FIRST_CAPACITY)),
         query_ids=call.query_ids,
         target_cache=target_cache,
         draft_cache=draft_cache,
-        seeds=_seeds(config, batch_size).to(device),
+        seeds=_seeds(config, batch_size, call.do_sample).to(device),
         num_prompt_tokens=num_prompt_tokens,
     )
 
 
-def _seeds(config: SpeculationConfig, batch_size: int) -> Tensor:
-    """[B] int64 row seeds; torch's generator is left alone where no noise is needed."""
+def _seeds(config: SpeculationConfig, batch_size: int, do_sample: bool) -> Tensor:
+    """[B] int64 row seeds; torch's generator is left alone where nothing is drawn."""
     seed = config.seed
-    if seed is None and config.verifier == "greedy":
+    needs_noise = do_sample or not (config.verifier == "greedy" or config.typical_correction == "argmax")
+    if seed is None and not needs_noise:
         seed = 0
     if seed is None:
         device = "cpu" if config.generator is None else config.generator.device
@@ -217,4 +220,4 @@ def _seeds(config: SpeculationConfig, batch_size: int) -> Tensor:
         return row_seeds(seed, batch_size)
     if len(seed) != batch_size:
         raise ConfigError(f"seed must be an int or one int per output row, {batch_size} of them, got {len(seed)}")
-    return torch.tensor([int(value) for value in seed], dtype=torch.int64)
+    return torch.cat([row_seeds(int(value), 1) for value in seed])

@@ -126,6 +126,8 @@ class SpeculationConfig:
         return replace(self, verifier=verifier, typical_correction=correction)
 
 
+# A field that is settled keeps its companion out of weaker sources.
+_SHUTS_OUT = {"num_assistant_tokens": "num_assistant_tokens_schedule", "seed": "generator", "generator": "seed"}
 FIELD_NAMES = tuple(field.name for field in fields(SpeculationConfig))
 
 
@@ -143,13 +145,10 @@ def read_config(sources: Iterable[Mapping[str, Any]]) -> SpeculationConfig:
     """
     settled: dict[str, Any] = {}
     for source in sources:
-        num_is_settled = "num_assistant_tokens" in settled
+        shut_out = {other for name, other in _SHUTS_OUT.items() if name in settled}
         for name in FIELD_NAMES:
-            if name in settled or name not in source:
-                continue
-            if name == "num_assistant_tokens_schedule" and num_is_settled:
-                continue
-            settled[name] = source[name]
+            if name in source and name not in settled and name not in shut_out:
+                settled[name] = source[name]
     unset = [name for name, value in settled.items() if value is None]
     for name in unset:  # an explicit None keeps weaker sources out, then means the default
         del settled[name]

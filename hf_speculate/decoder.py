@@ -190,8 +190,8 @@ class SpeculativeDecoder:
             self.recorder.add_row(
                 batch.row_ids[row],
                 verified.new_ids[row][:num],
-                verified.scores[row] if recorded.scores else None,
-                round_.logits[row] if recorded.logits else None,
+                verified.scores[row] if recorded.scores and not batch.is_finished[row] else None,
+                round_.logits[row] if recorded.logits and not batch.is_finished[row] else None,
             )
         if self.on_tokens is not None:
             self.on_tokens(verified.new_ids[0][: trimmed.num_emitted[0]])
@@ -214,7 +214,9 @@ class SpeculativeDecoder:
         self.stats.num_batch_rounds += 1
         self.stats.status |= verified.status
         for row in live:
-            self.stats.add_row(verified.num_drafted[row], verified.num_accepted[row], trimmed.num_emitted[row])
+            num_drafted, num_accepted = verified.num_drafted[row], verified.num_accepted[row]
+            num_judged = min(num_accepted + 1, num_drafted, len(verified.new_ids[row]))
+            self.stats.add_row(num_drafted, num_judged, num_accepted, trimmed.num_emitted[row])
         self.schedule.update([verified.num_drafted[row] for row in live], [verified.num_accepted[row] for row in live])
         if self._options:
             layers = batch.target_cache.cache.layers
@@ -229,11 +231,13 @@ class SpeculativeDecoder:
         batch.target_cache.crop([num_query - num for num in trimmed.num_emitted])
         if draft.token_ids.shape[1]:
             before = [length - num for length, num in zip(batch.tokens.lens, trimmed.num_emitted, strict=True)]
+            most = [max(emitted - 1, 0) for emitted in trimmed.num_emitted]
+            followed = [  # what a finished row's drafts were is of no use to anybody
+                num if done else min(num, accepted)
+                for num, done, accepted in zip(most, batch.is_finished, verified.num_accepted, strict=True)
+            ]
             valid = [
-                min(held, length + min(accepted, max(emitted - 1, 0)))
-                for held, length, accepted, emitted in zip(
-                    batch.num_held, before, verified.num_accepted, trimmed.num_emitted, strict=True
-                )
+                min(held, length + num) for held, length, num in zip(batch.num_held, before, followed, strict=True)
             ]
             self._crop_draft(batch, valid)
         self._compact(batch)

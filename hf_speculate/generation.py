@@ -26,8 +26,8 @@ from hf_speculate.config import FIELD_NAMES, SpeculationConfig, fields_of, read_
 from hf_speculate.decoder import SpeculativeDecoder
 from hf_speculate.errors import ConfigError, UnsupportedGenerationError
 from hf_speculate.outputs import Recorded
-from hf_speculate.refusals import check_call, check_models, check_prepared, checked_mask
-from hf_speculate.verify.base import make_verifier
+from hf_speculate.refusals import check_call, check_models, check_prepared, check_rope, checked_mask
+from hf_speculate.verify.base import check_verifier
 
 GenerateOutput = GenerateDecoderOnlyOutput | Tensor  # what transformers' plain decoding returns
 _TRANSFORMERS_FIELDS = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
@@ -104,6 +104,8 @@ def _generate(
         sources.append(fields_of(getattr(assistant, "generation_config", None)))
     config = read_config(sources)
     if assistant is None:
+        if config.speculation_stats is not None:
+            config.speculation_stats.reset()
         return plain(**call, **{name: keywords[name] for name in _TRANSFORMERS_FIELDS if name in keywords})
     check_call(assistant, call)
     check_models(model, assistant, [type(one).__name__ for one in (model, assistant) if one._is_stateful])
@@ -132,7 +134,8 @@ class _Speculation:
         **model_kwargs: Any,
     ) -> GenerateOutput:
         config = self.config.resolve(bool(generation_config.do_sample))
-        make_verifier(config)
+        check_verifier(config)
+        check_rope(model, generation_config.max_length)
         check_prepared(input_ids, generation_config, model_kwargs, self.streamer)
         cache = model_kwargs["past_key_values"]
         pad = generation_config._pad_token_tensor

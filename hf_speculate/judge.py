@@ -35,6 +35,7 @@ class Verified(NamedTuple):
     num_accepted: list[int]  # [B]
     status: int
     scores: Tensor  # [B, N, V] processed logits
+    is_stopped: list[bool] | None = None  # [B] where the stopping criteria ran already
 
 
 class Trimmed(NamedTuple):
@@ -126,7 +127,6 @@ class LockStepJudge:
     stats: SpeculationStats
     is_finished: Tensor | None = None  # [B] bool
     _scores: list[Tensor] = field(default_factory=list)  # each [B, V], one per new token
-    _stopped: list[bool] = field(default_factory=list)
 
     def verify(self, round_: Round) -> Verified:
         """See `Judge.verify`; the stopping criteria run here too, between positions."""
@@ -158,8 +158,8 @@ class LockStepJudge:
             self.is_finished = is_finished
             if not bool(stays.all()) or bool((is_finished != was_finished).any()):
                 break
-        self._stopped = is_finished.tolist()
         token_ids = torch.stack(columns, dim=1)  # [B, N]
+        self.stats.num_host_syncs += len(columns) + 1
         return Verified(
             token_ids,
             token_ids.tolist(),
@@ -167,11 +167,12 @@ class LockStepJudge:
             num_accepted.tolist(),
             status,
             torch.stack(scores, dim=1),
+            is_finished.tolist(),
         )
 
     def trim(self, round_: Round, verified: Verified) -> Trimmed:
         """See `Judge.trim`; `verify` stopped at the right token already."""
-        return Trimmed([len(ids) for ids in verified.new_ids], self._stopped)
+        return Trimmed([len(ids) for ids in verified.new_ids], verified.is_stopped or [])
 
     def rows(self, indices: Sequence[int]) -> None:
         """Nothing to forget: in lock step finished rows stay."""

@@ -102,7 +102,8 @@ class OutputRecorder:
 
 def _by_position(rows: list[list[Tensor]], pad_token_id: int) -> tuple[Tensor, ...]:
     ended = torch.full_like(rows[0][0], -torch.inf)
-    ended[pad_token_id] = 0.0
+    if pad_token_id < len(ended):  # a pad token may have been added without resizing the model
+        ended[pad_token_id] = 0.0
     longest = max(len(row) for row in rows)
     return tuple(
         torch.stack([row[position] if position < len(row) else ended for row in rows]) for position in range(longest)

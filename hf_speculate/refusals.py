@@ -1,5 +1,6 @@
 """Refuses what cannot be decoded speculatively, before any model runs."""
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,6 +42,15 @@ def check_models(target: PreTrainedModel, draft: PreTrainedModel, stateful: Sequ
         )
     for model in (target, draft):
         config = model.config.get_text_config(decoder=True)
+        if "past_key_values" not in inspect.signature(model.forward).parameters:
+            raise UnsupportedModelError(
+                f"both models must take past_key_values, got {type(model).__name__} without; {_WAY_OUT}"
+            )
+        if "prepare_inputs_for_generation" in vars(model):
+            raise UnsupportedModelError(
+                f"both models must prepare their inputs as their class does, got {type(model).__name__} with a "
+                f"prepare_inputs_for_generation of its own (prompt or prefix tuning); {_WAY_OUT}"
+            )
         if model.config.is_encoder_decoder:
             raise UnsupportedModelError(
                 f"both models must be decoder-only, got the encoder-decoder {type(model).__name__}; {_WAY_OUT}"
@@ -57,6 +67,30 @@ def check_models(target: PreTrainedModel, draft: PreTrainedModel, stateful: Sequ
             f"assistant_model must have the target's vocabulary of {sizes[0]} tokens, got {sizes[1]}; "
             "use a draft with the same tokenizer"
         )
+
+
+def check_rope(target: PreTrainedModel, max_length: int) -> None:
+    """Refuse rotary embeddings that change for tokens already cached once the text grows past a border.
+
+    Args:
+        target: scores the drafts; a draft of this kind costs acceptance only.
+        max_length: tokens of the output at most.
+
+    Raises:
+        UnsupportedModelError: the text may cross the border.
+    """
+    config = target.config.get_text_config(decoder=True)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    by_layer_type = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
+    for rope in by_layer_type:
+        if rope.get("rope_type") not in ("dynamic", "longrope"):
+            continue
+        border = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+        if max_length > border:
+            raise UnsupportedModelError(
+                f"max_length must be at most {border} for {type(target).__name__} with {rope['rope_type']} rotary "
+                f"embeddings, got {max_length}; {_WAY_OUT}"
+            )
 
 
 def check_call(assistant: object, call: dict[str, Any]) -> None:
@@ -129,7 +163,7 @@ def check_prepared(
     if type(cache) is not DynamicCache or cache.offloading:
         raise UnsupportedGenerationError(
             f"the cache must be a DynamicCache on one device with assistant_model, got {type(cache).__name__}; "
-            "leave cache_implementation out"
+            "pass a DynamicCache, or leave past_key_values and cache_implementation out"
         )
     if input_ids.shape[1] == 0:
         raise UnsupportedGenerationError(f"the prompt must hold at least one token, got an empty one; {_WAY_OUT}")

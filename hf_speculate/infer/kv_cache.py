@@ -118,6 +118,7 @@ class DynamicKVCache:
 
     def update(self, states: Sequence[KVState]) -> None:
         """Append one `KVState` [B, H, N, D] per layer to every row."""
+        self.mask(states[0].keys.shape[2] if states else 0)  # the new columns are real tokens
         for index, state in enumerate(states):
             self.cache.update(state.keys, state.values, index)
 
@@ -159,7 +160,9 @@ class DynamicKVCache:
             if any(self._pads):
                 pads = torch.tensor(self._pads, device=self.device)[:, None]
                 positions = (positions - pads).clamp_min(0)  # [B, Q]
-        return positions if max_position is None else positions.clamp_max(max_position)
+        if max_position is None or start + num_query - 1 <= max_position:
+            return positions
+        return positions.clamp_max(max_position)
 
     def crop(self, num_tokens_crop: int | Sequence[int] | Tensor) -> None:
         """Drop the newest tokens of each row, in place.
@@ -184,7 +187,7 @@ class DynamicKVCache:
 
     def rows(self, indices: Sequence[int]) -> None:
         """Keep the rows `indices`, in place, and only the padding that they need."""
-        index = torch.tensor(list(indices), dtype=torch.int64, device=self.device)
+        index = torch.tensor(list(indices), dtype=torch.int64)  # on the host: layers may lie on several devices
         self.cache.batch_select_indices(index)
         self.batch_size = len(indices)
         self._pads = [self._pads[row] for row in indices]
@@ -192,7 +195,7 @@ class DynamicKVCache:
         common = min(self._prompt_pads, default=0)
         self._prompt_pads = [pad - common for pad in self._prompt_pads]
         if self._mask is not None:
-            self._mask = self._mask[index]
+            self._mask = self._mask[index.to(self._mask.device)]
         self._drop_common_padding()
         if not any(self._pads) and not self._has_holes:
             self._mask = None
@@ -246,13 +249,13 @@ class DynamicKVCache:
         shift = torch.tensor(shifts, device=self.device)[:, None]  # [B, 1]
         source = torch.arange(num_columns, device=self.device) - shift  # [B, T]
         self._mask = torch.where(source < 0, 0, mask.gather(1, source.clamp_min(0)))
-        index: dict[tuple[int, ...], Tensor] = {}
+        index: dict[Any, Tensor] = {}
         for layer in self._layers:
-            shape = tuple(layer.keys.shape[:3])
-            if shape not in index:
-                index[shape] = _moved_columns(shape, shift.to(layer.keys.device))
-            layer.keys, layer.values = (_take(states, index[shape]) for states in (layer.keys, layer.values))
-        self._pads = [pad + shift for pad, shift in zip(self._pads, shifts, strict=True)]
+            key = (*layer.keys.shape[:3], layer.keys.device)
+            if key not in index:
+                index[key] = _moved_columns(layer.keys.shape[:3], shift.to(layer.keys.device))
+            layer.keys, layer.values = (_take(states, index[key]) for states in (layer.keys, layer.values))
+        self._pads = [pad + gained for pad, gained in zip(self._pads, shifts, strict=True)]
 
     def _drop_common_padding(self) -> None:
         """Cut from the left the padding that all rows have gained since the prompt."""
@@ -288,7 +291,7 @@ def check_layers(cache: Cache) -> None:
             )
 
 
-def _moved_columns(shape: tuple[int, ...], shift: Tensor) -> Tensor:
+def _moved_columns(shape: Sequence[int], shift: Tensor) -> Tensor:
     """[B * H * T] int64: where each column of `shape` [B, H, T] comes from when row b moves right by `shift` [B, 1].
 
     The oldest column fills the gap.

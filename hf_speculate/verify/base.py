@@ -77,6 +77,15 @@ def make_verifier(config: SpeculationConfig) -> Verifier:
     return _entry(config).factory(config)
 
 
+def check_verifier(config: SpeculationConfig) -> None:
+    """Make sure that a resolved config names a verifier.
+
+    Raises:
+        ConfigError: nothing is registered under the name.
+    """
+    _entry(config)
+
+
 def reads_draft_logits(config: SpeculationConfig) -> bool:
     """Whether the named verifier reads `DraftOut.token_logits`."""
     return _entry(config).reads_draft_logits

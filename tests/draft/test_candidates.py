@@ -14,7 +14,7 @@ from hf_speculate.infer.language_model import LanguageModel
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.types import SampleStrategy
 from tests.cases import assert_equal_ids
-from tests.generate.test_law import PROMPT, SIGNIFICANCE, joint_law, p_value
+from tests.generate.test_law import NUM_TOKENS, PROMPT, SIGNIFICANCE, joint_law, p_value
 from tests.tiny import make_law_model, make_model, noisy_copy, ragged_prompts
 
 
@@ -66,8 +66,8 @@ def test_transformers_sampling_loop_keeps_the_law(strategy):
     counts: Counter = Counter()
     for seed in range(700):
         target.seed = seed
-        ids = target.generate(PROMPT, max_new_tokens=3, do_sample=True, top_k=0, assistant_model=draft)
-        counts[tuple(ids[0, -3:].tolist())] += 1
+        ids = target.generate(PROMPT, max_new_tokens=NUM_TOKENS, do_sample=True, top_k=0, assistant_model=draft)
+        counts[tuple(ids[0, -NUM_TOKENS:].tolist())] += 1
     assert p_value(counts, joint_law(plain)) > SIGNIFICANCE
 
 

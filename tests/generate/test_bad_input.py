@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from peft import PromptTuningConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
     GenerationConfig,
     MambaConfig,
+    OpenAIGPTConfig,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -158,6 +160,35 @@ def test_a_model_with_recurrent_state():
         hf_speculate.generate(mamba, **ragged_prompts(1, seed=1), assistant_model=draft)
     with pytest.raises(UnsupportedModelError, match="must be able to roll back, got MambaForCausalLM"):
         target.generate(**ragged_prompts(1, seed=1), assistant_model=mamba)
+
+
+def test_a_model_without_a_cache():
+    config = OpenAIGPTConfig(vocab_size=64, n_embd=16, n_layer=1, n_head=2, n_positions=32)
+    model = AutoModelForCausalLM.from_config(config)
+    target, draft = pair("llama")
+    for one, other in ((model, draft), (target, model)):
+        with pytest.raises(UnsupportedModelError, match="must take past_key_values, got OpenAIGPTLMHeadModel"):
+            hf_speculate.generate(one, **ragged_prompts(1, seed=1), assistant_model=other)
+
+
+def test_prompt_tuning():
+    target, draft = make_model("llama"), pair("llama")[1]
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    wrapped = hf_speculate.enable(get_peft_model(target, config).eval())
+    with pytest.raises(UnsupportedModelError, match="a prepare_inputs_for_generation of its own"):
+        wrapped.generate(**ragged_prompts(1, seed=1), assistant_model=draft, max_new_tokens=3)
+
+
+def test_rotary_embeddings_that_change_past_a_border():
+    target = make_model(
+        "llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, max_position_embeddings=32
+    )
+    draft = pair("llama")[1]
+    inputs = ragged_prompts(1, seed=1)
+    short = hf_speculate.generate(target, **inputs, assistant_model=draft, max_new_tokens=8)
+    assert torch.equal(short, target.generate(**inputs, max_new_tokens=8))
+    with pytest.raises(UnsupportedModelError, match="max_length must be at most 32 for LlamaForCausalLM with dynamic"):
+        hf_speculate.generate(target, **inputs, assistant_model=draft, max_new_tokens=40)
 
 
 def test_an_encoder_decoder():

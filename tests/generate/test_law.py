@@ -1,21 +1,29 @@
-"""The joint law of the first three new tokens is the target's, computed exactly from every prefix."""
+"""The joint law of the first four new tokens is the target's, computed exactly from every prefix.
+
+The first token comes with the prompt's forward. A round of two drafted tokens and a bonus can give the other three;
+after a refusal the rest comes from further rounds, on a draft cache that was rolled back.
+"""
 
 import itertools
 from collections import Counter
 
 import pytest
 import torch
-from scipy import stats
+from scipy.stats import chisquare
 from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList
 
 import hf_speculate
-from hf_speculate.types import DraftOut
+from hf_speculate.triton_kernels import sample
+from hf_speculate.types import DraftOut, Stream
 from hf_speculate.verify import RejectionVerifier
 from tests.tiny import make_law_model
 
 VOCAB_SIZE = 8
-NUM_TOKENS = 3
+NUM_TOKENS = 4
+K = 2
 NUM_DRAWS = 200_000
+FEWER_DRAWS = 40_000  # for what differs from the other cases in the order of calls only
 ROWS_PER_CALL = 20_000
 SIGNIFICANCE = 1e-4  # a right sampler fails one run in ten thousand; the controls come out below 1e-12
 MIN_EXPECTED = 5.0  # the usual bound below which chi-square cells are pooled
@@ -50,7 +58,7 @@ def step_law(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: fl
 
 @torch.no_grad()
 def joint_law(target, **warpers) -> Tensor:
-    """[V, V, V] float64: the law of three tokens after the prompt."""
+    """[V, V, V, V] float64: the law of four tokens after the prompt."""
     law = torch.ones(1, dtype=torch.float64)
     prefixes = PROMPT
     for _ in range(NUM_TOKENS):
@@ -61,16 +69,25 @@ def joint_law(target, **warpers) -> Tensor:
     return law.view((VOCAB_SIZE,) * NUM_TOKENS)
 
 
-def draw(target, draft, num_draws: int = NUM_DRAWS, **options) -> Counter:
-    """Counts of the drawn triples, from calls of many rows that each have a seed of their own."""
+def with_eos(law: Tensor, eos_token_id: int) -> Tensor:
+    """The law of texts that are padded with `eos_token_id` after the first one."""
+    ended = torch.zeros_like(law)
+    for text in itertools.product(range(VOCAB_SIZE), repeat=law.ndim):
+        end = text.index(eos_token_id) + 1 if eos_token_id in text else len(text)
+        ended[text[:end] + (eos_token_id,) * (len(text) - end)] += law[text]
+    return ended
+
+
+def draw(target, draft, num_draws: int = NUM_DRAWS, num_rows: int = ROWS_PER_CALL, **options) -> Counter:
+    """Counts of the drawn quadruples, from calls of many rows that each have a seed of their own."""
     counts: Counter = Counter()
-    for begin in range(0, num_draws, ROWS_PER_CALL):
+    for begin in range(0, num_draws, num_rows):
         sequences = target.generate(
             PROMPT,
             attention_mask=torch.ones_like(PROMPT),
             max_new_tokens=NUM_TOKENS,
             do_sample=True,
-            num_return_sequences=min(ROWS_PER_CALL, num_draws - begin),
+            num_return_sequences=min(num_rows, num_draws - begin),
             assistant_model=draft,
             seed=begin,
             **{"top_k": 0, **options},
@@ -80,39 +97,76 @@ def draw(target, draft, num_draws: int = NUM_DRAWS, **options) -> Counter:
 
 
 def p_value(counts: Counter, law: Tensor) -> float:
-    """Chi-square over all triples, rare ones pooled; 0 when an impossible one was drawn."""
+    """Chi-square over all texts, rare ones pooled; 0 when an impossible one was drawn."""
     total = sum(counts.values())
     observed, expected = [], []
     rare_observed, rare_expected = 0, 0.0
-    for triple in itertools.product(range(VOCAB_SIZE), repeat=NUM_TOKENS):
-        mean = float(law[triple]) * total
-        if mean == 0 and counts[triple]:
+    for text, probability in zip(
+        itertools.product(range(VOCAB_SIZE), repeat=law.ndim), law.flatten().tolist(), strict=True
+    ):
+        mean = probability * total
+        if mean == 0 and counts[text]:
             return 0.0
         if mean < MIN_EXPECTED:
-            rare_observed, rare_expected = rare_observed + counts[triple], rare_expected + mean
+            rare_observed, rare_expected = rare_observed + counts[text], rare_expected + mean
         else:
-            observed.append(counts[triple])
+            observed.append(counts[text])
             expected.append(mean)
     if rare_expected >= MIN_EXPECTED:
         observed.append(rare_observed)
         expected.append(rare_expected)
     scale = sum(observed) / sum(expected)
-    return float(stats.chisquare(observed, [mean * scale for mean in expected]).pvalue)
+    return float(chisquare(observed, [mean * scale for mean in expected]).pvalue)
 
 
 @pytest.mark.parametrize("draft_sampling", ["sample", "argmax"])
 @pytest.mark.parametrize("warpers", WARPERS)
 def test_rejection_keeps_the_joint_law(models, warpers, draft_sampling):
     target, draft = models
-    counts = draw(target, draft, num_assistant_tokens=2, draft_sampling=draft_sampling, **WARPERS[warpers])
+    stats = hf_speculate.SpeculationStats()
+    counts = draw(
+        target,
+        draft,
+        num_assistant_tokens=K,
+        draft_sampling=draft_sampling,
+        speculation_stats=stats,
+        **WARPERS[warpers],
+    )
+    assert len(stats.judged_by_position) == K
     assert p_value(counts, joint_law(target, **WARPERS[warpers])) > SIGNIFICANCE
+
+
+class Foreign(LogitsProcessor):
+    """A user's processor, of which nothing is known; it changes nothing."""
+
+    def __call__(self, input_ids, scores):
+        return scores
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"logits_processor": LogitsProcessorList([Foreign()])},
+        {"assistant_confidence_threshold": 0.3},
+        {"eos_token_id": 3, "pad_token_id": 3},
+    ],
+    ids=["lock step", "confidence threshold", "eos"],
+)
+def test_other_ways_of_a_round_keep_the_joint_law(models, options):
+    target, draft = models
+    num_rows = 200 if "logits_processor" in options else ROWS_PER_CALL  # many rows in lock step advance by one token
+    counts = draw(target, draft, FEWER_DRAWS, num_rows, num_assistant_tokens=K, **options)
+    law = joint_law(target)
+    if "eos_token_id" in options:
+        law = with_eos(law, options["eos_token_id"])
+    assert p_value(counts, law) > SIGNIFICANCE
 
 
 def test_one_row_calls_draw_what_the_same_seeds_draw_in_a_batch(models):
     """So the law of a batch is that of calls with one row."""
     target, draft = models
     seeds = list(range(40))
-    options = {"do_sample": True, "top_k": 0, "max_new_tokens": 6, "assistant_model": draft, "num_assistant_tokens": 2}
+    options = {"do_sample": True, "top_k": 0, "max_new_tokens": 6, "assistant_model": draft, "num_assistant_tokens": K}
     batch = target.generate(PROMPT.repeat(len(seeds), 1), seed=seeds, **options)
     for row, seed in enumerate(seeds):
         assert torch.equal(batch[row : row + 1], target.generate(PROMPT, seed=seed, **options))
@@ -120,7 +174,7 @@ def test_one_row_calls_draw_what_the_same_seeds_draw_in_a_batch(models):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("draft_sampling", ["sample", "argmax"])
-def test_one_row_calls_keep_the_law_of_the_first_two_tokens(models, draft_sampling):
+def test_one_row_calls_keep_the_law(models, draft_sampling):
     target, draft = models
     counts: Counter = Counter()
     for seed in range(4000):
@@ -132,7 +186,7 @@ def test_one_row_calls_keep_the_law_of_the_first_two_tokens(models, draft_sampli
             assistant_model=draft,
             seed=seed,
             draft_sampling=draft_sampling,
-            num_assistant_tokens=2,
+            num_assistant_tokens=K,
         )
         counts[tuple(ids[0, -NUM_TOKENS:].tolist())] += 1
     assert p_value(counts, joint_law(target)) > SIGNIFICANCE
@@ -150,9 +204,6 @@ class NoiseOfTheDraftUsedAgain:
     """A control: draws the correction with the noise of the draft's own token."""
 
     def verify(self, target_logits, draft, keys):
-        from hf_speculate.triton_kernels import sample
-        from hf_speculate.types import Stream
-
         verdict = RejectionVerifier().verify(target_logits, draft, keys)
         rows = torch.arange(len(target_logits))
         end = verdict.num_accepted.long()
@@ -168,11 +219,11 @@ class NoiseOfTheDraftUsedAgain:
 def test_a_wrong_verifier_fails_the_same_test(models, control, draft_sampling):
     target, draft = models
     hf_speculate.register_verifier("control", lambda config: control(), lossless=False, replace=True)
-    counts = draw(target, draft, verifier="control", num_assistant_tokens=2, draft_sampling=draft_sampling)
+    counts = draw(target, draft, verifier="control", num_assistant_tokens=K, draft_sampling=draft_sampling)
     assert p_value(counts, joint_law(target)) < SIGNIFICANCE
 
 
 def test_a_wrong_law_fails_the_same_test(models):
     target, draft = models
-    counts = draw(target, draft, num_assistant_tokens=2, temperature=0.95)
+    counts = draw(target, draft, num_assistant_tokens=K, temperature=0.95)
     assert p_value(counts, joint_law(target)) < SIGNIFICANCE

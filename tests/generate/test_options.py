@@ -7,6 +7,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 import hf_speculate
+from hf_speculate.batch import Batch
 from tests.cases import assert_equal_ids, pair, plain_and_ours
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 
@@ -368,3 +369,89 @@ def test_prefill_in_chunks_gives_the_same_text():
     inputs = ragged_prompts(2, seed=26, min_len=10, max_len=20)
     plain, ours = plain_and_ours(target, draft, inputs, max_new_tokens=12, prefill_chunk_size=4, num_assistant_tokens=3)
     assert_equal_ids(plain, ours)
+
+
+def test_a_pad_id_outside_the_vocabulary_is_no_trouble():
+    target, draft = pair("llama")
+    inputs = ragged_prompts(2, seed=27)
+    eos = common_ids("llama", inputs, 1)
+    options = {"max_new_tokens": 14, "eos_token_id": eos, "pad_token_id": 64, "return_dict_in_generate": True}
+    plain, ours = plain_and_ours(target, draft, inputs, output_scores=True, num_assistant_tokens=K, **options)
+    assert_equal_ids(plain.sequences, ours.sequences)
+    assert len(ours.scores) == len(plain.scores)
+
+
+def test_a_large_bound_on_the_length_reserves_no_memory():
+    target, draft = pair("llama")
+    output = target.generate(
+        **ragged_prompts(1, seed=1),
+        max_new_tokens=10**12,
+        assistant_model=draft,
+        stopping_criteria=StoppingCriteriaList([StopAtSum()]),
+    )
+    assert output.shape[1] < 200
+
+
+def test_a_separate_copy_of_the_rows_on_the_host_gives_the_same_text(monkeypatch):
+    """As with a target on an accelerator."""
+    target, draft = pair("llama")
+    inputs = ragged_prompts(4, seed=28)
+    eos = common_ids("llama", inputs, 2)
+    options = {"max_new_tokens": NUM_NEW, "eos_token_id": eos, "pad_token_id": 0}
+    plain = target.generate(**inputs, **options)
+
+    def begin(batch):
+        begin_on_host(batch)
+        batch.host_tokens = batch.separate_host_tokens()
+        separated.append(batch)
+
+    separated: list[Batch] = []
+    begin_on_host = Batch.__post_init__
+    monkeypatch.setattr(Batch, "__post_init__", begin)
+    assert_equal_ids(plain, target.generate(**inputs, **options, assistant_model=draft, num_assistant_tokens=K))
+    assert separated[0].host_tokens is not separated[0].tokens
+
+
+def test_statistics_are_reset_by_a_call_without_an_assistant():
+    target, draft = pair("llama")
+    stats = hf_speculate.SpeculationStats()
+    inputs = ragged_prompts(1, seed=1)
+    target.generate(**inputs, max_new_tokens=9, assistant_model=draft, speculation_stats=stats)
+    assert stats.num_rounds > 0
+    target.generate(**inputs, max_new_tokens=9, speculation_stats=stats)
+    assert stats.num_rounds == 0
+
+
+class Identity(LogitsProcessor):
+    """A user's own processor that changes nothing."""
+
+    def __call__(self, input_ids, scores):
+        return scores
+
+
+def test_lock_step_of_one_row_counts_what_a_row_on_its_own_counts():
+    target, draft = pair("llama")
+    alone, lock_step = hf_speculate.SpeculationStats(), hf_speculate.SpeculationStats()
+    options = {"max_new_tokens": 20, "assistant_model": draft, "num_assistant_tokens": K}
+    inputs = ragged_prompts(1, seed=29)
+    target.generate(**inputs, **options, speculation_stats=alone)
+    target.generate(
+        **inputs, **options, speculation_stats=lock_step, logits_processor=LogitsProcessorList([Identity()])
+    )
+    assert (lock_step.lock_step, alone.lock_step) == (True, False)
+    assert lock_step.judged_by_position == alone.judged_by_position
+    assert lock_step.accepted_by_position == alone.accepted_by_position
+
+
+def test_lock_step_does_not_judge_what_a_neighbour_cut_off():
+    """A row that was cut because its neighbour refused has accepted all that was judged of it."""
+    target, draft = pair("llama")
+    inputs = ragged_prompts(8, seed=30)
+    options = {"max_new_tokens": 20, "assistant_model": draft, "num_assistant_tokens": K}
+    alone, lock_step = hf_speculate.SpeculationStats(), hf_speculate.SpeculationStats()
+    target.generate(**inputs, **options, speculation_stats=alone)
+    target.generate(
+        **inputs, **options, speculation_stats=lock_step, logits_processor=LogitsProcessorList([Identity()])
+    )
+    assert abs(lock_step.acceptance - alone.acceptance) < 0.2  # 8 rows of 20 tokens; it was a third lower when wrong
+    assert lock_step.num_host_syncs > 0

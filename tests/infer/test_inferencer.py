@@ -183,8 +183,7 @@ def test_the_callers_own_choice_replaces_strategy_and_eos(prompts):
 
     def choose(logits, step):
         steps.append(step)
-        token_ids = logits.argmin(-1) * 0 + 9 + step
-        return Choice(token_ids, None, torch.tensor([step >= 1, step >= 2, False]))
+        return Choice(torch.full((len(logits),), 9 + step), None, torch.tensor([step >= 1, step >= 2, False]))
 
     out = make_inferencer(model).decode(
         prompts["input_ids"], make_cache(model, 3, prompts["attention_mask"]), 4, RANDOM, choose=choose

@@ -1,5 +1,7 @@
 """A model behind a cache gives the logits of one plain forward over each row's real tokens."""
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor
@@ -61,9 +63,8 @@ def test_a_model_that_cannot_keep_some_logits_has_them_cut(llama):
                 input_ids, attention_mask, position_ids=position_ids, past_key_values=past_key_values, **kwargs
             )
 
-    model = KeepsAll(llama.config).eval()
-    model.load_state_dict(llama.state_dict())
-    model.double()
+    model = copy.deepcopy(llama)
+    model.__class__ = KeepsAll
     ids = torch.tensor([[5, 6, 7, 8]])
     logits = LanguageModel(model).forward(ids, make_cache(model, 1), logits_to_keep=2)
     assert logits.shape == (1, 2, 64)

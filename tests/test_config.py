@@ -1,0 +1,317 @@
+"""Fields reach a call from the strongest source that sets them, through the real `generate()`."""
+
+import itertools
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+import hf_speculate
+from hf_speculate.config import FIELD_NAMES, SpeculationConfig, fields_of, read_config
+from hf_speculate.errors import ConfigError
+from hf_speculate.stats import SpeculationStats
+from hf_speculate.types import Verdict
+from hf_speculate.verify import base, register_verifier
+from tests.tiny import make_model, noisy_copy, ragged_prompts
+
+NUM_NEW = 24
+SOURCES = ("keyword", "passed", "model", "draft")  # the strongest first
+# One value for each of them, neighbours different, then the default.
+VALUES = {
+    "posterior_threshold": (0.11, 0.12, 0.13, 0.14, 0.09),
+    "posterior_alpha": (0.41, 0.42, 0.43, 0.44, 0.3),
+    "entropy_epsilon": (0.01, 0.02, 0.03, 0.04, 0.0),
+    "typical_correction": ("sample", "argmax", "sample", "argmax", "sample"),
+    "draft_sampling": ("sample", "argmax", "sample", "argmax", "sample"),
+    "num_assistant_tokens": (2, 3, 4, 6, None),
+    "num_assistant_tokens_schedule": ("heuristic", "constant", "heuristic_transient", "heuristic", None),
+    "assistant_confidence_threshold": (0.1, 0.2, 0.3, 0.4, None),
+    "verifier_backend": ("auto", "torch", "auto", "torch", "auto"),
+    "speculation_cache": ("auto", "dynamic", "auto", "dynamic", "auto"),
+    "seed": (1, 2, 3, 4, None),
+}
+
+
+class Pair:
+    """An enabled model and a draft equal to it, so that every drafted token is judged and accepted."""
+
+    def __init__(self):
+        self.target = hf_speculate.enable(make_model("llama"))
+        self.draft = noisy_copy(self.target, 0.0)
+
+    def generate(self, **options) -> SpeculationStats:
+        stats = SpeculationStats()
+        options = {"max_new_tokens": NUM_NEW, **options}
+        self.target.generate(
+            **ragged_prompts(1, seed=1), assistant_model=self.draft, speculation_stats=stats, **options
+        )
+        return stats
+
+    def generate_from(self, sources: dict[str, dict], **options) -> SpeculationStats:
+        """One call with fields set in the named sources."""
+        for model, source in ((self.target, "model"), (self.draft, "draft")):
+            model.generation_config = GenerationConfig(pad_token_id=0, **sources.get(source, {}))
+        options.update(sources.get("keyword", {}))
+        if "passed" in sources:
+            options["generation_config"] = GenerationConfig(**sources["passed"])
+        return self.generate(**options)
+
+
+@pytest.fixture
+def models() -> Pair:
+    return Pair()
+
+
+def longest_draft(stats: SpeculationStats) -> int:
+    """Of the call's drafts, all of which were accepted."""
+    assert stats.num_accepted == stats.num_judged > 0
+    return len(stats.judged_by_position)
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """The resolved settings of each call with `verifier="seeing"`, a verifier that keeps nothing."""
+    configs: list[SpeculationConfig] = []
+
+    class KeepNothing:
+        def verify(self, target_logits, draft, keys):
+            token_ids = torch.full((*target_logits.shape[:2],), -1)
+            token_ids[:, 0] = target_logits[:, 0].argmax(-1)
+            return Verdict(token_ids, torch.zeros_like(draft.lens), torch.zeros_like(draft.lens))
+
+    def factory(config):
+        configs.append(config)
+        return KeepNothing()
+
+    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
+    register_verifier("seeing", factory, lossless=False)
+    return configs
+
+
+@pytest.mark.parametrize("strongest", range(len(SOURCES) + 1))
+def test_every_field_is_taken_from_the_strongest_source_that_sets_it(models, seen, strongest):
+    sources = {
+        source: {name: values[place] for name, values in VALUES.items()}
+        for place, source in enumerate(SOURCES)
+        if place >= strongest
+    }
+    models.generate_from(sources, do_sample=True, verifier="seeing", max_new_tokens=3)
+    expected = {name: values[strongest] for name, values in VALUES.items()}
+    assert {name: getattr(seen[-1], name) for name in VALUES} == expected
+
+
+def test_the_values_above_tell_neighbours_apart_for_every_field_that_a_saved_config_can_hold():
+    assert set(FIELD_NAMES) - set(VALUES) == {"verifier", "generator", "speculation_stats"}
+    for name, values in VALUES.items():
+        assert len(values) == len(SOURCES) + 1, name
+        assert all(one != other for one, other in itertools.pairwise(values)), name
+
+
+@pytest.mark.parametrize("strongest", range(len(SOURCES)))
+def test_the_verifier_that_runs_is_the_strongest_sources(models, strongest):
+    names = ["typical", "rejection", "typical", "rejection"]
+    sources = {source: {"verifier": names[place]} for place, source in enumerate(SOURCES) if place >= strongest}
+    assert models.generate_from(sources, do_sample=True).verifier == names[strongest]
+
+
+@pytest.mark.parametrize(("do_sample", "verifier"), [(False, "greedy"), (True, "rejection")])
+def test_an_unset_verifier_is_the_lossless_one(models, do_sample, verifier):
+    assert models.generate(do_sample=do_sample).verifier == verifier
+
+
+@pytest.mark.parametrize("strongest", range(len(SOURCES) + 1))
+def test_drafts_are_as_long_as_the_strongest_source_says(models, strongest):
+    nums = [2, 3, 4, 6]
+    sources = {
+        source: {"num_assistant_tokens": nums[place]} for place, source in enumerate(SOURCES) if place >= strongest
+    }
+    assert longest_draft(models.generate_from(sources)) == [*nums, 5][strongest]
+
+
+def test_a_schedule_beside_the_number_of_tokens_counts(models):
+    stats = models.generate_from({"model": {"num_assistant_tokens": 2, "num_assistant_tokens_schedule": "heuristic"}})
+    assert longest_draft(stats) > 2
+
+
+def test_a_schedule_in_a_stronger_source_counts(models):
+    sources = {
+        "keyword": {"num_assistant_tokens_schedule": "heuristic"},
+        "model": {"num_assistant_tokens": 2},
+    }
+    assert longest_draft(models.generate_from(sources)) > 2
+
+
+@pytest.mark.parametrize("weaker", SOURCES[1:])
+def test_a_schedule_in_a_weaker_source_than_the_number_of_tokens_does_not_count(models, weaker):
+    sources = {
+        "keyword": {"num_assistant_tokens": 2},
+        weaker: {"num_assistant_tokens_schedule": "heuristic", "num_assistant_tokens": 7},
+    }
+    assert longest_draft(models.generate_from(sources)) == 2
+
+
+def test_a_schedule_alone_starts_from_the_default(models):
+    assert longest_draft(models.generate(num_assistant_tokens_schedule="heuristic")) > 5
+
+
+@pytest.mark.parametrize("weaker", SOURCES[1:])
+def test_a_confidence_threshold_of_none_keeps_weaker_sources_out(models, weaker):
+    strict = {weaker: {"assistant_confidence_threshold": 1.0}}  # below certainty: every draft is one token long
+    assert longest_draft(models.generate_from(strict)) == 1
+    keyword = {"assistant_confidence_threshold": None}
+    assert longest_draft(models.generate_from({**strict, "keyword": keyword})) == 5
+
+
+def test_a_confidence_threshold_of_zero_disables(models):
+    sources = {"model": {"assistant_confidence_threshold": 1.0}, "passed": {"assistant_confidence_threshold": 0.0}}
+    assert longest_draft(models.generate_from(sources)) == 5
+
+
+def test_models_and_configs_are_left_as_they_were(models):
+    passed = GenerationConfig(num_assistant_tokens=3, posterior_alpha=0.2)
+    models.target.generation_config = GenerationConfig(pad_token_id=0, num_assistant_tokens_schedule="heuristic")
+    configs = [passed, models.target.generation_config, models.draft.generation_config]
+    before = [config.to_dict() for config in configs]
+    models.generate(generation_config=passed, verifier="typical")
+    assert [config.to_dict() for config in configs] == before
+
+
+SAVED = {"verifier": "typical", "posterior_alpha": 0.2, "num_assistant_tokens": 3, "seed": 4}
+
+
+def test_saved_fields_arrive(tmp_path):
+    GenerationConfig(**SAVED).save_pretrained(tmp_path)
+    assert fields_of(GenerationConfig.from_pretrained(tmp_path)) == SAVED
+
+
+@pytest.mark.parametrize("owner", ["target", "draft"])
+def test_fields_saved_with_a_model_count_when_it_is_loaded(models, tmp_path, owner):
+    model = getattr(models, owner)
+    model.generation_config = GenerationConfig(pad_token_id=0, **SAVED)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    setattr(models, owner, hf_speculate.enable(loaded))
+    stats = models.generate()
+    assert stats.verifier == "typical"
+    assert longest_draft(stats) == 3
+
+
+@pytest.mark.parametrize("form", ["file", "mapping"])
+def test_a_repositorys_fields_stand_between_the_call_and_the_model(models, tmp_path, form):
+    fields = {"num_assistant_tokens": 3, "verifier": "typical", "do_sample": True, "unknown": 1}
+    path = tmp_path / "generation_config.json"
+    path.write_text(json.dumps(fields), encoding="utf-8")
+    models.target.generation_config = GenerationConfig(pad_token_id=0, num_assistant_tokens=7, verifier="rejection")
+
+    def generate(**options) -> SpeculationStats:
+        stats = SpeculationStats()
+        hf_speculate.generate(
+            models.target,
+            **ragged_prompts(1, seed=1),
+            assistant_model=models.draft,
+            fields_from=path if form == "file" else fields,
+            max_new_tokens=NUM_NEW,
+            speculation_stats=stats,
+            **options,
+        )
+        return stats
+
+    stats = generate()
+    assert stats.verifier == "typical"
+    assert longest_draft(stats) == 3
+    assert longest_draft(generate(generation_config=GenerationConfig(num_assistant_tokens=4))) == 4
+    assert longest_draft(generate(num_assistant_tokens=2)) == 2
+
+
+def test_read_config_settles_each_field_by_itself():
+    config = read_config([{"verifier": "typical"}, {"verifier": "rejection", "seed": 3}, {"posterior_alpha": 0.5}])
+    assert config == SpeculationConfig(verifier="typical", seed=3, posterior_alpha=0.5)
+
+
+def test_read_config_of_nothing_is_the_defaults():
+    assert read_config([]) == read_config([{}, {}]) == SpeculationConfig()
+
+
+def test_read_config_passes_over_what_is_not_ours():
+    assert read_config([{"temperature": 0.5, "verifier": "typical"}]) == SpeculationConfig(verifier="typical")
+
+
+def test_read_config_lets_an_explicit_none_mean_the_default():
+    weaker = {"posterior_alpha": 0.5, "assistant_confidence_threshold": 0.4}
+    assert read_config([dict.fromkeys(weaker), weaker]) == SpeculationConfig()
+
+
+def test_read_config_drops_a_schedule_weaker_than_the_number_of_tokens():
+    schedule, num = {"num_assistant_tokens_schedule": "heuristic"}, {"num_assistant_tokens": 3}
+    assert read_config([num, schedule]).num_assistant_tokens_schedule is None
+    assert read_config([schedule, num]).num_assistant_tokens_schedule == "heuristic"
+    assert read_config([{**num, **schedule}]).num_assistant_tokens_schedule == "heuristic"
+
+
+def test_read_config_checks_what_it_settled_only():
+    assert read_config([{"posterior_alpha": 0.5}, {"posterior_alpha": -1}]).posterior_alpha == 0.5
+    with pytest.raises(ConfigError, match=r"posterior_alpha must be > 0, got -1; leave it out for the default"):
+        read_config([{}, {"posterior_alpha": -1}])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"posterior_threshold": True},
+        {"posterior_threshold": "0.1"},
+        {"num_assistant_tokens": True},
+        {"seed": 1.0},
+        {"seed": [1, 2.0]},
+        {"assistant_confidence_threshold": float("nan")},
+    ],
+    ids=str,
+)
+def test_values_of_another_type_are_refused(fields):
+    (name,) = fields
+    with pytest.raises(ConfigError, match=f"{name} must be"):
+        SpeculationConfig(**fields)
+
+
+@pytest.mark.parametrize("fields", [{"num_assistant_tokens": 1}, {"num_assistant_tokens": 128}, {"seed": [3, 2**70]}])
+def test_values_at_the_edge_are_taken(fields):
+    (name,) = fields
+    assert getattr(SpeculationConfig(**fields), name) == fields[name]
+
+
+@pytest.mark.parametrize(
+    ("verifier", "do_sample", "resolved"),
+    [
+        (None, False, "greedy"),
+        (None, True, "rejection"),
+        ("greedy", False, "greedy"),
+        ("rejection", False, "greedy"),
+        ("rejection", True, "rejection"),
+        ("typical", False, "typical"),
+        ("typical", True, "typical"),
+        ("mine", True, "mine"),
+    ],
+)
+def test_resolve_fills_the_verifier_in(verifier, do_sample, resolved):
+    assert SpeculationConfig(verifier=verifier).resolve(do_sample).verifier == resolved
+
+
+@pytest.mark.parametrize(
+    ("correction", "do_sample", "resolved"),
+    [(None, False, "argmax"), (None, True, "sample"), ("sample", False, "sample"), ("argmax", True, "argmax")],
+)
+def test_resolve_fills_the_correction_in(correction, do_sample, resolved):
+    assert SpeculationConfig(typical_correction=correction).resolve(do_sample).typical_correction == resolved
+
+
+def test_resolve_leaves_everything_else_and_the_original():
+    config = SpeculationConfig(seed=3, num_assistant_tokens=4)
+    resolved = config.resolve(True)
+    assert config == SpeculationConfig(seed=3, num_assistant_tokens=4)
+    kept = set(FIELD_NAMES) - {"verifier", "typical_correction"}
+    assert {name: getattr(resolved, name) for name in kept} == {name: getattr(config, name) for name in kept}
+
+
+def test_resolve_refuses_greedy_with_sampling():
+    with pytest.raises(ConfigError, match="verifier must be a sampling one with do_sample=True, got 'greedy'"):
+        SpeculationConfig(verifier="greedy").resolve(True)
