@@ -114,7 +114,7 @@ def build_decoder(
     else:
         judge = RaggedJudge(make_verifier(config), block_processors, stopping, stats)
     decoder = SpeculativeDecoder(
-        target=LanguageModel(target, max_position),
+        target=LanguageModel(target, max_position, keeps_states=call.is_cache_kept),
         drafter=build_drafter(draft, config, block_processors.row_wise_part(), stopping.eos_token_ids, max_position),
         judge=judge,
         schedule=_build_schedule(config),
@@ -151,7 +151,9 @@ def build_drafter(
         keeps_logits=reads_draft_logits(config),
         backend=config.verifier_backend,
     )
-    return ModelDrafter(Inferencer(LanguageModel(draft, min(bounds, default=None))), processors, settings)
+    return ModelDrafter(
+        Inferencer(LanguageModel(draft, min(bounds, default=None), keeps_states=False)), processors, settings
+    )
 
 
 def _lock_step_reason(call: Call, foreign: Sequence[str], goes_on: bool) -> str:

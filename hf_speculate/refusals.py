@@ -11,6 +11,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.generation.configuration_utils import GenerationMode
 
 from hf_speculate.errors import UnsupportedGenerationError, UnsupportedModelError
+from hf_speculate.infer.rope import growing_rope
 
 _SERVED_LAYERS = {"full_attention", "sliding_attention"}
 _KNOWN_MODEL_KWARGS = {
@@ -42,7 +43,7 @@ def check_models(target: PreTrainedModel, draft: PreTrainedModel, stateful: Sequ
         )
     for model in (target, draft):
         config = model.config.get_text_config(decoder=True)
-        if "past_key_values" not in inspect.signature(model.forward).parameters:
+        if "past_key_values" not in inspect.signature(type(model).forward).parameters:
             raise UnsupportedModelError(
                 f"both models must take past_key_values, got {type(model).__name__} without; {_WAY_OUT}"
             )
@@ -79,18 +80,12 @@ def check_rope(target: PreTrainedModel, max_length: int) -> None:
     Raises:
         UnsupportedModelError: the text may cross the border.
     """
-    config = target.config.get_text_config(decoder=True)
-    parameters = getattr(config, "rope_parameters", None) or {}
-    by_layer_type = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
-    for rope in by_layer_type:
-        if rope.get("rope_type") not in ("dynamic", "longrope"):
-            continue
-        border = rope.get("original_max_position_embeddings") or config.max_position_embeddings
-        if max_length > border:
-            raise UnsupportedModelError(
-                f"max_length must be at most {border} for {type(target).__name__} with {rope['rope_type']} rotary "
-                f"embeddings, got {max_length}; {_WAY_OUT}"
-            )
+    rope = growing_rope(target)
+    if rope is not None and max_length > rope[1]:
+        raise UnsupportedModelError(
+            f"max_length must be at most {rope[1]} for {type(target).__name__} with {rope[0]} rotary embeddings, "
+            f"got {max_length}; {_WAY_OUT}"
+        )
 
 
 def check_call(assistant: object, call: dict[str, Any]) -> None:

@@ -111,12 +111,19 @@ class BlockStoppingCriteria:
                     stop(row, num)
         for row, at in self._find_max_length(prefix_lens, num_new):
             stop(row, at)
-        if self._eos_token_ids or self._stop_string_criteria:
+        reads_are_free = token_ids.device.type == "cpu"
+        if self._stop_string_criteria or (self._eos_token_ids and not reads_are_free):
             tails = _copy_tails(token_ids, prefix_lens, num_new, self._tail_len)  # [B, L-1+N]
-            for row, at in self._find_eos(tails):
-                stop(row, at)
             for row, at in self._find_stop_strings(tails):
                 stop(row, at)
+            blocks = tails[:, self._tail_len - 1 :].tolist()
+        elif self._eos_token_ids:
+            spans = zip(token_ids, prefix_lens, num_new, strict=True)
+            blocks = [ids[start : start + num].tolist() for ids, start, num in spans]
+        else:
+            blocks = []
+        for row, at in self._find_eos(blocks):
+            stop(row, at)
         if self._registered:
             for row, at in self._find_registered(token_ids, prefix_lens, num_emitted):
                 stop(row, at)
@@ -147,21 +154,20 @@ class BlockStoppingCriteria:
         return bool(criteria) and bool(_ask(criteria, torch.zeros((1, 1), dtype=torch.int64)).any())
 
     def _find_max_length(self, prefix_lens: Sequence[int], num_new: Sequence[int]) -> Iterator[tuple[int, int]]:
-        if self.max_length is None:
+        max_length = self.max_length
+        if max_length is None:
             return
         for row, (prefix_len, num) in enumerate(zip(prefix_lens, num_new, strict=True)):
-            if num and prefix_len + num >= self.max_length:
-                yield row, max(1, self.max_length - prefix_len)
+            if num and prefix_len + num >= max_length:
+                yield row, max(1, max_length - prefix_len)
         longest_len = max(prefix_len + num for prefix_len, num in zip(prefix_lens, num_new, strict=True))
         for criterion in self._max_length_criteria:
             unfinished_len = min(longest_len, criterion.max_length - 1)
             if criterion.max_position_embeddings is not None and unfinished_len > criterion.max_position_embeddings:
                 _ask([criterion], torch.zeros((1, 1), dtype=torch.int64).expand(1, unfinished_len))  # warns, once
 
-    def _find_eos(self, tails: Tensor) -> Iterator[tuple[int, int]]:
-        if not self._eos_token_ids:
-            return
-        for row, new_ids in enumerate(tails[:, self._tail_len - 1 :].tolist()):
+    def _find_eos(self, blocks: list[list[int]]) -> Iterator[tuple[int, int]]:
+        for row, new_ids in enumerate(blocks):
             if not self._eos_token_ids.isdisjoint(new_ids):
                 yield row, next(at for at, token_id in enumerate(new_ids, 1) if token_id in self._eos_token_ids)
 

@@ -11,7 +11,7 @@ from .types import NoiseKeys, Status, Stream
 # torch.argmax takes about 1 ns an element on a CPU and a block-wise maximum a twentieth (V = 151,936).
 BLOCK_SIZE = 512
 # With fewer entries one argmax is cheaper than the ten small operations of the block-wise one.
-MIN_BLOCKED_NUMEL = 32 * BLOCK_SIZE
+MIN_BLOCKED_NUMEL = 1 << 17
 # Rows wider than this are padded to a multiple of it; eight are the smallest sum that torch gives to several threads.
 TILE_SIZE = 4096
 # Narrower rows are padded to a multiple of two vectors of the widest CPU.

@@ -142,7 +142,7 @@ class _Proposal:
         settings = self.drafter.settings
         is_done = None
         if settings.eos_token_ids is not None:
-            is_done = torch.isin(token_ids, settings.eos_token_ids)
+            is_done = (token_ids[:, None] == settings.eos_token_ids).any(1)
         if settings.confidence_threshold > 0:
             chosen = law.float().log_softmax(dim=-1).gather(1, token_ids[:, None])[:, 0]
             is_unsure = chosen.exp() < settings.confidence_threshold

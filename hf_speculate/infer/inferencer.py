@@ -95,8 +95,8 @@ class Inferencer:
             raise ShapeError(f"query_token_ids must be [B, Q] with Q >= 1, got {list(query_token_ids.shape)}")
         choose = choose or self._chooser(sample_strategy)
         batch_size, device = query_token_ids.shape[0], query_token_ids.device
-        lens = torch.zeros(batch_size, dtype=torch.int32, device=device)
-        live = torch.ones(batch_size, dtype=torch.bool, device=device)
+        lens = torch.zeros(batch_size, dtype=torch.int32, device=device)  # of the rows that are done
+        live: Tensor | None = None  # [B] bool; None: all rows
         ids: list[Tensor] = []
         logits: list[Tensor] = []
         query = query_token_ids
@@ -107,12 +107,15 @@ class Inferencer:
             ids.append(choice.token_ids)
             if choice.token_logits is not None:
                 logits.append(choice.token_logits)
-            lens += live
             query = choice.token_ids[:, None]
-            if choice.is_done is not None:
-                live = live & ~choice.is_done
-                if reads_are_free and not live.any():
-                    break
+            if choice.is_done is None or (reads_are_free and not bool(choice.is_done.any())):
+                continue
+            was_live = torch.ones_like(choice.is_done) if live is None else live
+            lens = torch.where(was_live & choice.is_done, len(ids), lens)
+            live = was_live & ~choice.is_done
+            if reads_are_free and not bool(live.any()):
+                break
+        lens = torch.full_like(lens, len(ids)) if live is None else torch.where(live, len(ids), lens)
         return DecodeOutput(torch.stack(ids, dim=1), torch.stack(logits, dim=1) if logits else None, lens)
 
     def _chooser(self, sample_strategy: SampleStrategy) -> ChooseToken:

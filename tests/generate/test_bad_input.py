@@ -1,5 +1,7 @@
 """Every wrong call is refused with its reason, before any model runs."""
 
+import functools
+
 import pytest
 import torch
 from peft import PromptTuningConfig, get_peft_model
@@ -24,10 +26,12 @@ def models(monkeypatch):
     """A pair whose forwards fail the test."""
     target, draft = pair("llama")
 
-    def forward(*args, **kwargs):
-        raise AssertionError("a model ran before the refusal")
-
     for model in (target, draft):
+
+        @functools.wraps(type(model).forward)
+        def forward(*args, **kwargs):
+            raise AssertionError("a model ran before the refusal")
+
         monkeypatch.setattr(type(model), "forward", forward)
     return target, draft
 
