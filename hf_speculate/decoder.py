@@ -216,7 +216,7 @@ class SpeculativeDecoder:
         for row in live:
             num_drafted, num_accepted = verified.num_drafted[row], verified.num_accepted[row]
             num_judged = min(num_accepted + 1, num_drafted, len(verified.new_ids[row]))
-            self.stats.add_row(num_drafted, num_judged, num_accepted, trimmed.num_emitted[row])
+            self.stats.add_row(num_drafted, num_accepted, trimmed.num_emitted[row], num_judged)
         self.schedule.update([verified.num_drafted[row] for row in live], [verified.num_accepted[row] for row in live])
         if self._options:
             layers = batch.target_cache.cache.layers

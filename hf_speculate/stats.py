@@ -53,15 +53,17 @@ class SpeculationStats:
         for entry in fields(self):
             setattr(self, entry.name, getattr(fresh, entry.name))
 
-    def add_row(self, num_drafted: int, num_judged: int, num_accepted: int, num_emitted: int) -> None:
+    def add_row(self, num_drafted: int, num_accepted: int, num_emitted: int, num_judged: int | None = None) -> None:
         """Count one row's round.
 
         Args:
             num_drafted: tokens drafted for the row.
-            num_judged: those up to and with the first refused one.
             num_accepted: those that the verifier kept.
             num_emitted: tokens that went into the output, after stopping.
+            num_judged: drafted tokens that the verifier looked at; None: those up to and with the first refused one.
         """
+        if num_judged is None:
+            num_judged = min(num_accepted + 1, num_drafted)
         self.num_rounds += 1
         self.num_drafted += num_drafted
         self.num_judged += num_judged

@@ -249,6 +249,14 @@ def test_read_config_drops_a_schedule_weaker_than_the_number_of_tokens():
     assert read_config([{**num, **schedule}]).num_assistant_tokens_schedule == "heuristic"
 
 
+def test_read_config_lets_a_stronger_seed_or_generator_shut_out_the_other():
+    seed, generator = {"seed": 3}, {"generator": torch.Generator()}
+    assert read_config([generator, seed]) == SpeculationConfig(**generator)
+    assert read_config([seed, generator]) == SpeculationConfig(**seed)
+    with pytest.raises(ConfigError, match="seed and generator must not both be set, got both"):
+        read_config([{**seed, **generator}])
+
+
 def test_read_config_checks_what_it_settled_only():
     assert read_config([{"posterior_alpha": 0.5}, {"posterior_alpha": -1}]).posterior_alpha == 0.5
     with pytest.raises(ConfigError, match=r"posterior_alpha must be > 0, got -1; leave it out for the default"):

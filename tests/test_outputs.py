@@ -55,6 +55,10 @@ def test_scores_are_by_position_and_an_ended_row_holds_its_padding(recorder, nam
     assert [step[1].tolist() for step in steps[1:]] == [ended, ended]
 
 
+def test_a_pad_id_past_the_vocabulary_has_no_score(recorder):
+    assert recorder.scores(VOCAB_SIZE)[2][1].tolist() == [-torch.inf] * VOCAB_SIZE
+
+
 def test_what_was_recorded_does_not_change_with_the_tensor_it_came_from():
     recorder, scores = OutputRecorder(1, Recorded(scores=True, logits=True)), torch.ones(2, VOCAB_SIZE)
     recorder.add_row(0, [1], scores, scores)
@@ -73,19 +77,16 @@ def test_what_was_not_asked_for_is_none():
     assert recorder.hidden_states == recorder.attentions == []
 
 
-@pytest.mark.parametrize("num", [0, 1, 2, 5])
+@pytest.mark.parametrize("num", [1, 2, 5])
 def test_truncate_cuts_every_row_and_all_that_belongs_to_it(recorder, num):
     whole = recorder.scores(PAD)
     recorder.truncate(num)
     longest = min(num, 3)
-    assert recorder.sequences(PROMPT, PAD).tolist() == [
-        [7, 8, 1, 2, 5][: 2 + longest],
-        [9, 10, 3, PAD, PAD][: 2 + longest],
-    ]
-    if num:
-        for step, expected in zip(recorder.scores(PAD), whole, strict=False):
-            assert torch.equal(step, expected)
-        assert len(recorder.scores(PAD)) == len(recorder.logits(PAD)) == longest
+    expected = torch.tensor([[7, 8, 1, 2, 5], [9, 10, 3, PAD, PAD]])
+    assert torch.equal(recorder.sequences(PROMPT, PAD), expected[:, : 2 + longest])
+    assert len(recorder.scores(PAD)) == len(recorder.logits(PAD)) == longest
+    for step, before in zip(recorder.scores(PAD), whole, strict=False):
+        assert torch.equal(step, before)
 
 
 def states(num_query: int, num_columns: int) -> Scored:

@@ -3,35 +3,42 @@
 from dataclasses import fields
 
 import pytest
+from transformers import LogitsProcessor, LogitsProcessorList
 
 import hf_speculate
 from hf_speculate.stats import SpeculationStats
-from tests.cases import ACCEPTED_ALL, pair
+from hf_speculate.verify import GreedyVerifier, base, register_verifier
+from tests.cases import ACCEPTED_ALL, DRAFT_NOISE, pair
 from tests.tiny import ragged_prompts
 
 
-def make_stats(*rounds: tuple[int, int, int]) -> SpeculationStats:
+def make_stats(*rounds: tuple[int, int, int, int]) -> SpeculationStats:
+    """Rounds of (drafted, judged, accepted, emitted) tokens."""
     stats = SpeculationStats(verifier="greedy")
-    for num_drafted, num_accepted, num_emitted in rounds:
-        stats.add_row(num_drafted, num_accepted, num_emitted)
+    for counts in rounds:
+        stats.add_row(*counts)
     return stats
 
 
 @pytest.mark.parametrize(
-    ("num_drafted", "num_accepted", "num_judged"),
-    [(5, 0, 1), (5, 2, 3), (5, 4, 5), (5, 5, 5), (1, 0, 1), (1, 1, 1), (0, 0, 0)],
+    ("counts", "accepted_by_position"),
+    [
+        ((5, 1, 0, 1), [0]),
+        ((5, 3, 2, 3), [1, 1, 0]),
+        ((5, 5, 5, 6), [1, 1, 1, 1, 1]),
+        ((5, 2, 2, 2), [1, 1]),  # cut short before a refusal
+        ((0, 0, 0, 1), []),
+    ],
 )
-def test_the_first_refused_token_is_judged_and_those_after_it_are_not(num_drafted, num_accepted, num_judged):
-    stats = make_stats((num_drafted, num_accepted, num_accepted + 1))
-    assert stats.num_drafted == num_drafted
-    assert stats.num_accepted == num_accepted
-    assert stats.num_judged == num_judged
-    assert stats.judged_by_position == [1] * num_judged
-    assert stats.accepted_by_position == [1] * num_accepted + [0] * (num_judged - num_accepted)
+def test_a_round_is_counted_by_position_as_far_as_it_was_judged(counts, accepted_by_position):
+    stats = make_stats(counts)
+    assert (stats.num_drafted, stats.num_judged, stats.num_accepted, stats.num_emitted) == counts
+    assert stats.judged_by_position == [1] * counts[1]
+    assert stats.accepted_by_position == accepted_by_position
 
 
 def test_counts_add_up_over_rounds():
-    stats = make_stats((4, 4, 5), (4, 1, 2), (2, 0, 1), (4, 2, 1))
+    stats = make_stats((4, 4, 4, 5), (4, 2, 1, 2), (2, 1, 0, 1), (4, 3, 2, 1))
     assert stats.num_rounds == 4
     assert stats.num_drafted == 14
     assert stats.num_judged == 4 + 2 + 1 + 3
@@ -42,14 +49,14 @@ def test_counts_add_up_over_rounds():
 
 
 def test_acceptance_by_position_is_of_those_that_were_judged_there():
-    stats = make_stats((3, 3, 4), (3, 1, 2), (3, 0, 1), (1, 1, 2))
+    stats = make_stats((3, 3, 3, 4), (3, 2, 1, 2), (3, 1, 0, 1), (1, 1, 1, 2))
     assert stats.judged_by_position == [4, 2, 1]
     assert stats.accepted_by_position == [3, 1, 1]
     assert stats.acceptance_by_position == [3 / 4, 1 / 2, 1.0]
 
 
 def test_positions_add_up_to_the_whole():
-    stats = make_stats((5, 2, 3), (3, 3, 4), (5, 0, 1), (0, 0, 1), (1, 1, 2))
+    stats = make_stats((5, 3, 2, 3), (3, 3, 3, 4), (5, 1, 0, 1), (0, 0, 0, 1), (1, 1, 1, 2))
     assert sum(stats.judged_by_position) == stats.num_judged
     assert sum(stats.accepted_by_position) == stats.num_accepted
 
@@ -61,7 +68,7 @@ def test_before_the_first_round_shares_are_zero():
 
 
 def test_reset_sets_every_field_back_in_place():
-    stats = make_stats((3, 2, 3))
+    stats = make_stats((3, 3, 2, 3))
     for entry in fields(stats):  # nothing is left at its default
         value = getattr(stats, entry.name)
         if isinstance(value, list):
@@ -78,13 +85,13 @@ def test_reset_sets_every_field_back_in_place():
 
 def test_two_objects_share_no_list():
     one, other = SpeculationStats(), SpeculationStats()
-    one.add_row(2, 1, 2)
+    one.add_row(2, 2, 1, 2)
     one.fallbacks.append("reason")
     assert other == SpeculationStats()
 
 
 def test_it_reads_well():
-    stats = make_stats((3, 3, 4), (3, 1, 2))
+    stats = make_stats((3, 3, 3, 4), (3, 2, 1, 2))
     stats.draft_s, stats.num_host_syncs, stats.num_user_host_syncs = 0.25, 3, 1
     lines = str(stats).splitlines()
     assert lines == [
@@ -97,7 +104,7 @@ def test_it_reads_well():
 
 
 def test_lock_step_and_fallbacks_are_said_with_their_reason():
-    stats = make_stats((3, 1, 2))
+    stats = make_stats((3, 2, 1, 2))
     assert "lock step" not in str(stats)
     stats.lock_step = True
     stats.fallbacks += ["first reason", "second reason"]
@@ -111,14 +118,15 @@ def test_an_unused_one_reads_too():
     assert "acceptance by position: -" in text
 
 
-def generate(stats: SpeculationStats, batch_size: int, noise: float | None = None) -> None:
-    target, draft = pair("llama") if noise is None else pair("llama", noise)
+def generate(stats: SpeculationStats, batch_size: int, noise: float = DRAFT_NOISE, **options) -> None:
+    target, draft = pair("llama", noise)
     target.generate(
         **ragged_prompts(batch_size, seed=1),
         assistant_model=draft,
         max_new_tokens=13,
         num_assistant_tokens=3,
         speculation_stats=stats,
+        **options,
     )
 
 
@@ -143,3 +151,38 @@ def test_each_call_starts_it_anew_and_times_every_stage():
     assert stats.num_accepted < stats.num_judged < stats.num_drafted
     assert stats.num_batch_rounds < stats.num_rounds <= 2 * stats.num_batch_rounds
     assert all(getattr(stats, f"{stage}_s") > 0 for stage in ("prefill", "draft", "score", "verify", "bookkeeping"))
+
+
+class SeeingGreedy(GreedyVerifier):
+    """Greedy verification that keeps what each call judged."""
+
+    def __init__(self):
+        super().__init__()
+        object.__setattr__(self, "judged", [])  # of each call, [B] pairs of tokens that counted and were accepted
+
+    def verify(self, target_logits, draft, keys):
+        verdict = super().verify(target_logits, draft, keys)
+        self.judged.append(list(zip(draft.lens.tolist(), verdict.num_accepted.tolist(), strict=True)))
+        return verdict
+
+
+class Unchanged(LogitsProcessor):
+    """A user's own processor, which moves the rows in lock step and changes nothing."""
+
+    def __call__(self, input_ids, scores):
+        return scores
+
+
+@pytest.mark.parametrize("is_lock_step", [False, True])
+def test_the_first_refused_token_of_a_round_is_judged_and_those_after_it_are_not(monkeypatch, is_lock_step):
+    verifier = SeeingGreedy()
+    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
+    register_verifier("seeing", lambda config: verifier, lossless=True, reads_draft_logits=False)
+    stats = SpeculationStats()
+    processors = LogitsProcessorList([Unchanged()] if is_lock_step else [])
+    generate(stats, 3, verifier="seeing", logits_processor=processors)
+    assert stats.lock_step == is_lock_step
+    rows = [row for call in verifier.judged for row in call]
+    assert stats.num_judged == sum(min(accepted + 1, num) for num, accepted in rows)
+    assert stats.num_accepted == sum(accepted for _, accepted in rows)
+    assert stats.num_accepted < stats.num_judged < stats.num_drafted

@@ -363,6 +363,19 @@ def test_processors_read_the_text_that_was_kept_in_all_rounds(llama, options, ma
     assert num_changed > 0
 
 
+def test_the_law_handed_over_is_the_processed_one(llama):
+    warp = LogitsProcessorList([TemperatureLogitsWarper(0.6), TopKLogitsWarper(5)])
+    texts = Texts(make_drafter(llama, 2, processors=list(warp)), equal_prompts(2))
+    draft = texts.draft(K, RANDOM)
+    for row, ids in enumerate(texts.ids):
+        whole = torch.tensor([ids + draft.token_ids[row].tolist()])
+        expected = warp(whole, llama(whole).logits[0, -K - 1 : -1]).float()
+        assert torch.equal(draft.token_logits[row].isinf(), expected.isinf())
+        assert torch.allclose(draft.token_logits[row].float(), expected, atol=FLOAT32_TOLERANCE, rtol=0)
+    sums = draft.token_logits.float().logsumexp(-1)
+    assert torch.allclose(draft.logsumexp, sums, atol=FLOAT32_TOLERANCE, rtol=0)
+
+
 def test_processors_read_padding_as_plain_generate_does(llama):
     prompts = ragged_prompts(3, seed=6)
     draft = greedy_draft(llama, prompts, 8, processors=[RepetitionPenaltyLogitsProcessor(1.6)])

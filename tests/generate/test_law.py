@@ -16,7 +16,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 import hf_speculate
 from hf_speculate.triton_kernels import sample
 from hf_speculate.types import DraftOut, Stream
-from hf_speculate.verify import RejectionVerifier
+from hf_speculate.verify import RejectionVerifier, base
 from tests.tiny import make_law_model
 
 VOCAB_SIZE = 8
@@ -216,9 +216,10 @@ class NoiseOfTheDraftUsedAgain:
 @pytest.mark.parametrize(
     ("control", "draft_sampling"), [(ArgmaxPassedOffAsSampled, "argmax"), (NoiseOfTheDraftUsedAgain, "sample")]
 )
-def test_a_wrong_verifier_fails_the_same_test(models, control, draft_sampling):
+def test_a_wrong_verifier_fails_the_same_test(models, control, draft_sampling, monkeypatch):
     target, draft = models
-    hf_speculate.register_verifier("control", lambda config: control(), lossless=False, replace=True)
+    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
+    hf_speculate.register_verifier("control", lambda config: control(), lossless=False)
     counts = draw(target, draft, verifier="control", num_assistant_tokens=K, draft_sampling=draft_sampling)
     assert p_value(counts, joint_law(target)) < SIGNIFICANCE
 

@@ -91,6 +91,20 @@ def test_an_empty_query_is_refused_before_the_cache_changes(llama):
     assert cache.get_num_tokens() == 0
 
 
+@pytest.mark.parametrize("keeps_states", [False, True])
+def test_states_that_do_not_outlive_the_call_are_inference_tensors(keeps_states):
+    model = make_model("llama").requires_grad_(True)
+    ids, cache = torch.tensor([[5, 6, 7]]), make_cache(model, 1)
+    language_model = LanguageModel(model, keeps_states=keeps_states)
+    logits = torch.cat([language_model.forward(ids, cache), language_model.forward(ids, cache)], dim=1)
+    assert not logits.requires_grad
+    held = cache.get_kv_states()[0].keys
+    assert held.is_inference() == (not keeps_states)
+    assert not held.requires_grad
+    expected = model(torch.cat([ids, ids], dim=1)).logits.detach()
+    assert torch.allclose(logits, expected, atol=LOGIT_TOLERANCE, rtol=0)
+
+
 def test_hidden_states_and_attentions_come_only_where_asked_for():
     model = make_model("llama", attn_implementation="eager")
     ids = torch.tensor([[5, 6, 7]])

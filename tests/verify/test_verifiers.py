@@ -21,8 +21,8 @@ CERTAIN = 60.0  # a logit this far above the others leaves them less than float3
 BUILT_IN = ("greedy", "rejection", "typical")
 
 
-def make_keys(num_rows: int, *, seed: int = 5) -> NoiseKeys:
-    seeds = row_seeds(seed, num_rows)
+def make_keys(num_rows: int) -> NoiseKeys:
+    seeds = row_seeds(5, num_rows)
     return NoiseKeys(seeds, torch.full_like(seeds, 2), torch.full_like(seeds, 9))
 
 
@@ -177,11 +177,17 @@ class TestRejectionVerifier(VerifierContract):
         point_mass = draft._replace(token_logits=None, logsumexp=None)
         assert (self.make().verify(target, point_mass, make_keys(64)).num_accepted < 3).any()
 
-    def test_its_verdict_follows_the_keys(self):
+    def test_equal_keys_give_equal_verdicts(self):
         target, draft = make_round(64, 3, has_law=True)
         first, again = (self.make().verify(target, draft, make_keys(64)) for _ in range(2))
-        other = self.make().verify(target, draft, make_keys(64, seed=6))
         assert torch.equal(first.token_ids, again.token_ids)
+
+    @pytest.mark.parametrize("part", NoiseKeys._fields)
+    def test_its_draws_follow_every_part_of_the_keys(self, part):
+        target, draft = make_round(64, 3, has_law=True)
+        keys = make_keys(64)
+        first = self.make().verify(target, draft, keys)
+        other = self.make().verify(target, draft, keys._replace(**{part: getattr(keys, part) + 1}))
         assert not torch.equal(first.token_ids, other.token_ids)
 
 
@@ -193,6 +199,15 @@ class TestTypicalVerifier(VerifierContract):
 class TestTypicalVerifierThatSamples(VerifierContract):
     def make(self):
         return TypicalVerifier(correction="sample")
+
+    @pytest.mark.parametrize("part", NoiseKeys._fields)
+    def test_its_draws_follow_every_part_of_the_keys(self, part):
+        target, draft = make_round(64, 3, has_law=False)
+        keys = make_keys(64)
+        first = self.make().verify(target, draft, keys)
+        other = self.make().verify(target, draft, keys._replace(**{part: getattr(keys, part) + 1}))
+        assert torch.equal(first.num_accepted, other.num_accepted)
+        assert not torch.equal(first.token_ids, other.token_ids)
 
 
 def typical(**settings) -> Verifier:
@@ -306,7 +321,7 @@ def test_an_unknown_name_lists_the_choices_those_of_the_user_too(registry):
     with pytest.raises(
         ConfigError, match=r"verifier must be one of greedy, mine, rejection, typical, got 'magic'; register your own"
     ):
-        target.generate(**ragged_prompts(1), assistant_model=draft, verifier="magic")
+        target.generate(**ragged_prompts(1), assistant_model=draft, verifier="magic", max_new_tokens=3)
 
 
 @pytest.mark.parametrize("ask", [make_verifier, is_lossless, reads_draft_logits])
