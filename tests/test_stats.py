@@ -12,33 +12,37 @@ from tests.cases import ACCEPTED_ALL, DRAFT_NOISE, pair
 from tests.tiny import ragged_prompts
 
 
-def make_stats(*rounds: tuple[int, int, int, int]) -> SpeculationStats:
-    """Rounds of (drafted, judged, accepted, emitted) tokens."""
+def make_stats(*rounds: tuple[int, int, int]) -> SpeculationStats:
+    """Rounds of (drafted, accepted, emitted) tokens."""
     stats = SpeculationStats(verifier="greedy")
-    for counts in rounds:
-        stats.add_row(*counts)
+    for num_drafted, num_accepted, num_emitted in rounds:
+        stats.add_row(num_drafted, num_accepted, num_emitted)
     return stats
 
 
 @pytest.mark.parametrize(
-    ("counts", "accepted_by_position"),
-    [
-        ((5, 1, 0, 1), [0]),
-        ((5, 3, 2, 3), [1, 1, 0]),
-        ((5, 5, 5, 6), [1, 1, 1, 1, 1]),
-        ((5, 2, 2, 2), [1, 1]),  # cut short before a refusal
-        ((0, 0, 0, 1), []),
-    ],
+    ("num_drafted", "num_accepted", "num_judged"),
+    [(5, 0, 1), (5, 2, 3), (5, 4, 5), (5, 5, 5), (1, 0, 1), (1, 1, 1), (0, 0, 0)],
 )
-def test_a_round_is_counted_by_position_as_far_as_it_was_judged(counts, accepted_by_position):
-    stats = make_stats(counts)
-    assert (stats.num_drafted, stats.num_judged, stats.num_accepted, stats.num_emitted) == counts
-    assert stats.judged_by_position == [1] * counts[1]
-    assert stats.accepted_by_position == accepted_by_position
+def test_the_first_refused_token_is_judged_and_those_after_it_are_not(num_drafted, num_accepted, num_judged):
+    stats = make_stats((num_drafted, num_accepted, num_accepted + 1))
+    assert stats.num_drafted == num_drafted
+    assert stats.num_accepted == num_accepted
+    assert stats.num_judged == num_judged
+    assert stats.judged_by_position == [1] * num_judged
+    assert stats.accepted_by_position == [1] * num_accepted + [0] * (num_judged - num_accepted)
+
+
+def test_tokens_that_the_verifier_never_reached_are_not_judged():
+    stats = SpeculationStats()
+    stats.add_row(num_drafted=5, num_accepted=2, num_emitted=2, num_judged=2)
+    assert stats.num_judged == 2
+    assert stats.acceptance == 1.0
+    assert stats.acceptance_by_position == [1.0, 1.0]
 
 
 def test_counts_add_up_over_rounds():
-    stats = make_stats((4, 4, 4, 5), (4, 2, 1, 2), (2, 1, 0, 1), (4, 3, 2, 1))
+    stats = make_stats((4, 4, 5), (4, 1, 2), (2, 0, 1), (4, 2, 1))
     assert stats.num_rounds == 4
     assert stats.num_drafted == 14
     assert stats.num_judged == 4 + 2 + 1 + 3
@@ -49,14 +53,14 @@ def test_counts_add_up_over_rounds():
 
 
 def test_acceptance_by_position_is_of_those_that_were_judged_there():
-    stats = make_stats((3, 3, 3, 4), (3, 2, 1, 2), (3, 1, 0, 1), (1, 1, 1, 2))
+    stats = make_stats((3, 3, 4), (3, 1, 2), (3, 0, 1), (1, 1, 2))
     assert stats.judged_by_position == [4, 2, 1]
     assert stats.accepted_by_position == [3, 1, 1]
     assert stats.acceptance_by_position == [3 / 4, 1 / 2, 1.0]
 
 
 def test_positions_add_up_to_the_whole():
-    stats = make_stats((5, 3, 2, 3), (3, 3, 3, 4), (5, 1, 0, 1), (0, 0, 0, 1), (1, 1, 1, 2))
+    stats = make_stats((5, 2, 3), (3, 3, 4), (5, 0, 1), (0, 0, 1), (1, 1, 2))
     assert sum(stats.judged_by_position) == stats.num_judged
     assert sum(stats.accepted_by_position) == stats.num_accepted
 
@@ -68,7 +72,7 @@ def test_before_the_first_round_shares_are_zero():
 
 
 def test_reset_sets_every_field_back_in_place():
-    stats = make_stats((3, 3, 2, 3))
+    stats = make_stats((3, 2, 3))
     for entry in fields(stats):  # nothing is left at its default
         value = getattr(stats, entry.name)
         if isinstance(value, list):
@@ -85,13 +89,13 @@ def test_reset_sets_every_field_back_in_place():
 
 def test_two_objects_share_no_list():
     one, other = SpeculationStats(), SpeculationStats()
-    one.add_row(2, 2, 1, 2)
+    one.add_row(2, 1, 2)
     one.fallbacks.append("reason")
     assert other == SpeculationStats()
 
 
 def test_it_reads_well():
-    stats = make_stats((3, 3, 3, 4), (3, 2, 1, 2))
+    stats = make_stats((3, 3, 4), (3, 1, 2))
     stats.draft_s, stats.num_host_syncs, stats.num_user_host_syncs = 0.25, 3, 1
     lines = str(stats).splitlines()
     assert lines == [
@@ -104,7 +108,7 @@ def test_it_reads_well():
 
 
 def test_lock_step_and_fallbacks_are_said_with_their_reason():
-    stats = make_stats((3, 2, 1, 2))
+    stats = make_stats((3, 1, 2))
     assert "lock step" not in str(stats)
     stats.lock_step = True
     stats.fallbacks += ["first reason", "second reason"]
@@ -174,7 +178,7 @@ class Unchanged(LogitsProcessor):
 
 
 @pytest.mark.parametrize("is_lock_step", [False, True])
-def test_the_first_refused_token_of_a_round_is_judged_and_those_after_it_are_not(monkeypatch, is_lock_step):
+def test_generate_counts_as_judged_what_its_verifier_judged(monkeypatch, is_lock_step):
     verifier = SeeingGreedy()
     monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
     register_verifier("seeing", lambda config: verifier, lossless=True, reads_draft_logits=False)
