@@ -218,8 +218,8 @@ def _seeds(config: SpeculationConfig, batch_size: int, do_sample: bool) -> Tenso
     if seed is None:
         device = "cpu" if config.generator is None else config.generator.device
         seed = int(torch.randint(2**62, (), generator=config.generator, device=device))
-    if isinstance(seed, int):
-        return row_seeds(seed, batch_size)
+    if not isinstance(seed, Sequence):
+        return row_seeds(int(seed), batch_size)
     if len(seed) != batch_size:
         raise ConfigError(f"seed must be an int or one int per output row, {batch_size} of them, got {len(seed)}")
     return torch.cat([row_seeds(int(value), 1) for value in seed])

@@ -3,6 +3,7 @@
 import itertools
 import json
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
@@ -285,6 +286,21 @@ def test_values_of_another_type_are_refused(fields):
 def test_values_at_the_edge_are_taken(fields):
     (name,) = fields
     assert getattr(SpeculationConfig(**fields), name) == fields[name]
+
+
+@pytest.mark.parametrize("field", ["seed", "num_assistant_tokens"])
+def test_a_numpy_integer_decodes_as_the_int_that_it_is(models, field):
+    texts = [
+        models.target.generate(
+            **ragged_prompts(1, seed=1),
+            assistant_model=models.draft,
+            do_sample=True,
+            max_new_tokens=8,
+            **{"seed": 3, "num_assistant_tokens": 4, field: number},
+        )
+        for number in (2, np.int64(2))
+    ]
+    assert torch.equal(*texts)
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ class LanguageModel:
             ValueError: the model has none.
         """
         eos = self.model.generation_config.eos_token_id
-        if eos is None:
+        if eos is None or eos == []:
             raise ValueError("eos_token_id must be set in the model's generation config, got None; set it there")
         return int(eos[0] if isinstance(eos, list) else eos)
 
