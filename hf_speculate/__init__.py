@@ -1,5 +1,6 @@
 """Speculative decoding inside transformers' `generate()`."""
 
+from hf_speculate.draft.candidates import DraftModelCandidateGenerator
 from hf_speculate.enabling import disable, enable, is_enabled
 from hf_speculate.errors import (
     ConfigError,
@@ -19,6 +20,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BlockLogitsProcessorList",
     "ConfigError",
+    "DraftModelCandidateGenerator",
     "KernelUnavailableError",
     "ShapeError",
     "SpeculateError",

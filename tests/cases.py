@@ -14,6 +14,20 @@ DRAFT_NOISE = 0.05  # leaves an acceptance of about 0.5 to 0.9, so that rounds o
 ACCEPTED_ALL, ACCEPTED_NONE = 0.0, 10.0  # noise that leaves the draft equal to the target, or foreign to it
 
 
+# Every way to draft, every verifier and every cache, for `tests/generate/test_matrix.py`.
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "model, sampling": {"draft_sampling": "sample"},
+    "model, argmax": {"draft_sampling": "argmax"},
+}
+VERIFIERS: dict[str, dict[str, Any]] = {
+    "greedy": {"verifier": "greedy", "do_sample": False},
+    "rejection": {"verifier": "rejection", "do_sample": True},
+    "typical, argmax": {"verifier": "typical", "do_sample": False},
+    "typical, sample": {"verifier": "typical", "do_sample": True},
+}
+CACHES = ("auto", "dynamic")
+
+
 @cache
 def pair(kind: str, noise: float = DRAFT_NOISE, seed: int = 0) -> tuple[PreTrainedModel, PreTrainedModel]:
     """An enabled target and its draft, float64. Shared between tests: change neither."""
