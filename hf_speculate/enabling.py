@@ -92,14 +92,14 @@ def _enabled_class(plain: type[PreTrainedModel]) -> type:
 
 def _reduce_as_plain(self: PreTrainedModel, protocol: Any) -> Any:
     """Pickle as the plain class, which other processes can import; the copy is to be enabled again."""
-    reduced: Any = super(type(self), self).__reduce_ex__(protocol)
-    state = reduced[2]
-    return object.__new__, (_PLAIN_CLASSES[type(self)],), state
+    reduced: Any = super(SpeculativeGenerationMixin, self).__reduce_ex__(protocol)  # type: ignore[misc]
+    enabled = next(parent for parent in type(self).__mro__ if parent in _PLAIN_CLASSES)
+    return object.__new__, (_PLAIN_CLASSES[enabled],), reduced[2]
 
 
 def _deepcopy_enabled(self: PreTrainedModel, memo: dict[int, Any]) -> PreTrainedModel:
     """A deep copy that is enabled too."""
-    reduced: Any = super(type(self), self).__reduce_ex__(4)
+    reduced: Any = super(SpeculativeGenerationMixin, self).__reduce_ex__(4)  # type: ignore[misc]
     make, args, state, *_ = reduced
     twin: PreTrainedModel = make(*args)
     memo[id(self)] = twin

@@ -24,7 +24,7 @@ from hf_speculate.batch import Batch
 from hf_speculate.build import Call, build_decoder
 from hf_speculate.config import FIELD_NAMES, SpeculationConfig, fields_of, read_config
 from hf_speculate.decoder import SpeculativeDecoder
-from hf_speculate.errors import ConfigError, UnsupportedGenerationError
+from hf_speculate.errors import ConfigError, UnsupportedGenerationError, UnsupportedModelError
 from hf_speculate.outputs import Recorded
 from hf_speculate.refusals import check_call, check_models, check_prepared, check_rope, checked_mask
 from hf_speculate.verify.base import check_verifier
@@ -74,6 +74,10 @@ def generate(
         UnsupportedGenerationError: a combination of arguments cannot be decoded speculatively.
         UnsupportedModelError: a model cannot take part.
     """
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedModelError(
+            f"model must be a transformers model, got {type(model).__name__}; enable() serves PEFT models"
+        )
     if isinstance(fields_from, str | Path):
         fields: Mapping[str, Any] = json.loads(Path(fields_from).read_text(encoding="utf-8"))
     else:

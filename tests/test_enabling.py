@@ -180,6 +180,22 @@ def test_a_peft_model_is_enabled_through_its_base(models):
     assert not hf_speculate.is_enabled(wrapped)
 
 
+def test_a_peft_model_that_is_not_enabled_is_refused_with_the_way_in(models):
+    target, draft = models
+    wrapped = get_peft_model(target, LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(hf_speculate.UnsupportedModelError, match=r"got PeftModel; enable\(\) serves PEFT models"):
+        hf_speculate.generate(wrapped, **ragged_prompts(1, seed=4), assistant_model=draft)
+
+
+def test_a_further_subclass_of_an_enabled_class_pickles_and_copies(models):
+    """As libraries make that shard a model."""
+    target, _ = models
+    hf_speculate.enable(target)
+    target.__class__ = type("LlamaForCausalLM", (type(target),), {})
+    assert type(pickle.loads(pickle.dumps(target))) is LlamaForCausalLM
+    assert type(copy.deepcopy(target)) is type(target)
+
+
 def test_a_dispatched_model_is_enabled_with_its_hooks(models):
     target, draft = models
     inputs = ragged_prompts(2, seed=5)
