@@ -4,11 +4,17 @@ Every operation takes `backend="auto" | "torch" | "triton"`; the torch twin defi
 no softmax is written before the call. Noise is a function of `NoiseKeys` and a `Stream`, never of hidden state.
 """
 
-from .chain import greedy_match, speculative_sampling
+from .block import verify_block
+from .chain import chain_speculative_sampling, greedy_match, speculative_sampling
+from .coupled import verify_coupled
 from .errors import ConfigError, KernelUnavailableError, ShapeError, SpeculateError
+from .greedy import verify_greedy
 from .noise import exponentials, row_seeds, uniforms
-from .reference import sample, verify_greedy, verify_rejection, verify_typical
+from .rejection import verify_rejection
+from .sampling import sample
 from .types import NoiseKeys, Sampled, Status, Stream, Verdict
+from .typical import verify_typical
+from .typical_sampler import TypicalAcceptanceSampler
 
 __all__ = [
     "ConfigError",
@@ -19,13 +25,17 @@ __all__ = [
     "SpeculateError",
     "Status",
     "Stream",
+    "TypicalAcceptanceSampler",
     "Verdict",
+    "chain_speculative_sampling",
     "exponentials",
     "greedy_match",
     "row_seeds",
     "sample",
     "speculative_sampling",
     "uniforms",
+    "verify_block",
+    "verify_coupled",
     "verify_greedy",
     "verify_rejection",
     "verify_typical",

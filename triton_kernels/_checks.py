@@ -6,24 +6,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .errors import ConfigError, KernelUnavailableError, ShapeError
+from ._inputs import Proposal, Warp
+from .errors import ConfigError, ShapeError
 from .types import NoiseKeys
 
-BACKENDS = ("auto", "torch", "triton")
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 ID_DTYPES = (torch.int32, torch.int64)
-
-
-def check_backend(backend: str) -> None:
-    """Raise unless the torch twin may serve `backend`."""
-    if backend == "triton":
-        raise KernelUnavailableError(
-            'backend must be "auto" or "torch" here, got "triton": this operation has no Triton kernel; '
-            'backend="auto" takes the torch twin'
-        )
-    if backend not in BACKENDS:
-        choices = ", ".join(f'"{choice}"' for choice in BACKENDS)
-        raise ConfigError(f'backend must be one of {choices}, got {backend!r}; leave it out for "auto"')
 
 
 def check_shape(name: str, tensor: Tensor, legend: str, shape: Sequence[int]) -> None:
@@ -58,8 +46,10 @@ def check_round(target_logits: Tensor, draft_token_ids: Tensor, draft_lens: Tens
         check_dtype("draft_lens", draft_lens, ID_DTYPES)
 
 
-def check_draft(target_logits: Tensor, draft_logits: Tensor | None, draft_logsumexp: Tensor | None) -> None:
-    """Raise unless the proposal fits `target_logits` [B, K+1, V]."""
+def check_proposal(
+    target_logits: Tensor, draft_logits: Tensor | None, draft_logsumexp: Tensor | None
+) -> Proposal | None:
+    """The proposal, None for a point mass; raise unless it fits `target_logits` [B, K+1, V]."""
     num_rows, num_positions, vocab_size = target_logits.shape
     if draft_logits is not None:
         check_shape("draft_logits", draft_logits, "B, K, V", (num_rows, num_positions - 1, vocab_size))
@@ -71,10 +61,12 @@ def check_draft(target_logits: Tensor, draft_logits: Tensor | None, draft_logsum
     if draft_logsumexp is not None:
         check_shape("draft_logsumexp", draft_logsumexp, "B, K", (num_rows, num_positions - 1))
         check_dtype("draft_logsumexp", draft_logsumexp, (torch.float32,))
+    return None if draft_logits is None else Proposal(draft_logits, draft_logsumexp)
 
 
-def check_law(shape: Sequence[int], legend: str, temperature: float | Tensor, row_cutoffs: Tensor | None) -> None:
-    """Raise unless temperature and cutoffs fit rows of `shape`, whose letters are `legend`."""
+def check_warp(shape: Sequence[int], legend: str, warp: Warp) -> Warp:
+    """`warp` itself; raise unless temperature and cutoffs fit rows of `shape`, whose letters are `legend`."""
+    temperature, row_cutoffs = warp
     if isinstance(temperature, Tensor):
         check_shape("temperature", temperature, "B", shape[:1])
         check_dtype("temperature", temperature, FLOAT_DTYPES)
@@ -83,6 +75,7 @@ def check_law(shape: Sequence[int], legend: str, temperature: float | Tensor, ro
     if row_cutoffs is not None:
         check_shape("row_cutoffs", row_cutoffs, legend, shape)
         check_dtype("row_cutoffs", row_cutoffs, FLOAT_DTYPES)
+    return warp
 
 
 def check_keys(keys: NoiseKeys, num_rows: int) -> None:

@@ -52,19 +52,25 @@ def _mix64(z: Tensor) -> Tensor:
     return _fold64(_fold64(_fold64(z) * first) * second)
 
 
-def row_seeds(seed: int, num_rows: int) -> Tensor:
+def row_seeds(seed: int | Tensor, num_rows: int, *, device: torch.device | str = "cpu") -> Tensor:
     """Row seeds of one call: row r gets mix(seed, r), and row 0 the seed itself.
 
     Args:
-        seed: any integer, taken modulo 2**64.
+        seed: any integer, taken modulo 2**64; or [1] int64, which is not read on the host.
         num_rows: number of output rows, >= 0.
+        device: of the result where `seed` is an integer; a tensor's own else.
 
     Returns:
-        [num_rows] int64, on the CPU.
+        [num_rows] int64.
     """
-    rows = torch.arange(num_rows, dtype=torch.int64)
-    base = torch.full_like(rows, _signed(seed, 64))
+    base = seed if isinstance(seed, Tensor) else torch.full((1,), _signed(seed, 64), dtype=torch.int64, device=device)
+    rows = torch.arange(num_rows, dtype=torch.int64, device=base.device)
     return torch.where(rows == 0, base, _mix64(torch.add(base, rows, alpha=ROW_FACTOR)))
+
+
+def stream_offset(stream: Stream) -> int:
+    """What a stream adds to the row seed, as a signed 64-bit integer."""
+    return _signed(STATE_OFFSET + int(stream) * STREAM_FACTOR, 64)
 
 
 def states(keys: NoiseKeys, stream: Stream, position_offsets: Tensor) -> Tensor:
@@ -79,7 +85,7 @@ def states(keys: NoiseKeys, stream: Stream, position_offsets: Tensor) -> Tensor:
         int64, [B, ...] like `position_offsets`.
     """
     shape = (-1,) + (1,) * (position_offsets.dim() - 1)
-    row = keys.seeds + _signed(STATE_OFFSET + int(stream) * STREAM_FACTOR, 64)
+    row = keys.seeds + stream_offset(stream)
     if stream != Stream.RACE:
         row = torch.add(row, keys.rounds, alpha=ROUND_FACTOR)
     positions = keys.positions.view(shape) + position_offsets

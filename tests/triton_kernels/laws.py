@@ -1,6 +1,8 @@
 """Exact laws of one round, and the chi-square that holds a verifier to them."""
 
 from collections.abc import Callable, Iterator
+from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +17,8 @@ PASS_P_VALUE = 1e-4
 FAIL_P_VALUE = 1e-9
 # Cells that expect fewer counts than this share one cell, where the chi-square law would not hold.
 MIN_EXPECTED = 10.0
+# Laws that were computed from float32 probabilities sum to 1 this closely.
+WHOLE = 1e-5
 CHUNK_ROWS = 125_000
 
 Verify = Callable[[Tensor, Tensor, Tensor, NoiseKeys], Verdict]
@@ -36,12 +40,12 @@ def rank_reversed_laws(vocab_size: int, num_draft_tokens: int, *, seed: int = 0)
     return target, draft
 
 
-def draw_drafts(draft_logits: Tensor, keys: NoiseKeys) -> Tensor:
+def draw_drafts(draft_logits: Tensor, keys: NoiseKeys, stream: Stream = Stream.DRAFT) -> Tensor:
     """Draft ids [B, K] from laws [K, V], each drawn as a drafter draws it."""
     num_rows = keys.seeds.shape[0]
     columns = [
         sample(
-            law.expand(num_rows, -1), keys=keys._replace(positions=keys.positions + position), stream=Stream.DRAFT
+            law.expand(num_rows, -1), keys=keys._replace(positions=keys.positions + position), stream=stream
         ).token_ids
         for position, law in enumerate(draft_logits)
     ]
@@ -92,29 +96,107 @@ def rejection_law(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
     return joint_law(torch.minimum(target[:-1], draft), torch.cat((residual, target[-1:])))
 
 
-def p_value(counts: Tensor, law: Tensor) -> float:
-    """Chi-square p-value of `counts` under `law`; 0 when something impossible happened."""
+def block_law(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
+    """Joint law of block verification, arguments and cells as for `rejection_law`: every drafted path by itself."""
+    target = target_logits.double().softmax(-1)
+    draft = draft_logits.double().softmax(-1)
+    num_draft_tokens, vocab_size = draft.shape
+    blocks = [torch.zeros(vocab_size ** (kept + 1), dtype=torch.float64) for kept in range(num_draft_tokens + 1)]
+    for path in product(range(vocab_size), repeat=num_draft_tokens):
+        ratio, weight = 1.0, 1.0
+        chances, residuals = [1.0], [(target[0] - draft[0]).clamp(min=0)]
+        for position, token_id in enumerate(path, start=1):
+            weight *= float(draft[position - 1, token_id])
+            ratio = min(ratio * float(target[position - 1, token_id] / draft[position - 1, token_id]), 1.0)
+            if position == num_draft_tokens:
+                chances.append(ratio)
+                residuals.append(target[-1])
+                continue
+            residuals.append((ratio * target[position] - draft[position]).clamp(min=0))
+            mass = float(residuals[-1].sum())
+            chances.append(mass / (mass + 1.0 - ratio))
+        for kept in range(num_draft_tokens, -1, -1):
+            if chances[kept] == 0.0:
+                continue  # a residual without mass has no law
+            code = sum(token_id * vocab_size**place for place, token_id in enumerate(path[:kept]))
+            law = residuals[kept] / residuals[kept].sum()
+            blocks[kept].view(vocab_size, -1)[:, code] += weight * chances[kept] * law
+            weight *= 1.0 - chances[kept]
+    return torch.cat(blocks)
+
+
+def coupled_law(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
+    """Joint law of coupled verification of drafts raced with the same noise; arguments as for `rejection_law`.
+
+    Token x wins both races iff every other clock E_y exceeds E_x * max(p_y / p_x, q_y / q_x).
+    """
+    target = target_logits.double().softmax(-1)
+    draft = draft_logits.double().softmax(-1)
+    of_target = target[:-1].unsqueeze(1) / target[:-1].unsqueeze(2)  # [K, V, V]: [k, x, y] is p_y / p_x
+    of_draft = draft.unsqueeze(1) / draft.unsqueeze(2)
+    accept = 1.0 / torch.maximum(of_target, of_draft).sum(-1)  # [K, V]
+    return joint_law(accept, torch.cat((target[:-1] - accept, target[-1:])))
+
+
+def acceptance_law(law: Tensor, vocab_size: int) -> Tensor:
+    """Probability of every num_accepted, [K+1] float64, of a joint law or counts in its cells."""
+    sizes = []
+    while sum(sizes) < len(law):
+        sizes.append(vocab_size ** (len(sizes) + 1))
+    return torch.stack([block.double().sum() for block in law.split(sizes)])
+
+
+class ChiSquare(NamedTuple):
+    """How far counts lie from a law."""
+
+    statistic: float
+    num_degrees: int
+
+
+def chi_square(counts: Tensor, law: Tensor) -> ChiSquare:
+    """Chi-square of `counts` under `law`; infinite when something impossible happened."""
+    assert abs(float(law.sum()) - 1.0) < WHOLE, "not a law: every test against it would pass"
     observed, expected = counts.double().numpy(), law.numpy() * float(counts.sum())
-    if observed[expected == 0].any():
-        return 0.0
     small = expected < MIN_EXPECTED
+    num_degrees = int((~small).sum() + (expected[small].sum() >= MIN_EXPECTED)) - 1
+    if observed[expected == 0].any():
+        return ChiSquare(float("inf"), num_degrees)
     observed = np.append(observed[~small], observed[small].sum())
     expected = np.append(expected[~small], expected[small].sum())
     kept = expected >= MIN_EXPECTED
-    statistic = float(((observed[kept] - expected[kept]) ** 2 / expected[kept]).sum())
-    return float(chi2.sf(statistic, kept.sum() - 1))
+    return ChiSquare(float(((observed[kept] - expected[kept]) ** 2 / expected[kept]).sum()), num_degrees)
 
 
-def rejection_p_value(target_logits: Tensor, draft_logits: Tensor, num_trials: int, verify: Verify) -> float:
-    """Draft from `draft_logits`, verify, and compare with the exact joint law."""
+def p_value(counts: Tensor, law: Tensor) -> float:
+    """Chi-square p-value of `counts` under `law`; 0 when something impossible happened."""
+    statistic, num_degrees = chi_square(counts, law)
+    return float(chi2.sf(statistic, num_degrees))
+
+
+def count_rounds(
+    target_logits: Tensor, draft_logits: Tensor, num_trials: int, verify: Verify, stream: Stream = Stream.DRAFT
+) -> Tensor:
+    """Draft from `draft_logits` [K, V] with `stream`, verify against `target_logits` [K+1, V], count every cell."""
     counts = torch.zeros((), dtype=torch.int64)
     for keys in chunks(num_trials):
         num_rows = keys.seeds.shape[0]
         verdict = verify(
             target_logits.expand(num_rows, -1, -1),
-            draw_drafts(draft_logits, keys),
+            draw_drafts(draft_logits, keys, stream),
             draft_logits.expand(num_rows, -1, -1),
             keys,
         )
         counts = counts + count_cells(verdict, target_logits.shape[-1])
+    return counts
+
+
+def rejection_p_value(target_logits: Tensor, draft_logits: Tensor, num_trials: int, verify: Verify) -> float:
+    """Draft from `draft_logits`, verify, and compare with the exact joint law of rejection sampling."""
+    counts = count_rounds(target_logits, draft_logits, num_trials, verify)
     return p_value(counts, rejection_law(target_logits, draft_logits))
+
+
+def block_p_value(target_logits: Tensor, draft_logits: Tensor, num_trials: int, verify: Verify) -> float:
+    """Draft from `draft_logits`, verify, and compare with the exact joint law of block verification."""
+    counts = count_rounds(target_logits, draft_logits, num_trials, verify)
+    return p_value(counts, block_law(target_logits, draft_logits))

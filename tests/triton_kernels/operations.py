@@ -1,6 +1,6 @@
 """Every operation behind one signature, so that one test can run them all."""
 
-from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -10,57 +10,105 @@ from hf_speculate.triton_kernels import (
     Stream,
     Verdict,
     sample,
+    verify_block,
+    verify_coupled,
     verify_greedy,
     verify_rejection,
     verify_typical,
 )
 
-Operation = Callable[[Tensor, Tensor, Tensor, NoiseKeys, Tensor | None], Verdict]
+
+class Operation(Protocol):
+    """One way to verify a round: target [B, K+1, V], ids [B, K], draft [B, K, V], keys, lengths [B] or None."""
+
+    def __call__(
+        self,
+        target: Tensor,
+        ids: Tensor,
+        draft: Tensor,
+        keys: NoiseKeys,
+        lens: Tensor | None = None,
+        *,
+        backend: str = "auto",
+    ) -> Verdict: ...
 
 
-def _greedy(target: Tensor, ids: Tensor, draft: Tensor, keys: NoiseKeys, lens: Tensor | None) -> Verdict:
-    return verify_greedy(target, ids, draft_lens=lens)
-
-
-def _rejection(target: Tensor, ids: Tensor, draft: Tensor, keys: NoiseKeys, lens: Tensor | None) -> Verdict:
-    return verify_rejection(target, ids, draft, keys=keys, draft_lens=lens)
-
-
-def _rejection_with_sums(target: Tensor, ids: Tensor, draft: Tensor, keys: NoiseKeys, lens: Tensor | None) -> Verdict:
-    sums = [sample(draft[:, j], keys=keys, stream=Stream.DRAFT).logsumexp for j in range(draft.shape[1])]
-    logsumexp = torch.stack(sums, dim=-1) if sums else torch.empty(draft.shape[:2])
-    return verify_rejection(target, ids, draft, keys=keys, draft_lens=lens, draft_logsumexp=logsumexp)
-
-
-def _point_mass(target: Tensor, ids: Tensor, draft: Tensor, keys: NoiseKeys, lens: Tensor | None) -> Verdict:
-    return verify_rejection(target, ids, keys=keys, draft_lens=lens)
-
-
-def _warped(target: Tensor, ids: Tensor, draft: Tensor, keys: NoiseKeys, lens: Tensor | None) -> Verdict:
+def warp_of(target: Tensor, keys: NoiseKeys) -> dict[str, Tensor]:
+    """A temperature of 0, 0.5 or 1 by each row's seed, and cutoffs 3 below the top of every row."""
     temperature = (keys.seeds % 3).float() / 2
     tops = target.float().amax(-1) / temperature.masked_fill(temperature == 0, 1.0).unsqueeze(-1)
-    return verify_rejection(
-        target, ids, draft, keys=keys, draft_lens=lens, temperature=temperature, row_cutoffs=tops - 3.0
-    )
+    return {"temperature": temperature, "row_cutoffs": tops - 3.0}
 
 
-def _typical(target: Tensor, ids: Tensor, draft: Tensor, keys: NoiseKeys, lens: Tensor | None) -> Verdict:
-    return verify_typical(target, ids, draft_lens=lens)
+def sums_of(draft: Tensor, keys: NoiseKeys, backend: str) -> Tensor:
+    """Log-sum-exps [B, K] of the drafts, as a drafter keeps them."""
+    sums = [
+        sample(draft[:, j], keys=keys, stream=Stream.DRAFT, backend=backend).logsumexp for j in range(draft.shape[1])
+    ]
+    return torch.stack(sums, dim=-1) if sums else draft.new_empty(draft.shape[:2], dtype=torch.float32)
 
 
-def _typical_sampled(target: Tensor, ids: Tensor, draft: Tensor, keys: NoiseKeys, lens: Tensor | None) -> Verdict:
-    return verify_typical(target, ids, draft_lens=lens, correction="sample", keys=keys, entropy_epsilon=1e-5)
+def _greedy(
+    target: Tensor, ids: Tensor, draft: Tensor, keys: NoiseKeys, lens: Tensor | None = None, *, backend: str = "auto"
+) -> Verdict:
+    return verify_greedy(target, ids, draft_lens=lens, backend=backend)
+
+
+def _dense(verify: Any, *, with_sums: bool = False, warped: bool = False) -> Operation:
+    """A verifier that reads the draft's laws."""
+
+    def run(
+        target: Tensor,
+        ids: Tensor,
+        draft: Tensor,
+        keys: NoiseKeys,
+        lens: Tensor | None = None,
+        *,
+        backend: str = "auto",
+    ) -> Verdict:
+        options: dict[str, Any] = warp_of(target, keys) if warped else {}
+        if with_sums:
+            options["draft_logsumexp"] = sums_of(draft, keys, backend)
+        return verify(target, ids, draft, keys=keys, draft_lens=lens, backend=backend, **options)
+
+    return run
+
+
+def _draftless(verify: Any, *, warped: bool = False, **settings: Any) -> Operation:
+    """A verifier that needs no law of the draft."""
+
+    def run(
+        target: Tensor,
+        ids: Tensor,
+        draft: Tensor,
+        keys: NoiseKeys,
+        lens: Tensor | None = None,
+        *,
+        backend: str = "auto",
+    ) -> Verdict:
+        options = settings | (warp_of(target, keys) if warped else {})
+        return verify(target, ids, keys=keys, draft_lens=lens, backend=backend, **options)
+
+    return run
 
 
 OPERATIONS: dict[str, Operation] = {
     "greedy": _greedy,
-    "rejection": _rejection,
-    "rejection with draft sums": _rejection_with_sums,
-    "point mass": _point_mass,
-    "rejection, warped": _warped,
-    "typical": _typical,
-    "typical, sampled": _typical_sampled,
+    "rejection": _dense(verify_rejection),
+    "rejection with draft sums": _dense(verify_rejection, with_sums=True),
+    "rejection, warped": _dense(verify_rejection, warped=True),
+    "point mass": _draftless(verify_rejection),
+    "block": _dense(verify_block),
+    "block with draft sums": _dense(verify_block, with_sums=True),
+    "block, warped": _dense(verify_block, warped=True),
+    "coupled": _draftless(verify_coupled),
+    "coupled, warped": _draftless(verify_coupled, warped=True),
+    "typical": _draftless(verify_typical),
+    "typical, sampled": _draftless(verify_typical, correction="sample", entropy_epsilon=1e-5),
 }
+DENSE = ["rejection", "rejection with draft sums", "block", "block with draft sums"]
+# Whose last token is drawn, whatever the temperature of the row.
+SAMPLING = [*DENSE, "point mass", "coupled", "typical, sampled"]
 
 
 def make_round(

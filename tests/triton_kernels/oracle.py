@@ -22,16 +22,34 @@ def _law(logits: Tensor, temperature: float, cutoff: float) -> Tensor:
 
 
 def _race(weights: Tensor, keys: NoiseKeys, stream: Stream, offset: int) -> tuple[int, float]:
-    """Winner of one row's race, and by which part it won."""
+    """Winner of one row's race, and by which part it won; by nothing where no weight is positive."""
     clocks = exponentials(keys, stream, torch.tensor([[offset]]), torch.arange(len(weights)))[0].double()
     first, second = (weights / clocks).topk(2)[0].tolist() if len(weights) > 1 else (1.0, 0.0)
-    return int((weights / clocks).argmax()), (first - second) / first
+    return int((weights / clocks).argmax()), (first - second) / first if first > 0.0 else 0.0
 
 
 def draw(law: Tensor, keys: NoiseKeys, stream: Stream) -> Decision:
     """One draw from float64 logits [V]; `keys` of one row."""
     token_id, margin = _race(law.softmax(-1), keys, stream, 0)
     return Decision([token_id], margin)
+
+
+def _laws(target_logits: Tensor, temperature: float, cutoffs: Tensor | None) -> list[Tensor]:
+    """The K+1 laws of one row, float64 probabilities [V] each."""
+    cutoff_list = [-torch.inf] * target_logits.shape[0] if cutoffs is None else cutoffs.tolist()
+    return [_law(row, temperature, cutoff).softmax(-1) for row, cutoff in zip(target_logits, cutoff_list, strict=True)]
+
+
+def _coin(keys: NoiseKeys, position: int, token_id: int) -> float:
+    return float(uniforms(keys, Stream.ACCEPT, torch.tensor([[position]]), torch.tensor([[token_id]])))
+
+
+def _ratio(target: Tensor, draft: Tensor, token_id: int) -> float:
+    """Target's over draft's probability: 0 for what the target forbids, infinite for what only the draft does."""
+    ours, theirs = float(target[token_id]), float(draft[token_id])
+    if ours == 0.0:
+        return 0.0
+    return ours / theirs if theirs > 0.0 else math.inf
 
 
 def reject(
@@ -44,24 +62,73 @@ def reject(
 ) -> Decision:
     """One row of rejection sampling: target [K+1, V], draft [K, V] or a point mass; `keys` of one row."""
     margin = 1.0
-    num_positions = target_logits.shape[0]
-    cutoff_list = [-torch.inf] * num_positions if cutoffs is None else cutoffs.tolist()
-    laws = [_law(row, temperature, cutoff) for row, cutoff in zip(target_logits, cutoff_list, strict=True)]
+    laws = _laws(target_logits, temperature, cutoffs)
     for position, token_id in enumerate(draft_token_ids):
-        coin = float(uniforms(keys, Stream.ACCEPT, torch.tensor([[position]]), torch.tensor([[token_id]])))
-        target = laws[position].softmax(-1)
+        coin, target = _coin(keys, position, token_id), laws[position]
         if draft_logits is None:
             draft = torch.zeros_like(target)
             draft[token_id] = 1.0
         else:
             draft = draft_logits[position].float().double().softmax(-1)
-        ratio = float(target[token_id] / draft[token_id])
+        ratio = _ratio(target, draft, token_id)
         margin = min(margin, abs(coin - min(ratio, 1.0)) / coin if ratio < 1.0 else ratio - coin)
         if coin >= ratio:
             winner, lead = _race((target - draft).clamp(min=0), keys, Stream.CORRECTION, position)
             return Decision([*draft_token_ids[:position], winner], min(margin, lead))
-    winner, lead = _race(laws[-1].softmax(-1), keys, Stream.CORRECTION, num_positions - 1)
+    winner, lead = _race(laws[-1], keys, Stream.CORRECTION, len(draft_token_ids))
     return Decision([*draft_token_ids, winner], min(margin, lead))
+
+
+def verify_block(
+    target_logits: Tensor,
+    draft_token_ids: list[int],
+    draft_logits: Tensor,
+    keys: NoiseKeys,
+    temperature: float = 1.0,
+    cutoffs: Tensor | None = None,
+) -> Decision:
+    """One row of block verification, arguments as for `reject`; algorithm 2 of the paper, line by line."""
+    target = _laws(target_logits, temperature, cutoffs)
+    draft = [row.float().double().softmax(-1) for row in draft_logits]
+    kept, ratio, margin = 0, 1.0, 1.0
+    ratios = [ratio]
+    for count, token_id in enumerate(draft_token_ids, start=1):
+        gain = _ratio(target[count - 1], draft[count - 1], token_id)
+        ratio = min(ratio * gain, 1.0) if ratio > 0.0 else 0.0
+        ratios.append(ratio)
+        coin = _coin(keys, count - 1, token_id)
+        if count == len(draft_token_ids):
+            mass, shortfall = ratio, 1.0 - ratio
+        else:
+            mass, shortfall = float((ratio * target[count] - draft[count]).clamp(min=0).sum()), 1.0 - ratio
+        if ratio < 1.0:  # else the chance is 1
+            margin = min(margin, abs(coin * (mass + shortfall) - mass))
+        if ratio == 1.0 or coin * (mass + shortfall) < mass:
+            kept = count
+    weights = target[-1]
+    if kept < len(draft_token_ids):
+        weights = (ratios[kept] * target[kept] - draft[kept]).clamp(min=0)
+    winner, lead = _race(weights, keys, Stream.CORRECTION, kept)
+    return Decision([*draft_token_ids[:kept], winner], min(margin, lead))
+
+
+def verify_coupled(
+    target_logits: Tensor,
+    draft_token_ids: list[int],
+    keys: NoiseKeys,
+    temperature: float = 1.0,
+    cutoffs: Tensor | None = None,
+) -> Decision:
+    """One row of coupled verification: target [K+1, V]; `keys` of one row."""
+    margin = 1.0
+    emitted: list[int] = []
+    for position, weights in enumerate(_laws(target_logits, temperature, cutoffs)):
+        winner, lead = _race(weights, keys, Stream.RACE, position)
+        emitted.append(winner)
+        margin = min(margin, lead)
+        if position == len(draft_token_ids) or draft_token_ids[position] != winner:
+            break
+    return Decision(emitted, margin)
 
 
 def accept_typical(

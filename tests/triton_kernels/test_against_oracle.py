@@ -4,7 +4,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_speculate.triton_kernels import Stream, Verdict, sample, verify_greedy, verify_rejection, verify_typical
+from hf_speculate.triton_kernels import (
+    Stream,
+    Verdict,
+    sample,
+    verify_block,
+    verify_coupled,
+    verify_greedy,
+    verify_rejection,
+    verify_typical,
+)
 from tests.triton_kernels import oracle
 from tests.triton_kernels.laws import make_keys
 
@@ -47,22 +56,61 @@ def test_rejection_decides_as_float64_does(vocab_size: int, dense: bool) -> None
     assert compared > 0.9 * NUM_ROWS
 
 
-def test_rejection_with_temperatures_and_cutoffs_decides_as_float64_does() -> None:
+@pytest.mark.parametrize("name", ["rejection", "block", "coupled"])
+def test_temperatures_and_cutoffs_decide_as_in_float64(name: str) -> None:
     target, draft, ids = make_round(50)
     keys = make_keys(NUM_ROWS, seed=6)
     temperature = torch.linspace(0.3, 2.0, NUM_ROWS)
     cutoffs = (target / temperature.view(-1, 1, 1)).kthvalue(30, dim=-1).values
-    verdict = verify_rejection(target, ids, draft, keys=keys, temperature=temperature, row_cutoffs=cutoffs)
+    warp = {"temperature": temperature, "row_cutoffs": cutoffs}
+    if name == "coupled":
+        verdict = verify_coupled(target, ids, keys=keys, **warp)
+    else:
+        verify = verify_rejection if name == "rejection" else verify_block
+        verdict = verify(target, ids, draft, keys=keys, **warp)
     compared = 0
     for row in range(NUM_ROWS):
-        decision = oracle.reject(
-            target[row],
-            ids[row].tolist(),
-            draft[row],
-            keys.rows(torch.tensor([row])),
-            float(temperature[row]),
-            cutoffs[row],
-        )
+        keys_of_row, drafted = keys.rows(torch.tensor([row])), ids[row].tolist()
+        row_warp = (float(temperature[row]), cutoffs[row])
+        if name == "coupled":
+            decision = oracle.verify_coupled(target[row], drafted, keys_of_row, *row_warp)
+        else:
+            decide = oracle.reject if name == "rejection" else oracle.verify_block
+            decision = decide(target[row], drafted, draft[row], keys_of_row, *row_warp)
+        compared += assert_decided(verdict, row, decision)
+    assert compared > 0.9 * NUM_ROWS
+
+
+@pytest.mark.parametrize("vocab_size", [2, 37, 500])
+@pytest.mark.parametrize("distance", [0.1, 0.7, 3.0])
+def test_block_decides_as_float64_does(vocab_size: int, distance: float) -> None:
+    target, draft, ids = make_round(vocab_size, distance=distance)
+    keys = make_keys(NUM_ROWS, seed=5, rounds=4, positions=99)
+    verdict = verify_block(target, ids, draft, keys=keys)
+    compared = 0
+    for row in range(NUM_ROWS):
+        keys_of_row = keys.rows(torch.tensor([row]))
+        decision = oracle.verify_block(target[row], ids[row].tolist(), draft[row], keys_of_row)
+        compared += assert_decided(verdict, row, decision)
+    assert compared > 0.9 * NUM_ROWS
+
+
+@pytest.mark.parametrize("vocab_size", [2, 37, 500])
+@pytest.mark.parametrize("stream", [Stream.DRAFT, Stream.RACE])
+def test_coupled_decides_as_float64_does(vocab_size: int, stream: Stream) -> None:
+    target, draft, _ = make_round(vocab_size)
+    keys = make_keys(NUM_ROWS, seed=5, rounds=4, positions=99)
+    ids = torch.stack(
+        [
+            sample(draft[:, at], keys=keys._replace(positions=keys.positions + at), stream=stream).token_ids
+            for at in range(NUM_DRAFT_TOKENS)
+        ],
+        dim=-1,
+    )
+    verdict = verify_coupled(target, ids, keys=keys)
+    compared = 0
+    for row in range(NUM_ROWS):
+        decision = oracle.verify_coupled(target[row], ids[row].tolist(), keys.rows(torch.tensor([row])))
         compared += assert_decided(verdict, row, decision)
     assert compared > 0.9 * NUM_ROWS
 

@@ -1,73 +1,248 @@
-"""The peers' signatures for one sequence keep their meaning."""
+"""`chain_speculative_sampling` means what FlashInfer's function of this name means."""
+
+import re
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from hf_speculate.triton_kernels import ShapeError, greedy_match, speculative_sampling
-from tests.triton_kernels.laws import PASS_P_VALUE, p_value
+from hf_speculate.triton_kernels import (
+    ConfigError,
+    NoiseKeys,
+    ShapeError,
+    Verdict,
+    chain_speculative_sampling,
+    row_seeds,
+)
+from tests.triton_kernels.laws import (
+    PASS_P_VALUE,
+    count_cells,
+    draw_drafts,
+    p_value,
+    rank_reversed_laws,
+    rejection_law,
+)
+from tests.triton_kernels.waiting import NoWaiting
 
-NUM_CALLS = 1500
-
-
-def test_greedy_match_names_the_first_difference_and_the_best_token_there() -> None:
-    dists = torch.tensor([[0.1, 0.9], [0.8, 0.2], [0.5, 0.5]])
-    for candidates, expected in [([1, 0], (2, 0)), ([1, 1], (1, 0)), ([0, 0], (0, 1))]:
-        rejected_idx, token = greedy_match(dists, torch.tensor(candidates))
-        assert (int(rejected_idx), int(token)) == expected
-        assert rejected_idx.shape == token.shape == ()
-        assert rejected_idx.dtype == token.dtype == torch.int64
-
-
-def test_greedy_match_sees_differences_that_a_logarithm_would_round_away() -> None:
-    close = 0.5 + 2.0**-24
-    dists = torch.tensor([[1 - close, close]], dtype=torch.float64).float()
-    assert int(greedy_match(dists, torch.zeros(0, dtype=torch.int64))[1]) == int(dists[0].argmax())
-
-
-def test_speculative_sampling_follows_the_exact_law() -> None:
-    target = torch.tensor([[0.6, 0.3, 0.1, 0.0], [0.25, 0.25, 0.25, 0.25]])
-    proposal = torch.tensor([[0.1, 0.3, 0.3, 0.3]])
-    candidates = torch.multinomial(proposal[0], NUM_CALLS, True, generator=torch.Generator().manual_seed(0))
-    generator = torch.Generator().manual_seed(1)
-    counts = torch.zeros(2, 4, 4, dtype=torch.int64)
-    for candidate in candidates:
-        at, token = speculative_sampling(target, proposal, candidate.view(1), generator=generator)
-        counts[at, candidate if at == 1 else token, token] += 1
-    law = torch.zeros(2, 4, 4, dtype=torch.float64)
-    law[0] = torch.diag((target[0] - proposal[0]).clamp(min=0).double())
-    law[1] = torch.minimum(target[0], proposal[0]).double().unsqueeze(-1) * target[1].double()
-    assert p_value(counts.flatten(), law.flatten()) > PASS_P_VALUE
+NUM_TRIALS = 200_000
+# The documented example: the second token is impossible, and only token 0 is left in its place.
+DRAFT = torch.tensor([[[0.1, 0.2, 0.3, 0.4], [0.2, 0.3, 0.4, 0.1]]])
+IDS = torch.tensor([[2, 1]], dtype=torch.int32)
+TARGET = torch.tensor([[[0.0, 0.1, 0.6, 0.3], [1.0, 0.0, 0.0, 0.0], [0.7, 0.1, 0.1, 0.1]]])
 
 
-def test_a_generator_repeats_a_call_and_the_global_one_serves_without() -> None:
-    dists = torch.full((3, 1000), 1e-3)
-    candidates = torch.tensor([1, 2])
+def make_batch(num_rows: int, num_draft_tokens: int = 3, vocab_size: int = 50) -> tuple[Tensor, Tensor, Tensor]:
+    """Draft probabilities, ids drawn from them, and target probabilities not far from them."""
+    generator = torch.Generator().manual_seed(7)
+    target = torch.randn(num_rows, num_draft_tokens + 1, vocab_size, generator=generator)
+    draft = (target[:, :-1] + torch.randn(num_rows, num_draft_tokens, vocab_size, generator=generator)).softmax(-1)
+    ids = torch.multinomial(draft.flatten(0, 1), 1, generator=generator).view(num_rows, num_draft_tokens)
+    return draft, ids.int(), target.softmax(-1)
 
-    def tokens(**options: torch.Generator) -> list[int]:
-        return [int(speculative_sampling(dists, dists[:2], candidates, **options)[1]) for _ in range(3)]
 
-    assert tokens(generator=torch.Generator().manual_seed(4)) == tokens(generator=torch.Generator().manual_seed(4))
+def make_equal_rows(num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """One row of `make_batch`, repeated: whatever differs in the result comes from the noise."""
+    draft, ids, target = make_batch(1)
+    return draft.expand(num_rows, -1, -1), ids.expand(num_rows, -1), target.expand(num_rows, -1, -1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_the_documented_example_gives_the_documented_result(dtype: torch.dtype) -> None:
+    draft, target = DRAFT.to(dtype), TARGET.to(dtype)
+    for seed in (None, 0, 1, -5, 2**64 - 1, torch.tensor([9])):
+        for ids in (IDS, IDS.long()):
+            token_ids, accepted, emitted = chain_speculative_sampling(draft, ids, target, seed=seed)
+            assert token_ids.tolist() == [[2, 0, -1]]
+            assert accepted.tolist() == emitted.tolist() == [1]
+            assert token_ids.dtype == accepted.dtype == emitted.dtype == torch.int32
+
+
+@pytest.mark.parametrize(("vocab_size", "num_draft_tokens"), [(8, 3), (16, 2)])
+def test_ids_and_counters_follow_their_exact_laws_though_rows_do_not_sum_to_one(
+    vocab_size: int, num_draft_tokens: int
+) -> None:
+    target, draft = rank_reversed_laws(vocab_size, num_draft_tokens)
+    seeds = row_seeds(11, NUM_TRIALS)
+    zeros = torch.zeros_like(seeds)
+    ids = draw_drafts(draft, NoiseKeys(seeds, zeros, zeros))  # the call's own keys: streams keep them apart
+    generator = torch.Generator().manual_seed(0)
+    scales = 1.0 + 0.01 * torch.rand(2, num_draft_tokens + 1, 1, generator=generator)
+    token_ids, accepted, emitted = chain_speculative_sampling(
+        (draft.softmax(-1) * scales[0, :-1]).expand(NUM_TRIALS, -1, -1),
+        ids,
+        (target.softmax(-1) * scales[1]).expand(NUM_TRIALS, -1, -1),
+        seed=11,
+    )
+    counts = count_cells(Verdict(token_ids.long(), emitted, zeros), vocab_size)
+    assert p_value(counts, rejection_law(target, draft)) > PASS_P_VALUE
+    law = torch.ones(1, dtype=torch.float64)  # of how many of the positions pass, each by itself
+    for overlap in torch.minimum(target[:-1].double().softmax(-1), draft.double().softmax(-1)).sum(-1):
+        law = torch.nn.functional.pad(law * (1 - overlap), (0, 1)) + torch.nn.functional.pad(law * overlap, (1, 0))
+    assert p_value(torch.bincount(accepted, minlength=num_draft_tokens + 1), law) > PASS_P_VALUE
+    # The refused position's own coin says no for both counters.
+    refused = emitted < num_draft_tokens
+    assert (accepted >= emitted).all()
+    assert (accepted[refused] < num_draft_tokens).all()
+    assert (accepted[~refused] == num_draft_tokens).all()
+
+
+def test_with_one_drafted_token_both_counters_agree() -> None:
+    draft, ids, target = make_batch(500, num_draft_tokens=1)
+    _, accepted, emitted = chain_speculative_sampling(draft, ids, target)
+    assert torch.equal(accepted, emitted)
+    assert 50 < int(emitted.sum()) < 450
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_counters_are_added_to_in_place(dtype: torch.dtype) -> None:
+    draft, ids, target = make_batch(40)
+    _, accepted, emitted = chain_speculative_sampling(draft, ids, target, seed=1)
+    counters = torch.full((40,), 100, dtype=dtype), torch.full((40,), 1000, dtype=dtype)
+    for calls in (1, 2):
+        _, one, other = chain_speculative_sampling(draft, ids, target, *counters, seed=1)
+        assert one is counters[0]
+        assert other is counters[1]
+        assert torch.equal(one, (100 + calls * accepted).to(dtype))
+        assert torch.equal(other, (1000 + calls * emitted).to(dtype))
+
+
+def test_a_row_depends_on_its_own_seed_alone() -> None:
+    draft, ids, target = make_equal_rows(64)
+    seeds = torch.arange(64)
+    whole = chain_speculative_sampling(draft, ids, target, seed=seeds)[0]
+    assert len(whole.unique(dim=0)) > 10  # every seed is read
+    for rows in (torch.tensor([5]), torch.tensor([63, 0, 7])):
+        part = chain_speculative_sampling(draft[rows], ids[rows], target[rows], seed=seeds[rows])[0]
+        assert torch.equal(part, whole[rows])
+    changed = chain_speculative_sampling(draft, ids, target, seed=seeds.index_fill(0, torch.tensor([3]), 999))[0]
+    assert torch.equal(changed[:3], whole[:3])
+    assert torch.equal(changed[4:], whole[4:])
+
+
+def test_one_seed_gives_every_row_its_own_whatever_the_batch() -> None:
+    draft, ids, target = make_equal_rows(64)
+    whole = chain_speculative_sampling(draft, ids, target, seed=5)[0]
+    assert len(whole.unique(dim=0)) > 10
+    assert torch.equal(chain_speculative_sampling(draft[:9], ids[:9], target[:9], seed=5)[0], whole[:9])
+    for same in (torch.tensor([5]), torch.tensor([5], dtype=torch.int32), row_seeds(5, 64)):
+        assert torch.equal(chain_speculative_sampling(draft, ids, target, seed=same)[0], whole)
+    assert torch.equal(chain_speculative_sampling(draft[:1], ids[:1], target[:1], seed=5)[0], whole[:1])
+
+
+def test_offsets_count_calls_under_one_seed() -> None:
+    target = torch.full((100, 1, 5000), 1 / 5000)
+    draft, ids = target[:, :0], torch.zeros(100, 0, dtype=torch.int64)
+
+    def call(**options: Any) -> Tensor:
+        return chain_speculative_sampling(draft, ids, target, **options)[0]
+
+    calls = [call(seed=3, offset=offset) for offset in (None, 1, 2)]
+    assert torch.equal(calls[0], call(seed=3, offset=0))
+    for offset in (1, torch.tensor([1]), torch.ones(100, dtype=torch.int32)):
+        assert torch.equal(call(seed=3, offset=offset), calls[1])
+    for one, other in [(0, 1), (0, 2), (1, 2)]:
+        assert (calls[one] == calls[other]).sum() <= 3  # 0.02 expected by chance
+    mixed = call(seed=3, offset=torch.arange(100) % 2)
+    assert torch.equal(mixed[::2], calls[0][::2])
+    assert torch.equal(mixed[1::2], calls[1][1::2])
+
+
+def test_without_a_seed_the_generator_draws_one() -> None:
+    target = torch.full((4, 1, 5000), 1 / 5000)
+    draft, ids = target[:, :0], torch.zeros(4, 0, dtype=torch.int64)
+
+    def calls(**options: Any) -> Tensor:
+        return torch.cat([chain_speculative_sampling(draft, ids, target, **options)[0] for _ in range(3)])
+
+    assert len(calls().unique()) == 12
+    one, other = (calls(generator=torch.Generator().manual_seed(4)) for _ in range(2))
+    assert torch.equal(one, other)
     torch.manual_seed(4)
-    first = tokens()
-    assert len(set(first)) == 3
+    one = calls()
     torch.manual_seed(4)
-    assert tokens() == first
+    assert torch.equal(one, calls())
 
 
-def test_impossible_candidates_are_refused_and_certain_ones_kept() -> None:
-    target = torch.tensor([[0.0, 1.0], [1.0, 0.0]])
-    proposal = torch.tensor([[0.5, 0.5]])
-    at, token = speculative_sampling(target, proposal, torch.tensor([0]))
-    assert (int(at), int(token)) == (0, 1)
-    at, token = speculative_sampling(target, proposal, torch.tensor([1]))
-    assert (int(at), int(token)) == (1, 0)
-    assert at.dtype == token.dtype == torch.int64
-    assert at.shape == token.shape == ()
+@pytest.mark.parametrize("bad_id", [-1, 50, 2**31 - 1])
+def test_ids_outside_the_vocabulary_are_refused(bad_id: int) -> None:
+    draft, ids, target = make_batch(30)
+    draft = target[:, :-1].clone()  # every good id is kept
+    ids[:, 1] = bad_id
+    token_ids, accepted, emitted = chain_speculative_sampling(draft, ids, target, seed=0)
+    assert emitted.tolist() == [1] * 30
+    assert accepted.tolist() == [2] * 30
+    assert ((token_ids[:, 1] >= 0) & (token_ids[:, 1] < 50)).all()
+    assert (token_ids[:, 2:] == -1).all()
 
 
-def test_wrong_shapes_are_named() -> None:
-    dists = torch.full((3, 4), 0.25)
-    with pytest.raises(ShapeError, match=r"candidate_tokens must be \[K\] = \[2\], got \[3\]"):
-        greedy_match(dists, torch.zeros(3, dtype=torch.int64))
-    with pytest.raises(ShapeError, match=r"proposal_dists must be \[K, V\] = \[2, 4\], got \[3, 4\]"):
-        speculative_sampling(dists, dists, torch.zeros(2, dtype=torch.int64))
+@pytest.mark.parametrize("entries", [torch.nan, torch.inf, 0.0, -1.0])
+def test_a_target_row_that_is_no_law_gives_no_token(entries: float) -> None:
+    draft, ids, target = make_batch(30)
+    draft = target[:, :-1].clone()
+    target[:, 2] = entries
+    token_ids, accepted, emitted = chain_speculative_sampling(draft, ids, target, seed=0)
+    assert torch.equal(token_ids[:, :2], ids[:, :2])
+    assert (token_ids[:, 2:] == -1).all()
+    assert accepted.tolist() == emitted.tolist() == [2] * 30
+
+
+@pytest.mark.parametrize("entries", [torch.nan, torch.inf, 0.0])
+def test_a_draft_row_that_is_no_law_is_refused_and_the_target_drawn_from(entries: float) -> None:
+    draft, ids, target = make_batch(30)
+    draft[:, 0] = entries
+    target[:, 0] = torch.nn.functional.one_hot(torch.tensor(4), 50).float()
+    token_ids, _, emitted = chain_speculative_sampling(draft, ids, target, seed=0)
+    assert emitted.tolist() == [0] * 30
+    assert token_ids[:, 0].tolist() == [4] * 30
+
+
+@pytest.mark.parametrize(("num_rows", "num_draft_tokens"), [(0, 3), (0, 0), (3, 0)])
+def test_no_rows_and_no_drafted_tokens_are_fine(num_rows: int, num_draft_tokens: int) -> None:
+    target = torch.full((num_rows, num_draft_tokens + 1, 7), 1 / 7)
+    ids = torch.zeros(num_rows, num_draft_tokens, dtype=torch.int32)
+    for seed in (None, 4, torch.tensor([4]), torch.arange(num_rows)):
+        token_ids, accepted, emitted = chain_speculative_sampling(target[:, :-1], ids, target, seed=seed)
+        assert token_ids.shape == (num_rows, num_draft_tokens + 1)
+        assert accepted.tolist() == emitted.tolist() == [0] * num_rows
+        assert ((token_ids >= 0) & (token_ids < 7)).all()
+
+
+def test_nothing_waits_for_the_device() -> None:
+    draft, ids, target = make_batch(3)
+    counters = torch.zeros(3, dtype=torch.int32), torch.zeros(3, dtype=torch.int64)
+    with NoWaiting():
+        for seed in (None, 4, torch.tensor([4]), torch.arange(3)):
+            chain_speculative_sampling(draft, ids, target, *counters, seed=seed, offset=torch.tensor([1]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"draft_probs": TARGET}, "draft_probs must be [B, K, V] = [1, 2, 4], got [1, 3, 4]"),
+        ({"draft_token_ids": IDS[:, :1]}, "draft_token_ids must be [B, K] = [1, 2], got [1, 1]"),
+        ({"target_probs": TARGET[0]}, "target_probs must be [B, K+1, V] with V >= 1, got [3, 4]"),
+        ({"seed": torch.arange(2)}, "seed must be an int, [1] or [B] = [1], got [2]"),
+        ({"seed": torch.zeros(1)}, "seed must be one of int32, int64, got float32"),
+        ({"offset": torch.tensor(2)}, "offset must be an int, [1] or [B] = [1], got []"),
+        (
+            {"maybe_output_accepted_token_num": torch.zeros(2, dtype=torch.int32)},
+            "maybe_output_accepted_token_num must be [B] = [1], got [2]",
+        ),
+        (
+            {"maybe_output_emitted_draft_token_num": torch.zeros(1)},
+            "maybe_output_emitted_draft_token_num must be one of int32, int64, got float32",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_named(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ShapeError, match=re.escape(words)):
+        chain_speculative_sampling(
+            **{"draft_probs": DRAFT, "draft_token_ids": IDS, "target_probs": TARGET} | changes  # type: ignore[arg-type]
+        )
+
+
+def test_a_backend_goes_by_name() -> None:
+    assert chain_speculative_sampling(DRAFT, IDS, TARGET, backend="torch")[0].tolist() == [[2, 0, -1]]
+    with pytest.raises(ConfigError, match="backend must be one of"):
+        chain_speculative_sampling(DRAFT, IDS, TARGET, backend="cuda")

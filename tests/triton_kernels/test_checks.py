@@ -14,6 +14,8 @@ from hf_speculate.triton_kernels import (
     ShapeError,
     Stream,
     sample,
+    verify_block,
+    verify_coupled,
     verify_greedy,
     verify_rejection,
     verify_typical,
@@ -31,6 +33,14 @@ def greedy(**changes: Any) -> object:
 
 def rejection(**changes: Any) -> object:
     return verify_rejection(**{"target_logits": TARGET, "draft_token_ids": IDS, "keys": KEYS} | changes)
+
+
+def block(**changes: Any) -> object:
+    return verify_block(**{"target_logits": TARGET, "draft_token_ids": IDS, "keys": KEYS} | changes)
+
+
+def coupled(**changes: Any) -> object:
+    return verify_coupled(**{"target_logits": TARGET, "draft_token_ids": IDS, "keys": KEYS} | changes)
 
 
 def typical(**changes: Any) -> object:
@@ -60,6 +70,10 @@ def draw(**changes: Any) -> object:
         (rejection, {"row_cutoffs": torch.zeros(1, 2)}, "row_cutoffs must be [B, K+1] = [1, 3], got [1, 2]"),
         (rejection, {"keys": make_keys(2)}, "keys.seeds must be [B] = [1], got [2]"),
         (rejection, {"keys": NoiseKeys(*(key.int() for key in KEYS))}, "keys.seeds must be one of int64, got int32"),
+        (block, {"draft_logits": TARGET}, "draft_logits must be [B, K, V] = [1, 2, 4], got [1, 3, 4]"),
+        (block, {"draft_lens": torch.zeros(1)}, "draft_lens must be one of int32, int64, got float32"),
+        (coupled, {"row_cutoffs": torch.zeros(1, 2)}, "row_cutoffs must be [B, K+1] = [1, 3], got [1, 2]"),
+        (coupled, {"keys": make_keys(2)}, "keys.seeds must be [B] = [1], got [2]"),
         (draw, {"logits": TARGET}, "logits must be [B, V] with V >= 1, got [1, 3, 4]"),
         (draw, {"row_cutoffs": torch.zeros(2)}, "row_cutoffs must be [B] = [1], got [2]"),
     ],
@@ -75,6 +89,8 @@ def test_a_wrong_shape_or_dtype_is_named(call: Callable[..., object], changes: d
         (rejection, {"temperature": -1.0}, "temperature must be finite and >= 0, got -1.0"),
         (rejection, {"temperature": float("nan")}, "temperature must be finite and >= 0, got nan"),
         (rejection, {"draft_logsumexp": torch.zeros(1, 2)}, "draft_logsumexp must come with draft_logits"),
+        (block, {"draft_logsumexp": torch.zeros(1, 2)}, "draft_logsumexp must come with draft_logits"),
+        (coupled, {"temperature": float("inf")}, "temperature must be finite and >= 0, got inf"),
         (typical, {"posterior_threshold": 1.0}, "posterior_threshold must be in (0, 1), got 1.0"),
         (typical, {"posterior_alpha": 0.0}, "posterior_alpha must be finite and > 0, got 0.0"),
         (typical, {"entropy_epsilon": -1e-5}, "entropy_epsilon must be finite and >= 0, got -1e-05"),
@@ -87,11 +103,21 @@ def test_a_wrong_setting_is_named(call: Callable[..., object], changes: dict[str
         call(**changes)
 
 
-@pytest.mark.parametrize("call", [greedy, rejection, typical, draw])
-def test_backends_are_auto_and_torch_until_there_is_a_kernel(call: Callable[..., object]) -> None:
+CALLS = [greedy, rejection, block, coupled, typical, draw]
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_every_operation_takes_the_backends_by_name(call: Callable[..., object]) -> None:
     for backend in ("auto", "torch"):
         call(backend=backend)
-    with pytest.raises(KernelUnavailableError, match='got "triton"'):
-        call(backend="triton")
     with pytest.raises(ConfigError, match='backend must be one of "auto", "torch", "triton", got \'cuda\''):
         call(backend="cuda")
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_triton_by_name_is_refused_where_it_cannot_run(
+    call: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(KernelUnavailableError, match='got "triton"'):
+        call(backend="triton")

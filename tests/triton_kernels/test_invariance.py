@@ -5,11 +5,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_speculate.triton_kernels import Stream, Verdict, sample
+from hf_speculate.triton_kernels import NoiseKeys, Stream, Verdict, sample
 from tests.triton_kernels.laws import make_keys
-from tests.triton_kernels.operations import OPERATIONS, make_round
+from tests.triton_kernels.operations import OPERATIONS, SAMPLING, make_round
+from tests.triton_kernels.waiting import NoWaiting
 
 # 40,000 entries are more than torch gives to one thread; 5,000 cross the block-wise maximum and the sums of 4,096.
 WIDTHS = [37, 5000, 40_000]
@@ -99,14 +99,12 @@ def test_rows_past_the_length_do_not_count(name: str) -> None:
         assert torch.equal(whole.status, cut.status)
 
 
-def test_handing_over_the_draft_sums_changes_nothing() -> None:
-    for vocab_size in WIDTHS:
-        target, ids, draft = make_round(4, 3, vocab_size)
-        results = [
-            OPERATIONS[name](target, ids, draft, make_keys(4), None)
-            for name in ("rejection", "rejection with draft sums")
-        ]
-        assert_same(*results)
+@pytest.mark.parametrize("vocab_size", WIDTHS)
+@pytest.mark.parametrize("name", ["rejection", "block"])
+def test_handing_over_the_draft_sums_changes_nothing(name: str, vocab_size: int) -> None:
+    target, ids, draft = make_round(4, 3, vocab_size)
+    without = OPERATIONS[name](target, ids, draft, make_keys(4))
+    assert_same(without, OPERATIONS[f"{name} with draft sums"](target, ids, draft, make_keys(4)))
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -118,15 +116,23 @@ def test_int32_ids_and_half_precision_copies_agree(name: str) -> None:
         assert_same(half, full)
 
 
-def test_a_round_repeats_its_numbers_only_under_its_own_keys() -> None:
-    target = torch.zeros(200, 1, 5000)
-    ids = torch.zeros(200, 0, dtype=torch.int64)
-    draft = torch.zeros(200, 0, 5000)
-    first = OPERATIONS["rejection"](target, ids, draft, make_keys(200), None).token_ids
-    assert torch.equal(first, OPERATIONS["rejection"](target, ids, draft, make_keys(200), None).token_ids)
+@pytest.mark.parametrize("num_draft_tokens", [0, 1, 2])
+@pytest.mark.parametrize("name", SAMPLING)
+def test_a_round_repeats_its_numbers_only_under_its_own_keys(name: str, num_draft_tokens: int) -> None:
+    target = torch.zeros(200, num_draft_tokens + 1, 5000)
+    ids = torch.full((200, num_draft_tokens), -1)  # refused, so that the first token is drawn
+
+    def first_ids(keys: NoiseKeys) -> Tensor:
+        return OPERATIONS[name](target, ids, target[:, :-1], keys).token_ids[:, 0]
+
+    first = first_ids(make_keys(200))
+    assert torch.equal(first, first_ids(make_keys(200)))
+    assert len(first.unique()) > 180  # rows do not share numbers either; 196 expected
     for keys in (make_keys(200, seed=1), make_keys(200, rounds=1), make_keys(200, positions=1)):
-        again = OPERATIONS["rejection"](target, ids, draft, keys, None).token_ids
-        assert (again == first).sum() <= 3  # 0.04 expected by chance
+        if name == "coupled" and keys.rounds.any():
+            assert torch.equal(first_ids(keys), first)  # the race leaves the round out
+        else:
+            assert (first_ids(keys) == first).sum() <= 3  # 0.04 expected by chance
 
 
 @pytest.fixture
@@ -150,17 +156,6 @@ def test_nothing_is_read_from_fresh_memory(name: str, request: pytest.FixtureReq
     request.getfixturevalue("poisoned_memory")
     for (tensors, keys), expected in zip(cases, clean, strict=True):
         assert_same(OPERATIONS[name](*tensors, keys, None), expected)
-
-
-class NoWaiting(TorchDispatchMode):
-    """Raises where a result would have to reach the host."""
-
-    WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "_unique")
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if any(func.name().split("::")[1].split(".")[0].startswith(name) for name in self.WAITS):
-            raise AssertionError(f"{func.name()} waits for the device")
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("name", OPERATIONS)

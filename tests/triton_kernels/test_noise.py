@@ -116,6 +116,13 @@ def test_row_zero_keeps_the_seed_and_other_rows_scatter() -> None:
     assert row_seeds(5, 0).shape == (0,)
 
 
+def test_a_seed_on_its_device_gives_the_same_row_seeds() -> None:
+    for seed in (0, 1, -1, 2**63 - 1, -(2**63)):
+        assert torch.equal(row_seeds(torch.tensor([seed]), 1000), row_seeds(seed, 1000))
+    assert row_seeds(torch.tensor([5]), 0).shape == (0,)
+    assert row_seeds(5, 3, device="meta").device.type == "meta"
+
+
 def test_no_word_gives_zero_or_one(monkeypatch: pytest.MonkeyPatch) -> None:
     extremes = torch.tensor([0, 1, 2**31 - 1, -(2**31), -2, -1], dtype=torch.int32)
     monkeypatch.setattr(noise, "_words_and_scratch", lambda state, ids: (extremes.clone(), torch.empty_like(extremes)))

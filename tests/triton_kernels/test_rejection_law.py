@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_speculate.triton_kernels import NoiseKeys, Stream, Verdict, _rejection, verify_rejection
-from hf_speculate.triton_kernels._walk import Chain, End
+from hf_speculate.triton_kernels import NoiseKeys, Stream, Verdict, verify_rejection
+from hf_speculate.triton_kernels.reference import rejection as twin
+from hf_speculate.triton_kernels.reference.walk import Chain, End
+from tests.triton_kernels.controls import residual_of_logits
 from tests.triton_kernels.laws import (
     FAIL_P_VALUE,
     PASS_P_VALUE,
@@ -17,6 +19,8 @@ from tests.triton_kernels.laws import (
     rank_reversed_laws,
     rejection_p_value,
 )
+from tests.triton_kernels.operations import OPERATIONS
+from tests.triton_kernels.tables import count_texts, decode, make_tables, text_law
 
 NUM_TRIALS = 1_000_000
 # A quarter is enough for a control: each fails by many more orders of magnitude than are asked.
@@ -63,6 +67,15 @@ def test_every_position_accepts_with_the_overlap_of_both_laws() -> None:
         assert abs(accepted - reached * overlap) < NUM_SIGMAS * sigma
 
 
+def test_joint_law_of_four_tokens_over_several_rounds_is_the_targets() -> None:
+    target, draft = make_tables(3, 4 + 3)
+    counts = torch.zeros(81, dtype=torch.int64)
+    for keys in chunks(NUM_CONTROL_TRIALS):
+        texts = decode(target, draft, keys.seeds, OPERATIONS["rejection"], length=4, num_draft_tokens=3)
+        counts += count_texts(texts, 3, 4)
+    assert p_value(counts, text_law(target, 4)) > PASS_P_VALUE
+
+
 def test_point_mass_keeps_the_target_law_whatever_is_proposed() -> None:
     target, _ = rank_reversed_laws(16, 2)
     proposed = torch.tensor([3, 9])
@@ -90,34 +103,40 @@ def test_control_a_proposal_other_than_the_one_drawn_from_is_caught() -> None:
 
 def test_control_correction_noise_shared_with_the_draft_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = rank_reversed_laws(16, 2)
-    race = _rejection.race
-    monkeypatch.setattr(_rejection, "race", lambda weights, keys, _, at: race(weights, keys, Stream.DRAFT, at))
+    race = twin.race
+    monkeypatch.setattr(twin, "race", lambda weights, keys, _, at: race(weights, keys, Stream.DRAFT, at))
     assert rejection_p_value(target, draft, NUM_CONTROL_TRIALS, verify) < FAIL_P_VALUE
 
 
 def test_control_coins_shared_with_the_draft_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = rank_reversed_laws(16, 2)
-    uniforms = _rejection.uniforms
-    monkeypatch.setattr(_rejection, "uniforms", lambda keys, _, at, ids: uniforms(keys, Stream.DRAFT, at, ids))
+    uniforms = twin.uniforms
+    monkeypatch.setattr(twin, "uniforms", lambda keys, _, at, ids: uniforms(keys, Stream.DRAFT, at, ids))
     assert rejection_p_value(target, draft, NUM_CONTROL_TRIALS, verify) < FAIL_P_VALUE
 
 
 def test_control_an_epsilon_in_the_residual_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = rank_reversed_laws(16, 2)
-    race = _rejection.race
+    race = twin.race
     epsilon = 1e-4
-    monkeypatch.setattr(_rejection, "race", lambda weights, keys, stream, at: race(weights + epsilon, keys, stream, at))
+    monkeypatch.setattr(twin, "race", lambda weights, keys, stream, at: race(weights + epsilon, keys, stream, at))
     assert rejection_p_value(target, draft, NUM_CONTROL_TRIALS, verify) < FAIL_P_VALUE
 
 
 def test_control_the_target_in_place_of_the_residual_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = rank_reversed_laws(16, 2)
-    last_law = _rejection._last_law
+    last_law = twin.last_law
 
     def without_residual(
-        target: _rejection.Masses, draft: _rejection.Draft | None, chain: Chain, end: End
+        target: twin.Masses, draft: twin.Draft | None, chain: Chain, end: End
     ) -> tuple[Tensor, Tensor]:
         return last_law(target, draft, chain, end._replace(refused=torch.zeros_like(end.refused)))
 
-    monkeypatch.setattr(_rejection, "_last_law", without_residual)
+    monkeypatch.setattr(twin, "last_law", without_residual)
+    assert rejection_p_value(target, draft, NUM_CONTROL_TRIALS, verify) < FAIL_P_VALUE
+
+
+def test_control_a_residual_of_logits_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = rank_reversed_laws(16, 2)
+    monkeypatch.setattr(twin, "last_law", residual_of_logits)
     assert rejection_p_value(target, draft, NUM_CONTROL_TRIALS, verify) < FAIL_P_VALUE

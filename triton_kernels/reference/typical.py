@@ -1,35 +1,16 @@
-"""The typical rule on rows that are laws already."""
-
-import math
-from dataclasses import dataclass
+"""The torch twin of typical acceptance."""
 
 import torch
 from torch import Tensor
 
-from ._rows import Masses, padded_like, row_masses, row_sum
-from .errors import ConfigError
+from .._inputs import Round, TypicalRule, Warp
+from ..types import NoiseKeys, Stream, Verdict
+from .greedy import greedy, with_greedy_rows
+from .rows import Masses, first_max, law_status, padded_like, pick_rows, race, row_masses, row_sum, to_law
+from .walk import find_end, make_chain, make_verdict
 
 # exp(-200) is 0 in float32, and 0 times a finite number is 0, where 0 times -inf is not.
 LOG_OF_NOTHING = -200.0
-
-
-@dataclass(frozen=True)
-class TypicalRule:
-    """Numbers of the rule: probability > min(threshold, alpha * exp(-entropy))."""
-
-    threshold: float
-    alpha: float
-    entropy_epsilon: float
-
-    def __post_init__(self) -> None:
-        if not 0.0 < self.threshold < 1.0:
-            raise ConfigError(f"posterior_threshold must be in (0, 1), got {self.threshold}; 0.09 is the usual value")
-        if not (math.isfinite(self.alpha) and self.alpha > 0.0):
-            raise ConfigError(f"posterior_alpha must be finite and > 0, got {self.alpha}; 0.3 is the usual value")
-        if not (math.isfinite(self.entropy_epsilon) and self.entropy_epsilon >= 0.0):
-            raise ConfigError(
-                f"entropy_epsilon must be finite and >= 0, got {self.entropy_epsilon}; 0 is the exact entropy"
-            )
 
 
 def _entropy(law: Tensor, target: Masses, epsilon: float) -> Tensor:
@@ -45,7 +26,7 @@ def _entropy(law: Tensor, target: Masses, epsilon: float) -> Tensor:
     return target.sums.log() - row_sum(rows) / target.sums
 
 
-def accept_typical(law: Tensor, token_ids: Tensor, rule: TypicalRule) -> Tensor:
+def _accept(law: Tensor, token_ids: Tensor, rule: TypicalRule) -> Tensor:
     """Judge every position by itself.
 
     Args:
@@ -60,3 +41,18 @@ def accept_typical(law: Tensor, token_ids: Tensor, rule: TypicalRule) -> Tensor:
     thresholds = (-_entropy(law, target, rule.entropy_epsilon)).exp_().mul_(rule.alpha).clamp_(max=rule.threshold)
     masses = target.masses.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
     return masses > thresholds.mul_(target.sums)
+
+
+def typical(round_: Round, warp: Warp, rule: TypicalRule, keys: NoiseKeys | None) -> Verdict:
+    """See `verify_typical`."""
+    if warp.is_greedy:
+        return greedy(round_)
+    chain = make_chain(round_)
+    law = to_law(round_.target_logits, warp)
+    end = find_end(chain, _accept(law[:, :-1], chain.token_ids, rule))
+    final_law = pick_rows(law, end.num_accepted)  # [B, V]
+    best = first_max(final_law)
+    final_ids = best.indices
+    if rule.samples and keys is not None:
+        final_ids = race(row_masses(final_law).masses, keys, Stream.CORRECTION, end.num_accepted)
+    return with_greedy_rows(round_, warp, make_verdict(chain, end, final_ids, law_status(best.values)))

@@ -5,7 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .types import Status, Verdict
+from .._inputs import Round
+from ..types import Status, Verdict
 
 
 class Chain(NamedTuple):
@@ -26,8 +27,9 @@ class End(NamedTuple):
     bad_id: Tensor  # [B] bool, what was refused there was not in [0, V)
 
 
-def make_chain(draft_token_ids: Tensor, draft_lens: Tensor | None, vocab_size: int) -> Chain:
-    """Read drafted ids [B, K] and lengths [B], both as they come."""
+def make_chain(round_: Round) -> Chain:
+    """Read drafted ids and lengths as they come."""
+    draft_token_ids, draft_lens, vocab_size = round_.draft_token_ids, round_.draft_lens, round_.target_logits.shape[-1]
     num_draft_tokens = draft_token_ids.shape[1]
     ids = draft_token_ids.to(torch.int64)
     safe_ids = ids.clamp(0, vocab_size - 1)
@@ -41,8 +43,12 @@ def make_chain(draft_token_ids: Tensor, draft_lens: Tensor | None, vocab_size: i
 
 def find_end(chain: Chain, accepted: Tensor) -> End:
     """End each row at its first position that is not `accepted` [B, K] bool."""
-    num_draft_tokens = accepted.shape[1]
-    num_accepted = (accepted & chain.acceptable).cumprod(-1, dtype=torch.int64).sum(-1)
+    return end_at(chain, (accepted & chain.acceptable).cumprod(-1, dtype=torch.int64).sum(-1))
+
+
+def end_at(chain: Chain, num_accepted: Tensor) -> End:
+    """End each row after `num_accepted` [B] int64 tokens."""
+    num_draft_tokens = chain.token_ids.shape[1]
     ended = num_accepted < chain.lens
     if num_draft_tokens == 0:
         return End(num_accepted, num_accepted, ended, ended)

@@ -5,8 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .noise import exponentials
-from .types import NoiseKeys, Status, Stream
+from .._inputs import Warp
+from ..noise import exponentials
+from ..types import NoiseKeys, Status, Stream
 
 # torch.argmax takes about 1 ns an element on a CPU and a block-wise maximum a twentieth (V = 151,936).
 BLOCK_SIZE = 512
@@ -34,17 +35,17 @@ class Masses(NamedTuple):
     logsumexp: Tensor  # [...] float32; NaN, -inf or +inf where a NaN, nothing but -inf, or a +inf leaves no law
 
 
-def to_law(logits: Tensor, temperature: float | Tensor, row_cutoffs: Tensor | None) -> Tensor:
+def to_law(logits: Tensor, warp: Warp) -> Tensor:
     """Logits of the law that is drawn from, in float32; `logits` itself where nothing changes.
 
     Args:
         logits: [B, ..., V], any float dtype.
-        temperature: > 0, or [B] >= 0; rows at 0 are left as they are.
-        row_cutoffs: [B, ...]; after the temperature, entries below become -inf.
+        warp: a temperature > 0, or [B] >= 0, where rows at 0 are left as they are; cutoffs [B, ...].
 
     Returns:
         [B, ..., V] float32.
     """
+    temperature, row_cutoffs = warp
     law = logits.to(torch.float32)
     if isinstance(temperature, Tensor):
         divisor = temperature.to(torch.float32).view((-1,) + (1,) * (logits.dim() - 1))
@@ -109,7 +110,7 @@ def row_masses(law: Tensor) -> Masses:
 
     exp2 takes half of exp's time on a CPU (V = 151,936, AVX2), but the entries that fill no whole vector come from
     another routine. Whole tiles leave none where the threads split the rows evenly, so an entry's bits do not depend
-    on where it lies; a last bit in a million entries does with, say, 3 threads.
+    on where it lies; in one entry of 50,000 the last bit does with, say, 3 threads.
     """
     width = law.shape[-1]
     tops = law.amax(-1)
@@ -143,15 +144,15 @@ def race(weights: Tensor, keys: NoiseKeys, stream: Stream, position_offsets: Ten
     """Draw one index a row: the first arrival of exponential clocks with these rates. Overwrites `weights`.
 
     Args:
-        weights: [B, V] float32 rates, >= 0 where the law is; need not sum to 1. A row without a positive rate, or with
-            a NaN, gives some index in range.
+        weights: [B, ..., V] float32 rates, >= 0 where the law is; need not sum to 1. A row without a positive rate, or
+            with a NaN, gives some index in range.
         keys: [B] int64 each.
         stream: which noise.
-        position_offsets: [B] or [1] int64.
+        position_offsets: [B, ...] int64, or of a shape that broadcasts to it.
 
     Returns:
-        [B] int64.
+        [B, ...] int64.
     """
     token_ids = torch.arange(weights.shape[-1], dtype=torch.int32, device=weights.device)
-    clocks = exponentials(keys, stream, position_offsets.unsqueeze(-1), token_ids)  # [B, V]
+    clocks = exponentials(keys, stream, position_offsets.unsqueeze(-1), token_ids)  # [B, ..., V]
     return first_argmax(weights.div_(clocks))

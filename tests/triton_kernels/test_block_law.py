@@ -1,0 +1,162 @@
+"""Block verification keeps the target's law, jointly over a round and over several, and keeps more than rejection."""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_speculate.triton_kernels import NoiseKeys, Stream, Verdict
+from hf_speculate.triton_kernels.reference import rejection as shared
+from hf_speculate.triton_kernels.reference.rejection import Draft
+from hf_speculate.triton_kernels.reference.rows import Masses
+from hf_speculate.triton_kernels.reference.walk import Chain, End
+from tests.triton_kernels.controls import residual_of_logits
+from tests.triton_kernels.laws import (
+    FAIL_P_VALUE,
+    PASS_P_VALUE,
+    acceptance_law,
+    block_law,
+    block_p_value,
+    chunks,
+    count_rounds,
+    p_value,
+    rank_reversed_laws,
+    rejection_law,
+)
+from tests.triton_kernels.operations import OPERATIONS
+from tests.triton_kernels.tables import count_texts, decode, make_tables, text_law
+
+# The package names the function of the same name.
+twin = importlib.import_module("hf_speculate.triton_kernels.reference.block")
+
+NUM_TRIALS = 1_000_000
+# A quarter is enough for a control: each fails by many more orders of magnitude than are asked.
+NUM_CONTROL_TRIALS = 250_000
+NUM_TEXTS = 400_000
+NUM_SIGMAS = 4.0
+# Sums of a thousand float64 products.
+EXACT = 1e-12
+
+verify = OPERATIONS["block"]
+
+
+@pytest.mark.parametrize(("vocab_size", "num_draft_tokens"), [(3, 3), (8, 3), (16, 2)])
+def test_joint_law_of_a_round_is_exact_for_a_rank_reversed_draft(vocab_size: int, num_draft_tokens: int) -> None:
+    target, draft = rank_reversed_laws(vocab_size, num_draft_tokens)
+    assert block_p_value(target, draft, NUM_TRIALS, verify) > PASS_P_VALUE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("vocab_size", "num_draft_tokens"), [(3, 6), (8, 3), (16, 3)])
+@pytest.mark.parametrize("spread", [0.3, 3.0])
+def test_joint_law_of_a_round_is_exact_over_many_trials(vocab_size: int, num_draft_tokens: int, spread: float) -> None:
+    target, draft = rank_reversed_laws(vocab_size, num_draft_tokens, seed=1)
+    assert block_p_value(target * spread, draft * spread, 8 * NUM_TRIALS, verify) > PASS_P_VALUE
+
+
+@pytest.mark.parametrize(("vocab_size", "num_draft_tokens"), [(3, 3), (8, 3), (16, 2)])
+def test_the_enumerated_law_is_the_targets_once_the_target_goes_on(vocab_size: int, num_draft_tokens: int) -> None:
+    target, draft = rank_reversed_laws(vocab_size, num_draft_tokens)
+    probs = target.double().softmax(-1)
+    sizes = [vocab_size ** (kept + 1) for kept in range(num_draft_tokens + 1)]
+    whole = torch.zeros(sizes[-1], dtype=torch.float64)
+    expected = torch.ones(1, dtype=torch.float64)
+    for kept, block in enumerate(block_law(target, draft).split(sizes)):
+        for position in range(kept + 1, num_draft_tokens + 1):
+            block = (probs[position].unsqueeze(-1) * block).flatten()
+        whole += block
+        expected = (probs[kept].unsqueeze(-1) * expected).flatten()
+    torch.testing.assert_close(whole, expected, atol=EXACT, rtol=0)
+
+
+def test_more_tokens_are_kept_than_by_rejection_and_as_many_as_enumerated() -> None:
+    for vocab_size, num_draft_tokens in [(3, 3), (8, 3), (16, 2)]:
+        target, draft = rank_reversed_laws(vocab_size, num_draft_tokens)
+        kept = torch.arange(num_draft_tokens + 1).double()
+        law = acceptance_law(block_law(target, draft), vocab_size)
+        by_rejection = acceptance_law(rejection_law(target, draft), vocab_size)
+        assert (kept @ law) > (kept @ by_rejection) + EXACT
+        # At least n tokens are kept at least as often, for every n.
+        assert (law.flip(0).cumsum(0) >= by_rejection.flip(0).cumsum(0) - EXACT).all()
+        counts = acceptance_law(count_rounds(target, draft, NUM_CONTROL_TRIALS, verify), vocab_size)
+        mean, exact = float(kept @ counts / NUM_CONTROL_TRIALS), float(kept @ law)
+        variance = float(kept.square() @ law) - exact**2
+        assert abs(mean - exact) < NUM_SIGMAS * (variance / NUM_CONTROL_TRIALS) ** 0.5
+        rejected = acceptance_law(count_rounds(target, draft, NUM_CONTROL_TRIALS, OPERATIONS["rejection"]), vocab_size)
+        assert mean > float(kept @ rejected / NUM_CONTROL_TRIALS)
+
+
+def text_p_value(**options: Any) -> float:
+    """The first four tokens of a table model over three letters, three drafted a round, against their exact law."""
+    target, draft = make_tables(3, 4 + 3)
+    counts = torch.zeros(81, dtype=torch.int64)
+    for keys in chunks(NUM_TEXTS):
+        texts = decode(target, draft, keys.seeds, verify, length=4, num_draft_tokens=3, **options)
+        counts += count_texts(texts, 3, 4)
+    return p_value(counts, text_law(target, 4))
+
+
+@pytest.mark.parametrize("end_token_id", [None, 1])
+def test_joint_law_of_four_tokens_over_several_rounds_is_the_targets(end_token_id: int | None) -> None:
+    assert text_p_value(end_token_id=end_token_id) > PASS_P_VALUE
+
+
+def test_control_keys_without_the_round_are_caught() -> None:
+    assert text_p_value(with_rounds=False) < FAIL_P_VALUE
+
+
+def assert_caught(control: Callable[[Tensor, Tensor, Tensor, NoiseKeys], Verdict] = verify) -> None:
+    target, draft = rank_reversed_laws(16, 2)
+    assert block_p_value(target, draft, NUM_CONTROL_TRIALS, control) < FAIL_P_VALUE
+
+
+def test_control_a_proposal_other_than_the_one_drawn_from_is_caught() -> None:
+    assert_caught(lambda target, ids, draft, keys: verify(target, ids, draft / 1.5, keys))
+
+
+def test_control_correction_noise_shared_with_the_draft_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    race = twin.race
+    monkeypatch.setattr(twin, "race", lambda weights, keys, _, at: race(weights, keys, Stream.DRAFT, at))
+    assert_caught()
+
+
+def test_control_coins_shared_with_the_draft_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    uniforms = shared.uniforms
+    monkeypatch.setattr(shared, "uniforms", lambda keys, _, at, ids: uniforms(keys, Stream.DRAFT, at, ids))
+    assert_caught()
+
+
+def test_control_one_coin_for_the_whole_block_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    coins = twin.acceptance_coins
+    monkeypatch.setattr(twin, "acceptance_coins", lambda chain, keys: coins(chain, keys)[:, :1].repeat(1, 2))
+    assert_caught()
+
+
+def test_control_an_epsilon_in_the_residual_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    race, epsilon = twin.race, 1e-4
+    monkeypatch.setattr(twin, "race", lambda weights, keys, stream, at: race(weights + epsilon, keys, stream, at))
+    assert_caught()
+
+
+def test_control_a_residual_of_logits_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(twin, "last_law", residual_of_logits)
+    assert_caught()
+
+
+def test_control_the_target_in_place_of_the_residual_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    last_law = twin.last_law
+
+    def without_residual(target: Masses, draft: Draft, chain: Chain, end: End, ratios: Tensor) -> tuple[Tensor, Tensor]:
+        return last_law(target, draft, chain, end._replace(refused=torch.zeros_like(end.refused)), ratios)
+
+    monkeypatch.setattr(twin, "last_law", without_residual)
+    assert_caught()
+
+
+def test_control_rejections_residual_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    last_law = twin.last_law
+    monkeypatch.setattr(twin, "last_law", lambda target, draft, chain, end, ratios: last_law(target, draft, chain, end))
+    assert_caught()

@@ -1,0 +1,135 @@
+"""Coupled verification emits what the target draws itself, whatever was drafted, and keeps nearly all it could."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_speculate.triton_kernels import NoiseKeys, Stream, Verdict, sample
+from tests.triton_kernels.laws import (
+    FAIL_P_VALUE,
+    PASS_P_VALUE,
+    acceptance_law,
+    chunks,
+    count_rounds,
+    coupled_law,
+    joint_law,
+    make_keys,
+    p_value,
+    rank_reversed_laws,
+)
+from tests.triton_kernels.operations import OPERATIONS, make_round, warp_of
+from tests.triton_kernels.tables import count_texts, decode, decode_plainly, make_tables, text_law
+
+NUM_TRIALS = 1_000_000
+# A quarter is enough for a control: each fails by many more orders of magnitude than are asked.
+NUM_CONTROL_TRIALS = 250_000
+NUM_TEXTS = 400_000
+NUM_SIGMAS = 4.0
+# Rounding of sums of float64 probabilities.
+EXACT = 1e-12
+
+verify = OPERATIONS["coupled"]
+
+
+@pytest.mark.parametrize(("vocab_size", "num_draft_tokens"), [(3, 3), (8, 3), (16, 2)])
+def test_joint_law_of_a_round_is_exact_for_a_raced_rank_reversed_draft(vocab_size: int, num_draft_tokens: int) -> None:
+    target, draft = rank_reversed_laws(vocab_size, num_draft_tokens)
+    counts = count_rounds(target, draft, NUM_TRIALS, verify, Stream.RACE)
+    assert p_value(counts, coupled_law(target, draft)) > PASS_P_VALUE
+
+
+def test_joint_law_of_a_round_is_exact_for_a_draft_with_noise_of_its_own() -> None:
+    target, draft = rank_reversed_laws(8, 3)
+    probs, proposed = target.double().softmax(-1), draft.double().softmax(-1)
+    refuse = torch.cat((probs[:-1] * (1 - proposed), probs[-1:]))
+    counts = count_rounds(target, draft, NUM_TRIALS, verify, Stream.DRAFT)
+    assert p_value(counts, joint_law(probs[:-1] * proposed, refuse)) > PASS_P_VALUE
+
+
+@pytest.mark.parametrize("name", ["coupled", "coupled, warped"])
+@pytest.mark.parametrize("vocab_size", [3, 500, 20_000])
+def test_every_emitted_token_is_the_one_that_sample_races_for(name: str, vocab_size: int) -> None:
+    target, _, draft = make_round(60, 3, vocab_size)
+    keys = make_keys(60, seed=8, positions=31)
+    warp = warp_of(target, keys) if name.endswith("warped") else {}
+    raced = []
+    for position in range(4):
+        row_warp = warp | ({"row_cutoffs": warp["row_cutoffs"][:, position]} if warp else {})
+        keys_there = keys._replace(rounds=keys.rounds + 5, positions=keys.positions + position)
+        raced.append(sample(target[:, position], keys=keys_there, stream=Stream.RACE, **row_warp).token_ids)
+    plain = torch.stack(raced, dim=-1)  # [B, K+1]
+    for ids in (draft.argmax(-1), plain[:, :-1], torch.full_like(plain[:, :-1], -1)):
+        verdict = OPERATIONS[name](target, ids, draft, keys)
+        emitted = torch.arange(4) <= verdict.num_accepted.unsqueeze(-1)
+        assert torch.equal(verdict.token_ids, torch.where(emitted, plain, -1))
+        agrees = (ids == plain[:, :-1]).long().cumprod(-1).sum(-1)
+        assert torch.equal(verdict.num_accepted.long(), agrees)
+
+
+def test_the_text_is_the_same_whatever_is_drafted() -> None:
+    target, draft = make_tables(5, 4 + 3)
+    seeds = make_keys(2000, seed=3).seeds
+    plain = decode_plainly(target, seeds, 4)
+    for num_draft_tokens, stream in [(0, Stream.RACE), (1, Stream.RACE), (3, Stream.RACE), (3, Stream.DRAFT)]:
+        for drafter in (target, draft):
+            if num_draft_tokens:
+                texts = decode(
+                    target, drafter, seeds, verify, length=4, num_draft_tokens=num_draft_tokens, stream=stream
+                )
+                assert torch.equal(texts, plain)
+
+
+def text_p_value(*, with_positions: bool) -> float:
+    """The first four tokens of a table model over three letters, three drafted a round, against their exact law."""
+    target, draft = make_tables(3, 4 + 3)
+    counts = torch.zeros(81, dtype=torch.int64)
+    for keys in chunks(NUM_TEXTS):
+        texts = decode(
+            target,
+            draft,
+            keys.seeds,
+            verify,
+            length=4,
+            num_draft_tokens=3,
+            stream=Stream.RACE,
+            with_positions=with_positions,
+        )
+        counts += count_texts(texts, 3, 4)
+    return p_value(counts, text_law(target, 4))
+
+
+def test_joint_law_of_four_tokens_over_several_rounds_is_the_targets() -> None:
+    assert text_p_value(with_positions=True) > PASS_P_VALUE
+
+
+def test_control_keys_without_the_position_are_caught() -> None:
+    assert text_p_value(with_positions=False) < FAIL_P_VALUE
+
+
+def test_control_a_correction_drawn_afresh_is_caught() -> None:
+    def with_fresh_correction(target: Tensor, ids: Tensor, draft: Tensor, keys: NoiseKeys) -> Verdict:
+        verdict = verify(target, ids, draft, keys)
+        at = verdict.num_accepted.long()
+        rows = target[torch.arange(len(at)), at]
+        fresh = sample(rows, keys=keys._replace(positions=keys.positions + at), stream=Stream.CORRECTION).token_ids
+        return verdict._replace(token_ids=verdict.token_ids.scatter(1, at.unsqueeze(-1), fresh.unsqueeze(-1)))
+
+    target, draft = rank_reversed_laws(16, 2)
+    counts = count_rounds(target, draft, NUM_CONTROL_TRIALS, with_fresh_correction, Stream.RACE)
+    assert p_value(counts, coupled_law(target, draft)) < FAIL_P_VALUE
+
+
+@pytest.mark.parametrize("distance", [0.1, 0.5, 2.0, None])
+@pytest.mark.parametrize("vocab_size", [8, 64])
+def test_a_raced_draft_is_kept_nearly_as_often_as_any_could_be(vocab_size: int, distance: float | None) -> None:
+    target, draft = rank_reversed_laws(vocab_size, 1)
+    if distance is not None:
+        draft = target[:-1] + distance * torch.randn(1, vocab_size, generator=torch.Generator().manual_seed(1))
+    optimum = float(torch.minimum(target[:-1].double().softmax(-1), draft.double().softmax(-1)).sum())
+    law = coupled_law(target, draft)
+    accepted = float(acceptance_law(law, vocab_size)[1])
+    # Daliri et al., arXiv:2408.07978: at least (1 - TV) / (1 + TV), with TV = 1 - optimum.
+    assert optimum / (2 - optimum) - EXACT <= accepted <= optimum + EXACT
+    counts = count_rounds(target, draft, NUM_CONTROL_TRIALS, verify, Stream.RACE)
+    measured = float(acceptance_law(counts, vocab_size)[1]) / NUM_CONTROL_TRIALS
+    assert abs(measured - accepted) < NUM_SIGMAS * (accepted * (1 - accepted) / NUM_CONTROL_TRIALS) ** 0.5

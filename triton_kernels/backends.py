@@ -1,0 +1,87 @@
+"""Which implementation serves a call."""
+
+import importlib.util
+import os
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from . import reference
+from ._inputs import Proposal, Round, TypicalRule, Warp
+from .errors import ConfigError, KernelUnavailableError
+from .types import NoiseKeys, Sampled, Stream, Verdict
+
+BACKENDS = ("auto", "torch", "triton")
+
+
+class Operations(Protocol):
+    """What the torch twins in `reference` and the Triton kernels in `kernels` both offer."""
+
+    def greedy(self, round_: Round) -> Verdict:
+        """Keep tokens while each is the argmax."""
+
+    def reject(self, round_: Round, warp: Warp, proposal: Proposal | None, keys: NoiseKeys) -> Verdict:
+        """Rejection sampling."""
+
+    def reject_and_test(self, round_: Round, proposal: Proposal, keys: NoiseKeys) -> tuple[Verdict, Tensor]:
+        """The same, and how every position's own test went, [B, K] bool, as if the ones before it had been kept."""
+
+    def typical(self, round_: Round, warp: Warp, rule: TypicalRule, keys: NoiseKeys | None) -> Verdict:
+        """Typical acceptance; keys where the rule samples."""
+
+    def block(self, round_: Round, warp: Warp, proposal: Proposal, keys: NoiseKeys) -> Verdict:
+        """Block verification."""
+
+    def coupled(self, round_: Round, warp: Warp, keys: NoiseKeys) -> Verdict:
+        """Keep tokens while each wins the race."""
+
+    def sample(self, logits: Tensor, warp: Warp, keys: NoiseKeys, stream: Stream) -> Sampled:
+        """One draw per row."""
+
+
+def is_interpreting() -> bool:
+    """Whether Triton runs kernels in Python, on tensors of any device; read when Triton is imported."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "y", "yes")
+
+
+def check_backend(backend: str, device: torch.device) -> None:
+    """Raise unless `backend` is a known one that can serve tensors on `device`.
+
+    Args:
+        backend: "auto", "torch" or "triton".
+        device: of the logits.
+
+    Raises:
+        ConfigError: the name is unknown.
+        KernelUnavailableError: "triton" was asked for by name and cannot run there.
+    """
+    if backend not in BACKENDS:
+        choices = ", ".join(f'"{choice}"' for choice in BACKENDS)
+        raise ConfigError(f'backend must be one of {choices}, got {backend!r}; leave it out for "auto"')
+    if backend != "triton":
+        return
+    if importlib.util.find_spec("triton") is None:
+        raise KernelUnavailableError(
+            'backend must be "auto" or "torch" here, got "triton", which is not installed; pip install triton'
+        )
+    if device.type != "cuda" and not is_interpreting():
+        raise KernelUnavailableError(
+            f'backend must be "auto" or "torch" for tensors on {device.type}, got "triton"; move them to a GPU, or '
+            "set TRITON_INTERPRET=1 before Triton is imported"
+        )
+
+
+def operations(backend: str, device: torch.device) -> Operations:
+    """The implementation that serves `backend` on `device`; "auto" takes Triton on a GPU where it is installed.
+
+    Raises as `check_backend`.
+    """
+    check_backend(backend, device)
+    if backend == "auto":
+        backend = "triton" if device.type == "cuda" and importlib.util.find_spec("triton") else "torch"
+    if backend == "torch":
+        return reference
+    from . import kernels  # needs Triton
+
+    return kernels

@@ -1,0 +1,74 @@
+"""The torch twin of block verification.
+
+With target laws p, proposal laws q, drafted tokens x_1 .. x_K, and rho_0 = 1:
+
+    rho_i  = min(rho_{i-1} * p(x_i) / q(x_i), 1)
+    mass_i = sum over x of max(rho_i * p(x) - q(x), 0), of the laws that follow x_1 .. x_i
+    h_i    = mass_i / (mass_i + 1 - rho_i) for i < K, and h_K = rho_K
+
+Position i passes when its coin is below h_i; the longest prefix whose last position passes is kept. With s the running
+sum of the log ratios, log rho_i = s_i - max(0, s_1, .., s_i): the recursion needs no loop. A chain counts up to its
+first drafted id outside [0, V) or row without a law: what was drafted after that might as well not have been.
+"""
+
+import torch
+from torch import Tensor
+
+from .._inputs import Proposal, Round, Warp
+from ..types import NoiseKeys, Stream, Verdict
+from .greedy import greedy, with_greedy_rows
+from .rejection import Draft, acceptance_coins, draft_logprobs, last_law, make_draft, reject, target_logprobs
+from .rows import Masses, padded_like, race, row_masses, row_sum, to_law
+from .walk import end_at, make_chain, make_verdict
+
+# Stands for a log ratio of +inf: float64 sums of 128 of them keep twelve digits, and no product comes back from it.
+MAX_LOG_RATIO = 1e4
+
+
+def _log_ratios(target_of_token: Tensor, draft_of_token: Tensor) -> Tensor:
+    """Log rho_1 .. log rho_K, [B, K] float64 <= 0, from log-probabilities [B, K] of the drafted tokens."""
+    gains = (target_of_token.double() - draft_of_token.double()).clamp_(max=MAX_LOG_RATIO)
+    sums = gains.masked_fill_(target_of_token == -torch.inf, -torch.inf).cumsum(-1)
+    return sums - sums.cummax(-1).values.clamp_(min=0.0)
+
+
+def _residual_masses(target: Masses, draft: Draft, ratios: Tensor) -> Tensor:
+    """mass_1 .. mass_{K-1}, [B, K-1] float32, from rho_1 .. rho_{K-1} [B, K-1] float32."""
+    draft_rows = row_masses(draft.logits[:, 1:].to(torch.float32))
+    rows = padded_like(draft_rows.masses)
+    residuals = rows[..., : draft.logits.shape[-1]]
+    torch.div(target.masses[:, 1:-1], target.sums[:, 1:-1].unsqueeze(-1), out=residuals)
+    residuals.mul_(ratios.unsqueeze(-1))
+    residuals.sub_(draft_rows.masses.div_(draft_rows.sums.unsqueeze(-1))).clamp_(min=0.0)
+    return row_sum(rows)
+
+
+def block(round_: Round, warp: Warp, proposal: Proposal, keys: NoiseKeys) -> Verdict:
+    """See `verify_block`."""
+    num_draft_tokens = round_.draft_token_ids.shape[1]
+    if num_draft_tokens < 2:
+        return reject(round_, warp, proposal, keys)  # a block of one is rejection sampling
+    if warp.is_greedy:
+        return greedy(round_)
+    chain = make_chain(round_)
+    law = to_law(round_.target_logits, warp)
+    target = row_masses(law)
+    draft = make_draft(proposal)
+    has_laws = (target.logsumexp[:, :-1].abs() < torch.inf) & (draft.logsumexp.abs() < torch.inf)
+    lens = (chain.acceptable & has_laws).cumprod(-1, dtype=torch.int64).sum(-1, keepdim=True)  # [B, 1]
+    log_ratios = _log_ratios(target_logprobs(law, target, chain), draft_logprobs(draft, chain))
+    ratios = log_ratios.exp().to(torch.float32)  # [B, K]
+    masses = _residual_masses(target, draft, ratios[:, :-1])
+    coins = acceptance_coins(chain, keys)
+    passed = coins < ratios
+    shortfalls = log_ratios[:, :-1].expm1().neg_().to(torch.float32)  # 1 - rho
+    inner = coins[:, :-1] * (masses + shortfalls) < masses
+    counts = torch.arange(1, num_draft_tokens + 1, device=law.device)
+    passed[:, :-1] = torch.where(counts[:-1] < lens, inner, passed[:, :-1])
+    passed |= log_ratios >= 0
+    num_accepted = (counts * (passed & (counts <= lens))).amax(-1)  # [B]
+    end = end_at(chain, num_accepted)
+    kept_ratios = torch.where(num_accepted > 0, ratios.gather(1, (num_accepted - 1).clamp_(min=0)[:, None])[:, 0], 1.0)
+    weights, status = last_law(target, draft, chain, end, kept_ratios)
+    final_ids = race(weights, keys, Stream.CORRECTION, num_accepted)
+    return with_greedy_rows(round_, warp, make_verdict(chain, end, final_ids, status))

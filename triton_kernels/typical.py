@@ -1,0 +1,67 @@
+"""Typical acceptance."""
+
+import torch
+from torch import Tensor
+
+from ._checks import check_keys, check_round, check_warp
+from ._inputs import Round, TypicalRule, Warp
+from .backends import operations
+from .errors import ConfigError
+from .types import NoiseKeys, Verdict
+
+CORRECTIONS = ("argmax", "sample")
+
+
+@torch.no_grad()
+def verify_typical(
+    target_logits: Tensor,
+    draft_token_ids: Tensor,
+    *,
+    posterior_threshold: float = 0.09,
+    posterior_alpha: float = 0.3,
+    correction: str = "argmax",
+    entropy_epsilon: float = 0.0,
+    keys: NoiseKeys | None = None,
+    draft_lens: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    row_cutoffs: Tensor | None = None,
+    backend: str = "auto",
+) -> Verdict:
+    """Keep drafted tokens while the target finds each typical: probability > min(threshold, alpha * exp(-entropy)).
+
+    This does not keep the target's law.
+
+    Args:
+        target_logits: [B, K+1, V], float16, bfloat16, float32 or float64, any strides.
+        draft_token_ids: [B, K] int32 or int64.
+        posterior_threshold: in (0, 1), a probability.
+        posterior_alpha: > 0.
+        correction: "argmax" or "sample", how the token after the kept ones is chosen, the bonus token too.
+        entropy_epsilon: >= 0, added inside the entropy's logarithm; 0 is the exact entropy in nats.
+        keys: [B] int64 each, for correction="sample" (stream CORRECTION).
+        draft_lens: [B] int32 or int64, how many drafted tokens count; None: all.
+        temperature: divides the target's logits in float32; a float or [B], >= 0. 0 decides as `verify_greedy`.
+        row_cutoffs: [B, K+1], after the temperature; the target's entries below are dropped.
+        backend: "auto", "torch" or "triton".
+
+    Returns:
+        The verdict, [B, K+1] ids padded with -1.
+
+    Raises:
+        ConfigError: an unknown backend or correction, a number out of range, or correction="sample" without keys.
+        KernelUnavailableError: backend="triton" where it cannot run.
+        ShapeError: a shape or dtype that does not fit.
+
+    Source: Cai et al., arXiv:2401.10774, section 3.3.1.
+    """
+    check_round(target_logits, draft_token_ids, draft_lens)
+    warp = check_warp(target_logits.shape[:2], "B, K+1", Warp(temperature, row_cutoffs))
+    rule = TypicalRule(posterior_threshold, posterior_alpha, entropy_epsilon, samples=correction == "sample")
+    if correction not in CORRECTIONS:
+        raise ConfigError(f'correction must be one of "argmax", "sample", got {correction!r}; "argmax" needs no keys')
+    if rule.samples and keys is None:
+        raise ConfigError('keys must be given with correction="sample", got None; or pass correction="argmax"')
+    if keys is not None:
+        check_keys(keys, target_logits.shape[0])
+    round_ = Round(target_logits, draft_token_ids, draft_lens)
+    return operations(backend, target_logits.device).typical(round_, warp, rule, keys)
