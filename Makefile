@@ -14,7 +14,7 @@ TORCH_PINS := -c constraints.txt
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all check fix bench clean
+.PHONY: help install demo test test-all check fix kernels bench clean
 
 help:
 	@echo "make demo       decode the bundled prompts three ways and print what was measured"
@@ -22,6 +22,7 @@ help:
 	@echo "make test-all   the test suite, offline, with the slow tests"
 	@echo "make check      ruff, mypy and the rules between the rooms"
 	@echo "make fix        let ruff format and repair"
+	@echo "make kernels    compile every Triton kernel for GPUs that need not be there, and look for spills"
 	@echo "make bench      every benchmark, results as JSON under benchmarks/results/"
 	@echo "make install    only create $(VENV) and install"
 	@echo "make clean      remove $(VENV), caches and build output"
@@ -63,6 +64,9 @@ check: $(STAMP)
 fix: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+kernels: $(STAMP)
+	$(BIN)/python benchmarks/kernel_builds.py
 
 bench: $(STAMP)
 	@set -e; for file in $(wildcard benchmarks/*.py); do \

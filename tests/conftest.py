@@ -5,9 +5,14 @@ import os
 # Before transformers is imported anywhere: it reads the variable once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import torch
+
+# Without a GPU kernels run in Triton's interpreter; it too reads its variable once.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 import hypothesis
 import pytest
-import torch
 
 # Tiny models gain nothing from threads, and on a busy machine wait most of the time for one another.
 torch.set_num_threads(1)

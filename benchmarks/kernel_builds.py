@@ -1,0 +1,221 @@
+"""Compiles every Triton kernel for GPUs that need not be there, and reports registers, spills and shared memory.
+
+Fails on a spill for cuda 90, and on shared memory over a target's limit.
+"""
+
+import argparse
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from tqdm import tqdm
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks._harness import write_results
+from hf_speculate.triton_kernels import NoiseKeys, Stream
+from hf_speculate.triton_kernels._inputs import Proposal, Round, TypicalRule, Warp
+from hf_speculate.triton_kernels.kernels import launch, operations
+
+
+class Target(NamedTuple):
+    """A GPU to compile for."""
+
+    gpu: GPUTarget
+    shared_limit_bytes: int  # of one block
+    has_atomics: bool  # whether the variant that finishes in one launch is what runs there
+
+
+TARGETS = {
+    "cuda 80": Target(GPUTarget("cuda", 80, 32), 163 * 1024, True),
+    "cuda 90": Target(GPUTarget("cuda", 90, 32), 227 * 1024, True),
+    "cuda 100": Target(GPUTarget("cuda", 100, 32), 227 * 1024, True),
+    "hip gfx942": Target(GPUTarget("hip", "gfx942", 64), 64 * 1024, False),
+}
+NO_SPILLS = ("cuda 90",)
+DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32}
+TYPE_NAMES = {
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+    torch.int8: "*i8",
+}
+
+
+class Build(NamedTuple):
+    """One kernel with the types and constants of one launch."""
+
+    kernel: Any
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    num_warps: int
+
+    @property
+    def name(self) -> str:
+        """The kernel and those of its constants that pick a variant."""
+        flags = [f"{key}={value}" for key, value in self.constants.items() if value is not None and key.isupper()]
+        left_out = [key.removesuffix("_ptr") for key, value in self.constants.items() if value is None]
+        return " ".join([self.kernel.__name__, *flags, *(["without", *left_out] if left_out else [])])
+
+
+def launches(dtype: torch.dtype, has_atomics: bool) -> Iterator[Build]:
+    """Every launch of every operation with all options in use, recorded in place of being run."""
+    recorded: list[Build] = []
+
+    def record(self: launch.Launch, kernel: Any, grid: tuple[int, ...], **own: Any) -> None:
+        given = {name: value for name, value in self.shared.items() if name in kernel.arg_names} | own
+        signature, constants = {}, {}
+        for name in kernel.arg_names:
+            value = given[name]
+            if isinstance(value, torch.Tensor):
+                signature[name] = TYPE_NAMES[value.dtype]
+            elif value is None or name.isupper():
+                signature[name], constants[name] = "constexpr", value
+            else:
+                signature[name] = "fp32" if isinstance(value, float) else "i32"
+        recorded.append(Build(kernel, signature, constants, launch.NUM_WARPS))
+
+    batch_size, num_draft_tokens, vocab_size = 2, 3, 8192
+    target = torch.zeros(batch_size, num_draft_tokens + 1, vocab_size, dtype=dtype)
+    lens = torch.zeros(batch_size, dtype=torch.int32)
+    keys = NoiseKeys(*(torch.zeros(batch_size, dtype=torch.int64) for _ in range(3)))
+    round_ = Round(target, torch.zeros(batch_size, num_draft_tokens, dtype=torch.int64), lens)
+    warp = Warp(torch.ones(batch_size), torch.zeros(batch_size, num_draft_tokens + 1))
+    draft = target[:, 1:].contiguous()
+    saved = Proposal(draft, torch.zeros(batch_size, num_draft_tokens))
+    run, operations_has_atomics = launch.Launch.run, operations.has_atomics
+    try:
+        launch.Launch.run = record  # type: ignore[method-assign]
+        operations.has_atomics = lambda device: has_atomics
+        operations.greedy(round_)
+        for proposal in (None, saved, saved._replace(logsumexp=None)):
+            operations.reject(round_, warp, proposal, keys)
+        operations.reject_and_test(round_, saved._replace(logsumexp=None), keys)
+        for epsilon, samples in ((0.0, False), (1e-5, True)):
+            operations.typical(round_, warp, TypicalRule(0.09, 0.3, epsilon, samples), keys)
+        for proposal in (saved, saved._replace(logsumexp=None)):
+            operations.block(round_, warp, proposal, keys)
+        operations.coupled(round_, warp, keys)
+        operations.sample(target[:, 0], Warp(warp.temperature, lens.float()), keys, Stream.DRAFT)
+    finally:
+        launch.Launch.run = run  # type: ignore[method-assign]
+        operations.has_atomics = operations_has_atomics
+    seen = set()
+    for build in recorded:
+        if build.name not in seen:
+            seen.add(build.name)
+            yield build
+
+
+def compile_one(job: tuple[str, str, int]) -> dict[str, Any]:
+    """Compile launch number `job[2]` of dtype `job[1]` for target `job[0]`."""
+    target_name, dtype_name, number = job
+    target = TARGETS[target_name]
+    build = list(launches(DTYPES[dtype_name], target.has_atomics))[number]
+    places = {name: place for place, name in enumerate(build.kernel.arg_names)}
+    aligned = {
+        (places[name],): [["tt.divisibility", 16]] for name, kind in build.signature.items() if kind.startswith("*")
+    }
+    source = ASTSource(build.kernel, build.signature, build.constants, aligned)
+    compiled = triton.compile(source, target=target.gpu, options={"num_warps": build.num_warps})
+    is_cuda = target.gpu.backend == "cuda"
+    used = cuda_usage(compiled.asm["ptx"], target.gpu.arch) if is_cuda else hip_usage(compiled.asm["amdgcn"])
+    return {
+        "kernel": build.name,
+        "dtype": dtype_name,
+        "target": target_name,
+        **used,
+        "shared_bytes": compiled.metadata.shared,
+        "shared_limit_bytes": target.shared_limit_bytes,
+        "num_warps": build.num_warps,
+    }
+
+
+def cuda_usage(ptx: str, arch: int) -> dict[str, int]:
+    """Registers a thread and spilled bytes, as the assembler that comes with Triton says."""
+    assembler = get_ptxas(arch).path
+    architecture = re.search(r"\.target (\S+?)[,\s]", ptx)
+    if architecture is None:
+        raise ValueError("the PTX names no target")
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch, "kernel.ptx")
+        path.write_text(ptx)
+        command = [
+            assembler,
+            "-v",
+            "--regAllocOptLevel=2",
+            f"--gpu-name={architecture[1]}",
+            path,
+            "-o",
+            path.with_suffix(".cubin"),
+        ]
+        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    registers = re.search(r"Used (\d+) registers", log)
+    if spills is None or registers is None:
+        raise ValueError(f"{assembler} said nothing of registers: {log}")
+    return {"registers": int(registers[1]), "spills": int(spills[1]) + int(spills[2])}
+
+
+def hip_usage(assembly: str) -> dict[str, int]:
+    """Vector registers a thread and how many were spilled, as the assembly's metadata says."""
+    registers = re.search(r"\.vgpr_count:\s+(\d+)", assembly)
+    spills = re.search(r"\.vgpr_spill_count:\s+(\d+)", assembly)
+    if spills is None or registers is None:
+        raise ValueError("the assembly says nothing of registers")
+    return {"registers": int(registers[1]), "spills": int(spills[1])}
+
+
+def problems(row: dict[str, Any]) -> Iterator[str]:
+    """What is wrong with one build."""
+    where = f"{row['kernel']} ({row['dtype']}, {row['target']})"
+    if row["target"] in NO_SPILLS and row["spills"]:
+        yield f"{where}: {row['spills']} bytes of registers spilled"
+    if row["shared_bytes"] > row["shared_limit_bytes"]:
+        yield f"{where}: {row['shared_bytes']} bytes of shared memory, the limit is {row['shared_limit_bytes']}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--processes", type=int, default=os.cpu_count())
+    parser.add_argument("--kernel", default="", help="only kernels whose name holds this")
+    args = parser.parse_args()
+    jobs = [
+        (target, dtype, number)
+        for target in args.targets
+        for dtype in args.dtypes
+        for number, build in enumerate(launches(DTYPES[dtype], TARGETS[target].has_atomics))
+        if args.kernel in build.name
+    ]
+    # Forked workers inherit locks that Triton's compiler holds.
+    with ProcessPoolExecutor(args.processes, multiprocessing.get_context("spawn")) as pool:
+        rows = list(tqdm(pool.map(compile_one, jobs), total=len(jobs), desc="kernels"))
+    for row in rows:
+        print(f"{row['target']:11} {row['dtype']:8} {row['registers']:4} registers {row['spills']:4} spilled "
+              f"{row['shared_bytes']:6} bytes shared  {row['kernel']}")  # fmt: skip
+    found = [problem for row in rows for problem in problems(row)]
+    if not args.kernel and args.targets == list(TARGETS) and args.dtypes == list(DTYPES):
+        print(f"written to {write_results('kernel_builds', args, rows)}")
+    for problem in found:
+        print(problem, file=sys.stderr)
+    print(f"{len(rows)} builds, {len(found)} problems")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

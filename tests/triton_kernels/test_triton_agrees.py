@@ -1,0 +1,139 @@
+"""The kernels decide as their twins do, whatever the shapes, dtypes, strides, tiles and memory that they get."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_speculate.triton_kernels import Stream, Verdict, sample, verify_rejection, verify_typical
+from tests.triton_kernels.laws import make_keys
+from tests.triton_kernels.on_triton import assert_same, judge, moved, on_triton
+from tests.triton_kernels.operations import OPERATIONS, make_round
+
+pytest.importorskip("triton", reason="needs Triton")
+from hf_speculate.triton_kernels.kernels import launch, operations
+
+# B, K, V: one chunk with a remainder; two chunks; more positions than are judged at once.
+SHAPES = [(3, 3, 40), (2, 2, 5000), (1, 9, 100)]
+
+
+def make_case(num_rows: int, num_draft_tokens: int, vocab_size: int) -> tuple[Any, ...]:
+    """A round, its keys, and lengths that differ."""
+    target, ids, draft = make_round(num_rows, num_draft_tokens, vocab_size, seed=vocab_size)
+    lens = num_draft_tokens - torch.arange(num_rows) % 2
+    return target, ids, draft, make_keys(num_rows, rounds=2, positions=7), lens
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_kernels_decide_as_the_twin_does(name: str, shape: tuple[int, int, int]) -> None:
+    case = make_case(*shape)
+    assert_same(judge(name, *case), OPERATIONS[name](*case, backend="torch"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["greedy", "rejection, warped", "block", "coupled", "typical"])
+def test_half_precision_logits_decide_as_in_the_twin(name: str, dtype: torch.dtype) -> None:
+    target, ids, draft, keys, lens = make_case(3, 2, 64)
+    case = (target.to(dtype), ids.to(torch.int32), draft.to(dtype), keys, lens.to(torch.int32))
+    assert_same(judge(name, *case), OPERATIONS[name](*case, backend="torch"))
+
+
+def strided(tensor: Tensor, kind: str) -> Tensor:
+    """The same [B, N, V] values with other strides."""
+    if kind == "transposed":
+        return tensor.permute(2, 1, 0).contiguous().permute(2, 1, 0)
+    wide = tensor.new_full((tensor.shape[0], 2 * tensor.shape[1], tensor.shape[2] + 3), torch.nan)
+    view = wide[:, ::2, 1 : tensor.shape[2] + 1]
+    return view.copy_(tensor)
+
+
+@pytest.mark.parametrize("kind", ["transposed", "offset rows"])
+@pytest.mark.parametrize("name", ["greedy", "rejection", "block", "coupled", "typical, sampled"])
+def test_strides_change_nothing(name: str, kind: str) -> None:
+    target, ids, draft, keys, lens = make_case(2, 2, 48)
+    plain = judge(name, target, ids, draft, keys, lens)
+    other = judge(name, strided(target, kind), ids, strided(draft, kind), keys, lens)
+    assert_same(other, plain)
+
+
+def poisoned(*size: Any, dtype: torch.dtype | None = None, device: Any = None, **options: Any) -> Tensor:
+    """Fresh memory at its worst: NaN, or the smallest integer."""
+    kind = dtype or torch.get_default_dtype()
+    worst = torch.nan if kind.is_floating_point else torch.iinfo(kind).min
+    shape = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
+    return torch.full(tuple(shape), worst, dtype=kind, device=device, **options)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_what_fresh_memory_holds_is_never_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case(3, 3, 40)
+    wanted = OPERATIONS[name](*case, backend="torch")
+    monkeypatch.setattr(torch, "empty", poisoned)
+    for is_fused in (False, True):
+        monkeypatch.setattr(operations, "has_atomics", lambda device, is_fused=is_fused: is_fused)
+        assert_same(judge(name, *case), wanted)
+    drawn = on_triton(sample, case[0][:, 0], keys=case[3], stream=Stream.DRAFT)
+    assert_same(drawn, sample(case[0][:, 0], keys=case[3], stream=Stream.DRAFT, backend="torch"))
+
+
+@pytest.mark.parametrize("name", ["rejection", "point mass", "block, warped", "typical, sampled", "coupled"])
+def test_tiles_and_ways_to_finish_change_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case(2, 2, 3 * launch.CHUNK + 5)
+    verdicts: list[Verdict] = []
+    for num_chunks, is_fused in ((1, False), (1, True), (2, True), (8, False)):
+        monkeypatch.setattr(launch, "chunks_per_program", lambda num_rows, num=num_chunks: num)
+        monkeypatch.setattr(operations, "has_atomics", lambda device, is_fused=is_fused: is_fused)
+        verdicts.append(judge(name, *case))
+        drawn = on_triton(sample, case[0][:, 0], keys=case[3], stream=Stream.DRAFT)
+        verdicts[-1] = Verdict(verdicts[-1].token_ids, drawn.token_ids, drawn.logsumexp)
+    for verdict in verdicts[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(verdict, verdicts[0], strict=True))
+
+
+@pytest.mark.parametrize("name", ["rejection", "block", "coupled", "typical, sampled"])
+def test_a_row_is_decided_as_if_it_were_alone(name: str) -> None:
+    target, ids, draft, keys, lens = make_case(4, 2, 40)
+    together = judge(name, target, ids, draft, keys, lens)
+    for row in (0, 3):
+        only = torch.tensor([row])
+        alone = judge(name, target[only], ids[only], draft[only], keys.rows(only), lens[only])
+        assert all(torch.equal(one[0], other[row]) for one, other in zip(alone, together, strict=True))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, torch.tensor([0.0, 0.6, 1.0])])
+@pytest.mark.parametrize("vocab_size", [33, 5000])
+def test_sample_draws_as_the_twin_does(vocab_size: int, temperature: float | Tensor) -> None:
+    logits, keys = make_round(3, 0, vocab_size)[0][:, 0], make_keys(3)
+    cutoffs = logits.topk(9).values[:, -1]
+    for stream in (Stream.DRAFT, Stream.RACE):
+        options: dict[str, Any] = {"keys": keys, "stream": stream, "temperature": temperature, "row_cutoffs": cutoffs}
+        assert_same(on_triton(sample, logits, **options), sample(logits, **options, backend="torch"))
+
+
+def test_one_float_temperature_serves_all_rows() -> None:
+    target, ids, draft, keys, _ = make_case(2, 2, 40)
+    for temperature in (0.0, 0.7):
+        options: dict[str, Any] = {"keys": keys, "temperature": temperature}
+        mine = on_triton(verify_rejection, target, ids, draft, **options)
+        assert_same(mine, verify_rejection(target, ids, draft, **options, backend="torch"))
+        mine = on_triton(verify_typical, target, ids, temperature=temperature)
+        assert_same(mine, verify_typical(target, ids, temperature=temperature, backend="torch"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocab_size", [32_000, 151_936])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_captured_graph_replays_the_same_decision(name: str, vocab_size: int) -> None:
+    case = moved(make_case(16, 5, vocab_size))
+    eager = OPERATIONS[name](*case, backend="triton")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = OPERATIONS[name](*case, backend="triton")
+    for _ in range(3):
+        for part in captured:
+            part.fill_(-7)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(one, other) for one, other in zip(captured, eager, strict=True))

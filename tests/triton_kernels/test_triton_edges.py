@@ -1,0 +1,215 @@
+"""Every edge on the kernels: an id in [0, V), and the status that says what was wrong. Many edges share a call."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_speculate.triton_kernels import (
+    NoiseKeys,
+    Status,
+    Stream,
+    Verdict,
+    sample,
+    uniforms,
+    verify_greedy,
+    verify_rejection,
+)
+from hf_speculate.triton_kernels.noise import row_seeds
+from tests.triton_kernels.laws import make_keys
+from tests.triton_kernels.on_triton import DEVICE, assert_same, judge, on_triton
+from tests.triton_kernels.operations import DENSE, OPERATIONS, assert_well_formed, make_round
+
+pytest.importorskip("triton", reason="needs Triton")
+
+HOSTILE = {torch.nan: Status.NAN, -torch.inf: Status.ALL_MASKED, torch.inf: Status.POSITIVE_INF}
+BAD_IDS = [-1, 50, 2**31 - 1, -(2**31), 2**40, -(2**63)]
+VOCAB_SIZES = [1, 7, 127, 1013, 8193, 32_000, 50_257]
+LARGE_VOCAB_SIZES = [128_256, 151_936, 262_144]
+
+
+def spoil(row: Tensor, value: float) -> None:
+    """Make a row [V] hostile in place: wholly by -inf, else by one entry in the middle."""
+    row[slice(None) if value == -torch.inf else row.shape[-1] // 2] = value
+
+
+def sure_round(num_rows: int, num_draft_tokens: int, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Target, ids and draft of which every verifier keeps all."""
+    target, _, _ = make_round(num_rows, num_draft_tokens, vocab_size)
+    ids = target[:, :-1].argmax(-1)
+    target.scatter_(-1, target.argmax(-1, keepdim=True), 60.0)
+    return target, ids, target[:, :-1].clone()
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_hostile_target_rows_bad_ids_and_short_chains(name: str) -> None:
+    places = [(value, position) for value in HOSTILE for position in range(3)]
+    num_rows = len(places) + len(BAD_IDS) + 3
+    target, ids, draft = sure_round(num_rows, 2, 50)
+    lens, num_accepted, status = torch.full((num_rows,), 2), [2] * num_rows, [0] * num_rows
+    for row, (value, position) in enumerate(places):
+        spoil(target[row, position], value)
+        num_accepted[row], status[row] = position, int(HOSTILE[value])
+    for row, bad_id in enumerate(BAD_IDS, start=len(places)):
+        ids[row, 1] = bad_id
+        num_accepted[row], status[row] = 1, int(Status.BAD_DRAFT_ID)
+    for row, (length, counted) in enumerate([(-5, 0), (1, 1), (100, 2)], start=len(places) + len(BAD_IDS)):
+        lens[row], num_accepted[row] = length, counted
+    verdict = judge(name, target, ids, draft, make_keys(num_rows), lens)
+    assert_well_formed(verdict, 50, lens.clamp(0, 2))
+    assert verdict.num_accepted.tolist() == num_accepted
+    assert verdict.status.tolist() == status
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_what_stands_after_the_end_is_not_named(name: str) -> None:
+    target, _, draft = make_round(3, 2, 50)
+    ids = target[:, :-1].argmin(-1)
+    target[:, 0].scatter_(-1, ids[:, :1], -300.0)  # refused by every verifier
+    for row, value in enumerate(HOSTILE):
+        spoil(target[row, 1], value)
+        spoil(draft[row, 1], value)
+    verdict = judge(name, target, ids, draft, make_keys(3))
+    assert_well_formed(verdict, 50, torch.full((3,), 2))
+    assert verdict.num_accepted.tolist() == verdict.status.tolist() == [0] * 3
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_a_hostile_draft_row_refuses_and_the_target_is_drawn_from(name: str) -> None:
+    target, ids, draft = sure_round(3, 2, 50)
+    for row, value in enumerate(HOSTILE):
+        spoil(draft[row, 1], value)
+    verdict = judge(name, target, ids, draft, make_keys(3))
+    assert_well_formed(verdict, 50, torch.full((3,), 2))
+    assert verdict.num_accepted.tolist() == [1] * 3
+    assert verdict.status.tolist() == [int(flag) for flag in HOSTILE.values()]
+    assert torch.equal(verdict.token_ids[:, 1], target[:, 1].argmax(-1))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.5, torch.tensor([0.0, 1.0, 1.0])])
+@pytest.mark.parametrize("vocab_size", [1, 5000])
+def test_sample_of_a_hostile_row_stays_in_range_and_shows_it(vocab_size: int, temperature: float | Tensor) -> None:
+    logits = torch.randn(3, vocab_size, generator=torch.Generator().manual_seed(0))
+    for row, value in enumerate(HOSTILE):
+        spoil(logits[row], value)
+    drawn = on_triton(sample, logits, keys=make_keys(3), stream=Stream.DRAFT, temperature=temperature)
+    assert ((drawn.token_ids >= 0) & (drawn.token_ids < vocab_size)).all()
+    assert torch.equal(drawn.logsumexp.nan_to_num(nan=7.0), torch.tensor(list(HOSTILE)).nan_to_num(nan=7.0))
+
+
+def extreme_keys() -> NoiseKeys:
+    """Two rows whose acceptance coin for token 1 is the least and the greatest of four million."""
+    seeds = row_seeds(1, 4_000_000)
+    nothing = torch.zeros_like(seeds)
+    offsets, ones = torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)
+    coins = uniforms(NoiseKeys(seeds, nothing, nothing), Stream.ACCEPT, offsets, ones).flatten()
+    picked = torch.stack([seeds[coins.argmin()], seeds[coins.argmax()]])
+    assert coins.min() < 1e-6 < 1 - 1e-6 < coins.max()
+    return NoiseKeys(picked, nothing[:2], nothing[:2])
+
+
+@pytest.mark.parametrize("verifier", ["rejection", "rejection with draft sums", "block"])
+def test_nothing_and_certainty_are_decided_alike_by_the_least_and_the_greatest_coin(verifier: str) -> None:
+    keys, ids = extreme_keys(), torch.tensor([[1, 1]] * 2)
+    open_row = [0.0, -3.0, 1.0]
+    # The draft cannot have proposed what the target knows: kept.
+    target = torch.tensor([[open_row] * 3] * 2)
+    draft = torch.tensor([[[2.0, -torch.inf, 1.0], open_row]] * 2)  # elsewhere unlike the target
+    verdict = judge(verifier, target, ids, draft, keys, torch.tensor([1, 1]))
+    assert verdict.num_accepted.tolist() == [1, 1]
+    assert verdict.status.tolist() == [0, 0]
+    # The target forbids it, whatever the draft says: refused, and not emitted.
+    target[:, 0, 1] = -torch.inf
+    for draft_logit in (0.0, -torch.inf):
+        draft[:, 0, 1] = draft_logit
+        verdict = judge(verifier, target, ids, draft, keys)
+        assert_well_formed(verdict, 3, torch.tensor([2, 2]))
+        assert verdict.num_accepted.tolist() == verdict.status.tolist() == [0, 0]
+        assert (verdict.token_ids[:, 0] != 1).all()
+    # Equal laws: kept by every coin.
+    target = torch.tensor([[open_row] * 3] * 2)
+    assert judge(verifier, target, ids, target[:, :-1], keys).num_accepted.tolist() == [2, 2]
+
+
+def test_a_point_mass_on_what_the_target_forbids_is_refused() -> None:
+    target = torch.tensor([[[0.0, -torch.inf, 1.0]] * 2] * 2)
+    verdict = on_triton(verify_rejection, target, torch.tensor([[1]] * 2), keys=extreme_keys())
+    assert verdict.num_accepted.tolist() == verdict.status.tolist() == [0, 0]
+    assert (verdict.token_ids[:, 0] != 1).all()
+
+
+def test_an_empty_residual_falls_back_to_the_target_and_is_named() -> None:
+    target, _, _ = make_round(20, 1, 9)
+    target[..., 4:] = -torch.inf
+    ids = target[:, 0, :4].argmin(-1, keepdim=True)
+    options = {"keys": make_keys(20), "draft_logsumexp": target[:, :1].logsumexp(-1) - 40.0}  # e^40 times too sure
+    verdict = on_triton(verify_rejection, target, ids, target[:, :1], **options)
+    assert verdict.status.tolist() == [int(Status.EMPTY_RESIDUAL)] * 20
+    assert (verdict.token_ids[:, 0] < 4).all()
+    assert_same(verdict, verify_rejection(target, ids, target[:, :1], **options, backend="torch"))
+
+
+def assert_serves_vocabulary(vocab_size: int, names: Any) -> None:
+    """Ids in range from random rows, and the last id from rows that allow nothing else."""
+    target, ids, draft = make_round(1, 1, vocab_size)
+    for name in names:
+        verdict = judge(name, target, ids, draft, make_keys(1))
+        assert_well_formed(verdict, vocab_size, torch.ones(1))
+        assert verdict.status.tolist() == [0]
+    last = torch.full((1, vocab_size), -torch.inf)
+    last[:, -1] = 0.0
+    drawn = on_triton(sample, last, keys=make_keys(1), stream=Stream.DRAFT)
+    assert drawn.token_ids.tolist() == [vocab_size - 1]
+    assert on_triton(verify_greedy, last[None], ids[:, :0]).token_ids.tolist() == [[vocab_size - 1]]
+
+
+@pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
+def test_every_vocabulary_size_keeps_in_range(vocab_size: int) -> None:
+    assert_serves_vocabulary(vocab_size, OPERATIONS if vocab_size < 10_000 else ["greedy", "rejection", "coupled"])
+
+
+@pytest.mark.parametrize("vocab_size", LARGE_VOCAB_SIZES)
+def test_large_vocabularies_keep_in_range(vocab_size: int) -> None:
+    assert_serves_vocabulary(vocab_size, ["greedy", "point mass"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("vocab_size", LARGE_VOCAB_SIZES)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_large_vocabularies_keep_in_range_in_every_verifier(name: str, vocab_size: int) -> None:
+    assert_serves_vocabulary(vocab_size, [name])
+
+
+@pytest.mark.parametrize("distance", [2**31, 2**32])
+@pytest.mark.parametrize("name", ["greedy", "rejection", "block", "coupled", "typical, sampled"])
+def test_rows_farther_apart_than_32_bits_are_found(name: str, distance: int) -> None:
+    target, ids, draft = (tensor.bfloat16() for tensor in make_round(2, 2, 64))
+    # Untouched memory is not committed: only the two rows at its ends are.
+    buffer = torch.empty(distance + 6 * 64, dtype=torch.bfloat16, device=DEVICE)
+    far_target = buffer.as_strided((2, 3, 64), (distance, 64, 1))
+    far_draft = buffer.as_strided((2, 2, 64), (distance, 64, 1), 3 * 64)
+    far_target.copy_(target)
+    far_draft.copy_(draft)
+    far = judge(name, far_target, ids.long(), far_draft, make_keys(2))
+    assert_well_formed(far, 64, torch.full((2,), 2))
+    assert_same(far, OPERATIONS[name](target, ids.long(), draft, make_keys(2), backend="torch"))
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize(("num_rows", "num_draft_tokens"), [(0, 0), (0, 3), (1, 0), (3, 0)])
+def test_no_rows_and_no_drafted_tokens_are_fine(name: str, num_rows: int, num_draft_tokens: int) -> None:
+    target, ids, draft = make_round(num_rows, num_draft_tokens, 11)
+    verdict: Verdict = judge(name, target, ids, draft, make_keys(num_rows))
+    assert verdict.token_ids.shape == (num_rows, num_draft_tokens + 1)
+    assert_well_formed(verdict, 11, torch.full((num_rows,), num_draft_tokens))
+    assert verdict.status.tolist() == [0] * num_rows
+
+
+@pytest.mark.parametrize("vocab_size", [6, 5000])
+def test_greedy_ties_go_to_the_lowest_index(vocab_size: int) -> None:
+    logits = torch.zeros(2, 2, vocab_size, dtype=torch.bfloat16)
+    logits[..., [2, 4, vocab_size - 1]] = 1.0
+    verdict = on_triton(verify_greedy, logits, torch.tensor([[2], [4]]))
+    assert verdict.token_ids.tolist() == [[2, 2], [2, -1]]
+    assert verdict.status.tolist() == [0, 0]

@@ -1,0 +1,309 @@
+"""The second launch: walk the chain, draw the token after it, write the verdict."""
+
+import triton
+import triton.language as tl
+
+from ..types import Status
+from .noise import ACCEPT, CORRECTION, exponentials, noise_states, uniforms
+from .rows import (
+    CHUNKS_AT_ONCE,
+    NO_ID,
+    chunk_race,
+    is_finite,
+    law_status,
+    load_chunk,
+    load_cutoff,
+    load_cutoffs,
+    load_temperature,
+    logsumexps,
+    merge_maxes,
+    merge_races,
+    merge_sums,
+    row_offset,
+    warp,
+)
+from .stats import chain_len, load_keys
+from .walk import (
+    BLOCK,
+    COUPLED,
+    GREEDY,
+    POINT_MASS,
+    POSITIONS_AT_ONCE,
+    REJECTION,
+    TYPICAL,
+    block_end,
+    draft_logsumexps,
+    load_ids,
+    load_tokens,
+    passes_rejection,
+    passes_typical,
+)
+
+BAD_DRAFT_ID = tl.constexpr(int(Status.BAD_DRAFT_ID))
+EMPTY_RESIDUAL = tl.constexpr(int(Status.EMPTY_RESIDUAL))
+_RUN_TIME = [
+    "target_stride_b", "target_stride_i", "target_stride_v", "draft_stride_b", "draft_stride_i", "draft_stride_v",
+    "temperature", "plane", "threshold", "alpha", "num_sequences", "num_draft_tokens", "vocab_size", "num_chunks",
+    "chunks_per_program",
+]  # fmt: skip
+
+
+@triton.jit
+def first_lane(values):
+    """The first of [P], as a scalar."""
+    return tl.sum(tl.where(tl.arange(0, POSITIONS_AT_ONCE) == 0, values, tl.zeros_like(values)), axis=0)
+
+
+@triton.jit
+def write_verdict(ids_ptr, out_ids_ptr, out_num_ptr, out_status_ptr, sequence, num_draft_tokens, end, final_id, status):
+    """Write kept ids, the final id, -1 beyond; count; status."""
+    for first in range(0, num_draft_tokens + 1, POSITIONS_AT_ONCE):
+        positions = first + tl.arange(0, POSITIONS_AT_ONCE)
+        at = ids_ptr + sequence.to(tl.int64) * num_draft_tokens + positions
+        drafted = tl.load(at, mask=positions < end, other=-1)
+        ids = tl.where(positions == end, final_id.to(tl.int64), drafted.to(tl.int64))
+        at = out_ids_ptr + sequence.to(tl.int64) * (num_draft_tokens + 1) + positions
+        tl.store(at, ids, mask=positions <= num_draft_tokens)
+    tl.store(out_num_ptr + sequence, end)
+    tl.store(out_status_ptr + sequence, status)
+
+
+@triton.jit
+def best_of_race(keys_ptr, winners_ptr, sequence, num_programs):
+    """Best key and its winner among a sequence's programs, in their order."""
+    best = -1.0
+    best_id = 0
+    for first in range(0, num_programs, CHUNKS_AT_ONCE):
+        programs = first + tl.arange(0, CHUNKS_AT_ONCE)
+        at = sequence.to(tl.int64) * num_programs + programs
+        keys = tl.load(keys_ptr + at, mask=programs < num_programs, other=-1.0, cache_modifier=".cg")
+        winners = tl.load(winners_ptr + at, mask=programs < num_programs, other=0, cache_modifier=".cg")
+        here = tl.max(keys, axis=0)
+        place = tl.min(tl.where(keys == here, programs, NO_ID), axis=0)
+        winner = tl.sum(tl.where(programs == place, winners, 0), axis=0)
+        best_id = tl.where(here > best, winner, best_id)
+        best = tl.maximum(best, here)
+    return best, best_id
+
+
+@triton.jit
+def finish(
+    ids_ptr, keys_ptr, winners_ptr, out_ids_ptr, out_num_ptr, out_status_ptr,
+    sequence, num_sequences, num_draft_tokens, num_programs, end, argmax_id, uses_residual, status,
+):  # fmt: skip
+    """Choose between the races' winners and write the verdict; `argmax_id` >= 0 is taken as it is."""
+    plane = num_sequences.to(tl.int64) * num_programs
+    _, target_id = best_of_race(keys_ptr, winners_ptr, sequence, num_programs)
+    key, residual_id = best_of_race(keys_ptr + plane, winners_ptr + plane, sequence, num_programs)
+    is_empty = (uses_residual != 0) & ~(key > 0.0)
+    final_id = tl.where((uses_residual != 0) & ~is_empty, residual_id, target_id)
+    final_id = tl.where(argmax_id >= 0, argmax_id, final_id)
+    status += tl.where(is_empty & (argmax_id < 0), EMPTY_RESIDUAL, 0)
+    write_verdict(ids_ptr, out_ids_ptr, out_num_ptr, out_status_ptr, sequence, num_draft_tokens, end, final_id, status)
+
+
+@triton.jit
+def first_refusal(
+    target_ptr, target_stride_b, target_stride_i, target_stride_v,
+    draft_ptr, draft_stride_b, draft_stride_i, draft_stride_v,
+    ids_ptr, temperature, cutoffs_ptr, seed, round_, position,
+    floats_ptr, ints_ptr, plane, draft_lse_ptr, entropy_sums_ptr, threshold, alpha, passed_ptr,
+    sequence, length, num_sequences, num_draft_tokens, vocab_size, num_chunks, RULE: tl.constexpr,
+):  # fmt: skip
+    """Place of the first drafted token that its rule refuses; `length` where all pass."""
+    end = length
+    for first in range(0, length, POSITIONS_AT_ONCE):
+        positions = first + tl.arange(0, POSITIONS_AT_ONCE)
+        counts = positions < length
+        ids, is_good = load_ids(ids_ptr, sequence, positions, length, num_draft_tokens, vocab_size)
+        rows = sequence.to(tl.int64) * (num_draft_tokens + 1) + positions
+        tops, top_ids = merge_maxes(floats_ptr, ints_ptr, rows, counts, num_chunks)
+        is_argmax = (top_ids == ids) & is_finite(tops)
+        if RULE == GREEDY:
+            passed = is_argmax
+        elif RULE == COUPLED:
+            winners = merge_races(floats_ptr, floats_ptr + 2 * plane, ints_ptr + plane, rows, counts, num_chunks, tops)
+            passed = (winners == ids) & is_finite(tops)
+        else:
+            sums = merge_sums(floats_ptr, floats_ptr + plane, rows, counts, num_chunks, tops)
+            x = load_tokens(target_ptr, target_stride_b, target_stride_i, target_stride_v, sequence, positions, ids,
+                            is_good)  # fmt: skip
+            target_logprobs = warp(x, temperature, load_cutoffs(cutoffs_ptr, rows, counts))
+            target_logprobs -= logsumexps(tops, sums)
+            if RULE == TYPICAL:
+                passed = passes_typical(floats_ptr, plane, entropy_sums_ptr, rows, counts, num_chunks, tops, sums,
+                                        target_logprobs, threshold, alpha)  # fmt: skip
+            else:
+                log_coins = tl.log(uniforms(noise_states(seed, round_, position + positions, ACCEPT), ids))
+                passed = log_coins < target_logprobs
+                if RULE == REJECTION:
+                    draft_lse = draft_logsumexps(floats_ptr, ints_ptr, draft_lse_ptr, sequence, positions, counts,
+                                                 num_sequences, num_draft_tokens, num_chunks, plane)  # fmt: skip
+                    d = load_tokens(draft_ptr, draft_stride_b, draft_stride_i, draft_stride_v, sequence, positions, ids,
+                                    is_good)  # fmt: skip
+                    passed = passes_rejection(log_coins, target_logprobs, d - draft_lse, draft_lse)
+        if temperature is not None:
+            passed = tl.where(temperature == 0.0, is_argmax, passed)
+        passed = passed & is_good
+        if passed_ptr is not None:
+            at = sequence.to(tl.int64) * num_draft_tokens + positions
+            tl.store(passed_ptr + at, passed.to(tl.int8), mask=counts)
+        end = tl.minimum(end, tl.min(tl.where(counts & ~passed, positions, length), axis=0))
+    return end
+
+
+@triton.jit
+def race_row(
+    target_row_ptr, target_stride_v, draft_row_ptr, draft_stride_v, temperature, cutoff,
+    target_lse, draft_lse, ratio, last_id, uses_residual, state, first_chunk, last_chunk, vocab_size,
+    RULE: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Race some chunks of one row, by the target's law and by what it has more than the draft's.
+
+    Returns key and winner of both races. Keys are compared as they are, so the pieces may have any size; of a whole
+    chunk at once, registers were spilled (cuda 90).
+    """
+    PIECE: tl.constexpr = CHUNK // 4
+    best, best_id, best_rest, best_rest_id = -1.0, 0, -1.0, 0
+    for piece in range(4 * first_chunk, 4 * last_chunk):
+        token_ids = piece * PIECE + tl.arange(0, PIECE)
+        x = load_chunk(target_row_ptr, target_stride_v, token_ids, vocab_size, ALIGNED)
+        x = warp(x, temperature, cutoff)
+        probs = tl.exp(x - target_lse)
+        clocks = exponentials(state, token_ids)
+        key, winner = chunk_race(probs, clocks, token_ids, vocab_size)
+        best_id = tl.where(key > best, winner, best_id)
+        best = tl.maximum(best, key)
+        if RULE == POINT_MASS:
+            rest = tl.where(token_ids == last_id, 0.0, probs)
+        elif RULE != TYPICAL:
+            rest = probs
+            if uses_residual:
+                d = load_chunk(draft_row_ptr, draft_stride_v, token_ids, vocab_size, ALIGNED)
+                rest = tl.maximum(probs * ratio - tl.exp(d - draft_lse), 0.0)
+        if RULE != TYPICAL:
+            key, winner = chunk_race(rest, clocks, token_ids, vocab_size)
+            best_rest_id = tl.where(key > best_rest, winner, best_rest_id)
+            best_rest = tl.maximum(best_rest, key)
+    return best, best_id, best_rest, best_rest_id
+
+
+@triton.jit(do_not_specialize=_RUN_TIME)
+def decide_kernel(
+    target_ptr, target_stride_b, target_stride_i, target_stride_v,
+    draft_ptr, draft_stride_b, draft_stride_i, draft_stride_v,
+    ids_ptr, lens_ptr, temperature, temperatures_ptr, cutoffs_ptr,
+    seeds_ptr, rounds_ptr, positions_ptr,
+    floats_ptr, ints_ptr, plane, draft_lse_ptr, entropy_sums_ptr, ratios_ptr, block_lens_ptr, masses_ptr,
+    threshold, alpha,
+    keys_ptr, winners_ptr, plans_ptr, arrivals_ptr,
+    out_ids_ptr, out_num_ptr, out_status_ptr, passed_ptr,
+    num_sequences, num_draft_tokens, vocab_size, num_chunks, chunks_per_program,
+    RULE: tl.constexpr, RACES: tl.constexpr, FUSED: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Decide one sequence.
+
+    Grid: (B, programs per row); with RACES every program walks the chain by itself and races its part of the one row
+    that gives the last token. FUSED: the program that arrives last compares and writes; otherwise `finish_kernel`
+    does, from `plans_ptr` [B, 4].
+    """
+    sequence = tl.program_id(0)
+    program = tl.program_id(1)
+    length = chain_len(lens_ptr, sequence, num_draft_tokens)
+    this_temperature = load_temperature(temperature, temperatures_ptr, sequence)
+    takes_argmax = length < 0
+    if this_temperature is not None:
+        takes_argmax = this_temperature == 0.0
+    seed, round_, position = load_keys(seeds_ptr, rounds_ptr, positions_ptr, sequence)
+    # Where nothing is judged by its own row, only rows at temperature 0 are walked like this.
+    end = first_refusal(
+        target_ptr, target_stride_b, target_stride_i, target_stride_v,
+        draft_ptr, draft_stride_b, draft_stride_i, draft_stride_v,
+        ids_ptr, this_temperature, cutoffs_ptr, seed, round_, position,
+        floats_ptr, ints_ptr, plane, draft_lse_ptr, entropy_sums_ptr, threshold, alpha, passed_ptr,
+        sequence, length, num_sequences, num_draft_tokens, vocab_size, num_chunks, GREEDY if RULE == BLOCK else RULE,
+    )  # fmt: skip
+    ratio = 1.0
+    if RULE == BLOCK:
+        block_len = block_end(ids_ptr, ratios_ptr, block_lens_ptr, masses_ptr, seed, round_, position, sequence,
+                              num_draft_tokens, vocab_size, num_chunks)  # fmt: skip
+        end = tl.where(takes_argmax, end, block_len)
+        at = sequence.to(tl.int64) * num_draft_tokens + tl.maximum(end - 1, 0)
+        ratio = tl.exp(tl.load(ratios_ptr + at, mask=end > 0, other=0.0))
+
+    lanes = tl.arange(0, POSITIONS_AT_ONCE)
+    last = end + tl.zeros_like(lanes)
+    row = sequence * (num_draft_tokens + 1) + end
+    rows = row.to(tl.int64) + tl.zeros_like(lanes)
+    tops, top_ids = merge_maxes(floats_ptr, ints_ptr, rows, lanes == 0, num_chunks)
+    top = first_lane(tops)
+    final_id = first_lane(top_ids)
+    last_ids, are_good = load_ids(ids_ptr, sequence, last, length, num_draft_tokens, vocab_size)
+    is_refused = first_lane(are_good.to(tl.int32)) > 0
+    status = law_status(top) + tl.where((end < length) & ~is_refused, BAD_DRAFT_ID, 0)
+    if RULE == COUPLED:
+        winners = merge_races(floats_ptr, floats_ptr + 2 * plane, ints_ptr + plane, rows, lanes == 0, num_chunks, tops)
+        final_id = tl.where(takes_argmax, final_id, first_lane(winners))
+    if not RACES:
+        write_verdict(ids_ptr, out_ids_ptr, out_num_ptr, out_status_ptr, sequence, num_draft_tokens, end, final_id,
+                      status)  # fmt: skip
+    else:
+        sums = merge_sums(floats_ptr, floats_ptr + plane, rows, lanes == 0, num_chunks, tops)
+        uses_residual = is_refused & is_finite(top) & ~takes_argmax
+        draft_lse = 0.0
+        draft_row_ptr = target_ptr
+        if RULE == REJECTION or RULE == BLOCK:  # noqa: SIM109, Triton compares with one value at a time
+            lses = draft_logsumexps(floats_ptr, ints_ptr, draft_lse_ptr, sequence, last, (lanes == 0) & are_good,
+                                    num_sequences, num_draft_tokens, num_chunks, plane)  # fmt: skip
+            draft_lse = first_lane(lses)
+            status += tl.where(is_refused & ~takes_argmax, law_status(draft_lse), 0)
+            uses_residual = uses_residual & is_finite(draft_lse)
+            draft_row_ptr = draft_ptr + row_offset(sequence, end, draft_stride_b, draft_stride_i, ALIGNED)
+        if RULE == TYPICAL:
+            uses_residual = uses_residual & (end < 0)
+        first_chunk = program * chunks_per_program
+        last_chunk = tl.where(takes_argmax, first_chunk, tl.minimum(first_chunk + chunks_per_program, num_chunks))
+        best, best_id, best_rest, best_rest_id = race_row(
+            target_ptr + row_offset(sequence, end, target_stride_b, target_stride_i, ALIGNED), target_stride_v,
+            draft_row_ptr, draft_stride_v, this_temperature, load_cutoff(cutoffs_ptr, row),
+            first_lane(logsumexps(tops, sums)),
+            draft_lse, ratio, first_lane(last_ids), uses_residual,
+            noise_states(seed, round_, position + end, CORRECTION), first_chunk, last_chunk, vocab_size,
+            RULE, ALIGNED, CHUNK,
+        )  # fmt: skip
+        num_programs = tl.num_programs(1)
+        race_plane = num_sequences.to(tl.int64) * num_programs
+        at = sequence.to(tl.int64) * num_programs + program
+        tl.store(keys_ptr + at, best)
+        tl.store(winners_ptr + at, best_id)
+        tl.store(keys_ptr + race_plane + at, best_rest)
+        tl.store(winners_ptr + race_plane + at, best_rest_id)
+        argmax_id = tl.where(takes_argmax, final_id, -1)
+        if FUSED:
+            tl.debug_barrier()  # every thread's results are written before this program counts as arrived
+            num_before = tl.atomic_add(arrivals_ptr + sequence, 1, sem="acq_rel")
+            if num_before == num_programs - 1:
+                tl.debug_barrier()
+                finish(ids_ptr, keys_ptr, winners_ptr, out_ids_ptr, out_num_ptr, out_status_ptr, sequence,
+                       num_sequences, num_draft_tokens, num_programs, end, argmax_id, uses_residual.to(tl.int32),
+                       status)  # fmt: skip
+        elif program == 0:
+            tl.store(plans_ptr + 4 * sequence, end)
+            tl.store(plans_ptr + 4 * sequence + 1, argmax_id)
+            tl.store(plans_ptr + 4 * sequence + 2, uses_residual.to(tl.int32))
+            tl.store(plans_ptr + 4 * sequence + 3, status)
+
+
+@triton.jit(do_not_specialize=["num_sequences", "num_draft_tokens", "num_programs"])
+def finish_kernel(
+    ids_ptr, keys_ptr, winners_ptr, plans_ptr, out_ids_ptr, out_num_ptr, out_status_ptr,
+    num_sequences, num_draft_tokens, num_programs,
+):  # fmt: skip
+    """Write the verdicts that `decide_kernel` planned. Grid: (B,)."""
+    sequence = tl.program_id(0)
+    end = tl.load(plans_ptr + 4 * sequence)
+    argmax_id = tl.load(plans_ptr + 4 * sequence + 1)
+    uses_residual = tl.load(plans_ptr + 4 * sequence + 2)
+    status = tl.load(plans_ptr + 4 * sequence + 3)
+    finish(ids_ptr, keys_ptr, winners_ptr, out_ids_ptr, out_num_ptr, out_status_ptr, sequence, num_sequences,
+           num_draft_tokens, num_programs, end, argmax_id, uses_residual, status)  # fmt: skip

@@ -1,0 +1,33 @@
+"""The second launch of `sample`: merge what the chunks of every row gave."""
+
+import triton
+import triton.language as tl
+
+from .rows import logsumexps, merge_maxes, merge_races, merge_sums
+from .walk import POSITIONS_AT_ONCE
+
+
+@triton.jit(do_not_specialize=["temperature", "plane", "num_rows", "num_chunks"])
+def draw_kernel(
+    floats_ptr, ints_ptr, plane, temperature, temperatures_ptr, out_ids_ptr, out_lse_ptr, num_rows, num_chunks,
+):  # fmt: skip
+    """Write every row's winner and log-sum-exp; the argmax and the maximum at temperature 0.
+
+    Grid: (rows / POSITIONS_AT_ONCE,).
+    """
+    lanes = tl.program_id(0) * POSITIONS_AT_ONCE + tl.arange(0, POSITIONS_AT_ONCE)
+    mask = lanes < num_rows
+    rows = lanes.to(tl.int64)
+    tops, top_ids = merge_maxes(floats_ptr, ints_ptr, rows, mask, num_chunks)
+    sums = merge_sums(floats_ptr, floats_ptr + plane, rows, mask, num_chunks, tops)
+    ids = merge_races(floats_ptr, floats_ptr + 2 * plane, ints_ptr + plane, rows, mask, num_chunks, tops)
+    lses = logsumexps(tops, sums)
+    if temperatures_ptr is not None:
+        takes_argmax = tl.load(temperatures_ptr + lanes, mask=mask, other=1.0) == 0.0
+        ids = tl.where(takes_argmax, top_ids, ids)
+        lses = tl.where(takes_argmax, tops, lses)
+    elif temperature is not None:
+        ids = tl.where(temperature == 0.0, top_ids, ids)
+        lses = tl.where(temperature == 0.0, tops, lses)
+    tl.store(out_ids_ptr + rows, ids.to(tl.int64), mask=mask)
+    tl.store(out_lse_ptr + rows, lses, mask=mask)

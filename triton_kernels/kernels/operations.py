@@ -1,0 +1,177 @@
+"""Every operation as launches of kernels; what each computes is defined by its torch twin."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from .._inputs import Proposal, Round, TypicalRule, Warp
+from ..noise import stream_offset
+from ..types import NoiseKeys, Sampled, Stream, Verdict
+from . import walk
+from .decide import decide_kernel, finish_kernel
+from .draw import draw_kernel
+from .launch import Launch, has_atomics
+from .noise import RACE
+from .second_pass import block_masses_kernel, block_ratios_kernel, entropies_kernel
+from .stats import row_stats_kernel
+
+
+def _stats(launch: Launch, *, sums: bool, spreads: bool = False, races: bool = False, stream: int = 0) -> Tensor:
+    """The first launch; returns the arrival counters that it set to 0."""
+    arrivals = launch.scratch(launch.batch_size, dtype=torch.int32)
+    # Where the draft's log-sum-exps are saved, nobody asks its chunks for anything.
+    own = {} if launch.reads_draft_stats else {"draft_ptr": None}
+    launch.run(
+        row_stats_kernel,
+        (launch.num_rows, launch.num_programs),
+        arrivals_ptr=arrivals,
+        SUMS=sums,
+        SPREADS=spreads,
+        RACES=races,
+        STREAM=stream,
+        **own,
+    )
+    return arrivals
+
+
+def _decide(launch: Launch, rule: int, arrivals: Tensor, *, races: bool, **own: Any) -> Verdict:
+    """The last launch, or two where the device has no atomics."""
+    shape = (launch.batch_size, launch.num_draft_tokens + 1)
+    device = launch.round_.target_logits.device
+    out = Verdict(
+        torch.empty(shape, dtype=torch.int64, device=device),
+        launch.scratch(launch.batch_size, dtype=torch.int32),
+        launch.scratch(launch.batch_size, dtype=torch.int32),
+    )
+    num_programs = launch.num_programs if races else 1
+    is_fused = has_atomics(device)
+    rest: dict[str, Any] = {
+        "keys_ptr": launch.scratch(2, launch.batch_size, num_programs) if races else None,
+        "winners_ptr": launch.scratch(2, launch.batch_size, num_programs, dtype=torch.int32) if races else None,
+        "plans_ptr": launch.scratch(launch.batch_size, 4, dtype=torch.int32) if races and not is_fused else None,
+        "out_ids_ptr": out.token_ids,
+        "out_num_ptr": out.num_accepted,
+        "out_status_ptr": out.status,
+    }
+    optional = ("draft_lse_ptr", "entropy_sums_ptr", "ratios_ptr", "block_lens_ptr", "masses_ptr", "passed_ptr")
+    given = {**dict.fromkeys(optional), "threshold": 0.0, "alpha": 0.0, "arrivals_ptr": arrivals, **rest, **own}
+    launch.run(decide_kernel, (launch.batch_size, num_programs), RULE=rule, RACES=races, FUSED=is_fused, **given)
+    if races and not is_fused:
+        launch.run(finish_kernel, (launch.batch_size,), num_programs=num_programs, **rest)
+    return out
+
+
+def greedy(round_: Round) -> Verdict:
+    """See `verify_greedy`."""
+    if round_.target_logits.shape[0] == 0:
+        return reference.greedy(round_)
+    launch = Launch(round_, Warp(), None, None, num_float_planes=1, num_int_planes=1)
+    return _decide(launch, int(walk.GREEDY), _stats(launch, sums=False), races=False)
+
+
+def reject(round_: Round, warp: Warp, proposal: Proposal | None, keys: NoiseKeys) -> Verdict:
+    """See `verify_rejection`."""
+    return _reject(round_, warp, proposal, keys, None)
+
+
+def reject_and_test(round_: Round, proposal: Proposal, keys: NoiseKeys) -> tuple[Verdict, Tensor]:
+    """See `Operations.reject_and_test`."""
+    ids = round_.draft_token_ids
+    passed = torch.zeros(ids.shape, dtype=torch.int8, device=ids.device)
+    return _reject(round_, Warp(), proposal, keys, passed), passed.bool()
+
+
+def _reject(
+    round_: Round, warp: Warp, proposal: Proposal | None, keys: NoiseKeys, passed_out: Tensor | None
+) -> Verdict:
+    if warp.is_greedy:
+        return greedy(round_)
+    if round_.target_logits.shape[0] == 0:
+        return reference.reject(round_, warp, proposal, keys)
+    launch = Launch(round_, warp, keys, proposal, num_float_planes=2, num_int_planes=1)
+    arrivals = _stats(launch, sums=True)
+    rule = walk.POINT_MASS if proposal is None else walk.REJECTION
+    return _decide(
+        launch, int(rule), arrivals, races=True, draft_lse_ptr=_saved_logsumexp(proposal), passed_ptr=passed_out
+    )
+
+
+def _saved_logsumexp(proposal: Proposal | None) -> Tensor | None:
+    if proposal is None or proposal.logsumexp is None:
+        return None
+    return proposal.logsumexp.contiguous()
+
+
+def typical(round_: Round, warp: Warp, rule: TypicalRule, keys: NoiseKeys | None) -> Verdict:
+    """See `verify_typical`."""
+    if warp.is_greedy:
+        return greedy(round_)
+    if round_.target_logits.shape[0] == 0:
+        return reference.typical(round_, warp, rule, keys)
+    is_exact = rule.entropy_epsilon == 0.0
+    launch = Launch(round_, warp, keys, None, num_float_planes=3 if is_exact else 2, num_int_planes=1)
+    arrivals = _stats(launch, sums=True, spreads=is_exact)
+    entropy_sums = None
+    if not is_exact:
+        entropy_sums = launch.scratch(launch.num_rows, launch.num_chunks)
+        grid = (launch.num_rows, launch.num_programs)
+        launch.run(entropies_kernel, grid, sums_ptr=entropy_sums, epsilon=rule.entropy_epsilon)
+    return _decide(
+        launch,
+        int(walk.TYPICAL),
+        arrivals,
+        races=rule.samples,
+        entropy_sums_ptr=entropy_sums,
+        threshold=rule.threshold,
+        alpha=rule.alpha,
+    )
+
+
+def block(round_: Round, warp: Warp, proposal: Proposal, keys: NoiseKeys) -> Verdict:
+    """See `verify_block`."""
+    batch_size, num_draft_tokens = round_.draft_token_ids.shape
+    if num_draft_tokens < 2:
+        return reject(round_, warp, proposal, keys)  # a block of one is rejection sampling
+    if warp.is_greedy:
+        return greedy(round_)
+    if batch_size == 0:
+        return reference.block(round_, warp, proposal, keys)
+    launch = Launch(round_, warp, keys, proposal, num_float_planes=2, num_int_planes=1)
+    arrivals = _stats(launch, sums=True)
+    chain: dict[str, Any] = {
+        "ratios_ptr": launch.scratch(3, batch_size, num_draft_tokens),
+        "block_lens_ptr": launch.scratch(batch_size, dtype=torch.int32),
+    }
+    saved = _saved_logsumexp(proposal)
+    launch.run(block_ratios_kernel, (batch_size,), draft_lse_ptr=saved, **chain)
+    num_pairs = batch_size * (num_draft_tokens - 1)
+    chain["masses_ptr"] = launch.scratch(num_pairs, launch.num_chunks)
+    launch.run(block_masses_kernel, (num_pairs, launch.num_programs), **chain)
+    return _decide(launch, int(walk.BLOCK), arrivals, races=True, draft_lse_ptr=saved, **chain)
+
+
+def coupled(round_: Round, warp: Warp, keys: NoiseKeys) -> Verdict:
+    """See `verify_coupled`."""
+    if warp.is_greedy:
+        return greedy(round_)
+    if round_.target_logits.shape[0] == 0:
+        return reference.coupled(round_, warp, keys)
+    launch = Launch(round_, warp, keys, None, num_float_planes=3, num_int_planes=2)
+    arrivals = _stats(launch, sums=True, races=True, stream=int(RACE))
+    return _decide(launch, int(walk.COUPLED), arrivals, races=False)
+
+
+def sample(logits: Tensor, warp: Warp, keys: NoiseKeys, stream: Stream) -> Sampled:
+    """See the public `sample`."""
+    num_rows = logits.shape[0]
+    if num_rows == 0:
+        return reference.sample(logits, warp, keys, stream)
+    no_ids = torch.empty(num_rows, 0, dtype=torch.int64, device=logits.device)
+    launch = Launch(Round(logits.unsqueeze(1), no_ids, None), warp, keys, None, num_float_planes=3, num_int_planes=2)
+    _stats(launch, sums=True, races=True, stream=stream_offset(stream))
+    out = Sampled(torch.empty(num_rows, dtype=torch.int64, device=logits.device), launch.scratch(num_rows))
+    grid = (-(-num_rows // int(walk.POSITIONS_AT_ONCE)),)
+    launch.run(draw_kernel, grid, num_rows=num_rows, out_ids_ptr=out.token_ids, out_lse_ptr=out.logsumexp)
+    return out

@@ -1,0 +1,120 @@
+"""The first launch: what every chunk of every row gives."""
+
+import triton
+import triton.language as tl
+
+from .noise import exponentials, noise_states
+from .rows import (
+    chunk_masses,
+    chunk_max,
+    chunk_race,
+    first_id,
+    is_finite,
+    load_chunk,
+    load_cutoff,
+    load_temperature,
+    row_offset,
+    warp,
+)
+
+
+@triton.jit
+def chain_len(lens_ptr, sequence, num_draft_tokens):
+    """Drafted tokens of a sequence that count, held to 0..K."""
+    if lens_ptr is None:
+        return num_draft_tokens
+    else:
+        length = tl.load(lens_ptr + sequence)
+        return tl.minimum(tl.maximum(length, 0), num_draft_tokens).to(tl.int32)
+
+
+@triton.jit
+def load_keys(seeds_ptr, rounds_ptr, positions_ptr, sequence):
+    """A sequence's noise keys, int64; zeros where nothing is drawn."""
+    if seeds_ptr is None:
+        nothing = tl.zeros([], tl.int64)
+        return nothing, nothing, nothing
+    else:
+        return tl.load(seeds_ptr + sequence), tl.load(rounds_ptr + sequence), tl.load(positions_ptr + sequence)
+
+
+@triton.jit
+def store_chunk(
+    x, token_ids, at, state, floats_ptr, ints_ptr, plane, vocab_size,
+    SUMS: tl.constexpr, SPREADS: tl.constexpr, RACES: tl.constexpr,
+):  # fmt: skip
+    """Write what a chunk [CHUNK] gives.
+
+    Planes of `floats_ptr`: maximum; sum of exp(x - maximum) with SUMS; then sum of (x - maximum) exp(x - maximum) with
+    SPREADS, or the best key of the race with RACES. Planes of `ints_ptr`: id of the maximum; winner of the race.
+    """
+    top = chunk_max(x)
+    tl.store(floats_ptr + at, top)
+    tl.store(ints_ptr + at, first_id(x == top, token_ids, vocab_size))
+    if SUMS:
+        masses = chunk_masses(x, top)
+        tl.store(floats_ptr + plane + at, tl.sum(masses, axis=0))
+        if SPREADS:
+            shifts = tl.maximum(x - tl.where(is_finite(top), top, 0.0), -200.0)
+            tl.store(floats_ptr + 2 * plane + at, tl.sum(shifts * masses, axis=0))
+        if RACES:
+            key, winner = chunk_race(masses, exponentials(state, token_ids), token_ids, vocab_size)
+            tl.store(floats_ptr + 2 * plane + at, key)
+            tl.store(ints_ptr + plane + at, winner)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "target_stride_b", "target_stride_i", "target_stride_v", "draft_stride_b", "draft_stride_i", "draft_stride_v",
+        "temperature", "num_sequences", "num_draft_tokens", "vocab_size", "num_chunks", "chunks_per_program",
+    ]
+)  # fmt: skip
+def row_stats_kernel(
+    target_ptr, target_stride_b, target_stride_i, target_stride_v,
+    draft_ptr, draft_stride_b, draft_stride_i, draft_stride_v,
+    lens_ptr, temperature, temperatures_ptr, cutoffs_ptr,
+    seeds_ptr, rounds_ptr, positions_ptr,
+    floats_ptr, ints_ptr, arrivals_ptr,
+    num_sequences, num_draft_tokens, vocab_size, num_chunks, chunks_per_program,
+    SUMS: tl.constexpr, SPREADS: tl.constexpr, RACES: tl.constexpr, STREAM: tl.constexpr,
+    ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Write the chunk statistics of B * (K+1) target rows, then of B * K draft rows where `draft_ptr` is given.
+
+    Grid: (rows, programs per row). Rows past a sequence's length are left out. `arrivals_ptr` [B] is set to 0.
+    """
+    row = tl.program_id(0)
+    num_positions = num_draft_tokens + 1
+    num_target_rows = num_sequences * num_positions
+    is_target = row < num_target_rows
+    if draft_ptr is None:
+        sequence = row // num_positions
+        position = row % num_positions
+    else:
+        draft_row = tl.maximum(row - num_target_rows, 0)
+        width = tl.maximum(num_draft_tokens, 1)
+        sequence = tl.where(is_target, row // num_positions, draft_row // width)
+        position = tl.where(is_target, row % num_positions, draft_row % width)
+    if is_target & (position == 0) & (tl.program_id(1) == 0):
+        tl.store(arrivals_ptr + sequence, 0)
+    length = chain_len(lens_ptr, sequence, num_draft_tokens)
+    last = tl.where(is_target, length, length - 1)
+    if position > last:
+        return
+    plane = tl.num_programs(0).to(tl.int64) * num_chunks
+    this_temperature = load_temperature(temperature, temperatures_ptr, sequence)
+    seed, round_, first_position = load_keys(seeds_ptr, rounds_ptr, positions_ptr, sequence)
+    state = noise_states(seed, round_, first_position + position, STREAM)
+    first_chunk = tl.program_id(1) * chunks_per_program
+    for chunk in range(first_chunk, tl.minimum(first_chunk + chunks_per_program, num_chunks)):
+        token_ids = chunk * CHUNK + tl.arange(0, CHUNK)
+        at = row.to(tl.int64) * num_chunks + chunk
+        if is_target:
+            row_ptr = target_ptr + row_offset(sequence, position, target_stride_b, target_stride_i, ALIGNED)
+            x = load_chunk(row_ptr, target_stride_v, token_ids, vocab_size, ALIGNED)
+            x = warp(x, this_temperature, load_cutoff(cutoffs_ptr, row))
+            store_chunk(x, token_ids, at, state, floats_ptr, ints_ptr, plane, vocab_size, SUMS, SPREADS, RACES)
+        elif draft_ptr is not None:
+            row_ptr = draft_ptr + row_offset(sequence, position, draft_stride_b, draft_stride_i, ALIGNED)
+            x = load_chunk(row_ptr, draft_stride_v, token_ids, vocab_size, ALIGNED)
+            store_chunk(x, token_ids, at, state, floats_ptr, ints_ptr, plane, vocab_size, SUMS, False, False)
