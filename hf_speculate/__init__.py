@@ -13,7 +13,7 @@ from hf_speculate.errors import (
 from hf_speculate.generation import SpeculativeGenerationMixin, generate
 from hf_speculate.processors import BlockLogitsProcessorList, register_row_wise
 from hf_speculate.stats import SpeculationStats
-from hf_speculate.verify import register_verifier
+from hf_speculate.verify import keep_prefix, register_verifier
 
 __version__ = "0.1.0"
 
@@ -32,6 +32,7 @@ __all__ = [
     "enable",
     "generate",
     "is_enabled",
+    "keep_prefix",
     "register_row_wise",
     "register_verifier",
 ]

@@ -1,7 +1,7 @@
-"""Puts a decoder together from a call's settings and its two models."""
+"""Puts a decoder together from a call's settings and its models."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -29,9 +29,10 @@ from hf_speculate.schedule import ConstantSchedule, HeuristicSchedule, Schedule
 from hf_speculate.sequences import TokenBuffer
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.stopping import BlockStoppingCriteria
+from hf_speculate.triton_kernels.backends import check_backend
 from hf_speculate.triton_kernels.noise import row_seeds
 from hf_speculate.types import SampleStrategy
-from hf_speculate.verify.base import make_verifier, reads_draft_logits
+from hf_speculate.verify.base import draft_stream, make_verifier, reads_draft_logits
 
 _FIRST_CAPACITY = 1024  # tokens to come for which a row's buffer is made; it grows where that is not enough
 
@@ -72,22 +73,25 @@ class Call:
 
 
 def build_decoder(
-    target: PreTrainedModel, draft: PreTrainedModel, config: SpeculationConfig, call: Call
+    target: PreTrainedModel, draft: PreTrainedModel | None, config: SpeculationConfig, call: Call
 ) -> tuple[SpeculativeDecoder, Batch]:
     """The decoder and the batch it is to decode.
 
     Args:
         target: scores the drafts.
-        draft: proposes.
+        draft: proposes; None where nothing is drafted.
         config: resolved settings.
         call: what the call prepared.
 
     Raises:
         ConfigError: the verifier is unknown, or there is not one seed per row.
+        KernelUnavailableError: the backend was asked for by name and cannot run where a model lies.
     """
+    for model in (target, draft):
+        if model is not None:
+            check_backend(config.verifier_backend, model.device)
     stats = SpeculationStats() if config.speculation_stats is None else config.speculation_stats
     stats.reset()
-    stats.verifier = config.verifier or ""
     block_processors = BlockLogitsProcessorList(call.processors)
     stopping = BlockStoppingCriteria(call.criteria)
     has_eos = stopping.eos_token_ids is not None
@@ -96,6 +100,8 @@ def build_decoder(
     if reason:
         stats.lock_step = True
         stats.fallbacks.append(reason)
+    config = _without_idle_block(config, call, bool(reason), stats)
+    stats.verifier = config.verifier or ""
     settings = DecoderSettings(
         draft_strategy=_draft_strategy(config, call),
         max_length=call.max_length,
@@ -106,18 +112,19 @@ def build_decoder(
     )
     offset = call.cache.get_seq_length() + call.query_ids.shape[1] - call.input_ids.shape[1]
     max_position = max(call.max_length + offset - 2, 0)
-    judge: Judge
+    verifier = make_verifier(config)
+    judge: Judge = RaggedJudge(verifier, block_processors, stopping, stats)
     if reason:
-        records = call.recorded.scores
         pad = settings.pad_token_id if has_eos else None
-        judge = LockStepJudge(make_verifier(config), call.processors, call.criteria, pad, records, stats)
-    else:
-        judge = RaggedJudge(make_verifier(config), block_processors, stopping, stats)
+        judge = LockStepJudge(verifier, call.processors, call.criteria, pad, call.recorded.scores, stats)
+    drafter = None
+    if draft is not None:
+        drafter = build_drafter(draft, config, block_processors.row_wise_part(), stopping.eos_token_ids, max_position)
     decoder = SpeculativeDecoder(
         target=LanguageModel(target, max_position, keeps_states=call.is_cache_kept),
-        drafter=build_drafter(draft, config, block_processors.row_wise_part(), stopping.eos_token_ids, max_position),
+        drafter=drafter,
         judge=judge,
-        schedule=_build_schedule(config),
+        schedule=ConstantSchedule(0) if drafter is None else _build_schedule(config),
         settings=settings,
         recorder=OutputRecorder(call.input_ids.shape[0], call.recorded),
         stats=stats,
@@ -149,6 +156,7 @@ def build_drafter(
         eos_token_ids=eos,
         confidence_threshold=config.assistant_confidence_threshold or 0.0,
         keeps_logits=reads_draft_logits(config),
+        stream=draft_stream(config),
         backend=config.verifier_backend,
     )
     return ModelDrafter(
@@ -173,6 +181,21 @@ def _lock_step_reason(call: Call, foreign: Sequence[str], goes_on: bool) -> str:
     return ""
 
 
+def _without_idle_block(
+    config: SpeculationConfig, call: Call, is_lock_step: bool, stats: SpeculationStats
+) -> SpeculationConfig:
+    """The settings, with rejection in place of block where that gains nothing; the statistics say so."""
+    if config.verifier != "block":
+        return config
+    if is_lock_step:
+        stats.fallbacks.append("rejection in place of block, for rows in lock step are judged token by token")
+    elif _draft_strategy(config, call) is SampleStrategy.GREEDY:
+        stats.fallbacks.append("rejection in place of block, which is the same where the draft takes its argmax")
+    else:
+        return config
+    return replace(config, verifier="rejection")
+
+
 def _draft_strategy(config: SpeculationConfig, call: Call) -> SampleStrategy:
     samples = call.do_sample and config.draft_sampling == "sample"
     return SampleStrategy.RANDOM if samples else SampleStrategy.GREEDY
@@ -187,14 +210,16 @@ def _build_schedule(config: SpeculationConfig) -> Schedule:
             return ConstantSchedule(num)
 
 
-def _build_batch(draft: PreTrainedModel, config: SpeculationConfig, call: Call) -> Batch:
+def _build_batch(draft: PreTrainedModel | None, config: SpeculationConfig, call: Call) -> Batch:
     batch_size, prompt_len = call.input_ids.shape
     device = call.input_ids.device
     target_cache = DynamicKVCache(call.cache, batch_size, call.attention_mask, device)
     mask = call.attention_mask
-    draft_mask = None if mask is None else mask[:, -prompt_len:].to(draft.device)
-    # all layers of the draft's cache are full ones, so that K forwards in a row can be rolled back at once
-    draft_cache = DynamicKVCache(DynamicCache(), batch_size, draft_mask, draft.device)
+    draft_cache = None
+    if draft is not None:
+        draft_mask = None if mask is None else mask[:, -prompt_len:].to(draft.device)
+        # all layers of the draft's cache are full ones, so that K forwards in a row can be rolled back at once
+        draft_cache = DynamicKVCache(DynamicCache(), batch_size, draft_mask, draft.device)
     if mask is None:
         num_prompt_tokens = [call.cache.get_seq_length() + call.query_ids.shape[1]] * batch_size
     else:

@@ -17,9 +17,10 @@ _CHOICES = {
     "typical_correction": ("argmax", "sample"),
     "draft_sampling": ("argmax", "sample"),
     "num_assistant_tokens_schedule": ("constant", "heuristic", "heuristic_transient"),
-    "verifier_backend": ("auto", "torch"),
+    "verifier_backend": ("auto", "torch", "triton"),
     "speculation_cache": ("auto", "dynamic"),
 }
+_GREEDY_AT_ZERO = ("rejection", "block", "coupled")  # verifiers of sampling that are greedy at temperature 0
 
 
 @dataclass(frozen=True)
@@ -31,12 +32,13 @@ class SpeculationConfig:
         posterior_threshold: typical acceptance's epsilon, in (0, 1).
         posterior_alpha: typical acceptance's delta, > 0.
         entropy_epsilon: added inside the logarithm of the entropy, >= 0.
-        typical_correction: "argmax" or "sample", the token emitted at typical acceptance's first refusal.
+        typical_correction: "argmax" or "sample", the token emitted at typical acceptance's first refusal; registered
+            rules that are lossy may follow it too.
         draft_sampling: "sample" or "argmax", how the draft proposes under `do_sample=True`.
         num_assistant_tokens: tokens drafted a round, 1..128; `None` is 5.
         num_assistant_tokens_schedule: how that number moves from round to round; `None` is "constant".
         assistant_confidence_threshold: a row stops drafting after a token of lower draft probability, in [0, 1].
-        verifier_backend: "auto" or "torch".
+        verifier_backend: "auto", "torch" or "triton", of the kernels that verify and draw; "auto" is Triton on a GPU.
         speculation_cache: "auto" or "dynamic".
         seed: an int, or one int per output row.
         generator: draws the seed where none is given.
@@ -120,8 +122,8 @@ class SpeculationConfig:
                 "set do_sample=False, or leave verifier out"
             )
         verifier = self.verifier or "rejection"
-        if not do_sample and verifier == "rejection":
-            verifier = "greedy"  # what rejection is at temperature 0
+        if not do_sample and verifier in _GREEDY_AT_ZERO:
+            verifier = "greedy"
         correction = self.typical_correction or ("sample" if do_sample else "argmax")
         return replace(self, verifier=verifier, typical_correction=correction)
 

@@ -42,7 +42,7 @@ class SpeculativeDecoder:
 
     Args:
         target: scores the drafts.
-        drafter: proposes.
+        drafter: proposes; None where nothing is drafted.
         judge: verifies and trims.
         schedule: how many tokens to draft.
         settings: see `DecoderSettings`.
@@ -55,7 +55,7 @@ class SpeculativeDecoder:
     def __init__(
         self,
         target: LanguageModel,
-        drafter: Drafter,
+        drafter: Drafter | None,
         judge: Judge,
         schedule: Schedule,
         settings: DecoderSettings,
@@ -132,7 +132,7 @@ class SpeculativeDecoder:
         return max(min(self.schedule.num_draft_tokens, self.settings.max_length - min(lens) - 1), 0)
 
     def _draft(self, batch: Batch, num_draft_tokens: int, keys: NoiseKeys) -> DraftOut:
-        if num_draft_tokens == 0:
+        if num_draft_tokens == 0 or self.drafter is None:
             return batch.no_draft()
         num_query = max(length - held for length, held in zip(batch.tokens.lens, batch.num_held, strict=True))
         draft = self.drafter.draft(
@@ -261,7 +261,8 @@ class SpeculativeDecoder:
             return
         live = [row for row, done in enumerate(batch.is_finished) if not done]
         batch.rows(live)
-        self.drafter.rows(live)
+        if self.drafter is not None:
+            self.drafter.rows(live)
         self.judge.rows(live)
 
     def _finish(self, batch: Batch) -> None:

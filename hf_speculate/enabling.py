@@ -19,6 +19,8 @@ _PLAIN_CLASSES: dict[type, type] = {}
 def enable(model: ModelT) -> ModelT:
     """Make `model.generate()` speculative when it is given an `assistant_model`; without one it stays as it was.
 
+    One verifier means something without an assistant too: with `do_sample=True`, `"coupled"` replaces the draw.
+
     Only this object changes: its class becomes a subclass of its own class, of the same name. A PEFT-wrapped model is
     enabled through the model that it wraps.
 

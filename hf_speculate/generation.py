@@ -26,7 +26,16 @@ from hf_speculate.config import FIELD_NAMES, SpeculationConfig, fields_of, read_
 from hf_speculate.decoder import SpeculativeDecoder
 from hf_speculate.errors import ConfigError, UnsupportedGenerationError, UnsupportedModelError
 from hf_speculate.outputs import Recorded
-from hf_speculate.refusals import check_call, check_models, check_prepared, check_rope, checked_mask
+from hf_speculate.refusals import (
+    ASSISTED,
+    COUPLED_ALONE,
+    check_assistant,
+    check_call,
+    check_models,
+    check_prepared,
+    check_rope,
+    checked_mask,
+)
 from hf_speculate.verify.base import check_verifier
 
 GenerateOutput = GenerateDecoderOnlyOutput | Tensor  # what transformers' plain decoding returns
@@ -37,7 +46,8 @@ class SpeculativeGenerationMixin(GenerationMixin):
     """Gives a model class speculative `generate()`; put it before the model in a class's bases.
 
     `generate()` takes all that transformers' takes, and the fields of `SpeculationConfig` as keywords or from a
-    `GenerationConfig`. Without `assistant_model` it decodes plainly.
+    `GenerationConfig`. Without `assistant_model` it decodes plainly; with `do_sample=True` and `verifier="coupled"`
+    it then draws, token by token, the text that every assistant gives with the same seed.
     """
 
     def generate(self, *args: Any, **kwargs: Any) -> GenerateOutput:  # type: ignore[override]  # takes the same
@@ -107,12 +117,18 @@ def _generate(
     if assistant is not None:
         sources.append(fields_of(getattr(assistant, "generation_config", None)))
     config = read_config(sources)
-    if assistant is None:
+    if assistant is None and not (config.verifier == "coupled" and _samples(model, call)):
+        if config.verifier is not None:
+            check_verifier(config)
         if config.speculation_stats is not None:
             config.speculation_stats.reset()
         return plain(**call, **{name: keywords[name] for name in _TRANSFORMERS_FIELDS if name in keywords})
-    check_call(assistant, call)
-    check_models(model, assistant, [type(one).__name__ for one in (model, assistant) if one._is_stateful])
+    models, reason = [model], COUPLED_ALONE
+    if assistant is not None:
+        check_assistant(assistant, call)
+        models, reason = [model, assistant], ASSISTED
+    check_call(call, reason)
+    check_models(models, [type(one).__name__ for one in models if one._is_stateful], reason)
     _own_stop_strings(model, call)
     return plain(**call, custom_generate=_Speculation(assistant, config, call))
 
@@ -120,8 +136,9 @@ def _generate(
 class _Speculation:
     """The decoding method of one call, run by transformers once it has prepared the inputs."""
 
-    def __init__(self, assistant: PreTrainedModel, config: SpeculationConfig, call: dict[str, Any]):
+    def __init__(self, assistant: PreTrainedModel | None, config: SpeculationConfig, call: dict[str, Any]):
         self.assistant = assistant
+        self.reason = COUPLED_ALONE if assistant is None else ASSISTED
         self.config = config
         self.streamer = call.get("streamer")
         self.is_cache_passed = call.get("past_key_values") is not None
@@ -139,8 +156,8 @@ class _Speculation:
     ) -> GenerateOutput:
         config = self.config.resolve(bool(generation_config.do_sample))
         check_verifier(config)
-        check_rope(model, generation_config.max_length)
-        check_prepared(input_ids, generation_config, model_kwargs, self.streamer)
+        check_rope(model, generation_config.max_length, self.reason)
+        check_prepared(input_ids, generation_config, model_kwargs, self.streamer, self.reason)
         cache = model_kwargs["past_key_values"]
         pad = generation_config._pad_token_tensor
         returns_dict = bool(generation_config.return_dict_in_generate)
@@ -203,6 +220,16 @@ def _bind(plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             call.update(call.pop(name, {}))
     return call
+
+
+def _samples(model: PreTrainedModel, call: dict[str, Any]) -> bool:
+    """Whether transformers will resolve `do_sample` to True: by the keyword, the passed config, the model's."""
+    if "do_sample" in call:
+        return bool(call["do_sample"])
+    for config in (call.get("generation_config"), model.generation_config):
+        if config is not None and config.do_sample is not None:
+            return bool(config.do_sample)
+    return False
 
 
 def _only_fields(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,59 +23,70 @@ _KNOWN_MODEL_KWARGS = {
     "position_ids",
     "use_cache",
 }
-_WAY_OUT = "leave assistant_model out to decode without speculation"
 
 
-def check_models(target: PreTrainedModel, draft: PreTrainedModel, stateful: Sequence[str]) -> None:
-    """Refuse a pair that cannot decode together, from the configs alone.
+class Reason(NamedTuple):
+    """Why a call runs our own loop, in the words of its refusals."""
+
+    cause: str
+    way_out: str
+
+
+ASSISTED = Reason("assistant_model", "leave assistant_model out to decode without speculation")
+COUPLED_ALONE = Reason("verifier='coupled'", "set verifier='rejection' to draw as transformers does")
+
+
+def check_models(models: Sequence[PreTrainedModel], stateful: Sequence[str], reason: Reason) -> None:
+    """Refuse models that cannot decode, or not together, from the configs alone.
 
     Args:
-        target: scores the drafts.
-        draft: proposes.
-        stateful: class names of those of the two that transformers calls stateful.
+        models: the target, then the draft where there is one.
+        stateful: class names of those among them that transformers calls stateful.
+        reason: why the call is ours.
 
     Raises:
         UnsupportedModelError: a model cannot roll back or is an encoder-decoder, or the vocabularies differ.
     """
     if stateful:
         raise UnsupportedModelError(
-            f"both models must be able to roll back, got {', '.join(stateful)} with recurrent state; {_WAY_OUT}"
+            f"models must be able to roll back, got {', '.join(stateful)} with recurrent state; {reason.way_out}"
         )
-    for model in (target, draft):
+    for model in models:
         config = model.config.get_text_config(decoder=True)
         if "past_key_values" not in inspect.signature(type(model).forward).parameters:
             raise UnsupportedModelError(
-                f"both models must take past_key_values, got {type(model).__name__} without; {_WAY_OUT}"
+                f"models must take past_key_values, got {type(model).__name__} without; {reason.way_out}"
             )
         if "prepare_inputs_for_generation" in vars(model):
             raise UnsupportedModelError(
-                f"both models must prepare their inputs as their class does, got {type(model).__name__} with a "
-                f"prepare_inputs_for_generation of its own (prompt or prefix tuning); {_WAY_OUT}"
+                f"models must prepare their inputs as their class does, got {type(model).__name__} with a "
+                f"prepare_inputs_for_generation of its own (prompt or prefix tuning); {reason.way_out}"
             )
         if model.config.is_encoder_decoder:
             raise UnsupportedModelError(
-                f"both models must be decoder-only, got the encoder-decoder {type(model).__name__}; {_WAY_OUT}"
+                f"models must be decoder-only, got the encoder-decoder {type(model).__name__}; {reason.way_out}"
             )
         unserved = sorted(set(getattr(config, "layer_types", None) or ()) - _SERVED_LAYERS)
         if unserved:
             raise UnsupportedModelError(
                 f"layer_types must be among {', '.join(sorted(_SERVED_LAYERS))}, got {', '.join(unserved)} in "
-                f"{type(model).__name__}; {_WAY_OUT}"
+                f"{type(model).__name__}; {reason.way_out}"
             )
-    sizes = [model.config.get_text_config(decoder=True).vocab_size for model in (target, draft)]
-    if sizes[0] != sizes[1]:
+    sizes = [model.config.get_text_config(decoder=True).vocab_size for model in models]
+    if sizes[0] != sizes[-1]:
         raise UnsupportedModelError(
-            f"assistant_model must have the target's vocabulary of {sizes[0]} tokens, got {sizes[1]}; "
+            f"assistant_model must have the target's vocabulary of {sizes[0]} tokens, got {sizes[-1]}; "
             "use a draft with the same tokenizer"
         )
 
 
-def check_rope(target: PreTrainedModel, max_length: int) -> None:
+def check_rope(target: PreTrainedModel, max_length: int, reason: Reason) -> None:
     """Refuse rotary embeddings that change for tokens already cached once the text grows past a border.
 
     Args:
         target: scores the drafts; a draft of this kind costs acceptance only.
         max_length: tokens of the output at most.
+        reason: why the call is ours.
 
     Raises:
         UnsupportedModelError: the text may cross the border.
@@ -84,25 +95,24 @@ def check_rope(target: PreTrainedModel, max_length: int) -> None:
     if rope is not None and max_length > rope[1]:
         raise UnsupportedModelError(
             f"max_length must be at most {rope[1]} for {type(target).__name__} with {rope[0]} rotary embeddings, "
-            f"got {max_length}; {_WAY_OUT}"
+            f"got {max_length}; {reason.way_out}"
         )
 
 
-def check_call(assistant: object, call: dict[str, Any]) -> None:
-    """Refuse what the arguments alone show.
+def check_assistant(assistant: object, call: dict[str, Any]) -> None:
+    """Refuse what cannot draft.
 
     Args:
         assistant: what was passed as `assistant_model`.
         call: all other arguments of `generate()`, by name.
 
     Raises:
-        UnsupportedGenerationError: an argument does not go with an assistant.
         UnsupportedModelError: the assistant is no model that generates, or has another vocabulary.
     """
     if not isinstance(assistant, PreTrainedModel) or not assistant.can_generate():
         raise UnsupportedModelError(
             f"assistant_model must be a transformers model that can generate, got {type(assistant).__name__}; "
-            f"{_WAY_OUT}"
+            f"{ASSISTED.way_out}"
         )
     tokenizers = [call[name] for name in ("tokenizer", "assistant_tokenizer") if call.get(name) is not None]
     if len(tokenizers) == 2 and tokenizers[0].get_vocab() != tokenizers[1].get_vocab():
@@ -110,6 +120,18 @@ def check_call(assistant: object, call: dict[str, Any]) -> None:
             "assistant_tokenizer must have the vocabulary of tokenizer, got another one; "
             "use a draft with the same tokenizer"
         )
+
+
+def check_call(call: dict[str, Any], reason: Reason) -> None:
+    """Refuse what the arguments alone show.
+
+    Args:
+        call: all arguments of `generate()` but `assistant_model`, by name.
+        reason: why the call is ours.
+
+    Raises:
+        UnsupportedGenerationError: an argument does not go with our own loop.
+    """
     refused = {
         "custom_generate": call.get("custom_generate"),
         "inputs_embeds": call.get("inputs_embeds"),
@@ -118,11 +140,19 @@ def check_call(assistant: object, call: dict[str, Any]) -> None:
     }
     for name, value in refused.items():
         if value is not None:
-            raise UnsupportedGenerationError(f"{name} must be left out with assistant_model, got one; {_WAY_OUT}")
+            raise UnsupportedGenerationError(f"{name} must be left out with {reason.cause}, got one; {reason.way_out}")
+    if call.get("cache_implementation") == "paged":  # transformers would batch continuously, past our loop
+        raise UnsupportedGenerationError(
+            f"cache_implementation must be left out with {reason.cause}, got 'paged'; {reason.way_out}"
+        )
 
 
 def check_prepared(
-    input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any], streamer: object
+    input_ids: Tensor,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    streamer: object,
+    reason: Reason,
 ) -> None:
     """Refuse what only the call shows that transformers has prepared.
 
@@ -131,18 +161,19 @@ def check_prepared(
         generation_config: with every default filled in.
         model_kwargs: what transformers would hand to the model.
         streamer: the call's, or None.
+        reason: why the call is ours.
 
     Raises:
-        UnsupportedGenerationError: the call cannot be decoded speculatively.
+        UnsupportedGenerationError: our own loop cannot decode the call.
     """
     mode = generation_config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         raise UnsupportedGenerationError(
-            f"the generation mode must be greedy or sampling with assistant_model, got {mode.value}; {_WAY_OUT}"
+            f"the generation mode must be greedy or sampling with {reason.cause}, got {mode.value}; {reason.way_out}"
         )
     if not generation_config.use_cache:
-        raise UnsupportedGenerationError(f"use_cache must be True with assistant_model, got False; {_WAY_OUT}")
-    if getattr(generation_config, "assistant_ensemble_weight", None) is not None:
+        raise UnsupportedGenerationError(f"use_cache must be True with {reason.cause}, got False; {reason.way_out}")
+    if reason is ASSISTED and getattr(generation_config, "assistant_ensemble_weight", None) is not None:
         raise UnsupportedGenerationError(
             "assistant_ensemble_weight must be left out, got one; choose verifier='typical' for a lossy rule"
         )
@@ -152,16 +183,16 @@ def check_prepared(
     if extra:
         raise UnsupportedGenerationError(
             f"model arguments must be among {', '.join(sorted(_KNOWN_MODEL_KWARGS))}, got {', '.join(extra)}; "
-            f"{_WAY_OUT}"
+            f"{reason.way_out}"
         )
     cache = model_kwargs.get("past_key_values")
     if type(cache) is not DynamicCache or cache.offloading:
         raise UnsupportedGenerationError(
-            f"the cache must be a DynamicCache on one device with assistant_model, got {type(cache).__name__}; "
+            f"the cache must be a DynamicCache on one device with {reason.cause}, got {type(cache).__name__}; "
             "pass a DynamicCache, or leave past_key_values and cache_implementation out"
         )
     if input_ids.shape[1] == 0:
-        raise UnsupportedGenerationError(f"the prompt must hold at least one token, got an empty one; {_WAY_OUT}")
+        raise UnsupportedGenerationError(f"the prompt must hold at least one token, got an empty one; {reason.way_out}")
     one_row_only = {
         "streamer": streamer is not None,
         "output_hidden_states": bool(generation_config.output_hidden_states),

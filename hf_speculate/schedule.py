@@ -11,7 +11,7 @@ class Schedule(Protocol):
 
     @property
     def num_draft_tokens(self) -> int:
-        """Tokens to draft next, >= 1."""
+        """Tokens to draft next, >= 0."""
 
     def update(self, num_drafted: Sequence[int], num_accepted: Sequence[int]) -> None:
         """Learn from a round.
@@ -23,7 +23,7 @@ class Schedule(Protocol):
 
 
 class ConstantSchedule:
-    """Always the same number."""
+    """Always the same number; 0 decodes token by token."""
 
     def __init__(self, num_draft_tokens: int):
         self._num = num_draft_tokens

@@ -22,6 +22,8 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 VERIFIERS: dict[str, dict[str, Any]] = {
     "greedy": {"verifier": "greedy", "do_sample": False},
     "rejection": {"verifier": "rejection", "do_sample": True},
+    "block": {"verifier": "block", "do_sample": True},
+    "coupled": {"verifier": "coupled", "do_sample": True},
     "typical, argmax": {"verifier": "typical", "do_sample": False},
     "typical, sample": {"verifier": "typical", "do_sample": True},
 }

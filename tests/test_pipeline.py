@@ -33,7 +33,17 @@ def test_greedy_texts_equal_those_of_the_plain_pipeline(pipelines, batch_size):
     assert stats.verifier == "greedy"
 
 
-@pytest.mark.parametrize(("verifier", "do_sample"), [("rejection", True), ("typical", False), ("typical", True)])
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_coupled_texts_equal_those_of_the_pipeline_without_an_assistant(pipelines, batch_size):
+    plain, ours = pipelines
+    options = {"max_new_tokens": 12, "batch_size": batch_size, "do_sample": True, "verifier": "coupled", "seed": 3}
+    assert texts(plain(PROMPTS, **options)) == texts(ours(PROMPTS, **options))
+
+
+@pytest.mark.parametrize(
+    ("verifier", "do_sample"),
+    [("rejection", True), ("block", True), ("coupled", True), ("typical", False), ("typical", True)],
+)
 def test_the_fields_reach_the_decoder(pipelines, verifier, do_sample):
     _, ours = pipelines
     stats = hf_speculate.SpeculationStats()

@@ -24,12 +24,14 @@ class DraftSettings:
         eos_token_ids: [E] int64, ids after which a row needs no further token; None: none.
         confidence_threshold: a row stops after a token of lower probability, in [0, 1]; 0 disables.
         keeps_logits: whether the verifier reads the law that was sampled.
+        stream: the noise that RANDOM draws with.
         backend: of the sampling kernel.
     """
 
     eos_token_ids: Tensor | None = None
     confidence_threshold: float = 0.0
     keeps_logits: bool = True
+    stream: Stream = Stream.DRAFT
     backend: str = "auto"
 
 
@@ -130,7 +132,7 @@ class _Proposal:
             token_ids, kept_law = law.argmax(dim=-1), None
         else:
             keys = self.keys._replace(positions=self.keys.positions + step)
-            token_ids, logsumexp = sample(law, keys=keys, stream=Stream.DRAFT, backend=settings.backend)
+            token_ids, logsumexp = sample(law, keys=keys, stream=settings.stream, backend=settings.backend)
             kept_law = law if settings.keeps_logits else None
             if settings.keeps_logits:
                 self.logsumexps.append(logsumexp)

@@ -287,7 +287,7 @@ def check_layers(cache: Cache) -> None:
         if type(layer) not in served:
             raise UnsupportedModelError(
                 f"the cache's layers must be {' or '.join(kind.__name__ for kind in served)}, "
-                f"got {type(layer).__name__}; leave assistant_model out to decode without speculation"
+                f"got {type(layer).__name__}; decode with this cache plainly"
             )
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.errors import ConfigError
-from hf_speculate.types import DraftOut, NoiseKeys, Verdict
+from hf_speculate.types import DraftOut, NoiseKeys, Stream, Verdict
 
 
 class Verifier(Protocol):
@@ -33,6 +33,7 @@ class _Entry(NamedTuple):
     factory: VerifierFactory
     is_lossless: bool
     reads_draft_logits: bool
+    draft_stream: Stream
 
 
 _REGISTRY: dict[str, _Entry] = {}
@@ -45,22 +46,27 @@ def register_verifier(
     lossless: bool,
     replace: bool = False,
     reads_draft_logits: bool = True,
+    draft_stream: Stream = Stream.DRAFT,
 ) -> None:
     """Make a verifier available as `verifier=name`.
 
+    `examples/top_k_verifier.py` is a whole one; `keep_prefix` writes its verdict.
+
     Args:
         name: what users and configs write.
-        factory: makes the verifier from a call's settings.
+        factory: makes the verifier from a call's resolved settings, once a call.
         lossless: whether the output's law is the target's.
         replace: allow the name to be taken over.
         reads_draft_logits: whether it reads `DraftOut.token_logits`; drafts keep none for one that does not.
+        draft_stream: the noise that drafts are drawn with: DRAFT, or RACE for a rule that draws its own tokens with
+            RACE and keeps the drafts that agree.
 
     Raises:
         ConfigError: the name is taken.
     """
     if name in _REGISTRY and not replace:
         raise ConfigError(f"verifier name {name!r} is taken; pass replace=True, or choose another one")
-    _REGISTRY[name] = _Entry(factory, lossless, reads_draft_logits)
+    _REGISTRY[name] = _Entry(factory, lossless, reads_draft_logits, Stream(draft_stream))
 
 
 def verifier_names() -> list[str]:
@@ -89,6 +95,11 @@ def check_verifier(config: SpeculationConfig) -> None:
 def reads_draft_logits(config: SpeculationConfig) -> bool:
     """Whether the named verifier reads `DraftOut.token_logits`."""
     return _entry(config).reads_draft_logits
+
+
+def draft_stream(config: SpeculationConfig) -> Stream:
+    """The noise that drafts are drawn with for the named verifier."""
+    return _entry(config).draft_stream
 
 
 def is_lossless(config: SpeculationConfig) -> bool:

@@ -16,7 +16,12 @@ from transformers import (
 )
 
 import hf_speculate
-from hf_speculate.errors import ConfigError, UnsupportedGenerationError, UnsupportedModelError
+from hf_speculate.errors import (
+    ConfigError,
+    KernelUnavailableError,
+    UnsupportedGenerationError,
+    UnsupportedModelError,
+)
 from tests.cases import pair
 from tests.tiny import make_model, ragged_prompts
 
@@ -39,9 +44,8 @@ def models(monkeypatch):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"verifier": "magic"}, "verifier must be one of greedy, rejection, typical, got 'magic'"),
-        ({"verifier_backend": "cuda"}, "verifier_backend must be one of auto, torch, got 'cuda'"),
-        ({"verifier_backend": "triton"}, "verifier_backend must be one of auto, torch, got 'triton'"),
+        ({"verifier": "magic"}, "verifier must be one of block, coupled, greedy, rejection, typical, got 'magic'"),
+        ({"verifier_backend": "cuda"}, "verifier_backend must be one of auto, torch, triton, got 'cuda'"),
         ({"speculation_cache": "preallocated"}, "speculation_cache must be one of auto, dynamic"),
         ({"num_assistant_tokens_schedule": "adaptive"}, "must be one of constant, heuristic, heuristic_transient"),
         ({"posterior_threshold": 0.0}, r"posterior_threshold must be in \(0, 1\), got 0.0"),
@@ -75,6 +79,7 @@ def test_wrong_fields(models, fields, message):
         ({"prompt_lookup_num_tokens": 3}, "the generation mode must be greedy or sampling"),
         ({"use_cache": False}, "use_cache must be True with assistant_model"),
         ({"cache_implementation": "static"}, "the cache must be a DynamicCache on one device .* got StaticCache"),
+        ({"cache_implementation": "paged"}, "cache_implementation must be left out with assistant_model, got 'paged'"),
         ({"synced_gpus": True}, "synced_gpus must be left out"),
         ({"position_ids": torch.zeros(1, 3, dtype=torch.int64)}, "position_ids must be left out"),
         ({"custom_generate": lambda model, input_ids: input_ids}, "custom_generate must be left out"),
@@ -229,10 +234,31 @@ def test_a_cache_of_another_batch_size(models):
         target.generate(torch.ones(1, 5, dtype=torch.int64), past_key_values=cache, assistant_model=draft)
 
 
-def test_fields_are_checked_without_an_assistant_too(models):
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [({"posterior_alpha": -1.0}, "posterior_alpha must be > 0"), ({"verifier": "magic"}, "got 'magic'; register your")],
+)
+def test_fields_are_checked_without_an_assistant_too(models, fields, message):
     target, _ = models
-    with pytest.raises(ConfigError, match="posterior_alpha must be > 0"):
-        target.generate(**ragged_prompts(1, seed=1), posterior_alpha=-1.0)
+    with pytest.raises(ConfigError, match=message):
+        target.generate(**ragged_prompts(1, seed=1), **fields)
+
+
+@pytest.mark.parametrize(
+    ("is_assisted", "options"),
+    [(True, {}), (True, {"do_sample": True}), (False, {"do_sample": True, "verifier": "coupled"})],
+)
+def test_triton_by_name_where_it_cannot_run(models, is_assisted, options, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    target, draft = models
+    with pytest.raises(KernelUnavailableError, match='backend must be "auto" or "torch"'):
+        target.generate(
+            **ragged_prompts(1, seed=1),
+            **options,
+            assistant_model=draft if is_assisted else None,
+            verifier_backend="triton",
+            max_new_tokens=3,
+        )
 
 
 def test_fields_in_a_config_are_checked(models):

@@ -1,7 +1,7 @@
-"""The joint law of the first four new tokens is the target's, computed exactly from every prefix.
+"""The joint law of the first new tokens is the target's, computed exactly from every prefix.
 
-The first token comes with the prompt's forward. A round of two drafted tokens and a bonus can give the other three;
-after a refusal the rest comes from further rounds, on a draft cache that was rolled back.
+The first token comes with the prompt's forward. A round of K drafted tokens and a bonus can give K + 1 more; after a
+refusal the rest comes from further rounds, on a draft cache that was rolled back.
 """
 
 import itertools
@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import hf_speculate
+from hf_speculate.batch import Batch
 from hf_speculate.triton_kernels import sample
 from hf_speculate.types import DraftOut, Stream
 from hf_speculate.verify import RejectionVerifier, base
@@ -23,7 +24,8 @@ VOCAB_SIZE = 8
 NUM_TOKENS = 4
 K = 2
 NUM_DRAWS = 200_000
-FEWER_DRAWS = 40_000  # for what differs from the other cases in the order of calls only
+FEWER_DRAWS = 40_000  # for what differs from the other cases in little
+DRAWS_OVER_ROUNDS = 60_000  # 243 texts
 ROWS_PER_CALL = 20_000
 SIGNIFICANCE = 1e-4  # a right sampler fails one run in ten thousand; the controls come out below 1e-12
 MIN_EXPECTED = 5.0  # the usual bound below which chi-square cells are pooled
@@ -57,42 +59,52 @@ def step_law(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: fl
 
 
 @torch.no_grad()
-def joint_law(target, **warpers) -> Tensor:
-    """[V, V, V, V] float64: the law of four tokens after the prompt."""
+def joint_law(target, num_tokens: int = NUM_TOKENS, **warpers) -> Tensor:
+    """[V, V, ...] float64: the law of `num_tokens` tokens after the prompt."""
     law = torch.ones(1, dtype=torch.float64)
-    prefixes = PROMPT
-    for _ in range(NUM_TOKENS):
+    prefixes, vocab_size = prompt_of(target), target.config.vocab_size
+    for _ in range(num_tokens):
         step = step_law(target(prefixes).logits[:, -1], **warpers)  # [N, V]
         law = (law[:, None] * step).flatten()
-        tokens = torch.arange(VOCAB_SIZE).repeat(len(prefixes))[:, None]
-        prefixes = torch.cat([prefixes.repeat_interleave(VOCAB_SIZE, 0), tokens], dim=1)
-    return law.view((VOCAB_SIZE,) * NUM_TOKENS)
+        tokens = torch.arange(vocab_size).repeat(len(prefixes))[:, None]
+        prefixes = torch.cat([prefixes.repeat_interleave(vocab_size, 0), tokens], dim=1)
+    return law.view((vocab_size,) * num_tokens)
+
+
+def prompt_of(target) -> Tensor:
+    """The prompt in the model's vocabulary."""
+    return PROMPT % target.config.vocab_size
+
+
+def texts_of(law: Tensor) -> itertools.product:
+    """Every text that `law` speaks of, in the order of its flattened entries."""
+    return itertools.product(range(len(law)), repeat=law.ndim)
 
 
 def with_eos(law: Tensor, eos_token_id: int) -> Tensor:
     """The law of texts that are padded with `eos_token_id` after the first one."""
     ended = torch.zeros_like(law)
-    for text in itertools.product(range(VOCAB_SIZE), repeat=law.ndim):
+    for text in texts_of(law):
         end = text.index(eos_token_id) + 1 if eos_token_id in text else len(text)
         ended[text[:end] + (eos_token_id,) * (len(text) - end)] += law[text]
     return ended
 
 
 def draw(target, draft, num_draws: int = NUM_DRAWS, num_rows: int = ROWS_PER_CALL, **options) -> Counter:
-    """Counts of the drawn quadruples, from calls of many rows that each have a seed of their own."""
+    """Counts of the drawn texts, from calls of many rows that each have a seed of their own."""
+    prompt = prompt_of(target)
     counts: Counter = Counter()
     for begin in range(0, num_draws, num_rows):
         sequences = target.generate(
-            PROMPT,
-            attention_mask=torch.ones_like(PROMPT),
-            max_new_tokens=NUM_TOKENS,
+            prompt,
+            attention_mask=torch.ones_like(prompt),
             do_sample=True,
             num_return_sequences=min(num_rows, num_draws - begin),
             assistant_model=draft,
             seed=begin,
-            **{"top_k": 0, **options},
+            **{"top_k": 0, "max_new_tokens": NUM_TOKENS, **options},
         )
-        counts.update(map(tuple, sequences[:, PROMPT.shape[1] :].tolist()))
+        counts.update(map(tuple, sequences[:, prompt.shape[1] :].tolist()))
     return counts
 
 
@@ -101,9 +113,7 @@ def p_value(counts: Counter, law: Tensor) -> float:
     total = sum(counts.values())
     observed, expected = [], []
     rare_observed, rare_expected = 0, 0.0
-    for text, probability in zip(
-        itertools.product(range(VOCAB_SIZE), repeat=law.ndim), law.flatten().tolist(), strict=True
-    ):
+    for text, probability in zip(texts_of(law), law.flatten().tolist(), strict=True):
         mean = probability * total
         if mean == 0 and counts[text]:
             return 0.0
@@ -134,6 +144,68 @@ def test_rejection_keeps_the_joint_law(models, warpers, draft_sampling):
     )
     assert len(stats.judged_by_position) == K
     assert p_value(counts, joint_law(target, **WARPERS[warpers])) > SIGNIFICANCE
+
+
+@pytest.mark.parametrize("warpers", WARPERS)
+@pytest.mark.parametrize("verifier", ["block", "coupled"])
+def test_the_other_lossless_verifiers_keep_it_too(models, verifier, warpers):
+    target, draft = models
+    stats = hf_speculate.SpeculationStats()
+    counts = draw(
+        target,
+        draft,
+        FEWER_DRAWS,
+        verifier=verifier,
+        num_assistant_tokens=K,
+        speculation_stats=stats,
+        **WARPERS[warpers],
+    )
+    assert stats.verifier == verifier
+    assert p_value(counts, joint_law(target, **WARPERS[warpers])) > SIGNIFICANCE
+
+
+def test_coupled_keeps_it_without_an_assistant(models):
+    target, _ = models
+    stats = hf_speculate.SpeculationStats()
+    counts = draw(target, None, FEWER_DRAWS, verifier="coupled", speculation_stats=stats)
+    assert (stats.verifier, stats.num_drafted) == ("coupled", 0)
+    assert p_value(counts, joint_law(target)) > SIGNIFICANCE
+
+
+@pytest.fixture(scope="module")
+def models_of_three_words():
+    """A pair with an acceptance of 0.8, so that blocks of every length end in a refusal."""
+    target = make_law_model(3, seed=4, dtype=torch.float32)
+    return hf_speculate.enable(target), make_law_model(3, seed=5, sharpness=1.5, dtype=torch.float32)
+
+
+def p_value_over_rounds(models, verifier: str) -> float:
+    """Of the joint law of five tokens with three drafted a round: the last four come from one to four rounds."""
+    target, draft = models
+    stats = hf_speculate.SpeculationStats()
+    options = {"verifier": verifier, "num_assistant_tokens": 3, "max_new_tokens": 5}
+    counts = draw(target, draft, DRAWS_OVER_ROUNDS, speculation_stats=stats, **options)
+    assert stats.verifier == verifier
+    assert len(stats.judged_by_position) == 3
+    assert stats.num_batch_rounds >= 3
+    return p_value(counts, joint_law(target, num_tokens=5))
+
+
+@pytest.mark.parametrize("verifier", ["rejection", "block", "coupled"])
+def test_the_joint_law_over_several_rounds_is_the_targets(models_of_three_words, verifier):
+    assert p_value_over_rounds(models_of_three_words, verifier) > SIGNIFICANCE
+
+
+def test_block_without_the_round_in_the_keys_fails_the_same_test(models_of_three_words, monkeypatch):
+    """Else what one round refused is drafted again with the noise that was refused. Block judges past that place."""
+    keys_of = Batch.keys
+
+    def keys_without_the_round(batch):
+        keys = keys_of(batch)
+        return keys._replace(rounds=torch.zeros_like(keys.rounds))
+
+    monkeypatch.setattr(Batch, "keys", keys_without_the_round)
+    assert p_value_over_rounds(models_of_three_words, "block") < SIGNIFICANCE
 
 
 class Foreign(LogitsProcessor):

@@ -34,3 +34,6 @@ def test_a_call_repeats_by_seed_and_row_and_is_plain_where_it_must_be(drafter, v
     assert torch.equal(ours[2, -NUM_NEW:], alone[0, -NUM_NEW:])
     if verifier == "greedy":
         assert_equal_ids(target.generate(**inputs, max_new_tokens=NUM_NEW), ours)
+    if verifier == "coupled":
+        plain = target.generate(**inputs, **VERIFIERS[verifier], seed=[1, 2, 3], max_new_tokens=NUM_NEW)
+        assert_equal_ids(plain, ours)

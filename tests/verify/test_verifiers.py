@@ -9,16 +9,25 @@ from torch import Tensor
 import hf_speculate
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.errors import ConfigError
-from hf_speculate.triton_kernels.noise import row_seeds
-from hf_speculate.types import DraftOut, NoiseKeys, Status, Verdict
-from hf_speculate.verify import GreedyVerifier, RejectionVerifier, TypicalVerifier, Verifier, base, register_verifier
-from hf_speculate.verify.base import is_lossless, make_verifier, reads_draft_logits, verifier_names
+from hf_speculate.triton_kernels import row_seeds, sample
+from hf_speculate.types import DraftOut, NoiseKeys, Status, Stream, Verdict
+from hf_speculate.verify import (
+    BlockVerifier,
+    CoupledVerifier,
+    GreedyVerifier,
+    RejectionVerifier,
+    TypicalVerifier,
+    Verifier,
+    base,
+    register_verifier,
+)
+from hf_speculate.verify.base import draft_stream, is_lossless, make_verifier, reads_draft_logits, verifier_names
 from tests.cases import ACCEPTED_ALL, assert_equal_ids, pair
 from tests.tiny import ragged_prompts
 
 VOCAB_SIZE = 11
 CERTAIN = 60.0  # a logit this far above the others leaves them less than float32 can tell from nothing
-BUILT_IN = ("greedy", "rejection", "typical")
+BUILT_IN = ("block", "coupled", "greedy", "rejection", "typical")
 
 
 def make_keys(num_rows: int) -> NoiseKeys:
@@ -191,6 +200,70 @@ class TestRejectionVerifier(VerifierContract):
         assert not torch.equal(first.token_ids, other.token_ids)
 
 
+class TestBlockVerifier(VerifierContract):
+    def make(self):
+        return BlockVerifier()
+
+    def test_it_reads_the_drafts_law(self):
+        target, draft = make_round(64, 3, has_law=True)
+        target[:, :-1] = draft.token_logits
+        equal = self.make().verify(target, draft, make_keys(64))
+        assert (equal.num_accepted == 3).all()  # a draft from the target's own law is never refused
+
+    @pytest.mark.parametrize(("num_drafted", "has_law"), [(1, True), (3, False)])
+    def test_it_is_rejection_for_one_token_and_for_a_point_mass(self, num_drafted, has_law):
+        target, draft = make_round(64, num_drafted, has_law=has_law)
+        ours = self.make().verify(target, draft, make_keys(64))
+        for one, same in zip(ours, RejectionVerifier().verify(target, draft, make_keys(64)), strict=True):
+            assert torch.equal(one, same)
+
+    def test_it_judges_the_tokens_of_a_block_together(self):
+        target, draft = make_round(64, 4, has_law=True)
+        ours, theirs = (
+            verifier.verify(target, draft, make_keys(64)) for verifier in (self.make(), RejectionVerifier())
+        )
+        assert not torch.equal(ours.num_accepted, theirs.num_accepted)
+
+    @pytest.mark.parametrize("part", NoiseKeys._fields)
+    def test_its_draws_follow_every_part_of_the_keys(self, part):
+        target, draft = make_round(64, 3, has_law=True)
+        keys = make_keys(64)
+        first = self.make().verify(target, draft, keys)
+        other = self.make().verify(target, draft, keys._replace(**{part: getattr(keys, part) + 1}))
+        assert not torch.equal(first.token_ids, other.token_ids)
+
+
+class TestCoupledVerifier(VerifierContract):
+    def make(self):
+        return CoupledVerifier()
+
+    def test_every_token_it_emits_is_the_targets_own_draw(self):
+        target, draft = make_round(64, 4, has_law=True)
+        keys = make_keys(64)
+        verdict = self.make().verify(target, draft, keys)
+        for at in range(5):
+            here = keys._replace(positions=keys.positions + at)
+            own = sample(target[:, at], keys=here, stream=Stream.RACE).token_ids
+            emitted = verdict.num_accepted >= at
+            assert torch.equal(verdict.token_ids[emitted, at], own[emitted])
+            accepted = verdict.num_accepted > at
+            assert at == 4 or torch.equal(accepted, emitted & (own == draft.token_ids[:, at]))
+
+    def test_it_does_not_read_the_drafts_law(self):
+        target, draft = make_round(64, 3, has_law=True)
+        point_mass = draft._replace(token_logits=None, logsumexp=None)
+        shown, hidden = (self.make().verify(target, one, make_keys(64)) for one in (draft, point_mass))
+        assert torch.equal(shown.token_ids, hidden.token_ids)
+
+    @pytest.mark.parametrize(("part", "matters"), [("seeds", True), ("rounds", False), ("positions", True)])
+    def test_its_draws_follow_seed_and_position_and_not_the_round(self, part, matters):
+        target, draft = make_round(64, 3, has_law=True)
+        keys = make_keys(64)
+        first = self.make().verify(target, draft, keys)
+        other = self.make().verify(target, draft, keys._replace(**{part: getattr(keys, part) + 1}))
+        assert torch.equal(first.token_ids, other.token_ids) != matters
+
+
 class TestTypicalVerifier(VerifierContract):
     def make(self):
         return TypicalVerifier()
@@ -319,14 +392,17 @@ def test_an_unknown_name_lists_the_choices_those_of_the_user_too(registry):
     register_verifier("mine", lambda config: KeepNothing(), lossless=False)
     target, draft = pair("llama")
     with pytest.raises(
-        ConfigError, match=r"verifier must be one of greedy, mine, rejection, typical, got 'magic'; register your own"
+        ConfigError,
+        match=r"verifier must be one of block, coupled, greedy, mine, rejection, typical, got 'magic'; register your",
     ):
         target.generate(**ragged_prompts(1), assistant_model=draft, verifier="magic", max_new_tokens=3)
 
 
-@pytest.mark.parametrize("ask", [make_verifier, is_lossless, reads_draft_logits])
+@pytest.mark.parametrize("ask", [make_verifier, is_lossless, reads_draft_logits, draft_stream])
 def test_every_question_about_an_unknown_name_is_refused(ask):
-    with pytest.raises(ConfigError, match="verifier must be one of greedy, rejection, typical, got 'magic'"):
+    with pytest.raises(
+        ConfigError, match="verifier must be one of block, coupled, greedy, rejection, typical, got 'magic'"
+    ):
         ask(SpeculationConfig(verifier="magic"))
 
 
@@ -343,14 +419,30 @@ def test_replace_takes_a_name_over(registry):
     assert is_lossless(SpeculationConfig(verifier="typical"))
 
 
-@pytest.mark.parametrize(("name", "lossless"), [("greedy", True), ("rejection", True), ("typical", False)])
-def test_typical_alone_is_lossy(name, lossless):
-    assert is_lossless(SpeculationConfig(verifier=name)) == lossless
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_what_is_registered_about_each_name(name):
+    config = SpeculationConfig(verifier=name)
+    assert is_lossless(config) == (name != "typical")
+    assert reads_draft_logits(config) == (name in ("block", "rejection"))
+    assert draft_stream(config) == (Stream.RACE if name == "coupled" else Stream.DRAFT)
 
 
-@pytest.mark.parametrize(("name", "reads"), [("greedy", False), ("rejection", True), ("typical", False)])
-def test_rejection_alone_reads_the_drafts_law(name, reads):
-    assert reads_draft_logits(SpeculationConfig(verifier=name)) == reads
+class WinnersOnly:
+    """A user's own rule: keeps the drafts that the target would have drawn, as coupled does."""
+
+    def verify(self, target_logits, draft, keys):
+        return CoupledVerifier().verify(target_logits, draft, keys)
+
+
+@pytest.mark.parametrize("stream", [Stream.DRAFT, Stream.RACE])
+def test_a_users_verifier_may_ask_for_drafts_of_the_race(registry, stream):
+    """A draft that equals the target proposes what the target draws, if it draws with the same noise."""
+    register_verifier("winners", lambda config: WinnersOnly(), lossless=True, draft_stream=stream)
+    target, draft = pair("llama", ACCEPTED_ALL)
+    stats = hf_speculate.SpeculationStats()
+    options = {"do_sample": True, "top_k": 0, "max_new_tokens": 20, "seed": 1, "speculation_stats": stats}
+    target.generate(**ragged_prompts(4, seed=1), assistant_model=draft, verifier="winners", **options)
+    assert (stats.acceptance == 1.0) == (stream is Stream.RACE)
 
 
 def test_a_users_verifier_decides_in_generate(registry):

@@ -1,0 +1,105 @@
+"""A verifier of one's own: registers a top-k rule and compares it with greedy verification on the bundled pair.
+
+    python examples/top_k_verifier.py --num-likeliest 4
+
+A drafted token stays while it is among the target's k likeliest. The token after the kept ones is the target's most
+likely one or, with `do_sample=True`, a draw from the target's law. The rule is lossy: what it keeps was the draft's
+choice among k.
+"""
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import hf_speculate
+from hf_speculate.triton_kernels import sample
+from hf_speculate.types import DraftOut, NoiseKeys, Stream, Verdict
+
+EXAMPLES = Path(__file__).resolve().parent
+NUM_LIKELIEST = 4
+
+
+@dataclass(frozen=True)
+class TopKVerifier:
+    """Keeps drafted tokens while each is among the `num_likeliest` of the target; ties at the border stay."""
+
+    num_likeliest: int
+    samples: bool  # whether the token after the kept ones is drawn
+
+    def verify(self, target_logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verdict:
+        vocab_size = target_logits.shape[-1]
+        ids = draft.token_ids.clamp(0, vocab_size - 1)  # [B, K], for gather: a drafted id may be none
+        chosen = target_logits[:, :-1].gather(-1, ids[..., None])[..., 0]  # [B, K]
+        bounds = target_logits[:, :-1].topk(min(self.num_likeliest, vocab_size)).values[..., -1]  # [B, K]
+        following = draw(target_logits, keys) if self.samples else target_logits.argmax(-1)  # [B, K+1]
+        return hf_speculate.keep_prefix(target_logits, draft, chosen >= bounds, following)
+
+
+def draw(target_logits: Tensor, keys: NoiseKeys) -> Tensor:
+    """[B, K+1] int64, one draw at each position of [B, K+1, V]; drafts are drawn from another stream."""
+    positions = range(target_logits.shape[1])
+    draws = [
+        sample(target_logits[:, at], keys=keys._replace(positions=keys.positions + at), stream=Stream.CORRECTION)
+        for at in positions
+    ]
+    return torch.stack([one.token_ids for one in draws], dim=1)
+
+
+def register(num_likeliest: int = NUM_LIKELIEST) -> None:
+    """Make the rule available as `verifier="top_k"`, to `generate()` and to every saved generation config."""
+    hf_speculate.register_verifier(
+        "top_k",
+        lambda config: TopKVerifier(num_likeliest, samples=config.typical_correction == "sample"),
+        lossless=False,
+        replace=True,
+        reads_draft_logits=False,
+    )
+
+
+def measure(
+    folder: Path, verifiers: list[str], max_new_tokens: int, num_assistant_tokens: int
+) -> dict[str, hf_speculate.SpeculationStats]:
+    """Decode eight bundled prompts in a batch with each verifier."""
+    tokenizer = AutoTokenizer.from_pretrained(folder / "target", padding_side="left")
+    target, draft = (
+        AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32).eval() for name in ("target", "draft")
+    )
+    lines = (EXAMPLES / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    prompts = [json.loads(line)["turns"][0] for line in lines[::4]][:8]
+    inputs = tokenizer(prompts, return_tensors="pt", padding=True)
+    results = {}
+    for verifier in verifiers:
+        results[verifier] = hf_speculate.SpeculationStats()
+        hf_speculate.generate(
+            target,
+            **inputs,
+            assistant_model=draft,
+            verifier=verifier,
+            do_sample=False,
+            max_new_tokens=max_new_tokens,
+            num_assistant_tokens=num_assistant_tokens,
+            speculation_stats=results[verifier],
+        )
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--num-likeliest", type=int, default=NUM_LIKELIEST, help="k")
+    parser.add_argument("--max-new-tokens", type=int, default=48)
+    parser.add_argument("--num-assistant-tokens", type=int, default=5)
+    parser.add_argument("--pair", type=Path, default=EXAMPLES / "pair")
+    args = parser.parse_args()
+    register(args.num_likeliest)
+    results = measure(args.pair, ["greedy", "top_k"], args.max_new_tokens, args.num_assistant_tokens)
+    for name, stats in results.items():
+        print(f"{name:8} acceptance {stats.acceptance:.3f}, {stats.tokens_per_round:.2f} tokens a round")
+
+
+if __name__ == "__main__":
+    main()

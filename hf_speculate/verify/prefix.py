@@ -1,0 +1,49 @@
+"""Writes the verdict of a rule that judges every position by itself."""
+
+import torch
+from torch import Tensor
+
+from hf_speculate.types import DraftOut, Status, Verdict
+
+
+@torch.no_grad()
+def keep_prefix(target_logits: Tensor, draft: DraftOut, accepted: Tensor, next_token_ids: Tensor) -> Verdict:
+    """Keep each row's drafted tokens up to the first that is not accepted, and put one token after them.
+
+    A drafted token past `draft.lens`, with an id outside [0, V), of target probability 0, or at a position without a
+    law is refused whatever `accepted` says.
+
+    Args:
+        target_logits: [B, K+1, V], any float dtype, processed.
+        draft: the proposal.
+        accepted: [B, K] bool, every position judged by itself.
+        next_token_ids: [B, K+1] int64, the token that follows if i drafted ones are kept.
+
+    Returns:
+        The verdict, [B, K+1] ids padded with -1, with the status of the row that gave the last token.
+    """
+    num_drafted, vocab_size = draft.token_ids.shape[1], target_logits.shape[-1]
+    last_id = vocab_size - 1
+    safe_ids = draft.token_ids.clamp(0, last_id)  # [B, K]
+    is_id = safe_ids == draft.token_ids
+    tops = target_logits.amax(-1)  # [B, K+1], NaN where a logit is
+    chosen = target_logits[:, :-1].gather(-1, safe_ids[..., None])[..., 0]  # [B, K]
+    columns = torch.arange(num_drafted + 1, device=target_logits.device)
+    counts = columns[:-1] < draft.lens[:, None]
+    stays = accepted & counts & is_id & tops[:, :-1].isfinite() & (chosen > -torch.inf)
+    num_accepted = stays.long().cumprod(dim=1).sum(dim=1)  # [B]
+    here = num_accepted[:, None]
+    next_ids = next_token_ids.gather(1, here).clamp(0, last_id)  # [B, 1]
+    token_ids = torch.cat([safe_ids, next_ids], dim=1).scatter(1, here, next_ids)  # [B, K+1]
+    has_bad_id = (counts & ~is_id & (columns[:-1] == here)).any(dim=1)
+    top = tops.gather(1, here)[:, 0]
+    flags = (
+        (Status.BAD_DRAFT_ID, has_bad_id),
+        (Status.NAN, top.isnan()),
+        (Status.ALL_MASKED, top.isneginf()),
+        (Status.POSITIVE_INF, top.isposinf()),
+    )
+    status = torch.zeros_like(num_accepted, dtype=torch.int32)
+    for flag, holds in flags:
+        status += int(flag) * holds
+    return Verdict(token_ids.masked_fill(columns > here, -1), num_accepted.to(torch.int32), status)

@@ -1,0 +1,377 @@
+"""`verifier="coupled"` gives one text for a row seed and a prompt, with every assistant and with none, in float64."""
+
+import pytest
+import torch
+from transformers import DynamicCache, GenerationConfig, LogitsProcessor, LogitsProcessorList
+
+import hf_speculate
+from hf_speculate.errors import ConfigError, UnsupportedGenerationError, UnsupportedModelError
+from tests.cases import ACCEPTED_ALL, assert_equal_ids, pair
+from tests.tiny import KINDS, SLIDING_WINDOW, make_law_model, make_model, noisy_copy, ragged_prompts
+
+NUM_SEQUENCES = 1000
+NUM_BY_DEFAULT = {
+    8: 160,
+    1: 12,
+}  # sequences of `NUM_SEQUENCES` that the suite without slow tests decodes, by batch size
+NUM_LONG = 64
+NUM_NEW = 24
+VOCAB_SIZE = 64
+SCORE_TOLERANCE = 1e-5  # scores are rounded to float32, whose resolution at these magnitudes is 1e-6
+COUPLED = {"do_sample": True, "verifier": "coupled", "top_k": 0}
+
+WARPERS = {"plain": {}, "warped": {"temperature": 0.7, "top_p": 0.9}}
+# The drafter, then how it drafts; calls take these in turn.
+WAYS = [
+    ("near", {"num_assistant_tokens": 3}),
+    ("near", {"num_assistant_tokens": 5, "draft_sampling": "argmax"}),
+    ("far", {"num_assistant_tokens": 1}),
+    ("far", {"num_assistant_tokens": 4, "draft_sampling": "argmax"}),
+    ("near", {"num_assistant_tokens": 8, "assistant_confidence_threshold": 0.2}),
+    ("far", {"num_assistant_tokens": 2, "num_assistant_tokens_schedule": "heuristic"}),
+]
+
+
+@pytest.fixture(scope="module")
+def models():
+    """The smallest target there is, a draft that is often right, and one that knows nothing of it."""
+    target = hf_speculate.enable(make_law_model(VOCAB_SIZE, seed=0))
+    return {"target": target, "near": noisy_copy(target, 0.1), "far": make_law_model(VOCAB_SIZE, seed=1)}
+
+
+@pytest.fixture(scope="module", params=WARPERS)
+def texts(models, request):
+    """Warpers, prompts, and the new tokens that the target draws alone: all rows in one call."""
+    warpers = WARPERS[request.param]
+    inputs = ragged_prompts(NUM_SEQUENCES, seed=1)
+    seeds = list(range(NUM_SEQUENCES))
+    ids = models["target"].generate(**inputs, **COUPLED, **warpers, seed=seeds, max_new_tokens=NUM_LONG)
+    return warpers, inputs, ids[:, -NUM_LONG:]
+
+
+def assert_rows_are_drawn_with_assistants_too(models, texts, rows: list[int], batch_size: int) -> None:
+    warpers, inputs, alone = texts
+    for call, begin in enumerate(range(0, len(rows), batch_size)):
+        some = rows[begin : begin + batch_size]
+        longest = int(inputs["attention_mask"][some].sum(1).max())  # so the padding differs from the great batch's
+        drafter, options = WAYS[call % len(WAYS)]
+        ids = models["target"].generate(
+            **{name: value[some, -longest:] for name, value in inputs.items()},
+            **COUPLED,
+            **warpers,
+            **options,
+            seed=some,
+            assistant_model=models[drafter],
+            max_new_tokens=NUM_LONG,
+        )
+        assert torch.equal(ids[:, -NUM_LONG:], alone[some]), (some, drafter, options)
+
+
+@pytest.mark.parametrize("batch_size", [8, 1])
+def test_the_text_is_the_same_with_and_without_an_assistant(models, texts, batch_size):
+    rows = list(range(NUM_BY_DEFAULT[batch_size]))
+    assert_rows_are_drawn_with_assistants_too(models, texts, rows, batch_size)
+
+
+def test_the_text_is_the_same_for_a_thousand_rows_at_once(models, texts):
+    warpers, inputs, alone = texts
+    drafter, options = WAYS[0]
+    ids = models["target"].generate(
+        **inputs,
+        **COUPLED,
+        **warpers,
+        **options,
+        seed=list(range(NUM_SEQUENCES)),
+        assistant_model=models[drafter],
+        max_new_tokens=NUM_LONG,
+    )
+    assert_equal_ids(ids[:, -NUM_LONG:], alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("batch_size", "step"), [(8, 1), (1, 4)])
+def test_the_text_is_the_same_for_a_thousand_rows_in_small_calls(models, texts, batch_size, step):
+    rows = list(range(NUM_BY_DEFAULT[batch_size], NUM_SEQUENCES, step))
+    assert_rows_are_drawn_with_assistants_too(models, texts, rows, batch_size)
+
+
+def test_rows_of_one_prompt_differ_by_their_seed(models):
+    inputs = ragged_prompts(1, seed=2)
+    options = {**COUPLED, "num_return_sequences": 8, "seed": 3, "max_new_tokens": 12}
+    alone = models["target"].generate(**inputs, **options)
+    assert len({tuple(row) for row in alone.tolist()}) == 8
+    assert_equal_ids(alone, models["target"].generate(**inputs, **options, assistant_model=models["near"]))
+    assert not torch.equal(alone, models["target"].generate(**inputs, **{**options, "seed": 4}))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_model_draws_the_same_text_past_its_window(kind):
+    target, draft = pair(kind)
+    inputs = ragged_prompts(3, seed=3)
+    options = {**COUPLED, "seed": 5, "max_new_tokens": 3 * SLIDING_WINDOW}
+    alone = target.generate(**inputs, **options)
+    assert_equal_ids(alone, target.generate(**inputs, **options, assistant_model=draft, num_assistant_tokens=3))
+
+
+def test_a_token_depends_on_the_text_before_it_not_on_where_the_prompt_ended(models):
+    """A token's position counts real tokens, so a text goes on in the same way wherever the call begins."""
+    target, draft = models["target"], models["near"]
+    prompt = ragged_prompts(1, seed=2)["input_ids"]
+    whole = target.generate(prompt, **COUPLED, seed=6, max_new_tokens=20)
+    for assistant in ({}, {"assistant_model": draft}):
+        begin, mask = whole[:, :-9], torch.ones_like(whole[:, :-9])  # transformers would mask a drawn id of 0
+        longer = target.generate(begin, attention_mask=mask, **COUPLED, seed=6, max_new_tokens=9, **assistant)
+        assert_equal_ids(whole, longer)
+
+
+def test_a_draft_draws_with_the_noise_of_the_target():
+    """A draft that equals the target then proposes what the target draws: nothing is refused."""
+    target, draft = pair("llama", ACCEPTED_ALL)
+    stats = hf_speculate.SpeculationStats()
+    options = {**COUPLED, "seed": 1, "max_new_tokens": NUM_NEW, "speculation_stats": stats}
+    target.generate(**ragged_prompts(4, seed=1), **options, assistant_model=draft)
+    assert stats.num_accepted == stats.num_judged > 0
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_rows_that_end_are_the_same_rows(models, as_list):
+    target, inputs = models["target"], ragged_prompts(6, seed=4)
+    options = {**COUPLED, "max_new_tokens": 40, "eos_token_id": [7, 9, 11], "pad_token_id": 0}
+    options["seed"] = [3, 1, 4, 1, 5, 9] if as_list else 3
+    alone = target.generate(**inputs, **options)
+    ended = (alone == 0).any(dim=1)
+    assert ended.any()
+    for drafter in ("near", "far"):
+        assert_equal_ids(alone, target.generate(**inputs, **options, assistant_model=models[drafter]))
+
+
+class Foreign(LogitsProcessor):
+    """A user's own processor, which moves the rows in lock step; it changes nothing."""
+
+    def __call__(self, input_ids, scores):
+        return scores
+
+
+@pytest.mark.parametrize("eos_token_id", [None, 7])
+def test_lock_step_draws_the_same_text(models, eos_token_id):
+    target, inputs = models["target"], ragged_prompts(3, seed=5)
+    options = {**COUPLED, "seed": 2, "max_new_tokens": NUM_NEW, "eos_token_id": eos_token_id, "pad_token_id": 0}
+    ragged = target.generate(**inputs, **options)
+    for assistant in ({}, {"assistant_model": models["near"], "num_assistant_tokens": 3}):
+        stats = hf_speculate.SpeculationStats()
+        ids = target.generate(
+            **inputs,
+            **options,
+            **assistant,
+            logits_processor=LogitsProcessorList([Foreign()]),
+            speculation_stats=stats,
+        )
+        assert stats.lock_step
+        assert_equal_ids(ragged, ids)
+
+
+class Streamed:
+    def __init__(self):
+        self.ids: list[int] = []
+        self.has_ended = False
+
+    def put(self, value):
+        self.ids += value.flatten().tolist()
+
+    def end(self):
+        self.has_ended = True
+
+
+def test_a_streamer_gets_the_same_text(models):
+    prompt = ragged_prompts(1, seed=6)["input_ids"]
+    for assistant in ({}, {"assistant_model": models["near"]}):
+        streamer = Streamed()
+        ids = models["target"].generate(prompt, **COUPLED, **assistant, seed=8, max_new_tokens=14, streamer=streamer)
+        assert streamer.ids == ids[0].tolist()
+        assert streamer.has_ended
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral_window"])
+@pytest.mark.parametrize("turns_are_whole", [True, False])
+def test_a_passed_cache_goes_on_from_turn_to_turn(kind, turns_are_whole):
+    target, draft = pair(kind)
+    texts, caches = [], []
+    for assistant in ({}, {"assistant_model": draft, "num_assistant_tokens": 3}):
+        cache = DynamicCache(config=target.config)
+        options = {**COUPLED, **assistant, "past_key_values": cache, "max_new_tokens": 13, "seed": 4}
+        first = target.generate(torch.tensor([[5, 6, 7]]), **options)
+        assert cache.get_seq_length() == first.shape[1] - 1
+        text = torch.cat([first, torch.tensor([[8, 9]])], dim=1)
+        new = text if turns_are_whole else text[:, cache.get_seq_length() :]
+        second = target.generate(new, attention_mask=torch.ones_like(text), **options)
+        texts.append(torch.cat([text, second[:, new.shape[1] :]], dim=1))
+        caches.append(cache)
+    assert_equal_ids(*texts)
+    assert caches[0].get_seq_length() == caches[1].get_seq_length()
+    begin = texts[0][:, :-13]
+    uncached = target.generate(begin, attention_mask=torch.ones_like(begin), **COUPLED, max_new_tokens=13, seed=4)
+    assert_equal_ids(texts[0], uncached)
+
+
+class FailsAtTheFifth(LogitsProcessor):
+    def __init__(self):
+        self.num_calls = 0
+
+    def __call__(self, input_ids, scores):
+        self.num_calls += 1
+        if self.num_calls == 5:
+            raise RuntimeError("on purpose")
+        return scores
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral_window"])
+def test_an_error_brings_a_passed_cache_back(kind):
+    target, _ = pair(kind)
+    prompt = torch.randint(1, VOCAB_SIZE, (1, 2 * SLIDING_WINDOW), generator=torch.Generator().manual_seed(1))
+    cache = DynamicCache(config=target.config)
+    begun = target.generate(prompt, past_key_values=cache, max_new_tokens=3)
+    before = [layer.keys.clone() for layer in cache.layers]
+    with pytest.raises(RuntimeError, match="on purpose"):
+        target.generate(
+            begun,
+            **COUPLED,
+            past_key_values=cache,
+            max_new_tokens=9,
+            logits_processor=LogitsProcessorList([FailsAtTheFifth()]),
+        )
+    for layer, keys in zip(cache.layers, before, strict=True):
+        assert torch.equal(layer.keys, keys)
+
+
+def test_output_objects_carry_scores_and_statistics(models):
+    inputs = ragged_prompts(3, seed=7)
+    options = {**COUPLED, "seed": 9, "max_new_tokens": 10, "output_scores": True, "return_dict_in_generate": True}
+    alone = models["target"].generate(**inputs, **options)
+    assisted = models["target"].generate(**inputs, **options, assistant_model=models["near"])
+    assert_equal_ids(alone.sequences, assisted.sequences)
+    for one, other in zip(alone.scores, assisted.scores, strict=True):
+        assert torch.allclose(one, other, atol=SCORE_TOLERANCE)
+    stats = alone.speculation
+    assert (stats.verifier, stats.num_drafted, stats.num_emitted, stats.tokens_per_round) == ("coupled", 0, 27, 1.0)
+    assert stats.fallbacks == []
+    assert alone.past_key_values.get_seq_length() == alone.sequences.shape[1] - 1
+    assert assisted.speculation.num_accepted > 0
+
+
+def test_a_generator_draws_the_seed_and_moves_on(models):
+    prompt = ragged_prompts(1, seed=6)["input_ids"]
+    texts = []
+    for assistant in ({}, {"assistant_model": models["far"]}):
+        make = torch.Generator().manual_seed(5)
+        options = {**COUPLED, **assistant, "generator": make, "max_new_tokens": 12}
+        texts.append([models["target"].generate(prompt, **options) for _ in range(2)])
+    assert_equal_ids(texts[0][0], texts[1][0])
+    assert_equal_ids(texts[0][1], texts[1][1])
+    assert not torch.equal(*texts[0])
+
+
+def test_an_unset_seed_is_drawn_from_torchs_generator(models):
+    prompt = ragged_prompts(1, seed=6)["input_ids"]
+    texts = []
+    for assistant in ({}, {"assistant_model": models["far"]}, {}):
+        torch.manual_seed(3)
+        texts.append(models["target"].generate(prompt, **COUPLED, **assistant, max_new_tokens=12))
+    assert_equal_ids(texts[0], texts[1])
+    assert_equal_ids(texts[0], texts[2])
+
+
+def is_drawn_by_us(model, **options) -> bool:
+    stats = hf_speculate.SpeculationStats()
+    model.generate(**ragged_prompts(1, seed=1), **options, max_new_tokens=3, speculation_stats=stats)
+    return stats.verifier == "coupled"
+
+
+@pytest.mark.parametrize("keyword", [None, False, True])
+@pytest.mark.parametrize("passed", [None, False, True])
+@pytest.mark.parametrize("own", [None, False, True])
+def test_do_sample_is_settled_as_transformers_settles_it(keyword, passed, own):
+    model = hf_speculate.enable(make_law_model(VOCAB_SIZE, seed=0))
+    model.generation_config = GenerationConfig(pad_token_id=0, do_sample=own, verifier="coupled")
+    options = {} if keyword is None else {"do_sample": keyword}
+    if passed is not None:
+        options["generation_config"] = GenerationConfig(do_sample=passed)
+    settled = next((value for value in (keyword, passed, own) if value is not None), False)
+    assert is_drawn_by_us(model, **options) == settled
+
+
+@pytest.mark.parametrize("source", ["keyword", "passed", "model"])
+def test_the_verifier_may_come_from_every_source(source):
+    model = hf_speculate.enable(make_law_model(VOCAB_SIZE, seed=0))
+    options = {"do_sample": True}
+    if source == "model":
+        model.generation_config = GenerationConfig(pad_token_id=0, verifier="coupled")
+    elif source == "passed":
+        options["generation_config"] = GenerationConfig(verifier="coupled")
+    else:
+        options["verifier"] = "coupled"
+    assert is_drawn_by_us(model, **options)
+
+
+@pytest.mark.parametrize("options", [{"verifier": "coupled"}, {"verifier": "block", "do_sample": True, "top_k": 5}])
+def test_everything_else_without_an_assistant_is_plain_bit_for_bit(models, options):
+    target, inputs = models["target"], ragged_prompts(2, seed=1)
+    texts = []
+    for ours in ({}, {"verifier": options["verifier"]}):
+        torch.manual_seed(4)
+        own = {name: value for name, value in options.items() if name != "verifier"}
+        texts.append(target.generate(**inputs, max_new_tokens=12, **own, **ours))
+    assert_equal_ids(*texts)
+
+
+def test_without_sampling_it_is_greedy(models):
+    target, inputs = models["target"], ragged_prompts(2, seed=1)
+    stats = hf_speculate.SpeculationStats()
+    plain = target.generate(**inputs, max_new_tokens=12)
+    ours = target.generate(
+        **inputs, max_new_tokens=12, verifier="coupled", assistant_model=models["near"], speculation_stats=stats
+    )
+    assert_equal_ids(plain, ours)
+    assert stats.verifier == "greedy"
+
+
+def test_once_without_enabling():
+    target = make_law_model(VOCAB_SIZE, seed=0)
+    inputs = ragged_prompts(2, seed=1)
+    options = {**COUPLED, "seed": 1, "max_new_tokens": 9}
+    once = hf_speculate.generate(target, **inputs, **options)
+    assert_equal_ids(once, hf_speculate.enable(target).generate(**inputs, **options))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_beams": 2}, "the generation mode must be greedy or sampling with verifier='coupled', got beam_sample"),
+        ({"use_cache": False}, "use_cache must be True with verifier='coupled', got False; set verifier='rejection'"),
+        ({"cache_implementation": "static"}, "a DynamicCache on one device with verifier='coupled', got StaticCache"),
+        ({"cache_implementation": "paged"}, "cache_implementation must be left out with verifier='coupled', got 'pag"),
+        ({"synced_gpus": True}, "synced_gpus must be left out with verifier='coupled', got one; set verifier='rejec"),
+        ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions must be left out for more"),
+    ],
+)
+def test_what_the_target_cannot_do_is_refused_with_a_way_out(models, options, message):
+    inputs = ragged_prompts(2, seed=1)
+    with pytest.raises(UnsupportedGenerationError, match=message):
+        models["target"].generate(**inputs, **COUPLED, max_new_tokens=3, **options)
+
+
+def test_one_seed_per_row_is_asked_for(models):
+    with pytest.raises(ConfigError, match="one int per output row, 2 of them, got 3"):
+        models["target"].generate(**ragged_prompts(2, seed=1), **COUPLED, seed=[1, 2, 3], max_new_tokens=3)
+
+
+def test_a_target_that_cannot_take_part_is_refused_with_a_way_out():
+    model = make_model("llama")
+    model.config.layer_types = ["full_attention", "linear_attention"]
+    with pytest.raises(UnsupportedModelError, match="got linear_attention in LlamaForCausalLM; set verifier='rejecti"):
+        hf_speculate.generate(model, **ragged_prompts(1, seed=1), **COUPLED, max_new_tokens=3)
+
+
+def test_what_concerns_a_draft_only_is_not_refused(models):
+    config = GenerationConfig(pad_token_id=0, num_assistant_tokens=3, assistant_confidence_threshold=0.5)
+    ids = models["target"].generate(**ragged_prompts(1, seed=1), **COUPLED, generation_config=config, max_new_tokens=3)
+    assert ids.shape[1] == ragged_prompts(1, seed=1)["input_ids"].shape[1] + 3

@@ -1,0 +1,102 @@
+"""`keep_prefix` writes the verdict of any rule that judges every position by itself."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import hf_speculate
+from hf_speculate.config import SpeculationConfig
+from hf_speculate.types import DraftOut, Status
+from hf_speculate.verify import GreedyVerifier, base, keep_prefix
+from hf_speculate.verify.base import make_verifier
+from tests.verify.test_verifiers import VOCAB_SIZE, VerifierContract, assert_whole, make_keys, make_round
+
+
+class GreedyByHand:
+    """Greedy verification as a user would write it."""
+
+    def verify(self, target_logits, draft, keys):
+        best = target_logits.argmax(-1)  # [B, K+1]
+        return keep_prefix(target_logits, draft, best[:, :-1] == draft.token_ids, best)
+
+
+class TestARuleOverKeepPrefix(VerifierContract):
+    def make(self):
+        return GreedyByHand()
+
+
+def hostile_round(kind: str) -> tuple[torch.Tensor, DraftOut]:
+    """Rows that agree with the target for 0..3 tokens, then meet what `kind` says, with lengths of 0..4."""
+    target = 3 * torch.randn(64, 5, VOCAB_SIZE, generator=torch.Generator().manual_seed(1))
+    ids, rows = target[:, :-1].argmax(-1), torch.arange(64)
+    places = rows % 4
+    if kind == "bad ids":
+        ids[rows, places] = torch.where(rows < 32, -1, VOCAB_SIZE)
+    elif kind == "nan":
+        target[rows, places, 3] = torch.nan
+    elif kind == "masked":
+        target[rows, places] = -torch.inf
+    elif kind == "infinite":
+        target[rows, places, 3] = torch.inf
+    return target, DraftOut(ids, (rows // 4 % 5).to(torch.int32), None, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", ["none", "bad ids", "nan", "masked", "infinite"])
+def test_a_rule_over_it_answers_hostile_rows_as_the_kernels_do(kind, dtype):
+    target, draft = hostile_round(kind)
+    target = target.to(dtype)
+    keys = make_keys(64)
+    ours, kernels = (verifier.verify(target, draft, keys) for verifier in (GreedyByHand(), GreedyVerifier()))
+    assert torch.equal(ours.num_accepted, kernels.num_accepted)
+    assert torch.equal(ours.status, kernels.status)
+    assert (ours.status != 0).any() == (kind != "none")
+    has_law = (ours.status & ~int(Status.BAD_DRAFT_ID)) == 0
+    assert torch.equal(ours.token_ids[has_law], kernels.token_ids[has_law])
+    last = ours.token_ids.gather(1, ours.num_accepted.long()[:, None])
+    assert ((last >= 0) & (last < VOCAB_SIZE)).all()
+
+
+def test_it_keeps_up_to_the_first_refusal_whatever_follows():
+    target, draft = make_round(3, 3, has_law=False)
+    accepted = torch.tensor([[True, False, True], [False, True, True], [True, True, True]])
+    following = torch.arange(4).repeat(3, 1)
+    verdict = keep_prefix(target, draft, accepted, following)
+    assert_whole(verdict, draft)
+    assert verdict.num_accepted.tolist() == [1, 0, 3]
+    assert [row[num].item() for row, num in zip(verdict.token_ids, [1, 0, 3], strict=True)] == [1, 0, 3]
+
+
+def test_a_token_that_the_target_forbids_is_refused_though_accepted():
+    target, draft = make_round(2, 2, has_law=False)
+    target[0, 1, draft.token_ids[0, 1]] = -torch.inf
+    verdict = keep_prefix(target, draft, torch.ones(2, 2, dtype=torch.bool), target.argmax(-1))
+    assert verdict.num_accepted.tolist() == [1, 2]
+    assert verdict.status.tolist() == [0, 0]
+
+
+def test_a_token_to_follow_that_is_no_id_is_moved_into_the_vocabulary():
+    target, draft = make_round(2, 1, has_law=False)
+    following = torch.tensor([[-5, -5], [VOCAB_SIZE, VOCAB_SIZE]])
+    verdict = keep_prefix(target, draft, torch.zeros(2, 1, dtype=torch.bool), following)
+    assert verdict.token_ids.tolist() == [[0, -1], [VOCAB_SIZE - 1, -1]]
+
+
+def test_the_rule_in_contributing_is_a_whole_one(monkeypatch):
+    text = (Path(__file__).resolve().parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```python\n(.*?register_verifier.*?)^```$", text, re.M | re.S)
+    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
+    exec(code, {})
+    verifier = make_verifier(SpeculationConfig(verifier="near"))
+    target, draft = make_round(64, 3, has_law=False)
+    verdict = verifier.verify(target, draft, make_keys(64))
+    assert_whole(verdict, draft)
+    greedy = GreedyVerifier().verify(target, draft, make_keys(64))
+    assert (verdict.num_accepted >= greedy.num_accepted).all()
+    assert (verdict.num_accepted > greedy.num_accepted).any()
+
+
+def test_it_stands_at_the_front_door():
+    assert hf_speculate.keep_prefix is keep_prefix
