@@ -21,18 +21,86 @@ RESULTS = ROOT / "benchmarks" / "results"
 Way = Callable[[], Any]
 
 
-def alternate(ways: dict[str, Way], repeats: int, description: str = "") -> dict[str, list[float]]:
-    """Seconds of `repeats` runs of each way, taken in turn so that all meet the same machine."""
+# Far larger than any cache.
+COPY_BYTES = 1 << 28
+# The largest block after whose release glibc keeps freed memory at hand, instead of mapping every tensor afresh.
+SETTLING_BYTES = 31 << 20
+# A run whose threads waited longer than this share of it for a processor says more of the others than of itself.
+MAX_QUEUED_SHARE = 0.02
+
+
+def settle_allocator() -> None:
+    """Bring a CPU's allocator to the state in which any forward with large activations leaves it.
+
+    A process that never freed a large tensor maps and clears the memory of every new one, which costs more than the
+    arithmetic on it and depends on what ran before.
+    """
+    torch.empty(SETTLING_BYTES, dtype=torch.uint8)  # freed at once
+
+
+def wait() -> None:
+    """Wait for the GPU, where one is in use."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def copy_rate(device: torch.device, repeats: int = 11) -> float:
+    """Bytes per second, read and written, of copying a large buffer."""
+    source = torch.ones(COPY_BYTES // 4, device=device)
+    copy = torch.empty_like(source)
+    seconds, _ = alternate_patiently({"copy": lambda: copy.copy_(source)}, repeats + 1)
+    return 2 * COPY_BYTES / median(seconds["copy"][1:])
+
+
+def queued_s() -> float:
+    """Seconds that this process's threads were ready to run while another process had the processor; 0 off Linux."""
+    paths = Path("/proc/self/task").glob("*/schedstat")
+    return sum(int(path.read_text().split()[1]) for path in paths) / 1e9
+
+
+def timed_run(way: Way, prepare: Way | None, patience: int) -> tuple[float, bool]:
+    """Seconds of one run, and whether another process held it up; such a run is taken again up to `patience` times."""
+    for attempt in range(patience + 1):
+        if prepare is not None:
+            prepare()
+        wait()
+        queued = queued_s()
+        begin = time.perf_counter()
+        way()
+        wait()
+        seconds = time.perf_counter() - begin
+        held_up = queued_s() - queued > MAX_QUEUED_SHARE * seconds
+        if not held_up or attempt == patience:
+            return seconds, held_up
+        time.sleep(seconds)  # leaves the processor to the others meanwhile
+    raise ValueError(f"patience must be >= 0, got {patience}; 0 keeps the first run")
+
+
+def alternate_patiently(
+    ways: dict[str, Way], repeats: int, description: str = "", prepare: Way | None = None, patience: int = 10
+) -> tuple[dict[str, list[float]], int]:
+    """As `alternate`, but takes a run again when other processes held it up; also how many kept runs they did."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
+    num_held_up = 0
     order = list(ways)
-    with tqdm(total=repeats * len(order), desc=description, leave=False) as bar:
+    with tqdm(total=repeats * len(order), desc=description, leave=False, disable=None) as bar:
         for repeat in range(repeats):
             for name in order if repeat % 2 == 0 else reversed(order):
-                begin = time.perf_counter()
-                ways[name]()
-                seconds[name].append(time.perf_counter() - begin)
+                taken, held_up = timed_run(ways[name], prepare, patience)
+                seconds[name].append(taken)
+                num_held_up += held_up
                 bar.update()
-    return seconds
+    return seconds, num_held_up
+
+
+def alternate(
+    ways: dict[str, Way], repeats: int, description: str = "", prepare: Way | None = None
+) -> dict[str, list[float]]:
+    """Seconds of `repeats` runs of each way, taken in turn so that all meet the same machine.
+
+    `prepare` runs before every run and is not counted.
+    """
+    return alternate_patiently(ways, repeats, description, prepare, patience=0)[0]
 
 
 def spread(values: list[float]) -> dict[str, float]:
@@ -65,10 +133,30 @@ def write_results(name: str, args: argparse.Namespace, rows: list[dict[str, Any]
     """Write `benchmarks/results/<name>.json`."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / f"{name}.json"
-    arguments = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
+    arguments = {
+        key: str(value) if isinstance(value, Path | torch.device) else value for key, value in vars(args).items()
+    }
     content = {"circumstances": circumstances(), "arguments": arguments, "rows": rows}
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return path
+
+
+def read_results(name: str) -> dict[str, Any]:
+    """What `write_results` wrote."""
+    path = RESULTS / f"{name}.json"
+    if not path.exists():
+        raise SystemExit(f"{path.relative_to(ROOT)} does not exist; run benchmarks/{name}.py without options first")
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def write_between(path: Path, name: str, text: str) -> None:
+    """Put `text` between the lines `<!-- name: begin -->` and `<!-- name: end -->` of a file."""
+    begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->"
+    content = path.read_text(encoding="utf-8")
+    if content.count(begin) != 1 or content.count(end) != 1:
+        raise SystemExit(f"{path} must hold one line {begin.strip()} and, after it, one line {end}; add them first")
+    before, rest = content.split(begin)
+    path.write_text(before + begin + text.strip() + "\n" + end + rest.split(end)[1], encoding="utf-8")
 
 
 def _cpu_info() -> list[str]:

@@ -1,0 +1,133 @@
+"""The results of the verifiers' benchmark as lines, as a table for the README, and as a picture."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from _harness import RESULTS
+
+Row = dict[str, Any]
+# What stands for "ours" in the table, the first that was measured.
+BEST_FIRST = ("ours, triton, graph", "ours, triton", "ours, torch")
+COLOURS = {
+    "transformers": "tab:red",
+    "textbook": "tab:orange",
+    "flashinfer": "tab:green",
+    "ours, torch": "tab:blue",
+    "ours, compiled": "tab:cyan",
+    "ours, triton": "tab:purple",
+    "ours, triton, graph": "black",
+}
+
+
+def summary(row: Row) -> str:
+    """One cell as two lines or more."""
+    head = (
+        f"{row['verifier']} ({row['logits']}), {row['dtype']}, B = {row['batch_size']}, "
+        f"K = {row['num_draft_tokens']}, V = {row['vocab_size']}: overlap {row['overlap']:.2f}"
+    )
+    if "num_accepted" in row:
+        head += f", accepted {row['num_accepted']:.2f}"
+    lines = [f"{head}, {row['repeats']} runs each, {row['num_held_up']} of all held up"]
+    for way, spread in row["seconds"].items():
+        times = "/".join(f"{spread[key] * 1e3:.3f}" for key in ("min", "median", "max"))
+        line = f"    {way:<20}{times:>28} ms  {row['gb_per_s'][way]:7.2f} GB/s {row['share_of_copy_rate'][way]:6.1%}"
+        if way in row["over_transformers"]:
+            ratio = row["over_transformers"][way]
+            line += f"  {ratio['median']:6.2f} times faster ({ratio['min']:.2f} to {ratio['max']:.2f})"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _ours(row: Row) -> str:
+    return next(way for way in BEST_FIRST if way in row["seconds"])
+
+
+def _shown(content: dict[str, Any]) -> list[Row]:
+    """The rows that are worth a reader's time: one dtype, K and vocabulary, drawn with temperature and top-k."""
+    rows = content["rows"]
+    if not rows:
+        raise SystemExit("the results hold no row; run benchmarks/verifiers.py without --table or --readme first")
+    dtypes = [row["dtype"] for row in rows]
+    dtype = "bfloat16" if "cuda" in content["arguments"]["device"] and "bfloat16" in dtypes else dtypes[0]
+    num = min((row["num_draft_tokens"] for row in rows), key=lambda one: abs(one - 5))
+    vocab_size = max(row["vocab_size"] for row in rows)
+    chosen = [
+        row for row in rows if (row["dtype"], row["num_draft_tokens"], row["vocab_size"]) == (dtype, num, vocab_size)
+    ]
+    warped = {row["verifier"] for row in chosen if row["logits"] != "plain"}
+    return [row for row in chosen if row["logits"] != "plain" or row["verifier"] not in warped]
+
+
+def as_table(content: dict[str, Any]) -> str:
+    """Markdown for the README."""
+    rows, made = _shown(content), content["circumstances"]
+    first = rows[0]
+    settings = next((row["logits"] for row in rows if row["logits"] != "plain"), "plain")
+    names = [way for way in ("transformers", "textbook", "flashinfer") if any(way in row["seconds"] for row in rows)]
+    threads = "" if "cuda" in content["arguments"]["device"] else f" ({made['threads']} threads)"
+    preface = (
+        f"Verifying one round from raw logits: {first['dtype']}, K = {first['num_draft_tokens']}, "
+        f"V = {first['vocab_size']:,}, {settings} (greedy: none), on {made['device']}{threads} with torch "
+        f"{made['torch']} and transformers {made['transformers']}. Medians; ways alternate in one process, each held "
+        "to its law before it is timed. transformers takes one row at a time. Where it lacks a verifier, its rejection "
+        "is what it is compared with."
+    )
+    columns = ["verifier", "rows", *(f"{name}, ms" for name in names), "hf_speculate, ms"]
+    columns.append("times transformers' speed (min to max)")
+    lines = [preface, "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for row in rows:
+        ours = _ours(row)
+        times = [f"{row['seconds'][name]['median'] * 1e3:.3g}" if name in row["seconds"] else "" for name in names]
+        ratio = row["over_transformers"][ours]
+        lines.append(
+            f"| {row['verifier']} | {row['batch_size']} | {' | '.join(times)} | "
+            f"{row['seconds'][ours]['median'] * 1e3:.3g} | "
+            f"{ratio['median']:.1f} ({ratio['min']:.1f} to {ratio['max']:.1f}) |"
+        )
+    lines += ["", "Made by `python benchmarks/verifiers.py`; every cell is in `benchmarks/results/verifiers.json`."]
+    return "\n".join(lines)
+
+
+def plot(content: dict[str, Any]) -> Path | None:
+    """Draw the rows of the table, seconds by verifier; None where matplotlib is not installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        print("no picture: matplotlib is not installed")
+        return None
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = _shown(content)
+    batch_sizes = sorted({row["batch_size"] for row in rows})
+    figure, axes = plt.subplots(
+        1, len(batch_sizes), figsize=(1 + 5 * len(batch_sizes), 4.5), sharey=True, squeeze=False, layout="constrained"
+    )
+    for axis, batch_size in zip(axes[0], batch_sizes, strict=True):
+        cells = [row for row in rows if row["batch_size"] == batch_size]
+        ways = [way for way in COLOURS if any(way in row["seconds"] for row in cells)]
+        for index, way in enumerate(ways):
+            places = [place + (index + 0.5) / len(ways) * 0.7 - 0.35 for place in range(len(cells))]
+            spreads = [row["seconds"].get(way) for row in cells]
+            found = [(place, one) for place, one in zip(places, spreads, strict=True) if one]
+            middle = [one["median"] * 1e3 for _, one in found]
+            below = [(one["median"] - one["min"]) * 1e3 for _, one in found]
+            above = [(one["max"] - one["median"]) * 1e3 for _, one in found]
+            spots = [place for place, _ in found]
+            axis.errorbar(spots, middle, (below, above), fmt="o", capsize=2, color=COLOURS[way], label=way)
+        axis.set_xticks(range(len(cells)), [row["verifier"] for row in cells], rotation=35, ha="right")
+        axis.set_yscale("log")
+        axis.set_title(f"{batch_size} rows" if batch_size > 1 else "1 row")
+        axis.grid(axis="y", alpha=0.3)
+    first = rows[0]
+    axes[0][0].set_ylabel("ms a round (minimum, median, maximum)")
+    axes[0][-1].legend(fontsize="small")
+    figure.suptitle(
+        f"Verifying {first['num_draft_tokens']} drafted tokens, V = {first['vocab_size']:,}, {first['dtype']}, "
+        f"{content['circumstances']['device']}"
+    )
+    path = RESULTS / "verifiers.png"
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return path
