@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_speculate.triton_kernels import Stream, Verdict, sample, verify_rejection, verify_typical
+from hf_speculate.triton_kernels import Stream, Verdict, sample, verify_greedy, verify_rejection, verify_typical
 from tests.triton_kernels.laws import make_keys
 from tests.triton_kernels.on_triton import assert_same, judge, moved, on_triton
 from tests.triton_kernels.operations import OPERATIONS, make_round
@@ -30,6 +30,59 @@ def make_case(num_rows: int, num_draft_tokens: int, vocab_size: int) -> tuple[An
 def test_kernels_decide_as_the_twin_does(name: str, shape: tuple[int, int, int]) -> None:
     case = make_case(*shape)
     assert_same(judge(name, *case), OPERATIONS[name](*case, backend="torch"))
+
+
+def make_contested_round(num_rows: int, num_draft_tokens: int, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Target, ids and draft of which every position of a chain refuses some: the ids are drawn from the draft."""
+    generator = torch.Generator().manual_seed(9)
+    target = torch.randn(num_rows, num_draft_tokens + 1, vocab_size, generator=generator)
+    draft = 0.7 * target[:, :-1] + 0.5 * torch.randn(num_rows, num_draft_tokens, vocab_size, generator=generator)
+    ids = draft.softmax(-1).flatten(0, 1).multinomial(1, generator=generator).view(num_rows, num_draft_tokens)
+    return target, ids, draft
+
+
+@pytest.mark.parametrize(
+    ("name", "num_rows", "num_draft_tokens"), [("block", 40, 3), ("block", 8, 11), ("rejection", 24, 2)]
+)
+def test_refusals_at_every_position_are_drawn_as_in_the_twin(name: str, num_rows: int, num_draft_tokens: int) -> None:
+    target, ids, draft = make_contested_round(num_rows, num_draft_tokens, 6)
+    case = (target, ids, draft, make_keys(num_rows, rounds=4, positions=3))
+    twin = OPERATIONS[name](*case, backend="torch")
+    assert len(twin.num_accepted.unique()) >= 3
+    assert_same(judge(name, *case), twin)
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 1e-5])
+def test_entropies_are_those_of_whole_rows(epsilon: float) -> None:
+    """The chunks' maxima lie far apart, and whether a token stays hangs on the entropy alone."""
+    generator = torch.Generator().manual_seed(2)
+    target = torch.randn(10, 2, launch.CHUNK + 900, generator=generator)
+    target[:5, :, : launch.CHUNK] -= 4.0
+    target[5:, :, launch.CHUNK :] += 3.0
+    ids = target[:, :1].topk(400).indices[..., -1]
+    probs = target[:, 0].double().softmax(-1)
+    floors = (probs * (probs + epsilon).log()).sum(-1).exp()
+    ratios = probs.gather(1, ids)[:, 0] / floors
+    alpha = float(ratios.median()) * 1.0001  # half of the rows stay
+    options: dict[str, Any] = {"posterior_threshold": 0.9, "posterior_alpha": alpha, "entropy_epsilon": epsilon}
+    mine = on_triton(verify_typical, target, ids, **options)
+    assert mine.num_accepted.tolist() == (ratios > alpha).int().tolist()
+    assert 0 < int(mine.num_accepted.sum()) < 10
+
+
+def test_more_chunks_than_are_merged_at_once() -> None:
+    vocab_size = 66 * launch.CHUNK + 7
+    logits = torch.randn(2, vocab_size, generator=torch.Generator().manual_seed(3))
+    logits[1, -5:] += 14.0  # the second row's law lies at its end
+    options: dict[str, Any] = {"keys": make_keys(2), "stream": Stream.RACE}
+    drawn = on_triton(sample, logits, **options)
+    assert_same(drawn, sample(logits, **options, backend="torch"))
+    assert int(drawn.token_ids[1]) >= vocab_size - 5
+    no_ids = torch.zeros(2, 0, dtype=torch.int64)
+    verdict = on_triton(verify_greedy, logits[:, None], no_ids)
+    assert verdict.token_ids[:, 0].tolist() == logits.argmax(-1).tolist()
+    verdict = on_triton(verify_rejection, logits[:, None], no_ids, keys=make_keys(2))
+    assert_same(verdict, verify_rejection(logits[:, None], no_ids, keys=make_keys(2), backend="torch"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
