@@ -52,6 +52,19 @@ def test_refusals_at_every_position_are_drawn_as_in_the_twin(name: str, num_rows
     assert_same(judge(name, *case), twin)
 
 
+def test_the_residual_of_a_block_is_scaled_by_what_the_prefix_was_worth() -> None:
+    num_rows = 40
+    target = torch.tensor([[0.4, 0.6, 0.0], [0.5, 0.5, 0.0], [0.2, 0.3, 0.5]]).log().expand(num_rows, -1, -1)
+    draft = torch.tensor([[0.5, 0.5, 0.0], [0.41, 0.09, 0.5]]).log().expand(num_rows, -1, -1)
+    # The first token is worth 0.4 / 0.5, the second nothing: the residual then is 0.8 target - draft, token 1 alone.
+    case = (target, torch.tensor([[0, 2]]).expand(num_rows, -1), draft, make_keys(num_rows))
+    mine = judge("block", *case)
+    assert_same(mine, OPERATIONS["block"](*case, backend="torch"))
+    kept = mine.num_accepted == 1
+    assert kept.sum() > 15
+    assert (mine.token_ids[kept, 1] == 1).all()
+
+
 @pytest.mark.parametrize("epsilon", [0.0, 1e-5])
 def test_entropies_are_those_of_whole_rows(epsilon: float) -> None:
     """The chunks' maxima lie far apart, and whether a token stays hangs on the entropy alone."""
