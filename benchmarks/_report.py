@@ -65,7 +65,8 @@ def as_table(content: dict[str, Any]) -> str:
     first = rows[0]
     settings = next((row["logits"] for row in rows if row["logits"] != "plain"), "plain")
     names = [way for way in ("transformers", "textbook", "flashinfer") if any(way in row["seconds"] for row in rows)]
-    threads = "" if "cuda" in content["arguments"]["device"] else f" ({made['threads']} threads)"
+    num_threads = content["arguments"]["threads"] or made["threads"]
+    threads = "" if "cuda" in content["arguments"]["device"] else f" (threads: {num_threads})"
     preface = (
         f"Verifying one round from raw logits: {first['dtype']}, K = {first['num_draft_tokens']}, "
         f"V = {first['vocab_size']:,}, {settings} (greedy: none), on {made['device']}{threads} with torch "

@@ -48,6 +48,7 @@ NO_SPILLS = ("cuda 90",)
 DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32}
 TYPE_NAMES = {
     torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
     torch.float32: "*fp32",
     torch.int64: "*i64",
     torch.int32: "*i32",
@@ -104,6 +105,7 @@ def launches(dtype: torch.dtype, has_atomics: bool) -> Iterator[Build]:
         for proposal in (None, saved, saved._replace(logsumexp=None)):
             operations.reject(round_, warp, proposal, keys)
         operations.reject_and_test(round_, saved._replace(logsumexp=None), keys)
+        operations.reject(round_, Warp(), saved._replace(logits=draft.half(), logsumexp=None), keys)
         for epsilon, samples in ((0.0, False), (1e-5, True)):
             operations.typical(round_, warp, TypicalRule(0.09, 0.3, epsilon, samples), keys)
         for proposal in (saved, saved._replace(logsumexp=None)):
@@ -115,8 +117,9 @@ def launches(dtype: torch.dtype, has_atomics: bool) -> Iterator[Build]:
         operations.has_atomics = operations_has_atomics
     seen = set()
     for build in recorded:
-        if build.name not in seen:
-            seen.add(build.name)
+        key = (build.name, *build.signature.values())
+        if key not in seen:
+            seen.add(key)
             yield build
 
 

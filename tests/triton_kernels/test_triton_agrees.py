@@ -106,6 +106,21 @@ def test_half_precision_logits_decide_as_in_the_twin(name: str, dtype: torch.dty
     assert_same(judge(name, *case), OPERATIONS[name](*case, backend="torch"))
 
 
+def test_target_and_draft_may_differ_in_their_dtype() -> None:
+    target, ids, draft, keys, lens = make_case(2, 2, 64)
+    for name in ("rejection", "block"):
+        case = (target, ids, draft.to(torch.bfloat16), keys, lens)
+        assert_same(judge(name, *case), OPERATIONS[name](*case, backend="torch"))
+
+
+def test_ties_between_groups_of_chunks_go_to_the_lowest_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "CHUNK", 16)
+    logits = torch.zeros(1, 1, 1100)
+    logits[..., [5, 1090]] = 1.0
+    verdict = on_triton(verify_greedy, logits, torch.zeros(1, 0, dtype=torch.int64))
+    assert verdict.token_ids.tolist() == [[5]]
+
+
 def strided(tensor: Tensor, kind: str) -> Tensor:
     """The same [B, N, V] values with other strides."""
     if kind == "transposed":

@@ -57,10 +57,18 @@ def test_a_wrong_proposal_law_fails_the_same_test(name: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", LAWS)
+def test_joint_law_of_a_round_is_exact_on_a_gpu(name: str) -> None:
+    target, draft = rank_reversed_laws(VOCAB_SIZE, 2)
+    counts = count_cells(draw(name, target, draft, NUM_GPU_TRIALS), VOCAB_SIZE)
+    assert p_value(counts, LAWS[name](target, draft)) > PASS_P_VALUE
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", LAWS)
 def test_first_token_law_is_the_target_on_a_gpu(name: str) -> None:
     generator = torch.Generator().manual_seed(3)
-    target = 3 * torch.randn(2, 4096, generator=generator)
-    draft = target[:1] + torch.randn(1, 4096, generator=generator)
+    target = 3 * torch.randn(3, 4096, generator=generator)
+    draft = target[:2] + torch.randn(2, 4096, generator=generator)
     verdict = draw(name, target.to(DEVICE), draft.to(DEVICE), NUM_GPU_TRIALS)
     counts = torch.bincount(verdict.token_ids[:, 0], minlength=4096)
     assert p_value(counts, target[0].double().softmax(-1)) > PASS_P_VALUE

@@ -163,9 +163,9 @@ def race_row(
     Returns key and winner of both races. Keys are compared as they are, so the pieces may have any size; of a whole
     chunk at once, registers were spilled (cuda 90).
     """
-    PIECE: tl.constexpr = CHUNK // 4
+    PIECE: tl.constexpr = CHUNK // 8
     best, best_id, best_rest, best_rest_id = -1.0, 0, -1.0, 0
-    for piece in range(4 * first_chunk, 4 * last_chunk):
+    for piece in range(8 * first_chunk, 8 * last_chunk):
         token_ids = piece * PIECE + tl.arange(0, PIECE)
         x = load_chunk(target_row_ptr, target_stride_v, token_ids, vocab_size, ALIGNED)
         x = warp(x, temperature, cutoff)
@@ -211,18 +211,20 @@ def decide_kernel(
     program = tl.program_id(1)
     length = chain_len(lens_ptr, sequence, num_draft_tokens)
     this_temperature = load_temperature(temperature, temperatures_ptr, sequence)
-    takes_argmax = length < 0
+    takes_argmax = tl.full([], 0, tl.int1)
     if this_temperature is not None:
         takes_argmax = this_temperature == 0.0
     seed, round_, position = load_keys(seeds_ptr, rounds_ptr, positions_ptr, sequence)
-    # Where nothing is judged by its own row, only rows at temperature 0 are walked like this.
-    end = first_refusal(
-        target_ptr, target_stride_b, target_stride_i, target_stride_v,
-        draft_ptr, draft_stride_b, draft_stride_i, draft_stride_v,
-        ids_ptr, this_temperature, cutoffs_ptr, seed, round_, position,
-        floats_ptr, ints_ptr, plane, draft_lse_ptr, entropy_sums_ptr, threshold, alpha, passed_ptr,
-        sequence, length, num_sequences, num_draft_tokens, vocab_size, num_chunks, GREEDY if RULE == BLOCK else RULE,
-    )  # fmt: skip
+    end = length * 0
+    walk_rule: tl.constexpr = GREEDY if RULE == BLOCK else RULE
+    if RULE != BLOCK or this_temperature is not None:  # of a block, only rows at temperature 0 are walked like this
+        end = first_refusal(
+            target_ptr, target_stride_b, target_stride_i, target_stride_v,
+            draft_ptr, draft_stride_b, draft_stride_i, draft_stride_v,
+            ids_ptr, this_temperature, cutoffs_ptr, seed, round_, position,
+            floats_ptr, ints_ptr, plane, draft_lse_ptr, entropy_sums_ptr, threshold, alpha, passed_ptr,
+            sequence, length, num_sequences, num_draft_tokens, vocab_size, num_chunks, walk_rule,
+        )  # fmt: skip
     ratio = 1.0
     if RULE == BLOCK:
         block_len = block_end(ids_ptr, ratios_ptr, block_lens_ptr, masses_ptr, seed, round_, position, sequence,

@@ -1,5 +1,6 @@
 """How kernels are launched: grids, scratch memory, and the arguments that all of them share."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,6 +115,8 @@ class Launch:
 
     def run(self, kernel: Any, grid: tuple[int, ...], **own: Any) -> None:
         """Launch `kernel` with those of the shared arguments that it names, and its `own`."""
-        names = kernel.arg_names
+        names = frozenset(kernel.arg_names)
         given = {name: value for name, value in self.shared.items() if name in names}
-        kernel[grid](**{**given, **own}, num_warps=NUM_WARPS)
+        device = self.round_.target_logits.device  # Triton launches on the current one, which may be another
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            kernel[grid](**{**given, **own}, num_warps=NUM_WARPS)

@@ -36,7 +36,7 @@ def load_temperature(temperature, temperatures_ptr, sequence):
     """A sequence's temperature, float32; None where it is 1 for all."""
     if temperatures_ptr is not None:
         return tl.load(temperatures_ptr + sequence).to(tl.float32)
-    else:
+    elif temperature is not None:  # Triton 3.6 cannot return None by name
         return temperature
 
 
@@ -57,8 +57,6 @@ def load_cutoff(cutoffs_ptr, row):
     """A row's cutoff, float32; None where there are none."""
     if cutoffs_ptr is not None:
         return tl.load(cutoffs_ptr + row)
-    else:
-        return None
 
 
 @triton.jit
@@ -66,8 +64,6 @@ def load_cutoffs(cutoffs_ptr, rows, mask):
     """The cutoffs [P] of rows [P], float32; None where there are none."""
     if cutoffs_ptr is not None:
         return tl.load(cutoffs_ptr + rows, mask=mask, other=float("-inf"))
-    else:
-        return None
 
 
 @triton.jit

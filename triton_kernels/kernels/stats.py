@@ -48,19 +48,23 @@ def store_chunk(
     Planes of `floats_ptr`: maximum; sum of exp(x - maximum) with SUMS; then sum of (x - maximum) exp(x - maximum) with
     SPREADS, or the best key of the race with RACES. Planes of `ints_ptr`: id of the maximum; winner of the race.
     """
-    top = chunk_max(x)
-    tl.store(floats_ptr + at, top)
-    tl.store(ints_ptr + at, first_id(x == top, token_ids, vocab_size))
     if SUMS:
+        top = tl.max(x, axis=0)
         masses = chunk_masses(x, top)
-        tl.store(floats_ptr + plane + at, tl.sum(masses, axis=0))
-        if SPREADS:
-            shifts = tl.maximum(x - tl.where(is_finite(top), top, 0.0), -200.0)
-            tl.store(floats_ptr + 2 * plane + at, tl.sum(shifts * masses, axis=0))
-        if RACES:
-            key, winner = chunk_race(masses, exponentials(state, token_ids), token_ids, vocab_size)
-            tl.store(floats_ptr + 2 * plane + at, key)
-            tl.store(ints_ptr + plane + at, winner)
+        total = tl.sum(masses, axis=0)
+        tl.store(floats_ptr + plane + at, total)
+        tl.store(floats_ptr + at, tl.where(total != total, float("nan"), top))  # a NaN in the row shows in its sum
+    else:
+        top = chunk_max(x)
+        tl.store(floats_ptr + at, top)
+    tl.store(ints_ptr + at, first_id(x == top, token_ids, vocab_size))
+    if SPREADS:
+        shifts = tl.maximum(x - tl.where(is_finite(top), top, 0.0), -200.0)
+        tl.store(floats_ptr + 2 * plane + at, tl.sum(shifts * masses, axis=0))
+    if RACES:
+        key, winner = chunk_race(masses, exponentials(state, token_ids), token_ids, vocab_size)
+        tl.store(floats_ptr + 2 * plane + at, key)
+        tl.store(ints_ptr + plane + at, winner)
 
 
 @triton.jit(
@@ -110,11 +114,11 @@ def row_stats_kernel(
         token_ids = chunk * CHUNK + tl.arange(0, CHUNK)
         at = row.to(tl.int64) * num_chunks + chunk
         if is_target:
-            row_ptr = target_ptr + row_offset(sequence, position, target_stride_b, target_stride_i, ALIGNED)
-            x = load_chunk(row_ptr, target_stride_v, token_ids, vocab_size, ALIGNED)
+            target_row_ptr = target_ptr + row_offset(sequence, position, target_stride_b, target_stride_i, ALIGNED)
+            x = load_chunk(target_row_ptr, target_stride_v, token_ids, vocab_size, ALIGNED)
             x = warp(x, this_temperature, load_cutoff(cutoffs_ptr, row))
             store_chunk(x, token_ids, at, state, floats_ptr, ints_ptr, plane, vocab_size, SUMS, SPREADS, RACES)
         elif draft_ptr is not None:
-            row_ptr = draft_ptr + row_offset(sequence, position, draft_stride_b, draft_stride_i, ALIGNED)
-            x = load_chunk(row_ptr, draft_stride_v, token_ids, vocab_size, ALIGNED)
+            draft_row_ptr = draft_ptr + row_offset(sequence, position, draft_stride_b, draft_stride_i, ALIGNED)
+            x = load_chunk(draft_row_ptr, draft_stride_v, token_ids, vocab_size, ALIGNED)
             store_chunk(x, token_ids, at, state, floats_ptr, ints_ptr, plane, vocab_size, SUMS, False, False)
