@@ -6,7 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_speculate.triton_kernels import NoiseKeys, Stream, Verdict, sample
+from hf_speculate.triton_kernels import (
+    NoiseKeys,
+    Stream,
+    Verdict,
+    sample,
+    verify_block,
+    verify_coupled,
+    verify_rejection,
+    verify_typical,
+)
+from hf_speculate.triton_kernels._inputs import Warp
+from hf_speculate.triton_kernels.reference import rows as twin_rows
 from tests.triton_kernels.laws import make_keys
 from tests.triton_kernels.operations import OPERATIONS, SAMPLING, make_round
 from tests.triton_kernels.waiting import NoWaiting
@@ -167,3 +178,31 @@ def test_no_operation_waits_for_the_device(name: str) -> None:
         sample(target[:, 0], keys=keys, stream=Stream.RACE, temperature=torch.ones(3))
     with NoWaiting(), pytest.raises(AssertionError, match="waits"):
         bool(target.sum() > 0)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, torch.tensor([0.0, 0.5, 1.3])])
+def test_looking_only_at_what_the_cutoffs_keep_changes_no_bit(
+    temperature: float | Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, ids, draft = make_round(3, 2, 2 * twin_rows.TILE_SIZE)
+    divisor = temperature.view(-1, 1, 1) if isinstance(temperature, Tensor) else temperature
+    law = target / (torch.where(divisor == 0, 1.0, divisor) if isinstance(divisor, Tensor) else divisor)
+    cutoffs = law.topk(8).values[..., -1]
+    draft = draft.masked_fill(draft < draft.topk(8).values[..., -1:], -torch.inf)
+    keys, found = make_keys(3), []
+    options = {"keys": keys, "temperature": temperature, "row_cutoffs": cutoffs, "backend": "torch"}
+    drawing = {**options, "row_cutoffs": cutoffs[:, 0], "stream": Stream.RACE}
+    assert twin_rows._weigh_kept(twin_rows.padded_like(target), target, Warp(temperature, cutoffs)) is not None
+    for share in (twin_rows.MAX_KEPT_SHARE, -1.0):
+        monkeypatch.setattr(twin_rows, "MAX_KEPT_SHARE", share)
+        found.append(
+            [
+                *verify_rejection(target, ids, draft, **options),
+                *verify_block(target, ids, draft, **options),
+                *verify_coupled(target, ids, **options),
+                *verify_typical(target, ids, **options, correction="sample"),
+                *sample(target[:, 0], **drawing),
+                twin_rows.row_masses(target, Warp(temperature, cutoffs)).masses,
+            ]
+        )
+    assert all(torch.equal(few, all_) for few, all_ in zip(*found, strict=True))

@@ -18,7 +18,7 @@ from .._inputs import Proposal, Round, Warp
 from ..types import NoiseKeys, Stream, Verdict
 from .greedy import greedy, with_greedy_rows
 from .rejection import Draft, acceptance_coins, draft_logprobs, last_law, make_draft, reject, target_logprobs
-from .rows import Masses, padded_like, race, row_masses, row_sum, to_law
+from .rows import Masses, chunks, padded_like, race, row_masses, row_sum
 from .walk import end_at, make_chain, make_verdict
 
 # Stands for a log ratio of +inf: float64 sums of 128 of them keep twelve digits, and no product comes back from it.
@@ -34,13 +34,16 @@ def _log_ratios(target_of_token: Tensor, draft_of_token: Tensor) -> Tensor:
 
 def _residual_masses(target: Masses, draft: Draft, ratios: Tensor) -> Tensor:
     """mass_1 .. mass_{K-1}, [B, K-1] float32, from rho_1 .. rho_{K-1} [B, K-1] float32."""
-    draft_rows = row_masses(draft.logits[:, 1:].to(torch.float32))
-    rows = padded_like(draft_rows.masses)
-    residuals = rows[..., : draft.logits.shape[-1]]
-    torch.div(target.masses[:, 1:-1], target.sums[:, 1:-1].unsqueeze(-1), out=residuals)
-    residuals.mul_(ratios.unsqueeze(-1))
-    residuals.sub_(draft_rows.masses.div_(draft_rows.sums.unsqueeze(-1))).clamp_(min=0.0)
-    return row_sum(rows)
+    parts = []
+    for some in chunks(draft.logits[:, 1:]):
+        draft_rows = row_masses(draft.logits[some, 1:])
+        rows = padded_like(draft_rows.masses)
+        residuals = rows[..., : draft.logits.shape[-1]]
+        torch.div(target.masses[some, 1:-1], target.sums[some, 1:-1].unsqueeze(-1), out=residuals)
+        residuals.mul_(ratios[some].unsqueeze(-1))
+        residuals.sub_(draft_rows.masses.div_(draft_rows.sums.unsqueeze(-1))).clamp_(min=0.0)
+        parts.append(row_sum(rows))
+    return torch.cat(parts)
 
 
 def block(round_: Round, warp: Warp, proposal: Proposal, keys: NoiseKeys) -> Verdict:
@@ -51,19 +54,18 @@ def block(round_: Round, warp: Warp, proposal: Proposal, keys: NoiseKeys) -> Ver
     if warp.is_greedy:
         return greedy(round_)
     chain = make_chain(round_)
-    law = to_law(round_.target_logits, warp)
-    target = row_masses(law)
+    target = row_masses(round_.target_logits, warp)
     draft = make_draft(proposal)
     has_laws = (target.logsumexp[:, :-1].abs() < torch.inf) & (draft.logsumexp.abs() < torch.inf)
     lens = (chain.acceptable & has_laws).cumprod(-1, dtype=torch.int64).sum(-1, keepdim=True)  # [B, 1]
-    log_ratios = _log_ratios(target_logprobs(law, target, chain), draft_logprobs(draft, chain))
+    log_ratios = _log_ratios(target_logprobs(round_, warp, target, chain), draft_logprobs(draft, chain))
     ratios = log_ratios.exp().to(torch.float32)  # [B, K]
     masses = _residual_masses(target, draft, ratios[:, :-1])
     coins = acceptance_coins(chain, keys)
     passed = coins < ratios
     shortfalls = log_ratios[:, :-1].expm1().neg_().to(torch.float32)  # 1 - rho
     inner = coins[:, :-1] * (masses + shortfalls) < masses
-    counts = torch.arange(1, num_draft_tokens + 1, device=law.device)
+    counts = torch.arange(1, num_draft_tokens + 1, device=chain.token_ids.device)
     passed[:, :-1] = torch.where(counts[:-1] < lens, inner, passed[:, :-1])
     passed |= log_ratios >= 0
     num_accepted = (counts * (passed & (counts <= lens))).amax(-1)  # [B]

@@ -5,7 +5,7 @@ import torch
 from .._inputs import Round, Warp
 from ..types import NoiseKeys, Stream, Verdict
 from .greedy import greedy, with_greedy_rows
-from .rows import law_status, race, row_masses, to_law
+from .rows import law_status, race, row_masses
 from .walk import find_end, make_chain, make_verdict
 
 
@@ -14,7 +14,7 @@ def coupled(round_: Round, warp: Warp, keys: NoiseKeys) -> Verdict:
     if warp.is_greedy:
         return greedy(round_)
     chain = make_chain(round_)
-    masses, _, logsumexp = row_masses(to_law(round_.target_logits, warp))
+    masses, _, logsumexp = row_masses(round_.target_logits, warp)
     offsets = torch.arange(masses.shape[1], device=masses.device).unsqueeze(0)
     winners = race(masses, keys, Stream.RACE, offsets)  # [B, K+1]
     has_law = logsumexp.abs() < torch.inf

@@ -9,7 +9,7 @@ from .._inputs import Proposal, Round, Warp
 from ..noise import uniforms
 from ..types import NoiseKeys, Status, Stream, Verdict
 from .greedy import greedy, with_greedy_rows
-from .rows import Masses, law_status, pick_rows, race, row_masses, to_law
+from .rows import PLAIN, Masses, law_status, logits_at, pick_rows, race, row_logsumexp, row_masses
 from .walk import Chain, End, find_end, make_chain, make_verdict
 
 
@@ -37,7 +37,7 @@ def make_draft(proposal: Proposal) -> Draft:
     if proposal.logsumexp is not None:
         return Draft(proposal.logits, proposal.logsumexp)
     # Only the sums are kept: the masses of all rows would double the memory to save one row's exponentials.
-    return Draft(proposal.logits, row_masses(proposal.logits.to(torch.float32)).logsumexp)
+    return Draft(proposal.logits, row_logsumexp(proposal.logits))
 
 
 def acceptance_coins(chain: Chain, keys: NoiseKeys) -> Tensor:
@@ -46,9 +46,9 @@ def acceptance_coins(chain: Chain, keys: NoiseKeys) -> Tensor:
     return uniforms(keys, Stream.ACCEPT, offsets, chain.token_ids)
 
 
-def target_logprobs(law: Tensor, target: Masses, chain: Chain) -> Tensor:
-    """Log-probabilities [B, K] of the drafted tokens under the target's `law` [B, K+1, V]."""
-    return _at(law[:, :-1], chain.token_ids) - target.logsumexp[:, :-1]
+def target_logprobs(round_: Round, warp: Warp, target: Masses, chain: Chain) -> Tensor:
+    """Log-probabilities [B, K] of the drafted tokens under the target's law."""
+    return logits_at(round_.target_logits[:, :-1], warp, chain.token_ids) - target.logsumexp[:, :-1]
 
 
 def draft_logprobs(draft: Draft, chain: Chain) -> Tensor:
@@ -56,10 +56,9 @@ def draft_logprobs(draft: Draft, chain: Chain) -> Tensor:
     return _at(draft.logits, chain.token_ids) - draft.logsumexp
 
 
-def _accept(law: Tensor, target: Masses, draft: Draft | None, chain: Chain, keys: NoiseKeys) -> Tensor:
+def _accept(target_of_token: Tensor, draft: Draft | None, chain: Chain, keys: NoiseKeys) -> Tensor:
     """Throw every position's coin: [B, K] bool, False where a row has no law."""
     log_coins = acceptance_coins(chain, keys).log_()  # [B, K]
-    target_of_token = target_logprobs(law, target, chain)
     if draft is None:
         return log_coins < target_of_token
     draft_of_token = draft_logprobs(draft, chain)
@@ -93,7 +92,7 @@ def last_law(
         draft_status = torch.where(residual_rows, law_status(draft.logsumexp.gather(1, last).squeeze(-1)), 0)
         residual_rows = residual_rows & (draft_status == 0)
         status = status | draft_status
-        draft_masses, draft_sums, _ = row_masses(pick_rows(draft.logits, end.last).to(torch.float32))
+        draft_masses, draft_sums, _ = row_masses(pick_rows(draft.logits, end.last))
         residual = draft_masses.div_(draft_sums.unsqueeze(-1)).neg_()
         scaled = target_probs if ratios is None else target_probs * ratios.unsqueeze(-1)
         residual = residual.add_(scaled).clamp_(min=0.0)
@@ -106,22 +105,24 @@ def reject(round_: Round, warp: Warp, proposal: Proposal | None, keys: NoiseKeys
     """See `verify_rejection`."""
     if warp.is_greedy:
         return greedy(round_)
-    verdict, _ = _reject(make_chain(round_), to_law(round_.target_logits, warp), proposal, keys)
+    verdict, _ = _reject(make_chain(round_), round_, warp, proposal, keys)
     return with_greedy_rows(round_, warp, verdict)
 
 
 def reject_and_test(round_: Round, proposal: Proposal, keys: NoiseKeys) -> tuple[Verdict, Tensor]:
     """See `Operations.reject_and_test`."""
     chain = make_chain(round_)
-    verdict, accepted = _reject(chain, to_law(round_.target_logits, Warp()), proposal, keys)
+    verdict, accepted = _reject(chain, round_, PLAIN, proposal, keys)
     return verdict, accepted & chain.acceptable
 
 
-def _reject(chain: Chain, law: Tensor, proposal: Proposal | None, keys: NoiseKeys) -> tuple[Verdict, Tensor]:
-    """The verdict on `law` [B, K+1, V], and every position's own test [B, K] bool."""
+def _reject(
+    chain: Chain, round_: Round, warp: Warp, proposal: Proposal | None, keys: NoiseKeys
+) -> tuple[Verdict, Tensor]:
+    """The verdict on the round, and every position's own test [B, K] bool."""
     draft = None if proposal is None else make_draft(proposal)
-    target = row_masses(law)
-    accepted = _accept(law, target, draft, chain, keys)
+    target = row_masses(round_.target_logits, warp)
+    accepted = _accept(target_logprobs(round_, warp, target, chain), draft, chain, keys)
     end = find_end(chain, accepted)
     weights, status = last_law(target, draft, chain, end)
     del target

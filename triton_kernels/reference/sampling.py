@@ -5,7 +5,7 @@ from torch import Tensor
 
 from .._inputs import Warp
 from ..types import NoiseKeys, Sampled, Stream
-from .rows import first_max, race, row_masses, to_law
+from .rows import first_max, race, row_masses
 
 
 def sample(logits: Tensor, warp: Warp, keys: NoiseKeys, stream: Stream) -> Sampled:
@@ -13,7 +13,7 @@ def sample(logits: Tensor, warp: Warp, keys: NoiseKeys, stream: Stream) -> Sampl
     if warp.is_greedy:
         best = first_max(logits)
         return Sampled(best.indices, best.values)
-    masses, _, logsumexp = row_masses(to_law(logits, warp))
+    masses, _, logsumexp = row_masses(logits, warp)
     token_ids = race(masses, keys, stream, torch.zeros(1, dtype=torch.int64, device=logits.device))
     if not isinstance(warp.temperature, Tensor):
         return Sampled(token_ids, logsumexp)

@@ -6,39 +6,47 @@ from torch import Tensor
 from .._inputs import Round, TypicalRule, Warp
 from ..types import NoiseKeys, Stream, Verdict
 from .greedy import greedy, with_greedy_rows
-from .rows import Masses, first_max, law_status, padded_like, pick_rows, race, row_masses, row_sum, to_law
+from .rows import (
+    LOG2_E,
+    chunks,
+    first_max,
+    law_status,
+    masses_and_exponents,
+    pick_rows,
+    race,
+    row_masses,
+    row_sum,
+    scale,
+    warp_of,
+)
 from .walk import find_end, make_chain, make_verdict
 
-# exp(-200) is 0 in float32, and 0 times a finite number is 0, where 0 times -inf is not.
-LOG_OF_NOTHING = -200.0
+# exp2(-300) is 0 in float32, and 0 times a finite number is 0, where 0 times -inf is not.
+EXPONENT_OF_NOTHING = -300.0
 
 
-def _entropy(law: Tensor, target: Masses, epsilon: float) -> Tensor:
-    """Entropy in nats [B, K] of `law` [B, K, V]; `epsilon` goes inside the logarithm."""
-    rows = padded_like(law)
-    terms = rows[..., : law.shape[-1]]
-    if epsilon > 0.0:
-        torch.div(target.masses, target.sums.unsqueeze(-1), out=terms)
-        terms.mul_((terms + epsilon).log_())
-        return -row_sum(rows)
-    torch.sub(law, law.amax(-1, keepdim=True), out=terms)
-    terms.clamp_(min=LOG_OF_NOTHING).mul_(target.masses)
-    return target.sums.log() - row_sum(rows) / target.sums
-
-
-def _accept(law: Tensor, token_ids: Tensor, rule: TypicalRule) -> Tensor:
+def _accept(logits: Tensor, warp: Warp, token_ids: Tensor, rule: TypicalRule) -> Tensor:
     """Judge every position by itself.
 
     Args:
-        law: [B, K, V] float32.
+        logits: [B, K, V], any float dtype.
+        warp: for these rows.
         token_ids: [B, K] int64 in [0, V).
         rule: its numbers.
 
     Returns:
         [B, K] bool, False where a row has no law.
     """
-    target = row_masses(law)
-    thresholds = (-_entropy(law, target, rule.entropy_epsilon)).exp_().mul_(rule.alpha).clamp_(max=rule.threshold)
+    target, exponents = masses_and_exponents(logits, warp)
+    if rule.entropy_epsilon > 0.0:
+        terms = exponents[..., : logits.shape[-1]]
+        torch.div(target.masses, target.sums.unsqueeze(-1), out=terms)
+        terms.mul_((terms + rule.entropy_epsilon).log_())
+        entropy = -row_sum(exponents)
+    else:
+        exponents.clamp_(min=EXPONENT_OF_NOTHING)[..., : logits.shape[-1]].mul_(target.masses)
+        entropy = target.sums.log() - row_sum(exponents) / (target.sums * LOG2_E)
+    thresholds = (-entropy).exp_().mul_(rule.alpha).clamp_(max=rule.threshold)
     masses = target.masses.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
     return masses > thresholds.mul_(target.sums)
 
@@ -48,11 +56,19 @@ def typical(round_: Round, warp: Warp, rule: TypicalRule, keys: NoiseKeys | None
     if warp.is_greedy:
         return greedy(round_)
     chain = make_chain(round_)
-    law = to_law(round_.target_logits, warp)
-    end = find_end(chain, _accept(law[:, :-1], chain.token_ids, rule))
-    final_law = pick_rows(law, end.num_accepted)  # [B, V]
-    best = first_max(final_law)
-    final_ids = best.indices
+    temperature, cutoffs = warp
+    inner = warp if cutoffs is None else Warp(temperature, cutoffs[:, :-1])
+    logits = round_.target_logits[:, :-1]
+    parts = [_accept(logits[some], warp_of(inner, some), chain.token_ids[some], rule) for some in chunks(logits)]
+    end = find_end(chain, torch.cat(parts))
+    final_logits = pick_rows(round_.target_logits, end.num_accepted)  # [B, V]
+    law = scale(final_logits, temperature, torch.empty_like(final_logits, dtype=torch.float32))
+    values, final_ids = first_max(law)
+    if cutoffs is not None:
+        final_cutoffs = cutoffs.gather(1, end.num_accepted.unsqueeze(-1)).squeeze(-1)
+        dropped = values < final_cutoffs
+        values, final_ids = values.masked_fill(dropped, -torch.inf), final_ids.masked_fill(dropped, 0)
+        warp = Warp(temperature, final_cutoffs)
     if rule.samples and keys is not None:
-        final_ids = race(row_masses(final_law).masses, keys, Stream.CORRECTION, end.num_accepted)
-    return with_greedy_rows(round_, warp, make_verdict(chain, end, final_ids, law_status(best.values)))
+        final_ids = race(row_masses(final_logits, warp).masses, keys, Stream.CORRECTION, end.num_accepted)
+    return with_greedy_rows(round_, warp, make_verdict(chain, end, final_ids, law_status(values)))
