@@ -160,8 +160,8 @@ def race_row(
 ):  # fmt: skip
     """Race some chunks of one row, by the target's law and by what it has more than the draft's.
 
-    Returns key and winner of both races. Keys are compared as they are, so the pieces may have any size; of a whole
-    chunk at once, registers were spilled (cuda 90).
+    Returns key and winner of both races. Keys are compared as they are, so the pieces may have any size; larger ones
+    spilled registers on cuda 90 in some of the builds.
     """
     PIECE: tl.constexpr = CHUNK // 8
     best, best_id, best_rest, best_rest_id = -1.0, 0, -1.0, 0
