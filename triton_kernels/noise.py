@@ -119,9 +119,9 @@ def _words_and_scratch(state: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor
     return x.add_(shifted), shifted
 
 
-def _scaled_words(keys: NoiseKeys, stream: Stream, position_offsets: Tensor, token_ids: Tensor, scale: float) -> Tensor:
+def _scaled_words(state: Tensor, token_ids: Tensor, scale: float) -> Tensor:
     """`scale` times (word + 0.5), the word read as unsigned, float32."""
-    bits, scratch = _words_and_scratch(states(keys, stream, position_offsets), token_ids)
+    bits, scratch = _words_and_scratch(state, token_ids)
     return scratch.view(torch.float32).copy_(bits.view(torch.uint32)).add_(0.5).mul_(scale)
 
 
@@ -137,7 +137,7 @@ def uniforms(keys: NoiseKeys, stream: Stream, position_offsets: Tensor, token_id
     Returns:
         float32, of the broadcast shape.
     """
-    return _scaled_words(keys, stream, position_offsets, token_ids, UNIFORM_SCALE)
+    return _scaled_words(states(keys, stream, position_offsets), token_ids, UNIFORM_SCALE)
 
 
 def exponentials(keys: NoiseKeys, stream: Stream, position_offsets: Tensor, token_ids: Tensor) -> Tensor:
@@ -145,4 +145,9 @@ def exponentials(keys: NoiseKeys, stream: Stream, position_offsets: Tensor, toke
 
     Args and shape of the result as for `uniforms`.
     """
-    return _scaled_words(keys, stream, position_offsets, token_ids, -UNIFORM_SCALE).log1p_().neg_()
+    return exponentials_of(states(keys, stream, position_offsets), token_ids)
+
+
+def exponentials_of(state: Tensor, token_ids: Tensor) -> Tensor:
+    """As `exponentials`, from the `states` that keys, stream and positions hash to."""
+    return _scaled_words(state, token_ids, -UNIFORM_SCALE).log1p_().neg_()

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from hf_speculate.triton_kernels import NoiseKeys, Stream, Verdict
 from hf_speculate.triton_kernels.reference import rejection as shared
-from hf_speculate.triton_kernels.reference.rejection import Draft
-from hf_speculate.triton_kernels.reference.rows import Masses
+from hf_speculate.triton_kernels.reference.rejection import Draft, LastLaw, Target
 from hf_speculate.triton_kernels.reference.walk import Chain, End
 from tests.triton_kernels.controls import residual_of_logits
 from tests.triton_kernels.laws import (
@@ -119,7 +118,9 @@ def test_control_a_proposal_other_than_the_one_drawn_from_is_caught() -> None:
 
 def test_control_correction_noise_shared_with_the_draft_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     race = twin.race
-    monkeypatch.setattr(twin, "race", lambda weights, keys, _, at: race(weights, keys, Stream.DRAFT, at))
+    monkeypatch.setattr(
+        twin, "race", lambda weights, pieces, keys, _, at: race(weights, pieces, keys, Stream.DRAFT, at)
+    )
     assert_caught()
 
 
@@ -137,7 +138,7 @@ def test_control_one_coin_for_the_whole_block_is_caught(monkeypatch: pytest.Monk
 
 def test_control_an_epsilon_in_the_residual_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     race, epsilon = twin.race, 1e-4
-    monkeypatch.setattr(twin, "race", lambda weights, keys, stream, at: race(weights + epsilon, keys, stream, at))
+    monkeypatch.setattr(twin, "race", lambda weights, *rest: race(weights + epsilon, *rest))
     assert_caught()
 
 
@@ -149,7 +150,7 @@ def test_control_a_residual_of_logits_is_caught(monkeypatch: pytest.MonkeyPatch)
 def test_control_the_target_in_place_of_the_residual_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     last_law = twin.last_law
 
-    def without_residual(target: Masses, draft: Draft, chain: Chain, end: End, ratios: Tensor) -> tuple[Tensor, Tensor]:
+    def without_residual(target: Target, draft: Draft, chain: Chain, end: End, ratios: Tensor) -> LastLaw:
         return last_law(target, draft, chain, end._replace(refused=torch.zeros_like(end.refused)), ratios)
 
     monkeypatch.setattr(twin, "last_law", without_residual)

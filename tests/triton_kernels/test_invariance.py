@@ -17,6 +17,8 @@ from hf_speculate.triton_kernels import (
     verify_typical,
 )
 from hf_speculate.triton_kernels._inputs import Warp
+from hf_speculate.triton_kernels.reference import masses as twin_masses
+from hf_speculate.triton_kernels.reference import pieces as twin_pieces
 from hf_speculate.triton_kernels.reference import rows as twin_rows
 from tests.triton_kernels.laws import make_keys
 from tests.triton_kernels.operations import OPERATIONS, SAMPLING, make_round
@@ -192,9 +194,10 @@ def test_looking_only_at_what_the_cutoffs_keep_changes_no_bit(
     keys, found = make_keys(3), []
     options = {"keys": keys, "temperature": temperature, "row_cutoffs": cutoffs, "backend": "torch"}
     drawing = {**options, "row_cutoffs": cutoffs[:, 0], "stream": Stream.RACE}
-    assert twin_rows._weigh_kept(twin_rows.padded_like(target), target, Warp(temperature, cutoffs)) is not None
-    for share in (twin_rows.MAX_KEPT_SHARE, -1.0):
-        monkeypatch.setattr(twin_rows, "MAX_KEPT_SHARE", share)
+    assert twin_masses._weigh_kept(target, Warp(temperature, cutoffs)) is not None
+    assert twin_masses._weigh_kept(draft, Warp()) is not None
+    for share in (twin_pieces.MAX_KEPT_SHARE, -1.0):
+        monkeypatch.setattr(twin_pieces, "MAX_KEPT_SHARE", share)
         found.append(
             [
                 *verify_rejection(target, ids, draft, **options),
@@ -202,7 +205,9 @@ def test_looking_only_at_what_the_cutoffs_keep_changes_no_bit(
                 *verify_coupled(target, ids, **options),
                 *verify_typical(target, ids, **options, correction="sample"),
                 *sample(target[:, 0], **drawing),
-                twin_rows.row_masses(target, Warp(temperature, cutoffs)).masses,
+                twin_masses.row_masses(target, Warp(temperature, cutoffs)).masses,
+                twin_masses.row_sums(target, Warp(temperature, cutoffs)).logsumexp,
+                *twin_masses.row_masses(draft),
             ]
         )
     assert all(torch.equal(few, all_) for few, all_ in zip(*found, strict=True))

@@ -104,7 +104,9 @@ def test_control_a_proposal_other_than_the_one_drawn_from_is_caught() -> None:
 def test_control_correction_noise_shared_with_the_draft_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = rank_reversed_laws(16, 2)
     race = twin.race
-    monkeypatch.setattr(twin, "race", lambda weights, keys, _, at: race(weights, keys, Stream.DRAFT, at))
+    monkeypatch.setattr(
+        twin, "race", lambda weights, pieces, keys, _, at: race(weights, pieces, keys, Stream.DRAFT, at)
+    )
     assert rejection_p_value(target, draft, NUM_CONTROL_TRIALS, verify) < FAIL_P_VALUE
 
 
@@ -119,7 +121,7 @@ def test_control_an_epsilon_in_the_residual_is_caught(monkeypatch: pytest.Monkey
     target, draft = rank_reversed_laws(16, 2)
     race = twin.race
     epsilon = 1e-4
-    monkeypatch.setattr(twin, "race", lambda weights, keys, stream, at: race(weights + epsilon, keys, stream, at))
+    monkeypatch.setattr(twin, "race", lambda weights, *rest: race(weights + epsilon, *rest))
     assert rejection_p_value(target, draft, NUM_CONTROL_TRIALS, verify) < FAIL_P_VALUE
 
 
@@ -127,9 +129,7 @@ def test_control_the_target_in_place_of_the_residual_is_caught(monkeypatch: pyte
     target, draft = rank_reversed_laws(16, 2)
     last_law = twin.last_law
 
-    def without_residual(
-        target: twin.Masses, draft: twin.Draft | None, chain: Chain, end: End
-    ) -> tuple[Tensor, Tensor]:
+    def without_residual(target: twin.Target, draft: twin.Draft | None, chain: Chain, end: End) -> twin.LastLaw:
         return last_law(target, draft, chain, end._replace(refused=torch.zeros_like(end.refused)))
 
     monkeypatch.setattr(twin, "last_law", without_residual)

@@ -17,8 +17,20 @@ from torch import Tensor
 from .._inputs import Proposal, Round, Warp
 from ..types import NoiseKeys, Stream, Verdict
 from .greedy import greedy, with_greedy_rows
-from .rejection import Draft, acceptance_coins, draft_logprobs, last_law, make_draft, reject, target_logprobs
-from .rows import Masses, chunks, padded_like, race, row_masses, row_sum
+from .masses import Masses, row_masses
+from .pieces import kept_pieces
+from .races import race
+from .rejection import (
+    Draft,
+    Target,
+    acceptance_coins,
+    draft_logprobs,
+    last_law,
+    make_draft,
+    reject,
+    target_logprobs,
+)
+from .rows import chunks, padded_like, row_sum
 from .walk import end_at, make_chain, make_verdict
 
 # Stands for a log ratio of +inf: float64 sums of 128 of them keep twelve digits, and no product comes back from it.
@@ -54,23 +66,24 @@ def block(round_: Round, warp: Warp, proposal: Proposal, keys: NoiseKeys) -> Ver
     if warp.is_greedy:
         return greedy(round_)
     chain = make_chain(round_)
-    target = row_masses(round_.target_logits, warp)
+    masses = row_masses(round_.target_logits, warp)
+    target = Target(round_.target_logits, warp, masses.logsumexp, kept_pieces(round_.target_logits, warp)[0])
     draft = make_draft(proposal)
     has_laws = (target.logsumexp[:, :-1].abs() < torch.inf) & (draft.logsumexp.abs() < torch.inf)
     lens = (chain.acceptable & has_laws).cumprod(-1, dtype=torch.int64).sum(-1, keepdim=True)  # [B, 1]
-    log_ratios = _log_ratios(target_logprobs(round_, warp, target, chain), draft_logprobs(draft, chain))
+    log_ratios = _log_ratios(target_logprobs(target, chain), draft_logprobs(draft, chain))
     ratios = log_ratios.exp().to(torch.float32)  # [B, K]
-    masses = _residual_masses(target, draft, ratios[:, :-1])
+    rests = _residual_masses(masses, draft, ratios[:, :-1])
     coins = acceptance_coins(chain, keys)
     passed = coins < ratios
     shortfalls = log_ratios[:, :-1].expm1().neg_().to(torch.float32)  # 1 - rho
-    inner = coins[:, :-1] * (masses + shortfalls) < masses
+    inner = coins[:, :-1] * (rests + shortfalls) < rests
     counts = torch.arange(1, num_draft_tokens + 1, device=chain.token_ids.device)
     passed[:, :-1] = torch.where(counts[:-1] < lens, inner, passed[:, :-1])
     passed |= log_ratios >= 0
     num_accepted = (counts * (passed & (counts <= lens))).amax(-1)  # [B]
     end = end_at(chain, num_accepted)
     kept_ratios = torch.where(num_accepted > 0, ratios.gather(1, (num_accepted - 1).clamp_(min=0)[:, None])[:, 0], 1.0)
-    weights, status = last_law(target, draft, chain, end, kept_ratios)
-    final_ids = race(weights, keys, Stream.CORRECTION, num_accepted)
-    return with_greedy_rows(round_, warp, make_verdict(chain, end, final_ids, status))
+    law = last_law(target, draft, chain, end, kept_ratios)
+    final_ids = race(law.weights, law.pieces, keys, Stream.CORRECTION, num_accepted)
+    return with_greedy_rows(round_, warp, make_verdict(chain, end, final_ids, law.status))

@@ -5,7 +5,9 @@ import torch
 from .._inputs import Round, Warp
 from ..types import NoiseKeys, Stream, Verdict
 from .greedy import greedy, with_greedy_rows
-from .rows import law_status, race, row_masses
+from .masses import row_masses
+from .races import race_rows
+from .rows import law_status
 from .walk import find_end, make_chain, make_verdict
 
 
@@ -16,7 +18,7 @@ def coupled(round_: Round, warp: Warp, keys: NoiseKeys) -> Verdict:
     chain = make_chain(round_)
     masses, _, logsumexp = row_masses(round_.target_logits, warp)
     offsets = torch.arange(masses.shape[1], device=masses.device).unsqueeze(0)
-    winners = race(masses, keys, Stream.RACE, offsets)  # [B, K+1]
+    winners = race_rows(masses, keys, Stream.RACE, offsets)  # [B, K+1]
     has_law = logsumexp.abs() < torch.inf
     end = find_end(chain, (winners[:, :-1] == chain.token_ids) & has_law[:, :-1])
     here = end.num_accepted.unsqueeze(-1)

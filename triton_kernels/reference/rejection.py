@@ -9,7 +9,10 @@ from .._inputs import Proposal, Round, Warp
 from ..noise import uniforms
 from ..types import NoiseKeys, Status, Stream, Verdict
 from .greedy import greedy, with_greedy_rows
-from .rows import PLAIN, Masses, law_status, logits_at, pick_rows, race, row_logsumexp, row_masses
+from .masses import exponentials_at, row_sums
+from .pieces import Pieces
+from .races import race
+from .rows import PLAIN, law_status, logits_at, warp_at
 from .walk import Chain, End, find_end, make_chain, make_verdict
 
 
@@ -20,11 +23,21 @@ class Draft(NamedTuple):
     logsumexp: Tensor  # [B, K] float32
 
 
-class TokenLogprobs(NamedTuple):
-    """What the two laws say of the drafted tokens."""
+class Target(NamedTuple):
+    """The target's laws."""
 
-    target: Tensor  # [B, K] float32
-    draft: Tensor  # [B, K] float32; +inf, -inf or NaN where the draft's row has no law
+    logits: Tensor  # [B, K+1, V] raw
+    warp: Warp
+    logsumexp: Tensor  # [B, K+1] float32, of the warped rows
+    pieces: Pieces  # of the logits, where the laws are
+
+
+class LastLaw(NamedTuple):
+    """The law of the token after the accepted ones."""
+
+    weights: Tensor  # [P, S] float32, not normalised
+    pieces: Pieces  # where those lie in [B, V]
+    status: Tensor  # [B] int32
 
 
 def _at(rows: Tensor, token_ids: Tensor) -> Tensor:
@@ -36,8 +49,7 @@ def make_draft(proposal: Proposal) -> Draft:
     """The proposal with its log-sum-exps."""
     if proposal.logsumexp is not None:
         return Draft(proposal.logits, proposal.logsumexp)
-    # Only the sums are kept: the masses of all rows would double the memory to save one row's exponentials.
-    return Draft(proposal.logits, row_logsumexp(proposal.logits))
+    return Draft(proposal.logits, row_sums(proposal.logits).logsumexp)
 
 
 def acceptance_coins(chain: Chain, keys: NoiseKeys) -> Tensor:
@@ -46,9 +58,9 @@ def acceptance_coins(chain: Chain, keys: NoiseKeys) -> Tensor:
     return uniforms(keys, Stream.ACCEPT, offsets, chain.token_ids)
 
 
-def target_logprobs(round_: Round, warp: Warp, target: Masses, chain: Chain) -> Tensor:
-    """Log-probabilities [B, K] of the drafted tokens under the target's law."""
-    return logits_at(round_.target_logits[:, :-1], warp, chain.token_ids) - target.logsumexp[:, :-1]
+def target_logprobs(target: Target, chain: Chain) -> Tensor:
+    """Log-probabilities [B, K] of the drafted tokens under the target's laws."""
+    return logits_at(target.logits[:, :-1], target.warp, chain.token_ids) - target.logsumexp[:, :-1]
 
 
 def draft_logprobs(draft: Draft, chain: Chain) -> Tensor:
@@ -67,38 +79,39 @@ def _accept(target_of_token: Tensor, draft: Draft | None, chain: Chain, keys: No
     return possible & ((target_of_token >= draft_of_token) | (log_coins < target_of_token - draft_of_token))
 
 
-def last_law(
-    target: Masses, draft: Draft | None, chain: Chain, end: End, ratios: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Weights [B, V] of the token after the accepted ones, and status [B] int32.
+def last_law(target: Target, draft: Draft | None, chain: Chain, end: End, ratios: Tensor | None = None) -> LastLaw:
+    """The law of the token after the accepted ones.
 
     Args:
-        target: of all K+1 rows.
+        target: the target's laws.
         draft: the proposal's laws; None for a point mass.
         chain: what was drafted.
         end: where each row's chain ends.
         ratios: [B] float32 in (0, 1], by which the target's law is scaled before the draft's is taken off; None: 1.
     """
-    here = end.num_accepted.unsqueeze(-1)
-    target_probs = pick_rows(target.masses, end.num_accepted).div_(target.sums.gather(1, here))  # [B, V]
-    status = law_status(target.logsumexp.gather(1, here).squeeze(-1))
+    here = end.num_accepted
+    pieces = target.pieces.at(here)
+    logsumexp = target.logsumexp.gather(1, here.unsqueeze(-1)).squeeze(-1)
+    probs = exponentials_at(pieces, pieces.of_row(target.logits, here), warp_at(target.warp, here), logsumexp)  # [P, S]
+    status = law_status(logsumexp)
     if chain.token_ids.shape[1] == 0:
-        return target_probs, status
+        return LastLaw(probs, pieces, status)
     residual_rows = end.refused
     last = end.last.unsqueeze(-1)
     if draft is None:
-        residual = target_probs.scatter(1, chain.token_ids.gather(1, last), 0.0)
+        last_ids = pieces.spread(chain.token_ids.gather(1, last).squeeze(-1)).to(torch.int32).unsqueeze(-1)
+        residual = torch.ne(pieces.token_ids(probs.device), last_ids, out=torch.empty_like(probs)).mul_(probs)
     else:
-        draft_status = torch.where(residual_rows, law_status(draft.logsumexp.gather(1, last).squeeze(-1)), 0)
+        draft_logsumexp = draft.logsumexp.gather(1, last).squeeze(-1)
+        draft_status = torch.where(residual_rows, law_status(draft_logsumexp), 0)
         residual_rows = residual_rows & (draft_status == 0)
         status = status | draft_status
-        draft_masses, draft_sums, _ = row_masses(pick_rows(draft.logits, end.last))
-        residual = draft_masses.div_(draft_sums.unsqueeze(-1)).neg_()
-        scaled = target_probs if ratios is None else target_probs * ratios.unsqueeze(-1)
+        residual = exponentials_at(pieces, pieces.of_row(draft.logits, end.last), PLAIN, draft_logsumexp).neg_()
+        scaled = probs if ratios is None else probs * pieces.spread(ratios).unsqueeze(-1)
         residual = residual.add_(scaled).clamp_(min=0.0)
-    empty = residual_rows & (residual.amax(-1) <= 0)
-    torch.where((residual_rows & ~empty).unsqueeze(-1), residual, target_probs, out=target_probs)
-    return target_probs, torch.add(status, empty, alpha=int(Status.EMPTY_RESIDUAL))
+    empty = residual_rows & (pieces.collect(residual.amax(-1)).amax(-1) <= 0)
+    torch.where(pieces.spread(residual_rows & ~empty).unsqueeze(-1), residual, probs, out=probs)
+    return LastLaw(probs, pieces, torch.add(status, empty, alpha=int(Status.EMPTY_RESIDUAL)))
 
 
 def reject(round_: Round, warp: Warp, proposal: Proposal | None, keys: NoiseKeys) -> Verdict:
@@ -121,10 +134,10 @@ def _reject(
 ) -> tuple[Verdict, Tensor]:
     """The verdict on the round, and every position's own test [B, K] bool."""
     draft = None if proposal is None else make_draft(proposal)
-    target = row_masses(round_.target_logits, warp)
-    accepted = _accept(target_logprobs(round_, warp, target, chain), draft, chain, keys)
+    # Only the sums are kept, and the last row is weighed again: writing all rows costs more.
+    target = Target(round_.target_logits, warp, *row_sums(round_.target_logits, warp))
+    accepted = _accept(target_logprobs(target, chain), draft, chain, keys)
     end = find_end(chain, accepted)
-    weights, status = last_law(target, draft, chain, end)
-    del target
-    final_ids = race(weights, keys, Stream.CORRECTION, end.num_accepted)
-    return make_verdict(chain, end, final_ids, status), accepted
+    law = last_law(target, draft, chain, end)
+    final_ids = race(law.weights, law.pieces, keys, Stream.CORRECTION, end.num_accepted)
+    return make_verdict(chain, end, final_ids, law.status), accepted

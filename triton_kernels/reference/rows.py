@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from .._inputs import Warp
-from ..noise import exponentials
-from ..types import NoiseKeys, Status, Stream
+from ..types import Status
 
 # torch.argmax takes about 1 ns an element on a CPU and a block-wise maximum a twentieth (V = 151,936).
 BLOCK_SIZE = 512
@@ -17,13 +16,11 @@ MIN_BLOCKED_NUMEL = 1 << 17
 TILE_SIZE = 4096
 # Narrower rows are padded to a multiple of two vectors of the widest CPU.
 VECTOR_SIZE = 32
-LOG2_E = 1.4426950408889634
 PLAIN = Warp()
 # Entries per thread, 2 MB: what is written stays in a core's caches until it is read again (2 cores of an AMD EPYC).
 CHUNK_NUMEL = 1 << 19
-# What a cutoff leaves of a row is looked for in pieces of this size, and worth it up to this share of the pieces.
+# Wide rows are summed, and what a cutoff leaves of them is looked for, in pieces of this size.
 PIECE_SIZE = 128
-MAX_KEPT_SHARE = 0.25
 
 
 class FirstMax(NamedTuple):
@@ -31,14 +28,6 @@ class FirstMax(NamedTuple):
 
     values: Tensor  # [...] float32
     indices: Tensor  # [...] int64, the lowest index of that value
-
-
-class Masses(NamedTuple):
-    """The law of every row, before it is normalised."""
-
-    masses: Tensor  # [..., V] float32, exp(x - max)
-    sums: Tensor  # [...] float32, of the masses
-    logsumexp: Tensor  # [...] float32; NaN, -inf or +inf where a NaN, nothing but -inf, or a +inf leaves no law
 
 
 def scale(logits: Tensor, temperature: float | Tensor, out: Tensor) -> Tensor:
@@ -98,7 +87,7 @@ def row_sum(terms: Tensor) -> Tensor:
     """
     if terms.shape[-1] <= TILE_SIZE:
         return terms.sum(-1)
-    return torch.unflatten(terms, -1, (-1, TILE_SIZE)).sum(-1).sum(-1)
+    return torch.unflatten(terms, -1, (-1, PIECE_SIZE)).sum(-1).sum(-1)
 
 
 def padded_like(law: Tensor) -> Tensor:
@@ -133,107 +122,18 @@ def warp_of(warp: Warp, rows: slice) -> Warp:
     )
 
 
-def _fill(rows: Tensor, logits: Tensor, warp: Warp) -> tuple[Tensor, Tensor | None]:
-    """Write binary exponents of the masses into `rows` that `padded_like` made; the tops, and 1.0 where to drop.
-
-    A comparison into floats with a multiplication later takes a tenth of the time of a mask of bools and its
-    filling on a CPU (V = 151,936).
-    """
-    law = scale(logits, warp.temperature, rows[..., : logits.shape[-1]])
-    tops = law.amax(-1)
-    dropped = None
-    if warp.row_cutoffs is not None:
-        cutoffs = warp.row_cutoffs.to(torch.float32)
-        dropped = torch.lt(law, cutoffs.unsqueeze(-1), out=torch.empty_like(law))
-        tops.masked_fill_(tops < cutoffs, -torch.inf)
-    law.sub_(tops.unsqueeze(-1))
-    rows.mul_(LOG2_E)
-    return tops, dropped
-
-
-def _in_pieces(rows: Tensor) -> Tensor | None:
-    """`rows` [..., V] as [..., N, PIECE_SIZE], where V allows it; on a CPU, for the host must know the pieces."""
-    if rows.device.type != "cpu" or rows.shape[-1] % PIECE_SIZE or rows.shape[-1] <= TILE_SIZE:
-        return None
-    return torch.unflatten(rows, -1, (-1, PIECE_SIZE))
-
-
-def _weigh_kept(rows: Tensor, logits: Tensor, warp: Warp) -> tuple[Tensor, Tensor] | None:
-    """As `_weigh`, bit for bit, from the pieces that the cutoffs leave something of; None where they leave too much."""
-    pieces = _in_pieces(logits)
-    if pieces is None or warp.row_cutoffs is None:
-        return None
-    cutoffs = warp.row_cutoffs.to(torch.float32)
-    peaks = pieces.amax(-1)  # dividing keeps their order
-    peaks = scale(peaks, warp.temperature, torch.empty(peaks.shape, dtype=torch.float32))
-    tops = peaks.amax(-1)
-    is_kept = (peaks < cutoffs.unsqueeze(-1)).logical_not_()
-    is_lawful = (tops.abs() < torch.inf) & ~(tops < cutoffs)
-    if not is_lawful.all() or is_kept.sum() > MAX_KEPT_SHARE * is_kept.numel():
-        return None
-    index = is_kept.nonzero(as_tuple=True)
-    row = index[:-1]
-    temperature = warp.temperature[row[0]] if isinstance(warp.temperature, Tensor) else warp.temperature
-    kept = pieces[index]  # [P, PIECE_SIZE]
-    kept = scale(kept, temperature, torch.empty(kept.shape, dtype=torch.float32))
-    dropped = kept < cutoffs[row].unsqueeze(-1)
-    kept.sub_(tops[row].unsqueeze(-1)).mul_(LOG2_E).exp2_().masked_fill_(dropped, 0.0)
-    torch.unflatten(rows.zero_(), -1, (-1, PIECE_SIZE))[index] = kept
-    return tops, row_sum(rows)
-
-
-def _weigh(rows: Tensor, logits: Tensor, warp: Warp) -> tuple[Tensor, Tensor]:
-    """Write the masses into `rows` that `padded_like` made; tops and sums."""
-    kept = _weigh_kept(rows, logits, warp)
-    if kept is not None:
-        return kept
-    tops, dropped = _fill(rows, logits, warp)
-    return tops, _sum(rows.exp2_(), logits.shape[-1], dropped)
-
-
-def _sum(rows: Tensor, width: int, dropped: Tensor | None) -> Tensor:
-    """Take the padding past `width` and the dropped entries out of masses, and sum what is left."""
-    if dropped is not None:
-        masses = rows[..., :width]
-        masses.addcmul_(masses, dropped, value=-1)
-    if rows.shape[-1] > width:
-        rows[..., width:].zero_()
-    return row_sum(rows)
-
-
-def row_masses(logits: Tensor, warp: Warp = PLAIN) -> Masses:
-    """Weigh the entries of rows of logits [B, ..., V], any float dtype; the answer is fresh memory.
-
-    exp2 takes half of exp's time on a CPU (V = 151,936, AVX2), but the entries that fill no whole vector come from
-    another routine. Whole tiles leave none where the threads split the rows evenly, so an entry's bits do not depend
-    on where it lies; in one entry of 50,000 the last bit does with, say, 3 threads.
-    """
-    rows = padded_like(logits)
-    parts = [_weigh(rows[chunk], logits[chunk], warp_of(warp, chunk)) for chunk in chunks(logits)]
-    tops, sums = parts[0] if len(parts) == 1 else (torch.cat(column) for column in zip(*parts, strict=True))
-    return Masses(rows[..., : logits.shape[-1]], sums, torch.where(sums > 0, sums.log() + tops, tops))
-
-
-def row_logsumexp(logits: Tensor) -> Tensor:
-    """Log-sum-exps of rows of logits [B, ..., V]: as `row_masses`, without keeping the masses."""
-    parts = [row_masses(logits[chunk]).logsumexp for chunk in chunks(logits)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def masses_and_exponents(logits: Tensor, warp: Warp) -> tuple[Masses, Tensor]:
-    """As `row_masses`, and binary exponents [..., W] of the masses, dropped entries too; both fresh memory."""
-    exponents = padded_like(logits)
-    tops, dropped = _fill(exponents, logits, warp)
-    rows = exponents.exp2()
-    sums = _sum(rows, logits.shape[-1], dropped)
-    return Masses(rows[..., : logits.shape[-1]], sums, torch.where(sums > 0, sums.log() + tops, tops)), exponents
-
-
 def law_status(logsumexp: Tensor) -> Tensor:
     """Flags of rows by their log-sum-exp, or their maximum (any shape), int32; 0 for a row with a law."""
     flags = logsumexp.masked_fill(logsumexp.abs() < torch.inf, 0.0)
     flags.nan_to_num_(nan=float(Status.NAN), posinf=float(Status.POSITIVE_INF), neginf=float(Status.ALL_MASKED))
     return flags.to(torch.int32)
+
+
+def warp_at(warp: Warp, positions: Tensor) -> Warp:
+    """What acts on row `positions[b]` [B] int64 of every batch row."""
+    if warp.row_cutoffs is None:
+        return warp
+    return Warp(warp.temperature, warp.row_cutoffs.gather(1, positions.unsqueeze(-1)).squeeze(-1))
 
 
 def pick_rows(tensor: Tensor, positions: Tensor) -> Tensor:
@@ -243,43 +143,3 @@ def pick_rows(tensor: Tensor, positions: Tensor) -> Tensor:
         # Whole rows are copied five times as fast as indexed entries.
         return tensor.flatten(0, 1).index_select(0, torch.add(positions, rows, alpha=tensor.shape[1]))
     return tensor[rows, positions]
-
-
-def _divide(weights: Tensor, keys: NoiseKeys, stream: Stream, offsets: Tensor) -> Tensor:
-    """Divide `weights` [B, ..., V] by their exponential clocks, in place; `offsets` [B, ...].
-
-    Noise belongs to a token, so pieces without a positive weight need none.
-    """
-    pieces = _in_pieces(weights)
-    if pieces is not None:
-        is_live = (pieces.amax(-1) <= 0).logical_not_()  # a NaN is alive
-        if is_live.sum() <= MAX_KEPT_SHARE * is_live.numel():
-            index = is_live.nonzero(as_tuple=True)
-            inside = torch.arange(PIECE_SIZE, dtype=torch.int32)
-            token_ids = index[-1].to(torch.int32).unsqueeze(-1) * PIECE_SIZE + inside  # [P, PIECE_SIZE]
-            clocks = exponentials(keys.rows(index[0]), stream, offsets[index[:-1]].unsqueeze(-1), token_ids)
-            pieces[index] = pieces[index].div_(clocks)
-            return weights
-    token_ids = torch.arange(weights.shape[-1], dtype=torch.int32, device=weights.device)
-    return weights.div_(exponentials(keys, stream, offsets.unsqueeze(-1), token_ids))
-
-
-def race(weights: Tensor, keys: NoiseKeys, stream: Stream, position_offsets: Tensor) -> Tensor:
-    """Draw one index a row: the first arrival of exponential clocks with these rates. Overwrites `weights`.
-
-    Args:
-        weights: [B, ..., V] float32 rates, >= 0 where the law is; need not sum to 1. A row without a positive rate, or
-            with a NaN, gives some index in range.
-        keys: [B] int64 each.
-        stream: which noise.
-        position_offsets: [B, ...] int64, or of a shape that broadcasts to it.
-
-    Returns:
-        [B, ...] int64.
-    """
-    offsets = position_offsets.expand(weights.shape[:-1])
-    parts = [
-        first_argmax(_divide(weights[chunk], NoiseKeys(*(key[chunk] for key in keys)), stream, offsets[chunk]))
-        for chunk in chunks(weights)
-    ]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -5,7 +5,9 @@ from torch import Tensor
 
 from .._inputs import Warp
 from ..types import NoiseKeys, Sampled, Stream
-from .rows import first_max, race, row_masses
+from .masses import row_masses
+from .races import race_rows
+from .rows import first_max
 
 
 def sample(logits: Tensor, warp: Warp, keys: NoiseKeys, stream: Stream) -> Sampled:
@@ -14,7 +16,7 @@ def sample(logits: Tensor, warp: Warp, keys: NoiseKeys, stream: Stream) -> Sampl
         best = first_max(logits)
         return Sampled(best.indices, best.values)
     masses, _, logsumexp = row_masses(logits, warp)
-    token_ids = race(masses, keys, stream, torch.zeros(1, dtype=torch.int64, device=logits.device))
+    token_ids = race_rows(masses, keys, stream, torch.zeros(1, dtype=torch.int64, device=logits.device))
     if not isinstance(warp.temperature, Tensor):
         return Sampled(token_ids, logsumexp)
     best = first_max(logits)

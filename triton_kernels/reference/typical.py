@@ -6,19 +6,9 @@ from torch import Tensor
 from .._inputs import Round, TypicalRule, Warp
 from ..types import NoiseKeys, Stream, Verdict
 from .greedy import greedy, with_greedy_rows
-from .rows import (
-    LOG2_E,
-    chunks,
-    first_max,
-    law_status,
-    masses_and_exponents,
-    pick_rows,
-    race,
-    row_masses,
-    row_sum,
-    scale,
-    warp_of,
-)
+from .masses import LOG2_E, masses_and_exponents, row_masses
+from .races import race_rows
+from .rows import chunks, first_max, law_status, pick_rows, row_sum, scale, warp_at, warp_of
 from .walk import find_end, make_chain, make_verdict
 
 # exp2(-300) is 0 in float32, and 0 times a finite number is 0, where 0 times -inf is not.
@@ -64,11 +54,10 @@ def typical(round_: Round, warp: Warp, rule: TypicalRule, keys: NoiseKeys | None
     final_logits = pick_rows(round_.target_logits, end.num_accepted)  # [B, V]
     law = scale(final_logits, temperature, torch.empty_like(final_logits, dtype=torch.float32))
     values, final_ids = first_max(law)
-    if cutoffs is not None:
-        final_cutoffs = cutoffs.gather(1, end.num_accepted.unsqueeze(-1)).squeeze(-1)
-        dropped = values < final_cutoffs
+    warp = warp_at(warp, end.num_accepted)
+    if warp.row_cutoffs is not None:
+        dropped = values < warp.row_cutoffs
         values, final_ids = values.masked_fill(dropped, -torch.inf), final_ids.masked_fill(dropped, 0)
-        warp = Warp(temperature, final_cutoffs)
     if rule.samples and keys is not None:
-        final_ids = race(row_masses(final_logits, warp).masses, keys, Stream.CORRECTION, end.num_accepted)
+        final_ids = race_rows(row_masses(final_logits, warp).masses, keys, Stream.CORRECTION, end.num_accepted)
     return with_greedy_rows(round_, warp, make_verdict(chain, end, final_ids, law_status(values)))
