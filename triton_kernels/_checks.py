@@ -27,6 +27,12 @@ def check_dtype(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype]) -> Non
         raise ShapeError(f"{name} must be one of {choices}, got {str(tensor.dtype).removeprefix('torch.')}")
 
 
+def check_device(name: str, tensor: Tensor, logits: Tensor) -> None:
+    """Raise unless `tensor` lies where the logits do."""
+    if tensor.device != logits.device:
+        raise ShapeError(f"{name} must be on {logits.device}, like the logits, got {tensor.device}")
+
+
 def check_logits(name: str, logits: Tensor, legend: str) -> None:
     """Raise unless `logits` has as many dimensions as `legend` letters, a float dtype and a vocabulary."""
     num_dims = legend.count(",") + 1
@@ -41,9 +47,11 @@ def check_round(target_logits: Tensor, draft_token_ids: Tensor, draft_lens: Tens
     num_rows, num_positions, _ = target_logits.shape
     check_shape("draft_token_ids", draft_token_ids, "B, K", (num_rows, num_positions - 1))
     check_dtype("draft_token_ids", draft_token_ids, ID_DTYPES)
+    check_device("draft_token_ids", draft_token_ids, target_logits)
     if draft_lens is not None:
         check_shape("draft_lens", draft_lens, "B", (num_rows,))
         check_dtype("draft_lens", draft_lens, ID_DTYPES)
+        check_device("draft_lens", draft_lens, target_logits)
 
 
 def check_proposal(
@@ -54,6 +62,7 @@ def check_proposal(
     if draft_logits is not None:
         check_shape("draft_logits", draft_logits, "B, K, V", (num_rows, num_positions - 1, vocab_size))
         check_dtype("draft_logits", draft_logits, FLOAT_DTYPES)
+        check_device("draft_logits", draft_logits, target_logits)
     elif draft_logsumexp is not None:
         raise ConfigError(
             "draft_logsumexp must come with draft_logits, got draft_logits=None; leave both out for a point mass"
@@ -61,25 +70,30 @@ def check_proposal(
     if draft_logsumexp is not None:
         check_shape("draft_logsumexp", draft_logsumexp, "B, K", (num_rows, num_positions - 1))
         check_dtype("draft_logsumexp", draft_logsumexp, (torch.float32,))
+        check_device("draft_logsumexp", draft_logsumexp, target_logits)
     return None if draft_logits is None else Proposal(draft_logits, draft_logsumexp)
 
 
-def check_warp(shape: Sequence[int], legend: str, warp: Warp) -> Warp:
-    """`warp` itself; raise unless temperature and cutoffs fit rows of `shape`, whose letters are `legend`."""
+def check_warp(logits: Tensor, legend: str, warp: Warp) -> Warp:
+    """`warp` itself; raise unless temperature and cutoffs fit the rows of `logits`, whose letters are `legend`."""
     temperature, row_cutoffs = warp
+    shape = logits.shape[:-1]
     if isinstance(temperature, Tensor):
         check_shape("temperature", temperature, "B", shape[:1])
         check_dtype("temperature", temperature, FLOAT_DTYPES)
+        check_device("temperature", temperature, logits)
     elif not (math.isfinite(temperature) and temperature >= 0.0):
         raise ConfigError(f"temperature must be finite and >= 0, got {temperature}; 0 takes the argmax")
     if row_cutoffs is not None:
         check_shape("row_cutoffs", row_cutoffs, legend, shape)
         check_dtype("row_cutoffs", row_cutoffs, FLOAT_DTYPES)
+        check_device("row_cutoffs", row_cutoffs, logits)
     return warp
 
 
-def check_keys(keys: NoiseKeys, num_rows: int) -> None:
-    """Raise unless every key is [B] int64."""
+def check_keys(keys: NoiseKeys, logits: Tensor) -> None:
+    """Raise unless every key is [B] int64, where the logits are."""
     for name, key in zip(keys._fields, keys, strict=True):
-        check_shape(f"keys.{name}", key, "B", (num_rows,))
+        check_shape(f"keys.{name}", key, "B", logits.shape[:1])
         check_dtype(f"keys.{name}", key, (torch.int64,))
+        check_device(f"keys.{name}", key, logits)

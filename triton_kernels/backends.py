@@ -13,6 +13,7 @@ from .errors import ConfigError, KernelUnavailableError
 from .types import NoiseKeys, Sampled, Stream, Verdict
 
 BACKENDS = ("auto", "torch", "triton")
+OLDEST_TRITON = (3, 6)
 
 
 class Operations(Protocol):
@@ -45,6 +46,16 @@ def is_interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "y", "yes")
 
 
+def _triton_version() -> tuple[int, int] | None:
+    """Major and minor version of the installed Triton; None where there is none."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    import triton  # not at import: the library runs without it
+
+    major, minor = triton.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
 def check_backend(backend: str, device: torch.device) -> None:
     """Raise unless `backend` is a known one that can serve tensors on `device`.
 
@@ -61,9 +72,12 @@ def check_backend(backend: str, device: torch.device) -> None:
         raise ConfigError(f'backend must be one of {choices}, got {backend!r}; leave it out for "auto"')
     if backend != "triton":
         return
-    if importlib.util.find_spec("triton") is None:
+    version = _triton_version()
+    if version is None or version < OLDEST_TRITON:
+        oldest = ".".join(map(str, OLDEST_TRITON))
+        found = "is not installed" if version is None else f"is installed as {'.'.join(map(str, version))}"
         raise KernelUnavailableError(
-            'backend must be "auto" or "torch" here, got "triton", which is not installed; pip install triton'
+            f'backend must be "auto" or "torch" here, got "triton", which {found}; pip install "triton>={oldest}"'
         )
     if device.type != "cuda" and not is_interpreting():
         raise KernelUnavailableError(
@@ -73,13 +87,14 @@ def check_backend(backend: str, device: torch.device) -> None:
 
 
 def operations(backend: str, device: torch.device) -> Operations:
-    """The implementation that serves `backend` on `device`; "auto" takes Triton on a GPU where it is installed.
+    """The implementation that serves `backend` on `device`; "auto" takes Triton on a GPU, where one fits.
 
     Raises as `check_backend`.
     """
     check_backend(backend, device)
     if backend == "auto":
-        backend = "triton" if device.type == "cuda" and importlib.util.find_spec("triton") else "torch"
+        fits = device.type == "cuda" and (_triton_version() or (0, 0)) >= OLDEST_TRITON
+        backend = "triton" if fits else "torch"
     if backend == "torch":
         return reference
     from . import kernels  # needs Triton

@@ -46,14 +46,14 @@ def verify_block(
     Raises:
         ConfigError: an unknown backend, a bad temperature, or `draft_logsumexp` without `draft_logits`.
         KernelUnavailableError: backend="triton" where it cannot run.
-        ShapeError: a shape or dtype that does not fit.
+        ShapeError: a shape, dtype or device that does not fit.
 
     Source: Sun et al., arXiv:2403.10444, algorithm 2.
     """
     check_round(target_logits, draft_token_ids, draft_lens)
     proposal = check_proposal(target_logits, draft_logits, draft_logsumexp)
-    warp = check_warp(target_logits.shape[:2], "B, K+1", Warp(temperature, row_cutoffs))
-    check_keys(keys, target_logits.shape[0])
+    warp = check_warp(target_logits, "B, K+1", Warp(temperature, row_cutoffs))
+    check_keys(keys, target_logits)
     round_ = Round(target_logits, draft_token_ids, draft_lens)
     chosen = operations(backend, target_logits.device)
     if proposal is None:

@@ -40,12 +40,12 @@ def verify_coupled(
     Raises:
         ConfigError: an unknown backend or a bad temperature.
         KernelUnavailableError: backend="triton" where it cannot run.
-        ShapeError: a shape or dtype that does not fit.
+        ShapeError: a shape, dtype or device that does not fit.
 
     Source: Daliri et al., arXiv:2408.07978.
     """
     check_round(target_logits, draft_token_ids, draft_lens)
-    warp = check_warp(target_logits.shape[:2], "B, K+1", Warp(temperature, row_cutoffs))
-    check_keys(keys, target_logits.shape[0])
+    warp = check_warp(target_logits, "B, K+1", Warp(temperature, row_cutoffs))
+    check_keys(keys, target_logits)
     round_ = Round(target_logits, draft_token_ids, draft_lens)
     return operations(backend, target_logits.device).coupled(round_, warp, keys)

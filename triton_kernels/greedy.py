@@ -27,7 +27,7 @@ def verify_greedy(
     Raises:
         ConfigError: an unknown backend.
         KernelUnavailableError: backend="triton" where it cannot run.
-        ShapeError: a shape or dtype that does not fit.
+        ShapeError: a shape, dtype or device that does not fit.
     """
     check_round(target_logits, draft_token_ids, draft_lens)
     return operations(backend, target_logits.device).greedy(Round(target_logits, draft_token_ids, draft_lens))

@@ -46,13 +46,13 @@ def verify_rejection(
     Raises:
         ConfigError: an unknown backend, a bad temperature, or `draft_logsumexp` without `draft_logits`.
         KernelUnavailableError: backend="triton" where it cannot run.
-        ShapeError: a shape or dtype that does not fit.
+        ShapeError: a shape, dtype or device that does not fit.
 
     Source: Leviathan et al., arXiv:2211.17192, algorithm 1; Chen et al., arXiv:2302.01318, algorithm 2.
     """
     check_round(target_logits, draft_token_ids, draft_lens)
     proposal = check_proposal(target_logits, draft_logits, draft_logsumexp)
-    warp = check_warp(target_logits.shape[:2], "B, K+1", Warp(temperature, row_cutoffs))
-    check_keys(keys, target_logits.shape[0])
+    warp = check_warp(target_logits, "B, K+1", Warp(temperature, row_cutoffs))
+    check_keys(keys, target_logits)
     round_ = Round(target_logits, draft_token_ids, draft_lens)
     return operations(backend, target_logits.device).reject(round_, warp, proposal, keys)

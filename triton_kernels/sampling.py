@@ -36,9 +36,9 @@ def sample(
     Raises:
         ConfigError: an unknown backend or a bad temperature.
         KernelUnavailableError: backend="triton" where it cannot run.
-        ShapeError: a shape or dtype that does not fit.
+        ShapeError: a shape, dtype or device that does not fit.
     """
     check_logits("logits", logits, "B, V")
-    warp = check_warp(logits.shape[:1], "B", Warp(temperature, row_cutoffs))
-    check_keys(keys, logits.shape[0])
+    warp = check_warp(logits, "B", Warp(temperature, row_cutoffs))
+    check_keys(keys, logits)
     return operations(backend, logits.device).sample(logits, warp, keys, stream)

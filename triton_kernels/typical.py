@@ -50,18 +50,18 @@ def verify_typical(
     Raises:
         ConfigError: an unknown backend or correction, a number out of range, or correction="sample" without keys.
         KernelUnavailableError: backend="triton" where it cannot run.
-        ShapeError: a shape or dtype that does not fit.
+        ShapeError: a shape, dtype or device that does not fit.
 
     Source: Cai et al., arXiv:2401.10774, section 3.3.1.
     """
     check_round(target_logits, draft_token_ids, draft_lens)
-    warp = check_warp(target_logits.shape[:2], "B, K+1", Warp(temperature, row_cutoffs))
+    warp = check_warp(target_logits, "B, K+1", Warp(temperature, row_cutoffs))
     rule = TypicalRule(posterior_threshold, posterior_alpha, entropy_epsilon, samples=correction == "sample")
     if correction not in CORRECTIONS:
         raise ConfigError(f'correction must be one of "argmax", "sample", got {correction!r}; "argmax" needs no keys')
     if rule.samples and keys is None:
         raise ConfigError('keys must be given with correction="sample", got None; or pass correction="argmax"')
     if keys is not None:
-        check_keys(keys, target_logits.shape[0])
+        check_keys(keys, target_logits)
     round_ = Round(target_logits, draft_token_ids, draft_lens)
     return operations(backend, target_logits.device).typical(round_, warp, rule, keys)

@@ -1,5 +1,6 @@
 """What does not fit is refused at the door, in words that say what would fit."""
 
+import importlib.util
 import re
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from hf_speculate.triton_kernels import (
     NoiseKeys,
     ShapeError,
     Stream,
+    reference,
     sample,
     verify_block,
     verify_coupled,
@@ -20,6 +22,7 @@ from hf_speculate.triton_kernels import (
     verify_rejection,
     verify_typical,
 )
+from hf_speculate.triton_kernels.backends import operations
 from tests.triton_kernels.laws import make_keys
 
 TARGET = torch.zeros(1, 3, 4)
@@ -121,3 +124,47 @@ def test_triton_by_name_is_refused_where_it_cannot_run(
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(KernelUnavailableError, match='got "triton"'):
         call(backend="triton")
+
+
+@pytest.mark.parametrize(("version", "words"), [("3.5.1", "which is installed as 3.5"), (None, "is not installed")])
+def test_a_missing_or_old_triton_is_named(version: str | None, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if version is None:
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    else:
+        monkeypatch.setattr(pytest.importorskip("triton"), "__version__", version)
+    with pytest.raises(KernelUnavailableError, match=re.escape(words)):
+        greedy(backend="triton")
+    assert operations("auto", torch.device("cuda")) is reference
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (greedy, "draft_token_ids"),
+        (greedy, "draft_lens"),
+        (rejection, "draft_logits"),
+        (rejection, "draft_logsumexp"),
+        (rejection, "temperature"),
+        (coupled, "row_cutoffs"),
+    ],
+)
+def test_a_tensor_on_another_device_is_named(call: Callable[..., object], name: str) -> None:
+    fitting = {
+        "draft_token_ids": IDS,
+        "draft_lens": torch.ones(1, dtype=torch.int64),
+        "draft_logits": TARGET[:, :2],
+        "draft_logsumexp": torch.zeros(1, 2),
+        "temperature": torch.ones(1),
+        "row_cutoffs": torch.zeros(1, 3),
+    }
+    changes = {name: fitting[name].to("meta")}
+    if name == "draft_logsumexp":
+        changes["draft_logits"] = fitting["draft_logits"]
+    with pytest.raises(ShapeError, match=re.escape(f"{name} must be on cpu, like the logits, got meta")):
+        call(**changes)
+
+
+def test_keys_on_another_device_are_named() -> None:
+    keys = KEYS._replace(rounds=KEYS.rounds.to("meta"))
+    with pytest.raises(ShapeError, match=re.escape("keys.rounds must be on cpu, like the logits, got meta")):
+        draw(keys=keys)

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from ..types import Status
+from .entry import entry_point
 from .noise import ACCEPT, CORRECTION, exponentials, noise_states, uniforms
 from .rows import (
     CHUNKS_AT_ONCE,
@@ -41,11 +42,6 @@ from .walk import (
 
 BAD_DRAFT_ID = tl.constexpr(int(Status.BAD_DRAFT_ID))
 EMPTY_RESIDUAL = tl.constexpr(int(Status.EMPTY_RESIDUAL))
-_RUN_TIME = [
-    "target_stride_b", "target_stride_i", "target_stride_v", "draft_stride_b", "draft_stride_i", "draft_stride_v",
-    "temperature", "plane", "threshold", "alpha", "num_sequences", "num_draft_tokens", "vocab_size", "num_chunks",
-    "chunks_per_program",
-]  # fmt: skip
 
 
 @triton.jit
@@ -188,7 +184,7 @@ def race_row(
     return best, best_id, best_rest, best_rest_id
 
 
-@triton.jit(do_not_specialize=_RUN_TIME)
+@entry_point
 def decide_kernel(
     target_ptr, target_stride_b, target_stride_i, target_stride_v,
     draft_ptr, draft_stride_b, draft_stride_i, draft_stride_v,
@@ -296,7 +292,7 @@ def decide_kernel(
             tl.store(plans_ptr + 4 * sequence + 3, status)
 
 
-@triton.jit(do_not_specialize=["num_sequences", "num_draft_tokens", "num_programs"])
+@entry_point
 def finish_kernel(
     ids_ptr, keys_ptr, winners_ptr, plans_ptr, out_ids_ptr, out_num_ptr, out_status_ptr,
     num_sequences, num_draft_tokens, num_programs,

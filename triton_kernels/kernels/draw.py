@@ -1,13 +1,13 @@
 """The second launch of `sample`: merge what the chunks of every row gave."""
 
-import triton
 import triton.language as tl
 
+from .entry import entry_point
 from .rows import logsumexps, merge_maxes, merge_races, merge_sums
 from .walk import POSITIONS_AT_ONCE
 
 
-@triton.jit(do_not_specialize=["temperature", "plane", "num_rows", "num_chunks"])
+@entry_point
 def draw_kernel(
     floats_ptr, ints_ptr, plane, temperature, temperatures_ptr, out_ids_ptr, out_lse_ptr, num_rows, num_chunks,
 ):  # fmt: skip

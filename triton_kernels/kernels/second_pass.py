@@ -1,8 +1,8 @@
 """What needs a second look at whole rows: block verification's residual masses, entropies with an epsilon."""
 
-import triton
 import triton.language as tl
 
+from .entry import entry_point
 from .rows import is_finite, load_chunk, load_cutoff, load_cutoffs, load_temperature, row_offset, warp
 from .stats import chain_len
 from .walk import (
@@ -15,13 +15,8 @@ from .walk import (
     row_laws,
 )
 
-_RUN_TIME = [
-    "target_stride_b", "target_stride_i", "target_stride_v", "draft_stride_b", "draft_stride_i", "draft_stride_v",
-    "temperature", "num_sequences", "num_draft_tokens", "vocab_size", "num_chunks", "chunks_per_program", "plane",
-]  # fmt: skip
 
-
-@triton.jit(do_not_specialize=_RUN_TIME)
+@entry_point
 def block_ratios_kernel(
     target_ptr, target_stride_b, target_stride_i, target_stride_v,
     draft_ptr, draft_stride_b, draft_stride_i, draft_stride_v,
@@ -67,7 +62,7 @@ def block_ratios_kernel(
     tl.store(block_lens_ptr + sequence, block_len)
 
 
-@triton.jit(do_not_specialize=_RUN_TIME)
+@entry_point
 def block_masses_kernel(
     target_ptr, target_stride_b, target_stride_i, target_stride_v,
     draft_ptr, draft_stride_b, draft_stride_i, draft_stride_v,
@@ -106,7 +101,7 @@ def block_masses_kernel(
         tl.store(masses_ptr + pair.to(tl.int64) * num_chunks + chunk, mass)
 
 
-@triton.jit(do_not_specialize=_RUN_TIME)
+@entry_point
 def entropies_kernel(
     target_ptr, target_stride_b, target_stride_i, target_stride_v,
     lens_ptr, temperature, temperatures_ptr, cutoffs_ptr, floats_ptr, ints_ptr, plane, sums_ptr, epsilon,

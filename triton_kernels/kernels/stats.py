@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from .entry import entry_point
 from .noise import exponentials, noise_states
 from .rows import (
     chunk_masses,
@@ -67,12 +68,7 @@ def store_chunk(
         tl.store(ints_ptr + plane + at, winner)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "target_stride_b", "target_stride_i", "target_stride_v", "draft_stride_b", "draft_stride_i", "draft_stride_v",
-        "temperature", "num_sequences", "num_draft_tokens", "vocab_size", "num_chunks", "chunks_per_program",
-    ]
-)  # fmt: skip
+@entry_point
 def row_stats_kernel(
     target_ptr, target_stride_b, target_stride_i, target_stride_v,
     draft_ptr, draft_stride_b, draft_stride_i, draft_stride_v,

@@ -15,6 +15,9 @@ from .races import race
 from .rows import PLAIN, law_status, logits_at, warp_at
 from .walk import Chain, End, find_end, make_chain, make_verdict
 
+# A plain number: torch.compile cannot follow the enum's conversion.
+EMPTY_RESIDUAL = int(Status.EMPTY_RESIDUAL)
+
 
 class Draft(NamedTuple):
     """The proposal's laws."""
@@ -111,7 +114,7 @@ def last_law(target: Target, draft: Draft | None, chain: Chain, end: End, ratios
         residual = residual.add_(scaled).clamp_(min=0.0)
     empty = residual_rows & (pieces.collect(residual.amax(-1)).amax(-1) <= 0)
     torch.where(pieces.spread(residual_rows & ~empty).unsqueeze(-1), residual, probs, out=probs)
-    return LastLaw(probs, pieces, torch.add(status, empty, alpha=int(Status.EMPTY_RESIDUAL)))
+    return LastLaw(probs, pieces, torch.add(status, empty, alpha=EMPTY_RESIDUAL))
 
 
 def reject(round_: Round, warp: Warp, proposal: Proposal | None, keys: NoiseKeys) -> Verdict:

@@ -17,6 +17,12 @@ TILE_SIZE = 4096
 # Narrower rows are padded to a multiple of two vectors of the widest CPU.
 VECTOR_SIZE = 32
 PLAIN = Warp()
+# Plain numbers: torch.compile cannot follow the enum's conversion.
+LAWLESS = {
+    "nan": float(Status.NAN),
+    "posinf": float(Status.POSITIVE_INF),
+    "neginf": float(Status.ALL_MASKED),
+}
 # Entries per thread, 2 MB: what is written stays in a core's caches until it is read again (2 cores of an AMD EPYC).
 CHUNK_NUMEL = 1 << 19
 # Wide rows are summed, and what a cutoff leaves of them is looked for, in pieces of this size.
@@ -125,7 +131,7 @@ def warp_of(warp: Warp, rows: slice) -> Warp:
 def law_status(logsumexp: Tensor) -> Tensor:
     """Flags of rows by their log-sum-exp, or their maximum (any shape), int32; 0 for a row with a law."""
     flags = logsumexp.masked_fill(logsumexp.abs() < torch.inf, 0.0)
-    flags.nan_to_num_(nan=float(Status.NAN), posinf=float(Status.POSITIVE_INF), neginf=float(Status.ALL_MASKED))
+    flags.nan_to_num_(**LAWLESS)
     return flags.to(torch.int32)
 
 

@@ -8,6 +8,9 @@ from torch import Tensor
 from .._inputs import Round
 from ..types import Status, Verdict
 
+# A plain number: torch.compile cannot follow the enum's conversion.
+BAD_DRAFT_ID = int(Status.BAD_DRAFT_ID)
+
 
 class Chain(NamedTuple):
     """What was drafted, in the form the twins read it."""
@@ -63,7 +66,7 @@ def make_verdict(chain: Chain, end: End, final_ids: Tensor, status: Tensor) -> V
     here, final_column = end.num_accepted.unsqueeze(-1), final_ids.unsqueeze(-1)
     ids = torch.cat((chain.token_ids, final_column), dim=-1)  # [B, K+1]
     ids.scatter_(1, here, final_column).masked_fill_(columns > here, -1)
-    flags = torch.add(status, end.bad_id, alpha=int(Status.BAD_DRAFT_ID))
+    flags = torch.add(status, end.bad_id, alpha=BAD_DRAFT_ID)
     return Verdict(ids, end.num_accepted.to(torch.int32), flags)
 
 
