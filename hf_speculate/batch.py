@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_speculate.infer.kv_cache import DynamicKVCache
+from hf_speculate.infer.kv_cache import KVCache
 from hf_speculate.sequences import TokenBuffer
 from hf_speculate.types import DraftOut, Kept, NoiseKeys
 
@@ -25,8 +25,8 @@ class Batch:
 
     tokens: TokenBuffer
     query_ids: Tensor
-    target_cache: DynamicKVCache
-    draft_cache: DynamicKVCache | None
+    target_cache: KVCache
+    draft_cache: KVCache | None
     seeds: Tensor
     num_prompt_tokens: list[int]
 

@@ -12,15 +12,15 @@ from transformers import (
     PreTrainedModel,
     StoppingCriteriaList,
 )
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache
 
 from hf_speculate.batch import Batch
 from hf_speculate.config import DEFAULT_ASSISTANT_TOKENS, SpeculationConfig
 from hf_speculate.decoder import DecoderSettings, SpeculativeDecoder
 from hf_speculate.draft.model import DraftSettings, ModelDrafter
 from hf_speculate.errors import ConfigError
+from hf_speculate.infer.homes import Home
 from hf_speculate.infer.inferencer import Inferencer
-from hf_speculate.infer.kv_cache import DynamicKVCache
 from hf_speculate.infer.language_model import LanguageModel
 from hf_speculate.judge import Judge, LockStepJudge, RaggedJudge
 from hf_speculate.outputs import OutputRecorder, Recorded
@@ -46,6 +46,7 @@ class Call:
         query_ids: [B, Q] int64, those of their tokens that the cache does not hold.
         attention_mask: [B, P] int64 over the cache's states and the query; None where nothing is padded.
         cache: the target's, empty or prefilled.
+        is_cache_passed: whether the user passed the cache.
         is_cache_kept: whether the cache outlives the call.
         processors: the target's logits processors.
         criteria: the stopping criteria.
@@ -55,12 +56,14 @@ class Call:
         prefill_chunk_size: prompt tokens per forward.
         recorded: which outputs the call asked for.
         on_tokens: a streamer's callback.
+        target_attention, draft_attention: names of the models' attention implementations.
     """
 
     input_ids: Tensor
     query_ids: Tensor
     attention_mask: Tensor | None
     cache: Cache
+    is_cache_passed: bool
     is_cache_kept: bool
     processors: LogitsProcessorList
     criteria: StoppingCriteriaList
@@ -70,6 +73,8 @@ class Call:
     prefill_chunk_size: int | None
     recorded: Recorded
     on_tokens: Callable[[list[int]], None] | None
+    target_attention: str
+    draft_attention: str
 
 
 def build_decoder(
@@ -130,7 +135,9 @@ def build_decoder(
         stats=stats,
         on_tokens=call.on_tokens,
     )
-    return decoder, _build_batch(draft, config, call)
+    batch = _build_batch(target, draft, config, call)
+    stats.cache = batch.target_cache.kind
+    return decoder, batch
 
 
 def build_drafter(
@@ -210,20 +217,28 @@ def _build_schedule(config: SpeculationConfig) -> Schedule:
             return ConstantSchedule(num)
 
 
-def _build_batch(draft: PreTrainedModel | None, config: SpeculationConfig, call: Call) -> Batch:
+def _build_batch(
+    target: PreTrainedModel, draft: PreTrainedModel | None, config: SpeculationConfig, call: Call
+) -> Batch:
     batch_size, prompt_len = call.input_ids.shape
     device = call.input_ids.device
-    target_cache = DynamicKVCache(call.cache, batch_size, call.attention_mask, device)
     mask = call.attention_mask
+    num_masked = call.cache.get_seq_length() + call.query_ids.shape[1]
+    home = Home(
+        config.speculation_cache,
+        call.target_attention,
+        call.is_cache_passed,
+        call.is_cache_kept,
+        call.recorded.attentions,
+        max_columns=call.max_length + num_masked - prompt_len,
+    )
+    target_cache = home.make(target, call.cache, batch_size, mask, device)
     draft_cache = None
     if draft is not None:
         draft_mask = None if mask is None else mask[:, -prompt_len:].to(draft.device)
-        # all layers of the draft's cache are full ones, so that K forwards in a row can be rolled back at once
-        draft_cache = DynamicKVCache(DynamicCache(), batch_size, draft_mask, draft.device)
-    if mask is None:
-        num_prompt_tokens = [call.cache.get_seq_length() + call.query_ids.shape[1]] * batch_size
-    else:
-        num_prompt_tokens = [int(num) for num in mask.sum(1).tolist()]
+        home = Home(config.speculation_cache, call.draft_attention, max_columns=call.max_length)
+        draft_cache = home.make(draft, None, batch_size, draft_mask, draft.device)
+    num_prompt_tokens = [num_masked] * batch_size if mask is None else mask.sum(1).tolist()
     return Batch(
         tokens=TokenBuffer(call.input_ids, capacity=min(call.max_length, prompt_len + _FIRST_CAPACITY)),
         query_ids=call.query_ids,

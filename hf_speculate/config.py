@@ -18,7 +18,7 @@ _CHOICES = {
     "draft_sampling": ("argmax", "sample"),
     "num_assistant_tokens_schedule": ("constant", "heuristic", "heuristic_transient"),
     "verifier_backend": ("auto", "torch", "triton"),
-    "speculation_cache": ("auto", "dynamic"),
+    "speculation_cache": ("auto", "dynamic", "preallocated"),
 }
 _GREEDY_AT_ZERO = ("rejection", "block", "coupled")  # verifiers of sampling that are greedy at temperature 0
 
@@ -39,7 +39,8 @@ class SpeculationConfig:
         num_assistant_tokens_schedule: how that number moves from round to round; `None` is "constant".
         assistant_confidence_threshold: a row stops drafting after a token of lower draft probability, in [0, 1].
         verifier_backend: "auto", "torch" or "triton", of the kernels that verify and draw; "auto" is Triton on a GPU.
-        speculation_cache: "auto" or "dynamic".
+        speculation_cache: "auto", "dynamic" or "preallocated", where key-value states are kept; "auto" preallocates
+            where the model allows it and the cache is not the user's own.
         seed: an int, or one int per output row.
         generator: draws the seed where none is given.
         speculation_stats: filled in during the call.

@@ -166,6 +166,7 @@ class _Speculation:
             query_ids=self._query(input_ids, cache),
             attention_mask=checked_mask(model_kwargs.get("attention_mask")),
             cache=cache,
+            is_cache_passed=self.is_cache_passed,
             is_cache_kept=self.is_cache_passed or returns_dict,
             processors=logits_processor,
             criteria=stopping_criteria,
@@ -175,6 +176,8 @@ class _Speculation:
             prefill_chunk_size=generation_config.prefill_chunk_size,
             recorded=_recorded(generation_config),
             on_tokens=self._stream if self.streamer is not None else None,
+            target_attention=_attention(model),
+            draft_attention="" if self.assistant is None else _attention(self.assistant),
         )
         decoder, batch = build_decoder(model, self.assistant, config, call)
         self._decode(decoder, batch)
@@ -191,7 +194,7 @@ class _Speculation:
             if snapshot is not None:
                 batch.target_cache.restore(snapshot)
             raise
-        batch.target_cache.end_recording()
+        batch.target_cache.hand_back()
 
     def _query(self, input_ids: Tensor, cache: Cache) -> Tensor:
         """The prompt tokens that the cache does not hold; `input_ids` may be the whole text or only what is new."""
@@ -230,6 +233,11 @@ def _samples(model: PreTrainedModel, call: dict[str, Any]) -> bool:
         if config is not None and config.do_sample is not None:
             return bool(config.do_sample)
     return False
+
+
+def _attention(model: PreTrainedModel) -> str:
+    """The implementation that the model's decoder looks up at every forward."""
+    return str(model.config.get_text_config(decoder=True)._attn_implementation)
 
 
 def _only_fields(values: Mapping[str, Any]) -> dict[str, Any]:

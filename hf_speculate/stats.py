@@ -12,6 +12,7 @@ class SpeculationStats:
 
     Attributes:
         verifier: name of the verifier that ran.
+        cache: where the target's states were kept, "dynamic" or "preallocated".
         num_rounds: rounds summed over the rows that were live in them.
         num_batch_rounds: rounds of the batch.
         num_drafted: drafted tokens that counted, summed over rows.
@@ -28,6 +29,7 @@ class SpeculationStats:
     """
 
     verifier: str = ""
+    cache: str = ""
     num_rounds: int = 0
     num_batch_rounds: int = 0
     num_drafted: int = 0

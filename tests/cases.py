@@ -27,7 +27,7 @@ VERIFIERS: dict[str, dict[str, Any]] = {
     "typical, argmax": {"verifier": "typical", "do_sample": False},
     "typical, sample": {"verifier": "typical", "do_sample": True},
 }
-CACHES = ("auto", "dynamic")
+CACHES = ("auto", "dynamic", "preallocated")
 
 
 @cache

@@ -6,7 +6,7 @@ from typing import Protocol
 from torch import Tensor
 
 from hf_speculate.errors import ConfigError, ShapeError
-from hf_speculate.infer.kv_cache import DynamicKVCache
+from hf_speculate.infer.kv_cache import KVCache
 from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy
 
 
@@ -16,7 +16,7 @@ class Drafter(Protocol):
     def draft(
         self,
         query_token_ids: Tensor,
-        kv_cache: DynamicKVCache | None,
+        kv_cache: KVCache | None,
         num_draft_tokens: int,
         sample_strategy: SampleStrategy,
         *,

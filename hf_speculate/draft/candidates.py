@@ -9,7 +9,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_speculate.draft.base import Drafter
 from hf_speculate.errors import ShapeError
-from hf_speculate.infer.kv_cache import DynamicKVCache
+from hf_speculate.infer.dynamic import DynamicKVCache
 from hf_speculate.triton_kernels.noise import row_seeds
 from hf_speculate.types import Kept, NoiseKeys, SampleStrategy
 

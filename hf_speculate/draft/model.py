@@ -9,7 +9,7 @@ from torch import Tensor
 from hf_speculate.draft.base import check_request
 from hf_speculate.errors import ConfigError
 from hf_speculate.infer.inferencer import Choice, Inferencer
-from hf_speculate.infer.kv_cache import DynamicKVCache
+from hf_speculate.infer.kv_cache import KVCache
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.sequences import TokenBuffer
 from hf_speculate.triton_kernels import sample
@@ -58,7 +58,7 @@ class ModelDrafter:
     def draft(
         self,
         query_token_ids: Tensor,
-        kv_cache: DynamicKVCache | None,
+        kv_cache: KVCache | None,
         num_draft_tokens: int,
         sample_strategy: SampleStrategy,
         *,
@@ -68,7 +68,7 @@ class ModelDrafter:
         """See `Drafter.draft`; `kv_cache` is required."""
         check_request(query_token_ids, num_draft_tokens, sample_strategy, keys)
         if kv_cache is None:
-            raise ConfigError("kv_cache must be given to a draft model, got None; pass a DynamicKVCache")
+            raise ConfigError("kv_cache must be given to a draft model, got None; pass a KVCache")
         home = query_token_ids.device
         device = self.inferencer.language_model.device
         query = query_token_ids.to(device)

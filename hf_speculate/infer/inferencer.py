@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hf_speculate.errors import ConfigError, ShapeError
-from hf_speculate.infer.kv_cache import DynamicKVCache
+from hf_speculate.infer.kv_cache import KVCache
 from hf_speculate.infer.language_model import LanguageModel
 from hf_speculate.types import DecodeOutput, PrefillOutput, SampleStrategy
 
@@ -39,7 +39,7 @@ class Inferencer:
     def prefill(
         self,
         query_token_ids: Tensor,
-        kv_cache: DynamicKVCache,
+        kv_cache: KVCache,
         sample_strategy: SampleStrategy,
         *,
         logits_to_keep: int | None = None,
@@ -64,7 +64,7 @@ class Inferencer:
     def decode(
         self,
         query_token_ids: Tensor,
-        kv_cache: DynamicKVCache,
+        kv_cache: KVCache,
         max_new_tokens: int,
         sample_strategy: SampleStrategy,
         *,

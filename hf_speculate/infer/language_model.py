@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_speculate.errors import ShapeError
-from hf_speculate.infer.kv_cache import DynamicKVCache
+from hf_speculate.infer.kv_cache import KVCache
 from hf_speculate.infer.rope import growing_rope
 from hf_speculate.types import Scored
 
@@ -44,9 +44,7 @@ class LanguageModel:
             raise ValueError("eos_token_id must be set in the model's generation config, got None; set it there")
         return int(eos[0] if isinstance(eos, list) else eos)
 
-    def forward(
-        self, query_token_ids: Tensor, kv_cache: DynamicKVCache, *, logits_to_keep: int | None = None
-    ) -> Tensor:
+    def forward(self, query_token_ids: Tensor, kv_cache: KVCache, *, logits_to_keep: int | None = None) -> Tensor:
         """Score the query tokens; `kv_cache` is advanced by them, in place.
 
         Args:
@@ -65,7 +63,7 @@ class LanguageModel:
     def run(
         self,
         query_token_ids: Tensor,
-        kv_cache: DynamicKVCache,
+        kv_cache: KVCache,
         *,
         logits_to_keep: int | None = None,
         **forward_options: Any,
@@ -86,5 +84,6 @@ class LanguageModel:
             output = self.model(
                 input_ids=query_token_ids, past_key_values=kv_cache.cache, use_cache=True, return_dict=True, **options
             )
+        kv_cache.advance(num_query)
         logits = output.logits if logits_to_keep is None else output.logits[:, -logits_to_keep:]  # [B, Q', V]
         return Scored(logits, output.get("hidden_states"), output.get("attentions"))

@@ -16,8 +16,8 @@ from transformers import (
 from hf_speculate.draft.base import Drafter
 from hf_speculate.draft.model import DraftSettings, ModelDrafter
 from hf_speculate.errors import ConfigError, ShapeError
+from hf_speculate.infer.dynamic import DynamicKVCache
 from hf_speculate.infer.inferencer import Inferencer
-from hf_speculate.infer.kv_cache import DynamicKVCache
 from hf_speculate.infer.language_model import LanguageModel
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.triton_kernels.noise import row_seeds

@@ -46,7 +46,7 @@ def models(monkeypatch):
     [
         ({"verifier": "magic"}, "verifier must be one of block, coupled, greedy, rejection, typical, got 'magic'"),
         ({"verifier_backend": "cuda"}, "verifier_backend must be one of auto, torch, triton, got 'cuda'"),
-        ({"speculation_cache": "preallocated"}, "speculation_cache must be one of auto, dynamic"),
+        ({"speculation_cache": "paged"}, "speculation_cache must be one of auto, dynamic, preallocated"),
         ({"num_assistant_tokens_schedule": "adaptive"}, "must be one of constant, heuristic, heuristic_transient"),
         ({"posterior_threshold": 0.0}, r"posterior_threshold must be in \(0, 1\), got 0.0"),
         ({"posterior_threshold": 1.0}, r"posterior_threshold must be in \(0, 1\), got 1.0"),

@@ -42,18 +42,18 @@ def assert_same_contents(one: list[tuple], other: list[tuple], tolerance: float 
         assert torch.allclose(values, other_values, atol=tolerance, rtol=0)
 
 
+@pytest.mark.parametrize("home", ["dynamic", "preallocated"])
 @pytest.mark.parametrize("kind", ["llama", "mistral_window", "gemma2"])
 @pytest.mark.parametrize("num_held", [0, 3, 2 * SLIDING_WINDOW])
-def test_a_passed_cache_advances_in_place_as_in_plain(kind, num_held):
+def test_a_passed_cache_advances_in_place_as_in_plain(kind, num_held, home):
     target, draft = pair(kind)
     ids = torch.randint(1, 64, (1, 2 * SLIDING_WINDOW + 4), generator=torch.Generator().manual_seed(1))
     caches = [
         prefilled(target, ids[:, :num_held]) if num_held else DynamicCache(config=target.config) for _ in range(2)
     ]
     plain = target.generate(ids, past_key_values=caches[0], max_new_tokens=15)
-    ours = target.generate(
-        ids, past_key_values=caches[1], max_new_tokens=15, assistant_model=draft, num_assistant_tokens=K
-    )
+    own = {"assistant_model": draft, "num_assistant_tokens": K, "speculation_cache": home}
+    ours = target.generate(ids, past_key_values=caches[1], max_new_tokens=15, **own)
     assert_equal_ids(plain, ours)
     assert caches[1].get_seq_length() == ours.shape[1] - 1
     tolerance = 1e-4 if kind == "gemma2" else STATE_TOLERANCE
@@ -62,11 +62,13 @@ def test_a_passed_cache_advances_in_place_as_in_plain(kind, num_held):
 
 @pytest.mark.parametrize("kind", ["llama", "mistral_window"])
 @pytest.mark.parametrize("turns_are_whole", [True, False])
-def test_a_second_chat_turn_continues_on_the_cache_of_the_first(kind, turns_are_whole):
+@pytest.mark.parametrize("home", ["dynamic", "preallocated"])
+def test_a_second_chat_turn_continues_on_the_cache_of_the_first(kind, turns_are_whole, home):
     target, draft = pair(kind)
     caches = [DynamicCache(config=target.config) for _ in range(2)]
     texts = []
-    for cache, own in zip(caches, ({}, {"assistant_model": draft, "num_assistant_tokens": K}), strict=True):
+    speculative = {"assistant_model": draft, "num_assistant_tokens": K, "speculation_cache": home}
+    for cache, own in zip(caches, ({}, speculative), strict=True):
         first = target.generate(torch.tensor([[5, 6, 7]]), past_key_values=cache, max_new_tokens=9, **own)
         text = torch.cat([first, torch.tensor([[8, 9]])], dim=1)
         if turns_are_whole:
@@ -181,7 +183,8 @@ def test_an_error_arrives_unchanged_and_leaves_cache_models_and_configs(kind, er
     assert_equal_ids(plain, ours)
 
 
-def test_an_error_in_a_batch_brings_a_passed_cache_back():
+@pytest.mark.parametrize("home", ["dynamic", "preallocated"])
+def test_an_error_in_a_batch_brings_a_passed_cache_back(home):
     target, draft = pair("mistral_window")
     inputs = ragged_prompts(3, seed=5, min_len=6, max_len=14)
     held = {name: value[:, :-2] for name, value in inputs.items()}
@@ -193,6 +196,7 @@ def test_an_error_in_a_batch_brings_a_passed_cache_back():
             past_key_values=cache,
             max_new_tokens=20,
             assistant_model=draft,
+            speculation_cache=home,
             stopping_criteria=StoppingCriteriaList([FailingCriterion(9, RuntimeError)]),
         )
     assert_same_contents(before, cache_contents(cache))

@@ -6,8 +6,8 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_speculate.errors import ConfigError, ShapeError
+from hf_speculate.infer.dynamic import DynamicKVCache
 from hf_speculate.infer.inferencer import Choice, Inferencer
-from hf_speculate.infer.kv_cache import DynamicKVCache
 from hf_speculate.infer.language_model import LanguageModel
 from hf_speculate.types import SampleStrategy
 from tests.tiny import KINDS, SLIDING_WINDOW, make_law_model, make_model, ragged_prompts

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_speculate.errors import ShapeError
-from hf_speculate.infer.kv_cache import DynamicKVCache
+from hf_speculate.infer.dynamic import DynamicKVCache
 from hf_speculate.infer.language_model import LanguageModel
 from tests.tiny import KINDS, SLIDING_WINDOW, make_model, ragged_prompts
 

@@ -1,0 +1,232 @@
+"""A batch's key-value states in preallocated buffers: rows end where they end, and rolling back copies nothing."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
+
+from hf_speculate.infer.kv_cache import checked_drops
+from hf_speculate.infer.ragged_layer import Columns, RaggedLayer
+from hf_speculate.types import KVState
+
+# Queries longer than this are prompts, whose rows are of one length: transformers builds their masks, or none.
+MAX_MASKED_QUERY = 160
+
+
+class LayerKinds(NamedTuple):
+    """What the layers of a model attend to."""
+
+    windows: tuple[int | None, ...]  # by layer; None: everything
+    mask_windows: dict[str, int | None]  # by the name of a mask that the model asks for; one entry: it takes one mask
+    mask_dtype: torch.dtype  # of the additive masks: the queries'
+
+
+class PreallocatedKVCache:
+    """`KVCache` over buffers of its own, left-aligned: a row's next token goes where that row ends.
+
+    Rolling a row back lowers its length. What lies behind is hidden by explicit masks, [B, 1, Q, T] additive, and
+    overwritten later. Attention is handed views of the columns in use.
+
+    Args:
+        kinds: what the layers attend to.
+        batch_size: B.
+        attention_mask: [B, T] int64, 1 for real tokens, over the states that `home` holds *and* the prompt tokens
+            about to come; padding is on the left. None where nothing is padded.
+        device: where masks and position ids are made.
+        max_columns: the longest that a row can become, padding included; None: unknown.
+        home: the cache whose states come first, and which `hand_back` brings up to date; None: none, and nobody will
+            ask for the states.
+    """
+
+    kind = "preallocated"
+
+    def __init__(
+        self,
+        kinds: LayerKinds,
+        batch_size: int,
+        attention_mask: Tensor | None = None,
+        device: torch.device | str = "cpu",
+        max_columns: int | None = None,
+        home: Cache | None = None,
+    ):
+        self.columns = Columns(batch_size, max_columns)
+        self.cache = Cache(layers=[RaggedLayer(self.columns, window) for window in kinds.windows])
+        self.kinds = kinds
+        self.device = torch.device(device)
+        self._pads = [0] * batch_size if attention_mask is None else attention_mask.argmax(dim=1).tolist()
+        self._home = home
+        if home is not None:
+            self._load(home)
+
+    @property
+    def batch_size(self) -> int:
+        """B."""
+        return len(self._pads)
+
+    @property
+    def num_columns(self) -> int:
+        """Columns of the longest row, padding included."""
+        return self.columns.num_held
+
+    @property
+    def num_real_tokens(self) -> list[int]:
+        """[B] real tokens in each row."""
+        return [max(length - pad, 0) for length, pad in zip(self.columns.lens, self._pads, strict=True)]
+
+    def get_num_tokens(self) -> int:
+        """Real tokens in the longest row; 0 before the first update."""
+        return max(self.num_real_tokens, default=0)
+
+    def get_lens(self) -> Tensor:
+        """[B] int64 on the host, real tokens in each row."""
+        return torch.tensor(self.num_real_tokens)
+
+    def get_kv_states(self) -> list[KVState]:
+        """One `KVState` [B, H, T, D] per layer, rows right-aligned (window layers: their window); empty at first."""
+        return [self._states(layer) for layer in self._layers] if self.num_columns else []
+
+    def update(self, states: Sequence[KVState]) -> None:
+        """Append one `KVState` [B, H, N, D] per layer to every row."""
+        num_query = states[0].keys.shape[2] if states else 0
+        self.columns.begin(num_query)
+        for index, state in enumerate(states):
+            self.cache.update(state.keys, state.values, index)
+        self.advance(num_query)
+
+    def mask(self, num_query: int) -> Tensor | dict[str, Tensor] | None:
+        """What hides the other columns from a forward of `num_query` tokens, which is announced hereby.
+
+        Returns:
+            None where every query sees all before it and itself; [B, T + Q] int64 for prompts; else [B or 1, 1, Q, T]
+            additive, or one such mask per kind of layer.
+        """
+        columns = self.columns
+        columns.begin(num_query)
+        has_pads = any(self._pads)
+        if columns.is_even and (num_query > MAX_MASKED_QUERY or not columns.num_held):
+            if not has_pads:
+                return None
+            pads = torch.tensor(self._pads, device=self.device)[:, None]
+            return (torch.arange(columns.end, device=self.device) >= pads).to(torch.int64)  # [B, T+Q]
+        if num_query == 1 and columns.is_even and not has_pads:
+            return None
+        masks = {window: self._additive_mask(window) for window in set(self.kinds.mask_windows.values())}
+        if len(self.kinds.mask_windows) == 1:
+            return next(iter(masks.values()))
+        return {name: masks[window] for name, window in self.kinds.mask_windows.items()}
+
+    def position_ids(self, num_query: int, max_position: int | None = None) -> Tensor:
+        """[B or 1, num_query] int64: how many real tokens stand before each of the next tokens.
+
+        Args:
+            num_query: Q.
+            max_position: upper bound, for tokens that are drafted past the end of the text.
+        """
+        starts = [length - pad for length, pad in zip(self.columns.lens, self._pads, strict=True)]
+        if min(starts) == max(starts):
+            positions = torch.arange(starts[0], starts[0] + num_query, device=self.device)[None]  # [1, Q]
+        else:
+            positions = torch.tensor(starts, device=self.device)[:, None]
+            positions = positions + torch.arange(num_query, device=self.device)  # [B, Q]
+        if min(starts) < 0:
+            positions = positions.clamp_min(0)
+        if max_position is None or max(starts) + num_query - 1 <= max_position:
+            return positions
+        return positions.clamp_max(max_position)
+
+    def advance(self, num_query: int) -> None:
+        """Count the tokens of a forward that went well."""
+        self.columns.lens = [length + num_query for length in self.columns.lens]
+
+    def crop(self, num_tokens_crop: int | Sequence[int] | Tensor) -> None:
+        """Drop the newest tokens of each row.
+
+        Args:
+            num_tokens_crop: one count for all rows, or [B] counts, each in 0..the row's length.
+
+        Raises:
+            ShapeError: a count is out of range, or there is not one per row.
+        """
+        drops = checked_drops(num_tokens_crop, self.num_real_tokens)
+        self.columns.lens = [length - drop for length, drop in zip(self.columns.lens, drops, strict=True)]
+
+    def rows(self, indices: Sequence[int]) -> None:
+        """Keep the rows `indices`, in place, and only the padding that they need."""
+        index = torch.tensor(list(indices), dtype=torch.int64)
+        self._pads = [self._pads[row] for row in indices]
+        surplus = min(self._pads, default=0) if self.num_columns else 0
+        self._pads = [pad - surplus for pad in self._pads]
+        self.columns.lens = [self.columns.lens[row] - surplus for row in indices]
+        if self.columns.max_columns is not None:
+            self.columns.max_columns -= surplus
+        for layer in self._layers:
+            layer.select(index, surplus)
+
+    def begin_recording(self) -> None:
+        """Nothing to do: what a row may be rolled back to is kept."""
+
+    def snapshot(self) -> None:
+        """Nothing to note: `home` is left alone until `hand_back`."""
+
+    def restore(self, snapshot: None) -> None:
+        """Nothing to bring back."""
+
+    def hand_back(self) -> None:
+        """Bring `home` to what plain `generate` would have left in it."""
+        if self._home is None or not self.num_columns:
+            return
+        layers: list[Any] = self._home.layers
+        for layer, kept in zip(self._layers, layers, strict=True):
+            state = self._states(layer)
+            kept.lazy_initialization(state.keys, state.values)
+            kept.keys, kept.values = state
+            if isinstance(kept, DynamicSlidingWindowLayer):
+                kept.cumulative_length = self.num_columns
+
+    @property
+    def _layers(self) -> list[RaggedLayer]:
+        layers: list[RaggedLayer] = self.cache.layers  # type: ignore[assignment]  # __init__ made them
+        return layers
+
+    def _load(self, home: Cache) -> None:
+        num_held = int(home.get_seq_length())
+        if not num_held:
+            return
+        layers: list[Any] = home.layers
+        for layer, held in zip(self._layers, layers, strict=True):
+            layer.load(held.keys, held.values, num_held - held.keys.shape[2])
+        self.columns.lens = [num_held] * self.batch_size
+
+    def _states(self, layer: RaggedLayer) -> KVState:
+        """Copies of a layer's states [B, H, T, D], rows right-aligned; of a window layer, what the next token needs."""
+        width = self.num_columns
+        first = 0 if layer.window is None else max(width - layer.window + 1, 0)
+        starts = torch.tensor([length - width - layer.base for length in self.columns.lens], device=layer.device)
+        source = starts[:, None] + torch.arange(first, width, device=layer.device)  # [B, T]
+        index = source.clamp_min(0)[:, None, :, None]
+        keys, values = (
+            buffer.gather(2, index.expand(-1, buffer.shape[1], -1, buffer.shape[3])) for buffer in layer.buffers
+        )
+        return KVState(keys, values)
+
+    def _additive_mask(self, window: int | None) -> Tensor:
+        """[B or 1, 1, Q, T]: 0 where a query of the coming forward sees a column that layers of this window hand it."""
+        columns, device = self.columns, self.device
+        first = columns.first_seen(window)
+        # The width is a multiple of 8, for kernels that load it in vectors.
+        width = -(-(columns.end - first) // 8) * 8
+        seen = torch.arange(first, first + width, device=device)  # [T']
+        if columns.is_even:
+            places = torch.arange(columns.num_held, columns.end, device=device)[None, :, None]  # [1, Q, 1]
+        else:
+            starts = torch.tensor(columns.lens, device=device)[:, None]
+            places = (starts + torch.arange(columns.num_query, device=device))[:, :, None]  # [B, Q, 1]
+        is_hidden = seen > places
+        if window is not None:
+            is_hidden = is_hidden | (seen <= places - window)
+        if any(self._pads):
+            is_hidden = is_hidden | (seen < torch.tensor(self._pads, device=device)[:, None, None])
+        mask = torch.zeros(is_hidden.shape, dtype=self.kinds.mask_dtype, device=device)
+        return mask.masked_fill_(is_hidden, -torch.inf)[:, None, :, : columns.end - first]
