@@ -1,4 +1,4 @@
-"""The door: `generate()` of an enabled model, with every use of transformers' private names."""
+"""The door: `generate()` of an enabled model, with its uses of transformers' private names."""
 
 import inspect
 import json
@@ -20,6 +20,7 @@ from transformers import (
 from transformers.cache_utils import Cache
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from hf_speculate.attention_switch import folded_attention_for
 from hf_speculate.batch import Batch
 from hf_speculate.build import Call, build_decoder
 from hf_speculate.config import FIELD_NAMES, SpeculationConfig, fields_of, read_config
@@ -180,7 +181,10 @@ class _Speculation:
             draft_attention="" if self.assistant is None else _attention(self.assistant),
         )
         decoder, batch = build_decoder(model, self.assistant, config, call)
-        self._decode(decoder, batch)
+        needs_eager = call.recorded.attentions
+        models = [one for one in (model, self.assistant) if one is not None and not needs_eager]
+        with folded_attention_for(models):
+            self._decode(decoder, batch)
         if self.streamer is not None:
             self.streamer.end()
         return _output(decoder, call) if returns_dict else decoder.recorder.sequences(input_ids, call.pad_token_id or 0)

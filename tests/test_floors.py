@@ -16,6 +16,7 @@ FLOORS = {
     "hf_speculate.enabling": 6.5,
     "hf_speculate.generation": 6,
     "hf_speculate.build": 5,
+    "hf_speculate.attention_switch": 5,
     "hf_speculate.refusals": 5,
     "hf_speculate.decoder": 4,
     "hf_speculate.batch": 3.5,
@@ -43,7 +44,8 @@ SHARED_ROOMS = (
     "hf_speculate.infer",
     KERNELS,
 )
-MAY_USE_PRIVATE_NAMES = "hf_speculate.generation"
+# The door, and the switch that it throws: the name of the attention implementation has no public setter.
+MAY_USE_PRIVATE_NAMES = ("hf_speculate.generation", "hf_speculate.attention_switch")
 NAMED_TUPLE_METHODS = {"_asdict", "_fields", "_make", "_replace"}  # public, whatever their names look like
 
 
@@ -156,7 +158,7 @@ def is_self(node: ast.AST) -> bool:
 
 
 def private_name_problems(tree: ast.Module, module: str) -> Iterator[tuple[int, str]]:
-    if module == MAY_USE_PRIVATE_NAMES:
+    if module in MAY_USE_PRIVATE_NAMES:
         return
     own = names_defined(tree)
     for node in ast.walk(tree):
@@ -287,6 +289,7 @@ BAD = [
     ("build", "from transformers.generation.utils import _x", "private name of transformers"),
     ("build", "def f(model):\n    return model._is_stateful", "foreign private name"),
     ("build", "def f(self):\n    return self.model._cache", "foreign private name"),
+    ("infer.attention", "def f(config):\n    return config._attn_implementation", "foreign private name"),
     ("build", "def f(model):\n    return getattr(model, '_is_stateful', False)", "foreign private name"),
     ("build", "from transformers import GenerationMixin\nGenerationMixin.generate = None", "something imported"),
     ("build", "import torch\nsetattr(torch.nn, 'x', 1)", "something imported"),

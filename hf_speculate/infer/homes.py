@@ -10,10 +10,12 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_speculate.errors import UnsupportedModelError
+from hf_speculate.infer.attention import FOLDED, STANDS_FOR
 from hf_speculate.infer.dynamic import DynamicKVCache
 from hf_speculate.infer.kv_cache import KVCache
 from hf_speculate.infer.preallocated import LayerKinds, PreallocatedKVCache
 
+_ATTENTIONS = ("eager", STANDS_FOR, FOLDED)  # the last while another call of the same model runs
 _MASK_NAMES = ("full_attention", "sliding_attention")
 
 
@@ -81,7 +83,7 @@ class Home:
         names = set(getattr(config, "layer_types", None) or _MASK_NAMES[:1])
         windows = {getattr(layer, "sliding_window", None) for layer in cache.layers}
         obstacles = {
-            f"its attention is {self.attention}": self.attention not in ("eager", "sdpa"),
+            f"its attention is {self.attention}": self.attention not in _ATTENTIONS,
             "it takes no position_ids": "position_ids" not in inspect.signature(type(model).forward).parameters,
             "it takes no mask of four dimensions": not hasattr(module, "create_causal_mask"),
             "its positions are biases of the attention": bool(getattr(config, "alibi", False)),

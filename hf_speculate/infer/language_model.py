@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_speculate.errors import ShapeError
+from hf_speculate.infer.attention import folding
 from hf_speculate.infer.kv_cache import KVCache
 from hf_speculate.infer.rope import growing_rope
 from hf_speculate.types import Scored
@@ -80,7 +81,7 @@ class LanguageModel:
             options["position_ids"] = kv_cache.position_ids(num_query, self.max_position)
         if self._takes_logits_to_keep and logits_to_keep is not None:
             options["logits_to_keep"] = logits_to_keep
-        with self._mode():
+        with self._mode(), folding():
             output = self.model(
                 input_ids=query_token_ids, past_key_values=kv_cache.cache, use_cache=True, return_dict=True, **options
             )
