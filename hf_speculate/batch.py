@@ -37,7 +37,7 @@ class Batch:
         self.row_ids = list(range(len(self.tokens.lens)))  # each row's place in the output
         self.is_finished = [False] * len(self.row_ids)
         self.num_held = [0] * len(self.row_ids)  # tokens of each row that the drafter has seen
-        self.kept: Kept | None = None
+        self.told_lens: list[int] | None = None  # each row's length at the drafter's last call
         self.num_rounds = 0
 
     def separate_host_tokens(self) -> TokenBuffer:
@@ -52,6 +52,18 @@ class Batch:
         rounds = torch.full_like(self.seeds, self.num_rounds)
         return NoiseKeys(self.seeds, rounds, torch.tensor(positions, dtype=torch.int64, device=device))
 
+    def kept(self) -> Kept | None:
+        """What was emitted since the drafter's last call, over plain steps in between; None before the first call."""
+        if self.told_lens is None:
+            return None
+        device = self.tokens.token_ids.device
+        counts = [length - told for length, told in zip(self.tokens.lens, self.told_lens, strict=True)]
+        offsets = torch.arange(max(counts), device=device)  # [N]
+        columns = torch.tensor(self.told_lens, device=device)[:, None] + offsets  # [B, N]
+        num_emitted = torch.tensor(counts, dtype=torch.int32)
+        ids = self.tokens.token_ids.gather(1, columns.clamp_max(self.tokens.token_ids.shape[1] - 1))  # [B, N]
+        return Kept(ids.masked_fill(offsets >= num_emitted.to(device)[:, None], -1), num_emitted)
+
     def rows(self, indices: list[int]) -> None:
         """Keep the rows `indices` of everything."""
         self.tokens.rows(indices)
@@ -62,8 +74,8 @@ class Batch:
             self.draft_cache.rows(indices)
         index = torch.tensor(indices, device=self.seeds.device)
         self.seeds = self.seeds[index]
-        if self.kept is not None:
-            self.kept = Kept(self.kept.token_ids[index], self.kept.num_emitted[torch.tensor(indices)])
+        if self.told_lens is not None:
+            self.told_lens = [self.told_lens[row] for row in indices]
         for name in ("num_prompt_tokens", "row_ids", "is_finished", "num_held"):
             values = getattr(self, name)
             setattr(self, name, [values[row] for row in indices])

@@ -15,7 +15,7 @@ from transformers import (
 from transformers.cache_utils import Cache
 
 from hf_speculate.batch import Batch
-from hf_speculate.config import DEFAULT_ASSISTANT_TOKENS, SpeculationConfig
+from hf_speculate.config import DEFAULT_ASSISTANT_TOKENS, DEFAULT_MAX_ASSISTANT_TOKENS, SpeculationConfig
 from hf_speculate.decoder import DecoderSettings, SpeculativeDecoder
 from hf_speculate.draft.model import DraftSettings, ModelDrafter
 from hf_speculate.errors import ConfigError
@@ -25,7 +25,7 @@ from hf_speculate.infer.language_model import LanguageModel
 from hf_speculate.judge import Judge, LockStepJudge, RaggedJudge
 from hf_speculate.outputs import OutputRecorder, Recorded
 from hf_speculate.processors import BlockLogitsProcessorList
-from hf_speculate.schedule import ConstantSchedule, HeuristicSchedule, Schedule
+from hf_speculate.schedule import AdaptiveSchedule, ConstantSchedule, HeuristicSchedule, Schedule
 from hf_speculate.sequences import TokenBuffer
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.stopping import BlockStoppingCriteria
@@ -129,7 +129,7 @@ def build_decoder(
         target=LanguageModel(target, max_position, keeps_states=call.is_cache_kept),
         drafter=drafter,
         judge=judge,
-        schedule=ConstantSchedule(0) if drafter is None else _build_schedule(config),
+        schedule=ConstantSchedule(0) if draft is None else build_schedule(target, draft, config),
         settings=settings,
         recorder=OutputRecorder(call.input_ids.shape[0], call.recorded),
         stats=stats,
@@ -208,13 +208,27 @@ def _draft_strategy(config: SpeculationConfig, call: Call) -> SampleStrategy:
     return SampleStrategy.RANDOM if samples else SampleStrategy.GREEDY
 
 
-def _build_schedule(config: SpeculationConfig) -> Schedule:
-    num = config.num_assistant_tokens or DEFAULT_ASSISTANT_TOKENS
-    match config.num_assistant_tokens_schedule:
+def build_schedule(target: PreTrainedModel, draft: PreTrainedModel, config: SpeculationConfig) -> Schedule:
+    """The schedule that the settings name: a number alone means exactly that number, nothing means "adaptive".
+
+    Args:
+        target: the model that is sped up.
+        draft: the draft model.
+        config: resolved settings.
+    """
+    num = config.num_assistant_tokens
+    match config.num_assistant_tokens_schedule or ("adaptive" if num is None else "constant"):
+        case "adaptive":
+            return AdaptiveSchedule(num or DEFAULT_MAX_ASSISTANT_TOKENS, _num_bytes(draft) / max(_num_bytes(target), 1))
         case "heuristic" | "heuristic_transient":
-            return HeuristicSchedule(num)
+            return HeuristicSchedule(num or DEFAULT_ASSISTANT_TOKENS)
         case _:
-            return ConstantSchedule(num)
+            return ConstantSchedule(num or DEFAULT_ASSISTANT_TOKENS)
+
+
+def _num_bytes(model: PreTrainedModel) -> int:
+    """Of the parameters, which a decoding step reads once."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 
 def _build_batch(

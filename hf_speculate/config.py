@@ -11,12 +11,13 @@ from hf_speculate.errors import ConfigError
 from hf_speculate.stats import SpeculationStats
 
 MAX_ASSISTANT_TOKENS = 128
-DEFAULT_ASSISTANT_TOKENS = 5
+DEFAULT_ASSISTANT_TOKENS = 5  # of the schedules that start from a number
+DEFAULT_MAX_ASSISTANT_TOKENS = 10  # of the adaptive one
 
 _CHOICES = {
     "typical_correction": ("argmax", "sample"),
     "draft_sampling": ("argmax", "sample"),
-    "num_assistant_tokens_schedule": ("constant", "heuristic", "heuristic_transient"),
+    "num_assistant_tokens_schedule": ("adaptive", "constant", "heuristic", "heuristic_transient"),
     "verifier_backend": ("auto", "torch", "triton"),
     "speculation_cache": ("auto", "dynamic", "preallocated"),
 }
@@ -35,8 +36,10 @@ class SpeculationConfig:
         typical_correction: "argmax" or "sample", the token emitted at typical acceptance's first refusal; registered
             rules that are lossy may follow it too.
         draft_sampling: "sample" or "argmax", how the draft proposes under `do_sample=True`.
-        num_assistant_tokens: tokens drafted a round, 1..128; `None` is 5.
-        num_assistant_tokens_schedule: how that number moves from round to round; `None` is "constant".
+        num_assistant_tokens: tokens drafted a round, 1..128; with "adaptive" the most of them. `None` is 10 there and
+            5 elsewhere.
+        num_assistant_tokens_schedule: how that number moves from round to round; `None` is "constant" where the number
+            is set, "adaptive" where it is not.
         assistant_confidence_threshold: a row stops drafting after a token of lower draft probability, in [0, 1].
         verifier_backend: "auto", "torch" or "triton", of the kernels that verify and draw; "auto" is Triton on a GPU.
         speculation_cache: "auto", "dynamic" or "preallocated", where key-value states are kept; "auto" preallocates

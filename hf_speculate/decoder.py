@@ -11,9 +11,9 @@ from hf_speculate.draft.base import Drafter
 from hf_speculate.infer.language_model import LanguageModel
 from hf_speculate.judge import Judge, Round, Trimmed, Verified
 from hf_speculate.outputs import OutputRecorder
-from hf_speculate.schedule import Schedule
+from hf_speculate.schedule import RoundOutcome, Schedule
 from hf_speculate.stats import SpeculationStats
-from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy, Scored
+from hf_speculate.types import DraftOut, NoiseKeys, SampleStrategy, Scored
 
 
 @dataclass(frozen=True)
@@ -95,18 +95,21 @@ class SpeculativeDecoder:
             num_draft_tokens = self._num_draft_tokens(batch)
             batch.num_rounds += 1
             keys = batch.keys()
-            self._lap("bookkeeping_s")
-            draft = self._draft(batch, num_draft_tokens, keys)  # 1. the drafter proposes
-            self._lap("draft_s")
+            other_s = self._lap("bookkeeping_s")
+            num_fed = self._num_unseen(batch) if num_draft_tokens else 0
+            draft = self._draft(batch, num_draft_tokens, num_fed, keys)  # 1. the drafter proposes
+            draft_s = self._lap("draft_s")
             output = self._score(batch, draft)  # 2. the target scores all proposals at once
-            self._lap("score_s")
+            score_s = self._lap("score_s")
             round_ = Round(batch.tokens, batch.host_tokens, output.logits, draft, keys)
             verified = self.judge.verify(round_)  # 3. the verifier keeps a prefix
-            self._lap("verify_s")
+            other_s += self._lap("verify_s")
             trimmed = self._trim(batch, round_, verified)  # 4. what follows a stop goes
+            outcome = self._outcome(batch, num_draft_tokens, num_fed, verified)
             self._record(batch, round_, verified, trimmed, output)
             self._crop(batch, draft, verified, trimmed)  # 5. the caches forget what was not kept
-            self._lap("bookkeeping_s")
+            other_s += self._lap("bookkeeping_s")
+            self.schedule.update(outcome._replace(draft_s=draft_s, score_s=score_s, other_s=other_s))
         self._finish(batch)
 
     def _prefill(self, batch: Batch) -> None:
@@ -122,7 +125,6 @@ class SpeculativeDecoder:
         trimmed = self._trim(batch, round_, verified)
         self.recorder.add_prompt_states(output)
         self._emit(batch, round_, verified, trimmed)
-        batch.kept = None
         self._compact(batch)
         self._lap("bookkeeping_s")
 
@@ -131,25 +133,35 @@ class SpeculativeDecoder:
         lens = [length for length, done in zip(batch.tokens.lens, batch.is_finished, strict=True) if not done]
         return max(min(self.schedule.num_draft_tokens, self.settings.max_length - min(lens) - 1), 0)
 
-    def _draft(self, batch: Batch, num_draft_tokens: int, keys: NoiseKeys) -> DraftOut:
+    def _draft(self, batch: Batch, num_draft_tokens: int, num_fed: int, keys: NoiseKeys) -> DraftOut:
+        """Let the drafter read the last `num_fed` tokens of each row and propose."""
         if num_draft_tokens == 0 or self.drafter is None:
             return batch.no_draft()
-        num_query = max(length - held for length, held in zip(batch.tokens.lens, batch.num_held, strict=True))
+        batch.num_held = [length - num_fed for length in batch.tokens.lens]
         draft = self.drafter.draft(
-            batch.tokens.last(num_query),
+            batch.tokens.last(num_fed),
             batch.draft_cache,
             num_draft_tokens,
             self.settings.draft_strategy,
             keys=keys,
-            kept=batch.kept,
+            kept=batch.kept(),
         )
+        batch.told_lens = list(batch.tokens.lens)
         draft = self._within_length(batch, draft)
-        num_fed = draft.token_ids.shape[1] - 1 if batch.draft_cache is not None else 0
-        batch.num_held = [length + num_fed for length in batch.tokens.lens]
+        num_ahead = draft.token_ids.shape[1] - 1 if batch.draft_cache is not None else 0
+        batch.num_held = [length + num_ahead for length in batch.tokens.lens]
         if self.settings.is_lock_step and self.settings.pad_token_id is not None and any(batch.is_finished):
             finished = torch.tensor(batch.is_finished, device=draft.token_ids.device)[:, None]
             draft = draft._replace(token_ids=draft.token_ids.masked_fill(finished, self.settings.pad_token_id))
         return draft
+
+    def _num_unseen(self, batch: Batch) -> int:
+        """Tokens at the end of the live rows that the drafter has not seen; as many in each, for plain steps add one.
+
+        Finished rows that stay are fed as many, whatever they are: nobody uses their drafts.
+        """
+        rows = zip(batch.tokens.lens, batch.num_held, batch.is_finished, strict=True)
+        return max(length - held for length, held, is_finished in rows if not is_finished)
 
     def _within_length(self, batch: Batch, draft: DraftOut) -> DraftOut:
         """Let no row count drafts past its own end, so that what it draws does not depend on its neighbours."""
@@ -197,7 +209,6 @@ class SpeculativeDecoder:
             self.on_tokens(verified.new_ids[0][: trimmed.num_emitted[0]])
             self.stats.num_user_host_syncs += 1
         batch.is_finished = self._finished(batch.row_ids)
-        batch.kept = Kept(verified.token_ids, torch.tensor(trimmed.num_emitted, dtype=torch.int32))
 
     def _finished(self, places: list[int]) -> list[bool]:
         """Which of the output's rows `places` need no further token."""
@@ -213,17 +224,28 @@ class SpeculativeDecoder:
         live = [row for row, done in enumerate(batch.is_finished) if not done]
         self.stats.num_batch_rounds += 1
         self.stats.status |= verified.status
+        self.stats.add_draft_len(round_.draft.token_ids.shape[1])
         for row in live:
             num_drafted, num_accepted = verified.num_drafted[row], verified.num_accepted[row]
             num_judged = min(num_accepted + 1, num_drafted, len(verified.new_ids[row]))
             self.stats.add_row(num_drafted, num_accepted, trimmed.num_emitted[row], num_judged)
-        self.schedule.update([verified.num_drafted[row] for row in live], [verified.num_accepted[row] for row in live])
         if self._options:
             layers = batch.target_cache.cache.layers
             windows = [getattr(layer, "sliding_window", None) for layer in layers]
             num_query = round_.draft.token_ids.shape[1] + 1
             self.recorder.add_states(output, trimmed.num_emitted[0], num_query, windows)
         self._emit(batch, round_, verified, trimmed)
+
+    def _outcome(self, batch: Batch, num_draft_tokens: int, num_fed: int, verified: Verified) -> RoundOutcome:
+        """What the schedule is told, but for the seconds; rows in lock step count as one, the slowest."""
+        live = [row for row, done in enumerate(batch.is_finished) if not done]
+        row_ids = [batch.row_ids[row] for row in live]
+        num_drafted = [verified.num_drafted[row] for row in live]
+        num_accepted = [verified.num_accepted[row] for row in live]
+        if self.settings.is_lock_step:
+            row_ids, num_drafted, num_accepted = row_ids[:1], [min(num_drafted)], [min(num_accepted)]
+        num_rows = len(batch.is_finished)
+        return RoundOutcome(row_ids, num_drafted, num_accepted, num_draft_tokens, num_rows, num_fed)
 
     def _crop(self, batch: Batch, draft: DraftOut, verified: Verified, trimmed: Trimmed) -> None:
         """Roll both caches back to the kept tokens; the newest one is in neither."""
@@ -273,7 +295,10 @@ class SpeculativeDecoder:
             self.recorder.truncate(end)
             batch.target_cache.crop([surplus[place] for place in batch.row_ids])
 
-    def _lap(self, stage: str) -> None:
+    def _lap(self, stage: str) -> float:
+        """Book the seconds since the last lap on a stage."""
         now = self._clock()
-        setattr(self.stats, stage, getattr(self.stats, stage) + now - self._since)
+        spent = now - self._since
+        setattr(self.stats, stage, getattr(self.stats, stage) + spent)
         self._since = now
+        return spent

@@ -44,10 +44,10 @@ class TokenBuffer:
         self.lens = [length + count for length, count in zip(self.lens, counts, strict=True)]
 
     def last(self, num: int) -> Tensor:
-        """[B, num] int64, the last `num` tokens of each row."""
-        if self.is_even:
+        """[B, num] int64, the last `num` tokens of each row; a shorter row repeats its first one before them."""
+        if self.is_even and num <= self.lens[0]:
             return self.token_ids[:, self.lens[0] - num : self.lens[0]]
-        return self.token_ids.gather(1, self._columns(num, offset=-num))
+        return self.token_ids.gather(1, self._columns(num, offset=-num).clamp_min(0))
 
     def truncate(self, lens: Sequence[int]) -> None:
         """Shorten the rows to `lens` [B]."""

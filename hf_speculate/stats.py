@@ -25,6 +25,7 @@ class SpeculationStats:
         lock_step: whether all rows moved by the same number of tokens.
         fallbacks: what ran otherwise than asked, with the reason.
         judged_by_position, accepted_by_position: one entry per position in the draft.
+        rounds_by_draft_len: rounds of the batch by tokens drafted; 0 counts the plain steps.
         prefill_s, draft_s, score_s, verify_s, bookkeeping_s: seconds in each stage; prefill is the target's.
     """
 
@@ -43,6 +44,7 @@ class SpeculationStats:
     fallbacks: list[str] = field(default_factory=list)
     judged_by_position: list[int] = field(default_factory=list)
     accepted_by_position: list[int] = field(default_factory=list)
+    rounds_by_draft_len: dict[int, int] = field(default_factory=dict)
     prefill_s: float = 0.0
     draft_s: float = 0.0
     score_s: float = 0.0
@@ -79,6 +81,10 @@ class SpeculationStats:
             self.judged_by_position[position] += 1
             self.accepted_by_position[position] += position < num_accepted
 
+    def add_draft_len(self, num_drafted: int) -> None:
+        """Count one round of the batch in which `num_drafted` tokens were drafted."""
+        self.rounds_by_draft_len[num_drafted] = self.rounds_by_draft_len.get(num_drafted, 0) + 1
+
     @property
     def acceptance(self) -> float:
         """Accepted over judged tokens, in [0, 1]; 0 when nothing was judged."""
@@ -101,12 +107,14 @@ class SpeculationStats:
             for name in ("prefill", "draft", "score", "verify", "bookkeeping")
         )
         positions = " ".join(f"{share:.2f}" for share in self.acceptance_by_position)
+        lens = " ".join(f"{num}:{count}" for num, count in sorted(self.rounds_by_draft_len.items()))
         name = self.verifier or "no"
         counts = f"{self.num_accepted} of {self.num_judged} judged, {self.num_drafted} drafted"
         lines = [
             f"{name} verification: {self.num_emitted} tokens in {self.num_rounds} rounds",
             f"tokens a round {self.tokens_per_round:.2f}, acceptance {self.acceptance:.3f} ({counts})",
             f"acceptance by position: {positions or '-'}",
+            f"rounds by draft length: {lens or '-'}",
             f"seconds: {seconds}",
             f"host synchronisations: {self.num_host_syncs} ours, {self.num_user_host_syncs} in user code",
         ]

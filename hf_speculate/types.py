@@ -25,11 +25,11 @@ class DraftOut(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What the round before kept, handed back to the drafter."""
+    """What was emitted since the drafter's last call, handed back to it."""
 
-    token_ids: Tensor  # [B, K+1] int64, padded with -1
+    token_ids: Tensor  # [B, N] int64, padded with -1; N is K+1 at most, and more after plain steps
     num_emitted: Tensor  # [B] int32
-    hidden_states: Tensor | None = None  # [B, K+1, D], the target's last hidden states, for drafters that read them
+    hidden_states: Tensor | None = None  # [B, N, D], the target's last hidden states, for drafters that read them
 
 
 class KVState(NamedTuple):

@@ -41,8 +41,12 @@ def pair(kind: str, noise: float = DRAFT_NOISE, seed: int = 0) -> tuple[PreTrain
 def plain_and_ours(
     target: PreTrainedModel, draft: PreTrainedModel, inputs: dict[str, Tensor], **options: Any
 ) -> tuple[Any, Any]:
-    """One call twice: plainly, and with the draft. `num_assistant_tokens` and our fields go to the second only."""
-    own = {name: options.pop(name) for name in list(options) if name in ("num_assistant_tokens", "speculation_stats")}
+    """One call twice: plainly, and with the draft. `num_assistant_tokens` and our fields go to the second only.
+
+    The number is 5 unless told: drafts of the target's size are never called by the adaptive schedule.
+    """
+    own: dict[str, Any] = {"num_assistant_tokens": 5}
+    own |= {name: options.pop(name) for name in list(options) if name in ("num_assistant_tokens", "speculation_stats")}
     plain = target.generate(**inputs, **options)
     ours = target.generate(**inputs, assistant_model=draft, **own, **options)
     return plain, ours

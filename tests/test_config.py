@@ -127,7 +127,8 @@ def test_drafts_are_as_long_as_the_strongest_source_says(models, strongest):
     sources = {
         source: {"num_assistant_tokens": nums[place]} for place, source in enumerate(SOURCES) if place >= strongest
     }
-    assert longest_draft(models.generate_from(sources)) == [*nums, 5][strongest]
+    constant = {"num_assistant_tokens_schedule": "constant"}
+    assert longest_draft(models.generate_from(sources, **constant)) == [*nums, 5][strongest]
 
 
 def test_a_schedule_beside_the_number_of_tokens_counts(models):
@@ -158,14 +159,15 @@ def test_a_schedule_alone_starts_from_the_default(models):
 
 @pytest.mark.parametrize("weaker", SOURCES[1:])
 def test_a_confidence_threshold_of_none_keeps_weaker_sources_out(models, weaker):
-    strict = {weaker: {"assistant_confidence_threshold": 1.0}}  # below certainty: every draft is one token long
+    strict = {weaker: {"assistant_confidence_threshold": 1.0, "num_assistant_tokens": 5}}  # every draft is one token
     assert longest_draft(models.generate_from(strict)) == 1
     keyword = {"assistant_confidence_threshold": None}
     assert longest_draft(models.generate_from({**strict, "keyword": keyword})) == 5
 
 
 def test_a_confidence_threshold_of_zero_disables(models):
-    sources = {"model": {"assistant_confidence_threshold": 1.0}, "passed": {"assistant_confidence_threshold": 0.0}}
+    off = {"assistant_confidence_threshold": 0.0, "num_assistant_tokens": 5}
+    sources = {"model": {"assistant_confidence_threshold": 1.0}, "passed": off}
     assert longest_draft(models.generate_from(sources)) == 5
 
 

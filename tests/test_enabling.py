@@ -72,7 +72,9 @@ def test_once_without_enabling(models):
     target, draft = models
     inputs = ragged_prompts(2, seed=2)
     stats = hf_speculate.SpeculationStats()
-    ours = hf_speculate.generate(target, **inputs, max_new_tokens=10, assistant_model=draft, speculation_stats=stats)
+    ours = hf_speculate.generate(
+        target, **inputs, max_new_tokens=10, assistant_model=draft, num_assistant_tokens=5, speculation_stats=stats
+    )
     assert_equal_ids(target.generate(**inputs, max_new_tokens=10), ours)
     assert stats.num_rounds > 0
     assert type(target) is LlamaForCausalLM
@@ -91,7 +93,8 @@ def test_a_class_of_ones_own_with_the_mixin(models):
     inputs = ragged_prompts(2, seed=3)
     assert hf_speculate.is_enabled(mine)
     assert_equal_ids(
-        target.generate(**inputs, max_new_tokens=9), mine.generate(**inputs, max_new_tokens=9, assistant_model=draft)
+        target.generate(**inputs, max_new_tokens=9),
+        mine.generate(**inputs, max_new_tokens=9, assistant_model=draft, num_assistant_tokens=5),
     )
 
 
@@ -100,7 +103,9 @@ def test_positional_arguments_keep_their_places(models):
     hf_speculate.enable(target)
     ids = ragged_prompts(1, seed=1)["input_ids"]
     config = GenerationConfig(max_new_tokens=7, pad_token_id=0)
-    assert_equal_ids(target.generate(ids, config), target.generate(ids, config, assistant_model=draft))
+    assert_equal_ids(
+        target.generate(ids, config), target.generate(ids, config, assistant_model=draft, num_assistant_tokens=5)
+    )
 
 
 def test_a_saved_enabled_model_is_byte_equal_to_a_plain_one(models, tmp_path):
@@ -147,7 +152,7 @@ def test_a_pickle_is_a_plain_model_to_be_enabled_again(models):
         assert type(loaded) is LlamaForCausalLM
         inputs = ragged_prompts(1, seed=1)
         assert_equal_ids(
-            target.generate(**inputs, max_new_tokens=6, assistant_model=draft),
+            target.generate(**inputs, max_new_tokens=6, assistant_model=draft, num_assistant_tokens=5),
             loaded.generate(**inputs, max_new_tokens=6),
         )
     assert hf_speculate.is_enabled(target)
@@ -160,7 +165,8 @@ def test_a_deep_copy_stays_enabled_and_shares_nothing(models):
     assert twin.lm_head.weight is not target.lm_head.weight
     inputs = ragged_prompts(1, seed=1)
     assert_equal_ids(
-        target.generate(**inputs, max_new_tokens=6), twin.generate(**inputs, max_new_tokens=6, assistant_model=draft)
+        target.generate(**inputs, max_new_tokens=6),
+        twin.generate(**inputs, max_new_tokens=6, assistant_model=draft, num_assistant_tokens=5),
     )
 
 
@@ -173,7 +179,9 @@ def test_a_peft_model_is_enabled_through_its_base(models):
     assert hf_speculate.enable(wrapped) is wrapped
     assert hf_speculate.is_enabled(wrapped)
     stats = hf_speculate.SpeculationStats()
-    ours = wrapped.generate(**inputs, max_new_tokens=10, assistant_model=draft, speculation_stats=stats)
+    ours = wrapped.generate(
+        **inputs, max_new_tokens=10, assistant_model=draft, num_assistant_tokens=5, speculation_stats=stats
+    )
     assert_equal_ids(plain, ours)
     assert stats.num_rounds > 0
     hf_speculate.disable(wrapped)
@@ -203,7 +211,9 @@ def test_a_dispatched_model_is_enabled_with_its_hooks(models):
     dispatched = dispatch_model(target, {"": "cpu"}, force_hooks=True)
     assert hasattr(dispatched, "_hf_hook")
     hf_speculate.enable(dispatched)
-    assert_equal_ids(plain, dispatched.generate(**inputs, max_new_tokens=10, assistant_model=draft))
+    assert_equal_ids(
+        plain, dispatched.generate(**inputs, max_new_tokens=10, assistant_model=draft, num_assistant_tokens=5)
+    )
 
 
 @pytest.mark.parametrize("is_enabled", [False, True])
@@ -245,7 +255,9 @@ def test_a_model_with_a_generate_of_its_own_on_the_object_does_not_recurse(model
     """transformers puts a repository's function on the object when it loads one with `trust_remote_code`."""
     target, draft = models
     target.generate = lambda **kwargs: hf_speculate.generate(target, **kwargs)
-    output = target.generate(**ragged_prompts(1, seed=6), assistant_model=draft, max_new_tokens=5)
+    output = target.generate(
+        **ragged_prompts(1, seed=6), assistant_model=draft, num_assistant_tokens=5, max_new_tokens=5
+    )
     assert output.shape[1] == ragged_prompts(1, seed=6)["input_ids"].shape[1] + 5
 
 

@@ -40,6 +40,7 @@ KERNELS = "hf_speculate.triton_kernels"
 SHARED_ROOMS = (
     "hf_speculate.draft",
     "hf_speculate.verify",
+    "hf_speculate.schedule",
     "hf_speculate.processors",
     "hf_speculate.infer",
     KERNELS,

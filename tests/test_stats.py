@@ -77,6 +77,8 @@ def test_reset_sets_every_field_back_in_place():
         value = getattr(stats, entry.name)
         if isinstance(value, list):
             value.append("more")
+        elif isinstance(value, dict):
+            value[3] = 1
         else:
             setattr(stats, entry.name, "other" if isinstance(value, str) else value + 1)
     fresh, lists = SpeculationStats(), (stats.fallbacks, stats.judged_by_position)
@@ -97,11 +99,14 @@ def test_two_objects_share_no_list():
 def test_it_reads_well():
     stats = make_stats((3, 3, 4), (3, 1, 2))
     stats.draft_s, stats.num_host_syncs, stats.num_user_host_syncs = 0.25, 3, 1
+    stats.add_draft_len(3)
+    stats.add_draft_len(3)
     lines = str(stats).splitlines()
     assert lines == [
         "greedy verification: 6 tokens in 2 rounds",
         "tokens a round 3.00, acceptance 0.800 (4 of 5 judged, 6 drafted)",
         "acceptance by position: 1.00 0.50 1.00",
+        "rounds by draft length: 3:2",
         "seconds: prefill 0.000 draft 0.250 score 0.000 verify 0.000 bookkeeping 0.000",
         "host synchronisations: 3 ours, 1 in user code",
     ]

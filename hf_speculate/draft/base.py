@@ -27,12 +27,12 @@ class Drafter(Protocol):
 
         Args:
             query_token_ids: [B, Q] int64, the tokens of each row that `kv_cache` does not hold yet, the newest last;
-                in a call's first round the whole prompt and the token after it.
+                at the first call the whole text.
             kv_cache: the draft model's states, advanced in place by Q + K - 1 tokens; None for drafters without one.
             num_draft_tokens: K at most, >= 1.
             sample_strategy: GREEDY proposes the argmax, a point mass; RANDOM draws.
             keys: noise of the round; required for RANDOM.
-            kept: what the round before kept; None in the first round.
+            kept: what was emitted since the last call, in plain steps too; None in the first call.
 
         Returns:
             The proposal. K may be smaller than asked when every row needs no further token.

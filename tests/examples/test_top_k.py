@@ -92,7 +92,7 @@ def test_one_likeliest_token_is_greedy(registry):
     example.register(1)
     target, draft = pair("llama")
     inputs = ragged_prompts(2, seed=2)
-    ids = target.generate(**inputs, assistant_model=draft, verifier="top_k", max_new_tokens=16)
+    ids = target.generate(**inputs, assistant_model=draft, num_assistant_tokens=5, verifier="top_k", max_new_tokens=16)
     assert torch.equal(ids, target.generate(**inputs, max_new_tokens=16))
 
 

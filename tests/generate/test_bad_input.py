@@ -47,7 +47,7 @@ def models(monkeypatch):
         ({"verifier": "magic"}, "verifier must be one of block, coupled, greedy, rejection, typical, got 'magic'"),
         ({"verifier_backend": "cuda"}, "verifier_backend must be one of auto, torch, triton, got 'cuda'"),
         ({"speculation_cache": "paged"}, "speculation_cache must be one of auto, dynamic, preallocated"),
-        ({"num_assistant_tokens_schedule": "adaptive"}, "must be one of constant, heuristic, heuristic_transient"),
+        ({"num_assistant_tokens_schedule": "fastest"}, "one of adaptive, constant, heuristic, heuristic_transient"),
         ({"posterior_threshold": 0.0}, r"posterior_threshold must be in \(0, 1\), got 0.0"),
         ({"posterior_threshold": 1.0}, r"posterior_threshold must be in \(0, 1\), got 1.0"),
         ({"posterior_alpha": 0}, "posterior_alpha must be > 0, got 0"),
@@ -194,7 +194,7 @@ def test_rotary_embeddings_that_change_past_a_border():
     )
     draft = pair("llama")[1]
     inputs = ragged_prompts(1, seed=1)
-    short = hf_speculate.generate(target, **inputs, assistant_model=draft, max_new_tokens=8)
+    short = hf_speculate.generate(target, **inputs, assistant_model=draft, num_assistant_tokens=5, max_new_tokens=8)
     assert torch.equal(short, target.generate(**inputs, max_new_tokens=8))
     with pytest.raises(UnsupportedModelError, match="max_length must be at most 32 for LlamaForCausalLM with dynamic"):
         hf_speculate.generate(target, **inputs, assistant_model=draft, max_new_tokens=40)

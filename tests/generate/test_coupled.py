@@ -100,7 +100,9 @@ def test_rows_of_one_prompt_differ_by_their_seed(models):
     options = {**COUPLED, "num_return_sequences": 8, "seed": 3, "max_new_tokens": 12}
     alone = models["target"].generate(**inputs, **options)
     assert len({tuple(row) for row in alone.tolist()}) == 8
-    assert_equal_ids(alone, models["target"].generate(**inputs, **options, assistant_model=models["near"]))
+    assert_equal_ids(
+        alone, models["target"].generate(**inputs, **options, assistant_model=models["near"], num_assistant_tokens=5)
+    )
     assert not torch.equal(alone, models["target"].generate(**inputs, **{**options, "seed": 4}))
 
 
@@ -118,7 +120,7 @@ def test_a_token_depends_on_the_text_before_it_not_on_where_the_prompt_ended(mod
     target, draft = models["target"], models["near"]
     prompt = ragged_prompts(1, seed=2)["input_ids"]
     whole = target.generate(prompt, **COUPLED, seed=6, max_new_tokens=20)
-    for assistant in ({}, {"assistant_model": draft}):
+    for assistant in ({}, {"assistant_model": draft, "num_assistant_tokens": 5}):
         begin, mask = whole[:, :-9], torch.ones_like(whole[:, :-9])  # transformers would mask a drawn id of 0
         longer = target.generate(begin, attention_mask=mask, **COUPLED, seed=6, max_new_tokens=9, **assistant)
         assert_equal_ids(whole, longer)
@@ -129,7 +131,7 @@ def test_a_draft_draws_with_the_noise_of_the_target():
     target, draft = pair("llama", ACCEPTED_ALL)
     stats = hf_speculate.SpeculationStats()
     options = {**COUPLED, "seed": 1, "max_new_tokens": NUM_NEW, "speculation_stats": stats}
-    target.generate(**ragged_prompts(4, seed=1), **options, assistant_model=draft)
+    target.generate(**ragged_prompts(4, seed=1), **options, assistant_model=draft, num_assistant_tokens=5)
     assert stats.num_accepted == stats.num_judged > 0
 
 
@@ -142,7 +144,9 @@ def test_rows_that_end_are_the_same_rows(models, as_list):
     ended = (alone == 0).any(dim=1)
     assert ended.any()
     for drafter in ("near", "far"):
-        assert_equal_ids(alone, target.generate(**inputs, **options, assistant_model=models[drafter]))
+        assert_equal_ids(
+            alone, target.generate(**inputs, **options, assistant_model=models[drafter], num_assistant_tokens=5)
+        )
 
 
 class Foreign(LogitsProcessor):
@@ -184,7 +188,7 @@ class Streamed:
 
 def test_a_streamer_gets_the_same_text(models):
     prompt = ragged_prompts(1, seed=6)["input_ids"]
-    for assistant in ({}, {"assistant_model": models["near"]}):
+    for assistant in ({}, {"assistant_model": models["near"], "num_assistant_tokens": 5}):
         streamer = Streamed()
         ids = models["target"].generate(prompt, **COUPLED, **assistant, seed=8, max_new_tokens=14, streamer=streamer)
         assert streamer.ids == ids[0].tolist()
@@ -247,7 +251,7 @@ def test_output_objects_carry_scores_and_statistics(models):
     inputs = ragged_prompts(3, seed=7)
     options = {**COUPLED, "seed": 9, "max_new_tokens": 10, "output_scores": True, "return_dict_in_generate": True}
     alone = models["target"].generate(**inputs, **options)
-    assisted = models["target"].generate(**inputs, **options, assistant_model=models["near"])
+    assisted = models["target"].generate(**inputs, **options, assistant_model=models["near"], num_assistant_tokens=5)
     assert_equal_ids(alone.sequences, assisted.sequences)
     for one, other in zip(alone.scores, assisted.scores, strict=True):
         assert torch.allclose(one, other, atol=SCORE_TOLERANCE)
@@ -261,7 +265,7 @@ def test_output_objects_carry_scores_and_statistics(models):
 def test_a_generator_draws_the_seed_and_moves_on(models):
     prompt = ragged_prompts(1, seed=6)["input_ids"]
     texts = []
-    for assistant in ({}, {"assistant_model": models["far"]}):
+    for assistant in ({}, {"assistant_model": models["far"], "num_assistant_tokens": 5}):
         make = torch.Generator().manual_seed(5)
         options = {**COUPLED, **assistant, "generator": make, "max_new_tokens": 12}
         texts.append([models["target"].generate(prompt, **options) for _ in range(2)])
@@ -273,7 +277,7 @@ def test_a_generator_draws_the_seed_and_moves_on(models):
 def test_an_unset_seed_is_drawn_from_torchs_generator(models):
     prompt = ragged_prompts(1, seed=6)["input_ids"]
     texts = []
-    for assistant in ({}, {"assistant_model": models["far"]}, {}):
+    for assistant in ({}, {"assistant_model": models["far"], "num_assistant_tokens": 5}, {}):
         torch.manual_seed(3)
         texts.append(models["target"].generate(prompt, **COUPLED, **assistant, max_new_tokens=12))
     assert_equal_ids(texts[0], texts[1])
@@ -328,7 +332,12 @@ def test_without_sampling_it_is_greedy(models):
     stats = hf_speculate.SpeculationStats()
     plain = target.generate(**inputs, max_new_tokens=12)
     ours = target.generate(
-        **inputs, max_new_tokens=12, verifier="coupled", assistant_model=models["near"], speculation_stats=stats
+        **inputs,
+        max_new_tokens=12,
+        verifier="coupled",
+        assistant_model=models["near"],
+        num_assistant_tokens=5,
+        speculation_stats=stats,
     )
     assert_equal_ids(plain, ours)
     assert stats.verifier == "greedy"

@@ -84,7 +84,9 @@ def test_a_verifier_of_sampling_is_greedy_without_sampling():
     target, draft = pair("llama")
     inputs = ragged_prompts(2, seed=7)
     plain, ours = plain_and_ours(target, draft, inputs, max_new_tokens=12)
-    rejection = target.generate(**inputs, max_new_tokens=12, assistant_model=draft, verifier="rejection")
+    rejection = target.generate(
+        **inputs, max_new_tokens=12, assistant_model=draft, num_assistant_tokens=5, verifier="rejection"
+    )
     assert_equal_ids(plain, ours)
     assert_equal_ids(plain, rejection)
 

@@ -298,7 +298,14 @@ def test_a_streamer_gets_the_same_tokens_as_in_plain_one_by_one():
     eos = common_ids("llama", inputs, 1)
     streams = [Streamed(), Streamed()]
     target.generate(**inputs, max_new_tokens=NUM_NEW, eos_token_id=eos, streamer=streams[0])
-    target.generate(**inputs, max_new_tokens=NUM_NEW, eos_token_id=eos, streamer=streams[1], assistant_model=draft)
+    target.generate(
+        **inputs,
+        max_new_tokens=NUM_NEW,
+        eos_token_id=eos,
+        streamer=streams[1],
+        assistant_model=draft,
+        num_assistant_tokens=5,
+    )
     assert streams[0].values == streams[1].values
     assert streams[1].has_ended
 
@@ -320,7 +327,7 @@ def test_a_generator_draws_the_seed_and_moves_on():
     target, draft = pair("llama")
     inputs = ragged_prompts(1, seed=23)
     make = torch.Generator().manual_seed(5)
-    options = {"do_sample": True, "max_new_tokens": 12, "assistant_model": draft}
+    options = {"do_sample": True, "max_new_tokens": 12, "assistant_model": draft, "num_assistant_tokens": 5}
     texts = [target.generate(**inputs, **options, generator=make) for _ in range(2)]
     repeat = target.generate(**inputs, **options, generator=torch.Generator().manual_seed(5))
     assert torch.equal(texts[0], repeat)
@@ -330,7 +337,7 @@ def test_a_generator_draws_the_seed_and_moves_on():
 def test_greedy_decoding_leaves_torchs_generator_alone():
     target, draft = pair("llama")
     before = torch.get_rng_state()
-    target.generate(**ragged_prompts(1, seed=1), max_new_tokens=5, assistant_model=draft)
+    target.generate(**ragged_prompts(1, seed=1), max_new_tokens=5, assistant_model=draft, num_assistant_tokens=5)
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -387,6 +394,7 @@ def test_a_large_bound_on_the_length_reserves_no_memory():
         **ragged_prompts(1, seed=1),
         max_new_tokens=10**12,
         assistant_model=draft,
+        num_assistant_tokens=5,
         stopping_criteria=StoppingCriteriaList([StopAtSum()]),
     )
     assert output.shape[1] < 200
@@ -416,7 +424,7 @@ def test_statistics_are_reset_by_a_call_without_an_assistant():
     target, draft = pair("llama")
     stats = hf_speculate.SpeculationStats()
     inputs = ragged_prompts(1, seed=1)
-    target.generate(**inputs, max_new_tokens=9, assistant_model=draft, speculation_stats=stats)
+    target.generate(**inputs, max_new_tokens=9, assistant_model=draft, num_assistant_tokens=5, speculation_stats=stats)
     assert stats.num_rounds > 0
     target.generate(**inputs, max_new_tokens=9, speculation_stats=stats)
     assert stats.num_rounds == 0

@@ -179,7 +179,7 @@ def test_an_error_arrives_unchanged_and_leaves_cache_models_and_configs(kind, er
     else:
         assert_same_contents(before, cache_contents(cache))
     plain = target.generate(ids, past_key_values=copy.deepcopy(cache), max_new_tokens=8)
-    ours = target.generate(ids, past_key_values=cache, max_new_tokens=8, assistant_model=draft)
+    ours = target.generate(ids, past_key_values=cache, max_new_tokens=8, assistant_model=draft, num_assistant_tokens=5)
     assert_equal_ids(plain, ours)
 
 

@@ -3,7 +3,12 @@
 import pytest
 
 from hf_speculate.config import MAX_ASSISTANT_TOKENS
-from hf_speculate.schedule import ConstantSchedule, HeuristicSchedule, Schedule
+from hf_speculate.schedule import ConstantSchedule, HeuristicSchedule, RoundOutcome, Schedule
+
+
+def outcome(num_drafted, num_accepted) -> RoundOutcome:
+    """A round of rows 0, 1, ... that took no time."""
+    return RoundOutcome(range(len(num_drafted)), num_drafted, num_accepted, max(num_drafted, default=0), 2)
 
 
 class ScheduleContract:
@@ -22,11 +27,11 @@ class ScheduleContract:
         for _ in range(2 * MAX_ASSISTANT_TOKENS):
             num = schedule.num_draft_tokens
             assert 1 <= num <= MAX_ASSISTANT_TOKENS
-            schedule.update([num, num], [num * accepted, num * accepted])
+            schedule.update(outcome([num, num], [num * accepted, num * accepted]))
 
     def test_a_round_without_live_rows_is_taken(self):
         schedule = self.make(5)
-        schedule.update([], [])
+        schedule.update(outcome([], []))
         assert schedule.num_draft_tokens >= 1
 
 
@@ -38,7 +43,7 @@ class TestConstantSchedule(ScheduleContract):
     def test_it_never_moves(self, accepted):
         schedule = self.make(5)
         for _ in range(10):
-            schedule.update([5], [accepted])
+            schedule.update(outcome([5], [accepted]))
         assert schedule.num_draft_tokens == 5
 
 
@@ -60,13 +65,13 @@ class TestHeuristicSchedule(ScheduleContract):
     )
     def test_two_more_after_a_whole_draft_one_less_after_a_refusal(self, num_drafted, num_accepted, num_next):
         schedule = self.make(5)
-        schedule.update(num_drafted, num_accepted)
+        schedule.update(outcome(num_drafted, num_accepted))
         assert schedule.num_draft_tokens == num_next
 
     def test_it_follows_every_round(self):
         schedule, seen = self.make(1), []
         for accepts in (True, True, False, False, True, False, False, False, False, False):
             num = schedule.num_draft_tokens
-            schedule.update([num], [num if accepts else 0])
+            schedule.update(outcome([num], [num if accepts else 0]))
             seen.append(schedule.num_draft_tokens)
         assert seen == [3, 5, 4, 3, 5, 4, 3, 2, 1, 1]

@@ -1,0 +1,8 @@
+"""How many tokens to draft in the next round."""
+
+from hf_speculate.schedule.adaptive import AdaptiveSchedule
+from hf_speculate.schedule.base import RoundOutcome, Schedule
+from hf_speculate.schedule.constant import ConstantSchedule
+from hf_speculate.schedule.heuristic import HeuristicSchedule
+
+__all__ = ["AdaptiveSchedule", "ConstantSchedule", "HeuristicSchedule", "RoundOutcome", "Schedule"]

@@ -1,0 +1,137 @@
+"""Drafts as many tokens as pay, and none where none do."""
+
+from hf_speculate.schedule.acceptance import AcceptanceModel
+from hf_speculate.schedule.base import RoundOutcome
+from hf_speculate.schedule.costs import CostModel
+
+# Tuned on the simulated traces of tests/schedule, 256 tokens each.
+_FIRST_DRAFT_TOKENS = 5
+_PLAIN_AT = 2  # round after which a plain step is measured, where drafting pays so far
+_PLAIN_AGAIN_AT = 12  # and measured once more where the two come close
+_CLOSE = 2.5
+_HYSTERESIS = 1.05  # gain for which a draft's length is changed
+_EXPLORE_GAIN = 1.1  # that an untried K must promise at its best
+_EXPLORE_EVERY = 0.2  # rounds between two untried Ks, over the gain promised: 2 for a tenth, then 1
+_FIRST_WAIT = 4  # plain steps before the first probe
+_PROBE_BUDGET = 0.012  # share of the time that probes may cost; waits double up to there
+_LONGEST_WAIT = 256  # plain steps, whatever probes cost
+_SETTLED = 6  # drafted rounds in a row after which waits start anew
+_LEAST_S = 1e-9  # a round that a coarse clock saw no time pass in
+_PROBE_MEMORY = 0.5  # weight that a probe leaves to what was seen before
+
+
+class AdaptiveSchedule:
+    """K = the argmax of expected tokens per second over 0..K_max, from measured seconds and acceptance.
+
+    Where plain steps win, K is 0 until a probe of one round, after a wait that doubles with every probe that failed.
+    A draft that costs as much as the target is never tried: K drafts and a verification cost more than the K + 1
+    plain steps that they can replace at best.
+
+    Args:
+        max_draft_tokens: K_max, >= 1.
+        draft_cost_ratio: the draft's parameter bytes over the target's, what a draft step is taken to cost in plain
+            steps until it is measured.
+    """
+
+    def __init__(self, max_draft_tokens: int, draft_cost_ratio: float):
+        self._max = max_draft_tokens
+        self._is_hopeless = draft_cost_ratio >= 1
+        self._acceptance = AcceptanceModel(max_draft_tokens)
+        self._costs = CostModel(draft_cost_ratio)
+        self._num_rounds = 0
+        self._num_drafted_rounds = 0  # in a row
+        self._num_plain_rounds = 0  # in a row
+        self._num_since_untried = 0
+        self._wait = _FIRST_WAIT
+        self._settled = 0  # the K that the argmax last chose
+        self._num = 0 if self._is_hopeless else self._first()
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """The K that promises most, or one that is to be measured."""
+        return self._num
+
+    def update(self, outcome: RoundOutcome) -> None:
+        """Learn from a round and choose the next K."""
+        if self._is_hopeless or not outcome.row_ids:
+            return
+        self._num_rounds += 1
+        self._costs.observe(outcome)
+        if outcome.num_draft_tokens:
+            self._num_drafted_rounds += 1
+            self._acceptance.observe(outcome.row_ids, outcome.num_accepted, outcome.num_draft_tokens)
+        self._num = self._next(outcome)
+
+    def _first(self) -> int:
+        rates = self._rates([0], 1)
+        return rates.index(max(rates[: _FIRST_DRAFT_TOKENS + 1]))
+
+    def _rates(self, row_ids: list[int], num_rows: int) -> list[float]:
+        """[K_max + 1] expected tokens per second."""
+        tokens = self._acceptance.expected_tokens(row_ids)
+        seconds = self._costs.rounds_s(num_rows, self._max)
+        return [num / max(spent, _LEAST_S) for num, spent in zip(tokens, seconds, strict=True)]
+
+    def _next(self, outcome: RoundOutcome) -> int:
+        row_ids, num_rows = list(outcome.row_ids), outcome.num_rows
+        rates = self._rates(row_ids, num_rows)
+        best = rates.index(max(rates))
+        if best and self._settled and rates[self._settled] * _HYSTERESIS >= rates[best]:
+            best = self._settled
+        self._settled = best
+        if best == 0:
+            return self._plain_or_probe(row_ids, num_rows)
+        self._num_plain_rounds = 0
+        if self._num_drafted_rounds >= _SETTLED:
+            self._wait = _FIRST_WAIT
+        if self._wants_plain(rates[best], rates[0], num_rows):
+            return 0
+        return self._untried(row_ids, num_rows, rates[best]) or best
+
+    def _wants_plain(self, best_rate: float, plain_rate: float, num_rows: int) -> bool:
+        """Whether a plain step must be measured, without which nobody knows that drafting pays."""
+        num_samples = self._costs.num_samples(num_rows, 0)
+        if num_samples == 0:
+            return self._num_rounds >= _PLAIN_AT
+        is_close = best_rate < _CLOSE * plain_rate
+        return num_samples == 1 and is_close and self._num_rounds >= _PLAIN_AGAIN_AT
+
+    def _plain_or_probe(self, row_ids: list[int], num_rows: int) -> int:
+        self._num_drafted_rounds = 0
+        self._num_plain_rounds += 1
+        longest = self._longest_wait(row_ids, num_rows)
+        if self._num_plain_rounds <= max(self._wait, longest // 4):
+            return 0
+        self._num_plain_rounds = 0
+        self._wait = max(min(2 * self._wait, longest), _FIRST_WAIT)
+        self._acceptance.soften(_PROBE_MEMORY)
+        return self._best_draft(row_ids, num_rows)
+
+    def _best_draft(self, row_ids: list[int], num_rows: int) -> int:
+        """The K >= 1 that promises most."""
+        rates = self._rates(row_ids, num_rows)
+        return rates.index(max(rates[1:]), 1)
+
+    def _longest_wait(self, row_ids: list[int], num_rows: int) -> int:
+        """Plain steps between two probes that fail, for probes to stay within their budget."""
+        seconds = self._costs.rounds_s(num_rows, self._max)
+        surplus_s = seconds[self._best_draft(row_ids, num_rows)] - seconds[0]
+        return min(max(round(surplus_s / max(seconds[0], _LEAST_S) / _PROBE_BUDGET), 0), _LONGEST_WAIT)
+
+    def _untried(self, row_ids: list[int], num_rows: int, best_rate: float) -> int:
+        """The untried K that may gain most, at its best; 0 where none may, or another was tried a moment ago."""
+        self._num_since_untried += 1
+        tokens = self._acceptance.expected_tokens(row_ids)
+        foretold_s = self._costs.rounds_s(num_rows, self._max)
+        least_s = self._costs.best_case_s(num_rows, self._max)
+        promise, choice, likeliest = 0.0, 0, 0.0
+        for num in range(1, self._max + 1):
+            rate = tokens[num] / max(least_s[num], _LEAST_S)
+            likely = tokens[num] / max((least_s[num] + foretold_s[num]) / 2, _LEAST_S)
+            if rate > _EXPLORE_GAIN * best_rate and likely > likeliest and self._costs.is_doubtful(num_rows, num):
+                promise, choice, likeliest = rate, num, likely
+        gain = promise / best_rate - 1
+        if choice and self._num_since_untried * gain >= _EXPLORE_EVERY:
+            self._num_since_untried = 0
+            return choice
+        return 0

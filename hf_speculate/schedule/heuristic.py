@@ -1,0 +1,27 @@
+"""transformers' rule for the number of drafted tokens."""
+
+from hf_speculate.config import MAX_ASSISTANT_TOKENS
+from hf_speculate.schedule.base import RoundOutcome
+
+
+class HeuristicSchedule:
+    """Two more after a wholly accepted draft, one less after a refusal.
+
+    A batch counts as wholly accepted when at least half of its rows were. transformers carries the number over to
+    the next call under the name "heuristic"; here both of its names start every call from the same number.
+    """
+
+    def __init__(self, num_draft_tokens: int):
+        self._num = num_draft_tokens
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """The current K."""
+        return self._num
+
+    def update(self, outcome: RoundOutcome) -> None:
+        """Grow or shrink K by one round's outcome."""
+        pairs = zip(outcome.num_drafted, outcome.num_accepted, strict=True)
+        whole = sum(accepted >= drafted for drafted, accepted in pairs)
+        step = 2 if 2 * whole >= len(outcome.num_drafted) else -1
+        self._num = min(max(self._num + step, 1), MAX_ASSISTANT_TOKENS)

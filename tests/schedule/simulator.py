@@ -1,0 +1,89 @@
+"""Decoding without models: what a schedule realises on a recorded trace, at costs that are known."""
+
+import random
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from hf_speculate.schedule import ConstantSchedule, RoundOutcome, Schedule
+
+NUM_TOKENS = 256
+Trace = list[bool]  # by place in the text: whether the draft guesses this token, given the right text before it
+
+
+class Machine(NamedTuple):
+    """Seconds of everything, where a plain step of one row takes about 1."""
+
+    step_s: float = 0.1  # of a draft step
+    forward_s: Callable[[int], float] = lambda num_query: 1 + 0.005 * num_query  # of the target, by B * (K + 1)
+    other_s: float = 0.02  # of a round
+    prompt_s: float = 0.5  # of the draft's prefill
+    jitter: float = 0.0  # share of a round's seconds, lognormal
+    first_call_factor: float = 1.0  # on the first forward of each size
+
+
+def cliff(num_query: int) -> float:
+    """A float32 CPU: 4 to 15 rows leave the fast path for one row without reaching that for many."""
+    if num_query < 4:
+        return 1 + 0.03 * num_query
+    return 2.5 if num_query < 16 else 1.3 + 0.01 * num_query
+
+
+def trace(share: Callable[[float], float], seed: int) -> Trace:
+    """A trace whose acceptance at place t of the text is `share(t / NUM_TOKENS)`."""
+    rng = random.Random(seed)
+    return [rng.random() < share(place / NUM_TOKENS) for place in range(2 * NUM_TOKENS)]
+
+
+class Run(NamedTuple):
+    """What a simulated call did."""
+
+    seconds: float
+    num_tokens: int
+    draft_lens: list[int]
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return self.num_tokens / self.seconds
+
+
+def run(schedule: Schedule, traces: Sequence[Trace], machine: Machine, num_tokens: int = NUM_TOKENS) -> Run:
+    """Decode `num_tokens` tokens of each row; rows that have them leave."""
+    rng = random.Random(1)
+    rows = dict.fromkeys(range(len(traces)), 0)
+    seconds, draft_lens, num_unseen, sizes = 0.0, [], 0, set()
+    is_drafted = False
+    while rows:
+        num = min(schedule.num_draft_tokens, num_tokens - min(rows.values()) - 1)
+        row_ids, num_rows = list(rows), len(rows)
+        num_query = num_rows * (num + 1)
+        noise = rng.lognormvariate(0, machine.jitter) * (1 if num_query in sizes else machine.first_call_factor)
+        sizes.add(num_query)
+        score_s, draft_s, num_fed = noise * machine.forward_s(num_query), 0.0, 0
+        if num:
+            num_fed = 1 + num_unseen + (0 if is_drafted else 64)
+            draft_s = noise * (num * machine.step_s + 0.01 * num_unseen) + (0 if is_drafted else machine.prompt_s)
+            is_drafted, num_unseen = True, 0
+        else:
+            num_unseen += 1
+        accepted = []
+        for row_id in row_ids:
+            guesses = traces[row_id][rows[row_id] : rows[row_id] + num]
+            accepted.append([*guesses, False].index(False))
+        seconds += draft_s + score_s + machine.other_s
+        draft_lens.append(num)
+        schedule.update(
+            RoundOutcome(row_ids, [num] * num_rows, accepted, num, num_rows, num_fed, draft_s, score_s, machine.other_s)
+        )
+        for row_id, count in zip(row_ids, accepted, strict=True):
+            rows[row_id] += count + 1
+            if rows[row_id] >= num_tokens:
+                del rows[row_id]
+    return Run(seconds, num_tokens * len(traces), draft_lens)
+
+
+def best_constant(traces: Sequence[Trace], machine: Machine, max_draft_tokens: int = 10) -> tuple[int, Run]:
+    """The K, 1..10, that is fastest when kept for the whole call."""
+    runs = {num: run(ConstantSchedule(num), traces, machine) for num in range(1, max_draft_tokens + 1)}
+    best = max(runs, key=lambda num: runs[num].rate)
+    return best, runs[best]

@@ -1,0 +1,133 @@
+"""The adaptive schedule against the best constant number and against plain decoding, on traces and machines."""
+
+from functools import cache
+from itertools import pairwise
+
+import pytest
+
+from hf_speculate.schedule import AdaptiveSchedule, ConstantSchedule, RoundOutcome, Schedule
+from hf_speculate.schedule.acceptance import AcceptanceModel
+from tests.schedule.simulator import Machine, Trace, cliff, run, trace
+
+MAX_DRAFT_TOKENS = 10
+NUM_TRACES = 8  # enough that the best constant is best by more than one trace's luck
+
+TRACES = {
+    "perfect": lambda place: 1.0,
+    "high": lambda place: 0.9,
+    "good": lambda place: 0.8,
+    "fair": lambda place: 0.6,
+    "low": lambda place: 0.35,
+    "poor": lambda place: 0.15,
+    "zero": lambda place: 0.0,
+    "accelerating": lambda place: min(0.95, 1.2 * place),
+    "rising at once": lambda place: 0.05 if place < 0.5 else 0.92,
+    "collapsing": lambda place: 0.92 if place < 0.5 else 0.03,
+    "alternating": lambda place: 0.92 if int(8 * place) % 2 else 0.1,
+}
+MACHINES = {
+    "cheap draft": (Machine(step_s=0.03), 0.03),
+    "usual draft": (Machine(), 0.1),
+    "dear draft": (Machine(step_s=0.3), 0.25),
+    "draft dearer than its size": (Machine(step_s=0.15), 0.02),
+    "float32 cliff": (Machine(forward_s=cliff), 0.1),
+    "noisy": (Machine(jitter=0.08), 0.1),
+}
+# Of the rate of the best K in 0..10, which was chosen in hindsight. A call of 256 tokens pays for what it measures: a
+# plain step where drafting pays, a few rounds to find where a cliff ends, noise where neighbours are alike.
+FLOOR, CLIFF_FLOOR = 0.95, 0.92
+PLAIN_FLOOR = 0.965
+
+
+@cache
+def traces(name: str, num_rows: int = 1) -> list[list[Trace]]:
+    return [[trace(TRACES[name], 100 * seed + row + 1) for row in range(num_rows)] for seed in range(NUM_TRACES)]
+
+
+def rate(schedules: list[Schedule], rows: list[list[Trace]], machine: Machine) -> float:
+    """Tokens per second over all traces."""
+    runs = [run(schedule, some, machine) for schedule, some in zip(schedules, rows, strict=True)]
+    return sum(one.num_tokens for one in runs) / sum(one.seconds for one in runs)
+
+
+def rates(name: str, machine: Machine, draft_cost_ratio: float, num_rows: int = 1) -> tuple[float, float, float]:
+    """Tokens per second: adaptive, plain, and of the best constant."""
+    rows = traces(name, num_rows)
+    constant = [rate([ConstantSchedule(num)] * len(rows), rows, machine) for num in range(MAX_DRAFT_TOKENS + 1)]
+    adaptive = rate([AdaptiveSchedule(MAX_DRAFT_TOKENS, draft_cost_ratio) for _ in rows], rows, machine)
+    return adaptive, constant[0], max(constant)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("name", TRACES)
+def test_it_comes_near_the_best_constant_and_never_far_below_plain(name, machine):
+    adaptive, plain, best = rates(name, *MACHINES[machine])
+    assert adaptive >= PLAIN_FLOOR * plain
+    assert adaptive >= (CLIFF_FLOOR if machine == "float32 cliff" else FLOOR) * best
+
+
+@pytest.mark.parametrize("machine", ["usual draft", "float32 cliff"])
+@pytest.mark.parametrize("name", ["high", "fair", "zero", "collapsing"])
+def test_batches_whose_rows_leave_reach_the_best_constant(name, machine):
+    adaptive, plain, best = rates(name, *MACHINES[machine], num_rows=4)
+    assert adaptive >= PLAIN_FLOOR * plain
+    assert adaptive >= CLIFF_FLOOR * best
+
+
+@pytest.mark.parametrize("step_s", [0.03, 0.1, 0.3, 0.7])
+def test_a_useless_draft_costs_less_than_three_and_a_half_percent(step_s):
+    adaptive, plain, _ = rates("zero", Machine(step_s=step_s, prompt_s=step_s), step_s)
+    assert adaptive >= PLAIN_FLOOR * plain
+
+
+@pytest.mark.parametrize("draft_cost_ratio", [1.0, 3.0])
+def test_a_draft_as_large_as_the_target_is_never_called(draft_cost_ratio):
+    for rows in traces("perfect"):
+        assert set(run(AdaptiveSchedule(MAX_DRAFT_TOKENS, draft_cost_ratio), rows, Machine()).draft_lens) == {0}
+
+
+def test_drafting_is_tried_at_once_and_a_plain_step_is_measured_soon():
+    lens = run(AdaptiveSchedule(MAX_DRAFT_TOKENS, 0.1), traces("good")[0], Machine()).draft_lens
+    assert lens[0] == 5
+    assert 0 in lens[1:4]
+
+
+def test_a_useless_draft_leaves_plain_steps_and_rarer_and_rarer_probes_of_one_token():
+    lens = run(AdaptiveSchedule(MAX_DRAFT_TOKENS, 0.1), traces("zero")[0], Machine()).draft_lens
+    probes = [place for place, num in enumerate(lens) if num and place > 3]
+    waits = [after - before for before, after in pairwise(probes)]
+    assert {lens[place] for place in probes} == {1}
+    assert waits == sorted(waits)
+    assert waits[-1] > waits[0]
+
+
+def test_one_slow_first_call_of_every_size_does_not_decide():
+    machine = Machine(first_call_factor=20)
+    lens = run(AdaptiveSchedule(MAX_DRAFT_TOKENS, 0.1), traces("high")[0], machine).draft_lens
+    assert sum(num >= 5 for num in lens[-10:-1]) >= 8
+
+
+def test_a_row_that_is_refused_often_leaves_the_others_their_promise():
+    model = AcceptanceModel(MAX_DRAFT_TOKENS)
+    for _ in range(20):
+        model.observe([0, 1], [5, 0], 5)
+    good, bad, both = (model.expected_tokens(rows) for rows in ([0, 0], [1, 1], [0, 1]))
+    assert bad[5] < both[5] < good[5]
+    assert both == sorted(both)
+
+
+@pytest.mark.parametrize("accepted", [0, 1])
+@pytest.mark.parametrize("max_draft_tokens", [1, 2, 128])
+def test_it_stays_within_its_bounds_with_a_clock_that_stands_still(accepted, max_draft_tokens):
+    schedule = AdaptiveSchedule(max_draft_tokens, 0.1)
+    for _ in range(300):
+        num = schedule.num_draft_tokens
+        assert 0 <= num <= max_draft_tokens
+        schedule.update(RoundOutcome([0, 1], [num, num], [num * accepted, 0], num, 2))
+
+
+def test_a_round_without_live_rows_is_taken():
+    schedule = AdaptiveSchedule(MAX_DRAFT_TOKENS, 0.1)
+    before = schedule.num_draft_tokens
+    schedule.update(RoundOutcome([], [], [], 5, 2))
+    assert schedule.num_draft_tokens == before
