@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from hf_speculate.types import KVState
 
 MAX_K = 10
+SOME_K = (0, 1, 3, 5, 8, MAX_K)  # where a forward's cost is measured when no bound is asked for
 
 
 @dataclass
@@ -29,12 +30,12 @@ class Costs:
 
     Args:
         draft_s: rows -> a draft's step.
-        verify_s: rows -> for 1, 2, ... query tokens, a target's forward.
+        verify_s: rows -> K -> a target's forward of K+1 tokens.
         plain_s: plain decoding's time per token.
     """
 
     draft_s: dict[int, float]
-    verify_s: dict[int, list[float]]
+    verify_s: dict[int, dict[int, float]]
     plain_s: float
 
     def c(self, rows: float) -> float:
@@ -43,7 +44,7 @@ class Costs:
 
     def v(self, rows: float, num_draft_tokens: float) -> float:
         """A forward of K+1 tokens over a plain step; between whole K, and between measured rows, on a line."""
-        by_rows = {num: _between(dict(enumerate(times)), num_draft_tokens) for num, times in self.verify_s.items()}
+        by_rows = {num: _between(times, num_draft_tokens) for num, times in self.verify_s.items()}
         return _between(by_rows, rows) / self.plain_s
 
     def round_cost(self, rows: float, num_draft_tokens: float) -> float:
@@ -118,16 +119,33 @@ def forward_calls(
     return {f"{name} {num}": lambda num=num: feed(ids[:, :num]) for num in queries}, undo
 
 
-def measure_costs(subject: Subject, inputs: Inputs, max_new_tokens: int, plain_s: float, repeats: int = 9) -> Costs:
-    """Time both models' forwards halfway through the new tokens, with all rows and with half of them."""
+def measure_costs(
+    subject: Subject,
+    inputs: Inputs,
+    max_new_tokens: int,
+    plain_s: float,
+    repeats: int = 5,
+    nums: Sequence[int] = SOME_K,
+) -> Costs:
+    """Time both models' forwards halfway through the new tokens, with all rows and with half of them.
+
+    Args:
+        subject: the models.
+        inputs: B prompts.
+        max_new_tokens: what is decoded after them.
+        plain_s: plain decoding's time per token.
+        repeats: runs of each forward.
+        nums: each K whose forward of K+1 tokens is timed.
+    """
     batch_size, prompt_len = inputs["input_ids"].shape
     length = prompt_len + max_new_tokens // 2
-    draft_s, verify_s = {}, {}
+    draft_s: dict[int, float] = {}
+    verify_s: dict[int, dict[int, float]] = {}
     for rows in sorted({batch_size, -(-batch_size // 2)}):
         mask = inputs["attention_mask"][:rows]
         mask = torch.cat([mask, mask.new_ones(rows, length - prompt_len)], dim=1) if rows > 1 else None
         calls, undo_draft = forward_calls(subject.draft, rows, length, mask, [1], "draft")
-        queries = range(1, MAX_K + 2)
+        queries = [num + 1 for num in nums]
         target_calls, undo_target = forward_calls(subject.target, rows, length, mask, queries, "target")
 
         def undo(undo_draft: Any = undo_draft, undo_target: Any = undo_target) -> None:
@@ -138,7 +156,7 @@ def measure_costs(subject: Subject, inputs: Inputs, max_new_tokens: int, plain_s
             alternate({**calls, **target_calls}, 1, prepare=undo)
             seconds = alternate({**calls, **target_calls}, repeats, f"forwards of {rows} rows", undo)
         draft_s[rows] = median(seconds["draft 1"])
-        verify_s[rows] = [median(seconds[f"target {num}"]) for num in queries]
+        verify_s[rows] = {num: median(seconds[f"target {num + 1}"]) for num in nums}
     return Costs(draft_s, verify_s, plain_s)
 
 

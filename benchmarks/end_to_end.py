@@ -63,7 +63,7 @@ def measure(subject: Subject, batch_size: int, mode: str, args: argparse.Namespa
         timings.add(runner, ways, inputs, args.repeats, f"batch {number + 1} of {len(batches)}")
     plain_s = timings.plain_step_s(args.max_new_tokens)
     middle = sorted(batches, key=lambda one: one["input_ids"].shape[1])[len(batches) // 2]
-    costs = measure_costs(subject, middle, args.max_new_tokens, plain_s)
+    costs = measure_costs(subject, middle, args.max_new_tokens, plain_s, 9, range(MAX_K + 1))
     counted = tokens_per_round(runner, subject.inputs(num_prompts, min(num_prompts, 8)), args.max_k)
     bound, bound_k = costs.bound(batch_size, counted)
     rows = []
@@ -100,7 +100,9 @@ COLUMNS = {
     "way": lambda row: row["way"],
     "tokens/s": lambda row: f"{row['tokens_per_s']:.0f}",
     "times plain (min to max)": lambda row: "{median:.2f} ({min:.2f} to {max:.2f})".format(**row["over_plain"]),
-    "after the prompt": lambda row: row["decode_over_plain"],
+    "after the prompt": lambda row: (
+        None if row["engine"] == "assisted" and row["batch_size"] > 1 else row["decode_over_plain"]
+    ),
     "a": lambda row: row.get("acceptance"),
     "K": lambda row: row.get("realised_k"),
     "tokens a round": lambda row: row.get("tokens_per_round"),

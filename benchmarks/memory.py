@@ -72,7 +72,7 @@ def measure(subject: Subject, batch_size: int, args: argparse.Namespace) -> list
     checked = check(runner, ours, inputs)
     timings = Timings()
     timings.add(runner, [PLAIN, *ours], inputs, 1, f"{batch_size} rows")
-    costs = measure_costs(subject, inputs, args.max_new_tokens, timings.plain_step_s(args.max_new_tokens), repeats=5)
+    costs = measure_costs(subject, inputs, args.max_new_tokens, timings.plain_step_s(args.max_new_tokens))
     held = {way: peak_bytes(lambda way=way: runner.run(way, inputs), subject.device) for way in (PLAIN, *ours)}
     target_bytes, draft_bytes = weight_bytes(subject.target), weight_bytes(subject.draft)
     draft_cache = cache_bytes(subject.draft, batch_size, inputs["input_ids"].shape[1] + args.max_new_tokens)

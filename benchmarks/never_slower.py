@@ -12,7 +12,7 @@ import argparse
 from typing import Any
 
 from _costs import measure_costs
-from _engines import OURS, PLAIN, Runner, Timings, Way, check, warm_up
+from _engines import OURS, PLAIN, Runner, Timings, Way, check, faster_dtype, warm_up
 from _harness import Cells, add_common_arguments, markdown, parse_common, ratios, result_name, write_results
 from _library import CACHES, DEFAULT_SCHEDULE
 from _pictures import Panel, draw
@@ -50,7 +50,7 @@ def measure(
     for number, inputs in enumerate(batches):
         timings.add(runner, ways, inputs, 1, f"{draft}, {category}, {mode}, batch {number + 1}")
     plain_s = timings.plain_step_s(args.max_new_tokens)
-    costs = measure_costs(subject, batches[0], args.max_new_tokens, plain_s, repeats=5)
+    costs = measure_costs(subject, batches[0], args.max_new_tokens, plain_s)
     rows = []
     for way in ways[1:]:
         cell = {"draft": draft, "category": category, "mode": mode, "batch_size": batch_size, "checked": checked}
@@ -125,9 +125,10 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--probe-tokens", type=int, default=32)
     parser.add_argument("--num-assistant-tokens", nargs="+", type=int, default=[1, 3, 5, 8])
-    parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), help="unset: the faster one for plain decoding")
     parser.add_argument("--cache", choices=CACHES, default="auto")
     args = parse_common(parser)
+    args.dtype = args.dtype or faster_dtype(lambda dtype: load_pair(dtype, args.device), list(DTYPES), 1)
     cells = [
         (draft, category, mode, batch_size)
         for draft in args.drafts

@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from _costs import forward_calls, measure_costs
+from _costs import MAX_K, forward_calls, measure_costs
 from _engines import OURS, PLAIN, Runner, Timings, Way, check, faster_dtype, warm_up
 from _harness import Cells, add_common_arguments, alternate, markdown, parse_common, result_name, spread, write_results
 from _library import CACHES, as_in_a_call
@@ -48,7 +48,8 @@ def measure(subject: Subject, cell: tuple[str, int, int, int], args: argparse.Na
     subject.clock.is_profiling = False
     num_rounds = profiled.counts[constant.name]["num_batch_rounds"]
     rest_s = (profiled.decode_s[constant.name][0] - profiled.forward_s[constant.name][0]) / max(num_rounds, 1)
-    costs = measure_costs(subject, inputs, max_new_tokens, plain.plain_step_s(max_new_tokens), repeats=5)
+    plain_s, nums = plain.plain_step_s(max_new_tokens), sorted({0, args.num_assistant_tokens, MAX_K})
+    costs = measure_costs(subject, inputs, max_new_tokens, plain_s, repeats=3, nums=nums)
     rows = []
     for way in ways:
         row = {"varies": varies, "context": context, "max_new_tokens": max_new_tokens, "batch_size": batch_size}
@@ -159,13 +160,13 @@ def picture(rows: list[Row], path: Any) -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_common_arguments(parser, repeats=2, limit_s=600.0)
+    add_common_arguments(parser, repeats=2, limit_s=900.0)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen2-0.5b")
     parser.add_argument("--layers", type=int, help="of the target in the sweep; 4 on a CPU, all on a GPU")
     parser.add_argument("--draft-layers", type=int, default=1)
     parser.add_argument("--acceptance", type=float, default=0.8)
     parser.add_argument("--contexts", nargs="+", type=int, default=[256, 1024, 2048, 4096, 8192])
-    parser.add_argument("--new-tokens", nargs="+", type=int, default=[32, 128, 512])
+    parser.add_argument("--new-tokens", nargs="+", type=int, default=[16, 64, 256])
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[2, 8])
     parser.add_argument("--batch-context", type=int, default=512)
     parser.add_argument("--max-new-tokens", type=int, default=48)
