@@ -7,6 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
+RESULTS_PAGE := benchmarks/results_page.py
 
 # A torch build that was asked for brings its own versions of what it needs: the pins are for ours.
 ifeq ($(origin TORCH),file)
@@ -23,7 +24,7 @@ help:
 	@echo "make check      ruff, mypy and the rules between the rooms"
 	@echo "make fix        let ruff format and repair"
 	@echo "make kernels    compile every Triton kernel for GPUs that need not be there, and look for spills"
-	@echo "make bench      every benchmark, results as JSON under benchmarks/results/"
+	@echo "make bench      every benchmark, about an hour; JSON in benchmarks/results/, a page in benchmarks/RESULTS.md"
 	@echo "make install    only create $(VENV) and install"
 	@echo "make clean      remove $(VENV), caches and build output"
 	@echo
@@ -69,7 +70,7 @@ kernels: $(STAMP)
 	$(BIN)/python benchmarks/kernel_builds.py
 
 bench: $(STAMP)
-	@set -e; for file in $(wildcard benchmarks/*.py); do \
+	@set -e; for file in $(filter-out $(RESULTS_PAGE),$(wildcard benchmarks/*.py)) $(RESULTS_PAGE); do \
 	  case $$file in */_*) continue;; esac; \
 	  echo "== $$file"; HF_HUB_OFFLINE=1 $(BIN)/python $$file; done
 

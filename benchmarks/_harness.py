@@ -5,7 +5,7 @@ import json
 import platform
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -129,10 +129,62 @@ def circumstances() -> dict[str, Any]:
     }
 
 
-def write_results(name: str, args: argparse.Namespace, rows: list[dict[str, Any]]) -> Path:
-    """Write `benchmarks/results/<name>.json`."""
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    path = RESULTS / f"{name}.json"
+def add_common_arguments(parser: argparse.ArgumentParser, repeats: int, limit_s: float) -> None:
+    """What every benchmark of `generate()` can be told."""
+    has_gpu = torch.cuda.is_available()
+    parser.add_argument("--device", type=torch.device, default=torch.device("cuda" if has_gpu else "cpu"))
+    parser.add_argument("--repeats", type=int, default=repeats, help="runs of each way on each input")
+    parser.add_argument("--limit-s", type=float, default=limit_s, help="begin no cell after this")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON and the picture")
+
+
+def parse_common(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parse, and keep transformers quiet: its warnings would tear the progress bars."""
+    args = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    torch.manual_seed(0)
+    return args
+
+
+class Cells:
+    """Walks the cells of a grid under a progress bar, until the time is used up; what is left out is kept."""
+
+    def __init__(self, cells: Iterable[Any], limit_s: float | None, description: str):
+        self.cells, self.limit_s, self.description = list(cells), limit_s, description
+        self.left_out: list[str] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        begin = time.perf_counter()
+        for cell in tqdm(self.cells, desc=self.description, disable=None):
+            if self.limit_s is not None and time.perf_counter() - begin > self.limit_s:
+                self.left_out.append(" ".join(map(str, cell)))
+                continue
+            yield cell
+        if self.left_out:
+            print(f"left out after {self.limit_s:.0f} s: {'; '.join(self.left_out)}")
+
+
+def markdown(columns: dict[str, Callable[[dict[str, Any]], Any]], rows: Iterable[dict[str, Any]]) -> str:
+    """A table with one column per head; floats have two decimals, None is a dash."""
+
+    def shown(value: Any) -> str:
+        return "-" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
+
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    lines += [f"| {' | '.join(shown(cell(row)) for cell in columns.values())} |" for row in rows]
+    return "\n".join(lines)
+
+
+def result_name(name: str, device: torch.device) -> str:
+    """Results of a CPU and of a GPU lie side by side."""
+    return name if device.type == "cpu" else f"{name}_{device.type}"
+
+
+def write_results(name: str, args: argparse.Namespace, rows: list[dict[str, Any]], folder: Path = RESULTS) -> Path:
+    """Write `<folder>/<name>.json`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
     arguments = {
         key: str(value) if isinstance(value, Path | torch.device) else value for key, value in vars(args).items()
     }
@@ -141,11 +193,11 @@ def write_results(name: str, args: argparse.Namespace, rows: list[dict[str, Any]
     return path
 
 
-def read_results(name: str) -> dict[str, Any]:
+def read_results(name: str, folder: Path = RESULTS) -> dict[str, Any]:
     """What `write_results` wrote."""
-    path = RESULTS / f"{name}.json"
+    path = folder / f"{name}.json"
     if not path.exists():
-        raise SystemExit(f"{path.relative_to(ROOT)} does not exist; run benchmarks/{name}.py without options first")
+        raise SystemExit(f"{path} does not exist; run benchmarks/{name}.py without options first")
     return json.loads(path.read_text(encoding="utf-8"))
 
 

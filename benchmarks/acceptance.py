@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import transformers
 from _harness import ROOT, read_results, write_between, write_results
-from end_to_end import PAIR, load, read_batches
+from _subjects import PAIR, load, read_batches
 from tqdm import tqdm
 
 import hf_speculate

@@ -1,128 +1,212 @@
-"""Plain, transformers' assisted and speculative `generate()` on the bundled pair, greedy, alternating in one process.
+"""`generate()` of every engine on the bundled pair, and on a Llama-3-8B-shaped one where there is a GPU.
 
-    python benchmarks/end_to_end.py --prompts 8 --repeats 3
+    python benchmarks/end_to_end.py                                  # a default that fits the machine
+    python benchmarks/end_to_end.py --grid full --limit-s 7200
+    python benchmarks/end_to_end.py --subjects pair --batch-sizes 1 --modes greedy --num-assistant-tokens 5
 
-Every text is checked against plain `generate` before it counts. K is the same for both engines. transformers' assisted
-generation takes one row, so a batch is compared with plain batched decoding and with assisted decoding row by row.
+Every text is checked against plain `generate()` before it counts, then all ways alternate in one process. transformers'
+assisted generation and prompt lookup take one row: a batch is compared with plain batched decoding and with a loop of
+assisted generation over its rows. What a random pair says is fixed by an oracle, see `_subjects.Oracle`.
 """
 
 import argparse
-import copy
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from _harness import ROOT, alternate, ratios, spread, write_results
-from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from _costs import MAX_K, measure_costs, tokens_per_round
+from _engines import OURS, PLAIN, Runner, Timings, Way, check, faster_dtype, warm_up
+from _harness import ROOT, Cells, add_common_arguments, markdown, parse_common, result_name, write_results
+from _library import CACHES, DEFAULT_SCHEDULE
+from _pictures import Panel, draw
+from _subjects import DTYPES, SHAPES, Inputs, Subject, load_pair, load_shape
 
-import hf_speculate
-
-PAIR = ROOT / "examples" / "pair"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-Inputs = dict[str, Tensor]
-
-
-def load(folder: Path, dtype: str) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype]).eval()
-
-
-def with_constant_k(draft: PreTrainedModel, num_assistant_tokens: int) -> PreTrainedModel:
-    """The same weights with a generation config that makes transformers draft exactly K tokens."""
-    fixed = copy.copy(draft)
-    fixed.generation_config = copy.deepcopy(draft.generation_config)
-    fixed.generation_config.update(
-        num_assistant_tokens=num_assistant_tokens,
-        num_assistant_tokens_schedule="constant",
-        assistant_confidence_threshold=0.0,
-    )
-    return fixed
+NAME = "end_to_end"
+VERIFIERS = {"greedy": ("typical",), "sampling": ("block", "coupled", "typical")}  # besides the mode's default
+VERIFIERS_K = 5  # at which they are compared
+GRIDS = {
+    "small": {"batch_sizes": [1, 8], "num_assistant_tokens": [3, 5, 8]},
+    "full": {"batch_sizes": [1, 2, 4, 8, 16], "num_assistant_tokens": [2, 3, 4, 5, 6, 8, 10]},
+}
+Row = dict[str, Any]
 
 
-def read_batches(num_prompts: int, batch_size: int) -> list[Inputs]:
-    """Left-padded batches of prompts from every category in turn."""
-    tokenizer = AutoTokenizer.from_pretrained(PAIR / "target", padding_side="left")
-    lines = (ROOT / "examples" / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
-    prompts = [json.loads(line)["turns"][0] for line in lines]
-    step = max(len(prompts) // num_prompts, 1)
-    prompts = prompts[::step][:num_prompts]
-    batches = []
-    for begin in range(0, len(prompts), batch_size):
-        batches.append(tokenizer(prompts[begin : begin + batch_size], return_tensors="pt", padding=True))
-    return batches
+def ways_of(batch_size: int, mode: str, args: argparse.Namespace, has_lookup: bool) -> list[Way]:
+    """Every way to decode a cell, plain first."""
+    nums, slow_nums = args.num_assistant_tokens, args.num_assistant_tokens
+    if batch_size > 1 and args.grid == "small":
+        slow_nums = [min(nums, key=lambda num: abs(num - VERIFIERS_K))]  # the loop over rows takes many times as long
+    ways = [PLAIN, OURS, *(Way("ours", num) for num in nums)]
+    ways += [Way("ours", VERIFIERS_K, verifier) for verifier in VERIFIERS[mode] if args.verifiers]
+    ways += [Way("assisted"), *(Way("assisted", num) for num in slow_nums)]
+    return ways + ([Way("lookup")] if has_lookup and batch_size == 1 else [])
 
 
-def row_by_row(target: PreTrainedModel, draft: PreTrainedModel, inputs: Inputs, options: dict[str, Any]) -> None:
-    """Assisted generation as transformers has it, one row after the other, as its users do for a batch."""
-    for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True):
-        target.generate(ids[mask.bool()][None], assistant_model=draft, **options)
+def checked(runner: Runner, ways: list[Way], inputs: Inputs) -> str:
+    """What the checks found; random pairs also speak for themselves once, so that their caches are looked at."""
+    if runner.subject.oracle is None:
+        return check(runner, ways, inputs)
+    with runner.subject.oracle.silent():
+        unforced = check(runner, ways, inputs, max_new_tokens=min(16, runner.max_new_tokens))
+    return f"{check(runner, ways, inputs)} ({unforced} without the oracle)"
 
 
-def is_same_text(target: PreTrainedModel, draft: PreTrainedModel, inputs: Inputs, options: dict, own: dict) -> bool:
-    plain = target.generate(**inputs, **options)
-    ours = hf_speculate.generate(target, **inputs, assistant_model=draft, **own, **options)
-    return torch.equal(plain, ours)
-
-
-def measure(dtype: str, batch_size: int, num_assistant_tokens: int, args: argparse.Namespace) -> dict[str, Any]:
-    """One row of the table."""
-    target, draft = load(PAIR / "target", dtype), load(PAIR / "draft", dtype)
-    fixed = with_constant_k(draft, num_assistant_tokens)
-    options = {"max_new_tokens": args.max_new_tokens, "do_sample": False}
-    own = {"num_assistant_tokens": num_assistant_tokens, "num_assistant_tokens_schedule": "constant"}
-    seconds: dict[str, list[float]] = {"plain": [], "transformers": [], "hf_speculate": []}
-    total, same, batches = hf_speculate.SpeculationStats(), 0, read_batches(args.prompts, batch_size)
-    for inputs in batches:
-        same += is_same_text(target, draft, inputs, options, own)
-        ways = {
-            "plain": lambda inputs=inputs: target.generate(**inputs, **options),
-            "transformers": lambda inputs=inputs: row_by_row(target, fixed, inputs, options),
-            "hf_speculate": lambda inputs=inputs: hf_speculate.generate(
-                target, **inputs, assistant_model=draft, speculation_stats=total, **own, **options
-            ),
+def measure(subject: Subject, batch_size: int, mode: str, args: argparse.Namespace) -> list[Row]:
+    """One cell: a row for every way."""
+    runner = Runner(subject, mode, args.max_new_tokens, args.cache)
+    ways = ways_of(batch_size, mode, args, subject.oracle is None)
+    num_prompts = max(args.prompts, batch_size)
+    batches = subject.inputs(num_prompts, batch_size)
+    warm_up(runner, ways, batches[0])
+    same = checked(runner, ways, batches[0])
+    timings = Timings()
+    for number, inputs in enumerate(batches):
+        timings.add(runner, ways, inputs, args.repeats, f"batch {number + 1} of {len(batches)}")
+    plain_s = timings.plain_step_s(args.max_new_tokens)
+    middle = sorted(batches, key=lambda one: one["input_ids"].shape[1])[len(batches) // 2]
+    costs = measure_costs(subject, middle, args.max_new_tokens, plain_s, 9, range(MAX_K + 1))
+    counted = tokens_per_round(runner, subject.inputs(num_prompts, min(num_prompts, 8)), args.max_k)
+    bound, bound_k = costs.bound(batch_size, counted)
+    rows = []
+    for way in ways:
+        row = {
+            "subject": subject.name,
+            "oracle_acceptance": subject.oracle.acceptance if subject.oracle else None,
+            "dtype": subject.dtype,
+            "batch_size": batch_size,
+            "mode": mode,
+            "checked": same,
+            "schedule": DEFAULT_SCHEDULE if way == OURS else "constant",
+            **timings.summary(way),
+            "plain_step_s": plain_s,
+            "bound": bound,
+            "bound_k": bound_k,
         }
-        description = f"{dtype}, {batch_size} rows, K = {num_assistant_tokens}"
-        for name, values in alternate(ways, args.repeats, description).items():
-            seconds[name] += values
-    return {
-        "dtype": dtype,
-        "batch_size": batch_size,
-        "num_assistant_tokens": num_assistant_tokens,
-        "same_text": f"{same} of {len(batches)} batches",
-        "seconds": {name: spread(values) for name, values in seconds.items()},
-        "over_plain": ratios(seconds["plain"], seconds["hf_speculate"]),
-        "over_transformers": ratios(seconds["transformers"], seconds["hf_speculate"]),
-        "transformers_over_plain": ratios(seconds["plain"], seconds["transformers"]),
-        "last_call": str(total),
-    }
+        row["tokens_per_s"] = batch_size * args.max_new_tokens / row["seconds"]["median"]
+        if way.engine == "ours":
+            row |= costs.report(row["counts"], batch_size)
+            row["efficiency"] = row["decode_over_plain"] / row["expected"]
+            row["share_of_bound"] = row["decode_over_plain"] / bound if way.verifier is None else None
+        rows.append(row)
+    rows[0]["tokens_per_round_by_k"] = counted
+    rows[0]["c"], rows[0]["v_by_k"] = costs.c(batch_size), [costs.v(batch_size, num) for num in range(MAX_K + 1)]
+    return rows
+
+
+COLUMNS = {
+    "pair": lambda row: row["subject"] + (f", a = {row['oracle_acceptance']}" if row["oracle_acceptance"] else ""),
+    "dtype": lambda row: row["dtype"],
+    "rows": lambda row: row["batch_size"],
+    "mode": lambda row: row["mode"],
+    "way": lambda row: row["way"],
+    "tokens/s": lambda row: f"{row['tokens_per_s']:.0f}",
+    "times plain (min to max)": lambda row: "{median:.2f} ({min:.2f} to {max:.2f})".format(**row["over_plain"]),
+    "after the prompt": lambda row: (
+        None if row["engine"] == "assisted" and row["batch_size"] > 1 else row["decode_over_plain"]
+    ),
+    "a": lambda row: row.get("acceptance"),
+    "K": lambda row: row.get("realised_k"),
+    "tokens a round": lambda row: row.get("tokens_per_round"),
+    "c": lambda row: row.get("c") if row["engine"] == "ours" else None,
+    "v": lambda row: row.get("v"),
+    "efficiency": lambda row: row.get("efficiency"),
+    "bound (K)": lambda row: f"{row['bound']:.2f} ({row['bound_k']})" if row["engine"] == "ours" else None,
+    "share of bound": lambda row: row.get("share_of_bound"),
+    "checked": lambda row: row["checked"] if row["engine"] == "plain" else None,
+}
+NOTES = """\
+K, acceptance a (accepted over judged) and tokens a round are as realised. c is a draft's step and v a target's forward
+of K+1 rows, timed directly with the library's own forwards, over the time per token of plain `generate()`. Efficiency
+is the speed-up after the prompt over tokens a round / (K c + v); the bound is the largest of these over constant K, for
+a loop without any work of its own and the default verifier. "transformers" is its assisted generation, a batch row by
+row. "after the prompt" leaves the target's first forward out on both sides. Other verifiers than the default are
+measured at one K.
+"""
+
+
+def table(content: dict[str, Any]) -> str:
+    """All rows, with what the columns mean."""
+    return f"{NOTES}\n{markdown(COLUMNS, content['rows'])}"
+
+
+def picture(rows: list[Row], args: argparse.Namespace) -> None:
+    cells: dict[str, list[Row]] = {}
+    for row in rows:
+        cells.setdefault(f"{row['subject']}, {row['batch_size']} rows, {row['mode']}", []).append(row)
+    panels = [
+        Panel(
+            title,
+            "times plain generate()",
+            {
+                "measured": [(row["way"], row["over_plain"]) for row in members],
+                "bound of the pair": [(row["way"], row["bound"]) for row in members if row["engine"] == "ours"],
+            },
+            reference=1.0,
+        )
+        for title, members in cells.items()
+    ]
+    draw(args.results / f"{result_name(NAME, args.device)}.png", panels)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_common_arguments(parser, repeats=2, limit_s=480.0)
+    parser.add_argument("--grid", choices=sorted(GRIDS), default="small")
+    parser.add_argument("--subjects", nargs="+", choices=["pair", *SHAPES])
+    parser.add_argument("--batch-sizes", nargs="+", type=int)
+    parser.add_argument("--modes", nargs="+", choices=sorted(VERIFIERS), default=list(VERIFIERS))
+    parser.add_argument("--num-assistant-tokens", nargs="+", type=int)
+    parser.add_argument("--no-verifiers", dest="verifiers", action="store_false", help="only each mode's default one")
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--max-k", type=int, default=MAX_K, help="largest K that the pair's bound considers")
+    parser.add_argument("--dtypes", nargs="+", choices=sorted(DTYPES), help="unset: the faster one for plain decoding")
+    parser.add_argument("--acceptances", nargs="+", type=float, default=[0.8], help="of random pairs")
+    parser.add_argument("--layers", type=int, help="of a random target, to shrink it")
+    parser.add_argument("--draft-layers", type=int, help="of a random draft, to shrink it")
+    parser.add_argument("--cache", choices=CACHES, default="auto")
+    args = parse_common(parser)
+    has_gpu = args.device.type == "cuda"
+    args.subjects = args.subjects or (["pair", "llama-8b"] if has_gpu else ["pair"])
+    for name, values in GRIDS[args.grid].items():
+        setattr(args, name, getattr(args, name) or values)
+    return args
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=8)
-    parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--dtypes", nargs="+", choices=sorted(DTYPES), default=["float32"])
-    parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 8])
-    parser.add_argument("--num-assistant-tokens", nargs="+", type=int, default=[3, 5, 8])
-    args = parser.parse_args()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    rows = []
-    print(f"{'dtype':<10}{'rows':>5}{'K':>4}  {'over plain (min/median/max)':<30}{'over transformers':<24}same text")
-    for dtype in args.dtypes:
-        for batch_size in args.batch_sizes:
-            for num in args.num_assistant_tokens:
-                row = measure(dtype, batch_size, num, args)
-                rows.append(row)
-                plain, theirs = (
-                    "/".join(f"{row[name][key]:.2f}" for key in ("min", "median", "max"))
-                    for name in ("over_plain", "over_transformers")
-                )
-                print(f"{dtype:<10}{batch_size:>5}{num:>4}  {plain:<30}{theirs:<24}{row['same_text']}", flush=True)
-    print(f"written to {write_results('end_to_end', args, rows).relative_to(ROOT)}")
+    args = parse()
+    cells = [
+        (name, acceptance, batch_size, mode)
+        for name in args.subjects
+        for acceptance in (args.acceptances if name in SHAPES else [None])
+        for batch_size in args.batch_sizes
+        for mode in args.modes
+    ]
+    rows: list[Row] = []
+    walk = Cells(cells, args.limit_s, "cells")
+    made, dtype_of = (None, None), {}
+    for name, acceptance, batch_size, mode in walk:
+
+        def make(dtype: str, name: str = name, acceptance: float | None = acceptance) -> Subject:
+            if name not in SHAPES:
+                return load_pair(dtype, args.device)
+            return load_shape(name, dtype, args.device, acceptance, args.layers, args.draft_layers)
+
+        if (name, batch_size) not in dtype_of:
+            made = (None, None)  # frees its memory
+            dtypes = args.dtypes or (["bfloat16"] if name in SHAPES and args.device.type == "cuda" else list(DTYPES))
+            dtype_of[name, batch_size] = faster_dtype(make, dtypes, batch_size)
+        key = (name, acceptance, dtype_of[name, batch_size])
+        if made[0] != key:
+            made = (None, None)
+            made = (key, make(key[2]))
+        rows += measure(made[1], batch_size, mode, args)
+        torch.cuda.empty_cache()
+    args.left_out = walk.left_out
+    name = result_name(NAME, args.device)
+    path = write_results(name, args, rows, args.results)
+    print(table({"rows": rows}))
+    picture(rows, args)
+    print(f"written to {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}")
 
 
 if __name__ == "__main__":

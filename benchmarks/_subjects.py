@@ -1,0 +1,222 @@
+"""The model pairs that benchmarks decode with: the bundled one, and random ones of known shapes and acceptance."""
+
+import copy
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from _harness import ROOT, wait
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel, Qwen2Config
+
+PAIR = ROOT / "examples" / "pair"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+Inputs = dict[str, Tensor]
+
+_LLAMA = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128_256, "max_position_embeddings": 16_384}
+_QWEN2 = {
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "vocab_size": 151_936,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 32_768,
+}
+# Target and draft by name. Random weights: only the work that they stand for matters.
+SHAPES: dict[str, tuple[type, dict[str, Any], dict[str, Any]]] = {
+    "llama-8b": (
+        LlamaConfig,
+        {**_LLAMA, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32},
+        {**_LLAMA, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16},
+    ),
+    "qwen2-0.5b": (Qwen2Config, {**_QWEN2, "num_hidden_layers": 24}, {**_QWEN2, "num_hidden_layers": 1}),
+}
+MIN_PROMPT_TOKENS = 32  # of a bundled prompt
+# Lifts one logit above all others of a random model, also in bfloat16, and makes sampling choose it.
+BUMP = 100.0
+
+
+class Oracle:
+    """Fixes what two random models say, so that acceptance is known while all their work is really done.
+
+    After every whole forward of either model, head included, `BUMP` is added to one logit of every position. For the
+    target it is that of the token which a random cycle through the vocabulary puts after the position's own token, so
+    its text is that cycle. For the draft it is the same token for a share `acceptance` of the vocabulary, and the next
+    but one for the rest. It depends on nothing else, so every engine meets the same text and the same agreement.
+    """
+
+    def __init__(self, target: PreTrainedModel, draft: PreTrainedModel, acceptance: float, seed: int = 0):
+        self.is_on = True
+        self.acceptance = acceptance
+        vocab_size = target.config.vocab_size
+        generator = torch.Generator().manual_seed(seed)
+        cycle = torch.randperm(vocab_size, generator=generator)
+        successor = torch.empty_like(cycle)
+        successor[cycle] = cycle.roll(-1)
+        agrees = torch.zeros(vocab_size, dtype=torch.bool)
+        agrees[torch.randperm(vocab_size, generator=generator)[: round(acceptance * vocab_size)]] = True
+        drafted = torch.where(agrees, successor, successor[successor])
+        for model, following in ((target, successor), (draft, drafted)):
+            model.register_forward_hook(partial(self._bump, following.to(model.device)), with_kwargs=True)
+
+    def _bump(self, following: Tensor, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if not self.is_on:
+            return
+        ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+        index = following[ids[:, -output.logits.shape[1] :]][..., None]  # [B, Q', 1]
+        output.logits.scatter_add_(-1, index, output.logits.new_full((), BUMP).expand(index.shape))
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """Inside, both models say what their weights say."""
+        self.is_on = False
+        try:
+            yield
+        finally:
+            self.is_on = True
+
+
+class ForwardClock:
+    """Times the forwards of both models from outside, by hooks that know nothing of who calls."""
+
+    def __init__(self, target: PreTrainedModel, draft: PreTrainedModel):
+        self.is_profiling = False
+        self.reset()
+        for model in (target, draft):
+            model.register_forward_pre_hook(self._before)
+            model.register_forward_hook(partial(self._after, model is target))
+
+    def reset(self) -> None:
+        """Begin a call."""
+        self.prefill_end: float | None = None  # when the target's first forward was over
+        self.forward_s = 0.0  # in all forwards after that; only while profiling
+
+    def _before(self, *_: Any) -> None:
+        if self.is_profiling:
+            wait()
+            self._begin = time.perf_counter()
+
+    def _after(self, is_target: bool, *_: Any) -> None:
+        if self.is_profiling and self.prefill_end is not None:
+            wait()
+            self.forward_s += time.perf_counter() - self._begin
+        elif is_target and self.prefill_end is None:
+            wait()
+            self.prefill_end = time.perf_counter()
+
+
+@dataclass
+class Subject:
+    """A target and a draft to decode with; neither ends a text by itself, so that every way does the same work.
+
+    Args:
+        name: "pair" or a key of `SHAPES`.
+        dtype: a key of `DTYPES`.
+        target, draft: on one device.
+        oracle: what fixes acceptance; None where the models speak for themselves.
+    """
+
+    name: str
+    dtype: str
+    target: PreTrainedModel
+    draft: PreTrainedModel
+    oracle: Oracle | None = None
+    clock: ForwardClock = field(init=False)
+
+    def __post_init__(self) -> None:
+        for model in (self.target, self.draft):
+            model.generation_config.eos_token_id = None
+        self.clock = ForwardClock(self.target, self.draft)
+
+    @property
+    def device(self) -> torch.device:
+        return self.target.device
+
+    def inputs(self, num_prompts: int, batch_size: int, prompt_len: int | None = None) -> list[Inputs]:
+        """Batches of prompts: bundled ones, or random ids where an oracle decides what follows."""
+        if self.oracle is None:
+            batches = read_batches(num_prompts, batch_size, prompt_len)
+        else:
+            generator = torch.Generator().manual_seed(1)
+            shape = (max(num_prompts // batch_size, 1), batch_size, prompt_len or 128)
+            ids = torch.randint(self.target.config.vocab_size, shape, generator=generator)
+            batches = [{"input_ids": one, "attention_mask": torch.ones_like(one)} for one in ids]
+        return [{name: value.to(self.device) for name, value in batch.items()} for batch in batches]
+
+
+def load(folder: Path, dtype: str, device: torch.device | str = "cpu") -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype]).eval().to(device)
+
+
+def random_model(config: Any, dtype: str, device: torch.device, seed: int = 0) -> PreTrainedModel:
+    """A model of that shape, made where it is to run."""
+    torch.manual_seed(seed)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype]).eval()
+    return model.requires_grad_(False)
+
+
+def load_pair(dtype: str, device: torch.device, draft: str = "bundled") -> Subject:
+    """The bundled target with the bundled draft, a "random" one of its shape, or a "large" one: the target's copy."""
+    target = load(PAIR / "target", dtype, device)
+    match draft:
+        case "bundled":
+            model = load(PAIR / "draft", dtype, device)
+        case "random":
+            model = random_model(load(PAIR / "draft", dtype).config, dtype, device)
+        case _:
+            model = copy.deepcopy(target)
+    return Subject("pair", dtype, target, model)
+
+
+def load_shape(
+    name: str, dtype: str, device: torch.device, acceptance: float, layers: int | None = None, draft_layers: int = 0
+) -> Subject:
+    """A random pair of the shape `name` whose acceptance an oracle fixes; fewer layers where asked for."""
+    make, *both = SHAPES[name]
+    models = []
+    for seed, (fields, num_layers) in enumerate(zip(both, (layers, draft_layers), strict=True)):
+        num_layers = num_layers or fields["num_hidden_layers"]
+        ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+        config = make(**{**fields, **ids, "num_hidden_layers": num_layers})
+        models.append(random_model(config, dtype, device, seed))
+    return Subject(name, dtype, *models, oracle=Oracle(*models, acceptance))
+
+
+def read_prompts() -> dict[str, list[str]]:
+    """The bundled prompts by category."""
+    by_category: dict[str, list[str]] = {}
+    for line in (ROOT / "examples" / "prompts.jsonl").read_text(encoding="utf-8").splitlines():
+        prompt = json.loads(line)
+        by_category.setdefault(prompt["category"], []).append(prompt["turns"][0])
+    return by_category
+
+
+def encode(prompts: list[str], batch_size: int, prompt_len: int | None = None) -> list[Inputs]:
+    """Left-padded batches of texts; with `prompt_len`, each goes on with the texts after it to exactly that length."""
+    tokenizer = AutoTokenizer.from_pretrained(PAIR / "target", padding_side="left", truncation_side="right")
+    how: dict[str, Any] = {"return_tensors": "pt", "padding": True}
+    if prompt_len is not None:
+        num_texts = prompt_len // MIN_PROMPT_TOKENS + 1
+        prompts = ["\n\n".join(prompts[(i + j) % len(prompts)] for j in range(num_texts)) for i in range(len(prompts))]
+        how.update(truncation=True, max_length=prompt_len)
+    batches = []
+    for begin in range(0, len(prompts), batch_size):
+        encoded = tokenizer(prompts[begin : begin + batch_size], **how)
+        batches.append({"input_ids": encoded["input_ids"], "attention_mask": encoded["attention_mask"]})
+    return batches
+
+
+def read_batches(num_prompts: int, batch_size: int, prompt_len: int | None = None) -> list[Inputs]:
+    """Batches of bundled prompts from every category in turn; whole batches only."""
+    prompts = [text for texts in read_prompts().values() for text in texts]
+    num_prompts = min(max(num_prompts // batch_size, 1) * batch_size, len(prompts))
+    chosen = [prompts[index * len(prompts) // num_prompts] for index in range(num_prompts)]
+    return encode(chosen, batch_size, prompt_len)

@@ -1,0 +1,158 @@
+"""Peak memory of a speculative `generate()` against plain's with the draft's weights and cache added.
+
+    python benchmarks/memory.py
+
+A peak is the weights that a way needs and the most that its call held beside them at any time. On a CPU torch's
+profiler reports every block that the allocator gives and takes back, on a GPU the allocator keeps its own maximum.
+"""
+
+import argparse
+import gc
+from typing import Any
+
+import torch
+from _costs import measure_costs
+from _engines import OURS, PLAIN, Runner, Timings, Way, check, warm_up
+from _harness import Cells, add_common_arguments, markdown, parse_common, result_name, write_results
+from _library import CACHES
+from _pictures import Panel, draw
+from _subjects import DTYPES, SHAPES, Inputs, Subject, load_pair, load_shape
+from torch.profiler import ProfilerActivity, profile
+from transformers import PreTrainedModel
+
+NAME = "memory"
+ALLOWED = 1.05
+Row = dict[str, Any]
+
+
+def weight_bytes(model: PreTrainedModel) -> int:
+    """Bytes of parameters and buffers; what is tied counts once."""
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in model.parameters()}
+    storages |= {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in model.buffers()}
+    return sum(storages.values())
+
+
+def cache_bytes(model: PreTrainedModel, batch_size: int, num_tokens: int) -> int:
+    """Bytes of keys and values of so many tokens in every layer."""
+    config = model.config
+    head_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_width
+    return batch_size * num_tokens * per_token * model.dtype.itemsize
+
+
+def peak_bytes(call: Any, device: torch.device) -> int:
+    """The most that `call` held beside what was there before."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        return torch.cuda.max_memory_allocated() - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        call()
+    held = peak = 0
+    for event in sorted(_allocations(profiler), key=lambda one: one.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+def _allocations(profiler: Any) -> list[Any]:
+    """One event for every block given (positive bytes) or taken back (negative)."""
+    return [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+
+
+def measure(subject: Subject, batch_size: int, args: argparse.Namespace) -> list[Row]:
+    """One cell: a row for every way of ours."""
+    runner = Runner(subject, "greedy", args.max_new_tokens, args.cache)
+    ours = [OURS, Way("ours", args.num_assistant_tokens)]
+    inputs: Inputs = subject.inputs(batch_size, batch_size, args.prompt_len)[0]
+    warm_up(runner, [PLAIN, *ours], inputs, args.max_new_tokens)
+    checked = check(runner, ours, inputs)
+    timings = Timings()
+    timings.add(runner, [PLAIN, *ours], inputs, 1, f"{batch_size} rows")
+    costs = measure_costs(subject, inputs, args.max_new_tokens, timings.plain_step_s(args.max_new_tokens))
+    held = {way: peak_bytes(lambda way=way: runner.run(way, inputs), subject.device) for way in (PLAIN, *ours)}
+    target_bytes, draft_bytes = weight_bytes(subject.target), weight_bytes(subject.draft)
+    draft_cache = cache_bytes(subject.draft, batch_size, inputs["input_ids"].shape[1] + args.max_new_tokens)
+    allowed = target_bytes + held[PLAIN] + draft_bytes + draft_cache
+    rows = []
+    for way in ours:
+        row = {"subject": subject.name, "dtype": subject.dtype, "batch_size": batch_size, "checked": checked}
+        row |= timings.summary(way) | costs.report(timings.counts[way.name], batch_size)
+        row["efficiency"] = row["decode_over_plain"] / row["expected"]
+        row |= {"prompt_len": inputs["input_ids"].shape[1], "plain_bytes": target_bytes + held[PLAIN]}
+        row |= {"draft_bytes": draft_bytes, "draft_cache_bytes": draft_cache}
+        row |= {"ours_bytes": target_bytes + draft_bytes + held[way]}
+        row["over_allowed"] = row["ours_bytes"] / allowed
+        row["over_allowed_without_weights"] = held[way] / (held[PLAIN] + draft_cache)
+        rows.append(row)
+    return rows
+
+
+def _mb(name: str) -> Any:
+    return lambda row: f"{row[name] / 1e6:.1f}"
+
+
+COLUMNS = {
+    "pair": lambda row: row["subject"],
+    "dtype": lambda row: row["dtype"],
+    "rows": lambda row: row["batch_size"],
+    "prompt": lambda row: row["prompt_len"],
+    "way": lambda row: row["way"],
+    "plain, MB": _mb("plain_bytes"),
+    "draft's weights, MB": _mb("draft_bytes"),
+    "draft's cache, MB": _mb("draft_cache_bytes"),
+    "ours, MB": _mb("ours_bytes"),
+    "ours over the three": lambda row: row["over_allowed"],
+    "the same without weights": lambda row: row["over_allowed_without_weights"],
+    "a": lambda row: row["acceptance"],
+    "c": lambda row: row["c"],
+    "v": lambda row: row["v"],
+    "efficiency (one run)": lambda row: row["efficiency"],
+}
+
+
+def table(content: dict[str, Any]) -> str:
+    """All rows."""
+    return markdown(COLUMNS, content["rows"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_common_arguments(parser, repeats=1, limit_s=300.0)
+    parser.add_argument("--subjects", nargs="+", choices=["pair", *SHAPES])
+    parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 4])
+    parser.add_argument("--prompt-len", type=int, default=2048)
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--num-assistant-tokens", type=int, default=5)
+    parser.add_argument("--acceptance", type=float, default=0.8, help="of random pairs")
+    parser.add_argument("--layers", type=int, help="of a random target, to shrink it")
+    parser.add_argument("--draft-layers", type=int, help="of a random draft, to shrink it")
+    parser.add_argument("--dtype", choices=sorted(DTYPES))
+    parser.add_argument("--cache", choices=CACHES, default="auto")
+    args = parse_common(parser)
+    on_gpu = args.device.type == "cuda"
+    args.subjects = args.subjects or (["pair", "llama-8b"] if on_gpu else ["pair"])
+    args.dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
+    walk, rows, made = Cells([(n, b) for n in args.subjects for b in args.batch_sizes], args.limit_s, "cells"), [], None
+    for name, batch_size in walk:
+        if made is None or made.name != name:
+            made = None
+            if name == "pair":
+                made = load_pair(args.dtype, args.device)
+            else:
+                made = load_shape(name, args.dtype, args.device, args.acceptance, args.layers, args.draft_layers)
+        rows += measure(made, batch_size, args)
+    args.left_out = walk.left_out
+    path = write_results(result_name(NAME, args.device), args, rows, args.results)
+    print(table({"rows": rows}))
+    places = [f"{row['subject']}, {row['batch_size']} rows, {row['way']}" for row in rows]
+    series = {"peak": [(place, row["over_allowed"]) for place, row in zip(places, rows, strict=True)]}
+    draw(path.with_suffix(".png"), [Panel("Peak over plain's, draft and its cache", "ratio", series, ALLOWED)])
+    print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    main()

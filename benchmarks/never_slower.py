@@ -1,0 +1,151 @@
+"""The default schedule against plain `generate()` where drafting helps, where it cannot, and where it costs too much.
+
+    python benchmarks/never_slower.py
+    python benchmarks/never_slower.py --batch-sizes 1 8 --limit-s 7200
+
+A cell is a draft, a category of prompts and a mode. Drafts: the bundled one; a random one of its shape, of which
+nothing is accepted; and a copy of the target, of which all is accepted at a target's price. Constant K that lose
+against plain decoding in a short probe are not timed further; of the others the best is what the default is held to.
+"""
+
+import argparse
+from typing import Any
+
+from _costs import measure_costs
+from _engines import OURS, PLAIN, Runner, Timings, Way, check, faster_dtype, warm_up
+from _harness import Cells, add_common_arguments, markdown, parse_common, ratios, result_name, write_results
+from _library import CACHES, DEFAULT_SCHEDULE
+from _pictures import Panel, draw
+from _subjects import DTYPES, Subject, encode, load_pair, read_prompts
+
+NAME = "never_slower"
+DRAFTS = ("bundled", "random", "large")
+MODES = ("greedy", "sampling")
+# A constant K must reach this much of plain decoding's speed in the probe, which is noisy, to be timed.
+MIN_PROBE = 0.95
+Row = dict[str, Any]
+
+
+def winning_constants(runner: Runner, inputs: Any, args: argparse.Namespace) -> list[Way]:
+    """The constant K worth timing."""
+    probe = Runner(runner.subject, runner.mode, args.probe_tokens, args.cache)
+    ways = [Way("ours", num) for num in args.num_assistant_tokens]
+    warm_up(probe, [PLAIN, *ways], inputs)
+    timings = Timings()
+    timings.add(probe, [PLAIN, *ways], inputs, 2, "probe")
+    return [way for way in ways if timings.summary(way)["decode_over_plain"] >= MIN_PROBE]
+
+
+def measure(
+    subject: Subject, draft: str, category: str, mode: str, batch_size: int, args: argparse.Namespace
+) -> list[Row]:
+    """One cell: a row for the default and one for each constant K that was timed."""
+    runner = Runner(subject, mode, args.max_new_tokens, args.cache)
+    prompts = read_prompts()[category]
+    batches = encode(prompts[: args.repeats * batch_size], batch_size, args.prompt_len)
+    batches = [{name: value.to(args.device) for name, value in batch.items()} for batch in batches]
+    checked = check(runner, [OURS], batches[0], max_new_tokens=args.probe_tokens)
+    ways = [PLAIN, OURS, *winning_constants(runner, batches[0], args)]
+    timings = Timings()
+    for number, inputs in enumerate(batches):
+        timings.add(runner, ways, inputs, 1, f"{draft}, {category}, {mode}, batch {number + 1}")
+    plain_s = timings.plain_step_s(args.max_new_tokens)
+    costs = measure_costs(subject, batches[0], args.max_new_tokens, plain_s)
+    rows = []
+    for way in ways[1:]:
+        cell = {"draft": draft, "category": category, "mode": mode, "batch_size": batch_size, "checked": checked}
+        row = {**cell, "schedule": DEFAULT_SCHEDULE if way == OURS else "constant", "dtype": subject.dtype}
+        row |= timings.summary(way) | costs.report(timings.counts[way.name], batch_size)
+        row["efficiency"] = row["decode_over_plain"] / row["expected"]
+        rows.append(row)
+    best = max(rows[1:], key=lambda row: row["over_plain"]["median"], default=None)
+    rows[0]["best_constant"] = best and best["way"]
+    rows[0]["best_constant_over_plain"] = best and best["over_plain"]["median"]
+    rows[0]["over_best_constant"] = best and ratios(timings.seconds[best["way"]], timings.seconds[OURS.name])
+    return rows
+
+
+COLUMNS = {
+    "rows": lambda row: row["batch_size"],
+    "draft": lambda row: row["draft"],
+    "prompts": lambda row: row["category"],
+    "mode": lambda row: row["mode"],
+    "way": lambda row: row["way"],
+    "times plain (min to max)": lambda row: "{median:.2f} ({min:.2f} to {max:.2f})".format(**row["over_plain"]),
+    "best constant": lambda row: row["best_constant"],
+    "which over plain": lambda row: row["best_constant_over_plain"],
+    "default over it": lambda row: row["over_best_constant"] and row["over_best_constant"]["median"],
+    "a": lambda row: row["acceptance"],
+    "K": lambda row: row["realised_k"],
+    "tokens a round": lambda row: row["tokens_per_round"],
+    "c": lambda row: row["c"],
+    "v": lambda row: row["v"],
+    "efficiency": lambda row: row["efficiency"],
+}
+
+
+def defaults_of(content: dict[str, Any]) -> list[Row]:
+    """The default schedule's row of every cell."""
+    return [row for row in content["rows"] if row["num_assistant_tokens"] is None]
+
+
+def table(content: dict[str, Any]) -> str:
+    """The cells of the default schedule, and the worst of them."""
+    rows = defaults_of(content)
+    worst = min(rows, key=lambda row: row["over_plain"]["median"], default=None)
+    if worst is None:
+        return "no cell was measured"
+    where = f"{worst['batch_size']} rows, {worst['draft']} draft, {worst['category']}, {worst['mode']}"
+    line = f"Worst cell: {worst['over_plain']['median']:.2f} times plain ({where})."
+    return f"{line} A dash: no constant K kept up with plain decoding.\n\n{markdown(COLUMNS, rows)}"
+
+
+def picture(rows: list[Row], path: Any) -> None:
+    panels = []
+    for draft in dict.fromkeys(row["draft"] for row in rows):
+        cells = [row for row in rows if row["draft"] == draft]
+        names = [f"{row['category']}, {row['mode']}, {row['batch_size']}" for row in cells]
+        best = [(name, row["best_constant_over_plain"]) for name, row in zip(names, cells, strict=True)]
+        series = {
+            f"default ({DEFAULT_SCHEDULE})": list(zip(names, [row["over_plain"] for row in cells], strict=True)),
+            "best constant K": [(name, value) for name, value in best if value],
+        }
+        panels.append(Panel(f"{draft} draft", "times plain generate()", series, 1.0))
+    draw(path.with_suffix(".png"), panels)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_common_arguments(parser, repeats=3, limit_s=1500.0)
+    parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1])
+    parser.add_argument("--drafts", nargs="+", choices=DRAFTS, default=list(DRAFTS))
+    parser.add_argument("--categories", nargs="+", choices=list(read_prompts()), default=list(read_prompts()))
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--prompt-len", type=int, default=128)
+    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--probe-tokens", type=int, default=32)
+    parser.add_argument("--num-assistant-tokens", nargs="+", type=int, default=[1, 3, 5, 8])
+    parser.add_argument("--dtype", choices=sorted(DTYPES), help="unset: the faster one for plain decoding")
+    parser.add_argument("--cache", choices=CACHES, default="auto")
+    args = parse_common(parser)
+    args.dtype = args.dtype or faster_dtype(lambda dtype: load_pair(dtype, args.device), list(DTYPES), 1)
+    cells = [
+        (draft, category, mode, batch_size)
+        for draft in args.drafts
+        for batch_size in args.batch_sizes
+        for category in args.categories
+        for mode in args.modes
+    ]
+    subjects = {draft: load_pair(args.dtype, args.device, draft) for draft in args.drafts}
+    walk, rows = Cells(cells, args.limit_s, "cells"), []
+    for draft, category, mode, batch_size in walk:
+        rows += measure(subjects[draft], draft, category, mode, batch_size, args)
+    args.left_out = walk.left_out
+    path = write_results(result_name(NAME, args.device), args, rows, args.results)
+    print(table({"rows": rows}))
+    picture(defaults_of({"rows": rows}), path)
+    print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    main()

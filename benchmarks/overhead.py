@@ -1,0 +1,110 @@
+"""What a round costs besides its forwards: bookkeeping and verification, seen from inside and from outside.
+
+    python benchmarks/overhead.py
+
+From inside: the stages' seconds in `SpeculationStats`, in which drawing the drafts counts as drafting. From outside:
+the time after the target's first forward less the time within the two models' forward calls, by hooks around them.
+"""
+
+import argparse
+from typing import Any
+
+from _costs import measure_costs
+from _engines import MODES, PLAIN, Runner, Timings, Way, check, faster_dtype, warm_up
+from _harness import Cells, add_common_arguments, markdown, parse_common, result_name, spread, write_results
+from _library import CACHES
+from _pictures import Panel, draw
+from _subjects import DTYPES, Subject, load_pair
+
+NAME = "overhead"
+Row = dict[str, Any]
+
+
+def measure(subject: Subject, batch_size: int, mode: str, args: argparse.Namespace) -> Row:
+    """One cell."""
+    runner, way = Runner(subject, mode, args.max_new_tokens, args.cache), Way("ours", args.num_assistant_tokens)
+    ways = [PLAIN, way]
+    batches = subject.inputs(max(args.prompts, batch_size), batch_size)
+    warm_up(runner, ways, batches[0])
+    checked = check(runner, ways, batches[0])
+    plainly, profiled = Timings(), Timings()
+    for inputs in batches:
+        subject.clock.is_profiling = False
+        plainly.add(runner, ways, inputs, args.repeats, f"{batch_size} rows, {mode}")
+        subject.clock.is_profiling = True
+        profiled.add(runner, ways, inputs, args.repeats, f"{batch_size} rows, {mode}, profiled")
+    subject.clock.is_profiling = False
+    counts = plainly.counts[way.name]
+    own, all_stages = (sum(counts[f"{stage}_s"] for stage in stages) for stages in (OWN, (*OWN, "draft", "score")))
+    pairs = list(zip(profiled.decode_s[way.name], profiled.forward_s[way.name], strict=True))
+    costs = measure_costs(subject, batches[0], args.max_new_tokens, plainly.plain_step_s(args.max_new_tokens))
+    row = {"dtype": subject.dtype, "batch_size": batch_size, "mode": mode, "checked": checked}
+    row |= plainly.summary(way) | costs.report(counts, batch_size)
+    row["efficiency"] = row["decode_over_plain"] / row["expected"]
+    row["round_s"] = all_stages / counts["num_batch_rounds"]
+    row["share_inside"] = own / all_stages
+    row["verify_share_inside"] = counts["verify_s"] / all_stages
+    row["share_outside"] = spread([1 - forward_s / decode_s for decode_s, forward_s in pairs])
+    return row
+
+
+OWN = ("verify", "bookkeeping")
+COLUMNS = {
+    "dtype": lambda row: row["dtype"],
+    "rows": lambda row: row["batch_size"],
+    "mode": lambda row: row["mode"],
+    "round, ms": lambda row: row["round_s"] * 1e3,
+    "own share, from inside": lambda row: f"{row['share_inside']:.1%}",
+    "of it verification": lambda row: f"{row['verify_share_inside']:.1%}",
+    "own share, from outside (min to max)": lambda row: "{median:.1%} ({min:.1%} to {max:.1%})".format(
+        **row["share_outside"]
+    ),
+    "a": lambda row: row["acceptance"],
+    "K": lambda row: row["realised_k"],
+    "tokens a round": lambda row: row["tokens_per_round"],
+    "c": lambda row: row["c"],
+    "v": lambda row: row["v"],
+    "efficiency": lambda row: row["efficiency"],
+}
+NOTES = """\
+The bundled pair at constant K. Own share is what of a round is not spent in the two models' forwards. From inside it is
+verification and bookkeeping over all stages; from outside, all time after the target's first forward that no forward
+call took, drawing the drafts, masks, position ids and cache rollback included.
+"""
+
+
+def table(content: dict[str, Any]) -> str:
+    """All cells, with what the columns mean."""
+    return f"{NOTES}\n{markdown(COLUMNS, content['rows'])}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_common_arguments(parser, repeats=3, limit_s=300.0)
+    parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 8])
+    parser.add_argument("--modes", nargs="+", choices=sorted(MODES), default=list(MODES))
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--num-assistant-tokens", type=int, default=5)
+    parser.add_argument("--dtype", choices=sorted(DTYPES), help="unset: the faster one for plain decoding")
+    parser.add_argument("--cache", choices=CACHES, default="auto")
+    args = parse_common(parser)
+    args.dtype = args.dtype or faster_dtype(lambda dtype: load_pair(dtype, args.device), list(DTYPES), 1)
+    subject = load_pair(args.dtype, args.device)
+    walk = Cells([(size, mode) for size in args.batch_sizes for mode in args.modes], args.limit_s, "cells")
+    rows = [measure(subject, batch_size, mode, args) for batch_size, mode in walk]
+    args.left_out = walk.left_out
+    name = result_name(NAME, args.device)
+    path = write_results(name, args, rows, args.results)
+    print(table({"rows": rows}))
+    places = [f"{row['batch_size']} rows, {row['mode']}" for row in rows]
+    series = {
+        "from outside": [(place, row["share_outside"]) for place, row in zip(places, rows, strict=True)],
+        "from inside": [(place, row["share_inside"]) for place, row in zip(places, rows, strict=True)],
+    }
+    draw(path.with_suffix(".png"), [Panel("What a round costs besides its forwards", "share of it", series, 0.05)])
+    print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""Writes `benchmarks/RESULTS.md` from the JSON under `benchmarks/results/`; nothing is measured.
+
+python benchmarks/results_page.py
+"""
+
+import argparse
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import acceptance
+import end_to_end
+import memory
+import never_slower
+import overhead
+import scaling
+from _harness import RESULTS, ROOT, markdown, read_results
+from _report import as_table
+
+PAGE = ROOT / "benchmarks" / "RESULTS.md"
+Row = dict[str, Any]
+
+
+class Section(NamedTuple):
+    """One benchmark on the page."""
+
+    title: str
+    name: str
+    table: Callable[[Row], str]
+
+
+SECTIONS = (
+    Section("End to end", end_to_end.NAME, end_to_end.table),
+    Section("Never slower", never_slower.NAME, never_slower.table),
+    Section("Scaling", scaling.NAME, scaling.table),
+    Section("Overhead", overhead.NAME, overhead.table),
+    Section("Memory", memory.NAME, memory.table),
+    Section("Verifiers", "verifiers", as_table),
+    Section("Acceptance", "acceptance", acceptance.table),
+)
+DEVICES = ("", "_cuda")  # how results of a CPU and of a GPU end
+
+
+class Target(NamedTuple):
+    """One line of the table of targets."""
+
+    figure: str
+    goal: str  # in words
+    measured: str
+    is_reached: bool | None  # None: not measured, or does not apply
+
+
+def find(name: str, folder: Path) -> list[tuple[str, Row]]:
+    """The results of a benchmark by file name, those of the present form only."""
+    files = [f"{name}{ending}" for ending in DEVICES if (folder / f"{name}{ending}.json").exists()]
+    contents = [(file, read_results(file, folder)) for file in files]
+    by_way = name in {section.name for section in SECTIONS[:5]} - {overhead.NAME, scaling.NAME}
+    return [(file, one) for file, one in contents if one["rows"] and (not by_way or "way" in one["rows"][0])]
+
+
+def line(
+    figure: str, goal: float, values: Iterable[float | None], at_most: bool = False, shown: str = "{:.2f}"
+) -> Target:
+    """A target that every value must reach; the worst one is shown."""
+    known = [value for value in values if value is not None]
+    word = "at most" if at_most else "at least"
+    if not known:
+        return Target(figure, f"{word} {shown.format(goal)}", "not measured", None)
+    worst = max(known) if at_most else min(known)
+    return Target(
+        figure, f"{word} {shown.format(goal)}", shown.format(worst), worst <= goal if at_most else worst >= goal
+    )
+
+
+def cells_of(rows: list[Row], batch_size: int) -> list[list[Row]]:
+    """The greedy rows of that many rows, by pair, dtype and acceptance."""
+    cells: dict[Any, list[Row]] = {}
+    for row in rows:
+        if row["batch_size"] == batch_size and row["mode"] == "greedy":
+            cells.setdefault((row["subject"], row["dtype"], row["oracle_acceptance"]), []).append(row)
+    return list(cells.values())
+
+
+def over_assisted(cell: list[Row]) -> float | None:
+    """Tokens per second of our default over the best of transformers' assisted generation."""
+    theirs = [row["tokens_per_s"] for row in cell if row["engine"] == "assisted"]
+    return default_of(cell)["tokens_per_s"] / max(theirs) if theirs else None
+
+
+def default_of(cell: list[Row]) -> Row:
+    return next(row for row in cell if row["engine"] == "ours" and row["num_assistant_tokens"] is None)
+
+
+def end_to_end_targets(rows: list[Row], where: str) -> list[Target]:
+    """Lines for every pair that was measured."""
+    found = []
+    goals = {1: (1.5, 0.93, 1.7, 1.85, 0.95), 8: (4.0, 0.90, 1.5, 1.7, 0.90)}
+    for batch_size, (assisted, share, plain, least_bound, efficiency) in goals.items():
+        looped = " looped over rows" if batch_size > 1 else ""
+        for cell in cells_of(rows, batch_size) or [[]]:
+            what = f"B={batch_size} greedy" + (f", {cell[0]['subject']}, {cell[0]['dtype']}" if cell else "") + where
+            ours = default_of(cell) if cell else {}
+            found.append(
+                line(
+                    f"{what}: speed over transformers' assisted{looped} (best of its K and its defaults)",
+                    assisted,
+                    [over_assisted(cell) if cell else None],
+                )
+            )
+            found.append(line(f"{what}: share of the pair's bound", share, [ours.get("share_of_bound")]))
+            over_plain = line(f"{what}: speed over plain", plain, [ours["over_plain"]["median"] if cell else None])
+            if cell and ours["bound"] < least_bound:
+                goal = (
+                    f"{over_plain.goal}, where the pair's bound is {least_bound:.2f} or more: it is {ours['bound']:.2f}"
+                )
+                over_plain = over_plain._replace(goal=goal, is_reached=None)
+            found.append(over_plain)
+            found.append(line(f"{what}: efficiency", efficiency, [ours.get("efficiency")]))
+    return found
+
+
+def never_slower_targets(rows: list[Row], where: str) -> list[Target]:
+    defaults = never_slower.defaults_of({"rows": rows})
+    worst = [row["over_plain"]["median"] for row in defaults]
+    gaining = [
+        row["over_best_constant"]["median"] for row in defaults if (row["best_constant_over_plain"] or 0.0) >= 1.1
+    ]
+    return [
+        line(f"worst cell of never_slower: speed over plain{where}", 0.97, worst),
+        line(f"default schedule over the best constant K, worst cell where that gains 1.1{where}", 0.97, gaining),
+    ]
+
+
+def scaling_targets(rows: list[Row], where: str) -> list[Target]:
+    factors = [row for row in rows if row["varies"] == "verify" and (row["batch_size"], row["context"]) == (8, 2048)]
+    longest = [row for row in rows if row["varies"] == "context" and row["context"] == 8192]
+    theirs = [row["tokens_per_s"] for row in longest if row["engine"] == "assisted"]
+    over = default_of(longest)["tokens_per_s"] / max(theirs) if theirs else None
+    return [
+        line(f"verify factor v(6), 8 rows, 2k context{where}", 1.6, [row["v"]["ours"] for row in factors], True),
+        line(f"tokens/s at 8k context, B=1, over transformers' assisted{where}", 1.8, [over]),
+    ]
+
+
+def overhead_targets(rows: list[Row], where: str) -> list[Target]:
+    shares = [max(row["share_inside"], row["share_outside"]["median"]) for row in rows]
+    return [line(f"bookkeeping and verification in a round, the larger view{where}", 0.05, shares, True, "{:.1%}")]
+
+
+def memory_targets(rows: list[Row], where: str) -> list[Target]:
+    ratios = [row["over_allowed"] for row in rows]
+    return [line(f"peak memory over plain's with the draft and its cache{where}", 1.05, ratios, True)]
+
+
+TARGETS = {
+    end_to_end.NAME: end_to_end_targets,
+    overhead.NAME: overhead_targets,
+    never_slower.NAME: never_slower_targets,
+    scaling.NAME: scaling_targets,
+    memory.NAME: memory_targets,
+}
+TARGET_COLUMNS = {
+    "figure": lambda row: row.figure,
+    "at least / at most": lambda row: row.goal,
+    "measured": lambda row: row.measured,
+    "reached": lambda row: None if row.is_reached is None else "yes" if row.is_reached else "no",
+}
+
+
+def targets(folder: Path) -> str:
+    """Every target, reached or not, by device."""
+    lines = []
+    for name, make in TARGETS.items():
+        results = find(name, folder) or [("", {"rows": []})]
+        for file, content in results:
+            lines += make(content["rows"], ", GPU" if file.endswith("_cuda") else "")
+    return markdown(TARGET_COLUMNS, lines)
+
+
+def made(content: Row) -> str:
+    """Where a result comes from."""
+    of = content["circumstances"]
+    threads = "" if "cuda" in content["arguments"].get("device", "cpu") else f", {of['threads']} threads"
+    versions = f"torch {of['torch']}, transformers {of['transformers']}, Python {of['python']}"
+    left_out = content["arguments"].get("left_out")
+    note = f" Left out, for want of time: {'; '.join(left_out)}." if left_out else ""
+    return f"{of['device']}{threads}; {versions}; commit {of['commit']}; {of['date']}.{note}"
+
+
+def page(folder: Path) -> str:
+    parts = ["# Results", ""]
+    parts += ["Written by `python benchmarks/results_page.py` from the JSON in `benchmarks/results/`.", ""]
+    parts += [
+        "## Targets",
+        "",
+        "Ours is the default schedule. A row shows the worst of its cells.",
+        "",
+        targets(folder),
+    ]
+    for section in SECTIONS:
+        results = find(section.name, folder)
+        parts += ["", f"## {section.title}"]
+        if not results:
+            parts += ["", f"Not measured yet: `python benchmarks/{section.name}.py`."]
+        for file, content in results:
+            parts += ["", made(content), "", section.table(content).strip()]
+            if (folder / f"{file}.png").exists():
+                parts += ["", f"![{section.title}](results/{file}.png)"]
+    return "\n".join(parts) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder that holds the JSON")
+    parser.add_argument("--page", type=Path, default=PAGE)
+    args = parser.parse_args()
+    args.page.write_text(page(args.results), encoding="utf-8")
+    print(f"written to {args.page}")
+
+
+if __name__ == "__main__":
+    main()

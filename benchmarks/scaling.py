@@ -1,0 +1,215 @@
+"""How speed goes with context, new tokens and rows, on a random pair of Qwen2-0.5B's shape.
+
+    python benchmarks/scaling.py                     # a CPU: four target layers in the sweep
+    python benchmarks/scaling.py --layers 24
+
+An oracle fixes acceptance while all work is done, see `_subjects.Oracle`. The verify factor is measured by itself, with
+all layers, over caches of random states: ours in the library's own forward, transformers' in its forward with a
+`DynamicCache`, both over transformers' forward of a single row.
+"""
+
+import argparse
+from statistics import median
+from typing import Any
+
+import torch
+from _costs import MAX_K, forward_calls, measure_costs
+from _engines import OURS, PLAIN, Runner, Timings, Way, check, faster_dtype, warm_up
+from _harness import Cells, add_common_arguments, alternate, markdown, parse_common, result_name, spread, write_results
+from _library import CACHES, as_in_a_call
+from _pictures import Panel, draw
+from _subjects import DTYPES, SHAPES, Subject, load_shape
+from transformers.cache_utils import DynamicCache
+
+NAME = "scaling"
+CHECKED_PROMPT_LEN, CHECKED_TOKENS = 64, 12
+Row = dict[str, Any]
+
+
+def cells_of(args: argparse.Namespace) -> list[tuple[str, int, int, int]]:
+    """What varies, and context, new tokens and rows of each cell."""
+    cells = [("context", length, args.max_new_tokens, 1) for length in args.contexts]
+    cells += [("new tokens", args.contexts[0], num, 1) for num in args.new_tokens]
+    return cells + [("rows", args.batch_context, args.max_new_tokens, rows) for rows in args.batch_sizes]
+
+
+def measure(subject: Subject, cell: tuple[str, int, int, int], args: argparse.Namespace) -> list[Row]:
+    """One cell: a row for every way."""
+    varies, context, max_new_tokens, batch_size = cell
+    runner, constant = Runner(subject, "greedy", max_new_tokens, args.cache), Way("ours", args.num_assistant_tokens)
+    ways = [PLAIN, OURS, constant]
+    if batch_size == 1 and varies != "new tokens":
+        ways += [Way("assisted", args.num_assistant_tokens), Way("assisted")]
+    inputs = subject.inputs(batch_size, batch_size, context)[0]
+    plain, profiled = Timings(), Timings()
+    plain.add(runner, ways, inputs, args.repeats, f"{context} tokens, {batch_size} rows")
+    subject.clock.is_profiling = True
+    profiled.add(runner, [constant], inputs, 1)
+    subject.clock.is_profiling = False
+    num_rounds = profiled.counts[constant.name]["num_batch_rounds"]
+    rest_s = (profiled.decode_s[constant.name][0] - profiled.forward_s[constant.name][0]) / max(num_rounds, 1)
+    plain_s, nums = plain.plain_step_s(max_new_tokens), sorted({0, args.num_assistant_tokens, MAX_K})
+    costs = measure_costs(subject, inputs, max_new_tokens, plain_s, repeats=3, nums=nums)
+    rows = []
+    for way in ways:
+        row = {"varies": varies, "context": context, "max_new_tokens": max_new_tokens, "batch_size": batch_size}
+        row |= {"subject": subject.name, "dtype": subject.dtype, **plain.summary(way)}
+        per_token = [seconds / (max_new_tokens - 1) for seconds in plain.decode_s[way.name]]
+        row["step_s"] = spread(per_token)  # time per token of a row, after the prompt
+        row["tokens_per_s"] = batch_size / row["step_s"]["median"]
+        if way.engine == "ours":
+            row |= costs.report(row["counts"], batch_size)
+            row["efficiency"] = row["decode_over_plain"] / row["expected"]
+        if way == constant:
+            row["rest_of_round_s"] = rest_s
+        rows.append(row)
+    return rows
+
+
+def verify_factor(subject: Subject, args: argparse.Namespace) -> Row:
+    """Verify factor of `--verify-queries` rows at one batch size and context: ours and transformers'."""
+    target, batch_size, num = subject.target, args.verify_batch, args.verify_queries
+    length, config = args.verify_context, target.config
+    ours, undo_ours = forward_calls(target, batch_size, length, None, [num], "ours")
+    cache = DynamicCache(config=config)
+    heads = (batch_size, config.num_key_value_heads, length, config.hidden_size // config.num_attention_heads)
+    for layer in range(config.num_hidden_layers):
+        states = torch.randn(heads, dtype=target.dtype, device=target.device)
+        cache.update(states, states.clone(), layer)
+    mask = torch.ones(batch_size, length + num, dtype=torch.int64, device=target.device)
+    ids = torch.zeros(batch_size, num, dtype=torch.int64, device=target.device)
+
+    @torch.no_grad()
+    def theirs(num_query: int) -> None:
+        some = mask[:, : length + num_query]
+        target(input_ids=ids[:, :num_query], attention_mask=some, past_key_values=cache, use_cache=True)
+
+    def undo() -> None:
+        undo_ours()
+        if cache.get_seq_length() > length:
+            cache.crop(length - cache.get_seq_length())
+
+    def mine() -> None:
+        with as_in_a_call(target):
+            ours[f"ours {num}"]()
+
+    calls = {"ours": mine, "transformers": lambda: theirs(num), "one row": lambda: theirs(1)}
+    alternate(calls, 1, prepare=undo)
+    seconds = alternate(calls, args.verify_repeats, f"forwards at {length} tokens", undo)
+    one = median(seconds["one row"])
+    return {
+        "varies": "verify",
+        "context": length,
+        "batch_size": batch_size,
+        "num_queries": num,
+        "layers": config.num_hidden_layers,
+        "dtype": subject.dtype,
+        "seconds": {name: spread(values) for name, values in seconds.items()},
+        "v": {name: median(seconds[name]) / one for name in ("ours", "transformers")},
+    }
+
+
+COLUMNS = {
+    "varies": lambda row: row["varies"],
+    "context": lambda row: row["context"],
+    "new tokens": lambda row: row["max_new_tokens"],
+    "rows": lambda row: row["batch_size"],
+    "dtype": lambda row: row["dtype"],
+    "way": lambda row: row["way"],
+    "tokens/s": lambda row: f"{row['tokens_per_s']:.1f}",
+    "ms a token": lambda row: row["step_s"]["median"] * 1e3,
+    "times plain": lambda row: row["decode_over_plain"],
+    "a": lambda row: row.get("acceptance"),
+    "K": lambda row: row.get("realised_k"),
+    "tokens a round": lambda row: row.get("tokens_per_round"),
+    "c": lambda row: row.get("c"),
+    "v": lambda row: row.get("v"),
+    "efficiency": lambda row: row.get("efficiency"),
+    "ms of a round outside forwards": lambda row: row["rest_of_round_s"] * 1e3 if "rest_of_round_s" in row else None,
+}
+NOTES = """\
+A random pair of Qwen2-0.5B's shape ({layers} target layers, {draft_layers} in the draft); an oracle fixes what both
+say, so acceptance is about {acceptance} while all forwards are really done. All times are after the target's first
+forward; transformers drafts once before it, which counts in its favour. The last column must not grow with context.
+"""
+
+
+def table(content: dict[str, Any]) -> str:
+    """The sweep, and the verify factor."""
+    rows, arguments = content["rows"], content["arguments"]
+    parts = [NOTES.format(**arguments), markdown(COLUMNS, [row for row in rows if row["varies"] != "verify"])]
+    for row in rows:
+        if row["varies"] == "verify":
+            at = f"{row['batch_size']} rows, {row['context']} tokens, {row['layers']} layers, {row['dtype']}"
+            ours, theirs = row["v"]["ours"], row["v"]["transformers"]
+            parts.append(f"\nv({row['num_queries']}) at {at}: {ours:.2f}, in transformers' forward {theirs:.2f}.")
+    return "\n".join(parts)
+
+
+def picture(rows: list[Row], path: Any) -> None:
+    panels = []
+    for varies, key in (("context", "context"), ("new tokens", "max_new_tokens"), ("rows", "batch_size")):
+        series: dict[str, list[Any]] = {}
+        for row in rows:
+            if row["varies"] == varies:
+                times = {name: value * 1e3 for name, value in row["step_s"].items()}
+                series.setdefault(row["way"], []).append((row[key], times))
+        panels.append(Panel(f"time per token over {varies}", "ms a token", series, xlabel=varies, is_log=True))
+    draw(path.with_suffix(".png"), panels)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_common_arguments(parser, repeats=2, limit_s=900.0)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen2-0.5b")
+    parser.add_argument("--layers", type=int, help="of the target in the sweep; 4 on a CPU, all on a GPU")
+    parser.add_argument("--draft-layers", type=int, default=1)
+    parser.add_argument("--acceptance", type=float, default=0.8)
+    parser.add_argument("--contexts", nargs="+", type=int, default=[256, 1024, 2048, 4096, 8192])
+    parser.add_argument("--new-tokens", nargs="+", type=int, default=[16, 64, 256])
+    parser.add_argument("--batch-sizes", nargs="+", type=int, default=[2, 8])
+    parser.add_argument("--batch-context", type=int, default=512)
+    parser.add_argument("--max-new-tokens", type=int, default=48)
+    parser.add_argument("--num-assistant-tokens", type=int, default=5)
+    parser.add_argument("--verify-layers", type=int, help="of the target whose verify factor is measured; unset: all")
+    parser.add_argument("--verify-batch", type=int, default=8)
+    parser.add_argument("--verify-context", type=int, default=2048)
+    parser.add_argument("--verify-queries", type=int, default=6)
+    parser.add_argument("--verify-repeats", type=int, default=7)
+    parser.add_argument("--dtypes", nargs="+", choices=sorted(DTYPES), help="unset: the faster one for plain decoding")
+    parser.add_argument("--cache", choices=CACHES, default="auto")
+    args = parse_common(parser)
+    on_gpu = args.device.type == "cuda"
+    args.layers = args.layers or (SHAPES[args.shape][1]["num_hidden_layers"] if on_gpu else 4)
+    args.dtypes = args.dtypes or (["bfloat16"] if on_gpu else sorted(DTYPES))
+    return args
+
+
+def main() -> None:
+    args = parse()
+
+    def make(dtype: str, layers: int | None = args.layers) -> Subject:
+        return load_shape(args.shape, dtype, args.device, args.acceptance, layers, args.draft_layers)
+
+    args.dtype = faster_dtype(make, args.dtypes, 1)
+    rows: list[Row] = [verify_factor(make(args.dtype, args.verify_layers), args)]
+    subject = make(args.dtype)
+    runner = Runner(subject, "greedy", CHECKED_TOKENS, args.cache)
+    inputs = subject.inputs(2, 2, CHECKED_PROMPT_LEN)[0]
+    ways = [OURS, Way("ours", args.num_assistant_tokens)]
+    with subject.oracle.silent():
+        print(f"without the oracle: {check(runner, ways, inputs)}")
+    print(f"with it: {check(runner, ways, inputs)}")
+    warm_up(runner, [PLAIN, *ways, Way("assisted")], inputs)
+    walk = Cells(cells_of(args), args.limit_s, "cells")
+    for cell in walk:
+        rows += measure(subject, cell, args)
+    args.left_out = walk.left_out
+    path = write_results(result_name(NAME, args.device), args, rows, args.results)
+    print(table({"rows": rows, "arguments": vars(args)}))
+    picture(rows, path)
+    print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    main()
