@@ -17,6 +17,8 @@ FLOORS = {
     "hf_speculate.generation": 6,
     "hf_speculate.build": 5,
     "hf_speculate.refusals": 5,
+    "hf_speculate.arguments": 5,
+    "hf_speculate.compiling": 4,
     "hf_speculate.decoder": 4,
     "hf_speculate.batch": 3.5,
     "hf_speculate.judge": 3.5,
