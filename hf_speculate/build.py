@@ -15,12 +15,16 @@ from transformers import (
 from transformers.cache_utils import Cache
 
 from hf_speculate.batch import Batch
-from hf_speculate.config import DEFAULT_ASSISTANT_TOKENS, DEFAULT_MAX_ASSISTANT_TOKENS, SpeculationConfig
+from hf_speculate.compiling import Compiler, Static, draft_lens
+from hf_speculate.config import DEFAULT_ASSISTANT_TOKENS, SpeculationConfig
 from hf_speculate.decoder import DecoderSettings, SpeculativeDecoder
+from hf_speculate.draft.compiled import UNIT_QUERY_LEN, CompiledDrafter
 from hf_speculate.draft.model import DraftSettings, ModelDrafter
 from hf_speculate.errors import ConfigError
+from hf_speculate.infer.compiled import CompiledLanguageModel
 from hf_speculate.infer.homes import Home
 from hf_speculate.infer.inferencer import Inferencer
+from hf_speculate.infer.kv_cache import KVCache
 from hf_speculate.infer.language_model import LanguageModel
 from hf_speculate.judge import Judge, LockStepJudge, RaggedJudge
 from hf_speculate.outputs import OutputRecorder, Recorded
@@ -57,6 +61,7 @@ class Call:
         recorded: which outputs the call asked for.
         on_tokens: a streamer's callback.
         target_attention, draft_attention: names of the models' attention implementations.
+        static: how buffers that never grow were asked for; None: they were not.
     """
 
     input_ids: Tensor
@@ -75,6 +80,7 @@ class Call:
     on_tokens: Callable[[list[int]], None] | None
     target_attention: str
     draft_attention: str
+    static: Static | None = None
 
 
 def build_decoder(
@@ -107,26 +113,33 @@ def build_decoder(
         stats.fallbacks.append(reason)
     config = _without_idle_block(config, call, bool(reason), stats)
     stats.verifier = config.verifier or ""
+    compiler = Compiler(call.static, () if draft is None else draft_lens(config), stats)
+    batch = _build_batch(target, draft, config, call, compiler)
+    stats.cache = batch.target_cache.kind
+    offset = call.cache.get_seq_length() + call.query_ids.shape[1] - call.input_ids.shape[1]
+    max_position = max(call.max_length + offset - 2, 0)
+    target_model = compiler.target(target, max_position, batch.target_cache, keeps_states=call.is_cache_kept)
+    drafter = None
+    if draft is not None:
+        processors = block_processors.row_wise_part()
+        eos = stopping.eos_token_ids
+        drafter = build_drafter(draft, config, processors, eos, max_position, compiler, batch.draft_cache)
     settings = DecoderSettings(
         draft_strategy=_draft_strategy(config, call),
         max_length=call.max_length,
         pad_token_id=None if goes_on else (call.pad_token_id or 0),
-        keeps_rows=call.is_cache_kept or bool(reason),
+        keeps_rows=call.is_cache_kept or bool(reason) or bool(stats.compiled),
         is_lock_step=bool(reason),
         prefill_chunk_size=call.prefill_chunk_size,
+        min_draft_query=UNIT_QUERY_LEN if isinstance(drafter, CompiledDrafter) else 1,
     )
-    offset = call.cache.get_seq_length() + call.query_ids.shape[1] - call.input_ids.shape[1]
-    max_position = max(call.max_length + offset - 2, 0)
     verifier = make_verifier(config)
     judge: Judge = RaggedJudge(verifier, block_processors, stopping, stats)
     if reason:
         pad = settings.pad_token_id if has_eos else None
         judge = LockStepJudge(verifier, call.processors, call.criteria, pad, call.recorded.scores, stats)
-    drafter = None
-    if draft is not None:
-        drafter = build_drafter(draft, config, block_processors.row_wise_part(), stopping.eos_token_ids, max_position)
     decoder = SpeculativeDecoder(
-        target=LanguageModel(target, max_position, keeps_states=call.is_cache_kept),
+        target=target_model,
         drafter=drafter,
         judge=judge,
         schedule=ConstantSchedule(0) if draft is None else build_schedule(target, draft, config),
@@ -135,8 +148,6 @@ def build_decoder(
         stats=stats,
         on_tokens=call.on_tokens,
     )
-    batch = _build_batch(target, draft, config, call)
-    stats.cache = batch.target_cache.kind
     return decoder, batch
 
 
@@ -146,6 +157,8 @@ def build_drafter(
     processors: BlockLogitsProcessorList,
     eos_token_ids: Sequence[int] | frozenset[int] | None,
     max_position: int | None = None,
+    compiler: Compiler | None = None,
+    kv_cache: KVCache | None = None,
 ) -> ModelDrafter:
     """A drafter over a draft model.
 
@@ -155,6 +168,8 @@ def build_drafter(
         processors: pure and row-wise ones, applied to the draft's logits.
         eos_token_ids: ids after which a row needs no further token.
         max_position: upper bound of position ids; the draft's own table may bound them further.
+        compiler: decides whether the draft model runs compiled; None: it runs eagerly.
+        kv_cache: the draft model's cache, where a compiler decides.
     """
     table = getattr(draft.config.get_text_config(decoder=True), "max_position_embeddings", None)
     bounds = [bound for bound in (max_position, table - 1 if table else None) if bound is not None]
@@ -166,9 +181,14 @@ def build_drafter(
         stream=draft_stream(config),
         backend=config.verifier_backend,
     )
-    return ModelDrafter(
-        Inferencer(LanguageModel(draft, min(bounds, default=None), keeps_states=False)), processors, settings
-    )
+    max_position = min(bounds, default=None)
+    if compiler is None:
+        return ModelDrafter(Inferencer(LanguageModel(draft, max_position, keeps_states=False)), processors, settings)
+    is_unrolled = not len(processors) and not settings.confidence_threshold
+    language_model = compiler.draft(draft, max_position, kv_cache, is_unrolled=is_unrolled)
+    if isinstance(language_model, CompiledLanguageModel):
+        return CompiledDrafter(language_model, compiler.lens, processors, settings)
+    return ModelDrafter(Inferencer(language_model), processors, settings)
 
 
 def _lock_step_reason(call: Call, foreign: Sequence[str], goes_on: bool) -> str:
@@ -209,21 +229,20 @@ def _draft_strategy(config: SpeculationConfig, call: Call) -> SampleStrategy:
 
 
 def build_schedule(target: PreTrainedModel, draft: PreTrainedModel, config: SpeculationConfig) -> Schedule:
-    """The schedule that the settings name: a number alone means exactly that number, nothing means "adaptive".
+    """The schedule that the settings name.
 
     Args:
         target: the model that is sped up.
         draft: the draft model.
         config: resolved settings.
     """
-    num = config.num_assistant_tokens
-    match config.num_assistant_tokens_schedule or ("adaptive" if num is None else "constant"):
+    match config.schedule:
         case "adaptive":
-            return AdaptiveSchedule(num or DEFAULT_MAX_ASSISTANT_TOKENS, _num_bytes(draft) / max(_num_bytes(target), 1))
+            return AdaptiveSchedule(config.max_draft_tokens, _num_bytes(draft) / max(_num_bytes(target), 1))
         case "heuristic" | "heuristic_transient":
-            return HeuristicSchedule(num or DEFAULT_ASSISTANT_TOKENS)
+            return HeuristicSchedule(config.num_assistant_tokens or DEFAULT_ASSISTANT_TOKENS)
         case _:
-            return ConstantSchedule(num or DEFAULT_ASSISTANT_TOKENS)
+            return ConstantSchedule(config.max_draft_tokens)
 
 
 def _num_bytes(model: PreTrainedModel) -> int:
@@ -232,25 +251,32 @@ def _num_bytes(model: PreTrainedModel) -> int:
 
 
 def _build_batch(
-    target: PreTrainedModel, draft: PreTrainedModel | None, config: SpeculationConfig, call: Call
+    target: PreTrainedModel, draft: PreTrainedModel | None, config: SpeculationConfig, call: Call, compiler: Compiler
 ) -> Batch:
     batch_size, prompt_len = call.input_ids.shape
     device = call.input_ids.device
     mask = call.attention_mask
     num_masked = call.cache.get_seq_length() + call.query_ids.shape[1]
+    max_columns = call.max_length + num_masked - prompt_len
     home = Home(
         config.speculation_cache,
         call.target_attention,
         call.is_cache_passed,
         call.is_cache_kept,
         call.recorded.attentions,
-        max_columns=call.max_length + num_masked - prompt_len,
+        max_columns=max_columns,
+        capacity=compiler.capacity(max_columns),
     )
     target_cache = home.make(target, call.cache, batch_size, mask, device)
     draft_cache = None
     if draft is not None:
         draft_mask = None if mask is None else mask[:, -prompt_len:].to(draft.device)
-        home = Home(config.speculation_cache, call.draft_attention, max_columns=call.max_length)
+        home = Home(
+            config.speculation_cache,
+            call.draft_attention,
+            max_columns=call.max_length,
+            capacity=compiler.capacity(call.max_length),
+        )
         draft_cache = home.make(draft, None, batch_size, draft_mask, draft.device)
     num_prompt_tokens = [num_masked] * batch_size if mask is None else mask.sum(1).tolist()
     return Batch(

@@ -114,6 +114,22 @@ class SpeculationConfig:
                 "pass hf_speculate.SpeculationStats()"
             )
 
+    @property
+    def schedule(self) -> str:
+        """The schedule's name: a number of tokens alone means exactly that number, nothing means "adaptive"."""
+        return self.num_assistant_tokens_schedule or ("adaptive" if self.num_assistant_tokens is None else "constant")
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """The largest K that the schedule may ask for."""
+        match self.schedule:
+            case "adaptive":
+                return self.num_assistant_tokens or DEFAULT_MAX_ASSISTANT_TOKENS
+            case "constant":
+                return self.num_assistant_tokens or DEFAULT_ASSISTANT_TOKENS
+            case _:
+                return MAX_ASSISTANT_TOKENS
+
     def resolve(self, do_sample: bool) -> "SpeculationConfig":
         """The same settings with what depends on `do_sample` filled in.
 

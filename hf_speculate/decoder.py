@@ -27,6 +27,7 @@ class DecoderSettings:
         keeps_rows: finished rows stay in the batch, because the cache is handed back or rows move in lock step.
         is_lock_step: all rows advance by the same count.
         prefill_chunk_size: prompt tokens per forward; None: all at once.
+        min_draft_query: tokens of each row that the drafter is fed at least, some of them again.
     """
 
     draft_strategy: SampleStrategy
@@ -35,6 +36,7 @@ class DecoderSettings:
     keeps_rows: bool = False
     is_lock_step: bool = False
     prefill_chunk_size: int | None = None
+    min_draft_query: int = 1
 
 
 class SpeculativeDecoder:
@@ -271,7 +273,8 @@ class SpeculativeDecoder:
             batch: the rows, the kept tokens written.
             valid: [B] tokens of each row that the drafter has seen and that were kept.
         """
-        num_query = max(length - seen for length, seen in zip(batch.tokens.lens, valid, strict=True))
+        behind = max(length - seen for length, seen in zip(batch.tokens.lens, valid, strict=True))
+        num_query = max(behind, self.settings.min_draft_query)
         keep = [length - num_query for length in batch.tokens.lens]
         if batch.draft_cache is not None:
             batch.draft_cache.crop([held - num for held, num in zip(batch.num_held, keep, strict=True)])

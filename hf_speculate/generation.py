@@ -15,17 +15,18 @@ from transformers import (
     LogitsProcessorList,
     PreTrainedModel,
     StoppingCriteriaList,
-    StopStringCriteria,
 )
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, StaticCache
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from hf_speculate.arguments import own_static_cache, own_stop_strings
 from hf_speculate.attention_switch import folded_attention_for
 from hf_speculate.batch import Batch
 from hf_speculate.build import Call, build_decoder
+from hf_speculate.compiling import Static, compile_settings, static_of
 from hf_speculate.config import FIELD_NAMES, SpeculationConfig, fields_of, read_config
 from hf_speculate.decoder import SpeculativeDecoder
-from hf_speculate.errors import ConfigError, UnsupportedGenerationError, UnsupportedModelError
+from hf_speculate.errors import UnsupportedGenerationError, UnsupportedModelError
 from hf_speculate.outputs import Recorded
 from hf_speculate.refusals import (
     ASSISTED,
@@ -130,15 +131,19 @@ def _generate(
         models, reason = [model, assistant], ASSISTED
     check_call(call, reason)
     check_models(models, [type(one).__name__ for one in models if one._is_stateful], reason)
-    _own_stop_strings(model, call)
-    return plain(**call, custom_generate=_Speculation(assistant, config, call))
+    own_stop_strings(model, call)
+    is_static = own_static_cache(model, call)
+    return plain(**call, custom_generate=_Speculation(assistant, config, call, is_static))
 
 
 class _Speculation:
     """The decoding method of one call, run by transformers once it has prepared the inputs."""
 
-    def __init__(self, assistant: PreTrainedModel | None, config: SpeculationConfig, call: dict[str, Any]):
+    def __init__(
+        self, assistant: PreTrainedModel | None, config: SpeculationConfig, call: dict[str, Any], is_static: bool
+    ):
         self.assistant = assistant
+        self.is_static = is_static
         self.reason = COUPLED_ALONE if assistant is None else ASSISTED
         self.config = config
         self.streamer = call.get("streamer")
@@ -179,6 +184,7 @@ class _Speculation:
             on_tokens=self._stream if self.streamer is not None else None,
             target_attention=_attention(model),
             draft_attention="" if self.assistant is None else _attention(self.assistant),
+            static=_static(model, self.assistant, generation_config, self.is_static),
         )
         decoder, batch = build_decoder(model, self.assistant, config, call)
         needs_eager = call.recorded.attentions
@@ -254,22 +260,19 @@ def _num_cached_rows(cache: Cache) -> int | None:
     return rows[0] if rows else None
 
 
-def _own_stop_strings(model: PreTrainedModel, call: dict[str, Any]) -> None:
-    """Turn `stop_strings` into a criterion here: transformers drops the tokenizer before it would."""
-    passed = call.get("generation_config")
-    stop_strings = call.pop("stop_strings", None)
-    for config in (passed, model.generation_config):
-        if stop_strings is None and config is not None:
-            stop_strings = config.stop_strings
-    if stop_strings is None:
-        return
-    tokenizer = call.get("tokenizer")
-    if tokenizer is None:
-        raise ConfigError("tokenizer must be given with stop_strings, got None; pass tokenizer= to generate()")
-    criteria = StoppingCriteriaList(call.get("stopping_criteria") or [])
-    criteria.append(StopStringCriteria(tokenizer, stop_strings))
-    call["stopping_criteria"] = criteria
-    call["stop_strings"] = None
+def _static(
+    model: PreTrainedModel, assistant: PreTrainedModel | None, config: GenerationConfig, is_static: bool
+) -> Static | None:
+    """What the call asks of fixed buffers; what plain `generate` would not compile is not compiled."""
+    if not is_static and config.compile_config is None:
+        return None
+    settings = []
+    for one in (model, model if assistant is None else assistant):
+        probe = StaticCache(config=one.config.get_text_config(decoder=True), max_cache_len=1)
+        compiles = one._valid_auto_compile_criteria({"past_key_values": probe}, config)  # type: ignore[operator]
+        compile_config = config.compile_config or one._default_compile_config()
+        settings.append(compile_settings(compile_config) if compiles else None)
+    return static_of(settings, config, model.device)
 
 
 def _recorded(generation_config: GenerationConfig) -> Recorded:

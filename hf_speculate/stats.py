@@ -13,6 +13,7 @@ class SpeculationStats:
     Attributes:
         verifier: name of the verifier that ran.
         cache: where the target's states were kept, "dynamic" or "preallocated".
+        compiled: which models' forwards ran compiled in all rounds, "target" and "draft".
         num_rounds: rounds summed over the rows that were live in them.
         num_batch_rounds: rounds of the batch.
         num_drafted: drafted tokens that counted, summed over rows.
@@ -31,6 +32,7 @@ class SpeculationStats:
 
     verifier: str = ""
     cache: str = ""
+    compiled: list[str] = field(default_factory=list)
     num_rounds: int = 0
     num_batch_rounds: int = 0
     num_drafted: int = 0
@@ -118,6 +120,8 @@ class SpeculationStats:
             f"seconds: {seconds}",
             f"host synchronisations: {self.num_host_syncs} ours, {self.num_user_host_syncs} in user code",
         ]
+        if self.compiled:
+            lines.append(f"compiled: {', '.join(self.compiled)}")
         if self.lock_step:
             lines.append("rows moved in lock step")
         return "\n".join(lines + [f"fallback: {reason}" for reason in self.fallbacks])

@@ -1,6 +1,7 @@
 """What every test starts from: no network, a fixed seed, and markers that say why they skip."""
 
 import os
+import shutil
 
 # Before transformers is imported anywhere: it reads the variable once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -21,7 +22,10 @@ hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=Tr
 hypothesis.settings.load_profile("repeatable")
 
 # What a marker needs, and whether this machine has it.
-NEEDS = {"gpu": ("needs a CUDA GPU", torch.cuda.is_available())}
+NEEDS = {
+    "gpu": ("needs a CUDA GPU", torch.cuda.is_available()),
+    "compiler": ("needs a C++ compiler", shutil.which(os.environ.get("CXX", "g++")) is not None),
+}
 UNSERVED = pytest.StashKey[list[str]]()
 
 

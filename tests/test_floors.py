@@ -18,6 +18,8 @@ FLOORS = {
     "hf_speculate.build": 5,
     "hf_speculate.attention_switch": 5,
     "hf_speculate.refusals": 5,
+    "hf_speculate.arguments": 5,
+    "hf_speculate.compiling": 4,
     "hf_speculate.decoder": 4,
     "hf_speculate.batch": 3.5,
     "hf_speculate.judge": 3.5,

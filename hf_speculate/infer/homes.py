@@ -30,6 +30,7 @@ class Home:
         is_cache_kept: whether the cache outlives the call.
         records_attentions: whether the call returns attention weights, which have the shape of the states.
         max_columns: the longest that a row can become, padding included.
+        capacity: columns of preallocated buffers that never grow; None: buffers grow.
     """
 
     choice: str
@@ -38,6 +39,7 @@ class Home:
     is_cache_kept: bool = False
     records_attentions: bool = False
     max_columns: int | None = None
+    capacity: int | None = None
 
     def make(
         self,
@@ -72,9 +74,8 @@ class Home:
             # A draft's layers are all full ones, so that K forwards in a row can be rolled back at once.
             return DynamicKVCache(DynamicCache() if cache is None else cache, batch_size, attention_mask, device)
         home = cache if self.is_cache_kept else None
-        return PreallocatedKVCache(
-            layer_kinds(model, layers), batch_size, attention_mask, device, self.max_columns, home
-        )
+        kinds = layer_kinds(model, layers)
+        return PreallocatedKVCache(kinds, batch_size, attention_mask, device, self.max_columns, home, self.capacity)
 
     def _obstacle(self, model: PreTrainedModel, cache: Cache, attention_mask: Tensor | None) -> str:
         """Why the states cannot be preallocated; empty where they can."""

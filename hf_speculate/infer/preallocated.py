@@ -38,6 +38,7 @@ class PreallocatedKVCache:
         max_columns: the longest that a row can become, padding included; None: unknown.
         home: the cache whose states come first, and which `hand_back` brings up to date; None: none, and nobody will
             ask for the states.
+        capacity: columns of buffers that never grow or move, as compiled forwards need them; None: buffers grow.
     """
 
     kind = "preallocated"
@@ -50,12 +51,13 @@ class PreallocatedKVCache:
         device: torch.device | str = "cpu",
         max_columns: int | None = None,
         home: Cache | None = None,
+        capacity: int | None = None,
     ):
-        self.columns = Columns(batch_size, max_columns)
+        self.columns = Columns(batch_size, max_columns, capacity)
         self.cache = Cache(layers=[RaggedLayer(self.columns, window) for window in kinds.windows])
         self.kinds = kinds
         self.device = torch.device(device)
-        self._pads = [0] * batch_size if attention_mask is None else attention_mask.argmax(dim=1).tolist()
+        self.pads = [0] * batch_size if attention_mask is None else attention_mask.argmax(dim=1).tolist()  # by row
         self._home = home
         if home is not None:
             self._load(home)
@@ -63,7 +65,7 @@ class PreallocatedKVCache:
     @property
     def batch_size(self) -> int:
         """B."""
-        return len(self._pads)
+        return len(self.pads)
 
     @property
     def num_columns(self) -> int:
@@ -73,7 +75,7 @@ class PreallocatedKVCache:
     @property
     def num_real_tokens(self) -> list[int]:
         """[B] real tokens in each row."""
-        return [max(length - pad, 0) for length, pad in zip(self.columns.lens, self._pads, strict=True)]
+        return [max(length - pad, 0) for length, pad in zip(self.columns.lens, self.pads, strict=True)]
 
     def get_num_tokens(self) -> int:
         """Real tokens in the longest row; 0 before the first update."""
@@ -104,11 +106,11 @@ class PreallocatedKVCache:
         """
         columns = self.columns
         columns.begin(num_query)
-        has_pads = any(self._pads)
+        has_pads = any(self.pads)
         if columns.is_even and (num_query > MAX_MASKED_QUERY or not columns.num_held):
             if not has_pads:
                 return None
-            pads = torch.tensor(self._pads, device=self.device)[:, None]
+            pads = torch.tensor(self.pads, device=self.device)[:, None]
             return (torch.arange(columns.end, device=self.device) >= pads).to(torch.int64)  # [B, T+Q]
         if num_query == 1 and columns.is_even and not has_pads:
             return None
@@ -124,7 +126,7 @@ class PreallocatedKVCache:
             num_query: Q.
             max_position: upper bound, for tokens that are drafted past the end of the text.
         """
-        starts = [length - pad for length, pad in zip(self.columns.lens, self._pads, strict=True)]
+        starts = [length - pad for length, pad in zip(self.columns.lens, self.pads, strict=True)]
         if min(starts) == max(starts):
             positions = torch.arange(starts[0], starts[0] + num_query, device=self.device)[None]  # [1, Q]
         else:
@@ -155,9 +157,9 @@ class PreallocatedKVCache:
     def rows(self, indices: Sequence[int]) -> None:
         """Keep the rows `indices`, in place, and only the padding that they need."""
         index = torch.tensor(list(indices), dtype=torch.int64)
-        self._pads = [self._pads[row] for row in indices]
-        surplus = min(self._pads, default=0) if self.num_columns else 0
-        self._pads = [pad - surplus for pad in self._pads]
+        self.pads = [self.pads[row] for row in indices]
+        surplus = min(self.pads, default=0) if self.num_columns else 0
+        self.pads = [pad - surplus for pad in self.pads]
         self.columns.lens = [self.columns.lens[row] - surplus for row in indices]
         if self.columns.max_columns is not None:
             self.columns.max_columns -= surplus
@@ -226,7 +228,7 @@ class PreallocatedKVCache:
         is_hidden = seen > places
         if window is not None:
             is_hidden = is_hidden | (seen <= places - window)
-        if any(self._pads):
-            is_hidden = is_hidden | (seen < torch.tensor(self._pads, device=device)[:, None, None])
+        if any(self.pads):
+            is_hidden = is_hidden | (seen < torch.tensor(self.pads, device=device)[:, None, None])
         mask = torch.zeros(is_hidden.shape, dtype=self.kinds.mask_dtype, device=device)
         return mask.masked_fill_(is_hidden, -torch.inf)[:, None, :, : columns.end - first]

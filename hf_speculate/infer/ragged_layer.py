@@ -22,11 +22,14 @@ class Columns:
     Args:
         batch_size: B.
         max_columns: the longest a row can become; None: unknown.
+        capacity: how many columns every buffer has from the start, so that it never grows, moves or leaves any out;
+            None: buffers grow.
     """
 
-    def __init__(self, batch_size: int, max_columns: int | None = None):
+    def __init__(self, batch_size: int, max_columns: int | None = None, capacity: int | None = None):
         self.lens = [0] * batch_size
         self.max_columns = max_columns
+        self.capacity = capacity
         self.num_query = 0
         self._places: dict[Hashable, Tensor] = {}
 
@@ -47,7 +50,9 @@ class Columns:
 
     def first_seen(self, window: int | None) -> int:
         """The first column that a query of the coming forward may attend to."""
-        return 0 if window is None else max(min(self.lens) - window + 1, 0)
+        if window is None or self.capacity is not None:
+            return 0
+        return max(min(self.lens) - window + 1, 0)
 
     def begin(self, num_query: int) -> None:
         """Announce a forward of `num_query` tokens a row."""
@@ -98,9 +103,10 @@ class RaggedLayer(CacheLayerMixin):
         return 0 if self.keys is None else self.keys.shape[2]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Make buffers without room for states [B, H, Q, D] like these."""
+        """Make buffers for states [B, H, Q, D] like these: of the fixed capacity, or without room."""
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys, self.values = (_zeros(states, 0) for states in (key_states, value_states))
+        room = self.columns.capacity or 0
+        self.keys, self.values = (_zeros(states, room) for states in (key_states, value_states))
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -108,8 +114,9 @@ class RaggedLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         columns = self.columns
-        if self.window is not None and not columns.num_held and columns.num_query > self.window + WINDOW_SLACK:
-            first = columns.num_query - self.window - WINDOW_SLACK
+        window = self.window if columns.capacity is None else None
+        if window is not None and not columns.num_held and columns.num_query > window + WINDOW_SLACK:
+            first = columns.num_query - window - WINDOW_SLACK
             self.load(key_states[:, :, first:], value_states[:, :, first:], first)
             return key_states, value_states  # all of a prompt attends, its end is kept
         first, end = columns.first_seen(self.window), columns.end
@@ -123,11 +130,13 @@ class RaggedLayer(CacheLayerMixin):
     def load(self, keys: Tensor, values: Tensor, base: int) -> None:
         """Hold copies of states [B, H, N, D] from column `base` on, with room for more."""
         self.lazy_initialization(keys, values)
-        self.base = base
         end = base + keys.shape[2]
-        self._grow(base, end, num_held=0)
+        if self.columns.capacity is None:
+            self.base = base
+            self._grow(base, end, num_held=0)
+        held = slice(base - self.base, end - self.base)
         for buffer, states in zip(self.buffers, (keys, values), strict=True):
-            buffer[:, :, : keys.shape[2]] = states
+            buffer[:, :, held] = states
 
     def select(self, indices: Tensor, num_dropped: int) -> None:
         """Keep the rows `indices` [N] int64, without the first `num_dropped` columns of each."""

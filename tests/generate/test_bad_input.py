@@ -78,7 +78,7 @@ def test_wrong_fields(models, fields, message):
         ({"num_beams": 2}, "the generation mode must be greedy or sampling with assistant_model, got beam_search"),
         ({"prompt_lookup_num_tokens": 3}, "the generation mode must be greedy or sampling"),
         ({"use_cache": False}, "use_cache must be True with assistant_model"),
-        ({"cache_implementation": "static"}, "the cache must be a DynamicCache on one device .* got StaticCache"),
+        ({"cache_implementation": "offloaded_static"}, "the cache must be a DynamicCache .* got StaticCache"),
         ({"cache_implementation": "paged"}, "cache_implementation must be left out with assistant_model, got 'paged'"),
         ({"synced_gpus": True}, "synced_gpus must be left out"),
         ({"position_ids": torch.zeros(1, 3, dtype=torch.int64)}, "position_ids must be left out"),

@@ -356,7 +356,7 @@ def test_once_without_enabling():
     [
         ({"num_beams": 2}, "the generation mode must be greedy or sampling with verifier='coupled', got beam_sample"),
         ({"use_cache": False}, "use_cache must be True with verifier='coupled', got False; set verifier='rejection'"),
-        ({"cache_implementation": "static"}, "a DynamicCache on one device with verifier='coupled', got StaticCache"),
+        ({"cache_implementation": "offloaded_static"}, "a DynamicCache on one .* verifier='coupled', got StaticCache"),
         ({"cache_implementation": "paged"}, "cache_implementation must be left out with verifier='coupled', got 'pag"),
         ({"synced_gpus": True}, "synced_gpus must be left out with verifier='coupled', got one; set verifier='rejec"),
         ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions must be left out for more"),

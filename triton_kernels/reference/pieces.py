@@ -69,7 +69,9 @@ def whole(rows: Tensor) -> Pieces:
 
 def _cut(rows: Tensor) -> Tensor | None:
     """`rows` [..., V] as [..., N, PIECE_SIZE], where V allows it; on a CPU, for the host must know the pieces."""
-    if rows.device.type != "cpu" or rows.shape[-1] % PIECE_SIZE or rows.shape[-1] <= TILE_SIZE:
+    if rows.device.type != "cpu" or torch.compiler.is_compiling():
+        return None
+    if rows.shape[-1] % PIECE_SIZE or rows.shape[-1] <= TILE_SIZE:
         return None
     return torch.unflatten(rows, -1, (-1, PIECE_SIZE))
 

@@ -109,9 +109,11 @@ def padded_like(law: Tensor) -> Tensor:
 def chunks(logits: Tensor) -> list[slice]:
     """Batch rows of `logits` [B, ..., V] to work on at a time: on a CPU as many as its caches hold, and at least one.
 
-    No bit changes: every answer depends on its row alone.
+    No bit changes: every answer depends on its row alone. A compiler has caches in mind by itself.
     """
     num_rows = logits.shape[0]
+    if torch.compiler.is_compiling():
+        return [slice(0, num_rows)]
     limit = CHUNK_NUMEL * torch.get_num_threads()
     if logits.device.type != "cpu" or logits.numel() <= limit:
         return [slice(0, num_rows)]

@@ -1,0 +1,153 @@
+"""Decides what one call runs compiled."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from transformers import CompileConfig, GenerationConfig, PreTrainedModel
+
+from hf_speculate.config import SpeculationConfig
+from hf_speculate.draft.compiled import MAX_UNROLLED_STEPS
+from hf_speculate.infer.compilation import LOGGER, Compilation, CompileSettings
+from hf_speculate.infer.compiled import UNREAD_COLUMNS, CompiledLanguageModel
+from hf_speculate.infer.kv_cache import KVCache
+from hf_speculate.infer.language_model import LanguageModel
+from hf_speculate.stats import SpeculationStats
+
+# Fixed buffers are a multiple of this long, so that calls of about one length have buffers of one length.
+CAPACITY_UNIT = 128
+
+
+class Static(NamedTuple):
+    """A call's wish for buffers that never grow, and for compiled forwards over them."""
+
+    target: CompileSettings | None  # None: eagerly
+    draft: CompileSettings | None
+    obstacle: str  # why a `compile_config` was passed in vain; empty where it was not
+    min_columns: int  # that buffers are made for
+
+
+def compile_settings(config: CompileConfig) -> CompileSettings:
+    """Our form of the settings that transformers takes."""
+    return CompileSettings(config.backend, config.mode, config.dynamic, config.options)
+
+
+def static_of(settings: Sequence[CompileSettings | None], config: GenerationConfig, device: torch.device) -> Static:
+    """What a call asks of fixed buffers.
+
+    Args:
+        settings: what plain `generate` would compile the target and the draft with; None: it would not.
+        config: the prepared generation config.
+        device: the target's.
+    """
+    target, draft = settings
+    obstacle = ""
+    if config.compile_config is not None and target is None:
+        obstacle = f"eager forwards, for plain generate() would not compile either with this compile_config on {device}"
+    if config.output_hidden_states or config.output_attentions:
+        obstacle = "eager forwards, for hidden states or attentions are returned" if target or obstacle else ""
+        target = draft = None
+    return Static(target, draft, obstacle, getattr(config, "max_cache_len", None) or 0)
+
+
+def draft_lens(config: SpeculationConfig) -> tuple[int, ...]:
+    """The draft lengths K that are compiled, ascending; others are rounded up.
+
+    A constant K is the only one, which its last round is rounded up to as well. Where K varies, powers of two and the
+    largest leave at most half of a draft without use.
+    """
+    num = config.max_draft_tokens
+    if config.schedule == "constant":
+        return (num,)
+    return (*(1 << power for power in range(1, 8) if 1 << power < num), num)
+
+
+@dataclass
+class Compiler:
+    """Makes the language models of a call.
+
+    Args:
+        static: what the call asks for; None: nothing.
+        lens: the draft lengths that are compiled.
+        stats: told what runs compiled, and what does not.
+    """
+
+    static: Static | None
+    lens: tuple[int, ...]
+    stats: SpeculationStats
+
+    def __post_init__(self) -> None:
+        if self.static is not None and self.static.obstacle:
+            self._give_up(self.static.obstacle)
+
+    def capacity(self, max_columns: int) -> int | None:
+        """Columns of fixed buffers for rows of `max_columns` and what a round writes behind them; None: they grow."""
+        if self.static is None:
+            return None
+        num_columns = max(max_columns, self.static.min_columns) + max(self.lens, default=0) + 1 + UNREAD_COLUMNS
+        return -(-num_columns // CAPACITY_UNIT) * CAPACITY_UNIT
+
+    def target(
+        self, model: PreTrainedModel, max_position: int | None, kv_cache: KVCache, *, keeps_states: bool
+    ) -> LanguageModel:
+        """The target, compiled where that was asked for and can be.
+
+        Args:
+            model: the target.
+            max_position: upper bound of position ids.
+            kv_cache: its cache.
+            keeps_states: see `LanguageModel`.
+        """
+        settings = None if self.static is None else self.static.target
+        compilation = self._compilation("target", model, settings, kv_cache)
+        if compilation is None:
+            return LanguageModel(model, max_position, keeps_states=keeps_states)
+        # Where K varies, plain steps are rounds of their own; after a constant K the last one is rounded up.
+        plain = (0,) if len(self.lens) != 1 else ()
+        query_lens = tuple(num + 1 for num in (*plain, *self.lens))
+        return CompiledLanguageModel(model, max_position, compilation, query_lens)
+
+    def draft(
+        self, model: PreTrainedModel, max_position: int | None, kv_cache: KVCache | None, *, is_unrolled: bool
+    ) -> LanguageModel:
+        """The draft model, compiled where that was asked for and can be.
+
+        Args:
+            model: the draft model.
+            max_position: upper bound of position ids.
+            kv_cache: its cache.
+            is_unrolled: whether its steps may be compiled as one unit, and not one by one.
+        """
+        settings = None if self.static is None else self.static.draft
+        compilation = self._compilation("draft", model, settings, kv_cache)
+        if compilation is None:
+            return LanguageModel(model, max_position, keeps_states=False)
+        all_unrolled = is_unrolled and max(self.lens) <= MAX_UNROLLED_STEPS
+        return CompiledLanguageModel(model, max_position, compilation, () if all_unrolled else (1, 2))
+
+    def _compilation(
+        self, part: str, model: PreTrainedModel, settings: CompileSettings | None, kv_cache: KVCache | None
+    ) -> Compilation | None:
+        if settings is None or kv_cache is None:
+            return None
+        if kv_cache.kind != "preallocated":
+            self._give_up(f"eager forwards of {type(model).__name__}, whose states are not preallocated")
+            return None
+        self.stats.compiled.append(part)
+
+        def forget(reason: str) -> None:
+            self.stats.compiled.remove(part)
+            self.stats.fallbacks.append(reason)
+
+        return Compilation(model, settings, forget)
+
+    def _give_up(self, reason: str) -> None:
+        self.stats.fallbacks.append(reason)
+        _warn_once(reason)
+
+
+@cache
+def _warn_once(text: str) -> None:
+    LOGGER.warning(text)

@@ -1,0 +1,165 @@
+"""Drafts all tokens of a round as one compiled unit."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_speculate.draft.base import check_request
+from hf_speculate.draft.model import DraftSettings, ModelDrafter
+from hf_speculate.infer.compiled import CompiledLanguageModel, Rows, States, forward_rows
+from hf_speculate.infer.inferencer import Inferencer
+from hf_speculate.infer.kv_cache import KVCache
+from hf_speculate.infer.preallocated import LayerKinds
+from hf_speculate.processors import BlockLogitsProcessorList
+from hf_speculate.triton_kernels import sample
+from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy, Stream
+
+# Every step is unrolled, so longer drafts take long to compile; they run step by step.
+MAX_UNROLLED_STEPS = 16
+# A unit is fed the two newest tokens, whichever the drafter has seen: it has one shape for all rounds.
+UNIT_QUERY_LEN = 2
+
+
+class Unrolled(NamedTuple):
+    """What a unit returns."""
+
+    token_ids: Tensor  # [B, K] int64
+    token_logits: Tensor | None  # [B, K, V], where the law is kept
+    logsumexp: Tensor | None  # [B, K] float32
+
+
+class Choosing(NamedTuple):
+    """How a unit chooses, the same for all steps."""
+
+    num_steps: int
+    stream: Stream
+    keeps_logits: bool
+
+
+def draft_steps(
+    model: PreTrainedModel,
+    query: Tensor,
+    rows: Rows,
+    states: States,
+    kinds: LayerKinds,
+    choosing: Choosing,
+    keys: NoiseKeys | None,
+) -> Unrolled:
+    """Decode tokens one after another, from the newest tokens [B, 2] int64; the last one is not fed.
+
+    Args:
+        model: the draft model.
+        query: what is fed first.
+        rows: where rows stand before it.
+        states: the cache's buffers, written to.
+        kinds: what the layers attend to.
+        choosing: how tokens are chosen.
+        keys: what tokens are drawn with; None: the argmax is taken.
+    """
+    ids, laws, sums = [], [], []
+    for step in range(choosing.num_steps):
+        law = forward_rows(model, query, rows, states, kinds)[:, -1]  # [B, V]
+        rows = rows._replace(ends=rows.ends + query.shape[1])
+        if keys is None:
+            token_ids = law.argmax(dim=-1)
+        else:
+            step_keys = keys._replace(positions=keys.positions + step)
+            token_ids, logsumexp = sample(law, keys=step_keys, stream=choosing.stream, backend="torch")
+            laws.append(law)
+            sums.append(logsumexp)
+        ids.append(token_ids)
+        query = token_ids[:, None]
+    if keys is None or not choosing.keeps_logits:
+        return Unrolled(torch.stack(ids, dim=1), None, None)
+    return Unrolled(torch.stack(ids, dim=1), torch.stack(laws, dim=1), torch.stack(sums, dim=1))
+
+
+class CompiledDrafter(ModelDrafter):
+    """A `ModelDrafter` that runs its steps as one compiled unit, where it chooses without processors.
+
+    With processors or a confidence threshold each step's forward runs compiled, and the choice eagerly.
+
+    Args:
+        inferencer: runs the draft model.
+        language_model: the same that the inferencer runs.
+        num_steps: the lengths K that are compiled, ascending; K is rounded up, `lens` and the cache count what was
+            asked for.
+        processors: see `ModelDrafter`.
+        settings: see `DraftSettings`.
+    """
+
+    def __init__(
+        self,
+        language_model: CompiledLanguageModel,
+        num_steps: Sequence[int],
+        processors: BlockLogitsProcessorList | None = None,
+        settings: DraftSettings | None = None,
+    ):
+        super().__init__(Inferencer(language_model), processors, settings)
+        self.language_model = language_model
+        self.num_steps = tuple(num_steps)
+
+    def draft(
+        self,
+        query_token_ids: Tensor,
+        kv_cache: KVCache | None,
+        num_draft_tokens: int,
+        sample_strategy: SampleStrategy,
+        *,
+        keys: NoiseKeys | None = None,
+        kept: Kept | None = None,
+    ) -> DraftOut:
+        """See `Drafter.draft`; `kv_cache` is required."""
+        num_steps = next((num for num in self.num_steps if num >= num_draft_tokens), MAX_UNROLLED_STEPS + 1)
+        chooses_plainly = not len(self.processors) and not self.settings.confidence_threshold
+        query = query_token_ids.to(self.language_model.device)
+        if kv_cache is not None and chooses_plainly and num_steps <= MAX_UNROLLED_STEPS:
+            check_request(query_token_ids, num_draft_tokens, sample_strategy, keys)
+            query = self._catch_up(query, kv_cache)
+            is_random = sample_strategy is SampleStrategy.RANDOM
+            unrolled = self._unrolled(query, kv_cache, num_steps, keys if is_random else None)
+            if unrolled is not None:
+                kv_cache.advance(query.shape[1] + num_draft_tokens - 1)
+                return self._proposal(unrolled, num_draft_tokens, query_token_ids.device)
+        return super().draft(
+            query.to(query_token_ids.device), kv_cache, num_draft_tokens, sample_strategy, keys=keys, kept=kept
+        )
+
+    def _catch_up(self, query: Tensor, kv_cache: KVCache) -> Tensor:
+        """Feed what is longer than a unit's query, the first prompt above all; what is left to feed [B, Q]."""
+        if query.shape[1] < UNIT_QUERY_LEN or (query.shape[1] == UNIT_QUERY_LEN and kv_cache.num_columns):
+            return query
+        self.language_model.forward(query[:, :-1], kv_cache, logits_to_keep=1)
+        kv_cache.crop(1)  # fed again: a prompt may be a single token
+        return query[:, -UNIT_QUERY_LEN:]
+
+    def _unrolled(self, query: Tensor, kv_cache: KVCache, num_steps: int, keys: NoiseKeys | None) -> Unrolled | None:
+        buffers = self.language_model.buffers(kv_cache)
+        if buffers is None or query.shape[1] != UNIT_QUERY_LEN:
+            return None
+        choosing = Choosing(num_steps, self.settings.stream, self.settings.keeps_logits)
+        if keys is not None:
+            keys = NoiseKeys(*(part.to(query.device) for part in keys))
+        query = query.clone(memory_format=torch.contiguous_format)  # a slice's strides would be compiled anew
+        name = f"draft of {num_steps}, {'greedy' if keys is None else choosing}"
+        arguments = buffers.arguments(UNIT_QUERY_LEN + num_steps - 1)
+        result: Unrolled | None = self.language_model.compilation.run(
+            name, draft_steps, query, *arguments, choosing, keys
+        )
+        return result
+
+    def _proposal(self, unrolled: Unrolled, num_draft_tokens: int, device: torch.device) -> DraftOut:
+        """The first tokens of a unit's, with what ends a row counted."""
+        token_ids = unrolled.token_ids[:, :num_draft_tokens]
+        lens = torch.full((token_ids.shape[0],), num_draft_tokens, dtype=torch.int32, device=token_ids.device)
+        if self.settings.eos_token_ids is not None:
+            is_end = (token_ids[:, :, None] == self.settings.eos_token_ids).any(-1)  # [B, K]
+            lens = torch.where(is_end.any(1), is_end.int().argmax(1) + 1, lens).to(torch.int32)
+        logits, sums = (
+            None if part is None else part[:, :num_draft_tokens].to(device)
+            for part in (unrolled.token_logits, unrolled.logsumexp)
+        )
+        return DraftOut(token_ids.to(device), lens.to(device), logits, sums)

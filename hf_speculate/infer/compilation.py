@@ -1,0 +1,137 @@
+"""Compiles what one model runs, or says why it runs eagerly."""
+
+import logging
+import threading
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+LOGGER = logging.getLogger(__name__)
+
+_lock = threading.Lock()
+# Why a model could not be compiled with some settings: the next call does not try again.
+_failures: "WeakKeyDictionary[PreTrainedModel, dict[Hashable, str]]" = WeakKeyDictionary()
+# Functions compiled for a model outlive the call, as they take longer to make than most texts. They take the model as
+# an argument: one that they held would never be freed.
+_compiled: "WeakKeyDictionary[PreTrainedModel, dict[Hashable, Callable[..., Any]]]" = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class CompileSettings:
+    """Arguments of `torch.compile`; graphs are always whole.
+
+    Args:
+        backend: name, or the function itself.
+        mode: of the backend; None: its default.
+        dynamic: whether sizes are compiled as numbers that vary; None: the text's length is, and what changed.
+        options: of the backend; they stand in place of the mode.
+    """
+
+    backend: str | Callable[..., Any] = "inductor"
+    mode: str | None = None
+    dynamic: bool | None = None
+    options: Mapping[str, Any] | None = None
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for settings that compile alike."""
+        return self.backend, self.mode, self.dynamic, repr(sorted((self.options or {}).items()))
+
+    def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, compiled at its first call."""
+        own = _with_code_of_its_own(function)
+        options = dict(self.options) if self.options else None
+        mode = None if options else self.mode
+        return torch.compile(
+            own, fullgraph=True, dynamic=self.dynamic, backend=self.backend, mode=mode, options=options
+        )
+
+
+@dataclass
+class Compilation:
+    """What one model runs compiled during one call.
+
+    Args:
+        model: whose forwards are compiled.
+        settings: how.
+        on_failure: told the reason once, when something cannot be compiled; everything runs eagerly from then on, in
+            later calls too.
+    """
+
+    model: PreTrainedModel
+    settings: CompileSettings
+    on_failure: Callable[[str], None]
+    is_working: bool = field(default=True, init=False)
+
+    def __post_init__(self) -> None:
+        failure = _failures.get(self.model, {}).get(self.settings.key)
+        if failure is not None:
+            self._give_up(failure)
+
+    def run(self, name: Hashable, function: Callable[..., Any], *args: Any) -> Any | None:
+        """The result of a function of the model and `args`; None where it cannot be compiled.
+
+        Args:
+            name: which function; equal names mean equal functions, compiled once for a model.
+            function: returns a tensor, or a NamedTuple of tensors or None.
+            *args: its arguments but the model. What it writes to may hold anything after a failure.
+        """
+        if not self.is_working:
+            return None
+        try:
+            compiled = self._compiled(name, function)
+            is_graphed = self.model.device.type == "cuda"
+            if is_graphed:
+                torch.compiler.cudagraph_mark_step_begin()
+            with torch.no_grad():
+                result = compiled(self.model, *args)
+                return _copies(result) if is_graphed else result
+        except _compile_errors() as error:
+            words = (str(error).strip() or type(error).__name__).splitlines()[0]
+            reason = f"eager forwards of {type(self.model).__name__}, which cannot be compiled: {words}"
+            LOGGER.warning(reason)
+            _failures.setdefault(self.model, {})[self.settings.key] = reason
+            self._give_up(reason)
+            return None
+
+    def _give_up(self, reason: str) -> None:
+        self.is_working = False
+        self.on_failure(reason)
+
+    def _compiled(self, name: Hashable, function: Callable[..., Any]) -> Callable[..., Any]:
+        with _lock:
+            functions = _compiled.setdefault(self.model, {})
+            key = (name, self.settings.key)
+            if key not in functions:
+                functions[key] = self.settings.compile(function)
+            return functions[key]
+
+
+def _copies(result: Any) -> Any:
+    """Copies of a CUDA graph's output, which its next replay would overwrite."""
+    if isinstance(result, Tensor):
+        return result.clone()
+    return None if result is None else type(result)(*map(_copies, result))
+
+
+def _with_code_of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A copy of a function: dynamo counts recompilations by code object, whichever function that belongs to."""
+    if not isinstance(function, FunctionType):
+        return function
+    code = function.__code__.replace()
+    return FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+
+
+def _compile_errors() -> tuple[type[Exception], ...]:
+    """What `torch.compile` raises for what it cannot compile; looked up where needed, for dynamo imports slowly."""
+    import torch._dynamo.exc as dynamo_errors
+    import torch._inductor.exc as inductor_errors
+
+    limit = getattr(dynamo_errors, "FailOnRecompileLimitHit", dynamo_errors.TorchDynamoException)
+    return (dynamo_errors.TorchDynamoException, limit, inductor_errors.CppCompileError, inductor_errors.OperatorIssue)
