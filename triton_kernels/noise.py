@@ -12,6 +12,8 @@ bits in torch and in Triton. Two multiplications, or folds that add in place of 
 token ids (chi-square of single rows, pairs of neighbours).
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -31,6 +33,7 @@ STATE_OFFSET = 0x6A09E667F3BCC909
 STATE_FACTORS = (_signed(0xFF51AFD7ED558CCD, 64), _signed(0xC4CEB9FE1A85EC53, 64))
 WORD_FACTORS = (_signed(0x9E3779B9, 32), 0x7FEB352D, _signed(0x846CA68B, 32))
 WORD_SHIFTS = (16, 15, 16)
+WORD_MASKS = tuple((1 << (32 - shift)) - 1 for shift in WORD_SHIFTS)
 ROW_FACTOR = 0x5851F42D4C957F2D
 
 # (word + 0.5) * UNIFORM_SCALE lies in (0, 1) for every word: the float32 nearest to 2**32 times it is 1 - 2**-24.
@@ -39,7 +42,7 @@ UNIFORM_SCALE = (2.0**24 - 1.0) * 2.0**-56
 # As tensors of the right dtype: a Python int costs a conversion in every operation, more than small rows themselves.
 _FACTORS = tuple(torch.tensor(factor, dtype=torch.int32, device="cpu") for factor in WORD_FACTORS)
 _SHIFTS = tuple(torch.tensor(shift, dtype=torch.int32, device="cpu") for shift in WORD_SHIFTS)
-_MASKS = tuple(torch.tensor((1 << (32 - shift)) - 1, dtype=torch.int32, device="cpu") for shift in WORD_SHIFTS)
+_MASKS = tuple(torch.tensor(mask, dtype=torch.int32, device="cpu") for mask in WORD_MASKS)
 
 
 def _fold64(z: Tensor) -> Tensor:
@@ -107,15 +110,20 @@ def words(state: Tensor, token_ids: Tensor) -> Tensor:
 
 def _words_and_scratch(state: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
     """The words, and a used buffer like them: fresh memory costs more than the arithmetic on it."""
+    # In compiled code plain numbers: tensors on the host would keep a CUDA graph from being recorded.
+    is_compiling = torch.compiler.is_compiling()
+    factors: Any = WORD_FACTORS if is_compiling else _FACTORS
+    shifts: Any = WORD_SHIFTS if is_compiling else _SHIFTS
+    masks: Any = WORD_MASKS if is_compiling else _MASKS
     x = token_ids.to(torch.int32) + state.to(torch.int32)
-    x.mul_(_FACTORS[0])
-    shifted = torch.bitwise_right_shift(x, _SHIFTS[0])
-    x.bitwise_xor_(shifted.bitwise_and_(_MASKS[0]))
-    x.mul_(_FACTORS[1]).add_((state >> 32).to(torch.int32))
-    torch.bitwise_right_shift(x, _SHIFTS[1], out=shifted)
-    x.bitwise_xor_(shifted.bitwise_and_(_MASKS[1]))
-    x.mul_(_FACTORS[2])
-    torch.bitwise_right_shift(x, _SHIFTS[2], out=shifted)
+    x.mul_(factors[0])
+    shifted = torch.bitwise_right_shift(x, shifts[0])
+    x.bitwise_xor_(shifted.bitwise_and_(masks[0]))
+    x.mul_(factors[1]).add_((state >> 32).to(torch.int32))
+    torch.bitwise_right_shift(x, shifts[1], out=shifted)
+    x.bitwise_xor_(shifted.bitwise_and_(masks[1]))
+    x.mul_(factors[2])
+    torch.bitwise_right_shift(x, shifts[2], out=shifted)
     return x.add_(shifted), shifted
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_speculate.triton_kernels import Stream, sample
+from hf_speculate.triton_kernels import NoiseKeys, Sampled, Stream, row_seeds, sample
 from tests.triton_kernels.laws import PASS_P_VALUE, chunks, make_keys, p_value
 
 NUM_TRIALS = 1_000_000
@@ -72,3 +72,18 @@ def test_race_leaves_the_round_out_while_draft_does_not() -> None:
     }
     assert torch.equal(drawn[Stream.RACE, 0], drawn[Stream.RACE, 1])
     assert (drawn[Stream.DRAFT, 0] == drawn[Stream.DRAFT, 1]).sum() < 8  # 0.064 expected by chance
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("vocab_size", [64, 8192])
+def test_compiled_code_draws_the_same_tokens(vocab_size: int) -> None:
+    keys = NoiseKeys(row_seeds(1, 3), torch.zeros(3, dtype=torch.int64), torch.tensor([3, 9, 11]))
+    logits = torch.randn(3, vocab_size)
+    logits[:, 40:] = -torch.inf  # of wide rows the eager twin then looks at pieces
+
+    def draw(logits: torch.Tensor) -> Sampled:
+        return sample(logits, keys=keys, stream=Stream.DRAFT, backend="torch")
+
+    eager, compiled = draw(logits), torch.compile(draw, fullgraph=True)(logits)
+    assert torch.equal(eager.token_ids, compiled.token_ids)
+    torch.testing.assert_close(eager.logsumexp, compiled.logsumexp)
