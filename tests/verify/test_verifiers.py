@@ -441,6 +441,7 @@ def test_a_users_verifier_may_ask_for_drafts_of_the_race(registry, stream):
     target, draft = pair("llama", ACCEPTED_ALL)
     stats = hf_speculate.SpeculationStats()
     options = {"do_sample": True, "top_k": 0, "max_new_tokens": 20, "seed": 1, "speculation_stats": stats}
+    options["num_assistant_tokens"] = 5  # the schedule would not try a draft of the target's size
     target.generate(**ragged_prompts(4, seed=1), assistant_model=draft, verifier="winners", **options)
     assert (stats.acceptance == 1.0) == (stream is Stream.RACE)
 
