@@ -88,6 +88,7 @@ def _between(values: dict[int, float], place: float) -> float:
     return values[below] * (1 - share) + values[above] * share
 
 
+@torch.inference_mode()  # as the forwards, which the cache's buffers come from
 def filled_cache(model: PreTrainedModel, batch_size: int, length: int, mask: Tensor | None) -> tuple[Any, Any]:
     """The library's forward with a cache of `length` random states per row: what they hold costs nothing."""
     language_model, cache = make_forward(model, batch_size, mask)
