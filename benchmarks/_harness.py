@@ -186,7 +186,9 @@ def write_results(name: str, args: argparse.Namespace, rows: list[dict[str, Any]
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
     arguments = {
-        key: str(value) if isinstance(value, Path | torch.device) else value for key, value in vars(args).items()
+        key: str(value) if isinstance(value, Path | torch.device) else value
+        for key, value in vars(args).items()
+        if key != "results"  # where the file lies says nothing of what is in it
     }
     content = {"circumstances": circumstances(), "arguments": arguments, "rows": rows}
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
