@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from hf_speculate.infer.compilation import Compilation
 from hf_speculate.infer.kv_cache import KVCache
 from hf_speculate.infer.language_model import LanguageModel
-from hf_speculate.infer.preallocated import LayerKinds, PreallocatedKVCache
+from hf_speculate.infer.preallocated import LayerKinds, PreallocatedKVCache, additive_mask
 from hf_speculate.types import Scored
 
 # Attention reads the first 256, 384, 512, 768, 1024, ... columns: a third of them at most are not in use.
@@ -88,11 +88,7 @@ def forward_rows(model: PreTrainedModel, query: Tensor, rows: Rows, states: Stat
     offsets = torch.arange(query.shape[1], device=query.device)
     places = rows.ends[:, None] + offsets  # [B, Q]
     positions = torch.minimum((places - rows.pads[:, None]).clamp_min(0), rows.last_position)
-    masks = {window: _additive_mask(places, rows, window, kinds.mask_dtype) for window in dict.fromkeys(kinds.windows)}
-    if len(kinds.mask_windows) == 1:
-        mask: Any = masks[next(iter(kinds.mask_windows.values()))]
-    else:
-        mask = {name: masks[window] for name, window in kinds.mask_windows.items()}
+    mask = kinds.masks(lambda window: additive_mask(places, rows.seen, rows.pads, window, kinds.mask_dtype))
     width = rows.seen.shape[0]
     layers: list[Any] = [PlacedLayer(keys, values, places, width) for keys, values in zip(*states, strict=True)]
     cache = Cache(layers=layers)
@@ -106,16 +102,6 @@ def forward_rows(model: PreTrainedModel, query: Tensor, rows: Rows, states: Stat
     )
     logits: Tensor = output.logits
     return logits
-
-
-def _additive_mask(places: Tensor, rows: Rows, window: int | None, dtype: torch.dtype) -> Tensor:
-    """[B, 1, Q, W]: 0 where the query at a place [B, Q] sees a column."""
-    at = places[:, :, None]
-    is_hidden = (rows.seen > at) | (rows.seen < rows.pads[:, None, None])
-    if window is not None:
-        is_hidden = is_hidden | (rows.seen <= at - window)
-    mask = torch.zeros(is_hidden.shape, dtype=dtype, device=places.device)
-    return mask.masked_fill(is_hidden, -torch.inf)[:, None]
 
 
 def width_for(num_columns: int, capacity: int) -> int:

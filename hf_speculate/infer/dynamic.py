@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_speculate.errors import UnsupportedModelError
-from hf_speculate.infer.kv_cache import checked_drops
+from hf_speculate.infer.kv_cache import bounded, checked_drops
 from hf_speculate.types import KVState
 
 
@@ -129,12 +129,7 @@ class DynamicKVCache:
         return self._mask[:, :num_columns]
 
     def position_ids(self, num_query: int, max_position: int | None = None) -> Tensor:
-        """[B or 1, num_query] int64: how many real tokens stand before each of the next tokens.
-
-        Args:
-            num_query: Q.
-            max_position: upper bound, for tokens that are drafted past the end of the text.
-        """
+        """See `KVCache.position_ids`."""
         start = self.num_columns
         if self._has_holes:
             mask = self.mask(num_query)
@@ -144,19 +139,10 @@ class DynamicKVCache:
             if any(self._pads):
                 pads = torch.tensor(self._pads, device=self.device)[:, None]
                 positions = (positions - pads).clamp_min(0)  # [B, Q]
-        if max_position is None or start + num_query - 1 <= max_position:
-            return positions
-        return positions.clamp_max(max_position)
+        return bounded(positions, start + num_query - 1, max_position)
 
     def crop(self, num_tokens_crop: int | Sequence[int] | Tensor) -> None:
-        """Drop the newest tokens of each row, in place.
-
-        Args:
-            num_tokens_crop: one count for all rows, or [B] counts, each in 0..the row's length.
-
-        Raises:
-            ShapeError: a count is out of range, or there is not one per row.
-        """
+        """See `KVCache.crop`."""
         drops = checked_drops(num_tokens_crop, self.num_real_tokens)
         if not self._is_recording:
             self.begin_recording()

@@ -26,7 +26,12 @@ class KVCache(Protocol):
         """The attention mask for a forward of `num_query` tokens, which is announced hereby."""
 
     def position_ids(self, num_query: int, max_position: int | None = None) -> Tensor:
-        """[B or 1, num_query] int64: how many real tokens stand before each of the next tokens."""
+        """[B or 1, num_query] int64: how many real tokens stand before each of the next tokens.
+
+        Args:
+            num_query: Q.
+            max_position: upper bound, for tokens that are drafted past the end of the text.
+        """
 
     def advance(self, num_query: int) -> None:
         """Count the tokens of a forward that went well."""
@@ -44,7 +49,14 @@ class KVCache(Protocol):
         """Append states from elsewhere, one [B, H, N, D] pair per layer."""
 
     def crop(self, num_tokens_crop: int | Sequence[int] | Tensor) -> None:
-        """Drop a row's newest tokens, 0..length: one number for all rows, or one per row."""
+        """Drop the newest tokens of each row, in place.
+
+        Args:
+            num_tokens_crop: one count for all rows, or [B] counts, each in 0..the row's length.
+
+        Raises:
+            ShapeError: a count is out of range, or there is not one per row.
+        """
 
     def rows(self, indices: Sequence[int]) -> None:
         """Keep the named rows, in place."""
@@ -60,6 +72,11 @@ class KVCache(Protocol):
 
     def hand_back(self) -> None:
         """Leave the user's cache as plain `generate` would."""
+
+
+def bounded(positions: Tensor, largest: int, max_position: int | None) -> Tensor:
+    """`positions`, of which the largest is known, held to an upper bound; without a copy where nothing is above it."""
+    return positions if max_position is None or largest <= max_position else positions.clamp_max(max_position)
 
 
 def checked_drops(num_tokens_crop: int | Sequence[int] | Tensor, lens: Sequence[int]) -> list[int]:

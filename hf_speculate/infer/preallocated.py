@@ -1,13 +1,13 @@
 """A batch's key-value states in preallocated buffers: rows end where they end, and rolling back copies nothing."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
-from hf_speculate.infer.kv_cache import checked_drops
+from hf_speculate.infer.kv_cache import bounded, checked_drops
 from hf_speculate.infer.ragged_layer import Columns, RaggedLayer
 from hf_speculate.types import KVState
 
@@ -21,6 +21,11 @@ class LayerKinds(NamedTuple):
     windows: tuple[int | None, ...]  # by layer; None: everything
     mask_windows: dict[str, int | None]  # by the name of a mask that the model asks for; one entry: it takes one mask
     mask_dtype: torch.dtype  # of the additive masks: the queries'
+
+    def masks(self, make: Callable[[int | None], Tensor]) -> Tensor | dict[str, Tensor]:
+        """What the model takes: the one mask that `make` gives for its window, or one by name."""
+        masks = {name: make(window) for name, window in self.mask_windows.items()}
+        return next(iter(masks.values())) if len(masks) == 1 else masks
 
 
 class PreallocatedKVCache:
@@ -114,18 +119,10 @@ class PreallocatedKVCache:
             return (torch.arange(columns.end, device=self.device) >= pads).to(torch.int64)  # [B, T+Q]
         if num_query == 1 and columns.is_even and not has_pads:
             return None
-        masks = {window: self._additive_mask(window) for window in set(self.kinds.mask_windows.values())}
-        if len(self.kinds.mask_windows) == 1:
-            return next(iter(masks.values()))
-        return {name: masks[window] for name, window in self.kinds.mask_windows.items()}
+        return self.kinds.masks(self._additive_mask)
 
     def position_ids(self, num_query: int, max_position: int | None = None) -> Tensor:
-        """[B or 1, num_query] int64: how many real tokens stand before each of the next tokens.
-
-        Args:
-            num_query: Q.
-            max_position: upper bound, for tokens that are drafted past the end of the text.
-        """
+        """See `KVCache.position_ids`."""
         starts = [length - pad for length, pad in zip(self.columns.lens, self.pads, strict=True)]
         if min(starts) == max(starts):
             positions = torch.arange(starts[0], starts[0] + num_query, device=self.device)[None]  # [1, Q]
@@ -134,23 +131,14 @@ class PreallocatedKVCache:
             positions = positions + torch.arange(num_query, device=self.device)  # [B, Q]
         if min(starts) < 0:
             positions = positions.clamp_min(0)
-        if max_position is None or max(starts) + num_query - 1 <= max_position:
-            return positions
-        return positions.clamp_max(max_position)
+        return bounded(positions, max(starts) + num_query - 1, max_position)
 
     def advance(self, num_query: int) -> None:
         """Count the tokens of a forward that went well."""
         self.columns.lens = [length + num_query for length in self.columns.lens]
 
     def crop(self, num_tokens_crop: int | Sequence[int] | Tensor) -> None:
-        """Drop the newest tokens of each row.
-
-        Args:
-            num_tokens_crop: one count for all rows, or [B] counts, each in 0..the row's length.
-
-        Raises:
-            ShapeError: a count is out of range, or there is not one per row.
-        """
+        """See `KVCache.crop`."""
         drops = checked_drops(num_tokens_crop, self.num_real_tokens)
         self.columns.lens = [length - drop for length, drop in zip(self.columns.lens, drops, strict=True)]
 
@@ -220,15 +208,28 @@ class PreallocatedKVCache:
         # The width is a multiple of 8, for kernels that load it in vectors.
         width = -(-(columns.end - first) // 8) * 8
         seen = torch.arange(first, first + width, device=device)  # [T']
-        if columns.is_even:
-            places = torch.arange(columns.num_held, columns.end, device=device)[None, :, None]  # [1, Q, 1]
-        else:
-            starts = torch.tensor(columns.lens, device=device)[:, None]
-            places = (starts + torch.arange(columns.num_query, device=device))[:, :, None]  # [B, Q, 1]
-        is_hidden = seen > places
-        if window is not None:
-            is_hidden = is_hidden | (seen <= places - window)
-        if any(self.pads):
-            is_hidden = is_hidden | (seen < torch.tensor(self.pads, device=device)[:, None, None])
-        mask = torch.zeros(is_hidden.shape, dtype=self.kinds.mask_dtype, device=device)
-        return mask.masked_fill_(is_hidden, -torch.inf)[:, None, :, : columns.end - first]
+        starts = columns.lens[:1] if columns.is_even else columns.lens
+        places = torch.tensor(starts, device=device)[:, None] + torch.arange(columns.num_query, device=device)  # [B, Q]
+        pads = torch.tensor(self.pads, device=device) if any(self.pads) else None
+        mask = additive_mask(places, seen, pads, window, self.kinds.mask_dtype)
+        return mask[..., : columns.end - first]
+
+
+def additive_mask(places: Tensor, seen: Tensor, pads: Tensor | None, window: int | None, dtype: torch.dtype) -> Tensor:
+    """[B or 1, 1, Q, T]: 0 where the query at a place sees a column, -inf elsewhere.
+
+    Args:
+        places: [B or 1, Q] int64, the queries' columns.
+        seen: [T] int64, the columns that attention is handed.
+        pads: [B] int64, columns of padding before a row's first token; None: none.
+        window: how many tokens a query attends to, itself among them; None: all.
+        dtype: of the mask.
+    """
+    at = places[:, :, None]
+    is_hidden = seen > at
+    if window is not None:
+        is_hidden = is_hidden | (seen <= at - window)
+    if pads is not None:
+        is_hidden = is_hidden | (seen < pads[:, None, None])
+    mask = torch.zeros(is_hidden.shape, dtype=dtype, device=seen.device)
+    return mask.masked_fill_(is_hidden, -torch.inf)[:, None]

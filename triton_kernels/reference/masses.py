@@ -50,12 +50,9 @@ def exponentials_at(pieces: Pieces, raw: Tensor, warp: Warp, bases: Tensor) -> T
         leading = pieces.shape[:-1]
         temperature = pieces.spread(temperature.view((-1,) + (1,) * (len(leading) - 1)).expand(leading))
     law = scale(raw, temperature, rows[..., : raw.shape[-1]])
-    dropped = None
-    if warp.row_cutoffs is not None:
-        cutoffs = pieces.spread(warp.row_cutoffs.to(torch.float32)).unsqueeze(-1)
-        dropped = torch.lt(law, cutoffs, out=torch.empty_like(law))
-    law.sub_(pieces.spread(bases).unsqueeze(-1))
-    rows.mul_(LOG2_E).exp2_()
+    cutoffs = None if warp.row_cutoffs is None else pieces.spread(warp.row_cutoffs.to(torch.float32))
+    dropped = _to_exponents(rows, law, cutoffs, pieces.spread(bases))
+    rows.exp2_()
     return law if dropped is None else law.addcmul_(law, dropped, value=-1)
 
 
@@ -72,21 +69,25 @@ def _weigh_all(rows: Tensor, logits: Tensor, warp: Warp) -> tuple[Tensor, Tensor
 
 
 def _fill(rows: Tensor, logits: Tensor, warp: Warp) -> tuple[Tensor, Tensor | None]:
-    """Write binary exponents of the masses into `rows` that `padded_like` made; the tops, and 1.0 where to drop.
+    """Write binary exponents of the masses into `rows` that `padded_like` made; the tops, and 1.0 where to drop."""
+    law = scale(logits, warp.temperature, rows[..., : logits.shape[-1]])
+    tops = law.amax(-1)
+    cutoffs = None if warp.row_cutoffs is None else warp.row_cutoffs.to(torch.float32)
+    if cutoffs is not None:
+        tops.masked_fill_(tops < cutoffs, -torch.inf)
+    return tops, _to_exponents(rows, law, cutoffs, tops)
+
+
+def _to_exponents(rows: Tensor, law: Tensor, cutoffs: Tensor | None, bases: Tensor) -> Tensor | None:
+    """Turn `law` [..., V], the front of `rows` [..., W], into binary exponents of exp(x - base); 1.0 where to drop.
 
     A comparison into floats with a multiplication later takes a tenth of the time of a mask of bools and its
     filling on a CPU (V = 151,936).
     """
-    law = scale(logits, warp.temperature, rows[..., : logits.shape[-1]])
-    tops = law.amax(-1)
-    dropped = None
-    if warp.row_cutoffs is not None:
-        cutoffs = warp.row_cutoffs.to(torch.float32)
-        dropped = torch.lt(law, cutoffs.unsqueeze(-1), out=torch.empty_like(law))
-        tops.masked_fill_(tops < cutoffs, -torch.inf)
-    law.sub_(tops.unsqueeze(-1))
+    dropped = None if cutoffs is None else torch.lt(law, cutoffs.unsqueeze(-1), out=torch.empty_like(law))
+    law.sub_(bases.unsqueeze(-1))
     rows.mul_(LOG2_E)
-    return tops, dropped
+    return dropped
 
 
 def _sum(rows: Tensor, width: int, dropped: Tensor | None) -> Tensor:
