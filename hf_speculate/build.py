@@ -21,6 +21,7 @@ from hf_speculate.decoder import DecoderSettings, SpeculativeDecoder
 from hf_speculate.draft.compiled import UNIT_QUERY_LEN, CompiledDrafter
 from hf_speculate.draft.model import DraftSettings, ModelDrafter
 from hf_speculate.errors import ConfigError
+from hf_speculate.infer.chunks import draft_chunk_size
 from hf_speculate.infer.compiled import CompiledLanguageModel
 from hf_speculate.infer.homes import Home
 from hf_speculate.infer.inferencer import Inferencer
@@ -123,7 +124,9 @@ def build_decoder(
     if draft is not None:
         processors = block_processors.row_wise_part()
         eos = stopping.eos_token_ids
-        drafter = build_drafter(draft, config, processors, eos, max_position, compiler, batch.draft_cache)
+        num_query = call.prefill_chunk_size or call.query_ids.shape[1]
+        size = draft_chunk_size(target, draft, num_query)
+        drafter = build_drafter(draft, config, processors, eos, max_position, compiler, batch.draft_cache, size)
     settings = DecoderSettings(
         draft_strategy=_draft_strategy(config, call),
         max_length=call.max_length,
@@ -159,6 +162,7 @@ def build_drafter(
     max_position: int | None = None,
     compiler: Compiler | None = None,
     kv_cache: KVCache | None = None,
+    chunk_size: int | None = None,
 ) -> ModelDrafter:
     """A drafter over a draft model.
 
@@ -170,6 +174,7 @@ def build_drafter(
         max_position: upper bound of position ids; the draft's own table may bound them further.
         compiler: decides whether the draft model runs compiled; None: it runs eagerly.
         kv_cache: the draft model's cache, where a compiler decides.
+        chunk_size: tokens of each row per forward at most, where a prompt is fed; None: all at once.
     """
     table = getattr(draft.config.get_text_config(decoder=True), "max_position_embeddings", None)
     bounds = [bound for bound in (max_position, table - 1 if table else None) if bound is not None]
@@ -183,12 +188,13 @@ def build_drafter(
     )
     max_position = min(bounds, default=None)
     if compiler is None:
-        return ModelDrafter(Inferencer(LanguageModel(draft, max_position, keeps_states=False)), processors, settings)
+        language_model = LanguageModel(draft, max_position, keeps_states=False)
+        return ModelDrafter(Inferencer(language_model, chunk_size=chunk_size), processors, settings)
     is_unrolled = not len(processors) and not settings.confidence_threshold
     language_model = compiler.draft(draft, max_position, kv_cache, is_unrolled=is_unrolled)
     if isinstance(language_model, CompiledLanguageModel):
-        return CompiledDrafter(language_model, compiler.lens, processors, settings)
-    return ModelDrafter(Inferencer(language_model), processors, settings)
+        return CompiledDrafter(language_model, compiler.lens, processors, settings, chunk_size)
+    return ModelDrafter(Inferencer(language_model, chunk_size=chunk_size), processors, settings)
 
 
 def _lock_step_reason(call: Call, foreign: Sequence[str], goes_on: bool) -> str:

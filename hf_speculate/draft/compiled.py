@@ -83,12 +83,12 @@ class CompiledDrafter(ModelDrafter):
     With processors or a confidence threshold each step's forward runs compiled, and the choice eagerly.
 
     Args:
-        inferencer: runs the draft model.
-        language_model: the same that the inferencer runs.
+        language_model: the draft model.
         num_steps: the lengths K that are compiled, ascending; K is rounded up, `lens` and the cache count what was
             asked for.
         processors: see `ModelDrafter`.
         settings: see `DraftSettings`.
+        chunk_size: see `Inferencer`.
     """
 
     def __init__(
@@ -97,8 +97,9 @@ class CompiledDrafter(ModelDrafter):
         num_steps: Sequence[int],
         processors: BlockLogitsProcessorList | None = None,
         settings: DraftSettings | None = None,
+        chunk_size: int | None = None,
     ):
-        super().__init__(Inferencer(language_model), processors, settings)
+        super().__init__(Inferencer(language_model, chunk_size=chunk_size), processors, settings)
         self.language_model = language_model
         self.num_steps = tuple(num_steps)
 
@@ -132,7 +133,7 @@ class CompiledDrafter(ModelDrafter):
         """Feed what is longer than a unit's query, the first prompt above all; what is left to feed [B, Q]."""
         if query.shape[1] < UNIT_QUERY_LEN or (query.shape[1] == UNIT_QUERY_LEN and kv_cache.num_columns):
             return query
-        self.language_model.forward(query[:, :-1], kv_cache, logits_to_keep=1)
+        self.inferencer.feed(query[:, :-1], kv_cache)
         kv_cache.crop(1)  # fed again: a prompt may be a single token
         return query[:, -UNIT_QUERY_LEN:]
 

@@ -30,11 +30,16 @@ class Inferencer:
     Args:
         language_model: the model.
         generator: for RANDOM draws; torch's global one when None.
+        chunk_size: tokens of each row per forward at most, where only the last position's logits are read; None: any
+            number.
     """
 
-    def __init__(self, language_model: LanguageModel, generator: torch.Generator | None = None):
+    def __init__(
+        self, language_model: LanguageModel, generator: torch.Generator | None = None, chunk_size: int | None = None
+    ):
         self.language_model = language_model
         self.generator = generator
+        self.chunk_size = chunk_size
 
     def prefill(
         self,
@@ -60,6 +65,17 @@ class Inferencer:
         """
         logits = self.language_model.forward(query_token_ids, kv_cache, logits_to_keep=logits_to_keep)
         return PrefillOutput(self._choose(logits[:, -1], sample_strategy)[:, None], logits)
+
+    def feed(self, query_token_ids: Tensor, kv_cache: KVCache) -> Tensor:
+        """Logits [B, V] after the query tokens [B, Q] int64; `kv_cache` is advanced by them, in place.
+
+        A query longer than `chunk_size` goes in as few forwards of nearly equal length as that takes.
+        """
+        num_query = query_token_ids.shape[1]
+        num_chunks = 1 if self.chunk_size is None else max(-(-num_query // self.chunk_size), 1)
+        for chunk in query_token_ids.tensor_split(num_chunks, dim=1):
+            logits = self.language_model.forward(chunk, kv_cache, logits_to_keep=1)
+        return logits[:, -1]
 
     def decode(
         self,
@@ -102,8 +118,7 @@ class Inferencer:
         query = query_token_ids
         reads_are_free = device.type == "cpu"
         for step in range(max_new_tokens):
-            last = self.language_model.forward(query, kv_cache, logits_to_keep=1)[:, -1]  # [B, V]
-            choice = choose(last, step)
+            choice = choose(self.feed(query, kv_cache), step)
             ids.append(choice.token_ids)
             if choice.token_logits is not None:
                 logits.append(choice.token_logits)

@@ -164,7 +164,7 @@ class PreallocatedKVCache:
         """Nothing to bring back."""
 
     def hand_back(self) -> None:
-        """Bring `home` to what plain `generate` would have left in it."""
+        """Bring `home` to what plain `generate` would have left in it; the buffers go, layer by layer."""
         if self._home is None or not self.num_columns:
             return
         layers: list[Any] = self._home.layers
@@ -172,8 +172,10 @@ class PreallocatedKVCache:
             state = self._states(layer)
             kept.lazy_initialization(state.keys, state.values)
             kept.keys, kept.values = state
+            layer.release()
             if isinstance(kept, DynamicSlidingWindowLayer):
                 kept.cumulative_length = self.num_columns
+        self._home = None
 
     @property
     def _layers(self) -> list[RaggedLayer]:
