@@ -107,7 +107,7 @@ class SpeculativeDecoder:
             verified = self.judge.verify(round_)  # 3. the verifier keeps a prefix
             other_s += self._lap("verify_s")
             trimmed = self._trim(batch, round_, verified)  # 4. what follows a stop goes
-            outcome = self._outcome(batch, num_draft_tokens, num_fed, verified)
+            outcome = self._outcome(batch, num_draft_tokens, num_fed, verified, trimmed)
             self._record(batch, round_, verified, trimmed, output)
             self._crop(batch, draft, verified, trimmed)  # 5. the caches forget what was not kept
             other_s += self._lap("bookkeeping_s")
@@ -238,16 +238,25 @@ class SpeculativeDecoder:
             self.recorder.add_states(output, trimmed.num_emitted[0], num_query, windows)
         self._emit(batch, round_, verified, trimmed)
 
-    def _outcome(self, batch: Batch, num_draft_tokens: int, num_fed: int, verified: Verified) -> RoundOutcome:
+    def _outcome(
+        self, batch: Batch, num_draft_tokens: int, num_fed: int, verified: Verified, trimmed: Trimmed
+    ) -> RoundOutcome:
         """What the schedule is told, but for the seconds; rows in lock step count as one, the slowest."""
         live = [row for row, done in enumerate(batch.is_finished) if not done]
         row_ids = [batch.row_ids[row] for row in live]
         num_drafted = [verified.num_drafted[row] for row in live]
         num_accepted = [verified.num_accepted[row] for row in live]
+        num_left = [
+            0
+            if trimmed.is_stopped[row]
+            else self.settings.max_length - batch.tokens.lens[row] - trimmed.num_emitted[row]
+            for row in live
+        ]
         if self.settings.is_lock_step:
-            row_ids, num_drafted, num_accepted = row_ids[:1], [min(num_drafted)], [min(num_accepted)]
+            row_ids, num_left = row_ids[:1], [max(num_left)]
+            num_drafted, num_accepted = [min(num_drafted)], [min(num_accepted)]
         num_rows = len(batch.is_finished)
-        return RoundOutcome(row_ids, num_drafted, num_accepted, num_draft_tokens, num_rows, num_fed)
+        return RoundOutcome(row_ids, num_drafted, num_accepted, num_draft_tokens, num_rows, num_left, num_fed)
 
     def _crop(self, batch: Batch, draft: DraftOut, verified: Verified, trimmed: Trimmed) -> None:
         """Roll both caches back to the kept tokens; the newest one is in neither."""

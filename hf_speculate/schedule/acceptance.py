@@ -7,9 +7,8 @@ _DECAY = 0.92
 _SLOW_DECAY = 0.98  # of what the first position falls back on
 _PRIOR_ACCEPTANCE = 0.8  # of the first position, before anything was seen; optimistic, so that drafting is tried
 _PRIOR_WEIGHT = 1.0  # of the prior, in observations
-_NEIGHBOUR_WEIGHT = 8.0  # of the position before, for what is known of a position
+_NEIGHBOUR_WEIGHT = 4.0  # of the position before, for what is known of a position
 _ROW_WEIGHT = 2.0  # refusals that a row must show before it counts for more than the batch
-_NEGLIGIBLE = 1e-3  # probability of a prefix below which longer ones are not summed
 
 
 class AcceptanceModel:
@@ -48,21 +47,17 @@ class AcceptanceModel:
         self._fade(share)
         self._row_refusals.clear()
 
-    def expected_tokens(self, row_ids: Sequence[int]) -> list[float]:
-        """[K_max + 1] tokens that a round of K = 0, 1, ... drafts emits, summed over rows."""
+    def expected_tokens(self, row_ids: Sequence[int]) -> list[list[float]]:
+        """[N, K_max + 1] tokens that a round of K = 0, 1, ... drafts emits in each row."""
         refusals = [1 - share for share in self._by_position(len(self._judged))]
-        gains = [0.0] * len(refusals)
+        expected = []
         for row_id in row_ids:
             factor = self._row_factor(row_id) if len(row_ids) > 1 else 1.0
-            prefix = 1.0
-            for position, refusal in enumerate(refusals):
+            tokens, prefix = [1.0], 1.0
+            for refusal in refusals:
                 prefix *= max(1 - factor * refusal, 0.0)
-                if prefix < _NEGLIGIBLE:
-                    break
-                gains[position] += prefix
-        expected = [float(len(row_ids))]
-        for gain in gains:
-            expected.append(expected[-1] + gain)
+                tokens.append(tokens[-1] + prefix)
+            expected.append(tokens)
         return expected
 
     def _by_position(self, num: int) -> list[float]:

@@ -3,20 +3,21 @@
 from hf_speculate.schedule.acceptance import AcceptanceModel
 from hf_speculate.schedule.base import RoundOutcome
 from hf_speculate.schedule.costs import CostModel
+from hf_speculate.schedule.outlook import Outlook
 
-# Tuned on the simulated traces of tests/schedule, 256 tokens each.
+# Tuned on the simulated and recorded traces of tests/schedule.
 _FIRST_DRAFT_TOKENS = 5
 _PLAIN_AT = 2  # round after which a plain step is measured, where drafting pays so far
 _PLAIN_AGAIN_AT = 12  # and measured once more where the two come close
 _CLOSE = 2.5
-_HYSTERESIS = 1.05  # gain for which a draft's length is changed
-_EXPLORE_GAIN = 1.1  # that an untried K must promise at its best
+_HYSTERESIS = 1.03  # gain for which a draft's length is changed
+_EXPLORE_GAIN = 1.2  # that an untried K must promise at its best
 _EXPLORE_EVERY = 0.2  # rounds between two untried Ks, over the gain promised: 2 for a tenth, then 1
-_FIRST_WAIT = 4  # plain steps before the first probe
-_PROBE_BUDGET = 0.012  # share of the time that probes may cost; waits double up to there
+_FIRST_WAIT = 2  # plain steps before the first probe
+_PROBE_BUDGET = 0.01  # share of the time that probes may cost; waits double up to there
 _LONGEST_WAIT = 256  # plain steps, whatever probes cost
 _SETTLED = 6  # drafted rounds in a row after which waits start anew
-_LEAST_S = 1e-9  # a round that a coarse clock saw no time pass in
+_LEAST_S = 1e-9  # a plain step that a coarse clock saw no time pass in
 _PROBE_MEMORY = 0.5  # weight that a probe leaves to what was seen before
 
 
@@ -53,85 +54,81 @@ class AdaptiveSchedule:
 
     def update(self, outcome: RoundOutcome) -> None:
         """Learn from a round and choose the next K."""
-        if self._is_hopeless or not outcome.row_ids:
+        num_left = outcome.num_left or [1] * len(outcome.row_ids)
+        left_of = {row: left for row, left in zip(outcome.row_ids, num_left, strict=True) if left > 0}
+        if self._is_hopeless or not left_of:
             return
         self._num_rounds += 1
         self._costs.observe(outcome)
         if outcome.num_draft_tokens:
             self._num_drafted_rounds += 1
             self._acceptance.observe(outcome.row_ids, outcome.num_accepted, outcome.num_draft_tokens)
-        self._num = self._next(outcome)
+        outlook = Outlook(self._acceptance.expected_tokens(list(left_of)), list(left_of.values()))
+        self._num = self._next(outlook, outcome.num_rows)
 
     def _first(self) -> int:
-        rates = self._rates([0], 1)
+        rates = self._rates(Outlook(self._acceptance.expected_tokens([0]), [1]), 1)
         return rates.index(max(rates[: _FIRST_DRAFT_TOKENS + 1]))
 
-    def _rates(self, row_ids: list[int], num_rows: int) -> list[float]:
-        """[K_max + 1] expected tokens per second."""
-        tokens = self._acceptance.expected_tokens(row_ids)
-        seconds = self._costs.rounds_s(num_rows, self._max)
-        return [num / max(spent, _LEAST_S) for num, spent in zip(tokens, seconds, strict=True)]
+    def _rates(self, outlook: Outlook, num_rows: int) -> list[float]:
+        return outlook.rates(self._costs.rounds_s(num_rows, self._max), self._costs.rounds_s(1, self._max))
 
-    def _next(self, outcome: RoundOutcome) -> int:
-        row_ids, num_rows = list(outcome.row_ids), outcome.num_rows
-        rates = self._rates(row_ids, num_rows)
+    def _next(self, outlook: Outlook, num_rows: int) -> int:
+        rates = self._rates(outlook, num_rows)
         best = rates.index(max(rates))
         if best and self._settled and rates[self._settled] * _HYSTERESIS >= rates[best]:
             best = self._settled
         self._settled = best
-        if best == 0:
-            return self._plain_or_probe(row_ids, num_rows)
+        untried = self._untried(outlook, num_rows, rates[best])
+        if best == 0 and not untried:
+            return self._plain_or_probe(rates, num_rows)
         self._num_plain_rounds = 0
         if self._num_drafted_rounds >= _SETTLED:
             self._wait = _FIRST_WAIT
         if self._wants_plain(rates[best], rates[0], num_rows):
             return 0
-        return self._untried(row_ids, num_rows, rates[best]) or best
+        return untried or best
 
     def _wants_plain(self, best_rate: float, plain_rate: float, num_rows: int) -> bool:
         """Whether a plain step must be measured, without which nobody knows that drafting pays."""
-        num_samples = self._costs.num_samples(num_rows, 0)
+        num_samples = self._costs.num_plain_samples(num_rows)
         if num_samples == 0:
             return self._num_rounds >= _PLAIN_AT
         is_close = best_rate < _CLOSE * plain_rate
         return num_samples == 1 and is_close and self._num_rounds >= _PLAIN_AGAIN_AT
 
-    def _plain_or_probe(self, row_ids: list[int], num_rows: int) -> int:
+    def _plain_or_probe(self, rates: list[float], num_rows: int) -> int:
         self._num_drafted_rounds = 0
         self._num_plain_rounds += 1
-        longest = self._longest_wait(row_ids, num_rows)
-        if self._num_plain_rounds <= max(self._wait, longest // 4):
+        likeliest = rates.index(max(rates[1:]), 1)
+        longest = self._longest_wait(likeliest, num_rows)
+        if self._num_plain_rounds <= min(self._wait, longest):
             return 0
         self._num_plain_rounds = 0
         self._wait = max(min(2 * self._wait, longest), _FIRST_WAIT)
         self._acceptance.soften(_PROBE_MEMORY)
-        return self._best_draft(row_ids, num_rows)
+        return likeliest
 
-    def _best_draft(self, row_ids: list[int], num_rows: int) -> int:
-        """The K >= 1 that promises most."""
-        rates = self._rates(row_ids, num_rows)
-        return rates.index(max(rates[1:]), 1)
-
-    def _longest_wait(self, row_ids: list[int], num_rows: int) -> int:
+    def _longest_wait(self, num_draft_tokens: int, num_rows: int) -> int:
         """Plain steps between two probes that fail, for probes to stay within their budget."""
         seconds = self._costs.rounds_s(num_rows, self._max)
-        surplus_s = seconds[self._best_draft(row_ids, num_rows)] - seconds[0]
+        surplus_s = seconds[num_draft_tokens] - seconds[0]
         return min(max(round(surplus_s / max(seconds[0], _LEAST_S) / _PROBE_BUDGET), 0), _LONGEST_WAIT)
 
-    def _untried(self, row_ids: list[int], num_rows: int, best_rate: float) -> int:
+    def _untried(self, outlook: Outlook, num_rows: int, best_rate: float) -> int:
         """The untried K that may gain most, at its best; 0 where none may, or another was tried a moment ago."""
         self._num_since_untried += 1
-        tokens = self._acceptance.expected_tokens(row_ids)
-        foretold_s = self._costs.rounds_s(num_rows, self._max)
+        untried = [num for num in range(1, self._max + 1) if not self._costs.is_tried(num_rows, num)]
         least_s = self._costs.best_case_s(num_rows, self._max)
-        promise, choice, likeliest = 0.0, 0, 0.0
-        for num in range(1, self._max + 1):
-            rate = tokens[num] / max(least_s[num], _LEAST_S)
-            likely = tokens[num] / max((least_s[num] + foretold_s[num]) / 2, _LEAST_S)
-            if rate > _EXPLORE_GAIN * best_rate and likely > likeliest and self._costs.is_doubtful(num_rows, num):
-                promise, choice, likeliest = rate, num, likely
-        gain = promise / best_rate - 1
-        if choice and self._num_since_untried * gain >= _EXPLORE_EVERY:
-            self._num_since_untried = 0
-            return choice
-        return 0
+        rates = outlook.rates(least_s, least_s)
+        promising = [num for num in untried if rates[num] > _EXPLORE_GAIN * best_rate]
+        if not promising:
+            return 0
+        foretold_s = self._costs.rounds_s(num_rows, self._max)
+        likely_s = [(least + foretold) / 2 for least, foretold in zip(least_s, foretold_s, strict=True)]
+        likely_rates = outlook.rates(likely_s, likely_s)
+        choice = max(promising, key=lambda num: likely_rates[num])
+        if self._num_since_untried * (rates[choice] / best_rate - 1) < _EXPLORE_EVERY:
+            return 0
+        self._num_since_untried = 0
+        return choice

@@ -12,6 +12,7 @@ class RoundOutcome(NamedTuple):
     num_accepted: Sequence[int]  # [N] those that the verifier kept
     num_draft_tokens: int  # K, what the drafter was asked for; 0 in a plain step
     num_rows: int  # B, rows in the forwards, finished ones among them where they stay
+    num_left: Sequence[int] = ()  # [N] tokens that each may emit after this round, 0 where it stopped; empty: unknown
     num_fed: int = 0  # tokens of each row that the drafter read before its first draft; 0 where it was not called
     draft_s: float = 0.0
     score_s: float = 0.0

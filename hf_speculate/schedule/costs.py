@@ -1,23 +1,43 @@
 """How many seconds a round of K drafts takes, from the rounds so far."""
 
+import functools
+import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from hf_speculate.schedule.base import RoundOutcome
 
-_NUM_SAMPLES = 5  # newest rounds of one kind that count
+_NUM_SAMPLES = 12  # newest rounds of one kind that count
 _FEW_FED = 2  # tokens that the drafter reads in a round that follows a drafted one
 _MANY_ROWS = 16  # query rows from which CPUs take float32 products through their matrix kernels
-_FIRST_SAMPLE_BOUND = 1.5  # a kind of round seen once is not believed to cost more than so many times what was foretold
+_ALIKE = 2.0  # factor in the number of rows within which plain steps stand for one another
+_OTHER_WEIGHT = 0.4  # of a round of another kind, at most
+_BANDWIDTH = 0.3  # of the logarithm of query rows, within which kinds tell much of one another
+_FADE = 0.95  # of a kind's weight with every drafted round after its newest
+
+
+class _Kind:
+    """The newest rounds of one number of rows and one K."""
+
+    def __init__(self) -> None:
+        self.samples: deque[float] = deque(maxlen=_NUM_SAMPLES)
+        self.newest = 0  # drafted rounds until then
+        self.median = 0.0
+
+    def add(self, seconds: float, place: int) -> None:
+        self.samples.append(seconds)
+        self.median = _middle(self.samples)
+        self.newest = place
 
 
 class CostModel:
-    """Seconds of a round by rows B and drafted tokens K, as measured; foretold for kinds that were not run yet.
+    """Seconds of a round by rows B and drafted tokens K, from measurements that vary by a fifth.
 
-    What was measured counts by its lower median over the newest rounds, so one slow round (a first call, another
-    process) does not stand. A foretold round is K draft steps and a verification whose time is interpolated over its
-    B * (K + 1) query rows. Nothing is taken to grow with them: on CPUs in float32, 4 to 15 rows may cost more than 16.
+    A round is K draft steps and a verification. Single rounds are too noisy to be compared, so a verification's time
+    is the mean over all kinds of rounds, of the medians over their newest, in which the same kind weighs most and
+    others the less, the further their B * (K + 1) query rows are. Nothing is taken to grow: on CPUs in float32, 4 to
+    15 rows may cost more than 16. Plain steps take another path through the model and count by themselves.
 
     Args:
         draft_cost_ratio: seconds of a draft step over those of a plain step, for as long as nothing is measured.
@@ -25,42 +45,45 @@ class CostModel:
 
     def __init__(self, draft_cost_ratio: float):
         self._ratio = draft_cost_ratio
-        self._verify_s: dict[tuple[int, int], deque[float]] = {}  # by (B, K): scoring and all that follows
-        self._draft_s: dict[tuple[int, int], deque[float]] = {}  # by (B, K): rounds in which the drafter read little
-        self._step_bound_s: float | None = None  # of a draft step, from rounds in which it read much
+        self._num_drafted = 0
+        self._verify: dict[tuple[int, int], _Kind] = {}  # by (B, K >= 1): scoring and all that follows
+        self._plain: dict[int, _Kind] = {}  # by B
+        self._step: dict[int, _Kind] = {}  # by B: of a draft's steps, from rounds in which the drafter read little
+        self._step_bound_s: float | None = None  # of a draft's step, from rounds in which it read much
+        self._known_s: dict[tuple[int, int], list[float]] = {}  # what `rounds_s` said since the newest round
 
     def observe(self, outcome: RoundOutcome) -> None:
         """Note a round's seconds."""
-        kind = outcome.num_rows, outcome.num_draft_tokens
-        self._verify_s.setdefault(kind, deque(maxlen=_NUM_SAMPLES)).append(outcome.score_s + outcome.other_s)
-        if outcome.num_draft_tokens == 0:
+        self._known_s.clear()
+        num_rows, num, verify_s = outcome.num_rows, outcome.num_draft_tokens, outcome.score_s + outcome.other_s
+        if num == 0:
+            self._plain.setdefault(num_rows, _Kind()).add(verify_s, self._num_drafted)
             return
+        self._num_drafted += 1
+        self._verify.setdefault((num_rows, num), _Kind()).add(verify_s, self._num_drafted)
+        step_s = outcome.draft_s / num
         if outcome.num_fed <= _FEW_FED:
-            self._draft_s.setdefault(kind, deque(maxlen=_NUM_SAMPLES)).append(outcome.draft_s)
+            self._step.setdefault(num_rows, _Kind()).add(step_s, self._num_drafted)
         else:
-            bound = outcome.draft_s / outcome.num_draft_tokens
-            self._step_bound_s = bound if self._step_bound_s is None else min(self._step_bound_s, bound)
+            self._step_bound_s = step_s if self._step_bound_s is None else min(self._step_bound_s, step_s)
 
-    def num_samples(self, num_rows: int, num_draft_tokens: int) -> int:
-        """Rounds of this kind, 0..5."""
-        return len(self._verify_s.get((num_rows, num_draft_tokens), ()))
+    def num_plain_samples(self, num_rows: int) -> int:
+        """Plain steps that tell how long one of this many rows takes."""
+        kind = self._nearest_plain(num_rows)
+        return len(kind.samples) if kind else 0
 
-    def is_doubtful(self, num_rows: int, num_draft_tokens: int) -> bool:
-        """Whether rounds of this kind may be faster than what is foretold of them."""
-        samples = self._verify_s.get((num_rows, num_draft_tokens), deque())
-        if len(samples) != 1:
-            return not samples
-        return _interpolated(self._points(num_rows), num_rows * (num_draft_tokens + 1)) < samples[0]
+    def is_tried(self, num_rows: int, num_draft_tokens: int) -> bool:
+        """Whether a round of this kind was run."""
+        return (num_rows, num_draft_tokens) in self._verify
 
     def rounds_s(self, num_rows: int, max_draft_tokens: int) -> list[float]:
         """[K_max + 1] seconds of a round of `num_rows` rows by K; without any measurement, in plain steps."""
-        points = self._points(num_rows)
-        step_s = self._step_s(num_rows, points)
-        seconds = []
-        for num in range(max_draft_tokens + 1):
-            kind = num_rows, num
-            draft_s = _middle(self._draft_s[kind]) if kind in self._draft_s else num * step_s
-            seconds.append(draft_s + _interpolated(points, num_rows * (num + 1)))
+        seconds = self._known_s.get((num_rows, max_draft_tokens))
+        if seconds is None:
+            step_s = self._step_s(num_rows)
+            verify_s = [self._verify_s(num_rows, num) for num in range(1, max_draft_tokens + 1)]
+            seconds = [self._plain_s(num_rows), *(num * step_s + spent for num, spent in enumerate(verify_s, 1))]
+            self._known_s[num_rows, max_draft_tokens] = seconds
         return seconds
 
     def best_case_s(self, num_rows: int, max_draft_tokens: int) -> list[float]:
@@ -69,9 +92,12 @@ class CostModel:
         Between two measured ones that is the faster of them. Past the largest it is that one, but from 16 query rows
         on, where matrix kernels of CPUs change, the fastest of all.
         """
-        points = self._points(num_rows)
-        step_s = self._step_s(num_rows, points)
-        least_s = min((value for _, value in points), default=1.0)
+        step_s = self._step_s(num_rows)
+        seen = {num_rows: self._plain_s(num_rows)}
+        for rows, num in self._verify:
+            seen.setdefault(rows * (num + 1), self._verify_s(rows, num))
+        points = sorted(seen.items())
+        least_s = min(seen.values())
         seconds = []
         for num in range(max_draft_tokens + 1):
             num_query = num_rows * (num + 1)
@@ -84,52 +110,48 @@ class CostModel:
             seconds.append(num * step_s + verify_s)
         return seconds
 
-    def _points(self, num_rows: int) -> list[tuple[int, float]]:
-        """(query rows, seconds) of what was measured, sorted; where several kinds agree, `num_rows` rows win.
+    def _nearest_plain(self, num_rows: int) -> _Kind | None:
+        near = [rows for rows in self._plain if max(rows, num_rows) <= _ALIKE * min(rows, num_rows)]
+        return self._plain[min(near, key=lambda rows: abs(rows - num_rows))] if near else None
 
-        Kinds that were run once count bounded by the others, for as long as there are others.
-        """
-        found: dict[int, float] = {}
-        for is_own in (False, True):
-            for (rows, num), samples in self._verify_s.items():
-                if (rows == num_rows) is is_own and len(samples) > 1:
-                    found[rows * (num + 1)] = _middle(samples)
-        firm = sorted(found.items())
-        for (rows, num), samples in self._verify_s.items():
-            place = rows * (num + 1)
-            if len(samples) == 1 and (rows == num_rows or place not in found):
-                bound = _FIRST_SAMPLE_BOUND if num else 1.0  # a slow first plain step must not keep bad drafts going
-                found[place] = min(samples[0], bound * _interpolated(firm, place)) if firm else samples[0]
-        return sorted(found.items())
+    def _plain_s(self, num_rows: int) -> float:
+        """Before any plain step, as long as the verification of as many rows."""
+        kind = self._nearest_plain(num_rows)
+        if kind is None:
+            return self._verify_s(num_rows, 0) if self._verify else 1.0
+        return kind.median
 
-    def _step_s(self, num_rows: int, points: list[tuple[int, float]]) -> float:
-        """Of the nearest number of rows; before any round of its own, from the models' sizes."""
-        if self._draft_s:
-            nearest = min(abs(rows - num_rows) for rows, _ in self._draft_s)
-            steps = [
-                sample / num
-                for (rows, num), samples in self._draft_s.items()
-                if abs(rows - num_rows) == nearest
-                for sample in samples
-            ]
-            return _middle(steps)
-        step_s = self._ratio * (points[0][1] if points else 1.0)
+    def _verify_s(self, num_rows: int, num_draft_tokens: int) -> float:
+        if not self._verify:
+            return self._plain_s(num_rows)
+        num_query = num_rows * (num_draft_tokens + 1)
+        return self._mean(num_query, ((rows * (num + 1), kind) for (rows, num), kind in self._verify.items()))
+
+    def _step_s(self, num_rows: int) -> float:
+        """Of a draft's step; before any round of its own, from the models' sizes."""
+        if self._step:
+            return self._mean(num_rows, self._step.items())
+        step_s = self._ratio * self._plain_s(num_rows)
         return step_s if self._step_bound_s is None else min(step_s, self._step_bound_s)
+
+    def _mean(self, num_query: int, kinds: Iterable[tuple[int, _Kind]]) -> float:
+        """Of the medians of kinds that are given by their query rows."""
+        weights, total = 0.0, 0.0
+        for other, kind in kinds:
+            weight = len(kind.samples) * _likeness(num_query, other) * _FADE ** (self._num_drafted - kind.newest)
+            weights += weight
+            total += weight * kind.median
+        return total / weights
+
+
+@functools.lru_cache(maxsize=4096)
+def _likeness(num_query: int, other: int) -> float:
+    """How much a kind of `other` query rows tells of one of `num_query`."""
+    if num_query == other:
+        return 1.0
+    return _OTHER_WEIGHT / (1 + (math.log(num_query / other) / _BANDWIDTH) ** 4)
 
 
 def _middle(values: Sequence[float]) -> float:
     """The lower median."""
     return sorted(values)[(len(values) - 1) // 2]
-
-
-def _interpolated(points: list[tuple[int, float]], place: int) -> float:
-    """Straight lines between points, flat beyond them; 1 without any."""
-    if not points:
-        return 1.0
-    right = bisect_left(points, (place, float("-inf")))
-    if right == len(points):
-        return points[-1][1]
-    if right == 0 or points[right][0] == place:
-        return points[right][1]
-    (x0, y0), (x1, y1) = points[right - 1], points[right]
-    return y0 + (y1 - y0) * (place - x0) / (x1 - x0)

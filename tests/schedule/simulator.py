@@ -70,15 +70,17 @@ def run(schedule: Schedule, traces: Sequence[Trace], machine: Machine, num_token
         for row_id in row_ids:
             guesses = traces[row_id][rows[row_id] : rows[row_id] + num]
             accepted.append([*guesses, False].index(False))
+        for row_id, count in zip(row_ids, accepted, strict=True):
+            rows[row_id] += count + 1
+        left = [max(num_tokens - rows[row_id], 0) for row_id in row_ids]
         seconds += draft_s + score_s + machine.other_s
         draft_lens.append(num)
         schedule.update(
-            RoundOutcome(row_ids, [num] * num_rows, accepted, num, num_rows, num_fed, draft_s, score_s, machine.other_s)
+            RoundOutcome(
+                row_ids, [num] * num_rows, accepted, num, num_rows, left, num_fed, draft_s, score_s, machine.other_s
+            )
         )
-        for row_id, count in zip(row_ids, accepted, strict=True):
-            rows[row_id] += count + 1
-            if rows[row_id] >= num_tokens:
-                del rows[row_id]
+        rows = {row_id: count for row_id, count in rows.items() if count < num_tokens}
     return Run(seconds, num_tokens * len(traces), draft_lens)
 
 

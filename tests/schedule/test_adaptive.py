@@ -1,7 +1,9 @@
 """The adaptive schedule against the best constant number and against plain decoding, on traces and machines."""
 
+import json
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -35,8 +37,10 @@ MACHINES = {
 }
 # Of the rate of the best K in 0..10, which was chosen in hindsight. A call of 256 tokens pays for what it measures: a
 # plain step where drafting pays, a few rounds to find where a cliff ends, noise where neighbours are alike.
-FLOOR, CLIFF_FLOOR = 0.95, 0.92
-PLAIN_FLOOR = 0.965
+FLOOR, CLIFF_FLOOR = 0.955, 0.92
+PLAIN_FLOOR = 0.97
+RECORDED = Path(__file__).with_name("recorded.json")
+RECORDED_FLOORS = {1: 0.95, 8: 0.88}  # by rows; where two batches end is luck, which hindsight picks the best of
 
 
 @cache
@@ -52,7 +56,11 @@ def rate(schedules: list[Schedule], rows: list[list[Trace]], machine: Machine) -
 
 def rates(name: str, machine: Machine, draft_cost_ratio: float, num_rows: int = 1) -> tuple[float, float, float]:
     """Tokens per second: adaptive, plain, and of the best constant."""
-    rows = traces(name, num_rows)
+    return compare(traces(name, num_rows), machine, draft_cost_ratio)
+
+
+def compare(rows: list[list[Trace]], machine: Machine, draft_cost_ratio: float) -> tuple[float, float, float]:
+    """What `rates` gives, of these batches."""
     constant = [rate([ConstantSchedule(num)] * len(rows), rows, machine) for num in range(MAX_DRAFT_TOKENS + 1)]
     adaptive = rate([AdaptiveSchedule(MAX_DRAFT_TOKENS, draft_cost_ratio) for _ in rows], rows, machine)
     return adaptive, constant[0], max(constant)
@@ -66,6 +74,17 @@ def test_it_comes_near_the_best_constant_and_never_far_below_plain(name, machine
     assert adaptive >= (CLIFF_FLOOR if machine == "float32 cliff" else FLOOR) * best
 
 
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("num_rows", [1, 8])
+def test_it_comes_near_the_best_constant_on_recorded_text(machine, num_rows):
+    recorded = json.loads(RECORDED.read_text())["rows"]
+    rows = [[guess == "1" for guess in one] for one in recorded]
+    batches = [rows[start : start + num_rows] for start in range(0, len(rows), num_rows)]
+    adaptive, plain, best = compare(batches, *MACHINES[machine])
+    assert adaptive >= PLAIN_FLOOR * plain
+    assert adaptive >= RECORDED_FLOORS[num_rows] * best
+
+
 @pytest.mark.parametrize("machine", ["usual draft", "float32 cliff"])
 @pytest.mark.parametrize("name", ["high", "fair", "zero", "collapsing"])
 def test_batches_whose_rows_leave_reach_the_best_constant(name, machine):
@@ -77,7 +96,7 @@ def test_batches_whose_rows_leave_reach_the_best_constant(name, machine):
 @pytest.mark.parametrize("step_s", [0.03, 0.1, 0.3, 0.7])
 def test_a_useless_draft_costs_less_than_three_and_a_half_percent(step_s):
     adaptive, plain, _ = rates("zero", Machine(step_s=step_s, prompt_s=step_s), step_s)
-    assert adaptive >= PLAIN_FLOOR * plain
+    assert adaptive >= 0.965 * plain
 
 
 @pytest.mark.parametrize("draft_cost_ratio", [1.0, 3.0])
@@ -111,9 +130,9 @@ def test_a_row_that_is_refused_often_leaves_the_others_their_promise():
     model = AcceptanceModel(MAX_DRAFT_TOKENS)
     for _ in range(20):
         model.observe([0, 1], [5, 0], 5)
-    good, bad, both = (model.expected_tokens(rows) for rows in ([0, 0], [1, 1], [0, 1]))
-    assert bad[5] < both[5] < good[5]
-    assert both == sorted(both)
+    good, bad = model.expected_tokens([0, 1])
+    assert bad[5] < good[5]
+    assert good == sorted(good)
 
 
 @pytest.mark.parametrize("accepted", [0, 1])
