@@ -151,6 +151,53 @@ def test_warpers_keep_their_ties_at_a_large_vocabulary(name: str, num_rows: int)
     assert_same_bits(run_block([WARPERS[name]()], block), run_by_position(lambda: [WARPERS[name]()], block))
 
 
+CUTS: dict[str, Callable[[], list[Any]]] = {
+    "top-p of nothing": lambda: [transformers.TopPLogitsWarper(0.0)],
+    "top-p of all": lambda: [transformers.TopPLogitsWarper(1.0)],
+    "top-p that keeps 3": lambda: [transformers.TopPLogitsWarper(0.1, min_tokens_to_keep=3)],
+    "top-p that keeps more than there are": lambda: [transformers.TopPLogitsWarper(0.1, min_tokens_to_keep=10**6)],
+    "top-p with a filter of its own": lambda: [transformers.TopPLogitsWarper(0.5, filter_value=-7.0)],
+    "top-k of one": lambda: [transformers.TopKLogitsWarper(1)],
+    "top-k of all": lambda: [transformers.TopKLogitsWarper(10**6)],
+    "top-k with a filter of its own": lambda: [transformers.TopKLogitsWarper(5, filter_value=-7.0)],
+    "top-k, then top-p": lambda: [WARPERS["TopKLogitsWarper"](), WARPERS["TopPLogitsWarper"]()],
+    "top-p, then top-k": lambda: [WARPERS["TopPLogitsWarper"](), WARPERS["TopKLogitsWarper"]()],
+}
+
+
+@pytest.mark.parametrize("vocab_size", [VOCAB_SIZE, 4099])
+@pytest.mark.parametrize("name", sorted(CUTS))
+def test_cutoffs_of_hostile_rows_are_those_of_transformers(name: str, vocab_size: int) -> None:
+    block = make_block([LONGEST_LEN] * 5, vocab_size=vocab_size, num_draft_tokens=1)
+    block.scores[0, 0] = block.scores[0, 0].round()  # ties
+    block.scores[0, 1] = 0.0
+    block.scores[0, 1, ::2] = -0.0
+    block.scores[1, 0] = -torch.inf
+    block.scores[1, 1, 1:] = -torch.inf
+    block.scores[2, 0, 3] = torch.nan
+    block.scores[2, 1] = torch.nan
+    block.scores[3, 0, 5] = torch.inf
+    block.scores[3, 1, 4:] = torch.inf
+    assert_same_bits(run_block(CUTS[name](), block), run_by_position(CUTS[name], block))
+
+
+def test_only_rows_with_a_tie_at_the_border_are_sorted_with_their_indices(monkeypatch: pytest.MonkeyPatch) -> None:
+    block = make_block([LONGEST_LEN] * 3, vocab_size=LARGE_VOCAB_SIZE)
+    block.scores = torch.randn(block.scores.shape, generator=torch.Generator().manual_seed(1))
+    block.scores[1, 2, 7:900] = 8.0  # more than nine tenths of the law, all equal
+    twin = run_by_position(lambda: [WARPERS["TopPLogitsWarper"]()], block)
+    num_rows: list[int] = []
+    original = transformers.TopPLogitsWarper.__call__
+
+    def count(self: Any, input_ids: Tensor, scores: Tensor) -> Tensor:
+        num_rows.append(len(scores))
+        return original(self, input_ids, scores)
+
+    monkeypatch.setattr(transformers.TopPLogitsWarper, "__call__", count)
+    assert_same_bits(run_block([WARPERS["TopPLogitsWarper"]()], block), twin)
+    assert sum(num_rows) == 1
+
+
 @pytest.mark.parametrize("lens", [[LONGEST_LEN] * 4, RAGGED_LENS], ids=["even", "ragged"])
 def test_a_mixed_list_runs_in_its_own_order(lens: list[int]) -> None:
     names = [

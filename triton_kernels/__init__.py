@@ -7,6 +7,7 @@ no softmax is written before the call. Noise is a function of `NoiseKeys` and a 
 from .block import verify_block
 from .chain import chain_speculative_sampling, greedy_match, speculative_sampling
 from .coupled import verify_coupled
+from .draws import Draws
 from .errors import ConfigError, KernelUnavailableError, ShapeError, SpeculateError
 from .greedy import verify_greedy
 from .noise import exponentials, row_seeds, uniforms
@@ -18,6 +19,7 @@ from .typical_sampler import TypicalAcceptanceSampler
 
 __all__ = [
     "ConfigError",
+    "Draws",
     "KernelUnavailableError",
     "NoiseKeys",
     "Sampled",

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from hf_speculate.draft.base import check_request
@@ -12,7 +11,7 @@ from hf_speculate.infer.inferencer import Choice, Inferencer
 from hf_speculate.infer.kv_cache import KVCache
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.sequences import TokenBuffer
-from hf_speculate.triton_kernels import sample
+from hf_speculate.triton_kernels import Draws
 from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy, Stream
 
 
@@ -73,20 +72,20 @@ class ModelDrafter:
         device = self.inferencer.language_model.device
         query = query_token_ids.to(device)
         self._follow(query, kept)
-        if keys is not None:
+        settings = self.settings
+        draws = None
+        if sample_strategy is SampleStrategy.RANDOM and keys is not None:
             keys = NoiseKeys(*(part.to(device) for part in keys))
-        proposal = _Proposal(self, sample_strategy, keys)
+            draws = Draws(keys, settings.stream, num_draft_tokens, backend=settings.backend)
+        proposal = _Proposal(self, draws)
         decoded = self.inferencer.decode(query, kv_cache, num_draft_tokens, sample_strategy, choose=proposal.choose)
         if self._history is not None:
             num = decoded.token_ids.shape[1]
             self._history.truncate([length - num for length in self._history.lens])
-        keeps_logits = proposal.logsumexps and decoded.token_logits is not None
-        return DraftOut(
-            decoded.token_ids.to(home),
-            decoded.lens.to(home),
-            decoded.token_logits.to(home) if keeps_logits and decoded.token_logits is not None else None,
-            torch.stack(proposal.logsumexps, dim=1).to(home) if keeps_logits else None,
-        )
+        logits, logsumexps = decoded.token_logits, None
+        if draws is not None and logits is not None:
+            logits, logsumexps = logits.to(home), draws.logsumexps().to(home)
+        return DraftOut(decoded.token_ids.to(home), decoded.lens.to(home), logits, logsumexps)
 
     def rows(self, indices: Sequence[int]) -> None:
         """Keep what belongs to the named rows."""
@@ -118,26 +117,17 @@ class ModelDrafter:
 class _Proposal:
     """One round's choices."""
 
-    def __init__(self, drafter: ModelDrafter, sample_strategy: SampleStrategy, keys: NoiseKeys | None):
+    def __init__(self, drafter: ModelDrafter, draws: Draws | None):
         self.drafter = drafter
-        self.sample_strategy = sample_strategy
-        self.keys = keys
-        self.logsumexps: list[Tensor] = []  # K times [B] float32, where the law is kept
+        self.draws = draws  # None: the argmax is taken
 
     def choose(self, logits: Tensor, step: int) -> Choice:
         """Choose one token per row from [B, V]."""
-        settings = self.drafter.settings
         law = self.drafter.law(logits)
-        if self.sample_strategy is SampleStrategy.GREEDY or self.keys is None:
-            token_ids, kept_law = law.argmax(dim=-1), None
-        else:
-            keys = self.keys._replace(positions=self.keys.positions + step)
-            token_ids, logsumexp = sample(law, keys=keys, stream=settings.stream, backend=settings.backend)
-            kept_law = law if settings.keeps_logits else None
-            if settings.keeps_logits:
-                self.logsumexps.append(logsumexp)
+        token_ids = law.argmax(dim=-1) if self.draws is None else self.draws.draw(law)
         self.drafter.note(token_ids)
-        return Choice(token_ids, kept_law, self._is_done(law, token_ids))
+        is_kept = self.draws is not None and self.drafter.settings.keeps_logits
+        return Choice(token_ids, law if is_kept else None, self._is_done(law, token_ids))
 
     def _is_done(self, law: Tensor, token_ids: Tensor) -> Tensor | None:
         """[B] bool, rows that need no further token; None where nothing could end them."""

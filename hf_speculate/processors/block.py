@@ -14,7 +14,7 @@ entries, which the CPU sums in pieces, one per thread (differences of 5e-7 to 2e
 import copy
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from transformers import (
 )
 
 from hf_speculate.errors import ShapeError, UnsupportedGenerationError
+from hf_speculate.processors.cutoffs import cut, has_cutoffs
 from hf_speculate.processors.prefixes import Prefixes
 from hf_speculate.row_wise import Reads, find_reads, find_seen_len, is_registered, name_of
 
@@ -152,7 +153,9 @@ def _run(processor: Any, prefixes: Prefixes, block: Tensor, kwargs: dict[str, An
     """Runs one processor on scores [B, K+1, V] float32, which it may hand back but not write to."""
     reads = find_reads(processor)
     if reads is Reads.NOTHING:
-        return _apply(processor, prefixes.input_ids, block.flatten(0, 1), kwargs).view(block.shape)
+        flat = block.flatten(0, 1)  # [B*(K+1), V]
+        processed = cut(processor, flat) if has_cutoffs(processor, flat) else processor(prefixes.input_ids, flat)
+        return cast(Tensor, processed).view(block.shape)
     groups = prefixes.group_by(partial(find_seen_len, processor))
     if reads is Reads.PREFIX and len(groups) >= prefixes.num_positions:
         aligned_ids = _align(processor, prefixes)

@@ -62,7 +62,7 @@ def _weigh_kept(logits: Tensor, warp: Warp) -> Kept | None:
     return None if tops is None else Kept(pieces, exponentials_at(pieces, pieces.of(logits), warp, tops), tops)
 
 
-def _weigh_all(rows: Tensor, logits: Tensor, warp: Warp) -> tuple[Tensor, Tensor]:
+def weigh_all(rows: Tensor, logits: Tensor, warp: Warp) -> tuple[Tensor, Tensor]:
     """Write the masses into `rows` that `padded_like` made; tops and sums."""
     tops, dropped = _fill(rows, logits, warp)
     return tops, _sum(rows.exp2_(), logits.shape[-1], dropped)
@@ -100,16 +100,16 @@ def _sum(rows: Tensor, width: int, dropped: Tensor | None) -> Tensor:
     return row_sum(rows)
 
 
-def _logsumexp(tops: Tensor, sums: Tensor) -> Tensor:
+def logsumexp_of(tops: Tensor, sums: Tensor) -> Tensor:
     """Log-sum-exps of rows; where a +inf or a NaN makes the sum a NaN, the top says which."""
     return torch.where(sums > 0, sums.log() + tops, tops)
 
 
 def _weigh(rows: Tensor, logits: Tensor, warp: Warp) -> tuple[Tensor, Tensor]:
-    """As `_weigh_all`, bit for bit, with less work where little is kept."""
+    """As `weigh_all`, bit for bit, with less work where little is kept."""
     kept = _weigh_kept(logits, warp)
     if kept is None:
-        return _weigh_all(rows, logits, warp)
+        return weigh_all(rows, logits, warp)
     torch.unflatten(rows.zero_(), -1, (-1, PIECE_SIZE))[kept.pieces.where] = kept.masses
     return kept.tops, _sum_of_kept(kept)
 
@@ -130,16 +130,17 @@ def row_masses(logits: Tensor, warp: Warp = PLAIN) -> Masses:
     rows = padded_like(logits)
     parts = [_weigh(rows[chunk], logits[chunk], warp_of(warp, chunk)) for chunk in chunks(logits)]
     tops, sums = parts[0] if len(parts) == 1 else (torch.cat(column) for column in zip(*parts, strict=True))
-    return Masses(rows[..., : logits.shape[-1]], sums, _logsumexp(tops, sums))
+    return Masses(rows[..., : logits.shape[-1]], sums, logsumexp_of(tops, sums))
 
 
 def row_sums(logits: Tensor, warp: Warp = PLAIN) -> Sums:
     """Log-sum-exps of rows of logits [B, ..., V]: as `row_masses`, bit for bit, without keeping the masses."""
     kept = _weigh_kept(logits, warp)
     if kept is not None:
-        return Sums(_logsumexp(kept.tops, _sum_of_kept(kept)), kept.pieces)
+        return Sums(logsumexp_of(kept.tops, _sum_of_kept(kept)), kept.pieces)
     parts = [
-        _logsumexp(*_weigh_all(padded_like(logits[some]), logits[some], warp_of(warp, some))) for some in chunks(logits)
+        logsumexp_of(*weigh_all(padded_like(logits[some]), logits[some], warp_of(warp, some)))
+        for some in chunks(logits)
     ]
     return Sums(parts[0] if len(parts) == 1 else torch.cat(parts), whole(logits))
 
@@ -150,4 +151,4 @@ def masses_and_exponents(logits: Tensor, warp: Warp) -> tuple[Masses, Tensor]:
     tops, dropped = _fill(exponents, logits, warp)
     rows = exponents.exp2()
     sums = _sum(rows, logits.shape[-1], dropped)
-    return Masses(rows[..., : logits.shape[-1]], sums, _logsumexp(tops, sums)), exponents
+    return Masses(rows[..., : logits.shape[-1]], sums, logsumexp_of(tops, sums)), exponents
