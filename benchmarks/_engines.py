@@ -12,7 +12,7 @@ from _harness import alternate, ratios, spread, wait
 from _library import DEFAULT_SCHEDULE
 from _subjects import Inputs, Subject
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import CompileConfig, PreTrainedModel
 
 import hf_speculate
 
@@ -27,6 +27,7 @@ LOOKUP_TOKENS = 10
 # several rows and one of a single row were seen to differ by at most, on logits up to about 20.
 NEAR_TIE = {"float32": 1e-3, "bfloat16": 0.25}
 COUNTS = ("num_rounds", "num_batch_rounds", "num_drafted", "num_judged", "num_accepted", "num_emitted")
+MAX_PASSES = 6  # over all batches, to compile what a way meets
 STAGES = ("prefill_s", "draft_s", "score_s", "verify_s", "bookkeeping_s")
 
 
@@ -36,9 +37,14 @@ class Way(NamedTuple):
     engine: str  # "plain", "ours", "assisted", "lookup"
     num_assistant_tokens: int | None = None  # None: the engine's own default
     verifier: str | None = None  # None: the lossless one
+    is_compiled: bool = False  # over a static cache
 
     @property
     def name(self) -> str:
+        return self._eager_name + (", compiled" if self.is_compiled else "")
+
+    @property
+    def _eager_name(self) -> str:
         num = self.num_assistant_tokens
         match self.engine:
             case "plain":
@@ -53,6 +59,7 @@ class Way(NamedTuple):
 
 PLAIN = Way("plain")
 OURS = Way("ours")
+PLAIN_COMPILED = Way("plain", is_compiled=True)
 
 
 class Outcome(NamedTuple):
@@ -81,6 +88,8 @@ class Runner:
         """Decode `inputs`; `options` go on to `generate()`."""
         subject, stats = self.subject, hf_speculate.SpeculationStats()
         options = {"max_new_tokens": self.max_new_tokens, **MODES[self.mode], **options}
+        if way.is_compiled:
+            options |= {"cache_implementation": "static", "compile_config": compile_config(subject.device)}
         torch.manual_seed(seed)
         subject.clock.reset()
         match way.engine:
@@ -98,6 +107,12 @@ class Runner:
         wait()
         return Outcome(output, time.perf_counter() - (subject.clock.prefill_end or 0.0), stats)
 
+    def ran_compiled(self, way: Way, outcome: Outcome) -> bool:
+        """Whether a compiled way's call really ran compiled, all of its rounds."""
+        if way.engine == "ours":
+            return set(outcome.stats.compiled) == {"target", "draft"} and not outcome.stats.fallbacks
+        return getattr(self.subject.target, "_compiled_call", None) is not None  # what transformers compiled
+
     def _assistant(self, num_assistant_tokens: int | None) -> PreTrainedModel:
         """The draft's weights with a generation config of its own, into which transformers may write."""
         if num_assistant_tokens not in self._drafts:
@@ -111,6 +126,13 @@ class Runner:
                 )
             self._drafts[num_assistant_tokens] = draft
         return self._drafts[num_assistant_tokens]
+
+
+def compile_config(device: torch.device) -> CompileConfig:
+    """The choice of transformers on a GPU; on a CPU it compiles only when told to, and there are no graphs."""
+    config = CompileConfig() if device.type == "cuda" else CompileConfig(mode="default")
+    config._compile_all_devices = True
+    return config
 
 
 def schedule_of(way: Way) -> dict[str, Any]:
@@ -138,6 +160,7 @@ class Timings:
     counts: dict[str, Counter[str]] = field(default_factory=dict)
     decode_sum_s: Counter[str] = field(default_factory=Counter)  # of each input's median, as counts are sums too
     num_inputs: int = 0
+    fell_back: set[str] = field(default_factory=set)  # compiled ways of which some call ran eagerly
 
     def add(self, runner: Runner, ways: list[Way], inputs: Inputs, repeats: int, description: str = "") -> None:
         """Run every way `repeats` times, in turn."""
@@ -146,6 +169,8 @@ class Timings:
             outcome = runner.run(way, inputs)
             self.decode_s.setdefault(way.name, []).append(outcome.decode_s)
             self.forward_s.setdefault(way.name, []).append(runner.subject.clock.forward_s)
+            if way.is_compiled and not runner.ran_compiled(way, outcome):
+                self.fell_back.add(way.name)
             if way.engine == "ours":
                 counts = {name: getattr(outcome.stats, name) for name in (*COUNTS, *STAGES)}
                 self.counts.setdefault(way.name, Counter()).update(counts)
@@ -165,6 +190,7 @@ class Timings:
         name, plain = way.name, PLAIN.name
         found: dict[str, Any] = {"way": name, "engine": way.engine, "num_assistant_tokens": way.num_assistant_tokens}
         found["verifier"], found["seconds"] = way.verifier, spread(self.seconds[name])
+        found["is_compiled"], found["fell_back"] = way.is_compiled, name in self.fell_back
         found["over_plain"] = ratios(self.seconds[plain], self.seconds[name])
         found["decode_over_plain"] = self.decode_sum_s[plain] / self.decode_sum_s[name]
         if name in self.counts:
@@ -178,16 +204,39 @@ def warm_up(runner: Runner, ways: list[Way], inputs: Inputs, num_tokens: int = 1
         runner.run(way, inputs, max_new_tokens=num_tokens)
 
 
+def compile_all(runner: Runner, ways: list[Way], batches: list[Inputs]) -> dict[str, float]:
+    """Compile every shape that compiled ways will meet; the seconds that it took by way, disk caches at work.
+
+    Each way decodes all batches until a pass is no faster than half the one before: adaptive lengths vary by the clock.
+    What the fastest pass took is decoding, and not counted.
+    """
+    compile_s = {}
+    if any(way.is_compiled for way in ways):
+        torch.compiler.reset()  # what other batch sizes compiled would make this one's sizes vary
+    for way in ways:
+        if not way.is_compiled:
+            continue
+        seconds: list[float] = []
+        while len(seconds) < 2 or (seconds[-1] < seconds[-2] / 2 and len(seconds) < MAX_PASSES):
+            begin = time.perf_counter()
+            for inputs in batches:
+                runner.run(way, inputs)
+            seconds.append(time.perf_counter() - begin)
+        compile_s[way.name] = sum(seconds) - len(seconds) * min(seconds)
+    return compile_s
+
+
 def check(runner: Runner, ways: list[Way], inputs: Inputs, **options: Any) -> str:
     """Hold ours to plain decoding before anything is timed; says what was found, stops the run where it fails.
 
     Greedy ids must be plain's, up to near-ties. Sampled ids of `coupled` must be those it gives without an assistant;
-    of the other verifiers, whose laws are tested elsewhere, ids must be in range and as many.
+    of the other verifiers, whose laws are tested elsewhere, ids must be in range and as many. Plain decoding that runs
+    compiled is held to the same.
     """
     options = {"max_new_tokens": runner.max_new_tokens, **options}
     num_equal = num_rows = 0
     for way in ways:
-        if way.engine != "ours":
+        if way.engine != "ours" and way != PLAIN_COMPILED:
             continue
         ours = runner.run(way, inputs, **options).sequences
         width = inputs["input_ids"].shape[1] + options["max_new_tokens"]

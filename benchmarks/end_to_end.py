@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from _costs import MAX_K, measure_costs, tokens_per_round
-from _engines import OURS, PLAIN, Runner, Timings, Way, check, faster_dtype, warm_up
+from _engines import OURS, PLAIN, PLAIN_COMPILED, Runner, Timings, Way, check, compile_all, faster_dtype, warm_up
 from _harness import ROOT, Cells, add_common_arguments, markdown, parse_common, result_name, write_results
 from _library import CACHES, DEFAULT_SCHEDULE
 from _pictures import Panel, draw
@@ -23,6 +23,8 @@ from _subjects import DTYPES, SHAPES, Inputs, Subject, load_pair, load_shape
 NAME = "end_to_end"
 VERIFIERS = {"greedy": ("typical",), "sampling": ("block", "coupled", "typical")}  # besides the mode's default
 VERIFIERS_K = 5  # at which they are compared
+COMPILED_NUMS = (None, 5, 8)  # K of the compiled ways; None: the default schedule
+COMPILED_BATCH_SIZES = (1, 8)
 GRIDS = {
     "small": {"batch_sizes": [1, 8], "num_assistant_tokens": [3, 5, 8]},
     "full": {"batch_sizes": [1, 2, 4, 8, 16], "num_assistant_tokens": [2, 3, 4, 5, 6, 8, 10]},
@@ -37,6 +39,8 @@ def ways_of(batch_size: int, mode: str, args: argparse.Namespace, has_lookup: bo
         slow_nums = [min(nums, key=lambda num: abs(num - VERIFIERS_K))]  # the loop over rows takes many times as long
     ways = [PLAIN, OURS, *(Way("ours", num) for num in nums)]
     ways += [Way("ours", VERIFIERS_K, verifier) for verifier in VERIFIERS[mode] if args.verifiers]
+    if args.compiled and mode == "greedy" and batch_size in COMPILED_BATCH_SIZES:
+        ways += [PLAIN_COMPILED, *(Way("ours", num, is_compiled=True) for num in COMPILED_NUMS)]
     ways += [Way("assisted"), *(Way("assisted", num) for num in slow_nums)]
     return ways + ([Way("lookup")] if has_lookup and batch_size == 1 else [])
 
@@ -56,7 +60,8 @@ def measure(subject: Subject, batch_size: int, mode: str, args: argparse.Namespa
     ways = ways_of(batch_size, mode, args, subject.oracle is None)
     num_prompts = max(args.prompts, batch_size)
     batches = subject.inputs(num_prompts, batch_size)
-    warm_up(runner, ways, batches[0])
+    compile_s = compile_all(runner, ways, batches)
+    warm_up(runner, [way for way in ways if not way.is_compiled], batches[0])
     same = checked(runner, ways, batches[0])
     timings = Timings()
     for number, inputs in enumerate(batches):
@@ -75,8 +80,9 @@ def measure(subject: Subject, batch_size: int, mode: str, args: argparse.Namespa
             "batch_size": batch_size,
             "mode": mode,
             "checked": same,
-            "schedule": DEFAULT_SCHEDULE if way == OURS else "constant",
+            "schedule": DEFAULT_SCHEDULE if way.engine == "ours" and way.num_assistant_tokens is None else "constant",
             **timings.summary(way),
+            "compile_s": compile_s.get(way.name),
             "plain_step_s": plain_s,
             "bound": bound,
             "bound_k": bound_k,
@@ -84,12 +90,25 @@ def measure(subject: Subject, batch_size: int, mode: str, args: argparse.Namespa
         row["tokens_per_s"] = batch_size * args.max_new_tokens / row["seconds"]["median"]
         if way.engine == "ours":
             row |= costs.report(row["counts"], batch_size)
+        if way.engine == "ours" and not way.is_compiled:  # the costs are those of eager forwards
             row["efficiency"] = row["decode_over_plain"] / row["expected"]
             row["share_of_bound"] = row["decode_over_plain"] / bound if way.verifier is None else None
         rows.append(row)
     rows[0]["tokens_per_round_by_k"] = counted
     rows[0]["c"], rows[0]["v_by_k"] = costs.c(batch_size), [costs.v(batch_size, num) for num in range(MAX_K + 1)]
     return rows
+
+
+def has_bound(row: Row) -> bool:
+    """Whether the bound, which is of eager forwards, says something of a row."""
+    return row["engine"] == "ours" and not row.get("is_compiled")
+
+
+def compiled_note(row: Row) -> str | None:
+    """Seconds that compiling took; a way that ran eagerly all the same is marked."""
+    if not row.get("is_compiled"):
+        return None
+    return "no: fell back to eager" if row["fell_back"] else f"in {row['compile_s']:.0f} s"
 
 
 COLUMNS = {
@@ -103,15 +122,16 @@ COLUMNS = {
     "after the prompt": lambda row: (
         None if row["engine"] == "assisted" and row["batch_size"] > 1 else row["decode_over_plain"]
     ),
+    "compiled": lambda row: compiled_note(row),
     "a": lambda row: row.get("acceptance"),
     "K": lambda row: row.get("realised_k"),
     "tokens a round": lambda row: row.get("tokens_per_round"),
-    "c": lambda row: row.get("c") if row["engine"] == "ours" else None,
-    "v": lambda row: row.get("v"),
+    "c": lambda row: row.get("c") if has_bound(row) else None,
+    "v": lambda row: row.get("v") if has_bound(row) else None,
     "efficiency": lambda row: row.get("efficiency"),
-    "bound (K)": lambda row: f"{row['bound']:.2f} ({row['bound_k']})" if row["engine"] == "ours" else None,
+    "bound (K)": lambda row: f"{row['bound']:.2f} ({row['bound_k']})" if has_bound(row) else None,
     "share of bound": lambda row: row.get("share_of_bound"),
-    "checked": lambda row: row["checked"] if row["engine"] == "plain" else None,
+    "checked": lambda row: row["checked"] if row["way"] == PLAIN.name else None,
 }
 NOTES = """\
 K, acceptance a (accepted over judged) and tokens a round are as realised. c is a draft's step and v a target's forward
@@ -119,7 +139,8 @@ of K+1 rows, timed directly with the library's own forwards, over the time per t
 is the speed-up after the prompt over tokens a round / (K c + v); the bound is the largest of these over constant K, for
 a loop without any work of its own and the default verifier. "transformers" is its assisted generation, a batch row by
 row. "after the prompt" leaves the target's first forward out on both sides. Other verifiers than the default are
-measured at one K.
+measured at one K. Compiled ways run over a static cache (`cache_implementation="static"`, `compile_config`); "compiled"
+says how long compiling took, before anything was timed. c, v and the bound are of eager forwards.
 """
 
 
@@ -138,7 +159,7 @@ def picture(rows: list[Row], args: argparse.Namespace) -> None:
             "times plain generate()",
             {
                 "measured": [(row["way"], row["over_plain"]) for row in members],
-                "bound of the pair": [(row["way"], row["bound"]) for row in members if row["engine"] == "ours"],
+                "bound of the pair": [(row["way"], row["bound"]) for row in members if has_bound(row)],
             },
             reference=1.0,
         )
@@ -149,13 +170,16 @@ def picture(rows: list[Row], args: argparse.Namespace) -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_common_arguments(parser, repeats=2, limit_s=480.0)
+    add_common_arguments(parser, repeats=2, limit_s=1800.0)
     parser.add_argument("--grid", choices=sorted(GRIDS), default="small")
     parser.add_argument("--subjects", nargs="+", choices=["pair", *SHAPES])
     parser.add_argument("--batch-sizes", nargs="+", type=int)
     parser.add_argument("--modes", nargs="+", choices=sorted(VERIFIERS), default=list(VERIFIERS))
     parser.add_argument("--num-assistant-tokens", nargs="+", type=int)
     parser.add_argument("--no-verifiers", dest="verifiers", action="store_false", help="only each mode's default one")
+    parser.add_argument(
+        "--compiled", action=argparse.BooleanOptionalAction, help="unset: in the small grid; greedy, 1 and 8 rows"
+    )
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--max-k", type=int, default=MAX_K, help="largest K that the pair's bound considers")
@@ -165,6 +189,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--draft-layers", type=int, help="of a random draft, to shrink it")
     parser.add_argument("--cache", choices=CACHES, default="auto")
     args = parse_common(parser)
+    args.compiled = args.grid == "small" if args.compiled is None else args.compiled
     has_gpu = args.device.type == "cuda"
     args.subjects = args.subjects or (["pair", "llama-8b"] if has_gpu else ["pair"])
     for name, values in GRIDS[args.grid].items():

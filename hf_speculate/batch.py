@@ -80,6 +80,12 @@ class Batch:
             values = getattr(self, name)
             setattr(self, name, [values[row] for row in indices])
 
+    def release(self) -> None:
+        """Let go of the caches."""
+        for cache in (self.target_cache, self.draft_cache):
+            if cache is not None:
+                cache.release()
+
     def no_draft(self) -> DraftOut:
         """A proposal of no tokens: scoring it is a plain decoding step."""
         device, batch_size = self.tokens.token_ids.device, len(self.tokens.lens)

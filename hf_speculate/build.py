@@ -272,6 +272,7 @@ def _build_batch(
         call.recorded.attentions,
         max_columns=max_columns,
         capacity=compiler.capacity(max_columns),
+        is_pooled=compiler.is_compiling,
     )
     target_cache = home.make(target, call.cache, batch_size, mask, device)
     draft_cache = None
@@ -282,6 +283,7 @@ def _build_batch(
             call.draft_attention,
             max_columns=call.max_length,
             capacity=compiler.capacity(call.max_length),
+            is_pooled=compiler.is_compiling,
         )
         draft_cache = home.make(draft, None, batch_size, draft_mask, draft.device)
     num_prompt_tokens = [num_masked] * batch_size if mask is None else mask.sum(1).tolist()

@@ -89,6 +89,11 @@ class Compiler:
         num_columns = max(max_columns, self.static.min_columns) + max(self.lens, default=0) + 1 + UNREAD_COLUMNS
         return -(-num_columns // CAPACITY_UNIT) * CAPACITY_UNIT
 
+    @property
+    def is_compiling(self) -> bool:
+        """Whether a model is to run compiled; buffers then stay for later calls."""
+        return self.static is not None and not (self.static.target is None and self.static.draft is None)
+
     def target(
         self, model: PreTrainedModel, max_position: int | None, kv_cache: KVCache, *, keeps_states: bool
     ) -> LanguageModel:

@@ -200,11 +200,13 @@ class _Speculation:
         snapshot = batch.target_cache.snapshot() if self.is_cache_passed else None
         try:
             decoder.decode(batch)
+            batch.target_cache.hand_back()
         except BaseException:
             if snapshot is not None:
                 batch.target_cache.restore(snapshot)
             raise
-        batch.target_cache.hand_back()
+        finally:
+            batch.release()
 
     def _query(self, input_ids: Tensor, cache: Cache) -> Tensor:
         """The prompt tokens that the cache does not hold; `input_ids` may be the whole text or only what is new."""

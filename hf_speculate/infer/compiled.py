@@ -15,7 +15,8 @@ from hf_speculate.infer.language_model import LanguageModel
 from hf_speculate.infer.preallocated import LayerKinds, PreallocatedKVCache, additive_mask
 from hf_speculate.types import Scored
 
-# Attention reads the first 256, 384, 512, 768, 1024, ... columns: a third of them at most are not in use.
+# Attention reads the first 256, 320, 384, 448, 512, 640, ... columns: a fifth of them at most are not in use. Widths
+# that are compiled or recorded one by one are 256, 384, 512, 768, ...
 MIN_WIDTH = 256
 # Buffers are this much longer than what is ever read: a whole buffer is another case, which would be compiled again.
 UNREAD_COLUMNS = 8
@@ -104,11 +105,19 @@ def forward_rows(model: PreTrainedModel, query: Tensor, rows: Rows, states: Stat
     return logits
 
 
-def width_for(num_columns: int, capacity: int) -> int:
-    """How many columns attention reads where `num_columns` are in use."""
-    width = MIN_WIDTH
-    while width < num_columns:
-        width = width * 3 // 2 if width & (width - 1) == 0 else width // 3 * 4
+def width_for(num_columns: int, capacity: int, num_steps: int = 2) -> int:
+    """How many columns attention reads where `num_columns` are in use.
+
+    Args:
+        num_columns: in use.
+        capacity: columns of the buffers.
+        num_steps: widths between one power of two and the next.
+    """
+    base = MIN_WIDTH
+    while 2 * base <= num_columns:
+        base *= 2
+    step = base // num_steps
+    width = max(-(-num_columns // step) * step, base)
     return min(width, capacity - UNREAD_COLUMNS)
 
 
@@ -138,7 +147,9 @@ class FixedBuffers:
     def arguments(self, num_query: int) -> tuple[Rows, States, LayerKinds]:
         """What a forward that writes `num_query` columns takes after the query."""
         columns = self.kv_cache.columns
-        width = width_for(columns.num_held + num_query, self.states.keys[0].shape[2])
+        capacity = self.states.keys[0].shape[2]
+        is_one_for_all = self._varies and self.kv_cache.device.type != "cuda"
+        width = width_for(columns.num_held + num_query, capacity, num_steps=4 if is_one_for_all else 2)
         if width not in self._seen:
             self._seen[width] = torch.arange(width, device=self.kv_cache.device)
             if self._varies:

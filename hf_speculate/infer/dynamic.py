@@ -118,6 +118,9 @@ class DynamicKVCache:
                 layer.record_past = False
         self._is_recording = False
 
+    def release(self) -> None:
+        """Nothing to release."""
+
     def mask(self, num_query: int) -> Tensor | None:
         """[B, T + num_query] int64 mask for a forward of `num_query` tokens; None where nothing is padded."""
         if self._mask is None:

@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.infer.attention import FOLDED, STANDS_FOR
+from hf_speculate.infer.buffer_pool import BufferPool
 from hf_speculate.infer.dynamic import DynamicKVCache
 from hf_speculate.infer.kv_cache import KVCache
 from hf_speculate.infer.preallocated import LayerKinds, PreallocatedKVCache
@@ -31,6 +32,7 @@ class Home:
         records_attentions: whether the call returns attention weights, which have the shape of the states.
         max_columns: the longest that a row can become, padding included.
         capacity: columns of preallocated buffers that never grow; None: buffers grow.
+        is_pooled: whether such buffers outlive the call, for later ones of the same shapes.
     """
 
     choice: str
@@ -40,6 +42,7 @@ class Home:
     records_attentions: bool = False
     max_columns: int | None = None
     capacity: int | None = None
+    is_pooled: bool = False
 
     def make(
         self,
@@ -75,7 +78,10 @@ class Home:
             return DynamicKVCache(DynamicCache() if cache is None else cache, batch_size, attention_mask, device)
         home = cache if self.is_cache_kept else None
         kinds = layer_kinds(model, layers)
-        return PreallocatedKVCache(kinds, batch_size, attention_mask, device, self.max_columns, home, self.capacity)
+        pool = BufferPool(model, batch_size, self.capacity) if self.is_pooled and self.capacity else None
+        return PreallocatedKVCache(
+            kinds, batch_size, attention_mask, device, self.max_columns, home, self.capacity, pool
+        )
 
     def _obstacle(self, model: PreTrainedModel, cache: Cache, attention_mask: Tensor | None) -> str:
         """Why the states cannot be preallocated; empty where they can."""

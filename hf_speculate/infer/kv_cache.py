@@ -73,6 +73,9 @@ class KVCache(Protocol):
     def hand_back(self) -> None:
         """Leave the user's cache as plain `generate` would."""
 
+    def release(self) -> None:
+        """Called last, also after an error; nothing else is called after it."""
+
 
 def bounded(positions: Tensor, largest: int, max_position: int | None) -> Tensor:
     """`positions`, of which the largest is known, held to an upper bound; without a copy where nothing is above it."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
+from hf_speculate.infer.buffer_pool import BufferPool, LayerBuffers
 from hf_speculate.infer.kv_cache import bounded, checked_drops
 from hf_speculate.infer.ragged_layer import Columns, RaggedLayer
 from hf_speculate.types import KVState
@@ -44,6 +45,7 @@ class PreallocatedKVCache:
         home: the cache whose states come first, and which `hand_back` brings up to date; None: none, and nobody will
             ask for the states.
         capacity: columns of buffers that never grow or move, as compiled forwards need them; None: buffers grow.
+        pool: where buffers of that capacity come from, and go to with `release`; None: they are made.
     """
 
     kind = "preallocated"
@@ -57,6 +59,7 @@ class PreallocatedKVCache:
         max_columns: int | None = None,
         home: Cache | None = None,
         capacity: int | None = None,
+        pool: BufferPool | None = None,
     ):
         self.columns = Columns(batch_size, max_columns, capacity)
         self.cache = Cache(layers=[RaggedLayer(self.columns, window) for window in kinds.windows])
@@ -64,6 +67,10 @@ class PreallocatedKVCache:
         self.device = torch.device(device)
         self.pads = [0] * batch_size if attention_mask is None else attention_mask.argmax(dim=1).tolist()  # by row
         self._home = home
+        self._pool = pool
+        taken = None if pool is None else pool.take(len(kinds.windows))
+        for layer, buffers in zip(self._layers, taken or (), strict=False):
+            layer.take(buffers)
         if home is not None:
             self._load(home)
 
@@ -176,6 +183,15 @@ class PreallocatedKVCache:
             if isinstance(kept, DynamicSlidingWindowLayer):
                 kept.cumulative_length = self.num_columns
         self._home = None
+
+    def release(self) -> None:
+        """Let later calls have the buffers; the cache must not be used any more."""
+        if self._pool is None:
+            return
+        layers, self.cache = self._layers, Cache(layers=[])
+        if all(layer.is_initialized for layer in layers):
+            self._pool.give_back([LayerBuffers(*layer.buffers) for layer in layers])
+        self._pool = None
 
     @property
     def _layers(self) -> list[RaggedLayer]:

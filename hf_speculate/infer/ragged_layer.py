@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from hf_speculate.infer.buffer_pool import LayerBuffers
+
 # Room is made for this many tokens, or a twentieth of what is held where that is more: a long cache takes 5 % more
 # memory than its tokens at most, and growing copies it once in as many tokens, each of which reads all of it.
 MIN_STEP = 64
@@ -110,6 +112,12 @@ class RaggedLayer(CacheLayerMixin):
         self.keys, self.values = (_zeros(states, room) for states in (key_states, value_states))
         self.is_initialized = True
 
+    def take(self, buffers: LayerBuffers) -> None:
+        """Use these buffers, of the fixed capacity and filled with zeros."""
+        self.keys, self.values = buffers
+        self.dtype, self.device = buffers.keys.dtype, buffers.keys.device
+        self.is_initialized = True
+
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write the coming tokens' states [B, H, Q, D]; the states [B, H, T, D] that they attend to, as views."""
         if not self.is_initialized:
@@ -130,7 +138,8 @@ class RaggedLayer(CacheLayerMixin):
 
     def load(self, keys: Tensor, values: Tensor, base: int) -> None:
         """Hold copies of states [B, H, N, D] from column `base` on, with room for more."""
-        self.lazy_initialization(keys, values)
+        if not self.is_initialized:
+            self.lazy_initialization(keys, values)
         end = base + keys.shape[2]
         if self.columns.capacity is None:
             self.base = base

@@ -15,6 +15,7 @@ from hf_speculate.draft.compiled import CompiledDrafter
 from hf_speculate.errors import UnsupportedGenerationError
 from hf_speculate.infer import compiled
 from hf_speculate.infer.compilation import Compilation
+from hf_speculate.infer.preallocated import PreallocatedKVCache
 from tests.cases import assert_equal_ids, pair
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 
@@ -33,6 +34,12 @@ LAYERS = {  # few, because compiling takes the more time the more there are
 def small_pair(kind):
     """As `tests.cases.pair`; what one test compiles for it serves the others."""
     target = hf_speculate.enable(make_model(kind, **LAYERS[kind]))
+    return target, noisy_copy(target)
+
+
+def fresh_pair():
+    """Models of whose buffers none are kept yet; one layer each."""
+    target = hf_speculate.enable(make_model("llama", num_hidden_layers=1))
     return target, noisy_copy(target)
 
 
@@ -247,12 +254,13 @@ def test_a_backend_that_fails_leaves_all_rounds_eager():
     assert len(stats.fallbacks) == 2
 
 
-def test_widths_leave_a_third_unused_at_most():
+@pytest.mark.parametrize(("num_steps", "most", "num_widths"), [(2, 1.5, 10), (4, 1.25, 18)])
+def test_widths_leave_a_part_unused_at_most(num_steps, most, num_widths):
     for num_columns in range(257, 5000):
-        width = compiled.width_for(num_columns, 1 << 20)
-        assert num_columns <= width <= 1.5 * num_columns + 1
-    assert compiled.width_for(10, 128) == 120
-    assert len({compiled.width_for(num, 1 << 20) for num in range(5000)}) == 10
+        width = compiled.width_for(num_columns, 1 << 20, num_steps)
+        assert num_columns <= width <= most * num_columns + 1
+    assert compiled.width_for(10, 128, num_steps) == 120
+    assert len({compiled.width_for(num, 1 << 20, num_steps) for num in range(5000)}) == num_widths
 
 
 def test_a_drafter_is_fed_two_tokens_whatever_it_has_seen(monkeypatch):
@@ -281,3 +289,100 @@ def test_cuda_graphs_replay_the_eager_text(batch_size):
         assert_equal_ids(eager, ids)
         assert stats.compiled == ["target", "draft"]
     assert counters["inductor"]["cudagraph_skips"] == 0
+
+
+@pytest.fixture
+def homes(monkeypatch):
+    """The address of every buffer, by call and model, as it is when the states are let go."""
+    seen = []
+    release = PreallocatedKVCache.release
+
+    def watched(self):
+        seen.append([buffer.data_ptr() for layer in self.cache.layers for buffer in layer.buffers])
+        release(self)
+
+    monkeypatch.setattr(PreallocatedKVCache, "release", watched)
+    return seen
+
+
+def test_a_second_call_finds_its_buffers_where_they_were(homes, runs):
+    target, draft = fresh_pair()
+    inputs = ragged_prompts(3, max_len=20)
+    options = {"assistant_model": draft, "num_assistant_tokens": K, "max_new_tokens": 20}
+    eager = target.generate(**inputs, **options)
+    homes.clear()
+    first = target.generate(**inputs, **options, compile_config=compile_config())
+    num_graphs = runs[-1][1]
+    others = ragged_prompts(3, max_len=16)
+    assert_equal_ids(
+        target.generate(**others, **options),
+        target.generate(**others, **options, compile_config=compile_config()),
+    )
+    again = target.generate(**inputs, **options, compile_config=compile_config())
+    assert_equal_ids(eager, first)
+    assert_equal_ids(eager, again)
+    (target_home, draft_home), (_, _), second, third = (homes[at : at + 2] for at in range(0, 8, 2))
+    assert [target_home, draft_home] == second == third
+    assert not set(target_home) & set(draft_home)
+    assert runs[-1][1] == num_graphs
+
+
+def test_buffers_of_another_length_are_others(homes):
+    target, draft = fresh_pair()
+    options = {"assistant_model": draft, "num_assistant_tokens": K, "max_new_tokens": 12}
+    for length in (60, 300):
+        config = GenerationConfig(max_cache_len=length, pad_token_id=0)
+        target.generate(
+            **ragged_prompts(2, max_len=20), **options, generation_config=config, compile_config=compile_config()
+        )
+    assert not set(homes[0]) & set(homes[2])
+
+
+def test_states_that_are_handed_back_are_not_the_buffers(homes):
+    target, draft = fresh_pair()
+    options = {"max_new_tokens": 12, "return_dict_in_generate": True, "assistant_model": draft}
+    output = target.generate(**ragged_prompts(2), **options, num_assistant_tokens=K, compile_config=compile_config())
+    states = [part for layer in output.past_key_values.layers for part in (layer.keys, layer.values)]
+    before = [part.clone() for part in states]
+    assert not {part.data_ptr() for part in states} & set(homes[0])
+    target.generate(**ragged_prompts(2), **options, num_assistant_tokens=K, compile_config=compile_config())
+    assert all(torch.equal(one, other) for one, other in zip(states, before, strict=True))
+
+
+def test_calls_inside_one_another_do_not_share_buffers(homes):
+    target, draft = fresh_pair()
+    inputs = ragged_prompts(2, max_len=20)
+    options = {"assistant_model": draft, "num_assistant_tokens": K, "max_new_tokens": 12}
+    plain = target.generate(**inputs, **options)
+    homes.clear()
+    inner = []
+
+    def calls(ids, scores, **kwargs):
+        if not inner:
+            inner.append(None)
+            inner[0] = target.generate(**inputs, **options, compile_config=compile_config())
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+    outer = target.generate(**inputs, **options, compile_config=compile_config(), stopping_criteria=[calls])
+    assert_equal_ids(plain, inner[0])
+    assert_equal_ids(plain, outer)
+    assert not set(homes[0]) & set(homes[2])
+
+
+def test_a_call_that_fails_gives_its_buffers_back(homes):
+    target, draft = fresh_pair()
+    inputs = ragged_prompts(2, max_len=20)
+    options = {"assistant_model": draft, "num_assistant_tokens": K, "max_new_tokens": 12}
+    fails = iter([False, True])
+
+    def criterion(ids, scores, **kwargs):
+        if next(fails):
+            raise KeyError("the user's")
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+    with pytest.raises(KeyError):
+        target.generate(**inputs, **options, compile_config=compile_config(), stopping_criteria=[criterion])
+    plain = target.generate(**inputs, **options)
+    ids = target.generate(**inputs, **options, compile_config=compile_config())
+    assert_equal_ids(plain, ids)
+    assert homes[0] == homes[-2]
