@@ -11,7 +11,6 @@ import argparse
 import sysconfig
 import time
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -137,7 +136,7 @@ def main() -> None:
     path = write_results(NAME, args, rows, args.results)
     print(markdown(COLUMNS, rows))
     print("\n".join(targets(rows)))
-    print(f"written to {path}; machine-wide load raises every figure: medians of a quiet machine count")
+    print(f"written to {path}")
 
 
 if __name__ == "__main__":

@@ -186,9 +186,7 @@ def _without_idle_block(
     if is_lock_step:
         stats.fallbacks.append("rejection in place of block, for rows in lock step are judged token by token")
     elif strategy is SampleStrategy.GREEDY:
-        stats.fallbacks.append(
-            "rejection in place of block, which is the same where the draft takes its argmax or copies"
-        )
+        stats.fallbacks.append("rejection in place of block, which is the same where the draft takes its argmax")
     else:
         return config
     return replace(config, verifier="rejection")

@@ -2,16 +2,17 @@
 
 from collections.abc import Sequence
 
-_DECAY = 0.97  # of what was seen, per draft judged: texts change
-_POOL_WEIGHT = 4.0  # of the prior, in tokens, against what was seen of all rows
-_ROW_WEIGHT = 6.0  # of all rows' rate, in tokens, against what was seen of one row
+_DECAY = 0.97  # of what was seen, per token judged: texts change
+_PRIOR_WEIGHT = 4.0  # of the prior, in tokens, against what was seen of the row
 _SUFFIX_PRIORS = (0.5, 0.6, 0.7, 0.8, 0.9)  # by doubling lengths of the match: 1, 2-3, 4-7, 8-15, 16 and more
 _MODEL_PRIOR = 0.7
 _MODEL_POSITIONS = 4  # kinds of a model's tokens: the first, second, third, and those after
 
 
 class Rates:
-    """Accepted over judged tokens of each kind, with decay; a row's own rate leans on that of all rows.
+    """Accepted over judged tokens of each kind and row, with decay.
+
+    Rows learn nothing of each other: what a seed draws must not depend on a row's neighbours.
 
     Args:
         priors: [kinds] rates before anything was seen, in (0, 1).
@@ -20,15 +21,14 @@ class Rates:
 
     def __init__(self, priors: Sequence[float], num_rows: int):
         self._priors = priors
-        self._all = [(0.0, 0.0)] * len(priors)  # accepted, judged
-        self._rows = [[(0.0, 0.0)] * len(priors) for _ in range(num_rows)]
+        self._rows = [[(0.0, 0.0)] * len(priors) for _ in range(num_rows)]  # accepted, judged
 
     def observe(self, row: int, kinds: Sequence[int], num_accepted: int) -> None:
         """Learn from one row's draft: its tokens that were judged, of which at most the last was refused."""
-        for counts in (self._all, self._rows[row]):
-            for place, kind in enumerate(kinds):
-                accepted, judged = counts[kind]
-                counts[kind] = _DECAY * accepted + (place < num_accepted), _DECAY * judged + 1
+        counts = self._rows[row]
+        for place, kind in enumerate(kinds):
+            accepted, judged = counts[kind]
+            counts[kind] = _DECAY * accepted + (place < num_accepted), _DECAY * judged + 1
 
     def expected(self, row: int, kinds: Sequence[int]) -> float:
         """Tokens of a row's draft that will be accepted."""
@@ -43,10 +43,8 @@ class Rates:
         self._rows = [self._rows[row] for row in indices]
 
     def _rate(self, row: int, kind: int) -> float:
-        accepted, judged = self._all[kind]
-        rate = (accepted + _POOL_WEIGHT * self._priors[kind]) / (judged + _POOL_WEIGHT)
         accepted, judged = self._rows[row][kind]
-        return (accepted + _ROW_WEIGHT * rate) / (judged + _ROW_WEIGHT)
+        return (accepted + _PRIOR_WEIGHT * self._priors[kind]) / (judged + _PRIOR_WEIGHT)
 
 
 def suffix_rates(num_rows: int) -> Rates:

@@ -107,12 +107,12 @@ def test_copies_are_learnt_from_in_every_round_and_the_models_tokens_where_they_
     assert drafter._of_model._rows[0][0] == (0.97, 1.97)
 
 
-def test_rates_lean_on_all_rows_until_a_row_has_its_own():
+def test_each_row_has_rates_of_its_own():
     rates = Rates([0.5], 2)
-    assert rates.expected(1, [0, 0]) == pytest.approx(0.75)
     for _ in range(50):
         rates.observe(0, [0], 0)
-    assert rates.expected(1, [0]) < 0.1
+    assert rates.expected(0, [0]) < 0.1
+    assert rates.expected(1, [0, 0]) == pytest.approx(0.75)
     for _ in range(50):
         rates.observe(1, [0], 1)
     assert rates.expected(1, [0]) > 0.8

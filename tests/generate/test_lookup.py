@@ -6,15 +6,17 @@ from transformers import GenerationConfig
 
 import hf_speculate
 from hf_speculate import SpeculationStats, SuffixStore
+from hf_speculate.draft import hybrid
 from hf_speculate.draft.model import ModelDrafter
 from hf_speculate.errors import UnsupportedGenerationError
 from tests.cases import assert_equal_ids, pair
-from tests.generate.test_law import FEWER_DRAWS, SIGNIFICANCE, draw, joint_law, p_value
+from tests.generate.test_law import SIGNIFICANCE, draw, joint_law, p_value
 from tests.generate.test_stop_strings import CHARACTERS, tokenizer  # noqa: F401  # a fixture
 from tests.tiny import make_law_model, ragged_prompts
 
 LOOKUP = {"prompt_lookup_num_tokens": 5, "num_assistant_tokens_schedule": "constant"}
 NUM_NEW = 40
+NUM_DRAWS = 8_000  # of 256 texts
 
 
 def both_ways(draft):
@@ -126,9 +128,24 @@ def test_the_joint_law_is_the_targets(law_models, verifier, drafts):
     options = {"verifier": verifier, "prompt_lookup_num_tokens": 3, "num_assistant_tokens_schedule": "constant"}
     if drafts != "copying":
         options |= {"num_assistant_tokens": 2, "draft_sampling": "argmax" if "argmax" in drafts else "sample"}
-    counts = draw(target, None if drafts == "copying" else draft, FEWER_DRAWS, speculation_stats=stats, **options)
+    counts = draw(target, None if drafts == "copying" else draft, NUM_DRAWS, speculation_stats=stats, **options)
     assert stats.num_accepted > 0
     assert p_value(counts, joint_law(target)) > SIGNIFICANCE
+
+
+def test_a_copied_token_with_the_models_law_fails_the_same_test(law_models, monkeypatch):
+    mixed = hybrid._mixed
+
+    def wrong(copied, drafted, copies):
+        right, num = mixed(copied, drafted, copies), drafted.token_ids.shape[1]
+        logits = right.token_logits.clone()
+        logits[:, :num] = drafted.token_logits
+        return right._replace(token_logits=logits, logsumexp=logits.logsumexp(-1).float())
+
+    monkeypatch.setattr(hybrid, "_mixed", wrong)
+    target, draft = law_models
+    options = {**LOOKUP, "prompt_lookup_num_tokens": 3, "num_assistant_tokens": 2, "verifier": "rejection"}
+    assert p_value(draw(target, draft, NUM_DRAWS, **options), joint_law(target)) < SIGNIFICANCE
 
 
 def test_coupled_text_is_that_of_no_draft():
