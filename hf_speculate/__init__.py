@@ -13,6 +13,7 @@ from hf_speculate.errors import (
 from hf_speculate.generation import SpeculativeGenerationMixin, generate
 from hf_speculate.processors import BlockLogitsProcessorList, register_row_wise
 from hf_speculate.stats import SpeculationStats
+from hf_speculate.suffix_store import SuffixStore
 from hf_speculate.verify import keep_prefix, register_verifier
 
 __version__ = "0.1.0"
@@ -26,6 +27,7 @@ __all__ = [
     "SpeculateError",
     "SpeculationStats",
     "SpeculativeGenerationMixin",
+    "SuffixStore",
     "UnsupportedGenerationError",
     "UnsupportedModelError",
     "disable",

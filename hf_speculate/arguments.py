@@ -1,10 +1,44 @@
 """Settles arguments of `generate()` before transformers sees them."""
 
+import copy
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 from transformers import PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 
 from hf_speculate.errors import ConfigError
+
+
+def bind(plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments by name.
+
+    Args:
+        plain: the method they are for.
+        args: the positional ones.
+        kwargs: the others.
+    """
+    signature = inspect.signature(plain)
+    call = dict(signature.bind(*args, **kwargs).arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            call.update(call.pop(name, {}))
+    return call
+
+
+def samples(model: PreTrainedModel, call: dict[str, Any]) -> bool:
+    """Whether transformers will resolve `do_sample` to True: by the keyword, the passed config, the model's.
+
+    Args:
+        model: whose generation config counts last.
+        call: all arguments by name.
+    """
+    if "do_sample" in call:
+        return bool(call["do_sample"])
+    for config in (call.get("generation_config"), model.generation_config):
+        if config is not None and config.do_sample is not None:
+            return bool(config.do_sample)
+    return False
 
 
 def own_stop_strings(model: PreTrainedModel, call: dict[str, Any]) -> None:
@@ -41,6 +75,21 @@ def own_static_cache(model: PreTrainedModel, call: dict[str, Any]) -> bool:
         return False
     call["cache_implementation"] = "dynamic"
     return True
+
+
+def own_prompt_lookup(model: PreTrainedModel, call: dict[str, Any]) -> None:
+    """Keep prompt lookup from transformers, which would refuse several rows of a prompt.
+
+    Args:
+        model: whose generation config may ask for it.
+        call: all arguments by name; changed in place.
+    """
+    passed = call.get("generation_config")
+    if getattr(passed, "prompt_lookup_num_tokens", None) is not None:
+        call["generation_config"] = copy.deepcopy(passed)
+        call["generation_config"].prompt_lookup_num_tokens = None
+    if model.generation_config.prompt_lookup_num_tokens is not None:
+        call["prompt_lookup_num_tokens"] = None
 
 
 def _setting(model: PreTrainedModel, call: dict[str, Any], name: str) -> Any:

@@ -38,6 +38,7 @@ class Batch:
         self.is_finished = [False] * len(self.row_ids)
         self.num_held = [0] * len(self.row_ids)  # tokens of each row that the drafter has seen
         self.told_lens: list[int] | None = None  # each row's length at the drafter's last call
+        self.told_round = 0  # the round of that call
         self.num_rounds = 0
 
     def separate_host_tokens(self) -> TokenBuffer:
@@ -52,17 +53,27 @@ class Batch:
         rounds = torch.full_like(self.seeds, self.num_rounds)
         return NoiseKeys(self.seeds, rounds, torch.tensor(positions, dtype=torch.int64, device=device))
 
-    def kept(self) -> Kept | None:
-        """What was emitted since the drafter's last call, over plain steps in between; None before the first call."""
+    def kept(self, tokens: TokenBuffer) -> Kept | None:
+        """What was emitted since the drafter's last call, over plain steps in between; None before the first call.
+
+        Args:
+            tokens: where it is read: `tokens` or `host_tokens`.
+        """
         if self.told_lens is None:
             return None
-        device = self.tokens.token_ids.device
-        counts = [length - told for length, told in zip(self.tokens.lens, self.told_lens, strict=True)]
+        device = tokens.token_ids.device
+        counts = [length - told for length, told in zip(tokens.lens, self.told_lens, strict=True)]
         offsets = torch.arange(max(counts), device=device)  # [N]
         columns = torch.tensor(self.told_lens, device=device)[:, None] + offsets  # [B, N]
         num_emitted = torch.tensor(counts, dtype=torch.int32)
-        ids = self.tokens.token_ids.gather(1, columns.clamp_max(self.tokens.token_ids.shape[1] - 1))  # [B, N]
-        return Kept(ids.masked_fill(offsets >= num_emitted.to(device)[:, None], -1), num_emitted)
+        ids = tokens.token_ids.gather(1, columns.clamp_max(tokens.token_ids.shape[1] - 1))  # [B, N]
+        ids = ids.masked_fill(offsets >= num_emitted.to(device)[:, None], -1)
+        return Kept(ids, num_emitted, num_rounds=self.num_rounds - self.told_round)
+
+    def tell(self) -> None:
+        """Note that the drafter has been told all that was emitted."""
+        self.told_lens = list(self.tokens.lens)
+        self.told_round = self.num_rounds
 
     def rows(self, indices: list[int]) -> None:
         """Keep the rows `indices` of everything."""

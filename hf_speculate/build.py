@@ -18,15 +18,10 @@ from hf_speculate.batch import Batch
 from hf_speculate.compiling import Compiler, Static, draft_lens
 from hf_speculate.config import DEFAULT_ASSISTANT_TOKENS, SpeculationConfig
 from hf_speculate.decoder import DecoderSettings, SpeculativeDecoder
-from hf_speculate.draft.compiled import UNIT_QUERY_LEN, CompiledDrafter
-from hf_speculate.draft.model import DraftSettings, ModelDrafter
+from hf_speculate.drafting import DraftPlan, build_drafter, min_draft_query
 from hf_speculate.errors import ConfigError
 from hf_speculate.infer.chunks import draft_chunk_size
-from hf_speculate.infer.compiled import CompiledLanguageModel
 from hf_speculate.infer.homes import Home
-from hf_speculate.infer.inferencer import Inferencer
-from hf_speculate.infer.kv_cache import KVCache
-from hf_speculate.infer.language_model import LanguageModel
 from hf_speculate.judge import Judge, LockStepJudge, RaggedJudge
 from hf_speculate.outputs import OutputRecorder, Recorded
 from hf_speculate.processors import BlockLogitsProcessorList
@@ -37,7 +32,7 @@ from hf_speculate.stopping import BlockStoppingCriteria
 from hf_speculate.triton_kernels.backends import check_backend
 from hf_speculate.triton_kernels.noise import row_seeds
 from hf_speculate.types import SampleStrategy
-from hf_speculate.verify.base import draft_stream, make_verifier, reads_draft_logits
+from hf_speculate.verify.base import make_verifier
 
 _FIRST_CAPACITY = 1024  # tokens to come for which a row's buffer is made; it grows where that is not enough
 
@@ -104,6 +99,12 @@ def build_decoder(
             check_backend(config.verifier_backend, model.device)
     stats = SpeculationStats() if config.speculation_stats is None else config.speculation_stats
     stats.reset()
+    is_lookup = config.prompt_lookup_num_tokens is not None
+    if draft is not None and is_lookup and config.schedule == "adaptive" and _cost_ratio(target, draft) >= 1:
+        stats.fallbacks.append("prompt lookup alone, for a draft model as large as its target gains nothing")
+        draft = None
+    if draft is None and is_lookup:
+        config = config.for_lookup_alone()
     block_processors = BlockLogitsProcessorList(call.processors)
     stopping = BlockStoppingCriteria(call.criteria)
     has_eos = stopping.eos_token_ids is not None
@@ -112,29 +113,37 @@ def build_decoder(
     if reason:
         stats.lock_step = True
         stats.fallbacks.append(reason)
-    config = _without_idle_block(config, call, bool(reason), stats)
+    strategy = _draft_strategy(draft, config, call)
+    config = _without_idle_block(config, strategy, bool(reason), stats)
     stats.verifier = config.verifier or ""
-    compiler = Compiler(call.static, () if draft is None else draft_lens(config), stats)
+    compiler = Compiler(call.static, draft_lens(config) if draft is not None or is_lookup else (), stats)
     batch = _build_batch(target, draft, config, call, compiler)
     stats.cache = batch.target_cache.kind
     offset = call.cache.get_seq_length() + call.query_ids.shape[1] - call.input_ids.shape[1]
     max_position = max(call.max_length + offset - 2, 0)
     target_model = compiler.target(target, max_position, batch.target_cache, keeps_states=call.is_cache_kept)
-    drafter = None
-    if draft is not None:
-        processors = block_processors.row_wise_part()
-        eos = stopping.eos_token_ids
-        num_query = call.prefill_chunk_size or call.query_ids.shape[1]
-        size = draft_chunk_size(target, draft, num_query)
-        drafter = build_drafter(draft, config, processors, eos, max_position, compiler, batch.draft_cache, size)
+    num_query = call.prefill_chunk_size or call.query_ids.shape[1]
+    plan = DraftPlan(
+        config,
+        draft,
+        block_processors.row_wise_part(),
+        stopping.eos_token_ids,
+        max_position,
+        compiler,
+        num_pads=_num_pads(call),
+        chunk_size=None if draft is None else draft_chunk_size(target, draft, num_query),
+        vocab_size=target.config.get_text_config(decoder=True).vocab_size,
+    )
+    drafter = build_drafter(plan, batch)
     settings = DecoderSettings(
-        draft_strategy=_draft_strategy(config, call),
+        draft_strategy=strategy,
         max_length=call.max_length,
         pad_token_id=None if goes_on else (call.pad_token_id or 0),
         keeps_rows=call.is_cache_kept or bool(reason) or bool(stats.compiled),
         is_lock_step=bool(reason),
         prefill_chunk_size=call.prefill_chunk_size,
-        min_draft_query=UNIT_QUERY_LEN if isinstance(drafter, CompiledDrafter) else 1,
+        min_draft_query=min_draft_query(drafter),
+        drafts_on_host=is_lookup,
     )
     verifier = make_verifier(config)
     judge: Judge = RaggedJudge(verifier, block_processors, stopping, stats)
@@ -145,56 +154,13 @@ def build_decoder(
         target=target_model,
         drafter=drafter,
         judge=judge,
-        schedule=ConstantSchedule(0) if draft is None else build_schedule(target, draft, config),
+        schedule=ConstantSchedule(0) if drafter is None else build_schedule(target, draft, config),
         settings=settings,
         recorder=OutputRecorder(call.input_ids.shape[0], call.recorded),
         stats=stats,
         on_tokens=call.on_tokens,
     )
     return decoder, batch
-
-
-def build_drafter(
-    draft: PreTrainedModel,
-    config: SpeculationConfig,
-    processors: BlockLogitsProcessorList,
-    eos_token_ids: Sequence[int] | frozenset[int] | None,
-    max_position: int | None = None,
-    compiler: Compiler | None = None,
-    kv_cache: KVCache | None = None,
-    chunk_size: int | None = None,
-) -> ModelDrafter:
-    """A drafter over a draft model.
-
-    Args:
-        draft: the draft model.
-        config: resolved settings.
-        processors: pure and row-wise ones, applied to the draft's logits.
-        eos_token_ids: ids after which a row needs no further token.
-        max_position: upper bound of position ids; the draft's own table may bound them further.
-        compiler: decides whether the draft model runs compiled; None: it runs eagerly.
-        kv_cache: the draft model's cache, where a compiler decides.
-        chunk_size: tokens of each row per forward at most, where a prompt is fed; None: all at once.
-    """
-    table = getattr(draft.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    bounds = [bound for bound in (max_position, table - 1 if table else None) if bound is not None]
-    eos = None if eos_token_ids is None else torch.tensor(sorted(eos_token_ids), device=draft.device)
-    settings = DraftSettings(
-        eos_token_ids=eos,
-        confidence_threshold=config.assistant_confidence_threshold or 0.0,
-        keeps_logits=reads_draft_logits(config),
-        stream=draft_stream(config),
-        backend=config.verifier_backend,
-    )
-    max_position = min(bounds, default=None)
-    if compiler is None:
-        language_model = LanguageModel(draft, max_position, keeps_states=False)
-        return ModelDrafter(Inferencer(language_model, chunk_size=chunk_size), processors, settings)
-    is_unrolled = not len(processors) and not settings.confidence_threshold
-    language_model = compiler.draft(draft, max_position, kv_cache, is_unrolled=is_unrolled)
-    if isinstance(language_model, CompiledLanguageModel):
-        return CompiledDrafter(language_model, compiler.lens, processors, settings, chunk_size)
-    return ModelDrafter(Inferencer(language_model, chunk_size=chunk_size), processors, settings)
 
 
 def _lock_step_reason(call: Call, foreign: Sequence[str], goes_on: bool) -> str:
@@ -215,40 +181,53 @@ def _lock_step_reason(call: Call, foreign: Sequence[str], goes_on: bool) -> str:
 
 
 def _without_idle_block(
-    config: SpeculationConfig, call: Call, is_lock_step: bool, stats: SpeculationStats
+    config: SpeculationConfig, strategy: SampleStrategy, is_lock_step: bool, stats: SpeculationStats
 ) -> SpeculationConfig:
     """The settings, with rejection in place of block where that gains nothing; the statistics say so."""
     if config.verifier != "block":
         return config
     if is_lock_step:
         stats.fallbacks.append("rejection in place of block, for rows in lock step are judged token by token")
-    elif _draft_strategy(config, call) is SampleStrategy.GREEDY:
+    elif strategy is SampleStrategy.GREEDY:
         stats.fallbacks.append("rejection in place of block, which is the same where the draft takes its argmax")
     else:
         return config
     return replace(config, verifier="rejection")
 
 
-def _draft_strategy(config: SpeculationConfig, call: Call) -> SampleStrategy:
-    samples = call.do_sample and config.draft_sampling == "sample"
+def _draft_strategy(draft: PreTrainedModel | None, config: SpeculationConfig, call: Call) -> SampleStrategy:
+    samples = draft is not None and call.do_sample and config.draft_sampling == "sample"
     return SampleStrategy.RANDOM if samples else SampleStrategy.GREEDY
 
 
-def build_schedule(target: PreTrainedModel, draft: PreTrainedModel, config: SpeculationConfig) -> Schedule:
+def build_schedule(target: PreTrainedModel, draft: PreTrainedModel | None, config: SpeculationConfig) -> Schedule:
     """The schedule that the settings name.
 
     Args:
         target: the model that is sped up.
-        draft: the draft model.
+        draft: the draft model; None: drafts cost next to nothing.
         config: resolved settings.
     """
     match config.schedule:
         case "adaptive":
-            return AdaptiveSchedule(config.max_draft_tokens, _num_bytes(draft) / max(_num_bytes(target), 1))
+            ratio = 0.0 if draft is None else _cost_ratio(target, draft)
+            return AdaptiveSchedule(config.max_draft_tokens, ratio)
         case "heuristic" | "heuristic_transient":
             return HeuristicSchedule(config.num_assistant_tokens or DEFAULT_ASSISTANT_TOKENS)
         case _:
             return ConstantSchedule(config.max_draft_tokens)
+
+
+def _cost_ratio(target: PreTrainedModel, draft: PreTrainedModel) -> float:
+    return _num_bytes(draft) / max(_num_bytes(target), 1)
+
+
+def _num_pads(call: Call) -> list[int] | None:
+    """[B] tokens of padding before each prompt; None: none."""
+    if call.attention_mask is None:
+        return None
+    pads: list[int] = call.attention_mask[:, -call.input_ids.shape[1] :].argmax(dim=1).tolist()
+    return pads
 
 
 def _num_bytes(model: PreTrainedModel) -> int:

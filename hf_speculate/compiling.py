@@ -55,11 +55,11 @@ def static_of(settings: Sequence[CompileSettings | None], config: GenerationConf
 def draft_lens(config: SpeculationConfig) -> tuple[int, ...]:
     """The draft lengths K that are compiled, ascending; others are rounded up.
 
-    A constant K is the only one, which its last round is rounded up to as well. Where K varies, powers of two and the
-    largest leave at most half of a draft without use.
+    A constant K is the only one, which its last round is rounded up to as well. Where K varies, as it always does with
+    copies, powers of two and the largest leave at most half of a draft without use.
     """
     num = config.max_draft_tokens
-    if config.schedule == "constant":
+    if config.schedule == "constant" and config.prompt_lookup_num_tokens is None:
         return (num,)
     return (*(1 << power for power in range(1, 8) if 1 << power < num), num)
 

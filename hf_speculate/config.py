@@ -9,6 +9,7 @@ import torch
 
 from hf_speculate.errors import ConfigError
 from hf_speculate.stats import SpeculationStats
+from hf_speculate.suffix_store import SuffixStore
 
 MAX_ASSISTANT_TOKENS = 128
 DEFAULT_ASSISTANT_TOKENS = 5  # of the schedules that start from a number
@@ -41,6 +42,11 @@ class SpeculationConfig:
         num_assistant_tokens_schedule: how that number moves from round to round; `None` is "constant" where the number
             is set, "adaptive" where it is not.
         assistant_confidence_threshold: a row stops drafting after a token of lower draft probability, in [0, 1].
+        prompt_lookup_num_tokens: tokens copied a round at most, 1..128, from where the text's end stood before; with
+            an assistant, each row copies or asks it, whichever promises more. `None`: nothing is copied.
+        max_matching_ngram_size: tokens of the text's end that are matched at most, >= 1; `None` is 64, which is also
+            the most.
+        suffix_store: texts of earlier calls to copy from too; this call's outputs are added to it.
         verifier_backend: "auto", "torch" or "triton", of the kernels that verify and draw; "auto" is Triton on a GPU.
         speculation_cache: "auto", "dynamic" or "preallocated", where key-value states are kept; "auto" preallocates
             where the model allows it and the cache is not the user's own.
@@ -61,6 +67,9 @@ class SpeculationConfig:
     num_assistant_tokens: int | None = None
     num_assistant_tokens_schedule: str | None = None
     assistant_confidence_threshold: float | None = None
+    prompt_lookup_num_tokens: int | None = None
+    max_matching_ngram_size: int | None = None
+    suffix_store: SuffixStore | None = None
     verifier_backend: str = "auto"
     speculation_cache: str = "auto"
     seed: int | Sequence[int] | None = None
@@ -85,6 +94,7 @@ class SpeculationConfig:
                 lambda x: 0 <= x <= 1,
             )
         self._check_num_assistant_tokens()
+        self._check_lookup()
         self._check_randomness()
 
     def _check_num_assistant_tokens(self) -> None:
@@ -93,6 +103,25 @@ class SpeculationConfig:
             raise ConfigError(
                 f"num_assistant_tokens must be in 1..{MAX_ASSISTANT_TOKENS}, got {num!r}; "
                 "leave assistant_model out to decode without speculation"
+            )
+
+    def _check_lookup(self) -> None:
+        num, most, store = self.prompt_lookup_num_tokens, self.max_matching_ngram_size, self.suffix_store
+        if num is not None and not (_is_int(num) and 1 <= num <= MAX_ASSISTANT_TOKENS):
+            raise ConfigError(
+                f"prompt_lookup_num_tokens must be in 1..{MAX_ASSISTANT_TOKENS}, got {num!r}; leave it out to copy none"
+            )
+        if most is not None and not (_is_int(most) and most >= 1):
+            raise ConfigError(
+                f"max_matching_ngram_size must be at least 1, got {most!r}; leave it out for the longest match"
+            )
+        if store is not None and not isinstance(store, SuffixStore):
+            raise ConfigError(
+                f"suffix_store must be a SuffixStore, got {type(store).__name__}; pass hf_speculate.SuffixStore()"
+            )
+        if store is not None and num is None:
+            raise ConfigError(
+                "suffix_store must come with prompt_lookup_num_tokens, got none; set prompt_lookup_num_tokens=10, say"
             )
 
     def _check_randomness(self) -> None:
@@ -122,6 +151,11 @@ class SpeculationConfig:
     @property
     def max_draft_tokens(self) -> int:
         """The largest K that the schedule may ask for."""
+        return max(self.max_model_tokens, self.prompt_lookup_num_tokens or 0)
+
+    @property
+    def max_model_tokens(self) -> int:
+        """The most tokens that a draft model is asked for."""
         match self.schedule:
             case "adaptive":
                 return self.num_assistant_tokens or DEFAULT_MAX_ASSISTANT_TOKENS
@@ -129,6 +163,12 @@ class SpeculationConfig:
                 return self.num_assistant_tokens or DEFAULT_ASSISTANT_TOKENS
             case _:
                 return MAX_ASSISTANT_TOKENS
+
+    def for_lookup_alone(self) -> "SpeculationConfig":
+        """The same settings where nothing but copies is drafted: `prompt_lookup_num_tokens` is the most of them."""
+        return replace(
+            self, num_assistant_tokens=self.prompt_lookup_num_tokens, num_assistant_tokens_schedule=self.schedule
+        )
 
     def resolve(self, do_sample: bool) -> "SpeculationConfig":
         """The same settings with what depends on `do_sample` filled in.

@@ -28,6 +28,7 @@ class DecoderSettings:
         is_lock_step: all rows advance by the same count.
         prefill_chunk_size: prompt tokens per forward; None: all at once.
         min_draft_query: tokens of each row that the drafter is fed at least, some of them again.
+        drafts_on_host: the drafter reads tokens, which it is then handed on the host, and may draft fewer than asked.
     """
 
     draft_strategy: SampleStrategy
@@ -37,6 +38,7 @@ class DecoderSettings:
     is_lock_step: bool = False
     prefill_chunk_size: int | None = None
     min_draft_query: int = 1
+    drafts_on_host: bool = False
 
 
 class SpeculativeDecoder:
@@ -107,6 +109,8 @@ class SpeculativeDecoder:
             verified = self.judge.verify(round_)  # 3. the verifier keeps a prefix
             other_s += self._lap("verify_s")
             trimmed = self._trim(batch, round_, verified)  # 4. what follows a stop goes
+            if self.settings.drafts_on_host:
+                num_draft_tokens = draft.token_ids.shape[1]
             outcome = self._outcome(batch, num_draft_tokens, num_fed, verified, trimmed)
             self._record(batch, round_, verified, trimmed, output)
             self._crop(batch, draft, verified, trimmed)  # 5. the caches forget what was not kept
@@ -140,17 +144,20 @@ class SpeculativeDecoder:
         if num_draft_tokens == 0 or self.drafter is None:
             return batch.no_draft()
         batch.num_held = [length - num_fed for length in batch.tokens.lens]
+        tokens = batch.host_tokens if self.settings.drafts_on_host else batch.tokens
         draft = self.drafter.draft(
-            batch.tokens.last(num_fed),
+            tokens.last(num_fed),
             batch.draft_cache,
             num_draft_tokens,
             self.settings.draft_strategy,
             keys=keys,
-            kept=batch.kept(),
+            kept=batch.kept(tokens),
         )
-        batch.told_lens = list(batch.tokens.lens)
+        batch.tell()
         draft = self._within_length(batch, draft)
         num_ahead = draft.token_ids.shape[1] - 1 if batch.draft_cache is not None else 0
+        if draft.fed is not None:
+            num_ahead = draft.fed.num_ahead
         batch.num_held = [length + num_ahead for length in batch.tokens.lens]
         if self.settings.is_lock_step and self.settings.pad_token_id is not None and any(batch.is_finished):
             finished = torch.tensor(batch.is_finished, device=draft.token_ids.device)[:, None]
@@ -246,12 +253,8 @@ class SpeculativeDecoder:
         row_ids = [batch.row_ids[row] for row in live]
         num_drafted = [verified.num_drafted[row] for row in live]
         num_accepted = [verified.num_accepted[row] for row in live]
-        num_left = [
-            0
-            if trimmed.is_stopped[row]
-            else self.settings.max_length - batch.tokens.lens[row] - trimmed.num_emitted[row]
-            for row in live
-        ]
+        room = [self.settings.max_length - length for length in batch.tokens.lens]
+        num_left = [0 if trimmed.is_stopped[row] else room[row] - trimmed.num_emitted[row] for row in live]
         if self.settings.is_lock_step:
             row_ids, num_left = row_ids[:1], [max(num_left)]
             num_drafted, num_accepted = [min(num_drafted)], [min(num_accepted)]
@@ -264,7 +267,8 @@ class SpeculativeDecoder:
         batch.target_cache.crop([num_query - num for num in trimmed.num_emitted])
         if draft.token_ids.shape[1]:
             before = [length - num for length, num in zip(batch.tokens.lens, trimmed.num_emitted, strict=True)]
-            most = [max(emitted - 1, 0) for emitted in trimmed.num_emitted]
+            is_own = [True] * len(before) if draft.fed is None else draft.fed.is_own
+            most = [max(num - 1, 0) if own else 0 for num, own in zip(trimmed.num_emitted, is_own, strict=True)]
             followed = [  # what a finished row's drafts were is of no use to anybody
                 num if done else min(num, accepted)
                 for num, done, accepted in zip(most, batch.is_finished, verified.num_accepted, strict=True)

@@ -17,7 +17,9 @@ _PLAIN_CLASSES: dict[type, type] = {}
 
 
 def enable(model: ModelT) -> ModelT:
-    """Make `model.generate()` speculative when it is given an `assistant_model`; without one it stays as it was.
+    """Make `model.generate()` speculative when it is given an `assistant_model` or `prompt_lookup_num_tokens`.
+
+    Without either it stays as it was.
 
     One verifier means something without an assistant too: with `do_sample=True`, `"coupled"` replaces the draw.
 

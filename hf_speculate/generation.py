@@ -1,6 +1,5 @@
 """The door: `generate()` of an enabled model, with its uses of transformers' private names."""
 
-import inspect
 import json
 import warnings
 from collections.abc import Callable, Mapping
@@ -19,7 +18,7 @@ from transformers import (
 from transformers.cache_utils import Cache, StaticCache
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from hf_speculate.arguments import own_static_cache, own_stop_strings
+from hf_speculate.arguments import bind, own_prompt_lookup, own_static_cache, own_stop_strings, samples
 from hf_speculate.attention_switch import folded_attention_for
 from hf_speculate.batch import Batch
 from hf_speculate.build import Call, build_decoder
@@ -29,27 +28,34 @@ from hf_speculate.decoder import SpeculativeDecoder
 from hf_speculate.errors import UnsupportedGenerationError, UnsupportedModelError
 from hf_speculate.outputs import Recorded
 from hf_speculate.refusals import (
-    ASSISTED,
-    COUPLED_ALONE,
+    Reason,
     check_assistant,
     check_call,
     check_models,
     check_prepared,
     check_rope,
     checked_mask,
+    reason_of,
 )
 from hf_speculate.verify.base import check_verifier
 
 GenerateOutput = GenerateDecoderOnlyOutput | Tensor  # what transformers' plain decoding returns
-_TRANSFORMERS_FIELDS = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
+_TRANSFORMERS_FIELDS = (
+    "num_assistant_tokens",
+    "num_assistant_tokens_schedule",
+    "assistant_confidence_threshold",
+    "prompt_lookup_num_tokens",
+    "max_matching_ngram_size",
+)
 
 
 class SpeculativeGenerationMixin(GenerationMixin):
     """Gives a model class speculative `generate()`; put it before the model in a class's bases.
 
     `generate()` takes all that transformers' takes, and the fields of `SpeculationConfig` as keywords or from a
-    `GenerationConfig`. Without `assistant_model` it decodes plainly; with `do_sample=True` and `verifier="coupled"`
-    it then draws, token by token, the text that every assistant gives with the same seed.
+    `GenerationConfig`. Without `assistant_model` and `prompt_lookup_num_tokens` it decodes plainly; with
+    `do_sample=True` and `verifier="coupled"` it then draws, token by token, the text that every assistant gives with
+    the same seed.
     """
 
     def generate(self, *args: Any, **kwargs: Any) -> GenerateOutput:  # type: ignore[override]  # takes the same
@@ -109,7 +115,7 @@ def _generate(
     kwargs: dict[str, Any],
     fields_from: Mapping[str, Any],
 ) -> GenerateOutput:
-    call = _bind(plain, args, kwargs)
+    call = bind(plain, args, kwargs)
     if isinstance(call.get("custom_generate"), str):
         return plain(**call)  # the repository's function comes back through `generate` above
     keywords = {name: call.pop(name) for name in FIELD_NAMES if name in call}
@@ -119,32 +125,39 @@ def _generate(
     if assistant is not None:
         sources.append(fields_of(getattr(assistant, "generation_config", None)))
     config = read_config(sources)
-    if assistant is None and not (config.verifier == "coupled" and _samples(model, call)):
+    reason = reason_of(assistant, config, samples(model, call))
+    if reason is None:
         if config.verifier is not None:
             check_verifier(config)
         if config.speculation_stats is not None:
             config.speculation_stats.reset()
         return plain(**call, **{name: keywords[name] for name in _TRANSFORMERS_FIELDS if name in keywords})
-    models, reason = [model], COUPLED_ALONE
+    models = [model]
     if assistant is not None:
         check_assistant(assistant, call)
-        models, reason = [model, assistant], ASSISTED
+        models = [model, assistant]
     check_call(call, reason)
     check_models(models, [type(one).__name__ for one in models if one._is_stateful], reason)
     own_stop_strings(model, call)
+    own_prompt_lookup(model, call)
     is_static = own_static_cache(model, call)
-    return plain(**call, custom_generate=_Speculation(assistant, config, call, is_static))
+    return plain(**call, custom_generate=_Speculation(assistant, config, call, is_static, reason))
 
 
 class _Speculation:
     """The decoding method of one call, run by transformers once it has prepared the inputs."""
 
     def __init__(
-        self, assistant: PreTrainedModel | None, config: SpeculationConfig, call: dict[str, Any], is_static: bool
+        self,
+        assistant: PreTrainedModel | None,
+        config: SpeculationConfig,
+        call: dict[str, Any],
+        is_static: bool,
+        reason: Reason,
     ):
         self.assistant = assistant
         self.is_static = is_static
-        self.reason = COUPLED_ALONE if assistant is None else ASSISTED
+        self.reason = reason
         self.config = config
         self.streamer = call.get("streamer")
         self.is_cache_passed = call.get("past_key_values") is not None
@@ -191,6 +204,9 @@ class _Speculation:
         models = [one for one in (model, self.assistant) if one is not None and not needs_eager]
         with folded_attention_for(models):
             self._decode(decoder, batch)
+        if config.suffix_store is not None:
+            for ids in decoder.recorder.new_ids:
+                config.suffix_store.add(ids)
         if self.streamer is not None:
             self.streamer.end()
         return _output(decoder, call) if returns_dict else decoder.recorder.sequences(input_ids, call.pad_token_id or 0)
@@ -225,26 +241,6 @@ class _Speculation:
     def _stream(self, token_ids: list[int]) -> None:
         for token_id in token_ids:
             self.streamer.put(torch.tensor([token_id]))  # type: ignore[union-attr]
-
-
-def _bind(plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments by name."""
-    signature = inspect.signature(plain)
-    call = dict(signature.bind(*args, **kwargs).arguments)
-    for name, parameter in signature.parameters.items():
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            call.update(call.pop(name, {}))
-    return call
-
-
-def _samples(model: PreTrainedModel, call: dict[str, Any]) -> bool:
-    """Whether transformers will resolve `do_sample` to True: by the keyword, the passed config, the model's."""
-    if "do_sample" in call:
-        return bool(call["do_sample"])
-    for config in (call.get("generation_config"), model.generation_config):
-        if config is not None and config.do_sample is not None:
-            return bool(config.do_sample)
-    return False
 
 
 def _attention(model: PreTrainedModel) -> str:

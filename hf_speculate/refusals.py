@@ -10,6 +10,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 from transformers.generation.configuration_utils import GenerationMode
 
+from hf_speculate.config import SpeculationConfig
 from hf_speculate.errors import UnsupportedGenerationError, UnsupportedModelError
 from hf_speculate.infer.rope import growing_rope
 
@@ -33,7 +34,27 @@ class Reason(NamedTuple):
 
 
 ASSISTED = Reason("assistant_model", "leave assistant_model out to decode without speculation")
+LOOKUP = Reason(
+    "prompt_lookup_num_tokens",
+    "leave prompt_lookup_num_tokens out to decode without speculation, or hf_speculate.disable(model) for transformers'"
+    " own prompt lookup",
+)
 COUPLED_ALONE = Reason("verifier='coupled'", "set verifier='rejection' to draw as transformers does")
+
+
+def reason_of(assistant: object, config: SpeculationConfig, samples: bool) -> Reason | None:
+    """Why a call is ours; None: transformers decodes it plainly.
+
+    Args:
+        assistant: the draft model, or None.
+        config: the call's settings.
+        samples: whether the call draws tokens.
+    """
+    if assistant is not None:
+        return ASSISTED
+    if config.prompt_lookup_num_tokens is not None:
+        return LOOKUP
+    return COUPLED_ALONE if config.verifier == "coupled" and samples else None
 
 
 def check_models(models: Sequence[PreTrainedModel], stateful: Sequence[str], reason: Reason) -> None:
@@ -173,7 +194,7 @@ def check_prepared(
         )
     if not generation_config.use_cache:
         raise UnsupportedGenerationError(f"use_cache must be True with {reason.cause}, got False; {reason.way_out}")
-    if reason is ASSISTED and getattr(generation_config, "assistant_ensemble_weight", None) is not None:
+    if reason is not COUPLED_ALONE and getattr(generation_config, "assistant_ensemble_weight", None) is not None:
         raise UnsupportedGenerationError(
             "assistant_ensemble_weight must be left out, got one; choose verifier='typical' for a lossy rule"
         )

@@ -1,5 +1,6 @@
 """The named tuples in which the stages of a round speak to each other."""
 
+from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple
 
@@ -15,6 +16,13 @@ class SampleStrategy(Enum):
     RANDOM = "random"
 
 
+class Fed(NamedTuple):
+    """What a drafter's cache holds after a draft that it was not fed, or not in every row."""
+
+    num_ahead: int  # tokens past each row's text; negative: tokens of the text that it lacks
+    is_own: Sequence[bool]  # [B] rows whose proposal those tokens are
+
+
 class DraftOut(NamedTuple):
     """What a drafter proposes for one round."""
 
@@ -22,6 +30,7 @@ class DraftOut(NamedTuple):
     lens: Tensor  # [B] int32, how many of a row's tokens count
     token_logits: Tensor | None  # [B, K, V], the exact law sampled, warpers included; None: a point mass
     logsumexp: Tensor | None  # [B, K] float32, of each law in token_logits; None where that is None
+    fed: Fed | None = None  # None: the cache, where there is one, holds all but the last proposed token of every row
 
 
 class Kept(NamedTuple):
@@ -30,6 +39,7 @@ class Kept(NamedTuple):
     token_ids: Tensor  # [B, N] int64, padded with -1; N is K+1 at most, and more after plain steps
     num_emitted: Tensor  # [B] int32
     hidden_states: Tensor | None = None  # [B, N, D], the target's last hidden states, for drafters that read them
+    num_rounds: int = 1  # since the drafter's last call, plain steps among them
 
 
 class KVState(NamedTuple):
@@ -65,6 +75,7 @@ class DecodeOutput(NamedTuple):
 __all__ = [
     "DecodeOutput",
     "DraftOut",
+    "Fed",
     "KVState",
     "Kept",
     "NoiseKeys",

@@ -18,6 +18,8 @@ ACCEPTED_ALL, ACCEPTED_NONE = 0.0, 10.0  # noise that leaves the draft equal to 
 DRAFTERS: dict[str, dict[str, Any]] = {
     "model, sampling": {"draft_sampling": "sample"},
     "model, argmax": {"draft_sampling": "argmax"},
+    "hybrid": {"prompt_lookup_num_tokens": 4},
+    "copying": {"prompt_lookup_num_tokens": 4, "assistant_model": None},
 }
 VERIFIERS: dict[str, dict[str, Any]] = {
     "greedy": {"verifier": "greedy", "do_sample": False},

@@ -28,6 +28,8 @@ VALUES = {
     "num_assistant_tokens": (2, 3, 4, 6, None),
     "num_assistant_tokens_schedule": ("heuristic", "constant", "heuristic_transient", "heuristic", None),
     "assistant_confidence_threshold": (0.1, 0.2, 0.3, 0.4, None),
+    "prompt_lookup_num_tokens": (5, 6, 7, 8, None),
+    "max_matching_ngram_size": (2, 3, 4, 5, None),
     "verifier_backend": ("auto", "torch", "auto", "torch", "auto"),
     "speculation_cache": ("auto", "dynamic", "auto", "dynamic", "auto"),
     "seed": (1, 2, 3, 4, None),
@@ -103,7 +105,7 @@ def test_every_field_is_taken_from_the_strongest_source_that_sets_it(models, see
 
 
 def test_the_values_above_tell_neighbours_apart_for_every_field_that_a_saved_config_can_hold():
-    assert set(FIELD_NAMES) - set(VALUES) == {"verifier", "generator", "speculation_stats"}
+    assert set(FIELD_NAMES) - set(VALUES) == {"verifier", "generator", "speculation_stats", "suffix_store"}
     for name, values in VALUES.items():
         assert len(values) == len(SOURCES) + 1, name
         assert all(one != other for one, other in itertools.pairwise(values)), name

@@ -78,7 +78,7 @@ class Texts:
         valid = [min(num, len(ids) + a) for num, ids, a in zip(held, self.ids, num_accepted, strict=True)]
         block = torch.full((len(self.ids), drafted.shape[1] + 1), -1)
         for row, accepted in enumerate(num_accepted):
-            refused = int(drafted[row, min(accepted, drafted.shape[1] - 1)])
+            refused = int(drafted[row, min(accepted, drafted.shape[1] - 1)]) if drafted.shape[1] else 0
             emitted = [*drafted[row, :accepted].tolist(), refused % (VOCAB_SIZE - 1) + 1]
             block[row, : len(emitted)] = torch.tensor(emitted)
             self.ids[row] += emitted
@@ -101,6 +101,8 @@ class Texts:
 
 class DrafterContract:
     """What every implementation keeps; a subclass makes a drafter of `VOCAB_SIZE` ids that stops for nothing."""
+
+    may_draft_nothing = False
 
     def make(self, batch_size: int, attention_mask: Tensor | None = None) -> Made:
         raise AssertionError("a subclass makes the drafter and its cache")
@@ -134,7 +136,7 @@ class DrafterContract:
         assert draft.token_ids.dtype == torch.int64
         assert draft.lens.shape == (batch_size,)
         assert draft.lens.dtype == torch.int32
-        assert 1 <= num <= num_draft_tokens
+        assert (0 if self.may_draft_nothing else 1) <= num <= num_draft_tokens
         assert draft.lens.max() == num or num == num_draft_tokens
         assert (draft.lens >= 0).all()
         for ids, length in zip(draft.token_ids, draft.lens.tolist(), strict=True):

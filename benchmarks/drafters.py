@@ -1,0 +1,102 @@
+"""Tokens per round of copying, of the bundled draft model, and of both together, by category of prompts.
+
+    python benchmarks/drafters.py
+
+Nothing is timed, so other work on the machine changes nothing. K is constant. Rounds in which the draft model did not
+run are counted: they are what the hybrid saves besides.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from _harness import RESULTS, markdown, write_results
+from _subjects import PAIR, encode, load, read_prompts
+from tqdm import tqdm
+
+import hf_speculate
+
+NAME = "drafters"
+DRAFTERS = ("copying", "model", "hybrid")
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampling": {"do_sample": True, "top_k": 0, "temperature": 0.7},
+}
+
+
+class Calls:
+    """Counts a model's forwards."""
+
+    def __init__(self, model: Any):
+        self.num = 0
+        model.register_forward_pre_hook(self._count)
+
+    def _count(self, *_: Any) -> None:
+        self.num += 1
+
+
+def measure(models: tuple[Any, Any], calls: Calls, category: str, mode: str, drafter: str, args: Any) -> dict[str, Any]:
+    """One cell: rounds, accepted and emitted tokens over all prompts of a category."""
+    target, draft = models
+    options = {**MODES[mode], "num_assistant_tokens_schedule": "constant"}
+    if drafter != "copying":
+        options |= {"assistant_model": draft, "num_assistant_tokens": args.num_assistant_tokens}
+    if drafter != "model":
+        options["prompt_lookup_num_tokens"] = args.prompt_lookup_num_tokens
+    totals = {"num_rounds": 0, "num_drafted": 0, "num_accepted": 0, "num_emitted": 0, "num_batch_rounds": 0}
+    calls.num = 0
+    for inputs in encode(read_prompts()[category][: args.prompts], args.batch_size):
+        stats = hf_speculate.SpeculationStats()
+        hf_speculate.generate(
+            target, **inputs, **options, max_new_tokens=args.max_new_tokens, seed=0, speculation_stats=stats
+        )
+        for name in totals:
+            totals[name] += getattr(stats, name)
+    return {
+        "category": category,
+        "mode": mode,
+        "drafter": drafter,
+        "tokens_per_round": totals["num_emitted"] / totals["num_rounds"],
+        "draft_forwards_per_round": calls.num / totals["num_batch_rounds"],
+        **totals,
+    }
+
+
+COLUMNS = {
+    "mode": lambda row: row["mode"],
+    "category": lambda row: row["category"],
+    "drafter": lambda row: row["drafter"],
+    "tokens a round": lambda row: row["tokens_per_round"],
+    "drafted a round": lambda row: row["num_drafted"] / row["num_rounds"],
+    "draft model's forwards a round": lambda row: row["draft_forwards_per_round"],
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=10, help="of each category")
+    parser.add_argument("--batch-size", type=int, default=1)
+    parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--num-assistant-tokens", type=int, default=5)
+    parser.add_argument("--prompt-lookup-num-tokens", type=int, default=10)
+    parser.add_argument("--modes", nargs="+", choices=sorted(MODES), default=list(MODES))
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON")
+    args = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    torch.manual_seed(0)
+    models = load(PAIR / "target", "float32"), load(PAIR / "draft", "float32")
+    calls = Calls(models[1])
+    cells = [
+        (category, mode, drafter) for mode in args.modes for category in sorted(read_prompts()) for drafter in DRAFTERS
+    ]
+    rows = [measure(models, calls, *cell, args) for cell in tqdm(cells, desc=NAME, disable=None)]
+    path = write_results(NAME, args, rows, args.results)
+    print(markdown(COLUMNS, rows))
+    print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    main()

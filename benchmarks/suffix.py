@@ -1,0 +1,143 @@
+"""What drafting without a model costs a row and a round, by the text's length, beside transformers' prompt lookup.
+
+    python benchmarks/suffix.py
+
+A round is what the decoder asks for: the tokens that were emitted are taken in, and every row is drafted up to K. The
+text is that of Python's standard library in the bundled tokenizer, different for each row; lengths alternate from round
+to round, so that all meet the same machine. transformers takes one row, and is shown the same texts.
+"""
+
+import argparse
+import sysconfig
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from _harness import add_common_arguments, markdown, parse_common, spread, write_results
+from _subjects import PAIR
+from torch import Tensor
+from tqdm import tqdm
+from transformers import AutoTokenizer
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+
+from hf_speculate.draft.suffix import SuffixDrafter, SuffixSettings
+from hf_speculate.types import Kept, SampleStrategy
+
+NAME = "suffix"
+MAX_US = 20.0  # per row and round at 32k tokens
+MAX_GROWTH = 2.0  # from the shortest to the longest text
+
+
+def library_tokens(num: int) -> list[int]:
+    """Token ids of Python's standard library, repeated where it is too short."""
+    tokenizer = AutoTokenizer.from_pretrained(PAIR / "target")
+    ids: list[int] = []
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        ids += tokenizer(path.read_text(encoding="utf-8"), verbose=False)["input_ids"]
+        if len(ids) >= num:
+            break
+    return (ids * (num // len(ids) + 1))[:num]
+
+
+class Text:
+    """Rows of one length, and the drafter that follows them."""
+
+    def __init__(self, ids: Tensor, length: int, args: argparse.Namespace):
+        self.ids, self.length, self.num_each = ids, length, args.emitted
+        self.num_draft_tokens = args.num_draft_tokens
+        self.drafter = SuffixDrafter(SuffixSettings(max_draft_tokens=args.num_draft_tokens))
+        begin = time.perf_counter()
+        self._draft(ids[:, :length], None)
+        self.build_us = (time.perf_counter() - begin) / ids[:, :length].numel() * 1e6
+        self.theirs = PromptLookupCandidateGenerator(num_output_tokens=args.num_draft_tokens, max_length=1 << 30)
+        self.us: list[float] = []
+        self.their_us: list[float] = []
+
+    def round(self, is_theirs: bool) -> None:
+        """One round, after the next tokens of each row."""
+        new = self.ids[:, self.length : self.length + self.num_each]
+        self.length += self.num_each
+        counts = torch.full((len(new),), self.num_each, dtype=torch.int32)
+        begin = time.perf_counter()
+        self._draft(new, Kept(new, counts))
+        self.us.append((time.perf_counter() - begin) * 1e6 / len(new))
+        if is_theirs:
+            shown = self.ids[:1, : self.length]
+            begin = time.perf_counter()
+            self.theirs.get_candidates(shown)
+            self.their_us.append((time.perf_counter() - begin) * 1e6)
+
+    def _draft(self, new: Tensor, kept: Kept | None) -> None:
+        self.drafter.draft(new, None, self.num_draft_tokens, SampleStrategy.GREEDY, kept=kept)
+
+
+def measure(ids: list[int], batch_size: int, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """One row of results per length."""
+    num_new = args.rounds * args.emitted
+    texts = []
+    for length in tqdm(args.lengths, desc=f"indexing, {batch_size} rows", leave=False, disable=None):
+        rows = [ids[row * 1000 : row * 1000 + length + num_new] for row in range(batch_size)]
+        texts.append(Text(torch.tensor(rows), length, args))
+    for number in tqdm(range(args.rounds), desc=f"rounds, {batch_size} rows", leave=False, disable=None):
+        for text in texts:
+            text.round(is_theirs=number % 10 == 0)
+    return [
+        {
+            "batch_size": batch_size,
+            "length": length,
+            "us_per_row_and_round": spread(text.us),
+            "transformers_us_per_round": spread(text.their_us),
+            "build_us_per_token": text.build_us,
+            "index_bytes_per_token": text.drafter.texts.rows[0].index.num_bytes / text.length,
+        }
+        for length, text in zip(args.lengths, texts, strict=True)
+    ]
+
+
+COLUMNS = {
+    "rows": lambda row: row["batch_size"],
+    "tokens": lambda row: row["length"],
+    "us a row and round (min to max)": lambda row: "{median:.1f} ({min:.1f} to {max:.0f})".format(
+        **row["us_per_row_and_round"]
+    ),
+    "transformers, us a round (min to max)": lambda row: "{median:.0f} ({min:.0f} to {max:.0f})".format(
+        **row["transformers_us_per_round"]
+    ),
+    "us to index a token": lambda row: row["build_us_per_token"],
+    "bytes a token": lambda row: f"{row['index_bytes_per_token']:.0f}",
+}
+
+
+def targets(rows: list[dict[str, Any]]) -> list[str]:
+    """What the figures are held to, by medians."""
+    lines = []
+    for batch_size in sorted({row["batch_size"] for row in rows}):
+        us = {row["length"]: row["us_per_row_and_round"]["median"] for row in rows if row["batch_size"] == batch_size}
+        growth = us[max(us)] / us[min(us)]
+        lines.append(f"{batch_size} rows: growth from {min(us)} to {max(us)} tokens {growth:.2f}, at most {MAX_GROWTH}")
+        if 32_768 in us:
+            lines.append(f"{batch_size} rows: {us[32_768]:.1f} us a row and round at 32768 tokens, at most {MAX_US}")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_common_arguments(parser, repeats=1, limit_s=300.0)
+    parser.add_argument("--lengths", nargs="+", type=int, default=[512, 8192, 32_768, 131_072])
+    parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 8])
+    parser.add_argument("--rounds", type=int, default=300)
+    parser.add_argument("--emitted", type=int, default=3, help="tokens that each row gains a round")
+    parser.add_argument("--num-draft-tokens", type=int, default=10)
+    args = parse_common(parser)
+    num_tokens = max(args.lengths) + 1000 * max(args.batch_sizes) + args.rounds * args.emitted
+    ids = library_tokens(num_tokens)
+    rows = [row for batch_size in args.batch_sizes for row in measure(ids, batch_size, args)]
+    path = write_results(NAME, args, rows, args.results)
+    print(markdown(COLUMNS, rows))
+    print("\n".join(targets(rows)))
+    print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Makes the drafter that a call's settings name."""
+
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_speculate.batch import Batch
+from hf_speculate.compiling import Compiler
+from hf_speculate.config import SpeculationConfig
+from hf_speculate.draft.base import Drafter
+from hf_speculate.draft.compiled import UNIT_QUERY_LEN, CompiledDrafter
+from hf_speculate.draft.hybrid import HybridDrafter
+from hf_speculate.draft.model import DraftSettings, ModelDrafter
+from hf_speculate.draft.suffix import SuffixDrafter, SuffixSettings
+from hf_speculate.infer.compiled import CompiledLanguageModel
+from hf_speculate.infer.inferencer import Inferencer
+from hf_speculate.processors import BlockLogitsProcessorList
+from hf_speculate.verify.base import draft_stream, reads_draft_logits
+
+
+@dataclass(frozen=True)
+class DraftPlan:
+    """What a drafter is made of.
+
+    Args:
+        config: resolved settings.
+        draft: the draft model; None: there is none.
+        processors: pure and row-wise ones, applied to the draft's logits.
+        eos_token_ids: ids after which a row needs no further token; None: none.
+        max_position: upper bound of position ids; the draft's own table may bound them further.
+        compiler: decides whether the draft model runs compiled.
+        num_pads: [B] tokens of padding before each prompt; None: none.
+        vocab_size: the target's V.
+        chunk_size: tokens of each row per forward of the draft at most, where a prompt is fed; None: all at once.
+    """
+
+    config: SpeculationConfig
+    draft: PreTrainedModel | None
+    processors: BlockLogitsProcessorList
+    eos_token_ids: frozenset[int] | None
+    max_position: int
+    compiler: Compiler
+    num_pads: list[int] | None
+    vocab_size: int
+    chunk_size: int | None = None
+
+
+def build_drafter(plan: DraftPlan, batch: Batch) -> Drafter | None:
+    """The drafter, or None where nothing is drafted.
+
+    Args:
+        plan: see `DraftPlan`.
+        batch: the rows, with their caches.
+    """
+    config, device = plan.config, batch.tokens.token_ids.device
+    match (plan.draft, config.prompt_lookup_num_tokens):
+        case None, None:
+            return None
+        case None, int(num):
+            return SuffixDrafter(_suffix_settings(plan, num), device)
+        case PreTrainedModel() as draft, None:
+            return _model_drafter(plan, draft, batch)
+        case PreTrainedModel() as draft, int(num):
+            model = _model_drafter(plan, draft, batch)
+            return HybridDrafter(model, _suffix_settings(plan, num), config.max_model_tokens, device)
+    return None
+
+
+def min_draft_query(drafter: Drafter | None) -> int:
+    """Tokens of each row that a drafter is fed at least."""
+    model = drafter.model if isinstance(drafter, HybridDrafter) else drafter
+    return UNIT_QUERY_LEN if isinstance(model, CompiledDrafter) else 1
+
+
+def _suffix_settings(plan: DraftPlan, num: int) -> SuffixSettings:
+    config = plan.config
+    return SuffixSettings(
+        max_draft_tokens=num,
+        max_match_len=config.max_matching_ngram_size,
+        eos_token_ids=plan.eos_token_ids or frozenset(),
+        vocab_size=plan.vocab_size,
+        store=config.suffix_store,
+        num_pads=plan.num_pads,
+    )
+
+
+def _model_drafter(plan: DraftPlan, draft: PreTrainedModel, batch: Batch) -> ModelDrafter:
+    config = plan.config
+    table = getattr(draft.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    max_position = min(plan.max_position, table - 1) if table else plan.max_position
+    eos = None if plan.eos_token_ids is None else torch.tensor(sorted(plan.eos_token_ids), device=draft.device)
+    settings = DraftSettings(
+        eos_token_ids=eos,
+        confidence_threshold=config.assistant_confidence_threshold or 0.0,
+        keeps_logits=reads_draft_logits(config),
+        stream=draft_stream(config),
+        backend=config.verifier_backend,
+    )
+    is_unrolled = not len(plan.processors) and not settings.confidence_threshold
+    language_model = plan.compiler.draft(draft, max_position, batch.draft_cache, is_unrolled=is_unrolled)
+    if isinstance(language_model, CompiledLanguageModel):
+        return CompiledDrafter(language_model, plan.compiler.lens, plan.processors, settings, plan.chunk_size)
+    return ModelDrafter(Inferencer(language_model, chunk_size=plan.chunk_size), plan.processors, settings)

@@ -1,0 +1,204 @@
+"""Finds where the end of a growing text stood before."""
+
+import sys
+from array import array
+from collections.abc import Iterable
+from typing import NamedTuple
+
+MAX_MATCH_LEN = 64  # tokens after which two contexts count as the same, and the latest of them is taken
+_NOTHING = -1  # in place of a token: the state has no transition yet
+_FIRST_SEPARATOR = -2  # separators are negative ids that never come twice
+_DICT_BYTES = sys.getsizeof({0: 0})
+_ENTRY_BYTES = 128  # of a large dict's entry with its two numbers, measured on CPython 3.11
+
+
+class Place(NamedTuple):
+    """A text's end, as found in an index."""
+
+    state: int  # of the automaton
+    length: int  # tokens of the end that the index holds
+
+
+START = Place(0, 0)
+
+
+class SuffixIndex:
+    """A suffix automaton of one text that grows at its end: the longest earlier match of its end, the latest of them.
+
+    An appended token costs a bounded number of steps on average, whatever the text's length: a suffix automaton of n
+    tokens has at most 2n states and 3n transitions, and none is ever removed. A state stands for strings that end at
+    the same places; most have one transition, so the first one lies in arrays and only further ones in dicts.
+
+    Args:
+        max_match_len: matches of more tokens count as of that many, >= 1.
+
+    Attributes:
+        text: all tokens; separators are negative.
+        match_len: tokens at the text's end that stood before, 0..max_match_len.
+        match_end: how many tokens came up to their latest earlier occurrence: `text[match_end]` followed it.
+
+    Source:
+        Blumer et al., "The smallest automaton recognizing the subwords of a text", 1985.
+    """
+
+    def __init__(self, max_match_len: int = MAX_MATCH_LEN):
+        self.max_match_len = max_match_len
+        self.text = array("i")
+        self.match_len = 0
+        self.match_end = 0
+        # By state; 0 is the root, whose string is empty.
+        self._lens = array("i", [0])  # of the longest string
+        self._links = array("i", [-1])  # the state of the longest suffix that also ends elsewhere
+        self._ends = array("i", [0])  # tokens up to the latest occurrence, of strings within the longest match counted
+        self._tokens = array("i", [_NOTHING])  # of the first transition
+        self._nexts = array("i", [0])  # where it leads
+        self._more: dict[int, dict[int, int]] = {}  # further transitions
+        self._num_more = 0
+        self._last = 0  # the state of the whole text
+        self._matched = 0  # the state of the match
+        self._num_separators = 0
+
+    def extend(self, token_ids: Iterable[int]) -> None:
+        """Append tokens, and find the match of the new end."""
+        text, lens, links, ends = self.text, self._lens, self._links, self._ends
+        tokens, nexts, more = self._tokens, self._nexts, self._more
+        most = self.max_match_len
+        for token in token_ids:
+            text.append(token)
+            length, new = len(text), len(lens)
+            lens.append(length)
+            links.append(0)
+            ends.append(length)
+            tokens.append(_NOTHING)
+            nexts.append(0)
+            state, suffix = self._last, 0
+            while state >= 0:  # every suffix of the old text that the token has not followed yet
+                first = tokens[state]
+                if first == token:
+                    suffix = nexts[state]
+                    break
+                if first == _NOTHING:
+                    tokens[state], nexts[state] = token, new
+                else:
+                    others = more.setdefault(state, {})
+                    if token in others:
+                        suffix = others[token]
+                        break
+                    others[token] = new
+                    self._num_more += 1
+                state = links[state]
+            if state >= 0 and lens[suffix] > lens[state] + 1:
+                suffix = self._split(state, suffix, token)
+            links[new] = suffix
+            self._last = new
+            if lens[suffix] > most:  # then the old match had `most` tokens too, and one more token follows it
+                suffix = self._within(self._next(self._within(self._matched, most), token), most)
+            self._matched = suffix
+            self.match_len = min(lens[suffix], most)
+            self.match_end = ends[suffix]
+            while suffix > 0:  # at most one state per length of a match
+                ends[suffix] = length
+                suffix = links[suffix]
+
+    def separate(self) -> None:
+        """Begin another text, whose tokens follow nothing that came before."""
+        self._num_separators += 1
+        self.extend([_FIRST_SEPARATOR + 1 - self._num_separators])
+
+    def continuation(self, end: int, num: int, is_repeated: bool = True) -> list[int]:
+        """The `num` tokens, or fewer, after the first `end` ones.
+
+        Args:
+            end: at most the text's length.
+            num: how many.
+            is_repeated: past the text's end, go on with what was found, so that a text that has begun to repeat itself
+                is continued with its period. Else the continuation ends there, as it does at a separator.
+        """
+        found = self.text[end : end + num].tolist()
+        for offset, token in enumerate(found):
+            if token < 0:
+                return found[:offset]
+        period = len(found) if is_repeated else 0
+        while period and len(found) < num:
+            found += found[: min(num - len(found), period)]
+        return found
+
+    def follow(self, place: Place, token_ids: Iterable[int]) -> Place:
+        """Where another text's end stands in this index, after more of its tokens.
+
+        Args:
+            place: where it stood before; `START` at first.
+            token_ids: what has come since.
+        """
+        state, length = place
+        state = self._within(state, length)  # the state may have been split since
+        for token in token_ids:
+            following = self._next(state, token)
+            while state > 0 and following < 0:
+                state = self._links[state]
+                length = self._lens[state]
+                following = self._next(state, token)
+            if following < 0:
+                continue
+            length = min(length + 1, self.max_match_len)
+            state = self._within(following, length)
+        return Place(state, length)
+
+    def end_of(self, place: Place) -> int:
+        """Tokens up to the latest occurrence of a text's end."""
+        return self._ends[self._within(*place)]
+
+    def copy(self) -> "SuffixIndex":
+        """A twin that grows by itself; much cheaper than to build it."""
+        twin = SuffixIndex(self.max_match_len)
+        twin.__dict__.update(self.__dict__)
+        for name in ("text", "_lens", "_links", "_ends", "_tokens", "_nexts"):
+            setattr(twin, name, getattr(self, name)[:])
+        twin._more = {state: dict(others) for state, others in self._more.items()}
+        return twin
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the text, separators left out."""
+        return len(self.text) - self._num_separators
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory in use, as an estimate."""
+        arrays = (self.text, self._lens, self._links, self._ends, self._tokens, self._nexts)
+        in_arrays = sum(len(one) * one.itemsize for one in arrays) * 9 // 8  # arrays grow by an eighth
+        return in_arrays + sys.getsizeof(self._more) + len(self._more) * _DICT_BYTES + self._num_more * _ENTRY_BYTES
+
+    def _next(self, state: int, token: int) -> int:
+        """Where a transition leads; -1 where there is none."""
+        if self._tokens[state] == token:
+            return self._nexts[state]
+        others = self._more.get(state)
+        return -1 if others is None else others.get(token, -1)
+
+    def _within(self, state: int, length: int) -> int:
+        """The state of the last `length` tokens of this state's strings, which have as many at least."""
+        lens, links = self._lens, self._links
+        while state > 0 and lens[links[state]] >= length:
+            state = links[state]
+        return state
+
+    def _split(self, state: int, wide: int, token: int) -> int:
+        """Give the strings of `wide` up to those of `state` and the token a state of their own: they end here too."""
+        twin = len(self._lens)
+        self._lens.append(self._lens[state] + 1)
+        self._links.append(self._links[wide])
+        self._ends.append(self._ends[wide])
+        self._tokens.append(self._tokens[wide])
+        self._nexts.append(self._nexts[wide])
+        if wide in self._more:
+            self._more[twin] = dict(self._more[wide])
+            self._num_more += len(self._more[twin])
+        self._links[wide] = twin
+        while state >= 0 and self._next(state, token) == wide:
+            if self._tokens[state] == token:
+                self._nexts[state] = twin
+            else:
+                self._more[state][token] = twin
+            state = self._links[state]
+        return twin

@@ -1,0 +1,110 @@
+"""Remembers texts of earlier calls, so that later ones can copy from them."""
+
+import threading
+from collections.abc import Sequence
+from numbers import Integral
+from typing import NamedTuple
+
+from hf_speculate.errors import ConfigError
+from hf_speculate.suffix_index import START, Place, SuffixIndex
+
+MIN_BYTES = 1 << 20
+_CHUNK_TOKENS = 256  # appended between two looks at the size
+_TOKEN_BYTES = 1024  # more than a token can take: two states, three transitions, each in a dict of its own
+
+
+class Found(NamedTuple):
+    """A continuation from the store."""
+
+    match_len: int  # tokens of the row's end that stood before
+    token_ids: list[int]  # what followed them
+
+
+class SuffixStore:
+    """Outputs of earlier calls, in bounded memory: `generate(..., prompt_lookup_num_tokens=10, suffix_store=store)`.
+
+    Every call adds its rows' new tokens when it has ended well, and copies from what was there when it began. When the
+    bound is near, the older half is forgotten. One store serves one tokenizer; threads may share it.
+
+    Args:
+        max_bytes: memory that it may take, at least 1 MiB.
+
+    Raises:
+        ConfigError: `max_bytes` is too small or no int.
+    """
+
+    def __init__(self, max_bytes: int = 64 << 20):
+        if not _is_int(max_bytes) or max_bytes < MIN_BYTES:
+            raise ConfigError(f"max_bytes must be an int of at least {MIN_BYTES}, got {max_bytes!r}; leave it out")
+        self.max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._newer, self._older = SuffixIndex(), SuffixIndex()
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory in use, as an estimate that is not below it."""
+        with self._lock:
+            return self._newer.num_bytes + self._older.num_bytes
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that can be found."""
+        with self._lock:
+            return self._newer.num_tokens + self._older.num_tokens
+
+    def add(self, token_ids: Sequence[int]) -> None:
+        """Remember a text.
+
+        Args:
+            token_ids: its tokens.
+        """
+        with self._lock:
+            for begin in range(0, len(token_ids), _CHUNK_TOKENS):
+                if self._newer.num_bytes + _CHUNK_TOKENS * _TOKEN_BYTES > self.max_bytes // 2:
+                    self._newer, self._older = SuffixIndex(), self._newer
+                self._newer.extend(token_ids[begin : begin + _CHUNK_TOKENS])
+            if len(token_ids):
+                self._newer.separate()
+
+    def reset(self) -> None:
+        """Forget everything; calls under way go on with what they found."""
+        with self._lock:
+            self._newer, self._older = SuffixIndex(), SuffixIndex()
+
+    def reader(self, max_match_len: int) -> "StoreReader":
+        """Follows one row through what is stored now.
+
+        Args:
+            max_match_len: matches of more tokens count as of that many.
+        """
+        with self._lock:
+            return StoreReader(self._lock, [self._newer, self._older], max_match_len)
+
+
+class StoreReader:
+    """Where one row's end stands in a store."""
+
+    def __init__(self, lock: threading.Lock, indices: list[SuffixIndex], max_match_len: int):
+        self._lock = lock
+        self._max_match_len = max_match_len
+        self._indices = indices
+        self._places: list[Place] = [START] * len(indices)
+
+    def follow(self, token_ids: Sequence[int]) -> None:
+        """Append tokens to the row."""
+        with self._lock:
+            pairs = zip(self._indices, self._places, strict=True)
+            self._places = [index.follow(place, token_ids) for index, place in pairs]
+
+    def find(self, num: int) -> Found:
+        """The `num` tokens, or fewer, that followed the longest match; the newer text's where two are as long."""
+        with self._lock:
+            index, place = max(zip(self._indices, self._places, strict=True), key=lambda pair: pair[1].length)
+            place = place._replace(length=min(place.length, self._max_match_len))
+            if place.length == 0:
+                return Found(0, [])
+            return Found(place.length, index.continuation(index.end_of(place), num, is_repeated=False))
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)

@@ -1,0 +1,146 @@
+"""The hybrid drafter: the contract, each row's choice, and what it learns from."""
+
+import pytest
+import torch
+
+from hf_speculate.draft.hybrid import MAX_BEHIND, HybridDrafter, _mixed
+from hf_speculate.draft.promise import Rates, model_rates, suffix_kinds, suffix_rates
+from hf_speculate.draft.suffix import SuffixSettings, point_masses
+from hf_speculate.types import DraftOut, Kept, SampleStrategy
+from tests.draft.test_model import make_drafter, make_keys
+from tests.tiny import make_model
+
+GREEDY, RANDOM = SampleStrategy.GREEDY, SampleStrategy.RANDOM
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return make_model("llama")
+
+
+def make(llama, batch_size, num=4):
+    model, kv_cache = make_drafter(llama, batch_size)
+    return HybridDrafter(model, SuffixSettings(max_draft_tokens=8), num), kv_cache
+
+
+def kept(*rows, num_rounds=1):
+    width = max(map(len, rows))
+    ids = torch.tensor([list(row) + [-1] * (width - len(row)) for row in rows])
+    return Kept(ids, torch.tensor([len(row) for row in rows], dtype=torch.int32), num_rounds=num_rounds)
+
+
+def test_the_first_call_reads_the_prompt_and_asks_the_model_where_nothing_is_copied(llama):
+    drafter, kv_cache = make(llama, 2)
+    alone, other_cache = make_drafter(llama, 2)
+    text = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
+    draft = drafter.draft(text, kv_cache, 8, GREEDY)
+    expected = alone.draft(text, other_cache, 4, GREEDY)
+    assert torch.equal(draft.token_ids, expected.token_ids)
+    assert draft.fed is None
+    assert kv_cache.get_lens().tolist() == [7, 7]
+
+
+def test_a_mixed_round_says_which_rows_the_cache_follows(llama):
+    drafter, kv_cache = make(llama, 2)
+    copied = [9, 1, 2, 3, 4, 5, 1, 2, 3, 4] * 6
+    own = list(range(1, 61))
+    draft = drafter.draft(torch.tensor([copied, own]), kv_cache, 8, GREEDY)
+    assert draft.token_ids[0].tolist() == [9, 1, 2, 3, 4, 5, 1, 2]
+    assert draft.lens.tolist() == [8, 4]
+    assert draft.fed.num_ahead == 3
+    assert list(draft.fed.is_own) == [False, True]
+
+
+def test_a_round_in_which_all_rows_copy_leaves_the_cache_and_the_next_run_reads_what_was_missed(llama):
+    drafter, kv_cache = make(llama, 1)
+    text = [1, 2, 3, 4, 5, 6, 7] * 8
+    first = drafter.draft(torch.tensor([text]), kv_cache, 4, GREEDY)
+    assert first.fed.num_ahead == 0  # run for the prompt only
+    num_held = kv_cache.num_columns
+    text += [1, 2, 3]
+    second = drafter.draft(torch.tensor([text[-3:]]), kv_cache, 4, GREEDY, kept=kept([1, 2, 3]))
+    assert second.token_ids.tolist() == [[4, 5, 6, 7]]
+    assert second.fed.num_ahead == -3
+    assert kv_cache.num_columns == num_held
+    text += [50]  # stood nowhere
+    third = drafter.draft(torch.tensor([text[-4:]]), kv_cache, 4, GREEDY, kept=kept([50]))
+    assert third.fed is None
+    alone, other_cache = make_drafter(llama, 1)
+    assert torch.equal(third.token_ids, alone.draft(torch.tensor([text]), other_cache, 4, GREEDY).token_ids)
+
+
+def test_the_model_is_run_before_it_lags_too_far(llama):
+    drafter, kv_cache = make(llama, 1)
+    text = [1, 2, 3, 4, 5, 6, 7] * 8
+    drafter.draft(torch.tensor([text]), kv_cache, 4, GREEDY)
+    behind = 0
+    while True:
+        text += (text[-7:])[:4]
+        behind += 4
+        draft = drafter.draft(torch.tensor([text[-behind:]]), kv_cache, 4, GREEDY, kept=kept(text[-4:]))
+        if draft.fed.num_ahead >= 0:
+            break
+    assert MAX_BEHIND - 8 <= behind <= MAX_BEHIND
+
+
+def test_each_row_takes_what_promises_more(llama):
+    """One row's copies fail and its model's tokens hold, the other way round in the other: each turns to its own."""
+    drafter, kv_cache = make(llama, 2)
+    drafter.draft(torch.tensor([[1, 2, 3, 1], [1, 2, 3, 1]]), kv_cache, 4, GREEDY)
+    drafter._of_suffix, drafter._of_model = suffix_rates(2), model_rates(2)
+    for _ in range(8):
+        for rates, good in ((drafter._of_model, 0), (drafter._of_suffix, 1)):
+            rates.observe(good, [0, 1, 2, 3], 4)
+            rates.observe(1 - good, [0], 0)
+    assert [drafter._copies(row, 4) for row in (0, 1)] == [False, True]
+
+
+def test_copies_are_learnt_from_in_every_round_and_the_models_tokens_where_they_were_proposed(llama):
+    drafter, kv_cache = make(llama, 1)
+    drafter.draft(torch.tensor([[1, 2, 3, 1]]), kv_cache, 4, GREEDY)
+    assert drafter._num_asked == [4]  # the model's tokens: a match of one promises less
+    assert drafter._proposals[0].token_ids == [2, 3, 1, 2]
+    drafter._learn([[2, 3, 9]], num_rounds=1)
+    assert drafter._of_suffix._rows[0] == [(1.0, 1.0), (0.97, 1.97), (0.0, 0.0), (0.0, 0.0), (0.0, 0.0)]
+    assert drafter._of_model._rows[0] == [(1.0, 1.0), (1.0, 1.0), (0.0, 1.0), (0.0, 0.0)]
+    drafter._learn([[2, 3]], num_rounds=2)  # one refused at once, and a plain step: what the text gained still agrees
+    assert drafter._of_model._rows[0][0] == (0.97, 1.97)
+
+
+def test_each_row_has_rates_of_its_own():
+    rates = Rates([0.5], 2)
+    for _ in range(50):
+        rates.observe(0, [0], 0)
+    assert rates.expected(0, [0]) < 0.1
+    assert rates.expected(1, [0, 0]) == pytest.approx(0.75)
+    for _ in range(50):
+        rates.observe(1, [0], 1)
+    assert rates.expected(1, [0]) > 0.8
+    rates.rows([1])
+    assert rates.expected(0, [0]) > 0.8
+
+
+def test_an_accepted_copy_makes_the_next_tokens_match_longer():
+    assert suffix_kinds(1, 8) == [0, 1, 1, 2, 2, 2, 2, 3]
+    assert suffix_kinds(40, 2) == [4, 4]
+
+
+def test_a_copied_tokens_law_in_a_mixed_round_is_all_on_it():
+    laws = torch.randn(2, 2, 5)
+    drafted = DraftOut(torch.tensor([[1, 2], [3, 4]]), torch.tensor([2, 2]), laws, laws.logsumexp(-1))
+    mixed = _mixed(point_masses([[4, 0, 2], []], torch.device("cpu")), drafted, torch.tensor([True, False]))
+    assert mixed.token_ids.tolist() == [[4, 0, 2], [3, 4, 0]]
+    assert mixed.lens.tolist() == [3, 2]
+    assert torch.equal(mixed.token_logits[0].softmax(-1), torch.eye(5)[[4, 0, 2]])
+    assert torch.equal(mixed.token_logits[1, :2], laws[1])
+    assert torch.allclose(mixed.logsumexp, mixed.token_logits.logsumexp(-1))
+
+
+def test_rows_keep_what_belongs_to_them(llama):
+    drafter, kv_cache = make(llama, 3)
+    texts = [[1, 2, 3, 4] * 5, list(range(1, 21)), [9, 8, 7, 6, 5] * 4]
+    drafter.draft(torch.tensor(texts), kv_cache, 4, RANDOM, keys=make_keys([20] * 3))
+    drafter.rows([2, 0])
+    kv_cache.rows([2, 0])
+    draft = drafter.draft(torch.tensor([[9, 8], [1, 2]]), kv_cache, 4, GREEDY, kept=kept([9, 8], [1, 2]))
+    assert draft.token_ids.tolist() == [[7, 6, 5, 9], [3, 4, 1, 2]]
