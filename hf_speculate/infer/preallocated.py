@@ -171,7 +171,7 @@ class PreallocatedKVCache:
         """Nothing to bring back."""
 
     def hand_back(self) -> None:
-        """Bring `home` to what plain `generate` would have left in it; the buffers go, layer by layer."""
+        """Bring `home` to what plain `generate` would have left in it; buffers without a pool go, layer by layer."""
         if self._home is None or not self.num_columns:
             return
         layers: list[Any] = self._home.layers
@@ -179,7 +179,8 @@ class PreallocatedKVCache:
             state = self._states(layer)
             kept.lazy_initialization(state.keys, state.values)
             kept.keys, kept.values = state
-            layer.release()
+            if self._pool is None:
+                layer.release()
             if isinstance(kept, DynamicSlidingWindowLayer):
                 kept.cumulative_length = self.num_columns
         self._home = None
