@@ -13,14 +13,17 @@ from transformers import (
     StoppingCriteriaList,
 )
 from transformers.cache_utils import Cache
+from transformers.generation.candidate_generator import CandidateGenerator
 
-from hf_speculate.batch import Batch
+from hf_speculate.batch import Batch, make_row_seeds
 from hf_speculate.compiling import Compiler, Static, draft_lens
 from hf_speculate.config import DEFAULT_ASSISTANT_TOKENS, SpeculationConfig
 from hf_speculate.decoder import DecoderSettings, SpeculativeDecoder
+from hf_speculate.draft.base import Drafter
 from hf_speculate.draft.compiled import UNIT_QUERY_LEN, CompiledDrafter
+from hf_speculate.draft.foreign import ForeignDrafter, samples_its_law
 from hf_speculate.draft.model import DraftSettings, ModelDrafter
-from hf_speculate.errors import ConfigError
+from hf_speculate.draft.vocabulary import TranslatedLanguageModel, Vocabulary
 from hf_speculate.infer.compiled import CompiledLanguageModel
 from hf_speculate.infer.homes import Home
 from hf_speculate.infer.inferencer import Inferencer
@@ -34,7 +37,6 @@ from hf_speculate.sequences import TokenBuffer
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.stopping import BlockStoppingCriteria
 from hf_speculate.triton_kernels.backends import check_backend
-from hf_speculate.triton_kernels.noise import row_seeds
 from hf_speculate.types import SampleStrategy
 from hf_speculate.verify.base import draft_stream, make_verifier, reads_draft_logits
 
@@ -62,6 +64,8 @@ class Call:
         on_tokens: a streamer's callback.
         target_attention, draft_attention: names of the models' attention implementations.
         static: how buffers that never grow were asked for; None: they were not.
+        vocabulary: how the draft's ids stand to the target's; None: they are the same.
+        generator: what drafts in place of a model; None: a model does, or nothing.
     """
 
     input_ids: Tensor
@@ -81,6 +85,8 @@ class Call:
     target_attention: str
     draft_attention: str
     static: Static | None = None
+    vocabulary: Vocabulary | None = None
+    generator: CandidateGenerator | None = None
 
 
 def build_decoder(
@@ -113,17 +119,20 @@ def build_decoder(
         stats.fallbacks.append(reason)
     config = _without_idle_block(config, call, bool(reason), stats)
     stats.verifier = config.verifier or ""
-    compiler = Compiler(call.static, () if draft is None else draft_lens(config), stats)
+    drafts = draft is not None or call.generator is not None
+    compiler = Compiler(call.static, draft_lens(config) if drafts else (), stats)
     batch = _build_batch(target, draft, config, call, compiler)
     stats.cache = batch.target_cache.kind
     offset = call.cache.get_seq_length() + call.query_ids.shape[1] - call.input_ids.shape[1]
     max_position = max(call.max_length + offset - 2, 0)
     target_model = compiler.target(target, max_position, batch.target_cache, keeps_states=call.is_cache_kept)
-    drafter = None
+    drafter: Drafter | None = None if call.generator is None else ForeignDrafter(call.generator)
     if draft is not None:
         processors = block_processors.row_wise_part()
         eos = stopping.eos_token_ids
-        drafter = build_drafter(draft, config, processors, eos, max_position, compiler, batch.draft_cache)
+        drafter = build_drafter(
+            draft, config, processors, eos, max_position, compiler, batch.draft_cache, call.vocabulary
+        )
     settings = DecoderSettings(
         draft_strategy=_draft_strategy(config, call),
         max_length=call.max_length,
@@ -142,7 +151,7 @@ def build_decoder(
         target=target_model,
         drafter=drafter,
         judge=judge,
-        schedule=ConstantSchedule(0) if draft is None else build_schedule(target, draft, config),
+        schedule=build_schedule(target, draft, config) if drafts else ConstantSchedule(0),
         settings=settings,
         recorder=OutputRecorder(call.input_ids.shape[0], call.recorded),
         stats=stats,
@@ -159,6 +168,7 @@ def build_drafter(
     max_position: int | None = None,
     compiler: Compiler | None = None,
     kv_cache: KVCache | None = None,
+    vocabulary: Vocabulary | None = None,
 ) -> ModelDrafter:
     """A drafter over a draft model.
 
@@ -170,6 +180,7 @@ def build_drafter(
         max_position: upper bound of position ids; the draft's own table may bound them further.
         compiler: decides whether the draft model runs compiled; None: it runs eagerly.
         kv_cache: the draft model's cache, where a compiler decides.
+        vocabulary: how the draft's ids stand to the target's; None: they are the same.
     """
     table = getattr(draft.config.get_text_config(decoder=True), "max_position_embeddings", None)
     bounds = [bound for bound in (max_position, table - 1 if table else None) if bound is not None]
@@ -182,6 +193,10 @@ def build_drafter(
         backend=config.verifier_backend,
     )
     max_position = min(bounds, default=None)
+    if vocabulary is not None:
+        if compiler is not None:
+            compiler.leave_draft_eager("its ids are translated to the target's")
+        return ModelDrafter(Inferencer(TranslatedLanguageModel(draft, vocabulary, max_position)), processors, settings)
     if compiler is None:
         return ModelDrafter(Inferencer(LanguageModel(draft, max_position, keeps_states=False)), processors, settings)
     is_unrolled = not len(processors) and not settings.confidence_threshold
@@ -225,19 +240,21 @@ def _without_idle_block(
 
 def _draft_strategy(config: SpeculationConfig, call: Call) -> SampleStrategy:
     samples = call.do_sample and config.draft_sampling == "sample"
+    if call.generator is not None:
+        samples = call.do_sample and samples_its_law(call.generator)
     return SampleStrategy.RANDOM if samples else SampleStrategy.GREEDY
 
 
-def build_schedule(target: PreTrainedModel, draft: PreTrainedModel, config: SpeculationConfig) -> Schedule:
+def build_schedule(target: PreTrainedModel, draft: PreTrainedModel | None, config: SpeculationConfig) -> Schedule:
     """The schedule that the settings name.
 
     Args:
         target: the model that is sped up.
-        draft: the draft model.
+        draft: the draft model; None where a `CandidateGenerator` drafts.
         config: resolved settings.
     """
     match config.schedule:
-        case "adaptive":
+        case "adaptive" if draft is not None:
             return AdaptiveSchedule(config.max_draft_tokens, _num_bytes(draft) / max(_num_bytes(target), 1))
         case "heuristic" | "heuristic_transient":
             return HeuristicSchedule(config.num_assistant_tokens or DEFAULT_ASSISTANT_TOKENS)
@@ -284,22 +301,6 @@ def _build_batch(
         query_ids=call.query_ids,
         target_cache=target_cache,
         draft_cache=draft_cache,
-        seeds=_seeds(config, batch_size, call.do_sample).to(device),
+        seeds=make_row_seeds(config, batch_size, call.do_sample).to(device),
         num_prompt_tokens=num_prompt_tokens,
     )
-
-
-def _seeds(config: SpeculationConfig, batch_size: int, do_sample: bool) -> Tensor:
-    """[B] int64 row seeds; torch's generator is left alone where nothing is drawn."""
-    seed = config.seed
-    needs_noise = do_sample or not (config.verifier == "greedy" or config.typical_correction == "argmax")
-    if seed is None and not needs_noise:
-        seed = 0
-    if seed is None:
-        device = "cpu" if config.generator is None else config.generator.device
-        seed = int(torch.randint(2**62, (), generator=config.generator, device=device))
-    if not isinstance(seed, Sequence):
-        return row_seeds(int(seed), batch_size)
-    if len(seed) != batch_size:
-        raise ConfigError(f"seed must be an int or one int per output row, {batch_size} of them, got {len(seed)}")
-    return torch.cat([row_seeds(int(value), 1) for value in seed])

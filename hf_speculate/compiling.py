@@ -127,6 +127,11 @@ class Compiler:
         all_unrolled = is_unrolled and max(self.lens) <= MAX_UNROLLED_STEPS
         return CompiledLanguageModel(model, max_position, compilation, () if all_unrolled else (1, 2))
 
+    def leave_draft_eager(self, reason: str) -> None:
+        """Say why the draft model does not run compiled, where it would have."""
+        if self.static is not None and self.static.draft is not None:
+            self._give_up(f"eager forwards of the draft, for {reason}")
+
     def _compilation(
         self, part: str, model: PreTrainedModel, settings: CompileSettings | None, kv_cache: KVCache | None
     ) -> Compilation | None:

@@ -1,11 +1,10 @@
 """The door: `generate()` of an enabled model, with its uses of transformers' private names."""
 
-import inspect
 import json
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,23 +16,29 @@ from transformers import (
     StoppingCriteriaList,
 )
 from transformers.cache_utils import Cache, StaticCache
+from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from hf_speculate.arguments import own_static_cache, own_stop_strings
+from hf_speculate.arguments import bind, own_early_exit, own_static_cache, own_stop_strings, samples
 from hf_speculate.attention_switch import folded_attention_for
 from hf_speculate.batch import Batch
 from hf_speculate.build import Call, build_decoder
 from hf_speculate.compiling import Static, compile_settings, static_of
 from hf_speculate.config import FIELD_NAMES, SpeculationConfig, fields_of, read_config
 from hf_speculate.decoder import SpeculativeDecoder
+from hf_speculate.draft.early_exit import early_exit_model
+from hf_speculate.draft.foreign import make_generator
+from hf_speculate.draft.vocabulary import Vocabulary
 from hf_speculate.errors import UnsupportedGenerationError, UnsupportedModelError
-from hf_speculate.outputs import Recorded
+from hf_speculate.matching import match_vocabularies, warn_of_low_acceptance
+from hf_speculate.outputs import make_output, recorded_of
 from hf_speculate.refusals import (
-    ASSISTED,
     COUPLED_ALONE,
+    Reason,
     check_assistant,
     check_call,
     check_models,
+    check_one_source,
     check_prepared,
     check_rope,
     checked_mask,
@@ -109,42 +114,62 @@ def _generate(
     kwargs: dict[str, Any],
     fields_from: Mapping[str, Any],
 ) -> GenerateOutput:
-    call = _bind(plain, args, kwargs)
+    call = bind(plain, args, kwargs)
     if isinstance(call.get("custom_generate"), str):
         return plain(**call)  # the repository's function comes back through `generate` above
     keywords = {name: call.pop(name) for name in FIELD_NAMES if name in call}
     assistant = call.pop("assistant_model", None)
     passed = call.get("generation_config")
-    sources = [keywords, fields_of(passed), _only_fields(fields_from), fields_of(model.generation_config)]
+    sources = [
+        keywords,
+        fields_of(passed),
+        {name: fields_from[name] for name in FIELD_NAMES if fields_from.get(name) is not None},
+        fields_of(model.generation_config),
+    ]
     if assistant is not None:
         sources.append(fields_of(getattr(assistant, "generation_config", None)))
     config = read_config(sources)
-    if assistant is None and not (config.verifier == "coupled" and _samples(model, call)):
+    early_exit = own_early_exit(model, call)
+    reason = check_one_source(assistant, config.candidate_generator, early_exit)
+    if reason is None and not (config.verifier == "coupled" and samples(model, call)):
         if config.verifier is not None:
             check_verifier(config)
         if config.speculation_stats is not None:
             config.speculation_stats.reset()
         return plain(**call, **{name: keywords[name] for name in _TRANSFORMERS_FIELDS if name in keywords})
-    models, reason = [model], COUPLED_ALONE
-    if assistant is not None:
-        check_assistant(assistant, call)
-        models, reason = [model, assistant], ASSISTED
+    reason = reason or COUPLED_ALONE
     check_call(call, reason)
+    if assistant is not None:
+        check_assistant(assistant)
+    models = [model] if assistant is None else [model, assistant]
     check_models(models, [type(one).__name__ for one in models if one._is_stateful], reason)
+    drafting = _Drafting(reason, assistant)
+    if assistant is not None:
+        tokenizers = call.get("tokenizer"), call.get("assistant_tokenizer")
+        drafting = _Drafting(reason, assistant, match_vocabularies(model, assistant, *tokenizers))
+    elif early_exit is not None:
+        drafting = _Drafting(reason, early_exit_model(model, early_exit))
     own_stop_strings(model, call)
     is_static = own_static_cache(model, call)
-    return plain(**call, custom_generate=_Speculation(assistant, config, call, is_static))
+    return plain(**call, custom_generate=_Speculation(drafting, config, call, is_static))
+
+
+class _Drafting(NamedTuple):
+    """What drafts, but for a `candidate_generator`, which the config holds."""
+
+    reason: Reason
+    assistant: PreTrainedModel | None
+    vocabulary: Vocabulary | None = None
 
 
 class _Speculation:
     """The decoding method of one call, run by transformers once it has prepared the inputs."""
 
-    def __init__(
-        self, assistant: PreTrainedModel | None, config: SpeculationConfig, call: dict[str, Any], is_static: bool
-    ):
-        self.assistant = assistant
+    def __init__(self, drafting: _Drafting, config: SpeculationConfig, call: dict[str, Any], is_static: bool):
+        self.drafting = drafting
+        self.assistant = drafting.assistant
         self.is_static = is_static
-        self.reason = COUPLED_ALONE if assistant is None else ASSISTED
+        self.reason = drafting.reason
         self.config = config
         self.streamer = call.get("streamer")
         self.is_cache_passed = call.get("past_key_values") is not None
@@ -180,11 +205,13 @@ class _Speculation:
             max_length=generation_config.max_length,
             pad_token_id=None if pad is None else int(pad),
             prefill_chunk_size=generation_config.prefill_chunk_size,
-            recorded=_recorded(generation_config),
+            recorded=recorded_of(generation_config),
             on_tokens=self._stream if self.streamer is not None else None,
             target_attention=_attention(model),
             draft_attention="" if self.assistant is None else _attention(self.assistant),
             static=_static(model, self.assistant, generation_config, self.is_static),
+            vocabulary=self.drafting.vocabulary,
+            generator=self._generator(input_ids, generation_config, model_kwargs, logits_processor),
         )
         decoder, batch = build_decoder(model, self.assistant, config, call)
         needs_eager = call.recorded.attentions
@@ -193,7 +220,12 @@ class _Speculation:
             self._decode(decoder, batch)
         if self.streamer is not None:
             self.streamer.end()
-        return _output(decoder, call) if returns_dict else decoder.recorder.sequences(input_ids, call.pad_token_id or 0)
+        if self.assistant is not None and self.drafting.vocabulary is None:
+            warn_of_low_acceptance(model, self.assistant, decoder.stats)
+        recorder, pad_id = decoder.recorder, call.pad_token_id or 0
+        if not returns_dict:
+            return recorder.sequences(input_ids, pad_id)
+        return make_output(recorder, decoder.stats, input_ids, pad_id, call.cache)
 
     def _decode(self, decoder: SpeculativeDecoder, batch: Batch) -> None:
         """Decode; a cache that the user passed is brought back when that fails."""
@@ -205,6 +237,26 @@ class _Speculation:
                 batch.target_cache.restore(snapshot)
             raise
         batch.target_cache.hand_back()
+
+    def _generator(
+        self,
+        input_ids: Tensor,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        processors: LogitsProcessorList,
+    ) -> CandidateGenerator | None:
+        """The call's `candidate_generator`; one that is made is told what transformers tells its own."""
+        source = self.config.candidate_generator
+        if source is None:
+            return None
+        return make_generator(
+            source,
+            input_ids=input_ids,
+            generation_config=generation_config,
+            model_kwargs=model_kwargs,
+            inputs_tensor=input_ids,
+            logits_processor=processors,
+        )
 
     def _query(self, input_ids: Tensor, cache: Cache) -> Tensor:
         """The prompt tokens that the cache does not hold; `input_ids` may be the whole text or only what is new."""
@@ -225,33 +277,9 @@ class _Speculation:
             self.streamer.put(torch.tensor([token_id]))  # type: ignore[union-attr]
 
 
-def _bind(plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments by name."""
-    signature = inspect.signature(plain)
-    call = dict(signature.bind(*args, **kwargs).arguments)
-    for name, parameter in signature.parameters.items():
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            call.update(call.pop(name, {}))
-    return call
-
-
-def _samples(model: PreTrainedModel, call: dict[str, Any]) -> bool:
-    """Whether transformers will resolve `do_sample` to True: by the keyword, the passed config, the model's."""
-    if "do_sample" in call:
-        return bool(call["do_sample"])
-    for config in (call.get("generation_config"), model.generation_config):
-        if config is not None and config.do_sample is not None:
-            return bool(config.do_sample)
-    return False
-
-
 def _attention(model: PreTrainedModel) -> str:
     """The implementation that the model's decoder looks up at every forward."""
     return str(model.config.get_text_config(decoder=True)._attn_implementation)
-
-
-def _only_fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: values[name] for name in FIELD_NAMES if values.get(name) is not None}
 
 
 def _num_cached_rows(cache: Cache) -> int | None:
@@ -273,32 +301,6 @@ def _static(
         compile_config = config.compile_config or one._default_compile_config()
         settings.append(compile_settings(compile_config) if compiles else None)
     return static_of(settings, config, model.device)
-
-
-def _recorded(generation_config: GenerationConfig) -> Recorded:
-    if not generation_config.return_dict_in_generate:
-        return Recorded()
-    return Recorded(
-        scores=bool(generation_config.output_scores),
-        logits=bool(generation_config.output_logits),
-        hidden_states=bool(generation_config.output_hidden_states),
-        attentions=bool(generation_config.output_attentions),
-    )
-
-
-def _output(decoder: SpeculativeDecoder, call: Call) -> GenerateDecoderOnlyOutput:
-    recorder, pad = decoder.recorder, call.pad_token_id or 0
-    parts: dict[str, Any] = {
-        "sequences": recorder.sequences(call.input_ids, pad),
-        "scores": recorder.scores(pad),
-        "logits": recorder.logits(pad),
-        "attentions": tuple(recorder.attentions) if recorder.recorded.attentions else None,
-        "hidden_states": tuple(recorder.hidden_states) if recorder.recorded.hidden_states else None,
-        "past_key_values": call.cache,
-    }
-    output = GenerateDecoderOnlyOutput(**parts)
-    output.speculation = decoder.stats
-    return output
 
 
 def warn_of_lost_fields(model: PreTrainedModel) -> None:

@@ -33,11 +33,13 @@ class Reason(NamedTuple):
 
 
 ASSISTED = Reason("assistant_model", "leave assistant_model out to decode without speculation")
+EARLY_EXIT = Reason("assistant_early_exit", "leave assistant_early_exit out to decode without speculation")
+GENERATOR = Reason("candidate_generator", "leave candidate_generator out to decode without speculation")
 COUPLED_ALONE = Reason("verifier='coupled'", "set verifier='rejection' to draw as transformers does")
 
 
 def check_models(models: Sequence[PreTrainedModel], stateful: Sequence[str], reason: Reason) -> None:
-    """Refuse models that cannot decode, or not together, from the configs alone.
+    """Refuse models that cannot decode, from the configs alone.
 
     Args:
         models: the target, then the draft where there is one.
@@ -45,7 +47,7 @@ def check_models(models: Sequence[PreTrainedModel], stateful: Sequence[str], rea
         reason: why the call is ours.
 
     Raises:
-        UnsupportedModelError: a model cannot roll back or is an encoder-decoder, or the vocabularies differ.
+        UnsupportedModelError: a model cannot roll back or is an encoder-decoder.
     """
     if stateful:
         raise UnsupportedModelError(
@@ -72,12 +74,6 @@ def check_models(models: Sequence[PreTrainedModel], stateful: Sequence[str], rea
                 f"layer_types must be among {', '.join(sorted(_SERVED_LAYERS))}, got {', '.join(unserved)} in "
                 f"{type(model).__name__}; {reason.way_out}"
             )
-    sizes = [model.config.get_text_config(decoder=True).vocab_size for model in models]
-    if sizes[0] != sizes[-1]:
-        raise UnsupportedModelError(
-            f"assistant_model must have the target's vocabulary of {sizes[0]} tokens, got {sizes[-1]}; "
-            "use a draft with the same tokenizer"
-        )
 
 
 def check_rope(target: PreTrainedModel, max_length: int, reason: Reason) -> None:
@@ -99,27 +95,42 @@ def check_rope(target: PreTrainedModel, max_length: int, reason: Reason) -> None
         )
 
 
-def check_assistant(assistant: object, call: dict[str, Any]) -> None:
+def check_assistant(assistant: object) -> None:
     """Refuse what cannot draft.
 
     Args:
         assistant: what was passed as `assistant_model`.
-        call: all other arguments of `generate()`, by name.
 
     Raises:
-        UnsupportedModelError: the assistant is no model that generates, or has another vocabulary.
+        UnsupportedModelError: the assistant is no model that generates.
     """
     if not isinstance(assistant, PreTrainedModel) or not assistant.can_generate():
         raise UnsupportedModelError(
             f"assistant_model must be a transformers model that can generate, got {type(assistant).__name__}; "
             f"{ASSISTED.way_out}"
         )
-    tokenizers = [call[name] for name in ("tokenizer", "assistant_tokenizer") if call.get(name) is not None]
-    if len(tokenizers) == 2 and tokenizers[0].get_vocab() != tokenizers[1].get_vocab():
-        raise UnsupportedModelError(
-            "assistant_tokenizer must have the vocabulary of tokenizer, got another one; "
-            "use a draft with the same tokenizer"
-        )
+
+
+def check_one_source(assistant: object, generator: object, early_exit: object) -> Reason | None:
+    """Refuse more than one source of drafts.
+
+    Args:
+        assistant: the call's `assistant_model`.
+        generator: its `candidate_generator`.
+        early_exit: its `assistant_early_exit`.
+
+    Returns:
+        Why the call is ours; None where nothing drafts.
+
+    Raises:
+        UnsupportedGenerationError: two or three are given.
+    """
+    sources = ((assistant, ASSISTED), (generator, GENERATOR), (early_exit, EARLY_EXIT))
+    given = [reason for source, reason in sources if source is not None]
+    if len(given) > 1:
+        names = " and ".join(reason.cause for reason in given)
+        raise UnsupportedGenerationError(f"there must be one source of drafts, got {names}; {given[-1].way_out}")
+    return given[0] if given else None
 
 
 def check_call(call: dict[str, Any], reason: Reason) -> None:
@@ -137,6 +148,8 @@ def check_call(call: dict[str, Any], reason: Reason) -> None:
         "inputs_embeds": call.get("inputs_embeds"),
         "position_ids": call.get("position_ids"),
         "synced_gpus": call.get("synced_gpus") or None,
+        "speculation_type": call.get("speculation_type"),
+        "use_mtp": call.get("use_mtp") or None,
     }
     for name, value in refused.items():
         if value is not None:
@@ -173,7 +186,7 @@ def check_prepared(
         )
     if not generation_config.use_cache:
         raise UnsupportedGenerationError(f"use_cache must be True with {reason.cause}, got False; {reason.way_out}")
-    if reason is ASSISTED and getattr(generation_config, "assistant_ensemble_weight", None) is not None:
+    if reason is not COUPLED_ALONE and getattr(generation_config, "assistant_ensemble_weight", None) is not None:
         raise UnsupportedGenerationError(
             "assistant_ensemble_weight must be left out, got one; choose verifier='typical' for a lossy rule"
         )
@@ -194,6 +207,7 @@ def check_prepared(
     if input_ids.shape[1] == 0:
         raise UnsupportedGenerationError(f"the prompt must hold at least one token, got an empty one; {reason.way_out}")
     one_row_only = {
+        "candidate_generator": reason is GENERATOR,
         "streamer": streamer is not None,
         "output_hidden_states": bool(generation_config.output_hidden_states),
         "output_attentions": bool(generation_config.output_attentions),
