@@ -194,8 +194,6 @@ def build_drafter(
     )
     max_position = min(bounds, default=None)
     if vocabulary is not None:
-        if compiler is not None:
-            compiler.leave_draft_eager("its ids are translated to the target's")
         return ModelDrafter(Inferencer(TranslatedLanguageModel(draft, vocabulary, max_position)), processors, settings)
     if compiler is None:
         return ModelDrafter(Inferencer(LanguageModel(draft, max_position, keeps_states=False)), processors, settings)

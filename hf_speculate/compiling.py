@@ -25,7 +25,7 @@ class Static(NamedTuple):
 
     target: CompileSettings | None  # None: eagerly
     draft: CompileSettings | None
-    obstacle: str  # why a `compile_config` was passed in vain; empty where it was not
+    obstacle: str  # what stays eager though it was to be compiled, with the reason; empty where nothing does
     min_columns: int  # that buffers are made for
 
 
@@ -50,6 +50,18 @@ def static_of(settings: Sequence[CompileSettings | None], config: GenerationConf
         obstacle = "eager forwards, for hidden states or attentions are returned" if target or obstacle else ""
         target = draft = None
     return Static(target, draft, obstacle, getattr(config, "max_cache_len", None) or 0)
+
+
+def with_eager_draft(static: Static | None, reason: str) -> Static | None:
+    """The same wish, but for compiled forwards of the draft.
+
+    Args:
+        static: what a call asks of fixed buffers.
+        reason: why its draft is not compiled.
+    """
+    if static is None or static.draft is None:
+        return static
+    return static._replace(draft=None, obstacle=f"eager forwards of the draft, for {reason}")
 
 
 def draft_lens(config: SpeculationConfig) -> tuple[int, ...]:
@@ -126,11 +138,6 @@ class Compiler:
             return LanguageModel(model, max_position, keeps_states=False)
         all_unrolled = is_unrolled and max(self.lens) <= MAX_UNROLLED_STEPS
         return CompiledLanguageModel(model, max_position, compilation, () if all_unrolled else (1, 2))
-
-    def leave_draft_eager(self, reason: str) -> None:
-        """Say why the draft model does not run compiled, where it would have."""
-        if self.static is not None and self.static.draft is not None:
-            self._give_up(f"eager forwards of the draft, for {reason}")
 
     def _compilation(
         self, part: str, model: PreTrainedModel, settings: CompileSettings | None, kv_cache: KVCache | None

@@ -4,7 +4,7 @@ import json
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,14 +23,12 @@ from hf_speculate.arguments import bind, own_early_exit, own_static_cache, own_s
 from hf_speculate.attention_switch import folded_attention_for
 from hf_speculate.batch import Batch
 from hf_speculate.build import Call, build_decoder
-from hf_speculate.compiling import Static, compile_settings, static_of
+from hf_speculate.compiling import Static, compile_settings, static_of, with_eager_draft
 from hf_speculate.config import FIELD_NAMES, SpeculationConfig, fields_of, read_config
 from hf_speculate.decoder import SpeculativeDecoder
-from hf_speculate.draft.early_exit import early_exit_model
 from hf_speculate.draft.foreign import make_generator
-from hf_speculate.draft.vocabulary import Vocabulary
 from hf_speculate.errors import UnsupportedGenerationError, UnsupportedModelError
-from hf_speculate.matching import match_vocabularies, warn_of_low_acceptance
+from hf_speculate.matching import Drafting, choose_draft, warn_of_low_acceptance
 from hf_speculate.outputs import make_output, recorded_of
 from hf_speculate.refusals import (
     COUPLED_ALONE,
@@ -143,33 +141,23 @@ def _generate(
         check_assistant(assistant)
     models = [model] if assistant is None else [model, assistant]
     check_models(models, [type(one).__name__ for one in models if one._is_stateful], reason)
-    drafting = _Drafting(reason, assistant)
-    if assistant is not None:
-        tokenizers = call.get("tokenizer"), call.get("assistant_tokenizer")
-        drafting = _Drafting(reason, assistant, match_vocabularies(model, assistant, *tokenizers))
-    elif early_exit is not None:
-        drafting = _Drafting(reason, early_exit_model(model, early_exit))
+    tokenizers = call.get("tokenizer"), call.get("assistant_tokenizer")
+    drafting = choose_draft(model, assistant, early_exit, *tokenizers)
     own_stop_strings(model, call)
     is_static = own_static_cache(model, call)
-    return plain(**call, custom_generate=_Speculation(drafting, config, call, is_static))
-
-
-class _Drafting(NamedTuple):
-    """What drafts, but for a `candidate_generator`, which the config holds."""
-
-    reason: Reason
-    assistant: PreTrainedModel | None
-    vocabulary: Vocabulary | None = None
+    return plain(**call, custom_generate=_Speculation(drafting, reason, config, call, is_static))
 
 
 class _Speculation:
     """The decoding method of one call, run by transformers once it has prepared the inputs."""
 
-    def __init__(self, drafting: _Drafting, config: SpeculationConfig, call: dict[str, Any], is_static: bool):
+    def __init__(
+        self, drafting: Drafting, reason: Reason, config: SpeculationConfig, call: dict[str, Any], is_static: bool
+    ):
         self.drafting = drafting
         self.assistant = drafting.assistant
         self.is_static = is_static
-        self.reason = drafting.reason
+        self.reason = reason
         self.config = config
         self.streamer = call.get("streamer")
         self.is_cache_passed = call.get("past_key_values") is not None
@@ -209,7 +197,7 @@ class _Speculation:
             on_tokens=self._stream if self.streamer is not None else None,
             target_attention=_attention(model),
             draft_attention="" if self.assistant is None else _attention(self.assistant),
-            static=_static(model, self.assistant, generation_config, self.is_static),
+            static=self._static(model, generation_config),
             vocabulary=self.drafting.vocabulary,
             generator=self._generator(input_ids, generation_config, model_kwargs, logits_processor),
         )
@@ -220,7 +208,7 @@ class _Speculation:
             self._decode(decoder, batch)
         if self.streamer is not None:
             self.streamer.end()
-        if self.assistant is not None and self.drafting.vocabulary is None:
+        if self.assistant is not None and self.drafting.is_guess:
             warn_of_low_acceptance(model, self.assistant, decoder.stats)
         recorder, pad_id = decoder.recorder, call.pad_token_id or 0
         if not returns_dict:
@@ -237,6 +225,10 @@ class _Speculation:
                 batch.target_cache.restore(snapshot)
             raise
         batch.target_cache.hand_back()
+
+    def _static(self, model: PreTrainedModel, generation_config: GenerationConfig) -> Static | None:
+        static = _static(model, self.assistant, generation_config, self.is_static)
+        return with_eager_draft(static, self.drafting.why_eager) if self.drafting.why_eager else static
 
     def _generator(
         self,

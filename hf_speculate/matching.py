@@ -1,10 +1,12 @@
-"""Decides how a draft's vocabulary stands to the target's."""
+"""Decides which model drafts in which vocabulary."""
 
 import functools
 import warnings
+from typing import NamedTuple
 
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_speculate.draft.early_exit import early_exit_model
 from hf_speculate.draft.overlap import shared_vocabulary
 from hf_speculate.draft.vocabulary import Vocabulary, padded_vocabulary
 from hf_speculate.errors import UnsupportedModelError
@@ -17,6 +19,47 @@ MAX_PADDING = 1024
 _LEAST_ACCEPTANCE = 0.02
 _NUM_DRAFTED = 64
 _NUM_JUDGED = 10  # where a long draft is refused at once, its other tokens were never looked at
+
+
+class Drafting(NamedTuple):
+    """The model that drafts."""
+
+    assistant: PreTrainedModel | None  # None: no model does
+    vocabulary: Vocabulary | None = None  # how its ids stand to the target's; None: they are the same
+    is_guess: bool = False  # that they are the same, for nobody compared the tokenizers
+    why_eager: str = ""  # why it is never compiled; empty where it may be
+
+
+def choose_draft(
+    target: PreTrainedModel,
+    assistant: PreTrainedModel | None,
+    early_exit: int | None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    assistant_tokenizer: PreTrainedTokenizerBase | None = None,
+) -> Drafting:
+    """The model that drafts.
+
+    Args:
+        target: the target.
+        assistant: the draft model, or None.
+        early_exit: where there is none, the number of the target's own layers that draft, or None.
+        tokenizer: the target's, or None.
+        assistant_tokenizer: the draft's, or None.
+
+    Raises:
+        ConfigError: the target has no more layers than that.
+        UnsupportedModelError: nobody can say how the ids stand to each other, too few tokens are shared, or the layers
+            cannot be told apart.
+    """
+    if assistant is None:
+        if early_exit is None:
+            return Drafting(None)
+        short = early_exit_model(target, early_exit)
+        return Drafting(short, why_eager="a model's first layers are a new draft in every call")
+    vocabulary = match_vocabularies(target, assistant, tokenizer, assistant_tokenizer)
+    if vocabulary is not None:
+        return Drafting(assistant, vocabulary, why_eager="its ids are translated to the target's")
+    return Drafting(assistant, is_guess=tokenizer is None or assistant_tokenizer is None)
 
 
 def match_vocabularies(
@@ -58,7 +101,7 @@ def match_vocabularies(
         warnings.warn(
             f"the target has {num_target} ids and the draft {num_draft}; their tokenizers were not found, so ids are "
             "taken to be the same but for padding; pass tokenizer= and assistant_tokenizer= to make sure",
-            stacklevel=4,
+            stacklevel=5,
         )
         return padded_vocabulary(num_target, num_draft)
     else:

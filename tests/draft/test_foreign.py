@@ -67,6 +67,9 @@ class ArgmaxWithLogits(CandidateGenerator):
             ids = torch.cat([ids, logits[-1].argmax(-1, keepdim=True)], dim=1)
         return ids, torch.stack(logits, dim=1)
 
+    def update_candidate_strategy(self, input_ids, scores, num_matches):
+        pass  # older versions of transformers ask for one
+
 
 def ask(drafter: ForeignDrafter, text: list[int], kept: list[int] | None = None, num: int = 5) -> DraftOut:
     told = (

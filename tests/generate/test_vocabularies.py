@@ -6,11 +6,13 @@ import warnings
 import pytest
 import torch
 from transformers import AutoTokenizer
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 import hf_speculate
 from hf_speculate.draft.model import ModelDrafter
 from hf_speculate.errors import UnsupportedModelError
 from tests.cases import CACHES, VERIFIERS, assert_equal_ids, plain_and_ours
+from tests.generate.test_compiled import compile_config
 from tests.generate.test_law import SIGNIFICANCE, draw, joint_law, p_value
 from tests.tiny import make_law_model, make_model, noisy_copy, ragged_prompts
 from tests.tiny_tokenizers import letters_tokenizer
@@ -191,20 +193,24 @@ def test_fault_e_the_draft_model_stays_as_it_is(target, tokenizer, foreign):
     assert draft.generation_config.to_dict() == config
 
 
-def test_a_translated_draft_runs_in_fixed_buffers(target, tokenizer, foreign):
-    draft, assistant_tokenizer = foreign
+@pytest.mark.parametrize("source", ["another tokenizer", "early exit", "generator"])
+def test_drafts_that_are_not_compiled_leave_the_target_so(target, tokenizer, foreign, source):
+    draft, theirs = foreign
+    given = {
+        "another tokenizer": {"assistant_model": draft, "tokenizer": tokenizer, "assistant_tokenizer": theirs},
+        "early exit": {"assistant_early_exit": 1},
+        "generator": {"candidate_generator": PromptLookupCandidateGenerator(max_length=99)},
+    }
+    inputs = ragged_prompts(1 if source == "generator" else 2, seed=8)
+    plain = target.generate(**inputs, max_new_tokens=24)
     stats = hf_speculate.SpeculationStats()
-    options = {"max_new_tokens": 8, "cache_implementation": "static", "speculation_stats": stats}
-    plain, ours = plain_and_ours(
-        target,
-        draft,
-        ragged_prompts(2, seed=8),
-        tokenizer=tokenizer,
-        assistant_tokenizer=assistant_tokenizer,
-        **options,
-    )
+    options = {"num_assistant_tokens": 2, "speculation_stats": stats, **given[source]}
+    ours = target.generate(**inputs, max_new_tokens=24, compile_config=compile_config(), **options)
     assert_equal_ids(plain, ours)
-    assert stats.num_accepted > 0
+    assert stats.compiled == ["target"]
+    assert stats.num_drafted > 0
+    if source != "generator":
+        assert any(reason.startswith("eager forwards of the draft, for") for reason in stats.fallbacks)
 
 
 def save_tokenizer(folder, tokens) -> str:
@@ -255,7 +261,7 @@ def test_sizes_far_apart_or_other_ends_are_refused(target, size, eos_token_id):
         target.generate(**ragged_prompts(1, seed=11), assistant_model=draft)
 
 
-def test_next_to_no_acceptance_earns_a_warning_with_both_names(target, monkeypatch):
+def test_next_to_no_acceptance_earns_a_warning_with_both_names(target, tokenizer, monkeypatch):
     draft = noisy_copy(target, 0.0)
     draft.lm_head.weight.copy_(target.lm_head.weight.roll(1, 0))  # its first token is always wrong
     monkeypatch.setattr(target, "name_or_path", "the/target")
@@ -267,5 +273,7 @@ def test_next_to_no_acceptance_earns_a_warning_with_both_names(target, monkeypat
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         target.generate(**prompts, assistant_model=draft, max_new_tokens=4, num_assistant_tokens=5)  # too few drafts
+        told = {"tokenizer": tokenizer, "assistant_tokenizer": tokenizer}
+        target.generate(**prompts, **told, assistant_model=draft, max_new_tokens=30, num_assistant_tokens=5)
         good = noisy_copy(target, 0.03)
         target.generate(**prompts, assistant_model=good, max_new_tokens=30, num_assistant_tokens=5)
