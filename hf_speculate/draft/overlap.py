@@ -4,7 +4,6 @@ import threading
 from weakref import WeakKeyDictionary
 
 import torch
-from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerBase
 
 from hf_speculate.draft.vocabulary import Vocabulary
@@ -16,6 +15,7 @@ MIN_OVERLAP = 0.1
 
 _WORD_MARK = "\N{LOWER ONE EIGHTH BLOCK}"  # sentencepiece's space
 _BYTE_LEVEL_SPACE = "\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}"
+_PRINTING_BYTES = {*range(33, 127), *range(161, 173), *range(174, 256)}
 
 _Surfaces = dict[int, bytes | str]
 _Sizes = tuple[int, int, int, int]
@@ -126,9 +126,8 @@ def _surfaces(tokenizer: PreTrainedTokenizerBase, num_ids: int) -> _Surfaces:
 
 def _bytes_of_characters() -> dict[str, int]:
     """The byte that each character of a byte-level token stands for: itself where it prints, else one from 256 on."""
-    alphabet = set(ByteLevel.alphabet())
     others = iter(range(256, 512))
-    return {chr(byte) if chr(byte) in alphabet else chr(next(others)): byte for byte in range(256)}
+    return {chr(byte if byte in _PRINTING_BYTES else next(others)): byte for byte in range(256)}
 
 
 def _last_tokens(draft: PreTrainedTokenizerBase, lacking: _Surfaces, num_draft: int) -> dict[int, int]:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tokenizers import decoders
 
 from hf_speculate.draft.overlap import shared_vocabulary
 from hf_speculate.errors import UnsupportedModelError
@@ -47,6 +48,17 @@ def test_spaces_and_bytes_are_the_same_however_they_are_written():
     assert pairs["Ċ"] == "<0x0A>"  # a line feed, which only bytes spell
     assert pairs["a"] == "a"  # not <0x61>
     assert pairs_of(draft, target) == {theirs: ours for ours, theirs in pairs.items()}
+
+
+def test_every_byte_is_found():
+    pairs = pairs_of(byte_level_tokenizer([]), metaspace_tokenizer([], LETTERS))
+    spelled = {character: theirs for character, theirs in pairs.items() if theirs.startswith("<0x")}
+    decoder = decoders.ByteLevel()
+    for byte in range(128):
+        (character,) = [one for one in pairs if decoder.decode([one]) == chr(byte)]
+        assert pairs[character] in (f"<0x{byte:02X}>", chr(byte), WORD_MARK)
+    assert len(pairs) == 256
+    assert len(spelled) == 256 - len(LETTERS) - 1
 
 
 def test_special_tokens_pair_by_name_then_by_role():
