@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 from transformers import (
     LogitsProcessorList,
@@ -13,13 +12,15 @@ from transformers import (
     StoppingCriteriaList,
 )
 from transformers.cache_utils import Cache
+from transformers.generation.candidate_generator import CandidateGenerator
 
-from hf_speculate.batch import Batch
+from hf_speculate.batch import Batch, make_row_seeds
 from hf_speculate.compiling import Compiler, Static, draft_lens
 from hf_speculate.config import DEFAULT_ASSISTANT_TOKENS, SpeculationConfig
 from hf_speculate.decoder import DecoderSettings, SpeculativeDecoder
+from hf_speculate.draft.foreign import samples_its_law
+from hf_speculate.draft.vocabulary import Vocabulary
 from hf_speculate.drafting import DraftPlan, build_drafter, min_draft_query
-from hf_speculate.errors import ConfigError
 from hf_speculate.infer.chunks import draft_chunk_size
 from hf_speculate.infer.homes import Home
 from hf_speculate.judge import Judge, LockStepJudge, RaggedJudge
@@ -30,7 +31,6 @@ from hf_speculate.sequences import TokenBuffer
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.stopping import BlockStoppingCriteria
 from hf_speculate.triton_kernels.backends import check_backend
-from hf_speculate.triton_kernels.noise import row_seeds
 from hf_speculate.types import SampleStrategy
 from hf_speculate.verify.base import make_verifier
 
@@ -58,6 +58,8 @@ class Call:
         on_tokens: a streamer's callback.
         target_attention, draft_attention: names of the models' attention implementations.
         static: how buffers that never grow were asked for; None: they were not.
+        vocabulary: how the draft's ids stand to the target's; None: they are the same.
+        generator: what drafts in place of a model; None: a model does, or nothing.
     """
 
     input_ids: Tensor
@@ -77,6 +79,8 @@ class Call:
     target_attention: str
     draft_attention: str
     static: Static | None = None
+    vocabulary: Vocabulary | None = None
+    generator: CandidateGenerator | None = None
 
 
 def build_decoder(
@@ -116,7 +120,8 @@ def build_decoder(
     strategy = _draft_strategy(draft, config, call)
     config = _without_idle_block(config, strategy, bool(reason), stats)
     stats.verifier = config.verifier or ""
-    compiler = Compiler(call.static, draft_lens(config) if draft is not None or is_lookup else (), stats)
+    drafts = draft is not None or is_lookup or call.generator is not None
+    compiler = Compiler(call.static, draft_lens(config) if drafts else (), stats)
     batch = _build_batch(target, draft, config, call, compiler)
     stats.cache = batch.target_cache.kind
     offset = call.cache.get_seq_length() + call.query_ids.shape[1] - call.input_ids.shape[1]
@@ -133,6 +138,8 @@ def build_decoder(
         num_pads=_num_pads(call),
         chunk_size=None if draft is None else draft_chunk_size(target, draft, num_query),
         vocab_size=target.config.get_text_config(decoder=True).vocab_size,
+        vocabulary=call.vocabulary,
+        generator=call.generator,
     )
     drafter = build_drafter(plan, batch)
     settings = DecoderSettings(
@@ -197,6 +204,8 @@ def _without_idle_block(
 
 def _draft_strategy(draft: PreTrainedModel | None, config: SpeculationConfig, call: Call) -> SampleStrategy:
     samples = draft is not None and call.do_sample and config.draft_sampling == "sample"
+    if call.generator is not None:
+        samples = call.do_sample and samples_its_law(call.generator)
     return SampleStrategy.RANDOM if samples else SampleStrategy.GREEDY
 
 
@@ -271,22 +280,6 @@ def _build_batch(
         query_ids=call.query_ids,
         target_cache=target_cache,
         draft_cache=draft_cache,
-        seeds=_seeds(config, batch_size, call.do_sample).to(device),
+        seeds=make_row_seeds(config, batch_size, call.do_sample).to(device),
         num_prompt_tokens=num_prompt_tokens,
     )
-
-
-def _seeds(config: SpeculationConfig, batch_size: int, do_sample: bool) -> Tensor:
-    """[B] int64 row seeds; torch's generator is left alone where nothing is drawn."""
-    seed = config.seed
-    needs_noise = do_sample or not (config.verifier == "greedy" or config.typical_correction == "argmax")
-    if seed is None and not needs_noise:
-        seed = 0
-    if seed is None:
-        device = "cpu" if config.generator is None else config.generator.device
-        seed = int(torch.randint(2**62, (), generator=config.generator, device=device))
-    if not isinstance(seed, Sequence):
-        return row_seeds(int(seed), batch_size)
-    if len(seed) != batch_size:
-        raise ConfigError(f"seed must be an int or one int per output row, {batch_size} of them, got {len(seed)}")
-    return torch.cat([row_seeds(int(value), 1) for value in seed])

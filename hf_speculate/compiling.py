@@ -25,7 +25,7 @@ class Static(NamedTuple):
 
     target: CompileSettings | None  # None: eagerly
     draft: CompileSettings | None
-    obstacle: str  # why a `compile_config` was passed in vain; empty where it was not
+    obstacle: str  # what stays eager though it was to be compiled, with the reason; empty where nothing does
     min_columns: int  # that buffers are made for
 
 
@@ -50,6 +50,18 @@ def static_of(settings: Sequence[CompileSettings | None], config: GenerationConf
         obstacle = "eager forwards, for hidden states or attentions are returned" if target or obstacle else ""
         target = draft = None
     return Static(target, draft, obstacle, getattr(config, "max_cache_len", None) or 0)
+
+
+def with_eager_draft(static: Static | None, reason: str) -> Static | None:
+    """The same wish, but for compiled forwards of the draft.
+
+    Args:
+        static: what a call asks of fixed buffers.
+        reason: why its draft is not compiled.
+    """
+    if static is None or static.draft is None:
+        return static
+    return static._replace(draft=None, obstacle=f"eager forwards of the draft, for {reason}")
 
 
 def draft_lens(config: SpeculationConfig) -> tuple[int, ...]:

@@ -1,11 +1,12 @@
 """What a call asked of speculation: the fields, where they were set, whether they can hold."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
 from typing import Any
 
 import torch
+from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_speculate.errors import ConfigError
 from hf_speculate.stats import SpeculationStats
@@ -53,6 +54,8 @@ class SpeculationConfig:
         seed: an int, or one int per output row.
         generator: draws the seed where none is given.
         speculation_stats: filled in during the call.
+        candidate_generator: a transformers `CandidateGenerator` that drafts in place of a model, or what makes one
+            from keywords; it decides how many tokens it drafts, up to `num_assistant_tokens`.
 
     Raises:
         ConfigError: a value is out of its range or not among the choices.
@@ -75,6 +78,7 @@ class SpeculationConfig:
     seed: int | Sequence[int] | None = None
     generator: torch.Generator | None = None
     speculation_stats: SpeculationStats | None = None
+    candidate_generator: CandidateGenerator | Callable[..., CandidateGenerator] | None = None
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -96,6 +100,7 @@ class SpeculationConfig:
         self._check_num_assistant_tokens()
         self._check_lookup()
         self._check_randomness()
+        self._check_candidate_generator()
 
     def _check_num_assistant_tokens(self) -> None:
         num = self.num_assistant_tokens
@@ -143,9 +148,26 @@ class SpeculationConfig:
                 "pass hf_speculate.SpeculationStats()"
             )
 
+    def _check_candidate_generator(self) -> None:
+        generator = self.candidate_generator
+        if generator is None:
+            return
+        if not isinstance(generator, CandidateGenerator) and not callable(generator):
+            raise ConfigError(
+                f"candidate_generator must be a CandidateGenerator or make one, got {type(generator).__name__}; "
+                "pass an instance, a class or a functools.partial of one"
+            )
+        if self.num_assistant_tokens_schedule not in (None, "constant"):
+            raise ConfigError(
+                "num_assistant_tokens_schedule must be 'constant' with candidate_generator, got "
+                f"{self.num_assistant_tokens_schedule!r}; the generator decides how many tokens it drafts"
+            )
+
     @property
     def schedule(self) -> str:
         """The schedule's name: a number of tokens alone means exactly that number, nothing means "adaptive"."""
+        if self.candidate_generator is not None:
+            return "generator"
         return self.num_assistant_tokens_schedule or ("adaptive" if self.num_assistant_tokens is None else "constant")
 
     @property
@@ -161,6 +183,8 @@ class SpeculationConfig:
                 return self.num_assistant_tokens or DEFAULT_MAX_ASSISTANT_TOKENS
             case "constant":
                 return self.num_assistant_tokens or DEFAULT_ASSISTANT_TOKENS
+            case "generator":
+                return self.num_assistant_tokens or MAX_ASSISTANT_TOKENS
             case _:
                 return MAX_ASSISTANT_TOKENS
 

@@ -4,15 +4,18 @@ from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
+from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_speculate.batch import Batch
 from hf_speculate.compiling import Compiler
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.base import Drafter
 from hf_speculate.draft.compiled import UNIT_QUERY_LEN, CompiledDrafter
+from hf_speculate.draft.foreign import ForeignDrafter
 from hf_speculate.draft.hybrid import HybridDrafter
 from hf_speculate.draft.model import DraftSettings, ModelDrafter
 from hf_speculate.draft.suffix import SuffixDrafter, SuffixSettings
+from hf_speculate.draft.vocabulary import TranslatedLanguageModel, Vocabulary
 from hf_speculate.infer.compiled import CompiledLanguageModel
 from hf_speculate.infer.inferencer import Inferencer
 from hf_speculate.processors import BlockLogitsProcessorList
@@ -33,6 +36,8 @@ class DraftPlan:
         num_pads: [B] tokens of padding before each prompt; None: none.
         vocab_size: the target's V.
         chunk_size: tokens of each row per forward of the draft at most, where a prompt is fed; None: all at once.
+        vocabulary: how the draft's ids stand to the target's; None: they are the same.
+        generator: what drafts in place of a model; None: a model does, or nothing.
     """
 
     config: SpeculationConfig
@@ -44,6 +49,8 @@ class DraftPlan:
     num_pads: list[int] | None
     vocab_size: int
     chunk_size: int | None = None
+    vocabulary: Vocabulary | None = None
+    generator: CandidateGenerator | None = None
 
 
 def build_drafter(plan: DraftPlan, batch: Batch) -> Drafter | None:
@@ -54,14 +61,14 @@ def build_drafter(plan: DraftPlan, batch: Batch) -> Drafter | None:
         batch: the rows, with their caches.
     """
     config, device = plan.config, batch.tokens.token_ids.device
-    match (plan.draft, config.prompt_lookup_num_tokens):
-        case None, None:
-            return None
-        case None, int(num):
+    match (plan.draft, config.prompt_lookup_num_tokens, plan.generator):
+        case None, None, CandidateGenerator() as generator:
+            return ForeignDrafter(generator)
+        case None, int(num), None:
             return SuffixDrafter(_suffix_settings(plan, num), device)
-        case PreTrainedModel() as draft, None:
+        case PreTrainedModel() as draft, None, None:
             return _model_drafter(plan, draft, batch)
-        case PreTrainedModel() as draft, int(num):
+        case PreTrainedModel() as draft, int(num), None:
             model = _model_drafter(plan, draft, batch)
             return HybridDrafter(model, _suffix_settings(plan, num), config.max_model_tokens, device)
     return None
@@ -97,6 +104,9 @@ def _model_drafter(plan: DraftPlan, draft: PreTrainedModel, batch: Batch) -> Mod
         stream=draft_stream(config),
         backend=config.verifier_backend,
     )
+    if plan.vocabulary is not None:
+        translated = TranslatedLanguageModel(draft, plan.vocabulary, max_position)
+        return ModelDrafter(Inferencer(translated, chunk_size=plan.chunk_size), plan.processors, settings)
     is_unrolled = not len(plan.processors) and not settings.confidence_threshold
     language_model = plan.compiler.draft(draft, max_position, batch.draft_cache, is_unrolled=is_unrolled)
     if isinstance(language_model, CompiledLanguageModel):

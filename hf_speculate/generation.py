@@ -15,18 +15,29 @@ from transformers import (
     PreTrainedModel,
     StoppingCriteriaList,
 )
-from transformers.cache_utils import Cache, StaticCache
+from transformers.cache_utils import StaticCache
+from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from hf_speculate.arguments import bind, own_prompt_lookup, own_static_cache, own_stop_strings, samples
+from hf_speculate.arguments import (
+    bind,
+    own_early_exit,
+    own_prompt_lookup,
+    own_static_cache,
+    own_stop_strings,
+    samples,
+    uncached,
+)
 from hf_speculate.attention_switch import folded_attention_for
 from hf_speculate.batch import Batch
 from hf_speculate.build import Call, build_decoder
-from hf_speculate.compiling import Static, compile_settings, static_of
+from hf_speculate.compiling import Static, compile_settings, static_of, with_eager_draft
 from hf_speculate.config import FIELD_NAMES, SpeculationConfig, fields_of, read_config
 from hf_speculate.decoder import SpeculativeDecoder
-from hf_speculate.errors import UnsupportedGenerationError, UnsupportedModelError
-from hf_speculate.outputs import Recorded
+from hf_speculate.draft.foreign import make_generator
+from hf_speculate.errors import UnsupportedModelError
+from hf_speculate.matching import Drafting, choose_draft, warn_of_low_acceptance
+from hf_speculate.outputs import make_output, recorded_of
 from hf_speculate.refusals import (
     Reason,
     check_assistant,
@@ -121,41 +132,44 @@ def _generate(
     keywords = {name: call.pop(name) for name in FIELD_NAMES if name in call}
     assistant = call.pop("assistant_model", None)
     passed = call.get("generation_config")
-    sources = [keywords, fields_of(passed), _only_fields(fields_from), fields_of(model.generation_config)]
+    sources = [
+        keywords,
+        fields_of(passed),
+        {name: fields_from[name] for name in FIELD_NAMES if fields_from.get(name) is not None},
+        fields_of(model.generation_config),
+    ]
     if assistant is not None:
         sources.append(fields_of(getattr(assistant, "generation_config", None)))
     config = read_config(sources)
-    reason = reason_of(assistant, config, samples(model, call))
+    early_exit = own_early_exit(model, call)
+    reason = reason_of(assistant, early_exit, config, samples(model, call))
     if reason is None:
         if config.verifier is not None:
             check_verifier(config)
         if config.speculation_stats is not None:
             config.speculation_stats.reset()
         return plain(**call, **{name: keywords[name] for name in _TRANSFORMERS_FIELDS if name in keywords})
-    models = [model]
-    if assistant is not None:
-        check_assistant(assistant, call)
-        models = [model, assistant]
     check_call(call, reason)
+    if assistant is not None:
+        check_assistant(assistant)
+    models = [model] if assistant is None else [model, assistant]
     check_models(models, [type(one).__name__ for one in models if one._is_stateful], reason)
+    tokenizers = call.get("tokenizer"), call.get("assistant_tokenizer")
+    drafting = choose_draft(model, assistant, early_exit, *tokenizers)
     own_stop_strings(model, call)
     own_prompt_lookup(model, call)
     is_static = own_static_cache(model, call)
-    return plain(**call, custom_generate=_Speculation(assistant, config, call, is_static, reason))
+    return plain(**call, custom_generate=_Speculation(drafting, config, call, is_static, reason))
 
 
 class _Speculation:
     """The decoding method of one call, run by transformers once it has prepared the inputs."""
 
     def __init__(
-        self,
-        assistant: PreTrainedModel | None,
-        config: SpeculationConfig,
-        call: dict[str, Any],
-        is_static: bool,
-        reason: Reason,
+        self, drafting: Drafting, config: SpeculationConfig, call: dict[str, Any], is_static: bool, reason: Reason
     ):
-        self.assistant = assistant
+        self.drafting = drafting
+        self.assistant = drafting.assistant
         self.is_static = is_static
         self.reason = reason
         self.config = config
@@ -182,7 +196,7 @@ class _Speculation:
         returns_dict = bool(generation_config.return_dict_in_generate)
         call = Call(
             input_ids=input_ids,
-            query_ids=self._query(input_ids, cache),
+            query_ids=uncached(input_ids, cache, self.passed_mask_len),
             attention_mask=checked_mask(model_kwargs.get("attention_mask")),
             cache=cache,
             is_cache_passed=self.is_cache_passed,
@@ -193,11 +207,13 @@ class _Speculation:
             max_length=generation_config.max_length,
             pad_token_id=None if pad is None else int(pad),
             prefill_chunk_size=generation_config.prefill_chunk_size,
-            recorded=_recorded(generation_config),
+            recorded=recorded_of(generation_config),
             on_tokens=self._stream if self.streamer is not None else None,
             target_attention=_attention(model),
             draft_attention="" if self.assistant is None else _attention(self.assistant),
-            static=_static(model, self.assistant, generation_config, self.is_static),
+            static=self._static(model, generation_config),
+            vocabulary=self.drafting.vocabulary,
+            generator=self._generator(input_ids, generation_config, model_kwargs, logits_processor),
         )
         decoder, batch = build_decoder(model, self.assistant, config, call)
         needs_eager = call.recorded.attentions
@@ -209,7 +225,12 @@ class _Speculation:
                 config.suffix_store.add(ids)
         if self.streamer is not None:
             self.streamer.end()
-        return _output(decoder, call) if returns_dict else decoder.recorder.sequences(input_ids, call.pad_token_id or 0)
+        if self.assistant is not None and self.drafting.is_guess and config.prompt_lookup_num_tokens is None:
+            warn_of_low_acceptance(model, self.assistant, decoder.stats)
+        recorder, pad_id = decoder.recorder, call.pad_token_id or 0
+        if not returns_dict:
+            return recorder.sequences(input_ids, pad_id)
+        return make_output(recorder, decoder.stats, input_ids, pad_id, call.cache)
 
     def _decode(self, decoder: SpeculativeDecoder, batch: Batch) -> None:
         """Decode; a cache that the user passed is brought back when that fails."""
@@ -224,19 +245,29 @@ class _Speculation:
         finally:
             batch.release()
 
-    def _query(self, input_ids: Tensor, cache: Cache) -> Tensor:
-        """The prompt tokens that the cache does not hold; `input_ids` may be the whole text or only what is new."""
-        num_held = cache.get_seq_length()
-        has_all = self.passed_mask_len is None or self.passed_mask_len == input_ids.shape[1]
-        query = input_ids[:, num_held:] if has_all else input_ids
-        held_rows = _num_cached_rows(cache)
-        if query.shape[1] < 1 or held_rows not in (None, input_ids.shape[0]):
-            raise UnsupportedGenerationError(
-                f"past_key_values must hold fewer tokens than the prompt, for {input_ids.shape[0]} rows, "
-                f"got {num_held} of {input_ids.shape[1]} tokens for {held_rows} rows; "
-                "pass the whole text and the cache of its beginning"
-            )
-        return query
+    def _static(self, model: PreTrainedModel, generation_config: GenerationConfig) -> Static | None:
+        static = _static(model, self.assistant, generation_config, self.is_static)
+        return with_eager_draft(static, self.drafting.why_eager) if self.drafting.why_eager else static
+
+    def _generator(
+        self,
+        input_ids: Tensor,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        processors: LogitsProcessorList,
+    ) -> CandidateGenerator | None:
+        """The call's `candidate_generator`; one that is made is told what transformers tells its own."""
+        source = self.config.candidate_generator
+        if source is None:
+            return None
+        return make_generator(
+            source,
+            input_ids=input_ids,
+            generation_config=generation_config,
+            model_kwargs=model_kwargs,
+            inputs_tensor=input_ids,
+            logits_processor=processors,
+        )
 
     def _stream(self, token_ids: list[int]) -> None:
         for token_id in token_ids:
@@ -246,16 +277,6 @@ class _Speculation:
 def _attention(model: PreTrainedModel) -> str:
     """The implementation that the model's decoder looks up at every forward."""
     return str(model.config.get_text_config(decoder=True)._attn_implementation)
-
-
-def _only_fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: values[name] for name in FIELD_NAMES if values.get(name) is not None}
-
-
-def _num_cached_rows(cache: Cache) -> int | None:
-    layers: list[Any] = cache.layers
-    rows = [layer.keys.shape[0] for layer in layers if layer.get_seq_length()]
-    return rows[0] if rows else None
 
 
 def _static(
@@ -271,32 +292,6 @@ def _static(
         compile_config = config.compile_config or one._default_compile_config()
         settings.append(compile_settings(compile_config) if compiles else None)
     return static_of(settings, config, model.device)
-
-
-def _recorded(generation_config: GenerationConfig) -> Recorded:
-    if not generation_config.return_dict_in_generate:
-        return Recorded()
-    return Recorded(
-        scores=bool(generation_config.output_scores),
-        logits=bool(generation_config.output_logits),
-        hidden_states=bool(generation_config.output_hidden_states),
-        attentions=bool(generation_config.output_attentions),
-    )
-
-
-def _output(decoder: SpeculativeDecoder, call: Call) -> GenerateDecoderOnlyOutput:
-    recorder, pad = decoder.recorder, call.pad_token_id or 0
-    parts: dict[str, Any] = {
-        "sequences": recorder.sequences(call.input_ids, pad),
-        "scores": recorder.scores(pad),
-        "logits": recorder.logits(pad),
-        "attentions": tuple(recorder.attentions) if recorder.recorded.attentions else None,
-        "hidden_states": tuple(recorder.hidden_states) if recorder.recorded.hidden_states else None,
-        "past_key_values": call.cache,
-    }
-    output = GenerateDecoderOnlyOutput(**parts)
-    output.speculation = decoder.stats
-    return output
 
 
 def warn_of_lost_fields(model: PreTrainedModel) -> None:

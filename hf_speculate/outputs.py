@@ -1,10 +1,15 @@
 """Collects what `generate()` returns, row by row and token by token."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
+from transformers.cache_utils import Cache
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from hf_speculate.stats import SpeculationStats
 from hf_speculate.types import Scored
 
 LayerStates = tuple[Tensor, ...]
@@ -115,3 +120,44 @@ def _attention_row(layer: Tensor, position: int, num_query: int, window: int | N
     end = layer.shape[-1] - num_query + position + 1
     start = 0 if window is None else max(end - window, 0)
     return layer[:, :, position : position + 1, start:end]
+
+
+def recorded_of(generation_config: GenerationConfig) -> Recorded:
+    """What a call wants recorded.
+
+    Args:
+        generation_config: with every default filled in.
+    """
+    if not generation_config.return_dict_in_generate:
+        return Recorded()
+    return Recorded(
+        scores=bool(generation_config.output_scores),
+        logits=bool(generation_config.output_logits),
+        hidden_states=bool(generation_config.output_hidden_states),
+        attentions=bool(generation_config.output_attentions),
+    )
+
+
+def make_output(
+    recorder: OutputRecorder, stats: SpeculationStats, input_ids: Tensor, pad_token_id: int, cache: Cache
+) -> GenerateDecoderOnlyOutput:
+    """The output object that plain `generate` returns, with `.speculation` on it.
+
+    Args:
+        recorder: holds the call's output.
+        stats: what the call did.
+        input_ids: [B, T] int64, the prompts.
+        pad_token_id: what fills ended rows.
+        cache: the target's.
+    """
+    parts: dict[str, Any] = {
+        "sequences": recorder.sequences(input_ids, pad_token_id),
+        "scores": recorder.scores(pad_token_id),
+        "logits": recorder.logits(pad_token_id),
+        "attentions": tuple(recorder.attentions) if recorder.recorded.attentions else None,
+        "hidden_states": tuple(recorder.hidden_states) if recorder.recorded.hidden_states else None,
+        "past_key_values": cache,
+    }
+    output = GenerateDecoderOnlyOutput(**parts)
+    output.speculation = stats
+    return output

@@ -34,6 +34,8 @@ class Reason(NamedTuple):
 
 
 ASSISTED = Reason("assistant_model", "leave assistant_model out to decode without speculation")
+EARLY_EXIT = Reason("assistant_early_exit", "leave assistant_early_exit out to decode without speculation")
+GENERATOR = Reason("candidate_generator", "leave candidate_generator out to decode without speculation")
 LOOKUP = Reason(
     "prompt_lookup_num_tokens",
     "leave prompt_lookup_num_tokens out to decode without speculation, or hf_speculate.disable(model) for transformers'"
@@ -42,23 +44,34 @@ LOOKUP = Reason(
 COUPLED_ALONE = Reason("verifier='coupled'", "set verifier='rejection' to draw as transformers does")
 
 
-def reason_of(assistant: object, config: SpeculationConfig, samples: bool) -> Reason | None:
+def reason_of(assistant: object, early_exit: object, config: SpeculationConfig, samples: bool) -> Reason | None:
     """Why a call is ours; None: transformers decodes it plainly.
 
     Args:
         assistant: the draft model, or None.
+        early_exit: the number of the target's own layers that draft, or None.
         config: the call's settings.
         samples: whether the call draws tokens.
+
+    Raises:
+        UnsupportedGenerationError: there are several sources of drafts; only prompt lookup goes beside a model.
     """
-    if assistant is not None:
-        return ASSISTED
-    if config.prompt_lookup_num_tokens is not None:
-        return LOOKUP
+    models = ((assistant, ASSISTED), (early_exit, EARLY_EXIT))
+    given = [reason for source, reason in models if source is not None]
+    if config.candidate_generator is not None:
+        given.append(GENERATOR)
+    if config.prompt_lookup_num_tokens is not None and (not given or GENERATOR in given):
+        given.append(LOOKUP)
+    if len(given) > 1:
+        names = " and ".join(reason.cause for reason in given)
+        raise UnsupportedGenerationError(f"there must be one source of drafts, got {names}; {given[-1].way_out}")
+    if given:
+        return given[0]
     return COUPLED_ALONE if config.verifier == "coupled" and samples else None
 
 
 def check_models(models: Sequence[PreTrainedModel], stateful: Sequence[str], reason: Reason) -> None:
-    """Refuse models that cannot decode, or not together, from the configs alone.
+    """Refuse models that cannot decode, from the configs alone.
 
     Args:
         models: the target, then the draft where there is one.
@@ -66,7 +79,7 @@ def check_models(models: Sequence[PreTrainedModel], stateful: Sequence[str], rea
         reason: why the call is ours.
 
     Raises:
-        UnsupportedModelError: a model cannot roll back or is an encoder-decoder, or the vocabularies differ.
+        UnsupportedModelError: a model cannot roll back or is an encoder-decoder.
     """
     if stateful:
         raise UnsupportedModelError(
@@ -93,12 +106,6 @@ def check_models(models: Sequence[PreTrainedModel], stateful: Sequence[str], rea
                 f"layer_types must be among {', '.join(sorted(_SERVED_LAYERS))}, got {', '.join(unserved)} in "
                 f"{type(model).__name__}; {reason.way_out}"
             )
-    sizes = [model.config.get_text_config(decoder=True).vocab_size for model in models]
-    if sizes[0] != sizes[-1]:
-        raise UnsupportedModelError(
-            f"assistant_model must have the target's vocabulary of {sizes[0]} tokens, got {sizes[-1]}; "
-            "use a draft with the same tokenizer"
-        )
 
 
 def check_rope(target: PreTrainedModel, max_length: int, reason: Reason) -> None:
@@ -120,26 +127,19 @@ def check_rope(target: PreTrainedModel, max_length: int, reason: Reason) -> None
         )
 
 
-def check_assistant(assistant: object, call: dict[str, Any]) -> None:
+def check_assistant(assistant: object) -> None:
     """Refuse what cannot draft.
 
     Args:
         assistant: what was passed as `assistant_model`.
-        call: all other arguments of `generate()`, by name.
 
     Raises:
-        UnsupportedModelError: the assistant is no model that generates, or has another vocabulary.
+        UnsupportedModelError: the assistant is no model that generates.
     """
     if not isinstance(assistant, PreTrainedModel) or not assistant.can_generate():
         raise UnsupportedModelError(
             f"assistant_model must be a transformers model that can generate, got {type(assistant).__name__}; "
             f"{ASSISTED.way_out}"
-        )
-    tokenizers = [call[name] for name in ("tokenizer", "assistant_tokenizer") if call.get(name) is not None]
-    if len(tokenizers) == 2 and tokenizers[0].get_vocab() != tokenizers[1].get_vocab():
-        raise UnsupportedModelError(
-            "assistant_tokenizer must have the vocabulary of tokenizer, got another one; "
-            "use a draft with the same tokenizer"
         )
 
 
@@ -158,6 +158,8 @@ def check_call(call: dict[str, Any], reason: Reason) -> None:
         "inputs_embeds": call.get("inputs_embeds"),
         "position_ids": call.get("position_ids"),
         "synced_gpus": call.get("synced_gpus") or None,
+        "speculation_type": call.get("speculation_type"),
+        "use_mtp": call.get("use_mtp") or None,
     }
     for name, value in refused.items():
         if value is not None:
@@ -215,6 +217,7 @@ def check_prepared(
     if input_ids.shape[1] == 0:
         raise UnsupportedGenerationError(f"the prompt must hold at least one token, got an empty one; {reason.way_out}")
     one_row_only = {
+        "candidate_generator": reason is GENERATOR,
         "streamer": streamer is not None,
         "output_hidden_states": bool(generation_config.output_hidden_states),
         "output_attentions": bool(generation_config.output_attentions),

@@ -19,6 +19,7 @@ FLOORS = {
     "hf_speculate.attention_switch": 5,
     "hf_speculate.refusals": 5,
     "hf_speculate.arguments": 5,
+    "hf_speculate.matching": 5,
     "hf_speculate.compiling": 4,
     "hf_speculate.drafting": 4.5,
     "hf_speculate.decoder": 4,

@@ -14,6 +14,12 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
 )
+from transformers.generation.candidate_generator import (
+    DFlashTokenCandidateGenerator,
+    MTPCandidateGenerator,
+    PromptLookupCandidateGenerator,
+    SinglePositionMultiTokenCandidateGenerator,
+)
 
 import hf_speculate
 from hf_speculate.errors import (
@@ -24,6 +30,7 @@ from hf_speculate.errors import (
 )
 from tests.cases import pair
 from tests.tiny import make_model, ragged_prompts
+from tests.tiny_tokenizers import letters_tokenizer
 
 
 @pytest.fixture
@@ -81,7 +88,6 @@ def test_wrong_fields(models, fields, message):
     ("options", "message"),
     [
         ({"num_beams": 2}, "the generation mode must be greedy or sampling with assistant_model, got beam_search"),
-        ({"assistant_early_exit": 1}, "the generation mode must be greedy or sampling"),
         ({"use_cache": False}, "use_cache must be True with assistant_model"),
         ({"cache_implementation": "offloaded_static"}, "the cache must be a DynamicCache .* got StaticCache"),
         ({"cache_implementation": "paged"}, "cache_implementation must be left out with assistant_model, got 'paged'"),
@@ -144,20 +150,96 @@ def test_a_model_argument_that_only_some_models_take():
 
 def test_a_draft_of_another_vocabulary(models):
     target, _ = models
-    with pytest.raises(UnsupportedModelError, match="must have the target's vocabulary of 64 tokens, got 65"):
-        target.generate(**ragged_prompts(1, seed=1), assistant_model=make_model("qwen2", vocab_size=65))
+    with pytest.raises(UnsupportedModelError, match=r"must have the target's vocabulary of 64 tokens, or .* got 2000"):
+        target.generate(**ragged_prompts(1, seed=1), assistant_model=make_model("qwen2", vocab_size=2000))
 
 
 def test_a_draft_of_another_tokenizer(models):
     target, draft = models
-    tokenizers = [type("T", (), {"get_vocab": lambda self, v=v: v})() for v in ({"a": 0}, {"b": 0})]
-    with pytest.raises(UnsupportedModelError, match="must have the vocabulary of tokenizer"):
+    with pytest.raises(UnsupportedModelError, match=r"must share at least 10% .* got 0 of 2 tokens \(0\.0%\)"):
         target.generate(
             **ragged_prompts(1, seed=1),
             assistant_model=draft,
-            tokenizer=tokenizers[0],
-            assistant_tokenizer=tokenizers[1],
+            tokenizer=letters_tokenizer("ab"),
+            assistant_tokenizer=letters_tokenizer("xyz"),
         )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("assistant_early_exit", 1), ("candidate_generator", PromptLookupCandidateGenerator())]
+)
+def test_two_sources_of_drafts(models, name, value):
+    target, draft = models
+    with pytest.raises(UnsupportedGenerationError, match=f"one source of drafts, got assistant_model and {name}"):
+        target.generate(**ragged_prompts(1, seed=1), assistant_model=draft, **{name: value})
+
+
+def test_prompt_lookup_beside_a_candidate_generator(models):
+    target, _ = models
+    options = {"candidate_generator": PromptLookupCandidateGenerator(), "prompt_lookup_num_tokens": 3}
+    with pytest.raises(UnsupportedGenerationError, match="got candidate_generator and prompt_lookup_num_tokens"):
+        target.generate(**ragged_prompts(1, seed=1), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"assistant_early_exit": 0}, ConfigError, r"assistant_early_exit must be in 1\.\.1 for 2 layers, got 0"),
+        ({"assistant_early_exit": 2}, ConfigError, r"assistant_early_exit must be in 1\.\.1 for 2 layers, got 2"),
+        ({"assistant_early_exit": True}, ConfigError, "got True"),
+        ({"candidate_generator": 3}, ConfigError, "must be a CandidateGenerator or make one, got int"),
+        (
+            {"candidate_generator": lambda **_: 3},
+            UnsupportedGenerationError,
+            "a transformers CandidateGenerator, got int",
+        ),
+        (
+            {"candidate_generator": PromptLookupCandidateGenerator(), "num_assistant_tokens_schedule": "adaptive"},
+            ConfigError,
+            "must be 'constant' with candidate_generator, got 'adaptive'",
+        ),
+        (
+            {"candidate_generator": lambda **_: object.__new__(MTPCandidateGenerator)},
+            UnsupportedGenerationError,
+            "must draft from the text alone, got MTPCandidateGenerator, which reads the target's hidden states",
+        ),
+        (
+            {"candidate_generator": lambda **_: object.__new__(DFlashTokenCandidateGenerator)},
+            UnsupportedGenerationError,
+            "got DFlashTokenCandidateGenerator",
+        ),
+        (
+            {"candidate_generator": lambda **_: object.__new__(SinglePositionMultiTokenCandidateGenerator)},
+            UnsupportedGenerationError,
+            "got SinglePositionMultiTokenCandidateGenerator",
+        ),
+    ],
+)
+def test_wrong_sources_of_drafts(models, options, error, message):
+    target, _ = models
+    with pytest.raises(error, match=message):
+        target.generate(**ragged_prompts(1, seed=1), max_new_tokens=3, **options)
+
+
+def test_a_candidate_generator_for_two_rows(models):
+    target, _ = models
+    with pytest.raises(UnsupportedGenerationError, match="candidate_generator must be left out for more than one row"):
+        target.generate(
+            **ragged_prompts(2, seed=1), max_new_tokens=3, candidate_generator=PromptLookupCandidateGenerator()
+        )
+
+
+def test_early_exit_of_a_model_whose_layers_lie_elsewhere():
+    target, _ = pair("gpt2")
+    with pytest.raises(UnsupportedModelError, match="got GPT2LMHeadModel: its layers do not lie in base_model"):
+        target.generate(**ragged_prompts(1, seed=1), assistant_early_exit=1)
+
+
+@pytest.mark.parametrize(("name", "value"), [("speculation_type", "dflash"), ("use_mtp", True)])
+def test_drafts_from_the_targets_hidden_states(models, name, value):
+    target, draft = models
+    with pytest.raises(UnsupportedGenerationError, match=f"{name} must be left out with assistant_model"):
+        target.generate(**ragged_prompts(1, seed=1), assistant_model=draft, **{name: value})
 
 
 def test_an_assistant_that_is_no_model(models):
