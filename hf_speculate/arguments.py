@@ -1,10 +1,51 @@
-"""Settles arguments of `generate()` before transformers sees them."""
+"""Settles arguments of `generate()`."""
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteriaList, StopStringCriteria
+from transformers.cache_utils import Cache
 
-from hf_speculate.errors import ConfigError
+from hf_speculate.errors import ConfigError, UnsupportedGenerationError
+from hf_speculate.infer.dynamic import text_cache
+
+
+def bind(plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments by name.
+
+    Args:
+        plain: the function that they are for.
+        args: the ones passed by place.
+        kwargs: the others.
+    """
+    signature = inspect.signature(plain)
+    call = dict(signature.bind(*args, **kwargs).arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            call.update(call.pop(name, {}))
+    return call
+
+
+def samples(model: PreTrainedModel, plain: Callable[..., Any], call: dict[str, Any]) -> bool:
+    """Whether transformers may resolve `do_sample` to True: by the keyword, the passed config, the model's.
+
+    A `generate` that names `temperature` among its own arguments, as Whisper's, draws where that is above 0.
+
+    Args:
+        model: whose generation config may say so.
+        plain: its `generate`.
+        call: all arguments by name.
+    """
+    if call.get("temperature") and "temperature" in inspect.signature(plain).parameters:
+        return True
+    if "do_sample" in call:
+        return bool(call["do_sample"])
+    for config in (call.get("generation_config"), model.generation_config):
+        if config is not None and config.do_sample is not None:
+            return bool(config.do_sample)
+    return False
 
 
 def own_stop_strings(model: PreTrainedModel, call: dict[str, Any]) -> None:
@@ -41,6 +82,31 @@ def own_static_cache(model: PreTrainedModel, call: dict[str, Any]) -> bool:
         return False
     call["cache_implementation"] = "dynamic"
     return True
+
+
+def uncached(input_ids: Tensor, cache: Cache, passed_mask_len: int | None) -> Tensor:
+    """[B, Q] int64, the prompt tokens that the cache does not hold.
+
+    Args:
+        input_ids: [B, T] int64, the whole text or only what is new.
+        cache: empty or prefilled.
+        passed_mask_len: columns of the mask that the user passed; None: there is none.
+
+    Raises:
+        UnsupportedGenerationError: the cache leaves nothing to feed, or holds other rows.
+    """
+    num_held = cache.get_seq_length()
+    has_all = passed_mask_len is None or passed_mask_len == input_ids.shape[1]
+    query = input_ids[:, num_held:] if has_all else input_ids
+    layers: list[Any] = text_cache(cache).layers
+    rows = [layer.keys.shape[0] for layer in layers if layer.get_seq_length()]
+    if query.shape[1] < 1 or (rows and rows[0] != input_ids.shape[0]):
+        raise UnsupportedGenerationError(
+            f"past_key_values must hold fewer tokens than the prompt, for {input_ids.shape[0]} rows, "
+            f"got {num_held} of {input_ids.shape[1]} tokens for {rows[0] if rows else None} rows; "
+            "pass the whole text and the cache of its beginning"
+        )
+    return query
 
 
 def _setting(model: PreTrainedModel, call: dict[str, Any], name: str) -> Any:

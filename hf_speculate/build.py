@@ -1,7 +1,7 @@
 """Puts a decoder together from a call's settings and its models."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -22,10 +22,11 @@ from hf_speculate.draft.compiled import UNIT_QUERY_LEN, CompiledDrafter
 from hf_speculate.draft.model import DraftSettings, ModelDrafter
 from hf_speculate.errors import ConfigError
 from hf_speculate.infer.compiled import CompiledLanguageModel
+from hf_speculate.infer.context import Context
 from hf_speculate.infer.homes import Home
 from hf_speculate.infer.inferencer import Inferencer
 from hf_speculate.infer.kv_cache import KVCache
-from hf_speculate.infer.language_model import LanguageModel
+from hf_speculate.infer.language_model import LanguageModel, counts_columns, last_position
 from hf_speculate.judge import Judge, LockStepJudge, RaggedJudge
 from hf_speculate.outputs import OutputRecorder, Recorded
 from hf_speculate.processors import BlockLogitsProcessorList
@@ -62,6 +63,7 @@ class Call:
         on_tokens: a streamer's callback.
         target_attention, draft_attention: names of the models' attention implementations.
         static: how buffers that never grow were asked for; None: they were not.
+        target_context, draft_context: what the models read besides the text.
     """
 
     input_ids: Tensor
@@ -81,6 +83,8 @@ class Call:
     target_attention: str
     draft_attention: str
     static: Static | None = None
+    target_context: Context = field(default_factory=Context)
+    draft_context: Context = field(default_factory=Context)
 
 
 def build_decoder(
@@ -102,15 +106,15 @@ def build_decoder(
         if model is not None:
             check_backend(config.verifier_backend, model.device)
     stats = SpeculationStats() if config.speculation_stats is None else config.speculation_stats
-    stats.reset()
     block_processors = BlockLogitsProcessorList(call.processors)
     stopping = BlockStoppingCriteria(call.criteria)
     has_eos = stopping.eos_token_ids is not None
     goes_on = not has_eos and call.input_ids.shape[0] > 1
-    reason = _lock_step_reason(call, [*block_processors.foreign_names, *stopping.foreign_names], goes_on)
+    foreign = [*block_processors.foreign_names, *stopping.foreign_names]
+    reason = _lock_step_reason(call, foreign, goes_on, [target] if draft is None else [target, draft])
     if reason:
         stats.lock_step = True
-        stats.fallbacks.append(reason)
+        stats.add_fallback(reason)
     config = _without_idle_block(config, call, bool(reason), stats)
     stats.verifier = config.verifier or ""
     compiler = Compiler(call.static, () if draft is None else draft_lens(config), stats)
@@ -118,12 +122,16 @@ def build_decoder(
     stats.cache = batch.target_cache.kind
     offset = call.cache.get_seq_length() + call.query_ids.shape[1] - call.input_ids.shape[1]
     max_position = max(call.max_length + offset - 2, 0)
-    target_model = compiler.target(target, max_position, batch.target_cache, keeps_states=call.is_cache_kept)
+    target_model = compiler.target(
+        target, max_position, batch.target_cache, call.target_context, keeps_states=call.is_cache_kept
+    )
     drafter = None
     if draft is not None:
         processors = block_processors.row_wise_part()
         eos = stopping.eos_token_ids
-        drafter = build_drafter(draft, config, processors, eos, max_position, compiler, batch.draft_cache)
+        drafter = build_drafter(
+            draft, config, processors, eos, max_position, compiler, batch.draft_cache, call.draft_context
+        )
     settings = DecoderSettings(
         draft_strategy=_draft_strategy(config, call),
         max_length=call.max_length,
@@ -159,6 +167,7 @@ def build_drafter(
     max_position: int | None = None,
     compiler: Compiler | None = None,
     kv_cache: KVCache | None = None,
+    context: Context | None = None,
 ) -> ModelDrafter:
     """A drafter over a draft model.
 
@@ -170,12 +179,11 @@ def build_drafter(
         max_position: upper bound of position ids; the draft's own table may bound them further.
         compiler: decides whether the draft model runs compiled; None: it runs eagerly.
         kv_cache: the draft model's cache, where a compiler decides.
+        context: what the draft model reads besides the text; None: nothing.
     """
-    table = getattr(draft.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    bounds = [bound for bound in (max_position, table - 1 if table else None) if bound is not None]
-    eos = None if eos_token_ids is None else torch.tensor(sorted(eos_token_ids), device=draft.device)
+    bounds = [bound for bound in (max_position, last_position(draft)) if bound is not None]
     settings = DraftSettings(
-        eos_token_ids=eos,
+        eos_token_ids=None if eos_token_ids is None else torch.tensor(sorted(eos_token_ids), device=draft.device),
         confidence_threshold=config.assistant_confidence_threshold or 0.0,
         keeps_logits=reads_draft_logits(config),
         stream=draft_stream(config),
@@ -183,21 +191,23 @@ def build_drafter(
     )
     max_position = min(bounds, default=None)
     if compiler is None:
-        return ModelDrafter(Inferencer(LanguageModel(draft, max_position, keeps_states=False)), processors, settings)
+        language_model = LanguageModel(draft, max_position, False, context)
+        return ModelDrafter(Inferencer(language_model), processors, settings)
     is_unrolled = not len(processors) and not settings.confidence_threshold
-    language_model = compiler.draft(draft, max_position, kv_cache, is_unrolled=is_unrolled)
+    language_model = compiler.draft(draft, max_position, kv_cache, context or Context(), is_unrolled=is_unrolled)
     if isinstance(language_model, CompiledLanguageModel):
         return CompiledDrafter(language_model, compiler.lens, processors, settings)
     return ModelDrafter(Inferencer(language_model), processors, settings)
 
 
-def _lock_step_reason(call: Call, foreign: Sequence[str], goes_on: bool) -> str:
+def _lock_step_reason(call: Call, foreign: Sequence[str], goes_on: bool, models: Sequence[PreTrainedModel]) -> str:
     """Why all rows must advance together; empty where they need not.
 
     Args:
         call: the prepared call.
         foreign: class names of processors and criteria that are not known to be pure and row-wise.
         goes_on: whether ended rows go on until all have ended.
+        models: the target and its draft.
     """
     if foreign:
         return f"lock step, for {', '.join(foreign)}; declare pure ones with register_row_wise"
@@ -205,6 +215,9 @@ def _lock_step_reason(call: Call, foreign: Sequence[str], goes_on: bool) -> str:
     has_windows = any(call.cache.is_sliding)
     if goes_on and ends_apart and call.is_cache_kept and has_windows:
         return "lock step, because rows without EOS are cut back to one length, past what window layers can restore"
+    counting = sorted({type(model).__name__ for model in models if counts_columns(model)})
+    if counting and call.input_ids.shape[0] > 1:
+        return f"lock step, for {', '.join(counting)} takes no positions but counts columns"
     return ""
 
 
@@ -215,9 +228,9 @@ def _without_idle_block(
     if config.verifier != "block":
         return config
     if is_lock_step:
-        stats.fallbacks.append("rejection in place of block, for rows in lock step are judged token by token")
+        stats.add_fallback("rejection in place of block, for rows in lock step are judged token by token")
     elif _draft_strategy(config, call) is SampleStrategy.GREEDY:
-        stats.fallbacks.append("rejection in place of block, which is the same where the draft takes its argmax")
+        stats.add_fallback("rejection in place of block, which is the same where the draft takes its argmax")
     else:
         return config
     return replace(config, verifier="rejection")
@@ -264,6 +277,7 @@ def _build_batch(
         call.is_cache_passed,
         call.is_cache_kept,
         call.recorded.attentions,
+        call.target_context.crosses,
         max_columns=max_columns,
         capacity=compiler.capacity(max_columns),
     )
@@ -274,6 +288,7 @@ def _build_batch(
         home = Home(
             config.speculation_cache,
             call.draft_attention,
+            crosses=call.draft_context.crosses,
             max_columns=call.max_length,
             capacity=compiler.capacity(call.max_length),
         )

@@ -9,6 +9,7 @@ import torch
 
 from hf_speculate.errors import ConfigError
 from hf_speculate.stats import SpeculationStats
+from hf_speculate.triton_kernels.noise import row_seeds
 
 MAX_ASSISTANT_TOKENS = 128
 DEFAULT_ASSISTANT_TOKENS = 5  # of the schedules that start from a number
@@ -21,6 +22,7 @@ _CHOICES = {
     "verifier_backend": ("auto", "torch", "triton"),
     "speculation_cache": ("auto", "dynamic", "preallocated"),
 }
+_RUN_FACTOR = 0x3C6EF372FE94F82B  # odd, without structure: apart from what parts the rows
 _GREEDY_AT_ZERO = ("rejection", "block", "coupled")  # verifiers of sampling that are greedy at temperature 0
 
 
@@ -129,6 +131,18 @@ class SpeculationConfig:
                 return self.num_assistant_tokens or DEFAULT_ASSISTANT_TOKENS
             case _:
                 return MAX_ASSISTANT_TOKENS
+
+    def for_run(self, index: int) -> "SpeculationConfig":
+        """The settings of one run among several of a call: each draws with seeds of its own.
+
+        Args:
+            index: 0 for the first run, which has the seeds that were asked for.
+        """
+        if self.seed is None or index == 0:
+            return self
+        seeds = self.seed if isinstance(self.seed, Sequence) else [self.seed]
+        later = [int(row_seeds(int(value) + index * _RUN_FACTOR, 2)[1]) for value in seeds]
+        return replace(self, seed=later if isinstance(self.seed, Sequence) else later[0])
 
     def resolve(self, do_sample: bool) -> "SpeculationConfig":
         """The same settings with what depends on `do_sample` filled in.

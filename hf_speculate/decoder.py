@@ -286,6 +286,7 @@ class SpeculativeDecoder:
             return
         live = [row for row, done in enumerate(batch.is_finished) if not done]
         batch.rows(live)
+        self.target.rows(live)
         if self.drafter is not None:
             self.drafter.rows(live)
         self.judge.rows(live)

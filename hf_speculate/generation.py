@@ -1,9 +1,9 @@
 """The door: `generate()` of an enabled model, with its uses of transformers' private names."""
 
-import inspect
 import json
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,31 +16,33 @@ from transformers import (
     PreTrainedModel,
     StoppingCriteriaList,
 )
-from transformers.cache_utils import Cache, StaticCache
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.cache_utils import StaticCache
+from transformers.utils.generic import ModelOutput
 
-from hf_speculate.arguments import own_static_cache, own_stop_strings
+from hf_speculate.arguments import bind, own_static_cache, own_stop_strings, samples, uncached
 from hf_speculate.attention_switch import folded_attention_for
 from hf_speculate.batch import Batch
 from hf_speculate.build import Call, build_decoder
 from hf_speculate.compiling import Static, compile_settings, static_of
 from hf_speculate.config import FIELD_NAMES, SpeculationConfig, fields_of, read_config
+from hf_speculate.contexts import draft_context, target_context
 from hf_speculate.decoder import SpeculativeDecoder
-from hf_speculate.errors import UnsupportedGenerationError, UnsupportedModelError
-from hf_speculate.outputs import Recorded
+from hf_speculate.errors import UnsupportedModelError
+from hf_speculate.outputs import GenerateOutput, Recorded
 from hf_speculate.refusals import (
     ASSISTED,
     COUPLED_ALONE,
     check_assistant,
     check_call,
+    check_context,
     check_models,
     check_prepared,
     check_rope,
     checked_mask,
 )
+from hf_speculate.stats import SpeculationStats
 from hf_speculate.verify.base import check_verifier
 
-GenerateOutput = GenerateDecoderOnlyOutput | Tensor  # what transformers' plain decoding returns
 _TRANSFORMERS_FIELDS = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
 
 
@@ -52,7 +54,7 @@ class SpeculativeGenerationMixin(GenerationMixin):
     it then draws, token by token, the text that every assistant gives with the same seed.
     """
 
-    def generate(self, *args: Any, **kwargs: Any) -> GenerateOutput:  # type: ignore[override]  # takes the same
+    def generate(self, *args: Any, **kwargs: Any) -> GenerateOutput | Tensor:  # type: ignore[override]  # takes the same
         """See `transformers.GenerationMixin.generate`; returns the same, with `.speculation` on output objects.
 
         Raises:
@@ -66,7 +68,7 @@ class SpeculativeGenerationMixin(GenerationMixin):
 
 def generate(
     model: PreTrainedModel, *args: Any, fields_from: str | Path | Mapping[str, Any] | None = None, **kwargs: Any
-) -> GenerateOutput:
+) -> GenerateOutput | Tensor:
     """Decode once with speculation, without enabling the model.
 
     The model class's own `generate` runs underneath, never one that was put on the instance, so that a Hub
@@ -104,12 +106,12 @@ def generate(
 
 def _generate(
     model: PreTrainedModel,
-    plain: Callable[..., GenerateOutput],
+    plain: Callable[..., GenerateOutput | Tensor],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     fields_from: Mapping[str, Any],
-) -> GenerateOutput:
-    call = _bind(plain, args, kwargs)
+) -> GenerateOutput | Tensor:
+    call = bind(plain, args, kwargs)
     if isinstance(call.get("custom_generate"), str):
         return plain(**call)  # the repository's function comes back through `generate` above
     keywords = {name: call.pop(name) for name in FIELD_NAMES if name in call}
@@ -119,7 +121,7 @@ def _generate(
     if assistant is not None:
         sources.append(fields_of(getattr(assistant, "generation_config", None)))
     config = read_config(sources)
-    if assistant is None and not (config.verifier == "coupled" and _samples(model, call)):
+    if assistant is None and not (config.verifier == "coupled" and samples(model, plain, call)):
         if config.verifier is not None:
             check_verifier(config)
         if config.speculation_stats is not None:
@@ -133,11 +135,23 @@ def _generate(
     check_models(models, [type(one).__name__ for one in models if one._is_stateful], reason)
     own_stop_strings(model, call)
     is_static = own_static_cache(model, call)
-    return plain(**call, custom_generate=_Speculation(assistant, config, call, is_static))
+    speculation = _Speculation(assistant, config, call, is_static)
+    output = plain(**call, custom_generate=speculation)
+    if not speculation.num_calls:
+        raise UnsupportedModelError(
+            f"generate() of the model must decode by GenerationMixin's, got {type(model).__name__} with a loop of its "
+            f"own; {reason.way_out}"
+        )
+    if isinstance(output, ModelOutput):
+        output.speculation = speculation.stats
+    return output
 
 
 class _Speculation:
-    """The decoding method of one call, run by transformers once it has prepared the inputs."""
+    """The decoding method of one call, run by transformers once it has prepared the inputs.
+
+    A model's own `generate`, as Whisper's, may run it several times: for parts of the input, or to try again.
+    """
 
     def __init__(
         self, assistant: PreTrainedModel | None, config: SpeculationConfig, call: dict[str, Any], is_static: bool
@@ -145,9 +159,14 @@ class _Speculation:
         self.assistant = assistant
         self.is_static = is_static
         self.reason = COUPLED_ALONE if assistant is None else ASSISTED
-        self.config = config
+        self.stats = config.speculation_stats or SpeculationStats()
+        self.stats.reset()
+        self.config = replace(config, speculation_stats=self.stats)
+        self.num_calls = 0
         self.streamer = call.get("streamer")
         self.is_cache_passed = call.get("past_key_values") is not None
+        self.has_positions = call.get("position_ids") is not None
+        self.has_encoder_outputs = call.get("encoder_outputs") is not None
         mask = call.get("attention_mask")
         self.passed_mask_len = None if mask is None else mask.shape[-1]
 
@@ -158,19 +177,28 @@ class _Speculation:
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
+        inputs_tensor: Tensor | None = None,
         **model_kwargs: Any,
-    ) -> GenerateOutput:
-        config = self.config.resolve(bool(generation_config.do_sample))
+    ) -> GenerateOutput | Tensor:
+        config = self.config.for_run(self.num_calls).resolve(bool(generation_config.do_sample))
+        self.num_calls += 1
         check_verifier(config)
         check_rope(model, generation_config.max_length, self.reason)
-        check_prepared(input_ids, generation_config, model_kwargs, self.streamer, self.reason)
+        has_encoder = bool(model.config.is_encoder_decoder)
+        check_prepared(input_ids, generation_config, model_kwargs, has_encoder, self.streamer, self.reason)
+        mask = model_kwargs.get("decoder_attention_mask" if has_encoder else "attention_mask")
+        if has_encoder:
+            self.passed_mask_len = None if mask is None else mask.shape[-1]
         cache = model_kwargs["past_key_values"]
         pad = generation_config._pad_token_tensor
         returns_dict = bool(generation_config.return_dict_in_generate)
+        query = uncached(input_ids, cache, self.passed_mask_len)
+        context = target_context(model, input_ids, query.shape[1], model_kwargs, has_positions=self.has_positions)
+        check_context(context, input_ids, generation_config, self.assistant)
         call = Call(
             input_ids=input_ids,
-            query_ids=self._query(input_ids, cache),
-            attention_mask=checked_mask(model_kwargs.get("attention_mask")),
+            query_ids=query,
+            attention_mask=checked_mask(mask),
             cache=cache,
             is_cache_passed=self.is_cache_passed,
             is_cache_kept=self.is_cache_passed or returns_dict,
@@ -185,7 +213,12 @@ class _Speculation:
             target_attention=_attention(model),
             draft_attention="" if self.assistant is None else _attention(self.assistant),
             static=_static(model, self.assistant, generation_config, self.is_static),
+            target_context=context,
         )
+        if self.assistant is not None:
+            inputs = None if self.has_encoder_outputs else inputs_tensor
+            read = draft_context(self.assistant, model, inputs, model_kwargs, input_ids.shape[0])
+            call = replace(call, draft_context=read)
         decoder, batch = build_decoder(model, self.assistant, config, call)
         needs_eager = call.recorded.attentions
         models = [one for one in (model, self.assistant) if one is not None and not needs_eager]
@@ -193,7 +226,8 @@ class _Speculation:
             self._decode(decoder, batch)
         if self.streamer is not None:
             self.streamer.end()
-        return _output(decoder, call) if returns_dict else decoder.recorder.sequences(input_ids, call.pad_token_id or 0)
+        recorder, pad_id = decoder.recorder, call.pad_token_id or 0
+        return recorder.output(input_ids, pad_id, cache) if returns_dict else recorder.sequences(input_ids, pad_id)
 
     def _decode(self, decoder: SpeculativeDecoder, batch: Batch) -> None:
         """Decode; a cache that the user passed is brought back when that fails."""
@@ -206,43 +240,9 @@ class _Speculation:
             raise
         batch.target_cache.hand_back()
 
-    def _query(self, input_ids: Tensor, cache: Cache) -> Tensor:
-        """The prompt tokens that the cache does not hold; `input_ids` may be the whole text or only what is new."""
-        num_held = cache.get_seq_length()
-        has_all = self.passed_mask_len is None or self.passed_mask_len == input_ids.shape[1]
-        query = input_ids[:, num_held:] if has_all else input_ids
-        held_rows = _num_cached_rows(cache)
-        if query.shape[1] < 1 or held_rows not in (None, input_ids.shape[0]):
-            raise UnsupportedGenerationError(
-                f"past_key_values must hold fewer tokens than the prompt, for {input_ids.shape[0]} rows, "
-                f"got {num_held} of {input_ids.shape[1]} tokens for {held_rows} rows; "
-                "pass the whole text and the cache of its beginning"
-            )
-        return query
-
     def _stream(self, token_ids: list[int]) -> None:
         for token_id in token_ids:
             self.streamer.put(torch.tensor([token_id]))  # type: ignore[union-attr]
-
-
-def _bind(plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments by name."""
-    signature = inspect.signature(plain)
-    call = dict(signature.bind(*args, **kwargs).arguments)
-    for name, parameter in signature.parameters.items():
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            call.update(call.pop(name, {}))
-    return call
-
-
-def _samples(model: PreTrainedModel, call: dict[str, Any]) -> bool:
-    """Whether transformers will resolve `do_sample` to True: by the keyword, the passed config, the model's."""
-    if "do_sample" in call:
-        return bool(call["do_sample"])
-    for config in (call.get("generation_config"), model.generation_config):
-        if config is not None and config.do_sample is not None:
-            return bool(config.do_sample)
-    return False
 
 
 def _attention(model: PreTrainedModel) -> str:
@@ -252,12 +252,6 @@ def _attention(model: PreTrainedModel) -> str:
 
 def _only_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: values[name] for name in FIELD_NAMES if values.get(name) is not None}
-
-
-def _num_cached_rows(cache: Cache) -> int | None:
-    layers: list[Any] = cache.layers
-    rows = [layer.keys.shape[0] for layer in layers if layer.get_seq_length()]
-    return rows[0] if rows else None
 
 
 def _static(
@@ -284,21 +278,6 @@ def _recorded(generation_config: GenerationConfig) -> Recorded:
         hidden_states=bool(generation_config.output_hidden_states),
         attentions=bool(generation_config.output_attentions),
     )
-
-
-def _output(decoder: SpeculativeDecoder, call: Call) -> GenerateDecoderOnlyOutput:
-    recorder, pad = decoder.recorder, call.pad_token_id or 0
-    parts: dict[str, Any] = {
-        "sequences": recorder.sequences(call.input_ids, pad),
-        "scores": recorder.scores(pad),
-        "logits": recorder.logits(pad),
-        "attentions": tuple(recorder.attentions) if recorder.recorded.attentions else None,
-        "hidden_states": tuple(recorder.hidden_states) if recorder.recorded.hidden_states else None,
-        "past_key_values": call.cache,
-    }
-    output = GenerateDecoderOnlyOutput(**parts)
-    output.speculation = decoder.stats
-    return output
 
 
 def warn_of_lost_fields(model: PreTrainedModel) -> None:

@@ -1,13 +1,17 @@
 """Collects what `generate()` returns, row by row and token by token."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from hf_speculate.types import Scored
 
 LayerStates = tuple[Tensor, ...]
+GenerateOutput = GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput  # of plain decoding
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,28 @@ class OutputRecorder:
         rows = [row + [pad_token_id] * (longest - len(row)) for row in self.new_ids]
         new_ids = torch.tensor(rows, dtype=input_ids.dtype, device=input_ids.device)  # [B, N]
         return torch.cat([input_ids, new_ids], dim=1)
+
+    def output(self, input_ids: Tensor, pad_token_id: int, cache: Cache) -> GenerateOutput:
+        """All that was asked for, as plain `generate` returns it.
+
+        Args:
+            input_ids: [B, T] int64, the prompts.
+            pad_token_id: what fills ended rows.
+            cache: the target's.
+        """
+        parts: dict[str, Any] = {
+            "sequences": self.sequences(input_ids, pad_token_id),
+            "scores": self.scores(pad_token_id),
+            "logits": self.logits(pad_token_id),
+            "past_key_values": cache,
+        }
+        if isinstance(cache, EncoderDecoderCache):
+            return GenerateEncoderDecoderOutput(**parts)
+        return GenerateDecoderOnlyOutput(
+            **parts,
+            attentions=tuple(self.attentions) if self.recorded.attentions else None,  # type: ignore[arg-type]
+            hidden_states=tuple(self.hidden_states) if self.recorded.hidden_states else None,  # type: ignore[arg-type]
+        )
 
     def scores(self, pad_token_id: int) -> tuple[Tensor, ...] | None:
         """One [B, V] float32 per new token; an ended row holds 0 at the pad id and -inf elsewhere."""

@@ -19,6 +19,7 @@ FLOORS = {
     "hf_speculate.attention_switch": 5,
     "hf_speculate.refusals": 5,
     "hf_speculate.arguments": 5,
+    "hf_speculate.contexts": 5,
     "hf_speculate.compiling": 4,
     "hf_speculate.decoder": 4,
     "hf_speculate.batch": 3.5,

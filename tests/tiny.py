@@ -91,6 +91,13 @@ def _clamp_mask(
     return args, kwargs
 
 
+def clamp_masks(model: PreTrainedModel) -> None:
+    """Have every attention layer of the model clamp its mask."""
+    for name, module in model.named_modules():
+        if name.endswith((".self_attn", ".self_attention", ".SelfAttention")):
+            module.register_forward_pre_hook(_clamp_mask, with_kwargs=True)
+
+
 def make_model(
     kind: str,
     *,
@@ -124,9 +131,7 @@ def make_model(
         ).eval()
     model.requires_grad_(False)
     model.get_output_embeddings().weight.mul_(LOGIT_SCALE)
-    for name, module in model.named_modules():
-        if name.endswith((".self_attn", ".self_attention")):
-            module.register_forward_pre_hook(_clamp_mask, with_kwargs=True)
+    clamp_masks(model)
     model.to(dtype)
     model.config.dtype = dtype
     model.generation_config = GenerationConfig(pad_token_id=PAD_TOKEN_ID, do_sample=False)
