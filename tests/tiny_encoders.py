@@ -23,7 +23,7 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
-from tests.tiny import INITIALIZER_RANGE, LOGIT_SCALE, MAX_LEN, PAD_TOKEN_ID, clamp_masks
+from tests.tiny import INITIALIZER_RANGE, LOGIT_SCALE, MAX_LEN, PAD_TOKEN_ID, clamp_masks, make_model, noisy_copy
 
 VOCAB_SIZE = 64
 START_TOKEN_ID = 1
@@ -191,3 +191,29 @@ def make_qwen2_vl(*, seed: int = 0) -> PreTrainedModel:
     model = _filled(Qwen2VLForConditionalGeneration(config), seed)
     model.generation_config = GenerationConfig(pad_token_id=PAD_TOKEN_ID, do_sample=False)
     return model
+
+
+def text_draft(target: PreTrainedModel, noise: float = 0.01) -> PreTrainedModel:
+    """A model of text alone with the weights, but for some noise, that `make_llava` or `make_qwen2_vl` has for text."""
+    kind = "qwen2" if isinstance(target, Qwen2VLForConditionalGeneration) else "llama"
+    draft = make_model(kind, vocab_size=VOCAB_SIZE)
+    draft.model.load_state_dict(target.model.language_model.state_dict())
+    draft.lm_head.load_state_dict(target.lm_head.state_dict())
+    return noisy_copy(draft, noise)
+
+
+def picture_prompts(target: PreTrainedModel, batch_size: int = 1, *, seed: int = 0) -> dict[str, Tensor]:
+    """Left-padded prompts with one picture each, four tokens of it in the text, as keywords of `generate()`."""
+    generator = torch.Generator().manual_seed(seed)
+    picture = [62, *[IMAGE_TOKEN_ID] * 4, 63]
+    rows = [[3 + row, 4, *picture, *range(8, 8 + 3 * row)] for row in range(batch_size)]
+    width = max(map(len, rows))
+    input_ids = torch.tensor([[PAD_TOKEN_ID] * (width - len(row)) + row for row in rows])
+    inputs = {"input_ids": input_ids, "attention_mask": (input_ids != PAD_TOKEN_ID).long()}
+    if not isinstance(target, Qwen2VLForConditionalGeneration):
+        pixels = torch.randn(batch_size, 3, 8, 8, generator=generator, dtype=torch.float64)
+        return {**inputs, "pixel_values": pixels}
+    patches = torch.randn(batch_size * 16, 3 * 2 * 4 * 4, generator=generator, dtype=torch.float64)
+    grid = torch.tensor([[1, 4, 4]] * batch_size)
+    types = (input_ids == IMAGE_TOKEN_ID).int()
+    return {**inputs, "pixel_values": patches, "image_grid_thw": grid, "mm_token_type_ids": types}

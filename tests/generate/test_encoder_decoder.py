@@ -170,7 +170,7 @@ def test_output_objects_and_a_passed_cache():
     assert caches[1].get_seq_length() == ours.sequences.shape[1] - 1
     torch.testing.assert_close(torch.stack(ours.scores), torch.stack(plain.scores))
     torch.testing.assert_close(torch.stack(ours.logits), torch.stack(plain.logits))
-    for one, other in zip(*(cache.self_attention_cache.layers for cache in caches), strict=True):
+    for one, other in zip(*(both.self_attention_cache.layers for both in caches), strict=True):
         torch.testing.assert_close(one.keys, other.keys)
 
 
