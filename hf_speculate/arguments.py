@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 from transformers.cache_utils import Cache
 
-from hf_speculate.errors import ConfigError, UnsupportedGenerationError
+from hf_speculate.errors import ConfigError, UnsupportedGenerationError, UnsupportedModelError
 from hf_speculate.infer.dynamic import text_cache
 
 
@@ -46,6 +46,25 @@ def samples(model: PreTrainedModel, plain: Callable[..., Any], call: dict[str, A
         if config is not None and config.do_sample is not None:
             return bool(config.do_sample)
     return False
+
+
+def unwrapped(assistant: Any) -> Any:
+    """The transformers model inside a PEFT wrapper, adapters included; anything else as it is.
+
+    Args:
+        assistant: what was passed as `assistant_model`.
+
+    Raises:
+        UnsupportedModelError: the wrapper puts a learned prompt before the text, which the model alone would not see.
+    """
+    if isinstance(assistant, PreTrainedModel) or not callable(getattr(assistant, "get_base_model", None)):
+        return assistant
+    if getattr(assistant.active_peft_config, "is_prompt_learning", False):
+        raise UnsupportedModelError(
+            f"assistant_model must read the text alone, got {type(assistant).__name__} with a learned prompt; "
+            "use a draft without one, or with LoRA"
+        )
+    return assistant.get_base_model()
 
 
 def own_stop_strings(model: PreTrainedModel, call: dict[str, Any]) -> None:

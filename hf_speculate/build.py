@@ -20,13 +20,12 @@ from hf_speculate.config import DEFAULT_ASSISTANT_TOKENS, SpeculationConfig
 from hf_speculate.decoder import DecoderSettings, SpeculativeDecoder
 from hf_speculate.draft.compiled import UNIT_QUERY_LEN, CompiledDrafter
 from hf_speculate.draft.model import DraftSettings, ModelDrafter
-from hf_speculate.errors import ConfigError
 from hf_speculate.infer.compiled import CompiledLanguageModel
 from hf_speculate.infer.context import Context
 from hf_speculate.infer.homes import Home
 from hf_speculate.infer.inferencer import Inferencer
 from hf_speculate.infer.kv_cache import KVCache
-from hf_speculate.infer.language_model import LanguageModel, counts_columns, last_position
+from hf_speculate.infer.language_model import LanguageModel, counts_columns, device_of, last_position
 from hf_speculate.judge import Judge, LockStepJudge, RaggedJudge
 from hf_speculate.outputs import OutputRecorder, Recorded
 from hf_speculate.processors import BlockLogitsProcessorList
@@ -35,7 +34,6 @@ from hf_speculate.sequences import TokenBuffer
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.stopping import BlockStoppingCriteria
 from hf_speculate.triton_kernels.backends import check_backend
-from hf_speculate.triton_kernels.noise import row_seeds
 from hf_speculate.types import SampleStrategy
 from hf_speculate.verify.base import draft_stream, make_verifier, reads_draft_logits
 
@@ -53,6 +51,7 @@ class Call:
         cache: the target's, empty or prefilled.
         is_cache_passed: whether the user passed the cache.
         is_cache_kept: whether the cache outlives the call.
+        keeps_rows: whether code outside knows the batch, so that ended rows must stay in it.
         processors: the target's logits processors.
         criteria: the stopping criteria.
         do_sample: whether the call samples.
@@ -72,6 +71,7 @@ class Call:
     cache: Cache
     is_cache_passed: bool
     is_cache_kept: bool
+    keeps_rows: bool
     processors: LogitsProcessorList
     criteria: StoppingCriteriaList
     do_sample: bool
@@ -104,7 +104,7 @@ def build_decoder(
     """
     for model in (target, draft):
         if model is not None:
-            check_backend(config.verifier_backend, model.device)
+            check_backend(config.verifier_backend, device_of(model))
     stats = SpeculationStats() if config.speculation_stats is None else config.speculation_stats
     block_processors = BlockLogitsProcessorList(call.processors)
     stopping = BlockStoppingCriteria(call.criteria)
@@ -136,7 +136,7 @@ def build_decoder(
         draft_strategy=_draft_strategy(config, call),
         max_length=call.max_length,
         pad_token_id=None if goes_on else (call.pad_token_id or 0),
-        keeps_rows=call.is_cache_kept or bool(reason) or bool(stats.compiled),
+        keeps_rows=call.keeps_rows or call.is_cache_kept or bool(reason) or bool(stats.compiled),
         is_lock_step=bool(reason),
         prefill_chunk_size=call.prefill_chunk_size,
         min_draft_query=UNIT_QUERY_LEN if isinstance(drafter, CompiledDrafter) else 1,
@@ -183,7 +183,7 @@ def build_drafter(
     """
     bounds = [bound for bound in (max_position, last_position(draft)) if bound is not None]
     settings = DraftSettings(
-        eos_token_ids=None if eos_token_ids is None else torch.tensor(sorted(eos_token_ids), device=draft.device),
+        eos_token_ids=None if eos_token_ids is None else torch.tensor(sorted(eos_token_ids), device=device_of(draft)),
         confidence_threshold=config.assistant_confidence_threshold or 0.0,
         keeps_logits=reads_draft_logits(config),
         stream=draft_stream(config),
@@ -259,8 +259,9 @@ def build_schedule(target: PreTrainedModel, draft: PreTrainedModel, config: Spec
 
 
 def _num_bytes(model: PreTrainedModel) -> int:
-    """Of the parameters, which a decoding step reads once."""
-    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    """Of the parameters that a decoding step reads, once each: an encoder's are not among them."""
+    decoder = model.get_decoder() if model.config.is_encoder_decoder else model
+    return sum(parameter.numel() * parameter.element_size() for parameter in decoder.parameters())
 
 
 def _build_batch(
@@ -284,7 +285,7 @@ def _build_batch(
     target_cache = home.make(target, call.cache, batch_size, mask, device)
     draft_cache = None
     if draft is not None:
-        draft_mask = None if mask is None else mask[:, -prompt_len:].to(draft.device)
+        draft_mask = None if mask is None else mask[:, -prompt_len:].to(device_of(draft))
         home = Home(
             config.speculation_cache,
             call.draft_attention,
@@ -292,29 +293,13 @@ def _build_batch(
             max_columns=call.max_length,
             capacity=compiler.capacity(call.max_length),
         )
-        draft_cache = home.make(draft, None, batch_size, draft_mask, draft.device)
+        draft_cache = home.make(draft, None, batch_size, draft_mask, device_of(draft))
     num_prompt_tokens = [num_masked] * batch_size if mask is None else mask.sum(1).tolist()
     return Batch(
         tokens=TokenBuffer(call.input_ids, capacity=min(call.max_length, prompt_len + _FIRST_CAPACITY)),
         query_ids=call.query_ids,
         target_cache=target_cache,
         draft_cache=draft_cache,
-        seeds=_seeds(config, batch_size, call.do_sample).to(device),
+        seeds=config.row_seeds(batch_size, call.do_sample).to(device),
         num_prompt_tokens=num_prompt_tokens,
     )
-
-
-def _seeds(config: SpeculationConfig, batch_size: int, do_sample: bool) -> Tensor:
-    """[B] int64 row seeds; torch's generator is left alone where nothing is drawn."""
-    seed = config.seed
-    needs_noise = do_sample or not (config.verifier == "greedy" or config.typical_correction == "argmax")
-    if seed is None and not needs_noise:
-        seed = 0
-    if seed is None:
-        device = "cpu" if config.generator is None else config.generator.device
-        seed = int(torch.randint(2**62, (), generator=config.generator, device=device))
-    if not isinstance(seed, Sequence):
-        return row_seeds(int(seed), batch_size)
-    if len(seed) != batch_size:
-        raise ConfigError(f"seed must be an int or one int per output row, {batch_size} of them, got {len(seed)}")
-    return torch.cat([row_seeds(int(value), 1) for value in seed])

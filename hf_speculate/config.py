@@ -6,6 +6,7 @@ from numbers import Integral, Real
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hf_speculate.errors import ConfigError
 from hf_speculate.stats import SpeculationStats
@@ -143,6 +144,29 @@ class SpeculationConfig:
         seeds = self.seed if isinstance(self.seed, Sequence) else [self.seed]
         later = [int(row_seeds(int(value) + index * _RUN_FACTOR, 2)[1]) for value in seeds]
         return replace(self, seed=later if isinstance(self.seed, Sequence) else later[0])
+
+    def row_seeds(self, batch_size: int, do_sample: bool) -> Tensor:
+        """[B] int64; torch's generator is left alone where nothing is drawn.
+
+        Args:
+            batch_size: B, of the output.
+            do_sample: whether the call samples.
+
+        Raises:
+            ConfigError: there is not one seed per row.
+        """
+        seed = self.seed
+        needs_noise = do_sample or not (self.verifier == "greedy" or self.typical_correction == "argmax")
+        if seed is None and not needs_noise:
+            seed = 0
+        if seed is None:
+            device = "cpu" if self.generator is None else self.generator.device
+            seed = int(torch.randint(2**62, (), generator=self.generator, device=device))
+        if not isinstance(seed, Sequence):
+            return row_seeds(int(seed), batch_size)
+        if len(seed) != batch_size:
+            raise ConfigError(f"seed must be an int or one int per output row, {batch_size} of them, got {len(seed)}")
+        return torch.cat([row_seeds(int(value), 1) for value in seed])
 
     def resolve(self, do_sample: bool) -> "SpeculationConfig":
         """The same settings with what depends on `do_sample` filled in.

@@ -9,7 +9,7 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from hf_speculate.errors import UnsupportedGenerationError
 from hf_speculate.infer.context import Context
-from hf_speculate.infer.language_model import text_prefix
+from hf_speculate.infer.language_model import device_of, text_prefix
 
 # Arguments that our own loop gives itself.
 _OWN = {
@@ -85,9 +85,9 @@ def draft_context(
                 "pass what the encoders read, or a draft that shares the target's encoder"
             )
         num_copies = num_rows // inputs.shape[0]
-        arguments: dict[str, Any] = {encoder.main_input_name: inputs.to(draft.device)}
+        arguments: dict[str, Any] = {encoder.main_input_name: inputs.to(device_of(draft))}
         if mask is not None and "attention_mask" in inspect.signature(encoder.forward).parameters:
-            arguments["attention_mask"] = mask[::num_copies].to(draft.device)
+            arguments["attention_mask"] = mask[::num_copies].to(device_of(draft))
         with torch.no_grad():
             outputs = encoder(**arguments, return_dict=True)
         if num_copies > 1:

@@ -19,7 +19,7 @@ from transformers import (
 from transformers.cache_utils import StaticCache
 from transformers.utils.generic import ModelOutput
 
-from hf_speculate.arguments import bind, own_static_cache, own_stop_strings, samples, uncached
+from hf_speculate.arguments import bind, own_static_cache, own_stop_strings, samples, uncached, unwrapped
 from hf_speculate.attention_switch import folded_attention_for
 from hf_speculate.batch import Batch
 from hf_speculate.build import Call, build_decoder
@@ -115,7 +115,7 @@ def _generate(
     if isinstance(call.get("custom_generate"), str):
         return plain(**call)  # the repository's function comes back through `generate` above
     keywords = {name: call.pop(name) for name in FIELD_NAMES if name in call}
-    assistant = call.pop("assistant_model", None)
+    assistant = unwrapped(call.pop("assistant_model", None))
     passed = call.get("generation_config")
     sources = [keywords, fields_of(passed), _only_fields(fields_from), fields_of(model.generation_config)]
     if assistant is not None:
@@ -202,6 +202,7 @@ class _Speculation:
             cache=cache,
             is_cache_passed=self.is_cache_passed,
             is_cache_kept=self.is_cache_passed or returns_dict,
+            keeps_rows=_names_adapters(model),
             processors=logits_processor,
             criteria=stopping_criteria,
             do_sample=bool(generation_config.do_sample),
@@ -248,6 +249,12 @@ class _Speculation:
 def _attention(model: PreTrainedModel) -> str:
     """The implementation that the model's decoder looks up at every forward."""
     return str(model.config.get_text_config(decoder=True)._attn_implementation)
+
+
+def _names_adapters(model: PreTrainedModel) -> bool:
+    """Whether PEFT has hooks in the model that give each row of the batch its own adapter."""
+    hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
+    return any("adapter_names" in getattr(hook, "keywords", ()) for hook in hooks)
 
 
 def _only_fields(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -66,7 +66,7 @@ class Home:
         """
         layers = DynamicCache(config=model.config.get_text_config(decoder=True)) if cache is None else text_cache(cache)
         wants = self.choice == "preallocated" or (self.choice == "auto" and not self.is_cache_passed)
-        reason = self._obstacle(model, layers, attention_mask) if wants else ""
+        reason = self._obstacle(model, layers, attention_mask, device) if wants else ""
         if reason and self.choice == "preallocated":
             raise UnsupportedModelError(
                 f"speculation_cache must be auto or dynamic for {type(model).__name__}, got 'preallocated': {reason}; "
@@ -82,7 +82,9 @@ class Home:
     def _new_cache(self) -> Cache:
         return EncoderDecoderCache(DynamicCache(), DynamicCache()) if self.crosses else DynamicCache()
 
-    def _obstacle(self, model: PreTrainedModel, cache: Cache, attention_mask: Tensor | None) -> str:
+    def _obstacle(
+        self, model: PreTrainedModel, cache: Cache, attention_mask: Tensor | None, device: torch.device
+    ) -> str:
         """Why the states cannot be preallocated; empty where they can."""
         config = model.config.get_text_config(decoder=True)
         module = sys.modules[type(model.base_model).__module__]
@@ -101,7 +103,7 @@ class Home:
             or any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers),
             "its cache is offloaded": bool(cache.offloading),
             "attention weights are returned": self.records_attentions,
-            "autocast picks the dtypes": torch.is_autocast_enabled(model.device.type),
+            "autocast picks the dtypes": torch.is_autocast_enabled(device.type),
             "the attention mask has holes": _has_holes(attention_mask),
         }
         return next((reason for reason, holds in obstacles.items() if holds), "")

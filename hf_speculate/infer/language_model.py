@@ -37,7 +37,7 @@ class LanguageModel:
         self.model = model
         self.context = context or Context()
         self.max_position = max_position
-        self.device = model.device  # where query tokens are expected
+        self.device = device_of(model)  # where query tokens are expected
         self._mode = torch.no_grad if keeps_states or growing_rope(model) else torch.inference_mode
         self._takes_position_ids = takes_positions(model)
         self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(type(model).forward).parameters
@@ -100,6 +100,16 @@ class LanguageModel:
     def rows(self, indices: Sequence[int]) -> None:
         """Keep the named rows of what the model reads besides its text."""
         self.context.rows(indices)
+
+
+def device_of(model: PreTrainedModel) -> torch.device:
+    """Where a model takes its tokens: not "meta", where weights are that are loaded anew for every forward.
+
+    Args:
+        model: any model.
+    """
+    places = (weight.device for weight in model.parameters() if weight.device.type != "meta")
+    return model.device if model.device.type != "meta" else next(places, torch.device("cpu"))
 
 
 def takes_positions(model: PreTrainedModel) -> bool:
