@@ -100,7 +100,8 @@ def _check_encoders(target: PreTrainedModel, draft: PreTrainedModel) -> None:
     names = [type(model).__name__ for model in (target, draft)]
     if draft.config.is_encoder_decoder:
         encoders: list[Any] = [model.get_encoder() for model in (target, draft)]
-        if not has_encoder or encoders[0].main_input_name != encoders[1].main_input_name:
+        read = [(encoder.main_input_name, getattr(encoder.config, "num_mel_bins", None)) for encoder in encoders]
+        if not has_encoder or read[0] != read[1]:
             raise UnsupportedModelError(
                 f"assistant_model must read what the target {names[0]} reads, got the encoder-decoder {names[1]}; "
                 "use a draft of the target's kind, or a decoder-only one"

@@ -1,5 +1,6 @@
 """Encoder-decoders decode as plain `generate` does: one encoder run, ragged rows, every kind of draft."""
 
+from collections import Counter
 from functools import cache
 
 import pytest
@@ -9,6 +10,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 import hf_speculate
 from hf_speculate.errors import UnsupportedGenerationError, UnsupportedModelError
 from tests.cases import DRAFT_NOISE, assert_equal_ids, pair, plain_and_ours
+from tests.generate.test_law import p_value
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 from tests.tiny_encoders import (
     NUM_FRAMES,
@@ -69,6 +71,35 @@ def test_coupled_sampling_is_the_same_with_and_without_a_draft(kind, batch_size)
     alone = target.generate(**inputs, **options)
     ours = target.generate(**inputs, **options, assistant_model=draft, num_assistant_tokens=4)
     assert_equal_ids(alone, ours)
+
+
+def test_rejection_keeps_the_joint_law():
+    """Of three tokens, over all texts; a law that the draft alone would give is told apart."""
+    target = hf_speculate.enable(make_t5(vocab_size=6))
+    draft = noisy_copy(target, 0.3)
+    inputs = {"input_ids": torch.tensor([[2, 3, 4, 5]]), "attention_mask": torch.ones(1, 4, dtype=torch.int64)}
+    laws = [joint_law(model, inputs) for model in (target, draft)]
+    counts: Counter = Counter()
+    for seed in range(4):
+        options = {"do_sample": True, "top_k": 0, "seed": seed, "num_return_sequences": 1000, "max_new_tokens": 3}
+        texts = target.generate(**inputs, **options, assistant_model=draft, num_assistant_tokens=2)
+        counts.update(map(tuple, texts[:, 1:].tolist()))
+    assert p_value(counts, laws[0]) > 1e-3
+    assert p_value(counts, laws[1]) < 1e-9
+
+
+@torch.no_grad()
+def joint_law(model, inputs):
+    """[V, V, V] float64: the law of three tokens after the start."""
+    law, prefixes = torch.ones(1, dtype=torch.float64), torch.tensor([[START_TOKEN_ID]])
+    for _ in range(3):
+        num = len(prefixes)
+        repeated = {name: tensor.expand(num, -1) for name, tensor in inputs.items()}
+        step = model(**repeated, decoder_input_ids=prefixes).logits[:, -1].softmax(-1)  # [N, V]
+        law = (law[:, None] * step).flatten()
+        tokens = torch.arange(6).repeat(num)[:, None]
+        prefixes = torch.cat([prefixes.repeat_interleave(6, 0), tokens], dim=1)
+    return law.view(6, 6, 6)
 
 
 @pytest.mark.parametrize("kind", ["t5", "bart"])
@@ -307,6 +338,8 @@ def test_what_is_refused():
     ):
         with pytest.raises(UnsupportedModelError, match=message):
             model.generate(**inputs, assistant_model=assistant, max_new_tokens=4)
+    with pytest.raises(UnsupportedModelError, match="must read what the target WhisperForConditionalGeneration reads"):
+        whisper.generate(**inputs_of("whisper", 1), assistant_model=make_whisper(num_mel_bins=4), max_new_tokens=4)
     narrow = decoder_of(make_whisper(d_model=16))
     with pytest.raises(UnsupportedModelError, match="must attend to the 32 numbers that the encoder of WhisperFor"):
         whisper.generate(**inputs_of("whisper", 1), assistant_model=narrow, max_new_tokens=4)
