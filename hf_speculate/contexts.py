@@ -123,4 +123,4 @@ def _later_types(model: PreTrainedModel, input_ids: Tensor, model_kwargs: dict[s
     inputs: dict[str, Any] = model.prepare_inputs_for_generation(  # type: ignore[operator]
         torch.cat([input_ids, input_ids[:, -1:]], dim=1), next_sequence_length=1, is_first_iteration=False, **longer
     )
-    return {name: inputs[name] for name in _TOKEN_TYPES if inputs.get(name) is not None}
+    return {name: inputs[name][:, -1:] for name in _TOKEN_TYPES if inputs.get(name) is not None}
