@@ -197,6 +197,13 @@ def test_rotary_embeddings_that_change_past_a_border():
         hf_speculate.generate(target, **inputs, assistant_model=draft, max_new_tokens=40)
 
 
+def test_a_generate_that_never_comes_to_the_loop(monkeypatch):
+    target, draft = make_model("llama"), pair("llama")[1]
+    monkeypatch.setattr(type(target), "generate", lambda self, **kwargs: torch.zeros(1, 1))
+    with pytest.raises(UnsupportedModelError, match="got LlamaForCausalLM with a loop of its own"):
+        hf_speculate.generate(target, **ragged_prompts(1, seed=1), assistant_model=draft, max_new_tokens=3)
+
+
 def test_a_layer_type_that_cannot_be_rolled_back_by_row(models):
     _, draft = models
     other = make_model("llama")
