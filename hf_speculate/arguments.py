@@ -9,15 +9,16 @@ from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 from transformers.cache_utils import Cache
 
-from hf_speculate.errors import ConfigError, UnsupportedGenerationError
+from hf_speculate.errors import ConfigError, UnsupportedGenerationError, UnsupportedModelError
+from hf_speculate.infer.dynamic import text_cache
 
 
 def bind(plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """All arguments by name.
 
     Args:
-        plain: the method they are for.
-        args: the positional ones.
+        plain: the function that they are for.
+        args: the ones passed by place.
         kwargs: the others.
     """
     signature = inspect.signature(plain)
@@ -28,16 +29,40 @@ def bind(plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     return call
 
 
-def samples(model: PreTrainedModel, call: dict[str, Any]) -> bool:
-    """Whether transformers will resolve `do_sample` to True: by the keyword, the passed config, the model's.
+def samples(model: PreTrainedModel, plain: Callable[..., Any], call: dict[str, Any]) -> bool:
+    """Whether transformers may resolve `do_sample` to True: by the keyword, the passed config, the model's.
+
+    A `generate` that names `temperature` among its own arguments, as Whisper's, draws where that is above 0.
 
     Args:
-        model: whose generation config counts last.
+        model: whose generation config may say so.
+        plain: its `generate`.
         call: all arguments by name.
     """
+    if call.get("temperature") and "temperature" in inspect.signature(plain).parameters:
+        return True
     if "do_sample" in call:
         return bool(call["do_sample"])
     return bool(_setting(model, call, "do_sample"))
+
+
+def unwrapped(assistant: Any) -> Any:
+    """The transformers model inside a PEFT wrapper, adapters included; anything else as it is.
+
+    Args:
+        assistant: what was passed as `assistant_model`.
+
+    Raises:
+        UnsupportedModelError: the wrapper puts a learned prompt before the text, which the model alone would not see.
+    """
+    if isinstance(assistant, PreTrainedModel) or not callable(getattr(assistant, "get_base_model", None)):
+        return assistant
+    if getattr(assistant.active_peft_config, "is_prompt_learning", False):
+        raise UnsupportedModelError(
+            f"assistant_model must read the text alone, got {type(assistant).__name__} with a learned prompt; "
+            "use a draft without one, or with LoRA"
+        )
+    return assistant.get_base_model()
 
 
 def own_stop_strings(model: PreTrainedModel, call: dict[str, Any]) -> None:
@@ -118,7 +143,7 @@ def uncached(input_ids: Tensor, cache: Cache, passed_mask_len: int | None) -> Te
     num_held = cache.get_seq_length()
     has_all = passed_mask_len is None or passed_mask_len == input_ids.shape[1]
     query = input_ids[:, num_held:] if has_all else input_ids
-    layers: list[Any] = cache.layers
+    layers: list[Any] = text_cache(cache).layers
     rows = [layer.keys.shape[0] for layer in layers if layer.get_seq_length()]
     if query.shape[1] < 1 or (rows and rows[0] != input_ids.shape[0]):
         raise UnsupportedGenerationError(

@@ -1,17 +1,38 @@
-"""The rows under way: their tokens, caches, seeds, and how far the drafter has followed each."""
+"""The rows under way: their tokens, caches, seeds, how far the drafter has followed each, how they are treated."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from hf_speculate.config import SpeculationConfig
-from hf_speculate.errors import ConfigError
 from hf_speculate.infer.kv_cache import KVCache
 from hf_speculate.sequences import TokenBuffer
-from hf_speculate.triton_kernels.noise import row_seeds
-from hf_speculate.types import DraftOut, Kept, NoiseKeys
+from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy
+
+
+@dataclass(frozen=True)
+class DecoderSettings:
+    """How the loop treats rows.
+
+    Args:
+        draft_strategy: how the drafter proposes.
+        max_length: columns of the output at most, the prompt's included.
+        pad_token_id: fills finished rows; None: without EOS rows go on until all have stopped, as in plain `generate`.
+        keeps_rows: finished rows stay in the batch, because the cache is handed back or rows move in lock step.
+        is_lock_step: all rows advance by the same count.
+        prefill_chunk_size: prompt tokens per forward; None: all at once.
+        min_draft_query: tokens of each row that the drafter is fed at least, some of them again.
+        drafts_on_host: the drafter reads tokens, which it is then handed on the host, and may draft fewer than asked.
+    """
+
+    draft_strategy: SampleStrategy
+    max_length: int
+    pad_token_id: int | None
+    keeps_rows: bool = False
+    is_lock_step: bool = False
+    prefill_chunk_size: int | None = None
+    min_draft_query: int = 1
+    drafts_on_host: bool = False
 
 
 @dataclass
@@ -106,28 +127,3 @@ class Batch:
         device, batch_size = self.tokens.token_ids.device, len(self.tokens.lens)
         empty = torch.zeros(batch_size, 0, dtype=torch.int64, device=device)
         return DraftOut(empty, torch.zeros(batch_size, dtype=torch.int32, device=device), None, None)
-
-
-def make_row_seeds(config: SpeculationConfig, batch_size: int, do_sample: bool) -> Tensor:
-    """[B] int64 row seeds; torch's generator is left alone where nothing is drawn.
-
-    Args:
-        config: resolved settings.
-        batch_size: B.
-        do_sample: whether the call samples.
-
-    Raises:
-        ConfigError: there is not one seed per row.
-    """
-    seed = config.seed
-    needs_noise = do_sample or not (config.verifier == "greedy" or config.typical_correction == "argmax")
-    if seed is None and not needs_noise:
-        seed = 0
-    if seed is None:
-        device = "cpu" if config.generator is None else config.generator.device
-        seed = int(torch.randint(2**62, (), generator=config.generator, device=device))
-    if not isinstance(seed, Sequence):
-        return row_seeds(int(seed), batch_size)
-    if len(seed) != batch_size:
-        raise ConfigError(f"seed must be an int or one int per output row, {batch_size} of them, got {len(seed)}")
-    return torch.cat([row_seeds(int(value), 1) for value in seed])

@@ -1,8 +1,8 @@
 """The door: `generate()` of an enabled model, with its uses of transformers' private names."""
 
-import json
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 from transformers.cache_utils import StaticCache
-from transformers.generation.candidate_generator import CandidateGenerator
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.utils.generic import ModelOutput
 
 from hf_speculate.arguments import (
     bind,
@@ -27,30 +26,32 @@ from hf_speculate.arguments import (
     own_stop_strings,
     samples,
     uncached,
+    unwrapped,
 )
 from hf_speculate.attention_switch import folded_attention_for
 from hf_speculate.batch import Batch
 from hf_speculate.build import Call, build_decoder
 from hf_speculate.compiling import Static, compile_settings, static_of, with_eager_draft
-from hf_speculate.config import FIELD_NAMES, SpeculationConfig, fields_of, read_config
+from hf_speculate.config import FIELD_NAMES, SpeculationConfig, fields_in, fields_of, read_config
+from hf_speculate.contexts import draft_context, target_context
 from hf_speculate.decoder import SpeculativeDecoder
 from hf_speculate.draft.foreign import make_generator
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.matching import Drafting, choose_draft, warn_of_low_acceptance
-from hf_speculate.outputs import make_output, recorded_of
+from hf_speculate.outputs import GenerateOutput, recorded_of
+from hf_speculate.reasons import Reason, reason_of
 from hf_speculate.refusals import (
-    Reason,
     check_assistant,
     check_call,
+    check_context,
     check_models,
     check_prepared,
     check_rope,
     checked_mask,
-    reason_of,
 )
+from hf_speculate.stats import SpeculationStats
 from hf_speculate.verify.base import check_verifier
 
-GenerateOutput = GenerateDecoderOnlyOutput | Tensor  # what transformers' plain decoding returns
 _TRANSFORMERS_FIELDS = (
     "num_assistant_tokens",
     "num_assistant_tokens_schedule",
@@ -64,12 +65,11 @@ class SpeculativeGenerationMixin(GenerationMixin):
     """Gives a model class speculative `generate()`; put it before the model in a class's bases.
 
     `generate()` takes all that transformers' takes, and the fields of `SpeculationConfig` as keywords or from a
-    `GenerationConfig`. Without `assistant_model` and `prompt_lookup_num_tokens` it decodes plainly; with
-    `do_sample=True` and `verifier="coupled"` it then draws, token by token, the text that every assistant gives with
-    the same seed.
+    `GenerationConfig`. Without a source of drafts it decodes plainly; with `do_sample=True` and `verifier="coupled"`
+    it then draws, token by token, the text that every assistant gives with the same seed.
     """
 
-    def generate(self, *args: Any, **kwargs: Any) -> GenerateOutput:  # type: ignore[override]  # takes the same
+    def generate(self, *args: Any, **kwargs: Any) -> GenerateOutput | Tensor:  # type: ignore[override]  # takes the same
         """See `transformers.GenerationMixin.generate`; returns the same, with `.speculation` on output objects.
 
         Raises:
@@ -83,7 +83,7 @@ class SpeculativeGenerationMixin(GenerationMixin):
 
 def generate(
     model: PreTrainedModel, *args: Any, fields_from: str | Path | Mapping[str, Any] | None = None, **kwargs: Any
-) -> GenerateOutput:
+) -> GenerateOutput | Tensor:
     """Decode once with speculation, without enabling the model.
 
     The model class's own `generate` runs underneath, never one that was put on the instance, so that a Hub
@@ -107,42 +107,32 @@ def generate(
         raise UnsupportedModelError(
             f"model must be a transformers model, got {type(model).__name__}; enable() serves PEFT models"
         )
-    if isinstance(fields_from, str | Path):
-        fields: Mapping[str, Any] = json.loads(Path(fields_from).read_text(encoding="utf-8"))
-    else:
-        fields = fields_from or {}
     if isinstance(model, SpeculativeGenerationMixin):
         plain: Any = super(SpeculativeGenerationMixin, model).generate  # type: ignore[misc]
     else:
         plain_class: Any = type(model)
         plain = plain_class.generate.__get__(model)
-    return _generate(model, plain, args, kwargs, fields)
+    return _generate(model, plain, args, kwargs, fields_in(fields_from))
 
 
 def _generate(
     model: PreTrainedModel,
-    plain: Callable[..., GenerateOutput],
+    plain: Callable[..., GenerateOutput | Tensor],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    fields_from: Mapping[str, Any],
-) -> GenerateOutput:
+    saved: Mapping[str, Any],
+) -> GenerateOutput | Tensor:
     call = bind(plain, args, kwargs)
     if isinstance(call.get("custom_generate"), str):
         return plain(**call)  # the repository's function comes back through `generate` above
     keywords = {name: call.pop(name) for name in FIELD_NAMES if name in call}
-    assistant = call.pop("assistant_model", None)
-    passed = call.get("generation_config")
-    sources = [
-        keywords,
-        fields_of(passed),
-        {name: fields_from[name] for name in FIELD_NAMES if fields_from.get(name) is not None},
-        fields_of(model.generation_config),
-    ]
+    assistant = unwrapped(call.pop("assistant_model", None))
+    sources = [keywords, fields_of(call.get("generation_config")), saved, fields_of(model.generation_config)]
     if assistant is not None:
         sources.append(fields_of(getattr(assistant, "generation_config", None)))
     config = read_config(sources)
     early_exit = own_early_exit(model, call)
-    reason = reason_of(assistant, early_exit, config, samples(model, call))
+    reason = reason_of(assistant, early_exit, config, samples(model, plain, call))
     if reason is None:
         if config.verifier is not None:
             check_verifier(config)
@@ -159,11 +149,25 @@ def _generate(
     own_stop_strings(model, call)
     own_prompt_lookup(model, call)
     is_static = own_static_cache(model, call)
-    return plain(**call, custom_generate=_Speculation(drafting, config, call, is_static, reason))
+    speculation = _Speculation(drafting, config, call, is_static, reason)
+    output = plain(**call, custom_generate=speculation)
+    if not speculation.num_calls:
+        raise UnsupportedModelError(
+            f"generate() of the model must decode by GenerationMixin's, got {type(model).__name__} with a loop of its "
+            f"own; {reason.way_out}"
+        )
+    if assistant is not None and drafting.is_guess and config.prompt_lookup_num_tokens is None:
+        warn_of_low_acceptance(model, assistant, speculation.stats)
+    if isinstance(output, ModelOutput):
+        output.speculation = speculation.stats
+    return output
 
 
 class _Speculation:
-    """The decoding method of one call, run by transformers once it has prepared the inputs."""
+    """The decoding method of one call, run by transformers once it has prepared the inputs.
+
+    A model's own `generate`, as Whisper's, may run it several times: for parts of the input, or to try again.
+    """
 
     def __init__(
         self, drafting: Drafting, config: SpeculationConfig, call: dict[str, Any], is_static: bool, reason: Reason
@@ -172,9 +176,14 @@ class _Speculation:
         self.assistant = drafting.assistant
         self.is_static = is_static
         self.reason = reason
-        self.config = config
+        self.stats = config.speculation_stats or SpeculationStats()
+        self.stats.reset()
+        self.config = replace(config, speculation_stats=self.stats)
+        self.num_calls = 0
         self.streamer = call.get("streamer")
         self.is_cache_passed = call.get("past_key_values") is not None
+        self.has_positions = call.get("position_ids") is not None
+        self.has_encoder_outputs = call.get("encoder_outputs") is not None
         mask = call.get("attention_mask")
         self.passed_mask_len = None if mask is None else mask.shape[-1]
 
@@ -185,22 +194,44 @@ class _Speculation:
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
+        inputs_tensor: Tensor | None = None,
         **model_kwargs: Any,
-    ) -> GenerateOutput:
-        config = self.config.resolve(bool(generation_config.do_sample))
+    ) -> GenerateOutput | Tensor:
+        config = self.config.for_run(self.num_calls).resolve(bool(generation_config.do_sample))
+        self.num_calls += 1
         check_verifier(config)
         check_rope(model, generation_config.max_length, self.reason)
-        check_prepared(input_ids, generation_config, model_kwargs, self.streamer, self.reason)
+        has_encoder = bool(model.config.is_encoder_decoder)
+        check_prepared(input_ids, generation_config, model_kwargs, has_encoder, self.streamer, self.reason)
+        mask = model_kwargs.get("decoder_attention_mask" if has_encoder else "attention_mask")
+        if has_encoder:
+            self.passed_mask_len = None if mask is None else mask.shape[-1]
         cache = model_kwargs["past_key_values"]
         pad = generation_config._pad_token_tensor
         returns_dict = bool(generation_config.return_dict_in_generate)
+        query = uncached(input_ids, cache, self.passed_mask_len)
+        context = target_context(model, input_ids, query.shape[1], model_kwargs, has_positions=self.has_positions)
+        vocabulary = self.drafting.vocabulary
+        check_context(context, input_ids, generation_config, self.assistant, vocabulary)
+        inputs = None if self.has_encoder_outputs else inputs_tensor
+        draft_reads = draft_context(self.assistant, model, inputs, model_kwargs, input_ids.shape[0], vocabulary)
+        static = _static(model, self.assistant, generation_config, self.is_static)
+        generator = make_generator(
+            config.candidate_generator,
+            input_ids=input_ids,
+            generation_config=generation_config,
+            model_kwargs=model_kwargs,
+            inputs_tensor=input_ids if inputs_tensor is None else inputs_tensor,
+            logits_processor=logits_processor,
+        )
         call = Call(
             input_ids=input_ids,
-            query_ids=uncached(input_ids, cache, self.passed_mask_len),
-            attention_mask=checked_mask(model_kwargs.get("attention_mask")),
+            query_ids=query,
+            attention_mask=checked_mask(mask),
             cache=cache,
             is_cache_passed=self.is_cache_passed,
             is_cache_kept=self.is_cache_passed or returns_dict,
+            keeps_rows=_names_adapters(model),
             processors=logits_processor,
             criteria=stopping_criteria,
             do_sample=bool(generation_config.do_sample),
@@ -211,26 +242,23 @@ class _Speculation:
             on_tokens=self._stream if self.streamer is not None else None,
             target_attention=_attention(model),
             draft_attention="" if self.assistant is None else _attention(self.assistant),
-            static=self._static(model, generation_config),
-            vocabulary=self.drafting.vocabulary,
-            generator=self._generator(input_ids, generation_config, model_kwargs, logits_processor),
+            static=with_eager_draft(static, self.drafting.why_eager),
+            target_context=context,
+            draft_context=draft_reads,
+            vocabulary=vocabulary,
+            generator=generator,
         )
         decoder, batch = build_decoder(model, self.assistant, config, call)
-        needs_eager = call.recorded.attentions
-        models = [one for one in (model, self.assistant) if one is not None and not needs_eager]
-        with folded_attention_for(models):
+        models = [one for one in (model, self.assistant) if one is not None]
+        with folded_attention_for([] if call.recorded.attentions else models):
             self._decode(decoder, batch)
         if config.suffix_store is not None:
             for ids in decoder.recorder.new_ids:
                 config.suffix_store.add(ids)
         if self.streamer is not None:
             self.streamer.end()
-        if self.assistant is not None and self.drafting.is_guess and config.prompt_lookup_num_tokens is None:
-            warn_of_low_acceptance(model, self.assistant, decoder.stats)
         recorder, pad_id = decoder.recorder, call.pad_token_id or 0
-        if not returns_dict:
-            return recorder.sequences(input_ids, pad_id)
-        return make_output(recorder, decoder.stats, input_ids, pad_id, call.cache)
+        return recorder.output(input_ids, pad_id, cache) if returns_dict else recorder.sequences(input_ids, pad_id)
 
     def _decode(self, decoder: SpeculativeDecoder, batch: Batch) -> None:
         """Decode; a cache that the user passed is brought back when that fails."""
@@ -245,30 +273,6 @@ class _Speculation:
         finally:
             batch.release()
 
-    def _static(self, model: PreTrainedModel, generation_config: GenerationConfig) -> Static | None:
-        static = _static(model, self.assistant, generation_config, self.is_static)
-        return with_eager_draft(static, self.drafting.why_eager) if self.drafting.why_eager else static
-
-    def _generator(
-        self,
-        input_ids: Tensor,
-        generation_config: GenerationConfig,
-        model_kwargs: dict[str, Any],
-        processors: LogitsProcessorList,
-    ) -> CandidateGenerator | None:
-        """The call's `candidate_generator`; one that is made is told what transformers tells its own."""
-        source = self.config.candidate_generator
-        if source is None:
-            return None
-        return make_generator(
-            source,
-            input_ids=input_ids,
-            generation_config=generation_config,
-            model_kwargs=model_kwargs,
-            inputs_tensor=input_ids,
-            logits_processor=processors,
-        )
-
     def _stream(self, token_ids: list[int]) -> None:
         for token_id in token_ids:
             self.streamer.put(torch.tensor([token_id]))  # type: ignore[union-attr]
@@ -277,6 +281,12 @@ class _Speculation:
 def _attention(model: PreTrainedModel) -> str:
     """The implementation that the model's decoder looks up at every forward."""
     return str(model.config.get_text_config(decoder=True)._attn_implementation)
+
+
+def _names_adapters(model: PreTrainedModel) -> bool:
+    """Whether PEFT has hooks in the model that give each row of the batch its own adapter."""
+    hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
+    return any("adapter_names" in getattr(hook, "keywords", ()) for hook in hooks)
 
 
 def _static(

@@ -20,17 +20,19 @@ from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy
 GeneratorFactory = Callable[..., CandidateGenerator]
 
 
-def make_generator(source: CandidateGenerator | GeneratorFactory, **prepared: Any) -> CandidateGenerator:
+def make_generator(source: CandidateGenerator | GeneratorFactory | None, **prepared: Any) -> CandidateGenerator | None:
     """The call's generator.
 
     Args:
-        source: a generator, or what makes one from `prepared`.
+        source: a generator, or what makes one from `prepared`; None: the call has none.
         **prepared: `input_ids`, `generation_config`, `model_kwargs`, `inputs_tensor` and `logits_processor`, as
             transformers hands them to its own generators.
 
     Raises:
         UnsupportedGenerationError: it is no generator, or one that reads the target's outputs.
     """
+    if source is None:
+        return None
     generator = source if isinstance(source, CandidateGenerator) else source(**prepared)
     if not isinstance(generator, CandidateGenerator):
         raise UnsupportedGenerationError(

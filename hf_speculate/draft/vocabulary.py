@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hf_speculate.infer.context import Context
 from hf_speculate.infer.kv_cache import KVCache
 from hf_speculate.infer.language_model import LanguageModel
 from hf_speculate.types import Scored
@@ -74,10 +75,17 @@ class TranslatedLanguageModel(LanguageModel):
         model: the draft model.
         vocabulary: how its ids stand to the target's.
         max_position: upper bound of position ids.
+        context: see `LanguageModel`; what an encoder read is in the draft's own ids.
     """
 
-    def __init__(self, model: PreTrainedModel, vocabulary: Vocabulary, max_position: int | None = None):
-        super().__init__(model, max_position, keeps_states=False)
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        vocabulary: Vocabulary,
+        max_position: int | None = None,
+        context: Context | None = None,
+    ):
+        super().__init__(model, max_position, False, context)
         self.vocabulary = vocabulary.to(self.device)
 
     def run(
