@@ -1,21 +1,24 @@
-"""Settles arguments of `generate()` before transformers sees them."""
+"""Settles arguments of `generate()`."""
 
 import copy
 import inspect
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteriaList, StopStringCriteria
+from transformers.cache_utils import Cache
 
-from hf_speculate.errors import ConfigError
+from hf_speculate.errors import ConfigError, UnsupportedGenerationError, UnsupportedModelError
+from hf_speculate.infer.dynamic import text_cache
 
 
 def bind(plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """All arguments by name.
 
     Args:
-        plain: the method they are for.
-        args: the positional ones.
+        plain: the function that they are for.
+        args: the ones passed by place.
         kwargs: the others.
     """
     signature = inspect.signature(plain)
@@ -26,19 +29,40 @@ def bind(plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     return call
 
 
-def samples(model: PreTrainedModel, call: dict[str, Any]) -> bool:
-    """Whether transformers will resolve `do_sample` to True: by the keyword, the passed config, the model's.
+def samples(model: PreTrainedModel, plain: Callable[..., Any], call: dict[str, Any]) -> bool:
+    """Whether transformers may resolve `do_sample` to True: by the keyword, the passed config, the model's.
+
+    A `generate` that names `temperature` among its own arguments, as Whisper's, draws where that is above 0.
 
     Args:
-        model: whose generation config counts last.
+        model: whose generation config may say so.
+        plain: its `generate`.
         call: all arguments by name.
     """
+    if call.get("temperature") and "temperature" in inspect.signature(plain).parameters:
+        return True
     if "do_sample" in call:
         return bool(call["do_sample"])
-    for config in (call.get("generation_config"), model.generation_config):
-        if config is not None and config.do_sample is not None:
-            return bool(config.do_sample)
-    return False
+    return bool(_setting(model, call, "do_sample"))
+
+
+def unwrapped(assistant: Any) -> Any:
+    """The transformers model inside a PEFT wrapper, adapters included; anything else as it is.
+
+    Args:
+        assistant: what was passed as `assistant_model`.
+
+    Raises:
+        UnsupportedModelError: the wrapper puts a learned prompt before the text, which the model alone would not see.
+    """
+    if isinstance(assistant, PreTrainedModel) or not callable(getattr(assistant, "get_base_model", None)):
+        return assistant
+    if getattr(assistant.active_peft_config, "is_prompt_learning", False):
+        raise UnsupportedModelError(
+            f"assistant_model must read the text alone, got {type(assistant).__name__} with a learned prompt; "
+            "use a draft without one, or with LoRA"
+        )
+    return assistant.get_base_model()
 
 
 def own_stop_strings(model: PreTrainedModel, call: dict[str, Any]) -> None:
@@ -92,10 +116,48 @@ def own_prompt_lookup(model: PreTrainedModel, call: dict[str, Any]) -> None:
         call["prompt_lookup_num_tokens"] = None
 
 
+def own_early_exit(model: PreTrainedModel, call: dict[str, Any]) -> int | None:
+    """After how many layers the target is to draft for itself; transformers is kept from doing it, one row at a time.
+
+    Args:
+        model: whose generation config may ask for it.
+        call: all arguments by name; changed in place.
+    """
+    num_layers: int | None = _setting(model, call, "assistant_early_exit")
+    if num_layers is not None:
+        call["assistant_early_exit"] = None
+    return num_layers
+
+
+def uncached(input_ids: Tensor, cache: Cache, passed_mask_len: int | None) -> Tensor:
+    """[B, Q] int64, the prompt tokens that the cache does not hold.
+
+    Args:
+        input_ids: [B, T] int64, the whole text or only what is new.
+        cache: empty or prefilled.
+        passed_mask_len: columns of the mask that the user passed; None: there is none.
+
+    Raises:
+        UnsupportedGenerationError: the cache leaves nothing to feed, or holds other rows.
+    """
+    num_held = cache.get_seq_length()
+    has_all = passed_mask_len is None or passed_mask_len == input_ids.shape[1]
+    query = input_ids[:, num_held:] if has_all else input_ids
+    layers: list[Any] = text_cache(cache).layers
+    rows = [layer.keys.shape[0] for layer in layers if layer.get_seq_length()]
+    if query.shape[1] < 1 or (rows and rows[0] != input_ids.shape[0]):
+        raise UnsupportedGenerationError(
+            f"past_key_values must hold fewer tokens than the prompt, for {input_ids.shape[0]} rows, "
+            f"got {num_held} of {input_ids.shape[1]} tokens for {rows[0] if rows else None} rows; "
+            "pass the whole text and the cache of its beginning"
+        )
+    return query
+
+
 def _setting(model: PreTrainedModel, call: dict[str, Any], name: str) -> Any:
     """A field by the keyword, the passed config, the model's; None where nobody set it."""
     value = call.get(name)
     for config in (call.get("generation_config"), model.generation_config):
         if value is None and config is not None:
-            value = getattr(config, name)
+            value = getattr(config, name, None)
     return value

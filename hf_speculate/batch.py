@@ -1,4 +1,4 @@
-"""The rows under way: their tokens, caches, seeds, and how far the drafter has followed each."""
+"""The rows under way: their tokens, caches, seeds, how far the drafter has followed each, how they are treated."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,32 @@ from torch import Tensor
 
 from hf_speculate.infer.kv_cache import KVCache
 from hf_speculate.sequences import TokenBuffer
-from hf_speculate.types import DraftOut, Kept, NoiseKeys
+from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy
+
+
+@dataclass(frozen=True)
+class DecoderSettings:
+    """How the loop treats rows.
+
+    Args:
+        draft_strategy: how the drafter proposes.
+        max_length: columns of the output at most, the prompt's included.
+        pad_token_id: fills finished rows; None: without EOS rows go on until all have stopped, as in plain `generate`.
+        keeps_rows: finished rows stay in the batch, because the cache is handed back or rows move in lock step.
+        is_lock_step: all rows advance by the same count.
+        prefill_chunk_size: prompt tokens per forward; None: all at once.
+        min_draft_query: tokens of each row that the drafter is fed at least, some of them again.
+        drafts_on_host: the drafter reads tokens, which it is then handed on the host, and may draft fewer than asked.
+    """
+
+    draft_strategy: SampleStrategy
+    max_length: int
+    pad_token_id: int | None
+    keeps_rows: bool = False
+    is_lock_step: bool = False
+    prefill_chunk_size: int | None = None
+    min_draft_query: int = 1
+    drafts_on_host: bool = False
 
 
 @dataclass

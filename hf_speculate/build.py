@@ -1,9 +1,8 @@
 """Puts a decoder together from a call's settings and its models."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-import torch
 from torch import Tensor
 from transformers import (
     LogitsProcessorList,
@@ -13,15 +12,19 @@ from transformers import (
     StoppingCriteriaList,
 )
 from transformers.cache_utils import Cache
+from transformers.generation.candidate_generator import CandidateGenerator
 
-from hf_speculate.batch import Batch
+from hf_speculate.batch import Batch, DecoderSettings
 from hf_speculate.compiling import Compiler, Static, draft_lens
 from hf_speculate.config import DEFAULT_ASSISTANT_TOKENS, SpeculationConfig
-from hf_speculate.decoder import DecoderSettings, SpeculativeDecoder
+from hf_speculate.decoder import SpeculativeDecoder
+from hf_speculate.draft.foreign import samples_its_law
+from hf_speculate.draft.vocabulary import Vocabulary
 from hf_speculate.drafting import DraftPlan, build_drafter, min_draft_query
-from hf_speculate.errors import ConfigError
 from hf_speculate.infer.chunks import draft_chunk_size
+from hf_speculate.infer.context import Context
 from hf_speculate.infer.homes import Home
+from hf_speculate.infer.language_model import counts_columns, device_of
 from hf_speculate.judge import Judge, LockStepJudge, RaggedJudge
 from hf_speculate.outputs import OutputRecorder, Recorded
 from hf_speculate.processors import BlockLogitsProcessorList
@@ -30,7 +33,6 @@ from hf_speculate.sequences import TokenBuffer
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.stopping import BlockStoppingCriteria
 from hf_speculate.triton_kernels.backends import check_backend
-from hf_speculate.triton_kernels.noise import row_seeds
 from hf_speculate.types import SampleStrategy
 from hf_speculate.verify.base import make_verifier
 
@@ -48,6 +50,7 @@ class Call:
         cache: the target's, empty or prefilled.
         is_cache_passed: whether the user passed the cache.
         is_cache_kept: whether the cache outlives the call.
+        keeps_rows: whether code outside knows the batch, so that ended rows must stay in it.
         processors: the target's logits processors.
         criteria: the stopping criteria.
         do_sample: whether the call samples.
@@ -58,6 +61,9 @@ class Call:
         on_tokens: a streamer's callback.
         target_attention, draft_attention: names of the models' attention implementations.
         static: how buffers that never grow were asked for; None: they were not.
+        vocabulary: how the draft's ids stand to the target's; None: they are the same.
+        generator: what drafts in place of a model; None: a model does, or nothing.
+        target_context, draft_context: what the models read besides the text.
     """
 
     input_ids: Tensor
@@ -66,6 +72,7 @@ class Call:
     cache: Cache
     is_cache_passed: bool
     is_cache_kept: bool
+    keeps_rows: bool
     processors: LogitsProcessorList
     criteria: StoppingCriteriaList
     do_sample: bool
@@ -77,6 +84,10 @@ class Call:
     target_attention: str
     draft_attention: str
     static: Static | None = None
+    vocabulary: Vocabulary | None = None
+    generator: CandidateGenerator | None = None
+    target_context: Context = field(default_factory=Context)
+    draft_context: Context = field(default_factory=Context)
 
 
 def build_decoder(
@@ -96,12 +107,11 @@ def build_decoder(
     """
     for model in (target, draft):
         if model is not None:
-            check_backend(config.verifier_backend, model.device)
+            check_backend(config.verifier_backend, device_of(model))
     stats = SpeculationStats() if config.speculation_stats is None else config.speculation_stats
-    stats.reset()
     is_lookup = config.prompt_lookup_num_tokens is not None
     if draft is not None and is_lookup and config.schedule == "adaptive" and _cost_ratio(target, draft) >= 1:
-        stats.fallbacks.append("prompt lookup alone, for a draft model as large as its target gains nothing")
+        stats.add_fallback("prompt lookup alone, for a draft model as large as its target gains nothing")
         draft = None
     if draft is None and is_lookup:
         config = config.for_lookup_alone()
@@ -109,19 +119,23 @@ def build_decoder(
     stopping = BlockStoppingCriteria(call.criteria)
     has_eos = stopping.eos_token_ids is not None
     goes_on = not has_eos and call.input_ids.shape[0] > 1
-    reason = _lock_step_reason(call, [*block_processors.foreign_names, *stopping.foreign_names], goes_on)
+    foreign = [*block_processors.foreign_names, *stopping.foreign_names]
+    reason = _lock_step_reason(call, foreign, goes_on, [target] if draft is None else [target, draft])
     if reason:
         stats.lock_step = True
-        stats.fallbacks.append(reason)
+        stats.add_fallback(reason)
     strategy = _draft_strategy(draft, config, call)
     config = _without_idle_block(config, strategy, bool(reason), stats)
     stats.verifier = config.verifier or ""
-    compiler = Compiler(call.static, draft_lens(config) if draft is not None or is_lookup else (), stats)
+    drafts = draft is not None or is_lookup or call.generator is not None
+    compiler = Compiler(call.static, draft_lens(config) if drafts else (), stats)
     batch = _build_batch(target, draft, config, call, compiler)
     stats.cache = batch.target_cache.kind
     offset = call.cache.get_seq_length() + call.query_ids.shape[1] - call.input_ids.shape[1]
     max_position = max(call.max_length + offset - 2, 0)
-    target_model = compiler.target(target, max_position, batch.target_cache, keeps_states=call.is_cache_kept)
+    target_model = compiler.target(
+        target, max_position, batch.target_cache, call.target_context, keeps_states=call.is_cache_kept
+    )
     num_query = call.prefill_chunk_size or call.query_ids.shape[1]
     plan = DraftPlan(
         config,
@@ -131,15 +145,18 @@ def build_decoder(
         max_position,
         compiler,
         num_pads=_num_pads(call),
-        chunk_size=None if draft is None else draft_chunk_size(target, draft, num_query),
         vocab_size=target.config.get_text_config(decoder=True).vocab_size,
+        context=call.draft_context,
+        chunk_size=None if draft is None else draft_chunk_size(target, draft, num_query),
+        vocabulary=call.vocabulary,
+        generator=call.generator,
     )
     drafter = build_drafter(plan, batch)
     settings = DecoderSettings(
         draft_strategy=strategy,
         max_length=call.max_length,
         pad_token_id=None if goes_on else (call.pad_token_id or 0),
-        keeps_rows=call.is_cache_kept or bool(reason) or bool(stats.compiled),
+        keeps_rows=call.keeps_rows or call.is_cache_kept or bool(reason) or bool(stats.compiled),
         is_lock_step=bool(reason),
         prefill_chunk_size=call.prefill_chunk_size,
         min_draft_query=min_draft_query(drafter),
@@ -163,13 +180,14 @@ def build_decoder(
     return decoder, batch
 
 
-def _lock_step_reason(call: Call, foreign: Sequence[str], goes_on: bool) -> str:
+def _lock_step_reason(call: Call, foreign: Sequence[str], goes_on: bool, models: Sequence[PreTrainedModel]) -> str:
     """Why all rows must advance together; empty where they need not.
 
     Args:
         call: the prepared call.
         foreign: class names of processors and criteria that are not known to be pure and row-wise.
         goes_on: whether ended rows go on until all have ended.
+        models: the target and its draft.
     """
     if foreign:
         return f"lock step, for {', '.join(foreign)}; declare pure ones with register_row_wise"
@@ -177,6 +195,9 @@ def _lock_step_reason(call: Call, foreign: Sequence[str], goes_on: bool) -> str:
     has_windows = any(call.cache.is_sliding)
     if goes_on and ends_apart and call.is_cache_kept and has_windows:
         return "lock step, because rows without EOS are cut back to one length, past what window layers can restore"
+    counting = sorted({type(model).__name__ for model in models if counts_columns(model)})
+    if counting and call.input_ids.shape[0] > 1:
+        return f"lock step, for {', '.join(counting)} takes no positions but counts columns"
     return ""
 
 
@@ -187,9 +208,9 @@ def _without_idle_block(
     if config.verifier != "block":
         return config
     if is_lock_step:
-        stats.fallbacks.append("rejection in place of block, for rows in lock step are judged token by token")
+        stats.add_fallback("rejection in place of block, for rows in lock step are judged token by token")
     elif strategy is SampleStrategy.GREEDY:
-        stats.fallbacks.append("rejection in place of block, which is the same where the draft takes its argmax")
+        stats.add_fallback("rejection in place of block, which is the same where the draft takes its argmax")
     else:
         return config
     return replace(config, verifier="rejection")
@@ -197,6 +218,8 @@ def _without_idle_block(
 
 def _draft_strategy(draft: PreTrainedModel | None, config: SpeculationConfig, call: Call) -> SampleStrategy:
     samples = draft is not None and call.do_sample and config.draft_sampling == "sample"
+    if call.generator is not None:
+        samples = call.do_sample and samples_its_law(call.generator)
     return SampleStrategy.RANDOM if samples else SampleStrategy.GREEDY
 
 
@@ -231,8 +254,9 @@ def _num_pads(call: Call) -> list[int] | None:
 
 
 def _num_bytes(model: PreTrainedModel) -> int:
-    """Of the parameters, which a decoding step reads once."""
-    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    """Of the parameters that a decoding step reads, once each: an encoder's are not among them."""
+    decoder = model.get_decoder() if model.config.is_encoder_decoder else model
+    return sum(parameter.numel() * parameter.element_size() for parameter in decoder.parameters())
 
 
 def _build_batch(
@@ -249,6 +273,7 @@ def _build_batch(
         call.is_cache_passed,
         call.is_cache_kept,
         call.recorded.attentions,
+        call.target_context.crosses,
         max_columns=max_columns,
         capacity=compiler.capacity(max_columns),
         is_pooled=compiler.is_compiling,
@@ -256,37 +281,22 @@ def _build_batch(
     target_cache = home.make(target, call.cache, batch_size, mask, device)
     draft_cache = None
     if draft is not None:
-        draft_mask = None if mask is None else mask[:, -prompt_len:].to(draft.device)
+        draft_mask = None if mask is None else mask[:, -prompt_len:].to(device_of(draft))
         home = Home(
             config.speculation_cache,
             call.draft_attention,
+            crosses=call.draft_context.crosses,
             max_columns=call.max_length,
             capacity=compiler.capacity(call.max_length),
             is_pooled=compiler.is_compiling,
         )
-        draft_cache = home.make(draft, None, batch_size, draft_mask, draft.device)
+        draft_cache = home.make(draft, None, batch_size, draft_mask, device_of(draft))
     num_prompt_tokens = [num_masked] * batch_size if mask is None else mask.sum(1).tolist()
     return Batch(
         tokens=TokenBuffer(call.input_ids, capacity=min(call.max_length, prompt_len + _FIRST_CAPACITY)),
         query_ids=call.query_ids,
         target_cache=target_cache,
         draft_cache=draft_cache,
-        seeds=_seeds(config, batch_size, call.do_sample).to(device),
+        seeds=config.row_seeds(batch_size, call.do_sample).to(device),
         num_prompt_tokens=num_prompt_tokens,
     )
-
-
-def _seeds(config: SpeculationConfig, batch_size: int, do_sample: bool) -> Tensor:
-    """[B] int64 row seeds; torch's generator is left alone where nothing is drawn."""
-    seed = config.seed
-    needs_noise = do_sample or not (config.verifier == "greedy" or config.typical_correction == "argmax")
-    if seed is None and not needs_noise:
-        seed = 0
-    if seed is None:
-        device = "cpu" if config.generator is None else config.generator.device
-        seed = int(torch.randint(2**62, (), generator=config.generator, device=device))
-    if not isinstance(seed, Sequence):
-        return row_seeds(int(seed), batch_size)
-    if len(seed) != batch_size:
-        raise ConfigError(f"seed must be an int or one int per output row, {batch_size} of them, got {len(seed)}")
-    return torch.cat([row_seeds(int(value), 1) for value in seed])

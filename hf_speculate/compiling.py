@@ -12,6 +12,7 @@ from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.compiled import MAX_UNROLLED_STEPS
 from hf_speculate.infer.compilation import LOGGER, Compilation, CompileSettings
 from hf_speculate.infer.compiled import UNREAD_COLUMNS, CompiledLanguageModel
+from hf_speculate.infer.context import Context
 from hf_speculate.infer.kv_cache import KVCache
 from hf_speculate.infer.language_model import LanguageModel
 from hf_speculate.stats import SpeculationStats
@@ -25,7 +26,7 @@ class Static(NamedTuple):
 
     target: CompileSettings | None  # None: eagerly
     draft: CompileSettings | None
-    obstacle: str  # why a `compile_config` was passed in vain; empty where it was not
+    obstacle: str  # what stays eager though it was to be compiled, with the reason; empty where nothing does
     min_columns: int  # that buffers are made for
 
 
@@ -50,6 +51,18 @@ def static_of(settings: Sequence[CompileSettings | None], config: GenerationConf
         obstacle = "eager forwards, for hidden states or attentions are returned" if target or obstacle else ""
         target = draft = None
     return Static(target, draft, obstacle, getattr(config, "max_cache_len", None) or 0)
+
+
+def with_eager_draft(static: Static | None, reason: str) -> Static | None:
+    """The same wish, but for compiled forwards of the draft.
+
+    Args:
+        static: what a call asks of fixed buffers.
+        reason: why its draft is not compiled; empty where it may be.
+    """
+    if static is None or static.draft is None or not reason:
+        return static
+    return static._replace(draft=None, obstacle=f"eager forwards of the draft, for {reason}")
 
 
 def draft_lens(config: SpeculationConfig) -> tuple[int, ...]:
@@ -95,7 +108,13 @@ class Compiler:
         return self.static is not None and not (self.static.target is None and self.static.draft is None)
 
     def target(
-        self, model: PreTrainedModel, max_position: int | None, kv_cache: KVCache, *, keeps_states: bool
+        self,
+        model: PreTrainedModel,
+        max_position: int | None,
+        kv_cache: KVCache,
+        context: Context,
+        *,
+        keeps_states: bool,
     ) -> LanguageModel:
         """The target, compiled where that was asked for and can be.
 
@@ -103,19 +122,26 @@ class Compiler:
             model: the target.
             max_position: upper bound of position ids.
             kv_cache: its cache.
+            context: see `LanguageModel`.
             keeps_states: see `LanguageModel`.
         """
         settings = None if self.static is None else self.static.target
-        compilation = self._compilation("target", model, settings, kv_cache)
+        compilation = self._compilation("target", model, settings, kv_cache, context)
         if compilation is None:
-            return LanguageModel(model, max_position, keeps_states=keeps_states)
+            return LanguageModel(model, max_position, keeps_states, context)
         # Where K varies, plain steps are rounds of their own; after a constant K the last one is rounded up.
         plain = (0,) if len(self.lens) != 1 else ()
         query_lens = tuple(num + 1 for num in (*plain, *self.lens))
         return CompiledLanguageModel(model, max_position, compilation, query_lens)
 
     def draft(
-        self, model: PreTrainedModel, max_position: int | None, kv_cache: KVCache | None, *, is_unrolled: bool
+        self,
+        model: PreTrainedModel,
+        max_position: int | None,
+        kv_cache: KVCache | None,
+        context: Context,
+        *,
+        is_unrolled: bool,
     ) -> LanguageModel:
         """The draft model, compiled where that was asked for and can be.
 
@@ -123,33 +149,43 @@ class Compiler:
             model: the draft model.
             max_position: upper bound of position ids.
             kv_cache: its cache.
+            context: see `LanguageModel`.
             is_unrolled: whether its steps may be compiled as one unit, and not one by one.
         """
         settings = None if self.static is None else self.static.draft
-        compilation = self._compilation("draft", model, settings, kv_cache)
+        compilation = self._compilation("draft", model, settings, kv_cache, context)
         if compilation is None:
-            return LanguageModel(model, max_position, keeps_states=False)
+            return LanguageModel(model, max_position, False, context)
         all_unrolled = is_unrolled and max(self.lens) <= MAX_UNROLLED_STEPS
         return CompiledLanguageModel(model, max_position, compilation, () if all_unrolled else (1, 2))
 
     def _compilation(
-        self, part: str, model: PreTrainedModel, settings: CompileSettings | None, kv_cache: KVCache | None
+        self,
+        part: str,
+        model: PreTrainedModel,
+        settings: CompileSettings | None,
+        kv_cache: KVCache | None,
+        context: Context,
     ) -> Compilation | None:
         if settings is None or kv_cache is None:
             return None
         if kv_cache.kind != "preallocated":
             self._give_up(f"eager forwards of {type(model).__name__}, whose states are not preallocated")
             return None
-        self.stats.compiled.append(part)
+        if not context.is_empty:
+            self._give_up(f"eager forwards of {type(model).__name__}, which reads more than its text")
+            return None
+        if part not in self.stats.compiled:
+            self.stats.compiled.append(part)
 
         def forget(reason: str) -> None:
             self.stats.compiled.remove(part)
-            self.stats.fallbacks.append(reason)
+            self.stats.add_fallback(reason)
 
         return Compilation(model, settings, forget)
 
     def _give_up(self, reason: str) -> None:
-        self.stats.fallbacks.append(reason)
+        self.stats.add_fallback(reason)
         _warn_once(reason)
 
 

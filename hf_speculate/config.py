@@ -1,15 +1,20 @@
 """What a call asked of speculation: the fields, where they were set, whether they can hold."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_speculate.errors import ConfigError
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.suffix_store import SuffixStore
+from hf_speculate.triton_kernels.noise import row_seeds
 
 MAX_ASSISTANT_TOKENS = 128
 DEFAULT_ASSISTANT_TOKENS = 5  # of the schedules that start from a number
@@ -22,6 +27,7 @@ _CHOICES = {
     "verifier_backend": ("auto", "torch", "triton"),
     "speculation_cache": ("auto", "dynamic", "preallocated"),
 }
+_RUN_FACTOR = 0x3C6EF372FE94F82B  # odd, without structure: apart from what parts the rows
 _GREEDY_AT_ZERO = ("rejection", "block", "coupled")  # verifiers of sampling that are greedy at temperature 0
 
 
@@ -53,6 +59,8 @@ class SpeculationConfig:
         seed: an int, or one int per output row.
         generator: draws the seed where none is given.
         speculation_stats: filled in during the call.
+        candidate_generator: a transformers `CandidateGenerator` that drafts in place of a model, or what makes one
+            from keywords; it decides how many tokens it drafts, up to `num_assistant_tokens`.
 
     Raises:
         ConfigError: a value is out of its range or not among the choices.
@@ -75,6 +83,7 @@ class SpeculationConfig:
     seed: int | Sequence[int] | None = None
     generator: torch.Generator | None = None
     speculation_stats: SpeculationStats | None = None
+    candidate_generator: CandidateGenerator | Callable[..., CandidateGenerator] | None = None
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -96,6 +105,7 @@ class SpeculationConfig:
         self._check_num_assistant_tokens()
         self._check_lookup()
         self._check_randomness()
+        self._check_candidate_generator()
 
     def _check_num_assistant_tokens(self) -> None:
         num = self.num_assistant_tokens
@@ -143,9 +153,26 @@ class SpeculationConfig:
                 "pass hf_speculate.SpeculationStats()"
             )
 
+    def _check_candidate_generator(self) -> None:
+        generator = self.candidate_generator
+        if generator is None:
+            return
+        if not isinstance(generator, CandidateGenerator) and not callable(generator):
+            raise ConfigError(
+                f"candidate_generator must be a CandidateGenerator or make one, got {type(generator).__name__}; "
+                "pass an instance, a class or a functools.partial of one"
+            )
+        if self.num_assistant_tokens_schedule not in (None, "constant"):
+            raise ConfigError(
+                "num_assistant_tokens_schedule must be 'constant' with candidate_generator, got "
+                f"{self.num_assistant_tokens_schedule!r}; the generator decides how many tokens it drafts"
+            )
+
     @property
     def schedule(self) -> str:
         """The schedule's name: a number of tokens alone means exactly that number, nothing means "adaptive"."""
+        if self.candidate_generator is not None:
+            return "generator"
         return self.num_assistant_tokens_schedule or ("adaptive" if self.num_assistant_tokens is None else "constant")
 
     @property
@@ -161,6 +188,8 @@ class SpeculationConfig:
                 return self.num_assistant_tokens or DEFAULT_MAX_ASSISTANT_TOKENS
             case "constant":
                 return self.num_assistant_tokens or DEFAULT_ASSISTANT_TOKENS
+            case "generator":
+                return self.num_assistant_tokens or MAX_ASSISTANT_TOKENS
             case _:
                 return MAX_ASSISTANT_TOKENS
 
@@ -169,6 +198,41 @@ class SpeculationConfig:
         return replace(
             self, num_assistant_tokens=self.prompt_lookup_num_tokens, num_assistant_tokens_schedule=self.schedule
         )
+
+    def for_run(self, index: int) -> "SpeculationConfig":
+        """The settings of one run among several of a call: each draws with seeds of its own.
+
+        Args:
+            index: 0 for the first run, which has the seeds that were asked for.
+        """
+        if self.seed is None or index == 0:
+            return self
+        seeds = self.seed if isinstance(self.seed, Sequence) else [self.seed]
+        later = [int(row_seeds(int(value) + index * _RUN_FACTOR, 2)[1]) for value in seeds]
+        return replace(self, seed=later if isinstance(self.seed, Sequence) else later[0])
+
+    def row_seeds(self, batch_size: int, do_sample: bool) -> Tensor:
+        """[B] int64; torch's generator is left alone where nothing is drawn.
+
+        Args:
+            batch_size: B, of the output.
+            do_sample: whether the call samples.
+
+        Raises:
+            ConfigError: there is not one seed per row.
+        """
+        seed = self.seed
+        needs_noise = do_sample or not (self.verifier == "greedy" or self.typical_correction == "argmax")
+        if seed is None and not needs_noise:
+            seed = 0
+        if seed is None:
+            device = "cpu" if self.generator is None else self.generator.device
+            seed = int(torch.randint(2**62, (), generator=self.generator, device=device))
+        if not isinstance(seed, Sequence):
+            return row_seeds(int(seed), batch_size)
+        if len(seed) != batch_size:
+            raise ConfigError(f"seed must be an int or one int per output row, {batch_size} of them, got {len(seed)}")
+        return torch.cat([row_seeds(int(value), 1) for value in seed])
 
     def resolve(self, do_sample: bool) -> "SpeculationConfig":
         """The same settings with what depends on `do_sample` filled in.
@@ -221,6 +285,16 @@ def fields_of(config: object) -> dict[str, Any]:
     """The fields that a `GenerationConfig` sets; `None` counts as not set."""
     values = {name: getattr(config, name, None) for name in FIELD_NAMES}
     return {name: value for name, value in values.items() if value is not None}
+
+
+def fields_in(saved: str | Path | Mapping[str, Any] | None) -> dict[str, Any]:
+    """The fields that a saved config sets; `None` counts as not set.
+
+    Args:
+        saved: a `generation_config.json`, or its content; None: nothing is saved.
+    """
+    values = json.loads(Path(saved).read_text(encoding="utf-8")) if isinstance(saved, str | Path) else saved or {}
+    return {name: values[name] for name in FIELD_NAMES if values.get(name) is not None}
 
 
 def _is_int(value: object) -> bool:

@@ -2,43 +2,18 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
-from hf_speculate.batch import Batch
+from hf_speculate.batch import Batch, DecoderSettings
 from hf_speculate.draft.base import Drafter
+from hf_speculate.following import Follower
 from hf_speculate.infer.language_model import LanguageModel
 from hf_speculate.judge import Judge, Round, Trimmed, Verified
 from hf_speculate.outputs import OutputRecorder
 from hf_speculate.schedule import RoundOutcome, Schedule
 from hf_speculate.stats import SpeculationStats
-from hf_speculate.types import DraftOut, NoiseKeys, SampleStrategy, Scored
-
-
-@dataclass(frozen=True)
-class DecoderSettings:
-    """How the loop treats rows.
-
-    Args:
-        draft_strategy: how the drafter proposes.
-        max_length: columns of the output at most, the prompt's included.
-        pad_token_id: fills finished rows; None: without EOS rows go on until all have stopped, as in plain `generate`.
-        keeps_rows: finished rows stay in the batch, because the cache is handed back or rows move in lock step.
-        is_lock_step: all rows advance by the same count.
-        prefill_chunk_size: prompt tokens per forward; None: all at once.
-        min_draft_query: tokens of each row that the drafter is fed at least, some of them again.
-        drafts_on_host: the drafter reads tokens, which it is then handed on the host, and may draft fewer than asked.
-    """
-
-    draft_strategy: SampleStrategy
-    max_length: int
-    pad_token_id: int | None
-    keeps_rows: bool = False
-    is_lock_step: bool = False
-    prefill_chunk_size: int | None = None
-    min_draft_query: int = 1
-    drafts_on_host: bool = False
+from hf_speculate.types import DraftOut, Scored
 
 
 class SpeculativeDecoder:
@@ -69,7 +44,7 @@ class SpeculativeDecoder:
         clock: Callable[[], float] = time.perf_counter,
     ):
         self.target = target
-        self.drafter = drafter
+        self.follower = Follower(drafter, settings)
         self.judge = judge
         self.schedule = schedule
         self.settings = settings
@@ -100,8 +75,8 @@ class SpeculativeDecoder:
             batch.num_rounds += 1
             keys = batch.keys()
             other_s = self._lap("bookkeeping_s")
-            num_fed = self._num_unseen(batch) if num_draft_tokens else 0
-            draft = self._draft(batch, num_draft_tokens, num_fed, keys)  # 1. the drafter proposes
+            num_fed = self.follower.num_unseen(batch) if num_draft_tokens else 0
+            draft = self.follower.draft(batch, num_draft_tokens, num_fed, keys)  # 1. the drafter proposes
             draft_s = self._lap("draft_s")
             output = self._score(batch, draft)  # 2. the target scores all proposals at once
             score_s = self._lap("score_s")
@@ -138,47 +113,6 @@ class SpeculativeDecoder:
         """K: what the schedule says, but not past the last row's end; 0 when one token is left."""
         lens = [length for length, done in zip(batch.tokens.lens, batch.is_finished, strict=True) if not done]
         return max(min(self.schedule.num_draft_tokens, self.settings.max_length - min(lens) - 1), 0)
-
-    def _draft(self, batch: Batch, num_draft_tokens: int, num_fed: int, keys: NoiseKeys) -> DraftOut:
-        """Let the drafter read the last `num_fed` tokens of each row and propose."""
-        if num_draft_tokens == 0 or self.drafter is None:
-            return batch.no_draft()
-        batch.num_held = [length - num_fed for length in batch.tokens.lens]
-        tokens = batch.host_tokens if self.settings.drafts_on_host else batch.tokens
-        draft = self.drafter.draft(
-            tokens.last(num_fed),
-            batch.draft_cache,
-            num_draft_tokens,
-            self.settings.draft_strategy,
-            keys=keys,
-            kept=batch.kept(tokens),
-        )
-        batch.tell()
-        draft = self._within_length(batch, draft)
-        num_ahead = draft.token_ids.shape[1] - 1 if batch.draft_cache is not None else 0
-        if draft.fed is not None:
-            num_ahead = draft.fed.num_ahead
-        batch.num_held = [length + num_ahead for length in batch.tokens.lens]
-        if self.settings.is_lock_step and self.settings.pad_token_id is not None and any(batch.is_finished):
-            finished = torch.tensor(batch.is_finished, device=draft.token_ids.device)[:, None]
-            draft = draft._replace(token_ids=draft.token_ids.masked_fill(finished, self.settings.pad_token_id))
-        return draft
-
-    def _num_unseen(self, batch: Batch) -> int:
-        """Tokens at the end of the live rows that the drafter has not seen; as many in each, for plain steps add one.
-
-        Finished rows that stay are fed as many, whatever they are: nobody uses their drafts.
-        """
-        rows = zip(batch.tokens.lens, batch.num_held, batch.is_finished, strict=True)
-        return max(length - held for length, held, is_finished in rows if not is_finished)
-
-    def _within_length(self, batch: Batch, draft: DraftOut) -> DraftOut:
-        """Let no row count drafts past its own end, so that what it draws does not depend on its neighbours."""
-        room = [max(self.settings.max_length - length - 1, 0) for length in batch.tokens.lens]
-        if min(room) >= draft.token_ids.shape[1]:
-            return draft
-        most = torch.tensor(room, dtype=draft.lens.dtype, device=draft.lens.device)
-        return draft._replace(lens=torch.minimum(draft.lens, most))
 
     def _score(self, batch: Batch, draft: DraftOut) -> Scored:
         query = torch.cat([batch.tokens.last(1), draft.token_ids.clamp_min(0)], dim=1)  # [B, K+1]
@@ -265,33 +199,8 @@ class SpeculativeDecoder:
         """Roll both caches back to the kept tokens; the newest one is in neither."""
         num_query = draft.token_ids.shape[1] + 1
         batch.target_cache.crop([num_query - num for num in trimmed.num_emitted])
-        if draft.token_ids.shape[1]:
-            before = [length - num for length, num in zip(batch.tokens.lens, trimmed.num_emitted, strict=True)]
-            is_own = [True] * len(before) if draft.fed is None else draft.fed.is_own
-            most = [max(num - 1, 0) if own else 0 for num, own in zip(trimmed.num_emitted, is_own, strict=True)]
-            followed = [  # what a finished row's drafts were is of no use to anybody
-                num if done else min(num, accepted)
-                for num, done, accepted in zip(most, batch.is_finished, verified.num_accepted, strict=True)
-            ]
-            valid = [
-                min(held, length + num) for held, length, num in zip(batch.num_held, before, followed, strict=True)
-            ]
-            self._crop_draft(batch, valid)
+        self.follower.crop(batch, draft, verified, trimmed)
         self._compact(batch)
-
-    def _crop_draft(self, batch: Batch, valid: list[int]) -> None:
-        """Leave the drafter equally far behind in every row, so that its next query is rectangular.
-
-        Args:
-            batch: the rows, the kept tokens written.
-            valid: [B] tokens of each row that the drafter has seen and that were kept.
-        """
-        behind = max(length - seen for length, seen in zip(batch.tokens.lens, valid, strict=True))
-        num_query = max(behind, self.settings.min_draft_query)
-        keep = [length - num_query for length in batch.tokens.lens]
-        if batch.draft_cache is not None:
-            batch.draft_cache.crop([held - num for held, num in zip(batch.num_held, keep, strict=True)])
-        batch.num_held = keep
 
     def _compact(self, batch: Batch) -> None:
         """Let finished rows leave the work."""
@@ -299,8 +208,8 @@ class SpeculativeDecoder:
             return
         live = [row for row, done in enumerate(batch.is_finished) if not done]
         batch.rows(live)
-        if self.drafter is not None:
-            self.drafter.rows(live)
+        self.target.rows(live)
+        self.follower.rows(live)
         self.judge.rows(live)
 
     def _finish(self, batch: Batch) -> None:

@@ -4,17 +4,22 @@ from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
+from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_speculate.batch import Batch
 from hf_speculate.compiling import Compiler
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.base import Drafter
 from hf_speculate.draft.compiled import UNIT_QUERY_LEN, CompiledDrafter
+from hf_speculate.draft.foreign import ForeignDrafter
 from hf_speculate.draft.hybrid import HybridDrafter
 from hf_speculate.draft.model import DraftSettings, ModelDrafter
 from hf_speculate.draft.suffix import SuffixDrafter, SuffixSettings
+from hf_speculate.draft.vocabulary import TranslatedLanguageModel, Vocabulary
 from hf_speculate.infer.compiled import CompiledLanguageModel
+from hf_speculate.infer.context import Context
 from hf_speculate.infer.inferencer import Inferencer
+from hf_speculate.infer.language_model import device_of, last_position
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.verify.base import draft_stream, reads_draft_logits
 
@@ -32,7 +37,10 @@ class DraftPlan:
         compiler: decides whether the draft model runs compiled.
         num_pads: [B] tokens of padding before each prompt; None: none.
         vocab_size: the target's V.
+        context: what the draft model reads besides the text.
         chunk_size: tokens of each row per forward of the draft at most, where a prompt is fed; None: all at once.
+        vocabulary: how the draft's ids stand to the target's; None: they are the same.
+        generator: what drafts in place of a model; None: a model does, or nothing.
     """
 
     config: SpeculationConfig
@@ -43,7 +51,10 @@ class DraftPlan:
     compiler: Compiler
     num_pads: list[int] | None
     vocab_size: int
+    context: Context
     chunk_size: int | None = None
+    vocabulary: Vocabulary | None = None
+    generator: CandidateGenerator | None = None
 
 
 def build_drafter(plan: DraftPlan, batch: Batch) -> Drafter | None:
@@ -54,14 +65,14 @@ def build_drafter(plan: DraftPlan, batch: Batch) -> Drafter | None:
         batch: the rows, with their caches.
     """
     config, device = plan.config, batch.tokens.token_ids.device
-    match (plan.draft, config.prompt_lookup_num_tokens):
-        case None, None:
-            return None
-        case None, int(num):
+    match (plan.draft, config.prompt_lookup_num_tokens, plan.generator):
+        case None, None, CandidateGenerator() as generator:
+            return ForeignDrafter(generator)
+        case None, int(num), None:
             return SuffixDrafter(_suffix_settings(plan, num), device)
-        case PreTrainedModel() as draft, None:
+        case PreTrainedModel() as draft, None, None:
             return _model_drafter(plan, draft, batch)
-        case PreTrainedModel() as draft, int(num):
+        case PreTrainedModel() as draft, int(num), None:
             model = _model_drafter(plan, draft, batch)
             return HybridDrafter(model, _suffix_settings(plan, num), config.max_model_tokens, device)
     return None
@@ -87,9 +98,9 @@ def _suffix_settings(plan: DraftPlan, num: int) -> SuffixSettings:
 
 def _model_drafter(plan: DraftPlan, draft: PreTrainedModel, batch: Batch) -> ModelDrafter:
     config = plan.config
-    table = getattr(draft.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    max_position = min(plan.max_position, table - 1) if table else plan.max_position
-    eos = None if plan.eos_token_ids is None else torch.tensor(sorted(plan.eos_token_ids), device=draft.device)
+    last = last_position(draft)
+    max_position = plan.max_position if last is None else min(plan.max_position, last)
+    eos = None if plan.eos_token_ids is None else torch.tensor(sorted(plan.eos_token_ids), device=device_of(draft))
     settings = DraftSettings(
         eos_token_ids=eos,
         confidence_threshold=config.assistant_confidence_threshold or 0.0,
@@ -97,8 +108,11 @@ def _model_drafter(plan: DraftPlan, draft: PreTrainedModel, batch: Batch) -> Mod
         stream=draft_stream(config),
         backend=config.verifier_backend,
     )
+    if plan.vocabulary is not None:
+        translated = TranslatedLanguageModel(draft, plan.vocabulary, max_position, plan.context)
+        return ModelDrafter(Inferencer(translated, chunk_size=plan.chunk_size), plan.processors, settings)
     is_unrolled = not len(plan.processors) and not settings.confidence_threshold
-    language_model = plan.compiler.draft(draft, max_position, batch.draft_cache, is_unrolled=is_unrolled)
+    language_model = plan.compiler.draft(draft, max_position, batch.draft_cache, plan.context, is_unrolled=is_unrolled)
     if isinstance(language_model, CompiledLanguageModel):
         return CompiledDrafter(language_model, plan.compiler.lens, plan.processors, settings, plan.chunk_size)
     return ModelDrafter(Inferencer(language_model, chunk_size=plan.chunk_size), plan.processors, settings)

@@ -1,8 +1,8 @@
 """The door: `generate()` of an enabled model, with its uses of transformers' private names."""
 
-import json
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,31 +15,43 @@ from transformers import (
     PreTrainedModel,
     StoppingCriteriaList,
 )
-from transformers.cache_utils import Cache, StaticCache
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.cache_utils import StaticCache
+from transformers.utils.generic import ModelOutput
 
-from hf_speculate.arguments import bind, own_prompt_lookup, own_static_cache, own_stop_strings, samples
+from hf_speculate.arguments import (
+    bind,
+    own_early_exit,
+    own_prompt_lookup,
+    own_static_cache,
+    own_stop_strings,
+    samples,
+    uncached,
+    unwrapped,
+)
 from hf_speculate.attention_switch import folded_attention_for
 from hf_speculate.batch import Batch
 from hf_speculate.build import Call, build_decoder
-from hf_speculate.compiling import Static, compile_settings, static_of
-from hf_speculate.config import FIELD_NAMES, SpeculationConfig, fields_of, read_config
+from hf_speculate.compiling import Static, compile_settings, static_of, with_eager_draft
+from hf_speculate.config import FIELD_NAMES, SpeculationConfig, fields_in, fields_of, read_config
+from hf_speculate.contexts import draft_context, target_context
 from hf_speculate.decoder import SpeculativeDecoder
-from hf_speculate.errors import UnsupportedGenerationError, UnsupportedModelError
-from hf_speculate.outputs import Recorded
+from hf_speculate.draft.foreign import make_generator
+from hf_speculate.errors import UnsupportedModelError
+from hf_speculate.matching import Drafting, choose_draft, warn_of_low_acceptance
+from hf_speculate.outputs import GenerateOutput, recorded_of
+from hf_speculate.reasons import Reason, reason_of
 from hf_speculate.refusals import (
-    Reason,
     check_assistant,
     check_call,
+    check_context,
     check_models,
     check_prepared,
     check_rope,
     checked_mask,
-    reason_of,
 )
+from hf_speculate.stats import SpeculationStats
 from hf_speculate.verify.base import check_verifier
 
-GenerateOutput = GenerateDecoderOnlyOutput | Tensor  # what transformers' plain decoding returns
 _TRANSFORMERS_FIELDS = (
     "num_assistant_tokens",
     "num_assistant_tokens_schedule",
@@ -53,12 +65,11 @@ class SpeculativeGenerationMixin(GenerationMixin):
     """Gives a model class speculative `generate()`; put it before the model in a class's bases.
 
     `generate()` takes all that transformers' takes, and the fields of `SpeculationConfig` as keywords or from a
-    `GenerationConfig`. Without `assistant_model` and `prompt_lookup_num_tokens` it decodes plainly; with
-    `do_sample=True` and `verifier="coupled"` it then draws, token by token, the text that every assistant gives with
-    the same seed.
+    `GenerationConfig`. Without a source of drafts it decodes plainly; with `do_sample=True` and `verifier="coupled"`
+    it then draws, token by token, the text that every assistant gives with the same seed.
     """
 
-    def generate(self, *args: Any, **kwargs: Any) -> GenerateOutput:  # type: ignore[override]  # takes the same
+    def generate(self, *args: Any, **kwargs: Any) -> GenerateOutput | Tensor:  # type: ignore[override]  # takes the same
         """See `transformers.GenerationMixin.generate`; returns the same, with `.speculation` on output objects.
 
         Raises:
@@ -72,7 +83,7 @@ class SpeculativeGenerationMixin(GenerationMixin):
 
 def generate(
     model: PreTrainedModel, *args: Any, fields_from: str | Path | Mapping[str, Any] | None = None, **kwargs: Any
-) -> GenerateOutput:
+) -> GenerateOutput | Tensor:
     """Decode once with speculation, without enabling the model.
 
     The model class's own `generate` runs underneath, never one that was put on the instance, so that a Hub
@@ -96,71 +107,83 @@ def generate(
         raise UnsupportedModelError(
             f"model must be a transformers model, got {type(model).__name__}; enable() serves PEFT models"
         )
-    if isinstance(fields_from, str | Path):
-        fields: Mapping[str, Any] = json.loads(Path(fields_from).read_text(encoding="utf-8"))
-    else:
-        fields = fields_from or {}
     if isinstance(model, SpeculativeGenerationMixin):
         plain: Any = super(SpeculativeGenerationMixin, model).generate  # type: ignore[misc]
     else:
         plain_class: Any = type(model)
         plain = plain_class.generate.__get__(model)
-    return _generate(model, plain, args, kwargs, fields)
+    return _generate(model, plain, args, kwargs, fields_in(fields_from))
 
 
 def _generate(
     model: PreTrainedModel,
-    plain: Callable[..., GenerateOutput],
+    plain: Callable[..., GenerateOutput | Tensor],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    fields_from: Mapping[str, Any],
-) -> GenerateOutput:
+    saved: Mapping[str, Any],
+) -> GenerateOutput | Tensor:
     call = bind(plain, args, kwargs)
     if isinstance(call.get("custom_generate"), str):
         return plain(**call)  # the repository's function comes back through `generate` above
     keywords = {name: call.pop(name) for name in FIELD_NAMES if name in call}
-    assistant = call.pop("assistant_model", None)
-    passed = call.get("generation_config")
-    sources = [keywords, fields_of(passed), _only_fields(fields_from), fields_of(model.generation_config)]
+    assistant = unwrapped(call.pop("assistant_model", None))
+    sources = [keywords, fields_of(call.get("generation_config")), saved, fields_of(model.generation_config)]
     if assistant is not None:
         sources.append(fields_of(getattr(assistant, "generation_config", None)))
     config = read_config(sources)
-    reason = reason_of(assistant, config, samples(model, call))
+    early_exit = own_early_exit(model, call)
+    reason = reason_of(assistant, early_exit, config, samples(model, plain, call))
     if reason is None:
         if config.verifier is not None:
             check_verifier(config)
         if config.speculation_stats is not None:
             config.speculation_stats.reset()
         return plain(**call, **{name: keywords[name] for name in _TRANSFORMERS_FIELDS if name in keywords})
-    models = [model]
-    if assistant is not None:
-        check_assistant(assistant, call)
-        models = [model, assistant]
     check_call(call, reason)
+    if assistant is not None:
+        check_assistant(assistant)
+    models = [model] if assistant is None else [model, assistant]
     check_models(models, [type(one).__name__ for one in models if one._is_stateful], reason)
+    tokenizers = call.get("tokenizer"), call.get("assistant_tokenizer")
+    drafting = choose_draft(model, assistant, early_exit, *tokenizers)
     own_stop_strings(model, call)
     own_prompt_lookup(model, call)
     is_static = own_static_cache(model, call)
-    return plain(**call, custom_generate=_Speculation(assistant, config, call, is_static, reason))
+    speculation = _Speculation(drafting, config, call, is_static, reason)
+    output = plain(**call, custom_generate=speculation)
+    if not speculation.num_calls:
+        raise UnsupportedModelError(
+            f"generate() of the model must decode by GenerationMixin's, got {type(model).__name__} with a loop of its "
+            f"own; {reason.way_out}"
+        )
+    if assistant is not None and drafting.is_guess and config.prompt_lookup_num_tokens is None:
+        warn_of_low_acceptance(model, assistant, speculation.stats)
+    if isinstance(output, ModelOutput):
+        output.speculation = speculation.stats
+    return output
 
 
 class _Speculation:
-    """The decoding method of one call, run by transformers once it has prepared the inputs."""
+    """The decoding method of one call, run by transformers once it has prepared the inputs.
+
+    A model's own `generate`, as Whisper's, may run it several times: for parts of the input, or to try again.
+    """
 
     def __init__(
-        self,
-        assistant: PreTrainedModel | None,
-        config: SpeculationConfig,
-        call: dict[str, Any],
-        is_static: bool,
-        reason: Reason,
+        self, drafting: Drafting, config: SpeculationConfig, call: dict[str, Any], is_static: bool, reason: Reason
     ):
-        self.assistant = assistant
+        self.drafting = drafting
+        self.assistant = drafting.assistant
         self.is_static = is_static
         self.reason = reason
-        self.config = config
+        self.stats = config.speculation_stats or SpeculationStats()
+        self.stats.reset()
+        self.config = replace(config, speculation_stats=self.stats)
+        self.num_calls = 0
         self.streamer = call.get("streamer")
         self.is_cache_passed = call.get("past_key_values") is not None
+        self.has_positions = call.get("position_ids") is not None
+        self.has_encoder_outputs = call.get("encoder_outputs") is not None
         mask = call.get("attention_mask")
         self.passed_mask_len = None if mask is None else mask.shape[-1]
 
@@ -171,45 +194,71 @@ class _Speculation:
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
+        inputs_tensor: Tensor | None = None,
         **model_kwargs: Any,
-    ) -> GenerateOutput:
-        config = self.config.resolve(bool(generation_config.do_sample))
+    ) -> GenerateOutput | Tensor:
+        config = self.config.for_run(self.num_calls).resolve(bool(generation_config.do_sample))
+        self.num_calls += 1
         check_verifier(config)
         check_rope(model, generation_config.max_length, self.reason)
-        check_prepared(input_ids, generation_config, model_kwargs, self.streamer, self.reason)
+        has_encoder = bool(model.config.is_encoder_decoder)
+        check_prepared(input_ids, generation_config, model_kwargs, has_encoder, self.streamer, self.reason)
+        mask = model_kwargs.get("decoder_attention_mask" if has_encoder else "attention_mask")
+        if has_encoder:
+            self.passed_mask_len = None if mask is None else mask.shape[-1]
         cache = model_kwargs["past_key_values"]
         pad = generation_config._pad_token_tensor
         returns_dict = bool(generation_config.return_dict_in_generate)
+        query = uncached(input_ids, cache, self.passed_mask_len)
+        context = target_context(model, input_ids, query.shape[1], model_kwargs, has_positions=self.has_positions)
+        vocabulary = self.drafting.vocabulary
+        check_context(context, input_ids, generation_config, self.assistant, vocabulary)
+        inputs = None if self.has_encoder_outputs else inputs_tensor
+        draft_reads = draft_context(self.assistant, model, inputs, model_kwargs, input_ids.shape[0], vocabulary)
+        static = _static(model, self.assistant, generation_config, self.is_static)
+        generator = make_generator(
+            config.candidate_generator,
+            input_ids=input_ids,
+            generation_config=generation_config,
+            model_kwargs=model_kwargs,
+            inputs_tensor=input_ids if inputs_tensor is None else inputs_tensor,
+            logits_processor=logits_processor,
+        )
         call = Call(
             input_ids=input_ids,
-            query_ids=self._query(input_ids, cache),
-            attention_mask=checked_mask(model_kwargs.get("attention_mask")),
+            query_ids=query,
+            attention_mask=checked_mask(mask),
             cache=cache,
             is_cache_passed=self.is_cache_passed,
             is_cache_kept=self.is_cache_passed or returns_dict,
+            keeps_rows=_names_adapters(model),
             processors=logits_processor,
             criteria=stopping_criteria,
             do_sample=bool(generation_config.do_sample),
             max_length=generation_config.max_length,
             pad_token_id=None if pad is None else int(pad),
             prefill_chunk_size=generation_config.prefill_chunk_size,
-            recorded=_recorded(generation_config),
+            recorded=recorded_of(generation_config),
             on_tokens=self._stream if self.streamer is not None else None,
             target_attention=_attention(model),
             draft_attention="" if self.assistant is None else _attention(self.assistant),
-            static=_static(model, self.assistant, generation_config, self.is_static),
+            static=with_eager_draft(static, self.drafting.why_eager),
+            target_context=context,
+            draft_context=draft_reads,
+            vocabulary=vocabulary,
+            generator=generator,
         )
         decoder, batch = build_decoder(model, self.assistant, config, call)
-        needs_eager = call.recorded.attentions
-        models = [one for one in (model, self.assistant) if one is not None and not needs_eager]
-        with folded_attention_for(models):
+        models = [one for one in (model, self.assistant) if one is not None]
+        with folded_attention_for([] if call.recorded.attentions else models):
             self._decode(decoder, batch)
         if config.suffix_store is not None:
             for ids in decoder.recorder.new_ids:
                 config.suffix_store.add(ids)
         if self.streamer is not None:
             self.streamer.end()
-        return _output(decoder, call) if returns_dict else decoder.recorder.sequences(input_ids, call.pad_token_id or 0)
+        recorder, pad_id = decoder.recorder, call.pad_token_id or 0
+        return recorder.output(input_ids, pad_id, cache) if returns_dict else recorder.sequences(input_ids, pad_id)
 
     def _decode(self, decoder: SpeculativeDecoder, batch: Batch) -> None:
         """Decode; a cache that the user passed is brought back when that fails."""
@@ -224,20 +273,6 @@ class _Speculation:
         finally:
             batch.release()
 
-    def _query(self, input_ids: Tensor, cache: Cache) -> Tensor:
-        """The prompt tokens that the cache does not hold; `input_ids` may be the whole text or only what is new."""
-        num_held = cache.get_seq_length()
-        has_all = self.passed_mask_len is None or self.passed_mask_len == input_ids.shape[1]
-        query = input_ids[:, num_held:] if has_all else input_ids
-        held_rows = _num_cached_rows(cache)
-        if query.shape[1] < 1 or held_rows not in (None, input_ids.shape[0]):
-            raise UnsupportedGenerationError(
-                f"past_key_values must hold fewer tokens than the prompt, for {input_ids.shape[0]} rows, "
-                f"got {num_held} of {input_ids.shape[1]} tokens for {held_rows} rows; "
-                "pass the whole text and the cache of its beginning"
-            )
-        return query
-
     def _stream(self, token_ids: list[int]) -> None:
         for token_id in token_ids:
             self.streamer.put(torch.tensor([token_id]))  # type: ignore[union-attr]
@@ -248,14 +283,10 @@ def _attention(model: PreTrainedModel) -> str:
     return str(model.config.get_text_config(decoder=True)._attn_implementation)
 
 
-def _only_fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: values[name] for name in FIELD_NAMES if values.get(name) is not None}
-
-
-def _num_cached_rows(cache: Cache) -> int | None:
-    layers: list[Any] = cache.layers
-    rows = [layer.keys.shape[0] for layer in layers if layer.get_seq_length()]
-    return rows[0] if rows else None
+def _names_adapters(model: PreTrainedModel) -> bool:
+    """Whether PEFT has hooks in the model that give each row of the batch its own adapter."""
+    hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
+    return any("adapter_names" in getattr(hook, "keywords", ()) for hook in hooks)
 
 
 def _static(
@@ -271,32 +302,6 @@ def _static(
         compile_config = config.compile_config or one._default_compile_config()
         settings.append(compile_settings(compile_config) if compiles else None)
     return static_of(settings, config, model.device)
-
-
-def _recorded(generation_config: GenerationConfig) -> Recorded:
-    if not generation_config.return_dict_in_generate:
-        return Recorded()
-    return Recorded(
-        scores=bool(generation_config.output_scores),
-        logits=bool(generation_config.output_logits),
-        hidden_states=bool(generation_config.output_hidden_states),
-        attentions=bool(generation_config.output_attentions),
-    )
-
-
-def _output(decoder: SpeculativeDecoder, call: Call) -> GenerateDecoderOnlyOutput:
-    recorder, pad = decoder.recorder, call.pad_token_id or 0
-    parts: dict[str, Any] = {
-        "sequences": recorder.sequences(call.input_ids, pad),
-        "scores": recorder.scores(pad),
-        "logits": recorder.logits(pad),
-        "attentions": tuple(recorder.attentions) if recorder.recorded.attentions else None,
-        "hidden_states": tuple(recorder.hidden_states) if recorder.recorded.hidden_states else None,
-        "past_key_values": call.cache,
-    }
-    output = GenerateDecoderOnlyOutput(**parts)
-    output.speculation = decoder.stats
-    return output
 
 
 def warn_of_lost_fields(model: PreTrainedModel) -> None:

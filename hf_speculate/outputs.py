@@ -1,13 +1,18 @@
 """Collects what `generate()` returns, row by row and token by token."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
+from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from hf_speculate.types import Scored
 
 LayerStates = tuple[Tensor, ...]
+GenerateOutput = GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput  # of plain decoding
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,28 @@ class OutputRecorder:
         new_ids = torch.tensor(rows, dtype=input_ids.dtype, device=input_ids.device)  # [B, N]
         return torch.cat([input_ids, new_ids], dim=1)
 
+    def output(self, input_ids: Tensor, pad_token_id: int, cache: Cache) -> GenerateOutput:
+        """All that was asked for, as plain `generate` returns it.
+
+        Args:
+            input_ids: [B, T] int64, the prompts.
+            pad_token_id: what fills ended rows.
+            cache: the target's.
+        """
+        parts: dict[str, Any] = {
+            "sequences": self.sequences(input_ids, pad_token_id),
+            "scores": self.scores(pad_token_id),
+            "logits": self.logits(pad_token_id),
+            "past_key_values": cache,
+        }
+        if isinstance(cache, EncoderDecoderCache):
+            return GenerateEncoderDecoderOutput(**parts)
+        return GenerateDecoderOnlyOutput(
+            **parts,
+            attentions=tuple(self.attentions) if self.recorded.attentions else None,  # type: ignore[arg-type]
+            hidden_states=tuple(self.hidden_states) if self.recorded.hidden_states else None,  # type: ignore[arg-type]
+        )
+
     def scores(self, pad_token_id: int) -> tuple[Tensor, ...] | None:
         """One [B, V] float32 per new token; an ended row holds 0 at the pad id and -inf elsewhere."""
         return _by_position(self._scores, pad_token_id) if self.recorded.scores else None
@@ -115,3 +142,19 @@ def _attention_row(layer: Tensor, position: int, num_query: int, window: int | N
     end = layer.shape[-1] - num_query + position + 1
     start = 0 if window is None else max(end - window, 0)
     return layer[:, :, position : position + 1, start:end]
+
+
+def recorded_of(generation_config: GenerationConfig) -> Recorded:
+    """What a call wants recorded.
+
+    Args:
+        generation_config: with every default filled in.
+    """
+    if not generation_config.return_dict_in_generate:
+        return Recorded()
+    return Recorded(
+        scores=bool(generation_config.output_scores),
+        logits=bool(generation_config.output_logits),
+        hidden_states=bool(generation_config.output_hidden_states),
+        attentions=bool(generation_config.output_attentions),
+    )

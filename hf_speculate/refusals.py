@@ -2,63 +2,50 @@
 
 import inspect
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.generation.configuration_utils import GenerationMode
 
-from hf_speculate.config import SpeculationConfig
+from hf_speculate.draft.vocabulary import Vocabulary
 from hf_speculate.errors import UnsupportedGenerationError, UnsupportedModelError
+from hf_speculate.infer.context import Context
 from hf_speculate.infer.rope import growing_rope
+from hf_speculate.reasons import ASSISTED, COUPLED_ALONE, GENERATOR, Reason
 
-_SERVED_LAYERS = {"full_attention", "sliding_attention"}
-_KNOWN_MODEL_KWARGS = {
+_SERVED_LAYERS = {"chunked_attention", "full_attention", "sliding_attention"}
+_COMMON_KWARGS = {
     "attention_mask",
     "logits_to_keep",
     "output_attentions",
     "output_hidden_states",
     "past_key_values",
-    "position_ids",
     "use_cache",
+}
+_ENCODER_DECODER_KWARGS = _COMMON_KWARGS | {"decoder_attention_mask", "encoder_outputs"}
+# What a decoder-only model reads with its prompt, and its tokens' types.
+_DECODER_KWARGS = _COMMON_KWARGS | {
+    "image_grid_thw",
+    "image_sizes",
+    "mm_encoder_outputs",
+    "mm_token_type_ids",
+    "pixel_attention_mask",
+    "pixel_values",
+    "pixel_values_videos",
+    "position_ids",
+    "second_per_grid_ts",
+    "token_type_ids",
+    "video_grid_thw",
+    "vision_feature_layer",
+    "vision_feature_select_strategy",
 }
 
 
-class Reason(NamedTuple):
-    """Why a call runs our own loop, in the words of its refusals."""
-
-    cause: str
-    way_out: str
-
-
-ASSISTED = Reason("assistant_model", "leave assistant_model out to decode without speculation")
-LOOKUP = Reason(
-    "prompt_lookup_num_tokens",
-    "leave prompt_lookup_num_tokens out to decode without speculation, or hf_speculate.disable(model) for transformers'"
-    " own prompt lookup",
-)
-COUPLED_ALONE = Reason("verifier='coupled'", "set verifier='rejection' to draw as transformers does")
-
-
-def reason_of(assistant: object, config: SpeculationConfig, samples: bool) -> Reason | None:
-    """Why a call is ours; None: transformers decodes it plainly.
-
-    Args:
-        assistant: the draft model, or None.
-        config: the call's settings.
-        samples: whether the call draws tokens.
-    """
-    if assistant is not None:
-        return ASSISTED
-    if config.prompt_lookup_num_tokens is not None:
-        return LOOKUP
-    return COUPLED_ALONE if config.verifier == "coupled" and samples else None
-
-
 def check_models(models: Sequence[PreTrainedModel], stateful: Sequence[str], reason: Reason) -> None:
-    """Refuse models that cannot decode, or not together, from the configs alone.
+    """Refuse models that cannot decode, from the configs alone.
 
     Args:
         models: the target, then the draft where there is one.
@@ -66,7 +53,7 @@ def check_models(models: Sequence[PreTrainedModel], stateful: Sequence[str], rea
         reason: why the call is ours.
 
     Raises:
-        UnsupportedModelError: a model cannot roll back or is an encoder-decoder, or the vocabularies differ.
+        UnsupportedModelError: a model cannot roll back, or the draft does not go with the target.
     """
     if stateful:
         raise UnsupportedModelError(
@@ -83,22 +70,34 @@ def check_models(models: Sequence[PreTrainedModel], stateful: Sequence[str], rea
                 f"models must prepare their inputs as their class does, got {type(model).__name__} with a "
                 f"prepare_inputs_for_generation of its own (prompt or prefix tuning); {reason.way_out}"
             )
-        if model.config.is_encoder_decoder:
-            raise UnsupportedModelError(
-                f"models must be decoder-only, got the encoder-decoder {type(model).__name__}; {reason.way_out}"
-            )
         unserved = sorted(set(getattr(config, "layer_types", None) or ()) - _SERVED_LAYERS)
         if unserved:
             raise UnsupportedModelError(
                 f"layer_types must be among {', '.join(sorted(_SERVED_LAYERS))}, got {', '.join(unserved)} in "
                 f"{type(model).__name__}; {reason.way_out}"
             )
-    sizes = [model.config.get_text_config(decoder=True).vocab_size for model in models]
-    if sizes[0] != sizes[-1]:
-        raise UnsupportedModelError(
-            f"assistant_model must have the target's vocabulary of {sizes[0]} tokens, got {sizes[-1]}; "
-            "use a draft with the same tokenizer"
-        )
+    _check_encoders(models[0], models[-1])
+
+
+def _check_encoders(target: PreTrainedModel, draft: PreTrainedModel) -> None:
+    """Refuse a draft whose encoder, or attention to one, does not go with the target's."""
+    has_encoder = target.config.is_encoder_decoder
+    names = [type(model).__name__ for model in (target, draft)]
+    if draft.config.is_encoder_decoder:
+        encoders: list[Any] = [model.get_encoder() for model in (target, draft)]
+        read = [(encoder.main_input_name, getattr(encoder.config, "num_mel_bins", None)) for encoder in encoders]
+        if not has_encoder or read[0] != read[1]:
+            raise UnsupportedModelError(
+                f"assistant_model must read what the target {names[0]} reads, got the encoder-decoder {names[1]}; "
+                "use a draft of the target's kind, or a decoder-only one"
+            )
+    elif has_encoder and "encoder_outputs" in inspect.signature(type(draft).forward).parameters:
+        widths = [model.config.get_text_config(decoder=True).hidden_size for model in (target, draft)]
+        if widths[0] != widths[1]:
+            raise UnsupportedModelError(
+                f"assistant_model must attend to the {widths[0]} numbers that the encoder of {names[0]} gives, got "
+                f"{widths[1]} in {names[1]}; use a draft that was made from this target, or one with its own encoder"
+            )
 
 
 def check_rope(target: PreTrainedModel, max_length: int, reason: Reason) -> None:
@@ -120,26 +119,19 @@ def check_rope(target: PreTrainedModel, max_length: int, reason: Reason) -> None
         )
 
 
-def check_assistant(assistant: object, call: dict[str, Any]) -> None:
+def check_assistant(assistant: object) -> None:
     """Refuse what cannot draft.
 
     Args:
         assistant: what was passed as `assistant_model`.
-        call: all other arguments of `generate()`, by name.
 
     Raises:
-        UnsupportedModelError: the assistant is no model that generates, or has another vocabulary.
+        UnsupportedModelError: the assistant is no model that generates.
     """
     if not isinstance(assistant, PreTrainedModel) or not assistant.can_generate():
         raise UnsupportedModelError(
             f"assistant_model must be a transformers model that can generate, got {type(assistant).__name__}; "
             f"{ASSISTED.way_out}"
-        )
-    tokenizers = [call[name] for name in ("tokenizer", "assistant_tokenizer") if call.get(name) is not None]
-    if len(tokenizers) == 2 and tokenizers[0].get_vocab() != tokenizers[1].get_vocab():
-        raise UnsupportedModelError(
-            "assistant_tokenizer must have the vocabulary of tokenizer, got another one; "
-            "use a draft with the same tokenizer"
         )
 
 
@@ -156,8 +148,9 @@ def check_call(call: dict[str, Any], reason: Reason) -> None:
     refused = {
         "custom_generate": call.get("custom_generate"),
         "inputs_embeds": call.get("inputs_embeds"),
-        "position_ids": call.get("position_ids"),
         "synced_gpus": call.get("synced_gpus") or None,
+        "speculation_type": call.get("speculation_type"),
+        "use_mtp": call.get("use_mtp") or None,
     }
     for name, value in refused.items():
         if value is not None:
@@ -172,6 +165,7 @@ def check_prepared(
     input_ids: Tensor,
     generation_config: GenerationConfig,
     model_kwargs: dict[str, Any],
+    has_encoder: bool,
     streamer: object,
     reason: Reason,
 ) -> None:
@@ -181,6 +175,7 @@ def check_prepared(
         input_ids: [B, T] int64.
         generation_config: with every default filled in.
         model_kwargs: what transformers would hand to the model.
+        has_encoder: whether the model is an encoder-decoder.
         streamer: the call's, or None.
         reason: why the call is ours.
 
@@ -198,23 +193,22 @@ def check_prepared(
         raise UnsupportedGenerationError(
             "assistant_ensemble_weight must be left out, got one; choose verifier='typical' for a lossy rule"
         )
-    extra = sorted(
-        name for name, value in model_kwargs.items() if value is not None and name not in _KNOWN_MODEL_KWARGS
-    )
+    known = _ENCODER_DECODER_KWARGS if has_encoder else _DECODER_KWARGS
+    extra = sorted(name for name, value in model_kwargs.items() if value is not None and name not in known)
     if extra:
         raise UnsupportedGenerationError(
-            f"model arguments must be among {', '.join(sorted(_KNOWN_MODEL_KWARGS))}, got {', '.join(extra)}; "
-            f"{reason.way_out}"
+            f"model arguments must be among {', '.join(sorted(known))}, got {', '.join(extra)}; {reason.way_out}"
         )
-    cache = model_kwargs.get("past_key_values")
-    if type(cache) is not DynamicCache or cache.offloading:
-        raise UnsupportedGenerationError(
-            f"the cache must be a DynamicCache on one device with {reason.cause}, got {type(cache).__name__}; "
-            "pass a DynamicCache, or leave past_key_values and cache_implementation out"
-        )
+    for name in ("output_hidden_states", "output_attentions"):
+        if has_encoder and getattr(generation_config, name):
+            raise UnsupportedGenerationError(
+                f"{name} must be left out for an encoder-decoder with {reason.cause}, got True; {reason.way_out}"
+            )
+    _check_cache(model_kwargs.get("past_key_values"), reason)
     if input_ids.shape[1] == 0:
         raise UnsupportedGenerationError(f"the prompt must hold at least one token, got an empty one; {reason.way_out}")
     one_row_only = {
+        "candidate_generator": reason is GENERATOR,
         "streamer": streamer is not None,
         "output_hidden_states": bool(generation_config.output_hidden_states),
         "output_attentions": bool(generation_config.output_attentions),
@@ -225,6 +219,54 @@ def check_prepared(
                 f"{name} must be left out for more than one row, got {input_ids.shape[0]} rows; "
                 "decode the rows one by one"
             )
+
+
+def check_context(
+    context: Context,
+    input_ids: Tensor,
+    generation_config: GenerationConfig,
+    assistant: PreTrainedModel | None,
+    vocabulary: Vocabulary | None,
+) -> None:
+    """Refuse what does not go with inputs beside the text.
+
+    Args:
+        context: what the target reads.
+        input_ids: [B, T] int64.
+        generation_config: with every default filled in.
+        assistant: the draft model, or None.
+        vocabulary: how its ids stand to the target's; None: they are the same.
+
+    Raises:
+        UnsupportedGenerationError: the prompt cannot be cut into chunks, or has ids that the draft does not know.
+    """
+    if not context.prompt_names:
+        return
+    if generation_config.prefill_chunk_size is not None:
+        raise UnsupportedGenerationError(
+            f"prefill_chunk_size must be left out with {', '.join(context.prompt_names)}, got "
+            f"{generation_config.prefill_chunk_size}; feed such a prompt at once"
+        )
+    if assistant is not None:
+        embeddings: Any = assistant.get_input_embeddings()
+        size = embeddings.weight.shape[0] if vocabulary is None else len(vocabulary.draft_ids)
+        largest = int(input_ids.max())
+        if largest >= size:
+            raise UnsupportedGenerationError(
+                f"ids of the prompt must be below {size} for assistant_model, which reads placeholders as text, got "
+                f"{largest}; use a draft whose embeddings hold them"
+            )
+
+
+def _check_cache(cache: Any, reason: Reason) -> None:
+    """Refuse a cache that is not one, or a pair, of dynamic ones on one device."""
+    is_pair = isinstance(cache, EncoderDecoderCache)
+    parts = [cache.self_attention_cache, cache.cross_attention_cache] if is_pair else [cache]
+    if any(type(part) is not DynamicCache or part.offloading for part in parts):
+        raise UnsupportedGenerationError(
+            f"the cache must be a DynamicCache on one device with {reason.cause}, got {type(cache).__name__}; "
+            "pass a DynamicCache, or leave past_key_values and cache_implementation out"
+        )
 
 
 def checked_mask(mask: Tensor | None) -> Tensor | None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, fields
 class SpeculationStats:
     """Counts and seconds of one `generate()` call; each call starts it anew.
 
+    Where a model's own `generate()` decodes in several calls, as Whisper's does, they are added up.
+
     Times are the host's. On an accelerator work runs on after it was launched, so its cost shows up in the stage
     that waits for it.
 
@@ -58,6 +60,11 @@ class SpeculationStats:
         fresh = SpeculationStats()
         for entry in fields(self):
             setattr(self, entry.name, getattr(fresh, entry.name))
+
+    def add_fallback(self, reason: str) -> None:
+        """Note once what ran otherwise than asked."""
+        if reason not in self.fallbacks:
+            self.fallbacks.append(reason)
 
     def add_row(self, num_drafted: int, num_accepted: int, num_emitted: int, num_judged: int | None = None) -> None:
         """Count one row's round.

@@ -33,9 +33,11 @@ CACHES = ("auto", "dynamic", "preallocated")
 
 
 @cache
-def pair(kind: str, noise: float = DRAFT_NOISE, seed: int = 0) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """An enabled target and its draft, float64. Shared between tests: change neither."""
-    target = make_model(kind, seed=seed)
+def pair(
+    kind: str, noise: float = DRAFT_NOISE, seed: int = 0, dtype: torch.dtype = torch.float64
+) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """An enabled target and its draft, float64 unless told. Shared between tests: change neither."""
+    target = make_model(kind, seed=seed, dtype=dtype)
     draft = noisy_copy(target, noise, seed=seed + 1)
     return hf_speculate.enable(target), draft
 

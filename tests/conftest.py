@@ -1,5 +1,6 @@
 """What every test starts from: no network, a fixed seed, and markers that say why they skip."""
 
+import importlib.util
 import os
 import shutil
 
@@ -24,6 +25,7 @@ hypothesis.settings.load_profile("repeatable")
 # What a marker needs, and whether this machine has it.
 NEEDS = {
     "gpu": ("needs a CUDA GPU", torch.cuda.is_available()),
+    "torchao": ("needs torchao", importlib.util.find_spec("torchao") is not None),
     "compiler": ("needs a C++ compiler", shutil.which(os.environ.get("CXX", "g++")) is not None),
 }
 UNSERVED = pytest.StashKey[list[str]]()

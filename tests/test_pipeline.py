@@ -1,5 +1,7 @@
 """`pipeline(..., assistant_model=draft)` hands the fields through, for one prompt and for batches."""
 
+import copy
+
 import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, pipeline
@@ -65,3 +67,25 @@ def test_the_fields_reach_the_decoder(pipelines, verifier, do_sample):
 def test_one_prompt(pipelines):
     plain, ours = pipelines
     assert plain("bcd", max_new_tokens=9) == ours("bcd", max_new_tokens=9)
+
+
+@pytest.mark.parametrize("field", ["eos_token_id", "pad_token_id", "bos_token_id"])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_fault_h_a_draft_of_other_special_ids_drafts(pipelines, field, do_sample):
+    """transformers asks for the assistant's tokenizer in the constructor, then raises at the call because of it."""
+    plain, _ = pipelines
+    target, draft = pair("llama")
+    other = copy.deepcopy(draft)
+    setattr(other.config, field, 7)
+    setattr(other.generation_config, field, 7)
+    make = {"task": "text-generation", "model": target, "tokenizer": plain.tokenizer}
+    in_constructor = pipeline(**make, assistant_model=other, assistant_tokenizer=copy.deepcopy(plain.tokenizer))
+    stats = hf_speculate.SpeculationStats()
+    options = {"max_new_tokens": 12, "batch_size": 4, "speculation_stats": stats, "num_assistant_tokens": 3, "seed": 1}
+    if do_sample:
+        options |= {"do_sample": True, "verifier": "coupled"}
+    expected = texts(plain(PROMPTS, **options))
+    assert texts(in_constructor(PROMPTS, **options)) == expected
+    assert stats.num_accepted > 0
+    assert texts(plain(PROMPTS, assistant_model=other, **options)) == expected
+    assert stats.num_accepted > 0

@@ -9,14 +9,28 @@ from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
+    Cohere2Config,
+    DeepseekV3Config,
+    FalconConfig,
     Gemma2Config,
+    Gemma3TextConfig,
     GenerationConfig,
     GPT2Config,
+    GptOssConfig,
+    Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
+    MptConfig,
+    OPTConfig,
+    Phi3Config,
+    PhiConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 SLIDING_WINDOW = 8
@@ -65,7 +79,93 @@ _CONFIGS: dict[str, tuple[Callable[..., PreTrainedConfig], dict[str, Any]]] = {
     "bloom": (BloomConfig, {"hidden_size": 32, "n_layer": 2, "n_head": 4}),
 }
 
+# Kinds for which each test of a whole call runs; `MORE_KINDS` are met in `tests/generate/test_models.py` only.
 KINDS: tuple[str, ...] = tuple(_CONFIGS)
+
+_EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_CONFIGS |= {
+    "cohere2": (
+        Cohere2Config,
+        {**_ROPE, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": SLIDING_WINDOW},
+    ),
+    "deepseek_v3": (
+        DeepseekV3Config,
+        {
+            **_ROPE,
+            "num_key_value_heads": 4,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "falcon": (FalconConfig, {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}),
+    "falcon_alibi": (
+        FalconConfig,
+        {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "alibi": True},
+    ),
+    "gemma3": (
+        Gemma3TextConfig,
+        {
+            **_ROPE,
+            "head_dim": 8,
+            "query_pre_attn_scalar": 8,
+            "sliding_window": SLIDING_WINDOW,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "gpt_oss": (
+        GptOssConfig,
+        {
+            **_ROPE,
+            "head_dim": 8,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": SLIDING_WINDOW,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
+    "llama4": (
+        Llama4TextConfig,
+        {
+            **_ROPE,
+            "head_dim": 8,
+            "intermediate_size_mlp": 48,
+            "num_local_experts": 2,
+            "attention_chunk_size": SLIDING_WINDOW,
+            "layer_types": ["chunked_attention", "full_attention"],
+            "no_rope_layers": [1, 0],
+        },
+    ),
+    "mixtral": (MixtralConfig, {**_ROPE, "num_local_experts": 4, "sliding_window": SLIDING_WINDOW}),
+    "mpt": (MptConfig, {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": MAX_LEN}),
+    "opt": (
+        OPTConfig,
+        {
+            "hidden_size": 32,
+            "ffn_dim": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "max_position_embeddings": MAX_LEN,
+            "word_embed_proj_dim": 32,
+            "init_std": INITIALIZER_RANGE,
+        },
+    ),
+    "phi": (PhiConfig, _ROPE),
+    "phi3": (Phi3Config, {**_ROPE, "sliding_window": SLIDING_WINDOW}),
+    "qwen2_moe": (Qwen2MoeConfig, {**_ROPE, **_EXPERTS, "shared_expert_intermediate_size": 24}),
+    "qwen3": (Qwen3Config, {**_ROPE, "head_dim": 8}),
+    "qwen3_moe": (Qwen3MoeConfig, {**_ROPE, **_EXPERTS, "head_dim": 8}),
+}
+MORE_KINDS: tuple[str, ...] = tuple(kind for kind in _CONFIGS if kind not in KINDS)
+_WITH_EXPERTS = ("deepseek_v3", "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe")
 
 
 def make_config(kind: str, *, vocab_size: int = 64, **overrides: Any) -> PreTrainedConfig:
@@ -89,6 +189,13 @@ def _clamp_mask(
     if mask is not None and mask.dtype == torch.float64:
         kwargs = {**kwargs, "attention_mask": mask.clamp_min(torch.finfo(torch.float32).min)}
     return args, kwargs
+
+
+def clamp_masks(model: PreTrainedModel) -> None:
+    """Have every attention layer of the model clamp its mask."""
+    for name, module in model.named_modules():
+        if name.endswith((".self_attn", ".self_attention", ".SelfAttention")):
+            module.register_forward_pre_hook(_clamp_mask, with_kwargs=True)
 
 
 def make_model(
@@ -117,16 +224,16 @@ def make_model(
     if attn_implementation is None and kind == "gemma2":
         attn_implementation = "eager"  # transformers 5.17 takes SDPA, which drops the softcapping
     config = make_config(kind, vocab_size=vocab_size, **overrides)
+    # The grouped product of matrices that experts use else knows no float64.
+    options = {"experts_implementation": "eager"} if kind in _WITH_EXPERTS else {}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float64, attn_implementation=attn_implementation
+            config, dtype=torch.float64, attn_implementation=attn_implementation, **options
         ).eval()
     model.requires_grad_(False)
     model.get_output_embeddings().weight.mul_(LOGIT_SCALE)
-    for name, module in model.named_modules():
-        if name.endswith((".self_attn", ".self_attention")):
-            module.register_forward_pre_hook(_clamp_mask, with_kwargs=True)
+    clamp_masks(model)
     model.to(dtype)
     model.config.dtype = dtype
     model.generation_config = GenerationConfig(pad_token_id=PAD_TOKEN_ID, do_sample=False)

@@ -70,9 +70,9 @@ class HybridDrafter:
         else:
             self._learn(gained, kept.num_rounds)
             is_live = [bool(ids) for ids in gained]  # a row that gains nothing has ended
-        self._proposals = [
-            row.propose(num_draft_tokens) if live else NO_PROPOSAL for row, live in zip(rows, is_live, strict=True)
-        ]
+        # The model reads what was copied next, as many tokens of every row: the shortest row must have as many.
+        most = num_draft_tokens if len(rows) == 1 else min(num_draft_tokens, max(self._shortest_len() - 1, 1))
+        self._proposals = [row.propose(most) if live else NO_PROPOSAL for row, live in zip(rows, is_live, strict=True)]
         copies = [self._copies(number, num_model) for number in range(len(rows))]
         asks = [live and not copy for live, copy in zip(is_live, copies, strict=True)]
         self._num_asked = [num_model if ask else 0 for ask in asks]
@@ -143,8 +143,10 @@ class HybridDrafter:
 
         In a batch all rows are fed as many tokens, and the slower ones drop states for it: they must have as many.
         """
-        shortest = min(len(row.index.text) for row in self.texts.rows)
-        return num_query > MAX_BEHIND or (len(self.texts.rows) > 1 and num_query >= shortest)
+        return num_query > MAX_BEHIND or (len(self.texts.rows) > 1 and num_query >= self._shortest_len())
+
+    def _shortest_len(self) -> int:
+        return min(len(row.index.text) for row in self.texts.rows)
 
     def _unread_by_model(self) -> Kept | None:
         """What was emitted since the model was run; None before its first run."""

@@ -89,6 +89,7 @@ class ModelDrafter:
 
     def rows(self, indices: Sequence[int]) -> None:
         """Keep what belongs to the named rows."""
+        self.inferencer.language_model.rows(indices)
         self.processors = self.processors.rows(indices)
         if self._history is not None:
             self._history.rows(indices)

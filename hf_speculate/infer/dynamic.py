@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
 
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.infer.kv_cache import bounded, checked_drops
@@ -23,10 +23,13 @@ class CacheSnapshot(NamedTuple):
 
     num_columns: int
     layers: tuple[_LayerSnapshot, ...]
+    encoder_layers: tuple[_LayerSnapshot, ...]  # what an encoder gave
 
 
 class DynamicKVCache:
     """`KVCache` over a `DynamicCache`: rows stay right-aligned, so a 2D attention mask says all there is to say.
+
+    Of an `EncoderDecoderCache` only the part that holds the text is rolled back.
 
     A row that drops more than its neighbours first moves right by the difference, under its padding; then
     `Cache.crop` takes the columns that every row drops. Padding that all rows have gained goes too, so there are
@@ -52,7 +55,8 @@ class DynamicKVCache:
         attention_mask: Tensor | None = None,
         device: torch.device | str = "cpu",
     ):
-        check_layers(cache)
+        self._text_cache = text_cache(cache)
+        check_layers(self._text_cache)
         self.cache = cache
         self.batch_size = batch_size
         self.device = torch.device(device)
@@ -70,7 +74,17 @@ class DynamicKVCache:
     @property
     def _layers(self) -> list[Any]:
         """The cache's own list; `check_layers` knows the classes in it."""
-        return self.cache.layers
+        return self._text_cache.layers
+
+    @property
+    def _held(self) -> list[Any]:
+        """The layers with states: a config may promise more layers than a decoder has."""
+        return [layer for layer in self._layers if layer.is_initialized]
+
+    @property
+    def _encoder_layers(self) -> list[Any]:
+        """What an encoder gave, by layer; nothing where there is none."""
+        return self.cache.cross_attention_cache.layers if isinstance(self.cache, EncoderDecoderCache) else []
 
     @property
     def num_columns(self) -> int:
@@ -95,13 +109,13 @@ class DynamicKVCache:
 
     def get_kv_states(self) -> list[KVState]:
         """One `KVState` [B, H, T, D] per layer (window layers hold their window); empty before the first update."""
-        return [KVState(layer.keys, layer.values) for layer in self._layers] if self.num_columns else []
+        return [KVState(layer.keys, layer.values) for layer in self._held] if self.num_columns else []
 
     def update(self, states: Sequence[KVState]) -> None:
         """Append one `KVState` [B, H, N, D] per layer to every row."""
         self.mask(states[0].keys.shape[2] if states else 0)  # the new columns are real tokens
         for index, state in enumerate(states):
-            self.cache.update(state.keys, state.values, index)
+            self._text_cache.update(state.keys, state.values, index)
 
     def begin_recording(self) -> None:
         """Keep past window states from here on. Call it once the prompt is in, before the first `crop`."""
@@ -153,7 +167,8 @@ class DynamicKVCache:
         shifts = [drop - smallest for drop in drops]
         if any(shifts):  # before the crop: a window layer still needs the states that the crop takes
             self._shift_right(shifts)
-        self.cache.crop(-smallest)
+        for layer in self._held:
+            layer.crop(-smallest)
         self._drop_common_padding()
         if self._mask is not None:
             self._mask = self._mask[:, : self.num_columns]
@@ -180,22 +195,17 @@ class DynamicKVCache:
             is_cropped_back = self.batch_size == 1 and not isinstance(layer, DynamicSlidingWindowLayer)
             keys, values = (None, None) if is_cropped_back else (layer.keys, layer.values)
             layers.append(_LayerSnapshot(keys, values, layer.get_seq_length()))
-        return CacheSnapshot(self.num_columns, tuple(layers))
+        encoder_layers = (_LayerSnapshot(one.keys, one.values, one.get_seq_length()) for one in self._encoder_layers)
+        return CacheSnapshot(self.num_columns, tuple(layers), tuple(encoder_layers))
 
     def restore(self, snapshot: CacheSnapshot) -> None:
         """Bring the cache back to what it held at `snapshot`, also from the middle of a forward."""
-        del self._layers[len(snapshot.layers) :]
-        for layer, kept in zip(self._layers, snapshot.layers, strict=True):
-            if not kept.num_columns:
-                layer.keys = layer.values = None
-                layer.is_initialized = False
-            elif kept.keys is not None:
-                layer.keys, layer.values = kept.keys, kept.values
-            else:
-                layer.keys = layer.keys[..., : kept.num_columns, :]
-                layer.values = layer.values[..., : kept.num_columns, :]
-            if isinstance(layer, DynamicSlidingWindowLayer):
-                layer.cumulative_length = kept.num_columns
+        _restore_layers(self._layers, snapshot.layers)
+        _restore_layers(self._encoder_layers, snapshot.encoder_layers)
+        if isinstance(self.cache, EncoderDecoderCache):
+            held = [bool(kept.num_columns) for kept in snapshot.encoder_layers]
+            self.cache.is_updated.clear()
+            self.cache.is_updated.update(enumerate(held))
         self.hand_back()
 
     def _shift_right(self, shifts: list[int]) -> None:
@@ -208,7 +218,7 @@ class DynamicKVCache:
         source = torch.arange(num_columns, device=self.device) - shift  # [B, T]
         self._mask = torch.where(source < 0, 0, mask.gather(1, source.clamp_min(0)))
         index: dict[Any, Tensor] = {}
-        for layer in self._layers:
+        for layer in self._held:
             key = (*layer.keys.shape[:3], layer.keys.device)
             if key not in index:
                 index[key] = _moved_columns(layer.keys.shape[:3], shift.to(layer.keys.device))
@@ -221,7 +231,7 @@ class DynamicKVCache:
         surplus = min(gained, default=0)
         if surplus <= 0 or not self.num_columns:
             return
-        for layer in self._layers:
+        for layer in self._held:
             if isinstance(layer, DynamicSlidingWindowLayer) and layer.keys is not None:
                 layer.cumulative_length -= surplus
                 surplus_held = max(layer.keys.shape[-2] - layer.cumulative_length, 0)
@@ -232,6 +242,11 @@ class DynamicKVCache:
         self._pads = [pad - surplus for pad in self._pads]
         if self._mask is not None:
             self._mask = self._mask[:, surplus:]
+
+
+def text_cache(cache: Cache) -> Cache:
+    """The cache of the text's own states: what an encoder gave is another's, and never rolled back."""
+    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 
 
 def check_layers(cache: Cache) -> None:
@@ -247,6 +262,22 @@ def check_layers(cache: Cache) -> None:
                 f"the cache's layers must be {' or '.join(kind.__name__ for kind in served)}, "
                 f"got {type(layer).__name__}; decode with this cache plainly"
             )
+
+
+def _restore_layers(layers: list[Any], snapshots: Sequence[_LayerSnapshot]) -> None:
+    """Bring layers back to their snapshots, in place; those that came later go."""
+    del layers[len(snapshots) :]
+    for layer, kept in zip(layers, snapshots, strict=True):
+        if not kept.num_columns:
+            layer.keys = layer.values = None
+            layer.is_initialized = False
+        elif kept.keys is not None:
+            layer.keys, layer.values = kept.keys, kept.values
+        else:
+            layer.keys = layer.keys[..., : kept.num_columns, :]
+            layer.values = layer.values[..., : kept.num_columns, :]
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            layer.cumulative_length = kept.num_columns
 
 
 def _moved_columns(shape: Sequence[int], shift: Tensor) -> Tensor:

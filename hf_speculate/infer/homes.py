@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
 
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.infer.attention import FOLDED, STANDS_FOR
 from hf_speculate.infer.buffer_pool import BufferPool
-from hf_speculate.infer.dynamic import DynamicKVCache
+from hf_speculate.infer.dynamic import DynamicKVCache, text_cache
 from hf_speculate.infer.kv_cache import KVCache
 from hf_speculate.infer.preallocated import LayerKinds, PreallocatedKVCache
 
@@ -30,6 +30,7 @@ class Home:
         is_cache_passed: whether the user passed the cache; "auto" then makes no second copy of it.
         is_cache_kept: whether the cache outlives the call.
         records_attentions: whether the call returns attention weights, which have the shape of the states.
+        crosses: whether layers attend to an encoder's output too.
         max_columns: the longest that a row can become, padding included.
         capacity: columns of preallocated buffers that never grow; None: buffers grow.
         is_pooled: whether such buffers outlive the call, for later ones of the same shapes.
@@ -40,6 +41,7 @@ class Home:
     is_cache_passed: bool = False
     is_cache_kept: bool = False
     records_attentions: bool = False
+    crosses: bool = False
     max_columns: int | None = None
     capacity: int | None = None
     is_pooled: bool = False
@@ -65,9 +67,9 @@ class Home:
         Raises:
             UnsupportedModelError: "preallocated" was asked for by name and cannot hold.
         """
-        layers = DynamicCache(config=model.config.get_text_config(decoder=True)) if cache is None else cache
+        layers = DynamicCache(config=model.config.get_text_config(decoder=True)) if cache is None else text_cache(cache)
         wants = self.choice == "preallocated" or (self.choice == "auto" and not self.is_cache_passed)
-        reason = self._obstacle(model, layers, attention_mask) if wants else ""
+        reason = self._obstacle(model, layers, attention_mask, device) if wants else ""
         if reason and self.choice == "preallocated":
             raise UnsupportedModelError(
                 f"speculation_cache must be auto or dynamic for {type(model).__name__}, got 'preallocated': {reason}; "
@@ -75,7 +77,7 @@ class Home:
             )
         if not wants or reason:
             # A draft's layers are all full ones, so that K forwards in a row can be rolled back at once.
-            return DynamicKVCache(DynamicCache() if cache is None else cache, batch_size, attention_mask, device)
+            return DynamicKVCache(self._new_cache() if cache is None else cache, batch_size, attention_mask, device)
         home = cache if self.is_cache_kept else None
         kinds = layer_kinds(model, layers)
         pool = BufferPool(model, batch_size, self.capacity) if self.is_pooled and self.capacity else None
@@ -83,7 +85,12 @@ class Home:
             kinds, batch_size, attention_mask, device, self.max_columns, home, self.capacity, pool
         )
 
-    def _obstacle(self, model: PreTrainedModel, cache: Cache, attention_mask: Tensor | None) -> str:
+    def _new_cache(self) -> Cache:
+        return EncoderDecoderCache(DynamicCache(), DynamicCache()) if self.crosses else DynamicCache()
+
+    def _obstacle(
+        self, model: PreTrainedModel, cache: Cache, attention_mask: Tensor | None, device: torch.device
+    ) -> str:
         """Why the states cannot be preallocated; empty where they can."""
         config = model.config.get_text_config(decoder=True)
         module = sys.modules[type(model.base_model).__module__]
@@ -91,6 +98,7 @@ class Home:
         windows = {getattr(layer, "sliding_window", None) for layer in cache.layers}
         obstacles = {
             f"its attention is {self.attention}": self.attention not in _ATTENTIONS,
+            "its layers attend to an encoder's output": self.crosses,
             "it takes no position_ids": "position_ids" not in inspect.signature(type(model).forward).parameters,
             "it takes no mask of four dimensions": not hasattr(module, "create_causal_mask"),
             "its positions are biases of the attention": bool(getattr(config, "alibi", False)),
@@ -101,7 +109,7 @@ class Home:
             or any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers),
             "its cache is offloaded": bool(cache.offloading),
             "attention weights are returned": self.records_attentions,
-            "autocast picks the dtypes": torch.is_autocast_enabled(model.device.type),
+            "autocast picks the dtypes": torch.is_autocast_enabled(device.type),
             "the attention mask has holes": _has_holes(attention_mask),
         }
         return next((reason for reason, holds in obstacles.items() if holds), "")

@@ -1,6 +1,7 @@
 """A causal language model as a function from tokens to logits, with the cache as its memory."""
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from transformers import PreTrainedModel
 
 from hf_speculate.errors import ShapeError
 from hf_speculate.infer.attention import folding
+from hf_speculate.infer.context import Context
 from hf_speculate.infer.kv_cache import KVCache
 from hf_speculate.infer.rope import growing_rope
 from hf_speculate.types import Scored
@@ -18,20 +20,27 @@ class LanguageModel:
     """Calls a transformers model with the mask and position ids that its cache's rows need.
 
     Args:
-        model: a decoder-only model with a language modelling head.
+        model: a model with a language modelling head.
         max_position: upper bound of position ids, for tokens drafted past the end of the text.
         keeps_states: whether states, hidden states or attentions outlive the call. Where they do not, forwards run in
             torch's inference mode, which takes 6-8 % off a forward of small layers (2-core CPU, 16 of width 192).
+        context: what the model reads besides its text; None: nothing.
     """
 
-    def __init__(self, model: PreTrainedModel, max_position: int | None = None, keeps_states: bool = True):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        max_position: int | None = None,
+        keeps_states: bool = True,
+        context: Context | None = None,
+    ):
         self.model = model
+        self.context = context or Context()
         self.max_position = max_position
-        self.device = model.device  # where query tokens are expected
+        self.device = device_of(model)  # where query tokens are expected
         self._mode = torch.no_grad if keeps_states or growing_rope(model) else torch.inference_mode
-        parameters = inspect.signature(type(model).forward).parameters
-        self._takes_position_ids = "position_ids" in parameters
-        self._takes_logits_to_keep = "logits_to_keep" in parameters
+        self._takes_position_ids = takes_positions(model)
+        self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(type(model).forward).parameters
 
     @property
     def eos_token_id(self) -> int:
@@ -73,18 +82,73 @@ class LanguageModel:
         num_query = query_token_ids.shape[1]
         if num_query < 1:
             raise ShapeError(f"query_token_ids must be [B, Q] with Q >= 1, got {list(query_token_ids.shape)}")
-        options = dict(forward_options)
+        text = {"input_ids": query_token_ids}
         mask = kv_cache.mask(num_query)
         if mask is not None:
-            options["attention_mask"] = mask
+            text["attention_mask"] = mask  # type: ignore[assignment]  # or one by kind of layer, as the model takes them
         if self._takes_position_ids:
-            options["position_ids"] = kv_cache.position_ids(num_query, self.max_position)
+            text["position_ids"] = kv_cache.position_ids(num_query, self.max_position)
+        options = self.context.arguments(text) | forward_options
         if self._takes_logits_to_keep and logits_to_keep is not None:
             options["logits_to_keep"] = logits_to_keep
         with self._mode(), folding():
-            output = self.model(
-                input_ids=query_token_ids, past_key_values=kv_cache.cache, use_cache=True, return_dict=True, **options
-            )
+            output = self.model(past_key_values=kv_cache.cache, use_cache=True, return_dict=True, **options)
         kv_cache.advance(num_query)
         logits = output.logits if logits_to_keep is None else output.logits[:, -logits_to_keep:]  # [B, Q', V]
         return Scored(logits, output.get("hidden_states"), output.get("attentions"))
+
+    def rows(self, indices: Sequence[int]) -> None:
+        """Keep the named rows of what the model reads besides its text."""
+        self.context.rows(indices)
+
+
+def device_of(model: PreTrainedModel) -> torch.device:
+    """Where a model takes its tokens: not "meta", where weights are that are loaded anew for every forward.
+
+    Args:
+        model: any model.
+    """
+    places = (weight.device for weight in model.parameters() if weight.device.type != "meta")
+    return model.device if model.device.type != "meta" else next(places, torch.device("cpu"))
+
+
+def takes_positions(model: PreTrainedModel) -> bool:
+    """Whether a model's forward can be told the positions of its tokens, by itself or through to its decoder.
+
+    Args:
+        model: with a language modelling head.
+    """
+    parameters = inspect.signature(type(model).forward).parameters
+    if f"{text_prefix(model)}position_ids" in parameters:
+        return True
+    hands_on = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    decoder = model.get_decoder()
+    is_inner = decoder is not model and not model.config.is_encoder_decoder
+    return hands_on and is_inner and "position_ids" in inspect.signature(type(decoder).forward).parameters
+
+
+def counts_columns(model: PreTrainedModel) -> bool:
+    """Whether a model places tokens by their column in the cache, so that no row may be moved.
+
+    Models that know places by biases of the attention alone do not mind: only distances count.
+
+    Args:
+        model: with a language modelling head.
+    """
+    config = model.config.get_text_config(decoder=True)
+    knows_distances = hasattr(config, "relative_attention_num_buckets") or config.model_type in ("bloom", "mpt")
+    return not takes_positions(model) and not knows_distances
+
+
+def last_position(model: PreTrainedModel) -> int | None:
+    """The last position that the model's config has room for; None where it names no bound."""
+    config = model.config.get_text_config(decoder=True)
+    for name in ("max_target_positions", "max_position_embeddings"):
+        if getattr(config, name, None):
+            return int(getattr(config, name)) - 1
+    return None
+
+
+def text_prefix(model: PreTrainedModel) -> str:
+    """What the names of a model's text inputs begin with."""
+    return "decoder_" if model.config.is_encoder_decoder else ""

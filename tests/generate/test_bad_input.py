@@ -11,8 +11,12 @@ from transformers import (
     GenerationConfig,
     MambaConfig,
     OpenAIGPTConfig,
-    T5Config,
-    T5ForConditionalGeneration,
+)
+from transformers.generation.candidate_generator import (
+    DFlashTokenCandidateGenerator,
+    MTPCandidateGenerator,
+    PromptLookupCandidateGenerator,
+    SinglePositionMultiTokenCandidateGenerator,
 )
 
 import hf_speculate
@@ -24,6 +28,7 @@ from hf_speculate.errors import (
 )
 from tests.cases import pair
 from tests.tiny import make_model, ragged_prompts
+from tests.tiny_tokenizers import letters_tokenizer
 
 
 @pytest.fixture
@@ -81,12 +86,10 @@ def test_wrong_fields(models, fields, message):
     ("options", "message"),
     [
         ({"num_beams": 2}, "the generation mode must be greedy or sampling with assistant_model, got beam_search"),
-        ({"assistant_early_exit": 1}, "the generation mode must be greedy or sampling"),
         ({"use_cache": False}, "use_cache must be True with assistant_model"),
         ({"cache_implementation": "offloaded_static"}, "the cache must be a DynamicCache .* got StaticCache"),
         ({"cache_implementation": "paged"}, "cache_implementation must be left out with assistant_model, got 'paged'"),
         ({"synced_gpus": True}, "synced_gpus must be left out"),
-        ({"position_ids": torch.zeros(1, 3, dtype=torch.int64)}, "position_ids must be left out"),
         ({"custom_generate": lambda model, input_ids: input_ids}, "custom_generate must be left out"),
     ],
 )
@@ -135,29 +138,105 @@ def test_inputs_embeds(models):
         target.generate(inputs_embeds=torch.zeros(1, 3, 32, dtype=torch.float64), assistant_model=draft)
 
 
-def test_a_model_argument_that_only_some_models_take():
+def test_an_unknown_model_argument():
     target, draft = pair("gpt2")
-    inputs = ragged_prompts(1, seed=1)
-    with pytest.raises(UnsupportedGenerationError, match="got token_type_ids"):
-        target.generate(**inputs, token_type_ids=torch.zeros_like(inputs["input_ids"]), assistant_model=draft)
+    encoded = torch.zeros(1, 3, 32, dtype=torch.float64)
+    with pytest.raises(UnsupportedGenerationError, match=r"must be among .*, got encoder_hidden_states"):
+        target.generate(**ragged_prompts(1, seed=1), encoder_hidden_states=encoded, assistant_model=draft)
 
 
 def test_a_draft_of_another_vocabulary(models):
     target, _ = models
-    with pytest.raises(UnsupportedModelError, match="must have the target's vocabulary of 64 tokens, got 65"):
-        target.generate(**ragged_prompts(1, seed=1), assistant_model=make_model("qwen2", vocab_size=65))
+    with pytest.raises(UnsupportedModelError, match=r"must have the target's vocabulary of 64 tokens, or .* got 2000"):
+        target.generate(**ragged_prompts(1, seed=1), assistant_model=make_model("qwen2", vocab_size=2000))
 
 
 def test_a_draft_of_another_tokenizer(models):
     target, draft = models
-    tokenizers = [type("T", (), {"get_vocab": lambda self, v=v: v})() for v in ({"a": 0}, {"b": 0})]
-    with pytest.raises(UnsupportedModelError, match="must have the vocabulary of tokenizer"):
+    with pytest.raises(UnsupportedModelError, match=r"must share at least 10% .* got 0 of 2 tokens \(0\.0%\)"):
         target.generate(
             **ragged_prompts(1, seed=1),
             assistant_model=draft,
-            tokenizer=tokenizers[0],
-            assistant_tokenizer=tokenizers[1],
+            tokenizer=letters_tokenizer("ab"),
+            assistant_tokenizer=letters_tokenizer("xyz"),
         )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("assistant_early_exit", 1), ("candidate_generator", PromptLookupCandidateGenerator())]
+)
+def test_two_sources_of_drafts(models, name, value):
+    target, draft = models
+    with pytest.raises(UnsupportedGenerationError, match=f"one source of drafts, got assistant_model and {name}"):
+        target.generate(**ragged_prompts(1, seed=1), assistant_model=draft, **{name: value})
+
+
+def test_prompt_lookup_beside_a_candidate_generator(models):
+    target, _ = models
+    options = {"candidate_generator": PromptLookupCandidateGenerator(), "prompt_lookup_num_tokens": 3}
+    with pytest.raises(UnsupportedGenerationError, match="got candidate_generator and prompt_lookup_num_tokens"):
+        target.generate(**ragged_prompts(1, seed=1), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"assistant_early_exit": 0}, ConfigError, r"assistant_early_exit must be in 1\.\.1 for 2 layers, got 0"),
+        ({"assistant_early_exit": 2}, ConfigError, r"assistant_early_exit must be in 1\.\.1 for 2 layers, got 2"),
+        ({"assistant_early_exit": True}, ConfigError, "got True"),
+        ({"candidate_generator": 3}, ConfigError, "must be a CandidateGenerator or make one, got int"),
+        (
+            {"candidate_generator": lambda **_: 3},
+            UnsupportedGenerationError,
+            "a transformers CandidateGenerator, got int",
+        ),
+        (
+            {"candidate_generator": PromptLookupCandidateGenerator(), "num_assistant_tokens_schedule": "adaptive"},
+            ConfigError,
+            "must be 'constant' with candidate_generator, got 'adaptive'",
+        ),
+        (
+            {"candidate_generator": lambda **_: object.__new__(MTPCandidateGenerator)},
+            UnsupportedGenerationError,
+            "must draft from the text alone, got MTPCandidateGenerator, which reads the target's hidden states",
+        ),
+        (
+            {"candidate_generator": lambda **_: object.__new__(DFlashTokenCandidateGenerator)},
+            UnsupportedGenerationError,
+            "got DFlashTokenCandidateGenerator",
+        ),
+        (
+            {"candidate_generator": lambda **_: object.__new__(SinglePositionMultiTokenCandidateGenerator)},
+            UnsupportedGenerationError,
+            "got SinglePositionMultiTokenCandidateGenerator",
+        ),
+    ],
+)
+def test_wrong_sources_of_drafts(models, options, error, message):
+    target, _ = models
+    with pytest.raises(error, match=message):
+        target.generate(**ragged_prompts(1, seed=1), max_new_tokens=3, **options)
+
+
+def test_a_candidate_generator_for_two_rows(models):
+    target, _ = models
+    with pytest.raises(UnsupportedGenerationError, match="candidate_generator must be left out for more than one row"):
+        target.generate(
+            **ragged_prompts(2, seed=1), max_new_tokens=3, candidate_generator=PromptLookupCandidateGenerator()
+        )
+
+
+def test_early_exit_of_a_model_whose_layers_lie_elsewhere():
+    target, _ = pair("gpt2")
+    with pytest.raises(UnsupportedModelError, match="got GPT2LMHeadModel: its layers do not lie in base_model"):
+        target.generate(**ragged_prompts(1, seed=1), assistant_early_exit=1)
+
+
+@pytest.mark.parametrize(("name", "value"), [("speculation_type", "dflash"), ("use_mtp", True)])
+def test_drafts_from_the_targets_hidden_states(models, name, value):
+    target, draft = models
+    with pytest.raises(UnsupportedGenerationError, match=f"{name} must be left out with assistant_model"):
+        target.generate(**ragged_prompts(1, seed=1), assistant_model=draft, **{name: value})
 
 
 def test_an_assistant_that_is_no_model(models):
@@ -205,12 +284,11 @@ def test_rotary_embeddings_that_change_past_a_border():
         hf_speculate.generate(target, **inputs, assistant_model=draft, max_new_tokens=40)
 
 
-def test_an_encoder_decoder():
-    config = T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
-    t5 = T5ForConditionalGeneration(config)
-    _, draft = pair("llama")
-    with pytest.raises(UnsupportedModelError, match="decoder-only, got the encoder-decoder T5ForConditionalGeneration"):
-        hf_speculate.generate(t5, **ragged_prompts(1, seed=1), assistant_model=draft)
+def test_a_generate_that_never_comes_to_the_loop(monkeypatch):
+    target, draft = make_model("llama"), pair("llama")[1]
+    monkeypatch.setattr(type(target), "generate", lambda self, **kwargs: torch.zeros(1, 1))
+    with pytest.raises(UnsupportedModelError, match="got LlamaForCausalLM with a loop of its own"):
+        hf_speculate.generate(target, **ragged_prompts(1, seed=1), assistant_model=draft, max_new_tokens=3)
 
 
 def test_a_layer_type_that_cannot_be_rolled_back_by_row(models):

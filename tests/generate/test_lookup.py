@@ -45,6 +45,18 @@ def test_greedy_text_is_plain(kind, batch_size, cache):
         assert 0 < stats.num_accepted <= stats.num_drafted
 
 
+def test_long_copies_after_prompts_of_one_token():
+    """The draft model is fed what was copied, as many tokens of every row."""
+    target, draft = pair("llama")
+    prompts = torch.arange(1, 5)[:, None]
+    inputs = {"input_ids": prompts, "attention_mask": torch.ones_like(prompts)}
+    plain = target.generate(**inputs, max_new_tokens=NUM_NEW)
+    store = SuffixStore()
+    store.add(plain[0].tolist())
+    options = {**LOOKUP, "suffix_store": store, "assistant_model": draft, "num_assistant_tokens": 2}
+    assert_equal_ids(plain, target.generate(**inputs, max_new_tokens=NUM_NEW, **options))
+
+
 def test_a_round_in_which_no_row_copies_is_a_plain_step():
     target, _ = pair("llama")
     stats = SpeculationStats()

@@ -1,0 +1,63 @@
+"""Makes a draft of a model's own first layers."""
+
+import copy
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_speculate.errors import ConfigError, UnsupportedModelError
+
+
+def early_exit_model(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
+    """The model without its last layers: norm and head follow the first `num_layers`.
+
+    The new objects hold the model's own layers and weights; the model and its config stay as they are.
+
+    Args:
+        model: a decoder-only model, left as it is.
+        num_layers: layers that stay.
+
+    Raises:
+        ConfigError: `num_layers` is not below the number of layers.
+        UnsupportedModelError: the layers do not lie where they can be told from the rest.
+
+    Source:
+        LayerSkip: Elhoushi et al. (arXiv:2404.16710).
+    """
+    base: Any = getattr(model, model.base_model_prefix, None)
+    layers = list(getattr(base, "layers", None) or ())
+    obstacle = ""
+    if not layers:
+        obstacle = "its layers do not lie in base_model.layers"
+    elif base.config is not model.config or len(layers) != base.config.num_hidden_layers:
+        obstacle = "its config is not that of its layers alone"
+    elif "forward" in vars(model) or "forward" in vars(base):
+        obstacle = "it has a forward of its own (device_map or torch.compile)"
+    if obstacle:
+        raise UnsupportedModelError(
+            f"assistant_early_exit needs a model whose layers can be left out, got {type(model).__name__}: {obstacle}; "
+            "leave it out, or pass a draft model as assistant_model"
+        )
+    is_int = isinstance(num_layers, int) and not isinstance(num_layers, bool)
+    if not is_int or not 1 <= num_layers < len(layers):
+        raise ConfigError(
+            f"assistant_early_exit must be in 1..{len(layers) - 1} for {len(layers)} layers, got {num_layers!r}; "
+            "leave it out to decode without speculation"
+        )
+    config = copy.copy(model.config)
+    if getattr(config, "layer_types", None) is not None:
+        config.layer_types = list(config.layer_types)[:num_layers]
+    config.num_hidden_layers = num_layers
+    short_base = _with_parts(base, config, {"layers": nn.ModuleList(layers[:num_layers])})
+    short: PreTrainedModel = _with_parts(model, config, {model.base_model_prefix: short_base})
+    return short
+
+
+def _with_parts(module: nn.Module, config: PreTrainedConfig, parts: dict[str, nn.Module]) -> Any:
+    """A shallow copy with another config and some children replaced; the other children are the same objects."""
+    twin: Any = copy.copy(module)
+    state = vars(twin)
+    state["_modules"] = {**state["_modules"], **parts}  # assigning a child would write to the original's own table
+    twin.config = config
+    return twin

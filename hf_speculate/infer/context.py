@@ -1,0 +1,90 @@
+"""What a model reads besides its text: an encoder's outputs, images, positions that do not count tokens."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.utils.generic import ModelOutput
+
+
+class Context:
+    """The arguments of a model's forwards beyond tokens, mask and positions; a model of text alone has an empty one.
+
+    Tokens after the prompt are placed as plain `generate` places them: each one position after the token before it,
+    on every axis that positions have.
+
+    Args:
+        every: arguments of all forwards by name; tensors are [B, ...].
+        prompt: arguments of the first forward only, which is then the whole prompt's; its `position_ids`, if any, are
+            [..., B or 1, Q] int64.
+        types: arguments of later forwards that are the same for each of a row's tokens, [B, 1].
+        prefix: what the names of a model's text inputs begin with: "decoder_" where an encoder has the plain names.
+    """
+
+    def __init__(
+        self,
+        every: Mapping[str, Any] | None = None,
+        prompt: Mapping[str, Any] | None = None,
+        types: Mapping[str, Tensor] | None = None,
+        prefix: str = "",
+    ):
+        self.prefix = prefix
+        self._every = dict(every or {})
+        self._prompt = dict(prompt or {})
+        self._types = dict(types or {})
+        self._offsets: Tensor | None = None  # [..., B or 1, 1], from counted positions to those of the model
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the model reads its text only."""
+        return not self._every and not self._prompt and not self.prefix
+
+    @property
+    def crosses(self) -> bool:
+        """Whether layers attend to an encoder's output."""
+        return "encoder_outputs" in self._every
+
+    @property
+    def prompt_names(self) -> list[str]:
+        """Arguments of the prompt's forward alone, sorted."""
+        return sorted(self._prompt)
+
+    def arguments(self, text: Mapping[str, Tensor]) -> dict[str, Any]:
+        """The arguments of the next forward.
+
+        Args:
+            text: what the forward is told of its tokens, by plain names: `input_ids` [B, Q] int64, and what it takes
+                of `attention_mask` and `position_ids` [B or 1, Q] int64, which count each row's real tokens.
+        """
+        arguments = {f"{self.prefix}{name}": value for name, value in text.items()}
+        arguments |= self._every
+        if self._prompt:
+            prompt, self._prompt = self._prompt, {}
+            if "position_ids" in prompt and "position_ids" in text:
+                self._offsets = prompt["position_ids"][..., -1:] - text["position_ids"][:, -1:]
+            return arguments | prompt
+        num_query = text["input_ids"].shape[1]
+        arguments |= {name: types.expand(-1, num_query) for name, types in self._types.items()}
+        if self._offsets is not None:
+            arguments["position_ids"] = text["position_ids"] + self._offsets  # [..., B, Q]
+        return arguments
+
+    def rows(self, indices: Sequence[int]) -> None:
+        """Keep the rows `indices`."""
+        index = torch.tensor(list(indices), dtype=torch.int64)
+        self._every = {name: _rows_of(value, index) for name, value in self._every.items()}
+        self._types = {name: _rows_of(types, index) for name, types in self._types.items()}
+        if self._offsets is not None and self._offsets.shape[-2] > 1:
+            self._offsets = self._offsets.index_select(-2, index.to(self._offsets.device))
+
+
+def _rows_of(value: Any, index: Tensor) -> Any:
+    """The rows `index` of a tensor [B, ...], or of all tensors in an output; anything else as it is."""
+    if isinstance(value, Tensor):
+        return value.index_select(0, index.to(value.device))
+    if isinstance(value, ModelOutput):
+        return type(value)(**{name: _rows_of(part, index) for name, part in value.items()})
+    if isinstance(value, tuple | list):
+        return type(value)(_rows_of(part, index) for part in value)
+    return value

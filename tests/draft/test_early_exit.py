@@ -1,0 +1,112 @@
+"""A model's first layers as its own draft."""
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+
+import hf_speculate
+from hf_speculate.draft.early_exit import early_exit_model
+from tests.cases import CACHES, VERIFIERS, assert_equal_ids
+from tests.generate.test_law import SIGNIFICANCE, joint_law, p_value
+from tests.tiny import make_law_model, make_model, ragged_prompts
+
+KINDS = ("llama", "qwen2", "mistral_window", "gemma2")
+NUM_DRAWS = 20_000
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_the_model_with_fewer_layers(kind):
+    model = make_model(kind, num_hidden_layers=4)
+    small = make_model(kind, num_hidden_layers=2, seed=5)
+    small.load_state_dict({name: weight for name, weight in model.state_dict().items() if name in small.state_dict()})
+    ids = ragged_prompts(1, seed=1)["input_ids"]
+    assert torch.equal(early_exit_model(model, 2)(ids).logits, small(ids).logits)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_model_stays_as_it_is(kind):
+    model = make_model(kind, num_hidden_layers=4)
+    config, layers = copy.deepcopy(model.config.to_dict()), list(model.model.layers)
+    ids = ragged_prompts(1, seed=1)["input_ids"]
+    before = model(ids).logits
+    draft = early_exit_model(model, 1)
+    assert torch.equal(model(ids).logits, before)
+    assert model.config.to_dict() == config
+    assert all(one is other for one, other in zip(model.model.layers, layers, strict=True))
+    assert draft.model.layers[0] is layers[0]  # no second copy of the weights
+    assert draft.lm_head is model.lm_head
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_is_plain_greedy(kind, batch_size, cache):
+    target = hf_speculate.enable(make_model(kind, num_hidden_layers=4))
+    inputs = ragged_prompts(batch_size, seed=2)
+    stats = hf_speculate.SpeculationStats()
+    plain = target.generate(**inputs, max_new_tokens=20)
+    options = {"num_assistant_tokens": 3, "speculation_stats": stats, "speculation_cache": cache}
+    ours = target.generate(**inputs, max_new_tokens=20, assistant_early_exit=3, **options)
+    assert_equal_ids(plain, ours)
+    assert stats.num_accepted > 0
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_copies_go_beside_it(batch_size):
+    target = hf_speculate.enable(make_model("llama", num_hidden_layers=4))
+    inputs = ragged_prompts(batch_size, seed=2)
+    stats = hf_speculate.SpeculationStats()
+    plain = target.generate(**inputs, max_new_tokens=40)
+    store = hf_speculate.SuffixStore()
+    store.add(plain[0, -20:].tolist())  # what comes late is known
+    options = {
+        "prompt_lookup_num_tokens": 5,
+        "suffix_store": store,
+        "num_assistant_tokens": 2,
+        "speculation_stats": stats,
+    }
+    assert_equal_ids(plain, target.generate(**inputs, max_new_tokens=40, assistant_early_exit=3, **options))
+    assert stats.rounds_by_draft_len[2] > 0  # of the model
+    assert max(stats.rounds_by_draft_len) > 2  # of copies
+
+
+@pytest.mark.parametrize("verifier", VERIFIERS)
+def test_every_verifier(verifier):
+    target = hf_speculate.enable(make_model("llama", num_hidden_layers=4))
+    inputs = ragged_prompts(3, seed=3)
+    options = {**VERIFIERS[verifier], "assistant_early_exit": 2, "num_assistant_tokens": 3, "max_new_tokens": 12}
+    ours = target.generate(**inputs, **options, seed=[1, 2, 3])
+    alone = target.generate(inputs["input_ids"][2:], attention_mask=inputs["attention_mask"][2:], **options, seed=3)
+    assert torch.equal(ours[2], alone[0])
+
+
+def test_the_law_is_the_models():
+    target = hf_speculate.enable(make_law_model(8, seed=0, dtype=torch.float32, num_hidden_layers=2))
+    prompt = torch.tensor([[1, 5, 2, 7]])
+    drawn = target.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        do_sample=True,
+        top_k=0,
+        num_return_sequences=NUM_DRAWS,
+        max_new_tokens=3,
+        num_assistant_tokens=2,
+        assistant_early_exit=1,
+        seed=1,
+    )
+    counts = Counter(map(tuple, drawn[:, 4:].tolist()))
+    assert p_value(counts, joint_law(target, 3)) > SIGNIFICANCE
+
+
+def test_the_generation_config_may_ask_for_it():
+    target = hf_speculate.enable(make_model("llama", num_hidden_layers=4))
+    inputs = ragged_prompts(2, seed=4)
+    plain = target.generate(**inputs, max_new_tokens=10)
+    target.generation_config.assistant_early_exit = 2
+    stats = hf_speculate.SpeculationStats()
+    ours = target.generate(**inputs, max_new_tokens=10, speculation_stats=stats, num_assistant_tokens=2)
+    assert_equal_ids(plain, ours)
+    assert stats.num_drafted > 0
+    assert target.generation_config.assistant_early_exit == 2

@@ -1,0 +1,60 @@
+"""Kinds of decoder-only models beyond those of every test: greedy text equals plain `generate`, past their windows."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, BambaConfig, FalconH1Config, JambaConfig, RwkvConfig
+
+import hf_speculate
+from hf_speculate.errors import UnsupportedModelError
+from tests.cases import assert_equal_ids, pair
+from tests.tiny import MORE_KINDS, SLIDING_WINDOW, ragged_prompts
+
+NUM_NEW = 3 * SLIDING_WINDOW  # past the window or chunk of the models that have one
+DYNAMIC_ONLY = ("falcon_alibi", "llama4", "mpt")
+_STATEFUL = {
+    "bamba": (BambaConfig, {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 4, "attn_layer_indices": [1]}),
+    "falcon_h1": (FalconH1Config, {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4}),
+    "jamba": (JambaConfig, {"mamba_d_state": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2}),
+    "rwkv": (RwkvConfig, {"attention_hidden_size": 32, "context_length": 32}),
+}
+
+
+@pytest.mark.parametrize("kind", MORE_KINDS)
+@pytest.mark.parametrize(
+    ("batch_size", "num_assistant_tokens", "home"), [(1, 5, "auto"), (3, 3, "auto"), (3, 3, "dynamic")]
+)
+def test_greedy_equals_plain(kind, batch_size, num_assistant_tokens, home):
+    # MPT fills what it masks with the lowest float64 and takes the softmax in float32, where padding becomes NaN.
+    target, draft = pair(kind, dtype=torch.float32 if kind == "mpt" else torch.float64)
+    inputs = ragged_prompts(batch_size, seed=batch_size)
+    stats = hf_speculate.SpeculationStats()
+    ours = target.generate(
+        **inputs,
+        max_new_tokens=NUM_NEW,
+        assistant_model=draft,
+        num_assistant_tokens=num_assistant_tokens,
+        speculation_cache=home,
+        speculation_stats=stats,
+    )
+    assert_equal_ids(target.generate(**inputs, max_new_tokens=NUM_NEW), ours)
+    assert 0 < stats.num_accepted < stats.num_judged
+    assert stats.cache == ("dynamic" if home == "dynamic" or kind in DYNAMIC_ONLY else "preallocated")
+    assert not stats.lock_step
+
+
+@pytest.mark.parametrize("kind", _STATEFUL)
+def test_models_with_recurrent_layers_are_refused_by_name(kind):
+    config_class, fields = _STATEFUL[kind]
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = config_class(vocab_size=64, num_key_value_heads=2, **sizes, **fields)
+    model = AutoModelForCausalLM.from_config(config)
+
+    def run(*_):
+        raise AssertionError("a model ran before the refusal")
+
+    model.register_forward_pre_hook(run)
+    target, draft = pair("llama")
+    for one, other in ((model, draft), (target, model)):
+        with pytest.raises(UnsupportedModelError, match=f"got .*{type(model).__name__}"):
+            hf_speculate.generate(one, **ragged_prompts(1, seed=1), assistant_model=other, max_new_tokens=4)
+    assert torch.is_grad_enabled()

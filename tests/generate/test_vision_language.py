@@ -1,0 +1,175 @@
+"""Readers of images, types and positions decode as plain `generate` does, with a draft of text alone."""
+
+import threading
+from functools import cache
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import hf_speculate
+from hf_speculate.errors import UnsupportedGenerationError
+from tests.cases import assert_equal_ids, pair, plain_and_ours
+from tests.tiny import make_model, ragged_prompts
+from tests.tiny_encoders import make_llava, make_qwen2_vl, picture_prompts, text_draft
+
+NUM_NEW = 24
+MAKERS = {"llava": make_llava, "qwen2_vl": make_qwen2_vl}
+
+
+@cache
+def picture_pair(kind):
+    """An enabled target and a draft of text alone. Shared between tests: change neither."""
+    target = hf_speculate.enable(MAKERS[kind]())
+    return target, text_draft(target)
+
+
+@pytest.mark.parametrize("home", ["auto", "dynamic"])
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize(("batch_size", "num_assistant_tokens"), [(1, 5), (3, 3)])
+def test_greedy_equals_plain(kind, batch_size, num_assistant_tokens, home):
+    target, draft = picture_pair(kind)
+    inputs = picture_prompts(target, batch_size)
+    stats = hf_speculate.SpeculationStats()
+    plain = target.generate(**inputs, max_new_tokens=NUM_NEW)
+    ours = target.generate(
+        **inputs,
+        max_new_tokens=NUM_NEW,
+        assistant_model=draft,
+        num_assistant_tokens=num_assistant_tokens,
+        speculation_stats=stats,
+        speculation_cache=home,
+    )
+    assert_equal_ids(plain, ours)
+    assert 0 < stats.num_accepted < stats.num_judged
+    blind = target.generate(
+        input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=NUM_NEW
+    )
+    assert not torch.equal(blind, ours)  # the picture was seen
+
+
+def test_positions_after_an_image_fall_behind_the_number_of_tokens():
+    target, draft = picture_pair("qwen2_vl")
+    inputs = picture_prompts(target, 2)
+    target.generate(**inputs, assistant_model=draft, num_assistant_tokens=3, max_new_tokens=4)
+    assert (target.model.rope_deltas == -2).all()
+    seen = []
+
+    def see(module, args, kwargs):
+        seen.append(kwargs["position_ids"])
+
+    handle = target.model.language_model.register_forward_pre_hook(see, with_kwargs=True)
+    try:
+        target.generate(**inputs, assistant_model=draft, num_assistant_tokens=3, max_new_tokens=8)
+    finally:
+        handle.remove()
+    prompt, later = seen[0], seen[1]
+    assert later.shape == (4, 2, 4)  # text, time, height, width; rows; the newest token and three drafts
+    assert torch.equal(later[:, :, 0], prompt[:, :, -1] + 1)
+    assert torch.equal(later[0] - later[1], torch.full((2, 4), 2))
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_coupled_sampling_of_several_sequences_is_the_same_with_and_without_a_draft(kind):
+    target, draft = picture_pair(kind)
+    options = {"do_sample": True, "verifier": "coupled", "seed": 7, "max_new_tokens": 16, "num_return_sequences": 2}
+    inputs = picture_prompts(target, 2)
+    alone = target.generate(**inputs, **options)
+    ours = target.generate(**inputs, **options, assistant_model=draft, num_assistant_tokens=4)
+    assert_equal_ids(alone, ours)
+
+
+def test_rows_that_end_leave_with_their_positions():
+    target, draft = picture_pair("qwen2_vl")
+    inputs = picture_prompts(target, 3)
+    text = target.generate(**inputs, max_new_tokens=NUM_NEW)
+    options = {"max_new_tokens": NUM_NEW, "eos_token_id": [int(text[0, -20]), int(text[2, -12])]}
+    plain, ours = plain_and_ours(target, draft, inputs, **options, num_assistant_tokens=3)
+    assert_equal_ids(plain, ours)
+
+
+def test_a_second_turn_goes_on_from_the_cache():
+    target, draft = picture_pair("qwen2_vl")
+    inputs = picture_prompts(target, 1)
+    texts = []
+    for options in ({}, {"assistant_model": draft, "num_assistant_tokens": 3}):
+        past = DynamicCache(config=target.config.get_text_config())
+        first = target.generate(**inputs, **options, past_key_values=past, max_new_tokens=6)
+        more = torch.cat([first, torch.tensor([[9, 8, 7]])], dim=1)
+        mask = torch.ones_like(more)
+        texts.append(
+            target.generate(more, attention_mask=mask, **options, past_key_values=past, max_new_tokens=NUM_NEW)
+        )
+    assert_equal_ids(*texts)
+
+
+def test_threads_do_not_read_each_others_positions():
+    target, draft = picture_pair("qwen2_vl")
+    calls = [picture_prompts(target, batch_size, seed=batch_size) for batch_size in (1, 2, 3, 2)]
+    calls[3] = {name: calls[3][name] for name in ("input_ids", "attention_mask")}  # no picture, so another delta
+    options = {"assistant_model": draft, "num_assistant_tokens": 3, "max_new_tokens": 12}
+    wanted = [target.generate(**inputs, max_new_tokens=12) for inputs in calls]
+    got: dict[int, torch.Tensor] = {}
+
+    def run(index):
+        got[index] = target.generate(**calls[index], **options)
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for index, plain in enumerate(wanted):
+        assert_equal_ids(plain, got[index])
+
+
+def test_a_failed_run_leaves_the_model_as_plain_generate_would():
+    target, draft = picture_pair("qwen2_vl")
+    inputs = picture_prompts(target, 2)
+    left = []
+    for options in ({}, {"assistant_model": draft, "num_assistant_tokens": 3}):
+        target.generate(torch.tensor([[3, 4]]), max_new_tokens=1)  # another state to start from
+
+        def fail(input_ids, scores):
+            raise KeyError("no more")
+
+        with pytest.raises(KeyError, match="no more"):
+            target.generate(**inputs, **options, logits_processor=[fail], max_new_tokens=8)
+        left.append(target.model.rope_deltas)
+    assert torch.equal(*left)
+    assert_equal_ids(*plain_and_ours(target, draft, inputs, max_new_tokens=8))
+
+
+def test_what_is_refused():
+    target, draft = picture_pair("llava")
+    inputs = picture_prompts(target, 1)
+    with pytest.raises(UnsupportedGenerationError, match="prefill_chunk_size must be left out with "):
+        target.generate(**inputs, assistant_model=draft, prefill_chunk_size=2, max_new_tokens=4)
+    small = make_model("llama", vocab_size=64)
+    small.set_input_embeddings(torch.nn.Embedding(60, 32, dtype=torch.float64))
+    with pytest.raises(UnsupportedGenerationError, match="ids of the prompt must be below 60 for assistant_model"):
+        target.generate(**inputs, assistant_model=small, max_new_tokens=4)
+
+
+def test_token_types_repeat_the_prompts_last():
+    target, draft = pair("gpt2")
+    inputs = ragged_prompts(3, seed=3)
+    inputs["token_type_ids"] = torch.randint(0, 64, inputs["input_ids"].shape)
+    plain, ours = plain_and_ours(target, draft, inputs, max_new_tokens=NUM_NEW, num_assistant_tokens=3)
+    assert_equal_ids(plain, ours)
+    untyped = target.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=NUM_NEW)
+    assert not torch.equal(untyped, ours)
+
+
+@pytest.mark.parametrize("home", ["auto", "dynamic"])
+def test_positions_that_the_user_passes_go_on_from_the_last(home):
+    target, draft = pair("gpt2")
+    inputs = ragged_prompts(3, seed=4)
+    inputs["position_ids"] = 2 * torch.arange(inputs["input_ids"].shape[1])[None] + torch.tensor([[0], [5], [9]])
+    plain = target.generate(**inputs, max_new_tokens=NUM_NEW)
+    ours = target.generate(
+        **inputs, max_new_tokens=NUM_NEW, assistant_model=draft, num_assistant_tokens=3, speculation_cache=home
+    )
+    assert_equal_ids(plain, ours)
+    counted = target.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=NUM_NEW)
+    assert not torch.equal(counted, ours)

@@ -1,0 +1,219 @@
+"""Tiny random models that read more than text, built in code: encoder-decoders, and readers of images."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    CLIPVisionConfig,
+    GenerationConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    PreTrainedModel,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+    T5Config,
+    T5ForConditionalGeneration,
+    WhisperConfig,
+    WhisperForCausalLM,
+    WhisperForConditionalGeneration,
+)
+
+from tests.tiny import INITIALIZER_RANGE, LOGIT_SCALE, MAX_LEN, PAD_TOKEN_ID, clamp_masks, make_model, noisy_copy
+
+VOCAB_SIZE = 64
+START_TOKEN_ID = 1
+IMAGE_TOKEN_ID = 60
+NUM_MEL_BINS, NUM_FRAMES = 8, 20  # of one Whisper window
+_IDS: dict[str, Any] = {
+    "pad_token_id": PAD_TOKEN_ID,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "decoder_start_token_id": START_TOKEN_ID,
+    "tie_word_embeddings": False,  # tied heads prefer the token just read
+}
+_STACKS: dict[str, Any] = {
+    "d_model": 32,
+    "encoder_layers": 3,  # more than the decoder has: a cache made for the config has layers that stay empty
+    "decoder_layers": 2,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+}
+_TEXT: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_LEN,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": PAD_TOKEN_ID,
+}
+
+
+# What an encoder gives is much the same in every column: weaker, it leaves the text to depend on its prefix.
+_T5_GAINS = {"EncDecAttention.o.": 0.5, "SelfAttention.o.": 6.0, "relative_attention_bias": 8.0, ".wo.": 3.0}
+_BART_GAINS = {"encoder_attn.out_proj": 0.1}
+
+
+def _filled(model: PreTrainedModel, seed: int, gains: dict[str, float] | None = None) -> PreTrainedModel:
+    """The model in float64 and eval mode, its matrices drawn anew; biases and norms are left.
+
+    Args:
+        model: changed in place.
+        seed: of the weights.
+        gains: factors on the decoder's weights with such names.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    model.to(torch.float64).eval().requires_grad_(False)
+    seen: set[int] = set()
+    for name, weight in model.named_parameters():
+        if weight.ndim > 1 and weight.data_ptr() not in seen:
+            seen.add(weight.data_ptr())
+            weight.normal_(0, INITIALIZER_RANGE, generator=generator)
+        for part, gain in (gains or {}).items():
+            if "decoder." in name and part in name:
+                weight.mul_(gain)
+    model.get_output_embeddings().weight.mul_(LOGIT_SCALE)
+    model.config.dtype = torch.float64
+    clamp_masks(model)
+    return model
+
+
+def make_t5(*, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """A T5; `overrides` are fields of its config."""
+    fields = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 3, "num_decoder_layers": 2, "num_heads": 4}
+    config = T5Config(**{"vocab_size": VOCAB_SIZE, **_IDS, **fields, **overrides})
+    model = _filled(T5ForConditionalGeneration(config), seed, _T5_GAINS)
+    model.generation_config = GenerationConfig(pad_token_id=PAD_TOKEN_ID, decoder_start_token_id=START_TOKEN_ID)
+    return model
+
+
+def make_bart(*, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """A BART, whose positions are columns; `overrides` are fields of its config."""
+    fields = {**_STACKS, "max_position_embeddings": MAX_LEN, "forced_eos_token_id": None}
+    config = BartConfig(vocab_size=VOCAB_SIZE, **_IDS, **{**fields, **overrides})
+    model = _filled(BartForConditionalGeneration(config), seed, _BART_GAINS)
+    model.generation_config = GenerationConfig(pad_token_id=PAD_TOKEN_ID, decoder_start_token_id=START_TOKEN_ID)
+    return model
+
+
+def make_whisper(*, seed: int = 0, **overrides: Any) -> WhisperForConditionalGeneration:
+    """A Whisper of windows of `NUM_FRAMES` frames, ids from 50 on being times; `overrides` are fields of its config.
+
+    Generation settings are those of English-only checkpoints, with another id suppressed at the beginning than later.
+    """
+    fields = {
+        **_STACKS,
+        "num_mel_bins": NUM_MEL_BINS,
+        "max_source_positions": NUM_FRAMES // 2,
+        "max_target_positions": 96,
+    }
+    config = WhisperConfig(vocab_size=VOCAB_SIZE, **_IDS, **{**fields, **overrides})
+    model = _filled(WhisperForConditionalGeneration(config), seed)
+    model.generation_config = GenerationConfig(
+        pad_token_id=PAD_TOKEN_ID,
+        eos_token_id=2,
+        decoder_start_token_id=START_TOKEN_ID,
+        suppress_tokens=[5, 9],
+        begin_suppress_tokens=[7, 2],
+        no_timestamps_token_id=49,
+        is_multilingual=False,
+        return_timestamps=False,
+        max_initial_timestamp_index=5,
+    )
+    return model
+
+
+def decoder_of(model: WhisperForConditionalGeneration) -> WhisperForCausalLM:
+    """A decoder-only draft with the weights of `model`, which attends to another model's encoder output."""
+    config = copy.deepcopy(model.config)  # the class writes into it
+    decoder = WhisperForCausalLM(config).to(torch.float64).eval().requires_grad_(False)
+    decoder.model.decoder.load_state_dict(model.model.decoder.state_dict())
+    decoder.proj_out.load_state_dict(model.proj_out.state_dict())
+    decoder.generation_config = GenerationConfig(pad_token_id=PAD_TOKEN_ID)
+    return decoder
+
+
+def speech(batch_size: int, *, num_frames: int = NUM_FRAMES, seed: int = 0) -> Tensor:
+    """Random features [B, mel bins, frames] float64."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch_size, NUM_MEL_BINS, num_frames, generator=generator, dtype=torch.float64)
+
+
+def make_llava(*, seed: int = 0) -> PreTrainedModel:
+    """A LLaVA over a Llama, four tokens an image."""
+    vision = CLIPVisionConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, image_size=8, patch_size=4
+    )
+    config = LlavaConfig(
+        vision_config=vision,
+        text_config=LlamaConfig(**_TEXT),
+        image_token_index=IMAGE_TOKEN_ID,
+        image_token_id=IMAGE_TOKEN_ID,
+        tie_word_embeddings=False,
+    )
+    model = _filled(LlavaForConditionalGeneration(config), seed)
+    model.generation_config = GenerationConfig(pad_token_id=PAD_TOKEN_ID, do_sample=False)
+    return model
+
+
+def make_qwen2_vl(*, seed: int = 0) -> PreTrainedModel:
+    """A Qwen2-VL, whose positions have three axes and fall behind the number of tokens at every image."""
+    vision = {
+        "depth": 1,
+        "embed_dim": 16,
+        "hidden_size": 32,
+        "num_heads": 2,
+        "mlp_ratio": 2,
+        "patch_size": 4,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    }
+    rope = {"rope_type": "default", "type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
+    config = Qwen2VLConfig(
+        vision_config=vision,
+        text_config={**_TEXT, "rope_parameters": rope, "rope_scaling": rope},
+        image_token_id=IMAGE_TOKEN_ID,
+        video_token_id=61,
+        vision_start_token_id=62,
+        vision_end_token_id=63,
+        tie_word_embeddings=False,
+    )
+    model = _filled(Qwen2VLForConditionalGeneration(config), seed)
+    model.generation_config = GenerationConfig(pad_token_id=PAD_TOKEN_ID, do_sample=False)
+    return model
+
+
+def text_draft(target: PreTrainedModel, noise: float = 0.01) -> PreTrainedModel:
+    """A model of text alone with the weights, but for some noise, that `make_llava` or `make_qwen2_vl` has for text."""
+    kind = "qwen2" if isinstance(target, Qwen2VLForConditionalGeneration) else "llama"
+    draft = make_model(kind, vocab_size=VOCAB_SIZE)
+    draft.model.load_state_dict(target.model.language_model.state_dict())
+    draft.lm_head.load_state_dict(target.lm_head.state_dict())
+    return noisy_copy(draft, noise)
+
+
+def picture_prompts(target: PreTrainedModel, batch_size: int = 1, *, seed: int = 0) -> dict[str, Tensor]:
+    """Left-padded prompts with one picture each, four tokens of it in the text, as keywords of `generate()`."""
+    generator = torch.Generator().manual_seed(seed)
+    picture = [62, *[IMAGE_TOKEN_ID] * 4, 63]
+    rows = [[3 + row, 4, *picture, *range(8, 8 + 3 * row)] for row in range(batch_size)]
+    width = max(map(len, rows))
+    input_ids = torch.tensor([[PAD_TOKEN_ID] * (width - len(row)) + row for row in rows])
+    inputs = {"input_ids": input_ids, "attention_mask": (input_ids != PAD_TOKEN_ID).long()}
+    if not isinstance(target, Qwen2VLForConditionalGeneration):
+        pixels = torch.randn(batch_size, 3, 8, 8, generator=generator, dtype=torch.float64)
+        return {**inputs, "pixel_values": pixels}
+    patches = torch.randn(batch_size * 16, 3 * 2 * 4 * 4, generator=generator, dtype=torch.float64)
+    grid = torch.tensor([[1, 4, 4]] * batch_size)
+    types = (input_ids == IMAGE_TOKEN_ID).int()
+    return {**inputs, "pixel_values": patches, "image_grid_thw": grid, "mm_token_type_ids": types}
