@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -137,11 +137,16 @@ def _generate(
         check_assistant(assistant, call)
         models = [model, assistant]
     check_call(call, reason)
-    check_models(models, [type(one).__name__ for one in models if one._is_stateful], reason)
+    check_models(models, stateful_names(models), reason)
     own_stop_strings(model, call)
     own_prompt_lookup(model, call)
     is_static = own_static_cache(model, call)
     return plain(**call, custom_generate=_Speculation(assistant, config, call, is_static, reason))
+
+
+def stateful_names(models: Sequence[PreTrainedModel]) -> list[str]:
+    """Class names of the models that transformers calls stateful."""
+    return [type(one).__name__ for one in models if one._is_stateful]
 
 
 class _Speculation:
