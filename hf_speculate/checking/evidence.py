@@ -45,7 +45,7 @@ class Evidence(NamedTuple):
 
     `top_gap` is the largest logit over the second largest in the target's dtype, `exact_top_gap` the same in float64
     (None: not computed). `noise` is the most by which the logit of either token moves between a forward of one token
-    and one of K+1 tokens of B rows; `bound` is the largest gap that rounding explains.
+    of one row, and forwards of one and of K+1 tokens of B rows; `bound` is the largest gap that rounding explains.
     """
 
     verdict: str
@@ -109,9 +109,10 @@ def exact_copy(model: PreTrainedModel) -> PreTrainedModel | None:
 def _measure(model: PreTrainedModel, place: Place) -> _Measured:
     ids = place.token_ids[None].to(model.device)  # [1, T]
     single = _last_logits(model, ids, 1)  # [V]
-    block = _last_logits(model, ids.expand(place.num_rows, -1), place.block_len)  # [V]
+    rows = ids.expand(place.num_rows, -1)  # [B, T]
+    others = torch.stack([_last_logits(model, rows, num) for num in (1, place.block_len)])  # [2, V]
     tokens = torch.tensor([place.plain_id, place.speculative_id], device=single.device)
-    noise = (single[tokens] - block[tokens]).abs().max()
+    noise = (single[tokens] - others[:, tokens]).abs().max()
     top = single.topk(2).values
     magnitude = single[single.isfinite()].abs().max()
     return _Measured(float(top[0] - top[1]), float(noise), float(magnitude))

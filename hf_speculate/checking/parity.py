@@ -31,7 +31,7 @@ class ParityRow:
         top_gap: the target's largest logit over the second there, in its own dtype.
         exact_top_gap: the same in float64; None: not computed.
         gap: the plain token's score over the speculative one's, after all logits processors.
-        noise: what the two logits move by between a forward of one token and one of K+1 tokens.
+        noise: what the two logits move by between forwards of one row and of the batch, of one token and of K+1.
         bound: the largest gap that rounding explains.
         reason: of the verdict.
     """
