@@ -1,5 +1,7 @@
 """Speculative decoding inside transformers' `generate()`."""
 
+from hf_speculate.checking.pair import PairReport, check_pair
+from hf_speculate.checking.parity import ParityReport, check_parity
 from hf_speculate.draft.candidates import DraftModelCandidateGenerator
 from hf_speculate.enabling import disable, enable, is_enabled
 from hf_speculate.errors import (
@@ -23,6 +25,8 @@ __all__ = [
     "ConfigError",
     "DraftModelCandidateGenerator",
     "KernelUnavailableError",
+    "PairReport",
+    "ParityReport",
     "ShapeError",
     "SpeculateError",
     "SpeculationStats",
@@ -30,6 +34,8 @@ __all__ = [
     "SuffixStore",
     "UnsupportedGenerationError",
     "UnsupportedModelError",
+    "check_pair",
+    "check_parity",
     "disable",
     "enable",
     "generate",

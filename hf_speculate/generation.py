@@ -1,7 +1,7 @@
 """The door: `generate()` of an enabled model, with its uses of transformers' private names."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -143,7 +143,7 @@ def _generate(
     if assistant is not None:
         check_assistant(assistant)
     models = [model] if assistant is None else [model, assistant]
-    check_models(models, [type(one).__name__ for one in models if one._is_stateful], reason)
+    check_models(models, stateful_names(models), reason)
     tokenizers = call.get("tokenizer"), call.get("assistant_tokenizer")
     drafting = choose_draft(model, assistant, early_exit, *tokenizers)
     own_stop_strings(model, call)
@@ -161,6 +161,11 @@ def _generate(
     if isinstance(output, ModelOutput):
         output.speculation = speculation.stats
     return output
+
+
+def stateful_names(models: Sequence[PreTrainedModel]) -> list[str]:
+    """Class names of the models that transformers calls stateful."""
+    return [type(one).__name__ for one in models if one._is_stateful]
 
 
 class _Speculation:

@@ -13,6 +13,8 @@ TOP = 7
 # Room -> floor, with halves for what stands between two. A module belongs to the longest room its name starts with.
 FLOORS = {
     "hf_speculate": TOP,
+    "hf_speculate.cli": 6.8,
+    "hf_speculate.checking": 6.7,
     "hf_speculate.enabling": 6.5,
     "hf_speculate.generation": 6,
     "hf_speculate.build": 5,
@@ -47,6 +49,7 @@ FLOORS = {
 }
 KERNELS = "hf_speculate.triton_kernels"
 SHARED_ROOMS = (
+    "hf_speculate.checking",
     "hf_speculate.draft",
     "hf_speculate.verify",
     "hf_speculate.schedule",

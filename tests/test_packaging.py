@@ -93,6 +93,14 @@ def test_the_version_is_said_once() -> None:
     assert f"## {version}" in (ROOT / "CHANGELOG.md").read_text()
 
 
+def test_the_command_is_installed_where_it_lies() -> None:
+    (line,) = setup_cfg()["options.entry_points"]["console_scripts"].strip().splitlines()
+    name, _, place = line.partition(" = ")
+    module, function = place.split(":")
+    assert name == "hf-speculate"
+    assert callable(getattr(importlib.import_module(module), function))
+
+
 def test_the_library_imports_only_what_it_requires() -> None:
     required = requirement_names(setup_cfg()["options"]["install_requires"])
     imported = set()
