@@ -10,7 +10,8 @@ from hf_speculate.checking.sources import Described, ModelSource, describe
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.generation import stateful_names
 from hf_speculate.infer.rope import growing_rope
-from hf_speculate.refusals import ASSISTED, check_models
+from hf_speculate.reasons import ASSISTED
+from hf_speculate.refusals import check_models
 
 LEVELS = ("ok", "warning", "refused")
 _FEW_SHARED = 0.9  # of the target's tokens, below which drafts are often impossible
