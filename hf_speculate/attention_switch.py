@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_speculate.infer.attention import FOLDED, STANDS_FOR, register_folded_attention
+from hf_speculate.private_names import attention_name, set_attention_name
 
 # Code that compares the name does something else under ours: it may take another mask, or none.
 _COMPARES_NAME = re.compile(rf"_attn_implementation\W+(?:\w+\W+){{0,4}}{STANDS_FOR}\b")
@@ -43,12 +44,12 @@ def folded_attention_for(models: Sequence[PreTrainedModel]) -> Iterator[None]:
 
 def _hold(config: PreTrainedConfig, call: object) -> None:
     with _LOCK:
-        if config._attn_implementation not in (STANDS_FOR, FOLDED):
+        if attention_name(config) not in (STANDS_FOR, FOLDED):
             return
         register_folded_attention()
         _HOLDERS.setdefault(id(config), set()).add(call)
         try:
-            _set_name(config, FOLDED)
+            set_attention_name(config, FOLDED)
         except AttributeError:  # a frozen config stays as it is
             del _HOLDERS[id(config)]
 
@@ -62,13 +63,8 @@ def _release(config: PreTrainedConfig, call: object) -> None:
         holders.remove(call)
         if not holders:
             del _HOLDERS[id(config)]
-            if config._attn_implementation == FOLDED:
-                _set_name(config, STANDS_FOR)
-
-
-def _set_name(config: PreTrainedConfig, name: str) -> None:
-    """As transformers does for a layer's own config: the public setter would write to the configs inside it too."""
-    config._attn_implementation_internal = name
+            if attention_name(config) == FOLDED:
+                set_attention_name(config, STANDS_FOR)
 
 
 def _configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
@@ -82,7 +78,7 @@ def _configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
     served = [
         config
         for config in configs
-        if isinstance(config, PreTrainedConfig) and config._attn_implementation in (STANDS_FOR, FOLDED)
+        if isinstance(config, PreTrainedConfig) and attention_name(config) in (STANDS_FOR, FOLDED)
     ]
     if not served:
         return []

@@ -8,6 +8,7 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.generation import SpeculativeGenerationMixin, warn_of_lost_fields
+from hf_speculate.private_names import check_private_names
 
 ModelT = TypeVar("ModelT")
 
@@ -33,9 +34,11 @@ def enable(model: ModelT) -> ModelT:
         The same object.
 
     Raises:
-        UnsupportedModelError: it is not a transformers model that can generate.
+        UnsupportedModelError: it is not a transformers model that can generate, or this version of transformers lacks
+            what is needed.
     """
     base = _base_model(model)
+    check_private_names(base)
     if not is_enabled(base):
         base.__class__ = _enabled_class(type(base))
     warn_of_lost_fields(base)

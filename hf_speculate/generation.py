@@ -1,7 +1,7 @@
-"""The door: `generate()` of an enabled model, with its uses of transformers' private names."""
+"""The door: `generate()` of an enabled model."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from transformers import (
     PreTrainedModel,
     StoppingCriteriaList,
 )
-from transformers.cache_utils import StaticCache
 from transformers.utils.generic import ModelOutput
 
 from hf_speculate.arguments import (
@@ -39,6 +38,14 @@ from hf_speculate.draft.foreign import make_generator
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.matching import Drafting, choose_draft, warn_of_low_acceptance
 from hf_speculate.outputs import GenerateOutput, recorded_of
+from hf_speculate.private_names import (
+    adapters_by_row,
+    attention_name,
+    comes_from_model_config,
+    compile_config_of,
+    pad_token_id,
+    stateful_names,
+)
 from hf_speculate.reasons import Reason, reason_of
 from hf_speculate.refusals import (
     check_assistant,
@@ -163,11 +170,6 @@ def _generate(
     return output
 
 
-def stateful_names(models: Sequence[PreTrainedModel]) -> list[str]:
-    """Class names of the models that transformers calls stateful."""
-    return [type(one).__name__ for one in models if one._is_stateful]
-
-
 class _Speculation:
     """The decoding method of one call, run by transformers once it has prepared the inputs.
 
@@ -212,7 +214,6 @@ class _Speculation:
         if has_encoder:
             self.passed_mask_len = None if mask is None else mask.shape[-1]
         cache = model_kwargs["past_key_values"]
-        pad = generation_config._pad_token_tensor
         returns_dict = bool(generation_config.return_dict_in_generate)
         query = uncached(input_ids, cache, self.passed_mask_len)
         context = target_context(model, input_ids, query.shape[1], model_kwargs, has_positions=self.has_positions)
@@ -236,17 +237,17 @@ class _Speculation:
             cache=cache,
             is_cache_passed=self.is_cache_passed,
             is_cache_kept=self.is_cache_passed or returns_dict,
-            keeps_rows=_names_adapters(model),
+            keeps_rows=adapters_by_row(model),
             processors=logits_processor,
             criteria=stopping_criteria,
             do_sample=bool(generation_config.do_sample),
             max_length=generation_config.max_length,
-            pad_token_id=None if pad is None else int(pad),
+            pad_token_id=pad_token_id(generation_config),
             prefill_chunk_size=generation_config.prefill_chunk_size,
             recorded=recorded_of(generation_config),
             on_tokens=self._stream if self.streamer is not None else None,
             target_attention=_attention(model),
-            draft_attention="" if self.assistant is None else _attention(self.assistant),
+            draft_attention=_attention(self.assistant),
             static=with_eager_draft(static, self.drafting.why_eager),
             target_context=context,
             draft_context=draft_reads,
@@ -283,15 +284,9 @@ class _Speculation:
             self.streamer.put(torch.tensor([token_id]))  # type: ignore[union-attr]
 
 
-def _attention(model: PreTrainedModel) -> str:
+def _attention(model: PreTrainedModel | None) -> str:
     """The implementation that the model's decoder looks up at every forward."""
-    return str(model.config.get_text_config(decoder=True)._attn_implementation)
-
-
-def _names_adapters(model: PreTrainedModel) -> bool:
-    """Whether PEFT has hooks in the model that give each row of the batch its own adapter."""
-    hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
-    return any("adapter_names" in getattr(hook, "keywords", ()) for hook in hooks)
+    return "" if model is None else str(attention_name(model.config.get_text_config(decoder=True)))
 
 
 def _static(
@@ -300,12 +295,8 @@ def _static(
     """What the call asks of fixed buffers; what plain `generate` would not compile is not compiled."""
     if not is_static and config.compile_config is None:
         return None
-    settings = []
-    for one in (model, model if assistant is None else assistant):
-        probe = StaticCache(config=one.config.get_text_config(decoder=True), max_cache_len=1)
-        compiles = one._valid_auto_compile_criteria({"past_key_values": probe}, config)  # type: ignore[operator]
-        compile_config = config.compile_config or one._default_compile_config()
-        settings.append(compile_settings(compile_config) if compiles else None)
+    wanted = [compile_config_of(one, config) for one in (model, model if assistant is None else assistant)]
+    settings = [None if one is None else compile_settings(one) for one in wanted]
     return static_of(settings, config, model.device)
 
 
@@ -317,7 +308,7 @@ def warn_of_lost_fields(model: PreTrainedModel) -> None:
     """
     config = model.generation_config
     names = sorted(fields_of(config))
-    if names and config._from_model_config:
+    if names and comes_from_model_config(config):
         warnings.warn(
             f"generation_config carries _from_model_config, so transformers will drop {', '.join(names)} when it is "
             "saved and loaded; save a fresh GenerationConfig(**fields) instead",

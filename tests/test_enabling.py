@@ -14,6 +14,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, GenerationConfig, GenerationMixin, LlamaForCausalLM
 
 import hf_speculate
+from hf_speculate import private_names
 from tests.cases import assert_equal_ids
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 
@@ -277,3 +278,11 @@ def test_fields_from_a_file_or_a_mapping_count_where_the_call_leaves_them_open(m
     )
     assert stats.verifier == "typical"
     assert len(stats.judged_by_position) == 2
+
+
+def test_a_version_of_transformers_without_a_name_is_refused_on_enable(monkeypatch):
+    monkeypatch.setattr(private_names, "_OF_MODELS", ("_is_stateful", "_renamed_since"))
+    model = make_model("llama")
+    with pytest.raises(hf_speculate.UnsupportedModelError, match=r"LlamaForCausalLM\._renamed_since.*5\.17\.0 to"):
+        hf_speculate.enable(model)
+    assert not hf_speculate.is_enabled(model)

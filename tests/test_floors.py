@@ -38,6 +38,7 @@ FLOORS = {
     "hf_speculate.outputs": 2,
     "hf_speculate.infer": 1,
     "hf_speculate.config": 1,
+    "hf_speculate.private_names": 1,
     "hf_speculate.row_wise": 1,
     "hf_speculate.sequences": 1,
     "hf_speculate.suffix_store": 0.5,
@@ -57,8 +58,7 @@ SHARED_ROOMS = (
     "hf_speculate.infer",
     KERNELS,
 )
-# The door, and the switch that it throws: the name of the attention implementation has no public setter.
-MAY_USE_PRIVATE_NAMES = ("hf_speculate.generation", "hf_speculate.attention_switch")
+MAY_USE_PRIVATE_NAMES = ("hf_speculate.private_names",)
 NAMED_TUPLE_METHODS = {"_asdict", "_fields", "_make", "_replace"}  # public, whatever their names look like
 
 
@@ -179,7 +179,10 @@ def private_name_problems(tree: ast.Module, module: str) -> Iterator[tuple[int, 
             for name in imported_modules(node, module):
                 inner = [alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) else []
                 if is_of(name, "transformers") and any(map(is_private, [*name.split("."), *inner])):
-                    yield node.lineno, f"a private name of transformers belongs in generation.py: {ast.unparse(node)}"
+                    yield (
+                        node.lineno,
+                        f"a private name belongs in private_names.py: {ast.unparse(node)}",
+                    )
         elif isinstance(node, ast.Attribute) and is_private(node.attr):
             if not is_self(node.value) and node.attr not in own:
                 yield node.lineno, f"a foreign private name: {ast.unparse(node)}"
@@ -317,7 +320,7 @@ GOOD = [
     ("types", "from hf_speculate.triton_kernels.types import Verdict"),
     ("decoder", "from hf_speculate import errors, types"),
     ("triton_kernels.rejection", "from .types import Verdict\ndef f():\n    import triton"),
-    ("generation", "from transformers.utils import _x\ndef f(model):\n    return model._is_stateful"),
+    ("private_names", "from transformers.utils import _x\ndef f(model):\n    return model._is_stateful"),
     ("judge", "def f(keys):\n    return keys._replace(rounds=1)"),
     ("stats", "class A:\n    def f(self, other):\n        self._n = 1\n        return other._n"),
     ("stats", "try:\n    pass\nexcept BaseException:\n    x = 1\n    raise"),

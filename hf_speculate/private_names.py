@@ -1,0 +1,76 @@
+"""Every use of a private name of transformers, in one place, with the versions they were tested with."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import transformers
+from transformers import CompileConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel, StaticCache
+
+from hf_speculate.errors import UnsupportedModelError
+
+TESTED_VERSIONS = "5.17.0 to 5.23.0"
+_OF_MODELS = ("_is_stateful", "_valid_auto_compile_criteria", "_default_compile_config")
+_OF_CONFIGS = ("_attn_implementation", "_attn_implementation_internal")
+_OF_GENERATION_CONFIGS = ("_from_model_config",)
+
+
+def check_private_names(model: PreTrainedModel) -> None:
+    """See that the model has what is read of it here.
+
+    Args:
+        model: about to be enabled.
+
+    Raises:
+        UnsupportedModelError: a name is missing.
+    """
+    holders = ((model, _OF_MODELS), (model.config, _OF_CONFIGS), (model.generation_config, _OF_GENERATION_CONFIGS))
+    missing = [f"{type(one).__name__}.{name}" for one, names in holders for name in names if not hasattr(one, name)]
+    if missing:
+        raise UnsupportedModelError(
+            f"transformers must have {', '.join(missing)}, which {transformers.__version__} lacks; hf_speculate was "
+            f"tested with {TESTED_VERSIONS}: install one of these"
+        )
+
+
+def stateful_names(models: Sequence[PreTrainedModel]) -> list[str]:
+    """Class names of the models that transformers calls stateful."""
+    return [type(one).__name__ for one in models if one._is_stateful]
+
+
+def adapters_by_row(model: PreTrainedModel) -> bool:
+    """Whether PEFT has hooks in the model that give each row of the batch its own adapter."""
+    hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
+    return any("adapter_names" in getattr(hook, "keywords", ()) for hook in hooks)
+
+
+def attention_name(config: PreTrainedConfig) -> str | None:
+    """The attention implementation that layers with this config look up at every forward."""
+    name: str | None = config._attn_implementation
+    return name
+
+
+def set_attention_name(config: PreTrainedConfig, name: str) -> None:
+    """As transformers does for a layer's own config: the public setter would write to the configs inside it too."""
+    config._attn_implementation_internal = name
+
+
+def compile_config_of(model: PreTrainedModel, config: GenerationConfig) -> CompileConfig | None:
+    """How plain `generate` would compile the model over a static cache; None where it would not."""
+    probe = StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=1)
+    judge: Any = model._valid_auto_compile_criteria
+    default: Any = model._default_compile_config
+    if not judge({"past_key_values": probe}, config):
+        return None
+    found: CompileConfig = config.compile_config or default()
+    return found
+
+
+def pad_token_id(config: GenerationConfig) -> int | None:
+    """What ended rows are filled with, as `generate` settled it for the call."""
+    pad = config._pad_token_tensor
+    return None if pad is None else int(pad)
+
+
+def comes_from_model_config(config: GenerationConfig) -> bool:
+    """Whether transformers made it from a model's config, and will again when it is loaded."""
+    return bool(config._from_model_config)
