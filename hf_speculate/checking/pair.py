@@ -7,14 +7,15 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_speculate.checking.gains import ACCEPTANCES, Gain, foretell_gains
 from hf_speculate.checking.sources import Described, ModelSource, describe
+from hf_speculate.draft.overlap import shared_vocabulary
 from hf_speculate.errors import UnsupportedModelError
-from hf_speculate.generation import stateful_names
 from hf_speculate.infer.rope import growing_rope
+from hf_speculate.matching import MAX_PADDING
+from hf_speculate.private_names import stateful_names
 from hf_speculate.reasons import ASSISTED
 from hf_speculate.refusals import check_models
 
 LEVELS = ("ok", "warning", "refused")
-_FEW_SHARED = 0.9  # of the target's tokens, below which drafts are often impossible
 
 
 class Finding(NamedTuple):
@@ -182,24 +183,33 @@ def model_findings(target: Described, draft: Described) -> list[Finding]:
 
 def vocabulary_findings(target: Described, draft: Described, overlap: Overlap | None) -> list[Finding]:
     """What follows from tokenizers and from the sizes of the models' tables."""
-    found = []
-    if overlap is None:
-        missing = " and ".join(one.role for one in (target, draft) if one.tokenizer is None)
-        found.append(Finding("warning", f"no tokenizer was found for {missing}: whether ids mean the same is unknown"))
-    elif not overlap.is_same:
-        text = (
-            "assistant_tokenizer must have the vocabulary of tokenizer, got another one: "
-            f"{overlap.share:.1%} of the target's tokens are shared, {overlap.num_same_id} of {overlap.num_target} "
-            "under the same id; use a draft with the same tokenizer"
-        )
-        found.append(Finding("refused", text))
-        if overlap.share < _FEW_SHARED:
-            found.append(Finding("warning", "much of the target's text cannot be drafted at all"))
     sizes = target.config.vocab_size, draft.config.vocab_size
-    if overlap is not None and overlap.is_same and sizes[0] != sizes[1]:
-        text = f"one tokenizer, but tables padded to {sizes[0]} and {sizes[1]} tokens"
-        found.append(Finding("warning", text))
-    return found
+    if overlap is None:
+        return _findings_without_tokenizers(target, draft, sizes)
+    if not overlap.is_same and target.tokenizer is not None and draft.tokenizer is not None:
+        try:
+            vocabulary = shared_vocabulary(target.tokenizer, draft.tokenizer, *sizes)
+        except UnsupportedModelError as error:
+            return [Finding("refused", str(error))]
+        text = (
+            f"another tokenizer: {int(vocabulary.is_shared.sum())} of the target's {overlap.num_target} tokens can be "
+            "drafted; pass tokenizer= and assistant_tokenizer= to generate()"
+        )
+        return [Finding("warning", text)]
+    if sizes[0] != sizes[1]:
+        return [Finding("warning", f"one tokenizer, but tables padded to {sizes[0]} and {sizes[1]} tokens")]
+    return []
+
+
+def _findings_without_tokenizers(target: Described, draft: Described, sizes: tuple[int, int]) -> list[Finding]:
+    missing = " and ".join(one.role for one in (target, draft) if one.tokenizer is None)
+    unknown = f"no tokenizer was found for {missing}: whether ids mean the same is unknown"
+    if sizes[0] == sizes[1]:
+        return [Finding("warning", unknown)]
+    if abs(sizes[0] - sizes[1]) <= MAX_PADDING and target.eos_token_ids == draft.eos_token_ids:
+        return [Finding("warning", f"{unknown}; tables of {sizes[0]} and {sizes[1]} tokens count as padding")]
+    text = f"{unknown}, and tables of {sizes[0]} and {sizes[1]} tokens are no padding; pass both tokenizers"
+    return [Finding("refused", text)]
 
 
 def text_findings(target: Described, draft: Described) -> list[Finding]:

@@ -11,7 +11,6 @@ from transformers import (
     MambaConfig,
     MixtralConfig,
     Qwen3NextConfig,
-    T5Config,
     ViTConfig,
 )
 
@@ -91,7 +90,6 @@ def test_a_model_of_70_billion_parameters_takes_no_memory_and_its_config_stays()
     [
         (MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1), "MambaForCausalLM with recurrent state"),
         (Qwen3NextConfig(vocab_size=64, hidden_size=16, num_hidden_layers=4, num_experts=2), "recurrent state"),
-        (T5Config(vocab_size=64, d_model=16, num_layers=1), "got the encoder-decoder T5ForConditionalGeneration"),
     ],
 )
 @pytest.mark.parametrize("is_draft", [False, True])
@@ -111,12 +109,23 @@ def test_other_tables_and_other_tokens_are_said():
     report = _check(make_config("llama"), make_config("llama"), draft_words=[f"v{token}" for token in range(64)])
     assert report.level == "refused"
     assert report.overlap.share == 0
-    assert "assistant_tokenizer must have the vocabulary of tokenizer" in _texts(report, "refused")[0]
+    assert "assistant_tokenizer must share at least 10%" in _texts(report, "refused")[0]
+    half = [f"{'w' if token < 32 else 'v'}{token}" for token in range(64)]
+    warnings = _texts(_check(make_config("llama"), make_config("llama", **SMALL), draft_words=half), "warning")
+    assert "another tokenizer: 32 of the target's 64 tokens can be drafted; pass tokenizer=" in warnings[0]
     swapped = [f"w{token}" for token in [0, 1, 3, 2, *range(4, 64)]]
     overlap = vocabulary_overlap(word_tokenizer(64), word_tokenizer(64, swapped))
     assert (overlap.num_shared, overlap.num_same_id, overlap.share, overlap.is_same) == (64, 62, 1.0, False)
     shorter = vocabulary_overlap(word_tokenizer(64), word_tokenizer(48))
     assert (shorter.num_shared, shorter.share, shorter.is_same) == (48, 0.75, False)
+
+
+def test_tables_that_are_no_padding_are_refused_where_no_tokenizer_tells():
+    near, far = (
+        hf_speculate.check_pair(make_config("llama"), make_config("llama", vocab_size=num)) for num in (72, 64 + 1025)
+    )
+    assert any("tables of 64 and 72 tokens count as padding" in text for text in _texts(near, "warning"))
+    assert any("are no padding; pass both tokenizers" in text for text in _texts(far, "refused"))
 
 
 def test_ends_templates_lengths_and_ropes_are_warned_of(tmp_path):
