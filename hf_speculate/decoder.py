@@ -99,7 +99,9 @@ class SpeculativeDecoder:
         for chunk in batch.query_ids.split(size, dim=1):
             output = self.target.run(chunk, batch.target_cache, logits_to_keep=1, **self._options)
         batch.target_cache.begin_recording()
-        self._lap("prefill_s")
+        prompt_s = self._lap("prefill_s")
+        num_left = self.settings.max_length - self._prompt_len - 1
+        self.schedule.begin(prompt_s, batch.query_ids.shape[1], num_left)
         keys = batch.keys()
         round_ = Round(batch.tokens, batch.host_tokens, output.logits[:, -1:], batch.no_draft(), keys)
         verified = self.judge.verify(round_)

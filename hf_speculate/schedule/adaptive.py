@@ -17,6 +17,7 @@ _FIRST_WAIT = 2  # plain steps before the first probe
 _PROBE_BUDGET = 0.01  # share of the time that probes may cost; waits double up to there
 _LONGEST_WAIT = 256  # plain steps, whatever probes cost
 _SETTLED = 6  # drafted rounds in a row after which waits start anew
+_LONG_PROMPT = 8  # tokens of a prompt for every token to come, from which the draft's prompt counts
 _LEAST_S = 1e-9  # a plain step that a coarse clock saw no time pass in
 _PROBE_MEMORY = 0.5  # weight that a probe leaves to what was seen before
 
@@ -45,12 +46,20 @@ class AdaptiveSchedule:
         self._num_since_untried = 0
         self._wait = _FIRST_WAIT
         self._settled = 0  # the K that the argmax last chose
+        self._ratio = draft_cost_ratio
+        self._start_s = 0.0  # seconds that the draft will take to read a long prompt, once it is asked
         self._num = 0 if self._is_hopeless else self._first()
 
     @property
     def num_draft_tokens(self) -> int:
         """The K that promises most, or one that is to be measured."""
         return self._num
+
+    def begin(self, prompt_s: float, num_prompt_tokens: int, num_left: int) -> None:
+        """Before a short text after a long prompt a plain step comes first: drafts may not be worth their prompt."""
+        if num_prompt_tokens > _LONG_PROMPT * num_left:
+            self._start_s = self._ratio * prompt_s
+            self._num = 0
 
     def update(self, outcome: RoundOutcome) -> None:
         """Learn from a round and choose the next K."""
@@ -62,8 +71,9 @@ class AdaptiveSchedule:
         self._costs.observe(outcome)
         if outcome.num_draft_tokens:
             self._num_drafted_rounds += 1
+            self._start_s = 0.0
             self._acceptance.observe(outcome.row_ids, outcome.num_accepted, outcome.num_draft_tokens)
-        outlook = Outlook(self._acceptance.expected_tokens(list(left_of)), list(left_of.values()))
+        outlook = Outlook(self._acceptance.expected_tokens(list(left_of)), list(left_of.values()), self._start_s)
         self._num = self._next(outlook, outcome.num_rows)
 
     def _first(self) -> int:
@@ -100,6 +110,8 @@ class AdaptiveSchedule:
     def _plain_or_probe(self, rates: list[float], num_rows: int) -> int:
         self._num_drafted_rounds = 0
         self._num_plain_rounds += 1
+        if self._start_s:
+            return 0  # with fewer tokens left it can only pay less
         likeliest = rates.index(max(rates[1:]), 1)
         longest = self._longest_wait(likeliest, num_rows)
         if self._num_plain_rounds <= min(self._wait, longest):

@@ -26,5 +26,14 @@ class Schedule(Protocol):
     def num_draft_tokens(self) -> int:
         """Tokens to draft next, >= 0; 0 asks for a plain step."""
 
+    def begin(self, prompt_s: float, num_prompt_tokens: int, num_left: int) -> None:
+        """Learn what is ahead.
+
+        Args:
+            prompt_s: seconds that the target took to read the prompt.
+            num_prompt_tokens: tokens of each row that it read.
+            num_left: tokens that a row may emit in rounds.
+        """
+
     def update(self, outcome: RoundOutcome) -> None:
         """Learn from a round."""

@@ -14,5 +14,8 @@ class ConstantSchedule:
         """The K it was made with."""
         return self._num
 
+    def begin(self, prompt_s: float, num_prompt_tokens: int, num_left: int) -> None:
+        """Nothing to decide."""
+
     def update(self, outcome: RoundOutcome) -> None:
         """Nothing to learn."""

@@ -19,6 +19,9 @@ class HeuristicSchedule:
         """The current K."""
         return self._num
 
+    def begin(self, prompt_s: float, num_prompt_tokens: int, num_left: int) -> None:
+        """Nothing to decide."""
+
     def update(self, outcome: RoundOutcome) -> None:
         """Grow or shrink K by one round's outcome."""
         pairs = zip(outcome.num_drafted, outcome.num_accepted, strict=True)

@@ -12,6 +12,7 @@ class Outlook(NamedTuple):
 
     tokens: Sequence[Sequence[float]]  # [N, K_max + 1] that a round of K drafts is expected to emit in a row
     num_left: Sequence[int]  # [N] tokens that each may still emit, >= 1
+    start_s: float = 0.0  # before the first draft: its prompt, where it has not read it yet
 
     def rates(self, rounds_s: Sequence[float], alone_s: Sequence[float]) -> list[float]:
         """[K_max + 1] tokens per second until the last row ends.
@@ -27,7 +28,7 @@ class Outlook(NamedTuple):
         rates = []
         for num, (most_s, least_s) in enumerate(zip(rounds_s, alone_s, strict=True)):
             ends = sorted(left / tokens[num] for left, tokens in zip(self.num_left, self.tokens, strict=True))
-            spent_s = ends[0] * most_s
+            spent_s = ends[0] * most_s + (self.start_s if num else 0.0)
             for gone, (before, end) in enumerate(pairwise(ends), 1):
                 spent_s += (end - before) * (most_s + gone / steps * (least_s - most_s))
             rates.append(sum(self.num_left) / max(spent_s, _LEAST_S))

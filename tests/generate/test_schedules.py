@@ -26,6 +26,9 @@ class ScriptedSchedule:
         self.num_draft_tokens = next(self._lens)
         self.outcomes = []
 
+    def begin(self, prompt_s, num_prompt_tokens, num_left):
+        pass
+
     def update(self, outcome):
         self.outcomes.append(outcome)
         self.num_draft_tokens = next(self._lens)

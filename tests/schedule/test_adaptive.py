@@ -111,6 +111,21 @@ def test_drafting_is_tried_at_once_and_a_plain_step_is_measured_soon():
     assert 0 in lens[1:4]
 
 
+@pytest.mark.parametrize(("draft_cost_ratio", "is_tried"), [(0.1, True), (0.5, False)])
+def test_a_draft_that_does_not_pay_for_its_prompt_is_never_asked(draft_cost_ratio, is_tried):
+    schedule = AdaptiveSchedule(MAX_DRAFT_TOKENS, draft_cost_ratio)
+    schedule.begin(100.0, 8192, 48)  # the prompt took as long as 100 plain steps
+    lens = run(schedule, traces("perfect")[0], Machine(step_s=0.1, prompt_s=100 * draft_cost_ratio), 48).draft_lens
+    assert lens[0] == 0
+    assert (max(lens) > 0) is is_tried
+
+
+def test_a_prompt_that_is_not_long_for_its_text_does_not_count():
+    schedule = AdaptiveSchedule(MAX_DRAFT_TOKENS, 0.5)
+    schedule.begin(100.0, 380, 48)
+    assert schedule.num_draft_tokens > 0
+
+
 def test_a_useless_draft_leaves_plain_steps_and_rarer_and_rarer_probes_of_one_token():
     lens = run(AdaptiveSchedule(MAX_DRAFT_TOKENS, 0.1), traces("zero")[0], Machine()).draft_lens
     probes = [place for place, num in enumerate(lens) if num and place > 3]
