@@ -66,7 +66,8 @@ class Outcome(NamedTuple):
     """What one call gave."""
 
     sequences: Tensor  # [B, T]
-    decode_s: float  # from the end of the target's first forward to the end
+    decode_s: float  # all but the target's first forward; what a draft takes to read the prompt counts on every side
+    rounds_s: float  # after the target's first forward
     stats: hf_speculate.SpeculationStats
 
 
@@ -92,6 +93,7 @@ class Runner:
             options |= {"cache_implementation": "static", "compile_config": compile_config(subject.device)}
         torch.manual_seed(seed)
         subject.clock.reset()
+        began = time.perf_counter()
         match way.engine:
             case "plain":
                 output = subject.target.generate(**inputs, **options)
@@ -105,7 +107,8 @@ class Runner:
             case _:
                 output = _row_by_row(subject.target, inputs, {**options, "prompt_lookup_num_tokens": LOOKUP_TOKENS})
         wait()
-        return Outcome(output, time.perf_counter() - (subject.clock.prefill_end or 0.0), stats)
+        ended, clock = time.perf_counter(), subject.clock
+        return Outcome(output, ended - began - clock.prefill_s, ended - (clock.prefill_end or began), stats)
 
     def ran_compiled(self, way: Way, outcome: Outcome) -> bool:
         """Whether a compiled way's call really ran compiled, all of its rounds."""
@@ -156,7 +159,8 @@ class Timings:
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
     decode_s: dict[str, list[float]] = field(default_factory=dict)
-    forward_s: dict[str, list[float]] = field(default_factory=dict)  # within decode_s; only where profiled
+    rounds_s: dict[str, list[float]] = field(default_factory=dict)
+    forward_s: dict[str, list[float]] = field(default_factory=dict)  # within rounds_s; only where profiled
     counts: dict[str, Counter[str]] = field(default_factory=dict)
     decode_sum_s: Counter[str] = field(default_factory=Counter)  # of each input's median, as counts are sums too
     num_inputs: int = 0
@@ -168,6 +172,7 @@ class Timings:
         def timed(way: Way) -> None:
             outcome = runner.run(way, inputs)
             self.decode_s.setdefault(way.name, []).append(outcome.decode_s)
+            self.rounds_s.setdefault(way.name, []).append(outcome.rounds_s)
             self.forward_s.setdefault(way.name, []).append(runner.subject.clock.forward_s)
             if way.is_compiled and not runner.ran_compiled(way, outcome):
                 self.fell_back.add(way.name)

@@ -90,16 +90,17 @@ class ForwardClock:
         self.is_profiling = False
         self.reset()
         for model in (target, draft):
-            model.register_forward_pre_hook(self._before)
+            model.register_forward_pre_hook(partial(self._before, model is target))
             model.register_forward_hook(partial(self._after, model is target))
 
     def reset(self) -> None:
         """Begin a call."""
         self.prefill_end: float | None = None  # when the target's first forward was over
+        self.prefill_s = 0.0  # what it took
         self.forward_s = 0.0  # in all forwards after that; only while profiling
 
-    def _before(self, *_: Any) -> None:
-        if self.is_profiling:
+    def _before(self, is_target: bool, *_: Any) -> None:
+        if self.is_profiling or (is_target and self.prefill_end is None):
             wait()
             self._begin = time.perf_counter()
 
@@ -110,6 +111,7 @@ class ForwardClock:
         elif is_target and self.prefill_end is None:
             wait()
             self.prefill_end = time.perf_counter()
+            self.prefill_s = self.prefill_end - self._begin
 
 
 @dataclass

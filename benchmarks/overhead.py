@@ -36,7 +36,7 @@ def measure(subject: Subject, batch_size: int, mode: str, args: argparse.Namespa
     subject.clock.is_profiling = False
     counts = plainly.counts[way.name]
     own, all_stages = (sum(counts[f"{stage}_s"] for stage in stages) for stages in (OWN, (*OWN, "draft", "score")))
-    pairs = list(zip(profiled.decode_s[way.name], profiled.forward_s[way.name], strict=True))
+    pairs = list(zip(profiled.rounds_s[way.name], profiled.forward_s[way.name], strict=True))
     costs = measure_costs(subject, batches[0], args.max_new_tokens, plainly.plain_step_s(args.max_new_tokens))
     row = {"dtype": subject.dtype, "batch_size": batch_size, "mode": mode, "checked": checked}
     row |= plainly.summary(way) | costs.report(counts, batch_size)
@@ -44,7 +44,7 @@ def measure(subject: Subject, batch_size: int, mode: str, args: argparse.Namespa
     row["round_s"] = all_stages / counts["num_batch_rounds"]
     row["share_inside"] = own / all_stages
     row["verify_share_inside"] = counts["verify_s"] / all_stages
-    row["share_outside"] = spread([1 - forward_s / decode_s for decode_s, forward_s in pairs])
+    row["share_outside"] = spread([1 - forward_s / rounds_s for rounds_s, forward_s in pairs])
     return row
 
 

@@ -47,7 +47,7 @@ def measure(subject: Subject, cell: tuple[str, int, int, int], args: argparse.Na
     profiled.add(runner, [constant], inputs, 1)
     subject.clock.is_profiling = False
     num_rounds = profiled.counts[constant.name]["num_batch_rounds"]
-    rest_s = (profiled.decode_s[constant.name][0] - profiled.forward_s[constant.name][0]) / max(num_rounds, 1)
+    rest_s = (profiled.rounds_s[constant.name][0] - profiled.forward_s[constant.name][0]) / max(num_rounds, 1)
     plain_s, nums = plain.plain_step_s(max_new_tokens), sorted({0, args.num_assistant_tokens, MAX_K})
     costs = measure_costs(subject, inputs, max_new_tokens, plain_s, repeats=3, nums=nums)
     rows = []
@@ -129,8 +129,8 @@ COLUMNS = {
 }
 NOTES = """\
 A random pair of Qwen2-0.5B's shape ({layers} target layers, {draft_layers} in the draft); an oracle fixes what both
-say, so acceptance is about {acceptance} while all forwards are really done. All times are after the target's first
-forward; transformers drafts once before it, which counts in its favour. The last column must not grow with context.
+say, so acceptance is about {acceptance} while all forwards are really done. All times leave the target's
+first forward out, and count what a draft takes to read the prompt. The last column must not grow with context.
 """
 
 
