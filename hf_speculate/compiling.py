@@ -170,17 +170,17 @@ class Compiler:
         if settings is None or kv_cache is None:
             return None
         if kv_cache.kind != "preallocated":
-            self._give_up(f"eager forwards of {type(model).__name__}, whose states are not preallocated")
+            self._give_up(f"eager forwards of the {part} {type(model).__name__}, whose states are not preallocated")
             return None
         if not context.is_empty:
-            self._give_up(f"eager forwards of {type(model).__name__}, which reads more than its text")
+            self._give_up(f"eager forwards of the {part} {type(model).__name__}, which reads more than its text")
             return None
         if part not in self.stats.compiled:
             self.stats.compiled.append(part)
 
         def forget(reason: str) -> None:
             self.stats.compiled.remove(part)
-            self.stats.add_fallback(reason)
+            self.stats.add_fallback(f"{part}: {reason}")
 
         return Compilation(model, settings, forget)
 

@@ -68,7 +68,7 @@ def test_an_interrupt_while_names_are_written_leaves_none(monkeypatch):
         if len(written) == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("hf_speculate.attention_switch._set_name", interrupted)
+    monkeypatch.setattr("hf_speculate.attention_switch.set_attention_name", interrupted)
     with pytest.raises(KeyboardInterrupt), folded_attention_for(models):
         pass
     assert written == [FOLDED, FOLDED, STANDS_FOR, STANDS_FOR]

@@ -181,7 +181,7 @@ def private_name_problems(tree: ast.Module, module: str) -> Iterator[tuple[int, 
                 if is_of(name, "transformers") and any(map(is_private, [*name.split("."), *inner])):
                     yield (
                         node.lineno,
-                        f"a private name belongs in private_names.py: {ast.unparse(node)}",
+                        f"a private name of transformers, for private_names.py: {ast.unparse(node)}",
                     )
         elif isinstance(node, ast.Attribute) and is_private(node.attr):
             if not is_self(node.value) and node.attr not in own:

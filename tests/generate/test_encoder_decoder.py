@@ -5,6 +5,8 @@ from functools import cache, partial
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import DynamicCache, EncoderDecoderCache
 from transformers.generation.candidate_generator import AssistedCandidateGenerator, PromptLookupCandidateGenerator
 
@@ -381,6 +383,8 @@ def test_candidate_generators(makes):
     stats = hf_speculate.SpeculationStats()
     generator = PromptLookupCandidateGenerator(max_length=99)
     if makes == "drafts":
+        if Version(transformers.__version__) < Version("5.18"):
+            pytest.skip("transformers 5.17 crops a cache of the draft's cross-attention that is not there yet")
         generator = partial(AssistedCandidateGenerator, assistant_model=draft)
     ours = target.generate(
         **inputs, max_new_tokens=NUM_NEW, speculation_stats=stats, candidate_generator=generator, num_assistant_tokens=3
