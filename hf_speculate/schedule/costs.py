@@ -14,7 +14,7 @@ _MANY_ROWS = 16  # query rows from which CPUs take float32 products through thei
 _ALIKE = 2.0  # factor in the number of rows within which plain steps stand for one another
 _OTHER_WEIGHT = 0.4  # of a round of another kind, at most
 _BANDWIDTH = 0.3  # of the logarithm of query rows, within which kinds tell much of one another
-_FADE = 0.95  # of a kind's weight with every drafted round after its newest
+_FADE = 0.95  # of a kind's weight with every drafted round by which another is newer
 
 
 class _Kind:
@@ -134,11 +134,14 @@ class CostModel:
         step_s = self._ratio * self._plain_s(num_rows)
         return step_s if self._step_bound_s is None else min(step_s, self._step_bound_s)
 
-    def _mean(self, num_query: int, kinds: Iterable[tuple[int, _Kind]]) -> float:
-        """Of the medians of kinds that are given by their query rows."""
+    @staticmethod
+    def _mean(num_query: int, kinds: Iterable[tuple[int, _Kind]]) -> float:
+        """Of the medians of kinds that are given by their query rows; a kind fades as newer ones come."""
+        found = list(kinds)
+        newest = max(kind.newest for _, kind in found)
         weights, total = 0.0, 0.0
-        for other, kind in kinds:
-            weight = len(kind.samples) * _likeness(num_query, other) * _FADE ** (self._num_drafted - kind.newest)
+        for other, kind in found:
+            weight = len(kind.samples) * _likeness(num_query, other) * _FADE ** (newest - kind.newest)
             weights += weight
             total += weight * kind.median
         return total / weights

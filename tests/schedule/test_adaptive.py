@@ -9,6 +9,7 @@ import pytest
 
 from hf_speculate.schedule import AdaptiveSchedule, ConstantSchedule, RoundOutcome, Schedule
 from hf_speculate.schedule.acceptance import AcceptanceModel
+from hf_speculate.schedule.costs import CostModel
 from tests.schedule.simulator import Machine, Trace, cliff, run, trace
 
 MAX_DRAFT_TOKENS = 10
@@ -158,6 +159,14 @@ def test_it_stays_within_its_bounds_with_a_clock_that_stands_still(accepted, max
         num = schedule.num_draft_tokens
         assert 0 <= num <= max_draft_tokens
         schedule.update(RoundOutcome([0, 1], [num, num], [num * accepted, 0], num, 2))
+
+
+def test_a_step_that_was_measured_long_ago_still_counts():
+    model = CostModel(0.1)
+    model.observe(RoundOutcome([0], [2], [2], 2, 1, num_fed=1, draft_s=0.4, score_s=1.0))
+    for _ in range(20_000):  # copies went on, and the draft model read them before each draft of its own
+        model.observe(RoundOutcome([0], [2], [2], 2, 1, num_fed=5, draft_s=3.0, score_s=1.0))
+    assert model.rounds_s(1, 2) == pytest.approx([1.0, 1.2, 1.4])
 
 
 def test_a_round_without_live_rows_is_taken():
