@@ -110,11 +110,8 @@ def build_decoder(
             check_backend(config.verifier_backend, device_of(model))
     stats = SpeculationStats() if config.speculation_stats is None else config.speculation_stats
     is_lookup = config.prompt_lookup_num_tokens is not None
-    if draft is not None and is_lookup and config.schedule == "adaptive" and _cost_ratio(target, draft) >= 1:
-        stats.add_fallback("prompt lookup alone, for a draft model as large as its target gains nothing")
-        draft = None
-    if draft is None and is_lookup:
-        config = config.for_lookup_alone()
+    if is_lookup:
+        draft, config = _with_lookup(target, draft, config, stats)
     block_processors = BlockLogitsProcessorList(call.processors)
     stopping = BlockStoppingCriteria(call.criteria)
     has_eos = stopping.eos_token_ids is not None
@@ -164,7 +161,7 @@ def build_decoder(
     )
     verifier = make_verifier(config)
     judge: Judge = RaggedJudge(verifier, block_processors, stopping, stats)
-    if reason:
+    if settings.is_lock_step:
         pad = settings.pad_token_id if has_eos else None
         judge = LockStepJudge(verifier, call.processors, call.criteria, pad, call.recorded.scores, stats)
     decoder = SpeculativeDecoder(
@@ -178,6 +175,16 @@ def build_decoder(
         on_tokens=call.on_tokens,
     )
     return decoder, batch
+
+
+def _with_lookup(
+    target: PreTrainedModel, draft: PreTrainedModel | None, config: SpeculationConfig, stats: SpeculationStats
+) -> tuple[PreTrainedModel | None, SpeculationConfig]:
+    """The draft model that goes beside prompt lookup, if it may gain anything there, and the settings for that."""
+    if draft is not None and config.schedule == "adaptive" and _cost_ratio(target, draft) >= 1:
+        stats.add_fallback("prompt lookup alone, for a draft model as large as its target gains nothing")
+        draft = None
+    return draft, config.for_lookup_alone() if draft is None else config
 
 
 def _lock_step_reason(call: Call, foreign: Sequence[str], goes_on: bool, models: Sequence[PreTrainedModel]) -> str:
