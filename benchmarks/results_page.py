@@ -42,6 +42,7 @@ CONSTANT_K = 5  # of the constant schedule that is held to the targets of the de
 # What bounds a figure that is not reached, by words that it holds; the first that fits.
 BOUNDS = {
     "looped over rows": "a batch ends with its slowest row, and verifying 8 rows costs more than a plain step of 8",
+    "speed over plain": "a batch ends with its slowest row: rounds of few rows cost nearly what rounds of 8 do",
     "over transformers' assisted": "nine tenths of a round are forwards, the same ones on both sides",
     "verify factor": "float32 products of 48 query rows; two runs gave 1.58 and 1.81",
     "bookkeeping": "sampling: drawing drafts and warping K+1 rows pass over the vocabulary, beside a small target",
@@ -233,6 +234,13 @@ def made(content: Row) -> str:
     versions = f"torch {of['torch']}, transformers {of['transformers']}, Python {of['python']}"
     left_out = content["arguments"].get("left_out")
     note = f" Left out, for want of time: {'; '.join(left_out)}." if left_out else ""
+    repeats = content["arguments"].get("repeats")
+    note += f" Runs of each way on each input: {repeats}." if repeats else ""
+    added_to = content["arguments"].get("added_to")
+    if added_to:
+        note += " Cells that {batch_sizes} rows do not name: commit {commit}, {date}, {repeats}.".format(
+            batch_sizes=content["arguments"]["batch_sizes"], **added_to
+        )
     return f"{of['device']}{threads}; {versions}; commit {of['commit']}; {of['date']}.{note}"
 
 
