@@ -5,9 +5,16 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+OLDEST := .oldest
+OLDEST_STAMP := $(OLDEST)/.installed
+OLDEST_TESTS := tests/generate tests/reliability tests/test_compatibility.py tests/test_enabling.py tests/test_faults.py
+WORKERS ?= logical
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 RESULTS_PAGE := benchmarks/results_page.py
+
+# One process a core: tiny models keep no second core busy. Beyond eight, loading torch takes longer than the tests.
+PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal
 
 # A torch build that was asked for brings its own versions of what it needs: the pins are for ours.
 ifeq ($(origin TORCH),file)
@@ -15,18 +22,19 @@ TORCH_PINS := -c constraints.txt
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all check fix kernels bench clean
+.PHONY: help install demo test test-all test-oldest check fix kernels bench clean
 
 help:
-	@echo "make demo       decode the bundled prompts three ways and print what was measured"
-	@echo "make test       the test suite, offline, without the slow tests"
-	@echo "make test-all   the test suite, offline, with the slow tests"
-	@echo "make check      ruff, mypy and the rules between the rooms"
-	@echo "make fix        let ruff format and repair"
-	@echo "make kernels    compile every Triton kernel for GPUs that need not be there, and look for spills"
-	@echo "make bench      every benchmark, about an hour; JSON in benchmarks/results/, a page in benchmarks/RESULTS.md"
-	@echo "make install    only create $(VENV) and install"
-	@echo "make clean      remove $(VENV), caches and build output"
+	@echo "make demo        decode the bundled prompts three ways and print what was measured"
+	@echo "make test        the test suite, offline, without the slow tests"
+	@echo "make test-all    the test suite, offline, with the slow tests"
+	@echo "make test-oldest tests of what decodes and of what may fail, with the oldest supported transformers"
+	@echo "make check       ruff, mypy and the rules between the rooms"
+	@echo "make fix         let ruff format and repair"
+	@echo "make kernels     compile every Triton kernel for GPUs that need not be there, and look for spills"
+	@echo "make bench       every benchmark, about an hour; JSON in benchmarks/results/, a page in benchmarks/RESULTS.md"
+	@echo "make install     only create $(VENV) and install"
+	@echo "make clean       remove $(VENV), caches and build output"
 	@echo
 	@echo "Variables:"
 	@echo "  PYTHON=python3.12                              another interpreter, 3.11 or later"
@@ -34,6 +42,7 @@ help:
 	@echo "                                                 run make clean first where $(VENV) exists"
 	@echo '  DEMO_ARGS="--prompts 16"                       arguments of examples/demo.py'
 	@echo '  PYTEST_ARGS="-k greedy"                        arguments of pytest'
+	@echo '  WORKERS=1                                      processes that run tests; unset: one a core, eight at most'
 
 install: $(STAMP)
 
@@ -51,10 +60,19 @@ demo: $(STAMP)
 	HF_HUB_OFFLINE=1 $(BIN)/python examples/demo.py $(DEMO_ARGS)
 
 test: $(STAMP)
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
 test-all: $(STAMP)
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
+
+# The same environment, with a few packages in front of its own.
+$(OLDEST_STAMP): $(STAMP) constraints-oldest.txt
+	rm -rf $(OLDEST)
+	$(BIN)/python -m pip install --no-deps --target $(OLDEST) -r constraints-oldest.txt
+	@touch $@
+
+test-oldest: $(OLDEST_STAMP)
+	PYTHONPATH=$(OLDEST) $(PYTEST) -m "not slow" $(PYTEST_ARGS) $(OLDEST_TESTS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .
@@ -75,5 +93,5 @@ bench: $(STAMP)
 	  echo "== $$file"; HF_HUB_OFFLINE=1 $(BIN)/python $$file; done
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

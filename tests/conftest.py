@@ -28,7 +28,6 @@ NEEDS = {
     "torchao": ("needs torchao", importlib.util.find_spec("torchao") is not None),
     "compiler": ("needs a C++ compiler", shutil.which(os.environ.get("CXX", "g++")) is not None),
 }
-UNSERVED = pytest.StashKey[list[str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -40,7 +39,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[UNSERVED] = []
+    if config.getoption("--fail-on-skip") and not hasattr(config, "workerinput"):  # workers report to one process
+        config.pluginmanager.register(Unserved())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -50,26 +50,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item):
-    report = yield
-    if report.skipped and not hasattr(report, "wasxfail"):
+class Unserved:
+    """Fails a run in which tests were skipped for other reasons than what the machine lacks."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if not report.skipped or hasattr(report, "wasxfail"):
+            return
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
         if reason.removeprefix("Skipped: ") not in {why for why, is_here in NEEDS.values() if not is_here}:
-            item.config.stash[UNSERVED].append(f"{item.nodeid}: {reason}")
-    return report
+            self.lines.append(f"{report.nodeid}: {reason}")
 
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self.lines and session.exitstatus == 0:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    if session.config.getoption("--fail-on-skip") and session.config.stash[UNSERVED] and session.exitstatus == 0:
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if config.getoption("--fail-on-skip") and config.stash[UNSERVED]:
-        terminalreporter.section("skipped, though this machine could have run them", red=True)
-        for line in config.stash[UNSERVED]:
-            terminalreporter.line(line)
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self.lines:
+            terminalreporter.section("skipped, though this machine could have run them", red=True)
+            for line in self.lines:
+                terminalreporter.line(line)
 
 
 @pytest.fixture(autouse=True)

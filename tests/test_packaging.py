@@ -3,7 +3,6 @@
 import ast
 import configparser
 import importlib.util
-import json
 import os
 import re
 import subprocess
@@ -13,12 +12,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from transformers import GenerationConfig
 
 import hf_speculate
 
 ROOT = Path(__file__).parents[1]
-TYPICAL = ROOT / "examples" / "hub" / "typical"
 NOT_INSTALLED = {"hf_speculate"}
 STANDARD = set(sys.stdlib_module_names)
 
@@ -33,8 +30,8 @@ def requirement_names(text: str) -> set[str]:
     return {re.split(r"[<>=\[ ]", line.strip())[0] for line in text.splitlines() if line.strip()}
 
 
-def pins() -> dict[str, str]:
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
+def pins(file: str = "constraints.txt") -> dict[str, str]:
+    lines = (ROOT / file).read_text().splitlines()
     return dict(line.split("==") for line in lines if not line.startswith("#"))
 
 
@@ -124,6 +121,13 @@ def test_everything_that_setup_cfg_names_is_pinned() -> None:
     assert {normalised(name) for name in named} - {"hf-speculate"} <= pinned
 
 
+def test_the_oldest_transformers_that_is_tested_is_the_oldest_that_is_allowed() -> None:
+    (line,) = [line for line in setup_cfg()["options"]["install_requires"].split("\n") if "transformers" in line]
+    oldest = pins("constraints-oldest.txt")["transformers"]
+    assert f"transformers>={oldest.removesuffix('.0')},<6" == line
+    assert f"transformers {oldest.removesuffix('.0')} up to 6" in (ROOT / "README.md").read_text()
+
+
 def test_make_installs_the_pinned_torch() -> None:
     (torch_default,) = re.findall(r"^TORCH \?= (\S+)$", (ROOT / "Makefile").read_text(), re.M)
     assert torch_default == f"torch=={pins()['torch']}"
@@ -140,19 +144,6 @@ def test_importing_changes_nothing_and_needs_no_triton() -> None:
         "assert [dict(vars(one)) for one in classes] == before\n"
     )
     run_python("-c", script)
-
-
-def test_the_hub_example_says_its_fields_the_same_way_twice() -> None:
-    spec = importlib.util.spec_from_file_location("typical_generate", TYPICAL / "custom_generate" / "generate.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    fields = json.loads((TYPICAL / "generation_config.json").read_text())
-    assert fields == module.FIELDS
-    assert "_from_model_config" not in fields
-    loaded = GenerationConfig.from_pretrained(TYPICAL)
-    assert all(getattr(loaded, name) == value for name, value in fields.items())
-    card = (TYPICAL / "README.md").read_text()
-    assert all(f"| `{name}` | " in card for name in fields)
 
 
 def test_the_readme_example_runs() -> None:

@@ -24,7 +24,7 @@ VOCAB_SIZE = 8
 NUM_TOKENS = 4
 K = 2
 NUM_DRAWS = 200_000
-FEWER_DRAWS = 40_000  # for what differs from the other cases in little
+FEWER_DRAWS = 40_000  # where the slow tests have the others, and for what differs from other cases in little
 DRAWS_OVER_ROUNDS = 60_000  # 243 texts
 ROWS_PER_CALL = 20_000
 SIGNIFICANCE = 1e-4  # a right sampler fails one run in ten thousand; the controls come out below 1e-12
@@ -90,7 +90,7 @@ def with_eos(law: Tensor, eos_token_id: int) -> Tensor:
     return ended
 
 
-def draw(target, draft, num_draws: int = NUM_DRAWS, num_rows: int = ROWS_PER_CALL, **options) -> Counter:
+def draw(target, draft, num_draws: int, num_rows: int = ROWS_PER_CALL, **options) -> Counter:
     """Counts of the drawn texts, from calls of many rows that each have a seed of their own."""
     prompt = prompt_of(target)
     counts: Counter = Counter()
@@ -129,14 +129,16 @@ def p_value(counts: Counter, law: Tensor) -> float:
     return float(chisquare(observed, [mean * scale for mean in expected]).pvalue)
 
 
+@pytest.mark.parametrize("num_draws", [FEWER_DRAWS, pytest.param(NUM_DRAWS, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("draft_sampling", ["sample", "argmax"])
 @pytest.mark.parametrize("warpers", WARPERS)
-def test_rejection_keeps_the_joint_law(models, warpers, draft_sampling):
+def test_rejection_keeps_the_joint_law(models, warpers, draft_sampling, num_draws):
     target, draft = models
     stats = hf_speculate.SpeculationStats()
     counts = draw(
         target,
         draft,
+        num_draws,
         num_assistant_tokens=K,
         draft_sampling=draft_sampling,
         speculation_stats=stats,
@@ -292,11 +294,15 @@ def test_a_wrong_verifier_fails_the_same_test(models, control, draft_sampling, m
     target, draft = models
     monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
     hf_speculate.register_verifier("control", lambda config: control(), lossless=False)
-    counts = draw(target, draft, verifier="control", num_assistant_tokens=K, draft_sampling=draft_sampling)
+    options = {"verifier": "control", "num_assistant_tokens": K, "draft_sampling": draft_sampling}
+    counts = draw(target, draft, FEWER_DRAWS, **options)
     assert p_value(counts, joint_law(target)) < SIGNIFICANCE
 
 
-def test_a_wrong_law_fails_the_same_test(models):
+@pytest.mark.parametrize(
+    ("num_draws", "temperature"), [(FEWER_DRAWS, 0.9), pytest.param(NUM_DRAWS, 0.95, marks=pytest.mark.slow)]
+)
+def test_a_wrong_law_fails_the_same_test(models, num_draws, temperature):
     target, draft = models
-    counts = draw(target, draft, num_assistant_tokens=K, temperature=0.95)
+    counts = draw(target, draft, num_draws, num_assistant_tokens=K, temperature=temperature)
     assert p_value(counts, joint_law(target)) < SIGNIFICANCE

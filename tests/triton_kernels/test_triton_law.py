@@ -48,7 +48,7 @@ def test_joint_law_of_a_round_is_exact(name: str) -> None:
     assert p_value(counts, LAWS[name](target, draft)) > PASS_P_VALUE
 
 
-@pytest.mark.parametrize("name", ["rejection", "block"])
+@pytest.mark.parametrize("name", ["rejection", pytest.param("block", marks=pytest.mark.slow)])
 def test_a_wrong_proposal_law_fails_the_same_test(name: str) -> None:
     target, draft = rank_reversed_laws(VOCAB_SIZE, 2 if name == "block" else 1)
     counts = count_cells(draw(name, target, 2 * draft, NUM_TRIALS, believed=-2 * draft), VOCAB_SIZE)
