@@ -13,6 +13,7 @@ from hf_speculate.errors import (
     UnsupportedModelError,
 )
 from hf_speculate.generation import SpeculativeGenerationMixin, generate
+from hf_speculate.hub.repository import save_config
 from hf_speculate.processors import BlockLogitsProcessorList, register_row_wise
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.suffix_store import SuffixStore
@@ -43,4 +44,5 @@ __all__ = [
     "keep_prefix",
     "register_row_wise",
     "register_verifier",
+    "save_config",
 ]

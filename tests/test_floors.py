@@ -15,6 +15,7 @@ FLOORS = {
     "hf_speculate": TOP,
     "hf_speculate.cli": 6.8,
     "hf_speculate.checking": 6.7,
+    "hf_speculate.hub": 6.6,
     "hf_speculate.enabling": 6.5,
     "hf_speculate.generation": 6,
     "hf_speculate.build": 5,
@@ -51,6 +52,7 @@ FLOORS = {
 KERNELS = "hf_speculate.triton_kernels"
 SHARED_ROOMS = (
     "hf_speculate.checking",
+    "hf_speculate.hub",
     "hf_speculate.draft",
     "hf_speculate.verify",
     "hf_speculate.schedule",

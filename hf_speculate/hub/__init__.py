@@ -1,0 +1,1 @@
+"""Repositories on the Hub that say how to decode."""
