@@ -1,14 +1,33 @@
 """The command `hf-speculate`."""
 
-import argparse
-import json
 import sys
 from collections.abc import Sequence
+from typing import Annotated
 
-from hf_speculate.checking.pair import check_pair
+import typer
+from typer.main import get_command
+
+from hf_speculate.commands.check import check
+from hf_speculate.commands.console import OK, WRONG_USE, notes
+from hf_speculate.commands.generate import generate
 from hf_speculate.errors import SpeculateError
 
-_OK, _REFUSED, _WRONG_USE = 0, 1, 2
+app = typer.Typer(
+    help="Speculative decoding with the models of transformers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(check)
+app.command()(generate)
+_DEBUG = "--debug"
+
+
+@app.callback()
+def _common(
+    debug: Annotated[bool, typer.Option(_DEBUG, help="Show where an error came from.")] = False,
+) -> None:
+    """Options of all commands; `main` looks at them itself, where errors arrive."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,31 +39,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0, 1 where the answer is no, 2 where nothing could be looked at.
     """
-    options = _parser().parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        status: int = options.run(options)
-    except SpeculateError as error:
-        sys.stderr.write(f"hf-speculate: {error}\n")
-        return _WRONG_USE
-    return status
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="hf-speculate", description="Tools for speculative decoding.")
-    commands = parser.add_subparsers(required=True, metavar="command")
-    check = commands.add_parser("check", help="say whether a draft model goes with a target, without loading either")
-    check.add_argument("target", help="name or path; its config and tokenizer must be on this machine")
-    check.add_argument("draft", help="the same of the draft model")
-    check.add_argument("--json", action="store_true", help="write JSON instead of text")
-    check.set_defaults(run=_check)
-    return parser
-
-
-def _check(options: argparse.Namespace) -> int:
-    report = check_pair(options.target, options.draft)
-    text = json.dumps(report.as_dict(), indent=2) if options.json else str(report)
-    sys.stdout.write(f"{text}\n")
-    return _OK if report.ok else _REFUSED
+        get_command(app)(args=words, prog_name="hf-speculate")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else OK
+    except (SpeculateError, OSError) as error:  # what users can mend; anything else is a fault, with its trace
+        if words[:1] == [_DEBUG]:
+            raise
+        first_line = next(iter(str(error).splitlines()), type(error).__name__)
+        notes().print(f"hf-speculate: {first_line}", markup=False, soft_wrap=True)
+        return WRONG_USE
+    return OK
 
 
 if __name__ == "__main__":

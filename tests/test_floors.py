@@ -13,7 +13,8 @@ TOP = 7
 # Room -> floor, with halves for what stands between two. A module belongs to the longest room its name starts with.
 FLOORS = {
     "hf_speculate": TOP,
-    "hf_speculate.cli": 6.8,
+    "hf_speculate.cli": 6.9,
+    "hf_speculate.commands": 6.8,
     "hf_speculate.checking": 6.7,
     "hf_speculate.hub": 6.6,
     "hf_speculate.enabling": 6.5,
@@ -52,6 +53,7 @@ FLOORS = {
 KERNELS = "hf_speculate.triton_kernels"
 SHARED_ROOMS = (
     "hf_speculate.checking",
+    "hf_speculate.commands",
     "hf_speculate.hub",
     "hf_speculate.draft",
     "hf_speculate.verify",

@@ -1,0 +1,144 @@
+"""`hf-speculate generate` on the bundled pair, and what it says when it cannot."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import hf_speculate
+from hf_speculate import cli
+from hf_speculate.cli import main
+from hf_speculate.commands.prompts import Prompt, read_prompts
+
+PAIR = Path(__file__).parents[2] / "examples" / "pair"
+TARGET, DRAFT = str(PAIR / "target"), str(PAIR / "draft")
+PROMPTS = ["def main():\n", "class Stack:\n"]
+NUM_TOKENS = 12
+COMMON = ["-n", str(NUM_TOKENS), "--dtype", "float64", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def plain_texts() -> list[str]:
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    target = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float64)
+    texts = []
+    for prompt in PROMPTS:
+        inputs = tokenizer(prompt, return_tensors="pt")
+        output = target.generate(
+            inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=NUM_TOKENS
+        )
+        texts.append(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+    return texts
+
+
+@pytest.mark.parametrize("extra", [["-d", DRAFT, "-k", "3"], ["--lookup", "4"], []], ids=["draft", "lookup", "plain"])
+def test_the_text_is_that_of_plain_decoding_and_the_remarks_stand_apart(extra, plain_texts, capsys):
+    assert main(["generate", TARGET, PROMPTS[0], *extra, *COMMON]) == 0
+    out, err = capsys.readouterr()
+    assert out.strip() == plain_texts[0].strip()
+    assert "12 tokens in" in err
+    assert ("accepted" in err) is bool(extra)
+
+
+def test_the_prompts_of_a_file_are_decoded_in_order(plain_texts, tmp_path, capsys):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(
+        "\n".join(json.dumps({"prompt": prompt, "id": f"p{index}"}) for index, prompt in enumerate(PROMPTS))
+    )
+    assert main(["generate", TARGET, "--file", str(file), "-d", DRAFT, *COMMON]) == 0
+    out, err = capsys.readouterr()
+    assert [text in out for text in plain_texts] == [True, True]
+    assert out.index(plain_texts[0]) < out.index(plain_texts[1])
+    assert err.index("p0") < err.index("p1")
+
+
+def test_drawn_texts_are_repeated_by_their_seed(capsys):
+    texts = []
+    for seed in (1, 1, 2):
+        options = ["--sample", "-t", "0.9", "--seed", str(seed), "-v", "coupled"]
+        assert main(["generate", TARGET, PROMPTS[0], "-d", DRAFT, *options, *COMMON]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_chat_answers_every_line_and_remembers(monkeypatch, capsys):
+    shown = []
+
+    def text_of(prompt, tokenizer, *, is_chat=False):
+        shown.append([message["content"] for message in prompt.content])
+        return "\n".join(shown[-1])
+
+    monkeypatch.setattr(Prompt, "text", text_of)
+    monkeypatch.setattr("sys.stdin", io.StringIO("def main():\nclass Stack:\n"))
+    assert main(["generate", TARGET, "--chat", "-d", DRAFT, *COMMON]) == 0
+    assert shown[0] == ["def main():"]
+    assert (shown[1][0], shown[1][2], len(shown[1])) == ("def main():", "class Stack:", 3)
+    assert shown[1][1].strip() in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([TARGET], "there must be a prompt, --file or --chat"),
+        ([TARGET, "x", "--file", "y"], "there must be a prompt, --file or --chat"),
+        ([TARGET, "--file", "no-such.jsonl"], "the file of prompts must exist"),
+        ([TARGET, "x", "--set", "verifierr=typical"], "--set must be name=value with a name among"),
+        ([TARGET, "x", "-t", "0.5"], "--temperature must come with --sample"),
+        ([TARGET, "x", "--dtype", "int8"], "dtype must be one of auto, bfloat16"),
+        ([TARGET, "x", "-d", DRAFT, "-v", "nonsense", *COMMON], "verifier must be one of block, coupled"),
+        ([TARGET, "x", "--chat", *COMMON], "the tokenizer must have a chat template"),
+        (["no/such-model", "x"], "no/such-model"),
+    ],
+)
+def test_an_error_is_one_line_and_status_two(arguments, message, capsys):
+    assert main(["generate", *arguments]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert len(err.strip().splitlines()) == 1
+    assert err.startswith("hf-speculate: ")
+
+
+def test_debug_shows_the_error_itself():
+    with pytest.raises(hf_speculate.ConfigError):
+        main(["--debug", "generate", TARGET])
+
+
+def test_every_command_is_helped_with(capsys):
+    for name in [command.name or command.callback.__name__ for command in cli.app.registered_commands]:
+        assert main([name, "--help"]) == 0
+        assert f"Usage: hf-speculate {name}" in capsys.readouterr().out
+
+
+def test_lines_of_every_kind_are_prompts(tmp_path):
+    messages = [{"role": "user", "content": "hello"}]
+    lines = [
+        '"bare"',
+        json.dumps({"text": "b"}),
+        "",
+        json.dumps({"messages": messages}),
+        json.dumps({"question_id": 81, "category": "writing", "turns": ["first", "second"]}),
+    ]
+    file = tmp_path / "question.jsonl"
+    file.write_text("\n".join(lines))
+    assert read_prompts(file) == [
+        Prompt("1", "bare"),
+        Prompt("2", "b"),
+        Prompt("3", messages),
+        Prompt("81", "first", "writing"),
+    ]
+    text = tmp_path / "one.txt"
+    text.write_text("two\nlines\n")
+    assert read_prompts(text) == [Prompt("1", "two\nlines\n")]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("", "must hold one at least"), ("{", "must be JSON, .* at p.jsonl:1"), ('{"a": 1}', r"got \['a'\] at p.jsonl:1")],
+)
+def test_a_file_without_prompts_is_said(content, message, tmp_path):
+    (tmp_path / "p.jsonl").write_text(content)
+    with pytest.raises(hf_speculate.ConfigError, match=message):
+        read_prompts(tmp_path / "p.jsonl")
