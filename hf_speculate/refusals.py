@@ -185,7 +185,8 @@ def check_prepared(
     mode = generation_config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         raise UnsupportedGenerationError(
-            f"the generation mode must be greedy or sampling with {reason.cause}, got {mode.value}; {reason.way_out}"
+            f"the generation mode must be greedy or sampling with {reason.cause}, got {mode.value}; "
+            f"pass num_beams=1, or {reason.way_out}"
         )
     if not generation_config.use_cache:
         raise UnsupportedGenerationError(f"use_cache must be True with {reason.cause}, got False; {reason.way_out}")

@@ -1,6 +1,9 @@
 """`pipeline(..., assistant_model=draft)` hands the fields through, for one prompt and for batches."""
 
 import copy
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, models
@@ -89,3 +92,14 @@ def test_fault_h_a_draft_of_other_special_ids_drafts(pipelines, field, do_sample
     assert stats.num_accepted > 0
     assert texts(plain(PROMPTS, assistant_model=other, **options)) == expected
     assert stats.num_accepted > 0
+
+
+def test_the_example_runs():
+    example = Path(__file__).parents[1] / "examples" / "pipeline.py"
+    result = subprocess.run([sys.executable, example], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert [line.split(":")[0] for line in result.stdout.splitlines() if "verification:" in line] == [
+        "a batch",
+        "drawn",
+        "a chat",
+    ]
