@@ -2,8 +2,8 @@
 
     python examples/pipeline.py
 
-`automatic-speech-recognition` takes `assistant_model=` in the same place, with `num_beams=1` for what it would search by
-default; `image-text-to-text` takes it in `generate_kwargs`.
+`automatic-speech-recognition` takes `assistant_model=` in the same place, with `num_beams=1`, as it would search beams
+by default; `image-text-to-text` takes it in `generate_kwargs`.
 """
 
 from pathlib import Path
