@@ -1,10 +1,9 @@
 """What a call asked of speculation: the fields, where they were set, whether they can hold."""
 
-import json
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ _CHOICES = {
 }
 _RUN_FACTOR = 0x3C6EF372FE94F82B  # odd, without structure: apart from what parts the rows
 _GREEDY_AT_ZERO = ("rejection", "block", "coupled")  # verifiers of sampling that are greedy at temperature 0
+_LARGEST = sys.float_info.max
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,8 @@ class SpeculationConfig:
                     f"{name} must be one of {', '.join(choices)}, got {value!r}; leave it out for the default"
                 )
         _check_real("posterior_threshold", self.posterior_threshold, "in (0, 1)", lambda x: 0 < x < 1)
-        _check_real("posterior_alpha", self.posterior_alpha, "> 0", lambda x: x > 0)
-        _check_real("entropy_epsilon", self.entropy_epsilon, ">= 0", lambda x: x >= 0)
+        _check_real("posterior_alpha", self.posterior_alpha, "> 0 and finite", lambda x: 0 < x <= _LARGEST)
+        _check_real("entropy_epsilon", self.entropy_epsilon, ">= 0 and finite", lambda x: 0 <= x <= _LARGEST)
         if self.assistant_confidence_threshold is not None:
             _check_real(
                 "assistant_confidence_threshold",
@@ -245,7 +245,7 @@ class SpeculationConfig:
                 "verifier must be a sampling one with do_sample=True, got 'greedy'; "
                 "set do_sample=False, or leave verifier out"
             )
-        verifier = self.verifier or "rejection"
+        verifier = "rejection" if self.verifier is None else self.verifier
         if not do_sample and verifier in _GREEDY_AT_ZERO:
             verifier = "greedy"
         correction = self.typical_correction or ("sample" if do_sample else "argmax")
@@ -285,16 +285,6 @@ def fields_of(config: object) -> dict[str, Any]:
     """The fields that a `GenerationConfig` sets; `None` counts as not set."""
     values = {name: getattr(config, name, None) for name in FIELD_NAMES}
     return {name: value for name, value in values.items() if value is not None}
-
-
-def fields_in(saved: str | Path | Mapping[str, Any] | None) -> dict[str, Any]:
-    """The fields that a saved config sets; `None` counts as not set.
-
-    Args:
-        saved: a `generation_config.json`, or its content; None: nothing is saved.
-    """
-    values = json.loads(Path(saved).read_text(encoding="utf-8")) if isinstance(saved, str | Path) else saved or {}
-    return {name: values[name] for name in FIELD_NAMES if values.get(name) is not None}
 
 
 def _is_int(value: object) -> bool:

@@ -31,7 +31,7 @@ from hf_speculate.attention_switch import folded_attention_for
 from hf_speculate.batch import Batch
 from hf_speculate.build import Call, build_decoder
 from hf_speculate.compiling import Static, compile_settings, static_of, with_eager_draft
-from hf_speculate.config import FIELD_NAMES, SpeculationConfig, fields_in, fields_of, read_config
+from hf_speculate.config import FIELD_NAMES, SpeculationConfig, fields_of, read_config
 from hf_speculate.contexts import draft_context, target_context
 from hf_speculate.decoder import SpeculativeDecoder
 from hf_speculate.draft.foreign import make_generator
@@ -56,6 +56,7 @@ from hf_speculate.refusals import (
     check_rope,
     checked_mask,
 )
+from hf_speculate.saved_fields import fields_in
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.verify.base import check_verifier
 

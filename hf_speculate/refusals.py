@@ -43,6 +43,9 @@ _DECODER_KWARGS = _COMMON_KWARGS | {
     "vision_feature_select_strategy",
 }
 
+# Fields that ask for drafts from the hidden states of the target.
+_OF_TARGETS_STATES = ("speculation_type", "use_mtp")
+
 
 def check_models(models: Sequence[PreTrainedModel], stateful: Sequence[str], reason: Reason) -> None:
     """Refuse models that cannot decode, from the configs alone.
@@ -149,12 +152,11 @@ def check_call(call: dict[str, Any], reason: Reason) -> None:
         "custom_generate": call.get("custom_generate"),
         "inputs_embeds": call.get("inputs_embeds"),
         "synced_gpus": call.get("synced_gpus") or None,
-        "speculation_type": call.get("speculation_type"),
-        "use_mtp": call.get("use_mtp") or None,
+        **{name: call.get(name) or None for name in _OF_TARGETS_STATES},
     }
     for name, value in refused.items():
         if value is not None:
-            raise UnsupportedGenerationError(f"{name} must be left out with {reason.cause}, got one; {reason.way_out}")
+            raise _left_out(name, reason)
     if call.get("cache_implementation") == "paged":  # transformers would batch continuously, past our loop
         raise UnsupportedGenerationError(
             f"cache_implementation must be left out with {reason.cause}, got 'paged'; {reason.way_out}"
@@ -182,6 +184,9 @@ def check_prepared(
     Raises:
         UnsupportedGenerationError: our own loop cannot decode the call.
     """
+    for name in _OF_TARGETS_STATES:
+        if getattr(generation_config, name, None):
+            raise _left_out(name, reason)
     mode = generation_config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         raise UnsupportedGenerationError(
@@ -259,13 +264,18 @@ def check_context(
             )
 
 
+def _left_out(name: str, reason: Reason) -> UnsupportedGenerationError:
+    return UnsupportedGenerationError(f"{name} must be left out with {reason.cause}, got one; {reason.way_out}")
+
+
 def _check_cache(cache: Any, reason: Reason) -> None:
     """Refuse a cache that is not one, or a pair, of dynamic ones on one device."""
     is_pair = isinstance(cache, EncoderDecoderCache)
     parts = [cache.self_attention_cache, cache.cross_attention_cache] if is_pair else [cache]
     if any(type(part) is not DynamicCache or part.offloading for part in parts):
+        kind = "an offloaded " if type(parts[0]) is DynamicCache else ""
         raise UnsupportedGenerationError(
-            f"the cache must be a DynamicCache on one device with {reason.cause}, got {type(cache).__name__}; "
+            f"the cache must be a DynamicCache on one device with {reason.cause}, got {kind}{type(cache).__name__}; "
             "pass a DynamicCache, or leave past_key_values and cache_implementation out"
         )
 

@@ -265,7 +265,7 @@ def test_read_config_lets_a_stronger_seed_or_generator_shut_out_the_other():
 
 def test_read_config_checks_what_it_settled_only():
     assert read_config([{"posterior_alpha": 0.5}, {"posterior_alpha": -1}]).posterior_alpha == 0.5
-    with pytest.raises(ConfigError, match=r"posterior_alpha must be > 0, got -1; leave it out for the default"):
+    with pytest.raises(ConfigError, match=r"posterior_alpha must be > 0 and finite, got -1; leave it out"):
         read_config([{}, {"posterior_alpha": -1}])
 
 

@@ -39,6 +39,7 @@ FLOORS = {
     "hf_speculate.processors": 2,
     "hf_speculate.outputs": 2,
     "hf_speculate.infer": 1,
+    "hf_speculate.saved_fields": 1.5,
     "hf_speculate.config": 1,
     "hf_speculate.private_names": 1,
     "hf_speculate.row_wise": 1,

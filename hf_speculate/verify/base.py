@@ -108,7 +108,7 @@ def is_lossless(config: SpeculationConfig) -> bool:
 
 
 def _entry(config: SpeculationConfig) -> _Entry:
-    if config.verifier not in _REGISTRY:
+    if not isinstance(config.verifier, str) or config.verifier not in _REGISTRY:
         raise ConfigError(
             f"verifier must be one of {', '.join(verifier_names())}, got {config.verifier!r}; "
             "register your own with hf_speculate.register_verifier"

@@ -55,7 +55,7 @@ def models(monkeypatch):
         ({"num_assistant_tokens_schedule": "fastest"}, "one of adaptive, constant, heuristic, heuristic_transient"),
         ({"posterior_threshold": 0.0}, r"posterior_threshold must be in \(0, 1\), got 0.0"),
         ({"posterior_threshold": 1.0}, r"posterior_threshold must be in \(0, 1\), got 1.0"),
-        ({"posterior_alpha": 0}, "posterior_alpha must be > 0, got 0"),
+        ({"posterior_alpha": 0}, "posterior_alpha must be > 0 and finite, got 0"),
         ({"entropy_epsilon": -1e-5}, "entropy_epsilon must be >= 0"),
         ({"typical_correction": "best"}, "typical_correction must be one of argmax, sample, got 'best'"),
         ({"draft_sampling": "beam"}, "draft_sampling must be one of argmax, sample"),

@@ -1,0 +1,208 @@
+"""Makes the calls of `tests/compatibility_rows.py`; `python -m tests.compatibility` writes `docs/compatibility.md`."""
+
+import inspect
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+
+import hf_speculate
+from hf_speculate.config import FIELD_NAMES
+from tests.compatibility_rows import (
+    ARGUMENTS,
+    DRAFT_LENGTHS,
+    FIELDS,
+    OWN_FIELDS,
+    SOURCES,
+    Call,
+    NotApplicable,
+    Refused,
+    Row,
+    Supported,
+)
+from tests.tiny import make_model, noisy_copy, ragged_prompts
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "compatibility.md"
+COMMAND = "python -m tests.compatibility"
+NUM_NEW = 10
+WHERE = ("keyword", "passed config", "model's config")
+
+CONFIG_FIELDS = tuple(name for name in vars(GenerationConfig()) if not name.startswith("_"))
+SIGNATURE = tuple(
+    name
+    for name, parameter in inspect.signature(GenerationMixin.generate).parameters.items()
+    if name != "self" and parameter.kind is not inspect.Parameter.VAR_KEYWORD
+)
+# What plain decoding is not told; an output's statistics are never in a config.
+_OURS = {*FIELD_NAMES, "assistant_model", "assistant_early_exit"}
+_IN_CONFIGS = {*CONFIG_FIELDS, *FIELD_NAMES} - {"speculation_stats"}
+
+INTRODUCTION = """\
+# Compatibility
+
+What an enabled model's `generate()` does with every argument and every field, when it is given a source of drafts
+(`assistant_model`, `assistant_early_exit`, `prompt_lookup_num_tokens` or `candidate_generator`). Without one it decodes
+as transformers does, but for `verifier="coupled"` with `do_sample=True`.
+
+- *supported*: the text, or its law, is plain decoding's; the test named shows it.
+- *refused*: raises this message before any model runs, wherever the field is set.
+- *not applicable*: changes nothing, in plain decoding or here.
+"""
+MADE_BY = """\
+Made with transformers {version} by `{command}`; `tests/test_compatibility.py` fails where a row is missing or
+wrong, and makes a call beside plain decoding for most rows.
+"""
+
+
+@cache
+def models(kind: str) -> tuple[PreTrainedModel, PreTrainedModel, PreTrainedModel]:
+    """A plain model, an enabled one of the same weights, and a draft for them."""
+    plain = make_model(kind)
+    return plain, hf_speculate.enable(make_model(kind)), noisy_copy(plain)
+
+
+@cache
+def plain_text(kind: str, batch_size: int) -> list[int]:
+    """The new ids of the first row that plain greedy decoding gives."""
+    prompts = prompts_of(batch_size)
+    text = models(kind)[0].generate(**prompts, max_new_tokens=NUM_NEW)
+    return text[0, prompts["input_ids"].shape[1] :].tolist()
+
+
+def prompts_of(batch_size: int) -> dict[str, Tensor]:
+    """Left-padded prompts; no rows: none."""
+    return ragged_prompts(batch_size, seed=1, min_len=6) if batch_size else {}
+
+
+def keywords(call: Call) -> dict[str, Any]:
+    """All that the call gives to `generate()`, but the draft."""
+    options = call.options if not callable(call.options) else call.options(plain_text(call.kind, call.batch_size))
+    sampling = {"do_sample": True, "verifier": "coupled", "seed": 5} if call.samples else {}
+    return {**prompts_of(call.batch_size), "max_new_tokens": NUM_NEW, **sampling, **options}
+
+
+@contextmanager
+def placed(model: PreTrainedModel, given: dict[str, Any], where: str) -> Iterator[dict[str, Any]]:
+    """The keywords of a call whose fields stand in the named place; `None` is not set in a config."""
+    fields = {name: value for name, value in given.items() if name in _IN_CONFIGS and value is not None}
+    others = {name: value for name, value in given.items() if name not in _IN_CONFIGS}
+    before = model.generation_config
+    try:
+        match where:
+            case "keyword":
+                yield given
+            case "passed config":
+                yield {**others, "generation_config": GenerationConfig(**fields)}
+            case _:
+                model.generation_config = GenerationConfig(**{**before.to_diff_dict(), **fields})
+                yield others
+    finally:
+        model.generation_config = before
+
+
+def decode(model: PreTrainedModel, given: dict[str, Any], where: str = "keyword") -> Tensor:
+    """The ids of one call."""
+    with placed(model, given, where) as arguments:
+        torch.manual_seed(0)
+        output = model.generate(**arguments)
+    return getattr(output, "sequences", output)
+
+
+def decode_plainly(call: Call, without: str | None = None) -> Tensor:
+    """The ids without a draft: transformers' own, but for sampling, which is `coupled` of an enabled model.
+
+    Args:
+        call: the call.
+        without: a name to leave out.
+    """
+    plain, enabled, _ = models(call.kind)
+    given = {name: value for name, value in keywords(call).items() if name != without}
+    if call.samples:
+        return decode(enabled, {**given, "assistant_model": None})
+    return decode(plain, {name: value for name, value in given.items() if name not in _OURS})
+
+
+def decode_with_draft(call: Call, where: str = "keyword", **more: Any) -> Tensor:
+    """The ids of an enabled model with a draft; `more` are further keywords."""
+    _, enabled, draft = models(call.kind)
+    return decode(enabled, {"assistant_model": draft, "num_assistant_tokens": 4, **keywords(call), **more}, where)
+
+
+def refusal(refused: Refused, where: str = "keyword") -> str:
+    """The message that the call raises."""
+    try:
+        decode_with_draft(refused.call, where)
+    except refused.error as error:
+        return str(error)
+    raise AssertionError(f"not refused: {refused.call.options}")
+
+
+def pinned_version() -> str:
+    """The version of transformers in constraints.txt, which the page is for."""
+    (version,) = re.findall(r"^transformers==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M)
+    return version
+
+
+def render() -> str:
+    """The page; makes every call that is refused."""
+    parts = [
+        INTRODUCTION,
+        MADE_BY.format(version=transformers.__version__, command=COMMAND),
+        _section("Arguments", ARGUMENTS),
+        _section("Fields of `GenerationConfig`", FIELDS),
+        _section("Fields of hf_speculate", OWN_FIELDS),
+        "## Where a field is set\n",
+        "The first place that sets a field counts.\n",
+        _table(("place", "", "shown by"), [(*row[:2], _test(row[2])) for row in SOURCES]),
+        "How many tokens are drafted:\n",
+        _table(("set", "means", "shown by"), [(*row[:2], _test(row[2])) for row in DRAFT_LENGTHS]),
+    ]
+    return "\n".join(parts)
+
+
+def _section(title: str, rows: Sequence[Row]) -> str:
+    cells = [(f"`{row.name}`" if " " not in row.name else row.name, *_cells(row)) for row in rows]
+    return f"## {title}\n\n" + _table(("name", "state", "shown by, message or reason"), cells)
+
+
+def _cells(row: Row) -> tuple[str, str]:
+    match row.state:
+        case Supported(shown_by, note):
+            return "supported", f"{note}: {_test(shown_by)}" if note else _test(shown_by)
+        case Refused(call, when) as state:
+            cause = when or as_code(f"{row.name}={keywords(call)[row.name]!r}")
+            return "refused", f"{cause}: {as_code(refusal(state))}"
+        case NotApplicable(why):
+            return "not applicable", why
+    raise TypeError(f"no state: {row}")
+
+
+def as_code(text: str) -> str:
+    """Text as code of a table's cell."""
+    escaped = text.replace("|", "\\|")
+    return f"`` {escaped} ``" if "`" in text else f"`{escaped}`"
+
+
+def _test(shown_by: str) -> str:
+    return f"`tests/{shown_by}`"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+if __name__ == "__main__":
+    if transformers.__version__ != pinned_version():
+        raise SystemExit(f"the page is for transformers {pinned_version()}, this is {transformers.__version__}")
+    PAGE.parent.mkdir(exist_ok=True)
+    PAGE.write_text(render(), encoding="utf-8")
+    print(f"wrote {PAGE.relative_to(ROOT)}")

@@ -1,0 +1,671 @@
+"""The table of all that `generate()` takes: supported, refused or not applicable on an enabled model, row by row.
+
+`tests/compatibility.py` renders it as `docs/compatibility.md`; `tests/test_compatibility.py` holds it true.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import (
+    CompileConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    WatermarkingConfig,
+)
+from transformers.generation import SynthIDTextWatermarkingConfig
+
+from hf_speculate.errors import SpeculateError
+from tests.tiny_tokenizers import letters_tokenizer
+
+CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,"  # one for each of the 64 ids
+TOKENIZER = letters_tokenizer(CHARACTERS, pad_token="a")
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call with a draft model, on tiny models in float64.
+
+    Args:
+        options: keywords of the call, or what makes them from the new ids of the plain greedy text.
+        batch_size: rows; 0 leaves the prompt out.
+        kind: of the models, see `tests.tiny.KINDS`.
+        samples: sample, with `verifier="coupled"`, whose text without a draft is the one to be equal to; else greedy.
+        changes: the text is another one without the row's name, so that a name without effect is noticed.
+        in_configs: the name is met in a `GenerationConfig` too.
+    """
+
+    options: Mapping[str, Any] | Callable[[list[int]], Mapping[str, Any]]
+    batch_size: int = 1
+    kind: str = "llama"
+    samples: bool = False
+    changes: bool = True
+    in_configs: bool = True
+
+
+@dataclass(frozen=True)
+class Supported:
+    """As in plain decoding, or as the README says for fields of ours.
+
+    Args:
+        shown_by: the test that shows it, as `file::name` below `tests/`.
+        note: what to know.
+        call: one whose text must be plain decoding's; None: only the test named shows it.
+    """
+
+    shown_by: str
+    note: str = ""
+    call: Call | None = None
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Raises before the first forward.
+
+    Args:
+        call: one that raises.
+        when: which calls; empty: the call itself.
+        error: what it raises.
+    """
+
+    call: Call
+    when: str = ""
+    error: type[Exception] = SpeculateError
+
+
+@dataclass(frozen=True)
+class NotApplicable:
+    """Changes nothing, in plain decoding or with a draft.
+
+    Args:
+        why: the reason.
+        call: one whose text must be the same without it.
+    """
+
+    why: str
+    call: Call | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One name, in one state; a name may have several rows."""
+
+    name: str
+    state: Supported | Refused | NotApplicable
+
+
+class Shift(LogitsProcessor):
+    """A user's own processor: forbids the id that follows the last one."""
+
+    def __call__(self, input_ids, scores):
+        return scores.scatter(1, (input_ids[:, -1:] + 1) % scores.shape[1], -torch.inf)
+
+
+class StopAtSum(StoppingCriteria):
+    """A user's own criterion: ends a row whose last three ids add up to a multiple of seven."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return input_ids[:, -3:].sum(1) % 7 == 0
+
+
+class Quiet:
+    """A streamer that keeps nothing."""
+
+    def put(self, value):
+        pass
+
+    def end(self):
+        pass
+
+
+OPTIONS = "generate/test_options.py"
+CONFIG = "test_config.py"
+LOOKUP = "generate/test_lookup.py"
+PICTURES = "generate/test_vision_language.py::test_greedy_equals_plain"
+ENCODERS = "generate/test_encoder_decoder.py"
+BLOCK = "test_processors.py::test_block_equals_position_by_position"
+EXACT = "generate/test_greedy_exactness.py"
+HERE = "test_compatibility.py::test_a_supported_value_gives_the_text_of_plain_decoding"
+LOCK_STEP = "rows move in lock step"
+BEAMS = "beam search alone reads it, and is refused; greedy decoding and sampling pass over it, in transformers too"
+
+
+def _ids(*ids):
+    return torch.tensor([ids])
+
+
+ARGUMENTS = (
+    Row("inputs", Supported(f"{EXACT}::test_greedy_equals_plain", "the same as `input_ids`")),
+    Row(
+        "generation_config",
+        Supported(f"{CONFIG}::test_every_field_is_taken_from_the_strongest_source_that_sets_it", "see below"),
+    ),
+    Row(
+        "logits_processor",
+        Supported(
+            f"{OPTIONS}::test_foreign_processors_and_criteria_are_called_exactly_as_in_plain",
+            f"{LOCK_STEP} for one that is not declared with `register_row_wise`",
+            Call({"logits_processor": LogitsProcessorList([Shift()])}, batch_size=3, changes=False),
+        ),
+    ),
+    Row(
+        "stopping_criteria",
+        Supported(
+            f"{OPTIONS}::test_foreign_processors_and_criteria_are_called_exactly_as_in_plain",
+            f"{LOCK_STEP} for one that is not declared with `register_row_wise`",
+            Call({"stopping_criteria": StoppingCriteriaList([StopAtSum()])}, batch_size=3, changes=False),
+        ),
+    ),
+    Row(
+        "prefix_allowed_tokens_fn",
+        Supported(
+            HERE,
+            LOCK_STEP,
+            Call({"prefix_allowed_tokens_fn": lambda row, ids: list(range(row, 64, 2))}, batch_size=3),
+        ),
+    ),
+    Row("synced_gpus", Refused(Call({"synced_gpus": True}))),
+    Row("assistant_model", Supported(f"{EXACT}::test_greedy_equals_plain")),
+    Row(
+        "assistant_model",
+        Refused(Call({"assistant_early_exit": 1}), "beside `assistant_early_exit` or `candidate_generator`"),
+    ),
+    Row(
+        "streamer",
+        Supported(
+            f"{OPTIONS}::test_a_streamer_gets_the_same_tokens_as_in_plain_one_by_one",
+            call=Call({"streamer": Quiet()}, changes=False),
+        ),
+    ),
+    Row("streamer", Refused(Call({"streamer": Quiet()}, batch_size=2), "more than one row")),
+    Row(
+        "negative_prompt_ids",
+        Supported(
+            HERE,
+            f"with `guidance_scale`; {LOCK_STEP}",
+            Call({"negative_prompt_ids": _ids(9, 8, 7), "guidance_scale": 1.7}),
+        ),
+    ),
+    Row(
+        "negative_prompt_attention_mask",
+        Supported(
+            HERE,
+            f"with `negative_prompt_ids`; {LOCK_STEP}",
+            Call(
+                {
+                    "negative_prompt_ids": _ids(9, 8, 7),
+                    "negative_prompt_attention_mask": _ids(0, 1, 1),
+                    "guidance_scale": 1.7,
+                }
+            ),
+        ),
+    ),
+    Row(
+        "custom_generate",
+        Supported("test_enabling.py::test_the_hub_repository_runs_through_custom_generate", "a repository"),
+    ),
+    Row("custom_generate", Refused(Call({"custom_generate": lambda model, input_ids: input_ids}), "a function")),
+    Row(
+        "trust_remote_code",
+        Supported("test_enabling.py::test_the_hub_repository_runs_through_custom_generate", "for `custom_generate`"),
+    ),
+    Row(
+        "tokenizer",
+        Supported(
+            "generate/test_stop_strings.py::test_text_ends_where_plain_ends_it",
+            "for `stop_strings` and drafts of other vocabularies",
+        ),
+    ),
+    Row(
+        "assistant_tokenizer",
+        Supported(
+            "generate/test_vocabularies.py::test_another_tokenizer_greedy_is_plain_greedy",
+            call=Call({"assistant_tokenizer": TOKENIZER, "tokenizer": TOKENIZER}, changes=False),
+        ),
+    ),
+    Row("input_ids", Supported(f"{EXACT}::test_greedy_equals_plain")),
+    Row("attention_mask", Supported(f"{EXACT}::test_greedy_equals_plain", call=Call({}, batch_size=3, changes=False))),
+    Row(
+        "position_ids",
+        Supported("generate/test_vision_language.py::test_positions_that_the_user_passes_go_on_from_the_last"),
+    ),
+    Row(
+        "token_type_ids",
+        Supported("generate/test_vision_language.py::test_token_types_repeat_the_prompts_last"),
+    ),
+    Row("inputs_embeds", Refused(Call({"inputs_embeds": torch.zeros(1, 3, 32).double()}, batch_size=0), "always")),
+    Row(
+        "past_key_values",
+        Supported(
+            "generate/test_ownership.py::test_a_passed_cache_advances_in_place_as_in_plain",
+            "a `DynamicCache`, or an `EncoderDecoderCache` of two",
+        ),
+    ),
+    Row(
+        "logits_to_keep",
+        NotApplicable(
+            "only the last position of a prompt is used", Call({"logits_to_keep": 3}, batch_size=3, in_configs=False)
+        ),
+    ),
+    Row("encoder_outputs", Supported(f"{ENCODERS}::test_passed_encoder_outputs", "for drafts without an encoder")),
+    Row("decoder_input_ids", Supported(f"{ENCODERS}::test_prompts_of_the_decoder_may_be_padded")),
+    Row("decoder_attention_mask", Supported(f"{ENCODERS}::test_prompts_of_the_decoder_may_be_padded")),
+    *(
+        Row(name, Supported(PICTURES, "read with the prompt; the draft model reads text alone"))
+        for name in ("image_grid_thw", "mm_token_type_ids", "pixel_values")
+    ),
+    *(
+        Row(name, Supported(PICTURES, "handed on as `pixel_values` is; has no test of its own"))
+        for name in (
+            "image_sizes",
+            "mm_encoder_outputs",
+            "pixel_attention_mask",
+            "pixel_values_videos",
+            "second_per_grid_ts",
+            "video_grid_thw",
+            "vision_feature_layer",
+            "vision_feature_select_strategy",
+        )
+    ),
+    Row(
+        "adapter_names",
+        Supported("generate/test_wrapped.py::test_every_row_may_have_its_own_adapter", "PEFT's, one adapter a row"),
+    ),
+    Row(
+        "any other model argument",
+        Refused(
+            Call({"encoder_hidden_states": torch.zeros(1, 3, 32).double()}, kind="gpt2"),
+            "`encoder_hidden_states` of GPT-2, say",
+        ),
+    ),
+)
+
+FIELDS = (
+    Row(
+        "max_length",
+        Supported(
+            f"{OPTIONS}::test_max_length_is_exact",
+            call=Call({"max_length": 20, "max_new_tokens": None}, changes=False),
+        ),
+    ),
+    Row("max_new_tokens", Supported(f"{OPTIONS}::test_max_new_tokens_is_exact", call=Call({"max_new_tokens": 5}))),
+    Row("min_length", Supported(HERE, call=Call(lambda text: {"min_length": 16, "eos_token_id": text[3]}))),
+    Row(
+        "min_new_tokens",
+        Supported(
+            f"{OPTIONS}::test_min_new_tokens_holds_eos_back",
+            call=Call(lambda text: {"min_new_tokens": 9, "eos_token_id": text[3]}),
+        ),
+    ),
+    Row("early_stopping", NotApplicable(BEAMS, Call({"early_stopping": True}))),
+    Row(
+        "max_time",
+        Supported(
+            f"{OPTIONS}::test_max_time_stops_soon",
+            "looked at once a round",
+            Call({"max_time": 600.0}, changes=False),
+        ),
+    ),
+    Row(
+        "stop_strings",
+        Supported(
+            "generate/test_stop_strings.py::test_text_ends_where_plain_ends_it",
+            call=Call(lambda text: {"stop_strings": CHARACTERS[text[4]], "tokenizer": TOKENIZER}),
+        ),
+    ),
+    Row("stop_strings", Refused(Call({"stop_strings": ["a"]}), "without `tokenizer`")),
+    Row(
+        "do_sample",
+        Supported(
+            "generate/test_law.py::test_rejection_keeps_the_joint_law", call=Call({}, samples=True, changes=False)
+        ),
+    ),
+    Row("do_sample", Refused(Call({"do_sample": True, "verifier": "greedy"}), 'with `verifier="greedy"`')),
+    Row("num_beams", Refused(Call({"num_beams": 2}))),
+    Row("use_mtp", Refused(Call({"use_mtp": True}))),
+    Row(
+        "use_cache", Supported(f"{EXACT}::test_greedy_equals_plain", "`True`", Call({"use_cache": True}, changes=False))
+    ),
+    Row("use_cache", Refused(Call({"use_cache": False}))),
+    *(
+        Row(
+            "cache_implementation",
+            Supported(shown_by, f'`"{kind}"`', Call({"cache_implementation": kind}, changes=False)),
+        )
+        for kind, shown_by in (
+            ("dynamic", "generate/test_preallocated.py::test_the_dynamic_home_serves_what_cannot_be_preallocated"),
+            ("static", "generate/test_compiled.py::test_a_static_cache_without_a_compiler_means_fixed_buffers"),
+        )
+    ),
+    Row("cache_implementation", Refused(Call({"cache_implementation": "offloaded"}))),
+    Row("cache_implementation", Refused(Call({"cache_implementation": "offloaded_static"}))),
+    Row("cache_implementation", Refused(Call({"cache_implementation": "paged"}, in_configs=False))),
+    Row(
+        "cache_config",
+        NotApplicable(
+            'only `cache_implementation="quantized"` reads it, whose caches are refused', Call({"cache_config": {}})
+        ),
+    ),
+    Row(
+        "max_cache_len",
+        Supported(
+            "generate/test_compiled.py::test_buffers_of_another_length_are_others",
+            "with a static cache or compiled rounds",
+            Call({"max_cache_len": 64, "cache_implementation": "static"}, changes=False),
+        ),
+    ),
+    *(
+        Row(name, Supported(BLOCK, call=Call({name: value}, samples=True)))
+        for name, value in (
+            ("temperature", 0.4),
+            ("top_k", 2),
+            ("top_p", 0.3),
+            ("min_p", 0.4),
+            ("top_h", 0.2),
+            ("typical_p", 0.3),
+            ("epsilon_cutoff", 0.2),
+            ("eta_cutoff", 0.5),
+        )
+    ),
+    Row(
+        "repetition_penalty",
+        Supported(
+            f"{OPTIONS}::test_known_processors_see_the_prefix_of_their_position",
+            call=Call({"repetition_penalty": 1.6}, batch_size=3),
+        ),
+    ),
+    Row(
+        "encoder_repetition_penalty",
+        Supported(HERE, LOCK_STEP, Call({"encoder_repetition_penalty": 3.0}, batch_size=3)),
+    ),
+    Row("length_penalty", NotApplicable(BEAMS, Call({"length_penalty": 2.0}))),
+    Row(
+        "no_repeat_ngram_size",
+        Supported(
+            f"{OPTIONS}::test_known_processors_see_the_prefix_of_their_position",
+            call=Call({"no_repeat_ngram_size": 1}, batch_size=3),
+        ),
+    ),
+    Row(
+        "bad_words_ids",
+        Supported(
+            f"{OPTIONS}::test_known_processors_see_the_prefix_of_their_position",
+            call=Call(lambda text: {"bad_words_ids": [[text[3]], [text[5], text[6]]]}),
+        ),
+    ),
+    Row("renormalize_logits", Supported(BLOCK, call=Call({"renormalize_logits": True}, samples=True, changes=False))),
+    Row(
+        "forced_bos_token_id",
+        Supported(BLOCK, "after a prompt of one token", Call({"forced_bos_token_id": 9, "bos_token_id": 5}, 0)),
+    ),
+    Row(
+        "forced_eos_token_id",
+        Supported(
+            f"{OPTIONS}::test_known_processors_see_the_prefix_of_their_position", call=Call({"forced_eos_token_id": 9})
+        ),
+    ),
+    Row("remove_invalid_values", Supported(BLOCK, call=Call({"remove_invalid_values": True}, changes=False))),
+    Row(
+        "exponential_decay_length_penalty",
+        Supported(
+            f"{OPTIONS}::test_known_processors_see_the_prefix_of_their_position",
+            call=Call(lambda text: {"exponential_decay_length_penalty": (1, 9.0), "eos_token_id": text[8]}),
+        ),
+    ),
+    Row(
+        "suppress_tokens",
+        Supported(
+            f"{OPTIONS}::test_known_processors_see_the_prefix_of_their_position",
+            call=Call(lambda text: {"suppress_tokens": [text[2]]}),
+        ),
+    ),
+    Row(
+        "begin_suppress_tokens",
+        Supported(BLOCK, call=Call(lambda text: {"begin_suppress_tokens": [text[0]]})),
+    ),
+    Row(
+        "sequence_bias",
+        Supported(
+            f"{OPTIONS}::test_known_processors_see_the_prefix_of_their_position",
+            call=Call({"sequence_bias": {(3,): 9.0, (4, 5): -3.0}}, batch_size=3),
+        ),
+    ),
+    Row(
+        "token_healing",
+        Refused(Call({"token_healing": True, "tokenizer": TOKENIZER}), "always", ValueError),
+    ),
+    Row("guidance_scale", Supported(HERE, LOCK_STEP, Call({"guidance_scale": 1.7}))),
+    Row(
+        "watermarking_config",
+        Supported(BLOCK, call=Call({"watermarking_config": WatermarkingConfig(bias=9.0)}, batch_size=3)),
+    ),
+    Row(
+        "watermarking_config",
+        Supported(
+            HERE,
+            f"SynthID; {LOCK_STEP}",
+            Call(
+                {"watermarking_config": SynthIDTextWatermarkingConfig(keys=[3, 5, 7], ngram_len=3)},
+                batch_size=3,
+                changes=False,
+            ),
+        ),
+    ),
+    Row(
+        "num_return_sequences",
+        Supported(
+            f"{OPTIONS}::test_num_return_sequences_draws_different_rows_and_repeats_by_seed",
+            call=Call({"num_return_sequences": 3}, samples=True),
+        ),
+    ),
+    *(
+        Row(
+            name,
+            Supported(f"{OPTIONS}::test_hidden_states_and_attentions_are_those_of_plain", "one row, decoder-only"),
+        )
+        for name in ("output_attentions", "output_hidden_states")
+    ),
+    *(
+        Row(
+            name,
+            Refused(Call({name: True, "return_dict_in_generate": True}, batch_size=2), "more than one row"),
+        )
+        for name in ("output_attentions", "output_hidden_states")
+    ),
+    *(
+        Row(
+            name,
+            Supported(
+                f"{OPTIONS}::test_scores_and_logits_are_those_of_plain",
+                call=Call({name: True, "return_dict_in_generate": True}, batch_size=3, changes=False),
+            ),
+        )
+        for name in ("output_scores", "output_logits", "return_dict_in_generate")
+    ),
+    Row(
+        "pad_token_id",
+        Supported(
+            f"{OPTIONS}::test_eos_inside_a_block_ends_rows_where_plain_does",
+            call=Call(lambda text: {"pad_token_id": 5, "eos_token_id": text[3]}, batch_size=3),
+        ),
+    ),
+    Row(
+        "bos_token_id", Supported(HERE, "the prompt of a call without one", Call({"bos_token_id": 5}, 0, changes=False))
+    ),
+    Row(
+        "eos_token_id",
+        Supported(
+            f"{OPTIONS}::test_eos_inside_a_block_ends_rows_where_plain_does",
+            call=Call(lambda text: {"eos_token_id": [text[3], text[7]]}),
+        ),
+    ),
+    Row(
+        "encoder_no_repeat_ngram_size",
+        Supported(HERE, LOCK_STEP, Call({"encoder_no_repeat_ngram_size": 1}, batch_size=3, changes=False)),
+    ),
+    Row("decoder_start_token_id", Supported(f"{ENCODERS}::test_the_start_token_is_the_prompt")),
+    Row(
+        "is_assistant",
+        NotApplicable("transformers sets it on a copy of the draft model's config, in a loop that is not ours"),
+    ),
+    Row(
+        "num_assistant_tokens",
+        Supported(f"{CONFIG}::test_drafts_are_as_long_as_the_strongest_source_says", "see below"),
+    ),
+    Row(
+        "num_assistant_tokens_schedule",
+        Supported("generate/test_schedules.py::test_adaptive_is_the_default_and_a_number_bounds_it", "see below"),
+    ),
+    Row(
+        "assistant_confidence_threshold",
+        Supported(f"{EXACT}::test_a_confidence_threshold_shortens_drafts_but_not_the_text", "see below"),
+    ),
+    Row(
+        "prompt_lookup_num_tokens",
+        Supported(
+            f"{LOOKUP}::test_fields_of_configs_count_and_configs_stay_as_they_are",
+            "alone, or beside `assistant_model`",
+        ),
+    ),
+    Row("max_matching_ngram_size", Supported(f"{LOOKUP}::test_a_shorter_ngram_copies_otherwise", "64 where unset")),
+    Row(
+        "assistant_early_exit",
+        Supported(
+            "draft/test_early_exit.py::test_the_generation_config_may_ask_for_it",
+            call=Call({"assistant_early_exit": 1, "assistant_model": None}, batch_size=3, changes=False),
+        ),
+    ),
+    *(
+        Row(
+            name,
+            NotApplicable(
+                "transformers encodes the text's end again for a draft of another tokenizer; here ids are mapped to "
+                "ids, and no text is encoded",
+                Call({name: 3}),
+            ),
+        )
+        for name in ("assistant_lookbehind", "target_lookbehind")
+    ),
+    Row("assistant_ensemble_weight", Refused(Call({"assistant_ensemble_weight": 0.5}))),
+    Row("speculation_type", Refused(Call({"speculation_type": "dflash"}))),
+    Row(
+        "compile_config",
+        Supported(
+            "generate/test_compiled.py::test_text_equals_plain_and_rows_that_end_stay",
+            "compiles where plain decoding would",
+            Call({"compile_config": CompileConfig()}, changes=False),
+        ),
+    ),
+    Row(
+        "disable_compile",
+        Supported(
+            "generate/test_compiled.py::test_where_plain_generate_would_not_compile_we_do_not_and_say_so",
+            call=Call({"disable_compile": True, "cache_implementation": "static"}, changes=False),
+        ),
+    ),
+    Row("continuous_batching_config", NotApplicable("only `generate_batch()` reads it, which is not speculative")),
+    Row("low_memory", NotApplicable(BEAMS, Call({"low_memory": True}))),
+    Row("penalty_alpha", Refused(Call({"penalty_alpha": 0.6}), "greedy, with `top_k` above 1, as it is by default")),
+    Row("penalty_alpha", NotApplicable("sampling passes over it", Call({"penalty_alpha": 0.6}, samples=True))),
+    Row("dola_layers", Refused(Call({"dola_layers": "low"}))),
+    Row("diversity_penalty", NotApplicable(BEAMS, Call({"diversity_penalty": 0.5}))),
+    Row("num_beam_groups", NotApplicable(BEAMS, Call({"num_beam_groups": 2}))),
+    Row("constraints", Refused(Call({"constraints": []}))),
+    Row("force_words_ids", Refused(Call({"force_words_ids": [[3]]}))),
+    Row(
+        "prefill_chunk_size",
+        Supported(
+            f"{OPTIONS}::test_prefill_in_chunks_gives_the_same_text",
+            call=Call({"prefill_chunk_size": 4}, batch_size=3, changes=False),
+        ),
+    ),
+    Row("transformers_version", NotApplicable("says which version saved the config")),
+)
+
+_SOURCES = f"{CONFIG}::test_every_field_is_taken_from_the_strongest_source_that_sets_it"
+OWN_FIELDS = (
+    Row(
+        "verifier",
+        Supported("generate/test_matrix.py::test_a_call_repeats_by_seed_and_row_and_is_plain_where_it_must_be"),
+    ),
+    Row("posterior_threshold", Supported(_SOURCES, 'for `"typical"`')),
+    Row("posterior_alpha", Supported(_SOURCES, 'for `"typical"`')),
+    Row("entropy_epsilon", Supported(_SOURCES, 'for `"typical"`')),
+    Row("typical_correction", Supported(f"{CONFIG}::test_resolve_fills_the_correction_in", 'for `"typical"`')),
+    Row(
+        "draft_sampling",
+        Supported("generate/test_law.py::test_other_ways_of_a_round_keep_the_joint_law", "under `do_sample=True`"),
+    ),
+    Row(
+        "suffix_store", Supported(f"{LOOKUP}::test_a_store_carries_texts_from_call_to_call", "an object, never in JSON")
+    ),
+    Row("verifier_backend", Supported("generate/test_bad_input.py::test_triton_by_name_where_it_cannot_run")),
+    Row(
+        "speculation_cache",
+        Supported(
+            "generate/test_preallocated.py::"
+            "test_text_equals_plain_and_the_dynamic_home_while_buffers_grow_and_windows_move"
+        ),
+    ),
+    Row("seed", Supported(f"{OPTIONS}::test_a_row_depends_on_its_own_seed_only")),
+    Row(
+        "generator",
+        Supported(f"{OPTIONS}::test_a_generator_draws_the_seed_and_moves_on", "an object, never in JSON"),
+    ),
+    Row(
+        "speculation_stats",
+        Supported(f"{OPTIONS}::test_speculation_comes_with_the_output_object", "an object, never in JSON"),
+    ),
+    Row(
+        "candidate_generator",
+        Supported("draft/test_foreign.py::test_greedy_is_plain_greedy", "an object, never in JSON; one row"),
+    ),
+)
+
+# Where a field is set, the strongest source first.
+SOURCES = (
+    (
+        "keyword of `generate()`",
+        "`None` means the default, and keeps the sources below out",
+        f"{CONFIG}::test_a_confidence_threshold_of_none_keeps_weaker_sources_out",
+    ),
+    ("`generation_config=` of the call", "`None` counts as not set, here and below", _SOURCES),
+    (
+        "`fields_from=` of `hf_speculate.generate`",
+        "so a repository's fields in `custom_generate` stand here",
+        f"{CONFIG}::test_a_repositorys_fields_stand_between_the_call_and_the_model",
+    ),
+    ("`model.generation_config`", "`enable()` warns where transformers would lose them when saved", _SOURCES),
+    ("`assistant_model.generation_config`", "the fields of drafting and verifying only", _SOURCES),
+)
+# What a number, a schedule and a threshold mean together.
+DRAFT_LENGTHS = (
+    (
+        "`num_assistant_tokens=K` alone",
+        "exactly K tokens in every round; a schedule in a weaker source does not count",
+        f"{CONFIG}::test_a_schedule_in_a_weaker_source_than_the_number_of_tokens_does_not_count",
+    ),
+    (
+        "`num_assistant_tokens=K` and a schedule in the same or a stronger source",
+        'the schedule starts from K; with `"adaptive"` K is the most',
+        f"{CONFIG}::test_a_schedule_in_a_stronger_source_counts",
+    ),
+    (
+        "`num_assistant_tokens_schedule` alone",
+        'starts from 5; with `"adaptive"` 10 is the most',
+        f"{CONFIG}::test_a_schedule_alone_starts_from_the_default",
+    ),
+    (
+        "neither",
+        '`"adaptive"`, up to 10 tokens; transformers\' own defaults (20, `"constant"`, 0.4) never count',
+        "generate/test_schedules.py::test_adaptive_is_the_default_and_a_number_bounds_it",
+    ),
+    (
+        "`assistant_confidence_threshold`",
+        "unset, `None` or 0: off, and off it stays",
+        f"{CONFIG}::test_a_confidence_threshold_of_zero_disables",
+    ),
+)

@@ -1,0 +1,138 @@
+"""The table of what `generate()` takes is whole, its tests exist, its calls do what it says, its page is up to date."""
+
+import ast
+from functools import cache
+
+import pytest
+import torch
+import transformers
+
+import hf_speculate
+from hf_speculate import refusals
+from hf_speculate.config import FIELD_NAMES
+from tests.cases import assert_equal_ids
+from tests.compatibility import (
+    COMMAND,
+    CONFIG_FIELDS,
+    PAGE,
+    ROOT,
+    SIGNATURE,
+    WHERE,
+    as_code,
+    decode_plainly,
+    decode_with_draft,
+    models,
+    pinned_version,
+    refusal,
+    render,
+)
+from tests.compatibility_rows import (
+    ARGUMENTS,
+    DRAFT_LENGTHS,
+    FIELDS,
+    OWN_FIELDS,
+    SOURCES,
+    NotApplicable,
+    Refused,
+    Supported,
+)
+
+ROWS = (*ARGUMENTS, *FIELDS, *OWN_FIELDS)
+TESTS_NAMED = {row.state.shown_by for row in ROWS if isinstance(row.state, Supported)} | {
+    row[2] for row in (*SOURCES, *DRAFT_LENGTHS)
+}
+
+
+def with_places(state, in_configs):
+    """Each row of a state that has a call, once for every place where its name may stand."""
+    found = [
+        (row, in_configs if row.state.call.in_configs and row in FIELDS else WHERE[:1])
+        for row in ROWS
+        if isinstance(row.state, state) and row.state.call is not None
+    ]
+    return [
+        pytest.param(row, where, id=f"{row.name}-{number}-{where}")
+        for number, (row, places) in enumerate(found)
+        for where in places
+    ]
+
+
+def names(rows):
+    return {row.name for row in rows}
+
+
+def test_every_field_of_this_transformers_has_a_row():
+    assert names(FIELDS) == set(CONFIG_FIELDS)
+
+
+def test_every_argument_of_this_transformers_has_a_row():
+    served = refusals._DECODER_KWARGS | refusals._ENCODER_DECODER_KWARGS
+    assert {*SIGNATURE, *served} - names(FIELDS) <= names(ARGUMENTS)
+
+
+def test_every_field_of_ours_has_a_row():
+    assert names(OWN_FIELDS) == set(FIELD_NAMES) - set(CONFIG_FIELDS)
+
+
+@cache
+def names_of_tests(path):
+    """Names of a file's tests, read and not run."""
+    return {
+        node.name
+        for node in ast.walk(ast.parse((ROOT / "tests" / path).read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    }
+
+
+@pytest.mark.parametrize("shown_by", sorted(TESTS_NAMED))
+def test_every_test_that_is_named_exists(shown_by):
+    path, name = shown_by.split("::")
+    assert name in names_of_tests(path)
+
+
+@pytest.mark.parametrize(("row", "where"), with_places(Refused, WHERE))
+def test_a_refused_value_raises_the_message_of_the_page_before_any_model_runs(row, where):
+    def fail(*args):
+        raise AssertionError("a model ran before the refusal")
+
+    handles = [model.register_forward_pre_hook(fail) for model in models(row.state.call.kind)[1:]]
+    try:
+        message = refusal(row.state, where)
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert as_code(message) in PAGE.read_text(encoding="utf-8")
+
+
+@cache
+def plain_ids(number):
+    """As `decode_plainly`, once for all places of a row."""
+    return decode_plainly(ROWS[number].state.call)
+
+
+@pytest.mark.parametrize(("row", "where"), with_places(Supported, WHERE[:2]))
+def test_a_supported_value_gives_the_text_of_plain_decoding(row, where):
+    call, stats = row.state.call, hf_speculate.SpeculationStats()
+    plain = plain_ids(ROWS.index(row))
+    assert_equal_ids(plain, decode_with_draft(call, where, speculation_stats=stats))
+    assert stats.num_rounds > 0
+    if call.changes and where == "keyword":
+        without = decode_plainly(call, without=row.name)
+        assert plain.shape != without.shape or not torch.equal(plain, without), "the value has no effect here"
+
+
+@pytest.mark.parametrize(("row", "where"), with_places(NotApplicable, WHERE[:2]))
+def test_a_value_that_does_not_apply_changes_nothing(row, where):
+    call, stats = row.state.call, hf_speculate.SpeculationStats()
+    without = decode_plainly(call, without=row.name)
+    assert_equal_ids(without, plain_ids(ROWS.index(row)))
+    assert_equal_ids(without, decode_with_draft(call, where, speculation_stats=stats))
+    assert stats.num_rounds > 0
+
+
+def test_the_page_is_what_the_table_says():
+    """The page is made with the version that is pinned; for others, whose messages may differ, it has every name."""
+    page = PAGE.read_text(encoding="utf-8")
+    if transformers.__version__ == pinned_version():
+        assert page == render(), f"docs/compatibility.md is out of date: run {COMMAND}"
+    assert all(f"| `{row.name}` |" in page or f"| {row.name} |" in page for row in ROWS)
