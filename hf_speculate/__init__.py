@@ -14,6 +14,7 @@ from hf_speculate.errors import (
 )
 from hf_speculate.generation import SpeculativeGenerationMixin, generate
 from hf_speculate.processors import BlockLogitsProcessorList, register_row_wise
+from hf_speculate.rollback import RollbackProcessor
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.suffix_store import SuffixStore
 from hf_speculate.verify import keep_prefix, register_verifier
@@ -27,6 +28,7 @@ __all__ = [
     "KernelUnavailableError",
     "PairReport",
     "ParityReport",
+    "RollbackProcessor",
     "ShapeError",
     "SpeculateError",
     "SpeculationStats",
