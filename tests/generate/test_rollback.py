@@ -1,6 +1,7 @@
 """Processors with state that can take calls back run inside a block, on the draft too, equal to plain decoding."""
 
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,16 @@ VOCAB_SIZE = 64
 EOS = [token_id for token_id in range(VOCAB_SIZE) if token_id % 8 == 7]  # outside of brackets only
 
 
-def decode(processor: Any, inputs: dict, draft: Any = None, kind: str = "llama", **options: Any) -> Any:
-    """One call of the pair's target, greedy unless told; with statistics where there is a draft."""
-    target, near = pair(kind)
+@cache
+def smallest(noise: float = 0.1) -> tuple[Any, Any]:
+    """A pair of one layer, for what does not depend on the model. Shared between tests: change neither."""
+    target = make_law_model(VOCAB_SIZE, seed=0)
+    return hf_speculate.enable(target), noisy_copy(target, noise)
+
+
+def decode(processor: Any, inputs: dict, draft: Any = None, kind: str = "", **options: Any) -> Any:
+    """One call of a pair's target, greedy unless told; `draft` is False for none, None for the pair's."""
+    target, near = pair(kind) if kind else smallest()
     own: dict[str, Any] = {}
     if draft is not False:
         own = {"assistant_model": near if draft is None else draft, "num_assistant_tokens": K}
@@ -85,7 +93,7 @@ def test_without_the_protocol_a_grammar_moves_rows_in_lock_step():
 @pytest.mark.parametrize("keeps_rows", [False, True], ids=["rows leave", "rows stay"])
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_the_state_is_never_left_on_a_refused_prefix(batch_size, keeps_rows):
-    inputs = ragged_prompts(batch_size, seed=8)
+    inputs = ragged_prompts(batch_size, seed=3)
     prompt_len = inputs["input_ids"].shape[1]
     watched = WatchedGrammar(Brackets(), prompt_len)
     ids = decode(watched, inputs, eos_token_id=EOS, return_dict_in_generate=keeps_rows)
@@ -108,7 +116,7 @@ def test_drafts_obey_the_grammar_so_more_of_them_are_kept():
 
 
 def test_a_draft_that_equals_the_target_is_never_refused():
-    target, same = pair("llama", ACCEPTED_ALL)
+    target, same = smallest(ACCEPTED_ALL)
     stats = hf_speculate.SpeculationStats()
     options = {"assistant_model": same, "num_assistant_tokens": K, "max_new_tokens": 40, "speculation_stats": stats}
     target.generate(**ragged_prompts(3, seed=4), **options, logits_processor=[RollbackGrammar(Brackets())])
@@ -119,7 +127,7 @@ def test_a_draft_that_equals_the_target_is_never_refused():
 @pytest.mark.parametrize("verifier", VERIFIERS)
 def test_every_verifier_decodes_what_it_does_under_the_same_grammar_without_state(verifier, drafter):
     """So sampled texts keep their law: a pure processor's do."""
-    target, draft = pair("llama")
+    target, draft = smallest()
     inputs = ragged_prompts(3, seed=5)
     own = {"assistant_model": draft, **VERIFIERS[verifier], **DRAFTERS[drafter], "seed": [4, 5, 6]}
     results = []
@@ -170,7 +178,7 @@ def test_plain_steps_between_drafts_move_the_state_on(monkeypatch, cache):
 
 @pytest.mark.parametrize("foreign", [Identity, Recorder])
 def test_beside_a_foreign_processor_it_is_called_as_in_plain_and_still_forked(foreign):
-    target, draft = pair("llama")
+    target, draft = smallest()
     inputs = ragged_prompts(3, seed=9)
     options = {"max_new_tokens": NUM_NEW, "eos_token_id": EOS, "pad_token_id": 0}
     plain = target.generate(**inputs, **options, logits_processor=[foreign(), Grammar(Brackets())])
@@ -187,9 +195,12 @@ def test_beside_a_foreign_processor_it_is_called_as_in_plain_and_still_forked(fo
 class ForbidsAllWhenLost(RollbackGrammar):
     """Gives -inf everywhere after a token that it has forbidden, where it should leave the scores as they are."""
 
+    num_lost = 0
+
     def __call__(self, input_ids, scores):
         processed = super().__call__(input_ids, scores)
         is_lost = torch.tensor([states[-1] is None for states in self.states])
+        ForbidsAllWhenLost.num_lost += int(is_lost.sum())
         return processed.masked_fill(is_lost[:, None], -torch.inf)
 
 
@@ -200,14 +211,14 @@ def test_what_is_returned_after_a_forbidden_token_does_not_count(verifier):
     inputs = ragged_prompts(3, seed=1, min_len=8, max_len=16, vocab_size=6)
     options = {"max_new_tokens": NUM_NEW, "seed": 3, **VERIFIERS[verifier]}
     options |= {"prompt_lookup_num_tokens": K, "num_assistant_tokens_schedule": "constant"}
-    texts = []
+    texts, num_lost = [], ForbidsAllWhenLost.num_lost
     for grammar in (RollbackGrammar, ForbidsAllWhenLost):
         stats = hf_speculate.SpeculationStats()
         processors = [grammar(Brackets())]
         texts.append(target.generate(**inputs, **options, logits_processor=processors, speculation_stats=stats))
-        assert stats.num_drafted > stats.num_accepted
         assert stats.status == 0
     assert_equal_ids(*texts)
+    assert ForbidsAllWhenLost.num_lost > num_lost
 
 
 @pytest.mark.parametrize("draft_vocab_size", [60, 72])
@@ -231,12 +242,6 @@ def test_scores_are_those_of_plain():
         assert torch.allclose(one, other, atol=1e-5)  # rounded to float32
 
 
-@pytest.fixture(scope="module")
-def small():
-    target = hf_speculate.enable(make_law_model(16, seed=0))
-    return target, noisy_copy(target, 0.2)
-
-
 @st.composite
 def tables(draw):
     """Transitions of 1 to 4 states over 2 to 5 kinds of ids; every state can go on."""
@@ -251,10 +256,10 @@ def tables(draw):
 
 
 @settings(max_examples=12, deadline=None)
-@given(table=tables(), num_draft_tokens=st.integers(1, 6), eos=st.sets(st.integers(1, 15), max_size=3))
-def test_any_automaton_gives_the_greedy_text_of_plain(small, table, num_draft_tokens, eos):
-    target, draft = small
-    inputs = ragged_prompts(3, seed=2, min_len=1, max_len=4, vocab_size=16)
+@given(table=tables(), num_draft_tokens=st.integers(1, 6), eos=st.sets(st.integers(1, VOCAB_SIZE - 1), max_size=12))
+def test_any_automaton_gives_the_greedy_text_of_plain(table, num_draft_tokens, eos):
+    target, draft = smallest()
+    inputs = ragged_prompts(3, seed=2, min_len=1, max_len=4)
     options = {"max_new_tokens": 12, "eos_token_id": sorted(eos) or None, "pad_token_id": 0}
     plain = target.generate(**inputs, **options, logits_processor=[Grammar(Table(table))])
     ours = target.generate(
