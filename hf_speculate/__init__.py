@@ -15,6 +15,7 @@ from hf_speculate.errors import (
 from hf_speculate.generation import SpeculativeGenerationMixin, generate
 from hf_speculate.hub.repository import save_config
 from hf_speculate.processors import BlockLogitsProcessorList, register_row_wise
+from hf_speculate.rollback import RollbackProcessor
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.suffix_store import SuffixStore
 from hf_speculate.verify import keep_prefix, register_verifier
@@ -28,6 +29,7 @@ __all__ = [
     "KernelUnavailableError",
     "PairReport",
     "ParityReport",
+    "RollbackProcessor",
     "ShapeError",
     "SpeculateError",
     "SpeculationStats",

@@ -137,7 +137,7 @@ def build_decoder(
     plan = DraftPlan(
         config,
         draft,
-        block_processors.row_wise_part(),
+        block_processors.for_draft(),
         stopping.eos_token_ids,
         max_position,
         compiler,

@@ -198,9 +198,11 @@ class SpeculativeDecoder:
         return RoundOutcome(row_ids, num_drafted, num_accepted, num_draft_tokens, num_rows, num_left, num_fed)
 
     def _crop(self, batch: Batch, draft: DraftOut, verified: Verified, trimmed: Trimmed) -> None:
-        """Roll both caches back to the kept tokens; the newest one is in neither."""
+        """Roll both caches and the judge back to the kept tokens; the newest one is in none of them."""
         num_query = draft.token_ids.shape[1] + 1
-        batch.target_cache.crop([num_query - num for num in trimmed.num_emitted])
+        num_dropped = [num_query - num for num in trimmed.num_emitted]
+        batch.target_cache.crop(num_dropped)
+        self.judge.crop(num_dropped)
         self.follower.crop(batch, draft, verified, trimmed)
         self._compact(batch)
 

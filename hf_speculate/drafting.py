@@ -31,7 +31,7 @@ class DraftPlan:
     Args:
         config: resolved settings.
         draft: the draft model; None: there is none.
-        processors: pure and row-wise ones, applied to the draft's logits.
+        processors: row-wise ones, applied to the draft's logits; see `for_draft`.
         eos_token_ids: ids after which a row needs no further token; None: none.
         max_position: upper bound of position ids; the draft's own table may bound them further.
         compiler: decides whether the draft model runs compiled.

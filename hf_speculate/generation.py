@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from transformers import (
     GenerationConfig,
-    GenerationMixin,
     LogitsProcessorList,
     PreTrainedModel,
     StoppingCriteriaList,
@@ -36,6 +35,7 @@ from hf_speculate.contexts import draft_context, target_context
 from hf_speculate.decoder import SpeculativeDecoder
 from hf_speculate.draft.foreign import make_generator
 from hf_speculate.errors import UnsupportedModelError
+from hf_speculate.healing import HealsTokens, healing
 from hf_speculate.matching import Drafting, choose_draft, warn_of_low_acceptance
 from hf_speculate.outputs import GenerateOutput, recorded_of
 from hf_speculate.private_names import (
@@ -69,7 +69,7 @@ _TRANSFORMERS_FIELDS = (
 )
 
 
-class SpeculativeGenerationMixin(GenerationMixin):
+class SpeculativeGenerationMixin(HealsTokens):
     """Gives a model class speculative `generate()`; put it before the model in a class's bases.
 
     `generate()` takes all that transformers' takes, and the fields of `SpeculationConfig` as keywords or from a
@@ -158,7 +158,8 @@ def _generate(
     own_prompt_lookup(model, call)
     is_static = own_static_cache(model, call)
     speculation = _Speculation(drafting, config, call, is_static, reason)
-    output = plain(**call, custom_generate=speculation)
+    with healing(model, call):
+        output = plain(**call, custom_generate=speculation)
     if not speculation.num_calls:
         raise UnsupportedModelError(
             f"generate() of the model must decode by GenerationMixin's, got {type(model).__name__} with a loop of its "

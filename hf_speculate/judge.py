@@ -54,6 +54,9 @@ class Judge(Protocol):
     def trim(self, round_: Round, verified: Verified) -> Trimmed:
         """How many of them come before a stop."""
 
+    def crop(self, num_positions: Sequence[int]) -> None:
+        """Forget each row's last positions [B] of the round, which the text does not hold."""
+
     def rows(self, indices: Sequence[int]) -> None:
         """Forget all rows but `indices`, in that order."""
 
@@ -97,6 +100,10 @@ class RaggedJudge:
         stop = self.stopping(host.token_ids, prefix_lens, counts)
         host.truncate(prefix_lens)
         return Trimmed(stop.num_emitted, stop.is_done)
+
+    def crop(self, num_positions: Sequence[int]) -> None:
+        """See `Judge.crop`: processors with state take calls back."""
+        self.processors.rollback(num_positions)
 
     def rows(self, indices: Sequence[int]) -> None:
         """See `Judge.rows`: some processors hold a number per row."""
@@ -173,6 +180,9 @@ class LockStepJudge:
     def trim(self, round_: Round, verified: Verified) -> Trimmed:
         """See `Judge.trim`; `verify` stopped at the right token already."""
         return Trimmed([len(ids) for ids in verified.new_ids], verified.is_stopped or [])
+
+    def crop(self, num_positions: Sequence[int]) -> None:
+        """Nothing to forget: no processor was shown a refused position."""
 
     def rows(self, indices: Sequence[int]) -> None:
         """Nothing to forget: in lock step finished rows stay."""

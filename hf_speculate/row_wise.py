@@ -1,8 +1,9 @@
-"""Tells the processors and criteria that are pure and row-wise from the rest.
+"""Tells the processors and criteria that fit into a block from the rest.
 
 *Pure*: the result depends on the arguments alone, not on earlier calls. *Row-wise*: row b of the result depends on
 row b of the arguments alone. Only then may a round ask about many prefixes at once, in any order, and ask again.
-Membership goes by exact type: a subclass may do anything.
+Membership goes by exact type: a subclass may do anything. Processors with state fit in too where they can take calls
+back, which they show by having the methods of `RollbackProcessor`.
 """
 
 from collections.abc import Callable
@@ -13,16 +14,18 @@ from transformers import LogitsProcessor, StoppingCriteria
 from transformers.generation import logits_process, stopping_criteria
 
 from hf_speculate.errors import ConfigError
+from hf_speculate.rollback import RollbackProcessor
 
 AnyClass = TypeVar("AnyClass", bound=type)
 
 
 class Reads(Enum):
-    """What a pure row-wise processor reads besides the scores."""
+    """What a row-wise processor reads besides the scores; all but the last kind are pure."""
 
     NOTHING = "nothing"  # any number of rows in one call
     LENGTH = "length"  # input_ids.shape[-1] only
     PREFIX = "prefix"  # the ids of its row
+    HISTORY = "history"  # what earlier calls showed it; it can take calls back
 
 
 READS_BY_NAME: dict[str, Reads] = {
@@ -141,8 +144,9 @@ def is_registered(obj: object) -> bool:
 
 
 def find_reads(processor: object) -> Reads | None:
-    """What a processor reads besides the scores; None for one that is not known to be pure and row-wise."""
-    return _READS.get(type(processor)) or (Reads.PREFIX if is_registered(processor) else None)
+    """What a processor reads besides the scores; None for one that is not known to fit into a block."""
+    reads = _READS.get(type(processor)) or (Reads.PREFIX if is_registered(processor) else None)
+    return reads or (Reads.HISTORY if isinstance(processor, RollbackProcessor) else None)
 
 
 def find_seen_len(processor: object, prefix_len: int) -> int:

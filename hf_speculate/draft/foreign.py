@@ -15,6 +15,7 @@ from hf_speculate.draft.base import check_request
 from hf_speculate.draft.candidates import DraftModelCandidateGenerator
 from hf_speculate.errors import ShapeError, UnsupportedGenerationError
 from hf_speculate.infer.kv_cache import KVCache
+from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy
 
 GeneratorFactory = Callable[..., CandidateGenerator]
@@ -26,13 +27,15 @@ def make_generator(source: CandidateGenerator | GeneratorFactory | None, **prepa
     Args:
         source: a generator, or what makes one from `prepared`; None: the call has none.
         **prepared: `input_ids`, `generation_config`, `model_kwargs`, `inputs_tensor` and `logits_processor`, as
-            transformers hands them to its own generators.
+            transformers hands them to its own generators; of the processors it gets those that are pure and row-wise,
+            for others follow the text and must not be shown drafts.
 
     Raises:
         UnsupportedGenerationError: it is no generator, or one that reads the target's outputs.
     """
     if source is None:
         return None
+    prepared["logits_processor"] = BlockLogitsProcessorList(prepared["logits_processor"]).row_wise_part()
     generator = source if isinstance(source, CandidateGenerator) else source(**prepared)
     if not isinstance(generator, CandidateGenerator):
         raise UnsupportedGenerationError(

@@ -101,10 +101,11 @@ class HybridDrafter:
         """Forget all rows but `indices`."""
         self.texts.select(indices)
         self.model.rows(indices)
-        self._of_suffix.rows(indices)
-        self._of_model.rows(indices)
-        self._proposals = [self._proposals[row] for row in indices] if self._proposals else []
-        self._num_asked = [self._num_asked[row] for row in indices] if self._num_asked else []
+        if self._proposals:  # nothing is known of rows before the first draft
+            self._of_suffix.rows(indices)
+            self._of_model.rows(indices)
+            self._proposals = [self._proposals[row] for row in indices]
+            self._num_asked = [self._num_asked[row] for row in indices]
         if self._unread is not None:
             self._unread = [self._unread[row] for row in indices]
 

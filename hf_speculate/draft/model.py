@@ -39,7 +39,8 @@ class ModelDrafter:
 
     Args:
         inferencer: runs the draft model.
-        processors: applied to the draft's logits, so that its law is near the target's; pure and row-wise ones only.
+        processors: applied to the draft's logits, so that its law is near the target's; row-wise ones only. Each draft
+            begins with new forks of those with state.
         settings: see `DraftSettings`.
     """
 
@@ -51,6 +52,7 @@ class ModelDrafter:
     ):
         self.inferencer = inferencer
         self.processors = BlockLogitsProcessorList() if processors is None else processors
+        self._in_force = self.processors  # in the present draft
         self.settings = settings or DraftSettings()
         self._history: TokenBuffer | None = None  # what the processors read
 
@@ -72,6 +74,7 @@ class ModelDrafter:
         device = self.inferencer.language_model.device
         query = query_token_ids.to(device)
         self._follow(query, kept)
+        self._in_force = self.processors.forked()
         settings = self.settings
         draws = None
         if sample_strategy is SampleStrategy.RANDOM and keys is not None:
@@ -98,7 +101,7 @@ class ModelDrafter:
         """[B, V] the draft's logits after its processors, at the history's end."""
         if self._history is None:
             return logits
-        block = self.processors(self._history.token_ids, logits[:, None], prefix_lens=self._history.lens)
+        block = self._in_force(self._history.token_ids, logits[:, None], prefix_lens=self._history.lens)
         return block[:, 0]
 
     def note(self, token_ids: Tensor) -> None:

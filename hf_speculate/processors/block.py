@@ -4,7 +4,7 @@ Position j of row b gets what transformers' own list would give for the prefix `
 by `draft_token_ids[b, :j]`. The list keeps its order. A processor is called once for all (row, position) pairs that
 show it the same number of tokens: one call where it reads nothing but the scores, and where the last few tokens tell
 it everything; K+1 calls where it must see whole prefixes of rows that are, or can be made, equally long; else one
-call per prefix length.
+call per prefix length. A processor with state is called K+1 times, from left to right, and must be rolled back after.
 
 The results are bit-equal to the position-by-position ones wherever torch reduces a row in the same order whatever the
 number of rows. It does not for the entropies of TypicalLogitsWarper and EtaLogitsWarper on one row of 32768 or more
@@ -29,6 +29,7 @@ from transformers import (
 from hf_speculate.errors import ShapeError, UnsupportedGenerationError
 from hf_speculate.processors.cutoffs import cut, has_cutoffs
 from hf_speculate.processors.prefixes import Prefixes
+from hf_speculate.rollback import ForkedEachRound
 from hf_speculate.row_wise import Reads, find_reads, find_seen_len, is_registered, name_of
 
 _NO_TOKEN = -1
@@ -95,18 +96,39 @@ class BlockLogitsProcessorList(LogitsProcessorList):
         return [name_of(processor) for processor in self if find_reads(processor) is None]
 
     def row_wise_part(self) -> "BlockLogitsProcessorList":
-        """The pure row-wise processors: those that may run on the draft model.
+        """The pure row-wise processors, which may run on any model.
 
-        The ones that size themselves at their first call are copied, so that the draft model's vocabulary size or
+        The ones that size themselves at their first call are copied, so that a draft model's vocabulary size or
         device does not become the target's.
         """
-        return BlockLogitsProcessorList(_unsized(p) for p in self if find_reads(p) is not None)
+        return BlockLogitsProcessorList(_unsized(p) for p in self if find_reads(p) not in (None, Reads.HISTORY))
+
+    def for_draft(self) -> "BlockLogitsProcessorList":
+        """Those that run on the draft model: the pure ones, and of those with state what `forked()` makes forks of."""
+        parts = [ForkedEachRound(p) if _has_state(p) else p for p in self if find_reads(p) is not None]
+        return BlockLogitsProcessorList(_unsized(p) for p in parts)
+
+    def forked(self) -> "BlockLogitsProcessorList":
+        """The list with a fork in place of each processor with state; the list itself where there is none."""
+        if not any(map(_has_state, self)):
+            return self
+        return BlockLogitsProcessorList(p.fork() if _has_state(p) else p for p in self)
+
+    def rollback(self, num_calls: Sequence[int]) -> None:
+        """Has the processors with state take back each row's last calls.
+
+        Args:
+            num_calls: [B] positions of the last block that are not part of the text.
+        """
+        if any(num_calls):
+            for processor in filter(_has_state, self):
+                processor.rollback(num_calls)
 
     def rows(self, indices: Sequence[int] | Tensor) -> "BlockLogitsProcessorList":
         """The same list for a batch of which only the named rows are kept.
 
         Args:
-            indices: [N] rows of the present batch, in their new order.
+            indices: [N] rows of the present batch, in their new order. Processors with state drop the others in place.
         """
         kept = torch.as_tensor(indices, dtype=torch.int64)  # [N]
         return BlockLogitsProcessorList(_for_rows(processor, kept) for processor in self)
@@ -156,6 +178,8 @@ def _run(processor: Any, prefixes: Prefixes, block: Tensor, kwargs: dict[str, An
         flat = block.flatten(0, 1)  # [B*(K+1), V]
         processed = cut(processor, flat) if has_cutoffs(processor, flat) else processor(prefixes.input_ids, flat)
         return cast(Tensor, processed).view(block.shape)
+    if reads is Reads.HISTORY:
+        return _run_by_position(processor, prefixes.align(prefixes.full_ids[:, :1]), block, kwargs)
     groups = prefixes.group_by(partial(find_seen_len, processor))
     if reads is Reads.PREFIX and len(groups) >= prefixes.num_positions:
         aligned_ids = _align(processor, prefixes)
@@ -178,10 +202,11 @@ def _run_by_position(processor: Any, aligned_ids: Tensor, block: Tensor, kwargs:
     """
     processed = torch.empty_like(block)
     num_positions = block.shape[1]
+    is_users = is_registered(processor) or _has_state(processor)
     for position in range(num_positions):
         seen_ids = aligned_ids[:, : aligned_ids.shape[1] - (num_positions - 1 - position)].contiguous()  # [B, T'+j]
         # The user's code may write into what it is given.
-        scores = block[:, position].clone() if is_registered(processor) else block[:, position]  # [B, V]
+        scores = block[:, position].clone() if is_users else block[:, position]  # [B, V]
         processed[:, position] = _apply(processor, seen_ids, scores, kwargs)
     return processed
 
@@ -260,11 +285,19 @@ def _ignored_lens_by_row(processor: Any) -> Tensor | None:
 
 def _for_rows(processor: Any, row_indices: Tensor) -> Any:
     """The processor for the named rows of the batch."""
+    if _has_state(processor):
+        processor.rows(row_indices.tolist())
+        return processor
     ignored_lens = _ignored_lens_by_row(processor)
     if ignored_lens is None:
         return processor
     ignored_lens = ignored_lens.index_select(0, row_indices.to(ignored_lens.device))  # [N]
     return RepetitionPenaltyLogitsProcessor(processor.penalty, prompt_ignore_length=ignored_lens)
+
+
+def _has_state(processor: Any) -> bool:
+    """Whether the processor runs in a block by taking calls back."""
+    return find_reads(processor) is Reads.HISTORY
 
 
 def _unsized(processor: Any) -> Any:

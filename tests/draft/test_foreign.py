@@ -28,6 +28,7 @@ from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy
 from hf_speculate.verify import RejectionVerifier
 from tests.cases import VERIFIERS, assert_equal_ids, pair
 from tests.generate.test_law import PROMPT, SIGNIFICANCE, joint_law, p_value
+from tests.grammars import Brackets, Grammar, RollbackGrammar
 from tests.tiny import make_law_model, make_model, noisy_copy, ragged_prompts
 from tests.tiny_tokenizers import letters_tokenizer
 
@@ -208,6 +209,22 @@ def test_every_verifier_reads_what_a_generator_proposes(verifier):
     assert 0 <= ours.min() <= ours.max() < 64
     assert stats.num_accepted > 0
     assert max(stats.rounds_by_draft_len) <= 3
+
+
+def copying(logits_processor, **prepared):
+    return PromptLookupCandidateGenerator(max_length=99, logits_processor=logits_processor, vocab_size=64)
+
+
+@pytest.mark.parametrize("source", ["assisted", "copying"])
+@pytest.mark.parametrize("make", [Grammar, RollbackGrammar], ids=["foreign", "rolled back"])
+def test_processors_with_state_are_not_shown_what_a_generator_tries(target, source, make):
+    inputs = ragged_prompts(1, seed=3, min_len=12, vocab_size=8)
+    made = copying if source == "copying" else SOURCES[source](target)
+    options = {"candidate_generator": made, "logits_processor": [make(Brackets())], "repetition_penalty": 1.1}
+    plain = target.generate(
+        **inputs, max_new_tokens=NUM_NEW, logits_processor=[Grammar(Brackets())], repetition_penalty=1.1
+    )
+    assert_equal_ids(plain, target.generate(**inputs, max_new_tokens=NUM_NEW, **options))
 
 
 def p_value_of(target, source, num_draws: int) -> float:

@@ -102,6 +102,18 @@ def test_end_of_text_and_stop_strings_end_it_where_plain_ends(tokenizer, batch_s
             assert_equal_ids(plain, ours)
 
 
+@pytest.mark.parametrize("beside_a_model", [False, True])
+def test_a_row_may_end_with_its_first_token(beside_a_model):
+    """Rows then leave before anything was drafted."""
+    target, draft = pair("llama")
+    inputs = ragged_prompts(4, seed=5)
+    first = target.generate(**inputs, max_new_tokens=1)[1, -1]
+    options = {"max_new_tokens": NUM_NEW, "eos_token_id": int(first), "pad_token_id": 0}
+    plain = target.generate(**inputs, **options)
+    model = {"assistant_model": draft} if beside_a_model else {}
+    assert_equal_ids(plain, target.generate(**inputs, **options, **model, prompt_lookup_num_tokens=4))
+
+
 def test_a_streamer_and_several_sequences_of_a_prompt():
     target, draft = pair("llama")
     inputs = few_words(1)

@@ -1,0 +1,60 @@
+"""Hands token healing the tokenizer, which transformers drops on its way to a decoding loop of ours."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from transformers import GenerationMixin, PreTrainedModel
+
+from hf_speculate.errors import UnsupportedGenerationError
+
+_tokenizer: ContextVar[Any] = ContextVar("hf_speculate_healing_tokenizer", default=None)
+
+
+class HealsTokens(GenerationMixin):
+    """Finds the tokenizer of the present call where `heal_tokens` is given none."""
+
+    def heal_tokens(self, input_ids: Any, tokenizer: Any = None) -> Any:
+        """See `transformers.GenerationMixin.heal_tokens`.
+
+        Args:
+            input_ids: [B, T] int64.
+            tokenizer: of the model; None: the one that `generate` was given.
+        """
+        tokenizer = _tokenizer.get() if tokenizer is None else tokenizer
+        token = _tokenizer.set(None)  # healing calls `generate` again, which is another call
+        try:
+            return super().heal_tokens(input_ids, tokenizer)
+        finally:
+            _tokenizer.reset(token)
+
+
+@contextmanager
+def healing(model: PreTrainedModel, call: Mapping[str, Any]) -> Iterator[None]:
+    """Keep the tokenizer of a call at hand while transformers prepares it.
+
+    Args:
+        model: whose generation config may ask for healing.
+        call: all arguments by name.
+
+    Raises:
+        UnsupportedGenerationError: the call asks for healing, and the model is not enabled.
+    """
+    if _heals(model, call) and not isinstance(model, HealsTokens):
+        raise UnsupportedGenerationError(
+            "token_healing must be left out for a model that is not enabled, got True; call enable(model), or "
+            "model.heal_tokens(input_ids, tokenizer) beforehand"
+        )
+    token = _tokenizer.set(call.get("tokenizer"))
+    try:
+        yield
+    finally:
+        _tokenizer.reset(token)
+
+
+def _heals(model: PreTrainedModel, call: Mapping[str, Any]) -> bool:
+    """The first that is set counts: the keyword, the passed config, the model's."""
+    sources = (call.get("generation_config"), model.generation_config)
+    values = [call.get("token_healing"), *(getattr(source, "token_healing", None) for source in sources)]
+    return bool(next((value for value in values if value is not None), False))

@@ -1,0 +1,174 @@
+"""Grammars over token ids as logits processors: with state, with state that rolls back, and without state."""
+
+from collections.abc import Hashable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor
+
+import hf_speculate
+
+
+class Machine(Protocol):
+    """Says which tokens may follow; `None` is the state in which nothing is said any more."""
+
+    start: Hashable
+
+    def step(self, state: Any, token_id: int) -> Any:
+        """The state after a token; None where the token was forbidden."""
+
+    def allowed(self, state: Any, vocab_size: int) -> list[bool]:
+        """Which ids may follow a state that is not None."""
+
+
+class Brackets:
+    """Two kinds of brackets that must match, at most four deep; outside of them a text may end.
+
+    Ids by their remainder of 8: 0 and 1 open, 2 and 3 close, 4 to 6 are letters, 7 may stand outside of brackets only.
+    """
+
+    start: tuple[int, ...] = ()
+    max_depth = 4
+
+    def step(self, state: Any, token_id: int) -> Any:
+        kind = token_id % 8
+        if state is None or not self._fits(state, kind):
+            return None
+        return (*state, kind) if kind < 2 else state[:-1] if kind < 4 else state
+
+    def allowed(self, state: Any, vocab_size: int) -> list[bool]:
+        by_kind = [self._fits(state, kind) for kind in range(8)]
+        return [by_kind[token_id % 8] for token_id in range(vocab_size)]
+
+    def _fits(self, state: tuple[int, ...], kind: int) -> bool:
+        if kind < 2:
+            return len(state) < self.max_depth
+        if kind < 4:
+            return bool(state) and state[-1] == kind - 2
+        return kind < 7 or not state
+
+
+class Table:
+    """Any automaton: `table[state][kind]` is the next state or -1, an id's kind its remainder of the row's length."""
+
+    start = 0
+
+    def __init__(self, table: Sequence[Sequence[int]]):
+        self.table = table
+
+    def step(self, state: Any, token_id: int) -> Any:
+        if state is None:
+            return None
+        following = self.table[state][token_id % len(self.table[state])]
+        return None if following < 0 else following
+
+    def allowed(self, state: Any, vocab_size: int) -> list[bool]:
+        row = self.table[state]
+        return [row[token_id % len(row)] >= 0 for token_id in range(vocab_size)]
+
+
+def masked(machine: Machine, states: Sequence[Any], scores: Tensor) -> Tensor:
+    """[B, V], -inf where a row's state forbids an id; rows of which nothing is said stay as they are."""
+    size = scores.shape[1]
+    allowed = [[True] * size if state is None else machine.allowed(state, size) for state in states]
+    return scores.masked_fill(~torch.tensor(allowed), -torch.inf)
+
+
+class Grammar(LogitsProcessor):
+    """Follows the text token by token, as processors of grammar libraries do: foreign to a block."""
+
+    def __init__(self, machine: Machine):
+        self.machine = machine
+        self.states: list[list[Any]] | None = None  # [B], the state at each call, the newest last
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if self.states is None:
+            self.states = [[self.machine.start] for _ in input_ids]
+        else:
+            for states, token_id in zip(self.states, input_ids[:, -1].tolist(), strict=True):
+                states.append(self.machine.step(states[-1], token_id))
+        return masked(self.machine, [states[-1] for states in self.states], scores)
+
+
+class RollbackGrammar(Grammar):
+    """The same with the three methods of `RollbackProcessor`."""
+
+    def rollback(self, num_calls: Sequence[int]) -> None:
+        for states, num in zip(self.states, num_calls, strict=True):
+            assert 0 <= num < len(states)
+            del states[len(states) - num :]
+
+    def rows(self, indices: Sequence[int]) -> None:
+        self.states = [self.states[row] for row in indices]
+
+    def fork(self) -> "RollbackGrammar":
+        copy = RollbackGrammar(self.machine)
+        copy.states = [states[-1:] for states in self.states]
+        return copy
+
+
+@hf_speculate.register_row_wise
+class PureGrammar(LogitsProcessor):
+    """The same without state: every call reads the new tokens from the first on."""
+
+    def __init__(self, machine: Machine, prompt_len: int):
+        self.machine = machine
+        self.prompt_len = prompt_len
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return masked(self.machine, [self._state(ids) for ids in input_ids.tolist()], scores)
+
+    def _state(self, token_ids: list[int]) -> Any:
+        state = self.machine.start
+        for token_id in token_ids[self.prompt_len :]:
+            state = self.machine.step(state, token_id)
+        return state
+
+
+class WatchedGrammar(RollbackGrammar):
+    """Writes down, whenever a draft begins and after every rollback, which tokens each row's state has followed.
+
+    Args:
+        machine: the grammar.
+        prompt_len: columns of the prompts.
+    """
+
+    def __init__(self, machine: Machine, prompt_len: int):
+        super().__init__(machine)
+        self.prompt_len = prompt_len
+        self.row_ids: list[int] = []  # [B] each row's place in the output
+        self.followed: list[list[int]] = []  # [B]
+        self.log: list[tuple[int, list[int]]] = []  # a row's place, and what it had followed
+        self.num_forks = self.num_rollbacks = 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if self.states is None:
+            assert input_ids.shape[1] == self.prompt_len
+            self.row_ids = list(range(len(input_ids)))
+            self.followed = [[] for _ in self.row_ids]
+        else:
+            for followed, ids in zip(self.followed, input_ids.tolist(), strict=True):
+                followed.append(ids[-1])
+                assert ids[len(ids) - len(followed) :] == followed
+        return super().__call__(input_ids, scores)
+
+    def rollback(self, num_calls: Sequence[int]) -> None:
+        super().rollback(num_calls)
+        self.num_rollbacks += 1
+        for followed, num in zip(self.followed, num_calls, strict=True):
+            del followed[len(followed) - num :]
+        self._note()
+
+    def rows(self, indices: Sequence[int]) -> None:
+        super().rows(indices)
+        self.row_ids = [self.row_ids[row] for row in indices]
+        self.followed = [self.followed[row] for row in indices]
+
+    def fork(self) -> RollbackGrammar:
+        self.num_forks += 1
+        self._note()
+        return super().fork()
+
+    def _note(self) -> None:
+        self.log += [(row, list(followed)) for row, followed in zip(self.row_ids, self.followed, strict=True)]
