@@ -23,6 +23,7 @@ FLOORS = {
     "hf_speculate.arguments": 5,
     "hf_speculate.matching": 5,
     "hf_speculate.contexts": 5,
+    "hf_speculate.call": 4.5,
     "hf_speculate.drafting": 4.5,
     "hf_speculate.reasons": 4.5,
     "hf_speculate.compiling": 4,

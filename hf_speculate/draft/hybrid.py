@@ -99,10 +99,11 @@ class HybridDrafter:
 
     def rows(self, indices: Sequence[int]) -> None:
         """Forget all rows but `indices`."""
+        if self.texts.rows:  # nothing is known of any before the first call
+            self._of_suffix.rows(indices)
+            self._of_model.rows(indices)
         self.texts.select(indices)
         self.model.rows(indices)
-        self._of_suffix.rows(indices)
-        self._of_model.rows(indices)
         self._proposals = [self._proposals[row] for row in indices] if self._proposals else []
         self._num_asked = [self._num_asked[row] for row in indices] if self._num_asked else []
         if self._unread is not None:
