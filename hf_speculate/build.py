@@ -11,6 +11,7 @@ from transformers import (
 
 from hf_speculate.batch import Batch, DecoderSettings
 from hf_speculate.call import Call
+from hf_speculate.carrying import home_choice, make_carrier
 from hf_speculate.compiling import Compiler, draft_lens
 from hf_speculate.config import DEFAULT_ASSISTANT_TOKENS, SpeculationConfig
 from hf_speculate.decoder import SpeculativeDecoder
@@ -92,11 +93,15 @@ def build_decoder(
         generator=call.generator,
     )
     drafter = build_drafter(plan, batch)
+    text_only = call.draft_context.is_empty
+    carrier = make_carrier(config.draft_state, draft, call.vocabulary, call.text_mask) if text_only else None
+    if carrier is not None:
+        carrier.recall(batch, drafter)
     settings = DecoderSettings(
         draft_strategy=strategy,
         max_length=call.max_length,
         pad_token_id=None if goes_on else (call.pad_token_id or 0),
-        keeps_rows=call.keeps_rows or call.is_cache_kept or bool(reason) or bool(stats.compiled),
+        keeps_rows=call.keeps_rows or call.is_cache_kept or bool(reason) or bool(stats.compiled) or carrier is not None,
         is_lock_step=bool(reason),
         prefill_chunk_size=call.prefill_chunk_size,
         min_draft_query=min_draft_query(drafter),
@@ -116,6 +121,7 @@ def build_decoder(
         recorder=OutputRecorder(call.input_ids.shape[0], call.recorded),
         stats=stats,
         on_tokens=call.on_tokens,
+        carrier=carrier,
     )
     return decoder, batch
 
@@ -225,7 +231,7 @@ def _build_batch(
     if draft is not None:
         draft_mask = None if call.text_mask is None else call.text_mask.to(device_of(draft))
         home = Home(
-            config.speculation_cache,
+            home_choice(config.speculation_cache, None if call.static else config.draft_state, draft),
             call.draft_attention,
             crosses=call.draft_context.crosses,
             max_columns=call.max_length,
@@ -241,4 +247,5 @@ def _build_batch(
         draft_cache=draft_cache,
         seeds=config.row_seeds(batch_size, call.do_sample).to(device),
         num_prompt_tokens=num_prompt_tokens,
+        num_pads=call.num_pads,
     )
