@@ -3,6 +3,7 @@
 from hf_speculate.checking.pair import PairReport, check_pair
 from hf_speculate.checking.parity import ParityReport, check_parity
 from hf_speculate.draft.candidates import DraftModelCandidateGenerator
+from hf_speculate.draft_state import DraftState
 from hf_speculate.enabling import disable, enable, is_enabled
 from hf_speculate.errors import (
     ConfigError,
@@ -26,6 +27,7 @@ __all__ = [
     "BlockLogitsProcessorList",
     "ConfigError",
     "DraftModelCandidateGenerator",
+    "DraftState",
     "KernelUnavailableError",
     "PairReport",
     "ParityReport",

@@ -129,26 +129,39 @@ def own_early_exit(model: PreTrainedModel, call: dict[str, Any]) -> int | None:
     return num_layers
 
 
-def uncached(input_ids: Tensor, cache: Cache, passed_mask_len: int | None) -> Tensor:
-    """[B, Q] int64, the prompt tokens that the cache does not hold.
+def uncached(input_ids: Tensor, cache: Cache, passed_mask_len: int | None, embeds: Tensor | None = None) -> Tensor:
+    """[B, Q] int64, the prompt tokens that the cache does not hold; zeros in place of embeddings.
 
     Args:
-        input_ids: [B, T] int64, the whole text or only what is new.
+        input_ids: [B, T] int64, the whole text or only what is new; with `embeds`, what stands in the output for them.
         cache: empty or prefilled.
         passed_mask_len: columns of the mask that the user passed; None: there is none.
+        embeds: [B, P, hidden], the whole text where it is passed as embeddings; None: it is not.
 
     Raises:
-        UnsupportedGenerationError: the cache leaves nothing to feed, or holds other rows.
+        UnsupportedGenerationError: the cache leaves nothing to feed, or holds other rows, or nobody can say which
+            embeddings are padding.
     """
     num_held = cache.get_seq_length()
-    has_all = passed_mask_len is None or passed_mask_len == input_ids.shape[1]
-    query = input_ids[:, num_held:] if has_all else input_ids
+    num_prompt = input_ids.shape[1]
+    if embeds is None:
+        has_all = passed_mask_len is None or passed_mask_len == num_prompt
+        query = input_ids[:, num_held:] if has_all else input_ids
+    else:
+        num_ids, num_prompt = num_prompt, embeds.shape[1]
+        if passed_mask_len != num_prompt and (passed_mask_len is not None or num_ids not in (0, num_prompt)):
+            got = "none" if passed_mask_len is None else f"{passed_mask_len} columns"
+            raise UnsupportedGenerationError(
+                f"attention_mask must be [B, {num_prompt}] for {num_prompt} inputs_embeds and {num_ids} input_ids, got "
+                f"{got}; pass a mask over the embeddings"
+            )
+        query = input_ids.new_zeros(input_ids.shape[0], max(num_prompt - num_held, 0))
     layers: list[Any] = text_cache(cache).layers
     rows = [layer.keys.shape[0] for layer in layers if layer.get_seq_length()]
     if query.shape[1] < 1 or (rows and rows[0] != input_ids.shape[0]):
         raise UnsupportedGenerationError(
             f"past_key_values must hold fewer tokens than the prompt, for {input_ids.shape[0]} rows, "
-            f"got {num_held} of {input_ids.shape[1]} tokens for {rows[0] if rows else None} rows; "
+            f"got {num_held} of {num_prompt} tokens for {rows[0] if rows else None} rows; "
             "pass the whole text and the cache of its beginning"
         )
     return query

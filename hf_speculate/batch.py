@@ -46,6 +46,7 @@ class Batch:
         draft_cache: the draft model's states; None for drafters without one.
         seeds: [B] int64 row seeds.
         num_prompt_tokens: [B] real tokens of each prompt.
+        num_pads: [B] tokens of padding before the text of each prompt; None: none.
     """
 
     tokens: TokenBuffer
@@ -54,6 +55,7 @@ class Batch:
     draft_cache: KVCache | None
     seeds: Tensor
     num_prompt_tokens: list[int]
+    num_pads: list[int] | None = None
 
     def __post_init__(self) -> None:
         on_host = self.tokens.token_ids.device.type == "cpu"
@@ -62,6 +64,8 @@ class Batch:
         self.row_ids = list(range(len(self.tokens.lens)))  # each row's place in the output
         self.is_finished = [False] * len(self.row_ids)
         self.num_held = [0] * len(self.row_ids)  # tokens of each row that the drafter has seen
+        self.num_pads = self.num_pads or [0] * len(self.row_ids)
+        self.num_valid: list[int] | None = None  # real tokens that the draft cache holds for sure; None: nobody asks
         self.told_lens: list[int] | None = None  # each row's length at the drafter's last call
         self.told_round = 0  # the round of that call
         self.num_rounds = 0
@@ -112,9 +116,9 @@ class Batch:
         self.seeds = self.seeds[index]
         if self.told_lens is not None:
             self.told_lens = [self.told_lens[row] for row in indices]
-        for name in ("num_prompt_tokens", "row_ids", "is_finished", "num_held"):
+        for name in ("num_prompt_tokens", "row_ids", "is_finished", "num_held", "num_pads", "num_valid"):
             values = getattr(self, name)
-            setattr(self, name, [values[row] for row in indices])
+            setattr(self, name, None if values is None else [values[row] for row in indices])
 
     def release(self) -> None:
         """Let go of the caches."""

@@ -1,32 +1,27 @@
 """Puts a decoder together from a call's settings and its models."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
-from torch import Tensor
 from transformers import (
-    LogitsProcessorList,
     MaxLengthCriteria,
     MaxTimeCriteria,
     PreTrainedModel,
-    StoppingCriteriaList,
 )
-from transformers.cache_utils import Cache
-from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_speculate.batch import Batch, DecoderSettings
-from hf_speculate.compiling import Compiler, Static, draft_lens
+from hf_speculate.call import Call
+from hf_speculate.carrying import home_choice, make_carrier
+from hf_speculate.compiling import Compiler, draft_lens
 from hf_speculate.config import DEFAULT_ASSISTANT_TOKENS, SpeculationConfig
 from hf_speculate.decoder import SpeculativeDecoder
 from hf_speculate.draft.foreign import samples_its_law
-from hf_speculate.draft.vocabulary import Vocabulary
 from hf_speculate.drafting import DraftPlan, build_drafter, min_draft_query
 from hf_speculate.infer.chunks import draft_chunk_size
-from hf_speculate.infer.context import Context
 from hf_speculate.infer.homes import Home
 from hf_speculate.infer.language_model import counts_columns, device_of
 from hf_speculate.judge import Judge, LockStepJudge, RaggedJudge
-from hf_speculate.outputs import OutputRecorder, Recorded
+from hf_speculate.outputs import OutputRecorder
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.schedule import AdaptiveSchedule, ConstantSchedule, HeuristicSchedule, Schedule
 from hf_speculate.sequences import TokenBuffer
@@ -37,57 +32,6 @@ from hf_speculate.types import SampleStrategy
 from hf_speculate.verify.base import make_verifier
 
 _FIRST_CAPACITY = 1024  # tokens to come for which a row's buffer is made; it grows where that is not enough
-
-
-@dataclass(frozen=True)
-class Call:
-    """What one `generate()` call prepared for decoding.
-
-    Args:
-        input_ids: [B, T] int64, the prompts, left-padded.
-        query_ids: [B, Q] int64, those of their tokens that the cache does not hold.
-        attention_mask: [B, P] int64 over the cache's states and the query; None where nothing is padded.
-        cache: the target's, empty or prefilled.
-        is_cache_passed: whether the user passed the cache.
-        is_cache_kept: whether the cache outlives the call.
-        keeps_rows: whether code outside knows the batch, so that ended rows must stay in it.
-        processors: the target's logits processors.
-        criteria: the stopping criteria.
-        do_sample: whether the call samples.
-        max_length: columns of the output at most.
-        pad_token_id: what fills ended rows.
-        prefill_chunk_size: prompt tokens per forward.
-        recorded: which outputs the call asked for.
-        on_tokens: a streamer's callback.
-        target_attention, draft_attention: names of the models' attention implementations.
-        static: how buffers that never grow were asked for; None: they were not.
-        vocabulary: how the draft's ids stand to the target's; None: they are the same.
-        generator: what drafts in place of a model; None: a model does, or nothing.
-        target_context, draft_context: what the models read besides the text.
-    """
-
-    input_ids: Tensor
-    query_ids: Tensor
-    attention_mask: Tensor | None
-    cache: Cache
-    is_cache_passed: bool
-    is_cache_kept: bool
-    keeps_rows: bool
-    processors: LogitsProcessorList
-    criteria: StoppingCriteriaList
-    do_sample: bool
-    max_length: int
-    pad_token_id: int | None
-    prefill_chunk_size: int | None
-    recorded: Recorded
-    on_tokens: Callable[[list[int]], None] | None
-    target_attention: str
-    draft_attention: str
-    static: Static | None = None
-    vocabulary: Vocabulary | None = None
-    generator: CandidateGenerator | None = None
-    target_context: Context = field(default_factory=Context)
-    draft_context: Context = field(default_factory=Context)
 
 
 def build_decoder(
@@ -141,7 +85,7 @@ def build_decoder(
         stopping.eos_token_ids,
         max_position,
         compiler,
-        num_pads=_num_pads(call),
+        num_pads=call.num_pads,
         vocab_size=target.config.get_text_config(decoder=True).vocab_size,
         context=call.draft_context,
         chunk_size=None if draft is None else draft_chunk_size(target, draft, num_query),
@@ -149,11 +93,15 @@ def build_decoder(
         generator=call.generator,
     )
     drafter = build_drafter(plan, batch)
+    text_only = call.draft_context.is_empty
+    carrier = make_carrier(config.draft_state, draft, call.vocabulary, call.text_mask) if text_only else None
+    if carrier is not None:
+        carrier.recall(batch, drafter)
     settings = DecoderSettings(
         draft_strategy=strategy,
         max_length=call.max_length,
         pad_token_id=None if goes_on else (call.pad_token_id or 0),
-        keeps_rows=call.keeps_rows or call.is_cache_kept or bool(reason) or bool(stats.compiled),
+        keeps_rows=call.keeps_rows or call.is_cache_kept or bool(reason) or bool(stats.compiled) or carrier is not None,
         is_lock_step=bool(reason),
         prefill_chunk_size=call.prefill_chunk_size,
         min_draft_query=min_draft_query(drafter),
@@ -173,6 +121,7 @@ def build_decoder(
         recorder=OutputRecorder(call.input_ids.shape[0], call.recorded),
         stats=stats,
         on_tokens=call.on_tokens,
+        carrier=carrier,
     )
     return decoder, batch
 
@@ -252,14 +201,6 @@ def _cost_ratio(target: PreTrainedModel, draft: PreTrainedModel) -> float:
     return _num_bytes(draft) / max(_num_bytes(target), 1)
 
 
-def _num_pads(call: Call) -> list[int] | None:
-    """[B] tokens of padding before each prompt; None: none."""
-    if call.attention_mask is None:
-        return None
-    pads: list[int] = call.attention_mask[:, -call.input_ids.shape[1] :].argmax(dim=1).tolist()
-    return pads
-
-
 def _num_bytes(model: PreTrainedModel) -> int:
     """Of the parameters that a decoding step reads, once each: an encoder's are not among them."""
     decoder = model.get_decoder() if model.config.is_encoder_decoder else model
@@ -288,9 +229,9 @@ def _build_batch(
     target_cache = home.make(target, call.cache, batch_size, mask, device)
     draft_cache = None
     if draft is not None:
-        draft_mask = None if mask is None else mask[:, -prompt_len:].to(device_of(draft))
+        draft_mask = None if call.text_mask is None else call.text_mask.to(device_of(draft))
         home = Home(
-            config.speculation_cache,
+            home_choice(config.speculation_cache, None if call.static else config.draft_state, draft),
             call.draft_attention,
             crosses=call.draft_context.crosses,
             max_columns=call.max_length,
@@ -306,4 +247,5 @@ def _build_batch(
         draft_cache=draft_cache,
         seeds=config.row_seeds(batch_size, call.do_sample).to(device),
         num_prompt_tokens=num_prompt_tokens,
+        num_pads=call.num_pads,
     )

@@ -1,11 +1,9 @@
 """Decides what one call runs compiled."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-import torch
 from transformers import CompileConfig, GenerationConfig, PreTrainedModel
 
 from hf_speculate.config import SpeculationConfig
@@ -15,6 +13,7 @@ from hf_speculate.infer.compiled import UNREAD_COLUMNS, CompiledLanguageModel
 from hf_speculate.infer.context import Context
 from hf_speculate.infer.kv_cache import KVCache
 from hf_speculate.infer.language_model import LanguageModel
+from hf_speculate.private_names import compile_config_of
 from hf_speculate.stats import SpeculationStats
 
 # Fixed buffers are a multiple of this long, so that calls of about one length have buffers of one length.
@@ -35,18 +34,26 @@ def compile_settings(config: CompileConfig) -> CompileSettings:
     return CompileSettings(config.backend, config.mode, config.dynamic, config.options)
 
 
-def static_of(settings: Sequence[CompileSettings | None], config: GenerationConfig, device: torch.device) -> Static:
-    """What a call asks of fixed buffers.
+def static_of(
+    model: PreTrainedModel, assistant: PreTrainedModel | None, config: GenerationConfig, is_static: bool
+) -> Static | None:
+    """What a call asks of fixed buffers; what plain `generate` would not compile is not compiled.
 
     Args:
-        settings: what plain `generate` would compile the target and the draft with; None: it would not.
+        model: the target.
+        assistant: the draft model, or None.
         config: the prepared generation config.
-        device: the target's.
+        is_static: whether a static cache was asked for.
     """
-    target, draft = settings
+    if not is_static and config.compile_config is None:
+        return None
+    wanted = [compile_config_of(one, config) for one in (model, model if assistant is None else assistant)]
+    target, draft = (None if one is None else compile_settings(one) for one in wanted)
     obstacle = ""
     if config.compile_config is not None and target is None:
-        obstacle = f"eager forwards, for plain generate() would not compile either with this compile_config on {device}"
+        obstacle = (
+            f"eager forwards, for plain generate() would not compile either with this compile_config on {model.device}"
+        )
     if config.output_hidden_states or config.output_attentions:
         obstacle = "eager forwards, for hidden states or attentions are returned" if target or obstacle else ""
         target = draft = None
@@ -132,7 +139,7 @@ class Compiler:
         # Where K varies, plain steps are rounds of their own; after a constant K the last one is rounded up.
         plain = (0,) if len(self.lens) != 1 else ()
         query_lens = tuple(num + 1 for num in (*plain, *self.lens))
-        return CompiledLanguageModel(model, max_position, compilation, query_lens)
+        return CompiledLanguageModel(model, max_position, compilation, query_lens, context)
 
     def draft(
         self,

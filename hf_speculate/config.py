@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers.generation.candidate_generator import CandidateGenerator
 
+from hf_speculate.draft_state import DraftState
 from hf_speculate.errors import ConfigError
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.suffix_store import SuffixStore
@@ -53,6 +54,7 @@ class SpeculationConfig:
         max_matching_ngram_size: tokens of the text's end that are matched at most, >= 1; `None` is 64, which is also
             the most.
         suffix_store: texts of earlier calls to copy from too; this call's outputs are added to it.
+        draft_state: what the draft model has read in earlier calls; this call's text takes its place.
         verifier_backend: "auto", "torch" or "triton", of the kernels that verify and draw; "auto" is Triton on a GPU.
         speculation_cache: "auto", "dynamic" or "preallocated", where key-value states are kept; "auto" preallocates
             where the model allows it and the cache is not the user's own.
@@ -78,6 +80,7 @@ class SpeculationConfig:
     prompt_lookup_num_tokens: int | None = None
     max_matching_ngram_size: int | None = None
     suffix_store: SuffixStore | None = None
+    draft_state: DraftState | None = None
     verifier_backend: str = "auto"
     speculation_cache: str = "auto"
     seed: int | Sequence[int] | None = None
@@ -132,6 +135,12 @@ class SpeculationConfig:
         if store is not None and num is None:
             raise ConfigError(
                 "suffix_store must come with prompt_lookup_num_tokens, got none; set prompt_lookup_num_tokens=10, say"
+            )
+
+        if self.draft_state is not None and not isinstance(self.draft_state, DraftState):
+            raise ConfigError(
+                f"draft_state must be a DraftState, got {type(self.draft_state).__name__}; "
+                "pass hf_speculate.DraftState()"
             )
 
     def _check_randomness(self) -> None:

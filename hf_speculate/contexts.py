@@ -46,13 +46,15 @@ def target_context(
     extra = {name for name, value in model_kwargs.items() if value is not None} - _OWN - {"position_ids"}
     positions = model_kwargs.get("position_ids")
     model_class: Any = type(model)
+    embeds = model_kwargs.get("inputs_embeds")
+    read = {} if embeds is None else {"inputs_embeds": embeds[:, -num_query:].to(device_of(model))}
     is_usual = model_class.prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation
     if is_usual and not extra and not has_positions and (positions is None or positions.ndim == 2):
-        return Context()
+        return Context(prompt=read)
     inputs: dict[str, Any] = model.prepare_inputs_for_generation(  # type: ignore[operator]
         input_ids, next_sequence_length=num_query, is_first_iteration=True, **model_kwargs
     )
-    prompt = {name: value for name, value in inputs.items() if name not in _OWN and value is not None}
+    prompt = {name: value for name, value in inputs.items() if name not in _OWN and value is not None} | read
     if "position_ids" in prompt and _counts_tokens(prompt["position_ids"], model_kwargs):
         del prompt["position_ids"]
     return Context(prompt=prompt, types=_later_types(model, input_ids, model_kwargs))
@@ -71,7 +73,7 @@ def draft_context(
     Args:
         draft: the draft model, or None; its encoder runs once, unless it is the target's.
         target: whose encoder has run.
-        inputs: what the target's encoder read; None where its output was passed.
+        inputs: what the target's encoder read; None where its output, or embeddings, were passed.
         model_kwargs: what transformers has prepared for the target.
         num_rows: B, the output's rows, of which each input has as many as the others.
         vocabulary: how the draft's ids stand to the target's; None: they are the same.
@@ -90,8 +92,8 @@ def draft_context(
     if encoder is not target.get_encoder():
         if inputs is None:
             raise UnsupportedGenerationError(
-                f"encoder_outputs must be left out for a draft with an encoder of its own, {type(draft).__name__}; "
-                "pass what the encoders read, or a draft that shares the target's encoder"
+                "encoder_outputs and inputs_embeds must be left out for a draft with an encoder of its own, "
+                f"{type(draft).__name__}; pass what the encoders read, or a draft that shares the target's encoder"
             )
         if vocabulary is not None and encoder.main_input_name == "input_ids":
             inputs = vocabulary.to(inputs.device).draft_ids[inputs]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 
 from hf_speculate.batch import Batch, DecoderSettings
+from hf_speculate.carrying import Carrier
 from hf_speculate.draft.base import Drafter
 from hf_speculate.following import Follower
 from hf_speculate.infer.language_model import LanguageModel
@@ -29,6 +30,7 @@ class SpeculativeDecoder:
         stats: counts and times the work.
         on_tokens: called with the ids of row 0 after each trim, for streamers.
         clock: seconds.
+        carrier: takes what the draft model has read along to the next call; None: nothing is taken.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class SpeculativeDecoder:
         stats: SpeculationStats,
         on_tokens: Callable[[list[int]], None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        carrier: Carrier | None = None,
     ):
         self.target = target
         self.follower = Follower(drafter, settings)
@@ -51,6 +54,7 @@ class SpeculativeDecoder:
         self.recorder = recorder
         self.stats = stats
         self.on_tokens = on_tokens
+        self.carrier = carrier
         self._clock = clock
         self._since = 0.0
         self._prompt_len = 0
@@ -92,6 +96,8 @@ class SpeculativeDecoder:
             other_s += self._lap("bookkeeping_s")
             self.schedule.update(outcome._replace(draft_s=draft_s, score_s=score_s, other_s=other_s))
         self._finish(batch)
+        if self.carrier is not None:
+            self.carrier.remember(batch)
 
     def _prefill(self, batch: Batch) -> None:
         """Feed the prompt and emit the token after it."""
@@ -101,7 +107,9 @@ class SpeculativeDecoder:
         batch.target_cache.begin_recording()
         prompt_s = self._lap("prefill_s")
         num_left = self.settings.max_length - self._prompt_len - 1
-        self.schedule.begin(prompt_s, batch.query_ids.shape[1], num_left)
+        num_read = batch.query_ids.shape[1]
+        num_unread = min(max(self._prompt_len - batch.num_held[0], 0), num_read)  # by the drafter, with carried states
+        self.schedule.begin(prompt_s * num_unread / num_read, num_unread, num_left)
         keys = batch.keys()
         round_ = Round(batch.tokens, batch.host_tokens, output.logits[:, -1:], batch.no_draft(), keys)
         verified = self.judge.verify(round_)

@@ -19,6 +19,7 @@ class Follower:
     def __init__(self, drafter: Drafter | None, settings: DecoderSettings):
         self.drafter = drafter
         self.settings = settings
+        self._was_live: list[bool] = []  # [B] at the last draft
 
     def num_unseen(self, batch: Batch) -> int:
         """Tokens at the end of the live rows that the drafter has not seen; as many in each, for plain steps add one.
@@ -39,6 +40,7 @@ class Follower:
         """
         if num_draft_tokens == 0 or self.drafter is None:
             return batch.no_draft()
+        self._was_live = [not is_finished for is_finished in batch.is_finished]
         batch.num_held = [length - num_fed for length in batch.tokens.lens]
         tokens = batch.host_tokens if self.settings.drafts_on_host else batch.tokens
         draft = self.drafter.draft(
@@ -79,7 +81,10 @@ class Follower:
             for num, done, accepted in zip(most, batch.is_finished, verified.num_accepted, strict=True)
         ]
         valid = [min(held, length + num) for held, length, num in zip(batch.num_held, before, followed, strict=True)]
+        kept = [min(num, accepted) for num, accepted in zip(most, verified.num_accepted, strict=True)]
+        certain = [min(held, length + num) for held, length, num in zip(batch.num_held, before, kept, strict=True)]
         self._drop(batch, valid)
+        self._note_valid(batch, certain)
 
     def rows(self, indices: list[int]) -> None:
         """Forget all rows but `indices`, in that order. The caller does the same to the batch."""
@@ -93,6 +98,22 @@ class Follower:
             return draft
         most = torch.tensor(room, dtype=draft.lens.dtype, device=draft.lens.device)
         return draft._replace(lens=torch.minimum(draft.lens, most))
+
+    def _note_valid(self, batch: Batch, certain: list[int]) -> None:
+        """Say how much of each row's own text the draft cache holds, for later calls.
+
+        What a row is fed once it has ended is not its text, so such a row can only lose.
+
+        Args:
+            batch: the rows, the cache cut back.
+            certain: [B] tokens of each row, padding included, that it held before.
+        """
+        if batch.num_valid is None or batch.draft_cache is None:
+            return
+        rows = zip(batch.num_valid, certain, batch.num_pads or [], self._was_live, strict=True)
+        valid = [max(num - pad, 0) if was_live else known for known, num, pad, was_live in rows]
+        lens = batch.draft_cache.get_lens().tolist()
+        batch.num_valid = [min(num, length) for num, length in zip(valid, lens, strict=True)]
 
     def _drop(self, batch: Batch, valid: list[int]) -> None:
         """Leave the drafter equally far behind in every row, so that its next query is rectangular.

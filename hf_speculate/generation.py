@@ -28,8 +28,9 @@ from hf_speculate.arguments import (
 )
 from hf_speculate.attention_switch import folded_attention_for
 from hf_speculate.batch import Batch
-from hf_speculate.build import Call, build_decoder
-from hf_speculate.compiling import Static, compile_settings, static_of, with_eager_draft
+from hf_speculate.build import build_decoder
+from hf_speculate.call import Call
+from hf_speculate.compiling import static_of, with_eager_draft
 from hf_speculate.config import FIELD_NAMES, SpeculationConfig, fields_of, read_config
 from hf_speculate.contexts import draft_context, target_context
 from hf_speculate.decoder import SpeculativeDecoder
@@ -42,7 +43,6 @@ from hf_speculate.private_names import (
     adapters_by_row,
     attention_name,
     comes_from_model_config,
-    compile_config_of,
     pad_token_id,
     stateful_names,
 )
@@ -165,7 +165,8 @@ def _generate(
             f"generate() of the model must decode by GenerationMixin's, got {type(model).__name__} with a loop of its "
             f"own; {reason.way_out}"
         )
-    if assistant is not None and drafting.is_guess and config.prompt_lookup_num_tokens is None:
+    reads_text = call.get("inputs_embeds") is None  # a draft that cannot read the prompt is poor, whatever its ids
+    if assistant is not None and drafting.is_guess and reads_text and config.prompt_lookup_num_tokens is None:
         warn_of_low_acceptance(model, assistant, speculation.stats)
     if isinstance(output, ModelOutput):
         output.speculation = speculation.stats
@@ -209,7 +210,6 @@ class _Speculation:
         config = self.config.for_run(self.num_calls).resolve(bool(generation_config.do_sample))
         self.num_calls += 1
         check_verifier(config)
-        check_rope(model, generation_config.max_length, self.reason)
         has_encoder = bool(model.config.is_encoder_decoder)
         check_prepared(input_ids, generation_config, model_kwargs, has_encoder, self.streamer, self.reason)
         mask = model_kwargs.get("decoder_attention_mask" if has_encoder else "attention_mask")
@@ -217,13 +217,16 @@ class _Speculation:
             self.passed_mask_len = None if mask is None else mask.shape[-1]
         cache = model_kwargs["past_key_values"]
         returns_dict = bool(generation_config.return_dict_in_generate)
-        query = uncached(input_ids, cache, self.passed_mask_len)
+        embeds = model_kwargs.get("inputs_embeds")
+        query = uncached(input_ids, cache, self.passed_mask_len, None if has_encoder else embeds)
+        num_before = cache.get_seq_length() + query.shape[1] - input_ids.shape[1]  # that the output does not show
+        check_rope(model, generation_config.max_length + num_before, self.reason)
         context = target_context(model, input_ids, query.shape[1], model_kwargs, has_positions=self.has_positions)
         vocabulary = self.drafting.vocabulary
         check_context(context, input_ids, generation_config, self.assistant, vocabulary)
-        inputs = None if self.has_encoder_outputs else inputs_tensor
+        inputs = None if self.has_encoder_outputs or embeds is not None else inputs_tensor
         draft_reads = draft_context(self.assistant, model, inputs, model_kwargs, input_ids.shape[0], vocabulary)
-        static = _static(model, self.assistant, generation_config, self.is_static)
+        static = static_of(model, self.assistant, generation_config, self.is_static)
         generator = make_generator(
             config.candidate_generator,
             input_ids=input_ids,
@@ -289,17 +292,6 @@ class _Speculation:
 def _attention(model: PreTrainedModel | None) -> str:
     """The implementation that the model's decoder looks up at every forward."""
     return "" if model is None else str(attention_name(model.config.get_text_config(decoder=True)))
-
-
-def _static(
-    model: PreTrainedModel, assistant: PreTrainedModel | None, config: GenerationConfig, is_static: bool
-) -> Static | None:
-    """What the call asks of fixed buffers; what plain `generate` would not compile is not compiled."""
-    if not is_static and config.compile_config is None:
-        return None
-    wanted = [compile_config_of(one, config) for one in (model, model if assistant is None else assistant)]
-    settings = [None if one is None else compile_settings(one) for one in wanted]
-    return static_of(settings, config, model.device)
 
 
 def warn_of_lost_fields(model: PreTrainedModel) -> None:

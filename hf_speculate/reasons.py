@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from hf_speculate.config import SpeculationConfig
-from hf_speculate.errors import UnsupportedGenerationError
+from hf_speculate.errors import ConfigError, UnsupportedGenerationError
 
 
 class Reason(NamedTuple):
@@ -34,8 +34,13 @@ def reason_of(assistant: object, early_exit: object, config: SpeculationConfig, 
         samples: whether the call draws tokens.
 
     Raises:
+        ConfigError: there is a draft's state and no draft model.
         UnsupportedGenerationError: there are several sources of drafts; only prompt lookup goes beside a model.
     """
+    if config.draft_state is not None and assistant is None and early_exit is None:
+        raise ConfigError(
+            "draft_state must come with assistant_model or assistant_early_exit, got neither; leave draft_state out"
+        )
     models = ((assistant, ASSISTED), (early_exit, EARLY_EXIT))
     given = [reason for source, reason in models if source is not None]
     if config.candidate_generator is not None:

@@ -25,11 +25,12 @@ _COMMON_KWARGS = {
     "past_key_values",
     "use_cache",
 }
-_ENCODER_DECODER_KWARGS = _COMMON_KWARGS | {"decoder_attention_mask", "encoder_outputs"}
+_ENCODER_DECODER_KWARGS = _COMMON_KWARGS | {"decoder_attention_mask", "encoder_outputs", "inputs_embeds"}
 # What a decoder-only model reads with its prompt, and its tokens' types.
 _DECODER_KWARGS = _COMMON_KWARGS | {
     "image_grid_thw",
     "image_sizes",
+    "inputs_embeds",
     "mm_encoder_outputs",
     "mm_token_type_ids",
     "pixel_attention_mask",
@@ -150,13 +151,19 @@ def check_call(call: dict[str, Any], reason: Reason) -> None:
     """
     refused = {
         "custom_generate": call.get("custom_generate"),
-        "inputs_embeds": call.get("inputs_embeds"),
+        "inputs_embeds": call.get("inputs_embeds") if reason is GENERATOR else None,
         "synced_gpus": call.get("synced_gpus") or None,
         **{name: call.get(name) or None for name in _OF_TARGETS_STATES},
     }
     for name, value in refused.items():
         if value is not None:
             raise _left_out(name, reason)
+    mask = call.get("attention_mask")
+    if call.get("inputs_embeds") is not None and mask is not None and mask.ndim != 2:
+        raise UnsupportedGenerationError(
+            f"attention_mask must be [B, P] over inputs_embeds with {reason.cause}, got {list(mask.shape)}; "
+            "pass which of them are padding"
+        )
     if call.get("cache_implementation") == "paged":  # transformers would batch continuously, past our loop
         raise UnsupportedGenerationError(
             f"cache_implementation must be left out with {reason.cause}, got 'paged'; {reason.way_out}"
@@ -211,7 +218,7 @@ def check_prepared(
                 f"{name} must be left out for an encoder-decoder with {reason.cause}, got True; {reason.way_out}"
             )
     _check_cache(model_kwargs.get("past_key_values"), reason)
-    if input_ids.shape[1] == 0:
+    if input_ids.shape[1] == 0 and model_kwargs.get("inputs_embeds") is None:
         raise UnsupportedGenerationError(f"the prompt must hold at least one token, got an empty one; {reason.way_out}")
     one_row_only = {
         "candidate_generator": reason is GENERATOR,
@@ -253,14 +260,14 @@ def check_context(
             f"prefill_chunk_size must be left out with {', '.join(context.prompt_names)}, got "
             f"{generation_config.prefill_chunk_size}; feed such a prompt at once"
         )
-    if assistant is not None:
+    if assistant is not None and input_ids.shape[1]:
         embeddings: Any = assistant.get_input_embeddings()
         size = embeddings.weight.shape[0] if vocabulary is None else len(vocabulary.draft_ids)
-        largest = int(input_ids.max())
-        if largest >= size:
+        smallest, largest = int(input_ids.min()), int(input_ids.max())
+        if largest >= size or smallest < 0:
             raise UnsupportedGenerationError(
                 f"ids of the prompt must be below {size} for assistant_model, which reads placeholders as text, got "
-                f"{largest}; use a draft whose embeddings hold them"
+                f"{largest if largest >= size else smallest}; use a draft whose embeddings hold them"
             )
 
 

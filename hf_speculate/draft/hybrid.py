@@ -48,6 +48,7 @@ class HybridDrafter:
         self._proposals: list[Proposal] = []  # [B] of the last call
         self._num_asked: list[int] = []  # [B] tokens of the model that were proposed in the last call
         self._unread: list[list[int]] | None = None  # [B] what was emitted since the model was run
+        self._begun: Tensor | None = None  # [B, N] int64 on the host, what the model's cache held before the first call
 
     def draft(
         self,
@@ -62,7 +63,10 @@ class HybridDrafter:
         """See `Drafter.draft`; `query_token_ids` and `kept` are expected on the host."""
         check_request(query_token_ids, num_draft_tokens, sample_strategy, keys)
         num_model = min(num_draft_tokens, self.max_model_tokens)
-        gained = self.texts.follow(query_token_ids, kept)
+        text = query_token_ids
+        if self._begun is not None and kept is None:
+            text = torch.cat([self._begun, text], dim=1)
+        gained = self.texts.follow(text, kept)
         rows = self.texts.rows
         if gained is None or kept is None:
             self._of_suffix, self._of_model = suffix_rates(len(rows)), model_rates(len(rows))
@@ -97,15 +101,22 @@ class HybridDrafter:
             return copied._replace(fed=fed)
         return _mixed(copied, drafted, torch.tensor(copies).to(self.device))._replace(fed=fed)
 
+    def begin(self, token_ids: Tensor) -> None:
+        """See `ModelDrafter.begin`."""
+        self._begun = token_ids.cpu()
+        self.model.begin(token_ids)
+
     def rows(self, indices: Sequence[int]) -> None:
         """Forget all rows but `indices`."""
-        self.texts.select(indices)
-        self.model.rows(indices)
-        if self._proposals:  # nothing is known of rows before the first draft
+        if self._begun is not None:
+            self._begun = self._begun[torch.tensor(list(indices))]
+        if self.texts.rows:  # nothing is known of any before the first call
             self._of_suffix.rows(indices)
             self._of_model.rows(indices)
-            self._proposals = [self._proposals[row] for row in indices]
-            self._num_asked = [self._num_asked[row] for row in indices]
+        self.texts.select(indices)
+        self.model.rows(indices)
+        self._proposals = [self._proposals[row] for row in indices] if self._proposals else []
+        self._num_asked = [self._num_asked[row] for row in indices] if self._num_asked else []
         if self._unread is not None:
             self._unread = [self._unread[row] for row in indices]
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from hf_speculate.draft.base import check_request
@@ -55,6 +56,7 @@ class ModelDrafter:
         self._in_force = self.processors  # in the present draft
         self.settings = settings or DraftSettings()
         self._history: TokenBuffer | None = None  # what the processors read
+        self._begun: Tensor | None = None  # [B, N] int64, what the cache held before the first call
 
     def draft(
         self,
@@ -90,12 +92,22 @@ class ModelDrafter:
             logits, logsumexps = logits.to(home), draws.logsumexps().to(home)
         return DraftOut(decoded.token_ids.to(home), decoded.lens.to(home), logits, logsumexps)
 
+    def begin(self, token_ids: Tensor) -> None:
+        """Note that the cache holds the rows' first tokens already, so that the first query is what follows them.
+
+        Args:
+            token_ids: [B, N] int64.
+        """
+        self._begun = token_ids.to(self.inferencer.language_model.device)
+
     def rows(self, indices: Sequence[int]) -> None:
         """Keep what belongs to the named rows."""
         self.inferencer.language_model.rows(indices)
         self.processors = self.processors.rows(indices)
         if self._history is not None:
             self._history.rows(indices)
+        if self._begun is not None:
+            self._begun = self._begun[torch.tensor(list(indices), device=self._begun.device)]
 
     def law(self, logits: Tensor) -> Tensor:
         """[B, V] the draft's logits after its processors, at the history's end."""
@@ -113,7 +125,8 @@ class ModelDrafter:
         if not len(self.processors):
             return
         if self._history is None:
-            self._history = TokenBuffer(query, capacity=query.shape[1] + 256)
+            text = query if self._begun is None else torch.cat([self._begun, query], dim=1)
+            self._history = TokenBuffer(text, capacity=text.shape[1] + 256)
         elif kept is not None:
             self._history.append(kept.token_ids.to(query.device), kept.num_emitted.tolist())
 

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from hf_speculate.infer.compilation import Compilation
+from hf_speculate.infer.context import Context
 from hf_speculate.infer.kv_cache import KVCache
 from hf_speculate.infer.language_model import LanguageModel
 from hf_speculate.infer.preallocated import LayerKinds, PreallocatedKVCache, additive_mask
@@ -167,12 +168,19 @@ class CompiledLanguageModel(LanguageModel):
         max_position: upper bound of position ids, for tokens drafted past the end of the text.
         compilation: of this model.
         query_lens: the lengths Q that are compiled, ascending.
+        context: embeddings of the prompt, or nothing.
     """
 
     def __init__(
-        self, model: PreTrainedModel, max_position: int | None, compilation: Compilation, query_lens: Sequence[int]
+        self,
+        model: PreTrainedModel,
+        max_position: int | None,
+        compilation: Compilation,
+        query_lens: Sequence[int],
+        context: Context | None = None,
     ):
-        super().__init__(model, max_position, keeps_states=True)  # one mode for all, or everything compiles twice
+        # One mode for all forwards, or everything compiles twice.
+        super().__init__(model, max_position, keeps_states=True, context=context)
         self.compilation = compilation
         self.query_lens = tuple(query_lens)
         self._buffers: FixedBuffers | None = None
@@ -199,7 +207,7 @@ class CompiledLanguageModel(LanguageModel):
         """See `LanguageModel.run`."""
         num_query = query_token_ids.shape[1]
         padded_len = next((length for length in self.query_lens if length >= num_query), None)
-        buffers = self.buffers(kv_cache)
+        buffers = None if self.context.awaits_prompt else self.buffers(kv_cache)
         logits = None
         if buffers is not None and padded_len is not None and num_query and not forward_options:
             padded = query_token_ids.new_zeros(query_token_ids.shape[0], padded_len)  # [B, Q]

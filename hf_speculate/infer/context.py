@@ -17,7 +17,7 @@ class Context:
     Args:
         every: arguments of all forwards by name; tensors are [B, ...].
         prompt: arguments of the first forward only, which is then the whole prompt's; its `position_ids`, if any, are
-            [..., B or 1, Q] int64.
+            [..., B or 1, Q] int64, and its `inputs_embeds`, if any, [B, Q, hidden] in place of the ids.
         types: arguments of later forwards that are the same for each of a row's tokens, [B, 1].
         prefix: what the names of a model's text inputs begin with: "decoder_" where an encoder has the plain names.
     """
@@ -37,8 +37,13 @@ class Context:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the model reads its text only."""
-        return not self._every and not self._prompt and not self.prefix
+        """Whether the model reads its text only, the prompt by its embeddings perhaps."""
+        return not self._every and not self._prompt.keys() - {"inputs_embeds"} and not self.prefix
+
+    @property
+    def awaits_prompt(self) -> bool:
+        """Whether the next forward takes arguments that are the prompt's alone."""
+        return bool(self._prompt)
 
     @property
     def crosses(self) -> bool:
@@ -61,6 +66,8 @@ class Context:
         arguments |= self._every
         if self._prompt:
             prompt, self._prompt = self._prompt, {}
+            if "inputs_embeds" in prompt:
+                del arguments[f"{self.prefix}input_ids"]
             if "position_ids" in prompt and "position_ids" in text:
                 self._offsets = prompt["position_ids"][..., -1:] - text["position_ids"][:, -1:]
             return arguments | prompt

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
 
 from hf_speculate.errors import UnsupportedModelError
-from hf_speculate.infer.kv_cache import bounded, checked_drops
+from hf_speculate.infer.kv_cache import bounded, checked_drops, leading
 from hf_speculate.types import KVState
 
 
@@ -110,6 +110,12 @@ class DynamicKVCache:
     def get_kv_states(self) -> list[KVState]:
         """One `KVState` [B, H, T, D] per layer (window layers hold their window); empty before the first update."""
         return [KVState(layer.keys, layer.values) for layer in self._held] if self.num_columns else []
+
+    def first_tokens(self, counts: Sequence[int]) -> list[KVState] | None:
+        """See `KVCache.first_tokens`; there are none of window layers."""
+        if self._has_holes or any(isinstance(layer, DynamicSlidingWindowLayer) for layer in self._held):
+            return None
+        return [leading(state, self._pads, max(counts)) for state in self.get_kv_states()]
 
     def update(self, states: Sequence[KVState]) -> None:
         """Append one `KVState` [B, H, N, D] per layer to every row."""

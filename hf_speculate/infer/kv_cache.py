@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
@@ -45,6 +46,13 @@ class KVCache(Protocol):
     def get_kv_states(self) -> list[KVState]:
         """One entry per layer; empty before the first update."""
 
+    def first_tokens(self, counts: Sequence[int]) -> list[KVState] | None:
+        """Copies of the states of each row's first tokens, by layer, [B, H, N, D]; None where they are not all there.
+
+        Args:
+            counts: [B] tokens of each row, at most its length; N is the largest. Behind a row's own stands anything.
+        """
+
     def update(self, states: Sequence[KVState]) -> None:
         """Append states from elsewhere, one [B, H, N, D] pair per layer."""
 
@@ -80,6 +88,15 @@ class KVCache(Protocol):
 def bounded(positions: Tensor, largest: int, max_position: int | None) -> Tensor:
     """`positions`, of which the largest is known, held to an upper bound; without a copy where nothing is above it."""
     return positions if max_position is None or largest <= max_position else positions.clamp_max(max_position)
+
+
+def leading(state: KVState, starts: Sequence[int], width: int) -> KVState:
+    """Copies [B, H, width, D] of the columns of [B, H, T, D] from each row's start on; the last one fills up."""
+    device, last = state.keys.device, state.keys.shape[2] - 1
+    columns = torch.tensor(starts, device=device)[:, None] + torch.arange(width, device=device)  # [B, width]
+    index = columns.clamp_max(last)[:, None, :, None]
+    keys, values = (part.gather(2, index.expand(-1, part.shape[1], -1, part.shape[3])) for part in state)
+    return KVState(keys, values)
 
 
 def checked_drops(num_tokens_crop: int | Sequence[int] | Tensor, lens: Sequence[int]) -> list[int]:

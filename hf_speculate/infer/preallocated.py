@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
 from hf_speculate.infer.buffer_pool import BufferPool, LayerBuffers
-from hf_speculate.infer.kv_cache import bounded, checked_drops
+from hf_speculate.infer.kv_cache import bounded, checked_drops, leading
 from hf_speculate.infer.ragged_layer import Columns, RaggedLayer
 from hf_speculate.types import KVState
 
@@ -100,6 +100,12 @@ class PreallocatedKVCache:
     def get_kv_states(self) -> list[KVState]:
         """One `KVState` [B, H, T, D] per layer, rows right-aligned (window layers: their window); empty at first."""
         return [self._states(layer) for layer in self._layers] if self.num_columns else []
+
+    def first_tokens(self, counts: Sequence[int]) -> list[KVState] | None:
+        """See `KVCache.first_tokens`; there are none once a window layer has dropped some."""
+        if not self.num_columns or any(layer.base for layer in self._layers):
+            return None
+        return [leading(KVState(*layer.buffers), self.pads, max(counts)) for layer in self._layers]
 
     def update(self, states: Sequence[KVState]) -> None:
         """Append one `KVState` [B, H, N, D] per layer to every row."""

@@ -132,10 +132,10 @@ def test_a_row_of_padding_only(models):
         target.generate(**inputs, assistant_model=draft, max_new_tokens=3)
 
 
-def test_inputs_embeds(models):
-    target, draft = models
-    with pytest.raises(UnsupportedGenerationError, match="inputs_embeds must be left out"):
-        target.generate(inputs_embeds=torch.zeros(1, 3, 32, dtype=torch.float64), assistant_model=draft)
+def test_embeddings_for_a_candidate_generator(models):
+    embeds = torch.zeros(1, 3, 32, dtype=torch.float64)
+    with pytest.raises(UnsupportedGenerationError, match="inputs_embeds must be left out with candidate_generator"):
+        models[0].generate(inputs_embeds=embeds, candidate_generator=PromptLookupCandidateGenerator())
 
 
 def test_an_unknown_model_argument():

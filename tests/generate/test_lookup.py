@@ -29,6 +29,16 @@ def few_words(batch_size, seed=1):
     return ragged_prompts(batch_size, seed=seed, vocab_size=6, max_len=14)
 
 
+@pytest.mark.parametrize("way", [0, 1])
+def test_a_row_may_end_before_anything_is_drafted(way):
+    target, draft = pair("llama")
+    inputs = few_words(3)
+    first = target.generate(**inputs, max_new_tokens=1)[0, -1]  # of a row that is padded otherwise than its neighbours
+    options = {"eos_token_id": int(first), "max_new_tokens": NUM_NEW}
+    plain = target.generate(**inputs, **options)
+    assert_equal_ids(plain, target.generate(**inputs, **options, **both_ways(draft)[way]))
+
+
 @pytest.mark.parametrize("cache", ["preallocated", "dynamic"])
 @pytest.mark.parametrize("batch_size", [1, 4])
 @pytest.mark.parametrize("kind", ["llama", "mistral_window", "gpt2"])
