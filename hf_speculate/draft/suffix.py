@@ -94,6 +94,7 @@ class SuffixRows:
 
     def __init__(self, settings: SuffixSettings):
         self._settings = settings
+        self._num_pads = settings.num_pads
         self.rows: list[SuffixRow] = []
 
     def follow(self, query_token_ids: Tensor, kept: Kept | None) -> list[list[int]] | None:
@@ -116,12 +117,14 @@ class SuffixRows:
         return gained
 
     def select(self, indices: Sequence[int]) -> None:
-        """Keep the rows `indices`, in that order."""
-        self.rows = [self.rows[row] for row in indices]
+        """Keep the rows `indices`, in that order; some may have ended before the first call."""
+        if self._num_pads is not None:
+            self._num_pads = [self._num_pads[row] for row in indices]
+        self.rows = [self.rows[row] for row in indices] if self.rows else []
 
     def _begin(self, texts: list[list[int]]) -> None:
         settings = self._settings
-        pads = settings.num_pads or [0] * len(texts)
+        pads = self._num_pads or [0] * len(texts)
         most = min(settings.max_match_len or MAX_MATCH_LEN, MAX_MATCH_LEN)
         made: dict[tuple[int, ...], SuffixIndex] = {}  # sequences of one prompt share its work
         for text, num in zip(texts, pads, strict=True):
