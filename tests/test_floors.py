@@ -38,6 +38,7 @@ FLOORS = {
     "hf_speculate.outputs": 2,
     "hf_speculate.infer": 1,
     "hf_speculate.config": 1,
+    "hf_speculate.hidden_states": 1,
     "hf_speculate.private_names": 1,
     "hf_speculate.row_wise": 1,
     "hf_speculate.sequences": 1,
