@@ -2,6 +2,7 @@
 
 from hf_speculate.checking.pair import PairReport, check_pair
 from hf_speculate.checking.parity import ParityReport, check_parity
+from hf_speculate.draft.base import Drafter, DrafterRequest
 from hf_speculate.draft.candidates import DraftModelCandidateGenerator
 from hf_speculate.draft_state import DraftState
 from hf_speculate.enabling import disable, enable, is_enabled
@@ -28,6 +29,8 @@ __all__ = [
     "ConfigError",
     "DraftModelCandidateGenerator",
     "DraftState",
+    "Drafter",
+    "DrafterRequest",
     "KernelUnavailableError",
     "PairReport",
     "ParityReport",

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hf_speculate.hidden_states import HiddenStates
 from hf_speculate.infer.kv_cache import KVCache
 from hf_speculate.sequences import TokenBuffer
 from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy
@@ -22,7 +23,8 @@ class DecoderSettings:
         is_lock_step: all rows advance by the same count.
         prefill_chunk_size: prompt tokens per forward; None: all at once.
         min_draft_query: tokens of each row that the drafter is fed at least, some of them again.
-        drafts_on_host: the drafter reads tokens, which it is then handed on the host, and may draft fewer than asked.
+        drafts_on_host: the drafter reads tokens, which it is then handed on the host.
+        drafts_freely: the drafter may draft fewer tokens than asked, whatever its rows need.
     """
 
     draft_strategy: SampleStrategy
@@ -33,6 +35,7 @@ class DecoderSettings:
     prefill_chunk_size: int | None = None
     min_draft_query: int = 1
     drafts_on_host: bool = False
+    drafts_freely: bool = False
 
 
 @dataclass
@@ -47,6 +50,7 @@ class Batch:
         seeds: [B] int64 row seeds.
         num_prompt_tokens: [B] real tokens of each prompt.
         num_pads: [B] tokens of padding before the text of each prompt; None: none.
+        states: what the drafter is yet to be told of the target's hidden states; None: it reads none.
     """
 
     tokens: TokenBuffer
@@ -56,6 +60,7 @@ class Batch:
     seeds: Tensor
     num_prompt_tokens: list[int]
     num_pads: list[int] | None = None
+    states: HiddenStates | None = None
 
     def __post_init__(self) -> None:
         on_host = self.tokens.token_ids.device.type == "cpu"
@@ -85,19 +90,25 @@ class Batch:
     def kept(self, tokens: TokenBuffer) -> Kept | None:
         """What was emitted since the drafter's last call, over plain steps in between; None before the first call.
 
+        With hidden states it is what they are of, before the first call too; they are handed over and forgotten.
+
         Args:
             tokens: where it is read: `tokens` or `host_tokens`.
         """
-        if self.told_lens is None:
-            return None
+        told_lens, states = self.told_lens, None
         device = tokens.token_ids.device
-        counts = [length - told for length, told in zip(tokens.lens, self.told_lens, strict=True)]
+        if self.states is not None:
+            told_lens = [length - num for length, num in zip(tokens.lens, self.states.counts, strict=True)]
+            states = self.states.take(device)
+        if told_lens is None:
+            return None
+        counts = [length - told for length, told in zip(tokens.lens, told_lens, strict=True)]
         offsets = torch.arange(max(counts), device=device)  # [N]
-        columns = torch.tensor(self.told_lens, device=device)[:, None] + offsets  # [B, N]
+        columns = torch.tensor(told_lens, device=device)[:, None] + offsets  # [B, N]
         num_emitted = torch.tensor(counts, dtype=torch.int32)
         ids = tokens.token_ids.gather(1, columns.clamp_max(tokens.token_ids.shape[1] - 1))  # [B, N]
         ids = ids.masked_fill(offsets >= num_emitted.to(device)[:, None], -1)
-        return Kept(ids, num_emitted, num_rounds=self.num_rounds - self.told_round)
+        return Kept(ids, num_emitted, states, num_rounds=self.num_rounds - self.told_round)
 
     def tell(self) -> None:
         """Note that the drafter has been told all that was emitted."""
@@ -112,6 +123,8 @@ class Batch:
         self.target_cache.rows(indices)
         if self.draft_cache is not None:
             self.draft_cache.rows(indices)
+        if self.states is not None:
+            self.states.rows(indices)
         index = torch.tensor(indices, device=self.seeds.device)
         self.seeds = self.seeds[index]
         if self.told_lens is not None:

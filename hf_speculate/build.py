@@ -16,7 +16,8 @@ from hf_speculate.compiling import Compiler, draft_lens
 from hf_speculate.config import DEFAULT_ASSISTANT_TOKENS, SpeculationConfig
 from hf_speculate.decoder import SpeculativeDecoder
 from hf_speculate.draft.foreign import samples_its_law
-from hf_speculate.drafting import DraftPlan, build_drafter, min_draft_query
+from hf_speculate.drafting import DraftPlan, build_drafter, min_draft_query, reads_hidden_states, within_drafter
+from hf_speculate.hidden_states import HiddenStates
 from hf_speculate.infer.chunks import draft_chunk_size
 from hf_speculate.infer.homes import Home
 from hf_speculate.infer.language_model import counts_columns, device_of
@@ -68,7 +69,8 @@ def build_decoder(
     strategy = _draft_strategy(draft, config, call)
     config = _without_idle_block(config, strategy, bool(reason), stats)
     stats.verifier = config.verifier or ""
-    drafts = draft is not None or is_lookup or call.generator is not None
+    is_own = config.drafter is not None
+    drafts = is_own or is_lookup or draft is not None or call.generator is not None
     compiler = Compiler(call.static, draft_lens(config) if drafts else (), stats)
     batch = _build_batch(target, draft, config, call, compiler)
     stats.cache = batch.target_cache.kind
@@ -88,6 +90,8 @@ def build_decoder(
         num_pads=call.num_pads,
         vocab_size=target.config.get_text_config(decoder=True).vocab_size,
         context=call.draft_context,
+        target=target,
+        max_length=call.max_length,
         chunk_size=None if draft is None else draft_chunk_size(target, draft, num_query),
         vocabulary=call.vocabulary,
         generator=call.generator,
@@ -97,6 +101,10 @@ def build_decoder(
     carrier = make_carrier(config.draft_state, draft, call.vocabulary, call.text_mask) if text_only else None
     if carrier is not None:
         carrier.recall(batch, drafter)
+    if reads_hidden_states(drafter):
+        batch.states = HiddenStates()
+        compiler.run_target_eagerly("eager forwards of the target, whose hidden states the drafter reads")
+    config = within_drafter(config, drafter)
     settings = DecoderSettings(
         draft_strategy=strategy,
         max_length=call.max_length,
@@ -106,6 +114,7 @@ def build_decoder(
         prefill_chunk_size=call.prefill_chunk_size,
         min_draft_query=min_draft_query(drafter),
         drafts_on_host=is_lookup,
+        drafts_freely=is_lookup or is_own,
     )
     verifier = make_verifier(config)
     judge: Judge = RaggedJudge(verifier, block_processors, stopping, stats)
@@ -173,7 +182,8 @@ def _without_idle_block(
 
 
 def _draft_strategy(draft: PreTrainedModel | None, config: SpeculationConfig, call: Call) -> SampleStrategy:
-    samples = draft is not None and call.do_sample and config.draft_sampling == "sample"
+    drafts_itself = draft is not None or config.drafter is not None
+    samples = drafts_itself and call.do_sample and config.draft_sampling == "sample"
     if call.generator is not None:
         samples = call.do_sample and samples_its_law(call.generator)
     return SampleStrategy.RANDOM if samples else SampleStrategy.GREEDY

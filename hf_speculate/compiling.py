@@ -191,6 +191,12 @@ class Compiler:
 
         return Compilation(model, settings, forget)
 
+    def run_target_eagerly(self, reason: str) -> None:
+        """Note why the target runs eagerly though it was to be compiled; its forwards see to it that it does."""
+        if "target" in self.stats.compiled:
+            self.stats.compiled.remove("target")
+            self._give_up(reason)
+
     def _give_up(self, reason: str) -> None:
         self.stats.add_fallback(reason)
         _warn_once(reason)

@@ -63,6 +63,7 @@ class SpeculationConfig:
         speculation_stats: filled in during the call.
         candidate_generator: a transformers `CandidateGenerator` that drafts in place of a model, or what makes one
             from keywords; it decides how many tokens it drafts, up to `num_assistant_tokens`.
+        drafter: makes a `Drafter` from the call's `DrafterRequest`, once for every decoding.
 
     Raises:
         ConfigError: a value is out of its range or not among the choices.
@@ -87,6 +88,7 @@ class SpeculationConfig:
     generator: torch.Generator | None = None
     speculation_stats: SpeculationStats | None = None
     candidate_generator: CandidateGenerator | Callable[..., CandidateGenerator] | None = None
+    drafter: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -109,6 +111,11 @@ class SpeculationConfig:
         self._check_lookup()
         self._check_randomness()
         self._check_candidate_generator()
+        if self.drafter is not None and not callable(self.drafter):
+            raise ConfigError(
+                f"drafter must make a Drafter when called with a DrafterRequest, got {type(self.drafter).__name__}; "
+                "pass a class, a function or a functools.partial"
+            )
 
     def _check_num_assistant_tokens(self) -> None:
         num = self.num_assistant_tokens

@@ -73,6 +73,8 @@ class SpeculativeDecoder:
         """Run to the end; the recorder then holds the output, and the target's cache all but its last token."""
         self._since = self._clock()
         self._prompt_len = batch.prompt_len
+        if batch.states is not None:
+            self._options["output_hidden_states"] = True
         self._prefill(batch)
         while not all(batch.is_finished):
             num_draft_tokens = self._num_draft_tokens(batch)
@@ -88,7 +90,7 @@ class SpeculativeDecoder:
             verified = self.judge.verify(round_)  # 3. the verifier keeps a prefix
             other_s += self._lap("verify_s")
             trimmed = self._trim(batch, round_, verified)  # 4. what follows a stop goes
-            if self.settings.drafts_on_host:
+            if self.settings.drafts_freely:
                 num_draft_tokens = draft.token_ids.shape[1]
             outcome = self._outcome(batch, num_draft_tokens, num_fed, verified, trimmed)
             self._record(batch, round_, verified, trimmed, output)
@@ -101,9 +103,13 @@ class SpeculativeDecoder:
 
     def _prefill(self, batch: Batch) -> None:
         """Feed the prompt and emit the token after it."""
-        size = self.settings.prefill_chunk_size or batch.query_ids.shape[1]
+        num_ahead = batch.query_ids.shape[1]
+        size = self.settings.prefill_chunk_size or num_ahead
         for chunk in batch.query_ids.split(size, dim=1):
             output = self.target.run(chunk, batch.target_cache, logits_to_keep=1, **self._options)
+            if batch.states is not None:
+                batch.states.add_prompt(output, batch.num_prompt_tokens, num_ahead)
+            num_ahead -= chunk.shape[1]
         batch.target_cache.begin_recording()
         prompt_s = self._lap("prefill_s")
         num_left = self.settings.max_length - self._prompt_len - 1
@@ -182,11 +188,13 @@ class SpeculativeDecoder:
             num_drafted, num_accepted = verified.num_drafted[row], verified.num_accepted[row]
             num_judged = min(num_accepted + 1, num_drafted, len(verified.new_ids[row]))
             self.stats.add_row(num_drafted, num_accepted, trimmed.num_emitted[row], num_judged)
-        if self._options:
+        if self.recorder.recorded.hidden_states or self.recorder.recorded.attentions:
             layers = batch.target_cache.cache.layers
             windows = [getattr(layer, "sliding_window", None) for layer in layers]
             num_query = round_.draft.token_ids.shape[1] + 1
             self.recorder.add_states(output, trimmed.num_emitted[0], num_query, windows)
+        if batch.states is not None:
+            batch.states.add(output, trimmed.num_emitted)
         self._emit(batch, round_, verified, trimmed)
 
     def _outcome(

@@ -1,6 +1,6 @@
 """Makes the drafter that a call's settings name."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import PreTrainedModel
@@ -9,11 +9,12 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from hf_speculate.batch import Batch
 from hf_speculate.compiling import Compiler
 from hf_speculate.config import SpeculationConfig
-from hf_speculate.draft.base import Drafter
+from hf_speculate.draft.base import Drafter, DrafterRequest
 from hf_speculate.draft.compiled import UNIT_QUERY_LEN, CompiledDrafter
 from hf_speculate.draft.foreign import ForeignDrafter
 from hf_speculate.draft.hybrid import HybridDrafter
 from hf_speculate.draft.model import DraftSettings, ModelDrafter
+from hf_speculate.draft.own import OwnDrafter
 from hf_speculate.draft.suffix import SuffixDrafter, SuffixSettings
 from hf_speculate.draft.vocabulary import TranslatedLanguageModel, Vocabulary
 from hf_speculate.infer.compiled import CompiledLanguageModel
@@ -38,6 +39,8 @@ class DraftPlan:
         num_pads: [B] tokens of padding before each prompt; None: none.
         vocab_size: the target's V.
         context: what the draft model reads besides the text.
+        target: the model that judges.
+        max_length: columns of the output at most.
         chunk_size: tokens of each row per forward of the draft at most, where a prompt is fed; None: all at once.
         vocabulary: how the draft's ids stand to the target's; None: they are the same.
         generator: what drafts in place of a model; None: a model does, or nothing.
@@ -52,6 +55,8 @@ class DraftPlan:
     num_pads: list[int] | None
     vocab_size: int
     context: Context
+    target: PreTrainedModel
+    max_length: int
     chunk_size: int | None = None
     vocabulary: Vocabulary | None = None
     generator: CandidateGenerator | None = None
@@ -65,6 +70,8 @@ def build_drafter(plan: DraftPlan, batch: Batch) -> Drafter | None:
         batch: the rows, with their caches.
     """
     config, device = plan.config, batch.tokens.token_ids.device
+    if config.drafter is not None:
+        return OwnDrafter(config.drafter, _request(plan, batch))
     match (plan.draft, config.prompt_lookup_num_tokens, plan.generator):
         case None, None, CandidateGenerator() as generator:
             return ForeignDrafter(generator)
@@ -78,10 +85,39 @@ def build_drafter(plan: DraftPlan, batch: Batch) -> Drafter | None:
     return None
 
 
+def reads_hidden_states(drafter: Drafter | None) -> bool:
+    """Whether a drafter is told the target's hidden states."""
+    return isinstance(drafter, OwnDrafter) and drafter.reads_hidden_states
+
+
+def within_drafter(config: SpeculationConfig, drafter: Drafter | None) -> SpeculationConfig:
+    """The settings of the schedule, which asks a drafter for no more tokens than it proposes."""
+    most = drafter.max_draft_tokens if isinstance(drafter, OwnDrafter) else None
+    if most is None or most >= config.max_draft_tokens:
+        return config
+    return replace(config, num_assistant_tokens=most, num_assistant_tokens_schedule=config.schedule)
+
+
 def min_draft_query(drafter: Drafter | None) -> int:
     """Tokens of each row that a drafter is fed at least."""
     model = drafter.model if isinstance(drafter, HybridDrafter) else drafter
     return UNIT_QUERY_LEN if isinstance(model, CompiledDrafter) else 1
+
+
+def _request(plan: DraftPlan, batch: Batch) -> DrafterRequest:
+    config, batch_size = plan.config, len(batch.row_ids)
+    return DrafterRequest(
+        target=plan.target,
+        batch_size=batch_size,
+        num_pads=tuple(plan.num_pads or [0] * batch_size),
+        max_length=plan.max_length,
+        max_draft_tokens=config.max_draft_tokens,
+        vocab_size=plan.vocab_size,
+        eos_token_ids=plan.eos_token_ids or frozenset(),
+        device=batch.tokens.token_ids.device,
+        processors=plan.processors,
+        stream=draft_stream(config),
+    )
 
 
 def _suffix_settings(plan: DraftPlan, num: int) -> SuffixSettings:

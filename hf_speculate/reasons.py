@@ -16,6 +16,7 @@ class Reason(NamedTuple):
 ASSISTED = Reason("assistant_model", "leave assistant_model out to decode without speculation")
 EARLY_EXIT = Reason("assistant_early_exit", "leave assistant_early_exit out to decode without speculation")
 GENERATOR = Reason("candidate_generator", "leave candidate_generator out to decode without speculation")
+OWN = Reason("drafter", "leave drafter out to decode without speculation")
 LOOKUP = Reason(
     "prompt_lookup_num_tokens",
     "leave prompt_lookup_num_tokens out to decode without speculation, or hf_speculate.disable(model) for transformers'"
@@ -45,7 +46,10 @@ def reason_of(assistant: object, early_exit: object, config: SpeculationConfig, 
     given = [reason for source, reason in models if source is not None]
     if config.candidate_generator is not None:
         given.append(GENERATOR)
-    if config.prompt_lookup_num_tokens is not None and (not given or GENERATOR in given):
+    if config.drafter is not None:
+        given.append(OWN)
+    is_model = given in ([ASSISTED], [EARLY_EXIT])
+    if config.prompt_lookup_num_tokens is not None and not is_model:
         given.append(LOOKUP)
     if len(given) > 1:
         names = " and ".join(reason.cause for reason in given)

@@ -34,11 +34,17 @@ class DraftOut(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What was emitted since the drafter's last call, handed back to it."""
+    """What was emitted since the drafter's last call, handed back to it.
+
+    A drafter that reads hidden states is told of every token with the state that it was chosen from: state i of a row
+    is the target's last one, as its head reads it, at the token before `token_ids[i]`. The newest token has no state of
+    its own yet, for the target has not read it. Such a drafter gets a `Kept` in its first call too: all tokens of the
+    prompt that the target read but the first, without padding, then what was emitted.
+    """
 
     token_ids: Tensor  # [B, N] int64, padded with -1; N is K+1 at most, and more after plain steps
-    num_emitted: Tensor  # [B] int32
-    hidden_states: Tensor | None = None  # [B, N, D], the target's last hidden states, for drafters that read them
+    num_emitted: Tensor  # [B] int32, on the host; 0 for a row that has ended and stays
+    hidden_states: Tensor | None = None  # [B, N, D], anything past `num_emitted`; None: the drafter reads none
     num_rounds: int = 1  # since the drafter's last call, plain steps among them
 
 

@@ -44,6 +44,7 @@ FLOORS = {
     "hf_speculate.infer": 1,
     "hf_speculate.saved_fields": 1.5,
     "hf_speculate.config": 1,
+    "hf_speculate.hidden_states": 1,
     "hf_speculate.private_names": 1,
     "hf_speculate.row_wise": 1,
     "hf_speculate.sequences": 1,

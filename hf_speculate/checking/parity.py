@@ -105,7 +105,7 @@ def check_parity(
 
     Args:
         model: the target, enabled or not; it and the assistant are left as they are.
-        assistant: the draft model; None with `prompt_lookup_num_tokens`.
+        assistant: the draft model; None with `prompt_lookup_num_tokens` or `drafter`.
         prompts: one call or a sequence of them: token ids [T] or [B, T] int64, or a mapping with `input_ids` and,
             left-padded, `attention_mask`. Strings need the tokenizer; all of them make one batch.
         tokenizer: encodes strings; where it has no padding token each string is decoded alone.
@@ -119,7 +119,7 @@ def check_parity(
     """
     _check_arguments(model, assistant, generate_kwargs)
     options = {"verifier": "greedy", **generate_kwargs, "do_sample": False, "max_new_tokens": max_new_tokens}
-    if assistant is not None and "num_assistant_tokens_schedule" not in options:
+    if (assistant is not None or options.get("drafter")) and "num_assistant_tokens_schedule" not in options:
         options.setdefault("num_assistant_tokens", DEFAULT_ASSISTANT_TOKENS)
     stats = options.pop("speculation_stats", None) or SpeculationStats()
     num_drafted = 0
@@ -168,9 +168,10 @@ class _GapRecorder(LogitsProcessor):
 
 
 def _check_arguments(model: PreTrainedModel, assistant: object, kwargs: Mapping[str, Any]) -> None:
-    if assistant is None and kwargs.get("prompt_lookup_num_tokens") is None:
+    if assistant is None and all(kwargs.get(name) is None for name in ("prompt_lookup_num_tokens", "drafter")):
         raise ConfigError(
-            "assistant must be a model where prompt_lookup_num_tokens is not set, got None: nothing would be drafted"
+            "assistant must be a model where neither prompt_lookup_num_tokens nor drafter is set, got None: nothing "
+            "would be drafted"
         )
     for config in (kwargs.get("generation_config"), model.generation_config):
         if getattr(config, "prompt_lookup_num_tokens", None) is not None:

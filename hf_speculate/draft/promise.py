@@ -39,8 +39,8 @@ class Rates:
         return total
 
     def rows(self, indices: Sequence[int]) -> None:
-        """Keep the rows `indices`, in that order."""
-        self._rows = [self._rows[row] for row in indices]
+        """Keep the rows `indices`, in that order; there are none before the first call."""
+        self._rows = [self._rows[row] for row in indices] if self._rows else []
 
     def _rate(self, row: int, kind: int) -> float:
         accepted, judged = self._rows[row][kind]

@@ -95,7 +95,8 @@ class LanguageModel:
             output = self.model(past_key_values=kv_cache.cache, use_cache=True, return_dict=True, **options)
         kv_cache.advance(num_query)
         logits = output.logits if logits_to_keep is None else output.logits[:, -logits_to_keep:]  # [B, Q', V]
-        return Scored(logits, output.get("hidden_states"), output.get("attentions"))
+        hidden_states = output.get(f"{text_prefix(self.model)}hidden_states")
+        return Scored(logits, hidden_states, output.get("attentions"))
 
     def rows(self, indices: Sequence[int]) -> None:
         """Keep the named rows of what the model reads besides its text."""

@@ -55,6 +55,16 @@ def test_greedy_text_is_plain(kind, batch_size, cache):
         assert 0 < stats.num_accepted <= stats.num_drafted
 
 
+def test_a_row_may_end_before_anything_was_copied():
+    target, draft = pair("llama")
+    inputs = few_words(3)
+    first = int(target.generate(**inputs, max_new_tokens=1)[1, -1])
+    options = {"max_new_tokens": NUM_NEW, "eos_token_id": first, "pad_token_id": 0}
+    plain = target.generate(**inputs, **options)
+    for lookup in both_ways(draft):
+        assert_equal_ids(plain, target.generate(**inputs, **options, **lookup))
+
+
 def test_long_copies_after_prompts_of_one_token():
     """The draft model is fed what was copied, as many tokens of every row."""
     target, draft = pair("llama")
