@@ -1,0 +1,124 @@
+"""Decodes JSON of a schema under a grammar of xgrammar, in lock step and as a processor that can take calls back.
+
+    pip install ".[grammar]"
+    python examples/grammar.py
+
+`GrammarProcessor` is the adapter: one `GrammarMatcher` a row, with the methods of `hf_speculate.RollbackProcessor`.
+So drafts obey the grammar, rows advance by their own counts, and a round's refused tokens are taken back.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import xgrammar
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor
+from xgrammar.contrib.hf import LogitsProcessor as LockStepProcessor
+
+import hf_speculate
+
+EXAMPLES = Path(__file__).resolve().parent
+PROMPTS = ("# the size of the stack\nconfig = ", "import json\n\nDATA = json.loads('", "result = ")
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "size": {"type": "integer", "maximum": 9999, "minimum": 0},
+        "is_open": {"type": "boolean"},
+    },
+    "required": ["name", "size", "is_open"],
+}
+
+
+class GrammarProcessor(LogitsProcessor):
+    """Allows in every row what a compiled grammar allows next; make a new one for each call of `generate()`."""
+
+    def __init__(self, grammar: xgrammar.CompiledGrammar):
+        self.grammar = grammar
+        self.matchers: list[Any] = []  # [B]
+        self.num_lost: list[int] = []  # [B] last calls whose token the matcher did not take
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if not self.matchers:
+            self.matchers = [xgrammar.GrammarMatcher(self.grammar) for _ in input_ids]
+            self.num_lost = [0] * len(input_ids)
+        else:
+            for row, token_id in enumerate(input_ids[:, -1].tolist()):
+                if not self._takes(row, token_id):
+                    self.num_lost[row] += 1
+        num_known = self.grammar.tokenizer_info.vocab_size
+        bitmask = xgrammar.allocate_token_bitmask(len(self.matchers), num_known)  # all are allowed
+        for row, matcher in enumerate(self.matchers):
+            if not self.num_lost[row] and not matcher.is_terminated():
+                matcher.fill_next_token_bitmask(bitmask, row)
+        num_masked = min(num_known, scores.shape[1])  # a draft model may have fewer
+        xgrammar.apply_token_bitmask_inplace(scores, bitmask.to(scores.device), vocab_size=num_masked)
+        return scores
+
+    def rollback(self, num_calls: Sequence[int]) -> None:
+        for row, num in enumerate(num_calls):
+            num_lost = min(num, self.num_lost[row])
+            self.num_lost[row] -= num_lost
+            if num > num_lost:
+                self.matchers[row].rollback(num - num_lost)
+
+    def rows(self, indices: Sequence[int]) -> None:
+        self.matchers = [self.matchers[row] for row in indices]
+        self.num_lost = [self.num_lost[row] for row in indices]
+
+    def fork(self) -> "GrammarProcessor":
+        copy = GrammarProcessor(self.grammar)
+        copy.matchers = [matcher.fork() for matcher in self.matchers]
+        copy.num_lost = list(self.num_lost)
+        return copy
+
+    def _takes(self, row: int, token_id: int) -> bool:
+        """Whether the matcher follows a token; after one that it does not, it follows none until that is taken back."""
+        matcher = self.matchers[row]
+        return not self.num_lost[row] and not matcher.is_terminated() and matcher.accept_token(token_id)
+
+
+def compile_json(tokenizer: Any, vocab_size: int, schema: dict[str, Any] | None = None) -> xgrammar.CompiledGrammar:
+    """The grammar of a JSON schema, or of all JSON, for a tokenizer whose model has `vocab_size` logits."""
+    info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size)
+    compiler = xgrammar.GrammarCompiler(info)
+    if schema is None:
+        return compiler.compile_builtin_json_grammar()
+    return compiler.compile_json_schema(json.dumps(schema), any_whitespace=False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--max-new-tokens", type=int, default=48)
+    parser.add_argument("--num-assistant-tokens", type=int, default=5)
+    parser.add_argument("--pair", type=Path, default=EXAMPLES / "pair")
+    args = parser.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(args.pair / "target", padding_side="left")
+    target, draft = (
+        AutoModelForCausalLM.from_pretrained(args.pair / name, dtype=torch.float32).eval()
+        for name in ("target", "draft")
+    )
+    grammar = compile_json(tokenizer, target.config.vocab_size, SCHEMA)
+    inputs = tokenizer(list(PROMPTS), return_tensors="pt", padding=True)
+    for name, processor in (("lock step", LockStepProcessor(grammar)), ("rollback", GrammarProcessor(grammar))):
+        stats = hf_speculate.SpeculationStats()
+        ids = hf_speculate.generate(
+            target,
+            **inputs,
+            assistant_model=draft,
+            logits_processor=[processor],
+            max_new_tokens=args.max_new_tokens,
+            num_assistant_tokens=args.num_assistant_tokens,
+            speculation_stats=stats,
+        )
+        print(f"{name:10} acceptance {stats.acceptance:.3f}, {stats.tokens_per_round:.2f} tokens a round")
+    for text in tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True):
+        print(repr(text))
+
+
+if __name__ == "__main__":
+    main()
