@@ -4,10 +4,13 @@ import copy
 
 import pytest
 from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast, pipeline
+from transformers import CLIPImageProcessor, LlavaProcessor, PreTrainedTokenizerFast, pipeline
 
 import hf_speculate
 from tests.cases import pair
+from tests.tiny import make_model
+from tests.tiny_encoders import make_llava, text_draft
+from tests.tiny_tokenizers import letters_tokenizer
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,"  # one for each of the 64 ids
 PROMPTS = ["bcd", "efghij", "kl", "mnopq"]
@@ -88,4 +91,67 @@ def test_fault_h_a_draft_of_other_special_ids_drafts(pipelines, field, do_sample
     assert texts(in_constructor(PROMPTS, **options)) == expected
     assert stats.num_accepted > 0
     assert texts(plain(PROMPTS, assistant_model=other, **options)) == expected
+    assert stats.num_accepted > 0
+
+
+def test_a_constructor_that_is_given_no_tokenizer_for_such_a_draft_is_transformers_own_to_refuse(pipelines):
+    """The call takes the draft without one: see the test above."""
+    plain, _ = pipelines
+    target, draft = pair("llama")
+    other = copy.deepcopy(draft)
+    other.config.eos_token_id = 7
+    with pytest.raises(ValueError, match="You should pass the assistant tokenizer"):
+        pipeline("text-generation", model=target, tokenizer=plain.tokenizer, assistant_model=other)
+
+
+def test_a_draft_of_another_tokenizer_drafts_from_the_constructor(pipelines):
+    """Its letters have other ids, and some it lacks."""
+    plain, _ = pipelines
+    target, _ = pair("llama")
+    tokenizer = letters_tokenizer(CHARACTERS[40::-1], pad_token="a")
+    make = {"task": "text-generation", "model": target, "tokenizer": plain.tokenizer}
+    ours = pipeline(**make, assistant_model=make_model("qwen2", vocab_size=41), assistant_tokenizer=tokenizer)
+    stats = hf_speculate.SpeculationStats()
+    options = {"max_new_tokens": 12, "batch_size": 4}
+    own = {"speculation_stats": stats, "num_assistant_tokens": 3}
+    assert texts(ours(PROMPTS, **options, **own)) == texts(plain(PROMPTS, **options))
+    assert stats.num_drafted > 0
+
+
+def test_a_draft_may_be_named_by_its_path(tmp_path, pipelines):
+    plain, _ = pipelines
+    target, draft = pair("llama")
+    draft.save_pretrained(tmp_path)
+    plain.tokenizer.save_pretrained(tmp_path)
+    ours = pipeline("text-generation", model=target, tokenizer=plain.tokenizer, assistant_model=str(tmp_path))
+    stats = hf_speculate.SpeculationStats()
+    own = {"speculation_stats": stats, "num_assistant_tokens": 3}
+    assert texts(ours(PROMPTS, max_new_tokens=12, **own)) == texts(plain(PROMPTS, max_new_tokens=12))
+    assert stats.num_accepted > 0
+
+
+def test_a_pipeline_of_images_takes_the_draft_with_the_call():
+    """Its constructor takes `assistant_model` too, and drops it."""
+    image_module = pytest.importorskip("PIL.Image", reason="needs pillow")
+    target = hf_speculate.enable(make_llava())
+    size = {"height": 8, "width": 8}
+    images = CLIPImageProcessor(size=size, crop_size=size, do_resize=True)
+    tokenizer = letters_tokenizer(
+        [*CHARACTERS[:60], "<image>", *CHARACTERS[61:]], pad_token="a", extra_special_tokens={"image_token": "<image>"}
+    )
+    processor = LlavaProcessor(
+        images,
+        tokenizer,
+        patch_size=4,
+        vision_feature_select_strategy="default",
+        image_token="<image>",
+        num_additional_image_tokens=1,
+    )
+    draft, stats = text_draft(target), hf_speculate.SpeculationStats()
+    pipe = pipeline("image-text-to-text", model=target, processor=processor, assistant_model=draft)
+    given = {"images": image_module.new("RGB", (8, 8), "red"), "text": "<image>bcd", "max_new_tokens": 12}
+    plain = texts(pipe(**given, generate_kwargs={"speculation_stats": stats}))
+    assert stats.num_rounds == 0
+    own = {"assistant_model": draft, "num_assistant_tokens": 3, "speculation_stats": stats}
+    assert texts(pipe(**given, generate_kwargs=own)) == plain
     assert stats.num_accepted > 0
