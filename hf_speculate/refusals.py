@@ -196,9 +196,10 @@ def check_prepared(
             raise _left_out(name, reason)
     mode = generation_config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        hint = "pass num_beams=1, or " if generation_config.num_beams != 1 else ""  # pipelines of speech set 5
         raise UnsupportedGenerationError(
             f"the generation mode must be greedy or sampling with {reason.cause}, got {mode.value}; "
-            f"pass num_beams=1, or {reason.way_out}"
+            f"{hint}{reason.way_out}"
         )
     if not generation_config.use_cache:
         raise UnsupportedGenerationError(f"use_cache must be True with {reason.cause}, got False; {reason.way_out}")

@@ -258,17 +258,16 @@ ARGUMENTS = (
         for name in ("image_grid_thw", "mm_token_type_ids", "pixel_values")
     ),
     *(
+        Row(name, Supported("generate/test_vision_language.py::test_videos_are_read_as_images_are"))
+        for name in ("pixel_values_videos", "video_grid_thw")
+    ),
+    *(
+        Row(name, Supported("generate/test_vision_language.py::test_features_are_chosen_as_the_call_says"))
+        for name in ("vision_feature_layer", "vision_feature_select_strategy")
+    ),
+    *(
         Row(name, Supported(PICTURES, "handed on as `pixel_values` is; has no test of its own"))
-        for name in (
-            "image_sizes",
-            "mm_encoder_outputs",
-            "pixel_attention_mask",
-            "pixel_values_videos",
-            "second_per_grid_ts",
-            "video_grid_thw",
-            "vision_feature_layer",
-            "vision_feature_select_strategy",
-        )
+        for name in ("image_sizes", "mm_encoder_outputs", "pixel_attention_mask", "second_per_grid_ts")
     ),
     Row(
         "adapter_names",
@@ -342,7 +341,13 @@ FIELDS = (
     ),
     Row("cache_implementation", Refused(Call({"cache_implementation": "offloaded"}))),
     Row("cache_implementation", Refused(Call({"cache_implementation": "offloaded_static"}))),
-    Row("cache_implementation", Refused(Call({"cache_implementation": "paged"}, in_configs=False))),
+    Row(
+        "cache_implementation",
+        Refused(
+            Call({"cache_implementation": "paged"}, in_configs=False),
+            '`"paged"` as a keyword; a config with it decodes plainly in transformers too',
+        ),
+    ),
     Row(
         "cache_config",
         NotApplicable(
@@ -509,28 +514,53 @@ FIELDS = (
     Row("decoder_start_token_id", Supported(f"{ENCODERS}::test_the_start_token_is_the_prompt")),
     Row(
         "is_assistant",
-        NotApplicable("transformers sets it on a copy of the draft model's config, in a loop that is not ours"),
+        Supported(
+            HERE,
+            "adds transformers' confidence criterion, which needs recorded scores, as in plain decoding; meant for its "
+            f"own draft models; {LOCK_STEP}",
+            Call({"is_assistant": True, "return_dict_in_generate": True, "output_scores": True}, changes=False),
+        ),
     ),
     Row(
         "num_assistant_tokens",
-        Supported(f"{CONFIG}::test_drafts_are_as_long_as_the_strongest_source_says", "see below"),
+        Supported(
+            f"{CONFIG}::test_drafts_are_as_long_as_the_strongest_source_says",
+            "see below",
+            Call({"num_assistant_tokens": 3}, changes=False),
+        ),
     ),
     Row(
         "num_assistant_tokens_schedule",
-        Supported("generate/test_schedules.py::test_adaptive_is_the_default_and_a_number_bounds_it", "see below"),
+        Supported(
+            "generate/test_schedules.py::test_adaptive_is_the_default_and_a_number_bounds_it",
+            "see below",
+            Call({"num_assistant_tokens_schedule": "heuristic"}, changes=False),
+        ),
     ),
     Row(
         "assistant_confidence_threshold",
-        Supported(f"{EXACT}::test_a_confidence_threshold_shortens_drafts_but_not_the_text", "see below"),
+        Supported(
+            f"{EXACT}::test_a_confidence_threshold_shortens_drafts_but_not_the_text",
+            "see below",
+            Call({"assistant_confidence_threshold": 0.9}, batch_size=3, changes=False),
+        ),
     ),
     Row(
         "prompt_lookup_num_tokens",
         Supported(
             f"{LOOKUP}::test_fields_of_configs_count_and_configs_stay_as_they_are",
             "alone, or beside `assistant_model`",
+            Call({"prompt_lookup_num_tokens": 3, "assistant_model": None}, batch_size=3, changes=False),
         ),
     ),
-    Row("max_matching_ngram_size", Supported(f"{LOOKUP}::test_a_shorter_ngram_copies_otherwise", "64 where unset")),
+    Row(
+        "max_matching_ngram_size",
+        Supported(
+            f"{LOOKUP}::test_a_shorter_ngram_copies_otherwise",
+            "64 where unset",
+            Call({"max_matching_ngram_size": 1, "prompt_lookup_num_tokens": 3}, changes=False),
+        ),
+    ),
     Row(
         "assistant_early_exit",
         Supported(
@@ -579,38 +609,57 @@ FIELDS = (
         "prefill_chunk_size",
         Supported(
             f"{OPTIONS}::test_prefill_in_chunks_gives_the_same_text",
-            call=Call({"prefill_chunk_size": 4}, batch_size=3, changes=False),
+            "refused with images",
+            Call({"prefill_chunk_size": 4}, batch_size=3, changes=False),
         ),
     ),
-    Row("transformers_version", NotApplicable("says which version saved the config")),
+    Row(
+        "transformers_version",
+        NotApplicable("says which version saved the config", Call({"transformers_version": "5.0.0"})),
+    ),
 )
 
 _SOURCES = f"{CONFIG}::test_every_field_is_taken_from_the_strongest_source_that_sets_it"
+TYPICAL = "verify/test_verifiers.py::test_typical"
 OWN_FIELDS = (
     Row(
         "verifier",
-        Supported("generate/test_matrix.py::test_a_call_repeats_by_seed_and_row_and_is_plain_where_it_must_be"),
+        Supported(
+            "generate/test_matrix.py::test_a_call_repeats_by_seed_and_row_and_is_plain_where_it_must_be",
+            call=Call({"verifier": "block"}, changes=False),
+        ),
     ),
-    Row("posterior_threshold", Supported(_SOURCES, 'for `"typical"`')),
-    Row("posterior_alpha", Supported(_SOURCES, 'for `"typical"`')),
-    Row("entropy_epsilon", Supported(_SOURCES, 'for `"typical"`')),
-    Row("typical_correction", Supported(f"{CONFIG}::test_resolve_fills_the_correction_in", 'for `"typical"`')),
+    Row("posterior_threshold", Supported(f"{TYPICAL}_settings_reach_the_kernel_through_generate", 'for `"typical"`')),
+    Row("posterior_alpha", Supported(f"{TYPICAL}_settings_reach_the_kernel_through_generate", 'for `"typical"`')),
+    Row("entropy_epsilon", Supported(f"{TYPICAL}_settings_reach_the_kernel_through_generate", 'for `"typical"`')),
+    Row("typical_correction", Supported(f"{TYPICAL}_correction_is_the_argmax_or_a_draw", 'for `"typical"`')),
     Row(
         "draft_sampling",
-        Supported("generate/test_law.py::test_other_ways_of_a_round_keep_the_joint_law", "under `do_sample=True`"),
+        Supported(
+            "generate/test_law.py::test_other_ways_of_a_round_keep_the_joint_law",
+            "under `do_sample=True`",
+            Call({"draft_sampling": "argmax"}, samples=True, changes=False),
+        ),
     ),
     Row(
         "suffix_store", Supported(f"{LOOKUP}::test_a_store_carries_texts_from_call_to_call", "an object, never in JSON")
     ),
-    Row("verifier_backend", Supported("generate/test_bad_input.py::test_triton_by_name_where_it_cannot_run")),
+    Row(
+        "verifier_backend",
+        Supported(
+            "generate/test_bad_input.py::test_triton_by_name_where_it_cannot_run",
+            call=Call({"verifier_backend": "torch"}, samples=True, changes=False),
+        ),
+    ),
     Row(
         "speculation_cache",
         Supported(
             "generate/test_preallocated.py::"
-            "test_text_equals_plain_and_the_dynamic_home_while_buffers_grow_and_windows_move"
+            "test_text_equals_plain_and_the_dynamic_home_while_buffers_grow_and_windows_move",
+            call=Call({"speculation_cache": "dynamic"}, batch_size=3, changes=False),
         ),
     ),
-    Row("seed", Supported(f"{OPTIONS}::test_a_row_depends_on_its_own_seed_only")),
+    Row("seed", Supported(f"{OPTIONS}::test_a_row_depends_on_its_own_seed_only", call=Call({"seed": 7}, samples=True))),
     Row(
         "generator",
         Supported(f"{OPTIONS}::test_a_generator_draws_the_seed_and_moves_on", "an object, never in JSON"),

@@ -46,7 +46,7 @@ TESTS_NAMED = {row.state.shown_by for row in ROWS if isinstance(row.state, Suppo
 def with_places(state, in_configs):
     """Each row of a state that has a call, once for every place where its name may stand."""
     found = [
-        (row, in_configs if row.state.call.in_configs and row in FIELDS else WHERE[:1])
+        (row, in_configs if row.state.call.in_configs and row not in ARGUMENTS else WHERE[:1])
         for row in ROWS
         if isinstance(row.state, state) and row.state.call is not None
     ]

@@ -11,6 +11,8 @@ from transformers import PreTrainedTokenizerFast, pipeline
 
 import hf_speculate
 from tests.cases import pair
+from tests.tiny import make_model
+from tests.tiny_tokenizers import letters_tokenizer
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,"  # one for each of the 64 ids
 PROMPTS = ["bcd", "efghij", "kl", "mnopq"]
@@ -103,3 +105,39 @@ def test_the_example_runs():
         "drawn",
         "a chat",
     ]
+
+
+def test_a_constructor_that_is_given_no_tokenizer_for_such_a_draft_is_transformers_own_to_refuse(pipelines):
+    """The call takes the draft without one: see the test above."""
+    plain, _ = pipelines
+    target, draft = pair("llama")
+    other = copy.deepcopy(draft)
+    other.config.eos_token_id = 7
+    with pytest.raises(ValueError, match="You should pass the assistant tokenizer"):
+        pipeline("text-generation", model=target, tokenizer=plain.tokenizer, assistant_model=other)
+
+
+def test_a_draft_of_another_tokenizer_drafts_from_the_constructor(pipelines):
+    """Its letters have other ids, and some it lacks."""
+    plain, _ = pipelines
+    target, _ = pair("llama")
+    tokenizer = letters_tokenizer(CHARACTERS[40::-1], pad_token="a")
+    make = {"task": "text-generation", "model": target, "tokenizer": plain.tokenizer}
+    ours = pipeline(**make, assistant_model=make_model("qwen2", vocab_size=41), assistant_tokenizer=tokenizer)
+    stats = hf_speculate.SpeculationStats()
+    options = {"max_new_tokens": 12, "batch_size": 4}
+    own = {"speculation_stats": stats, "num_assistant_tokens": 3}
+    assert texts(ours(PROMPTS, **options, **own)) == texts(plain(PROMPTS, **options))
+    assert stats.num_drafted > 0
+
+
+def test_a_draft_may_be_named_by_its_path(tmp_path, pipelines):
+    plain, _ = pipelines
+    target, draft = pair("llama")
+    draft.save_pretrained(tmp_path)
+    plain.tokenizer.save_pretrained(tmp_path)
+    ours = pipeline("text-generation", model=target, tokenizer=plain.tokenizer, assistant_model=str(tmp_path))
+    stats = hf_speculate.SpeculationStats()
+    own = {"speculation_stats": stats, "num_assistant_tokens": 3}
+    assert texts(ours(PROMPTS, max_new_tokens=12, **own)) == texts(plain(PROMPTS, max_new_tokens=12))
+    assert stats.num_accepted > 0

@@ -48,6 +48,37 @@ def test_greedy_equals_plain(kind, batch_size, num_assistant_tokens, home):
     assert not torch.equal(blind, ours)  # the picture was seen
 
 
+def test_videos_are_read_as_images_are():
+    target, draft = picture_pair("qwen2_vl")
+    pictures = picture_prompts(target, 2)
+    input_ids = pictures["input_ids"].masked_fill(
+        pictures["input_ids"] == target.config.image_token_id, target.config.video_token_id
+    )
+    text = {"input_ids": input_ids, "attention_mask": pictures["attention_mask"]}
+    video = {
+        "pixel_values_videos": pictures["pixel_values"],
+        "video_grid_thw": pictures["image_grid_thw"],
+        "mm_token_type_ids": 2 * pictures["mm_token_type_ids"],
+    }
+    plain, ours = plain_and_ours(target, draft, {**text, **video}, max_new_tokens=NUM_NEW)
+    assert_equal_ids(plain, ours)
+    assert not torch.equal(target.generate(**text, max_new_tokens=NUM_NEW), ours)
+
+
+@pytest.mark.parametrize(
+    ("options", "num_tokens"), [({"vision_feature_layer": -1}, 4), ({"vision_feature_select_strategy": "full"}, 5)]
+)
+def test_features_are_chosen_as_the_call_says(options, num_tokens):
+    target, draft = picture_pair("llava")
+    pictures = picture_prompts(target, 1)
+    image = [target.config.image_token_id] * num_tokens
+    inputs = {"input_ids": torch.tensor([[3, 62, *image, 63, 8]]), "pixel_values": pictures["pixel_values"]}
+    plain, ours = plain_and_ours(target, draft, {**inputs, **options}, max_new_tokens=NUM_NEW)
+    assert_equal_ids(plain, ours)
+    if num_tokens == 4:  # else the default cannot read the prompt
+        assert not torch.equal(target.generate(**inputs, max_new_tokens=NUM_NEW), ours)
+
+
 def test_positions_after_an_image_fall_behind_the_number_of_tokens():
     target, draft = picture_pair("qwen2_vl")
     inputs = picture_prompts(target, 2)
