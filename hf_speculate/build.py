@@ -69,7 +69,7 @@ def build_decoder(
     config = _without_idle_block(config, strategy, bool(reason), stats)
     stats.verifier = config.verifier or ""
     drafts = draft is not None or is_lookup or call.generator is not None
-    compiler = Compiler(call.static, draft_lens(config) if drafts else (), stats)
+    compiler = Compiler(call.static, draft_lens(config) if drafts else (), stats, call.peers is not None)
     batch = _build_batch(target, draft, config, call, compiler)
     stats.cache = batch.target_cache.kind
     offset = call.cache.get_seq_length() + call.query_ids.shape[1] - call.input_ids.shape[1]
@@ -88,7 +88,7 @@ def build_decoder(
         num_pads=call.num_pads,
         vocab_size=target.config.get_text_config(decoder=True).vocab_size,
         context=call.draft_context,
-        chunk_size=None if draft is None else draft_chunk_size(target, draft, num_query),
+        chunk_size=None if draft is None or call.peers else draft_chunk_size(target, draft, num_query),
         vocabulary=call.vocabulary,
         generator=call.generator,
     )
@@ -122,6 +122,7 @@ def build_decoder(
         stats=stats,
         on_tokens=call.on_tokens,
         carrier=carrier,
+        peers=call.peers,
     )
     return decoder, batch
 

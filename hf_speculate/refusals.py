@@ -10,11 +10,12 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.generation.configuration_utils import GenerationMode
 
+from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.vocabulary import Vocabulary
 from hf_speculate.errors import UnsupportedGenerationError, UnsupportedModelError
 from hf_speculate.infer.context import Context
 from hf_speculate.infer.rope import growing_rope
-from hf_speculate.reasons import ASSISTED, COUPLED_ALONE, GENERATOR, Reason
+from hf_speculate.reasons import ASSISTED, COUPLED_ALONE, GENERATOR, LOOKUP, Reason
 
 _SERVED_LAYERS = {"chunked_attention", "full_attention", "sliding_attention"}
 _COMMON_KWARGS = {
@@ -149,7 +150,6 @@ def check_call(call: dict[str, Any], reason: Reason) -> None:
     refused = {
         "custom_generate": call.get("custom_generate"),
         "inputs_embeds": call.get("inputs_embeds") if reason is GENERATOR else None,
-        "synced_gpus": call.get("synced_gpus") or None,
         "speculation_type": call.get("speculation_type"),
         "use_mtp": call.get("use_mtp") or None,
     }
@@ -225,6 +225,34 @@ def check_prepared(
             raise UnsupportedGenerationError(
                 f"{name} must be left out for more than one row, got {input_ids.shape[0]} rows; "
                 "decode the rows one by one"
+            )
+
+
+def check_synced(
+    config: SpeculationConfig, generation_config: GenerationConfig, is_static: bool, reason: Reason
+) -> None:
+    """Refuse what would run other numbers of forwards on the ranks of one call.
+
+    Args:
+        config: the call's settings.
+        generation_config: with every default filled in.
+        is_static: whether fixed buffers were asked for.
+        reason: why the call is ours.
+
+    Raises:
+        UnsupportedGenerationError: numbers of forwards would depend on each rank's text.
+    """
+    refused = {
+        "candidate_generator": reason is GENERATOR,
+        "prompt_lookup_num_tokens": config.prompt_lookup_num_tokens is not None and reason is not LOOKUP,
+        "prefill_chunk_size": generation_config.prefill_chunk_size is not None,
+        "cache_implementation and compile_config": is_static,
+    }
+    for name, is_wanted in refused.items():
+        if is_wanted:
+            raise UnsupportedGenerationError(
+                f"{name} must be left out with synced_gpus and {reason.cause}, got one; ranks of different texts would "
+                "run different numbers of forwards"
             )
 
 

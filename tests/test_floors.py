@@ -41,6 +41,7 @@ FLOORS = {
     "hf_speculate.infer": 1,
     "hf_speculate.config": 1,
     "hf_speculate.private_names": 1,
+    "hf_speculate.peers": 1,
     "hf_speculate.row_wise": 1,
     "hf_speculate.sequences": 1,
     "hf_speculate.suffix_store": 0.5,
