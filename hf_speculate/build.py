@@ -71,7 +71,7 @@ def build_decoder(
     stats.verifier = config.verifier or ""
     is_own = config.drafter is not None
     drafts = is_own or is_lookup or draft is not None or call.generator is not None
-    compiler = Compiler(call.static, draft_lens(config) if drafts else (), stats)
+    compiler = Compiler(call.static, draft_lens(config) if drafts else (), stats, call.peers is not None)
     batch = _build_batch(target, draft, config, call, compiler)
     stats.cache = batch.target_cache.kind
     offset = call.cache.get_seq_length() + call.query_ids.shape[1] - call.input_ids.shape[1]
@@ -92,7 +92,7 @@ def build_decoder(
         context=call.draft_context,
         target=target,
         max_length=call.max_length,
-        chunk_size=None if draft is None else draft_chunk_size(target, draft, num_query),
+        chunk_size=None if draft is None or call.peers else draft_chunk_size(target, draft, num_query),
         vocabulary=call.vocabulary,
         generator=call.generator,
     )
@@ -131,6 +131,7 @@ def build_decoder(
         stats=stats,
         on_tokens=call.on_tokens,
         carrier=carrier,
+        peers=call.peers,
     )
     return decoder, batch
 

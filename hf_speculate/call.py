@@ -12,6 +12,7 @@ from hf_speculate.compiling import Static
 from hf_speculate.draft.vocabulary import Vocabulary
 from hf_speculate.infer.context import Context
 from hf_speculate.outputs import Recorded
+from hf_speculate.peers import Peers
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Call:
         vocabulary: how the draft's ids stand to the target's; None: they are the same.
         generator: what drafts in place of a model; None: a model does, or nothing.
         target_context, draft_context: what the models read besides the text.
+        peers: the ranks that must run as many forwards; None: there are none.
     """
 
     input_ids: Tensor
@@ -63,6 +65,7 @@ class Call:
     generator: CandidateGenerator | None = None
     target_context: Context = field(default_factory=Context)
     draft_context: Context = field(default_factory=Context)
+    peers: Peers | None = None
 
     @property
     def text_mask(self) -> Tensor | None:

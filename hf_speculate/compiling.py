@@ -92,11 +92,13 @@ class Compiler:
         static: what the call asks for; None: nothing.
         lens: the draft lengths that are compiled.
         stats: told what runs compiled, and what does not.
+        is_synced: whether other ranks take part in every forward: what gathers weights knows no inference mode.
     """
 
     static: Static | None
     lens: tuple[int, ...]
     stats: SpeculationStats
+    is_synced: bool = False
 
     def __post_init__(self) -> None:
         if self.static is not None and self.static.obstacle:
@@ -135,7 +137,7 @@ class Compiler:
         settings = None if self.static is None else self.static.target
         compilation = self._compilation("target", model, settings, kv_cache, context)
         if compilation is None:
-            return LanguageModel(model, max_position, keeps_states, context)
+            return LanguageModel(model, max_position, keeps_states or self.is_synced, context)
         # Where K varies, plain steps are rounds of their own; after a constant K the last one is rounded up.
         plain = (0,) if len(self.lens) != 1 else ()
         query_lens = tuple(num + 1 for num in (*plain, *self.lens))
@@ -162,7 +164,7 @@ class Compiler:
         settings = None if self.static is None else self.static.draft
         compilation = self._compilation("draft", model, settings, kv_cache, context)
         if compilation is None:
-            return LanguageModel(model, max_position, False, context)
+            return LanguageModel(model, max_position, self.is_synced, context)
         all_unrolled = is_unrolled and max(self.lens) <= MAX_UNROLLED_STEPS
         return CompiledLanguageModel(model, max_position, compilation, () if all_unrolled else (1, 2))
 

@@ -12,6 +12,7 @@ from hf_speculate.following import Follower
 from hf_speculate.infer.language_model import LanguageModel
 from hf_speculate.judge import Judge, Round, Trimmed, Verified
 from hf_speculate.outputs import OutputRecorder
+from hf_speculate.peers import Peers
 from hf_speculate.schedule import RoundOutcome, Schedule
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.types import DraftOut, Scored
@@ -31,6 +32,7 @@ class SpeculativeDecoder:
         on_tokens: called with the ids of row 0 after each trim, for streamers.
         clock: seconds.
         carrier: takes what the draft model has read along to the next call; None: nothing is taken.
+        peers: ranks that must run as many forwards as this one; None: there are none.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class SpeculativeDecoder:
         on_tokens: Callable[[list[int]], None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
         carrier: Carrier | None = None,
+        peers: Peers | None = None,
     ):
         self.target = target
         self.follower = Follower(drafter, settings)
@@ -55,6 +58,7 @@ class SpeculativeDecoder:
         self.stats = stats
         self.on_tokens = on_tokens
         self.carrier = carrier
+        self.peers = peers
         self._clock = clock
         self._since = 0.0
         self._prompt_len = 0
@@ -76,8 +80,10 @@ class SpeculativeDecoder:
         if batch.states is not None:
             self._options["output_hidden_states"] = True
         self._prefill(batch)
-        while not all(batch.is_finished):
-            num_draft_tokens = self._num_draft_tokens(batch)
+        while (num_draft_tokens := self._num_draft_tokens(batch)) is not None:
+            if all(batch.is_finished):
+                self._idle(batch, num_draft_tokens)
+                continue
             batch.num_rounds += 1
             keys = batch.keys()
             other_s = self._lap("bookkeeping_s")
@@ -125,10 +131,25 @@ class SpeculativeDecoder:
         self._compact(batch)
         self._lap("bookkeeping_s")
 
-    def _num_draft_tokens(self, batch: Batch) -> int:
-        """K: what the schedule says, but not past the last row's end; 0 when one token is left."""
+    def _num_draft_tokens(self, batch: Batch) -> int | None:
+        """K: what the schedule says, but not past the last row's end; 0 when one token is left, None at the end.
+
+        With peers, what the one says that drafts most.
+        """
         lens = [length for length, done in zip(batch.tokens.lens, batch.is_finished, strict=True) if not done]
-        return max(min(self.schedule.num_draft_tokens, self.settings.max_length - min(lens) - 1), 0)
+        num = None
+        if lens:
+            num = max(min(self.schedule.num_draft_tokens, self.settings.max_length - min(lens) - 1), 0)
+        return num if self.peers is None else self.peers.agree(num)
+
+    def _idle(self, batch: Batch, num_draft_tokens: int) -> None:
+        """Run a round's forwards for the sake of the peers that go on, and drop what they give."""
+        draft = batch.no_draft()
+        if batch.draft_cache is not None:
+            draft = self.follower.draft(batch, num_draft_tokens, self.follower.num_unseen(batch), batch.keys())
+        self._score(batch, draft)
+        batch.target_cache.crop(draft.token_ids.shape[1] + 1)
+        self.follower.undo(batch, draft)
 
     def _score(self, batch: Batch, draft: DraftOut) -> Scored:
         query = torch.cat([batch.tokens.last(1), draft.token_ids.clamp_min(0)], dim=1)  # [B, K+1]

@@ -133,7 +133,7 @@ def _suffix_settings(plan: DraftPlan, num: int) -> SuffixSettings:
 
 
 def _model_drafter(plan: DraftPlan, draft: PreTrainedModel, batch: Batch) -> ModelDrafter:
-    config = plan.config
+    config, is_synced = plan.config, plan.compiler.is_synced
     last = last_position(draft)
     max_position = plan.max_position if last is None else min(plan.max_position, last)
     eos = None if plan.eos_token_ids is None else torch.tensor(sorted(plan.eos_token_ids), device=device_of(draft))
@@ -145,10 +145,12 @@ def _model_drafter(plan: DraftPlan, draft: PreTrainedModel, batch: Batch) -> Mod
         backend=config.verifier_backend,
     )
     if plan.vocabulary is not None:
-        translated = TranslatedLanguageModel(draft, plan.vocabulary, max_position, plan.context)
-        return ModelDrafter(Inferencer(translated, chunk_size=plan.chunk_size), plan.processors, settings)
+        translated = TranslatedLanguageModel(draft, plan.vocabulary, max_position, plan.context, is_synced)
+        inferencer = Inferencer(translated, chunk_size=plan.chunk_size, stops_early=not is_synced)
+        return ModelDrafter(inferencer, plan.processors, settings)
     is_unrolled = not len(plan.processors) and not settings.confidence_threshold
     language_model = plan.compiler.draft(draft, max_position, batch.draft_cache, plan.context, is_unrolled=is_unrolled)
     if isinstance(language_model, CompiledLanguageModel):
         return CompiledDrafter(language_model, plan.compiler.lens, plan.processors, settings, plan.chunk_size)
-    return ModelDrafter(Inferencer(language_model, chunk_size=plan.chunk_size), plan.processors, settings)
+    inferencer = Inferencer(language_model, chunk_size=plan.chunk_size, stops_early=not is_synced)
+    return ModelDrafter(inferencer, plan.processors, settings)

@@ -26,8 +26,9 @@ class Follower:
 
         Finished rows that stay are fed as many, whatever they are: nobody uses their drafts.
         """
+        no_live = all(batch.is_finished)  # then all are fed what they lack: other ranks take part in the forwards
         rows = zip(batch.tokens.lens, batch.num_held, batch.is_finished, strict=True)
-        return max(length - held for length, held, is_finished in rows if not is_finished)
+        return max(length - held for length, held, is_finished in rows if no_live or not is_finished)
 
     def draft(self, batch: Batch, num_draft_tokens: int, num_fed: int, keys: NoiseKeys) -> DraftOut:
         """Let the drafter read and propose.
@@ -85,6 +86,19 @@ class Follower:
         certain = [min(held, length + num) for held, length, num in zip(batch.num_held, before, kept, strict=True)]
         self._drop(batch, valid)
         self._note_valid(batch, certain)
+
+    def undo(self, batch: Batch, draft: DraftOut) -> None:
+        """Let the drafter forget a draft of which nothing is kept.
+
+        Args:
+            batch: the rows.
+            draft: the round's proposal.
+        """
+        if draft.token_ids.shape[1]:
+            pairs = zip(batch.num_held, batch.tokens.lens, strict=True)
+            valid = [min(held, length) for held, length in pairs]
+            self._drop(batch, valid)
+            self._note_valid(batch, valid)
 
     def rows(self, indices: list[int]) -> None:
         """Forget all rows but `indices`, in that order. The caller does the same to the batch."""

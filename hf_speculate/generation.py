@@ -39,6 +39,7 @@ from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.healing import HealsTokens, healing
 from hf_speculate.matching import Drafting, choose_draft, warn_of_low_acceptance
 from hf_speculate.outputs import GenerateOutput, recorded_of
+from hf_speculate.peers import peers_of
 from hf_speculate.private_names import (
     adapters_by_row,
     attention_name,
@@ -47,15 +48,8 @@ from hf_speculate.private_names import (
     stateful_names,
 )
 from hf_speculate.reasons import Reason, reason_of
-from hf_speculate.refusals import (
-    check_assistant,
-    check_call,
-    check_context,
-    check_models,
-    check_prepared,
-    check_rope,
-    checked_mask,
-)
+from hf_speculate.refusals.calls import check_call, check_context, check_prepared, check_synced, checked_mask
+from hf_speculate.refusals.models import check_assistant, check_models, check_rope
 from hf_speculate.saved_fields import fields_in
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.verify.base import check_verifier
@@ -191,6 +185,7 @@ class _Speculation:
         self.config = replace(config, speculation_stats=self.stats)
         self.num_calls = 0
         self.streamer = call.get("streamer")
+        self.synced_gpus = call.get("synced_gpus")
         self.is_cache_passed = call.get("past_key_values") is not None
         self.has_positions = call.get("position_ids") is not None
         self.has_encoder_outputs = call.get("encoder_outputs") is not None
@@ -227,6 +222,10 @@ class _Speculation:
         inputs = None if self.has_encoder_outputs or embeds is not None else inputs_tensor
         draft_reads = draft_context(self.assistant, model, inputs, model_kwargs, input_ids.shape[0], vocabulary)
         static = static_of(model, self.assistant, generation_config, self.is_static)
+        models = [one for one in (model, self.assistant) if one is not None]
+        peers = peers_of(self.synced_gpus, models, input_ids.device)
+        if peers is not None:
+            check_synced(config, generation_config, static is not None, self.reason)
         generator = make_generator(
             config.candidate_generator,
             input_ids=input_ids,
@@ -258,9 +257,9 @@ class _Speculation:
             draft_context=draft_reads,
             vocabulary=vocabulary,
             generator=generator,
+            peers=peers,
         )
         decoder, batch = build_decoder(model, self.assistant, config, call)
-        models = [one for one in (model, self.assistant) if one is not None]
         with folded_attention_for([] if call.recorded.attentions else models):
             self._decode(decoder, batch)
         if config.suffix_store is not None:

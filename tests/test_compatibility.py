@@ -8,8 +8,8 @@ import torch
 import transformers
 
 import hf_speculate
-from hf_speculate import refusals
 from hf_speculate.config import FIELD_NAMES
+from hf_speculate.refusals import calls
 from tests.cases import assert_equal_ids
 from tests.compatibility import (
     COMMAND,
@@ -66,7 +66,7 @@ def test_every_field_of_this_transformers_has_a_row():
 
 
 def test_every_argument_of_this_transformers_has_a_row():
-    served = refusals._DECODER_KWARGS | refusals._ENCODER_DECODER_KWARGS
+    served = calls._DECODER_KWARGS | calls._ENCODER_DECODER_KWARGS
     assert {*SIGNATURE, *served} - names(FIELDS) <= names(ARGUMENTS)
 
 

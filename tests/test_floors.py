@@ -46,6 +46,7 @@ FLOORS = {
     "hf_speculate.config": 1,
     "hf_speculate.hidden_states": 1,
     "hf_speculate.private_names": 1,
+    "hf_speculate.peers": 1,
     "hf_speculate.row_wise": 1,
     "hf_speculate.sequences": 1,
     "hf_speculate.suffix_store": 0.5,
@@ -66,6 +67,7 @@ SHARED_ROOMS = (
     "hf_speculate.verify",
     "hf_speculate.schedule",
     "hf_speculate.processors",
+    "hf_speculate.refusals",
     "hf_speculate.infer",
     KERNELS,
 )

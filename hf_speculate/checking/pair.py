@@ -13,7 +13,7 @@ from hf_speculate.infer.rope import growing_rope
 from hf_speculate.matching import MAX_PADDING
 from hf_speculate.private_names import stateful_names
 from hf_speculate.reasons import ASSISTED
-from hf_speculate.refusals import check_models
+from hf_speculate.refusals.models import check_models
 
 LEVELS = ("ok", "warning", "refused")
 

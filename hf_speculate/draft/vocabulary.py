@@ -76,6 +76,7 @@ class TranslatedLanguageModel(LanguageModel):
         vocabulary: how its ids stand to the target's.
         max_position: upper bound of position ids.
         context: see `LanguageModel`; what an encoder read is in the draft's own ids.
+        keeps_states: see `LanguageModel`.
     """
 
     def __init__(
@@ -84,8 +85,9 @@ class TranslatedLanguageModel(LanguageModel):
         vocabulary: Vocabulary,
         max_position: int | None = None,
         context: Context | None = None,
+        keeps_states: bool = False,
     ):
-        super().__init__(model, max_position, False, context)
+        super().__init__(model, max_position, keeps_states, context)
         self.vocabulary = vocabulary.to(self.device)
 
     def run(

@@ -32,14 +32,21 @@ class Inferencer:
         generator: for RANDOM draws; torch's global one when None.
         chunk_size: tokens of each row per forward at most, where only the last position's logits are read; None: any
             number.
+        stops_early: whether decoding ends once every row is done, where that can be read for nothing; else it takes
+            as many steps as it is asked for.
     """
 
     def __init__(
-        self, language_model: LanguageModel, generator: torch.Generator | None = None, chunk_size: int | None = None
+        self,
+        language_model: LanguageModel,
+        generator: torch.Generator | None = None,
+        chunk_size: int | None = None,
+        stops_early: bool = True,
     ):
         self.language_model = language_model
         self.generator = generator
         self.chunk_size = chunk_size
+        self.stops_early = stops_early
 
     def prefill(
         self,
@@ -128,7 +135,7 @@ class Inferencer:
             was_live = torch.ones_like(choice.is_done) if live is None else live
             lens = torch.where(was_live & choice.is_done, len(ids), lens)
             live = was_live & ~choice.is_done
-            if reads_are_free and not bool(live.any()):
+            if reads_are_free and self.stops_early and not bool(live.any()):
                 break
         lens = torch.full_like(lens, len(ids)) if live is None else torch.where(live, len(ids), lens)
         return DecodeOutput(torch.stack(ids, dim=1), torch.stack(logits, dim=1) if logits else None, lens)

@@ -89,7 +89,6 @@ def test_wrong_fields(models, fields, message):
         ({"use_cache": False}, "use_cache must be True with assistant_model"),
         ({"cache_implementation": "offloaded_static"}, "the cache must be a DynamicCache .* got StaticCache"),
         ({"cache_implementation": "paged"}, "cache_implementation must be left out with assistant_model, got 'paged'"),
-        ({"synced_gpus": True}, "synced_gpus must be left out"),
         ({"custom_generate": lambda model, input_ids: input_ids}, "custom_generate must be left out"),
     ],
 )

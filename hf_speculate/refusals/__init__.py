@@ -1,0 +1,1 @@
+"""What cannot be decoded speculatively is refused before any model runs."""
