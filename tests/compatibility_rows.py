@@ -167,7 +167,10 @@ ARGUMENTS = (
             Call({"prefix_allowed_tokens_fn": lambda row, ids: list(range(row, 64, 2))}, batch_size=3),
         ),
     ),
-    Row("synced_gpus", Refused(Call({"synced_gpus": True}))),
+    Row(
+        "synced_gpus",
+        Supported("generate/test_synced.py::test_ranks_run_the_same_forwards_and_get_their_own_texts"),
+    ),
     Row("assistant_model", Supported(f"{EXACT}::test_greedy_equals_plain")),
     Row(
         "assistant_model",
@@ -236,7 +239,21 @@ ARGUMENTS = (
         "token_type_ids",
         Supported("generate/test_vision_language.py::test_token_types_repeat_the_prompts_last"),
     ),
-    Row("inputs_embeds", Refused(Call({"inputs_embeds": torch.zeros(1, 3, 32).double()}, batch_size=0), "always")),
+    Row(
+        "inputs_embeds",
+        Supported(
+            "generate/test_embeddings.py::test_greedy_equals_plain",
+            "with or without `input_ids`, which are all that a draft model reads of the prompt",
+            Call({"inputs_embeds": torch.ones(1, 3, 32).double() / 8}, batch_size=0),
+        ),
+    ),
+    Row(
+        "inputs_embeds",
+        Refused(
+            Call({"inputs_embeds": torch.zeros(1, 3, 32).double(), "prefill_chunk_size": 2}, batch_size=0),
+            "with `prefill_chunk_size`",
+        ),
+    ),
     Row(
         "past_key_values",
         Supported(
@@ -440,7 +457,7 @@ FIELDS = (
     ),
     Row(
         "token_healing",
-        Refused(Call({"token_healing": True, "tokenizer": TOKENIZER}), "always", ValueError),
+        Supported("generate/test_guidance.py::test_a_healed_prompt_is_that_of_plain", "needs `tokenizer`"),
     ),
     Row("guidance_scale", Supported(HERE, LOCK_STEP, Call({"guidance_scale": 1.7}))),
     Row(
@@ -671,6 +688,20 @@ OWN_FIELDS = (
     Row(
         "candidate_generator",
         Supported("draft/test_foreign.py::test_greedy_is_plain_greedy", "an object, never in JSON; one row"),
+    ),
+    Row(
+        "drafter",
+        Supported(
+            "draft/test_own_drafter.py::test_a_reader_is_told_every_state_and_greedy_text_is_plain",
+            "what makes one, never in JSON",
+        ),
+    ),
+    Row(
+        "draft_state",
+        Supported(
+            "generate/test_draft_state.py::test_turns_are_the_same_and_the_draft_reads_what_is_new",
+            "an object, never in JSON",
+        ),
     ),
 )
 
