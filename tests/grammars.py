@@ -72,7 +72,7 @@ def masked(machine: Machine, states: Sequence[Any], scores: Tensor) -> Tensor:
     """[B, V], -inf where a row's state forbids an id; rows of which nothing is said stay as they are."""
     size = scores.shape[1]
     allowed = [[True] * size if state is None else machine.allowed(state, size) for state in states]
-    return scores.masked_fill(~torch.tensor(allowed), -torch.inf)
+    return scores.masked_fill(~torch.tensor(allowed, device=scores.device), -torch.inf)
 
 
 class Grammar(LogitsProcessor):
