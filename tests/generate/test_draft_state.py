@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache, GenerationConfig
 
 import hf_speculate
-from hf_speculate import DraftState, SpeculationStats
+from hf_speculate import DraftState, SpeculationStats, build
 from hf_speculate.errors import ConfigError
 from hf_speculate.infer.inferencer import Inferencer
 from tests.cases import assert_equal_ids, pair
@@ -15,6 +15,7 @@ from tests.generate.test_compiled import compile_config, small_pair
 from tests.tiny import PAD_TOKEN_ID, SLIDING_WINDOW, make_model, noisy_copy, ragged_prompts
 
 NUM_NEW = 12
+STATE_TOLERANCE = 1e-9  # float64 round-off between forwards of different widths
 K = 3
 SAID = [[41, 42, 43], [44], [45, 46]]  # what follows each row's answer in the next turn
 
@@ -66,6 +67,18 @@ def say(target, draft, inputs, state=None, **options):
     return ids, stats, feeds.widths
 
 
+def assert_holds_what_its_texts_give(state, draft):
+    """The states are those that the draft has after reading each row's text alone."""
+    for row, text in enumerate(state._held.texts):
+        cache = DynamicCache()
+        if text:
+            with torch.no_grad():
+                draft(input_ids=torch.tensor([text]), past_key_values=cache, use_cache=True)
+        for layer, states in zip(cache.layers, state._held.states, strict=bool(text)):
+            for one, other in ((layer.keys, states.keys), (layer.values, states.values)):
+                assert torch.allclose(one[0], other[row, :, : len(text)], atol=STATE_TOLERANCE, rtol=0)
+
+
 def assert_turns_are_the_same(target, draft, batch_size, state, num_turns=3, end_after=None, **options):
     """Some turns with the state and without: texts, drafts, and what the draft reads."""
     inputs = ragged_prompts(batch_size, seed=1, min_len=4, max_len=9)
@@ -77,6 +90,7 @@ def assert_turns_are_the_same(target, draft, batch_size, state, num_turns=3, end
         expected_ids, expected, expected_widths = say(target, draft, inputs, None, **options)
         assert_equal_ids(expected_ids, ids)
         assert (stats.num_accepted, stats.num_drafted) == (expected.num_accepted, expected.num_drafted)
+        assert_holds_what_its_texts_give(state, draft)
         prompt_len = inputs["input_ids"].shape[1]
         assert expected_widths[0] == prompt_len + 1
         assert widths[1:] == expected_widths[1:] or batch_size > 1  # ended rows stay where a state is kept
@@ -105,6 +119,29 @@ def test_rows_that_end_early_are_carried_as_far_as_they_were_read(home, schedule
     state = DraftState()
     options = {"speculation_cache": home, "num_assistant_tokens_schedule": schedule}
     assert_turns_are_the_same(*pair("llama"), 3, state, end_after=4, **options)
+
+
+class Alternating:
+    """Plain steps between drafted rounds, in which ended rows fall behind those that go on."""
+
+    def __init__(self):
+        self._num_rounds = 0
+
+    @property
+    def num_draft_tokens(self):
+        return (K, 0, 0)[self._num_rounds % 3]
+
+    def begin(self, prompt_s, num_prompt_tokens, num_left):
+        pass
+
+    def update(self, outcome):
+        self._num_rounds += 1
+
+
+@pytest.mark.parametrize("home", ["dynamic", "preallocated"])
+def test_what_ended_rows_are_fed_is_not_taken_for_their_text(home, monkeypatch):
+    monkeypatch.setattr(build, "build_schedule", lambda *models_and_config: Alternating())
+    assert_turns_are_the_same(*pair("llama"), 3, DraftState(), end_after=4, speculation_cache=home)
 
 
 @pytest.mark.parametrize(
