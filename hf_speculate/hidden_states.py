@@ -72,6 +72,7 @@ class HiddenStates:
             [B, N, D], N the most that a row has; past a row's own they may be anything.
         """
         pieces, counts = self._pieces, self.counts
+        # Copied, also where there is one: into what a forward in inference mode gave the drafter could not write.
         states = torch.cat([piece.states for piece in pieces], dim=1)  # [B, S, D]
         if len(pieces) == 1 and not any(pieces[0].starts):
             states = states[:, : max(counts)]

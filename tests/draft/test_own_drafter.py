@@ -107,13 +107,22 @@ def scripted(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("kind", "batch_size"), [("llama", 1), ("llama", 3), ("gpt2", 3), ("mistral_window", 3), ("gemma2", 3)]
+    ("kind", "batch_size", "cache"),
+    [
+        ("llama", 1, "preallocated"),
+        ("llama", 3, "preallocated"),
+        ("llama", 3, "dynamic"),
+        ("gpt2", 3, "preallocated"),
+        ("mistral_window", 3, "preallocated"),
+        ("mistral_window", 3, "dynamic"),
+        ("gemma2", 3, "auto"),
+    ],
 )
-def test_a_reader_is_told_every_state_and_greedy_text_is_plain(kind, batch_size):
+def test_a_reader_is_told_every_state_and_greedy_text_is_plain(kind, batch_size, cache):
     target, _ = pair(kind)
     inputs, stats = ragged_prompts(batch_size, seed=3), hf_speculate.SpeculationStats()
     factory, made = watched(target)
-    options = {"drafter": factory, "num_assistant_tokens": 4, "speculation_stats": stats}
+    options = {"drafter": factory, "num_assistant_tokens": 4, "speculation_stats": stats, "speculation_cache": cache}
     ours = target.generate(**inputs, max_new_tokens=NUM_NEW, **options)
     assert_equal_ids(target.generate(**inputs, max_new_tokens=NUM_NEW), ours)
     assert 0.5 < stats.acceptance < 1
