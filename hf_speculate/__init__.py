@@ -5,6 +5,7 @@ from hf_speculate.checking.parity import ParityReport, check_parity
 from hf_speculate.draft.candidates import DraftModelCandidateGenerator
 from hf_speculate.enabling import disable, enable, is_enabled
 from hf_speculate.errors import (
+    BadLogitsError,
     ConfigError,
     KernelUnavailableError,
     ShapeError,
@@ -21,6 +22,7 @@ from hf_speculate.verify import keep_prefix, register_verifier
 __version__ = "0.1.0"
 
 __all__ = [
+    "BadLogitsError",
     "BlockLogitsProcessorList",
     "ConfigError",
     "DraftModelCandidateGenerator",

@@ -158,6 +158,7 @@ def build_decoder(
         prefill_chunk_size=call.prefill_chunk_size,
         min_draft_query=min_draft_query(drafter),
         drafts_on_host=is_lookup,
+        draws=call.do_sample,
     )
     verifier = make_verifier(config)
     judge: Judge = RaggedJudge(verifier, block_processors, stopping, stats)

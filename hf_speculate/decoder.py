@@ -13,7 +13,9 @@ from hf_speculate.judge import Judge, Round, Trimmed, Verified
 from hf_speculate.outputs import OutputRecorder
 from hf_speculate.schedule import RoundOutcome, Schedule
 from hf_speculate.stats import SpeculationStats
+from hf_speculate.tracing import Place, Stage
 from hf_speculate.types import DraftOut, Scored
+from hf_speculate.verify.laws import LAWLESS, check_law
 
 
 class SpeculativeDecoder:
@@ -52,6 +54,7 @@ class SpeculativeDecoder:
         self.stats = stats
         self.on_tokens = on_tokens
         self._clock = clock
+        self.place = Place()
         self._since = 0.0
         self._prompt_len = 0
         self._stop_lens: list[int | None] = [None] * len(recorder.new_ids)  # by output row, where a criterion fired
@@ -65,8 +68,15 @@ class SpeculativeDecoder:
             if wanted
         }
 
-    def decode(self, batch: Batch) -> None:
-        """Run to the end; the recorder then holds the output, and the target's cache all but its last token."""
+    def decode(self, batch: Batch, place: Place | None = None) -> None:
+        """Run to the end; the recorder then holds the output, and the target's cache all but its last token.
+
+        Args:
+            batch: the rows.
+            place: told what comes next, for a note on an error; None: nobody will ask.
+        """
+        self.place = place or Place()
+        self.place.enter(Stage.PREFILL, 0)
         self._since = self._clock()
         self._prompt_len = batch.prompt_len
         self._prefill(batch)
@@ -76,12 +86,13 @@ class SpeculativeDecoder:
             keys = batch.keys()
             other_s = self._lap("bookkeeping_s")
             num_fed = self.follower.num_unseen(batch) if num_draft_tokens else 0
+            self.place.enter(Stage.DRAFT, batch.num_rounds)
             draft = self.follower.draft(batch, num_draft_tokens, num_fed, keys)  # 1. the drafter proposes
             draft_s = self._lap("draft_s")
             output = self._score(batch, draft)  # 2. the target scores all proposals at once
             score_s = self._lap("score_s")
             round_ = Round(batch.tokens, batch.host_tokens, output.logits, draft, keys)
-            verified = self.judge.verify(round_)  # 3. the verifier keeps a prefix
+            verified = self._verify(round_)  # 3. the verifier keeps a prefix
             other_s += self._lap("verify_s")
             trimmed = self._trim(batch, round_, verified)  # 4. what follows a stop goes
             if self.settings.drafts_on_host:
@@ -104,7 +115,7 @@ class SpeculativeDecoder:
         self.schedule.begin(prompt_s, batch.query_ids.shape[1], num_left)
         keys = batch.keys()
         round_ = Round(batch.tokens, batch.host_tokens, output.logits[:, -1:], batch.no_draft(), keys)
-        verified = self.judge.verify(round_)
+        verified = self._verify(round_)
         trimmed = self._trim(batch, round_, verified)
         self.recorder.add_prompt_states(output)
         self._emit(batch, round_, verified, trimmed)
@@ -117,10 +128,16 @@ class SpeculativeDecoder:
         return max(min(self.schedule.num_draft_tokens, self.settings.max_length - min(lens) - 1), 0)
 
     def _score(self, batch: Batch, draft: DraftOut) -> Scored:
+        self.place.enter(Stage.SCORE)
         query = torch.cat([batch.tokens.last(1), draft.token_ids.clamp_min(0)], dim=1)  # [B, K+1]
         return self.target.run(query, batch.target_cache, logits_to_keep=query.shape[1], **self._options)
 
+    def _verify(self, round_: Round) -> Verified:
+        self.place.enter(Stage.VERIFY)
+        return self.judge.verify(round_)
+
     def _trim(self, batch: Batch, round_: Round, verified: Verified) -> Trimmed:
+        self.place.enter(Stage.TRIM)
         trimmed = self.judge.trim(round_, verified)
         goes_on = self.settings.pad_token_id is None or self.settings.is_lock_step
         num_emitted = []
@@ -135,8 +152,22 @@ class SpeculativeDecoder:
             num_emitted.append(num)
         return Trimmed(num_emitted, trimmed.is_stopped)
 
+    def _check_laws(self, batch: Batch, verified: Verified, trimmed: Trimmed) -> None:
+        """Let no token be drawn where the target's logits hold no law, as in plain `generate`."""
+        if not self.settings.draws or not verified.status & LAWLESS:
+            return
+        self.place.enter(Stage.VERIFY)
+        for row, (ids, num) in enumerate(zip(verified.new_ids, trimmed.num_emitted, strict=True)):
+            if num and num == len(ids) and not batch.is_finished[row]:
+                place = batch.row_ids[row]
+                num_new = len(self.recorder.new_ids[place]) + num - 1
+                check_law(verified.scores[row, num - 1], place, num_new)
+
     def _emit(self, batch: Batch, round_: Round, verified: Verified, trimmed: Trimmed) -> None:
         """Write the kept tokens to the rows and to the output, and see which rows are finished."""
+        self.stats.status |= verified.status
+        self._check_laws(batch, verified, trimmed)
+        self.place.enter(Stage.EMIT)
         batch.tokens.append(verified.token_ids, trimmed.num_emitted)
         if batch.host_tokens is not batch.tokens:
             width = verified.token_ids.shape[1]
@@ -168,7 +199,6 @@ class SpeculativeDecoder:
     def _record(self, batch: Batch, round_: Round, verified: Verified, trimmed: Trimmed, output: Scored) -> None:
         live = [row for row, done in enumerate(batch.is_finished) if not done]
         self.stats.num_batch_rounds += 1
-        self.stats.status |= verified.status
         self.stats.add_draft_len(round_.draft.token_ids.shape[1])
         for row in live:
             num_drafted, num_accepted = verified.num_drafted[row], verified.num_accepted[row]
@@ -199,6 +229,7 @@ class SpeculativeDecoder:
 
     def _crop(self, batch: Batch, draft: DraftOut, verified: Verified, trimmed: Trimmed) -> None:
         """Roll both caches back to the kept tokens; the newest one is in neither."""
+        self.place.enter(Stage.CROP)
         num_query = draft.token_ids.shape[1] + 1
         batch.target_cache.crop([num_query - num for num in trimmed.num_emitted])
         self.follower.crop(batch, draft, verified, trimmed)

@@ -28,12 +28,10 @@ from hf_speculate.arguments import (
     unwrapped,
 )
 from hf_speculate.attention_switch import folded_attention_for
-from hf_speculate.batch import Batch
 from hf_speculate.build import Call, build_decoder
 from hf_speculate.compiling import Static, compile_settings, static_of, with_eager_draft
 from hf_speculate.config import FIELD_NAMES, SpeculationConfig, fields_in, fields_of, read_config
 from hf_speculate.contexts import draft_context, target_context
-from hf_speculate.decoder import SpeculativeDecoder
 from hf_speculate.draft.foreign import make_generator
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.matching import Drafting, choose_draft, warn_of_low_acceptance
@@ -57,6 +55,7 @@ from hf_speculate.refusals import (
     checked_mask,
 )
 from hf_speculate.stats import SpeculationStats
+from hf_speculate.tracing import Place, Stage
 from hf_speculate.verify.base import check_verifier
 
 _TRANSFORMERS_FIELDS = (
@@ -157,7 +156,8 @@ def _generate(
     own_prompt_lookup(model, call)
     is_static = own_static_cache(model, call)
     speculation = _Speculation(drafting, config, call, is_static, reason)
-    output = plain(**call, custom_generate=speculation)
+    with speculation.place:
+        output = plain(**call, custom_generate=speculation)
     if not speculation.num_calls:
         raise UnsupportedModelError(
             f"generate() of the model must decode by GenerationMixin's, got {type(model).__name__} with a loop of its "
@@ -187,6 +187,7 @@ class _Speculation:
         self.stats.reset()
         self.config = replace(config, speculation_stats=self.stats)
         self.num_calls = 0
+        self.place = Place()
         self.streamer = call.get("streamer")
         self.is_cache_passed = call.get("past_key_values") is not None
         self.has_positions = call.get("position_ids") is not None
@@ -204,6 +205,7 @@ class _Speculation:
         inputs_tensor: Tensor | None = None,
         **model_kwargs: Any,
     ) -> GenerateOutput | Tensor:
+        self.place.enter(Stage.PREPARE, 0)
         config = self.config.for_run(self.num_calls).resolve(bool(generation_config.do_sample))
         self.num_calls += 1
         check_verifier(config)
@@ -256,28 +258,22 @@ class _Speculation:
         )
         decoder, batch = build_decoder(model, self.assistant, config, call)
         models = [one for one in (model, self.assistant) if one is not None]
-        with folded_attention_for([] if call.recorded.attentions else models):
-            self._decode(decoder, batch)
-        if config.suffix_store is not None:
-            for ids in decoder.recorder.new_ids:
-                config.suffix_store.add(ids)
-        if self.streamer is not None:
-            self.streamer.end()
         recorder, pad_id = decoder.recorder, call.pad_token_id or 0
-        return recorder.output(input_ids, pad_id, cache) if returns_dict else recorder.sequences(input_ids, pad_id)
-
-    def _decode(self, decoder: SpeculativeDecoder, batch: Batch) -> None:
-        """Decode; a cache that the user passed is brought back when that fails."""
-        snapshot = batch.target_cache.snapshot() if self.is_cache_passed else None
-        try:
-            decoder.decode(batch)
+        folded = folded_attention_for([] if call.recorded.attentions else models)
+        with folded, batch.undone_on_error(self.is_cache_passed):
+            decoder.decode(batch, self.place)
+            self.place.enter(Stage.RETURN)
             batch.target_cache.hand_back()
-        except BaseException:
-            if snapshot is not None:
-                batch.target_cache.restore(snapshot)
-            raise
-        finally:
-            batch.release()
+            output = (
+                recorder.output(input_ids, pad_id, cache) if returns_dict else recorder.sequences(input_ids, pad_id)
+            )
+            if self.streamer is not None:
+                self.streamer.end()
+            if config.suffix_store is not None:
+                for ids in recorder.new_ids:
+                    config.suffix_store.add(ids)
+        self.place.enter(None)
+        return output
 
     def _stream(self, token_ids: list[int]) -> None:
         for token_id in token_ids:
