@@ -7,6 +7,7 @@ from hf_speculate.draft.candidates import DraftModelCandidateGenerator
 from hf_speculate.draft_state import DraftState
 from hf_speculate.enabling import disable, enable, is_enabled
 from hf_speculate.errors import (
+    BadLogitsError,
     ConfigError,
     KernelUnavailableError,
     ShapeError,
@@ -25,6 +26,7 @@ from hf_speculate.verify import keep_prefix, register_verifier
 __version__ = "0.1.0"
 
 __all__ = [
+    "BadLogitsError",
     "BlockLogitsProcessorList",
     "ConfigError",
     "DraftModelCandidateGenerator",

@@ -1,5 +1,7 @@
 """The rows under way: their tokens, caches, seeds, how far the drafter has followed each, how they are treated."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +27,7 @@ class DecoderSettings:
         min_draft_query: tokens of each row that the drafter is fed at least, some of them again.
         drafts_on_host: the drafter reads tokens, which it is then handed on the host.
         drafts_freely: the drafter may draft fewer tokens than asked, whatever its rows need.
+        draws: tokens are drawn, so that logits must hold a law.
     """
 
     draft_strategy: SampleStrategy
@@ -36,6 +39,7 @@ class DecoderSettings:
     min_draft_query: int = 1
     drafts_on_host: bool = False
     drafts_freely: bool = False
+    draws: bool = False
 
 
 @dataclass
@@ -132,6 +136,24 @@ class Batch:
         for name in ("num_prompt_tokens", "row_ids", "is_finished", "num_held", "num_pads", "num_valid"):
             values = getattr(self, name)
             setattr(self, name, None if values is None else [values[row] for row in indices])
+
+    @contextmanager
+    def undone_on_error(self, is_cache_passed: bool) -> Iterator[None]:
+        """Bring the user's cache back when what runs inside fails; let go of the caches in any case.
+
+        Args:
+            is_cache_passed: whether the target's cache is the user's.
+        """
+        try:
+            snapshot = self.target_cache.snapshot() if is_cache_passed else None
+            try:
+                yield
+            except BaseException:
+                if is_cache_passed:
+                    self.target_cache.restore(snapshot)
+                raise
+        finally:
+            self.release()
 
     def release(self) -> None:
         """Let go of the caches."""

@@ -115,6 +115,7 @@ def build_decoder(
         min_draft_query=min_draft_query(drafter),
         drafts_on_host=is_lookup,
         drafts_freely=is_lookup or is_own,
+        draws=call.do_sample,
     )
     verifier = make_verifier(config)
     judge: Judge = RaggedJudge(verifier, block_processors, stopping, stats)

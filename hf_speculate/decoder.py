@@ -15,7 +15,9 @@ from hf_speculate.outputs import OutputRecorder
 from hf_speculate.peers import Peers
 from hf_speculate.schedule import RoundOutcome, Schedule
 from hf_speculate.stats import SpeculationStats
+from hf_speculate.tracing import Place, Stage
 from hf_speculate.types import DraftOut, Scored
+from hf_speculate.verify.laws import LAWLESS, check_law
 
 
 class SpeculativeDecoder:
@@ -60,6 +62,7 @@ class SpeculativeDecoder:
         self.carrier = carrier
         self.peers = peers
         self._clock = clock
+        self.place = Place()
         self._since = 0.0
         self._prompt_len = 0
         self._stop_lens: list[int | None] = [None] * len(recorder.new_ids)  # by output row, where a criterion fired
@@ -73,8 +76,15 @@ class SpeculativeDecoder:
             if wanted
         }
 
-    def decode(self, batch: Batch) -> None:
-        """Run to the end; the recorder then holds the output, and the target's cache all but its last token."""
+    def decode(self, batch: Batch, place: Place | None = None) -> None:
+        """Run to the end; the recorder then holds the output, and the target's cache all but its last token.
+
+        Args:
+            batch: the rows.
+            place: told what comes next, for a note on an error; None: nobody will ask.
+        """
+        self.place = place or Place()
+        self.place.enter(Stage.PREFILL, 0)
         self._since = self._clock()
         self._prompt_len = batch.prompt_len
         if batch.states is not None:
@@ -88,12 +98,13 @@ class SpeculativeDecoder:
             keys = batch.keys()
             other_s = self._lap("bookkeeping_s")
             num_fed = self.follower.num_unseen(batch) if num_draft_tokens else 0
+            self.place.enter(Stage.DRAFT, batch.num_rounds)
             draft = self.follower.draft(batch, num_draft_tokens, num_fed, keys)  # 1. the drafter proposes
             draft_s = self._lap("draft_s")
             output = self._score(batch, draft)  # 2. the target scores all proposals at once
             score_s = self._lap("score_s")
             round_ = Round(batch.tokens, batch.host_tokens, output.logits, draft, keys)
-            verified = self.judge.verify(round_)  # 3. the verifier keeps a prefix
+            verified = self._verify(round_)  # 3. the verifier keeps a prefix
             other_s += self._lap("verify_s")
             trimmed = self._trim(batch, round_, verified)  # 4. what follows a stop goes
             if self.settings.drafts_freely:
@@ -124,7 +135,7 @@ class SpeculativeDecoder:
         self.schedule.begin(prompt_s * num_unread / num_read, num_unread, num_left)
         keys = batch.keys()
         round_ = Round(batch.tokens, batch.host_tokens, output.logits[:, -1:], batch.no_draft(), keys)
-        verified = self.judge.verify(round_)
+        verified = self._verify(round_)
         trimmed = self._trim(batch, round_, verified)
         self.recorder.add_prompt_states(output)
         self._emit(batch, round_, verified, trimmed)
@@ -152,10 +163,16 @@ class SpeculativeDecoder:
         self.follower.undo(batch, draft)
 
     def _score(self, batch: Batch, draft: DraftOut) -> Scored:
+        self.place.enter(Stage.SCORE)
         query = torch.cat([batch.tokens.last(1), draft.token_ids.clamp_min(0)], dim=1)  # [B, K+1]
         return self.target.run(query, batch.target_cache, logits_to_keep=query.shape[1], **self._options)
 
+    def _verify(self, round_: Round) -> Verified:
+        self.place.enter(Stage.VERIFY)
+        return self.judge.verify(round_)
+
     def _trim(self, batch: Batch, round_: Round, verified: Verified) -> Trimmed:
+        self.place.enter(Stage.TRIM)
         trimmed = self.judge.trim(round_, verified)
         goes_on = self.settings.pad_token_id is None or self.settings.is_lock_step
         num_emitted = []
@@ -170,8 +187,22 @@ class SpeculativeDecoder:
             num_emitted.append(num)
         return Trimmed(num_emitted, trimmed.is_stopped)
 
+    def _check_laws(self, batch: Batch, verified: Verified, trimmed: Trimmed) -> None:
+        """Let no token be drawn where the target's logits hold no law, as in plain `generate`."""
+        if not self.settings.draws or not verified.status & LAWLESS:
+            return
+        self.place.enter(Stage.VERIFY)
+        for row, (ids, num) in enumerate(zip(verified.new_ids, trimmed.num_emitted, strict=True)):
+            if num and num == len(ids) and not batch.is_finished[row]:
+                place = batch.row_ids[row]
+                num_new = len(self.recorder.new_ids[place]) + num - 1
+                check_law(verified.scores[row, num - 1], place, num_new)
+
     def _emit(self, batch: Batch, round_: Round, verified: Verified, trimmed: Trimmed) -> None:
         """Write the kept tokens to the rows and to the output, and see which rows are finished."""
+        self.stats.status |= verified.status
+        self._check_laws(batch, verified, trimmed)
+        self.place.enter(Stage.EMIT)
         batch.tokens.append(verified.token_ids, trimmed.num_emitted)
         if batch.host_tokens is not batch.tokens:
             width = verified.token_ids.shape[1]
@@ -203,7 +234,6 @@ class SpeculativeDecoder:
     def _record(self, batch: Batch, round_: Round, verified: Verified, trimmed: Trimmed, output: Scored) -> None:
         live = [row for row, done in enumerate(batch.is_finished) if not done]
         self.stats.num_batch_rounds += 1
-        self.stats.status |= verified.status
         self.stats.add_draft_len(round_.draft.token_ids.shape[1])
         for row in live:
             num_drafted, num_accepted = verified.num_drafted[row], verified.num_accepted[row]
@@ -236,6 +266,7 @@ class SpeculativeDecoder:
 
     def _crop(self, batch: Batch, draft: DraftOut, verified: Verified, trimmed: Trimmed) -> None:
         """Roll both caches and the judge back to the kept tokens; the newest one is in none of them."""
+        self.place.enter(Stage.CROP)
         num_query = draft.token_ids.shape[1] + 1
         num_dropped = [num_query - num for num in trimmed.num_emitted]
         batch.target_cache.crop(num_dropped)

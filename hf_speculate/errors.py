@@ -16,7 +16,12 @@ class UnsupportedGenerationError(SpeculateError, ValueError):
     """A combination of `generate()` arguments cannot be decoded speculatively."""
 
 
+class BadLogitsError(SpeculateError, RuntimeError):
+    """Logits hold no law that a token could be drawn from: a NaN, a +inf, or nothing but -inf."""
+
+
 __all__ = [
+    "BadLogitsError",
     "ConfigError",
     "KernelUnavailableError",
     "ShapeError",

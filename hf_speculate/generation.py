@@ -27,13 +27,11 @@ from hf_speculate.arguments import (
     unwrapped,
 )
 from hf_speculate.attention_switch import folded_attention_for
-from hf_speculate.batch import Batch
 from hf_speculate.build import build_decoder
 from hf_speculate.call import Call
 from hf_speculate.compiling import static_of, with_eager_draft
 from hf_speculate.config import FIELD_NAMES, SpeculationConfig, fields_of, read_config
 from hf_speculate.contexts import draft_context, target_context
-from hf_speculate.decoder import SpeculativeDecoder
 from hf_speculate.draft.foreign import make_generator
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.healing import HealsTokens, healing
@@ -52,6 +50,7 @@ from hf_speculate.refusals.calls import check_call, check_context, check_prepare
 from hf_speculate.refusals.models import check_assistant, check_models, check_rope
 from hf_speculate.saved_fields import fields_in
 from hf_speculate.stats import SpeculationStats
+from hf_speculate.tracing import Place, Stage
 from hf_speculate.verify.base import check_verifier
 
 _TRANSFORMERS_FIELDS = (
@@ -152,7 +151,7 @@ def _generate(
     own_prompt_lookup(model, call)
     is_static = own_static_cache(model, call)
     speculation = _Speculation(drafting, config, call, is_static, reason)
-    with healing(model, call):
+    with speculation.place, healing(model, call):
         output = plain(**call, custom_generate=speculation)
     if not speculation.num_calls:
         raise UnsupportedModelError(
@@ -184,6 +183,7 @@ class _Speculation:
         self.stats.reset()
         self.config = replace(config, speculation_stats=self.stats)
         self.num_calls = 0
+        self.place = Place()
         self.streamer = call.get("streamer")
         self.synced_gpus = call.get("synced_gpus")
         self.is_cache_passed = call.get("past_key_values") is not None
@@ -202,6 +202,7 @@ class _Speculation:
         inputs_tensor: Tensor | None = None,
         **model_kwargs: Any,
     ) -> GenerateOutput | Tensor:
+        self.place.enter(Stage.PREPARE, 0)
         config = self.config.for_run(self.num_calls).resolve(bool(generation_config.do_sample))
         self.num_calls += 1
         check_verifier(config)
@@ -260,28 +261,22 @@ class _Speculation:
             peers=peers,
         )
         decoder, batch = build_decoder(model, self.assistant, config, call)
-        with folded_attention_for([] if call.recorded.attentions else models):
-            self._decode(decoder, batch)
-        if config.suffix_store is not None:
-            for ids in decoder.recorder.new_ids:
-                config.suffix_store.add(ids)
-        if self.streamer is not None:
-            self.streamer.end()
         recorder, pad_id = decoder.recorder, call.pad_token_id or 0
-        return recorder.output(input_ids, pad_id, cache) if returns_dict else recorder.sequences(input_ids, pad_id)
-
-    def _decode(self, decoder: SpeculativeDecoder, batch: Batch) -> None:
-        """Decode; a cache that the user passed is brought back when that fails."""
-        snapshot = batch.target_cache.snapshot() if self.is_cache_passed else None
-        try:
-            decoder.decode(batch)
+        folded = folded_attention_for([] if call.recorded.attentions else models)
+        with folded, batch.undone_on_error(self.is_cache_passed):
+            decoder.decode(batch, self.place)
+            self.place.enter(Stage.RETURN)
             batch.target_cache.hand_back()
-        except BaseException:
-            if snapshot is not None:
-                batch.target_cache.restore(snapshot)
-            raise
-        finally:
-            batch.release()
+            output = (
+                recorder.output(input_ids, pad_id, cache) if returns_dict else recorder.sequences(input_ids, pad_id)
+            )
+            if self.streamer is not None:
+                self.streamer.end()
+            if config.suffix_store is not None:
+                for ids in recorder.new_ids:
+                    config.suffix_store.add(ids)
+        self.place.enter(None)
+        return output
 
     def _stream(self, token_ids: list[int]) -> None:
         for token_id in token_ids:

@@ -183,8 +183,11 @@ class BlockStoppingCriteria:
 
     def _find_registered(
         self, token_ids: Tensor, prefix_lens: Sequence[int], num_kept: Sequence[int]
-    ) -> Iterator[tuple[int, int]]:
-        """Asks about the prefixes that nothing else has ended before, those of one length together."""
+    ) -> list[tuple[int, int]]:
+        """Asks about the prefixes that nothing else has ended before, those of one length together.
+
+        No generator: what the user's code raises goes through it, and a StopIteration would not.
+        """
         rows_by_len: dict[int, list[int]] = {}
         for row, (prefix_len, num) in enumerate(zip(prefix_lens, num_kept, strict=True)):
             for at in range(1, num + 1):
@@ -192,9 +195,8 @@ class BlockStoppingCriteria:
         answers = [_ask(self._registered, token_ids[rows, :length]) for length, rows in rows_by_len.items()]
         is_hit = torch.cat(answers).tolist()  # one per pair, in the order of the pairs
         pairs = [(length, row) for length, rows in rows_by_len.items() for row in rows]
-        for (length, row), hit in zip(pairs, is_hit, strict=True):
-            if hit:
-                yield row, length - prefix_lens[row]
+        hits = zip(pairs, is_hit, strict=True)
+        return [(row, length - prefix_lens[row]) for (length, row), hit in hits if hit]
 
 
 def _ask(criteria: Iterable[Any], input_ids: Tensor) -> Tensor:

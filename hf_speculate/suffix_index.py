@@ -36,6 +36,7 @@ class SuffixIndex:
         text: all tokens; separators are negative.
         match_len: tokens at the text's end that stood before, 0..max_match_len.
         match_end: how many tokens came up to their latest earlier occurrence: `text[match_end]` followed it.
+        is_whole: set to False by who was interrupted in a call of `extend`, after which nothing here holds.
 
     Source:
         Blumer et al., "The smallest automaton recognizing the subwords of a text", 1985.
@@ -57,6 +58,7 @@ class SuffixIndex:
         self._last = 0  # the state of the whole text
         self._matched = 0  # the state of the match
         self._num_separators = 0
+        self.is_whole = True
 
     def extend(self, token_ids: Iterable[int]) -> None:
         """Append tokens, and find the match of the new end."""

@@ -1,6 +1,7 @@
 """Remembers texts of earlier calls, so that later ones can copy from them."""
 
 import threading
+from array import array
 from collections.abc import Sequence
 from numbers import Integral
 from typing import NamedTuple
@@ -58,18 +59,27 @@ class SuffixStore:
         Args:
             token_ids: its tokens.
         """
+        checked = array("i", token_ids)
         with self._lock:
-            for begin in range(0, len(token_ids), _CHUNK_TOKENS):
-                if self._newer.num_bytes + _CHUNK_TOKENS * _TOKEN_BYTES > self.max_bytes // 2:
-                    self._newer, self._older = SuffixIndex(), self._newer
-                self._newer.extend(token_ids[begin : begin + _CHUNK_TOKENS])
-            if len(token_ids):
-                self._newer.separate()
+            try:
+                self._append(checked)
+            except BaseException:  # an interrupt may have left the index between two of its states
+                self._newer.is_whole = False
+                self._newer = SuffixIndex()
+                raise
 
     def reset(self) -> None:
         """Forget everything; calls under way go on with what they found."""
         with self._lock:
             self._newer, self._older = SuffixIndex(), SuffixIndex()
+
+    def _append(self, token_ids: "array[int]") -> None:
+        for begin in range(0, len(token_ids), _CHUNK_TOKENS):
+            if self._newer.num_bytes + _CHUNK_TOKENS * _TOKEN_BYTES > self.max_bytes // 2:
+                self._newer, self._older = SuffixIndex(), self._newer
+            self._newer.extend(token_ids[begin : begin + _CHUNK_TOKENS])
+        if len(token_ids):
+            self._newer.separate()
 
     def reader(self, max_match_len: int) -> "StoreReader":
         """Follows one row through what is stored now.
@@ -87,23 +97,26 @@ class StoreReader:
     def __init__(self, lock: threading.Lock, indices: list[SuffixIndex], max_match_len: int):
         self._lock = lock
         self._max_match_len = max_match_len
-        self._indices = indices
-        self._places: list[Place] = [START] * len(indices)
+        self._found = [(index, START) for index in indices]  # where the row's end stands in each
 
     def follow(self, token_ids: Sequence[int]) -> None:
         """Append tokens to the row."""
         with self._lock:
-            pairs = zip(self._indices, self._places, strict=True)
-            self._places = [index.follow(place, token_ids) for index, place in pairs]
+            self._found = [(index, index.follow(place, token_ids)) for index, place in self._whole()]
 
     def find(self, num: int) -> Found:
         """The `num` tokens, or fewer, that followed the longest match; the newer text's where two are as long."""
         with self._lock:
-            index, place = max(zip(self._indices, self._places, strict=True), key=lambda pair: pair[1].length)
-            place = place._replace(length=min(place.length, self._max_match_len))
-            if place.length == 0:
+            found = max(self._whole(), key=lambda pair: pair[1].length, default=None)
+            if found is None or found[1].length == 0:
                 return Found(0, [])
+            index, place = found
+            place = place._replace(length=min(place.length, self._max_match_len))
             return Found(place.length, index.continuation(index.end_of(place), num, is_repeated=False))
+
+    def _whole(self) -> list[tuple[SuffixIndex, Place]]:
+        """The indices that nobody was interrupted in growing, with the row's places."""
+        return [(index, place) for index, place in self._found if index.is_whole]
 
 
 def _is_int(value: object) -> bool:

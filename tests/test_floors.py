@@ -51,6 +51,7 @@ FLOORS = {
     "hf_speculate.sequences": 1,
     "hf_speculate.suffix_store": 0.5,
     "hf_speculate.draft_state": 0.5,
+    "hf_speculate.tracing": 0.5,
     "hf_speculate.suffix_index": 0,
     "hf_speculate.errors": 0,
     "hf_speculate.rollback": 0,

@@ -7,6 +7,7 @@ import tracemalloc
 import pytest
 
 from hf_speculate.errors import ConfigError
+from hf_speculate.suffix_index import SuffixIndex
 from hf_speculate.suffix_store import MIN_BYTES, SuffixStore
 
 
@@ -101,3 +102,40 @@ def test_texts_may_be_added_while_others_are_followed():
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+@pytest.mark.parametrize("at", range(1, 12))
+def test_an_interrupt_while_a_text_is_added_leaves_a_store_that_works(monkeypatch, at):
+    """Wherever the index stood, it is forgotten: readers under way go on with the older texts, later ones find new."""
+    store = SuffixStore()
+    text = [5, 6, 7, 5, 6, 8, 5, 7, 6, 5, 6, 7, 9]
+    store.add([1, 2, 3])
+    reader = store.reader(8)
+    reader.follow([1, 2])
+    split, calls = SuffixIndex._split, iter(range(1, 100))
+
+    def interrupted(self, *args):
+        if next(calls) == at:
+            raise KeyboardInterrupt
+        return split(self, *args)
+
+    monkeypatch.setattr(SuffixIndex, "_split", interrupted)
+    repeated = [token + 10 * turn for turn in range(4) for token in text]
+    with pytest.raises(KeyboardInterrupt):
+        store.add(repeated)
+    assert reader.find(2).token_ids == []
+    reader.follow([3, 4])
+    assert store.num_tokens == 0
+    monkeypatch.undo()
+    store.add(text)
+    later = store.reader(8)
+    later.follow([5, 6, 7])
+    assert later.find(2).token_ids == [9]
+
+
+def test_a_token_that_is_no_number_is_refused_before_anything_is_forgotten():
+    store = SuffixStore()
+    store.add([1, 2, 3])
+    with pytest.raises(TypeError):
+        store.add([4, "five"])
+    assert store.num_tokens == 3

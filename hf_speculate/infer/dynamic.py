@@ -9,21 +9,16 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.infer.kv_cache import bounded, checked_drops, leading
+from hf_speculate.infer.snapshots import LayerSnapshot, restore_layers, snapshot_layers
 from hf_speculate.types import KVState
-
-
-class _LayerSnapshot(NamedTuple):
-    keys: Tensor | None
-    values: Tensor | None
-    num_columns: int
 
 
 class CacheSnapshot(NamedTuple):
     """What brings a cache back after an error: references, and lengths where cropping is enough."""
 
     num_columns: int
-    layers: tuple[_LayerSnapshot, ...]
-    encoder_layers: tuple[_LayerSnapshot, ...]  # what an encoder gave
+    layers: tuple[LayerSnapshot, ...]
+    encoder_layers: tuple[LayerSnapshot, ...]  # what an encoder gave
 
 
 class DynamicKVCache:
@@ -196,18 +191,13 @@ class DynamicKVCache:
 
     def snapshot(self) -> CacheSnapshot:
         """Note what `restore` needs. Full layers of a single row are cropped back, so only their length is kept."""
-        layers = []
-        for layer in self._layers:
-            is_cropped_back = self.batch_size == 1 and not isinstance(layer, DynamicSlidingWindowLayer)
-            keys, values = (None, None) if is_cropped_back else (layer.keys, layer.values)
-            layers.append(_LayerSnapshot(keys, values, layer.get_seq_length()))
-        encoder_layers = (_LayerSnapshot(one.keys, one.values, one.get_seq_length()) for one in self._encoder_layers)
-        return CacheSnapshot(self.num_columns, tuple(layers), tuple(encoder_layers))
+        layers = snapshot_layers(self._layers, only_grows=self.batch_size == 1)
+        return CacheSnapshot(self.num_columns, layers, snapshot_layers(self._encoder_layers, only_grows=False))
 
     def restore(self, snapshot: CacheSnapshot) -> None:
         """Bring the cache back to what it held at `snapshot`, also from the middle of a forward."""
-        _restore_layers(self._layers, snapshot.layers)
-        _restore_layers(self._encoder_layers, snapshot.encoder_layers)
+        restore_layers(self._layers, snapshot.layers)
+        restore_layers(self._encoder_layers, snapshot.encoder_layers)
         if isinstance(self.cache, EncoderDecoderCache):
             held = [bool(kept.num_columns) for kept in snapshot.encoder_layers]
             self.cache.is_updated.clear()
@@ -268,22 +258,6 @@ def check_layers(cache: Cache) -> None:
                 f"the cache's layers must be {' or '.join(kind.__name__ for kind in served)}, "
                 f"got {type(layer).__name__}; decode with this cache plainly"
             )
-
-
-def _restore_layers(layers: list[Any], snapshots: Sequence[_LayerSnapshot]) -> None:
-    """Bring layers back to their snapshots, in place; those that came later go."""
-    del layers[len(snapshots) :]
-    for layer, kept in zip(layers, snapshots, strict=True):
-        if not kept.num_columns:
-            layer.keys = layer.values = None
-            layer.is_initialized = False
-        elif kept.keys is not None:
-            layer.keys, layer.values = kept.keys, kept.values
-        else:
-            layer.keys = layer.keys[..., : kept.num_columns, :]
-            layer.values = layer.values[..., : kept.num_columns, :]
-        if isinstance(layer, DynamicSlidingWindowLayer):
-            layer.cumulative_length = kept.num_columns
 
 
 def _moved_columns(shape: Sequence[int], shift: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 from hf_speculate.infer.buffer_pool import BufferPool, LayerBuffers
 from hf_speculate.infer.kv_cache import bounded, checked_drops, leading
 from hf_speculate.infer.ragged_layer import Columns, RaggedLayer
+from hf_speculate.infer.snapshots import LayerSnapshot, restore_layers, snapshot_layers
 from hf_speculate.types import KVState
 
 # Queries longer than this are prompts, whose rows are of one length: transformers builds their masks, or none.
@@ -27,6 +28,13 @@ class LayerKinds(NamedTuple):
         """What the model takes: the one mask that `make` gives for its window, or one by name."""
         masks = {name: make(window) for name, window in self.mask_windows.items()}
         return next(iter(masks.values())) if len(masks) == 1 else masks
+
+
+class HomeSnapshot(NamedTuple):
+    """What brings the user's cache back after an error."""
+
+    home: Cache
+    layers: tuple[LayerSnapshot, ...]
 
 
 class PreallocatedKVCache:
@@ -170,11 +178,16 @@ class PreallocatedKVCache:
     def begin_recording(self) -> None:
         """Nothing to do: what a row may be rolled back to is kept."""
 
-    def snapshot(self) -> None:
-        """Nothing to note: `home` is left alone until `hand_back`."""
+    def snapshot(self) -> HomeSnapshot | None:
+        """Note what `home` holds, which is left alone until `hand_back`."""
+        if self._home is None:
+            return None
+        return HomeSnapshot(self._home, snapshot_layers(self._home.layers, only_grows=self.batch_size == 1))
 
-    def restore(self, snapshot: None) -> None:
-        """Nothing to bring back."""
+    def restore(self, snapshot: HomeSnapshot | None) -> None:
+        """Bring `home` back to what it held, also from the middle of `hand_back`."""
+        if snapshot is not None:
+            restore_layers(snapshot.home.layers, snapshot.layers)
 
     def hand_back(self) -> None:
         """Bring `home` to what plain `generate` would have left in it; buffers without a pool go, layer by layer."""
@@ -183,7 +196,8 @@ class PreallocatedKVCache:
         layers: list[Any] = self._home.layers
         for layer, kept in zip(self._layers, layers, strict=True):
             state = self._states(layer)
-            kept.lazy_initialization(state.keys, state.values)
+            if not kept.is_initialized:  # or its states would be gone until the next line
+                kept.lazy_initialization(state.keys, state.values)
             kept.keys, kept.values = state
             if self._pool is None:
                 layer.release()

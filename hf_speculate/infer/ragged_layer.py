@@ -109,7 +109,7 @@ class RaggedLayer(CacheLayerMixin):
         """Make buffers for states [B, H, Q, D] like these: of the fixed capacity, or without room."""
         self.dtype, self.device = key_states.dtype, key_states.device
         room = self.columns.capacity or 0
-        self.keys, self.values = (_zeros(states, room) for states in (key_states, value_states))
+        self.keys, self.values = _zeros(key_states, room), _zeros(value_states, room)
         self.is_initialized = True
 
     def take(self, buffers: LayerBuffers) -> None:

@@ -1,0 +1,164 @@
+"""Logits without a law: the target's end a draw as plain `generate` would, the draft's change nothing."""
+
+import itertools
+from contextlib import contextmanager
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from transformers import LogitsProcessor, LogitsProcessorList
+
+import hf_speculate
+from hf_speculate.types import Status
+from tests.cases import assert_equal_ids, pair
+from tests.tiny import make_law_model, ragged_prompts
+
+K = 3
+NAN, INF = torch.nan, torch.inf
+CELLS = [
+    (NAN, 1, "dynamic"),
+    (NAN, 3, "preallocated"),
+    (INF, 3, "dynamic"),
+    (-INF, 3, "preallocated"),
+    (-INF, 1, "auto"),
+]
+NUM_DRAWS = 6_000
+SIGNIFICANCE = 1e-4  # a right sampler fails one run in ten thousand
+
+
+@contextmanager
+def spoiled(model, value, *, after=lambda ids: ids % 3 == 0):
+    """The model's logits are `value` after the tokens of which `after` is True: a function of the text alone."""
+
+    def spoil(module, args, kwargs, output):
+        ids = kwargs["input_ids"][:, -output.logits.shape[1] :]
+        output.logits = torch.where(after(ids)[..., None], torch.full_like(output.logits, value), output.logits)
+        return output
+
+    handle = model.register_forward_hook(spoil, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def options_of(draft, **options):
+    return {"assistant_model": draft, "num_assistant_tokens": K, "max_new_tokens": 12, **options}
+
+
+@pytest.mark.parametrize(("value", "batch_size", "home"), CELLS)
+def test_greedy_goes_on_as_plain_does_and_says_so(value, batch_size, home):
+    target, draft = pair("llama")
+    inputs = ragged_prompts(batch_size, seed=4)
+    stats = hf_speculate.SpeculationStats()
+    with spoiled(target, value):
+        plain = target.generate(**inputs, max_new_tokens=12)
+        ours = target.generate(**inputs, **options_of(draft, speculation_cache=home, speculation_stats=stats))
+    assert_equal_ids(plain, ours)
+    flag = {NAN: Status.NAN, INF: Status.POSITIVE_INF, -INF: Status.ALL_MASKED}[value]
+    assert Status(stats.status) == flag
+
+
+def test_a_prompt_without_a_law_is_in_the_status():
+    target, draft = pair("llama")
+    stats = hf_speculate.SpeculationStats()
+    with spoiled(target, NAN, after=lambda ids: ids == 9):
+        target.generate(torch.tensor([[5, 9]]), **options_of(draft, speculation_stats=stats, max_new_tokens=1))
+    assert stats.status == Status.NAN
+
+
+@pytest.mark.parametrize("verifier", ["rejection", "block", "coupled", "typical"])
+@pytest.mark.parametrize(("value", "word"), [(NAN, "NaN"), (INF, "+inf"), (-INF, "-inf for every token")])
+def test_nothing_is_drawn_without_a_law(verifier, value, word):
+    target, draft = pair("llama")
+    inputs = ragged_prompts(3, seed=4)
+    with spoiled(target, value):
+        with pytest.raises(RuntimeError):
+            target.generate(**inputs, do_sample=True, max_new_tokens=12)
+        with pytest.raises(hf_speculate.BadLogitsError) as caught:
+            target.generate(**inputs, **options_of(draft, do_sample=True, verifier=verifier, seed=3))
+    assert isinstance(caught.value, RuntimeError)
+    assert f"got {word} in row" in str(caught.value)
+    assert len(caught.value.__notes__) == 1
+
+
+def test_coupled_without_an_assistant_draws_nothing_without_a_law():
+    target, _ = pair("llama")
+    with spoiled(target, NAN), pytest.raises(hf_speculate.BadLogitsError, match="row 0 after 0 new tokens"):
+        target.generate(torch.tensor([[5, 9]]), do_sample=True, verifier="coupled", seed=1, max_new_tokens=3)
+
+
+def test_a_foreign_processor_that_forbids_everything_ends_the_draw():
+    class Forbids(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            return torch.full_like(scores, -INF) if input_ids.shape[1] == 5 else scores
+
+    target, draft = pair("llama")
+    own = options_of(draft, do_sample=True, seed=3, logits_processor=LogitsProcessorList([Forbids()]))
+    with pytest.raises(hf_speculate.BadLogitsError, match="-inf for every token in row 0 after 3 new tokens"):
+        target.generate(torch.tensor([[5, 9]]), **own)
+
+
+def test_invalid_values_may_be_removed():
+    target, draft = pair("llama")
+    inputs = ragged_prompts(3, seed=4)
+    options = {"do_sample": True, "verifier": "coupled", "seed": 3, "remove_invalid_values": True}
+    with spoiled(target, NAN):
+        alone = target.generate(**inputs, **options, max_new_tokens=12)
+        ours = target.generate(**inputs, **options_of(draft, **options))
+    assert_equal_ids(alone, ours)
+
+
+def test_a_row_that_has_ended_before_is_not_looked_at():
+    target, draft = pair("llama")
+    text = target.generate(torch.tensor([[5, 9]]), max_new_tokens=4)[0].tolist()
+    ends = {"eos_token_id": text[3], "do_sample": True, "top_k": 1, "max_new_tokens": 8}
+    with spoiled(target, NAN, after=lambda ids: ids == text[3]):  # what follows the end has no law
+        ours = target.generate(torch.tensor([[5, 9]]), **options_of(draft, **ends))
+    assert ours[0].tolist() == text[:4]
+
+
+@pytest.mark.parametrize(("value", "batch_size", "home"), CELLS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"assistant_confidence_threshold": 0.3},
+        {"prompt_lookup_num_tokens": 3},
+        {"do_sample": True, "verifier": "coupled", "seed": 3},
+        {"do_sample": True, "verifier": "coupled", "seed": 3, "top_k": 5, "assistant_confidence_threshold": 0.3},
+    ],
+    ids=["greedy", "confident", "hybrid", "coupled", "coupled, warped"],
+)
+def test_a_draft_without_a_law_leaves_the_text(options, value, batch_size, home):
+    target, draft = pair("llama")
+    inputs = ragged_prompts(batch_size, seed=4)
+    own = ("verifier", "seed", "do_sample", "top_k")
+    plain = target.generate(**inputs, max_new_tokens=12, **{name: options[name] for name in own if name in options})
+    with spoiled(draft, value):
+        ours = target.generate(**inputs, **options_of(draft, speculation_cache=home, **options))
+    assert_equal_ids(plain, ours)
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize("verifier", ["rejection", "block"])
+def test_a_draft_without_a_law_leaves_the_law(verifier, value):
+    vocab_size, num_tokens = 5, 3
+    target = hf_speculate.enable(make_law_model(vocab_size, seed=0))
+    draft = make_law_model(vocab_size, seed=1, sharpness=1.5)
+    prompt = torch.tensor([[1, 4]])
+    texts = torch.tensor(list(itertools.product(range(vocab_size), repeat=num_tokens)))
+    rows = torch.cat([prompt.expand(len(texts), -1), texts], dim=1)
+    laws = target(rows).logits.softmax(-1)[:, prompt.shape[1] - 1 : -1]
+    expected = laws.gather(2, texts[..., None])[..., 0].prod(1) * NUM_DRAWS
+    with spoiled(draft, value, after=lambda ids: ids % 2 == 0):
+        drawn = target.generate(
+            prompt,
+            **options_of(draft, max_new_tokens=num_tokens, do_sample=True, top_k=0, verifier=verifier, seed=2),
+            num_return_sequences=NUM_DRAWS,
+        )[:, prompt.shape[1] :]
+    places = (drawn * vocab_size ** torch.arange(num_tokens - 1, -1, -1)).sum(1)
+    counts = torch.bincount(places, minlength=len(texts)).double()
+    rare = expected < 5
+    cells = [torch.cat([one[~rare], one[rare].sum()[None]]) for one in (counts, expected)]
+    assert chisquare(cells[0].numpy(), cells[1].numpy()).pvalue > SIGNIFICANCE

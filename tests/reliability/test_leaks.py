@@ -1,0 +1,123 @@
+"""Hundreds of short calls leave no memory behind that grows with their number."""
+
+import gc
+import os
+import sys
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from statistics import linear_regression
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList
+
+import hf_speculate
+from tests.reliability.faults import Fault, FaultyCriterion, FaultyProcessor, Mistake
+from tests.tiny import make_model, noisy_copy, ragged_prompts
+
+NUM_CALLS, NUM_WARM, EVERY = 500, 100, 40  # samples after calls 120, 160, ... 480: after the same kinds of call
+FEW_CALLS, FEW_WARM = 160, 40
+# One kind of call in ten that leaves one object makes 0.1.
+OBJECTS_A_CALL = 0.04
+# Python's free lists go on filling for some hundred calls: 200 bytes a call up to the 150th, 45 from the 100th to
+# the 500th, 3 after the 1000th. A tensor takes 72 bytes without its data.
+TRACED_BYTES_A_CALL, TRACED_BYTES_AT_FIRST = 64.0, 400.0
+# So does malloc: 6 KiB a call from the 100th to the 500th, nothing from there to the 1600th. The states of one call
+# with three rows take 20 KiB.
+RESIDENT_BYTES_A_CALL = 12 * 1024.0
+STATM = Path("/proc/self/statm")
+NEVER = 10**9  # a call that no fault waits for
+
+
+class Sample(NamedTuple):
+    num_calls: int
+    traced_bytes: int
+    resident_bytes: int
+    num_objects: int
+
+
+def sample(num_calls: int) -> Sample:
+    gc.collect()
+    resident = int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if STATM.exists() else 0
+    return Sample(num_calls, tracemalloc.get_traced_memory()[0], resident, len(gc.get_objects()))
+
+
+def slopes(run: Callable[[int], Any], num_calls: int, num_warm: int, every: int) -> dict[str, float]:
+    """By what each call of `run`, which is told its number, makes memory grow after the first ones."""
+    samples = []
+    tracemalloc.start()
+    try:
+        for number in range(1, num_calls + 1):
+            run(number)
+            if number >= num_warm and number % every == 0:
+                samples.append(sample(number))
+    finally:
+        tracemalloc.stop()
+    counts = [one.num_calls for one in samples]
+    columns = {name: [getattr(one, name) for one in samples] for name in Sample._fields[1:]}
+    return {name: linear_regression(counts, values).slope for name, values in columns.items()}
+
+
+def calls() -> Callable[[int], Any]:
+    """Ten kinds of call in turn, one of which fails."""
+    target = hf_speculate.enable(make_model("llama", num_hidden_layers=1))
+    draft = noisy_copy(target)
+    store = hf_speculate.SuffixStore(max_bytes=1 << 20)
+    inputs = [ragged_prompts(batch_size, seed=batch_size) for batch_size in (1, 3)]
+    samples = {"do_sample": True, "num_assistant_tokens": 2}
+    kinds: list[Callable[[int], dict[str, Any]]] = [
+        lambda _: {"num_assistant_tokens": 2, "speculation_cache": "dynamic"},
+        lambda _: {"num_assistant_tokens": 2, "speculation_cache": "preallocated"},
+        lambda number: {**samples, "verifier": "rejection", "seed": number},
+        lambda number: {**samples, "verifier": "block", "seed": number},
+        lambda number: {**samples, "verifier": "coupled", "seed": number, "speculation_cache": "dynamic"},
+        lambda _: {"verifier": "typical", "return_dict_in_generate": True, "output_scores": True},
+        lambda _: {"assistant_model": None, "prompt_lookup_num_tokens": 3, "suffix_store": store},
+        lambda _: {"num_assistant_tokens": 2, "past_key_values": DynamicCache(config=target.config)},
+        lambda _: {"stopping_criteria": StoppingCriteriaList([FaultyCriterion(Fault(NEVER, Mistake()))])},
+        lambda _: {"logits_processor": LogitsProcessorList([FaultyProcessor(Fault(3, Mistake("on purpose")))])},
+    ]
+    assert EVERY % (len(kinds) * len(inputs)) == 0  # every sample comes after the same kinds of call
+
+    def run(number: int) -> None:
+        options = {"assistant_model": draft, **kinds[number % len(kinds)](number)}
+        try:
+            target.generate(**inputs[number // len(kinds) % 2], max_new_tokens=4, **options)
+        except Mistake:
+            assert number % len(kinds) == 9
+        if number % EVERY == 0:
+            store.reset()  # its own bound is tested elsewhere
+
+    return run
+
+
+def test_a_few_short_calls_leave_nothing_that_grows():
+    found = slopes(calls(), FEW_CALLS, FEW_WARM, EVERY)
+    assert found["num_objects"] < OBJECTS_A_CALL
+    assert found["traced_bytes"] < TRACED_BYTES_AT_FIRST
+
+
+@pytest.mark.slow
+def test_hundreds_of_short_calls_leave_nothing_that_grows():
+    found = slopes(calls(), NUM_CALLS, NUM_WARM, EVERY)
+    assert found["num_objects"] < OBJECTS_A_CALL
+    assert found["traced_bytes"] < TRACED_BYTES_A_CALL
+    assert found["resident_bytes"] < RESIDENT_BYTES_A_CALL
+
+
+def test_a_leak_would_be_seen():
+    kept: list[Any] = []
+    found = slopes(lambda number: kept.append([number]) if number % 10 == 0 else None, 200, 50, 50)
+    assert found["num_objects"] > OBJECTS_A_CALL
+    found = slopes(lambda number: kept.append(torch.ones(1)), 200, 50, 50)
+    assert found["traced_bytes"] > TRACED_BYTES_A_CALL
+    assert found["num_objects"] > OBJECTS_A_CALL
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_a_leak_of_tensors_would_be_seen():
+    kept: list[Any] = []
+    found = slopes(lambda _: kept.append(torch.ones(8192)), 400, 100, 50)
+    assert found["resident_bytes"] > RESIDENT_BYTES_A_CALL

@@ -1,0 +1,259 @@
+"""Chats of any calls, in any order, give token for token what decoding by the definitions gives."""
+
+import random
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, event, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from transformers import (
+    DynamicCache,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+import hf_speculate
+from hf_speculate import build
+from hf_speculate.decoder import SpeculativeDecoder
+from hf_speculate.draft.early_exit import early_exit_model
+from hf_speculate.types import DraftOut, Verdict
+from hf_speculate.verify.greedy import GreedyVerifier
+from tests.reliability.faults import Fault, Mistake, put_in
+from tests.reliability.reference import PAD, Line, Reference, Request
+from tests.tiny import make_law_model, noisy_copy
+from tests.tiny_tokenizers import letters_tokenizer
+
+LETTERS = "_abcdefgh"
+VOCAB_SIZE = len(LETTERS)
+MAX_LEN = 32  # of a text; a longer one begins anew
+NUM_EXAMPLES, NUM_STEPS = 20, 5
+MANY_EXAMPLES, MANY_STEPS = 300, 20
+
+TOKENS = st.integers(1, VOCAB_SIZE - 1)
+TEXTS = st.lists(TOKENS, min_size=1, max_size=6)
+WAYS = ("model", "copies", "both")
+SCHEDULES = ("constant", "heuristic", "adaptive")
+HOMES = ("auto", "dynamic", "preallocated")
+CACHES = ("none", "passed", "returned")
+
+
+def ends_here(row: Line) -> bool:
+    return (row[-1] + 2 * row[-2] if len(row) > 1 else 1) % 7 == 0
+
+
+def bias_here(row: Line) -> torch.Tensor:
+    bias = torch.zeros(VOCAB_SIZE)
+    bias[(row[-1] + len(row)) % VOCAB_SIZE] = 1.5
+    return bias
+
+
+class Ends(StoppingCriteria):
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.tensor([ends_here(row) for row in input_ids.tolist()])
+
+
+class Biases(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        return scores + torch.stack([bias_here(row) for row in input_ids.tolist()])
+
+
+class RowWiseEnds(Ends):
+    """Declared to look at each row by itself."""
+
+
+class RowWiseBiases(Biases):
+    """Declared to look at each row by itself."""
+
+
+hf_speculate.register_row_wise(RowWiseEnds)
+hf_speculate.register_row_wise(RowWiseBiases)
+
+ENDS = {"none": None, "foreign": Ends, "row-wise": RowWiseEnds}
+BIASES = {"none": None, "foreign": Biases, "row-wise": RowWiseBiases}
+
+
+@cache
+def tools(seed: int):
+    """A target, a draft of its first layer, the reference, the tokenizer."""
+    target = make_law_model(VOCAB_SIZE, seed=seed, sharpness=2.0, num_hidden_layers=2)
+    draft = noisy_copy(early_exit_model(target, 1), seed=seed)
+    return hf_speculate.enable(target), draft, Reference(target, LETTERS), letters_tokenizer(list(LETTERS))
+
+
+class Clock:
+    """Steps of any size, so that the adaptive schedule sees machines of every kind."""
+
+    def __init__(self, seed: int):
+        self.now, self.chance = 0.0, random.Random(seed)
+
+    def __call__(self) -> float:
+        self.now += self.chance.choice([0.0, 1e-4, 1e-3, 1e-2])
+        return self.now
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> tuple[Request, dict[str, Any], str]:
+    """A call for the reference, the same in keywords of `generate()`, and what becomes of the cache."""
+    samples = draw(st.booleans())
+    ends, bias = draw(st.sampled_from(list(ENDS))), draw(st.sampled_from(list(BIASES)))
+    max_new_tokens = draw(st.integers(1, 9))
+    request = Request(
+        max_new_tokens=max_new_tokens,
+        min_new_tokens=min(draw(st.sampled_from([0, 0, 3])), max_new_tokens),
+        eos_ids=draw(st.lists(TOKENS, max_size=2, unique=True)),
+        stop_strings=draw(st.lists(st.text(LETTERS[1:], min_size=1, max_size=2), max_size=1)),
+        is_end=None if ends == "none" else ends_here,
+        bias=None if bias == "none" else bias_here,
+        ngram_size=draw(st.sampled_from([0, 0, 3])),
+        seed=draw(st.integers(0, 9)) if samples else None,
+        temperature=draw(st.sampled_from([1.0, 0.7])) if samples else 1.0,
+        top_k=draw(st.sampled_from([0, 4])) if samples else 0,
+    )
+    own: dict[str, Any] = {"speculation_cache": draw(st.sampled_from(HOMES))}
+    way = draw(st.sampled_from(WAYS))
+    if way != "copies":
+        schedule = draw(st.sampled_from(SCHEDULES))
+        own |= {"num_assistant_tokens": draw(st.integers(1, 5)), "num_assistant_tokens_schedule": schedule}
+    if way != "model":
+        own["prompt_lookup_num_tokens"] = draw(st.integers(1, 4))
+    if samples:
+        own |= {"do_sample": True, "verifier": "coupled", "seed": request.seed}
+        own |= {"temperature": request.temperature, "top_k": request.top_k}
+    own |= {"max_new_tokens": request.max_new_tokens, "min_new_tokens": request.min_new_tokens or None}
+    own |= {"eos_token_id": list(request.eos_ids) or None, "stop_strings": list(request.stop_strings) or None}
+    own |= {"no_repeat_ngram_size": request.ngram_size or None}
+    if ends != "none":
+        own["stopping_criteria"] = StoppingCriteriaList([ENDS[ends]()])
+    if bias != "none":
+        own["logits_processor"] = LogitsProcessorList([BIASES[bias]()])
+    return request, own, draw(st.sampled_from(CACHES))
+
+
+class Chat(RuleBasedStateMachine):
+    """Rows of one text each; calls lengthen them, and the cache goes from call to call where it can."""
+
+    @initialize(seed=st.integers(0, 2), texts=st.lists(TEXTS, min_size=1, max_size=3))
+    def begin(self, seed, texts):
+        self.target, self.draft, self.reference, self.tokenizer = tools(seed)
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(build, "SpeculativeDecoder", partial(SpeculativeDecoder, clock=Clock(seed)))
+        self._set(texts)
+
+    def teardown(self):
+        if hasattr(self, "patch"):
+            self.patch.undo()
+
+    @rule(call=requests())
+    def answer(self, call):
+        self._answer(*call)
+
+    def _answer(self, request: Request, own: dict[str, Any], cache_use: str) -> None:
+        expected, counts = self.reference.decode(self.lines, self.pads, request)
+        cache = self.cache
+        if cache is None and cache_use == "passed":
+            cache = DynamicCache(config=self.target.config)
+        stats = hf_speculate.SpeculationStats()
+        output = self.target.generate(
+            **self._inputs(),
+            **self._drafts(own),
+            past_key_values=cache,
+            tokenizer=self.tokenizer,
+            return_dict_in_generate=cache_use == "returned",
+            speculation_stats=stats,
+        )
+        ids = output.sequences if cache_use == "returned" else output
+        assert ids.tolist() == expected
+        if cache_use == "returned":
+            assert cache is None or output.past_key_values is cache
+            cache = output.past_key_values
+        if cache is not None:
+            assert cache.get_seq_length() == ids.shape[1] - 1
+            assert not any(getattr(layer, "record_past", False) for layer in cache.layers)
+        event(f"cache {cache_use}, {stats.cache}, {'held' if self.cache else 'new'}")
+        event("lock step" if stats.lock_step else "rows apart")
+        prompt_len = len(self.lines[0])
+        if min(counts) == max(counts):
+            self.lines, self.cache = expected, cache
+        else:  # padding between texts is no chat that goes on
+            rows = zip(expected, self.pads, counts, strict=True)
+            self._set([line[num_pads : prompt_len + num] for line, num_pads, num in rows])
+        if len(self.lines[0]) > MAX_LEN:
+            self._set([line[num_pads:][-3:] for line, num_pads in zip(self.lines, self.pads, strict=True)])
+
+    @rule(words=st.lists(TOKENS, min_size=1, max_size=3), call=requests())
+    def ask(self, words, call):
+        self.lines = [
+            line + [1 + (word + row) % (VOCAB_SIZE - 1) for word in words] for row, line in enumerate(self.lines)
+        ]
+        self._answer(*call)
+
+    @rule(data=st.data(), call=requests())
+    def change_batch(self, data, call):
+        rows = st.lists(st.integers(0, len(self.lines) - 1), min_size=1, max_size=3)
+        self._set([self.lines[row][self.pads[row] :] for row in data.draw(rows)])
+        self._answer(*call)
+
+    @rule(new=TEXTS, call=requests())
+    @precondition(lambda self: len(self.lines) < 3)
+    def another_row(self, new, call):
+        self._set([*(line[num_pads:] for line, num_pads in zip(self.lines, self.pads, strict=True)), new])
+        self._answer(*call)
+
+    @rule(
+        place=st.sampled_from(["foreign processor", "row-wise criterion", "target forward", "draft forward"]),
+        at=st.integers(1, 4),
+        home=st.sampled_from(HOMES),
+    )
+    def fail(self, place, at, home):
+        held = None if self.cache is None else [layer.keys.clone() for layer in self.cache.layers]
+        error = Mistake("on purpose")
+        inside, options = put_in(place, Fault(at, error), self.target, self.draft)
+        with inside, pytest.raises(Mistake) as caught:
+            self.target.generate(
+                **self._inputs(), **options, past_key_values=self.cache, speculation_cache=home, max_new_tokens=20
+            )
+        assert caught.value is error
+        assert len(error.__notes__) == 1
+        if held is not None:
+            layers = self.cache.layers
+            assert all(torch.equal(keys, layer.keys) for keys, layer in zip(held, layers, strict=True))
+
+    def _set(self, texts: list[Line]) -> None:
+        """Begin with these texts, padded on the left, and no cache."""
+        width = max(map(len, texts))
+        self.pads = [width - len(text) for text in texts]
+        self.lines = [[PAD] * num_pads + text for num_pads, text in zip(self.pads, texts, strict=True)]
+        self.cache: DynamicCache | None = None
+
+    def _inputs(self) -> dict[str, torch.Tensor]:
+        mask = [[0] * num_pads + [1] * (len(self.lines[0]) - num_pads) for num_pads in self.pads]
+        return {"input_ids": torch.tensor(self.lines), "attention_mask": torch.tensor(mask)}
+
+    def _drafts(self, own: dict[str, Any]) -> dict[str, Any]:
+        return own | {"assistant_model": self.draft} if "num_assistant_tokens" in own else own
+
+
+TestChats = Chat.TestCase
+TestChats.settings = settings(max_examples=NUM_EXAMPLES, stateful_step_count=NUM_STEPS, deadline=None)
+
+
+@pytest.mark.slow
+def test_many_long_chats():
+    many = settings(max_examples=MANY_EXAMPLES, stateful_step_count=MANY_STEPS, deadline=None)
+    run_state_machine_as_test(Chat, settings=many)
+
+
+def test_a_verifier_that_keeps_everything_is_found(monkeypatch):
+    def keep_all(self, target_logits, draft: DraftOut, keys) -> Verdict:
+        ids = torch.cat([draft.token_ids, target_logits[:, -1].argmax(-1, keepdim=True)], dim=1)
+        return Verdict(ids, torch.full_like(draft.lens, draft.token_ids.shape[1]), torch.zeros_like(draft.lens))
+
+    monkeypatch.setattr(GreedyVerifier, "verify", keep_all)
+    few = settings(max_examples=10, stateful_step_count=4, deadline=None, phases=[Phase.generate])
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(Chat, settings=few)

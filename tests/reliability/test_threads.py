@@ -1,0 +1,184 @@
+"""Calls of one enabled model in two threads at a time give the texts that they give alone."""
+
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from transformers import CompileConfig, DynamicCache, LogitsProcessorList, StoppingCriteriaList
+
+import hf_speculate
+from hf_speculate import attention_switch
+from hf_speculate.infer import buffer_pool
+from tests.reliability.faults import Fault, FaultyCriterion, FaultyProcessor, Mistake
+from tests.tiny import make_model, noisy_copy, ragged_prompts
+
+NEVER = 10**9  # a call that no fault waits for
+SWITCH_S = 1e-5  # between threads, 500 times as often as Python's own 5 ms
+TIMEOUT_S = 60.0
+NUM_NEW = 9
+ENDS = [17, 3, 40, 9]
+
+
+@cache
+def models():
+    """A target whose heads share keys and values, so that its config is written to, and its draft."""
+    target = hf_speculate.enable(make_model("llama", num_hidden_layers=1))
+    return target, noisy_copy(target)
+
+
+@cache
+def static_config() -> CompileConfig:
+    config = CompileConfig(backend="eager", mode="default")
+    config._compile_all_devices = True  # transformers compiles on a CPU only with this flag
+    return config
+
+
+STORE = hf_speculate.SuffixStore()
+SAMPLES = {"do_sample": True, "num_assistant_tokens": 3}
+ASSISTED: dict[str, Callable[[], dict[str, Any]]] = {
+    "greedy": lambda: {"num_assistant_tokens": 3},
+    "greedy, ends": lambda: {"num_assistant_tokens": 4, "eos_token_id": ENDS},
+    "greedy, adaptive": dict,
+    "rejection": lambda: {**SAMPLES, "verifier": "rejection", "seed": 4, "top_k": 20},
+    "block": lambda: {**SAMPLES, "verifier": "block", "seed": 5},
+    "coupled": lambda: {**SAMPLES, "verifier": "coupled", "seed": [6, 7, 8]},
+    "typical": lambda: {**SAMPLES, "verifier": "typical", "seed": 9},
+    "copies too": lambda: {"num_assistant_tokens": 2, "prompt_lookup_num_tokens": 3, "suffix_store": STORE},
+    "static": lambda: {"num_assistant_tokens": 2, "cache_implementation": "static"},
+    "compiled": lambda: {"num_assistant_tokens": 2, "compile_config": static_config()},
+    "own cache": lambda: {"num_assistant_tokens": 2, "past_key_values": DynamicCache(config=models()[0].config)},
+    "lock step": lambda: {"stopping_criteria": StoppingCriteriaList([FaultyCriterion(Fault(NEVER, Mistake()))])},
+}
+
+
+def call(name: str) -> list[list[int]]:
+    target, draft = models()
+    inputs = ragged_prompts(3, seed=sorted([*ASSISTED, "plain"]).index(name))
+    own = {"assistant_model": draft, **ASSISTED[name]()} if name in ASSISTED else {}
+    return target.generate(**inputs, max_new_tokens=NUM_NEW, **own).tolist()
+
+
+NAMES = [*ASSISTED, "plain"]
+
+
+def together(*jobs: Callable[[threading.Barrier], Any]) -> list[Any]:
+    """What jobs give that run in a thread each and may wait for one another."""
+    barrier = threading.Barrier(len(jobs), timeout=TIMEOUT_S)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_S)
+    try:
+        with ThreadPoolExecutor(len(jobs)) as pool:
+            return [future.result(TIMEOUT_S) for future in [pool.submit(job, barrier) for job in jobs]]
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def configs() -> list[Any]:
+    return [
+        (one.config.to_dict(), one.config._attn_implementation, one.generation_config.to_dict()) for one in models()
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, list[list[int]]]:
+    texts = {name: call(name) for name in NAMES if name != "compiled"}
+    target, _ = models()
+    inputs = ragged_prompts(3, seed=sorted([*ASSISTED, "plain"]).index("compiled"))
+    plain = target.generate(**inputs, max_new_tokens=NUM_NEW)  # so that the threads are the first to compile
+    return {name: texts.get(name, plain.tolist()) for name in NAMES}
+
+
+@pytest.mark.parametrize("shift", range(0, len(NAMES), 4))
+def test_two_calls_at_a_time_give_the_texts_that_each_gives_alone(shift, alone):
+    before = configs()
+
+    def walk(names: list[str]) -> Callable[[threading.Barrier], dict[str, list[list[int]]]]:
+        def run(barrier: threading.Barrier) -> dict[str, list[list[int]]]:
+            texts = {}
+            for name in names:
+                barrier.wait()
+                texts[name] = call(name)
+            return texts
+
+        return run
+
+    first, second = together(walk(NAMES), walk(NAMES[shift:] + NAMES[:shift]))
+    assert first == alone
+    assert second == alone
+    assert configs() == before
+    assert attention_switch._HOLDERS == {}
+
+
+def test_calls_that_do_not_wait_for_each_other(alone):
+    before = configs()
+    repeated = 2 * NAMES
+    first, second = together(
+        lambda _: [call(name) for name in repeated], lambda _: [call(name) for name in reversed(repeated)]
+    )
+    assert first == [alone[name] for name in repeated]
+    assert second == [alone[name] for name in reversed(repeated)]
+    assert configs() == before
+    assert attention_switch._HOLDERS == {}
+
+
+def test_a_call_that_fails_leaves_the_other_threads_alone(alone):
+    target, draft = models()
+    before = configs()
+
+    def fail(at: int) -> list[str]:
+        error = Mistake("on purpose", at)
+        processors = LogitsProcessorList([FaultyProcessor(Fault(at, error))])
+        with pytest.raises(Mistake) as caught:
+            target.generate(
+                **ragged_prompts(3), max_new_tokens=NUM_NEW, assistant_model=draft, logits_processor=processors
+            )
+        assert caught.value is error
+        return error.__notes__
+
+    names = [name for name in NAMES if name != "plain"]
+    texts, notes = together(
+        lambda _: {name: call(name) for name in names}, lambda _: [fail(at) for at in range(1, NUM_NEW + 1)]
+    )
+    assert texts == {name: alone[name] for name in names}
+    assert [len(some) for some in notes] == [1] * NUM_NEW
+    assert configs() == before
+    assert attention_switch._HOLDERS == {}
+
+
+def test_calls_at_the_same_time_share_no_buffers():
+    target, draft = models()
+    inputs = ragged_prompts(3, seed=1)
+    plain = target.generate(**inputs, max_new_tokens=NUM_NEW).tolist()
+    met = threading.Barrier(2, timeout=TIMEOUT_S)
+
+    class Meets(FaultyCriterion):
+        """Makes the calls wait for each other after every token, so that both hold buffers all the time."""
+
+        def __call__(self, input_ids, scores, **kwargs):
+            met.wait()
+            return super().__call__(input_ids, scores)
+
+    def decode(_: threading.Barrier) -> list[list[int]]:
+        ids: torch.Tensor = target.generate(
+            **inputs,
+            max_new_tokens=NUM_NEW,
+            assistant_model=draft,
+            num_assistant_tokens=2,
+            compile_config=static_config(),
+            stopping_criteria=StoppingCriteriaList([Meets(Fault(NEVER, Mistake()))]),
+        )
+        return ids.tolist()
+
+    for _ in range(3):
+        assert together(decode, decode) == [plain, plain]
+    stats = hf_speculate.SpeculationStats()
+    own = {"assistant_model": draft, "num_assistant_tokens": 2, "compile_config": static_config()}
+    target.generate(**inputs, max_new_tokens=NUM_NEW, speculation_stats=stats, **own)
+    assert (stats.compiled, stats.fallbacks) == (["target", "draft"], [])
+    kept = [part.data_ptr() for layers in buffer_pool._idle[target].values() for layer in layers for part in layer]
+    assert len(set(kept)) == len(kept)
