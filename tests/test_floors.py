@@ -26,6 +26,7 @@ FLOORS = {
     "hf_speculate.matching": 5,
     "hf_speculate.contexts": 5,
     "hf_speculate.healing": 5,
+    "hf_speculate.choices": 4.75,
     "hf_speculate.call": 4.5,
     "hf_speculate.drafting": 4.5,
     "hf_speculate.reasons": 4.5,
