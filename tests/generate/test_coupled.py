@@ -92,6 +92,8 @@ def test_the_text_is_the_same_for_a_thousand_rows_at_once(models, texts):
 @pytest.mark.parametrize("batch_size", [8, 1])
 def test_the_text_is_the_same_for_a_thousand_rows_in_small_calls(models, texts, batch_size):
     rows = list(range(NUM_BY_DEFAULT[batch_size], NUM_SEQUENCES))
+    if batch_size == 1:  # a thousand calls take ten minutes: each law draws every other row
+        rows = rows[bool(texts[0]) :: len(WARPERS)]
     assert_rows_are_drawn_with_assistants_too(models, texts, rows, batch_size)
 
 
