@@ -22,6 +22,10 @@ Temperature = Annotated[float | None, typer.Option("--temperature", "-t", help="
 Seed = Annotated[int | None, typer.Option("--seed", help="Repeats what was drawn.")]
 Dtype = Annotated[str, typer.Option("--dtype", help="auto, bfloat16, float16, float32 or float64.")]
 Device = Annotated[str, typer.Option("--device", help="cpu, cuda, ...; auto: a GPU if there is one; map: all of them.")]
+# Fields that hold objects, which no text names.
+_OBJECTS = {"candidate_generator", "draft_state", "drafter", "generator", "speculation_stats", "suffix_store"}
+_SETTABLE = tuple(sorted(set(FIELD_NAMES) - _OBJECTS))
+
 Settings = Annotated[
     list[str] | None,
     typer.Option("--set", help="Any other field as name=value, with a JSON value; may be given several times."),
@@ -38,7 +42,7 @@ def fields_from(
     """Fields of `SpeculationConfig`, those that were given.
 
     Raises:
-        ConfigError: a setting is not `name=value`, or names no field.
+        ConfigError: a setting is not `name=value`, or names no field that text can set.
     """
     fields: dict[str, Any] = {
         "prompt_lookup_num_tokens": lookup,
@@ -48,9 +52,9 @@ def fields_from(
     }
     for setting in settings or ():
         name, equals, value = setting.partition("=")
-        if not equals or name not in FIELD_NAMES:
+        if not equals or name not in _SETTABLE:
             raise ConfigError(
-                f"--set must be name=value with a name among {', '.join(sorted(FIELD_NAMES))}, got {setting!r}; "
+                f"--set must be name=value with a name among {', '.join(_SETTABLE)}, got {setting!r}; "
                 "see the README's table of settings"
             )
         try:
