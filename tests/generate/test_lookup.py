@@ -285,5 +285,7 @@ def test_rounds_in_which_all_rows_copy_do_not_run_the_draft_model(monkeypatch):
 
 def test_what_transformers_would_do_otherwise_is_refused():
     target, _ = pair("llama")
-    with pytest.raises(UnsupportedGenerationError, match="with prompt_lookup_num_tokens, got beam_search; pass num_beams=1, or leave"):
+    with pytest.raises(
+        UnsupportedGenerationError, match="with prompt_lookup_num_tokens, got beam_search; pass num_beams=1, or leave"
+    ):
         target.generate(**few_words(1), num_beams=2, **LOOKUP)
