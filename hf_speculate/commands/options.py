@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hf_speculate.config import FIELD_NAMES
+from hf_speculate.config import PLAIN_NAMES
 from hf_speculate.errors import ConfigError
 
 Target = Annotated[str, typer.Argument(help="Name or path of the model that decodes.")]
@@ -22,10 +22,6 @@ Temperature = Annotated[float | None, typer.Option("--temperature", "-t", help="
 Seed = Annotated[int | None, typer.Option("--seed", help="Repeats what was drawn.")]
 Dtype = Annotated[str, typer.Option("--dtype", help="auto, bfloat16, float16, float32 or float64.")]
 Device = Annotated[str, typer.Option("--device", help="cpu, cuda, ...; auto: a GPU if there is one; map: all of them.")]
-# Fields that hold objects, which no text names.
-_OBJECTS = {"candidate_generator", "draft_state", "drafter", "generator", "speculation_stats", "suffix_store"}
-_SETTABLE = tuple(sorted(set(FIELD_NAMES) - _OBJECTS))
-
 Settings = Annotated[
     list[str] | None,
     typer.Option("--set", help="Any other field as name=value, with a JSON value; may be given several times."),
@@ -52,9 +48,9 @@ def fields_from(
     }
     for setting in settings or ():
         name, equals, value = setting.partition("=")
-        if not equals or name not in _SETTABLE:
+        if not equals or name not in PLAIN_NAMES:
             raise ConfigError(
-                f"--set must be name=value with a name among {', '.join(_SETTABLE)}, got {setting!r}; "
+                f"--set must be name=value with a name among {', '.join(PLAIN_NAMES)}, got {setting!r}; "
                 "see the README's table of settings"
             )
         try:
