@@ -1,4 +1,4 @@
-"""The results of the verifiers' benchmark as lines, as a table for the README, and as a picture."""
+"""The results of the verifiers' benchmark as lines, as a table for a page, and as a picture."""
 
 import importlib.util
 from pathlib import Path
@@ -60,7 +60,7 @@ def _shown(content: dict[str, Any]) -> list[Row]:
 
 
 def as_table(content: dict[str, Any]) -> str:
-    """Markdown for the README."""
+    """Markdown for `docs/kernels.md`."""
     rows, made = _shown(content), content["circumstances"]
     first = rows[0]
     settings = next((row["logits"] for row in rows if row["logits"] != "plain"), "plain")

@@ -1,9 +1,9 @@
 """Every verifier against transformers' path, the textbook in eager torch and FlashInfer, alternating in one process.
 
-    python benchmarks/verifiers.py                         # a default that fits the machine
+    python benchmarks/verifiers.py                           # a default that fits the machine
     python benchmarks/verifiers.py --batch-sizes 1 8 --num-draft-tokens 5 --vocab-sizes 151936 --dtypes float32
-    python benchmarks/verifiers.py --table                 # the last results as a table, nothing is measured
-    python benchmarks/verifiers.py --readme README.md      # the same, written between the file's markers
+    python benchmarks/verifiers.py --table                   # the last results as a table, nothing is measured
+    python benchmarks/verifiers.py --readme docs/kernels.md  # the same, written between the file's markers
 
 Before a way is timed, what it emits is held to its law; a way that fails stops the run. Times begin at raw logits:
 temperature and top-k (ours: finding the cutoffs) count. transformers verifies one row, so a batch is a loop over rows.

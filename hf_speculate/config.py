@@ -247,7 +247,10 @@ class SpeculationConfig:
         if not isinstance(seed, Sequence):
             return row_seeds(int(seed), batch_size)
         if len(seed) != batch_size:
-            raise ConfigError(f"seed must be an int or one int per output row, {batch_size} of them, got {len(seed)}")
+            raise ConfigError(
+                f"seed must be an int or one int per output row, {batch_size} of them, got {len(seed)}; "
+                "pass one int, from which every row gets its own"
+            )
         return torch.cat([row_seeds(int(value), 1) for value in seed])
 
     def resolve(self, do_sample: bool) -> "SpeculationConfig":
@@ -271,6 +274,8 @@ class SpeculationConfig:
 # A field that is settled keeps its companion out of weaker sources.
 _SHUTS_OUT = {"num_assistant_tokens": "num_assistant_tokens_schedule", "seed": "generator", "generator": "seed"}
 FIELD_NAMES = tuple(field.name for field in fields(SpeculationConfig))
+_OBJECTS = {"candidate_generator", "draft_state", "drafter", "generator", "speculation_stats", "suffix_store"}
+PLAIN_NAMES = tuple(sorted(set(FIELD_NAMES) - _OBJECTS))  # fields that a file or a command line can set
 
 
 def read_config(sources: Iterable[Mapping[str, Any]]) -> SpeculationConfig:

@@ -18,11 +18,11 @@ _PLAIN_CLASSES: dict[type, type] = {}
 
 
 def enable(model: ModelT) -> ModelT:
-    """Make `model.generate()` speculative when it is given an `assistant_model` or `prompt_lookup_num_tokens`.
+    """Make `model.generate()` speculative when it is given a source of drafts.
 
-    Without either it stays as it was.
-
-    One verifier means something without an assistant too: with `do_sample=True`, `"coupled"` replaces the draw.
+    Sources are `assistant_model`, `prompt_lookup_num_tokens`, `assistant_early_exit`, `drafter` and
+    `candidate_generator`. Without one it decodes as before; only `verifier="coupled"` with `do_sample=True` replaces
+    the draw then too.
 
     Only this object changes: its class becomes a subclass of its own class, of the same name. A PEFT-wrapped model is
     enabled through the model that it wraps.

@@ -49,8 +49,8 @@ INTRODUCTION = """\
 # Compatibility
 
 What an enabled model's `generate()` does with every argument and every field, when it is given a source of drafts
-(`assistant_model`, `assistant_early_exit`, `prompt_lookup_num_tokens` or `candidate_generator`). Without one it decodes
-as transformers does, but for `verifier="coupled"` with `do_sample=True`.
+(`assistant_model`, `assistant_early_exit`, `prompt_lookup_num_tokens`, `drafter` or `candidate_generator`). Without one
+it decodes as transformers does, but for `verifier="coupled"` with `do_sample=True`.
 
 - *supported*: the text, or its law, is plain decoding's; the test named shows it.
 - *refused*: raises this message before any model runs, wherever the field is set.

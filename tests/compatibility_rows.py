@@ -169,12 +169,15 @@ ARGUMENTS = (
     ),
     Row(
         "synced_gpus",
-        Supported("generate/test_synced.py::test_ranks_run_the_same_forwards_and_get_their_own_texts"),
+        Supported(
+            "generate/test_synced.py::test_ranks_run_the_same_forwards_and_get_their_own_texts",
+            "not with every source of drafts, see [calls](calls.md#ranks-of-a-distributed-call)",
+        ),
     ),
     Row("assistant_model", Supported(f"{EXACT}::test_greedy_equals_plain")),
     Row(
         "assistant_model",
-        Refused(Call({"assistant_early_exit": 1}), "beside `assistant_early_exit` or `candidate_generator`"),
+        Refused(Call({"assistant_early_exit": 1}), "beside `assistant_early_exit`, `drafter` or `candidate_generator`"),
     ),
     Row(
         "streamer",

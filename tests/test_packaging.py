@@ -146,10 +146,10 @@ def test_importing_changes_nothing_and_needs_no_triton() -> None:
     run_python("-c", script)
 
 
-def test_the_readme_example_runs() -> None:
+def test_the_readme_example_is_short() -> None:
+    """That it runs is for `tests/test_pages.py`."""
     (code,) = re.findall(r"^## Example\n\n```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
     assert len(code.splitlines()) <= 10
-    run_python("-c", code)
 
 
 def test_the_readme_commands_are_make_targets() -> None:

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hf_speculate.config import FIELD_NAMES
+from hf_speculate.config import PLAIN_NAMES
 from hf_speculate.errors import ConfigError
 
 Target = Annotated[str, typer.Argument(help="Name or path of the model that decodes.")]
@@ -38,7 +38,7 @@ def fields_from(
     """Fields of `SpeculationConfig`, those that were given.
 
     Raises:
-        ConfigError: a setting is not `name=value`, or names no field.
+        ConfigError: a setting is not `name=value`, or names no field that text can set.
     """
     fields: dict[str, Any] = {
         "prompt_lookup_num_tokens": lookup,
@@ -48,9 +48,9 @@ def fields_from(
     }
     for setting in settings or ():
         name, equals, value = setting.partition("=")
-        if not equals or name not in FIELD_NAMES:
+        if not equals or name not in PLAIN_NAMES:
             raise ConfigError(
-                f"--set must be name=value with a name among {', '.join(sorted(FIELD_NAMES))}, got {setting!r}; "
+                f"--set must be name=value with a name among {', '.join(PLAIN_NAMES)}, got {setting!r}; "
                 "see the README's table of settings"
             )
         try:

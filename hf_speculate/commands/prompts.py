@@ -35,7 +35,8 @@ class Prompt:
         messages = [{"role": "user", "content": self.content}] if isinstance(self.content, str) else self.content
         if tokenizer.chat_template is None:
             raise ConfigError(
-                f"the tokenizer must have a chat template for prompt {self.id}, got none; give the prompt as plain text"
+                f"the tokenizer must have a chat template for prompt {self.id}, got none; "
+                "give the prompt as plain text, without --chat"
             )
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 

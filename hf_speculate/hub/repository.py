@@ -7,7 +7,7 @@ from typing import Any
 from huggingface_hub import HfApi
 from transformers import GenerationConfig, PreTrainedModel
 
-from hf_speculate.config import FIELD_NAMES, SpeculationConfig, fields_of
+from hf_speculate.config import FIELD_NAMES, PLAIN_NAMES, SpeculationConfig, fields_of
 from hf_speculate.errors import ConfigError
 from hf_speculate.hub.card import documented_verifiers, model_card, title_of
 
@@ -95,7 +95,7 @@ def _check(fields: dict[str, Any]) -> None:
     unknown = sorted(set(fields) - set(FIELD_NAMES))
     if unknown:
         raise ConfigError(
-            f"fields must be among {', '.join(sorted(FIELD_NAMES))}, got {', '.join(unknown)}; "
+            f"fields must be among {', '.join(PLAIN_NAMES)}, got {', '.join(unknown)}; "
             "set transformers' own ones in model.generation_config"
         )
     for name, value in sorted(fields.items()):

@@ -86,6 +86,7 @@ def test_a_chat_answers_every_line_and_remembers(monkeypatch, capsys):
         ([TARGET, "x", "--file", "y"], "there must be a prompt, --file or --chat"),
         ([TARGET, "--file", "no-such.jsonl"], "the file of prompts must exist"),
         ([TARGET, "x", "--set", "verifierr=typical"], "--set must be name=value with a name among"),
+        ([TARGET, "x", "--set", "speculation_stats=1"], "--set must be name=value with a name among"),
         ([TARGET, "x", "-t", "0.5"], "--temperature must come with --sample"),
         ([TARGET, "x", "--dtype", "int8"], "dtype must be one of auto, bfloat16"),
         ([TARGET, "x", "-d", DRAFT, "-v", "nonsense", *COMMON], "verifier must be one of block, coupled"),
