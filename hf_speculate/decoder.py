@@ -122,10 +122,11 @@ class SpeculativeDecoder:
         """Feed the prompt and emit the token after it."""
         num_ahead = batch.query_ids.shape[1]
         size = self.settings.prefill_chunk_size or num_ahead
+        num_told = [min(num, self._prompt_len + 1) for num in batch.num_prompt_tokens]  # embeddings may be without ids
         for chunk in batch.query_ids.split(size, dim=1):
             output = self.target.run(chunk, batch.target_cache, logits_to_keep=1, **self._options)
             if batch.states is not None:
-                batch.states.add_prompt(output, batch.num_prompt_tokens, num_ahead)
+                batch.states.add_prompt(output, num_told, num_ahead)
             num_ahead -= chunk.shape[1]
         batch.target_cache.begin_recording()
         prompt_s = self._lap("prefill_s")

@@ -38,7 +38,7 @@ class HiddenStates:
 
         Args:
             output: of the forward over that part.
-            num_tokens: [B] real tokens of each prompt.
+            num_tokens: [B] states wanted of each prompt at most, the last ones: those of its real tokens.
             num_ahead: columns of the prompt from the part's first one on.
 
         Raises:

@@ -39,7 +39,8 @@ class Kept(NamedTuple):
     A drafter that reads hidden states is told of every token with the state that it was chosen from: state i of a row
     is the target's last one, as its head reads it, at the token before `token_ids[i]`. The newest token has no state of
     its own yet, for the target has not read it. Such a drafter gets a `Kept` in its first call too: all tokens of the
-    prompt that the target read but the first, without padding, then what was emitted.
+    prompt that the target read but the first, without padding, then what was emitted. Where the prompt is embeddings
+    with fewer ids, or none, it is told of the tokens that have ids.
     """
 
     token_ids: Tensor  # [B, N] int64, padded with -1; N is K+1 at most, and more after plain steps

@@ -223,6 +223,41 @@ def test_of_a_passed_cache_there_are_no_states(num_cached):
     assert made[0].told[0] == [inputs["input_ids"].shape[1] - num_cached]
 
 
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("num_ids", [0, 2, 12], ids=["no ids", "some ids", "all ids"])
+def test_of_embeddings_it_is_told_of_the_tokens_that_have_ids(num_ids, batch_size):
+    target, _ = pair("llama")
+    prompts = ragged_prompts(batch_size, seed=2, min_len=4 if batch_size > 1 else 12)
+    width = prompts["input_ids"].shape[1]
+    embeds = target.get_input_embeddings()(prompts["input_ids"])
+    inputs = {"inputs_embeds": embeds, "attention_mask": prompts["attention_mask"]}
+    if num_ids:
+        inputs["input_ids"] = prompts["input_ids"][:, width - num_ids :]
+    made = []
+
+    class Reader(Watcher):
+        def draft(self, query_token_ids, kv_cache, num_draft_tokens, sample_strategy, *, keys=None, kept=None):
+            self.told.append(kept)
+            ids = query_token_ids[:, -1:].repeat(1, num_draft_tokens)
+            return DraftOut(ids, torch.full((len(ids),), num_draft_tokens), None, None)
+
+    def factory(request):
+        made.append(Reader(target, request))
+        return made[-1]
+
+    plain = target.generate(**inputs, max_new_tokens=NUM_NEW)
+    ours = target.generate(**inputs, max_new_tokens=NUM_NEW, drafter=factory, num_assistant_tokens=3)
+    assert_equal_ids(plain, ours)
+    first = made[0].told[0]
+    for row, (text, mask) in enumerate(zip(prompts["input_ids"], prompts["attention_mask"], strict=True)):
+        text = text[mask.bool()]
+        count = min(len(text), num_ids + 1)
+        assert first.num_emitted[row] == count
+        assert first.token_ids[row, :count].tolist() == [*text.tolist(), int(plain[row, num_ids])][-count:]
+        states = made[0].states(text.tolist())[-count:]
+        torch.testing.assert_close(first.hidden_states[row, :count], states, rtol=0, atol=STATE_TOLERANCE)
+
+
 def test_hidden_states_that_the_user_asks_for_are_those_of_plain():
     target, _ = pair("llama")
     options = {"max_new_tokens": 11, "return_dict_in_generate": True, "output_hidden_states": True}
