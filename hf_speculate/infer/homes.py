@@ -95,7 +95,7 @@ class Home:
         config = model.config.get_text_config(decoder=True)
         module = sys.modules[type(model.base_model).__module__]
         names = set(getattr(config, "layer_types", None) or _MASK_NAMES[:1])
-        windows = {getattr(layer, "sliding_window", None) for layer in cache.layers}
+        windows = _windows(cache)
         obstacles = {
             f"its attention is {self.attention}": self.attention not in _ATTENTIONS,
             "its layers attend to an encoder's output": self.crosses,
@@ -107,6 +107,8 @@ class Home:
             "it takes one mask for layers of two kinds": len(windows) > 1 and not _takes_mask_by_kind(module),
             "its cache has layers of another kind": not cache.layers
             or any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers),
+            "its cache was made without its config, and knows no windows": windows
+            != _windows(DynamicCache(config=config)),
             "its cache is offloaded": bool(cache.offloading),
             "attention weights are returned": self.records_attentions,
             "autocast picks the dtypes": torch.is_autocast_enabled(device.type),
@@ -120,6 +122,11 @@ def layer_kinds(model: PreTrainedModel, cache: Cache) -> LayerKinds:
     windows = tuple(getattr(layer, "sliding_window", None) for layer in cache.layers)
     by_name: dict[str, int | None] = {_MASK_NAMES[window is not None]: window for window in windows}
     return LayerKinds(windows, by_name, model.dtype)
+
+
+def _windows(cache: Cache) -> set[int | None]:
+    """What the layers of a cache attend to; None among them: everything."""
+    return {getattr(layer, "sliding_window", None) for layer in cache.layers}
 
 
 def _takes_mask_by_kind(module: object) -> bool:

@@ -123,3 +123,15 @@ def test_the_dynamic_home_serves_what_cannot_be_preallocated():
     assert stats.cache == "dynamic"
     with pytest.raises(UnsupportedModelError, match="the attention mask has holes"):
         target.generate(ids, attention_mask=holes, **own, speculation_cache="preallocated")
+
+
+@pytest.mark.parametrize("kind", ["mistral_window", "gemma2"])
+def test_a_cache_that_knows_no_windows_is_not_taken_for_one_of_full_attention(kind):
+    target, draft = pair(kind)
+    inputs = ragged_prompts(1, seed=1, min_len=6)
+    cache = DynamicCache()  # without its config, all of its layers are full ones
+    target(inputs["input_ids"][:, :4], past_key_values=cache)
+    own = {"assistant_model": draft, "max_new_tokens": 3 * SLIDING_WINDOW, "past_key_values": cache}
+    with pytest.raises(UnsupportedModelError, match="made without its config, and knows no windows"):
+        target.generate(**inputs, **own, speculation_cache="preallocated")
+    assert_equal_ids(target.generate(**inputs, max_new_tokens=3 * SLIDING_WINDOW), target.generate(**inputs, **own))
