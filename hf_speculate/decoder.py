@@ -8,6 +8,7 @@ import torch
 from hf_speculate.batch import Batch, DecoderSettings
 from hf_speculate.carrying import Carrier
 from hf_speculate.draft.base import Drafter
+from hf_speculate.errors import BadLogitsError
 from hf_speculate.following import Follower
 from hf_speculate.infer.language_model import LanguageModel
 from hf_speculate.judge import Judge, Round, Trimmed, Verified
@@ -17,7 +18,7 @@ from hf_speculate.schedule import RoundOutcome, Schedule
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.tracing import Place, Stage
 from hf_speculate.types import DraftOut, Scored
-from hf_speculate.verify.laws import LAWLESS, check_law
+from hf_speculate.verify.laws import LAWLESS, fault_of
 
 
 class SpeculativeDecoder:
@@ -66,6 +67,7 @@ class SpeculativeDecoder:
         self._since = 0.0
         self._prompt_len = 0
         self._stop_lens: list[int | None] = [None] * len(recorder.new_ids)  # by output row, where a criterion fired
+        self._faults: list[tuple[int, BadLogitsError]] = []  # past a row's stop, by the tokens before it
         recorded = recorder.recorded
         self._options = {
             name: True
@@ -197,7 +199,11 @@ class SpeculativeDecoder:
             if num and num == len(ids) and not batch.is_finished[row]:
                 place = batch.row_ids[row]
                 num_new = len(self.recorder.new_ids[place]) + num - 1
-                check_law(verified.scores[row, num - 1], place, num_new)
+                fault, stop = fault_of(verified.scores[row, num - 1], place, num_new), self._stop_lens[place]
+                if fault is not None and (stop is None or num_new < stop):
+                    raise fault
+                if fault is not None:
+                    self._faults.append((num_new, fault))  # plain `generate` may have ended by then
 
     def _emit(self, batch: Batch, round_: Round, verified: Verified, trimmed: Trimmed) -> None:
         """Write the kept tokens to the rows and to the output, and see which rows are finished."""
@@ -288,6 +294,9 @@ class SpeculativeDecoder:
     def _finish(self, batch: Batch) -> None:
         """Cut what was decoded past the last stop, where rows go on without EOS."""
         end = max(stop for stop in self._stop_lens if stop is not None)
+        fault = next((fault for num_new, fault in self._faults if num_new < end), None)
+        if fault is not None:
+            raise fault
         surplus = [max(len(row) - end, 0) for row in self.recorder.new_ids]
         if any(surplus):
             self.recorder.truncate(end)

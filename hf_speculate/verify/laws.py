@@ -8,16 +8,16 @@ from hf_speculate.types import Status
 LAWLESS = int(Status.NAN | Status.ALL_MASKED | Status.POSITIVE_INF)  # a draft's own faults may set these flags too
 
 
-def check_law(scores: Tensor, row: int, num_new_tokens: int) -> None:
-    """Raise what plain `generate` would, which draws nothing from such logits.
+def fault_of(scores: Tensor, row: int, num_new_tokens: int) -> BadLogitsError | None:
+    """The error to raise where plain `generate` raises one, for it draws nothing from such logits; None for a law.
 
     Args:
         scores: [V], after all processors.
         row: of the output.
         num_new_tokens: of the row, before this one.
 
-    Raises:
-        BadLogitsError: they hold a NaN, a +inf, or nothing but -inf.
+    Returns:
+        An error where they hold a NaN, a +inf, or nothing but -inf.
     """
     if scores.isnan().any():
         what = "NaN"
@@ -26,8 +26,8 @@ def check_law(scores: Tensor, row: int, num_new_tokens: int) -> None:
     elif scores.isneginf().all():
         what = "-inf for every token"
     else:
-        return
-    raise BadLogitsError(
+        return None
+    return BadLogitsError(
         f"logits must be finite or -inf, and not all -inf, to draw a token, got {what} in row {row} after "
         f"{num_new_tokens} new tokens; look for overflow in the model or a processor that forbids every token, or pass "
         "remove_invalid_values=True"

@@ -6,9 +6,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 from scipy.stats import chisquare
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
 
 import hf_speculate
+from hf_speculate.errors import BadLogitsError
 from hf_speculate.types import Status
 from tests.cases import assert_equal_ids, pair
 from tests.tiny import make_law_model, ragged_prompts
@@ -116,6 +117,38 @@ def test_a_row_that_has_ended_before_is_not_looked_at():
     with spoiled(target, NAN, after=lambda ids: ids == text[3]):  # what follows the end has no law
         ours = target.generate(torch.tensor([[5, 9]]), **options_of(draft, **ends))
     assert ours[0].tolist() == text[:4]
+
+
+@hf_speculate.register_row_wise
+class ForbidsFrom(LogitsProcessor):
+    """Forbids every token after so many."""
+
+    def __init__(self, num):
+        self.num = num
+
+    def __call__(self, input_ids, scores):
+        return scores if input_ids.shape[1] < self.num else torch.full_like(scores, -INF)
+
+
+@hf_speculate.register_row_wise
+class EndsAtSevenths(StoppingCriteria):
+    def __call__(self, input_ids, scores, **kwargs):
+        return input_ids[:, -1] % 7 == 1
+
+
+@pytest.mark.parametrize("seed", [2, 5, 7])
+def test_a_row_that_runs_ahead_past_the_end_of_all_is_not_looked_at(seed):
+    """Without EOS, rows that have stopped go on till all have, and one may be ahead of the others by then."""
+    target, draft = pair("llama")
+    inputs = ragged_prompts(3, seed=seed)
+    options = {"stopping_criteria": [EndsAtSevenths()], "do_sample": True, "verifier": "coupled", "seed": seed}
+    plain = target.generate(**inputs, **options, max_new_tokens=40)
+    assert plain.shape[1] < inputs["input_ids"].shape[1] + 40
+    drafted = options_of(draft, **options, max_new_tokens=40)
+    ours = target.generate(**inputs, **drafted, logits_processor=[ForbidsFrom(plain.shape[1])])
+    assert_equal_ids(plain, ours)
+    with pytest.raises(BadLogitsError, match="-inf for every token"):
+        target.generate(**inputs, **drafted, logits_processor=[ForbidsFrom(plain.shape[1] - 1)])
 
 
 @pytest.mark.parametrize(("value", "batch_size", "home"), CELLS)
