@@ -11,8 +11,8 @@ class RollbackProcessor(Protocol):
     """A row-wise logits processor whose state follows the text and can take its last calls back.
 
     Such a processor runs at all K+1 positions of a round, and on the draft model, so that drafts obey it; rows need not
-    move in lock step. Any class with these four methods is one; under plain `generate()`, and in lock step, only
-    `__call__` is used. Each call shows every row one token more than the row's call before did:
+    move in lock step. Any class with these four methods is one; under plain `generate()` only `__call__` is used,
+    in lock step `fork` too. Each call shows every row one token more than the row's call before did:
 
     - the first call of all shows the prompts, as plain `generate()` does;
     - a round's first call shows each row's newest token, the next K calls its drafted ones, from left to right;

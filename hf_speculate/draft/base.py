@@ -73,7 +73,8 @@ class Drafter(Protocol):
 
         Args:
             query_token_ids: [B, Q] int64, the tokens of each row that `kv_cache` does not hold yet, the newest last;
-                at the first call the whole text.
+                at the first call the whole text. A shorter row, one that has ended and stays, repeats its first token
+                in front of it.
             kv_cache: the draft model's states, advanced in place by Q + K - 1 tokens; None for drafters without one,
                 and for those that callers bring.
             num_draft_tokens: K at most, >= 1.
