@@ -6,6 +6,8 @@ import shutil
 
 # Before transformers is imported anywhere: it reads the variable once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Of the processes that tests start: the other core runs other tests.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 

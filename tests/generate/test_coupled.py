@@ -11,7 +11,7 @@ from tests.tiny import KINDS, SLIDING_WINDOW, make_law_model, make_model, noisy_
 
 NUM_SEQUENCES = 1000
 NUM_BY_DEFAULT = {
-    8: 160,
+    8: 80,
     1: 12,
 }  # sequences of `NUM_SEQUENCES` that the suite without slow tests decodes, by batch size
 NUM_LONG = 64

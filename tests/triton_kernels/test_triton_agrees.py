@@ -83,6 +83,7 @@ def test_entropies_are_those_of_whole_rows(epsilon: float) -> None:
     assert 0 < int(mine.num_accepted.sum()) < 10
 
 
+@pytest.mark.slow
 def test_more_chunks_than_are_merged_at_once() -> None:
     vocab_size = 66 * launch.CHUNK + 7
     logits = torch.randn(2, vocab_size, generator=torch.Generator().manual_seed(3))
