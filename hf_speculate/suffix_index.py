@@ -64,7 +64,7 @@ class SuffixIndex:
         """Append tokens, and find the match of the new end."""
         text, lens, links, ends = self.text, self._lens, self._links, self._ends
         tokens, nexts, more = self._tokens, self._nexts, self._more
-        most = self.max_match_len
+        most, last, matched = self.max_match_len, self._last, self._matched
         for token in token_ids:
             text.append(token)
             length, new = len(text), len(lens)
@@ -73,7 +73,7 @@ class SuffixIndex:
             ends.append(length)
             tokens.append(_NOTHING)
             nexts.append(0)
-            state, suffix = self._last, 0
+            state, suffix = last, 0
             while state >= 0:  # every suffix of the old text that the token has not followed yet
                 first = tokens[state]
                 if first == token:
@@ -92,15 +92,16 @@ class SuffixIndex:
             if state >= 0 and lens[suffix] > lens[state] + 1:
                 suffix = self._split(state, suffix, token)
             links[new] = suffix
-            self._last = new
+            last = new
             if lens[suffix] > most:  # then the old match had `most` tokens too, and one more token follows it
-                suffix = self._within(self._next(self._within(self._matched, most), token), most)
-            self._matched = suffix
-            self.match_len = min(lens[suffix], most)
-            self.match_end = ends[suffix]
+                suffix = self._within(self._next(self._within(matched, most), token), most)
+            matched, match_end = suffix, ends[suffix]
             while suffix > 0:  # at most one state per length of a match
                 ends[suffix] = length
                 suffix = links[suffix]
+        if last != self._last:
+            self._last, self._matched = last, matched
+            self.match_len, self.match_end = min(lens[matched], most), match_end
 
     def separate(self) -> None:
         """Begin another text, whose tokens follow nothing that came before."""
@@ -117,9 +118,8 @@ class SuffixIndex:
                 is continued with its period. Else the continuation ends there, as it does at a separator.
         """
         found = self.text[end : end + num].tolist()
-        for offset, token in enumerate(found):
-            if token < 0:
-                return found[:offset]
+        if found and min(found) < 0:
+            return found[: next(offset for offset, token in enumerate(found) if token < 0)]
         period = len(found) if is_repeated else 0
         while period and len(found) < num:
             found += found[: min(num - len(found), period)]

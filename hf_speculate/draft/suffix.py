@@ -1,10 +1,10 @@
 """Drafts what followed the text's end where it stood before, without a model."""
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -186,13 +186,13 @@ def point_masses(proposals: Sequence[list[int]], device: torch.device) -> DraftO
     """A draft of lists of tokens, as long as the longest; shorter ones are filled up with token 0."""
     lens = [len(ids) for ids in proposals]
     width = max(lens)
-    counts = torch.frombuffer(array("i", lens), dtype=torch.int32)  # reads a short list in a third of tensor()'s time
-    if width == 0:
-        ids = torch.zeros(len(lens), 0, dtype=torch.int64)
-    else:
-        flat = array("q", [token for row in proposals for token in (*row, *[0] * (width - len(row)))])
-        ids = torch.frombuffer(flat, dtype=torch.int64).view(len(lens), width)  # [B, K]
-    return DraftOut(ids.to(device), counts.to(device), None, None)
+    rows = [ids if num == width else [*ids, *[0] * (width - num)] for ids, num in zip(proposals, lens, strict=True)]
+    # numpy reads short lists in half of torch.tensor()'s time
+    token_ids = torch.from_numpy(np.array(rows, dtype=np.int64))  # [B, K]
+    counts = torch.from_numpy(np.array(lens, dtype=np.int32))  # [B]
+    if device.type != "cpu":
+        token_ids, counts = token_ids.to(device), counts.to(device)
+    return DraftOut(token_ids, counts, None, None)
 
 
 def _within(num: int, match_len: int) -> int:
