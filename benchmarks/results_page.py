@@ -14,6 +14,7 @@ import memory
 import never_slower
 import overhead
 import scaling
+import suffix
 from _harness import RESULTS, ROOT, markdown, read_results
 from _report import as_table
 
@@ -37,6 +38,7 @@ SECTIONS = (
     Section("Memory", memory.NAME, memory.table),
     Section("Verifiers", "verifiers", as_table),
     Section("Acceptance", "acceptance", acceptance.table),
+    Section("Drafts without a model", suffix.NAME, suffix.table),
 )
 CONSTANT_K = 5  # of the constant schedule that is held to the targets of the default one
 # What bounds a figure that is not reached, by words that it holds; the first that fits.
@@ -46,6 +48,7 @@ BOUNDS = {
     "over transformers' assisted": "nine tenths of a round are forwards, the same ones on both sides",
     "verify factor": "float32 products of 48 query rows; two runs gave 1.58 and 1.81",
     "bookkeeping": "sampling: drawing drafts and warping K+1 rows pass over the vocabulary, beside a small target",
+    "drafts without a model": "tokens that are indexed one by one in Python, on a machine that varies twofold",
     "best constant": "what the schedule tries out in a short call, on a clock that varies by a fifth",
     "bound": "as efficiency; with the default schedule, also what it tries out in a short call",
     "efficiency": "forwards between others take longer than when timed alone, and what a round costs besides them",
@@ -197,12 +200,22 @@ def memory_targets(rows: list[Row], where: str) -> list[Target]:
     return [line(f"peak memory over plain's with the draft and its cache{where}", 1.05, ratios, True)]
 
 
+def suffix_targets(rows: list[Row], where: str) -> list[Target]:
+    us = [row["us_per_row_and_round"]["median"] for row in rows if row["length"] == suffix.TARGET_LEN]
+    figure = f"drafts without a model: microseconds a row and round at {suffix.TARGET_LEN} tokens{where}"
+    return [
+        line(figure, suffix.MAX_US, us, True, "{:.0f}"),
+        line(f"drafts without a model: growth with the text{where}", suffix.MAX_GROWTH, suffix.growths(rows), True),
+    ]
+
+
 TARGETS = {
     end_to_end.NAME: end_to_end_targets,
     overhead.NAME: overhead_targets,
     never_slower.NAME: never_slower_targets,
     scaling.NAME: scaling_targets,
     memory.NAME: memory_targets,
+    suffix.NAME: suffix_targets,
 }
 TARGET_COLUMNS = {
     "figure": lambda row: row.figure,
