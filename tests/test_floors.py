@@ -19,6 +19,7 @@ FLOORS = {
     "hf_speculate.hub": 6.6,
     "hf_speculate.enabling": 6.5,
     "hf_speculate.generation": 6,
+    "hf_speculate.speculation": 5.5,
     "hf_speculate.build": 5,
     "hf_speculate.attention_switch": 5,
     "hf_speculate.refusals": 5,

@@ -1,7 +1,6 @@
 """The Medusa example: heads that were trained by its script, used through `generate()`."""
 
 import functools
-import importlib
 import re
 import subprocess
 import sys
@@ -22,40 +21,30 @@ K = 3
 
 
 @pytest.fixture(scope="module")
-def medusa():
-    """Imports a module of the example, or of the pair's training."""
-    sys.path.insert(0, str(EXAMPLES))
-    try:
-        yield importlib.import_module
-    finally:
-        sys.path.remove(str(EXAMPLES))
-
-
-@pytest.fixture(scope="module")
-def target(medusa):
+def target(import_example):
     """The bundled target in float64."""
-    store = medusa("pair_training.store")
+    store = import_example("pair_training.store")
     return hf_speculate.enable(store.load_model(EXAMPLES / "pair" / "target", torch.float64, "cpu"))
 
 
 @pytest.fixture(scope="module")
-def prompts(medusa):
+def prompts(import_example):
     """The bundled prompts."""
-    return medusa("pair_training.prompts").read_prompts(EXAMPLES / "prompts.jsonl")
+    return import_example("pair_training.prompts").read_prompts(EXAMPLES / "prompts.jsonl")
 
 
 @pytest.fixture(scope="module")
-def encode(medusa):
+def encode(import_example):
     """Encodes prompts as one left-padded batch."""
-    tokenizer = medusa("pair_training.store").load_tokenizer(EXAMPLES / "pair" / "target")
+    tokenizer = import_example("pair_training.store").load_tokenizer(EXAMPLES / "pair" / "target")
     return lambda texts: tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
 
 
 @pytest.fixture(scope="module")
-def drafter(medusa, target):
+def drafter(import_example, target):
     """Makes drafters over the committed heads."""
-    heads = medusa("medusa.heads").MedusaHeads.load(WEIGHTS, target)
-    return functools.partial(medusa("medusa.drafter").MedusaDrafter, heads)
+    heads = import_example("medusa.heads").MedusaHeads.load(WEIGHTS, target)
+    return functools.partial(import_example("medusa.drafter").MedusaDrafter, heads)
 
 
 def test_the_committed_heads_are_small():
@@ -94,8 +83,8 @@ def test_every_verifier_judges_it_row_by_row(target, prompts, encode, drafter, v
     assert stats.num_drafted > 0
 
 
-def test_training_lowers_every_heads_loss(medusa):
-    train, selftext = medusa("medusa.train"), medusa("pair_training.selftext")
+def test_training_lowers_every_heads_loss(import_example):
+    train, selftext = import_example("medusa.train"), import_example("pair_training.selftext")
     model = make_model("llama", dtype=torch.float32, seed=1)
     prefixes = torch.randint(1, 64, (8, 4), generator=torch.Generator().manual_seed(0))
     text = selftext.continue_rows(model, prefixes, 40, torch.ones(8, dtype=torch.bool))
@@ -109,9 +98,9 @@ def test_training_lowers_every_heads_loss(medusa):
     assert (losses(40) < 0.8 * losses(0)).all()
 
 
-def test_head_labels_are_the_tokens_after_the_next(medusa):
+def test_head_labels_are_the_tokens_after_the_next(import_example):
     """Heads that change nothing say of every place what the target says of the next token: one place too early."""
-    train, heads = medusa("medusa.train"), medusa("medusa.heads").MedusaHeads(8, 2, 4)
+    train, heads = import_example("medusa.train"), import_example("medusa.heads").MedusaHeads(8, 2, 4)
     ids = torch.tensor([[5, 6, 7, 0, 1, 2]])
     states = torch.nn.functional.one_hot(ids[:, 2:], 8).float()  # of which the token after the next can be read
     states = torch.cat([states, states[:, :1]], dim=1)
@@ -119,8 +108,8 @@ def test_head_labels_are_the_tokens_after_the_next(medusa):
     assert shares.tolist() == [1.0, 0.0]
 
 
-def test_saved_heads_come_back(medusa, tmp_path):
-    kind = medusa("medusa.heads").MedusaHeads
+def test_saved_heads_come_back(import_example, tmp_path):
+    kind = import_example("medusa.heads").MedusaHeads
     heads = kind(6, 3, 2)
     heads.up.data.normal_()
     heads.save(tmp_path / "heads.safetensors")

@@ -1,10 +1,8 @@
 """Tests the committed model pair, its prompts and its measurements, all offline."""
 
-import importlib
 import json
 import keyword
 import string
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -35,16 +33,6 @@ def models():
         name: AutoModelForCausalLM.from_pretrained(PAIR / name, dtype=torch.float32, local_files_only=True).eval()
         for name in names
     }
-
-
-@pytest.fixture(scope="module")
-def training_code():
-    """The training package's modules, found beside the script as the script finds them."""
-    sys.path.insert(0, str(EXAMPLES))
-    try:
-        yield importlib.import_module
-    finally:
-        sys.path.remove(str(EXAMPLES))
 
 
 @pytest.fixture(scope="module")
@@ -130,9 +118,9 @@ def test_prompts_are_of_moderate_length(prompts, tokenizer):
     assert max(lens) <= 250
 
 
-def test_held_out_modules_were_not_trained_on(training_code):
+def test_held_out_modules_were_not_trained_on(import_example):
     sources = json.loads((PAIR / "sources.json").read_text(encoding="utf-8"))
-    held_out = set(training_code("pair_training.corpus").HELD_OUT_MODULES)
+    held_out = set(import_example("pair_training.corpus").HELD_OUT_MODULES)
     assert len(sources["held_out"]) >= 15
     assert set(sources["held_out"]) <= held_out
     assert held_out.isdisjoint(sources["training"])
@@ -173,25 +161,25 @@ def test_draft_agrees_with_the_target_far_above_chance(models, tokenizer, prompt
     assert (guesses == new_ids).float().mean() >= 0.5
 
 
-def test_readme_says_what_was_measured(training_code, measurements):
-    report = training_code("pair_training.report")
+def test_readme_says_what_was_measured(import_example, measurements):
+    report = import_example("pair_training.report")
     assert (PAIR / "README.md").read_text(encoding="utf-8") == report.render(measurements)
 
 
-def test_bounds_follow_from_the_measured_figures(training_code, measurements):
+def test_bounds_follow_from_the_measured_figures(import_example, measurements):
     pair = measurements["pair"]
-    expected = training_code("pair_training.report").pair_bounds(pair["acceptance"], pair["timings"])
+    expected = import_example("pair_training.report").pair_bounds(pair["acceptance"], pair["timings"])
     for batch_size, record in expected.items():
         assert pair["bounds"][batch_size] == pytest.approx(record)
 
 
-def test_walk_judges_the_first_refused_token_only(training_code):
-    acceptance = training_code("pair_training.acceptance")
+def test_walk_judges_the_first_refused_token_only(import_example):
+    acceptance = import_example("pair_training.acceptance")
     walk = acceptance.walk_rounds([[True, False, False, True, True, True, True]], 2)
     assert walk == acceptance.Walk(num_accepted=4, num_judged=6, num_rounds=3, num_tokens=6)
 
 
-def test_bound_is_the_closed_form(training_code):
+def test_bound_is_the_closed_form(import_example):
     a, num, cost, factor = 0.8, 4, 0.1, 1.2
     closed = (1 - a ** (num + 1)) / ((1 - a) * (num * cost + factor))
-    assert training_code("pair_training.acceptance").bound(a, num, cost, factor) == pytest.approx(closed)
+    assert import_example("pair_training.acceptance").bound(a, num, cost, factor) == pytest.approx(closed)

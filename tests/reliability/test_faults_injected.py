@@ -128,7 +128,7 @@ def configs(*models):
     return [(one.config.to_dict(), one.config._attn_implementation, one.generation_config.to_dict()) for one in models]
 
 
-def fail(case: Case, setup: Setup, error: BaseException) -> None:
+def assert_error_arrives_alone(case: Case, setup: Setup, error: BaseException) -> None:
     """One call that fails, everything it must leave, and the next call."""
     target, draft = pair(setup.kind)
     inputs, cache = inputs_of(setup), cache_of(setup)
@@ -185,7 +185,7 @@ def classes_of(number: int) -> list[str]:
     ],
 )
 def test_an_error_arrives_and_leaves_nothing_behind(case, setup):
-    fail(case, setup, Mistake("on purpose", 7))
+    assert_error_arrives_alone(case, setup, Mistake("on purpose", 7))
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_an_error_arrives_and_leaves_nothing_behind(case, setup):
     ],
 )
 def test_errors_of_every_class_arrive_as_they_are(number, name):
-    fail(EVERY_CASE[number], setups_of(number)[-1], ERRORS[name]())
+    assert_error_arrives_alone(EVERY_CASE[number], setups_of(number)[-1], ERRORS[name]())
 
 
 def test_an_error_of_a_call_inside_a_call_gets_one_note():

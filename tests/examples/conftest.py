@@ -1,0 +1,21 @@
+"""Imports the examples as their own scripts do."""
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+@pytest.fixture(scope="module")
+def import_example() -> Iterator[Callable[[str], ModuleType]]:
+    """Imports a module of the examples by its name, found beside the scripts as they find it."""
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        yield importlib.import_module
+    finally:
+        sys.path.remove(str(EXAMPLES))
