@@ -26,6 +26,7 @@ hypothesis.settings.load_profile("repeatable")
 
 # What a marker needs, and whether this machine has it.
 NEEDS = {
+    "browser": ("needs Chromium", shutil.which("chromium") is not None),
     "gpu": ("needs a CUDA GPU", torch.cuda.is_available()),
     "torchao": ("needs torchao", importlib.util.find_spec("torchao") is not None),
     "compiler": ("needs a C++ compiler", shutil.which(os.environ.get("CXX", "g++")) is not None),
