@@ -181,7 +181,8 @@ def never_slower_targets(rows: list[Row], where: str) -> list[Target]:
 
 def scaling_targets(rows: list[Row], where: str) -> list[Target]:
     factors = [row for row in rows if row["varies"] == "verify" and (row["batch_size"], row["context"]) == (8, 2048)]
-    longest = [row for row in rows if row["varies"] == "context" and row["context"] == 8192]
+    at_8k = [row for row in rows if row["context"] == 8192 and row["varies"] != "verify"]
+    longest = [row for row in at_8k if row["layers"] == max(row["layers"] for row in at_8k)]
     theirs = [row["tokens_per_s"] for row in longest if row["engine"] == "assisted"]
     over = default_of(longest)["tokens_per_s"] / max(theirs) if theirs else None
     return [

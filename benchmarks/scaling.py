@@ -3,6 +3,8 @@
     python benchmarks/scaling.py                     # a CPU: four target layers in the sweep
     python benchmarks/scaling.py --layers 24
 
+The sweep's target is cut down on a CPU; at `--whole-contexts` it has all its layers.
+
 An oracle fixes acceptance while all work is done, see `_subjects.Oracle`. The verify factor is measured by itself, with
 all layers, over caches of random states: ours in the library's own forward, transformers' in its forward with a
 `DynamicCache`, both over transformers' forward of a single row.
@@ -23,6 +25,7 @@ from transformers.cache_utils import DynamicCache
 
 NAME = "scaling"
 CHECKED_PROMPT_LEN, CHECKED_TOKENS = 64, 12
+WHOLE = "context, all layers"
 Row = dict[str, Any]
 
 
@@ -31,6 +34,12 @@ def cells_of(args: argparse.Namespace) -> list[tuple[str, int, int, int]]:
     cells = [("context", length, args.max_new_tokens, 1) for length in args.contexts]
     cells += [("new tokens", args.contexts[0], num, 1) for num in args.new_tokens]
     return cells + [("rows", args.batch_context, args.max_new_tokens, rows) for rows in args.batch_sizes]
+
+
+def whole_cells_of(args: argparse.Namespace) -> list[tuple[str, int, int, int]]:
+    """As `cells_of`, for the target with all its layers; none where the sweep's has them."""
+    is_whole = args.layers == SHAPES[args.shape][1]["num_hidden_layers"]
+    return [] if is_whole else [(WHOLE, length, args.max_new_tokens, 1) for length in args.whole_contexts]
 
 
 def measure(subject: Subject, cell: tuple[str, int, int, int], args: argparse.Namespace) -> list[Row]:
@@ -53,6 +62,7 @@ def measure(subject: Subject, cell: tuple[str, int, int, int], args: argparse.Na
     rows = []
     for way in ways:
         row = {"varies": varies, "context": context, "max_new_tokens": max_new_tokens, "batch_size": batch_size}
+        row |= {"layers": subject.target.config.num_hidden_layers}
         row |= {"subject": subject.name, "dtype": subject.dtype, **plain.summary(way)}
         per_token = [seconds / (max_new_tokens - 1) for seconds in plain.decode_s[way.name]]
         row["step_s"] = spread(per_token)  # time per token of a row, after the prompt
@@ -111,6 +121,7 @@ def verify_factor(subject: Subject, args: argparse.Namespace) -> Row:
 
 COLUMNS = {
     "varies": lambda row: row["varies"],
+    "layers": lambda row: row["layers"],
     "context": lambda row: row["context"],
     "new tokens": lambda row: row["max_new_tokens"],
     "rows": lambda row: row["batch_size"],
@@ -128,9 +139,9 @@ COLUMNS = {
     "ms of a round outside forwards": lambda row: row["rest_of_round_s"] * 1e3 if "rest_of_round_s" in row else None,
 }
 NOTES = """\
-A random pair of Qwen2-0.5B's shape ({layers} target layers, {draft_layers} in the draft); an oracle fixes what both
-say, so acceptance is about {acceptance} while all forwards are really done. All times leave the target's
-first forward out, and count what a draft takes to read the prompt. The last column must not grow with context.
+A random pair of Qwen2-0.5B's shape ({draft_layers} layers in the draft); an oracle fixes what both say, so acceptance
+is about {acceptance} while all forwards are really done. All times leave the target's first forward out, and
+count what a draft takes to read the prompt. The last column must not grow with context.
 """
 
 
@@ -166,6 +177,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--draft-layers", type=int, default=1)
     parser.add_argument("--acceptance", type=float, default=0.8)
     parser.add_argument("--contexts", nargs="+", type=int, default=[256, 1024, 2048, 4096, 8192])
+    parser.add_argument("--whole-contexts", nargs="*", type=int, default=[8192])
     parser.add_argument("--new-tokens", nargs="+", type=int, default=[16, 64, 256])
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[2, 8])
     parser.add_argument("--batch-context", type=int, default=512)
@@ -203,6 +215,9 @@ def main() -> None:
     warm_up(runner, [PLAIN, *ways, Way("assisted")], inputs)
     walk = Cells(cells_of(args), args.limit_s, "cells")
     for cell in walk:
+        rows += measure(subject, cell, args)
+    for cell in whole_cells_of(args):
+        subject = make(args.dtype, None)
         rows += measure(subject, cell, args)
     args.left_out = walk.left_out
     path = write_results(result_name(NAME, args.device), args, rows, args.results)

@@ -1,8 +1,9 @@
 """Puts a decoder together from a call's settings and its models."""
 
-from transformers import (
-    PreTrainedModel,
-)
+import weakref
+
+import torch
+from transformers import PreTrainedModel
 
 from hf_speculate.batch import Batch, DecoderSettings
 from hf_speculate.call import Call
@@ -18,7 +19,7 @@ from hf_speculate.infer.homes import Home
 from hf_speculate.infer.language_model import device_of
 from hf_speculate.judge import Judge, LockStepJudge, RaggedJudge
 from hf_speculate.outputs import OutputRecorder
-from hf_speculate.schedule import AdaptiveSchedule, ConstantSchedule, HeuristicSchedule, Schedule
+from hf_speculate.schedule import AdaptiveSchedule, ConstantSchedule, HeuristicSchedule, RoundMemory, Schedule
 from hf_speculate.sequences import TokenBuffer
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.triton_kernels.backends import check_backend
@@ -69,11 +70,15 @@ def build_decoder(
     keeps_rows = call.keeps_rows or call.is_cache_kept or bool(stats.compiled) or carrier is not None
     settings = _decoder_settings(choices, call, min_draft_query(drafter), keeps_rows)
     schedule_config = within_drafter(config, drafter)
+    schedule: Schedule = ConstantSchedule(0)
+    if drafter is not None:
+        memory = _round_memory(target, choices, call, stats)
+        schedule = build_schedule(target, draft, schedule_config, memory, call.input_ids.shape[0])
     decoder = SpeculativeDecoder(
         target=target_model,
         drafter=drafter,
         judge=_judge(choices, call, settings, stats),
-        schedule=ConstantSchedule(0) if drafter is None else build_schedule(target, draft, schedule_config),
+        schedule=schedule,
         settings=settings,
         recorder=OutputRecorder(call.input_ids.shape[0], call.recorded),
         stats=stats,
@@ -130,18 +135,37 @@ def _judge(choices: Choices, call: Call, settings: DecoderSettings, stats: Specu
     return LockStepJudge(verifier, call.processors, call.criteria, pad, call.recorded.scores, stats)
 
 
-def build_schedule(target: PreTrainedModel, draft: PreTrainedModel | None, config: SpeculationConfig) -> Schedule:
+def _round_memory(target: PreTrainedModel, choices: Choices, call: Call, stats: SpeculationStats) -> RoundMemory | None:
+    """Where the seconds of rounds like this call's are kept; None for drafters of which nothing is known."""
+    config, draft = choices.config, choices.draft
+    if config.drafter is not None or call.generator is not None:
+        return None
+    machine = (target.device, target.dtype, torch.get_num_threads())
+    way = (config.verifier, stats.cache, tuple(stats.compiled), choices.is_lookup, bool(choices.lock_step))
+    size = call.max_length.bit_length()  # within which a forward's time changes little
+    return RoundMemory(target, (None if draft is None else weakref.ref(draft), *machine, *way, size))
+
+
+def build_schedule(
+    target: PreTrainedModel,
+    draft: PreTrainedModel | None,
+    config: SpeculationConfig,
+    memory: RoundMemory | None = None,
+    batch_size: int = 1,
+) -> Schedule:
     """The schedule that the settings name.
 
     Args:
         target: the model that is sped up.
         draft: the draft model; None: drafts cost next to nothing.
         config: resolved settings.
+        memory: of what rounds cost in earlier calls; None: nothing is kept.
+        batch_size: B.
     """
     match config.schedule:
         case "adaptive":
             ratio = 0.0 if draft is None else cost_ratio(target, draft)
-            return AdaptiveSchedule(config.max_draft_tokens, ratio)
+            return AdaptiveSchedule(config.max_draft_tokens, ratio, memory, batch_size)
         case "heuristic" | "heuristic_transient":
             return HeuristicSchedule(config.num_assistant_tokens or DEFAULT_ASSISTANT_TOKENS)
         case _:

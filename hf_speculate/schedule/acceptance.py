@@ -8,6 +8,7 @@ _SLOW_DECAY = 0.98  # of what the first position falls back on
 _PRIOR_ACCEPTANCE = 0.8  # of the first position, before anything was seen; optimistic, so that drafting is tried
 _PRIOR_WEIGHT = 1.0  # of the prior, in observations
 _NEIGHBOUR_WEIGHT = 4.0  # of the position before, for what is known of a position
+_OTHER_TEXT = 0.5  # observations that an earlier call's text stands for
 _ROW_WEIGHT = 2.0  # refusals that a row must show before it counts for more than the batch
 
 
@@ -41,6 +42,17 @@ class AcceptanceModel:
             seen, expected = self._row_refusals.get(row_id, (0.0, 0.0))
             seen = _DECAY * seen + (accepted < num_positions)
             self._row_refusals[row_id] = seen, _DECAY * expected + sum(refusals[:num_judged])
+
+    def recent(self) -> "AcceptanceModel":
+        """A copy for another text, to which this one counts as half an observation."""
+        copy = AcceptanceModel(len(self._judged))
+        share = _OTHER_TEXT / max(self._judged[0], _OTHER_TEXT)
+        copy._accepted = [share * value for value in self._accepted]
+        copy._judged = [share * value for value in self._judged]
+        accepted, judged = self._long_run
+        share = _OTHER_TEXT / max(judged, _OTHER_TEXT)
+        copy._long_run = share * accepted, share * judged
+        return copy
 
     def soften(self, share: float) -> None:
         """Keep only `share`, in [0, 1], of the weight of what was seen: it was seen some time ago."""

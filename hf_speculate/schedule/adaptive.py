@@ -3,12 +3,14 @@
 from hf_speculate.schedule.acceptance import AcceptanceModel
 from hf_speculate.schedule.base import RoundOutcome
 from hf_speculate.schedule.costs import CostModel
+from hf_speculate.schedule.memory import Learnt, RoundMemory
 from hf_speculate.schedule.outlook import Outlook
 
 # Tuned on the simulated and recorded traces of tests/schedule.
 _FIRST_DRAFT_TOKENS = 5
 _PLAIN_AT = 2  # round after which a plain step is measured, where drafting pays so far
 _PLAIN_AGAIN_AT = 12  # and measured once more where the two come close
+_PLAIN_STALE = 200  # drafted rounds, of earlier calls too, after which it is measured anew
 _CLOSE = 2.5
 _HYSTERESIS = 1.03  # gain for which a draft's length is changed
 _EXPLORE_GAIN = 1.2  # that an untried K must promise at its best
@@ -33,13 +35,18 @@ class AdaptiveSchedule:
         max_draft_tokens: K_max, >= 1.
         draft_cost_ratio: the draft's parameter bytes over the target's, what a draft step is taken to cost in plain
             steps until it is measured.
+        memory: what earlier calls of this kind learnt, and where it is left for later ones; None: nothing is kept.
+        num_rows: B of the first round.
     """
 
-    def __init__(self, max_draft_tokens: int, draft_cost_ratio: float):
+    def __init__(
+        self, max_draft_tokens: int, draft_cost_ratio: float, memory: RoundMemory | None = None, num_rows: int = 1
+    ):
         self._max = max_draft_tokens
         self._is_hopeless = draft_cost_ratio >= 1
-        self._acceptance = AcceptanceModel(max_draft_tokens)
-        self._costs = CostModel(draft_cost_ratio)
+        self._memory, known = memory, memory and memory.recall()
+        learnt = known or Learnt(AcceptanceModel(max_draft_tokens), CostModel(draft_cost_ratio))
+        self._acceptance, self._costs = learnt
         self._num_rounds = 0
         self._num_drafted_rounds = 0  # in a row
         self._num_plain_rounds = 0  # in a row
@@ -48,7 +55,9 @@ class AdaptiveSchedule:
         self._settled = 0  # the K that the argmax last chose
         self._ratio = draft_cost_ratio
         self._start_s = 0.0  # seconds that the draft will take to read a long prompt, once it is asked
-        self._num = 0 if self._is_hopeless else self._first()
+        self._num = (
+            0 if self._is_hopeless else self._first(num_rows, max_draft_tokens if known else _FIRST_DRAFT_TOKENS)
+        )
 
     @property
     def num_draft_tokens(self) -> int:
@@ -65,6 +74,8 @@ class AdaptiveSchedule:
         """Learn from a round and choose the next K."""
         num_left = outcome.num_left or [1] * len(outcome.row_ids)
         left_of = {row: left for row, left in zip(outcome.row_ids, num_left, strict=True) if left > 0}
+        if not left_of and self._memory is not None:
+            self._memory.remember(Learnt(self._acceptance, self._costs))
         if self._is_hopeless or not left_of:
             return
         self._num_rounds += 1
@@ -76,9 +87,10 @@ class AdaptiveSchedule:
         outlook = Outlook(self._acceptance.expected_tokens(list(left_of)), list(left_of.values()), self._start_s)
         self._num = self._next(outlook, outcome.num_rows)
 
-    def _first(self) -> int:
-        rates = self._rates(Outlook(self._acceptance.expected_tokens([0]), [1]), 1)
-        return rates.index(max(rates[: _FIRST_DRAFT_TOKENS + 1]))
+    def _first(self, num_rows: int, max_draft_tokens: int) -> int:
+        outlook = Outlook(self._acceptance.expected_tokens(range(num_rows)), [1] * num_rows)
+        rates = self._rates(outlook, num_rows)
+        return rates.index(max(rates[: max_draft_tokens + 1]))
 
     def _rates(self, outlook: Outlook, num_rows: int) -> list[float]:
         return outlook.rates(self._costs.rounds_s(num_rows, self._max), self._costs.rounds_s(1, self._max))
@@ -102,7 +114,7 @@ class AdaptiveSchedule:
     def _wants_plain(self, best_rate: float, plain_rate: float, num_rows: int) -> bool:
         """Whether a plain step must be measured, without which nobody knows that drafting pays."""
         num_samples = self._costs.num_plain_samples(num_rows)
-        if num_samples == 0:
+        if num_samples == 0 or self._costs.plain_age(num_rows) > _PLAIN_STALE:
             return self._num_rounds >= _PLAIN_AT
         is_close = best_rate < _CLOSE * plain_rate
         return num_samples == 1 and is_close and self._num_rounds >= _PLAIN_AGAIN_AT

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from hf_speculate.schedule.base import RoundOutcome
 
 _NUM_SAMPLES = 12  # newest rounds of one kind that count
+_NUM_RECENT = 4  # of which a later call is told
 _FEW_FED = 2  # tokens that the drafter reads in a round that follows a drafted one
 _MANY_ROWS = 16  # query rows from which CPUs take float32 products through their matrix kernels
 _ALIKE = 2.0  # factor in the number of rows within which plain steps stand for one another
@@ -29,6 +30,13 @@ class _Kind:
         self.samples.append(seconds)
         self.median = _middle(self.samples)
         self.newest = place
+
+    def recent(self) -> "_Kind":
+        """The newest of the newest."""
+        kind = _Kind()
+        kind.samples.extend(list(self.samples)[-_NUM_RECENT:])
+        kind.median, kind.newest = _middle(kind.samples), self.newest
+        return kind
 
 
 class CostModel:
@@ -52,6 +60,15 @@ class CostModel:
         self._step_bound_s: float | None = None  # of a draft's step, from rounds in which it read much
         self._known_s: dict[tuple[int, int], list[float]] = {}  # what `rounds_s` said since the newest round
 
+    def recent(self) -> "CostModel":
+        """A copy to go on from, in which newer rounds soon count for more."""
+        copy = CostModel(self._ratio)
+        copy._num_drafted, copy._step_bound_s = self._num_drafted, self._step_bound_s
+        copy._verify = {key: kind.recent() for key, kind in self._verify.items()}
+        copy._plain = {num_rows: kind.recent() for num_rows, kind in self._plain.items()}
+        copy._step = {num_rows: kind.recent() for num_rows, kind in self._step.items()}
+        return copy
+
     def observe(self, outcome: RoundOutcome) -> None:
         """Note a round's seconds."""
         self._known_s.clear()
@@ -71,6 +88,11 @@ class CostModel:
         """Plain steps that tell how long one of this many rows takes."""
         kind = self._nearest_plain(num_rows)
         return len(kind.samples) if kind else 0
+
+    def plain_age(self, num_rows: int) -> int:
+        """Drafted rounds since a plain step of about this many rows; 0 where none was measured."""
+        kind = self._nearest_plain(num_rows)
+        return self._num_drafted - kind.newest if kind else 0
 
     def is_tried(self, num_rows: int, num_draft_tokens: int) -> bool:
         """Whether a round of this kind was run."""
