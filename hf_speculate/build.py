@@ -1,7 +1,5 @@
 """Puts a decoder together from a call's settings and its models."""
 
-import weakref
-
 import torch
 from transformers import PreTrainedModel
 
@@ -72,7 +70,7 @@ def build_decoder(
     schedule_config = within_drafter(config, drafter)
     schedule: Schedule = ConstantSchedule(0)
     if drafter is not None:
-        memory = _round_memory(target, choices, call, stats)
+        memory = _round_memory(target, choices, call, stats, schedule_config.max_draft_tokens)
         schedule = build_schedule(target, draft, schedule_config, memory, call.input_ids.shape[0])
     decoder = SpeculativeDecoder(
         target=target_model,
@@ -135,15 +133,17 @@ def _judge(choices: Choices, call: Call, settings: DecoderSettings, stats: Specu
     return LockStepJudge(verifier, call.processors, call.criteria, pad, call.recorded.scores, stats)
 
 
-def _round_memory(target: PreTrainedModel, choices: Choices, call: Call, stats: SpeculationStats) -> RoundMemory | None:
-    """Where the seconds of rounds like this call's are kept; None for drafters of which nothing is known."""
+def _round_memory(
+    target: PreTrainedModel, choices: Choices, call: Call, stats: SpeculationStats, max_draft_tokens: int
+) -> RoundMemory | None:
+    """Where calls like this one leave what they learn; None for drafters of which nothing is known."""
     config, draft = choices.config, choices.draft
     if config.drafter is not None or call.generator is not None:
         return None
     machine = (target.device, target.dtype, torch.get_num_threads())
     way = (config.verifier, stats.cache, tuple(stats.compiled), choices.is_lookup, bool(choices.lock_step))
-    size = call.max_length.bit_length()  # within which a forward's time changes little
-    return RoundMemory(target, (None if draft is None else weakref.ref(draft), *machine, *way, size))
+    length = call.max_length.bit_length()  # within a factor of two a forward's time changes little
+    return RoundMemory(target, draft, (*machine, *way, length, max_draft_tokens))
 
 
 def build_schedule(

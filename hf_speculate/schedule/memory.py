@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 from hf_speculate.schedule.acceptance import AcceptanceModel
 from hf_speculate.schedule.costs import CostModel
 
-_MAX_KINDS = 64  # of calls that are remembered of one model; each is a few hundred numbers
+_MAX_KINDS = 64  # of calls that are remembered of two models; each is a few hundred numbers
 
 
 class Learnt(NamedTuple):
@@ -21,8 +21,8 @@ class Learnt(NamedTuple):
 
 
 _lock = threading.Lock()
-# By model, what each kind of call learnt, the one that ended last at the end; they go with the model.
-_known: "WeakKeyDictionary[object, OrderedDict[Hashable, Learnt]]" = WeakKeyDictionary()
+# By target and draft, what each kind of call learnt, the one that ended last at the end; they go with either model.
+_known: "WeakKeyDictionary[object, WeakKeyDictionary[object, OrderedDict[Hashable, Learnt]]]" = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -30,24 +30,30 @@ class RoundMemory:
     """What is known of calls of one kind.
 
     Args:
-        target: the model that is sped up; held weakly.
-        kind: all else that a round's seconds depend on but rows and K: the draft, the cache, the text's length.
+        target: the model that is sped up; held weakly by what is kept.
+        draft: the draft model, held weakly too; None: nothing but the target says what goes before a verification.
+        kind: all else that a round's seconds depend on but rows and K: the cache, the text's length, K_max.
     """
 
     target: object
+    draft: object | None
     kind: Hashable
 
     def recall(self) -> Learnt | None:
         """A copy of what the call that ended last had learnt; None where there was none."""
         with _lock:
-            learnt = _known.get(self.target, OrderedDict()).get(self.kind)
+            learnt = self._kinds().get(self.kind)
         return learnt and Learnt(learnt.acceptance.recent(), learnt.costs.recent())  # what lies here never changes
 
     def remember(self, learnt: Learnt) -> None:
         """Keep what a call learnt; it must learn no more."""
         with _lock:
-            kinds = _known.setdefault(self.target, OrderedDict())
+            kinds = self._kinds()
             kinds[self.kind] = learnt
             kinds.move_to_end(self.kind)
             if len(kinds) > _MAX_KINDS:
                 kinds.popitem(last=False)
+
+    def _kinds(self) -> OrderedDict[Hashable, Learnt]:
+        drafts = _known.setdefault(self.target, WeakKeyDictionary())
+        return drafts.setdefault(self.target if self.draft is None else self.draft, OrderedDict())

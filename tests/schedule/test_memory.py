@@ -19,6 +19,9 @@ class Target:
     """Stands for a model: what is kept is kept by identity."""
 
 
+DRAFT = Target()
+
+
 def outcome(num_draft_tokens: int, num_left: int, score_s: float = 1.0) -> RoundOutcome:
     num_accepted = [0] if num_draft_tokens else []
     return RoundOutcome(
@@ -37,7 +40,7 @@ def known_rate(calls: list[list[Trace]], machine: Machine, ratio: float, num_row
     target = Target()
 
     def make() -> AdaptiveSchedule:
-        return AdaptiveSchedule(MAX_DRAFT_TOKENS, ratio, RoundMemory(target, "short"), num_rows)
+        return AdaptiveSchedule(MAX_DRAFT_TOKENS, ratio, RoundMemory(target, DRAFT, "short"), num_rows)
 
     run(make(), calls[0], machine, SHORT)
     return rate_of(calls, machine, make)
@@ -79,7 +82,7 @@ def test_texts_that_take_turns_lose_nothing_by_each_other(machine, num_rows):
 def test_a_plain_step_is_measured_again_once_in_a_while():
     target, num_plain = Target(), []
     for _ in range(40):
-        schedule = AdaptiveSchedule(MAX_DRAFT_TOKENS, 0.1, RoundMemory(target, "one"))
+        schedule = AdaptiveSchedule(MAX_DRAFT_TOKENS, 0.1, RoundMemory(target, DRAFT, "one"))
         lens = run(schedule, traces("high")[0], Machine(), SHORT).draft_lens[:-1]  # the last one's room may be 0
         num_plain.append(lens.count(0))
     assert num_plain[0] >= 1
@@ -88,10 +91,16 @@ def test_a_plain_step_is_measured_again_once_in_a_while():
 
 def test_kinds_and_models_are_kept_apart_and_go_with_the_model():
     target, other = Target(), Target()
-    run(AdaptiveSchedule(4, 0.1, RoundMemory(target, "a")), traces("high")[0], Machine(), SHORT)
-    assert RoundMemory(target, "a").recall() is not None
-    assert RoundMemory(target, "b").recall() is None
-    assert RoundMemory(other, "a").recall() is None
+    run(AdaptiveSchedule(4, 0.1, RoundMemory(target, DRAFT, "a")), traces("high")[0], Machine(), SHORT)
+    assert RoundMemory(target, DRAFT, "a").recall() is not None
+    assert RoundMemory(target, DRAFT, "b").recall() is None
+    assert RoundMemory(other, DRAFT, "a").recall() is None
+    draft = Target()
+    run(AdaptiveSchedule(4, 0.1, RoundMemory(target, draft, "a")), traces("high")[0], Machine(), SHORT)
+    assert len(kept._known[target]) == 2
+    del draft
+    gc.collect()
+    assert len(kept._known[target]) == 1
     num_models = len(kept._known)
     del target
     gc.collect()
@@ -101,13 +110,13 @@ def test_kinds_and_models_are_kept_apart_and_go_with_the_model():
 def test_what_is_kept_is_bounded_and_never_changed_by_a_later_call():
     target = Target()
     for kind in range(100):
-        run(AdaptiveSchedule(4, 0.1, RoundMemory(target, kind)), traces("high")[0], Machine(), SHORT)
-    assert len(kept._known[target]) == 64
-    memory = RoundMemory(target, 99)
-    before = kept._known[target][99].costs.rounds_s(1, 4)
+        run(AdaptiveSchedule(4, 0.1, RoundMemory(target, DRAFT, kind)), traces("high")[0], Machine(), SHORT)
+    assert len(kept._known[target][DRAFT]) == 64
+    memory = RoundMemory(target, DRAFT, 99)
+    before = kept._known[target][DRAFT][99].costs.rounds_s(1, 4)
     unfinished = AdaptiveSchedule(4, 0.1, memory)
     for _ in range(5):
         unfinished.update(outcome(unfinished.num_draft_tokens, num_left=9, score_s=50.0))
-    assert kept._known[target][99].costs.rounds_s(1, 4) == before
+    assert kept._known[target][DRAFT][99].costs.rounds_s(1, 4) == before
     unfinished.update(outcome(unfinished.num_draft_tokens, num_left=0, score_s=50.0))
-    assert kept._known[target][99].costs.rounds_s(1, 4) != before
+    assert kept._known[target][DRAFT][99].costs.rounds_s(1, 4) != before
