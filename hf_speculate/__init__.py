@@ -10,6 +10,7 @@ from hf_speculate.errors import (
     BadLogitsError,
     ConfigError,
     KernelUnavailableError,
+    MissingExtraError,
     ShapeError,
     SpeculateError,
     UnsupportedGenerationError,
@@ -21,6 +22,7 @@ from hf_speculate.processors import BlockLogitsProcessorList, register_row_wise
 from hf_speculate.rollback import RollbackProcessor
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.suffix_store import SuffixStore
+from hf_speculate.types import RoundReport
 from hf_speculate.verify import keep_prefix, register_verifier
 
 __version__ = "0.1.0"
@@ -34,9 +36,11 @@ __all__ = [
     "Drafter",
     "DrafterRequest",
     "KernelUnavailableError",
+    "MissingExtraError",
     "PairReport",
     "ParityReport",
     "RollbackProcessor",
+    "RoundReport",
     "ShapeError",
     "SpeculateError",
     "SpeculationStats",

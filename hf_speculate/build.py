@@ -22,6 +22,7 @@ from hf_speculate.sequences import TokenBuffer
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.triton_kernels.backends import check_backend
 from hf_speculate.verify.base import make_verifier
+from hf_speculate.verify.spans import make_spans
 
 _FIRST_CAPACITY = 1024  # tokens to come for which a row's buffer is made; it grows where that is not enough
 
@@ -83,6 +84,7 @@ def build_decoder(
         on_tokens=call.on_tokens,
         carrier=carrier,
         peers=call.peers,
+        on_round=config.speculation_callback,
     )
     return decoder, batch
 
@@ -127,10 +129,11 @@ def _decoder_settings(choices: Choices, call: Call, min_draft_query: int, keeps_
 
 def _judge(choices: Choices, call: Call, settings: DecoderSettings, stats: SpeculationStats) -> Judge:
     verifier = make_verifier(choices.config)
+    spans = make_spans(choices.config, call.do_sample, call.num_pads or [0] * call.input_ids.shape[0])
     if not settings.is_lock_step:
-        return RaggedJudge(verifier, choices.processors, choices.stopping, stats)
+        return RaggedJudge(verifier, choices.processors, choices.stopping, stats, spans)
     pad = settings.pad_token_id if choices.has_eos else None
-    return LockStepJudge(verifier, call.processors, call.criteria, pad, call.recorded.scores, stats)
+    return LockStepJudge(verifier, call.processors, call.criteria, pad, call.recorded.scores, stats, spans)
 
 
 def _round_memory(

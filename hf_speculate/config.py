@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -12,9 +11,11 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_speculate.draft_state import DraftState
 from hf_speculate.errors import ConfigError
+from hf_speculate.field_checks import check_callable, check_count, check_real, check_span, is_int
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.suffix_store import SuffixStore
 from hf_speculate.triton_kernels.noise import row_seeds
+from hf_speculate.types import RoundReport
 
 MAX_ASSISTANT_TOKENS = 128
 DEFAULT_ASSISTANT_TOKENS = 5  # of the schedules that start from a number
@@ -43,6 +44,8 @@ class SpeculationConfig:
         entropy_epsilon: added inside the logarithm of the entropy, >= 0.
         typical_correction: "argmax" or "sample", the token emitted at typical acceptance's first refusal; registered
             rules that are lossy may follow it too.
+        relax_only_inside: ids (open, close) of the tokens around spans, thinking say; a lossy verifier decides there
+            only, and the lossless one everywhere else. `None`: it decides everywhere.
         draft_sampling: "sample" or "argmax", how the draft proposes under `do_sample=True`.
         num_assistant_tokens: tokens drafted a round, 1..128; with "adaptive" the most of them. `None` is 10 there and
             5 elsewhere.
@@ -61,6 +64,7 @@ class SpeculationConfig:
         seed: an int, or one int per output row.
         generator: draws the seed where none is given.
         speculation_stats: filled in during the call.
+        speculation_callback: called with a `RoundReport` after every round.
         candidate_generator: a transformers `CandidateGenerator` that drafts in place of a model, or what makes one
             from keywords; it decides how many tokens it drafts, up to `num_assistant_tokens`.
         drafter: makes a `Drafter` from the call's `DrafterRequest`, once for every decoding.
@@ -74,6 +78,7 @@ class SpeculationConfig:
     posterior_alpha: float = 0.3
     entropy_epsilon: float = 0.0
     typical_correction: str | None = None
+    relax_only_inside: Sequence[int] | None = None
     draft_sampling: str = "sample"
     num_assistant_tokens: int | None = None
     num_assistant_tokens_schedule: str | None = None
@@ -87,6 +92,7 @@ class SpeculationConfig:
     seed: int | Sequence[int] | None = None
     generator: torch.Generator | None = None
     speculation_stats: SpeculationStats | None = None
+    speculation_callback: Callable[[RoundReport], object] | None = None
     candidate_generator: CandidateGenerator | Callable[..., CandidateGenerator] | None = None
     drafter: Callable[..., Any] | None = None
 
@@ -97,41 +103,31 @@ class SpeculationConfig:
                 raise ConfigError(
                     f"{name} must be one of {', '.join(choices)}, got {value!r}; leave it out for the default"
                 )
-        _check_real("posterior_threshold", self.posterior_threshold, "in (0, 1)", lambda x: 0 < x < 1)
-        _check_real("posterior_alpha", self.posterior_alpha, "> 0 and finite", lambda x: 0 < x <= _LARGEST)
-        _check_real("entropy_epsilon", self.entropy_epsilon, ">= 0 and finite", lambda x: 0 <= x <= _LARGEST)
+        check_real("posterior_threshold", self.posterior_threshold, "in (0, 1)", lambda x: 0 < x < 1)
+        check_real("posterior_alpha", self.posterior_alpha, "> 0 and finite", lambda x: 0 < x <= _LARGEST)
+        check_real("entropy_epsilon", self.entropy_epsilon, ">= 0 and finite", lambda x: 0 <= x <= _LARGEST)
         if self.assistant_confidence_threshold is not None:
-            _check_real(
+            check_real(
                 "assistant_confidence_threshold",
                 self.assistant_confidence_threshold,
                 "in [0, 1]",
                 lambda x: 0 <= x <= 1,
             )
-        self._check_num_assistant_tokens()
+        hint = "leave assistant_model out to decode without speculation"
+        check_count("num_assistant_tokens", self.num_assistant_tokens, MAX_ASSISTANT_TOKENS, hint)
         self._check_lookup()
         self._check_randomness()
         self._check_candidate_generator()
-        if self.drafter is not None and not callable(self.drafter):
-            raise ConfigError(
-                f"drafter must make a Drafter when called with a DrafterRequest, got {type(self.drafter).__name__}; "
-                "pass a class, a function or a functools.partial"
-            )
-
-    def _check_num_assistant_tokens(self) -> None:
-        num = self.num_assistant_tokens
-        if num is not None and not (_is_int(num) and 1 <= num <= MAX_ASSISTANT_TOKENS):
-            raise ConfigError(
-                f"num_assistant_tokens must be in 1..{MAX_ASSISTANT_TOKENS}, got {num!r}; "
-                "leave assistant_model out to decode without speculation"
-            )
+        check_span("relax_only_inside", self.relax_only_inside)
+        hint = "pass a class, a function or a functools.partial"
+        check_callable("drafter", self.drafter, "make a Drafter when called with a DrafterRequest", hint)
+        hint = "pass a function of one RoundReport"
+        check_callable("speculation_callback", self.speculation_callback, "be called after every round", hint)
 
     def _check_lookup(self) -> None:
         num, most, store = self.prompt_lookup_num_tokens, self.max_matching_ngram_size, self.suffix_store
-        if num is not None and not (_is_int(num) and 1 <= num <= MAX_ASSISTANT_TOKENS):
-            raise ConfigError(
-                f"prompt_lookup_num_tokens must be in 1..{MAX_ASSISTANT_TOKENS}, got {num!r}; leave it out to copy none"
-            )
-        if most is not None and not (_is_int(most) and most >= 1):
+        check_count("prompt_lookup_num_tokens", num, MAX_ASSISTANT_TOKENS, "leave it out to copy none")
+        if most is not None and not (is_int(most) and most >= 1):
             raise ConfigError(
                 f"max_matching_ngram_size must be at least 1, got {most!r}; leave it out for the longest match"
             )
@@ -152,8 +148,8 @@ class SpeculationConfig:
 
     def _check_randomness(self) -> None:
         seed = self.seed
-        is_seed = seed is None or _is_int(seed)
-        if not is_seed and not (isinstance(seed, Sequence) and not isinstance(seed, str) and all(map(_is_int, seed))):
+        is_seed = seed is None or is_int(seed)
+        if not is_seed and not (isinstance(seed, Sequence) and not isinstance(seed, str) and all(map(is_int, seed))):
             raise ConfigError(
                 f"seed must be an int or one int per output row, got {seed!r}; leave it out for a drawn one"
             )
@@ -274,7 +270,15 @@ class SpeculationConfig:
 # A field that is settled keeps its companion out of weaker sources.
 _SHUTS_OUT = {"num_assistant_tokens": "num_assistant_tokens_schedule", "seed": "generator", "generator": "seed"}
 FIELD_NAMES = tuple(field.name for field in fields(SpeculationConfig))
-_OBJECTS = {"candidate_generator", "draft_state", "drafter", "generator", "speculation_stats", "suffix_store"}
+_OBJECTS = {
+    "candidate_generator",
+    "draft_state",
+    "drafter",
+    "generator",
+    "speculation_callback",
+    "speculation_stats",
+    "suffix_store",
+}
 PLAIN_NAMES = tuple(sorted(set(FIELD_NAMES) - _OBJECTS))  # fields that a file or a command line can set
 
 
@@ -306,12 +310,3 @@ def fields_of(config: object) -> dict[str, Any]:
     """The fields that a `GenerationConfig` sets; `None` counts as not set."""
     values = {name: getattr(config, name, None) for name in FIELD_NAMES}
     return {name: value for name, value in values.items() if value is not None}
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def _check_real(name: str, value: object, allowed: str, holds: Any) -> None:
-    if not isinstance(value, Real) or isinstance(value, bool) or not holds(value):
-        raise ConfigError(f"{name} must be {allowed}, got {value!r}; leave it out for the default")

@@ -14,10 +14,11 @@ from hf_speculate.infer.language_model import LanguageModel
 from hf_speculate.judge import Judge, Round, Trimmed, Verified
 from hf_speculate.outputs import OutputRecorder
 from hf_speculate.peers import Peers
-from hf_speculate.schedule import RoundOutcome, Schedule
+from hf_speculate.reporting import outcome_of, report_of
+from hf_speculate.schedule import Schedule
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.tracing import Place, Stage
-from hf_speculate.types import DraftOut, Scored
+from hf_speculate.types import DraftOut, RoundReport, Scored
 from hf_speculate.verify.laws import LAWLESS, fault_of
 
 
@@ -36,6 +37,7 @@ class SpeculativeDecoder:
         clock: seconds.
         carrier: takes what the draft model has read along to the next call; None: nothing is taken.
         peers: ranks that must run as many forwards as this one; None: there are none.
+        on_round: told of every round when it is over; None: nobody asks.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class SpeculativeDecoder:
         clock: Callable[[], float] = time.perf_counter,
         carrier: Carrier | None = None,
         peers: Peers | None = None,
+        on_round: Callable[[RoundReport], object] | None = None,
     ):
         self.target = target
         self.follower = Follower(drafter, settings)
@@ -62,9 +65,10 @@ class SpeculativeDecoder:
         self.on_tokens = on_tokens
         self.carrier = carrier
         self.peers = peers
+        self.on_round = on_round
         self._clock = clock
         self.place = Place()
-        self._since = 0.0
+        self._began = self._since = 0.0
         self._prompt_len = 0
         self._stop_lens: list[int | None] = [None] * len(recorder.new_ids)  # by output row, where a criterion fired
         self._faults: list[tuple[int, BadLogitsError]] = []  # past a row's stop, by the tokens before it
@@ -87,7 +91,7 @@ class SpeculativeDecoder:
         """
         self.place = place or Place()
         self.place.enter(Stage.PREFILL, 0)
-        self._since = self._clock()
+        self._began = self._since = self._clock()
         self._prompt_len = batch.prompt_len
         if batch.states is not None:
             self._options["output_hidden_states"] = True
@@ -111,14 +115,23 @@ class SpeculativeDecoder:
             trimmed = self._trim(batch, round_, verified)  # 4. what follows a stop goes
             if self.settings.drafts_freely:
                 num_draft_tokens = draft.token_ids.shape[1]
-            outcome = self._outcome(batch, num_draft_tokens, num_fed, verified, trimmed)
+            outcome = outcome_of(batch, self.settings, num_draft_tokens, num_fed, verified, trimmed)
+            report = None if self.on_round is None else report_of(batch, verified, trimmed)
             self._record(batch, round_, verified, trimmed, output)
             self._crop(batch, draft, verified, trimmed)  # 5. the caches forget what was not kept
             other_s += self._lap("bookkeeping_s")
             self.schedule.update(outcome._replace(draft_s=draft_s, score_s=score_s, other_s=other_s))
+            if report is not None:
+                self._tell(report._replace(draft_s=draft_s, score_s=score_s, other_s=other_s))
         self._finish(batch)
         if self.carrier is not None:
             self.carrier.remember(batch)
+
+    def _tell(self, report: RoundReport) -> None:
+        if self.on_round is not None:
+            self.place.enter(Stage.REPORT)
+            self.on_round(report._replace(total_s=self._since - self._began))
+            self.place.enter(Stage.CROP)  # what may come without another round belongs to that stage
 
     def _prefill(self, batch: Batch) -> None:
         """Feed the prompt and emit the token after it."""
@@ -254,22 +267,6 @@ class SpeculativeDecoder:
         if batch.states is not None:
             batch.states.add(output, trimmed.num_emitted)
         self._emit(batch, round_, verified, trimmed)
-
-    def _outcome(
-        self, batch: Batch, num_draft_tokens: int, num_fed: int, verified: Verified, trimmed: Trimmed
-    ) -> RoundOutcome:
-        """What the schedule is told, but for the seconds; rows in lock step count as one, the slowest."""
-        live = [row for row, done in enumerate(batch.is_finished) if not done]
-        row_ids = [batch.row_ids[row] for row in live]
-        num_drafted = [verified.num_drafted[row] for row in live]
-        num_accepted = [verified.num_accepted[row] for row in live]
-        room = [self.settings.max_length - length for length in batch.tokens.lens]
-        num_left = [0 if trimmed.is_stopped[row] else room[row] - trimmed.num_emitted[row] for row in live]
-        if self.settings.is_lock_step:
-            row_ids, num_left = row_ids[:1], [max(num_left)]
-            num_drafted, num_accepted = [min(num_drafted)], [min(num_accepted)]
-        num_rows = len(batch.is_finished)
-        return RoundOutcome(row_ids, num_drafted, num_accepted, num_draft_tokens, num_rows, num_left, num_fed)
 
     def _crop(self, batch: Batch, draft: DraftOut, verified: Verified, trimmed: Trimmed) -> None:
         """Roll both caches and the judge back to the kept tokens; the newest one is in none of them."""

@@ -16,6 +16,10 @@ class UnsupportedGenerationError(SpeculateError, ValueError):
     """A combination of `generate()` arguments cannot be decoded speculatively."""
 
 
+class MissingExtraError(SpeculateError, ImportError):
+    """A library that only some features need is not installed."""
+
+
 class BadLogitsError(SpeculateError, RuntimeError):
     """Logits hold no law that a token could be drawn from: a NaN, a +inf, or nothing but -inf."""
 
@@ -24,6 +28,7 @@ __all__ = [
     "BadLogitsError",
     "ConfigError",
     "KernelUnavailableError",
+    "MissingExtraError",
     "ShapeError",
     "SpeculateError",
     "UnsupportedGenerationError",

@@ -1,5 +1,6 @@
 """The door: `generate()` of an enabled model."""
 
+import logging
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -36,6 +37,7 @@ from hf_speculate.saved_fields import fields_in
 from hf_speculate.speculation import Speculation
 from hf_speculate.verify.base import check_verifier
 
+LOGGER = logging.getLogger("hf_speculate")
 _TRANSFORMERS_FIELDS = (
     "num_assistant_tokens",
     "num_assistant_tokens_schedule",
@@ -118,8 +120,7 @@ def _generate(
     early_exit = own_early_exit(model, call)
     reason = reason_of(assistant, early_exit, config, samples(model, plain, call))
     if reason is None:
-        if config.verifier is not None:
-            check_verifier(config)
+        check_verifier(config.resolve(do_sample=False))
         if config.speculation_stats is not None:
             config.speculation_stats.reset()
         return plain(**call, **{name: keywords[name] for name in _TRANSFORMERS_FIELDS if name in keywords})
@@ -144,6 +145,8 @@ def _generate(
     reads_text = call.get("inputs_embeds") is None  # a draft that cannot read the prompt is poor, whatever its ids
     if assistant is not None and drafting.is_guess and reads_text and config.prompt_lookup_num_tokens is None:
         warn_of_low_acceptance(model, assistant, speculation.stats)
+    if LOGGER.isEnabledFor(logging.INFO):
+        LOGGER.info("%s", speculation.stats.summary())
     if isinstance(output, ModelOutput):
         output.speculation = speculation.stats
     return output

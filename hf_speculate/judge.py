@@ -14,6 +14,7 @@ from hf_speculate.stats import SpeculationStats
 from hf_speculate.stopping import BlockStoppingCriteria
 from hf_speculate.types import DraftOut, NoiseKeys
 from hf_speculate.verify.base import Verifier
+from hf_speculate.verify.spans import Spans
 
 
 class Round(NamedTuple):
@@ -69,6 +70,7 @@ class RaggedJudge:
     processors: BlockLogitsProcessorList
     stopping: BlockStoppingCriteria
     stats: SpeculationStats
+    spans: Spans | None = None  # what the verifier is restricted to; None: it decides everywhere
 
     def verify(self, round_: Round) -> Verified:
         """See `Judge.verify`."""
@@ -76,7 +78,7 @@ class RaggedJudge:
         scores = round_.logits
         if len(self.processors):
             scores = self.processors(tokens.token_ids, scores, draft.token_ids, prefix_lens=tokens.lens)
-        verdict = self.verifier.verify(scores, draft, round_.keys)
+        verdict = _verifier_at(round_, 0, self.verifier, self.spans).verify(scores, draft, round_.keys)
         counts = torch.stack([verdict.num_accepted, verdict.status, draft.lens.to(torch.int32)], dim=1)  # [B, 3]
         packed = torch.cat([verdict.token_ids, counts.to(torch.int64)], dim=1).tolist()  # the round's one wait
         self.stats.num_host_syncs += 1
@@ -108,6 +110,8 @@ class RaggedJudge:
     def rows(self, indices: Sequence[int]) -> None:
         """See `Judge.rows`: some processors hold a number per row."""
         self.processors = self.processors.rows(indices)
+        if self.spans is not None:
+            self.spans.rows(indices)
 
 
 @dataclass
@@ -124,6 +128,7 @@ class LockStepJudge:
         pad_token_id: what finished rows go on with; None: finished rows go on decoding, as without EOS.
         records_scores: whether criteria are shown the scores so far.
         stats: counts the calls of user code.
+        spans: what the verifier is restricted to; None: it decides everywhere.
     """
 
     verifier: Verifier
@@ -132,6 +137,7 @@ class LockStepJudge:
     pad_token_id: int | None
     records_scores: bool
     stats: SpeculationStats
+    spans: Spans | None = None
     is_finished: Tensor | None = None  # [B] bool
     _scores: list[Tensor] = field(default_factory=list)  # each [B, V], one per new token
 
@@ -145,7 +151,8 @@ class LockStepJudge:
         status, columns, scores = 0, [], []
         for position in range(num_positions):
             step_scores = self.processors(input_ids, round_.logits[:, position].to(torch.float32, copy=True))
-            verdict = self.verifier.verify(*_one_position(step_scores, draft, round_.keys, position))
+            verifier = _verifier_at(round_, position, self.verifier, self.spans)
+            verdict = verifier.verify(*_one_position(step_scores, draft, round_.keys, position))
             next_ids = verdict.token_ids[:, 0]
             if self.pad_token_id is not None:
                 next_ids = next_ids.masked_fill(was_finished, self.pad_token_id)
@@ -191,6 +198,13 @@ class LockStepJudge:
         if self.is_finished is None:
             self.is_finished = torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
         return self.is_finished
+
+
+def _verifier_at(round_: Round, position: int, verifier: Verifier, spans: Spans | None) -> Verifier:
+    """The verifier from a position of the round on, once the tokens before it were kept."""
+    if spans is None:
+        return verifier
+    return spans.around(verifier, round_.host_tokens, round_.draft.token_ids[:, :position])
 
 
 def _one_position(

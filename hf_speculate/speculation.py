@@ -20,7 +20,13 @@ from hf_speculate.outputs import GenerateOutput, recorded_of
 from hf_speculate.peers import peers_of
 from hf_speculate.private_names import adapters_by_row, attention_name, pad_token_id
 from hf_speculate.reasons import Reason
-from hf_speculate.refusals.calls import check_context, check_prepared, check_synced, checked_mask
+from hf_speculate.refusals.calls import (
+    check_context,
+    check_prepared,
+    check_span_ids,
+    check_synced,
+    checked_mask,
+)
 from hf_speculate.refusals.models import check_rope
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.tracing import Place, Stage
@@ -79,6 +85,7 @@ class Speculation:
         config = self.config.for_run(self.num_calls).resolve(bool(generation_config.do_sample))
         self.num_calls += 1
         check_verifier(config)
+        check_span_ids(config, model)
         call = self._prepared(
             model,
             config,

@@ -20,6 +20,7 @@ class Stage(Enum):
     TRIM = "stops were looked for"
     EMIT = "tokens were handed on"  # streamers run here
     CROP = "the caches were rolled back"
+    REPORT = "speculation_callback ran"
     RETURN = "the output was put together"
 
 

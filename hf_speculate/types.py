@@ -64,6 +64,29 @@ class Scored(NamedTuple):
     attentions: tuple[Tensor, ...] | None = None  # by layer, each [B, H, Q, T]; only where asked for
 
 
+class RoundReport(NamedTuple):
+    """What one round did, as `generate(..., speculation_callback=...)` is told after it.
+
+    All of it is on the host already. In a call that decodes several times, as Whisper's over long audio, rounds and
+    seconds begin anew with each run.
+    """
+
+    num_round: int  # of the batch, counted from 1
+    row_ids: tuple[int, ...]  # [N] the output's rows that were live
+    num_drafted: tuple[int, ...]  # [N] drafted tokens of each that counted; 0 in a plain step
+    num_accepted: tuple[int, ...]  # [N] those that the verifier kept
+    num_emitted: tuple[int, ...]  # [N] tokens that went into the output, after stopping
+    draft_s: float = 0.0  # of this round
+    score_s: float = 0.0
+    other_s: float = 0.0  # verifying, trimming, cropping and writing
+    total_s: float = 0.0  # since the run began, prefill included
+
+    @property
+    def round_s(self) -> float:
+        """Seconds of this round."""
+        return self.draft_s + self.score_s + self.other_s
+
+
 class PrefillOutput(NamedTuple):
     """The first token after a prompt."""
 
@@ -87,6 +110,7 @@ __all__ = [
     "Kept",
     "NoiseKeys",
     "PrefillOutput",
+    "RoundReport",
     "SampleStrategy",
     "Sampled",
     "Scored",

@@ -654,6 +654,14 @@ OWN_FIELDS = (
     Row("entropy_epsilon", Supported(f"{TYPICAL}_settings_reach_the_kernel_through_generate", 'for `"typical"`')),
     Row("typical_correction", Supported(f"{TYPICAL}_correction_is_the_argmax_or_a_draw", 'for `"typical"`')),
     Row(
+        "relax_only_inside",
+        Supported(
+            "generate/test_spans.py::test_outside_of_spans_greedy_tokens_are_the_argmax",
+            "with a lossy verifier: two ids, between which it decides; outside the text is plain decoding's",
+        ),
+    ),
+    Row("relax_only_inside", Refused(Call({"relax_only_inside": (3, 5)}))),
+    Row(
         "draft_sampling",
         Supported(
             "generate/test_law.py::test_other_ways_of_a_round_keep_the_joint_law",
@@ -687,6 +695,13 @@ OWN_FIELDS = (
     Row(
         "speculation_stats",
         Supported(f"{OPTIONS}::test_speculation_comes_with_the_output_object", "an object, never in JSON"),
+    ),
+    Row(
+        "speculation_callback",
+        Supported(
+            "generate/test_callback.py::test_it_is_told_every_round_as_the_statistics_count_it",
+            "called with a `RoundReport`, never in JSON",
+        ),
     ),
     Row(
         "candidate_generator",

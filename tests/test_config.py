@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 import hf_speculate
-from hf_speculate.config import FIELD_NAMES, SpeculationConfig, fields_of, read_config
+from hf_speculate.config import FIELD_NAMES, PLAIN_NAMES, SpeculationConfig, fields_of, read_config
 from hf_speculate.errors import ConfigError
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.types import Verdict
@@ -24,6 +24,7 @@ VALUES = {
     "posterior_alpha": (0.41, 0.42, 0.43, 0.44, 0.3),
     "entropy_epsilon": (0.01, 0.02, 0.03, 0.04, 0.0),
     "typical_correction": ("sample", "argmax", "sample", "argmax", "sample"),
+    "relax_only_inside": ((1, 2), (3, 4), (5, 6), (7, 8), None),
     "draft_sampling": ("sample", "argmax", "sample", "argmax", "sample"),
     "num_assistant_tokens": (2, 3, 4, 6, None),
     "num_assistant_tokens_schedule": ("heuristic", "constant", "heuristic_transient", "heuristic", None),
@@ -105,8 +106,16 @@ def test_every_field_is_taken_from_the_strongest_source_that_sets_it(models, see
 
 
 def test_the_values_above_tell_neighbours_apart_for_every_field_that_a_saved_config_can_hold():
-    objects = {"generator", "speculation_stats", "suffix_store", "draft_state", "candidate_generator", "drafter"}
-    assert set(FIELD_NAMES) - set(VALUES) == objects | {"verifier"}
+    assert set(VALUES) == set(PLAIN_NAMES) - {"verifier"}
+    assert set(FIELD_NAMES) - set(PLAIN_NAMES) == {
+        "candidate_generator",
+        "draft_state",
+        "drafter",
+        "generator",
+        "speculation_callback",
+        "speculation_stats",
+        "suffix_store",
+    }
     for name, values in VALUES.items():
         assert len(values) == len(SOURCES) + 1, name
         assert all(one != other for one, other in itertools.pairwise(values)), name
@@ -184,6 +193,13 @@ def test_models_and_configs_are_left_as_they_were(models):
 
 
 SAVED = {"verifier": "typical", "posterior_alpha": 0.2, "num_assistant_tokens": 3, "seed": 4}
+
+
+def test_a_span_is_saved_as_json_holds_it(models, tmp_path, seen):
+    GenerationConfig(relax_only_inside=(3, 5), verifier="seeing").save_pretrained(tmp_path)
+    models.target.generation_config = GenerationConfig.from_pretrained(tmp_path)
+    models.generate(max_new_tokens=3)
+    assert seen[-1].relax_only_inside == [3, 5]
 
 
 def test_saved_fields_arrive(tmp_path):
@@ -278,6 +294,15 @@ def test_read_config_checks_what_it_settled_only():
         {"seed": 1.0},
         {"seed": [1, 2.0]},
         {"assistant_confidence_threshold": float("nan")},
+        {"relax_only_inside": (1,)},
+        {"relax_only_inside": (1, 1)},
+        {"relax_only_inside": (1, -2)},
+        {"relax_only_inside": (1, 2.0)},
+        {"relax_only_inside": (1, True)},
+        {"relax_only_inside": (1, 2, 3)},
+        {"relax_only_inside": {1, 2}},
+        {"relax_only_inside": "12"},
+        {"speculation_callback": "print"},
     ],
     ids=str,
 )

@@ -1,12 +1,16 @@
 """Counts follow from the rounds that were added, and read well."""
 
+import io
+import json
+import sys
 from dataclasses import fields
 
 import pytest
+import rich
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import hf_speculate
-from hf_speculate.stats import SpeculationStats
+from hf_speculate.stats import MAX_DRAFT_LENS, SpeculationStats
 from hf_speculate.verify import GreedyVerifier, base, register_verifier
 from tests.cases import ACCEPTED_ALL, DRAFT_NOISE, pair
 from tests.tiny import ragged_prompts
@@ -195,3 +199,111 @@ def test_generate_counts_as_judged_what_its_verifier_judged(monkeypatch, is_lock
     assert stats.num_judged == sum(min(accepted + 1, num) for num, accepted in rows)
     assert stats.num_accepted == sum(accepted for _, accepted in rows)
     assert stats.num_accepted < stats.num_judged < stats.num_drafted
+
+
+def told_stats() -> SpeculationStats:
+    """With something in every field."""
+    stats = make_stats((3, 3, 4), (3, 1, 2), (0, 0, 1))
+    for num in (3, 3, 0):
+        stats.num_batch_rounds += 1
+        stats.add_draft_len(num)
+    stats.prefill_s, stats.draft_s, stats.score_s, stats.verify_s, stats.bookkeeping_s = 0.5, 0.25, 1.0, 0.5, 0.25
+    stats.cache, stats.compiled, stats.fallbacks = "dynamic", ["target"], ["first [reason]", "second"]
+    return stats
+
+
+def test_figures_that_follow_from_the_seconds():
+    stats = told_stats()
+    assert stats.total_s == 2.5
+    assert stats.tokens_per_s == 7 / 2.0
+    assert stats.seconds_by_stage == {"prefill": 0.5, "draft": 0.25, "score": 1.0, "verify": 0.5, "bookkeeping": 0.25}
+    assert SpeculationStats().tokens_per_s == make_stats((3, 1, 2)).tokens_per_s == 0.0
+
+
+def test_a_dict_holds_every_field_and_figure_as_json_gives_it_back():
+    stats = told_stats()
+    values = stats.as_dict()
+    assert json.loads(json.dumps(values)) == values
+    assert {entry.name for entry in fields(stats)} < set(values)
+    assert values["rounds_by_draft_len"] == {"0": 1, "3": 2}
+    for name in ("acceptance", "acceptance_by_position", "tokens_per_round", "tokens_per_s", "total_s", "num_emitted"):
+        assert values[name] == getattr(stats, name)
+    values["fallbacks"].append("more")
+    assert stats.fallbacks == ["first [reason]", "second"]
+
+
+def test_lens_in_order_stay_bounded():
+    stats = SpeculationStats()
+    for number in range(MAX_DRAFT_LENS + 10):
+        stats.add_draft_len(number % 3)
+    assert len(stats.draft_lens) == MAX_DRAFT_LENS
+    assert stats.draft_lens[:4] == [0, 1, 2, 0]
+    assert sum(stats.rounds_by_draft_len.values()) == MAX_DRAFT_LENS + 10
+
+
+def test_pandas_gets_one_row_a_call():
+    pandas = pytest.importorskip("pandas", reason="pandas is not installed")
+    frame = pandas.concat([told_stats().to_pandas(), make_stats((1, 1, 2)).to_pandas()], ignore_index=True)
+    assert list(frame["num_emitted"]) == [7, 2]
+    assert list(frame["acceptance_1"]) == [1.0, 1.0]
+    assert frame["acceptance_3"][0] == 1.0
+    assert frame["acceptance_3"].isna().tolist() == [False, True]
+    assert frame["fallbacks"][0] == "first [reason]; second"
+    assert frame["total_s"].dtype == float
+    assert not any(isinstance(cell, list | dict) for cell in frame.iloc[0])
+
+
+def test_rich_prints_a_table_with_every_figure():
+    out = io.StringIO()
+    rich.print(told_stats(), file=out)
+    text = out.getvalue()
+    rows = {line.strip("│ \n").split("│")[0].strip(): line for line in text.splitlines() if line.startswith("│")}
+    assert "greedy verification" in text
+    assert "7 in 3 rounds" in rows["tokens"]
+    assert "1.00 0.50 1.00" in rows["acceptance by position"]
+    assert "0:1 3:2" in rows["rounds by draft length"]
+    assert "1.000 s, 40%" in rows["score"]
+    assert "first [reason]" in text  # not taken for markup
+    assert SpeculationStats().as_table().row_count > 0
+
+
+def test_a_line_sums_a_call_up():
+    assert told_stats().summary() == (
+        "greedy verification: 7 tokens in 3 rounds, 2.33 a round, acceptance 0.800, 2.50 s, 3.5 tokens/s"
+    )
+    assert SpeculationStats().summary() == "no verification: no rounds in 0.00 s"
+
+
+def test_a_plot_has_three_panels_that_say_what_was_counted(tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    stats = told_stats()
+    figure = stats.plot()
+    figure.draw_without_rendering()  # names stand at the axes then
+    acceptance, lens, seconds = figure.axes
+    assert [bar.get_height() for bar in acceptance.patches] == stats.acceptance_by_position
+    assert list(lens.lines[0].get_ydata()) == stats.draft_lens
+    assert [bar.get_width() for bar in seconds.patches] == list(stats.seconds_by_stage.values())
+    assert [label.get_text() for label in seconds.get_yticklabels()] == list(stats.seconds_by_stage)
+    assert [text.get_text() for text in seconds.texts] == ["20%", "10%", "40%", "20%", "10%"]
+    figure.savefig(tmp_path / "stats.png")
+    assert (tmp_path / "stats.png").stat().st_size > 1000
+
+
+def test_plots_of_nothing_and_of_more_than_was_kept_say_so():
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    acceptance, lens, _ = SpeculationStats().plot().axes
+    assert (acceptance.texts[0].get_text(), lens.texts[0].get_text()) == ("nothing was drafted", "there were no rounds")
+    stats = told_stats()
+    stats.num_batch_rounds = 50
+    assert stats.plot().axes[1].get_xlabel() == "round, the first 3 of 50"
+
+
+@pytest.mark.parametrize(("library", "ask"), [("matplotlib", "plot"), ("pandas", "to_pandas")])
+def test_without_its_library_the_error_names_the_extra(monkeypatch, library, ask):
+    for name in [library, *(name for name in sys.modules if name.startswith(f"{library}."))]:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(
+        hf_speculate.MissingExtraError,
+        match=rf'^{library} must be installed for this, and is not; pip install "hf-speculate\[plot\]"$',
+    ):
+        getattr(told_stats(), ask)()

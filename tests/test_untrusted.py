@@ -47,6 +47,7 @@ HELD_BY_JSON = {  # hostile as they look, these are values of their fields
 OBJECTS = {
     "candidate_generator": "a CandidateGenerator or make one",
     "generator": "a torch.Generator",
+    "speculation_callback": "called after every round",
     "speculation_stats": "a SpeculationStats",
     "suffix_store": "a SuffixStore",
 }

@@ -76,6 +76,7 @@ _MEANINGS = {
     "posterior_alpha": "the other bound is this times exp(-entropy) of the target's law",
     "posterior_threshold": "one bound of a token's probability, which must be above the smaller of two",
     "prompt_lookup_num_tokens": "tokens copied a round at most, from where the text's end stood before",
+    "relax_only_inside": "ids of the tokens between which the verifier decides; outside, the lossless one does",
     "seed": "of the noise",
     "speculation_cache": "where key-value states are kept",
     "typical_correction": "the token at the first refusal",

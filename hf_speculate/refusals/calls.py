@@ -10,7 +10,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.vocabulary import Vocabulary
-from hf_speculate.errors import UnsupportedGenerationError
+from hf_speculate.errors import ConfigError, UnsupportedGenerationError
 from hf_speculate.infer.context import Context
 from hf_speculate.reasons import COUPLED_ALONE, GENERATOR, LOOKUP, Reason
 
@@ -138,6 +138,24 @@ def check_prepared(
                 f"{name} must be left out for more than one row, got {input_ids.shape[0]} rows; "
                 "decode the rows one by one"
             )
+
+
+def check_span_ids(config: SpeculationConfig, model: PreTrainedModel) -> None:
+    """Refuse spans of tokens that the target does not have.
+
+    Args:
+        config: the call's settings.
+        model: the target.
+
+    Raises:
+        ConfigError: an id lies past its vocabulary.
+    """
+    size = model.config.get_text_config(decoder=True).vocab_size
+    if config.relax_only_inside is not None and max(config.relax_only_inside) >= size:
+        raise ConfigError(
+            f"relax_only_inside must be ids below {size}, the size of the target's vocabulary, got "
+            f"{tuple(config.relax_only_inside)}; take them from the target's tokenizer"
+        )
 
 
 def check_synced(

@@ -84,17 +84,22 @@ def make_verifier(config: SpeculationConfig) -> Verifier:
 
 
 def check_verifier(config: SpeculationConfig) -> None:
-    """Make sure that a resolved config names a verifier.
+    """Make sure that a resolved config names a verifier, and a lossy one where it is restricted to spans.
 
     Raises:
-        ConfigError: nothing is registered under the name.
+        ConfigError: nothing is registered under the name, or there is nothing to restrict.
     """
-    _entry(config)
+    if _entry(config).is_lossless and config.relax_only_inside is not None:
+        lossy = ", ".join(name for name in verifier_names() if not _REGISTRY[name].is_lossless)
+        raise ConfigError(
+            f"relax_only_inside must come with a lossy verifier, one of {lossy}, got {config.verifier!r}, which is "
+            "exact everywhere; set verifier='typical', or relax_only_inside=None"
+        )
 
 
 def reads_draft_logits(config: SpeculationConfig) -> bool:
-    """Whether the named verifier reads `DraftOut.token_logits`."""
-    return _entry(config).reads_draft_logits
+    """Whether what verifies reads `DraftOut.token_logits`; outside of spans an exact verifier does."""
+    return _entry(config).reads_draft_logits or config.relax_only_inside is not None
 
 
 def draft_stream(config: SpeculationConfig) -> Stream:

@@ -154,6 +154,8 @@ def put_in(place: str, fault: Fault, target: Any, draft: Any) -> tuple[AbstractC
             return ExitStack(), drafted | {"stopping_criteria": StoppingCriteriaList([RowWiseCriterion(fault)])}
         case "streamer put" | "streamer end":
             return ExitStack(), drafted | {"streamer": FaultyStreamer(fault, place.split()[1])}
+        case "callback":
+            return ExitStack(), drafted | {"speculation_callback": fault.tick}
         case "target forward":
             return hook(target, fault), drafted
         case "target layer":

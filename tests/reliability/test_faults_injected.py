@@ -22,6 +22,7 @@ NUM_HELD = SLIDING_WINDOW + 2  # tokens in a passed cache, more than a window
 PROMPT, ROUND_1, ROUND_3, LATER = "$", ", round 1$", ", round 3$", r", round \d+$"
 PREPARED, READ = "the call was prepared", "the target read the prompt"
 DRAFTED, SCORED, JUDGED = "tokens were drafted", "the target scored tokens", "tokens were judged"
+REPORTED = "speculation_callback ran"
 STOPS, HANDED_ON, OUTPUT = "stops were looked for", "tokens were handed on", "the output was put together"
 
 
@@ -56,6 +57,8 @@ USER_CODE = [
     Case("row-wise criterion", 2, STOPS + ROUND_1),
     Case("store reader", 1, DRAFTED + ROUND_1),
     Case("store add", 1, OUTPUT + LATER),
+    Case("callback", 1, REPORTED + ROUND_1),
+    Case("callback", 3, REPORTED + ROUND_3),
 ]
 ONE_ROW = [
     Case("streamer put", 2, HANDED_ON + PROMPT),

@@ -1,0 +1,205 @@
+"""A lossy verifier decides inside of spans, an exact one outside, position by position."""
+
+import pytest
+import torch
+
+from hf_speculate.config import SpeculationConfig
+from hf_speculate.errors import ConfigError
+from hf_speculate.sequences import TokenBuffer
+from hf_speculate.types import DraftOut, NoiseKeys, Status
+from hf_speculate.verify import (
+    GreedyVerifier,
+    RejectionVerifier,
+    TypicalVerifier,
+    base,
+    register_verifier,
+    spans,
+)
+from hf_speculate.verify.base import check_verifier, reads_draft_logits
+from hf_speculate.verify.spans import Span, Spans, SpanVerifier, make_spans
+from tests.triton_kernels.waiting import NoWaiting
+from tests.verify.test_verifiers import VOCAB_SIZE, VerifierContract, make_keys, make_round
+
+SPAN = Span(1, 4)
+NEVER = Span(VOCAB_SIZE, VOCAB_SIZE + 1)  # ids that no draft holds
+LOSSY = {"argmax": TypicalVerifier(), "sample": TypicalVerifier(correction="sample", posterior_threshold=0.3)}
+EXACT = {"greedy": GreedyVerifier(), "rejection": RejectionVerifier()}
+PAIRS = [
+    pytest.param(lossy, exact, id=f"{one} {other}") for one, lossy in LOSSY.items() for other, exact in EXACT.items()
+]
+
+
+def walk(ids, was_open=False, span=SPAN):
+    """Whether a text stands in a span before each of its tokens and at its end."""
+    states = [was_open]
+    for token_id in ids:
+        states.append({span.open_id: True, span.close_id: False}.get(token_id, states[-1]))
+    return states
+
+
+def test_a_text_is_followed_token_by_token():
+    make = torch.Generator().manual_seed(1)
+    for num_tokens in (0, 1, 7):
+        ids = torch.randint(0, 6, (200, num_tokens), generator=make)
+        was_open = torch.rand(200, generator=make) < 0.5
+        expected = [walk(*row) for row in zip(ids.tolist(), was_open.tolist(), strict=True)]
+        assert SPAN.open_after_each(ids, was_open).tolist() == expected
+        ends = [SPAN.is_open_after(*row) for row in zip(ids.tolist(), was_open.tolist(), strict=True)]
+        assert ends == [states[-1] for states in expected]
+
+
+class Restricted:
+    """Every other row, by its seed, begins inside."""
+
+    def __init__(self, lossy, exact):
+        self.lossy, self.exact = lossy, exact
+
+    def verify(self, target_logits, draft, keys):
+        return SpanVerifier(self.lossy, self.exact, SPAN, keys.seeds % 2 == 0).verify(target_logits, draft, keys)
+
+
+class TestSpanVerifier(VerifierContract):
+    def make(self):
+        return Restricted(TypicalVerifier(), GreedyVerifier())
+
+
+class TestSpanVerifierThatSamples(VerifierContract):
+    def make(self):
+        return Restricted(TypicalVerifier(correction="sample"), RejectionVerifier())
+
+
+@pytest.mark.parametrize("has_law", [True, False])
+@pytest.mark.parametrize(("lossy", "exact"), PAIRS)
+def test_rows_without_a_border_are_judged_by_one_of_the_two_bit_for_bit(lossy, exact, has_law):
+    target, draft = make_round(64, 4, has_law=has_law, lens=[row % 5 for row in range(64)])
+    keys, is_open = make_keys(64), torch.arange(64) % 3 == 0
+    verdict = SpanVerifier(lossy, exact, NEVER, is_open).verify(target, draft, keys)
+    for verifier, rows in ((lossy, is_open), (exact, ~is_open)):
+        for ours, theirs in zip(verdict, verifier.verify(target, draft, keys), strict=True):
+            assert torch.equal(ours[rows], theirs[rows])
+
+
+def one_after_the_other(lossy, exact, target, draft, keys, was_open):
+    """One row [1, K+1, V] by its definition: ids, accepted tokens, status."""
+    ids, is_open = [], was_open
+    for at in range(int(draft.lens) + 1):
+        counts = at < int(draft.lens)
+        part = DraftOut(
+            draft.token_ids[:, at : at + 1],
+            torch.tensor([1], dtype=torch.int32),
+            None if draft.token_logits is None else draft.token_logits[:, at : at + 1],
+            None if draft.logsumexp is None else draft.logsumexp[:, at : at + 1],
+        )
+        if not counts:
+            part = DraftOut(draft.token_ids[:, :0], torch.tensor([0], dtype=torch.int32), None, None)
+        logits = target[:, [at, at]] if counts else target[:, [at]]
+        here = keys._replace(positions=keys.positions + at)
+        verdict = (lossy if is_open else exact).verify(logits, part, here)
+        ids.append(int(verdict.token_ids[0, 0]))
+        if not counts or not int(verdict.num_accepted):
+            return ids, at, int(verdict.status)
+        is_open = walk(ids, was_open)[-1]
+    raise AssertionError("a round ends at its last position")
+
+
+@pytest.mark.parametrize("has_law", [True, False])
+@pytest.mark.parametrize(("lossy", "exact"), PAIRS)
+def test_a_round_that_crosses_borders_is_judged_position_by_position(lossy, exact, has_law):
+    num_rows = 150
+    target, draft = make_round(num_rows, 4, has_law=has_law, lens=[4 - row % 2 for row in range(num_rows)])
+    keys, is_open = make_keys(num_rows), torch.arange(num_rows) % 2 == 0
+    inside = SPAN.open_after_each(draft.token_ids, is_open)
+    verdict = SpanVerifier(lossy, exact, SPAN, is_open).verify(target, draft, keys)
+    crossed = 0
+    for row in range(num_rows):
+        only = slice(row, row + 1)
+        part = DraftOut(*(None if field is None else field[only] for field in draft))
+        alone = NoiseKeys(*(key[only] for key in keys))
+        ids, num, status = one_after_the_other(lossy, exact, target[only], part, alone, bool(is_open[row]))
+        assert verdict.token_ids[row].tolist() == ids + [-1] * (4 - num)
+        assert (int(verdict.num_accepted[row]), int(verdict.status[row])) == (num, status)
+        crossed += len(inside[row, : num + 1].unique()) > 1
+    assert crossed > 10
+
+
+@pytest.mark.parametrize("has_law", [True, False])
+@pytest.mark.parametrize(("lossy", "exact"), PAIRS)
+def test_on_an_accelerator_rounds_are_judged_the_same_without_telling_them_apart(lossy, exact, has_law):
+    target, draft = make_round(64, 4, has_law=has_law)
+    verifier = SpanVerifier(lossy, exact, SPAN, torch.arange(64) % 2 == 0)
+    with NoWaiting():
+        inside = SPAN.open_after_each(draft.token_ids, verifier.is_open).flatten()
+        singles = spans._one_by_one(target, draft, make_keys(64))
+        everywhere = verifier._verify_twice(singles, inside)
+    for one, same in zip(verifier._verify_apart(singles, inside), everywhere, strict=True):
+        assert torch.equal(one, same)
+
+
+def test_both_decide_something_the_other_would_not():
+    target, draft = make_round(64, 4, has_law=False)
+    keys = make_keys(64)
+    nums = [
+        SpanVerifier(LOSSY["argmax"], EXACT["greedy"], NEVER, torch.full((64,), is_open)).verify(target, draft, keys)
+        for is_open in (True, False)
+    ]
+    assert not torch.equal(nums[0].num_accepted, nums[1].num_accepted)
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+@pytest.mark.parametrize("bad_id", [-1, VOCAB_SIZE])
+def test_an_id_outside_the_vocabulary_is_refused_and_named(bad_id, is_open):
+    target, draft = make_round(2, 3, has_law=False)
+    target.scatter_(2, target.argmax(-1, keepdim=True), 60.0)
+    ids = target[:, :-1].argmax(-1)
+    ids[1, 1] = bad_id
+    verifier = SpanVerifier(TypicalVerifier(), GreedyVerifier(), NEVER, torch.tensor([is_open, is_open]))
+    verdict = verifier.verify(target, draft._replace(token_ids=ids), make_keys(2))
+    assert verdict.num_accepted.tolist() == [3, 1]
+    assert verdict.status.tolist() == [0, int(Status.BAD_DRAFT_ID)]
+
+
+def test_the_text_is_read_once_from_the_padding_on_and_rows_may_leave():
+    tokens = TokenBuffer(torch.tensor([[1, 1, 9], [1, 4, 9], [9, 9, 9]]))
+    reader = Spans(SPAN, GreedyVerifier(), num_pads=[0, 0, 2])
+    none = torch.zeros(3, 0, dtype=torch.int64)
+    assert reader.around(TypicalVerifier(), tokens, none).is_open.tolist() == [True, False, False]
+    tokens.append(torch.tensor([[4, 9], [9, 1], [9, 9]]), [1, 2, 0])
+    drafted = torch.tensor([[1], [9], [1]])
+    assert reader.around(TypicalVerifier(), tokens, none).is_open.tolist() == [False, True, False]
+    assert reader.around(TypicalVerifier(), tokens, drafted).is_open.tolist() == [True, True, True]
+    tokens.rows([1, 2])
+    reader.rows([1, 2])
+    tokens.append(torch.tensor([[4, 9], [1, 9]]), [1, 1])
+    assert reader.around(TypicalVerifier(), tokens, none[:2]).is_open.tolist() == [False, True]
+
+
+def test_padding_opens_nothing():
+    tokens = TokenBuffer(torch.tensor([[1, 1, 9]]))
+    reader = Spans(SPAN, GreedyVerifier(), num_pads=[2])
+    assert reader.around(TypicalVerifier(), tokens, torch.zeros(1, 0, dtype=torch.int64)).is_open.tolist() == [False]
+
+
+@pytest.mark.parametrize(("do_sample", "exact"), [(False, GreedyVerifier), (True, RejectionVerifier)])
+def test_the_exact_one_is_that_of_the_mode(do_sample, exact):
+    config = SpeculationConfig(verifier="typical", relax_only_inside=[5, 6]).resolve(do_sample)
+    made = make_spans(config, do_sample, [0])
+    assert isinstance(made.exact, exact)
+    assert made.span == (5, 6)
+    assert make_spans(SpeculationConfig(verifier="typical"), do_sample, [0]) is None
+
+
+def test_drafts_keep_their_law_for_the_exact_one():
+    assert not reads_draft_logits(SpeculationConfig(verifier="typical"))
+    assert reads_draft_logits(SpeculationConfig(verifier="typical", relax_only_inside=(5, 6)))
+
+
+@pytest.mark.parametrize("name", ["greedy", "rejection", "block", "coupled"])
+def test_an_exact_verifier_has_nothing_to_relax(name, monkeypatch):
+    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
+    register_verifier("mine", lambda config: TypicalVerifier(), lossless=False)
+    with pytest.raises(
+        ConfigError,
+        match=rf"relax_only_inside must come with a lossy verifier, one of mine, typical, got '{name}', which is exact",
+    ):
+        check_verifier(SpeculationConfig(verifier=name, relax_only_inside=(5, 6)))
+    check_verifier(SpeculationConfig(verifier="mine", relax_only_inside=(5, 6)))
