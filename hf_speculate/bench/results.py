@@ -152,6 +152,7 @@ def drift_entry(way: Way, runs: Sequence[Run], plain: Sequence[Run], drift: Drif
     return {
         "verifier": way.verifier or way.name,
         "posterior_threshold": way.fields.get("posterior_threshold"),
+        "posterior_alpha": way.fields.get("posterior_alpha"),
         "tokens_per_s": median(run.tokens_per_s for run in runs),
         "over_plain": median(ratios(runs, plain)),
         "log_likelihood_per_token": finite(drift.log_likelihood_per_token),

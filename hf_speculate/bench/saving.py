@@ -12,7 +12,13 @@ from hf_speculate.errors import ConfigError
 
 FILE = "generation_config.json"
 # What a tuning decides: where it stands in the file and is not decided now, it goes, as it belonged to other fields.
-TUNED_NAMES = ("num_assistant_tokens", "num_assistant_tokens_schedule", "posterior_threshold", "verifier")
+TUNED_NAMES = (
+    "num_assistant_tokens",
+    "num_assistant_tokens_schedule",
+    "posterior_alpha",
+    "posterior_threshold",
+    "verifier",
+)
 _FROM_MODEL = "_from_model_config"  # transformers drops fields that it does not know where this is set
 
 

@@ -1,5 +1,6 @@
 """Names the ways to decode that are measured against each other."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -153,6 +154,9 @@ def threshold_ways(
 ) -> list[Way]:
     """The lossy ones of the verifiers with every `posterior_threshold` and every number of tokens.
 
+    Where `fields` leave `posterior_alpha` open it is the threshold's square root, as in the default pair of 0.09 and
+    0.3: with one alpha for all, a threshold above it would change nothing.
+
     Args:
         verifiers: registered names.
         thresholds: in (0, 1).
@@ -166,7 +170,9 @@ def threshold_ways(
     found = []
     for verifier in verifiers:
         for threshold in thresholds:
-            ways = [_our_way(verifier, one, do_sample, {**fields, "posterior_threshold": threshold}) for one in lens]
+            alpha = {"posterior_alpha": round(math.sqrt(threshold), 6)}
+            with_it = {**alpha, **fields, "posterior_threshold": threshold}
+            ways = [_our_way(verifier, one, do_sample, with_it) for one in lens]
             found += [way for way in ways if way.is_lossy]
     return found
 

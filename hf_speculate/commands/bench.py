@@ -46,7 +46,7 @@ def bench(
     num_prompts: measuring.NumPrompts = None,
     verifiers: Verifiers = None,
     num_assistant_tokens: measuring.DraftLens = "adaptive,5",
-    thresholds: measuring.Thresholds = "0.01,0.03,0.09,0.2,0.3",
+    thresholds: measuring.Thresholds = "0.01,0.04,0.09,0.16,0.25,0.5",
     sample: options.Sample = False,
     temperature: options.Temperature = None,
     repeats: Repeats = 1,
@@ -111,6 +111,7 @@ def _show(result: dict[str, Any], log: Console) -> None:
         f"{result['settings']['num_prompts']} prompts in batches of {result['settings']['batch_size']}, {kind}; "
         "medians (minimum to maximum) over batches",
         style="dim",
+        soft_wrap=True,
     )
     show("speed", _WAY_HEADS, [_way_cells(way) for way in result["ways"]])
     if result["categories"]:
@@ -119,7 +120,7 @@ def _show(result: dict[str, Any], log: Console) -> None:
     if result["drift"]:
         show("drift of lossy verifiers", _DRIFT_HEADS, [_drift_cells(entry) for entry in result["drift"]])
     for name, reason in result["settings"]["left_out"].items():
-        log.print(f"left out: {name}: {reason}", style="bold", markup=False)
+        log.print(f"left out: {name}: {reason}", style="bold", markup=False, soft_wrap=True)
 
 
 def _way_cells(way: dict[str, Any]) -> list[str]:

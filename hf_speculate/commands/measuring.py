@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,6 +37,7 @@ Thresholds = Annotated[
     str, typer.Option("--thresholds", help="Values of posterior_threshold for lossy verifiers, between commas.")
 ]
 Json = Annotated[Path | None, typer.Option("--json", help="Write all figures into this file.")]
+_FIGURE = re.compile(r"-?\d[\d.]*( \(|%?$)|-$")
 _PIPED_WIDTH = 160  # of tables that no terminal shows
 
 
@@ -46,7 +48,7 @@ def shared_fields(settings: Sequence[str] | None) -> dict[str, Any]:
         ConfigError: see `fields_from`; or a field is one in which the ways differ.
     """
     fields = options.fields_from(None, None, None, None, settings)
-    varied = sorted(set(fields) & set(TUNED_NAMES))
+    varied = sorted(set(fields) & set(TUNED_NAMES) - {"posterior_alpha"})
     if varied:
         raise ConfigError(
             f"--set must leave out what the ways differ in, got {', '.join(varied)}; "
@@ -126,12 +128,13 @@ def show(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Non
 
     Args:
         title: above it.
-        heads: of the columns; the first is on the left, figures are on the right.
+        heads: of the columns; figures are on the right.
         rows: cells as they are shown.
     """
     table = Table(title=title, title_justify="left")
     for number, head in enumerate(heads):
-        table.add_column(head, justify="right" if number else "left", overflow="fold")
+        is_figure = all(_FIGURE.match(cells[number]) for cells in rows)
+        table.add_column(head, justify="right" if is_figure else "left", overflow="fold")
     for cells in rows:
         table.add_row(*cells)
     output = Console(highlight=False, markup=False)

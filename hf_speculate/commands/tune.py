@@ -43,7 +43,7 @@ def tune(
     quality: Quality = "exact",
     verifiers: Verifiers = "",
     num_assistant_tokens: measuring.DraftLens = "2,3,5,8,12,adaptive:5,adaptive,adaptive:16",
-    thresholds: measuring.Thresholds = "0.03,0.09,0.2,0.3",
+    thresholds: measuring.Thresholds = "0.04,0.09,0.25",
     max_new_tokens: options.MaxNewTokens = 128,
     batch_size: measuring.BatchSize = 1,
     num_prompts: measuring.NumPrompts = None,

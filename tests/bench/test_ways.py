@@ -73,6 +73,15 @@ def test_thresholds_are_for_lossy_verifiers_alone():
     assert all(way.is_lossy and way.do_sample for way in ways)
 
 
+def test_alpha_goes_along_with_the_threshold_unless_it_is_set():
+    def alphas(fields):
+        ways = threshold_ways(["typical"], [0.04, 0.09, 0.25], LENS[1:], True, fields)
+        return [way.fields["posterior_alpha"] for way in ways]
+
+    assert alphas({}) == [0.2, 0.3, 0.5]
+    assert alphas({"posterior_alpha": 0.6}) == [0.6] * 3
+
+
 def test_a_verifier_that_cannot_be_is_refused_before_anything_runs():
     with pytest.raises(ConfigError, match="verifier must be a sampling one with do_sample=True, got 'greedy'"):
         our_ways(["greedy"], LENS, True, {})

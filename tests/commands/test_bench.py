@@ -20,6 +20,7 @@ QUESTIONS = [
     for index, text in enumerate(TEXTS)
 ]
 NUM_NEW = 8
+_TYPICAL = {"verifier": "typical", "posterior_threshold": 0.04, "posterior_alpha": 0.2}
 COMMON = ["-n", str(NUM_NEW), "-k", "3,adaptive", "--device", "cpu"]
 
 
@@ -97,10 +98,10 @@ def test_greedy_ways_are_compared_with_plain_decoding_and_lossy_ones_with_the_ta
 
 
 def test_drift_is_that_of_the_text_that_was_written(pair, questions):
-    _, result = run(pair, questions, "--thresholds", "0.02", "-v", "typical")
+    _, result = run(pair, questions, "--thresholds", "0.04", "-v", "typical")
     tokenizer = AutoTokenizer.from_pretrained(pair[0])
     target, draft = (AutoModelForCausalLM.from_pretrained(name, dtype=torch.float64) for name in pair)
-    for name, fields in (("plain, greedy", {}), ("typical", {"verifier": "typical", "posterior_threshold": 0.02})):
+    for name, fields in (("plain, greedy", {}), ("typical", _TYPICAL)):
         total, num_best = 0.0, 0
         for text in TEXTS:
             ids = tokenizer(text, return_tensors="pt")["input_ids"]
