@@ -19,7 +19,7 @@ class Batch(NamedTuple):
         number: among all batches, from 0.
         input_ids: [B, T] int64, left-padded.
         attention_mask: [B, T] int64.
-        category: of all its prompts; empty where they have none.
+        category: of all its prompts; empty where they have none, or several.
     """
 
     number: int
@@ -55,7 +55,7 @@ def make_batches(
     batch_size: int,
     device: torch.device,
 ) -> list[Batch]:
-    """Encode texts in batches whose prompts are of one category.
+    """Encode texts in full batches of one category each; what is left over makes batches of several categories.
 
     Args:
         texts: the prompts, at least one.
@@ -67,19 +67,23 @@ def make_batches(
     Raises:
         ConfigError: a prompt has no tokens.
     """
-    groups: list[tuple[str, list[str]]] = []
-    open_groups: dict[str, list[str]] = {}
+    full: list[tuple[str, list[str]]] = []
+    waiting: dict[str, list[str]] = {}
     for text, category in zip(texts, categories, strict=True):
-        group = open_groups.get(category)
-        if group is None or len(group) == batch_size:
-            group = open_groups[category] = []
-            groups.append((category, group))
+        group = waiting.setdefault(category, [])
         group.append(text)
+        if len(group) == batch_size:
+            full.append((category, waiting.pop(category)))
+    rest = [(category, text) for category, group in waiting.items() for text in group]
+    for start in range(0, len(rest), batch_size):
+        some = rest[start : start + batch_size]
+        its_categories = {category for category, _ in some}
+        full.append((its_categories.pop() if len(its_categories) == 1 else "", [text for _, text in some]))
     batches = []
-    for index, (category, group) in enumerate(groups):
+    for number, (category, group) in enumerate(full):
         encoded = tokenizer(group, return_tensors="pt", padding=True, padding_side="left")
         mask = encoded["attention_mask"]
         if mask.shape[1] == 0 or int(mask.sum(-1).min()) == 0:
             raise ConfigError("each prompt must have one token at least, got an empty one; leave it out of the file")
-        batches.append(Batch(index, encoded["input_ids"].long().to(device), mask.long().to(device), category))
+        batches.append(Batch(number, encoded["input_ids"].long().to(device), mask.long().to(device), category))
     return batches

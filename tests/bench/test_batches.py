@@ -32,6 +32,13 @@ def test_a_batch_has_one_category_and_pads_on_the_left(tokenizer):
     assert batches[0].input_ids[1, 0] == tokenizer.pad_token_id
 
 
+def test_what_is_left_over_is_decoded_together(tokenizer):
+    texts, categories = ["aa", "x", "a", "y", "z"], ["a", "x", "a", "y", "z"]
+    batches = make_batches(texts, categories, tokenizer, 2, CPU)
+    assert [batch.category for batch in batches] == ["a", "", "z"]
+    assert [[tokenizer.decode(row) for row in batch.rows] for batch in batches] == [["aa", "a"], ["x", "y"], ["z"]]
+
+
 @pytest.mark.parametrize("texts", [[""], ["a", ""]])
 def test_an_empty_prompt_is_refused(texts, tokenizer):
     with pytest.raises(ConfigError, match="each prompt must have one token at least"):

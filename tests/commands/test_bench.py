@@ -11,8 +11,10 @@ import hf_speculate
 from hf_speculate.cli import main
 from hf_speculate.commands.prompts import Prompt, read_prompts
 from hf_speculate.verify import base
-from tests.bench.fakes import save_pair
+from tests.bench.fakes import EOS, save_pair
 from tests.bench.test_drift import direct
+from tests.tiny import make_model
+from tests.tiny_tokenizers import byte_level_tokenizer
 
 TEXTS = ["def main", "class Stack", "x = ", "import"]
 QUESTIONS = [
@@ -117,9 +119,7 @@ def test_drift_is_that_of_the_text_that_was_written(pair, questions):
 
 
 def test_batches_and_draws(pair, questions, capsys):
-    status, result = run(
-        pair, questions, "-b", "2", "--do-sample", "-t", "0.8", "-v", "rejection", "--num-prompts", "3"
-    )
+    status, result = run(pair, questions, "-b", "2", "--do-sample", "-t", "0.8", "-v", "rejection")
     assert status == 0
     assert [way["name"] for way in result["ways"]] == [
         "plain, sampling",
@@ -130,8 +130,8 @@ def test_batches_and_draws(pair, questions, capsys):
     ]
     assert [way["checked"] for way in result["ways"]] == [None] * 5
     assert result["drift"] == []
-    assert result["settings"]["num_prompts"] == 3
-    assert sorted({(one["category"], one["num_prompts"]) for one in result["categories"]}) == [("code", 1), ("text", 2)]
+    assert (result["settings"]["num_prompts"], result["settings"]["batch_size"]) == (4, 2)
+    assert {(one["category"], one["num_prompts"]) for one in result["categories"]} == {("code", 2), ("text", 2)}
     assert "drift" not in capsys.readouterr().out
 
 
@@ -143,6 +143,20 @@ def test_lines_of_a_text_are_prompts(pair, tmp_path):
     assert status == 0
     assert result["settings"]["num_prompts"] == 2
     assert result["categories"] == []
+
+
+def test_a_draft_with_another_tokenizer_is_measured_too(pair, questions, tmp_path):
+    tokenizer = byte_level_tokenizer(["de", "cl"], eos_token=EOS)
+    draft = make_model("llama", vocab_size=len(tokenizer), seed=1)
+    draft.save_pretrained(tmp_path / "other")
+    tokenizer.save_pretrained(tmp_path / "other")
+    others = (pair[0], str(tmp_path / "other"))
+    status, result = run(others, questions, "-v", "greedy", "-k", "3", "--num-prompts", "2")
+    assert status == 0
+    assert result["ways"][-1]["name"] == "greedy, K = 3"
+    assert result["ways"][-1]["checked"] == "2 of 2 rows equal"
+    assert result["settings"]["num_prompts"] == 2
+    assert {one["num_prompts"] for one in result["categories"]} == {1}
 
 
 class _KeepsAll:
