@@ -7,9 +7,11 @@ from typing import Annotated
 import typer
 from typer.main import get_command
 
+from hf_speculate.commands.bench import bench
 from hf_speculate.commands.check import check
 from hf_speculate.commands.console import OK, WRONG_USE, notes
 from hf_speculate.commands.generate import generate
+from hf_speculate.commands.tune import tune
 from hf_speculate.errors import SpeculateError
 
 app = typer.Typer(
@@ -18,8 +20,10 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command()(bench)
 app.command()(check)
 app.command()(generate)
+app.command()(tune)
 _DEBUG = "--debug"
 
 

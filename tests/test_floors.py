@@ -15,6 +15,7 @@ FLOORS = {
     "hf_speculate": TOP,
     "hf_speculate.cli": 6.9,
     "hf_speculate.commands": 6.8,
+    "hf_speculate.bench": 6.75,
     "hf_speculate.checking": 6.7,
     "hf_speculate.hub": 6.6,
     "hf_speculate.enabling": 6.5,
@@ -67,6 +68,7 @@ FLOORS = {
 }
 KERNELS = "hf_speculate.triton_kernels"
 SHARED_ROOMS = (
+    "hf_speculate.bench",
     "hf_speculate.checking",
     "hf_speculate.commands",
     "hf_speculate.hub",

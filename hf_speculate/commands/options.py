@@ -17,7 +17,7 @@ NumAssistantTokens = Annotated[
     int | None, typer.Option("--num-assistant-tokens", "-k", help="Tokens drafted in every round; unset: adaptive.")
 ]
 MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", help="Tokens of the answer at most.")]
-Sample = Annotated[bool, typer.Option("--sample", help="Draw tokens, instead of taking the likeliest.")]
+Sample = Annotated[bool, typer.Option("--sample", "--do-sample", help="Draw tokens, instead of taking the likeliest.")]
 Temperature = Annotated[float | None, typer.Option("--temperature", "-t", help="Of the law that is drawn from.")]
 Seed = Annotated[int | None, typer.Option("--seed", help="Repeats what was drawn.")]
 Dtype = Annotated[str, typer.Option("--dtype", help="auto, bfloat16, float16, float32 or float64.")]

@@ -1,0 +1,1 @@
+"""Measures ways to decode with a pair of models, side by side."""

@@ -1,0 +1,78 @@
+"""Writes fields into a folder's `generation_config.json`, beside what stands there."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, GenerationConfig
+
+from hf_speculate.errors import ConfigError
+
+FILE = "generation_config.json"
+# What a tuning decides: where it stands in the file and is not decided now, it goes, as it belonged to other fields.
+TUNED_NAMES = (
+    "num_assistant_tokens",
+    "num_assistant_tokens_schedule",
+    "posterior_alpha",
+    "posterior_threshold",
+    "verifier",
+)
+_FROM_MODEL = "_from_model_config"  # transformers drops fields that it does not know where this is set
+
+
+def settings_in(folder: Path) -> dict[str, Any]:
+    """What the folder's generation config says; without a file, what the model's config makes of it.
+
+    Args:
+        folder: of a model, or one that holds a `generation_config.json`.
+
+    Raises:
+        ConfigError: it is neither, or the file holds no JSON object.
+    """
+    path = folder / FILE
+    if path.is_file():
+        try:
+            settings = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ConfigError(f"{path} must be a JSON object, got none ({error}); mend the file") from error
+        if not isinstance(settings, dict):
+            raise ConfigError(f"{path} must be a JSON object, got {type(settings).__name__}; mend the file")
+        return settings
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"the folder to write into must hold a generation_config.json or a model's config.json, got {folder}; "
+            "name the target's folder, or leave --write out to see the fields only"
+        )
+    settings = GenerationConfig.from_model_config(AutoConfig.from_pretrained(folder)).to_diff_dict()
+    return dict(settings)
+
+
+def write_fields(folder: Path, fields: Mapping[str, Any]) -> Path:
+    """Put fields into the folder's generation config; its other entries stay. The file is replaced at once, or not.
+
+    Args:
+        folder: of a model, or one that holds a `generation_config.json`.
+        fields: of `SpeculationConfig`, plain values.
+
+    Returns:
+        The file.
+
+    Raises:
+        ConfigError: see `settings_in`.
+    """
+    settings = {name: value for name, value in settings_in(folder).items() if name not in TUNED_NAMES}
+    settings.pop(_FROM_MODEL, None)
+    text = json.dumps(settings | dict(fields), indent=2, sort_keys=True) + "\n"
+    path = folder / FILE
+    beside = path.with_name(f".{FILE}.{os.getpid()}")
+    try:
+        with beside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+    return path
