@@ -22,7 +22,7 @@ TORCH_PINS := -c constraints.txt
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-oldest check fix kernels bench clean
+.PHONY: help install demo test test-all test-oldest check fix kernels kernel-repo bench clean
 
 help:
 	@echo "make demo        decode the bundled prompts three ways and print what was measured"
@@ -32,6 +32,7 @@ help:
 	@echo "make check       ruff, mypy and the rules between the rooms"
 	@echo "make fix         let ruff format and repair"
 	@echo "make kernels     compile every Triton kernel for GPUs that need not be there, and look for spills"
+	@echo "make kernel-repo copy the kernels into build/torch-universal, as the Hugging Face kernels library loads them"
 	@echo "make bench       every benchmark, about an hour; JSON in benchmarks/results/, a page in benchmarks/RESULTS.md"
 	@echo "make install     only create $(VENV) and install"
 	@echo "make clean       remove $(VENV), caches and build output"
@@ -47,6 +48,7 @@ help:
 install: $(STAMP)
 
 # torch comes first and by its exact version: resolved as a range it may fetch gigabytes of another build.
+# kernels, which a test loads our repository with, asks for 16 packages more to check signatures; loading needs none.
 $(STAMP): setup.cfg pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "no python3.11 or python3 found; set PYTHON=/path/to/python"; exit 1; }
 	@test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
@@ -54,6 +56,7 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	@grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
 	$(BIN)/python -m pip install -c $(VENV)/constraints.txt setuptools
 	$(BIN)/python -m pip install -c $(VENV)/constraints.txt --no-build-isolation -e ".[dev]"
+	$(BIN)/python -m pip install -c $(VENV)/constraints.txt --no-deps kernels
 	@touch $@
 
 demo: $(STAMP)
@@ -86,6 +89,9 @@ fix: $(STAMP)
 
 kernels: $(STAMP)
 	$(BIN)/python benchmarks/kernel_builds.py
+
+kernel-repo: $(STAMP)
+	$(BIN)/python tools/kernel_repo.py
 
 bench: $(STAMP)
 	@set -e; for file in $(filter-out $(RESULTS_PAGE),$(wildcard benchmarks/*.py)) $(RESULTS_PAGE); do \

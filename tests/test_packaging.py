@@ -58,11 +58,15 @@ def source_copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wheel_names(source_copy: Path, tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+def wheel(source_copy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    offline = ["--no-deps", "--no-build-isolation", "--no-index"]
-    run_python("-m", "pip", "wheel", *offline, "-w", folder, source_copy)
+    run_python("-m", "build", "--wheel", "--no-isolation", "--outdir", folder, source_copy)
     (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def wheel_names(wheel: Path) -> set[str]:
     with zipfile.ZipFile(wheel) as archive:
         return {name for name in archive.namelist() if ".dist-info/" not in name}
 
@@ -75,7 +79,55 @@ def test_the_wheel_holds_the_package_with_its_kernels_inside(wheel_names: set[st
         for package, folder in folders.items()
         for path in folder.rglob("*.py")
     }
-    assert expected | {"hf_speculate/py.typed"} == wheel_names
+    assert expected | {"hf_speculate/py.typed", "hf_speculate/report/page.html"} == wheel_names
+
+
+IN_A_FRESH_ENVIRONMENT = """
+import sys
+from pathlib import Path
+
+import torch
+import triton_kernels
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import hf_speculate
+from hf_speculate.report import write_html
+
+environment = Path(sys.prefix).resolve()
+assert all(environment in Path(one.__file__).resolve().parents for one in (hf_speculate, triton_kernels))
+assert triton_kernels.matmul() == "foreign"
+assert hf_speculate.triton_kernels.verify_greedy is not None
+assert hf_speculate.triton_kernels is not triton_kernels
+
+sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+torch.manual_seed(0)
+model, draft = (LlamaForCausalLM(LlamaConfig(**sizes)).double().eval() for _ in range(2))
+call = dict(input_ids=torch.tensor([[3, 4, 5]]), max_new_tokens=12, do_sample=False, pad_token_id=0)
+plain = model.generate(**call)
+stats = hf_speculate.SpeculationStats()
+ours = hf_speculate.enable(model).generate(**call, assistant_model=draft, speculation_stats=stats)
+assert torch.equal(plain, ours)
+assert stats.verifier == "greedy"
+write_html({"ways": [{"name": "plain"}]}, environment / "report.html")
+"""
+
+
+def test_the_wheel_works_beside_a_foreign_triton_kernels(wheel: Path, tmp_path: Path) -> None:
+    """Triton's own distribution brings a package of that name; neither may stand on the other."""
+    run_python("-m", "venv", "--without-pip", tmp_path / "env")
+    python = tmp_path / "env" / "bin" / "python"
+    (packages,) = (tmp_path / "env").glob("lib/python*/site-packages")
+    # What the wheel requires is read from this environment; a line of a .pth file brings no editable installs along.
+    (packages / "borrowed.pth").write_text(f"{Path(pytest.__file__).parents[1]}\n")
+    foreign = packages / "triton_kernels" / "__init__.py"
+    foreign.parent.mkdir()
+    foreign.write_text('def matmul():\n    return "foreign"\n')
+    run_python("-m", "pip", "--python", python, "install", "--no-deps", "--no-index", "--quiet", wheel)
+    alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    for command in ([python, "-c", IN_A_FRESH_ENVIRONMENT], [python.with_name("hf-speculate"), "--help"]):
+        result = subprocess.run(command, cwd=tmp_path, env=alone, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+    assert foreign.read_text().startswith("def matmul")
 
 
 def test_the_kernels_are_linked_by_a_relative_path() -> None:

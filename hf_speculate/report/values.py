@@ -1,0 +1,88 @@
+"""Reads values out of a result, where any of them may be missing."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+Result = Mapping[str, Any]
+MISSING = "-"
+TIMES = "\u00d7"  # the sign of multiplication
+
+
+class Spread(NamedTuple):
+    """What several runs gave."""
+
+    low: float
+    middle: float  # the median
+    high: float
+
+    def text(self, unit: str = "") -> str:
+        """The median, with minimum and maximum where there was more than one run."""
+        if self.low == self.high:
+            return f"{short(self.middle)}{unit}"
+        return f"{short(self.middle)}{unit} ({short(self.low)} to {short(self.high)})"
+
+
+def number(value: Any) -> float | None:
+    """A finite number; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def numbers(value: Any) -> list[float]:
+    """The finite numbers of a list, up to the first entry that is none."""
+    found = []
+    for entry in value if isinstance(value, Sequence) and not isinstance(value, str) else ():
+        read = number(entry)
+        if read is None:
+            break
+        found.append(read)
+    return found
+
+
+def spread(value: Any) -> Spread | None:
+    """Minimum, median and maximum, or one number three times; None where the median is missing."""
+    if not isinstance(value, Mapping):
+        read = number(value)
+        return None if read is None else Spread(read, read, read)
+    middle = number(value.get("median"))
+    if middle is None:
+        return None
+    low, high = number(value.get("min")), number(value.get("max"))
+    return Spread(middle if low is None else low, middle, middle if high is None else high)
+
+
+def rows(result: Result, name: str) -> list[Result]:
+    """The entries of one of the result's tables; none where there is no such table."""
+    table = result.get(name)
+    return [row for row in table if isinstance(row, Mapping)] if isinstance(table, Sequence) else []
+
+
+def short(value: float | None) -> str:
+    """Three digits that count."""
+    if value is None:
+        return MISSING
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:#.3g}".removesuffix(".")
+
+
+def share(value: float | None) -> str:
+    """A share of one in percent."""
+    return MISSING if value is None else f"{100 * value:.1f} %"
+
+
+def text(value: Any) -> str:
+    """Any plain value in a line."""
+    if value is None or value == "":
+        return MISSING
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {text(inner)}" for name, inner in value.items()) or MISSING
+    if isinstance(value, list | tuple):
+        return ", ".join(map(text, value)) or MISSING
+    return str(value)
