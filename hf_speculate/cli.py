@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 from typer.main import get_command
 
+from hf_speculate.commands.batch import batch
 from hf_speculate.commands.check import check
 from hf_speculate.commands.console import OK, WRONG_USE, notes
 from hf_speculate.commands.generate import generate
@@ -18,6 +19,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command()(batch)
 app.command()(check)
 app.command()(generate)
 _DEBUG = "--debug"

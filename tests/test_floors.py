@@ -16,6 +16,7 @@ FLOORS = {
     "hf_speculate.cli": 6.9,
     "hf_speculate.commands": 6.8,
     "hf_speculate.checking": 6.7,
+    "hf_speculate.dataset": 6.7,
     "hf_speculate.hub": 6.6,
     "hf_speculate.enabling": 6.5,
     "hf_speculate.generation": 6,
@@ -65,6 +66,7 @@ KERNELS = "hf_speculate.triton_kernels"
 SHARED_ROOMS = (
     "hf_speculate.checking",
     "hf_speculate.commands",
+    "hf_speculate.dataset",
     "hf_speculate.hub",
     "hf_speculate.draft",
     "hf_speculate.verify",
