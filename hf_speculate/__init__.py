@@ -2,6 +2,8 @@
 
 from hf_speculate.checking.pair import PairReport, check_pair
 from hf_speculate.checking.parity import ParityReport, check_parity
+from hf_speculate.dataset.decode import decode_dataset
+from hf_speculate.dataset.run import DatasetReport
 from hf_speculate.draft.base import Drafter, DrafterRequest
 from hf_speculate.draft.candidates import DraftModelCandidateGenerator
 from hf_speculate.draft_state import DraftState
@@ -31,6 +33,7 @@ __all__ = [
     "BadLogitsError",
     "BlockLogitsProcessorList",
     "ConfigError",
+    "DatasetReport",
     "DraftModelCandidateGenerator",
     "DraftState",
     "Drafter",
@@ -50,6 +53,7 @@ __all__ = [
     "UnsupportedModelError",
     "check_pair",
     "check_parity",
+    "decode_dataset",
     "disable",
     "enable",
     "generate",

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 from typer.main import get_command
 
+from hf_speculate.commands.batch import batch
 from hf_speculate.commands.bench import bench
 from hf_speculate.commands.check import check
 from hf_speculate.commands.console import OK, WRONG_USE, notes
@@ -21,6 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(bench)
+app.command()(batch)
 app.command()(check)
 app.command()(generate)
 app.command()(tune)

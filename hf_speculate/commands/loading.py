@@ -57,16 +57,14 @@ def load_pair(target: str, draft: str | None, dtype: str, device: str, notes: Co
 
     Raises:
         ConfigError: the dtype is none, or a model cannot be found.
-        OSError: a tokenizer cannot be found.
+        OSError: the draft's tokenizer cannot be found.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}; leave it out for the checkpoint's")
     logging.disable_progress_bar()
     with notes.status(f"loading {target}") if notes is not None else nullcontext():
         model = enable(_load(target, dtype, device))
-        tokenizer = AutoTokenizer.from_pretrained(target, padding_side="left")
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
+        tokenizer = load_tokenizer(target)
     if draft is None:
         return Pair(model, None, tokenizer, None)
     with notes.status(f"loading {draft}") if notes is not None else nullcontext():
@@ -76,6 +74,21 @@ def load_pair(target: str, draft: str | None, dtype: str, device: str, notes: Co
     return Pair(model, draft_model, tokenizer, None if is_same else draft_tokenizer)
 
 
+def load_tokenizer(target: str) -> PreTrainedTokenizerBase:
+    """The target's tokenizer, padding on the left.
+
+    Raises:
+        ConfigError: it cannot be found.
+    """
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(target, padding_side="left")
+    except OSError as error:
+        raise _not_found(target, error) from error
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
+    return tokenizer
+
+
 def _load(name: str, dtype: str, device: str) -> PreTrainedModel:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -83,9 +96,13 @@ def _load(name: str, dtype: str, device: str) -> PreTrainedModel:
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **placement).eval()
     except OSError as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(
-            f"a model must be a folder, or a name on the Hub that can be reached, got {name!r} ({reason}); "
-            "look at the spelling, or download it first"
-        ) from error
+        raise _not_found(name, error) from error
     return model if placement else model.to(device)  # type: ignore[arg-type]  # a device by its name
+
+
+def _not_found(name: str, error: OSError) -> ConfigError:
+    reason = str(error).splitlines()[0]
+    return ConfigError(
+        f"a model must be a folder, or a name on the Hub that can be reached, got {name!r} ({reason}); "
+        "look at the spelling, or download it first"
+    )

@@ -1,0 +1,1 @@
+"""Decodes a data set of prompts into a file."""

@@ -1,0 +1,164 @@
+"""Keeps results in a file that only grows, so that nothing is lost when a process is killed."""
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hf_speculate.errors import ConfigError
+
+_BLOCK_BYTES = 1 << 16
+_BEGIN = b'{"id'  # of every line that is written here
+
+
+class Span(NamedTuple):
+    """Where a line lies in its file, in bytes."""
+
+    begin: int
+    num_bytes: int
+
+
+def append_results(path: Path, results: Sequence[Mapping[str, Any]]) -> None:
+    """Add a line for each result; they are on the disk when this returns.
+
+    Raises:
+        OSError: they cannot be written.
+    """
+    text = "".join(f"{json.dumps(result, ensure_ascii=False)}\n" for result in results)
+    append_lines(path, text.encode())
+
+
+def append_lines(path: Path, lines: bytes) -> None:
+    """Add lines, each with its end; they are on the disk when this returns."""
+    is_new = not path.exists()
+    with path.open("ab") as file:
+        file.write(lines)
+        file.flush()
+        os.fsync(file.fileno())
+    if is_new:
+        _sync_folder(path.parent)
+
+
+def cut_torn_line(path: Path) -> int:
+    """Cut off a last line that was not written to its end.
+
+    Returns:
+        The number of bytes that were cut; 0 where the file is whole, or is not there.
+
+    Raises:
+        ConfigError: that line was not written here.
+    """
+    if not path.exists():
+        return 0
+    with path.open("r+b") as file:
+        num_bytes = file.seek(0, os.SEEK_END)
+        end = num_bytes
+        while end:
+            begin = max(end - _BLOCK_BYTES, 0)
+            file.seek(begin)
+            newline = file.read(end - begin).rfind(b"\n")
+            if newline >= 0:
+                end = begin + newline + 1
+                break
+            end = begin
+        if end < num_bytes:
+            file.seek(end)
+            beginning = file.read(len(_BEGIN))
+            if not _BEGIN.startswith(beginning):
+                raise ConfigError(
+                    f"each line of the output must be a result, got another one at the end of {path}; mend or remove "
+                    "that line, or choose another output"
+                )
+            file.truncate(end)
+            file.flush()
+            os.fsync(file.fileno())
+    return num_bytes - end
+
+
+def spans_of(path: Path) -> dict[str, Span]:
+    """Where the result of every id lies, in the order of the file; none where the file is not there.
+
+    Raises:
+        ConfigError: a line holds no result, or an id comes twice.
+    """
+    spans: dict[str, Span] = {}
+    if not path.exists():
+        return spans
+    begin = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                key = str(json.loads(line)["id"])
+            except (ValueError, KeyError, TypeError):
+                raise ConfigError(
+                    f"each line of the output must be a result, got another one at {path.name}:{number}; mend or "
+                    "remove that line, or choose another output"
+                ) from None
+            if key in spans:
+                raise ConfigError(f"ids must differ, got {key!r} again at {path.name}:{number}; remove that line")
+            spans[key] = Span(begin, len(line))
+            begin += len(line)
+    return spans
+
+
+def move_results(part: Path, whole: Path) -> None:
+    """Move the results of one file to the end of another, those excepted that are there already.
+
+    May be killed at any moment and run again.
+    """
+    cut_torn_line(part)
+    known = spans_of(whole)
+    spans = spans_of(part)
+    if spans:
+        with part.open("rb") as file:
+            append_lines(whole, b"".join(_line(file, span) for key, span in spans.items() if key not in known))
+    part.unlink()
+
+
+def put_in_order(path: Path, keys: Iterable[str], scratch: Path) -> None:
+    """Bring the lines of a file into the order of their ids; at any moment the file is whole.
+
+    Args:
+        path: holds a result for each id.
+        keys: all ids.
+        scratch: a file of the same file system, which is overwritten.
+    """
+    spans = spans_of(path)
+    order = [key for key in keys if key in spans]
+    if order == list(spans):
+        return
+    with path.open("rb") as file, scratch.open("wb") as sorted_file:
+        for key in order:
+            sorted_file.write(_line(file, spans[key]))
+        sorted_file.flush()
+        os.fsync(sorted_file.fileno())
+    os.replace(scratch, path)
+    _sync_folder(path.parent)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a whole file; who reads it meanwhile finds the old one or the new one."""
+    scratch = path.with_name(f"{path.name}.new")
+    with scratch.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(scratch, path)
+    _sync_folder(path.parent)
+
+
+def _line(file: Any, span: Span) -> bytes:
+    file.seek(span.begin)
+    return bytes(file.read(span.num_bytes))
+
+
+def _sync_folder(folder: Path) -> None:
+    """Have the names of a folder on the disk too, where the system can."""
+    if not hasattr(os, "O_DIRECTORY"):
+        return
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

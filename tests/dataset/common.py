@@ -1,0 +1,85 @@
+"""What the tests of data sets share: a tiny pair in folders, prompts, and what must come out."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from hf_speculate.commands.batch import _decoder
+from hf_speculate.dataset.row_decoder import RowDecoder
+from tests.tiny import make_model, noisy_copy
+from tests.tiny_tokenizers import letters_tokenizer
+
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,"  # one for each of the 64 ids
+PAD, EOS = "a", ","
+NUM_NEW = 12
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}.{% endfor %}"
+
+
+def save_pair(folder: Path) -> tuple[Path, Path]:
+    """A float64 target and its draft, whose texts often end by an EOS id; returns their folders."""
+    target = make_model("llama")
+    target.generation_config.eos_token_id = LETTERS.index(EOS)
+    tokenizer = letters_tokenizer(LETTERS, pad_token=PAD, eos_token=EOS)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    for name, model in (("target", target), ("draft", noisy_copy(target))):
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    return folder / "target", folder / "draft"
+
+
+def prompts(num: int, seed: int = 0) -> list[str]:
+    """Texts of 3 to 14 letters, without padding and EOS in them."""
+    chance = random.Random(seed)
+    return ["".join(chance.choices(LETTERS[1:-1], k=chance.randint(3, 14))) for _ in range(num)]
+
+
+def write_prompts(path: Path, texts: list[str]) -> list[str]:
+    """A file of prompts with ids p0, p1, ...; returns the ids."""
+    ids = [f"p{index}" for index in range(len(texts))]
+    lines = [json.dumps({"id": key, "prompt": text}) for key, text in zip(ids, texts, strict=True)]
+    path.write_text("\n".join(lines) + "\n")
+    return ids
+
+
+def results_in(path: Path) -> dict[str, dict[str, Any]]:
+    """The output's lines by id, each of which comes once."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    results = {line["id"]: line for line in lines}
+    assert len(results) == len(lines)
+    return results
+
+
+def texts_in(path: Path) -> dict[str, str]:
+    """The output's texts by id."""
+    return {key: line["text"] for key, line in results_in(path).items()}
+
+
+def begun_in(output: Path, rank: int = 0) -> list[list[str]]:
+    """The ids of every batch that a rank has begun; a line that is being written does not count."""
+    path = output.with_name(f"{output.name}.run") / f"begun-{rank}.jsonl"
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    return [json.loads(line)["ids"] for line in lines]
+
+
+def plain_results(target_folder: Path, texts: list[str], num_new: int = NUM_NEW) -> list[tuple[str, int, str]]:
+    """Text, number of tokens and reason of the end, of plain greedy decoding row by row."""
+    target = AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float64)
+    eos = LETTERS.index(EOS)
+    results = []
+    for text in texts:
+        ids = torch.tensor([[LETTERS.index(letter) for letter in text]])
+        new = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_new)[0, ids.shape[1] :]
+        is_ended = int(new[-1]) == eos
+        shown = "".join(LETTERS[token_id] for token_id in new.tolist() if token_id not in (0, eos))
+        results.append((shown, len(new), "stop" if is_ended else "length"))
+    return results
+
+
+def make_decoder(target: str, draft: str, **arguments: Any) -> RowDecoder:
+    """What the command makes, for actors."""
+    arguments = {"max_new_tokens": NUM_NEW, "do_sample": False} | arguments
+    return _decoder(target, draft, "float64", "cpu", arguments, False)
