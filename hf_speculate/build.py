@@ -16,12 +16,21 @@ from hf_speculate.infer.chunks import draft_chunk_size
 from hf_speculate.infer.homes import Home
 from hf_speculate.infer.language_model import device_of
 from hf_speculate.judge import Judge, LockStepJudge, RaggedJudge
+from hf_speculate.leading import (
+    BlockStopping,
+    Criteria,
+    LedDrafter,
+    LedSchedule,
+    LedVerifier,
+    led_criteria,
+    led_stopping,
+)
 from hf_speculate.outputs import OutputRecorder
 from hf_speculate.schedule import AdaptiveSchedule, ConstantSchedule, HeuristicSchedule, RoundMemory, Schedule
 from hf_speculate.sequences import TokenBuffer
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.triton_kernels.backends import check_backend
-from hf_speculate.verify.base import make_verifier
+from hf_speculate.verify.base import Verifier, make_verifier
 from hf_speculate.verify.spans import make_spans
 
 _FIRST_CAPACITY = 1024  # tokens to come for which a row's buffer is made; it grows where that is not enough
@@ -48,9 +57,8 @@ def build_decoder(
     stats = SpeculationStats() if config.speculation_stats is None else config.speculation_stats
     choices = choose(target, draft, config, call, stats)
     draft, config = choices.draft, choices.config
-    compiler = Compiler(
-        call.static, draft_lens(config) if choices.has_drafts else (), stats, is_synced=call.peers is not None
-    )
+    is_synced = call.peers is not None or call.shards is not None
+    compiler = Compiler(call.static, draft_lens(config) if choices.has_drafts else (), stats, is_synced)
     batch = _build_batch(target, draft, config, call, compiler)
     stats.cache = batch.target_cache.kind
     offset = call.cache.get_seq_length() + call.query_ids.shape[1] - call.input_ids.shape[1]
@@ -68,11 +76,15 @@ def build_decoder(
         compiler.run_target_eagerly("eager forwards of the target, whose hidden states the drafter reads")
     keeps_rows = call.keeps_rows or call.is_cache_kept or bool(stats.compiled) or carrier is not None
     settings = _decoder_settings(choices, call, min_draft_query(drafter), keeps_rows)
-    schedule_config = within_drafter(config, drafter)
     schedule: Schedule = ConstantSchedule(0)
     if drafter is not None:
+        schedule_config = within_drafter(config, drafter)
         memory = _round_memory(target, choices, call, stats, schedule_config.max_draft_tokens)
         schedule = build_schedule(target, draft, schedule_config, memory, call.input_ids.shape[0])
+        if call.shards is not None:
+            drafter = LedDrafter(drafter, call.shards)
+            if config.schedule == "adaptive":  # others do not read the clock
+                schedule = LedSchedule(schedule, call.shards)
     decoder = SpeculativeDecoder(
         target=target_model,
         drafter=drafter,
@@ -128,12 +140,21 @@ def _decoder_settings(choices: Choices, call: Call, min_draft_query: int, keeps_
 
 
 def _judge(choices: Choices, call: Call, settings: DecoderSettings, stats: SpeculationStats) -> Judge:
-    verifier = make_verifier(choices.config)
-    spans = make_spans(choices.config, call.do_sample, call.num_pads or [0] * call.input_ids.shape[0])
+    shards = call.shards
+
+    def led(verifier: Verifier) -> Verifier:
+        return verifier if shards is None else LedVerifier(verifier, shards)
+
+    verifier = led(make_verifier(choices.config))
+    stopping: BlockStopping = choices.stopping
+    criteria: Criteria = call.criteria
+    if shards is not None and not choices.stopping.reads_text_alone:
+        stopping, criteria = led_stopping(stopping, shards), led_criteria(criteria, shards)
+    spans = make_spans(choices.config, call.do_sample, call.num_pads or [0] * call.input_ids.shape[0], led)
     if not settings.is_lock_step:
-        return RaggedJudge(verifier, choices.processors, choices.stopping, stats, spans)
+        return RaggedJudge(verifier, choices.processors, stopping, stats, spans)
     pad = settings.pad_token_id if choices.has_eos else None
-    return LockStepJudge(verifier, call.processors, call.criteria, pad, call.recorded.scores, stats, spans)
+    return LockStepJudge(verifier, call.processors, criteria, pad, call.recorded.scores, stats, spans)
 
 
 def _round_memory(
@@ -207,13 +228,14 @@ def _build_batch(
             is_pooled=compiler.is_compiling,
         )
         draft_cache = home.make(draft, None, batch_size, draft_mask, device_of(draft))
+    seeds = config.row_seeds(batch_size, call.do_sample).to(device)
     num_prompt_tokens = [num_masked] * batch_size if mask is None else mask.sum(1).tolist()
     return Batch(
         tokens=TokenBuffer(call.input_ids, capacity=min(call.max_length, prompt_len + _FIRST_CAPACITY)),
         query_ids=call.query_ids,
         target_cache=target_cache,
         draft_cache=draft_cache,
-        seeds=config.row_seeds(batch_size, call.do_sample).to(device),
+        seeds=seeds if call.shards is None else call.shards.first(seeds),
         num_prompt_tokens=num_prompt_tokens,
         num_pads=call.num_pads,
     )

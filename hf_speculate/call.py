@@ -12,7 +12,7 @@ from hf_speculate.compiling import Static
 from hf_speculate.draft.vocabulary import Vocabulary
 from hf_speculate.infer.context import Context
 from hf_speculate.outputs import Recorded
-from hf_speculate.peers import Peers
+from hf_speculate.peers import Peers, Shards
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class Call:
         generator: what drafts in place of a model; None: a model does, or nothing.
         target_context, draft_context: what the models read besides the text.
         peers: the ranks that must run as many forwards; None: there are none.
+        shards: the processes that compute a model together; None: each is computed by this one alone.
     """
 
     input_ids: Tensor
@@ -66,6 +67,7 @@ class Call:
     target_context: Context = field(default_factory=Context)
     draft_context: Context = field(default_factory=Context)
     peers: Peers | None = None
+    shards: Shards | None = None
 
     @property
     def text_mask(self) -> Tensor | None:

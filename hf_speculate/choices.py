@@ -10,6 +10,7 @@ from hf_speculate.call import Call
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.foreign import samples_its_law
 from hf_speculate.infer.language_model import counts_columns
+from hf_speculate.peers import num_shards
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.stopping import BlockStoppingCriteria
@@ -131,7 +132,7 @@ def _draft_strategy(draft: PreTrainedModel | None, config: SpeculationConfig, ca
 
 
 def cost_ratio(target: PreTrainedModel, draft: PreTrainedModel) -> float:
-    """The draft's parameter bytes over the target's.
+    """The draft's parameter bytes in one process over the target's.
 
     Args:
         target: the model that is sped up.
@@ -141,6 +142,7 @@ def cost_ratio(target: PreTrainedModel, draft: PreTrainedModel) -> float:
 
 
 def _num_bytes(model: PreTrainedModel) -> int:
-    """Of the parameters that a decoding step reads, once each: an encoder's are not among them."""
+    """Of the parameters that a decoding step reads in one process, once each: an encoder's are not among them."""
     decoder = model.get_decoder() if model.config.is_encoder_decoder else model
-    return sum(parameter.numel() * parameter.element_size() for parameter in decoder.parameters())
+    num = sum(parameter.numel() * parameter.element_size() for parameter in decoder.parameters())
+    return num // num_shards(model)

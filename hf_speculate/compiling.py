@@ -13,6 +13,7 @@ from hf_speculate.infer.compiled import UNREAD_COLUMNS, CompiledLanguageModel
 from hf_speculate.infer.context import Context
 from hf_speculate.infer.kv_cache import KVCache
 from hf_speculate.infer.language_model import LanguageModel
+from hf_speculate.peers import num_shards
 from hf_speculate.private_names import compile_config_of
 from hf_speculate.stats import SpeculationStats
 
@@ -57,6 +58,10 @@ def static_of(
     if config.output_hidden_states or config.output_attentions:
         obstacle = "eager forwards, for hidden states or attentions are returned" if target or obstacle else ""
         target = draft = None
+    if target is not None and num_shards(model) > 1:
+        target, obstacle = None, "eager forwards of the target, which is split over processes"
+    if draft is not None and assistant is not None and num_shards(assistant) > 1:
+        draft, obstacle = None, "eager forwards of the draft, which is split over processes"
     return Static(target, draft, obstacle, getattr(config, "max_cache_len", None) or 0)
 
 
@@ -92,7 +97,8 @@ class Compiler:
         static: what the call asks for; None: nothing.
         lens: the draft lengths that are compiled.
         stats: told what runs compiled, and what does not.
-        is_synced: whether other ranks take part in every forward: what gathers weights knows no inference mode.
+        is_synced: whether other processes take part in every forward: what gathers weights or adds up parts knows no
+            inference mode.
     """
 
     static: Static | None

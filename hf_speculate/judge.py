@@ -1,17 +1,17 @@
 """Verifies and trims a round: rows on their own where everything is row-wise, in lock step where it is not."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers import LogitsProcessorList
 
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.sequences import TokenBuffer
 from hf_speculate.stats import SpeculationStats
-from hf_speculate.stopping import BlockStoppingCriteria
+from hf_speculate.stopping import StopVerdict
 from hf_speculate.types import DraftOut, NoiseKeys
 from hf_speculate.verify.base import Verifier
 from hf_speculate.verify.spans import Spans
@@ -68,7 +68,7 @@ class RaggedJudge:
 
     verifier: Verifier
     processors: BlockLogitsProcessorList
-    stopping: BlockStoppingCriteria
+    stopping: Callable[[Tensor, Sequence[int], Sequence[int]], StopVerdict]  # as `BlockStoppingCriteria`
     stats: SpeculationStats
     spans: Spans | None = None  # what the verifier is restricted to; None: it decides everywhere
 
@@ -124,7 +124,7 @@ class LockStepJudge:
     Args:
         verifier: judges one position at a time.
         processors: the call's whole list.
-        criteria: the call's whole list.
+        criteria: the call's whole list, as `StoppingCriteriaList`.
         pad_token_id: what finished rows go on with; None: finished rows go on decoding, as without EOS.
         records_scores: whether criteria are shown the scores so far.
         stats: counts the calls of user code.
@@ -133,7 +133,7 @@ class LockStepJudge:
 
     verifier: Verifier
     processors: LogitsProcessorList
-    criteria: StoppingCriteriaList
+    criteria: Callable[[Tensor, tuple[Tensor, ...] | None], Tensor]
     pad_token_id: int | None
     records_scores: bool
     stats: SpeculationStats

@@ -1,10 +1,12 @@
 """Keeps the processes of a distributed call in step."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.distributed.fsdp import is_fsdp_managed_module
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
@@ -44,3 +46,47 @@ def peers_of(wanted: bool | None, models: Iterable[nn.Module], device: torch.dev
     if wanted is None:
         wanted = is_deepspeed_zero3_enabled() or any(is_fsdp_managed_module(model) for model in models)
     return Peers(device) if wanted else None
+
+
+class Shards:
+    """The processes that compute one tensor-parallel model together; what the first of them chooses, all do.
+
+    Each has the same text and the same logits. Clocks, generators and what users keep differ, and processes that
+    chose differently would add up parts of different forwards, or wait for one that never comes.
+
+    Args:
+        group: the processes.
+        device: where the numbers lie that they exchange.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device):
+        self.group = group
+        self.device = device
+
+    def first(self, numbers: Tensor) -> Tensor:
+        """What the first process passes, on every one of them and on the device of `numbers`, which stay as they are.
+
+        Args:
+            numbers: of one shape and dtype in all processes.
+        """
+        shared = numbers.to(self.device, copy=True, memory_format=torch.contiguous_format)
+        dist.broadcast(shared, src=dist.get_global_rank(self.group, 0), group=self.group)
+        return shared.to(numbers.device)
+
+
+def num_shards(model: PreTrainedModel) -> int:
+    """How many processes hold a part of each of the model's large weights; 1 without tensor parallelism."""
+    return getattr(model, "tp_size", None) or 1
+
+
+def shards_of(models: Iterable[PreTrainedModel], device: torch.device) -> Shards | None:
+    """The processes that compute one of the models together; None: this one computes them alone.
+
+    Args:
+        models: the target, and the draft where there is one.
+        device: see `Shards`.
+    """
+    weights = (weight for one in models if num_shards(one) > 1 for weight in one.parameters())
+    meshes: Iterator[Any] = (weight.device_mesh for weight in weights if hasattr(weight, "device_mesh"))  # a DTensor's
+    mesh = next(meshes, None)
+    return None if mesh is None else Shards(mesh.get_group("tp" if mesh.ndim > 1 else None), device)

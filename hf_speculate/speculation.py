@@ -17,7 +17,7 @@ from hf_speculate.contexts import draft_context, target_context
 from hf_speculate.draft.foreign import make_generator
 from hf_speculate.matching import Drafting
 from hf_speculate.outputs import GenerateOutput, recorded_of
-from hf_speculate.peers import peers_of
+from hf_speculate.peers import peers_of, shards_of
 from hf_speculate.private_names import adapters_by_row, attention_name, pad_token_id
 from hf_speculate.reasons import Reason
 from hf_speculate.refusals.calls import (
@@ -180,6 +180,7 @@ class Speculation:
             vocabulary=vocabulary,
             generator=generator,
             peers=peers,
+            shards=shards_of(self._models(model), input_ids.device),
         )
 
     def _models(self, model: PreTrainedModel) -> list[PreTrainedModel]:

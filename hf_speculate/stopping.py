@@ -62,6 +62,11 @@ class BlockStoppingCriteria:
         return not self._foreign
 
     @property
+    def reads_text_alone(self) -> bool:
+        """Whether the text alone says where it ends; else a clock may, or what users' code looks at."""
+        return not (self._max_time_criteria or self._registered or self._foreign)
+
+    @property
     def foreign_names(self) -> list[str]:
         """The criteria that must be called as plain `generate()` calls them, in list order."""
         return [name_of(criterion) for criterion in self._foreign]

@@ -41,6 +41,7 @@ FLOORS = {
     "hf_speculate.carrying": 3.6,
     "hf_speculate.batch": 3.5,
     "hf_speculate.judge": 3.5,
+    "hf_speculate.leading": 3.5,
     "hf_speculate.draft": 3,
     "hf_speculate.verify": 3,
     "hf_speculate.schedule": 2,

@@ -39,6 +39,12 @@ def check_models(models: Sequence[PreTrainedModel], stateful: Sequence[str], rea
                 f"models must prepare their inputs as their class does, got {type(model).__name__} with a "
                 f"prepare_inputs_for_generation of its own (prompt or prefix tuning); {reason.way_out}"
             )
+        num_stages = getattr(getattr(model.config, "distributed_config", None), "pp_size", None) or 1
+        if num_stages > 1:
+            raise UnsupportedModelError(
+                f"models must lie whole in every process or be split by tensor parallelism, got {type(model).__name__} "
+                f"in {num_stages} stages (pp_size); load it with tp_size, or {reason.way_out}"
+            )
         unserved = sorted(set(getattr(config, "layer_types", None) or ()) - _SERVED_LAYERS)
         if unserved:
             raise UnsupportedModelError(

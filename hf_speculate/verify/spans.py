@@ -1,6 +1,6 @@
 """Lets a lossy verifier decide inside spans of the text only."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -133,17 +133,24 @@ class Spans:
         self._is_open = [self._is_open[row] for row in indices]
 
 
-def make_spans(config: SpeculationConfig, do_sample: bool, num_pads: Sequence[int]) -> Spans | None:
+def make_spans(
+    config: SpeculationConfig,
+    do_sample: bool,
+    num_pads: Sequence[int],
+    led: Callable[[Verifier], Verifier] | None = None,
+) -> Spans | None:
     """What restricts the call's verifier to spans; None where it decides everywhere.
 
     Args:
         config: resolved settings.
         do_sample: whether the call samples.
         num_pads: [B] tokens of padding before each prompt.
+        led: makes a verifier the same on all processes that compute one model; None: it is.
     """
     if config.relax_only_inside is None:
         return None
     exact = make_verifier(replace(config, verifier="rejection" if do_sample else "greedy"))
+    exact = exact if led is None else led(exact)
     return Spans(Span(*map(int, config.relax_only_inside)), exact, num_pads)
 
 

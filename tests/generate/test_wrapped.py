@@ -4,6 +4,7 @@ import pytest
 import torch
 from accelerate import dispatch_model
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 
 import hf_speculate
 from hf_speculate.errors import UnsupportedModelError
@@ -78,6 +79,28 @@ def test_weights_may_lie_on_disk(part, on_disk, tmp_path):
     assert any(weight.device.type == "meta" for weight in moved.parameters())
     ours = hf_speculate.generate(
         target, **inputs, assistant_model=draft, num_assistant_tokens=3, max_new_tokens=NUM_NEW
+    )
+    assert_equal_ids(plain, ours)
+
+
+@pytest.mark.parametrize("part", ["target", "draft"])
+def test_device_map_auto_may_leave_layers_on_disk(part, tmp_path):
+    target = make_model("llama")
+    models = {"target": target, "draft": noisy_copy(target)}
+    inputs = ragged_prompts(3, seed=3)
+    plain = target.generate(**inputs, max_new_tokens=NUM_NEW)
+    models[part].save_pretrained(tmp_path / "model")
+    num_bytes = sum(weight.numel() * weight.element_size() for weight in target.parameters())
+    models[part] = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model",
+        dtype=torch.float64,
+        device_map="auto",
+        max_memory={"cpu": num_bytes // 2},
+        offload_folder=tmp_path / "rest",
+    )
+    assert set(models[part].hf_device_map.values()) == {"cpu", "disk"}
+    ours = hf_speculate.generate(
+        models["target"], **inputs, assistant_model=models["draft"], num_assistant_tokens=3, max_new_tokens=NUM_NEW
     )
     assert_equal_ids(plain, ours)
 

@@ -1,0 +1,48 @@
+"""A target that is split over processes by tensor parallelism, and a draft that each of them holds whole.
+
+    torchrun --nproc-per-node 2 examples/tensor_parallel.py
+
+Every process runs this script and gets the same text: the first one's drafts, seeds and clocks count for all. On GPUs
+each process takes the one of its local rank.
+"""
+
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.distributed import DistributedConfig
+
+import hf_speculate
+
+PAIR = Path(__file__).resolve().parent / "pair"
+PROMPTS = ["def main():\n", "class Stack:\n", "import os\n\n"]
+OPTIONS = {"max_new_tokens": 32, "do_sample": False}
+
+
+def main() -> None:
+    split = DistributedConfig(tp_size=int(os.environ["WORLD_SIZE"]))
+    target = AutoModelForCausalLM.from_pretrained(PAIR / "target", dtype=torch.float32, distributed_config=split)
+    draft = AutoModelForCausalLM.from_pretrained(PAIR / "draft", dtype=torch.float32).to(target.device)
+    tokenizer = AutoTokenizer.from_pretrained(PAIR / "target", padding_side="left")
+    inputs = tokenizer(PROMPTS, return_tensors="pt", padding=True).to(target.device)
+    inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+
+    hf_speculate.enable(target)
+    plain = target.generate(**inputs, **OPTIONS)
+    stats = hf_speculate.SpeculationStats()
+    output = target.generate(**inputs, **OPTIONS, assistant_model=draft, speculation_stats=stats)
+
+    texts: list[list[str]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(texts, tokenizer.batch_decode(output, skip_special_tokens=True))
+    if dist.get_rank() == 0:
+        print("\n\n".join(texts[0]))
+        print(f"\n{stats}\n")
+        print(f"processes: {len(texts)}, all with one text: {all(one == texts[0] for one in texts)}")
+        print(f"rows as plain generate() has them: {int((plain == output).all(1).sum())} of {len(PROMPTS)}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
