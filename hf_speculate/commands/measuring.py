@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -111,7 +111,7 @@ def progress(log: Console, num_steps: int) -> Iterator[Callable[[Step], None]]:
         TextColumn("{task.fields[figures]}"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=log, transient=True) as bar:
+    with Progress(*columns, console=log, transient=True, disable=not log.is_terminal) as bar:
         task = bar.add_task("warming up", total=num_steps, figures="")
 
         def on_step(step: Step) -> None:
@@ -134,7 +134,8 @@ def show(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Non
     table = Table(title=title, title_justify="left")
     for number, head in enumerate(heads):
         is_figure = all(_FIGURE.match(cells[number]) for cells in rows)
-        table.add_column(head, justify="right" if is_figure else "left", overflow="fold")
+        justify: Literal["left", "right"] = "right" if is_figure else "left"
+        table.add_column(head, justify=justify, overflow="fold", no_wrap=number == 0)
     for cells in rows:
         table.add_row(*cells)
     output = Console(highlight=False, markup=False)
