@@ -100,9 +100,8 @@ def way_entry(way: Way, runs: Sequence[Run], plain: Sequence[Run], checked: str 
     }
     if stats is None:
         return entry
-    draft_lens = getattr(runs[0].stats, "draft_lens", None)  # round by round of one call, where it is recorded
-    if draft_lens:
-        entry["draft_lens"] = list(draft_lens)
+    if runs[0].stats.draft_lens:  # round by round of one call
+        entry["draft_lens"] = list(runs[0].stats.draft_lens)
     return entry | {
         "tokens_per_round": stats.tokens_per_round,
         "acceptance": stats.acceptance,

@@ -1,6 +1,5 @@
 """`hf-speculate bench`: how fast a pair decodes prompts, and how far lossy texts drift."""
 
-import importlib
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,6 +23,7 @@ from hf_speculate.commands.console import OK, REFUSED, notes
 from hf_speculate.commands.loading import load_pair
 from hf_speculate.commands.measuring import show, shown
 from hf_speculate.errors import ConfigError
+from hf_speculate.report import write_html
 
 Verifiers = Annotated[
     str | None,
@@ -91,7 +91,7 @@ def bench(
     if json is not None:
         measuring.write_json(json, result)
     if html is not None:
-        importlib.import_module("hf_speculate.report").write_html(result, html)
+        write_html(result, html)
     _show(result, log)
     raise typer.Exit(REFUSED if wrong_ways(used["left_out"], ways) else OK)
 

@@ -45,7 +45,8 @@ def run(pair, prompts, *extra):
 
 
 def test_greedy_ways_are_compared_with_plain_decoding_and_lossy_ones_with_the_target(pair, questions, capsys):
-    status, result = run(pair, questions, "--thresholds", "0.05,0.2")
+    page = questions.with_name("report.html")
+    status, result = run(pair, questions, "--thresholds", "0.05,0.2", "--html", str(page))
     assert status == 0
     names = [way["name"] for way in result["ways"]]
     assert names == [
@@ -91,6 +92,9 @@ def test_greedy_ways_are_compared_with_plain_decoding_and_lossy_ones_with_the_ta
     assert settings["left_out"] == {}
     assert (conditions["target"], conditions["draft"], conditions["dtype"]) == (*pair, "float64")
     assert conditions["versions"]["torch"] == torch.__version__
+
+    assert len(ours["draft_lens"]) == sum(ours["rounds_by_draft_len"].values()) // result["settings"]["num_prompts"]
+    assert all(name in page.read_text() for name in names)
 
     out, err = capsys.readouterr()
     assert "4 of 4 prompts have several turns: the first is taken" in err
