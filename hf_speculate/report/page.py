@@ -20,6 +20,7 @@ from hf_speculate.report.plots import (
 from hf_speculate.report.values import MISSING, TIMES, Result, Spread, number, numbers, rows, share, short, spread, text
 
 _PLAIN = "plain"  # first word of the names of ways without drafts, up to a comma
+_LEFT_OUT = "left_out"
 _STAGES = ("prefill", "draft", "score", "verify", "bookkeeping")
 _SPEEDS = ("tokens_per_s", "over_plain")
 
@@ -68,7 +69,7 @@ def write_html(result: Mapping[str, Any], path: str | Path) -> Path:
             `categories` holds `category`, `way`, `over_plain`, `acceptance`, `num_prompts`; `drift` holds `verifier`,
             `posterior_threshold` (None: a row to compare with), `tokens_per_s`, `over_plain`,
             `log_likelihood_per_token` (nats), `agreement_with_greedy` (0 to 1), `num_tokens`; `circumstances` and
-            `settings` hold plain values by name.
+            `settings` hold plain values by name; `left_out` among the settings says, by name, why a way is not shown.
         path: of the file; one that exists is replaced.
 
     Returns:
@@ -92,11 +93,12 @@ def write_html(result: Mapping[str, Any], path: str | Path) -> Path:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    sections = [_ways(ways, hues), _rounds(ways, hues), _categories(result, hues), _drift(result)]
+    settings = result.get("settings") or {}
+    sections = [_ways(ways, hues, settings), _rounds(ways, hues), _categories(result, hues), _drift(result)]
     page = environment.get_template("page.html").render(
         headline=_headline(ways),
         circumstances=_pairs(result.get("circumstances")),
-        settings=_pairs(result.get("settings")),
+        settings=[pair for pair in _pairs(settings) if pair[0] != _LEFT_OUT],
         sections=[section for section in sections if section.plots or section.table],
     )
     written = Path(path)
@@ -132,7 +134,7 @@ def _headline(ways: list[Result]) -> Headline | None:
     )
 
 
-def _ways(ways: list[Result], hues: Mapping[str, int]) -> Section:
+def _ways(ways: list[Result], hues: Mapping[str, int], settings: Result) -> Section:
     bars: list[tuple[str, Spread, int, bool]] = []
     for way in ways:
         speed, name = spread(way.get("over_plain")), str(way["name"])
@@ -159,6 +161,7 @@ def _ways(ways: list[Result], hues: Mapping[str, int]) -> Section:
         )
     table = Table("Every way", "Median (minimum to maximum). K: tokens drafted a round.", head, lines, 3)
     remarks = [f"{way['name']}: {text(reason)}" for way in ways for reason in way.get("fallbacks") or ()]
+    remarks += [f"{name}: left out, {reason}" for name, reason in _pairs(settings.get(_LEFT_OUT))]
     return Section("Speed", "", plots, table, remarks)
 
 

@@ -118,11 +118,15 @@ def test_plain_decoding_alone_has_no_headline(tmp_path: Path) -> None:
 
 def test_what_ran_otherwise_is_said(tmp_path: Path) -> None:
     _, page = written(make_result(), tmp_path)
-    assert f"Ran otherwise than asked: hf_speculate, typical, K = 5: {FALLBACK}" in all_text(page)
+    said = all_text(page)
+    assert "left_out" not in said
+    assert f"Not as asked: hf_speculate, typical, K = 5: {FALLBACK}" in said
+    assert "transformers, its defaults: left out, RuntimeError: another vocabulary" in said
     result = make_result()
+    result["settings"]["left_out"] = {}
     for entry in result["ways"]:
         entry["fallbacks"] = []
-    assert "otherwise" not in all_text(written(result, tmp_path)[1])
+    assert "Not as asked" not in all_text(written(result, tmp_path)[1])
 
 
 def test_a_name_that_is_no_text_is_written(tmp_path: Path) -> None:
