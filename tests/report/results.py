@@ -73,7 +73,12 @@ def make_result() -> dict[str, Any]:
             "target": "examples/pair/target",
             "draft": "examples/pair/draft",
         },
-        "settings": {"prompts": "examples/prompts.jsonl", "max_new_tokens": 64, "do_sample": False, "left_out": LEFT_OUT},
+        "settings": {
+            "prompts": "examples/prompts.jsonl",
+            "max_new_tokens": 64,
+            "do_sample": False,
+            "left_out": LEFT_OUT,
+        },
         "ways": ways,
         "categories": categories,
         "drift": [
