@@ -20,6 +20,7 @@ from hf_speculate.report.plots import (
 from hf_speculate.report.values import MISSING, TIMES, Result, Spread, number, numbers, rows, share, short, spread, text
 
 _PLAIN = "plain"  # first word of the names of ways without drafts, up to a comma
+_LEFT_OUT = "left_out"
 _STAGES = ("prefill", "draft", "score", "verify", "bookkeeping")
 _SPEEDS = ("tokens_per_s", "over_plain")
 
@@ -68,7 +69,7 @@ def write_html(result: Mapping[str, Any], path: str | Path) -> Path:
             `categories` holds `category`, `way`, `over_plain`, `acceptance`, `num_prompts`; `drift` holds `verifier`,
             `posterior_threshold` (None: a row to compare with), `tokens_per_s`, `over_plain`,
             `log_likelihood_per_token` (nats), `agreement_with_greedy` (0 to 1), `num_tokens`; `circumstances` and
-            `settings` hold plain values by name.
+            `settings` hold plain values by name; `left_out` among the settings says, by name, why a way is not shown.
         path: of the file; one that exists is replaced.
 
     Returns:
@@ -92,11 +93,12 @@ def write_html(result: Mapping[str, Any], path: str | Path) -> Path:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    sections = [_ways(ways, hues), _rounds(ways, hues), _categories(result, hues), _drift(result)]
+    settings = result.get("settings") or {}
+    sections = [_ways(ways, hues, settings), _rounds(ways, hues), _categories(result, hues), _drift(result)]
     page = environment.get_template("page.html").render(
         headline=_headline(ways),
         circumstances=_pairs(result.get("circumstances")),
-        settings=_pairs(result.get("settings")),
+        settings=[pair for pair in _pairs(settings) if pair[0] != _LEFT_OUT],
         sections=[section for section in sections if section.plots or section.table],
     )
     written = Path(path)
@@ -132,7 +134,7 @@ def _headline(ways: list[Result]) -> Headline | None:
     )
 
 
-def _ways(ways: list[Result], hues: Mapping[str, int]) -> Section:
+def _ways(ways: list[Result], hues: Mapping[str, int], settings: Result) -> Section:
     bars: list[tuple[str, Spread, int, bool]] = []
     for way in ways:
         speed, name = spread(way.get("over_plain")), str(way["name"])
@@ -159,6 +161,7 @@ def _ways(ways: list[Result], hues: Mapping[str, int]) -> Section:
         )
     table = Table("Every way", "Median (minimum to maximum). K: tokens drafted a round.", head, lines, 3)
     remarks = [f"{way['name']}: {text(reason)}" for way in ways for reason in way.get("fallbacks") or ()]
+    remarks += [f"{name}: left out, {reason}" for name, reason in _pairs(settings.get(_LEFT_OUT))]
     return Section("Speed", "", plots, table, remarks)
 
 
@@ -200,9 +203,9 @@ def _categories(result: Result, hues: Mapping[str, int]) -> Section:
     for row in rows(result, "categories"):
         category, way, num_prompts = text(row.get("category")), str(row.get("way")), row.get("num_prompts")
         speed = spread(row.get("over_plain"))
-        name = f"{category} ({text(num_prompts)} prompts)" if num_prompts is not None else category
+        of_them = "" if num_prompts is None else f" ({text(num_prompts)} {'prompt' if num_prompts == 1 else 'prompts'})"
         if speed is not None:
-            groups.setdefault(name, []).append((way, speed.middle))
+            groups.setdefault(category + of_them, []).append((way, speed.middle))
         speed_text = MISSING if speed is None else speed.text()
         lines.append([category, way, speed_text, share(number(row.get("acceptance"))), text(num_prompts)])
     note = "A dot for each way; the line marks plain decoding."
@@ -214,6 +217,16 @@ def _categories(result: Result, hues: Mapping[str, int]) -> Section:
 def _drift(result: Result) -> Section:
     """Speed beside what it costs: how likely the target finds the text, and how often it would have said the same."""
     found = rows(result, "drift")
+    note = (
+        "A lossy verifier lets the draft's tokens stay where the target does not object, so the text drifts from what "
+        "the target would have written. Rows without a threshold are what to compare with."
+    )
+    head = "verifier, threshold, tokens/s, times plain, log-likelihood per token, agreement with greedy, tokens"
+    table = Table("Every threshold", "", head.split(", "), list(map(_drift_line, found)), 1)
+    return Section("Drift of lossy verifiers", note, _drift_plots(found), table if found else None)
+
+
+def _drift_plots(found: list[Result]) -> list[Plot]:
     names = dict.fromkeys(text(row.get("verifier")) for row in found)
     hues = {name: place % NUM_HUES for place, name in enumerate(names)}
     wanted = (
@@ -226,38 +239,24 @@ def _drift(result: Result) -> Section:
         curves: dict[str, list[tuple[float, float]]] = {}
         references: dict[str, float] = {}
         for row in found:
-            value, threshold = spread(row.get(field)), number(row.get("posterior_threshold"))
-            if value is None:
-                continue
-            if threshold is None:
-                references[text(row.get("verifier"))] = value.middle
-            else:
-                curves.setdefault(text(row.get("verifier")), []).append((threshold, value.middle))
+            name, threshold = text(row.get("verifier")), number(row.get("posterior_threshold"))
+            value = spread(row.get(field))
+            if value is not None and threshold is not None:
+                curves.setdefault(name, []).append((threshold, value.middle))
+            elif value is not None:
+                references[name] = value.middle
         if curves:
             plots.append(plot_thresholds(title, note, curves, references, hues, "posterior_threshold"))
-    lines = [
-        [
-            text(row.get("verifier")),
-            text(row.get("posterior_threshold")),
-            *(MISSING if value is None else value.text() for value in map(spread, map(row.get, _SPEEDS))),
-            short(number(row.get("log_likelihood_per_token"))),
-            share(number(row.get("agreement_with_greedy"))),
-            text(row.get("num_tokens")),
-        ]
-        for row in found
+    return plots
+
+
+def _drift_line(row: Result) -> list[str]:
+    speeds, nats = [spread(row.get(name)) for name in _SPEEDS], number(row.get("log_likelihood_per_token"))
+    return [
+        text(row.get("verifier")),
+        text(row.get("posterior_threshold")),
+        *(MISSING if speed is None else speed.text() for speed in speeds),
+        MISSING if nats is None else f"{nats:.3f}",
+        share(number(row.get("agreement_with_greedy"))),
+        text(row.get("num_tokens")),
     ]
-    head = [
-        "verifier",
-        "threshold",
-        "tokens/s",
-        "times plain",
-        "log-likelihood per token",
-        "agreement with greedy",
-        "tokens",
-    ]
-    note = (
-        "A lossy verifier lets the draft's tokens stay where the target does not object, so the text drifts from what "
-        "the target would have written. Rows without a threshold are what to compare with."
-    )
-    table = Table("Every threshold", "", head, lines, 1)
-    return Section("Drift of lossy verifiers", note, plots, table if lines else None)

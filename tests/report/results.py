@@ -3,6 +3,7 @@
 from typing import Any
 
 FALLBACK = "the cache is dynamic: the model reads no explicit mask"
+LEFT_OUT = {"transformers, its defaults": "RuntimeError: another vocabulary"}
 STAGES = ("prefill", "draft", "score", "verify", "bookkeeping")
 
 
@@ -72,7 +73,12 @@ def make_result() -> dict[str, Any]:
             "target": "examples/pair/target",
             "draft": "examples/pair/draft",
         },
-        "settings": {"prompts": "examples/prompts.jsonl", "max_new_tokens": 64, "do_sample": False},
+        "settings": {
+            "prompts": "examples/prompts.jsonl",
+            "max_new_tokens": 64,
+            "do_sample": False,
+            "left_out": LEFT_OUT,
+        },
         "ways": ways,
         "categories": categories,
         "drift": [

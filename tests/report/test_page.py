@@ -85,7 +85,7 @@ def test_tables_show_the_figures(tmp_path: Path) -> None:
         "0.01",
         "171 (137 to 206)",
         "2.89 (2.31 to 3.47)",
-        "-1.60",
+        "-1.602",
         "62.4 %",
         "768",
     ]
@@ -116,13 +116,26 @@ def test_plain_decoding_alone_has_no_headline(tmp_path: Path) -> None:
     assert 'class="headline"' not in source
 
 
+def test_prompts_are_counted_in_words(tmp_path: Path) -> None:
+    result = make_result()
+    for row in result["categories"]:
+        row["num_prompts"] = 1 if row["category"] == "writing" else 10
+    said = all_text(written(result, tmp_path)[1])
+    assert "writing (1 prompt)" in said
+    assert "coding (10 prompts)" in said
+
+
 def test_what_ran_otherwise_is_said(tmp_path: Path) -> None:
     _, page = written(make_result(), tmp_path)
-    assert f"Ran otherwise than asked: hf_speculate, typical, K = 5: {FALLBACK}" in all_text(page)
+    said = all_text(page)
+    assert "left_out" not in said
+    assert f"Not as asked: hf_speculate, typical, K = 5: {FALLBACK}" in said
+    assert "transformers, its defaults: left out, RuntimeError: another vocabulary" in said
     result = make_result()
+    result["settings"]["left_out"] = {}
     for entry in result["ways"]:
         entry["fallbacks"] = []
-    assert "otherwise" not in all_text(written(result, tmp_path)[1])
+    assert "Not as asked" not in all_text(written(result, tmp_path)[1])
 
 
 def test_a_name_that_is_no_text_is_written(tmp_path: Path) -> None:
