@@ -253,8 +253,7 @@ def refusal(models):
 
 def run_compiled(models):
     """Fixed buffers: the draft's rounds are compiled, the split target's are not."""
-    target, whole = models["llama"]
-    stats = hf_speculate.SpeculationStats()
+    whole, stats = models["llama"][1], hf_speculate.SpeculationStats()
     options = {**K, **draft_of(whole, "small", 0), "compile_config": compile_config(), "speculation_stats": stats}
     ids = run_apart(models, 0, **options)
     plain = whole.generate(**ragged_prompts(3, seed=1), max_new_tokens=NUM_NEW)
