@@ -18,6 +18,7 @@ from hf_speculate import build
 from hf_speculate.choices import cost_ratio
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.infer import attention
+from hf_speculate.peers import shards_of
 from tests.generate.test_compiled import compile_config
 from tests.generate.test_synced import Leave
 from tests.tiny import make_model, noisy_copy, ragged_prompts
@@ -399,3 +400,14 @@ def test_a_split_target_costs_its_part(results):
 def test_pipeline_parallel_targets_are_refused(results):
     for found in results:
         assert found["refusal"].startswith("models must lie whole in every process or be split by tensor parallelism")
+
+
+@pytest.mark.parametrize(
+    ("dim_names", "found"), [([("fsdp",), ("fsdp", "tp")], 1), ([("tp",)], 0), ([None], 0), ([("fsdp",)], None)]
+)
+def test_the_processes_are_those_of_the_parts_and_not_those_of_fsdp(dim_names, found):
+    meshes = [types.SimpleNamespace(mesh_dim_names=names, get_group=lambda dim: dim) for names in dim_names]
+    weights = [torch.zeros(2), *(types.SimpleNamespace(device_mesh=mesh) for mesh in meshes)]
+    model = types.SimpleNamespace(tp_size=2, parameters=lambda: weights)
+    shards = shards_of([model], torch.device("cpu"))
+    assert (None if shards is None else shards.group) == found
