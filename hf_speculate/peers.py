@@ -88,5 +88,8 @@ def shards_of(models: Iterable[PreTrainedModel], device: torch.device) -> Shards
     """
     weights = (weight for one in models if num_shards(one) > 1 for weight in one.parameters())
     meshes: Iterator[Any] = (weight.device_mesh for weight in weights if hasattr(weight, "device_mesh"))  # a DTensor's
-    mesh = next(meshes, None)
-    return None if mesh is None else Shards(mesh.get_group("tp" if mesh.ndim > 1 else None), device)
+    for mesh in meshes:
+        names = mesh.mesh_dim_names or ("tp",)  # older versions of transformers name none; FSDP's have no "tp"
+        if "tp" in names:
+            return Shards(mesh.get_group(names.index("tp")), device)
+    return None

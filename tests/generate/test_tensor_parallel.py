@@ -18,6 +18,8 @@ from hf_speculate import build
 from hf_speculate.choices import cost_ratio
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.infer import attention
+from hf_speculate.peers import shards_of
+from tests.generate.test_compiled import compile_config
 from tests.generate.test_synced import Leave
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 
@@ -250,6 +252,15 @@ def refusal(models):
     return "nothing"
 
 
+def run_compiled(models):
+    """Fixed buffers: the draft's rounds are compiled, the split target's are not."""
+    whole, stats = models["llama"][1], hf_speculate.SpeculationStats()
+    options = {**K, **draft_of(whole, "small", 0), "compile_config": compile_config(), "speculation_stats": stats}
+    ids = run_apart(models, 0, **options)
+    plain = whole.generate(**ragged_prompts(3, seed=1), max_new_tokens=NUM_NEW)
+    return {"is_same_text": torch.equal(ids, plain), "compiled": stats.compiled, "fallbacks": stats.fallbacks}
+
+
 def count_folds(models):
     """How often attention was folded in a call on the split model."""
     num, plain = [0], attention.scaled_dot_product_attention
@@ -280,6 +291,7 @@ def run_rank(rank, port, folder):
         "stores": own_stores(models, rank),
         "times": [own_times(models, rank, first_is_due) for first_is_due in (False, True)],
         "criteria": own_criteria(models, rank),
+        "compiled": run_compiled(models),
         "num_folds": count_folds(models),
         "refusal": refusal(models),
         "cost_ratios": [cost_ratio(one, make_model("llama", num_hidden_layers=1)) for one in (target, whole)],
@@ -372,6 +384,13 @@ def test_attention_is_folded_over_the_heads_of_a_process(results):
     assert all(found["num_folds"] > 0 for found in results)
 
 
+def test_the_draft_may_run_compiled_and_the_split_target_does_not(results):
+    for found in results:
+        assert found["compiled"]["is_same_text"]
+        assert found["compiled"]["compiled"] == ["draft"]
+        assert found["compiled"]["fallbacks"] == ["eager forwards of the target, which is split over processes"]
+
+
 def test_a_split_target_costs_its_part(results):
     for found in results:
         split, whole = found["cost_ratios"]
@@ -381,3 +400,14 @@ def test_a_split_target_costs_its_part(results):
 def test_pipeline_parallel_targets_are_refused(results):
     for found in results:
         assert found["refusal"].startswith("models must lie whole in every process or be split by tensor parallelism")
+
+
+@pytest.mark.parametrize(
+    ("dim_names", "found"), [([("fsdp",), ("fsdp", "tp")], 1), ([("tp",)], 0), ([None], 0), ([("fsdp",)], None)]
+)
+def test_the_processes_are_those_of_the_parts_and_not_those_of_fsdp(dim_names, found):
+    meshes = [types.SimpleNamespace(mesh_dim_names=names, get_group=lambda dim: dim) for names in dim_names]
+    weights = [torch.zeros(2), *(types.SimpleNamespace(device_mesh=mesh) for mesh in meshes)]
+    model = types.SimpleNamespace(tp_size=2, parameters=lambda: weights)
+    shards = shards_of([model], torch.device("cpu"))
+    assert (None if shards is None else shards.group) == found
