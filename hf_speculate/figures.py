@@ -1,13 +1,9 @@
 """Draws the statistics of a call."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hf_speculate.extras import import_extra
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 _SIZE = (12.0, 3.5)  # inches
 _COLOR = "#3b6ea5"
@@ -18,8 +14,8 @@ def figure_of(
     draft_lens: Sequence[int],
     num_rounds: int,
     seconds_by_stage: Mapping[str, float],
-) -> "Figure":
-    """Three panels side by side.
+) -> Any:
+    """A `matplotlib.figure.Figure` with three panels side by side.
 
     Args:
         acceptance_by_position: of the first, second, ... drafted token, each in [0, 1].
@@ -31,7 +27,7 @@ def figure_of(
         MissingExtraError: matplotlib is not installed.
     """
     # The class itself, not pyplot: no window system is chosen, and nothing is kept.
-    figure: Figure = import_extra("matplotlib.figure", "plot").Figure(figsize=_SIZE, layout="constrained")
+    figure = import_extra("matplotlib.figure", "plot").Figure(figsize=_SIZE, layout="constrained")
     axes = figure.subplots(1, 3)
     _draw_acceptance(axes[0], acceptance_by_position)
     _draw_lens(axes[1], draft_lens, num_rounds)
@@ -39,7 +35,7 @@ def figure_of(
     return figure
 
 
-def _draw_acceptance(axes: "Axes", shares: Sequence[float]) -> None:
+def _draw_acceptance(axes: Any, shares: Sequence[float]) -> None:
     positions = range(1, len(shares) + 1)
     axes.bar(positions, shares, color=_COLOR)
     axes.set(title="acceptance by position", xlabel="position in the draft", ylabel="accepted of judged", ylim=(0, 1))
@@ -47,7 +43,7 @@ def _draw_acceptance(axes: "Axes", shares: Sequence[float]) -> None:
     _say_if_empty(axes, shares, "nothing was drafted")
 
 
-def _draw_lens(axes: "Axes", lens: Sequence[int], num_rounds: int) -> None:
+def _draw_lens(axes: Any, lens: Sequence[int], num_rounds: int) -> None:
     rounds = range(1, len(lens) + 1)
     axes.step(rounds, lens, where="mid", color=_COLOR)
     if len(lens) == 1:
@@ -59,7 +55,7 @@ def _draw_lens(axes: "Axes", lens: Sequence[int], num_rounds: int) -> None:
     _say_if_empty(axes, lens, "there were no rounds")
 
 
-def _draw_seconds(axes: "Axes", seconds: Mapping[str, float]) -> None:
+def _draw_seconds(axes: Any, seconds: Mapping[str, float]) -> None:
     total_s = sum(seconds.values())
     bars = axes.barh(list(seconds), list(seconds.values()), color=_COLOR)
     axes.bar_label(bars, [f"{part / total_s if total_s else 0.0:.0%}" for part in seconds.values()], padding=3)
@@ -72,6 +68,6 @@ def _whole_numbers(axis: Any) -> None:
     axis.get_major_locator().set_params(integer=True)
 
 
-def _say_if_empty(axes: "Axes", values: Sequence[float], text: str) -> None:
+def _say_if_empty(axes: Any, values: Sequence[float], text: str) -> None:
     if not values:
         axes.text(0.5, 0.5, text, ha="center", va="center", transform=axes.transAxes)

@@ -1,17 +1,13 @@
 """What a speculative call did, counted and timed."""
 
 from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import rich.markup
 import rich.table
 
 from hf_speculate.extras import import_extra
 from hf_speculate.figures import figure_of
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-    from pandas import DataFrame
 
 STAGES = ("prefill", "draft", "score", "verify", "bookkeeping")
 MAX_DRAFT_LENS = 16_384  # rounds whose draft lengths are kept in order: 128 KiB
@@ -158,8 +154,8 @@ class SpeculationStats:
             "total_s": self.total_s,
         }
 
-    def to_pandas(self) -> "DataFrame":
-        """One row, for `pandas.concat` of those of several calls.
+    def to_pandas(self) -> Any:
+        """A data frame of one row, for `pandas.concat` of those of several calls.
 
         Columns are the numbers and texts of `as_dict()`, "acceptance_1", "acceptance_2", ... for the positions in the
         draft, and "compiled" and "fallbacks" as one text each.
@@ -174,8 +170,7 @@ class SpeculationStats:
             elif not isinstance(value, dict | list):
                 row[name] = value
         row |= {f"acceptance_{at}": share for at, share in enumerate(self.acceptance_by_position, 1)}
-        frame: DataFrame = import_extra("pandas", "plot").DataFrame([row])
-        return frame
+        return import_extra("pandas", "plot").DataFrame([row])
 
     def summary(self) -> str:
         """One line: tokens, rounds, acceptance, seconds."""
@@ -211,11 +206,12 @@ class SpeculationStats:
             table.add_row(name, rich.markup.escape(value))
         return table
 
-    def plot(self) -> "Figure":
+    def plot(self) -> Any:
         """Acceptance by position, drafted tokens by round, and seconds by stage, side by side.
 
         Returns:
-            A figure that belongs to no window: `figure.savefig("stats.png")` writes it, a notebook shows it.
+            A `matplotlib.figure.Figure` that belongs to no window: `figure.savefig("stats.png")` writes it, a notebook
+            shows it.
 
         Raises:
             MissingExtraError: matplotlib is not installed.

@@ -261,7 +261,7 @@ def test_whispers_long_form(batch_size, conditioned):
     features = speech(batch_size, num_frames=3 * NUM_FRAMES, seed=4)
     mask = torch.ones(batch_size, 3 * NUM_FRAMES, dtype=torch.int64)
     mask[0, 2 * NUM_FRAMES :] = 0
-    stats = hf_speculate.SpeculationStats()
+    stats, reports = hf_speculate.SpeculationStats(), []
     plain, ours = plain_and_ours(
         target,
         draft,
@@ -271,9 +271,12 @@ def test_whispers_long_form(batch_size, conditioned):
         max_new_tokens=20,
         num_assistant_tokens=3,
         speculation_stats=stats,
+        speculation_callback=reports.append,
     )
     assert_equal_ids(plain, ours)
     assert stats.num_emitted > 20 * batch_size  # the rounds of all windows
+    assert len(stats.draft_lens) == stats.num_batch_rounds == len(reports)
+    assert [report.num_round for report in reports].count(1) > 1  # each run counts its own
 
 
 def test_whispers_fallback_over_temperatures_draws_anew():
