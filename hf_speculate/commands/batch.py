@@ -78,8 +78,8 @@ def batch(
     given = {"target": target, "draft": draft, "dtype": dtype, "chat": chat, **arguments}
     job = Job(rows, output, given, own_seed, ordered, if_changed)
     log = notes()
-    make_decoder = partial(_decoder, target, draft, dtype, device, arguments, chat)
-    decode = on_ray(make_decoder, ray_options) if engine == "ray" else in_this_process(make_decoder)
+    load = partial(make_decoder, target, draft, dtype, device, arguments, chat)
+    decode = on_ray(load, ray_options) if engine == "ray" else in_this_process(load)
 
     progress = _Progress(log)
 
@@ -98,7 +98,7 @@ def batch(
     ranks.close()
 
 
-def _decoder(
+def make_decoder(
     target: str, draft: str | None, dtype: str, device: str, arguments: dict[str, Any], is_chat: bool
 ) -> RowDecoder:
     """Load what decodes, here or in an actor."""

@@ -57,7 +57,7 @@ def on_ray(make_decoder: Callable[[], RowDecoder], options: RayOptions) -> Engin
     ) -> Iterator[Decoded]:
         ray: Any = _connected(options.address)
         resources, num_workers = _resources(ray, options)
-        attempts = ray.remote(num_cpus=0)(_Attempts).remote()
+        attempts = _counter(ray)
         items = [{"rows": json.dumps([asdict(row) for row in batch])} for batch in batches]
         context = ray.data.DataContext.get_current()
         shows_progress, context.enable_progress_bars = context.enable_progress_bars, False
@@ -78,16 +78,18 @@ def on_ray(make_decoder: Callable[[], RowDecoder], options: RayOptions) -> Engin
     return decode
 
 
-class _Attempts:
-    """Counts, in one actor for all, how often each batch was begun."""
+def _counter(ray: Any) -> Any:
+    """An actor that counts for all others how often each batch was begun."""
 
-    def __init__(self) -> None:
-        self.counts: dict[str, int] = {}
+    class Attempts:  # within a function it is sent by value: its process need not import torch to know it
+        def __init__(self) -> None:
+            self.counts: dict[str, int] = {}
 
-    def begin(self, key: str) -> int:
-        """How often the batch has been begun, this time included."""
-        self.counts[key] = self.counts.get(key, 0) + 1
-        return self.counts[key]
+        def begin(self, key: str) -> int:
+            self.counts[key] = self.counts.get(key, 0) + 1
+            return self.counts[key]
+
+    return ray.remote(num_cpus=0)(Attempts).remote()
 
 
 class _Worker:
@@ -111,12 +113,8 @@ class _Worker:
             return _answer({"problem": self.problem})
         if num_begun > self.num_attempts:
             keys = ", ".join(row.key for row in rows[:3])
-            return _answer(
-                {
-                    "problem": f"a batch must not end its actor, got {len(rows)} rows ({keys}) that did so "
-                    f"{self.num_attempts} times; choose a smaller batch size, or take these prompts out"
-                }
-            )
+            problem = f"a batch must not end its actor, got {len(rows)} rows ({keys}) at which {self.num_attempts} died"
+            return _answer({"problem": f"{problem}; choose a smaller batch size, or take these prompts out"})
         try:
             return _answer(self.decoder.decode(rows, self.seed)._asdict())
         except SpeculateError as error:

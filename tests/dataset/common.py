@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from hf_speculate.commands.batch import _decoder
-from hf_speculate.dataset.row_decoder import RowDecoder
 from tests.tiny import make_model, noisy_copy
 from tests.tiny_tokenizers import letters_tokenizer
 
@@ -77,9 +75,3 @@ def plain_results(target_folder: Path, texts: list[str], num_new: int = NUM_NEW)
         shown = "".join(LETTERS[token_id] for token_id in new.tolist() if token_id not in (0, eos))
         results.append((shown, len(new), "stop" if is_ended else "length"))
     return results
-
-
-def make_decoder(target: str, draft: str, **arguments: Any) -> RowDecoder:
-    """What the command makes, for actors."""
-    arguments = {"max_new_tokens": NUM_NEW, "do_sample": False} | arguments
-    return _decoder(target, draft, "float64", "cpu", arguments, False)

@@ -1,0 +1,132 @@
+"""Actors of Ray Data decode what one process decodes, every row once, though one is killed."""
+
+import functools
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_speculate.cli import main
+from hf_speculate.dataset.encoding import batches_of
+from hf_speculate.dataset.on_ray import RayOptions, on_ray
+from hf_speculate.dataset.ranks import Ranks
+from hf_speculate.dataset.rows import read_rows
+from hf_speculate.dataset.run import Job, run
+from hf_speculate.errors import ConfigError
+from tests.dataset.common import (
+    LETTERS,
+    NUM_NEW,
+    plain_results,
+    prompts,
+    save_pair,
+    texts_in,
+    write_prompts,
+)
+from tests.dataset.workers import fatal_decoder
+from tests.tiny_tokenizers import letters_tokenizer
+
+ray = pytest.importorskip("ray", reason="needs Ray")
+ROOT = Path(__file__).parents[2]
+TEXTS = prompts(20)
+MARKED_IDS = [LETTERS.index(letter) for letter in TEXTS[7]]
+STORE_BYTES = 100_000_000
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """One local Ray of two CPUs, which is told to report nothing."""
+    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        ray.init(
+            address="local",
+            num_cpus=2,
+            object_store_memory=STORE_BYTES,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+            _node_ip_address="127.0.0.1",
+        )
+        yield
+        ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pair")
+    save_pair(folder)
+    return folder
+
+
+def decode(make, output, options, on_batch=None):
+    tokenizer = letters_tokenizer(LETTERS)
+    job = Job(read_rows(TEXTS), output, {"way": "test"})
+    return run(job, lambda rows: batches_of(rows, 2, tokenizer, False), on_ray(make, options), Ranks(), on_batch)
+
+
+def test_every_row_comes_once_though_an_actor_dies(cluster, folder, tmp_path):
+    target, draft = str(folder / "target"), str(folder / "draft")
+    deaths = tmp_path / "deaths"
+    make = functools.partial(fatal_decoder, target, draft, NUM_NEW, MARKED_IDS, str(deaths), 1)
+    reports = []
+    report = decode(make, tmp_path / "out.jsonl", RayOptions(num_workers=2), reports.append)
+    assert deaths.read_bytes() == b"x"
+    expected = plain_results(folder / "target", TEXTS)
+    assert texts_in(tmp_path / "out.jsonl") == {place: text for place, (text, *_) in enumerate(expected, 1)}
+    assert [each.num_finished for each in reports] == list(range(2, 21, 2))
+    assert report.num_tokens == sum(num for _, num, _ in expected)
+    assert 0 < report.acceptance <= 1
+
+
+def test_a_batch_that_always_ends_its_actor_is_named_and_the_rest_goes_on_later(cluster, folder, tmp_path):
+    target, draft = str(folder / "target"), str(folder / "draft")
+    deaths, output = tmp_path / "deaths", tmp_path / "out.jsonl"
+    make = functools.partial(fatal_decoder, target, draft, NUM_NEW, MARKED_IDS, str(deaths), 1)
+    with pytest.raises(ConfigError, match=r"must not end its actor, got 2 rows \(.*\b8\b.*\) at which 1 died"):
+        decode(make, output, RayOptions(num_workers=1, num_attempts=1))
+    report = decode(make, output, RayOptions(num_workers=1, num_attempts=1))
+    assert report.num_rows == len(texts_in(output)) == 20
+
+
+def test_the_command_goes_on_with_actors_where_one_process_was_ended(cluster, folder, tmp_path, capsys):
+    ids = write_prompts(tmp_path / "prompts.jsonl", TEXTS)
+    output = tmp_path / "out.jsonl"
+    options = ["--target", str(folder / "target"), "-d", str(folder / "draft"), "-k", "3", "--device", "cpu"]
+    words = ["batch", str(tmp_path / "prompts.jsonl"), str(output), *options, "-n", str(NUM_NEW), "-b", "4"]
+    words += ["--dtype", "float64"]
+    assert main(words) == 0
+    whole = texts_in(output)
+    output.write_bytes(b"".join(output.read_bytes().splitlines(keepends=True)[:9]))
+    assert main([*words, "--engine", "ray", "--workers", "1", "--ordered"]) == 0
+    assert texts_in(output) == whole
+    assert list(texts_in(output)) == ids
+    assert "20 rows in" in capsys.readouterr().err
+
+
+def test_what_users_can_mend_is_one_line(cluster, folder, tmp_path, capsys):
+    write_prompts(tmp_path / "prompts.jsonl", TEXTS[:2])
+    words = ["batch", str(tmp_path / "prompts.jsonl"), str(tmp_path / "out.jsonl"), "--engine", "ray"]
+    target = ["--target", str(folder / "target")]
+    assert main([*words, *target, "--workers", "9"]) == 2
+    assert "all workers must fit into the cluster, got 9 of 1 CPU each where there are 2" in capsys.readouterr().err
+    assert main([*words, *target, "-d", str(folder / "none"), "--workers", "1"]) == 2
+    err = capsys.readouterr().err
+    assert "a model must be a folder" in err
+    assert len([line for line in err.splitlines() if line.startswith("hf-speculate: ")]) == 1
+
+
+@pytest.mark.parametrize("name", ["num_workers", "cpus_per_worker", "gpus_per_worker", "num_attempts"])
+def test_numbers_have_a_least_value(name):
+    with pytest.raises(ConfigError, match=f"{name} must be at least"):
+        RayOptions(**{name: -1})
+
+
+def test_ray_is_named_where_it_is_missing(folder, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match=r'pip install "hf-speculate\[ray\]"'):
+        decode(
+            functools.partial(fatal_decoder, "none", "none", NUM_NEW, MARKED_IDS, "none", 0),
+            tmp_path / "out.jsonl",
+            RayOptions(),
+        )
