@@ -2,9 +2,10 @@
 
     python benchmarks/suffix.py
 
-A round is what the decoder asks for: the tokens that were emitted are taken in, and every row is drafted up to K. The
-text is that of Python's standard library in the bundled tokenizer, different for each row; lengths alternate from round
-to round, so that all meet the same machine. transformers takes one row, and is shown the same texts.
+A round is what the decoder asks for: the tokens that were emitted are taken in, which the judge hands over as lists,
+and every row is drafted up to K. The text is that of Python's standard library in the bundled tokenizer, different for
+each row; lengths alternate from round to round, so that all meet the same machine. transformers takes one row, and is
+shown the same texts.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from transformers import AutoTokenizer
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from hf_speculate.draft.suffix import SuffixDrafter, SuffixSettings
-from hf_speculate.types import Kept, SampleStrategy
+from hf_speculate.types import HostKept, Kept, SampleStrategy
 
 NAME = "suffix"
 TARGET_LEN, MAX_US = 32_768, 20.0  # per row and round
@@ -58,9 +59,9 @@ class Text:
         """One round, after the next tokens of each row."""
         new = self.ids[:, self.length : self.length + self.num_each]
         self.length += self.num_each
-        counts = torch.full((len(new),), self.num_each, dtype=torch.int32)
+        new_ids = new.tolist()
         begin = time.perf_counter()
-        self._draft(new, Kept(new, counts))
+        self._draft(new, HostKept.of(new_ids))
         self.us.append((time.perf_counter() - begin) * 1e6 / len(new))
         if is_theirs:
             shown = self.ids[:1, : self.length]

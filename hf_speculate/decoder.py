@@ -211,6 +211,7 @@ class SpeculativeDecoder:
         self._check_laws(batch, verified, trimmed)
         self.place.enter(Stage.EMIT)
         batch.tokens.append(verified.token_ids, trimmed.num_emitted)
+        batch.note(verified.new_ids, trimmed.num_emitted)
         if batch.host_tokens is not batch.tokens:
             width = verified.token_ids.shape[1]
             ids = [row + [0] * (width - len(row)) for row in verified.new_ids]
