@@ -69,7 +69,7 @@ class SpeculativeDecoder:
         self._stop_lens: list[int | None] = [None] * len(recorder.new_ids)  # by output row, where a criterion fired
         self._faults: list[tuple[int, BadLogitsError]] = []  # past a row's stop, by the tokens before it
         recorded = recorder.recorded
-        self._options = {
+        self._options: dict[str, bool | list[int]] = {
             name: True
             for name, wanted in (
                 ("output_hidden_states", recorded.hidden_states),
@@ -90,7 +90,7 @@ class SpeculativeDecoder:
         self._since = self._clock()
         self._prompt_len = batch.prompt_len
         if batch.states is not None:
-            self._options["output_hidden_states"] = True
+            self._options["output_hidden_states"] = batch.states.wanted
         self._prefill(batch)
         while (num_draft_tokens := self._num_draft_tokens(batch)) is not None:
             if all(batch.is_finished):
