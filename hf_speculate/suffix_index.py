@@ -125,9 +125,10 @@ class SuffixIndex:
         found = self.text[end : end + num].tolist()
         if self._num_separators and found and min(found) < 0:
             return found[: next(offset for offset, token in enumerate(found) if token < 0)]
-        period = len(found) if is_repeated else 0
-        while period and len(found) < num:
-            found += found[: min(num - len(found), period)]
+        if is_repeated and found:
+            period = len(found)
+            while len(found) < num:
+                found += found[: min(num - len(found), period)]
         return found
 
     def follow(self, place: Place, token_ids: Iterable[int]) -> Place:
