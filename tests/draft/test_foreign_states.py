@@ -64,6 +64,7 @@ def make_mtp_target(folder, num_mtp_layers: int, dtype=torch.float64, vocab_size
     save_file(weights, folder / "model.safetensors")
     target.config.name_or_path = str(folder)
     target._keys_to_ignore_on_load_unexpected = [r"model\.layers\.[1-9].*"]  # the real ones name layers 61 and on
+    target._weight_conversions = []  # as from_pretrained leaves it where names are those of the modules
     return hf_speculate.enable(target)
 
 
@@ -237,6 +238,9 @@ class Reader(CandidateGenerator):
         assert model_kwargs["position_ids"].shape == model_kwargs["attention_mask"].shape == input_ids.shape
         assert not is_first_iteration
         return torch.cat([input_ids, torch.tensor([[7, 8]])], dim=1), None
+
+    def update_candidate_strategy(self, input_ids, scores, num_matches):
+        pass  # older versions of transformers ask for one
 
 
 def kept(ids, states):
