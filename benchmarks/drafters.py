@@ -2,8 +2,9 @@
 
     python benchmarks/drafters.py
 
-Nothing is timed, so other work on the machine changes nothing. K is constant. Rounds in which the draft model did not
-run are counted: they are what the hybrid saves besides.
+Nothing is timed, so other work on the machine changes nothing. K is constant. The draft model's forwards are counted:
+rounds without any are what the hybrid saves besides. A round's cost is one forward of the target and those of the
+draft, each as dear as its parameters' share of the target's.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from _subjects import PAIR, encode, load, read_prompts
 from tqdm import tqdm
 
 import hf_speculate
+from hf_speculate.choices import cost_ratio
 
 NAME = "drafters"
 DRAFTERS = ("copying", "model", "hybrid")
@@ -60,6 +62,7 @@ def measure(models: tuple[Any, Any], calls: Calls, category: str, mode: str, dra
         "drafter": drafter,
         "tokens_per_round": totals["num_emitted"] / totals["num_rounds"],
         "draft_forwards_per_round": calls.num / totals["num_batch_rounds"],
+        "draft_cost": cost_ratio(target, draft),
         **totals,
     }
 
@@ -71,7 +74,26 @@ COLUMNS = {
     "tokens a round": lambda row: row["tokens_per_round"],
     "drafted a round": lambda row: row["num_drafted"] / row["num_rounds"],
     "draft model's forwards a round": lambda row: row["draft_forwards_per_round"],
+    "target forwards' worth a token": lambda row: cost_per_token(row),
 }
+
+
+def cost_per_token(row: dict[str, Any]) -> float:
+    """What a token costs, in forwards of the target."""
+    return (1 + row["draft_cost"] * row["draft_forwards_per_round"]) / row["tokens_per_round"]
+
+
+def table(content: dict[str, Any]) -> str:
+    """Every cell."""
+    return markdown(COLUMNS, content["rows"])
+
+
+def over_better(rows: list[dict[str, Any]]) -> list[float]:
+    """By mode and category, the hybrid's tokens a round over those of the better of the two."""
+    cells: dict[tuple[str, str], dict[str, float]] = {}
+    for row in rows:
+        cells.setdefault((row["mode"], row["category"]), {})[row["drafter"]] = row["tokens_per_round"]
+    return [of["hybrid"] / max(of["copying"], of["model"]) for of in cells.values()]
 
 
 def main() -> None:
@@ -94,7 +116,7 @@ def main() -> None:
     ]
     rows = [measure(models, calls, *cell, args) for cell in tqdm(cells, desc=NAME, disable=None)]
     path = write_results(NAME, args, rows, args.results)
-    print(markdown(COLUMNS, rows))
+    print(table({"rows": rows}))
     print(f"written to {path}")
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import acceptance
+import drafters
 import end_to_end
 import memory
 import never_slower
@@ -39,6 +40,7 @@ SECTIONS = (
     Section("Verifiers", "verifiers", as_table),
     Section("Acceptance", "acceptance", acceptance.table),
     Section("Drafts without a model", suffix.NAME, suffix.table),
+    Section("A draft model and copies together", drafters.NAME, drafters.table),
 )
 CONSTANT_K = 5  # of the constant schedule that is held to the targets of the default one
 # What bounds a figure that is not reached, by words that it holds; the first that fits.
@@ -210,6 +212,12 @@ def suffix_targets(rows: list[Row], where: str) -> list[Target]:
     ]
 
 
+def drafters_targets(rows: list[Row], where: str) -> list[Target]:
+    greedy = [row for row in rows if row["mode"] == "greedy"]
+    figure = f"hybrid over the better of copying and the draft model, tokens a round, worst category{where}"
+    return [line(figure, 1.0, drafters.over_better(greedy))]
+
+
 TARGETS = {
     end_to_end.NAME: end_to_end_targets,
     overhead.NAME: overhead_targets,
@@ -217,6 +225,7 @@ TARGETS = {
     scaling.NAME: scaling_targets,
     memory.NAME: memory_targets,
     suffix.NAME: suffix_targets,
+    drafters.NAME: drafters_targets,
 }
 TARGET_COLUMNS = {
     "figure": lambda row: row.figure,

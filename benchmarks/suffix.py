@@ -2,9 +2,10 @@
 
     python benchmarks/suffix.py
 
-A round is what the decoder asks for: the tokens that were emitted are taken in, and every row is drafted up to K. The
-text is that of Python's standard library in the bundled tokenizer, different for each row; lengths alternate from round
-to round, so that all meet the same machine. transformers takes one row, and is shown the same texts.
+A round is all that the decoder does for drafting: the tokens that were emitted, which the judge hands over as lists,
+are noted and told, and every row is drafted up to K. The text is that of Python's standard library in the bundled
+tokenizer, different for each row; lengths alternate from round to round, so that all meet the same machine.
+transformers takes one row, and is shown the same texts.
 """
 
 import argparse
@@ -21,8 +22,10 @@ from tqdm import tqdm
 from transformers import AutoTokenizer
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
+from hf_speculate.batch import Batch
 from hf_speculate.draft.suffix import SuffixDrafter, SuffixSettings
-from hf_speculate.types import Kept, SampleStrategy
+from hf_speculate.sequences import TokenBuffer
+from hf_speculate.types import SampleStrategy
 
 NAME = "suffix"
 TARGET_LEN, MAX_US = 32_768, 20.0  # per row and round
@@ -47,8 +50,11 @@ class Text:
         self.ids, self.length, self.num_each = ids, length, args.emitted
         self.num_draft_tokens = args.num_draft_tokens
         self.drafter = SuffixDrafter(SuffixSettings(max_draft_tokens=args.num_draft_tokens))
+        no_cache: Any = None
+        seeds = torch.zeros(len(ids), dtype=torch.int64)
+        self.batch = Batch(TokenBuffer(ids[:, :1]), ids[:, :1], no_cache, None, seeds, [1] * len(ids))
         begin = time.perf_counter()
-        self._draft(ids[:, :length], None)
+        self._draft(ids[:, :length])
         self.build_us = (time.perf_counter() - begin) / ids[:, :length].numel() * 1e6
         self.theirs = PromptLookupCandidateGenerator(num_output_tokens=args.num_draft_tokens, max_length=1 << 30)
         self.us: list[float] = []
@@ -58,9 +64,10 @@ class Text:
         """One round, after the next tokens of each row."""
         new = self.ids[:, self.length : self.length + self.num_each]
         self.length += self.num_each
-        counts = torch.full((len(new),), self.num_each, dtype=torch.int32)
+        new_ids, num_emitted = new.tolist(), [self.num_each] * len(new)
         begin = time.perf_counter()
-        self._draft(new, Kept(new, counts))
+        self.batch.note(new_ids, num_emitted)
+        self._draft(new)
         self.us.append((time.perf_counter() - begin) * 1e6 / len(new))
         if is_theirs:
             shown = self.ids[:1, : self.length]
@@ -68,8 +75,10 @@ class Text:
             self.theirs.get_candidates(shown)
             self.their_us.append((time.perf_counter() - begin) * 1e6)
 
-    def _draft(self, new: Tensor, kept: Kept | None) -> None:
+    def _draft(self, new: Tensor) -> None:
+        kept = self.batch.kept_on_host()
         self.drafter.draft(new, None, self.num_draft_tokens, SampleStrategy.GREEDY, kept=kept)
+        self.batch.tell(is_on_host=True)
 
 
 def measure(ids: list[int], batch_size: int, args: argparse.Namespace) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from hf_speculate.hidden_states import HiddenStates
 from hf_speculate.infer.kv_cache import KVCache
 from hf_speculate.sequences import TokenBuffer
-from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy
+from hf_speculate.types import DraftOut, HostKept, Kept, NoiseKeys, SampleStrategy
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,7 @@ class Batch:
         self.num_valid: list[int] | None = None  # real tokens that the draft cache holds for sure; None: nobody asks
         self.told_lens: list[int] | None = None  # each row's length at the drafter's last call
         self.told_round = 0  # the round of that call
+        self.new_ids: list[list[int]] | None = None  # what each row has gained since then; None: nobody asks
         self.num_rounds = 0
 
     def separate_host_tokens(self) -> TokenBuffer:
@@ -114,10 +115,32 @@ class Batch:
         ids = ids.masked_fill(offsets >= num_emitted.to(device)[:, None], -1)
         return Kept(ids, num_emitted, states, num_rounds=self.num_rounds - self.told_round)
 
-    def tell(self) -> None:
-        """Note that the drafter has been told all that was emitted."""
+    def kept_on_host(self) -> Kept | None:
+        """As `kept`, for a drafter that reads tokens on the host: what the judge had there already."""
+        if self.new_ids is None:
+            return None
+        return HostKept.of(self.new_ids, self.num_rounds - self.told_round)
+
+    def tell(self, is_on_host: bool = False) -> None:
+        """Note that the drafter has been told all that was emitted.
+
+        Args:
+            is_on_host: whether it is to be told of what comes by `kept_on_host`.
+        """
         self.told_lens = list(self.tokens.lens)
         self.told_round = self.num_rounds
+        self.new_ids = [[] for _ in self.row_ids] if is_on_host else None
+
+    def note(self, new_ids: list[list[int]], num_emitted: list[int]) -> None:
+        """Take down what rows have gained, where somebody will ask.
+
+        Args:
+            new_ids: [B] tokens that were judged good.
+            num_emitted: [B] how many of them the text has gained.
+        """
+        if self.new_ids is not None:
+            for gained, ids, num in zip(self.new_ids, new_ids, num_emitted, strict=True):
+                gained += ids[:num]
 
     def rows(self, indices: list[int]) -> None:
         """Keep the rows `indices` of everything."""
@@ -133,7 +156,7 @@ class Batch:
         self.seeds = self.seeds[index]
         if self.told_lens is not None:
             self.told_lens = [self.told_lens[row] for row in indices]
-        for name in ("num_prompt_tokens", "row_ids", "is_finished", "num_held", "num_pads", "num_valid"):
+        for name in ("num_prompt_tokens", "row_ids", "is_finished", "num_held", "num_pads", "num_valid", "new_ids"):
             values = getattr(self, name)
             setattr(self, name, None if values is None else [values[row] for row in indices])
 

@@ -10,8 +10,7 @@ from hf_speculate.choices import Choices, choose, cost_ratio
 from hf_speculate.compiling import Compiler, draft_lens
 from hf_speculate.config import DEFAULT_ASSISTANT_TOKENS, SpeculationConfig
 from hf_speculate.decoder import SpeculativeDecoder
-from hf_speculate.drafting import DraftPlan, build_drafter, min_draft_query, reads_hidden_states, within_drafter
-from hf_speculate.hidden_states import HiddenStates
+from hf_speculate.drafting import DraftPlan, build_drafter, hidden_states_for, min_draft_query, within_drafter
 from hf_speculate.infer.chunks import draft_chunk_size
 from hf_speculate.infer.homes import Home
 from hf_speculate.infer.language_model import device_of
@@ -71,8 +70,8 @@ def build_decoder(
     carrier = make_carrier(config.draft_state, draft, call.vocabulary, call.text_mask) if text_only else None
     if carrier is not None:
         carrier.recall(batch, drafter)
-    if reads_hidden_states(drafter):
-        batch.states = HiddenStates()
+    batch.states = hidden_states_for(drafter)
+    if batch.states is not None:
         compiler.run_target_eagerly("eager forwards of the target, whose hidden states the drafter reads")
     keeps_rows = call.keeps_rows or call.is_cache_kept or bool(stats.compiled) or carrier is not None
     settings = _decoder_settings(choices, call, min_draft_query(drafter), keeps_rows)

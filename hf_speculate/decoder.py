@@ -73,7 +73,7 @@ class SpeculativeDecoder:
         self._stop_lens: list[int | None] = [None] * len(recorder.new_ids)  # by output row, where a criterion fired
         self._faults: list[tuple[int, BadLogitsError]] = []  # past a row's stop, by the tokens before it
         recorded = recorder.recorded
-        self._options = {
+        self._options: dict[str, bool | list[int]] = {
             name: True
             for name, wanted in (
                 ("output_hidden_states", recorded.hidden_states),
@@ -94,7 +94,7 @@ class SpeculativeDecoder:
         self._began = self._since = self._clock()
         self._prompt_len = batch.prompt_len
         if batch.states is not None:
-            self._options["output_hidden_states"] = True
+            self._options["output_hidden_states"] = batch.states.wanted
         self._prefill(batch)
         while (num_draft_tokens := self._num_draft_tokens(batch)) is not None:
             if all(batch.is_finished):
@@ -224,6 +224,7 @@ class SpeculativeDecoder:
         self._check_laws(batch, verified, trimmed)
         self.place.enter(Stage.EMIT)
         batch.tokens.append(verified.token_ids, trimmed.num_emitted)
+        batch.note(verified.new_ids, trimmed.num_emitted)
         if batch.host_tokens is not batch.tokens:
             width = verified.token_ids.shape[1]
             ids = [row + [0] * (width - len(row)) for row in verified.new_ids]

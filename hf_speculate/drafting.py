@@ -11,12 +11,14 @@ from hf_speculate.compiling import Compiler
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.base import Drafter, DrafterRequest
 from hf_speculate.draft.compiled import UNIT_QUERY_LEN, CompiledDrafter
-from hf_speculate.draft.foreign import ForeignDrafter
+from hf_speculate.draft.foreign import ForeignDrafter, layers_read
+from hf_speculate.draft.foreign_states import StateReadingDrafter
 from hf_speculate.draft.hybrid import HybridDrafter
 from hf_speculate.draft.model import DraftSettings, ModelDrafter
 from hf_speculate.draft.own import OwnDrafter
 from hf_speculate.draft.suffix import SuffixDrafter, SuffixSettings
 from hf_speculate.draft.vocabulary import TranslatedLanguageModel, Vocabulary
+from hf_speculate.hidden_states import HiddenStates
 from hf_speculate.infer.compiled import CompiledLanguageModel
 from hf_speculate.infer.context import Context
 from hf_speculate.infer.inferencer import Inferencer
@@ -74,7 +76,8 @@ def build_drafter(plan: DraftPlan, batch: Batch) -> Drafter | None:
         return OwnDrafter(config.drafter, _request(plan, batch))
     match (plan.draft, config.prompt_lookup_num_tokens, plan.generator):
         case None, None, CandidateGenerator() as generator:
-            return ForeignDrafter(generator)
+            layers = layers_read(generator)
+            return ForeignDrafter(generator) if layers is None else StateReadingDrafter(generator, layers)
         case None, int(num), None:
             return SuffixDrafter(_suffix_settings(plan, num), device)
         case PreTrainedModel() as draft, None, None:
@@ -85,9 +88,11 @@ def build_drafter(plan: DraftPlan, batch: Batch) -> Drafter | None:
     return None
 
 
-def reads_hidden_states(drafter: Drafter | None) -> bool:
-    """Whether a drafter is told the target's hidden states."""
-    return isinstance(drafter, OwnDrafter) and drafter.reads_hidden_states
+def hidden_states_for(drafter: Drafter | None) -> HiddenStates | None:
+    """Where the target's hidden states wait for a drafter; None: it reads none."""
+    if isinstance(drafter, OwnDrafter) and drafter.reads_hidden_states:
+        return HiddenStates()
+    return HiddenStates(drafter.layers) if isinstance(drafter, StateReadingDrafter) else None
 
 
 def within_drafter(config: SpeculationConfig, drafter: Drafter | None) -> SpeculationConfig:

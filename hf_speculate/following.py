@@ -43,16 +43,17 @@ class Follower:
             return batch.no_draft()
         self._was_live = [not is_finished for is_finished in batch.is_finished]
         batch.num_held = [length - num_fed for length in batch.tokens.lens]
-        tokens = batch.host_tokens if self.settings.drafts_on_host else batch.tokens
+        on_host = self.settings.drafts_on_host
+        tokens = batch.host_tokens if on_host else batch.tokens
         draft = self.drafter.draft(
             tokens.last(num_fed),
             batch.draft_cache,
             num_draft_tokens,
             self.settings.draft_strategy,
             keys=keys,
-            kept=batch.kept(tokens),
+            kept=batch.kept_on_host() if on_host else batch.kept(tokens),
         )
-        batch.tell()
+        batch.tell(on_host)
         draft = self._within_length(batch, draft)
         num_ahead = draft.token_ids.shape[1] - 1 if batch.draft_cache is not None else 0
         if draft.fed is not None:

@@ -1,4 +1,4 @@
-"""Keeps the target's last hidden states until the drafter reads them."""
+"""Keeps the target's hidden states until the drafter reads them."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -19,13 +19,19 @@ class _Piece(NamedTuple):
 
 
 class HiddenStates:
-    """The last hidden states that the drafter has not been told, row by row.
+    """The hidden states that the drafter has not been told, row by row: the last ones, unless layers are named.
 
     Of a forward's states a row has those of real tokens, as many as tokens were chosen from them and kept. Numbers stay
     on the host, states where the target left them: neither adding nor taking waits for an accelerator.
+
+    Args:
+        layers: the layers whose states are wanted, joined along D in this order, as `output_hidden_states` of the
+            target's forward numbers them; None: the last, as its head reads it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, layers: Sequence[int] | None = None):
+        self._layers = [-1] if layers is None else list(layers)
+        self.wanted: bool | list[int] = True if layers is None else self._layers  # what the target's forward is asked
         self._pieces: list[_Piece] = []
 
     @property
@@ -44,7 +50,7 @@ class HiddenStates:
         Raises:
             UnsupportedModelError: the model does not give a hidden state for every token.
         """
-        states = _last_states(output)
+        states = self._states(output)
         width = states.shape[1]
         starts = [min(max(num_ahead - num, 0), width) for num in num_tokens]
         self._pieces.append(_Piece(states, starts, [width - start for start in starts]))
@@ -59,7 +65,7 @@ class HiddenStates:
         Raises:
             UnsupportedModelError: see `add_prompt`.
         """
-        states = _last_states(output)
+        states = self._states(output)
         self._pieces.append(_Piece(states, [0] * len(counts), list(counts)))
 
     def take(self, device: torch.device) -> Tensor:
@@ -69,7 +75,7 @@ class HiddenStates:
             device: where they are wanted.
 
         Returns:
-            [B, N, D], N the most that a row has; past a row's own they may be anything.
+            [B, N, D], N the most that a row has; past a row's own they may be anything. D is that of all layers wanted.
         """
         pieces, counts = self._pieces, self.counts
         # Copied, also where there is one: into what a forward in inference mode gave the drafter could not write.
@@ -81,6 +87,18 @@ class HiddenStates:
             states = states.gather(1, order[..., None].expand(-1, -1, states.shape[2]))  # [B, N, D]
         self._pieces = []
         return states.to(device)
+
+    def _states(self, output: Scored) -> Tensor:
+        """[B, Q, D], or D of each layer that is wanted."""
+        given = output.hidden_states or ()
+        few = [layer for layer in self._layers if not -len(given) <= layer < len(given) or given[layer] is None]
+        if few or any(given[layer].shape[1] < output.logits.shape[1] for layer in self._layers):
+            raise UnsupportedModelError(
+                f"the target must return a hidden state for every token, got none with output_hidden_states="
+                f"{self.wanted}; use a drafter that does not read them"
+            )
+        states = [given[layer] for layer in self._layers]
+        return states[0] if len(states) == 1 else torch.cat([one.to(states[0].device) for one in states], dim=-1)
 
     def rows(self, indices: Sequence[int]) -> None:
         """Keep the rows `indices`, in that order."""
@@ -104,14 +122,3 @@ def _own_first(pieces: Sequence[_Piece]) -> Tensor:
     ends = starts + torch.tensor([piece.counts for piece in pieces])[piece_of]
     is_own = (offsets[:, None] >= starts) & (offsets[:, None] < ends)  # [S, B]
     return is_own.T.to(torch.int8).argsort(dim=1, descending=True, stable=True)
-
-
-def _last_states(output: Scored) -> Tensor:
-    """[B, Q, D], what the model's head reads."""
-    layers = output.hidden_states
-    if not layers or layers[-1].shape[1] < output.logits.shape[1]:
-        raise UnsupportedModelError(
-            "the target must return a hidden state for every token, got none with output_hidden_states=True; "
-            "use a drafter that does not read them"
-        )
-    return layers[-1]

@@ -166,7 +166,9 @@ class LockStepJudge:
             if self.pad_token_id is not None:
                 stays = stays | was_finished  # their draft is the padding that they go on with
             num_accepted += verdict.num_accepted
-            for flags in verdict.status[~was_finished].tolist():
+            # rows that have ended are shown padding; without EOS they go on, and plain `generate` draws from them
+            is_text = ~was_finished if self.pad_token_id is not None else torch.ones_like(was_finished)
+            for flags in verdict.status[is_text].tolist():
                 status |= flags
             self.stats.num_user_host_syncs += 1
             self.is_finished = is_finished

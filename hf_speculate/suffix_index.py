@@ -64,44 +64,49 @@ class SuffixIndex:
         """Append tokens, and find the match of the new end."""
         text, lens, links, ends = self.text, self._lens, self._links, self._ends
         tokens, nexts, more = self._tokens, self._nexts, self._more
-        most, last, matched = self.max_match_len, self._last, self._matched
+        most, last, matched, match_end = self.max_match_len, self._last, self._matched, self.match_end
+        length, num_more, nothing = len(text), 0, _NOTHING
         for token in token_ids:
             text.append(token)
-            length, new = len(text), len(lens)
+            length += 1
+            new = len(lens)
             lens.append(length)
             links.append(0)
             ends.append(length)
-            tokens.append(_NOTHING)
+            tokens.append(nothing)
             nexts.append(0)
-            state, suffix = last, 0
-            while state >= 0:  # every suffix of the old text that the token has not followed yet
-                first = tokens[state]
-                if first == token:
+            tokens[last] = token  # nothing has followed the whole text yet
+            nexts[last] = new
+            state = links[last]
+            while state >= 0:  # every shorter suffix of the old text that the token has not followed yet
+                if tokens[state] == token:
                     suffix = nexts[state]
                     break
-                if first == _NOTHING:
-                    tokens[state], nexts[state] = token, new
+                others = more.get(state)
+                if others is None:
+                    more[state] = {token: new}
                 else:
-                    others = more.setdefault(state, {})
-                    if token in others:
-                        suffix = others[token]
+                    suffix = others.setdefault(token, new)
+                    if suffix != new:
                         break
-                    others[token] = new
-                    self._num_more += 1
+                num_more += 1
                 state = links[state]
-            if state >= 0 and lens[suffix] > lens[state] + 1:
-                suffix = self._split(state, suffix, token)
-            links[new] = suffix
+            else:
+                suffix = 0
+            if suffix:
+                if lens[suffix] > lens[state] + 1:
+                    suffix = self._split(state, suffix, token)
+                links[new] = suffix
             last = new
             if lens[suffix] > most:  # then the old match had `most` tokens too, and one more token follows it
                 suffix = self._within(self._next(self._within(matched, most), token), most)
             matched, match_end = suffix, ends[suffix]
-            while suffix > 0:  # at most one state per length of a match
+            while suffix:  # at most one state per length of a match
                 ends[suffix] = length
                 suffix = links[suffix]
-        if last != self._last:
-            self._last, self._matched = last, matched
-            self.match_len, self.match_end = min(lens[matched], most), match_end
+        self._num_more += num_more
+        self._last, self._matched = last, matched
+        self.match_len, self.match_end = min(lens[matched], most), match_end
 
     def separate(self) -> None:
         """Begin another text, whose tokens follow nothing that came before."""
@@ -118,11 +123,12 @@ class SuffixIndex:
                 is continued with its period. Else the continuation ends there, as it does at a separator.
         """
         found = self.text[end : end + num].tolist()
-        if found and min(found) < 0:
+        if self._num_separators and found and min(found) < 0:
             return found[: next(offset for offset, token in enumerate(found) if token < 0)]
-        period = len(found) if is_repeated else 0
-        while period and len(found) < num:
-            found += found[: min(num - len(found), period)]
+        if is_repeated and found:
+            period = len(found)
+            while len(found) < num:
+                found += found[: min(num - len(found), period)]
         return found
 
     def follow(self, place: Place, token_ids: Iterable[int]) -> Place:
@@ -187,20 +193,26 @@ class SuffixIndex:
 
     def _split(self, state: int, wide: int, token: int) -> int:
         """Give the strings of `wide` up to those of `state` and the token a state of their own: they end here too."""
-        twin = len(self._lens)
-        self._lens.append(self._lens[state] + 1)
-        self._links.append(self._links[wide])
+        lens, links, tokens, nexts, more = self._lens, self._links, self._tokens, self._nexts, self._more
+        twin = len(lens)
+        lens.append(lens[state] + 1)
+        links.append(links[wide])
         self._ends.append(self._ends[wide])
-        self._tokens.append(self._tokens[wide])
-        self._nexts.append(self._nexts[wide])
-        if wide in self._more:
-            self._more[twin] = dict(self._more[wide])
-            self._num_more += len(self._more[twin])
-        self._links[wide] = twin
-        while state >= 0 and self._next(state, token) == wide:
-            if self._tokens[state] == token:
-                self._nexts[state] = twin
+        tokens.append(tokens[wide])
+        nexts.append(nexts[wide])
+        others = more.get(wide)
+        if others is not None:
+            more[twin] = others.copy()
+            self._num_more += len(others)
+        links[wide] = twin
+        while state >= 0:
+            if tokens[state] == token:
+                if nexts[state] != wide:
+                    break
+                nexts[state] = twin
+            elif more[state][token] != wide:
+                break
             else:
-                self._more[state][token] = twin
-            state = self._links[state]
+                more[state][token] = twin
+            state = links[state]
         return twin

@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from hf_speculate.triton_kernels.types import NoiseKeys, Sampled, Status, Stream, Verdict
@@ -47,6 +48,34 @@ class Kept(NamedTuple):
     num_emitted: Tensor  # [B] int32, on the host; 0 for a row that has ended and stays
     hidden_states: Tensor | None = None  # [B, N, D], anything past `num_emitted`; None: the drafter reads none
     num_rounds: int = 1  # since the drafter's last call, plain steps among them
+    new_ids: Sequence[list[int]] | None = None  # [B] the tokens once more, as lists; None: the drafter reads tensors
+
+
+class HostKept(Kept):
+    """What a drafter is told that reads lists; the tensors, whose making takes longer than its work, when asked for."""
+
+    @classmethod
+    def of(cls, new_ids: Sequence[list[int]], num_rounds: int = 1) -> "HostKept":
+        """What rows have gained.
+
+        Args:
+            new_ids: [B] lists of tokens; left as they are.
+            num_rounds: since the drafter's last call.
+        """
+        nothing: Any = None
+        return cls(nothing, nothing, None, num_rounds, new_ids)
+
+    @property
+    def token_ids(self) -> Tensor:
+        """See `Kept`."""
+        ids = self.new_ids or []
+        width = max(map(len, ids), default=0)
+        return torch.tensor([row + [-1] * (width - len(row)) for row in ids], dtype=torch.int64)
+
+    @property
+    def num_emitted(self) -> Tensor:
+        """See `Kept`."""
+        return torch.tensor([len(row) for row in self.new_ids or []], dtype=torch.int32)
 
 
 class KVState(NamedTuple):

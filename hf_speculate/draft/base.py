@@ -105,7 +105,7 @@ def check_request(
     """Raise what `Drafter.draft` promises to raise."""
     if num_draft_tokens < 1:
         raise ConfigError(f"num_draft_tokens must be at least 1, got {num_draft_tokens}; skip the drafter for none")
-    if query_token_ids.ndim != 2 or query_token_ids.shape[1] < 1:
+    if query_token_ids.dim() != 2 or query_token_ids.size(1) < 1:
         raise ShapeError(f"query_token_ids must be [B, Q] with Q >= 1, got {list(query_token_ids.shape)}")
     if sample_strategy is SampleStrategy.RANDOM and keys is None:
         raise ConfigError("keys must be given for SampleStrategy.RANDOM, got None; pass NoiseKeys of the round")

@@ -1,5 +1,6 @@
 """Drafts with a transformers `CandidateGenerator`."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,7 +9,9 @@ from torch import Tensor
 from transformers.generation.candidate_generator import (
     AssistedCandidateGenerator,
     CandidateGenerator,
+    DFlashTokenCandidateGenerator,
     EarlyExitCandidateGenerator,
+    MTPCandidateGenerator,
 )
 
 from hf_speculate.draft.base import check_request
@@ -25,29 +28,67 @@ def make_generator(source: CandidateGenerator | GeneratorFactory | None, **prepa
     """The call's generator.
 
     Args:
-        source: a generator, or what makes one from `prepared`; None: the call has none.
+        source: a generator, or what makes one from those of `prepared` that it takes; None: the call has none.
         **prepared: `input_ids`, `generation_config`, `model_kwargs`, `inputs_tensor` and `logits_processor`, as
             transformers hands them to its own generators; of the processors it gets those that are pure and row-wise,
             for others follow the text and must not be shown drafts.
 
     Raises:
-        UnsupportedGenerationError: it is no generator, or one that reads the target's outputs.
+        UnsupportedGenerationError: it is no generator, or one that reads more than the text and hidden states of
+            layers that it names; or one that reads states and was made before the call.
     """
     if source is None:
         return None
     prepared["logits_processor"] = BlockLogitsProcessorList(prepared["logits_processor"]).row_wise_part()
-    generator = source if isinstance(source, CandidateGenerator) else source(**prepared)
+    generator = source if isinstance(source, CandidateGenerator) else source(**_taken(source, prepared))
     if not isinstance(generator, CandidateGenerator):
         raise UnsupportedGenerationError(
             f"candidate_generator must make a transformers CandidateGenerator, got {type(generator).__name__}; "
             "return an instance of a subclass"
         )
-    if getattr(generator, "requires_model_outputs", False):
+    if layers_read(generator) is None:
+        return generator
+    name = type(generator).__name__
+    if generator is source:
         raise UnsupportedGenerationError(
-            "candidate_generator must draft from the text alone, got "
-            f"{type(generator).__name__}, which reads the target's hidden states; decode without enabling the model"
+            f"candidate_generator must be what makes a generator that reads hidden states, got a {name}, which "
+            f"remembers its text; pass a functools.partial of {name}"
+        )
+    if prepared["generation_config"].output_hidden_states:
+        raise UnsupportedGenerationError(
+            f"output_hidden_states must be left out with {name}, got True; it reads the states of some layers only"
         )
     return generator
+
+
+def layers_read(generator: CandidateGenerator) -> list[int] | None:
+    """The layers whose hidden states a generator reads, as the target's forward numbers them; None: it reads none.
+
+    Raises:
+        UnsupportedGenerationError: it reads something else of the target, or the states of all layers.
+    """
+    if not getattr(generator, "requires_model_outputs", False):
+        return None
+    asked = dict(getattr(generator, "model_kwargs_overrides", {}))
+    layers = asked.pop("output_hidden_states", True)
+    if asked or isinstance(layers, bool):
+        what = ", ".join(sorted(asked)) or "the hidden states of all layers"
+        raise UnsupportedGenerationError(
+            f"candidate_generator must read the text or hidden states of layers that it names, got "
+            f"{type(generator).__name__}, which reads {what}; decode without enabling the model"
+        )
+    return [layers] if isinstance(layers, int) else list(layers)
+
+
+def _taken(source: GeneratorFactory, prepared: dict[str, Any]) -> dict[str, Any]:
+    """What a factory takes: transformers, too, hands MTP no text."""
+    try:
+        parameters = inspect.signature(source).parameters
+    except (TypeError, ValueError):  # it does not say
+        return prepared
+    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
+        return prepared
+    return {name: value for name, value in prepared.items() if name in parameters}
 
 
 def samples_its_law(generator: CandidateGenerator) -> bool:
@@ -62,6 +103,9 @@ def samples_its_law(generator: CandidateGenerator) -> bool:
     if type(generator) in (AssistedCandidateGenerator, EarlyExitCandidateGenerator):
         own: Any = generator
         return bool(own.generation_config.do_sample)
+    if type(generator) in (DFlashTokenCandidateGenerator, MTPCandidateGenerator):
+        own = generator
+        return bool(own.do_sample)
     return False
 
 
@@ -116,10 +160,17 @@ class ForeignDrafter:
                 return _without_first(first)
         return self._draft(text, num_draft_tokens)
 
-    def _draft(self, text: Any, num_draft_tokens: int) -> DraftOut:
+    def _draft(self, text: Any, num_draft_tokens: int, **told: Any) -> DraftOut:
+        """Ask for what follows the text.
+
+        Args:
+            text: [1, T] int64.
+            num_draft_tokens: more are cut off.
+            **told: what the generator is told besides the text.
+        """
         self._tell(text)
         with torch.no_grad():
-            candidate_ids, logits = self.generator.get_candidates(text)
+            candidate_ids, logits = self.generator.get_candidates(text, **told)
         token_ids = candidate_ids[:, text.shape[1] :][:, :num_draft_tokens].to(text.device, torch.int64)  # [1, K]
         self._text, self._shown_len = text, text.shape[1]
         self._num_proposed = candidate_ids.shape[1] - text.shape[1]

@@ -128,7 +128,7 @@ class HybridDrafter:
         promised = self._of_suffix.expected(row, suffix_kinds(proposal.match_len, len(proposal.token_ids)))
         return promised >= self._of_model.expected(row, model_kinds(num_model))
 
-    def _learn(self, gained: list[list[int]], num_rounds: int) -> None:
+    def _learn(self, gained: Sequence[list[int]], num_rounds: int) -> None:
         """See what became of the last call's proposals.
 
         Args:

@@ -1,5 +1,6 @@
 """Drafts what followed the text's end where it stood before, without a model."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -44,6 +45,7 @@ class Proposal(NamedTuple):
 
 
 NO_PROPOSAL = Proposal([], 0)
+_HOST = torch.device("cpu")
 
 
 class SuffixRow:
@@ -97,7 +99,7 @@ class SuffixRows:
         self._num_pads = settings.num_pads
         self.rows: list[SuffixRow] = []
 
-    def follow(self, query_token_ids: Tensor, kept: Kept | None) -> list[list[int]] | None:
+    def follow(self, query_token_ids: Tensor, kept: Kept | None) -> Sequence[list[int]] | None:
         """Take in what is new.
 
         Args:
@@ -110,8 +112,10 @@ class SuffixRows:
         if kept is None:
             self._begin(query_token_ids.tolist())
             return None
-        counts = kept.num_emitted.tolist()
-        gained = [ids[:num] for ids, num in zip(kept.token_ids.tolist(), counts, strict=True)]
+        gained = kept.new_ids
+        if gained is None:
+            counts = kept.num_emitted.tolist()
+            gained = [ids[:num] for ids, num in zip(kept.token_ids.tolist(), counts, strict=True)]
         for row, ids in zip(self.rows, gained, strict=True):
             row.extend(ids)
         return gained
@@ -171,10 +175,12 @@ class SuffixDrafter:
         """See `Drafter.draft`; `kv_cache` is left alone, `query_token_ids` and `kept` are expected on the host."""
         check_request(query_token_ids, num_draft_tokens, sample_strategy, keys)
         gained = self.texts.follow(query_token_ids, kept)
-        proposals = [
-            row.propose(num_draft_tokens).token_ids if gained is None or gained[number] else []
-            for number, row in enumerate(self.texts.rows)  # a row that gains nothing has ended
-        ]
+        rows = self.texts.rows
+        if gained is None or all(gained):
+            proposals = [row.propose(num_draft_tokens).token_ids for row in rows]
+        else:  # a row that gains nothing has ended
+            pairs = zip(rows, gained, strict=True)
+            proposals = [row.propose(num_draft_tokens).token_ids if ids else [] for row, ids in pairs]
         return point_masses(proposals, self.device)
 
     def rows(self, indices: Sequence[int]) -> None:
@@ -184,15 +190,21 @@ class SuffixDrafter:
 
 def point_masses(proposals: Sequence[list[int]], device: torch.device) -> DraftOut:
     """A draft of lists of tokens, as long as the longest; shorter ones are filled up with token 0."""
-    lens = [len(ids) for ids in proposals]
+    lens = tuple(map(len, proposals))
     width = max(lens)
-    rows = [ids if num == width else [*ids, *[0] * (width - num)] for ids, num in zip(proposals, lens, strict=True)]
-    # numpy reads short lists in half of torch.tensor()'s time
-    token_ids = torch.from_numpy(np.array(rows, dtype=np.int64))  # [B, K]
-    counts = torch.from_numpy(np.array(lens, dtype=np.int32))  # [B]
-    if device.type != "cpu":
+    if min(lens) < width:
+        proposals = [ids + [0] * (width - len(ids)) for ids in proposals]
+    # numpy reads short lists in a third of torch.tensor()'s time
+    token_ids, counts = torch.from_numpy(np.array(proposals, dtype=np.int64)), _counts(lens)  # [B, K], [B]
+    if device != _HOST:
         token_ids, counts = token_ids.to(device), counts.to(device)
     return DraftOut(token_ids, counts, None, None)
+
+
+@functools.lru_cache(maxsize=1024)  # a fifth of a round's microseconds went into making them; nobody writes into them
+def _counts(lens: tuple[int, ...]) -> Tensor:
+    """[B] int32."""
+    return torch.tensor(lens, dtype=torch.int32, device="cpu")
 
 
 def _within(num: int, match_len: int) -> int:

@@ -151,6 +151,50 @@ def test_a_row_that_runs_ahead_past_the_end_of_all_is_not_looked_at(seed):
         target.generate(**inputs, **drafted, logits_processor=[ForbidsFrom(plain.shape[1] - 1)])
 
 
+class StopsAtSevenths(StoppingCriteria):
+    """A user's own, which moves the rows in lock step."""
+
+    @staticmethod
+    def is_stop(ids):
+        return ids % 7 == 1
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return self.is_stop(input_ids[:, -1])
+
+
+class SpoilsRowsAfter(LogitsProcessor):
+    """Leaves no law to the rows that hold an id after the prompt."""
+
+    def __init__(self, is_id, prompt_len):
+        self.is_id, self.prompt_len = is_id, prompt_len
+
+    def __call__(self, input_ids, scores):
+        holds = self.is_id(input_ids[:, self.prompt_len :]).any(1)
+        return torch.where(holds[:, None], torch.full_like(scores, NAN), scores)
+
+
+@pytest.mark.parametrize("has_eos", [False, True])
+@pytest.mark.parametrize("verifier", ["rejection", "coupled"])
+def test_rows_in_lock_step_that_have_stopped_are_looked_at_where_they_go_on(has_eos, verifier):
+    """Without EOS a row that has stopped goes on till all have, and plain `generate` fails where it has no law."""
+    target, draft = pair("llama")
+    inputs = ragged_prompts(3, seed=2)
+    options = {"do_sample": True, "stopping_criteria": [StopsAtSevenths()], "max_new_tokens": 40}
+    options |= {"eos_token_id": 63} if has_eos else {}
+    is_stop, prompt_len = StopsAtSevenths.is_stop, inputs["input_ids"].shape[1]
+    spoils = {"logits_processor": LogitsProcessorList([SpoilsRowsAfter(is_stop, prompt_len)])}
+    stats = hf_speculate.SpeculationStats()
+    own = options_of(draft, **options, verifier=verifier, seed=2, speculation_stats=stats)
+    if has_eos:  # then what it is shown is padding
+        assert_equal_ids(target.generate(**inputs, **own), target.generate(**inputs, **own, **spoils))
+        assert stats.lock_step
+        return
+    with pytest.raises(RuntimeError):
+        target.generate(**inputs, **options, **spoils)
+    with pytest.raises(BadLogitsError, match="got NaN in row"):
+        target.generate(**inputs, **own, **spoils)
+
+
 @pytest.mark.parametrize(("value", "batch_size", "home"), CELLS)
 @pytest.mark.parametrize(
     "options",
