@@ -124,10 +124,13 @@ def _script_problem(words: Sequence[str], folder: Path, is_whole: bool) -> str |
             module, arguments = words[place + 1], words[place + 2 :]
             if module == CLI:
                 return _cli_problem(arguments, is_whole)
-            path = folder.joinpath(*module.split(".")).with_suffix(".py")
-            if not path.is_file():
-                return None if importlib.util.find_spec(module.split(".")[0]) else f"no module {module}"
-            return _options_problem(path, arguments)
+            parts = module.split(".")
+            path = folder.joinpath(*parts).with_suffix(".py")
+            if path.is_file():
+                return _options_problem(path, arguments)
+            is_ours = folder.joinpath(parts[0]).is_dir()
+            is_installed = not is_ours and importlib.util.find_spec(parts[0]) is not None
+            return None if is_installed else f"no module {module}"
         if word.endswith(".py"):
             path = folder / word
             return _options_problem(path, words[place + 1 :]) if path.is_file() else f"no file {word}"
