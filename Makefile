@@ -22,7 +22,7 @@ TORCH_PINS := -c constraints.txt
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-oldest check fix kernels kernel-repo bench clean
+.PHONY: help install demo test test-all test-oldest check fix kernels kernel-repo docs bench clean
 
 help:
 	@echo "make demo        decode the bundled prompts three ways and print what was measured"
@@ -34,6 +34,7 @@ help:
 	@echo "make kernels     compile every Triton kernel for GPUs that need not be there, and look for spills"
 	@echo "make kernel-repo copy the kernels into build/torch-universal, as the Hugging Face kernels library loads them"
 	@echo "make bench       every benchmark, about an hour; JSON in benchmarks/results/, a page in benchmarks/RESULTS.md"
+	@echo "make docs        the documentation as pages, in build/docs; a warning is an error"
 	@echo "make install     only create $(VENV) and install"
 	@echo "make clean       remove $(VENV), caches and build output"
 	@echo
@@ -97,6 +98,11 @@ bench: $(STAMP)
 	@set -e; for file in $(filter-out $(RESULTS_PAGE),$(wildcard benchmarks/*.py)) $(RESULTS_PAGE); do \
 	  case $$file in */_*) continue;; esac; \
 	  echo "== $$file"; HF_HUB_OFFLINE=1 $(BIN)/python $$file; done
+
+# Read anew each time (-E), so that a warning cannot hide behind an earlier build.
+docs: $(STAMP)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m sphinx -W --keep-going -n -q -E -d build/doctrees docs build/docs
+	@echo "build/docs/index.html"
 
 clean:
 	rm -rf $(VENV) $(OLDEST) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -1,25 +1,34 @@
 """What the pages show runs, and what they list is whole."""
 
+import ast
+import json
 import re
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.main import get_command
 
 import hf_speculate
-from hf_speculate.cli import app
+from hf_speculate import triton_kernels
 from hf_speculate.config import FIELD_NAMES
 from hf_speculate.verify import base
+from tests.shown_commands import problems_in
 
 ROOT = Path(__file__).parents[1]
 PAIR = ROOT / "examples" / "pair"
-PAGES = ("README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
-BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.M | re.S)
+DOCS = tuple(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md")))
+PAGES = ("README.md", "CONTRIBUTING.md", "examples/README.md", *DOCS)
+FROM_NOTHING = ("README.md", "docs/tutorial.md")
+BLOCK = re.compile(r"^( *)```([^`\n]*)\n(.*?)^\1```$", re.M | re.S)
+# What becomes of a block: run, parsed, read, shown; the last is Sphinx's to check.
+LANGUAGES = ("python", "sh", "json", "text", "{toctree}")
+
+PROGRAM = re.compile(r"(?:cd \S+ && )?(?:\w+=\S+ )*(?:accelerate|hf-speculate|make|python|torchrun)(?= )")
+COMMAND = re.compile(rf"`({PROGRAM.pattern}[^`]+)`")
 
 # First line of a Python block that cannot run here -> why: it uploads, say, or stands for a model of the reader's.
 NOT_RUN: dict[str, str] = {}
@@ -27,7 +36,15 @@ NOT_RUN: dict[str, str] = {}
 
 def blocks(page: str, language: str) -> list[str]:
     """The page's blocks of one language, in order."""
-    return [code for kind, code in BLOCK.findall((ROOT / page).read_text(encoding="utf-8")) if kind == language]
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return [dedent(code) for _, kind, code in BLOCK.findall(text) if kind == language]
+
+
+def headings(path: Path) -> set[str]:
+    """The names by which links lead to a page's headings, as code hosts and myst make them."""
+    text = BLOCK.sub("", path.read_text(encoding="utf-8"))
+    titles = [title.strip().lower() for title in re.findall(r"^#+ (.*)$", text, re.M)]
+    return {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in titles}
 
 
 def names_of_the_example() -> dict[str, Any]:
@@ -59,7 +76,7 @@ def away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
 def test_every_python_block_runs_in_order(page: str, away: Path) -> None:
-    names = {} if page == "README.md" else names_of_the_example()
+    names = {} if page in FROM_NOTHING else names_of_the_example()
     for number, code in enumerate(blocks(page, "python")):
         if code.splitlines()[0] not in NOT_RUN:
             torch.manual_seed(0)
@@ -71,20 +88,71 @@ def test_what_is_not_run_is_still_shown() -> None:
     assert set(NOT_RUN) <= shown
 
 
-def test_every_command_parses() -> None:
-    lines = [line for page in PAGES for code in blocks(page, "sh") for line in code.splitlines()]
-    commands = [shlex.split(line)[1:] for line in lines if line.startswith("hf-speculate ")]
-    assert commands
-    group: Any = get_command(app)
-    for name, *words in commands:
-        group.commands[name].make_context(name, list(words))
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_is_one_that_is_looked_at(page: str) -> None:
+    kinds = [kind for _, kind, _ in BLOCK.findall((ROOT / page).read_text(encoding="utf-8"))]
+    assert set(kinds) <= set(LANGUAGES)
+    for code in blocks(page, "json"):
+        json.loads(code)
 
 
-def test_links_lead_to_files() -> None:
+@pytest.mark.parametrize("page", PAGES)
+def test_every_command_would_be_accepted(page: str) -> None:
+    assert [problem for code in blocks(page, "sh") for problem in problems_in(code)] == []
+    named = COMMAND.findall(BLOCK.sub("", (ROOT / page).read_text(encoding="utf-8")))
+    assert [problem for code in named for problem in problems_in(" ".join(code.split()), is_whole=False)] == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").rglob("*.py")), ids=lambda path: path.stem)
+def test_every_example_says_a_command_that_would_be_accepted(path: Path) -> None:
+    shown = re.findall(r"^ {4}(.*(?:\\\n.*)*)$", ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "", re.M)
+    assert [problem for code in shown if PROGRAM.match(code) for problem in problems_in(code)] == []
+
+
+@pytest.mark.parametrize(
+    ("command", "problem"),
+    [
+        ("make tests", "has no tests"),
+        ("make test WORKER=1", "has no WORKER=1"),
+        ("hf-speculate chek TARGET DRAFT", "no command chek"),
+        ("hf-speculate check TARGET", "Missing argument"),
+        ("hf-speculate check TARGET DRAFT --jsn", "No such option"),
+        ("hf-speculate generate TARGET text --max-new-tokens many", "a valid integer"),
+        ("python examples/dem.py", "no file examples/dem.py"),
+        ("cd examples && python -m medusa.runs", "no module medusa.runs"),
+        ("cd example", "no folder example"),
+        ("HF_HUB_OFFLINE=1 python examples/demo.py --promts 3", "takes no --promts"),
+        ("accelerate launch --num_processes 2 -m hf_speculate.cli generat TARGET", "no command generat"),
+        ("torchrun --nproc-per-node 2 examples/no.py", "no file examples/no.py"),
+        ("python --version", "names no script"),
+        ('pip install ".[grammar,plots]"', "no extras plots"),
+        ("hf_speculate check TARGET DRAFT", "not looked at"),
+        ("make test && make tests", "has no tests"),
+    ],
+)
+def test_a_wrong_command_is_found(command: str, problem: str) -> None:
+    (found,) = problems_in(command)
+    assert problem in found
+
+
+def test_a_right_command_is_accepted() -> None:
+    block = """
+    make test PYTEST_ARGS="-k greedy"  # a few
+    hf-speculate --debug generate TARGET "def main():" \\
+      --draft DRAFT > out.txt
+    python -m hf_speculate.cli check TARGET DRAFT | python -m json.tool
+    cd examples && python -m medusa.run --prompts 2
+    """
+    assert problems_in(dedent(block)) == []
+
+
+def test_links_lead_to_files_and_headings() -> None:
     for page in PAGES:
-        folder = (ROOT / page).parent
-        links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", (ROOT / page).read_text(encoding="utf-8"))
-        assert [link for link in links if not (folder / link).exists()] == [], page
+        text = (ROOT / page).read_text(encoding="utf-8")
+        for path, heading in re.findall(r"\]\(([^)#:\s]*)(?:#([^)\s]*))?\)", BLOCK.sub("", text)):
+            target = (ROOT / page).parent / path if path else ROOT / page
+            assert target.exists(), f"{page} leads to {path}"
+            assert not heading or heading in headings(target), f"{page} leads to {path}#{heading}"
 
 
 def test_the_guide_names_every_room() -> None:
@@ -98,3 +166,15 @@ def test_the_guide_names_every_room() -> None:
 def test_the_table_of_settings_names_every_field() -> None:
     table = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Settings")[2].partition("\n## ")[0]
     assert [name for name in FIELD_NAMES if f"`{name}`" not in table] == []
+
+
+def test_the_api_pages_have_every_public_name() -> None:
+    text = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "api").glob("*.rst"))
+    shown = set(re.findall(r"^\.\. auto(?:function|class|exception):: (?:[a-z_]+\.)*(\w+)", text, re.M))
+    assert sorted({*hf_speculate.__all__, *triton_kernels.__all__} - shown) == []
+
+
+def test_the_page_of_benchmarks_names_every_script() -> None:
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    scripts = {path.name for path in (ROOT / "benchmarks").glob("*.py") if not path.name.startswith("_")}
+    assert set(re.findall(r"^\| `(\w+\.py)` \|", page, re.M)) == scripts

@@ -50,7 +50,7 @@ def register_verifier(
 ) -> None:
     """Make a verifier available as `verifier=name`.
 
-    `examples/top_k_verifier.py` is a whole one; `keep_prefix` writes its verdict.
+    `examples/custom_verifier.py` is a whole one; `keep_prefix` writes its verdict.
 
     Args:
         name: what users and configs write.

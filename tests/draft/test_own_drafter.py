@@ -628,7 +628,7 @@ def test_a_good_drafter_is_used_by_the_adaptive_schedule():
 
 def test_the_guides_drafter_runs():
     target, _ = pair("llama")
-    guide = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    guide = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
     (code,) = (block for block in re.findall(r"^```python\n(.*?)^```$", guide, re.M | re.S) if "class OneHead" in block)
     inputs, stats = ragged_prompts(2, seed=8), hf_speculate.SpeculationStats()
     options = {"max_new_tokens": 12, "speculation_stats": stats}

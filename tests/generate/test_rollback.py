@@ -299,8 +299,8 @@ def test_rows_of_different_lengths_are_shown_with_their_first_id_repeated_in_fro
     ]
 
 
-def test_the_processor_in_contributing_is_a_whole_one():
-    text = (Path(__file__).resolve().parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+def test_the_processor_in_the_guide_is_a_whole_one():
+    text = (Path(__file__).resolve().parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"^```python\n(from transformers import LogitsProcessor\n.*?)^```$", text, re.M | re.S)
     names: dict[str, Any] = {}
     exec(code, names)

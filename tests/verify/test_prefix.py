@@ -84,8 +84,8 @@ def test_a_token_to_follow_that_is_no_id_is_moved_into_the_vocabulary():
     assert verdict.token_ids.tolist() == [[0, -1], [VOCAB_SIZE - 1, -1]]
 
 
-def test_the_rule_in_contributing_is_a_whole_one(monkeypatch):
-    text = (Path(__file__).resolve().parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+def test_the_rule_in_the_guide_is_a_whole_one(monkeypatch):
+    text = (Path(__file__).resolve().parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"^```python\n(.*?register_verifier.*?)^```$", text, re.M | re.S)
     monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
     exec(code, {})

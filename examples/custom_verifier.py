@@ -1,6 +1,6 @@
 """A verifier of one's own: registers a top-k rule and compares it with greedy verification on the bundled pair.
 
-    python examples/top_k_verifier.py --num-likeliest 4
+    python examples/custom_verifier.py --num-likeliest 4
 
 A drafted token stays while it is among the target's k likeliest. The token after the kept ones is the target's most
 likely one or, with `do_sample=True`, a draw from the target's law. The rule is lossy: what it keeps was the draft's

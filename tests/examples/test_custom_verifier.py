@@ -21,7 +21,7 @@ from tests.tiny import ragged_prompts
 from tests.verify.test_verifiers import VOCAB_SIZE, VerifierContract, make_keys, make_round
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "examples" / "top_k_verifier.py"
+SCRIPT = ROOT / "examples" / "custom_verifier.py"
 HUB = ROOT / "examples" / "hub" / "top_k"
 GENERATE = HUB / "custom_generate" / "generate.py"
 SHARED = ("TopKVerifier", "draw", "register")

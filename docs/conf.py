@@ -1,0 +1,91 @@
+"""How Sphinx builds these pages: `make docs` writes them to build/docs, without asking the network for anything."""
+
+import os
+import re
+import sys
+from pathlib import Path
+
+from sphinx.application import Sphinx
+
+DOCS = Path(__file__).resolve().parent
+ROOT = DOCS.parent
+sys.path.insert(0, str(ROOT))
+
+import hf_speculate  # noqa: E402  # the checkout, installed or not
+
+project = "hf_speculate"
+author = "The hf_speculate authors"
+version = release = hf_speculate.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_static"]
+
+# Markdown: links to `page.md#heading` are checked, as deep as the pages' own headings go.
+myst_heading_anchors = 3
+
+# Docstrings write `code` in single backticks, and a paper as "Source:".
+default_role = "literal"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False  # "Returns: Ids [B, K], ..." begins with words, not with a type
+napoleon_custom_sections = ["Source", ("Attributes", "params_style")]  # several names may share a line
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+python_use_unqualified_type_names = True
+maximum_signature_line_length = 88
+
+# Every name in a signature must be found. These have no page here:
+nitpicky = True
+nitpick_ignore_regex = [
+    # Other libraries, whose indexes a build without network cannot read.
+    (r"py:.*", r"(torch|transformers|huggingface_hub|pandas|matplotlib|rich|pathlib|collections|enum|logging)\..*"),
+    (r"py:class", r"(Tensor|PreTrainedModel|PreTrainedTokenizerBase|GenerateOutput|HfApi|Path)"),
+    # Names that only signatures use: aliases, and what takes part in a round without being made by callers.
+    (r"py:class", r"(hf_speculate\.)?.*\b(AnyClass|ModelT|VerifierFactory|DrafterFactory|KVCache|KVState)"),
+]
+
+html_theme = "furo"
+html_title = f"hf_speculate {version}"
+html_static_path = ["_static"]
+html_css_files = ["pages.css"]
+html_show_sourcelink = False
+html_copy_source = False
+html_show_copyright = False
+
+# Pages that lie elsewhere in the repository, by the name of the page here that shows each.
+ELSEWHERE = {
+    "project/readme": ROOT / "README.md",
+    "project/examples": ROOT / "examples" / "README.md",
+    "project/results": ROOT / "benchmarks" / "RESULTS.md",
+    "project/contributing": ROOT / "CONTRIBUTING.md",
+    "project/changes": ROOT / "CHANGELOG.md",
+}
+SHOWN_AS = {path: DOCS / f"{name}.md" for name, path in ELSEWHERE.items()}
+LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
+
+
+def take_from_elsewhere(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Show a page that lies elsewhere, and lead every link of a page to where its target is shown.
+
+    On a code host the same links lead to the files, so pages are written for that.
+    """
+    here = DOCS / f"{docname}.md"
+    if not here.is_file():
+        return
+    path = ELSEWHERE.get(docname, here)
+    if path is not here:
+        app.env.note_dependency(path)
+        source[0] = path.read_text(encoding="utf-8")
+
+    def moved(match: re.Match[str]) -> str:
+        target = (path.parent / match[1]).resolve()
+        return Path(os.path.relpath(SHOWN_AS.get(target, target), here.parent)).as_posix()
+
+    source[0] = LINK.sub(moved, source[0])
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Called by Sphinx."""
+    app.connect("source-read", take_from_elsewhere)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,56 @@
+"""Settings that travel with a model: saved into its folder, and as a repository that any model can decode with.
+
+    python examples/hub_config.py
+
+Nothing is uploaded. `push_to_hub=True` and `repo_id=` would put the same files on the Hub; `custom_generate=` takes
+the repository's name there in place of a folder.
+"""
+
+import json
+import tempfile
+from pathlib import Path
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import hf_speculate
+
+EXAMPLES = Path(__file__).resolve().parent
+PROMPT = "class Stack:\n"
+NUM_NEW = 24
+
+
+def main() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(EXAMPLES / "pair" / "target")
+    draft = AutoModelForCausalLM.from_pretrained(EXAMPLES / "pair" / "draft")
+    inputs = tokenizer(PROMPT, return_tensors="pt")
+    stats = hf_speculate.SpeculationStats()
+
+    with tempfile.TemporaryDirectory() as folder:
+        # 1. Whoever owns the weights saves the fields beside them ...
+        model = AutoModelForCausalLM.from_pretrained(EXAMPLES / "pair" / "target")
+        model.save_pretrained(folder)
+        hf_speculate.save_config(model, folder, verifier="typical", num_assistant_tokens=4, posterior_threshold=0.2)
+        fields = json.loads((Path(folder) / "generation_config.json").read_text(encoding="utf-8"))
+        print(f"saved: {', '.join(f'{name}={fields[name]}' for name in ('verifier', 'num_assistant_tokens'))}")
+
+        # 2. ... and whoever loads the folder needs not know them.
+        loaded = hf_speculate.enable(AutoModelForCausalLM.from_pretrained(folder))
+    loaded.generate(**inputs, assistant_model=draft, max_new_tokens=NUM_NEW, speculation_stats=stats)
+    print(f"loaded: verifier={stats.verifier}, {stats.tokens_per_round:.2f} tokens a round")
+
+    # 3. A repository without weights says how to decode, for a model that is not enabled and knows nothing of it.
+    # transformers runs its custom_generate/generate.py, hence trust_remote_code.
+    output = model.generate(
+        **inputs,
+        custom_generate=str(EXAMPLES / "hub" / "typical"),
+        trust_remote_code=True,
+        assistant_model=draft,
+        max_new_tokens=NUM_NEW,
+        speculation_stats=stats,
+    )
+    print(f"custom_generate: verifier={stats.verifier}, {stats.tokens_per_round:.2f} tokens a round\n")
+    print(tokenizer.decode(output[0], skip_special_tokens=True))
+
+
+if __name__ == "__main__":
+    main()

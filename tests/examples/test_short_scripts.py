@@ -1,0 +1,64 @@
+"""The short examples run as their pages say, and say what they claim."""
+
+import ast
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs a script of the examples as `python examples/<name>` does; returns what it printed."""
+
+    def run_script(name: str) -> str:
+        monkeypatch.setattr(sys, "argv", [name])
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run_script
+
+
+def tokens_per_round(printed: str) -> list[float]:
+    return [float(number) for number in re.findall(r"(\d+\.\d\d) (?:tokens )?a round", printed)]
+
+
+def test_the_page_names_every_example_and_no_other():
+    page = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"^\| `([^`]+)` \|", page, re.M))
+    scripts = {path.name for path in EXAMPLES.glob("*.py")}
+    assert scripts <= named
+    assert [name for name in named if not (EXAMPLES / name).exists()] == []
+
+
+def test_every_script_says_how_to_run_it():
+    for path in EXAMPLES.glob("*.py"):
+        docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        assert re.search(rf"^    (\w.* )?(examples/)?{path.name}", docstring, re.M), path.name
+
+
+def test_quickstart_decodes_a_batch_with_drafts(run):
+    printed = run("quickstart.py")
+    assert "class Stack:\n    def push(self, item):\n" in printed
+    assert float(re.search(r"^tokens a round (\S+),", printed, re.M)[1]) > 1
+
+
+def test_hub_config_picks_up_what_was_saved(run):
+    printed = run("hub_config.py")
+    assert "saved: verifier=typical, num_assistant_tokens=4" in printed
+    assert "loaded: verifier=typical, " in printed
+    assert "custom_generate: verifier=typical, " in printed
+    assert min(tokens_per_round(printed)) > 1
+
+
+def test_whisper_hears_what_it_hears_without_a_draft(run):
+    printed = run("whisper.py")
+    assert "ids equal plain decoding's: True" in printed
+    assert min(tokens_per_round(printed)) > 1
+    sounds = re.findall(r"^sound \d: \[(.*)\]$", printed, re.M)
+    assert len(set(sounds)) == 2  # the text depends on what was read
+    assert all(len(set(ids.split(", "))) > 8 for ids in sounds)
