@@ -98,10 +98,11 @@ def way_entry(way: Way, runs: Sequence[Run], plain: Sequence[Run], checked: str 
         "seconds": None,
         "checked": checked,
     }
-    if stats is None:
+    one = runs[0].stats
+    if stats is None or one is None:
         return entry
-    if runs[0].stats.draft_lens:  # round by round of one call
-        entry["draft_lens"] = list(runs[0].stats.draft_lens)
+    if one.draft_lens:
+        entry["draft_lens"] = list(one.draft_lens)
     return entry | {
         "tokens_per_round": stats.tokens_per_round,
         "acceptance": stats.acceptance,
