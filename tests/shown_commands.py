@@ -134,7 +134,7 @@ def _script_problem(words: Sequence[str], folder: Path, is_whole: bool) -> str |
         if word.endswith(".py"):
             path = folder / word
             return _options_problem(path, words[place + 1 :]) if path.is_file() else f"no file {word}"
-    return "names no script"
+    return "names no script" if is_whole else None
 
 
 def _options_problem(path: Path, words: Sequence[str]) -> str | None:
