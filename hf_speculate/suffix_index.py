@@ -10,6 +10,9 @@ _NOTHING = -1  # in place of a token: the state has no transition yet
 _FIRST_SEPARATOR = -2  # separators are negative ids that never come twice
 _DICT_BYTES = sys.getsizeof({0: 0})
 _ENTRY_BYTES = 128  # of a large dict's entry with its two numbers, measured on CPython 3.11
+_INT_BYTES = 32
+_STATE_BYTES = 5 * 8 + 2 * _INT_BYTES  # of a state's places in the lists, its number and its length
+_TEXT_BYTES = 4 + _INT_BYTES  # of a token in the text, and as the lists hold it
 
 
 class Place(NamedTuple):
@@ -47,12 +50,12 @@ class SuffixIndex:
         self.text = array("i")
         self.match_len = 0
         self.match_end = 0
-        # By state; 0 is the root, whose string is empty.
-        self._lens = array("i", [0])  # of the longest string
-        self._links = array("i", [-1])  # the state of the longest suffix that also ends elsewhere
-        self._ends = array("i", [0])  # tokens up to the latest occurrence, of strings within the longest match counted
-        self._tokens = array("i", [_NOTHING])  # of the first transition
-        self._nexts = array("i", [0])  # where it leads
+        # By state; 0 is the root, whose string is empty. Arrays would be smaller, and slower by a third.
+        self._lens = [0]  # of the longest string
+        self._links = [-1]  # the state of the longest suffix that also ends elsewhere
+        self._ends = [0]  # tokens up to the latest occurrence, of strings within the longest match counted
+        self._tokens = [_NOTHING]  # of the first transition
+        self._nexts = [0]  # where it leads
         self._more: dict[int, dict[int, int]] = {}  # further transitions
         self._num_more = 0
         self._last = 0  # the state of the whole text
@@ -173,9 +176,9 @@ class SuffixIndex:
     @property
     def num_bytes(self) -> int:
         """Memory in use, as an estimate."""
-        arrays = (self.text, self._lens, self._links, self._ends, self._tokens, self._nexts)
-        in_arrays = sum(len(one) * one.itemsize for one in arrays) * 9 // 8  # arrays grow by an eighth
-        return in_arrays + sys.getsizeof(self._more) + len(self._more) * _DICT_BYTES + self._num_more * _ENTRY_BYTES
+        in_lists = len(self._lens) * _STATE_BYTES + len(self.text) * _TEXT_BYTES
+        in_dicts = sys.getsizeof(self._more) + len(self._more) * _DICT_BYTES + self._num_more * _ENTRY_BYTES
+        return in_lists * 9 // 8 + in_dicts  # lists grow by an eighth
 
     def _next(self, state: int, token: int) -> int:
         """Where a transition leads; -1 where there is none."""
