@@ -1,12 +1,12 @@
 """Reads prompts from files of the kinds that people have."""
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from hf_speculate.dataset.rows import read_rows
 from hf_speculate.errors import ConfigError
 
 
@@ -44,52 +44,23 @@ class Prompt:
 
 
 def read_prompts(path: Path, *, by_line: bool = False) -> list[Prompt]:
-    """The prompts of a file: one a line in `.jsonl`, the whole file in any other.
-
-    A line is a string, or an object with "prompt" or "text" (text), "messages" (a chat) or "turns" (a list of which
-    the first is the prompt, as in Spec-Bench's `question.jsonl`), and perhaps "id" or "question_id", and "category".
+    """The prompts of a file: one a line in `.jsonl`, as `read_rows` takes them, the whole file in any other.
 
     Args:
         path: of the file.
         by_line: whether each line of a file that is no `.jsonl` is a prompt too.
 
     Raises:
-        ConfigError: there is no file, no prompt in it, or a line is no prompt.
+        ConfigError: there is no file, no prompt in it, a line is no prompt, or two have one id.
     """
+    if path.suffix == ".jsonl":
+        rows = read_rows(path)
+        return [Prompt(row.key, row.content, str(row.others.get("category", "")), row.num_turns) for row in rows]
     if not path.is_file():
         raise ConfigError(f"the file of prompts must exist, got {path}; write one prompt a line into a .jsonl file")
     content = path.read_text(encoding="utf-8")
-    if path.suffix != ".jsonl" and by_line:
-        texts = [(number, line) for number, line in enumerate(content.splitlines(), 1) if line.strip()]
-        found = [Prompt(str(number), line) for number, line in texts]
-    elif path.suffix != ".jsonl":
-        found = [Prompt("1", content)] if content.strip() else []
-    else:
-        lines = [line for line in content.splitlines() if line.strip()]
-        found = [_prompt_of(line, f"{path.name}:{number}", str(number)) for number, line in enumerate(lines, 1)]
+    texts = list(enumerate(content.split("\n"), 1)) if by_line else [(1, content)]
+    found = [Prompt(str(number), text) for number, text in texts if text.strip()]
     if not found:
         raise ConfigError(f"the file of prompts must hold one at least, got none in {path}; write one prompt a line")
     return found
-
-
-def _prompt_of(line: str, place: str, number: str) -> Prompt:
-    try:
-        entry = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"each line must be JSON, got {error.msg} at {place}; write one object a line") from None
-    if isinstance(entry, str):
-        return Prompt(number, entry)
-    fields = entry if isinstance(entry, dict) else {}
-    turns = fields.get("turns")
-    content: Any = fields.get("prompt") or fields.get("text") or fields.get("messages")
-    num_turns = 1
-    if content is None and isinstance(turns, list) and turns:
-        content, num_turns = turns[0], len(turns)
-    is_chat = isinstance(content, list) and all(isinstance(message, dict) for message in content)
-    if not isinstance(content, str) and not is_chat:
-        raise ConfigError(
-            f"each line must hold one of messages, prompt, text, turns, got {sorted(fields) or line[:40]!r} "
-            f'at {place}; write {{"prompt": "..."}}, say'
-        )
-    own_id = next((fields[name] for name in ("id", "question_id") if name in fields), number)
-    return Prompt(str(own_id), content, str(fields.get("category", "")), num_turns)

@@ -24,6 +24,7 @@ class Row:
         content: text, or chat messages.
         others: the fields that its result carries on.
         place: where it stands, for errors.
+        num_turns: turns that were given, of which this is the first.
     """
 
     key: str
@@ -31,6 +32,7 @@ class Row:
     content: str | list[dict[str, Any]]
     others: dict[str, Any]
     place: str
+    num_turns: int = 1
 
 
 def read_rows(prompts: str | Path | Iterable[str | Mapping[str, Any]]) -> list[Row]:
@@ -99,8 +101,9 @@ def _row_of(entry: Any, number: int, place: str) -> Row:
         fields = dict(entry)
     given = [name for name in PROMPT_NAMES if fields.get(name) is not None]
     content: Any = fields[given[0]] if len(given) == 1 else None
+    num_turns = 1
     if given == ["turns"] and isinstance(content, list) and content:
-        content = content[0]
+        content, num_turns = content[0], len(content)
     is_chat = isinstance(content, list) and content and all(isinstance(message, dict) for message in content)
     if not isinstance(content, str) and not is_chat:
         raise ConfigError(
@@ -121,7 +124,7 @@ def _row_of(entry: Any, number: int, place: str) -> Row:
             f"other fields must not be named as those of a result ({', '.join(RESULT_NAMES)}), got {taken[0]} at "
             f"{place}; rename it"
         )
-    row = Row(str(own_id), own_id, content, others, place)
+    row = Row(str(own_id), own_id, content, others, place, num_turns)
     try:
         _json(row).encode()
     except UnicodeEncodeError:

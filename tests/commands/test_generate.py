@@ -127,7 +127,7 @@ def test_lines_of_every_kind_are_prompts(tmp_path):
     assert read_prompts(file) == [
         Prompt("1", "bare"),
         Prompt("2", "b"),
-        Prompt("3", messages),
+        Prompt("4", messages),
         Prompt("81", "first", "writing"),
     ]
     text = tmp_path / "one.txt"
@@ -137,7 +137,7 @@ def test_lines_of_every_kind_are_prompts(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("", "must hold one at least"), ("{", "must be JSON, .* at p.jsonl:1"), ('{"a": 1}', r"got \['a'\] at p.jsonl:1")],
+    [("", "must be one prompt at least"), ("{", "must be JSON, .* at p.jsonl:1"), ('{"a": 1}', r"got a at p.jsonl:1")],
 )
 def test_a_file_without_prompts_is_said(content, message, tmp_path):
     (tmp_path / "p.jsonl").write_text(content)
