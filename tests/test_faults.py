@@ -11,7 +11,7 @@ from transformers import GenerationConfig, GenerationMixin, StoppingCriteria, St
 from transformers.integrations import sdpa_attention
 
 import hf_speculate
-from hf_speculate import SpeculationStats, generation
+from hf_speculate import SpeculationStats, speculation
 from hf_speculate.draft.suffix import SuffixDrafter, SuffixSettings
 from hf_speculate.types import Kept, SampleStrategy
 from tests.cases import ACCEPTED_ALL, assert_equal_ids, pair
@@ -337,6 +337,6 @@ def test_fault_m_no_round_copies_keys_and_values_to_all_heads(monkeypatch, batch
     ours = target.generate(**inputs, **options)
     assert 5 in fed
     assert set(copied) <= {num_prompt}  # the prompt, where copies are the faster way
-    monkeypatch.setattr(generation, "folded_attention_for", lambda models: torch.no_grad())
+    monkeypatch.setattr(speculation, "folded_attention_for", lambda models: torch.no_grad())
     assert_equal_ids(target.generate(**inputs, **options), ours)
     assert 5 in copied  # without folding, verification does copy

@@ -19,6 +19,10 @@ class Learnt(NamedTuple):
     acceptance: AcceptanceModel
     costs: CostModel
 
+    def recent(self) -> "Learnt":
+        """A copy of what later calls are told."""
+        return Learnt(self.acceptance.recent(), self.costs.recent())
+
 
 _lock = threading.Lock()
 # By target and draft, what each kind of call learnt, the one that ended last at the end; they go with either model.
@@ -43,10 +47,11 @@ class RoundMemory:
         """A copy of what the call that ended last had learnt; None where there was none."""
         with _lock:
             learnt = self._kinds().get(self.kind)
-        return learnt and Learnt(learnt.acceptance.recent(), learnt.costs.recent())  # what lies here never changes
+        return learnt and learnt.recent()  # what lies here never changes
 
     def remember(self, learnt: Learnt) -> None:
-        """Keep what a call learnt; it must learn no more."""
+        """Keep what a call learnt."""
+        learnt = learnt.recent()
         with _lock:
             kinds = self._kinds()
             kinds[self.kind] = learnt

@@ -35,6 +35,7 @@ def finished_in(output: Path) -> set[str]:
     return {json.loads(line)["id"] for line in lines}
 
 
+@pytest.mark.slow
 def test_killed_runs_go_on_until_every_row_is_there_once(processes, tmp_path):
     save_pair(tmp_path)
     ids = write_prompts(tmp_path / "prompts.jsonl", prompts(NUM_ROWS))

@@ -48,6 +48,7 @@ def rank_process(launcher: subprocess.Popen[str], rank: int) -> psutil.Process |
     return None
 
 
+@pytest.mark.slow
 def test_two_processes_share_the_rows_and_lose_nothing_when_one_is_killed(tmp_path):
     save_pair(tmp_path)
     ids = write_prompts(tmp_path / "prompts.jsonl", prompts(NUM_ROWS))

@@ -65,6 +65,7 @@ def decode(make, output, options, on_batch=None):
     return run(job, lambda rows: batches_of(rows, 2, tokenizer, False), on_ray(make, options), Ranks(), on_batch)
 
 
+@pytest.mark.slow
 def test_every_row_comes_once_though_an_actor_dies(cluster, folder, tmp_path):
     target, draft = str(folder / "target"), str(folder / "draft")
     deaths = tmp_path / "deaths"
@@ -79,6 +80,7 @@ def test_every_row_comes_once_though_an_actor_dies(cluster, folder, tmp_path):
     assert 0 < report.acceptance <= 1
 
 
+@pytest.mark.slow
 def test_a_batch_that_always_ends_its_actor_is_named_and_the_rest_goes_on_later(cluster, folder, tmp_path):
     target, draft = str(folder / "target"), str(folder / "draft")
     deaths, output = tmp_path / "deaths", tmp_path / "out.jsonl"
@@ -89,6 +91,7 @@ def test_a_batch_that_always_ends_its_actor_is_named_and_the_rest_goes_on_later(
     assert report.num_rows == len(texts_in(output)) == 20
 
 
+@pytest.mark.slow
 def test_the_command_goes_on_with_actors_where_one_process_was_ended(cluster, folder, tmp_path, capsys):
     ids = write_prompts(tmp_path / "prompts.jsonl", TEXTS)
     output = tmp_path / "out.jsonl"
@@ -104,6 +107,7 @@ def test_the_command_goes_on_with_actors_where_one_process_was_ended(cluster, fo
     assert "20 rows in" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_users_can_mend_is_one_line(cluster, folder, tmp_path, capsys):
     write_prompts(tmp_path / "prompts.jsonl", TEXTS[:2])
     words = ["batch", str(tmp_path / "prompts.jsonl"), str(tmp_path / "out.jsonl"), "--engine", "ray"]

@@ -56,9 +56,8 @@ def test_transformers_greedy_loop_gives_the_plain_text(options):
     assert 0 < generator._num_rounds < 20
 
 
-@pytest.mark.parametrize(
-    "strategy", [pytest.param(SampleStrategy.GREEDY, marks=pytest.mark.slow), SampleStrategy.RANDOM]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [SampleStrategy.GREEDY, SampleStrategy.RANDOM])
 def test_transformers_sampling_loop_keeps_the_law(strategy):
     """A point mass comes without logits and a sampled draft with its own, so transformers accepts rightly."""
     plain = make_law_model(8, seed=0, dtype=torch.float32)

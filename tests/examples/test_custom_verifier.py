@@ -96,6 +96,7 @@ def test_one_likeliest_token_is_greedy(registry):
     assert torch.equal(ids, target.generate(**inputs, max_new_tokens=16))
 
 
+@pytest.mark.slow
 def test_the_script_compares_it_with_greedy():
     arguments = ["--max-new-tokens", "8", "--num-assistant-tokens", "3"]
     result = subprocess.run([sys.executable, SCRIPT, *arguments], cwd=ROOT, capture_output=True, text=True)

@@ -127,6 +127,7 @@ def test_a_token_that_the_grammar_refuses_counts_as_a_call_all_the_same(models):
     assert torch.equal(processor(torch.tensor([[opening]]), torch.zeros(1, size)), inside)
 
 
+@pytest.mark.slow
 def test_the_script_compares_both_ways():
     arguments = ["--max-new-tokens", "16", "--num-assistant-tokens", "3"]
     result = subprocess.run([sys.executable, SCRIPT, *arguments], cwd=ROOT, capture_output=True, text=True)

@@ -121,6 +121,7 @@ def test_saved_heads_come_back(import_example, tmp_path):
     assert torch.equal(loaded(states.double(), 2), loaded(states.double())[:, :2])
 
 
+@pytest.mark.slow
 def test_the_script_compares_it_with_plain_decoding():
     arguments = ["--prompts", "2", "--max-new-tokens", "12", "--dtype", "float64"]
     command = [sys.executable, "-m", "medusa.run", *arguments]

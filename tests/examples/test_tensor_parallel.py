@@ -5,10 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "tensor_parallel.py"
 NUM_PROCESSES = 2
 
 
+@pytest.mark.slow
 def test_processes_of_torchrun_get_one_text():
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_PROCESSES}"]
     result = subprocess.run([*launcher, SCRIPT], capture_output=True, text=True, check=False, timeout=240)

@@ -109,6 +109,7 @@ def test_the_shortest_prompt_may_be_one_token():
     assert stats.compiled == ["target", "draft"]
 
 
+@pytest.mark.slow
 @pytest.mark.compiler
 def test_inductor_compiles_every_shape_once_while_the_text_outgrows_its_width(runs):
     target, draft = small_pair("llama")
@@ -127,6 +128,7 @@ def test_inductor_compiles_every_shape_once_while_the_text_outgrows_its_width(ru
     assert counters["stats"]["unique_graphs"] == num_graphs  # nor does the next call compile anything
 
 
+@pytest.mark.slow
 def test_a_length_that_varies_compiles_once_per_bucket(runs):
     target = hf_speculate.enable(make_model("llama", num_hidden_layers=1))
     ids, eager, stats = compiled_and_eager(

@@ -39,7 +39,7 @@ def scripted(monkeypatch):
     """Puts one scripted schedule into each coming call; returns the list of them."""
     made = []
 
-    def build_schedule(target, draft, config):
+    def build_schedule(*_):
         made.append(ScriptedSchedule())
         return made[-1]
 

@@ -313,12 +313,14 @@ def results(tmp_path_factory):
     return [torch.load(folder / f"{rank}.pt") for rank in range(NUM_RANKS)]
 
 
+@pytest.mark.slow
 def test_the_target_is_split_and_plain_decoding_agrees(results):
     assert all(found["plain"] for found in results)
     for found in results:
         assert set(found["calls"]["one row"]["num_heads"]) == {1}  # of the two that share the four query heads
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_every_process_decodes_what_one_would(results, name):
     one, other = (found["calls"][name] for found in results)
@@ -333,6 +335,7 @@ def test_every_process_decodes_what_one_would(results, name):
         assert one["cache"] == name
 
 
+@pytest.mark.slow
 def test_processes_with_clocks_of_their_own_draft_the_same_numbers(results):
     one, other = (found["clocks"] for found in results)
     assert other["differ"]  # the second would have chosen otherwise
@@ -343,12 +346,14 @@ def test_processes_with_clocks_of_their_own_draft_the_same_numbers(results):
     assert one["is_same_text"] and other["is_same_text"]
 
 
+@pytest.mark.slow
 def test_a_seed_that_nobody_gave_is_the_first_process_s(results):
     one, other = (found["seeds"] for found in results)
     assert one["differ"] != other["differ"]
     assert torch.equal(one["ids"], other["ids"])
 
 
+@pytest.mark.slow
 def test_drafts_that_differ_are_the_first_process_s(results):
     one, other = (found["drafts"] for found in results)
     assert one["differ"] == [False, False]
@@ -357,6 +362,7 @@ def test_drafts_that_differ_are_the_first_process_s(results):
     assert one["is_same_text"] and other["is_same_text"]
 
 
+@pytest.mark.slow
 def test_copies_from_stores_that_differ_are_the_first_process_s(results):
     one, other = (found["stores"] for found in results)
     assert not one["differ"]
@@ -365,6 +371,7 @@ def test_copies_from_stores_that_differ_are_the_first_process_s(results):
     assert one["is_same_text"] and other["is_same_text"]
 
 
+@pytest.mark.slow
 def test_the_time_is_up_for_all_when_it_is_for_the_first(results):
     (never, at_once), (other_never, other_at_once) = ([found["ids"] for found in one["times"]] for one in results)
     prompt_len = ragged_prompts(3, seed=1)["input_ids"].shape[1]
@@ -374,16 +381,19 @@ def test_the_time_is_up_for_all_when_it_is_for_the_first(results):
     assert at_once.shape[1] < prompt_len + NUM_NEW
 
 
+@pytest.mark.slow
 def test_users_criteria_fire_for_all_when_they_do_for_the_first(results):
     one, other = (found["criteria"]["ids"] for found in results)
     assert torch.equal(one, other)
     assert one.shape[1] == ragged_prompts(3, seed=1)["input_ids"].shape[1] + 7  # asked once a token, the seventh fires
 
 
+@pytest.mark.slow
 def test_attention_is_folded_over_the_heads_of_a_process(results):
     assert all(found["num_folds"] > 0 for found in results)
 
 
+@pytest.mark.slow
 def test_the_draft_may_run_compiled_and_the_split_target_does_not(results):
     for found in results:
         assert found["compiled"]["is_same_text"]
@@ -391,12 +401,14 @@ def test_the_draft_may_run_compiled_and_the_split_target_does_not(results):
         assert found["compiled"]["fallbacks"] == ["eager forwards of the target, which is split over processes"]
 
 
+@pytest.mark.slow
 def test_a_split_target_costs_its_part(results):
     for found in results:
         split, whole = found["cost_ratios"]
         assert split == pytest.approx(NUM_RANKS * whole, rel=0.01)
 
 
+@pytest.mark.slow
 def test_pipeline_parallel_targets_are_refused(results):
     for found in results:
         assert found["refusal"].startswith("models must lie whole in every process or be split by tensor parallelism")

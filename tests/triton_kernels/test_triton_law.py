@@ -41,14 +41,17 @@ def draw(name: str, target: Tensor, draft: Tensor, num_trials: int, *, believed:
     return judge(name, target.expand(*rows), torch.stack(ids, dim=1), told.expand(*rows), keys)
 
 
-@pytest.mark.parametrize("name", ["rejection", pytest.param("block", marks=pytest.mark.slow), "coupled"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("rejection", "block")), "coupled"]
+)
 def test_joint_law_of_a_round_is_exact(name: str) -> None:
     target, draft = rank_reversed_laws(VOCAB_SIZE, 2 if name == "block" else 1)
     counts = count_cells(draw(name, target, draft, NUM_TRIALS), VOCAB_SIZE)
     assert p_value(counts, LAWS[name](target, draft)) > PASS_P_VALUE
 
 
-@pytest.mark.parametrize("name", ["rejection", pytest.param("block", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["rejection", "block"])
 def test_a_wrong_proposal_law_fails_the_same_test(name: str) -> None:
     target, draft = rank_reversed_laws(VOCAB_SIZE, 2 if name == "block" else 1)
     counts = count_cells(draw(name, target, 2 * draft, NUM_TRIALS, believed=-2 * draft), VOCAB_SIZE)
