@@ -112,6 +112,7 @@ write_html({"ways": [{"name": "plain"}]}, environment / "report.html")
 """
 
 
+@pytest.mark.slow
 def test_the_wheel_works_beside_a_foreign_triton_kernels(wheel: Path, tmp_path: Path) -> None:
     """Triton's own distribution brings a package of that name; neither may stand on the other."""
     run_python("-m", "venv", "--without-pip", tmp_path / "env")

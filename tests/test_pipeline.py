@@ -96,6 +96,7 @@ def test_fault_h_a_draft_of_other_special_ids_drafts(pipelines, field, do_sample
     assert stats.num_accepted > 0
 
 
+@pytest.mark.slow
 def test_the_example_runs():
     example = Path(__file__).parents[1] / "examples" / "pipeline.py"
     result = subprocess.run([sys.executable, example], capture_output=True, text=True, timeout=300)

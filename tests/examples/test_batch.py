@@ -4,9 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "batch.py"
 
 
+@pytest.mark.slow
 def test_the_example_is_interrupted_and_goes_on():
     result = subprocess.run([sys.executable, EXAMPLE], capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr

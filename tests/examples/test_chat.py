@@ -67,6 +67,7 @@ def test_a_kept_cache_gives_the_answers_of_a_fresh_one(import_example, models, r
             assert num_prompt - num_known < num_read < num_prompt
 
 
+@pytest.mark.slow
 def test_the_script_answers_every_line():
     result = subprocess.run(
         [sys.executable, SCRIPT, "--max-new-tokens", "8"],

@@ -56,6 +56,7 @@ def test_the_counters_are_the_statistics_of_all_calls(example):
     assert registry.get_sample_value("speculation_round_seconds_count", labels) == sums["rounds"]
 
 
+@pytest.mark.slow
 def test_the_script_prints_a_scrape_of_its_own():
     arguments = ["--num-prompts", "1", "--max-new-tokens", "8"]
     result = subprocess.run([sys.executable, SCRIPT, *arguments], cwd=ROOT, capture_output=True, text=True)

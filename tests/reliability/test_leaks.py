@@ -95,7 +95,7 @@ def calls() -> Callable[[int], Any]:
 
 
 def test_a_few_short_calls_leave_nothing_that_grows():
-    found = slopes(calls(), FEW_CALLS, FEW_WARM, EVERY)
+    found = in_a_fresh_process(slopes_of_few_calls)
     assert found["num_objects"] < OBJECTS_A_CALL
     assert found["traced_bytes"] < TRACED_BYTES_AT_FIRST
 
@@ -104,6 +104,10 @@ def in_a_fresh_process(run: Callable[[], dict[str, float]]) -> dict[str, float]:
     """What `run` finds where no earlier test has left memory to malloc that it hands out again."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(run)
+
+
+def slopes_of_few_calls() -> dict[str, float]:
+    return slopes(calls(), FEW_CALLS, FEW_WARM, EVERY)
 
 
 def slopes_of_many_calls() -> dict[str, float]:

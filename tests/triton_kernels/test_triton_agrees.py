@@ -52,6 +52,7 @@ def test_refusals_at_every_position_are_drawn_as_in_the_twin(name: str, num_rows
     assert_same(judge(name, *case), twin)
 
 
+@pytest.mark.slow
 def test_the_residual_of_a_block_is_scaled_by_what_the_prefix_was_worth() -> None:
     num_rows = 40
     target = torch.tensor([[0.4, 0.6, 0.0], [0.5, 0.5, 0.0], [0.2, 0.3, 0.5]]).log().expand(num_rows, -1, -1)

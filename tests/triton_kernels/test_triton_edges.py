@@ -169,6 +169,7 @@ def test_every_vocabulary_size_keeps_in_range(vocab_size: int) -> None:
     assert_serves_vocabulary(vocab_size, OPERATIONS if vocab_size < 10_000 else ["greedy", "rejection", "coupled"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab_size", LARGE_VOCAB_SIZES)
 def test_large_vocabularies_keep_in_range(vocab_size: int) -> None:
     assert_serves_vocabulary(vocab_size, ["greedy", "point mass"])
