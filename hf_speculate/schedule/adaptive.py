@@ -16,7 +16,7 @@ _HYSTERESIS = 1.03  # gain for which a draft's length is changed
 _EXPLORE_GAIN = 1.2  # that an untried K must promise at its best
 _EXPLORE_EVERY = 0.2  # rounds between two untried Ks, over the gain promised: 2 for a tenth, then 1
 _FIRST_WAIT = 2  # plain steps before the first probe
-_PROBE_BUDGET = 0.01  # share of the time that probes may cost; waits double up to there
+_PROBE_BUDGET = 0.0125  # share of the time that probes may cost; waits double up to there
 _LONGEST_WAIT = 256  # plain steps, whatever probes cost
 _SETTLED = 6  # drafted rounds in a row after which waits start anew
 _LONG_PROMPT = 8  # tokens of a prompt for every token to come, from which the draft's prompt counts
@@ -54,6 +54,8 @@ class AdaptiveSchedule:
         self._wait = _FIRST_WAIT
         self._settled = 0  # the K that the argmax last chose
         self._ratio = draft_cost_ratio
+        self._is_probe = False
+        self._probe_s = 0.0  # seconds of the last probe, in which the draft read the plain steps' tokens first
         self._start_s = 0.0  # seconds that the draft will take to read a long prompt, once it is asked
         self._num = (
             0 if self._is_hopeless else self._first(num_rows, max_draft_tokens if known else _FIRST_DRAFT_TOKENS)
@@ -83,6 +85,9 @@ class AdaptiveSchedule:
         if outcome.num_draft_tokens:
             self._num_drafted_rounds += 1
             self._start_s = 0.0
+            if self._is_probe:
+                self._probe_s = outcome.draft_s + outcome.score_s + outcome.other_s
+            self._is_probe = False
             self._acceptance.observe(outcome.row_ids, outcome.num_accepted, outcome.num_draft_tokens)
         outlook = Outlook(self._acceptance.expected_tokens(list(left_of)), list(left_of.values()), self._start_s)
         self._num = self._next(outlook, outcome.num_rows)
@@ -131,12 +136,13 @@ class AdaptiveSchedule:
         self._num_plain_rounds = 0
         self._wait = max(min(2 * self._wait, longest), _FIRST_WAIT)
         self._acceptance.soften(_PROBE_MEMORY)
+        self._is_probe = True
         return likeliest
 
     def _longest_wait(self, num_draft_tokens: int, num_rows: int) -> int:
         """Plain steps between two probes that fail, for probes to stay within their budget."""
         seconds = self._costs.rounds_s(num_rows, self._max)
-        surplus_s = seconds[num_draft_tokens] - seconds[0]
+        surplus_s = max(seconds[num_draft_tokens], self._probe_s) - seconds[0]
         return min(max(round(surplus_s / max(seconds[0], _LEAST_S) / _PROBE_BUDGET), 0), _LONGEST_WAIT)
 
     def _untried(self, outlook: Outlook, num_rows: int, best_rate: float) -> int:

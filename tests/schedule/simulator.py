@@ -17,6 +17,7 @@ class Machine(NamedTuple):
     forward_s: Callable[[int], float] = lambda num_query: 1 + 0.005 * num_query  # of the target, by B * (K + 1)
     other_s: float = 0.02  # of a round
     prompt_s: float = 0.5  # of the draft's prefill
+    read_s: float = 0.01  # of a token that the draft did not see while K was 0
     jitter: float = 0.0  # share of a round's seconds, lognormal
     first_call_factor: float = 1.0  # on the first forward of each size
 
@@ -62,7 +63,8 @@ def run(schedule: Schedule, traces: Sequence[Trace], machine: Machine, num_token
         score_s, draft_s, num_fed = noise * machine.forward_s(num_query), 0.0, 0
         if num:
             num_fed = 1 + num_unseen + (0 if is_drafted else 64)
-            draft_s = noise * (num * machine.step_s + 0.01 * num_unseen) + (0 if is_drafted else machine.prompt_s)
+            draft_s = noise * (num * machine.step_s + machine.read_s * num_unseen)
+            draft_s += 0 if is_drafted else machine.prompt_s
             is_drafted, num_unseen = True, 0
         else:
             num_unseen += 1

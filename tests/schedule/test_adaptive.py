@@ -100,6 +100,12 @@ def test_a_useless_draft_costs_less_than_three_and_a_half_percent(step_s):
     assert adaptive >= 0.965 * plain
 
 
+@pytest.mark.parametrize("read_s", [0.02, 0.05])
+def test_what_a_probe_reads_first_counts_for_how_rare_probes_are(read_s):
+    adaptive, plain, _ = rates("zero", Machine(step_s=0.1, read_s=read_s), 0.1)
+    assert adaptive >= PLAIN_FLOOR * plain
+
+
 @pytest.mark.parametrize("draft_cost_ratio", [1.0, 3.0])
 def test_a_draft_as_large_as_the_target_is_never_called(draft_cost_ratio):
     for rows in traces("perfect"):
