@@ -5,9 +5,8 @@ from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
-from hf_speculate.errors import ConfigError
+from hf_speculate.dataset.encoding import padded
 
 ItemT = TypeVar("ItemT")
 
@@ -49,41 +48,33 @@ def take_in_turn(items: Sequence[ItemT], categories: Sequence[str], num: int | N
 
 
 def make_batches(
-    texts: Sequence[str],
+    prompts: Sequence[Sequence[int]],
     categories: Sequence[str],
-    tokenizer: PreTrainedTokenizerBase,
+    pad_token_id: int,
     batch_size: int,
     device: torch.device,
 ) -> list[Batch]:
-    """Encode texts in full batches of one category each; what is left over makes batches of several categories.
+    """Prompts in full batches of one category each; what is left over makes batches of several categories.
 
     Args:
-        texts: the prompts, at least one.
-        categories: one per text.
-        tokenizer: the target's; it pads on the left.
+        prompts: token ids of each, at least one prompt with at least one token.
+        categories: one per prompt.
+        pad_token_id: what fills shorter prompts up, on the left.
         batch_size: rows of a batch at most.
         device: where ids are put.
-
-    Raises:
-        ConfigError: a prompt has no tokens.
     """
-    full: list[tuple[str, list[str]]] = []
-    waiting: dict[str, list[str]] = {}
-    for text, category in zip(texts, categories, strict=True):
+    full: list[tuple[str, list[Sequence[int]]]] = []
+    waiting: dict[str, list[Sequence[int]]] = {}
+    for ids, category in zip(prompts, categories, strict=True):
         group = waiting.setdefault(category, [])
-        group.append(text)
+        group.append(ids)
         if len(group) == batch_size:
             full.append((category, waiting.pop(category)))
-    rest = [(category, text) for category, group in waiting.items() for text in group]
+    rest = [(category, ids) for category, group in waiting.items() for ids in group]
     for start in range(0, len(rest), batch_size):
         some = rest[start : start + batch_size]
         its_categories = {category for category, _ in some}
-        full.append((its_categories.pop() if len(its_categories) == 1 else "", [text for _, text in some]))
-    batches = []
-    for number, (category, group) in enumerate(full):
-        encoded = tokenizer(group, return_tensors="pt", padding=True, padding_side="left")
-        mask = encoded["attention_mask"]
-        if mask.shape[1] == 0 or int(mask.sum(-1).min()) == 0:
-            raise ConfigError("each prompt must have one token at least, got an empty one; leave it out of the file")
-        batches.append(Batch(number, encoded["input_ids"].long().to(device), mask.long().to(device), category))
-    return batches
+        full.append((its_categories.pop() if len(its_categories) == 1 else "", [ids for _, ids in some]))
+    return [
+        Batch(number, *padded(group, pad_token_id, device), category) for number, (category, group) in enumerate(full)
+    ]

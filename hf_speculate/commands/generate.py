@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 from transformers import TextStreamer
@@ -12,7 +13,9 @@ from transformers import TextStreamer
 from hf_speculate.commands import options
 from hf_speculate.commands.console import answer, notes
 from hf_speculate.commands.loading import Pair, load_pair
-from hf_speculate.commands.prompts import Prompt, read_prompts
+from hf_speculate.commands.prompts import read_prompts
+from hf_speculate.dataset.encoding import token_ids_of
+from hf_speculate.dataset.rows import Row
 from hf_speculate.errors import ConfigError
 from hf_speculate.stats import SpeculationStats
 
@@ -40,23 +43,24 @@ def generate(
     prompts = _prompts(prompt, file, chat)
     log = notes()
     pair = load_pair(target, draft, dtype, device, log)
-    for number, one in enumerate(prompts or ()):
-        if number:
-            answer("")
-        if len(prompts or ()) > 1:
-            log.print(f"prompt {one.id}:", style="bold")
-        _decode(pair, one.text(pair.tokenizer, is_chat=chat), arguments, log)
     if prompts is None:
         _talk(pair, arguments, log)
+        return
+    for number, (row, token_ids) in enumerate(zip(prompts, token_ids_of(prompts, pair.tokenizer, chat), strict=True)):
+        if number:
+            answer("")
+        if len(prompts) > 1:
+            log.print(f"prompt {row.key}:", style="bold")
+        _decode(pair, token_ids, arguments, log)
 
 
-def _prompts(prompt: str | None, file: Path | None, chat: bool) -> list[Prompt] | None:
+def _prompts(prompt: str | None, file: Path | None, chat: bool) -> list[Row] | None:
     """What is to be decoded; None: a chat with whoever types."""
     if (prompt is None) == (file is None) and not (chat and prompt is None):
         raise ConfigError("there must be a prompt, --file or --chat, got none or two of them; give one")
     if file is not None:
         return read_prompts(file)
-    return None if prompt is None else [Prompt("1", prompt)]
+    return None if prompt is None else [Row.of(prompt)]
 
 
 def _talk(pair: Pair, arguments: dict[str, Any], log: Console) -> None:
@@ -69,25 +73,25 @@ def _talk(pair: Pair, arguments: dict[str, Any], log: Console) -> None:
         if not line:
             return
         messages.append({"role": "user", "content": line.rstrip("\n")})
-        text = Prompt("chat", messages).text(pair.tokenizer)
-        messages.append({"role": "assistant", "content": _decode(pair, text, arguments, log)})
+        [token_ids] = token_ids_of([Row.of(messages, place="the chat")], pair.tokenizer, is_chat=True)
+        messages.append({"role": "assistant", "content": _decode(pair, token_ids, arguments, log)})
 
 
-def _decode(pair: Pair, text: str, arguments: dict[str, Any], log: Console) -> str:
-    """Decode one text, write the answer as it comes and a line on how it went; returns the answer."""
-    inputs = pair.tokenizer(text, return_tensors="pt").to(pair.target.device)
+def _decode(pair: Pair, token_ids: list[int], arguments: dict[str, Any], log: Console) -> str:
+    """Decode one prompt, write the answer as it comes and a line on how it went; returns the answer."""
+    input_ids = torch.tensor([token_ids], device=pair.target.device)
     stats = SpeculationStats()
     begin = time.perf_counter()
     output: Any = pair.target.generate(  # type: ignore[operator]
-        input_ids=inputs["input_ids"],
-        attention_mask=inputs["attention_mask"],
+        input_ids=input_ids,
+        attention_mask=torch.ones_like(input_ids),
         streamer=TextStreamer(pair.tokenizer, skip_prompt=True, skip_special_tokens=True),
         speculation_stats=stats,
         **pair.arguments,
         **arguments,
     )
     seconds = time.perf_counter() - begin
-    new_ids = output[0, inputs["input_ids"].shape[1] :]
+    new_ids = output[0, len(token_ids) :]
     log.print(_line(len(new_ids), seconds, stats), style="dim")
     return str(pair.tokenizer.decode(new_ids, skip_special_tokens=True))
 

@@ -21,6 +21,7 @@ from hf_speculate.bench.saving import TUNED_NAMES
 from hf_speculate.commands import options
 from hf_speculate.commands.loading import Pair
 from hf_speculate.commands.prompts import read_prompts
+from hf_speculate.dataset.encoding import token_ids_of
 from hf_speculate.errors import ConfigError
 
 DraftModel = Annotated[str, typer.Argument(help="Name or path of the draft model.")]
@@ -69,16 +70,16 @@ def encode(path: Path, pair: Pair, batch_size: int, num: int | None, chat: bool,
         log: is told where only a prompt's first turn is taken.
 
     Raises:
-        ConfigError: see `read_prompts`, `Prompt.text` and `make_batches`.
+        ConfigError: see `read_prompts` and `token_ids_of`.
     """
     prompts = read_prompts(path, by_line=True)
     prompts = take_in_turn(prompts, [prompt.category for prompt in prompts], num)
     num_cut = sum(prompt.num_turns > 1 for prompt in prompts)
     if num_cut:
         log.print(f"{num_cut} of {len(prompts)} prompts have several turns: the first is taken", style="dim")
-    texts = [prompt.text(pair.tokenizer, is_chat=chat) for prompt in prompts]
+    token_ids = token_ids_of(prompts, pair.tokenizer, is_chat=chat)
     categories = [prompt.category for prompt in prompts]
-    return make_batches(texts, categories, pair.tokenizer, batch_size, pair.target.device)
+    return make_batches(token_ids, categories, pair.tokenizer.pad_token_id, batch_size, pair.target.device)
 
 
 def decoder_of(pair: Pair, decoding: dict[str, Any]) -> Decoder:

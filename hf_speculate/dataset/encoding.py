@@ -3,12 +3,17 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+from jinja2 import TemplateError
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hf_speculate.dataset.rows import Row
 from hf_speculate.errors import ConfigError
 
 _CHUNK_LEN = 1024  # rows that a tokenizer is given at once
+# What templates do with messages that they were not written for.
+_TEMPLATE_ERRORS = (TemplateError, AttributeError, LookupError, TypeError, ValueError)
 
 
 def token_ids_of(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, is_chat: bool) -> list[list[int]]:
@@ -33,6 +38,26 @@ def token_ids_of(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, is_cha
         if not ids:
             raise ConfigError(f"each prompt must have a token at least, got none at {row.place}; leave the row out")
     return token_ids
+
+
+def padded(prompts: Sequence[Sequence[int]], pad_token_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Prompts in one batch, padded on the left as decoding needs it.
+
+    Args:
+        prompts: [B] token ids, one or more of each.
+        pad_token_id: what fills shorter ones up.
+        device: of the result.
+
+    Returns:
+        `input_ids` [B, T] int64 and `attention_mask` [B, T] int64.
+    """
+    width = max(map(len, prompts))
+    input_ids = torch.full((len(prompts), width), pad_token_id, dtype=torch.int64)  # [B, T]
+    attention_mask = torch.zeros_like(input_ids)
+    for index, ids in enumerate(prompts):
+        input_ids[index, width - len(ids) :] = torch.tensor(ids)
+        attention_mask[index, width - len(ids) :] = 1
+    return input_ids.to(device), attention_mask.to(device)
 
 
 def batches_of(
@@ -73,7 +98,7 @@ def _chat_text(row: Row, tokenizer: PreTrainedTokenizerBase) -> str:
         )
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-    except Exception as error:  # whatever a template does with messages that it was not written for
+    except _TEMPLATE_ERRORS as error:
         raise ConfigError(
             f"messages must fit the tokenizer's chat template, got {type(error).__name__} ({error}) at {row.place}; "
             "look at their roles and contents"

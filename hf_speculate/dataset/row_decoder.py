@@ -6,11 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_speculate.config import FIELD_NAMES, fields_of, read_config
-from hf_speculate.dataset.encoding import token_ids_of
+from hf_speculate.dataset.encoding import padded, token_ids_of
 from hf_speculate.dataset.rows import Row
 from hf_speculate.enabling import is_enabled
 from hf_speculate.errors import ConfigError
@@ -96,7 +95,7 @@ class RowDecoder:
             ConfigError: the batch does not fit into memory, or as `token_ids_of`.
         """
         prompts = token_ids_of(rows, self.tokenizer, self.is_chat)
-        input_ids, attention_mask = self._padded(prompts)
+        input_ids, attention_mask = padded(prompts, self._pad_token_id(), self.model.device)
         stats = SpeculationStats()
         decode: Any = self.model.generate if is_enabled(self.model) else _once(self.model)
         try:
@@ -119,24 +118,14 @@ class RowDecoder:
 
     def _decoded(self, rows: Sequence[Row], token_ids: Sequence[list[int]], stats: SpeculationStats) -> Decoded:
         results, num_tokens = [], 0
-        for row, padded in zip(rows, token_ids, strict=True):
-            ids, finish_reason = self._ended(padded)
+        for row, new_ids in zip(rows, token_ids, strict=True):
+            ids, finish_reason = self._ended(new_ids)
             num_tokens += len(ids)
             text = self.tokenizer.decode(ids, skip_special_tokens=True)
             results.append(
                 {"id": row.id, "text": text, "num_tokens": len(ids), "finish_reason": finish_reason, **row.others}
             )
         return Decoded(results, num_tokens, stats.num_judged, stats.num_accepted)
-
-    def _padded(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-        """`input_ids` [B, T] int64 and `attention_mask` [B, T] int64, padded on the left as decoding needs it."""
-        width = max(map(len, prompts))
-        input_ids = torch.full((len(prompts), width), self._pad_token_id(), dtype=torch.int64)  # [B, T]
-        attention_mask = torch.zeros_like(input_ids)
-        for index, ids in enumerate(prompts):
-            input_ids[index, width - len(ids) :] = torch.tensor(ids)
-            attention_mask[index, width - len(ids) :] = 1
-        return input_ids.to(self.model.device), attention_mask.to(self.model.device)
 
     def _ended(self, ids: list[int]) -> tuple[list[int], str]:
         """A row's tokens without what pads it, and why it ended: "stop" or "length"."""

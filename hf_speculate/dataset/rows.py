@@ -34,6 +34,22 @@ class Row:
     place: str
     num_turns: int = 1
 
+    @classmethod
+    def of(cls, content: str | list[dict[str, Any]], number: int = 1, place: str = "the prompt") -> "Row":
+        """A prompt that no data set holds.
+
+        Args:
+            content: text, or chat messages.
+            number: its id.
+            place: for errors.
+        """
+        return cls(str(number), number, content, {}, place)
+
+    @property
+    def category(self) -> str:
+        """Of a benchmark's question; empty elsewhere."""
+        return str(self.others.get("category", ""))
+
 
 def read_rows(prompts: str | Path | Iterable[str | Mapping[str, Any]]) -> list[Row]:
     """The rows of a file with one JSON value a line, or of such values.

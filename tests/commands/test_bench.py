@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_speculate
 from hf_speculate.cli import main
-from hf_speculate.commands.prompts import Prompt, read_prompts
+from hf_speculate.commands.prompts import read_prompts
 from hf_speculate.verify import base
 from tests.bench.fakes import EOS, save_pair
 from tests.bench.test_drift import direct
@@ -142,7 +142,8 @@ def test_batches_and_draws(pair, questions, capsys):
 def test_lines_of_a_text_are_prompts(pair, tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_text("def main\n\nclass Stack\n")
-    assert read_prompts(file, by_line=True) == [Prompt("1", "def main"), Prompt("3", "class Stack")]
+    rows = read_prompts(file, by_line=True)
+    assert [(row.key, row.content) for row in rows] == [("1", "def main"), ("3", "class Stack")]
     status, result = run(pair, file, "-v", "greedy")
     assert status == 0
     assert result["settings"]["num_prompts"] == 2

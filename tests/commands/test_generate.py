@@ -6,12 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_speculate
 from hf_speculate import cli
 from hf_speculate.cli import main
-from hf_speculate.commands.prompts import Prompt, read_prompts
+from hf_speculate.commands.prompts import read_prompts
+from hf_speculate.generation import SpeculativeGenerationMixin
+from tests.tiny import make_model
+from tests.tiny_tokenizers import byte_level_tokenizer
 
 PAIR = Path(__file__).parents[2] / "examples" / "pair"
 TARGET, DRAFT = str(PAIR / "target"), str(PAIR / "draft")
@@ -64,19 +68,49 @@ def test_drawn_texts_are_repeated_by_their_seed(capsys):
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_a_chat_answers_every_line_and_remembers(monkeypatch, capsys):
-    shown = []
+@pytest.fixture
+def chat_target(tmp_path) -> str:
+    """A tiny model whose tokenizer begins every text with a token, as its chat template does too."""
+    tokenizer = byte_level_tokenizer([], eos_token="<end>", bos_token="<begin>", pad_token="<pad>")
+    begin = tokenizer.bos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<begin> $A", special_tokens=[("<begin>", begin)]
+    )
+    tokenizer.chat_template = "<begin>{% for message in messages %}[{{ message.content }}]{% endfor %}"
+    make_model("llama", vocab_size=len(tokenizer)).save_pretrained(tmp_path / "chat")
+    tokenizer.save_pretrained(tmp_path / "chat")
+    return str(tmp_path / "chat")
 
-    def text_of(prompt, tokenizer, *, is_chat=False):
-        shown.append([message["content"] for message in prompt.content])
-        return "\n".join(shown[-1])
 
-    monkeypatch.setattr(Prompt, "text", text_of)
+@pytest.fixture
+def read_texts(monkeypatch) -> list[str]:
+    """What models are given to read, as text."""
+    texts, generate = [], SpeculativeGenerationMixin.generate
+
+    def noted(model, input_ids, **arguments):
+        texts.append(AutoTokenizer.from_pretrained(model.name_or_path).decode(input_ids[0]))
+        return generate(model, input_ids=input_ids, **arguments)
+
+    monkeypatch.setattr(SpeculativeGenerationMixin, "generate", noted)
+    return texts
+
+
+def test_a_chat_answers_every_line_and_remembers(chat_target, monkeypatch, read_texts, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO("def main():\nclass Stack:\n"))
-    assert main(["generate", TARGET, "--chat", "-d", DRAFT, *COMMON]) == 0
-    assert shown[0] == ["def main():"]
-    assert (shown[1][0], shown[1][2], len(shown[1])) == ("def main():", "class Stack:", 3)
-    assert shown[1][1].strip() in capsys.readouterr().out
+    assert main(["generate", chat_target, "--chat", "--lookup", "4", *COMMON]) == 0
+    first, second = read_texts
+    assert first == "<begin>[def main():]"
+    assert second.startswith(first)
+    assert second.endswith("[class Stack:]")
+    answer = second[len(first) : -len("[class Stack:]")].strip("[]")
+    assert answer
+    assert answer in capsys.readouterr().out
+
+
+def test_a_template_begins_the_text_itself_and_the_tokenizer_a_bare_prompt(chat_target, read_texts):
+    assert main(["generate", chat_target, "hi", "--chat", "--lookup", "4", *COMMON]) == 0
+    assert main(["generate", chat_target, "hi", "--lookup", "4", *COMMON]) == 0
+    assert read_texts == ["<begin>[hi]", "<begin>hi"]
 
 
 @pytest.mark.parametrize(
@@ -124,15 +158,15 @@ def test_lines_of_every_kind_are_prompts(tmp_path):
     ]
     file = tmp_path / "question.jsonl"
     file.write_text("\n".join(lines))
-    assert read_prompts(file) == [
-        Prompt("1", "bare"),
-        Prompt("2", "b"),
-        Prompt("4", messages),
-        Prompt("81", "first", "writing"),
+    assert [(row.key, row.content, row.category, row.num_turns) for row in read_prompts(file)] == [
+        ("1", "bare", "", 1),
+        ("2", "b", "", 1),
+        ("4", messages, "", 1),
+        ("81", "first", "writing", 2),
     ]
     text = tmp_path / "one.txt"
     text.write_text("two\nlines\n")
-    assert read_prompts(text) == [Prompt("1", "two\nlines\n")]
+    assert [row.content for row in read_prompts(text)] == ["two\nlines\n"]
 
 
 @pytest.mark.parametrize(
