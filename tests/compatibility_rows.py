@@ -125,6 +125,7 @@ OPTIONS = "generate/test_options.py"
 CONFIG = "test_config.py"
 LOOKUP = "generate/test_lookup.py"
 PICTURES = "generate/test_vision_language.py::test_greedy_equals_plain"
+ARGUMENTS_OF_PICTURES = "generate/test_vision_language.py::test_arguments_beside_the_pixels_are_read_with_the_prompt"
 ENCODERS = "generate/test_encoder_decoder.py"
 BLOCK = "test_processors.py::test_block_equals_position_by_position"
 EXACT = "generate/test_greedy_exactness.py"
@@ -286,7 +287,7 @@ ARGUMENTS = (
         for name in ("vision_feature_layer", "vision_feature_select_strategy")
     ),
     *(
-        Row(name, Supported(PICTURES, "handed on as `pixel_values` is; has no test of its own"))
+        Row(name, Supported(ARGUMENTS_OF_PICTURES, "read with the prompt"))
         for name in ("image_sizes", "mm_encoder_outputs", "pixel_attention_mask", "second_per_grid_ts")
     ),
     Row(

@@ -45,7 +45,7 @@ _STACKS: dict[str, Any] = {
     "encoder_attention_heads": 4,
     "decoder_attention_heads": 4,
 }
-_TEXT: dict[str, Any] = {
+TEXT: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -64,7 +64,7 @@ _T5_GAINS = {"EncDecAttention.o.": 0.5, "SelfAttention.o.": 6.0, "relative_atten
 _BART_GAINS = {"encoder_attn.out_proj": 0.1}
 
 
-def _filled(model: PreTrainedModel, seed: int, gains: dict[str, float] | None = None) -> PreTrainedModel:
+def filled(model: PreTrainedModel, seed: int, gains: dict[str, float] | None = None) -> PreTrainedModel:
     """The model in float64 and eval mode, its matrices drawn anew; biases and norms are left.
 
     Args:
@@ -92,7 +92,7 @@ def make_t5(*, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """A T5; `overrides` are fields of its config."""
     fields = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 3, "num_decoder_layers": 2, "num_heads": 4}
     config = T5Config(**{"vocab_size": VOCAB_SIZE, **_IDS, **fields, **overrides})
-    model = _filled(T5ForConditionalGeneration(config), seed, _T5_GAINS)
+    model = filled(T5ForConditionalGeneration(config), seed, _T5_GAINS)
     model.generation_config = GenerationConfig(pad_token_id=PAD_TOKEN_ID, decoder_start_token_id=START_TOKEN_ID)
     return model
 
@@ -101,7 +101,7 @@ def make_bart(*, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """A BART, whose positions are columns; `overrides` are fields of its config."""
     fields = {**_STACKS, "max_position_embeddings": MAX_LEN, "forced_eos_token_id": None}
     config = BartConfig(vocab_size=VOCAB_SIZE, **_IDS, **{**fields, **overrides})
-    model = _filled(BartForConditionalGeneration(config), seed, _BART_GAINS)
+    model = filled(BartForConditionalGeneration(config), seed, _BART_GAINS)
     model.generation_config = GenerationConfig(pad_token_id=PAD_TOKEN_ID, decoder_start_token_id=START_TOKEN_ID)
     return model
 
@@ -118,7 +118,7 @@ def make_whisper(*, seed: int = 0, **overrides: Any) -> WhisperForConditionalGen
         "max_target_positions": 96,
     }
     config = WhisperConfig(vocab_size=VOCAB_SIZE, **_IDS, **{**fields, **overrides})
-    model = _filled(WhisperForConditionalGeneration(config), seed)
+    model = filled(WhisperForConditionalGeneration(config), seed)
     model.generation_config = GenerationConfig(
         pad_token_id=PAD_TOKEN_ID,
         eos_token_id=2,
@@ -156,12 +156,12 @@ def make_llava(*, seed: int = 0) -> PreTrainedModel:
     )
     config = LlavaConfig(
         vision_config=vision,
-        text_config=LlamaConfig(**_TEXT),
+        text_config=LlamaConfig(**TEXT),
         image_token_index=IMAGE_TOKEN_ID,
         image_token_id=IMAGE_TOKEN_ID,
         tie_word_embeddings=False,
     )
-    model = _filled(LlavaForConditionalGeneration(config), seed)
+    model = filled(LlavaForConditionalGeneration(config), seed)
     model.generation_config = GenerationConfig(pad_token_id=PAD_TOKEN_ID, do_sample=False)
     return model
 
@@ -181,23 +181,23 @@ def make_qwen2_vl(*, seed: int = 0) -> PreTrainedModel:
     rope = {"rope_type": "default", "type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
     config = Qwen2VLConfig(
         vision_config=vision,
-        text_config={**_TEXT, "rope_parameters": rope, "rope_scaling": rope},
+        text_config={**TEXT, "rope_parameters": rope, "rope_scaling": rope},
         image_token_id=IMAGE_TOKEN_ID,
         video_token_id=61,
         vision_start_token_id=62,
         vision_end_token_id=63,
         tie_word_embeddings=False,
     )
-    model = _filled(Qwen2VLForConditionalGeneration(config), seed)
+    model = filled(Qwen2VLForConditionalGeneration(config), seed)
     model.generation_config = GenerationConfig(pad_token_id=PAD_TOKEN_ID, do_sample=False)
     return model
 
 
 def text_draft(target: PreTrainedModel, noise: float = 0.01) -> PreTrainedModel:
-    """A model of text alone with the weights, but for some noise, that `make_llava` or `make_qwen2_vl` has for text."""
-    kind = "qwen2" if isinstance(target, Qwen2VLForConditionalGeneration) else "llama"
+    """A model of text alone with the weights, but for some noise, that a reader of images has for text."""
+    kind = "qwen2" if target.config.model_type.startswith("qwen2") else "llama"
     draft = make_model(kind, vocab_size=VOCAB_SIZE)
-    draft.model.load_state_dict(target.model.language_model.state_dict())
+    draft.model.load_state_dict(target.get_decoder().state_dict())
     draft.lm_head.load_state_dict(target.lm_head.state_dict())
     return noisy_copy(draft, noise)
 

@@ -12,6 +12,7 @@ from hf_speculate.errors import UnsupportedGenerationError
 from tests.cases import assert_equal_ids, pair, plain_and_ours
 from tests.tiny import make_model, ragged_prompts
 from tests.tiny_encoders import make_llava, make_qwen2_vl, picture_prompts, text_draft
+from tests.tiny_pictures import READINGS
 
 NUM_NEW = 24
 MAKERS = {"llava": make_llava, "qwen2_vl": make_qwen2_vl}
@@ -77,6 +78,20 @@ def test_features_are_chosen_as_the_call_says(options, num_tokens):
     assert_equal_ids(plain, ours)
     if num_tokens == 4:  # else the default cannot read the prompt
         assert not torch.equal(target.generate(**inputs, max_new_tokens=NUM_NEW), ours)
+
+
+@pytest.mark.parametrize("name", READINGS)
+def test_arguments_beside_the_pixels_are_read_with_the_prompt(name):
+    target, inputs, other = READINGS[name]()
+    stats = hf_speculate.SpeculationStats()
+    plain = target.generate(**inputs, max_new_tokens=NUM_NEW)
+    hf_speculate.enable(target)
+    options = {"max_new_tokens": NUM_NEW, "num_assistant_tokens": 3, "assistant_model": text_draft(target)}
+    ours = target.generate(**inputs, **options, speculation_stats=stats)
+    assert_equal_ids(plain, ours)
+    assert 0 < stats.num_accepted < stats.num_judged
+    if other is not None:  # else the pixels have no other reading
+        assert not torch.equal(target.generate(**{**inputs, name: other}, **options), ours)
 
 
 def test_positions_after_an_image_fall_behind_the_number_of_tokens():

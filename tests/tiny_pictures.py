@@ -1,0 +1,151 @@
+"""Tiny random readers of images whose calls take more than pixels, built in code, and prompts for them."""
+
+import inspect
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import (
+    CLIPVisionConfig,
+    GenerationConfig,
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
+    LlamaConfig,
+    LlavaNextConfig,
+    LlavaNextForConditionalGeneration,
+    PreTrainedModel,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+)
+
+from tests.tiny import PAD_TOKEN_ID
+from tests.tiny_encoders import IMAGE_TOKEN_ID, TEXT, filled, make_llava, picture_prompts
+
+VIDEO_TOKEN_ID = 61
+
+
+class Reading(NamedTuple):
+    """A model, a prompt with pictures, and another value of the argument in question, which gives another text."""
+
+    target: PreTrainedModel
+    inputs: dict[str, Tensor]
+    other: object
+
+
+def sizes_of_images() -> Reading:
+    """LLaVA-NeXT, whose features of an 8 x 8 tile are cut to the image: other sizes, other features in one place."""
+    vision = CLIPVisionConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, image_size=8, patch_size=4
+    )
+    config = LlavaNextConfig(
+        vision_config=vision,
+        text_config=LlamaConfig(**TEXT),
+        image_token_index=IMAGE_TOKEN_ID,
+        image_grid_pinpoints=[[8, 16], [16, 8]],
+        tie_word_embeddings=False,
+    )
+    target = _ready(LlavaNextForConditionalGeneration(config))
+    # Half as wide as two tiles beside each other: 4 tokens of the whole image, 2 rows of 4 with their ends.
+    inputs = _prompts(2, IMAGE_TOKEN_ID, 4 + 2 * (4 + 1))
+    inputs["pixel_values"] = _noise(2, 3, 3, 8, 8)  # each image whole, and its two tiles
+    inputs["image_sizes"] = torch.tensor([[8, 16], [8, 16]])
+    return Reading(target, inputs, None)
+
+
+def masks_of_pixels() -> Reading:
+    """Idefics3, which does not look at the right half of the picture."""
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 8,
+        "patch_size": 2,
+    }
+    config = Idefics3Config(
+        vision_config=vision,
+        text_config={"model_type": "llama", **TEXT},
+        image_token_id=IMAGE_TOKEN_ID,
+        scale_factor=2,
+        pad_token_id=PAD_TOKEN_ID,
+    )
+    target = _ready(Idefics3ForConditionalGeneration(config))
+    inputs = _prompts(2, IMAGE_TOKEN_ID, 4)
+    inputs["pixel_values"] = _noise(2, 1, 3, 8, 8)
+    mask = torch.ones(2, 1, 8, 8, dtype=torch.bool)
+    mask[..., 4:] = False
+    inputs["pixel_attention_mask"] = mask
+    return Reading(target, inputs, torch.ones_like(mask))
+
+
+def seconds_of_videos() -> Reading:
+    """Qwen2.5-VL, whose positions in time go by the seconds between frames."""
+    vision = {
+        "depth": 2,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_heads": 2,
+        "patch_size": 4,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "tokens_per_second": 2,
+        "window_size": 16,
+        "out_hidden_size": 32,
+        "fullatt_block_indexes": [1],
+    }
+    rope = {"rope_type": "default", "type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
+    config = Qwen2_5_VLConfig(
+        vision_config=vision,
+        text_config={**TEXT, "rope_parameters": rope, "rope_scaling": rope},
+        image_token_id=IMAGE_TOKEN_ID,
+        video_token_id=VIDEO_TOKEN_ID,
+        vision_start_token_id=62,
+        vision_end_token_id=63,
+        tie_word_embeddings=False,
+    )
+    target = _ready(Qwen2_5_VLForConditionalGeneration(config))
+    inputs = _prompts(2, VIDEO_TOKEN_ID, 8)  # 2 times 4 x 4 patches, merged by four
+    inputs["pixel_values_videos"] = _noise(2 * 32, 3 * 2 * 4 * 4)
+    inputs["video_grid_thw"] = torch.tensor([[2, 4, 4]] * 2)
+    inputs["mm_token_type_ids"] = 2 * (inputs["input_ids"] == VIDEO_TOKEN_ID).int()
+    inputs["second_per_grid_ts"] = torch.tensor([1.0, 3.0])
+    return Reading(target, inputs, torch.tensor([8.0, 20.0]))
+
+
+def encoded_images() -> Reading:
+    """LLaVA, given what its encoder made of the images."""
+    target = make_llava()
+    inputs = picture_prompts(target, 2)
+    others = picture_prompts(target, 2, seed=1)
+    encoded, other = (
+        {"image": target.model.get_image_features(each.pop("pixel_values"), return_dict=True)}
+        for each in (inputs, others)
+    )
+    return Reading(target, {**inputs, "mm_encoder_outputs": encoded}, other)
+
+
+READINGS = {
+    "image_sizes": sizes_of_images,
+    "pixel_attention_mask": masks_of_pixels,
+    "second_per_grid_ts": seconds_of_videos,
+}
+if "mm_encoder_outputs" in inspect.signature(type(make_llava()).forward).parameters:  # not in older versions
+    READINGS["mm_encoder_outputs"] = encoded_images
+
+
+def _ready(model: PreTrainedModel) -> PreTrainedModel:
+    model = filled(model, 0)
+    model.generation_config = GenerationConfig(pad_token_id=PAD_TOKEN_ID, do_sample=False)
+    return model
+
+
+def _noise(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def _prompts(batch_size: int, token_id: int, num_tokens: int) -> dict[str, Tensor]:
+    """Left-padded prompts in which a picture takes `num_tokens` places."""
+    rows = [[3 + row, 4, 62, *[token_id] * num_tokens, 63, *range(8, 8 + 3 * row)] for row in range(batch_size)]
+    width = max(map(len, rows))
+    input_ids = torch.tensor([[PAD_TOKEN_ID] * (width - len(row)) + row for row in rows])
+    return {"input_ids": input_ids, "attention_mask": (input_ids != PAD_TOKEN_ID).long()}
