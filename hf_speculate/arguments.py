@@ -76,7 +76,6 @@ def own_stop_strings(model: PreTrainedModel, call: dict[str, Any]) -> None:
         ConfigError: there is no tokenizer.
     """
     stop_strings = _setting(model, call, "stop_strings")
-    call.pop("stop_strings", None)
     if stop_strings is None:
         return
     tokenizer = call.get("tokenizer")
@@ -168,8 +167,10 @@ def uncached(input_ids: Tensor, cache: Cache, passed_mask_len: int | None, embed
 
 
 def _setting(model: PreTrainedModel, call: dict[str, Any], name: str) -> Any:
-    """A field by the keyword, the passed config, the model's; None where nobody set it."""
-    value = call.get(name)
+    """A field by the keyword, be it None, the passed config, the model's; None where nobody set it."""
+    if name in call:
+        return call[name]
+    value = None
     for config in (call.get("generation_config"), model.generation_config):
         if value is None and config is not None:
             value = getattr(config, name, None)

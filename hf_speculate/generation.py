@@ -27,6 +27,7 @@ from hf_speculate.healing import HealsTokens, healing
 from hf_speculate.matching import choose_draft, warn_of_low_acceptance
 from hf_speculate.outputs import GenerateOutput
 from hf_speculate.private_names import (
+    check_private_names,
     comes_from_model_config,
     stateful_names,
 )
@@ -128,6 +129,7 @@ def _generate(
     if assistant is not None:
         check_assistant(assistant)
     models = [model] if assistant is None else [model, assistant]
+    check_private_names(model)
     check_models(models, stateful_names(models), reason)
     tokenizers = call.get("tokenizer"), call.get("assistant_tokenizer")
     drafting = choose_draft(model, assistant, early_exit, *tokenizers)

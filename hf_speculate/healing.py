@@ -54,7 +54,8 @@ def healing(model: PreTrainedModel, call: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _heals(model: PreTrainedModel, call: Mapping[str, Any]) -> bool:
-    """The first that is set counts: the keyword, the passed config, the model's."""
-    sources = (call.get("generation_config"), model.generation_config)
-    values = [call.get("token_healing"), *(getattr(source, "token_healing", None) for source in sources)]
+    """The first that is set counts: the keyword, be it None, the passed config, the model's."""
+    if "token_healing" in call:
+        return bool(call["token_healing"])
+    values = [getattr(one, "token_healing", None) for one in (call.get("generation_config"), model.generation_config)]
     return bool(next((value for value in values if value is not None), False))

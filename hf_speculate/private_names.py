@@ -12,18 +12,22 @@ TESTED_VERSIONS = "5.17.0 to 5.23.0"
 _OF_MODELS = ("_is_stateful", "_valid_auto_compile_criteria", "_default_compile_config")
 _OF_CONFIGS = ("_attn_implementation", "_attn_implementation_internal")
 _OF_GENERATION_CONFIGS = ("_from_model_config",)
+_OF_PREPARED_CONFIGS = ("_pad_token_tensor",)  # which `generate` gives its copy of a generation config
 
 
 def check_private_names(model: PreTrainedModel) -> None:
     """See that the model has what is read of it here.
 
     Args:
-        model: about to be enabled.
+        model: about to be enabled, or to decode.
 
     Raises:
         UnsupportedModelError: a name is missing.
     """
-    holders = ((model, _OF_MODELS), (model.config, _OF_CONFIGS), (model.generation_config, _OF_GENERATION_CONFIGS))
+    _check((model, _OF_MODELS), (model.config, _OF_CONFIGS), (model.generation_config, _OF_GENERATION_CONFIGS))
+
+
+def _check(*holders: tuple[object, Sequence[str]]) -> None:
     missing = [f"{type(one).__name__}.{name}" for one, names in holders for name in names if not hasattr(one, name)]
     if missing:
         raise UnsupportedModelError(
@@ -66,7 +70,12 @@ def compile_config_of(model: PreTrainedModel, config: GenerationConfig) -> Compi
 
 
 def pad_token_id(config: GenerationConfig) -> int | None:
-    """What ended rows are filled with, as `generate` settled it for the call."""
+    """What ended rows are filled with, as `generate` settled it for the call.
+
+    Raises:
+        UnsupportedModelError: the config lacks the name.
+    """
+    _check((config, _OF_PREPARED_CONFIGS))
     pad = config._pad_token_tensor
     return None if pad is None else int(pad)
 

@@ -82,6 +82,7 @@ class Speculation:
         **model_kwargs: Any,
     ) -> GenerateOutput | Tensor:
         self.place.enter(Stage.PREPARE, 0)
+        input_ids = input_ids.long()  # plain decoding takes int32 prompts too, and returns int64
         config = self.config.for_run(self.num_calls).resolve(bool(generation_config.do_sample))
         self.num_calls += 1
         check_verifier(config)

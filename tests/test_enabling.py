@@ -1,5 +1,6 @@
 """`enable()` changes one object's `generate()` and nothing else, whatever wraps the model."""
 
+import ast
 import copy
 import io
 import json
@@ -286,3 +287,17 @@ def test_a_version_of_transformers_without_a_name_is_refused_on_enable(monkeypat
     with pytest.raises(hf_speculate.UnsupportedModelError, match=r"LlamaForCausalLM\._renamed_since.*5\.17\.0 to"):
         hf_speculate.enable(model)
     assert not hf_speculate.is_enabled(model)
+
+
+def test_a_call_without_enabling_is_refused_there_too(monkeypatch):
+    monkeypatch.setattr(private_names, "_OF_CONFIGS", ("_renamed_since",))
+    with pytest.raises(hf_speculate.UnsupportedModelError, match=r"LlamaConfig\._renamed_since.*5\.17\.0 to"):
+        hf_speculate.generate(make_model("llama"), torch.tensor([[3, 4]]), prompt_lookup_num_tokens=3, max_new_tokens=4)
+
+
+def test_every_private_name_that_is_read_is_checked():
+    tree = ast.parse(Path(private_names.__file__).read_text())
+    names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr.startswith("_")}
+    checked = [private_names._OF_MODELS, private_names._OF_CONFIGS, private_names._OF_GENERATION_CONFIGS]
+    checked.append(private_names._OF_PREPARED_CONFIGS)
+    assert names - {"__name__", "__version__", "_forward_pre_hooks"} == set().union(*checked)  # the last is torch's

@@ -58,6 +58,7 @@ def check_call(call: dict[str, Any], reason: Reason) -> None:
     refused = {
         "custom_generate": call.get("custom_generate"),
         "inputs_embeds": call.get("inputs_embeds") if reason is GENERATOR else None,
+        "return_token_timestamps": call.get("return_token_timestamps") or None,
         **{name: call.get(name) or None for name in _OF_TARGETS_STATES},
     }
     for name, value in refused.items():

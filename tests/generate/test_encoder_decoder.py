@@ -338,6 +338,8 @@ def test_what_is_refused():
     ):
         with pytest.raises(UnsupportedGenerationError, match=message):
             target.generate(**inputs, assistant_model=draft, return_dict_in_generate=True, **options)
+    with pytest.raises(UnsupportedGenerationError, match="return_token_timestamps must be left out"):
+        whisper.generate(**inputs_of("whisper", 1), assistant_model=whisper, return_token_timestamps=True)
     for model, assistant, message in (
         (pair("llama")[0], draft, "must read what the target LlamaForCausalLM reads, got the encoder-decoder T5For"),
         (target, whisper, "must read what the target T5ForConditionalGeneration reads, got the encoder-decoder Whisp"),

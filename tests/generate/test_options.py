@@ -66,6 +66,16 @@ def test_max_new_tokens_is_exact(num_new):
     assert_equal_ids(plain, ours)
 
 
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_prompts_of_int32_give_what_plain_gives(batch_size):
+    target, draft = pair("llama")
+    inputs = ragged_prompts(batch_size, seed=8)
+    inputs["input_ids"] = inputs["input_ids"].int()
+    plain, ours = plain_and_ours(target, draft, inputs, max_new_tokens=12, num_assistant_tokens=3)
+    assert_equal_ids(plain, ours)
+    assert ours.dtype == plain.dtype
+
+
 def test_max_length_is_exact():
     target, draft = pair("qwen2")
     inputs = ragged_prompts(3, seed=13)

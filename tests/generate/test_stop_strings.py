@@ -1,5 +1,7 @@
 """Stop strings end the text where token-by-token decoding would have ended it."""
 
+import copy
+
 import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
@@ -37,3 +39,13 @@ def test_stop_strings_without_a_tokenizer_are_refused():
     target, draft = pair("llama")
     with pytest.raises(ConfigError, match="tokenizer must be given with stop_strings"):
         target.generate(**ragged_prompts(1, seed=1), stop_strings=["x"], assistant_model=draft)
+
+
+def test_a_none_in_the_call_keeps_the_configs_stop_strings_out():
+    target, draft = pair("llama")
+    prompts = ragged_prompts(2, seed=1)
+    config = copy.deepcopy(target.generation_config)
+    plain = target.generate(**prompts, max_new_tokens=12)
+    config.update(stop_strings=[*CHARACTERS], max_new_tokens=12)
+    ours = target.generate(**prompts, generation_config=config, stop_strings=None, assistant_model=draft)
+    assert_equal_ids(plain, ours)
