@@ -8,6 +8,7 @@ draft, each as dear as its parameters' share of the target's.
 """
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -90,10 +91,22 @@ def table(content: dict[str, Any]) -> str:
 
 def over_better(rows: list[dict[str, Any]]) -> list[float]:
     """By mode and category, the hybrid's tokens a round over those of the better of the two."""
+    cells = _by_cell(rows, lambda row: row["tokens_per_round"])
+    return [of["hybrid"] / max(of["copying"], of["model"]) for of in cells]
+
+
+def cost_over_better(rows: list[dict[str, Any]]) -> list[float]:
+    """By mode and category, what a token costs with the hybrid over what it costs with the cheaper of the two."""
+    cells = _by_cell(rows, cost_per_token)
+    return [of["hybrid"] / min(of["copying"], of["model"]) for of in cells]
+
+
+def _by_cell(rows: list[dict[str, Any]], figure: Callable[[dict[str, Any]], float]) -> list[dict[str, float]]:
+    """Of each mode and category, the figure by drafter."""
     cells: dict[tuple[str, str], dict[str, float]] = {}
     for row in rows:
-        cells.setdefault((row["mode"], row["category"]), {})[row["drafter"]] = row["tokens_per_round"]
-    return [of["hybrid"] / max(of["copying"], of["model"]) for of in cells.values()]
+        cells.setdefault((row["mode"], row["category"]), {})[row["drafter"]] = figure(row)
+    return list(cells.values())
 
 
 def main() -> None:
