@@ -9,7 +9,7 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from hf_speculate.draft.vocabulary import Vocabulary
 from hf_speculate.errors import UnsupportedGenerationError
-from hf_speculate.infer.context import Context
+from hf_speculate.infer.context import Context, mapped
 from hf_speculate.infer.language_model import device_of, text_prefix
 
 # Arguments that our own loop gives itself.
@@ -70,6 +70,8 @@ def draft_context(
 ) -> Context:
     """What the draft model reads besides the text: an encoder's output, its own or the target's, and nothing else.
 
+    What the target's side has made is read in the draft's dtype and on its device; the target's own stays as it is.
+
     Args:
         draft: the draft model, or None; its encoder runs once, unless it is the target's.
         target: whose encoder has run.
@@ -86,7 +88,8 @@ def draft_context(
     outputs = model_kwargs.get("encoder_outputs")
     if not draft.config.is_encoder_decoder:
         takes_outputs = "encoder_outputs" in inspect.signature(type(draft).forward).parameters
-        return Context({"encoder_outputs": outputs} if takes_outputs and outputs is not None else None)
+        reads = takes_outputs and outputs is not None
+        return Context({"encoder_outputs": _as_read_by(draft.get_decoder(), outputs)} if reads else None)
     mask = model_kwargs.get("attention_mask")
     encoder: Any = draft.get_encoder()
     if encoder is not target.get_encoder():
@@ -98,15 +101,25 @@ def draft_context(
         if vocabulary is not None and encoder.main_input_name == "input_ids":
             inputs = vocabulary.to(inputs.device).draft_ids[inputs]
         num_copies = num_rows // inputs.shape[0]
-        arguments: dict[str, Any] = {encoder.main_input_name: inputs.to(device_of(draft))}
+        arguments: dict[str, Any] = {encoder.main_input_name: _as_read_by(encoder, inputs)}
         if mask is not None and "attention_mask" in inspect.signature(encoder.forward).parameters:
             arguments["attention_mask"] = mask[::num_copies].to(device_of(draft))
         with torch.no_grad():
             outputs = encoder(**arguments, return_dict=True)
         if num_copies > 1:
             outputs = type(outputs)(last_hidden_state=outputs[0].repeat_interleave(num_copies, dim=0))
+    else:
+        outputs = _as_read_by(draft.get_decoder(), outputs)
     every = {"encoder_outputs": outputs}
-    return Context(every if mask is None else every | {"attention_mask": mask}, prefix=text_prefix(draft))
+    if mask is not None:
+        every["attention_mask"] = mask.to(device_of(draft))
+    return Context(every, prefix=text_prefix(draft))
+
+
+def _as_read_by(model: PreTrainedModel, value: Any) -> Any:
+    """A copy of a tensor, or of an output's, where the model is; numbers with a fraction in the model's dtype."""
+    device, dtype = device_of(model), model.dtype
+    return mapped(value, lambda tensor: tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype))
 
 
 def _counts_tokens(positions: Tensor, model_kwargs: dict[str, Any]) -> bool:

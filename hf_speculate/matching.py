@@ -1,8 +1,11 @@
 """Decides which model drafts in which vocabulary."""
 
 import functools
+import threading
 import warnings
+from dataclasses import dataclass
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -17,8 +20,8 @@ MAX_PADDING = 1024
 
 # Another tokenizer's tokens are kept by chance only, one in hundreds; a poor draft of the same tokenizer keeps a tenth.
 _LEAST_ACCEPTANCE = 0.02
-_NUM_DRAFTED = 64
-_NUM_JUDGED = 10  # where a long draft is refused at once, its other tokens were never looked at
+# In all calls, for in one a schedule stops drafting before. Of drafts that keep a tenth, 1 in 100 looks so bad by then.
+_NUM_JUDGED = 64
 
 
 class Drafting(NamedTuple):
@@ -28,6 +31,29 @@ class Drafting(NamedTuple):
     vocabulary: Vocabulary | None = None  # how its ids stand to the target's; None: they are the same
     is_guess: bool = False  # that they are the same, for nobody compared the tokenizers
     why_eager: str = ""  # why it is never compiled; empty where it may be
+
+
+@dataclass
+class _Tally:
+    """What became of a pair's draft tokens in all calls so far."""
+
+    num_judged: int = 0  # where a long draft is refused at once, its other tokens were never looked at
+    num_accepted: int = 0
+    has_warned: bool = False
+
+    def warns(self, stats: SpeculationStats) -> bool:
+        """Count a call; whether it is the one after which to warn."""
+        self.num_judged += stats.num_judged
+        self.num_accepted += stats.num_accepted
+        is_low = self.num_judged >= _NUM_JUDGED and self.num_accepted < _LEAST_ACCEPTANCE * self.num_judged
+        is_first = is_low and not self.has_warned
+        self.has_warned |= is_low
+        return is_first
+
+
+_lock = threading.Lock()
+# By target and draft; held weakly, so that a tally goes with either model.
+_tallies: "WeakKeyDictionary[PreTrainedModel, WeakKeyDictionary[PreTrainedModel, _Tally]]" = WeakKeyDictionary()
 
 
 def choose_draft(
@@ -113,21 +139,25 @@ def match_vocabularies(
 
 
 def warn_of_low_acceptance(target: PreTrainedModel, draft: PreTrainedModel, stats: SpeculationStats) -> None:
-    """Say so where next to nothing that was drafted was kept, as it is with equal sizes of different vocabularies.
+    """Say so, once for a pair, where next to nothing that was drafted in all its calls was kept.
+
+    So it is with equal sizes of different vocabularies.
 
     Args:
         target: the target.
         draft: a draft whose ids were taken to be the target's.
-        stats: of the whole call.
+        stats: of the whole call, which is counted; no call's twice.
     """
-    has_seen_enough = stats.num_drafted >= _NUM_DRAFTED and stats.num_judged >= _NUM_JUDGED
-    if has_seen_enough and stats.acceptance < _LEAST_ACCEPTANCE:
-        names = [str(model.name_or_path) or type(model).__name__ for model in (target, draft)]
-        warnings.warn(
-            f"fewer than {_LEAST_ACCEPTANCE:.0%} of the draft tokens were kept; the vocabularies of {names[0]} and "
-            f"{names[1]} are of one size but may differ: pass tokenizer= and assistant_tokenizer= if they do",
-            stacklevel=4,
-        )
+    with _lock:
+        tally = _tallies.setdefault(target, WeakKeyDictionary()).setdefault(draft, _Tally())
+        if not tally.warns(stats):
+            return
+    names = [str(model.name_or_path) or type(model).__name__ for model in (target, draft)]
+    warnings.warn(
+        f"fewer than {_LEAST_ACCEPTANCE:.0%} of the draft tokens were kept; the vocabularies of {names[0]} and "
+        f"{names[1]} are of one size but may differ: pass tokenizer= and assistant_tokenizer= if they do",
+        stacklevel=4,
+    )
 
 
 def _num_ids(model: PreTrainedModel) -> int:

@@ -1,6 +1,6 @@
 """What a model reads besides its text: an encoder's outputs, images, positions that do not count tokens."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -86,12 +86,22 @@ class Context:
             self._offsets = self._offsets.index_select(-2, index.to(self._offsets.device))
 
 
+def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A copy of what a model reads, with each of its tensors changed.
+
+    Args:
+        value: a tensor, a model's output, or a tuple or list of them; anything else is returned as it is.
+        change: gives the tensor that takes the place of one.
+    """
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, ModelOutput):
+        return type(value)(**{name: mapped(part, change) for name, part in value.items()})
+    if isinstance(value, tuple | list):
+        return type(value)(mapped(part, change) for part in value)
+    return value
+
+
 def _rows_of(value: Any, index: Tensor) -> Any:
     """The rows `index` of a tensor [B, ...], or of all tensors in an output; anything else as it is."""
-    if isinstance(value, Tensor):
-        return value.index_select(0, index.to(value.device))
-    if isinstance(value, ModelOutput):
-        return type(value)(**{name: _rows_of(part, index) for name, part in value.items()})
-    if isinstance(value, tuple | list):
-        return type(value)(_rows_of(part, index) for part in value)
-    return value
+    return mapped(value, lambda tensor: tensor.index_select(0, index.to(tensor.device)))

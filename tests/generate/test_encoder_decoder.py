@@ -1,5 +1,6 @@
 """Encoder-decoders decode as plain `generate` does: one encoder run, ragged rows, every kind of draft."""
 
+import copy
 from collections import Counter
 from functools import cache, partial
 
@@ -181,6 +182,28 @@ def test_a_decoder_that_shares_the_encoder_output_drafts(batch_size):
     )
     assert_equal_ids(plain, ours)
     assert stats.acceptance > 0.2  # it would guess one token in 64 without the target's encoder
+
+
+@pytest.mark.parametrize("shares", ["nothing", "the encoder", "the output"])
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_drafts_of_another_dtype_read_the_speech_in_theirs(batch_size, shares):
+    target, whole = encoder_pair("whisper")
+    draft = (decoder_of(whole) if shares == "the output" else copy.deepcopy(whole)).to(torch.float32)
+    if shares == "the encoder":
+        draft.model.encoder = target.get_encoder()
+    kept = []
+    handle = target.get_encoder().register_forward_hook(lambda *args: kept.append((args[2], args[2][0].clone())))
+    stats = hf_speculate.SpeculationStats()
+    options = {"max_new_tokens": NUM_NEW, "num_assistant_tokens": 4, "speculation_stats": stats}
+    inputs = inputs_of("whisper", batch_size)
+    plain, ours = plain_and_ours(target, draft, inputs, **options)
+    handle.remove()
+    assert_equal_ids(plain, ours)
+    assert stats.acceptance > 0.2
+    assert len(kept) == 2
+    for outputs, state in kept:  # the target's own output is what it was
+        assert outputs[0].dtype == torch.float64
+        assert torch.equal(outputs[0], state)
 
 
 def test_a_draft_of_text_alone_reads_the_decoders_text():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import hf_speculate
-from tests.cases import ACCEPTED_ALL, ACCEPTED_NONE, assert_equal_ids, pair, plain_and_ours
+from tests.cases import ACCEPTED_ALL, ACCEPTED_NONE, CACHES, assert_equal_ids, pair, plain_and_ours
 from tests.tiny import KINDS, SLIDING_WINDOW, make_model, noisy_copy, ragged_prompts
 
 NUM_NEW = 3 * SLIDING_WINDOW  # past the window of the models that have one
@@ -26,6 +26,16 @@ def test_greedy_equals_plain(kind, batch_size, num_assistant_tokens):
         num_assistant_tokens=num_assistant_tokens,
         speculation_stats=stats,
     )
+    assert_equal_ids(plain, ours)
+    assert 0 < stats.num_accepted < stats.num_judged
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_draft_of_another_dtype_drafts(cache):
+    target, draft = pair("llama")[0], pair("llama", dtype=torch.float32)[1]
+    stats = hf_speculate.SpeculationStats()
+    options = {"max_new_tokens": NUM_NEW, "speculation_cache": cache}
+    plain, ours = plain_and_ours(target, draft, ragged_prompts(3, seed=3), **options, speculation_stats=stats)
     assert_equal_ids(plain, ours)
     assert 0 < stats.num_accepted < stats.num_judged
 

@@ -1,6 +1,9 @@
 """Drafts whose vocabulary is not the target's."""
 
 import copy
+import gc
+import threading
+import time
 import warnings
 
 import pytest
@@ -9,6 +12,7 @@ from transformers import AutoTokenizer
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 import hf_speculate
+from hf_speculate import matching
 from hf_speculate.draft.model import ModelDrafter
 from hf_speculate.errors import UnsupportedModelError
 from tests.cases import CACHES, VERIFIERS, assert_equal_ids, plain_and_ours
@@ -280,19 +284,100 @@ def test_sizes_far_apart_or_other_ends_are_refused(target, size, eos_token_id):
         target.generate(**ragged_prompts(1, seed=11), assistant_model=draft)
 
 
-def test_next_to_no_acceptance_earns_a_warning_with_both_names(target, tokenizer, monkeypatch):
+NUM_JUDGED = 64  # draft tokens, before which no pair is warned of
+
+
+def shifted_draft(target):
+    """A draft whose first token is always wrong, as with another vocabulary of the same size."""
     draft = noisy_copy(target, 0.0)
-    draft.lm_head.weight.copy_(target.lm_head.weight.roll(1, 0))  # its first token is always wrong
+    draft.lm_head.weight.copy_(target.lm_head.weight.roll(1, 0))
+    return draft
+
+
+def test_next_to_no_acceptance_earns_one_warning_with_both_names(target, tokenizer, monkeypatch):
+    draft = shifted_draft(target)
     monkeypatch.setattr(target, "name_or_path", "the/target")
     draft.name_or_path = "the/draft"
     prompts = ragged_prompts(3, seed=13)
-    with pytest.warns(UserWarning, match="of the/target and the/draft are of one size but may differ") as caught:
-        target.generate(**prompts, assistant_model=draft, max_new_tokens=30, num_assistant_tokens=5)
-    assert len(caught) == 1
+    attributes = set(vars(target)), set(vars(draft))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         target.generate(**prompts, assistant_model=draft, max_new_tokens=4, num_assistant_tokens=5)  # too few drafts
         told = {"tokenizer": tokenizer, "assistant_tokenizer": tokenizer}
         target.generate(**prompts, **told, assistant_model=draft, max_new_tokens=30, num_assistant_tokens=5)
         good = noisy_copy(target, 0.03)
-        target.generate(**prompts, assistant_model=good, max_new_tokens=30, num_assistant_tokens=5)
+        for _ in range(3):
+            target.generate(**prompts, assistant_model=good, max_new_tokens=30, num_assistant_tokens=5)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            target.generate(**prompts, assistant_model=draft, max_new_tokens=30, num_assistant_tokens=5)
+    (warning,) = caught
+    assert "of the/target and the/draft are of one size but may differ" in str(warning.message)
+    assert warning.filename == __file__
+    assert (set(vars(target)), set(vars(draft))) == attributes
+
+
+def test_next_to_no_acceptance_adds_up_over_calls_of_the_default_schedule():
+    target = hf_speculate.enable(make_model("llama", vocab_size=2000, num_hidden_layers=6))
+    draft = make_model("llama", vocab_size=2000, num_hidden_layers=1, seed=5)
+    num_judged = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        while sum(num_judged) < NUM_JUDGED and len(num_judged) < 60:
+            assert not caught
+            stats = hf_speculate.SpeculationStats()
+            prompts = ragged_prompts(3, seed=len(num_judged), vocab_size=2000)
+            target.generate(**prompts, assistant_model=draft, max_new_tokens=16, speculation_stats=stats)
+            num_judged.append(stats.num_judged)
+        (warning,) = caught
+        assert max(num_judged) < NUM_JUDGED
+        target.generate(**prompts, assistant_model=draft, max_new_tokens=16)
+        assert caught == [warning]
+
+
+def test_acceptance_is_counted_by_pair_and_goes_with_either_model():
+    low = hf_speculate.SpeculationStats(num_judged=40)
+    target, other, draft = (make_model("llama") for _ in range(3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for pair in ((target, draft), (target, other), (other, draft), (target, target)):
+            matching.warn_of_low_acceptance(*pair, low)
+    with pytest.warns(UserWarning, match="are of one size"):
+        matching.warn_of_low_acceptance(target, draft, low)
+    del draft
+    gc.collect()
+    assert set(matching._tallies[target]) == {target, other}
+    num_targets = len(matching._tallies)
+    del target, pair
+    gc.collect()
+    assert len(matching._tallies) == num_targets - 1
+
+
+class Yielding:
+    """Statistics of one refused token that let other threads run while they are read."""
+
+    num_accepted = 0
+
+    @property
+    def num_judged(self):
+        time.sleep(0.001)
+        return 1
+
+
+def test_acceptance_is_counted_of_calls_in_several_threads():
+    target, draft = make_model("llama"), make_model("llama", seed=1)
+    num_threads, num_calls = 8, 10
+
+    def count():
+        for _ in range(num_calls):
+            matching.warn_of_low_acceptance(target, draft, Yielding())
+
+    threads = [threading.Thread(target=count) for _ in range(num_threads)]
+    with pytest.warns(UserWarning, match="are of one size") as caught:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(caught) == 1
+    assert matching._tallies[target][draft].num_judged == num_threads * num_calls
