@@ -20,7 +20,10 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(PAIR / "target", padding_side="left")
     target = hf_speculate.enable(AutoModelForCausalLM.from_pretrained(PAIR / "target"))
     draft = AutoModelForCausalLM.from_pretrained(PAIR / "draft")
-    write = pipeline("text-generation", model=target, tokenizer=tokenizer, assistant_model=draft)
+    # 4 tokens a round, for every call: left out, their number follows what the rounds before took and kept.
+    write = pipeline(
+        "text-generation", model=target, tokenizer=tokenizer, assistant_model=draft, num_assistant_tokens=4
+    )
 
     stats = hf_speculate.SpeculationStats()
     options = {"max_new_tokens": 32, "return_full_text": False}

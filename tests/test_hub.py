@@ -9,6 +9,7 @@ import pytest
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 import hf_speculate
+from hf_speculate.hub.card import CARD_MARK, model_card
 from hf_speculate.hub.repository import save_config
 from tests.tiny import make_model, ragged_prompts
 
@@ -59,12 +60,10 @@ def without_version(config: str) -> dict:
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_the_examples_are_what_is_written(name, tmp_path):
-    save_config(None, tmp_path / name, **FIELDS[name])
+    save_config(None, tmp_path / name, repo_id=f"examples/hub/{name}", **FIELDS[name])
     ours, shown = files_in(tmp_path / name), files_in(EXAMPLES / name)
     assert set(ours) == set(shown) == FILES
     assert without_version(ours.pop("generation_config.json")) == without_version(shown.pop("generation_config.json"))
-    card = ours.pop("README.md").replace(f'custom_generate="{name}"', f'custom_generate="examples/hub/{name}"')
-    assert card == shown.pop("README.md")
     assert ours == shown
 
 
@@ -137,6 +136,55 @@ def test_only_the_files_that_were_written_are_uploaded(tmp_path):
     assert uploaded == on_disk
     assert set(uploaded) == FILES
     assert 'custom_generate="someone/typical"' in uploaded["README.md"]
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ({"verifier": "typical", "posterior_threshold": 0.2}, {"verifier": "typical", "num_assistant_tokens": 4}),
+        ({"verifier": "coupled"}, {"verifier": "typical"}),
+    ],
+    ids=["other fields", "another verifier"],
+)
+def test_a_second_save_replaces_its_own_card(first, then, tmp_path):
+    api = Api()
+    saved = {"push_to_hub": True, "repo_id": "someone/rule", "api": api}
+    save_config(None, tmp_path / "twice", **saved, **first)
+    before = api.uploaded["someone/rule"]
+    save_config(None, tmp_path / "twice", **saved, **then)
+    save_config(None, tmp_path / "once", repo_id="someone/rule", **then)
+    assert files_in(tmp_path / "twice") == files_in(tmp_path / "once")
+    uploaded = api.uploaded["someone/rule"]
+    assert uploaded.keys() == before.keys() == FILES
+    assert uploaded["README.md"] == (tmp_path / "once" / "README.md").read_bytes() != before["README.md"]
+
+
+@pytest.mark.parametrize(
+    "card",
+    [
+        b"# My model\r\n\r\nDecodes with hf_speculate.save_config.\r\n",
+        b"\xff\xfe not a text",
+        b"",
+        f"# My model\n\nA quoted line, `{CARD_MARK}`, marks nothing.\n".encode(),
+        model_card({"verifier": "coupled"}, "twice").replace(CARD_MARK, "").encode(),
+    ],
+    ids=["line ends", "no text", "empty", "quoted mark", "mark taken out"],
+)
+def test_a_users_card_stays_byte_for_byte_and_at_home(card, tmp_path):
+    api = Api()
+    (tmp_path / "README.md").write_bytes(card)
+    for verifier in ("typical", "coupled"):
+        save_config(None, tmp_path, push_to_hub=True, repo_id="someone/rule", api=api, verifier=verifier)
+        assert (tmp_path / "README.md").read_bytes() == card
+        assert set(api.uploaded["someone/rule"]) == FILES - {"README.md"}
+
+
+def test_a_card_is_known_by_whatever_line_ends_it_came_back_with(tmp_path):
+    save_config(None, tmp_path, verifier="coupled")
+    card = (tmp_path / "README.md").read_bytes()
+    (tmp_path / "README.md").write_bytes(card.replace(b"\n", b"\r\n"))
+    save_config(None, tmp_path, verifier="coupled")
+    assert (tmp_path / "README.md").read_bytes() == card
 
 
 def test_nothing_is_uploaded_unasked(tmp_path):

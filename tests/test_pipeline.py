@@ -1,13 +1,14 @@
 """`pipeline(..., assistant_model=draft)` hands the fields through, for one prompt and for batches."""
 
 import copy
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast, pipeline
+from transformers import PreTrainedTokenizerFast, TextStreamer, pipeline
 
 import hf_speculate
 from tests.cases import pair
@@ -74,6 +75,66 @@ def test_one_prompt(pipelines):
     assert plain("bcd", max_new_tokens=9) == ours("bcd", max_new_tokens=9)
 
 
+class Streamed(TextStreamer):
+    """Keeps the pieces that it would print."""
+
+    def __init__(self, tokenizer):
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.pieces = []
+
+    def on_finalized_text(self, text, stream_end=False):
+        self.pieces.append(text)
+
+
+@pytest.mark.parametrize("prompt", ["bcd", "kl"])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_a_streamer_is_given_the_plain_pipelines_pieces(pipelines, prompt, do_sample):
+    plain, ours = pipelines
+    options = {"max_new_tokens": 12, "return_full_text": False}
+    if do_sample:
+        options |= {"do_sample": True, "verifier": "coupled", "seed": 3}
+    streamers = [Streamed(plain.tokenizer) for _ in range(2)]
+    stats = hf_speculate.SpeculationStats()
+    own = {"num_assistant_tokens": 3, "speculation_stats": stats}
+    expected = plain(prompt, streamer=streamers[0], **options)
+    assert ours(prompt, streamer=streamers[1], **options, **own) == expected
+    assert streamers[1].pieces == streamers[0].pieces
+    assert len(streamers[0].pieces) > 12  # a token each, and the end
+    assert "".join(streamers[1].pieces).split() == expected[0]["generated_text"].split()
+    assert 0 < stats.num_rounds < stats.num_emitted
+
+
+CHATS = [
+    [{"role": "user", "content": "bcd"}],
+    [
+        {"role": "user", "content": "efgh"},
+        {"role": "assistant", "content": "ij"},
+        {"role": "user", "content": "kl"},
+    ],
+]
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_chats_are_answered_as_by_the_plain_pipeline(batch_size, do_sample):
+    target, draft = pair("llama")
+    tokenizer = letters_tokenizer(CHARACTERS, pad_token="a")
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}.{% endfor %}"
+    make = {"task": "text-generation", "model": target, "tokenizer": tokenizer}
+    plain, ours = pipeline(**make), pipeline(**make, assistant_model=draft)
+    options = {"max_new_tokens": 12, "batch_size": batch_size}
+    if do_sample:
+        options |= {"do_sample": True, "verifier": "coupled", "seed": 3}
+    stats = hf_speculate.SpeculationStats()
+    outputs = ours(copy.deepcopy(CHATS), **options, num_assistant_tokens=3, speculation_stats=stats)
+    assert outputs == plain(copy.deepcopy(CHATS), **options)
+    assert 0 < stats.num_rounds < stats.num_emitted
+    answers = [output[0]["generated_text"][-1] for output in outputs]
+    assert {answer["role"] for answer in answers} == {"assistant"}
+    rendered = plain(["bcd.", "efgh.ij.kl."], **options, return_full_text=False)
+    assert [answer["content"] for answer in answers] == texts(rendered)
+
+
 @pytest.mark.parametrize("field", ["eos_token_id", "pad_token_id", "bos_token_id"])
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_fault_h_a_draft_of_other_special_ids_drafts(pipelines, field, do_sample):
@@ -101,11 +162,15 @@ def test_the_example_runs():
     example = Path(__file__).parents[1] / "examples" / "pipeline.py"
     result = subprocess.run([sys.executable, example], capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
-    assert [line.split(":")[0] for line in result.stdout.splitlines() if "verification:" in line] == [
-        "a batch",
-        "drawn",
-        "a chat",
+    found = re.findall(r"^(a .*|drawn): (\w+) verification: (\d+) tokens in (\d+) rounds$", result.stdout, re.M)
+    assert [(label, verifier) for label, verifier, *_ in found] == [
+        ("a batch", "greedy"),
+        ("drawn", "coupled"),
+        ("a chat", "greedy"),
     ]
+    assert all(int(num_tokens) / int(num_rounds) > 1 for *_, num_tokens, num_rounds in found)
+    (streamed,) = re.findall(r"drawn: .*?user code\n\n(.*?)\na chat: ", result.stdout, re.S)
+    assert len(streamed.split()) > 1
 
 
 def test_a_constructor_that_is_given_no_tokenizer_for_such_a_draft_is_transformers_own_to_refuse(pipelines):

@@ -22,6 +22,11 @@ from tests.tiny_tokenizers import letters_tokenizer
 HOP_LEN = 160
 SAMPLING_RATE = NUM_FRAMES * HOP_LEN  # a window lasts a second
 NO_TIMES_ID = 49
+# Fields, with the least and the largest share of judged tokens that stays. A strict typical bound keeps nothing, so
+# that its text is plain decoding's as well; a loose one keeps all.
+GREEDY = {"verifier": "greedy"}, 0.01, 1.0
+STRICT = {"verifier": "typical", "posterior_threshold": 1 - 1e-9, "posterior_alpha": 1e9}, 0.0, 0.0
+LOOSE = {"verifier": "typical", "posterior_threshold": 1e-9}, 1.0, 1.0
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUV"
 
 
@@ -56,16 +61,19 @@ def sounds(num: int) -> list[dict]:
     return [{"raw": rng.normal(size=size).astype(np.float32), "sampling_rate": SAMPLING_RATE} for size in lens]
 
 
+@pytest.mark.parametrize(("fields", "least", "largest"), [GREEDY, STRICT, LOOSE], ids=["greedy", "strict", "loose"])
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_speech_is_read_as_without_a_draft(transcribers, batch_size):
+def test_speech_is_read_as_without_a_draft_unless_loosely(transcribers, batch_size, fields, least, largest):
     plain, ours = transcribers
     stats = hf_speculate.SpeculationStats()
     options = {"max_new_tokens": 16, "num_beams": 1}  # the pipeline would search beams
     expected = plain(sounds(3), batch_size=batch_size, generate_kwargs=dict(options))
-    own = {"num_assistant_tokens": 3, "speculation_stats": stats}
-    assert ours(sounds(3), batch_size=batch_size, generate_kwargs=options | own) == expected
-    assert stats.verifier == "greedy"
-    assert stats.num_accepted > 0
+    own = {"num_assistant_tokens": 3, "speculation_stats": stats, **fields}
+    found = ours(sounds(3), batch_size=batch_size, generate_kwargs=options | own)
+    assert (found == expected) is (fields != LOOSE[0])
+    assert stats.verifier == fields["verifier"]
+    assert stats.num_judged > 0
+    assert least <= stats.acceptance <= largest
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +99,9 @@ def readers_of_images():
     )
 
 
+@pytest.mark.parametrize(("fields", "least", "largest"), [GREEDY, STRICT, LOOSE], ids=["greedy", "strict", "loose"])
 @pytest.mark.parametrize("batch_size", [1, 2])
-def test_images_are_described_as_without_a_draft(readers_of_images, batch_size):
+def test_images_are_described_as_without_a_draft_unless_loosely(readers_of_images, batch_size, fields, least, largest):
     plain, ours, draft = readers_of_images
     rng = np.random.default_rng(0)
     images = [Image.fromarray(rng.integers(0, 255, (8, 8, 3), dtype=np.uint8)) for _ in range(2)]
@@ -100,7 +109,9 @@ def test_images_are_described_as_without_a_draft(readers_of_images, batch_size):
     stats = hf_speculate.SpeculationStats()
     options = {"max_new_tokens": 12, "do_sample": False}
     expected = plain(images=images, text=texts, batch_size=batch_size, generate_kwargs=dict(options))
-    own = {"assistant_model": draft, "num_assistant_tokens": 3, "speculation_stats": stats}
+    own = {"assistant_model": draft, "num_assistant_tokens": 3, "speculation_stats": stats, **fields}
     found = ours(images=images, text=texts, batch_size=batch_size, generate_kwargs=options | own)
-    assert found == expected
-    assert stats.num_accepted > 0
+    assert (found == expected) is (fields != LOOSE[0])
+    assert stats.verifier == fields["verifier"]
+    assert stats.num_judged > 0
+    assert least <= stats.acceptance <= largest

@@ -5,6 +5,9 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+# A line of every card that is written here: it tells a card that may be replaced from one that a user wrote.
+CARD_MARK = "<!-- hf_speculate.save_config wrote this card and replaces it; take this line out to keep the card. -->"
+
 
 class _About(NamedTuple):
     """What a card says of a verifier."""
@@ -95,6 +98,11 @@ def title_of(verifier: str | None) -> str:
     return _ABOUT[verifier or _DEFAULT].title
 
 
+def is_replaceable(card: bytes) -> bool:
+    """Whether a README was written by `model_card`, and not by a user, whose it stays."""
+    return CARD_MARK.encode() in card.splitlines()
+
+
 def model_card(fields: Mapping[str, Any], name: str) -> str:
     """The README of a repository.
 
@@ -118,6 +126,8 @@ tags:
   - speculative-decoding
   - assisted-generation
 ---
+
+{CARD_MARK}
 
 # Speculative decoding with {about.title}
 

@@ -9,7 +9,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from hf_speculate.config import FIELD_NAMES, PLAIN_NAMES, SpeculationConfig, fields_of
 from hf_speculate.errors import ConfigError
-from hf_speculate.hub.card import documented_verifiers, model_card, title_of
+from hf_speculate.hub.card import documented_verifiers, is_replaceable, model_card, title_of
 
 _CARD = "README.md"
 _CONFIG = "generation_config.json"
@@ -31,7 +31,8 @@ def save_config(
 
     `generation_config.json` holds the model's settings and the fields, so that `from_pretrained` followed by `enable`
     picks them up where the folder holds weights too; what that file said before is replaced. `custom_generate/` holds
-    a function for models that are not enabled. A model card is written where there is none. The model is only read.
+    a function for models that are not enabled. A model card is written where there is none, or one that was written
+    here before; a user's own stays as it is, and is not uploaded. The model is only read.
 
     Args:
         model: whose generation settings go along; None: none do.
@@ -58,7 +59,8 @@ def save_config(
     (folder / _FUNCTION).parent.mkdir(parents=True, exist_ok=True)
     _settings(model, saved).save_pretrained(folder)
     written = {_FUNCTION: function_source(saved), _REQUIREMENTS: "hf-speculate>=0.1.0\ntransformers>=5.17\n"}
-    if not (folder / _CARD).exists():
+    card = folder / _CARD
+    if not card.exists() or is_replaceable(card.read_bytes()):
         written[_CARD] = model_card(saved, name)
     for path, text in written.items():
         (folder / path).write_text(text, encoding="utf-8")

@@ -1,5 +1,6 @@
 """A browser draws every plot of the page, asks for nothing else, and can be read on a phone."""
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,7 +8,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from hf_speculate.cli import main
 from hf_speculate.report import write_html
+from tests.bench.fakes import save_pair
 from tests.report.results import make_result
 
 pytestmark = pytest.mark.browser
@@ -17,6 +20,7 @@ MIN_LETTER_PX = 12
 MIN_CONTRAST = 4.5  # of text, by WCAG 2 level AA
 MIN_MARK_CONTRAST = 3.0  # of what is drawn, likewise
 NUM_PLOTS = 5 + 1 + 1 + 4 + 4 + 3  # a bar a way, positions, rounds, a stack a way, a line a category, drift
+NUM_MEASURED_PLOTS = 7 + 1 + 1 + 4 + 2 + 3  # likewise; stacks of our four ways alone
 
 # Everything that can be measured on a page, in one call.
 LOOK = """() => {
@@ -145,6 +149,29 @@ def test_the_page_is_drawn_and_read(browser: Any, report: Path, width: int, sche
     assert seen.asked_for == [report.as_uri()]
     assert seen.problems(width) == []
     assert len(seen.measured["plots"]) == NUM_PLOTS
+
+
+@pytest.fixture(scope="module")
+def measured_report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of a whole `hf-speculate bench`, two prompts in each of two categories."""
+    folder = tmp_path_factory.mktemp("bench")
+    questions = [
+        {"question_id": place, "category": "code" if place % 2 else "text", "turns": [text]}
+        for place, text in enumerate(("def main", "class Stack", "x = ", "import"))
+    ]
+    (folder / "question.jsonl").write_text("\n".join(map(json.dumps, questions)))
+    words = ["bench", *save_pair(folder), str(folder / "question.jsonl"), "-n", "8", "-k", "3,adaptive"]
+    words += ["--thresholds", "0.05,0.2", "--device", "cpu", "--html", str(folder / "report.html")]
+    assert main(words) == 0
+    return folder / "report.html"
+
+
+@pytest.mark.parametrize("width", [PHONE, DESKTOP])
+def test_the_page_of_a_real_run_is_drawn_and_read(browser: Any, measured_report: Path, width: int) -> None:
+    seen = look_at(browser, measured_report, width)
+    assert seen.asked_for == [measured_report.as_uri()]
+    assert seen.problems(width) == []
+    assert len(seen.measured["plots"]) == NUM_MEASURED_PLOTS
 
 
 def test_wide_tables_scroll_inside_their_boxes(browser: Any, report: Path) -> None:
