@@ -15,6 +15,7 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
     WatermarkingConfig,
+    cache_utils,
 )
 from transformers.generation import SynthIDTextWatermarkingConfig
 
@@ -139,7 +140,14 @@ def _ids(*ids):
 
 
 ARGUMENTS = (
-    Row("inputs", Supported(f"{EXACT}::test_greedy_equals_plain", "the same as `input_ids`")),
+    Row(
+        "inputs",
+        Supported(
+            HERE,
+            "the same as `input_ids`",
+            Call({"inputs": _ids(5, 3, 11, 7, 2)}, batch_size=0, changes=False),
+        ),
+    ),
     Row(
         "generation_config",
         Supported(f"{CONFIG}::test_every_field_is_taken_from_the_strongest_source_that_sets_it", "see below"),
@@ -368,6 +376,16 @@ FIELDS = (
             Call({"cache_implementation": "paged"}, in_configs=False),
             '`"paged"` as a keyword; a config with it decodes plainly in transformers too',
         ),
+    ),
+    *(
+        Row(
+            "cache_implementation",
+            Refused(
+                Call({"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}}),
+                '`"quantized"`, whatever the `cache_config`; transformers makes the cache first, if it can',
+            ),
+        )
+        for _ in range(hasattr(cache_utils, "Fp8QuantizedLayer"))  # older versions have no backend without a package
     ),
     Row(
         "cache_config",

@@ -7,11 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, TextStreamer, pipeline
 
 import hf_speculate
 from tests.cases import pair
+from tests.test_pipelines_of_speech_and_images import readers_of_images  # noqa: F401  # a fixture
 from tests.tiny import make_model
 from tests.tiny_tokenizers import letters_tokenizer
 
@@ -155,6 +157,22 @@ def test_fault_h_a_draft_of_other_special_ids_drafts(pipelines, field, do_sample
     assert stats.num_accepted > 0
     assert texts(plain(PROMPTS, assistant_model=other, **options)) == expected
     assert stats.num_accepted > 0
+
+
+def test_fault_h_a_pipeline_of_images_takes_the_draft_with_the_call_alone(readers_of_images):  # noqa: F811
+    """transformers' constructor takes `assistant_model` there, and no call hears of it."""
+    plain, ours, draft = readers_of_images
+    make = {"task": "image-text-to-text", "processor": ours.processor, "dtype": ours.model.dtype}
+    in_constructor = pipeline(model=ours.model, assistant_model=draft, **make)
+    inputs = {"images": [Image.new("RGB", (8, 8), (9, 90, 200))], "text": ["a<image>bc"]}
+    options = {"max_new_tokens": 12, "do_sample": False}
+    expected = plain(**inputs, generate_kwargs=dict(options))
+    stats = hf_speculate.SpeculationStats()
+    own = {"num_assistant_tokens": 3, "speculation_stats": stats}
+    assert in_constructor(**inputs, generate_kwargs=options | own) == expected
+    assert stats.num_rounds == 0
+    assert in_constructor(**inputs, generate_kwargs=options | own | {"assistant_model": draft}) == expected
+    assert stats.num_drafted > 0
 
 
 @pytest.mark.slow

@@ -56,34 +56,47 @@ class Evidence(NamedTuple):
     reason: str
 
 
-class _Measured(NamedTuple):
+class Measured(NamedTuple):
+    """What the target's logits at a place are like; `top_gap` and `noise` as in `Evidence`, of one dtype."""
+
     top_gap: float
     noise: float
-    magnitude: float
+    magnitude: float  # of the largest finite logit
 
 
 def judge_place(model: PreTrainedModel, exact: PreTrainedModel | None, place: Place) -> Evidence:
-    """Say whether rounding explains that two texts part.
-
-    The bound is the larger of 4 units in the last place of the largest logit and twice the noise. Noise of more than
-    64 such units counts as 64, unless float64 shows that it is rounding.
+    """Say whether rounding explains that two texts part, by forwards of the target on text alone.
 
     Args:
         model: the target; it is run, and left as it is.
         exact: the target in float64; None: there is none.
         place: where they part.
     """
-    measured = _measure(model, place)
     exactly = None if exact is None else _measure(exact, place)
+    return judge(place.gap, model.dtype, _measure(model, place), exactly)
+
+
+def judge(gap: float, dtype: torch.dtype, measured: Measured, exactly: Measured | None) -> Evidence:
+    """Say whether rounding explains a gap.
+
+    The bound is the larger of 4 units in the last place of the largest logit and twice the noise. Noise of more than
+    64 such units counts as 64, unless float64 shows that it is rounding.
+
+    Args:
+        gap: the plain token's score over the speculative one's.
+        dtype: the target's.
+        measured: in that dtype.
+        exactly: in float64; None: not measured.
+    """
     is_confirmed = exactly is not None and exactly.noise <= _EXACT_TOLERANCE * exactly.magnitude
-    eps = max(torch.finfo(dtype).eps for dtype in (model.dtype, torch.float32))  # scores are float32 at best
+    eps = max(torch.finfo(one).eps for one in (dtype, torch.float32))  # scores are float32 at best
     ulp = eps * measured.magnitude
     noise = measured.noise if is_confirmed else min(measured.noise, _MAX_ULPS * ulp)
     bound = max(_MIN_ULPS * ulp, _NOISE_MARGIN * noise)
     verdict, reason = "tie", "the gap is within rounding"
     if exactly is not None and not is_confirmed:
         verdict, reason = "bug", "in float64 too, the target's logits after several tokens are not those after one"
-    elif not place.gap <= bound:  # NaN is no tie
+    elif not gap <= bound:  # NaN is no tie
         verdict, reason = "bug", "the gap is more than rounding explains"
     exact_top_gap = None if exactly is None else exactly.top_gap
     return Evidence(verdict, measured.top_gap, exact_top_gap, measured.noise, bound, reason)
@@ -106,16 +119,27 @@ def exact_copy(model: PreTrainedModel) -> PreTrainedModel | None:
 
 
 @torch.no_grad()
-def _measure(model: PreTrainedModel, place: Place) -> _Measured:
+def _measure(model: PreTrainedModel, place: Place) -> Measured:
     ids = place.token_ids[None].to(model.device)  # [1, T]
     single = _last_logits(model, ids, 1)  # [V]
     rows = ids.expand(place.num_rows, -1)  # [B, T]
     others = torch.stack([_last_logits(model, rows, num) for num in (1, place.block_len)])  # [2, V]
-    tokens = torch.tensor([place.plain_id, place.speculative_id], device=single.device)
+    return measured_by(single, others, (place.plain_id, place.speculative_id))
+
+
+def measured_by(single: Tensor, others: Tensor, token_ids: tuple[int, int]) -> Measured:
+    """Compare what forwards of several shapes gave at a place.
+
+    Args:
+        single: [V] float64, the logits after one token.
+        others: [N, V] float64, the same by other forwards.
+        token_ids: the two between which the texts had to choose.
+    """
+    tokens = torch.tensor(token_ids, device=single.device)
     noise = (single[tokens] - others[:, tokens]).abs().max()
     top = single.topk(2).values
     magnitude = single[single.isfinite()].abs().max()
-    return _Measured(float(top[0] - top[1]), float(noise), float(magnitude))
+    return Measured(float(top[0] - top[1]), float(noise), float(magnitude))
 
 
 def _last_logits(model: PreTrainedModel, token_ids: Tensor, block_len: int) -> Tensor:

@@ -9,8 +9,9 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_speculate.checking.evidence import Place, exact_copy, judge_place
+from hf_speculate.checking.replay import Replay, judge_replay
 from hf_speculate.config import DEFAULT_ASSISTANT_TOKENS, FIELD_NAMES, SpeculationConfig
-from hf_speculate.errors import ConfigError
+from hf_speculate.errors import ConfigError, UnsupportedModelError
 from hf_speculate.generation import generate
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.verify.base import is_lossless
@@ -102,12 +103,15 @@ def check_parity(
     would, in its own dtype and, where a copy is below 2 GiB, in float64. If both tokens lie within the noise between
     the two the row is a "tie": rounding chose. Otherwise it is a "bug", of this library, a verifier or the model. A
     wrong token whose logit happens to be that close passes for a tie. What follows the first difference is not judged.
+    A target with an encoder, or that reads images, is run again by decoding the plain text anew with all that the call
+    passed, once token by token and once with drafts.
 
     Args:
         model: the target, enabled or not; it and the assistant are left as they are.
         assistant: the draft model; None with `prompt_lookup_num_tokens` or `drafter`.
-        prompts: one call or a sequence of them: token ids [T] or [B, T] int64, or a mapping with `input_ids` and,
-            left-padded, `attention_mask`. Strings need the tokenizer; all of them make one batch.
+        prompts: one call or a sequence of them: token ids [T] or [B, T] int64, or a mapping of tensors with
+            `input_ids` and what else the model reads: `attention_mask`, `pixel_values`, `decoder_input_ids`. Text of
+            decoders is padded on the left. Strings need the tokenizer; all of them make one batch.
         tokenizer: encodes strings; where it has no padding token each string is decoded alone.
         max_new_tokens: tokens of each row at most.
         **generate_kwargs: anything else for both `generate()` calls, and the fields of `SpeculationConfig`. Where
@@ -115,7 +119,9 @@ def check_parity(
 
     Raises:
         ConfigError: an argument does not go with the comparison.
-        UnsupportedGenerationError, UnsupportedModelError: see `generate`.
+        UnsupportedModelError: the target reads something else than token ids in the first place, as Whisper does; and
+            see `generate`.
+        UnsupportedGenerationError: see `generate`.
     """
     _check_arguments(model, assistant, generate_kwargs)
     options = {"verifier": "greedy", **generate_kwargs, "do_sample": False, "max_new_tokens": max_new_tokens}
@@ -139,28 +145,31 @@ class _Difference(NamedTuple):
 
     position: int
     is_choice: bool
-    place: Place
+    place: Place | Replay
 
 
 class _GapRecorder(LogitsProcessor):
     """Notes, step by step of a plain run, how far another text's tokens are from the best; changes nothing.
 
     Args:
-        token_ids: [B, N] int64, the other text.
+        token_ids: [B, T] int64, the other text, with what the output holds before it.
     """
 
     def __init__(self, token_ids: Tensor):
         self.token_ids = token_ids
+        self.prompt_len = 0  # columns of the output that were there before: with an encoder, the decoder's
         self.best_ids: list[Tensor] = []  # of [B]
         self.gaps: list[Tensor] = []  # of [B] float64
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """See `LogitsProcessor`; `scores` are [B, V]."""
-        step = len(self.gaps)
+        column = input_ids.shape[1]
+        if not self.gaps:
+            self.prompt_len = column
         best = scores.max(-1)
         self.best_ids.append(best.indices)
-        if step < self.token_ids.shape[1]:
-            other = scores.gather(-1, self.token_ids[:, step, None])[:, 0]
+        if column < self.token_ids.shape[1]:
+            other = scores.gather(-1, self.token_ids[:, column, None])[:, 0]
             self.gaps.append(best.values.double() - other.double())
         else:
             self.gaps.append(torch.full_like(best.values, torch.inf, dtype=torch.float64))
@@ -168,6 +177,11 @@ class _GapRecorder(LogitsProcessor):
 
 
 def _check_arguments(model: PreTrainedModel, assistant: object, kwargs: Mapping[str, Any]) -> None:
+    if model.main_input_name != "input_ids":
+        raise UnsupportedModelError(
+            f"model must read input_ids in the first place, got {type(model).__name__}, which reads "
+            f"{model.main_input_name}; compare generate() with assistant_model and without"
+        )
     if assistant is None and all(kwargs.get(name) is None for name in ("prompt_lookup_num_tokens", "drafter")):
         raise ConfigError(
             "assistant must be a model where neither prompt_lookup_num_tokens nor drafter is set, got None: nothing "
@@ -208,12 +222,21 @@ def _calls(
         if isinstance(prompt, Tensor):
             yield {"input_ids": (prompt if prompt.ndim == 2 else prompt[None]).to(device)}
         elif isinstance(prompt, Mapping):
+            _check_mapping(prompt)
             yield {name: value.to(device) for name, value in prompt.items()}
         elif not isinstance(prompt, str):
             raise ConfigError(
                 "prompts must be strings, tensors of token ids or mappings with input_ids, got "
                 f"{type(prompt).__name__}; wrap lists of ids in torch.tensor"
             )
+
+
+def _check_mapping(prompt: Mapping[str, Any]) -> None:
+    if "input_ids" not in prompt:
+        raise ConfigError(f"prompts that are mappings must hold input_ids, got {', '.join(sorted(prompt))}; add them")
+    others = sorted(name for name, value in prompt.items() if not isinstance(value, Tensor))
+    if others:
+        raise ConfigError(f"prompts that are mappings must hold tensors, got others in {', '.join(others)}")
 
 
 def _differences(
@@ -226,13 +249,11 @@ def _differences(
     """Decode twice; for every row the first difference, or None. `stats` are those of the speculative call."""
     speculation = {"assistant_model": assistant, "speculation_stats": stats}
     ours: Any = generate(model, **{**options, **speculation, **inputs})
-    prompt_len = inputs["input_ids"].shape[1]
-    recorder = _GapRecorder(ours[:, prompt_len:])
-    plain_options = {name: value for name, value in options.items() if name not in FIELD_NAMES}
-    plain_options["logits_processor"] = LogitsProcessorList([*(options.get("logits_processor") or []), recorder])
-    plain: Any = generate(model, **{**plain_options, **inputs})
-    block_len = max(stats.rounds_by_draft_len, default=0) + 1
-    mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])) != 0
+    recorder = _GapRecorder(ours)
+    plain_options = {name: value for name, value in options.items() if name not in FIELD_NAMES} | inputs
+    processors = LogitsProcessorList([*(options.get("logits_processor") or []), recorder])
+    plain: Any = generate(model, **{**plain_options, "logits_processor": processors})
+    prompt_len, block_len = recorder.prompt_len, max(stats.rounds_by_draft_len, default=0) + 1
     num_new, pad = max(plain.shape[1], ours.shape[1]) - prompt_len, _pad_token_id(model, options)
     for row in range(len(ours)):
         texts = [text[row, prompt_len:].tolist() for text in (plain, ours)]
@@ -241,12 +262,26 @@ def _differences(
         if position is None:
             yield None
             continue
-        prefix = torch.cat([inputs["input_ids"][row][mask[row]], ours[row, prompt_len : prompt_len + position]])
         has_ended = [position >= text.shape[1] - prompt_len for text in (plain, ours)]
         is_choice = not any(has_ended) and int(recorder.best_ids[position][row]) == texts[0][position]
         gap = float(recorder.gaps[position][row]) if is_choice else torch.inf
-        place = Place(prefix, texts[0][position], texts[1][position], gap, block_len, len(ours))
+        ids = texts[0][position], texts[1][position]
+        place: Place | Replay
+        if _reads_text_alone(model, inputs, options):
+            mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])) != 0
+            before = torch.cat([inputs["input_ids"][row][mask[row]], ours[row, prompt_len : prompt_len + position]])
+            place = Place(before, *ids, gap, block_len, len(ours))
+        else:
+            before = plain[:, : prompt_len + position]
+            fields = {**options, "assistant_model": assistant}
+            place = Replay(plain_options, fields, before, row, position, *ids, gap, block_len)
         yield _Difference(position, is_choice, place)
+
+
+def _reads_text_alone(model: PreTrainedModel, inputs: Mapping[str, Tensor], options: Mapping[str, Any]) -> bool:
+    """Whether forwards of a text are told all that the call was: no encoder's input, images or positions."""
+    passed = {*inputs, *(name for name, value in options.items() if isinstance(value, Tensor))}
+    return not model.config.is_encoder_decoder and passed <= {"input_ids", "attention_mask"}
 
 
 def _pad_token_id(model: PreTrainedModel, options: Mapping[str, Any]) -> int:
@@ -268,16 +303,17 @@ def _row(
     ids = difference.place.plain_id, difference.place.speculative_id
     if not difference.is_choice:
         return ParityRow(index, "bug", difference.position, *ids, reason="one of the texts had ended before")
-    evidence = judge_place(model, exact[0], difference.place)
+    place = difference.place
+    judged = judge_replay(model, exact[0], place) if isinstance(place, Replay) else judge_place(model, exact[0], place)
     return ParityRow(
         index,
-        evidence.verdict,
+        judged.verdict,
         difference.position,
         *ids,
-        top_gap=evidence.top_gap,
-        exact_top_gap=evidence.exact_top_gap,
-        gap=difference.place.gap,
-        noise=evidence.noise,
-        bound=evidence.bound,
-        reason=evidence.reason,
+        top_gap=judged.top_gap,
+        exact_top_gap=judged.exact_top_gap,
+        gap=place.gap,
+        noise=judged.noise,
+        bound=judged.bound,
+        reason=judged.reason,
     )

@@ -8,7 +8,19 @@ import hf_speculate
 from hf_speculate.verify import base
 from tests.cases import pair
 from tests.checking.tokenizers import word_tokenizer
-from tests.tiny import make_model, noisy_copy, ragged_prompts
+from tests.tiny import PAD_TOKEN_ID, make_model, noisy_copy, ragged_prompts
+from tests.tiny_encoders import (
+    IMAGE_TOKEN_ID,
+    START_TOKEN_ID,
+    make_bart,
+    make_llava,
+    make_qwen2_vl,
+    make_t5,
+    make_whisper,
+    picture_prompts,
+    speech,
+    text_draft,
+)
 
 NUM_NEW = 24
 TWIN, TWIN_OF = 41, 17  # two tokens that are made to tie
@@ -210,9 +222,131 @@ def test_strings_are_padded_on_the_left_and_decoded_together():
     assert len(hf_speculate.check_parity(target, draft, "w3 w4", tokenizer=tokenizer, max_new_tokens=8).rows) == 1
 
 
+FEW_NEW = 8
+SHORT, LONG = 4, 16  # tokens of an encoder's prompt: fewer and more than are decoded
+
+
+def with_encoder(make, width):
+    """A target, a draft that guesses a part, and prompts for its encoder, one of them padded."""
+    generator = torch.Generator().manual_seed(width)
+    input_ids = torch.randint(3, IMAGE_TOKEN_ID, (2, width), generator=generator)
+    input_ids[1, -2:] = PAD_TOKEN_ID
+    target = make()
+    return target, noisy_copy(target, 0.2), {"input_ids": input_ids, "attention_mask": (input_ids != 0).long()}
+
+
+def with_start(width):
+    """As `with_encoder`, with two tokens that the decoder begins with."""
+    target, draft, inputs = with_encoder(make_t5, width)
+    return target, draft, {**inputs, "decoder_input_ids": torch.tensor([[START_TOKEN_ID, 9]]).repeat(2, 1)}
+
+
+def with_pictures(make):
+    """A target, a draft of text alone, and prompts with pictures, one of them padded."""
+    target = make()
+    return target, text_draft(target, 0.1), picture_prompts(target, 2)
+
+
+MORE_THAN_TEXT = {
+    "t5, short": lambda: with_encoder(make_t5, SHORT),
+    "t5, long": lambda: with_encoder(make_t5, LONG),
+    "t5, decoder's own beginning": lambda: with_start(LONG),
+    "bart": lambda: with_encoder(make_bart, LONG),
+    "llava": lambda: with_pictures(make_llava),
+    "qwen2_vl": lambda: with_pictures(make_qwen2_vl),
+}
+
+
+@pytest.mark.parametrize("kind", MORE_THAN_TEXT)
+def test_exact_decoding_with_an_encoder_or_pictures_is_equal(kind):
+    target, draft, inputs = MORE_THAN_TEXT[kind]()
+    report = hf_speculate.check_parity(target, draft, inputs, max_new_tokens=FEW_NEW)
+    assert report.ok
+    assert [row.verdict for row in report.rows] == ["equal"] * len(inputs["input_ids"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        *((kind, torch.float64) for kind in MORE_THAN_TEXT),
+        ("t5, short", torch.bfloat16),
+        ("llava", torch.bfloat16),
+        ("qwen2_vl", torch.float32),
+    ],
+)
+def test_a_wrong_verifier_is_a_bug_with_an_encoder_or_pictures(kind, dtype):
+    target, draft, inputs = MORE_THAN_TEXT[kind]()
+    target.to(dtype)
+    report = hf_speculate.check_parity(target, draft, inputs, max_new_tokens=FEW_NEW, verifier="keeps all")
+    assert not report.ok
+    plain = target.generate(**inputs, max_new_tokens=FEW_NEW, return_dict_in_generate=True, output_logits=True)
+    bugs = [row for row in report.rows if row.verdict == "bug"]
+    assert bugs
+    for row in bugs:
+        logits = plain.logits[row.position][row.index].double()
+        assert row.plain_id == plain.sequences[row.index, row.position - FEW_NEW] == logits.argmax()
+        top = logits.topk(2).values
+        assert row.top_gap == pytest.approx(float(top[0] - top[1]))
+        assert row.gap == pytest.approx(float(logits.max() - logits[row.speculative_id]))
+        assert row.gap > row.bound
+        assert "more than rounding" in row.reason
+    exact = target.double().generate(**inputs, **spelling(plain.sequences))
+    for row in bugs:
+        top = exact.logits[row.position][row.index].topk(2).values
+        assert row.exact_top_gap == pytest.approx(float(top[0] - top[1]))
+
+
+def spelling(sequences):
+    """Options of `generate()` that give these tokens [B, T] again, with their logits."""
+
+    def only(row, before):
+        return [int(sequences[row, len(before)])]
+
+    options = {"max_new_tokens": FEW_NEW, "return_dict_in_generate": True, "output_logits": True}
+    return {**options, "prefix_allowed_tokens_fn": only}
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen2_vl"])
+def test_a_twin_is_a_tie_with_pictures(kind):
+    target, _, inputs = MORE_THAN_TEXT[kind]()
+    plain = target.generate(**inputs, max_new_tokens=FEW_NEW)
+    common = int(plain[:, -FEW_NEW:].mode().values[0])
+    weight = target.get_output_embeddings().weight
+    weight[[TWIN_OF, common]] = weight[[common, TWIN_OF]]
+    weight[TWIN] = weight[TWIN_OF]
+    draft = text_draft(target, 0.0)
+    report = hf_speculate.check_parity(target, draft, inputs, max_new_tokens=FEW_NEW, verifier="takes the twin")
+    twins = [row for row in report.rows if (row.plain_id, row.speculative_id) == (TWIN_OF, TWIN)]
+    assert twins
+    assert {row.verdict for row in twins} == {"tie"}
+
+
+def test_pictures_may_be_options():
+    target, draft, inputs = MORE_THAN_TEXT["llava"]()
+    ids = inputs.pop("input_ids")
+    report = hf_speculate.check_parity(target, draft, ids, max_new_tokens=FEW_NEW, verifier="keeps all", **inputs)
+    plain = target.generate(ids, **inputs, max_new_tokens=FEW_NEW, return_dict_in_generate=True, output_logits=True)
+    bugs = [row for row in report.rows if row.verdict == "bug"]
+    assert bugs
+    for row in bugs:
+        top = plain.logits[row.position][row.index].topk(2).values
+        assert row.top_gap == pytest.approx(float(top[0] - top[1]))
+
+
+def test_a_model_that_reads_sound_is_refused_before_it_runs():
+    target = make_whisper()
+    target.register_forward_pre_hook(lambda *args: pytest.fail("the model ran"))
+    with pytest.raises(
+        hf_speculate.UnsupportedModelError, match=r"must read input_ids .* reads input_features; compare"
+    ):
+        hf_speculate.check_parity(target, noisy_copy(target), {"input_features": speech(1)})
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        ({"prompts": {"inputs_embeds": torch.zeros(1, 3, 32)}}, "must hold input_ids, got inputs_embeds"),
+        ({"prompts": {"input_ids": torch.ones(1, 3), "mm_encoder_outputs": {}}}, "others in mm_encoder_outputs"),
         ({"do_sample": True}, "do_sample must be False"),
         ({"verifier": "typical"}, "lossless"),
         ({"return_dict_in_generate": True}, "return_dict_in_generate"),
