@@ -91,10 +91,7 @@ def decoder_of(pair: Pair, decoding: dict[str, Any]) -> Decoder:
     """
     logging.set_verbosity_error()  # its warnings would tear the progress bar
     sampling = {name: value for name, value in decoding.items() if name not in ("max_new_tokens", "do_sample")}
-    max_new_tokens = decoding["max_new_tokens"]
-    if max_new_tokens < 1:
-        raise ConfigError(f"--max-new-tokens must be at least 1, got {max_new_tokens}; leave it out for the default")
-    return Decoder(pair.target, pair.arguments, max_new_tokens=max_new_tokens, sampling=sampling)
+    return Decoder(pair.target, pair.arguments, max_new_tokens=decoding["max_new_tokens"], sampling=sampling)
 
 
 @contextmanager
@@ -178,7 +175,9 @@ def check_folder_of(path: Path | None) -> None:
     """Make sure before anything is measured that a file can be written.
 
     Raises:
-        ConfigError: there is no such folder.
+        ConfigError: there is no such folder, or a folder in the file's place.
     """
+    if path is not None and path.is_dir():
+        raise ConfigError(f"results must go into a file, got the folder {path}; name a file in it")
     if path is not None and not path.resolve().parent.is_dir():
         raise ConfigError(f"the folder of {path} must exist, got none; make it first, or name another file")
