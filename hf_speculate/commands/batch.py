@@ -95,9 +95,11 @@ def batch(
     progress = _Progress(log)
 
     def make_batches(left: Sequence[Row]) -> list[list[Row]]:
-        batches = batches_of(left, batch_size, load_tokenizer(target), chat)
+        tokenizer = load_tokenizer(target)
         if ranks.is_main:
             progress.start()
+        batches = batches_of(left, batch_size, tokenizer, chat)
+        progress.load()
         return batches
 
     try:
@@ -149,13 +151,17 @@ class _Progress:
         self.bar = Progress(
             BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn(), console=log
         )
-        self.task = self.bar.add_task("loading", total=None)
+        self.task = self.bar.add_task("reading prompts", total=None)
         self.shown_s = clock()
 
     def start(self) -> None:
         """Show that something goes on."""
         if self.log.is_terminal:
             self.bar.start()
+
+    def load(self) -> None:
+        """Say that prompts are read and models are next."""
+        self.bar.update(self.task, description="loading")
 
     def show(self, report: DatasetReport) -> None:
         """Show how far this process is."""

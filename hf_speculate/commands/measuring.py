@@ -116,6 +116,8 @@ def progress(log: Console, num_steps: int) -> Iterator[Callable[[Step], None]]:
             figures = f"{step.run.tokens_per_s:.0f} tokens/s"
             if step.run.stats is not None:
                 figures += f", {step.run.stats.acceptance:.0%} accepted"
+            if bar.tasks[0].completed + 1 >= num_steps:
+                figures += "; comparing texts"  # which takes forwards of the target, and has no steps
             bar.update(task, advance=1, description=step.way.name, figures=figures)
 
         yield on_step

@@ -154,6 +154,19 @@ def test_results_go_into_a_file(command, refused, monkeypatch):
         assert "results must go into a file, got the folder" in refused([*command, option, "{out}"])
 
 
+@pytest.mark.parametrize("command", [BENCH, TUNE], ids=lambda words: words[0])
+def test_what_was_measured_is_shown_where_it_cannot_be_written(command, folder, tmp_path, monkeypatch, capsys):
+    def write_json(path, result):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("hf_speculate.commands.measuring.write_json", write_json)
+    words = [*command, "-n", "2", "-k", "2", "-v", "greedy", "--json", str(tmp_path / "out.json")]
+    assert main([word.format(folder=folder) for word in words]) == 2
+    out, err = capsys.readouterr()
+    assert "greedy, K = 2" in out
+    assert err.endswith("hf-speculate: [Errno 28] No space left on device\n")
+
+
 class Strange(Exception):
     """What nobody foresaw."""
 
