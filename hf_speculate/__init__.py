@@ -1,5 +1,8 @@
 """Speculative decoding inside transformers' `generate()`."""
 
+import hf_speculate.quiet  # noqa: F401  # before anything imports transformers
+
+# isort: split
 from hf_speculate.checking.pair import PairReport, check_pair
 from hf_speculate.checking.parity import ParityReport, check_parity
 from hf_speculate.dataset.decode import decode_dataset

@@ -10,7 +10,7 @@ from typer.main import get_command
 from hf_speculate.commands.batch import batch
 from hf_speculate.commands.bench import bench
 from hf_speculate.commands.check import check
-from hf_speculate.commands.console import OK, WRONG_USE, notes
+from hf_speculate.commands.console import INTERRUPTED, OK, WRONG_USE, first_line, notes
 from hf_speculate.commands.generate import generate
 from hf_speculate.commands.tune import tune
 from hf_speculate.errors import SpeculateError
@@ -45,18 +45,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0, 1 where the answer is no, 2 where nothing could be looked at.
     """
-    words = sys.argv[1:] if arguments is None else list(arguments)
+    words, is_debugged = _without_debug(sys.argv[1:] if arguments is None else arguments)
     try:
-        get_command(app)(args=words, prog_name="hf-speculate")
+        status = get_command(app)(args=words or ["--help"], prog_name="hf-speculate", standalone_mode=False)
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else OK
-    except (SpeculateError, OSError) as error:  # what users can mend; anything else is a fault, with its trace
-        if words[:1] == [_DEBUG]:
+    except Exception as error:
+        if isinstance(error, typer.Abort) and not isinstance(error.__cause__, EOFError):
+            return INTERRUPTED
+        if is_debugged:
             raise
-        first_line = next(iter(str(error).splitlines()), type(error).__name__)
-        notes().print(f"hf-speculate: {first_line}", markup=False, soft_wrap=True)
+        notes().print(f"hf-speculate: {_line_of(error)}", markup=False, emoji=False, soft_wrap=True)
         return WRONG_USE
-    return OK
+    if not words:
+        return WRONG_USE
+    return status if isinstance(status, int) else OK
+
+
+def _without_debug(words: Sequence[str]) -> tuple[list[str], bool]:
+    """The words without those that ask for traces, and whether one did; what stands behind `--` is no option."""
+    end = list(words).index("--") if "--" in words else len(words)
+    options = [word for word in words[:end] if word != _DEBUG]
+    return [*options, *words[end:]], len(options) < end
+
+
+def _line_of(error: Exception) -> str:
+    """One line on an error: what users can mend as it stands, a fault with its kind."""
+    if isinstance(error, typer.Abort) and error.__cause__ is not None:
+        return _fault(error.__cause__)
+    format_message = getattr(error, "format_message", None)  # of typer's and of click's own errors alike
+    if callable(format_message):
+        return " ".join(str(format_message()).split())
+    if isinstance(error, SpeculateError | OSError):
+        return first_line(error) or type(error).__name__
+    return _fault(error)
+
+
+def _fault(error: BaseException) -> str:
+    kind, line = type(error).__name__, first_line(error)
+    return f"{kind}: {line} ({_DEBUG} shows where it came from)" if line else f"{kind} ({_DEBUG} shows its trace)"
 
 
 if __name__ == "__main__":

@@ -66,6 +66,7 @@ FLOORS = {
     "hf_speculate.stats": 0.5,
     "hf_speculate.figures": 0.4,
     "hf_speculate.extras": 0.25,
+    "hf_speculate.quiet": 0,
     "hf_speculate.types": 0,
     "hf_speculate.triton_kernels": -1,
 }

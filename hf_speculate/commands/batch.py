@@ -1,7 +1,7 @@
 """`hf-speculate batch`: decode a file of prompts into a file of texts."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from hf_speculate.commands import options
 from hf_speculate.commands.console import notes
-from hf_speculate.commands.loading import load_pair, load_tokenizer
+from hf_speculate.commands.loading import check_placement, load_pair, load_tokenizer
 from hf_speculate.dataset.decode import check_batch_size
 from hf_speculate.dataset.encoding import batches_of
 from hf_speculate.dataset.on_ray import RayOptions, on_ray
@@ -51,7 +51,9 @@ def batch(
         Literal["local", "ray"], typer.Option("--engine", help="This process, or actors of Ray Data.")
     ] = "local",
     workers: Annotated[int | None, typer.Option("--workers", help="Actors; unset: one a GPU, or one.")] = None,
-    cpus_per_worker: Annotated[float, typer.Option("--cpus-per-worker", help="CPUs of an actor without a GPU.")] = 1.0,
+    cpus_per_worker: Annotated[
+        float | None, typer.Option("--cpus-per-worker", help="CPUs of an actor without a GPU; unset: 1.")
+    ] = None,
     gpus_per_worker: Annotated[
         float | None, typer.Option("--gpus-per-worker", help="GPUs of an actor; unset: 1 where there are any.")
     ] = None,
@@ -65,7 +67,16 @@ def batch(
     own_seed = _seed(fields.pop("seed", None))
     arguments = options.decoding_from(max_new_tokens, sample, temperature) | fields
     check_batch_size(batch_size)
-    ray_options = RayOptions(workers, cpus_per_worker, gpus_per_worker, ray_address)
+    ray_given = {
+        "--workers": workers,
+        "--cpus-per-worker": cpus_per_worker,
+        "--gpus-per-worker": gpus_per_worker,
+        "--ray-address": ray_address,
+    }
+    if engine == "local":
+        _check_without_ray(ray_given)
+        check_placement(dtype, device)  # Ray's actors look at their own machines
+    ray_options = RayOptions(workers, 1.0 if cpus_per_worker is None else cpus_per_worker, gpus_per_worker, ray_address)
     rows = read_rows(prompts)
     _check_paths(prompts, output)
     ranks = find_ranks(is_cpu=True if device == "cpu" else None)
@@ -84,9 +95,11 @@ def batch(
     progress = _Progress(log)
 
     def make_batches(left: Sequence[Row]) -> list[list[Row]]:
-        batches = batches_of(left, batch_size, load_tokenizer(target), chat)
+        tokenizer = load_tokenizer(target)
         if ranks.is_main:
             progress.start()
+        batches = batches_of(left, batch_size, tokenizer, chat)
+        progress.load()
         return batches
 
     try:
@@ -113,6 +126,13 @@ def _seed(seed: Any) -> int | None:
     return seed
 
 
+def _check_without_ray(given: Mapping[str, Any]) -> None:
+    """Refuse options that nothing would follow."""
+    names = [name for name, value in given.items() if value is not None]
+    if names:
+        raise ConfigError(f"{names[0]} must come with --engine ray, got --engine local; add --engine ray")
+
+
 def _check_paths(prompts: Path, output: Path) -> None:
     if output.exists() and output.samefile(prompts):
         raise ConfigError(f"the output must not be the file of prompts, got {output} twice; choose another output")
@@ -131,13 +151,17 @@ class _Progress:
         self.bar = Progress(
             BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn(), console=log
         )
-        self.task = self.bar.add_task("loading", total=None)
+        self.task = self.bar.add_task("reading prompts", total=None)
         self.shown_s = clock()
 
     def start(self) -> None:
         """Show that something goes on."""
         if self.log.is_terminal:
             self.bar.start()
+
+    def load(self) -> None:
+        """Say that prompts are read and models are next."""
+        self.bar.update(self.task, description="loading")
 
     def show(self, report: DatasetReport) -> None:
         """Show how far this process is."""

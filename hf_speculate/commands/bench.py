@@ -88,11 +88,11 @@ def bench(
         "left_out": found.pop("left_out"),
     }
     result = {"circumstances": circumstances(pair.target, target, draft), "settings": used, **found}
+    _show(result, log)  # first: what was measured is seen even where it cannot be written
     if json is not None:
         measuring.write_json(json, result)
     if html is not None:
         write_html(result, html)
-    _show(result, log)
     raise typer.Exit(REFUSED if wrong_ways(used["left_out"], ways) else OK)
 
 

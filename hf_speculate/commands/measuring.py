@@ -91,10 +91,7 @@ def decoder_of(pair: Pair, decoding: dict[str, Any]) -> Decoder:
     """
     logging.set_verbosity_error()  # its warnings would tear the progress bar
     sampling = {name: value for name, value in decoding.items() if name not in ("max_new_tokens", "do_sample")}
-    max_new_tokens = decoding["max_new_tokens"]
-    if max_new_tokens < 1:
-        raise ConfigError(f"--max-new-tokens must be at least 1, got {max_new_tokens}; leave it out for the default")
-    return Decoder(pair.target, pair.arguments, max_new_tokens=max_new_tokens, sampling=sampling)
+    return Decoder(pair.target, pair.arguments, max_new_tokens=decoding["max_new_tokens"], sampling=sampling)
 
 
 @contextmanager
@@ -119,6 +116,8 @@ def progress(log: Console, num_steps: int) -> Iterator[Callable[[Step], None]]:
             figures = f"{step.run.tokens_per_s:.0f} tokens/s"
             if step.run.stats is not None:
                 figures += f", {step.run.stats.acceptance:.0%} accepted"
+            if bar.tasks[0].completed + 1 >= num_steps:
+                figures += "; comparing texts"  # which takes forwards of the target, and has no steps
             bar.update(task, advance=1, description=step.way.name, figures=figures)
 
         yield on_step
@@ -178,7 +177,9 @@ def check_folder_of(path: Path | None) -> None:
     """Make sure before anything is measured that a file can be written.
 
     Raises:
-        ConfigError: there is no such folder.
+        ConfigError: there is no such folder, or a folder in the file's place.
     """
+    if path is not None and path.is_dir():
+        raise ConfigError(f"results must go into a file, got the folder {path}; name a file in it")
     if path is not None and not path.resolve().parent.is_dir():
         raise ConfigError(f"the folder of {path} must exist, got none; make it first, or name another file")

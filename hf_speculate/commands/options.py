@@ -1,6 +1,7 @@
 """The options that decoding commands share, and what `generate()` is told because of them."""
 
 import json
+import math
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -64,9 +65,15 @@ def decoding_from(max_new_tokens: int, sample: bool, temperature: float | None) 
     """Arguments of transformers' own that say how tokens are chosen.
 
     Raises:
-        ConfigError: there is a temperature, and nothing is drawn.
+        ConfigError: no token is asked for, or there is a temperature that is none, or with which nothing is drawn.
     """
+    if max_new_tokens < 1:
+        raise ConfigError(f"--max-new-tokens must be at least 1, got {max_new_tokens}; leave it out for the default")
     if temperature is not None and not sample:
         raise ConfigError(f"--temperature must come with --sample, got {temperature} alone; add --sample")
+    if temperature is not None and not 0 < temperature < math.inf:
+        raise ConfigError(
+            f"--temperature must be above 0 and finite, got {temperature}; leave --sample out for the likeliest tokens"
+        )
     arguments: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": sample}
     return arguments if temperature is None else arguments | {"temperature": temperature}

@@ -14,13 +14,19 @@ def read_prompts(path: Path, *, by_line: bool = False) -> list[Row]:
         by_line: whether each line of a file that is no `.jsonl` is a prompt too.
 
     Raises:
-        ConfigError: there is no file, no prompt in it, a line is no prompt, or two have one id.
+        ConfigError: there is no file, no prompt in it, a line is no prompt or not UTF-8, or two have one id.
     """
     if path.suffix == ".jsonl":
         return read_rows(path)
     if not path.is_file():
         raise ConfigError(f"the file of prompts must exist, got {path}; write one prompt a line into a .jsonl file")
-    content = path.read_text(encoding="utf-8")
+    try:
+        content = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        number = error.object.count(b"\n", 0, error.start) + 1
+        raise ConfigError(
+            f"each line must be UTF-8, got other bytes at {path.name}:{number}; save the file so"
+        ) from None
     texts = list(enumerate(content.split("\n"), 1)) if by_line else [(1, content)]
     found = [Row.of(text, number, f"{path.name}:{number}") for number, text in texts if text.strip()]
     if not found:

@@ -80,12 +80,12 @@ def tune(
         instruments = Instruments(decoder, check, read, on_step=on_step)
         tuned = tune_ways(ways, batches, rule, instruments, do_sample=sample, seed=seed or 0)
     result = tuned.as_dict()
+    _show(result, rule)
     if as_json is not None:
         used = {**decoding, "batch_size": batch_size, "prompts": str(prompts), "quality": str(rule), "fields": fields}
         measuring.write_json(
             as_json, {"circumstances": circumstances(pair.target, target, draft), "settings": used, **result}
         )
-    _show(result, rule)
     raise typer.Exit(_answer(tuned, write))
 
 

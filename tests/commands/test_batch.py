@@ -8,6 +8,7 @@ from rich.console import Console
 
 import hf_speculate
 from hf_speculate.cli import main
+from hf_speculate.commands import batch
 from hf_speculate.commands.batch import _Progress
 from hf_speculate.dataset.ranks import Ranks
 from hf_speculate.dataset.run import DatasetReport
@@ -61,6 +62,7 @@ def test_progress_is_a_bar_on_a_terminal_and_a_line_a_minute_elsewhere(is_termin
     log = Console(file=io.StringIO(), force_terminal=is_terminal, width=100)
     progress = _Progress(log, clock=iter([0.0, 30.0, 61.0, 61.0, 90.0]).__next__)
     progress.start()
+    progress.load()
     for _ in range(3):
         progress.show(report)
     progress.stop()
@@ -68,6 +70,15 @@ def test_progress_is_a_bar_on_a_terminal_and_a_line_a_minute_elsewhere(is_termin
     assert "10.0 tokens a second, 75% of the drafts accepted" in shown
     assert ("4/8" in shown) is is_terminal
     assert shown.count("4 of 8 rows") == (not is_terminal)
+
+
+def test_the_bar_is_there_while_prompts_are_read(folder, tmp_path, monkeypatch):
+    seen, read = [], batch.batches_of
+    for name in ("start", "load", "show"):
+        monkeypatch.setattr(_Progress, name, lambda *_, name=name: seen.append(name))
+    monkeypatch.setattr(batch, "batches_of", lambda *given: seen.append("read") or read(*given))
+    assert main(words(folder, tmp_path / "out.jsonl", "-k", "3", "-b", "6")) == 0
+    assert seen == ["start", "read", "load", "show"]
 
 
 def test_a_second_run_goes_on(folder, tmp_path, capsys):

@@ -177,3 +177,37 @@ def test_a_file_without_prompts_is_said(content, message, tmp_path):
     (tmp_path / "p.jsonl").write_text(content)
     with pytest.raises(hf_speculate.ConfigError, match=message):
         read_prompts(tmp_path / "p.jsonl")
+
+
+class _Screen(io.StringIO):
+    """A standard output that notes what is written, and when among other events."""
+
+    def __init__(self, events: list[str]):
+        super().__init__()
+        self.events = events
+
+    def write(self, text: str) -> int:
+        if text:
+            self.events.append(text)
+        return super().write(text)
+
+
+def test_text_is_written_as_it_comes(monkeypatch):
+    events, outputs, generate = [], [], SpeculativeGenerationMixin.generate
+    returned, told = "generate() has returned", "a round has ended"
+
+    def noted(model, **arguments):
+        output = generate(model, speculation_callback=lambda report: events.append(told), **arguments)
+        outputs.append(output[0, arguments["input_ids"].shape[1] :])
+        events.append(returned)
+        return output
+
+    monkeypatch.setattr(SpeculativeGenerationMixin, "generate", noted)
+    screen = _Screen(events)
+    monkeypatch.setattr("sys.stdout", screen)
+    assert main(["generate", TARGET, PROMPTS[0], "-d", DRAFT, "-k", "2", *COMMON, "-n", "48"]) == 0
+    assert screen.getvalue().strip() == AutoTokenizer.from_pretrained(TARGET).decode(outputs[0]).strip()
+    before = events[: events.index(returned)]
+    rounds_at_pieces = {before[:place].count(told) for place, event in enumerate(before) if event != told}
+    assert len(rounds_at_pieces) >= 3, events  # pieces in several rounds, not all at the end
+    assert events[len(before) + 1 :] == []

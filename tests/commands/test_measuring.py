@@ -13,19 +13,21 @@ from hf_speculate.commands.measuring import progress, show, shown, write_json
 from hf_speculate.stats import SpeculationStats
 
 
-def test_the_bar_shows_tokens_per_second_and_acceptance():
+@pytest.mark.parametrize("num_steps", [2, 3])
+def test_the_bar_shows_tokens_per_second_and_acceptance_and_what_comes_after(num_steps):
     stats = SpeculationStats()
     stats.add_row(4, 3, 4)
     screen = io.StringIO()
     log = Console(file=screen, force_terminal=True, width=120, color_system=None)
-    with progress(log, 2) as on_step:
+    with progress(log, num_steps) as on_step:
         on_step(Step(Way("plain, greedy", "plain"), Run(0, 0, 2.0, [[1] * 20], None)))
         on_step(Step(Way("greedy, K = 4", "ours"), Run(0, 0, 1.0, [[1] * 30], stats)))
     drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
     last = drawn.splitlines()[-2 if not drawn.splitlines()[-1].strip() else -1]
     assert "greedy, K = 4" in last
-    assert "2/2" in last
+    assert f"2/{num_steps}" in last
     assert "30 tokens/s, 75% accepted" in last
+    assert ("; comparing texts" in last) is (num_steps == 2)
 
 
 def test_no_bar_is_drawn_where_nobody_looks(capsys):
