@@ -7,7 +7,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 OLDEST := .oldest
 OLDEST_STAMP := $(OLDEST)/.installed
-OLDEST_TESTS := tests/generate tests/reliability tests/test_compatibility.py tests/test_enabling.py tests/test_faults.py
+OLDEST_TESTS := tests/draft tests/generate tests/reliability tests/test_compatibility.py tests/test_enabling.py \
+  tests/test_faults.py tests/test_pipeline.py
 WORKERS ?= logical
 PYTEST_ARGS ?=
 DEMO_ARGS ?=

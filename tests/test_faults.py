@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import re
 import sys
 from pathlib import Path
 
@@ -60,6 +61,16 @@ def test_the_index_knows_every_test_of_a_fault():
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_fault_"):
                 found.add((node.name.split("_")[2], path.relative_to(TESTS).as_posix()))
     assert found == {(letter, path) for letter, (path, _) in FAULTS.items()}
+
+
+def test_the_oldest_transformers_meets_every_fault():
+    """`make test-oldest` runs the files that the index names."""
+    makefile = (TESTS.parent / "Makefile").read_text().replace("\\\n", " ")
+    (words,) = re.findall(r"^OLDEST_TESTS := (.*)$", makefile, re.M)
+    tested = [TESTS.parent / word for word in words.split()]
+    assert all(path.exists() for path in tested)
+    for path, _ in FAULTS.values():
+        assert any((TESTS / path).is_relative_to(one) for one in tested), path
 
 
 def own_pair(noise=0.05, **options):

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import hf_speculate
+from tests.bench.fakes import save_pair
 
 ROOT = Path(__file__).parents[1]
 NOT_INSTALLED = {"hf_speculate"}
@@ -98,6 +99,7 @@ assert all(environment in Path(one.__file__).resolve().parents for one in (hf_sp
 assert triton_kernels.matmul() == "foreign"
 assert hf_speculate.triton_kernels.verify_greedy is not None
 assert hf_speculate.triton_kernels is not triton_kernels
+assert all(sys.modules[name] is None for name in EXTRAS)
 
 sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
 torch.manual_seed(0)
@@ -111,24 +113,53 @@ assert stats.verifier == "greedy"
 write_html({"ways": [{"name": "plain"}]}, environment / "report.html")
 """
 
+# What a plain installation does not bring, by the names of the modules. A .pth file's line that imports is run.
+EXTRAS = [
+    "accelerate",
+    "fastapi",
+    "httpx",
+    "kernels",
+    "matplotlib",
+    "outlines_core",
+    "pandas",
+    "peft",
+    "prometheus_client",
+    "ray",
+    "torchao",
+    "triton",
+    "uvicorn",
+    "xgrammar",
+]
+WITHOUT_EXTRAS = f"import sys; sys.modules.update(dict.fromkeys({EXTRAS!r}))\n"
+
 
 @pytest.mark.slow
-def test_the_wheel_works_beside_a_foreign_triton_kernels(wheel: Path, tmp_path: Path) -> None:
+def test_the_wheel_works_beside_a_foreign_triton_kernels_and_without_extras(wheel: Path, tmp_path: Path) -> None:
     """Triton's own distribution brings a package of that name; neither may stand on the other."""
     run_python("-m", "venv", "--without-pip", tmp_path / "env")
     python = tmp_path / "env" / "bin" / "python"
     (packages,) = (tmp_path / "env").glob("lib/python*/site-packages")
     # What the wheel requires is read from this environment; a line of a .pth file brings no editable installs along.
     (packages / "borrowed.pth").write_text(f"{Path(pytest.__file__).parents[1]}\n")
+    (packages / "without_extras.pth").write_text(WITHOUT_EXTRAS)
     foreign = packages / "triton_kernels" / "__init__.py"
     foreign.parent.mkdir()
     foreign.write_text('def matmul():\n    return "foreign"\n')
     run_python("-m", "pip", "--python", python, "install", "--no-deps", "--no-index", "--quiet", wheel)
     alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [python, "-c", IN_A_FRESH_ENVIRONMENT]
-    result = subprocess.run(command, cwd=tmp_path, env=alone, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert python.with_name("hf-speculate").exists()
+    script, (target, draft) = python.with_name("hf-speculate"), save_pair(tmp_path)
+
+    def run(*command: str | Path) -> str:
+        result = subprocess.run(command, cwd=tmp_path, env=alone, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    run(python, "-c", f"EXTRAS = {EXTRAS!r}\n{IN_A_FRESH_ENVIRONMENT}")
+    assert "hf-speculate check" in run(script, "check", "--help")
+    words = [script, "generate", target, "def", "-n", "8", "--device", "cpu"]
+    text = run(*words)
+    assert text.strip()
+    assert run(*words, "-d", draft, "-k", "3") == text
     assert foreign.read_text().startswith("def matmul")
 
 

@@ -3,7 +3,7 @@
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,6 +11,8 @@ from hf_speculate.dataset.row_decoder import Decoded, RowDecoder
 from hf_speculate.dataset.rows import Row
 from hf_speculate.dataset.run import Engine
 from hf_speculate.errors import ConfigError, SpeculateError
+
+_UNITS = 10_000  # Ray counts resources in parts of this size
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ def on_ray(make_decoder: Callable[[], RowDecoder], options: RayOptions) -> Engin
         batches: Sequence[Sequence[Row]], seed: int, on_begin: Callable[[Sequence[Row]], None]
     ) -> Iterator[Decoded]:
         ray: Any = _connected(options.address)
-        resources, num_workers = _resources(ray, options)
+        resources, num_workers = resources_of(ray.cluster_resources(), options)
         attempts = _counter(ray)
         items = [{"rows": json.dumps([asdict(row) for row in batch])} for batch in batches]
         context = ray.data.DataContext.get_current()
@@ -150,16 +152,34 @@ def _connected(address: str | None) -> Any:
     return ray
 
 
-def _resources(ray: Any, options: RayOptions) -> tuple[dict[str, float], int]:
-    """What each actor reserves, and how many there are."""
-    cluster = ray.cluster_resources()
+def resources_of(cluster: Mapping[str, float], options: RayOptions) -> tuple[dict[str, float], int]:
+    """What each actor reserves, and how many there are.
+
+    Args:
+        cluster: what it has, by Ray's names: CPU, GPU.
+        options: what of it is used.
+
+    Raises:
+        ConfigError: the actors do not fit.
+    """
     num_gpus = cluster.get("GPU", 0.0)
     each = options.gpus_per_worker if options.gpus_per_worker is not None else min(num_gpus, 1.0)
     name, needed = ("GPU", each) if each else ("CPU", options.cpus_per_worker)
-    num_workers = options.num_workers or (max(int(num_gpus // each), 1) if each else 1)
-    if cluster.get(name, 0.0) < needed * num_workers:
+    available = cluster.get(name, 0.0)
+    num_fitting = _num_fitting(available, needed, name == "GPU")
+    num_workers = options.num_workers or (max(num_fitting, 1) if each else 1)
+    if needed and num_fitting < num_workers:
         raise ConfigError(
             f"all workers must fit into the cluster, got {num_workers} of {needed:g} {name} each where there are "
-            f"{cluster.get(name, 0.0):g}; choose fewer"
+            f"{available:g}, which hold {num_fitting}; choose fewer"
         )
     return ({"num_gpus": each} if each else {"num_cpus": options.cpus_per_worker}), num_workers
+
+
+def _num_fitting(available: float, needed: float, is_gpu: bool) -> int:
+    """Actors that a resource holds. In Ray's own units: 1 / 0.2 in floating point is less than 5."""
+    there, each = round(available * _UNITS), max(round(needed * _UNITS), 1)
+    if is_gpu and each < _UNITS:  # a part of a GPU lies on one of them
+        whole, rest = divmod(there, _UNITS)
+        return whole * (_UNITS // each) + rest // each
+    return there // each

@@ -8,7 +8,7 @@ import pytest
 
 from hf_speculate.cli import main
 from hf_speculate.dataset.encoding import batches_of
-from hf_speculate.dataset.on_ray import RayOptions, on_ray
+from hf_speculate.dataset.on_ray import RayOptions, on_ray, resources_of
 from hf_speculate.dataset.ranks import Ranks
 from hf_speculate.dataset.rows import read_rows
 from hf_speculate.dataset.run import Job, run
@@ -22,7 +22,7 @@ from tests.dataset.common import (
     texts_in,
     write_prompts,
 )
-from tests.dataset.workers import fatal_decoder
+from tests.dataset.workers import fatal_decoder, pids
 from tests.tiny_tokenizers import letters_tokenizer
 
 ray = pytest.importorskip("ray", reason="needs Ray")
@@ -68,11 +68,13 @@ def decode(make, output, options, on_batch=None):
 @pytest.mark.slow
 def test_every_row_comes_once_though_an_actor_dies(cluster, folder, tmp_path):
     target, draft = str(folder / "target"), str(folder / "draft")
-    deaths = tmp_path / "deaths"
-    make = functools.partial(fatal_decoder, target, draft, NUM_NEW, MARKED_IDS, str(deaths), 1)
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    make = functools.partial(fatal_decoder, target, draft, NUM_NEW, MARKED_IDS, str(notes), 1, 1)
     reports = []
     report = decode(make, tmp_path / "out.jsonl", RayOptions(num_workers=2), reports.append)
-    assert deaths.read_bytes() == b"x"
+    assert len(pids(notes, "died")) == 1
+    assert len(pids(notes, "decoded") - pids(notes, "died")) == 2  # the other actor, and the one started anew
     expected = plain_results(folder / "target", TEXTS)
     assert texts_in(tmp_path / "out.jsonl") == {place: text for place, (text, *_) in enumerate(expected, 1)}
     assert [each.num_finished for each in reports] == list(range(2, 21, 2))
@@ -83,8 +85,9 @@ def test_every_row_comes_once_though_an_actor_dies(cluster, folder, tmp_path):
 @pytest.mark.slow
 def test_a_batch_that_always_ends_its_actor_is_named_and_the_rest_goes_on_later(cluster, folder, tmp_path):
     target, draft = str(folder / "target"), str(folder / "draft")
-    deaths, output = tmp_path / "deaths", tmp_path / "out.jsonl"
-    make = functools.partial(fatal_decoder, target, draft, NUM_NEW, MARKED_IDS, str(deaths), 1)
+    notes, output = tmp_path / "notes", tmp_path / "out.jsonl"
+    notes.mkdir()
+    make = functools.partial(fatal_decoder, target, draft, NUM_NEW, MARKED_IDS, str(notes), 1)
     with pytest.raises(ConfigError, match=r"must not end its actor, got 2 rows \(.*\b8\b.*\) at which 1 died"):
         decode(make, output, RayOptions(num_workers=1, num_attempts=1))
     report = decode(make, output, RayOptions(num_workers=1, num_attempts=1))
@@ -124,6 +127,41 @@ def test_what_users_can_mend_is_one_line(cluster, folder, tmp_path, capsys):
 def test_numbers_have_a_least_value(name):
     with pytest.raises(ConfigError, match=f"{name} must be at least"):
         RayOptions(**{name: -1})
+
+
+@pytest.mark.parametrize(
+    ("cluster_has", "options", "reserved", "num_workers"),
+    [
+        ({"CPU": 8.0}, {}, {"num_cpus": 1.0}, 1),
+        ({"CPU": 8.0}, {"num_workers": 4, "cpus_per_worker": 2.0}, {"num_cpus": 2.0}, 4),
+        ({"CPU": 1.0}, {"num_workers": 9, "cpus_per_worker": 0}, {"num_cpus": 0}, 9),
+        ({"CPU": 2.0}, {"num_workers": 5, "cpus_per_worker": 0.4}, {"num_cpus": 0.4}, 5),
+        ({"CPU": 8.0, "GPU": 4.0}, {}, {"num_gpus": 1.0}, 4),
+        ({"CPU": 8.0, "GPU": 4.0}, {"num_workers": 2}, {"num_gpus": 1.0}, 2),
+        ({"CPU": 8.0, "GPU": 4.0}, {"gpus_per_worker": 0}, {"num_cpus": 1.0}, 1),
+        ({"GPU": 5.0}, {"gpus_per_worker": 2}, {"num_gpus": 2}, 2),
+        ({"GPU": 2.0}, {"gpus_per_worker": 0.2}, {"num_gpus": 0.2}, 10),
+        ({"GPU": 2.0}, {"gpus_per_worker": 0.4}, {"num_gpus": 0.4}, 4),  # no GPU's rest is joined with another's
+        ({"GPU": 0.5}, {}, {"num_gpus": 0.5}, 1),
+    ],
+)
+def test_gpus_are_taken_before_cpus_and_all_of_them(cluster_has, options, reserved, num_workers):
+    assert resources_of(cluster_has, RayOptions(**options)) == (reserved, num_workers)
+
+
+@pytest.mark.parametrize(
+    ("cluster_has", "options", "message"),
+    [
+        ({"CPU": 2.0}, {"gpus_per_worker": 1}, "got 1 of 1 GPU each where there are 0, which hold 0"),
+        ({"CPU": 2.0}, {"cpus_per_worker": 3}, "got 1 of 3 CPU each where there are 2, which hold 0"),
+        ({"GPU": 4.0}, {"num_workers": 5}, "got 5 of 1 GPU each where there are 4, which hold 4"),
+        ({"GPU": 1.0}, {"gpus_per_worker": 2}, "got 1 of 2 GPU each where there are 1, which hold 0"),
+        ({"GPU": 2.0}, {"num_workers": 5, "gpus_per_worker": 0.4}, "got 5 of 0.4 GPU each .* 2, which hold 4"),
+    ],
+)
+def test_workers_that_do_not_fit_are_refused(cluster_has, options, message):
+    with pytest.raises(ConfigError, match=message):
+        resources_of(cluster_has, RayOptions(**options))
 
 
 def test_ray_is_named_where_it_is_missing(folder, tmp_path, monkeypatch):
