@@ -10,7 +10,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
-LIBRARIES = {"grammar.py": "xgrammar", "prometheus.py": "prometheus_client", "serve.py": "fastapi"}
+# The first that each imports.
+LIBRARIES = {"grammar.py": "xgrammar", "prometheus.py": "prometheus_client", "serve.py": "uvicorn"}
 
 
 def extras_of_the_page() -> dict[str, str]:
