@@ -14,12 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xgrammar
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor
-from xgrammar.contrib.hf import LogitsProcessor as LockStepProcessor
 
 import hf_speculate
+
+try:
+    import xgrammar
+    from xgrammar.contrib.hf import LogitsProcessor as LockStepProcessor
+except ImportError as error:
+    raise SystemExit(f'{error.name} is not installed; run: pip install "hf-speculate[grammar]"') from error
 
 EXAMPLES = Path(__file__).resolve().parent
 PROMPTS = ("# the size of the stack\nconfig = ", "import json\n\nDATA = json.loads('", "result = ")

@@ -12,10 +12,14 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_speculate
+
+try:
+    from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
+except ImportError as error:
+    raise SystemExit(f'{error.name} is not installed; run: pip install "hf-speculate[metrics]"') from error
 
 EXAMPLES = Path(__file__).parent
 HOST = "127.0.0.1"

@@ -53,7 +53,7 @@ What an enabled model's `generate()` does with every argument and every field, w
 it decodes as transformers does, but for `verifier="coupled"` with `do_sample=True`.
 
 - *supported*: the text, or its law, is plain decoding's; the test named shows it.
-- *refused*: raises this message before any model runs, wherever the field is set.
+- *refused*: raises this message before the first forward, but for an encoder's, wherever the field is set.
 - *not applicable*: changes nothing, in plain decoding or here.
 """
 MADE_BY = """\

@@ -19,7 +19,7 @@ from hf_speculate.cli import app
 ROOT = Path(__file__).parents[1]
 CLI = "hf_speculate.cli"
 LAUNCHERS = ("python", "torchrun", "accelerate")
-FREE = (".", "curl", "export", "git")  # about which nothing is known here
+FREE = (".", "cp", "curl", "export", "git")  # about which nothing is known here
 ENDS = {"&&", "||", "|", ";", "&"}  # of a simple command
 REDIRECTIONS = {">", ">>", "<", "2>"}
 

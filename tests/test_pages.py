@@ -21,7 +21,8 @@ from tests.shown_commands import problems_in
 ROOT = Path(__file__).parents[1]
 PAIR = ROOT / "examples" / "pair"
 DOCS = tuple(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md")))
-PAGES = ("README.md", "CONTRIBUTING.md", "examples/README.md", *DOCS)
+EXAMPLES = tuple(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "examples").rglob("README.md")))
+PAGES = ("README.md", "CONTRIBUTING.md", *EXAMPLES, *DOCS)
 FROM_NOTHING = ("README.md", "docs/tutorial.md")
 BLOCK = re.compile(r"^( *)```([^`\n]*)\n(.*?)^\1```$", re.M | re.S)
 # What becomes of a block: run, parsed, read, shown; the last is Sphinx's to check.
