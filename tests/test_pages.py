@@ -24,6 +24,7 @@ DOCS = tuple(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs"
 EXAMPLES = tuple(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "examples").rglob("README.md")))
 PAGES = ("README.md", "CONTRIBUTING.md", *EXAMPLES, *DOCS)
 FROM_NOTHING = ("README.md", "docs/tutorial.md")
+CARDS = tuple(page for page in EXAMPLES if page.startswith("examples/hub/"))  # which leave the models' names open
 BLOCK = re.compile(r"^( *)```([^`\n]*)\n(.*?)^\1```$", re.M | re.S)
 # What becomes of a block: run, parsed, read, shown; the last is Sphinx's to check.
 LANGUAGES = ("python", "sh", "json", "text", "{toctree}")
@@ -78,6 +79,8 @@ def away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
 def test_every_python_block_runs_in_order(page: str, away: Path) -> None:
     names = {} if page in FROM_NOTHING else names_of_the_example()
+    if page in CARDS:
+        names = {"target_name": str(PAIR / "target"), "draft_name": str(PAIR / "draft")}
     for number, code in enumerate(blocks(page, "python")):
         if code.splitlines()[0] not in NOT_RUN:
             torch.manual_seed(0)

@@ -142,7 +142,10 @@ def patch(owner: object, name: str, fault: Fault):
 def put_in(place: str, fault: Fault, target: Any, draft: Any) -> tuple[AbstractContextManager, dict[str, Any]]:
     """What to run a call in, and its options, so that `fault` ticks at `place`."""
     drafted = {"assistant_model": draft, "num_assistant_tokens": 2}
-    copied = {"prompt_lookup_num_tokens": 2}
+    copied = {
+        "prompt_lookup_num_tokens": 2,
+        "num_assistant_tokens_schedule": "constant",
+    }  # else a first round may be plain
     match place:
         case "foreign processor":
             return ExitStack(), drafted | {"logits_processor": LogitsProcessorList([FaultyProcessor(fault)])}
