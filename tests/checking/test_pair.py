@@ -209,6 +209,7 @@ def test_the_command_answers_in_text_json_and_status(folders, tmp_path, capsys):
     assert "Usage: hf-speculate" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_command_runs_as_a_module(folders):
     command = [sys.executable, "-m", "hf_speculate.cli", "check", *folders]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)

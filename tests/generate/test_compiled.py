@@ -244,6 +244,7 @@ def test_a_model_that_cannot_be_compiled_says_so_once_and_decodes_eagerly(caplog
     assert [record.message for record in caplog.records].count(stats.fallbacks[0].removeprefix("target: ")) == 1
 
 
+@pytest.mark.slow
 def test_a_backend_that_fails_leaves_all_rounds_eager():
     def fails(graph, inputs):
         raise NotImplementedError("no such instruction")
@@ -329,6 +330,7 @@ def test_a_second_call_finds_its_buffers_where_they_were(homes, runs):
     assert runs[-1][1] == num_graphs
 
 
+@pytest.mark.slow
 def test_buffers_of_another_length_are_others(homes):
     target, draft = fresh_pair()
     options = {"assistant_model": draft, "num_assistant_tokens": K, "max_new_tokens": 12}
@@ -351,6 +353,7 @@ def test_states_that_are_handed_back_are_not_the_buffers(homes):
     assert all(torch.equal(one, other) for one, other in zip(states, before, strict=True))
 
 
+@pytest.mark.slow
 def test_calls_inside_one_another_do_not_share_buffers(homes):
     target, draft = fresh_pair()
     inputs = ragged_prompts(2, max_len=20)

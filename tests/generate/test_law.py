@@ -217,6 +217,7 @@ class Foreign(LogitsProcessor):
         return scores
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -166,6 +166,7 @@ def p_values(target, counts: Counter, prompt: tuple[int, ...]) -> tuple[float, f
     return tuple(float(chi2.sf(*sums[is_open])) for is_open in (False, True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draft_sampling", ["sample", "argmax"])
 def test_outside_of_spans_every_draw_has_the_targets_law(draft_sampling):
     target, draft = law_pair(torch.float32)

@@ -171,6 +171,7 @@ def results(tmp_path_factory):
     return [torch.load(folder / f"{rank}.pt") for rank in range(NUM_RANKS)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_ranks_run_the_same_forwards_and_get_their_own_texts(results, name):
     one, other = (found[name] for found in results)
@@ -188,6 +189,7 @@ def test_ranks_run_the_same_forwards_and_get_their_own_texts(results, name):
         assert other["num_rounds"] < one["num_rounds"]  # rank 1 went on for the sake of rank 0
 
 
+@pytest.mark.slow
 def test_a_draft_state_is_carried_though_ranks_end_apart(results):
     one, other = (found["turns"] for found in results)
     assert one["num_forwards"] == other["num_forwards"]

@@ -136,6 +136,7 @@ def test_a_leak_would_be_seen():
     assert found["num_objects"] > OBJECTS_A_CALL
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_a_leak_of_tensors_would_be_seen():
     found = in_a_fresh_process(slopes_of_kept_tensors)
