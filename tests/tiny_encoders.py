@@ -57,7 +57,13 @@ TEXT: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": PAD_TOKEN_ID,
 }
-
+VISION: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 8,
+}
 
 # What an encoder gives is much the same in every column: weaker, it leaves the text to depend on its prefix.
 _T5_GAINS = {"EncDecAttention.o.": 0.5, "SelfAttention.o.": 6.0, "relative_attention_bias": 8.0, ".wo.": 3.0}
@@ -151,11 +157,8 @@ def speech(batch_size: int, *, num_frames: int = NUM_FRAMES, seed: int = 0) -> T
 
 def make_llava(*, seed: int = 0) -> PreTrainedModel:
     """A LLaVA over a Llama, four tokens an image."""
-    vision = CLIPVisionConfig(
-        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, image_size=8, patch_size=4
-    )
     config = LlavaConfig(
-        vision_config=vision,
+        vision_config=CLIPVisionConfig(**VISION, patch_size=4),
         text_config=LlamaConfig(**TEXT),
         image_token_index=IMAGE_TOKEN_ID,
         image_token_id=IMAGE_TOKEN_ID,

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from tests.tiny import PAD_TOKEN_ID
-from tests.tiny_encoders import IMAGE_TOKEN_ID, TEXT, filled, make_llava, picture_prompts
+from tests.tiny_encoders import IMAGE_TOKEN_ID, TEXT, VISION, filled, make_llava, picture_prompts
 
 VIDEO_TOKEN_ID = 61
 
@@ -33,19 +33,16 @@ class Reading(NamedTuple):
 
 
 def sizes_of_images() -> Reading:
-    """LLaVA-NeXT, whose features of an 8 x 8 tile are cut to the image: other sizes, other features in one place."""
-    vision = CLIPVisionConfig(
-        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, image_size=8, patch_size=4
-    )
+    """LLaVA-NeXT, which lays the features of its tiles out by the image's size and cannot read a prompt without."""
     config = LlavaNextConfig(
-        vision_config=vision,
+        vision_config=CLIPVisionConfig(**VISION, patch_size=4),
         text_config=LlamaConfig(**TEXT),
         image_token_index=IMAGE_TOKEN_ID,
         image_grid_pinpoints=[[8, 16], [16, 8]],
         tie_word_embeddings=False,
     )
     target = _ready(LlavaNextForConditionalGeneration(config))
-    # Half as wide as two tiles beside each other: 4 tokens of the whole image, 2 rows of 4 with their ends.
+    # 4 tokens of the whole image; of two tiles side by side 2 rows of 4, each with its end.
     inputs = _prompts(2, IMAGE_TOKEN_ID, 4 + 2 * (4 + 1))
     inputs["pixel_values"] = _noise(2, 3, 3, 8, 8)  # each image whole, and its two tiles
     inputs["image_sizes"] = torch.tensor([[8, 16], [8, 16]])
@@ -54,16 +51,8 @@ def sizes_of_images() -> Reading:
 
 def masks_of_pixels() -> Reading:
     """Idefics3, which does not look at the right half of the picture."""
-    vision = {
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "image_size": 8,
-        "patch_size": 2,
-    }
     config = Idefics3Config(
-        vision_config=vision,
+        vision_config={**VISION, "patch_size": 2},
         text_config={"model_type": "llama", **TEXT},
         image_token_id=IMAGE_TOKEN_ID,
         scale_factor=2,
