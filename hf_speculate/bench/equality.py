@@ -10,7 +10,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from hf_speculate.bench.batches import Batch
 from hf_speculate.bench.measuring import Run
 from hf_speculate.bench.ways import OURS, Way
-from hf_speculate.checking.evidence import Place, exact_copy, judge_place
+from hf_speculate.checking.evidence import Place, exact_copy, judge
 
 _TRANSFORMERS_TOKENS = 20  # that its assisted generation drafts at most by default
 
@@ -100,7 +100,7 @@ class TextCheck:
                 _block_len(way, run),
                 len(rows) if way.engine == OURS else 1,
             )
-            verdicts.append(judge_place(self._target, self._exact[0], place).verdict)
+            verdicts.append(judge(self._target, self._exact[0], place).verdict)
         return verdicts
 
 

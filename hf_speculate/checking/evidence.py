@@ -7,7 +7,7 @@ A gap that the noise measured at that very place covers is a tie; anything else 
 
 import copy
 import inspect
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,25 +19,6 @@ _MAX_ULPS = 64  # of noise that is believed where no wider dtype confirms it
 _NOISE_MARGIN = 2.0  # measured noise is one sample of it, and each of two logits has its own
 _EXACT_TOLERANCE = 1e-4  # of a logit's magnitude in float64; many models take norms and softmax in float32 there too
 _EXACT_BYTES = 2**31  # of a copy in float64 at most
-
-
-class Place(NamedTuple):
-    """Where two texts part.
-
-    Args:
-        token_ids: [T] int64, what both texts hold before it, unpadded.
-        plain_id, speculative_id: the tokens that follow.
-        gap: the plain token's score over the speculative one's, after all logits processors, in the plain run.
-        block_len: tokens that a verification scored at once, K+1.
-        num_rows: B of the speculative call.
-    """
-
-    token_ids: Tensor
-    plain_id: int
-    speculative_id: int
-    gap: float
-    block_len: int
-    num_rows: int
 
 
 class Evidence(NamedTuple):
@@ -64,39 +45,79 @@ class Measured(NamedTuple):
     magnitude: float  # of the largest finite logit
 
 
-def judge_place(model: PreTrainedModel, exact: PreTrainedModel | None, place: Place) -> Evidence:
-    """Say whether rounding explains that two texts part, by forwards of the target on text alone.
+class Parting(Protocol):
+    """Where two texts part, and how the target's logits there are measured."""
+
+    @property
+    def plain_id(self) -> int:
+        """The token that follows in the plain text."""
+
+    @property
+    def speculative_id(self) -> int:
+        """The token that follows in the speculative text."""
+
+    @property
+    def gap(self) -> float:
+        """The plain token's score over the speculative one's, after all logits processors, in the plain run."""
+
+    def measured_on(self, model: PreTrainedModel) -> Measured:
+        """Run forwards.
+
+        Args:
+            model: the target or its copy in another dtype; left as it is.
+        """
+
+
+class Place(NamedTuple):
+    """Where two texts part that nothing but text was read for.
+
+    Args:
+        token_ids: [T] int64, what both texts hold before it, unpadded.
+        plain_id, speculative_id: the tokens that follow.
+        gap: the plain token's score over the speculative one's, after all logits processors, in the plain run.
+        block_len: tokens that a verification scored at once, K+1.
+        num_rows: B of the speculative call.
+    """
+
+    token_ids: Tensor
+    plain_id: int
+    speculative_id: int
+    gap: float
+    block_len: int
+    num_rows: int
+
+    @torch.no_grad()
+    def measured_on(self, model: PreTrainedModel) -> Measured:
+        """See `Parting`; the forwards read text alone."""
+        ids = self.token_ids[None].to(model.device)  # [1, T]
+        single = _last_logits(model, ids, 1)  # [V]
+        rows = ids.expand(self.num_rows, -1)  # [B, T]
+        others = torch.stack([_last_logits(model, rows, num) for num in (1, self.block_len)])  # [2, V]
+        return measured_by(single, others, (self.plain_id, self.speculative_id))
+
+
+def judge(model: PreTrainedModel, exact: PreTrainedModel | None, place: Parting) -> Evidence:
+    """Say whether rounding explains that two texts part.
+
+    The bound is the larger of 4 units in the last place of the largest logit and twice the noise. Noise of more than
+    64 such units counts as 64, unless float64 shows that it is rounding.
 
     Args:
         model: the target; it is run, and left as it is.
         exact: the target in float64; None: there is none.
         place: where they part.
     """
-    exactly = None if exact is None else _measure(exact, place)
-    return judge(place.gap, model.dtype, _measure(model, place), exactly)
-
-
-def judge(gap: float, dtype: torch.dtype, measured: Measured, exactly: Measured | None) -> Evidence:
-    """Say whether rounding explains a gap.
-
-    The bound is the larger of 4 units in the last place of the largest logit and twice the noise. Noise of more than
-    64 such units counts as 64, unless float64 shows that it is rounding.
-
-    Args:
-        gap: the plain token's score over the speculative one's.
-        dtype: the target's.
-        measured: in that dtype.
-        exactly: in float64; None: not measured.
-    """
+    exactly = None if exact is None else place.measured_on(exact)
+    measured = place.measured_on(model)
     is_confirmed = exactly is not None and exactly.noise <= _EXACT_TOLERANCE * exactly.magnitude
-    eps = max(torch.finfo(one).eps for one in (dtype, torch.float32))  # scores are float32 at best
+    eps = max(torch.finfo(one).eps for one in (model.dtype, torch.float32))  # scores are float32 at best
     ulp = eps * measured.magnitude
     noise = measured.noise if is_confirmed else min(measured.noise, _MAX_ULPS * ulp)
     bound = max(_MIN_ULPS * ulp, _NOISE_MARGIN * noise)
     verdict, reason = "tie", "the gap is within rounding"
     if exactly is not None and not is_confirmed:
         verdict, reason = "bug", "in float64 too, the target's logits after several tokens are not those after one"
-    elif not gap <= bound:  # NaN is no tie
+    elif not place.gap <= bound:  # NaN is no tie
         verdict, reason = "bug", "the gap is more than rounding explains"
     exact_top_gap = None if exactly is None else exactly.top_gap
     return Evidence(verdict, measured.top_gap, exact_top_gap, measured.noise, bound, reason)
@@ -116,15 +137,6 @@ def exact_copy(model: PreTrainedModel) -> PreTrainedModel | None:
         return None
     exact: PreTrainedModel = copy.deepcopy(model).to(torch.float64)  # type: ignore[arg-type]
     return exact
-
-
-@torch.no_grad()
-def _measure(model: PreTrainedModel, place: Place) -> Measured:
-    ids = place.token_ids[None].to(model.device)  # [1, T]
-    single = _last_logits(model, ids, 1)  # [V]
-    rows = ids.expand(place.num_rows, -1)  # [B, T]
-    others = torch.stack([_last_logits(model, rows, num) for num in (1, place.block_len)])  # [2, V]
-    return measured_by(single, others, (place.plain_id, place.speculative_id))
 
 
 def measured_by(single: Tensor, others: Tensor, token_ids: tuple[int, int]) -> Measured:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_speculate.checking.evidence import Place, exact_copy, judge_place
-from hf_speculate.checking.replay import Replay, judge_replay
+from hf_speculate.checking.evidence import Parting, Place, exact_copy, judge
+from hf_speculate.checking.replay import Replay
 from hf_speculate.config import DEFAULT_ASSISTANT_TOKENS, FIELD_NAMES, SpeculationConfig
 from hf_speculate.errors import ConfigError, UnsupportedModelError
 from hf_speculate.generation import generate
@@ -145,7 +145,7 @@ class _Difference(NamedTuple):
 
     position: int
     is_choice: bool
-    place: Place | Replay
+    place: Parting
 
 
 class _GapRecorder(LogitsProcessor):
@@ -266,7 +266,7 @@ def _differences(
         is_choice = not any(has_ended) and int(recorder.best_ids[position][row]) == texts[0][position]
         gap = float(recorder.gaps[position][row]) if is_choice else torch.inf
         ids = texts[0][position], texts[1][position]
-        place: Place | Replay
+        place: Parting
         if _reads_text_alone(model, inputs, options):
             mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])) != 0
             before = torch.cat([inputs["input_ids"][row][mask[row]], ours[row, prompt_len : prompt_len + position]])
@@ -304,7 +304,7 @@ def _row(
     if not difference.is_choice:
         return ParityRow(index, "bug", difference.position, *ids, reason="one of the texts had ended before")
     place = difference.place
-    judged = judge_replay(model, exact[0], place) if isinstance(place, Replay) else judge_place(model, exact[0], place)
+    judged = judge(model, exact[0], place)
     return ParityRow(
         index,
         judged.verdict,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from hf_speculate.checking.evidence import Evidence, Measured, judge, measured_by
+from hf_speculate.checking.evidence import Measured, measured_by
 from hf_speculate.generation import generate
 
 _SOURCES = ("drafter", "prompt_lookup_num_tokens", "max_matching_ngram_size")
@@ -37,6 +37,29 @@ class Replay(NamedTuple):
     gap: float
     block_len: int
 
+    def measured_on(self, model: PreTrainedModel) -> Measured:
+        """See `Parting`: the plain text is decoded again, with drafts and without.
+
+        The noise is between the logits after one token and those of a verification, of the call's rows both times.
+        """
+        options = {name: _as_wide(value, model.dtype) for name, value in self.options.items()}
+        processors = [*(options.get("logits_processor") or []), _Spells(self.token_ids)]
+        options |= {"logits_processor": LogitsProcessorList(processors), "return_dict_in_generate": True}
+        options |= {"output_logits": True, "max_new_tokens": self.position + 1}
+        single = self._logits(model, options)
+        speculation = {name: self.speculation[name] for name in _SOURCES if name in self.speculation}
+        speculation |= {"assistant_model": self.speculation["assistant_model"], "verifier": "greedy"}
+        speculation |= {"num_assistant_tokens": max(self.block_len - 1, 1)}
+        options |= {"max_new_tokens": self.position + self.block_len}
+        other = self._logits(model, options | speculation)
+        return measured_by(single, other[None], (self.plain_id, self.speculative_id))
+
+    def _logits(self, model: PreTrainedModel, options: Mapping[str, Any]) -> Tensor:
+        """[V] float64, of the row at the place."""
+        output: Any = generate(model, **options)
+        logits: Tensor = output.logits[self.position][self.row].double()
+        return logits
+
 
 class _Spells(LogitsProcessor):
     """Lets a given text be decoded, whatever the scores; of no known kind, so that it is called for all rows at once.
@@ -54,40 +77,6 @@ class _Spells(LogitsProcessor):
         if column >= self.token_ids.shape[1]:
             return scores
         return torch.full_like(scores, -torch.inf).scatter(1, self.token_ids[:, column, None], 0.0)
-
-
-def judge_replay(model: PreTrainedModel, exact: PreTrainedModel | None, replay: Replay) -> Evidence:
-    """Say whether rounding explains that two texts part, by decoding the plain one again, with drafts and without.
-
-    Args:
-        model: the target; it is run, and left as it is.
-        exact: the target in float64; None: there is none.
-        replay: what is decoded.
-    """
-    exactly = None if exact is None else _measure(exact, replay)
-    return judge(replay.gap, model.dtype, _measure(model, replay), exactly)
-
-
-def _measure(model: PreTrainedModel, replay: Replay) -> Measured:
-    """The noise is between the logits after one token and those of a verification, of the call's rows both times."""
-    options = {name: _as_wide(value, model.dtype) for name, value in replay.options.items()}
-    processors = [*(options.get("logits_processor") or []), _Spells(replay.token_ids)]
-    options |= {"logits_processor": LogitsProcessorList(processors), "return_dict_in_generate": True}
-    options |= {"output_logits": True, "max_new_tokens": replay.position + 1}
-    single = _logits(model, options, replay)
-    speculation = {name: replay.speculation[name] for name in _SOURCES if name in replay.speculation}
-    speculation |= {"assistant_model": replay.speculation["assistant_model"], "verifier": "greedy"}
-    speculation |= {"num_assistant_tokens": max(replay.block_len - 1, 1)}
-    options |= {"max_new_tokens": replay.position + replay.block_len}
-    other = _logits(model, options | speculation, replay)
-    return measured_by(single, other[None], (replay.plain_id, replay.speculative_id))
-
-
-def _logits(model: PreTrainedModel, options: Mapping[str, Any], replay: Replay) -> Tensor:
-    """[V] float64, of the row at the place."""
-    output: Any = generate(model, **options)
-    logits: Tensor = output.logits[replay.position][replay.row].double()
-    return logits
 
 
 def _as_wide(value: Any, dtype: torch.dtype) -> Any:
