@@ -4,8 +4,9 @@
 
 A round is all that the decoder does for drafting: the tokens that were emitted, which the judge hands over as lists,
 are noted and told, and every row is drafted up to K. The text is that of Python's standard library in the bundled
-tokenizer, different for each row; lengths alternate from round to round, so that all meet the same machine.
-transformers takes one row, and is shown the same texts.
+tokenizer, different for each row. Rounds are timed twice over: back to back, by blocks of one length in turn, and
+after other work, for which more memory is written than the processor's caches hold, as a large model's forward does.
+transformers takes one row, and is shown the same texts, back to back.
 """
 
 import argparse
@@ -30,6 +31,8 @@ from hf_speculate.types import SampleStrategy
 NAME = "suffix"
 TARGET_LEN, MAX_US = 32_768, 20.0  # per row and round
 MAX_GROWTH = 2.0  # from the shortest to the longest text
+BLOCK_ROUNDS = 25  # of one length, before it is the next one's turn
+OTHER_BYTES = 64 << 20  # written between rounds, where they are timed after other work
 
 
 def library_tokens(num: int) -> list[int]:
@@ -58,22 +61,25 @@ class Text:
         self.build_us = (time.perf_counter() - begin) / ids[:, :length].numel() * 1e6
         self.theirs = PromptLookupCandidateGenerator(num_output_tokens=args.num_draft_tokens, max_length=1 << 30)
         self.us: list[float] = []
+        self.later_us: list[float] = []  # after other work
         self.their_us: list[float] = []
 
-    def round(self, is_theirs: bool) -> None:
-        """One round, after the next tokens of each row."""
+    def round(self, us: list[float]) -> None:
+        """One round, after the next tokens of each row; its microseconds a row are appended to `us`."""
         new = self.ids[:, self.length : self.length + self.num_each]
         self.length += self.num_each
         new_ids, num_emitted = new.tolist(), [self.num_each] * len(new)
         begin = time.perf_counter()
         self.batch.note(new_ids, num_emitted)
         self._draft(new)
-        self.us.append((time.perf_counter() - begin) * 1e6 / len(new))
-        if is_theirs:
-            shown = self.ids[:1, : self.length]
-            begin = time.perf_counter()
-            self.theirs.get_candidates(shown)
-            self.their_us.append((time.perf_counter() - begin) * 1e6)
+        us.append((time.perf_counter() - begin) * 1e6 / len(new))
+
+    def their_round(self) -> None:
+        """One round of transformers, on the first row as it is now."""
+        shown = self.ids[:1, : self.length]
+        begin = time.perf_counter()
+        self.theirs.get_candidates(shown)
+        self.their_us.append((time.perf_counter() - begin) * 1e6)
 
     def _draft(self, new: Tensor) -> None:
         kept = self.batch.kept_on_host()
@@ -83,19 +89,28 @@ class Text:
 
 def measure(ids: list[int], batch_size: int, args: argparse.Namespace) -> list[dict[str, Any]]:
     """One row of results per length."""
-    num_new = args.rounds * args.emitted
+    num_blocks = args.rounds // BLOCK_ROUNDS
+    num_new = 2 * num_blocks * BLOCK_ROUNDS * args.emitted
     texts = []
     for length in tqdm(args.lengths, desc=f"indexing, {batch_size} rows", leave=False, disable=None):
         rows = [ids[row * 1000 : row * 1000 + length + num_new] for row in range(batch_size)]
         texts.append(Text(torch.tensor(rows), length, args))
-    for number in tqdm(range(args.rounds), desc=f"rounds, {batch_size} rows", leave=False, disable=None):
+    other = torch.zeros(OTHER_BYTES, dtype=torch.uint8)
+    for _ in tqdm(range(num_blocks), desc=f"blocks of rounds, {batch_size} rows", leave=False, disable=None):
         for text in texts:
-            text.round(is_theirs=number % 10 == 0)
+            for _ in range(BLOCK_ROUNDS):
+                text.round(text.us)
+            text.their_round()
+        for _ in range(BLOCK_ROUNDS):
+            for text in texts:
+                other += 1
+                text.round(text.later_us)
     return [
         {
             "batch_size": batch_size,
             "length": length,
             "us_per_row_and_round": spread(text.us),
+            "us_after_other_work": spread(text.later_us),
             "transformers_us_per_round": spread(text.their_us),
             "build_us_per_token": text.build_us,
             "index_bytes_per_token": text.drafter.texts.rows[0].index.num_bytes / text.length,
@@ -104,15 +119,17 @@ def measure(ids: list[int], batch_size: int, args: argparse.Namespace) -> list[d
     ]
 
 
+def shown(us: dict[str, float]) -> str:
+    """A median, with the fastest and the slowest round."""
+    return "{median:.1f} ({min:.1f} to {max:.0f})".format(**us)
+
+
 COLUMNS = {
     "rows": lambda row: row["batch_size"],
     "tokens": lambda row: row["length"],
-    "us a row and round (min to max)": lambda row: "{median:.1f} ({min:.1f} to {max:.0f})".format(
-        **row["us_per_row_and_round"]
-    ),
-    "transformers, us a round (min to max)": lambda row: "{median:.0f} ({min:.0f} to {max:.0f})".format(
-        **row["transformers_us_per_round"]
-    ),
+    "us a row and round (min to max)": lambda row: shown(row["us_per_row_and_round"]),
+    "after other work": lambda row: shown(row["us_after_other_work"]),
+    "transformers, us a round": lambda row: shown(row["transformers_us_per_round"]),
     "us to index a token": lambda row: row["build_us_per_token"],
     "bytes a token": lambda row: f"{row['index_bytes_per_token']:.0f}",
 }
@@ -124,11 +141,12 @@ def table(content: dict[str, Any]) -> str:
 
 
 def growths(rows: list[dict[str, Any]]) -> list[float]:
-    """By number of rows, the longest text's median over the shortest's."""
+    """By number of rows and way of timing, the longest text's median over the shortest's."""
     found = []
     for batch_size in sorted({row["batch_size"] for row in rows}):
-        us = {row["length"]: row["us_per_row_and_round"]["median"] for row in rows if row["batch_size"] == batch_size}
-        found.append(us[max(us)] / us[min(us)])
+        for name in ("us_per_row_and_round", "us_after_other_work"):
+            us = {row["length"]: row[name]["median"] for row in rows if row["batch_size"] == batch_size}
+            found.append(us[max(us)] / us[min(us)])
     return found
 
 
@@ -137,11 +155,11 @@ def main() -> None:
     add_common_arguments(parser, repeats=1, limit_s=300.0)
     parser.add_argument("--lengths", nargs="+", type=int, default=[512, 8192, 32_768, 131_072])
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 8])
-    parser.add_argument("--rounds", type=int, default=300)
+    parser.add_argument("--rounds", type=int, default=500, help="of either way of timing")
     parser.add_argument("--emitted", type=int, default=3, help="tokens that each row gains a round")
     parser.add_argument("--num-draft-tokens", type=int, default=10)
     args = parse_common(parser)
-    num_tokens = max(args.lengths) + 1000 * max(args.batch_sizes) + args.rounds * args.emitted
+    num_tokens = max(args.lengths) + 1000 * max(args.batch_sizes) + 2 * args.rounds * args.emitted
     ids = library_tokens(num_tokens)
     rows = [row for batch_size in args.batch_sizes for row in measure(ids, batch_size, args)]
     path = write_results(NAME, args, rows, args.results)
