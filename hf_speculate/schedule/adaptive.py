@@ -12,11 +12,13 @@ _PLAIN_AT = 2  # round after which a plain step is measured, where drafting pays
 _PLAIN_AGAIN_AT = 12  # and measured once more where the two come close
 _PLAIN_STALE = 200  # drafted rounds, of earlier calls too, after which it is measured anew
 _CLOSE = 2.5
+_LEAST_TOKENS = 1.04  # of a round with one draft, below which a gain is the clock's noise
 _HYSTERESIS = 1.03  # gain for which a draft's length is changed
 _EXPLORE_GAIN = 1.2  # that an untried K must promise at its best
 _EXPLORE_EVERY = 0.2  # rounds between two untried Ks, over the gain promised: 2 for a tenth, then 1
 _FIRST_WAIT = 2  # plain steps before the first probe
 _PROBE_BUDGET = 0.0125  # share of the time that probes may cost; waits double up to there
+_RARER = 2  # factor by which that share falls, and waits grow faster, after a call whose drafts never paid
 _LONGEST_WAIT = 256  # plain steps, whatever probes cost
 _SETTLED = 6  # drafted rounds in a row after which waits start anew
 _LONG_PROMPT = 8  # tokens of a prompt for every token to come, from which the draft's prompt counts
@@ -27,7 +29,8 @@ _PROBE_MEMORY = 0.5  # weight that a probe leaves to what was seen before
 class AdaptiveSchedule:
     """K = the argmax of expected tokens per second over 0..K_max, from measured seconds and acceptance.
 
-    Where plain steps win, K is 0 until a probe of one round, after a wait that doubles with every probe that failed.
+    Where plain steps win, K is 0 until a probe of one round, after a wait that doubles with every probe that failed,
+    and grows fourfold where the call before drafted in vain.
     A draft that costs as much as the target is never tried: K drafts and a verification cost more than the K + 1
     plain steps that they can replace at best.
 
@@ -45,8 +48,10 @@ class AdaptiveSchedule:
         self._max = max_draft_tokens
         self._is_hopeless = draft_cost_ratio >= 1
         self._memory, known = memory, memory and memory.recall()
-        learnt = known or Learnt(AcceptanceModel(max_draft_tokens), CostModel(draft_cost_ratio))
-        self._acceptance, self._costs = learnt
+        learnt = known or Learnt(AcceptanceModel(max_draft_tokens), CostModel(draft_cost_ratio), is_in_vain=False)
+        self._acceptance, self._costs, is_in_vain = learnt
+        self._rarer = _RARER if is_in_vain else 1
+        self._has_paid = False  # for some rounds in a row
         self._num_rounds = 0
         self._num_drafted_rounds = 0  # in a row
         self._num_plain_rounds = 0  # in a row
@@ -77,7 +82,8 @@ class AdaptiveSchedule:
         num_left = outcome.num_left or [1] * len(outcome.row_ids)
         left_of = {row: left for row, left in zip(outcome.row_ids, num_left, strict=True) if left > 0}
         if not left_of and self._memory is not None:
-            self._memory.remember(Learnt(self._acceptance, self._costs))
+            is_in_vain = not self._has_paid and self._settled == 0  # a call of few rounds cannot tell
+            self._memory.remember(Learnt(self._acceptance, self._costs, is_in_vain))
         if self._is_hopeless or not left_of:
             return
         self._num_rounds += 1
@@ -103,6 +109,8 @@ class AdaptiveSchedule:
     def _next(self, outlook: Outlook, num_rows: int) -> int:
         rates = self._rates(outlook, num_rows)
         best = rates.index(max(rates))
+        if max(tokens[1] for tokens in outlook.tokens) < _LEAST_TOKENS:
+            best = 0
         if best and self._settled and rates[self._settled] * _HYSTERESIS >= rates[best]:
             best = self._settled
         self._settled = best
@@ -111,7 +119,7 @@ class AdaptiveSchedule:
             return self._plain_or_probe(rates, num_rows)
         self._num_plain_rounds = 0
         if self._num_drafted_rounds >= _SETTLED:
-            self._wait = _FIRST_WAIT
+            self._wait, self._rarer, self._has_paid = _FIRST_WAIT, 1, True
         if self._wants_plain(rates[best], rates[0], num_rows):
             return 0
         return untried or best
@@ -134,7 +142,7 @@ class AdaptiveSchedule:
         if self._num_plain_rounds <= min(self._wait, longest):
             return 0
         self._num_plain_rounds = 0
-        self._wait = max(min(2 * self._wait, longest), _FIRST_WAIT)
+        self._wait = max(min(2 * self._rarer * self._wait, longest), _FIRST_WAIT)
         self._acceptance.soften(_PROBE_MEMORY)
         self._is_probe = True
         return likeliest
@@ -143,7 +151,7 @@ class AdaptiveSchedule:
         """Plain steps between two probes that fail, for probes to stay within their budget."""
         seconds = self._costs.rounds_s(num_rows, self._max)
         surplus_s = max(seconds[num_draft_tokens], self._probe_s) - seconds[0]
-        return min(max(round(surplus_s / max(seconds[0], _LEAST_S) / _PROBE_BUDGET), 0), _LONGEST_WAIT)
+        return min(max(round(surplus_s / max(seconds[0], _LEAST_S) / _PROBE_BUDGET * self._rarer), 0), _LONGEST_WAIT)
 
     def _untried(self, outlook: Outlook, num_rows: int, best_rate: float) -> int:
         """The untried K that may gain most, at its best; 0 where none may, or another was tried a moment ago."""

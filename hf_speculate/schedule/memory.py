@@ -14,14 +14,15 @@ _MAX_KINDS = 64  # of calls that are remembered of two models; each is a few hun
 
 
 class Learnt(NamedTuple):
-    """What a call learnt."""
+    """What a call learnt; `is_in_vain`: it asked for drafts, and they never paid for some rounds in a row."""
 
     acceptance: AcceptanceModel
     costs: CostModel
+    is_in_vain: bool
 
     def recent(self) -> "Learnt":
         """A copy of what later calls are told."""
-        return Learnt(self.acceptance.recent(), self.costs.recent())
+        return self._replace(acceptance=self.acceptance.recent(), costs=self.costs.recent())
 
 
 _lock = threading.Lock()

@@ -39,7 +39,7 @@ MACHINES = {
 # Of the rate of the best K in 0..10, which was chosen in hindsight. A call of 256 tokens pays for what it measures: a
 # plain step where drafting pays, a few rounds to find where a cliff ends, noise where neighbours are alike.
 FLOOR, CLIFF_FLOOR = 0.955, 0.92
-PLAIN_FLOOR = 0.97
+PLAIN_FLOOR = 0.975
 RECORDED = Path(__file__).with_name("recorded.json")
 RECORDED_FLOORS = {1: 0.95, 8: 0.88}  # by rows; where two batches end is luck, which hindsight picks the best of
 
@@ -103,7 +103,7 @@ def test_a_useless_draft_costs_less_than_three_and_a_half_percent(step_s):
 @pytest.mark.parametrize("read_s", [0.02, 0.05])
 def test_what_a_probe_reads_first_counts_for_how_rare_probes_are(read_s):
     adaptive, plain, _ = rates("zero", Machine(step_s=0.1, read_s=read_s), 0.1)
-    assert adaptive >= PLAIN_FLOOR * plain
+    assert adaptive >= 0.97 * plain
 
 
 @pytest.mark.parametrize("draft_cost_ratio", [1.0, 3.0])

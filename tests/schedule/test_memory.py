@@ -79,6 +79,35 @@ def test_texts_that_take_turns_lose_nothing_by_each_other(machine, num_rows):
     assert known_rate(calls, costs, ratio, num_rows) >= 0.99 * anew
 
 
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_draft_that_was_useless_in_one_call_is_asked_less_in_the_next(machine):
+    (costs, ratio), target = MACHINES[machine], Target()
+    runs = []
+    for rows in traces("zero")[:2]:
+        memory = RoundMemory(target, DRAFT, "long")
+        runs.append(run(AdaptiveSchedule(MAX_DRAFT_TOKENS, ratio, memory), rows, costs))
+    first, second = (sum(num > 0 for num in one.draft_lens) for one in runs)
+    assert second <= 0.8 * first
+    assert runs[1].rate >= 0.98 * run(ConstantSchedule(0), traces("zero")[1], costs).rate
+
+
+@pytest.mark.parametrize("name", ["high", "fair"])
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_text_that_is_guessed_from_its_start_gains_as_much_after_one_that_was_not(machine, name):
+    costs, ratio = MACHINES[machine]
+    tokens_per_s = {}
+    for num_before in (0, 1):
+        seconds = 0.0
+        for rows in traces(name):
+            target = Target()
+            for before in traces("zero")[:num_before]:
+                run(AdaptiveSchedule(MAX_DRAFT_TOKENS, ratio, RoundMemory(target, DRAFT, "long")), before, costs)
+            memory = RoundMemory(target, DRAFT, "long")
+            seconds += run(AdaptiveSchedule(MAX_DRAFT_TOKENS, ratio, memory), rows, costs).seconds
+        tokens_per_s[num_before] = 1 / seconds
+    assert tokens_per_s[1] >= 0.95 * tokens_per_s[0]
+
+
 def test_a_plain_step_is_measured_again_once_in_a_while():
     target, num_plain = Target(), []
     for _ in range(40):
