@@ -50,8 +50,7 @@ BOUNDS = {
     "over transformers' assisted": "nine tenths of a round are forwards, the same ones on both sides",
     "verify factor": "float32 products of 48 query rows; three runs gave 1.58, 1.66 and 1.81",
     "bookkeeping": "sampling: drawing drafts and warping K+1 rows pass over the vocabulary, beside a small target",
-    "after other work": "Python's own code comes from memory then as well; half a percent of a round of 30 ms",
-    "drafts without a model": "tokens that are indexed one by one in Python, on a machine that varies twofold",
+    "drafts without a model": "most of one row's is handing lists and tensors over, which the rows of a batch share",
     "forwards a token": "copies alone need none of the draft's forwards, which a row takes where they keep more",
     "best constant": "what the schedule tries out in a short call, on a clock that varies by a fifth",
     "bound": "as efficiency; with the default schedule, also what it tries out in a short call",
@@ -59,6 +58,7 @@ BOUNDS = {
     "B=1": "two models read the prompt, and what a round costs besides its forwards; the pair's own bound is 2.18",
     "speed over plain": "a batch ends with its slowest row: rounds of few rows cost nearly what rounds of 8 do",
 }
+SUFFIX_US = {"": "us_per_row_and_round", ", the index alone": "us_of_the_index"}
 DEVICES = ("", "_cuda")  # how results of a CPU and of a GPU end
 
 
@@ -208,16 +208,15 @@ def memory_targets(rows: list[Row], where: str) -> list[Target]:
 
 
 def suffix_targets(rows: list[Row], where: str) -> list[Target]:
-    targets = [row for row in rows if row["length"] == suffix.TARGET_LEN]
-    at_once, later = (
-        [row[name]["median"] for row in targets] for name in ("us_per_row_and_round", "us_after_other_work")
-    )
-    figure = f"drafts without a model: microseconds a row and round at {suffix.TARGET_LEN} tokens{where}"
-    return [
-        line(figure, suffix.MAX_US, at_once, True, "{:.0f}"),
-        line(f"{figure}, after other work", suffix.MAX_US, later, True, "{:.0f}"),
-        line(f"drafts without a model: growth with the text{where}", suffix.MAX_GROWTH, suffix.growths(rows), True),
-    ]
+    figure, targets = "drafts without a model: microseconds a row and round", []
+    for row in rows:
+        if row["length"] != suffix.TARGET_LEN:
+            continue
+        at = f"at {suffix.TARGET_LEN} tokens, B={row['batch_size']}{where}"
+        for of, name in SUFFIX_US.items():
+            targets.append(line(f"{figure}{of} {at}", suffix.MAX_US, [row[name]["median"]], True, "{:.0f}"))
+    growth = line(f"drafts without a model: growth with the text{where}", suffix.MAX_GROWTH, suffix.growths(rows), True)
+    return [*targets, growth]
 
 
 def drafters_targets(rows: list[Row], where: str) -> list[Target]:

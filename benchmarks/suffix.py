@@ -3,7 +3,8 @@
     python benchmarks/suffix.py
 
 A round is all that the decoder does for drafting: the tokens that were emitted, which the judge hands over as lists,
-are noted and told, and every row is drafted up to K. The text is that of Python's standard library in the bundled
+are noted and told, and every row is drafted up to K, as tensors. Of that, what the index takes to grow by the tokens
+and to find what follows is timed once more by itself. The text is that of Python's standard library in the bundled
 tokenizer, different for each row. Rounds are timed twice over: back to back, by blocks of one length in turn, and
 after other work, for which more memory is written than the processor's caches hold, as a large model's forward does.
 transformers takes one row, and is shown the same texts, back to back.
@@ -62,17 +63,26 @@ class Text:
         self.theirs = PromptLookupCandidateGenerator(num_output_tokens=args.num_draft_tokens, max_length=1 << 30)
         self.us: list[float] = []
         self.later_us: list[float] = []  # after other work
+        self.index_us: list[float] = []
         self.their_us: list[float] = []
 
     def round(self, us: list[float]) -> None:
         """One round, after the next tokens of each row; its microseconds a row are appended to `us`."""
-        new = self.ids[:, self.length : self.length + self.num_each]
-        self.length += self.num_each
+        new = self._next()
         new_ids, num_emitted = new.tolist(), [self.num_each] * len(new)
         begin = time.perf_counter()
         self.batch.note(new_ids, num_emitted)
         self._draft(new)
         us.append((time.perf_counter() - begin) * 1e6 / len(new))
+
+    def index_round(self) -> None:
+        """A round of the rows' indices alone."""
+        new_ids = self._next().tolist()
+        begin = time.perf_counter()
+        for row, ids in zip(self.drafter.texts.rows, new_ids, strict=True):
+            row.extend(ids)
+            row.propose(self.num_draft_tokens)
+        self.index_us.append((time.perf_counter() - begin) * 1e6 / len(new_ids))
 
     def their_round(self) -> None:
         """One round of transformers, on the first row as it is now."""
@@ -80,6 +90,11 @@ class Text:
         begin = time.perf_counter()
         self.theirs.get_candidates(shown)
         self.their_us.append((time.perf_counter() - begin) * 1e6)
+
+    def _next(self) -> Tensor:
+        """[B, N] the next tokens of each row."""
+        self.length += self.num_each
+        return self.ids[:, self.length - self.num_each : self.length]
 
     def _draft(self, new: Tensor) -> None:
         kept = self.batch.kept_on_host()
@@ -90,7 +105,7 @@ class Text:
 def measure(ids: list[int], batch_size: int, args: argparse.Namespace) -> list[dict[str, Any]]:
     """One row of results per length."""
     num_blocks = args.rounds // BLOCK_ROUNDS
-    num_new = 2 * num_blocks * BLOCK_ROUNDS * args.emitted
+    num_new = 3 * num_blocks * BLOCK_ROUNDS * args.emitted
     texts = []
     for length in tqdm(args.lengths, desc=f"indexing, {batch_size} rows", leave=False, disable=None):
         rows = [ids[row * 1000 : row * 1000 + length + num_new] for row in range(batch_size)]
@@ -100,6 +115,8 @@ def measure(ids: list[int], batch_size: int, args: argparse.Namespace) -> list[d
         for text in texts:
             for _ in range(BLOCK_ROUNDS):
                 text.round(text.us)
+            for _ in range(BLOCK_ROUNDS):
+                text.index_round()
             text.their_round()
         for _ in range(BLOCK_ROUNDS):
             for text in texts:
@@ -110,6 +127,7 @@ def measure(ids: list[int], batch_size: int, args: argparse.Namespace) -> list[d
             "batch_size": batch_size,
             "length": length,
             "us_per_row_and_round": spread(text.us),
+            "us_of_the_index": spread(text.index_us),
             "us_after_other_work": spread(text.later_us),
             "transformers_us_per_round": spread(text.their_us),
             "build_us_per_token": text.build_us,
@@ -128,6 +146,7 @@ COLUMNS = {
     "rows": lambda row: row["batch_size"],
     "tokens": lambda row: row["length"],
     "us a row and round (min to max)": lambda row: shown(row["us_per_row_and_round"]),
+    "of these the index": lambda row: shown(row["us_of_the_index"]),
     "after other work": lambda row: shown(row["us_after_other_work"]),
     "transformers, us a round": lambda row: shown(row["transformers_us_per_round"]),
     "us to index a token": lambda row: row["build_us_per_token"],
@@ -159,7 +178,7 @@ def main() -> None:
     parser.add_argument("--emitted", type=int, default=3, help="tokens that each row gains a round")
     parser.add_argument("--num-draft-tokens", type=int, default=10)
     args = parse_common(parser)
-    num_tokens = max(args.lengths) + 1000 * max(args.batch_sizes) + 2 * args.rounds * args.emitted
+    num_tokens = max(args.lengths) + 1000 * max(args.batch_sizes) + 3 * args.rounds * args.emitted
     ids = library_tokens(num_tokens)
     rows = [row for batch_size in args.batch_sizes for row in measure(ids, batch_size, args)]
     path = write_results(NAME, args, rows, args.results)

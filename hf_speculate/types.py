@@ -54,6 +54,8 @@ class Kept(NamedTuple):
 class HostKept(Kept):
     """What a drafter is told that reads lists; the tensors, whose making takes longer than its work, when asked for."""
 
+    __slots__ = ()
+
     @classmethod
     def of(cls, new_ids: Sequence[list[int]], num_rounds: int = 1) -> "HostKept":
         """What rows have gained.
