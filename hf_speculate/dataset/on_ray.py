@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -13,7 +12,6 @@ from hf_speculate.dataset.rows import Row
 from hf_speculate.dataset.run import Engine
 from hf_speculate.errors import ConfigError, SpeculateError
 
-LOGGER = logging.getLogger(__name__)
 _UNITS = 10_000  # Ray counts resources in parts of this size
 
 
@@ -54,10 +52,6 @@ def on_ray(make_decoder: Callable[[], RowDecoder], options: RayOptions) -> Engin
     Args:
         make_decoder: loads the models; called once in each actor, where it must be importable.
         options: what of a cluster is used.
-
-    Raises:
-        ConfigError: while decoding, the cluster, the models or a batch are not what they must be.
-        RuntimeError: while decoding, an actor raised anything else; the message holds its trace.
     """
 
     def decode(
@@ -101,7 +95,7 @@ def _counter(ray: Any) -> Any:
 
 
 class _Worker:
-    """One actor's models. Errors are handed over as text: what Ray says first of one that is raised names Ray alone."""
+    """One actor's models. What users can mend is handed over as text; a fault is raised, for Ray to show."""
 
     def __init__(self, make_decoder: Callable[[], RowDecoder], seed: int, attempts: Any, num_attempts: int):
         self.seed, self.attempts, self.num_attempts = seed, attempts, num_attempts
@@ -127,10 +121,6 @@ class _Worker:
             return _answer(self.decoder.decode(rows, self.seed)._asdict())
         except SpeculateError as error:
             return _answer({"problem": str(error)})
-        except Exception as error:
-            LOGGER.exception("a batch was not decoded")
-            fault = f"an actor raised {type(error).__name__}: {error}\n{traceback.format_exc()}"
-            return _answer({"fault": fault})
 
 
 def _answer(content: dict[str, Any]) -> dict[str, Any]:
@@ -140,8 +130,6 @@ def _answer(content: dict[str, Any]) -> dict[str, Any]:
 def _decoded(content: dict[str, Any]) -> Decoded:
     if "problem" in content:
         raise ConfigError(content["problem"])
-    if "fault" in content:
-        raise RuntimeError(content["fault"])
     return Decoded(**content)
 
 

@@ -123,15 +123,6 @@ def test_what_users_can_mend_is_one_line(cluster, folder, tmp_path, capsys):
     assert len([line for line in err.splitlines() if line.startswith("hf-speculate: ")]) == 1
 
 
-@pytest.mark.slow
-def test_a_fault_in_an_actor_arrives_with_its_trace(cluster, folder, tmp_path):
-    target, draft, nowhere = str(folder / "target"), str(folder / "draft"), str(tmp_path / "none")
-    make = functools.partial(fatal_decoder, target, draft, NUM_NEW, MARKED_IDS, nowhere, 0)
-    with pytest.raises(RuntimeError, match=r"^an actor raised FileNotFoundError: .*none/decoded-") as fault:
-        decode(make, tmp_path / "out.jsonl", RayOptions(num_workers=1))
-    assert "in kills" in str(fault.value)
-
-
 @pytest.mark.parametrize("name", ["num_workers", "cpus_per_worker", "gpus_per_worker", "num_attempts"])
 def test_numbers_have_a_least_value(name):
     with pytest.raises(ConfigError, match=f"{name} must be at least"):
