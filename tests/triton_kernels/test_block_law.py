@@ -42,6 +42,7 @@ EXACT = 1e-12
 verify = OPERATIONS["block"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("vocab_size", "num_draft_tokens"), [(3, 3), (8, 3), (16, 2)])
 def test_joint_law_of_a_round_is_exact_for_a_rank_reversed_draft(vocab_size: int, num_draft_tokens: int) -> None:
     target, draft = rank_reversed_laws(vocab_size, num_draft_tokens)
@@ -71,6 +72,7 @@ def test_the_enumerated_law_is_the_targets_once_the_target_goes_on(vocab_size: i
     torch.testing.assert_close(whole, expected, atol=EXACT, rtol=0)
 
 
+@pytest.mark.slow
 def test_more_tokens_are_kept_than_by_rejection_and_as_many_as_enumerated() -> None:
     for vocab_size, num_draft_tokens in [(3, 3), (8, 3), (16, 2)]:
         target, draft = rank_reversed_laws(vocab_size, num_draft_tokens)

@@ -31,6 +31,7 @@ EXACT = 1e-12
 verify = OPERATIONS["coupled"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("vocab_size", "num_draft_tokens"), [(3, 3), (8, 3), (16, 2)])
 def test_joint_law_of_a_round_is_exact_for_a_raced_rank_reversed_draft(vocab_size: int, num_draft_tokens: int) -> None:
     target, draft = rank_reversed_laws(vocab_size, num_draft_tokens)

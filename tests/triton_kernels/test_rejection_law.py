@@ -32,6 +32,7 @@ def verify(target_logits: Tensor, ids: Tensor, draft_logits: Tensor, keys: Noise
     return verify_rejection(target_logits, ids, draft_logits, keys=keys)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("vocab_size", "num_draft_tokens"), [(8, 3), (16, 2), (64, 1)])
 def test_joint_law_of_a_round_is_exact_for_a_rank_reversed_draft(vocab_size: int, num_draft_tokens: int) -> None:
     target, draft = rank_reversed_laws(vocab_size, num_draft_tokens)

@@ -74,6 +74,7 @@ def test_race_leaves_the_round_out_while_draft_does_not() -> None:
     assert (drawn[Stream.DRAFT, 0] == drawn[Stream.DRAFT, 1]).sum() < 8  # 0.064 expected by chance
 
 
+@pytest.mark.slow
 @pytest.mark.compiler
 @pytest.mark.parametrize("vocab_size", [64, 8192])
 def test_compiled_code_draws_the_same_tokens(vocab_size: int) -> None:

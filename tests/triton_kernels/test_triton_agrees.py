@@ -41,6 +41,7 @@ def make_contested_round(num_rows: int, num_draft_tokens: int, vocab_size: int) 
     return target, ids, draft
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "num_rows", "num_draft_tokens"), [("block", 40, 3), ("block", 8, 11), ("rejection", 24, 2)]
 )
@@ -149,6 +150,7 @@ def poisoned(*size: Any, dtype: torch.dtype | None = None, device: Any = None, *
     return torch.full(tuple(shape), worst, dtype=kind, device=device, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_what_fresh_memory_holds_is_never_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case(3, 3, 40)
@@ -161,6 +163,7 @@ def test_what_fresh_memory_holds_is_never_read(name: str, monkeypatch: pytest.Mo
     assert_same(drawn, sample(case[0][:, 0], keys=case[3], stream=Stream.DRAFT, backend="torch"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["rejection", "point mass", "block, warped", "typical, sampled", "coupled"])
 def test_tiles_and_ways_to_finish_change_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case(2, 2, 3 * launch.CHUNK + 5)
