@@ -69,6 +69,7 @@ def assert_rows_are_drawn_with_assistants_too(
         assert torch.equal(ids[:, -num_new:], alone[some, :num_new]), (some, drafter, options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [8, 1])
 def test_the_text_is_the_same_with_and_without_an_assistant(models, texts, batch_size):
     rows = list(range(NUM_BY_DEFAULT[batch_size]))

@@ -148,6 +148,7 @@ def test_rejection_keeps_the_joint_law(models, warpers, draft_sampling, num_draw
     assert p_value(counts, joint_law(target, **WARPERS[warpers])) > SIGNIFICANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("warpers", WARPERS)
 @pytest.mark.parametrize("verifier", ["block", "coupled"])
 def test_the_other_lossless_verifiers_keep_it_too(models, verifier, warpers):
@@ -193,6 +194,7 @@ def p_value_over_rounds(models, verifier: str) -> float:
     return p_value(counts, joint_law(target, num_tokens=5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verifier", ["rejection", "block", "coupled"])
 def test_the_joint_law_over_several_rounds_is_the_targets(models_of_three_words, verifier):
     assert p_value_over_rounds(models_of_three_words, verifier) > SIGNIFICANCE

@@ -163,6 +163,7 @@ def law_models():
     return hf_speculate.enable(target), make_law_model(4, seed=1, sharpness=1.5, dtype=torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafts", ["copying", "hybrid", "hybrid, argmax"])
 @pytest.mark.parametrize("verifier", ["rejection", "block", "coupled"])
 def test_the_joint_law_is_the_targets(law_models, verifier, drafts):
