@@ -82,7 +82,8 @@ class AdaptiveSchedule:
         num_left = outcome.num_left or [1] * len(outcome.row_ids)
         left_of = {row: left for row, left in zip(outcome.row_ids, num_left, strict=True) if left > 0}
         if not left_of and self._memory is not None:
-            is_in_vain = not self._has_paid and self._settled == 0  # a call of few rounds cannot tell
+            # A call that ended before its draft was asked again cannot tell: what was known stands.
+            is_in_vain = not self._has_paid and (self._rarer > 1 or self._wait > _FIRST_WAIT)
             self._memory.remember(Learnt(self._acceptance, self._costs, is_in_vain))
         if self._is_hopeless or not left_of:
             return

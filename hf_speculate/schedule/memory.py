@@ -14,7 +14,7 @@ _MAX_KINDS = 64  # of calls that are remembered of two models; each is a few hun
 
 
 class Learnt(NamedTuple):
-    """What a call learnt; `is_in_vain`: it asked for drafts, and they never paid for some rounds in a row."""
+    """What a call learnt; `is_in_vain`: it asked for drafts again and again, and they never paid for long."""
 
     acceptance: AcceptanceModel
     costs: CostModel

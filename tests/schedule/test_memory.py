@@ -91,6 +91,17 @@ def test_a_draft_that_was_useless_in_one_call_is_asked_less_in_the_next(machine)
     assert runs[1].rate >= 0.98 * run(ConstantSchedule(0), traces("zero")[1], costs).rate
 
 
+@pytest.mark.parametrize(
+    ("name", "lens", "is_in_vain"),
+    [("zero", [64], True), ("zero", [4], False), ("high", [4], False), ("zero", [64, 4], True), ("high", [64], False)],
+)
+def test_a_call_that_ends_before_its_draft_was_asked_again_tells_nothing(name, lens, is_in_vain):
+    memory = RoundMemory(Target(), DRAFT, "some")
+    for num_tokens in lens:
+        run(AdaptiveSchedule(MAX_DRAFT_TOKENS, 0.1, memory), traces(name)[0], Machine(), num_tokens)
+    assert memory.recall().is_in_vain is is_in_vain
+
+
 @pytest.mark.parametrize("name", ["high", "fair"])
 @pytest.mark.parametrize("machine", MACHINES)
 def test_a_text_that_is_guessed_from_its_start_gains_as_much_after_one_that_was_not(machine, name):
