@@ -210,16 +210,14 @@ def test_registered_criteria_are_not_asked_past_a_stop() -> None:
 def test_past_the_trained_length_transformers_own_warning_appears(caplog: pytest.LogCaptureFixture) -> None:
     logger = logging.getLogger(stopping_criteria.__name__)
     logger.addHandler(caplog.handler)
-    level = logger.level
-    logger.setLevel(logging.WARNING)  # whatever transformers was told before
     try:
-        criterion = BlockStoppingCriteria([MaxLengthCriteria(300, max_position_embeddings=217)])
-        criterion(torch.zeros(1, 220, dtype=torch.int64), [210], [5])
-        assert "217" not in caplog.text
-        criterion(torch.zeros(1, 220, dtype=torch.int64), [214], [5])
-        assert "217" in caplog.text
+        with caplog.at_level(logging.WARNING, logger.name):  # whatever transformers was told before
+            criterion = BlockStoppingCriteria([MaxLengthCriteria(300, max_position_embeddings=217)])
+            criterion(torch.zeros(1, 220, dtype=torch.int64), [210], [5])
+            assert "217" not in caplog.text
+            criterion(torch.zeros(1, 220, dtype=torch.int64), [214], [5])
+            assert "217" in caplog.text
     finally:
-        logger.setLevel(level)
         logger.removeHandler(caplog.handler)
 
 

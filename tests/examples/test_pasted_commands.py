@@ -6,14 +6,11 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from textwrap import dedent
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-BLOCK = re.compile(r"^( *)```sh\n(.*?)^\1```$", re.M | re.S)
-DOCS = sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
-PAGES = ["README.md", *DOCS, "examples/medusa/README.md"]
+from tests.test_pages import PAGES, ROOT, blocks
+
 # What only makes the environment, which the test has, and what takes an hour.
 NOT_RUN = {"make install", ". .venv/bin/activate", "pip install .", "make bench"}
 # What commands end sooner with, or need where no GPU is, by page and by how a command begins. Where an option is given
@@ -40,8 +37,7 @@ LIMIT_S = 600  # of a command, on a busy machine
 
 def commands(page: str) -> list[str]:
     """The commands of a page's blocks of sh, in order, each with the lines that it goes on in."""
-    blocks = [dedent(code) for _, code in BLOCK.findall((ROOT / page).read_text(encoding="utf-8"))]
-    return [command for block in blocks for command in re.split(r"(?<!\\)\n", block.strip())]
+    return [command for block in blocks(page, "sh") for command in re.split(r"(?<!\\)\n", block.strip())]
 
 
 WITH_COMMANDS = [page for page in PAGES if commands(page)]
