@@ -55,6 +55,33 @@ def test_logits_to_keep_are_the_last_ones(kind):
         assert torch.allclose(last, every[:, -num:], atol=LOGIT_TOLERANCE, rtol=0)
 
 
+@pytest.mark.parametrize("num", [1, 3, 6])
+def test_the_head_is_given_compact_states(llama, num):
+    strides = []
+    hook = llama.lm_head.register_forward_pre_hook(lambda _, args: strides.append((args[0].shape, args[0].stride())))
+    ids = torch.full((BATCH_SIZE, 6), 5)
+    try:
+        LanguageModel(llama).forward(ids, make_cache(llama, BATCH_SIZE), logits_to_keep=num)
+    finally:
+        hook.remove()
+    (shape, stride), width = strides[0], llama.config.hidden_size
+    assert shape == (BATCH_SIZE, num, width)
+    assert stride == (num * width, width, 1)
+
+
+def test_a_model_that_only_counts_is_given_a_count(llama):
+    class Counts(type(llama)):
+        def forward(self, input_ids=None, logits_to_keep: int = 0, **kwargs):
+            assert type(logits_to_keep) is int
+            return super().forward(input_ids, logits_to_keep=logits_to_keep, **kwargs)
+
+    model = copy.deepcopy(llama)
+    model.__class__ = Counts
+    ids = torch.tensor([[5, 6, 7, 8]])
+    logits = LanguageModel(model).forward(ids, make_cache(model, 1), logits_to_keep=2)
+    assert torch.allclose(logits, llama(ids).logits[:, -2:], atol=LOGIT_TOLERANCE, rtol=0)
+
+
 def test_a_model_that_cannot_keep_some_logits_has_them_cut(llama):
     class KeepsAll(type(llama)):
         def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, **kwargs):
