@@ -138,6 +138,11 @@ def add_common_arguments(parser: argparse.ArgumentParser, repeats: int, limit_s:
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON and the picture")
 
 
+def add_argument_of_adding(parser: argparse.ArgumentParser) -> None:
+    """For benchmarks whose cells take long enough to be measured by themselves, see `add_to_earlier`."""
+    parser.add_argument("--add", action="store_true", help="keep the cells of the results that this run leaves alone")
+
+
 def parse_common(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """Parse, and keep transformers quiet: its warnings would tear the progress bars."""
     args = parser.parse_args()
@@ -193,6 +198,21 @@ def write_results(name: str, args: argparse.Namespace, rows: list[dict[str, Any]
     content = {"circumstances": circumstances(), "arguments": arguments, "rows": rows}
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return path
+
+
+def add_to_earlier(
+    name: str, args: argparse.Namespace, rows: list[dict[str, Any]], cell_of: Callable[[dict[str, Any]], Any]
+) -> list[dict[str, Any]]:
+    """The rows with those of the file's cells that this run left alone, which say what had measured them."""
+    content = read_results(name, args.results)
+    measured = {cell_of(row) for row in rows}
+    source = "{device}; commit {commit}; {date}; runs of each way on each input: {repeats}".format(
+        **content["circumstances"], repeats=content["arguments"]["repeats"]
+    )
+    kept = [row for row in content["rows"] if cell_of(row) not in measured]
+    for row in kept:
+        row.setdefault("earlier", {"cell": ", ".join(map(str, cell_of(row))), "source": source})
+    return sorted(kept + rows, key=cell_of)
 
 
 def read_results(name: str, folder: Path = RESULTS) -> dict[str, Any]:

@@ -18,10 +18,11 @@ from _engines import OURS, PLAIN, PLAIN_COMPILED, Runner, Timings, Way, check, c
 from _harness import (
     ROOT,
     Cells,
+    add_argument_of_adding,
     add_common_arguments,
+    add_to_earlier,
     markdown,
     parse_common,
-    read_results,
     result_name,
     write_results,
 )
@@ -197,7 +198,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="of a random target, to shrink it")
     parser.add_argument("--draft-layers", type=int, help="of a random draft, to shrink it")
     parser.add_argument("--cache", choices=CACHES, default="auto")
-    parser.add_argument("--add", action="store_true", help="keep the cells of the results that this run leaves alone")
+    add_argument_of_adding(parser)
     args = parse_common(parser)
     args.compiled = args.grid == "small" if args.compiled is None else args.compiled
     has_gpu = args.device.type == "cuda"
@@ -205,15 +206,6 @@ def parse() -> argparse.Namespace:
     for name, values in GRIDS[args.grid].items():
         setattr(args, name, getattr(args, name) or values)
     return args
-
-
-def added(name: str, rows: list[Row], args: argparse.Namespace) -> tuple[list[Row], dict[str, Any]]:
-    """The rows with those of the file's cells that this run left alone, and what had measured these."""
-    earlier = read_results(name, args.results)
-    measured = {cell_of(row) for row in rows}
-    kept = [row for row in earlier["rows"] if cell_of(row) not in measured]
-    source = earlier["circumstances"] | {"repeats": earlier["arguments"]["repeats"]}
-    return sorted(kept + rows, key=cell_of), source
 
 
 def cell_of(row: Row) -> tuple[str, float, int, str]:
@@ -252,7 +244,7 @@ def main() -> None:
     args.left_out = walk.left_out
     name = result_name(NAME, args.device)
     if args.add:
-        rows, args.added_to = added(name, rows, args)
+        rows = add_to_earlier(name, args, rows, cell_of)
     path = write_results(name, args, rows, args.results)
     print(table({"rows": rows}))
     picture(rows, args)

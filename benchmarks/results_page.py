@@ -269,11 +269,12 @@ def made(content: Row) -> str:
     note = f" Left out, for want of time: {'; '.join(left_out)}." if left_out else ""
     repeats = content["arguments"].get("repeats")
     note += f" Runs of each way on each input: {repeats}." if repeats else ""
-    added_to = content["arguments"].get("added_to")
-    if added_to:
-        note += " Cells that {batch_sizes} rows do not name: commit {commit}, {date}, {repeats}.".format(
-            batch_sizes=content["arguments"]["batch_sizes"], **added_to
-        )
+    earlier: dict[str, dict[str, None]] = {}  # cells by their source, each once
+    for row in content["rows"]:
+        if "earlier" in row:
+            earlier.setdefault(row["earlier"]["source"], {})[row["earlier"]["cell"]] = None
+    for source, cells in earlier.items():
+        note += f" Measured earlier ({source}): {'; '.join(cells)}."
     return f"{of['device']}{threads}; {versions}; commit {of['commit']}; {of['date']}.{note}"
 
 

@@ -17,7 +17,18 @@ from typing import Any
 import torch
 from _costs import MAX_K, forward_calls, measure_costs
 from _engines import OURS, PLAIN, Runner, Timings, Way, check, faster_dtype, warm_up
-from _harness import Cells, add_common_arguments, alternate, markdown, parse_common, result_name, spread, write_results
+from _harness import (
+    Cells,
+    add_argument_of_adding,
+    add_common_arguments,
+    add_to_earlier,
+    alternate,
+    markdown,
+    parse_common,
+    result_name,
+    spread,
+    write_results,
+)
 from _library import CACHES, as_in_a_call
 from _pictures import Panel, draw
 from _subjects import DTYPES, SHAPES, Subject, load_shape
@@ -25,7 +36,7 @@ from transformers.cache_utils import DynamicCache
 
 NAME = "scaling"
 CHECKED_PROMPT_LEN, CHECKED_TOKENS = 64, 12
-WHOLE = "context, all layers"
+WHOLE, VERIFY = "context, all layers", "verify"
 Row = dict[str, Any]
 
 
@@ -108,7 +119,7 @@ def verify_factor(subject: Subject, args: argparse.Namespace) -> Row:
     seconds = alternate(calls, args.verify_repeats, f"forwards at {length} tokens", undo)
     one = median(seconds["one row"])
     return {
-        "varies": "verify",
+        "varies": VERIFY,
         "context": length,
         "batch_size": batch_size,
         "num_queries": num,
@@ -148,9 +159,9 @@ count what a draft takes to read the prompt. The last column must not grow with 
 def table(content: dict[str, Any]) -> str:
     """The sweep, and the verify factor."""
     rows, arguments = content["rows"], content["arguments"]
-    parts = [NOTES.format(**arguments), markdown(COLUMNS, [row for row in rows if row["varies"] != "verify"])]
+    parts = [NOTES.format(**arguments), markdown(COLUMNS, [row for row in rows if row["varies"] != VERIFY])]
     for row in rows:
-        if row["varies"] == "verify":
+        if row["varies"] == VERIFY:
             at = f"{row['batch_size']} rows, {row['context']} tokens, {row['layers']} layers, {row['dtype']}"
             ours, theirs = row["v"]["ours"], row["v"]["transformers"]
             parts.append(f"\nv({row['num_queries']}) at {at}: {ours:.2f}, in transformers' forward {theirs:.2f}.")
@@ -190,11 +201,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--verify-repeats", type=int, default=7)
     parser.add_argument("--dtypes", nargs="+", choices=sorted(DTYPES), help="unset: the faster one for plain decoding")
     parser.add_argument("--cache", choices=CACHES, default="auto")
+    add_argument_of_adding(parser)
     args = parse_common(parser)
     on_gpu = args.device.type == "cuda"
     args.layers = args.layers or (SHAPES[args.shape][1]["num_hidden_layers"] if on_gpu else 4)
     args.dtypes = args.dtypes or (["bfloat16"] if on_gpu else sorted(DTYPES))
     return args
+
+
+def cell_of(row: Row) -> tuple[str, int, int, int]:
+    return row["varies"], row["context"], row.get("max_new_tokens", 0), row["batch_size"]
 
 
 def main() -> None:
@@ -220,7 +236,10 @@ def main() -> None:
         subject = make(args.dtype, None)
         rows += measure(subject, cell, args)
     args.left_out = walk.left_out
-    path = write_results(result_name(NAME, args.device), args, rows, args.results)
+    name = result_name(NAME, args.device)
+    if args.add:
+        rows = add_to_earlier(name, args, rows, cell_of)
+    path = write_results(name, args, rows, args.results)
     print(table({"rows": rows, "arguments": vars(args)}))
     picture(rows, path)
     print(f"written to {path}")
