@@ -187,10 +187,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="of the target in the sweep; 4 on a CPU, all on a GPU")
     parser.add_argument("--draft-layers", type=int, default=1)
     parser.add_argument("--acceptance", type=float, default=0.8)
-    parser.add_argument("--contexts", nargs="+", type=int, default=[256, 1024, 2048, 4096, 8192])
+    parser.add_argument("--contexts", nargs="*", type=int, default=[256, 1024, 2048, 4096, 8192])
     parser.add_argument("--whole-contexts", nargs="*", type=int, default=[8192])
-    parser.add_argument("--new-tokens", nargs="+", type=int, default=[16, 64, 256])
-    parser.add_argument("--batch-sizes", nargs="+", type=int, default=[2, 8])
+    parser.add_argument("--new-tokens", nargs="*", type=int, default=[16, 64, 256])
+    parser.add_argument("--batch-sizes", nargs="*", type=int, default=[2, 8])
     parser.add_argument("--batch-context", type=int, default=512)
     parser.add_argument("--max-new-tokens", type=int, default=48)
     parser.add_argument("--num-assistant-tokens", type=int, default=5)
@@ -203,6 +203,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--cache", choices=CACHES, default="auto")
     add_argument_of_adding(parser)
     args = parse_common(parser)
+    if args.new_tokens and not args.contexts:
+        parser.error("--new-tokens are measured at the first of --contexts; name one")
     on_gpu = args.device.type == "cuda"
     args.layers = args.layers or (SHAPES[args.shape][1]["num_hidden_layers"] if on_gpu else 4)
     args.dtypes = args.dtypes or (["bfloat16"] if on_gpu else sorted(DTYPES))
