@@ -200,6 +200,7 @@ def test_the_joint_law_over_several_rounds_is_the_targets(models_of_three_words,
     assert p_value_over_rounds(models_of_three_words, verifier) > SIGNIFICANCE
 
 
+@pytest.mark.slow
 def test_block_without_the_round_in_the_keys_fails_the_same_test(models_of_three_words, monkeypatch):
     """Else what one round refused is drafted again with the noise that was refused. Block judges past that place."""
     keys_of = Batch.keys

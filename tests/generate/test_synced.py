@@ -198,6 +198,7 @@ def test_a_draft_state_is_carried_though_ranks_end_apart(results):
         assert found["num_tokens"] > 2 * (NUM_NEW - 5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_would_run_other_numbers_of_forwards_is_refused(results, name):
     for found in results:

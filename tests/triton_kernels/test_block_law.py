@@ -105,6 +105,7 @@ def test_joint_law_of_four_tokens_over_several_rounds_is_the_targets(end_token_i
     assert text_p_value(end_token_id=end_token_id) > PASS_P_VALUE
 
 
+@pytest.mark.slow
 def test_control_keys_without_the_round_are_caught() -> None:
     assert text_p_value(with_rounds=False) < FAIL_P_VALUE
 
