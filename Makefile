@@ -34,7 +34,7 @@ help:
 	@echo "make fix         let ruff format and repair"
 	@echo "make kernels     compile every Triton kernel for GPUs that need not be there, and look for spills"
 	@echo "make kernel-repo copy the kernels into build/torch-universal, as the Hugging Face kernels library loads them"
-	@echo "make bench       every benchmark, two to three hours on two cores; JSON in benchmarks/results/, a page in benchmarks/RESULTS.md"
+	@echo "make bench       every benchmark, two to three hours; JSON in benchmarks/results/, a page in benchmarks/RESULTS.md"
 	@echo "make docs        the documentation as pages, in build/docs; a warning is an error"
 	@echo "make install     only create $(VENV) and install"
 	@echo "make clean       remove $(VENV), caches and build output"

@@ -40,9 +40,10 @@ class LanguageModel:
         self.device = device_of(model)  # where query tokens are expected
         self._mode = torch.no_grad if keeps_states or growing_rope(model) else torch.inference_mode
         self._takes_position_ids = takes_positions(model)
-        kept = inspect.signature(type(model).forward).parameters.get("logits_to_keep")
-        self._takes_logits_to_keep = kept is not None
-        self._keeps_places = kept is not None and "Tensor" in str(kept.annotation) and self.device.type == "cpu"
+        parameter = inspect.signature(type(model).forward).parameters.get("logits_to_keep")
+        self._takes_logits_to_keep = parameter is not None
+        takes_places = parameter is not None and "Tensor" in str(parameter.annotation)
+        self._makes_compact = takes_places and self.device.type == "cpu"  # see `_kept`
 
     @property
     def eos_token_id(self) -> int:
@@ -106,7 +107,7 @@ class LanguageModel:
         A count makes a view of the hidden states, which CPUs take three times as long to multiply by the head's weights
         in float32 with 8 rows, and 20 to 100 times in bfloat16. Places make a compact copy.
         """
-        is_view = self._keeps_places and 0 < num < num_query
+        is_view = self._makes_compact and 0 < num < num_query
         return torch.arange(num_query - num, num_query, device=self.device) if is_view else num
 
     def rows(self, indices: Sequence[int]) -> None:

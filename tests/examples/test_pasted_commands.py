@@ -11,7 +11,7 @@ import pytest
 
 from tests.test_pages import PAGES, ROOT, blocks
 
-# What only makes the environment, which the test has, and what takes an hour.
+# What only makes the environment, which the test has, and what takes hours.
 NOT_RUN = {"make install", ". .venv/bin/activate", "pip install .", "make bench"}
 # What commands end sooner with, or need where no GPU is, by page and by how a command begins. Where an option is given
 # twice, the last one counts.

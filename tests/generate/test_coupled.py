@@ -10,10 +10,7 @@ from tests.cases import ACCEPTED_ALL, assert_equal_ids, pair
 from tests.tiny import KINDS, SLIDING_WINDOW, make_law_model, make_model, noisy_copy, ragged_prompts
 
 NUM_SEQUENCES = 1000
-NUM_BY_DEFAULT = {
-    8: 80,
-    1: 12,
-}  # sequences of `NUM_SEQUENCES` that the suite without slow tests decodes, by batch size
+NUM_LONG_SINGLES = 12  # long calls of one row
 NUM_LONG = 64
 NUM_NEW = 24
 VOCAB_SIZE = 64
@@ -69,13 +66,6 @@ def assert_rows_are_drawn_with_assistants_too(
         assert torch.equal(ids[:, -num_new:], alone[some, :num_new]), (some, drafter, options)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("batch_size", [8, 1])
-def test_the_text_is_the_same_with_and_without_an_assistant(models, texts, batch_size):
-    rows = list(range(NUM_BY_DEFAULT[batch_size]))
-    assert_rows_are_drawn_with_assistants_too(models, texts, rows, batch_size)
-
-
 def test_the_text_is_the_same_for_a_thousand_rows_at_once(models, texts):
     warpers, inputs, alone = texts
     drafter, options = WAYS[0]
@@ -94,10 +84,11 @@ def test_the_text_is_the_same_for_a_thousand_rows_at_once(models, texts):
 @pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [8, 1])
 def test_the_text_is_the_same_for_a_thousand_rows_in_small_calls(models, texts, batch_size):
-    rows = list(range(NUM_BY_DEFAULT[batch_size], NUM_SEQUENCES))
+    rows, num_new = list(range(NUM_SEQUENCES)), NUM_LONG
     if batch_size == 1:  # a thousand long calls take ten minutes: each law draws the beginning of every other row
-        rows = rows[bool(texts[0]) :: len(WARPERS)]
-    assert_rows_are_drawn_with_assistants_too(models, texts, rows, batch_size, NUM_LONG if batch_size > 1 else NUM_NEW)
+        assert_rows_are_drawn_with_assistants_too(models, texts, rows[:NUM_LONG_SINGLES], batch_size)
+        rows, num_new = rows[NUM_LONG_SINGLES + bool(texts[0]) :: len(WARPERS)], NUM_NEW
+    assert_rows_are_drawn_with_assistants_too(models, texts, rows, batch_size, num_new)
 
 
 def test_rows_of_one_prompt_differ_by_their_seed(models):
