@@ -74,7 +74,10 @@ def runs(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize(("kind", "batch_size"), [("llama", 1), ("llama", 3), ("gemma2", 3), ("gpt2", 3)])
+@pytest.mark.parametrize(
+    ("kind", "batch_size"),
+    [("llama", 1), ("llama", 3), pytest.param("gemma2", 3, marks=pytest.mark.slow), ("gpt2", 3)],
+)
 def test_text_equals_plain_and_rows_that_end_stay(kind, batch_size):
     target, draft = small_pair(kind)
     inputs = ragged_prompts(batch_size, max_len=20)

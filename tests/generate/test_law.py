@@ -129,9 +129,19 @@ def p_value(counts: Counter, law: Tensor) -> float:
     return float(chisquare(observed, [mean * scale for mean in expected]).pvalue)
 
 
-@pytest.mark.parametrize("num_draws", [FEWER_DRAWS, pytest.param(NUM_DRAWS, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("draft_sampling", ["sample", "argmax"])
-@pytest.mark.parametrize("warpers", WARPERS)
+@pytest.mark.parametrize(
+    ("warpers", "draft_sampling", "num_draws"),
+    [
+        ("plain", "argmax", FEWER_DRAWS),
+        ("temperature", "sample", FEWER_DRAWS),
+        ("top_k", "argmax", FEWER_DRAWS),
+        ("top_p", "sample", FEWER_DRAWS),
+        *(
+            pytest.param(warpers, draft_sampling, NUM_DRAWS, marks=pytest.mark.slow)
+            for warpers, draft_sampling in itertools.product(WARPERS, ["sample", "argmax"])
+        ),
+    ],
+)
 def test_rejection_keeps_the_joint_law(models, warpers, draft_sampling, num_draws):
     target, draft = models
     stats = hf_speculate.SpeculationStats()
