@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, StoppingCriteriaList, StopStringCriter
 from transformers.cache_utils import Cache
 
 from hf_speculate.errors import ConfigError, UnsupportedGenerationError, UnsupportedModelError
-from hf_speculate.infer.dynamic import text_cache
+from hf_speculate.infer.cache_layers import holding, text_cache
 
 
 def bind(plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def uncached(input_ids: Tensor, cache: Cache, passed_mask_len: int | None, embed
                 f"{got}; pass a mask over the embeddings"
             )
         query = input_ids.new_zeros(input_ids.shape[0], max(num_prompt - num_held, 0))
-    layers: list[Any] = text_cache(cache).layers
+    layers = holding(text_cache(cache).layers)
     rows = [layer.keys.shape[0] for layer in layers if layer.get_seq_length()]
     if query.shape[1] < 1 or (rows and rows[0] != input_ids.shape[0]):
         raise UnsupportedGenerationError(

@@ -102,7 +102,7 @@ def _lock_step_reason(call: Call, foreign: Sequence[str], goes_on: bool, models:
     has_windows = any(call.cache.is_sliding)
     if goes_on and ends_apart and call.is_cache_kept and has_windows:
         return "lock step, because rows without EOS are cut back to one length, past what window layers can restore"
-    counting = sorted({type(model).__name__ for model in models if counts_columns(model)})
+    counting = sorted({type(model).__name__ for place, model in enumerate(models) if counts_columns(model, place > 0)})
     if counting and call.input_ids.shape[0] > 1:
         return f"lock step, for {', '.join(counting)} takes no positions but counts columns"
     return ""

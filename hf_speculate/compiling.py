@@ -170,7 +170,7 @@ class Compiler:
         settings = None if self.static is None else self.static.draft
         compilation = self._compilation("draft", model, settings, kv_cache, context)
         if compilation is None:
-            return LanguageModel(model, max_position, self.is_synced, context)
+            return LanguageModel(model, max_position, self.is_synced, context, is_draft=True)
         all_unrolled = is_unrolled and max(self.lens) <= MAX_UNROLLED_STEPS
         return CompiledLanguageModel(model, max_position, compilation, () if all_unrolled else (1, 2))
 

@@ -10,6 +10,7 @@ from hf_speculate.carrying import Carrier
 from hf_speculate.draft.base import Drafter
 from hf_speculate.errors import BadLogitsError
 from hf_speculate.following import Follower
+from hf_speculate.infer.cache_layers import windows_of
 from hf_speculate.infer.language_model import LanguageModel
 from hf_speculate.judge import Judge, Round, Trimmed, Verified
 from hf_speculate.outputs import OutputRecorder
@@ -261,8 +262,8 @@ class SpeculativeDecoder:
             num_judged = min(num_accepted + 1, num_drafted, len(verified.new_ids[row]))
             self.stats.add_row(num_drafted, num_accepted, trimmed.num_emitted[row], num_judged)
         if self.recorder.recorded.hidden_states or self.recorder.recorded.attentions:
-            layers = batch.target_cache.cache.layers
-            windows = [getattr(layer, "sliding_window", None) for layer in layers]
+            config = self.target.model.config.get_text_config(decoder=True)
+            windows = windows_of(config, batch.target_cache.cache)
             num_query = round_.draft.token_ids.shape[1] + 1
             self.recorder.add_states(output, trimmed.num_emitted[0], num_query, windows)
         if batch.states is not None:

@@ -29,11 +29,12 @@ from hf_speculate.outputs import GenerateOutput
 from hf_speculate.private_names import (
     check_private_names,
     comes_from_model_config,
+    own_steps,
     stateful_names,
 )
 from hf_speculate.reasons import reason_of
 from hf_speculate.refusals.calls import check_call
-from hf_speculate.refusals.models import check_assistant, check_models
+from hf_speculate.refusals.models import check_assistant, check_models, warn_of_own_steps
 from hf_speculate.saved_fields import fields_in
 from hf_speculate.speculation import Speculation
 from hf_speculate.verify.base import check_verifier
@@ -131,6 +132,7 @@ def _generate(
     models = [model] if assistant is None else [model, assistant]
     check_private_names(model)
     check_models(models, stateful_names(models), reason)
+    warn_of_own_steps(model, own_steps(model))
     tokenizers = call.get("tokenizer"), call.get("assistant_tokenizer")
     drafting = choose_draft(model, assistant, early_exit, *tokenizers)
     own_stop_strings(model, call)

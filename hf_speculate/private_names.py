@@ -10,6 +10,7 @@ from hf_speculate.errors import UnsupportedModelError
 
 TESTED_VERSIONS = "5.17.0 to 5.23.0"
 _OF_MODELS = ("_is_stateful", "_valid_auto_compile_criteria", "_default_compile_config")
+_OF_STEPS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_sample")
 _OF_CONFIGS = ("_attn_implementation", "_attn_implementation_internal")
 _OF_GENERATION_CONFIGS = ("_from_model_config",)
 _OF_PREPARED_CONFIGS = ("_pad_token_tensor",)  # which `generate` gives its copy of a generation config
@@ -24,7 +25,11 @@ def check_private_names(model: PreTrainedModel) -> None:
     Raises:
         UnsupportedModelError: a name is missing.
     """
-    _check((model, _OF_MODELS), (model.config, _OF_CONFIGS), (model.generation_config, _OF_GENERATION_CONFIGS))
+    _check(
+        (model, (*_OF_MODELS, *_OF_STEPS)),
+        (model.config, _OF_CONFIGS),
+        (model.generation_config, _OF_GENERATION_CONFIGS),
+    )
 
 
 def _check(*holders: tuple[object, Sequence[str]]) -> None:
@@ -34,6 +39,11 @@ def _check(*holders: tuple[object, Sequence[str]]) -> None:
             f"transformers must have {', '.join(missing)}, which {transformers.__version__} lacks; hf_speculate was "
             f"tested with {TESTED_VERSIONS}: install one of these"
         )
+
+
+def own_steps(model: PreTrainedModel) -> list[str]:
+    """Names of what a class from outside transformers does in its own way in each step of plain `generate`."""
+    return [name for name in _OF_STEPS if not getattr(type(model), name).__module__.startswith("transformers.")]
 
 
 def stateful_names(models: Sequence[PreTrainedModel]) -> list[str]:

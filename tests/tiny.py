@@ -13,9 +13,12 @@ from transformers import (
     DeepseekV3Config,
     FalconConfig,
     Gemma2Config,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GenerationConfig,
     GPT2Config,
+    GPTNeoConfig,
     GptOssConfig,
     Llama4TextConfig,
     LlamaConfig,
@@ -82,6 +85,16 @@ _CONFIGS: dict[str, tuple[Callable[..., PreTrainedConfig], dict[str, Any]]] = {
 # Kinds for which each test of a whole call runs; `MORE_KINDS` are met in `tests/generate/test_models.py` only.
 KINDS: tuple[str, ...] = tuple(_CONFIGS)
 
+_SHARED: dict[str, Any] = {  # the last two layers read the states of the first two
+    **_ROPE,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "head_dim": 8,
+    "sliding_window": SLIDING_WINDOW,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 64,
+}
 _EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _CONFIGS |= {
     "cohere2": (
@@ -119,6 +132,22 @@ _CONFIGS |= {
             "query_pre_attn_scalar": 8,
             "sliding_window": SLIDING_WINDOW,
             "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "gemma3n": (
+        Gemma3nTextConfig,
+        {**_SHARED, "activation_sparsity_pattern": [0.0] * 4, "laurel_rank": 4, "altup_num_inputs": 2},
+    ),
+    "gemma4": (Gemma4TextConfig, {**_SHARED, "global_head_dim": 8}),
+    "gpt_neo": (
+        GPTNeoConfig,
+        {
+            "hidden_size": 32,
+            "num_layers": 2,
+            "num_heads": 4,
+            "max_position_embeddings": MAX_LEN,
+            "attention_types": [[["global", "local"], 1]],
+            "window_size": SLIDING_WINDOW,
         },
     ),
     "gpt_oss": (

@@ -87,7 +87,7 @@ class TranslatedLanguageModel(LanguageModel):
         context: Context | None = None,
         keeps_states: bool = False,
     ):
-        super().__init__(model, max_position, keeps_states, context)
+        super().__init__(model, max_position, keeps_states, context, is_draft=True)
         self.vocabulary = vocabulary.to(self.device)
 
     def run(

@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
+from transformers.cache_utils import Cache, DynamicSlidingWindowLayer, EncoderDecoderCache
 
-from hf_speculate.errors import UnsupportedModelError
+from hf_speculate.infer.cache_layers import check_layers, holding, text_cache
 from hf_speculate.infer.kv_cache import bounded, checked_drops, leading
 from hf_speculate.infer.snapshots import LayerSnapshot, restore_layers, snapshot_layers
 from hf_speculate.types import KVState
@@ -57,12 +57,15 @@ class DynamicKVCache:
         self.device = torch.device(device)
         self._mask = attention_mask  # [B, T] int64 or None; grows with the states
         self._pads = [0] * batch_size
+        self._prompt_end = 0 if attention_mask is None else attention_mask.shape[1]  # in columns
+        self._steps_back = torch.zeros(batch_size, 1, dtype=torch.int64, device=self.device)
         self._has_holes = False  # whether a row has masked tokens after its first real one
         if attention_mask is not None:
             self._pads = attention_mask.argmax(dim=1).tolist()
-            self._has_holes = bool(
-                (attention_mask.sum(1).cpu() + torch.tensor(self._pads)).min() < attention_mask.shape[1]
-            )
+            num_real = attention_mask.sum(1)
+            self._has_holes = bool((num_real.cpu() + torch.tensor(self._pads)).min() < attention_mask.shape[1])
+            # Plain decoding goes on from the last column's position, which is 0 where that is masked.
+            self._steps_back = torch.where(attention_mask[:, -1] == 0, num_real - 1, 0)[:, None]  # [B, 1]
         self._prompt_pads = list(self._pads)
         self._is_recording = False
 
@@ -74,7 +77,7 @@ class DynamicKVCache:
     @property
     def _held(self) -> list[Any]:
         """The layers with states: a config may promise more layers than a decoder has."""
-        return [layer for layer in self._layers if layer.is_initialized]
+        return [layer for layer in holding(self._layers) if layer.is_initialized]
 
     @property
     def _encoder_layers(self) -> list[Any]:
@@ -150,8 +153,10 @@ class DynamicKVCache:
         """See `KVCache.position_ids`."""
         start = self.num_columns
         if self._has_holes:
-            mask = self.mask(num_query)
-            positions = (mask.cumsum(-1) - 1)[:, start:].clamp_min(0)  # type: ignore[union-attr]
+            mask: Any = self.mask(num_query)
+            counted = (mask.cumsum(-1) - 1)[:, start:]
+            is_prompt = torch.arange(start, start + num_query, device=self.device) < self._prompt_end
+            positions = torch.where(is_prompt, counted * mask[:, start:], counted - self._steps_back)
         else:
             positions = torch.arange(start, start + num_query, device=self.device)[None]  # [1, Q]
             if any(self._pads):
@@ -183,6 +188,8 @@ class DynamicKVCache:
         self._prompt_pads = [self._prompt_pads[row] for row in indices]
         common = min(self._prompt_pads, default=0)
         self._prompt_pads = [pad - common for pad in self._prompt_pads]
+        self._prompt_end -= common
+        self._steps_back = self._steps_back[index.to(self._steps_back.device)]
         if self._mask is not None:
             self._mask = self._mask[index.to(self._mask.device)]
         self._drop_common_padding()
@@ -238,26 +245,6 @@ class DynamicKVCache:
         self._pads = [pad - surplus for pad in self._pads]
         if self._mask is not None:
             self._mask = self._mask[:, surplus:]
-
-
-def text_cache(cache: Cache) -> Cache:
-    """The cache of the text's own states: what an encoder gave is another's, and never rolled back."""
-    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
-
-
-def check_layers(cache: Cache) -> None:
-    """Refuse a cache with a layer that cannot be rolled back row by row.
-
-    Raises:
-        UnsupportedModelError: names the layer's class.
-    """
-    served = (DynamicLayer, DynamicSlidingWindowLayer)
-    for layer in cache.layers:
-        if type(layer) not in served:
-            raise UnsupportedModelError(
-                f"the cache's layers must be {' or '.join(kind.__name__ for kind in served)}, "
-                f"got {type(layer).__name__}; decode with this cache plainly"
-            )
 
 
 def _moved_columns(shape: Sequence[int], shift: Tensor) -> Tensor:

@@ -12,11 +12,13 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.infer.attention import FOLDED, STANDS_FOR
 from hf_speculate.infer.buffer_pool import BufferPool
-from hf_speculate.infer.dynamic import DynamicKVCache, text_cache
+from hf_speculate.infer.cache_layers import holding, text_cache, window_of
+from hf_speculate.infer.dynamic import DynamicKVCache
 from hf_speculate.infer.kv_cache import KVCache
 from hf_speculate.infer.preallocated import LayerKinds, PreallocatedKVCache
 
 _ATTENTIONS = ("eager", STANDS_FOR, FOLDED)  # the last while another call of the same model runs
+_READ_ALL = ("moshi",)  # window layers with a mask that knows no windows: plain decoding makes them by cropping alone
 _MASK_NAMES = ("full_attention", "sliding_attention")
 
 
@@ -76,6 +78,12 @@ class Home:
                 "leave it out"
             )
         if not wants or reason:
+            if cache is not None and model.config.model_type in _READ_ALL and _windows(layers) != {None}:
+                raise UnsupportedModelError(
+                    f"states of {type(model).__name__} must be preallocated, for its window layers read all that a "
+                    f"dynamic cache holds, got {reason or 'a dynamic cache'}; leave past_key_values and "
+                    "speculation_cache out, or decode plainly"
+                )
             # A draft's layers are all full ones, so that K forwards in a row can be rolled back at once.
             return DynamicKVCache(self._new_cache() if cache is None else cache, batch_size, attention_mask, device)
         home = cache if self.is_cache_kept else None
@@ -103,10 +111,11 @@ class Home:
             "it takes no mask of four dimensions": not hasattr(module, "create_causal_mask"),
             "its positions are biases of the attention": bool(getattr(config, "alibi", False)),
             "its layers attend in other ways than fully or by window": not names <= set(_MASK_NAMES),
+            "its layers cut their windows by columns": "local" in (getattr(config, "attention_layers", None) or ()),
             "its layers have several windows": len(windows) > len(names),
             "it takes one mask for layers of two kinds": len(windows) > 1 and not _takes_mask_by_kind(module),
             "its cache has layers of another kind": not cache.layers
-            or any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers),
+            or any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in holding(cache.layers)),
             "its cache was made without its config, and knows no windows": windows
             != _windows(DynamicCache(config=config)),
             "its cache is offloaded": bool(cache.offloading),
@@ -119,14 +128,14 @@ class Home:
 
 def layer_kinds(model: PreTrainedModel, cache: Cache) -> LayerKinds:
     """What the layers of a fitting model attend to, by the layers of its cache."""
-    windows = tuple(getattr(layer, "sliding_window", None) for layer in cache.layers)
+    windows = tuple(window_of(layer) for layer in holding(cache.layers))
     by_name: dict[str, int | None] = {_MASK_NAMES[window is not None]: window for window in windows}
     return LayerKinds(windows, by_name, model.dtype)
 
 
 def _windows(cache: Cache) -> set[int | None]:
     """What the layers of a cache attend to; None among them: everything."""
-    return {getattr(layer, "sliding_window", None) for layer in cache.layers}
+    return {window_of(layer) for layer in holding(cache.layers)}
 
 
 def _takes_mask_by_kind(module: object) -> bool:

@@ -25,6 +25,7 @@ class LanguageModel:
         keeps_states: whether states, hidden states or attentions outlive the call. Where they do not, forwards run in
             torch's inference mode, which takes 6-8 % off a forward of small layers (2-core CPU, 16 of width 192).
         context: what the model reads besides its text; None: nothing.
+        is_draft: see `takes_positions`.
     """
 
     def __init__(
@@ -33,13 +34,14 @@ class LanguageModel:
         max_position: int | None = None,
         keeps_states: bool = True,
         context: Context | None = None,
+        is_draft: bool = False,
     ):
         self.model = model
         self.context = context or Context()
         self.max_position = max_position
         self.device = device_of(model)  # where query tokens are expected
         self._mode = torch.no_grad if keeps_states or growing_rope(model) else torch.inference_mode
-        self._takes_position_ids = takes_positions(model)
+        self._takes_position_ids = takes_positions(model, is_draft)
         parameter = inspect.signature(type(model).forward).parameters.get("logits_to_keep")
         self._takes_logits_to_keep = parameter is not None
         takes_places = parameter is not None and "Tensor" in str(parameter.annotation)
@@ -125,32 +127,37 @@ def device_of(model: PreTrainedModel) -> torch.device:
     return model.device if model.device.type != "meta" else next(places, torch.device("cpu"))
 
 
-def takes_positions(model: PreTrainedModel) -> bool:
-    """Whether a model's forward can be told the positions of its tokens, by itself or through to its decoder.
+def takes_positions(model: PreTrainedModel, is_draft: bool = False) -> bool:
+    """Whether a model's forward is told the positions of its tokens.
 
     Args:
         model: with a language modelling head.
+        is_draft: whether it may be told through its decoder alone. Plain `generate` tells none where the head does not
+            name them, so padding counts there, and a target has to read what it would read there.
     """
     parameters = inspect.signature(type(model).forward).parameters
     if f"{text_prefix(model)}position_ids" in parameters:
         return True
+    if not is_draft:
+        return False
     hands_on = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     decoder = model.get_decoder()
     is_inner = decoder is not model and not model.config.is_encoder_decoder
     return hands_on and is_inner and "position_ids" in inspect.signature(type(decoder).forward).parameters
 
 
-def counts_columns(model: PreTrainedModel) -> bool:
+def counts_columns(model: PreTrainedModel, is_draft: bool = False) -> bool:
     """Whether a model places tokens by their column in the cache, so that no row may be moved.
 
     Models that know places by biases of the attention alone do not mind: only distances count.
 
     Args:
         model: with a language modelling head.
+        is_draft: see `takes_positions`.
     """
     config = model.config.get_text_config(decoder=True)
     knows_distances = hasattr(config, "relative_attention_num_buckets") or config.model_type in ("bloom", "mpt")
-    return not takes_positions(model) and not knows_distances
+    return not takes_positions(model, is_draft) and not knows_distances
 
 
 def last_position(model: PreTrainedModel) -> int | None:

@@ -1,13 +1,14 @@
 """A batch's key-value states in preallocated buffers: rows end where they end, and rolling back copies nothing."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
 from hf_speculate.infer.buffer_pool import BufferPool, LayerBuffers
+from hf_speculate.infer.cache_layers import holding
 from hf_speculate.infer.kv_cache import bounded, checked_drops, leading
 from hf_speculate.infer.ragged_layer import Columns, RaggedLayer
 from hf_speculate.infer.snapshots import LayerSnapshot, restore_layers, snapshot_layers
@@ -193,8 +194,7 @@ class PreallocatedKVCache:
         """Bring `home` to what plain `generate` would have left in it; buffers without a pool go, layer by layer."""
         if self._home is None or not self.num_columns:
             return
-        layers: list[Any] = self._home.layers
-        for layer, kept in zip(self._layers, layers, strict=True):
+        for layer, kept in zip(self._layers, holding(self._home.layers), strict=True):
             state = self._states(layer)
             if not kept.is_initialized:  # or its states would be gone until the next line
                 kept.lazy_initialization(state.keys, state.values)
@@ -223,8 +223,7 @@ class PreallocatedKVCache:
         num_held = int(home.get_seq_length())
         if not num_held:
             return
-        layers: list[Any] = home.layers
-        for layer, held in zip(self._layers, layers, strict=True):
+        for layer, held in zip(self._layers, holding(home.layers), strict=True):
             layer.load(held.keys, held.values, num_held - held.keys.shape[2])
         self.columns.lens = [num_held] * self.batch_size
 

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
+from hf_speculate.infer.cache_layers import holding
+
 
 class LayerSnapshot(NamedTuple):
     """One layer's states by reference; None where cropping to the length is enough."""
@@ -23,7 +25,7 @@ def snapshot_layers(layers: Iterable[Any], only_grows: bool) -> tuple[LayerSnaps
         only_grows: whether full layers keep their first columns as they are, so that only their length is noted.
     """
     snapshots = []
-    for layer in layers:
+    for layer in holding(layers):
         is_cropped_back = only_grows and not isinstance(layer, DynamicSlidingWindowLayer)
         keys, values = (None, None) if is_cropped_back else (layer.keys, layer.values)
         snapshots.append(LayerSnapshot(keys, values, layer.get_seq_length()))
@@ -32,8 +34,10 @@ def snapshot_layers(layers: Iterable[Any], only_grows: bool) -> tuple[LayerSnaps
 
 def restore_layers(layers: list[Any], snapshots: Sequence[LayerSnapshot]) -> None:
     """Bring layers back to their snapshots, in place; those that came later go."""
-    del layers[len(snapshots) :]
-    for layer, kept in zip(layers, snapshots, strict=True):
+    held = holding(layers)
+    for later in held[len(snapshots) :]:
+        layers.remove(later)
+    for layer, kept in zip(held, snapshots, strict=False):
         if not kept.num_columns:
             layer.keys = layer.values = None
             layer.is_initialized = False

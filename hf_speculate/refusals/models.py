@@ -1,6 +1,7 @@
 """Refuses models that cannot decode speculatively, or not with each other."""
 
 import inspect
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,13 @@ from hf_speculate.infer.rope import growing_rope
 from hf_speculate.reasons import ASSISTED, Reason
 
 _SERVED_LAYERS = {"chunked_attention", "full_attention", "sliding_attention"}
+_UNSERVED_TYPES = {
+    "cpmant": "read the whole text anew for every token",
+    "fsmt": "see the tokens that follow where they read several",
+    "kosmos-2": "place tokens by counting those that are no padding",
+    "kosmos-2.5": "place tokens by counting those that are no padding",
+    "prophetnet": "read one token at a time",
+}
 
 
 def check_models(models: Sequence[PreTrainedModel], stateful: Sequence[str], reason: Reason) -> None:
@@ -34,6 +42,16 @@ def check_models(models: Sequence[PreTrainedModel], stateful: Sequence[str], rea
             raise UnsupportedModelError(
                 f"models must take past_key_values, got {type(model).__name__} without; {reason.way_out}"
             )
+        if model.config.model_type in _UNSERVED_TYPES:
+            raise UnsupportedModelError(
+                f"models must read several tokens after a cached text, got {type(model).__name__}, whose layers "
+                f"{_UNSERVED_TYPES[model.config.model_type]}; {reason.way_out}"
+            )
+        if model.training and any(getattr(part, "gradient_checkpointing", False) for part in model.modules()):
+            raise UnsupportedModelError(
+                f"models must keep their states, got {type(model).__name__} in training mode with gradient "
+                f"checkpointing, which drops them; call eval() or gradient_checkpointing_disable(), or {reason.way_out}"
+            )
         if "prepare_inputs_for_generation" in vars(model):
             raise UnsupportedModelError(
                 f"models must prepare their inputs as their class does, got {type(model).__name__} with a "
@@ -52,6 +70,22 @@ def check_models(models: Sequence[PreTrainedModel], stateful: Sequence[str], rea
                 f"{type(model).__name__}; {reason.way_out}"
             )
     _check_encoders(models[0], models[-1])
+
+
+def warn_of_own_steps(model: PreTrainedModel, names: Sequence[str]) -> None:
+    """Say that what a class outside transformers does in each step of plain `generate` is done for the prompt at most.
+
+    Args:
+        model: the target.
+        names: of its class's methods for a step.
+    """
+    if names:
+        warnings.warn(
+            f"{type(model).__name__} has {' and '.join(names)} of its own, called for each token by plain generate(); "
+            "here tokens after the prompt are read with the positions that follow it and nothing else: compare texts "
+            "with hf_speculate.check_parity",
+            stacklevel=4,
+        )
 
 
 def _check_encoders(target: PreTrainedModel, draft: PreTrainedModel) -> None:

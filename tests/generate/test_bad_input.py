@@ -251,6 +251,26 @@ def test_a_model_without_a_cache():
             hf_speculate.generate(one, **ragged_prompts(1, seed=1), assistant_model=other)
 
 
+@pytest.mark.parametrize("kind", ["cpmant", "fsmt", "kosmos-2", "kosmos-2.5", "prophetnet"])
+def test_a_model_that_reads_in_a_way_of_its_own(models, kind):
+    target, draft = models
+    other = make_model("llama")
+    other.config.model_type = kind
+    for one, another in ((other, draft), (target, other)):
+        with pytest.raises(UnsupportedModelError, match="must read several tokens after a cached text, got LlamaFor"):
+            hf_speculate.generate(one, **ragged_prompts(1, seed=1), assistant_model=another)
+
+
+def test_states_that_gradient_checkpointing_drops(models):
+    target, draft = models
+    other = make_model("llama").train()
+    other.gradient_checkpointing_enable()
+    inputs = ragged_prompts(1, seed=1)
+    for one, another in ((other, draft), (target, other)):
+        with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM in training mode with gradient checkpoint"):
+            hf_speculate.generate(one, **inputs, assistant_model=another)
+
+
 def test_prompt_tuning():
     target, draft = make_model("llama"), pair("llama")[1]
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)

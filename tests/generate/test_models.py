@@ -2,15 +2,26 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BambaConfig, FalconH1Config, JambaConfig, RwkvConfig
+from transformers import (
+    AutoModelForCausalLM,
+    BambaConfig,
+    CpmAntConfig,
+    DynamicCache,
+    FalconH1Config,
+    GenerationConfig,
+    JambaConfig,
+    MoshiConfig,
+    MoshiForCausalLM,
+    RwkvConfig,
+)
 
 import hf_speculate
 from hf_speculate.errors import UnsupportedModelError
 from tests.cases import assert_equal_ids, pair
-from tests.tiny import MORE_KINDS, SLIDING_WINDOW, ragged_prompts
+from tests.tiny import INITIALIZER_RANGE, MORE_KINDS, SLIDING_WINDOW, noisy_copy, ragged_prompts
 
 NUM_NEW = 3 * SLIDING_WINDOW  # past the window or chunk of the models that have one
-DYNAMIC_ONLY = ("falcon_alibi", "llama4", "mpt")
+DYNAMIC_ONLY = ("falcon_alibi", "gpt_neo", "llama4", "mpt")
 _STATEFUL = {
     "bamba": (BambaConfig, {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 4, "attn_layer_indices": [1]}),
     "falcon_h1": (FalconH1Config, {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4}),
@@ -58,3 +69,29 @@ def test_models_with_recurrent_layers_are_refused_by_name(kind):
         with pytest.raises(UnsupportedModelError, match=f"got .*{type(model).__name__}"):
             hf_speculate.generate(one, **ragged_prompts(1, seed=1), assistant_model=other, max_new_tokens=4)
     assert torch.is_grad_enabled()
+
+
+def test_a_model_that_reads_the_whole_text_anew_is_refused_by_name():
+    config = CpmAntConfig(vocab_size=64, hidden_size=32, num_attention_heads=4, dim_head=8, dim_ff=48)
+    config.num_hidden_layers = 1
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(UnsupportedModelError, match="got CpmAntForCausalLM, whose layers read the whole text anew"):
+        hf_speculate.generate(model, **ragged_prompts(1, seed=1), prompt_lookup_num_tokens=3, max_new_tokens=4)
+
+
+def test_window_layers_that_read_all_that_a_cache_holds_get_buffers_with_masks():
+    sizes = {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
+    config = MoshiConfig(
+        vocab_size=64, sliding_window=SLIDING_WINDOW, pad_token_id=0, initializer_range=INITIALIZER_RANGE, **sizes
+    )
+    model = MoshiForCausalLM(config).to(torch.float64).eval().requires_grad_(False)
+    model.generation_config = GenerationConfig(pad_token_id=0)
+    inputs = ragged_prompts(3, seed=3)
+    plain = model.generate(**inputs, max_new_tokens=NUM_NEW)
+    options = {"assistant_model": noisy_copy(model), "num_assistant_tokens": 3, "max_new_tokens": NUM_NEW}
+    hf_speculate.enable(model)
+    assert_equal_ids(plain, model.generate(**inputs, **options))
+    with pytest.raises(UnsupportedModelError, match="must be preallocated, for its window layers read all"):
+        model.generate(**inputs, **options, speculation_cache="dynamic")
+    with pytest.raises(UnsupportedModelError, match="must be preallocated, for its window layers read all"):
+        model.generate(**inputs, **options, past_key_values=DynamicCache(config=config))

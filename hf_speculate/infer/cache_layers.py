@@ -1,0 +1,58 @@
+"""Which layers of a transformers cache hold states of the text, and what the model's layers see of them."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from transformers import PreTrainedConfig, cache_utils
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
+
+from hf_speculate.errors import UnsupportedModelError
+
+# Stands for a layer that reads the states of an earlier one; before 5.18 nothing stood for it, at the cache's end.
+_WITHOUT_STATES: Any = getattr(cache_utils, "DummyLayer", ())
+
+
+def text_cache(cache: Cache) -> Cache:
+    """The cache of the text's own states: what an encoder gave is another's, and never rolled back."""
+    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+
+
+def holding(layers: Iterable[Any]) -> list[Any]:
+    """Those of a cache's layers that states are put into, by this forward or by a later one."""
+    return [layer for layer in layers if not isinstance(layer, _WITHOUT_STATES)]
+
+
+def check_layers(cache: Cache) -> None:
+    """Refuse a cache with a layer that cannot be rolled back row by row.
+
+    Raises:
+        UnsupportedModelError: names the layer's class.
+    """
+    served = (DynamicLayer, DynamicSlidingWindowLayer)
+    for layer in holding(cache.layers):
+        if type(layer) not in served:
+            raise UnsupportedModelError(
+                f"the cache's layers must be {' or '.join(kind.__name__ for kind in served)}, "
+                f"got {type(layer).__name__}; decode with this cache plainly"
+            )
+
+
+def window_of(layer: Any) -> int | None:
+    """Tokens that a layer of a cache attends to, itself included; None: all."""
+    window: int | None = getattr(layer, "sliding_window", None)
+    return window
+
+
+def windows_of(config: PreTrainedConfig, cache: Cache) -> list[int | None]:
+    """What each of the model's layers attends to: one that reads another's states, as others of its type.
+
+    Args:
+        config: of the model that reads the text.
+        cache: its states.
+    """
+    layers = text_cache(cache).layers
+    types = getattr(config, "layer_types", None) or []
+    if len(types) <= len(holding(layers)):
+        return [window_of(layer) for layer in layers]
+    by_type = {kind: window_of(layer) for kind, layer in zip(types, holding(layers), strict=False)}
+    return [by_type[kind] for kind in types]

@@ -1,0 +1,65 @@
+"""Masked tokens anywhere in a prompt, on the right too: the target reads what it reads in plain decoding."""
+
+import pytest
+import torch
+
+import hf_speculate
+from tests.cases import assert_equal_ids, pair
+from tests.tiny import noisy_copy, ragged_prompts
+from tests.tiny_encoders import decoder_of, make_whisper
+
+NUM_NEW = 20
+WIDTH = 10
+
+
+def masked(batch_size, place):
+    """Prompts with masked tokens at their end, or in their midst."""
+    inputs = ragged_prompts(batch_size, seed=4, min_len=6, max_len=WIDTH)
+    mask = inputs["attention_mask"]
+    if place == "end":
+        mask[0, -3:] = 0
+    elif place == "last":
+        mask[:, -1] = 0
+    else:
+        mask[:, -4] = 0
+        mask[0, -3] = 0
+    return inputs
+
+
+@pytest.mark.parametrize("place", ["end", "last", "midst"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral_window", "bloom"])
+@pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 3}])
+def test_text_equals_plain(kind, place, options):
+    target, draft = pair(kind)
+    inputs = masked(3, place)
+    plain = target.generate(**inputs, max_new_tokens=NUM_NEW)
+    stats = hf_speculate.SpeculationStats()
+    options = {**options, "assistant_model": draft, "num_assistant_tokens": 4, "speculation_stats": stats}
+    assert_equal_ids(plain, target.generate(**inputs, max_new_tokens=NUM_NEW, **options))
+    assert stats.num_accepted > 0
+
+
+@pytest.mark.parametrize("place", ["end", "last", "midst"])
+def test_hidden_states_of_masked_tokens_equal_plain_ones(place):
+    target, draft = pair("llama")
+    inputs = masked(1, place)
+    options = {"max_new_tokens": NUM_NEW, "output_hidden_states": True, "return_dict_in_generate": True}
+    plain = target.generate(**inputs, **options)
+    ours = target.generate(**inputs, **options, assistant_model=draft, num_assistant_tokens=4)
+    assert_equal_ids(plain.sequences, ours.sequences)
+    for step, expected in zip(ours.hidden_states, plain.hidden_states, strict=True):
+        for states, others in zip(step, expected, strict=True):
+            assert torch.allclose(states, others)
+
+
+def test_a_head_that_names_no_positions_counts_padding_as_in_plain_decoding():
+    target = decoder_of(make_whisper())
+    draft = noisy_copy(target)
+    inputs = ragged_prompts(3, seed=3, vocab_size=48)
+    plain = target.generate(**inputs, max_new_tokens=NUM_NEW)
+    stats = hf_speculate.SpeculationStats()
+    options = {"assistant_model": draft, "num_assistant_tokens": 4, "speculation_stats": stats}
+    ours = hf_speculate.generate(target, **inputs, max_new_tokens=NUM_NEW, **options)
+    assert_equal_ids(plain, ours)
+    assert stats.num_accepted > 0
+    assert stats.lock_step
