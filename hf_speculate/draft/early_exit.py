@@ -32,6 +32,8 @@ def early_exit_model(model: PreTrainedModel, num_layers: int) -> PreTrainedModel
         obstacle = "its layers do not lie in base_model.layers"
     elif base.config is not model.config or len(layers) != base.config.num_hidden_layers:
         obstacle = "its config is not that of its layers alone"
+    elif any(getattr(model.config, name, None) for name in ("num_kv_shared_layers", "hidden_size_per_layer_input")):
+        obstacle = "its layers share states, or read inputs made for all of them at once"
     elif "forward" in vars(model) or "forward" in vars(base):
         obstacle = "it has a forward of its own (device_map or torch.compile)"
     if obstacle:

@@ -8,7 +8,7 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 
 from hf_speculate.errors import UnsupportedModelError
 
-# Stands for a layer that reads the states of an earlier one; before 5.18 nothing stood for it, at the cache's end.
+# Stands for a layer that reads the states of an earlier one; older versions end the cache before the first of these.
 _WITHOUT_STATES: Any = getattr(cache_utils, "DummyLayer", ())
 
 

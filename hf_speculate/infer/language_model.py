@@ -45,7 +45,9 @@ class LanguageModel:
         parameter = inspect.signature(type(model).forward).parameters.get("logits_to_keep")
         self._takes_logits_to_keep = parameter is not None
         takes_places = parameter is not None and "Tensor" in str(parameter.annotation)
-        self._makes_compact = takes_places and self.device.type == "cpu"  # see `_kept`
+        # Layers of Gemma 4 that read the states of earlier ones leave out what a count leaves out, but know no places.
+        saves = model.config.get_text_config(decoder=True).model_type.startswith("gemma4")
+        self._makes_compact = takes_places and self.device.type == "cpu" and not saves  # see `_kept`
 
     @property
     def eos_token_id(self) -> int:

@@ -8,6 +8,7 @@ import torch
 
 import hf_speculate
 from hf_speculate.draft.early_exit import early_exit_model
+from hf_speculate.errors import UnsupportedModelError
 from tests.cases import CACHES, VERIFIERS, assert_equal_ids
 from tests.generate.test_law import SIGNIFICANCE, joint_law, p_value
 from tests.tiny import make_law_model, make_model, ragged_prompts
@@ -51,6 +52,11 @@ def test_greedy_is_plain_greedy(kind, batch_size, cache):
     ours = target.generate(**inputs, max_new_tokens=20, assistant_early_exit=3, **options)
     assert_equal_ids(plain, ours)
     assert stats.num_accepted > 0
+
+
+def test_a_model_whose_layers_share_states_is_refused():
+    with pytest.raises(UnsupportedModelError, match="got Gemma3nForCausalLM: its layers share states"):
+        early_exit_model(make_model("gemma3n"), 2)
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])

@@ -82,6 +82,17 @@ def test_a_model_that_only_counts_is_given_a_count(llama):
     assert torch.allclose(logits, llama(ids).logits[:, -2:], atol=LOGIT_TOLERANCE, rtol=0)
 
 
+def test_layers_that_share_states_skip_the_prompt_but_for_its_last_token():
+    model = make_model("gemma4")
+    widths = []
+    for layer in model.model.layers:
+        layer.mlp.register_forward_pre_hook(lambda _, args: widths.append(args[0].shape[1]))
+    ids = torch.full((BATCH_SIZE, 6), 5)
+    LanguageModel(model).forward(ids, make_cache(model, BATCH_SIZE), logits_to_keep=1)
+    model(ids, logits_to_keep=1)
+    assert widths[:4] == widths[4:]  # as in plain decoding
+
+
 def test_a_model_that_cannot_keep_some_logits_has_them_cut(llama):
     class KeepsAll(type(llama)):
         def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, **kwargs):
