@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +33,9 @@ class Carrier:
         innermost = (module for module in draft.modules() if next(module.children(), None) is None)
         parts = tuple(weakref.ref(module) for module in innermost)
         ids = None if vocabulary is None else vocabulary.draft_ids
-        self._source = DraftSource(parts, device_of(draft), draft.dtype, ids)
+        adapted: list[Any] = [module for module in draft.modules() if hasattr(module, "merged_adapters")]
+        adapters = tuple((*one.active_adapters, one.disable_adapters, *one.merged_adapters) for one in adapted)
+        self._source = DraftSource(parts, device_of(draft), draft.dtype, adapters, ids)
 
     def recall(self, batch: Batch, drafter: Drafter | None) -> None:
         """Let the draft cache hold what the state has of the prompts; the same columns of every row.

@@ -12,11 +12,12 @@ from hf_speculate.errors import UnsupportedGenerationError
 from hf_speculate.infer.context import Context, mapped
 from hf_speculate.infer.language_model import device_of, text_prefix
 
-# Arguments that our own loop gives itself.
+# Arguments that our own loop gives itself, or to nobody.
 _OWN = {
     "attention_mask",
     "input_ids",
     "inputs_embeds",
+    "labels",
     "logits_to_keep",
     "output_attentions",
     "output_hidden_states",

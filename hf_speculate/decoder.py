@@ -258,9 +258,10 @@ class SpeculativeDecoder:
         self.stats.num_batch_rounds += 1
         self.stats.add_draft_len(round_.draft.token_ids.shape[1])
         for row in live:
-            num_drafted, num_accepted = verified.num_drafted[row], verified.num_accepted[row]
-            num_judged = min(num_accepted + 1, num_drafted, len(verified.new_ids[row]))
-            self.stats.add_row(num_drafted, num_accepted, trimmed.num_emitted[row], num_judged)
+            num_drafted, num_emitted = verified.num_drafted[row], trimmed.num_emitted[row]
+            num_accepted = min(verified.num_accepted[row], num_emitted)  # a criterion may stop before the last of them
+            num_judged = min(verified.num_accepted[row] + 1, num_drafted, len(verified.new_ids[row]), num_emitted)
+            self.stats.add_row(num_drafted, num_accepted, num_emitted, num_judged)
         if self.recorder.recorded.hidden_states or self.recorder.recorded.attentions:
             config = self.target.model.config.get_text_config(decoder=True)
             windows = windows_of(config, batch.target_cache.cache)

@@ -16,11 +16,12 @@ class DraftSource(NamedTuple):
     parts: tuple[weakref.ref[Any], ...]  # the model's innermost modules
     device: torch.device
     dtype: torch.dtype
+    adapters: tuple[Any, ...]  # by layer that PEFT adapts: those in use, whether they are, and those merged
     draft_ids: Tensor | None  # [V] int64, by target id, what the draft is fed for it; None: the same id
 
     def serves(self, other: "DraftSource") -> bool:
         """Whether the states would be the other's too."""
-        if (self.parts, self.device, self.dtype) != (other.parts, other.device, other.dtype):
+        if self[:4] != other[:4]:
             return False
         if self.draft_ids is None or other.draft_ids is None:
             return self.draft_ids is other.draft_ids
@@ -40,9 +41,9 @@ class DraftState:
 
     Passed to the turns of a chat, it spares the draft model what it has read already: each row reads what follows the
     longest beginning that its prompt shares with the text before. Texts and drafts are the same with it and without.
-    With another draft model, number of rows, device or dtype, or a prompt that begins otherwise, it starts anew. It
-    holds one call's states at a time, and nothing after a call that failed. Threads may share it; calls that run at
-    the same time find it empty. Call `reset()` after the draft's weights were changed in place.
+    With another draft model or adapter, number of rows, device or dtype, or a prompt that begins otherwise, it starts
+    anew. It holds one call's states at a time, and nothing after a call that failed. Threads may share it; calls that
+    run at the same time find it empty. Call `reset()` after the draft's weights were changed in place.
     """
 
     def __init__(self) -> None:

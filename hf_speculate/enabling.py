@@ -75,7 +75,8 @@ def _base_model(model: object) -> PreTrainedModel:
     if not isinstance(base, PreTrainedModel) or not isinstance(base, GenerationMixin):
         raise UnsupportedModelError(
             f"model must be a transformers model that can generate, got {type(model).__name__}; "
-            "load it with an AutoModelFor... class that has a language modelling head"
+            "load it with an AutoModelFor... class that has a language modelling head; pass what a wrapper holds, and "
+            "compile in place, with model.compile()"
         )
     return base
 

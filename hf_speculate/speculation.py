@@ -156,6 +156,7 @@ class Speculation:
             model_kwargs=model_kwargs,
             inputs_tensor=input_ids if inputs_tensor is None else inputs_tensor,
             logits_processor=logits_processor,
+            vocab_size=model.config.get_text_config(decoder=True).vocab_size,
         )
         return Call(
             input_ids=input_ids,

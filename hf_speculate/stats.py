@@ -83,7 +83,7 @@ class SpeculationStats:
 
         Args:
             num_drafted: tokens drafted for the row.
-            num_accepted: those that the verifier kept.
+            num_accepted: those of them that stayed.
             num_emitted: tokens that went into the output, after stopping.
             num_judged: drafted tokens that the verifier looked at; None: those up to and with the first refused one.
         """

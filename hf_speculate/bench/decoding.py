@@ -35,7 +35,8 @@ class Decoder:
 
     Args:
         target: enabled or not; left as it is.
-        draft_arguments: `assistant_model`, and the tokenizers where vocabularies differ.
+        draft_arguments: `assistant_model`, the draft's tokenizer where vocabularies differ, and the target's, which the
+            stop strings of a generation config need too.
         max_new_tokens: N.
         sampling: arguments of transformers' own, for ways that draw.
     """
@@ -89,7 +90,8 @@ class Decoder:
         return Decoded(new_ids, stats)
 
     def _plain(self, batch: Batch, options: dict[str, Any]) -> list[Tensor]:
-        output: Any = self.target.generate(**_inputs(batch), **options)  # type: ignore[operator]
+        tokenizer = self._draft_arguments.get("tokenizer")
+        output: Any = self.target.generate(**_inputs(batch), tokenizer=tokenizer, **options)  # type: ignore[operator]
         return list(output[:, batch.input_ids.shape[1] :])
 
     def _assisted(self, way: Way, batch: Batch, options: dict[str, Any]) -> list[Tensor]:

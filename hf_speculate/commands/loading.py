@@ -38,16 +38,9 @@ class Pair:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What `generate()` is told of the draft."""
-        if self.draft is None:
-            return {}
-        if self.draft_tokenizer is None:
-            return {"assistant_model": self.draft}
-        return {
-            "assistant_model": self.draft,
-            "tokenizer": self.tokenizer,
-            "assistant_tokenizer": self.draft_tokenizer,
-        }
+        """What `generate()` is told of the draft, and the tokenizer that `stop_strings` need."""
+        draft = {"assistant_model": self.draft, "assistant_tokenizer": self.draft_tokenizer}
+        return {"tokenizer": self.tokenizer} | {name: value for name, value in draft.items() if value is not None}
 
 
 def load_pair(target: str, draft: str | None, dtype: str, device: str, notes: Console | None = None) -> Pair:

@@ -65,6 +65,8 @@ def decode_dataset(
     """
     rows = read_rows(prompts)
     check_batch_size(batch_size)
+    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
+        raise ConfigError(f"seed must be an int, got {seed!r}; leave it out to have one drawn")
     decoder = RowDecoder(model, tokenizer, max_new_tokens, arguments, is_chat)
     ranks = find_ranks(is_cpu=model.device.type == "cpu")
     check_model(model, ranks)
@@ -82,10 +84,10 @@ def check_batch_size(batch_size: int) -> None:
     """Refuse a number of rows that is none.
 
     Raises:
-        ConfigError: it is below 1.
+        ConfigError: it is no int, or below 1.
     """
-    if batch_size < 1:
-        raise ConfigError(f"batch_size must be at least 1, got {batch_size}; leave it out for 16")
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise ConfigError(f"batch_size must be at least 1, got {batch_size!r}; leave it out for 16")
 
 
 def check_model(model: PreTrainedModel, ranks: Ranks) -> None:

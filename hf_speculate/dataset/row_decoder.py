@@ -97,6 +97,7 @@ class RowDecoder:
         prompts = token_ids_of(rows, self.tokenizer, self.is_chat)
         input_ids, attention_mask = padded(prompts, self._pad_token_id(), self.model.device)
         stats = SpeculationStats()
+        own = {"pad_token_id": self._pad_token_id(), "tokenizer": self.tokenizer}
         decode: Any = self.model.generate if is_enabled(self.model) else _once(self.model)
         try:
             output = decode(
@@ -107,7 +108,7 @@ class RowDecoder:
                 return_dict_in_generate=False,
                 seed=[row_seed(seed, row.key) for row in rows],
                 speculation_stats=stats,
-                **{"pad_token_id": self._pad_token_id(), **self.arguments, **self._verifier()},
+                **{**own, **self.arguments, **self._verifier()},
             )
         except torch.OutOfMemoryError as error:
             raise ConfigError(

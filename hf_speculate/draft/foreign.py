@@ -29,9 +29,9 @@ def make_generator(source: CandidateGenerator | GeneratorFactory | None, **prepa
 
     Args:
         source: a generator, or what makes one from those of `prepared` that it takes; None: the call has none.
-        **prepared: `input_ids`, `generation_config`, `model_kwargs`, `inputs_tensor` and `logits_processor`, as
-            transformers hands them to its own generators; of the processors it gets those that are pure and row-wise,
-            for others follow the text and must not be shown drafts.
+        **prepared: `input_ids`, `generation_config`, `model_kwargs`, `inputs_tensor`, `logits_processor` and
+            `vocab_size`, as transformers hands them to its own generators; of the processors it gets those that are
+            pure and row-wise, for others follow the text and must not be shown drafts.
 
     Raises:
         UnsupportedGenerationError: it is no generator, or one that reads more than the text and hidden states of
@@ -81,14 +81,15 @@ def layers_read(generator: CandidateGenerator) -> list[int] | None:
 
 
 def _taken(source: GeneratorFactory, prepared: dict[str, Any]) -> dict[str, Any]:
-    """What a factory takes: transformers, too, hands MTP no text."""
+    """What a factory takes: transformers, too, hands MTP no text, and the vocabulary's size to prompt lookup only."""
+    usual = {name: value for name, value in prepared.items() if name != "vocab_size"}
     try:
         parameters = inspect.signature(source).parameters
     except (TypeError, ValueError):  # it does not say
-        return prepared
-    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
-        return prepared
-    return {name: value for name, value in prepared.items() if name in parameters}
+        return usual
+    named = {name: value for name, value in prepared.items() if name in parameters}
+    takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    return usual | named if takes_all else named
 
 
 def samples_its_law(generator: CandidateGenerator) -> bool:

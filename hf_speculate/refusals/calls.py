@@ -41,6 +41,8 @@ _DECODER_KWARGS = _COMMON_KWARGS | {
     "vision_feature_select_strategy",
 }
 
+_PASSED_OVER = {"labels"}  # plain generation never hands them to the model; Seq2SeqTrainer passes them
+
 # Fields that ask for drafts from the hidden states of the target.
 _OF_TARGETS_STATES = ("speculation_type", "use_mtp")
 
@@ -114,7 +116,8 @@ def check_prepared(
             "assistant_ensemble_weight must be left out, got one; choose verifier='typical' for a lossy rule"
         )
     known = _ENCODER_DECODER_KWARGS if has_encoder else _DECODER_KWARGS
-    extra = sorted(name for name, value in model_kwargs.items() if value is not None and name not in known)
+    taken = known | _PASSED_OVER
+    extra = sorted(name for name, value in model_kwargs.items() if value is not None and name not in taken)
     if extra:
         raise UnsupportedGenerationError(
             f"model arguments must be among {', '.join(sorted(known))}, got {', '.join(extra)}; {reason.way_out}"

@@ -140,5 +140,5 @@ def check_assistant(assistant: object) -> None:
     if not isinstance(assistant, PreTrainedModel) or not assistant.can_generate():
         raise UnsupportedModelError(
             f"assistant_model must be a transformers model that can generate, got {type(assistant).__name__}; "
-            f"load it with an AutoModelFor... class, or {ASSISTED.way_out}"
+            f"load it with an AutoModelFor... class, compile it in place with its compile(), or {ASSISTED.way_out}"
         )

@@ -14,12 +14,14 @@ from hf_speculate import cli
 from hf_speculate.cli import main
 from hf_speculate.commands.prompts import read_prompts
 from hf_speculate.generation import SpeculativeGenerationMixin
+from tests.dataset.common import save_pair
 from tests.tiny import make_model
 from tests.tiny_tokenizers import byte_level_tokenizer
 
 PAIR = Path(__file__).parents[2] / "examples" / "pair"
 TARGET, DRAFT = str(PAIR / "target"), str(PAIR / "draft")
 PROMPTS = ["def main():\n", "class Stack:\n"]
+LETTERS_PROMPT = "bcdefg"
 NUM_TOKENS = 12
 COMMON = ["-n", str(NUM_TOKENS), "--dtype", "float64", "--device", "cpu"]
 
@@ -57,6 +59,28 @@ def test_the_prompts_of_a_file_are_decoded_in_order(plain_texts, tmp_path, capsy
     assert [text in out for text in plain_texts] == [True, True]
     assert out.index(plain_texts[0]) < out.index(plain_texts[1])
     assert err.index("p0") < err.index("p1")
+
+
+@pytest.fixture
+def stopping_pair(tmp_path) -> tuple[str, str, str]:
+    """A tiny pair whose target's generation config has a stop string, with that string."""
+    save_pair(tmp_path)
+    target = AutoModelForCausalLM.from_pretrained(tmp_path / "target", dtype=torch.float64)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "target")
+    target.generation_config.eos_token_id = None
+    ids = tokenizer(LETTERS_PROMPT, return_tensors="pt")["input_ids"]
+    text = tokenizer.decode(target.generate(ids, max_new_tokens=NUM_TOKENS)[0, ids.shape[1] :])
+    stop = text[4:6]
+    target.generation_config.stop_strings = [stop]
+    target.generation_config.save_pretrained(tmp_path / "target")
+    return str(tmp_path / "target"), str(tmp_path / "draft"), text[: text.index(stop) + len(stop)]
+
+
+@pytest.mark.parametrize("with_draft", [True, False])
+def test_stop_strings_of_a_saved_config_end_the_text(with_draft, stopping_pair, capsys):
+    target, draft, expected = stopping_pair
+    assert main(["generate", target, LETTERS_PROMPT, *(["-d", draft] if with_draft else []), *COMMON]) == 0
+    assert capsys.readouterr().out.strip() == expected.strip()
 
 
 def test_drawn_texts_are_repeated_by_their_seed(capsys):

@@ -72,6 +72,15 @@ def test_texts_counts_and_reasons_are_those_of_plain_decoding(options, plain, to
     assert [line["id"] for line in report.results()] == list(found)
 
 
+@pytest.mark.parametrize("options", [{}, NO_DRAFT], ids=["draft", "none"])
+def test_stop_strings_end_rows_where_plain_decoding_ends_them(options, plain, tokenizer, tmp_path):
+    stop = plain[0][0][3:5]
+    assert len(stop) == 2
+    _, output = decode(tmp_path, tokenizer, stop_strings=[stop], **options)
+    found = texts_in(output)
+    assert [found[key] for key in range(1, 12)] == [text.split(stop)[0] + stop * (stop in text) for text, *_ in plain]
+
+
 def test_batches_hold_rows_of_like_length_the_longest_first(tokenizer, tmp_path):
     _, output = decode(tmp_path, tokenizer)
     batches = begun_in(output)
@@ -301,6 +310,8 @@ def test_a_chat_that_its_template_refuses_is_named(tokenizer, tmp_path):
     ("options", "message"),
     [
         ({"batch_size": 0}, "batch_size must be at least 1"),
+        ({"batch_size": 2.5}, "batch_size must be at least 1, got 2.5"),
+        ({"seed": "x"}, "seed must be an int, got 'x'"),
         ({"if_changed": "perhaps"}, "if_changed must be one of keep, refuse, restart"),
         ({"max_length": 9}, "got max_length; leave it out"),
         ({"do_sample": True, "verifier": "rejection", "assistant_model": None}, "verifier must be 'coupled'"),

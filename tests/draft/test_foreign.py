@@ -168,6 +168,7 @@ def mirrored(target):
 SOURCES = {
     "assisted": lambda target: partial(AssistedCandidateGenerator, assistant_model=noisy_copy(target, 0.05)),
     "prompt lookup": lambda target: PromptLookupCandidateGenerator(max_length=99),
+    "prompt lookup, made in the call": lambda target: partial(PromptLookupCandidateGenerator, max_length=99),
     "early exit": lambda target: early_exit,
     "other tokenizer, by text": lambda target: with_translation(mirrored(target), False),
     "other tokenizer, by token": lambda target: with_translation(mirrored(target), True),

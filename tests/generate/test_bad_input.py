@@ -135,6 +135,15 @@ def test_embeddings_for_a_candidate_generator(models):
         models[0].generate(inputs_embeds=embeds, candidate_generator=PromptLookupCandidateGenerator())
 
 
+def test_a_wrapper_around_a_model(models):
+    target, draft = models
+    wrapped = torch.compile(draft)
+    with pytest.raises(UnsupportedModelError, match=r"got OptimizedModule; .*compile it in place"):
+        target.generate(**ragged_prompts(1, seed=1), assistant_model=wrapped)
+    with pytest.raises(UnsupportedModelError, match=r"got OptimizedModule; .*compile in place, with model\.compile"):
+        hf_speculate.enable(wrapped)
+
+
 def test_an_unknown_model_argument():
     target, draft = pair("gpt2")
     encoded = torch.zeros(1, 3, 32, dtype=torch.float64)

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import DynamicCache, GenerationConfig
 
 import hf_speculate
@@ -289,6 +290,24 @@ def test_what_does_not_fit_starts_anew(other):
     ids, _, widths = say(target, draft, padded(rows), state)
     assert_equal_ids(plain, ids)
     assert widths[0] == len(rows[0]) + 1
+    assert state.num_tokens
+
+
+def test_another_adapter_of_the_draft_starts_anew():
+    target = hf_speculate.enable(make_model("llama"))
+    lora = {"r": 2, "init_lora_weights": False}
+    draft = get_peft_model(make_model("llama"), LoraConfig(target_modules=["q_proj"], **lora), adapter_name="one")
+    draft.add_adapter("other", LoraConfig(target_modules=["v_proj"], **lora))
+    draft.to(torch.float64).eval()
+    state, inputs = DraftState(), padded([[5, 6, 7, 8, 9]])
+    options = {"do_sample": True, "seed": 4, "max_new_tokens": 20, "num_assistant_tokens": 4, "assistant_model": draft}
+    for name in ("one", "other", "one"):
+        draft.set_adapter(name)
+        expected = target.generate(**inputs, **options)
+        assert_equal_ids(expected, target.generate(**inputs, **options, draft_state=state))
+    with draft.disable_adapter():
+        expected = target.generate(**inputs, **options)
+        assert_equal_ids(expected, target.generate(**inputs, **options, draft_state=state))
     assert state.num_tokens
 
 

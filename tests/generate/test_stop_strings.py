@@ -6,9 +6,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from hf_speculate import SpeculationStats
 from hf_speculate.errors import ConfigError
 from tests.cases import assert_equal_ids, pair
-from tests.tiny import ragged_prompts
+from tests.tiny import noisy_copy, ragged_prompts
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,"  # one for each of the 64 ids
 
@@ -33,6 +34,19 @@ def test_text_ends_where_plain_ends_it(tokenizer, batch_size, num_assistant_toke
     plain = target.generate(**inputs, **options)
     ours = target.generate(**inputs, **options, assistant_model=draft, num_assistant_tokens=num_assistant_tokens)
     assert_equal_ids(plain, ours)
+
+
+def test_drafts_that_a_stop_cuts_off_did_not_stay(tokenizer):
+    target, _ = pair("llama")
+    inputs = ragged_prompts(1, seed=31)
+    options = {"max_new_tokens": 24, "pad_token_id": 0, "tokenizer": tokenizer}
+    new = target.generate(**inputs, **options)[0, inputs["input_ids"].shape[1] :]
+    stop = "".join(tokenizer.convert_ids_to_tokens(new[8:10].tolist()))
+    stats = SpeculationStats()
+    options |= {"stop_strings": [stop], "assistant_model": noisy_copy(target, 0.0), "num_assistant_tokens": 6}
+    target.generate(**inputs, **options, speculation_stats=stats)
+    # the prompt's token, a whole round of 6 drafts and a token of the target's, and 2 of the next 6 drafts
+    assert (stats.num_emitted, stats.num_accepted, stats.num_judged, stats.num_rounds) == (9, 8, 8, 2)
 
 
 def test_stop_strings_without_a_tokenizer_are_refused():
