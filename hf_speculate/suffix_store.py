@@ -11,7 +11,7 @@ from hf_speculate.suffix_index import START, Place, SuffixIndex
 
 MIN_BYTES = 1 << 20
 _CHUNK_TOKENS = 256  # appended between two looks at the size
-_TOKEN_BYTES = 1024  # more than a token can take: two states, three transitions, each in a dict of its own
+_TOKEN_BYTES = 1024  # more than one takes on average: two states, three transitions, each in a dict of its own
 
 
 class Found(NamedTuple):
@@ -78,6 +78,11 @@ class SuffixStore:
             if self._newer.num_bytes + _CHUNK_TOKENS * _TOKEN_BYTES > self.max_bytes // 2:
                 self._newer, self._older = SuffixIndex(), self._newer
             self._newer.extend(token_ids[begin : begin + _CHUNK_TOKENS])
+            # A state that is split copies its transitions, of which a text may have thousands after one context.
+            if self._newer.num_bytes + self._older.num_bytes > self.max_bytes:
+                self._older = SuffixIndex()
+                if self._newer.num_bytes > self.max_bytes:
+                    self._newer = SuffixIndex()
         if len(token_ids):
             self._newer.separate()
 
@@ -105,14 +110,20 @@ class StoreReader:
             self._found = [(index, index.follow(place, token_ids)) for index, place in self._whole()]
 
     def find(self, num: int) -> Found:
-        """The `num` tokens, or fewer, that followed the longest match; the newer text's where two are as long."""
+        """The `num` tokens, or fewer, that followed the longest match; the newer text's where two are as long.
+
+        What was found at a text's end yields to a shorter match elsewhere that something followed.
+        """
         with self._lock:
-            found = max(self._whole(), key=lambda pair: pair[1].length, default=None)
-            if found is None or found[1].length == 0:
-                return Found(0, [])
-            index, place = found
-            place = place._replace(length=min(place.length, self._max_match_len))
-            return Found(place.length, index.continuation(index.end_of(place), num, is_repeated=False))
+            longest = 0
+            for index, place in sorted(self._whole(), key=lambda pair: -pair[1].length):
+                length = min(place.length, self._max_match_len)
+                longest = max(longest, length)
+                end = index.end_of(place._replace(length=length))
+                token_ids = index.continuation(end, num, is_repeated=False) if length else []
+                if token_ids:
+                    return Found(length, token_ids)
+            return Found(longest, [])
 
     def _whole(self) -> list[tuple[SuffixIndex, Place]]:
         """The indices that nobody was interrupted in growing, with the row's places."""

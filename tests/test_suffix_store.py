@@ -29,6 +29,15 @@ def test_it_finds_what_followed_the_longest_match():
     assert store.num_tokens == 9
 
 
+def test_a_texts_end_yields_to_what_goes_on_in_the_older_half():
+    store = SuffixStore()
+    store.add([2, 3, 4])
+    store._older, store._newer = store._newer, SuffixIndex()  # as when the bound is near
+    store.add([1, 2, 3])
+    assert found(store, [1, 2, 3]) == (2, [4])
+    assert found(store, [4]) == (1, [])
+
+
 def test_texts_do_not_run_into_each_other():
     store = SuffixStore()
     store.add([1, 2])
@@ -71,6 +80,23 @@ def test_memory_stays_within_the_bound(vocab_size):
     assert store.num_tokens < 20 * 700
     store.add([1, 2, 3, 4])
     assert found(store, [9, 1, 2, 3], num=1) == (3, [4])
+
+
+def test_contexts_with_thousands_of_continuations_stay_within_it_too():
+    """A new word before such a context splits the states of all its ends, and each copies what leads on from it."""
+    store = SuffixStore(16 << 20)
+    largest, word = 0, 1000
+    for first in (1, 11, 21):
+        context = list(range(first, first + 9))
+        text = []
+        for _ in range(3106):  # a little less than half of the bound
+            text += [*context, word]
+            word += 1
+        ends = [token for length in range(8, 0, -1) for token in (500 + first, *context[-length:])]
+        for added in (text, ends):
+            store.add(added)
+            largest = max(largest, store.num_bytes)
+    assert MIN_BYTES < largest <= store.max_bytes
 
 
 @pytest.mark.parametrize("max_bytes", [0, MIN_BYTES - 1, 1e9, True, "1"])

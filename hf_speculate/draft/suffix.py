@@ -79,8 +79,9 @@ class SuffixRow:
         if self._reader is not None:
             found = self._reader.find(num)
             if found.match_len > match_len and found.token_ids:
-                match_len, token_ids = found.match_len, found.token_ids[: _within(num, found.match_len)]
-                token_ids = _below(token_ids, settings.vocab_size)
+                known = _below(found.token_ids[: _within(num, found.match_len)], settings.vocab_size)
+                if known:
+                    match_len, token_ids = found.match_len, known
         if settings.eos_token_ids and not settings.eos_token_ids.isdisjoint(token_ids):
             end = next(place for place, token in enumerate(token_ids) if token in settings.eos_token_ids)
             token_ids = token_ids[: end + 1]
