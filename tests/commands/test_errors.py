@@ -224,6 +224,7 @@ def test_behind_two_dashes_debug_is_a_prompt(folder, capsys):
     assert "2 tokens in" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_nothing_else_stands_on_the_standard_error_of_a_process(folder, tmp_path):
     script = tmp_path / "hf-speculate"  # as an installer writes it
     script.write_text("import sys\nfrom hf_speculate.cli import main\nsys.exit(main())\n")

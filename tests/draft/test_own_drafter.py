@@ -309,6 +309,7 @@ def test_an_encoder_decoders_states_are_its_decoders(kind):
         assert torch.equal(chosen[ids >= 0], ids[ids >= 0])
 
 
+@pytest.mark.slow
 def test_a_compiled_target_runs_eagerly_for_a_reader_only():
     target = hf_speculate.enable(make_model("llama", num_hidden_layers=1))
     inputs = ragged_prompts(2, seed=6)

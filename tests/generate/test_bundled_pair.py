@@ -29,6 +29,7 @@ def prompts():
     return [json.loads(line)["turns"][0] for line in lines][:: len(lines) // NUM_ROWS][:NUM_ROWS]
 
 
+@pytest.mark.slow
 def test_tokens_a_round_in_a_batch_are_those_of_single_rows(models, prompts):
     target, draft = models
     tokenizer = AutoTokenizer.from_pretrained(EXAMPLES / "pair" / "target", padding_side="left")

@@ -76,7 +76,10 @@ def runs(monkeypatch):
 
 @pytest.mark.parametrize(
     ("kind", "batch_size"),
-    [("llama", 1), ("llama", 3), pytest.param("gemma2", 3, marks=pytest.mark.slow), ("gpt2", 3)],
+    [
+        ("llama", 3),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("llama", 1), ("gemma2", 3), ("gpt2", 3))),
+    ],
 )
 def test_text_equals_plain_and_rows_that_end_stay(kind, batch_size):
     target, draft = small_pair(kind)
@@ -91,7 +94,9 @@ def test_text_equals_plain_and_rows_that_end_stay(kind, batch_size):
     "options",
     [
         {"do_sample": True, "top_k": 0},  # all steps in one unit
-        {"do_sample": True, "top_k": 10, "assistant_confidence_threshold": 0.2},  # one by one
+        pytest.param(  # one by one
+            {"do_sample": True, "top_k": 10, "assistant_confidence_threshold": 0.2}, marks=pytest.mark.slow
+        ),
         {"do_sample": True, "verifier": "coupled", "top_k": 0},
     ],
 )

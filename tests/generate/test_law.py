@@ -302,7 +302,11 @@ class NoiseOfTheDraftUsedAgain:
 
 
 @pytest.mark.parametrize(
-    ("control", "draft_sampling"), [(ArgmaxPassedOffAsSampled, "argmax"), (NoiseOfTheDraftUsedAgain, "sample")]
+    ("control", "draft_sampling"),
+    [
+        (ArgmaxPassedOffAsSampled, "argmax"),
+        pytest.param(NoiseOfTheDraftUsedAgain, "sample", marks=pytest.mark.slow),
+    ],
 )
 def test_a_wrong_verifier_fails_the_same_test(models, control, draft_sampling, monkeypatch):
     target, draft = models
@@ -313,9 +317,8 @@ def test_a_wrong_verifier_fails_the_same_test(models, control, draft_sampling, m
     assert p_value(counts, joint_law(target)) < SIGNIFICANCE
 
 
-@pytest.mark.parametrize(
-    ("num_draws", "temperature"), [(FEWER_DRAWS, 0.9), pytest.param(NUM_DRAWS, 0.95, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_draws", "temperature"), [(FEWER_DRAWS, 0.9), (NUM_DRAWS, 0.95)])
 def test_a_wrong_law_fails_the_same_test(models, num_draws, temperature):
     target, draft = models
     counts = draw(target, draft, num_draws, num_assistant_tokens=K, temperature=temperature)

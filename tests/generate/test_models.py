@@ -32,7 +32,8 @@ _STATEFUL = {
 
 @pytest.mark.parametrize("kind", MORE_KINDS)
 @pytest.mark.parametrize(
-    ("batch_size", "num_assistant_tokens", "home"), [(1, 5, "auto"), (3, 3, "auto"), (3, 3, "dynamic")]
+    ("batch_size", "num_assistant_tokens", "home"),
+    [pytest.param(1, 5, "auto", marks=pytest.mark.slow), (3, 3, "auto"), (3, 3, "dynamic")],
 )
 def test_greedy_equals_plain(kind, batch_size, num_assistant_tokens, home):
     # MPT fills what it masks with the lowest float64 and takes the softmax in float32, where padding becomes NaN.

@@ -28,7 +28,7 @@ def masked(batch_size, place):
 
 @pytest.mark.parametrize("place", ["end", "last", "midst"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral_window", "bloom"])
-@pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 3}])
+@pytest.mark.parametrize("options", [{}, pytest.param({"prefill_chunk_size": 3}, marks=pytest.mark.slow)])
 def test_text_equals_plain(kind, place, options):
     target, draft = pair(kind)
     inputs = masked(3, place)

@@ -185,6 +185,7 @@ def test_it_compiles_as_one_graph(mask, num_query):
     assert torch.allclose(ours, expected, atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.slow
 def test_importing_registers_nothing():
     code = (
         "import hf_speculate\n"

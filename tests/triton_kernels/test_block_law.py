@@ -100,7 +100,7 @@ def text_p_value(**options: Any) -> float:
     return p_value(counts, text_law(target, 4))
 
 
-@pytest.mark.parametrize("end_token_id", [None, 1])
+@pytest.mark.parametrize("end_token_id", [None, pytest.param(1, marks=pytest.mark.slow)])
 def test_joint_law_of_four_tokens_over_several_rounds_is_the_targets(end_token_id: int | None) -> None:
     assert text_p_value(end_token_id=end_token_id) > PASS_P_VALUE
 

@@ -103,6 +103,7 @@ def test_joint_law_of_four_tokens_over_several_rounds_is_the_targets() -> None:
     assert text_p_value(with_positions=True) > PASS_P_VALUE
 
 
+@pytest.mark.slow
 def test_control_keys_without_the_position_are_caught() -> None:
     assert text_p_value(with_positions=False) < FAIL_P_VALUE
 
