@@ -46,7 +46,8 @@ class LanguageModel:
         self._takes_logits_to_keep = parameter is not None
         takes_places = parameter is not None and "Tensor" in str(parameter.annotation)
         # Layers of Gemma 4 that read the states of earlier ones leave out what a count leaves out, but know no places.
-        saves = model.config.get_text_config(decoder=True).model_type.startswith("gemma4")
+        config = model.config.get_text_config(decoder=True)
+        saves = config.model_type.startswith("gemma4") and config.num_kv_shared_layers > 0
         self._makes_compact = takes_places and self.device.type == "cpu" and not saves  # see `_kept`
 
     @property

@@ -56,15 +56,13 @@ def test_logits_to_keep_are_the_last_ones(kind):
 
 
 @pytest.mark.parametrize("num", [1, 3, 6])
-def test_the_head_is_given_compact_states(llama, num):
-    strides = []
-    hook = llama.lm_head.register_forward_pre_hook(lambda _, args: strides.append((args[0].shape, args[0].stride())))
+@pytest.mark.parametrize(("kind", "options"), [("llama", {}), ("gemma4", {"num_kv_shared_layers": 0})])
+def test_the_head_is_given_compact_states(kind, options, num):
+    model, strides = make_model(kind, **options), []
+    model.lm_head.register_forward_pre_hook(lambda _, args: strides.append((args[0].shape, args[0].stride())))
     ids = torch.full((BATCH_SIZE, 6), 5)
-    try:
-        LanguageModel(llama).forward(ids, make_cache(llama, BATCH_SIZE), logits_to_keep=num)
-    finally:
-        hook.remove()
-    (shape, stride), width = strides[0], llama.config.hidden_size
+    LanguageModel(model).forward(ids, make_cache(model, BATCH_SIZE), logits_to_keep=num)
+    (shape, stride), width = strides[0], model.config.hidden_size
     assert shape == (BATCH_SIZE, num, width)
     assert stride == (num * width, width, 1)
 
