@@ -7,8 +7,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 OLDEST := .oldest
 OLDEST_STAMP := $(OLDEST)/.installed
-OLDEST_TESTS := tests/draft tests/generate tests/reliability tests/test_compatibility.py tests/test_enabling.py \
-  tests/test_faults.py tests/test_pipeline.py
+OLDEST_TESTS := tests/draft tests/generation tests/reliability tests/test_compatibility.py tests/generation/test_enable.py \
+  tests/engine/test_error_context.py tests/generation/test_pipeline.py
 WORKERS ?= logical
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
@@ -93,7 +93,7 @@ kernels: $(STAMP)
 	$(BIN)/python benchmarks/kernel_builds.py
 
 kernel-repo: $(STAMP)
-	$(BIN)/python tools/kernel_repo.py
+	$(BIN)/python -m hf_speculate.tools.hub.kernel_repository
 
 bench: $(STAMP)
 	@set -e; for file in $(filter-out $(RESULTS_PAGE),$(wildcard benchmarks/*.py)) $(RESULTS_PAGE); do \

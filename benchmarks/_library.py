@@ -6,10 +6,10 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_speculate.attention_switch import folded_attention_for
-from hf_speculate.infer.homes import Home
-from hf_speculate.infer.kv_cache import KVCache
-from hf_speculate.infer.language_model import LanguageModel
+from hf_speculate.cache.base import KVCache
+from hf_speculate.models.attention_switch import folded_attention_for
+from hf_speculate.models.cache_selection import Home
+from hf_speculate.models.language_model import LanguageModel
 
 DEFAULT_SCHEDULE = "adaptive"  # with `num_assistant_tokens` left out
 CACHES = ("auto", "dynamic", "preallocated")

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from hf_speculate.draft_state import DraftState
+from hf_speculate.draft.state import DraftState
+from hf_speculate.draft.suffix_store import SuffixStore
 from hf_speculate.errors import ConfigError
 from hf_speculate.field_checks import check_callable, check_count, check_real, check_span, is_int
 from hf_speculate.stats import SpeculationStats
-from hf_speculate.suffix_store import SuffixStore
 from hf_speculate.triton_kernels.noise import row_seeds
 from hf_speculate.types import RoundReport
 

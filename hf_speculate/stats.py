@@ -6,8 +6,8 @@ from typing import Any
 import rich.markup
 import rich.table
 
-from hf_speculate.extras import import_extra
-from hf_speculate.figures import figure_of
+from hf_speculate.optional_imports import import_extra
+from hf_speculate.plotting import figure_of
 
 STAGES = ("prefill", "draft", "score", "verify", "bookkeeping")
 MAX_DRAFT_LENS = 16_384  # rounds whose draft lengths are kept in order: 128 KiB

@@ -14,7 +14,7 @@ DRAFT_NOISE = 0.05  # leaves an acceptance of about 0.5 to 0.9, so that rounds o
 ACCEPTED_ALL, ACCEPTED_NONE = 0.0, 10.0  # noise that leaves the draft equal to the target, or foreign to it
 
 
-# Every way to draft, every verifier and every cache, for `tests/generate/test_matrix.py`.
+# Every way to draft, every verifier and every cache, for `tests/generation/test_matrix.py`.
 DRAFTERS: dict[str, dict[str, Any]] = {
     "model, sampling": {"draft_sampling": "sample"},
     "model, argmax": {"draft_sampling": "argmax"},

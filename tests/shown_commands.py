@@ -14,10 +14,10 @@ import typer
 from typer.exceptions import TyperException
 from typer.main import get_command
 
-from hf_speculate.cli import app
+from hf_speculate.tools.cli.main import app
 
 ROOT = Path(__file__).parents[1]
-CLI = "hf_speculate.cli"
+CLI = "hf_speculate.tools.cli.main"
 LAUNCHERS = ("python", "torchrun", "accelerate")
 FREE = (".", "cp", "curl", "export", "git")  # about which nothing is known here
 ENDS = {"&&", "||", "|", ";", "&"}  # of a simple command

@@ -8,85 +8,31 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 MAX_LINES = 320
-TOP = 7
 
-# Room -> floor, with halves for what stands between two. A module belongs to the longest room its name starts with.
+# Package or file -> layer. Imports go to a lower layer, or stay inside one package.
 FLOORS = {
-    "hf_speculate": TOP,
-    "hf_speculate.cli": 6.9,
-    "hf_speculate.commands": 6.8,
-    "hf_speculate.bench": 6.75,
-    "hf_speculate.checking": 6.7,
-    "hf_speculate.dataset": 6.7,
-    "hf_speculate.hub": 6.6,
-    "hf_speculate.report": 6.6,
-    "hf_speculate.enabling": 6.5,
-    "hf_speculate.generation": 6,
-    "hf_speculate.speculation": 5.5,
-    "hf_speculate.build": 5,
-    "hf_speculate.attention_switch": 5,
-    "hf_speculate.refusals": 5,
-    "hf_speculate.arguments": 5,
-    "hf_speculate.matching": 5,
-    "hf_speculate.contexts": 5,
-    "hf_speculate.healing": 5,
-    "hf_speculate.choices": 4.75,
-    "hf_speculate.call": 4.5,
-    "hf_speculate.drafting": 4.5,
-    "hf_speculate.reasons": 4.5,
-    "hf_speculate.compiling": 4,
-    "hf_speculate.decoder": 4,
-    "hf_speculate.following": 3.75,
-    "hf_speculate.reporting": 3.75,
-    "hf_speculate.carrying": 3.6,
-    "hf_speculate.batch": 3.5,
-    "hf_speculate.judge": 3.5,
-    "hf_speculate.leading": 3.5,
-    "hf_speculate.draft": 3,
-    "hf_speculate.verify": 3,
-    "hf_speculate.schedule": 2,
-    "hf_speculate.stopping": 2,
-    "hf_speculate.processors": 2,
-    "hf_speculate.outputs": 2,
-    "hf_speculate.infer": 1,
-    "hf_speculate.saved_fields": 1.5,
-    "hf_speculate.config": 1,
-    "hf_speculate.hidden_states": 1,
-    "hf_speculate.private_names": 1,
-    "hf_speculate.peers": 1,
-    "hf_speculate.row_wise": 1,
-    "hf_speculate.sequences": 1,
-    "hf_speculate.suffix_store": 0.5,
-    "hf_speculate.draft_state": 0.5,
-    "hf_speculate.tracing": 0.5,
-    "hf_speculate.suffix_index": 0,
-    "hf_speculate.errors": 0,
-    "hf_speculate.rollback": 0,
-    "hf_speculate.field_checks": 0.5,
-    "hf_speculate.stats": 0.5,
-    "hf_speculate.figures": 0.4,
-    "hf_speculate.extras": 0.25,
-    "hf_speculate.quiet": 0,
+    "hf_speculate": 12,
+    "hf_speculate.tools": 11,
+    "hf_speculate.generation": 10,
+    "hf_speculate.engine": 9,
+    "hf_speculate.verify": 8,
+    "hf_speculate.schedule": 8,
+    "hf_speculate.draft": 7,
+    "hf_speculate.models": 6,
+    "hf_speculate.cache": 5,
+    "hf_speculate.processors": 5,
+    "hf_speculate.config": 4,
+    "hf_speculate.stats": 3,
+    "hf_speculate.plotting": 2,
+    "hf_speculate.compat": 1,
+    "hf_speculate.optional_imports": 1,
     "hf_speculate.types": 0,
+    "hf_speculate.errors": 0,
+    "hf_speculate.token_buffer": 0,
     "hf_speculate.triton_kernels": -1,
 }
 KERNELS = "hf_speculate.triton_kernels"
-SHARED_ROOMS = (
-    "hf_speculate.bench",
-    "hf_speculate.checking",
-    "hf_speculate.commands",
-    "hf_speculate.dataset",
-    "hf_speculate.hub",
-    "hf_speculate.report",
-    "hf_speculate.draft",
-    "hf_speculate.verify",
-    "hf_speculate.schedule",
-    "hf_speculate.processors",
-    "hf_speculate.refusals",
-    "hf_speculate.infer",
-    KERNELS,
-)
-MAY_USE_PRIVATE_NAMES = ("hf_speculate.private_names",)
+MAY_USE_PRIVATE_NAMES = ("hf_speculate.compat",)
 NAMED_TUPLE_METHODS = {"_asdict", "_fields", "_make", "_replace"}  # public, whatever their names look like
 
 
@@ -177,8 +123,6 @@ def floor_problems(node: ast.AST, name: str, room: str) -> Iterator[tuple[int, s
         yield node.lineno, f"{room} (floor {FLOORS[room]}) imports up: {name} (floor {FLOORS[target]})"
     elif target != room and FLOORS[target] == FLOORS[room]:
         yield node.lineno, f"{room} (floor {FLOORS[room]}) imports sideways: {name}"
-    elif target == room and room not in SHARED_ROOMS:
-        yield node.lineno, f"{room} imports itself"
 
 
 def names_defined(tree: ast.Module) -> set[str]:
@@ -209,7 +153,7 @@ def private_name_problems(tree: ast.Module, module: str) -> Iterator[tuple[int, 
                 if is_of(name, "transformers") and any(map(is_private, [*name.split("."), *inner])):
                     yield (
                         node.lineno,
-                        f"a private name of transformers, for private_names.py: {ast.unparse(node)}",
+                        f"a private name of transformers, for compat.py: {ast.unparse(node)}",
                     )
         elif isinstance(node, ast.Attribute) and is_private(node.attr):
             if not is_self(node.value) and node.attr not in own:
@@ -317,26 +261,31 @@ def test_nothing_but_single_kernel_files_needs_triton() -> None:
 
 DOC = '"""One sentence."""\n'
 BAD = [
-    ("decoder", "from hf_speculate.build import build", "imports up"),
-    ("config", "import hf_speculate.sequences", "imports sideways"),
-    ("draft.model", "from hf_speculate.verify.base import Verifier", "imports sideways"),
-    ("build", "from hf_speculate import enable", "imports up"),
+    ("engine.decoder", "from hf_speculate.generation.enable import enable", "imports up"),
+    ("types", "import hf_speculate.token_buffer", "imports sideways"),
+    ("draft.model", "from hf_speculate.verify.base import Verifier", "imports up"),
+    ("verify.base", "from hf_speculate.schedule.base import Schedule", "imports sideways"),
+    ("engine.builder", "from hf_speculate import enable", "imports up"),
     ("newroom", "import torch", "has no floor"),
-    ("build", "from hf_speculate.newroom import x", "has no floor"),
+    ("engine.builder", "from hf_speculate.newroom import x", "has no floor"),
     ("draft.model", "from .base import Drafter", "relative import"),
-    ("infer.kv_cache", "def f():\n    from hf_speculate.types import KVState", "inside a function"),
-    ("build", "import triton_kernels", "is installed as"),
-    ("decoder", "def f():\n    import triton", "inside triton_kernels only"),
+    ("cache.base", "def f():\n    from hf_speculate.types import KVState", "inside a function"),
+    ("engine.builder", "import triton_kernels", "is installed as"),
+    ("engine.decoder", "def f():\n    import triton", "inside triton_kernels only"),
     ("triton_kernels.reference", "import transformers", "knows tensors only"),
     ("triton_kernels.reference", "from hf_speculate.triton_kernels.types import Verdict", "are relative"),
     ("triton_kernels.reference", "import hf_speculate.errors", "imports up"),
-    ("build", "from transformers.generation.utils import _x", "private name of transformers"),
-    ("build", "def f(model):\n    return model._is_stateful", "foreign private name"),
-    ("build", "def f(self):\n    return self.model._cache", "foreign private name"),
-    ("infer.attention", "def f(config):\n    return config._attn_implementation", "foreign private name"),
-    ("build", "def f(model):\n    return getattr(model, '_is_stateful', False)", "foreign private name"),
-    ("build", "from transformers import GenerationMixin\nGenerationMixin.generate = None", "something imported"),
-    ("build", "import torch\nsetattr(torch.nn, 'x', 1)", "something imported"),
+    ("engine.builder", "from transformers.generation.utils import _x", "private name of transformers"),
+    ("engine.builder", "def f(model):\n    return model._is_stateful", "foreign private name"),
+    ("engine.builder", "def f(self):\n    return self.model._cache", "foreign private name"),
+    ("models.folded_attention", "def f(config):\n    return config._attn_implementation", "foreign private name"),
+    ("engine.builder", "def f(model):\n    return getattr(model, '_is_stateful', False)", "foreign private name"),
+    (
+        "engine.builder",
+        "from transformers import GenerationMixin\nGenerationMixin.generate = None",
+        "something imported",
+    ),
+    ("engine.builder", "import torch\nsetattr(torch.nn, 'x', 1)", "something imported"),
     ("stats", "assert True", "assert in the library"),
     ("stats", "print(1)", "print in the library"),
     ("stats", "try:\n    pass\nexcept:\n    pass", "blind except"),
@@ -344,12 +293,12 @@ BAD = [
     ("stats", "x = 1\n" * MAX_LINES, "at most"),
 ]
 GOOD = [
-    ("draft.model", "from hf_speculate.draft.base import Drafter\nfrom hf_speculate.infer.kv_cache import KVCache"),
+    ("draft.model", "from hf_speculate.draft.base import Drafter\nfrom hf_speculate.cache.base import KVCache"),
     ("types", "from hf_speculate.triton_kernels.types import Verdict"),
-    ("decoder", "from hf_speculate import errors, types"),
+    ("engine.decoder", "from hf_speculate import errors, types"),
     ("triton_kernels.rejection", "from .types import Verdict\ndef f():\n    import triton"),
-    ("private_names", "from transformers.utils import _x\ndef f(model):\n    return model._is_stateful"),
-    ("judge", "def f(keys):\n    return keys._replace(rounds=1)"),
+    ("compat", "from transformers.utils import _x\ndef f(model):\n    return model._is_stateful"),
+    ("engine.verification", "def f(keys):\n    return keys._replace(rounds=1)"),
     ("stats", "class A:\n    def f(self, other):\n        self._n = 1\n        return other._n"),
     ("stats", "try:\n    pass\nexcept BaseException:\n    x = 1\n    raise"),
 ]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import hf_speculate
-from tests.bench.fakes import save_pair
+from tests.tools.bench.fakes import save_pair
 
 ROOT = Path(__file__).parents[1]
 NOT_INSTALLED = {"hf_speculate"}
@@ -92,7 +92,7 @@ import triton_kernels
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_speculate
-from hf_speculate.report import write_html
+from hf_speculate.tools.bench.report import write_html
 
 environment = Path(sys.prefix).resolve()
 assert all(environment in Path(one.__file__).resolve().parents for one in (hf_speculate, triton_kernels))

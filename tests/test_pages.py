@@ -126,7 +126,7 @@ def test_every_example_says_a_command_that_would_be_accepted(path: Path) -> None
         ("cd examples && python -m medusa.runs", "no module medusa.runs"),
         ("cd example", "no folder example"),
         ("HF_HUB_OFFLINE=1 python examples/demo.py --promts 3", "takes no --promts"),
-        ("accelerate launch --num_processes 2 -m hf_speculate.cli generat TARGET", "no command generat"),
+        ("accelerate launch --num_processes 2 -m hf_speculate.tools.cli.main generat TARGET", "no command generat"),
         ("torchrun --nproc-per-node 2 examples/no.py", "no file examples/no.py"),
         ("python --version", "names no script"),
         ('pip install ".[grammar,plots]"', "no extras plots"),
@@ -144,7 +144,7 @@ def test_a_right_command_is_accepted() -> None:
     make test PYTEST_ARGS="-k greedy"  # a few
     hf-speculate --debug generate TARGET "def main():" \\
       --draft DRAFT > out.txt
-    python -m hf_speculate.cli check TARGET DRAFT | python -m json.tool
+    python -m hf_speculate.tools.cli.main check TARGET DRAFT | python -m json.tool
     cd examples && python -m medusa.run --prompts 2
     """
     assert problems_in(dedent(block)) == []

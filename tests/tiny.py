@@ -82,7 +82,7 @@ _CONFIGS: dict[str, tuple[Callable[..., PreTrainedConfig], dict[str, Any]]] = {
     "bloom": (BloomConfig, {"hidden_size": 32, "n_layer": 2, "n_head": 4}),
 }
 
-# Kinds for which each test of a whole call runs; `MORE_KINDS` are met in `tests/generate/test_models.py` only.
+# Kinds for which each test of a whole call runs; `MORE_KINDS` are met in `tests/generation/test_models.py` only.
 KINDS: tuple[str, ...] = tuple(_CONFIGS)
 
 _SHARED: dict[str, Any] = {  # the last two layers read the states of the first two

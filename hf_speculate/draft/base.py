@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_speculate.cache.base import KVCache
 from hf_speculate.errors import ConfigError, ShapeError
-from hf_speculate.infer.kv_cache import KVCache
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy, Stream
 

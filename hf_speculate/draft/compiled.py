@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_speculate.cache.base import KVCache
+from hf_speculate.cache.preallocated import LayerKinds
 from hf_speculate.draft.base import check_request
 from hf_speculate.draft.model import DraftSettings, ModelDrafter
-from hf_speculate.infer.compiled import CompiledLanguageModel, Rows, States, forward_rows
-from hf_speculate.infer.inferencer import Inferencer
-from hf_speculate.infer.kv_cache import KVCache
-from hf_speculate.infer.preallocated import LayerKinds
+from hf_speculate.models.compiled import CompiledLanguageModel, Rows, States, forward_rows
+from hf_speculate.models.inferencer import Inferencer
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.triton_kernels import sample
 from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy, Stream

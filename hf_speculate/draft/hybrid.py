@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hf_speculate.cache.base import KVCache
+from hf_speculate.draft.acceptance_rates import model_kinds, model_rates, suffix_kinds, suffix_rates
 from hf_speculate.draft.base import check_request
 from hf_speculate.draft.model import ModelDrafter
-from hf_speculate.draft.promise import model_kinds, model_rates, suffix_kinds, suffix_rates
 from hf_speculate.draft.suffix import NO_PROPOSAL, Proposal, SuffixRows, SuffixSettings, point_masses
-from hf_speculate.infer.kv_cache import KVCache
 from hf_speculate.types import DraftOut, Fed, Kept, NoiseKeys, SampleStrategy
 
 MAX_BEHIND = 64  # tokens that the draft model may lag behind the text before it is run whatever is promised

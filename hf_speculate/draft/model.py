@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hf_speculate.cache.base import KVCache
 from hf_speculate.draft.base import check_request
 from hf_speculate.errors import ConfigError
-from hf_speculate.infer.inferencer import Choice, Inferencer
-from hf_speculate.infer.kv_cache import KVCache
+from hf_speculate.models.inferencer import Choice, Inferencer
 from hf_speculate.processors import BlockLogitsProcessorList
-from hf_speculate.sequences import TokenBuffer
+from hf_speculate.token_buffer import TokenBuffer
 from hf_speculate.triton_kernels import Draws
 from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy, Stream
 

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_speculate.cache.base import KVCache
 from hf_speculate.draft.base import check_request
-from hf_speculate.infer.kv_cache import KVCache
-from hf_speculate.suffix_index import MAX_MATCH_LEN, SuffixIndex
-from hf_speculate.suffix_store import StoreReader, SuffixStore
+from hf_speculate.draft.suffix_index import MAX_MATCH_LEN, SuffixIndex
+from hf_speculate.draft.suffix_store import StoreReader, SuffixStore
 from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy
 
 

@@ -27,10 +27,10 @@ from transformers import (
 )
 
 from hf_speculate.errors import ShapeError, UnsupportedGenerationError
-from hf_speculate.processors.cutoffs import cut, has_cutoffs
 from hf_speculate.processors.prefixes import Prefixes
-from hf_speculate.rollback import ForkedEachRound
-from hf_speculate.row_wise import Reads, find_reads, find_seen_len, is_registered, name_of
+from hf_speculate.processors.registry import Reads, find_reads, find_seen_len, is_registered, name_of
+from hf_speculate.processors.rollback import ForkedEachRound
+from hf_speculate.processors.top_k_top_p import cut, has_cutoffs
 
 _NO_TOKEN = -1
 

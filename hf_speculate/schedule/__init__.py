@@ -4,6 +4,6 @@ from hf_speculate.schedule.adaptive import AdaptiveSchedule
 from hf_speculate.schedule.base import RoundOutcome, Schedule
 from hf_speculate.schedule.constant import ConstantSchedule
 from hf_speculate.schedule.heuristic import HeuristicSchedule
-from hf_speculate.schedule.memory import RoundMemory
+from hf_speculate.schedule.history import RoundMemory
 
 __all__ = ["AdaptiveSchedule", "ConstantSchedule", "HeuristicSchedule", "RoundMemory", "RoundOutcome", "Schedule"]

@@ -3,8 +3,8 @@
 from hf_speculate.schedule.acceptance import AcceptanceModel
 from hf_speculate.schedule.base import RoundOutcome
 from hf_speculate.schedule.costs import CostModel
-from hf_speculate.schedule.memory import Learnt, RoundMemory
-from hf_speculate.schedule.outlook import Outlook
+from hf_speculate.schedule.history import Learnt, RoundMemory
+from hf_speculate.schedule.throughput import Outlook
 
 # Tuned on the simulated and recorded traces of tests/schedule.
 _FIRST_DRAFT_TOKENS = 5

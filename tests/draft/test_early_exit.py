@@ -10,7 +10,7 @@ import hf_speculate
 from hf_speculate.draft.early_exit import early_exit_model
 from hf_speculate.errors import UnsupportedModelError
 from tests.cases import CACHES, VERIFIERS, assert_equal_ids
-from tests.generate.test_law import SIGNIFICANCE, joint_law, p_value
+from tests.generation.test_law import SIGNIFICANCE, joint_law, p_value
 from tests.tiny import make_law_model, make_model, ragged_prompts
 
 KINDS = ("llama", "qwen2", "mistral_window", "gemma2")

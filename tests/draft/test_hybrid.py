@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from hf_speculate.draft.acceptance_rates import Rates, model_rates, suffix_kinds, suffix_rates
 from hf_speculate.draft.hybrid import MAX_BEHIND, HybridDrafter, _mixed
-from hf_speculate.draft.promise import Rates, model_rates, suffix_kinds, suffix_rates
 from hf_speculate.draft.suffix import SuffixSettings, point_masses
 from hf_speculate.types import DraftOut, Kept, SampleStrategy
 from tests.draft.test_model import make_drafter, make_keys

@@ -13,12 +13,12 @@ from transformers import (
     TopKLogitsWarper,
 )
 
+from hf_speculate.cache.dynamic import DynamicKVCache
 from hf_speculate.draft.base import Drafter
 from hf_speculate.draft.model import DraftSettings, ModelDrafter
 from hf_speculate.errors import ConfigError, ShapeError
-from hf_speculate.infer.dynamic import DynamicKVCache
-from hf_speculate.infer.inferencer import Inferencer
-from hf_speculate.infer.language_model import LanguageModel
+from hf_speculate.models.inferencer import Inferencer
+from hf_speculate.models.language_model import LanguageModel
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.triton_kernels.noise import row_seeds
 from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy

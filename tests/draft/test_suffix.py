@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_speculate.draft.suffix import SuffixDrafter, SuffixSettings
-from hf_speculate.suffix_store import SuffixStore
+from hf_speculate.draft.suffix_store import SuffixStore
 from hf_speculate.types import Kept, SampleStrategy
 from tests.draft.test_model import DrafterContract, Texts
 from tests.tiny import ragged_prompts

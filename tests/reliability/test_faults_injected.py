@@ -9,10 +9,10 @@ import torch
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
 import hf_speculate
-from hf_speculate import attention_switch
-from hf_speculate.tracing import Place, Stage
+from hf_speculate.engine.error_context import Place, Stage
+from hf_speculate.models import attention_switch
 from tests.cases import assert_equal_ids, pair
-from tests.generate.test_ownership import assert_same_contents, cache_contents, prefilled
+from tests.generation.test_ownership import assert_same_contents, cache_contents, prefilled
 from tests.reliability.faults import ERRORS, Fault, Mistake, RowWiseProcessor, put_in
 from tests.tiny import SLIDING_WINDOW, ragged_prompts
 

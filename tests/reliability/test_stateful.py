@@ -18,9 +18,9 @@ from transformers import (
 )
 
 import hf_speculate
-from hf_speculate import build
-from hf_speculate.decoder import SpeculativeDecoder
 from hf_speculate.draft.early_exit import early_exit_model
+from hf_speculate.engine import builder as build
+from hf_speculate.engine.decoder import SpeculativeDecoder
 from hf_speculate.types import DraftOut, Verdict
 from hf_speculate.verify.greedy import GreedyVerifier
 from tests.reliability.faults import Fault, Mistake, put_in

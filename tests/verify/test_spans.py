@@ -5,7 +5,7 @@ import torch
 
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.errors import ConfigError
-from hf_speculate.sequences import TokenBuffer
+from hf_speculate.token_buffer import TokenBuffer
 from hf_speculate.types import DraftOut, NoiseKeys, Status
 from hf_speculate.verify import (
     GreedyVerifier,

@@ -1,0 +1,1 @@
+"""Caches that roll back row by row."""

@@ -1,0 +1,273 @@
+"""A batch's key-value states in preallocated buffers: rows end where they end, and rolling back copies nothing."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
+
+from hf_speculate.cache.base import bounded, checked_drops, leading
+from hf_speculate.cache.buffer_pool import BufferPool, LayerBuffers
+from hf_speculate.cache.layers import holding
+from hf_speculate.cache.ragged_layer import Columns, RaggedLayer
+from hf_speculate.cache.snapshots import LayerSnapshot, restore_layers, snapshot_layers
+from hf_speculate.types import KVState
+
+# Queries longer than this are prompts, whose rows are of one length: transformers builds their masks, or none.
+MAX_MASKED_QUERY = 160
+
+
+class LayerKinds(NamedTuple):
+    """What the layers of a model attend to."""
+
+    windows: tuple[int | None, ...]  # by layer; None: everything
+    mask_windows: dict[str, int | None]  # by the name of a mask that the model asks for; one entry: it takes one mask
+    mask_dtype: torch.dtype  # of the additive masks: the queries'
+
+    def masks(self, make: Callable[[int | None], Tensor]) -> Tensor | dict[str, Tensor]:
+        """What the model takes: the one mask that `make` gives for its window, or one by name."""
+        masks = {name: make(window) for name, window in self.mask_windows.items()}
+        return next(iter(masks.values())) if len(masks) == 1 else masks
+
+
+class HomeSnapshot(NamedTuple):
+    """What brings the user's cache back after an error."""
+
+    home: Cache
+    layers: tuple[LayerSnapshot, ...]
+
+
+class PreallocatedKVCache:
+    """`KVCache` over buffers of its own, left-aligned: a row's next token goes where that row ends.
+
+    Rolling a row back lowers its length. What lies behind is hidden by explicit masks, [B, 1, Q, T] additive, and
+    overwritten later. Attention is handed views of the columns in use.
+
+    Args:
+        kinds: what the layers attend to.
+        batch_size: B.
+        attention_mask: [B, T] int64, 1 for real tokens, over the states that `home` holds *and* the prompt tokens
+            about to come; padding is on the left. None where nothing is padded.
+        device: where masks and position ids are made.
+        max_columns: the longest that a row can become, padding included; None: unknown.
+        home: the cache whose states come first, and which `hand_back` brings up to date; None: none, and nobody will
+            ask for the states.
+        capacity: columns of buffers that never grow or move, as compiled forwards need them; None: buffers grow.
+        pool: where buffers of that capacity come from, and go to with `release`; None: they are made.
+    """
+
+    kind = "preallocated"
+
+    def __init__(
+        self,
+        kinds: LayerKinds,
+        batch_size: int,
+        attention_mask: Tensor | None = None,
+        device: torch.device | str = "cpu",
+        max_columns: int | None = None,
+        home: Cache | None = None,
+        capacity: int | None = None,
+        pool: BufferPool | None = None,
+    ):
+        self.columns = Columns(batch_size, max_columns, capacity)
+        self.cache = Cache(layers=[RaggedLayer(self.columns, window) for window in kinds.windows])
+        self.kinds = kinds
+        self.device = torch.device(device)
+        self.pads = [0] * batch_size if attention_mask is None else attention_mask.argmax(dim=1).tolist()  # by row
+        self._home = home
+        self._pool = pool
+        taken = None if pool is None else pool.take(len(kinds.windows))
+        for layer, buffers in zip(self._layers, taken or (), strict=False):
+            layer.take(buffers)
+        if home is not None:
+            self._load(home)
+
+    @property
+    def batch_size(self) -> int:
+        """B."""
+        return len(self.pads)
+
+    @property
+    def num_columns(self) -> int:
+        """Columns of the longest row, padding included."""
+        return self.columns.num_held
+
+    @property
+    def num_real_tokens(self) -> list[int]:
+        """[B] real tokens in each row."""
+        return [max(length - pad, 0) for length, pad in zip(self.columns.lens, self.pads, strict=True)]
+
+    def get_num_tokens(self) -> int:
+        """Real tokens in the longest row; 0 before the first update."""
+        return max(self.num_real_tokens, default=0)
+
+    def get_lens(self) -> Tensor:
+        """[B] int64 on the host, real tokens in each row."""
+        return torch.tensor(self.num_real_tokens)
+
+    def get_kv_states(self) -> list[KVState]:
+        """One `KVState` [B, H, T, D] per layer, rows right-aligned (window layers: their window); empty at first."""
+        return [self._states(layer) for layer in self._layers] if self.num_columns else []
+
+    def first_tokens(self, counts: Sequence[int]) -> list[KVState] | None:
+        """See `KVCache.first_tokens`; there are none once a window layer has dropped some."""
+        if not self.num_columns or any(layer.base for layer in self._layers):
+            return None
+        return [leading(KVState(*layer.buffers), self.pads, max(counts)) for layer in self._layers]
+
+    def update(self, states: Sequence[KVState]) -> None:
+        """Append one `KVState` [B, H, N, D] per layer to every row."""
+        num_query = states[0].keys.shape[2] if states else 0
+        self.columns.begin(num_query)
+        for index, state in enumerate(states):
+            self.cache.update(state.keys, state.values, index)
+        self.advance(num_query)
+
+    def mask(self, num_query: int) -> Tensor | dict[str, Tensor] | None:
+        """What hides the other columns from a forward of `num_query` tokens, which is announced hereby.
+
+        Returns:
+            None where every query sees all before it and itself; [B, T + Q] int64 for prompts; else [B or 1, 1, Q, T]
+            additive, or one such mask per kind of layer.
+        """
+        columns = self.columns
+        columns.begin(num_query)
+        has_pads = any(self.pads)
+        if columns.is_even and (num_query > MAX_MASKED_QUERY or not columns.num_held):
+            if not has_pads:
+                return None
+            pads = torch.tensor(self.pads, device=self.device)[:, None]
+            return (torch.arange(columns.end, device=self.device) >= pads).to(torch.int64)  # [B, T+Q]
+        if num_query == 1 and columns.is_even and not has_pads:
+            return None
+        return self.kinds.masks(self._additive_mask)
+
+    def position_ids(self, num_query: int, max_position: int | None = None) -> Tensor:
+        """See `KVCache.position_ids`."""
+        starts = [length - pad for length, pad in zip(self.columns.lens, self.pads, strict=True)]
+        if min(starts) == max(starts):
+            positions = torch.arange(starts[0], starts[0] + num_query, device=self.device)[None]  # [1, Q]
+        else:
+            positions = torch.tensor(starts, device=self.device)[:, None]
+            positions = positions + torch.arange(num_query, device=self.device)  # [B, Q]
+        if min(starts) < 0:
+            positions = positions.clamp_min(0)
+        return bounded(positions, max(starts) + num_query - 1, max_position)
+
+    def advance(self, num_query: int) -> None:
+        """Count the tokens of a forward that went well."""
+        self.columns.lens = [length + num_query for length in self.columns.lens]
+
+    def crop(self, num_tokens_crop: int | Sequence[int] | Tensor) -> None:
+        """See `KVCache.crop`."""
+        drops = checked_drops(num_tokens_crop, self.num_real_tokens)
+        self.columns.lens = [length - drop for length, drop in zip(self.columns.lens, drops, strict=True)]
+
+    def rows(self, indices: Sequence[int]) -> None:
+        """Keep the rows `indices`, in place, and only the padding that they need."""
+        index = torch.tensor(list(indices), dtype=torch.int64)
+        self.pads = [self.pads[row] for row in indices]
+        surplus = min(self.pads, default=0) if self.num_columns else 0
+        self.pads = [pad - surplus for pad in self.pads]
+        self.columns.lens = [self.columns.lens[row] - surplus for row in indices]
+        if self.columns.max_columns is not None:
+            self.columns.max_columns -= surplus
+        for layer in self._layers:
+            layer.select(index, surplus)
+
+    def begin_recording(self) -> None:
+        """Nothing to do: what a row may be rolled back to is kept."""
+
+    def snapshot(self) -> HomeSnapshot | None:
+        """Note what `home` holds, which is left alone until `hand_back`."""
+        if self._home is None:
+            return None
+        return HomeSnapshot(self._home, snapshot_layers(self._home.layers, only_grows=self.batch_size == 1))
+
+    def restore(self, snapshot: HomeSnapshot | None) -> None:
+        """Bring `home` back to what it held, also from the middle of `hand_back`."""
+        if snapshot is not None:
+            restore_layers(snapshot.home.layers, snapshot.layers)
+
+    def hand_back(self) -> None:
+        """Bring `home` to what plain `generate` would have left in it; buffers without a pool go, layer by layer."""
+        if self._home is None or not self.num_columns:
+            return
+        for layer, kept in zip(self._layers, holding(self._home.layers), strict=True):
+            state = self._states(layer)
+            if not kept.is_initialized:  # or its states would be gone until the next line
+                kept.lazy_initialization(state.keys, state.values)
+            kept.keys, kept.values = state
+            if self._pool is None:
+                layer.release()
+            if isinstance(kept, DynamicSlidingWindowLayer):
+                kept.cumulative_length = self.num_columns
+        self._home = None
+
+    def release(self) -> None:
+        """Let later calls have the buffers; the cache must not be used any more."""
+        if self._pool is None:
+            return
+        layers, self.cache = self._layers, Cache(layers=[])
+        if all(layer.is_initialized for layer in layers):
+            self._pool.give_back([LayerBuffers(*layer.buffers) for layer in layers])
+        self._pool = None
+
+    @property
+    def _layers(self) -> list[RaggedLayer]:
+        layers: list[RaggedLayer] = self.cache.layers  # type: ignore[assignment]  # __init__ made them
+        return layers
+
+    def _load(self, home: Cache) -> None:
+        num_held = int(home.get_seq_length())
+        if not num_held:
+            return
+        for layer, held in zip(self._layers, holding(home.layers), strict=True):
+            layer.load(held.keys, held.values, num_held - held.keys.shape[2])
+        self.columns.lens = [num_held] * self.batch_size
+
+    def _states(self, layer: RaggedLayer) -> KVState:
+        """Copies of a layer's states [B, H, T, D], rows right-aligned; of a window layer, what the next token needs."""
+        width = self.num_columns
+        first = 0 if layer.window is None else max(width - layer.window + 1, 0)
+        starts = torch.tensor([length - width - layer.base for length in self.columns.lens], device=layer.device)
+        source = starts[:, None] + torch.arange(first, width, device=layer.device)  # [B, T]
+        index = source.clamp_min(0)[:, None, :, None]
+        keys, values = (
+            buffer.gather(2, index.expand(-1, buffer.shape[1], -1, buffer.shape[3])) for buffer in layer.buffers
+        )
+        return KVState(keys, values)
+
+    def _additive_mask(self, window: int | None) -> Tensor:
+        """[B or 1, 1, Q, T]: 0 where a query of the coming forward sees a column that layers of this window hand it."""
+        columns, device = self.columns, self.device
+        first = columns.first_seen(window)
+        # The width is a multiple of 8, for kernels that load it in vectors.
+        width = -(-(columns.end - first) // 8) * 8
+        seen = torch.arange(first, first + width, device=device)  # [T']
+        starts = columns.lens[:1] if columns.is_even else columns.lens
+        places = torch.tensor(starts, device=device)[:, None] + torch.arange(columns.num_query, device=device)  # [B, Q]
+        pads = torch.tensor(self.pads, device=device) if any(self.pads) else None
+        mask = additive_mask(places, seen, pads, window, self.kinds.mask_dtype)
+        return mask[..., : columns.end - first]
+
+
+def additive_mask(places: Tensor, seen: Tensor, pads: Tensor | None, window: int | None, dtype: torch.dtype) -> Tensor:
+    """[B or 1, 1, Q, T]: 0 where the query at a place sees a column, -inf elsewhere.
+
+    Args:
+        places: [B or 1, Q] int64, the queries' columns.
+        seen: [T] int64, the columns that attention is handed.
+        pads: [B] int64, columns of padding before a row's first token; None: none.
+        window: how many tokens a query attends to, itself among them; None: all.
+        dtype: of the mask.
+    """
+    at = places[:, :, None]
+    is_hidden = seen > at
+    if window is not None:
+        is_hidden = is_hidden | (seen <= at - window)
+    if pads is not None:
+        is_hidden = is_hidden | (seen < pads[:, None, None])
+    mask = torch.zeros(is_hidden.shape, dtype=dtype, device=seen.device)
+    return mask.masked_fill_(is_hidden, -torch.inf)[:, None]

@@ -1,0 +1,197 @@
+"""Drafts with a transformers `CandidateGenerator`."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.candidate_generator import (
+    AssistedCandidateGenerator,
+    CandidateGenerator,
+    DFlashTokenCandidateGenerator,
+    EarlyExitCandidateGenerator,
+    MTPCandidateGenerator,
+)
+
+from hf_speculate.cache.base import KVCache
+from hf_speculate.draft.base import check_request
+from hf_speculate.draft.to_candidate_generator import DraftModelCandidateGenerator
+from hf_speculate.errors import ShapeError, UnsupportedGenerationError
+from hf_speculate.processors import BlockLogitsProcessorList
+from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy
+
+GeneratorFactory = Callable[..., CandidateGenerator]
+
+
+def make_generator(source: CandidateGenerator | GeneratorFactory | None, **prepared: Any) -> CandidateGenerator | None:
+    """The call's generator.
+
+    Args:
+        source: a generator, or what makes one from those of `prepared` that it takes; None: the call has none.
+        **prepared: `input_ids`, `generation_config`, `model_kwargs`, `inputs_tensor`, `logits_processor` and
+            `vocab_size`, as transformers hands them to its own generators; of the processors it gets those that are
+            pure and row-wise, for others follow the text and must not be shown drafts.
+
+    Raises:
+        UnsupportedGenerationError: it is no generator, or one that reads more than the text and hidden states of
+            layers that it names; or one that reads states and was made before the call.
+    """
+    if source is None:
+        return None
+    prepared["logits_processor"] = BlockLogitsProcessorList(prepared["logits_processor"]).row_wise_part()
+    generator = source if isinstance(source, CandidateGenerator) else source(**_taken(source, prepared))
+    if not isinstance(generator, CandidateGenerator):
+        raise UnsupportedGenerationError(
+            f"candidate_generator must make a transformers CandidateGenerator, got {type(generator).__name__}; "
+            "return an instance of a subclass"
+        )
+    if layers_read(generator) is None:
+        return generator
+    name = type(generator).__name__
+    if generator is source:
+        raise UnsupportedGenerationError(
+            f"candidate_generator must be what makes a generator that reads hidden states, got a {name}, which "
+            f"remembers its text; pass a functools.partial of {name}"
+        )
+    if prepared["generation_config"].output_hidden_states:
+        raise UnsupportedGenerationError(
+            f"output_hidden_states must be left out with {name}, got True; it reads the states of some layers only"
+        )
+    return generator
+
+
+def layers_read(generator: CandidateGenerator) -> list[int] | None:
+    """The layers whose hidden states a generator reads, as the target's forward numbers them; None: it reads none.
+
+    Raises:
+        UnsupportedGenerationError: it reads something else of the target, or the states of all layers.
+    """
+    if not getattr(generator, "requires_model_outputs", False):
+        return None
+    asked = dict(getattr(generator, "model_kwargs_overrides", {}))
+    layers = asked.pop("output_hidden_states", True)
+    if asked or isinstance(layers, bool):
+        what = ", ".join(sorted(asked)) or "the hidden states of all layers"
+        raise UnsupportedGenerationError(
+            f"candidate_generator must read the text or hidden states of layers that it names, got "
+            f"{type(generator).__name__}, which reads {what}; decode without enabling the model"
+        )
+    return [layers] if isinstance(layers, int) else list(layers)
+
+
+def _taken(source: GeneratorFactory, prepared: dict[str, Any]) -> dict[str, Any]:
+    """What a factory takes: transformers, too, hands MTP no text, and the vocabulary's size to prompt lookup only."""
+    usual = {name: value for name, value in prepared.items() if name != "vocab_size"}
+    try:
+        parameters = inspect.signature(source).parameters
+    except (TypeError, ValueError):  # it does not say
+        return usual
+    named = {name: value for name, value in prepared.items() if name in parameters}
+    takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    return usual | named if takes_all else named
+
+
+def samples_its_law(generator: CandidateGenerator) -> bool:
+    """Whether the logits that a generator returns are the law that its tokens were drawn from.
+
+    Of others nobody knows: one that takes its argmax may report logits all the same. Their proposals count as point
+    masses, which is exact whatever they were drawn from, and keeps fewer tokens than the law would.
+    """
+    if type(generator) is DraftModelCandidateGenerator:
+        return generator.sample_strategy is SampleStrategy.RANDOM
+    # by exact type: a subclass may translate ids and logits, or do anything else to them
+    if type(generator) in (AssistedCandidateGenerator, EarlyExitCandidateGenerator):
+        own: Any = generator
+        return bool(own.generation_config.do_sample)
+    if type(generator) in (DFlashTokenCandidateGenerator, MTPCandidateGenerator):
+        own = generator
+        return bool(own.do_sample)
+    return False
+
+
+class ForeignDrafter:
+    """A `Drafter` of one row over a `CandidateGenerator`, which is shown what transformers' own loop would show it.
+
+    The generator's first prefix is the prompt, so its first proposal counts from its second token on, if the first
+    one is the token that followed. How many tokens it drafts is its own affair, up to `num_draft_tokens`; what it
+    draws comes from its own source of chance, not from `keys`.
+
+    Args:
+        generator: proposes; told of each round as by transformers, but with scores [1, K+1, 0]: their number only.
+    """
+
+    def __init__(self, generator: CandidateGenerator):
+        self.generator = generator
+        self.has_law = samples_its_law(generator)
+        self._text: Tensor | None = None  # [1, T] at the last call
+        self._shown_len = 0  # of the prefix that the generator was shown last
+        self._num_proposed = 0  # for that prefix
+
+    def draft(
+        self,
+        query_token_ids: Tensor,
+        kv_cache: KVCache | None,
+        num_draft_tokens: int,
+        sample_strategy: SampleStrategy,
+        *,
+        keys: NoiseKeys | None = None,
+        kept: Kept | None = None,
+    ) -> DraftOut:
+        """See `Drafter.draft`; `kv_cache` is not read, and K is 0 where the generator proposes nothing."""
+        check_request(query_token_ids, num_draft_tokens, sample_strategy, keys)
+        if query_token_ids.shape[0] != 1:
+            raise ShapeError(f"query_token_ids must be [1, Q] for candidates, got {list(query_token_ids.shape)}")
+        if self._text is None:
+            return self._first_draft(query_token_ids, num_draft_tokens)
+        if kept is None:
+            raise ShapeError("kept must be given after the first call, got None; say what was emitted since")
+        new_ids = kept.token_ids[:, : int(kept.num_emitted[0])]
+        return self._draft(torch.cat([self._text, new_ids.to(self._text.device)], dim=1), num_draft_tokens)
+
+    def rows(self, indices: Sequence[int]) -> None:
+        """Nothing to forget: there is one row."""
+
+    def _first_draft(self, text: Tensor, num_draft_tokens: int) -> DraftOut:
+        """Ask for what follows the prompt; the target has chosen the first token of it meanwhile."""
+        if text.shape[1] > 1:
+            first = self._draft(text[:, :-1], num_draft_tokens + 1)
+            if first.token_ids.shape[1] > 1 and int(first.token_ids[0, 0]) == int(text[0, -1]):
+                self._text = text
+                return _without_first(first)
+        return self._draft(text, num_draft_tokens)
+
+    def _draft(self, text: Any, num_draft_tokens: int, **told: Any) -> DraftOut:
+        """Ask for what follows the text.
+
+        Args:
+            text: [1, T] int64.
+            num_draft_tokens: more are cut off.
+            **told: what the generator is told besides the text.
+        """
+        self._tell(text)
+        with torch.no_grad():
+            candidate_ids, logits = self.generator.get_candidates(text, **told)
+        token_ids = candidate_ids[:, text.shape[1] :][:, :num_draft_tokens].to(text.device, torch.int64)  # [1, K]
+        self._text, self._shown_len = text, text.shape[1]
+        self._num_proposed = candidate_ids.shape[1] - text.shape[1]
+        num = token_ids.shape[1]
+        lens = torch.full((1,), num, dtype=torch.int32, device=text.device)
+        if logits is None or not self.has_law or not num:
+            return DraftOut(token_ids, lens, None, None)
+        law = logits[:, :num].to(text.device)  # [1, K, V]
+        return DraftOut(token_ids, lens, law, law.float().logsumexp(-1))
+
+    def _tell(self, text: Any) -> None:
+        """Report the round before, if there was one."""
+        if self._text is None:
+            return
+        num_matches = min(text.shape[1] - self._shown_len - 1, self._num_proposed)
+        scores = torch.empty(1, self._num_proposed + 1, 0, device=text.device)
+        self.generator.update_candidate_strategy(text, scores, num_matches)
+
+
+def _without_first(draft: DraftOut) -> DraftOut:
+    """The proposal from its second token on."""
+    law, sums = (None if part is None else part[:, 1:] for part in (draft.token_logits, draft.logsumexp))
+    return DraftOut(draft.token_ids[:, 1:], draft.lens - 1, law, sums)

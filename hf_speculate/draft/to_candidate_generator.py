@@ -1,0 +1,110 @@
+"""Our drafters as a transformers `CandidateGenerator`, for transformers' own assisted loop."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache
+from transformers.generation.candidate_generator import CandidateGenerator
+
+from hf_speculate.cache.dynamic import DynamicKVCache
+from hf_speculate.draft.base import Drafter
+from hf_speculate.errors import ShapeError
+from hf_speculate.triton_kernels.noise import row_seeds
+from hf_speculate.types import Kept, NoiseKeys, SampleStrategy
+
+
+class DraftModelCandidateGenerator(CandidateGenerator):
+    """Drafts one row with a `Drafter`, without the nested `generate()` of transformers' own generator.
+
+    The proposal's provenance is right: a drafter that takes its argmax hands over no logits, so transformers compares
+    its own draw with the draft and the law stays the target's.
+
+    Args:
+        drafter: proposes; it follows the text through the prefixes that it is shown.
+        num_draft_tokens: K, >= 1.
+        sample_strategy: how the drafter proposes.
+        max_length: no token is drafted at or past this length.
+        seed: row seed of the drafts' noise.
+        device: where the draft model lives.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        num_draft_tokens: int,
+        sample_strategy: SampleStrategy,
+        max_length: int,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+    ):
+        self.drafter = drafter
+        self.num_draft_tokens = num_draft_tokens
+        self.sample_strategy = sample_strategy
+        self.max_length = max_length
+        self._kv_cache = DynamicKVCache(DynamicCache(), 1, device=device)
+        self._seeds = row_seeds(seed, 1)
+        self._num_rounds = 0
+        self._shown: Tensor | None = None  # [1, T] the prefix of the round before
+        self._seen: Tensor | None = None  # [1, T'] what the draft's cache holds
+
+    def get_candidates(  # type: ignore[override]  # transformers' own generators return None for logits too
+        self, input_ids: Tensor, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Propose a continuation.
+
+        Args:
+            input_ids: [1, T] int64, prompt and text so far.
+            **kwargs: what transformers tells generators that ask for the target's outputs; not read.
+
+        Returns:
+            [1, T+K] the prefix and the proposal, and [1, K, V] the law it was drawn from, or None for a point mass.
+
+        Raises:
+            ShapeError: there is more than one row.
+        """
+        if input_ids.shape[0] != 1:
+            raise ShapeError(f"input_ids must be [1, T] in transformers' assisted loop, got {list(input_ids.shape)}")
+        length = input_ids.shape[1]
+        num = min(self.num_draft_tokens, self.max_length - length - 1)
+        if num < 1:
+            return input_ids, None
+        query = input_ids[:, self._roll_back(input_ids) :]
+        draft = self.drafter.draft(
+            query, self._kv_cache, num, self.sample_strategy, keys=self._keys(length), kept=self._kept(input_ids)
+        )
+        count = int(draft.lens[0])
+        candidates = torch.cat([input_ids, draft.token_ids[:, :count]], dim=1)  # [1, T+K]
+        fed = draft.token_ids[:, : draft.token_ids.shape[1] - 1]
+        self._seen = torch.cat([input_ids, fed], dim=1)
+        self._shown = input_ids
+        self._num_rounds += 1
+        return candidates, None if draft.token_logits is None else draft.token_logits[:, :count]
+
+    def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
+        """The draft's length stays as it is.
+
+        Args:
+            input_ids: [1, T] int64.
+            scores: [1, K+1, V].
+            num_matches: tokens that transformers kept.
+        """
+
+    def _roll_back(self, input_ids: Tensor) -> int:
+        """Drop the states that the text did not follow; returns how many tokens the cache still holds."""
+        if self._seen is None:
+            return 0
+        num = min(self._seen.shape[1], input_ids.shape[1] - 1)
+        differs = (self._seen[0, :num] != input_ids[0, :num]).nonzero()
+        num_valid = int(differs[0]) if len(differs) else num
+        self._kv_cache.crop(self._seen.shape[1] - num_valid)
+        return num_valid
+
+    def _keys(self, length: int) -> NoiseKeys:
+        return NoiseKeys(self._seeds, torch.tensor([self._num_rounds]), torch.tensor([length]))
+
+    def _kept(self, input_ids: Tensor) -> Kept | None:
+        if self._shown is None:
+            return None
+        new_ids = input_ids[:, self._shown.shape[1] :]
+        return Kept(new_ids, torch.tensor([new_ids.shape[1]], dtype=torch.int32))

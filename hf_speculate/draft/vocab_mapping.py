@@ -1,0 +1,104 @@
+"""Lets a draft model of another vocabulary speak in the target's ids."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_speculate.cache.base import KVCache
+from hf_speculate.models.extra_inputs import Context
+from hf_speculate.models.language_model import LanguageModel
+from hf_speculate.types import Scored
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Which of a draft's ids stand for which of the target's.
+
+    Args:
+        draft_ids: [V] int64, by target id, what the draft is fed for it; every entry is an id of the draft.
+        is_shared: [V] bool, by target id, whether the draft may propose it; at least one is.
+        is_padded: whether ids mean the same on both sides, so that only the ends of the vocabularies differ.
+    """
+
+    draft_ids: Tensor
+    is_shared: Tensor
+    is_padded: bool = False
+
+    @property
+    def num_shared(self) -> int:
+        """Ids that the draft may propose."""
+        return int(self.is_shared.sum())
+
+    def to(self, device: torch.device) -> "Vocabulary":
+        """The same with its tensors on a device."""
+        return replace(self, draft_ids=self.draft_ids.to(device), is_shared=self.is_shared.to(device))
+
+    def target_logits(self, logits: Tensor) -> Tensor:
+        """The draft's logits in the target's ids; what the draft cannot propose is -inf.
+
+        Args:
+            logits: [..., V'] over the draft's ids.
+
+        Returns:
+            [..., V], a view where that is the beginning of `logits`.
+        """
+        num_target = len(self.is_shared)
+        if self.is_padded:
+            surplus = num_target - logits.shape[-1]
+            if surplus <= 0:
+                return logits[..., :num_target]
+            return nn.functional.pad(logits, (0, surplus), value=-torch.inf)
+        table = self.to(logits.device)
+        return logits.index_select(-1, table.draft_ids).masked_fill(~table.is_shared, -torch.inf)
+
+
+def padded_vocabulary(num_target: int, num_draft: int) -> Vocabulary:
+    """One tokenizer, and two models whose tables end at different lengths.
+
+    An id that only the target has is fed to the draft as its last one, which nobody reads: both lie in the padding.
+
+    Args:
+        num_target: V, the target's ids.
+        num_draft: V', the draft's.
+    """
+    ids = torch.arange(num_target)
+    return Vocabulary(ids.clamp_max(num_draft - 1), ids < num_draft, is_padded=True)
+
+
+class TranslatedLanguageModel(LanguageModel):
+    """A draft model that reads and scores the target's ids; the model itself stays as it is.
+
+    Args:
+        model: the draft model.
+        vocabulary: how its ids stand to the target's.
+        max_position: upper bound of position ids.
+        context: see `LanguageModel`; what an encoder read is in the draft's own ids.
+        keeps_states: see `LanguageModel`.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        vocabulary: Vocabulary,
+        max_position: int | None = None,
+        context: Context | None = None,
+        keeps_states: bool = False,
+    ):
+        super().__init__(model, max_position, keeps_states, context, is_draft=True)
+        self.vocabulary = vocabulary.to(self.device)
+
+    def run(
+        self,
+        query_token_ids: Tensor,
+        kv_cache: KVCache,
+        *,
+        logits_to_keep: int | None = None,
+        **forward_options: Any,
+    ) -> Scored:
+        """See `LanguageModel.run`; query [B, Q] and logits [B, Q', V] are in the target's ids."""
+        query = self.vocabulary.draft_ids[query_token_ids]  # [B, Q]
+        scored = super().run(query, kv_cache, logits_to_keep=logits_to_keep, **forward_options)
+        return scored._replace(logits=self.vocabulary.target_logits(scored.logits))

@@ -1,0 +1,1 @@
+"""The decoding loop, the batch, and what one call decides."""

@@ -1,0 +1,1 @@
+"""From a `generate()` call to a validated, prepared call."""

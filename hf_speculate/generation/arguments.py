@@ -1,0 +1,177 @@
+"""Settles arguments of `generate()`."""
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel, StoppingCriteriaList, StopStringCriteria
+from transformers.cache_utils import Cache
+
+from hf_speculate.cache.layers import holding, text_cache
+from hf_speculate.errors import ConfigError, UnsupportedGenerationError, UnsupportedModelError
+
+
+def bind(plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments by name.
+
+    Args:
+        plain: the function that they are for.
+        args: the ones passed by place.
+        kwargs: the others.
+    """
+    signature = inspect.signature(plain)
+    call = dict(signature.bind(*args, **kwargs).arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            call.update(call.pop(name, {}))
+    return call
+
+
+def samples(model: PreTrainedModel, plain: Callable[..., Any], call: dict[str, Any]) -> bool:
+    """Whether transformers may resolve `do_sample` to True: by the keyword, the passed config, the model's.
+
+    A `generate` that names `temperature` among its own arguments, as Whisper's, draws where that is above 0.
+
+    Args:
+        model: whose generation config may say so.
+        plain: its `generate`.
+        call: all arguments by name.
+    """
+    if call.get("temperature") and "temperature" in inspect.signature(plain).parameters:
+        return True
+    if "do_sample" in call:
+        return bool(call["do_sample"])
+    return bool(_setting(model, call, "do_sample"))
+
+
+def unwrapped(assistant: Any) -> Any:
+    """The transformers model inside a PEFT wrapper, adapters included; anything else as it is.
+
+    Args:
+        assistant: what was passed as `assistant_model`.
+
+    Raises:
+        UnsupportedModelError: the wrapper puts a learned prompt before the text, which the model alone would not see.
+    """
+    if isinstance(assistant, PreTrainedModel) or not callable(getattr(assistant, "get_base_model", None)):
+        return assistant
+    if getattr(assistant.active_peft_config, "is_prompt_learning", False):
+        raise UnsupportedModelError(
+            f"assistant_model must read the text alone, got {type(assistant).__name__} with a learned prompt; "
+            "use a draft without one, or with LoRA"
+        )
+    return assistant.get_base_model()
+
+
+def own_stop_strings(model: PreTrainedModel, call: dict[str, Any]) -> None:
+    """Turn `stop_strings` into a criterion here: transformers drops the tokenizer before it would.
+
+    Args:
+        model: whose generation config may hold them.
+        call: all arguments by name; changed in place.
+
+    Raises:
+        ConfigError: there is no tokenizer.
+    """
+    stop_strings = _setting(model, call, "stop_strings")
+    if stop_strings is None:
+        return
+    tokenizer = call.get("tokenizer")
+    if tokenizer is None:
+        raise ConfigError("tokenizer must be given with stop_strings, got None; pass tokenizer= to generate()")
+    criteria = StoppingCriteriaList(call.get("stopping_criteria") or [])
+    criteria.append(StopStringCriteria(tokenizer, stop_strings))
+    call["stopping_criteria"] = criteria
+    call["stop_strings"] = None
+
+
+def own_static_cache(model: PreTrainedModel, call: dict[str, Any]) -> bool:
+    """Whether a call asks for a static cache, which transformers is then kept from making: it cannot roll back by row.
+
+    Args:
+        model: whose generation config may ask for it.
+        call: all arguments by name; changed in place.
+    """
+    if _setting(model, call, "cache_implementation") != "static" or call.get("past_key_values") is not None:
+        return False
+    call["cache_implementation"] = "dynamic"
+    return True
+
+
+def own_prompt_lookup(model: PreTrainedModel, call: dict[str, Any]) -> None:
+    """Keep prompt lookup from transformers, which would refuse several rows of a prompt.
+
+    Args:
+        model: whose generation config may ask for it.
+        call: all arguments by name; changed in place.
+    """
+    passed = call.get("generation_config")
+    if getattr(passed, "prompt_lookup_num_tokens", None) is not None:
+        call["generation_config"] = copy.deepcopy(passed)
+        call["generation_config"].prompt_lookup_num_tokens = None
+    if model.generation_config.prompt_lookup_num_tokens is not None:
+        call["prompt_lookup_num_tokens"] = None
+
+
+def own_early_exit(model: PreTrainedModel, call: dict[str, Any]) -> int | None:
+    """After how many layers the target is to draft for itself; transformers is kept from doing it, one row at a time.
+
+    Args:
+        model: whose generation config may ask for it.
+        call: all arguments by name; changed in place.
+    """
+    num_layers: int | None = _setting(model, call, "assistant_early_exit")
+    if num_layers is not None:
+        call["assistant_early_exit"] = None
+    return num_layers
+
+
+def uncached(input_ids: Tensor, cache: Cache, passed_mask_len: int | None, embeds: Tensor | None = None) -> Tensor:
+    """[B, Q] int64, the prompt tokens that the cache does not hold; zeros in place of embeddings.
+
+    Args:
+        input_ids: [B, T] int64, the whole text or only what is new; with `embeds`, what stands in the output for them.
+        cache: empty or prefilled.
+        passed_mask_len: columns of the mask that the user passed; None: there is none.
+        embeds: [B, P, hidden], the whole text where it is passed as embeddings; None: it is not.
+
+    Raises:
+        UnsupportedGenerationError: the cache leaves nothing to feed, or holds other rows, or nobody can say which
+            embeddings are padding.
+    """
+    num_held = cache.get_seq_length()
+    num_prompt = input_ids.shape[1]
+    if embeds is None:
+        has_all = passed_mask_len is None or passed_mask_len == num_prompt
+        query = input_ids[:, num_held:] if has_all else input_ids
+    else:
+        num_ids, num_prompt = num_prompt, embeds.shape[1]
+        if passed_mask_len != num_prompt and (passed_mask_len is not None or num_ids not in (0, num_prompt)):
+            got = "none" if passed_mask_len is None else f"{passed_mask_len} columns"
+            raise UnsupportedGenerationError(
+                f"attention_mask must be [B, {num_prompt}] for {num_prompt} inputs_embeds and {num_ids} input_ids, got "
+                f"{got}; pass a mask over the embeddings"
+            )
+        query = input_ids.new_zeros(input_ids.shape[0], max(num_prompt - num_held, 0))
+    layers = holding(text_cache(cache).layers)
+    rows = [layer.keys.shape[0] for layer in layers if layer.get_seq_length()]
+    if query.shape[1] < 1 or (rows and rows[0] != input_ids.shape[0]):
+        raise UnsupportedGenerationError(
+            f"past_key_values must hold fewer tokens than the prompt, for {input_ids.shape[0]} rows, "
+            f"got {num_held} of {num_prompt} tokens for {rows[0] if rows else None} rows; "
+            "pass the whole text and the cache of its beginning"
+        )
+    return query
+
+
+def _setting(model: PreTrainedModel, call: dict[str, Any], name: str) -> Any:
+    """A field by the keyword, be it None, the passed config, the model's; None where nobody set it."""
+    if name in call:
+        return call[name]
+    value = None
+    for config in (call.get("generation_config"), model.generation_config):
+        if value is None and config is not None:
+            value = getattr(config, name, None)
+    return value

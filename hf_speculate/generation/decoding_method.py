@@ -1,0 +1,198 @@
+"""The decoding method of a call, which transformers runs once it has prepared the inputs."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+
+from hf_speculate.compat import adapters_by_row, attention_name, pad_token_id
+from hf_speculate.config import SpeculationConfig
+from hf_speculate.draft.assistant import Drafting
+from hf_speculate.draft.from_candidate_generator import make_generator
+from hf_speculate.engine.builder import build_decoder
+from hf_speculate.engine.call import Call
+from hf_speculate.engine.compile_plan import static_of, with_eager_draft
+from hf_speculate.engine.distributed import peers_of, shards_of
+from hf_speculate.engine.error_context import Place, Stage
+from hf_speculate.engine.outputs import GenerateOutput, recorded_of
+from hf_speculate.generation.arguments import uncached
+from hf_speculate.generation.draft_source import Reason
+from hf_speculate.generation.model_inputs import draft_context, target_context
+from hf_speculate.generation.validate_call import (
+    check_context,
+    check_prepared,
+    check_span_ids,
+    check_synced,
+    checked_mask,
+)
+from hf_speculate.generation.validate_models import check_rope
+from hf_speculate.models.attention_switch import folded_attention_for
+from hf_speculate.stats import SpeculationStats
+from hf_speculate.verify.base import check_verifier
+
+
+class Speculation:
+    """Decodes for one `generate()` call.
+
+    A model's own `generate`, as Whisper's, may run it several times: for parts of the input, or to try again.
+
+    Args:
+        drafting: what drafts.
+        config: the call's settings.
+        call: all arguments of `generate()`, by name.
+        is_static: whether fixed buffers were asked for.
+        reason: why the call is ours.
+
+    Attributes:
+        stats: of all runs.
+        num_calls: runs so far.
+        place: where the call is, for a note on an error.
+    """
+
+    def __init__(
+        self, drafting: Drafting, config: SpeculationConfig, call: dict[str, Any], is_static: bool, reason: Reason
+    ):
+        self.drafting = drafting
+        self.assistant = drafting.assistant
+        self.is_static = is_static
+        self.reason = reason
+        self.stats = config.speculation_stats or SpeculationStats()
+        self.stats.reset()
+        self.config = replace(config, speculation_stats=self.stats)
+        self.num_calls = 0
+        self.place = Place()
+        self.streamer = call.get("streamer")
+        self.synced_gpus = call.get("synced_gpus")
+        self.is_cache_passed = call.get("past_key_values") is not None
+        self.has_positions = call.get("position_ids") is not None
+        self.has_encoder_outputs = call.get("encoder_outputs") is not None
+        mask = call.get("attention_mask")
+        self.passed_mask_len = None if mask is None else mask.shape[-1]
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        inputs_tensor: Tensor | None = None,
+        **model_kwargs: Any,
+    ) -> GenerateOutput | Tensor:
+        self.place.enter(Stage.PREPARE, 0)
+        input_ids = input_ids.long()  # plain decoding takes int32 prompts too, and returns int64
+        config = self.config.for_run(self.num_calls).resolve(bool(generation_config.do_sample))
+        self.num_calls += 1
+        check_verifier(config)
+        check_span_ids(config, model)
+        call = self._prepared(
+            model,
+            config,
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            inputs_tensor,
+            model_kwargs,
+        )
+        returns_dict = bool(generation_config.return_dict_in_generate)
+        decoder, batch = build_decoder(model, self.assistant, config, call)
+        recorder, pad_id = decoder.recorder, call.pad_token_id or 0
+        folded = folded_attention_for([] if call.recorded.attentions else self._models(model))
+        with folded, batch.undone_on_error(self.is_cache_passed):
+            decoder.decode(batch, self.place)
+            self.place.enter(Stage.RETURN)
+            batch.target_cache.hand_back()
+            output = (
+                recorder.output(input_ids, pad_id, call.cache)
+                if returns_dict
+                else recorder.sequences(input_ids, pad_id)
+            )
+            if self.streamer is not None:
+                self.streamer.end()
+            if config.suffix_store is not None:
+                for ids in recorder.new_ids:
+                    config.suffix_store.add(ids)
+        self.place.enter(None)
+        return output
+
+    def _prepared(
+        self,
+        model: PreTrainedModel,
+        config: SpeculationConfig,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        inputs_tensor: Tensor | None,
+        model_kwargs: dict[str, Any],
+    ) -> Call:
+        """What is decoded, once nothing speaks against it."""
+        has_encoder = bool(model.config.is_encoder_decoder)
+        check_prepared(input_ids, generation_config, model_kwargs, has_encoder, self.streamer, self.reason)
+        mask = model_kwargs.get("decoder_attention_mask" if has_encoder else "attention_mask")
+        if has_encoder:
+            self.passed_mask_len = None if mask is None else mask.shape[-1]
+        cache = model_kwargs["past_key_values"]
+        embeds = model_kwargs.get("inputs_embeds")
+        query = uncached(input_ids, cache, self.passed_mask_len, None if has_encoder else embeds)
+        num_before = cache.get_seq_length() + query.shape[1] - input_ids.shape[1]  # that the output does not show
+        check_rope(model, generation_config.max_length + num_before, self.reason)
+        context = target_context(model, input_ids, query.shape[1], model_kwargs, has_positions=self.has_positions)
+        vocabulary = self.drafting.vocabulary
+        check_context(context, input_ids, generation_config, self.assistant, vocabulary)
+        inputs = None if self.has_encoder_outputs or embeds is not None else inputs_tensor
+        draft_reads = draft_context(self.assistant, model, inputs, model_kwargs, input_ids.shape[0], vocabulary)
+        static = static_of(model, self.assistant, generation_config, self.is_static)
+        peers = peers_of(self.synced_gpus, self._models(model), input_ids.device)
+        if peers is not None:
+            check_synced(config, generation_config, static is not None, self.reason)
+        generator = make_generator(
+            config.candidate_generator,
+            input_ids=input_ids,
+            generation_config=generation_config,
+            model_kwargs=model_kwargs,
+            inputs_tensor=input_ids if inputs_tensor is None else inputs_tensor,
+            logits_processor=logits_processor,
+            vocab_size=model.config.get_text_config(decoder=True).vocab_size,
+        )
+        return Call(
+            input_ids=input_ids,
+            query_ids=query,
+            attention_mask=checked_mask(mask),
+            cache=cache,
+            is_cache_passed=self.is_cache_passed,
+            is_cache_kept=self.is_cache_passed or bool(generation_config.return_dict_in_generate),
+            keeps_rows=adapters_by_row(model),
+            processors=logits_processor,
+            criteria=stopping_criteria,
+            do_sample=bool(generation_config.do_sample),
+            max_length=generation_config.max_length,
+            pad_token_id=pad_token_id(generation_config),
+            prefill_chunk_size=generation_config.prefill_chunk_size,
+            recorded=recorded_of(generation_config),
+            on_tokens=self._stream if self.streamer is not None else None,
+            target_attention=_attention(model),
+            draft_attention=_attention(self.assistant),
+            static=with_eager_draft(static, self.drafting.why_eager),
+            target_context=context,
+            draft_context=draft_reads,
+            vocabulary=vocabulary,
+            generator=generator,
+            peers=peers,
+            shards=shards_of(self._models(model), input_ids.device),
+        )
+
+    def _models(self, model: PreTrainedModel) -> list[PreTrainedModel]:
+        return [one for one in (model, self.assistant) if one is not None]
+
+    def _stream(self, token_ids: list[int]) -> None:
+        for token_id in token_ids:
+            self.streamer.put(torch.tensor([token_id]))  # type: ignore[union-attr]
+
+
+def _attention(model: PreTrainedModel | None) -> str:
+    """The implementation that the model's decoder looks up at every forward."""
+    return "" if model is None else str(attention_name(model.config.get_text_config(decoder=True)))

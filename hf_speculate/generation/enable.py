@@ -1,0 +1,119 @@
+"""Gives one model object speculative `generate()`, and takes it away again."""
+
+import copy
+import threading
+from typing import Any, TypeVar
+
+from transformers import GenerationMixin, PreTrainedModel
+
+from hf_speculate.compat import check_private_names
+from hf_speculate.errors import UnsupportedModelError
+from hf_speculate.generation.mixin import SpeculativeGenerationMixin, warn_of_lost_fields
+
+ModelT = TypeVar("ModelT")
+
+_LOCK = threading.Lock()
+_ENABLED_CLASSES: dict[type, type] = {}
+_PLAIN_CLASSES: dict[type, type] = {}
+
+
+def enable(model: ModelT) -> ModelT:
+    """Make `model.generate()` speculative when it is given a source of drafts.
+
+    Sources are `assistant_model`, `prompt_lookup_num_tokens`, `assistant_early_exit`, `drafter` and
+    `candidate_generator`. Without one it decodes as before; only `verifier="coupled"` with `do_sample=True` replaces
+    the draw then too.
+
+    Only this object changes: its class becomes a subclass of its own class, of the same name. A PEFT-wrapped model is
+    enabled through the model that it wraps.
+
+    Args:
+        model: a transformers model that can generate, changed in place.
+
+    Returns:
+        The same object.
+
+    Raises:
+        UnsupportedModelError: it is not a transformers model that can generate, or this version of transformers lacks
+            what is needed.
+    """
+    base = _base_model(model)
+    check_private_names(base)
+    if not is_enabled(base):
+        base.__class__ = _enabled_class(type(base))
+    warn_of_lost_fields(base)
+    return model
+
+
+def disable(model: ModelT) -> ModelT:
+    """Undo `enable`, in place. A model that is not enabled stays as it is.
+
+    Args:
+        model: the object, or the PEFT model around it.
+
+    Returns:
+        The same object.
+
+    Raises:
+        UnsupportedModelError: it is not a transformers model that can generate.
+    """
+    base = _base_model(model)
+    if type(base) in _PLAIN_CLASSES:
+        base.__class__ = _PLAIN_CLASSES[type(base)]
+    return model
+
+
+def is_enabled(model: object) -> bool:
+    """Whether `model.generate()` is speculative, also for a class written with `SpeculativeGenerationMixin`."""
+    return isinstance(_base_model(model), SpeculativeGenerationMixin)
+
+
+def _base_model(model: object) -> PreTrainedModel:
+    """The transformers model itself, out of a PEFT wrapper where there is one."""
+    get_base_model = getattr(model, "get_base_model", None)
+    base = get_base_model() if callable(get_base_model) and not isinstance(model, PreTrainedModel) else model
+    if not isinstance(base, PreTrainedModel) or not isinstance(base, GenerationMixin):
+        raise UnsupportedModelError(
+            f"model must be a transformers model that can generate, got {type(model).__name__}; "
+            "load it with an AutoModelFor... class that has a language modelling head; pass what a wrapper holds, and "
+            "compile in place, with model.compile()"
+        )
+    return base
+
+
+def _enabled_class(plain: type[PreTrainedModel]) -> type:
+    """The subclass of `plain` that speculates; made once."""
+    with _LOCK:
+        if plain not in _ENABLED_CLASSES:
+            body = {
+                "__doc__": plain.__doc__,
+                "__module__": plain.__module__,
+                "__qualname__": plain.__qualname__,
+                "__reduce_ex__": _reduce_as_plain,
+                "__deepcopy__": _deepcopy_enabled,
+            }
+            enabled = type(plain.__name__, (SpeculativeGenerationMixin, plain), body)
+            _ENABLED_CLASSES[plain] = enabled
+            _PLAIN_CLASSES[enabled] = plain
+        return _ENABLED_CLASSES[plain]
+
+
+def _reduce_as_plain(self: PreTrainedModel, protocol: Any) -> Any:
+    """Pickle as the plain class, which other processes can import; the copy is to be enabled again."""
+    reduced: Any = super(SpeculativeGenerationMixin, self).__reduce_ex__(protocol)  # type: ignore[misc]
+    enabled = next(parent for parent in type(self).__mro__ if parent in _PLAIN_CLASSES)
+    return object.__new__, (_PLAIN_CLASSES[enabled],), reduced[2]
+
+
+def _deepcopy_enabled(self: PreTrainedModel, memo: dict[int, Any]) -> PreTrainedModel:
+    """A deep copy that is enabled too."""
+    reduced: Any = super(SpeculativeGenerationMixin, self).__reduce_ex__(4)  # type: ignore[misc]
+    make, args, state, *_ = reduced
+    twin: PreTrainedModel = make(*args)
+    memo[id(self)] = twin
+    state = copy.deepcopy(state, memo)
+    if hasattr(twin, "__setstate__"):
+        twin.__setstate__(state)
+    else:
+        twin.__dict__.update(state)
+    return twin

@@ -1,0 +1,172 @@
+"""The door: `generate()` of an enabled model."""
+
+import logging
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import (
+    PreTrainedModel,
+)
+from transformers.utils.generic import ModelOutput
+
+from hf_speculate.compat import (
+    check_private_names,
+    comes_from_model_config,
+    own_steps,
+    stateful_names,
+)
+from hf_speculate.config import FIELD_NAMES, fields_of, read_config
+from hf_speculate.draft.assistant import choose_draft, warn_of_low_acceptance
+from hf_speculate.engine.outputs import GenerateOutput
+from hf_speculate.errors import UnsupportedModelError
+from hf_speculate.generation.arguments import (
+    bind,
+    own_early_exit,
+    own_prompt_lookup,
+    own_static_cache,
+    own_stop_strings,
+    samples,
+    unwrapped,
+)
+from hf_speculate.generation.config_sources import fields_in
+from hf_speculate.generation.decoding_method import Speculation
+from hf_speculate.generation.draft_source import reason_of
+from hf_speculate.generation.token_healing import HealsTokens, healing
+from hf_speculate.generation.validate_call import check_call
+from hf_speculate.generation.validate_models import check_assistant, check_models, warn_of_own_steps
+from hf_speculate.verify.base import check_verifier
+
+LOGGER = logging.getLogger("hf_speculate")
+_TRANSFORMERS_FIELDS = (
+    "num_assistant_tokens",
+    "num_assistant_tokens_schedule",
+    "assistant_confidence_threshold",
+    "prompt_lookup_num_tokens",
+    "max_matching_ngram_size",
+)
+
+
+class SpeculativeGenerationMixin(HealsTokens):
+    """Gives a model class speculative `generate()`; put it before the model in a class's bases.
+
+    `generate()` takes all that transformers' takes, and the fields of `SpeculationConfig` as keywords or from a
+    `GenerationConfig`. Without a source of drafts it decodes plainly; with `do_sample=True` and `verifier="coupled"`
+    it then draws, token by token, the text that every assistant gives with the same seed.
+    """
+
+    def generate(self, *args: Any, **kwargs: Any) -> GenerateOutput | Tensor:  # type: ignore[override]  # takes the same
+        """See `transformers.GenerationMixin.generate`; returns the same, with `.speculation` on output objects.
+
+        Raises:
+            ConfigError: a field has a wrong value.
+            UnsupportedGenerationError: a combination of arguments cannot be decoded speculatively.
+            UnsupportedModelError: a model cannot take part.
+        """
+        plain = super().generate  # type: ignore[misc]  # self is a model wherever the mixin is used
+        return _generate(self, plain, args, kwargs, {})  # type: ignore[arg-type]
+
+
+def generate(
+    model: PreTrainedModel, *args: Any, fields_from: str | Path | Mapping[str, Any] | None = None, **kwargs: Any
+) -> GenerateOutput | Tensor:
+    """Decode once with speculation, without enabling the model.
+
+    The model class's own `generate` runs underneath, never one that was put on the instance, so that a Hub
+    repository's `custom_generate/generate.py` can call this.
+
+    Args:
+        model: the target.
+        *args: as `model.generate`.
+        fields_from: a `generation_config.json`, or its content; its fields count where the call leaves them open.
+        **kwargs: as `model.generate`, and the fields of `SpeculationConfig`.
+
+    Returns:
+        What `model.generate` returns.
+
+    Raises:
+        ConfigError: a field has a wrong value.
+        UnsupportedGenerationError: a combination of arguments cannot be decoded speculatively.
+        UnsupportedModelError: a model cannot take part.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedModelError(
+            f"model must be a transformers model, got {type(model).__name__}; enable() serves PEFT models"
+        )
+    if isinstance(model, SpeculativeGenerationMixin):
+        plain: Any = super(SpeculativeGenerationMixin, model).generate  # type: ignore[misc]
+    else:
+        plain_class: Any = type(model)
+        plain = plain_class.generate.__get__(model)
+    return _generate(model, plain, args, kwargs, fields_in(fields_from))
+
+
+def _generate(
+    model: PreTrainedModel,
+    plain: Callable[..., GenerateOutput | Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    saved: Mapping[str, Any],
+) -> GenerateOutput | Tensor:
+    call = bind(plain, args, kwargs)
+    if isinstance(call.get("custom_generate"), str):
+        return plain(**call)  # the repository's function comes back through `generate` above
+    keywords = {name: call.pop(name) for name in FIELD_NAMES if name in call}
+    assistant = unwrapped(call.pop("assistant_model", None))
+    sources = [keywords, fields_of(call.get("generation_config")), saved, fields_of(model.generation_config)]
+    if assistant is not None:
+        sources.append(fields_of(getattr(assistant, "generation_config", None)))
+    config = read_config(sources)
+    early_exit = own_early_exit(model, call)
+    reason = reason_of(assistant, early_exit, config, samples(model, plain, call))
+    if reason is None:
+        check_verifier(config.resolve(do_sample=False))
+        if config.speculation_stats is not None:
+            config.speculation_stats.reset()
+        return plain(**call, **{name: keywords[name] for name in _TRANSFORMERS_FIELDS if name in keywords})
+    check_call(call, reason)
+    if assistant is not None:
+        check_assistant(assistant)
+    models = [model] if assistant is None else [model, assistant]
+    check_private_names(model)
+    check_models(models, stateful_names(models), reason)
+    warn_of_own_steps(model, own_steps(model))
+    tokenizers = call.get("tokenizer"), call.get("assistant_tokenizer")
+    drafting = choose_draft(model, assistant, early_exit, *tokenizers)
+    own_stop_strings(model, call)
+    own_prompt_lookup(model, call)
+    is_static = own_static_cache(model, call)
+    speculation = Speculation(drafting, config, call, is_static, reason)
+    with speculation.place, healing(model, call):
+        output = plain(**call, custom_generate=speculation)
+    if not speculation.num_calls:
+        raise UnsupportedModelError(
+            f"generate() of the model must decode by GenerationMixin's, got {type(model).__name__} with a loop of its "
+            f"own; {reason.way_out}"
+        )
+    reads_text = call.get("inputs_embeds") is None  # a draft that cannot read the prompt is poor, whatever its ids
+    if assistant is not None and drafting.is_guess and reads_text and config.prompt_lookup_num_tokens is None:
+        warn_of_low_acceptance(model, assistant, speculation.stats)
+    if LOGGER.isEnabledFor(logging.INFO):
+        LOGGER.info("%s", speculation.stats.summary())
+    if isinstance(output, ModelOutput):
+        output.speculation = speculation.stats
+    return output
+
+
+def warn_of_lost_fields(model: PreTrainedModel) -> None:
+    """Say so when transformers will lose our fields on the next load.
+
+    Args:
+        model: whose generation config is looked at.
+    """
+    config = model.generation_config
+    names = sorted(fields_of(config))
+    if names and comes_from_model_config(config):
+        warnings.warn(
+            f"generation_config carries _from_model_config, so transformers will drop {', '.join(names)} when it is "
+            "saved and loaded; save a fresh GenerationConfig(**fields) instead",
+            stacklevel=3,
+        )

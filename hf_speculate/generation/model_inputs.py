@@ -1,0 +1,153 @@
+"""Finds out what the models of a call read besides its text."""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationMixin, PreTrainedModel
+
+from hf_speculate.draft.vocab_mapping import Vocabulary
+from hf_speculate.errors import UnsupportedGenerationError
+from hf_speculate.models.extra_inputs import Context, mapped
+from hf_speculate.models.language_model import device_of, text_prefix
+
+# Arguments that our own loop gives itself, or to nobody.
+_OWN = {
+    "attention_mask",
+    "input_ids",
+    "inputs_embeds",
+    "labels",
+    "logits_to_keep",
+    "output_attentions",
+    "output_hidden_states",
+    "past_key_values",
+    "return_dict",
+    "use_cache",
+}
+_TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
+
+
+def target_context(
+    model: PreTrainedModel, input_ids: Tensor, num_query: int, model_kwargs: dict[str, Any], *, has_positions: bool
+) -> Context:
+    """What the target reads besides the text, as its own `prepare_inputs_for_generation` would have it.
+
+    Args:
+        model: the target.
+        input_ids: [B, T] int64, the prompts.
+        num_query: Q, how many of their last tokens the cache does not hold.
+        model_kwargs: what transformers has prepared for the model.
+        has_positions: whether the user passed `position_ids`.
+    """
+    if model.config.is_encoder_decoder:
+        every = {name: model_kwargs.get(name) for name in ("encoder_outputs", "attention_mask")}
+        given = {name: value for name, value in every.items() if value is not None}
+        return Context(given, prefix=text_prefix(model))
+    extra = {name for name, value in model_kwargs.items() if value is not None} - _OWN - {"position_ids"}
+    positions = model_kwargs.get("position_ids")
+    model_class: Any = type(model)
+    embeds = model_kwargs.get("inputs_embeds")
+    read = {} if embeds is None else {"inputs_embeds": embeds[:, -num_query:].to(device_of(model))}
+    is_usual = model_class.prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation
+    if is_usual and not extra and not has_positions and (positions is None or positions.ndim == 2):
+        return Context(prompt=read)
+    inputs: dict[str, Any] = model.prepare_inputs_for_generation(  # type: ignore[operator]
+        input_ids, next_sequence_length=num_query, is_first_iteration=True, **model_kwargs
+    )
+    prompt = {name: value for name, value in inputs.items() if name not in _OWN and value is not None} | read
+    if "position_ids" in prompt and _counts_tokens(prompt["position_ids"], model_kwargs):
+        del prompt["position_ids"]
+    return Context(prompt=prompt, types=_later_types(model, input_ids, model_kwargs))
+
+
+def draft_context(
+    draft: PreTrainedModel | None,
+    target: PreTrainedModel,
+    inputs: Tensor | None,
+    model_kwargs: dict[str, Any],
+    num_rows: int,
+    vocabulary: Vocabulary | None = None,
+) -> Context:
+    """What the draft model reads besides the text: an encoder's output, its own or the target's, and nothing else.
+
+    What the target's side has made is read in the draft's dtype and on its device; the target's own stays as it is.
+
+    Args:
+        draft: the draft model, or None; its encoder runs once, unless it is the target's.
+        target: whose encoder has run.
+        inputs: what the target's encoder read; None where its output, or embeddings, were passed.
+        model_kwargs: what transformers has prepared for the target.
+        num_rows: B, the output's rows, of which each input has as many as the others.
+        vocabulary: how the draft's ids stand to the target's; None: they are the same.
+
+    Raises:
+        UnsupportedGenerationError: the draft has an encoder, and there is nothing for it to read.
+    """
+    if draft is None:
+        return Context()
+    outputs = model_kwargs.get("encoder_outputs")
+    if not draft.config.is_encoder_decoder:
+        takes_outputs = "encoder_outputs" in inspect.signature(type(draft).forward).parameters
+        reads = takes_outputs and outputs is not None
+        return Context({"encoder_outputs": _as_read_by(draft.get_decoder(), outputs)} if reads else None)
+    mask = model_kwargs.get("attention_mask")
+    encoder: Any = draft.get_encoder()
+    if encoder is not target.get_encoder():
+        if inputs is None:
+            raise UnsupportedGenerationError(
+                "encoder_outputs and inputs_embeds must be left out for a draft with an encoder of its own, "
+                f"{type(draft).__name__}; pass what the encoders read, or a draft that shares the target's encoder"
+            )
+        if vocabulary is not None and encoder.main_input_name == "input_ids":
+            inputs = vocabulary.to(inputs.device).draft_ids[inputs]
+        num_copies = num_rows // inputs.shape[0]
+        arguments: dict[str, Any] = {encoder.main_input_name: _as_read_by(encoder, inputs)}
+        if mask is not None and "attention_mask" in inspect.signature(encoder.forward).parameters:
+            arguments["attention_mask"] = mask[::num_copies].to(device_of(draft))
+        with torch.no_grad():
+            outputs = encoder(**arguments, return_dict=True)
+        if num_copies > 1:
+            outputs = type(outputs)(last_hidden_state=outputs[0].repeat_interleave(num_copies, dim=0))
+    else:
+        outputs = _as_read_by(draft.get_decoder(), outputs)
+    every = {"encoder_outputs": outputs}
+    if mask is not None:
+        every["attention_mask"] = mask.to(device_of(draft))
+    return Context(every, prefix=text_prefix(draft))
+
+
+def _as_read_by(model: PreTrainedModel, value: Any) -> Any:
+    """A copy of a tensor, or of an output's, where the model is; numbers with a fraction in the model's dtype."""
+    device, dtype = device_of(model), model.dtype
+    return mapped(value, lambda tensor: tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype))
+
+
+def _counts_tokens(positions: Tensor, model_kwargs: dict[str, Any]) -> bool:
+    """Whether the prompt's positions [..., B or 1, Q] only count each row's real tokens, on one axis."""
+    if positions.ndim != 2:
+        return False
+    num_query = positions.shape[1]
+    attention_mask = model_kwargs.get("attention_mask")
+    if attention_mask is None:
+        start = model_kwargs["past_key_values"].get_seq_length()
+        counted = torch.arange(start, start + num_query, device=positions.device)
+        return bool((positions == counted).all())
+    counted = (attention_mask.cumsum(-1) - 1)[:, -num_query:]
+    return bool(((positions == counted) | (attention_mask[:, -num_query:] == 0)).all())
+
+
+def _later_types(model: PreTrainedModel, input_ids: Tensor, model_kwargs: dict[str, Any]) -> dict[str, Tensor]:
+    """The token types [B, 1] that plain `generate` hands the model with every token after the prompt."""
+    longer = {}
+    for name in _TOKEN_TYPES:
+        types = model_kwargs.get(name)
+        if types is not None:
+            last = types[:, -1:]
+            longer[name] = torch.cat([types, last if name == "token_type_ids" else last * 0], dim=1)  # [B, T+1]
+    if not longer:
+        return {}
+    inputs: dict[str, Any] = model.prepare_inputs_for_generation(  # type: ignore[operator]
+        torch.cat([input_ids, input_ids[:, -1:]], dim=1), next_sequence_length=1, is_first_iteration=False, **longer
+    )
+    return {name: inputs[name][:, -1:] for name in _TOKEN_TYPES if inputs.get(name) is not None}

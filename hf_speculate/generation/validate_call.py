@@ -1,0 +1,260 @@
+"""Refuses calls that cannot be decoded speculatively, from their arguments and from what transformers made of them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+from transformers.generation.configuration_utils import GenerationMode
+
+from hf_speculate.config import SpeculationConfig
+from hf_speculate.draft.vocab_mapping import Vocabulary
+from hf_speculate.errors import ConfigError, UnsupportedGenerationError
+from hf_speculate.generation.draft_source import COUPLED_ALONE, GENERATOR, LOOKUP, Reason
+from hf_speculate.models.extra_inputs import Context
+
+_COMMON_KWARGS = {
+    "attention_mask",
+    "logits_to_keep",
+    "output_attentions",
+    "output_hidden_states",
+    "past_key_values",
+    "use_cache",
+}
+_ENCODER_DECODER_KWARGS = _COMMON_KWARGS | {"decoder_attention_mask", "encoder_outputs", "inputs_embeds"}
+# What a decoder-only model reads with its prompt, and its tokens' types.
+_DECODER_KWARGS = _COMMON_KWARGS | {
+    "image_grid_thw",
+    "image_sizes",
+    "inputs_embeds",
+    "mm_encoder_outputs",
+    "mm_token_type_ids",
+    "pixel_attention_mask",
+    "pixel_values",
+    "pixel_values_videos",
+    "position_ids",
+    "second_per_grid_ts",
+    "token_type_ids",
+    "video_grid_thw",
+    "vision_feature_layer",
+    "vision_feature_select_strategy",
+}
+
+_PASSED_OVER = {"labels"}  # plain generation never hands them to the model; Seq2SeqTrainer passes them
+
+# Fields that ask for drafts from the hidden states of the target.
+_OF_TARGETS_STATES = ("speculation_type", "use_mtp")
+
+
+def check_call(call: dict[str, Any], reason: Reason) -> None:
+    """Refuse what the arguments alone show.
+
+    Args:
+        call: all arguments of `generate()` but `assistant_model`, by name.
+        reason: why the call is ours.
+
+    Raises:
+        UnsupportedGenerationError: an argument does not go with our own loop.
+    """
+    refused = {
+        "custom_generate": call.get("custom_generate"),
+        "inputs_embeds": call.get("inputs_embeds") if reason is GENERATOR else None,
+        "return_token_timestamps": call.get("return_token_timestamps") or None,
+        **{name: call.get(name) or None for name in _OF_TARGETS_STATES},
+    }
+    for name, value in refused.items():
+        if value is not None:
+            raise _left_out(name, reason)
+    mask = call.get("attention_mask")
+    if call.get("inputs_embeds") is not None and mask is not None and mask.ndim != 2:
+        raise UnsupportedGenerationError(
+            f"attention_mask must be [B, P] over inputs_embeds with {reason.cause}, got {list(mask.shape)}; "
+            "pass which of them are padding"
+        )
+    if call.get("cache_implementation") == "paged":  # transformers would batch continuously, past our loop
+        raise UnsupportedGenerationError(
+            f"cache_implementation must be left out with {reason.cause}, got 'paged'; {reason.way_out}"
+        )
+
+
+def check_prepared(
+    input_ids: Tensor,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    has_encoder: bool,
+    streamer: object,
+    reason: Reason,
+) -> None:
+    """Refuse what only the call shows that transformers has prepared.
+
+    Args:
+        input_ids: [B, T] int64.
+        generation_config: with every default filled in.
+        model_kwargs: what transformers would hand to the model.
+        has_encoder: whether the model is an encoder-decoder.
+        streamer: the call's, or None.
+        reason: why the call is ours.
+
+    Raises:
+        UnsupportedGenerationError: our own loop cannot decode the call.
+    """
+    for name in _OF_TARGETS_STATES:
+        if getattr(generation_config, name, None):
+            raise _left_out(name, reason)
+    mode = generation_config.get_generation_mode()
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        hint = "pass num_beams=1, or " if generation_config.num_beams != 1 else ""  # pipelines of speech set 5
+        raise UnsupportedGenerationError(
+            f"the generation mode must be greedy or sampling with {reason.cause}, got {mode.value}; "
+            f"{hint}{reason.way_out}"
+        )
+    if not generation_config.use_cache:
+        raise UnsupportedGenerationError(f"use_cache must be True with {reason.cause}, got False; {reason.way_out}")
+    if reason is not COUPLED_ALONE and getattr(generation_config, "assistant_ensemble_weight", None) is not None:
+        raise UnsupportedGenerationError(
+            "assistant_ensemble_weight must be left out, got one; choose verifier='typical' for a lossy rule"
+        )
+    known = _ENCODER_DECODER_KWARGS if has_encoder else _DECODER_KWARGS
+    taken = known | _PASSED_OVER
+    extra = sorted(name for name, value in model_kwargs.items() if value is not None and name not in taken)
+    if extra:
+        raise UnsupportedGenerationError(
+            f"model arguments must be among {', '.join(sorted(known))}, got {', '.join(extra)}; {reason.way_out}"
+        )
+    for name in ("output_hidden_states", "output_attentions"):
+        if has_encoder and getattr(generation_config, name):
+            raise UnsupportedGenerationError(
+                f"{name} must be left out for an encoder-decoder with {reason.cause}, got True; {reason.way_out}"
+            )
+    _check_cache(model_kwargs.get("past_key_values"), reason)
+    if input_ids.shape[1] == 0 and model_kwargs.get("inputs_embeds") is None:
+        raise UnsupportedGenerationError(f"the prompt must hold at least one token, got an empty one; {reason.way_out}")
+    one_row_only = {
+        "candidate_generator": reason is GENERATOR,
+        "streamer": streamer is not None,
+        "output_hidden_states": bool(generation_config.output_hidden_states),
+        "output_attentions": bool(generation_config.output_attentions),
+    }
+    for name, is_wanted in one_row_only.items():
+        if is_wanted and input_ids.shape[0] > 1:
+            raise UnsupportedGenerationError(
+                f"{name} must be left out for more than one row, got {input_ids.shape[0]} rows; "
+                "decode the rows one by one"
+            )
+
+
+def check_span_ids(config: SpeculationConfig, model: PreTrainedModel) -> None:
+    """Refuse spans of tokens that the target does not have.
+
+    Args:
+        config: the call's settings.
+        model: the target.
+
+    Raises:
+        ConfigError: an id lies past its vocabulary.
+    """
+    size = model.config.get_text_config(decoder=True).vocab_size
+    if config.relax_only_inside is not None and max(config.relax_only_inside) >= size:
+        raise ConfigError(
+            f"relax_only_inside must be ids below {size}, the size of the target's vocabulary, got "
+            f"{tuple(config.relax_only_inside)}; take them from the target's tokenizer"
+        )
+
+
+def check_synced(
+    config: SpeculationConfig, generation_config: GenerationConfig, is_static: bool, reason: Reason
+) -> None:
+    """Refuse what would run other numbers of forwards on the ranks of one call.
+
+    Args:
+        config: the call's settings.
+        generation_config: with every default filled in.
+        is_static: whether fixed buffers were asked for.
+        reason: why the call is ours.
+
+    Raises:
+        UnsupportedGenerationError: numbers of forwards would depend on each rank's text.
+    """
+    refused = {
+        "candidate_generator": reason is GENERATOR,
+        "drafter": config.drafter is not None,
+        "prompt_lookup_num_tokens": config.prompt_lookup_num_tokens is not None and reason is not LOOKUP,
+        "prefill_chunk_size": generation_config.prefill_chunk_size is not None,
+        "cache_implementation and compile_config": is_static,
+    }
+    for name, is_wanted in refused.items():
+        if is_wanted:
+            raise UnsupportedGenerationError(
+                f"{name} must be left out with synced_gpus and {reason.cause}, got one; ranks of different texts would "
+                "run different numbers of forwards"
+            )
+
+
+def check_context(
+    context: Context,
+    input_ids: Tensor,
+    generation_config: GenerationConfig,
+    assistant: PreTrainedModel | None,
+    vocabulary: Vocabulary | None,
+) -> None:
+    """Refuse what does not go with inputs beside the text.
+
+    Args:
+        context: what the target reads.
+        input_ids: [B, T] int64.
+        generation_config: with every default filled in.
+        assistant: the draft model, or None.
+        vocabulary: how its ids stand to the target's; None: they are the same.
+
+    Raises:
+        UnsupportedGenerationError: the prompt cannot be cut into chunks, or has ids that the draft does not know.
+    """
+    if not context.prompt_names:
+        return
+    if generation_config.prefill_chunk_size is not None:
+        raise UnsupportedGenerationError(
+            f"prefill_chunk_size must be left out with {', '.join(context.prompt_names)}, got "
+            f"{generation_config.prefill_chunk_size}; feed such a prompt at once"
+        )
+    if assistant is not None and input_ids.shape[1]:
+        embeddings: Any = assistant.get_input_embeddings()
+        size = embeddings.weight.shape[0] if vocabulary is None else len(vocabulary.draft_ids)
+        smallest, largest = int(input_ids.min()), int(input_ids.max())
+        if largest >= size or smallest < 0:
+            raise UnsupportedGenerationError(
+                f"ids of the prompt must be below {size} for assistant_model, which reads placeholders as text, got "
+                f"{largest if largest >= size else smallest}; use a draft whose embeddings hold them"
+            )
+
+
+def _left_out(name: str, reason: Reason) -> UnsupportedGenerationError:
+    return UnsupportedGenerationError(f"{name} must be left out with {reason.cause}, got one; {reason.way_out}")
+
+
+def _check_cache(cache: Any, reason: Reason) -> None:
+    """Refuse a cache that is not one, or a pair, of dynamic ones on one device."""
+    is_pair = isinstance(cache, EncoderDecoderCache)
+    parts = [cache.self_attention_cache, cache.cross_attention_cache] if is_pair else [cache]
+    if any(type(part) is not DynamicCache or part.offloading for part in parts):
+        kind = "an offloaded " if type(parts[0]) is DynamicCache else ""
+        raise UnsupportedGenerationError(
+            f"the cache must be a DynamicCache on one device with {reason.cause}, got {kind}{type(cache).__name__}; "
+            "pass a DynamicCache, or leave past_key_values and cache_implementation out"
+        )
+
+
+def checked_mask(mask: Tensor | None) -> Tensor | None:
+    """The attention mask as [B, P] int64, or None where nothing is padded.
+
+    Args:
+        mask: [B, P] of any dtype, or None.
+
+    Raises:
+        UnsupportedGenerationError: a row is nothing but padding.
+    """
+    if mask is None or bool((mask != 0).all()):
+        return None
+    if not bool(mask.any(dim=1).all()):
+        raise UnsupportedGenerationError("every prompt must hold a real token, got an empty row; drop that row")
+    return (mask != 0).to(torch.int64)

@@ -1,0 +1,144 @@
+"""Refuses models that cannot decode speculatively, or not with each other."""
+
+import inspect
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from hf_speculate.errors import UnsupportedModelError
+from hf_speculate.generation.draft_source import ASSISTED, Reason
+from hf_speculate.models.rope import growing_rope
+
+_SERVED_LAYERS = {"chunked_attention", "full_attention", "sliding_attention"}
+_UNSERVED_TYPES = {
+    "cpmant": "read the whole text anew for every token",
+    "fsmt": "see the tokens that follow where they read several",
+    "kosmos-2": "place tokens by counting those that are no padding",
+    "kosmos-2.5": "place tokens by counting those that are no padding",
+    "prophetnet": "read one token at a time",
+}
+
+
+def check_models(models: Sequence[PreTrainedModel], stateful: Sequence[str], reason: Reason) -> None:
+    """Refuse models that cannot decode, from the configs alone.
+
+    Args:
+        models: the target, then the draft where there is one.
+        stateful: class names of those among them that transformers calls stateful.
+        reason: why the call is ours.
+
+    Raises:
+        UnsupportedModelError: a model cannot roll back, or the draft does not go with the target.
+    """
+    if stateful:
+        raise UnsupportedModelError(
+            f"models must be able to roll back, got {', '.join(stateful)} with recurrent state; {reason.way_out}"
+        )
+    for model in models:
+        config = model.config.get_text_config(decoder=True)
+        if "past_key_values" not in inspect.signature(type(model).forward).parameters:
+            raise UnsupportedModelError(
+                f"models must take past_key_values, got {type(model).__name__} without; {reason.way_out}"
+            )
+        if model.config.model_type in _UNSERVED_TYPES:
+            raise UnsupportedModelError(
+                f"models must read several tokens after a cached text, got {type(model).__name__}, whose layers "
+                f"{_UNSERVED_TYPES[model.config.model_type]}; {reason.way_out}"
+            )
+        if model.training and any(getattr(part, "gradient_checkpointing", False) for part in model.modules()):
+            raise UnsupportedModelError(
+                f"models must keep their states, got {type(model).__name__} in training mode with gradient "
+                f"checkpointing, which drops them; call eval() or gradient_checkpointing_disable(), or {reason.way_out}"
+            )
+        if "prepare_inputs_for_generation" in vars(model):
+            raise UnsupportedModelError(
+                f"models must prepare their inputs as their class does, got {type(model).__name__} with a "
+                f"prepare_inputs_for_generation of its own (prompt or prefix tuning); {reason.way_out}"
+            )
+        num_stages = getattr(getattr(model.config, "distributed_config", None), "pp_size", None) or 1
+        if num_stages > 1:
+            raise UnsupportedModelError(
+                f"models must lie whole in every process or be split by tensor parallelism, got {type(model).__name__} "
+                f"in {num_stages} stages (pp_size); load it with tp_size, or {reason.way_out}"
+            )
+        unserved = sorted(set(getattr(config, "layer_types", None) or ()) - _SERVED_LAYERS)
+        if unserved:
+            raise UnsupportedModelError(
+                f"layer_types must be among {', '.join(sorted(_SERVED_LAYERS))}, got {', '.join(unserved)} in "
+                f"{type(model).__name__}; {reason.way_out}"
+            )
+    _check_encoders(models[0], models[-1])
+
+
+def warn_of_own_steps(model: PreTrainedModel, names: Sequence[str]) -> None:
+    """Say that what a class outside transformers does in each step of plain `generate` is done for the prompt at most.
+
+    Args:
+        model: the target.
+        names: of its class's methods for a step.
+    """
+    if names:
+        warnings.warn(
+            f"{type(model).__name__} has {' and '.join(names)} of its own, called for each token by plain generate(); "
+            "here tokens after the prompt are read with the positions that follow it and nothing else: compare texts "
+            "with hf_speculate.check_parity",
+            stacklevel=4,
+        )
+
+
+def _check_encoders(target: PreTrainedModel, draft: PreTrainedModel) -> None:
+    """Refuse a draft whose encoder, or attention to one, does not go with the target's."""
+    has_encoder = target.config.is_encoder_decoder
+    names = [type(model).__name__ for model in (target, draft)]
+    if draft.config.is_encoder_decoder:
+        encoders: list[Any] = [model.get_encoder() for model in (target, draft)]
+        read = [(encoder.main_input_name, getattr(encoder.config, "num_mel_bins", None)) for encoder in encoders]
+        if not has_encoder or read[0] != read[1]:
+            raise UnsupportedModelError(
+                f"assistant_model must read what the target {names[0]} reads, got the encoder-decoder {names[1]}; "
+                "use a draft of the target's kind, or a decoder-only one"
+            )
+    elif has_encoder and "encoder_outputs" in inspect.signature(type(draft).forward).parameters:
+        widths = [model.config.get_text_config(decoder=True).hidden_size for model in (target, draft)]
+        if widths[0] != widths[1]:
+            raise UnsupportedModelError(
+                f"assistant_model must attend to the {widths[0]} numbers that the encoder of {names[0]} gives, got "
+                f"{widths[1]} in {names[1]}; use a draft that was made from this target, or one with its own encoder"
+            )
+
+
+def check_rope(target: PreTrainedModel, max_length: int, reason: Reason) -> None:
+    """Refuse rotary embeddings that change for tokens already cached once the text grows past a border.
+
+    Args:
+        target: scores the drafts; a draft of this kind costs acceptance only.
+        max_length: tokens of the output at most.
+        reason: why the call is ours.
+
+    Raises:
+        UnsupportedModelError: the text may cross the border.
+    """
+    rope = growing_rope(target)
+    if rope is not None and max_length > rope[1]:
+        raise UnsupportedModelError(
+            f"max_length must be at most {rope[1]} for {type(target).__name__} with {rope[0]} rotary embeddings, "
+            f"got {max_length}; {reason.way_out}"
+        )
+
+
+def check_assistant(assistant: object) -> None:
+    """Refuse what cannot draft.
+
+    Args:
+        assistant: what was passed as `assistant_model`.
+
+    Raises:
+        UnsupportedModelError: the assistant is no model that generates.
+    """
+    if not isinstance(assistant, PreTrainedModel) or not assistant.can_generate():
+        raise UnsupportedModelError(
+            f"assistant_model must be a transformers model that can generate, got {type(assistant).__name__}; "
+            f"load it with an AutoModelFor... class, compile it in place with its compile(), or {ASSISTED.way_out}"
+        )

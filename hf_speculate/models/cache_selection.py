@@ -1,0 +1,150 @@
+"""Which home a call's key-value states get: preallocated buffers where the model can use them, else the dynamic one."""
+
+import inspect
+import sys
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
+
+from hf_speculate.cache.base import KVCache
+from hf_speculate.cache.buffer_pool import BufferPool
+from hf_speculate.cache.dynamic import DynamicKVCache
+from hf_speculate.cache.layers import holding, text_cache, window_of
+from hf_speculate.cache.preallocated import LayerKinds, PreallocatedKVCache
+from hf_speculate.errors import UnsupportedModelError
+from hf_speculate.models.folded_attention import FOLDED, STANDS_FOR
+
+_ATTENTIONS = ("eager", STANDS_FOR, FOLDED)  # the last while another call of the same model runs
+_READ_ALL = ("moshi",)  # window layers with a mask that knows no windows: plain decoding makes them by cropping alone
+_MASK_NAMES = ("full_attention", "sliding_attention")
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where the states of one model go.
+
+    Args:
+        choice: "auto", "dynamic" or "preallocated".
+        attention: name of the model's attention implementation.
+        is_cache_passed: whether the user passed the cache; "auto" then makes no second copy of it.
+        is_cache_kept: whether the cache outlives the call.
+        records_attentions: whether the call returns attention weights, which have the shape of the states.
+        crosses: whether layers attend to an encoder's output too.
+        max_columns: the longest that a row can become, padding included.
+        capacity: columns of preallocated buffers that never grow; None: buffers grow.
+        is_pooled: whether such buffers outlive the call, for later ones of the same shapes.
+    """
+
+    choice: str
+    attention: str
+    is_cache_passed: bool = False
+    is_cache_kept: bool = False
+    records_attentions: bool = False
+    crosses: bool = False
+    max_columns: int | None = None
+    capacity: int | None = None
+    is_pooled: bool = False
+
+    def make(
+        self,
+        model: PreTrainedModel,
+        cache: Cache | None,
+        batch_size: int,
+        attention_mask: Tensor | None,
+        device: torch.device,
+    ) -> KVCache:
+        """The home of `model`'s states.
+
+        Args:
+            model: whose states.
+            cache: what transformers made or the user passed; its layers say what each attends to. None: a draft's,
+                whose states nobody else will look at.
+            batch_size: B.
+            attention_mask: [B, T] int64 over the states in `cache` and the prompt; None where nothing is padded.
+            device: where masks and position ids are made.
+
+        Raises:
+            UnsupportedModelError: "preallocated" was asked for by name and cannot hold.
+        """
+        layers = DynamicCache(config=model.config.get_text_config(decoder=True)) if cache is None else text_cache(cache)
+        wants = self.choice == "preallocated" or (self.choice == "auto" and not self.is_cache_passed)
+        reason = self._obstacle(model, layers, attention_mask, device) if wants else ""
+        if reason and self.choice == "preallocated":
+            raise UnsupportedModelError(
+                f"speculation_cache must be auto or dynamic for {type(model).__name__}, got 'preallocated': {reason}; "
+                "leave it out"
+            )
+        if not wants or reason:
+            if cache is not None and model.config.model_type in _READ_ALL and _windows(layers) != {None}:
+                raise UnsupportedModelError(
+                    f"states of {type(model).__name__} must be preallocated, for its window layers read all that a "
+                    f"dynamic cache holds, got {reason or 'a dynamic cache'}; leave past_key_values and "
+                    "speculation_cache out, or decode plainly"
+                )
+            # A draft's layers are all full ones, so that K forwards in a row can be rolled back at once.
+            return DynamicKVCache(self._new_cache() if cache is None else cache, batch_size, attention_mask, device)
+        home = cache if self.is_cache_kept else None
+        kinds = layer_kinds(model, layers)
+        pool = BufferPool(model, batch_size, self.capacity) if self.is_pooled and self.capacity else None
+        return PreallocatedKVCache(
+            kinds, batch_size, attention_mask, device, self.max_columns, home, self.capacity, pool
+        )
+
+    def _new_cache(self) -> Cache:
+        return EncoderDecoderCache(DynamicCache(), DynamicCache()) if self.crosses else DynamicCache()
+
+    def _obstacle(
+        self, model: PreTrainedModel, cache: Cache, attention_mask: Tensor | None, device: torch.device
+    ) -> str:
+        """Why the states cannot be preallocated; empty where they can."""
+        config = model.config.get_text_config(decoder=True)
+        module = sys.modules[type(model.base_model).__module__]
+        names = set(getattr(config, "layer_types", None) or _MASK_NAMES[:1])
+        windows = _windows(cache)
+        obstacles = {
+            f"its attention is {self.attention}": self.attention not in _ATTENTIONS,
+            "its layers attend to an encoder's output": self.crosses,
+            "it takes no position_ids": "position_ids" not in inspect.signature(type(model).forward).parameters,
+            "it takes no mask of four dimensions": not hasattr(module, "create_causal_mask"),
+            "its positions are biases of the attention": bool(getattr(config, "alibi", False)),
+            "its layers attend in other ways than fully or by window": not names <= set(_MASK_NAMES),
+            "its layers cut their windows by columns": "local" in (getattr(config, "attention_layers", None) or ()),
+            "its layers have several windows": len(windows) > len(names),
+            "it takes one mask for layers of two kinds": len(windows) > 1 and not _takes_mask_by_kind(module),
+            "its cache has layers of another kind": not cache.layers
+            or any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in holding(cache.layers)),
+            "its cache was made without its config, and knows no windows": windows
+            != _windows(DynamicCache(config=config)),
+            "its cache is offloaded": bool(cache.offloading),
+            "attention weights are returned": self.records_attentions,
+            "autocast picks the dtypes": torch.is_autocast_enabled(device.type),
+            "the attention mask has holes": _has_holes(attention_mask),
+        }
+        return next((reason for reason, holds in obstacles.items() if holds), "")
+
+
+def layer_kinds(model: PreTrainedModel, cache: Cache) -> LayerKinds:
+    """What the layers of a fitting model attend to, by the layers of its cache."""
+    windows = tuple(window_of(layer) for layer in holding(cache.layers))
+    by_name: dict[str, int | None] = {_MASK_NAMES[window is not None]: window for window in windows}
+    return LayerKinds(windows, by_name, model.dtype)
+
+
+def _windows(cache: Cache) -> set[int | None]:
+    """What the layers of a cache attend to; None among them: everything."""
+    return {window_of(layer) for layer in holding(cache.layers)}
+
+
+def _takes_mask_by_kind(module: object) -> bool:
+    """Whether the models of a transformers module take a dict with a mask for each kind of layer."""
+    return "causal_mask_mapping := attention_mask" in inspect.getsource(module)  # type: ignore[arg-type]
+
+
+def _has_holes(attention_mask: Tensor | None) -> bool:
+    """Whether a row has masked tokens after its first real one."""
+    if attention_mask is None:
+        return False
+    return bool((attention_mask[:, 1:] < attention_mask[:, :-1]).any())

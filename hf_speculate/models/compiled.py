@@ -1,0 +1,221 @@
+"""Forwards of few shapes over fixed buffers, for `torch.compile`."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._dynamo import mark_static_address, maybe_mark_dynamic
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from hf_speculate.cache.base import KVCache
+from hf_speculate.cache.preallocated import LayerKinds, PreallocatedKVCache, additive_mask
+from hf_speculate.models.compilation import Compilation
+from hf_speculate.models.extra_inputs import Context
+from hf_speculate.models.language_model import LanguageModel
+from hf_speculate.types import Scored
+
+# Attention reads the first 256, 320, 384, 448, 512, 640, ... columns: a fifth of them at most are not in use. Widths
+# that are compiled or recorded one by one are 256, 384, 512, 768, ...
+MIN_WIDTH = 256
+# Buffers are this much longer than what is ever read: a whole buffer is another case, which would be compiled again.
+UNREAD_COLUMNS = 8
+
+
+class Rows(NamedTuple):
+    """Where rows stand; inputs of a compiled forward, so that no number in it changes."""
+
+    ends: Tensor  # [B] int64, the column of each row's next token
+    pads: Tensor  # [B] int64, columns of padding before its first token
+    seen: Tensor  # [W] int64, the columns 0..W-1 that attention reads
+    last_position: Tensor  # [1] int64, upper bound of position ids
+
+
+class States(NamedTuple):
+    """The buffers of all layers."""
+
+    keys: tuple[Tensor, ...]  # each [B, H, capacity, D]
+    values: tuple[Tensor, ...]
+
+
+class PlacedLayer(CacheLayerMixin):
+    """A layer of a transformers `Cache` for one forward, whose places are a tensor.
+
+    Args:
+        keys, values: [B, H, capacity, D] buffers, written to.
+        places: [B, Q] int64, the columns of the coming tokens.
+        width: columns that attention reads.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, places: Tensor, width: int):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.keys, self.values = keys, values
+        self.places = places
+        self.width = width
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to make."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write the coming tokens' states [B, H, Q, D]; the columns that attention reads, as views."""
+        rows = torch.arange(self.places.shape[0], device=self.places.device)[:, None]
+        seen = []
+        for buffer, states in ((self.keys, key_states), (self.values, value_states)):
+            # Not through a flat view: of one, the compiler would copy the whole buffer.
+            buffer[rows, :, self.places] = states.transpose(1, 2)  # type: ignore[index]  # [B, Q, H, D]
+            seen.append(buffer[:, :, : self.width])  # type: ignore[index]
+        return seen[0], seen[1]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Columns that attention reads, and the first of them."""
+        return self.width, 0
+
+    def get_seq_length(self) -> int:
+        """Columns that attention reads: a row's own length is in no Python number."""
+        return self.width
+
+    def get_max_length(self) -> int:
+        """As `get_seq_length`."""
+        return self.width
+
+    def get_max_cache_shape(self) -> int:
+        """As `get_max_length`, under the name of older versions of transformers."""
+        return self.width
+
+
+def forward_rows(model: PreTrainedModel, query: Tensor, rows: Rows, states: States, kinds: LayerKinds) -> Tensor:
+    """Logits [B, Q, V] of query tokens [B, Q] int64, whose states are written where their rows end."""
+    offsets = torch.arange(query.shape[1], device=query.device)
+    places = rows.ends[:, None] + offsets  # [B, Q]
+    positions = torch.minimum((places - rows.pads[:, None]).clamp_min(0), rows.last_position)
+    mask = kinds.masks(lambda window: additive_mask(places, rows.seen, rows.pads, window, kinds.mask_dtype))
+    width = rows.seen.shape[0]
+    layers: list[Any] = [PlacedLayer(keys, values, places, width) for keys, values in zip(*states, strict=True)]
+    cache = Cache(layers=layers)
+    output = model(
+        input_ids=query,
+        attention_mask=mask,
+        position_ids=positions,
+        past_key_values=cache,
+        use_cache=True,
+        return_dict=True,
+    )
+    logits: Tensor = output.logits
+    return logits
+
+
+def width_for(num_columns: int, capacity: int, num_steps: int = 2) -> int:
+    """How many columns attention reads where `num_columns` are in use.
+
+    Args:
+        num_columns: in use.
+        capacity: columns of the buffers.
+        num_steps: widths between one power of two and the next.
+    """
+    base = MIN_WIDTH
+    while 2 * base <= num_columns:
+        base *= 2
+    step = base // num_steps
+    width = max(-(-num_columns // step) * step, base)
+    return min(width, capacity - UNREAD_COLUMNS)
+
+
+class FixedBuffers:
+    """The arguments that compiled forwards take of a cache.
+
+    Args:
+        kv_cache: with fixed buffers that hold states already.
+        max_position: upper bound of position ids; None: none.
+        varies: whether the width that attention reads is compiled as a number that varies, so that one compilation
+            serves all widths.
+    """
+
+    def __init__(self, kv_cache: PreallocatedKVCache, max_position: int | None, varies: bool):
+        self.kv_cache = kv_cache
+        layers: list[Any] = kv_cache.cache.layers
+        self.states = States(tuple(layer.keys for layer in layers), tuple(layer.values for layer in layers))
+        device = kv_cache.device
+        self._pads = torch.tensor(kv_cache.pads, device=device)
+        self._last_position = torch.tensor([2**62 if max_position is None else max_position], device=device)
+        self._seen: dict[int, Tensor] = {}
+        self._varies = varies
+        for buffer in (*self.states.keys, *self.states.values):
+            if buffer.device.type == "cuda":
+                mark_static_address(buffer)
+
+    def arguments(self, num_query: int) -> tuple[Rows, States, LayerKinds]:
+        """What a forward that writes `num_query` columns takes after the query."""
+        columns = self.kv_cache.columns
+        capacity = self.states.keys[0].shape[2]
+        is_one_for_all = self._varies and self.kv_cache.device.type != "cuda"
+        width = width_for(columns.num_held + num_query, capacity, num_steps=4 if is_one_for_all else 2)
+        if width not in self._seen:
+            self._seen[width] = torch.arange(width, device=self.kv_cache.device)
+            if self._varies:
+                maybe_mark_dynamic(self._seen[width], 0)
+        ends = torch.tensor(columns.lens, device=self.kv_cache.device)
+        rows = Rows(ends, self._pads, self._seen[width], self._last_position)
+        return rows, self.states, self.kv_cache.kinds
+
+
+class CompiledLanguageModel(LanguageModel):
+    """A `LanguageModel` whose short queries run compiled, padded to one of a few lengths; prompts run eagerly.
+
+    Args:
+        model: a decoder-only model with a language modelling head.
+        max_position: upper bound of position ids, for tokens drafted past the end of the text.
+        compilation: of this model.
+        query_lens: the lengths Q that are compiled, ascending.
+        context: embeddings of the prompt, or nothing.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        max_position: int | None,
+        compilation: Compilation,
+        query_lens: Sequence[int],
+        context: Context | None = None,
+    ):
+        # One mode for all forwards, or everything compiles twice.
+        super().__init__(model, max_position, keeps_states=True, context=context)
+        self.compilation = compilation
+        self.query_lens = tuple(query_lens)
+        self._buffers: FixedBuffers | None = None
+
+    def buffers(self, kv_cache: KVCache) -> FixedBuffers | None:
+        """What compiled forwards take of `kv_cache`; None where it must run eagerly."""
+        if not isinstance(kv_cache, PreallocatedKVCache) or kv_cache.columns.capacity is None:
+            return None
+        if not self.compilation.is_working or not kv_cache.num_columns:
+            return None
+        if self._buffers is None or self._buffers.kv_cache is not kv_cache:
+            varies = self.compilation.settings.dynamic is not False
+            self._buffers = FixedBuffers(kv_cache, self.max_position, varies)
+        return self._buffers
+
+    def run(
+        self,
+        query_token_ids: Tensor,
+        kv_cache: KVCache,
+        *,
+        logits_to_keep: int | None = None,
+        **forward_options: Any,
+    ) -> Scored:
+        """See `LanguageModel.run`."""
+        num_query = query_token_ids.shape[1]
+        padded_len = next((length for length in self.query_lens if length >= num_query), None)
+        buffers = None if self.context.awaits_prompt else self.buffers(kv_cache)
+        logits = None
+        if buffers is not None and padded_len is not None and num_query and not forward_options:
+            padded = query_token_ids.new_zeros(query_token_ids.shape[0], padded_len)  # [B, Q]
+            padded[:, :num_query] = query_token_ids
+            name = f"forward of {padded_len}"
+            logits = self.compilation.run(name, forward_rows, padded, *buffers.arguments(padded_len))
+        if logits is None:
+            return super().run(query_token_ids, kv_cache, logits_to_keep=logits_to_keep, **forward_options)
+        kv_cache.advance(num_query)
+        first = 0 if logits_to_keep is None else num_query - logits_to_keep
+        return Scored(logits[:, first:num_query], None, None)

@@ -1,0 +1,158 @@
+"""Prefill a prompt or decode token by token with one model."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_speculate.cache.base import KVCache
+from hf_speculate.errors import ConfigError, ShapeError
+from hf_speculate.models.language_model import LanguageModel
+from hf_speculate.types import DecodeOutput, PrefillOutput, SampleStrategy
+
+
+class Choice(NamedTuple):
+    """One token per row, and what it was chosen from."""
+
+    token_ids: Tensor  # [B] int64
+    token_logits: Tensor | None  # [B, V]; None: nobody will read them
+    is_done: Tensor | None  # [B] bool, rows that need no further token; None: nothing stops
+
+
+ChooseToken = Callable[[Tensor, int], Choice]
+"""Takes the last position's logits [B, V] and the step's number; returns the `Choice`."""
+
+
+class Inferencer:
+    """Runs a `LanguageModel` step by step.
+
+    Args:
+        language_model: the model.
+        generator: for RANDOM draws; torch's global one when None.
+        chunk_size: tokens of each row per forward at most, where only the last position's logits are read; None: any
+            number.
+        stops_early: whether decoding ends once every row is done, where that can be read for nothing; else it takes
+            as many steps as it is asked for.
+    """
+
+    def __init__(
+        self,
+        language_model: LanguageModel,
+        generator: torch.Generator | None = None,
+        chunk_size: int | None = None,
+        stops_early: bool = True,
+    ):
+        self.language_model = language_model
+        self.generator = generator
+        self.chunk_size = chunk_size
+        self.stops_early = stops_early
+
+    def prefill(
+        self,
+        query_token_ids: Tensor,
+        kv_cache: KVCache,
+        sample_strategy: SampleStrategy,
+        *,
+        logits_to_keep: int | None = None,
+    ) -> PrefillOutput:
+        """Feed a prompt and choose the token after it; `kv_cache` is advanced by Q tokens, in place.
+
+        Args:
+            query_token_ids: [B, Q] int64, Q >= 1.
+            kv_cache: holds the states of all tokens before the query.
+            sample_strategy: how the token is chosen.
+            logits_to_keep: only the last so many positions' logits; all unless told.
+
+        Returns:
+            The token [B, 1] and the logits [B, Q', V].
+
+        Raises:
+            ShapeError: the query is empty.
+        """
+        logits = self.language_model.forward(query_token_ids, kv_cache, logits_to_keep=logits_to_keep)
+        return PrefillOutput(self._choose(logits[:, -1], sample_strategy)[:, None], logits)
+
+    def feed(self, query_token_ids: Tensor, kv_cache: KVCache) -> Tensor:
+        """Logits [B, V] after the query tokens [B, Q] int64; `kv_cache` is advanced by them, in place.
+
+        A query longer than `chunk_size` goes in as few forwards of nearly equal length as that takes.
+        """
+        num_query = query_token_ids.shape[1]
+        num_chunks = 1 if self.chunk_size is None else max(-(-num_query // self.chunk_size), 1)
+        for chunk in query_token_ids.tensor_split(num_chunks, dim=1):
+            logits = self.language_model.forward(chunk, kv_cache, logits_to_keep=1)
+        return logits[:, -1]
+
+    def decode(
+        self,
+        query_token_ids: Tensor,
+        kv_cache: KVCache,
+        max_new_tokens: int,
+        sample_strategy: SampleStrategy,
+        *,
+        choose: ChooseToken | None = None,
+    ) -> DecodeOutput:
+        """Decode up to `max_new_tokens` tokens; `kv_cache` is advanced by all tokens fed, in place.
+
+        The last token decoded is not fed. A row is done after its EOS; the loop ends when every row is.
+
+        Args:
+            query_token_ids: [B, Q] int64, tokens that are not in the cache yet, Q >= 1.
+            kv_cache: holds the states of all tokens before the query.
+            max_new_tokens: N at most, >= 1.
+            sample_strategy: how tokens are chosen.
+            choose: replaces `sample_strategy` and the EOS rule with the caller's own; logits that it withholds are not
+                returned.
+
+        Returns:
+            Ids [B, N], logits [B, N, V] and how many of a row's tokens count [B].
+
+        Raises:
+            ConfigError: `max_new_tokens` is below 1.
+            ShapeError: the query is empty.
+        """
+        if max_new_tokens < 1:
+            raise ConfigError(f"max_new_tokens must be at least 1, got {max_new_tokens}; ask for a token")
+        if query_token_ids.shape[1] < 1:
+            raise ShapeError(f"query_token_ids must be [B, Q] with Q >= 1, got {list(query_token_ids.shape)}")
+        choose = choose or self._chooser(sample_strategy)
+        batch_size, device = query_token_ids.shape[0], query_token_ids.device
+        lens = torch.zeros(batch_size, dtype=torch.int32, device=device)  # of the rows that are done
+        live: Tensor | None = None  # [B] bool; None: all rows
+        ids: list[Tensor] = []
+        logits: list[Tensor] = []
+        query = query_token_ids
+        reads_are_free = device.type == "cpu"
+        for step in range(max_new_tokens):
+            choice = choose(self.feed(query, kv_cache), step)
+            ids.append(choice.token_ids)
+            if choice.token_logits is not None:
+                logits.append(choice.token_logits)
+            query = choice.token_ids[:, None]
+            if choice.is_done is None or (reads_are_free and not bool(choice.is_done.any())):
+                continue
+            was_live = torch.ones_like(choice.is_done) if live is None else live
+            lens = torch.where(was_live & choice.is_done, len(ids), lens)
+            live = was_live & ~choice.is_done
+            if reads_are_free and self.stops_early and not bool(live.any()):
+                break
+        lens = torch.full_like(lens, len(ids)) if live is None else torch.where(live, len(ids), lens)
+        return DecodeOutput(torch.stack(ids, dim=1), torch.stack(logits, dim=1) if logits else None, lens)
+
+    def _chooser(self, sample_strategy: SampleStrategy) -> ChooseToken:
+        eos = self.language_model.model.generation_config.eos_token_id
+        eos_ids = None if eos is None else torch.tensor(eos, device=self.language_model.device).reshape(-1)
+
+        def choose(logits: Tensor, step: int) -> Choice:
+            token_ids = self._choose(logits, sample_strategy)
+            return Choice(token_ids, logits, None if eos_ids is None else torch.isin(token_ids, eos_ids))
+
+        return choose
+
+    def _choose(self, logits: Tensor, sample_strategy: SampleStrategy) -> Tensor:
+        """[B] int64 from logits [B, V]."""
+        if sample_strategy is SampleStrategy.GREEDY:
+            return logits.float().argmax(dim=-1)
+        probs = logits.float().softmax(dim=-1)
+        return torch.multinomial(probs, 1, generator=self.generator)[:, 0]

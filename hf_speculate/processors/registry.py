@@ -1,0 +1,160 @@
+"""Tells the processors and criteria that fit into a block from the rest.
+
+*Pure*: the result depends on the arguments alone, not on earlier calls. *Row-wise*: row b of the result depends on
+row b of the arguments alone. Only then may a round ask about many prefixes at once, in any order, and ask again.
+Membership goes by exact type: a subclass may do anything. Processors with state fit in too where they can take calls
+back, which they show by having the methods of `RollbackProcessor`.
+"""
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, TypeVar
+
+from transformers import LogitsProcessor, StoppingCriteria
+from transformers.generation import logits_process, stopping_criteria
+
+from hf_speculate.errors import ConfigError
+from hf_speculate.processors.rollback import RollbackProcessor
+
+AnyClass = TypeVar("AnyClass", bound=type)
+
+
+class Reads(Enum):
+    """What a row-wise processor reads besides the scores; all but the last kind are pure."""
+
+    NOTHING = "nothing"  # any number of rows in one call
+    LENGTH = "length"  # input_ids.shape[-1] only
+    PREFIX = "prefix"  # the ids of its row
+    HISTORY = "history"  # what earlier calls showed it; it can take calls back
+
+
+READS_BY_NAME: dict[str, Reads] = {
+    "BarkEosPrioritizerLogitsProcessor": Reads.NOTHING,
+    "EpsilonLogitsWarper": Reads.NOTHING,
+    "EtaLogitsWarper": Reads.NOTHING,
+    "InfNanRemoveLogitsProcessor": Reads.NOTHING,
+    "LogitNormalization": Reads.NOTHING,
+    "MinPLogitsWarper": Reads.NOTHING,
+    "SuppressTokensLogitsProcessor": Reads.NOTHING,
+    "TemperatureLogitsWarper": Reads.NOTHING,
+    "TopHLogitsWarper": Reads.NOTHING,
+    "TopKLogitsWarper": Reads.NOTHING,
+    "TopPLogitsWarper": Reads.NOTHING,
+    "TypicalLogitsWarper": Reads.NOTHING,
+    "AlternatingCodebooksLogitsProcessor": Reads.LENGTH,
+    "ExponentialDecayLengthPenalty": Reads.LENGTH,
+    "ForcedBOSTokenLogitsProcessor": Reads.LENGTH,
+    "ForcedEOSTokenLogitsProcessor": Reads.LENGTH,
+    "MinLengthLogitsProcessor": Reads.LENGTH,
+    "MinNewTokensLengthLogitsProcessor": Reads.LENGTH,
+    "SuppressTokensAtBeginLogitsProcessor": Reads.LENGTH,
+    "NoBadWordsLogitsProcessor": Reads.PREFIX,
+    "NoRepeatNGramLogitsProcessor": Reads.PREFIX,
+    "RepetitionPenaltyLogitsProcessor": Reads.PREFIX,  # may hold one number per row: see rows() in block.py
+    "SequenceBiasLogitsProcessor": Reads.PREFIX,
+    "WatermarkLogitsProcessor": Reads.PREFIX,  # seeds its generator anew from the prefix before every draw
+    "WhisperTimeStampLogitsProcessor": Reads.PREFIX,
+}
+
+
+def _at(length: int, prefix_len: int) -> int:
+    """The shortest length that is to `length` as `prefix_len` is: less, equal or greater."""
+    return 0 if prefix_len < length else min(prefix_len, length + 1)
+
+
+def _from(length: int, prefix_len: int) -> int:
+    """The shortest length that is to `length` as `prefix_len` is: less, or not."""
+    return 0 if prefix_len < length else length
+
+
+# How many of a prefix's last tokens give the same result as the whole prefix; all of them where a class is missing.
+# Positions that need equally many share a call, whatever their lengths.
+_SEEN_LEN_BY_NAME: dict[str, Callable[[Any, int], int]] = {
+    "ExponentialDecayLengthPenalty": lambda p, n: 0 if n <= p.regulation_start else n,
+    "ForcedBOSTokenLogitsProcessor": lambda p, n: _at(1, n),
+    "ForcedEOSTokenLogitsProcessor": lambda p, n: _at(p.max_length - 1, n),
+    "MinLengthLogitsProcessor": lambda p, n: _from(p.min_length, n),
+    "MinNewTokensLengthLogitsProcessor": lambda p, n: _from(p.prompt_length_to_skip + p.min_new_tokens, n),
+    "NoBadWordsLogitsProcessor": lambda p, n: min(n, max(map(len, p.sequence_bias), default=0)),
+    "SequenceBiasLogitsProcessor": lambda p, n: min(n, max(map(len, p.sequence_bias))),
+    "SuppressTokensAtBeginLogitsProcessor": lambda p, n: _at(p.begin_index, n),
+    "WatermarkLogitsProcessor": lambda p, n: min(n, p.context_width),
+}
+
+FOREIGN_REASONS: dict[str, str] = {
+    "ClassifierFreeGuidanceLogitsProcessor": "it mixes rows: conditional with unconditional ones",
+    "DiaClassifierFreeGuidanceLogitsProcessor": "it mixes rows: conditional with unconditional ones",
+    "DiaEOSChannelFilterLogitsProcessor": "it mixes rows: the audio channels of one sample",
+    "DiaEOSDelayPatternLogitsProcessor": "it counts its calls",
+    "EncoderNoRepeatNGramLogitsProcessor": "it holds the encoder's ids of every row, in batch order",
+    "EncoderRepetitionPenaltyLogitsProcessor": "it holds the encoder's ids of every row, in batch order",
+    "PrefixConstrainedLogitsProcessor": "it tells the user's function the row's place in the batch",
+    "SynthIDTextWatermarkLogitsProcessor": "it keeps a history of contexts from call to call",
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor": "it feeds a cache of its own, one token a call",
+    "WhisperNoSpeechDetection": "it runs the model itself, then keeps the outcome",
+    "ConfidenceCriteria": "it reads the scores of the batch's first row",
+}
+
+
+def _find(name: str) -> type | None:
+    """The class of that name in this version of transformers."""
+    return getattr(logits_process, name, None) or getattr(stopping_criteria, name, None)
+
+
+_READS: dict[type, Reads] = {cls: reads for name, reads in READS_BY_NAME.items() if (cls := _find(name)) is not None}
+_FOREIGN: dict[type, str] = {cls: why for name, why in FOREIGN_REASONS.items() if (cls := _find(name)) is not None}
+_SEEN_LEN = {cls: seen_len for name, seen_len in _SEEN_LEN_BY_NAME.items() if (cls := _find(name)) is not None}
+_REGISTERED: set[type] = set()
+
+
+def register_row_wise(cls: AnyClass) -> AnyClass:
+    """Declares a processor or stopping criterion class pure and row-wise.
+
+    Such a class runs at all positions of a round at once, rows of equal prefix length together; its processors run on
+    the draft model too. The declaration covers this very class, not its subclasses. Usable as a decorator.
+
+    Args:
+        cls: a subclass of transformers' `LogitsProcessor` or `StoppingCriteria`. Its `__call__` receives
+            `input_ids` [N, n] int64 with `scores` [N, V] float32; for a criterion `scores` is None. N is any number
+            of rows.
+
+    Returns:
+        The class itself, unchanged.
+
+    Raises:
+        ConfigError: when `cls` is anything else, or one of transformers' classes that is known not to be row-wise.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, (LogitsProcessor, StoppingCriteria))):
+        raise ConfigError(
+            f"cls must be a subclass of LogitsProcessor or StoppingCriteria, got {cls!r}; "
+            "register the class, not an instance or a function"
+        )
+    if cls in _FOREIGN:
+        raise ConfigError(
+            f"cls must be pure and row-wise, got {cls.__name__}: {_FOREIGN[cls]}; "
+            "use it unregistered, it is then called token by token as plain generate() would"
+        )
+    _REGISTERED.add(cls)
+    return cls
+
+
+def is_registered(obj: object) -> bool:
+    """Whether the object's exact class was declared with `register_row_wise`."""
+    return type(obj) in _REGISTERED
+
+
+def find_reads(processor: object) -> Reads | None:
+    """What a processor reads besides the scores; None for one that is not known to fit into a block."""
+    reads = _READS.get(type(processor)) or (Reads.PREFIX if is_registered(processor) else None)
+    return reads or (Reads.HISTORY if isinstance(processor, RollbackProcessor) else None)
+
+
+def find_seen_len(processor: object, prefix_len: int) -> int:
+    """How many of the last tokens of a prefix a processor must see, to do what it does for the whole of it."""
+    seen_len = _SEEN_LEN.get(type(processor))
+    return prefix_len if seen_len is None else seen_len(processor, prefix_len)
+
+
+def name_of(obj: object) -> str:
+    """How messages call a processor or criterion: its class, or the function's own name."""
+    return str(getattr(obj, "__name__", type(obj).__name__))

@@ -1,0 +1,231 @@
+"""Finds in a block of new tokens where token-by-token decoding would have stopped, row by row."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+
+from hf_speculate.errors import ShapeError, UnsupportedGenerationError
+from hf_speculate.processors.registry import is_registered, name_of
+
+_KNOWN_TYPES = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
+_NO_TOKEN = torch.iinfo(torch.int64).max  # StopStringCriteria matches ids past its vocabulary with nothing
+
+
+class StopVerdict(NamedTuple):
+    """How much of each row's block counts."""
+
+    num_emitted: list[int]  # [B], new tokens that token-by-token decoding would have emitted; 0 only for an empty block
+    is_done: list[bool]  # [B], whether it would have stopped there; False for an empty block
+
+
+class BlockStoppingCriteria:
+    """transformers' stopping criteria on every prefix of a block of new tokens.
+
+    transformers' own criteria are known by exact type: EOS, maximal length, maximal time (looked at once per block:
+    when it is due, a row keeps its block), stop strings. Classes declared with `register_row_wise` are called on all
+    prefixes of one length together, with `scores=None`. Any other is foreign, ConfidenceCriteria among them: it
+    reads the scores of the batch's first row.
+    """
+
+    def __init__(self, criteria: Iterable[Any]) -> None:
+        """Sorts the criteria.
+
+        Args:
+            criteria: usually the `StoppingCriteriaList` that `generate()` prepared. Later changes to it are not seen.
+        """
+        listed = list(criteria)
+        self._max_length_criteria = [c for c in listed if type(c) is MaxLengthCriteria]
+        self._max_time_criteria = [c for c in listed if type(c) is MaxTimeCriteria]
+        self._stop_string_criteria = [c for c in listed if type(c) is StopStringCriteria]
+        others = [c for c in listed if type(c) not in _KNOWN_TYPES]
+        self._registered = [c for c in others if is_registered(c)]
+        self._foreign = [c for c in others if not is_registered(c)]
+        eos_criteria = [c for c in listed if type(c) is EosTokenCriteria]
+        self._eos_token_ids = frozenset(
+            token_id for c in eos_criteria for token_id in c.eos_token_id.flatten().tolist()
+        )
+        # The new token itself is one of the tokens that a stop string may need.
+        self._tail_len = max([1, *(c.maximum_token_len for c in self._stop_string_criteria)])
+
+    @property
+    def is_row_wise(self) -> bool:
+        """Whether every criterion may be asked about a whole block."""
+        return not self._foreign
+
+    @property
+    def reads_text_alone(self) -> bool:
+        """Whether the text alone says where it ends; else a clock may, or what users' code looks at."""
+        return not (self._max_time_criteria or self._registered or self._foreign)
+
+    @property
+    def foreign_names(self) -> list[str]:
+        """The criteria that must be called as plain `generate()` calls them, in list order."""
+        return [name_of(criterion) for criterion in self._foreign]
+
+    @property
+    def max_length(self) -> int | None:
+        """The length, padding included, at which a row ends; None without a MaxLengthCriteria."""
+        return min((c.max_length for c in self._max_length_criteria), default=None)
+
+    @property
+    def eos_token_ids(self) -> frozenset[int] | None:
+        """Every id that ends a row; None without one."""
+        return self._eos_token_ids or None
+
+    def __call__(self, token_ids: Tensor, prefix_lens: Sequence[int], num_new: Sequence[int]) -> StopVerdict:
+        """Cuts each row's block at the first prefix that any criterion ends.
+
+        On a GPU this waits for one copy of the new tokens, with the few before them that stop strings need;
+        registered criteria add one of their answers.
+
+        Args:
+            token_ids: [B, C] int64, the new tokens already written.
+            prefix_lens: B lengths before the block, padding included.
+            num_new: B block lengths; row b's block is `token_ids[b, prefix_lens[b] : prefix_lens[b] + num_new[b]]`.
+
+        Returns:
+            The verdict, B entries each.
+
+        Raises:
+            ShapeError: when a block lies outside `token_ids`.
+            UnsupportedGenerationError: when a criterion is foreign.
+        """
+        self._check(token_ids, prefix_lens, num_new)
+        num_emitted = list(num_new)
+        is_done = [False] * len(num_emitted)
+        if not any(num_new):
+            return StopVerdict(num_emitted, is_done)
+
+        def stop(row: int, at: int) -> None:
+            """Ends a row after `at` of its new tokens, unless it ended earlier."""
+            num_emitted[row] = min(num_emitted[row], at)
+            is_done[row] = True
+
+        if self._is_time_up():
+            for row, num in enumerate(num_new):
+                if num:
+                    stop(row, num)
+        for row, at in self._find_max_length(prefix_lens, num_new):
+            stop(row, at)
+        reads_are_free = token_ids.device.type == "cpu"
+        if self._stop_string_criteria or (self._eos_token_ids and not reads_are_free):
+            tails = _copy_tails(token_ids, prefix_lens, num_new, self._tail_len)  # [B, L-1+N]
+            for row, at in self._find_stop_strings(tails):
+                stop(row, at)
+            blocks = tails[:, self._tail_len - 1 :].tolist()
+        elif self._eos_token_ids:
+            spans = zip(token_ids, prefix_lens, num_new, strict=True)
+            blocks = [ids[start : start + num].tolist() for ids, start, num in spans]
+        else:
+            blocks = []
+        for row, at in self._find_eos(blocks):
+            stop(row, at)
+        if self._registered:
+            for row, at in self._find_registered(token_ids, prefix_lens, num_emitted):
+                stop(row, at)
+        return StopVerdict(num_emitted, is_done)
+
+    def _check(self, token_ids: Tensor, prefix_lens: Sequence[int], num_new: Sequence[int]) -> None:
+        if self._foreign:
+            raise UnsupportedGenerationError(
+                f"a block must meet row-wise stopping criteria only, got {', '.join(self.foreign_names)}; "
+                "call the plain list after every token, or declare the class with register_row_wise"
+            )
+        if token_ids.dim() != 2 or not len(token_ids) == len(prefix_lens) == len(num_new):
+            raise ShapeError(
+                f"token_ids [B, C], prefix_lens and num_new must have one entry per row, got {list(token_ids.shape)}, "
+                f"{len(prefix_lens)} and {len(num_new)}; pass all three for the same rows"
+            )
+        capacity = token_ids.shape[1]
+        for prefix_len, num in zip(prefix_lens, num_new, strict=True):
+            if prefix_len < 0 or num < 0 or prefix_len + num > capacity:
+                raise ShapeError(
+                    f"prefix_len and num_new must lie in 0..C = {capacity} together, got {prefix_len} and {num}; "
+                    "write the new tokens behind the prefix first"
+                )
+
+    def _is_time_up(self) -> bool:
+        """Asks the MaxTimeCriteria, which own the clock."""
+        criteria = self._max_time_criteria
+        return bool(criteria) and bool(_ask(criteria, torch.zeros((1, 1), dtype=torch.int64)).any())
+
+    def _find_max_length(self, prefix_lens: Sequence[int], num_new: Sequence[int]) -> Iterator[tuple[int, int]]:
+        max_length = self.max_length
+        if max_length is None:
+            return
+        for row, (prefix_len, num) in enumerate(zip(prefix_lens, num_new, strict=True)):
+            if num and prefix_len + num >= max_length:
+                yield row, max(1, max_length - prefix_len)
+        longest_len = max(prefix_len + num for prefix_len, num in zip(prefix_lens, num_new, strict=True))
+        for criterion in self._max_length_criteria:
+            unfinished_len = min(longest_len, criterion.max_length - 1)
+            if criterion.max_position_embeddings is not None and unfinished_len > criterion.max_position_embeddings:
+                _ask([criterion], torch.zeros((1, 1), dtype=torch.int64).expand(1, unfinished_len))  # warns, once
+
+    def _find_eos(self, blocks: list[list[int]]) -> Iterator[tuple[int, int]]:
+        for row, new_ids in enumerate(blocks):
+            if not self._eos_token_ids.isdisjoint(new_ids):
+                yield row, next(at for at, token_id in enumerate(new_ids, 1) if token_id in self._eos_token_ids)
+
+    def _find_stop_strings(self, tails: Tensor) -> Iterator[tuple[int, int]]:
+        """Asks about every prefix of the block at once: the criterion looks at its last few tokens only."""
+        for criterion in self._stop_string_criteria:
+            width = max(1, criterion.maximum_token_len)
+            windows = tails[:, self._tail_len - width :].unfold(1, width, 1)  # [B, N, width]
+            is_hit = _ask([criterion], windows.flatten(0, 1)).view(windows.shape[:2])  # [B, N]
+            for row, hits in enumerate(is_hit.tolist()):
+                if True in hits:
+                    yield row, hits.index(True) + 1
+
+    def _find_registered(
+        self, token_ids: Tensor, prefix_lens: Sequence[int], num_kept: Sequence[int]
+    ) -> list[tuple[int, int]]:
+        """Asks about the prefixes that nothing else has ended before, those of one length together.
+
+        No generator: what the user's code raises goes through it, and a StopIteration would not.
+        """
+        rows_by_len: dict[int, list[int]] = {}
+        for row, (prefix_len, num) in enumerate(zip(prefix_lens, num_kept, strict=True)):
+            for at in range(1, num + 1):
+                rows_by_len.setdefault(prefix_len + at, []).append(row)
+        answers = [_ask(self._registered, token_ids[rows, :length]) for length, rows in rows_by_len.items()]
+        is_hit = torch.cat(answers).tolist()  # one per pair, in the order of the pairs
+        pairs = [(length, row) for length, rows in rows_by_len.items() for row in rows]
+        hits = zip(pairs, is_hit, strict=True)
+        return [(row, length - prefix_lens[row]) for (length, row), hit in hits if hit]
+
+
+def _ask(criteria: Iterable[Any], input_ids: Tensor) -> Tensor:
+    """The list's answers [N] bool on ids [N, n]; a criterion that answers with one bool means every row."""
+    plain: Callable[..., Tensor] = StoppingCriteriaList(criteria)
+    return plain(input_ids, None)  # [N]
+
+
+def _copy_tails(token_ids: Tensor, prefix_lens: Sequence[int], num_new: Sequence[int], tail_len: int) -> Tensor:
+    """Cuts out each row's block with the tokens just before it, in one copy to the host.
+
+    Args:
+        token_ids: [B, C] int64.
+        prefix_lens: B lengths before the block.
+        num_new: B block lengths, the longest being N.
+        tail_len: L >= 1, how many tokens the shortest prefix of the block must show.
+
+    Returns:
+        [B, L-1+N] int64 on the host: column L-1 holds each block's first token. Places before the row's beginning or
+        past its block hold an id that is in no vocabulary.
+    """
+    starts = torch.tensor(prefix_lens)[:, None] - (tail_len - 1)  # [B, 1]
+    ends = torch.tensor([p + n for p, n in zip(prefix_lens, num_new, strict=True)])[:, None]  # [B, 1]
+    places = starts + torch.arange(tail_len - 1 + max(num_new))  # [B, L-1+N]
+    is_outside = (places < 0) | (places >= ends)  # [B, L-1+N]
+    places = places.masked_fill(is_outside, 0).to(token_ids.device, non_blocking=True)
+    return token_ids.gather(1, places).cpu().masked_fill(is_outside, _NO_TOKEN)

@@ -1,1 +1,0 @@
-"""What cannot be decoded speculatively is refused before any model runs."""

@@ -1,0 +1,99 @@
+"""Says how far a faster text may lie from plain decoding's."""
+
+import math
+import re
+from typing import NamedTuple
+
+from hf_speculate.errors import ConfigError
+from hf_speculate.tools.bench.drift import Drift
+from hf_speculate.tools.bench.ways import split
+
+_EXACT = "exact"
+_BOUND = re.compile(r"(agreement|drop)\s*(>=|<=|=)\s*([0-9.eE+-]+)")
+_SIGNS = {"agreement": (">=", "="), "drop": ("<=", "=")}
+
+
+class Rule(NamedTuple):
+    """What is allowed; without bounds only verifiers that keep the target's law.
+
+    Args:
+        min_agreement: share of tokens that greedy decoding would have taken at their place, at least, in [0, 1].
+        max_drop: nats per token that the text's log-likelihood may lie below plain decoding's; where tokens are drawn,
+            below or above, as a text that is too likely is another law's too.
+    """
+
+    min_agreement: float | None = None
+    max_drop: float | None = None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether lossy verifiers are out."""
+        return self.min_agreement is None and self.max_drop is None
+
+    def complaint(self, drift: Drift, plain: Drift, do_sample: bool) -> str:
+        """What a text breaks; empty where it is allowed.
+
+        Args:
+            drift: of the lossy way's texts.
+            plain: of plain decoding's texts, on the same prompts.
+            do_sample: whether tokens are drawn.
+        """
+        drop = drop_of(drift, plain, do_sample)
+        if self.min_agreement is not None and drift.agreement < self.min_agreement:
+            return f"agreement {drift.agreement:.3f} < {self.min_agreement:g}"
+        if self.max_drop is not None and not drop <= self.max_drop:  # an infinite log-likelihood is not inside
+            return f"drop {drop:.3f} > {self.max_drop:g}"
+        return ""
+
+    def __str__(self) -> str:
+        bounds = [("agreement >= ", self.min_agreement), ("drop <= ", self.max_drop)]
+        return ", ".join(f"{name}{value:g}" for name, value in bounds if value is not None) or _EXACT
+
+
+def drop_of(drift: Drift, plain: Drift, do_sample: bool) -> float:
+    """Nats per token below plain decoding's log-likelihood; where tokens are drawn, away from it.
+
+    Args:
+        drift: of a way's texts.
+        plain: of plain decoding's texts, on the same prompts.
+        do_sample: whether tokens are drawn.
+    """
+    drop = plain.log_likelihood_per_token - drift.log_likelihood_per_token
+    return abs(drop) if do_sample else drop
+
+
+def parse_rule(text: str) -> Rule:
+    """Read a rule: `exact`, or bounds as `agreement>=0.95` and `drop<=0.05` between commas.
+
+    A mere `=` means the same, and needs no quotes in a shell.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    words = split(text)
+    if words == [_EXACT]:
+        return Rule()
+    bounds: dict[str, float] = {}
+    for word in words:
+        found = _BOUND.fullmatch(word)
+        if found is None or found[2] not in _SIGNS[found[1]]:
+            raise _unknown(word)
+        try:
+            bounds[found[1]] = float(found[3])
+        except ValueError:
+            raise _unknown(word) from None
+    if not bounds:
+        raise _unknown(text)
+    agreement, drop = bounds.get("agreement"), bounds.get("drop")
+    if agreement is not None and not 0 <= agreement <= 1:
+        raise ConfigError(f"agreement must be in [0, 1], got {agreement:g}; write agreement=0.95, say")
+    if drop is not None and not 0 <= drop < math.inf:
+        raise ConfigError(f"drop must be >= 0 nats per token and finite, got {drop:g}; write drop=0.05, say")
+    return Rule(agreement, drop)
+
+
+def _unknown(word: str) -> ConfigError:
+    return ConfigError(
+        f"--quality must be exact, or agreement>=0.95 and drop<=0.05 between commas, got {word!r}; "
+        "put > and < in quotes, or write agreement=0.95"
+    )

@@ -1,0 +1,185 @@
+"""Decodes batches on the actors of Ray Data."""
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hf_speculate.errors import ConfigError, SpeculateError
+from hf_speculate.tools.dataset.row_decoder import Decoded, RowDecoder
+from hf_speculate.tools.dataset.rows import Row
+from hf_speculate.tools.dataset.run import Engine
+
+_UNITS = 10_000  # Ray counts resources in parts of this size
+
+
+@dataclass(frozen=True)
+class RayOptions:
+    """What of a cluster is used.
+
+    Args:
+        num_workers: actors, each with models of its own; None: one a GPU, or one where there is none.
+        cpus_per_worker: reserved for each where it has no GPU, and the threads that it computes with.
+        gpus_per_worker: reserved for each; None: 1 where the cluster has any, else 0.
+        address: of the cluster; None: what RAY_ADDRESS says, or the one that runs here, or a new one on this machine.
+        num_attempts: times that a batch may be begun; it is begun again when the actor that decodes it dies.
+
+    Raises:
+        ConfigError: a number is too small.
+    """
+
+    num_workers: int | None = None
+    cpus_per_worker: float = 1.0
+    gpus_per_worker: float | None = None
+    address: str | None = None
+    num_attempts: int = 3
+
+    def __post_init__(self) -> None:
+        for name, least in (("num_workers", 1), ("cpus_per_worker", 0), ("gpus_per_worker", 0), ("num_attempts", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"{name} must be at least {least}, got {value}; leave it out for the default")
+
+
+def on_ray(make_decoder: Callable[[], RowDecoder], options: RayOptions) -> Engine:
+    """Decodes batches on actors as they become free, and hands results over as they arrive.
+
+    Ray Data streams: it gives an actor few batches ahead, and no more while results wait. An actor that dies is started
+    anew, and its batch begun again.
+
+    Args:
+        make_decoder: loads the models; called once in each actor, where it must be importable.
+        options: what of a cluster is used.
+    """
+
+    def decode(
+        batches: Sequence[Sequence[Row]], seed: int, on_begin: Callable[[Sequence[Row]], None]
+    ) -> Iterator[Decoded]:
+        ray: Any = _connected(options.address)
+        resources, num_workers = resources_of(ray.cluster_resources(), options)
+        attempts = _counter(ray)
+        items = [{"rows": json.dumps([asdict(row) for row in batch])} for batch in batches]
+        context = ray.data.DataContext.get_current()
+        shows_progress, context.enable_progress_bars = context.enable_progress_bars, False
+        try:  # the data set keeps a copy of these settings
+            dataset = ray.data.from_items(items, override_num_blocks=len(items))
+        finally:
+            context.enable_progress_bars = shows_progress
+        decoded = dataset.map_batches(
+            _Worker,
+            fn_constructor_args=(make_decoder, seed, attempts, options.num_attempts),
+            batch_size=1,
+            compute=ray.data.ActorPoolStrategy(size=min(num_workers, len(items))),
+            **resources,
+        )
+        for block in decoded.iter_batches(batch_size=1, prefetch_batches=0, batch_format="numpy"):
+            yield _decoded(json.loads(str(block["decoded"][0])))
+
+    return decode
+
+
+def _counter(ray: Any) -> Any:
+    """An actor that counts for all others how often each batch was begun."""
+
+    class Attempts:  # within a function it is sent by value: its process need not import torch to know it
+        def __init__(self) -> None:
+            self.counts: dict[str, int] = {}
+
+        def begin(self, key: str) -> int:
+            self.counts[key] = self.counts.get(key, 0) + 1
+            return self.counts[key]
+
+    return ray.remote(num_cpus=0)(Attempts).remote()
+
+
+class _Worker:
+    """One actor's models. What users can mend is handed over as text; a fault is raised, for Ray to show."""
+
+    def __init__(self, make_decoder: Callable[[], RowDecoder], seed: int, attempts: Any, num_attempts: int):
+        self.seed, self.attempts, self.num_attempts = seed, attempts, num_attempts
+        self.decoder: RowDecoder | None = None
+        self.problem = ""
+        try:
+            self.decoder = make_decoder()
+        except (SpeculateError, OSError) as error:
+            self.problem = str(error)
+
+    def __call__(self, block: dict[str, Any]) -> dict[str, Any]:
+        import ray
+
+        rows = [Row(**fields) for fields in json.loads(str(block["rows"][0]))]
+        num_begun = ray.get(self.attempts.begin.remote(rows[0].key))
+        if self.decoder is None:
+            return _answer({"problem": self.problem})
+        if num_begun > self.num_attempts:
+            keys = ", ".join(row.key for row in rows[:3])
+            problem = f"a batch must not end its actor, got {len(rows)} rows ({keys}) at which {self.num_attempts} died"
+            return _answer({"problem": f"{problem}; choose a smaller batch size, or take these prompts out"})
+        try:
+            return _answer(self.decoder.decode(rows, self.seed)._asdict())
+        except SpeculateError as error:
+            return _answer({"problem": str(error)})
+
+
+def _answer(content: dict[str, Any]) -> dict[str, Any]:
+    return {"decoded": [json.dumps(content)]}
+
+
+def _decoded(content: dict[str, Any]) -> Decoded:
+    if "problem" in content:
+        raise ConfigError(content["problem"])
+    return Decoded(**content)
+
+
+def _connected(address: str | None) -> Any:
+    """Ray, connected to a cluster; nothing of its use is reported."""
+    try:
+        import ray
+        import ray.data
+    except ImportError as error:
+        raise ConfigError('ray[data] must be installed, got none; pip install "hf-speculate[ray]"') from error
+    if not ray.is_initialized():
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        try:
+            ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+        except ConnectionError as error:
+            raise ConfigError(
+                f"the address must be that of a Ray cluster, got {address!r}, which does not answer; leave it out to "
+                "start one here"
+            ) from error
+    return ray
+
+
+def resources_of(cluster: Mapping[str, float], options: RayOptions) -> tuple[dict[str, float], int]:
+    """What each actor reserves, and how many there are.
+
+    Args:
+        cluster: what it has, by Ray's names: CPU, GPU.
+        options: what of it is used.
+
+    Raises:
+        ConfigError: the actors do not fit.
+    """
+    num_gpus = cluster.get("GPU", 0.0)
+    each = options.gpus_per_worker if options.gpus_per_worker is not None else min(num_gpus, 1.0)
+    name, needed = ("GPU", each) if each else ("CPU", options.cpus_per_worker)
+    available = cluster.get(name, 0.0)
+    num_fitting = _num_fitting(available, needed, name == "GPU")
+    num_workers = options.num_workers or (max(num_fitting, 1) if each else 1)
+    if needed and num_fitting < num_workers:
+        raise ConfigError(
+            f"all workers must fit into the cluster, got {num_workers} of {needed:g} {name} each where there are "
+            f"{available:g}, which hold {num_fitting}; choose fewer"
+        )
+    return ({"num_gpus": each} if each else {"num_cpus": options.cpus_per_worker}), num_workers
+
+
+def _num_fitting(available: float, needed: float, is_gpu: bool) -> int:
+    """Actors that a resource holds. In Ray's own units: 1 / 0.2 in floating point is less than 5."""
+    there, each = round(available * _UNITS), max(round(needed * _UNITS), 1)
+    if is_gpu and each < _UNITS:  # a part of a GPU lies on one of them
+        whole, rest = divmod(there, _UNITS)
+        return whole * (_UNITS // each) + rest // each
+    return there // each

@@ -1,0 +1,167 @@
+"""Remembers beside an output what it was begun with."""
+
+import json
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import filelock
+
+from hf_speculate.errors import ConfigError
+from hf_speculate.tools.dataset.files import (
+    append_lines,
+    cut_torn_line,
+    move_results,
+    put_in_order,
+    replace_text,
+    spans_of,
+)
+from hf_speculate.tools.dataset.rows import Row, digest_of
+
+IF_CHANGED = ("keep", "refuse", "restart")
+_FORMAT = 1
+
+
+class RunFolder:
+    """The folder `<output>.run`, with what a later run needs to go on.
+
+    `manifest.json` holds a digest of the prompts, the settings that texts follow from, and the seed. `rank-N.jsonl` is
+    what rank N of several has decoded and nobody has moved to the output yet. `begun-N.jsonl` names the ids of every
+    batch that it has begun: after a crash its last line is the batch that was running.
+
+    Args:
+        output: where the results go.
+    """
+
+    def __init__(self, output: Path):
+        self.output = output
+        self.folder = output.with_name(f"{output.name}.run")
+        self.manifest = self.folder / "manifest.json"
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other runs of the same output out; a killed process holds nothing.
+
+        Raises:
+            ConfigError: there is another run.
+            OSError: the folder cannot be made.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        lock = filelock.FileLock(self.folder / "lock")
+        try:
+            lock.acquire(timeout=0)
+        except filelock.Timeout:
+            raise ConfigError(
+                f"an output must have one run at a time, got another that writes {self.output}; wait for it, or choose "
+                "another output"
+            ) from None
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def begin(self, rows: Sequence[Row], settings: Mapping[str, Any], seed: int | None, if_changed: str) -> None:
+        """Repair what a killed run left, and go on with it if it was begun with the same prompts and settings.
+
+        Args:
+            rows: of the data set.
+            settings: what texts follow from besides, as JSON takes it.
+            seed: of all rows; None: that of the run before, or a new one.
+            if_changed: "refuse", "keep" what is finished, or "restart" without it.
+
+        Raises:
+            ConfigError: the output was begun with something else, holds ids that no prompt has, or was not begun here.
+        """
+        before = self._read_manifest()
+        if before is None and self.output.exists():
+            raise ConfigError(
+                f"the output must be new or begun by this command, got {self.output} without {self.manifest}; choose "
+                "another output, or remove it"
+            )
+        if seed is None:
+            seed = before["seed"] if before is not None else secrets.randbits(62)
+        wanted = {
+            "format": _FORMAT,
+            "prompts": digest_of(rows),
+            "settings": json.loads(json.dumps(dict(settings))),
+            "seed": seed,
+        }
+        changes = [] if before is None else _changes(before, wanted)
+        for path in (self.output, *self._journals()):
+            cut_torn_line(path)
+        self.gather_parts()
+        finished = set(spans_of(self.output))
+        if changes and finished and if_changed == "refuse":
+            raise ConfigError(
+                f"{self.output} must go on as it was begun, got other {', '.join(changes)}; choose another output, or "
+                "set --if-changed (if_changed in Python) to keep what is finished, or to restart"
+            )
+        if changes and if_changed == "restart":
+            for path in (*self._journals(), self.output):
+                path.unlink(missing_ok=True)
+            finished = set()
+        unknown = sorted(finished - {row.key for row in rows})
+        if unknown:
+            raise ConfigError(
+                f"the ids in {self.output} must be among the prompts, got {', '.join(unknown[:3])} without; choose "
+                "another output, or remove those lines"
+            )
+        replace_text(self.manifest, json.dumps(wanted, indent=2, ensure_ascii=False) + "\n")
+
+    def seed(self) -> int:
+        """The seed of all rows, once the run has begun."""
+        manifest = self._read_manifest()
+        if manifest is None:
+            raise ConfigError(
+                f"all ranks must share the folder of the output, got no {self.manifest} on one of them; choose an "
+                "output on a shared file system"
+            )
+        return int(manifest["seed"])
+
+    def part(self, rank: int) -> Path:
+        """Where a rank of several writes."""
+        return self.folder / f"rank-{rank}.jsonl"
+
+    def note_begun(self, rank: int, keys: Sequence[str]) -> None:
+        """Say that a batch has begun."""
+        line = json.dumps({"ids": list(keys)}, ensure_ascii=False)
+        append_lines(self.folder / f"begun-{rank}.jsonl", f"{line}\n".encode())
+
+    def gather_parts(self) -> None:
+        """Move what ranks have written to the output."""
+        for part in self._parts():
+            move_results(part, self.output)
+
+    def put_in_order(self, rows: Sequence[Row]) -> None:
+        """Bring the output into the order of the prompts."""
+        put_in_order(self.output, (row.key for row in rows), self.folder / "sorted.jsonl")
+
+    def _parts(self) -> list[Path]:
+        return sorted(self.folder.glob("rank-*.jsonl"))
+
+    def _journals(self) -> list[Path]:
+        return sorted(self.folder.glob("begun-*.jsonl"))
+
+    def _read_manifest(self) -> dict[str, Any] | None:
+        if not self.manifest.exists():
+            return None
+        try:
+            manifest = json.loads(self.manifest.read_text(encoding="utf-8"))
+        except json.JSONDecodeError:
+            manifest = None
+        if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
+            raise ConfigError(
+                f"the manifest must be of format {_FORMAT}, got another one in {self.manifest}; choose another output"
+            )
+        return manifest
+
+
+def _changes(before: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """What differs, with both values where they are short."""
+    changes = ["prompts"] if before["prompts"] != wanted["prompts"] else []
+    pairs = {"seed": (before["seed"], wanted["seed"])}
+    for name in sorted(before["settings"].keys() | wanted["settings"].keys()):
+        pairs[name] = (before["settings"].get(name), wanted["settings"].get(name))
+    return changes + [f"{name} ({new!r}, was {old!r})" for name, (old, new) in pairs.items() if old != new]

@@ -1,0 +1,137 @@
+"""Writes a repository whose `generation_config.json` and `custom_generate` decode speculatively."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi
+from transformers import GenerationConfig, PreTrainedModel
+
+from hf_speculate.config import FIELD_NAMES, PLAIN_NAMES, SpeculationConfig, fields_of
+from hf_speculate.errors import ConfigError
+from hf_speculate.tools.hub.card import documented_verifiers, is_replaceable, model_card, title_of
+
+_CARD = "README.md"
+_CONFIG = "generation_config.json"
+_FUNCTION = "custom_generate/generate.py"
+_REQUIREMENTS = "custom_generate/requirements.txt"
+
+
+def save_config(
+    model: PreTrainedModel | None,
+    folder: str | Path,
+    *,
+    push_to_hub: bool = False,
+    repo_id: str | None = None,
+    private: bool | None = None,
+    api: HfApi | None = None,
+    **fields: Any,
+) -> Path:
+    """Write a folder that decodes with these fields, as it would lie on the Hub.
+
+    `generation_config.json` holds the model's settings and the fields, so that `from_pretrained` followed by `enable`
+    picks them up where the folder holds weights too; what that file said before is replaced. `custom_generate/` holds
+    a function for models that are not enabled. A model card is written where there is none, or one that was written
+    here before; a user's own stays as it is, and is not uploaded. The model is only read.
+
+    Args:
+        model: whose generation settings go along; None: none do.
+        folder: made where there is none.
+        push_to_hub: also upload the files that were written.
+        repo_id: name of the repository on the Hub; unset: the folder's name.
+        private: whether a repository that is made there is private; unset: as the account has it.
+        api: uploads; unset: a fresh one.
+        **fields: of `SpeculationConfig`. Fields that the model's generation config sets go along and count where they
+            are not given here.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ConfigError: a field is unknown, has a wrong value or is no plain value, or the verifier is not one of this
+            library's.
+    """
+    saved = {} if model is None else fields_of(model.generation_config)
+    saved |= {name: value for name, value in fields.items() if value is not None}
+    _check(saved)
+    folder = Path(folder)
+    name = repo_id or folder.resolve().name
+    (folder / _FUNCTION).parent.mkdir(parents=True, exist_ok=True)
+    _settings(model, saved).save_pretrained(folder)
+    written = {_FUNCTION: function_source(saved), _REQUIREMENTS: "hf-speculate>=0.1.0\ntransformers>=5.17\n"}
+    card = folder / _CARD
+    if not card.exists() or is_replaceable(card.read_bytes()):
+        written[_CARD] = model_card(saved, name)
+    for path, text in written.items():
+        (folder / path).write_text(text, encoding="utf-8")
+    if push_to_hub:
+        _upload(folder, [_CONFIG, *written], name, private, api)
+    return folder
+
+
+def function_source(fields: dict[str, Any]) -> str:
+    """The content of `custom_generate/generate.py`.
+
+    Args:
+        fields: what the repository sets, by name.
+    """
+    title = title_of(fields.get("verifier"))
+    lines = "".join(f"    {json.dumps(name)}: {_literal(fields[name])},\n" for name in sorted(fields))
+    return f'''"""Speculative decoding with {title}, as a `custom_generate` function."""
+
+import hf_speculate
+
+# transformers copies this file alone and does not say where from, so the fields of ../generation_config.json stand
+# here as well. What the call sets itself goes first.
+FIELDS = {{
+{lines}}}
+
+
+def generate(model, **kwargs):
+    """What `model.generate(**kwargs)` returns, decoded with `assistant_model` and {title}."""
+    return hf_speculate.generate(model, fields_from=FIELDS, **kwargs)
+'''
+
+
+def _check(fields: dict[str, Any]) -> None:
+    unknown = sorted(set(fields) - set(FIELD_NAMES))
+    if unknown:
+        raise ConfigError(
+            f"fields must be among {', '.join(PLAIN_NAMES)}, got {', '.join(unknown)}; "
+            "set transformers' own ones in model.generation_config"
+        )
+    for name, value in sorted(fields.items()):
+        if not isinstance(value, str | int | float | list | tuple):
+            raise ConfigError(
+                f"{name} must be a plain value to be saved, got {type(value).__name__}; pass it to generate() instead"
+            )
+    SpeculationConfig(**fields)
+    verifier = fields.get("verifier")
+    if verifier is not None and verifier not in documented_verifiers():
+        raise ConfigError(
+            f"verifier must be one of {', '.join(documented_verifiers())} to be saved, got {verifier!r}; "
+            "a repository with a rule of its own has to register it, see examples/hub/top_k"
+        )
+
+
+def _settings(model: PreTrainedModel | None, fields: dict[str, Any]) -> GenerationConfig:
+    """A fresh config: one that came from a model's config would lose unknown fields when it is loaded."""
+    settings = {} if model is None else model.generation_config.to_diff_dict()
+    for name in ("_from_model_config", "transformers_version"):
+        settings.pop(name, None)
+    return GenerationConfig(**(settings | fields))
+
+
+def _literal(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, str) else repr(value)
+
+
+def _upload(folder: Path, files: list[str], repo_id: str, private: bool | None, api: HfApi | None) -> None:
+    api = api or HfApi()
+    api.create_repo(repo_id, private=private, exist_ok=True)
+    api.upload_folder(
+        repo_id=repo_id,
+        folder_path=str(folder),
+        allow_patterns=files,
+        commit_message="Decode speculatively with hf_speculate",
+    )

@@ -1,0 +1,181 @@
+"""The KVCache contract, and rollback by row against caches that were never wrong."""
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+from hf_speculate.cache.base import KVCache
+from hf_speculate.cache.dynamic import DynamicKVCache
+from hf_speculate.cache.preallocated import LayerKinds, PreallocatedKVCache
+from hf_speculate.errors import ShapeError, UnsupportedModelError
+from hf_speculate.models.cache_selection import Home
+from hf_speculate.models.language_model import LanguageModel
+from hf_speculate.types import KVState
+from tests.tiny import KINDS, SLIDING_WINDOW, make_model, ragged_prompts
+
+STEP_TOLERANCE = 1e-9  # float64 round-off of attention over masked columns; wrong states differ by 1e-2 and more
+SOFTMAX_FLOAT32 = {"gemma2", "bloom"}  # their attention rounds to float32 whatever the dtype
+FLOAT32_TOLERANCE = 1e-4
+
+
+def states(batch_size: int, num: int, seed: int = 0, num_layers: int = 2) -> list[KVState]:
+    make = torch.Generator().manual_seed(seed)
+    shape = (batch_size, 2, num, 4)
+    return [KVState(torch.randn(shape, generator=make), torch.randn(shape, generator=make)) for _ in range(num_layers)]
+
+
+class KVCacheContract:
+    """What every implementation keeps; a subclass says how to make an empty one."""
+
+    def make(self, batch_size: int) -> KVCache:
+        raise AssertionError("a subclass makes the cache")
+
+    def test_is_empty_before_the_first_update(self):
+        cache = self.make(2)
+        assert cache.get_num_tokens() == 0
+        assert cache.get_lens().tolist() == [0, 0]
+        assert cache.get_kv_states() == []
+
+    def test_update_appends(self):
+        cache, first, second = self.make(2), states(2, 3), states(2, 2, seed=1)
+        cache.update(first)
+        cache.update(second)
+        assert cache.get_num_tokens() == 5
+        for layer, (one, two) in enumerate(zip(first, second, strict=True)):
+            assert torch.equal(cache.get_kv_states()[layer].keys, torch.cat([one.keys, two.keys], dim=2))
+            assert torch.equal(cache.get_kv_states()[layer].values, torch.cat([one.values, two.values], dim=2))
+
+    @pytest.mark.parametrize("num", [0, 1, 4, 5])
+    def test_crop_by_one_number_drops_the_newest(self, num):
+        cache, held = self.make(2), states(2, 5)
+        cache.update(held)
+        cache.crop(num)
+        assert cache.get_lens().tolist() == [5 - num] * 2
+        for layer, state in zip(cache.get_kv_states(), held, strict=False):
+            assert torch.equal(layer.keys, state.keys[:, :, : 5 - num])
+
+    @pytest.mark.parametrize("drops", [[0, 3], [2, 2], [5, 0], [1, 4]])
+    @pytest.mark.parametrize("as_tensor", [False, True])
+    def test_crop_by_row_keeps_each_rows_oldest(self, drops, as_tensor):
+        cache, held = self.make(2), states(2, 5)
+        cache.update(held)
+        cache.crop(torch.tensor(drops) if as_tensor else drops)
+        lens = [5 - drop for drop in drops]
+        assert cache.get_lens().tolist() == lens
+        assert cache.get_num_tokens() == max(lens)
+        for row, length in enumerate(lens):
+            for layer, state in zip(cache.get_kv_states(), held, strict=True):
+                if length:
+                    assert torch.equal(layer.keys[row, :, -length:], state.keys[row, :, :length])
+                    assert torch.equal(layer.values[row, :, -length:], state.values[row, :, :length])
+
+    def test_rows_keeps_the_named_ones(self):
+        cache, held = self.make(3), states(3, 4)
+        cache.update(held)
+        cache.crop([0, 2, 1])
+        cache.rows([1, 2])
+        assert cache.get_lens().tolist() == [2, 3]
+        assert torch.equal(cache.get_kv_states()[0].keys[0, :, -2:], held[0].keys[1, :, :2])
+
+    @pytest.mark.parametrize("drops", [-1, 6, [0, 6], [-1, 0]])
+    def test_crop_out_of_range_is_refused(self, drops):
+        cache = self.make(2)
+        cache.update(states(2, 5))
+        with pytest.raises(ShapeError, match=r"num_tokens_crop must be in 0\.\.5"):
+            cache.crop(drops)
+
+    def test_crop_of_another_batch_size_is_refused(self):
+        cache = self.make(2)
+        cache.update(states(2, 5))
+        with pytest.raises(ShapeError, match=r"one count or \[B\] = \[2\], got \[3\]"):
+            cache.crop([0, 0, 0])
+
+
+class TestDynamicKVCache(KVCacheContract):
+    def make(self, batch_size):
+        return DynamicKVCache(DynamicCache(), batch_size)
+
+
+class TestPreallocatedKVCache(KVCacheContract):
+    def make(self, batch_size):
+        return PreallocatedKVCache(LayerKinds((None, None), {"full_attention": None}, torch.float32), batch_size)
+
+
+def tolerance(kind: str) -> float:
+    return FLOAT32_TOLERANCE if kind in SOFTMAX_FLOAT32 else STEP_TOLERANCE
+
+
+def make_home(model, choice, batch_size, mask=None, **settings):
+    cache = DynamicCache(config=model.config)
+    home = Home(choice, model.config._attn_implementation, **settings)
+    return home.make(model, cache, batch_size, mask, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("choice", ["dynamic", "preallocated"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_after_ragged_rollbacks_equal_each_row_decoded_alone(kind, choice):
+    """Several rounds of feeding four tokens and dropping a different count per row, past the window."""
+    model = make_model(kind)
+    if kind == "bloom" and choice == "preallocated":
+        with pytest.raises(UnsupportedModelError, match="speculation_cache must be auto or dynamic for Bloom"):
+            make_home(model, choice, 3)
+        return
+    prompts = ragged_prompts(3, seed=1, min_len=4, max_len=2 * SLIDING_WINDOW)
+    ids, mask = prompts["input_ids"], prompts["attention_mask"]
+    language_model = LanguageModel(model)
+    cache = make_home(model, choice, 3, mask)
+    language_model.forward(ids, cache, logits_to_keep=1)
+    cache.begin_recording()
+    make = torch.Generator().manual_seed(5)
+    texts = [ids[row][mask[row].bool()].tolist() for row in range(3)]
+    for drops in ([3, 0, 2], [1, 1, 3], [0, 3, 3], [2, 0, 0], [3, 3, 3], [0, 2, 1]):
+        query = torch.randint(1, 64, (3, 4), generator=make)
+        logits = language_model.forward(query, cache)
+        for row in range(3):
+            alone = DynamicKVCache(DynamicCache(config=model.config), 1)
+            text = torch.tensor([texts[row] + query[row].tolist()])
+            expected = language_model.forward(text, alone)[0, -4:]
+            assert torch.allclose(logits[row], expected, atol=tolerance(kind), rtol=0)
+        cache.crop(drops)
+        for row, drop in enumerate(drops):
+            texts[row] += query[row].tolist()[: 4 - drop]
+        assert cache.get_lens().tolist() == [len(text) for text in texts]
+        if choice == "dynamic":
+            assert min(now - then for now, then in zip(cache._pads, cache._prompt_pads, strict=True)) == 0
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral_window"])
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_restore_brings_back_a_prefilled_cache_after_rollbacks(kind, batch_size):
+    model = make_model(kind)
+    ids = torch.randint(1, 64, (batch_size, 2 * SLIDING_WINDOW), generator=torch.Generator().manual_seed(2))
+    passed = DynamicCache(config=model.config)
+    model(input_ids=ids, past_key_values=passed, use_cache=True)
+    before = [(layer.keys.clone(), layer.values.clone(), layer.get_seq_length()) for layer in passed.layers]
+    cache = DynamicKVCache(passed, batch_size)
+    snapshot = cache.snapshot()
+    cache.begin_recording()
+    language_model = LanguageModel(model)
+    for drops in ([1, 3], [0, 2], [3, 0]):
+        language_model.forward(ids[:, :4], cache)
+        cache.crop(drops[:batch_size])
+    cache.restore(snapshot)
+    for layer, (keys, values, length) in zip(passed.layers, before, strict=True):
+        assert torch.equal(layer.keys, keys)
+        assert torch.equal(layer.values, values)
+        assert layer.get_seq_length() == length
+        assert not getattr(layer, "record_past", False)
+
+
+def test_a_mask_with_holes_gives_the_positions_of_plain_generate():
+    mask = torch.tensor([[0, 1, 0, 1, 1], [1, 1, 1, 1, 1]])
+    cache = DynamicKVCache(DynamicCache(), 2, mask)
+    cache.update(states(2, 5))
+    assert cache.get_lens().tolist() == [3, 5]
+    assert cache.position_ids(2).tolist() == [[3, 4], [5, 6]]
+
+
+def test_a_cache_of_another_kind_is_refused():
+    model = make_model("llama")
+    with pytest.raises(UnsupportedModelError, match="got StaticLayer"):
+        DynamicKVCache(StaticCache(config=model.config, max_cache_len=8), 1)

@@ -1,0 +1,192 @@
+"""What calls hold at their peak, against plain `generate` with the draft's cache added, in bytes of live tensors."""
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from transformers import DynamicCache, PreTrainedModel
+
+import hf_speculate
+from hf_speculate.cache.preallocated import LayerKinds, PreallocatedKVCache
+from hf_speculate.cache.ragged_layer import MIN_STEP
+from hf_speculate.models.cache_selection import Home
+from hf_speculate.models.chunks import MIN_CHUNK_TOKENS, draft_chunk_size
+from hf_speculate.models.inferencer import Inferencer
+from hf_speculate.models.language_model import LanguageModel
+from hf_speculate.types import KVState
+from tests.tiny import make_config, make_model, ragged_prompts
+
+ALLOWED = 1.05
+PROMPT_LEN = 2 * MIN_CHUNK_TOKENS + 1
+SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES = {**SMALL, "head_dim": 8, "max_position_embeddings": 2048}
+LOGIT_TOLERANCE = 1e-9  # float64 round-off of attention over other pieces; wrong states differ by 1e-2 and more
+
+
+class LiveBytes(TorchDispatchMode):
+    """Follows the storages that operations make until they are freed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = {storage._cdata for storage in _storages((args, kwargs))}
+        result = func(*args, **kwargs)
+        for storage in _storages(result):
+            key, num_bytes = storage._cdata, storage.nbytes()
+            if key not in self._known and key not in given:
+                self._known.add(key)
+                self.held += num_bytes
+                weakref.finalize(storage, self._forget, key, num_bytes)
+        self.peak = max(self.peak, self.held)
+        return result
+
+    def _forget(self, key: int, num_bytes: int) -> None:
+        self._known.remove(key)
+        self.held -= num_bytes
+
+
+def _storages(tree: Any) -> list[torch.UntypedStorage]:
+    return [leaf.untyped_storage() for leaf in tree_iter(tree) if isinstance(leaf, Tensor)]
+
+
+def peak_bytes(call: Callable[[], Any]) -> int:
+    gc.collect()
+    with LiveBytes() as live:
+        call()
+    return live.peak
+
+
+def cache_bytes(model: PreTrainedModel, num_rows: int, num_tokens: int) -> int:
+    config = model.config
+    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    return num_rows * num_tokens * per_token * model.dtype.itemsize
+
+
+def make_pair(draft_width: int) -> tuple[PreTrainedModel, PreTrainedModel]:
+    target = make_model("llama", dtype=torch.float32, num_hidden_layers=6, **SIZES)
+    draft = make_model("llama", dtype=torch.float32, num_hidden_layers=1, **{**SIZES, "intermediate_size": draft_width})
+    for model in (target, draft):
+        model.generation_config.eos_token_id = None
+    return target, draft
+
+
+def over_plain(
+    pair: tuple[PreTrainedModel, PreTrainedModel], num_rows: int, prompt_len: int, num_new: int, **options: Any
+) -> float:
+    """Our peak over plain's and the draft's cache; weights, which would only help, are left out."""
+    target, draft = pair
+    ids = torch.randint(3, 64, (num_rows, prompt_len), generator=torch.Generator().manual_seed(0))
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    options = {"max_new_tokens": num_new, "do_sample": False, **options}
+    plain = peak_bytes(lambda: target.generate(**inputs, **options))
+    ours = {"assistant_model": draft, "num_assistant_tokens": 3, "num_assistant_tokens_schedule": "constant"}
+    ours_peak = peak_bytes(lambda: hf_speculate.generate(target, **inputs, **ours, **options))
+    return ours_peak / (plain + cache_bytes(draft, num_rows, prompt_len + num_new))
+
+
+def test_live_bytes_are_counted_until_they_are_freed() -> None:
+    def call() -> None:
+        first = torch.zeros(1000, dtype=torch.uint8)
+        view = first[10:]
+        del first
+        second = view + 1
+        del view
+        second.add_(1)
+        torch.zeros(500, dtype=torch.uint8)
+
+    assert peak_bytes(call) == 1990
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize("draft_width", [64, 160])
+def test_a_long_prompt_takes_no_more_than_plain_and_the_drafts_cache(num_rows: int, draft_width: int) -> None:
+    assert over_plain(make_pair(draft_width), num_rows, PROMPT_LEN, 6) <= ALLOWED
+
+
+@pytest.mark.parametrize("max_columns", [None, 1500])
+def test_a_growing_cache_takes_little_more_than_its_states(max_columns: int | None) -> None:
+    num_layers, num_steps = 8, 20
+    ours = PreallocatedKVCache(LayerKinds((None,) * num_layers, {}, torch.float32), 2, max_columns=max_columns)
+    theirs = DynamicCache()
+
+    def grow(update: Callable[[list[KVState]], None]) -> None:
+        for num_query in (1200, *[15] * num_steps):
+            state = KVState(torch.ones(2, 2, num_query, 8), torch.ones(2, 2, num_query, 8))
+            update([state] * num_layers)
+
+    def append(states: list[KVState]) -> None:
+        for index, state in enumerate(states):
+            theirs.update(state.keys, state.values, index)
+
+    assert peak_bytes(lambda: grow(ours.update)) <= ALLOWED * peak_bytes(lambda: grow(append))
+    assert ours.num_columns == theirs.get_seq_length() == 1200 + 15 * num_steps
+
+
+def test_handing_the_cache_back_does_not_hold_it_twice() -> None:
+    num_layers, num_tokens = 40, 500
+    home = DynamicCache(config=make_config("llama", num_hidden_layers=num_layers))
+    kv_cache = PreallocatedKVCache(LayerKinds((None,) * num_layers, {}, torch.float32), 2, home=home)
+    state = KVState(torch.ones(2, 2, num_tokens, 8), torch.ones(2, 2, num_tokens, 8))
+
+    def fill() -> None:
+        kv_cache.update([state] * num_layers)
+        kv_cache.hand_back()
+
+    held = num_layers * 2 * state.keys.nbytes
+    assert peak_bytes(fill) <= ALLOWED * (num_tokens + MIN_STEP) / num_tokens * held
+    assert all(torch.equal(layer.keys, state.keys) for layer in home.layers)
+
+
+@pytest.mark.parametrize("prefill_chunk_size", [None, 200])
+def test_a_wide_draft_is_fed_its_prompt_in_even_chunks(
+    monkeypatch: pytest.MonkeyPatch, prefill_chunk_size: int | None
+) -> None:
+    target, draft = make_pair(80)
+    lens, forward = [], LanguageModel.forward
+
+    def noted(self: LanguageModel, query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self.model is draft:
+            lens.append(query.shape[1])
+        return forward(self, query, *args, **kwargs)
+
+    monkeypatch.setattr(LanguageModel, "forward", noted)
+    ids = torch.arange(PROMPT_LEN)[None] % 61 + 3
+    options = {"max_new_tokens": 4, "prefill_chunk_size": prefill_chunk_size}
+    plain = target.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    ours = hf_speculate.generate(target, ids, assistant_model=draft, num_assistant_tokens=2, **options)
+    assert torch.equal(plain, ours)
+    first = [257, 257] if prefill_chunk_size is None else [172, 171, 171]  # the prompt and one token
+    assert lens[: len(first)] == first
+    assert max(lens[len(first) :]) <= 3
+
+
+@pytest.mark.parametrize("home", ["dynamic", "preallocated"])
+def test_chunks_give_the_logits_of_the_whole(home: str) -> None:
+    model = make_model("qwen2", num_hidden_layers=2, max_position_embeddings=1024)
+    inputs = ragged_prompts(2, seed=3, max_len=400)
+    logits = []
+    for chunk_size in (None, 170):
+        kv_cache = Home(home, "sdpa").make(model, None, 2, inputs["attention_mask"], model.device)
+        logits.append(Inferencer(LanguageModel(model), chunk_size=chunk_size).feed(inputs["input_ids"], kv_cache))
+        assert kv_cache.num_columns == inputs["input_ids"].shape[1]
+    assert (logits[0] - logits[1]).abs().max() < LOGIT_TOLERANCE
+
+
+def test_a_draft_as_narrow_as_the_target_is_fed_all_at_once() -> None:
+    target, wide = make_pair(160)
+    gpt2 = make_model("gpt2", dtype=torch.float32)  # its widest layer has four times 32 features
+    assert draft_chunk_size(target, target, 4000) == 4000
+    assert draft_chunk_size(target, wide, 4000) == 1600
+    assert draft_chunk_size(target, gpt2, 4000) == 2000
+    assert draft_chunk_size(target, wide, 100) == MIN_CHUNK_TOKENS
+    assert draft_chunk_size(target, make_model("llama", dtype=torch.float64, **SIZES), 4000) == 2000

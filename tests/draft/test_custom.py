@@ -1,0 +1,648 @@
+"""Drafters that callers bring: what they are told, what may come back, and that the text stays the target's."""
+
+import functools
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import DynamicCache
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+
+import hf_speculate
+from hf_speculate import DrafterRequest
+from hf_speculate.draft.custom import OwnDrafter
+from hf_speculate.errors import ConfigError, ShapeError, UnsupportedGenerationError
+from hf_speculate.triton_kernels import Draws
+from hf_speculate.types import DraftOut, SampleStrategy, Stream
+from tests.cases import VERIFIERS, assert_equal_ids, pair
+from tests.generation.test_compiled import compile_config
+from tests.generation.test_encoder_decoder import encoder_pair, inputs_of
+from tests.generation.test_law import SIGNIFICANCE, draw, joint_law, p_value
+from tests.generation.test_schedules import ScriptedSchedule
+from tests.tiny import PAD_TOKEN_ID, make_law_model, make_model, noisy_copy, ragged_prompts
+
+NUM_NEW = 24
+NUM_DRAWS = 8_000  # of 512 texts
+NUM_DRAWN = 3  # tokens of each: the prompt's forward gives the first, a round the others
+VOCAB_SIZE = 64
+STATE_TOLERANCE = 1e-9  # float64; forwards over one token and over several round differently
+SOFTMAX_TOLERANCE = 1e-5  # of Gemma 2, which takes its softmax in float32
+MISTAKEN = 1e-12  # what the negative control stays below
+COUPLED = {"do_sample": True, "verifier": "coupled", "seed": 5}
+
+
+class Watcher:
+    """Follows each row, holds every state that it is told to a plain forward, and drafts what comes next with slips.
+
+    Args:
+        target: plain.
+        request: of the call.
+        num_cached: tokens of the prompt that a passed cache held.
+    """
+
+    reads_hidden_states = True
+
+    def __init__(self, target, request: DrafterRequest, num_cached: int = 0):
+        self.target, self.request, self.num_cached = target, request, num_cached
+        self.pads = [] if request is None else list(request.num_pads)
+        self.texts: list[list[int]] = []
+        self.told: list[list[int]] = []  # per call, how many tokens each row gained
+
+    def draft(self, query_token_ids, kv_cache, num_draft_tokens, sample_strategy, *, keys=None, kept=None):
+        assert kv_cache is None
+        counts = kept.num_emitted.tolist()
+        assert kept.hidden_states.shape[:2] == kept.token_ids.shape == (len(counts), max(counts))
+        if not self.told:
+            self.texts = [row[pad:] for row, pad in zip(query_token_ids.tolist(), self.pads, strict=True)]
+            assert counts == [len(text) - 1 - self.num_cached for text in self.texts]
+        else:
+            for text, ids, count in zip(self.texts, kept.token_ids.tolist(), counts, strict=True):
+                assert ids[count:] == [-1] * (len(ids) - count)
+                text += ids[:count]
+        for row, (text, count) in enumerate(zip(self.texts, counts, strict=True)):
+            num_known = min(query_token_ids.shape[1], len(text))
+            assert query_token_ids[row, -num_known:].tolist() == text[-num_known:]
+            states = self.states(text)[len(text) - 1 - count : -1]  # of the tokens before those that it gained
+            tolerance = SOFTMAX_TOLERANCE if self.target.config.model_type == "gemma2" else STATE_TOLERANCE
+            torch.testing.assert_close(kept.hidden_states[row, :count], states, rtol=0, atol=tolerance)
+        self.told.append(counts)
+        drafts = [self.continued(row, text, num_draft_tokens) for row, text in enumerate(self.texts)]
+        return DraftOut(torch.tensor(drafts), torch.full((len(drafts),), num_draft_tokens), None, None)
+
+    def rows(self, indices):
+        self.pads = [self.pads[row] for row in indices]
+        self.texts = [self.texts[row] for row in indices] if self.told else []
+
+    def states(self, text: list[int]):
+        """[T, D] of a plain forward over one row without padding."""
+        return self.target(torch.tensor([text]), output_hidden_states=True).hidden_states[-1][0]
+
+    def continued(self, row: int, text: list[int], num: int) -> list[int]:
+        """What greedy decoding goes on with, wrong at every fourth place or so."""
+        text, ids = list(text), []
+        for _ in range(num):
+            best = int(self.target(torch.tensor([text])).logits[0, -1].argmax())
+            ids.append((best + 1) % VOCAB_SIZE if (len(text) + row) % 4 == 0 else best)
+            text.append(best)
+        return ids
+
+
+def watched(target, **options):
+    """What makes `Watcher`s, and the list of those that were made."""
+    made: list[Watcher] = []
+
+    def factory(request: DrafterRequest) -> Watcher:
+        made.append(Watcher(target, request, **options))
+        return made[-1]
+
+    return factory, made
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    """Has the coming calls draft numbers of tokens that change, plain steps among them."""
+    monkeypatch.setattr("hf_speculate.engine.builder.build_schedule", lambda *_: ScriptedSchedule())
+
+
+@pytest.mark.parametrize(
+    ("kind", "batch_size", "cache"),
+    [
+        ("llama", 1, "preallocated"),
+        ("llama", 3, "preallocated"),
+        ("llama", 3, "dynamic"),
+        ("gpt2", 3, "preallocated"),
+        ("mistral_window", 3, "preallocated"),
+        ("mistral_window", 3, "dynamic"),
+        ("gemma2", 3, "auto"),
+    ],
+)
+def test_a_reader_is_told_every_state_and_greedy_text_is_plain(kind, batch_size, cache):
+    target, _ = pair(kind)
+    inputs, stats = ragged_prompts(batch_size, seed=3), hf_speculate.SpeculationStats()
+    factory, made = watched(target)
+    options = {"drafter": factory, "num_assistant_tokens": 4, "speculation_stats": stats, "speculation_cache": cache}
+    ours = target.generate(**inputs, max_new_tokens=NUM_NEW, **options)
+    assert_equal_ids(target.generate(**inputs, max_new_tokens=NUM_NEW), ours)
+    assert 0.5 < stats.acceptance < 1
+    assert len(made) == 1
+    assert sum(made[0].told[0]) == int(inputs["attention_mask"].sum())
+    if batch_size > 1:
+        assert any(len(set(counts)) > 1 for counts in made[0].told[1:])
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen2"])
+def test_a_state_is_what_the_targets_head_reads(kind):
+    target, _ = pair(kind)
+    state = Watcher(target, None).states([5, 6, 7])
+    logits = target.get_output_embeddings()(state)
+    torch.testing.assert_close(logits, target(torch.tensor([[5, 6, 7]])).logits[0], rtol=0, atol=STATE_TOLERANCE)
+
+
+def own_id(text, row: int, begin: int) -> int:
+    """A token that one row of new tokens [B, N] has from its place `begin` on for the first time, and no other row."""
+    others = {token for place, ids in enumerate(text.tolist()) if place != row for token in ids}
+    ids = text[row].tolist()
+    return next(token for token in ids[begin:] if token not in others and token not in ids[:begin])
+
+
+@pytest.mark.parametrize("ends", [(), (3, 9), (0, 3)], ids=["to the end", "rows end", "a row ends at once"])
+@pytest.mark.parametrize("options", [{}, COUPLED, {"prefill_chunk_size": 5}], ids=["greedy", "coupled", "chunks"])
+def test_states_of_plain_steps_are_told_too(scripted, options, ends):
+    target, _ = pair("llama")
+    inputs = ragged_prompts(3, seed=4)
+    options = {**options, "max_new_tokens": NUM_NEW}
+    plain = target.generate(**inputs, **options)
+    if ends:
+        eos = [own_id(plain[:, -NUM_NEW:], row, begin) for row, begin in zip((0, 2), ends, strict=True)]
+        options |= {"eos_token_id": eos, "pad_token_id": PAD_TOKEN_ID}
+        plain = target.generate(**inputs, **options)
+        assert (plain[:, -1] == PAD_TOKEN_ID).sum() == 2
+    factory, made = watched(target)
+    stats = hf_speculate.SpeculationStats()
+    ours = target.generate(**inputs, **options, drafter=factory, speculation_stats=stats)
+    assert_equal_ids(plain, ours)
+    assert stats.rounds_by_draft_len[0] > 2
+    assert max(max(counts) for counts in made[0].told[1:]) > 3
+    assert len(made[0].told[0]) == (2 if 0 in ends else 3)
+
+
+@pytest.mark.parametrize("verifier", VERIFIERS)
+def test_every_verifier_judges_what_it_drafts(verifier):
+    target, _ = pair("llama")
+    factory, _ = watched(target)
+    stats = hf_speculate.SpeculationStats()
+    options = {**VERIFIERS[verifier], "seed": 2, "temperature": 0.3, "num_assistant_tokens": 3, "max_new_tokens": 16}
+    if not options["do_sample"]:
+        del options["temperature"]
+    ids = target.generate(**ragged_prompts(3, seed=5), **options, drafter=factory, speculation_stats=stats)
+    assert 0 <= ids.min() <= ids.max() < VOCAB_SIZE
+    assert stats.num_accepted > 0
+
+
+def test_rows_that_have_ended_and_stay_gain_nothing():
+    target, _ = pair("llama")
+    inputs = ragged_prompts(3, seed=4)
+    text = target.generate(**inputs, max_new_tokens=NUM_NEW)
+    options = {
+        "max_new_tokens": NUM_NEW,
+        "eos_token_id": own_id(text[:, -NUM_NEW:], 1, 3),
+        "pad_token_id": PAD_TOKEN_ID,
+    }
+    factory, made = watched(target)
+    ours = target.generate(**inputs, **options, drafter=factory, num_assistant_tokens=4, return_dict_in_generate=True)
+    assert_equal_ids(target.generate(**inputs, **options), ours.sequences)
+    assert 0 in made[0].told[-1]
+    assert ours.past_key_values.get_seq_length() == ours.sequences.shape[1] - 1
+
+
+def test_rows_in_lock_step():
+    target, _ = pair("llama")
+    inputs, stats = ragged_prompts(3, seed=4), hf_speculate.SpeculationStats()
+    options = {"max_new_tokens": NUM_NEW, "logits_processor": [lambda ids, scores: scores + (ids[:, -1:] % 3)]}
+    factory, made = watched(target)
+    ours = target.generate(**inputs, **options, drafter=factory, num_assistant_tokens=4, speculation_stats=stats)
+    assert_equal_ids(target.generate(**inputs, **options), ours)
+    assert stats.lock_step
+    assert all(len(set(counts)) == 1 for counts in made[0].told[1:])
+
+
+@pytest.mark.parametrize("num_cached", [1, 4])
+def test_of_a_passed_cache_there_are_no_states(num_cached):
+    target, _ = pair("llama")
+    inputs = ragged_prompts(1, seed=3, min_len=8)
+    plain = target.generate(**inputs, max_new_tokens=NUM_NEW)
+    cache = DynamicCache()
+    target(inputs["input_ids"][:, :num_cached], past_key_values=cache)
+    factory, made = watched(target, num_cached=num_cached)
+    ours = target.generate(
+        **inputs, max_new_tokens=NUM_NEW, past_key_values=cache, drafter=factory, num_assistant_tokens=3
+    )
+    assert_equal_ids(plain, ours)
+    assert made[0].told[0] == [inputs["input_ids"].shape[1] - num_cached]
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("num_ids", [0, 2, 12], ids=["no ids", "some ids", "all ids"])
+def test_of_embeddings_it_is_told_of_the_tokens_that_have_ids(num_ids, batch_size):
+    target, _ = pair("llama")
+    prompts = ragged_prompts(batch_size, seed=2, min_len=4 if batch_size > 1 else 12)
+    width = prompts["input_ids"].shape[1]
+    embeds = target.get_input_embeddings()(prompts["input_ids"])
+    inputs = {"inputs_embeds": embeds, "attention_mask": prompts["attention_mask"]}
+    if num_ids:
+        inputs["input_ids"] = prompts["input_ids"][:, width - num_ids :]
+    made = []
+
+    class Reader(Watcher):
+        def draft(self, query_token_ids, kv_cache, num_draft_tokens, sample_strategy, *, keys=None, kept=None):
+            self.told.append(kept)
+            ids = query_token_ids[:, -1:].repeat(1, num_draft_tokens)
+            return DraftOut(ids, torch.full((len(ids),), num_draft_tokens), None, None)
+
+    def factory(request):
+        made.append(Reader(target, request))
+        return made[-1]
+
+    plain = target.generate(**inputs, max_new_tokens=NUM_NEW)
+    ours = target.generate(**inputs, max_new_tokens=NUM_NEW, drafter=factory, num_assistant_tokens=3)
+    assert_equal_ids(plain, ours)
+    first = made[0].told[0]
+    for row, (text, mask) in enumerate(zip(prompts["input_ids"], prompts["attention_mask"], strict=True)):
+        text = text[mask.bool()]
+        count = min(len(text), num_ids + 1)
+        assert first.num_emitted[row] == count
+        assert first.token_ids[row, :count].tolist() == [*text.tolist(), int(plain[row, num_ids])][-count:]
+        states = made[0].states(text.tolist())[-count:]
+        torch.testing.assert_close(first.hidden_states[row, :count], states, rtol=0, atol=STATE_TOLERANCE)
+
+
+def test_hidden_states_that_the_user_asks_for_are_those_of_plain():
+    target, _ = pair("llama")
+    options = {"max_new_tokens": 11, "return_dict_in_generate": True, "output_hidden_states": True}
+    inputs = ragged_prompts(1, seed=20)
+    plain = target.generate(**inputs, **options)
+    ours = target.generate(**inputs, **options, drafter=watched(target)[0], num_assistant_tokens=3)
+    assert_equal_ids(plain.sequences, ours.sequences)
+    for one, other in zip(plain.hidden_states, ours.hidden_states, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=STATE_TOLERANCE)
+
+
+def test_states_are_not_returned_because_a_drafter_reads_them():
+    target, _ = pair("llama")
+    ours = target.generate(
+        **ragged_prompts(2, seed=1), max_new_tokens=5, drafter=watched(target)[0], return_dict_in_generate=True
+    )
+    assert ours.hidden_states is None
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_the_target_gives_states_only_to_a_drafter_that_reads_them(is_read):
+    target, asked = hf_speculate.enable(make_model("llama")), []
+    handle = target.register_forward_pre_hook(
+        lambda module, args, kwargs: asked.append(kwargs.get("output_hidden_states", False)), with_kwargs=True
+    )
+    drafter = watched(pair("llama")[0])[0] if is_read else Repeats
+    target.generate(**ragged_prompts(2, seed=1), max_new_tokens=5, drafter=drafter)
+    handle.remove()
+    assert set(asked) == {is_read}
+
+
+@pytest.mark.parametrize("kind", ["t5", "bart"])
+def test_an_encoder_decoders_states_are_its_decoders(kind):
+    target, _ = encoder_pair(kind)
+    seen = []
+
+    class Reader(Repeats):
+        reads_hidden_states = True
+
+        def draft(self, query_token_ids, *args, kept, **kwargs):
+            seen.append((kept.hidden_states, kept.token_ids))
+            return super().draft(query_token_ids, *args, kept=kept, **kwargs)
+
+    inputs = inputs_of(kind, 2)
+    ours = target.generate(**inputs, max_new_tokens=12, drafter=Reader, num_assistant_tokens=2)
+    assert_equal_ids(target.generate(**inputs, max_new_tokens=12), ours)
+    for states, ids in seen:
+        chosen = target.get_output_embeddings()(states).argmax(-1)
+        assert torch.equal(chosen[ids >= 0], ids[ids >= 0])
+
+
+@pytest.mark.slow
+def test_a_compiled_target_runs_eagerly_for_a_reader_only():
+    target = hf_speculate.enable(make_model("llama", num_hidden_layers=1))
+    inputs = ragged_prompts(2, seed=6)
+    plain = target.generate(**inputs, max_new_tokens=12)
+    for drafter, compiled in ((watched(target)[0], []), (Repeats, ["target"])):
+        stats = hf_speculate.SpeculationStats()
+        options = {"drafter": drafter, "num_assistant_tokens": 2, "compile_config": compile_config()}
+        ours = target.generate(**inputs, max_new_tokens=12, **options, speculation_stats=stats)
+        assert_equal_ids(plain, ours)
+        assert stats.compiled == compiled
+        assert any("hidden states the drafter reads" in reason for reason in stats.fallbacks) == (not compiled)
+
+
+class Repeats:
+    """Drafts the newest token again; the least that a drafter needs."""
+
+    def __init__(self, request: DrafterRequest):
+        self.request = request
+
+    def draft(self, query_token_ids, kv_cache, num_draft_tokens, sample_strategy, *, keys=None, kept=None):
+        ids = query_token_ids[:, -1:].expand(-1, num_draft_tokens)
+        return DraftOut(ids, torch.full((len(ids),), num_draft_tokens, dtype=torch.int32), None, None)
+
+    def rows(self, indices):
+        pass
+
+
+def test_the_maker_is_told_of_each_call_once():
+    target, _ = pair("llama")
+    inputs, requests = ragged_prompts(3, seed=7), []
+
+    def factory(request):
+        requests.append(request)
+        return Repeats(request)
+
+    for _ in range(2):
+        target.generate(
+            **inputs,
+            max_new_tokens=6,
+            drafter=factory,
+            eos_token_id=[2, 9],
+            num_assistant_tokens=3,
+            temperature=0.5,
+            top_k=0,
+            do_sample=True,
+            verifier="coupled",
+        )
+    assert len(requests) == 2
+    request = requests[0]
+    assert request.target is target
+    assert (request.batch_size, request.vocab_size, request.max_draft_tokens) == (3, VOCAB_SIZE, 3)
+    assert request.num_pads == tuple((inputs["attention_mask"] == 0).sum(1).tolist())
+    assert request.max_length == inputs["input_ids"].shape[1] + 6
+    assert request.eos_token_ids == {2, 9}
+    assert request.device == inputs["input_ids"].device
+    assert len(request.processors) == 1  # the temperature
+    assert request.stream is Stream.RACE
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"num_assistant_tokens": 5}, {}, {"num_assistant_tokens_schedule": "heuristic"}],
+    ids=["constant", "adaptive", "heuristic"],
+)
+def test_no_more_is_asked_for_than_a_drafter_proposes(options):
+    target, _ = pair("llama")
+    asked = []
+
+    class Short(Watcher):
+        max_draft_tokens = 2
+
+        def draft(self, query_token_ids, kv_cache, num_draft_tokens, *args, **kwargs):
+            asked.append(num_draft_tokens)
+            return super().draft(query_token_ids, kv_cache, min(num_draft_tokens, 2), *args, **kwargs)
+
+    inputs, stats = ragged_prompts(2, seed=8), hf_speculate.SpeculationStats()
+    options = {**options, "drafter": functools.partial(Short, target), "speculation_stats": stats}
+    assert_equal_ids(
+        target.generate(**inputs, max_new_tokens=NUM_NEW), target.generate(**inputs, max_new_tokens=NUM_NEW, **options)
+    )
+    assert max(stats.rounds_by_draft_len) == 2
+    if "num_assistant_tokens_schedule" not in options:
+        assert max(asked) == 2
+
+
+@pytest.mark.parametrize("schedule", ["constant", "adaptive"])
+def test_fewer_tokens_may_come_back_than_were_asked_for(schedule):
+    target, _ = pair("llama")
+
+    class Fickle(Watcher):
+        def draft(self, query_token_ids, kv_cache, num_draft_tokens, *args, **kwargs):
+            num = len(self.told) % 3
+            draft = super().draft(query_token_ids, kv_cache, num_draft_tokens, *args, **kwargs)
+            return DraftOut(draft.token_ids[:, :num], draft.lens.clamp(max=num), None, None)
+
+    inputs, stats = ragged_prompts(2, seed=8), hf_speculate.SpeculationStats()
+    options = {"drafter": functools.partial(Fickle, target), "num_assistant_tokens_schedule": schedule}
+    ours = target.generate(**inputs, max_new_tokens=NUM_NEW, **options, speculation_stats=stats)
+    assert_equal_ids(target.generate(**inputs, max_new_tokens=NUM_NEW), ours)
+    assert set(stats.rounds_by_draft_len) <= {0, 1, 2}
+    assert stats.num_accepted > 0
+
+
+def test_rows_may_draft_different_numbers_of_tokens():
+    target, _ = pair("llama")
+
+    class Uneven(Watcher):
+        def draft(self, *args, **kwargs):
+            draft = super().draft(*args, **kwargs)
+            lens = torch.tensor([1, 4, 99][: len(draft.lens)])  # more than there are count as all
+            return draft._replace(lens=lens)
+
+    inputs, stats = ragged_prompts(3, seed=8), hf_speculate.SpeculationStats()
+    ours = target.generate(
+        **inputs,
+        max_new_tokens=NUM_NEW,
+        drafter=functools.partial(Uneven, target),
+        num_assistant_tokens=4,
+        speculation_stats=stats,
+    )
+    assert_equal_ids(target.generate(**inputs, max_new_tokens=NUM_NEW), ours)
+    assert stats.num_drafted < stats.num_rounds * 4
+
+
+@pytest.mark.parametrize("wrong_id", [-5, VOCAB_SIZE, 10**9])
+@pytest.mark.parametrize("options", [{}, COUPLED, {"do_sample": True}], ids=["greedy", "coupled", "rejection"])
+def test_ids_outside_the_vocabulary_are_never_kept(options, wrong_id):
+    target, _ = pair("llama")
+
+    class Wrong(Watcher):
+        def draft(self, *args, **kwargs):
+            draft = super().draft(*args, **kwargs)
+            return draft._replace(token_ids=draft.token_ids.index_fill(1, torch.tensor([1]), wrong_id))
+
+    inputs, stats = ragged_prompts(2, seed=8), hf_speculate.SpeculationStats()
+    options = {**options, "max_new_tokens": 12}
+    drafter = functools.partial(Wrong, target)
+    ours = target.generate(**inputs, **options, drafter=drafter, num_assistant_tokens=3, speculation_stats=stats)
+    assert 0 <= ours.min() <= ours.max() < VOCAB_SIZE
+    assert len(stats.accepted_by_position) == 2 and stats.accepted_by_position[1] == 0
+    if options.get("verifier") == "coupled" or not options.get("do_sample"):
+        assert_equal_ids(target.generate(**inputs, **options), ours)
+
+
+class FromTable:
+    """Draws each token from a law that depends on the one before; hands that law over, or another one.
+
+    Args:
+        table: [V, V] logits.
+        told: [V, V] logits that it says it drew from.
+        request: of the call.
+    """
+
+    def __init__(self, table, told, request: DrafterRequest):
+        self.table, self.told, self.stream = table, told, request.stream
+
+    def draft(self, query_token_ids, kv_cache, num_draft_tokens, sample_strategy, *, keys=None, kept=None):
+        assert sample_strategy is SampleStrategy.RANDOM
+        draws, newest = Draws(keys, self.stream, num_draft_tokens), query_token_ids[:, -1]
+        ids, laws = [], []
+        for _ in range(num_draft_tokens):
+            laws.append(self.told[newest])
+            newest = draws.draw(self.table[newest])
+            ids.append(newest)
+        lens = torch.full((len(newest),), num_draft_tokens)
+        return DraftOut(torch.stack(ids, 1), lens, torch.stack(laws, 1), None)
+
+    def rows(self, indices):
+        pass
+
+
+def law_p_value(target, **options) -> float:
+    """Of drawn texts against the target's joint law."""
+    counts = draw(target, None, NUM_DRAWS, max_new_tokens=NUM_DRAWN, num_assistant_tokens=2, **options)
+    return p_value(counts, joint_law(target, NUM_DRAWN))
+
+
+@pytest.mark.parametrize("verifier", ["rejection", "block"])
+def test_sampled_drafts_leave_the_joint_law_as_it_is(verifier):
+    target = hf_speculate.enable(make_law_model(8, seed=0, dtype=torch.float32))
+    table, other = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(1)) * 1.5
+
+    def p_of(told) -> float:
+        return law_p_value(target, drafter=functools.partial(FromTable, table, told), verifier=verifier)
+
+    assert p_of(table) > SIGNIFICANCE
+    assert p_of(other) < MISTAKEN
+
+
+@pytest.mark.parametrize("draft_sampling", ["sample", "argmax"])
+def test_point_masses_leave_the_joint_law_as_it_is(draft_sampling):
+    target = hf_speculate.enable(make_law_model(8, seed=0, dtype=torch.float32))
+    assert law_p_value(target, drafter=Repeats, draft_sampling=draft_sampling) > SIGNIFICANCE
+
+
+def test_under_greedy_decoding_logits_are_not_read():
+    target, _ = pair("llama")
+
+    class Believed(Watcher):
+        def draft(self, *args, **kwargs):
+            draft = super().draft(*args, **kwargs)
+            return draft._replace(token_logits=torch.zeros(*draft.token_ids.shape, VOCAB_SIZE))
+
+    inputs = ragged_prompts(2, seed=8)
+    drafter = functools.partial(Believed, target)
+    ours = target.generate(**inputs, max_new_tokens=12, drafter=drafter, num_assistant_tokens=3)
+    assert_equal_ids(target.generate(**inputs, max_new_tokens=12), ours)
+
+
+def test_parity_is_checked_of_a_drafter_too():
+    target, _ = pair("llama")
+    report = hf_speculate.check_parity(target, None, ragged_prompts(2, seed=8), drafter=watched(target)[0])
+    assert report.ok
+    assert [row.verdict for row in report.rows] == ["equal"] * 2
+
+
+OTHERS = {
+    "assistant_model": lambda: pair("llama")[1],
+    "assistant_early_exit": lambda: 1,
+    "candidate_generator": PromptLookupCandidateGenerator,
+    "prompt_lookup_num_tokens": lambda: 3,
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_there_is_one_source_of_drafts(name):
+    target, _ = pair("llama")
+    with pytest.raises(UnsupportedGenerationError, match=r"must be one source of drafts, got .*drafter") as error:
+        target.generate(**ragged_prompts(1, seed=1), drafter=Repeats, **{name: OTHERS[name]()})
+    assert name in str(error.value)
+
+
+def test_beams_are_refused_as_with_every_drafter():
+    target, _ = pair("llama")
+    with pytest.raises(UnsupportedGenerationError, match="greedy or sampling with drafter, got beam_search"):
+        target.generate(**ragged_prompts(1, seed=1), drafter=Repeats, num_beams=2, max_new_tokens=3)
+
+
+@pytest.mark.parametrize("value", [3, "medusa", Repeats(None)])
+def test_what_makes_no_drafter(value):
+    target, _ = pair("llama")
+    with pytest.raises(ConfigError, match=rf"drafter must make a Drafter .* got {type(value).__name__}; pass a class"):
+        target.generate(**ragged_prompts(1, seed=1), drafter=value)
+
+
+def test_a_saved_config_cannot_name_one(tmp_path):
+    path = tmp_path / "generation_config.json"
+    path.write_text(json.dumps({"drafter": "medusa"}))
+    with pytest.raises(ConfigError, match=r"drafter must make a Drafter .* got str"):
+        hf_speculate.generate(pair("llama")[0], **ragged_prompts(1, seed=1), fields_from=path)
+
+
+@pytest.mark.parametrize(
+    ("made", "error", "message"),
+    [
+        (None, ConfigError, r"an object with draft\(\) and rows\(\), got NoneType"),
+        (Repeats, ConfigError, r"an object with draft\(\) and rows\(\), got Repeats"),
+        (torch.nn.Linear(1, 1), ConfigError, r"an object with draft\(\) and rows\(\), got Linear"),
+        (type("Zero", (Repeats,), {"max_draft_tokens": 0})(None), ConfigError, "max_draft_tokens .* at least 1, got 0"),
+        (type("Many", (Repeats,), {"max_draft_tokens": "3"})(None), ConfigError, "max_draft_tokens .* got '3'"),
+    ],
+)
+def test_what_is_no_drafter(made, error, message):
+    target, _ = pair("llama")
+    with pytest.raises(error, match=message):
+        target.generate(**ragged_prompts(1, seed=1), max_new_tokens=3, drafter=lambda request: made)
+
+
+IDS, LENS = torch.zeros(2, 3, dtype=torch.int64), torch.full((2,), 3)
+
+
+@pytest.mark.parametrize(
+    ("draft", "message"),
+    [
+        ((IDS, LENS), "must return a DraftOut, got tuple"),
+        (DraftOut(IDS[0], LENS, None, None), r"B = 2 and K of at most 3, got \[3\] int64"),
+        (DraftOut(IDS[:1], LENS, None, None), r"B = 2 and K of at most 3, got \[1, 3\] int64"),
+        (DraftOut(IDS.repeat(1, 2), LENS, None, None), r"K of at most 3, got \[2, 6\] int64; return fewer tokens"),
+        (DraftOut(IDS.float(), LENS, None, None), r"must be \[B, K\] int64 .* got \[2, 3\] float32"),
+        (DraftOut(IDS, LENS[:1], None, None), r"lens of a draft must be \[B\] int32 with B = 2, got \[1\] int64"),
+        (DraftOut(IDS, LENS.float(), None, None), r"lens of a draft must be \[B\] int32 .* got \[2\] float32"),
+        (DraftOut(IDS, LENS, torch.zeros(2, 3, 5), None), r"\[B, K, V\] = \[2, 3, 64\], got \[2, 3, 5\]"),
+    ],
+)
+def test_what_is_no_draft(draft, message):
+    target, _ = pair("llama")
+
+    class Wrong(Repeats):
+        def draft(self, *args, **kwargs):
+            return draft
+
+    with pytest.raises(ShapeError, match=message):
+        target.generate(**ragged_prompts(2, seed=1), max_new_tokens=9, drafter=Wrong, num_assistant_tokens=3)
+
+
+def test_a_drafter_is_asked_as_every_drafter_is():
+    target, _ = pair("llama")
+    request = DrafterRequest(target, 1, (0,), 9, 3, VOCAB_SIZE, frozenset(), torch.device("cpu"), None, Stream.DRAFT)
+    drafter = OwnDrafter(Repeats, request)
+    with pytest.raises(ConfigError, match="num_draft_tokens must be at least 1"):
+        drafter.draft(torch.zeros(1, 2, dtype=torch.int64), None, 0, SampleStrategy.GREEDY)
+    with pytest.raises(ConfigError, match="keys must be given"):
+        drafter.draft(torch.zeros(1, 2, dtype=torch.int64), None, 1, SampleStrategy.RANDOM)
+
+
+def test_a_good_drafter_is_used_by_the_adaptive_schedule():
+    """Whose first guess is that drafts cost nothing, and which then measures."""
+    target = hf_speculate.enable(make_model("llama"))
+    inputs, stats = ragged_prompts(2, seed=3), hf_speculate.SpeculationStats()
+    draft = noisy_copy(target, 0.0)
+    ours = target.generate(
+        **inputs, max_new_tokens=40, drafter=functools.partial(Watcher, draft), speculation_stats=stats
+    )
+    assert_equal_ids(target.generate(**inputs, max_new_tokens=40), ours)
+    assert max(stats.rounds_by_draft_len) > 1
+
+
+def test_the_guides_drafter_runs():
+    target, _ = pair("llama")
+    guide = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
+    (code,) = (block for block in re.findall(r"^```python\n(.*?)^```$", guide, re.M | re.S) if "class OneHead" in block)
+    inputs, stats = ragged_prompts(2, seed=8), hf_speculate.SpeculationStats()
+    options = {"max_new_tokens": 12, "speculation_stats": stats}
+    exec(
+        code.replace("generate(**inputs,", "generate(**inputs, **options,"),
+        {
+            "torch": torch,
+            "functools": functools,
+            "model": target,
+            "inputs": inputs,
+            "options": options,
+            "head": target.get_output_embeddings(),
+        },
+    )
+    assert stats.num_drafted > 0
+    assert max(stats.rounds_by_draft_len) == 1

@@ -1,0 +1,309 @@
+"""transformers' candidate generators in our loop."""
+
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+from transformers import GenerationConfig, StoppingCriteria
+from transformers.generation.candidate_generator import (
+    AssistantToTargetTranslator,
+    AssistedCandidateGenerator,
+    AssistedCandidateGeneratorDifferentTokenizers,
+    CandidateGenerator,
+    EarlyExitCandidateGenerator,
+    PromptLookupCandidateGenerator,
+    UniversalSpeculativeDecodingGenerator,
+)
+
+import hf_speculate
+from hf_speculate.draft.from_candidate_generator import ForeignDrafter, samples_its_law
+from hf_speculate.draft.model import ModelDrafter
+from hf_speculate.draft.to_candidate_generator import DraftModelCandidateGenerator
+from hf_speculate.errors import ConfigError, ShapeError
+from hf_speculate.models.inferencer import Inferencer
+from hf_speculate.models.language_model import LanguageModel
+from hf_speculate.triton_kernels.noise import row_seeds
+from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy
+from hf_speculate.verify import RejectionVerifier
+from tests.cases import VERIFIERS, assert_equal_ids, pair
+from tests.generation.test_law import PROMPT, SIGNIFICANCE, joint_law, p_value
+from tests.grammars import Brackets, Grammar, RollbackGrammar
+from tests.tiny import make_law_model, make_model, noisy_copy, ragged_prompts
+from tests.tiny_tokenizers import letters_tokenizer
+
+CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,"
+NUM_NEW = 24
+NUM_ROWS = 20_000
+NUM_CALLS = 60  # of one row each
+MISTAKEN = 1e-12  # what the negative control stays below
+
+
+class Scripted(CandidateGenerator):
+    """Proposes from a script, and writes down what it is told."""
+
+    def __init__(self, *proposals: list[int]):
+        self.proposals = list(proposals)
+        self.shown: list[list[int]] = []
+        self.told: list[tuple[int, int]] = []
+
+    def get_candidates(self, input_ids, **kwargs):
+        self.shown.append(input_ids[0].tolist())
+        return torch.cat([input_ids, torch.tensor([self.proposals.pop(0)], dtype=torch.int64)], dim=1), None
+
+    def update_candidate_strategy(self, input_ids, scores, num_matches):
+        self.told.append((len(scores[0]) - 1, num_matches))
+
+
+class ArgmaxWithLogits(CandidateGenerator):
+    """Proposes its argmax and reports logits all the same."""
+
+    def __init__(self, draft):
+        self.draft = draft
+
+    def get_candidates(self, input_ids, **kwargs):
+        ids, logits = input_ids, []
+        for _ in range(2):
+            logits.append(self.draft(ids).logits[:, -1])
+            ids = torch.cat([ids, logits[-1].argmax(-1, keepdim=True)], dim=1)
+        return ids, torch.stack(logits, dim=1)
+
+    def update_candidate_strategy(self, input_ids, scores, num_matches):
+        pass  # older versions of transformers ask for one
+
+
+def ask(drafter: ForeignDrafter, text: list[int], kept: list[int] | None = None, num: int = 5) -> DraftOut:
+    told = (
+        None
+        if kept is None
+        else Kept(torch.tensor([kept], dtype=torch.int64), torch.tensor([len(kept)], dtype=torch.int32))
+    )
+    return drafter.draft(torch.tensor([text]), None, num, SampleStrategy.GREEDY, kept=told)
+
+
+def test_the_generator_is_shown_and_told_what_transformers_would_tell_it():
+    generator = Scripted([7, 8, 9], [1, 2], [3])
+    drafter = ForeignDrafter(generator)
+    assert ask(drafter, [5, 6, 7]).token_ids.tolist() == [[8, 9]]  # the prompt's candidate was the token that followed
+    assert ask(drafter, [0], kept=[8, 4]).token_ids.tolist() == [[1, 2]]
+    assert ask(drafter, [0], kept=[0]).token_ids.tolist() == [[3]]
+    assert generator.shown == [[5, 6], [5, 6, 7, 8, 4], [5, 6, 7, 8, 4, 0]]
+    assert generator.told == [(3, 2), (2, 0)]
+
+
+def test_a_first_candidate_that_did_not_follow_is_dropped():
+    generator = Scripted([9, 9], [1])
+    drafter = ForeignDrafter(generator)
+    assert ask(drafter, [5, 6, 7]).token_ids.tolist() == [[1]]
+    assert generator.shown == [[5, 6], [5, 6, 7]]
+    assert generator.told == [(2, 0)]
+
+
+def test_nothing_proposed_is_a_draft_of_no_tokens_and_too_much_is_cut():
+    drafter = ForeignDrafter(Scripted([], [], [1, 2, 3, 4]))
+    first = ask(drafter, [5, 6, 7])
+    assert first.token_ids.shape == (1, 0)
+    assert first.lens.tolist() == [0]
+    assert ask(drafter, [0], kept=[8], num=3).token_ids.tolist() == [[1, 2, 3]]
+
+
+def test_a_prompt_of_one_token_has_no_prefix_to_ask_for():
+    generator = Scripted([4])
+    assert ask(ForeignDrafter(generator), [5]).token_ids.tolist() == [[4]]
+    assert generator.shown == [[5]]
+
+
+def test_what_a_drafter_refuses():
+    drafter = ForeignDrafter(Scripted([1], [2]))
+    with pytest.raises(ShapeError, match=r"must be \[1, Q\] for candidates, got \[2, 1\]"):
+        drafter.draft(torch.tensor([[1], [2]]), None, 1, SampleStrategy.GREEDY)
+    with pytest.raises(ConfigError, match="num_draft_tokens must be at least 1"):
+        ask(drafter, [5, 6], num=0)
+    ask(drafter, [5, 6])
+    with pytest.raises(ShapeError, match="kept must be given after the first call"):
+        ask(drafter, [7])
+
+
+def test_only_known_samplers_count_as_samplers():
+    def assisted(kind, do_sample):
+        config = GenerationConfig(do_sample=do_sample, max_length=9, assistant_early_exit=1)
+        return kind(torch.tensor([[1]]), make_model("llama"), config, {})
+
+    for kind in (AssistedCandidateGenerator, EarlyExitCandidateGenerator):
+        assert samples_its_law(assisted(kind, True))
+        assert not samples_its_law(assisted(kind, False))
+    assert not samples_its_law(assisted(type("Other", (AssistedCandidateGenerator,), {}), True))
+    assert not samples_its_law(PromptLookupCandidateGenerator())
+    drafter = ModelDrafter(Inferencer(LanguageModel(make_model("llama"))))
+    for strategy in SampleStrategy:
+        ours = DraftModelCandidateGenerator(drafter, 2, strategy, max_length=9)
+        assert samples_its_law(ours) == (strategy is SampleStrategy.RANDOM)
+
+
+def early_exit(generation_config, **prepared):
+    generation_config.assistant_early_exit = 3
+    return EarlyExitCandidateGenerator(
+        assistant_model=make_model("llama", num_hidden_layers=4), generation_config=generation_config, **prepared
+    )
+
+
+def with_translation(draft, do_sample):
+    """transformers' two ways to draft with another tokenizer; the second is its choice under sampling."""
+    ours, theirs = letters_tokenizer(CHARACTERS, pad_token="a"), letters_tokenizer(CHARACTERS[::-1])
+    options = {"assistant_model": draft, "target_tokenizer": ours, "assistant_tokenizer": theirs}
+    if not do_sample:
+        return partial(AssistedCandidateGeneratorDifferentTokenizers, **options)
+    translator = AssistantToTargetTranslator(ours, theirs, 64, draft)
+    return partial(UniversalSpeculativeDecodingGenerator, **options, atm_translator=translator)
+
+
+def mirrored(target):
+    """The target's good draft with its ids in reverse."""
+    draft = noisy_copy(target, 0.02)
+    draft.model.embed_tokens.weight.copy_(draft.model.embed_tokens.weight.flip(0))
+    draft.lm_head.weight.copy_(draft.lm_head.weight.flip(0))
+    return draft
+
+
+SOURCES = {
+    "assisted": lambda target: partial(AssistedCandidateGenerator, assistant_model=noisy_copy(target, 0.05)),
+    "prompt lookup": lambda target: PromptLookupCandidateGenerator(max_length=99),
+    "prompt lookup, made in the call": lambda target: partial(PromptLookupCandidateGenerator, max_length=99),
+    "early exit": lambda target: early_exit,
+    "other tokenizer, by text": lambda target: with_translation(mirrored(target), False),
+    "other tokenizer, by token": lambda target: with_translation(mirrored(target), True),
+}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return hf_speculate.enable(make_model("llama", num_hidden_layers=4))
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_greedy_is_plain_greedy(target, source):
+    inputs = ragged_prompts(1, seed=3)
+    stats = hf_speculate.SpeculationStats()
+    plain = target.generate(**inputs, max_new_tokens=NUM_NEW)
+    options = {"candidate_generator": SOURCES[source](target), "speculation_stats": stats}
+    ours = target.generate(**inputs, max_new_tokens=NUM_NEW, **options)
+    assert_equal_ids(plain, ours)
+    assert stats.num_accepted > 0
+    assert stats.num_emitted == NUM_NEW - 1
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_coupled_is_the_text_of_its_seed(target, source):
+    options = {"do_sample": True, "verifier": "coupled", "seed": 4, "max_new_tokens": 12}
+    inputs = ragged_prompts(1, seed=3)
+    plain = target.generate(**inputs, **options)
+    assert_equal_ids(plain, target.generate(**inputs, **options, candidate_generator=SOURCES[source](target)))
+
+
+@pytest.mark.parametrize("verifier", VERIFIERS)
+def test_every_verifier_reads_what_a_generator_proposes(verifier):
+    target, draft = pair("llama")
+    stats = hf_speculate.SpeculationStats()
+    source = partial(AssistedCandidateGenerator, assistant_model=draft)
+    options = {"candidate_generator": source, "speculation_stats": stats, "num_assistant_tokens": 3}
+    ours = target.generate(**ragged_prompts(1, seed=5), **VERIFIERS[verifier], max_new_tokens=16, **options)
+    assert 0 <= ours.min() <= ours.max() < 64
+    assert stats.num_accepted > 0
+    assert max(stats.rounds_by_draft_len) <= 3
+
+
+def copying(logits_processor, **prepared):
+    return PromptLookupCandidateGenerator(max_length=99, logits_processor=logits_processor, vocab_size=64)
+
+
+@pytest.mark.parametrize("source", ["assisted", "copying"])
+@pytest.mark.parametrize("make", [Grammar, RollbackGrammar], ids=["foreign", "rolled back"])
+def test_processors_with_state_are_not_shown_what_a_generator_tries(target, source, make):
+    inputs = ragged_prompts(1, seed=3, min_len=12, vocab_size=8)
+    made = copying if source == "copying" else SOURCES[source](target)
+    options = {"candidate_generator": made, "logits_processor": [make(Brackets())], "repetition_penalty": 1.1}
+    plain = target.generate(
+        **inputs, max_new_tokens=NUM_NEW, logits_processor=[Grammar(Brackets())], repetition_penalty=1.1
+    )
+    assert_equal_ids(plain, target.generate(**inputs, max_new_tokens=NUM_NEW, **options))
+
+
+def p_value_of(target, source, num_draws: int) -> float:
+    """Of the second and third token, the first that are drafted, against their law."""
+    counts: Counter = Counter()
+    options = {"do_sample": True, "top_k": 0, "max_new_tokens": 4, "candidate_generator": source}
+    for seed in range(num_draws):
+        ids = target.generate(PROMPT, seed=seed, **options)
+        counts[tuple(ids[0, -3:-1].tolist())] += 1
+    return p_value(counts, joint_law(target, 3).sum(0))
+
+
+def test_fault_f_an_argmax_that_reports_logits_keeps_the_law():
+    """Taken at its word, such a generator biases transformers' sampling."""
+    target = make_law_model(8, seed=0, dtype=torch.float32)
+    drafter = ForeignDrafter(ArgmaxWithLogits(make_law_model(8, seed=1, sharpness=1.5, dtype=torch.float32)))
+    keys = NoiseKeys(row_seeds(1, NUM_ROWS), torch.zeros(NUM_ROWS, dtype=torch.int64), torch.full((NUM_ROWS,), 4))
+
+    def p_of_first_token(proposal: DraftOut) -> float:
+        """One proposal, judged in many rows that each have noise of their own."""
+        rows = [None if part is None else part.expand(NUM_ROWS, *part.shape[1:]) for part in proposal]
+        logits = target(torch.cat([PROMPT, proposal.token_ids], dim=1)).logits[:, PROMPT.shape[1] - 1 :]  # [1, K+1, V]
+        verdict = RejectionVerifier().verify(logits.expand(NUM_ROWS, -1, -1), DraftOut(*rows), keys)
+        counts = Counter((token_id,) for token_id in verdict.token_ids[:, 0].tolist())
+        return p_value(counts, joint_law(target, 1))
+
+    assert p_of_first_token(ask(drafter, PROMPT[0].tolist())) > SIGNIFICANCE
+    drafter.has_law = True
+    believed = ask(drafter, [0], kept=[])
+    assert believed.token_logits is not None
+    assert p_of_first_token(believed) < MISTAKEN
+
+
+def test_a_sampled_proposal_is_judged_by_the_law_it_was_drawn_from():
+    target = hf_speculate.enable(make_law_model(8, seed=0, dtype=torch.float32))
+    draft = make_law_model(8, seed=1, sharpness=1.5, dtype=torch.float32)
+    draft.generation_config.num_assistant_tokens = 2
+    draft.generation_config.assistant_confidence_threshold = 0.0
+    made: list[AssistedCandidateGenerator] = []
+
+    def source(**prepared):
+        made.append(AssistedCandidateGenerator(assistant_model=draft, **prepared))
+        return made[-1]
+
+    assert p_value_of(target, source, NUM_CALLS) > SIGNIFICANCE
+    assert len(made) == NUM_CALLS
+    assert all(samples_its_law(generator) for generator in made)
+
+
+class EndsWith(StoppingCriteria):
+    """A user's own criterion, which moves the loop in lock step."""
+
+    def __init__(self, token_id: int):
+        self.token_id = token_id
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return input_ids[:, -1] == self.token_id
+
+
+def test_stopping_and_statistics_are_ours(target):
+    inputs = ragged_prompts(1, seed=3)
+    text = target.generate(**inputs, max_new_tokens=NUM_NEW)
+    stop = EndsWith(int(text[0, inputs["input_ids"].shape[1] + 9]))
+    options = {"max_new_tokens": NUM_NEW, "stopping_criteria": [stop]}
+    plain = target.generate(**inputs, **options)
+    ours = target.generate(
+        **inputs, **options, candidate_generator=SOURCES["assisted"](target), return_dict_in_generate=True
+    )
+    assert_equal_ids(plain, ours.sequences)
+    assert plain.shape[1] < text.shape[1]
+    assert ours.speculation.lock_step
+    assert ours.past_key_values.get_seq_length() == plain.shape[1] - 1
+
+
+def test_the_draft_models_config_is_not_written_to(target):
+    draft = noisy_copy(target, 0.05)
+    draft.generation_config.num_assistant_tokens_schedule = "heuristic"
+    before = draft.generation_config.to_dict()
+    source = partial(AssistedCandidateGenerator, assistant_model=draft)
+    target.generate(**ragged_prompts(1, seed=3), max_new_tokens=NUM_NEW, candidate_generator=source)
+    assert draft.generation_config.to_dict() == before

@@ -1,0 +1,177 @@
+"""The suffix index against its definition, and what its work grows with."""
+
+import random
+import sys
+import tracemalloc
+
+import pytest
+
+from hf_speculate.draft import suffix_index
+from hf_speculate.draft.suffix_index import MAX_MATCH_LEN, START, SuffixIndex
+
+SHORT, LONG = 512, 131_072  # tokens
+MAX_GROWTH = 2.0  # of the steps of a round, from short to long
+MAX_STEPS = 100  # lines run per appended token; about 50 are, each of 30 to 50 ns on a quiet core
+
+
+def latest_longest(text: list[int], end: list[int], most: int, last: int) -> tuple[int, int]:
+    """Length and place of the longest suffix of `end` that ends in `text` at `last` tokens or before, by trying all."""
+    for length in range(min(most, len(end)), 0, -1):
+        for place in range(last, length - 1, -1):
+            if text[place - length : place] == end[len(end) - length :]:
+                return length, place
+    return 0, 0
+
+
+def markov_text(length: int, seed: int = 0) -> list[int]:
+    """Text of 5000 words that often repeats its phrases, and more the longer it is, as texts do."""
+    generator = random.Random(seed)
+    text = [generator.randrange(5000) for _ in range(64)]
+    while len(text) < length:
+        if generator.random() < 0.5:
+            start = generator.randrange(len(text) - 20)
+            text += text[start : start + generator.randrange(2, 20)]
+        text += [min(int(generator.expovariate(0.002)), 4999) for _ in range(generator.randrange(1, 4))]
+    return text[:length]
+
+
+def num_steps(index: SuffixIndex, token_ids: list[int], num_each: int) -> float:
+    """Lines of the index that run per round of `num_each` appended tokens and a draft."""
+    steps = 0
+
+    def count(frame, event, arg):
+        nonlocal steps
+        if frame.f_code.co_filename != suffix_index.__file__:
+            return None
+        steps += event == "line"
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        for begin in range(0, len(token_ids), num_each):
+            index.extend(token_ids[begin : begin + num_each])
+            index.continuation(index.match_end, 10)
+    finally:
+        sys.settrace(before)
+    return steps / (len(token_ids) / num_each)
+
+
+@pytest.mark.parametrize("most", [1, 2, 5, MAX_MATCH_LEN])
+@pytest.mark.parametrize("vocab_size", [1, 2, 3, 6])
+def test_the_match_is_the_latest_of_the_longest(vocab_size, most):
+    generator = random.Random(vocab_size)
+    for _ in range(25):
+        text = [generator.randrange(vocab_size) for _ in range(generator.randint(1, 60))]
+        index = SuffixIndex(most)
+        for place, token in enumerate(text):
+            index.extend([token])
+            expected = latest_longest(text, text[: place + 1], most, last=place)
+            assert index.match_len == expected[0]
+            assert not expected[0] or index.match_end == expected[1]
+
+
+@pytest.mark.parametrize("most", [2, MAX_MATCH_LEN])
+def test_another_text_is_followed_to_its_latest_longest_match(most):
+    generator = random.Random(1)
+    for _ in range(50):
+        text = [generator.randrange(3) for _ in range(40)]
+        other = [generator.randrange(4) for _ in range(30)]
+        index = SuffixIndex(most)
+        index.extend(text)
+        place = START
+        for number, token in enumerate(other):
+            place = index.follow(place, [token])
+            expected = latest_longest(text, other[: number + 1], most, last=len(text))
+            assert place.length == expected[0]
+            assert not place.length or index.end_of(place) == expected[1]
+
+
+def test_a_followed_text_is_still_found_after_the_index_has_grown():
+    generator = random.Random(2)
+    for _ in range(50):
+        text = [generator.randrange(3) for _ in range(60)]
+        other = [generator.randrange(3) for _ in range(30)]
+        index = SuffixIndex()
+        place = START
+        for number, token in enumerate(other):
+            index.extend(text[2 * number : 2 * number + 2])  # which may split the state that was reached
+            held = text[: 2 * number + 2]
+            place = index.follow(place, [token])
+            end = index.end_of(place)
+            assert held[end - place.length : end] == other[number + 1 - place.length : number + 1]
+            assert bool(place.length) == (token in held)
+
+
+def test_a_text_that_repeats_itself_goes_on_with_its_period():
+    index = SuffixIndex()
+    index.extend([9, 1, 2, 3, 1, 2, 3, 1])
+    assert (index.match_len, index.match_end) == (4, 5)
+    assert index.continuation(index.match_end, 7) == [2, 3, 1, 2, 3, 1, 2]
+    assert index.continuation(index.match_end, 7, is_repeated=False) == [2, 3, 1]
+
+
+def test_no_match_and_no_continuation_cross_a_separator():
+    index = SuffixIndex()
+    index.extend([1, 2, 3])
+    index.separate()
+    assert index.match_len == 0
+    index.extend([3])
+    assert (index.match_len, index.match_end) == (1, 3)
+    assert index.continuation(3, 5) == []
+    assert index.continuation(1, 5) == [2, 3]
+    index.separate()
+    assert index.match_len == 0
+    assert index.num_tokens == 4
+
+
+def test_a_copy_grows_by_itself():
+    index = SuffixIndex()
+    index.extend([1, 2, 3, 1, 4, 2])
+    twin = index.copy()
+    twin.extend([3, 1])
+    index.extend([5])
+    assert (twin.match_len, twin.match_end) == (3, 4)
+    assert index.match_len == 0
+    index.extend([1, 2])
+    assert (index.match_len, index.match_end) == (2, 2)
+
+
+@pytest.fixture(scope="module")
+def indices():
+    text = markov_text(LONG + 300)
+    index = SuffixIndex()
+    index.extend(text[:SHORT])
+    made = {SHORT: index.copy()}
+    index.extend(text[SHORT:LONG])
+    return text, made | {LONG: index}
+
+
+@pytest.mark.parametrize("num_each", [1, 3, 10])
+def test_the_steps_of_a_round_do_not_grow_with_the_text(indices, num_each):
+    text, by_length = indices
+    steps = {
+        length: num_steps(index.copy(), text[length : length + 300], num_each) for length, index in by_length.items()
+    }
+    assert steps[LONG] < MAX_GROWTH * steps[SHORT]
+    assert steps[LONG] < MAX_STEPS * num_each + 20
+
+
+@pytest.mark.parametrize("text", [[7] * 4000, [1, 2] * 2000, [1, 1, 2] * 1300], ids=["one word", "two", "three"])
+def test_one_phrase_for_ever_costs_no_more_than_its_longest_match(text):
+    """Every suffix of such a text stood before: an index that looked at each would take thousands of steps."""
+    index = SuffixIndex()
+    index.extend(text[:-100])
+    assert num_steps(index, text[-100:], 1) < 3 * MAX_MATCH_LEN + MAX_STEPS
+
+
+def test_the_estimate_of_memory_is_not_below_it():
+    text = markov_text(20_000)
+    tracemalloc.start()
+    try:
+        index = SuffixIndex()
+        index.extend(iter(text))
+        used = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert used <= index.num_bytes <= 2.5 * used

@@ -1,0 +1,104 @@
+"""Our drafter inside transformers' own assisted loop."""
+
+from collections import Counter
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from hf_speculate.draft.model import ModelDrafter
+from hf_speculate.draft.to_candidate_generator import DraftModelCandidateGenerator
+from hf_speculate.errors import ShapeError
+from hf_speculate.models.inferencer import Inferencer
+from hf_speculate.models.language_model import LanguageModel
+from hf_speculate.processors import BlockLogitsProcessorList
+from hf_speculate.types import SampleStrategy
+from tests.cases import assert_equal_ids
+from tests.generation.test_law import NUM_TOKENS, PROMPT, SIGNIFICANCE, joint_law, p_value
+from tests.tiny import make_law_model, make_model, noisy_copy, ragged_prompts
+
+
+class WithOurCandidates(LlamaForCausalLM):
+    """A target whose assisted loop drafts with our drafter."""
+
+    strategy = SampleStrategy.GREEDY
+    seed = 0
+    made: list = []  # noqa: RUF012  # every generator of a test, so that it can be looked at
+
+    def _get_candidate_generator(self, generation_config, input_ids, assistant_model, logits_processor, **kwargs):
+        processors = BlockLogitsProcessorList(logits_processor).row_wise_part()
+        drafter = ModelDrafter(Inferencer(LanguageModel(assistant_model)), processors)
+        generator = DraftModelCandidateGenerator(
+            drafter, 3, self.strategy, generation_config.max_length, seed=self.seed, device=assistant_model.device
+        )
+        type(self).made.append(generator)
+        return generator
+
+
+def as_test_target(model):
+    target = WithOurCandidates(model.config).to(model.dtype).eval()
+    target.load_state_dict(model.state_dict())
+    target.generation_config = model.generation_config
+    WithOurCandidates.made.clear()
+    return target
+
+
+@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3}])
+def test_transformers_greedy_loop_gives_the_plain_text(options):
+    plain = make_model("llama")
+    target = as_test_target(plain)
+    draft = noisy_copy(plain, 0.05, seed=1)
+    inputs = ragged_prompts(1, seed=2)
+    expected = plain.generate(**inputs, max_new_tokens=20, **options)
+    got = target.generate(**inputs, max_new_tokens=20, assistant_model=draft, **options)
+    assert_equal_ids(expected, got)
+    (generator,) = WithOurCandidates.made
+    assert 0 < generator._num_rounds < 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [SampleStrategy.GREEDY, SampleStrategy.RANDOM])
+def test_transformers_sampling_loop_keeps_the_law(strategy):
+    """A point mass comes without logits and a sampled draft with its own, so transformers accepts rightly."""
+    plain = make_law_model(8, seed=0, dtype=torch.float32)
+    target = as_test_target(plain)
+    draft = make_law_model(8, seed=1, sharpness=1.5, dtype=torch.float32)
+    target.strategy = strategy
+    counts: Counter = Counter()
+    for seed in range(700):
+        target.seed = seed
+        ids = target.generate(PROMPT, max_new_tokens=NUM_TOKENS, do_sample=True, top_k=0, assistant_model=draft)
+        counts[tuple(ids[0, -NUM_TOKENS:].tolist())] += 1
+    assert p_value(counts, joint_law(plain)) > SIGNIFICANCE
+
+
+def test_the_prefix_leads_and_the_cache_follows_a_text_that_went_another_way():
+    draft = make_model("llama")
+    drafter = ModelDrafter(Inferencer(LanguageModel(draft)))
+    generator = DraftModelCandidateGenerator(drafter, 4, SampleStrategy.GREEDY, max_length=64)
+    text = torch.tensor([[3, 4, 5]])
+    with torch.no_grad():
+        first, logits = generator.get_candidates(text)
+        assert logits is None
+        assert torch.equal(first[:, :3], text)
+        other = torch.cat([first[:, :5], (first[:, 5:6] + 1) % 64], dim=1)
+        second, _ = generator.get_candidates(other)
+    expected = draft.generate(other, max_new_tokens=4)
+    assert torch.equal(second, expected)
+
+
+def test_no_token_is_drafted_past_the_end():
+    generator = DraftModelCandidateGenerator(
+        ModelDrafter(Inferencer(LanguageModel(make_model("llama")))), 4, SampleStrategy.GREEDY, max_length=5
+    )
+    with torch.no_grad():
+        assert generator.get_candidates(torch.tensor([[3, 4]]))[0].shape == (1, 4)
+        assert generator.get_candidates(torch.tensor([[3, 4, 5, 6]]))[0].shape == (1, 4)
+
+
+def test_more_than_one_row_is_refused():
+    generator = DraftModelCandidateGenerator(
+        ModelDrafter(Inferencer(LanguageModel(make_model("llama")))), 4, SampleStrategy.GREEDY, max_length=5
+    )
+    with pytest.raises(ShapeError, match=r"input_ids must be \[1, T\]"):
+        generator.get_candidates(torch.ones(2, 3, dtype=torch.int64))

@@ -1,0 +1,127 @@
+"""Which tokens two tokenizers share, and what is fed for the others."""
+
+import pytest
+import torch
+from tokenizers import decoders
+
+from hf_speculate.draft.vocab_intersection import shared_vocabulary
+from hf_speculate.errors import UnsupportedModelError
+from tests.tiny_tokenizers import WORD_MARK, byte_level_tokenizer, letters_tokenizer, metaspace_tokenizer
+
+LETTERS = "abcdefghinrst"
+
+
+def table(target, draft, num_target=None, num_draft=None):
+    return shared_vocabulary(target, draft, num_target or len(target), num_draft or len(draft))
+
+
+def pairs_of(target, draft) -> dict[str, str]:
+    """The shared tokens, as each writes them."""
+    found = table(target, draft)
+    ids = found.is_shared.nonzero()[:, 0].tolist()
+    return dict(
+        zip(
+            target.convert_ids_to_tokens(ids),
+            draft.convert_ids_to_tokens(found.draft_ids[found.is_shared].tolist()),
+            strict=True,
+        )
+    )
+
+
+def test_letters_are_found_wherever_they_lie():
+    target, draft = letters_tokenizer("abcdef"), letters_tokenizer("xfbqc")
+    found = table(target, draft)
+    assert found.is_shared.tolist() == [False, True, True, False, False, True]
+    assert found.draft_ids[found.is_shared].tolist() == [2, 4, 1]
+    assert found.num_shared == 3
+    assert not found.is_padded
+
+
+def test_spaces_and_bytes_are_the_same_however_they_are_written():
+    target = byte_level_tokenizer([" the", "ing", "é"])
+    draft = metaspace_tokenizer([" the", " rain", "ing"], LETTERS + "é")
+    pairs = pairs_of(target, draft)
+    assert pairs["Ġthe"] == f"{WORD_MARK}the"
+    assert pairs["Ġ"] == WORD_MARK
+    assert pairs["ing"] == "ing"
+    assert pairs["Ã©"] == "é"  # two bytes of the one, a letter of the other
+    assert pairs["Ċ"] == "<0x0A>"  # a line feed, which only bytes spell
+    assert pairs["a"] == "a"  # not <0x61>
+    assert pairs_of(draft, target) == {theirs: ours for ours, theirs in pairs.items()}
+
+
+def test_every_byte_is_found():
+    pairs = pairs_of(byte_level_tokenizer([]), metaspace_tokenizer([], LETTERS))
+    spelled = {character: theirs for character, theirs in pairs.items() if theirs.startswith("<0x")}
+    decoder = decoders.ByteLevel()
+    for byte in range(128):
+        (character,) = [one for one in pairs if decoder.decode([one]) == chr(byte)]
+        assert pairs[character] in (f"<0x{byte:02X}>", chr(byte), WORD_MARK)
+    assert len(pairs) == 256
+    assert len(spelled) == 256 - len(LETTERS) - 1
+
+
+def test_special_tokens_pair_by_name_then_by_role():
+    target = byte_level_tokenizer([], eos_token="</s>", pad_token="<pad>", bos_token="<s>")
+    draft = metaspace_tokenizer([], LETTERS, eos_token="<|end|>", pad_token="<pad>", bos_token="</s>")
+    pairs = pairs_of(target, draft)
+    assert pairs["<pad>"] == "<pad>"
+    assert pairs["</s>"] == "</s>"  # the same name, though another role
+    same_names_apart = byte_level_tokenizer([], eos_token="</s>", pad_token="<pad>")
+    by_role = pairs_of(same_names_apart, metaspace_tokenizer([], LETTERS, eos_token="<|end|>", pad_token="[PAD]"))
+    assert by_role["</s>"] == "<|end|>"
+    assert by_role["<pad>"] == "[PAD]"
+
+
+def test_a_special_token_is_not_the_text_of_its_name():
+    target = letters_tokenizer(["a", "b", "#"], eos_token="#")
+    draft = letters_tokenizer(["#", "a", "b"])
+    assert pairs_of(target, draft) == {"a": "a", "b": "b"}
+
+
+def test_a_lacking_token_is_fed_as_the_end_of_its_text():
+    target = byte_level_tokenizer(["string", " the"])
+    draft = metaspace_tokenizer(["ring"], LETTERS + "g", pad_token="<pad>")
+    found = table(target, draft)
+    word = target.convert_tokens_to_ids("string")
+    assert not found.is_shared[word]
+    assert draft.convert_ids_to_tokens(int(found.draft_ids[word])) == "ring"
+    assert draft.convert_ids_to_tokens(int(found.draft_ids[target.convert_tokens_to_ids("Ġthe")])) == "e"
+
+
+def test_what_has_no_text_is_fed_as_the_unknown_token():
+    target = letters_tokenizer("abcd")
+    draft = letters_tokenizer(["a", "b", "c", "?"], unk_token="?")
+    found = table(target, draft, num_target=9)  # five ids are padding
+    assert found.draft_ids[4:].tolist() == [3] * 5
+    assert not found.is_shared[4:].any()
+
+
+def test_ids_past_a_model_are_not_used():
+    target, draft = letters_tokenizer("abcd"), letters_tokenizer("dcba")
+    found = table(target, draft, num_target=3, num_draft=2)
+    assert found.is_shared.tolist() == [False, False, True]
+    assert found.draft_ids.max() < 2
+
+
+def test_a_small_overlap_is_refused_with_its_figure():
+    target, draft = letters_tokenizer("abcdefghijklmnop"), letters_tokenizer("pABCDEFGHIJK")
+    with pytest.raises(UnsupportedModelError, match=r"at least 10% .* got 1 of 12 tokens \(8\.3%\)"):
+        table(target, draft)
+    assert table(target, letters_tokenizer("pABCDEFGHI")).num_shared == 1
+
+
+def test_a_pair_is_compared_once_until_a_token_is_added():
+    target, draft = letters_tokenizer("abcd"), letters_tokenizer("dcba")
+    first = table(target, draft)
+    assert table(target, draft) is first
+    target.add_tokens(["da"])
+    assert len(table(target, draft).is_shared) == 5
+
+
+def test_every_entry_is_an_id_of_the_draft():
+    target = byte_level_tokenizer(["string", " the"], eos_token="</s>")
+    draft = metaspace_tokenizer(["ring"], LETTERS, pad_token="<pad>")
+    found = table(target, draft, num_target=400)
+    assert found.draft_ids.dtype == torch.int64
+    assert 0 <= found.draft_ids.min() <= found.draft_ids.max() < len(draft)

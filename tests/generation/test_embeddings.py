@@ -1,0 +1,252 @@
+"""A prompt of embeddings is decoded as plain `generate` decodes it, whatever the draft can read of it."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+
+import hf_speculate
+from hf_speculate.errors import UnsupportedGenerationError
+from tests.cases import assert_equal_ids, pair
+from tests.generation.test_compiled import compile_config, compiled_and_eager, small_pair
+from tests.generation.test_encoder_decoder import encoder_pair, inputs_of
+from tests.generation.test_ownership import assert_same_contents, cache_contents
+from tests.generation.test_stop_strings import tokenizer  # noqa: F401  # a fixture
+from tests.tiny import SLIDING_WINDOW, make_model, noisy_copy, ragged_prompts
+
+NUM_NEW = 16
+K = 4
+STATE_TOLERANCE = 1e-9  # float64 round-off between a forward of one token and one of several
+SCORE_TOLERANCE = 1e-5  # scores are rounded to float32
+
+
+def embedded(target, inputs, *, with_ids, noise=0.3):
+    """The inputs as embeddings [B, P, hidden] near those of their ids, which stand beside them if wanted."""
+    embeds = target.get_input_embeddings()(inputs["input_ids"])
+    generator = torch.Generator().manual_seed(3)
+    embeds = embeds + noise * embeds.std() * torch.randn(embeds.shape, generator=generator, dtype=embeds.dtype)
+    kept = inputs if with_ids else {"attention_mask": inputs["attention_mask"]}
+    return {**kept, "inputs_embeds": embeds}
+
+
+def both(target, inputs, own, **options):
+    """A call plainly, and with a source of drafts; `max_new_tokens` is `NUM_NEW` unless lengths are given."""
+    if not {"max_new_tokens", "max_length"} & options.keys():
+        options["max_new_tokens"] = NUM_NEW
+    return target.generate(**inputs, **options), target.generate(**inputs, **options, **own)
+
+
+@pytest.mark.parametrize("with_ids", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "home", "batch_size"),
+    [
+        ("llama", "auto", 1),
+        ("llama", "dynamic", 3),
+        ("mistral_window", "auto", 3),
+        ("gpt2", "auto", 3),
+        ("bloom", "auto", 3),
+    ],
+)
+def test_greedy_equals_plain(kind, batch_size, with_ids, home):
+    target, draft = pair(kind)
+    prompts = ragged_prompts(batch_size, seed=1, max_len=2 * SLIDING_WINDOW)
+    inputs = embedded(target, prompts, with_ids=with_ids)
+    stats = hf_speculate.SpeculationStats()
+    own = {"assistant_model": draft, "num_assistant_tokens": K, "speculation_cache": home, "speculation_stats": stats}
+    plain, ours = both(target, inputs, own)
+    assert_equal_ids(plain, ours)
+    assert ours.shape[1] == NUM_NEW + (prompts["input_ids"].shape[1] if with_ids else 0)
+    assert stats.num_accepted < stats.num_judged
+    assert stats.num_accepted or not with_ids  # without them the draft lacks the prompt
+    blind = target.generate(**prompts, max_new_tokens=NUM_NEW)
+    assert not torch.equal(blind[:, -NUM_NEW:], ours[:, -NUM_NEW:])  # the embeddings were read, not the ids
+
+
+WAYS = {
+    "model": {"assistant_model": None, "num_assistant_tokens": K},
+    "adaptive model": {"assistant_model": None},
+    "copying": {"prompt_lookup_num_tokens": 4},
+    "hybrid": {"assistant_model": None, "prompt_lookup_num_tokens": 4, "num_assistant_tokens": 2},
+    "early exit": {"assistant_early_exit": 1, "num_assistant_tokens": K},
+}
+
+
+@pytest.mark.parametrize("with_ids", [True, False])
+@pytest.mark.parametrize("way", WAYS)
+def test_every_source_of_drafts_gives_plain_text(way, with_ids):
+    target, draft = pair("llama")
+    own = {name: draft if name == "assistant_model" else value for name, value in WAYS[way].items()}
+    inputs = embedded(target, ragged_prompts(3, seed=4), with_ids=with_ids)
+    free = target.generate(**inputs, max_new_tokens=NUM_NEW)[:, -NUM_NEW:]
+    ends = [int(free[0, 4]), int(free[1, 9])]  # rows end at different times
+    plain, ours = both(target, inputs, own, eos_token_id=ends)
+    assert_equal_ids(plain, ours)
+
+
+@pytest.mark.parametrize("own", [{}, {"num_assistant_tokens": K}, {"prompt_lookup_num_tokens": 4}])
+def test_embeddings_of_ids_are_drawn_as_the_ids_are(own):
+    """Positions of the noise count the real tokens that were read, whether or not they stand in the output."""
+    target, draft = pair("llama")
+    prompts = ragged_prompts(3, seed=5)
+    options = {"do_sample": True, "verifier": "coupled", "seed": 7, "max_new_tokens": NUM_NEW}
+    alone = target.generate(**prompts, **options)[:, -NUM_NEW:]
+    if "num_assistant_tokens" in own:
+        own = {**own, "assistant_model": draft}
+    for with_ids in (True, False):
+        inputs = embedded(target, prompts, with_ids=with_ids, noise=0.0)
+        assert torch.equal(target.generate(**inputs, **options, **own)[:, -NUM_NEW:], alone)
+
+
+@pytest.mark.parametrize("with_ids", [True, False])
+def test_coupled_sampling_is_the_same_with_and_without_a_draft(with_ids):
+    target, draft = pair("qwen2")
+    inputs = embedded(target, ragged_prompts(2, seed=6), with_ids=with_ids)
+    options = {"do_sample": True, "verifier": "coupled", "seed": 3, "num_return_sequences": 2, "temperature": 0.8}
+    alone, ours = both(target, inputs, {"assistant_model": draft, "num_assistant_tokens": K}, **options)
+    assert_equal_ids(alone, ours)
+
+
+@pytest.mark.parametrize("verifier", ["rejection", "block", "typical"])
+def test_a_draft_that_is_the_target_is_kept_where_it_reads_what_the_target_read(verifier):
+    """Its ids say the same as the embeddings, so every draft passes; without them the draft lacks the prompt."""
+    target = hf_speculate.enable(make_model("llama"))
+    draft = noisy_copy(target, 0.0)
+    options = {"do_sample": True, "seed": 1, "verifier": verifier, "max_new_tokens": NUM_NEW, "top_k": 0}
+    shares = []
+    for with_ids in (True, False):
+        stats = hf_speculate.SpeculationStats()
+        inputs = embedded(target, ragged_prompts(2, seed=7), with_ids=with_ids, noise=0.0)
+        target.generate(**inputs, **options, assistant_model=draft, num_assistant_tokens=3, speculation_stats=stats)
+        shares.append(stats.acceptance)
+    assert shares[1] < shares[0]
+    assert shares[0] > (0.6 if verifier == "typical" else 0.999)
+
+
+@pytest.mark.parametrize(("num_ids", "batch_size"), [(3, 2), (15, 2), (3, 1)])
+def test_ids_may_be_fewer_or_more_than_the_embeddings_where_a_mask_says_what_is_padding(num_ids, batch_size):
+    target, draft = pair("llama")
+    inputs = embedded(target, ragged_prompts(batch_size, seed=8, min_len=6, max_len=10), with_ids=False)
+    ids = torch.randint(1, 64, (batch_size, num_ids), generator=torch.Generator().manual_seed(1))
+    for own in ({"assistant_model": draft, "num_assistant_tokens": K}, {"prompt_lookup_num_tokens": 4}):
+        plain, ours = both(target, {**inputs, "input_ids": ids}, own)
+        assert_equal_ids(plain, ours)
+        assert torch.equal(ours[:, :num_ids], ids)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_length": 30},
+        {"min_new_tokens": 6, "max_new_tokens": NUM_NEW},
+        {"repetition_penalty": 1.3},
+        {"no_repeat_ngram_size": 2},
+        {"bad_words_ids": [[5, 6], [7]]},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("batch_size", "with_ids"), [(3, True), (2, False)])
+@pytest.mark.filterwarnings("ignore:Passing `")  # transformers' own, about prompts without ids
+def test_lengths_and_processors_are_as_in_plain(options, with_ids, batch_size):
+    target, draft = pair("llama")
+    inputs = embedded(target, ragged_prompts(batch_size, seed=9), with_ids=with_ids)
+    free = target.generate(**inputs, max_new_tokens=NUM_NEW)[:, -NUM_NEW:]
+    own = {"assistant_model": draft, "num_assistant_tokens": K}
+    plain, ours = both(target, inputs, own, eos_token_id=int(free[0, 3]), **options)
+    assert_equal_ids(plain, ours)
+
+
+@pytest.mark.parametrize("with_ids", [True, False])
+def test_stop_strings_end_the_text_as_in_plain(tokenizer, with_ids):  # noqa: F811
+    target, draft = pair("llama")
+    inputs = embedded(target, ragged_prompts(2, seed=10), with_ids=with_ids)
+    text = target.generate(**inputs, max_new_tokens=NUM_NEW)[0, -NUM_NEW:]
+    stop = "".join(tokenizer.convert_ids_to_tokens(text[6:8].tolist()))
+    options = {"stop_strings": [stop], "tokenizer": tokenizer, "eos_token_id": 63}
+    plain, ours = both(target, inputs, {"assistant_model": draft, "num_assistant_tokens": K}, **options)
+    assert_equal_ids(plain, ours)
+
+
+@pytest.mark.parametrize("home", ["dynamic", "preallocated"])
+@pytest.mark.parametrize("with_ids", [True, False])
+def test_output_objects_are_those_of_plain(with_ids, home):
+    target, draft = pair("mistral_window")
+    inputs = embedded(target, ragged_prompts(2, seed=11, max_len=2 * SLIDING_WINDOW), with_ids=with_ids)
+    own = {"assistant_model": draft, "num_assistant_tokens": K, "speculation_cache": home}
+    plain, ours = both(target, inputs, own, return_dict_in_generate=True, output_scores=True, output_logits=True)
+    assert_equal_ids(plain.sequences, ours.sequences)
+    for name in ("scores", "logits"):
+        for one, other in zip(plain[name], ours[name], strict=True):
+            assert torch.allclose(one, other, atol=SCORE_TOLERANCE)
+    contents = [cache_contents(output.past_key_values) for output in (plain, ours)]
+    assert_same_contents(*contents, STATE_TOLERANCE)
+
+
+@pytest.mark.parametrize("home", ["dynamic", "preallocated"])
+@pytest.mark.parametrize("num_held", [4, SLIDING_WINDOW + 2])
+@pytest.mark.parametrize("with_ids", [True, False])
+def test_a_passed_cache_holds_the_beginning_of_the_embeddings(with_ids, num_held, home):
+    target, draft = pair("mistral_window")
+    ids = torch.randint(1, 64, (1, 2 * SLIDING_WINDOW), generator=torch.Generator().manual_seed(1))
+    inputs = embedded(target, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, with_ids=with_ids)
+    caches = []
+    for _ in range(2):
+        caches.append(DynamicCache(config=target.config))
+        if num_held:
+            with torch.no_grad():
+                target(inputs_embeds=inputs["inputs_embeds"][:, :num_held], past_key_values=caches[-1], use_cache=True)
+    plain = target.generate(**inputs, past_key_values=caches[0], max_new_tokens=NUM_NEW)
+    own = {"assistant_model": draft, "num_assistant_tokens": K, "speculation_cache": home}
+    ours = target.generate(**inputs, past_key_values=caches[1], max_new_tokens=NUM_NEW, **own)
+    assert_equal_ids(plain, ours)
+    assert_same_contents(*(cache_contents(cache) for cache in caches), STATE_TOLERANCE)
+
+
+@pytest.mark.parametrize("with_ids", [True, False])
+def test_compiled_rounds_follow_a_prompt_of_embeddings(with_ids):
+    target, draft = small_pair("llama")
+    inputs = embedded(target, ragged_prompts(2, seed=12), with_ids=with_ids)
+    ids, eager, stats = compiled_and_eager(target, draft, inputs, compile_config())
+    assert_equal_ids(eager, ids)
+    assert stats.compiled == ["target", "draft"]
+    plain = target.generate(**inputs, max_new_tokens=24)
+    assert_equal_ids(plain, ids)
+
+
+def test_an_encoder_reads_embeddings_for_drafts_that_share_it_or_read_text():
+    target, draft = encoder_pair("t5")
+    inputs = inputs_of("t5", 2)
+    embeds = target.get_input_embeddings()(inputs["input_ids"]) * 1.5
+    inputs = {"inputs_embeds": embeds, "attention_mask": inputs["attention_mask"]}
+    plain, ours = both(target, inputs, {"assistant_model": make_model("llama"), "num_assistant_tokens": 3})
+    assert_equal_ids(plain, ours)
+    plain, ours = both(target, inputs, {"prompt_lookup_num_tokens": 3})
+    assert_equal_ids(plain, ours)
+    with pytest.raises(UnsupportedGenerationError, match="inputs_embeds must be left out for a draft with an encoder"):
+        target.generate(**inputs, assistant_model=draft, max_new_tokens=3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"candidate_generator": PromptLookupCandidateGenerator()}, "inputs_embeds must be left out with candidate_ge"),
+        ({"prefill_chunk_size": 4}, "prefill_chunk_size must be left out with inputs_embeds"),
+        ({"attention_mask": torch.ones(1, 4, dtype=torch.int64)}, r"must be \[B, 6\] for 6 inputs_embeds and 0 input"),
+        (
+            {"attention_mask": torch.ones(1, 1, 6, 6, dtype=torch.int64)},
+            r"must be \[B, P\] over inputs_embeds .* got \[1, 1,",
+        ),
+        (
+            {"input_ids": torch.ones(1, 3, dtype=torch.int64)},
+            "3 input_ids, got none; pass a mask over",
+        ),
+        ({"input_ids": torch.full((1, 6), -200)}, "ids of the prompt must be below 64 .* got -200"),
+        ({"inputs_embeds": torch.zeros(1, 0, 32, dtype=torch.float64)}, "past_key_values must hold fewer tokens than"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(options, message):
+    target, draft = pair("llama")
+    options = {"inputs_embeds": torch.zeros(1, 6, 32, dtype=torch.float64), **options}
+    if "candidate_generator" not in options:
+        options |= {"assistant_model": draft, "num_assistant_tokens": K}
+    with pytest.raises(UnsupportedGenerationError, match=message):
+        target.generate(**options, max_new_tokens=3)

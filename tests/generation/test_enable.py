@@ -1,0 +1,320 @@
+"""`enable()` changes one object's `generate()` and nothing else, whatever wraps the model."""
+
+import ast
+import copy
+import io
+import json
+import pickle
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import dispatch_model
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, GenerationConfig, GenerationMixin, LlamaForCausalLM
+
+import hf_speculate
+from hf_speculate import compat as private_names
+from tests.cases import assert_equal_ids
+from tests.tiny import make_model, noisy_copy, ragged_prompts
+
+HUB = Path(__file__).parents[2] / "examples" / "hub" / "typical"
+
+
+@pytest.fixture
+def models():
+    target = make_model("llama")
+    return target, noisy_copy(target, 0.05, seed=1)
+
+
+def test_importing_changes_nothing_in_transformers():
+    assert GenerationMixin.generate.__module__ == "transformers.generation.utils"
+    assert LlamaForCausalLM.generate is GenerationMixin.generate
+
+
+def test_only_this_object_changes(models):
+    target, draft = models
+    assert hf_speculate.enable(target) is target
+    assert hf_speculate.is_enabled(target)
+    assert not hf_speculate.is_enabled(draft)
+    assert isinstance(target, LlamaForCausalLM)
+    assert type(target).__name__ == "LlamaForCausalLM"
+    assert LlamaForCausalLM.generate is GenerationMixin.generate
+
+
+def test_enabling_twice_and_disabling_twice_are_harmless(models):
+    target, _ = models
+    hf_speculate.enable(hf_speculate.enable(target))
+    hf_speculate.disable(hf_speculate.disable(target))
+    assert type(target) is LlamaForCausalLM
+    assert not hf_speculate.is_enabled(target)
+
+
+def test_the_enabled_class_is_made_once_per_class(models):
+    target, draft = models
+    assert type(hf_speculate.enable(target)) is type(hf_speculate.enable(draft))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"do_sample": True, "top_k": 5}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 2}]
+)
+def test_without_an_assistant_it_decodes_plainly_bit_for_bit(models, options):
+    target, _ = models
+    inputs = ragged_prompts(1, seed=1)
+    texts = []
+    for change in (hf_speculate.disable, hf_speculate.enable):
+        change(target)
+        torch.manual_seed(4)
+        texts.append(target.generate(**inputs, max_new_tokens=12, **options))
+    assert_equal_ids(*texts)
+
+
+def test_once_without_enabling(models):
+    target, draft = models
+    inputs = ragged_prompts(2, seed=2)
+    stats = hf_speculate.SpeculationStats()
+    ours = hf_speculate.generate(
+        target, **inputs, max_new_tokens=10, assistant_model=draft, num_assistant_tokens=5, speculation_stats=stats
+    )
+    assert_equal_ids(target.generate(**inputs, max_new_tokens=10), ours)
+    assert stats.num_rounds > 0
+    assert type(target) is LlamaForCausalLM
+
+
+def test_a_class_of_ones_own_with_the_mixin(models):
+    _, draft = models
+
+    class Mine(hf_speculate.SpeculativeGenerationMixin, LlamaForCausalLM):
+        pass
+
+    target = make_model("llama")
+    mine = Mine(target.config).to(torch.float64).eval()
+    mine.load_state_dict(target.state_dict())
+    mine.generation_config = target.generation_config
+    inputs = ragged_prompts(2, seed=3)
+    assert hf_speculate.is_enabled(mine)
+    assert_equal_ids(
+        target.generate(**inputs, max_new_tokens=9),
+        mine.generate(**inputs, max_new_tokens=9, assistant_model=draft, num_assistant_tokens=5),
+    )
+
+
+@pytest.mark.parametrize("name", ["prepare_inputs_for_generation", "_update_model_kwargs_for_generation"])
+def test_a_class_with_a_step_of_its_own_earns_a_warning(models, name):
+    _, draft = models
+    methods = {name: lambda self, *args, **kwargs: getattr(LlamaForCausalLM, name)(self, *args, **kwargs)}
+    target = make_model("llama")
+    target.__class__ = type("Mine", (LlamaForCausalLM,), methods)
+    inputs = ragged_prompts(2, seed=3)
+    options = {"max_new_tokens": 9, "assistant_model": draft, "num_assistant_tokens": 5}
+    with pytest.warns(UserWarning, match=f"Mine has {name} of its own, called for each token by plain") as caught:
+        ours = hf_speculate.generate(target, **inputs, **options)
+        hf_speculate.enable(target).generate(**inputs, **options)
+    assert [one.filename for one in caught] == [__file__] * 2
+    assert_equal_ids(target.generate(**inputs, max_new_tokens=9), ours)
+
+
+def test_positional_arguments_keep_their_places(models):
+    target, draft = models
+    hf_speculate.enable(target)
+    ids = ragged_prompts(1, seed=1)["input_ids"]
+    config = GenerationConfig(max_new_tokens=7, pad_token_id=0)
+    assert_equal_ids(
+        target.generate(ids, config), target.generate(ids, config, assistant_model=draft, num_assistant_tokens=5)
+    )
+
+
+def test_a_saved_enabled_model_is_byte_equal_to_a_plain_one(models, tmp_path):
+    target, _ = models
+    target.save_pretrained(tmp_path / "plain")
+    hf_speculate.enable(target).save_pretrained(tmp_path / "enabled")
+    for name in ("config.json", "generation_config.json"):
+        assert (tmp_path / "plain" / name).read_bytes() == (tmp_path / "enabled" / name).read_bytes()
+    assert json.loads((tmp_path / "enabled" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+
+
+def test_fields_in_a_saved_generation_config_are_read(models, tmp_path):
+    target, draft = models
+    target.generation_config = GenerationConfig(
+        pad_token_id=0, verifier="typical", posterior_threshold=0.2, num_assistant_tokens=2
+    )
+    target.save_pretrained(tmp_path)
+    loaded = hf_speculate.enable(AutoModelForCausalLM.from_pretrained(tmp_path))
+    stats = hf_speculate.SpeculationStats()
+    loaded.generate(**ragged_prompts(1, seed=1), max_new_tokens=9, assistant_model=draft, speculation_stats=stats)
+    assert stats.verifier == "typical"
+    assert len(stats.judged_by_position) == 2
+
+
+def test_fields_that_transformers_will_lose_earn_a_warning(models):
+    target, _ = models
+    target.generation_config = GenerationConfig.from_model_config(target.config)
+    target.generation_config.verifier = "typical"
+    with pytest.warns(UserWarning, match="transformers will drop verifier when it is saved"):
+        hf_speculate.enable(target)
+    target.generation_config = GenerationConfig(verifier="typical")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hf_speculate.enable(target)
+
+
+def test_a_pickle_is_a_plain_model_to_be_enabled_again(models):
+    target, draft = models
+    hf_speculate.enable(target)
+    buffer = io.BytesIO()
+    torch.save(target, buffer)
+    buffer.seek(0)
+    for loaded in (pickle.loads(pickle.dumps(target)), torch.load(buffer, weights_only=False)):
+        assert type(loaded) is LlamaForCausalLM
+        inputs = ragged_prompts(1, seed=1)
+        assert_equal_ids(
+            target.generate(**inputs, max_new_tokens=6, assistant_model=draft, num_assistant_tokens=5),
+            loaded.generate(**inputs, max_new_tokens=6),
+        )
+    assert hf_speculate.is_enabled(target)
+
+
+def test_a_deep_copy_stays_enabled_and_shares_nothing(models):
+    target, draft = models
+    twin = copy.deepcopy(hf_speculate.enable(target))
+    assert hf_speculate.is_enabled(twin)
+    assert twin.lm_head.weight is not target.lm_head.weight
+    inputs = ragged_prompts(1, seed=1)
+    assert_equal_ids(
+        target.generate(**inputs, max_new_tokens=6),
+        twin.generate(**inputs, max_new_tokens=6, assistant_model=draft, num_assistant_tokens=5),
+    )
+
+
+def test_a_peft_model_is_enabled_through_its_base(models):
+    target, draft = models
+    wrapped = get_peft_model(target, LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)).eval()
+    wrapped.to(torch.float64)
+    inputs = ragged_prompts(2, seed=4)
+    plain = wrapped.generate(**inputs, max_new_tokens=10)
+    assert hf_speculate.enable(wrapped) is wrapped
+    assert hf_speculate.is_enabled(wrapped)
+    stats = hf_speculate.SpeculationStats()
+    ours = wrapped.generate(
+        **inputs, max_new_tokens=10, assistant_model=draft, num_assistant_tokens=5, speculation_stats=stats
+    )
+    assert_equal_ids(plain, ours)
+    assert stats.num_rounds > 0
+    hf_speculate.disable(wrapped)
+    assert not hf_speculate.is_enabled(wrapped)
+
+
+def test_a_peft_model_that_is_not_enabled_is_refused_with_the_way_in(models):
+    target, draft = models
+    wrapped = get_peft_model(target, LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(hf_speculate.UnsupportedModelError, match=r"got PeftModel; enable\(\) serves PEFT models"):
+        hf_speculate.generate(wrapped, **ragged_prompts(1, seed=4), assistant_model=draft)
+
+
+def test_a_further_subclass_of_an_enabled_class_pickles_and_copies(models):
+    """As libraries make that shard a model."""
+    target, _ = models
+    hf_speculate.enable(target)
+    target.__class__ = type("LlamaForCausalLM", (type(target),), {})
+    assert type(pickle.loads(pickle.dumps(target))) is LlamaForCausalLM
+    assert type(copy.deepcopy(target)) is type(target)
+
+
+def test_a_dispatched_model_is_enabled_with_its_hooks(models):
+    target, draft = models
+    inputs = ragged_prompts(2, seed=5)
+    plain = target.generate(**inputs, max_new_tokens=10)
+    dispatched = dispatch_model(target, {"": "cpu"}, force_hooks=True)
+    assert hasattr(dispatched, "_hf_hook")
+    hf_speculate.enable(dispatched)
+    assert_equal_ids(
+        plain, dispatched.generate(**inputs, max_new_tokens=10, assistant_model=draft, num_assistant_tokens=5)
+    )
+
+
+@pytest.mark.parametrize("is_enabled", [False, True])
+def test_the_hub_repository_runs_through_custom_generate(models, is_enabled):
+    target, draft = models
+    if is_enabled:
+        hf_speculate.enable(target)
+    stats = hf_speculate.SpeculationStats()
+    inputs = ragged_prompts(1, seed=6)
+    output = target.generate(
+        **inputs,
+        custom_generate=str(HUB),
+        trust_remote_code=True,
+        assistant_model=draft,
+        max_new_tokens=8,
+        speculation_stats=stats,
+    )
+    assert output.shape[1] == inputs["input_ids"].shape[1] + 8
+    assert stats.verifier == "typical"
+    assert stats.num_rounds > 0
+
+
+def test_a_call_overrules_the_hub_repository(models):
+    target, draft = models
+    stats = hf_speculate.SpeculationStats()
+    target.generate(
+        **ragged_prompts(1, seed=6),
+        custom_generate=str(HUB),
+        trust_remote_code=True,
+        assistant_model=draft,
+        verifier="greedy",
+        max_new_tokens=8,
+        speculation_stats=stats,
+    )
+    assert stats.verifier == "greedy"
+
+
+def test_a_model_with_a_generate_of_its_own_on_the_object_does_not_recurse(models):
+    """transformers puts a repository's function on the object when it loads one with `trust_remote_code`."""
+    target, draft = models
+    target.generate = lambda **kwargs: hf_speculate.generate(target, **kwargs)
+    output = target.generate(
+        **ragged_prompts(1, seed=6), assistant_model=draft, num_assistant_tokens=5, max_new_tokens=5
+    )
+    assert output.shape[1] == ragged_prompts(1, seed=6)["input_ids"].shape[1] + 5
+
+
+@pytest.mark.parametrize("as_path", [True, False])
+def test_fields_from_a_file_or_a_mapping_count_where_the_call_leaves_them_open(models, as_path):
+    target, draft = models
+    source = HUB / "generation_config.json"
+    stats = hf_speculate.SpeculationStats()
+    hf_speculate.generate(
+        target,
+        **ragged_prompts(1, seed=6),
+        fields_from=source if as_path else json.loads(source.read_text()),
+        assistant_model=draft,
+        max_new_tokens=8,
+        num_assistant_tokens=2,
+        speculation_stats=stats,
+    )
+    assert stats.verifier == "typical"
+    assert len(stats.judged_by_position) == 2
+
+
+def test_a_version_of_transformers_without_a_name_is_refused_on_enable(monkeypatch):
+    monkeypatch.setattr(private_names, "_OF_MODELS", ("_is_stateful", "_renamed_since"))
+    model = make_model("llama")
+    with pytest.raises(hf_speculate.UnsupportedModelError, match=r"LlamaForCausalLM\._renamed_since.*5\.17\.0 to"):
+        hf_speculate.enable(model)
+    assert not hf_speculate.is_enabled(model)
+
+
+def test_a_call_without_enabling_is_refused_there_too(monkeypatch):
+    monkeypatch.setattr(private_names, "_OF_CONFIGS", ("_renamed_since",))
+    with pytest.raises(hf_speculate.UnsupportedModelError, match=r"LlamaConfig\._renamed_since.*5\.17\.0 to"):
+        hf_speculate.generate(make_model("llama"), torch.tensor([[3, 4]]), prompt_lookup_num_tokens=3, max_new_tokens=4)
+
+
+def test_every_private_name_that_is_read_is_checked():
+    tree = ast.parse(Path(private_names.__file__).read_text())
+    names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr.startswith("_")}
+    names |= set(private_names._OF_STEPS)  # read by name
+    checked = [private_names._OF_MODELS, private_names._OF_CONFIGS, private_names._OF_GENERATION_CONFIGS]
+    checked += [private_names._OF_PREPARED_CONFIGS, private_names._OF_STEPS]
+    of_python_and_torch = {"__name__", "__module__", "__version__", "_forward_pre_hooks"}
+    assert names - of_python_and_torch == set().union(*checked)

@@ -1,0 +1,441 @@
+"""Encoder-decoders decode as plain `generate` does: one encoder run, ragged rows, every kind of draft."""
+
+import copy
+from collections import Counter
+from functools import cache, partial
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+from transformers import DynamicCache, EncoderDecoderCache
+from transformers.generation.candidate_generator import AssistedCandidateGenerator, PromptLookupCandidateGenerator
+
+import hf_speculate
+from hf_speculate.errors import UnsupportedGenerationError, UnsupportedModelError
+from tests.cases import DRAFT_NOISE, assert_equal_ids, pair, plain_and_ours
+from tests.generation.test_law import p_value
+from tests.tiny import make_model, noisy_copy, ragged_prompts
+from tests.tiny_encoders import (
+    NUM_FRAMES,
+    START_TOKEN_ID,
+    decoder_of,
+    make_bart,
+    make_t5,
+    make_whisper,
+    speech,
+)
+
+NUM_NEW = 24
+MAKERS = {"t5": make_t5, "bart": make_bart, "whisper": make_whisper}
+
+
+@cache
+def encoder_pair(kind):
+    """An enabled target and a draft with an encoder of its own. Shared between tests: change neither."""
+    target = hf_speculate.enable(MAKERS[kind]())
+    return target, noisy_copy(target, DRAFT_NOISE)
+
+
+def inputs_of(kind, batch_size):
+    """What the encoder reads; text is padded on the right, as it is for encoders."""
+    if kind == "whisper":
+        return {"input_features": speech(batch_size, seed=batch_size)}
+    inputs = ragged_prompts(batch_size, seed=batch_size)
+    return {name: tensor.flip(1) for name, tensor in inputs.items()}
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize(("batch_size", "num_assistant_tokens"), [(1, 5), (3, 3)])
+def test_greedy_equals_plain(kind, batch_size, num_assistant_tokens):
+    target, draft = encoder_pair(kind)
+    stats = hf_speculate.SpeculationStats()
+    plain, ours = plain_and_ours(
+        target,
+        draft,
+        inputs_of(kind, batch_size),
+        max_new_tokens=NUM_NEW,
+        num_assistant_tokens=num_assistant_tokens,
+        speculation_stats=stats,
+    )
+    assert_equal_ids(plain, ours)
+    assert 0 < stats.num_accepted < stats.num_judged
+    assert stats.cache == "dynamic"
+    assert stats.lock_step == (kind == "bart" and batch_size > 1)  # its positions are columns
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_coupled_sampling_is_the_same_with_and_without_a_draft(kind, batch_size):
+    target, draft = encoder_pair(kind)
+    options = {"do_sample": True, "verifier": "coupled", "seed": 3, "max_new_tokens": NUM_NEW}
+    if kind == "whisper":
+        options = {**options, "temperature": 1.0}
+    inputs = inputs_of(kind, batch_size)
+    alone = target.generate(**inputs, **options)
+    ours = target.generate(**inputs, **options, assistant_model=draft, num_assistant_tokens=4)
+    assert_equal_ids(alone, ours)
+
+
+def test_rejection_keeps_the_joint_law():
+    """Of three tokens, over all texts; a law that the draft alone would give is told apart."""
+    target = hf_speculate.enable(make_t5(vocab_size=6))
+    draft = noisy_copy(target, 0.3)
+    inputs = {"input_ids": torch.tensor([[2, 3, 4, 5]]), "attention_mask": torch.ones(1, 4, dtype=torch.int64)}
+    laws = [joint_law(model, inputs) for model in (target, draft)]
+    counts: Counter = Counter()
+    for seed in range(4):
+        options = {"do_sample": True, "top_k": 0, "seed": seed, "num_return_sequences": 1000, "max_new_tokens": 3}
+        texts = target.generate(**inputs, **options, assistant_model=draft, num_assistant_tokens=2)
+        counts.update(map(tuple, texts[:, 1:].tolist()))
+    assert p_value(counts, laws[0]) > 1e-3
+    assert p_value(counts, laws[1]) < 1e-9
+
+
+@torch.no_grad()
+def joint_law(model, inputs):
+    """[V, V, V] float64: the law of three tokens after the start."""
+    law, prefixes = torch.ones(1, dtype=torch.float64), torch.tensor([[START_TOKEN_ID]])
+    for _ in range(3):
+        num = len(prefixes)
+        repeated = {name: tensor.expand(num, -1) for name, tensor in inputs.items()}
+        step = model(**repeated, decoder_input_ids=prefixes).logits[:, -1].softmax(-1)  # [N, V]
+        law = (law[:, None] * step).flatten()
+        tokens = torch.arange(6).repeat(num)[:, None]
+        prefixes = torch.cat([prefixes.repeat_interleave(6, 0), tokens], dim=1)
+    return law.view(6, 6, 6)
+
+
+@pytest.mark.parametrize("kind", ["t5", "bart"])
+def test_prompts_of_the_decoder_may_be_padded(kind):
+    target, draft = encoder_pair(kind)
+    inputs = inputs_of(kind, 3)
+    prompts = {
+        "decoder_input_ids": torch.tensor([[0, 0, 1, 9], [0, 1, 8, 4], [1, 7, 5, 3]]),
+        "decoder_attention_mask": torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1], [1, 1, 1, 1]]),
+    }
+    plain, ours = plain_and_ours(target, draft, {**inputs, **prompts}, max_new_tokens=NUM_NEW, num_assistant_tokens=3)
+    assert_equal_ids(plain, ours)
+
+
+@pytest.mark.parametrize("kind", ["t5", "whisper"])
+def test_rows_that_end_leave_with_their_encoder_output(kind):
+    target, draft = encoder_pair(kind)
+    inputs = inputs_of(kind, 4)
+    text = target.generate(**inputs, max_new_tokens=NUM_NEW)
+    stats = hf_speculate.SpeculationStats()
+    options = {"max_new_tokens": NUM_NEW, "eos_token_id": [int(text[1, -20]), int(text[2, -12])]}
+    plain, ours = plain_and_ours(target, draft, inputs, **options, num_assistant_tokens=3, speculation_stats=stats)
+    assert_equal_ids(plain, ours)
+    assert stats.num_rounds < 4 * stats.num_batch_rounds  # rows left at different times
+
+
+@pytest.mark.parametrize("kind", ["t5", "bart"])
+def test_several_sequences_of_one_input(kind):
+    target, draft = encoder_pair(kind)
+    inputs = inputs_of(kind, 2)
+    options = {"do_sample": True, "num_return_sequences": 2, "seed": 5, "verifier": "coupled", "max_new_tokens": 12}
+    alone = target.generate(**inputs, **options)
+    ours = target.generate(**inputs, **options, assistant_model=draft, num_assistant_tokens=3)
+    assert alone.shape[0] == 4
+    assert_equal_ids(alone, ours)
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_each_encoder_runs_once(kind):
+    target, draft = MAKERS[kind](), MAKERS[kind](seed=1)
+    counts = {"target": 0, "draft": 0}
+    for name, model in (("target", target), ("draft", draft)):
+
+        def count(*_, name=name):
+            counts[name] += 1
+
+        model.get_encoder().register_forward_hook(count)
+    hf_speculate.generate(
+        target, **inputs_of(kind, 2), assistant_model=draft, num_assistant_tokens=3, max_new_tokens=10
+    )
+    assert counts == {"target": 1, "draft": 1}
+
+
+def test_a_draft_with_the_targets_own_encoder_does_not_run_it_again():
+    target, draft = make_t5(), make_t5(seed=1)
+    draft.set_encoder(target.get_encoder())
+    num_runs = []
+    target.get_encoder().register_forward_hook(lambda *_: num_runs.append(1))
+    inputs = inputs_of("t5", 2)
+    ours = hf_speculate.generate(target, **inputs, assistant_model=draft, num_assistant_tokens=3, max_new_tokens=10)
+    assert len(num_runs) == 1
+    assert_equal_ids(target.generate(**inputs, max_new_tokens=10), ours)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_a_decoder_that_shares_the_encoder_output_drafts(batch_size):
+    target, whole = encoder_pair("whisper")
+    stats = hf_speculate.SpeculationStats()
+    plain, ours = plain_and_ours(
+        target,
+        decoder_of(whole),
+        inputs_of("whisper", batch_size),
+        max_new_tokens=NUM_NEW,
+        num_assistant_tokens=4,
+        speculation_stats=stats,
+    )
+    assert_equal_ids(plain, ours)
+    assert stats.acceptance > 0.2  # it would guess one token in 64 without the target's encoder
+
+
+@pytest.mark.parametrize("shares", ["nothing", "the encoder", "the output"])
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_drafts_of_another_dtype_read_the_speech_in_theirs(batch_size, shares):
+    target, whole = encoder_pair("whisper")
+    draft = (decoder_of(whole) if shares == "the output" else copy.deepcopy(whole)).to(torch.float32)
+    if shares == "the encoder":
+        draft.model.encoder = target.get_encoder()
+    kept = []
+    handle = target.get_encoder().register_forward_hook(lambda *args: kept.append((args[2], args[2][0].clone())))
+    stats = hf_speculate.SpeculationStats()
+    options = {"max_new_tokens": NUM_NEW, "num_assistant_tokens": 4, "speculation_stats": stats}
+    inputs = inputs_of("whisper", batch_size)
+    plain, ours = plain_and_ours(target, draft, inputs, **options)
+    handle.remove()
+    assert_equal_ids(plain, ours)
+    assert stats.acceptance > 0.2
+    assert len(kept) == 2
+    for outputs, state in kept:  # the target's own output is what it was
+        assert outputs[0].dtype == torch.float64
+        assert torch.equal(outputs[0], state)
+
+
+def test_a_draft_of_text_alone_reads_the_decoders_text():
+    target, _ = encoder_pair("t5")
+    plain, ours = plain_and_ours(target, pair("llama")[1], inputs_of("t5", 2), max_new_tokens=12)
+    assert_equal_ids(plain, ours)
+
+
+def test_output_objects_and_a_passed_cache():
+    target, draft = encoder_pair("t5")
+    inputs = inputs_of("t5", 1)
+    options = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "max_new_tokens": 12}
+    caches = [EncoderDecoderCache(DynamicCache(), DynamicCache()) for _ in range(2)]
+    plain = target.generate(**inputs, **options, past_key_values=caches[0])
+    ours = target.generate(
+        **inputs, **options, past_key_values=caches[1], assistant_model=draft, num_assistant_tokens=4
+    )
+    assert type(ours) is type(plain)
+    assert_equal_ids(plain.sequences, ours.sequences)
+    assert ours.past_key_values is caches[1]
+    assert caches[1].get_seq_length() == ours.sequences.shape[1] - 1
+    torch.testing.assert_close(torch.stack(ours.scores), torch.stack(plain.scores))
+    torch.testing.assert_close(torch.stack(ours.logits), torch.stack(plain.logits))
+    for one, other in zip(*(both.self_attention_cache.layers for both in caches), strict=True):
+        torch.testing.assert_close(one.keys, other.keys)
+
+
+def test_a_passed_cache_is_brought_back_after_an_error():
+    target, draft = encoder_pair("t5")
+    cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+
+    def fail(input_ids, scores):
+        if input_ids.shape[1] > 5:
+            raise KeyError("no more")
+        return scores
+
+    options = {"max_new_tokens": 12, "assistant_model": draft, "num_assistant_tokens": 4, "past_key_values": cache}
+    with pytest.raises(KeyError, match="no more"):
+        target.generate(**inputs_of("t5", 1), **options, logits_processor=[fail])
+    assert cache.get_seq_length() == cache.cross_attention_cache.get_seq_length() == 0
+    assert not any(cache.is_updated.values())
+    ours = target.generate(**inputs_of("t5", 1), **options)
+    assert_equal_ids(target.generate(**inputs_of("t5", 1), max_new_tokens=12), ours)
+
+
+def test_passed_encoder_outputs():
+    target, draft = encoder_pair("t5")
+    inputs = inputs_of("t5", 2)
+    outputs = target.get_encoder()(**inputs)
+    given = {"encoder_outputs": outputs, "attention_mask": inputs["attention_mask"]}
+    with pytest.raises(UnsupportedGenerationError, match="must be left out for a draft with an encoder of its own"):
+        target.generate(**given, assistant_model=draft, max_new_tokens=4)
+    plain, ours = plain_and_ours(target, pair("llama")[1], given, max_new_tokens=12)
+    assert_equal_ids(plain, ours)
+
+
+@pytest.mark.parametrize("timestamps", [False, True])
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_whispers_processors(timestamps, batch_size):
+    target, draft = encoder_pair("whisper")
+    options = {"return_timestamps": timestamps, "max_new_tokens": 40}
+    plain, ours = plain_and_ours(target, draft, inputs_of("whisper", batch_size), **options, num_assistant_tokens=3)
+    assert_equal_ids(plain, ours)
+    assert not torch.isin(ours, torch.tensor([5, 9])).any()
+
+
+def test_whispers_prompt_ids():
+    target, draft = encoder_pair("whisper")
+    inputs = {**inputs_of("whisper", 2), "prompt_ids": torch.tensor([44, 11, 12])}
+    plain, ours = plain_and_ours(target, draft, inputs, max_new_tokens=NUM_NEW, num_assistant_tokens=3)
+    assert_equal_ids(plain, ours)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+@pytest.mark.parametrize("conditioned", [False, True])
+def test_whispers_long_form(batch_size, conditioned):
+    target, draft = encoder_pair("whisper")
+    features = speech(batch_size, num_frames=3 * NUM_FRAMES, seed=4)
+    mask = torch.ones(batch_size, 3 * NUM_FRAMES, dtype=torch.int64)
+    mask[0, 2 * NUM_FRAMES :] = 0
+    stats, reports = hf_speculate.SpeculationStats(), []
+    plain, ours = plain_and_ours(
+        target,
+        draft,
+        {"input_features": features, "attention_mask": mask},
+        return_timestamps=True,
+        condition_on_prev_tokens=conditioned,
+        max_new_tokens=20,
+        num_assistant_tokens=3,
+        speculation_stats=stats,
+        speculation_callback=reports.append,
+    )
+    assert_equal_ids(plain, ours)
+    assert stats.num_emitted > 20 * batch_size  # the rounds of all windows
+    assert len(stats.draft_lens) == stats.num_batch_rounds == len(reports)
+    assert [report.num_round for report in reports].count(1) > 1  # each run counts its own
+
+
+def test_whispers_fallback_over_temperatures_draws_anew():
+    target, draft = encoder_pair("whisper")
+    options = {
+        "temperature": (0.0, 0.7, 1.0),
+        "logprob_threshold": 0.0,  # no text is as likely: every temperature is tried
+        "max_new_tokens": 16,
+        "assistant_model": draft,
+        "num_assistant_tokens": 3,
+    }
+    texts = [target.generate(**inputs_of("whisper", 2), **options, seed=seed) for seed in (1, 1, 2)]
+    assert_equal_ids(texts[0], texts[1])
+    assert texts[0].shape != texts[2].shape or not torch.equal(texts[0], texts[2])
+
+
+def test_whispers_silence_detection_is_asked_as_in_plain():
+    target, draft = encoder_pair("whisper")
+    options = {
+        "return_timestamps": True,
+        "no_speech_threshold": 0.01,
+        "logprob_threshold": 0.0,
+        "temperature": 0.0,
+        "max_new_tokens": 16,
+    }
+    inputs = inputs_of("whisper", 2)
+    stats = hf_speculate.SpeculationStats()
+    plain, ours = plain_and_ours(target, draft, inputs, **options, num_assistant_tokens=3, speculation_stats=stats)
+    assert_equal_ids(plain, ours)
+    assert stats.lock_step
+
+
+def test_whispers_output_object_has_statistics():
+    target, draft = encoder_pair("whisper")
+    options = {"return_dict_in_generate": True, "output_scores": True, "max_new_tokens": 12}
+    plain, ours = plain_and_ours(target, draft, inputs_of("whisper", 2), **options, num_assistant_tokens=3)
+    assert_equal_ids(plain.sequences, ours.sequences)
+    torch.testing.assert_close(torch.stack(ours.scores), torch.stack(plain.scores))
+    assert ours.speculation.num_accepted > 0
+
+
+def test_whisper_is_left_as_it_was():
+    target, draft = hf_speculate.enable(make_whisper()), make_whisper(seed=1)
+    settings = [model.generation_config.to_dict() for model in (target, draft)]
+    configs = [model.config.to_dict() for model in (target, draft)]
+    target.generate(**inputs_of("whisper", 1), assistant_model=draft, num_assistant_tokens=3, max_new_tokens=8)
+    assert [model.generation_config.to_dict() for model in (target, draft)] == settings
+    assert [model.config.to_dict() for model in (target, draft)] == configs
+
+
+def test_what_is_refused():
+    target, draft = encoder_pair("t5")
+    inputs = inputs_of("t5", 1)
+    whisper, _ = encoder_pair("whisper")
+    for options, message in (
+        ({"output_attentions": True}, "output_attentions must be left out for an encoder-decoder"),
+        ({"output_hidden_states": True}, "output_hidden_states must be left out for an encoder-decoder"),
+        ({"num_beams": 2}, "the generation mode must be greedy or sampling"),
+    ):
+        with pytest.raises(UnsupportedGenerationError, match=message):
+            target.generate(**inputs, assistant_model=draft, return_dict_in_generate=True, **options)
+    with pytest.raises(UnsupportedGenerationError, match="return_token_timestamps must be left out"):
+        whisper.generate(**inputs_of("whisper", 1), assistant_model=whisper, return_token_timestamps=True)
+    for model, assistant, message in (
+        (pair("llama")[0], draft, "must read what the target LlamaForCausalLM reads, got the encoder-decoder T5For"),
+        (target, whisper, "must read what the target T5ForConditionalGeneration reads, got the encoder-decoder Whisp"),
+    ):
+        with pytest.raises(UnsupportedModelError, match=message):
+            model.generate(**inputs, assistant_model=assistant, max_new_tokens=4)
+    with pytest.raises(UnsupportedModelError, match="must read what the target WhisperForConditionalGeneration reads"):
+        whisper.generate(**inputs_of("whisper", 1), assistant_model=make_whisper(num_mel_bins=4), max_new_tokens=4)
+    narrow = decoder_of(make_whisper(d_model=16))
+    with pytest.raises(UnsupportedModelError, match="must attend to the 32 numbers that the encoder of WhisperFor"):
+        whisper.generate(**inputs_of("whisper", 1), assistant_model=narrow, max_new_tokens=4)
+    with pytest.raises(UnsupportedModelError, match="speculation_cache must be auto or dynamic for T5For"):
+        target.generate(**inputs, assistant_model=draft, speculation_cache="preallocated", max_new_tokens=4)
+
+
+def test_the_start_token_is_the_prompt():
+    target, draft = encoder_pair("t5")
+    ours = target.generate(**inputs_of("t5", 1), assistant_model=draft, max_new_tokens=3, num_assistant_tokens=2)
+    assert ours[0, 0] == START_TOKEN_ID
+    assert ours.shape == (1, 4)
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("with_draft", [False, True])
+def test_copies_from_the_decoders_text(kind, batch_size, with_draft):
+    target, draft = encoder_pair(kind)
+    inputs = inputs_of(kind, batch_size)
+    plain = target.generate(**inputs, max_new_tokens=NUM_NEW)
+    store = hf_speculate.SuffixStore()
+    store.add(plain[0].tolist())
+    stats = hf_speculate.SpeculationStats()
+    options = {"prompt_lookup_num_tokens": 5, "suffix_store": store, "num_assistant_tokens_schedule": "constant"}
+    if with_draft:
+        options |= {"assistant_model": draft, "num_assistant_tokens": 2}
+    ours = target.generate(**inputs, max_new_tokens=NUM_NEW, speculation_stats=stats, **options)
+    assert_equal_ids(plain, ours)
+    assert stats.num_accepted > 0
+
+
+@pytest.mark.parametrize("makes", ["copies", "drafts"])
+def test_candidate_generators(makes):
+    target, draft = encoder_pair("t5")
+    inputs = inputs_of("t5", 1)
+    plain = target.generate(**inputs, max_new_tokens=NUM_NEW)
+    stats = hf_speculate.SpeculationStats()
+    generator = PromptLookupCandidateGenerator(max_length=99)
+    if makes == "drafts":
+        if Version(transformers.__version__) < Version("5.18"):
+            pytest.skip("transformers 5.17 crops a cache of the draft's cross-attention that is not there yet")
+        generator = partial(AssistedCandidateGenerator, assistant_model=draft)
+    ours = target.generate(
+        **inputs, max_new_tokens=NUM_NEW, speculation_stats=stats, candidate_generator=generator, num_assistant_tokens=3
+    )
+    assert_equal_ids(plain, ours)
+    assert makes == "copies" or stats.num_accepted > 0
+
+
+@pytest.mark.parametrize("size", [62, 72])
+def test_a_draft_with_an_encoder_whose_table_ends_elsewhere(size):
+    target, _ = encoder_pair("t5")
+    inputs = inputs_of("t5", 2)
+    stats = hf_speculate.SpeculationStats()
+    options = {"num_assistant_tokens": 2, "speculation_stats": stats, "max_new_tokens": NUM_NEW}
+    with pytest.warns(UserWarning, match=f"the target has 64 ids and the draft {size}"):
+        plain, ours = plain_and_ours(target, make_t5(vocab_size=size), inputs, **options)
+    assert_equal_ids(plain, ours)
+    assert stats.num_drafted > 0
+
+
+def test_a_text_model_still_refuses_unknown_arguments():
+    target, draft = make_model("llama"), pair("llama")[1]
+    with pytest.raises(UnsupportedModelError, match="must read what the target"):
+        hf_speculate.generate(target, **ragged_prompts(1), assistant_model=make_t5(vocab_size=65))
+    with pytest.raises(ValueError, match="encoder_outputs"):
+        hf_speculate.generate(target, **ragged_prompts(1), assistant_model=draft, encoder_outputs=torch.zeros(1))

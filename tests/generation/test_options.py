@@ -1,0 +1,475 @@
+"""What `generate()` users rely on goes on working with an assistant, equal to plain decoding."""
+
+import time
+
+import pytest
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+
+import hf_speculate
+from hf_speculate.engine.batch import Batch
+from tests.cases import assert_equal_ids, pair, plain_and_ours
+from tests.tiny import make_model, noisy_copy, ragged_prompts
+
+K = 4
+NUM_NEW = 24
+SCORE_TOLERANCE = 1e-5  # scores are rounded to float32, whose resolution at these magnitudes is 1e-6
+
+
+def common_ids(kind: str, inputs: dict, count: int) -> list[int]:
+    """Ids that appear in the middle of the greedy texts, so that an EOS of them ends rows at different places."""
+    target, _ = pair(kind)
+    text = target.generate(**inputs, max_new_tokens=NUM_NEW)[:, inputs["input_ids"].shape[1] :]
+    middles = text[:, 5:15].flatten().tolist()
+    return list(dict.fromkeys(middles))[:count]
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.parametrize("num_eos", [1, 3])
+@pytest.mark.parametrize("pad_is_eos", [False, True])
+def test_eos_inside_a_block_ends_rows_where_plain_does(batch_size, num_eos, pad_is_eos):
+    target, draft = pair("llama")
+    inputs = ragged_prompts(batch_size, seed=11)
+    eos = common_ids("llama", inputs, num_eos)
+    pad = eos[0] if pad_is_eos else 0
+    plain, ours = plain_and_ours(
+        target, draft, inputs, max_new_tokens=NUM_NEW, eos_token_id=eos, pad_token_id=pad, num_assistant_tokens=K
+    )
+    assert_equal_ids(plain, ours)
+    assert any(token in ours[:, inputs["input_ids"].shape[1] :] for token in eos)
+
+
+@pytest.mark.parametrize("kind", ["mistral_window", "gpt2"])
+def test_finished_rows_leave_and_the_others_go_on(kind):
+    target, draft = pair(kind)
+    inputs = ragged_prompts(6, seed=12)
+    eos = common_ids(kind, inputs, 4)
+    stats = hf_speculate.SpeculationStats()
+    plain, ours = plain_and_ours(
+        target,
+        draft,
+        inputs,
+        max_new_tokens=NUM_NEW,
+        eos_token_id=eos,
+        num_assistant_tokens=K,
+        speculation_stats=stats,
+    )
+    assert_equal_ids(plain, ours)
+    assert stats.num_rounds < 6 * stats.num_batch_rounds
+
+
+@pytest.mark.parametrize("num_new", [1, 2, 3, 7])
+def test_max_new_tokens_is_exact(num_new):
+    target, draft = pair("qwen2")
+    inputs = ragged_prompts(2, seed=13)
+    plain, ours = plain_and_ours(target, draft, inputs, max_new_tokens=num_new, num_assistant_tokens=K)
+    assert_equal_ids(plain, ours)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_prompts_of_int32_give_what_plain_gives(batch_size):
+    target, draft = pair("llama")
+    inputs = ragged_prompts(batch_size, seed=8)
+    inputs["input_ids"] = inputs["input_ids"].int()
+    plain, ours = plain_and_ours(target, draft, inputs, max_new_tokens=12, num_assistant_tokens=3)
+    assert_equal_ids(plain, ours)
+    assert ours.dtype == plain.dtype
+
+
+def test_max_length_is_exact():
+    target, draft = pair("qwen2")
+    inputs = ragged_prompts(3, seed=13)
+    max_length = inputs["input_ids"].shape[1] + 9
+    plain, ours = plain_and_ours(target, draft, inputs, max_length=max_length, num_assistant_tokens=K)
+    assert_equal_ids(plain, ours)
+
+
+def test_min_new_tokens_holds_eos_back():
+    target, draft = pair("llama")
+    inputs = ragged_prompts(3, seed=14)
+    eos = common_ids("llama", inputs, 3)
+    plain, ours = plain_and_ours(
+        target, draft, inputs, max_new_tokens=NUM_NEW, min_new_tokens=14, eos_token_id=eos, num_assistant_tokens=K
+    )
+    assert_equal_ids(plain, ours)
+    assert ours.shape[1] >= inputs["input_ids"].shape[1] + 14
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1.4},
+        {"no_repeat_ngram_size": 2},
+        {"repetition_penalty": 1.2, "suppress_tokens": [5, 6, 7], "bad_words_ids": [[9], [10, 11]]},
+        {"sequence_bias": {(3,): 2.0, (4, 5): -3.0}},
+        {"exponential_decay_length_penalty": (4, 1.1), "eos_token_id": 7},
+        {"forced_eos_token_id": 9, "eos_token_id": 9},
+    ],
+    ids=lambda options: "+".join(options),
+)
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_known_processors_see_the_prefix_of_their_position(options, batch_size):
+    target, draft = pair("llama")
+    inputs = ragged_prompts(batch_size, seed=15)
+    stats = hf_speculate.SpeculationStats()
+    plain, ours = plain_and_ours(
+        target,
+        draft,
+        inputs,
+        max_new_tokens=NUM_NEW,
+        num_assistant_tokens=K,
+        speculation_stats=stats,
+        **options,
+    )
+    assert_equal_ids(plain, ours)
+    assert not stats.lock_step
+
+
+class Recorder(LogitsProcessor):
+    """A user's own processor: forbids the id that follows the last one, and keeps all that it was shown."""
+
+    def __init__(self):
+        self.seen: list[list[list[int]]] = []
+
+    def __call__(self, input_ids, scores):
+        self.seen.append(input_ids.tolist())
+        scores = scores.clone()
+        scores.scatter_(1, ((input_ids[:, -1:] + 1) % scores.shape[1]), -torch.inf)
+        return scores
+
+
+class StopAtSum(StoppingCriteria):
+    """A user's own criterion: ends a row whose last three ids add up to a multiple of seven."""
+
+    def __init__(self):
+        self.seen: list[list[list[int]]] = []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.seen.append(input_ids.tolist())
+        return input_ids[:, -3:].sum(1) % 7 == 0
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("eos_token_id", [None, 17])
+def test_foreign_processors_and_criteria_are_called_exactly_as_in_plain(batch_size, eos_token_id):
+    target, draft = pair("llama")
+    inputs = ragged_prompts(batch_size, seed=16)
+    seen, texts, stats = [], [], hf_speculate.SpeculationStats()
+    for own in ({}, {"assistant_model": draft, "num_assistant_tokens": K, "speculation_stats": stats}):
+        processor, criterion = Recorder(), StopAtSum()
+        texts.append(
+            target.generate(
+                **inputs,
+                max_new_tokens=NUM_NEW,
+                eos_token_id=eos_token_id,
+                logits_processor=LogitsProcessorList([processor]),
+                stopping_criteria=StoppingCriteriaList([criterion]),
+                **own,
+            )
+        )
+        seen.append((processor.seen, criterion.seen))
+    assert_equal_ids(*texts)
+    assert seen[0] == seen[1]
+    assert stats.lock_step
+    assert "Recorder, StopAtSum" in stats.fallbacks[0]
+    assert stats.num_batch_rounds < len(seen[1][0])
+
+
+def test_a_custom_criterion_alone_stops_inside_a_block():
+    target, draft = pair("qwen2")
+    inputs = ragged_prompts(1, seed=17)
+    plain, ours = plain_and_ours(
+        target,
+        draft,
+        inputs,
+        max_new_tokens=40,
+        stopping_criteria=StoppingCriteriaList([StopAtSum()]),
+        num_assistant_tokens=8,
+    )
+    assert_equal_ids(plain, ours)
+    assert ours.shape[1] < inputs["input_ids"].shape[1] + 40
+
+
+@hf_speculate.register_row_wise
+class PureStop(StoppingCriteria):
+    """As StopAtSum, declared pure."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return input_ids[:, -3:].sum(1) % 7 == 0
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.parametrize("eos_token_id", [None, 17])
+def test_without_eos_ended_rows_go_on_until_all_have_ended_as_in_plain(batch_size, eos_token_id):
+    target, draft = pair("llama")
+    inputs = ragged_prompts(batch_size, seed=16)
+    stats = hf_speculate.SpeculationStats()
+    plain, ours = plain_and_ours(
+        target,
+        draft,
+        inputs,
+        max_new_tokens=NUM_NEW,
+        eos_token_id=eos_token_id,
+        stopping_criteria=StoppingCriteriaList([PureStop()]),
+        num_assistant_tokens=K,
+        speculation_stats=stats,
+    )
+    assert_equal_ids(plain, ours)
+    assert not stats.lock_step
+
+
+def test_max_time_stops_soon():
+    target, draft = pair("llama")
+    inputs = ragged_prompts(1, seed=18)
+    begin = time.monotonic()
+    ours = target.generate(**inputs, max_new_tokens=480, max_time=0.05, assistant_model=draft, num_assistant_tokens=2)
+    assert inputs["input_ids"].shape[1] < ours.shape[1] < inputs["input_ids"].shape[1] + 480
+    assert time.monotonic() - begin < 30
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("with_eos", [False, True])
+def test_scores_and_logits_are_those_of_plain(batch_size, with_eos):
+    target, draft = pair("llama")
+    inputs = ragged_prompts(batch_size, seed=19)
+    eos = common_ids("llama", inputs, 2) if with_eos else None
+    plain, ours = plain_and_ours(
+        target,
+        draft,
+        inputs,
+        max_new_tokens=14,
+        eos_token_id=eos,
+        pad_token_id=0,
+        repetition_penalty=1.2,
+        return_dict_in_generate=True,
+        output_scores=True,
+        output_logits=True,
+        num_assistant_tokens=K,
+    )
+    assert_equal_ids(plain.sequences, ours.sequences)
+    for name in ("scores", "logits"):
+        expected, got = getattr(plain, name), getattr(ours, name)
+        assert len(expected) == len(got)
+        has_ended = torch.zeros(batch_size, dtype=torch.bool)
+        for position, (one, other) in enumerate(zip(expected, got, strict=True)):
+            assert one.dtype == other.dtype == torch.float32
+            assert torch.allclose(one[~has_ended], other[~has_ended], atol=SCORE_TOLERANCE)
+            assert (other[has_ended][:, 0] == 0).all()
+            assert (other[has_ended][:, 1:] == -torch.inf).all()
+            if with_eos:
+                token_ids = ours.sequences[:, inputs["input_ids"].shape[1] + position]
+                has_ended |= torch.isin(token_ids, torch.tensor(eos))
+    transition = target.compute_transition_scores(ours.sequences, ours.scores, normalize_logits=True)
+    assert transition.shape == (batch_size, len(ours.scores))
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral_window", "gemma2"])
+def test_hidden_states_and_attentions_are_those_of_plain(kind):
+    target = hf_speculate.enable(make_model(kind, attn_implementation="eager"))
+    draft = noisy_copy(target, 0.02, seed=1)
+    inputs = ragged_prompts(1, seed=20, min_len=10)
+    plain, ours = plain_and_ours(
+        target,
+        draft,
+        inputs,
+        max_new_tokens=11,
+        return_dict_in_generate=True,
+        output_hidden_states=True,
+        output_attentions=True,
+        num_assistant_tokens=K,
+    )
+    assert_equal_ids(plain.sequences, ours.sequences)
+    for name in ("hidden_states", "attentions"):
+        expected, got = getattr(plain, name), getattr(ours, name)
+        assert len(expected) == len(got) == 11
+        for one, other in zip(expected, got, strict=True):
+            for layer, other_layer in zip(one, other, strict=True):
+                assert layer.shape == other_layer.shape
+                assert torch.allclose(layer, other_layer, atol=SCORE_TOLERANCE)
+
+
+class Streamed:
+    """A streamer that keeps what it is given."""
+
+    def __init__(self):
+        self.values: list[list[int]] = []
+        self.has_ended = False
+
+    def put(self, value):
+        self.values.append(value.flatten().tolist())
+
+    def end(self):
+        self.has_ended = True
+
+
+def test_a_streamer_gets_the_same_tokens_as_in_plain_one_by_one():
+    target, draft = pair("llama")
+    inputs = ragged_prompts(1, seed=21)
+    eos = common_ids("llama", inputs, 1)
+    streams = [Streamed(), Streamed()]
+    target.generate(**inputs, max_new_tokens=NUM_NEW, eos_token_id=eos, streamer=streams[0])
+    target.generate(
+        **inputs,
+        max_new_tokens=NUM_NEW,
+        eos_token_id=eos,
+        streamer=streams[1],
+        assistant_model=draft,
+        num_assistant_tokens=5,
+    )
+    assert streams[0].values == streams[1].values
+    assert streams[1].has_ended
+
+
+def test_num_return_sequences_draws_different_rows_and_repeats_by_seed():
+    target, draft = pair("llama")
+    inputs = ragged_prompts(2, seed=22)
+    options = {"do_sample": True, "num_return_sequences": 4, "max_new_tokens": 10, "assistant_model": draft}
+    first = target.generate(**inputs, **options, seed=3, num_assistant_tokens=3)
+    again = target.generate(**inputs, **options, seed=3, num_assistant_tokens=3)
+    other = target.generate(**inputs, **options, seed=4, num_assistant_tokens=3)
+    assert first.shape == (8, inputs["input_ids"].shape[1] + 10)
+    assert len({tuple(row) for row in first.tolist()}) > 4
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_a_generator_draws_the_seed_and_moves_on():
+    target, draft = pair("llama")
+    inputs = ragged_prompts(1, seed=23)
+    make = torch.Generator().manual_seed(5)
+    options = {"do_sample": True, "max_new_tokens": 12, "assistant_model": draft, "num_assistant_tokens": 5}
+    texts = [target.generate(**inputs, **options, generator=make) for _ in range(2)]
+    repeat = target.generate(**inputs, **options, generator=torch.Generator().manual_seed(5))
+    assert torch.equal(texts[0], repeat)
+    assert not torch.equal(texts[0], texts[1])
+
+
+def test_greedy_decoding_leaves_torchs_generator_alone():
+    target, draft = pair("llama")
+    before = torch.get_rng_state()
+    target.generate(**ragged_prompts(1, seed=1), max_new_tokens=5, assistant_model=draft, num_assistant_tokens=5)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("verifier", ["rejection", "typical"])
+def test_a_row_depends_on_its_own_seed_only(verifier):
+    target, draft = pair("llama")
+    inputs = ragged_prompts(3, seed=24)
+    options = {"do_sample": True, "verifier": verifier, "temperature": 0.8, "top_k": 20, "num_assistant_tokens": 3}
+    batch = target.generate(**inputs, max_new_tokens=12, assistant_model=draft, seed=[7, 8, 9], **options)
+    for row, seed in enumerate([7, 8, 9]):
+        real = inputs["attention_mask"][row].bool()
+        ids = inputs["input_ids"][row][real][None]
+        alone = target.generate(ids, max_new_tokens=12, assistant_model=draft, seed=seed, **options)
+        assert torch.equal(batch[row, -12:], alone[0, -12:])
+
+
+def test_speculation_comes_with_the_output_object():
+    target, draft = pair("llama")
+    stats = hf_speculate.SpeculationStats()
+    output = target.generate(
+        **ragged_prompts(2, seed=25),
+        max_new_tokens=12,
+        assistant_model=draft,
+        num_assistant_tokens=3,
+        return_dict_in_generate=True,
+        speculation_stats=stats,
+    )
+    assert output.speculation is stats
+    assert stats.num_emitted == 2 * 11  # the first token of each row comes with the prompt's own forward
+    assert stats.num_host_syncs == stats.num_batch_rounds + 1
+    assert "greedy verification" in str(stats)
+
+
+def test_prefill_in_chunks_gives_the_same_text():
+    target, draft = pair("mistral_window")
+    inputs = ragged_prompts(2, seed=26, min_len=10, max_len=20)
+    plain, ours = plain_and_ours(target, draft, inputs, max_new_tokens=12, prefill_chunk_size=4, num_assistant_tokens=3)
+    assert_equal_ids(plain, ours)
+
+
+def test_a_pad_id_outside_the_vocabulary_is_no_trouble():
+    target, draft = pair("llama")
+    inputs = ragged_prompts(1, seed=27)
+    eos = common_ids("llama", inputs, 1)
+    options = {"max_new_tokens": 14, "eos_token_id": eos, "pad_token_id": 64, "return_dict_in_generate": True}
+    plain, ours = plain_and_ours(target, draft, inputs, output_scores=True, num_assistant_tokens=K, **options)
+    assert_equal_ids(plain.sequences, ours.sequences)
+    assert len(ours.scores) == len(plain.scores)
+
+
+def test_a_large_bound_on_the_length_reserves_no_memory():
+    target, draft = pair("llama")
+    output = target.generate(
+        **ragged_prompts(1, seed=1),
+        max_new_tokens=10**12,
+        assistant_model=draft,
+        num_assistant_tokens=5,
+        stopping_criteria=StoppingCriteriaList([StopAtSum()]),
+    )
+    assert output.shape[1] < 200
+
+
+def test_a_separate_copy_of_the_rows_on_the_host_gives_the_same_text(monkeypatch):
+    """As with a target on an accelerator."""
+    target, draft = pair("llama")
+    inputs = ragged_prompts(4, seed=28)
+    eos = common_ids("llama", inputs, 2)
+    options = {"max_new_tokens": NUM_NEW, "eos_token_id": eos, "pad_token_id": 0}
+    plain = target.generate(**inputs, **options)
+
+    def begin(batch):
+        begin_on_host(batch)
+        batch.host_tokens = batch.separate_host_tokens()
+        separated.append(batch)
+
+    separated: list[Batch] = []
+    begin_on_host = Batch.__post_init__
+    monkeypatch.setattr(Batch, "__post_init__", begin)
+    assert_equal_ids(plain, target.generate(**inputs, **options, assistant_model=draft, num_assistant_tokens=K))
+    assert separated[0].host_tokens is not separated[0].tokens
+
+
+def test_statistics_are_reset_by_a_call_without_an_assistant():
+    target, draft = pair("llama")
+    stats = hf_speculate.SpeculationStats()
+    inputs = ragged_prompts(1, seed=1)
+    target.generate(**inputs, max_new_tokens=9, assistant_model=draft, num_assistant_tokens=5, speculation_stats=stats)
+    assert stats.num_rounds > 0
+    target.generate(**inputs, max_new_tokens=9, speculation_stats=stats)
+    assert stats.num_rounds == 0
+
+
+class Identity(LogitsProcessor):
+    """A user's own processor that changes nothing."""
+
+    def __call__(self, input_ids, scores):
+        return scores
+
+
+def test_lock_step_of_one_row_counts_what_a_row_on_its_own_counts():
+    target, draft = pair("llama")
+    alone, lock_step = hf_speculate.SpeculationStats(), hf_speculate.SpeculationStats()
+    options = {"max_new_tokens": 20, "assistant_model": draft, "num_assistant_tokens": K}
+    inputs = ragged_prompts(1, seed=29)
+    target.generate(**inputs, **options, speculation_stats=alone)
+    target.generate(
+        **inputs, **options, speculation_stats=lock_step, logits_processor=LogitsProcessorList([Identity()])
+    )
+    assert (lock_step.lock_step, alone.lock_step) == (True, False)
+    assert lock_step.judged_by_position == alone.judged_by_position
+    assert lock_step.accepted_by_position == alone.accepted_by_position
+
+
+def test_lock_step_does_not_judge_what_a_neighbour_cut_off():
+    """A row that was cut because its neighbour refused has accepted all that was judged of it."""
+    target, draft = pair("llama")
+    inputs = ragged_prompts(8, seed=30)
+    options = {"max_new_tokens": 20, "assistant_model": draft, "num_assistant_tokens": K}
+    alone, lock_step = hf_speculate.SpeculationStats(), hf_speculate.SpeculationStats()
+    target.generate(**inputs, **options, speculation_stats=alone)
+    target.generate(
+        **inputs, **options, speculation_stats=lock_step, logits_processor=LogitsProcessorList([Identity()])
+    )
+    assert abs(lock_step.acceptance - alone.acceptance) < 0.2  # 8 rows of 20 tokens; it was a third lower when wrong
+    assert lock_step.num_host_syncs > 0

@@ -1,0 +1,137 @@
+"""States in preallocated buffers give the text of plain `generate`, whatever grows, ends or is rolled back."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import hf_speculate
+from hf_speculate.errors import UnsupportedModelError
+from hf_speculate.models import ragged_layer
+from tests.cases import assert_equal_ids, pair
+from tests.tiny import KINDS, SLIDING_WINDOW, make_model, noisy_copy, ragged_prompts
+
+K = 4
+FITTING = tuple(kind for kind in KINDS if kind != "bloom")  # its positions are biases of the attention
+
+
+def both_homes(kind, batch_size, **options):
+    """Ids by plain `generate` and by each home, and the statistics of the second."""
+    target, draft = pair(kind)
+    inputs = ragged_prompts(batch_size, seed=batch_size, max_len=3 * SLIDING_WINDOW)
+    plain = target.generate(**inputs, **options)
+    stats = hf_speculate.SpeculationStats()
+    own = {"assistant_model": draft, "num_assistant_tokens": K, "speculation_stats": stats}
+    dynamic = target.generate(**inputs, **options, **own, speculation_cache="dynamic")
+    assert stats.cache == "dynamic"
+    return plain, dynamic, target.generate(**inputs, **options, **own), stats
+
+
+@pytest.mark.parametrize("kind", FITTING)
+@pytest.mark.parametrize("batch_size", [1, 2, 5])
+def test_text_equals_plain_and_the_dynamic_home_while_buffers_grow_and_windows_move(kind, batch_size, monkeypatch):
+    monkeypatch.setattr(ragged_layer, "MIN_STEP", 7)
+    monkeypatch.setattr(ragged_layer, "WINDOW_SLACK", 2 * K)
+    plain, dynamic, preallocated, stats = both_homes(kind, batch_size, max_new_tokens=90)
+    assert stats.cache == "preallocated"
+    assert_equal_ids(plain, dynamic)
+    assert_equal_ids(plain, preallocated)
+
+
+@pytest.mark.parametrize("kind", FITTING)
+def test_rows_that_end_leave_the_buffers(kind):
+    plain, _, preallocated, stats = both_homes(kind, 5, max_new_tokens=40, eos_token_id=[17, 3, 40, 9])
+    assert stats.cache == "preallocated"
+    assert_equal_ids(plain, preallocated)
+
+
+@pytest.mark.parametrize("chunk_size", [2, SLIDING_WINDOW, 11])
+@pytest.mark.parametrize("kind", ["llama", "mistral_window", "gemma2"])
+def test_a_prompt_may_come_in_chunks(kind, chunk_size, monkeypatch):
+    monkeypatch.setattr(ragged_layer, "WINDOW_SLACK", 0)
+    plain, _, preallocated, _ = both_homes(kind, 2, max_new_tokens=12, prefill_chunk_size=chunk_size)
+    assert_equal_ids(plain, preallocated)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("kind", ["llama", "mistral_window", "gpt2"])
+def test_both_kinds_of_attention_are_served(kind, attention):
+    target = hf_speculate.enable(make_model(kind, attn_implementation=attention))
+    draft = noisy_copy(target)
+    stats = hf_speculate.SpeculationStats()
+    inputs = ragged_prompts(3, seed=2)
+    plain = target.generate(**inputs, max_new_tokens=20)
+    ours = target.generate(**inputs, max_new_tokens=20, assistant_model=draft, speculation_stats=stats)
+    assert stats.cache == "preallocated"
+    assert_equal_ids(plain, ours)
+
+
+def test_a_window_layer_holds_its_window_however_long_the_text(monkeypatch):
+    monkeypatch.setattr(ragged_layer, "MIN_STEP", 8)
+    monkeypatch.setattr(ragged_layer, "WINDOW_SLACK", 8)
+    held = []
+    update = ragged_layer.RaggedLayer.update
+
+    def watched(self, *args, **kwargs):
+        seen = update(self, *args, **kwargs)
+        held.append((self.window, self.capacity, seen[0].shape[2]))
+        return seen
+
+    monkeypatch.setattr(ragged_layer.RaggedLayer, "update", watched)
+    plain, _, preallocated, _ = both_homes("gemma2", 1, max_new_tokens=150)
+    assert_equal_ids(plain, preallocated)
+    longest = plain.shape[1]
+    assert max(capacity for window, capacity, _ in held if window is None) > longest - 8
+    windowed = [(capacity, seen) for window, capacity, seen in held if window is not None]
+    assert max(capacity for capacity, _ in windowed) < 6 * SLIDING_WINDOW
+    assert max(seen for _, seen in windowed[-8:]) <= SLIDING_WINDOW + K + 1
+
+
+def test_no_state_moves_when_rows_are_rolled_back():
+    columns = ragged_layer.Columns(2)
+    layer = ragged_layer.RaggedLayer(columns)
+    columns.begin(6)
+    layer.update(torch.randn(2, 1, 6, 4), torch.randn(2, 1, 6, 4))
+    columns.lens = [6, 6]
+    places = [buffer.data_ptr() for buffer in layer.buffers]
+    for lens in ([3, 5], [4, 6], [1, 2]):
+        columns.lens = lens
+        columns.begin(1)
+        before = [buffer.clone() for buffer in layer.buffers]
+        layer.update(torch.randn(2, 1, 1, 4), torch.randn(2, 1, 1, 4))
+        assert [buffer.data_ptr() for buffer in layer.buffers] == places
+        for buffer, old in zip(layer.buffers, before, strict=True):
+            changed = (buffer != old).any(-1).nonzero()[:, [0, 2]].tolist()
+            assert changed == [[row, length] for row, length in enumerate(lens)]
+
+
+def test_the_dynamic_home_serves_what_cannot_be_preallocated():
+    stats = hf_speculate.SpeculationStats()
+    target, draft = pair("bloom")
+    own = {"assistant_model": draft, "max_new_tokens": 6, "speculation_stats": stats}
+    ids = torch.tensor([[5, 6, 7]])
+    target.generate(ids, **own)
+    assert stats.cache == "dynamic"
+    with pytest.raises(UnsupportedModelError, match="auto or dynamic for BloomForCausalLM, got 'preallocated'"):
+        target.generate(ids, **own, speculation_cache="preallocated")
+    target, draft = pair("llama")
+    own["assistant_model"] = draft
+    target.generate(ids, **own, past_key_values=DynamicCache(config=target.config))
+    assert stats.cache == "dynamic"  # the user's own cache: no second copy
+    holes = torch.tensor([[1, 0, 1]])
+    plain = target.generate(ids, attention_mask=holes, max_new_tokens=6)
+    assert_equal_ids(plain, target.generate(ids, attention_mask=holes, **own))
+    assert stats.cache == "dynamic"
+    with pytest.raises(UnsupportedModelError, match="the attention mask has holes"):
+        target.generate(ids, attention_mask=holes, **own, speculation_cache="preallocated")
+
+
+@pytest.mark.parametrize("kind", ["mistral_window", "gemma2"])
+def test_a_cache_that_knows_no_windows_is_not_taken_for_one_of_full_attention(kind):
+    target, draft = pair(kind)
+    inputs = ragged_prompts(1, seed=1, min_len=6)
+    cache = DynamicCache()  # without its config, all of its layers are full ones
+    target(inputs["input_ids"][:, :4], past_key_values=cache)
+    own = {"assistant_model": draft, "max_new_tokens": 3 * SLIDING_WINDOW, "past_key_values": cache}
+    with pytest.raises(UnsupportedModelError, match="made without its config, and knows no windows"):
+        target.generate(**inputs, **own, speculation_cache="preallocated")
+    assert_equal_ids(target.generate(**inputs, max_new_tokens=3 * SLIDING_WINDOW), target.generate(**inputs, **own))

@@ -1,0 +1,173 @@
+"""Configs hold the folded attention's name while a call needs it, and exactly what they held before after the last."""
+
+import copy
+import pickle
+
+import pytest
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+)
+
+from hf_speculate.models.attention_switch import folded_attention_for
+from hf_speculate.models.folded_attention import FOLDED, STANDS_FOR
+from tests.tiny import make_config, make_model
+
+
+def name_in(model) -> str:
+    return model.config._attn_implementation
+
+
+def test_the_name_is_held_inside_and_restored_after():
+    model = make_model("llama")
+    before = dict(vars(model.config))
+    with folded_attention_for([model]):
+        assert name_in(model) == FOLDED
+        changed = {name for name, value in vars(model.config).items() if value is not before[name]}
+        assert changed == {"_attn_implementation_internal"}
+    assert vars(model.config) == before
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_error_restores_the_name_and_arrives(error):
+    model = make_model("llama")
+    with pytest.raises(error, match="on purpose"), folded_attention_for([model]):
+        raise error("on purpose")
+    assert name_in(model) == STANDS_FOR
+
+
+def test_the_last_of_several_calls_restores_the_name():
+    one, other = make_model("llama"), make_model("qwen2")
+    first, second, third = (
+        folded_attention_for([one, one]),
+        folded_attention_for([one, other]),
+        folded_attention_for([other]),
+    )
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert (name_in(one), name_in(other)) == (FOLDED, FOLDED)
+    third.__enter__()
+    second.__exit__(None, None, None)
+    assert (name_in(one), name_in(other)) == (STANDS_FOR, FOLDED)
+    third.__exit__(None, None, None)
+    assert (name_in(one), name_in(other)) == (STANDS_FOR, STANDS_FOR)
+
+
+def test_an_interrupt_while_names_are_written_leaves_none(monkeypatch):
+    models = [make_model("llama"), make_model("qwen2")]
+    written = []
+
+    def interrupted(config, name):
+        config._attn_implementation_internal = name
+        written.append(name)
+        if len(written) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("hf_speculate.models.attention_switch.set_attention_name", interrupted)
+    with pytest.raises(KeyboardInterrupt), folded_attention_for(models):
+        pass
+    assert written == [FOLDED, FOLDED, STANDS_FOR, STANDS_FOR]
+    assert [name_in(model) for model in models] == [STANDS_FOR] * 2
+
+
+def test_what_the_user_sets_meanwhile_stays():
+    model = make_model("llama")
+    with folded_attention_for([model]):
+        model.set_attn_implementation("eager")
+    assert name_in(model) == "eager"
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("llama", {"attn_implementation": "eager"}),
+        ("llama", {"num_key_value_heads": 4}),
+        ("gpt2", {}),
+        ("bloom", {}),
+        ("gemma2", {}),
+    ],
+)
+def test_other_models_are_left_alone(kind, options):
+    model = make_model(kind, **options)
+    before = name_in(model)
+    with folded_attention_for([model]):
+        assert name_in(model) == before
+    assert name_in(model) == before
+
+
+class ComparesName(LlamaForCausalLM):
+    """As Gemma 4 and models with sparse indexers do."""
+
+    def forward(self, *args, **kwargs):
+        self.is_known = self.config._attn_implementation in ("eager", "sdpa")
+        return super().forward(*args, **kwargs)
+
+
+def test_a_model_whose_code_compares_the_name_is_left_alone():
+    model = ComparesName(make_config("llama"))
+    with folded_attention_for([model]):
+        assert name_in(model) == STANDS_FOR
+
+
+class FrozenConfig(LlamaConfig):
+    """Refuses to be written to once it is complete."""
+
+    def __setattr__(self, name, value):
+        if vars(self).get("is_complete"):
+            raise AttributeError(f"cannot assign to field {name!r}")
+        super().__setattr__(name, value)
+
+
+def test_a_frozen_config_is_left_alone():
+    model = make_model("llama")
+    config = FrozenConfig(**model.config.to_dict(), attn_implementation=STANDS_FOR)
+    config.is_complete = True
+    for layer in model.model.layers:
+        layer.self_attn.config = config
+    with folded_attention_for([model]):
+        assert config._attn_implementation == STANDS_FOR
+    assert config._attn_implementation == STANDS_FOR
+
+
+def test_only_the_config_of_the_grouped_layers_changes_in_a_nested_one():
+    vision = CLIPVisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
+    )
+    config = LlavaConfig(text_config=make_config("llama"), vision_config=vision)
+    model = LlavaForConditionalGeneration._from_config(config, attn_implementation=STANDS_FOR)
+    with folded_attention_for([model]):
+        assert model.config.text_config._attn_implementation == FOLDED
+        assert name_in(model) == model.config.vision_config._attn_implementation == STANDS_FOR
+    assert model.config.text_config._attn_implementation == STANDS_FOR
+
+
+def test_a_peft_model_is_switched_through_its_base():
+    model = make_model("llama")
+    wrapped = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    with folded_attention_for([wrapped.get_base_model()]):
+        assert name_in(model) == FOLDED
+    assert name_in(model) == STANDS_FOR
+
+
+def test_copies_are_models_of_their_own():
+    model = make_model("llama")
+    with folded_attention_for([model]):
+        held = copy.deepcopy(model)
+    for twin in (held, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with folded_attention_for([twin]):
+            assert (name_in(twin), name_in(model)) == (FOLDED, STANDS_FOR)
+        assert (name_in(twin), name_in(model)) == (STANDS_FOR, STANDS_FOR)
+
+
+def test_the_name_is_never_saved(tmp_path):
+    model = make_model("llama")
+    before = model.config.to_json_string(use_diff=False)
+    with folded_attention_for([model]):
+        assert model.config.to_json_string(use_diff=False) == before
+        model.config.save_pretrained(tmp_path)
+    assert FOLDED not in (tmp_path / "config.json").read_text()

@@ -1,0 +1,196 @@
+"""Folded attention equals transformers' own, passes on what it cannot fold, and only folds where it is asked to."""
+
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from torch import nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_speculate.models import attention
+from hf_speculate.models.folded_attention import FOLDED, STANDS_FOR, folded_attention, folding
+
+TOLERANCE = 1e-13  # float64 round-off of sums over 11 states of size 1; a row under its neighbour's mask is off by 0.1
+H, D, D_VALUE, T = 2, 8, 6, 11
+
+
+class Layer(nn.Module):
+    """What an attention function reads of its layer."""
+
+    def __init__(self, groups: int):
+        super().__init__()
+        self.num_key_value_groups = groups
+        self.is_causal = True
+
+
+@pytest.fixture
+def folds(monkeypatch):
+    """The query shapes of all folded calls."""
+    shapes = []
+    original = attention.scaled_dot_product_attention
+
+    def spy(query, *args, **kwargs):
+        shapes.append(tuple(query.shape))
+        return original(query, *args, **kwargs)
+
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", spy)
+    return shapes
+
+
+def states(groups: int, num_query: int, batch_size: int, num_states: int = T):
+    """Query as models make it, and keys and values that are views of longer buffers."""
+    generator = torch.Generator().manual_seed(groups * 100 + num_query * 10 + batch_size)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    query = draw(batch_size, num_query, groups * H, D).transpose(1, 2)
+    key = draw(batch_size, H, 2 * num_states, D)[:, :, num_states:]
+    value = draw(batch_size, H, 2 * num_states, D_VALUE)[:, :, :num_states]
+    return query, key, value
+
+
+def make_mask(kind: str, batch_size: int, num_query: int):
+    """Rows that are padded by different amounts, causal at the end."""
+    if kind == "none":
+        return None
+    seen = torch.ones(1 if kind == "shared" else batch_size, 1, num_query, T, dtype=torch.bool).tril(T - num_query)
+    for row in range(seen.shape[0]):
+        seen[row, ..., :row] = False
+    if kind != "float":
+        return seen
+    bias = torch.linspace(-1, 1, T, dtype=torch.float64).expand(seen.shape)
+    return torch.where(seen, bias, torch.finfo(torch.float64).min)
+
+
+def both(layer, query, key, value, mask, **kwargs):
+    """Our result inside `folding()`, checked for its form, and transformers'."""
+    expected, _ = sdpa_attention_forward(layer, query, key, value, mask, **kwargs)
+    with folding():
+        ours, weights = folded_attention(layer, query, key, value, mask, **kwargs)
+    assert weights is None
+    assert ours.is_contiguous()
+    assert ours.shape == expected.shape
+    return ours, expected
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("num_query", [1, 2, 6])
+@pytest.mark.parametrize("groups", [1, 2, 4, 7])
+@pytest.mark.parametrize("mask", ["bool", "float", "shared", "none"])
+@pytest.mark.parametrize("scaling", [None, 0.7])
+def test_the_result_is_that_of_transformers(folds, mask, groups, num_query, batch_size, scaling):
+    given = make_mask(mask, batch_size, num_query)
+    layer, (query, key, value) = Layer(groups), states(groups, num_query, batch_size)
+    before = [tensor.clone() for tensor in (query, key, value)]
+    ours, expected = both(layer, query, key, value, given, scaling=scaling)
+    assert torch.allclose(ours, expected, atol=TOLERANCE, rtol=0)
+    is_folded = groups > 1 and (given is not None or num_query == 1)
+    assert folds == ([(batch_size, H, groups * num_query, D)] if is_folded else [])
+    assert all(torch.equal(*one) for one in zip(before, (query, key, value), strict=True))
+
+
+def test_arguments_that_transformers_ignores_are_ignored(folds):
+    query, key, value = states(2, 3, 2)
+    ours, expected = both(
+        Layer(2), query, key, value, make_mask("bool", 2, 3), is_causal=True, sliding_window=4, softcap=None
+    )
+    assert torch.allclose(ours, expected, atol=TOLERANCE, rtol=0)
+    assert folds
+
+
+@pytest.mark.parametrize("mask", ["bool", "none"])
+def test_a_long_prompt_is_passed_on(folds, mask):
+    num_query = attention._MOST_QUERY_TOKENS + 1
+    query, key, value = states(2, num_query, 2, num_states=num_query)
+    given = None if mask == "none" else torch.ones(2, 1, num_query, num_query, dtype=torch.bool).tril()
+    assert torch.equal(*both(Layer(2), query, key, value, given))
+    assert not folds
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 3, T), (2, 1, 1, T)])
+def test_masks_of_other_shapes_are_passed_on(folds, shape):
+    query, key, value = states(2, 3, 2)
+    assert torch.equal(*both(Layer(2), query, key, value, torch.zeros(shape, dtype=torch.float64)))
+    assert not folds
+
+
+def test_a_position_bias_is_passed_on(folds):
+    query, key, value = states(2, 3, 2)
+    bias = torch.linspace(-2, 2, 4 * 3 * T, dtype=torch.float64).view(1, 4, 3, T)
+    assert torch.equal(*both(Layer(2), query, key, value, make_mask("bool", 2, 3), position_bias=bias))
+    assert not folds
+
+
+def test_dropout_is_passed_on(folds):
+    query, key, value = states(2, 3, 2)
+    results = []
+    for function in (sdpa_attention_forward, folded_attention):
+        torch.manual_seed(0)
+        with folding():
+            results.append(function(Layer(2), query, key, value, make_mask("bool", 2, 3), dropout=0.5)[0])
+    assert torch.equal(*results)
+    assert not folds
+
+
+def test_another_function_under_the_name_is_called_in_place_of_folding(folds, monkeypatch):
+    calls = []
+
+    def foreign(*args, **kwargs):
+        calls.append(kwargs)
+        return sdpa_attention_forward(*args, **kwargs)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, STANDS_FOR, foreign)
+    query, key, value = states(2, 3, 2)
+    assert torch.equal(*both(Layer(2), query, key, value, make_mask("bool", 2, 3), scaling=0.7))
+    assert calls == [{"dropout": 0.0, "scaling": 0.7, "is_causal": None}]
+    assert not folds
+
+
+def test_it_passes_on_outside_folding_and_in_other_threads(folds):
+    query, key, value = states(2, 3, 2)
+    arguments = (Layer(2), query, key, value, make_mask("bool", 2, 3))
+    expected, _ = sdpa_attention_forward(*arguments)
+    results = [folded_attention(*arguments)[0]]
+    with folding():
+        thread = threading.Thread(target=lambda: results.append(folded_attention(*arguments)[0]))
+        thread.start()
+        thread.join()
+        assert not folds
+        with folding():
+            pass
+        folded_attention(*arguments)
+        assert len(folds) == 1
+    results.append(folded_attention(*arguments)[0])
+    assert len(folds) == 1
+    assert all(torch.equal(result, expected) for result in results)
+
+
+@pytest.mark.parametrize("mask", ["bool", "none"])
+@pytest.mark.parametrize("num_query", [1, 5])
+def test_it_compiles_as_one_graph(mask, num_query):
+    layer, (query, key, value) = Layer(2), states(2, num_query, 2, num_states=T if mask == "bool" else num_query)
+
+    def attend(query, key, value, mask):
+        return folded_attention(layer, query, key, value, mask, scaling=0.7)[0]
+
+    given = make_mask(mask, 2, num_query)
+    expected, _ = sdpa_attention_forward(layer, query, key, value, given, scaling=0.7)
+    torch.compiler.reset()
+    with folding():
+        ours = torch.compile(attend, backend="eager", fullgraph=True)(query, key, value, given)
+    assert torch.allclose(ours, expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.slow
+def test_importing_registers_nothing():
+    code = (
+        "import hf_speculate\n"
+        "from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as masks\n"
+        "from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as functions\n"
+        f"assert {FOLDED!r} not in functions and {FOLDED!r} not in masks"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,523 @@
+"""Blocks against transformers' own list, run position by position."""
+
+import inspect
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    WatermarkLogitsProcessor,
+)
+from transformers.generation import logits_process
+
+from hf_speculate.errors import ConfigError, ShapeError, UnsupportedGenerationError
+from hf_speculate.processors import BlockLogitsProcessorList, register_row_wise
+from hf_speculate.processors.registry import FOREIGN_REASONS, READS_BY_NAME
+from tests.tiny import make_model
+
+VOCAB_SIZE = 41
+LARGE_VOCAB_SIZE = 32000
+LONGEST_LEN = 9
+NUM_DRAFT_TOKENS = 4
+RAGGED_LENS = [9, 3, 6, 9]
+IGNORES_BY_ROW = "Tensor" in str(inspect.signature(transformers.RepetitionPenaltyLogitsProcessor.__init__))
+
+WARPERS: dict[str, Callable[[], Any]] = {
+    "EpsilonLogitsWarper": lambda: transformers.EpsilonLogitsWarper(3e-3),
+    "EtaLogitsWarper": lambda: transformers.EtaLogitsWarper(3e-3),
+    "MinPLogitsWarper": lambda: transformers.MinPLogitsWarper(0.05),
+    "TemperatureLogitsWarper": lambda: transformers.TemperatureLogitsWarper(0.7),
+    "TopHLogitsWarper": lambda: transformers.TopHLogitsWarper(0.4),
+    "TopKLogitsWarper": lambda: transformers.TopKLogitsWarper(7),
+    "TopPLogitsWarper": lambda: transformers.TopPLogitsWarper(0.8),
+    "TypicalLogitsWarper": lambda: transformers.TypicalLogitsWarper(0.8),
+}
+# Lengths are chosen to change what happens within 3..13, the prefix lengths of the blocks below.
+EXAMPLES: dict[str, Callable[[], Any]] = {
+    **WARPERS,
+    "AlternatingCodebooksLogitsProcessor": lambda: transformers.AlternatingCodebooksLogitsProcessor(3, 20, 10),
+    "BarkEosPrioritizerLogitsProcessor": lambda: logits_process.BarkEosPrioritizerLogitsProcessor([2, 5], 0.05),
+    "ExponentialDecayLengthPenalty": lambda: transformers.ExponentialDecayLengthPenalty((4, 1.3), [2, 5], 3),
+    "ForcedBOSTokenLogitsProcessor": lambda: transformers.ForcedBOSTokenLogitsProcessor(1),
+    "ForcedEOSTokenLogitsProcessor": lambda: transformers.ForcedEOSTokenLogitsProcessor(10, [2, 5]),
+    "InfNanRemoveLogitsProcessor": transformers.InfNanRemoveLogitsProcessor,
+    "LogitNormalization": transformers.LogitNormalization,
+    "MinLengthLogitsProcessor": lambda: transformers.MinLengthLogitsProcessor(8, [2, 5]),
+    "MinNewTokensLengthLogitsProcessor": lambda: transformers.MinNewTokensLengthLogitsProcessor(3, 5, 2),
+    "NoBadWordsLogitsProcessor": lambda: transformers.NoBadWordsLogitsProcessor([[1], [2, 3], [4, 1, 2], [5]], 5),
+    "NoRepeatNGramLogitsProcessor": lambda: transformers.NoRepeatNGramLogitsProcessor(2),
+    "RepetitionPenaltyLogitsProcessor": lambda: transformers.RepetitionPenaltyLogitsProcessor(1.3),
+    "NoRepeatNGramLogitsProcessor of one": lambda: transformers.NoRepeatNGramLogitsProcessor(1),
+    "RepetitionPenaltyLogitsProcessor without prompt": lambda: transformers.RepetitionPenaltyLogitsProcessor(1.3, 5),
+    "SequenceBiasLogitsProcessor": lambda: transformers.SequenceBiasLogitsProcessor({(1,): 2.0, (2, 3): -3.0}),
+    "SuppressTokensAtBeginLogitsProcessor": lambda: transformers.SuppressTokensAtBeginLogitsProcessor([1, 4], 9),
+    "SuppressTokensLogitsProcessor": lambda: transformers.SuppressTokensLogitsProcessor([1, 4]),
+    "WatermarkLogitsProcessor": lambda: WatermarkLogitsProcessor(VOCAB_SIZE, "cpu", seeding_scheme="selfhash"),
+    "WhisperTimeStampLogitsProcessor": lambda: transformers.WhisperTimeStampLogitsProcessor(
+        SimpleNamespace(no_timestamps_token_id=5, eos_token_id=2, bos_token_id=1, max_initial_timestamp_index=3), 6
+    ),
+}
+
+
+class Block(SimpleNamespace):
+    input_ids: Tensor  # [B, T]
+    scores: Tensor  # [B, K+1, V]
+    draft_token_ids: Tensor  # [B, K]
+    prefix_lens: list[int]
+
+
+def make_block(lens: list[int], *, vocab_size: int = VOCAB_SIZE, num_draft_tokens: int = NUM_DRAFT_TOKENS) -> Block:
+    """Ids from a small alphabet, so that n-grams repeat; scores with infinities, as earlier processors leave them."""
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(len(lens), num_draft_tokens + 1, vocab_size, generator=generator) * 3
+    return Block(
+        input_ids=torch.randint(0, 7, (len(lens), LONGEST_LEN), generator=generator),
+        scores=scores.masked_fill(torch.rand(scores.shape, generator=generator) < 0.05, -torch.inf),
+        draft_token_ids=torch.randint(0, 7, (len(lens), num_draft_tokens), generator=generator),
+        prefix_lens=lens,
+    )
+
+
+def run_by_position(make: Callable[[], list[Any]], block: Block) -> Tensor:
+    """What plain `generate` computes: whole batches of one length, of which the rows of that length count."""
+    processors = LogitsProcessorList(make())
+    processed = torch.empty_like(block.scores, dtype=torch.float32)
+    for position in range(block.scores.shape[1]):
+        for prefix_len in set(block.prefix_lens):
+            rows = [row for row, length in enumerate(block.prefix_lens) if length == prefix_len]
+            batch_ids = torch.ones(len(block.scores), prefix_len + position, dtype=torch.int64)
+            batch_ids[rows, :prefix_len] = block.input_ids[rows, :prefix_len]
+            batch_ids[rows, prefix_len:] = block.draft_token_ids[rows, :position]
+            batch_scores = block.scores[:, position].to(torch.float32, copy=True)
+            processed[rows, position] = processors(batch_ids, batch_scores)[rows]
+    return processed
+
+
+def run_block(processors: list[Any], block: Block) -> Tensor:
+    return BlockLogitsProcessorList(processors)(
+        block.input_ids, block.scores, draft_token_ids=block.draft_token_ids, prefix_lens=block.prefix_lens
+    )
+
+
+def assert_same_bits(ours: Tensor, twin: Tensor) -> None:
+    """Stricter than torch.equal: also tells -0.0 from 0.0, and a NaN equals itself."""
+    assert ours.dtype == twin.dtype == torch.float32
+    assert ours.shape == twin.shape
+    assert torch.equal(ours.contiguous().view(torch.int32), twin.contiguous().view(torch.int32))
+
+
+def processor_classes() -> dict[str, type]:
+    classes = inspect.getmembers(logits_process, inspect.isclass)
+    return {name: cls for name, cls in classes if issubclass(cls, LogitsProcessor) and cls is not LogitsProcessor}
+
+
+@pytest.mark.parametrize("name", sorted(processor_classes()))
+def test_every_class_of_transformers_is_placed_knowingly(name: str) -> None:
+    assert (name in READS_BY_NAME) != (name in FOREIGN_REASONS)
+
+
+def test_every_row_wise_class_of_this_version_has_an_example() -> None:
+    assert {type(make()).__name__ for make in EXAMPLES.values()} == set(READS_BY_NAME)
+
+
+@pytest.mark.parametrize("lens", [[LONGEST_LEN] * 3, RAGGED_LENS, [1, 4]], ids=["even", "ragged", "from_one_token"])
+@pytest.mark.parametrize("name", sorted(EXAMPLES))
+def test_block_equals_position_by_position(name: str, lens: list[int]) -> None:
+    block = make_block(lens)
+    twin = run_by_position(lambda: [EXAMPLES[name]()], block)
+    assert_same_bits(run_block([EXAMPLES[name]()], block), twin)
+
+
+@pytest.mark.parametrize("name", sorted(EXAMPLES))
+def test_the_example_changes_some_position(name: str) -> None:
+    block = make_block([1, 3, 6, 9])
+    if name == "InfNanRemoveLogitsProcessor":
+        block.scores[0, 0, :3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    assert not torch.equal(run_block([EXAMPLES[name]()], block), block.scores)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2])
+@pytest.mark.parametrize("name", sorted(WARPERS))
+def test_warpers_keep_their_ties_at_a_large_vocabulary(name: str, num_rows: int) -> None:
+    block = make_block([LONGEST_LEN] * num_rows, vocab_size=LARGE_VOCAB_SIZE, num_draft_tokens=1)
+    block.scores = block.scores.to(torch.bfloat16).to(torch.float32)  # 8 bits of mantissa: ties at every border
+    assert_same_bits(run_block([WARPERS[name]()], block), run_by_position(lambda: [WARPERS[name]()], block))
+
+
+CUTS: dict[str, Callable[[], list[Any]]] = {
+    "top-p of nothing": lambda: [transformers.TopPLogitsWarper(0.0)],
+    "top-p of all": lambda: [transformers.TopPLogitsWarper(1.0)],
+    "top-p that keeps 3": lambda: [transformers.TopPLogitsWarper(0.1, min_tokens_to_keep=3)],
+    "top-p that keeps more than there are": lambda: [transformers.TopPLogitsWarper(0.1, min_tokens_to_keep=10**6)],
+    "top-p with a filter of its own": lambda: [transformers.TopPLogitsWarper(0.5, filter_value=-7.0)],
+    "top-k of one": lambda: [transformers.TopKLogitsWarper(1)],
+    "top-k of all": lambda: [transformers.TopKLogitsWarper(10**6)],
+    "top-k with a filter of its own": lambda: [transformers.TopKLogitsWarper(5, filter_value=-7.0)],
+    "top-k, then top-p": lambda: [WARPERS["TopKLogitsWarper"](), WARPERS["TopPLogitsWarper"]()],
+    "top-p, then top-k": lambda: [WARPERS["TopPLogitsWarper"](), WARPERS["TopKLogitsWarper"]()],
+}
+
+
+@pytest.mark.parametrize("vocab_size", [VOCAB_SIZE, 4099])
+@pytest.mark.parametrize("name", sorted(CUTS))
+def test_cutoffs_of_hostile_rows_are_those_of_transformers(name: str, vocab_size: int) -> None:
+    block = make_block([LONGEST_LEN] * 5, vocab_size=vocab_size, num_draft_tokens=1)
+    block.scores[0, 0] = block.scores[0, 0].round()  # ties
+    block.scores[0, 1] = 0.0
+    block.scores[0, 1, ::2] = -0.0
+    block.scores[1, 0] = -torch.inf
+    block.scores[1, 1, 1:] = -torch.inf
+    block.scores[2, 0, 3] = torch.nan
+    block.scores[2, 1] = torch.nan
+    block.scores[3, 0, 5] = torch.inf
+    block.scores[3, 1, 4:] = torch.inf
+    assert_same_bits(run_block(CUTS[name](), block), run_by_position(CUTS[name], block))
+
+
+def test_only_rows_with_a_tie_at_the_border_are_sorted_with_their_indices(monkeypatch: pytest.MonkeyPatch) -> None:
+    block = make_block([LONGEST_LEN] * 3, vocab_size=LARGE_VOCAB_SIZE)
+    block.scores = torch.randn(block.scores.shape, generator=torch.Generator().manual_seed(1))
+    block.scores[1, 2, 7:900] = 8.0  # more than nine tenths of the law, all equal
+    twin = run_by_position(lambda: [WARPERS["TopPLogitsWarper"]()], block)
+    num_rows: list[int] = []
+    original = transformers.TopPLogitsWarper.__call__
+
+    def count(self: Any, input_ids: Tensor, scores: Tensor) -> Tensor:
+        num_rows.append(len(scores))
+        return original(self, input_ids, scores)
+
+    monkeypatch.setattr(transformers.TopPLogitsWarper, "__call__", count)
+    assert_same_bits(run_block([WARPERS["TopPLogitsWarper"]()], block), twin)
+    assert sum(num_rows) == 1
+
+
+@pytest.mark.parametrize("lens", [[LONGEST_LEN] * 4, RAGGED_LENS], ids=["even", "ragged"])
+def test_a_mixed_list_runs_in_its_own_order(lens: list[int]) -> None:
+    names = [
+        "SequenceBiasLogitsProcessor",
+        "TemperatureLogitsWarper",
+        "RepetitionPenaltyLogitsProcessor",
+        "MinLengthLogitsProcessor",
+        "TopKLogitsWarper",
+        "LogitNormalization",
+        "NoRepeatNGramLogitsProcessor",
+        "InfNanRemoveLogitsProcessor",
+    ]
+    block = make_block(lens)
+    for order in (names, names[::-1]):
+        make = lambda order=order: [EXAMPLES[name]() for name in order]  # noqa: E731
+        assert_same_bits(run_block(make(), block), run_by_position(make, block))
+
+
+def prepare_as_generate_does(
+    config: GenerationConfig, input_ids: Tensor, attention_mask: Tensor
+) -> LogitsProcessorList:
+    """The list that `generate()` builds, caught by a decoding method that decodes nothing."""
+    caught: list[LogitsProcessorList] = []
+
+    def catch(model: Any, input_ids: Tensor, logits_processor: LogitsProcessorList, **kwargs: Any) -> Tensor:
+        caught.append(logits_processor)
+        return input_ids
+
+    model = make_model("llama")
+    model.generate(input_ids, attention_mask=attention_mask, generation_config=config, custom_generate=catch)
+    return caught[0]
+
+
+@pytest.mark.parametrize("lens", [[LONGEST_LEN] * 4, RAGGED_LENS], ids=["even", "ragged"])
+def test_the_list_that_generate_builds_for_a_padded_batch(lens: list[int]) -> None:
+    config = GenerationConfig(
+        do_sample=True,
+        temperature=0.8,
+        top_k=20,
+        top_p=0.9,
+        min_p=0.01,
+        typical_p=0.95,
+        epsilon_cutoff=1e-3,
+        eta_cutoff=1e-3,
+        repetition_penalty=1.2,
+        no_repeat_ngram_size=2,
+        bad_words_ids=[[3], [1, 2]],
+        sequence_bias=[[[4], 1.5]],
+        min_new_tokens=4,
+        max_new_tokens=8,
+        forced_eos_token_id=2,
+        eos_token_id=2,
+        pad_token_id=0,
+        suppress_tokens=[6],
+        begin_suppress_tokens=[5],
+        remove_invalid_values=True,
+        renormalize_logits=True,
+    )
+    block = make_block(lens)
+    prompts = block.input_ids[:, :3].clone()
+    attention_mask = torch.tensor([[1, 1, 1], [0, 1, 1], [0, 0, 1], [1, 1, 1]])
+    prepared = prepare_as_generate_does(config, prompts, attention_mask)
+    assert len(prepared) >= 16
+    assert BlockLogitsProcessorList(prepared).is_row_wise
+    assert_same_bits(run_block(prepared, block), run_by_position(lambda: prepared, block))
+
+
+def test_ignored_padding_follows_its_row() -> None:
+    make = lambda: [transformers.RepetitionPenaltyLogitsProcessor(1.5, torch.tensor([0, 2, 5, 8]))]  # noqa: E731
+    if not IGNORES_BY_ROW:
+        with pytest.raises(ValueError, match="prompt_ignore_length"):  # 5.17: one number for all rows
+            make()
+        return
+    block = make_block(RAGGED_LENS)
+    twin = run_by_position(make, block)
+    assert_same_bits(run_block(make(), block), twin)
+
+    with_empty_row = make_block([0, 3, 6, 9])
+    assert_same_bits(run_block(make(), with_empty_row), run_by_position(make, with_empty_row))
+
+    kept = [3, 1]
+    compacted = Block(
+        input_ids=block.input_ids[kept],
+        scores=block.scores[kept],
+        draft_token_ids=block.draft_token_ids[kept],
+        prefix_lens=[RAGGED_LENS[row] for row in kept],
+    )
+    for indices in (kept, torch.tensor(kept)):
+        assert_same_bits(run_block(BlockLogitsProcessorList(make()).rows(indices), compacted), twin[kept])
+    with pytest.raises(ShapeError, match="4 rows"):
+        run_block(make(), compacted)
+
+
+@pytest.mark.parametrize("name", sorted(EXAMPLES))
+def test_no_drafted_token_is_one_position(name: str) -> None:
+    block = make_block(RAGGED_LENS, num_draft_tokens=0)
+    ours = BlockLogitsProcessorList([EXAMPLES[name]()])(block.input_ids, block.scores, prefix_lens=RAGGED_LENS)
+    assert_same_bits(ours, run_by_position(lambda: [EXAMPLES[name]()], block))
+
+
+@pytest.mark.parametrize(
+    "name", ["MinLengthLogitsProcessor", "RepetitionPenaltyLogitsProcessor", "SequenceBiasLogitsProcessor"]
+)
+def test_a_prefix_may_be_empty(name: str) -> None:
+    block = make_block([0, 3])
+    assert_same_bits(run_block([EXAMPLES[name]()], block), run_by_position(lambda: [EXAMPLES[name]()], block))
+
+
+def test_without_lengths_every_row_is_full() -> None:
+    processors = BlockLogitsProcessorList([EXAMPLES["RepetitionPenaltyLogitsProcessor"]()])
+    block = make_block([LONGEST_LEN] * 3)
+    ours = processors(block.input_ids, block.scores, block.draft_token_ids)
+    assert_same_bits(ours, run_block(list(processors), block))
+
+
+@pytest.mark.parametrize("name", sorted(EXAMPLES))
+@pytest.mark.parametrize("hostile_id", [-1, -(2**40), VOCAB_SIZE, 2**40])
+def test_a_hostile_draft_id_leaves_the_positions_before_it_alone(name: str, hostile_id: int) -> None:
+    block = make_block(RAGGED_LENS)
+    twin = run_block([EXAMPLES[name]()], block)
+    draft_lens = [0, 1, 2, 4]
+    for row, draft_len in enumerate(draft_lens):
+        block.draft_token_ids[row, draft_len:] = hostile_id
+    ours = run_block([EXAMPLES[name]()], block)
+    for row, draft_len in enumerate(draft_lens):
+        assert_same_bits(ours[row, : draft_len + 1], twin[row, : draft_len + 1])
+
+
+@pytest.mark.parametrize("name", sorted(EXAMPLES))
+def test_arguments_are_never_written_to(name: str) -> None:
+    block = make_block(RAGGED_LENS)
+    block.draft_token_ids[0, 1] = -1
+    before = [block.input_ids.clone(), block.scores.clone(), block.draft_token_ids.clone()]
+    run_block([EXAMPLES[name]()], block)
+    assert torch.equal(block.input_ids, before[0])
+    assert torch.equal(block.scores, before[1])
+    assert torch.equal(block.draft_token_ids, before[2])
+
+
+def test_half_precision_is_processed_as_float32() -> None:
+    block = make_block(RAGGED_LENS)
+    block.scores = block.scores.to(torch.bfloat16)
+    make = lambda: [EXAMPLES["TopPLogitsWarper"](), EXAMPLES["RepetitionPenaltyLogitsProcessor"]()]  # noqa: E731
+    assert_same_bits(run_block(make(), block), run_by_position(make, block))
+
+
+def test_an_empty_list_copies_nothing() -> None:
+    block = make_block(RAGGED_LENS)
+    assert run_block([], block) is block.scores
+    block.scores = block.scores.to(torch.float16)
+    assert_same_bits(run_block([], block), block.scores.to(torch.float32))
+
+
+class AddsBonus(LogitsProcessor):
+    def __call__(self, input_ids: Tensor, scores: Tensor, bonus: float) -> Tensor:
+        return scores + bonus
+
+
+def test_one_position_is_the_plain_list_foreign_ones_included() -> None:
+    block = make_block([LONGEST_LEN] * 3)
+    processors = [EXAMPLES["RepetitionPenaltyLogitsProcessor"](), AddsBonus()]
+    ours = BlockLogitsProcessorList(processors)(block.input_ids, block.scores[:, 0], bonus=0.5)
+    assert_same_bits(ours, LogitsProcessorList(processors)(block.input_ids, block.scores[:, 0], bonus=0.5))
+    with pytest.raises(ValueError, match="required parameters"):
+        BlockLogitsProcessorList(processors)(block.input_ids, block.scores[:, 0])
+
+
+class Subclassed(transformers.TemperatureLogitsWarper):
+    pass
+
+
+def add_nothing(input_ids: Tensor, scores: Tensor) -> Tensor:
+    return scores
+
+
+def test_foreign_processors_are_named_and_refused_in_a_block() -> None:
+    processors = BlockLogitsProcessorList([EXAMPLES["TopKLogitsWarper"](), Subclassed(0.5), add_nothing])
+    assert not processors.is_row_wise
+    assert processors.foreign_names == ["Subclassed", "add_nothing"]
+    block = make_block(RAGGED_LENS)
+    with pytest.raises(UnsupportedGenerationError, match="Subclassed, add_nothing"):
+        run_block(processors, block)
+
+
+def test_the_row_wise_part_leaves_out_what_is_foreign() -> None:
+    kept = [EXAMPLES["TopKLogitsWarper"](), EXAMPLES["NoRepeatNGramLogitsProcessor"]()]
+    part = BlockLogitsProcessorList([Subclassed(0.5), kept[0], add_nothing, kept[1]]).row_wise_part()
+    assert isinstance(part, BlockLogitsProcessorList)
+    assert list(part) == kept
+    assert part.is_row_wise
+
+
+@pytest.mark.parametrize("name", ["NoBadWordsLogitsProcessor", "SequenceBiasLogitsProcessor"])
+def test_a_draft_model_may_have_another_vocabulary_size(name: str) -> None:
+    target = BlockLogitsProcessorList([EXAMPLES[name]()])
+    block, wider = make_block(RAGGED_LENS), make_block(RAGGED_LENS, vocab_size=VOCAB_SIZE + 3)
+    for _ in range(2):
+        assert_same_bits(run_block(target, block), run_by_position(lambda: [EXAMPLES[name]()], block))
+        assert_same_bits(run_block(target.row_wise_part(), wider), run_by_position(lambda: [EXAMPLES[name]()], wider))
+
+
+@register_row_wise
+class FavoursFrequent(LogitsProcessor):
+    """Writes into its argument, as users' processors do, and remembers the shapes it was called with."""
+
+    def __init__(self) -> None:
+        self.shapes: list[tuple[int, int]] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.shapes.append((input_ids.shape[0], input_ids.shape[1]))
+        scores += torch.zeros_like(scores).scatter_add_(1, input_ids, torch.ones(input_ids.shape))
+        return scores
+
+
+class FavoursFrequentToo(FavoursFrequent):
+    pass
+
+
+@register_row_wise
+class AddsRegisteredBonus(AddsBonus):
+    pass
+
+
+@pytest.mark.parametrize("lens", [[LONGEST_LEN] * 3, RAGGED_LENS], ids=["even", "ragged"])
+def test_a_registered_class_joins_the_block(lens: list[int]) -> None:
+    block = make_block(lens)
+    before = block.scores.clone()
+    make = lambda: [EXAMPLES["TemperatureLogitsWarper"](), FavoursFrequent()]  # noqa: E731
+    assert BlockLogitsProcessorList(make()).is_row_wise
+    assert_same_bits(run_block(make(), block), run_by_position(make, block))
+    run_block([FavoursFrequent()], block)
+    assert torch.equal(block.scores, before)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_calls"),
+    [
+        ("TemperatureLogitsWarper", 1),
+        ("MinNewTokensLengthLogitsProcessor", 2),  # too short; long enough
+        ("SequenceBiasLogitsProcessor", 1),
+        ("NoRepeatNGramLogitsProcessor", NUM_DRAFT_TOKENS + 1),
+        ("RepetitionPenaltyLogitsProcessor", NUM_DRAFT_TOKENS + 1),
+    ],
+)
+def test_ragged_rows_share_calls(name: str, num_calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    processor = EXAMPLES[name]()
+    seen: list[int] = []
+    original = type(processor).__call__
+
+    def count(self: Any, input_ids: Tensor, scores: Tensor) -> Tensor:
+        seen.append(len(scores))
+        return original(self, input_ids, scores)
+
+    monkeypatch.setattr(type(processor), "__call__", count)
+    run_block([processor], make_block(RAGGED_LENS))
+    assert len(seen) == num_calls
+    assert sum(seen) == len(RAGGED_LENS) * (NUM_DRAFT_TOKENS + 1)
+
+
+def test_rows_of_one_length_are_processed_together() -> None:
+    processor = FavoursFrequent()
+    run_block([processor], make_block([6] * 3))
+    assert sorted(processor.shapes) == [(3, 6), (3, 7), (3, 8), (3, 9), (3, 10)]
+    processor.shapes.clear()
+    run_block([processor], make_block([6, 8]))
+    assert sorted(processor.shapes) == [(1, 6), (1, 7), (1, 11), (1, 12), (2, 8), (2, 9), (2, 10)]
+
+
+def test_keywords_reach_the_processors_of_a_block() -> None:
+    block = make_block(RAGGED_LENS)
+    ours = BlockLogitsProcessorList([AddsRegisteredBonus()])(
+        block.input_ids, block.scores, block.draft_token_ids, RAGGED_LENS, bonus=0.5
+    )
+    assert_same_bits(ours, block.scores + 0.5)
+
+
+def test_registration_covers_the_exact_class() -> None:
+    assert BlockLogitsProcessorList([FavoursFrequentToo()]).foreign_names == ["FavoursFrequentToo"]
+
+
+@pytest.mark.parametrize("wrong", [int, add_nothing, "TopK", FavoursFrequent()], ids=lambda wrong: type(wrong).__name__)
+def test_registering_anything_but_a_class_of_theirs_raises(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match="LogitsProcessor or StoppingCriteria"):
+        register_row_wise(wrong)
+
+
+def test_registering_what_is_known_to_be_foreign_raises_with_the_reason() -> None:
+    with pytest.raises(ConfigError, match="history of contexts"):
+        register_row_wise(transformers.SynthIDTextWatermarkLogitsProcessor)
+
+
+def test_registering_what_is_known_to_be_row_wise_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert register_row_wise(transformers.MinLengthLogitsProcessor) is transformers.MinLengthLogitsProcessor
+    test_ragged_rows_share_calls("MinLengthLogitsProcessor", 2, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("input_ids", torch.zeros(3, LONGEST_LEN, dtype=torch.int64)),
+        ("draft_token_ids", torch.zeros(4, NUM_DRAFT_TOKENS + 1, dtype=torch.int64)),
+        ("prefix_lens", [LONGEST_LEN] * 3),
+        ("prefix_lens", [LONGEST_LEN + 1] * 4),
+    ],
+)
+def test_shapes_that_do_not_fit_raise(name: str, wrong: Any) -> None:
+    block = make_block(RAGGED_LENS)
+    setattr(block, name, wrong)
+    with pytest.raises(ShapeError, match=name):
+        run_block([EXAMPLES["TopKLogitsWarper"]()], block)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "name", ["NoRepeatNGramLogitsProcessor", "RepetitionPenaltyLogitsProcessor", "TopKLogitsWarper"]
+)
+def test_a_block_on_the_gpu_equals_the_one_on_the_cpu(name: str) -> None:
+    block = make_block(RAGGED_LENS)
+    twin = run_block([EXAMPLES[name]()], block)
+    block.input_ids, block.scores = block.input_ids.cuda(), block.scores.cuda()
+    block.draft_token_ids = block.draft_token_ids.cuda()
+    # Tokens are only divided, masked or compared: float32 division is correctly rounded on both devices.
+    assert_same_bits(run_block([EXAMPLES[name]()], block).cpu(), twin)

@@ -1,0 +1,296 @@
+"""Blocks against transformers' own criteria, asked after every token."""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models
+from torch import Tensor
+from transformers import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    PreTrainedTokenizerFast,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+from transformers.generation import ConfidenceCriteria, stopping_criteria
+
+from hf_speculate.errors import ConfigError, ShapeError, UnsupportedGenerationError
+from hf_speculate.processors import register_row_wise
+from hf_speculate.processors.registry import FOREIGN_REASONS
+from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria, StopVerdict
+
+TOKENS = [*"abcdefopst", "st", "op", "sto", "pped", "topper", "las", "stop", "ab", "bab"]
+IDS = {token: token_id for token_id, token in enumerate(TOKENS)}
+
+
+def make_tokenizer(decoder: Any) -> PreTrainedTokenizerFast:
+    backend = Tokenizer(models.BPE(vocab=IDS, merges=[]))
+    backend.decoder = decoder
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+TOKENIZERS = {"text": make_tokenizer(decoders.Fuse()), "bytes": make_tokenizer(decoders.ByteLevel())}
+
+
+def write(*rows: tuple[list[str], list[str]]) -> tuple[Tensor, list[int], list[int]]:
+    """The arguments of a call, from each row's tokens before and in the block; what is past a block is hostile."""
+    capacity = max(len(before) + len(new) for before, new in rows) + 2
+    token_ids = torch.full((len(rows), capacity), -1)
+    for row, (before, new) in enumerate(rows):
+        line = [IDS[token] for token in before + new]
+        token_ids[row, : len(line)] = torch.tensor(line, dtype=torch.int64)
+    return token_ids, [len(before) for before, _ in rows], [len(new) for _, new in rows]
+
+
+def run_token_by_token(
+    criteria: list[Any], token_ids: Tensor, prefix_lens: list[int], num_new: list[int]
+) -> StopVerdict:
+    """What plain `generate` does to a row: append a token, ask the whole list."""
+    plain = StoppingCriteriaList(criteria)
+    num_emitted, is_done = list(num_new), [False] * len(num_new)
+    for row, (prefix_len, num) in enumerate(zip(prefix_lens, num_new, strict=True)):
+        for at in range(1, num + 1):
+            if plain(token_ids[row : row + 1, : prefix_len + at], None).item():
+                num_emitted[row], is_done[row] = at, True
+                break
+    return StopVerdict(num_emitted, is_done)
+
+
+@register_row_wise
+class EndsOnSum(StoppingCriteria):
+    """Needs the whole prefix, and remembers the shapes it was asked with."""
+
+    def __init__(self, modulus: int = 7) -> None:
+        self.modulus = modulus
+        self.shapes: list[tuple[int, int]] = []
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        self.shapes.append((input_ids.shape[0], input_ids.shape[1]))
+        assert scores is None
+        return input_ids.sum(dim=1) % self.modulus == 0
+
+
+@register_row_wise
+class EndsAtLengthAsOneBool(StoppingCriteria):
+    """Answers with one bool for all its rows, as older criteria do."""
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> bool:
+        return input_ids.shape[1] >= 9
+
+
+CRITERIA: dict[str, Callable[[], list[Any]]] = {
+    "nothing": list,
+    "eos": lambda: [EosTokenCriteria(IDS["e"])],
+    "several eos": lambda: [EosTokenCriteria([IDS["e"], IDS["ab"]]), EosTokenCriteria(torch.tensor([IDS["c"]]))],
+    "max length": lambda: [MaxLengthCriteria(9)],
+    "two max lengths": lambda: [MaxLengthCriteria(11), MaxLengthCriteria(8)],
+    "stop string": lambda: [StopStringCriteria(TOKENIZERS["text"], "stop")],
+    "stop bytes": lambda: [StopStringCriteria(TOKENIZERS["bytes"], ["stop", "aba"])],
+    "one letter": lambda: [StopStringCriteria(TOKENIZERS["text"], ["p"])],
+    "two widths": lambda: [
+        StopStringCriteria(TOKENIZERS["text"], ["abababab"]),
+        StopStringCriteria(TOKENIZERS["text"], ["ops", "tt"]),
+    ],
+    "registered": lambda: [EndsOnSum()],
+    "one bool": lambda: [EndsAtLengthAsOneBool()],
+    "everything": lambda: [
+        MaxLengthCriteria(12),
+        MaxTimeCriteria(3600.0),
+        StopStringCriteria(TOKENIZERS["text"], ["stop", "ab"]),
+        EosTokenCriteria([IDS["e"]]),
+        EndsOnSum(11),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", sorted(CRITERIA))
+def test_verdicts_equal_token_by_token(name: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda low, high, size: torch.randint(low, high, size, generator=generator)  # noqa: E731
+    criteria = CRITERIA[name]()
+    criterion = BlockStoppingCriteria(StoppingCriteriaList(criteria))
+    assert criterion.is_row_wise
+    for _ in range(12):
+        prefix_lens, num_new = draw(0, 9, (4,)).tolist(), draw(0, 7, (4,)).tolist()
+        token_ids = draw(6, len(TOKENS), (4, 16))  # "o" and after: stop strings are likely
+        token_ids = torch.where(draw(0, 4, (4, 16)) == 0, draw(0, 6, (4, 16)), token_ids)
+        for row, end in enumerate(p + n for p, n in zip(prefix_lens, num_new, strict=True)):
+            token_ids[row, end:] = -1
+        ours = criterion(token_ids, prefix_lens, num_new)
+        assert ours == run_token_by_token(criteria, token_ids, prefix_lens, num_new)
+
+
+def test_eos_inside_the_block_ends_the_row_there() -> None:
+    criterion = BlockStoppingCriteria([EosTokenCriteria([IDS["e"], IDS["d"]])])
+    blocks = write((["a"], ["b", "e", "c"]), (["a", "e"], ["b"]), (["a"], ["d", "e"]), (["a"], ["b", "c", "e"]))
+    assert criterion(*blocks) == StopVerdict([2, 1, 1, 3], [True, False, True, True])
+
+
+def test_a_row_emits_one_token_even_past_its_maximal_length() -> None:
+    token_ids = torch.zeros(3, 12, dtype=torch.int64)
+    verdict = BlockStoppingCriteria([MaxLengthCriteria(6)])(token_ids, [5, 6, 8], [4, 4, 4])
+    assert verdict == StopVerdict([1, 1, 1], [True, True, True])
+
+
+@pytest.mark.parametrize("decoder", sorted(TOKENIZERS))
+@pytest.mark.parametrize(
+    ("before", "new", "num_emitted"),
+    [
+        (["a", "st"], ["op", "a"], 1),  # begins in the round before
+        (["s"], ["pped"], None),
+        (["sto"], ["pped", "a"], 1),  # runs over its end
+        (["las"], ["topper", "a"], 1),  # begins inside a token of the round before
+        (["a"], ["s", "t", "o", "p", "a"], 4),
+        (["a"], ["a", "stop", "stop"], 2),
+        (["stop"], ["a", "b"], None),  # lies wholly before the block
+        (["st", "op"], ["a"], None),
+        ([], ["stop", "a"], 1),  # nothing before the block
+        ([], ["op", "st", "op"], 3),
+        (["f", "f", "s"], ["t", "o"], None),  # unfinished
+    ],
+)
+def test_a_stop_string_ends_where_it_is_complete(
+    decoder: str, before: list[str], new: list[str], num_emitted: int | None
+) -> None:
+    criteria = [StopStringCriteria(TOKENIZERS[decoder], ["stop"])]
+    blocks = write((before, new), (["a"] * 9, ["b"] * 5))
+    expected = StopVerdict([num_emitted or len(new), 5], [num_emitted is not None, False])
+    assert BlockStoppingCriteria(criteria)(*blocks) == expected == run_token_by_token(criteria, *blocks)
+
+
+def test_stop_strings_look_at_a_bounded_tail(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, ...]] = []
+    original = StopStringCriteria.__call__
+
+    def look(self: Any, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        seen.append(tuple(input_ids.shape))
+        return original(self, input_ids, scores, **kwargs)
+
+    monkeypatch.setattr(StopStringCriteria, "__call__", look)
+    token_ids = torch.zeros(2, 500, dtype=torch.int64)
+    BlockStoppingCriteria([StopStringCriteria(TOKENIZERS["text"], ["stop"])])(token_ids, [450, 300], [3, 2])
+    assert seen == [(2 * 3, len("stop"))]
+
+
+def test_when_the_time_is_up_every_row_keeps_its_block() -> None:
+    blocks = write((["a"], ["b", "c"]), (["a"], ["e", "c"]), (["a"], []))
+    late = MaxTimeCriteria(10.0, initial_timestamp=time.time() - 100)
+    assert BlockStoppingCriteria([late])(*blocks) == StopVerdict([2, 2, 0], [True, True, False])
+    with_eos = BlockStoppingCriteria([late, EosTokenCriteria(IDS["e"])])
+    assert with_eos(*blocks) == StopVerdict([2, 1, 0], [True, True, False])
+    assert BlockStoppingCriteria([MaxTimeCriteria(3600.0)])(*blocks) == StopVerdict([2, 2, 0], [False] * 3)
+
+
+def test_the_clock_is_read_once_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    readings: list[float] = []
+    criterion = MaxTimeCriteria(10.0, initial_timestamp=0.0)
+    monkeypatch.setattr(stopping_criteria.time, "time", lambda: readings.append(1.0) or 5.0)
+    BlockStoppingCriteria([criterion])(*write((["a"], ["b"] * 6), (["a"], ["c"] * 3)))
+    assert len(readings) == 1
+
+
+def test_registered_criteria_are_asked_about_rows_of_one_length_together() -> None:
+    criterion = EndsOnSum(10_000)
+    BlockStoppingCriteria([criterion])(torch.ones(3, 9, dtype=torch.int64), [4, 4, 5], [2, 3, 1])
+    assert sorted(criterion.shapes) == [(1, 7), (2, 5), (3, 6)]
+
+
+def test_registered_criteria_are_not_asked_past_a_stop() -> None:
+    criterion = EndsOnSum(10_000)
+    BlockStoppingCriteria([criterion, EosTokenCriteria(IDS["e"])])(*write((["b"], ["b", "e", "b", "b"])))
+    assert sorted(criterion.shapes) == [(1, 2), (1, 3)]
+
+
+def test_past_the_trained_length_transformers_own_warning_appears(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger(stopping_criteria.__name__)
+    logger.addHandler(caplog.handler)
+    try:
+        with caplog.at_level(logging.WARNING, logger.name):  # whatever transformers was told before
+            criterion = BlockStoppingCriteria([MaxLengthCriteria(300, max_position_embeddings=217)])
+            criterion(torch.zeros(1, 220, dtype=torch.int64), [210], [5])
+            assert "217" not in caplog.text
+            criterion(torch.zeros(1, 220, dtype=torch.int64), [214], [5])
+            assert "217" in caplog.text
+    finally:
+        logger.removeHandler(caplog.handler)
+
+
+class SubclassedEos(EosTokenCriteria):
+    pass
+
+
+class EndsOnSumToo(EndsOnSum):
+    pass
+
+
+def end_never(input_ids: Tensor, scores: Any) -> bool:
+    return False
+
+
+def test_foreign_criteria_are_named_and_refused() -> None:
+    criteria = [EosTokenCriteria(1), SubclassedEos(2), ConfidenceCriteria(0.4), EndsOnSumToo(), end_never, EndsOnSum()]
+    criterion = BlockStoppingCriteria(criteria)
+    assert not criterion.is_row_wise
+    assert criterion.foreign_names == ["SubclassedEos", "ConfidenceCriteria", "EndsOnSumToo", "end_never"]
+    with pytest.raises(UnsupportedGenerationError, match="SubclassedEos, ConfidenceCriteria"):
+        criterion(*write((["a"], ["b"])))
+
+
+def test_every_criterion_of_transformers_is_placed_knowingly() -> None:
+    own = {"EosTokenCriteria", "MaxLengthCriteria", "MaxTimeCriteria", "StopStringCriteria"}
+    found = {
+        cls.__name__
+        for cls in vars(stopping_criteria).values()
+        if isinstance(cls, type) and issubclass(cls, StoppingCriteria) and cls is not StoppingCriteria
+    }
+    assert found == own | (found & set(FOREIGN_REASONS))
+
+
+def test_registering_what_is_known_already_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert register_row_wise(MaxTimeCriteria) is MaxTimeCriteria
+    test_the_clock_is_read_once_a_block(monkeypatch)
+
+
+def test_registering_the_confidence_criterion_raises() -> None:
+    with pytest.raises(ConfigError, match="first row"):
+        register_row_wise(ConfidenceCriteria)
+
+
+def test_what_the_decoder_needs_to_know_is_a_property() -> None:
+    criterion = BlockStoppingCriteria(CRITERIA["everything"]())
+    assert criterion.max_length == 12
+    assert criterion.eos_token_ids == {IDS["e"]}
+    assert BlockStoppingCriteria(CRITERIA["several eos"]()).eos_token_ids == {IDS["e"], IDS["ab"], IDS["c"]}
+    assert BlockStoppingCriteria([MaxLengthCriteria(11), MaxLengthCriteria(8)]).max_length == 8
+    nothing = BlockStoppingCriteria(StoppingCriteriaList())
+    assert (nothing.max_length, nothing.eos_token_ids, nothing.is_row_wise) == (None, None, True)
+
+
+def test_token_ids_are_never_written_to() -> None:
+    blocks = write((["a"], ["s", "e"]), (["a"], ["b"]))
+    before = blocks[0].clone()
+    BlockStoppingCriteria(CRITERIA["everything"]())(*blocks)
+    assert torch.equal(blocks[0], before)
+
+
+@pytest.mark.parametrize(
+    ("shape", "prefix_lens", "num_new"),
+    [((2, 8), [3], [1]), ((2, 8), [3, 3], [1]), ((8,), [3], [1]), ((1, 8), [6], [3]), ((1, 8), [-1], [3])],
+)
+def test_shapes_that_do_not_fit_raise(shape: tuple[int, ...], prefix_lens: list[int], num_new: list[int]) -> None:
+    with pytest.raises(ShapeError, match="num_new"):
+        BlockStoppingCriteria([])(torch.zeros(shape, dtype=torch.int64), prefix_lens, num_new)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", sorted(CRITERIA))
+def test_token_ids_may_lie_on_a_gpu(name: str) -> None:
+    token_ids, *lens = write((["a", "st"], ["op", "a"]), (["b"] * 7, ["ab", "e", "stop"]))
+    criterion = BlockStoppingCriteria(CRITERIA[name]())
+    assert criterion(token_ids.cuda(), *lens) == criterion(token_ids, *lens)

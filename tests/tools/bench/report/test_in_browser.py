@@ -1,0 +1,231 @@
+"""A browser draws every plot of the page, asks for nothing else, and can be read on a phone."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from hf_speculate.tools.bench.report import write_html
+from hf_speculate.tools.cli.main import main
+from tests.tools.bench.fakes import save_pair
+from tests.tools.bench.report.results import make_result
+
+pytestmark = pytest.mark.browser
+
+PHONE, DESKTOP = 360, 1280
+MIN_LETTER_PX = 12
+MIN_CONTRAST = 4.5  # of text, by WCAG 2 level AA
+MIN_MARK_CONTRAST = 3.0  # of what is drawn, likewise
+NUM_PLOTS = 5 + 1 + 1 + 4 + 4 + 3  # a bar a way, positions, rounds, a stack a way, a line a category, drift
+NUM_MEASURED_PLOTS = 7 + 1 + 1 + 4 + 2 + 3  # likewise; stacks of our four ways alone
+
+# Everything that can be measured on a page, in one call.
+LOOK = """() => {
+  const box = one => one.getBoundingClientRect();
+  const inside = (one, frame) =>
+    one.left >= frame.left - 1 && one.right <= frame.right + 1 &&
+    one.top >= frame.top - 1 && one.bottom <= frame.bottom + 1;
+  const channels = color => color.match(/[\\d.]+/g).map(Number);
+  const luminance = color => {
+    const [r, g, b] = channels(color).slice(0, 3).map(value => {
+      const part = value / 255;
+      return part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4;
+    });
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const ground = one => {
+    for (let node = one; node; node = node.parentElement) {
+      const color = getComputedStyle(node).backgroundColor;
+      if (channels(color)[3] !== 0) return color;
+    }
+    return 'rgb(255, 255, 255)';
+  };
+  const contrast = (color, one) => {
+    const [low, high] = [luminance(color), luminance(ground(one))].sort((a, b) => a - b);
+    return (high + 0.05) / (low + 0.05);
+  };
+  const texts = [];
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  for (let node = walker.nextNode(); node; node = walker.nextNode()) {
+    const parent = node.parentElement;
+    if (!node.data.trim() || parent.localName === 'title' || !box(parent).width) continue;
+    const style = getComputedStyle(parent);
+    const matrix = parent.getScreenCTM ? parent.getScreenCTM().a : 1;
+    const color = parent.closest('svg') ? style.fill : style.color;
+    texts.push({text: node.data.trim(), px: parseFloat(style.fontSize) * matrix, contrast: contrast(color, parent)});
+  }
+  const plots = [...document.querySelectorAll('svg.plot')].map(svg => {
+    const marks = [...svg.querySelectorAll('.mark')];
+    const color = mark => {
+      const style = getComputedStyle(mark);
+      return mark.localName === 'line' ? style.stroke : style.fill;
+    };
+    return {
+      label: svg.getAttribute('aria-label'),
+      width: box(svg).width, height: box(svg).height, numMarks: marks.length,
+      undrawn: marks.filter(mark => box(mark).width + box(mark).height === 0).length,
+      outside: marks.filter(mark => !inside(box(mark), box(svg))).length,
+      faint: marks.filter(mark => contrast(color(mark), svg) < MIN_MARK_CONTRAST).length,
+    };
+  });
+  const crowded = [];
+  for (const svg of document.querySelectorAll('svg')) {
+    const labels = [...svg.querySelectorAll('text')];
+    labels.forEach((one, place) => {
+      if (!inside(box(one), box(svg))) crowded.push('cut: ' + one.textContent);
+      for (const other of labels.slice(place + 1)) {
+        const [a, b] = [box(one), box(other)];
+        if (a.left < b.right && b.left < a.right && a.top + 2 < b.bottom && b.top + 2 < a.bottom)
+          crowded.push(one.textContent + ' over ' + other.textContent);
+      }
+    });
+  }
+  const scrolls = [...document.querySelectorAll('.scroll')].map(one => ({
+    moves: getComputedStyle(one).overflowX === 'auto', wider: one.scrollWidth > one.clientWidth,
+  }));
+  return {
+    pageWidth: document.documentElement.scrollWidth, ground: ground(document.body), texts, plots, crowded, scrolls,
+  };
+}""".replace("MIN_MARK_CONTRAST", str(MIN_MARK_CONTRAST))
+
+
+class Seen(NamedTuple):
+    """What a browser made of a page."""
+
+    asked_for: list[str]
+    complaints: list[str]  # of the console, and errors of the page
+    measured: dict[str, Any]
+
+    def problems(self, width: int) -> list[str]:
+        """Everything that a reader would notice."""
+        texts, plots = self.measured["texts"], self.measured["plots"]
+        found = [f"also asked for: {address}" for address in self.asked_for[1:]] + self.complaints
+        if self.measured["pageWidth"] > width:
+            found.append(f"the page is {self.measured['pageWidth']} px wide")
+        found += [f"small: {one['text']}, {one['px']} px" for one in texts if one["px"] < MIN_LETTER_PX]
+        found += [f"faint: {one['text']}, {one['contrast']:.2f}" for one in texts if one["contrast"] < MIN_CONTRAST]
+        for plot in plots:
+            if plot["width"] < 100 or plot["height"] < 10 or not plot["numMarks"]:
+                found.append(f"not drawn: {plot}")
+            found += [f"{name}: {plot}" for name in ("undrawn", "outside", "faint") if plot[name]]
+        return found + self.measured["crowded"]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+def look_at(browser: Any, path: Path, width: int, scheme: str = "light") -> Seen:
+    page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
+    asked_for: list[str] = []
+    complaints: list[str] = []
+    page.on("request", lambda request: asked_for.append(request.url))
+    page.on("console", lambda message: complaints.append(f"console: {message.text}"))
+    page.on("pageerror", lambda error: complaints.append(f"error: {error}"))
+    page.goto(path.as_uri(), wait_until="load")
+    measured = page.evaluate(LOOK)
+    page.close()
+    return Seen(asked_for, complaints, measured)
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_html(make_result(), tmp_path_factory.mktemp("report") / "report.html")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [PHONE, DESKTOP])
+def test_the_page_is_drawn_and_read(browser: Any, report: Path, width: int, scheme: str) -> None:
+    seen = look_at(browser, report, width, scheme)
+    assert seen.asked_for == [report.as_uri()]
+    assert seen.problems(width) == []
+    assert len(seen.measured["plots"]) == NUM_PLOTS
+
+
+@pytest.fixture(scope="module")
+def measured_report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of a whole `hf-speculate bench`, two prompts in each of two categories."""
+    folder = tmp_path_factory.mktemp("bench")
+    questions = [
+        {"question_id": place, "category": "code" if place % 2 else "text", "turns": [text]}
+        for place, text in enumerate(("def main", "class Stack", "x = ", "import"))
+    ]
+    (folder / "question.jsonl").write_text("\n".join(map(json.dumps, questions)))
+    words = ["bench", *save_pair(folder), str(folder / "question.jsonl"), "-n", "8", "-k", "3,adaptive"]
+    words += ["--thresholds", "0.05,0.2", "--device", "cpu", "--html", str(folder / "report.html")]
+    assert main(words) == 0
+    return folder / "report.html"
+
+
+@pytest.mark.parametrize("width", [PHONE, DESKTOP])
+def test_the_page_of_a_real_run_is_drawn_and_read(browser: Any, measured_report: Path, width: int) -> None:
+    seen = look_at(browser, measured_report, width)
+    assert seen.asked_for == [measured_report.as_uri()]
+    assert seen.problems(width) == []
+    assert len(seen.measured["plots"]) == NUM_MEASURED_PLOTS
+
+
+def test_wide_tables_scroll_inside_their_boxes(browser: Any, report: Path) -> None:
+    scrolls = look_at(browser, report, PHONE).measured["scrolls"]
+    assert len(scrolls) == 3
+    assert all(one["moves"] and one["wider"] for one in scrolls)
+
+
+def test_the_page_follows_the_readers_colours(browser: Any, report: Path) -> None:
+    light, dark = (look_at(browser, report, DESKTOP, scheme).measured["ground"] for scheme in ("light", "dark"))
+    assert light == "rgb(255, 255, 255)"
+    assert dark != light
+
+
+def test_a_hostile_name_runs_nothing_and_fits(browser: Any, tmp_path: Path) -> None:
+    result = make_result()
+    name = "<script>document.title='taken'</script><img src='http://127.0.0.1:9/x.png'>" + "w" * 200
+    for entry in result["ways"][1:]:
+        entry["name"] = f"{name}{entry['name']}"
+    result["categories"] = [row | {"category": name, "way": f"{name}{row['way']}"} for row in result["categories"]]
+    result["circumstances"] |= {"target": name, name: name}
+    path = write_html(result, tmp_path / "report.html")
+    seen = look_at(browser, path, PHONE)
+    assert seen.asked_for == [path.as_uri()]
+    assert seen.problems(PHONE) == []
+
+
+def test_few_and_many_figures_fit(browser: Any, tmp_path: Path) -> None:
+    few = {"ways": [{"name": "ours", "over_plain": 1e-4, "acceptance_by_position": [0.5], "draft_lens": [0]}]}
+    few["drift"] = [{"verifier": "typical", "posterior_threshold": 0.3, "log_likelihood_per_token": -1.0}]
+    many = make_result()
+    for entry in many["ways"]:
+        entry |= {"acceptance_by_position": [0.5] * 128, "draft_lens": list(range(129)) * 50}
+        entry["over_plain"] = {"min": 900.0, "median": 1234.5, "max": 2000.0}
+    many["drift"] = [row | {"log_likelihood_per_token": -1000.123} for row in many["drift"]]
+    for result in (few, many):
+        path = write_html(result, tmp_path / "report.html")
+        assert look_at(browser, path, PHONE).problems(PHONE) == []
+
+
+def test_what_is_looked_for_is_found(browser: Any, tmp_path: Path) -> None:
+    path = tmp_path / "bad.html"
+    path.write_text(
+        """<!DOCTYPE html><body><script>missing()</script><img src="other.png"><p style="width:900px">wide</p>
+        <p style="font-size:11px">tiny</p><p style="color:#ccc">pale</p>
+        <svg class="plot" aria-label="empty" width="200" height="20"></svg>
+        <svg class="plot" aria-label="bad" width="200" height="20"><rect class="mark" width="0" height="0"/>
+        <rect class="mark" x="190" width="50" height="5"/><rect class="mark" width="9" height="9" fill="#eee"/>
+        <text x="10" y="12">one</text><text x="12" y="12">two</text><text x="190" y="12">three</text></svg>"""
+    )
+    found = "\n".join(look_at(browser, path, PHONE).problems(PHONE))
+    for problem in (
+        f"also asked for: {(tmp_path / 'other.png').as_uri()}", "console: ", "error: ", "px wide", "small: tiny",
+        "faint: pale", "not drawn: {'label': 'empty'", "undrawn: {'label': 'bad'", "outside: {'label': 'bad'",
+        "faint: {'label': 'bad'", "one over two", "cut: three",
+    ):  # fmt: skip
+        assert problem in found, f"{problem} in {found}"

@@ -1,0 +1,268 @@
+"""The page says what the result says, loads nothing, and reads no name as HTML."""
+
+import copy
+import json
+import math
+import re
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_speculate.errors import ConfigError
+from hf_speculate.tools.bench.report import write_html
+from tests.tools.bench.report.results import FALLBACK, make_result, spread, way
+
+HOSTILE = "</title><script>alert(1)</script><img src=x onerror='alert(2)'>\"><svg onload=alert(3)>{{ 7 * 7 }}&amp;"
+LOADING = {"src", "href", "srcset", "data", "action", "poster", "background", "xlink:href"}
+
+
+class Page(HTMLParser):
+    """Elements, attributes and texts of a page, as a browser would read them."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: set[str] = set()
+        self.texts: list[str] = []
+        self.lines: list[list[str]] = []  # of all tables
+        self.open: list[str] = []
+        self.feed(source)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes |= {name for name, _ in attrs}
+        self.open.append(tag)
+        if tag == "tr":
+            self.lines.append([])
+        elif tag == "td":
+            self.lines[-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        while self.open and self.open.pop() != tag:
+            pass
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+        if "td" in self.open:
+            self.lines[-1][-1] += data
+
+    def row(self, name: str) -> list[str]:
+        """The first line of a table that begins so."""
+        return next(line for line in self.lines if line[:1] == [name])
+
+
+def written(result: dict[str, Any], folder: Path) -> tuple[str, Page]:
+    path = write_html(result, folder / "report.html")
+    assert path == folder / "report.html"
+    source = path.read_text(encoding="utf-8")
+    return source, Page(source)
+
+
+def all_text(page: Page) -> str:
+    return re.sub(r"\s+", " ", " ".join(page.texts))
+
+
+def test_tables_show_the_figures(tmp_path: Path) -> None:
+    _, page = written(make_result(), tmp_path)
+    assert page.row("hf_speculate, K = 5") == [
+        "hf_speculate, K = 5",
+        "greedy",
+        "exact",
+        "5",
+        "126 (101 to 152)",
+        "2.13 (1.70 to 2.56)",
+        "2.87",
+        "61.0 %",
+        "12 of 12 rows equal",
+    ]
+    assert page.row("plain, greedy")[1:] == ["-", "exact", "-", "59.3 (47.4 to 71.2)", "1.00", "-", "-", "-"]
+    assert page.row("writing") == ["writing", "hf_speculate, adaptive", "0.800", "40.0 %", "10"]
+    assert page.row("typical") == [
+        "typical",
+        "0.01",
+        "171 (137 to 206)",
+        "2.89 (2.31 to 3.47)",
+        "-1.602",
+        "62.4 %",
+        "768",
+    ]
+    assert page.row("plain, sampling")[1] == "-"
+
+
+def test_the_headline_is_the_fastest_exact_way(tmp_path: Path) -> None:
+    _, page = written(make_result(), tmp_path)
+    said = all_text(page)
+    assert (
+        "2.13\u00d7 The fastest exact way, hf_speculate, K = 5 , against plain generate() : the median of runs" in said
+    )
+    assert "from 1.70 to 2.56." in said
+    assert "Compared with plain decoding: 12 of 12 rows equal." in said
+
+
+def test_the_headline_says_when_nothing_is_faster(tmp_path: Path) -> None:
+    result = make_result()
+    result["ways"] = [result["ways"][0], way("slow", 0.7), way("lossy", 3.0, is_lossy=True)]
+    _, page = written(result, tmp_path)
+    assert "0.700\u00d7 No exact way was faster than plain decoding; the fastest, slow , against" in all_text(page)
+
+
+def test_plain_decoding_alone_has_no_headline(tmp_path: Path) -> None:
+    result = make_result()
+    result["ways"] = result["ways"][:1]
+    source, _ = written(result, tmp_path)
+    assert 'class="headline"' not in source
+
+
+def test_prompts_are_counted_in_words(tmp_path: Path) -> None:
+    result = make_result()
+    for row in result["categories"]:
+        row["num_prompts"] = 1 if row["category"] == "writing" else 10
+    said = all_text(written(result, tmp_path)[1])
+    assert "writing (1 prompt)" in said
+    assert "coding (10 prompts)" in said
+
+
+def test_what_ran_otherwise_is_said(tmp_path: Path) -> None:
+    _, page = written(make_result(), tmp_path)
+    said = all_text(page)
+    assert "left_out" not in said
+    assert f"Not as asked: hf_speculate, typical, K = 5: {FALLBACK}" in said
+    assert "transformers, its defaults: left out, RuntimeError: another vocabulary" in said
+    result = make_result()
+    result["settings"]["left_out"] = {}
+    for entry in result["ways"]:
+        entry["fallbacks"] = []
+    assert "Not as asked" not in all_text(written(result, tmp_path)[1])
+
+
+def test_a_name_that_is_no_text_is_written(tmp_path: Path) -> None:
+    """As a file's name may be, where its bytes are none of UTF-8."""
+    _, page = written({"ways": [way("broken \udcff", 1.5)]}, tmp_path)
+    assert page.row("broken \N{REPLACEMENT CHARACTER}")[3] == "5"
+
+
+def titles(page: Page) -> list[str]:
+    """Of the sections and plots, in order."""
+    known = (
+        "Speed", "Times plain decoding's speed", "Inside a round", "Acceptance by position",
+        "Tokens drafted over time", "Time by stage", "By category", "Drift of lossy verifiers",
+        "Log-likelihood per token", "Agreement with greedy", "Circumstances", "Settings",
+    )  # fmt: skip
+    return [text for text in page.texts if text in known]
+
+
+def test_every_section_is_there(tmp_path: Path) -> None:
+    _, page = written(make_result(), tmp_path)
+    assert titles(page) == [
+        "Speed", "Times plain decoding's speed", "Inside a round", "Acceptance by position",
+        "Tokens drafted over time", "Time by stage", "By category", "Times plain decoding's speed",
+        "Drift of lossy verifiers", "Log-likelihood per token", "Agreement with greedy",
+        "Times plain decoding's speed", "Circumstances", "Settings",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("names", "missing"),
+    [
+        (["acceptance_by_position"], ["Acceptance by position"]),
+        (["draft_lens"], ["Tokens drafted over time"]),
+        (["seconds"], ["Time by stage"]),
+        (
+            ["acceptance_by_position", "draft_lens", "seconds"],
+            ["Inside a round", "Acceptance by position", "Tokens drafted over time", "Time by stage"],
+        ),
+    ],
+)
+def test_plots_without_data_are_left_out(names: list[str], missing: list[str], tmp_path: Path) -> None:
+    result = make_result()
+    _, whole = written(result, tmp_path)
+    for entry in result["ways"]:
+        for name in names:
+            entry.pop(name, None)
+    _, page = written(result, tmp_path)
+    assert titles(page) == [title for title in titles(whole) if title not in missing]
+
+
+def test_a_result_of_speeds_alone_is_a_page(tmp_path: Path) -> None:
+    ways = [{"name": "plain", "over_plain": spread(1.0, 0.0)}, {"name": "ours", "over_plain": 1.5}]
+    _, page = written({"ways": ways}, tmp_path)
+    assert titles(page) == ["Speed", "Times plain decoding's speed"]
+    assert page.row("ours") == ["ours", "-", "exact", "-", "-", "1.50", "-", "-", "-"]
+
+
+@pytest.mark.parametrize("bad", [None, math.nan, math.inf, "fast", {"median": None}, [], True])
+def test_figures_that_are_none_are_left_out(bad: object, tmp_path: Path) -> None:
+    entry = way("ours", 1.0) | {"over_plain": bad, "tokens_per_round": bad, "acceptance_by_position": [0.9, bad, 0.5]}
+    result = {"ways": [entry], "categories": [{"category": "a", "way": "ours", "over_plain": bad}]}
+    result["drift"] = [{"verifier": "typical", "posterior_threshold": 0.1, "over_plain": bad}]
+    source, page = written(result, tmp_path)
+    assert not re.search(r"\b(nan|inf|none)\b", source.partition("</style>")[2].lower())
+    assert page.row("ours")[5:7] == ["-", "-"]
+    assert page.row("a") == ["a", "ours", "-", "-", "-"]
+
+
+@pytest.mark.parametrize("result", [{}, {"ways": []}, {"ways": None}, {"ways": [{}]}, {"ways": "no"}])
+def test_a_result_without_ways_is_refused(result: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'ways'"):
+        write_html(result, tmp_path / "report.html")
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_an_older_page_is_replaced_and_the_result_is_only_read(tmp_path: Path) -> None:
+    result = make_result()
+    before = copy.deepcopy(result)
+    (tmp_path / "report.html").write_text("old" * 100_000)
+    source, _ = written(result, tmp_path)
+    assert result == before
+    assert source.startswith("<!DOCTYPE html>")
+    assert source.rstrip().endswith("</html>")
+
+
+def test_a_result_read_from_json_gives_the_same_page(tmp_path: Path) -> None:
+    result = make_result()
+    source, _ = written(result, tmp_path)
+    again, _ = written(json.loads(json.dumps(result)), tmp_path)
+    assert again == source
+
+
+def test_the_page_loads_nothing(tmp_path: Path) -> None:
+    source, page = written(make_result(), tmp_path)
+    assert not LOADING & page.attributes
+    assert not {"script", "link", "img", "iframe", "object", "embed", "use", "image", "base"} & set(page.tags)
+    assert not re.findall(r"url\(|@import|https?:|//[a-z]", source)
+    assert not [name for name in page.attributes if name.startswith("on")]
+
+
+def with_hostile_names(value: Any, name: str = "") -> Any:
+    """Every text in a result replaced, and keys of what is shown by name."""
+    if isinstance(value, dict):
+        return {key: with_hostile_names(inner, key) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [with_hostile_names(inner, name) for inner in value]
+    return f"{HOSTILE}{value}" if isinstance(value, str) else value
+
+
+def nested(value: Any) -> Iterator[str]:
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from nested(inner)
+    elif isinstance(value, str):
+        yield value
+
+
+def test_no_name_is_read_as_html(tmp_path: Path) -> None:
+    result = make_result()
+    hostile = with_hostile_names(result)
+    hostile["settings"] |= {HOSTILE: HOSTILE}
+    result["settings"] |= {"name": "value"}
+    hostile["ways"][0]["name"] = result["ways"][0]["name"]  # what the others are compared with
+    _, page = written(result, tmp_path)
+    source, attacked = written(hostile, tmp_path)
+    assert attacked.tags == page.tags
+    assert attacked.attributes == page.attributes
+    assert "<script" not in source
+    said = "".join(attacked.texts)
+    assert [text for text in nested(hostile) if text not in said] == []

@@ -1,0 +1,117 @@
+"""Every way decodes as its own `generate()` does, whatever the models' configs say."""
+
+import copy
+
+import pytest
+
+from hf_speculate.generation.enable import enable, is_enabled
+from hf_speculate.tools.bench.batches import Batch
+from hf_speculate.tools.bench.decoding import Decoder
+from hf_speculate.tools.bench.ways import DraftLen, Way, assisted_ways, our_ways, plain_way
+from tests.tiny import make_model, noisy_copy, ragged_prompts
+
+NUM_NEW = 12
+EOS = 11
+
+
+@pytest.fixture(scope="module")
+def target():
+    return make_model("llama")
+
+
+@pytest.fixture(scope="module")
+def batch():
+    inputs = ragged_prompts(3, seed=4)
+    return Batch(0, inputs["input_ids"], inputs["attention_mask"])
+
+
+@pytest.fixture(scope="module")
+def plain_ids(target, batch):
+    output = target.generate(
+        input_ids=batch.input_ids, attention_mask=batch.attention_mask, max_new_tokens=NUM_NEW, do_sample=False
+    )
+    return output[:, batch.input_ids.shape[1] :].tolist()
+
+
+def greedy_ways():
+    return [
+        plain_way(False),
+        *assisted_ways([DraftLen(3, False)], False),
+        *our_ways(["greedy"], [DraftLen(3, False), DraftLen(None, True)], False, {}),
+    ]
+
+
+def draft_of(target):
+    draft = noisy_copy(target)
+    draft.generation_config = copy.deepcopy(target.generation_config)
+    return draft
+
+
+@pytest.mark.parametrize("way", greedy_ways(), ids=lambda way: way.name)
+@pytest.mark.parametrize("enabled", [False, True])
+def test_greedy_ways_write_the_same_text(way, enabled, target, batch, plain_ids):
+    model = enable(copy.deepcopy(target)) if enabled else target
+    decoder = Decoder(model, {"assistant_model": draft_of(target)}, max_new_tokens=NUM_NEW)
+    decoded = decoder(way, batch, 0)
+    assert [ids.tolist() for ids in decoded.new_ids] == plain_ids
+    assert is_enabled(model) is enabled
+    assert (decoded.stats is not None) is (way.engine == "ours")
+    if way.num_assistant_tokens and decoded.stats is not None:
+        assert max(decoded.stats.rounds_by_draft_len) == 3
+
+
+def test_fields_that_the_models_carry_count_for_no_way(target, batch, plain_ids):
+    model, draft = copy.deepcopy(target), draft_of(target)
+    for config in (model.generation_config, draft.generation_config):
+        config.verifier = "typical"
+        config.posterior_threshold = 0.5
+        config.num_assistant_tokens = 7
+        config.num_assistant_tokens_schedule = "constant"
+        config.prompt_lookup_num_tokens = 4
+    before = [copy.deepcopy(config.to_dict()) for config in (model.generation_config, draft.generation_config)]
+    decoder = Decoder(enable(model), {"assistant_model": draft}, max_new_tokens=NUM_NEW)
+    for way in greedy_ways():
+        decoded = decoder(way, batch, 0)
+        assert [ids.tolist() for ids in decoded.new_ids] == plain_ids
+        if decoded.stats is not None:
+            assert decoded.stats.verifier == "greedy"
+            assert 7 not in decoded.stats.rounds_by_draft_len
+    assert [config.to_dict() for config in (model.generation_config, draft.generation_config)] == before
+
+
+def test_transformers_drafts_what_it_is_told(target, batch):
+    seen = []
+    handle = target.register_forward_hook(lambda module, args, output: seen.append(output.logits.shape[1]))
+    try:
+        decoder = Decoder(target, {"assistant_model": draft_of(target)}, max_new_tokens=NUM_NEW)
+        decoder(Way("k", "transformers", DraftLen(3, False).fields), batch, 0)
+    finally:
+        handle.remove()
+    assert max(seen) == 4  # the drafted tokens and the one before them
+
+
+def test_draws_are_repeated_by_their_seed(target, batch):
+    decoder = Decoder(
+        target, {"assistant_model": draft_of(target)}, max_new_tokens=NUM_NEW, sampling={"temperature": 0.8}
+    )
+    for way in [plain_way(True), *our_ways(["coupled"], [DraftLen(3, False)], True, {})]:
+        texts = [[ids.tolist() for ids in decoder(way, batch, seed).new_ids] for seed in (1, 1, 2)]
+        assert texts[0] == texts[1] != texts[2]
+
+
+def test_the_temperature_reaches_ways_that_draw(target, batch):
+    decoder = Decoder(target, {"assistant_model": draft_of(target)}, max_new_tokens=NUM_NEW)
+    cold = Decoder(
+        target, {"assistant_model": draft_of(target)}, max_new_tokens=NUM_NEW, sampling={"temperature": 1e-4}
+    )
+    (way,) = our_ways(["rejection"], [DraftLen(3, False)], True, {})
+    greedy = [ids.tolist() for ids in decoder(plain_way(False), batch, 0).new_ids]
+    assert [ids.tolist() for ids in cold(way, batch, 0).new_ids] == greedy
+    assert [ids.tolist() for ids in cold(plain_way(True), batch, 0).new_ids] == greedy
+
+
+def test_the_ids_that_end_a_row_are_the_targets(target):
+    model = copy.deepcopy(target)
+    for value, expected in ((None, set()), (EOS, {EOS}), ([EOS, 12], {EOS, 12})):
+        model.generation_config.eos_token_id = value
+        assert Decoder(model, {"assistant_model": model}, max_new_tokens=1).eos_token_ids == expected

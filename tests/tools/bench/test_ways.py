@@ -1,0 +1,102 @@
+"""The names of ways, and what is read from a command line."""
+
+import pytest
+
+from hf_speculate import ConfigError
+from hf_speculate.tools.bench.ways import (
+    DraftLen,
+    assisted_ways,
+    drift_len,
+    our_ways,
+    parse_draft_lens,
+    parse_thresholds,
+    threshold_ways,
+)
+
+LENS = [DraftLen(None, True), DraftLen(5, False)]
+
+
+def test_numbers_of_tokens_are_read():
+    lens = parse_draft_lens("3, adaptive,adaptive:16,3")
+    assert lens == [DraftLen(3, False), DraftLen(None, True), DraftLen(16, True)]
+    assert [one.label for one in lens] == ["K = 3", "adaptive", "adaptive up to 16"]
+    assert [one.fields for one in lens] == [
+        {"num_assistant_tokens": 3, "num_assistant_tokens_schedule": "constant"},
+        {"num_assistant_tokens_schedule": "adaptive"},
+        {"num_assistant_tokens": 16, "num_assistant_tokens_schedule": "adaptive"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "must name one number at least"),
+        ("five", "numbers, adaptive or adaptive:16 between commas, got 'five'"),
+        ("adaptive:", "got 'adaptive:'"),
+        ("5:6", "got '5:6'"),
+        ("129", "num_assistant_tokens must be in 1..128"),
+        ("0", "num_assistant_tokens must be in 1..128"),
+        ("adaptive:0", "num_assistant_tokens must be in 1..128"),
+    ],
+)
+def test_a_wrong_number_of_tokens_is_said(text, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_draft_lens(text)
+
+
+def test_thresholds_are_read():
+    assert parse_thresholds("0.05,0.2") == [0.05, 0.2]
+    assert parse_thresholds("") == []
+    for text, message in (("x", "--thresholds must be numbers"), ("1.5", r"posterior_threshold must be in \(0, 1\)")):
+        with pytest.raises(ConfigError, match=message):
+            parse_thresholds(text)
+
+
+def test_every_verifier_meets_every_number_of_tokens():
+    ways = our_ways(["greedy", "typical"], LENS, False, {"draft_sampling": "argmax"})
+    names = ["greedy, adaptive", "greedy, K = 5", "typical, adaptive", "typical, K = 5"]
+    assert [way.name for way in ways] == names
+    assert [way.is_lossy for way in ways] == [False, False, True, True]
+    assert [way.num_assistant_tokens for way in ways] == [None, 5, None, 5]
+    assert ways[3].fields == {
+        "verifier": "typical",
+        "num_assistant_tokens": 5,
+        "num_assistant_tokens_schedule": "constant",
+        "draft_sampling": "argmax",
+    }
+
+
+def test_thresholds_are_for_lossy_verifiers_alone():
+    ways = threshold_ways(["rejection", "typical"], [0.05, 0.2], LENS[1:], True, {})
+    assert [way.name for way in ways] == ["typical 0.05, K = 5", "typical 0.2, K = 5"]
+    assert [way.fields["posterior_threshold"] for way in ways] == [0.05, 0.2]
+    assert all(way.is_lossy and way.do_sample for way in ways)
+
+
+def test_alpha_goes_along_with_the_threshold_unless_it_is_set():
+    def alphas(fields):
+        ways = threshold_ways(["typical"], [0.04, 0.09, 0.25], LENS[1:], True, fields)
+        return [way.fields["posterior_alpha"] for way in ways]
+
+    assert alphas({}) == [0.2, 0.3, 0.5]
+    assert alphas({"posterior_alpha": 0.6}) == [0.6] * 3
+
+
+def test_a_verifier_that_cannot_be_is_refused_before_anything_runs():
+    with pytest.raises(ConfigError, match="verifier must be a sampling one with do_sample=True, got 'greedy'"):
+        our_ways(["greedy"], LENS, True, {})
+    with pytest.raises(ConfigError, match="verifier must be one of block, coupled"):
+        our_ways(["no such"], LENS, False, {})
+
+
+def test_assisted_generation_takes_its_defaults_and_the_first_constant_number():
+    assert [way.name for way in assisted_ways([*LENS, DraftLen(8, False)], False)] == [
+        "transformers, its defaults",
+        "transformers, K = 5",
+    ]
+    assert [way.name for way in assisted_ways(LENS[:1], False)] == ["transformers, its defaults"]
+
+
+def test_drift_is_looked_at_with_a_constant_number_where_there_is_one():
+    assert drift_len(LENS) == DraftLen(5, False)
+    assert drift_len(LENS[:1]) == DraftLen(None, True)

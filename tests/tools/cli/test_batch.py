@@ -1,0 +1,168 @@
+"""`hf-speculate batch` on a tiny pair, and what it says when it cannot."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+import hf_speculate
+from hf_speculate.tools.cli import batch
+from hf_speculate.tools.cli.batch import _Progress
+from hf_speculate.tools.cli.main import main
+from hf_speculate.tools.dataset.ranks import Ranks
+from hf_speculate.tools.dataset.run import DatasetReport
+from tests.tools.dataset.common import NUM_NEW, plain_results, prompts, results_in, save_pair, texts_in, write_prompts
+
+TEXTS = prompts(6)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pair")
+    save_pair(folder)
+    write_prompts(folder / "prompts.jsonl", TEXTS)
+    return folder
+
+
+def words(folder, output, *more, draft=True):
+    models = ["--target", str(folder / "target"), *(["--draft", str(folder / "draft")] if draft else [])]
+    sizes = ["-n", str(NUM_NEW), "-b", "4", "--dtype", "float64", "--device", "cpu"]
+    return ["batch", str(folder / "prompts.jsonl"), str(output), *models, *sizes, *more]
+
+
+def one_error(capsys):
+    err = capsys.readouterr().err
+    (line,) = [line for line in err.splitlines() if line.startswith("hf-speculate: ")]
+    assert err.rstrip().endswith(line)
+    return line
+
+
+@pytest.mark.parametrize("more", [["-k", "3"], ["--lookup", "4"], []], ids=["draft", "hybrid", "adaptive"])
+def test_texts_are_those_of_plain_decoding_and_remarks_stand_apart(more, folder, tmp_path, capsys):
+    output = tmp_path / "out.jsonl"
+    assert main(words(folder, output, "--ordered", *more)) == 0
+    found = list(results_in(output).values())
+    expected = plain_results(folder / "target", TEXTS)
+    assert [(line["text"], line["num_tokens"], line["finish_reason"]) for line in found] == expected
+    assert [line["id"] for line in found] == [f"p{place}" for place in range(6)]
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert f"6 rows in {output}; {sum(num for _, num, _ in expected)} tokens in" in " ".join(err.split())
+
+
+def test_acceptance_is_said(folder, tmp_path, capsys):
+    assert main(words(folder, tmp_path / "out.jsonl", "-k", "3")) == 0
+    assert "of the drafts accepted" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_progress_is_a_bar_on_a_terminal_and_a_line_a_minute_elsewhere(is_terminal, tmp_path):
+    report = DatasetReport(tmp_path, 8, num_finished=4, num_tokens=90, num_judged=4, num_accepted=3, seconds=9.0)
+    log = Console(file=io.StringIO(), force_terminal=is_terminal, width=100)
+    progress = _Progress(log, clock=iter([0.0, 30.0, 61.0, 61.0, 90.0]).__next__)
+    progress.start()
+    progress.load()
+    for _ in range(3):
+        progress.show(report)
+    progress.stop()
+    shown = log.file.getvalue()
+    assert "10.0 tokens a second, 75% of the drafts accepted" in shown
+    assert ("4/8" in shown) is is_terminal
+    assert shown.count("4 of 8 rows") == (not is_terminal)
+
+
+def test_the_bar_is_there_while_prompts_are_read(folder, tmp_path, monkeypatch):
+    seen, read = [], batch.batches_of
+    for name in ("start", "load", "show"):
+        monkeypatch.setattr(_Progress, name, lambda *_, name=name: seen.append(name))
+    monkeypatch.setattr(batch, "batches_of", lambda *given: seen.append("read") or read(*given))
+    assert main(words(folder, tmp_path / "out.jsonl", "-k", "3", "-b", "6")) == 0
+    assert seen == ["start", "read", "load", "show"]
+
+
+def test_a_second_run_goes_on(folder, tmp_path, capsys):
+    output = tmp_path / "out.jsonl"
+    assert main(words(folder, output, "-k", "3")) == 0
+    whole = texts_in(output)
+    output.write_bytes(output.read_bytes()[:-3])
+    assert main(words(folder, output, "-k", "3", "-b", "1")) == 0
+    assert texts_in(output) == whole
+    assert "5 of them before this run" in capsys.readouterr().err
+
+
+def test_other_settings_are_refused_unless_told(folder, tmp_path, capsys):
+    output = tmp_path / "out.jsonl"
+    assert main(words(folder, output, "-k", "3")) == 0
+    capsys.readouterr()
+    assert main(words(folder, output, "-k", "2")) == 2
+    assert "num_assistant_tokens (2, was 3)" in one_error(capsys)
+    assert main(words(folder, output, "-k", "2", "--if-changed", "keep")) == 0
+
+
+def test_drawn_texts_are_repeated_by_their_seed(folder, tmp_path):
+    found = []
+    for number, (seed, size) in enumerate([(1, "4"), (1, "1"), (2, "4")]):
+        output = tmp_path / f"{number}.jsonl"
+        options = ["--sample", "-t", "0.9", "--seed", str(seed), "-b", size]
+        assert main(words(folder, output, *options, draft=False)) == 0
+        found.append(texts_in(output))
+    assert found[0] == found[1] != found[2]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--set", "seed=[1, 2]"], "seed must be one whole number"),
+        (["--set", "verifierr=typical"], "--set must be name=value"),
+        (["-t", "0.5"], "--temperature must come with --sample"),
+        (["-b", "0"], "batch_size must be at least 1"),
+        (["--engine", "ray", "--workers", "0"], "num_workers must be at least 1"),
+        (["--chat", "--target", "no/such-model"], "no/such-model"),
+        (["-v", "nonsense"], "verifier must be one of block, coupled"),
+    ],
+)
+def test_an_error_is_one_line_and_status_two(more, message, folder, tmp_path, capsys):
+    assert main(words(folder, tmp_path / "out.jsonl", *more)) == 2
+    assert message in one_error(capsys)
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_bad_line_is_named_before_any_model_is_loaded(tmp_path, capsys):
+    file = tmp_path / "bad.jsonl"
+    file.write_text('"good"\n{"id": 1}\n')
+    assert main(["batch", str(file), str(tmp_path / "out.jsonl"), "--target", "no/such-model"]) == 2
+    assert "at bad.jsonl:2" in one_error(capsys)
+    assert main(["batch", str(file), str(file), "--target", "no/such-model"]) == 2
+    assert not (tmp_path / "out.jsonl.run").exists()
+
+
+def test_the_prompts_are_not_written_over(folder, capsys):
+    file = folder / "prompts.jsonl"
+    before = file.read_bytes()
+    assert main(["batch", str(file), str(file), "--target", str(folder / "target")]) == 2
+    assert "the output must not be the file of prompts" in one_error(capsys)
+    assert file.read_bytes() == before
+
+
+def test_ray_is_started_once(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("hf_speculate.tools.cli.batch.find_ranks", lambda is_cpu: Ranks(0, 2))
+    assert main(words(folder, tmp_path / "out.jsonl", "--engine", "ray")) == 2
+    assert "--engine ray must be started once, got 2 ranks" in one_error(capsys)
+
+
+def test_debug_shows_the_error_itself(tmp_path):
+    with pytest.raises(hf_speculate.ConfigError, match="the file of prompts must exist"):
+        main(["--debug", "batch", str(tmp_path / "none"), str(tmp_path / "out"), "--target", "x"])
+
+
+def test_other_fields_go_on(folder, tmp_path):
+    file = tmp_path / "p.jsonl"
+    file.write_text(json.dumps({"question_id": 81, "category": "writing", "turns": [TEXTS[0], "second"]}))
+    line = words(folder, tmp_path / "out.jsonl", "-k", "3")
+    line[1] = str(file)
+    assert main(line) == 0
+    (found,) = results_in(tmp_path / "out.jsonl").values()
+    text, num, reason = plain_results(folder / "target", TEXTS[:1])[0]
+    assert found == {"id": 81, "text": text, "num_tokens": num, "finish_reason": reason, "category": "writing"}

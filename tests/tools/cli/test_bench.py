@@ -1,0 +1,219 @@
+"""`hf-speculate bench` on a tiny pair, and what it says when it cannot."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import hf_speculate
+from hf_speculate.tools.cli.main import main
+from hf_speculate.tools.cli.prompts import read_prompts
+from hf_speculate.verify import base
+from tests.tiny import make_model
+from tests.tiny_tokenizers import byte_level_tokenizer
+from tests.tools.bench.fakes import EOS, save_pair
+from tests.tools.bench.test_drift import direct
+
+TEXTS = ["def main", "class Stack", "x = ", "import"]
+QUESTIONS = [
+    {"question_id": 81 + index, "category": "code" if index % 2 else "text", "turns": [text, "and then?"]}
+    for index, text in enumerate(TEXTS)
+]
+NUM_NEW = 8
+_TYPICAL = {"verifier": "typical", "posterior_threshold": 0.04, "posterior_alpha": 0.2}
+COMMON = ["-n", str(NUM_NEW), "-k", "3,adaptive", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    return save_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture
+def questions(tmp_path):
+    file = tmp_path / "question.jsonl"
+    file.write_text("\n".join(map(json.dumps, QUESTIONS)))
+    return file
+
+
+def run(pair, prompts, *extra):
+    out = prompts.parent / "out.json"
+    status = main(["bench", *pair, str(prompts), *COMMON, *extra, "--json", str(out)])
+    return status, json.loads(out.read_text())
+
+
+def test_greedy_ways_are_compared_with_plain_decoding_and_lossy_ones_with_the_target(pair, questions, capsys):
+    page = questions.with_name("report.html")
+    status, result = run(pair, questions, "--thresholds", "0.05,0.2", "--html", str(page))
+    assert status == 0
+    names = [way["name"] for way in result["ways"]]
+    assert names == [
+        "plain, greedy",
+        "transformers, its defaults",
+        "transformers, K = 3",
+        "greedy, K = 3",
+        "greedy, adaptive",
+        "typical, K = 3",
+        "typical, adaptive",
+    ]
+    assert [way["checked"] for way in result["ways"]] == [None, *["4 of 4 rows equal"] * 4, None, None]
+    assert [way["is_lossy"] for way in result["ways"]] == [False] * 5 + [True] * 2
+    ours = result["ways"][3]
+    assert (ours["verifier"], ours["num_assistant_tokens"], ours["num_tokens"]) == ("greedy", 3, 4 * NUM_NEW)
+    assert 1 < ours["tokens_per_round"] <= 4
+    assert len(ours["acceptance_by_position"]) == 3
+    assert list(ours["rounds_by_draft_len"])[-1] == "3"
+    assert set(ours["seconds"]) == {"prefill", "draft", "score", "verify", "bookkeeping"}
+    assert all(seconds > 0 for seconds in ours["seconds"].values())
+    assert result["ways"][0]["over_plain"] == {"min": 1.0, "median": 1.0, "max": 1.0}
+    for way in result["ways"]:
+        speed = way["tokens_per_s"]
+        assert 0 < speed["min"] <= speed["median"] <= speed["max"]
+
+    categories = {(one["category"], one["way"]): one for one in result["categories"]}
+    assert set(categories) == {(category, name) for category in ("code", "text") for name in names[1:]}
+    assert all(one["num_prompts"] == 2 for one in categories.values())
+
+    assert [(one["verifier"], one["posterior_threshold"]) for one in result["drift"]] == [
+        ("plain, greedy", None),
+        ("plain, sampling", None),
+        ("typical", 0.05),
+        ("typical", 0.2),
+    ]
+    assert result["drift"][0]["agreement_with_greedy"] == 1.0
+    assert result["drift"][0]["over_plain"] == 1.0
+    assert all(one["num_tokens"] == 4 * NUM_NEW for one in result["drift"])
+
+    settings, conditions = result["settings"], result["circumstances"]
+    assert (settings["num_prompts"], settings["batch_size"], settings["do_sample"]) == (4, 1, False)
+    assert settings["drift_num_assistant_tokens"] == "K = 3"
+    assert settings["left_out"] == {}
+    assert (conditions["target"], conditions["draft"], conditions["dtype"]) == (*pair, "float64")
+    assert conditions["versions"]["torch"] == torch.__version__
+
+    assert len(ours["draft_lens"]) == sum(ours["rounds_by_draft_len"].values()) // result["settings"]["num_prompts"]
+    assert all(name in page.read_text() for name in names)
+
+    out, err = capsys.readouterr()
+    assert "4 of 4 prompts have several turns: the first is taken" in err
+    assert "4 of 4 rows equal" in out
+    assert "agreement with greedy" in out
+    assert all(name in out for name in names)
+
+
+def test_drift_is_that_of_the_text_that_was_written(pair, questions):
+    _, result = run(pair, questions, "--thresholds", "0.04", "-v", "typical")
+    tokenizer = AutoTokenizer.from_pretrained(pair[0])
+    target, draft = (AutoModelForCausalLM.from_pretrained(name, dtype=torch.float64) for name in pair)
+    for name, fields in (("plain, greedy", {}), ("typical", _TYPICAL)):
+        total, num_best = 0.0, 0
+        for text in TEXTS:
+            ids = tokenizer(text, return_tensors="pt")["input_ids"]
+            speculation = {"assistant_model": draft, "num_assistant_tokens": 3, **fields} if fields else {}
+            output = hf_speculate.generate(
+                target, ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_NEW, do_sample=False, **speculation
+            )
+            found = direct(target, ids[0], output[0, ids.shape[1] :].tolist())
+            total, num_best = total + found[0], num_best + found[1]
+        line = next(one for one in result["drift"] if one["verifier"] == name)
+        assert line["log_likelihood_per_token"] == pytest.approx(total / (4 * NUM_NEW), abs=1e-9)
+        assert line["agreement_with_greedy"] == pytest.approx(num_best / (4 * NUM_NEW))
+
+
+def test_batches_and_draws(pair, questions, capsys):
+    status, result = run(pair, questions, "-b", "2", "--do-sample", "-t", "0.8", "-v", "rejection")
+    assert status == 0
+    assert [way["name"] for way in result["ways"]] == [
+        "plain, sampling",
+        "transformers, its defaults",
+        "transformers, K = 3",
+        "rejection, K = 3",
+        "rejection, adaptive",
+    ]
+    assert [way["checked"] for way in result["ways"]] == [None] * 5
+    assert result["drift"] == []
+    assert (result["settings"]["num_prompts"], result["settings"]["batch_size"]) == (4, 2)
+    assert {(one["category"], one["num_prompts"]) for one in result["categories"]} == {("code", 2), ("text", 2)}
+    assert "drift" not in capsys.readouterr().out
+
+
+def test_lines_of_a_text_are_prompts(pair, tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("def main\n\nclass Stack\n")
+    rows = read_prompts(file, by_line=True)
+    assert [(row.key, row.content) for row in rows] == [("1", "def main"), ("3", "class Stack")]
+    status, result = run(pair, file, "-v", "greedy")
+    assert status == 0
+    assert result["settings"]["num_prompts"] == 2
+    assert result["categories"] == []
+
+
+def test_a_draft_with_another_tokenizer_is_measured_too(pair, questions, tmp_path):
+    tokenizer = byte_level_tokenizer(["de", "cl"], eos_token=EOS)
+    draft = make_model("llama", vocab_size=len(tokenizer), seed=1)
+    draft.save_pretrained(tmp_path / "other")
+    tokenizer.save_pretrained(tmp_path / "other")
+    others = (pair[0], str(tmp_path / "other"))
+    status, result = run(others, questions, "-v", "greedy", "-k", "3", "--num-prompts", "2")
+    assert status == 0
+    assert result["ways"][-1]["name"] == "greedy, K = 3"
+    assert result["ways"][-1]["checked"] == "2 of 2 rows equal"
+    assert result["settings"]["num_prompts"] == 2
+    assert {one["num_prompts"] for one in result["categories"]} == {1}
+
+
+class _KeepsAll:
+    """A wrong verifier: every drafted token stays."""
+
+    def verify(self, target_logits, draft, keys):
+        accepted = torch.ones_like(draft.token_ids, dtype=torch.bool)
+        return hf_speculate.keep_prefix(target_logits, draft, accepted, target_logits.argmax(-1))
+
+
+def test_no_figure_is_shown_of_a_way_that_writes_another_text(questions, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
+    hf_speculate.register_verifier("keeps all", lambda config: _KeepsAll(), lossless=True)
+    pair = save_pair(tmp_path, noise=0.5)
+    status, result = run(pair, questions, "-v", "greedy,keeps all", "-k", "3")
+    assert status == 1
+    assert "keeps all, K = 3" not in [way["name"] for way in result["ways"]]
+    assert "greedy, K = 3" in [way["name"] for way in result["ways"]]
+    assert "its text is not plain decoding's" in result["settings"]["left_out"]["keeps all, K = 3"]
+    out, err = capsys.readouterr()
+    assert "keeps all" not in out
+    assert "left out: keeps all, K = 3" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no-such.jsonl"], "the file of prompts must exist"),
+        (["{file}", "-k", "many"], "--num-assistant-tokens must be numbers"),
+        (["{file}", "-v", "nonsense"], "verifier must be one of block, coupled"),
+        (["{file}", "-v", "greedy", "--sample"], "verifier must be a sampling one"),
+        (["{file}", "-v", ","], "--verifiers must name one at least"),
+        (["{file}", "--thresholds", "2"], "posterior_threshold must be in (0, 1)"),
+        (["{file}", "-t", "0.5"], "--temperature must come with --sample"),
+        (["{file}", "-n", "0"], "--max-new-tokens must be at least 1"),
+        (["{file}", "--set", "verifier=block"], "--set must leave out what the ways differ in, got verifier"),
+        (["{file}", "--json", "no/such/folder/out.json"], "the folder of no/such/folder/out.json must exist"),
+        (["{file}", "--chat"], "the tokenizer must have a chat template"),
+    ],
+)
+def test_an_error_is_one_line_and_status_two(arguments, message, pair, tmp_path, capsys):
+    file = tmp_path / "prompts.txt"
+    file.write_text("def main\n")
+    assert main(["bench", *pair, *[word.format(file=file) for word in arguments]]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert len(err.strip().splitlines()) == 1
+    assert err.startswith("hf-speculate: ")
+
+
+def test_a_model_that_is_not_there_is_said(tmp_path, capsys):
+    file = tmp_path / "prompts.txt"
+    file.write_text("def main\n")
+    assert main(["bench", str(Path("no/such-model")), "no/such-draft", str(file)]) == 2
+    assert "no/such-model" in capsys.readouterr().err

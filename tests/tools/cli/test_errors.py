@@ -1,0 +1,236 @@
+"""What goes wrong on the command line is one line and exit status 2, whatever it is."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import T5Config
+
+from hf_speculate.generation.mixin import SpeculativeGenerationMixin
+from hf_speculate.tools.cli import loading
+from hf_speculate.tools.cli.main import main
+from tests.tools.bench.fakes import save_pair
+
+ROOT = Path(__file__).parents[3]
+CPU = ["--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A pair in `target` and `draft`, and copies of the target each of which lacks something."""
+    folder = tmp_path_factory.mktemp("models")
+    save_pair(folder)
+    for name in ("untyped", "t5", "speechless", "cut", "emptied"):
+        shutil.copytree(folder / "target", folder / name)
+    config = json.loads((folder / "untyped" / "config.json").read_text())
+    del config["model_type"]
+    (folder / "untyped" / "config.json").write_text(json.dumps(config))
+    T5Config().save_pretrained(folder / "t5")
+    for file in (folder / "speechless").glob("tokenizer*"):
+        file.unlink()
+    weights = folder / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    (folder / "emptied" / "model.safetensors").unlink()
+    (folder / "emptied" / "pytorch_model.bin").touch()
+    (folder / "latin.txt").write_bytes("def main():\ncafé\n".encode("latin-1"))
+    (folder / "latin.jsonl").write_bytes('"def main():"\n"café"\n'.encode("latin-1"))
+    (folder / "prompts.txt").write_text("def main():\n")
+    (folder / "prompts.jsonl").write_text('"def main():"\n')
+    return folder
+
+
+@pytest.fixture
+def refused(folder, tmp_path, capsys):
+    """Runs a command that cannot be; returns the one line that is said of it."""
+
+    def run(words: list[str]) -> str:
+        assert main([word.format(folder=folder, out=tmp_path) for word in words]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith("hf-speculate: ")
+        assert err.count("\n") == 1
+        assert len(err) < 700
+        return err
+
+    return run
+
+
+GENERATE = ["generate", "{folder}/target", "def main", "-d", "{folder}/draft", *CPU]
+BATCH = ["batch", "{folder}/prompts.jsonl", "{out}/out.jsonl", "--target", "{folder}/target", *CPU]
+BENCH = ["bench", "{folder}/target", "{folder}/draft", "{folder}/prompts.txt", *CPU]
+TUNE = ["tune", "{folder}/target", "{folder}/draft", "{folder}/prompts.txt", *CPU]
+
+
+@pytest.mark.parametrize("command", [GENERATE, BATCH, BENCH, TUNE], ids=lambda words: words[0])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--sample", "-t", "0"], "--temperature must be above 0 and finite, got 0.0; leave --sample out"),
+        (["--sample", "-t", "-1"], "--temperature must be above 0 and finite, got -1.0; leave --sample out"),
+        (["--sample", "-t", "nan"], "--temperature must be above 0 and finite, got nan; leave --sample out"),
+        (["-n", "0"], "--max-new-tokens must be at least 1, got 0; leave it out"),
+        (["-n", "-3"], "--max-new-tokens must be at least 1, got -3; leave it out"),
+        (["--device", "foo"], "--device must be one of auto, c"),
+        (["--device", "meta"], "here, got 'meta' (Tensor.item()"),
+        (["--device", "xpu"], "here, got 'xpu' ("),
+    ],
+)
+def test_an_option_that_cannot_be_is_named(command, options, message, refused):
+    assert message in refused([*command, *options])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a CUDA GPU to be missing")
+def test_a_gpu_that_is_not_there_is_named(refused):
+    assert "--device must be one of auto, cpu, map here, got 'cuda'" in refused([*GENERATE, "--device", "cuda"])
+
+
+def test_models_are_not_spread_without_accelerate(monkeypatch, refused):
+    monkeypatch.setattr(loading, "is_accelerate_available", lambda: False)
+    line = refused([*GENERATE, "--device", "map"])
+    assert 'accelerate must be installed for --device map, got none; pip install "hf-speculate[ranks]"' in line
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("untyped", "(ValueError: Unrecognized model in"),
+        ("t5", "(ValueError: Unrecognized configuration class"),
+        ("speechless", "a tokenizer must be one that transformers can read, got"),
+        ("cut", "(SafetensorError: "),
+        ("emptied", "(EOFError: "),
+        ("none", "a model must be a folder, or a name on the Hub"),
+    ],
+)
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_a_model_that_cannot_be_read_is_named(role, name, message, refused):
+    words = [word.replace(f"/{role}", f"/{name}") for word in GENERATE]
+    line = refused(words)
+    assert message in line
+    assert f"/{name}'" in line
+
+
+@pytest.mark.parametrize("command", [GENERATE, BENCH, TUNE], ids=lambda words: words[0])
+@pytest.mark.parametrize("name", ["latin.txt", "latin.jsonl"])
+def test_a_line_of_another_encoding_is_named(command, name, refused):
+    words = [word.replace("prompts.txt", name) for word in command]
+    if command is GENERATE:
+        words[2:3] = ["--file", f"{{folder}}/{name}"]
+    assert f"each line must be UTF-8, got other bytes at {name}:2; save the file so" in refused(words)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["generate", "--nope"], "No such option: --nope"),
+        (["generate"], "Missing argument"),
+        (["chek"], "No such command 'chek'"),
+        (["--nope"], "No such option: --nope"),
+        (["bench", "a", "b", "c", "--repeats", "0"], "Invalid value for '--repeats': "),
+        (["batch", "a", "b", "--target", "c", "--engine", "spark"], "'spark' is not one of 'local', 'ray'"),
+        (["generate", "a", "-n", "many"], "Invalid value for '--max-new-tokens' / '-n': "),
+    ],
+)
+def test_words_that_are_no_command_are_one_line(words, message, refused):
+    assert message in refused(words)
+
+
+@pytest.mark.parametrize("option", ["--workers", "--cpus-per-worker", "--gpus-per-worker", "--ray-address"])
+def test_options_of_ray_come_with_ray(option, refused, tmp_path):
+    line = refused([*BATCH, option, "1"])
+    assert f"{option} must come with --engine ray, got --engine local; add --engine ray" in line
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", [BENCH, TUNE], ids=lambda words: words[0])
+def test_results_go_into_a_file(command, refused, monkeypatch):
+    monkeypatch.setattr(f"hf_speculate.tools.cli.{command[0]}.load_pair", None)  # nothing is loaded for it
+    options = ["--json", "--html"] if command is BENCH else ["--json"]
+    for option in options:
+        assert "results must go into a file, got the folder" in refused([*command, option, "{out}"])
+
+
+@pytest.mark.parametrize("command", [BENCH, TUNE], ids=lambda words: words[0])
+def test_what_was_measured_is_shown_where_it_cannot_be_written(command, folder, tmp_path, monkeypatch, capsys):
+    def write_json(path, result):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("hf_speculate.tools.cli.measuring.write_json", write_json)
+    words = [*command, "-n", "2", "-k", "2", "-v", "greedy", "--json", str(tmp_path / "out.json")]
+    assert main([word.format(folder=folder) for word in words]) == 2
+    out, err = capsys.readouterr()
+    assert "greedy, K = 2" in out
+    assert err.endswith("hf-speculate: [Errno 28] No space left on device\n")
+
+
+class Strange(Exception):
+    """What nobody foresaw."""
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    """Lets every decoding raise."""
+
+    def set_error(error: BaseException) -> None:
+        def generate(model, **arguments):
+            raise error
+
+        monkeypatch.setattr(SpeculativeGenerationMixin, "generate", generate)
+
+    return set_error
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (Strange("\nfirst\nsecond"), "Strange: first (--debug shows where it came from)"),
+        (Strange(), "Strange (--debug shows its trace)"),
+        (AssertionError("[red]not so[/red] :sob:"), "AssertionError: [red]not so[/red] :sob: (--debug"),
+        (OSError(28, "No space left on device"), "[Errno 28] No space left on device\n"),
+    ],
+)
+def test_what_nobody_foresaw_is_one_line_with_its_kind(error, line, broken, refused):
+    broken(error)
+    assert refused(GENERATE).startswith(f"hf-speculate: {line}")
+
+
+def test_an_end_of_a_file_is_an_error_and_an_interrupt_is_none(folder, broken, capsys):
+    words = [word.format(folder=folder) for word in GENERATE]
+    broken(EOFError("Ran out of input"))
+    assert main(words) == 2
+    assert "hf-speculate: EOFError: Ran out of input (--debug" in capsys.readouterr().err
+    broken(KeyboardInterrupt())
+    assert main(words) == 130
+    broken(SystemExit(3))
+    assert main(words) == 3
+
+
+@pytest.mark.parametrize("place", [0, 1, 3, 7])
+def test_debug_may_stand_anywhere(place, folder, broken):
+    broken(Strange("first"))
+    words = [word.format(folder=folder) for word in GENERATE]
+    words.insert(place, "--debug")
+    with pytest.raises(Strange, match="first"):
+        main(words)
+
+
+def test_behind_two_dashes_debug_is_a_prompt(folder, capsys):
+    words = ["generate", *CPU, "--dtype", "float64", "-n", "2", "--", str(folder / "target"), "--debug"]
+    assert main(words) == 0
+    assert "2 tokens in" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_nothing_else_stands_on_the_standard_error_of_a_process(folder, tmp_path):
+    script = tmp_path / "hf-speculate"  # as an installer writes it
+    script.write_text("import sys\nfrom hf_speculate.tools.cli.main import main\nsys.exit(main())\n")
+    command = [sys.executable, str(script), "check", str(folder / "target"), str(folder / "none")]
+    result = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("hf-speculate: draft must be a folder with a config.json")
+    assert result.stderr.count("\n") == 1

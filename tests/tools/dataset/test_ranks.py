@@ -1,0 +1,159 @@
+"""`accelerate launch` splits the rows over its processes, one of which may be killed."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hf_speculate.errors import ConfigError, UnsupportedModelError
+from hf_speculate.tools.cli.main import main
+from hf_speculate.tools.dataset import ranks
+from hf_speculate.tools.dataset.decode import check_model
+from hf_speculate.tools.dataset.row_decoder import Decoded
+from hf_speculate.tools.dataset.rows import read_rows
+from hf_speculate.tools.dataset.run import Job, run
+from tests.tiny import make_model
+from tests.tools.dataset.common import NUM_NEW, begun_in, prompts, save_pair, texts_in, write_prompts
+
+ROOT = Path(__file__).parents[3]
+NUM_ROWS, BATCH_SIZE = 48, 4
+TIMEOUT_S = 200
+LAUNCH = ["--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--main_process_port", "0"]
+LAUNCH += ["--mixed_precision", "no", "--dynamo_backend", "no"]
+
+
+def words(folder: Path, output: Path) -> list[str]:
+    options = ["--target", str(folder / "target"), "-d", str(folder / "draft"), "-k", "3", "--device", "cpu"]
+    sizes = ["-b", str(BATCH_SIZE), "-n", str(NUM_NEW), "--dtype", "float64", "--ordered"]
+    return ["batch", str(folder / "prompts.jsonl"), str(output), *options, *sizes]
+
+
+def launched(*arguments: str) -> subprocess.Popen[str]:
+    """The command on two processes of this machine."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        *LAUNCH,
+        "-m",
+        "hf_speculate.tools.cli.main",
+        *arguments,
+    ]
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def rank_process(launcher: subprocess.Popen[str], rank: int) -> psutil.Process | None:
+    """The process of a rank, if it has started."""
+    for process in psutil.Process(launcher.pid).children(recursive=True):
+        if process.environ().get("RANK") == str(rank):
+            return process
+    return None
+
+
+@pytest.mark.slow
+def test_two_processes_share_the_rows_and_lose_nothing_when_one_is_killed(tmp_path):
+    save_pair(tmp_path)
+    ids = write_prompts(tmp_path / "prompts.jsonl", prompts(NUM_ROWS))
+    alone, output = tmp_path / "alone.jsonl", tmp_path / "out.jsonl"
+    assert main(words(tmp_path, alone)) == 0
+
+    first = launched(*words(tmp_path, output))
+    deadline = time.monotonic() + TIMEOUT_S
+    while len(begun_in(output, 1)) < 2:
+        assert first.poll() is None, first.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    victim = rank_process(first, 1)
+    assert victim is not None
+    victim.send_signal(signal.SIGKILL)
+    first.communicate(timeout=TIMEOUT_S)
+    assert first.returncode != 0
+    num_begun = [len(begun_in(output, rank)) for rank in (0, 1)]
+    folder = tmp_path / "out.jsonl.run"
+    kept = {key for rank in (0, 1) for key in whole_ids(folder / f"rank-{rank}.jsonl")}
+    assert kept
+    assert kept < set(ids)
+
+    second = launched(*words(tmp_path, output))
+    _, err = second.communicate(timeout=TIMEOUT_S)
+    assert second.returncode == 0, err
+    again = [key for rank in (0, 1) for batch in begun_in(output, rank)[num_begun[rank] :] for key in batch]
+    assert sorted(again) == sorted(set(ids) - kept)
+    assert all(len(begun_in(output, rank)) > num_begun[rank] for rank in (0, 1))
+    assert texts_in(output) == texts_in(alone)
+    assert list(texts_in(output)) == ids
+    assert f"{NUM_ROWS} rows in" in err
+    assert f"{len(kept)} of them before this run" in err
+    assert not list(folder.glob("rank-*"))
+
+
+def whole_ids(path: Path) -> set[str]:
+    """Ids of the lines that were written to their end."""
+    if not path.exists():
+        return set()
+    path.write_bytes(path.read_bytes().rpartition(b"\n")[0] + b"\n")
+    return set(texts_in(path)) if path.read_bytes().strip() else set()
+
+
+def run_alone(place: ranks.Ranks, output: Path, decoded: list[str]) -> None:
+    """What one of two ranks does; nobody waits for the other."""
+    job = Job(read_rows(["bc", "de", "fg"]), output, {})
+
+    def engine(batches, seed, on_begin):
+        for batch in batches:
+            decoded.extend(row.key for row in batch)
+            yield Decoded([{"id": row.id, "text": ""} for row in batch], 1, 0, 0)
+
+    run(job, lambda rows: [[row] for row in rows], engine, place)
+
+
+def test_ranks_without_a_shared_folder_are_told(tmp_path):
+    decoded: list[str] = []
+    with pytest.raises(ConfigError, match="all ranks must share the folder of the output, got no"):
+        run_alone(ranks.Ranks(1, 2), tmp_path / "elsewhere" / "out.jsonl", decoded)
+    assert not decoded
+    with pytest.raises(ConfigError, match=r"got none for 1 \(2\); all ranks must share the folder"):
+        run_alone(ranks.Ranks(0, 2), tmp_path / "out.jsonl", decoded)
+    assert decoded == ["1", "3"]
+
+
+def test_ranks_take_the_batches_in_turn(tmp_path):
+    decoded: list[str] = []
+    with pytest.raises(ConfigError):
+        run_alone(ranks.Ranks(0, 2), tmp_path / "out.jsonl", decoded)
+    output = tmp_path / "out.jsonl"
+    lines = output.read_bytes()
+    output.write_bytes(b"")
+    run_alone(ranks.Ranks(1, 2), output, decoded)
+    output.write_bytes(lines)
+    run_alone(ranks.Ranks(), output, decoded)
+    assert decoded == ["1", "3", "2"]
+    assert list(texts_in(output)) == [1, 3, 2]
+
+
+def test_a_model_that_is_spread_over_ranks_is_refused(monkeypatch):
+    model = make_model("llama")
+    monkeypatch.setattr(type(model), "tp_size", 2, raising=False)
+    with pytest.raises(UnsupportedModelError, match="each of 2 ranks must hold a model of its own"):
+        check_model(model, ranks.Ranks(0, 2))
+    check_model(model, ranks.Ranks())
+
+
+def test_one_process_is_one_rank(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    alone = ranks.find_ranks()
+    assert (alone.index, alone.num, alone.is_main, alone.device) == (0, 1, True, None)
+    assert alone.sums([3, 4]) == [3, 4]
+
+
+def test_several_ranks_need_accelerate(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    with pytest.raises(ConfigError, match=r'pip install "hf-speculate\[ranks\]"'):
+        ranks.find_ranks()

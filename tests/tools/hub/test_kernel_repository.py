@@ -1,0 +1,118 @@
+"""`make kernel-repo` writes what the Hugging Face `kernels` library loads, and it works without this library."""
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from hf_speculate.triton_kernels import verify_greedy, verify_rejection
+from tests.triton_kernels.laws import make_keys
+from tests.triton_kernels.on_triton import assert_same, moved
+from tests.triton_kernels.operations import make_round
+
+pytest.importorskip("triton", reason="needs Triton")
+
+ROOT = Path(__file__).resolve().parents[3]
+PACKAGE = "hf_speculate_kernels"
+REQUIRED_KEYS = {"id", "name", "version", "license", "python-depends", "backend"}
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A repository's `build` folder, in which an older variant and what setuptools builds lay before."""
+    folder = tmp_path_factory.mktemp("repository") / "build"
+    for name in ("torch-universal/old.py", "lib/kept.py"):
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).touch()
+    write_repository(folder)
+    return folder
+
+
+def write_repository(folder: Path) -> None:
+    command = [sys.executable, ROOT / "tools" / "kernel_repo.py", "--folder", folder]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == f"written: {folder / 'torch-universal'}\n"
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    files = [path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+def test_the_variant_holds_the_sources_alone(build: Path) -> None:
+    written = files_in(build / "torch-universal")
+    sources = files_in(ROOT / "triton_kernels")
+    metadata = json.loads(written.pop("metadata.json"))
+    assert written == {f"{PACKAGE}/{name}": content for name, content in sources.items()}
+    assert (build / "lib" / "kept.py").exists()
+    assert set(metadata) == REQUIRED_KEYS
+    assert re.fullmatch(rf"{PACKAGE}_[0-9a-f]{{12}}", metadata["id"])
+    assert metadata["name"].replace("-", "_") == PACKAGE
+    assert metadata["license"] == "Apache-2.0"
+    assert metadata["python-depends"] == []
+
+
+def test_other_sources_get_another_name(build: Path, tmp_path: Path) -> None:
+    """The library keys loaded modules by it."""
+    spec = importlib.util.spec_from_file_location("kernel_repo", ROOT / "tools" / "kernel_repo.py")
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    same, changed = tool.write_repository(tmp_path / "same"), tool.write_repository(tmp_path / "changed")
+    (changed / PACKAGE / "greedy.py").write_text("")
+    before = json.loads((build / "torch-universal" / "metadata.json").read_text())["id"]
+    assert before.endswith(tool.digest(same))
+    assert tool.digest(changed) != tool.digest(same)
+
+
+def loaded_by_hand(build: Path) -> ModuleType:
+    """As the library imports a variant: one file, under the name that the metadata give."""
+    variant = build / "torch-universal"
+    name = json.loads((variant / "metadata.json").read_text())["id"]
+    spec = importlib.util.spec_from_file_location(name, variant / PACKAGE / "__init__.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def loaded_by_the_library(build: Path) -> ModuleType:
+    import kernels
+
+    return kernels.get_local_kernel(build.parent)
+
+
+LOADERS = [loaded_by_hand, pytest.param(loaded_by_the_library, marks=pytest.mark.hub_kernels)]
+
+
+@pytest.mark.parametrize("load", LOADERS)
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_what_is_loaded_decides_as_the_library_does(
+    load, backend: str, build: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, ids, draft = make_round(3, 3, 40, seed=5)
+    keys = make_keys(3, rounds=2, positions=7)
+    rejection, greedy = verify_rejection(target, ids, draft, keys=keys, backend="torch"), verify_greedy(target, ids)
+    for name in [name for name in sys.modules if name.split(".")[0] in ("hf_speculate", "triton_kernels")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "hf_speculate", None)  # importing it fails from here on
+    monkeypatch.setitem(sys.modules, "triton_kernels", None)
+    kernels = load(build)
+    assert Path(kernels.__file__) == build / "torch-universal" / PACKAGE / "__init__.py"
+    own_keys = kernels.NoiseKeys(*moved(tuple(keys)))
+    mine = kernels.verify_rejection(*map(moved, (target, ids, draft)), keys=own_keys, backend=backend)
+    assert type(mine).__module__.startswith(f"{PACKAGE}_")
+    assert_same(moved(mine, "cpu"), rejection)
+    assert_same(moved(kernels.verify_greedy(moved(target), moved(ids), backend=backend), "cpu"), greedy)
+    assert not [name for name in sys.modules if name.startswith("hf_speculate.")]
+
+
+def test_make_builds_it() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    assert re.search(r"^kernel-repo: .*\n\t.*tools/kernel_repo\.py$", makefile, re.M)
+    assert "build/" in (ROOT / ".gitignore").read_text()

@@ -1,0 +1,208 @@
+"""Repositories for the Hub: what stands in them, what is uploaded, who picks it up."""
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+import hf_speculate
+from hf_speculate.tools.hub.card import CARD_MARK, model_card
+from hf_speculate.tools.hub.repository import save_config
+from tests.tiny import make_model, ragged_prompts
+
+ROOT = Path(__file__).parents[3]
+EXAMPLES = ROOT / "examples" / "hub"
+COMMON = {"num_assistant_tokens": 5, "num_assistant_tokens_schedule": "constant"}
+FIELDS = {
+    "greedy": COMMON | {"verifier": "greedy"},
+    "rejection": COMMON | {"verifier": "rejection"},
+    "typical": COMMON | {"verifier": "typical", "posterior_alpha": 0.3, "posterior_threshold": 0.09},
+    "coupled": {"verifier": "coupled"},
+}
+FILES = {"README.md", "generation_config.json", "custom_generate/generate.py", "custom_generate/requirements.txt"}
+
+
+class Api:
+    """Stands in for `huggingface_hub.HfApi`: keeps what would go to the Hub."""
+
+    def __init__(self):
+        self.repositories: dict[str, bool | None] = {}
+        self.uploaded: dict[str, dict[str, bytes]] = {}
+
+    def create_repo(self, repo_id, *, private, exist_ok):
+        assert exist_ok
+        self.repositories[repo_id] = private
+
+    def upload_folder(self, *, repo_id, folder_path, allow_patterns, commit_message):
+        assert repo_id in self.repositories
+        assert commit_message
+        folder = Path(folder_path)
+        self.uploaded[repo_id] = {name: (folder / name).read_bytes() for name in allow_patterns}
+
+
+def files_in(folder: Path) -> dict[str, str]:
+    return {path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
+def fields_in_function(folder: Path) -> dict:
+    spec = importlib.util.spec_from_file_location("repository", folder / "custom_generate" / "generate.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.FIELDS
+
+
+def without_version(config: str) -> dict:
+    return {name: value for name, value in json.loads(config).items() if name != "transformers_version"}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_the_examples_are_what_is_written(name, tmp_path):
+    save_config(None, tmp_path / name, repo_id=f"examples/hub/{name}", **FIELDS[name])
+    ours, shown = files_in(tmp_path / name), files_in(EXAMPLES / name)
+    assert set(ours) == set(shown) == FILES
+    assert without_version(ours.pop("generation_config.json")) == without_version(shown.pop("generation_config.json"))
+    assert ours == shown
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_repository_says_its_fields_the_same_way_twice(name):
+    fields = json.loads((EXAMPLES / name / "generation_config.json").read_text())
+    assert "_from_model_config" not in fields
+    fields.pop("transformers_version", None)
+    assert fields == fields_in_function(EXAMPLES / name) == FIELDS[name]
+    loaded = GenerationConfig.from_pretrained(EXAMPLES / name)
+    assert all(getattr(loaded, field) == value for field, value in fields.items())
+    card = (EXAMPLES / name / "README.md").read_text()
+    assert all(f"| `{field}` | " in card for field in fields)
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_the_examples_decode_through_custom_generate(name):
+    target, draft = make_model("llama"), make_model("llama", seed=1)
+    stats = hf_speculate.SpeculationStats()
+    inputs = ragged_prompts(2, seed=6)
+    output = target.generate(
+        **inputs,
+        custom_generate=str(EXAMPLES / name),
+        trust_remote_code=True,
+        assistant_model=draft,
+        do_sample=name != "greedy",
+        max_new_tokens=8,
+        speculation_stats=stats,
+    )
+    assert output.shape == (2, inputs["input_ids"].shape[1] + 8)
+    assert stats.verifier == name
+    assert stats.num_rounds > 0
+
+
+def test_a_models_folder_picks_the_fields_up_and_keeps_its_own(tmp_path):
+    folder = tmp_path / "target"
+    shutil.copytree(ROOT / "examples" / "pair" / "target", folder)
+    shutil.copy(ROOT / "examples" / "pair" / "README.md", folder / "README.md")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    before = model.generation_config.to_dict()
+    save_config(model, folder, verifier="typical", num_assistant_tokens=4, posterior_threshold=0.2)
+    assert model.generation_config.to_dict() == before
+    assert (folder / "README.md").read_text() == (ROOT / "examples" / "pair" / "README.md").read_text()
+    loaded = hf_speculate.enable(AutoModelForCausalLM.from_pretrained(folder))
+    assert loaded.generation_config.eos_token_id == model.generation_config.eos_token_id
+    draft = AutoModelForCausalLM.from_pretrained(ROOT / "examples" / "pair" / "draft")
+    stats = hf_speculate.SpeculationStats()
+    loaded.generate(**ragged_prompts(2, seed=6), assistant_model=draft, max_new_tokens=12, speculation_stats=stats)
+    assert stats.verifier == "typical"
+    assert max(stats.rounds_by_draft_len) == 4
+
+
+def test_what_a_model_sets_already_goes_along(tmp_path):
+    model = make_model("llama")
+    model.generation_config = GenerationConfig(verifier="typical", temperature=0.7, do_sample=True)
+    save_config(model, tmp_path, num_assistant_tokens=3)
+    assert fields_in_function(tmp_path) == {"num_assistant_tokens": 3, "verifier": "typical"}
+    saved = json.loads((tmp_path / "generation_config.json").read_text())
+    assert (saved["temperature"], saved["verifier"], saved["num_assistant_tokens"]) == (0.7, "typical", 3)
+
+
+def test_only_the_files_that_were_written_are_uploaded(tmp_path):
+    api = Api()
+    (tmp_path / "private.txt").write_text("not to be published")
+    save_config(None, tmp_path, push_to_hub=True, repo_id="someone/typical", private=True, api=api, verifier="typical")
+    assert api.repositories == {"someone/typical": True}
+    uploaded = {name: content.decode() for name, content in api.uploaded["someone/typical"].items()}
+    on_disk = files_in(tmp_path)
+    del on_disk["private.txt"]
+    assert uploaded == on_disk
+    assert set(uploaded) == FILES
+    assert 'custom_generate="someone/typical"' in uploaded["README.md"]
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ({"verifier": "typical", "posterior_threshold": 0.2}, {"verifier": "typical", "num_assistant_tokens": 4}),
+        ({"verifier": "coupled"}, {"verifier": "typical"}),
+    ],
+    ids=["other fields", "another verifier"],
+)
+def test_a_second_save_replaces_its_own_card(first, then, tmp_path):
+    api = Api()
+    saved = {"push_to_hub": True, "repo_id": "someone/rule", "api": api}
+    save_config(None, tmp_path / "twice", **saved, **first)
+    before = api.uploaded["someone/rule"]
+    save_config(None, tmp_path / "twice", **saved, **then)
+    save_config(None, tmp_path / "once", repo_id="someone/rule", **then)
+    assert files_in(tmp_path / "twice") == files_in(tmp_path / "once")
+    uploaded = api.uploaded["someone/rule"]
+    assert uploaded.keys() == before.keys() == FILES
+    assert uploaded["README.md"] == (tmp_path / "once" / "README.md").read_bytes() != before["README.md"]
+
+
+@pytest.mark.parametrize(
+    "card",
+    [
+        b"# My model\r\n\r\nDecodes with hf_speculate.save_config.\r\n",
+        b"\xff\xfe not a text",
+        b"",
+        f"# My model\n\nA quoted line, `{CARD_MARK}`, marks nothing.\n".encode(),
+        model_card({"verifier": "coupled"}, "twice").replace(CARD_MARK, "").encode(),
+    ],
+    ids=["line ends", "no text", "empty", "quoted mark", "mark taken out"],
+)
+def test_a_users_card_stays_byte_for_byte_and_at_home(card, tmp_path):
+    api = Api()
+    (tmp_path / "README.md").write_bytes(card)
+    for verifier in ("typical", "coupled"):
+        save_config(None, tmp_path, push_to_hub=True, repo_id="someone/rule", api=api, verifier=verifier)
+        assert (tmp_path / "README.md").read_bytes() == card
+        assert set(api.uploaded["someone/rule"]) == FILES - {"README.md"}
+
+
+def test_a_card_is_known_by_whatever_line_ends_it_came_back_with(tmp_path):
+    save_config(None, tmp_path, verifier="coupled")
+    card = (tmp_path / "README.md").read_bytes()
+    (tmp_path / "README.md").write_bytes(card.replace(b"\n", b"\r\n"))
+    save_config(None, tmp_path, verifier="coupled")
+    assert (tmp_path / "README.md").read_bytes() == card
+
+
+def test_nothing_is_uploaded_unasked(tmp_path):
+    api = Api()
+    save_config(None, tmp_path, api=api, verifier="typical")
+    assert api.repositories == {}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"verifier": "own_rule"}, "verifier must be one of block, coupled, greedy, rejection, typical to be saved"),
+        ({"posterior_treshold": 0.1}, "fields must be among .*, got posterior_treshold"),
+        ({"posterior_threshold": 2.0}, r"posterior_threshold must be in \(0, 1\), got 2.0"),
+        ({"suffix_store": hf_speculate.SuffixStore()}, "suffix_store must be a plain value to be saved"),
+    ],
+)
+def test_what_cannot_be_saved_is_refused_before_anything_is_written(fields, message, tmp_path):
+    with pytest.raises(hf_speculate.ConfigError, match=message):
+        save_config(None, tmp_path / "new", **fields)
+    assert not (tmp_path / "new").exists()
