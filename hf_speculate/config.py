@@ -1,18 +1,16 @@
 """What a call asked of speculation: the fields, where they were set, whether they can hold."""
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from numbers import Integral, Real
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from hf_speculate.draft.state import DraftState
-from hf_speculate.draft.suffix_store import SuffixStore
 from hf_speculate.errors import ConfigError
-from hf_speculate.field_checks import check_callable, check_count, check_real, check_span, is_int
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.triton_kernels.noise import row_seeds
 from hf_speculate.types import RoundReport
@@ -21,16 +19,119 @@ MAX_ASSISTANT_TOKENS = 128
 DEFAULT_ASSISTANT_TOKENS = 5  # of the schedules that start from a number
 DEFAULT_MAX_ASSISTANT_TOKENS = 10  # of the adaptive one
 
-_CHOICES = {
-    "typical_correction": ("argmax", "sample"),
-    "draft_sampling": ("argmax", "sample"),
-    "num_assistant_tokens_schedule": ("adaptive", "constant", "heuristic", "heuristic_transient"),
-    "verifier_backend": ("auto", "torch", "triton"),
-    "speculation_cache": ("auto", "dynamic", "preallocated"),
-}
 _RUN_FACTOR = 0x3C6EF372FE94F82B  # odd, without structure: apart from what parts the rows
 _GREEDY_AT_ZERO = ("rejection", "block", "coupled")  # verifiers of sampling that are greedy at temperature 0
 _LARGEST = sys.float_info.max
+
+_Check = Callable[[str, Any], None]
+"""Takes a field's name and value; raises `ConfigError` if the value is not allowed."""
+
+
+def _is_int(value: object) -> bool:
+    """Whether the value is a whole number, of numpy too; a bool is not."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _one_of(*choices: str) -> _Check:
+    def check(name: str, value: Any) -> None:
+        if value not in choices:
+            raise ConfigError(
+                f"{name} must be one of {', '.join(choices)}, got {value!r}; leave it out for the default"
+            )
+
+    return check
+
+
+def _real(allowed: str, holds: Callable[[float], bool]) -> _Check:
+    def check(name: str, value: Any) -> None:
+        if not isinstance(value, Real) or isinstance(value, bool) or not holds(float(value)):
+            raise ConfigError(f"{name} must be {allowed}, got {value!r}; leave it out for the default")
+
+    return check
+
+
+def _count(allowed: str, most: float, hint: str) -> _Check:
+    def check(name: str, value: Any) -> None:
+        if not _is_int(value) or not 1 <= value <= most:
+            raise ConfigError(f"{name} must be {allowed}, got {value!r}; {hint}")
+
+    return check
+
+
+def _called(what: str, hint: str) -> _Check:
+    def check(name: str, value: Any) -> None:
+        if not callable(value):
+            raise ConfigError(f"{name} must {what}, got {type(value).__name__}; {hint}")
+
+    return check
+
+
+def _instance(kind: type, hint: str) -> _Check:
+    label = f"torch.{kind.__name__}" if kind is torch.Generator else kind.__name__
+
+    def check(name: str, value: Any) -> None:
+        if not isinstance(value, kind):
+            raise ConfigError(f"{name} must be a {label}, got {type(value).__name__}; {hint}")
+
+    return check
+
+
+def _check_seed(name: str, value: Any) -> None:
+    is_list = isinstance(value, Sequence) and not isinstance(value, str) and all(map(_is_int, value))
+    if not _is_int(value) and not is_list:
+        raise ConfigError(
+            f"{name} must be an int or one int per output row, got {value!r}; leave it out for a drawn one"
+        )
+
+
+def _check_span(name: str, value: Any) -> None:
+    if isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 2:
+        opens, closes = value
+        if _is_int(opens) and _is_int(closes) and min(opens, closes) >= 0 and opens != closes:
+            return
+    raise ConfigError(
+        f"{name} must be two different token ids, one that opens a span and one that closes it, got {value!r}; "
+        "pass those of <think> and </think>, say"
+    )
+
+
+def _check_generator_source(name: str, value: Any) -> None:
+    if not isinstance(value, CandidateGenerator) and not callable(value):
+        raise ConfigError(
+            f"{name} must be a CandidateGenerator or make one, got {type(value).__name__}; "
+            "pass an instance, a class or a functools.partial of one"
+        )
+
+
+_CHECKS: dict[str, _Check] = {
+    "typical_correction": _one_of("argmax", "sample"),
+    "draft_sampling": _one_of("argmax", "sample"),
+    "num_assistant_tokens_schedule": _one_of("adaptive", "constant", "heuristic", "heuristic_transient"),
+    "verifier_backend": _one_of("auto", "torch", "triton"),
+    "speculation_cache": _one_of("auto", "dynamic", "preallocated"),
+    "posterior_threshold": _real("in (0, 1)", lambda x: 0 < x < 1),
+    "posterior_alpha": _real("> 0 and finite", lambda x: 0 < x <= _LARGEST),
+    "entropy_epsilon": _real(">= 0 and finite", lambda x: 0 <= x <= _LARGEST),
+    "assistant_confidence_threshold": _real("in [0, 1]", lambda x: 0 <= x <= 1),
+    "num_assistant_tokens": _count(
+        f"in 1..{MAX_ASSISTANT_TOKENS}",
+        MAX_ASSISTANT_TOKENS,
+        "leave assistant_model out to decode without speculation",
+    ),
+    "prompt_lookup_num_tokens": _count(
+        f"in 1..{MAX_ASSISTANT_TOKENS}", MAX_ASSISTANT_TOKENS, "leave it out to copy none"
+    ),
+    "max_matching_ngram_size": _count("at least 1", torch.inf, "leave it out for the longest match"),
+    "relax_only_inside": _check_span,
+    "seed": _check_seed,
+    "generator": _instance(torch.Generator, "pass seed= for an int"),
+    "speculation_stats": _instance(SpeculationStats, "pass hf_speculate.SpeculationStats()"),
+    "candidate_generator": _check_generator_source,
+    "drafter": _called(
+        "make a Drafter when called with a DrafterRequest", "pass a class, a function or a functools.partial"
+    ),
+    "speculation_callback": _called("be called after every round", "pass a function of one RoundReport"),
+}
 
 
 @dataclass(frozen=True)
@@ -56,8 +157,8 @@ class SpeculationConfig:
             an assistant, each row copies or asks it, whichever promises more. `None`: nothing is copied.
         max_matching_ngram_size: tokens of the text's end that are matched at most, >= 1; `None` is 64, which is also
             the most.
-        suffix_store: texts of earlier calls to copy from too; this call's outputs are added to it.
-        draft_state: what the draft model has read in earlier calls; this call's text takes its place.
+        suffix_store: a `SuffixStore`, texts of earlier calls to copy from too; this call's outputs are added to it.
+        draft_state: a `DraftState`, what the draft model has read in earlier calls; this call's text takes its place.
         verifier_backend: "auto", "torch" or "triton", of the kernels that verify and draw; "auto" is Triton on a GPU.
         speculation_cache: "auto", "dynamic" or "preallocated", where key-value states are kept; "auto" preallocates
             where the model allows it and the cache is not the user's own.
@@ -85,8 +186,8 @@ class SpeculationConfig:
     assistant_confidence_threshold: float | None = None
     prompt_lookup_num_tokens: int | None = None
     max_matching_ngram_size: int | None = None
-    suffix_store: SuffixStore | None = None
-    draft_state: DraftState | None = None
+    suffix_store: Any = None
+    draft_state: Any = None
     verifier_backend: str = "auto"
     speculation_cache: str = "auto"
     seed: int | Sequence[int] | None = None
@@ -97,84 +198,17 @@ class SpeculationConfig:
     drafter: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
-        for name, choices in _CHOICES.items():
-            value = getattr(self, name)
-            if value is not None and value not in choices:
-                raise ConfigError(
-                    f"{name} must be one of {', '.join(choices)}, got {value!r}; leave it out for the default"
-                )
-        check_real("posterior_threshold", self.posterior_threshold, "in (0, 1)", lambda x: 0 < x < 1)
-        check_real("posterior_alpha", self.posterior_alpha, "> 0 and finite", lambda x: 0 < x <= _LARGEST)
-        check_real("entropy_epsilon", self.entropy_epsilon, ">= 0 and finite", lambda x: 0 <= x <= _LARGEST)
-        if self.assistant_confidence_threshold is not None:
-            check_real(
-                "assistant_confidence_threshold",
-                self.assistant_confidence_threshold,
-                "in [0, 1]",
-                lambda x: 0 <= x <= 1,
-            )
-        hint = "leave assistant_model out to decode without speculation"
-        check_count("num_assistant_tokens", self.num_assistant_tokens, MAX_ASSISTANT_TOKENS, hint)
-        self._check_lookup()
-        self._check_randomness()
-        self._check_candidate_generator()
-        check_span("relax_only_inside", self.relax_only_inside)
-        hint = "pass a class, a function or a functools.partial"
-        check_callable("drafter", self.drafter, "make a Drafter when called with a DrafterRequest", hint)
-        hint = "pass a function of one RoundReport"
-        check_callable("speculation_callback", self.speculation_callback, "be called after every round", hint)
-
-    def _check_lookup(self) -> None:
-        num, most, store = self.prompt_lookup_num_tokens, self.max_matching_ngram_size, self.suffix_store
-        check_count("prompt_lookup_num_tokens", num, MAX_ASSISTANT_TOKENS, "leave it out to copy none")
-        if most is not None and not (is_int(most) and most >= 1):
-            raise ConfigError(
-                f"max_matching_ngram_size must be at least 1, got {most!r}; leave it out for the longest match"
-            )
-        if store is not None and not isinstance(store, SuffixStore):
-            raise ConfigError(
-                f"suffix_store must be a SuffixStore, got {type(store).__name__}; pass hf_speculate.SuffixStore()"
-            )
-        if store is not None and num is None:
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if entry.name in _CHECKS and not (value is None and entry.default is None):
+                _CHECKS[entry.name](entry.name, value)
+        if self.suffix_store is not None and self.prompt_lookup_num_tokens is None:
             raise ConfigError(
                 "suffix_store must come with prompt_lookup_num_tokens, got none; set prompt_lookup_num_tokens=10, say"
             )
-
-        if self.draft_state is not None and not isinstance(self.draft_state, DraftState):
-            raise ConfigError(
-                f"draft_state must be a DraftState, got {type(self.draft_state).__name__}; "
-                "pass hf_speculate.DraftState()"
-            )
-
-    def _check_randomness(self) -> None:
-        seed = self.seed
-        is_seed = seed is None or is_int(seed)
-        if not is_seed and not (isinstance(seed, Sequence) and not isinstance(seed, str) and all(map(is_int, seed))):
-            raise ConfigError(
-                f"seed must be an int or one int per output row, got {seed!r}; leave it out for a drawn one"
-            )
-        if self.generator is not None and not isinstance(self.generator, torch.Generator):
-            raise ConfigError(
-                f"generator must be a torch.Generator, got {type(self.generator).__name__}; pass seed= for an int"
-            )
-        if seed is not None and self.generator is not None:
+        if self.seed is not None and self.generator is not None:
             raise ConfigError("seed and generator must not both be set, got both; a generator only draws the seed")
-        if self.speculation_stats is not None and not isinstance(self.speculation_stats, SpeculationStats):
-            raise ConfigError(
-                f"speculation_stats must be a SpeculationStats, got {type(self.speculation_stats).__name__}; "
-                "pass hf_speculate.SpeculationStats()"
-            )
-
-    def _check_candidate_generator(self) -> None:
-        generator = self.candidate_generator
-        if generator is None:
-            return
-        if not isinstance(generator, CandidateGenerator) and not callable(generator):
-            raise ConfigError(
-                f"candidate_generator must be a CandidateGenerator or make one, got {type(generator).__name__}; "
-                "pass an instance, a class or a functools.partial of one"
-            )
-        if self.num_assistant_tokens_schedule not in (None, "constant"):
+        if self.candidate_generator is not None and self.num_assistant_tokens_schedule not in (None, "constant"):
             raise ConfigError(
                 "num_assistant_tokens_schedule must be 'constant' with candidate_generator, got "
                 f"{self.num_assistant_tokens_schedule!r}; the generator decides how many tokens it drafts"
@@ -267,8 +301,6 @@ class SpeculationConfig:
         return replace(self, verifier=verifier, typical_correction=correction)
 
 
-# A field that is settled keeps its companion out of weaker sources.
-_SHUTS_OUT = {"num_assistant_tokens": "num_assistant_tokens_schedule", "seed": "generator", "generator": "seed"}
 FIELD_NAMES = tuple(field.name for field in fields(SpeculationConfig))
 _OBJECTS = {
     "candidate_generator",
@@ -280,33 +312,3 @@ _OBJECTS = {
     "suffix_store",
 }
 PLAIN_NAMES = tuple(sorted(set(FIELD_NAMES) - _OBJECTS))  # fields that a file or a command line can set
-
-
-def read_config(sources: Iterable[Mapping[str, Any]]) -> SpeculationConfig:
-    """Settle every field by the first source that sets it.
-
-    A schedule that stands in a weaker source than `num_assistant_tokens` does not count: who asks for K tokens
-    gets K.
-
-    Args:
-        sources: mappings of the fields that were set, the strongest first.
-
-    Raises:
-        ConfigError: as `SpeculationConfig`.
-    """
-    settled: dict[str, Any] = {}
-    for source in sources:
-        shut_out = {other for name, other in _SHUTS_OUT.items() if name in settled}
-        for name in FIELD_NAMES:
-            if name in source and name not in settled and name not in shut_out:
-                settled[name] = source[name]
-    unset = [name for name, value in settled.items() if value is None]
-    for name in unset:  # an explicit None keeps weaker sources out, then means the default
-        del settled[name]
-    return SpeculationConfig(**settled)
-
-
-def fields_of(config: object) -> dict[str, Any]:
-    """The fields that a `GenerationConfig` sets; `None` counts as not set."""
-    values = {name: getattr(config, name, None) for name in FIELD_NAMES}
-    return {name: value for name, value in values.items() if value is not None}

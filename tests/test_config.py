@@ -9,8 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 import hf_speculate
-from hf_speculate.config import FIELD_NAMES, PLAIN_NAMES, SpeculationConfig, fields_of, read_config
+from hf_speculate.config import FIELD_NAMES, PLAIN_NAMES, SpeculationConfig
 from hf_speculate.errors import ConfigError
+from hf_speculate.generation.config_sources import fields_of, read_config
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.types import Verdict
 from hf_speculate.verify import base, register_verifier

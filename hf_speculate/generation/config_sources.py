@@ -1,19 +1,55 @@
-"""Reads the fields of a saved `generation_config.json`."""
+"""Collects the fields of `SpeculationConfig` from keywords, generation configs and saved files."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hf_speculate.config import FIELD_NAMES
+from hf_speculate.config import FIELD_NAMES, SpeculationConfig
+from hf_speculate.draft.state import DraftState
+from hf_speculate.draft.suffix_store import SuffixStore
 from hf_speculate.errors import ConfigError
+
+# A field that is settled keeps its companion out of weaker sources.
+_SHUTS_OUT = {"num_assistant_tokens": "num_assistant_tokens_schedule", "seed": "generator", "generator": "seed"}
+
+
+def read_config(sources: Iterable[Mapping[str, Any]]) -> SpeculationConfig:
+    """Settle every field by the first source that sets it.
+
+    A schedule that stands in a weaker source than `num_assistant_tokens` does not count: who asks for K tokens
+    gets K.
+
+    Args:
+        sources: mappings of the fields that were set, the strongest first.
+
+    Raises:
+        ConfigError: as `SpeculationConfig`.
+    """
+    settled: dict[str, Any] = {}
+    for source in sources:
+        shut_out = {other for name, other in _SHUTS_OUT.items() if name in settled}
+        for name in FIELD_NAMES:
+            if name in source and name not in settled and name not in shut_out:
+                settled[name] = source[name]
+    # an explicit None keeps weaker sources out, then means the default
+    config = SpeculationConfig(**{name: value for name, value in settled.items() if value is not None})
+    _check_kind("suffix_store", config.suffix_store, SuffixStore)
+    _check_kind("draft_state", config.draft_state, DraftState)
+    return config
+
+
+def fields_of(config: object) -> dict[str, Any]:
+    """The fields that a `GenerationConfig` sets; `None` counts as not set."""
+    values = {name: getattr(config, name, None) for name in FIELD_NAMES}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def fields_in(saved: str | Path | Mapping[str, Any] | None) -> dict[str, Any]:
-    """The fields that a saved config sets; `None` counts as not set, and names that are no fields of ours do not count.
+    """The fields of ours that a saved config sets; `None` counts as not set.
 
     Args:
-        saved: a `generation_config.json`, or its content; None: nothing is saved.
+        saved: a `generation_config.json`, or its content; None if nothing is saved.
 
     Raises:
         ConfigError: it holds no object.
@@ -25,6 +61,13 @@ def fields_in(saved: str | Path | Mapping[str, Any] | None) -> dict[str, Any]:
             'write {"verifier": "typical"}, say'
         )
     return {name: values[name] for name in FIELD_NAMES if values.get(name) is not None}
+
+
+def _check_kind(name: str, value: object, kind: type) -> None:
+    if value is not None and not isinstance(value, kind):
+        raise ConfigError(
+            f"{name} must be a {kind.__name__}, got {type(value).__name__}; pass hf_speculate.{kind.__name__}()"
+        )
 
 
 def _read(path: Path) -> Any:

@@ -18,7 +18,7 @@ from hf_speculate.compat import (
     own_steps,
     stateful_names,
 )
-from hf_speculate.config import FIELD_NAMES, fields_of, read_config
+from hf_speculate.config import FIELD_NAMES
 from hf_speculate.draft.assistant import choose_draft, warn_of_low_acceptance
 from hf_speculate.engine.outputs import GenerateOutput
 from hf_speculate.errors import UnsupportedModelError
@@ -31,7 +31,7 @@ from hf_speculate.generation.arguments import (
     samples,
     unwrapped,
 )
-from hf_speculate.generation.config_sources import fields_in
+from hf_speculate.generation.config_sources import fields_in, fields_of, read_config
 from hf_speculate.generation.decoding_method import Speculation
 from hf_speculate.generation.draft_source import reason_of
 from hf_speculate.generation.token_healing import HealsTokens, healing

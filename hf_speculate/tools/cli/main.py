@@ -4,6 +4,9 @@ import sys
 from collections.abc import Sequence
 from typing import Annotated
 
+import hf_speculate.tools.cli.logging  # noqa: F401  # before anything imports transformers
+
+# isort: split
 import typer
 from typer.main import get_command
 

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_speculate.config import FIELD_NAMES, fields_of, read_config
+from hf_speculate.config import FIELD_NAMES
 from hf_speculate.errors import ConfigError
+from hf_speculate.generation.config_sources import fields_of, read_config
 from hf_speculate.generation.draft_source import reason_of
 from hf_speculate.generation.enable import is_enabled
 from hf_speculate.generation.mixin import generate

@@ -7,8 +7,9 @@ from typing import Any
 from huggingface_hub import HfApi
 from transformers import GenerationConfig, PreTrainedModel
 
-from hf_speculate.config import FIELD_NAMES, PLAIN_NAMES, SpeculationConfig, fields_of
+from hf_speculate.config import FIELD_NAMES, PLAIN_NAMES, SpeculationConfig
 from hf_speculate.errors import ConfigError
+from hf_speculate.generation.config_sources import fields_of
 from hf_speculate.tools.hub.card import documented_verifiers, is_replaceable, model_card, title_of
 
 _CARD = "README.md"
