@@ -7,8 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 OLDEST := .oldest
 OLDEST_STAMP := $(OLDEST)/.installed
-OLDEST_TESTS := tests/draft tests/generation tests/reliability tests/test_compatibility.py tests/generation/test_enable.py \
-  tests/engine/test_error_context.py tests/generation/test_pipeline.py
+OLDEST_TESTS := tests/draft tests/generation tests/reliability tests/test_compatibility.py
 WORKERS ?= logical
 PYTEST_ARGS ?=
 DEMO_ARGS ?=

@@ -42,9 +42,9 @@ def _one_of(*choices: str) -> _Check:
     return check
 
 
-def _real(allowed: str, holds: Callable[[float], bool]) -> _Check:
+def _real(allowed: str, holds: Callable[[Any], bool]) -> _Check:
     def check(name: str, value: Any) -> None:
-        if not isinstance(value, Real) or isinstance(value, bool) or not holds(float(value)):
+        if not isinstance(value, Real) or isinstance(value, bool) or not holds(value):
             raise ConfigError(f"{name} must be {allowed}, got {value!r}; leave it out for the default")
 
     return check

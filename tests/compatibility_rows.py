@@ -122,14 +122,14 @@ class Quiet:
         pass
 
 
-OPTIONS = "generate/test_options.py"
+OPTIONS = "generation/test_options.py"
 CONFIG = "test_config.py"
-LOOKUP = "generate/test_lookup.py"
-PICTURES = "generate/test_vision_language.py::test_greedy_equals_plain"
-ARGUMENTS_OF_PICTURES = "generate/test_vision_language.py::test_arguments_beside_the_pixels_are_read_with_the_prompt"
-ENCODERS = "generate/test_encoder_decoder.py"
-BLOCK = "test_processors.py::test_block_equals_position_by_position"
-EXACT = "generate/test_greedy_exactness.py"
+LOOKUP = "generation/test_lookup.py"
+PICTURES = "generation/test_vision_language.py::test_greedy_equals_plain"
+ARGUMENTS_OF_PICTURES = "generation/test_vision_language.py::test_arguments_beside_the_pixels_are_read_with_the_prompt"
+ENCODERS = "generation/test_encoder_decoder.py"
+BLOCK = "processors/test_processors.py::test_block_equals_position_by_position"
+EXACT = "generation/test_greedy_exactness.py"
 HERE = "test_compatibility.py::test_a_supported_value_gives_the_text_of_plain_decoding"
 LOCK_STEP = "rows move in lock step"
 BEAMS = "beam search alone reads it, and is refused; greedy decoding and sampling pass over it, in transformers too"
@@ -179,7 +179,7 @@ ARGUMENTS = (
     Row(
         "synced_gpus",
         Supported(
-            "generate/test_synced.py::test_ranks_run_the_same_forwards_and_get_their_own_texts",
+            "generation/test_synced.py::test_ranks_run_the_same_forwards_and_get_their_own_texts",
             "not with every source of drafts, see [calls](calls.md#ranks-of-a-distributed-call)",
         ),
     ),
@@ -220,24 +220,26 @@ ARGUMENTS = (
     ),
     Row(
         "custom_generate",
-        Supported("test_enabling.py::test_the_hub_repository_runs_through_custom_generate", "a repository"),
+        Supported("generation/test_enable.py::test_the_hub_repository_runs_through_custom_generate", "a repository"),
     ),
     Row("custom_generate", Refused(Call({"custom_generate": lambda model, input_ids: input_ids}), "a function")),
     Row(
         "trust_remote_code",
-        Supported("test_enabling.py::test_the_hub_repository_runs_through_custom_generate", "for `custom_generate`"),
+        Supported(
+            "generation/test_enable.py::test_the_hub_repository_runs_through_custom_generate", "for `custom_generate`"
+        ),
     ),
     Row(
         "tokenizer",
         Supported(
-            "generate/test_stop_strings.py::test_text_ends_where_plain_ends_it",
+            "generation/test_stop_strings.py::test_text_ends_where_plain_ends_it",
             "for `stop_strings` and drafts of other vocabularies",
         ),
     ),
     Row(
         "assistant_tokenizer",
         Supported(
-            "generate/test_vocabularies.py::test_another_tokenizer_greedy_is_plain_greedy",
+            "generation/test_vocabularies.py::test_another_tokenizer_greedy_is_plain_greedy",
             call=Call({"assistant_tokenizer": TOKENIZER, "tokenizer": TOKENIZER}, changes=False),
         ),
     ),
@@ -245,16 +247,16 @@ ARGUMENTS = (
     Row("attention_mask", Supported(f"{EXACT}::test_greedy_equals_plain", call=Call({}, batch_size=3, changes=False))),
     Row(
         "position_ids",
-        Supported("generate/test_vision_language.py::test_positions_that_the_user_passes_go_on_from_the_last"),
+        Supported("generation/test_vision_language.py::test_positions_that_the_user_passes_go_on_from_the_last"),
     ),
     Row(
         "token_type_ids",
-        Supported("generate/test_vision_language.py::test_token_types_repeat_the_prompts_last"),
+        Supported("generation/test_vision_language.py::test_token_types_repeat_the_prompts_last"),
     ),
     Row(
         "inputs_embeds",
         Supported(
-            "generate/test_embeddings.py::test_greedy_equals_plain",
+            "generation/test_embeddings.py::test_greedy_equals_plain",
             "with or without `input_ids`, which are all that a draft model reads of the prompt",
             Call({"inputs_embeds": torch.ones(1, 3, 32).double() / 8}, batch_size=0, changes=False),
         ),
@@ -269,7 +271,7 @@ ARGUMENTS = (
     Row(
         "past_key_values",
         Supported(
-            "generate/test_ownership.py::test_a_passed_cache_advances_in_place_as_in_plain",
+            "generation/test_ownership.py::test_a_passed_cache_advances_in_place_as_in_plain",
             "a `DynamicCache`, or an `EncoderDecoderCache` of two",
         ),
     ),
@@ -287,11 +289,11 @@ ARGUMENTS = (
         for name in ("image_grid_thw", "mm_token_type_ids", "pixel_values")
     ),
     *(
-        Row(name, Supported("generate/test_vision_language.py::test_videos_are_read_as_images_are"))
+        Row(name, Supported("generation/test_vision_language.py::test_videos_are_read_as_images_are"))
         for name in ("pixel_values_videos", "video_grid_thw")
     ),
     *(
-        Row(name, Supported("generate/test_vision_language.py::test_features_are_chosen_as_the_call_says"))
+        Row(name, Supported("generation/test_vision_language.py::test_features_are_chosen_as_the_call_says"))
         for name in ("vision_feature_layer", "vision_feature_select_strategy")
     ),
     *(
@@ -300,7 +302,7 @@ ARGUMENTS = (
     ),
     Row(
         "adapter_names",
-        Supported("generate/test_wrapped.py::test_every_row_may_have_its_own_adapter", "PEFT's, one adapter a row"),
+        Supported("generation/test_wrapped.py::test_every_row_may_have_its_own_adapter", "PEFT's, one adapter a row"),
     ),
     Row(
         "any other model argument",
@@ -340,7 +342,7 @@ FIELDS = (
     Row(
         "stop_strings",
         Supported(
-            "generate/test_stop_strings.py::test_text_ends_where_plain_ends_it",
+            "generation/test_stop_strings.py::test_text_ends_where_plain_ends_it",
             call=Call(lambda text: {"stop_strings": CHARACTERS[text[4]], "tokenizer": TOKENIZER}),
         ),
     ),
@@ -348,7 +350,7 @@ FIELDS = (
     Row(
         "do_sample",
         Supported(
-            "generate/test_law.py::test_rejection_keeps_the_joint_law", call=Call({}, samples=True, changes=False)
+            "generation/test_law.py::test_rejection_keeps_the_joint_law", call=Call({}, samples=True, changes=False)
         ),
     ),
     Row("do_sample", Refused(Call({"do_sample": True, "verifier": "greedy"}), 'with `verifier="greedy"`')),
@@ -364,8 +366,8 @@ FIELDS = (
             Supported(shown_by, f'`"{kind}"`', Call({"cache_implementation": kind}, changes=False)),
         )
         for kind, shown_by in (
-            ("dynamic", "generate/test_preallocated.py::test_the_dynamic_home_serves_what_cannot_be_preallocated"),
-            ("static", "generate/test_compiled.py::test_a_static_cache_without_a_compiler_means_fixed_buffers"),
+            ("dynamic", "generation/test_preallocated.py::test_the_dynamic_home_serves_what_cannot_be_preallocated"),
+            ("static", "generation/test_compiled.py::test_a_static_cache_without_a_compiler_means_fixed_buffers"),
         )
     ),
     Row("cache_implementation", Refused(Call({"cache_implementation": "offloaded"}))),
@@ -396,7 +398,7 @@ FIELDS = (
     Row(
         "max_cache_len",
         Supported(
-            "generate/test_compiled.py::test_buffers_of_another_length_are_others",
+            "generation/test_compiled.py::test_buffers_of_another_length_are_others",
             "with a static cache or compiled rounds",
             Call({"max_cache_len": 64, "cache_implementation": "static"}, changes=False),
         ),
@@ -479,7 +481,7 @@ FIELDS = (
     ),
     Row(
         "token_healing",
-        Supported("generate/test_guidance.py::test_a_healed_prompt_is_that_of_plain", "needs `tokenizer`"),
+        Supported("generation/test_guidance.py::test_a_healed_prompt_is_that_of_plain", "needs `tokenizer`"),
     ),
     Row("guidance_scale", Supported(HERE, LOCK_STEP, Call({"guidance_scale": 1.7}))),
     Row(
@@ -571,7 +573,7 @@ FIELDS = (
     Row(
         "num_assistant_tokens_schedule",
         Supported(
-            "generate/test_schedules.py::test_adaptive_is_the_default_and_a_number_bounds_it",
+            "generation/test_schedules.py::test_adaptive_is_the_default_and_a_number_bounds_it",
             "see below",
             Call({"num_assistant_tokens_schedule": "heuristic"}, changes=False),
         ),
@@ -623,7 +625,7 @@ FIELDS = (
     Row(
         "compile_config",
         Supported(
-            "generate/test_compiled.py::test_text_equals_plain_and_rows_that_end_stay",
+            "generation/test_compiled.py::test_text_equals_plain_and_rows_that_end_stay",
             "compiles where plain decoding would",
             Call({"compile_config": CompileConfig()}, changes=False),
         ),
@@ -631,7 +633,7 @@ FIELDS = (
     Row(
         "disable_compile",
         Supported(
-            "generate/test_compiled.py::test_where_plain_generate_would_not_compile_we_do_not_and_say_so",
+            "generation/test_compiled.py::test_where_plain_generate_would_not_compile_we_do_not_and_say_so",
             call=Call({"disable_compile": True, "cache_implementation": "static"}, changes=False),
         ),
     ),
@@ -664,7 +666,7 @@ OWN_FIELDS = (
     Row(
         "verifier",
         Supported(
-            "generate/test_matrix.py::test_a_call_repeats_by_seed_and_row_and_is_plain_where_it_must_be",
+            "generation/test_matrix.py::test_a_call_repeats_by_seed_and_row_and_is_plain_where_it_must_be",
             call=Call({"verifier": "block"}, changes=False),
         ),
     ),
@@ -675,7 +677,7 @@ OWN_FIELDS = (
     Row(
         "relax_only_inside",
         Supported(
-            "generate/test_spans.py::test_outside_of_spans_greedy_tokens_are_the_argmax",
+            "generation/test_spans.py::test_outside_of_spans_greedy_tokens_are_the_argmax",
             "with a lossy verifier: two ids, between which it decides; outside the text is plain decoding's",
         ),
     ),
@@ -683,7 +685,7 @@ OWN_FIELDS = (
     Row(
         "draft_sampling",
         Supported(
-            "generate/test_law.py::test_other_ways_of_a_round_keep_the_joint_law",
+            "generation/test_law.py::test_other_ways_of_a_round_keep_the_joint_law",
             "under `do_sample=True`",
             Call({"draft_sampling": "argmax"}, samples=True, changes=False),
         ),
@@ -694,14 +696,14 @@ OWN_FIELDS = (
     Row(
         "verifier_backend",
         Supported(
-            "generate/test_bad_input.py::test_triton_by_name_where_it_cannot_run",
+            "generation/test_bad_input.py::test_triton_by_name_where_it_cannot_run",
             call=Call({"verifier_backend": "torch"}, samples=True, changes=False),
         ),
     ),
     Row(
         "speculation_cache",
         Supported(
-            "generate/test_preallocated.py::"
+            "generation/test_preallocated.py::"
             "test_text_equals_plain_and_the_dynamic_home_while_buffers_grow_and_windows_move",
             call=Call({"speculation_cache": "dynamic"}, batch_size=3, changes=False),
         ),
@@ -718,25 +720,27 @@ OWN_FIELDS = (
     Row(
         "speculation_callback",
         Supported(
-            "generate/test_callback.py::test_it_is_told_every_round_as_the_statistics_count_it",
+            "generation/test_callback.py::test_it_is_told_every_round_as_the_statistics_count_it",
             "called with a `RoundReport`, never in JSON",
         ),
     ),
     Row(
         "candidate_generator",
-        Supported("draft/test_foreign.py::test_greedy_is_plain_greedy", "an object, never in JSON; one row"),
+        Supported(
+            "draft/test_from_candidate_generator.py::test_greedy_is_plain_greedy", "an object, never in JSON; one row"
+        ),
     ),
     Row(
         "drafter",
         Supported(
-            "draft/test_own_drafter.py::test_a_reader_is_told_every_state_and_greedy_text_is_plain",
+            "draft/test_custom.py::test_a_reader_is_told_every_state_and_greedy_text_is_plain",
             "what makes one, never in JSON",
         ),
     ),
     Row(
         "draft_state",
         Supported(
-            "generate/test_draft_state.py::test_turns_are_the_same_and_the_draft_reads_what_is_new",
+            "generation/test_draft_state.py::test_turns_are_the_same_and_the_draft_reads_what_is_new",
             "an object, never in JSON",
         ),
     ),
@@ -778,7 +782,7 @@ DRAFT_LENGTHS = (
     (
         "neither",
         '`"adaptive"`, up to 10 tokens; transformers\' own defaults (20, `"constant"`, 0.4) never count',
-        "generate/test_schedules.py::test_adaptive_is_the_default_and_a_number_bounds_it",
+        "generation/test_schedules.py::test_adaptive_is_the_default_and_a_number_bounds_it",
     ),
     (
         "`assistant_confidence_threshold`",

@@ -9,7 +9,7 @@ import transformers
 
 import hf_speculate
 from hf_speculate.config import FIELD_NAMES
-from hf_speculate.refusals import calls
+from hf_speculate.generation import validate_call as calls
 from tests.cases import assert_equal_ids
 from tests.compatibility import (
     COMMAND,

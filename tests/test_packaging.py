@@ -80,7 +80,7 @@ def test_the_wheel_holds_the_package_with_its_kernels_inside(wheel_names: set[st
         for package, folder in folders.items()
         for path in folder.rglob("*.py")
     }
-    assert expected | {"hf_speculate/py.typed", "hf_speculate/report/page.html"} == wheel_names
+    assert expected | {"hf_speculate/py.typed", "hf_speculate/tools/bench/report/page.html"} == wheel_names
 
 
 IN_A_FRESH_ENVIRONMENT = """

@@ -32,11 +32,10 @@ def read_config(sources: Iterable[Mapping[str, Any]]) -> SpeculationConfig:
         for name in FIELD_NAMES:
             if name in source and name not in settled and name not in shut_out:
                 settled[name] = source[name]
+    _check_kind("suffix_store", settled.get("suffix_store"), SuffixStore)
+    _check_kind("draft_state", settled.get("draft_state"), DraftState)
     # an explicit None keeps weaker sources out, then means the default
-    config = SpeculationConfig(**{name: value for name, value in settled.items() if value is not None})
-    _check_kind("suffix_store", config.suffix_store, SuffixStore)
-    _check_kind("draft_state", config.draft_state, DraftState)
-    return config
+    return SpeculationConfig(**{name: value for name, value in settled.items() if value is not None})
 
 
 def fields_of(config: object) -> dict[str, Any]:

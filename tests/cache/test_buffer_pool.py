@@ -7,8 +7,8 @@ import weakref
 import pytest
 import torch
 
+from hf_speculate.cache import buffer_pool
 from hf_speculate.cache.buffer_pool import BufferPool, LayerBuffers
-from hf_speculate.models import buffer_pool
 from tests.tiny import make_model
 
 SHAPE = (2, 1, 128, 4)  # [B, H, capacity, D]

@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
 import hf_speculate
-from hf_speculate.models import attention
+from hf_speculate.models import folded_attention as attention
 from hf_speculate.models.attention_switch import folded_attention_for
 from hf_speculate.models.folded_attention import FOLDED, STANDS_FOR, folding
 from tests.cases import assert_equal_ids

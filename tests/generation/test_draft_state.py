@@ -8,7 +8,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import DynamicCache, GenerationConfig
 
 import hf_speculate
-from hf_speculate import DraftState, SpeculationStats, build
+from hf_speculate import DraftState, SpeculationStats
+from hf_speculate.engine import builder as build
 from hf_speculate.errors import ConfigError
 from hf_speculate.models.inferencer import Inferencer
 from tests.cases import assert_equal_ids, pair

@@ -5,8 +5,8 @@ import torch
 from transformers import DynamicCache
 
 import hf_speculate
+from hf_speculate.cache import ragged_layer
 from hf_speculate.errors import UnsupportedModelError
-from hf_speculate.models import ragged_layer
 from tests.cases import assert_equal_ids, pair
 from tests.tiny import KINDS, SLIDING_WINDOW, make_model, noisy_copy, ragged_prompts
 

@@ -18,7 +18,7 @@ from hf_speculate.engine import builder as build
 from hf_speculate.engine.distributed import shards_of
 from hf_speculate.engine.plan import cost_ratio
 from hf_speculate.errors import UnsupportedModelError
-from hf_speculate.models import attention
+from hf_speculate.models import folded_attention as attention
 from tests.generation.test_compiled import compile_config
 from tests.generation.test_synced import Leave
 from tests.tiny import make_model, noisy_copy, ragged_prompts

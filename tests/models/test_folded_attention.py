@@ -10,7 +10,7 @@ from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_speculate.models import attention
+from hf_speculate.models import folded_attention as attention
 from hf_speculate.models.folded_attention import FOLDED, STANDS_FOR, folded_attention, folding
 
 TOLERANCE = 1e-13  # float64 round-off of sums over 11 states of size 1; a row under its neighbour's mask is off by 0.1

@@ -10,8 +10,8 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 from transformers.generation.candidate_generator import CandidateGenerator
 
 import hf_speculate
+from hf_speculate.cache import ragged_layer
 from hf_speculate.cache.preallocated import PreallocatedKVCache
-from hf_speculate.models import ragged_layer
 
 
 class Mistake(RuntimeError):

@@ -8,7 +8,8 @@ import torch
 from transformers import CompileConfig
 
 import hf_speculate
-from hf_speculate.models import attention_switch, buffer_pool
+from hf_speculate.cache import buffer_pool
+from hf_speculate.models import attention_switch
 from tests.cases import assert_equal_ids
 from tests.reliability.faults import ERRORS, Fault, put_in
 from tests.tiny import make_model, noisy_copy, ragged_prompts

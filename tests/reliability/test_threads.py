@@ -12,7 +12,8 @@ import torch
 from transformers import CompileConfig, DynamicCache, LogitsProcessorList, StoppingCriteriaList
 
 import hf_speculate
-from hf_speculate.models import attention_switch, buffer_pool
+from hf_speculate.cache import buffer_pool
+from hf_speculate.models import attention_switch
 from tests.reliability.faults import Fault, FaultyCriterion, FaultyProcessor, Mistake
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 

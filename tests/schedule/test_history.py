@@ -5,7 +5,7 @@ import gc
 import pytest
 
 from hf_speculate.schedule import AdaptiveSchedule, ConstantSchedule, RoundMemory, RoundOutcome
-from hf_speculate.schedule import memory as kept
+from hf_speculate.schedule import history as kept
 from tests.schedule.simulator import Machine, Trace, run
 from tests.schedule.test_adaptive import MACHINES, MAX_DRAFT_TOKENS, PLAIN_FLOOR, traces
 

@@ -18,6 +18,7 @@ from tests.triton_kernels.operations import make_round
 pytest.importorskip("triton", reason="needs Triton")
 
 ROOT = Path(__file__).resolve().parents[3]
+SCRIPT = ROOT / "hf_speculate" / "tools" / "hub" / "kernel_repository.py"
 PACKAGE = "hf_speculate_kernels"
 REQUIRED_KEYS = {"id", "name", "version", "license", "python-depends", "backend"}
 
@@ -34,7 +35,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_repository(folder: Path) -> None:
-    command = [sys.executable, ROOT / "tools" / "kernel_repo.py", "--folder", folder]
+    command = [sys.executable, SCRIPT, "--folder", folder]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert result.stdout == f"written: {folder / 'torch-universal'}\n"
@@ -60,7 +61,7 @@ def test_the_variant_holds_the_sources_alone(build: Path) -> None:
 
 def test_other_sources_get_another_name(build: Path, tmp_path: Path) -> None:
     """The library keys loaded modules by it."""
-    spec = importlib.util.spec_from_file_location("kernel_repo", ROOT / "tools" / "kernel_repo.py")
+    spec = importlib.util.spec_from_file_location("kernel_repo", SCRIPT)
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
     same, changed = tool.write_repository(tmp_path / "same"), tool.write_repository(tmp_path / "changed")
@@ -114,5 +115,5 @@ def test_what_is_loaded_decides_as_the_library_does(
 
 def test_make_builds_it() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    assert re.search(r"^kernel-repo: .*\n\t.*tools/kernel_repo\.py$", makefile, re.M)
+    assert re.search(r"^kernel-repo: .*\n\t.*-m hf_speculate\.tools\.hub\.kernel_repository$", makefile, re.M)
     assert "build/" in (ROOT / ".gitignore").read_text()

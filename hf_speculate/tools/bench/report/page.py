@@ -99,7 +99,7 @@ def write_html(result: Mapping[str, Any], path: str | Path) -> Path:
         )
     hues = _hues(ways, result)
     environment = Environment(
-        loader=PackageLoader("hf_speculate", "report"),
+        loader=PackageLoader("hf_speculate.tools.bench.report", ""),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

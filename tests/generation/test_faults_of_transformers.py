@@ -12,8 +12,9 @@ from transformers import GenerationConfig, GenerationMixin, StoppingCriteria, St
 from transformers.integrations import sdpa_attention
 
 import hf_speculate
-from hf_speculate import SpeculationStats, speculation
+from hf_speculate import SpeculationStats
 from hf_speculate.draft.suffix import SuffixDrafter, SuffixSettings
+from hf_speculate.generation import decoding_method as speculation
 from hf_speculate.types import Kept, SampleStrategy
 from tests.cases import ACCEPTED_ALL, assert_equal_ids, pair
 from tests.draft.test_suffix_index import MAX_GROWTH, markov_text
@@ -22,19 +23,19 @@ from tests.generation.test_ownership import prefilled
 from tests.generation.test_stop_strings import CHARACTERS, tokenizer  # noqa: F401  # a fixture
 from tests.tiny import make_law_model, make_model, noisy_copy, ragged_prompts
 
-TESTS = Path(__file__).parent
-HERE = "test_faults.py"
+TESTS = Path(__file__).parents[1]
+HERE = "generation/test_faults_of_transformers.py"
 
 # Where the test named for each fault lies, with what transformers 5.23 does.
 FAULTS = {
     "a": (HERE, "a prefilled past_key_values is fed the whole prompt again"),
     "b": (HERE, "criteria and stop strings are looked at when a block ends, so text runs on"),
     "c": (HERE, "stop_strings with an assistant raise"),
-    "d": ("generate/test_vocabularies.py", "a vocabulary padded to another size raises under sampling"),
-    "e": ("generate/test_vocabularies.py", "another tokenizer under sampling replaces layers of the draft model"),
-    "f": ("draft/test_foreign.py", "an argmax that is handed over with logits biases the law"),
+    "d": ("generation/test_vocabularies.py", "a vocabulary padded to another size raises under sampling"),
+    "e": ("generation/test_vocabularies.py", "another tokenizer under sampling replaces layers of the draft model"),
+    "f": ("draft/test_from_candidate_generator.py", "an argmax that is handed over with logits biases the law"),
     "g": (HERE, "num_assistant_tokens is ignored, and a threshold of None turns into 0.4"),
-    "h": ("test_pipeline.py", "a pipeline whose draft has another EOS, PAD or BOS raises"),
+    "h": ("generation/test_pipeline.py", "a pipeline whose draft has another EOS, PAD or BOS raises"),
     "i": (HERE, "the heuristic schedule writes into the draft model's config"),
     "j": (HERE, "batches, several sequences, static caches and compiling raise"),
     "k": (HERE, "every round is a whole generate() of the draft model"),
