@@ -1,68 +1,91 @@
-"""Estimates how many drafted tokens will be accepted, by kind of draft and by row."""
+"""Acceptance-rate estimates: decayed counts of verified and accepted tokens, and their use by row and kind of draft."""
 
 from collections.abc import Sequence
 
-_DECAY = 0.97  # of what was seen, per token judged: texts change
-_PRIOR_WEIGHT = 4.0  # of the prior, in tokens, against what was seen of the row
-_SUFFIX_PRIORS = (0.5, 0.6, 0.7, 0.8, 0.9)  # by doubling lengths of the match: 1, 2-3, 4-7, 8-15, 16 and more
+_DECAY = 0.97  # of the counts, per verified token: sequences change
+_PRIOR_WEIGHT = 4.0  # of the prior, in tokens
+_SUFFIX_PRIORS = (0.5, 0.6, 0.7, 0.8, 0.9)  # by doubling match lengths: 1, 2-3, 4-7, 8-15, 16 and more
 _MODEL_PRIOR = 0.7
-_MODEL_POSITIONS = 4  # kinds of a model's tokens: the first, second, third, and those after
+_MODEL_POSITIONS = 4  # the first, second and third token of a draft, and all later ones
 
 
-class Rates:
-    """Accepted over judged tokens of each kind and row, with decay.
+class AcceptanceCounts:
+    """Decayed counts of verified and accepted tokens, for several kinds of tokens."""
 
-    Rows learn nothing of each other: what a seed draws must not depend on a row's neighbours.
+    def __init__(self, num_kinds: int):
+        self.accepted = [0.0] * num_kinds
+        self.verified = [0.0] * num_kinds
+
+    def add(self, kind: int, is_accepted: bool) -> None:
+        """Count one verified token."""
+        self.accepted[kind] += is_accepted
+        self.verified[kind] += 1
+
+    def decay(self, factor: float) -> None:
+        """Multiply the counts of all kinds by `factor` in [0, 1]."""
+        self.accepted = [factor * count for count in self.accepted]
+        self.verified = [factor * count for count in self.verified]
+
+    def decay_kind(self, kind: int, factor: float) -> None:
+        """Multiply the counts of one kind by `factor` in [0, 1]."""
+        self.accepted[kind] *= factor
+        self.verified[kind] *= factor
+
+    def rate(self, kind: int, prior: float, prior_weight: float) -> float:
+        """Accepted over verified tokens of a kind, with a prior that weighs `prior_weight` tokens."""
+        return (self.accepted[kind] + prior_weight * prior) / (self.verified[kind] + prior_weight)
+
+
+class RowAcceptanceRates:
+    """Acceptance rates of each row by kind of token.
+
+    Rows do not share counts, because the sample of a seed must not depend on the other rows of the batch.
 
     Args:
-        priors: [kinds] rates before anything was seen, in (0, 1).
+        priors: [kinds] rates before any observation, in (0, 1).
         num_rows: B.
     """
 
     def __init__(self, priors: Sequence[float], num_rows: int):
         self._priors = priors
-        self._rows = [[(0.0, 0.0)] * len(priors) for _ in range(num_rows)]  # accepted, judged
+        self._rows = [AcceptanceCounts(len(priors)) for _ in range(num_rows)]
 
     def observe(self, row: int, kinds: Sequence[int], num_accepted: int) -> None:
-        """Learn from one row's draft: its tokens that were judged, of which at most the last was refused."""
+        """Count the verified tokens of one row's draft; all but the last one at most were accepted."""
         counts = self._rows[row]
-        for place, kind in enumerate(kinds):
-            accepted, judged = counts[kind]
-            counts[kind] = _DECAY * accepted + (place < num_accepted), _DECAY * judged + 1
+        for position, kind in enumerate(kinds):
+            counts.decay_kind(kind, _DECAY)
+            counts.add(kind, position < num_accepted)
 
     def expected(self, row: int, kinds: Sequence[int]) -> float:
-        """Tokens of a row's draft that will be accepted."""
+        """The expected number of accepted tokens in a row's draft."""
         total, prefix = 0.0, 1.0
         for kind in kinds:
-            prefix *= self._rate(row, kind)
+            prefix *= self._rows[row].rate(kind, self._priors[kind], _PRIOR_WEIGHT)
             total += prefix
         return total
 
     def rows(self, indices: Sequence[int]) -> None:
-        """Keep the rows `indices`, in that order; there are none before the first call."""
+        """Keep the rows `indices`, in that order; there are no rows before the first call."""
         self._rows = [self._rows[row] for row in indices] if self._rows else []
 
-    def _rate(self, row: int, kind: int) -> float:
-        accepted, judged = self._rows[row][kind]
-        return (accepted + _PRIOR_WEIGHT * self._priors[kind]) / (judged + _PRIOR_WEIGHT)
+
+def suffix_rates(num_rows: int) -> RowAcceptanceRates:
+    """Rates of tokens drafted by a suffix match; kinds are those of `suffix_kinds`."""
+    return RowAcceptanceRates(_SUFFIX_PRIORS, num_rows)
 
 
-def suffix_rates(num_rows: int) -> Rates:
-    """Rates of tokens copied after a match; their kinds are those of `suffix_kinds`."""
-    return Rates(_SUFFIX_PRIORS, num_rows)
-
-
-def model_rates(num_rows: int) -> Rates:
-    """Rates of a draft model's tokens; their kinds are those of `model_kinds`."""
-    return Rates((_MODEL_PRIOR,) * _MODEL_POSITIONS, num_rows)
+def model_rates(num_rows: int) -> RowAcceptanceRates:
+    """Rates of a draft model's tokens; kinds are those of `model_kinds`."""
+    return RowAcceptanceRates((_MODEL_PRIOR,) * _MODEL_POSITIONS, num_rows)
 
 
 def suffix_kinds(match_len: int, num: int) -> list[int]:
-    """[num] kinds of tokens copied after a match: an accepted token makes the match of the next one longer."""
+    """[num] kinds of tokens after a match; each accepted token lengthens the match of the next one."""
     last = len(_SUFFIX_PRIORS)
-    return [min((match_len + place).bit_length(), last) - 1 for place in range(num)]
+    return [min((match_len + position).bit_length(), last) - 1 for position in range(num)]
 
 
 def model_kinds(num: int) -> list[int]:
-    """[num] kinds of a model's tokens, by position."""
-    return [min(place, _MODEL_POSITIONS - 1) for place in range(num)]
+    """[num] kinds of a draft model's tokens, by position."""
+    return [min(position, _MODEL_POSITIONS - 1) for position in range(num)]

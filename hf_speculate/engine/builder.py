@@ -25,13 +25,14 @@ from hf_speculate.engine.drafter_factory import (
     min_draft_query,
     within_drafter,
 )
+from hf_speculate.engine.model_state import model_state
 from hf_speculate.engine.outputs import OutputRecorder
 from hf_speculate.engine.plan import Choices, choose, cost_ratio
 from hf_speculate.engine.verification import Judge, LockStepJudge, RaggedJudge
 from hf_speculate.models.cache_selection import Home
 from hf_speculate.models.chunks import draft_chunk_size
 from hf_speculate.models.language_model import device_of
-from hf_speculate.schedule import AdaptiveSchedule, ConstantSchedule, HeuristicSchedule, RoundMemory, Schedule
+from hf_speculate.schedule import AdaptiveSchedule, ConstantSchedule, HeuristicSchedule, Schedule, ScheduleHistory
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.token_buffer import TokenBuffer
 from hf_speculate.triton_kernels.backends import check_backend
@@ -164,7 +165,7 @@ def _judge(choices: Choices, call: Call, settings: DecoderSettings, stats: Specu
 
 def _round_memory(
     target: PreTrainedModel, choices: Choices, call: Call, stats: SpeculationStats, max_draft_tokens: int
-) -> RoundMemory | None:
+) -> ScheduleHistory | None:
     """Where calls like this one leave what they learn; None for drafters of which nothing is known."""
     config, draft = choices.config, choices.draft
     if config.drafter is not None or call.generator is not None:
@@ -172,14 +173,14 @@ def _round_memory(
     machine = (target.device, target.dtype, torch.get_num_threads())
     way = (config.verifier, stats.cache, tuple(stats.compiled), choices.is_lookup, bool(choices.lock_step))
     length = call.max_length.bit_length()  # within a factor of two a forward's time changes little
-    return RoundMemory(target, draft, (*machine, *way, length, max_draft_tokens))
+    return ScheduleHistory(model_state(target).history, draft, (*machine, *way, length, max_draft_tokens))
 
 
 def build_schedule(
     target: PreTrainedModel,
     draft: PreTrainedModel | None,
     config: SpeculationConfig,
-    memory: RoundMemory | None = None,
+    memory: ScheduleHistory | None = None,
     batch_size: int = 1,
 ) -> Schedule:
     """The schedule that the settings name.

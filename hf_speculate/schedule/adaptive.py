@@ -1,78 +1,109 @@
-"""Drafts as many tokens as pay, and none where none do."""
+"""The adaptive schedule: the draft length with the highest estimated throughput, 0 if drafting does not pay."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
 
 from hf_speculate.schedule.acceptance import AcceptanceModel
 from hf_speculate.schedule.base import RoundOutcome
 from hf_speculate.schedule.costs import CostModel
-from hf_speculate.schedule.history import Learnt, RoundMemory
-from hf_speculate.schedule.throughput import Outlook
+from hf_speculate.schedule.history import ScheduleEstimates, ScheduleHistory
 
 # Tuned on the simulated and recorded traces of tests/schedule.
 _FIRST_DRAFT_TOKENS = 5
-_PLAIN_AT = 2  # round after which a plain step is measured, where drafting pays so far
-_PLAIN_AGAIN_AT = 12  # and measured once more where the two come close
-_PLAIN_STALE = 200  # drafted rounds, of earlier calls too, after which it is measured anew
-_CLOSE = 2.5
-_LEAST_TOKENS = 1.04  # of a round with one draft, below which a gain is the clock's noise
-_HYSTERESIS = 1.03  # gain for which a draft's length is changed
-_EXPLORE_GAIN = 1.2  # that an untried K must promise at its best
-_EXPLORE_EVERY = 0.2  # rounds between two untried Ks, over the gain promised: 2 for a tenth, then 1
+_PLAIN_AT = 2  # round after which a plain step is measured if drafting has paid so far
+_PLAIN_AGAIN_AT = 12  # round after which it is measured once more if both rates are close
+_PLAIN_STALE = 200  # drafted rounds, including those of earlier calls, after which it is measured again
+_CLOSE = 2.5  # ratio of the rates below which they are close
+_LEAST_TOKENS = 1.04  # expected tokens of a round with K = 1, below which a gain is measurement noise
+_HYSTERESIS = 1.03  # gain that changes the draft length
+_EXPLORE_GAIN = 1.2  # optimistic gain from which an untried K is tried
+_EXPLORE_EVERY = 0.2  # rounds between two untried Ks, divided by the optimistic gain: 2 for a gain of 0.1, then 1
 _FIRST_WAIT = 2  # plain steps before the first probe
-_PROBE_BUDGET = 0.0125  # share of the time that probes may cost; waits double up to there
-_RARER = 2  # factor by which that share falls, and waits grow faster, after a call whose drafts never paid
-_LONGEST_WAIT = 256  # plain steps, whatever probes cost
-_SETTLED = 6  # drafted rounds in a row after which waits start anew
-_LONG_PROMPT = 8  # tokens of a prompt for every token to come, from which the draft's prompt counts
-_LEAST_S = 1e-9  # a plain step that a coarse clock saw no time pass in
-_PROBE_MEMORY = 0.5  # weight that a probe leaves to what was seen before
+_PROBE_BUDGET = 0.0125  # share of the decoding time that probes may cost; waits double up to that share
+_RARER = 2  # factor by which probes get rarer after a call whose drafts never paid
+_LONGEST_WAIT = 256  # plain steps between two probes at most
+_SETTLED = 6  # drafted rounds in a row after which waits are reset
+_LONG_PROMPT = 8  # prompt tokens per token to come from which the draft's prefill is taken into account
+_LEAST_S = 1e-9  # seconds of a round if the clock is too coarse to see any
+_PROBE_MEMORY = 0.5  # weight that a probe leaves to earlier observations
+
+
+class RemainingWork(NamedTuple):
+    """The live rows after a round, and the throughput estimate of each K for them."""
+
+    tokens: Sequence[Sequence[float]]  # [N, K_max + 1] expected tokens per round of each row
+    num_left: Sequence[int]  # [N] tokens that each row may still emit, >= 1
+    start_s: float = 0.0  # seconds before the first draft: the draft's prefill, if it is still to come
+
+    def rates(self, rounds_s: Sequence[float], alone_s: Sequence[float]) -> list[float]:
+        """[K_max + 1] tokens per second until the last row ends.
+
+        A call is as slow as its slowest row, so the K that suits most rows may be the wrong one. Rows leave as they
+        end, and a round's seconds fall from those of all rows to those of one in equal steps.
+
+        Args:
+            rounds_s: [K_max + 1] seconds of a round of all rows.
+            alone_s: [K_max + 1] seconds of a round of one row.
+        """
+        steps = max(len(self.num_left) - 1, 1)
+        rates = []
+        for num, (most_s, least_s) in enumerate(zip(rounds_s, alone_s, strict=True)):
+            ends = sorted(left / tokens[num] for left, tokens in zip(self.num_left, self.tokens, strict=True))
+            spent_s = ends[0] * most_s + (self.start_s if num else 0.0)
+            for gone, (before, end) in enumerate(pairwise(ends), 1):
+                spent_s += (end - before) * (most_s + gone / steps * (least_s - most_s))
+            rates.append(sum(self.num_left) / max(spent_s, _LEAST_S))
+        return rates
 
 
 class AdaptiveSchedule:
-    """K = the argmax of expected tokens per second over 0..K_max, from measured seconds and acceptance.
+    """Drafts the K in 0..K_max with the most expected tokens per second, from measured seconds and acceptance.
 
-    Where plain steps win, K is 0 until a probe of one round, after a wait that doubles with every probe that failed,
-    and grows fourfold where the call before drafted in vain.
-    A draft that costs as much as the target is never tried: K drafts and a verification cost more than the K + 1
-    plain steps that they can replace at best.
+    If plain steps are fastest, K is 0 until a probe of one round. The wait before a probe doubles with every probe that
+    did not pay, and grows fourfold if drafting never paid in the previous call. A draft that costs as much as the
+    target is never tried: K drafts and a verification cost more than the K + 1 plain steps that they replace at best.
 
     Args:
         max_draft_tokens: K_max, >= 1.
-        draft_cost_ratio: the draft's parameter bytes over the target's, what a draft step is taken to cost in plain
-            steps until it is measured.
-        memory: what earlier calls of this kind learnt, and where it is left for later ones; None: nothing is kept.
+        draft_cost_ratio: the draft's parameter bytes over the target's; the cost of a draft step in plain steps until
+            it is measured.
+        history: estimates of earlier calls of this kind; None keeps nothing.
         num_rows: B of the first round.
     """
 
     def __init__(
-        self, max_draft_tokens: int, draft_cost_ratio: float, memory: RoundMemory | None = None, num_rows: int = 1
+        self, max_draft_tokens: int, draft_cost_ratio: float, history: ScheduleHistory | None = None, num_rows: int = 1
     ):
         self._max = max_draft_tokens
-        self._is_hopeless = draft_cost_ratio >= 1
-        self._memory, known = memory, memory and memory.recall()
-        learnt = known or Learnt(AcceptanceModel(max_draft_tokens), CostModel(draft_cost_ratio), is_in_vain=False)
-        self._acceptance, self._costs, is_in_vain = learnt
-        self._rarer = _RARER if is_in_vain else 1
+        self._never_drafts = draft_cost_ratio >= 1
+        self._history, known = history, history and history.recall()
+        self._acceptance, self._costs, never_paid = known or ScheduleEstimates(
+            AcceptanceModel(max_draft_tokens), CostModel(draft_cost_ratio), never_paid=False
+        )
+        self._rarer = _RARER if never_paid else 1
         self._has_paid = False  # for some rounds in a row
         self._num_rounds = 0
         self._num_drafted_rounds = 0  # in a row
         self._num_plain_rounds = 0  # in a row
         self._num_since_untried = 0
         self._wait = _FIRST_WAIT
-        self._settled = 0  # the K that the argmax last chose
+        self._settled = 0  # the K that the estimate chose last
         self._ratio = draft_cost_ratio
         self._is_probe = False
-        self._probe_s = 0.0  # seconds of the last probe, in which the draft read the plain steps' tokens first
-        self._start_s = 0.0  # seconds that the draft will take to read a long prompt, once it is asked
-        self._num = (
-            0 if self._is_hopeless else self._first(num_rows, max_draft_tokens if known else _FIRST_DRAFT_TOKENS)
-        )
+        self._probe_s = 0.0  # seconds of the last probe, in which the draft first read the tokens of the plain steps
+        self._start_s = 0.0  # seconds of the draft's prefill of a long prompt, while it is still to come
+        self._num = 0
+        if not self._never_drafts:
+            self._num = self._first(num_rows, max_draft_tokens if known else _FIRST_DRAFT_TOKENS)
 
     @property
     def num_draft_tokens(self) -> int:
-        """The K that promises most, or one that is to be measured."""
+        """The K with the highest estimated rate, or one that is to be measured."""
         return self._num
 
     def begin(self, prompt_s: float, num_prompt_tokens: int, num_left: int) -> None:
-        """Before a short text after a long prompt a plain step comes first: drafts may not be worth their prompt."""
+        """Start with a plain step if few tokens follow a long prompt: drafting may not be worth the draft's prefill."""
         if num_prompt_tokens > _LONG_PROMPT * num_left:
             self._start_s = self._ratio * prompt_s
             self._num = 0
@@ -81,11 +112,11 @@ class AdaptiveSchedule:
         """Learn from a round and choose the next K."""
         num_left = outcome.num_left or [1] * len(outcome.row_ids)
         left_of = {row: left for row, left in zip(outcome.row_ids, num_left, strict=True) if left > 0}
-        if not left_of and self._memory is not None:
-            # A call that ended before its draft was asked again cannot tell: what was known stands.
-            is_in_vain = not self._has_paid and (self._rarer > 1 or self._wait > _FIRST_WAIT)
-            self._memory.remember(Learnt(self._acceptance, self._costs, is_in_vain))
-        if self._is_hopeless or not left_of:
+        if not left_of and self._history is not None:
+            # A call that ended before its draft was probed again cannot tell: the previous flag stays.
+            never_paid = not self._has_paid and (self._rarer > 1 or self._wait > _FIRST_WAIT)
+            self._history.remember(ScheduleEstimates(self._acceptance, self._costs, never_paid))
+        if self._never_drafts or not left_of:
             return
         self._num_rounds += 1
         self._costs.observe(outcome)
@@ -96,26 +127,26 @@ class AdaptiveSchedule:
                 self._probe_s = outcome.draft_s + outcome.score_s + outcome.other_s
             self._is_probe = False
             self._acceptance.observe(outcome.row_ids, outcome.num_accepted, outcome.num_draft_tokens)
-        outlook = Outlook(self._acceptance.expected_tokens(list(left_of)), list(left_of.values()), self._start_s)
-        self._num = self._next(outlook, outcome.num_rows)
+        work = RemainingWork(self._acceptance.expected_tokens(list(left_of)), list(left_of.values()), self._start_s)
+        self._num = self._next(work, outcome.num_rows)
 
     def _first(self, num_rows: int, max_draft_tokens: int) -> int:
-        outlook = Outlook(self._acceptance.expected_tokens(range(num_rows)), [1] * num_rows)
-        rates = self._rates(outlook, num_rows)
+        work = RemainingWork(self._acceptance.expected_tokens(range(num_rows)), [1] * num_rows)
+        rates = self._rates(work, num_rows)
         return rates.index(max(rates[: max_draft_tokens + 1]))
 
-    def _rates(self, outlook: Outlook, num_rows: int) -> list[float]:
-        return outlook.rates(self._costs.rounds_s(num_rows, self._max), self._costs.rounds_s(1, self._max))
+    def _rates(self, work: RemainingWork, num_rows: int) -> list[float]:
+        return work.rates(self._costs.rounds_s(num_rows, self._max), self._costs.rounds_s(1, self._max))
 
-    def _next(self, outlook: Outlook, num_rows: int) -> int:
-        rates = self._rates(outlook, num_rows)
+    def _next(self, work: RemainingWork, num_rows: int) -> int:
+        rates = self._rates(work, num_rows)
         best = rates.index(max(rates))
-        if max(tokens[1] for tokens in outlook.tokens) < _LEAST_TOKENS:
+        if max(tokens[1] for tokens in work.tokens) < _LEAST_TOKENS:
             best = 0
         if best and self._settled and rates[self._settled] * _HYSTERESIS >= rates[best]:
             best = self._settled
         self._settled = best
-        untried = self._untried(outlook, num_rows, rates[best])
+        untried = self._untried(work, num_rows, rates[best])
         if best == 0 and not untried:
             return self._plain_or_probe(rates, num_rows)
         self._num_plain_rounds = 0
@@ -126,7 +157,7 @@ class AdaptiveSchedule:
         return untried or best
 
     def _wants_plain(self, best_rate: float, plain_rate: float, num_rows: int) -> bool:
-        """Whether a plain step must be measured, without which nobody knows that drafting pays."""
+        """Whether a plain step must be measured, to know whether drafting pays."""
         num_samples = self._costs.num_plain_samples(num_rows)
         if num_samples == 0 or self._costs.plain_age(num_rows) > _PLAIN_STALE:
             return self._num_rounds >= _PLAIN_AT
@@ -137,7 +168,7 @@ class AdaptiveSchedule:
         self._num_drafted_rounds = 0
         self._num_plain_rounds += 1
         if self._start_s:
-            return 0  # with fewer tokens left it can only pay less
+            return 0  # with fewer tokens left the prefill pays even less
         likeliest = rates.index(max(rates[1:]), 1)
         longest = self._longest_wait(likeliest, num_rows)
         if self._num_plain_rounds <= min(self._wait, longest):
@@ -149,23 +180,23 @@ class AdaptiveSchedule:
         return likeliest
 
     def _longest_wait(self, num_draft_tokens: int, num_rows: int) -> int:
-        """Plain steps between two probes that fail, for probes to stay within their budget."""
+        """Plain steps between two probes that do not pay, so that probes stay within their budget."""
         seconds = self._costs.rounds_s(num_rows, self._max)
         surplus_s = max(seconds[num_draft_tokens], self._probe_s) - seconds[0]
         return min(max(round(surplus_s / max(seconds[0], _LEAST_S) / _PROBE_BUDGET * self._rarer), 0), _LONGEST_WAIT)
 
-    def _untried(self, outlook: Outlook, num_rows: int, best_rate: float) -> int:
-        """The untried K that may gain most, at its best; 0 where none may, or another was tried a moment ago."""
+    def _untried(self, work: RemainingWork, num_rows: int, best_rate: float) -> int:
+        """The untried K with the highest optimistic rate; 0 if none promises a gain or another was tried recently."""
         self._num_since_untried += 1
         untried = [num for num in range(1, self._max + 1) if not self._costs.is_tried(num_rows, num)]
         least_s = self._costs.best_case_s(num_rows, self._max)
-        rates = outlook.rates(least_s, least_s)
+        rates = work.rates(least_s, least_s)
         promising = [num for num in untried if rates[num] > _EXPLORE_GAIN * best_rate]
         if not promising:
             return 0
-        foretold_s = self._costs.rounds_s(num_rows, self._max)
-        likely_s = [(least + foretold) / 2 for least, foretold in zip(least_s, foretold_s, strict=True)]
-        likely_rates = outlook.rates(likely_s, likely_s)
+        estimated_s = self._costs.rounds_s(num_rows, self._max)
+        likely_s = [(least + estimated) / 2 for least, estimated in zip(least_s, estimated_s, strict=True)]
+        likely_rates = work.rates(likely_s, likely_s)
         choice = max(promising, key=lambda num: likely_rates[num])
         if self._num_since_untried * (rates[choice] / best_rate - 1) < _EXPLORE_EVERY:
             return 0

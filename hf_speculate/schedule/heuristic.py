@@ -1,14 +1,14 @@
-"""transformers' rule for the number of drafted tokens."""
+"""The heuristic schedule: transformers' rule for the draft length."""
 
 from hf_speculate.config import MAX_ASSISTANT_TOKENS
 from hf_speculate.schedule.base import RoundOutcome
 
 
 class HeuristicSchedule:
-    """Two more after a wholly accepted draft, one less after a refusal.
+    """Adds two tokens after a fully accepted draft and removes one after a rejection.
 
-    A batch counts as wholly accepted when at least half of its rows were. transformers carries the number over to
-    the next call under the name "heuristic"; here both of its names start every call from the same number.
+    A batch counts as fully accepted if at least half of its rows were. transformers carries the number over to the next
+    call under the name "heuristic"; here both of its names start every call from the same number.
     """
 
     def __init__(self, num_draft_tokens: int):
@@ -20,11 +20,11 @@ class HeuristicSchedule:
         return self._num
 
     def begin(self, prompt_s: float, num_prompt_tokens: int, num_left: int) -> None:
-        """Nothing to decide."""
+        """Does nothing."""
 
     def update(self, outcome: RoundOutcome) -> None:
-        """Grow or shrink K by one round's outcome."""
+        """Grow or shrink K after a round."""
         pairs = zip(outcome.num_drafted, outcome.num_accepted, strict=True)
-        whole = sum(accepted >= drafted for drafted, accepted in pairs)
-        step = 2 if 2 * whole >= len(outcome.num_drafted) else -1
+        num_full = sum(accepted >= drafted for drafted, accepted in pairs)
+        step = 2 if 2 * num_full >= len(outcome.num_drafted) else -1
         self._num = min(max(self._num + step, 1), MAX_ASSISTANT_TOKENS)

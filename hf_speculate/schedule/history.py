@@ -1,4 +1,4 @@
-"""Keeps what rounds took and brought for the next call of the same kind, so that short calls need not learn it anew."""
+"""Schedule history: acceptance and cost estimates kept for the next call of the same kind."""
 
 import threading
 from collections import OrderedDict
@@ -10,56 +10,65 @@ from weakref import WeakKeyDictionary
 from hf_speculate.schedule.acceptance import AcceptanceModel
 from hf_speculate.schedule.costs import CostModel
 
-_MAX_KINDS = 64  # of calls that are remembered of two models; each is a few hundred numbers
+_MAX_KINDS = 64  # kinds of calls that are kept per pair of models; each takes a few hundred numbers
 
 
-class Learnt(NamedTuple):
-    """What a call learnt; `is_in_vain`: it asked for drafts again and again, and they never paid for long."""
+class ScheduleEstimates(NamedTuple):
+    """The estimates of a call; `never_paid` is set if it drafted repeatedly and drafting never paid for long."""
 
     acceptance: AcceptanceModel
     costs: CostModel
-    is_in_vain: bool
+    never_paid: bool
 
-    def recent(self) -> "Learnt":
-        """A copy of what later calls are told."""
+    def recent(self) -> "ScheduleEstimates":
+        """A copy for later calls, in which old observations weigh less."""
         return self._replace(acceptance=self.acceptance.recent(), costs=self.costs.recent())
 
 
-_lock = threading.Lock()
-# By target and draft, what each kind of call learnt, the one that ended last at the end; they go with either model.
-_known: "WeakKeyDictionary[object, WeakKeyDictionary[object, OrderedDict[Hashable, Learnt]]]" = WeakKeyDictionary()
+class HistoryStore:
+    """The estimates of one target's calls, by draft model (held weakly) and kind of call."""
 
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._by_draft: WeakKeyDictionary[object, OrderedDict[Hashable, ScheduleEstimates]] = WeakKeyDictionary()
 
-@dataclass(frozen=True)
-class RoundMemory:
-    """What is known of calls of one kind.
+    def get(self, draft: object | None, kind: Hashable) -> ScheduleEstimates | None:
+        """The estimates of the last call of a kind; None if there was none."""
+        with self._lock:
+            return self._by_draft.get(self._key(draft), OrderedDict()).get(kind)
 
-    Args:
-        target: the model that is sped up; held weakly by what is kept.
-        draft: the draft model, held weakly too; None: nothing but the target says what goes before a verification.
-        kind: all else that a round's seconds depend on but rows and K: the cache, the text's length, K_max.
-    """
-
-    target: object
-    draft: object | None
-    kind: Hashable
-
-    def recall(self) -> Learnt | None:
-        """A copy of what the call that ended last had learnt; None where there was none."""
-        with _lock:
-            learnt = self._kinds().get(self.kind)
-        return learnt and learnt.recent()  # what lies here never changes
-
-    def remember(self, learnt: Learnt) -> None:
-        """Keep what a call learnt."""
-        learnt = learnt.recent()
-        with _lock:
-            kinds = self._kinds()
-            kinds[self.kind] = learnt
-            kinds.move_to_end(self.kind)
+    def put(self, draft: object | None, kind: Hashable, estimates: ScheduleEstimates) -> None:
+        """Keep the estimates of a call; the kind that was used longest ago is dropped past 64 kinds."""
+        with self._lock:
+            kinds = self._by_draft.setdefault(self._key(draft), OrderedDict())
+            kinds[kind] = estimates
+            kinds.move_to_end(kind)
             if len(kinds) > _MAX_KINDS:
                 kinds.popitem(last=False)
 
-    def _kinds(self) -> OrderedDict[Hashable, Learnt]:
-        drafts = _known.setdefault(self.target, WeakKeyDictionary())
-        return drafts.setdefault(self.target if self.draft is None else self.draft, OrderedDict())
+    def _key(self, draft: object | None) -> object:
+        return self if draft is None else draft
+
+
+@dataclass(frozen=True)
+class ScheduleHistory:
+    """The part of a `HistoryStore` that one kind of call reads and writes.
+
+    Args:
+        store: of the target.
+        draft: the draft model; None if no model drafts.
+        kind: what a round's seconds depend on besides rows and K: the cache, the sequence length, K_max.
+    """
+
+    store: HistoryStore
+    draft: object | None
+    kind: Hashable
+
+    def recall(self) -> ScheduleEstimates | None:
+        """A copy of the last call's estimates; None if there was none."""
+        estimates = self.store.get(self.draft, self.kind)
+        return estimates and estimates.recent()
+
+    def remember(self, estimates: ScheduleEstimates) -> None:
+        """Keep a copy of a call's estimates."""
+        self.store.put(self.draft, self.kind, estimates.recent())

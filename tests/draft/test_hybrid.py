@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_speculate.draft.acceptance_rates import Rates, model_rates, suffix_kinds, suffix_rates
+from hf_speculate.draft.acceptance_rates import RowAcceptanceRates, model_rates, suffix_kinds, suffix_rates
 from hf_speculate.draft.hybrid import MAX_BEHIND, HybridDrafter, _mixed
 from hf_speculate.draft.suffix import SuffixSettings, point_masses
 from hf_speculate.types import DraftOut, Kept, SampleStrategy
@@ -101,14 +101,15 @@ def test_copies_are_learnt_from_in_every_round_and_the_models_tokens_where_they_
     assert drafter._num_asked == [4]  # the model's tokens: a match of one promises less
     assert drafter._proposals[0].token_ids == [2, 3, 1, 2]
     drafter._learn([[2, 3, 9]], num_rounds=1)
-    assert drafter._of_suffix._rows[0] == [(1.0, 1.0), (0.97, 1.97), (0.0, 0.0), (0.0, 0.0), (0.0, 0.0)]
-    assert drafter._of_model._rows[0] == [(1.0, 1.0), (1.0, 1.0), (0.0, 1.0), (0.0, 0.0)]
-    drafter._learn([[2, 3]], num_rounds=2)  # one refused at once, and a plain step: what the text gained still agrees
-    assert drafter._of_model._rows[0][0] == (0.97, 1.97)
+    copied, modelled = drafter._of_suffix._rows[0], drafter._of_model._rows[0]
+    assert (copied.accepted, copied.verified) == ([1.0, 0.97, 0.0, 0.0, 0.0], [1.0, 1.97, 0.0, 0.0, 0.0])
+    assert (modelled.accepted, modelled.verified) == ([1.0, 1.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0])
+    drafter._learn([[2, 3]], num_rounds=2)  # one rejected at once, and a plain step: the sequence still agrees
+    assert (modelled.accepted[0], modelled.verified[0]) == (0.97, 1.97)
 
 
 def test_each_row_has_rates_of_its_own():
-    rates = Rates([0.5], 2)
+    rates = RowAcceptanceRates([0.5], 2)
     for _ in range(50):
         rates.observe(0, [0], 0)
     assert rates.expected(0, [0]) < 0.1

@@ -1,11 +1,11 @@
 """What a call learnt helps the next ones of its kind, and does them no harm."""
 
 import gc
+import weakref
 
 import pytest
 
-from hf_speculate.schedule import AdaptiveSchedule, ConstantSchedule, RoundMemory, RoundOutcome
-from hf_speculate.schedule import history as kept
+from hf_speculate.schedule import AdaptiveSchedule, ConstantSchedule, HistoryStore, RoundOutcome, ScheduleHistory
 from tests.schedule.simulator import Machine, Trace, run
 from tests.schedule.test_adaptive import MACHINES, MAX_DRAFT_TOKENS, PLAIN_FLOOR, traces
 
@@ -15,11 +15,15 @@ NUM_ROWS = [1, 8]
 FLOOR = 0.92
 
 
-class Target:
-    """Stands for a model: what is kept is kept by identity."""
+class Draft:
+    """Stands for a draft model: histories are kept by identity."""
 
 
-DRAFT = Target()
+DRAFT = Draft()
+
+
+def history_of(store: HistoryStore, draft: Draft, kind: object) -> ScheduleHistory:
+    return ScheduleHistory(store, draft, kind)
 
 
 def outcome(num_draft_tokens: int, num_left: int, score_s: float = 1.0) -> RoundOutcome:
@@ -37,10 +41,10 @@ def rate_of(calls: list[list[Trace]], machine: Machine, make) -> float:
 
 def known_rate(calls: list[list[Trace]], machine: Machine, ratio: float, num_rows: int) -> float:
     """Tokens per second of calls that follow a first one."""
-    target = Target()
+    target = HistoryStore()
 
     def make() -> AdaptiveSchedule:
-        return AdaptiveSchedule(MAX_DRAFT_TOKENS, ratio, RoundMemory(target, DRAFT, "short"), num_rows)
+        return AdaptiveSchedule(MAX_DRAFT_TOKENS, ratio, history_of(target, DRAFT, "short"), num_rows)
 
     run(make(), calls[0], machine, SHORT)
     return rate_of(calls, machine, make)
@@ -63,7 +67,7 @@ def test_short_calls_come_near_the_best_constant(name, num_rows, machine):
 
 @pytest.mark.parametrize("num_rows", NUM_ROWS)
 def test_short_calls_gain_by_what_earlier_ones_learnt(num_rows):
-    """The control: without memory the same calls are slower on every machine."""
+    """The control: without history the same calls are slower on every machine."""
     for machine, ratio in MACHINES.values():
         calls = traces("good", num_rows)
         anew = rate_of(calls, machine, lambda ratio=ratio: AdaptiveSchedule(MAX_DRAFT_TOKENS, ratio))
@@ -81,25 +85,25 @@ def test_texts_that_take_turns_lose_nothing_by_each_other(machine, num_rows):
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_a_draft_that_was_useless_in_one_call_is_asked_less_in_the_next(machine):
-    (costs, ratio), target = MACHINES[machine], Target()
+    (costs, ratio), target = MACHINES[machine], HistoryStore()
     runs = []
     for rows in traces("zero")[:2]:
-        memory = RoundMemory(target, DRAFT, "long")
-        runs.append(run(AdaptiveSchedule(MAX_DRAFT_TOKENS, ratio, memory), rows, costs))
+        history = history_of(target, DRAFT, "long")
+        runs.append(run(AdaptiveSchedule(MAX_DRAFT_TOKENS, ratio, history), rows, costs))
     first, second = (sum(num > 0 for num in one.draft_lens) for one in runs)
     assert second <= 0.8 * first
     assert runs[1].rate >= 0.98 * run(ConstantSchedule(0), traces("zero")[1], costs).rate
 
 
 @pytest.mark.parametrize(
-    ("name", "lens", "is_in_vain"),
+    ("name", "lens", "never_paid"),
     [("zero", [64], True), ("zero", [4], False), ("high", [4], False), ("zero", [64, 4], True), ("high", [64], False)],
 )
-def test_a_call_that_ends_before_its_draft_was_asked_again_tells_nothing(name, lens, is_in_vain):
-    memory = RoundMemory(Target(), DRAFT, "some")
+def test_a_call_that_ends_before_its_draft_was_asked_again_tells_nothing(name, lens, never_paid):
+    history = history_of(HistoryStore(), DRAFT, "some")
     for num_tokens in lens:
-        run(AdaptiveSchedule(MAX_DRAFT_TOKENS, 0.1, memory), traces(name)[0], Machine(), num_tokens)
-    assert memory.recall().is_in_vain is is_in_vain
+        run(AdaptiveSchedule(MAX_DRAFT_TOKENS, 0.1, history), traces(name)[0], Machine(), num_tokens)
+    assert history.recall().never_paid is never_paid
 
 
 @pytest.mark.parametrize("name", ["high", "fair"])
@@ -110,53 +114,50 @@ def test_a_text_that_is_guessed_from_its_start_gains_as_much_after_one_that_was_
     for num_before in (0, 1):
         seconds = 0.0
         for rows in traces(name):
-            target = Target()
+            target = HistoryStore()
             for before in traces("zero")[:num_before]:
-                run(AdaptiveSchedule(MAX_DRAFT_TOKENS, ratio, RoundMemory(target, DRAFT, "long")), before, costs)
-            memory = RoundMemory(target, DRAFT, "long")
-            seconds += run(AdaptiveSchedule(MAX_DRAFT_TOKENS, ratio, memory), rows, costs).seconds
+                run(AdaptiveSchedule(MAX_DRAFT_TOKENS, ratio, history_of(target, DRAFT, "long")), before, costs)
+            history = history_of(target, DRAFT, "long")
+            seconds += run(AdaptiveSchedule(MAX_DRAFT_TOKENS, ratio, history), rows, costs).seconds
         tokens_per_s[num_before] = 1 / seconds
     assert tokens_per_s[1] >= 0.95 * tokens_per_s[0]
 
 
 def test_a_plain_step_is_measured_again_once_in_a_while():
-    target, num_plain = Target(), []
+    target, num_plain = HistoryStore(), []
     for _ in range(40):
-        schedule = AdaptiveSchedule(MAX_DRAFT_TOKENS, 0.1, RoundMemory(target, DRAFT, "one"))
+        schedule = AdaptiveSchedule(MAX_DRAFT_TOKENS, 0.1, history_of(target, DRAFT, "one"))
         lens = run(schedule, traces("high")[0], Machine(), SHORT).draft_lens[:-1]  # the last one's room may be 0
         num_plain.append(lens.count(0))
     assert num_plain[0] >= 1
     assert 1 <= sum(num_plain[1:]) <= 12
 
 
-def test_kinds_and_models_are_kept_apart_and_go_with_the_model():
-    target, other = Target(), Target()
-    run(AdaptiveSchedule(4, 0.1, RoundMemory(target, DRAFT, "a")), traces("high")[0], Machine(), SHORT)
-    assert RoundMemory(target, DRAFT, "a").recall() is not None
-    assert RoundMemory(target, DRAFT, "b").recall() is None
-    assert RoundMemory(other, DRAFT, "a").recall() is None
-    draft = Target()
-    run(AdaptiveSchedule(4, 0.1, RoundMemory(target, draft, "a")), traces("high")[0], Machine(), SHORT)
-    assert len(kept._known[target]) == 2
+def test_kinds_and_drafts_are_kept_apart_and_go_with_the_draft():
+    store = HistoryStore()
+    run(AdaptiveSchedule(4, 0.1, history_of(store, DRAFT, "a")), traces("high")[0], Machine(), SHORT)
+    assert history_of(store, DRAFT, "a").recall() is not None
+    assert history_of(store, DRAFT, "b").recall() is None
+    assert history_of(store, None, "a").recall() is None
+    assert history_of(HistoryStore(), DRAFT, "a").recall() is None
+    draft = Draft()
+    weak = weakref.ref(draft)
+    run(AdaptiveSchedule(4, 0.1, history_of(store, draft, "a")), traces("high")[0], Machine(), SHORT)
+    assert store.get(draft, "a") is not None
     del draft
     gc.collect()
-    assert len(kept._known[target]) == 1
-    num_models = len(kept._known)
-    del target
-    gc.collect()
-    assert len(kept._known) == num_models - 1
+    assert weak() is None
 
 
-def test_what_is_kept_is_bounded_and_never_changed_by_a_later_call():
-    target = Target()
+def test_the_store_is_bounded_and_its_entries_never_change():
+    store = HistoryStore()
     for kind in range(100):
-        run(AdaptiveSchedule(4, 0.1, RoundMemory(target, DRAFT, kind)), traces("high")[0], Machine(), SHORT)
-    assert len(kept._known[target][DRAFT]) == 64
-    memory = RoundMemory(target, DRAFT, 99)
-    before = kept._known[target][DRAFT][99].costs.rounds_s(1, 4)
-    unfinished = AdaptiveSchedule(4, 0.1, memory)
+        run(AdaptiveSchedule(4, 0.1, history_of(store, DRAFT, kind)), traces("high")[0], Machine(), SHORT)
+    assert [kind for kind in range(100) if store.get(DRAFT, kind)] == list(range(36, 100))
+    before = store.get(DRAFT, 99).costs.rounds_s(1, 4)
+    unfinished = AdaptiveSchedule(4, 0.1, history_of(store, DRAFT, 99))
     for _ in range(5):
         unfinished.update(outcome(unfinished.num_draft_tokens, num_left=9, score_s=50.0))
-    assert kept._known[target][DRAFT][99].costs.rounds_s(1, 4) == before
+    assert store.get(DRAFT, 99).costs.rounds_s(1, 4) == before
     unfinished.update(outcome(unfinished.num_draft_tokens, num_left=0, score_s=50.0))
-    assert kept._known[target][DRAFT][99].costs.rounds_s(1, 4) != before
+    assert store.get(DRAFT, 99).costs.rounds_s(1, 4) != before
