@@ -5,9 +5,11 @@ no softmax is written before the call. Noise is a function of `NoiseKeys` and a 
 """
 
 from .block import verify_block
-from .chain import chain_speculative_sampling, greedy_match, speculative_sampling
 from .coupled import verify_coupled
 from .draws import Draws
+from .drop_ins.chain import chain_speculative_sampling
+from .drop_ins.single_sequence import greedy_match, speculative_sampling
+from .drop_ins.typical_sampler import TypicalAcceptanceSampler
 from .errors import ConfigError, KernelUnavailableError, ShapeError, SpeculateError
 from .greedy import verify_greedy
 from .noise import exponentials, row_seeds, uniforms
@@ -15,7 +17,6 @@ from .rejection import verify_rejection
 from .sampling import sample
 from .types import NoiseKeys, Sampled, Status, Stream, Verdict
 from .typical import verify_typical
-from .typical_sampler import TypicalAcceptanceSampler
 
 __all__ = [
     "ConfigError",

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ._checks import FLOAT_DTYPES, ID_DTYPES, check_dtype, check_logits, check_shape
-from ._inputs import Round, TypicalRule, Warp
-from .backends import operations
-from .chain import without_lawless
-from .errors import ConfigError, ShapeError
+from .._checks import FLOAT_DTYPES, ID_DTYPES, check_dtype, check_logits, check_shape
+from .._inputs import Round, TypicalRule, Warp
+from ..backends import operations
+from ..errors import ConfigError, ShapeError
+from .common import mask_undefined_draws
 
 # What vLLM adds inside the entropy's logarithm.
 ENTROPY_EPSILON = 1e-5
@@ -81,7 +81,7 @@ class TypicalAcceptanceSampler:
         # A logarithm can make two probabilities equal: the most probable token is looked up among themselves.
         rows = target_with_bonus_probs.gather(1, at.unsqueeze(-1).expand(-1, -1, law.shape[-1]))  # [B, 1, V]
         best = chosen.greedy(Round(rows, draft_token_ids[:, :0], None)).token_ids  # [B, 1]
-        ids = without_lawless(verdict._replace(token_ids=verdict.token_ids.scatter(1, at, best)), law)
+        ids = mask_undefined_draws(verdict._replace(token_ids=verdict.token_ids.scatter(1, at, best)), law)
         bonus = bonus_token_ids.view(-1, 1).to(torch.int64)
         if self.disable_bonus_tokens:
             bonus = torch.full_like(bonus, -1)

@@ -1,0 +1,1 @@
+"""Drop-in replacements with the signatures of other libraries' verification functions."""

@@ -1,0 +1,21 @@
+"""Helpers that the drop-in functions share: seeds, and tokens of rows that define no distribution."""
+
+import torch
+from torch import Tensor
+
+from ..types import Verdict
+
+
+def mask_undefined_draws(verdict: Verdict, logits: Tensor) -> Tensor:
+    """The verdict's ids [B, K+1], with -1 for a token whose row of `logits` [B, K+1, V] defines no distribution."""
+    at = verdict.num_accepted.to(torch.int64)
+    tops = logits[torch.arange(logits.shape[0], device=logits.device), at].amax(-1)  # [B]
+    here = at.unsqueeze(-1)
+    drawn = verdict.token_ids.gather(1, here)
+    return verdict.token_ids.scatter(1, here, torch.where(tops.abs().unsqueeze(-1) < torch.inf, drawn, -1))
+
+
+def draw_seed(generator: torch.Generator | None, device: torch.device) -> Tensor:
+    """A seed [1] int64 from a generator, or from torch's global one."""
+    drawn_on = device if generator is None else generator.device
+    return torch.randint(2**63 - 1, (1,), generator=generator, device=drawn_on).to(device)
