@@ -68,9 +68,9 @@ class Costs:
         num_draft_tokens = counts["num_drafted"] / num_rounds
         tokens = counts["num_emitted"] / num_batch_rounds / rows
         return {
-            "acceptance": counts["num_accepted"] / max(counts["num_judged"], 1),
+            "verified_acceptance_rate": counts["num_accepted"] / max(counts["num_verified"], 1),
             "realised_k": num_draft_tokens,
-            "tokens_per_round": tokens,
+            "mean_acceptance_length": tokens,
             "live_rows": live,
             "c": self.c(live),
             "v": self.v(live, num_draft_tokens),

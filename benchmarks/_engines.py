@@ -26,7 +26,7 @@ LOOKUP_TOKENS = 10
 # A greedy text may leave plain decoding's where its two largest logits are nearer than rounding: what a forward of
 # several rows and one of a single row were seen to differ by at most, on logits up to about 20.
 NEAR_TIE = {"float32": 1e-3, "bfloat16": 0.25}
-COUNTS = ("num_rounds", "num_batch_rounds", "num_drafted", "num_judged", "num_accepted", "num_emitted")
+COUNTS = ("num_rounds", "num_batch_rounds", "num_drafted", "num_verified", "num_accepted", "num_emitted")
 MAX_PASSES = 6  # over all batches, to compile what a way meets
 STAGES = ("prefill_s", "draft_s", "score_s", "verify_s", "bookkeeping_s")
 

@@ -23,7 +23,7 @@ DRAFT_SAMPLING = ("sample", "argmax")
 
 def measure(target: Any, draft: Any, temperature: float, verifier: str, sampling: str, args: Any) -> dict[str, Any]:
     """One cell: rounds, accepted and emitted tokens over all prompts and seeds."""
-    totals = {"num_rounds": 0, "num_judged": 0, "num_accepted": 0, "num_emitted": 0}
+    totals = {"num_rounds": 0, "num_verified": 0, "num_accepted": 0, "num_emitted": 0}
     for inputs in read_batches(args.prompts, args.batch_size):
         for seed in range(args.seeds):
             stats = hf_speculate.SpeculationStats()
@@ -48,7 +48,7 @@ def measure(target: Any, draft: Any, temperature: float, verifier: str, sampling
         "temperature": temperature,
         "verifier": verifier,
         "draft_sampling": sampling,
-        "tokens_per_round": totals["num_emitted"] / totals["num_rounds"],
+        "mean_acceptance_length": totals["num_emitted"] / totals["num_rounds"],
         **totals,
     }
 
@@ -69,7 +69,7 @@ def table(results: dict[str, Any]) -> str:
     ]
     for verifier in VERIFIERS:
         cells = {(row["draft_sampling"], row["temperature"]): row for row in rows if row["verifier"] == verifier}
-        figures = " | ".join(f"{cells[column]['tokens_per_round']:.2f}" for column in columns)
+        figures = " | ".join(f"{cells[column]['mean_acceptance_length']:.2f}" for column in columns)
         lines.append(f"| `{verifier}` | {figures} |")
     lines += ["", "Made by `python benchmarks/acceptance.py`; the counts are in `benchmarks/results/acceptance.json`."]
     return "\n".join(lines)

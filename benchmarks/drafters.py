@@ -61,7 +61,7 @@ def measure(models: tuple[Any, Any], calls: Calls, category: str, mode: str, dra
         "category": category,
         "mode": mode,
         "drafter": drafter,
-        "tokens_per_round": totals["num_emitted"] / totals["num_rounds"],
+        "mean_acceptance_length": totals["num_emitted"] / totals["num_rounds"],
         "draft_forwards_per_round": calls.num / totals["num_batch_rounds"],
         "draft_cost": cost_ratio(target, draft),
         **totals,
@@ -72,7 +72,7 @@ COLUMNS = {
     "mode": lambda row: row["mode"],
     "category": lambda row: row["category"],
     "drafter": lambda row: row["drafter"],
-    "tokens a round": lambda row: row["tokens_per_round"],
+    "tokens a round": lambda row: row["mean_acceptance_length"],
     "drafted a round": lambda row: row["num_drafted"] / row["num_rounds"],
     "draft model's forwards a round": lambda row: row["draft_forwards_per_round"],
     "target forwards' worth a token": lambda row: cost_per_token(row),
@@ -81,7 +81,7 @@ COLUMNS = {
 
 def cost_per_token(row: dict[str, Any]) -> float:
     """What a token costs, in forwards of the target."""
-    return (1 + row["draft_cost"] * row["draft_forwards_per_round"]) / row["tokens_per_round"]
+    return (1 + row["draft_cost"] * row["draft_forwards_per_round"]) / row["mean_acceptance_length"]
 
 
 def table(content: dict[str, Any]) -> str:
@@ -91,7 +91,7 @@ def table(content: dict[str, Any]) -> str:
 
 def over_better(rows: list[dict[str, Any]]) -> list[float]:
     """By mode and category, the hybrid's tokens a round over those of the better of the two."""
-    cells = _by_cell(rows, lambda row: row["tokens_per_round"])
+    cells = _by_cell(rows, lambda row: row["mean_acceptance_length"])
     return [of["hybrid"] / max(of["copying"], of["model"]) for of in cells]
 
 

@@ -133,9 +133,9 @@ COLUMNS = {
         None if row["engine"] == "assisted" and row["batch_size"] > 1 else row["decode_over_plain"]
     ),
     "compiled": lambda row: compiled_note(row),
-    "a": lambda row: row.get("acceptance"),
+    "a": lambda row: row.get("verified_acceptance_rate"),
     "K": lambda row: row.get("realised_k"),
-    "tokens a round": lambda row: row.get("tokens_per_round"),
+    "tokens a round": lambda row: row.get("mean_acceptance_length"),
     "c": lambda row: row.get("c") if has_bound(row) else None,
     "v": lambda row: row.get("v") if has_bound(row) else None,
     "efficiency": lambda row: row.get("efficiency"),

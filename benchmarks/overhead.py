@@ -59,9 +59,9 @@ COLUMNS = {
     "own share, from outside (min to max)": lambda row: "{median:.1%} ({min:.1%} to {max:.1%})".format(
         **row["share_outside"]
     ),
-    "a": lambda row: row["acceptance"],
+    "a": lambda row: row["verified_acceptance_rate"],
     "K": lambda row: row["realised_k"],
-    "tokens a round": lambda row: row["tokens_per_round"],
+    "tokens a round": lambda row: row["mean_acceptance_length"],
     "c": lambda row: row["c"],
     "v": lambda row: row["v"],
     "efficiency": lambda row: row["efficiency"],

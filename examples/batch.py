@@ -23,7 +23,7 @@ PROMPTS = [
 
 
 def show(report: hf_speculate.DatasetReport) -> None:
-    print(f"{report.num_finished} of {report.num_rows}, {report.acceptance:.0%} of the drafts accepted")
+    print(f"{report.num_finished} of {report.num_rows}, {report.acceptance_rate:.0%} of the drafts accepted")
 
 
 def stop(report: hf_speculate.DatasetReport) -> None:

@@ -106,7 +106,10 @@ def main() -> None:
         if not line:
             return
         chat.say(line, TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True))
-        print(f"[{chat.stats.tokens_per_round:.2f} tokens a round, {chat.stats.acceptance:.0%} of the drafts accepted]")
+        stats = chat.stats
+        print(
+            f"[mean acceptance length {stats.mean_acceptance_length:.2f}, acceptance rate {stats.acceptance_rate:.0%}]"
+        )
 
 
 if __name__ == "__main__":

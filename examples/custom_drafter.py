@@ -110,7 +110,7 @@ def main() -> None:
         speculation_stats=stats,
     )
     print(tokenizer.decode(ours[0], skip_special_tokens=True))
-    print(f"\n{stats.tokens_per_round:.2f} tokens a round, acceptance {stats.acceptance:.3f}")
+    print(f"\n{stats.mean_acceptance_length:.2f} tokens a round, acceptance {stats.acceptance_rate:.3f}")
     print(f"texts equal plain decoding's: {torch.equal(plain, ours)}")
 
 

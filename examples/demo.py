@@ -57,7 +57,7 @@ class Tally:
     num_target_calls: int = 0
     num_rounds: int = 0
     num_emitted: int = 0
-    num_judged: int = 0
+    num_verified: int = 0
     num_accepted: int = 0
 
 
@@ -172,7 +172,7 @@ def run_way(way: Way, pair: Pair, inputs: dict[str, Tensor], max_new_tokens: int
     if stats is not None:
         tally.num_rounds += stats.num_rounds
         tally.num_emitted += stats.num_emitted
-        tally.num_judged += stats.num_judged
+        tally.num_verified += stats.num_verified
         tally.num_accepted += stats.num_accepted
 
 
@@ -205,7 +205,7 @@ def print_table(tallies: dict[Way, Tally]) -> None:
         per_round, acceptance = "-", "-"
         if way.engine == "hf_speculate":
             per_round = f"{tally.num_emitted / max(tally.num_rounds, 1):.2f}"
-            acceptance = f"{tally.num_accepted / max(tally.num_judged, 1):.3f}"
+            acceptance = f"{tally.num_accepted / max(tally.num_verified, 1):.3f}"
         elif way.engine == "transformers":
             per_round = f"{tally.num_tokens / tally.num_target_calls:.2f}"
         speed = median(tally.tokens_per_s)

@@ -119,7 +119,7 @@ def main() -> None:
             num_assistant_tokens=args.num_assistant_tokens,
             speculation_stats=stats,
         )
-        print(f"{name:10} acceptance {stats.acceptance:.3f}, {stats.tokens_per_round:.2f} tokens a round")
+        print(f"{name:10} acceptance {stats.acceptance_rate:.3f}, {stats.mean_acceptance_length:.2f} tokens a round")
     for text in tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True):
         print(repr(text))
 

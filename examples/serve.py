@@ -129,8 +129,8 @@ def usage(question: Question, finish: Finish) -> dict[str, Any]:
     num_prompt, num_new, stats = question.num_prompt_tokens, finish.num_new_tokens, finish.stats
     speculation = {
         "rounds": stats.num_rounds,
-        "acceptance": round(stats.acceptance, 4),
-        "tokens_per_round": round(stats.tokens_per_round, 4),
+        "acceptance": round(stats.acceptance_rate, 4),
+        "mean_acceptance_length": round(stats.mean_acceptance_length, 4),
     }
     counts = {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
     return {**counts, "speculation": speculation}

@@ -1,7 +1,11 @@
-"""Draws the statistics of a call."""
+"""Tables and plots of speculation statistics."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
 from typing import Any
+
+import rich.markup
+import rich.table
 
 from hf_speculate.optional_imports import import_extra
 
@@ -9,8 +13,23 @@ _SIZE = (12.0, 3.5)  # inches
 _COLOR = "#3b6ea5"
 
 
+def text_table(headline: str, lines: Iterable[tuple[str, str]]) -> rich.table.Table:
+    """A table of names and values for rich."""
+    table = rich.table.Table(title=headline, show_header=False)
+    for name, value in lines:
+        table.add_row(name, rich.markup.escape(value))
+    return table
+
+
+def html_table(headline: str, lines: Iterable[tuple[str, str]]) -> str:
+    """A table of names and values as HTML."""
+    rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in lines)
+    return f"<table><caption>{escape(headline)}</caption><tbody>{rows}</tbody></table>"
+
+
 def figure_of(
-    acceptance_by_position: Sequence[float],
+    headline: str,
+    acceptance_rate_per_position: Sequence[float],
     draft_lens: Sequence[int],
     num_rounds: int,
     seconds_by_stage: Mapping[str, float],
@@ -18,9 +37,10 @@ def figure_of(
     """A `matplotlib.figure.Figure` with three panels side by side.
 
     Args:
-        acceptance_by_position: of the first, second, ... drafted token, each in [0, 1].
-        draft_lens: tokens drafted in each round, in order, of the first rounds at least.
-        num_rounds: how many rounds there were.
+        headline: title of the figure.
+        acceptance_rate_per_position: of the first, second, ... drafted token, each in [0, 1].
+        draft_lens: tokens drafted in each round, in order; at least of the first rounds.
+        num_rounds: number of rounds.
         seconds_by_stage: by name.
 
     Raises:
@@ -28,8 +48,9 @@ def figure_of(
     """
     # The class itself, not pyplot: no window system is chosen, and nothing is kept.
     figure = import_extra("matplotlib.figure", "plot").Figure(figsize=_SIZE, layout="constrained")
+    figure.suptitle(headline)
     axes = figure.subplots(1, 3)
-    _draw_acceptance(axes[0], acceptance_by_position)
+    _draw_acceptance(axes[0], acceptance_rate_per_position)
     _draw_lens(axes[1], draft_lens, num_rounds)
     _draw_seconds(axes[2], seconds_by_stage)
     return figure
@@ -38,7 +59,9 @@ def figure_of(
 def _draw_acceptance(axes: Any, shares: Sequence[float]) -> None:
     positions = range(1, len(shares) + 1)
     axes.bar(positions, shares, color=_COLOR)
-    axes.set(title="acceptance by position", xlabel="position in the draft", ylabel="accepted of judged", ylim=(0, 1))
+    axes.set(
+        title="acceptance rate per position", xlabel="position in the draft", ylabel="accepted / drafted", ylim=(0, 1)
+    )
     _whole_numbers(axes.xaxis)
     _say_if_empty(axes, shares, "nothing was drafted")
 
@@ -47,9 +70,9 @@ def _draw_lens(axes: Any, lens: Sequence[int], num_rounds: int) -> None:
     rounds = range(1, len(lens) + 1)
     axes.step(rounds, lens, where="mid", color=_COLOR)
     if len(lens) == 1:
-        axes.plot(rounds, lens, marker="o", color=_COLOR)  # a step of one point has no length
+        axes.plot(rounds, lens, marker="o", color=_COLOR)  # a step plot of one point shows nothing
     label = "round" if num_rounds <= len(lens) else f"round, the first {len(lens)} of {num_rounds}"
-    axes.set(title="drafted tokens", xlabel=label, ylabel="K", ylim=(0, max(lens, default=0) + 1))
+    axes.set(title="draft length", xlabel=label, ylabel="drafted tokens", ylim=(0, max(lens, default=0) + 1))
     _whole_numbers(axes.xaxis)
     _whole_numbers(axes.yaxis)
     _say_if_empty(axes, lens, "there were no rounds")

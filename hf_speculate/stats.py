@@ -1,66 +1,75 @@
-"""What a speculative call did, counted and timed."""
+"""Speculation statistics: what a speculative call did, counted and timed."""
 
+import operator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
+from itertools import zip_longest
+from statistics import median
 from typing import Any
 
-import rich.markup
 import rich.table
 
 from hf_speculate.optional_imports import import_extra
-from hf_speculate.plotting import figure_of
+from hf_speculate.plotting import figure_of, html_table, text_table
 
 STAGES = ("prefill", "draft", "score", "verify", "bookkeeping")
 MAX_DRAFT_LENS = 16_384  # rounds whose draft lengths are kept in order: 128 KiB
+MAX_PLAIN_STEPS = 256  # plain steps whose seconds are kept
 
 
 @dataclass
 class SpeculationStats:
-    """Counts and seconds of one `generate()` call; each call starts it anew.
+    """Counts and seconds of one `generate()` call; each call resets it.
 
-    Where a model's own `generate()` decodes in several calls, as Whisper's does, they are added up.
-
-    Times are the host's. On an accelerator work runs on after it was launched, so its cost shows up in the stage
-    that waits for it.
+    If a model's own `generate()` decodes in several runs, as Whisper's does, the runs are added up. Times are measured
+    on the host. On an accelerator, work continues after its launch, so its cost shows up in the stage that waits.
 
     Attributes:
         verifier: name of the verifier that ran.
-        cache: where the target's states were kept, "dynamic" or "preallocated".
-        compiled: which models' forwards ran compiled in all rounds, "target" and "draft".
+        plan: what the call decided (drafter, KV caches, schedule, compiled parts), in one line.
+        cache: KV cache of the target, "dynamic" or "preallocated".
+        compiled: models whose forwards ran compiled in all rounds, "target" and "draft".
         num_rounds: rounds summed over the rows that were live in them.
         num_batch_rounds: rounds of the batch.
         num_drafted: drafted tokens that counted, summed over rows.
-        num_judged: drafted tokens up to and with the first refused one of a round.
-        num_accepted: drafted tokens that stayed.
-        num_emitted: tokens that rounds added to the output; the token that follows the prompt is not among them.
-        num_host_syncs: times our own code waited for the device.
+        num_verified: drafted tokens up to and including the first rejected token of each round.
+        num_accepted: drafted tokens that were accepted and emitted.
+        num_emitted: tokens that rounds added to the output; the token that follows the prompt is not included.
+        num_longest: tokens that rounds added to the longest row; plain decoding takes as many steps.
+        num_host_syncs: times that our own code waited for the device.
         num_user_host_syncs: calls of processors, criteria or streamers that may have waited for it.
-        status: `Status` flags of all rounds, joined.
-        lock_step: whether all rows moved by the same number of tokens.
-        fallbacks: what ran otherwise than asked, with the reason.
-        judged_by_position, accepted_by_position: one entry per position in the draft.
-        rounds_by_draft_len: rounds of the batch by tokens drafted; 0 counts the plain steps.
-        draft_lens: tokens drafted in each round of the batch, in order; the first 16,384 rounds.
+        status: `Status` flags of all rounds, combined.
+        lock_step: whether all rows advanced by the same number of tokens.
+        fallbacks: what ran otherwise than requested, with the reason.
+        drafted_per_position, verified_per_position, accepted_per_position: one count per position in the draft.
+        rounds_by_draft_len: rounds of the batch by draft length; 0 counts the plain steps.
+        draft_lens: draft length of each round of the batch, in order; the first 16,384 rounds.
+        plain_step_s: seconds of each plain step (a round without drafts), in order; the first 256.
         prefill_s, draft_s, score_s, verify_s, bookkeeping_s: seconds in each stage; prefill is the target's.
     """
 
     verifier: str = ""
+    plan: str = ""
     cache: str = ""
     compiled: list[str] = field(default_factory=list)
     num_rounds: int = 0
     num_batch_rounds: int = 0
     num_drafted: int = 0
-    num_judged: int = 0
+    num_verified: int = 0
     num_accepted: int = 0
     num_emitted: int = 0
+    num_longest: int = 0
     num_host_syncs: int = 0
     num_user_host_syncs: int = 0
     status: int = 0
     lock_step: bool = False
     fallbacks: list[str] = field(default_factory=list)
-    judged_by_position: list[int] = field(default_factory=list)
-    accepted_by_position: list[int] = field(default_factory=list)
+    drafted_per_position: list[int] = field(default_factory=list)
+    verified_per_position: list[int] = field(default_factory=list)
+    accepted_per_position: list[int] = field(default_factory=list)
     rounds_by_draft_len: dict[int, int] = field(default_factory=dict)
     draft_lens: list[int] = field(default_factory=list)
+    plain_step_s: list[float] = field(default_factory=list)
     prefill_s: float = 0.0
     draft_s: float = 0.0
     score_s: float = 0.0
@@ -68,61 +77,94 @@ class SpeculationStats:
     bookkeeping_s: float = 0.0
 
     def reset(self) -> None:
-        """Set every field back, in place."""
+        """Reset every field, in place."""
         fresh = SpeculationStats()
         for entry in fields(self):
             setattr(self, entry.name, getattr(fresh, entry.name))
 
+    def __add__(self, other: "SpeculationStats") -> "SpeculationStats":
+        """Counts and seconds of both calls together; a text that differs between them is left empty."""
+        total = SpeculationStats()
+        for entry in fields(self):
+            setattr(total, entry.name, _ADD[entry.name](getattr(self, entry.name), getattr(other, entry.name)))
+        return total
+
     def add_fallback(self, reason: str) -> None:
-        """Note once what ran otherwise than asked."""
+        """Record once what ran otherwise than requested."""
         if reason not in self.fallbacks:
             self.fallbacks.append(reason)
 
-    def add_row(self, num_drafted: int, num_accepted: int, num_emitted: int, num_judged: int | None = None) -> None:
+    def add_row(self, num_drafted: int, num_accepted: int, num_emitted: int, num_verified: int | None = None) -> None:
         """Count one row's round.
 
         Args:
             num_drafted: tokens drafted for the row.
-            num_accepted: those of them that stayed.
-            num_emitted: tokens that went into the output, after stopping.
-            num_judged: drafted tokens that the verifier looked at; None: those up to and with the first refused one.
+            num_accepted: drafted tokens that were accepted and emitted.
+            num_emitted: tokens added to the output, after stopping.
+            num_verified: drafted tokens that were verified; None for those up to and including the first rejected one.
         """
-        if num_judged is None:
-            num_judged = min(num_accepted + 1, num_drafted)
+        if num_verified is None:
+            num_verified = min(num_accepted + 1, num_drafted)
         self.num_rounds += 1
         self.num_drafted += num_drafted
-        self.num_judged += num_judged
+        self.num_verified += num_verified
         self.num_accepted += num_accepted
         self.num_emitted += num_emitted
-        missing = num_judged - len(self.judged_by_position)
-        if missing > 0:
-            self.judged_by_position += [0] * missing
-            self.accepted_by_position += [0] * missing
-        for position in range(num_judged):
-            self.judged_by_position[position] += 1
-            self.accepted_by_position[position] += position < num_accepted
+        missing = num_drafted - len(self.drafted_per_position)
+        for counts in (self.drafted_per_position, self.verified_per_position, self.accepted_per_position):
+            counts += [0] * missing
+        for position in range(num_drafted):
+            self.drafted_per_position[position] += 1
+            self.verified_per_position[position] += position < num_verified
+            self.accepted_per_position[position] += position < num_accepted
 
     def add_draft_len(self, num_drafted: int) -> None:
-        """Count one round of the batch in which `num_drafted` tokens were drafted."""
+        """Count one round of the batch with a draft of `num_drafted` tokens."""
         self.rounds_by_draft_len[num_drafted] = self.rounds_by_draft_len.get(num_drafted, 0) + 1
         if len(self.draft_lens) < MAX_DRAFT_LENS:
             self.draft_lens.append(num_drafted)
 
-    @property
-    def acceptance(self) -> float:
-        """Accepted over judged tokens, in [0, 1]; 0 when nothing was judged."""
-        return self.num_accepted / self.num_judged if self.num_judged else 0.0
+    def add_plain_step(self, seconds: float) -> None:
+        """Record the seconds of a round without drafts."""
+        if len(self.plain_step_s) < MAX_PLAIN_STEPS:
+            self.plain_step_s.append(seconds)
 
     @property
-    def acceptance_by_position(self) -> list[float]:
-        """Acceptance of the first, second, ... drafted token, given that it was judged."""
-        pairs = zip(self.accepted_by_position, self.judged_by_position, strict=True)
-        return [accepted / judged for accepted, judged in pairs]
-
-    @property
-    def tokens_per_round(self) -> float:
-        """Emitted tokens per row and round; 0 before the first round."""
+    def mean_acceptance_length(self) -> float:
+        """Emitted tokens per row and round, the bonus token included; 0 before the first round."""
         return self.num_emitted / self.num_rounds if self.num_rounds else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted over drafted tokens, in [0, 1]; 0 if nothing was drafted."""
+        return self.num_accepted / self.num_drafted if self.num_drafted else 0.0
+
+    @property
+    def acceptance_rate_per_position(self) -> list[float]:
+        """Accepted over drafted tokens at each position of the draft."""
+        return _ratios(self.accepted_per_position, self.drafted_per_position)
+
+    @property
+    def verified_acceptance_rate(self) -> float:
+        """Accepted over verified tokens, in [0, 1]: tokens after the first rejected one do not count; 0 if none."""
+        return self.num_accepted / self.num_verified if self.num_verified else 0.0
+
+    @property
+    def verified_acceptance_rate_per_position(self) -> list[float]:
+        """Accepted over verified tokens at each position: the rate if all earlier positions were accepted."""
+        num = len([count for count in self.verified_per_position if count])
+        return _ratios(self.accepted_per_position[:num], self.verified_per_position[:num])
+
+    @property
+    def speedup(self) -> float | None:
+        """Estimated speed-up over plain decoding, without the prefill; None if no plain step was measured.
+
+        Plain decoding is taken to need the median of `plain_step_s` for each token of the longest row.
+        """
+        decoding_s = self.total_s - self.prefill_s
+        if not self.plain_step_s or decoding_s <= 0:
+            return None
+        return self.num_longest * median(self.plain_step_s) / decoding_s
 
     @property
     def seconds_by_stage(self) -> dict[str, float]:
@@ -131,7 +173,7 @@ class SpeculationStats:
 
     @property
     def total_s(self) -> float:
-        """Seconds of all stages; what `generate()` does before and after decoding is not among them."""
+        """Seconds of all stages; what `generate()` does before and after decoding is not included."""
         return sum(self.seconds_by_stage.values())
 
     @property
@@ -141,24 +183,21 @@ class SpeculationStats:
         return self.num_emitted / decoding_s if self.num_emitted and decoding_s > 0 else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Every count and every figure that follows from them, as plain values that JSON holds.
-
-        The keys of `rounds_by_draft_len` are text, as JSON writes them.
-        """
+        """Every count, and the rates that follow from them, as values that JSON can hold."""
         return asdict(self) | {
             "rounds_by_draft_len": {str(num): count for num, count in sorted(self.rounds_by_draft_len.items())},
-            "acceptance": self.acceptance,
-            "acceptance_by_position": self.acceptance_by_position,
-            "tokens_per_round": self.tokens_per_round,
+            "speedup": self.speedup,
+            "mean_acceptance_length": self.mean_acceptance_length,
+            "acceptance_rate": self.acceptance_rate,
+            "acceptance_rate_per_position": self.acceptance_rate_per_position,
+            "verified_acceptance_rate": self.verified_acceptance_rate,
+            "verified_acceptance_rate_per_position": self.verified_acceptance_rate_per_position,
             "tokens_per_s": self.tokens_per_s,
             "total_s": self.total_s,
         }
 
     def to_pandas(self) -> Any:
-        """A data frame of one row, for `pandas.concat` of those of several calls.
-
-        Columns are the numbers and texts of `as_dict()`, "acceptance_1", "acceptance_2", ... for the positions in the
-        draft, and "compiled" and "fallbacks" as one text each.
+        """A data frame of one row: `as_dict()` with a column per position, and lists of strings joined.
 
         Raises:
             MissingExtraError: pandas is not installed.
@@ -169,86 +208,109 @@ class SpeculationStats:
                 row[name] = "; ".join(value)
             elif not isinstance(value, dict | list):
                 row[name] = value
-        row |= {f"acceptance_{at}": share for at, share in enumerate(self.acceptance_by_position, 1)}
+        row |= {f"acceptance_rate_{at}": rate for at, rate in enumerate(self.acceptance_rate_per_position, 1)}
         return import_extra("pandas", "plot").DataFrame([row])
 
     def summary(self) -> str:
-        """One line: tokens, rounds, acceptance, seconds."""
+        """One line: speed-up, mean acceptance length, acceptance rate, seconds."""
         if not self.num_rounds:
             return f"{self.verifier or 'no'} verification: no rounds in {self.total_s:.2f} s"
         return (
-            f"{self.verifier} verification: {self.num_emitted} tokens in {self.num_rounds} rounds, "
-            f"{self.tokens_per_round:.2f} a round, acceptance {self.acceptance:.3f}, "
+            f"{self.headline}; {self.verifier} verification: {self.num_emitted} tokens in {self.num_rounds} rounds, "
+            f"mean acceptance length {self.mean_acceptance_length:.2f}, acceptance rate {self.acceptance_rate:.3f}, "
             f"{self.total_s:.2f} s, {self.tokens_per_s:.1f} tokens/s"
         )
 
+    @property
+    def headline(self) -> str:
+        """Whether speculation paid, in a few words."""
+        speedup, num = self.speedup, len(self.plain_step_s)
+        if speedup is None:
+            return "speed-up unknown (no plain step was measured)"
+        return f"about {speedup:.2f}x plain decoding (from {num} plain step{'s' * (num != 1)})"
+
     def as_table(self) -> rich.table.Table:
-        """A table of rich's; `rich.print(stats)` shows the same."""
-        table = rich.table.Table(title=f"{self.verifier or 'no'} verification", show_header=False)
-        total_s = self.total_s
-        rows = [
-            ("tokens", f"{self.num_emitted} in {self.num_rounds} rounds"),
-            ("tokens a round", f"{self.tokens_per_round:.2f}"),
-            ("tokens a second", f"{self.tokens_per_s:.1f}"),
-            ("acceptance", f"{self.acceptance:.3f} ({self._counts})"),
-            ("acceptance by position", self._positions),
-            ("rounds by draft length", self._lens),
-            *(
-                (stage, f"{seconds:.3f} s, {seconds / total_s if total_s else 0.0:.0%}")
-                for stage, seconds in self.seconds_by_stage.items()
-            ),
-            ("host synchronisations", self._host_syncs),
-            *([("compiled", ", ".join(self.compiled))] if self.compiled else []),
-            *([("rows", "moved in lock step")] if self.lock_step else []),
-            *(("fallback", reason) for reason in self.fallbacks),
-        ]
-        for name, value in rows:
-            table.add_row(name, rich.markup.escape(value))
-        return table
+        """A table for rich; `rich.print(stats)` shows it."""
+        return text_table(self.headline, self._lines())
 
     def plot(self) -> Any:
-        """Acceptance by position, drafted tokens by round, and seconds by stage, side by side.
-
-        Returns:
-            A `matplotlib.figure.Figure` that belongs to no window: `figure.savefig("stats.png")` writes it, a notebook
-            shows it.
+        """A `matplotlib.figure.Figure` of acceptance rate per position, draft length by round, and seconds by stage.
 
         Raises:
             MissingExtraError: matplotlib is not installed.
         """
-        return figure_of(self.acceptance_by_position, self.draft_lens, self.num_batch_rounds, self.seconds_by_stage)
+        rates = self.acceptance_rate_per_position
+        return figure_of(self.headline, rates, self.draft_lens, self.num_batch_rounds, self.seconds_by_stage)
 
     def __rich__(self) -> rich.table.Table:
         return self.as_table()
 
+    def _repr_html_(self) -> str:
+        return html_table(self.headline, self._lines())
+
     def __str__(self) -> str:
-        seconds = " ".join(f"{stage} {seconds:.3f}" for stage, seconds in self.seconds_by_stage.items())
-        lines = [
-            f"{self.verifier or 'no'} verification: {self.num_emitted} tokens in {self.num_rounds} rounds",
-            f"tokens a round {self.tokens_per_round:.2f}, acceptance {self.acceptance:.3f} ({self._counts})",
-            f"acceptance by position: {self._positions}",
-            f"rounds by draft length: {self._lens}",
-            f"seconds: {seconds}",
-            f"host synchronisations: {self._host_syncs}",
-        ]
-        if self.compiled:
-            lines.append(f"compiled: {', '.join(self.compiled)}")
-        if self.lock_step:
-            lines.append("rows moved in lock step")
-        return "\n".join(lines + [f"fallback: {reason}" for reason in self.fallbacks])
+        return "\n".join([self.headline, *(f"{name}: {value}" for name, value in self._lines())])
 
-    @property
-    def _counts(self) -> str:
-        return f"{self.num_accepted} of {self.num_judged} judged, {self.num_drafted} drafted"
+    def _lines(self) -> list[tuple[str, str]]:
+        """Names and values, the most telling first."""
+        total_s = self.total_s
+        positions = " ".join(f"{rate:.2f}" for rate in self.acceptance_rate_per_position) or "-"
+        lens = " ".join(f"{num}:{count}" for num, count in sorted(self.rounds_by_draft_len.items())) or "-"
+        stages = ", ".join(
+            f"{stage} {seconds:.3f} s ({seconds / total_s if total_s else 0.0:.0%})"
+            for stage, seconds in self.seconds_by_stage.items()
+        )
+        lines = {
+            "mean acceptance length": f"{self.mean_acceptance_length:.2f} "
+            f"({self.num_emitted} tokens in {self.num_rounds} rounds)",
+            "acceptance rate": f"{self.acceptance_rate:.3f} ({self.num_accepted} of {self.num_drafted} drafted tokens)",
+            "verified acceptance rate": f"{self.verified_acceptance_rate:.3f} "
+            f"({self.num_accepted} of {self.num_verified} verified tokens)",
+            "acceptance rate per position": positions,
+            "tokens per second": f"{self.tokens_per_s:.1f}",
+            "rounds by draft length": lens,
+            "time by stage": stages,
+            "verifier": self.verifier or "none",
+            "host synchronisations": f"{self.num_host_syncs} ours, {self.num_user_host_syncs} in user code",
+        }
+        optional = {
+            "plan": self.plan,
+            "compiled": ", ".join(self.compiled),
+            "rows": "moved in lock step" if self.lock_step else "",
+        }
+        lines |= {name: value for name, value in optional.items() if value}
+        return [*lines.items(), *(("fallback", reason) for reason in self.fallbacks)]
 
-    @property
-    def _positions(self) -> str:
-        return " ".join(f"{share:.2f}" for share in self.acceptance_by_position) or "-"
 
-    @property
-    def _lens(self) -> str:
-        return " ".join(f"{num}:{count}" for num, count in sorted(self.rounds_by_draft_len.items())) or "-"
+def _add_counts(one: list[int], other: list[int]) -> list[int]:
+    return [sum(pair) for pair in zip_longest(one, other, fillvalue=0)]
 
-    @property
-    def _host_syncs(self) -> str:
-        return f"{self.num_host_syncs} ours, {self.num_user_host_syncs} in user code"
+
+def _add_by_key(one: dict[int, int], other: dict[int, int]) -> dict[int, int]:
+    return {key: one.get(key, 0) + other.get(key, 0) for key in (*one, *other)}
+
+
+def _add_reasons(one: list[str], other: list[str]) -> list[str]:
+    return list(dict.fromkeys([*one, *other]))
+
+
+# How the values of a field are added, by the name of the field.
+_ADD: dict[str, Callable[[Any, Any], Any]] = {entry.name: operator.add for entry in fields(SpeculationStats)} | {
+    "verifier": lambda one, other: one if one == other else "",
+    "plan": lambda one, other: one if one == other else "",
+    "cache": lambda one, other: one if one == other else "",
+    "compiled": _add_reasons,
+    "fallbacks": _add_reasons,
+    "status": operator.or_,
+    "lock_step": operator.or_,
+    "drafted_per_position": _add_counts,
+    "verified_per_position": _add_counts,
+    "accepted_per_position": _add_counts,
+    "rounds_by_draft_len": _add_by_key,
+    "draft_lens": lambda one, other: (one + other)[:MAX_DRAFT_LENS],
+    "plain_step_s": lambda one, other: (one + other)[:MAX_PLAIN_STEPS],
+}
+
+
+def _ratios(numerators: list[int], denominators: list[int]) -> list[float]:
+    return [one / other for one, other in zip(numerators, denominators, strict=True)]

@@ -70,8 +70,8 @@ def models() -> Pair:
 
 def longest_draft(stats: SpeculationStats) -> int:
     """Of the call's drafts, all of which were accepted."""
-    assert stats.num_accepted == stats.num_judged > 0
-    return len(stats.judged_by_position)
+    assert stats.num_accepted == stats.num_verified > 0
+    return len(stats.verified_per_position)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import rich
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import hf_speculate
-from hf_speculate.stats import MAX_DRAFT_LENS, SpeculationStats
+from hf_speculate.stats import MAX_DRAFT_LENS, MAX_PLAIN_STEPS, SpeculationStats
 from hf_speculate.verify import GreedyVerifier, base, register_verifier
 from tests.cases import ACCEPTED_ALL, DRAFT_NOISE, pair
 from tests.tiny import ragged_prompts
@@ -25,54 +25,61 @@ def make_stats(*rounds: tuple[int, int, int]) -> SpeculationStats:
 
 
 @pytest.mark.parametrize(
-    ("num_drafted", "num_accepted", "num_judged"),
+    ("num_drafted", "num_accepted", "num_verified"),
     [(5, 0, 1), (5, 2, 3), (5, 4, 5), (5, 5, 5), (1, 0, 1), (1, 1, 1), (0, 0, 0)],
 )
-def test_the_first_refused_token_is_judged_and_those_after_it_are_not(num_drafted, num_accepted, num_judged):
+def test_the_first_rejected_token_is_verified_and_later_ones_are_not(num_drafted, num_accepted, num_verified):
     stats = make_stats((num_drafted, num_accepted, num_accepted + 1))
     assert stats.num_drafted == num_drafted
     assert stats.num_accepted == num_accepted
-    assert stats.num_judged == num_judged
-    assert stats.judged_by_position == [1] * num_judged
-    assert stats.accepted_by_position == [1] * num_accepted + [0] * (num_judged - num_accepted)
+    assert stats.num_verified == num_verified
+    assert stats.drafted_per_position == [1] * num_drafted
+    assert stats.verified_per_position == [1] * num_verified + [0] * (num_drafted - num_verified)
+    assert stats.accepted_per_position == [1] * num_accepted + [0] * (num_drafted - num_accepted)
 
 
-def test_tokens_that_the_verifier_never_reached_are_not_judged():
+def test_tokens_that_the_verifier_never_reached_are_not_verified():
     stats = SpeculationStats()
-    stats.add_row(num_drafted=5, num_accepted=2, num_emitted=2, num_judged=2)
-    assert stats.num_judged == 2
-    assert stats.acceptance == 1.0
-    assert stats.acceptance_by_position == [1.0, 1.0]
+    stats.add_row(num_drafted=5, num_accepted=2, num_emitted=2, num_verified=2)
+    assert stats.num_verified == 2
+    assert stats.verified_acceptance_rate == 1.0
+    assert stats.verified_acceptance_rate_per_position == [1.0, 1.0]
+    assert stats.acceptance_rate == 2 / 5
+    assert stats.acceptance_rate_per_position == [1.0, 1.0, 0.0, 0.0, 0.0]
 
 
 def test_counts_add_up_over_rounds():
     stats = make_stats((4, 4, 5), (4, 1, 2), (2, 0, 1), (4, 2, 1))
     assert stats.num_rounds == 4
     assert stats.num_drafted == 14
-    assert stats.num_judged == 4 + 2 + 1 + 3
+    assert stats.num_verified == 4 + 2 + 1 + 3
     assert stats.num_accepted == 7
     assert stats.num_emitted == 9
-    assert stats.acceptance == 7 / 10
-    assert stats.tokens_per_round == 9 / 4
+    assert stats.acceptance_rate == 7 / 14
+    assert stats.verified_acceptance_rate == 7 / 10
+    assert stats.mean_acceptance_length == 9 / 4
 
 
-def test_acceptance_by_position_is_of_those_that_were_judged_there():
+def test_rates_per_position_are_of_the_tokens_drafted_or_verified_there():
     stats = make_stats((3, 3, 4), (3, 1, 2), (3, 0, 1), (1, 1, 2))
-    assert stats.judged_by_position == [4, 2, 1]
-    assert stats.accepted_by_position == [3, 1, 1]
-    assert stats.acceptance_by_position == [3 / 4, 1 / 2, 1.0]
+    assert stats.drafted_per_position == [4, 3, 3]
+    assert stats.verified_per_position == [4, 2, 1]
+    assert stats.accepted_per_position == [3, 1, 1]
+    assert stats.acceptance_rate_per_position == [3 / 4, 1 / 3, 1 / 3]
+    assert stats.verified_acceptance_rate_per_position == [3 / 4, 1 / 2, 1.0]
 
 
 def test_positions_add_up_to_the_whole():
     stats = make_stats((5, 2, 3), (3, 3, 4), (5, 0, 1), (0, 0, 1), (1, 1, 2))
-    assert sum(stats.judged_by_position) == stats.num_judged
-    assert sum(stats.accepted_by_position) == stats.num_accepted
+    assert sum(stats.verified_per_position) == stats.num_verified
+    assert sum(stats.accepted_per_position) == stats.num_accepted
 
 
 def test_before_the_first_round_shares_are_zero():
     stats = SpeculationStats()
-    assert stats.acceptance == stats.tokens_per_round == 0.0
-    assert stats.acceptance_by_position == []
+    assert stats.acceptance_rate == stats.verified_acceptance_rate == stats.mean_acceptance_length == 0.0
+    assert stats.acceptance_rate_per_position == stats.verified_acceptance_rate_per_position == []
+    assert stats.speedup is None
 
 
 def test_reset_sets_every_field_back_in_place():
@@ -85,12 +92,30 @@ def test_reset_sets_every_field_back_in_place():
             value[3] = 1
         else:
             setattr(stats, entry.name, "other" if isinstance(value, str) else value + 1)
-    fresh, lists = SpeculationStats(), (stats.fallbacks, stats.judged_by_position)
+    fresh, lists = SpeculationStats(), (stats.fallbacks, stats.verified_per_position)
     assert all(getattr(stats, entry.name) != getattr(fresh, entry.name) for entry in fields(stats))
     stats.reset()
     assert stats == fresh
     assert stats.fallbacks is not lists[0]
-    assert stats.judged_by_position is not lists[1]
+    assert stats.verified_per_position is not lists[1]
+
+
+def test_calls_add_up():
+    one, other = make_stats((3, 3, 4), (1, 0, 1)), make_stats((4, 1, 2))
+    for stats, num in ((one, 3), (other, 4)):
+        stats.add_draft_len(num)
+        stats.add_plain_step(num / 10)
+        stats.score_s, stats.status, stats.compiled = 1.5, num, ["target"]
+        stats.fallbacks += ["both", f"only {num}"]
+    total = one + other
+    assert (total.num_rounds, total.num_drafted, total.num_accepted, total.num_emitted) == (3, 8, 4, 7)
+    assert total.drafted_per_position == [3, 2, 2, 1]
+    assert total.rounds_by_draft_len == {3: 1, 4: 1}
+    assert (total.draft_lens, total.plain_step_s) == ([3, 4], [0.3, 0.4])
+    assert (total.score_s, total.status, total.verifier) == (3.0, 7, "greedy")
+    assert (total.compiled, total.fallbacks) == (["target"], ["both", "only 3", "only 4"])
+    assert (one + SpeculationStats(verifier="block")).verifier == ""
+    assert one.num_rounds == 2
 
 
 def test_two_objects_share_no_list():
@@ -100,35 +125,65 @@ def test_two_objects_share_no_list():
     assert other == SpeculationStats()
 
 
+def test_the_speedup_compares_with_the_median_plain_step():
+    stats = make_stats((3, 3, 4), (3, 3, 4), (0, 0, 1), (0, 0, 1))
+    stats.num_longest, stats.prefill_s, stats.draft_s, stats.score_s = 10, 9.0, 1.0, 4.0
+    assert stats.speedup is None
+    assert stats.headline == "speed-up unknown (no plain step was measured)"
+    stats.add_plain_step(0.5)
+    assert stats.headline == "about 1.00x plain decoding (from 1 plain step)"
+    stats.add_plain_step(2.0)
+    stats.add_plain_step(0.75)
+    assert stats.speedup == 10 * 0.75 / 5.0
+    for _ in range(MAX_PLAIN_STEPS):
+        stats.add_plain_step(1.0)
+    assert len(stats.plain_step_s) == MAX_PLAIN_STEPS
+
+
 def test_it_reads_well():
     stats = make_stats((3, 3, 4), (3, 1, 2))
     stats.draft_s, stats.num_host_syncs, stats.num_user_host_syncs = 0.25, 3, 1
     stats.add_draft_len(3)
     stats.add_draft_len(3)
-    lines = str(stats).splitlines()
-    assert lines == [
-        "greedy verification: 6 tokens in 2 rounds",
-        "tokens a round 3.00, acceptance 0.800 (4 of 5 judged, 6 drafted)",
-        "acceptance by position: 1.00 0.50 1.00",
+    assert str(stats).splitlines() == [
+        "speed-up unknown (no plain step was measured)",
+        "mean acceptance length: 3.00 (6 tokens in 2 rounds)",
+        "acceptance rate: 0.667 (4 of 6 drafted tokens)",
+        "verified acceptance rate: 0.800 (4 of 5 verified tokens)",
+        "acceptance rate per position: 1.00 0.50 0.50",
+        "tokens per second: 24.0",
         "rounds by draft length: 3:2",
-        "seconds: prefill 0.000 draft 0.250 score 0.000 verify 0.000 bookkeeping 0.000",
+        (
+            "time by stage: prefill 0.000 s (0%), draft 0.250 s (100%), score 0.000 s (0%), verify 0.000 s (0%), "
+            "bookkeeping 0.000 s (0%)"
+        ),
+        "verifier: greedy",
         "host synchronisations: 3 ours, 1 in user code",
     ]
 
 
-def test_lock_step_and_fallbacks_are_said_with_their_reason():
+def test_lock_step_and_fallbacks_are_shown_with_their_reason():
     stats = make_stats((3, 1, 2))
     assert "lock step" not in str(stats)
     stats.lock_step = True
     stats.fallbacks += ["first reason", "second reason"]
     lines = str(stats).splitlines()
-    assert lines[-3:] == ["rows moved in lock step", "fallback: first reason", "fallback: second reason"]
+    assert lines[-3:] == ["rows: moved in lock step", "fallback: first reason", "fallback: second reason"]
 
 
 def test_an_unused_one_reads_too():
     text = str(SpeculationStats())
-    assert "no verification: 0 tokens in 0 rounds" in text
-    assert "acceptance by position: -" in text
+    assert "mean acceptance length: 0.00 (0 tokens in 0 rounds)" in text
+    assert "acceptance rate per position: -" in text
+
+
+def test_a_notebook_shows_a_table_with_escaped_text():
+    stats = make_stats((3, 3, 4))
+    stats.fallbacks.append("a <b> & c")
+    page = stats._repr_html_()
+    assert page.startswith("<table><caption>speed-up unknown")
+    assert "<th>mean acceptance length</th><td>4.00 (4 tokens in 1 rounds)</td>" in page
+    assert "a &lt;b&gt; &amp; c" in page
 
 
 def generate(stats: SpeculationStats, batch_size: int, noise: float = DRAFT_NOISE, **options) -> None:
@@ -149,10 +204,10 @@ def test_a_call_with_a_perfect_draft_is_counted_exactly():
     generate(stats, 2, ACCEPTED_ALL)
     assert stats.num_batch_rounds == 3
     assert stats.num_rounds == 2 * 3
-    assert stats.num_drafted == stats.num_judged == stats.num_accepted == 2 * 9
+    assert stats.num_drafted == stats.num_verified == stats.num_accepted == 2 * 9
     assert stats.num_emitted == 2 * 12
-    assert stats.acceptance_by_position == [1.0] * 3
-    assert stats.tokens_per_round == 4.0
+    assert stats.acceptance_rate_per_position == [1.0] * 3
+    assert stats.mean_acceptance_length == 4.0
     assert stats.status == 0
 
 
@@ -161,7 +216,7 @@ def test_each_call_starts_it_anew_and_times_every_stage():
     generate(stats, 3)
     generate(stats, 2)
     assert stats.num_emitted == 2 * 12
-    assert stats.num_accepted < stats.num_judged < stats.num_drafted
+    assert stats.num_accepted < stats.num_verified < stats.num_drafted
     assert stats.num_batch_rounds < stats.num_rounds <= 2 * stats.num_batch_rounds
     assert all(getattr(stats, f"{stage}_s") > 0 for stage in ("prefill", "draft", "score", "verify", "bookkeeping"))
 
@@ -196,9 +251,9 @@ def test_generate_counts_as_judged_what_its_verifier_judged(monkeypatch, is_lock
     generate(stats, 3, verifier="seeing", logits_processor=processors)
     assert stats.lock_step == is_lock_step
     rows = [row for call in verifier.judged for row in call]
-    assert stats.num_judged == sum(min(accepted + 1, num) for num, accepted in rows)
+    assert stats.num_verified == sum(min(accepted + 1, num) for num, accepted in rows)
     assert stats.num_accepted == sum(accepted for _, accepted in rows)
-    assert stats.num_accepted < stats.num_judged < stats.num_drafted
+    assert stats.num_accepted < stats.num_verified < stats.num_drafted
 
 
 def told_stats() -> SpeculationStats:
@@ -226,7 +281,16 @@ def test_a_dict_holds_every_field_and_figure_as_json_gives_it_back():
     assert json.loads(json.dumps(values)) == values
     assert {entry.name for entry in fields(stats)} < set(values)
     assert values["rounds_by_draft_len"] == {"0": 1, "3": 2}
-    for name in ("acceptance", "acceptance_by_position", "tokens_per_round", "tokens_per_s", "total_s", "num_emitted"):
+    for name in (
+        "speedup",
+        "acceptance_rate",
+        "verified_acceptance_rate",
+        "acceptance_rate_per_position",
+        "mean_acceptance_length",
+        "tokens_per_s",
+        "total_s",
+        "num_emitted",
+    ):
         assert values[name] == getattr(stats, name)
     values["fallbacks"].append("more")
     assert stats.fallbacks == ["first [reason]", "second"]
@@ -245,9 +309,9 @@ def test_pandas_gets_one_row_a_call():
     pandas = pytest.importorskip("pandas", reason="pandas is not installed")
     frame = pandas.concat([told_stats().to_pandas(), make_stats((1, 1, 2)).to_pandas()], ignore_index=True)
     assert list(frame["num_emitted"]) == [7, 2]
-    assert list(frame["acceptance_1"]) == [1.0, 1.0]
-    assert frame["acceptance_3"][0] == 1.0
-    assert frame["acceptance_3"].isna().tolist() == [False, True]
+    assert list(frame["acceptance_rate_1"]) == [1.0, 1.0]
+    assert frame["acceptance_rate_3"][0] == 0.5
+    assert frame["acceptance_rate_3"].isna().tolist() == [False, True]
     assert frame["fallbacks"][0] == "first [reason]; second"
     assert frame["total_s"].dtype == float
     assert not any(isinstance(cell, list | dict) for cell in frame.iloc[0])
@@ -258,18 +322,19 @@ def test_rich_prints_a_table_with_every_figure():
     rich.print(told_stats(), file=out)
     text = out.getvalue()
     rows = {line.strip("│ \n").split("│")[0].strip(): line for line in text.splitlines() if line.startswith("│")}
-    assert "greedy verification" in text
-    assert "7 in 3 rounds" in rows["tokens"]
-    assert "1.00 0.50 1.00" in rows["acceptance by position"]
+    assert "speed-up unknown" in text
+    assert "2.33 (7 tokens in 3 rounds)" in rows["mean acceptance length"]
+    assert "1.00 0.50 0.50" in rows["acceptance rate per position"]
     assert "0:1 3:2" in rows["rounds by draft length"]
-    assert "1.000 s, 40%" in rows["score"]
+    assert "1.000 s (40%)" in text
     assert "first [reason]" in text  # not taken for markup
     assert SpeculationStats().as_table().row_count > 0
 
 
 def test_a_line_sums_a_call_up():
     assert told_stats().summary() == (
-        "greedy verification: 7 tokens in 3 rounds, 2.33 a round, acceptance 0.800, 2.50 s, 3.5 tokens/s"
+        "speed-up unknown (no plain step was measured); greedy verification: 7 tokens in 3 rounds, "
+        "mean acceptance length 2.33, acceptance rate 0.667, 2.50 s, 3.5 tokens/s"
     )
     assert SpeculationStats().summary() == "no verification: no rounds in 0.00 s"
 
@@ -280,7 +345,7 @@ def test_a_plot_has_three_panels_that_say_what_was_counted(tmp_path):
     figure = stats.plot()
     figure.draw_without_rendering()  # names stand at the axes then
     acceptance, lens, seconds = figure.axes
-    assert [bar.get_height() for bar in acceptance.patches] == stats.acceptance_by_position
+    assert [bar.get_height() for bar in acceptance.patches] == stats.acceptance_rate_per_position
     assert list(lens.lines[0].get_ydata()) == stats.draft_lens
     assert [bar.get_width() for bar in seconds.patches] == list(stats.seconds_by_stage.values())
     assert [label.get_text() for label in seconds.get_yticklabels()] == list(stats.seconds_by_stage)

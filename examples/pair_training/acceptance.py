@@ -27,14 +27,14 @@ class Walk(NamedTuple):
     """Counts over rounds of K draft tokens."""
 
     num_accepted: int
-    num_judged: int
+    num_verified: int
     num_rounds: int  # whole rounds: refused, or with room for all K tokens and the bonus
     num_tokens: int  # tokens that whole rounds gave
 
     @property
     def acceptance(self) -> float:
         """Accepted over judged."""
-        return self.num_accepted / self.num_judged
+        return self.num_accepted / self.num_verified
 
     @property
     def tokens_per_round(self) -> float:

@@ -116,7 +116,7 @@ def acceptance_text(results: dict) -> str:
     for dtype, by_mode in results["pair"]["acceptance"].items():
         for mode, record in by_mode.items():
             walk = record["walks"][A_DRAFT_TOKENS - 1]
-            counts = f"{walk['num_accepted']} / {walk['num_judged']}"
+            counts = f"{walk['num_accepted']} / {walk['num_verified']}"
             overlap = "" if record["overlap"] is None else f"{record['overlap']:.3f}"
             rows.append([dtype, mode, f"{record['acceptance']:.3f}", counts, overlap])
             walks.append([dtype, mode, *(f"{each['tokens_per_round']:.2f}" for each in record["walks"])])

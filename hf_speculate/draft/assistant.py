@@ -37,15 +37,15 @@ class Drafting(NamedTuple):
 class _Tally:
     """What became of a pair's draft tokens in all calls so far."""
 
-    num_judged: int = 0  # where a long draft is refused at once, its other tokens were never looked at
+    num_verified: int = 0  # where a long draft is refused at once, its other tokens were never looked at
     num_accepted: int = 0
     has_warned: bool = False
 
     def warns(self, stats: SpeculationStats) -> bool:
         """Count a call; whether it is the one after which to warn."""
-        self.num_judged += stats.num_judged
+        self.num_verified += stats.num_verified
         self.num_accepted += stats.num_accepted
-        is_low = self.num_judged >= _NUM_JUDGED and self.num_accepted < _LEAST_ACCEPTANCE * self.num_judged
+        is_low = self.num_verified >= _NUM_JUDGED and self.num_accepted < _LEAST_ACCEPTANCE * self.num_verified
         is_first = is_low and not self.has_warned
         self.has_warned |= is_low
         return is_first

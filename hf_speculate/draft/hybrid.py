@@ -143,9 +143,9 @@ class HybridDrafter:
             proposal, num_asked = self._proposals[row], self._num_asked[row]
             agrees = [one == other for one, other in zip(proposal.token_ids, ids, strict=False)]
             if agrees:
-                num_judged = agrees.index(False) + 1 if False in agrees else len(agrees)
-                num_accepted = num_judged - (False in agrees)
-                self._of_suffix.observe(row, suffix_kinds(proposal.match_len, num_judged), num_accepted)
+                num_verified = agrees.index(False) + 1 if False in agrees else len(agrees)
+                num_accepted = num_verified - (False in agrees)
+                self._of_suffix.observe(row, suffix_kinds(proposal.match_len, num_verified), num_accepted)
             if num_asked:
                 num_accepted = min(len(ids) - num_rounds, num_asked)
                 self._of_model.observe(row, model_kinds(min(num_accepted + 1, num_asked)), num_accepted)

@@ -122,6 +122,8 @@ class SpeculativeDecoder:
             self._crop(batch, draft, verified, trimmed)  # 5. the caches forget what was not kept
             other_s += self._lap("bookkeeping_s")
             self.schedule.update(outcome._replace(draft_s=draft_s, score_s=score_s, other_s=other_s))
+            if not draft.token_ids.shape[1]:
+                self.stats.add_plain_step(draft_s + score_s + other_s)
             if report is not None:
                 self._tell(report._replace(draft_s=draft_s, score_s=score_s, other_s=other_s))
         self._finish(batch)
@@ -260,8 +262,8 @@ class SpeculativeDecoder:
         for row in live:
             num_drafted, num_emitted = verified.num_drafted[row], trimmed.num_emitted[row]
             num_accepted = min(verified.num_accepted[row], num_emitted)  # a criterion may stop before the last of them
-            num_judged = min(verified.num_accepted[row] + 1, num_drafted, len(verified.new_ids[row]), num_emitted)
-            self.stats.add_row(num_drafted, num_accepted, num_emitted, num_judged)
+            num_verified = min(verified.num_accepted[row] + 1, num_drafted, len(verified.new_ids[row]), num_emitted)
+            self.stats.add_row(num_drafted, num_accepted, num_emitted, num_verified)
         if self.recorder.recorded.hidden_states or self.recorder.recorded.attentions:
             config = self.target.model.config.get_text_config(decoder=True)
             windows = windows_of(config, batch.target_cache.cache)
@@ -293,6 +295,7 @@ class SpeculativeDecoder:
 
     def _finish(self, batch: Batch) -> None:
         """Cut what was decoded past the last stop, where rows go on without EOS."""
+        self.stats.num_longest += max(map(len, self.recorder.new_ids)) - 1
         end = max(stop for stop in self._stop_lens if stop is not None)
         fault = next((fault for num_new, fault in self._faults if num_new < end), None)
         if fault is not None:

@@ -25,7 +25,7 @@ def prompts_of(category: str) -> list[str]:
     return [entry["turns"][0] for entry in entries if entry["category"] == category][:NUM_PROMPTS]
 
 
-def tokens_per_round(models, category: str, with_model: bool, with_copies: bool) -> float:
+def mean_acceptance_length(models, category: str, with_model: bool, with_copies: bool) -> float:
     target, draft = models
     tokenizer = AutoTokenizer.from_pretrained(EXAMPLES / "pair" / "target")
     options = {"num_assistant_tokens_schedule": "constant", "max_new_tokens": NUM_NEW}
@@ -42,8 +42,8 @@ def tokens_per_round(models, category: str, with_model: bool, with_copies: bool)
 @pytest.mark.slow
 @pytest.mark.parametrize("category", CATEGORIES)
 def test_each_category_keeps_at_least_what_the_better_of_the_two_keeps(models, category):
-    alone = [tokens_per_round(models, category, *which) for which in ((True, False), (False, True))]
-    assert tokens_per_round(models, category, True, True) >= max(alone)
+    alone = [mean_acceptance_length(models, category, *which) for which in ((True, False), (False, True))]
+    assert mean_acceptance_length(models, category, True, True) >= max(alone)
 
 
 def test_these_are_all_categories():

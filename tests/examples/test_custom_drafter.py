@@ -85,7 +85,7 @@ def test_every_verifier_takes_it(drafter_class, verifier):
     both = target.generate(**inputs, **options, seed=[1, 2], speculation_stats=stats)
     alone = target.generate(inputs["input_ids"][1:], **options, seed=2)
     assert torch.equal(both[1], alone[0])
-    assert 0 < stats.num_accepted < stats.num_judged
+    assert 0 < stats.num_accepted < stats.num_verified
 
 
 def test_the_script_keeps_some_of_what_it_proposes(monkeypatch, capsys):

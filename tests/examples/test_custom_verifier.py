@@ -81,7 +81,7 @@ def test_it_runs_through_generate_in_a_batch_and_alone(registry, do_sample):
     options = {"do_sample": do_sample, "verifier": "top_k", "max_new_tokens": 14, "num_assistant_tokens": 3}
     ids = target.generate(**inputs, **options, assistant_model=draft, seed=[1, 2, 3], speculation_stats=stats)
     assert stats.verifier == "top_k"
-    assert 0 < stats.num_accepted < stats.num_judged
+    assert 0 < stats.num_accepted < stats.num_verified
     alone = target.generate(
         inputs["input_ids"][1:2][:, inputs["attention_mask"][1].bool()], **options, assistant_model=draft, seed=2
     )

@@ -176,7 +176,7 @@ def test_bounds_follow_from_the_measured_figures(import_example, measurements):
 def test_walk_judges_the_first_refused_token_only(import_example):
     acceptance = import_example("pair_training.acceptance")
     walk = acceptance.walk_rounds([[True, False, False, True, True, True, True]], 2)
-    assert walk == acceptance.Walk(num_accepted=4, num_judged=6, num_rounds=3, num_tokens=6)
+    assert walk == acceptance.Walk(num_accepted=4, num_verified=6, num_rounds=3, num_tokens=6)
 
 
 def test_bound_is_the_closed_form(import_example):

@@ -127,7 +127,7 @@ def test_a_whole_answer_is_that_of_generate(client, text):
     assert counts == [len("# a word\n"), NUM_NEW, len("# a word\n") + NUM_NEW]
     assert 0 < usage["speculation"]["rounds"] < NUM_NEW
     assert 0 < usage["speculation"]["acceptance"] <= 1
-    assert usage["speculation"]["tokens_per_round"] > 1
+    assert usage["speculation"]["mean_acceptance_length"] > 1
 
 
 def test_streamed_pieces_join_to_the_same_answer(client, text):

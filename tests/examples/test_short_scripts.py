@@ -23,7 +23,7 @@ def run(monkeypatch, capsys):
     return run_script
 
 
-def tokens_per_round(printed: str) -> list[float]:
+def mean_acceptance_length(printed: str) -> list[float]:
     return [float(number) for number in re.findall(r"(\d+\.\d\d) (?:tokens )?a round", printed)]
 
 
@@ -44,7 +44,7 @@ def test_every_script_says_how_to_run_it():
 def test_quickstart_decodes_a_batch_with_drafts(run):
     printed = run("quickstart.py")
     assert "class Stack:\n    def push(self, item):\n" in printed
-    assert float(re.search(r"^tokens a round (\S+),", printed, re.M)[1]) > 1
+    assert float(re.search(r"^mean acceptance length: (\S+) ", printed, re.M)[1]) > 1
 
 
 def test_hub_config_picks_up_what_was_saved(run):
@@ -52,13 +52,13 @@ def test_hub_config_picks_up_what_was_saved(run):
     assert "saved: verifier=typical, num_assistant_tokens=4" in printed
     assert "loaded: verifier=typical, " in printed
     assert "custom_generate: verifier=typical, " in printed
-    assert min(tokens_per_round(printed)) > 1
+    assert min(mean_acceptance_length(printed)) > 1
 
 
 def test_whisper_hears_what_it_hears_without_a_draft(run):
     printed = run("whisper.py")
     assert "ids equal plain decoding's: True" in printed
-    assert min(tokens_per_round(printed)) > 1
+    assert min(mean_acceptance_length(printed)) > 1
     sounds = re.findall(r"^sound \d: \[(.*)\]$", printed, re.M)
     assert len(set(sounds)) == 2  # the text depends on what was read
     assert all(len(set(ids.split(", "))) > 8 for ids in sounds)

@@ -74,5 +74,5 @@ def test_its_rounds_are_longer_than_those_of_rejection():
         stats = hf_speculate.SpeculationStats()
         options = {**OPTIONS, "verifier": verifier, "num_return_sequences": 2000, "speculation_stats": stats}
         target.generate(torch.tensor([[1, 2, 2, 1]]), assistant_model=draft, **options)
-        lens.append(stats.tokens_per_round)
+        lens.append(stats.mean_acceptance_length)
     assert lens[1] > 1.02 * lens[0]

@@ -46,4 +46,4 @@ def test_tokens_a_round_in_a_batch_are_those_of_single_rows(models, prompts):
         num_rounds += stats.num_rounds
     alone = num_emitted / num_rounds
     assert alone > 2
-    assert abs(batch.tokens_per_round - alone) <= MAX_SHARE_APART * alone
+    assert abs(batch.mean_acceptance_length - alone) <= MAX_SHARE_APART * alone

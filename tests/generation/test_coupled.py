@@ -128,7 +128,7 @@ def test_a_draft_draws_with_the_noise_of_the_target():
     stats = hf_speculate.SpeculationStats()
     options = {**COUPLED, "seed": 1, "max_new_tokens": NUM_NEW, "speculation_stats": stats}
     target.generate(**ragged_prompts(4, seed=1), **options, assistant_model=draft, num_assistant_tokens=5)
-    assert stats.num_accepted == stats.num_judged > 0
+    assert stats.num_accepted == stats.num_verified > 0
 
 
 @pytest.mark.parametrize("as_list", [False, True])
@@ -252,7 +252,12 @@ def test_output_objects_carry_scores_and_statistics(models):
     for one, other in zip(alone.scores, assisted.scores, strict=True):
         assert torch.allclose(one, other, atol=SCORE_TOLERANCE)
     stats = alone.speculation
-    assert (stats.verifier, stats.num_drafted, stats.num_emitted, stats.tokens_per_round) == ("coupled", 0, 27, 1.0)
+    assert (stats.verifier, stats.num_drafted, stats.num_emitted, stats.mean_acceptance_length) == (
+        "coupled",
+        0,
+        27,
+        1.0,
+    )
     assert stats.fallbacks == []
     assert alone.past_key_values.get_seq_length() == alone.sequences.shape[1] - 1
     assert assisted.speculation.num_accepted > 0

@@ -56,7 +56,7 @@ def test_greedy_equals_plain(kind, batch_size, with_ids, home):
     plain, ours = both(target, inputs, own)
     assert_equal_ids(plain, ours)
     assert ours.shape[1] == NUM_NEW + (prompts["input_ids"].shape[1] if with_ids else 0)
-    assert stats.num_accepted < stats.num_judged
+    assert stats.num_accepted < stats.num_verified
     assert stats.num_accepted or not with_ids  # without them the draft lacks the prompt
     blind = target.generate(**prompts, max_new_tokens=NUM_NEW)
     assert not torch.equal(blind[:, -NUM_NEW:], ours[:, -NUM_NEW:])  # the embeddings were read, not the ids
@@ -117,7 +117,7 @@ def test_a_draft_that_is_the_target_is_kept_where_it_reads_what_the_target_read(
         stats = hf_speculate.SpeculationStats()
         inputs = embedded(target, ragged_prompts(2, seed=7), with_ids=with_ids, noise=0.0)
         target.generate(**inputs, **options, assistant_model=draft, num_assistant_tokens=3, speculation_stats=stats)
-        shares.append(stats.acceptance)
+        shares.append(stats.acceptance_rate)
     assert shares[1] < shares[0]
     assert shares[0] > (0.6 if verifier == "typical" else 0.999)
 

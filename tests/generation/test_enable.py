@@ -144,7 +144,7 @@ def test_fields_in_a_saved_generation_config_are_read(models, tmp_path):
     stats = hf_speculate.SpeculationStats()
     loaded.generate(**ragged_prompts(1, seed=1), max_new_tokens=9, assistant_model=draft, speculation_stats=stats)
     assert stats.verifier == "typical"
-    assert len(stats.judged_by_position) == 2
+    assert len(stats.verified_per_position) == 2
 
 
 def test_fields_that_transformers_will_lose_earn_a_warning(models):
@@ -293,7 +293,7 @@ def test_fields_from_a_file_or_a_mapping_count_where_the_call_leaves_them_open(m
         speculation_stats=stats,
     )
     assert stats.verifier == "typical"
-    assert len(stats.judged_by_position) == 2
+    assert len(stats.verified_per_position) == 2
 
 
 def test_a_version_of_transformers_without_a_name_is_refused_on_enable(monkeypatch):

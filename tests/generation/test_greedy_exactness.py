@@ -27,7 +27,7 @@ def test_greedy_equals_plain(kind, batch_size, num_assistant_tokens):
         speculation_stats=stats,
     )
     assert_equal_ids(plain, ours)
-    assert 0 < stats.num_accepted < stats.num_judged
+    assert 0 < stats.num_accepted < stats.num_verified
 
 
 @pytest.mark.parametrize("cache", CACHES)
@@ -37,7 +37,7 @@ def test_a_draft_of_another_dtype_drafts(cache):
     options = {"max_new_tokens": NUM_NEW, "speculation_cache": cache}
     plain, ours = plain_and_ours(target, draft, ragged_prompts(3, seed=3), **options, speculation_stats=stats)
     assert_equal_ids(plain, ours)
-    assert 0 < stats.num_accepted < stats.num_judged
+    assert 0 < stats.num_accepted < stats.num_verified
 
 
 @pytest.mark.slow
@@ -71,10 +71,10 @@ def test_greedy_equals_plain_when_all_or_nothing_is_accepted(kind, noise):
     )
     assert_equal_ids(plain, ours)
     if noise == ACCEPTED_ALL:
-        assert stats.acceptance == 1.0
-        assert stats.tokens_per_round > 4
+        assert stats.acceptance_rate == 1.0
+        assert stats.mean_acceptance_length > 4
     else:
-        assert stats.acceptance < 0.2
+        assert stats.acceptance_rate < 0.2
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
@@ -116,7 +116,7 @@ def test_heuristic_schedules_change_the_draft_length_but_not_the_text(schedule):
         speculation_stats=stats,
     )
     assert_equal_ids(plain, ours)
-    assert len(stats.judged_by_position) > 2
+    assert len(stats.verified_per_position) > 2
     assert draft.generation_config.num_assistant_tokens is None
 
 

@@ -154,7 +154,7 @@ def test_rejection_keeps_the_joint_law(models, warpers, draft_sampling, num_draw
         speculation_stats=stats,
         **WARPERS[warpers],
     )
-    assert len(stats.judged_by_position) == K
+    assert len(stats.verified_per_position) == K
     assert p_value(counts, joint_law(target, **WARPERS[warpers])) > SIGNIFICANCE
 
 
@@ -199,7 +199,7 @@ def p_value_over_rounds(models, verifier: str) -> float:
     options = {"verifier": verifier, "num_assistant_tokens": 3, "max_new_tokens": 5}
     counts = draw(target, draft, DRAWS_OVER_ROUNDS, speculation_stats=stats, **options)
     assert stats.verifier == verifier
-    assert len(stats.judged_by_position) == 3
+    assert len(stats.verified_per_position) == 3
     assert stats.num_batch_rounds >= 3
     return p_value(counts, joint_law(target, num_tokens=5))
 

@@ -31,7 +31,7 @@ def test_a_call_repeats_by_seed_and_row_and_is_plain_where_it_must_be(drafter, v
     ours = target.generate(**inputs, **options, seed=[1, 2, 3], speculation_stats=stats)
     assert ours.shape[1] == inputs["input_ids"].shape[1] + num_new
     assert 0 <= ours.min() <= ours.max() < VOCAB_SIZE
-    assert 0 < stats.num_accepted <= stats.num_judged <= stats.num_drafted
+    assert 0 < stats.num_accepted <= stats.num_verified <= stats.num_drafted
     alone = target.generate(inputs["input_ids"][2:][:, inputs["attention_mask"][2].bool()], **options, seed=3)
     assert torch.equal(ours[2, -num_new:], alone[0, -num_new:])
     if verifier == "greedy":

@@ -457,8 +457,8 @@ def test_lock_step_of_one_row_counts_what_a_row_on_its_own_counts():
         **inputs, **options, speculation_stats=lock_step, logits_processor=LogitsProcessorList([Identity()])
     )
     assert (lock_step.lock_step, alone.lock_step) == (True, False)
-    assert lock_step.judged_by_position == alone.judged_by_position
-    assert lock_step.accepted_by_position == alone.accepted_by_position
+    assert lock_step.verified_per_position == alone.verified_per_position
+    assert lock_step.accepted_per_position == alone.accepted_per_position
 
 
 def test_lock_step_does_not_judge_what_a_neighbour_cut_off():

@@ -69,7 +69,7 @@ def test_the_fields_reach_the_decoder(pipelines, verifier, do_sample):
     )
     assert len(outputs) == 4
     assert stats.verifier == verifier
-    assert len(stats.judged_by_position) == 3
+    assert len(stats.verified_per_position) == 3
 
 
 def test_one_prompt(pipelines):

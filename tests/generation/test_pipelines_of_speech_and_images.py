@@ -72,8 +72,8 @@ def test_speech_is_read_as_without_a_draft_unless_loosely(transcribers, batch_si
     found = ours(sounds(3), batch_size=batch_size, generate_kwargs=options | own)
     assert (found == expected) is (fields != LOOSE[0])
     assert stats.verifier == fields["verifier"]
-    assert stats.num_judged > 0
-    assert least <= stats.acceptance <= largest
+    assert stats.num_verified > 0
+    assert least <= stats.acceptance_rate <= largest
 
 
 @pytest.fixture(scope="module")
@@ -113,5 +113,5 @@ def test_images_are_described_as_without_a_draft_unless_loosely(readers_of_image
     found = ours(images=images, text=texts, batch_size=batch_size, generate_kwargs=options | own)
     assert (found == expected) is (fields != LOOSE[0])
     assert stats.verifier == fields["verifier"]
-    assert stats.num_judged > 0
-    assert least <= stats.acceptance <= largest
+    assert stats.num_verified > 0
+    assert least <= stats.acceptance_rate <= largest

@@ -111,7 +111,7 @@ def test_drafts_obey_the_grammar_so_more_of_them_are_kept():
     for processor in (Grammar(Brackets()), RollbackGrammar(Brackets())):
         stats = hf_speculate.SpeculationStats()
         decode(processor, inputs, speculation_stats=stats, max_new_tokens=60)
-        acceptance.append(stats.acceptance)
+        acceptance.append(stats.acceptance_rate)
     assert acceptance[1] > acceptance[0] + 0.1
 
 
@@ -120,7 +120,7 @@ def test_a_draft_that_equals_the_target_is_never_refused():
     stats = hf_speculate.SpeculationStats()
     options = {"assistant_model": same, "num_assistant_tokens": K, "max_new_tokens": 40, "speculation_stats": stats}
     target.generate(**ragged_prompts(3, seed=4), **options, logits_processor=[RollbackGrammar(Brackets())])
-    assert stats.num_accepted == stats.num_judged > 0
+    assert stats.num_accepted == stats.num_verified > 0
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)

@@ -46,7 +46,7 @@ def test_drafts_that_a_stop_cuts_off_did_not_stay(tokenizer):
     options |= {"stop_strings": [stop], "assistant_model": noisy_copy(target, 0.0), "num_assistant_tokens": 6}
     target.generate(**inputs, **options, speculation_stats=stats)
     # the prompt's token, a whole round of 6 drafts and a token of the target's, and 2 of the next 6 drafts
-    assert (stats.num_emitted, stats.num_accepted, stats.num_judged, stats.num_rounds) == (9, 8, 8, 2)
+    assert (stats.num_emitted, stats.num_accepted, stats.num_verified, stats.num_rounds) == (9, 8, 8, 2)
 
 
 def test_stop_strings_without_a_tokenizer_are_refused():

@@ -42,7 +42,7 @@ def test_greedy_equals_plain(kind, batch_size, num_assistant_tokens, home):
         speculation_cache=home,
     )
     assert_equal_ids(plain, ours)
-    assert 0 < stats.num_accepted < stats.num_judged
+    assert 0 < stats.num_accepted < stats.num_verified
     blind = target.generate(
         input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=NUM_NEW
     )
@@ -89,7 +89,7 @@ def test_arguments_beside_the_pixels_are_read_with_the_prompt(name):
     options = {"max_new_tokens": NUM_NEW, "num_assistant_tokens": 3, "assistant_model": text_draft(target)}
     ours = target.generate(**inputs, **options, speculation_stats=stats)
     assert_equal_ids(plain, ours)
-    assert 0 < stats.num_accepted < stats.num_judged
+    assert 0 < stats.num_accepted < stats.num_verified
     if other is not None:  # else the pixels have no other reading
         assert not torch.equal(target.generate(**{**inputs, name: other}, **options), ours)
 

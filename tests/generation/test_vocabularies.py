@@ -80,7 +80,7 @@ def test_padded_greedy_is_plain_greedy(target, tokenizer, size, batch_size, cach
         speculation_cache=cache,
     )
     assert_equal_ids(plain, ours)
-    assert stats.acceptance > 0.3
+    assert stats.acceptance_rate > 0.3
 
 
 @pytest.mark.parametrize("verifier", VERIFIERS)
@@ -321,23 +321,23 @@ def test_next_to_no_acceptance_earns_one_warning_with_both_names(target, tokeniz
 def test_next_to_no_acceptance_adds_up_over_calls_of_the_default_schedule():
     target = hf_speculate.enable(make_model("llama", vocab_size=2000, num_hidden_layers=6))
     draft = make_model("llama", vocab_size=2000, num_hidden_layers=1, seed=5)
-    num_judged = []
+    num_verified = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        while sum(num_judged) < NUM_JUDGED and len(num_judged) < 60:
+        while sum(num_verified) < NUM_JUDGED and len(num_verified) < 60:
             assert not caught
             stats = hf_speculate.SpeculationStats()
-            prompts = ragged_prompts(3, seed=len(num_judged), vocab_size=2000)
+            prompts = ragged_prompts(3, seed=len(num_verified), vocab_size=2000)
             target.generate(**prompts, assistant_model=draft, max_new_tokens=16, speculation_stats=stats)
-            num_judged.append(stats.num_judged)
+            num_verified.append(stats.num_verified)
         (warning,) = caught
-        assert max(num_judged) < NUM_JUDGED
+        assert max(num_verified) < NUM_JUDGED
         target.generate(**prompts, assistant_model=draft, max_new_tokens=16)
         assert caught == [warning]
 
 
 def test_acceptance_is_counted_by_pair_and_goes_with_either_model():
-    low = hf_speculate.SpeculationStats(num_judged=40)
+    low = hf_speculate.SpeculationStats(num_verified=40)
     target, other, draft = (make_model("llama") for _ in range(3))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -360,7 +360,7 @@ class Yielding:
     num_accepted = 0
 
     @property
-    def num_judged(self):
+    def num_verified(self):
         time.sleep(0.001)
         return 1
 
@@ -380,4 +380,4 @@ def test_acceptance_is_counted_of_calls_in_several_threads():
         for thread in threads:
             thread.join()
     assert len(caught) == 1
-    assert matching._tallies[target][draft].num_judged == num_threads * num_calls
+    assert matching._tallies[target][draft].num_verified == num_threads * num_calls

@@ -360,8 +360,8 @@ def test_typical_settings_reach_the_kernel_through_generate(fields, accepts):
         **fields,
     )
     assert stats.verifier == "typical"
-    assert stats.num_judged > 0
-    assert stats.acceptance == (1.0 if accepts else 0.0)
+    assert stats.num_verified > 0
+    assert stats.acceptance_rate == (1.0 if accepts else 0.0)
 
 
 @pytest.fixture
@@ -443,7 +443,7 @@ def test_a_users_verifier_may_ask_for_drafts_of_the_race(registry, stream):
     options = {"do_sample": True, "top_k": 0, "max_new_tokens": 20, "seed": 1, "speculation_stats": stats}
     options["num_assistant_tokens"] = 5  # the schedule would not try a draft of the target's size
     target.generate(**ragged_prompts(4, seed=1), assistant_model=draft, verifier="winners", **options)
-    assert (stats.acceptance == 1.0) == (stream is Stream.RACE)
+    assert (stats.acceptance_rate == 1.0) == (stream is Stream.RACE)
 
 
 def test_a_users_verifier_decides_in_generate(registry):
@@ -467,7 +467,7 @@ def test_a_users_verifier_decides_in_generate(registry):
     )
     assert_equal_ids(target.generate(**inputs, max_new_tokens=9), ours)
     assert stats.verifier == "nothing"
-    assert stats.num_judged > stats.num_accepted == 0
+    assert stats.num_verified > stats.num_accepted == 0
     assert max(draft.token_ids.shape[1] for draft in made.verifier.drafts) == 3
     assert {config.posterior_alpha for config in made.configs} == {0.7}
     assert {config.typical_correction for config in made.configs} == {"argmax"}

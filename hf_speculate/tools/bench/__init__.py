@@ -1,1 +1,1 @@
-"""Measures ways to decode with a pair of models, side by side."""
+"""Measures methods to decode with a pair of models, side by side."""

@@ -1,4 +1,4 @@
-"""Measures ways against plain decoding, and says what each of them is worth."""
+"""Measures methods against plain decoding, and says what each of them is worth."""
 
 import time
 from collections.abc import Callable, Container, Sequence
@@ -10,8 +10,8 @@ from hf_speculate.tools.bench.decoding import Decoder
 from hf_speculate.tools.bench.drift import drift_of_runs
 from hf_speculate.tools.bench.equality import TextCheck
 from hf_speculate.tools.bench.measuring import Measured, Step, measure, plain_of
-from hf_speculate.tools.bench.results import category_entries, drift_entry, way_entry
-from hf_speculate.tools.bench.ways import OURS, PLAIN, Way, plain_way
+from hf_speculate.tools.bench.methods import OURS, PLAIN, Method, plain_method
+from hf_speculate.tools.bench.results import category_entries, drift_entry, method_entry
 
 
 @dataclass(frozen=True)
@@ -19,31 +19,31 @@ class Comparison:
     """What is to be compared.
 
     Args:
-        ways: beside plain decoding; all of them draw, or none does.
-        drift_ways: lossy ones that are only looked at for speed and drift.
+        methods: beside plain decoding; all of them draw, or none does.
+        drift_methods: lossy ones that are only looked at for speed and drift.
         batches: of prompts, at least one.
         do_sample: whether tokens are drawn.
-        repeats: how often every batch is decoded by every way.
+        repeats: how often every batch is decoded by every method.
         seed: of what is drawn.
     """
 
-    ways: Sequence[Way]
-    drift_ways: Sequence[Way]
+    methods: Sequence[Method]
+    drift_methods: Sequence[Method]
     batches: Sequence[Batch]
     do_sample: bool = False
     repeats: int = 1
     seed: int = 0
 
     @property
-    def all_ways(self) -> list[Way]:
+    def all_methods(self) -> list[Method]:
         """All that is timed: plain decoding first, of the other kind too where drift is looked at."""
-        others = [plain_way(not self.do_sample)] if self.drift_ways else []
-        return [plain_way(self.do_sample), *others, *self.ways, *self.drift_ways]
+        others = [plain_method(not self.do_sample)] if self.drift_methods else []
+        return [plain_method(self.do_sample), *others, *self.methods, *self.drift_methods]
 
     @property
     def num_steps(self) -> int:
         """Timed calls."""
-        return len(self.all_ways) * len(self.batches) * self.repeats
+        return len(self.all_methods) * len(self.batches) * self.repeats
 
     def run(
         self,
@@ -52,7 +52,7 @@ class Comparison:
         clock: Callable[[], float] = time.perf_counter,
         on_step: Callable[[Step], None] | None = None,
     ) -> dict[str, Any]:
-        """Time all ways, compare exact greedy texts with plain decoding's, and read lossy ones with the target.
+        """Time all methods, compare exact greedy texts with plain decoding's, and read lossy ones with the target.
 
         Args:
             decoder: of the pair.
@@ -60,12 +60,12 @@ class Comparison:
             on_step: told of every timed call.
 
         Returns:
-            "ways", "categories" and "drift", as `hf-speculate bench --json` writes them, and "left_out", the reason
-            by the way's name. A way whose greedy text differs from plain decoding's for another reason than a near
-            tie is left out: its speed says nothing.
+            "methods", "categories" and "drift", as `hf-speculate bench --json` writes them, and "left_out", the reason
+            by the method's name. A method is left out if its greedy text differs from plain decoding's for another
+            reason than a near tie: its speed says nothing.
         """
         measured = measure(
-            self.all_ways,
+            self.all_methods,
             self.batches,
             decoder,
             repeats=self.repeats,
@@ -75,41 +75,41 @@ class Comparison:
         )
         batches = {batch.number: batch for batch in self.batches}
         check = TextCheck(decoder.target)
-        base = plain_of(self.all_ways, self.do_sample)
+        base = plain_of(self.all_methods, self.do_sample)
         plain = measured.runs[base.name]
         left_out = dict(measured.left_out)
-        entries, categories = [way_entry(base, plain, plain, None)], []
-        for way in self.ways:
-            runs = measured.runs.get(way.name)
+        entries, categories = [method_entry(base, plain, plain, None)], []
+        for method in self.methods:
+            runs = measured.runs.get(method.name)
             if runs is None:
                 continue
             checked = None
-            if not self.do_sample and not way.is_lossy:
-                compared = check(way, runs, plain, batches)
+            if not self.do_sample and not method.is_lossy:
+                compared = check(method, runs, plain, batches)
                 checked = str(compared)
                 if not compared.ok:
-                    left_out[way.name] = f"its text is not plain decoding's: {checked}"
+                    left_out[method.name] = f"its text is not plain decoding's: {checked}"
                     continue
-            entries.append(way_entry(way, runs, plain, checked))
-            categories += category_entries(way, runs, plain, batches)
+            entries.append(method_entry(method, runs, plain, checked))
+            categories += category_entries(method, runs, plain, batches)
         drift = self._drift(decoder, measured, batches)
-        return {"ways": entries, "categories": categories, "drift": drift, "left_out": left_out}
+        return {"methods": entries, "categories": categories, "drift": drift, "left_out": left_out}
 
     def _drift(self, decoder: Decoder, measured: Measured, batches: dict[int, Batch]) -> list[dict[str, Any]]:
-        plain = measured.runs[plain_way(self.do_sample).name]
-        read = [way for way in self.all_ways if way.engine == PLAIN or way in self.drift_ways]
+        plain = measured.runs[plain_method(self.do_sample).name]
+        read = [method for method in self.all_methods if method.engine == PLAIN or method in self.drift_methods]
         return [
-            drift_entry(way, runs, plain, drift_of_runs(decoder.target, runs, batches))
-            for way in (read if self.drift_ways else ())
-            for runs in [measured.runs[way.name]]
+            drift_entry(method, runs, plain, drift_of_runs(decoder.target, runs, batches))
+            for method in (read if self.drift_methods else ())
+            for runs in [measured.runs[method.name]]
         ]
 
 
-def wrong_ways(left_out: Container[str], ways: Sequence[Way]) -> list[str]:
-    """Names of our ways that were left out: their text is not plain decoding's.
+def wrong_methods(left_out: Container[str], methods: Sequence[Method]) -> list[str]:
+    """Names of our methods that were left out: their text is not plain decoding's.
 
     Args:
         left_out: names, of `Comparison.run`.
-        ways: that were compared.
+        methods: that were compared.
     """
-    return [way.name for way in ways if way.engine == OURS and way.name in left_out]
+    return [method.name for method in methods if method.engine == OURS and method.name in left_out]

@@ -1,4 +1,4 @@
-"""Decodes a batch by any of the ways, through public `generate()`."""
+"""Decodes a batch by any of the methods, through public `generate()`."""
 
 import copy
 from collections.abc import Mapping
@@ -12,11 +12,11 @@ from hf_speculate.config import FIELD_NAMES
 from hf_speculate.generation.mixin import generate
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.bench.batches import Batch
-from hf_speculate.tools.bench.ways import OURS, PLAIN, Way
+from hf_speculate.tools.bench.methods import OURS, PLAIN, Method
 
 
 class Decoded(NamedTuple):
-    """What one way made of a batch.
+    """What one method made of a batch.
 
     Args:
         new_ids: one [N] int64 per row, padding after its end included.
@@ -38,7 +38,7 @@ class Decoder:
         draft_arguments: `assistant_model`, the draft's tokenizer where vocabularies differ, and the target's, which the
             stop strings of a generation config need too.
         max_new_tokens: N.
-        sampling: arguments of transformers' own, for ways that draw.
+        sampling: arguments of transformers' own, for methods that draw.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Decoder:
         self.target = _view(target)
         self.max_new_tokens = max_new_tokens
         self._draft_arguments = {**draft_arguments, "assistant_model": _view(draft_arguments["assistant_model"])}
-        self._assistants: dict[str, PreTrainedModel] = {}  # by the name of transformers' way
+        self._assistants: dict[str, PreTrainedModel] = {}  # by the name of transformers' method
         self._sampling = sampling or {}
 
     @property
@@ -61,30 +61,33 @@ class Decoder:
         ids = getattr(self.target.generation_config, "eos_token_id", None)
         return frozenset() if ids is None else frozenset(ids if isinstance(ids, list | tuple) else [ids])
 
-    def __call__(self, way: Way, batch: Batch, seed: int, max_new_tokens: int | None = None) -> Decoded:
+    def __call__(self, method: Method, batch: Batch, seed: int, max_new_tokens: int | None = None) -> Decoded:
         """Decode; the work is done when this returns, on a GPU too.
 
         Args:
-            way: how.
+            method: how.
             batch: what.
             seed: of what is drawn.
             max_new_tokens: in place of the decoder's own.
         """
-        options: dict[str, Any] = {"max_new_tokens": max_new_tokens or self.max_new_tokens, "do_sample": way.do_sample}
-        if way.do_sample:
+        options: dict[str, Any] = {
+            "max_new_tokens": max_new_tokens or self.max_new_tokens,
+            "do_sample": method.do_sample,
+        }
+        if method.do_sample:
             options |= self._sampling
             torch.manual_seed(seed)
         stats = None
-        if way.engine == PLAIN:
+        if method.engine == PLAIN:
             new_ids = self._plain(batch, options)
-        elif way.engine == OURS:
+        elif method.engine == OURS:
             stats = SpeculationStats()
-            seeded = {"seed": seed} if way.do_sample else {}
-            options |= {**self._draft_arguments, **seeded, **way.fields, "speculation_stats": stats}
+            seeded = {"seed": seed} if method.do_sample else {}
+            options |= {**self._draft_arguments, **seeded, **method.fields, "speculation_stats": stats}
             output: Any = generate(self.target, **_inputs(batch), **options)
             new_ids = list(output[:, batch.input_ids.shape[1] :])
         else:
-            new_ids = self._assisted(way, batch, options)
+            new_ids = self._assisted(method, batch, options)
         if self.target.device.type != "cpu":
             torch.accelerator.synchronize(self.target.device)
         return Decoded(new_ids, stats)
@@ -94,14 +97,14 @@ class Decoder:
         output: Any = self.target.generate(**_inputs(batch), tokenizer=tokenizer, **options)  # type: ignore[operator]
         return list(output[:, batch.input_ids.shape[1] :])
 
-    def _assisted(self, way: Way, batch: Batch, options: dict[str, Any]) -> list[Tensor]:
+    def _assisted(self, method: Method, batch: Batch, options: dict[str, Any]) -> list[Tensor]:
         """Assisted generation of transformers, which takes one row: the rows in turn, without padding."""
-        if way.name not in self._assistants:
+        if method.name not in self._assistants:
             draft = _view(self._draft_arguments["assistant_model"])  # it reads the number of tokens from the draft
-            if way.fields:
-                draft.generation_config.update(**way.fields, assistant_confidence_threshold=0.0)
-            self._assistants[way.name] = draft
-        arguments = {**self._draft_arguments, "assistant_model": self._assistants[way.name]}
+            if method.fields:
+                draft.generation_config.update(**method.fields, assistant_confidence_threshold=0.0)
+            self._assistants[method.name] = draft
+        arguments = {**self._draft_arguments, "assistant_model": self._assistants[method.name]}
         new_ids = []
         for ids in batch.rows:
             output: Any = self.target.generate(  # type: ignore[operator]

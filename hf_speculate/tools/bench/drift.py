@@ -72,11 +72,11 @@ def drift_of_text(model: PreTrainedModel, prompt_ids: Tensor, new_ids: list[int]
 
 
 def drift_of_runs(model: PreTrainedModel, runs: Iterable[Run], batches: Mapping[int, Batch]) -> Drift:
-    """Read all texts of a way with the target.
+    """Read all texts of a method with the target.
 
     Args:
         model: the target.
-        runs: of one way.
+        runs: of one method.
         batches: by number.
     """
     total = Drift()

@@ -9,7 +9,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from hf_speculate.tools.bench.batches import Batch
 from hf_speculate.tools.bench.measuring import Run
-from hf_speculate.tools.bench.ways import OURS, Way
+from hf_speculate.tools.bench.methods import OURS, Method
 from hf_speculate.tools.checks.evidence import Place, exact_copy, judge
 
 _TRANSFORMERS_TOKENS = 20  # that its assisted generation drafts at most by default
@@ -55,12 +55,12 @@ class TextCheck:
         self._exact: list[PreTrainedModel | None] = []  # made at the first difference
 
     def __call__(
-        self, way: Way, runs: Sequence[Run], plain_runs: Sequence[Run], batches: Mapping[int, Batch]
+        self, method: Method, runs: Sequence[Run], plain_runs: Sequence[Run], batches: Mapping[int, Batch]
     ) -> Compared:
-        """Compare what a way wrote with what plain decoding wrote of the same batches.
+        """Compare what a method wrote with what plain decoding wrote of the same batches.
 
         Args:
-            way: greedy, and not lossy.
+            method: greedy, and not lossy.
             runs: its calls.
             plain_runs: of plain greedy decoding, on the same batches at least.
             batches: by number.
@@ -71,11 +71,11 @@ class TextCheck:
             partings, num_cut = _partings(plain[run.batch, run.repeat].texts, run.texts)
             counts["equal"] += len(run.texts) - len(partings) - num_cut
             counts["bug"] += num_cut
-            for verdict in self._judge(way, run, partings, batches[run.batch]):
+            for verdict in self._judge(method, run, partings, batches[run.batch]):
                 counts[verdict] += 1
         return Compared(counts["equal"], counts["tie"], counts["bug"])
 
-    def _judge(self, way: Way, run: Run, partings: Sequence[_Parting], batch: Batch) -> list[str]:
+    def _judge(self, method: Method, run: Run, partings: Sequence[_Parting], batch: Batch) -> list[str]:
         """A verdict for every parting: "tie" or "bug"."""
         if not partings:
             return []
@@ -97,8 +97,8 @@ class TextCheck:
                 one.plain_id,
                 one.other_id,
                 recorder.gaps[one],
-                _block_len(way, run),
-                len(rows) if way.engine == OURS else 1,
+                _block_len(method, run),
+                len(rows) if method.engine == OURS else 1,
             )
             verdicts.append(judge(self._target, self._exact[0], place).verdict)
         return verdicts
@@ -134,8 +134,8 @@ def _partings(plain: Sequence[list[int]], others: Sequence[list[int]]) -> tuple[
     return partings, num_cut
 
 
-def _block_len(way: Way, run: Run) -> int:
+def _block_len(method: Method, run: Run) -> int:
     """Tokens that a verification scored at once."""
     if run.stats is not None:
         return max(run.stats.rounds_by_draft_len, default=0) + 1
-    return (way.num_assistant_tokens or _TRANSFORMERS_TOKENS) + 1
+    return (method.num_assistant_tokens or _TRANSFORMERS_TOKENS) + 1

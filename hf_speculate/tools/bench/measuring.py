@@ -1,4 +1,4 @@
-"""Times ways to decode that alternate, batch by batch."""
+"""Times methods to decode that alternate, batch by batch."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ import torch
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.bench.batches import Batch
 from hf_speculate.tools.bench.decoding import Decoded
-from hf_speculate.tools.bench.ways import PLAIN, TRANSFORMERS, Way
+from hf_speculate.tools.bench.methods import PLAIN, TRANSFORMERS, Method
 
 _WARM_UP_TOKENS = 8
 # What transformers' assisted generation is known to raise on pairs that it cannot serve.
@@ -51,29 +51,29 @@ class Decode(Protocol):
     def eos_token_ids(self) -> frozenset[int]:
         """Tokens that end a row."""
 
-    def __call__(self, way: Way, batch: Batch, seed: int, max_new_tokens: int | None = None) -> Decoded:
+    def __call__(self, method: Method, batch: Batch, seed: int, max_new_tokens: int | None = None) -> Decoded:
         """Decode a batch."""
 
 
 class Step(NamedTuple):
     """What a progress bar is told after each timed call."""
 
-    way: Way
+    method: Method
     run: Run
 
 
-Runs = dict[str, list[Run]]  # by the way's name
+Runs = dict[str, list[Run]]  # by the method's name
 
 
 class Measured(NamedTuple):
-    """What was timed, and why a way of transformers was not, each by the way's name."""
+    """What was timed, and why a method of transformers was not, each by the method's name."""
 
     runs: Runs
     left_out: dict[str, str]
 
 
 def measure(
-    ways: Sequence[Way],
+    methods: Sequence[Method],
     batches: Sequence[Batch],
     decode: Decode,
     *,
@@ -83,67 +83,67 @@ def measure(
     clock: Callable[[], float] = time.perf_counter,
     on_step: Callable[[Step], None] | None = None,
 ) -> Measured:
-    """Decode every batch by every way, in turn, so that all meet the same machine.
+    """Decode every batch by every method, in turn, so that all meet the same machine.
 
-    A few tokens of the first batch are decoded by every way before anything is timed. torch's global generator is left
-    as it was.
+    Every method decodes a few tokens of the first batch before anything is timed. torch's global generator is left as
+    it was.
 
     Args:
-        ways: of different names; those of transformers' assisted generation are left out where they raise.
+        methods: of different names; those of transformers' assisted generation are left out where they raise.
         batches: at least one.
         decode: decodes a batch.
-        repeats: how often each batch is decoded by each way.
-        is_warm: whether no way needs its first tokens now.
-        seed: of what is drawn; ways draw with the same one on the same batch.
+        repeats: how often each batch is decoded by each method.
+        is_warm: whether no method needs its first tokens now.
+        seed: of what is drawn; methods draw with the same one on the same batch.
         clock: gives seconds.
         on_step: told of every timed call.
     """
-    runs: Runs = {way.name: [] for way in ways}
+    runs: Runs = {method.name: [] for method in methods}
     left_out: dict[str, str] = {}
-    order = list(ways)
+    order = list(methods)
 
-    def attempt(way: Way, batch: Batch, num: int, max_new_tokens: int | None = None) -> Decoded | None:
+    def attempt(method: Method, batch: Batch, num: int, max_new_tokens: int | None = None) -> Decoded | None:
         try:
-            return decode(way, batch, seed + num, max_new_tokens)
+            return decode(method, batch, seed + num, max_new_tokens)
         except _FOREIGN_ERRORS as error:
-            if way.engine != TRANSFORMERS:
+            if method.engine != TRANSFORMERS:
                 raise
             first_line = next(iter(str(error).splitlines()), "")
-            left_out[way.name] = f"{type(error).__name__}: {first_line}"
-            order.remove(way)
-            del runs[way.name]
+            left_out[method.name] = f"{type(error).__name__}: {first_line}"
+            order.remove(method)
+            del runs[method.name]
             return None
 
     with torch.random.fork_rng(devices=_gpus(batches)):
-        for way in () if is_warm else tuple(order):
-            attempt(way, batches[0], 0, _WARM_UP_TOKENS)
+        for method in () if is_warm else tuple(order):
+            attempt(method, batches[0], 0, _WARM_UP_TOKENS)
         for repeat in range(repeats):
             for batch in batches:
                 num = repeat * len(batches) + batch.number
-                for way in tuple(order) if num % 2 == 0 else tuple(reversed(order)):
+                for method in tuple(order) if num % 2 == 0 else tuple(reversed(order)):
                     begin = clock()
-                    decoded = attempt(way, batch, num)
+                    decoded = attempt(method, batch, num)
                     seconds = clock() - begin
                     if decoded is None:
                         continue
                     texts = [_ended(ids.tolist(), decode.eos_token_ids) for ids in decoded.new_ids]
                     run = Run(batch.number, repeat, seconds, texts, decoded.stats)
-                    runs[way.name].append(run)
+                    runs[method.name].append(run)
                     if on_step is not None:
-                        on_step(Step(way, run))
+                        on_step(Step(method, run))
     return Measured(runs, left_out)
 
 
-def plain_of(ways: Sequence[Way], do_sample: bool) -> Way:
-    """The way without drafts that draws, or does not."""
-    return next(way for way in ways if way.engine == PLAIN and way.do_sample == do_sample)
+def plain_of(methods: Sequence[Method], do_sample: bool) -> Method:
+    """The method without drafts that draws, or does not."""
+    return next(method for method in methods if method.engine == PLAIN and method.do_sample == do_sample)
 
 
 def ratios(runs: Sequence[Run], plain: Sequence[Run]) -> list[float]:
     """Tokens per second over plain decoding's on the same batch at the same time.
 
     Args:
-        runs: of a way.
+        runs: of a method.
         plain: of plain decoding, on the same batches at least.
     """
     speeds = {(run.batch, run.repeat): run.tokens_per_s for run in plain}

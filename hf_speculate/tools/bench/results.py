@@ -1,6 +1,8 @@
 """Puts timed runs into plain values, for JSON."""
 
+import functools
 import math
+import operator
 import platform
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -17,9 +19,7 @@ from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.bench.batches import Batch
 from hf_speculate.tools.bench.drift import Drift
 from hf_speculate.tools.bench.measuring import Run, ratios
-from hf_speculate.tools.bench.ways import Way
-
-STAGES = ("prefill", "draft", "score", "verify", "bookkeeping")
+from hf_speculate.tools.bench.methods import Method
 
 
 def circumstances(target: PreTrainedModel, target_name: str, draft_name: str) -> dict[str, Any]:
@@ -57,44 +57,32 @@ def finite(value: float) -> float | None:
 
 
 def total_stats(runs: Iterable[Run]) -> SpeculationStats | None:
-    """Counts and seconds of all calls together; None where the way was not ours."""
-    total = SpeculationStats()
+    """Counts and seconds of all calls together; None if the method is not ours."""
     found = [run.stats for run in runs if run.stats is not None]
-    for stats in found:
-        for name in ("num_rounds", "num_batch_rounds", "num_drafted", "num_judged", "num_accepted", "num_emitted"):
-            setattr(total, name, getattr(total, name) + getattr(stats, name))
-        for stage in STAGES:
-            setattr(total, f"{stage}_s", getattr(total, f"{stage}_s") + getattr(stats, f"{stage}_s"))
-        for name in ("judged_by_position", "accepted_by_position"):
-            setattr(total, name, _added(getattr(total, name), getattr(stats, name)))
-        for num_drafted, count in stats.rounds_by_draft_len.items():
-            total.rounds_by_draft_len[num_drafted] = total.rounds_by_draft_len.get(num_drafted, 0) + count
-        for reason in stats.fallbacks:
-            total.add_fallback(reason)
-    return total if found else None
+    return functools.reduce(operator.add, found) if found else None
 
 
-def way_entry(way: Way, runs: Sequence[Run], plain: Sequence[Run], checked: str | None) -> dict[str, Any]:
-    """One way's line; what its engine does not count is None.
+def method_entry(method: Method, runs: Sequence[Run], plain: Sequence[Run], checked: str | None) -> dict[str, Any]:
+    """One method's line; what its engine does not count is None.
 
     Args:
-        way: that was timed.
+        method: that was timed.
         runs: its calls, at least one.
         plain: plain decoding's calls on the same batches.
         checked: how its texts compare; None: they were not compared, for they need not be equal.
     """
     stats = total_stats(runs)
     entry: dict[str, Any] = {
-        "name": way.name,
-        "verifier": way.verifier or None,
-        "num_assistant_tokens": way.num_assistant_tokens,
-        "is_lossy": way.is_lossy,
+        "name": method.name,
+        "verifier": method.verifier or None,
+        "num_assistant_tokens": method.num_assistant_tokens,
+        "is_lossy": method.is_lossy,
         "tokens_per_s": spread([run.tokens_per_s for run in runs]),
-        "over_plain": spread(ratios(runs, plain)),
+        "speedup": spread(ratios(runs, plain)),
         "num_tokens": sum(run.num_tokens for run in runs),
-        "tokens_per_round": None,
-        "acceptance": None,
-        "acceptance_by_position": [],
+        "mean_acceptance_length": None,
+        "acceptance_rate": None,
+        "acceptance_rate_per_position": [],
         "seconds": None,
         "checked": checked,
     }
@@ -104,22 +92,22 @@ def way_entry(way: Way, runs: Sequence[Run], plain: Sequence[Run], checked: str 
     if one.draft_lens:
         entry["draft_lens"] = list(one.draft_lens)
     return entry | {
-        "tokens_per_round": stats.tokens_per_round,
-        "acceptance": stats.acceptance,
-        "acceptance_by_position": stats.acceptance_by_position,
+        "mean_acceptance_length": stats.mean_acceptance_length,
+        "acceptance_rate": stats.acceptance_rate,
+        "acceptance_rate_per_position": stats.acceptance_rate_per_position,
         "rounds_by_draft_len": {str(num): count for num, count in sorted(stats.rounds_by_draft_len.items())},
-        "seconds": {stage: getattr(stats, f"{stage}_s") for stage in STAGES},
+        "seconds": stats.seconds_by_stage,
         "fallbacks": stats.fallbacks,
     }
 
 
 def category_entries(
-    way: Way, runs: Sequence[Run], plain: Sequence[Run], batches: Mapping[int, Batch]
+    method: Method, runs: Sequence[Run], plain: Sequence[Run], batches: Mapping[int, Batch]
 ) -> list[dict[str, Any]]:
-    """One way's lines by category of prompts; none where prompts have no category.
+    """One method's lines by category of prompts; none where prompts have no category.
 
     Args:
-        way: that was timed.
+        method: that was timed.
         runs: its calls.
         plain: plain decoding's calls on the same batches.
         batches: by number.
@@ -131,30 +119,30 @@ def category_entries(
         entries.append(
             {
                 "category": category,
-                "way": way.name,
-                "over_plain": median(ratios(of_it, plain)),
-                "acceptance": None if stats is None else stats.acceptance,
+                "method": method.name,
+                "speedup": median(ratios(of_it, plain)),
+                "acceptance_rate": None if stats is None else stats.acceptance_rate,
                 "num_prompts": sum(len(run.texts) for run in of_it if run.repeat == 0),
             }
         )
     return entries
 
 
-def drift_entry(way: Way, runs: Sequence[Run], plain: Sequence[Run], drift: Drift) -> dict[str, Any]:
-    """One line of how far a way's texts lie from the target's own.
+def drift_entry(method: Method, runs: Sequence[Run], plain: Sequence[Run], drift: Drift) -> dict[str, Any]:
+    """One line of how far a method's texts lie from the target's own.
 
     Args:
-        way: a lossy one, or plain decoding for reference.
+        method: a lossy one, or plain decoding for reference.
         runs: its calls.
         plain: plain decoding's calls on the same batches.
         drift: of all its texts.
     """
     return {
-        "verifier": way.verifier or way.name,
-        "posterior_threshold": way.fields.get("posterior_threshold"),
-        "posterior_alpha": way.fields.get("posterior_alpha"),
+        "verifier": method.verifier or method.name,
+        "posterior_threshold": method.fields.get("posterior_threshold"),
+        "posterior_alpha": method.fields.get("posterior_alpha"),
         "tokens_per_s": median(run.tokens_per_s for run in runs),
-        "over_plain": median(ratios(runs, plain)),
+        "speedup": median(ratios(runs, plain)),
         "log_likelihood_per_token": finite(drift.log_likelihood_per_token),
         "agreement_with_greedy": drift.agreement,
         "num_tokens": drift.num_tokens,

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from hf_speculate.errors import ConfigError
 from hf_speculate.tools.bench.drift import Drift
-from hf_speculate.tools.bench.ways import split
+from hf_speculate.tools.bench.methods import split
 
 _EXACT = "exact"
 _BOUND = re.compile(r"(agreement|drop)\s*(>=|<=|=)\s*([0-9.eE+-]+)")
@@ -34,7 +34,7 @@ class Rule(NamedTuple):
         """What a text breaks; empty where it is allowed.
 
         Args:
-            drift: of the lossy way's texts.
+            drift: of the lossy method's texts.
             plain: of plain decoding's texts, on the same prompts.
             do_sample: whether tokens are drawn.
         """
@@ -54,7 +54,7 @@ def drop_of(drift: Drift, plain: Drift, do_sample: bool) -> float:
     """Nats per token below plain decoding's log-likelihood; where tokens are drawn, away from it.
 
     Args:
-        drift: of a way's texts.
+        drift: of a method's texts.
         plain: of plain decoding's texts, on the same prompts.
         do_sample: whether tokens are drawn.
     """

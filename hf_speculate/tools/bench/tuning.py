@@ -11,26 +11,34 @@ from hf_speculate.tools.bench.batches import Batch
 from hf_speculate.tools.bench.drift import Drift
 from hf_speculate.tools.bench.equality import Compared
 from hf_speculate.tools.bench.measuring import Decode, Run, Runs, Step, measure, ratios
+from hf_speculate.tools.bench.methods import (
+    DraftLen,
+    Method,
+    default_verifier,
+    our_methods,
+    plain_method,
+    split,
+    threshold_methods,
+)
 from hf_speculate.tools.bench.results import finite, spread, total_stats
 from hf_speculate.tools.bench.rules import Rule, drop_of
-from hf_speculate.tools.bench.ways import DraftLen, Way, default_verifier, our_ways, plain_way, split, threshold_ways
 
 EXACT_VERIFIERS = {False: ("greedy",), True: ("rejection", "block", "coupled")}  # by do_sample
 LOSSY_VERIFIERS = ("typical",)
 _FIRST_BATCHES = 2
-_MIN_LEFT = 2  # ways that stay in the race until the prompts are used up
+_MIN_LEFT = 2  # methods that stay in the race until the prompts are used up
 
 
 class Check(Protocol):
     """As `TextCheck`."""
 
     def __call__(
-        self, way: Way, runs: Sequence[Run], plain_runs: Sequence[Run], batches: Mapping[int, Batch]
+        self, method: Method, runs: Sequence[Run], plain_runs: Sequence[Run], batches: Mapping[int, Batch]
     ) -> Compared:
         """Compare greedy texts with plain decoding's."""
 
 
-Read = Callable[[Sequence[Run], Mapping[int, Batch]], Drift]  # how far the texts of a way's calls drifted
+Read = Callable[[Sequence[Run], Mapping[int, Batch]], Drift]  # how far the texts of a method's calls drifted
 
 
 class Instruments(NamedTuple):
@@ -38,7 +46,7 @@ class Instruments(NamedTuple):
 
     Args:
         decode: decodes a batch.
-        check: compares greedy texts of exact ways.
+        check: compares greedy texts of exact methods.
         read: says how far texts drifted.
         clock: gives seconds.
         on_step: told of every timed call.
@@ -53,16 +61,16 @@ class Instruments(NamedTuple):
 
 @dataclass
 class Trial:
-    """What is known of one way.
+    """What is known of one method.
 
     Args:
-        way: that is tried.
+        method: that is tried.
         runs: its calls so far.
         drift: of its texts, where the rule has bounds.
         complaint: why it is out; empty while it is in the race.
     """
 
-    way: Way
+    method: Method
     runs: list[Run] = field(default_factory=list)
     drift: Drift | None = None
     complaint: str = ""
@@ -73,14 +81,14 @@ class Tuned:
     """What a tuning found.
 
     Args:
-        winner: the fastest way that the rule allows; None: plain decoding is at least as fast.
+        winner: the fastest method that the rule allows; None: plain decoding is at least as fast.
         trials: all that were tried, the last to leave the race first.
         plain_runs: plain decoding's calls.
         plain_drift: of its texts, where the rule has bounds.
         do_sample: whether tokens were drawn.
     """
 
-    winner: Way | None
+    winner: Method | None
     trials: list[Trial]
     plain_runs: list[Run]
     plain_drift: Drift | None
@@ -108,12 +116,12 @@ class Tuned:
     def _entry(self, trial: Trial) -> dict[str, Any]:
         stats = total_stats(trial.runs)
         entry: dict[str, Any] = {
-            "name": trial.way.name,
-            "fields": dict(trial.way.fields),
+            "name": trial.method.name,
+            "fields": dict(trial.method.fields),
             "num_prompts": sum(len(run.texts) for run in trial.runs),
             "tokens_per_s": spread([run.tokens_per_s for run in trial.runs]),
-            "over_plain": spread(ratios(trial.runs, self.plain_runs)),
-            "acceptance": None if stats is None else stats.acceptance,
+            "speedup": spread(ratios(trial.runs, self.plain_runs)),
+            "acceptance_rate": None if stats is None else stats.acceptance_rate,
             "agreement_with_greedy": None,
             "drop": None,
             "out": trial.complaint or None,
@@ -131,7 +139,7 @@ def candidates(
     do_sample: bool,
     fields: Mapping[str, Any],
     verifiers: str = "",
-) -> list[Way]:
+) -> list[Method]:
     """The grid: every verifier that the rule allows, with every number of tokens, lossy ones with every threshold.
 
     Args:
@@ -143,42 +151,42 @@ def candidates(
         verifiers: names between commas, instead of all that there are.
 
     Raises:
-        ConfigError: see `our_ways`.
+        ConfigError: see `our_methods`.
     """
     names = split(verifiers) or [*EXACT_VERIFIERS[do_sample], *LOSSY_VERIFIERS]
-    ways = [way for way in our_ways(names, lens, do_sample, fields) if not way.is_lossy]
+    methods = [method for method in our_methods(names, lens, do_sample, fields) if not method.is_lossy]
     if not rule.is_exact:
-        ways += threshold_ways(names, thresholds, lens, do_sample, fields)
-    return ways
+        methods += threshold_methods(names, thresholds, lens, do_sample, fields)
+    return methods
 
 
-def rungs(num_ways: int, num_batches: int) -> list[tuple[int, int]]:
-    """For each rung, how many ways run at most, and on how many further batches: half of the ways, twice the batches.
+def rungs(num_methods: int, num_batches: int) -> list[tuple[int, int]]:
+    """For each rung, the most methods that run and the number of further batches: half the methods, twice the batches.
 
     Args:
-        num_ways: in the race.
+        num_methods: in the race.
         num_batches: that there are.
     """
     found, size = [], _FIRST_BATCHES
     while num_batches > 0:
-        found.append((num_ways, min(size, num_batches)))
+        found.append((num_methods, min(size, num_batches)))
         num_batches -= size
-        num_ways, size = min(num_ways, max(_MIN_LEFT, math.ceil(num_ways / 2))), 2 * size
+        num_methods, size = min(num_methods, max(_MIN_LEFT, math.ceil(num_methods / 2))), 2 * size
     return found
 
 
-def num_steps(num_ways: int, num_batches: int) -> int:
+def num_steps(num_methods: int, num_batches: int) -> int:
     """Timed calls of a tuning at most, plain decoding's among them.
 
     Args:
-        num_ways: in the race.
+        num_methods: in the race.
         num_batches: that there are.
     """
-    return sum((num + 1) * size for num, size in rungs(num_ways, num_batches))
+    return sum((num + 1) * size for num, size in rungs(num_methods, num_batches))
 
 
 def tune(
-    ways: Sequence[Way],
+    methods: Sequence[Method],
     batches: Sequence[Batch],
     rule: Rule,
     instruments: Instruments,
@@ -186,34 +194,34 @@ def tune(
     do_sample: bool = False,
     seed: int = 0,
 ) -> Tuned:
-    """Let all ways decode a few batches, the faster half of those that the rule allows twice as many, and so on.
+    """Let all methods decode a few batches, the faster half of those that the rule allows twice as many, and so on.
 
     What counts is the median over batches of tokens per second over plain decoding's, which runs beside them.
 
     Args:
-        ways: at least one; all of them draw, or none does.
-        batches: at least one, each decoded once by a way.
+        methods: at least one; all of them draw, or none does.
+        batches: at least one, each decoded once by a method.
         rule: of quality.
         instruments: to measure with.
         do_sample: whether tokens are drawn.
         seed: of what is drawn.
     """
-    plain, by_number = plain_way(do_sample), {batch.number: batch for batch in batches}
+    plain, by_number = plain_method(do_sample), {batch.number: batch for batch in batches}
     plain_runs: list[Run] = []
     plain_drift: Drift | None = None
-    trials = {way.name: Trial(way) for way in ways}
+    trials = {method.name: Trial(method) for method in methods}
     ranked = list(trials.values())
     out: list[Trial] = []  # the last to leave the race first
     used = 0
-    for number, (num_ways, size) in enumerate(rungs(len(ways), len(batches))):
-        slower, ranked = ranked[num_ways:], ranked[:num_ways]
+    for number, (num_methods, size) in enumerate(rungs(len(methods), len(batches))):
+        slower, ranked = ranked[num_methods:], ranked[:num_methods]
         for trial in slower:
             trial.complaint = "slower"
         out = slower + out
         if not ranked:
             break
         measured = measure(
-            [plain, *(trial.way for trial in ranked)],
+            [plain, *(trial.method for trial in ranked)],
             batches[used : used + size],
             instruments.decode,
             is_warm=number > 0,
@@ -234,7 +242,7 @@ def tune(
         out = unfit + out
     best = ranked[0] if ranked else None
     wins = best is not None and median(ratios(best.runs, plain_runs)) > 1
-    return Tuned(best.way if best is not None and wins else None, ranked + out, plain_runs, plain_drift, do_sample)
+    return Tuned(best.method if best is not None and wins else None, ranked + out, plain_runs, plain_drift, do_sample)
 
 
 def _judge(
@@ -247,12 +255,12 @@ def _judge(
     plain_drift: Drift | None,
 ) -> None:
     """Add a rung's calls to a trial, and say what speaks against it."""
-    new = runs[trial.way.name]
+    new = runs[trial.method.name]
     trial.runs += new
-    if trial.way.is_lossy and plain_drift is not None:
+    if trial.method.is_lossy and plain_drift is not None:
         trial.drift = (trial.drift or Drift()) + instruments.read(new, batches)
-        trial.complaint = rule.complaint(trial.drift, plain_drift, trial.way.do_sample)
-    elif not trial.way.do_sample:
-        compared = instruments.check(trial.way, new, plain_runs, batches)
+        trial.complaint = rule.complaint(trial.drift, plain_drift, trial.method.do_sample)
+    elif not trial.method.do_sample:
+        compared = instruments.check(trial.method, new, plain_runs, batches)
         if not compared.ok:
             trial.complaint = f"not plain decoding's text: {compared}"

@@ -136,7 +136,7 @@ def check_parity(
             if difference is not None and difference.is_choice and not exact:
                 exact.append(exact_copy(model))
             rows.append(_row(len(rows), difference, model, exact))
-        num_drafted += stats.num_judged
+        num_drafted += stats.num_verified
     return ParityReport(tuple(rows), str(model.dtype).removeprefix("torch."), num_drafted)
 
 

@@ -180,7 +180,7 @@ class _Progress:
 
 def _speed(report: DatasetReport) -> str:
     speed = f"{report.tokens_per_s:.1f} tokens a second"
-    return f"{speed}, {report.acceptance:.0%} of the drafts accepted" if report.num_judged else speed
+    return f"{speed}, {report.acceptance_rate:.0%} of the drafts accepted" if report.num_drafted else speed
 
 
 def _line(report: DatasetReport) -> str:

@@ -7,19 +7,19 @@ import typer
 from rich.console import Console
 
 from hf_speculate.errors import ConfigError
-from hf_speculate.tools.bench.comparison import Comparison, wrong_ways
-from hf_speculate.tools.bench.report import write_html
-from hf_speculate.tools.bench.results import circumstances
-from hf_speculate.tools.bench.ways import (
-    assisted_ways,
+from hf_speculate.tools.bench.comparison import Comparison, wrong_methods
+from hf_speculate.tools.bench.methods import (
+    assisted_methods,
     default_verifier,
     drift_len,
-    our_ways,
+    our_methods,
     parse_draft_lens,
     parse_thresholds,
     split,
-    threshold_ways,
+    threshold_methods,
 )
+from hf_speculate.tools.bench.report import write_html
+from hf_speculate.tools.bench.results import circumstances
 from hf_speculate.tools.cli import measuring, options
 from hf_speculate.tools.cli.console import OK, REFUSED, notes
 from hf_speculate.tools.cli.loading import load_pair
@@ -29,11 +29,18 @@ Verifiers = Annotated[
     str | None,
     typer.Option("--verifiers", "-v", help="Names between commas; unset: the exact one of the mode, and typical."),
 ]
-Repeats = Annotated[int, typer.Option("--repeats", min=1, help="Times that every prompt is decoded by every way.")]
+Repeats = Annotated[int, typer.Option("--repeats", min=1, help="Times that every prompt is decoded by every method.")]
 Html = Annotated[Path | None, typer.Option("--html", help="Write a report with plots into this file.")]
 _LOSSY = "typical"
-_WAY_HEADS = ("way", "tokens/s", "over plain", "tokens a round", "acceptance", "beside plain decoding's text")
-_CATEGORY_HEADS = ("category", "way", "over plain", "acceptance", "prompts")
+_METHOD_HEADS = (
+    "method",
+    "tokens/s",
+    "over plain",
+    "mean length",
+    "acceptance rate",
+    "beside plain decoding's text",
+)
+_CATEGORY_HEADS = ("category", "method", "over plain", "acceptance rate", "prompts")
 _DRIFT_HEADS = ("verifier", "threshold", "tokens/s", "over plain", "log-likelihood a token", "agreement with greedy")
 
 
@@ -60,19 +67,19 @@ def bench(
 ) -> None:
     """Time plain decoding, transformers' assisted generation and ours on your prompts.
 
-    Exit status 1: an exact way wrote another text than plain decoding.
+    Exit status 1: an exact method wrote another text than plain decoding.
     """
     fields = measuring.shared_fields(settings)
     decoding = options.decoding_from(max_new_tokens, sample, temperature)
     lens, names = parse_draft_lens(num_assistant_tokens), _verifiers(verifiers, sample)
-    ways = [*assisted_ways(lens, sample), *our_ways(names, lens, sample, fields)]
-    drift_ways = threshold_ways(names, parse_thresholds(thresholds), [drift_len(lens)], sample, fields)
+    methods = [*assisted_methods(lens, sample), *our_methods(names, lens, sample, fields)]
+    drift_methods = threshold_methods(names, parse_thresholds(thresholds), [drift_len(lens)], sample, fields)
     for path in (json, html):
         measuring.check_folder_of(path)
     log = notes()
     pair = load_pair(target, draft, dtype, device, log)
     batches = measuring.encode(prompts, pair, batch_size, num_prompts, chat, log)
-    comparison = Comparison(ways, drift_ways, batches, sample, repeats, seed or 0)
+    comparison = Comparison(methods, drift_methods, batches, sample, repeats, seed or 0)
     decoder = measuring.decoder_of(pair, decoding)
     with measuring.progress(log, comparison.num_steps) as on_step:
         found = comparison.run(decoder, on_step=on_step)
@@ -84,7 +91,7 @@ def bench(
         "repeats": repeats,
         "seed": seed or 0,
         "fields": fields,
-        "drift_num_assistant_tokens": drift_len(lens).label if drift_ways else None,
+        "drift_num_assistant_tokens": drift_len(lens).label if drift_methods else None,
         "left_out": found.pop("left_out"),
     }
     result = {"circumstances": circumstances(pair.target, target, draft), "settings": used, **found}
@@ -93,7 +100,7 @@ def bench(
         measuring.write_json(json, result)
     if html is not None:
         write_html(result, html)
-    raise typer.Exit(REFUSED if wrong_ways(used["left_out"], ways) else OK)
+    raise typer.Exit(REFUSED if wrong_methods(used["left_out"], methods) else OK)
 
 
 def _verifiers(names: str | None, sample: bool) -> list[str]:
@@ -113,7 +120,7 @@ def _show(result: dict[str, Any], log: Console) -> None:
         style="dim",
         soft_wrap=True,
     )
-    show("speed", _WAY_HEADS, [_way_cells(way) for way in result["ways"]])
+    show("speed", _METHOD_HEADS, [_method_cells(method) for method in result["methods"]])
     if result["categories"]:
         entries = sorted(result["categories"], key=lambda entry: entry["category"])
         show("by category", _CATEGORY_HEADS, [_category_cells(entry) for entry in entries])
@@ -123,20 +130,20 @@ def _show(result: dict[str, Any], log: Console) -> None:
         log.print(f"left out: {name}: {reason}", style="bold", markup=False, soft_wrap=True)
 
 
-def _way_cells(way: dict[str, Any]) -> list[str]:
+def _method_cells(method: dict[str, Any]) -> list[str]:
     return [
-        way["name"],
-        shown(way["tokens_per_s"], ".0f"),
-        shown(way["over_plain"]),
-        shown(way["tokens_per_round"]),
-        shown(way["acceptance"], ".0%"),
-        way["checked"] or ("lossy" if way["is_lossy"] else "-"),
+        method["name"],
+        shown(method["tokens_per_s"], ".0f"),
+        shown(method["speedup"]),
+        shown(method["mean_acceptance_length"]),
+        shown(method["acceptance_rate"], ".0%"),
+        method["checked"] or ("lossy" if method["is_lossy"] else "-"),
     ]
 
 
 def _category_cells(entry: dict[str, Any]) -> list[str]:
-    figures = [shown(entry["over_plain"]), shown(entry["acceptance"], ".0%"), str(entry["num_prompts"])]
-    return [entry["category"], entry["way"], *figures]
+    figures = [shown(entry["speedup"]), shown(entry["acceptance_rate"], ".0%"), str(entry["num_prompts"])]
+    return [entry["category"], entry["method"], *figures]
 
 
 def _drift_cells(entry: dict[str, Any]) -> list[str]:
@@ -144,7 +151,7 @@ def _drift_cells(entry: dict[str, Any]) -> list[str]:
         entry["verifier"],
         shown(entry["posterior_threshold"], "g"),
         shown(entry["tokens_per_s"], ".0f"),
-        shown(entry["over_plain"]),
+        shown(entry["speedup"]),
         shown(entry["log_likelihood_per_token"], ".3f"),
         shown(entry["agreement_with_greedy"], ".1%"),
     ]

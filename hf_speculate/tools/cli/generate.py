@@ -100,4 +100,4 @@ def _line(num_tokens: int, seconds: float, stats: SpeculationStats) -> str:
     line = f"{num_tokens} tokens in {seconds:.1f} s, {num_tokens / seconds:.1f} a second"
     if not stats.num_rounds:
         return f"{line}, without drafts"
-    return f"{line}; {stats.tokens_per_round:.2f} a round, {stats.acceptance:.0%} of the drafts accepted"
+    return f"{line}; {stats.mean_acceptance_length:.2f} a round, {stats.acceptance_rate:.0%} of the drafts accepted"

@@ -43,16 +43,16 @@ _PIPED_WIDTH = 160  # of tables that no terminal shows
 
 
 def shared_fields(settings: Sequence[str] | None) -> dict[str, Any]:
-    """Fields of `--set` for all ways of ours.
+    """Fields of `--set` for all methods of ours.
 
     Raises:
-        ConfigError: see `fields_from`; or a field is one in which the ways differ.
+        ConfigError: see `fields_from`; or a field is one in which the methods differ.
     """
     fields = options.fields_from(None, None, None, None, settings)
     varied = sorted(set(fields) & set(TUNED_NAMES) - {"posterior_alpha"})
     if varied:
         raise ConfigError(
-            f"--set must leave out what the ways differ in, got {', '.join(varied)}; "
+            f"--set must leave out what the methods differ in, got {', '.join(varied)}; "
             "use --verifiers, --num-assistant-tokens and --thresholds"
         )
     return fields
@@ -96,7 +96,7 @@ def decoder_of(pair: Pair, decoding: dict[str, Any]) -> Decoder:
 
 @contextmanager
 def progress(log: Console, num_steps: int) -> Iterator[Callable[[Step], None]]:
-    """Show a bar while ways are timed; what is given is to be called after every timed call.
+    """Show a bar while methods are timed; what is given is to be called after every timed call.
 
     Args:
         log: where the bar is drawn, if it is a terminal.
@@ -115,10 +115,10 @@ def progress(log: Console, num_steps: int) -> Iterator[Callable[[Step], None]]:
         def on_step(step: Step) -> None:
             figures = f"{step.run.tokens_per_s:.0f} tokens/s"
             if step.run.stats is not None:
-                figures += f", {step.run.stats.acceptance:.0%} accepted"
+                figures += f", {step.run.stats.acceptance_rate:.0%} accepted"
             if bar.tasks[0].completed + 1 >= num_steps:
                 figures += "; comparing texts"  # which takes forwards of the target, and has no steps
-            bar.update(task, advance=1, description=step.way.name, figures=figures)
+            bar.update(task, advance=1, description=step.method.name, figures=figures)
 
         yield on_step
 

@@ -10,12 +10,12 @@ import typer
 from hf_speculate.errors import ConfigError
 from hf_speculate.tools.bench.drift import drift_of_runs
 from hf_speculate.tools.bench.equality import TextCheck
+from hf_speculate.tools.bench.methods import parse_draft_lens, parse_thresholds
 from hf_speculate.tools.bench.results import circumstances
 from hf_speculate.tools.bench.rules import Rule, parse_rule
 from hf_speculate.tools.bench.saving import settings_in, write_fields
 from hf_speculate.tools.bench.tuning import Instruments, Tuned, candidates, num_steps
-from hf_speculate.tools.bench.tuning import tune as tune_ways
-from hf_speculate.tools.bench.ways import parse_draft_lens, parse_thresholds
+from hf_speculate.tools.bench.tuning import tune as tune_methods
 from hf_speculate.tools.cli import measuring, options
 from hf_speculate.tools.cli.console import OK, REFUSED, answer, notes
 from hf_speculate.tools.cli.loading import load_pair
@@ -62,8 +62,8 @@ def tune(
     fields = measuring.shared_fields(settings)
     decoding = options.decoding_from(max_new_tokens, sample, temperature)
     lens = parse_draft_lens(num_assistant_tokens)
-    ways = candidates(rule, lens, parse_thresholds(thresholds), sample, fields, verifiers)
-    if not ways:
+    methods = candidates(rule, lens, parse_thresholds(thresholds), sample, fields, verifiers)
+    if not methods:
         raise ConfigError(
             f"--verifiers must name one that --quality {rule} allows, got {verifiers}; "
             "leave it out, or set bounds such as agreement=0.95"
@@ -75,10 +75,10 @@ def tune(
     pair = load_pair(target, draft, dtype, device, log)
     batches = measuring.encode(prompts, pair, batch_size, num_prompts, chat, log)
     decoder = measuring.decoder_of(pair, decoding)
-    with measuring.progress(log, num_steps(len(ways), len(batches))) as on_step:
+    with measuring.progress(log, num_steps(len(methods), len(batches))) as on_step:
         check, read = TextCheck(decoder.target), partial(drift_of_runs, decoder.target)
         instruments = Instruments(decoder, check, read, on_step=on_step)
-        tuned = tune_ways(ways, batches, rule, instruments, do_sample=sample, seed=seed or 0)
+        tuned = tune_methods(methods, batches, rule, instruments, do_sample=sample, seed=seed or 0)
     result = tuned.as_dict()
     _show(result, rule)
     if as_json is not None:
@@ -90,7 +90,7 @@ def tune(
 
 
 def _show(result: dict[str, Any], rule: Rule) -> None:
-    heads = ["way", "prompts", "tokens/s", "over plain", "acceptance"]
+    heads = ["method", "prompts", "tokens/s", "over plain", "acceptance rate"]
     if not rule.is_exact:
         heads += ["agreement", "drop"]
     rows = []
@@ -99,8 +99,8 @@ def _show(result: dict[str, Any], rule: Rule) -> None:
             one["name"],
             str(one["num_prompts"]),
             shown(one["tokens_per_s"], ".0f"),
-            shown(one["over_plain"]),
-            shown(one["acceptance"], ".0%"),
+            shown(one["speedup"]),
+            shown(one["acceptance_rate"], ".0%"),
         ]
         if not rule.is_exact:
             cells += [shown(one["agreement_with_greedy"], ".1%"), shown(one["drop"], ".3f")]
@@ -112,7 +112,7 @@ def _answer(tuned: Tuned, write: Path | None) -> int:
     """Say what won and write it; returns the exit status."""
     if tuned.winner is None:
         allowed = any(not trial.complaint for trial in tuned.trials)
-        why = "plain decoding is as fast as any way" if allowed else "no way keeps to the rule"
+        why = "plain decoding is as fast as any method" if allowed else "no method keeps to the rule"
         answer(f"leave speculation out: {why}; nothing is written")
         return REFUSED
     answer(f"best: {tuned.winner.name}")

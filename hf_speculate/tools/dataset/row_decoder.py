@@ -42,13 +42,13 @@ class Decoded(NamedTuple):
     Args:
         results: a JSON object for each row, in the batch's order.
         num_tokens: new tokens of all rows.
-        num_judged: drafted tokens that were judged.
-        num_accepted: those of them that stayed.
+        num_drafted: tokens drafted for it.
+        num_accepted: drafted tokens that were accepted.
     """
 
     results: list[dict[str, Any]]
     num_tokens: int
-    num_judged: int
+    num_drafted: int
     num_accepted: int
 
 
@@ -127,7 +127,7 @@ class RowDecoder:
             results.append(
                 {"id": row.id, "text": text, "num_tokens": len(ids), "finish_reason": finish_reason, **row.others}
             )
-        return Decoded(results, num_tokens, stats.num_judged, stats.num_accepted)
+        return Decoded(results, num_tokens, stats.num_drafted, stats.num_accepted)
 
     def _ended(self, ids: list[int]) -> tuple[list[int], str]:
         """A row's tokens without what pads it, and why it ended: "stop" or "length"."""

@@ -28,8 +28,8 @@ class DatasetReport:
         num_resumed: those that were finished before this run.
         num_finished: those that are finished now.
         num_tokens: new tokens of this run.
-        num_judged: drafted tokens that were judged in it.
-        num_accepted: those of them that stayed.
+        num_drafted: tokens drafted in it.
+        num_accepted: drafted tokens that were accepted.
         seconds: from the first batch on, loading included.
     """
 
@@ -38,14 +38,14 @@ class DatasetReport:
     num_resumed: int = 0
     num_finished: int = 0
     num_tokens: int = 0
-    num_judged: int = 0
+    num_drafted: int = 0
     num_accepted: int = 0
     seconds: float = 0.0
 
     @property
-    def acceptance(self) -> float:
-        """Accepted over judged tokens, in [0, 1]; 0 when nothing was judged."""
-        return self.num_accepted / self.num_judged if self.num_judged else 0.0
+    def acceptance_rate(self) -> float:
+        """Accepted over drafted tokens, in [0, 1]; 0 if nothing was drafted."""
+        return self.num_accepted / self.num_drafted if self.num_drafted else 0.0
 
     @property
     def tokens_per_s(self) -> float:
@@ -139,7 +139,7 @@ def run(
         left = [row for row in job.rows if row.key not in finished]
         own = list(make_batches(left))[ranks.index :: ranks.num] if left else []
         report = _decode(job, folder, own, seed, engine, ranks, on_batch)
-        num_tokens, num_judged, num_accepted = ranks.sums([report.num_tokens, report.num_judged, report.num_accepted])
+        num_tokens, num_drafted, num_accepted = ranks.sums([report.num_tokens, report.num_drafted, report.num_accepted])
         ranks.wait()
         if ranks.is_main:
             _complete(job, folder)
@@ -150,7 +150,7 @@ def run(
         num_resumed=len(finished),
         num_finished=len(job.rows),
         num_tokens=num_tokens,
-        num_judged=num_judged,
+        num_drafted=num_drafted,
         num_accepted=num_accepted,
         seconds=report.seconds,
     )
@@ -181,7 +181,7 @@ def _decode(
             report,
             num_finished=report.num_finished + len(decoded.results),
             num_tokens=report.num_tokens + decoded.num_tokens,
-            num_judged=report.num_judged + decoded.num_judged,
+            num_drafted=report.num_drafted + decoded.num_drafted,
             num_accepted=report.num_accepted + decoded.num_accepted,
             seconds=time.perf_counter() - begin,
         )

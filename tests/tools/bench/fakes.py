@@ -1,4 +1,4 @@
-"""Ways whose seconds and texts are made up, and pairs small enough to be saved in a test."""
+"""Methods whose seconds and texts are made up, and pairs small enough to be saved in a test."""
 
 from pathlib import Path
 
@@ -37,11 +37,11 @@ def empty_batches(num: int, category: str = "") -> list[Batch]:
 
 
 class FakeTimes:
-    """Decodes nothing; a way takes the seconds that were written down for it, and so does the clock.
+    """Decodes nothing; a method takes the seconds that were written down for it, and so does the clock.
 
     Args:
-        seconds: of a call, by the way's name; a list has one entry per batch.
-        texts: new ids, by the way's name; ten tokens where there are none.
+        seconds: of a call, by the method's name; a list has one entry per batch.
+        texts: new ids, by the method's name; ten tokens where there are none.
     """
 
     def __init__(self, seconds, texts=None, eos_token_ids=frozenset()):
@@ -52,14 +52,14 @@ class FakeTimes:
     def clock(self) -> float:
         return self.now
 
-    def __call__(self, way, batch, seed, max_new_tokens=None):
+    def __call__(self, method, batch, seed, max_new_tokens=None):
         if max_new_tokens is not None:  # a warm-up, which no clock sees
             return Decoded([torch.ones(1, dtype=torch.int64)], None)
-        self.calls.append((way.name, batch.number))
-        seconds = self.seconds[way.name]
+        self.calls.append((method.name, batch.number))
+        seconds = self.seconds[method.name]
         self.now += seconds[batch.number] if isinstance(seconds, list) else seconds
-        ids = torch.tensor(self.texts.get(way.name, range(10)))
-        stats = SpeculationStats() if way.engine == "ours" else None
+        ids = torch.tensor(self.texts.get(method.name, range(10)))
+        stats = SpeculationStats() if method.engine == "ours" else None
         return Decoded([ids] * len(batch.input_ids), stats)
 
 
@@ -67,14 +67,14 @@ def instruments(times: FakeTimes, drifts=None, wrong=()) -> Instruments:
     """As a tuning takes them.
 
     Args:
-        times: of the ways.
+        times: of the methods.
         drifts: of one token, by the first id of a text.
-        wrong: names of ways whose texts differ from plain decoding's.
+        wrong: names of methods whose texts differ from plain decoding's.
     """
 
-    def check(way, runs, plain_runs, batches):
+    def check(method, runs, plain_runs, batches):
         assert len(plain_runs) >= len(runs)
-        return Compared(num_wrong=len(runs)) if way.name in wrong else Compared(num_equal=len(runs))
+        return Compared(num_wrong=len(runs)) if method.name in wrong else Compared(num_equal=len(runs))
 
     def read(runs, batches):
         return sum((drifts[run.texts[0][0]] for run in runs), Drift())

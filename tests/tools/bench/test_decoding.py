@@ -1,4 +1,4 @@
-"""Every way decodes as its own `generate()` does, whatever the models' configs say."""
+"""Every method decodes as its own `generate()` does, whatever the models' configs say."""
 
 import copy
 
@@ -7,7 +7,7 @@ import pytest
 from hf_speculate.generation.enable import enable, is_enabled
 from hf_speculate.tools.bench.batches import Batch
 from hf_speculate.tools.bench.decoding import Decoder
-from hf_speculate.tools.bench.ways import DraftLen, Way, assisted_ways, our_ways, plain_way
+from hf_speculate.tools.bench.methods import DraftLen, Method, assisted_methods, our_methods, plain_method
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 
 NUM_NEW = 12
@@ -33,11 +33,11 @@ def plain_ids(target, batch):
     return output[:, batch.input_ids.shape[1] :].tolist()
 
 
-def greedy_ways():
+def greedy_methods():
     return [
-        plain_way(False),
-        *assisted_ways([DraftLen(3, False)], False),
-        *our_ways(["greedy"], [DraftLen(3, False), DraftLen(None, True)], False, {}),
+        plain_method(False),
+        *assisted_methods([DraftLen(3, False)], False),
+        *our_methods(["greedy"], [DraftLen(3, False), DraftLen(None, True)], False, {}),
     ]
 
 
@@ -47,20 +47,20 @@ def draft_of(target):
     return draft
 
 
-@pytest.mark.parametrize("way", greedy_ways(), ids=lambda way: way.name)
+@pytest.mark.parametrize("method", greedy_methods(), ids=lambda method: method.name)
 @pytest.mark.parametrize("enabled", [False, True])
-def test_greedy_ways_write_the_same_text(way, enabled, target, batch, plain_ids):
+def test_greedy_methods_write_the_same_text(method, enabled, target, batch, plain_ids):
     model = enable(copy.deepcopy(target)) if enabled else target
     decoder = Decoder(model, {"assistant_model": draft_of(target)}, max_new_tokens=NUM_NEW)
-    decoded = decoder(way, batch, 0)
+    decoded = decoder(method, batch, 0)
     assert [ids.tolist() for ids in decoded.new_ids] == plain_ids
     assert is_enabled(model) is enabled
-    assert (decoded.stats is not None) is (way.engine == "ours")
-    if way.num_assistant_tokens and decoded.stats is not None:
+    assert (decoded.stats is not None) is (method.engine == "ours")
+    if method.num_assistant_tokens and decoded.stats is not None:
         assert max(decoded.stats.rounds_by_draft_len) == 3
 
 
-def test_fields_that_the_models_carry_count_for_no_way(target, batch, plain_ids):
+def test_fields_that_the_models_carry_count_for_no_method(target, batch, plain_ids):
     model, draft = copy.deepcopy(target), draft_of(target)
     for config in (model.generation_config, draft.generation_config):
         config.verifier = "typical"
@@ -70,8 +70,8 @@ def test_fields_that_the_models_carry_count_for_no_way(target, batch, plain_ids)
         config.prompt_lookup_num_tokens = 4
     before = [copy.deepcopy(config.to_dict()) for config in (model.generation_config, draft.generation_config)]
     decoder = Decoder(enable(model), {"assistant_model": draft}, max_new_tokens=NUM_NEW)
-    for way in greedy_ways():
-        decoded = decoder(way, batch, 0)
+    for method in greedy_methods():
+        decoded = decoder(method, batch, 0)
         assert [ids.tolist() for ids in decoded.new_ids] == plain_ids
         if decoded.stats is not None:
             assert decoded.stats.verifier == "greedy"
@@ -84,7 +84,7 @@ def test_transformers_drafts_what_it_is_told(target, batch):
     handle = target.register_forward_hook(lambda module, args, output: seen.append(output.logits.shape[1]))
     try:
         decoder = Decoder(target, {"assistant_model": draft_of(target)}, max_new_tokens=NUM_NEW)
-        decoder(Way("k", "transformers", DraftLen(3, False).fields), batch, 0)
+        decoder(Method("k", "transformers", DraftLen(3, False).fields), batch, 0)
     finally:
         handle.remove()
     assert max(seen) == 4  # the drafted tokens and the one before them
@@ -94,20 +94,20 @@ def test_draws_are_repeated_by_their_seed(target, batch):
     decoder = Decoder(
         target, {"assistant_model": draft_of(target)}, max_new_tokens=NUM_NEW, sampling={"temperature": 0.8}
     )
-    for way in [plain_way(True), *our_ways(["coupled"], [DraftLen(3, False)], True, {})]:
-        texts = [[ids.tolist() for ids in decoder(way, batch, seed).new_ids] for seed in (1, 1, 2)]
+    for method in [plain_method(True), *our_methods(["coupled"], [DraftLen(3, False)], True, {})]:
+        texts = [[ids.tolist() for ids in decoder(method, batch, seed).new_ids] for seed in (1, 1, 2)]
         assert texts[0] == texts[1] != texts[2]
 
 
-def test_the_temperature_reaches_ways_that_draw(target, batch):
+def test_the_temperature_reaches_methods_that_draw(target, batch):
     decoder = Decoder(target, {"assistant_model": draft_of(target)}, max_new_tokens=NUM_NEW)
     cold = Decoder(
         target, {"assistant_model": draft_of(target)}, max_new_tokens=NUM_NEW, sampling={"temperature": 1e-4}
     )
-    (way,) = our_ways(["rejection"], [DraftLen(3, False)], True, {})
-    greedy = [ids.tolist() for ids in decoder(plain_way(False), batch, 0).new_ids]
-    assert [ids.tolist() for ids in cold(way, batch, 0).new_ids] == greedy
-    assert [ids.tolist() for ids in cold(plain_way(True), batch, 0).new_ids] == greedy
+    (method,) = our_methods(["rejection"], [DraftLen(3, False)], True, {})
+    greedy = [ids.tolist() for ids in decoder(plain_method(False), batch, 0).new_ids]
+    assert [ids.tolist() for ids in cold(method, batch, 0).new_ids] == greedy
+    assert [ids.tolist() for ids in cold(plain_method(True), batch, 0).new_ids] == greedy
 
 
 def test_the_ids_that_end_a_row_are_the_targets(target):

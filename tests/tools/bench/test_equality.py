@@ -7,13 +7,13 @@ from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.bench.batches import Batch
 from hf_speculate.tools.bench.equality import Compared, TextCheck
 from hf_speculate.tools.bench.measuring import Run
-from hf_speculate.tools.bench.ways import DraftLen, Way
+from hf_speculate.tools.bench.methods import DraftLen, Method
 from tests.tiny import make_model, ragged_prompts
 
 NUM_NEW = 10
-WAYS = [
-    Way("ours", "ours", {"verifier": "greedy", **DraftLen(3, False).fields}),
-    Way("theirs", "transformers", DraftLen(3, False).fields),
+METHODS = [
+    Method("ours", "ours", {"verifier": "greedy", **DraftLen(3, False).fields}),
+    Method("theirs", "transformers", DraftLen(3, False).fields),
 ]
 
 
@@ -36,21 +36,21 @@ def plain_texts(model, batch):
     return output[:, batch.input_ids.shape[1] :].tolist()
 
 
-def compare(model, way, batch, plain, texts):
-    run = Run(0, 0, 1.0, texts, stats() if way.engine == "ours" else None)
-    return TextCheck(model)(way, [run], [Run(0, 0, 1.0, plain, None)], {0: batch})
+def compare(model, method, batch, plain, texts):
+    run = Run(0, 0, 1.0, texts, stats() if method.engine == "ours" else None)
+    return TextCheck(model)(method, [run], [Run(0, 0, 1.0, plain, None)], {0: batch})
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.engine)
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.engine)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_another_token_is_wrong(way, dtype, batch):
+def test_another_token_is_wrong(method, dtype, batch):
     model = make_model("llama", dtype=dtype)
     plain = plain_texts(model, batch)
-    assert compare(model, way, batch, plain, plain) == Compared(num_equal=3)
+    assert compare(model, method, batch, plain, plain) == Compared(num_equal=3)
     least = [list(text) for text in plain]
     logits = model(input_ids=torch.cat([batch.rows[1], torch.tensor(plain[1][:4])])[None]).logits[0, -1]
     least[1][4] = int(logits.argmin())
-    found = compare(model, way, batch, plain, least)
+    found = compare(model, method, batch, plain, least)
     assert found == Compared(num_equal=2, num_wrong=1)
     assert not found.ok
     assert str(found) == "2 of 3 rows equal, 1 differ"
@@ -60,7 +60,7 @@ def test_a_row_that_ends_elsewhere_is_wrong(batch):
     model = make_model("llama")
     plain = plain_texts(model, batch)
     cut = [plain[0], plain[1][:5], plain[2]]
-    assert compare(model, WAYS[0], batch, plain, cut) == Compared(num_equal=2, num_wrong=1)
+    assert compare(model, METHODS[0], batch, plain, cut) == Compared(num_equal=2, num_wrong=1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -76,7 +76,7 @@ def test_a_token_that_ties_is_a_near_tie(dtype, batch):
     assert plain[row][0] in (best, twin)
     other = [list(text) for text in plain]
     other[row][0] = twin if plain[row][0] == best else best
-    found = compare(model, WAYS[0], batch, plain, other)
+    found = compare(model, METHODS[0], batch, plain, other)
     assert found == Compared(num_equal=2, num_ties=1)
     assert found.ok
     assert str(found) == "2 of 3 rows equal, 1 part at a near tie"
@@ -87,4 +87,4 @@ def test_every_call_is_compared_with_plain_decoding_at_the_same_time(batch):
     plain = plain_texts(model, batch)
     runs = [Run(0, repeat, 1.0, plain, stats()) for repeat in (0, 1)]
     others = [Run(0, 1, 1.0, plain, None), Run(0, 0, 1.0, plain, None)]
-    assert TextCheck(model)(WAYS[0], runs, others, {0: batch}) == Compared(num_equal=6)
+    assert TextCheck(model)(METHODS[0], runs, others, {0: batch}) == Compared(num_equal=6)

@@ -1,16 +1,16 @@
-"""Ways alternate, and what they are compared with is plain decoding at the same time."""
+"""Methods alternate, and what they are compared with is plain decoding at the same time."""
 
 import pytest
 import torch
 
 from hf_speculate.tools.bench.measuring import measure, ratios
-from hf_speculate.tools.bench.ways import Way
+from hf_speculate.tools.bench.methods import Method
 from tests.tools.bench.fakes import FakeTimes, empty_batches
 
-PLAIN, OURS, THEIRS = Way("plain", "plain"), Way("ours", "ours"), Way("theirs", "transformers")
+PLAIN, OURS, THEIRS = Method("plain", "plain"), Method("ours", "ours"), Method("theirs", "transformers")
 
 
-def test_ways_take_turns_batch_by_batch_and_time():
+def test_methods_take_turns_batch_by_batch_and_time():
     times = FakeTimes({"plain": 2.0, "ours": [1.0, 0.5], "theirs": 4.0})
     steps = []
     measured = measure(
@@ -19,7 +19,7 @@ def test_ways_take_turns_batch_by_batch_and_time():
     there, back = ["plain", "ours", "theirs"], ["theirs", "ours", "plain"]
     assert [name for name, _ in times.calls] == there + back + there + back
     assert [index for _, index in times.calls] == [0] * 3 + [1] * 3 + [0] * 3 + [1] * 3
-    assert [(step.way.name, step.run.batch) for step in steps] == times.calls
+    assert [(step.method.name, step.run.batch) for step in steps] == times.calls
     assert [run.seconds for run in measured.runs["ours"]] == [1.0, 0.5, 1.0, 0.5]
     assert [run.tokens_per_s for run in measured.runs["plain"]] == [5.0] * 4
     assert ratios(measured.runs["ours"], measured.runs["plain"]) == [2.0, 4.0, 2.0, 4.0]
@@ -34,16 +34,16 @@ def test_a_text_counts_up_to_and_with_its_end():
 
 
 class _Fails(FakeTimes):
-    """One way raises from its second batch on."""
+    """One method raises from its second batch on."""
 
     def __init__(self, name):
         super().__init__({"plain": 1.0, "ours": 1.0, "theirs": 1.0})
         self.name = name
 
-    def __call__(self, way, batch, seed, max_new_tokens=None):
-        if way.name == self.name and batch.number == 1:
+    def __call__(self, method, batch, seed, max_new_tokens=None):
+        if method.name == self.name and batch.number == 1:
             raise ValueError("not for this pair\nand more")
-        return super().__call__(way, batch, seed, max_new_tokens)
+        return super().__call__(method, batch, seed, max_new_tokens)
 
 
 def test_what_transformers_cannot_do_is_left_out_with_the_reason():
@@ -59,14 +59,14 @@ def test_what_fails_of_ours_is_an_error():
         measure([PLAIN, OURS, THEIRS], empty_batches(3), times, clock=times.clock)
 
 
-def test_every_way_is_warmed_up_first_and_the_global_generator_is_left_alone():
+def test_every_method_is_warmed_up_first_and_the_global_generator_is_left_alone():
     seen = []
 
     class Seeds(FakeTimes):
-        def __call__(self, way, batch, seed, max_new_tokens=None):
+        def __call__(self, method, batch, seed, max_new_tokens=None):
             torch.manual_seed(seed)
-            seen.append((way.name, seed, max_new_tokens is not None))
-            return super().__call__(way, batch, seed, max_new_tokens)
+            seen.append((method.name, seed, max_new_tokens is not None))
+            return super().__call__(method, batch, seed, max_new_tokens)
 
     before = torch.get_rng_state()
     times = Seeds({"plain": 1.0, "ours": 1.0})

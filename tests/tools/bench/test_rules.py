@@ -60,5 +60,5 @@ def test_what_is_no_rule_is_said(text, message):
         (Rule(0.9, 0.1), Drift(-150.0, 95, 100), False, "drop 0.500 > 0.1"),
     ],
 )
-def test_a_bound_holds_for_the_text_of_a_way(rule, drift, do_sample, complaint):
+def test_a_bound_holds_for_the_text_of_a_method(rule, drift, do_sample, complaint):
     assert rule.complaint(drift, PLAIN, do_sample) == complaint

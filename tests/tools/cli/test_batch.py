@@ -58,7 +58,7 @@ def test_acceptance_is_said(folder, tmp_path, capsys):
 
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_progress_is_a_bar_on_a_terminal_and_a_line_a_minute_elsewhere(is_terminal, tmp_path):
-    report = DatasetReport(tmp_path, 8, num_finished=4, num_tokens=90, num_judged=4, num_accepted=3, seconds=9.0)
+    report = DatasetReport(tmp_path, 8, num_finished=4, num_tokens=90, num_drafted=4, num_accepted=3, seconds=9.0)
     log = Console(file=io.StringIO(), force_terminal=is_terminal, width=100)
     progress = _Progress(log, clock=iter([0.0, 30.0, 61.0, 61.0, 90.0]).__next__)
     progress.start()

@@ -44,11 +44,11 @@ def run(pair, prompts, *extra):
     return status, json.loads(out.read_text())
 
 
-def test_greedy_ways_are_compared_with_plain_decoding_and_lossy_ones_with_the_target(pair, questions, capsys):
+def test_greedy_methods_are_compared_with_plain_decoding_and_lossy_ones_with_the_target(pair, questions, capsys):
     page = questions.with_name("report.html")
     status, result = run(pair, questions, "--thresholds", "0.05,0.2", "--html", str(page))
     assert status == 0
-    names = [way["name"] for way in result["ways"]]
+    names = [method["name"] for method in result["methods"]]
     assert names == [
         "plain, greedy",
         "transformers, its defaults",
@@ -58,21 +58,21 @@ def test_greedy_ways_are_compared_with_plain_decoding_and_lossy_ones_with_the_ta
         "typical, K = 3",
         "typical, adaptive",
     ]
-    assert [way["checked"] for way in result["ways"]] == [None, *["4 of 4 rows equal"] * 4, None, None]
-    assert [way["is_lossy"] for way in result["ways"]] == [False] * 5 + [True] * 2
-    ours = result["ways"][3]
+    assert [method["checked"] for method in result["methods"]] == [None, *["4 of 4 rows equal"] * 4, None, None]
+    assert [method["is_lossy"] for method in result["methods"]] == [False] * 5 + [True] * 2
+    ours = result["methods"][3]
     assert (ours["verifier"], ours["num_assistant_tokens"], ours["num_tokens"]) == ("greedy", 3, 4 * NUM_NEW)
-    assert 1 < ours["tokens_per_round"] <= 4
-    assert len(ours["acceptance_by_position"]) == 3
+    assert 1 < ours["mean_acceptance_length"] <= 4
+    assert len(ours["acceptance_rate_per_position"]) == 3
     assert list(ours["rounds_by_draft_len"])[-1] == "3"
     assert set(ours["seconds"]) == {"prefill", "draft", "score", "verify", "bookkeeping"}
     assert all(seconds > 0 for seconds in ours["seconds"].values())
-    assert result["ways"][0]["over_plain"] == {"min": 1.0, "median": 1.0, "max": 1.0}
-    for way in result["ways"]:
-        speed = way["tokens_per_s"]
+    assert result["methods"][0]["speedup"] == {"min": 1.0, "median": 1.0, "max": 1.0}
+    for method in result["methods"]:
+        speed = method["tokens_per_s"]
         assert 0 < speed["min"] <= speed["median"] <= speed["max"]
 
-    categories = {(one["category"], one["way"]): one for one in result["categories"]}
+    categories = {(one["category"], one["method"]): one for one in result["categories"]}
     assert set(categories) == {(category, name) for category in ("code", "text") for name in names[1:]}
     assert all(one["num_prompts"] == 2 for one in categories.values())
 
@@ -83,7 +83,7 @@ def test_greedy_ways_are_compared_with_plain_decoding_and_lossy_ones_with_the_ta
         ("typical", 0.2),
     ]
     assert result["drift"][0]["agreement_with_greedy"] == 1.0
-    assert result["drift"][0]["over_plain"] == 1.0
+    assert result["drift"][0]["speedup"] == 1.0
     assert all(one["num_tokens"] == 4 * NUM_NEW for one in result["drift"])
 
     settings, conditions = result["settings"], result["circumstances"]
@@ -125,14 +125,14 @@ def test_drift_is_that_of_the_text_that_was_written(pair, questions):
 def test_batches_and_draws(pair, questions, capsys):
     status, result = run(pair, questions, "-b", "2", "--do-sample", "-t", "0.8", "-v", "rejection")
     assert status == 0
-    assert [way["name"] for way in result["ways"]] == [
+    assert [method["name"] for method in result["methods"]] == [
         "plain, sampling",
         "transformers, its defaults",
         "transformers, K = 3",
         "rejection, K = 3",
         "rejection, adaptive",
     ]
-    assert [way["checked"] for way in result["ways"]] == [None] * 5
+    assert [method["checked"] for method in result["methods"]] == [None] * 5
     assert result["drift"] == []
     assert (result["settings"]["num_prompts"], result["settings"]["batch_size"]) == (4, 2)
     assert {(one["category"], one["num_prompts"]) for one in result["categories"]} == {("code", 2), ("text", 2)}
@@ -158,8 +158,8 @@ def test_a_draft_with_another_tokenizer_is_measured_too(pair, questions, tmp_pat
     others = (pair[0], str(tmp_path / "other"))
     status, result = run(others, questions, "-v", "greedy", "-k", "3", "--num-prompts", "2")
     assert status == 0
-    assert result["ways"][-1]["name"] == "greedy, K = 3"
-    assert result["ways"][-1]["checked"] == "2 of 2 rows equal"
+    assert result["methods"][-1]["name"] == "greedy, K = 3"
+    assert result["methods"][-1]["checked"] == "2 of 2 rows equal"
     assert result["settings"]["num_prompts"] == 2
     assert {one["num_prompts"] for one in result["categories"]} == {1}
 
@@ -172,14 +172,14 @@ class _KeepsAll:
         return hf_speculate.keep_prefix(target_logits, draft, accepted, target_logits.argmax(-1))
 
 
-def test_no_figure_is_shown_of_a_way_that_writes_another_text(questions, tmp_path, monkeypatch, capsys):
+def test_no_figure_is_shown_of_a_method_that_writes_another_text(questions, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
     hf_speculate.register_verifier("keeps all", lambda config: _KeepsAll(), lossless=True)
     pair = save_pair(tmp_path, noise=0.5)
     status, result = run(pair, questions, "-v", "greedy,keeps all", "-k", "3")
     assert status == 1
-    assert "keeps all, K = 3" not in [way["name"] for way in result["ways"]]
-    assert "greedy, K = 3" in [way["name"] for way in result["ways"]]
+    assert "keeps all, K = 3" not in [method["name"] for method in result["methods"]]
+    assert "greedy, K = 3" in [method["name"] for method in result["methods"]]
     assert "its text is not plain decoding's" in result["settings"]["left_out"]["keeps all, K = 3"]
     out, err = capsys.readouterr()
     assert "keeps all" not in out
@@ -197,7 +197,7 @@ def test_no_figure_is_shown_of_a_way_that_writes_another_text(questions, tmp_pat
         (["{file}", "--thresholds", "2"], "posterior_threshold must be in (0, 1)"),
         (["{file}", "-t", "0.5"], "--temperature must come with --sample"),
         (["{file}", "-n", "0"], "--max-new-tokens must be at least 1"),
-        (["{file}", "--set", "verifier=block"], "--set must leave out what the ways differ in, got verifier"),
+        (["{file}", "--set", "verifier=block"], "--set must leave out what the methods differ in, got verifier"),
         (["{file}", "--json", "no/such/folder/out.json"], "the folder of no/such/folder/out.json must exist"),
         (["{file}", "--chat"], "the tokenizer must have a chat template"),
     ],

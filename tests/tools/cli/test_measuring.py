@@ -1,4 +1,4 @@
-"""What users see while ways are timed, and after."""
+"""What users see while methods are timed, and after."""
 
 import io
 import json
@@ -9,7 +9,7 @@ from rich.console import Console
 
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.bench.measuring import Run, Step
-from hf_speculate.tools.bench.ways import Way
+from hf_speculate.tools.bench.methods import Method
 from hf_speculate.tools.cli.measuring import progress, show, shown, write_json
 
 
@@ -20,8 +20,8 @@ def test_the_bar_shows_tokens_per_second_and_acceptance_and_what_comes_after(num
     screen = io.StringIO()
     log = Console(file=screen, force_terminal=True, width=120, color_system=None)
     with progress(log, num_steps) as on_step:
-        on_step(Step(Way("plain, greedy", "plain"), Run(0, 0, 2.0, [[1] * 20], None)))
-        on_step(Step(Way("greedy, K = 4", "ours"), Run(0, 0, 1.0, [[1] * 30], stats)))
+        on_step(Step(Method("plain, greedy", "plain"), Run(0, 0, 2.0, [[1] * 20], None)))
+        on_step(Step(Method("greedy, K = 4", "ours"), Run(0, 0, 1.0, [[1] * 30], stats)))
     drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
     last = drawn.splitlines()[-2 if not drawn.splitlines()[-1].strip() else -1]
     assert "greedy, K = 4" in last
@@ -32,15 +32,19 @@ def test_the_bar_shows_tokens_per_second_and_acceptance_and_what_comes_after(num
 
 def test_no_bar_is_drawn_where_nobody_looks(capsys):
     with progress(Console(stderr=True), 1) as on_step:
-        on_step(Step(Way("plain, greedy", "plain"), Run(0, 0, 2.0, [[1]], None)))
+        on_step(Step(Method("plain, greedy", "plain"), Run(0, 0, 2.0, [[1]], None)))
     assert capsys.readouterr() == ("", "")
 
 
 def test_figures_stand_on_the_right_and_words_on_the_left(capsys):
-    show("title", ["way", "speed", "checked"], [["a", "2.00 (1.00 to 3.00)", "2 of 2 rows equal"], ["b", "-", "lossy"]])
+    show(
+        "title",
+        ["method", "speed", "checked"],
+        [["a", "2.00 (1.00 to 3.00)", "2 of 2 rows equal"], ["b", "-", "lossy"]],
+    )
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].strip() == "title"
-    assert lines[5] == "│ b   │                   - │ lossy             │"
+    assert lines[5] == "│ b      │                   - │ lossy             │"
 
 
 @pytest.mark.parametrize(
@@ -61,6 +65,6 @@ def test_a_result_is_written_whole(tmp_path):
     with pytest.raises(TypeError):
         write_json(path, {"not": object()})
     assert path.read_text() == "before"
-    write_json(path, {"ways": []})
-    assert json.loads(path.read_text()) == {"ways": []}
+    write_json(path, {"methods": []})
+    assert json.loads(path.read_text()) == {"methods": []}
     assert list(tmp_path.iterdir()) == [path]

@@ -30,11 +30,11 @@ def prompts(tmp_path):
 
 @pytest.fixture
 def seconds(monkeypatch):
-    """Seconds of every way's calls, by name, which the test fills in; models decode all the same."""
+    """Seconds of every method's calls, by name, which the test fills in; models decode all the same."""
     made_up: dict[str, float] = {}
 
-    def measured(ways, batches, decode, **options):
-        found = measure(ways, batches, decode, **options)
+    def measured(methods, batches, decode, **options):
+        found = measure(methods, batches, decode, **options)
         runs = {
             name: [run._replace(seconds=made_up.get(name, 1.0)) for run in of_it] for name, of_it in found.runs.items()
         }
@@ -102,16 +102,18 @@ def test_nothing_is_written_where_plain_decoding_wins(pair, prompts, seconds, tm
     before = path.read_text()
     assert main(["tune", *pair, prompts, *COMMON, "-k", "2,adaptive", "--write", pair[0]]) == 1
     assert path.read_text() == before
-    assert "leave speculation out: plain decoding is as fast as any way; nothing is written" in capsys.readouterr().out
+    assert (
+        "leave speculation out: plain decoding is as fast as any method; nothing is written" in capsys.readouterr().out
+    )
 
 
 def test_nothing_is_written_where_the_rule_lets_nothing_through(pair, prompts, seconds, capsys):
     extra = ["-k", "2", "-v", "typical", "--thresholds", "0.01", "--quality", "drop=0", "--sample"]
     assert main(["tune", *pair, prompts, *COMMON, *extra]) == 1
-    assert "leave speculation out: no way keeps to the rule; nothing is written" in capsys.readouterr().out
+    assert "leave speculation out: no method keeps to the rule; nothing is written" in capsys.readouterr().out
 
 
-def test_a_way_may_win_by_its_real_seconds(pair, prompts, capsys):
+def test_a_method_may_win_by_its_real_seconds(pair, prompts, capsys):
     status = main(["tune", *pair, prompts, *COMMON, "-k", "2,adaptive", "-b", "2"])
     shown = capsys.readouterr().out
     assert ("best: greedy" in shown) is (status == 0)
@@ -125,7 +127,7 @@ def test_a_way_may_win_by_its_real_seconds(pair, prompts, capsys):
         (["--write", "{folder}"], "the folder to write into must hold a generation_config.json"),
         (["-v", "typical"], "--verifiers must name one that --quality exact allows, got typical"),
         (["-v", "block", "-k", "0"], "num_assistant_tokens must be in 1..128"),
-        (["--set", "posterior_threshold=0.1"], "--set must leave out what the ways differ in"),
+        (["--set", "posterior_threshold=0.1"], "--set must leave out what the methods differ in"),
     ],
 )
 def test_an_error_is_one_line_and_status_two(extra, message, pair, prompts, tmp_path, capsys):

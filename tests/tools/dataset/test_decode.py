@@ -120,7 +120,7 @@ def test_progress_is_told_after_each_batch(tokenizer, tmp_path):
     final, _ = decode(tmp_path, tokenizer, on_batch=reports.append)
     assert [report.num_finished for report in reports] == [4, 8, 11]
     assert reports[-1].num_tokens == final.num_tokens
-    assert 0 < reports[0].acceptance <= 1
+    assert 0 < reports[0].acceptance_rate <= 1
     assert reports[0].tokens_per_s > 0
 
 

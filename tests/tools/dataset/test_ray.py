@@ -79,7 +79,7 @@ def test_every_row_comes_once_though_an_actor_dies(cluster, folder, tmp_path):
     assert texts_in(tmp_path / "out.jsonl") == {place: text for place, (text, *_) in enumerate(expected, 1)}
     assert [each.num_finished for each in reports] == list(range(2, 21, 2))
     assert report.num_tokens == sum(num for _, num, _ in expected)
-    assert 0 < report.acceptance <= 1
+    assert 0 < report.acceptance_rate <= 1
 
 
 @pytest.mark.slow

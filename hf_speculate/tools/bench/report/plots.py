@@ -185,17 +185,19 @@ def plot_dots(
     Args:
         title: over the plot.
         note: below the title.
-        groups: name -> (way, value); at least one value in all.
-        hues: way -> hue.
+        groups: name -> (method, value); at least one value in all.
+        hues: method -> hue.
     """
     values = [value for dots in groups.values() for _, value in dots]
     axis = rounded_axis([_PLAIN, *values], 6.0, 94.0)
     drawn = [
-        DotRow(name, [Dot(axis.place(value), hues[way], f"{way}: {short(value)}{TIMES}") for way, value in dots])
+        DotRow(
+            name, [Dot(axis.place(value), hues[method], f"{method}: {short(value)}{TIMES}") for method, value in dots]
+        )
         for name, dots in groups.items()
     ]
-    used = {way for dots in groups.values() for way, _ in dots}
-    keys = [Key(way, hue) for way, hue in hues.items() if way in used]
+    used = {method for dots in groups.values() for method, _ in dots}
+    keys = [Key(method, hue) for method, hue in hues.items() if method in used]
     return DotPlot(title, note, keys, drawn, axis.ticks(TIMES), axis.place(_PLAIN))
 
 

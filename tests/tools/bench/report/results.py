@@ -2,27 +2,28 @@
 
 from typing import Any
 
+from hf_speculate.stats import STAGES
+
 FALLBACK = "the cache is dynamic: the model reads no explicit mask"
 LEFT_OUT = {"transformers, its defaults": "RuntimeError: another vocabulary"}
-STAGES = ("prefill", "draft", "score", "verify", "bookkeeping")
 
 
 def spread(middle: float, width: float = 0.2) -> dict[str, float]:
     return {"min": round(middle * (1 - width), 4), "median": middle, "max": round(middle * (1 + width), 4)}
 
 
-def way(name: str, over_plain: float, **more: Any) -> dict[str, Any]:
-    """A way's entry; `more` replaces what stands here."""
+def method(name: str, speedup: float, **more: Any) -> dict[str, Any]:
+    """A method's entry; `more` replaces what stands here."""
     entry = {
         "name": name,
         "verifier": "greedy",
         "num_assistant_tokens": 5,
         "is_lossy": False,
-        "tokens_per_s": spread(59.3 * over_plain),
-        "over_plain": spread(over_plain),
-        "tokens_per_round": 2.87,
-        "acceptance": 0.53,
-        "acceptance_by_position": [0.81, 0.74, 0.66, 0.61, 0.52],
+        "tokens_per_s": spread(59.3 * speedup),
+        "speedup": spread(speedup),
+        "mean_acceptance_length": 2.87,
+        "acceptance_rate": 0.53,
+        "acceptance_rate_per_position": [0.81, 0.74, 0.66, 0.61, 0.52],
         "draft_lens": [5] * 14,
         "seconds": dict(zip(STAGES, (0.05, 0.6, 1.4, 0.09, 0.07), strict=True)),
         "checked": "12 of 12 rows equal",
@@ -32,27 +33,27 @@ def way(name: str, over_plain: float, **more: Any) -> dict[str, Any]:
 
 
 def make_result() -> dict[str, Any]:
-    plain = way("plain, greedy", 1.0, verifier=None, num_assistant_tokens=None, checked=None)
-    plain["over_plain"] = spread(1.0, 0.0)
-    for name in ("tokens_per_round", "acceptance", "acceptance_by_position", "draft_lens", "seconds"):
+    plain = method("plain, greedy", 1.0, verifier=None, num_assistant_tokens=None, checked=None)
+    plain["speedup"] = spread(1.0, 0.0)
+    for name in ("mean_acceptance_length", "acceptance_rate", "acceptance_rate_per_position", "draft_lens", "seconds"):
         del plain[name]
     adaptive_lens = [round(3 + 3 * (index % 9) / 8) if index % 11 else 0 for index in range(700)]
-    ways = [
+    methods = [
         plain,
-        way("transformers' assisted, K = 5", 1.38, verifier=None, acceptance_by_position=[], draft_lens=None),
-        way("hf_speculate, adaptive", 1.93, num_assistant_tokens=None, draft_lens=adaptive_lens),
-        way("hf_speculate, K = 5", 2.13, acceptance=0.61, acceptance_by_position=[0.9, 0.8, 0.7, 0.66, 0.6]),
-        way(
+        method("transformers' assisted, K = 5", 1.38, verifier=None, acceptance_rate_per_position=[], draft_lens=None),
+        method("hf_speculate, adaptive", 1.93, num_assistant_tokens=None, draft_lens=adaptive_lens),
+        method("hf_speculate, K = 5", 2.13, acceptance=0.61, acceptance_rate_per_position=[0.9, 0.8, 0.7, 0.66, 0.6]),
+        method(
             "hf_speculate, typical, K = 5", 2.61, verifier="typical", is_lossy=True, checked=None, fallbacks=[FALLBACK]
         ),
     ]
-    names = [entry["name"] for entry in ways[2:]]
+    names = [entry["name"] for entry in methods[2:]]
     categories = [
         {
             "category": category,
-            "way": name,
-            "over_plain": 0.8 + 0.25 * place + 0.15 * order,
-            "acceptance": 0.4 + 0.05 * place,
+            "method": name,
+            "speedup": 0.8 + 0.25 * place + 0.15 * order,
+            "acceptance_rate": 0.4 + 0.05 * place,
             "num_prompts": 10,
         }
         for place, category in enumerate(("writing", "coding", "translation", "math_reasoning"))
@@ -79,7 +80,7 @@ def make_result() -> dict[str, Any]:
             "do_sample": False,
             "left_out": LEFT_OUT,
         },
-        "ways": ways,
+        "methods": methods,
         "categories": categories,
         "drift": [
             drift("plain, greedy", None, 1.0, -0.92, 1.0),
@@ -90,13 +91,13 @@ def make_result() -> dict[str, Any]:
 
 
 def drift(
-    verifier: str, threshold: float | None, over_plain: float, log_likelihood: float, agreement: float
+    verifier: str, threshold: float | None, speedup: float, log_likelihood: float, agreement: float
 ) -> dict[str, Any]:
     return {
         "verifier": verifier,
         "posterior_threshold": threshold,
-        "tokens_per_s": spread(59.3 * over_plain),
-        "over_plain": spread(over_plain),
+        "tokens_per_s": spread(59.3 * speedup),
+        "speedup": spread(speedup),
         "log_likelihood_per_token": log_likelihood,
         "agreement_with_greedy": agreement,
         "num_tokens": 768,

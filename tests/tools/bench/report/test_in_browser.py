@@ -19,8 +19,8 @@ PHONE, DESKTOP = 360, 1280
 MIN_LETTER_PX = 12
 MIN_CONTRAST = 4.5  # of text, by WCAG 2 level AA
 MIN_MARK_CONTRAST = 3.0  # of what is drawn, likewise
-NUM_PLOTS = 5 + 1 + 1 + 4 + 4 + 3  # a bar a way, positions, rounds, a stack a way, a line a category, drift
-NUM_MEASURED_PLOTS = 7 + 1 + 1 + 4 + 2 + 3  # likewise; stacks of our four ways alone
+NUM_PLOTS = 5 + 1 + 1 + 4 + 4 + 3  # a bar a method, positions, rounds, a stack a method, a line a category, drift
+NUM_MEASURED_PLOTS = 7 + 1 + 1 + 4 + 2 + 3  # likewise; stacks of our four methods alone
 
 # Everything that can be measured on a page, in one call.
 LOOK = """() => {
@@ -189,9 +189,11 @@ def test_the_page_follows_the_readers_colours(browser: Any, report: Path) -> Non
 def test_a_hostile_name_runs_nothing_and_fits(browser: Any, tmp_path: Path) -> None:
     result = make_result()
     name = "<script>document.title='taken'</script><img src='http://127.0.0.1:9/x.png'>" + "w" * 200
-    for entry in result["ways"][1:]:
+    for entry in result["methods"][1:]:
         entry["name"] = f"{name}{entry['name']}"
-    result["categories"] = [row | {"category": name, "way": f"{name}{row['way']}"} for row in result["categories"]]
+    result["categories"] = [
+        row | {"category": name, "method": f"{name}{row['method']}"} for row in result["categories"]
+    ]
     result["circumstances"] |= {"target": name, name: name}
     path = write_html(result, tmp_path / "report.html")
     seen = look_at(browser, path, PHONE)
@@ -200,12 +202,12 @@ def test_a_hostile_name_runs_nothing_and_fits(browser: Any, tmp_path: Path) -> N
 
 
 def test_few_and_many_figures_fit(browser: Any, tmp_path: Path) -> None:
-    few = {"ways": [{"name": "ours", "over_plain": 1e-4, "acceptance_by_position": [0.5], "draft_lens": [0]}]}
+    few = {"methods": [{"name": "ours", "speedup": 1e-4, "acceptance_rate_per_position": [0.5], "draft_lens": [0]}]}
     few["drift"] = [{"verifier": "typical", "posterior_threshold": 0.3, "log_likelihood_per_token": -1.0}]
     many = make_result()
-    for entry in many["ways"]:
-        entry |= {"acceptance_by_position": [0.5] * 128, "draft_lens": list(range(129)) * 50}
-        entry["over_plain"] = {"min": 900.0, "median": 1234.5, "max": 2000.0}
+    for entry in many["methods"]:
+        entry |= {"acceptance_rate_per_position": [0.5] * 128, "draft_lens": list(range(129)) * 50}
+        entry["speedup"] = {"min": 900.0, "median": 1234.5, "max": 2000.0}
     many["drift"] = [row | {"log_likelihood_per_token": -1000.123} for row in many["drift"]]
     for result in (few, many):
         path = write_html(result, tmp_path / "report.html")

@@ -30,7 +30,7 @@ def test_a_stack_is_filled_by_its_parts() -> None:
     assert plot.stacks[0].parts[1].label == "score: 2.00 s, 50.0 %"
 
 
-def test_a_colour_stands_for_one_way() -> None:
+def test_a_colour_stands_for_one_method() -> None:
     hues = {"a": 0, "b": 1, "c": 2}
     dots = plot_dots("", "", {"code": [("a", 1.5), ("c", 0.5)], "prose": [("c", 1.0)]}, hues)
     assert [(key.name, key.hue) for key in dots.keys] == [("a", 0), ("c", 2)]

@@ -1,4 +1,4 @@
-"""Names the ways to decode that are measured against each other."""
+"""Names the methods to decode that are measured against each other."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,7 +21,7 @@ class DraftLen(NamedTuple):
 
     @property
     def label(self) -> str:
-        """For the name of a way."""
+        """For the name of a method."""
         if not self.is_adaptive:
             return f"K = {self.num}"
         return _ADAPTIVE if self.num is None else f"{_ADAPTIVE} up to {self.num}"
@@ -34,8 +34,8 @@ class DraftLen(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Way:
-    """One way to decode.
+class Method:
+    """One method to decode.
 
     Args:
         name: unique among those that are measured together.
@@ -117,20 +117,22 @@ def default_verifier(do_sample: bool) -> str:
     return "rejection" if do_sample else "greedy"
 
 
-def plain_way(do_sample: bool) -> Way:
+def plain_method(do_sample: bool) -> Method:
     """Decoding without drafts."""
-    return Way(f"plain, {'sampling' if do_sample else 'greedy'}", PLAIN, do_sample=do_sample)
+    return Method(f"plain, {'sampling' if do_sample else 'greedy'}", PLAIN, do_sample=do_sample)
 
 
-def assisted_ways(lens: Iterable[DraftLen], do_sample: bool) -> list[Way]:
+def assisted_methods(lens: Iterable[DraftLen], do_sample: bool) -> list[Method]:
     """Assisted generation of transformers: with its defaults, and with the first constant number of tokens."""
-    constant = [Way(f"transformers, {one.label}", TRANSFORMERS, one.fields, do_sample) for one in _constant(lens)[:1]]
-    return [Way("transformers, its defaults", TRANSFORMERS, {}, do_sample), *constant]
+    constant = [
+        Method(f"transformers, {one.label}", TRANSFORMERS, one.fields, do_sample) for one in _constant(lens)[:1]
+    ]
+    return [Method("transformers, its defaults", TRANSFORMERS, {}, do_sample), *constant]
 
 
-def our_ways(
+def our_methods(
     verifiers: Iterable[str], lens: Sequence[DraftLen], do_sample: bool, fields: Mapping[str, Any]
-) -> list[Way]:
+) -> list[Method]:
     """Every verifier with every number of tokens.
 
     Args:
@@ -142,16 +144,16 @@ def our_ways(
     Raises:
         ConfigError: a verifier is not registered or does not go with `do_sample`, or a field has a wrong value.
     """
-    return [_our_way(verifier, one, do_sample, fields) for verifier in verifiers for one in lens]
+    return [_our_method(verifier, one, do_sample, fields) for verifier in verifiers for one in lens]
 
 
-def threshold_ways(
+def threshold_methods(
     verifiers: Iterable[str],
     thresholds: Sequence[float],
     lens: Sequence[DraftLen],
     do_sample: bool,
     fields: Mapping[str, Any],
-) -> list[Way]:
+) -> list[Method]:
     """The lossy ones of the verifiers with every `posterior_threshold` and every number of tokens.
 
     Where `fields` leave `posterior_alpha` open it is the threshold's square root, as in the default pair of 0.09 and
@@ -165,15 +167,15 @@ def threshold_ways(
         fields: of `SpeculationConfig`, for all of them.
 
     Raises:
-        ConfigError: as `our_ways`.
+        ConfigError: as `our_methods`.
     """
     found = []
     for verifier in verifiers:
         for threshold in thresholds:
             alpha = {"posterior_alpha": round(math.sqrt(threshold), 6)}
             with_it = {**alpha, **fields, "posterior_threshold": threshold}
-            ways = [_our_way(verifier, one, do_sample, with_it) for one in lens]
-            found += [way for way in ways if way.is_lossy]
+            methods = [_our_method(verifier, one, do_sample, with_it) for one in lens]
+            found += [method for method in methods if method.is_lossy]
     return found
 
 
@@ -182,14 +184,14 @@ def drift_len(lens: Sequence[DraftLen]) -> DraftLen:
     return next(iter(_constant(lens)), lens[0])
 
 
-def _our_way(verifier: str, draft_len: DraftLen, do_sample: bool, fields: Mapping[str, Any]) -> Way:
+def _our_method(verifier: str, draft_len: DraftLen, do_sample: bool, fields: Mapping[str, Any]) -> Method:
     fields = {**fields, "verifier": verifier, **draft_len.fields}
     config = SpeculationConfig(**fields).resolve(do_sample)
     check_verifier(config)
     threshold = fields.get("posterior_threshold")
     is_lossy = not is_lossless(config)
     name = verifier if threshold is None or not is_lossy else f"{verifier} {threshold:g}"
-    return Way(f"{name}, {draft_len.label}", OURS, fields, do_sample, is_lossy)
+    return Method(f"{name}, {draft_len.label}", OURS, fields, do_sample, is_lossy)
 
 
 def _constant(lens: Iterable[DraftLen]) -> list[DraftLen]:

@@ -1,16 +1,16 @@
-"""The names of ways, and what is read from a command line."""
+"""The names of methods, and what is read from a command line."""
 
 import pytest
 
 from hf_speculate import ConfigError
-from hf_speculate.tools.bench.ways import (
+from hf_speculate.tools.bench.methods import (
     DraftLen,
-    assisted_ways,
+    assisted_methods,
     drift_len,
-    our_ways,
+    our_methods,
     parse_draft_lens,
     parse_thresholds,
-    threshold_ways,
+    threshold_methods,
 )
 
 LENS = [DraftLen(None, True), DraftLen(5, False)]
@@ -53,12 +53,12 @@ def test_thresholds_are_read():
 
 
 def test_every_verifier_meets_every_number_of_tokens():
-    ways = our_ways(["greedy", "typical"], LENS, False, {"draft_sampling": "argmax"})
+    methods = our_methods(["greedy", "typical"], LENS, False, {"draft_sampling": "argmax"})
     names = ["greedy, adaptive", "greedy, K = 5", "typical, adaptive", "typical, K = 5"]
-    assert [way.name for way in ways] == names
-    assert [way.is_lossy for way in ways] == [False, False, True, True]
-    assert [way.num_assistant_tokens for way in ways] == [None, 5, None, 5]
-    assert ways[3].fields == {
+    assert [method.name for method in methods] == names
+    assert [method.is_lossy for method in methods] == [False, False, True, True]
+    assert [method.num_assistant_tokens for method in methods] == [None, 5, None, 5]
+    assert methods[3].fields == {
         "verifier": "typical",
         "num_assistant_tokens": 5,
         "num_assistant_tokens_schedule": "constant",
@@ -67,16 +67,16 @@ def test_every_verifier_meets_every_number_of_tokens():
 
 
 def test_thresholds_are_for_lossy_verifiers_alone():
-    ways = threshold_ways(["rejection", "typical"], [0.05, 0.2], LENS[1:], True, {})
-    assert [way.name for way in ways] == ["typical 0.05, K = 5", "typical 0.2, K = 5"]
-    assert [way.fields["posterior_threshold"] for way in ways] == [0.05, 0.2]
-    assert all(way.is_lossy and way.do_sample for way in ways)
+    methods = threshold_methods(["rejection", "typical"], [0.05, 0.2], LENS[1:], True, {})
+    assert [method.name for method in methods] == ["typical 0.05, K = 5", "typical 0.2, K = 5"]
+    assert [method.fields["posterior_threshold"] for method in methods] == [0.05, 0.2]
+    assert all(method.is_lossy and method.do_sample for method in methods)
 
 
 def test_alpha_goes_along_with_the_threshold_unless_it_is_set():
     def alphas(fields):
-        ways = threshold_ways(["typical"], [0.04, 0.09, 0.25], LENS[1:], True, fields)
-        return [way.fields["posterior_alpha"] for way in ways]
+        methods = threshold_methods(["typical"], [0.04, 0.09, 0.25], LENS[1:], True, fields)
+        return [method.fields["posterior_alpha"] for method in methods]
 
     assert alphas({}) == [0.2, 0.3, 0.5]
     assert alphas({"posterior_alpha": 0.6}) == [0.6] * 3
@@ -84,17 +84,17 @@ def test_alpha_goes_along_with_the_threshold_unless_it_is_set():
 
 def test_a_verifier_that_cannot_be_is_refused_before_anything_runs():
     with pytest.raises(ConfigError, match="verifier must be a sampling one with do_sample=True, got 'greedy'"):
-        our_ways(["greedy"], LENS, True, {})
+        our_methods(["greedy"], LENS, True, {})
     with pytest.raises(ConfigError, match="verifier must be one of block, coupled"):
-        our_ways(["no such"], LENS, False, {})
+        our_methods(["no such"], LENS, False, {})
 
 
 def test_assisted_generation_takes_its_defaults_and_the_first_constant_number():
-    assert [way.name for way in assisted_ways([*LENS, DraftLen(8, False)], False)] == [
+    assert [method.name for method in assisted_methods([*LENS, DraftLen(8, False)], False)] == [
         "transformers, its defaults",
         "transformers, K = 5",
     ]
-    assert [way.name for way in assisted_ways(LENS[:1], False)] == ["transformers, its defaults"]
+    assert [method.name for method in assisted_methods(LENS[:1], False)] == ["transformers, its defaults"]
 
 
 def test_drift_is_looked_at_with_a_constant_number_where_there_is_one():
