@@ -11,8 +11,9 @@ import rich.table
 
 from hf_speculate.optional_imports import import_extra
 from hf_speculate.plotting import figure_of, html_table, text_table
+from hf_speculate.types import StageSeconds
 
-STAGES = ("prefill", "draft", "score", "verify", "bookkeeping")
+STAGES = StageSeconds._fields
 MAX_DRAFT_LENS = 16_384  # rounds whose draft lengths are kept in order: 128 KiB
 MAX_PLAIN_STEPS = 256  # plain steps whose seconds are kept
 
@@ -123,6 +124,11 @@ class SpeculationStats:
         self.rounds_by_draft_len[num_drafted] = self.rounds_by_draft_len.get(num_drafted, 0) + 1
         if len(self.draft_lens) < MAX_DRAFT_LENS:
             self.draft_lens.append(num_drafted)
+
+    def add_seconds(self, seconds: StageSeconds) -> None:
+        """Add the seconds spent in each stage."""
+        for stage, spent in zip(STAGES, seconds, strict=True):
+            setattr(self, f"{stage}_s", getattr(self, f"{stage}_s") + spent)
 
     def add_plain_step(self, seconds: float) -> None:
         """Record the seconds of a round without drafts."""

@@ -1,4 +1,4 @@
-"""Token rows of different lengths in one growing buffer."""
+"""Token buffer: rows of token ids with different lengths in one growing tensor."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class TokenBuffer:
-    """B rows of token ids, each with its own length; lengths live on the host.
+    """B rows of token ids, each with its own length; the lengths are Python numbers.
 
     Args:
         token_ids: [B, T] int64, the rows to begin with, padding included; copied.
@@ -48,6 +48,20 @@ class TokenBuffer:
         if self.is_even and num <= self.lens[0]:
             return self.token_ids[:, self.lens[0] - num : self.lens[0]]
         return self.token_ids.gather(1, self._columns(num, offset=-num).clamp_min(0))
+
+    def followed_by(self, new_ids: Sequence[list[int]]) -> Tensor:
+        """A copy [B, T] int64 of the rows with more tokens at their ends; columns past a row's end are undefined.
+
+        Args:
+            new_ids: [B] tokens to put at the end of each row.
+        """
+        num_columns = max(length + len(ids) for length, ids in zip(self.lens, new_ids, strict=True))
+        longer = self.token_ids.new_zeros(len(self.lens), num_columns)
+        held = min(max(self.lens), num_columns)
+        longer[:, :held] = self.token_ids[:, :held]
+        for row, (length, ids) in enumerate(zip(self.lens, new_ids, strict=True)):
+            longer[row, length : length + len(ids)] = torch.tensor(ids, dtype=torch.int64)
+        return longer
 
     def truncate(self, lens: Sequence[int]) -> None:
         """Shorten the rows to `lens` [B]."""

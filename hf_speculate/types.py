@@ -1,10 +1,9 @@
-"""The named tuples in which the stages of a round speak to each other."""
+"""The named tuples that the stages of a round exchange."""
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from hf_speculate.triton_kernels.types import NoiseKeys, Sampled, Status, Stream, Verdict
@@ -17,99 +16,118 @@ class SampleStrategy(Enum):
     RANDOM = "random"
 
 
-class Fed(NamedTuple):
-    """What a drafter's cache holds after a draft that it was not fed, or not in every row."""
+class CachedDraft(NamedTuple):
+    """What a draft cache holds after a draft that was not fed to it, or not in every row."""
 
-    num_ahead: int  # tokens past each row's text; negative: tokens of the text that it lacks
-    is_own: Sequence[bool]  # [B] rows whose proposal those tokens are
+    num_ahead: int  # tokens past each row's sequence; negative: tokens of the sequence that the cache lacks
+    is_own: Sequence[bool]  # [B] rows whose drafted tokens the cache holds
 
 
 class DraftOut(NamedTuple):
-    """What a drafter proposes for one round."""
+    """The tokens that a drafter proposes for one round."""
 
     token_ids: Tensor  # [B, K] int64
-    lens: Tensor  # [B] int32, how many of a row's tokens count
-    token_logits: Tensor | None  # [B, K, V], the exact law sampled, warpers included; None: a point mass
-    logsumexp: Tensor | None  # [B, K] float32, of each law in token_logits; None where that is None
-    fed: Fed | None = None  # None: the cache, where there is one, holds all but the last proposed token of every row
+    lens: Tensor  # [B] int32, tokens of each row that count
+    token_logits: Tensor | None  # [B, K, V], the exact distribution sampled, warpers included; None for a point mass
+    logsumexp: Tensor | None  # [B, K] float32 of token_logits; None if token_logits is None
+    cached: CachedDraft | None = None  # None if the draft cache holds all but the last drafted token of every row
 
 
 class Kept(NamedTuple):
-    """What was emitted since the drafter's last call, handed back to it.
+    """The tokens emitted since the drafter's last call, as feedback to the drafter.
 
-    A drafter that reads hidden states is told of every token with the state that it was chosen from: state i of a row
-    is the target's last one, as its head reads it, at the token before `token_ids[i]`. The newest token has no state of
-    its own yet, for the target has not read it. Such a drafter gets a `Kept` in its first call too: all tokens of the
-    prompt that the target read but the first, without padding, then what was emitted. Where the prompt is embeddings
-    with fewer ids, or none, it is told of the tokens that have ids.
+    A drafter with `hidden_layers` gets every token with the hidden state that it was chosen from: state i of a row is
+    the target's state at the token before `token_ids[i]`. The newest token has no state yet, because the target has not
+    read it. Such a drafter gets a `Kept` in its first call too: all tokens of the prompt that the target read except
+    the first, without padding, then the emitted ones. If the prompt is embeddings with fewer ids, or none, only tokens
+    with ids are included.
     """
 
-    token_ids: Tensor  # [B, N] int64, padded with -1; N is K+1 at most, and more after plain steps
-    num_emitted: Tensor  # [B] int32, on the host; 0 for a row that has ended and stays
-    hidden_states: Tensor | None = None  # [B, N, D], anything past `num_emitted`; None: the drafter reads none
-    num_rounds: int = 1  # since the drafter's last call, plain steps among them
-    new_ids: Sequence[list[int]] | None = None  # [B] the tokens once more, as lists; None: the drafter reads tensors
-
-
-class HostKept(Kept):
-    """What a drafter is told that reads lists; the tensors, whose making takes longer than its work, when asked for."""
-
-    __slots__ = ()
-
-    @classmethod
-    def of(cls, new_ids: Sequence[list[int]], num_rounds: int = 1) -> "HostKept":
-        """What rows have gained.
-
-        Args:
-            new_ids: [B] lists of tokens; left as they are.
-            num_rounds: since the drafter's last call.
-        """
-        nothing: Any = None
-        return cls(nothing, nothing, None, num_rounds, new_ids)
-
-    @property
-    def token_ids(self) -> Tensor:
-        """See `Kept`."""
-        ids = self.new_ids or []
-        width = max(map(len, ids), default=0)
-        return torch.tensor([row + [-1] * (width - len(row)) for row in ids], dtype=torch.int64)
-
-    @property
-    def num_emitted(self) -> Tensor:
-        """See `Kept`."""
-        return torch.tensor([len(row) for row in self.new_ids or []], dtype=torch.int32)
+    token_ids: Tensor  # [B, N] int64, padded with -1; N is at most K+1, and more after plain steps
+    num_emitted: Tensor  # [B] int32, on the host; 0 for a finished row that stays in the batch
+    hidden_states: Tensor | None = None  # [B, N, D], undefined past `num_emitted`; None without `hidden_layers`
+    num_rounds: int = 1  # rounds since the drafter's last call, plain steps included
 
 
 class KVState(NamedTuple):
-    """One layer's states."""
+    """The keys and values of one layer."""
 
     keys: Tensor  # [B, H, T, D]
     values: Tensor  # [B, H, T, D]
 
 
 class Scored(NamedTuple):
-    """What a model's forward gave."""
+    """The outputs of a model's forward."""
 
     logits: Tensor  # [B, Q', V]
-    hidden_states: tuple[Tensor, ...] | None = None  # by layer, each [B, Q, D]; only where asked for
-    attentions: tuple[Tensor, ...] | None = None  # by layer, each [B, H, Q, T]; only where asked for
+    hidden_states: tuple[Tensor, ...] | None = None  # by layer, each [B, Q, D]; None unless requested
+    attentions: tuple[Tensor, ...] | None = None  # by layer, each [B, H, Q, T]; None unless requested
+
+
+class Verified(NamedTuple):
+    """The verdict of a round, on the host."""
+
+    token_ids: Tensor  # [B, N] int64 on the target's device, padded with -1
+    new_ids: list[list[int]]  # [B] accepted tokens and the token that follows them
+    num_drafted: list[int]  # [B] drafted tokens that counted
+    num_accepted: list[int]  # [B]
+    status: int  # `Status` flags of all rows, combined
+    scores: Tensor  # [B, N, V] processed logits
+    is_stopped: list[bool] | None = None  # [B] the stopping criteria's answer, if they ran between positions
+    num_host_syncs: int = 1  # times that our own code waited for the device
+    num_user_host_syncs: int = 0  # calls of user code that may have waited for it
+
+
+class Trimmed(NamedTuple):
+    """The part of a verdict that token-by-token decoding would have emitted."""
+
+    num_emitted: list[int]  # [B]
+    is_stopped: list[bool]  # [B] a stopping criterion ends the row at its last emitted token
+    is_finished: list[bool]  # [B] the row needs no further token after this round
+
+
+class StageSeconds(NamedTuple):
+    """Seconds spent in each stage."""
+
+    prefill: float = 0.0
+    draft: float = 0.0
+    score: float = 0.0
+    verify: float = 0.0
+    bookkeeping: float = 0.0
+
+
+class RoundRecord(NamedTuple):
+    """What one round did; observers read it after the round."""
+
+    num_round: int  # counted from 1; 0 for the token that follows the prompt
+    row_ids: tuple[int, ...]  # [B] the output row of each row
+    was_live: tuple[bool, ...]  # [B] rows that were not finished before the round
+    num_draft_tokens: int  # K, the number that the drafter was asked for
+    num_fed: int  # tokens of each row that the drafter read
+    num_left: tuple[int, ...]  # [B] tokens that each row may still emit, 0 if it stopped
+    draft: DraftOut
+    scored: Scored
+    verified: Verified
+    trimmed: Trimmed
+    seconds: StageSeconds  # since the last record
+    total_s: float  # since the run began
 
 
 class RoundReport(NamedTuple):
-    """What one round did, as `generate(..., speculation_callback=...)` is told after it.
+    """What one round did, as passed to `generate(..., speculation_callback=...)`.
 
-    All of it is on the host already. In a call that decodes several times, as Whisper's over long audio, rounds and
-    seconds begin anew with each run.
+    All values are on the host. In a call that decodes in several runs, as Whisper's over long audio, rounds and seconds
+    start again with each run.
     """
 
     num_round: int  # of the batch, counted from 1
-    row_ids: tuple[int, ...]  # [N] the output's rows that were live
-    num_drafted: tuple[int, ...]  # [N] drafted tokens of each that counted; 0 in a plain step
-    num_accepted: tuple[int, ...]  # [N] those that the verifier kept
-    num_emitted: tuple[int, ...]  # [N] tokens that went into the output, after stopping
-    draft_s: float = 0.0  # of this round
+    row_ids: tuple[int, ...]  # [N] output rows that were live
+    num_drafted: tuple[int, ...]  # [N] drafted tokens of each row that counted; 0 in a plain step
+    num_accepted: tuple[int, ...]  # [N] drafted tokens that the verifier accepted
+    num_emitted: tuple[int, ...]  # [N] tokens added to the output, after stopping
+    draft_s: float = 0.0
     score_s: float = 0.0
-    other_s: float = 0.0  # verifying, trimming, cropping and writing
+    other_s: float = 0.0  # verifying, trimming, rolling back and recording
     total_s: float = 0.0  # since the run began, prefill included
 
     @property
@@ -129,23 +147,27 @@ class DecodeOutput(NamedTuple):
     """Tokens decoded one by one."""
 
     token_ids: Tensor  # [B, N] int64
-    token_logits: Tensor | None  # [B, N, V]; None where the caller's own choice withheld them
-    lens: Tensor  # [B] int32, tokens that count
+    token_logits: Tensor | None  # [B, N, V]; None if the caller's own choice returned none
+    lens: Tensor  # [B] int32, tokens of each row that count
 
 
 __all__ = [
+    "CachedDraft",
     "DecodeOutput",
     "DraftOut",
-    "Fed",
     "KVState",
     "Kept",
     "NoiseKeys",
     "PrefillOutput",
+    "RoundRecord",
     "RoundReport",
     "SampleStrategy",
     "Sampled",
     "Scored",
+    "StageSeconds",
     "Status",
     "Stream",
+    "Trimmed",
     "Verdict",
+    "Verified",
 ]

@@ -1,75 +1,91 @@
-"""Keeps fixed buffers alive between calls, so that CUDA graphs find them at the addresses they were recorded with."""
+"""Buffer pool: preallocated KV buffers are kept between calls, so that CUDA graphs find them at the same addresses."""
 
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-# Of one model's buffers between calls: 8192 tokens of a Llama of 8 billion parameters in half precision.
+# Of one model's idle buffers: 8192 tokens of a Llama with 8 billion parameters in half precision.
 MAX_POOLED_BYTES = 1 << 30
 
 
 class LayerBuffers(NamedTuple):
-    """One layer's."""
+    """The buffers of one layer."""
 
     keys: Tensor  # [B, H, capacity, D]
     values: Tensor
 
     @property
     def num_bytes(self) -> int:
-        """Of both."""
+        """Bytes of both buffers."""
         return sum(part.untyped_storage().nbytes() for part in self)
 
 
-_lock = threading.Lock()
-# By model, the buffers that no call uses, the one that was used last at the end; they go with the model.
-_idle: "WeakKeyDictionary[PreTrainedModel, OrderedDict[Hashable, list[LayerBuffers]]]" = WeakKeyDictionary()
+class BufferStore:
+    """The buffers of one model that no call uses; the ones that were used last are kept.
+
+    Buffers that a call has taken are in no store until it gives them back.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: OrderedDict[Hashable, list[LayerBuffers]] = OrderedDict()
+
+    def take(self, key: Hashable) -> list[LayerBuffers] | None:
+        """The buffers of all layers under a key; None if there are none."""
+        with self._lock:
+            return self._idle.pop(key, None)
+
+    def give_back(self, key: Hashable, layers: list[LayerBuffers]) -> None:
+        """Keep buffers for a later call; the ones unused for longest are dropped past `MAX_POOLED_BYTES`."""
+        with self._lock:
+            self._idle.setdefault(key, layers)
+            self._idle.move_to_end(key)
+            while sum(layer.num_bytes for kept in self._idle.values() for layer in kept) > MAX_POOLED_BYTES:
+                self._idle.popitem(last=False)
+
+    def __len__(self) -> int:
+        return len(self._idle)
 
 
 @dataclass(frozen=True)
 class BufferPool:
-    """A model's idle buffers of one shape. Buffers that a call has taken are in no pool until it gives them back.
+    """The buffers of one shape in a model's store.
 
     Args:
-        model: whose states they hold.
+        store: of the model.
         batch_size: B.
-        capacity: columns of each.
+        capacity: columns of each buffer.
+        dtype: of the model.
+        device: of the model.
     """
 
-    model: PreTrainedModel
+    store: BufferStore
     batch_size: int
     capacity: int
+    dtype: torch.dtype
+    device: torch.device
 
     def take(self, num_layers: int) -> list[LayerBuffers] | None:
-        """Buffers of all layers, filled with zeros; None where there are none, and the caller makes its own."""
-        with _lock:
-            found = _idle.get(self.model, OrderedDict()).pop(self._key, None)
+        """Buffers of all layers, filled with zeros; None if there are none, and the caller makes its own."""
+        found = self.store.take(self._key)
         if found is None or len(found) != num_layers:
             return None
         for buffer in (part for layer in found for part in layer):
-            buffer.zero_()  # what a mask hides must be no NaN
+            buffer.zero_()  # masked columns must not be NaN
         return found
 
     def give_back(self, layers: list[LayerBuffers]) -> None:
-        """Keep buffers for a later call, in place of the longest unused; what is too large is let go."""
+        """Keep buffers for a later call, unless rows have left the batch."""
         shapes = {(part.shape[0], part.shape[2]) for layer in layers for part in layer}
-        if shapes != {(self.batch_size, self.capacity)}:
-            return  # rows have left
-        with _lock:
-            idle = _idle.setdefault(self.model, OrderedDict())
-            idle.setdefault(self._key, layers)
-            idle.move_to_end(self._key)
-            while sum(layer.num_bytes for kept in idle.values() for layer in kept) > MAX_POOLED_BYTES:
-                idle.popitem(last=False)
+        if shapes == {(self.batch_size, self.capacity)}:
+            self.store.give_back(self._key, layers)
 
     @property
     def _key(self) -> Hashable:
-        """What buffers must have in common to stand for one another; inference tensors cannot be written outside."""
-        model = self.model
-        return self.batch_size, self.capacity, model.dtype, model.device, torch.is_inference_mode_enabled()
+        """What interchangeable buffers have in common; inference tensors cannot be written to in other modes."""
+        return self.batch_size, self.capacity, self.dtype, self.device, torch.is_inference_mode_enabled()

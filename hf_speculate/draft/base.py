@@ -1,8 +1,8 @@
-"""What every drafter does."""
+"""The drafter protocol: what a drafter is told, what it is asked for, and what it can do."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,21 +15,24 @@ from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy, Stream
 
 
 @dataclass(frozen=True)
-class DrafterRequest:
-    """What the maker of a drafter is told of the call.
+class DrafterSetup:
+    """What a drafter factory is told about the call.
 
     Args:
-        target: the model that judges, to share its embeddings and its head; it stays as it is.
+        target: the target model, to share its embeddings and head; it must not be changed.
         batch_size: B.
-        num_pads: [B] columns of padding before each prompt; rows that leave before the first call take theirs along.
+        num_pads: [B] padding columns before each prompt; rows that leave before the first call take theirs along.
         max_length: columns of the output at most, the prompt's and its padding included.
         max_draft_tokens: the most tokens that a round may ask for.
         vocab_size: the target's V.
         eos_token_ids: ids after which a row needs no further token.
         device: where tokens and hidden states are handed over and drafts are expected.
-        processors: the call's pure and row-wise ones; a drafter whose logits go through them draws from a law near the
-            target's.
-        stream: the noise that RANDOM draws with.
+        processors: the call's row-wise logits processors; a drafter that applies them samples from a distribution near
+            the target's.
+        stream: the noise stream for RANDOM drafts.
+        keeps_logits: whether the verifier reads `DraftOut.token_logits`; if not, return None for them.
+        confidence_threshold: a row's draft ends after a token of lower probability, in [0, 1]; 0 for no threshold.
+        backend: "auto", "torch" or "triton", of the sampling kernels.
     """
 
     target: PreTrainedModel
@@ -42,70 +45,109 @@ class DrafterRequest:
     device: torch.device
     processors: BlockLogitsProcessorList
     stream: Stream
+    keeps_logits: bool = True
+    confidence_threshold: float = 0.0
+    backend: str = "auto"
 
 
-class Drafter(Protocol):
-    """Proposes the next tokens of every row.
+class DraftRequest(NamedTuple):
+    """What a drafter is asked for in one round."""
 
-    One that callers bring (`generate(drafter=...)`) may have two attributes more. `reads_hidden_states: bool`: whether
-    `kept` is to hold the target's last hidden states; missing means no. `max_draft_tokens: int`: the most that it
-    proposes, as a round then asks for no more; missing means any number.
+    query_token_ids: Tensor
+    """[B, Q] int64, the tokens of each row that `kv_cache` does not hold, the newest last; in the first call the whole
+    sequence. A shorter row, which is finished and stays in the batch, repeats its first token in front."""
+    kv_cache: KVCache | None
+    """The draft model's states, advanced in place by Q + K - 1 tokens; None for drafters without a draft model."""
+    num_draft_tokens: int
+    """K at most, >= 1."""
+    sample_strategy: SampleStrategy = SampleStrategy.GREEDY
+    """GREEDY drafts the argmax, a point mass; RANDOM samples."""
+    keys: NoiseKeys | None = None
+    """Keys of the round's noise; required for RANDOM."""
+    kept: Kept | None = None
+    """Tokens emitted since the last call, in plain steps too; None in the first call unless the drafter has
+    `hidden_layers`."""
 
-    A drafter with heads on the last state, as Medusa, needs no cache: `examples/medusa` is a whole one. A drafter that
-    goes on from the states by itself, as EAGLE, makes its own cache when it is made. In each call it reads all of
-    `kept`, one token with the state that it was chosen from at a time, which is what its layer takes; then it drafts
-    from its own states, one token at a time, and in the next call first drops what it had cached for those drafts:
-    what was kept of them comes again, with the target's states. Rows advance by different counts (`kept.num_emitted`),
-    so its cache keeps a length per row, or it reads masked rows.
-    """
-
-    def draft(
-        self,
-        query_token_ids: Tensor,
-        kv_cache: KVCache | None,
-        num_draft_tokens: int,
-        sample_strategy: SampleStrategy,
-        *,
-        keys: NoiseKeys | None = None,
-        kept: Kept | None = None,
-    ) -> DraftOut:
-        """Propose up to `num_draft_tokens` tokens per row.
-
-        Args:
-            query_token_ids: [B, Q] int64, the tokens of each row that `kv_cache` does not hold yet, the newest last;
-                at the first call the whole text. A shorter row, one that has ended and stays, repeats its first token
-                in front of it.
-            kv_cache: the draft model's states, advanced in place by Q + K - 1 tokens; None for drafters without one,
-                and for those that callers bring.
-            num_draft_tokens: K at most, >= 1.
-            sample_strategy: GREEDY proposes the argmax, a point mass; RANDOM draws.
-            keys: noise of the round; required for RANDOM.
-            kept: what was emitted since the last call, in plain steps too. In the first call it is None, but for
-                drafters that read hidden states: see `Kept`.
-
-        Returns:
-            The proposal. K may be smaller than asked when every row needs no further token; drafters that callers
-            bring may return fewer tokens whenever they know no more.
+    def check(self) -> None:
+        """Raise an error if the request is malformed.
 
         Raises:
             ConfigError: `num_draft_tokens` is below 1, or RANDOM lacks keys.
             ShapeError: the query is empty.
         """
+        if self.num_draft_tokens < 1:
+            raise ConfigError(
+                f"num_draft_tokens must be at least 1, got {self.num_draft_tokens}; skip the drafter for none"
+            )
+        query = self.query_token_ids
+        if query.dim() != 2 or query.size(1) < 1:
+            raise ShapeError(f"query_token_ids must be [B, Q] with Q >= 1, got {list(query.shape)}")
+        if self.sample_strategy is SampleStrategy.RANDOM and self.keys is None:
+            raise ConfigError("keys must be given for SampleStrategy.RANDOM, got None; pass NoiseKeys of the round")
+
+
+class Drafter(Protocol):
+    """Proposes the next tokens of every row.
+
+    A drafter passed to `generate(drafter=...)` needs `draft` and `rows` only; the attributes are optional, with the
+    defaults of `DrafterDefaults`.
+
+    A drafter with heads on the last hidden state, such as Medusa, needs no cache; `examples/medusa` is one. A drafter
+    that continues from hidden states by itself, such as EAGLE, creates its own cache. In each call it first drops what
+    it cached for its last drafts and reads all of `kept`, pairing each token with the state that it was chosen from;
+    accepted drafts come again there, with the target's states. Then it drafts from its own states, one token at a time.
+    Rows advance by different counts (`kept.num_emitted`), so its cache keeps a length per row.
+    """
+
+    hidden_layers: Sequence[int] | None
+    """Layers of the target whose hidden states `kept` holds, concatenated along D, numbered as in
+    `output_hidden_states`; -1 is the last state, as the head reads it. None if the drafter reads no hidden states."""
+    max_draft_tokens: int | None
+    """The most tokens that it drafts; None for any number."""
+    reads_host_tokens: bool
+    """Whether it reads tokens on the host, where `query_token_ids` and `kept` are then handed over."""
+    min_query_len: int
+    """Tokens of each row that it is fed at least, some of them again."""
+    drafts_fewer: bool
+    """Whether it may draft fewer tokens than requested for reasons other than the end of all rows."""
+
+    def draft(self, request: DraftRequest) -> DraftOut:
+        """Draft up to `request.num_draft_tokens` tokens per row.
+
+        Returns:
+            The proposal. K may be smaller than requested if no row needs more tokens, or if `drafts_fewer` is set.
+
+        Raises:
+            ConfigError: see `DraftRequest.check`.
+            ShapeError: see `DraftRequest.check`.
+        """
+
+    def resume(self, token_ids: Tensor) -> None:
+        """Called before the first `draft` if the draft cache already holds the rows' first tokens.
+
+        Args:
+            token_ids: [B, N] int64, those tokens; the first query is what follows them.
+        """
 
     def rows(self, indices: Sequence[int]) -> None:
-        """Forget all rows but `indices`, in that order; a row may leave before the first call.
+        """Keep the rows `indices`, in that order; a row may leave before the first call.
 
-        The caller does the same to `kv_cache`.
+        The caller does the same to the draft cache.
         """
 
 
-def check_request(
-    query_token_ids: Tensor, num_draft_tokens: int, sample_strategy: SampleStrategy, keys: NoiseKeys | None
-) -> None:
-    """Raise what `Drafter.draft` promises to raise."""
-    if num_draft_tokens < 1:
-        raise ConfigError(f"num_draft_tokens must be at least 1, got {num_draft_tokens}; skip the drafter for none")
-    if query_token_ids.dim() != 2 or query_token_ids.size(1) < 1:
-        raise ShapeError(f"query_token_ids must be [B, Q] with Q >= 1, got {list(query_token_ids.shape)}")
-    if sample_strategy is SampleStrategy.RANDOM and keys is None:
-        raise ConfigError("keys must be given for SampleStrategy.RANDOM, got None; pass NoiseKeys of the round")
+class DrafterDefaults:
+    """Default values of a drafter's optional attributes."""
+
+    hidden_layers: Sequence[int] | None = None
+    max_draft_tokens: int | None = None
+    reads_host_tokens = False
+    min_query_len = 1
+    drafts_fewer = False
+
+    def resume(self, token_ids: Tensor) -> None:
+        """Does nothing."""
+
+
+DrafterFactory = Callable[[DrafterSetup], Drafter]
+"""Makes a drafter for one call."""

@@ -1,4 +1,4 @@
-"""Drafts all tokens of a round as one compiled unit."""
+"""The compiled drafter: drafts all tokens of a round as one compiled unit."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,30 +9,30 @@ from transformers import PreTrainedModel
 
 from hf_speculate.cache.base import KVCache
 from hf_speculate.cache.preallocated import LayerKinds
-from hf_speculate.draft.base import check_request
+from hf_speculate.draft.base import DraftRequest
 from hf_speculate.draft.model import DraftSettings, ModelDrafter
 from hf_speculate.models.compiled import CompiledLanguageModel, Rows, States, forward_rows
 from hf_speculate.models.inferencer import Inferencer
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.triton_kernels import sample
-from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy, Stream
+from hf_speculate.types import DraftOut, NoiseKeys, SampleStrategy, Stream
 
-# Every step is unrolled, so longer drafts take long to compile; they run step by step.
+# Steps are unrolled, so longer drafts would take long to compile; they run step by step.
 MAX_UNROLLED_STEPS = 16
-# A unit is fed the two newest tokens, whichever the drafter has seen: it has one shape for all rounds.
+# A unit is fed the two newest tokens whether or not the drafter has seen them, so it has one shape for all rounds.
 UNIT_QUERY_LEN = 2
 
 
 class Unrolled(NamedTuple):
-    """What a unit returns."""
+    """The result of a unit."""
 
     token_ids: Tensor  # [B, K] int64
-    token_logits: Tensor | None  # [B, K, V], where the law is kept
+    token_logits: Tensor | None  # [B, K, V] if the verifier reads them
     logsumexp: Tensor | None  # [B, K] float32
 
 
 class Choosing(NamedTuple):
-    """How a unit chooses, the same for all steps."""
+    """How a unit chooses tokens, the same in all steps."""
 
     num_steps: int
     stream: Stream
@@ -52,44 +52,46 @@ def draft_steps(
 
     Args:
         model: the draft model.
-        query: what is fed first.
-        rows: where rows stand before it.
+        query: fed first.
+        rows: lengths and padding of the rows before it.
         states: the cache's buffers, written to.
         kinds: what the layers attend to.
         choosing: how tokens are chosen.
-        keys: what tokens are drawn with; None: the argmax is taken.
+        keys: of the round's noise; None to take the argmax.
     """
-    ids, laws, sums = [], [], []
+    ids, kept_logits, sums = [], [], []
     for step in range(choosing.num_steps):
-        law = forward_rows(model, query, rows, states, kinds)[:, -1]  # [B, V]
+        logits = forward_rows(model, query, rows, states, kinds)[:, -1]  # [B, V]
         rows = rows._replace(ends=rows.ends + query.shape[1])
         if keys is None:
-            token_ids = law.argmax(dim=-1)
+            token_ids = logits.argmax(dim=-1)
         else:
             step_keys = keys._replace(positions=keys.positions + step)
-            token_ids, logsumexp = sample(law, keys=step_keys, stream=choosing.stream, backend="torch")
-            laws.append(law)
+            token_ids, logsumexp = sample(logits, keys=step_keys, stream=choosing.stream, backend="torch")
+            kept_logits.append(logits)
             sums.append(logsumexp)
         ids.append(token_ids)
         query = token_ids[:, None]
     if keys is None or not choosing.keeps_logits:
         return Unrolled(torch.stack(ids, dim=1), None, None)
-    return Unrolled(torch.stack(ids, dim=1), torch.stack(laws, dim=1), torch.stack(sums, dim=1))
+    return Unrolled(torch.stack(ids, dim=1), torch.stack(kept_logits, dim=1), torch.stack(sums, dim=1))
 
 
 class CompiledDrafter(ModelDrafter):
-    """A `ModelDrafter` that runs its steps as one compiled unit, where it chooses without processors.
+    """A `ModelDrafter` that runs its steps as one compiled unit.
 
-    With processors or a confidence threshold each step's forward runs compiled, and the choice eagerly.
+    With logits processors or a confidence threshold, only the forward of each step runs compiled.
 
     Args:
         language_model: the draft model.
-        num_steps: the lengths K that are compiled, ascending; K is rounded up, `lens` and the cache count what was
-            asked for.
+        num_steps: the draft lengths K that are compiled, ascending. K is rounded up to one of them; `lens` and the
+            cache count the tokens that were requested.
         processors: see `ModelDrafter`.
         settings: see `DraftSettings`.
         chunk_size: see `Inferencer`.
     """
+
+    min_query_len = UNIT_QUERY_LEN
 
     def __init__(
         self,
@@ -103,38 +105,29 @@ class CompiledDrafter(ModelDrafter):
         self.language_model = language_model
         self.num_steps = tuple(num_steps)
 
-    def draft(
-        self,
-        query_token_ids: Tensor,
-        kv_cache: KVCache | None,
-        num_draft_tokens: int,
-        sample_strategy: SampleStrategy,
-        *,
-        keys: NoiseKeys | None = None,
-        kept: Kept | None = None,
-    ) -> DraftOut:
+    def draft(self, request: DraftRequest) -> DraftOut:
         """See `Drafter.draft`; `kv_cache` is required."""
+        kv_cache, num_draft_tokens = request.kv_cache, request.num_draft_tokens
+        target_device = request.query_token_ids.device
         num_steps = next((num for num in self.num_steps if num >= num_draft_tokens), MAX_UNROLLED_STEPS + 1)
         chooses_plainly = not len(self.processors) and not self.settings.confidence_threshold
-        query = query_token_ids.to(self.language_model.device)
+        query = request.query_token_ids.to(self.language_model.device)
         if kv_cache is not None and chooses_plainly and num_steps <= MAX_UNROLLED_STEPS:
-            check_request(query_token_ids, num_draft_tokens, sample_strategy, keys)
+            request.check()
             query = self._catch_up(query, kv_cache)
-            is_random = sample_strategy is SampleStrategy.RANDOM
-            unrolled = self._unrolled(query, kv_cache, num_steps, keys if is_random else None)
+            keys = request.keys if request.sample_strategy is SampleStrategy.RANDOM else None
+            unrolled = self._unrolled(query, kv_cache, num_steps, keys)
             if unrolled is not None:
                 kv_cache.advance(query.shape[1] + num_draft_tokens - 1)
-                return self._proposal(unrolled, num_draft_tokens, query_token_ids.device)
-        return super().draft(
-            query.to(query_token_ids.device), kv_cache, num_draft_tokens, sample_strategy, keys=keys, kept=kept
-        )
+                return self._proposal(unrolled, num_draft_tokens, target_device)
+        return super().draft(request._replace(query_token_ids=query.to(target_device)))
 
     def _catch_up(self, query: Tensor, kv_cache: KVCache) -> Tensor:
-        """Feed what is longer than a unit's query, the first prompt above all; what is left to feed [B, Q]."""
+        """Feed a query that is longer than a unit's, such as the prompt; returns what is left to feed, [B, Q]."""
         if query.shape[1] < UNIT_QUERY_LEN or (query.shape[1] == UNIT_QUERY_LEN and kv_cache.num_columns):
             return query
         self.inferencer.feed(query[:, :-1], kv_cache)
-        kv_cache.crop(1)  # fed again: a prompt may be a single token
+        kv_cache.crop(1)  # it is fed again: a prompt may be a single token
         return query[:, -UNIT_QUERY_LEN:]
 
     def _unrolled(self, query: Tensor, kv_cache: KVCache, num_steps: int, keys: NoiseKeys | None) -> Unrolled | None:
@@ -144,7 +137,9 @@ class CompiledDrafter(ModelDrafter):
         choosing = Choosing(num_steps, self.settings.stream, self.settings.keeps_logits)
         if keys is not None:
             keys = NoiseKeys(*(part.to(query.device) for part in keys))
-        query = query.clone(memory_format=torch.contiguous_format)  # a slice's strides would be compiled anew
+        query = query.clone(
+            memory_format=torch.contiguous_format
+        )  # a slice has other strides, which would be compiled again
         name = f"draft of {num_steps}, {'greedy' if keys is None else choosing}"
         arguments = buffers.arguments(UNIT_QUERY_LEN + num_steps - 1)
         result: Unrolled | None = self.language_model.compilation.run(
@@ -153,7 +148,7 @@ class CompiledDrafter(ModelDrafter):
         return result
 
     def _proposal(self, unrolled: Unrolled, num_draft_tokens: int, device: torch.device) -> DraftOut:
-        """The first tokens of a unit's, with what ends a row counted."""
+        """The first `num_draft_tokens` tokens of a unit; `lens` ends rows at EOS."""
         token_ids = unrolled.token_ids[:, :num_draft_tokens]
         lens = torch.full((token_ids.shape[0],), num_draft_tokens, dtype=torch.int32, device=token_ids.device)
         if self.settings.eos_token_ids is not None:

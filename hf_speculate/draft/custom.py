@@ -1,31 +1,31 @@
-"""Drafts with a drafter that the caller of `generate()` brings."""
+"""The custom drafter: a user's own drafter, with checks on what it returns."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_speculate.cache.base import KVCache
-from hf_speculate.draft.base import Drafter, DrafterRequest, check_request
+from hf_speculate.draft.base import DrafterDefaults, DrafterFactory, DrafterSetup, DraftRequest
 from hf_speculate.errors import ConfigError, ShapeError
-from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy
-
-DrafterFactory = Callable[[DrafterRequest], Drafter]
+from hf_speculate.types import DraftOut, SampleStrategy
 
 
-class OwnDrafter:
-    """A `Drafter` around the caller's own, whose proposals are checked where they come in.
+class CustomDrafter(DrafterDefaults):
+    """A `Drafter` around a user's drafter; its optional attributes get default values, its proposals are checked.
 
     Args:
-        factory: makes the caller's drafter.
-        request: what it is told.
+        factory: makes the user's drafter.
+        setup: passed to the factory.
 
     Raises:
-        ConfigError: what was made is no drafter, or names a wrong number of tokens.
+        ConfigError: the factory returns no drafter, or an attribute has a wrong value.
     """
 
-    def __init__(self, factory: DrafterFactory, request: DrafterRequest):
-        drafter = factory(request)
+    drafts_fewer = True
+
+    def __init__(self, factory: DrafterFactory, setup: DrafterSetup):
+        drafter: Any = factory(setup)
         if isinstance(drafter, type) or not all(callable(getattr(drafter, name, None)) for name in ("draft", "rows")):
             raise ConfigError(
                 f"drafter must make an object with draft() and rows(), got {_name(drafter)}; "
@@ -36,45 +36,46 @@ class OwnDrafter:
             raise ConfigError(
                 f"max_draft_tokens of a drafter must be an int of at least 1, got {most!r}; leave it out for any number"
             )
+        layers = getattr(drafter, "hidden_layers", None)
+        if layers is not None and not (layers and all(type(layer) is int for layer in layers)):
+            raise ConfigError(
+                f"hidden_layers of a drafter must be one or more ints, got {layers!r}; leave it out for no hidden states"
+            )
         self.drafter = drafter
-        self.reads_hidden_states = bool(getattr(drafter, "reads_hidden_states", False))
-        self.max_draft_tokens: int | None = most
-        self._vocab_size = request.vocab_size
+        self.hidden_layers = None if layers is None else list(layers)
+        self.max_draft_tokens = most
+        self.reads_host_tokens = bool(getattr(drafter, "reads_host_tokens", False))
+        self._device = setup.device
+        self._vocab_size = setup.vocab_size
 
-    def draft(
-        self,
-        query_token_ids: Tensor,
-        kv_cache: KVCache | None,
-        num_draft_tokens: int,
-        sample_strategy: SampleStrategy,
-        *,
-        keys: NoiseKeys | None = None,
-        kept: Kept | None = None,
-    ) -> DraftOut:
-        """See `Drafter.draft`; ids outside the vocabulary become -1, which no verifier keeps.
+    def draft(self, request: DraftRequest) -> DraftOut:
+        """See `Drafter.draft`; ids outside the vocabulary become -1, which no verifier accepts.
 
         Raises:
             ShapeError: the proposal's shapes, dtypes or device do not fit.
         """
-        check_request(query_token_ids, num_draft_tokens, sample_strategy, keys)
-        draft = self.drafter.draft(query_token_ids, kv_cache, num_draft_tokens, sample_strategy, keys=keys, kept=kept)
-        self._check(draft, query_token_ids, num_draft_tokens)
+        request.check()
+        draft = self.drafter.draft(request)
+        self._check(draft, request.query_token_ids.shape[0], request.num_draft_tokens)
         ids = draft.token_ids
         ids = ids.masked_fill((ids < 0) | (ids >= self._vocab_size), -1)  # [B, K]
         lens = draft.lens.to(torch.int32).clamp(0, ids.shape[1])
         logits, sums = draft.token_logits, draft.logsumexp
-        if sample_strategy is SampleStrategy.GREEDY or logits is None:
+        if request.sample_strategy is SampleStrategy.GREEDY or logits is None:
             return DraftOut(ids, lens, None, None)
         return DraftOut(ids, lens, logits, logits.float().logsumexp(-1) if sums is None else sums)
 
     def rows(self, indices: Sequence[int]) -> None:
-        """Forget all rows but `indices`."""
+        """See `Drafter.rows`."""
         self.drafter.rows(indices)
 
-    def _check(self, draft: DraftOut, query: Tensor, num_draft_tokens: int) -> None:
+    def resume(self, token_ids: Tensor) -> None:
+        """Does nothing: a custom drafter has no draft cache of ours."""
+
+    def _check(self, draft: DraftOut, num_rows: int, num_draft_tokens: int) -> None:
         if not isinstance(draft, DraftOut):
             raise ShapeError(f"a drafter must return a DraftOut, got {_name(draft)}; see hf_speculate.types")
-        ids, num_rows = draft.token_ids, query.shape[0]
+        ids = draft.token_ids
         if ids.ndim != 2 or ids.shape[0] != num_rows or ids.shape[1] > num_draft_tokens or ids.dtype != torch.int64:
             raise ShapeError(
                 f"token_ids of a draft must be [B, K] int64 with B = {num_rows} and K of at most {num_draft_tokens}, "
@@ -85,8 +86,8 @@ class OwnDrafter:
                 f"lens of a draft must be [B] int32 with B = {num_rows}, got {list(draft.lens.shape)} "
                 f"{_dtype(draft.lens)}; say how many tokens of each row count"
             )
-        if ids.device != query.device:
-            raise ShapeError(f"token_ids of a draft must be on {query.device}, like the query, got {ids.device}")
+        if ids.device != self._device:
+            raise ShapeError(f"token_ids of a draft must be on {self._device}, as in its setup, got {ids.device}")
         shape = [*ids.shape, self._vocab_size]
         if draft.token_logits is not None and list(draft.token_logits.shape) != shape:
             raise ShapeError(

@@ -1,4 +1,4 @@
-"""Drafts with a transformers `CandidateGenerator`."""
+"""Candidate-generator adapter: drafts with a transformers `CandidateGenerator`."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -14,12 +14,11 @@ from transformers.generation.candidate_generator import (
     MTPCandidateGenerator,
 )
 
-from hf_speculate.cache.base import KVCache
-from hf_speculate.draft.base import check_request
+from hf_speculate.draft.base import DrafterDefaults, DraftRequest
 from hf_speculate.draft.to_candidate_generator import DraftModelCandidateGenerator
 from hf_speculate.errors import ShapeError, UnsupportedGenerationError
 from hf_speculate.processors import BlockLogitsProcessorList
-from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy
+from hf_speculate.types import DraftOut, SampleStrategy
 
 GeneratorFactory = Callable[..., CandidateGenerator]
 
@@ -92,11 +91,11 @@ def _taken(source: GeneratorFactory, prepared: dict[str, Any]) -> dict[str, Any]
     return usual | named if takes_all else named
 
 
-def samples_its_law(generator: CandidateGenerator) -> bool:
-    """Whether the logits that a generator returns are the law that its tokens were drawn from.
+def samples_its_logits(generator: CandidateGenerator) -> bool:
+    """Whether the logits that a generator returns are the distribution that its tokens were sampled from.
 
-    Of others nobody knows: one that takes its argmax may report logits all the same. Their proposals count as point
-    masses, which is exact whatever they were drawn from, and keeps fewer tokens than the law would.
+    This is known for some classes only: a generator that takes its argmax may return logits all the same. The proposals
+    of others count as point masses, which is lossless whatever they were sampled from, but accepts fewer tokens.
     """
     if type(generator) is DraftModelCandidateGenerator:
         return generator.sample_strategy is SampleStrategy.RANDOM
@@ -110,50 +109,43 @@ def samples_its_law(generator: CandidateGenerator) -> bool:
     return False
 
 
-class ForeignDrafter:
-    """A `Drafter` of one row over a `CandidateGenerator`, which is shown what transformers' own loop would show it.
+class CandidateGeneratorDrafter(DrafterDefaults):
+    """A `Drafter` for one row over a `CandidateGenerator`, which is shown what transformers' own loop would show it.
 
     The generator's first prefix is the prompt, so its first proposal counts from its second token on, if the first
-    one is the token that followed. How many tokens it drafts is its own affair, up to `num_draft_tokens`; what it
-    draws comes from its own source of chance, not from `keys`.
+    one is the token that followed. The generator decides how many tokens it drafts, up to `num_draft_tokens`, and
+    samples with its own randomness, not from `keys`.
 
     Args:
-        generator: proposes; told of each round as by transformers, but with scores [1, K+1, 0]: their number only.
+        generator: proposes tokens; it is told about each round as by transformers, but with scores [1, K+1, 0], which
+            hold nothing but their number.
     """
 
     def __init__(self, generator: CandidateGenerator):
         self.generator = generator
-        self.has_law = samples_its_law(generator)
+        self._returns_distribution = samples_its_logits(generator)
         self._text: Tensor | None = None  # [1, T] at the last call
         self._shown_len = 0  # of the prefix that the generator was shown last
         self._num_proposed = 0  # for that prefix
 
-    def draft(
-        self,
-        query_token_ids: Tensor,
-        kv_cache: KVCache | None,
-        num_draft_tokens: int,
-        sample_strategy: SampleStrategy,
-        *,
-        keys: NoiseKeys | None = None,
-        kept: Kept | None = None,
-    ) -> DraftOut:
-        """See `Drafter.draft`; `kv_cache` is not read, and K is 0 where the generator proposes nothing."""
-        check_request(query_token_ids, num_draft_tokens, sample_strategy, keys)
-        if query_token_ids.shape[0] != 1:
-            raise ShapeError(f"query_token_ids must be [1, Q] for candidates, got {list(query_token_ids.shape)}")
+    def draft(self, request: DraftRequest) -> DraftOut:
+        """See `Drafter.draft`; `kv_cache` is not read, and K is 0 if the generator proposes nothing."""
+        request.check()
+        query, kept, num_draft_tokens = request.query_token_ids, request.kept, request.num_draft_tokens
+        if query.shape[0] != 1:
+            raise ShapeError(f"query_token_ids must be [1, Q] for candidates, got {list(query.shape)}")
         if self._text is None:
-            return self._first_draft(query_token_ids, num_draft_tokens)
+            return self._first_draft(query, num_draft_tokens)
         if kept is None:
-            raise ShapeError("kept must be given after the first call, got None; say what was emitted since")
+            raise ShapeError("kept must be given after the first call, got None; pass the tokens emitted since")
         new_ids = kept.token_ids[:, : int(kept.num_emitted[0])]
         return self._draft(torch.cat([self._text, new_ids.to(self._text.device)], dim=1), num_draft_tokens)
 
     def rows(self, indices: Sequence[int]) -> None:
-        """Nothing to forget: there is one row."""
+        """Does nothing: there is one row."""
 
     def _first_draft(self, text: Tensor, num_draft_tokens: int) -> DraftOut:
-        """Ask for what follows the prompt; the target has chosen the first token of it meanwhile."""
+        """Ask for what follows the prompt, whose first token the target has chosen already."""
         if text.shape[1] > 1:
             first = self._draft(text[:, :-1], num_draft_tokens + 1)
             if first.token_ids.shape[1] > 1 and int(first.token_ids[0, 0]) == int(text[0, -1]):
@@ -162,12 +154,12 @@ class ForeignDrafter:
         return self._draft(text, num_draft_tokens)
 
     def _draft(self, text: Any, num_draft_tokens: int, **told: Any) -> DraftOut:
-        """Ask for what follows the text.
+        """Ask for what follows a sequence.
 
         Args:
             text: [1, T] int64.
-            num_draft_tokens: more are cut off.
-            **told: what the generator is told besides the text.
+            num_draft_tokens: K at most; more candidates are cut off.
+            **told: further arguments of `get_candidates`.
         """
         self._tell(text)
         with torch.no_grad():
@@ -177,13 +169,13 @@ class ForeignDrafter:
         self._num_proposed = candidate_ids.shape[1] - text.shape[1]
         num = token_ids.shape[1]
         lens = torch.full((1,), num, dtype=torch.int32, device=text.device)
-        if logits is None or not self.has_law or not num:
+        if logits is None or not self._returns_distribution or not num:
             return DraftOut(token_ids, lens, None, None)
-        law = logits[:, :num].to(text.device)  # [1, K, V]
-        return DraftOut(token_ids, lens, law, law.float().logsumexp(-1))
+        kept_logits = logits[:, :num].to(text.device)  # [1, K, V]
+        return DraftOut(token_ids, lens, kept_logits, kept_logits.float().logsumexp(-1))
 
     def _tell(self, text: Any) -> None:
-        """Report the round before, if there was one."""
+        """Report the previous round, if there was one."""
         if self._text is None:
             return
         num_matches = min(text.shape[1] - self._shown_len - 1, self._num_proposed)
@@ -193,5 +185,5 @@ class ForeignDrafter:
 
 def _without_first(draft: DraftOut) -> DraftOut:
     """The proposal from its second token on."""
-    law, sums = (None if part is None else part[:, 1:] for part in (draft.token_logits, draft.logsumexp))
-    return DraftOut(draft.token_ids[:, 1:], draft.lens - 1, law, sums)
+    logits, sums = (None if part is None else part[:, 1:] for part in (draft.token_logits, draft.logsumexp))
+    return DraftOut(draft.token_ids[:, 1:], draft.lens - 1, logits, sums)

@@ -1,4 +1,4 @@
-"""Drafts with a smaller model of the same vocabulary."""
+"""The model drafter: drafts with a smaller model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_speculate.cache.base import KVCache
-from hf_speculate.draft.base import check_request
+from hf_speculate.draft.base import DrafterDefaults, DraftRequest
 from hf_speculate.errors import ConfigError
 from hf_speculate.models.inferencer import Choice, Inferencer
 from hf_speculate.processors import BlockLogitsProcessorList
@@ -18,13 +17,13 @@ from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy, Stream
 
 @dataclass(frozen=True)
 class DraftSettings:
-    """How a draft model proposes.
+    """How a draft model chooses tokens.
 
     Args:
-        eos_token_ids: [E] int64, ids after which a row needs no further token; None: none.
-        confidence_threshold: a row stops after a token of lower probability, in [0, 1]; 0 disables.
-        keeps_logits: whether the verifier reads the law that was sampled.
-        stream: the noise that RANDOM draws with.
+        eos_token_ids: [E] int64, ids after which a row needs no further token; None for none.
+        confidence_threshold: a row's draft ends after a token of lower probability, in [0, 1]; 0 for no threshold.
+        keeps_logits: whether the verifier reads the distribution that was sampled.
+        stream: the noise stream for RANDOM drafts.
         backend: of the sampling kernel.
     """
 
@@ -35,13 +34,13 @@ class DraftSettings:
     backend: str = "auto"
 
 
-class ModelDrafter:
+class ModelDrafter(DrafterDefaults):
     """A `Drafter` over a draft model: K forwards a round, no nested `generate()`.
 
     Args:
         inferencer: runs the draft model.
-        processors: applied to the draft's logits, so that its law is near the target's; row-wise ones only. Each draft
-            begins with new forks of those with state.
+        processors: row-wise logits processors, applied to the draft's logits so that its distribution is near the
+            target's. Each draft starts with new forks of those that have state.
         settings: see `DraftSettings`.
     """
 
@@ -53,30 +52,21 @@ class ModelDrafter:
     ):
         self.inferencer = inferencer
         self.processors = BlockLogitsProcessorList() if processors is None else processors
-        self._in_force = self.processors  # in the present draft
+        self._active = self.processors  # in the current draft
         self.settings = settings or DraftSettings()
-        self._history: TokenBuffer | None = None  # what the processors read
-        self._begun: Tensor | None = None  # [B, N] int64, what the cache held before the first call
+        self._history: TokenBuffer | None = None  # the tokens that processors read
+        self._resumed: Tensor | None = None  # [B, N] int64, tokens that the cache held before the first call
 
-    def draft(
-        self,
-        query_token_ids: Tensor,
-        kv_cache: KVCache | None,
-        num_draft_tokens: int,
-        sample_strategy: SampleStrategy,
-        *,
-        keys: NoiseKeys | None = None,
-        kept: Kept | None = None,
-    ) -> DraftOut:
+    def draft(self, request: DraftRequest) -> DraftOut:
         """See `Drafter.draft`; `kv_cache` is required."""
-        check_request(query_token_ids, num_draft_tokens, sample_strategy, keys)
+        request.check()
+        query, kv_cache, num_draft_tokens, sample_strategy, keys, kept = request
         if kv_cache is None:
             raise ConfigError("kv_cache must be given to a draft model, got None; pass a KVCache")
-        home = query_token_ids.device
-        device = self.inferencer.language_model.device
-        query = query_token_ids.to(device)
+        target_device, device = query.device, self.inferencer.language_model.device
+        query = query.to(device)
         self._follow(query, kept)
-        self._in_force = self.processors.forked()
+        self._active = self.processors.forked()
         settings = self.settings
         draws = None
         if sample_strategy is SampleStrategy.RANDOM and keys is not None:
@@ -89,16 +79,12 @@ class ModelDrafter:
             self._history.truncate([length - num for length in self._history.lens])
         logits, logsumexps = decoded.token_logits, None
         if draws is not None and logits is not None:
-            logits, logsumexps = logits.to(home), draws.logsumexps().to(home)
-        return DraftOut(decoded.token_ids.to(home), decoded.lens.to(home), logits, logsumexps)
+            logits, logsumexps = logits.to(target_device), draws.logsumexps().to(target_device)
+        return DraftOut(decoded.token_ids.to(target_device), decoded.lens.to(target_device), logits, logsumexps)
 
-    def begin(self, token_ids: Tensor) -> None:
-        """Note that the cache holds the rows' first tokens already, so that the first query is what follows them.
-
-        Args:
-            token_ids: [B, N] int64.
-        """
-        self._begun = token_ids.to(self.inferencer.language_model.device)
+    def resume(self, token_ids: Tensor) -> None:
+        """See `Drafter.resume`."""
+        self._resumed = token_ids.to(self.inferencer.language_model.device)
 
     def rows(self, indices: Sequence[int]) -> None:
         """Keep what belongs to the named rows."""
@@ -106,18 +92,18 @@ class ModelDrafter:
         self.processors = self.processors.rows(indices)
         if self._history is not None:
             self._history.rows(indices)
-        if self._begun is not None:
-            self._begun = self._begun[torch.tensor(list(indices), device=self._begun.device)]
+        if self._resumed is not None:
+            self._resumed = self._resumed[torch.tensor(list(indices), device=self._resumed.device)]
 
-    def law(self, logits: Tensor) -> Tensor:
-        """[B, V] the draft's logits after its processors, at the history's end."""
+    def process(self, logits: Tensor) -> Tensor:
+        """[B, V] the draft's logits after its processors."""
         if self._history is None:
             return logits
-        block = self._in_force(self._history.token_ids, logits[:, None], prefix_lens=self._history.lens)
+        block = self._active(self._history.token_ids, logits[:, None], prefix_lens=self._history.lens)
         return block[:, 0]
 
-    def note(self, token_ids: Tensor) -> None:
-        """Put drafted tokens [B] at the history's end, until the round is over."""
+    def append(self, token_ids: Tensor) -> None:
+        """Show drafted tokens [B] to the processors until the end of the round."""
         if self._history is not None:
             self._history.append(token_ids[:, None])
 
@@ -125,35 +111,35 @@ class ModelDrafter:
         if not len(self.processors):
             return
         if self._history is None:
-            text = query if self._begun is None else torch.cat([self._begun, query], dim=1)
+            text = query if self._resumed is None else torch.cat([self._resumed, query], dim=1)
             self._history = TokenBuffer(text, capacity=text.shape[1] + 256)
         elif kept is not None:
             self._history.append(kept.token_ids.to(query.device), kept.num_emitted.tolist())
 
 
 class _Proposal:
-    """One round's choices."""
+    """Chooses the tokens of one round."""
 
     def __init__(self, drafter: ModelDrafter, draws: Draws | None):
         self.drafter = drafter
-        self.draws = draws  # None: the argmax is taken
+        self.draws = draws  # None to take the argmax
 
     def choose(self, logits: Tensor, step: int) -> Choice:
         """Choose one token per row from [B, V]."""
-        law = self.drafter.law(logits)
-        token_ids = law.argmax(dim=-1) if self.draws is None else self.draws.draw(law)
-        self.drafter.note(token_ids)
+        logits = self.drafter.process(logits)
+        token_ids = logits.argmax(dim=-1) if self.draws is None else self.draws.draw(logits)
+        self.drafter.append(token_ids)
         is_kept = self.draws is not None and self.drafter.settings.keeps_logits
-        return Choice(token_ids, law if is_kept else None, self._is_done(law, token_ids))
+        return Choice(token_ids, logits if is_kept else None, self._is_done(logits, token_ids))
 
-    def _is_done(self, law: Tensor, token_ids: Tensor) -> Tensor | None:
-        """[B] bool, rows that need no further token; None where nothing could end them."""
+    def _is_done(self, logits: Tensor, token_ids: Tensor) -> Tensor | None:
+        """[B] bool, rows that need no further token; None if nothing can end a row."""
         settings = self.drafter.settings
         is_done = None
         if settings.eos_token_ids is not None:
             is_done = (token_ids[:, None] == settings.eos_token_ids).any(1)
         if settings.confidence_threshold > 0:
-            chosen = law.float().log_softmax(dim=-1).gather(1, token_ids[:, None])[:, 0]
+            chosen = logits.float().log_softmax(dim=-1).gather(1, token_ids[:, None])[:, 0]
             is_unsure = chosen.exp() < settings.confidence_threshold
             is_done = is_unsure if is_done is None else is_done | is_unsure
         return is_done

@@ -1,4 +1,4 @@
-"""Drafts what followed the text's end where it stood before, without a model."""
+"""The suffix drafter: prompt lookup that drafts what followed the longest match of a row's last tokens."""
 
 import functools
 from collections.abc import Sequence
@@ -9,24 +9,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_speculate.cache.base import KVCache
-from hf_speculate.draft.base import check_request
+from hf_speculate.draft.base import DrafterDefaults, DraftRequest
 from hf_speculate.draft.suffix_index import MAX_MATCH_LEN, SuffixIndex
 from hf_speculate.draft.suffix_store import StoreReader, SuffixStore
-from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy
+from hf_speculate.types import DraftOut, Kept
 
 
 @dataclass(frozen=True)
 class SuffixSettings:
-    """How texts are continued from what stood before.
+    """How rows are continued after a suffix match.
 
     Args:
         max_draft_tokens: tokens a row is drafted at most, >= 1.
-        max_match_len: matches of more tokens count as of that many; None: 64.
+        max_match_len: longest match that is told apart; None for 64.
         eos_token_ids: ids after which a row needs no further token.
-        vocab_size: V; ids from a store that are not below it are not drafted.
-        store: texts of earlier calls; None: only the row's own text is searched.
-        num_pads: [B] tokens of padding before each prompt; None: none.
+        vocab_size: V; larger ids from a store are not drafted.
+        store: sequences of earlier calls; None to search only the row itself.
+        num_pads: [B] padding tokens before each prompt; None for none.
     """
 
     max_draft_tokens: int
@@ -38,10 +37,10 @@ class SuffixSettings:
 
 
 class Proposal(NamedTuple):
-    """What one row could be continued with."""
+    """A possible continuation of one row."""
 
     token_ids: list[int]
-    match_len: int  # tokens of the row's end that stood before
+    match_len: int  # last tokens of the row that matched
 
 
 NO_PROPOSAL = Proposal([], 0)
@@ -49,12 +48,12 @@ _HOST = torch.device("cpu")
 
 
 class SuffixRow:
-    """One row's text, and where its end stood before.
+    """One row's tokens, and the matches of its last tokens.
 
     Args:
-        index: holds the prompt, and is this row's own from here on.
+        index: holds the prompt; owned by this row from here on.
         settings: see `SuffixSettings`.
-        reader: the row's place in the store; None: there is none.
+        reader: the row's position in the store; None without a store.
     """
 
     def __init__(self, index: SuffixIndex, settings: SuffixSettings, reader: StoreReader | None):
@@ -71,7 +70,7 @@ class SuffixRow:
             self._reader.follow(token_ids)
 
     def propose(self, num: int) -> Proposal:
-        """At most `num` tokens; the row's own text is preferred to the store's where matches are as long."""
+        """At most `num` tokens; the row itself is preferred to the store if both matches are equally long."""
         settings, index = self._settings, self.index
         num = min(num, settings.max_draft_tokens)
         match_len = index.match_len
@@ -83,13 +82,13 @@ class SuffixRow:
                 if known:
                     match_len, token_ids = found.match_len, known
         if settings.eos_token_ids and not settings.eos_token_ids.isdisjoint(token_ids):
-            end = next(place for place, token in enumerate(token_ids) if token in settings.eos_token_ids)
+            end = next(at for at, token in enumerate(token_ids) if token in settings.eos_token_ids)
             token_ids = token_ids[: end + 1]
         return Proposal(token_ids, match_len) if token_ids else NO_PROPOSAL
 
 
 class SuffixRows:
-    """The rows' texts on the host, kept up to date from round to round.
+    """The rows' tokens on the host, updated from round to round.
 
     Args:
         settings: see `SuffixSettings`.
@@ -101,28 +100,26 @@ class SuffixRows:
         self.rows: list[SuffixRow] = []
 
     def follow(self, query_token_ids: Tensor, kept: Kept | None) -> Sequence[list[int]] | None:
-        """Take in what is new.
+        """Append new tokens.
 
         Args:
-            query_token_ids: [B, Q] int64, at the first call the whole text.
-            kept: what was emitted since the last call; None in the first.
+            query_token_ids: [B, Q] int64; in the first call the whole sequence.
+            kept: tokens emitted since the last call; None in the first call.
 
         Returns:
-            [B] the tokens that each row has gained; None in the first call.
+            [B] the new tokens of each row; None in the first call.
         """
         if kept is None:
             self._begin(query_token_ids.tolist())
             return None
-        gained = kept.new_ids
-        if gained is None:
-            counts = kept.num_emitted.tolist()
-            gained = [ids[:num] for ids, num in zip(kept.token_ids.tolist(), counts, strict=True)]
+        counts = kept.num_emitted.tolist()
+        gained = [ids[:num] for ids, num in zip(kept.token_ids.tolist(), counts, strict=True)]
         for row, ids in zip(self.rows, gained, strict=True):
             row.extend(ids)
         return gained
 
     def select(self, indices: Sequence[int]) -> None:
-        """Keep the rows `indices`, in that order. A row may end with its first token, before anything was drafted."""
+        """Keep the rows `indices`, in that order; a row may leave before the first call."""
         if self._num_pads is not None:
             self._num_pads = [self._num_pads[row] for row in indices]
         if self.rows:
@@ -132,7 +129,7 @@ class SuffixRows:
         settings = self._settings
         pads = self._num_pads or [0] * len(texts)
         most = min(settings.max_match_len or MAX_MATCH_LEN, MAX_MATCH_LEN)
-        made: dict[tuple[int, ...], SuffixIndex] = {}  # sequences of one prompt share its work
+        made: dict[tuple[int, ...], SuffixIndex] = {}  # rows with the same prompt share its index
         for text, num in zip(texts, pads, strict=True):
             key = tuple(text[num:])
             if key not in made:
@@ -145,52 +142,46 @@ class SuffixRows:
             self.rows.append(SuffixRow(index, settings, reader))
 
 
-class SuffixDrafter:
-    """A `Drafter` that copies: a row is continued as it went on after the latest of the longest earlier matches.
+class SuffixDrafter(DrafterDefaults):
+    """A `Drafter` that drafts the continuation of the latest of the longest earlier matches of a row's last tokens.
 
-    Drafts are point masses. The longer the match, the longer the draft; a row without one drafts nothing, and a round
-    in which no row drafts has K = 0. Tokens are read on the host, where the caller is to hold them.
+    Drafts are point masses. Longer matches give longer drafts. A row without a match drafts nothing, and a round in
+    which no row drafts has K = 0.
 
     Args:
         settings: see `SuffixSettings`.
-        device: where drafts are handed over.
+        device: the device of the drafts.
 
     Source:
         Saxena, "Prompt lookup decoding" (2023); Oliaro et al., "SuffixDecoding" (arXiv:2411.04975).
     """
 
+    reads_host_tokens = True
+    drafts_fewer = True
+
     def __init__(self, settings: SuffixSettings, device: torch.device | str = "cpu"):
         self.texts = SuffixRows(settings)
         self.device = torch.device(device)
 
-    def draft(
-        self,
-        query_token_ids: Tensor,
-        kv_cache: KVCache | None,
-        num_draft_tokens: int,
-        sample_strategy: SampleStrategy,
-        *,
-        keys: NoiseKeys | None = None,
-        kept: Kept | None = None,
-    ) -> DraftOut:
-        """See `Drafter.draft`; `kv_cache` is left alone, `query_token_ids` and `kept` are expected on the host."""
-        check_request(query_token_ids, num_draft_tokens, sample_strategy, keys)
-        gained = self.texts.follow(query_token_ids, kept)
+    def draft(self, request: DraftRequest) -> DraftOut:
+        """See `Drafter.draft`; `kv_cache` is not used."""
+        request.check()
+        gained, num_draft_tokens = self.texts.follow(request.query_token_ids, request.kept), request.num_draft_tokens
         rows = self.texts.rows
         if gained is None or all(gained):
             proposals = [row.propose(num_draft_tokens).token_ids for row in rows]
-        else:  # a row that gains nothing has ended
+        else:  # a row without new tokens is finished
             pairs = zip(rows, gained, strict=True)
             proposals = [row.propose(num_draft_tokens).token_ids if ids else [] for row, ids in pairs]
         return point_masses(proposals, self.device)
 
     def rows(self, indices: Sequence[int]) -> None:
-        """Forget all rows but `indices`."""
+        """See `Drafter.rows`."""
         self.texts.select(indices)
 
 
 def point_masses(proposals: Sequence[list[int]], device: torch.device) -> DraftOut:
-    """A draft of lists of tokens, as long as the longest; shorter ones are filled up with token 0."""
+    """A draft [B, K] from lists of tokens; shorter rows are padded with token 0, which does not count."""
     lens = tuple(map(len, proposals))
     width = max(lens)
     if min(lens) < width:
@@ -202,23 +193,23 @@ def point_masses(proposals: Sequence[list[int]], device: torch.device) -> DraftO
     return DraftOut(token_ids, counts, None, None)
 
 
-@functools.lru_cache(maxsize=1024)  # a fifth of a round's microseconds went into making them; nobody writes into them
+@functools.lru_cache(maxsize=1024)  # making it takes a fifth of a draft's time; it is never written to
 def _counts(lens: tuple[int, ...]) -> Tensor:
     """[B] int32."""
     return torch.tensor(lens, dtype=torch.int32, device="cpu")
 
 
 def _within(num: int, match_len: int) -> int:
-    """Tokens to draft after a match: what a short one predicts soon goes wrong.
+    """Tokens to draft after a match; drafts after short matches are soon rejected.
 
-    On greedy texts of the bundled target, K = 10, this rule keeps 97 % of the tokens a round of drafts that are always
-    of full length, with 69 % of their drafted tokens.
+    On greedy sequences of the bundled target with K = 10, this rule keeps 97 % of the mean acceptance length of drafts
+    that always have full length, with 69 % of their drafted tokens.
     """
     return min(num, 2 * (match_len + 1))
 
 
 def _below(token_ids: list[int], vocab_size: int | None) -> list[int]:
-    """The tokens up to the first that is not in the vocabulary."""
+    """The tokens before the first one that is not in the vocabulary."""
     if vocab_size is None or max(token_ids) < vocab_size:
         return token_ids
-    return token_ids[: next(place for place, token in enumerate(token_ids) if token >= vocab_size)]
+    return token_ids[: next(at for at, token in enumerate(token_ids) if token >= vocab_size)]

@@ -1,34 +1,99 @@
-"""Lets the first process of a tensor-parallel model choose for all of them."""
+"""Broadcasts: wrappers that make distributed ranks agree on schedules, drafts, verdicts and stops."""
 
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from hf_speculate.cache.base import KVCache
-from hf_speculate.draft.base import Drafter
-from hf_speculate.engine.distributed import Shards
+from hf_speculate.draft.base import Drafter, DrafterDefaults, DraftRequest
+from hf_speculate.engine.batch import Batch
+from hf_speculate.engine.distributed import SyncedRanks, TensorParallelGroup
+from hf_speculate.engine.draft_length import DraftLength
+from hf_speculate.engine.stop_tracker import BlockStopping
+from hf_speculate.engine.verification import Verification
 from hf_speculate.processors.stopping_criteria import StopVerdict
 from hf_speculate.schedule import RoundOutcome, Schedule
-from hf_speculate.types import DraftOut, Fed, Kept, NoiseKeys, SampleStrategy, Verdict
+from hf_speculate.token_buffer import TokenBuffer
+from hf_speculate.types import CachedDraft, DraftOut, NoiseKeys, Trimmed, Verdict, Verified
 from hf_speculate.verify.base import Verifier
 
-BlockStopping = Callable[[Tensor, Sequence[int], Sequence[int]], StopVerdict]
 Criteria = Callable[[Tensor, tuple[Tensor, ...] | None], Tensor]
 
 
-class LedSchedule:
-    """A schedule that reads the clock, as the first process's does.
+class SyncedDraftLength(DraftLength):
+    """A `DraftLength` on ranks that must run equally many forwards: every rank uses the largest K of all ranks.
+
+    A rank whose rows are all finished goes on with rounds that emit nothing, until all ranks are finished.
 
     Args:
-        schedule: this process's own.
-        shards: the processes.
+        ranks: the ranks.
+        schedule, max_new_tokens, is_lock_step, counts_drafted: see `DraftLength`.
     """
 
-    def __init__(self, schedule: Schedule, shards: Shards):
+    def __init__(
+        self,
+        ranks: SyncedRanks,
+        schedule: Schedule,
+        max_new_tokens: int,
+        is_lock_step: bool = False,
+        counts_drafted: bool = False,
+    ):
+        super().__init__(schedule, max_new_tokens, is_lock_step, counts_drafted)
+        self._ranks = ranks
+
+    def next(self, batch: Batch) -> int | None:
+        """See `DraftLengthSource.next`."""
+        return self._ranks.max(super().next(batch))
+
+
+class SyncedVerification:
+    """A verification that verifies nothing once all rows of this rank are finished.
+
+    Args:
+        verification: used before that.
+    """
+
+    def __init__(self, verification: Verification):
+        self._verification = verification
+
+    def verify(self, batch: Batch, logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verified:
+        """See `Verification.verify`."""
+        if not all(batch.is_finished):
+            return self._verification.verify(batch, logits, draft, keys)
+        nothing = [0] * batch.num_rows
+        return Verified(
+            draft.token_ids.new_full((batch.num_rows, 1), -1),
+            [[] for _ in nothing],
+            nothing,
+            nothing,
+            0,
+            logits,
+            is_stopped=[False] * batch.num_rows,
+            num_host_syncs=0,
+        )
+
+    def commit(self, draft: DraftOut, trimmed: Trimmed) -> None:
+        """See `Verification.commit`."""
+        if any(trimmed.num_emitted):
+            self._verification.commit(draft, trimmed)
+
+    def rows(self, indices: Sequence[int]) -> None:
+        """See `Verification.rows`."""
+        self._verification.rows(indices)
+
+
+class BroadcastSchedule:
+    """A schedule that reads the clock, on a tensor-parallel group: rank 0's choice counts.
+
+    Args:
+        schedule: this rank's own.
+        group: the processes.
+    """
+
+    def __init__(self, schedule: Schedule, group: TensorParallelGroup):
         self.schedule = schedule
-        self.shards = shards
-        self._num = self._first()
+        self._group = group
+        self._num = self._agreed()
 
     @property
     def num_draft_tokens(self) -> int:
@@ -38,107 +103,108 @@ class LedSchedule:
     def begin(self, prompt_s: float, num_prompt_tokens: int, num_left: int) -> None:
         """See `Schedule.begin`."""
         self.schedule.begin(prompt_s, num_prompt_tokens, num_left)
-        self._num = self._first()
+        self._num = self._agreed()
 
     def update(self, outcome: RoundOutcome) -> None:
         """See `Schedule.update`."""
         self.schedule.update(outcome)
-        self._num = self._first()
+        self._num = self._agreed()
 
-    def _first(self) -> int:
-        return int(self.shards.first(torch.tensor(self.schedule.num_draft_tokens)))
+    def _agreed(self) -> int:
+        return int(self._group.broadcast(torch.tensor(self.schedule.num_draft_tokens)))
 
 
-class LedDrafter:
-    """A drafter whose proposal is the first process's.
+class BroadcastDrafter(DrafterDefaults):
+    """A drafter on a tensor-parallel group: rank 0's draft counts.
 
-    Every process drafts: the draft's cache is then everywhere up to date, and the draft may be tensor-parallel too.
-    Those that copy from a store of their own may have copied something else.
+    Every rank drafts, so that the draft cache is up to date everywhere and the draft model may be tensor-parallel too.
+    Drafters that match against a store of their own may draft something else on each rank.
 
     Args:
-        drafter: this process's own.
-        shards: the processes.
+        drafter: this rank's own.
+        group: the processes.
     """
 
-    def __init__(self, drafter: Drafter, shards: Shards):
+    def __init__(self, drafter: Drafter, group: TensorParallelGroup):
         self.drafter = drafter
-        self.shards = shards
+        self._group = group
+        self.hidden_layers = drafter.hidden_layers
+        self.max_draft_tokens = drafter.max_draft_tokens
+        self.reads_host_tokens = drafter.reads_host_tokens
+        self.min_query_len = drafter.min_query_len
+        self.drafts_fewer = drafter.drafts_fewer
 
-    def draft(
-        self,
-        query_token_ids: Tensor,
-        kv_cache: KVCache | None,
-        num_draft_tokens: int,
-        sample_strategy: SampleStrategy,
-        *,
-        keys: NoiseKeys | None = None,
-        kept: Kept | None = None,
-    ) -> DraftOut:
+    def draft(self, request: DraftRequest) -> DraftOut:
         """See `Drafter.draft`."""
-        own = self.drafter.draft(query_token_ids, kv_cache, num_draft_tokens, sample_strategy, keys=keys, kept=kept)
+        own = self.drafter.draft(request)
         num_own = own.token_ids.shape[1]
-        packed = own.token_ids.new_full((len(own.token_ids), num_draft_tokens + 2), -1)  # [B, K' + 2]
+        packed = own.token_ids.new_full((len(own.token_ids), request.num_draft_tokens + 2), -1)  # [B, K' + 2]
         packed[:, :num_own] = own.token_ids
         packed[:, -2] = own.lens
         packed[:, -1] = num_own
-        first = self.shards.first(packed)
-        num = int(first[0, -1])
-        proposal = own._replace(token_ids=first[:, :num], lens=first[:, -2].to(own.lens.dtype))
+        agreed = self._group.broadcast(packed)
+        num = int(agreed[0, -1])
+        draft = own._replace(token_ids=agreed[:, :num], lens=agreed[:, -2].to(own.lens.dtype))
         if num == num_own:
-            return proposal
-        fed = own.fed or Fed(num_own - 1 if kv_cache is not None else 0, [False] * len(first))
-        return proposal._replace(token_logits=None, logsumexp=None, fed=fed)
+            return draft
+        cached = own.cached or CachedDraft(num_own - 1 if request.kv_cache is not None else 0, [False] * len(agreed))
+        return draft._replace(token_logits=None, logsumexp=None, cached=cached)
+
+    def resume(self, token_ids: Tensor) -> None:
+        """See `Drafter.resume`."""
+        self.drafter.resume(token_ids)
 
     def rows(self, indices: Sequence[int]) -> None:
         """See `Drafter.rows`."""
         self.drafter.rows(indices)
 
 
-class LedVerifier:
-    """A verifier whose verdict is the first process's.
+class BroadcastVerifier:
+    """A verifier on a tensor-parallel group: rank 0's verdict counts.
 
     Args:
-        verifier: this process's own.
-        shards: the processes.
+        verifier: this rank's own.
+        group: the processes.
     """
 
-    def __init__(self, verifier: Verifier, shards: Shards):
+    def __init__(self, verifier: Verifier, group: TensorParallelGroup):
         self.verifier = verifier
-        self.shards = shards
+        self._group = group
 
     def verify(self, target_logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verdict:
         """See `Verifier.verify`."""
         own = self.verifier.verify(target_logits, draft, keys)
         counts = torch.stack([own.num_accepted, own.status], dim=1).to(torch.int64)  # [B, 2]
-        first = self.shards.first(torch.cat([own.token_ids, counts], dim=1))
-        return Verdict(first[:, :-2], first[:, -2].to(torch.int32), first[:, -1].to(torch.int32))
+        agreed = self._group.broadcast(torch.cat([own.token_ids, counts], dim=1))
+        return Verdict(agreed[:, :-2], agreed[:, -2].to(torch.int32), agreed[:, -1].to(torch.int32))
 
 
-def led_stopping(stopping: BlockStopping, shards: Shards) -> BlockStopping:
-    """Criteria on blocks that stop rows where the first process's do: those of others may read another clock.
+def broadcast_stopping(stopping: BlockStopping, group: TensorParallelGroup) -> BlockStopping:
+    """Stopping criteria on blocks of which rank 0's verdict counts: another rank's may read another clock.
 
     Args:
-        stopping: this process's own, as `BlockStoppingCriteria`.
-        shards: the processes.
+        stopping: this rank's own, such as `BlockStoppingCriteria`.
+        group: the processes.
     """
 
-    def stop(token_ids: Tensor, prefix_lens: Sequence[int], num_new: Sequence[int]) -> StopVerdict:
-        own = stopping(token_ids, prefix_lens, num_new)
-        num_emitted, is_done = shards.first(torch.tensor([own.num_emitted, own.is_done], dtype=torch.int64)).tolist()
+    def stop(tokens: TokenBuffer, new_ids: Sequence[list[int]]) -> StopVerdict:
+        own = stopping(tokens, new_ids)
+        verdict = torch.tensor([own.num_emitted, own.is_done], dtype=torch.int64)  # [2, B]
+        num_emitted, is_done = group.broadcast(verdict).tolist()
         return StopVerdict(num_emitted, [bool(done) for done in is_done])
 
     return stop
 
 
-def led_criteria(criteria: Criteria, shards: Shards) -> Criteria:
-    """Criteria on one token that stop rows where the first process's do.
+def broadcast_criteria(criteria: Criteria, group: TensorParallelGroup) -> Criteria:
+    """Stopping criteria on single tokens of which rank 0's answer counts.
 
     Args:
-        criteria: this process's own, as `StoppingCriteriaList`.
-        shards: the processes.
+        criteria: this rank's own, such as `StoppingCriteriaList`.
+        group: the processes.
     """
 
     def stop(input_ids: Tensor, scores: tuple[Tensor, ...] | None) -> Tensor:
-        return shards.first(criteria(input_ids, scores).to(torch.uint8)).bool()  # [B]; not every backend sends bool
+        return group.broadcast(criteria(input_ids, scores).to(torch.uint8)).bool()  # [B]; not every backend sends bool
 
     return stop

@@ -1,4 +1,4 @@
-"""Carries a draft model's states from call to call."""
+"""Draft cache reuse: a draft model's KV states are kept in a `DraftState` from one call to the next."""
 
 import weakref
 from collections.abc import Sequence
@@ -9,9 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from hf_speculate.draft.base import Drafter
-from hf_speculate.draft.hybrid import HybridDrafter
-from hf_speculate.draft.model import ModelDrafter
+from hf_speculate.cache.base import KVCache
 from hf_speculate.draft.state import DraftSource, DraftState, HeldDraft
 from hf_speculate.draft.vocab_mapping import Vocabulary
 from hf_speculate.engine.batch import Batch
@@ -19,13 +17,15 @@ from hf_speculate.models.language_model import device_of
 from hf_speculate.types import KVState
 
 
-class Carrier:
+class DraftCacheReuse:
     """Fills a call's draft cache from a `DraftState`, and the state from the cache when the call ends.
+
+    In such a call, rows stay in the batch when they are finished.
 
     Args:
         state: emptied when a call begins.
         draft: the draft model.
-        vocabulary: how its ids stand to the target's; None: they are the same.
+        vocabulary: maps the target's ids to the draft's; None if they are the same.
     """
 
     def __init__(self, state: DraftState, draft: PreTrainedModel, vocabulary: Vocabulary | None):
@@ -36,70 +36,78 @@ class Carrier:
         adapted: list[Any] = [module for module in draft.modules() if hasattr(module, "merged_adapters")]
         adapters = tuple((*one.active_adapters, one.disable_adapters, *one.merged_adapters) for one in adapted)
         self._source = DraftSource(parts, device_of(draft), draft.dtype, adapters, ids)
+        self._num_valid: list[int] = []  # [B] real tokens of each row that the draft cache holds for sure
 
-    def recall(self, batch: Batch, drafter: Drafter | None) -> None:
-        """Let the draft cache hold what the state has of the prompts; the same columns of every row.
+    def recall(self, batch: Batch, kv_cache: KVCache) -> int:
+        """Put the states of the longest common beginning of all rows into an empty draft cache.
 
-        Args:
-            batch: the rows, whose draft cache is empty.
-            drafter: told what it need not read.
+        Returns:
+            The number of columns that every row has in the cache now, padding included.
         """
-        held = self.state.take()
-        cache, pads = batch.draft_cache, batch.num_pads or []
-        batch.num_valid = [0] * len(pads)
-        if held is None or cache is None or not held.source.serves(self._source) or len(held.texts) != len(pads):
-            return
+        held, pads = self.state.take(), batch.num_pads
+        self._num_valid = [0] * len(pads)
+        if held is None or not held.source.serves(self._source) or len(held.texts) != len(pads):
+            return 0
         prompts = batch.tokens.token_ids[:, : batch.prompt_len]
         texts = [row[num:] for row, num in zip(prompts.tolist(), pads, strict=True)]
         num_columns = min(num + _num_shared(*pair) for num, *pair in zip(pads, held.texts, texts, strict=True))
         if num_columns <= min(pads):
-            return  # of no row anything is left
-        cache.update([_placed(state, pads, num_columns) for state in held.states])
-        batch.num_held = [num_columns] * len(pads)
-        batch.num_valid = [max(num_columns - num, 0) for num in pads]
-        if isinstance(drafter, ModelDrafter | HybridDrafter):
-            drafter.begin(prompts[:, :num_columns])
+            return 0  # nothing is left of any row
+        kv_cache.update([_placed(state, pads, num_columns) for state in held.states])
+        self._num_valid = [max(num_columns - num, 0) for num in pads]
+        return num_columns
 
-    def remember(self, batch: Batch) -> None:
-        """Put what the draft cache holds of the rows' texts into the state, if that is all there."""
-        cache, pads, counts = batch.draft_cache, batch.num_pads or [], batch.num_valid
-        if cache is None or counts is None or not any(counts):
+    def note(self, batch: Batch, kv_cache: KVCache, certain: Sequence[int], was_live: Sequence[bool]) -> None:
+        """Note how much of each row the draft cache holds after a round.
+
+        A finished row is fed tokens that are not its own, so it can only lose.
+
+        Args:
+            batch: the rows.
+            kv_cache: cut back to the emitted tokens.
+            certain: [B] tokens of each row, padding included, that the cache held before.
+            was_live: [B] rows that were not finished when they were drafted.
+        """
+        rows = zip(self._num_valid, certain, batch.num_pads, was_live, strict=True)
+        valid = [max(num - pad, 0) if live else known for known, num, pad, live in rows]
+        lens = kv_cache.get_lens().tolist()
+        self._num_valid = [min(num, length) for num, length in zip(valid, lens, strict=True)]
+
+    def remember(self, batch: Batch, kv_cache: KVCache) -> None:
+        """Put the states of the rows' tokens into the state, if they are all there."""
+        counts = self._num_valid
+        if not any(counts):
             return
-        states = cache.first_tokens(counts)
+        states = kv_cache.first_tokens(counts)
         if states is None:
             return
-        spans = zip(batch.tokens.token_ids.tolist(), pads, counts, strict=True)
+        spans = zip(batch.tokens.token_ids.tolist(), batch.num_pads, counts, strict=True)
         self.state.put(HeldDraft(self._source, [row[pad : pad + num] for row, pad, num in spans], states))
 
 
-def make_carrier(
+def make_draft_cache_reuse(
     state: DraftState | None, draft: PreTrainedModel | None, vocabulary: Vocabulary | None, text_mask: Tensor | None
-) -> Carrier | None:
-    """A call's carrier; None where there is nothing to carry.
+) -> DraftCacheReuse | None:
+    """The reuse of a call; None if there is nothing to reuse.
 
     Args:
         state: the call's, or None.
         draft: the draft model, or None.
-        vocabulary: see `Carrier`.
-        text_mask: [B, T] int64, which of the prompts' ids are real; None: all. With holes, nothing is carried.
+        vocabulary: see `DraftCacheReuse`.
+        text_mask: [B, T] int64, 1 for real tokens of the prompts; None if all are. A mask with holes prevents reuse.
     """
     if state is None or draft is None:
         return None
     if text_mask is not None and bool((text_mask[:, 1:] < text_mask[:, :-1]).any()):
         return None
-    return Carrier(state, draft, vocabulary)
+    return DraftCacheReuse(state, draft, vocabulary)
 
 
-def home_choice(choice: str, state: DraftState | None, draft: PreTrainedModel) -> str:
-    """Where a draft's states go, by the choices of `speculation_cache`.
+def draft_cache_choice(choice: str, state: DraftState | None, draft: PreTrainedModel) -> str:
+    """The value of `speculation_cache` for a draft model whose states are kept.
 
-    Growing buffers of window layers forget what lies behind the window, and a state could not be cut back to what a
-    later prompt shares; the dynamic home keeps all of a draft's states.
-
-    Args:
-        choice: what was asked for.
-        state: the call's, or None.
-        draft: the draft model.
+    Growing buffers of sliding-window layers drop what lies behind the window, and a state could not be cut back to what
+    a later prompt shares; the dynamic cache of a draft keeps all states.
     """
     if state is None or choice != "auto":
         return choice
@@ -108,20 +116,20 @@ def home_choice(choice: str, state: DraftState | None, draft: PreTrainedModel) -
 
 
 def _num_shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens at the beginning that two texts have in common."""
+    """Tokens that two sequences have in common at their beginning."""
     length = min(len(one), len(other))
     if one[:length] == other[:length]:
         return length
-    return next(place for place in range(length) if one[place] != other[place])
+    return next(position for position in range(length) if one[position] != other[position])
 
 
 def _placed(state: KVState, num_pads: Sequence[int], num_columns: int) -> KVState:
-    """States [B, H, num_columns, D] of rows with so much padding first, from [B, H, N, D] without any."""
+    """States [B, H, num_columns, D] of left-padded rows, from [B, H, N, D] without padding."""
     if not any(num_pads):
         return KVState(*(part[:, :, :num_columns] for part in state))
     device = state.keys.device
-    places = torch.arange(num_columns, device=device) - torch.tensor(num_pads, device=device)[:, None]
-    index = places.clamp(0, state.keys.shape[2] - 1)[:, None, :, None]  # padding is masked, whatever it holds
+    columns = torch.arange(num_columns, device=device) - torch.tensor(num_pads, device=device)[:, None]
+    index = columns.clamp(0, state.keys.shape[2] - 1)[:, None, :, None]  # padding is masked, whatever it holds
     keys, values = (_gathered(part, index) for part in state)
     return KVState(keys, values)
 

@@ -1,145 +1,207 @@
-"""Keeps count of what the drafter has seen of each row."""
+"""Draft session: the drafter, its KV cache, and what both have seen of each row."""
+
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
-from hf_speculate.draft.base import Drafter
-from hf_speculate.engine.batch import Batch, DecoderSettings
-from hf_speculate.engine.verification import Trimmed, Verified
-from hf_speculate.types import DraftOut, NoiseKeys
+from hf_speculate.cache.base import KVCache
+from hf_speculate.draft.base import Drafter, DraftRequest
+from hf_speculate.engine.batch import Batch
+from hf_speculate.engine.draft_cache_reuse import DraftCacheReuse
+from hf_speculate.engine.hidden_states import HiddenStates
+from hf_speculate.token_buffer import TokenBuffer
+from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy, Scored, Trimmed, Verified
 
 
-class Follower:
-    """A drafter that is fed what it has not seen, and forgets what was not kept.
+class DraftSession:
+    """Feeds the drafter what it has not seen, and rolls its KV cache back to the tokens that were emitted.
 
     Args:
-        drafter: proposes; None where nothing is drafted.
-        settings: see `DecoderSettings`.
+        drafter: proposes tokens; None if nothing is drafted.
+        kv_cache: the draft model's states; None for drafters without one.
+        strategy: how the drafter proposes.
+        num_rows: B.
+        padding_id: token that finished rows are drafted in lock step; None if their drafts do not matter.
+        reuse: fills the cache from an earlier call, and keeps it for later ones; None if it is not reused.
     """
 
-    def __init__(self, drafter: Drafter | None, settings: DecoderSettings):
+    def __init__(
+        self,
+        drafter: Drafter | None,
+        kv_cache: KVCache | None,
+        strategy: SampleStrategy,
+        num_rows: int,
+        padding_id: int | None = None,
+        reuse: DraftCacheReuse | None = None,
+    ):
         self.drafter = drafter
-        self.settings = settings
+        self.kv_cache = kv_cache
+        self.num_fed = 0  # tokens of each row that the drafter read in the last round
+        self._strategy = strategy
+        self._padding_id = padding_id
+        self._reuse = reuse
+        layers = None if drafter is None else drafter.hidden_layers
+        self.hidden_states = None if layers is None else HiddenStates(layers)
+        self._num_seen = [0] * num_rows  # tokens of each row that the drafter has seen
+        self._seen_lens: list[int] | None = None  # each row's length at the drafter's last call
+        self._seen_round = 0  # the round of that call
         self._was_live: list[bool] = []  # [B] at the last draft
 
-    def num_unseen(self, batch: Batch) -> int:
-        """Tokens at the end of the live rows that the drafter has not seen; as many in each, for plain steps add one.
+    def begin(self, batch: Batch) -> None:
+        """Fill the draft cache from an earlier call."""
+        if self._reuse is not None and self.kv_cache is not None:
+            num_columns = self._reuse.recall(batch, self.kv_cache)
+            if num_columns and self.drafter is not None:
+                self._num_seen = [num_columns] * batch.num_rows
+                self.drafter.resume(batch.tokens.token_ids[:, :num_columns])
 
-        Finished rows that stay are fed as many, whatever they are: nobody uses their drafts.
-        """
-        no_live = all(batch.is_finished)  # then all are fed what they lack: other ranks take part in the forwards
-        rows = zip(batch.tokens.lens, batch.num_held, batch.is_finished, strict=True)
-        return max(length - held for length, held, is_finished in rows if no_live or not is_finished)
+    def num_unread(self, batch: Batch) -> int:
+        """Prompt tokens of each row that the drafter has yet to read; none if nothing is drafted."""
+        return max(batch.prompt_len - self._num_seen[0], 0)
 
-    def draft(self, batch: Batch, num_draft_tokens: int, num_fed: int, keys: NoiseKeys) -> DraftOut:
-        """Let the drafter read and propose.
+    def read_prompt(self, batch: Batch, scored: Scored, num_ahead: int) -> None:
+        """Keep the target's hidden states of a part of the prompt, if the drafter reads them.
 
         Args:
             batch: the rows.
-            num_draft_tokens: K at most; 0 for no draft.
-            num_fed: tokens at the end of each row that it is fed.
-            keys: noise of the round.
+            scored: of the forward over that part.
+            num_ahead: columns of the prompt from the part's first one on.
         """
+        if self.hidden_states is not None:
+            # a prompt of embeddings may have more tokens than ids
+            num_tokens = [min(num, batch.prompt_len + 1) for num in batch.num_prompt_tokens]
+            self.hidden_states.add_prompt(scored, num_tokens, num_ahead)
+
+    def propose(self, batch: Batch, num_draft_tokens: int, keys: NoiseKeys) -> DraftOut:
+        """Draft up to `num_draft_tokens` tokens per row; none if that is 0.
+
+        Args:
+            batch: the rows.
+            num_draft_tokens: K at most.
+            keys: of the round's noise.
+        """
+        self.num_fed = 0
         if num_draft_tokens == 0 or self.drafter is None:
             return batch.no_draft()
+        self.num_fed = num_fed = self._num_unseen(batch)
         self._was_live = [not is_finished for is_finished in batch.is_finished]
-        batch.num_held = [length - num_fed for length in batch.tokens.lens]
-        on_host = self.settings.drafts_on_host
-        tokens = batch.host_tokens if on_host else batch.tokens
-        draft = self.drafter.draft(
-            tokens.last(num_fed),
-            batch.draft_cache,
-            num_draft_tokens,
-            self.settings.draft_strategy,
-            keys=keys,
-            kept=batch.kept_on_host() if on_host else batch.kept(tokens),
+        lens = batch.tokens.lens
+        self._num_seen = [length - num_fed for length in lens]
+        tokens = batch.host_tokens if self.drafter.reads_host_tokens else batch.tokens
+        request = DraftRequest(
+            tokens.last(num_fed), self.kv_cache, num_draft_tokens, self._strategy, keys, self._kept(batch, tokens)
         )
-        batch.tell(on_host)
-        draft = self._within_length(batch, draft)
-        num_ahead = draft.token_ids.shape[1] - 1 if batch.draft_cache is not None else 0
-        if draft.fed is not None:
-            num_ahead = draft.fed.num_ahead
-        batch.num_held = [length + num_ahead for length in batch.tokens.lens]
-        if self.settings.is_lock_step and self.settings.pad_token_id is not None and any(batch.is_finished):
+        draft = self.drafter.draft(request)
+        self._seen_lens, self._seen_round = list(lens), batch.num_rounds
+        draft = _within_room(draft, batch.num_left)
+        num_ahead = draft.token_ids.shape[1] - 1 if self.kv_cache is not None else 0
+        if draft.cached is not None:
+            num_ahead = draft.cached.num_ahead
+        self._num_seen = [length + num_ahead for length in lens]
+        if self._padding_id is not None and any(batch.is_finished):
             finished = torch.tensor(batch.is_finished, device=draft.token_ids.device)[:, None]
-            draft = draft._replace(token_ids=draft.token_ids.masked_fill(finished, self.settings.pad_token_id))
+            draft = draft._replace(token_ids=draft.token_ids.masked_fill(finished, self._padding_id))
         return draft
 
-    def crop(self, batch: Batch, draft: DraftOut, verified: Verified, trimmed: Trimmed) -> None:
-        """Let the drafter forget what was not kept.
+    def commit(self, batch: Batch, draft: DraftOut, scored: Scored, verified: Verified, trimmed: Trimmed) -> None:
+        """Roll the draft cache back to the emitted tokens.
 
         Args:
-            batch: the rows, the kept tokens written.
-            draft: the round's proposal.
-            verified: what the verifier made of it.
-            trimmed: how much of that was kept.
+            batch: the rows, with the emitted tokens.
+            draft: of the round.
+            scored: the target's outputs.
+            verified: the verdict on the draft.
+            trimmed: the emitted part of it.
         """
+        if self.hidden_states is not None:
+            self.hidden_states.add(scored, trimmed.num_emitted)
         if not draft.token_ids.shape[1]:
             return
-        before = [length - num for length, num in zip(batch.tokens.lens, trimmed.num_emitted, strict=True)]
-        is_own = [True] * len(before) if draft.fed is None else draft.fed.is_own
-        most = [max(num - 1, 0) if own else 0 for num, own in zip(trimmed.num_emitted, is_own, strict=True)]
-        followed = [  # what a finished row's drafts were is of no use to anybody
-            num if done else min(num, accepted)
-            for num, done, accepted in zip(most, batch.is_finished, verified.num_accepted, strict=True)
-        ]
-        valid = [min(held, length + num) for held, length, num in zip(batch.num_held, before, followed, strict=True)]
+        lens, num_emitted = batch.tokens.lens, trimmed.num_emitted
+        before = [length - num for length, num in zip(lens, num_emitted, strict=True)]
+        is_own = [True] * len(before) if draft.cached is None else draft.cached.is_own
+        most = [max(num - 1, 0) if own else 0 for num, own in zip(num_emitted, is_own, strict=True)]
         kept = [min(num, accepted) for num, accepted in zip(most, verified.num_accepted, strict=True)]
-        certain = [min(held, length + num) for held, length, num in zip(batch.num_held, before, kept, strict=True)]
-        self._drop(batch, valid)
-        self._note_valid(batch, certain)
+        # nobody uses the drafts of finished rows, so their cache may hold anything
+        followed = [most[row] if done else kept[row] for row, done in enumerate(batch.is_finished)]
+        rows = zip(self._num_seen, before, strict=True)
+        ends = [
+            (seen, start + num, start + sure) for (seen, start), num, sure in zip(rows, followed, kept, strict=True)
+        ]
+        self._crop(batch, [min(seen, end) for seen, end, _ in ends])
+        if self._reuse is not None and self.kv_cache is not None:
+            certain = [min(seen, end) for seen, _, end in ends]
+            self._reuse.note(batch, self.kv_cache, certain, self._was_live)
 
-    def undo(self, batch: Batch, draft: DraftOut) -> None:
-        """Let the drafter forget a draft of which nothing is kept.
-
-        Args:
-            batch: the rows.
-            draft: the round's proposal.
-        """
-        if draft.token_ids.shape[1]:
-            pairs = zip(batch.num_held, batch.tokens.lens, strict=True)
-            valid = [min(held, length) for held, length in pairs]
-            self._drop(batch, valid)
-            self._note_valid(batch, valid)
-
-    def rows(self, indices: list[int]) -> None:
-        """Forget all rows but `indices`, in that order. The caller does the same to the batch."""
+    def rows(self, indices: Sequence[int]) -> None:
+        """Keep the rows `indices`, in that order."""
         if self.drafter is not None:
             self.drafter.rows(indices)
+        if self.kv_cache is not None:
+            self.kv_cache.rows(indices)
+        if self.hidden_states is not None:
+            self.hidden_states.rows(indices)
+        self._num_seen = [self._num_seen[row] for row in indices]
+        if self._seen_lens is not None:
+            self._seen_lens = [self._seen_lens[row] for row in indices]
 
-    def _within_length(self, batch: Batch, draft: DraftOut) -> DraftOut:
-        """Let no row count drafts past its own end, so that what it draws does not depend on its neighbours."""
-        room = [max(self.settings.max_length - length - 1, 0) for length in batch.tokens.lens]
-        if min(room) >= draft.token_ids.shape[1]:
-            return draft
-        most = torch.tensor(room, dtype=draft.lens.dtype, device=draft.lens.device)
-        return draft._replace(lens=torch.minimum(draft.lens, most))
+    def end(self, batch: Batch) -> None:
+        """Keep the draft cache for later calls."""
+        if self._reuse is not None and self.kv_cache is not None:
+            self._reuse.remember(batch, self.kv_cache)
 
-    def _note_valid(self, batch: Batch, certain: list[int]) -> None:
-        """Say how much of each row's own text the draft cache holds, for later calls.
+    def _num_unseen(self, batch: Batch) -> int:
+        """Tokens at the end of the live rows that the drafter has not seen; the same number for every row.
 
-        What a row is fed once it has ended is not its text, so such a row can only lose.
-
-        Args:
-            batch: the rows, the cache cut back.
-            certain: [B] tokens of each row, padding included, that it held before.
+        Plain steps add one token to it. Finished rows that stay are fed as many tokens as the others. If no row is
+        live, all rows are fed what they lack: other ranks take part in the forwards.
         """
-        if batch.num_valid is None or batch.draft_cache is None:
-            return
-        rows = zip(batch.num_valid, certain, batch.num_pads or [], self._was_live, strict=True)
-        valid = [max(num - pad, 0) if was_live else known for known, num, pad, was_live in rows]
-        lens = batch.draft_cache.get_lens().tolist()
-        batch.num_valid = [min(num, length) for num, length in zip(valid, lens, strict=True)]
+        no_live = all(batch.is_finished)
+        rows = zip(batch.tokens.lens, self._num_seen, batch.is_finished, strict=True)
+        return max(length - seen for length, seen, is_finished in rows if no_live or not is_finished)
 
-    def _drop(self, batch: Batch, valid: list[int]) -> None:
+    def _kept(self, batch: Batch, tokens: TokenBuffer) -> Kept | None:
+        """The tokens emitted since the drafter's last call; None before the first one.
+
+        With hidden states it holds the tokens that they belong to, also before the first call; the states are handed
+        over and forgotten.
+        """
+        seen_lens, states = self._seen_lens, None
+        device = tokens.token_ids.device
+        if self.hidden_states is not None:
+            seen_lens = [length - num for length, num in zip(tokens.lens, self.hidden_states.counts, strict=True)]
+            states = self.hidden_states.take(device)
+        if seen_lens is None:
+            return None
+        counts = [length - seen for length, seen in zip(tokens.lens, seen_lens, strict=True)]
+        offsets = torch.arange(max(counts), device=device)  # [N]
+        columns = torch.tensor(seen_lens, device=device)[:, None] + offsets  # [B, N]
+        num_emitted = torch.tensor(counts, dtype=torch.int32)
+        ids = tokens.token_ids.gather(1, columns.clamp_max(tokens.token_ids.shape[1] - 1))  # [B, N]
+        ids = ids.masked_fill(offsets >= num_emitted.to(device)[:, None], -1)
+        return Kept(ids, num_emitted, states, num_rounds=batch.num_rounds - self._seen_round)
+
+    def _crop(self, batch: Batch, num_valid: list[int]) -> None:
         """Leave the drafter equally far behind in every row, so that its next query is rectangular.
 
         Args:
-            batch: the rows, the kept tokens written.
-            valid: [B] tokens of each row that the drafter has seen and that were kept.
+            batch: the rows, with the emitted tokens.
+            num_valid: [B] tokens of each row that the drafter has seen and that were emitted.
         """
-        behind = max(length - seen for length, seen in zip(batch.tokens.lens, valid, strict=True))
-        num_query = max(behind, self.settings.min_draft_query)
-        keep = [length - num_query for length in batch.tokens.lens]
-        if batch.draft_cache is not None:
-            batch.draft_cache.crop([held - num for held, num in zip(batch.num_held, keep, strict=True)])
-        batch.num_held = keep
+        lens = batch.tokens.lens
+        behind = max(length - seen for length, seen in zip(lens, num_valid, strict=True))
+        num_query = max(behind, 1 if self.drafter is None else self.drafter.min_query_len)
+        keep = [length - num_query for length in lens]
+        if self.kv_cache is not None:
+            self.kv_cache.crop([seen - num for seen, num in zip(self._num_seen, keep, strict=True)])
+        self._num_seen = keep
+
+
+def _within_room(draft: DraftOut, num_left: Sequence[int]) -> DraftOut:
+    """Let no row count drafts past its own end, so that what it samples does not depend on the other rows."""
+    room = [max(left - 1, 0) for left in num_left]
+    if min(room) >= draft.token_ids.shape[1]:
+        return draft
+    most: Tensor = torch.tensor(room, dtype=draft.lens.dtype, device=draft.lens.device)
+    return draft._replace(lens=torch.minimum(draft.lens, most))

@@ -1,4 +1,4 @@
-"""Keeps the target's hidden states until the drafter reads them."""
+"""Hidden states of the target that the drafter has yet to read."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,36 +11,37 @@ from hf_speculate.types import Scored
 
 
 class _Piece(NamedTuple):
-    """What one forward gave."""
+    """The states of one forward."""
 
     states: Tensor  # [B, Q, D]
-    starts: list[int]  # [B] where each row's own begin
-    counts: list[int]  # [B] how many they are
+    starts: list[int]  # [B] first column of each row's states
+    counts: list[int]  # [B] number of columns
 
 
 class HiddenStates:
-    """The hidden states that the drafter has not been told, row by row: the last ones, unless layers are named.
+    """The hidden states that the drafter has not read, row by row.
 
-    Of a forward's states a row has those of real tokens, as many as tokens were chosen from them and kept. Numbers stay
-    on the host, states where the target left them: neither adding nor taking waits for an accelerator.
+    A row keeps the states of real tokens from which an emitted token was chosen. Counts stay on the host and states
+    on the target's device: neither adding nor taking waits for an accelerator.
 
     Args:
-        layers: the layers whose states are wanted, joined along D in this order, as `output_hidden_states` of the
-            target's forward numbers them; None: the last, as its head reads it.
+        layers: layers whose states are wanted, concatenated along D in this order, numbered as in the target's
+            `output_hidden_states`; -1 is the last one, as the head reads it.
     """
 
-    def __init__(self, layers: Sequence[int] | None = None):
-        self._layers = [-1] if layers is None else list(layers)
-        self.wanted: bool | list[int] = True if layers is None else self._layers  # what the target's forward is asked
+    def __init__(self, layers: Sequence[int] = (-1,)):
+        self._layers = list(layers)
+        # the value of `output_hidden_states` in the target's forward
+        self.wanted: bool | list[int] = True if self._layers == [-1] else self._layers
         self._pieces: list[_Piece] = []
 
     @property
     def counts(self) -> list[int]:
-        """[B] states of each row; empty where there are none."""
+        """[B] number of states of each row; empty if there are none."""
         return [sum(counts) for counts in zip(*(piece.counts for piece in self._pieces), strict=True)]
 
     def add_prompt(self, output: Scored, num_tokens: Sequence[int], num_ahead: int) -> None:
-        """Append what a part of the left-padded prompt gave.
+        """Append the states of a part of the left-padded prompt.
 
         Args:
             output: of the forward over that part.
@@ -56,7 +57,7 @@ class HiddenStates:
         self._pieces.append(_Piece(states, starts, [width - start for start in starts]))
 
     def add(self, output: Scored, counts: Sequence[int]) -> None:
-        """Append what a round gave.
+        """Append the states of a round.
 
         Args:
             output: of the forward over the newest token and the drafts.
@@ -69,16 +70,16 @@ class HiddenStates:
         self._pieces.append(_Piece(states, [0] * len(counts), list(counts)))
 
     def take(self, device: torch.device) -> Tensor:
-        """Hand the states over and forget them.
+        """Hand over all states and forget them.
 
         Args:
-            device: where they are wanted.
+            device: the device to move them to.
 
         Returns:
-            [B, N, D], N the most that a row has; past a row's own they may be anything. D is that of all layers wanted.
+            [B, N, D], N being the largest count; undefined past a row's count. D covers all wanted layers.
         """
         pieces, counts = self._pieces, self.counts
-        # Copied, also where there is one: into what a forward in inference mode gave the drafter could not write.
+        # Always a copy: the drafter could not write into a tensor made in inference mode.
         states = torch.cat([piece.states for piece in pieces], dim=1)  # [B, S, D]
         if len(pieces) == 1 and not any(pieces[0].starts):
             states = states[:, : max(counts)]
@@ -89,7 +90,7 @@ class HiddenStates:
         return states.to(device)
 
     def _states(self, output: Scored) -> Tensor:
-        """[B, Q, D], or D of each layer that is wanted."""
+        """[B, Q, D] of the wanted layers."""
         given = output.hidden_states or ()
         few = [layer for layer in self._layers if not -len(given) <= layer < len(given) or given[layer] is None]
         if few or any(given[layer].shape[1] < output.logits.shape[1] for layer in self._layers):
@@ -114,7 +115,7 @@ class HiddenStates:
 
 
 def _own_first(pieces: Sequence[_Piece]) -> Tensor:
-    """[B, S] int64 on the host: the columns of the joined pieces, each row's own first and in their order."""
+    """[B, S] int64 on the host: the columns of the concatenated pieces, each row's own columns first, in order."""
     widths = torch.tensor([piece.states.shape[1] for piece in pieces])
     piece_of = torch.arange(len(pieces)).repeat_interleave(widths)  # [S]
     offsets = torch.arange(len(piece_of)) - (widths.cumsum(0) - widths)[piece_of]  # [S] within the piece

@@ -1,5 +1,6 @@
-"""Collects what `generate()` returns, row by row and token by token."""
+"""Output recorder: collects what `generate()` returns, row by row and token by token."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,8 @@ from transformers import GenerationConfig
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
-from hf_speculate.types import Scored
+from hf_speculate.engine.stage_clock import Stage
+from hf_speculate.types import RoundRecord, Scored, StageSeconds
 
 LayerStates = tuple[Tensor, ...]
 GenerateOutput = GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput  # of plain decoding
@@ -17,7 +19,7 @@ GenerateOutput = GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput  # of 
 
 @dataclass(frozen=True)
 class Recorded:
-    """Which outputs the call asked for."""
+    """The outputs that the call asked for besides tokens."""
 
     scores: bool = False
     logits: bool = False
@@ -26,64 +28,70 @@ class Recorded:
 
 
 class OutputRecorder:
-    """Keeps each row's new tokens and what belongs to each of them.
+    """An observer that keeps each row's new tokens, and the scores and states that `generate()` returns with them.
 
     Args:
-        batch_size: B rows, in the order of the output.
-        recorded: what to keep beside the tokens.
+        batch_size: B rows of the output.
+        recorded: what to keep besides the tokens.
+        windows: gives each layer's sliding window, None for layers that attend to everything; needed for attentions.
     """
 
-    def __init__(self, batch_size: int, recorded: Recorded):
+    stage = Stage.EMIT
+
+    def __init__(self, batch_size: int, recorded: Recorded, windows: Callable[[], Sequence[int | None]] | None = None):
         self.recorded = recorded
         self.new_ids: list[list[int]] = [[] for _ in range(batch_size)]
-        self._scores: list[list[Tensor]] = [[] for _ in range(batch_size)]  # each [V] float32
-        self._logits: list[list[Tensor]] = [[] for _ in range(batch_size)]  # each [V] float32
         self.hidden_states: list[LayerStates] = []  # one entry per token
         self.attentions: list[LayerStates] = []
+        self._scores: list[list[Tensor]] = [[] for _ in range(batch_size)]  # each [V] float32
+        self._logits: list[list[Tensor]] = [[] for _ in range(batch_size)]  # each [V] float32
+        self._windows = windows
 
-    def add_row(self, row: int, token_ids: list[int], scores: Tensor | None, logits: Tensor | None) -> None:
-        """Append a row's tokens.
+    def on_round(self, record: RoundRecord) -> None:
+        """See `Observer.on_round`."""
+        wants = self.recorded
+        for row, num in enumerate(record.trimmed.num_emitted):
+            row_id = record.row_ids[row]
+            self.new_ids[row_id] += record.verified.new_ids[row][:num]
+            if wants.scores and record.was_live[row]:
+                self._scores[row_id] += _float_rows(record.verified.scores[row], num)
+            if wants.logits and record.was_live[row]:
+                self._logits[row_id] += _float_rows(record.scored.logits[row], num)
+        if not record.num_round:
+            self._add_prompt_states(record.scored)
+        elif wants.hidden_states or wants.attentions:
+            self._add_states(record.scored, record.trimmed.num_emitted[0], record.draft.token_ids.shape[1] + 1)
+
+    def on_end(self, num_new_tokens: int, seconds: StageSeconds) -> None:
+        """Does nothing: `truncate` has run."""
+
+    def _add_states(self, scored: Scored, num_tokens: int, num_query: int) -> None:
+        """Append one row's hidden states and attentions, token by token as plain `generate` returns them.
 
         Args:
-            row: the row's place in the output.
-            token_ids: N ids.
-            scores: [>= N, V] float32, processed logits of these positions; None where not recorded.
-            logits: [>= N, V], the model's own; None where not recorded.
+            scored: outputs of a forward over `num_query` tokens; its first `num_tokens` positions chose the new tokens.
+            num_tokens: how many positions to keep.
+            num_query: Q.
         """
-        self.new_ids[row] += token_ids
-        num = len(token_ids)
-        if scores is not None:
-            self._scores[row] += scores[:num].to(torch.float32, copy=True).unbind(0)
-        if logits is not None:
-            self._logits[row] += logits[:num].to(torch.float32, copy=True).unbind(0)
-
-    def add_states(self, output: Scored, num_tokens: int, num_query: int, windows: list[int | None]) -> None:
-        """Append one row's hidden states and attentions, token by token as plain `generate` gives them.
-
-        Args:
-            output: of a forward of `num_query` tokens; the last `num_tokens` or more of them chose the new tokens.
-            num_tokens: how many positions, from `output`'s first scored one, to keep.
-            num_query: Q; the prompt's own forward keeps all Q positions in one entry.
-            windows: each layer's sliding window, None where it attends to everything.
-        """
+        windows = self._windows() if self._windows is not None and self.recorded.attentions else []
         for position in range(num_tokens):
-            if self.recorded.hidden_states and output.hidden_states is not None:
-                self.hidden_states.append(tuple(layer[:, position : position + 1] for layer in output.hidden_states))
-            if self.recorded.attentions and output.attentions is not None:
-                layers = zip(output.attentions, windows, strict=True)
+            if self.recorded.hidden_states and scored.hidden_states is not None:
+                self.hidden_states.append(tuple(layer[:, position : position + 1] for layer in scored.hidden_states))
+            if self.recorded.attentions and scored.attentions is not None:
+                layers = zip(scored.attentions, windows, strict=True)
                 self.attentions.append(
                     tuple(_attention_row(layer, position, num_query, window) for layer, window in layers)
                 )
 
-    def add_prompt_states(self, output: Scored) -> None:
+    def _add_prompt_states(self, scored: Scored) -> None:
         """Append the prompt's own forward as one entry."""
-        if self.recorded.hidden_states and output.hidden_states is not None:
-            self.hidden_states.append(output.hidden_states)
-        if self.recorded.attentions and output.attentions is not None:
-            self.attentions.append(output.attentions)
+        if self.recorded.hidden_states and scored.hidden_states is not None:
+            self.hidden_states.append(scored.hidden_states)
+        if self.recorded.attentions and scored.attentions is not None:
+            self.attentions.append(scored.attentions)
 
     def truncate(self, num_new_tokens: int) -> None:
-        """Keep at most so many new tokens of every row."""
+        """Keep at most `num_new_tokens` of every row."""
         for kept in (self.new_ids, self._scores, self._logits):
             for row in kept:
                 del row[num_new_tokens:]
@@ -97,11 +105,11 @@ class OutputRecorder:
         return torch.cat([input_ids, new_ids], dim=1)
 
     def output(self, input_ids: Tensor, pad_token_id: int, cache: Cache) -> GenerateOutput:
-        """All that was asked for, as plain `generate` returns it.
+        """The output object, as plain `generate` returns it.
 
         Args:
             input_ids: [B, T] int64, the prompts.
-            pad_token_id: what fills ended rows.
+            pad_token_id: fills ended rows.
             cache: the target's.
         """
         parts: dict[str, Any] = {
@@ -127,6 +135,11 @@ class OutputRecorder:
         return _by_position(self._logits, pad_token_id) if self.recorded.logits else None
 
 
+def _float_rows(scores: Tensor, num: int) -> list[Tensor]:
+    """Copies of the first `num` rows of [N, V], each [V] float32."""
+    return list(scores[:num].to(torch.float32, copy=True).unbind(0))
+
+
 def _by_position(rows: list[list[Tensor]], pad_token_id: int) -> tuple[Tensor, ...]:
     ended = torch.full_like(rows[0][0], -torch.inf)
     if pad_token_id < len(ended):  # a pad token may have been added without resizing the model
@@ -145,7 +158,7 @@ def _attention_row(layer: Tensor, position: int, num_query: int, window: int | N
 
 
 def recorded_of(generation_config: GenerationConfig) -> Recorded:
-    """What a call wants recorded.
+    """The outputs that a call asks for.
 
     Args:
         generation_config: with every default filled in.

@@ -1,8 +1,9 @@
-"""Which home a call's key-value states get: preallocated buffers where the model can use them, else the dynamic one."""
+"""Cache selection: the KV cache of a model is preallocated if the model supports it, otherwise dynamic."""
 
 import inspect
 import sys
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
 
 from hf_speculate.cache.base import KVCache
-from hf_speculate.cache.buffer_pool import BufferPool
+from hf_speculate.cache.buffer_pool import BufferPool, BufferStore
 from hf_speculate.cache.dynamic import DynamicKVCache
 from hf_speculate.cache.layers import holding, text_cache, window_of
 from hf_speculate.cache.preallocated import LayerKinds, PreallocatedKVCache
@@ -22,9 +23,16 @@ _READ_ALL = ("moshi",)  # window layers with a mask that knows no windows: plain
 _MASK_NAMES = ("full_attention", "sliding_attention")
 
 
+class CacheChoice(NamedTuple):
+    """The kind of KV cache that a model's states get."""
+
+    kind: str  # "dynamic" or "preallocated"
+    reason: str  # why "preallocated" was not chosen though it was preferred; empty otherwise
+
+
 @dataclass(frozen=True)
-class Home:
-    """Where the states of one model go.
+class CacheRequest:
+    """What the choice of a model's KV cache depends on.
 
     Args:
         choice: "auto", "dynamic" or "preallocated".
@@ -34,8 +42,8 @@ class Home:
         records_attentions: whether the call returns attention weights, which have the shape of the states.
         crosses: whether layers attend to an encoder's output too.
         max_columns: the longest that a row can become, padding included.
-        capacity: columns of preallocated buffers that never grow; None: buffers grow.
-        is_pooled: whether such buffers outlive the call, for later ones of the same shapes.
+        capacity: columns of preallocated buffers that never grow; None if buffers grow.
+        is_pooled: whether such buffers outlive the call, for later calls of the same shapes.
     """
 
     choice: str
@@ -48,28 +56,22 @@ class Home:
     capacity: int | None = None
     is_pooled: bool = False
 
-    def make(
-        self,
-        model: PreTrainedModel,
-        cache: Cache | None,
-        batch_size: int,
-        attention_mask: Tensor | None,
-        device: torch.device,
-    ) -> KVCache:
-        """The home of `model`'s states.
+    def choose(
+        self, model: PreTrainedModel, cache: Cache | None, attention_mask: Tensor | None, device: torch.device
+    ) -> CacheChoice:
+        """Selects the KV cache: preallocated if the model supports it, otherwise dynamic.
 
         Args:
             model: whose states.
-            cache: what transformers made or the user passed; its layers say what each attends to. None: a draft's,
-                whose states nobody else will look at.
-            batch_size: B.
-            attention_mask: [B, T] int64 over the states in `cache` and the prompt; None where nothing is padded.
-            device: where masks and position ids are made.
+            cache: what transformers made or the user passed; its layers tell what each attends to. None for a draft
+                model, whose states nobody else reads.
+            attention_mask: [B, T] int64 over the states in `cache` and the prompt; None if nothing is padded.
+            device: of masks and position ids.
 
         Raises:
-            UnsupportedModelError: "preallocated" was asked for by name and cannot hold.
+            UnsupportedModelError: "preallocated" was asked for by name and is not supported.
         """
-        layers = DynamicCache(config=model.config.get_text_config(decoder=True)) if cache is None else text_cache(cache)
+        layers = _layers_of(model, cache)
         wants = self.choice == "preallocated" or (self.choice == "auto" and not self.is_cache_passed)
         reason = self._obstacle(model, layers, attention_mask, device) if wants else ""
         if reason and self.choice == "preallocated":
@@ -77,18 +79,42 @@ class Home:
                 f"speculation_cache must be auto or dynamic for {type(model).__name__}, got 'preallocated': {reason}; "
                 "leave it out"
             )
-        if not wants or reason:
-            if cache is not None and model.config.model_type in _READ_ALL and _windows(layers) != {None}:
-                raise UnsupportedModelError(
-                    f"states of {type(model).__name__} must be preallocated, for its window layers read all that a "
-                    f"dynamic cache holds, got {reason or 'a dynamic cache'}; leave past_key_values and "
-                    "speculation_cache out, or decode plainly"
-                )
+        if wants and not reason:
+            return CacheChoice("preallocated", "")
+        if cache is not None and model.config.model_type in _READ_ALL and _windows(layers) != {None}:
+            raise UnsupportedModelError(
+                f"states of {type(model).__name__} must be preallocated, for its window layers read all that a "
+                f"dynamic cache holds, got {reason or 'a dynamic cache'}; leave past_key_values and "
+                "speculation_cache out, or decode plainly"
+            )
+        return CacheChoice("dynamic", reason)
+
+    def make(
+        self,
+        choice: CacheChoice,
+        model: PreTrainedModel,
+        cache: Cache | None,
+        batch_size: int,
+        attention_mask: Tensor | None,
+        device: torch.device,
+        buffers: BufferStore | None = None,
+    ) -> KVCache:
+        """The KV cache of a choice.
+
+        Args:
+            choice: of `choose`, with the same arguments.
+            model, cache, attention_mask, device: see `choose`.
+            batch_size: B.
+            buffers: where pooled buffers lie between calls; None if they are not pooled.
+        """
+        if choice.kind == "dynamic":
             # A draft's layers are all full ones, so that K forwards in a row can be rolled back at once.
             return DynamicKVCache(self._new_cache() if cache is None else cache, batch_size, attention_mask, device)
         home = cache if self.is_cache_kept else None
-        kinds = layer_kinds(model, layers)
-        pool = BufferPool(model, batch_size, self.capacity) if self.is_pooled and self.capacity else None
+        kinds = layer_kinds(model, _layers_of(model, cache))
+        pool = None
+        if self.is_pooled and self.capacity and buffers is not None:
+            pool = BufferPool(buffers, batch_size, self.capacity, model.dtype, model.device)
         return PreallocatedKVCache(
             kinds, batch_size, attention_mask, device, self.max_columns, home, self.capacity, pool
         )
@@ -124,6 +150,11 @@ class Home:
             "the attention mask has holes": _has_holes(attention_mask),
         }
         return next((reason for reason, holds in obstacles.items() if holds), "")
+
+
+def _layers_of(model: PreTrainedModel, cache: Cache | None) -> Cache:
+    """A cache whose layers tell what each layer of the model attends to."""
+    return DynamicCache(config=model.config.get_text_config(decoder=True)) if cache is None else text_cache(cache)
 
 
 def layer_kinds(model: PreTrainedModel, cache: Cache) -> LayerKinds:

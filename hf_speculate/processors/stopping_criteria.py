@@ -1,4 +1,4 @@
-"""Finds in a block of new tokens where token-by-token decoding would have stopped, row by row."""
+"""Stopping criteria on blocks: the token of each row's block at which token-by-token decoding would have stopped."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from transformers import (
 
 from hf_speculate.errors import ShapeError, UnsupportedGenerationError
 from hf_speculate.processors.registry import is_registered, name_of
+from hf_speculate.token_buffer import TokenBuffer
 
 _KNOWN_TYPES = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
 _NO_TOKEN = torch.iinfo(torch.int64).max  # StopStringCriteria matches ids past its vocabulary with nothing
@@ -81,77 +82,58 @@ class BlockStoppingCriteria:
         """Every id that ends a row; None without one."""
         return self._eos_token_ids or None
 
-    def __call__(self, token_ids: Tensor, prefix_lens: Sequence[int], num_new: Sequence[int]) -> StopVerdict:
-        """Cuts each row's block at the first prefix that any criterion ends.
-
-        On a GPU this waits for one copy of the new tokens, with the few before them that stop strings need;
-        registered criteria add one of their answers.
+    def __call__(self, tokens: TokenBuffer, new_ids: Sequence[list[int]]) -> StopVerdict:
+        """Cut each row's block at the first prefix that any criterion ends.
 
         Args:
-            token_ids: [B, C] int64, the new tokens already written.
-            prefix_lens: B lengths before the block, padding included.
-            num_new: B block lengths; row b's block is `token_ids[b, prefix_lens[b] : prefix_lens[b] + num_new[b]]`.
+            tokens: B rows without the block, on the host.
+            new_ids: [B] new tokens of each row, the block.
 
         Returns:
             The verdict, B entries each.
 
         Raises:
-            ShapeError: when a block lies outside `token_ids`.
-            UnsupportedGenerationError: when a criterion is foreign.
+            ShapeError: there is not one block per row.
+            UnsupportedGenerationError: a criterion is foreign.
         """
-        self._check(token_ids, prefix_lens, num_new)
-        num_emitted = list(num_new)
+        self._check(tokens, new_ids)
+        num_emitted = [len(ids) for ids in new_ids]
         is_done = [False] * len(num_emitted)
-        if not any(num_new):
+        if not any(num_emitted):
             return StopVerdict(num_emitted, is_done)
 
         def stop(row: int, at: int) -> None:
-            """Ends a row after `at` of its new tokens, unless it ended earlier."""
+            """End a row after `at` of its new tokens, unless it ended earlier."""
             num_emitted[row] = min(num_emitted[row], at)
             is_done[row] = True
 
         if self._is_time_up():
-            for row, num in enumerate(num_new):
+            for row, num in enumerate(num_emitted):
                 if num:
                     stop(row, num)
-        for row, at in self._find_max_length(prefix_lens, num_new):
+        for row, at in self._find_max_length(tokens.lens, [len(ids) for ids in new_ids]):
             stop(row, at)
-        reads_are_free = token_ids.device.type == "cpu"
-        if self._stop_string_criteria or (self._eos_token_ids and not reads_are_free):
-            tails = _copy_tails(token_ids, prefix_lens, num_new, self._tail_len)  # [B, L-1+N]
-            for row, at in self._find_stop_strings(tails):
+        for row, at in self._find_eos(new_ids):
+            stop(row, at)
+        if self._stop_string_criteria:
+            for row, at in self._find_stop_strings(_windows(tokens, new_ids, self._tail_len)):
                 stop(row, at)
-            blocks = tails[:, self._tail_len - 1 :].tolist()
-        elif self._eos_token_ids:
-            spans = zip(token_ids, prefix_lens, num_new, strict=True)
-            blocks = [ids[start : start + num].tolist() for ids, start, num in spans]
-        else:
-            blocks = []
-        for row, at in self._find_eos(blocks):
-            stop(row, at)
         if self._registered:
-            for row, at in self._find_registered(token_ids, prefix_lens, num_emitted):
+            for row, at in self._find_registered(tokens.followed_by(new_ids), tokens.lens, num_emitted):
                 stop(row, at)
         return StopVerdict(num_emitted, is_done)
 
-    def _check(self, token_ids: Tensor, prefix_lens: Sequence[int], num_new: Sequence[int]) -> None:
+    def _check(self, tokens: TokenBuffer, new_ids: Sequence[list[int]]) -> None:
         if self._foreign:
             raise UnsupportedGenerationError(
                 f"a block must meet row-wise stopping criteria only, got {', '.join(self.foreign_names)}; "
                 "call the plain list after every token, or declare the class with register_row_wise"
             )
-        if token_ids.dim() != 2 or not len(token_ids) == len(prefix_lens) == len(num_new):
+        if len(tokens.lens) != len(new_ids):
             raise ShapeError(
-                f"token_ids [B, C], prefix_lens and num_new must have one entry per row, got {list(token_ids.shape)}, "
-                f"{len(prefix_lens)} and {len(num_new)}; pass all three for the same rows"
+                f"new_ids must have one block per row of tokens, {len(tokens.lens)}, got {len(new_ids)}; "
+                "pass an empty block for a row without new tokens"
             )
-        capacity = token_ids.shape[1]
-        for prefix_len, num in zip(prefix_lens, num_new, strict=True):
-            if prefix_len < 0 or num < 0 or prefix_len + num > capacity:
-                raise ShapeError(
-                    f"prefix_len and num_new must lie in 0..C = {capacity} together, got {prefix_len} and {num}; "
-                    "write the new tokens behind the prefix first"
-                )
 
     def _is_time_up(self) -> bool:
         """Asks the MaxTimeCriteria, which own the clock."""
@@ -171,10 +153,10 @@ class BlockStoppingCriteria:
             if criterion.max_position_embeddings is not None and unfinished_len > criterion.max_position_embeddings:
                 _ask([criterion], torch.zeros((1, 1), dtype=torch.int64).expand(1, unfinished_len))  # warns, once
 
-    def _find_eos(self, blocks: list[list[int]]) -> Iterator[tuple[int, int]]:
-        for row, new_ids in enumerate(blocks):
-            if not self._eos_token_ids.isdisjoint(new_ids):
-                yield row, next(at for at, token_id in enumerate(new_ids, 1) if token_id in self._eos_token_ids)
+    def _find_eos(self, new_ids: Sequence[list[int]]) -> Iterator[tuple[int, int]]:
+        for row, ids in enumerate(new_ids):
+            if not self._eos_token_ids.isdisjoint(ids):
+                yield row, next(at for at, token_id in enumerate(ids, 1) if token_id in self._eos_token_ids)
 
     def _find_stop_strings(self, tails: Tensor) -> Iterator[tuple[int, int]]:
         """Asks about every prefix of the block at once: the criterion looks at its last few tokens only."""
@@ -210,22 +192,21 @@ def _ask(criteria: Iterable[Any], input_ids: Tensor) -> Tensor:
     return plain(input_ids, None)  # [N]
 
 
-def _copy_tails(token_ids: Tensor, prefix_lens: Sequence[int], num_new: Sequence[int], tail_len: int) -> Tensor:
-    """Cuts out each row's block with the tokens just before it, in one copy to the host.
+def _windows(tokens: TokenBuffer, new_ids: Sequence[list[int]], tail_len: int) -> Tensor:
+    """Each row's block with the tokens just before it.
 
     Args:
-        token_ids: [B, C] int64.
-        prefix_lens: B lengths before the block.
-        num_new: B block lengths, the longest being N.
+        tokens: B rows without the block, on the host.
+        new_ids: [B] the blocks, the longest of N tokens.
         tail_len: L >= 1, how many tokens the shortest prefix of the block must show.
 
     Returns:
-        [B, L-1+N] int64 on the host: column L-1 holds each block's first token. Places before the row's beginning or
-        past its block hold an id that is in no vocabulary.
+        [B, L-1+N] int64: column L-1 holds each block's first token. Columns before a row's first token or after its
+        block hold an id that is in no vocabulary.
     """
-    starts = torch.tensor(prefix_lens)[:, None] - (tail_len - 1)  # [B, 1]
-    ends = torch.tensor([p + n for p, n in zip(prefix_lens, num_new, strict=True)])[:, None]  # [B, 1]
-    places = starts + torch.arange(tail_len - 1 + max(num_new))  # [B, L-1+N]
-    is_outside = (places < 0) | (places >= ends)  # [B, L-1+N]
-    places = places.masked_fill(is_outside, 0).to(token_ids.device, non_blocking=True)
-    return token_ids.gather(1, places).cpu().masked_fill(is_outside, _NO_TOKEN)
+    width = max(map(len, new_ids))
+    rows = []
+    for ids, length, new in zip(tokens.token_ids, tokens.lens, new_ids, strict=True):
+        before = ids[max(length - tail_len + 1, 0) : length].tolist()
+        rows.append([_NO_TOKEN] * (tail_len - 1 - len(before)) + before + new + [_NO_TOKEN] * (width - len(new)))
+    return torch.tensor(rows)

@@ -1,23 +1,20 @@
-"""Refuses tokens that were drawn where there was no law."""
+"""Bad logits: the error for a token that was sampled from logits that define no distribution."""
 
 from torch import Tensor
 
 from hf_speculate.errors import BadLogitsError
 from hf_speculate.types import Status
 
-LAWLESS = int(Status.NAN | Status.ALL_MASKED | Status.POSITIVE_INF)  # a draft's own faults may set these flags too
+BAD_LOGITS = int(Status.NAN | Status.ALL_MASKED | Status.POSITIVE_INF)  # a draft's logits may set these flags too
 
 
-def fault_of(scores: Tensor, row: int, num_new_tokens: int) -> BadLogitsError | None:
-    """The error to raise where plain `generate` raises one, for it draws nothing from such logits; None for a law.
+def bad_logits_error(scores: Tensor, row: int, num_new_tokens: int) -> BadLogitsError | None:
+    """The error to raise if plain `generate` could not sample from these logits; None if it could.
 
     Args:
         scores: [V], after all processors.
         row: of the output.
         num_new_tokens: of the row, before this one.
-
-    Returns:
-        An error where they hold a NaN, a +inf, or nothing but -inf.
     """
     if scores.isnan().any():
         what = "NaN"

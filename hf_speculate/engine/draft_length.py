@@ -1,0 +1,93 @@
+"""Draft length: how many tokens the next round drafts, from the schedule and the room that rows have left."""
+
+from typing import Protocol
+
+from hf_speculate.engine.batch import Batch
+from hf_speculate.engine.observers import Observer
+from hf_speculate.engine.stage_clock import Stage
+from hf_speculate.schedule import RoundOutcome, Schedule
+from hf_speculate.types import RoundRecord, StageSeconds
+
+
+class DraftLengthSource(Observer, Protocol):
+    """Chooses K for the next round, and observes what came of it."""
+
+    def begin(self, prompt_s: float, num_read: int, num_unread: int) -> None:
+        """Prepare for the first round.
+
+        Args:
+            prompt_s: seconds that the target took to read its part of the prompt.
+            num_read: tokens of each row that it read.
+            num_unread: tokens of each row that the drafter has yet to read.
+        """
+
+    def next(self, batch: Batch) -> int | None:
+        """Tokens to draft; None if no round follows."""
+
+
+class DraftLength:
+    """Asks a schedule for K, and tells it about every round.
+
+    Args:
+        schedule: chooses K.
+        max_new_tokens: tokens that a row may emit, the one that follows the prompt included.
+        is_lock_step: whether all rows advance by the same number of tokens; they then count as one, the slowest.
+        counts_drafted: whether the schedule is told the tokens that were drafted as the K that was asked for, because
+            the drafter may draft fewer.
+    """
+
+    stage = Stage.RECORD
+
+    def __init__(
+        self, schedule: Schedule, max_new_tokens: int, is_lock_step: bool = False, counts_drafted: bool = False
+    ):
+        self.schedule = schedule
+        self._max_new_tokens = max_new_tokens
+        self._is_lock_step = is_lock_step
+        self._counts_drafted = counts_drafted
+
+    def begin(self, prompt_s: float, num_read: int, num_unread: int) -> None:
+        """See `DraftLengthSource.begin`."""
+        num_unread = min(num_unread, num_read)
+        self.schedule.begin(prompt_s * num_unread / num_read, num_unread, self._max_new_tokens - 1)
+
+    def next(self, batch: Batch) -> int | None:
+        """What the schedule asks for, but not past the last row's end; 0 if one token is left, None at the end."""
+        room = [left for left, done in zip(batch.num_left, batch.is_finished, strict=True) if not done]
+        if not room:
+            return None
+        return max(min(self.schedule.num_draft_tokens, max(room) - 1), 0)
+
+    def on_round(self, record: RoundRecord) -> None:
+        """See `Observer.on_round`."""
+        if not record.num_round:
+            return
+        live = [row for row, was_live in enumerate(record.was_live) if was_live]
+        if not live:
+            return
+        verified, seconds = record.verified, record.seconds
+        row_ids = [record.row_ids[row] for row in live]
+        num_drafted = [verified.num_drafted[row] for row in live]
+        num_accepted = [verified.num_accepted[row] for row in live]
+        num_left = [record.num_left[row] for row in live]
+        if self._is_lock_step:
+            row_ids, num_left = row_ids[:1], [max(num_left)]
+            num_drafted, num_accepted = [min(num_drafted)], [min(num_accepted)]
+        num_asked = record.draft.token_ids.shape[1] if self._counts_drafted else record.num_draft_tokens
+        self.schedule.update(
+            RoundOutcome(
+                row_ids,
+                num_drafted,
+                num_accepted,
+                num_asked,
+                len(record.row_ids),
+                num_left,
+                record.num_fed,
+                seconds.draft,
+                seconds.score,
+                seconds.verify + seconds.bookkeeping,
+            )
+        )
+
+    def on_end(self, num_new_tokens: int, seconds: StageSeconds) -> None:
+        """Does nothing: the schedule has seen the last round."""

@@ -1,0 +1,176 @@
+"""Observers: what learns from each round besides the loop itself."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from hf_speculate.engine.stage_clock import Stage
+from hf_speculate.engine.stop_tracker import StopTracker
+from hf_speculate.errors import BadLogitsError
+from hf_speculate.stats import SpeculationStats
+from hf_speculate.types import RoundRecord, RoundReport, StageSeconds
+from hf_speculate.verify.bad_logits import BAD_LOGITS, bad_logits_error
+
+
+class Observer(Protocol):
+    """Reads every round's record after the batch and the caches were updated."""
+
+    stage: Stage
+    """The stage that an error in the observer is attributed to."""
+
+    def on_round(self, record: RoundRecord) -> None:
+        """Read a round; the token that follows the prompt is round 0."""
+
+    def on_end(self, num_new_tokens: int, seconds: StageSeconds) -> None:
+        """Called after the last round.
+
+        Args:
+            num_new_tokens: of the longest row of the output.
+            seconds: since the last record.
+        """
+
+
+class StatsObserver:
+    """Adds every round to a call's statistics.
+
+    Args:
+        stats: written to.
+        num_user_host_syncs: calls of user code per round that may wait for the device, besides those of verification.
+    """
+
+    stage = Stage.RECORD
+
+    def __init__(self, stats: SpeculationStats, num_user_host_syncs: int = 0):
+        self._stats = stats
+        self._num_user_host_syncs = num_user_host_syncs
+
+    def on_round(self, record: RoundRecord) -> None:
+        """See `Observer.on_round`."""
+        stats, verified = self._stats, record.verified
+        stats.add_seconds(record.seconds)
+        if not any(record.was_live):
+            return
+        stats.status |= verified.status
+        stats.num_host_syncs += verified.num_host_syncs
+        stats.num_user_host_syncs += verified.num_user_host_syncs + self._num_user_host_syncs
+        if not record.num_round:
+            return
+        num_drafted = record.draft.token_ids.shape[1]
+        stats.num_batch_rounds += 1
+        stats.add_draft_len(num_drafted)
+        if not num_drafted:
+            stats.add_plain_step(sum(record.seconds))
+        for row, was_live in enumerate(record.was_live):
+            if was_live:
+                num_emitted = record.trimmed.num_emitted[row]
+                num_accepted = min(verified.num_accepted[row], num_emitted)  # a criterion may stop before the last
+                stats.add_row(
+                    verified.num_drafted[row],
+                    num_accepted,
+                    num_emitted,
+                    min(
+                        verified.num_accepted[row] + 1,
+                        verified.num_drafted[row],
+                        len(verified.new_ids[row]),
+                        num_emitted,
+                    ),
+                )
+
+    def on_end(self, num_new_tokens: int, seconds: StageSeconds) -> None:
+        """See `Observer.on_end`."""
+        self._stats.add_seconds(seconds)
+        self._stats.num_longest += num_new_tokens - 1
+
+
+class BadLogitsObserver:
+    """Raises an error if a token was sampled from logits that define no distribution, as plain `generate` does.
+
+    An error past a row's stop is kept until the end: plain `generate` may have stopped before it.
+
+    Args:
+        stops: where rows stop.
+        num_rows: B, of the output.
+    """
+
+    stage = Stage.VERIFY
+
+    def __init__(self, stops: StopTracker, num_rows: int):
+        self._stops = stops
+        self._num_new = [0] * num_rows  # by output row
+        self._late: list[tuple[int, BadLogitsError]] = []  # by the number of new tokens before it
+
+    def on_round(self, record: RoundRecord) -> None:
+        """See `Observer.on_round`."""
+        for row, row_id in enumerate(record.row_ids):
+            ids, num = record.verified.new_ids[row], record.trimmed.num_emitted[row]
+            before, self._num_new[row_id] = self._num_new[row_id], self._num_new[row_id] + num
+            is_last_kept = num and num == len(ids) and record.was_live[row]
+            if not is_last_kept or not record.verified.status & BAD_LOGITS:
+                continue
+            num_new, stop = before + num - 1, self._stops.stop_len(row_id)
+            error = bad_logits_error(record.verified.scores[row, num - 1], row_id, num_new)
+            if error is not None and (stop is None or num_new < stop):
+                raise error
+            if error is not None:
+                self._late.append((num_new, error))
+
+    def on_end(self, num_new_tokens: int, seconds: StageSeconds) -> None:
+        """See `Observer.on_end`."""
+        for num_new, error in self._late:
+            if num_new < num_new_tokens:
+                raise error
+
+
+class StreamObserver:
+    """Passes the new tokens of a single row on to a streamer.
+
+    Args:
+        on_tokens: called with the ids of each round.
+    """
+
+    stage = Stage.EMIT
+
+    def __init__(self, on_tokens: Callable[[list[int]], None]):
+        self._on_tokens = on_tokens
+
+    def on_round(self, record: RoundRecord) -> None:
+        """See `Observer.on_round`."""
+        self._on_tokens(record.verified.new_ids[0][: record.trimmed.num_emitted[0]])
+
+    def on_end(self, num_new_tokens: int, seconds: StageSeconds) -> None:
+        """Does nothing: the streamer is ended with the call."""
+
+
+class CallbackObserver:
+    """Calls `speculation_callback` with a `RoundReport` after every round.
+
+    Args:
+        callback: the user's function.
+    """
+
+    stage = Stage.REPORT
+
+    def __init__(self, callback: Callable[[RoundReport], object]):
+        self._callback = callback
+
+    def on_round(self, record: RoundRecord) -> None:
+        """See `Observer.on_round`."""
+        live = [row for row, was_live in enumerate(record.was_live) if was_live]
+        if not record.num_round or not live:
+            return
+        seconds = record.seconds
+        self._callback(
+            RoundReport(
+                num_round=record.num_round,
+                row_ids=tuple(record.row_ids[row] for row in live),
+                num_drafted=tuple(record.verified.num_drafted[row] for row in live),
+                num_accepted=tuple(record.verified.num_accepted[row] for row in live),
+                num_emitted=tuple(record.trimmed.num_emitted[row] for row in live),
+                draft_s=seconds.draft,
+                score_s=seconds.score,
+                other_s=seconds.verify + seconds.bookkeeping,
+                total_s=record.total_s,
+            )
+        )
+
+    def on_end(self, num_new_tokens: int, seconds: StageSeconds) -> None:
+        """Does nothing."""

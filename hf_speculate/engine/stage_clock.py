@@ -1,0 +1,110 @@
+"""Stage clock: times the stages of a call, and names the current stage in a note on an error that leaves it."""
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from enum import Enum
+from types import TracebackType
+
+from hf_speculate.errors import SpeculateError
+from hf_speculate.types import StageSeconds
+
+_PREFIX = "hf_speculate: raised while "
+
+
+class Stage(Enum):
+    """What a call is doing, in the words of the note on an error."""
+
+    PREPARE = "the call was prepared"
+    PREFILL = "the target read the prompt"
+    DRAFT = "tokens were drafted"
+    SCORE = "the target scored tokens"
+    VERIFY = "tokens were verified"  # logits processors run here, and stopping criteria that see one token at a time
+    TRIM = "stopping criteria ran"
+    COMMIT = "the KV caches were rolled back"
+    RECORD = "the round was recorded"
+    EMIT = "tokens were handed on"  # streamers run here
+    REPORT = "speculation_callback ran"
+    PAD = "the target read the padding of finished rows"
+    RETURN = "the output was put together"
+
+
+_FIELD_OF = {Stage.PREFILL: 0, Stage.DRAFT: 1, Stage.SCORE: 2, Stage.VERIFY: 3}  # others: bookkeeping
+_BOOKKEEPING = 4
+
+
+class StageClock:
+    """The stage of a call, and the seconds spent in each stage.
+
+    Used in a `with` statement, it adds a note with the current stage to an error that leaves the block. The error stays
+    the same object. An error that has such a note already, for example from a call inside this one, gets no second
+    one; neither does a refusal, which is raised while the call is prepared and says all there is to say.
+
+    Args:
+        now: gives seconds.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter):
+        self.stage: Stage | None = None  # None while code runs that is not ours
+        self.num_round = 0  # of the loop, counted from 1; 0 before it
+        self._now = now
+        self._began = self._since = 0.0
+        self._seconds = [0.0] * len(StageSeconds._fields)
+
+    def start(self, stage: Stage) -> None:
+        """Begin a run of the decoder with `stage`, before its first round."""
+        self._began = self._since = self._now()
+        self._seconds = [0.0] * len(StageSeconds._fields)
+        self.stage, self.num_round = stage, 0
+
+    def enter(self, stage: Stage | None, num_round: int | None = None) -> None:
+        """Begin a stage: the seconds since the last call count for the stage before it.
+
+        Args:
+            stage: the new stage; None if the code that follows is not ours.
+            num_round: of the loop; None leaves it as it is.
+        """
+        self._book()
+        self.stage = stage
+        if num_round is not None:
+            self.num_round = num_round
+
+    def lap(self) -> StageSeconds:
+        """Seconds of each stage since the last lap."""
+        self._book()
+        seconds, self._seconds = StageSeconds(*self._seconds), [0.0] * len(StageSeconds._fields)
+        return seconds
+
+    @property
+    def prefill_s(self) -> float:
+        """Seconds of the prefill since the last lap."""
+        return self._seconds[_FIELD_OF[Stage.PREFILL]]
+
+    @property
+    def total_s(self) -> float:
+        """Seconds since `start`, up to the last `enter` or `lap`."""
+        return self._since - self._began
+
+    def _book(self) -> None:
+        now = self._now()
+        if self.stage is not None:
+            self._seconds[_FIELD_OF.get(self.stage, _BOOKKEEPING)] += now - self._since
+        self._since = now
+
+    def __str__(self) -> str:
+        stage = "" if self.stage is None else self.stage.value
+        return f"{stage}, round {self.num_round}" if self.num_round else stage
+
+    def __enter__(self) -> "StageClock":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None or self.stage is None:
+            return
+        if isinstance(error, SpeculateError) and self.stage is Stage.PREPARE:
+            return
+        if not any(str(note).startswith(_PREFIX) for note in getattr(error, "__notes__", ())):
+            with suppress(AttributeError, TypeError):  # an error that cannot be written to is left as it is
+                error.add_note(f"{_PREFIX}{self}")

@@ -1,0 +1,81 @@
+"""Stop tracker: where each row stops, and which rows are finished."""
+
+from collections.abc import Callable, Sequence
+
+from hf_speculate.engine.batch import Batch
+from hf_speculate.processors.stopping_criteria import StopVerdict
+from hf_speculate.token_buffer import TokenBuffer
+from hf_speculate.types import Trimmed, Verified
+
+BlockStopping = Callable[[TokenBuffer, Sequence[list[int]]], StopVerdict]
+"""Stopping criteria on blocks of new tokens, such as `BlockStoppingCriteria`."""
+
+
+class StopTracker:
+    """Trims each round to the tokens that token-by-token decoding would have emitted.
+
+    A row that stops is finished if ended rows are filled with padding. Without an EOS token, rows go on decoding until
+    the last one has stopped, as in plain `generate`; the surplus is dropped at the end of the call.
+
+    Args:
+        stopping: the call's stopping criteria.
+        num_rows: B, of the output.
+        max_new_tokens: tokens that a row may emit at most.
+        pads_ended_rows: whether ended rows are filled with padding.
+        is_lock_step: whether all rows advance by the same number of tokens.
+    """
+
+    def __init__(
+        self, stopping: BlockStopping, num_rows: int, max_new_tokens: int, pads_ended_rows: bool, is_lock_step: bool
+    ):
+        self._stopping = stopping
+        self._max_new_tokens = max_new_tokens
+        self._pads = pads_ended_rows
+        self._is_lock_step = is_lock_step
+        self._num_new = [0] * num_rows  # by output row
+        self._stop_lens: list[int | None] = [None] * num_rows  # by output row, new tokens at which it stopped
+
+    def trim(self, batch: Batch, verified: Verified) -> Trimmed:
+        """How many of the verified tokens each row emits, and which rows are finished after them."""
+        counts, is_stopped = self._first_stops(batch, verified)
+        goes_on = not self._pads or self._is_lock_step
+        num_emitted = []
+        for row, (num, stops) in enumerate(zip(counts, is_stopped, strict=True)):
+            row_id = batch.row_ids[row]
+            if stops and self._stop_lens[row_id] is None:
+                self._stop_lens[row_id] = self._num_new[row_id] + num
+            if batch.is_finished[row] and not self._is_lock_step:
+                num = 0
+            elif goes_on:
+                num = len(verified.new_ids[row])
+            self._num_new[row_id] += num
+            num_emitted.append(num)
+        return Trimmed(num_emitted, is_stopped, self._finished(batch.row_ids))
+
+    def stop_len(self, row_id: int) -> int | None:
+        """The number of new tokens at which an output row stopped; None if it has not."""
+        return self._stop_lens[row_id]
+
+    def end(self) -> int:
+        """The number of new tokens of the longest row, once all rows are finished."""
+        return max(stop for stop in self._stop_lens if stop is not None)
+
+    def surplus(self, row_ids: Sequence[int]) -> list[int]:
+        """Tokens that rows have emitted past the end of the output."""
+        end = self.end()
+        return [max(self._num_new[row_id] - end, 0) for row_id in row_ids]
+
+    def _first_stops(self, batch: Batch, verified: Verified) -> tuple[list[int], list[bool]]:
+        """[B] tokens of each row up to its first stop, and whether it stops there."""
+        if verified.is_stopped is not None:  # the criteria ran between positions
+            return [len(ids) for ids in verified.new_ids], verified.is_stopped
+        return self._stopping(batch.host_tokens, verified.new_ids)
+
+    def _finished(self, row_ids: Sequence[int]) -> list[bool]:
+        if self._pads:
+            return [self._stop_lens[row_id] is not None for row_id in row_ids]
+        stops = [stop for stop in self._stop_lens if stop is not None]
+        end = self._max_new_tokens
+        if len(stops) == len(self._stop_lens):
+            end = min(end, max(stops))  # rows go on until the last one has stopped
+        return [self._num_new[row_id] >= end for row_id in row_ids]

@@ -1,0 +1,89 @@
+"""Target session: the target model, its KV cache, and how the cache follows the batch."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from hf_speculate.cache.base import KVCache
+from hf_speculate.engine.batch import Batch
+from hf_speculate.models.language_model import LanguageModel
+from hf_speculate.types import DraftOut, Scored, Trimmed
+
+
+class TargetSession:
+    """Scores drafts with the target, and rolls its KV cache back to the tokens that were emitted.
+
+    Args:
+        model: the target.
+        kv_cache: its states, of a passed cache perhaps.
+        query_ids: [B, Q] int64, the prompt tokens that the cache does not hold.
+        prefill_chunk_size: prompt tokens per forward; None for all at once.
+        forward_options: further arguments of every forward, `output_hidden_states` for example.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        kv_cache: KVCache,
+        query_ids: Tensor,
+        prefill_chunk_size: int | None = None,
+        forward_options: dict[str, bool | list[int]] | None = None,
+    ):
+        self.model = model
+        self.kv_cache = kv_cache
+        self.query_ids = query_ids
+        self._chunk_size = prefill_chunk_size or query_ids.shape[1]
+        self._options = forward_options or {}
+
+    def prefill(self) -> Iterator[tuple[int, Scored]]:
+        """Read the prompt, in chunks; yields the columns from each chunk's first one on, and the chunk's outputs.
+
+        Only the last logits of a chunk are computed.
+        """
+        num_ahead = self.query_ids.shape[1]
+        for chunk in self.query_ids.split(self._chunk_size, dim=1):
+            yield num_ahead, self.model.run(chunk, self.kv_cache, logits_to_keep=1, **self._options)
+            num_ahead -= chunk.shape[1]
+        self.kv_cache.begin_recording()
+
+    def score(self, batch: Batch, draft: DraftOut) -> Scored:
+        """Score the newest token of each row and the drafted tokens: logits [B, K+1, V]."""
+        query = torch.cat([batch.tokens.last(1), draft.token_ids.clamp_min(0)], dim=1)  # [B, K+1]
+        return self.model.run(query, self.kv_cache, logits_to_keep=query.shape[1], **self._options)
+
+    @property
+    def num_read(self) -> int:
+        """Prompt tokens of each row that the target reads."""
+        return self.query_ids.shape[1]
+
+    def commit(self, batch: Batch, draft: DraftOut, trimmed: Trimmed) -> None:
+        """Roll the cache back to the emitted tokens; it never holds the newest one."""
+        num_query = draft.token_ids.shape[1] + 1
+        self.kv_cache.crop([num_query - num for num in trimmed.num_emitted])
+
+    def finish(self, batch: Batch, num_surplus: Sequence[int]) -> None:
+        """Drop [B] tokens that were decoded past the end of the output."""
+        if any(num_surplus):
+            self.kv_cache.crop(num_surplus)
+
+    def rows(self, indices: Sequence[int]) -> None:
+        """Keep the rows `indices`, in that order."""
+        self.kv_cache.rows(indices)
+        self.model.rows(indices)
+
+    @contextmanager
+    def restored_on_error(self, is_cache_passed: bool) -> Iterator[None]:
+        """Restore the user's cache if the block fails.
+
+        Args:
+            is_cache_passed: whether the cache is the user's.
+        """
+        snapshot = self.kv_cache.snapshot() if is_cache_passed else None
+        try:
+            yield
+        except BaseException:
+            if is_cache_passed:
+                self.kv_cache.restore(snapshot)
+            raise
