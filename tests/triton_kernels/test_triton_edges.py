@@ -87,6 +87,17 @@ def test_a_hostile_draft_row_refuses_and_the_target_is_drawn_from(name: str) -> 
     assert torch.equal(verdict.token_ids[:, 1], target[:, 1].argmax(-1))
 
 
+@pytest.mark.parametrize("name", DENSE)
+def test_flags_of_a_target_row_and_a_draft_row_that_share_a_fault_are_joined(name: str) -> None:
+    pairs = [(value, other) for value in HOSTILE for other in HOSTILE]
+    target, ids, draft = sure_round(len(pairs), 2, 50)
+    for row, (value, other) in enumerate(pairs):
+        spoil(target[row, 1], value)
+        spoil(draft[row, 1], other)
+    verdict = judge(name, target, ids, draft, make_keys(len(pairs)))
+    assert verdict.status.tolist() == [int(HOSTILE[value] | HOSTILE[other]) for value, other in pairs]
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.5, torch.tensor([0.0, 1.0, 1.0])])
 @pytest.mark.parametrize("vocab_size", [1, 5000])
 def test_sample_of_a_hostile_row_stays_in_range_and_shows_it(vocab_size: int, temperature: float | Tensor) -> None:

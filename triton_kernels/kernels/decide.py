@@ -94,7 +94,7 @@ def finish(
     is_empty = (uses_residual != 0) & ~(key > 0.0)
     final_id = tl.where((uses_residual != 0) & ~is_empty, residual_id, target_id)
     final_id = tl.where(argmax_id >= 0, argmax_id, final_id)
-    status += tl.where(is_empty & (argmax_id < 0), EMPTY_RESIDUAL, 0)
+    status |= tl.where(is_empty & (argmax_id < 0), EMPTY_RESIDUAL, 0)
     write_verdict(ids_ptr, out_ids_ptr, out_num_ptr, out_status_ptr, sequence, num_draft_tokens, end, final_id, status)
 
 
@@ -238,7 +238,7 @@ def decide_kernel(
     final_id = first_lane(top_ids)
     last_ids, are_good = load_ids(ids_ptr, sequence, last, length, num_draft_tokens, vocab_size)
     is_refused = first_lane(are_good.to(tl.int32)) > 0
-    status = law_status(top) + tl.where((end < length) & ~is_refused, BAD_DRAFT_ID, 0)
+    status = law_status(top) | tl.where((end < length) & ~is_refused, BAD_DRAFT_ID, 0)
     if RULE == COUPLED:
         winners = merge_races(floats_ptr, floats_ptr + 2 * plane, ints_ptr + plane, rows, lanes == 0, num_chunks, tops)
         final_id = tl.where(takes_argmax, final_id, first_lane(winners))
@@ -254,7 +254,7 @@ def decide_kernel(
             lses = draft_logsumexps(floats_ptr, ints_ptr, draft_lse_ptr, sequence, last, (lanes == 0) & are_good,
                                     num_sequences, num_draft_tokens, num_chunks, plane)  # fmt: skip
             draft_lse = first_lane(lses)
-            status += tl.where(is_refused & ~takes_argmax, law_status(draft_lse), 0)
+            status |= tl.where(is_refused & ~takes_argmax, law_status(draft_lse), 0)
             uses_residual = uses_residual & is_finite(draft_lse)
             draft_row_ptr = draft_ptr + row_offset(sequence, end, draft_stride_b, draft_stride_i, ALIGNED)
         if RULE == TYPICAL:
