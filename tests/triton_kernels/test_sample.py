@@ -1,5 +1,7 @@
 """`sample` draws from the law that it names."""
 
+import operator
+
 import pytest
 import torch
 
@@ -88,3 +90,25 @@ def test_compiled_code_draws_the_same_tokens(vocab_size: int) -> None:
     eager, compiled = draw(logits), torch.compile(draw, fullgraph=True)(logits)
     assert torch.equal(eager.token_ids, compiled.token_ids)
     torch.testing.assert_close(eager.logsumexp, compiled.logsumexp)
+
+
+def test_a_compiled_draw_is_not_tied_to_its_batch_size() -> None:
+    """torch 2.11 compiles anew for every batch size if a slice in the graph ends at that number."""
+    bounds: list[object] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
+        for node in graph.graph.nodes:
+            keys = node.args[1] if node.target is operator.getitem else ()
+            slices = [key for key in (keys if isinstance(keys, tuple) else (keys,)) if isinstance(key, slice)]
+            bounds.extend(bound for key in slices for bound in (key.start, key.stop))
+        return graph
+
+    def draw(logits: torch.Tensor, keys: NoiseKeys) -> Sampled:
+        return sample(logits, keys=keys, stream=Stream.DRAFT, backend="torch")
+
+    logits, keys = torch.randn(4, 50), make_keys(4)
+    for tensor in (logits, *keys):
+        torch._dynamo.mark_dynamic(tensor, 0)
+    torch.compile(draw, backend=keep, fullgraph=True)(logits, keys)
+    assert bounds
+    assert not any(isinstance(bound, torch.fx.Node) for bound in bounds)
