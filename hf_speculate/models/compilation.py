@@ -60,8 +60,8 @@ class Compilation:
     Args:
         model: whose forwards are compiled.
         settings: how.
-        on_failure: told the reason once, when something cannot be compiled; everything runs eagerly from then on, in
-            later calls too.
+        on_failure: told the reason once, when something cannot be compiled; everything runs eagerly from then on. Later
+            calls try again only after torch's recompile limit, which holds back new shapes and no others.
     """
 
     model: PreTrainedModel
@@ -93,10 +93,10 @@ class Compilation:
                 result = compiled(self.model, *args)
                 return _copies(result) if is_graphed else result
         except _compile_errors() as error:
-            words = (str(error).strip() or type(error).__name__).splitlines()[0]
-            reason = f"eager forwards of {type(self.model).__name__}, which cannot be compiled: {words}"
+            reason = f"eager forwards of {type(self.model).__name__}, which cannot be compiled: {_cause_of(error)}"
             LOGGER.warning(reason)
-            _failures.setdefault(self.model, {})[self.settings.key] = reason
+            if not _is_recompile_limit(error):
+                _failures.setdefault(self.model, {})[self.settings.key] = reason
             self._give_up(reason)
             return None
 
@@ -126,6 +126,24 @@ def _with_code_of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
         return function
     code = function.__code__.replace()
     return FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+
+
+def _cause_of(error: Exception) -> str:
+    """One line that says why something could not be compiled.
+
+    Graph breaks say it in their first line. Errors of a backend wrap another one, whose last line says it.
+    """
+    if _is_recompile_limit(error):
+        return "torch.compile reached its recompile limit; raise torch._dynamo.config.recompile_limit"
+    cause = getattr(error, "inner_exception", None) or error.__cause__
+    lines = [line.strip() for line in str(cause or error).splitlines() if line.strip()]
+    if not lines:
+        return type(cause or error).__name__
+    return lines[0] if cause is None else f"{type(cause).__name__}: {lines[-1]}"
+
+
+def _is_recompile_limit(error: Exception) -> bool:
+    return type(error).__name__ == "FailOnRecompileLimitHit"
 
 
 def _compile_errors() -> tuple[type[Exception], ...]:
