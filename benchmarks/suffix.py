@@ -24,6 +24,7 @@ from tqdm import tqdm
 from transformers import AutoTokenizer
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
+from hf_speculate.draft.base import DraftRequest
 from hf_speculate.draft.suffix import SuffixDrafter, SuffixSettings
 from hf_speculate.engine.batch import Batch
 from hf_speculate.token_buffer import TokenBuffer
@@ -98,7 +99,7 @@ class Text:
 
     def _draft(self, new: Tensor) -> None:
         kept = self.batch.kept_on_host()
-        self.drafter.draft(new, None, self.num_draft_tokens, SampleStrategy.GREEDY, kept=kept)
+        self.drafter.draft(DraftRequest(new, None, self.num_draft_tokens, SampleStrategy.GREEDY, kept=kept))
         self.batch.tell(is_on_host=True)
 
 

@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_speculate
-from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy
+from hf_speculate.types import DraftOut
 
 PAIR = Path(__file__).resolve().parent / "pair"
 PROMPTS = (
@@ -35,23 +34,15 @@ class BigramDrafter:
         request: of the call.
     """
 
-    def __init__(self, request: hf_speculate.DrafterRequest):
+    def __init__(self, request: hf_speculate.DrafterSetup):
         self.num_pads = list(request.num_pads)  # [B]
         self.device = request.device
         self.newest: list[int] = []  # [B]
         self.next_ids: list[dict[int, int]] = []  # [B] by token id, the id that followed it last
 
-    def draft(
-        self,
-        query_token_ids: Tensor,
-        kv_cache: None,
-        num_draft_tokens: int,
-        sample_strategy: SampleStrategy,
-        *,
-        keys: NoiseKeys | None = None,
-        kept: Kept | None = None,
-    ) -> DraftOut:
+    def draft(self, request: hf_speculate.DraftRequest) -> DraftOut:
         """See `hf_speculate.Drafter.draft`: [B, K] ids, each a point mass, as nothing is drawn."""
+        query_token_ids, num_draft_tokens, kept = request.query_token_ids, request.num_draft_tokens, request.kept
         if kept is None:  # the first call: the whole texts, padded on the left
             self.next_ids = [{} for _ in self.num_pads]
             texts = [row[pad:] for row, pad in zip(query_token_ids.tolist(), self.num_pads, strict=True)]

@@ -4,7 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hf_speculate.draft.base import Drafter, DrafterRequest
+    from hf_speculate.draft.base import Drafter, DrafterSetup, DraftRequest
     from hf_speculate.draft.state import DraftState
     from hf_speculate.draft.suffix_store import SuffixStore
     from hf_speculate.draft.to_candidate_generator import DraftModelCandidateGenerator
@@ -44,7 +44,8 @@ _MODULES = {
     "DraftModelCandidateGenerator": "draft.to_candidate_generator",
     "DraftState": "draft.state",
     "Drafter": "draft.base",
-    "DrafterRequest": "draft.base",
+    "DraftRequest": "draft.base",
+    "DrafterSetup": "draft.base",
     "KernelUnavailableError": "errors",
     "MissingExtraError": "errors",
     "PairReport": "tools.checks.pair",
@@ -77,9 +78,10 @@ __all__ = [
     "ConfigError",
     "DatasetReport",
     "DraftModelCandidateGenerator",
+    "DraftRequest",
     "DraftState",
     "Drafter",
-    "DrafterRequest",
+    "DrafterSetup",
     "KernelUnavailableError",
     "MissingExtraError",
     "PairReport",

@@ -128,7 +128,7 @@ _CHECKS: dict[str, _Check] = {
     "speculation_stats": _instance(SpeculationStats, "pass hf_speculate.SpeculationStats()"),
     "candidate_generator": _check_generator_source,
     "drafter": _called(
-        "make a Drafter when called with a DrafterRequest", "pass a class, a function or a functools.partial"
+        "make a Drafter when called with a DrafterSetup", "pass a class, a function or a functools.partial"
     ),
     "speculation_callback": _called("be called after every round", "pass a function of one RoundReport"),
 }
@@ -168,7 +168,7 @@ class SpeculationConfig:
         speculation_callback: called with a `RoundReport` after every round.
         candidate_generator: a transformers `CandidateGenerator` that drafts in place of a model, or what makes one
             from keywords; it decides how many tokens it drafts, up to `num_assistant_tokens`.
-        drafter: makes a `Drafter` from the call's `DrafterRequest`, once for every decoding.
+        drafter: makes a `Drafter` from the call's `DrafterSetup`, once for every decoding.
 
     Raises:
         ConfigError: a value is out of its range or not among the choices.

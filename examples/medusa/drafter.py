@@ -5,15 +5,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hf_speculate import DrafterRequest
+from hf_speculate import DrafterSetup, DraftRequest
 from hf_speculate.token_buffer import TokenBuffer
 from hf_speculate.triton_kernels import Draws
-from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy
+from hf_speculate.types import DraftOut, Kept, SampleStrategy
 from medusa.heads import MedusaHeads
 
 
 class MedusaDrafter:
-    """A `Drafter` without a cache: one product of matrices a round gives the laws of all drafted tokens.
+    """A `Drafter` without a cache: one product of matrices a round gives the kept_logits of all drafted tokens.
 
     `generate(drafter=functools.partial(MedusaDrafter, heads))` makes one for every call. The heads guess each token
     without knowing the ones drafted before it, so acceptance falls faster with the position than a draft model's.
@@ -23,9 +23,9 @@ class MedusaDrafter:
         request: of the call.
     """
 
-    reads_hidden_states = True
+    hidden_layers = (-1,)
 
-    def __init__(self, heads: MedusaHeads, request: DrafterRequest):
+    def __init__(self, heads: MedusaHeads, request: DrafterSetup):
         self.heads = heads
         self.max_draft_tokens = heads.num_heads
         self.output = request.target.get_output_embeddings()
@@ -33,36 +33,28 @@ class MedusaDrafter:
         self.stream = request.stream
         self.text: TokenBuffer | None = None  # what the processors read
 
-    def draft(
-        self,
-        query_token_ids: Tensor,
-        kv_cache: None,
-        num_draft_tokens: int,
-        sample_strategy: SampleStrategy,
-        *,
-        keys: NoiseKeys | None = None,
-        kept: Kept | None = None,
-    ) -> DraftOut:
+    def draft(self, request: DraftRequest) -> DraftOut:
         """See `Drafter.draft`."""
-        newest = kept.num_emitted.to(query_token_ids.device, torch.int64) - 1  # [B]
+        query, kept = request.query_token_ids, request.kept
+        newest = kept.num_emitted.to(query.device, torch.int64) - 1  # [B]
         rows = torch.arange(len(newest), device=newest.device)
         states = kept.hidden_states[rows, newest.clamp_min(0)]  # [B, D]; a row that has ended may have none
-        logits = self.output(self.heads(states, num_draft_tokens))  # [B, K, V]
+        logits = self.output(self.heads(states, request.num_draft_tokens))  # [B, K, V]
         lens = torch.full((len(newest),), logits.shape[1], dtype=torch.int32, device=newest.device)
-        if sample_strategy is SampleStrategy.GREEDY:
+        if request.sample_strategy is SampleStrategy.GREEDY:
             return DraftOut(logits.argmax(-1), lens, None, None)
-        self._follow(query_token_ids, kept)
-        draws = Draws(keys, self.stream, logits.shape[1])
-        ids, laws = [], []
+        self._follow(query, kept)
+        draws = Draws(request.keys, self.stream, logits.shape[1])
+        ids, kept_logits = [], []
         for step in range(logits.shape[1]):
             law = self.processors(self.text.token_ids, logits[:, step, None], prefix_lens=self.text.lens)[
                 :, 0
             ]  # [B, V]
             ids.append(draws.draw(law))
-            laws.append(law)
+            kept_logits.append(law)
             self.text.append(ids[-1][:, None])
         self.text.truncate([length - len(ids) for length in self.text.lens])
-        return DraftOut(torch.stack(ids, 1), lens, torch.stack(laws, 1), draws.logsumexps())
+        return DraftOut(torch.stack(ids, 1), lens, torch.stack(kept_logits, 1), draws.logsumexps())
 
     def rows(self, indices: Sequence[int]) -> None:
         """See `Drafter.rows`."""

@@ -29,9 +29,13 @@ class BufferStore:
     """The buffers of one model that no call uses; the ones that were used last are kept.
 
     Buffers that a call has taken are in no store until it gives them back.
+
+    Args:
+        max_bytes: of all buffers that are kept.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_bytes: int = MAX_POOLED_BYTES) -> None:
+        self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._idle: OrderedDict[Hashable, list[LayerBuffers]] = OrderedDict()
 
@@ -41,15 +45,22 @@ class BufferStore:
             return self._idle.pop(key, None)
 
     def give_back(self, key: Hashable, layers: list[LayerBuffers]) -> None:
-        """Keep buffers for a later call; the ones unused for longest are dropped past `MAX_POOLED_BYTES`."""
+        """Keep buffers for a later call; the ones unused for longest are dropped past `max_bytes`."""
         with self._lock:
             self._idle.setdefault(key, layers)
             self._idle.move_to_end(key)
-            while sum(layer.num_bytes for kept in self._idle.values() for layer in kept) > MAX_POOLED_BYTES:
+            while sum(layer.num_bytes for kept in self._idle.values() for layer in kept) > self._max_bytes:
                 self._idle.popitem(last=False)
 
-    def __len__(self) -> int:
-        return len(self._idle)
+    def clear(self) -> None:
+        """Drop all buffers."""
+        with self._lock:
+            self._idle.clear()
+
+    def addresses(self) -> list[int]:
+        """The addresses of all buffers."""
+        with self._lock:
+            return [part.data_ptr() for kept in self._idle.values() for layer in kept for part in layer]
 
 
 @dataclass(frozen=True)

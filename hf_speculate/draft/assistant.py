@@ -1,4 +1,4 @@
-"""Decides which model drafts in which vocabulary."""
+"""Assistant resolution: which model drafts, and how its vocabulary maps to the target's."""
 
 import functools
 import threading
@@ -15,54 +15,60 @@ from hf_speculate.draft.vocab_mapping import Vocabulary, padded_vocabulary
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.stats import SpeculationStats
 
-# Tables are padded to multiples of 64 to 1,024 rows, for the sake of matrix kernels.
+# Embedding tables are padded to multiples of 64 to 1,024 rows, for matrix kernels.
 MAX_PADDING = 1024
 
-# Another tokenizer's tokens are kept by chance only, one in hundreds; a poor draft of the same tokenizer keeps a tenth.
-_LEAST_ACCEPTANCE = 0.02
-# In all calls, for in one a schedule stops drafting before. Of drafts that keep a tenth, 1 in 100 looks so bad by then.
-_NUM_JUDGED = 64
+# With another tokenizer, one token in hundreds is accepted by coincidence; a poor draft of the same one has a tenth.
+_LOW_ACCEPTANCE = 0.02
+# Over all calls, because a schedule stops drafting early in one. Of drafts with an acceptance rate of a tenth, 1 in 100
+# looks so bad by then.
+_NUM_VERIFIED = 64
 
 
-class Drafting(NamedTuple):
-    """The model that drafts."""
+class ResolvedAssistant(NamedTuple):
+    """The model that drafts, and its vocabulary."""
 
-    assistant: PreTrainedModel | None  # None: no model does
-    vocabulary: Vocabulary | None = None  # how its ids stand to the target's; None: they are the same
-    is_guess: bool = False  # that they are the same, for nobody compared the tokenizers
-    why_eager: str = ""  # why it is never compiled; empty where it may be
+    model: PreTrainedModel | None  # None if no model drafts
+    vocabulary: Vocabulary | None = None  # maps the target's ids to the draft's; None if they are the same
+    is_vocabulary_assumed: bool = False  # that they are the same, because the tokenizers were not compared
+    eager_reason: str = ""  # why it is never compiled; empty if it may be
 
 
 @dataclass
 class _Tally:
-    """What became of a pair's draft tokens in all calls so far."""
+    """Verified and accepted draft tokens of a pair in all calls so far."""
 
-    num_verified: int = 0  # where a long draft is refused at once, its other tokens were never looked at
+    num_verified: int = 0  # tokens after a rejected one were not verified
     num_accepted: int = 0
     has_warned: bool = False
 
-    def warns(self, stats: SpeculationStats) -> bool:
-        """Count a call; whether it is the one after which to warn."""
-        self.num_verified += stats.num_verified
-        self.num_accepted += stats.num_accepted
-        is_low = self.num_verified >= _NUM_JUDGED and self.num_accepted < _LEAST_ACCEPTANCE * self.num_verified
-        is_first = is_low and not self.has_warned
-        self.has_warned |= is_low
-        return is_first
+
+class AcceptanceTallies:
+    """Counts of one target's draft models over all calls; a tally goes with its draft model."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._by_draft: WeakKeyDictionary[PreTrainedModel, _Tally] = WeakKeyDictionary()
+
+    def add(self, draft: PreTrainedModel, stats: SpeculationStats) -> bool:
+        """Count a call; whether next to nothing was accepted in all calls, the first time that this is so."""
+        with self._lock:
+            tally = self._by_draft.setdefault(draft, _Tally())
+            tally.num_verified += stats.num_verified
+            tally.num_accepted += stats.num_accepted
+            is_low = tally.num_verified >= _NUM_VERIFIED and tally.num_accepted < _LOW_ACCEPTANCE * tally.num_verified
+            is_first = is_low and not tally.has_warned
+            tally.has_warned |= is_low
+            return is_first
 
 
-_lock = threading.Lock()
-# By target and draft; held weakly, so that a tally goes with either model.
-_tallies: "WeakKeyDictionary[PreTrainedModel, WeakKeyDictionary[PreTrainedModel, _Tally]]" = WeakKeyDictionary()
-
-
-def choose_draft(
+def resolve_assistant(
     target: PreTrainedModel,
     assistant: PreTrainedModel | None,
     early_exit: int | None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     assistant_tokenizer: PreTrainedTokenizerBase | None = None,
-) -> Drafting:
+) -> ResolvedAssistant:
     """The model that drafts.
 
     Args:
@@ -79,13 +85,13 @@ def choose_draft(
     """
     if assistant is None:
         if early_exit is None:
-            return Drafting(None)
+            return ResolvedAssistant(None)
         short = early_exit_model(target, early_exit)
-        return Drafting(short, why_eager="a model's first layers are a new draft in every call")
+        return ResolvedAssistant(short, eager_reason="a model's first layers are a new draft in every call")
     vocabulary = match_vocabularies(target, assistant, tokenizer, assistant_tokenizer)
     if vocabulary is not None:
-        return Drafting(assistant, vocabulary, why_eager="its ids are translated to the target's")
-    return Drafting(assistant, is_guess=tokenizer is None or assistant_tokenizer is None)
+        return ResolvedAssistant(assistant, vocabulary, eager_reason="its ids are mapped to the target's")
+    return ResolvedAssistant(assistant, is_vocabulary_assumed=tokenizer is None or assistant_tokenizer is None)
 
 
 def match_vocabularies(
@@ -138,24 +144,17 @@ def match_vocabularies(
     )
 
 
-def warn_of_low_acceptance(target: PreTrainedModel, draft: PreTrainedModel, stats: SpeculationStats) -> None:
-    """Say so, once for a pair, where next to nothing that was drafted in all its calls was kept.
-
-    So it is with equal sizes of different vocabularies.
+def warn_of_low_acceptance(target: PreTrainedModel, draft: PreTrainedModel) -> None:
+    """Warn that next to none of a draft's tokens were accepted; equal sizes of different vocabularies do this.
 
     Args:
         target: the target.
-        draft: a draft whose ids were taken to be the target's.
-        stats: of the whole call, which is counted; no call's twice.
+        draft: a draft model whose ids were assumed to be the target's.
     """
-    with _lock:
-        tally = _tallies.setdefault(target, WeakKeyDictionary()).setdefault(draft, _Tally())
-        if not tally.warns(stats):
-            return
     names = [str(model.name_or_path) or type(model).__name__ for model in (target, draft)]
     warnings.warn(
-        f"fewer than {_LEAST_ACCEPTANCE:.0%} of the draft tokens were kept; the vocabularies of {names[0]} and "
-        f"{names[1]} are of one size but may differ: pass tokenizer= and assistant_tokenizer= if they do",
+        f"fewer than {_LOW_ACCEPTANCE:.0%} of the draft tokens were accepted; the vocabularies of {names[0]} and "
+        f"{names[1]} have the same size but may differ: pass tokenizer= and assistant_tokenizer= if they do",
         stacklevel=4,
     )
 

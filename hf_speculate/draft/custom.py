@@ -39,7 +39,7 @@ class CustomDrafter(DrafterDefaults):
         layers = getattr(drafter, "hidden_layers", None)
         if layers is not None and not (layers and all(type(layer) is int for layer in layers)):
             raise ConfigError(
-                f"hidden_layers of a drafter must be one or more ints, got {layers!r}; leave it out for no hidden states"
+                f"hidden_layers of a drafter must be one or more ints, got {layers!r}; leave it out for none"
             )
         self.drafter = drafter
         self.hidden_layers = None if layers is None else list(layers)

@@ -26,7 +26,8 @@ class StateReadingGeneratorDrafter(CandidateGeneratorDrafter):
 
     def __init__(self, generator: CandidateGenerator, layers: Sequence[int]):
         super().__init__(generator)
-        self.hidden_layers = list(layers)
+        self._layers = list(layers)
+        self.hidden_layers = self._layers
 
     def draft(self, request: DraftRequest) -> DraftOut:
         """See `CandidateGeneratorDrafter.draft`; `kept` holds the states of the layers, concatenated along D.
@@ -45,13 +46,13 @@ class StateReadingGeneratorDrafter(CandidateGeneratorDrafter):
         is_first = self._text is None
         before = query[:, -num - 1 : -num] if self._text is None else self._text
         text = torch.cat([before, new_ids.to(before.device)], dim=1)  # [1, T]
-        states = kept.hidden_states[:, :num].chunk(len(self.hidden_layers), dim=-1)
+        states = kept.hidden_states[:, :num].chunk(len(self._layers), dim=-1)
         columns = torch.arange(text.shape[1], device=text.device)[None]  # [1, T]
         return self._draft(
             text,
             request.num_draft_tokens,
             model_kwargs={"position_ids": columns, "attention_mask": torch.ones_like(columns)},
-            model_outputs=SimpleNamespace(hidden_states=_ByLayer(self.hidden_layers, states)),
+            model_outputs=SimpleNamespace(hidden_states=_ByLayer(self._layers, states)),
             is_first_iteration=False,  # transformers' first round drafts nothing: it has no states yet
             n_last_matches=0 if is_first else num - 1,
         )

@@ -58,7 +58,7 @@ class HybridDrafter(DrafterDefaults):
     def draft(self, request: DraftRequest) -> DraftOut:
         """See `Drafter.draft`."""
         request.check()
-        query, kv_cache, num_draft_tokens, _, _, kept = request
+        query, num_draft_tokens, kept = request.query_token_ids, request.num_draft_tokens, request.kept
         num_model = min(num_draft_tokens, self.max_model_tokens)
         text = query
         if self._resumed is not None and kept is None:

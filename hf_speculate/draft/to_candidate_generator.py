@@ -8,7 +8,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_speculate.cache.dynamic import DynamicKVCache
-from hf_speculate.draft.base import Drafter
+from hf_speculate.draft.base import Drafter, DraftRequest
 from hf_speculate.errors import ShapeError
 from hf_speculate.triton_kernels.noise import row_seeds
 from hf_speculate.types import Kept, NoiseKeys, SampleStrategy
@@ -45,8 +45,8 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         self._kv_cache = DynamicKVCache(DynamicCache(), 1, device=device)
         self._seeds = row_seeds(seed, 1)
         self._num_rounds = 0
-        self._shown: Tensor | None = None  # [1, T] the prefix of the round before
-        self._seen: Tensor | None = None  # [1, T'] what the draft's cache holds
+        self._shown: Tensor | None = None  # [1, T] the prefix of the previous round
+        self._seen: Tensor | None = None  # [1, T'] tokens that the draft cache holds
 
     def get_candidates(  # type: ignore[override]  # transformers' own generators return None for logits too
         self, input_ids: Tensor, **kwargs: Any
@@ -58,7 +58,7 @@ class DraftModelCandidateGenerator(CandidateGenerator):
             **kwargs: what transformers tells generators that ask for the target's outputs; not read.
 
         Returns:
-            [1, T+K] the prefix and the proposal, and [1, K, V] the law it was drawn from, or None for a point mass.
+            [1, T+K] prefix and proposal, and [1, K, V] logits that it was sampled from, or None for a point mass.
 
         Raises:
             ShapeError: there is more than one row.
@@ -70,9 +70,8 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         if num < 1:
             return input_ids, None
         query = input_ids[:, self._roll_back(input_ids) :]
-        draft = self.drafter.draft(
-            query, self._kv_cache, num, self.sample_strategy, keys=self._keys(length), kept=self._kept(input_ids)
-        )
+        keys, kept = self._keys(length), self._kept(input_ids)
+        draft = self.drafter.draft(DraftRequest(query, self._kv_cache, num, self.sample_strategy, keys, kept))
         count = int(draft.lens[0])
         candidates = torch.cat([input_ids, draft.token_ids[:, :count]], dim=1)  # [1, T+K]
         fed = draft.token_ids[:, : draft.token_ids.shape[1] - 1]
@@ -82,7 +81,7 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         return candidates, None if draft.token_logits is None else draft.token_logits[:, :count]
 
     def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
-        """The draft's length stays as it is.
+        """Does nothing: the draft length is constant.
 
         Args:
             input_ids: [1, T] int64.
@@ -91,7 +90,7 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         """
 
     def _roll_back(self, input_ids: Tensor) -> int:
-        """Drop the states that the text did not follow; returns how many tokens the cache still holds."""
+        """Drop the states of tokens that were rejected; returns how many tokens the cache still holds."""
         if self._seen is None:
             return 0
         num = min(self._seen.shape[1], input_ids.shape[1] - 1)

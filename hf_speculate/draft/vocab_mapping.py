@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_speculate.cache.base import KVCache
-from hf_speculate.models.extra_inputs import Context
+from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.models.language_model import LanguageModel
 from hf_speculate.types import Scored
 
@@ -75,7 +75,7 @@ class TranslatedLanguageModel(LanguageModel):
         model: the draft model.
         vocabulary: how its ids stand to the target's.
         max_position: upper bound of position ids.
-        context: see `LanguageModel`; what an encoder read is in the draft's own ids.
+        extra_inputs: see `LanguageModel`; what an encoder read is in the draft's own ids.
         keeps_states: see `LanguageModel`.
     """
 
@@ -84,10 +84,10 @@ class TranslatedLanguageModel(LanguageModel):
         model: PreTrainedModel,
         vocabulary: Vocabulary,
         max_position: int | None = None,
-        context: Context | None = None,
+        extra_inputs: ExtraInputs | None = None,
         keeps_states: bool = False,
     ):
-        super().__init__(model, max_position, keeps_states, context, is_draft=True)
+        super().__init__(model, max_position, keeps_states, extra_inputs, is_draft=True)
         self.vocabulary = vocabulary.to(self.device)
 
     def run(

@@ -1,4 +1,4 @@
-"""What one `generate()` call prepared for decoding."""
+"""A prepared call: what one `generate()` call hands to the engine."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,39 +9,39 @@ from transformers.cache_utils import Cache
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_speculate.draft.vocab_mapping import Vocabulary
-from hf_speculate.engine.compile_plan import Static
-from hf_speculate.engine.distributed import Peers, Shards
+from hf_speculate.engine.compile_plan import StaticRequest
+from hf_speculate.engine.distributed import SyncedRanks, TensorParallelGroup
 from hf_speculate.engine.outputs import Recorded
-from hf_speculate.models.extra_inputs import Context
+from hf_speculate.models.extra_inputs import ExtraInputs
 
 
 @dataclass(frozen=True)
 class Call:
-    """What one `generate()` call prepared for decoding.
+    """A prepared call.
 
     Args:
-        input_ids: [B, T] int64, the prompts, left-padded.
-        query_ids: [B, Q] int64, those of their tokens that the cache does not hold.
-        attention_mask: [B, P] int64 over the cache's states and the query; None where nothing is padded.
+        input_ids: [B, T] int64, the left-padded prompts.
+        query_ids: [B, Q] int64, the prompt tokens that the cache does not hold.
+        attention_mask: [B, P] int64 over the cache's states and the query; None if nothing is padded.
         cache: the target's, empty or prefilled.
         is_cache_passed: whether the user passed the cache.
         is_cache_kept: whether the cache outlives the call.
-        keeps_rows: whether code outside knows the batch, so that ended rows must stay in it.
+        keeps_rows: whether code outside depends on the batch, so that finished rows must stay in it.
         processors: the target's logits processors.
         criteria: the stopping criteria.
         do_sample: whether the call samples.
         max_length: columns of the output at most.
-        pad_token_id: what fills ended rows.
-        prefill_chunk_size: prompt tokens per forward.
-        recorded: which outputs the call asked for.
-        on_tokens: a streamer's callback.
+        pad_token_id: fills finished rows.
+        prefill_chunk_size: prompt tokens per forward; None for all at once.
+        recorded: the outputs that the call asked for.
+        on_tokens: a streamer's callback, or None.
         target_attention, draft_attention: names of the models' attention implementations.
-        static: how buffers that never grow were asked for; None: they were not.
-        vocabulary: how the draft's ids stand to the target's; None: they are the same.
-        generator: what drafts in place of a model; None: a model does, or nothing.
-        target_context, draft_context: what the models read besides the text.
-        peers: the ranks that must run as many forwards; None: there are none.
-        shards: the processes that compute a model together; None: each is computed by this one alone.
+        static: the request for fixed buffers and compiled forwards, or None.
+        vocabulary: maps the target's ids to the draft's; None if they are the same.
+        generator: a candidate generator that drafts, or None.
+        target_inputs, draft_inputs: what the models read besides tokens.
+        ranks: the ranks that must run as many forwards, or None.
+        group: the processes that compute a model together, or None.
     """
 
     input_ids: Tensor
@@ -61,27 +61,60 @@ class Call:
     on_tokens: Callable[[list[int]], None] | None
     target_attention: str
     draft_attention: str
-    static: Static | None = None
+    static: StaticRequest | None = None
     vocabulary: Vocabulary | None = None
     generator: CandidateGenerator | None = None
-    target_context: Context = field(default_factory=Context)
-    draft_context: Context = field(default_factory=Context)
-    peers: Peers | None = None
-    shards: Shards | None = None
+    target_inputs: ExtraInputs = field(default_factory=ExtraInputs)
+    draft_inputs: ExtraInputs = field(default_factory=ExtraInputs)
+    ranks: SyncedRanks | None = None
+    group: TensorParallelGroup | None = None
+
+    @property
+    def batch_size(self) -> int:
+        """B."""
+        return self.input_ids.shape[0]
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Tokens that a row may emit."""
+        return self.max_length - self.input_ids.shape[1]
+
+    @property
+    def num_hidden(self) -> int:
+        """Tokens that the target reads but the output does not show: of a passed cache, or embeddings without ids."""
+        return int(self.cache.get_seq_length()) + self.query_ids.shape[1] - self.input_ids.shape[1]
+
+    @property
+    def max_columns(self) -> int:
+        """Columns of the target's KV cache at most."""
+        return self.max_length + self.num_hidden
+
+    @property
+    def max_position(self) -> int:
+        """The position id of the last token that the target reads in a row without padding."""
+        return max(self.max_columns - 2, 0)
 
     @property
     def text_mask(self) -> Tensor | None:
-        """[B, T] int64, which of the prompt's ids are real; None: all, as far as a mask over embeddings can tell."""
+        """[B, T] int64, 1 for real tokens among the prompt's ids; None if all are, or if embeddings have no ids."""
         num_ids = self.input_ids.shape[1]
         if self.attention_mask is None or not 0 < num_ids <= self.attention_mask.shape[1]:
             return None
         return self.attention_mask[:, -num_ids:]
 
     @property
-    def num_pads(self) -> list[int] | None:
-        """[B] tokens of padding before each prompt; None: none."""
+    def num_pads(self) -> list[int]:
+        """[B] padding tokens before each prompt."""
         mask = self.text_mask
         if mask is None:
-            return None
+            return [0] * self.batch_size
         pads: list[int] = mask.argmax(dim=1).tolist()
         return pads
+
+    @property
+    def num_prompt_tokens(self) -> list[int]:
+        """[B] real tokens that the target has read of each prompt, those of a passed cache included."""
+        if self.attention_mask is None:
+            return [self.input_ids.shape[1] + self.num_hidden] * self.batch_size
+        counts: list[int] = self.attention_mask.sum(1).tolist()
+        return counts

@@ -1,6 +1,7 @@
 """The decoder: the loop of speculative decoding, until every row is finished."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from hf_speculate.engine.batch import Batch
 from hf_speculate.engine.draft_length import DraftLengthSource
@@ -73,6 +74,16 @@ class SpeculativeDecoder:
             self._observe(batch, was_live, num_draft_tokens, draft, scored, verified, trimmed)
             self._drop_finished_rows(batch)
         self._finish(batch)
+
+    @contextmanager
+    def released(self) -> Iterator[None]:
+        """Release the caches' buffers after the block, also after an error."""
+        try:
+            yield
+        finally:
+            for kv_cache in (self.target.kv_cache, self.drafts.kv_cache):
+                if kv_cache is not None:
+                    kv_cache.release()
 
     def _prefill(self, batch: Batch) -> None:
         """Read the prompt, and emit the token that follows it."""

@@ -1,161 +1,126 @@
-"""Makes the drafter that a call's settings name."""
+"""Drafter factory: makes the drafter that a call's plan names."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 
 import torch
 from transformers import PreTrainedModel
-from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_speculate.config import SpeculationConfig
-from hf_speculate.draft.base import Drafter, DrafterRequest
-from hf_speculate.draft.compiled import UNIT_QUERY_LEN, CompiledDrafter
-from hf_speculate.draft.custom import OwnDrafter
-from hf_speculate.draft.from_candidate_generator import ForeignDrafter, layers_read
-from hf_speculate.draft.from_state_reading_generator import StateReadingDrafter
+from hf_speculate.draft.base import Drafter, DrafterSetup
+from hf_speculate.draft.compiled import CompiledDrafter
+from hf_speculate.draft.custom import CustomDrafter
+from hf_speculate.draft.from_candidate_generator import CandidateGeneratorDrafter, layers_read
+from hf_speculate.draft.from_state_reading_generator import StateReadingGeneratorDrafter
 from hf_speculate.draft.hybrid import HybridDrafter
 from hf_speculate.draft.model import DraftSettings, ModelDrafter
 from hf_speculate.draft.suffix import SuffixDrafter, SuffixSettings
-from hf_speculate.draft.vocab_mapping import TranslatedLanguageModel, Vocabulary
-from hf_speculate.engine.batch import Batch
-from hf_speculate.engine.compile_plan import Compiler
-from hf_speculate.engine.hidden_states import HiddenStates
+from hf_speculate.draft.vocab_mapping import TranslatedLanguageModel
+from hf_speculate.engine.call import Call
+from hf_speculate.engine.compile_plan import draft_language_model
+from hf_speculate.engine.plan import Plan
+from hf_speculate.models.chunks import draft_chunk_size
 from hf_speculate.models.compiled import CompiledLanguageModel
-from hf_speculate.models.extra_inputs import Context
 from hf_speculate.models.inferencer import Inferencer
 from hf_speculate.models.language_model import device_of, last_position
 from hf_speculate.processors import BlockLogitsProcessorList
+from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
 from hf_speculate.verify.base import draft_stream, reads_draft_logits
 
 
-@dataclass(frozen=True)
-class DraftPlan:
-    """What a drafter is made of.
-
-    Args:
-        config: resolved settings.
-        draft: the draft model; None: there is none.
-        processors: row-wise ones, applied to the draft's logits; see `for_draft`.
-        eos_token_ids: ids after which a row needs no further token; None: none.
-        max_position: upper bound of position ids; the draft's own table may bound them further.
-        compiler: decides whether the draft model runs compiled.
-        num_pads: [B] tokens of padding before each prompt; None: none.
-        vocab_size: the target's V.
-        context: what the draft model reads besides the text.
-        target: the model that judges.
-        max_length: columns of the output at most.
-        chunk_size: tokens of each row per forward of the draft at most, where a prompt is fed; None: all at once.
-        vocabulary: how the draft's ids stand to the target's; None: they are the same.
-        generator: what drafts in place of a model; None: a model does, or nothing.
-    """
-
-    config: SpeculationConfig
-    draft: PreTrainedModel | None
-    processors: BlockLogitsProcessorList
-    eos_token_ids: frozenset[int] | None
-    max_position: int
-    compiler: Compiler
-    num_pads: list[int] | None
-    vocab_size: int
-    context: Context
-    target: PreTrainedModel
-    max_length: int
-    chunk_size: int | None = None
-    vocabulary: Vocabulary | None = None
-    generator: CandidateGenerator | None = None
-
-
-def build_drafter(plan: DraftPlan, batch: Batch) -> Drafter | None:
-    """The drafter, or None where nothing is drafted.
-
-    Args:
-        plan: see `DraftPlan`.
-        batch: the rows, with their caches.
-    """
-    config, device = plan.config, batch.tokens.token_ids.device
+def make_custom_drafter(target: PreTrainedModel, config: SpeculationConfig, call: Call) -> Drafter | None:
+    """The user's own drafter, or an adapter of a candidate generator; None if the call has neither."""
     if config.drafter is not None:
-        return OwnDrafter(config.drafter, _request(plan, batch))
-    match (plan.draft, config.prompt_lookup_num_tokens, plan.generator):
-        case None, None, CandidateGenerator() as generator:
-            layers = layers_read(generator)
-            return ForeignDrafter(generator) if layers is None else StateReadingDrafter(generator, layers)
-        case None, int(num), None:
-            return SuffixDrafter(_suffix_settings(plan, num), device)
-        case PreTrainedModel() as draft, None, None:
-            return _model_drafter(plan, draft, batch)
-        case PreTrainedModel() as draft, int(num), None:
-            model = _model_drafter(plan, draft, batch)
-            return HybridDrafter(model, _suffix_settings(plan, num), config.max_model_tokens, device)
-    return None
+        return CustomDrafter(config.drafter, _setup(target, config, call))
+    if call.generator is None:
+        return None
+    layers = layers_read(call.generator)
+    if layers is None:
+        return CandidateGeneratorDrafter(call.generator)
+    return StateReadingGeneratorDrafter(call.generator, layers)
 
 
-def hidden_states_for(drafter: Drafter | None) -> HiddenStates | None:
-    """Where the target's hidden states wait for a drafter; None: it reads none."""
-    if isinstance(drafter, OwnDrafter) and drafter.reads_hidden_states:
-        return HiddenStates()
-    return HiddenStates(drafter.layers) if isinstance(drafter, StateReadingDrafter) else None
+def make_drafter(
+    target: PreTrainedModel, plan: Plan, call: Call, on_failure: Callable[[str, str], None]
+) -> Drafter | None:
+    """The drafter of a plan, unless it is a custom one; None if nothing is drafted.
+
+    Args:
+        target: scores the drafts.
+        plan: of the call.
+        call: the prepared call.
+        on_failure: called with "draft" and the reason, if the draft model cannot be compiled.
+    """
+    draft, num_lookup, device = plan.draft_model, plan.config.prompt_lookup_num_tokens, call.input_ids.device
+    if draft is None:
+        return None if num_lookup is None else SuffixDrafter(_suffix_settings(target, plan, call, num_lookup), device)
+    model = _model_drafter(target, plan, call, draft, on_failure)
+    if num_lookup is None:
+        return model
+    settings = _suffix_settings(target, plan, call, num_lookup)
+    return HybridDrafter(model, settings, plan.config.max_model_tokens, device)
 
 
-def within_drafter(config: SpeculationConfig, drafter: Drafter | None) -> SpeculationConfig:
-    """The settings of the schedule, which asks a drafter for no more tokens than it proposes."""
-    most = drafter.max_draft_tokens if isinstance(drafter, OwnDrafter) else None
-    if most is None or most >= config.max_draft_tokens:
-        return config
-    return replace(config, num_assistant_tokens=most, num_assistant_tokens_schedule=config.schedule)
-
-
-def min_draft_query(drafter: Drafter | None) -> int:
-    """Tokens of each row that a drafter is fed at least."""
-    model = drafter.model if isinstance(drafter, HybridDrafter) else drafter
-    return UNIT_QUERY_LEN if isinstance(model, CompiledDrafter) else 1
-
-
-def _request(plan: DraftPlan, batch: Batch) -> DrafterRequest:
-    config, batch_size = plan.config, len(batch.row_ids)
-    return DrafterRequest(
-        target=plan.target,
-        batch_size=batch_size,
-        num_pads=tuple(plan.num_pads or [0] * batch_size),
-        max_length=plan.max_length,
+def _setup(target: PreTrainedModel, config: SpeculationConfig, call: Call) -> DrafterSetup:
+    return DrafterSetup(
+        target=target,
+        batch_size=call.batch_size,
+        num_pads=tuple(call.num_pads),
+        max_length=call.max_length,
         max_draft_tokens=config.max_draft_tokens,
-        vocab_size=plan.vocab_size,
-        eos_token_ids=plan.eos_token_ids or frozenset(),
-        device=batch.tokens.token_ids.device,
-        processors=plan.processors,
+        vocab_size=_vocab_size(target),
+        eos_token_ids=BlockStoppingCriteria(call.criteria).eos_token_ids or frozenset(),
+        device=call.input_ids.device,
+        processors=BlockLogitsProcessorList(call.processors).for_draft(),
         stream=draft_stream(config),
+        keeps_logits=reads_draft_logits(config),
+        confidence_threshold=config.assistant_confidence_threshold or 0.0,
+        backend=config.verifier_backend,
     )
 
 
-def _suffix_settings(plan: DraftPlan, num: int) -> SuffixSettings:
-    config = plan.config
+def _suffix_settings(target: PreTrainedModel, plan: Plan, call: Call, num: int) -> SuffixSettings:
     return SuffixSettings(
         max_draft_tokens=num,
-        max_match_len=config.max_matching_ngram_size,
+        max_match_len=plan.config.max_matching_ngram_size,
         eos_token_ids=plan.eos_token_ids or frozenset(),
-        vocab_size=plan.vocab_size,
-        store=config.suffix_store,
-        num_pads=plan.num_pads,
+        vocab_size=_vocab_size(target),
+        store=plan.config.suffix_store,
+        num_pads=call.num_pads,
     )
 
 
-def _model_drafter(plan: DraftPlan, draft: PreTrainedModel, batch: Batch) -> ModelDrafter:
-    config, is_synced = plan.config, plan.compiler.is_synced
+def _model_drafter(
+    target: PreTrainedModel,
+    plan: Plan,
+    call: Call,
+    draft: PreTrainedModel,
+    on_failure: Callable[[str, str], None],
+) -> ModelDrafter:
+    config, eos = plan.config, plan.eos_token_ids
+    is_synced = call.ranks is not None or call.group is not None
     last = last_position(draft)
-    max_position = plan.max_position if last is None else min(plan.max_position, last)
-    eos = None if plan.eos_token_ids is None else torch.tensor(sorted(plan.eos_token_ids), device=device_of(draft))
+    max_position = call.max_position if last is None else min(call.max_position, last)
+    num_query = call.prefill_chunk_size or call.query_ids.shape[1]
+    chunk_size = None if call.ranks else draft_chunk_size(target, draft, num_query)
+    processors = BlockLogitsProcessorList(call.processors).for_draft()
     settings = DraftSettings(
-        eos_token_ids=eos,
+        eos_token_ids=None if eos is None else torch.tensor(sorted(eos), device=device_of(draft)),
         confidence_threshold=config.assistant_confidence_threshold or 0.0,
         keeps_logits=reads_draft_logits(config),
         stream=draft_stream(config),
         backend=config.verifier_backend,
     )
-    if plan.vocabulary is not None:
-        translated = TranslatedLanguageModel(draft, plan.vocabulary, max_position, plan.context, is_synced)
-        inferencer = Inferencer(translated, chunk_size=plan.chunk_size, stops_early=not is_synced)
-        return ModelDrafter(inferencer, plan.processors, settings)
-    is_unrolled = not len(plan.processors) and not settings.confidence_threshold
-    language_model = plan.compiler.draft(draft, max_position, batch.draft_cache, plan.context, is_unrolled=is_unrolled)
+    if call.vocabulary is not None:
+        translated = TranslatedLanguageModel(draft, call.vocabulary, max_position, call.draft_inputs, is_synced)
+        return ModelDrafter(Inferencer(translated, None, chunk_size, not is_synced), processors, settings)
+    is_unrolled = not len(processors) and not settings.confidence_threshold
+    language_model = draft_language_model(
+        draft, plan.compile, max_position, call.draft_inputs, is_synced, is_unrolled, on_failure
+    )
     if isinstance(language_model, CompiledLanguageModel):
-        return CompiledDrafter(language_model, plan.compiler.lens, plan.processors, settings, plan.chunk_size)
-    inferencer = Inferencer(language_model, chunk_size=plan.chunk_size, stops_early=not is_synced)
-    return ModelDrafter(inferencer, plan.processors, settings)
+        return CompiledDrafter(language_model, plan.compile.lens, processors, settings, chunk_size)
+    return ModelDrafter(Inferencer(language_model, None, chunk_size, not is_synced), processors, settings)
+
+
+def _vocab_size(target: PreTrainedModel) -> int:
+    return int(target.config.get_text_config(decoder=True).vocab_size)

@@ -6,18 +6,27 @@ from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 
+from hf_speculate.cache.buffer_pool import BufferStore
+from hf_speculate.draft.assistant import AcceptanceTallies
+from hf_speculate.models.compilation import CompiledUnits
 from hf_speculate.schedule import HistoryStore
 
 
 @dataclass(frozen=True)
 class ModelState:
-    """What calls of one target model leave for later calls of it.
+    """What calls with one model leave for later calls.
 
     Args:
-        history: acceptance and cost estimates of the adaptive schedule, by draft model.
+        units: functions compiled for the model.
+        buffers: idle KV buffers of the model.
+        history: the adaptive schedule's estimates for this target, by draft model.
+        tallies: accepted tokens of this target's draft models.
     """
 
+    units: CompiledUnits = field(default_factory=CompiledUnits)
+    buffers: BufferStore = field(default_factory=BufferStore)
     history: HistoryStore = field(default_factory=HistoryStore)
+    tallies: AcceptanceTallies = field(default_factory=AcceptanceTallies)
 
 
 _lock = threading.Lock()

@@ -1,123 +1,195 @@
-"""Settles what depends on several of a call's settings at once, before anything is made."""
+"""The plan of a call: everything that its arguments and models decide, before anything is built."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from transformers import MaxLengthCriteria, MaxTimeCriteria, PreTrainedModel
 
 from hf_speculate.config import SpeculationConfig
-from hf_speculate.draft.from_candidate_generator import samples_its_law
+from hf_speculate.draft.base import Drafter
+from hf_speculate.draft.from_candidate_generator import samples_its_logits
 from hf_speculate.engine.call import Call
-from hf_speculate.engine.distributed import num_shards
-from hf_speculate.models.language_model import counts_columns
+from hf_speculate.engine.compile_plan import CompileCandidate, CompilePlan, draft_lens, make_compile_plan
+from hf_speculate.engine.distributed import tensor_parallel_size
+from hf_speculate.engine.draft_cache_reuse import draft_cache_choice
+from hf_speculate.models.cache_selection import CacheChoice, CacheRequest
+from hf_speculate.models.language_model import counts_columns, device_of
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
-from hf_speculate.stats import SpeculationStats
 from hf_speculate.types import SampleStrategy
 
 
-class Choices(NamedTuple):
-    """What a call's settings come to."""
+class CachePlan(NamedTuple):
+    """The KV cache of one model."""
 
-    draft: PreTrainedModel | None
+    request: CacheRequest
+    choice: CacheChoice
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a call decides.
+
+    Args:
+        config: resolved settings, with the fallbacks applied.
+        draft_model: the model that drafts; None if none does.
+        drafter: what drafts, in words; "none" if nothing is drafted.
+        draft_strategy: how the drafter proposes tokens.
+        target_cache: the target's KV cache.
+        draft_cache: the draft model's KV cache, or None.
+        compile: the forwards that run compiled.
+        hidden_layers: layers of the target whose hidden states the drafter reads, or None.
+        lock_step: why all rows advance by the same number of tokens; empty if each row advances by its own.
+        pad_token_id: fills finished rows; None if rows without an EOS token go on until the last one has stopped.
+        keeps_rows: whether finished rows stay in the batch.
+        eos_token_ids: tokens that end a row, or None.
+        fallbacks: what runs otherwise than requested, with the reasons.
+    """
+
     config: SpeculationConfig
-    processors: BlockLogitsProcessorList
-    stopping: BlockStoppingCriteria
-    strategy: SampleStrategy  # of the drafter
-    lock_step: str  # why all rows advance together; empty where they need not
-    goes_on: bool  # whether ended rows go on until all have ended
+    draft_model: PreTrainedModel | None
+    drafter: str
+    draft_strategy: SampleStrategy
+    target_cache: CachePlan
+    draft_cache: CachePlan | None
+    compile: CompilePlan
+    hidden_layers: tuple[int, ...] | None
+    lock_step: str
+    pad_token_id: int | None
+    keeps_rows: bool
+    eos_token_ids: frozenset[int] | None
+    fallbacks: tuple[str, ...]
 
     @property
-    def has_eos(self) -> bool:
-        """Whether a token ends a row."""
-        return self.stopping.eos_token_ids is not None
-
-    @property
-    def is_lookup(self) -> bool:
-        """Whether rows copy."""
-        return self.config.prompt_lookup_num_tokens is not None
+    def is_lock_step(self) -> bool:
+        """Whether all rows advance by the same number of tokens."""
+        return bool(self.lock_step)
 
     @property
     def has_drafts(self) -> bool:
-        """Whether anything drafts."""
-        others = self.config.drafter is not None or self.config.candidate_generator is not None
-        return self.draft is not None or self.is_lookup or others
+        """Whether anything is drafted."""
+        return self.drafter != "none"
+
+    def __repr__(self) -> str:
+        parts = {
+            "drafter": self.drafter,
+            "verifier": self.config.verifier,
+            "draft length": f"{self.config.schedule}, at most {self.config.max_draft_tokens}",
+            "drafts": "sampled" if self.draft_strategy is SampleStrategy.RANDOM else "argmax",
+            "target cache": _cache_text(self.target_cache),
+            "draft cache": "" if self.draft_cache is None else _cache_text(self.draft_cache),
+            "compiled": ", ".join(self.compile.compiled),
+            "hidden layers": "" if self.hidden_layers is None else str(list(self.hidden_layers)),
+            "rows": "lock step" if self.lock_step else "each at its own pace",
+            "finished rows": "stay in the batch" if self.keeps_rows else "leave the batch",
+        }
+        return f"Plan({'; '.join(f'{name}: {value}' for name, value in parts.items() if value)})"
 
 
-def choose(
+def make_plan(
     target: PreTrainedModel,
     draft: PreTrainedModel | None,
     config: SpeculationConfig,
     call: Call,
-    stats: SpeculationStats,
-) -> Choices:
-    """What the settings come to; the statistics are told what is otherwise than asked.
+    custom: Drafter | None,
+) -> Plan:
+    """Decide what a call does.
 
     Args:
         target: scores the drafts.
-        draft: proposes; None where no model does.
+        draft: proposes tokens; None if no model does.
         config: resolved settings.
-        call: what the call prepared.
-        stats: told of fallbacks.
+        call: the prepared call.
+        custom: the user's own drafter or an adapter of a candidate generator, or None.
     """
+    fallbacks: list[str] = []
     if config.prompt_lookup_num_tokens is not None:
-        draft, config = _with_lookup(target, draft, config, stats)
-    processors = BlockLogitsProcessorList(call.processors)
-    stopping = BlockStoppingCriteria(call.criteria)
-    goes_on = stopping.eos_token_ids is None and call.input_ids.shape[0] > 1
+        draft, config = _beside_lookup(target, draft, config, fallbacks)
+    processors, stopping = BlockLogitsProcessorList(call.processors), BlockStoppingCriteria(call.criteria)
+    goes_on = stopping.eos_token_ids is None and call.batch_size > 1
     foreign = [*processors.foreign_names, *stopping.foreign_names]
     lock_step = _lock_step_reason(call, foreign, goes_on, [target] if draft is None else [target, draft])
     if lock_step:
-        stats.lock_step = True
-        stats.add_fallback(lock_step)
+        fallbacks.append(lock_step)
     strategy = _draft_strategy(draft, config, call)
-    config = _without_idle_block(config, strategy, bool(lock_step), stats)
-    stats.verifier = config.verifier or ""
-    return Choices(draft, config, processors, stopping, strategy, lock_step, goes_on)
+    config = _without_useless_block(config, strategy, bool(lock_step), fallbacks)
+    drafter = _drafter_text(draft, config, call)
+    lens = draft_lens(config) if drafter != "none" else ()
+    hidden_layers = None if custom is None or custom.hidden_layers is None else tuple(custom.hidden_layers)
+    caches, compile_plan = _plan_caches(target, draft, config, call, lens, hidden_layers)
+    fallbacks += compile_plan.reasons
+    reuses_draft_cache = config.draft_state is not None and draft is not None and call.draft_inputs.is_empty
+    return Plan(
+        config=config,
+        draft_model=draft,
+        drafter=drafter,
+        draft_strategy=strategy,
+        target_cache=caches[0],
+        draft_cache=caches[1] if draft is not None else None,
+        compile=compile_plan,
+        hidden_layers=hidden_layers,
+        lock_step=lock_step,
+        pad_token_id=None if goes_on else (call.pad_token_id or 0),
+        keeps_rows=bool(
+            lock_step or call.keeps_rows or call.is_cache_kept or compile_plan.compiled or reuses_draft_cache
+        ),
+        eos_token_ids=stopping.eos_token_ids,
+        fallbacks=tuple(fallbacks),
+    )
 
 
-def _with_lookup(
-    target: PreTrainedModel, draft: PreTrainedModel | None, config: SpeculationConfig, stats: SpeculationStats
+def cost_ratio(target: PreTrainedModel, draft: PreTrainedModel) -> float:
+    """The draft's parameter bytes in one process over the target's.
+
+    Args:
+        target: the target model.
+        draft: the draft model.
+    """
+    return _num_bytes(draft) / max(_num_bytes(target), 1)
+
+
+def _beside_lookup(
+    target: PreTrainedModel, draft: PreTrainedModel | None, config: SpeculationConfig, fallbacks: list[str]
 ) -> tuple[PreTrainedModel | None, SpeculationConfig]:
-    """The draft model that goes beside prompt lookup, if it may gain anything there, and the settings for that."""
+    """The draft model to use besides prompt lookup, if it can gain anything, and the settings for that."""
     if draft is not None and config.schedule == "adaptive" and cost_ratio(target, draft) >= 1:
-        stats.add_fallback("prompt lookup alone, for a draft model as large as its target gains nothing")
+        fallbacks.append("prompt lookup alone, because a draft model as large as its target gains nothing")
         draft = None
     return draft, config.for_lookup_alone() if draft is None else config
 
 
 def _lock_step_reason(call: Call, foreign: Sequence[str], goes_on: bool, models: Sequence[PreTrainedModel]) -> str:
-    """Why all rows must advance together; empty where they need not.
+    """Why all rows must advance together; empty if they need not.
 
     Args:
         call: the prepared call.
-        foreign: class names of processors and criteria that are not known to be pure and row-wise.
-        goes_on: whether ended rows go on until all have ended.
-        models: the target and its draft.
+        foreign: class names of processors and criteria that are not known to be row-wise.
+        goes_on: whether rows go on until the last one has stopped.
+        models: the target, and the draft model if there is one.
     """
     if foreign:
-        return f"lock step, for {', '.join(foreign)}; declare pure ones with register_row_wise"
+        return f"lock step, because of {', '.join(foreign)}; declare row-wise classes with register_row_wise"
     ends_apart = any(type(criterion) not in (MaxLengthCriteria, MaxTimeCriteria) for criterion in call.criteria)
     has_windows = any(call.cache.is_sliding)
     if goes_on and ends_apart and call.is_cache_kept and has_windows:
         return "lock step, because rows without EOS are cut back to one length, past what window layers can restore"
-    counting = sorted({type(model).__name__ for place, model in enumerate(models) if counts_columns(model, place > 0)})
-    if counting and call.input_ids.shape[0] > 1:
-        return f"lock step, for {', '.join(counting)} takes no positions but counts columns"
+    counting = sorted({type(model).__name__ for at, model in enumerate(models) if counts_columns(model, at > 0)})
+    if counting and call.batch_size > 1:
+        return f"lock step, because {', '.join(counting)} takes no positions but counts columns"
     return ""
 
 
-def _without_idle_block(
-    config: SpeculationConfig, strategy: SampleStrategy, is_lock_step: bool, stats: SpeculationStats
+def _without_useless_block(
+    config: SpeculationConfig, strategy: SampleStrategy, is_lock_step: bool, fallbacks: list[str]
 ) -> SpeculationConfig:
-    """The settings, with rejection in place of block where that gains nothing; the statistics say so."""
+    """The settings with rejection in place of block, if block verification gains nothing."""
     if config.verifier != "block":
         return config
     if is_lock_step:
-        stats.add_fallback("rejection in place of block, for rows in lock step are judged token by token")
+        fallbacks.append("rejection in place of block, because rows in lock step are verified token by token")
     elif strategy is SampleStrategy.GREEDY:
-        stats.add_fallback("rejection in place of block, which is the same where the draft takes its argmax")
+        fallbacks.append("rejection in place of block, which is the same if the draft takes its argmax")
     else:
         return config
     return replace(config, verifier="rejection")
@@ -127,22 +199,71 @@ def _draft_strategy(draft: PreTrainedModel | None, config: SpeculationConfig, ca
     drafts_itself = draft is not None or config.drafter is not None
     samples = drafts_itself and call.do_sample and config.draft_sampling == "sample"
     if call.generator is not None:
-        samples = call.do_sample and samples_its_law(call.generator)
+        samples = call.do_sample and samples_its_logits(call.generator)
     return SampleStrategy.RANDOM if samples else SampleStrategy.GREEDY
 
 
-def cost_ratio(target: PreTrainedModel, draft: PreTrainedModel) -> float:
-    """The draft's parameter bytes in one process over the target's.
+def _drafter_text(draft: PreTrainedModel | None, config: SpeculationConfig, call: Call) -> str:
+    parts = []
+    if draft is not None:
+        parts.append(f"model {type(draft).__name__}")
+    if config.prompt_lookup_num_tokens is not None:
+        parts.append("prompt lookup")
+    if config.drafter is not None:
+        parts.append("custom drafter")
+    if call.generator is not None:
+        parts.append(f"candidate generator {type(call.generator).__name__}")
+    return " and ".join(parts) or "none"
 
-    Args:
-        target: the model that is sped up.
-        draft: the draft model.
-    """
-    return _num_bytes(draft) / max(_num_bytes(target), 1)
+
+def _plan_caches(
+    target: PreTrainedModel,
+    draft: PreTrainedModel | None,
+    config: SpeculationConfig,
+    call: Call,
+    lens: tuple[int, ...],
+    hidden_layers: tuple[int, ...] | None,
+) -> tuple[list[CachePlan], CompilePlan]:
+    """The KV caches of the target and the draft model, and what runs compiled over them."""
+    requests = [
+        CacheRequest(
+            config.speculation_cache,
+            call.target_attention,
+            call.is_cache_passed,
+            call.is_cache_kept,
+            call.recorded.attentions,
+            call.target_inputs.crosses,
+            max_columns=call.max_columns,
+        )
+    ]
+    choices = [requests[0].choose(target, call.cache, call.attention_mask, call.input_ids.device)]
+    candidates = [CompileCandidate("target", target, choices[0].kind, call.target_inputs, hidden_layers is not None)]
+    if draft is not None:
+        requests.append(
+            CacheRequest(
+                draft_cache_choice(config.speculation_cache, None if call.static else config.draft_state, draft),
+                call.draft_attention,
+                crosses=call.draft_inputs.crosses,
+                max_columns=call.max_length,
+            )
+        )
+        draft_mask = None if call.text_mask is None else call.text_mask.to(device_of(draft))
+        choices.append(requests[1].choose(draft, None, draft_mask, device_of(draft)))
+        candidates.append(CompileCandidate("draft", draft, choices[1].kind, call.draft_inputs))
+    compiled = make_compile_plan(call.static, lens, candidates)
+    fixed = [
+        replace(one, capacity=compiled.capacity(one.max_columns or 0), is_pooled=bool(compiled.compiled))
+        for one in requests
+    ]
+    return [CachePlan(request, choice) for request, choice in zip(fixed, choices, strict=True)], compiled
+
+
+def _cache_text(plan: CachePlan) -> str:
+    return f"{plan.choice.kind} ({plan.choice.reason})" if plan.choice.reason else plan.choice.kind
 
 
 def _num_bytes(model: PreTrainedModel) -> int:
-    """Of the parameters that a decoding step reads in one process, once each: an encoder's are not among them."""
+    """Of the parameters that a decoding step reads in one process, once each; an encoder's are not counted."""
     decoder = model.get_decoder() if model.config.is_encoder_decoder else model
     num = sum(parameter.numel() * parameter.element_size() for parameter in decoder.parameters())
-    return num // num_shards(model)
+    return num // tensor_parallel_size(model)

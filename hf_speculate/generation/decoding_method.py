@@ -1,4 +1,4 @@
-"""The decoding method of a call, which transformers runs once it has prepared the inputs."""
+"""The decoding method of a call, which transformers runs after it has prepared the inputs."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,17 +9,18 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 
 from hf_speculate.compat import adapters_by_row, attention_name, pad_token_id
 from hf_speculate.config import SpeculationConfig
-from hf_speculate.draft.assistant import Drafting
+from hf_speculate.draft.assistant import ResolvedAssistant
 from hf_speculate.draft.from_candidate_generator import make_generator
 from hf_speculate.engine.builder import build_decoder
 from hf_speculate.engine.call import Call
-from hf_speculate.engine.compile_plan import static_of, with_eager_draft
-from hf_speculate.engine.distributed import peers_of, shards_of
-from hf_speculate.engine.error_context import Place, Stage
+from hf_speculate.engine.compile_plan import static_request, with_eager_draft
+from hf_speculate.engine.decoder import SpeculativeDecoder
+from hf_speculate.engine.distributed import synced_ranks, tensor_parallel_group
 from hf_speculate.engine.outputs import GenerateOutput, recorded_of
+from hf_speculate.engine.stage_clock import Stage, StageClock
 from hf_speculate.generation.arguments import uncached
-from hf_speculate.generation.draft_source import Reason
-from hf_speculate.generation.model_inputs import draft_context, target_context
+from hf_speculate.generation.draft_source import DraftSource
+from hf_speculate.generation.model_inputs import draft_inputs, target_inputs
 from hf_speculate.generation.validate_call import (
     check_context,
     check_prepared,
@@ -33,36 +34,40 @@ from hf_speculate.stats import SpeculationStats
 from hf_speculate.verify.base import check_verifier
 
 
-class Speculation:
-    """Decodes for one `generate()` call.
+class SpeculativeDecoding:
+    """A `custom_generate` function that decodes for one `generate()` call.
 
-    A model's own `generate`, as Whisper's, may run it several times: for parts of the input, or to try again.
+    A model's own `generate`, such as Whisper's, may call it several times: for parts of the input, or to try again.
 
     Args:
-        drafting: what drafts.
+        assistant: the model that drafts, and its vocabulary.
         config: the call's settings.
         call: all arguments of `generate()`, by name.
         is_static: whether fixed buffers were asked for.
-        reason: why the call is ours.
+        source: what drafts, in the words of error messages.
 
     Attributes:
         stats: of all runs.
-        num_calls: runs so far.
-        place: where the call is, for a note on an error.
+        num_runs: runs so far.
+        clock: names the current stage in a note on an error.
     """
 
     def __init__(
-        self, drafting: Drafting, config: SpeculationConfig, call: dict[str, Any], is_static: bool, reason: Reason
+        self,
+        assistant: ResolvedAssistant,
+        config: SpeculationConfig,
+        call: dict[str, Any],
+        is_static: bool,
+        source: DraftSource,
     ):
-        self.drafting = drafting
-        self.assistant = drafting.assistant
+        self.assistant = assistant
         self.is_static = is_static
-        self.reason = reason
+        self.source = source
         self.stats = config.speculation_stats or SpeculationStats()
         self.stats.reset()
         self.config = replace(config, speculation_stats=self.stats)
-        self.num_calls = 0
-        self.place = Place()
+        self.num_runs = 0
+        self.clock = StageClock()
         self.streamer = call.get("streamer")
         self.synced_gpus = call.get("synced_gpus")
         self.is_cache_passed = call.get("past_key_values") is not None
@@ -81,10 +86,10 @@ class Speculation:
         inputs_tensor: Tensor | None = None,
         **model_kwargs: Any,
     ) -> GenerateOutput | Tensor:
-        self.place.enter(Stage.PREPARE, 0)
+        self.clock.enter(Stage.PREPARE, 0)
         input_ids = input_ids.long()  # plain decoding takes int32 prompts too, and returns int64
-        config = self.config.for_run(self.num_calls).resolve(bool(generation_config.do_sample))
-        self.num_calls += 1
+        config = self.config.for_run(self.num_runs).resolve(bool(generation_config.do_sample))
+        self.num_runs += 1
         check_verifier(config)
         check_span_ids(config, model)
         call = self._prepared(
@@ -97,26 +102,26 @@ class Speculation:
             inputs_tensor,
             model_kwargs,
         )
-        returns_dict = bool(generation_config.return_dict_in_generate)
-        decoder, batch = build_decoder(model, self.assistant, config, call)
-        recorder, pad_id = decoder.recorder, call.pad_token_id or 0
+        decoder, batch = build_decoder(model, self.assistant.model, config, call, self.stats, self.clock)
         folded = folded_attention_for([] if call.recorded.attentions else self._models(model))
-        with folded, batch.undone_on_error(self.is_cache_passed):
-            decoder.decode(batch, self.place)
-            self.place.enter(Stage.RETURN)
-            batch.target_cache.hand_back()
-            output = (
-                recorder.output(input_ids, pad_id, call.cache)
-                if returns_dict
-                else recorder.sequences(input_ids, pad_id)
-            )
-            if self.streamer is not None:
-                self.streamer.end()
+        with folded, decoder.released(), decoder.target.restored_on_error(self.is_cache_passed):
+            decoder.decode(batch)
+            self.clock.enter(Stage.RETURN)
+            output = self._output(decoder, call, bool(generation_config.return_dict_in_generate))
             if config.suffix_store is not None:
-                for ids in recorder.new_ids:
+                for ids in decoder.output.new_ids:
                     config.suffix_store.add(ids)
-        self.place.enter(None)
+        self.clock.enter(None)
         return output
+
+    def _output(self, decoder: SpeculativeDecoder, call: Call, returns_dict: bool) -> GenerateOutput | Tensor:
+        decoder.target.kv_cache.hand_back()
+        recorder, pad_id = decoder.output, call.pad_token_id or 0
+        if self.streamer is not None:
+            self.streamer.end()
+        if returns_dict:
+            return recorder.output(call.input_ids, pad_id, call.cache)
+        return recorder.sequences(call.input_ids, pad_id)
 
     def _prepared(
         self,
@@ -131,7 +136,7 @@ class Speculation:
     ) -> Call:
         """What is decoded, once nothing speaks against it."""
         has_encoder = bool(model.config.is_encoder_decoder)
-        check_prepared(input_ids, generation_config, model_kwargs, has_encoder, self.streamer, self.reason)
+        check_prepared(input_ids, generation_config, model_kwargs, has_encoder, self.streamer, self.source)
         mask = model_kwargs.get("decoder_attention_mask" if has_encoder else "attention_mask")
         if has_encoder:
             self.passed_mask_len = None if mask is None else mask.shape[-1]
@@ -139,16 +144,16 @@ class Speculation:
         embeds = model_kwargs.get("inputs_embeds")
         query = uncached(input_ids, cache, self.passed_mask_len, None if has_encoder else embeds)
         num_before = cache.get_seq_length() + query.shape[1] - input_ids.shape[1]  # that the output does not show
-        check_rope(model, generation_config.max_length + num_before, self.reason)
-        context = target_context(model, input_ids, query.shape[1], model_kwargs, has_positions=self.has_positions)
-        vocabulary = self.drafting.vocabulary
-        check_context(context, input_ids, generation_config, self.assistant, vocabulary)
+        check_rope(model, generation_config.max_length + num_before, self.source)
+        context = target_inputs(model, input_ids, query.shape[1], model_kwargs, has_positions=self.has_positions)
+        vocabulary = self.assistant.vocabulary
+        check_context(context, input_ids, generation_config, self.assistant.model, vocabulary)
         inputs = None if self.has_encoder_outputs or embeds is not None else inputs_tensor
-        draft_reads = draft_context(self.assistant, model, inputs, model_kwargs, input_ids.shape[0], vocabulary)
-        static = static_of(model, self.assistant, generation_config, self.is_static)
-        peers = peers_of(self.synced_gpus, self._models(model), input_ids.device)
-        if peers is not None:
-            check_synced(config, generation_config, static is not None, self.reason)
+        draft_reads = draft_inputs(self.assistant.model, model, inputs, model_kwargs, input_ids.shape[0], vocabulary)
+        static = static_request(model, self.assistant.model, generation_config, self.is_static)
+        ranks = synced_ranks(self.synced_gpus, self._models(model), input_ids.device)
+        if ranks is not None:
+            check_synced(config, generation_config, static is not None, self.source)
         generator = make_generator(
             config.candidate_generator,
             input_ids=input_ids,
@@ -175,18 +180,18 @@ class Speculation:
             recorded=recorded_of(generation_config),
             on_tokens=self._stream if self.streamer is not None else None,
             target_attention=_attention(model),
-            draft_attention=_attention(self.assistant),
-            static=with_eager_draft(static, self.drafting.why_eager),
-            target_context=context,
-            draft_context=draft_reads,
+            draft_attention=_attention(self.assistant.model),
+            static=with_eager_draft(static, self.assistant.eager_reason),
+            target_inputs=context,
+            draft_inputs=draft_reads,
             vocabulary=vocabulary,
             generator=generator,
-            peers=peers,
-            shards=shards_of(self._models(model), input_ids.device),
+            ranks=ranks,
+            group=tensor_parallel_group(self._models(model), input_ids.device),
         )
 
     def _models(self, model: PreTrainedModel) -> list[PreTrainedModel]:
-        return [one for one in (model, self.assistant) if one is not None]
+        return [one for one in (model, self.assistant.model) if one is not None]
 
     def _stream(self, token_ids: list[int]) -> None:
         for token_id in token_ids:

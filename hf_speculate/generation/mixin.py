@@ -19,7 +19,8 @@ from hf_speculate.compat import (
     stateful_names,
 )
 from hf_speculate.config import FIELD_NAMES
-from hf_speculate.draft.assistant import choose_draft, warn_of_low_acceptance
+from hf_speculate.draft.assistant import resolve_assistant, warn_of_low_acceptance
+from hf_speculate.engine.model_state import model_state
 from hf_speculate.engine.outputs import GenerateOutput
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.generation.arguments import (
@@ -32,9 +33,9 @@ from hf_speculate.generation.arguments import (
     unwrapped,
 )
 from hf_speculate.generation.config_sources import fields_in, fields_of, read_config
-from hf_speculate.generation.decoding_method import Speculation
-from hf_speculate.generation.draft_source import reason_of
-from hf_speculate.generation.token_healing import HealsTokens, healing
+from hf_speculate.generation.decoding_method import SpeculativeDecoding
+from hf_speculate.generation.draft_source import find_draft_source
+from hf_speculate.generation.token_healing import TokenHealingMixin, healing
 from hf_speculate.generation.validate_call import check_call
 from hf_speculate.generation.validate_models import check_assistant, check_models, warn_of_own_steps
 from hf_speculate.verify.base import check_verifier
@@ -49,7 +50,7 @@ _TRANSFORMERS_FIELDS = (
 )
 
 
-class SpeculativeGenerationMixin(HealsTokens):
+class SpeculativeGenerationMixin(TokenHealingMixin):
     """Gives a model class speculative `generate()`; put it before the model in a class's bases.
 
     `generate()` takes all that transformers' takes, and the fields of `SpeculationConfig` as keywords or from a
@@ -120,39 +121,40 @@ def _generate(
         sources.append(fields_of(getattr(assistant, "generation_config", None)))
     config = read_config(sources)
     early_exit = own_early_exit(model, call)
-    reason = reason_of(assistant, early_exit, config, samples(model, plain, call))
-    if reason is None:
+    source = find_draft_source(assistant, early_exit, config, samples(model, plain, call))
+    if source is None:
         check_verifier(config.resolve(do_sample=False))
         if config.speculation_stats is not None:
             config.speculation_stats.reset()
         return plain(**call, **{name: keywords[name] for name in _TRANSFORMERS_FIELDS if name in keywords})
-    check_call(call, reason)
+    check_call(call, source)
     if assistant is not None:
         check_assistant(assistant)
     models = [model] if assistant is None else [model, assistant]
     check_private_names(model)
-    check_models(models, stateful_names(models), reason)
+    check_models(models, stateful_names(models), source)
     warn_of_own_steps(model, own_steps(model))
     tokenizers = call.get("tokenizer"), call.get("assistant_tokenizer")
-    drafting = choose_draft(model, assistant, early_exit, *tokenizers)
+    resolved = resolve_assistant(model, assistant, early_exit, *tokenizers)
     own_stop_strings(model, call)
     own_prompt_lookup(model, call)
     is_static = own_static_cache(model, call)
-    speculation = Speculation(drafting, config, call, is_static, reason)
-    with speculation.place, healing(model, call):
-        output = plain(**call, custom_generate=speculation)
-    if not speculation.num_calls:
+    decoding = SpeculativeDecoding(resolved, config, call, is_static, source)
+    with decoding.clock, healing(model, call):
+        output = plain(**call, custom_generate=decoding)
+    if not decoding.num_runs:
         raise UnsupportedModelError(
             f"generate() of the model must decode by GenerationMixin's, got {type(model).__name__} with a loop of its "
-            f"own; {reason.way_out}"
+            f"own; {source.hint}"
         )
     reads_text = call.get("inputs_embeds") is None  # a draft that cannot read the prompt is poor, whatever its ids
-    if assistant is not None and drafting.is_guess and reads_text and config.prompt_lookup_num_tokens is None:
-        warn_of_low_acceptance(model, assistant, speculation.stats)
+    is_tallied = resolved.is_vocabulary_assumed and reads_text and config.prompt_lookup_num_tokens is None
+    if assistant is not None and is_tallied and model_state(model).tallies.add(assistant, decoding.stats):
+        warn_of_low_acceptance(model, assistant)
     if LOGGER.isEnabledFor(logging.INFO):
-        LOGGER.info("%s", speculation.stats.summary())
+        LOGGER.info("%s", decoding.stats.summary())
     if isinstance(output, ModelOutput):
-        output.speculation = speculation.stats
+        output.speculation = decoding.stats
     return output
 
 

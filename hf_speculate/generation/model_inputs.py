@@ -9,7 +9,7 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from hf_speculate.draft.vocab_mapping import Vocabulary
 from hf_speculate.errors import UnsupportedGenerationError
-from hf_speculate.models.extra_inputs import Context, mapped
+from hf_speculate.models.extra_inputs import ExtraInputs, mapped
 from hf_speculate.models.language_model import device_of, text_prefix
 
 # Arguments that our own loop gives itself, or to nobody.
@@ -28,9 +28,9 @@ _OWN = {
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 
 
-def target_context(
+def target_inputs(
     model: PreTrainedModel, input_ids: Tensor, num_query: int, model_kwargs: dict[str, Any], *, has_positions: bool
-) -> Context:
+) -> ExtraInputs:
     """What the target reads besides the text, as its own `prepare_inputs_for_generation` would have it.
 
     Args:
@@ -43,7 +43,7 @@ def target_context(
     if model.config.is_encoder_decoder:
         every = {name: model_kwargs.get(name) for name in ("encoder_outputs", "attention_mask")}
         given = {name: value for name, value in every.items() if value is not None}
-        return Context(given, prefix=text_prefix(model))
+        return ExtraInputs(given, prefix=text_prefix(model))
     extra = {name for name, value in model_kwargs.items() if value is not None} - _OWN - {"position_ids"}
     positions = model_kwargs.get("position_ids")
     model_class: Any = type(model)
@@ -51,24 +51,24 @@ def target_context(
     read = {} if embeds is None else {"inputs_embeds": embeds[:, -num_query:].to(device_of(model))}
     is_usual = model_class.prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation
     if is_usual and not extra and not has_positions and (positions is None or positions.ndim == 2):
-        return Context(prompt=read)
+        return ExtraInputs(prompt=read)
     inputs: dict[str, Any] = model.prepare_inputs_for_generation(  # type: ignore[operator]
         input_ids, next_sequence_length=num_query, is_first_iteration=True, **model_kwargs
     )
     prompt = {name: value for name, value in inputs.items() if name not in _OWN and value is not None} | read
     if "position_ids" in prompt and _counts_tokens(prompt["position_ids"], model_kwargs):
         del prompt["position_ids"]
-    return Context(prompt=prompt, types=_later_types(model, input_ids, model_kwargs))
+    return ExtraInputs(prompt=prompt, types=_later_types(model, input_ids, model_kwargs))
 
 
-def draft_context(
+def draft_inputs(
     draft: PreTrainedModel | None,
     target: PreTrainedModel,
     inputs: Tensor | None,
     model_kwargs: dict[str, Any],
     num_rows: int,
     vocabulary: Vocabulary | None = None,
-) -> Context:
+) -> ExtraInputs:
     """What the draft model reads besides the text: an encoder's output, its own or the target's, and nothing else.
 
     What the target's side has made is read in the draft's dtype and on its device; the target's own stays as it is.
@@ -85,12 +85,12 @@ def draft_context(
         UnsupportedGenerationError: the draft has an encoder, and there is nothing for it to read.
     """
     if draft is None:
-        return Context()
+        return ExtraInputs()
     outputs = model_kwargs.get("encoder_outputs")
     if not draft.config.is_encoder_decoder:
         takes_outputs = "encoder_outputs" in inspect.signature(type(draft).forward).parameters
         reads = takes_outputs and outputs is not None
-        return Context({"encoder_outputs": _as_read_by(draft.get_decoder(), outputs)} if reads else None)
+        return ExtraInputs({"encoder_outputs": _as_read_by(draft.get_decoder(), outputs)} if reads else None)
     mask = model_kwargs.get("attention_mask")
     encoder: Any = draft.get_encoder()
     if encoder is not target.get_encoder():
@@ -114,7 +114,7 @@ def draft_context(
     every = {"encoder_outputs": outputs}
     if mask is not None:
         every["attention_mask"] = mask.to(device_of(draft))
-    return Context(every, prefix=text_prefix(draft))
+    return ExtraInputs(every, prefix=text_prefix(draft))
 
 
 def _as_read_by(model: PreTrainedModel, value: Any) -> Any:

@@ -12,7 +12,7 @@ from hf_speculate.errors import UnsupportedGenerationError
 _tokenizer: ContextVar[Any] = ContextVar("hf_speculate_healing_tokenizer", default=None)
 
 
-class HealsTokens(GenerationMixin):
+class TokenHealingMixin(GenerationMixin):
     """Finds the tokenizer of the present call where `heal_tokens` is given none."""
 
     def heal_tokens(self, input_ids: Any, tokenizer: Any = None) -> Any:
@@ -41,7 +41,7 @@ def healing(model: PreTrainedModel, call: Mapping[str, Any]) -> Iterator[None]:
     Raises:
         UnsupportedGenerationError: the call asks for healing, and the model is not enabled.
     """
-    if _heals(model, call) and not isinstance(model, HealsTokens):
+    if _heals(model, call) and not isinstance(model, TokenHealingMixin):
         raise UnsupportedGenerationError(
             "token_healing must be left out for a model that is not enabled, got True; call enable(model), or "
             "model.heal_tokens(input_ids, tokenizer) beforehand"

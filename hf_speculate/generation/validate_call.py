@@ -11,8 +11,8 @@ from transformers.generation.configuration_utils import GenerationMode
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.vocab_mapping import Vocabulary
 from hf_speculate.errors import ConfigError, UnsupportedGenerationError
-from hf_speculate.generation.draft_source import COUPLED_ALONE, GENERATOR, LOOKUP, Reason
-from hf_speculate.models.extra_inputs import Context
+from hf_speculate.generation.draft_source import COUPLED_ALONE, GENERATOR, LOOKUP, DraftSource
+from hf_speculate.models.extra_inputs import ExtraInputs
 
 _COMMON_KWARGS = {
     "attention_mask",
@@ -47,7 +47,7 @@ _PASSED_OVER = {"labels"}  # plain generation never hands them to the model; Seq
 _OF_TARGETS_STATES = ("speculation_type", "use_mtp")
 
 
-def check_call(call: dict[str, Any], reason: Reason) -> None:
+def check_call(call: dict[str, Any], reason: DraftSource) -> None:
     """Refuse what the arguments alone show.
 
     Args:
@@ -74,7 +74,7 @@ def check_call(call: dict[str, Any], reason: Reason) -> None:
         )
     if call.get("cache_implementation") == "paged":  # transformers would batch continuously, past our loop
         raise UnsupportedGenerationError(
-            f"cache_implementation must be left out with {reason.cause}, got 'paged'; {reason.way_out}"
+            f"cache_implementation must be left out with {reason.cause}, got 'paged'; {reason.hint}"
         )
 
 
@@ -84,7 +84,7 @@ def check_prepared(
     model_kwargs: dict[str, Any],
     has_encoder: bool,
     streamer: object,
-    reason: Reason,
+    reason: DraftSource,
 ) -> None:
     """Refuse what only the call shows that transformers has prepared.
 
@@ -106,11 +106,10 @@ def check_prepared(
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         hint = "pass num_beams=1, or " if generation_config.num_beams != 1 else ""  # pipelines of speech set 5
         raise UnsupportedGenerationError(
-            f"the generation mode must be greedy or sampling with {reason.cause}, got {mode.value}; "
-            f"{hint}{reason.way_out}"
+            f"the generation mode must be greedy or sampling with {reason.cause}, got {mode.value}; {hint}{reason.hint}"
         )
     if not generation_config.use_cache:
-        raise UnsupportedGenerationError(f"use_cache must be True with {reason.cause}, got False; {reason.way_out}")
+        raise UnsupportedGenerationError(f"use_cache must be True with {reason.cause}, got False; {reason.hint}")
     if reason is not COUPLED_ALONE and getattr(generation_config, "assistant_ensemble_weight", None) is not None:
         raise UnsupportedGenerationError(
             "assistant_ensemble_weight must be left out, got one; choose verifier='typical' for a lossy rule"
@@ -120,16 +119,16 @@ def check_prepared(
     extra = sorted(name for name, value in model_kwargs.items() if value is not None and name not in taken)
     if extra:
         raise UnsupportedGenerationError(
-            f"model arguments must be among {', '.join(sorted(known))}, got {', '.join(extra)}; {reason.way_out}"
+            f"model arguments must be among {', '.join(sorted(known))}, got {', '.join(extra)}; {reason.hint}"
         )
     for name in ("output_hidden_states", "output_attentions"):
         if has_encoder and getattr(generation_config, name):
             raise UnsupportedGenerationError(
-                f"{name} must be left out for an encoder-decoder with {reason.cause}, got True; {reason.way_out}"
+                f"{name} must be left out for an encoder-decoder with {reason.cause}, got True; {reason.hint}"
             )
     _check_cache(model_kwargs.get("past_key_values"), reason)
     if input_ids.shape[1] == 0 and model_kwargs.get("inputs_embeds") is None:
-        raise UnsupportedGenerationError(f"the prompt must hold at least one token, got an empty one; {reason.way_out}")
+        raise UnsupportedGenerationError(f"the prompt must hold at least one token, got an empty one; {reason.hint}")
     one_row_only = {
         "candidate_generator": reason is GENERATOR,
         "streamer": streamer is not None,
@@ -163,7 +162,7 @@ def check_span_ids(config: SpeculationConfig, model: PreTrainedModel) -> None:
 
 
 def check_synced(
-    config: SpeculationConfig, generation_config: GenerationConfig, is_static: bool, reason: Reason
+    config: SpeculationConfig, generation_config: GenerationConfig, is_static: bool, reason: DraftSource
 ) -> None:
     """Refuse what would run other numbers of forwards on the ranks of one call.
 
@@ -192,7 +191,7 @@ def check_synced(
 
 
 def check_context(
-    context: Context,
+    context: ExtraInputs,
     input_ids: Tensor,
     generation_config: GenerationConfig,
     assistant: PreTrainedModel | None,
@@ -228,11 +227,11 @@ def check_context(
             )
 
 
-def _left_out(name: str, reason: Reason) -> UnsupportedGenerationError:
-    return UnsupportedGenerationError(f"{name} must be left out with {reason.cause}, got one; {reason.way_out}")
+def _left_out(name: str, reason: DraftSource) -> UnsupportedGenerationError:
+    return UnsupportedGenerationError(f"{name} must be left out with {reason.cause}, got one; {reason.hint}")
 
 
-def _check_cache(cache: Any, reason: Reason) -> None:
+def _check_cache(cache: Any, reason: DraftSource) -> None:
     """Refuse a cache that is not one, or a pair, of dynamic ones on one device."""
     is_pair = isinstance(cache, EncoderDecoderCache)
     parts = [cache.self_attention_cache, cache.cross_attention_cache] if is_pair else [cache]

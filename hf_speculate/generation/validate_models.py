@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from hf_speculate.errors import UnsupportedModelError
-from hf_speculate.generation.draft_source import ASSISTED, Reason
+from hf_speculate.generation.draft_source import ASSISTED, DraftSource
 from hf_speculate.models.rope import growing_rope
 
 _SERVED_LAYERS = {"chunked_attention", "full_attention", "sliding_attention"}
@@ -21,7 +21,7 @@ _UNSERVED_TYPES = {
 }
 
 
-def check_models(models: Sequence[PreTrainedModel], stateful: Sequence[str], reason: Reason) -> None:
+def check_models(models: Sequence[PreTrainedModel], stateful: Sequence[str], reason: DraftSource) -> None:
     """Refuse models that cannot decode, from the configs alone.
 
     Args:
@@ -34,40 +34,40 @@ def check_models(models: Sequence[PreTrainedModel], stateful: Sequence[str], rea
     """
     if stateful:
         raise UnsupportedModelError(
-            f"models must be able to roll back, got {', '.join(stateful)} with recurrent state; {reason.way_out}"
+            f"models must be able to roll back, got {', '.join(stateful)} with recurrent state; {reason.hint}"
         )
     for model in models:
         config = model.config.get_text_config(decoder=True)
         if "past_key_values" not in inspect.signature(type(model).forward).parameters:
             raise UnsupportedModelError(
-                f"models must take past_key_values, got {type(model).__name__} without; {reason.way_out}"
+                f"models must take past_key_values, got {type(model).__name__} without; {reason.hint}"
             )
         if model.config.model_type in _UNSERVED_TYPES:
             raise UnsupportedModelError(
                 f"models must read several tokens after a cached text, got {type(model).__name__}, whose layers "
-                f"{_UNSERVED_TYPES[model.config.model_type]}; {reason.way_out}"
+                f"{_UNSERVED_TYPES[model.config.model_type]}; {reason.hint}"
             )
         if model.training and any(getattr(part, "gradient_checkpointing", False) for part in model.modules()):
             raise UnsupportedModelError(
                 f"models must keep their states, got {type(model).__name__} in training mode with gradient "
-                f"checkpointing, which drops them; call eval() or gradient_checkpointing_disable(), or {reason.way_out}"
+                f"checkpointing, which drops them; call eval() or gradient_checkpointing_disable(), or {reason.hint}"
             )
         if "prepare_inputs_for_generation" in vars(model):
             raise UnsupportedModelError(
                 f"models must prepare their inputs as their class does, got {type(model).__name__} with a "
-                f"prepare_inputs_for_generation of its own (prompt or prefix tuning); {reason.way_out}"
+                f"prepare_inputs_for_generation of its own (prompt or prefix tuning); {reason.hint}"
             )
         num_stages = getattr(getattr(model.config, "distributed_config", None), "pp_size", None) or 1
         if num_stages > 1:
             raise UnsupportedModelError(
                 f"models must lie whole in every process or be split by tensor parallelism, got {type(model).__name__} "
-                f"in {num_stages} stages (pp_size); load it with tp_size, or {reason.way_out}"
+                f"in {num_stages} stages (pp_size); load it with tp_size, or {reason.hint}"
             )
         unserved = sorted(set(getattr(config, "layer_types", None) or ()) - _SERVED_LAYERS)
         if unserved:
             raise UnsupportedModelError(
                 f"layer_types must be among {', '.join(sorted(_SERVED_LAYERS))}, got {', '.join(unserved)} in "
-                f"{type(model).__name__}; {reason.way_out}"
+                f"{type(model).__name__}; {reason.hint}"
             )
     _check_encoders(models[0], models[-1])
 
@@ -109,7 +109,7 @@ def _check_encoders(target: PreTrainedModel, draft: PreTrainedModel) -> None:
             )
 
 
-def check_rope(target: PreTrainedModel, max_length: int, reason: Reason) -> None:
+def check_rope(target: PreTrainedModel, max_length: int, reason: DraftSource) -> None:
     """Refuse rotary embeddings that change for tokens already cached once the text grows past a border.
 
     Args:
@@ -124,7 +124,7 @@ def check_rope(target: PreTrainedModel, max_length: int, reason: Reason) -> None
     if rope is not None and max_length > rope[1]:
         raise UnsupportedModelError(
             f"max_length must be at most {rope[1]} for {type(target).__name__} with {rope[0]} rotary embeddings, "
-            f"got {max_length}; {reason.way_out}"
+            f"got {max_length}; {reason.hint}"
         )
 
 
@@ -140,5 +140,5 @@ def check_assistant(assistant: object) -> None:
     if not isinstance(assistant, PreTrainedModel) or not assistant.can_generate():
         raise UnsupportedModelError(
             f"assistant_model must be a transformers model that can generate, got {type(assistant).__name__}; "
-            f"load it with an AutoModelFor... class, compile it in place with its compile(), or {ASSISTED.way_out}"
+            f"load it with an AutoModelFor... class, compile it in place with its compile(), or {ASSISTED.hint}"
         )

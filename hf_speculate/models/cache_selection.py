@@ -103,8 +103,11 @@ class CacheRequest:
 
         Args:
             choice: of `choose`, with the same arguments.
-            model, cache, attention_mask, device: see `choose`.
+            model: see `choose`.
+            cache: see `choose`.
             batch_size: B.
+            attention_mask: see `choose`.
+            device: see `choose`.
             buffers: where pooled buffers lie between calls; None if they are not pooled.
         """
         if choice.kind == "dynamic":

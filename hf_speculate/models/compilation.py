@@ -1,4 +1,4 @@
-"""Compiles what one model runs, or says why it runs eagerly."""
+"""Compilation: functions of a model run compiled by `torch.compile`, or eagerly with a reason."""
 
 import logging
 import threading
@@ -6,7 +6,6 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -14,12 +13,33 @@ from transformers import PreTrainedModel
 
 LOGGER = logging.getLogger(__name__)
 
-_lock = threading.Lock()
-# Why a model could not be compiled with some settings: the next call does not try again.
-_failures: "WeakKeyDictionary[PreTrainedModel, dict[Hashable, str]]" = WeakKeyDictionary()
-# Functions compiled for a model outlive the call, as they take longer to make than most texts. They take the model as
-# an argument: one that they held would never be freed.
-_compiled: "WeakKeyDictionary[PreTrainedModel, dict[Hashable, Callable[..., Any]]]" = WeakKeyDictionary()
+
+class CompiledUnits:
+    """The functions compiled for one model, and why some could not be compiled.
+
+    They outlive a call, because compiling takes longer than decoding most sequences. Compiled functions take the model
+    as an argument: one that they held would never be freed.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._functions: dict[Hashable, Callable[..., Any]] = {}
+        self._failures: dict[Hashable, str] = {}
+
+    def function(self, key: Hashable, compile_it: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+        """The compiled function under a key; it is compiled on first use."""
+        with self._lock:
+            if key not in self._functions:
+                self._functions[key] = compile_it()
+            return self._functions[key]
+
+    def failure(self, key: Hashable) -> str | None:
+        """Why compiling with some settings failed; None if it has not."""
+        return self._failures.get(key)
+
+    def add_failure(self, key: Hashable, reason: str) -> None:
+        """Keep the reason why compiling with some settings failed, so that the next call does not try again."""
+        self._failures[key] = reason
 
 
 @dataclass(frozen=True)
@@ -27,10 +47,10 @@ class CompileSettings:
     """Arguments of `torch.compile`; graphs are always whole.
 
     Args:
-        backend: name, or the function itself.
-        mode: of the backend; None: its default.
-        dynamic: whether sizes are compiled as numbers that vary; None: the text's length is, and what changed.
-        options: of the backend; they stand in place of the mode.
+        backend: a name, or the function itself.
+        mode: of the backend; None for its default.
+        dynamic: whether sizes are compiled as symbols; None compiles the sequence length and changed sizes as symbols.
+        options: of the backend, in place of the mode.
     """
 
     backend: str | Callable[..., Any] = "inductor"
@@ -40,12 +60,12 @@ class CompileSettings:
 
     @property
     def key(self) -> Hashable:
-        """Equal for settings that compile alike."""
+        """Equal for settings that compile to the same function."""
         return self.backend, self.mode, self.dynamic, repr(sorted((self.options or {}).items()))
 
     def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, compiled at its first call."""
-        own = _with_code_of_its_own(function)
+        own = _with_own_code(function)
         options = dict(self.options) if self.options else None
         mode = None if options else self.mode
         return torch.compile(
@@ -55,37 +75,40 @@ class CompileSettings:
 
 @dataclass
 class Compilation:
-    """What one model runs compiled during one call.
+    """The compiled forwards of one model during one call.
 
     Args:
         model: whose forwards are compiled.
-        settings: how.
-        on_failure: told the reason once, when something cannot be compiled; everything runs eagerly from then on. Later
-            calls try again only after torch's recompile limit, which holds back new shapes and no others.
+        settings: of `torch.compile`.
+        units: what was compiled for the model before.
+        on_failure: called with the reason once, if something cannot be compiled; everything runs eagerly from then on.
+            Later calls try again only after torch's recompile limit, which holds back new shapes and no others.
     """
 
     model: PreTrainedModel
     settings: CompileSettings
+    units: CompiledUnits
     on_failure: Callable[[str], None]
     is_working: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:
-        failure = _failures.get(self.model, {}).get(self.settings.key)
+        failure = self.units.failure(self.settings.key)
         if failure is not None:
             self._give_up(failure)
 
     def run(self, name: Hashable, function: Callable[..., Any], *args: Any) -> Any | None:
-        """The result of a function of the model and `args`; None where it cannot be compiled.
+        """The result of a function of the model and `args`; None if it cannot be compiled.
 
         Args:
-            name: which function; equal names mean equal functions, compiled once for a model.
+            name: of the function; functions of the same name are compiled once for a model.
             function: returns a tensor, or a NamedTuple of tensors or None.
-            *args: its arguments but the model. What it writes to may hold anything after a failure.
+            *args: its arguments without the model. What it writes to is undefined after a failure.
         """
         if not self.is_working:
             return None
         try:
-            compiled = self._compiled(name, function)
+            key = (name, self.settings.key)
+            compiled = self.units.function(key, lambda: self.settings.compile(function))
             is_graphed = self.model.device.type == "cuda"
             if is_graphed:
                 torch.compiler.cudagraph_mark_step_begin()
@@ -96,21 +119,13 @@ class Compilation:
             reason = f"eager forwards of {type(self.model).__name__}, which cannot be compiled: {_cause_of(error)}"
             LOGGER.warning(reason)
             if not _is_recompile_limit(error):
-                _failures.setdefault(self.model, {})[self.settings.key] = reason
+                self.units.add_failure(self.settings.key, reason)
             self._give_up(reason)
             return None
 
     def _give_up(self, reason: str) -> None:
         self.is_working = False
         self.on_failure(reason)
-
-    def _compiled(self, name: Hashable, function: Callable[..., Any]) -> Callable[..., Any]:
-        with _lock:
-            functions = _compiled.setdefault(self.model, {})
-            key = (name, self.settings.key)
-            if key not in functions:
-                functions[key] = self.settings.compile(function)
-            return functions[key]
 
 
 def _copies(result: Any) -> Any:
@@ -120,7 +135,7 @@ def _copies(result: Any) -> Any:
     return None if result is None else type(result)(*map(_copies, result))
 
 
-def _with_code_of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
+def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     """A copy of a function: dynamo counts recompilations by code object, whichever function that belongs to."""
     if not isinstance(function, FunctionType):
         return function

@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from hf_speculate.cache.base import KVCache
 from hf_speculate.cache.preallocated import LayerKinds, PreallocatedKVCache, additive_mask
 from hf_speculate.models.compilation import Compilation
-from hf_speculate.models.extra_inputs import Context
+from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.models.language_model import LanguageModel
 from hf_speculate.types import Scored
 
@@ -168,7 +168,7 @@ class CompiledLanguageModel(LanguageModel):
         max_position: upper bound of position ids, for tokens drafted past the end of the text.
         compilation: of this model.
         query_lens: the lengths Q that are compiled, ascending.
-        context: embeddings of the prompt, or nothing.
+        extra_inputs: embeddings of the prompt, or nothing.
     """
 
     def __init__(
@@ -177,10 +177,10 @@ class CompiledLanguageModel(LanguageModel):
         max_position: int | None,
         compilation: Compilation,
         query_lens: Sequence[int],
-        context: Context | None = None,
+        extra_inputs: ExtraInputs | None = None,
     ):
         # One mode for all forwards, or everything compiles twice.
-        super().__init__(model, max_position, keeps_states=True, context=context)
+        super().__init__(model, max_position, keeps_states=True, extra_inputs=extra_inputs)
         self.compilation = compilation
         self.query_lens = tuple(query_lens)
         self._buffers: FixedBuffers | None = None
@@ -207,7 +207,7 @@ class CompiledLanguageModel(LanguageModel):
         """See `LanguageModel.run`."""
         num_query = query_token_ids.shape[1]
         padded_len = next((length for length in self.query_lens if length >= num_query), None)
-        buffers = None if self.context.awaits_prompt else self.buffers(kv_cache)
+        buffers = None if self.extra_inputs.awaits_prompt else self.buffers(kv_cache)
         logits = None
         if buffers is not None and padded_len is not None and num_query and not forward_options:
             padded = query_token_ids.new_zeros(query_token_ids.shape[0], padded_len)  # [B, Q]

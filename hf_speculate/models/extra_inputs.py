@@ -1,4 +1,4 @@
-"""What a model reads besides its text: an encoder's outputs, images, positions that do not count tokens."""
+"""Extra inputs: what a model reads besides tokens, such as encoder outputs, images, or positions of its own."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -8,18 +8,17 @@ from torch import Tensor
 from transformers.utils.generic import ModelOutput
 
 
-class Context:
-    """The arguments of a model's forwards beyond tokens, mask and positions; a model of text alone has an empty one.
+class ExtraInputs:
+    """The arguments of a model's forwards besides tokens, mask and positions; empty for a text-only model.
 
-    Tokens after the prompt are placed as plain `generate` places them: each one position after the token before it,
-    on every axis that positions have.
+    Tokens after the prompt get the positions of plain `generate`: each one after the previous token, on every axis.
 
     Args:
         every: arguments of all forwards by name; tensors are [B, ...].
-        prompt: arguments of the first forward only, which is then the whole prompt's; its `position_ids`, if any, are
-            [..., B or 1, Q] int64, and its `inputs_embeds`, if any, [B, Q, hidden] in place of the ids.
-        types: arguments of later forwards that are the same for each of a row's tokens, [B, 1].
-        prefix: what the names of a model's text inputs begin with: "decoder_" where an encoder has the plain names.
+        prompt: arguments of the first forward only, which then reads the whole prompt; its `position_ids`, if any, are
+            [..., B or 1, Q] int64, and its `inputs_embeds`, if any, [B, Q, hidden] replace the ids.
+        types: arguments of later forwards that are the same for all tokens of a row, [B, 1].
+        prefix: of the names of a model's text inputs; "decoder_" if an encoder has the plain names.
     """
 
     def __init__(
@@ -33,16 +32,16 @@ class Context:
         self._every = dict(every or {})
         self._prompt = dict(prompt or {})
         self._types = dict(types or {})
-        self._offsets: Tensor | None = None  # [..., B or 1, 1], from counted positions to those of the model
+        self._offsets: Tensor | None = None  # [..., B or 1, 1], the model's positions less the counted ones
 
     @property
     def is_empty(self) -> bool:
-        """Whether the model reads its text only, the prompt by its embeddings perhaps."""
+        """Whether the model reads text only; the prompt may be embeddings."""
         return not self._every and not self._prompt.keys() - {"inputs_embeds"} and not self.prefix
 
     @property
     def awaits_prompt(self) -> bool:
-        """Whether the next forward takes arguments that are the prompt's alone."""
+        """Whether the next forward takes the arguments of the prompt."""
         return bool(self._prompt)
 
     @property
@@ -59,8 +58,8 @@ class Context:
         """The arguments of the next forward.
 
         Args:
-            text: what the forward is told of its tokens, by plain names: `input_ids` [B, Q] int64, and what it takes
-                of `attention_mask` and `position_ids` [B or 1, Q] int64, which count each row's real tokens.
+            text: `input_ids` [B, Q] int64 and, if the model takes them, `attention_mask` and `position_ids`
+                [B or 1, Q] int64, which count each row's real tokens; without a prefix.
         """
         arguments = {f"{self.prefix}{name}": value for name, value in text.items()}
         arguments |= self._every
@@ -87,11 +86,11 @@ class Context:
 
 
 def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A copy of what a model reads, with each of its tensors changed.
+    """A copy of a model input with each of its tensors changed.
 
     Args:
         value: a tensor, a model's output, or a tuple or list of them; anything else is returned as it is.
-        change: gives the tensor that takes the place of one.
+        change: maps a tensor to its replacement.
     """
     if isinstance(value, Tensor):
         return change(value)

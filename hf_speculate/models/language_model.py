@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from hf_speculate.cache.base import KVCache
 from hf_speculate.errors import ShapeError
-from hf_speculate.models.extra_inputs import Context
+from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.models.folded_attention import folding
 from hf_speculate.models.rope import growing_rope
 from hf_speculate.types import Scored
@@ -24,7 +24,7 @@ class LanguageModel:
         max_position: upper bound of position ids, for tokens drafted past the end of the text.
         keeps_states: whether states, hidden states or attentions outlive the call. Where they do not, forwards run in
             torch's inference mode, which takes 6-8 % off a forward of small layers (2-core CPU, 16 of width 192).
-        context: what the model reads besides its text; None: nothing.
+        extra_inputs: what the model reads besides its text; None: nothing.
         is_draft: see `takes_positions`.
     """
 
@@ -33,11 +33,11 @@ class LanguageModel:
         model: PreTrainedModel,
         max_position: int | None = None,
         keeps_states: bool = True,
-        context: Context | None = None,
+        extra_inputs: ExtraInputs | None = None,
         is_draft: bool = False,
     ):
         self.model = model
-        self.context = context or Context()
+        self.extra_inputs = extra_inputs or ExtraInputs()
         self.max_position = max_position
         self.device = device_of(model)  # where query tokens are expected
         self._mode = torch.no_grad if keeps_states or growing_rope(model) else torch.inference_mode
@@ -96,7 +96,7 @@ class LanguageModel:
             text["attention_mask"] = mask  # type: ignore[assignment]  # or one by kind of layer, as the model takes them
         if self._takes_position_ids:
             text["position_ids"] = kv_cache.position_ids(num_query, self.max_position)
-        options = self.context.arguments(text) | forward_options
+        options = self.extra_inputs.arguments(text) | forward_options
         if self._takes_logits_to_keep and logits_to_keep is not None:
             options["logits_to_keep"] = self._kept(num_query, logits_to_keep)
         with self._mode(), folding():
@@ -117,7 +117,7 @@ class LanguageModel:
 
     def rows(self, indices: Sequence[int]) -> None:
         """Keep the named rows of what the model reads besides its text."""
-        self.context.rows(indices)
+        self.extra_inputs.rows(indices)
 
 
 def device_of(model: PreTrainedModel) -> torch.device:

@@ -8,7 +8,7 @@ from hf_speculate.cache.base import KVCache
 from hf_speculate.cache.dynamic import DynamicKVCache
 from hf_speculate.cache.preallocated import LayerKinds, PreallocatedKVCache
 from hf_speculate.errors import ShapeError, UnsupportedModelError
-from hf_speculate.models.cache_selection import Home
+from hf_speculate.models.cache_selection import CacheRequest
 from hf_speculate.models.language_model import LanguageModel
 from hf_speculate.types import KVState
 from tests.tiny import KINDS, SLIDING_WINDOW, make_model, ragged_prompts
@@ -107,7 +107,7 @@ def tolerance(kind: str) -> float:
 
 def make_home(model, choice, batch_size, mask=None, **settings):
     cache = DynamicCache(config=model.config)
-    home = Home(choice, model.config._attn_implementation, **settings)
+    home = CacheRequest(choice, model.config._attn_implementation, **settings)
     return home.make(model, cache, batch_size, mask, torch.device("cpu"))
 
 

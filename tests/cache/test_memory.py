@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 import hf_speculate
 from hf_speculate.cache.preallocated import LayerKinds, PreallocatedKVCache
 from hf_speculate.cache.ragged_layer import MIN_STEP
-from hf_speculate.models.cache_selection import Home
+from hf_speculate.models.cache_selection import CacheRequest
 from hf_speculate.models.chunks import MIN_CHUNK_TOKENS, draft_chunk_size
 from hf_speculate.models.inferencer import Inferencer
 from hf_speculate.models.language_model import LanguageModel
@@ -176,7 +176,7 @@ def test_chunks_give_the_logits_of_the_whole(home: str) -> None:
     inputs = ragged_prompts(2, seed=3, max_len=400)
     logits = []
     for chunk_size in (None, 170):
-        kv_cache = Home(home, "sdpa").make(model, None, 2, inputs["attention_mask"], model.device)
+        kv_cache = CacheRequest(home, "sdpa").make(model, None, 2, inputs["attention_mask"], model.device)
         logits.append(Inferencer(LanguageModel(model), chunk_size=chunk_size).feed(inputs["input_ids"], kv_cache))
         assert kv_cache.num_columns == inputs["input_ids"].shape[1]
     assert (logits[0] - logits[1]).abs().max() < LOGIT_TOLERANCE

@@ -11,8 +11,9 @@ from transformers import DynamicCache
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 import hf_speculate
-from hf_speculate import DrafterRequest
-from hf_speculate.draft.custom import OwnDrafter
+from hf_speculate import DrafterSetup
+from hf_speculate.draft.base import DraftRequest
+from hf_speculate.draft.custom import CustomDrafter
 from hf_speculate.errors import ConfigError, ShapeError, UnsupportedGenerationError
 from hf_speculate.triton_kernels import Draws
 from hf_speculate.types import DraftOut, SampleStrategy, Stream
@@ -42,15 +43,21 @@ class Watcher:
         num_cached: tokens of the prompt that a passed cache held.
     """
 
-    reads_hidden_states = True
+    hidden_layers = (-1,)
 
-    def __init__(self, target, request: DrafterRequest, num_cached: int = 0):
+    def __init__(self, target, request: DrafterSetup, num_cached: int = 0):
         self.target, self.request, self.num_cached = target, request, num_cached
         self.pads = [] if request is None else list(request.num_pads)
         self.texts: list[list[int]] = []
         self.told: list[list[int]] = []  # per call, how many tokens each row gained
 
-    def draft(self, query_token_ids, kv_cache, num_draft_tokens, sample_strategy, *, keys=None, kept=None):
+    def draft(self, request):
+        query_token_ids, kv_cache, num_draft_tokens, kept = (
+            request.query_token_ids,
+            request.kv_cache,
+            request.num_draft_tokens,
+            request.kept,
+        )
         assert kv_cache is None
         counts = kept.num_emitted.tolist()
         assert kept.hidden_states.shape[:2] == kept.token_ids.shape == (len(counts), max(counts))
@@ -93,7 +100,7 @@ def watched(target, **options):
     """What makes `Watcher`s, and the list of those that were made."""
     made: list[Watcher] = []
 
-    def factory(request: DrafterRequest) -> Watcher:
+    def factory(request: DrafterSetup) -> Watcher:
         made.append(Watcher(target, request, **options))
         return made[-1]
 
@@ -236,7 +243,8 @@ def test_of_embeddings_it_is_told_of_the_tokens_that_have_ids(num_ids, batch_siz
     made = []
 
     class Reader(Watcher):
-        def draft(self, query_token_ids, kv_cache, num_draft_tokens, sample_strategy, *, keys=None, kept=None):
+        def draft(self, request):
+            query_token_ids, num_draft_tokens, kept = request.query_token_ids, request.num_draft_tokens, request.kept
             self.told.append(kept)
             ids = query_token_ids[:, -1:].repeat(1, num_draft_tokens)
             return DraftOut(ids, torch.full((len(ids),), num_draft_tokens), None, None)
@@ -295,11 +303,11 @@ def test_an_encoder_decoders_states_are_its_decoders(kind):
     seen = []
 
     class Reader(Repeats):
-        reads_hidden_states = True
+        hidden_layers = (-1,)
 
-        def draft(self, query_token_ids, *args, kept, **kwargs):
-            seen.append((kept.hidden_states, kept.token_ids))
-            return super().draft(query_token_ids, *args, kept=kept, **kwargs)
+        def draft(self, request):
+            seen.append((request.kept.hidden_states, request.kept.token_ids))
+            return super().draft(request)
 
     inputs = inputs_of(kind, 2)
     ours = target.generate(**inputs, max_new_tokens=12, drafter=Reader, num_assistant_tokens=2)
@@ -326,10 +334,11 @@ def test_a_compiled_target_runs_eagerly_for_a_reader_only():
 class Repeats:
     """Drafts the newest token again; the least that a drafter needs."""
 
-    def __init__(self, request: DrafterRequest):
+    def __init__(self, request: DrafterSetup):
         self.request = request
 
-    def draft(self, query_token_ids, kv_cache, num_draft_tokens, sample_strategy, *, keys=None, kept=None):
+    def draft(self, request):
+        query_token_ids, num_draft_tokens = request.query_token_ids, request.num_draft_tokens
         ids = query_token_ids[:, -1:].expand(-1, num_draft_tokens)
         return DraftOut(ids, torch.full((len(ids),), num_draft_tokens, dtype=torch.int32), None, None)
 
@@ -381,9 +390,9 @@ def test_no_more_is_asked_for_than_a_drafter_proposes(options):
     class Short(Watcher):
         max_draft_tokens = 2
 
-        def draft(self, query_token_ids, kv_cache, num_draft_tokens, *args, **kwargs):
-            asked.append(num_draft_tokens)
-            return super().draft(query_token_ids, kv_cache, min(num_draft_tokens, 2), *args, **kwargs)
+        def draft(self, request):
+            asked.append(request.num_draft_tokens)
+            return super().draft(request._replace(num_draft_tokens=min(request.num_draft_tokens, 2)))
 
     inputs, stats = ragged_prompts(2, seed=8), hf_speculate.SpeculationStats()
     options = {**options, "drafter": functools.partial(Short, target), "speculation_stats": stats}
@@ -400,9 +409,9 @@ def test_fewer_tokens_may_come_back_than_were_asked_for(schedule):
     target, _ = pair("llama")
 
     class Fickle(Watcher):
-        def draft(self, query_token_ids, kv_cache, num_draft_tokens, *args, **kwargs):
+        def draft(self, request):
             num = len(self.told) % 3
-            draft = super().draft(query_token_ids, kv_cache, num_draft_tokens, *args, **kwargs)
+            draft = super().draft(request)
             return DraftOut(draft.token_ids[:, :num], draft.lens.clamp(max=num), None, None)
 
     inputs, stats = ragged_prompts(2, seed=8), hf_speculate.SpeculationStats()
@@ -417,8 +426,8 @@ def test_rows_may_draft_different_numbers_of_tokens():
     target, _ = pair("llama")
 
     class Uneven(Watcher):
-        def draft(self, *args, **kwargs):
-            draft = super().draft(*args, **kwargs)
+        def draft(self, request):
+            draft = super().draft(request)
             lens = torch.tensor([1, 4, 99][: len(draft.lens)])  # more than there are count as all
             return draft._replace(lens=lens)
 
@@ -440,8 +449,8 @@ def test_ids_outside_the_vocabulary_are_never_kept(options, wrong_id):
     target, _ = pair("llama")
 
     class Wrong(Watcher):
-        def draft(self, *args, **kwargs):
-            draft = super().draft(*args, **kwargs)
+        def draft(self, request):
+            draft = super().draft(request)
             return draft._replace(token_ids=draft.token_ids.index_fill(1, torch.tensor([1]), wrong_id))
 
     inputs, stats = ragged_prompts(2, seed=8), hf_speculate.SpeculationStats()
@@ -463,10 +472,16 @@ class FromTable:
         request: of the call.
     """
 
-    def __init__(self, table, told, request: DrafterRequest):
+    def __init__(self, table, told, request: DrafterSetup):
         self.table, self.told, self.stream = table, told, request.stream
 
-    def draft(self, query_token_ids, kv_cache, num_draft_tokens, sample_strategy, *, keys=None, kept=None):
+    def draft(self, request):
+        query_token_ids, num_draft_tokens, sample_strategy, keys = (
+            request.query_token_ids,
+            request.num_draft_tokens,
+            request.sample_strategy,
+            request.keys,
+        )
         assert sample_strategy is SampleStrategy.RANDOM
         draws, newest = Draws(keys, self.stream, num_draft_tokens), query_token_ids[:, -1]
         ids, laws = [], []
@@ -509,8 +524,8 @@ def test_under_greedy_decoding_logits_are_not_read():
     target, _ = pair("llama")
 
     class Believed(Watcher):
-        def draft(self, *args, **kwargs):
-            draft = super().draft(*args, **kwargs)
+        def draft(self, request):
+            draft = super().draft(request)
             return draft._replace(token_logits=torch.zeros(*draft.token_ids.shape, VOCAB_SIZE))
 
     inputs = ragged_prompts(2, seed=8)
@@ -598,7 +613,7 @@ def test_what_is_no_draft(draft, message):
     target, _ = pair("llama")
 
     class Wrong(Repeats):
-        def draft(self, *args, **kwargs):
+        def draft(self, request):
             return draft
 
     with pytest.raises(ShapeError, match=message):
@@ -607,12 +622,12 @@ def test_what_is_no_draft(draft, message):
 
 def test_a_drafter_is_asked_as_every_drafter_is():
     target, _ = pair("llama")
-    request = DrafterRequest(target, 1, (0,), 9, 3, VOCAB_SIZE, frozenset(), torch.device("cpu"), None, Stream.DRAFT)
-    drafter = OwnDrafter(Repeats, request)
+    request = DrafterSetup(target, 1, (0,), 9, 3, VOCAB_SIZE, frozenset(), torch.device("cpu"), None, Stream.DRAFT)
+    drafter = CustomDrafter(Repeats, request)
     with pytest.raises(ConfigError, match="num_draft_tokens must be at least 1"):
-        drafter.draft(torch.zeros(1, 2, dtype=torch.int64), None, 0, SampleStrategy.GREEDY)
+        drafter.draft(DraftRequest(torch.zeros(1, 2, dtype=torch.int64), None, 0, SampleStrategy.GREEDY))
     with pytest.raises(ConfigError, match="keys must be given"):
-        drafter.draft(torch.zeros(1, 2, dtype=torch.int64), None, 1, SampleStrategy.RANDOM)
+        drafter.draft(DraftRequest(torch.zeros(1, 2, dtype=torch.int64), None, 1, SampleStrategy.RANDOM))
 
 
 def test_a_good_drafter_is_used_by_the_adaptive_schedule():

@@ -17,7 +17,8 @@ from transformers.generation.candidate_generator import (
 )
 
 import hf_speculate
-from hf_speculate.draft.from_candidate_generator import ForeignDrafter, samples_its_law
+from hf_speculate.draft.base import DraftRequest
+from hf_speculate.draft.from_candidate_generator import CandidateGeneratorDrafter, samples_its_logits
 from hf_speculate.draft.model import ModelDrafter
 from hf_speculate.draft.to_candidate_generator import DraftModelCandidateGenerator
 from hf_speculate.errors import ConfigError, ShapeError
@@ -72,18 +73,18 @@ class ArgmaxWithLogits(CandidateGenerator):
         pass  # older versions of transformers ask for one
 
 
-def ask(drafter: ForeignDrafter, text: list[int], kept: list[int] | None = None, num: int = 5) -> DraftOut:
+def ask(drafter: CandidateGeneratorDrafter, text: list[int], kept: list[int] | None = None, num: int = 5) -> DraftOut:
     told = (
         None
         if kept is None
         else Kept(torch.tensor([kept], dtype=torch.int64), torch.tensor([len(kept)], dtype=torch.int32))
     )
-    return drafter.draft(torch.tensor([text]), None, num, SampleStrategy.GREEDY, kept=told)
+    return drafter.draft(DraftRequest(torch.tensor([text]), None, num, SampleStrategy.GREEDY, kept=told))
 
 
 def test_the_generator_is_shown_and_told_what_transformers_would_tell_it():
     generator = Scripted([7, 8, 9], [1, 2], [3])
-    drafter = ForeignDrafter(generator)
+    drafter = CandidateGeneratorDrafter(generator)
     assert ask(drafter, [5, 6, 7]).token_ids.tolist() == [[8, 9]]  # the prompt's candidate was the token that followed
     assert ask(drafter, [0], kept=[8, 4]).token_ids.tolist() == [[1, 2]]
     assert ask(drafter, [0], kept=[0]).token_ids.tolist() == [[3]]
@@ -93,14 +94,14 @@ def test_the_generator_is_shown_and_told_what_transformers_would_tell_it():
 
 def test_a_first_candidate_that_did_not_follow_is_dropped():
     generator = Scripted([9, 9], [1])
-    drafter = ForeignDrafter(generator)
+    drafter = CandidateGeneratorDrafter(generator)
     assert ask(drafter, [5, 6, 7]).token_ids.tolist() == [[1]]
     assert generator.shown == [[5, 6], [5, 6, 7]]
     assert generator.told == [(2, 0)]
 
 
 def test_nothing_proposed_is_a_draft_of_no_tokens_and_too_much_is_cut():
-    drafter = ForeignDrafter(Scripted([], [], [1, 2, 3, 4]))
+    drafter = CandidateGeneratorDrafter(Scripted([], [], [1, 2, 3, 4]))
     first = ask(drafter, [5, 6, 7])
     assert first.token_ids.shape == (1, 0)
     assert first.lens.tolist() == [0]
@@ -109,14 +110,14 @@ def test_nothing_proposed_is_a_draft_of_no_tokens_and_too_much_is_cut():
 
 def test_a_prompt_of_one_token_has_no_prefix_to_ask_for():
     generator = Scripted([4])
-    assert ask(ForeignDrafter(generator), [5]).token_ids.tolist() == [[4]]
+    assert ask(CandidateGeneratorDrafter(generator), [5]).token_ids.tolist() == [[4]]
     assert generator.shown == [[5]]
 
 
 def test_what_a_drafter_refuses():
-    drafter = ForeignDrafter(Scripted([1], [2]))
+    drafter = CandidateGeneratorDrafter(Scripted([1], [2]))
     with pytest.raises(ShapeError, match=r"must be \[1, Q\] for candidates, got \[2, 1\]"):
-        drafter.draft(torch.tensor([[1], [2]]), None, 1, SampleStrategy.GREEDY)
+        drafter.draft(DraftRequest(torch.tensor([[1], [2]]), None, 1, SampleStrategy.GREEDY))
     with pytest.raises(ConfigError, match="num_draft_tokens must be at least 1"):
         ask(drafter, [5, 6], num=0)
     ask(drafter, [5, 6])
@@ -130,14 +131,14 @@ def test_only_known_samplers_count_as_samplers():
         return kind(torch.tensor([[1]]), make_model("llama"), config, {})
 
     for kind in (AssistedCandidateGenerator, EarlyExitCandidateGenerator):
-        assert samples_its_law(assisted(kind, True))
-        assert not samples_its_law(assisted(kind, False))
-    assert not samples_its_law(assisted(type("Other", (AssistedCandidateGenerator,), {}), True))
-    assert not samples_its_law(PromptLookupCandidateGenerator())
+        assert samples_its_logits(assisted(kind, True))
+        assert not samples_its_logits(assisted(kind, False))
+    assert not samples_its_logits(assisted(type("Other", (AssistedCandidateGenerator,), {}), True))
+    assert not samples_its_logits(PromptLookupCandidateGenerator())
     drafter = ModelDrafter(Inferencer(LanguageModel(make_model("llama"))))
     for strategy in SampleStrategy:
         ours = DraftModelCandidateGenerator(drafter, 2, strategy, max_length=9)
-        assert samples_its_law(ours) == (strategy is SampleStrategy.RANDOM)
+        assert samples_its_logits(ours) == (strategy is SampleStrategy.RANDOM)
 
 
 def early_exit(generation_config, **prepared):
@@ -241,7 +242,7 @@ def p_value_of(target, source, num_draws: int) -> float:
 def test_fault_f_an_argmax_that_reports_logits_keeps_the_law():
     """Taken at its word, such a generator biases transformers' sampling."""
     target = make_law_model(8, seed=0, dtype=torch.float32)
-    drafter = ForeignDrafter(ArgmaxWithLogits(make_law_model(8, seed=1, sharpness=1.5, dtype=torch.float32)))
+    drafter = CandidateGeneratorDrafter(ArgmaxWithLogits(make_law_model(8, seed=1, sharpness=1.5, dtype=torch.float32)))
     keys = NoiseKeys(row_seeds(1, NUM_ROWS), torch.zeros(NUM_ROWS, dtype=torch.int64), torch.full((NUM_ROWS,), 4))
 
     def p_of_first_token(proposal: DraftOut) -> float:
@@ -272,7 +273,7 @@ def test_a_sampled_proposal_is_judged_by_the_law_it_was_drawn_from():
 
     assert p_value_of(target, source, NUM_CALLS) > SIGNIFICANCE
     assert len(made) == NUM_CALLS
-    assert all(samples_its_law(generator) for generator in made)
+    assert all(samples_its_logits(generator) for generator in made)
 
 
 class EndsWith(StoppingCriteria):

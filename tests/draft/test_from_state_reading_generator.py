@@ -22,8 +22,9 @@ from transformers.generation.candidate_generator import (
 from transformers.modeling_layers import MtpModel
 
 import hf_speculate
-from hf_speculate.draft.from_candidate_generator import layers_read, make_generator, samples_its_law
-from hf_speculate.draft.from_state_reading_generator import StateReadingDrafter
+from hf_speculate.draft.base import DraftRequest
+from hf_speculate.draft.from_candidate_generator import layers_read, make_generator, samples_its_logits
+from hf_speculate.draft.from_state_reading_generator import StateReadingGeneratorDrafter
 from hf_speculate.errors import ShapeError, UnsupportedGenerationError
 from hf_speculate.types import Kept, SampleStrategy
 from tests.cases import VERIFIERS, assert_equal_ids
@@ -220,7 +221,7 @@ def test_sampled_tokens_follow_the_targets_law(kind, tmp_path):
         ids = target.generate(PROMPT, seed=seed, **options)
         counts[(int(ids[0, -3]),)] += 1  # the first token that is drafted
     assert p_value(counts, joint_law(target, 2).sum(0)) > SIGNIFICANCE
-    assert all(samples_its_law(generator) for generator in made)
+    assert all(samples_its_logits(generator) for generator in made)
 
 
 class Reader(CandidateGenerator):
@@ -250,20 +251,20 @@ def kept(ids, states):
 
 def test_what_a_generator_is_told_of_each_round():
     generator = Reader({"output_hidden_states": [2, 0]})
-    drafter = StateReadingDrafter(generator, layers_read(generator))
+    drafter = StateReadingGeneratorDrafter(generator, layers_read(generator))
     text, greedy = torch.tensor([[0, 0, 4, 5, 6]]), SampleStrategy.GREEDY  # padded
-    first = drafter.draft(text, None, 5, greedy, kept=kept([5, 6], [[0.1, 1.0], [0.2, 2.0]]))
+    first = drafter.draft(DraftRequest(text, None, 5, greedy, kept=kept([5, 6], [[0.1, 1.0], [0.2, 2.0]])))
     assert first.token_ids.tolist() == [[7, 8]]
-    drafter.draft(text, None, 5, greedy, kept=kept([7, 9], [[0.3, 3.0], [0.4, 4.0]]))
+    drafter.draft(DraftRequest(text, None, 5, greedy, kept=kept([7, 9], [[0.3, 3.0], [0.4, 4.0]])))
     (shown, states, num), (later, more, num_later) = generator.told
     assert (shown, num) == ([[4, 5, 6]], 0)
     assert (later, num_later) == ([[4, 5, 6, 7, 9]], 1)
     assert torch.tensor(states).flatten().tolist() == pytest.approx([0.1, 0.2, 1.0, 2.0])
     assert torch.tensor(more).flatten().tolist() == pytest.approx([0.3, 0.4, 3.0, 4.0])
     with pytest.raises(ShapeError, match="kept must hold hidden states"):
-        drafter.draft(text, None, 5, greedy)
+        drafter.draft(DraftRequest(text, None, 5, greedy))
     with pytest.raises(ShapeError, match=r"must be \[1, Q\] for candidates"):
-        drafter.draft(text.expand(2, -1), None, 5, greedy)
+        drafter.draft(DraftRequest(text.expand(2, -1), None, 5, greedy))
 
 
 @pytest.mark.parametrize(

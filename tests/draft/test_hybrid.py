@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from hf_speculate.draft.acceptance_rates import RowAcceptanceRates, model_rates, suffix_kinds, suffix_rates
+from hf_speculate.draft.base import DraftRequest
 from hf_speculate.draft.hybrid import MAX_BEHIND, HybridDrafter, _mixed
 from hf_speculate.draft.suffix import SuffixSettings, point_masses
 from hf_speculate.types import DraftOut, Kept, SampleStrategy
@@ -33,10 +34,10 @@ def test_the_first_call_reads_the_prompt_and_asks_the_model_where_nothing_is_cop
     drafter, kv_cache = make(llama, 2)
     alone, other_cache = make_drafter(llama, 2)
     text = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
-    draft = drafter.draft(text, kv_cache, 8, GREEDY)
-    expected = alone.draft(text, other_cache, 4, GREEDY)
+    draft = drafter.draft(DraftRequest(text, kv_cache, 8, GREEDY))
+    expected = alone.draft(DraftRequest(text, other_cache, 4, GREEDY))
     assert torch.equal(draft.token_ids, expected.token_ids)
-    assert draft.fed is None
+    assert draft.cached is None
     assert kv_cache.get_lens().tolist() == [7, 7]
 
 
@@ -44,41 +45,43 @@ def test_a_mixed_round_says_which_rows_the_cache_follows(llama):
     drafter, kv_cache = make(llama, 2)
     copied = [9, 1, 2, 3, 4, 5, 1, 2, 3, 4] * 6
     own = list(range(1, 61))
-    draft = drafter.draft(torch.tensor([copied, own]), kv_cache, 8, GREEDY)
+    draft = drafter.draft(DraftRequest(torch.tensor([copied, own]), kv_cache, 8, GREEDY))
     assert draft.token_ids[0].tolist() == [9, 1, 2, 3, 4, 5, 1, 2]
     assert draft.lens.tolist() == [8, 4]
-    assert draft.fed.num_ahead == 3
-    assert list(draft.fed.is_own) == [False, True]
+    assert draft.cached.num_ahead == 3
+    assert list(draft.cached.is_own) == [False, True]
 
 
 def test_a_round_in_which_all_rows_copy_leaves_the_cache_and_the_next_run_reads_what_was_missed(llama):
     drafter, kv_cache = make(llama, 1)
     text = [1, 2, 3, 4, 5, 6, 7] * 8
-    first = drafter.draft(torch.tensor([text]), kv_cache, 4, GREEDY)
-    assert first.fed.num_ahead == 0  # run for the prompt only
+    first = drafter.draft(DraftRequest(torch.tensor([text]), kv_cache, 4, GREEDY))
+    assert first.cached.num_ahead == 0  # run for the prompt only
     num_held = kv_cache.num_columns
     text += [1, 2, 3]
-    second = drafter.draft(torch.tensor([text[-3:]]), kv_cache, 4, GREEDY, kept=kept([1, 2, 3]))
+    second = drafter.draft(DraftRequest(torch.tensor([text[-3:]]), kv_cache, 4, GREEDY, kept=kept([1, 2, 3])))
     assert second.token_ids.tolist() == [[4, 5, 6, 7]]
-    assert second.fed.num_ahead == -3
+    assert second.cached.num_ahead == -3
     assert kv_cache.num_columns == num_held
     text += [50]  # stood nowhere
-    third = drafter.draft(torch.tensor([text[-4:]]), kv_cache, 4, GREEDY, kept=kept([50]))
-    assert third.fed is None
+    third = drafter.draft(DraftRequest(torch.tensor([text[-4:]]), kv_cache, 4, GREEDY, kept=kept([50])))
+    assert third.cached is None
     alone, other_cache = make_drafter(llama, 1)
-    assert torch.equal(third.token_ids, alone.draft(torch.tensor([text]), other_cache, 4, GREEDY).token_ids)
+    assert torch.equal(
+        third.token_ids, alone.draft(DraftRequest(torch.tensor([text]), other_cache, 4, GREEDY)).token_ids
+    )
 
 
 def test_the_model_is_run_before_it_lags_too_far(llama):
     drafter, kv_cache = make(llama, 1)
     text = [1, 2, 3, 4, 5, 6, 7] * 8
-    drafter.draft(torch.tensor([text]), kv_cache, 4, GREEDY)
+    drafter.draft(DraftRequest(torch.tensor([text]), kv_cache, 4, GREEDY))
     behind = 0
     while True:
         text += (text[-7:])[:4]
         behind += 4
-        draft = drafter.draft(torch.tensor([text[-behind:]]), kv_cache, 4, GREEDY, kept=kept(text[-4:]))
-        if draft.fed.num_ahead >= 0:
+        draft = drafter.draft(DraftRequest(torch.tensor([text[-behind:]]), kv_cache, 4, GREEDY, kept=kept(text[-4:])))
+        if draft.cached.num_ahead >= 0:
             break
     assert MAX_BEHIND - 8 <= behind <= MAX_BEHIND
 
@@ -86,22 +89,22 @@ def test_the_model_is_run_before_it_lags_too_far(llama):
 def test_each_row_takes_what_promises_more(llama):
     """One row's copies fail and its model's tokens hold, the other way round in the other: each turns to its own."""
     drafter, kv_cache = make(llama, 2)
-    drafter.draft(torch.tensor([[1, 2, 3, 1], [1, 2, 3, 1]]), kv_cache, 4, GREEDY)
-    drafter._of_suffix, drafter._of_model = suffix_rates(2), model_rates(2)
+    drafter.draft(DraftRequest(torch.tensor([[1, 2, 3, 1], [1, 2, 3, 1]]), kv_cache, 4, GREEDY))
+    drafter._suffix_rates, drafter._model_rates = suffix_rates(2), model_rates(2)
     for _ in range(8):
-        for rates, good in ((drafter._of_model, 0), (drafter._of_suffix, 1)):
+        for rates, good in ((drafter._model_rates, 0), (drafter._suffix_rates, 1)):
             rates.observe(good, [0, 1, 2, 3], 4)
             rates.observe(1 - good, [0], 0)
-    assert [drafter._copies(row, 4) for row in (0, 1)] == [False, True]
+    assert [drafter._prefers_match(row, 4) for row in (0, 1)] == [False, True]
 
 
 def test_copies_are_learnt_from_in_every_round_and_the_models_tokens_where_they_were_proposed(llama):
     drafter, kv_cache = make(llama, 1)
-    drafter.draft(torch.tensor([[1, 2, 3, 1]]), kv_cache, 4, GREEDY)
-    assert drafter._num_asked == [4]  # the model's tokens: a match of one promises less
+    drafter.draft(DraftRequest(torch.tensor([[1, 2, 3, 1]]), kv_cache, 4, GREEDY))
+    assert drafter._num_model == [4]  # the model's tokens: a match of one promises less
     assert drafter._proposals[0].token_ids == [2, 3, 1, 2]
     drafter._learn([[2, 3, 9]], num_rounds=1)
-    copied, modelled = drafter._of_suffix._rows[0], drafter._of_model._rows[0]
+    copied, modelled = drafter._suffix_rates._rows[0], drafter._model_rates._rows[0]
     assert (copied.accepted, copied.verified) == ([1.0, 0.97, 0.0, 0.0, 0.0], [1.0, 1.97, 0.0, 0.0, 0.0])
     assert (modelled.accepted, modelled.verified) == ([1.0, 1.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0])
     drafter._learn([[2, 3]], num_rounds=2)  # one rejected at once, and a plain step: the sequence still agrees
@@ -140,8 +143,8 @@ def test_a_copied_tokens_law_in_a_mixed_round_is_all_on_it():
 def test_rows_keep_what_belongs_to_them(llama):
     drafter, kv_cache = make(llama, 3)
     texts = [[1, 2, 3, 4] * 5, list(range(1, 21)), [9, 8, 7, 6, 5] * 4]
-    drafter.draft(torch.tensor(texts), kv_cache, 4, RANDOM, keys=make_keys([20] * 3))
+    drafter.draft(DraftRequest(torch.tensor(texts), kv_cache, 4, RANDOM, keys=make_keys([20] * 3)))
     drafter.rows([2, 0])
     kv_cache.rows([2, 0])
-    draft = drafter.draft(torch.tensor([[9, 8], [1, 2]]), kv_cache, 4, GREEDY, kept=kept([9, 8], [1, 2]))
+    draft = drafter.draft(DraftRequest(torch.tensor([[9, 8], [1, 2]]), kv_cache, 4, GREEDY, kept=kept([9, 8], [1, 2])))
     assert draft.token_ids.tolist() == [[7, 6, 5, 9], [3, 4, 1, 2]]

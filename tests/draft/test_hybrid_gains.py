@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 
+from hf_speculate.draft.base import DraftRequest
 from hf_speculate.draft.hybrid import HybridDrafter
 from hf_speculate.draft.suffix import SuffixDrafter, SuffixSettings, point_masses
 from hf_speculate.types import HostKept, SampleStrategy
@@ -30,7 +31,8 @@ class Oracle:
         self.num_read = 0
         self.num_runs = 0
 
-    def draft(self, query_token_ids, kv_cache, num_draft_tokens, sample_strategy, *, keys=None, kept=None):
+    def draft(self, request):
+        num_draft_tokens = request.num_draft_tokens
         self.num_runs += 1
         places = range(self.num_read, min(self.num_read + num_draft_tokens, len(self.text)))
         return point_masses([[self.text[at] if self.knows[at] else -2 for at in places]], torch.device("cpu"))
@@ -66,12 +68,12 @@ def num_rounds(drafter, oracle: Oracle, text: list[int]) -> int:
     length, seen, kept, rounds = NUM_PROMPT, 0, None, 0
     while length < len(text):
         oracle.num_read = length
-        draft = drafter.draft(torch.tensor([text[seen:length]]), None, NUM_COPIED, GREEDY, kept=kept)
+        draft = drafter.draft(DraftRequest(torch.tensor([text[seen:length]]), None, NUM_COPIED, GREEDY, kept=kept))
         proposed = draft.token_ids[0, : int(draft.lens[0])].tolist()
         agrees = [one == other for one, other in zip(proposed, text[length:], strict=False)]
         num = [*agrees, False].index(False)
-        is_own = draft.fed is None or draft.fed.is_own[0]
-        ahead = draft.token_ids.shape[1] - 1 if draft.fed is None else draft.fed.num_ahead
+        is_own = draft.cached is None or draft.cached.is_own[0]
+        ahead = draft.token_ids.shape[1] - 1 if draft.cached is None else draft.cached.num_ahead
         seen = min(length + min(ahead, num if is_own else 0), len(text) - 1)
         new_ids = text[length : length + num + 1]
         kept = HostKept.of([new_ids])

@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from hf_speculate.cache.dynamic import DynamicKVCache
-from hf_speculate.draft.base import Drafter
+from hf_speculate.draft.base import Drafter, DraftRequest
 from hf_speculate.draft.model import DraftSettings, ModelDrafter
 from hf_speculate.errors import ConfigError, ShapeError
 from hf_speculate.models.inferencer import Inferencer
@@ -67,7 +67,7 @@ class Texts:
         query = torch.tensor([ids[-num_query:] for ids in self.ids])
         self.num_rounds += 1
         self.drafted = self.drafter.draft(
-            query, self.kv_cache, num_draft_tokens, strategy, keys=self.keys(), kept=self.kept
+            DraftRequest(query, self.kv_cache, num_draft_tokens, strategy, keys=self.keys(), kept=self.kept)
         )
         return self.drafted
 
@@ -117,7 +117,7 @@ class DrafterContract:
         for row, ids in enumerate(texts.real_ids):
             drafter, kv_cache = self.make(1)
             keys = texts.keys().rows(torch.tensor([row]))
-            alone = drafter.draft(torch.tensor([ids]), kv_cache, K, strategy, keys=keys)
+            alone = drafter.draft(DraftRequest(torch.tensor([ids]), kv_cache, K, strategy, keys=keys))
             num = int(alone.lens[0])
             assert int(draft.lens[row]) == num
             assert torch.equal(draft.token_ids[row, :num], alone.token_ids[0, :num])
@@ -167,12 +167,12 @@ class DrafterContract:
     def test_an_empty_query_is_refused(self):
         drafter, kv_cache = self.make(2)
         with pytest.raises(ShapeError, match=r"query_token_ids must be \[B, Q\] with Q >= 1, got \[2, 0\]"):
-            drafter.draft(torch.zeros(2, 0, dtype=torch.int64), kv_cache, K, GREEDY)
+            drafter.draft(DraftRequest(torch.zeros(2, 0, dtype=torch.int64), kv_cache, K, GREEDY))
 
     def test_random_without_keys_is_refused(self):
         drafter, kv_cache = self.make(1)
         with pytest.raises(ConfigError, match=r"keys must be given for SampleStrategy\.RANDOM, got None"):
-            drafter.draft(torch.ones(1, 3, dtype=torch.int64), kv_cache, K, RANDOM)
+            drafter.draft(DraftRequest(torch.ones(1, 3, dtype=torch.int64), kv_cache, K, RANDOM))
 
     @pytest.mark.parametrize("num_draft_tokens", [1, 5])
     def test_the_cache_is_advanced_by_all_but_the_last_drafted_token(self, num_draft_tokens):
@@ -185,7 +185,7 @@ class DrafterContract:
     def test_the_query_is_left_as_it_was(self):
         drafter, kv_cache = self.make(2)
         query = torch.tensor([[5, 6, 7], [8, 9, 10]])
-        drafter.draft(query, kv_cache, K, GREEDY)
+        drafter.draft(DraftRequest(query, kv_cache, K, GREEDY))
         assert query.tolist() == [[5, 6, 7], [8, 9, 10]]
 
     @pytest.mark.parametrize("strategy", [GREEDY, RANDOM])
@@ -273,7 +273,7 @@ class TestModelDrafter(DrafterContract):
     def test_without_a_cache_it_refuses(self):
         drafter, _ = self.make(1)
         with pytest.raises(ConfigError, match="kv_cache must be given to a draft model, got None"):
-            drafter.draft(torch.ones(1, 3, dtype=torch.int64), None, K, GREEDY)
+            drafter.draft(DraftRequest(torch.ones(1, 3, dtype=torch.int64), None, K, GREEDY))
 
     def test_all_tokens_asked_for_are_drafted_and_count(self):
         draft = self.texts(3).draft(7, RANDOM)
@@ -299,17 +299,19 @@ class TestModelDrafter(DrafterContract):
         drawn = []
         for keys in every:
             drafter, kv_cache = self.make(32)
-            drawn.append(drafter.draft(query, kv_cache, 1, RANDOM, keys=keys).token_ids.flatten().tolist())
+            drawn.append(
+                drafter.draft(DraftRequest(query, kv_cache, 1, RANDOM, keys=keys)).token_ids.flatten().tolist()
+            )
         assert len(set(map(tuple, drawn))) == len(every)
         assert all(len(set(ids)) > 1 for ids in drawn)
 
     def test_the_noise_of_a_token_is_that_of_its_position(self):
         query = torch.tensor([[5, 6, 7]]).expand(32, -1)
         drafter, kv_cache = self.make(32)
-        both = drafter.draft(query, kv_cache, 2, RANDOM, keys=make_keys([3] * 32)).token_ids
+        both = drafter.draft(DraftRequest(query, kv_cache, 2, RANDOM, keys=make_keys([3] * 32))).token_ids
         drafter, kv_cache = self.make(32)
         text = torch.cat([query, both[:, :1]], dim=1)
-        second = drafter.draft(text, kv_cache, 1, RANDOM, keys=make_keys([4] * 32)).token_ids
+        second = drafter.draft(DraftRequest(text, kv_cache, 1, RANDOM, keys=make_keys([4] * 32))).token_ids
         assert torch.equal(second[:, 0], both[:, 1])
 
     def test_laws_are_dropped_for_verifiers_that_do_not_read_them(self):
@@ -394,7 +396,7 @@ def test_the_first_two_drafted_tokens_follow_the_drafts_law(make_processors):
     model, prompt = make_law_model(8), torch.tensor([[3, 1, 6]])
     drafter, kv_cache = make_drafter(model, NUM_DRAWS, processors=make_processors())
     keys = make_keys([3] * NUM_DRAWS)
-    draft = drafter.draft(prompt.expand(NUM_DRAWS, -1), kv_cache, 2, RANDOM, keys=keys)
+    draft = drafter.draft(DraftRequest(prompt.expand(NUM_DRAWS, -1), kv_cache, 2, RANDOM, keys=keys))
     counts = torch.bincount(draft.token_ids[:, 0] * 8 + draft.token_ids[:, 1], minlength=64)
 
     warp = LogitsProcessorList(make_processors())

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from hf_speculate.draft.base import DraftRequest
 from hf_speculate.draft.suffix import SuffixDrafter, SuffixSettings
 from hf_speculate.draft.suffix_store import SuffixStore
 from hf_speculate.types import Kept, SampleStrategy
@@ -15,7 +16,7 @@ GREEDY = SampleStrategy.GREEDY
 def draft_of(texts, num=10, num_pads=None, **settings):
     """The drafts of equally long texts, as lists of the tokens that count."""
     drafter = SuffixDrafter(SuffixSettings(**{"max_draft_tokens": 10, "num_pads": num_pads, **settings}))
-    return counted(drafter.draft(torch.tensor(texts), None, num, GREEDY))
+    return counted(drafter.draft(DraftRequest(torch.tensor(texts), None, num, GREEDY)))
 
 
 def counted(draft):
@@ -49,13 +50,15 @@ def test_the_longer_the_match_the_longer_the_draft():
 
 
 def test_rows_without_a_match_draft_nothing_beside_rows_that_do():
-    draft = SuffixDrafter(SuffixSettings(10)).draft(torch.tensor([[1, 2, 3, 4], [5, 6, 7, 5]]), None, 10, GREEDY)
+    draft = SuffixDrafter(SuffixSettings(10)).draft(
+        DraftRequest(torch.tensor([[1, 2, 3, 4], [5, 6, 7, 5]]), None, 10, GREEDY)
+    )
     assert draft.lens.tolist() == [0, 4]
     assert draft.token_ids.tolist() == [[0, 0, 0, 0], [6, 7, 5, 6]]
 
 
 def test_a_round_without_any_match_drafts_no_token():
-    draft = SuffixDrafter(SuffixSettings(10)).draft(torch.tensor([[1, 2], [3, 4]]), None, 10, GREEDY)
+    draft = SuffixDrafter(SuffixSettings(10)).draft(DraftRequest(torch.tensor([[1, 2], [3, 4]]), None, 10, GREEDY))
     assert draft.token_ids.shape == (2, 0)
     assert draft.lens.tolist() == [0, 0]
 
@@ -74,11 +77,11 @@ def test_nothing_is_copied_past_an_end_of_text():
 def test_a_row_that_gained_nothing_has_ended():
     drafter = SuffixDrafter(SuffixSettings(10))
     texts = torch.tensor([[5, 6, 7, 5], [5, 6, 7, 5]])
-    assert counted(drafter.draft(texts, None, 2, GREEDY)) == [[6, 7], [6, 7]]
+    assert counted(drafter.draft(DraftRequest(texts, None, 2, GREEDY))) == [[6, 7], [6, 7]]
     kept = Kept(torch.tensor([[6, 8], [-1, -1]]), torch.tensor([2, 0], dtype=torch.int32))
-    assert counted(drafter.draft(texts, None, 2, GREEDY, kept=kept)) == [[], []]
+    assert counted(drafter.draft(DraftRequest(texts, None, 2, GREEDY, kept=kept))) == [[], []]
     kept = Kept(torch.tensor([[6], [-1]]), torch.tensor([1, 0], dtype=torch.int32))
-    assert counted(drafter.draft(texts, None, 2, GREEDY, kept=kept)) == [[8, 6], []]
+    assert counted(drafter.draft(DraftRequest(texts, None, 2, GREEDY, kept=kept))) == [[8, 6], []]
 
 
 def test_the_store_is_copied_from_where_its_match_is_longer():
@@ -95,17 +98,17 @@ def test_the_store_is_followed_over_rounds():
     store = SuffixStore()
     store.add([1, 2, 3, 4, 5, 6, 7])
     drafter = SuffixDrafter(SuffixSettings(10, store=store))
-    assert counted(drafter.draft(torch.tensor([[8, 1]]), None, 2, GREEDY)) == [[2, 3]]
+    assert counted(drafter.draft(DraftRequest(torch.tensor([[8, 1]]), None, 2, GREEDY))) == [[2, 3]]
     store.reset()  # what was there when the call began stays
     kept = Kept(torch.tensor([[2, 3, 4]]), torch.tensor([3], dtype=torch.int32))
-    assert counted(drafter.draft(torch.tensor([[4]]), None, 2, GREEDY, kept=kept)) == [[5, 6]]
+    assert counted(drafter.draft(DraftRequest(torch.tensor([[4]]), None, 2, GREEDY, kept=kept))) == [[5, 6]]
 
 
 @pytest.mark.parametrize("num", [2, 3])
 def test_sequences_of_one_prompt_grow_apart(num):
     drafter = SuffixDrafter(SuffixSettings(10))
     text = [1, 2, 3, 1, 4]
-    drafter.draft(torch.tensor([text] * num), None, 4, GREEDY)
+    drafter.draft(DraftRequest(torch.tensor([text] * num), None, 4, GREEDY))
     ids = torch.tensor([[1, 2], [1, 4], [2, 3]][:num])
-    draft = counted(drafter.draft(ids, None, 4, GREEDY, kept=Kept(ids, torch.tensor([2] * num))))
+    draft = counted(drafter.draft(DraftRequest(ids, None, 4, GREEDY, kept=Kept(ids, torch.tensor([2] * num)))))
     assert draft == [[3, 1, 4, 1], [1, 4, 1, 4], [1, 4, 2, 3]][:num]

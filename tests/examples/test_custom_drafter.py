@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import hf_speculate
+from hf_speculate.draft.base import DraftRequest
 from hf_speculate.types import Kept, SampleStrategy
 from tests.cases import VERIFIERS, assert_equal_ids, pair
 from tests.tiny import make_law_model, ragged_prompts
@@ -24,7 +25,7 @@ def drafter_class(import_example):
 
 
 class Request:
-    """What the drafter reads of a `DrafterRequest`."""
+    """What the drafter reads of a `DrafterSetup`."""
 
     def __init__(self, num_pads):
         self.num_pads, self.device = num_pads, torch.device("cpu")
@@ -44,27 +45,27 @@ def proposed(draft):
 def test_it_proposes_what_followed_and_stops_at_what_it_has_not_seen(drafter_class):
     drafter = drafter_class(Request([0, 2, 3]))
     texts = torch.tensor([[1, 2, 3, 4, 1], [0, 0, 7, 7, 7], [0, 0, 0, 5, 6]])
-    draft = drafter.draft(texts, None, 3, GREEDY)
+    draft = drafter.draft(DraftRequest(texts, None, 3, GREEDY))
     assert proposed(draft) == [[2, 3, 4], [7, 7, 7], []]
     assert (draft.token_ids.dtype, draft.lens.dtype) == (torch.int64, torch.int32)
     assert draft.token_logits is None
     drafter.rows([0, 2])
-    draft = drafter.draft(texts[[0, 2], -1:], None, 3, GREEDY, kept=told([[2, 9], [5]]))
+    draft = drafter.draft(DraftRequest(texts[[0, 2], -1:], None, 3, GREEDY, kept=told([[2, 9], [5]])))
     assert proposed(draft) == [[], [6, 5, 6]]  # 9 was never followed; the other row goes round
-    draft = drafter.draft(texts[[0, 2], -1:], None, 4, GREEDY, kept=told([[1], []]))
+    draft = drafter.draft(DraftRequest(texts[[0, 2], -1:], None, 4, GREEDY, kept=told([[1], []])))
     assert proposed(draft) == [[2, 9, 1, 2], [6, 5, 6, 5]]  # the newest pair counts
 
 
 def test_padding_is_not_learnt(drafter_class):
     drafter = drafter_class(Request([3]))
-    drafter.draft(torch.tensor([[0, 0, 0, 5]]), None, 2, GREEDY)
+    drafter.draft(DraftRequest(torch.tensor([[0, 0, 0, 5]]), None, 2, GREEDY))
     assert drafter.next_ids == [{}]
 
 
 def test_rows_may_leave_before_the_first_call(drafter_class):
     drafter = drafter_class(Request([0, 1]))
     drafter.rows([1])
-    assert proposed(drafter.draft(torch.tensor([[0, 3, 3]]), None, 2, GREEDY)) == [[3, 3]]
+    assert proposed(drafter.draft(DraftRequest(torch.tensor([[0, 3, 3]]), None, 2, GREEDY))) == [[3, 3]]
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])

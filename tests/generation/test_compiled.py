@@ -163,9 +163,11 @@ def test_a_static_cache_without_a_compiler_means_fixed_buffers(kind, batch_size,
     inputs = ragged_prompts(batch_size, max_len=20)
     plain = target.generate(**inputs, max_new_tokens=30, eos_token_id=ENDS)
     homes = []
-    make = hf_speculate.engine.builder.Home.make
+    make = hf_speculate.engine.builder.CacheRequest.make
     monkeypatch.setattr(
-        hf_speculate.engine.builder.Home, "make", lambda self, *args: homes.append(make(self, *args)) or homes[-1]
+        hf_speculate.engine.builder.CacheRequest,
+        "make",
+        lambda self, *args: homes.append(make(self, *args)) or homes[-1],
     )
     stats = hf_speculate.SpeculationStats()
     config = GenerationConfig(cache_implementation="static", max_new_tokens=30, eos_token_id=ENDS, pad_token_id=0)

@@ -13,6 +13,7 @@ from transformers.integrations import sdpa_attention
 
 import hf_speculate
 from hf_speculate import SpeculationStats
+from hf_speculate.draft.base import DraftRequest
 from hf_speculate.draft.suffix import SuffixDrafter, SuffixSettings
 from hf_speculate.generation import decoding_method as speculation
 from hf_speculate.types import Kept, SampleStrategy
@@ -291,7 +292,7 @@ def lines_a_round(length):
     """Lines of the library that run per round of a drafter that copies, after a text of this length."""
     whole = markov_text(LONG + 300)
     drafter = SuffixDrafter(SuffixSettings(max_draft_tokens=10))
-    drafter.draft(torch.tensor([whole[:length]]), None, 10, SampleStrategy.GREEDY)
+    drafter.draft(DraftRequest(torch.tensor([whole[:length]]), None, 10, SampleStrategy.GREEDY))
     folder, num_lines = str(Path(hf_speculate.__file__).parent), 0
 
     def count(frame, event, arg):
@@ -306,7 +307,7 @@ def lines_a_round(length):
     try:
         for begin in range(LONG, LONG + 300, 3):
             kept = Kept(torch.tensor([whole[begin : begin + 3]]), torch.tensor([3], dtype=torch.int32))
-            drafter.draft(kept.token_ids, None, 10, SampleStrategy.GREEDY, kept=kept)
+            drafter.draft(DraftRequest(kept.token_ids, None, 10, SampleStrategy.GREEDY, kept=kept))
     finally:
         sys.settrace(before)
     return num_lines / 100
@@ -326,7 +327,7 @@ def test_fault_l_a_round_of_lookup_costs_the_same_after_any_text():
 )
 def test_fault_l_the_latest_of_the_longest_matches_is_copied(text, copied):
     drafter = SuffixDrafter(SuffixSettings(max_draft_tokens=10))
-    draft = drafter.draft(torch.tensor([text]), None, 10, SampleStrategy.GREEDY)
+    draft = drafter.draft(DraftRequest(torch.tensor([text]), None, 10, SampleStrategy.GREEDY))
     assert draft.token_ids[0, 0] == copied
 
 

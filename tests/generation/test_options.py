@@ -8,6 +8,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 
 import hf_speculate
 from hf_speculate.engine.batch import Batch
+from hf_speculate.token_buffer import TokenBuffer
 from tests.cases import assert_equal_ids, pair, plain_and_ours
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 
@@ -418,14 +419,14 @@ def test_a_separate_copy_of_the_rows_on_the_host_gives_the_same_text(monkeypatch
     options = {"max_new_tokens": NUM_NEW, "eos_token_id": eos, "pad_token_id": 0}
     plain = target.generate(**inputs, **options)
 
-    def begin(batch):
-        begin_on_host(batch)
-        batch.host_tokens = batch.separate_host_tokens()
+    def begin(batch, input_ids, *args):
+        begin_on_host(batch, input_ids, *args)
+        batch.host_tokens = TokenBuffer(input_ids)
         separated.append(batch)
 
     separated: list[Batch] = []
-    begin_on_host = Batch.__post_init__
-    monkeypatch.setattr(Batch, "__post_init__", begin)
+    begin_on_host = Batch.__init__
+    monkeypatch.setattr(Batch, "__init__", begin)
     assert_equal_ids(plain, target.generate(**inputs, **options, assistant_model=draft, num_assistant_tokens=K))
     assert separated[0].host_tokens is not separated[0].tokens
 

@@ -8,7 +8,7 @@ import torch
 
 import hf_speculate
 from hf_speculate.draft.model import ModelDrafter
-from hf_speculate.engine.decoder import SpeculativeDecoder
+from hf_speculate.engine.stage_clock import StageClock
 from hf_speculate.schedule import AdaptiveSchedule
 from tests.cases import assert_equal_ids, pair
 from tests.tiny import noisy_copy, ragged_prompts
@@ -52,8 +52,8 @@ def histories(monkeypatch):
     """Checks at every call of the drafter that what its processors read is the text."""
     checked, draft = [], ModelDrafter.draft
 
-    def checking(self, query, kv_cache, *args, **kwargs):
-        out = draft(self, query, kv_cache, *args, **kwargs)
+    def checking(self, request):
+        out, query = draft(self, request), request.query_token_ids
         lens = self._history.lens
         for row, length in enumerate(lens):
             num = min(query.shape[1], length)
@@ -153,7 +153,7 @@ class FakeClock:
 def adaptive(monkeypatch):
     """A function that decodes adaptively where a draft step costs a share of a plain step; returns ids, stats, time."""
     clock = FakeClock()
-    monkeypatch.setattr("hf_speculate.engine.builder.SpeculativeDecoder", partial(SpeculativeDecoder, clock=clock))
+    monkeypatch.setattr("hf_speculate.generation.decoding_method.StageClock", partial(StageClock, clock))
 
     def decode(noise, draft_s, ratio=0.1, batch_size=1, **options):
         target, draft = pair("llama")[0], noisy_copy(pair("llama")[0], noise)

@@ -15,9 +15,11 @@ from transformers.generation import stopping_criteria
 
 import hf_speculate
 from hf_speculate.engine import builder as build
-from hf_speculate.engine.distributed import shards_of
+from hf_speculate.engine.distributed import tensor_parallel_group
 from hf_speculate.engine.plan import cost_ratio
+from hf_speculate.engine.stage_clock import StageClock
 from hf_speculate.errors import UnsupportedModelError
+from hf_speculate.generation import decoding_method
 from hf_speculate.models import folded_attention as attention
 from tests.generation.test_compiled import compile_config
 from tests.generation.test_synced import Leave
@@ -85,10 +87,10 @@ class Noted:
         plain = getattr(build, name)
 
         class Noting(plain):
-            def __init__(noting, inner, shards):
+            def __init__(noting, inner, group):
                 class Listening:
-                    def first(_, numbers):
-                        chosen = shards.first(numbers)
+                    def broadcast(_, numbers):
+                        chosen = group.broadcast(numbers)
                         self.own.append(choice(numbers))
                         self.first.append(choice(chosen))
                         return chosen
@@ -168,8 +170,8 @@ def run_apart(models, rank, **options):
 def skewed_clocks(models, rank):
     whole = models["llama"][1]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "SpeculativeDecoder", functools.partial(build.SpeculativeDecoder, clock=Jumping(rank)))
-        noted, stats = Noted("LedSchedule", patch, int), hf_speculate.SpeculationStats()
+        patch.setattr(decoding_method, "StageClock", functools.partial(StageClock, Jumping(rank)))
+        noted, stats = Noted("BroadcastSchedule", patch, int), hf_speculate.SpeculationStats()
         options = {**ADAPTIVE, **draft_of(whole, "small", rank), "speculation_stats": stats}
         ids = run_apart(models, rank, **options)
     inputs = ragged_prompts(3, seed=1)
@@ -194,8 +196,8 @@ def own_drafts(models, rank):
     """Models that differ: sampled drafts of each are judged by the first's verifier."""
     whole = models["llama"][1]
     with pytest.MonkeyPatch.context() as patch:
-        drafts = Noted("LedDrafter", patch, lambda numbers: numbers.tolist())
-        verdicts = Noted("LedVerifier", patch, lambda numbers: numbers.tolist())
+        drafts = Noted("BroadcastDrafter", patch, lambda numbers: numbers.tolist())
+        verdicts = Noted("BroadcastVerifier", patch, lambda numbers: numbers.tolist())
         ids = run_apart(models, rank, **K, **SEED, **draft_of(whole, "each its own", rank))
     inputs = ragged_prompts(3, seed=1)
     first = whole.generate(**inputs, max_new_tokens=NUM_NEW, **K, **SEED, **draft_of(whole, "each its own", 0))
@@ -214,7 +216,10 @@ def own_stores(models, rank):
         for row in plain.tolist():
             store.add(row)
     with pytest.MonkeyPatch.context() as patch:
-        drafts, stats = Noted("LedDrafter", patch, lambda numbers: numbers.tolist()), hf_speculate.SpeculationStats()
+        drafts, stats = (
+            Noted("BroadcastDrafter", patch, lambda numbers: numbers.tolist()),
+            hf_speculate.SpeculationStats(),
+        )
         ids = run_apart(models, rank, prompt_lookup_num_tokens=4, suffix_store=store, speculation_stats=stats)
     return {
         "ids": ids,
@@ -421,5 +426,5 @@ def test_the_processes_are_those_of_the_parts_and_not_those_of_fsdp(dim_names, f
     meshes = [types.SimpleNamespace(mesh_dim_names=names, get_group=lambda dim: dim) for names in dim_names]
     weights = [torch.zeros(2), *(types.SimpleNamespace(device_mesh=mesh) for mesh in meshes)]
     model = types.SimpleNamespace(tp_size=2, parameters=lambda: weights)
-    shards = shards_of([model], torch.device("cpu"))
+    shards = tensor_parallel_group([model], torch.device("cpu"))
     assert (None if shards is None else shards.group) == found

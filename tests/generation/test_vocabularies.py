@@ -3,8 +3,8 @@
 import copy
 import gc
 import threading
-import time
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 import hf_speculate
-from hf_speculate.draft import assistant as matching
+from hf_speculate.draft.assistant import AcceptanceTallies
 from hf_speculate.draft.model import ModelDrafter
 from hf_speculate.errors import UnsupportedModelError
 from tests.cases import CACHES, VERIFIERS, assert_equal_ids, plain_and_ours
@@ -336,48 +336,28 @@ def test_next_to_no_acceptance_adds_up_over_calls_of_the_default_schedule():
         assert caught == [warning]
 
 
-def test_acceptance_is_counted_by_pair_and_goes_with_either_model():
+def test_low_acceptance_is_found_once_per_draft_model():
     low = hf_speculate.SpeculationStats(num_verified=40)
-    target, other, draft = (make_model("llama") for _ in range(3))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for pair in ((target, draft), (target, other), (other, draft), (target, target)):
-            matching.warn_of_low_acceptance(*pair, low)
-    with pytest.warns(UserWarning, match="are of one size"):
-        matching.warn_of_low_acceptance(target, draft, low)
+    tallies, draft, other = AcceptanceTallies(), make_model("llama"), make_model("llama")
+    assert [tallies.add(one, low) for one in (draft, other, draft, draft)] == [False, False, True, False]
+    weak = weakref.ref(draft)
     del draft
     gc.collect()
-    assert set(matching._tallies[target]) == {target, other}
-    num_targets = len(matching._tallies)
-    del target, pair
-    gc.collect()
-    assert len(matching._tallies) == num_targets - 1
-
-
-class Yielding:
-    """Statistics of one refused token that let other threads run while they are read."""
-
-    num_accepted = 0
-
-    @property
-    def num_verified(self):
-        time.sleep(0.001)
-        return 1
+    assert weak() is None
+    assert tallies.add(other, low)
 
 
 def test_acceptance_is_counted_of_calls_in_several_threads():
-    target, draft = make_model("llama"), make_model("llama", seed=1)
-    num_threads, num_calls = 8, 10
+    draft, tallies, found = make_model("llama", seed=1), AcceptanceTallies(), []
+    rejected = hf_speculate.SpeculationStats(num_verified=1)
 
     def count():
-        for _ in range(num_calls):
-            matching.warn_of_low_acceptance(target, draft, Yielding())
+        for _ in range(10):
+            found.append(tallies.add(draft, rejected))
 
-    threads = [threading.Thread(target=count) for _ in range(num_threads)]
-    with pytest.warns(UserWarning, match="are of one size") as caught:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert len(caught) == 1
-    assert matching._tallies[target][draft].num_verified == num_threads * num_calls
+    threads = [threading.Thread(target=count) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found.count(True) == 1

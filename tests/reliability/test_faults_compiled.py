@@ -8,7 +8,7 @@ import torch
 from transformers import CompileConfig
 
 import hf_speculate
-from hf_speculate.cache import buffer_pool
+from hf_speculate.engine.model_state import model_state
 from hf_speculate.models import attention_switch
 from tests.cases import assert_equal_ids
 from tests.reliability.faults import ERRORS, Fault, put_in
@@ -49,7 +49,7 @@ def compiled_pair():
 
 
 def pooled(model) -> list[int]:
-    return [part.data_ptr() for kept in buffer_pool._idle[model].values() for layer in kept for part in layer]
+    return model_state(model).buffers.addresses()
 
 
 def run_after(error: BaseException, at: int, **options: Any) -> None:
@@ -101,7 +101,8 @@ def test_an_error_in_the_users_code_between_compiled_forwards(place):
 def test_buffers_that_cannot_be_allocated():
     target, draft, _, config = compiled_pair()
     inputs = ragged_prompts(3, seed=3)
-    buffer_pool._idle.clear()
+    for model in (target, draft):
+        model_state(model).buffers.clear()
     own = {"assistant_model": draft, "num_assistant_tokens": K, "compile_config": config, "max_new_tokens": 12}
     error = ERRORS["out of memory"]()
     inside, _ = put_in("allocation", Fault(2, error), target, draft)

@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
 import hf_speculate
-from hf_speculate.engine.error_context import Place, Stage
+from hf_speculate.engine.stage_clock import Stage, StageClock
 from hf_speculate.models import attention_switch
 from tests.cases import assert_equal_ids, pair
 from tests.generation.test_ownership import assert_same_contents, cache_contents, prefilled
@@ -224,19 +224,19 @@ def test_an_error_of_a_call_inside_a_call_gets_one_note():
 
 
 def test_notes_of_the_users_own_stay():
-    place, error = Place(), Mistake("on purpose")
+    clock, error = StageClock(), Mistake("on purpose")
     error.add_note("their own")
-    place.enter(Stage.SCORE, 4)
-    with pytest.raises(Mistake), place:
+    clock.enter(Stage.SCORE, 4)
+    with pytest.raises(Mistake), clock:
         raise error
     assert error.__notes__ == ["their own", f"hf_speculate: raised while {SCORED}, round 4"]
 
 
 def test_an_error_outside_of_ours_gets_no_note():
-    place, error = Place(), Mistake("on purpose")
-    place.enter(Stage.RETURN, 4)
-    place.enter(None)
-    with pytest.raises(Mistake), place:
+    clock, error = StageClock(), Mistake("on purpose")
+    clock.enter(Stage.RETURN, 4)
+    clock.enter(None)
+    with pytest.raises(Mistake), clock:
         raise error
     assert not hasattr(error, "__notes__")
 
@@ -254,10 +254,10 @@ def test_a_refusal_gets_no_note_and_an_error_of_ours_in_a_round_gets_one():
 
 
 def test_an_error_that_cannot_be_noted_arrives_all_the_same():
-    place, error = Place(), Mistake("on purpose")
+    clock, error = StageClock(), Mistake("on purpose")
     error.__notes__ = "no list"
-    place.enter(Stage.SCORE)
-    with pytest.raises(Mistake) as caught, place:
+    clock.enter(Stage.SCORE)
+    with pytest.raises(Mistake) as caught, clock:
         raise error
     assert caught.value is error
     assert error.__notes__ == "no list"

@@ -19,8 +19,8 @@ from transformers import (
 
 import hf_speculate
 from hf_speculate.draft.early_exit import early_exit_model
-from hf_speculate.engine import builder as build
-from hf_speculate.engine.decoder import SpeculativeDecoder
+from hf_speculate.engine.stage_clock import StageClock
+from hf_speculate.generation import decoding_method
 from hf_speculate.types import DraftOut, Verdict
 from hf_speculate.verify.greedy import GreedyVerifier
 from tests.reliability.faults import Fault, Mistake, put_in
@@ -141,7 +141,7 @@ class Chat(RuleBasedStateMachine):
     def begin(self, seed, texts):
         self.target, self.draft, self.reference, self.tokenizer = tools(seed)
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(build, "SpeculativeDecoder", partial(SpeculativeDecoder, clock=Clock(seed)))
+        self.patch.setattr(decoding_method, "StageClock", partial(StageClock, Clock(seed)))
         self._set(texts)
 
     def teardown(self):

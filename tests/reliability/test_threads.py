@@ -12,7 +12,7 @@ import torch
 from transformers import CompileConfig, DynamicCache, LogitsProcessorList, StoppingCriteriaList
 
 import hf_speculate
-from hf_speculate.cache import buffer_pool
+from hf_speculate.engine.model_state import model_state
 from hf_speculate.models import attention_switch
 from tests.reliability.faults import Fault, FaultyCriterion, FaultyProcessor, Mistake
 from tests.tiny import make_model, noisy_copy, ragged_prompts
@@ -180,5 +180,5 @@ def test_calls_at_the_same_time_share_no_buffers():
     own = {"assistant_model": draft, "num_assistant_tokens": 2, "compile_config": static_config()}
     target.generate(**inputs, max_new_tokens=NUM_NEW, speculation_stats=stats, **own)
     assert (stats.compiled, stats.fallbacks) == (["target", "draft"], [])
-    kept = [part.data_ptr() for layers in buffer_pool._idle[target].values() for layer in layers for part in layer]
+    kept = model_state(target).buffers.addresses()
     assert len(set(kept)) == len(kept)

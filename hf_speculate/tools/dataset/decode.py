@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_speculate.engine.distributed import peers_of
+from hf_speculate.engine.distributed import synced_ranks
 from hf_speculate.errors import ConfigError, UnsupportedModelError
 from hf_speculate.tools.dataset.encoding import batches_of
 from hf_speculate.tools.dataset.ranks import Ranks, find_ranks
@@ -98,7 +98,7 @@ def check_model(model: PreTrainedModel, ranks: Ranks) -> None:
     """
     if ranks.num == 1:
         return
-    if (getattr(model, "tp_size", None) or 1) > 1 or peers_of(None, [model], model.device) is not None:
+    if (getattr(model, "tp_size", None) or 1) > 1 or synced_ranks(None, [model], model.device) is not None:
         raise UnsupportedModelError(
             f"each of {ranks.num} ranks must hold a model of its own to decode a share of the rows, got one that is "
             "spread over them; call generate() on all ranks instead"

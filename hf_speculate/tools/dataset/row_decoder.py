@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_speculate.config import FIELD_NAMES
 from hf_speculate.errors import ConfigError
 from hf_speculate.generation.config_sources import fields_of, read_config
-from hf_speculate.generation.draft_source import reason_of
+from hf_speculate.generation.draft_source import find_draft_source
 from hf_speculate.generation.enable import is_enabled
 from hf_speculate.generation.mixin import generate
 from hf_speculate.stats import SpeculationStats
@@ -171,7 +171,7 @@ class RowDecoder:
         passed = fields_of(self.arguments.get("generation_config"))
         config = read_config([given, passed, fields_of(self.model.generation_config)])
         assistant, early_exit = self.arguments.get("assistant_model"), self._setting("assistant_early_exit")
-        if reason_of(assistant, early_exit, config, samples=True) is not None:
+        if find_draft_source(assistant, early_exit, config, samples=True) is not None:
             return {}
         if config.verifier is not None:
             raise ConfigError(
