@@ -1,4 +1,4 @@
-"""Verifiers: what decides which drafted tokens stay."""
+"""Verifiers: rules that decide which drafted tokens are accepted."""
 
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.types import Stream

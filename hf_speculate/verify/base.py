@@ -1,4 +1,4 @@
-"""What every verifier does, and the names under which they are chosen."""
+"""The verifier protocol, and the registry of verifiers by name."""
 
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
@@ -11,18 +11,18 @@ from hf_speculate.types import DraftOut, NoiseKeys, Stream, Verdict
 
 
 class Verifier(Protocol):
-    """Decides which drafted tokens stay, and what follows them."""
+    """Decides which drafted tokens are accepted, and which token follows them."""
 
     def verify(self, target_logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verdict:
-        """Judge one round.
+        """Verify one round.
 
         Args:
-            target_logits: [B, K+1, V], processed; position i is the law of the token after i drafted ones.
-            draft: the proposal, K tokens a row of which `draft.lens` count.
-            keys: the round's noise.
+            target_logits: [B, K+1, V], processed; position i is the distribution of the token after i drafted tokens.
+            draft: K drafted tokens per row, of which `draft.lens` count.
+            keys: of the round's noise.
 
         Returns:
-            The kept tokens and the one that follows them.
+            The accepted tokens and the token that follows them.
         """
 
 
@@ -50,16 +50,16 @@ def register_verifier(
 ) -> None:
     """Make a verifier available as `verifier=name`.
 
-    `examples/custom_verifier.py` is a whole one; `keep_prefix` writes its verdict.
+    `examples/custom_verifier.py` is an example; `keep_prefix` builds its verdict.
 
     Args:
-        name: what users and configs write.
-        factory: makes the verifier from a call's resolved settings, once a call.
-        lossless: whether the output's law is the target's.
-        replace: allow the name to be taken over.
-        reads_draft_logits: whether it reads `DraftOut.token_logits`; drafts keep none for one that does not.
-        draft_stream: the noise that drafts are drawn with: DRAFT, or RACE for a rule that draws its own tokens with
-            RACE and keeps the drafts that agree.
+        name: used in calls and configs.
+        factory: makes the verifier from a call's resolved settings, once per call.
+        lossless: whether the output has the target's distribution.
+        replace: whether to replace a registered verifier of the same name.
+        reads_draft_logits: whether it reads `DraftOut.token_logits`; if not, drafters keep none.
+        draft_stream: noise stream of the drafts: DRAFT, or RACE for a rule that samples its own tokens with RACE and
+            accepts drafts that agree.
 
     Raises:
         ConfigError: the name is taken.
@@ -78,37 +78,37 @@ def make_verifier(config: SpeculationConfig) -> Verifier:
     """The verifier that a resolved config names.
 
     Raises:
-        ConfigError: nothing is registered under the name.
+        ConfigError: no verifier is registered under the name.
     """
     return _entry(config).factory(config)
 
 
 def check_verifier(config: SpeculationConfig) -> None:
-    """Make sure that a resolved config names a verifier, and a lossy one where it is restricted to spans.
+    """Check that a resolved config names a verifier, and a lossy one if it is restricted to spans.
 
     Raises:
-        ConfigError: nothing is registered under the name, or there is nothing to restrict.
+        ConfigError: no verifier is registered under the name, or a lossless one is restricted to spans.
     """
     if _entry(config).is_lossless and config.relax_only_inside is not None:
         lossy = ", ".join(name for name in verifier_names() if not _REGISTRY[name].is_lossless)
         raise ConfigError(
             f"relax_only_inside must come with a lossy verifier, one of {lossy}, got {config.verifier!r}, which is "
-            "exact everywhere; set verifier='typical', or relax_only_inside=None"
+            "lossless everywhere; set verifier='typical', or relax_only_inside=None"
         )
 
 
 def reads_draft_logits(config: SpeculationConfig) -> bool:
-    """Whether what verifies reads `DraftOut.token_logits`; outside of spans an exact verifier does."""
+    """Whether the call reads `DraftOut.token_logits`; outside of spans a lossless verifier does."""
     return _entry(config).reads_draft_logits or config.relax_only_inside is not None
 
 
 def draft_stream(config: SpeculationConfig) -> Stream:
-    """The noise that drafts are drawn with for the named verifier."""
+    """The noise stream of drafts for the named verifier."""
     return _entry(config).draft_stream
 
 
 def is_lossless(config: SpeculationConfig) -> bool:
-    """Whether the named verifier keeps the target's law."""
+    """Whether the output of the named verifier has the target's distribution."""
     return _entry(config).is_lossless
 
 

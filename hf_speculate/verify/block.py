@@ -1,4 +1,10 @@
-"""Block verification: the output's law is exactly the target's, from the longest prefix that a joint test allows."""
+"""Block verification: lossless, accepts the longest prefix of a draft that a joint test allows.
+
+With p and q as in rejection sampling, the weight of a prefix of i tokens is w_i = min(1, w_{i-1} * p(x_i) / q(x_i)),
+w_0 = 1. Prefix i < K passes with probability S_i / (S_i + 1 - w_i), S_i being the mass of max(w_i * p - q, 0) at the
+next position, and the whole draft with probability w_K; the longest prefix that passes is accepted. The token after it is sampled from the residual
+max(w_i * p - q, 0), normalised; after a full acceptance, from p at the bonus position.
+"""
 
 from dataclasses import dataclass
 
@@ -10,7 +16,7 @@ from hf_speculate.types import DraftOut, NoiseKeys, Verdict
 
 @dataclass(frozen=True)
 class BlockVerifier:
-    """Lossless, and keeps on average at least as many tokens as rejection; the same where the draft is a point mass.
+    """Block verification, lossless; accepts at least as many tokens as rejection on average, the same for point masses.
 
     Args:
         backend: of the kernel.

@@ -1,4 +1,8 @@
-"""Coupled verification: a token stays while it is the one that the target draws itself."""
+"""Coupled verification: a drafted token is accepted if the target samples the same token with the same noise.
+
+The target's token is the winner of an exponential race on its distribution, with noise keyed by row seed, position and
+token id. Drafts are sampled with the same noise, so that they agree often.
+"""
 
 from dataclasses import dataclass
 
@@ -10,7 +14,7 @@ from hf_speculate.types import DraftOut, NoiseKeys, Verdict
 
 @dataclass(frozen=True)
 class CoupledVerifier:
-    """Lossless: the text is a function of row seed and prompt alone, whatever was drafted.
+    """Coupled verification, lossless; the output depends on row seed and prompt only, whatever is drafted.
 
     Args:
         backend: of the kernel.
@@ -22,5 +26,5 @@ class CoupledVerifier:
     backend: str = "auto"
 
     def verify(self, target_logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verdict:
-        """See `Verifier.verify`; reads no more of the draft than its tokens."""
+        """See `Verifier.verify`; reads only the tokens of the draft."""
         return verify_coupled(target_logits, draft.token_ids, keys=keys, draft_lens=draft.lens, backend=self.backend)

@@ -1,4 +1,7 @@
-"""Greedy verification: a token stays while it is the target's argmax."""
+"""Greedy verification: a drafted token is accepted if it is the argmax of the target's logits.
+
+The token after the accepted ones is the argmax at their position. Ties go to the lowest id.
+"""
 
 from dataclasses import dataclass
 
@@ -10,7 +13,7 @@ from hf_speculate.types import DraftOut, NoiseKeys, Verdict
 
 @dataclass(frozen=True)
 class GreedyVerifier:
-    """Lossless for `do_sample=False`; ties go to the lowest id.
+    """Greedy verification, lossless for `do_sample=False`.
 
     Args:
         backend: of the kernel.

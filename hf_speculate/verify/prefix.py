@@ -1,4 +1,4 @@
-"""Writes the verdict of a rule that judges every position by itself."""
+"""Prefix verdicts: the verdict of a rule that decides every position independently."""
 
 import torch
 from torch import Tensor
@@ -8,19 +8,19 @@ from hf_speculate.types import DraftOut, Status, Verdict
 
 @torch.no_grad()
 def keep_prefix(target_logits: Tensor, draft: DraftOut, accepted: Tensor, next_token_ids: Tensor) -> Verdict:
-    """Keep each row's drafted tokens up to the first that is not accepted, and put one token after them.
+    """Keep each row's drafted tokens up to the first one that is not accepted, and append one token.
 
-    A drafted token past `draft.lens`, with an id outside [0, V), of target probability 0, or at a position without a
-    law is refused whatever `accepted` says.
+    A drafted token is rejected whatever `accepted` says if it lies past `draft.lens`, its id is outside [0, V), its
+    target probability is 0, or the logits at its position define no distribution.
 
     Args:
         target_logits: [B, K+1, V], any float dtype, processed.
         draft: the proposal.
-        accepted: [B, K] bool, every position judged by itself.
-        next_token_ids: [B, K+1] int64, the token that follows if i drafted ones are kept.
+        accepted: [B, K] bool, the decision at each position.
+        next_token_ids: [B, K+1] int64, the token that follows if i drafted tokens are accepted.
 
     Returns:
-        The verdict, [B, K+1] ids padded with -1, with the status of the row that gave the last token.
+        The verdict: [B, K+1] ids padded with -1, and the status of the logits at the last token.
     """
     num_drafted, vocab_size = draft.token_ids.shape[1], target_logits.shape[-1]
     last_id = vocab_size - 1
@@ -45,5 +45,5 @@ def keep_prefix(target_logits: Tensor, draft: DraftOut, accepted: Tensor, next_t
     )
     status = torch.zeros_like(num_accepted, dtype=torch.int32)
     for flag, holds in flags:
-        status += int(flag) * holds
+        status |= int(flag) * holds
     return Verdict(token_ids.masked_fill(columns > here, -1), num_accepted.to(torch.int32), status)

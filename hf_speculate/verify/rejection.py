@@ -1,4 +1,9 @@
-"""Rejection sampling: the output's law is exactly the target's."""
+"""Rejection sampling: lossless verification of sampled drafts and point masses.
+
+With target distribution p, draft distribution q and a uniform u, token x is accepted if u < min(1, p(x) / q(x)). After
+the first rejection a token is sampled from the residual max(p - q, 0), normalised; after a full acceptance, from p at
+the bonus position. For a point mass, x is accepted if u < p(x), and the residual is p without x.
+"""
 
 from dataclasses import dataclass
 
@@ -10,7 +15,7 @@ from hf_speculate.types import DraftOut, NoiseKeys, Verdict
 
 @dataclass(frozen=True)
 class RejectionVerifier:
-    """Lossless speculative sampling, for drafts that sample and for point masses.
+    """Rejection sampling, lossless.
 
     Args:
         backend: of the kernel.

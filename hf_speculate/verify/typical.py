@@ -1,4 +1,9 @@
-"""Typical acceptance: a token stays while the target finds it likely enough for its own uncertainty."""
+"""Typical acceptance: lossy verification by a probability threshold that falls with the target's entropy.
+
+With target distribution p and its entropy H(p) in nats, token x is accepted if
+p(x) > min(posterior_threshold, posterior_alpha * exp(-H(p))). The token after the accepted ones is the argmax of p or a
+sample from p at their position.
+"""
 
 from dataclasses import dataclass
 
@@ -10,13 +15,13 @@ from hf_speculate.types import DraftOut, NoiseKeys, Verdict
 
 @dataclass(frozen=True)
 class TypicalVerifier:
-    """Lossy: a token x stays iff p(x) > min(posterior_threshold, posterior_alpha * exp(-H(p))).
+    """Typical acceptance, lossy.
 
     Args:
         posterior_threshold: in (0, 1).
         posterior_alpha: > 0.
         entropy_epsilon: added inside the entropy's logarithm, >= 0.
-        correction: "argmax" or "sample", the token at the first refusal.
+        correction: "argmax" or "sample", how the token after the accepted ones is chosen.
         backend: of the kernel.
 
     Source:
