@@ -20,10 +20,9 @@ MAX_PLAIN_STEPS = 256  # plain steps whose seconds are kept
 
 @dataclass
 class SpeculationStats:
-    """Counts and seconds of one `generate()` call; each call resets it.
+    """Counts and seconds of one `generate()` call, all runs of it if a model decodes in several; each call resets it.
 
-    If a model's own `generate()` decodes in several runs, as Whisper's does, the runs are added up. Times are measured
-    on the host. On an accelerator, work continues after its launch, so its cost shows up in the stage that waits.
+    Times are measured on the host. On an accelerator, the cost of work shows up in the stage that waits for it.
 
     Attributes:
         verifier: name of the verifier that ran.
@@ -84,7 +83,7 @@ class SpeculationStats:
             setattr(self, entry.name, getattr(fresh, entry.name))
 
     def __add__(self, other: "SpeculationStats") -> "SpeculationStats":
-        """Counts and seconds of both calls together; a text that differs between them is left empty."""
+        """Counts and seconds of both calls; names that differ are left empty."""
         total = SpeculationStats()
         for entry in fields(self):
             setattr(total, entry.name, _ADD[entry.name](getattr(self, entry.name), getattr(other, entry.name)))
@@ -186,7 +185,7 @@ class SpeculationStats:
     def tokens_per_s(self) -> float:
         """Emitted tokens per second of all stages but the prefill, summed over rows; 0 before the first round."""
         decoding_s = self.total_s - self.prefill_s
-        return self.num_emitted / decoding_s if self.num_emitted and decoding_s > 0 else 0.0
+        return self.num_emitted / decoding_s if decoding_s > 0 else 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """Every count, and the rates that follow from them, as values that JSON can hold."""
@@ -278,14 +277,12 @@ class SpeculationStats:
             "time by stage": stages,
             "verifier": self.verifier or "none",
             "host synchronisations": f"{self.num_host_syncs} ours, {self.num_user_host_syncs} in user code",
-        }
-        optional = {
             "plan": self.plan,
             "compiled": ", ".join(self.compiled),
             "rows": "moved in lock step" if self.lock_step else "",
         }
-        lines |= {name: value for name, value in optional.items() if value}
-        return [*lines.items(), *(("fallback", reason) for reason in self.fallbacks)]
+        shown = [(name, value) for name, value in lines.items() if value]
+        return shown + [("fallback", reason) for reason in self.fallbacks]
 
 
 def _add_counts(one: list[int], other: list[int]) -> list[int]:

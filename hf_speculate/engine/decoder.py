@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from hf_speculate.engine.batch import Batch
 from hf_speculate.engine.draft_length import DraftLengthSource
@@ -89,8 +90,7 @@ class SpeculativeDecoder:
         """Read the prompt, and emit the token that follows it."""
         self.clock.start(Stage.PREFILL)
         self.drafts.begin(batch)
-        for num_ahead, scored in self.target.prefill():
-            self.drafts.read_prompt(batch, scored, num_ahead)
+        scored = self.target.prefill(partial(self.drafts.read_prompt, batch))
         draft = batch.no_draft()
         self.clock.enter(Stage.VERIFY)
         verified = self.verification.verify(batch, scored.logits, draft, batch.keys())

@@ -1,6 +1,6 @@
 """Target session: the target model, its KV cache, and how the cache follows the batch."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -37,16 +37,19 @@ class TargetSession:
         self._chunk_size = prefill_chunk_size or query_ids.shape[1]
         self._options = forward_options or {}
 
-    def prefill(self) -> Iterator[tuple[int, Scored]]:
-        """Read the prompt, in chunks; yields the columns from each chunk's first one on, and the chunk's outputs.
+    def prefill(self, on_chunk: Callable[[Scored, int], None]) -> Scored:
+        """Read the prompt, in chunks; returns the outputs of the last chunk, with the last logits only.
 
-        Only the last logits of a chunk are computed.
+        Args:
+            on_chunk: called with each chunk's outputs, and the prompt's columns from the chunk's first one on.
         """
-        num_ahead = self.query_ids.shape[1]
+        num_ahead = self.num_read
         for chunk in self.query_ids.split(self._chunk_size, dim=1):
-            yield num_ahead, self.model.run(chunk, self.kv_cache, logits_to_keep=1, **self._options)
+            scored = self.model.run(chunk, self.kv_cache, logits_to_keep=1, **self._options)
+            on_chunk(scored, num_ahead)
             num_ahead -= chunk.shape[1]
         self.kv_cache.begin_recording()
+        return scored
 
     def score(self, batch: Batch, draft: DraftOut) -> Scored:
         """Score the newest token of each row and the drafted tokens: logits [B, K+1, V]."""

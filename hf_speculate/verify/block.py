@@ -2,8 +2,8 @@
 
 With p and q as in rejection sampling, the weight of a prefix of i tokens is w_i = min(1, w_{i-1} * p(x_i) / q(x_i)),
 w_0 = 1. Prefix i < K passes with probability S_i / (S_i + 1 - w_i), S_i being the mass of max(w_i * p - q, 0) at the
-next position, and the whole draft with probability w_K; the longest prefix that passes is accepted. The token after it is sampled from the residual
-max(w_i * p - q, 0), normalised; after a full acceptance, from p at the bonus position.
+next position, and the whole draft with probability w_K; the longest prefix that passes is accepted. The token after it
+is sampled from the residual max(w_i * p - q, 0), normalised; after a full acceptance, from p at the bonus position.
 """
 
 from dataclasses import dataclass

@@ -63,7 +63,7 @@ def test_two_threads_never_get_the_same(store):
 @pytest.mark.parametrize(("batch_size", "capacity"), [(1, 128), (2, 256)])
 def test_other_shapes_are_other_entries(store, batch_size, capacity):
     pool_of(store, 2, 128).give_back(buffers())
-    assert BufferPool(store, batch_size, capacity).take(1) is None
+    assert pool_of(store, batch_size, capacity).take(1) is None
     with torch.inference_mode():  # tensors made outside may be written here, but not the other way round
         assert pool_of(store, 2, 128).take(1) is None
     assert pool_of(store, 2, 128, torch.float32).take(1) is None

@@ -107,8 +107,8 @@ def tolerance(kind: str) -> float:
 
 def make_home(model, choice, batch_size, mask=None, **settings):
     cache = DynamicCache(config=model.config)
-    home = CacheRequest(choice, model.config._attn_implementation, **settings)
-    return home.make(model, cache, batch_size, mask, torch.device("cpu"))
+    request, device = CacheRequest(choice, model.config._attn_implementation, **settings), torch.device("cpu")
+    return request.make(request.choose(model, cache, mask, device), model, cache, batch_size, mask, device)
 
 
 @pytest.mark.parametrize("choice", ["dynamic", "preallocated"])

@@ -176,7 +176,9 @@ def test_chunks_give_the_logits_of_the_whole(home: str) -> None:
     inputs = ragged_prompts(2, seed=3, max_len=400)
     logits = []
     for chunk_size in (None, 170):
-        kv_cache = CacheRequest(home, "sdpa").make(model, None, 2, inputs["attention_mask"], model.device)
+        request, mask = CacheRequest(home, "sdpa"), inputs["attention_mask"]
+        choice = request.choose(model, None, mask, model.device)
+        kv_cache = request.make(choice, model, None, 2, mask, model.device)
         logits.append(Inferencer(LanguageModel(model), chunk_size=chunk_size).feed(inputs["input_ids"], kv_cache))
         assert kv_cache.num_columns == inputs["input_ids"].shape[1]
     assert (logits[0] - logits[1]).abs().max() < LOGIT_TOLERANCE

@@ -254,7 +254,7 @@ def test_fault_f_an_argmax_that_reports_logits_keeps_the_law():
         return p_value(counts, joint_law(target, 1))
 
     assert p_of_first_token(ask(drafter, PROMPT[0].tolist())) > SIGNIFICANCE
-    drafter.has_law = True
+    drafter._returns_distribution = True
     believed = ask(drafter, [0], kept=[])
     assert believed.token_logits is not None
     assert p_of_first_token(believed) < MISTAKEN

@@ -8,7 +8,7 @@ import torch
 from hf_speculate.draft.base import DraftRequest
 from hf_speculate.draft.hybrid import HybridDrafter
 from hf_speculate.draft.suffix import SuffixDrafter, SuffixSettings, point_masses
-from hf_speculate.types import HostKept, SampleStrategy
+from hf_speculate.types import Kept, SampleStrategy
 
 NUM_PROMPT, NUM_NEW = 120, 600
 NUM_MODEL, NUM_COPIED = 5, 10
@@ -76,7 +76,7 @@ def num_rounds(drafter, oracle: Oracle, text: list[int]) -> int:
         ahead = draft.token_ids.shape[1] - 1 if draft.cached is None else draft.cached.num_ahead
         seen = min(length + min(ahead, num if is_own else 0), len(text) - 1)
         new_ids = text[length : length + num + 1]
-        kept = HostKept.of([new_ids])
+        kept = Kept(torch.tensor([new_ids]), torch.tensor([len(new_ids)], dtype=torch.int32))
         length += len(new_ids)
         rounds += 1
     return rounds
@@ -95,7 +95,7 @@ def test_the_hybrid_needs_no_more_rounds_than_the_better_of_the_two(category):
             "model": HybridDrafter(oracles[1], SuffixSettings(max_draft_tokens=1, max_match_len=1), NUM_MODEL),
             "hybrid": HybridDrafter(oracles[2], settings, NUM_MODEL),
         }
-        drafters["model"]._copies = lambda row, num_model: False
+        drafters["model"]._prefers_match = lambda row, num_model: False
         for (name, drafter), oracle in zip(drafters.items(), oracles, strict=True):
             rounds[name] += num_rounds(drafter, oracle, text)
         assert oracles[2].num_runs <= oracles[1].num_runs

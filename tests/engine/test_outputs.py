@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from hf_speculate.engine.outputs import OutputRecorder, Recorded
-from hf_speculate.types import Scored
+from hf_speculate.types import DraftOut, RoundRecord, Scored, StageSeconds, Trimmed, Verified
 
 VOCAB_SIZE = 6
 PAD = 4
@@ -18,13 +18,27 @@ def numbers(num: int, start: int) -> Tensor:
     return torch.arange(start, start + num * VOCAB_SIZE, dtype=torch.float64).view(num, VOCAB_SIZE)
 
 
+def record(
+    new_ids: list[list[int]], scores: Tensor, scored: Scored, num_round: int = 1, num_drafted: int = 2, rows=(0,)
+) -> RoundRecord:
+    """A round in which every row emits all its tokens."""
+    nothing = [0] * len(rows)
+    draft = DraftOut(torch.zeros(len(rows), num_drafted, dtype=torch.int64), torch.zeros(len(rows)), None, None)
+    verified = Verified(torch.zeros(0), new_ids, nothing, nothing, 0, scores)
+    trimmed = Trimmed([len(ids) for ids in new_ids], [False] * len(rows), [False] * len(rows))
+    live = (True,) * len(rows)
+    return RoundRecord(
+        num_round, rows, live, 2, 1, (9,) * len(rows), draft, scored, verified, trimmed, StageSeconds(), 0
+    )
+
+
 @pytest.fixture
 def recorder() -> OutputRecorder:
-    """Row 0 has three tokens in two pieces, row 1 has one; each piece came with a position more than was kept."""
+    """Row 0 has three tokens of two rounds, row 1 has one; each round has scores of one position more."""
     recorder = OutputRecorder(2, Recorded(scores=True, logits=True))
-    recorder.add_row(0, [1, 2], numbers(3, 0), numbers(3, 1000))
-    recorder.add_row(1, [3], numbers(3, 100), numbers(3, 1100))
-    recorder.add_row(0, [5], numbers(2, 200), numbers(2, 1200))
+    scores, logits = torch.stack([numbers(3, 0), numbers(3, 100)]), torch.stack([numbers(3, 1000), numbers(3, 1100)])
+    recorder.on_round(record([[1, 2], [3]], scores, Scored(logits), rows=(0, 1)))
+    recorder.on_round(record([[5]], numbers(2, 200)[None], Scored(numbers(2, 1200)[None])))
     return recorder
 
 
@@ -61,17 +75,16 @@ def test_a_pad_id_past_the_vocabulary_has_no_score(recorder):
 
 def test_what_was_recorded_does_not_change_with_the_tensor_it_came_from():
     recorder, scores = OutputRecorder(1, Recorded(scores=True, logits=True)), torch.ones(2, VOCAB_SIZE)
-    recorder.add_row(0, [1], scores, scores)
+    recorder.on_round(record([[1]], scores[None], Scored(scores[None])))
     scores.zero_()
     assert recorder.scores(PAD)[0].eq(1).all()
     assert recorder.logits(PAD)[0].eq(1).all()
 
 
 def test_what_was_not_asked_for_is_none():
-    recorder = OutputRecorder(1, Recorded())
-    recorder.add_row(0, [1], None, None)
-    states = torch.ones(1, 3, 2)
-    recorder.add_prompt_states(Scored(torch.ones(1, 3, VOCAB_SIZE), (states,), (states,)))
+    recorder, states, scores = OutputRecorder(1, Recorded()), torch.ones(1, 3, 2), torch.ones(1, 3, VOCAB_SIZE)
+    for num_round in (0, 1):
+        recorder.on_round(record([[1]], scores, Scored(scores, (states,), (states,)), num_round))
     assert recorder.scores(PAD) is None
     assert recorder.logits(PAD) is None
     assert recorder.hidden_states == recorder.attentions == []
@@ -98,7 +111,7 @@ def states(num_query: int, num_columns: int) -> Scored:
 
 def test_the_prompts_states_are_one_entry():
     recorder, prompt = OutputRecorder(1, EVERYTHING), states(4, 4)
-    recorder.add_prompt_states(prompt)
+    recorder.on_round(record([[1]], prompt.logits, prompt, num_round=0))
     assert len(recorder.hidden_states) == len(recorder.attentions) == 1
     assert recorder.hidden_states[0] is prompt.hidden_states
     assert recorder.attentions[0] is prompt.attentions
@@ -106,8 +119,8 @@ def test_the_prompts_states_are_one_entry():
 
 def test_a_rounds_states_are_one_entry_per_kept_token_over_the_columns_it_saw():
     """Three query tokens over ten columns, of which two were kept: the first saw eight columns, the second nine."""
-    recorder, output = OutputRecorder(1, EVERYTHING), states(3, 10)
-    recorder.add_states(output, num_tokens=2, num_query=3, windows=[None, None])
+    recorder, output = OutputRecorder(1, EVERYTHING, lambda: [None, None]), states(3, 10)
+    recorder.on_round(record([[1, 2]], output.logits, output))
     assert len(recorder.hidden_states) == len(recorder.attentions) == 2
     for position in range(2):
         for layer in range(2):
@@ -121,8 +134,8 @@ def test_a_rounds_states_are_one_entry_per_kept_token_over_the_columns_it_saw():
 
 
 def test_a_window_layers_attentions_begin_where_its_window_does():
-    recorder, output = OutputRecorder(1, EVERYTHING), states(3, 10)
-    recorder.add_states(output, num_tokens=3, num_query=3, windows=[4, 99])
+    recorder, output = OutputRecorder(1, EVERYTHING, lambda: [4, 99]), states(3, 10)
+    recorder.on_round(record([[1, 2, 3]], output.logits, output))
     for position in range(3):
         windowed, whole = recorder.attentions[position]
         assert torch.equal(windowed, output.attentions[0][:, :, position : position + 1, 4 + position : 8 + position])
@@ -130,9 +143,9 @@ def test_a_window_layers_attentions_begin_where_its_window_does():
 
 
 def test_truncate_cuts_states_too():
-    recorder = OutputRecorder(1, EVERYTHING)
-    recorder.add_prompt_states(states(4, 4))
-    recorder.add_states(states(3, 7), num_tokens=3, num_query=3, windows=[None, None])
+    recorder, prompt, output = OutputRecorder(1, EVERYTHING, lambda: [None, None]), states(4, 4), states(3, 7)
+    recorder.on_round(record([[1]], prompt.logits, prompt, num_round=0))
+    recorder.on_round(record([[1, 2, 3]], output.logits, output))
     kept = recorder.hidden_states[:2]
     recorder.truncate(2)
     assert recorder.hidden_states == kept

@@ -35,10 +35,10 @@ class Foreign(LogitsProcessor):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"draft_sampling": "argmax"}, "rejection in place of block, which is the same where the draft takes its arg"),
+        ({"draft_sampling": "argmax"}, "rejection in place of block, which is the same if the draft takes its arg"),
         (
             {"logits_processor": LogitsProcessorList([Foreign()])},
-            "rejection in place of block, for rows in lock step are judged token by token",
+            "rejection in place of block, because rows in lock step are verified token by token",
         ),
     ],
     ids=["point mass", "lock step"],

@@ -15,6 +15,7 @@ from hf_speculate.cache.preallocated import PreallocatedKVCache
 from hf_speculate.draft.compiled import CompiledDrafter
 from hf_speculate.errors import UnsupportedGenerationError
 from hf_speculate.models import compiled
+from hf_speculate.models.cache_selection import CacheRequest
 from hf_speculate.models.compilation import Compilation
 from tests.cases import assert_equal_ids, pair
 from tests.tiny import make_model, noisy_copy, ragged_prompts
@@ -163,12 +164,8 @@ def test_a_static_cache_without_a_compiler_means_fixed_buffers(kind, batch_size,
     inputs = ragged_prompts(batch_size, max_len=20)
     plain = target.generate(**inputs, max_new_tokens=30, eos_token_id=ENDS)
     homes = []
-    make = hf_speculate.engine.builder.CacheRequest.make
-    monkeypatch.setattr(
-        hf_speculate.engine.builder.CacheRequest,
-        "make",
-        lambda self, *args: homes.append(make(self, *args)) or homes[-1],
-    )
+    make = CacheRequest.make
+    monkeypatch.setattr(CacheRequest, "make", lambda self, *args: homes.append(make(self, *args)) or homes[-1])
     stats = hf_speculate.SpeculationStats()
     config = GenerationConfig(cache_implementation="static", max_new_tokens=30, eos_token_id=ENDS, pad_token_id=0)
     before = copy.deepcopy(config)

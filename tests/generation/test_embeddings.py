@@ -117,7 +117,7 @@ def test_a_draft_that_is_the_target_is_kept_where_it_reads_what_the_target_read(
         stats = hf_speculate.SpeculationStats()
         inputs = embedded(target, ragged_prompts(2, seed=7), with_ids=with_ids, noise=0.0)
         target.generate(**inputs, **options, assistant_model=draft, num_assistant_tokens=3, speculation_stats=stats)
-        shares.append(stats.acceptance_rate)
+        shares.append(stats.verified_acceptance_rate)
     assert shares[1] < shares[0]
     assert shares[0] > (0.6 if verifier == "typical" else 0.999)
 

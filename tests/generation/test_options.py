@@ -379,7 +379,7 @@ def test_speculation_comes_with_the_output_object():
     assert output.speculation is stats
     assert stats.num_emitted == 2 * 11  # the first token of each row comes with the prompt's own forward
     assert stats.num_host_syncs == stats.num_batch_rounds + 1
-    assert "greedy verification" in str(stats)
+    assert "verifier: greedy" in str(stats)
 
 
 def test_prefill_in_chunks_gives_the_same_text():
@@ -472,5 +472,7 @@ def test_lock_step_does_not_judge_what_a_neighbour_cut_off():
     target.generate(
         **inputs, **options, speculation_stats=lock_step, logits_processor=LogitsProcessorList([Identity()])
     )
-    assert abs(lock_step.acceptance - alone.acceptance) < 0.2  # 8 rows of 20 tokens; it was a third lower when wrong
+    assert (
+        abs(lock_step.verified_acceptance_rate - alone.verified_acceptance_rate) < 0.2
+    )  # 8 rows of 20 tokens; it was a third lower when wrong
     assert lock_step.num_host_syncs > 0

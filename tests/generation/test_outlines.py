@@ -92,5 +92,5 @@ def test_a_guide_gives_the_text_of_plain(index, batch_size, do_sample):
         )
         assert_equal_ids(plain, ours)
         assert stats.lock_step == is_lock_step
-        acceptance.append(stats.acceptance_rate)
+        acceptance.append(stats.verified_acceptance_rate)
     assert acceptance[0] < acceptance[1]

@@ -73,7 +73,7 @@ def test_speech_is_read_as_without_a_draft_unless_loosely(transcribers, batch_si
     assert (found == expected) is (fields != LOOSE[0])
     assert stats.verifier == fields["verifier"]
     assert stats.num_verified > 0
-    assert least <= stats.acceptance_rate <= largest
+    assert least <= stats.verified_acceptance_rate <= largest
 
 
 @pytest.fixture(scope="module")
@@ -114,4 +114,4 @@ def test_images_are_described_as_without_a_draft_unless_loosely(readers_of_image
     assert (found == expected) is (fields != LOOSE[0])
     assert stats.verifier == fields["verifier"]
     assert stats.num_verified > 0
-    assert least <= stats.acceptance_rate <= largest
+    assert least <= stats.verified_acceptance_rate <= largest

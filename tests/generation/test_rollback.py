@@ -111,7 +111,7 @@ def test_drafts_obey_the_grammar_so_more_of_them_are_kept():
     for processor in (Grammar(Brackets()), RollbackGrammar(Brackets())):
         stats = hf_speculate.SpeculationStats()
         decode(processor, inputs, speculation_stats=stats, max_new_tokens=60)
-        acceptance.append(stats.acceptance_rate)
+        acceptance.append(stats.verified_acceptance_rate)
     assert acceptance[1] > acceptance[0] + 0.1
 
 

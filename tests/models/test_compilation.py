@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_speculate.engine.model_state import model_state
 from hf_speculate.models.compilation import Compilation, CompileSettings
 from tests.tiny import make_model
 
@@ -18,7 +19,7 @@ def doubled(model: torch.nn.Module, values: Tensor) -> Tensor:
 def compilation_of(model: Any, backend: str | Callable[..., Any]) -> tuple[Compilation, list[str]]:
     """A call's compilation of the model, and the reasons that it is told."""
     reasons: list[str] = []
-    return Compilation(model, CompileSettings(backend), reasons.append), reasons
+    return Compilation(model, CompileSettings(backend), model_state(model).units, reasons.append), reasons
 
 
 def run_until_the_limit(compilation: Compilation) -> list[Any]:

@@ -21,9 +21,9 @@ NUM_AFTER = 6
 NUM_HELD = SLIDING_WINDOW + 2  # tokens in a passed cache, more than a window
 PROMPT, ROUND_1, ROUND_3, LATER = "$", ", round 1$", ", round 3$", r", round \d+$"
 PREPARED, READ = "the call was prepared", "the target read the prompt"
-DRAFTED, SCORED, JUDGED = "tokens were drafted", "the target scored tokens", "tokens were judged"
+DRAFTED, SCORED, VERIFIED = "tokens were drafted", "the target scored tokens", "tokens were verified"
 REPORTED = "speculation_callback ran"
-STOPS, HANDED_ON, OUTPUT = "stops were looked for", "tokens were handed on", "the output was put together"
+STOPS, HANDED_ON, OUTPUT = "stopping criteria ran", "tokens were handed on", "the output was put together"
 
 
 class Case(NamedTuple):
@@ -44,15 +44,15 @@ FORWARDS = [
     Case("draft forward", 5, DRAFTED + ROUND_3),
 ]
 USER_CODE = [
-    Case("foreign processor", 1, JUDGED + PROMPT),
-    Case("foreign processor", 2, JUDGED + ROUND_1),
-    Case("foreign processor", 9, JUDGED + LATER),
-    Case("row-wise processor", 1, JUDGED + PROMPT),
+    Case("foreign processor", 1, VERIFIED + PROMPT),
+    Case("foreign processor", 2, VERIFIED + ROUND_1),
+    Case("foreign processor", 9, VERIFIED + LATER),
+    Case("row-wise processor", 1, VERIFIED + PROMPT),
     Case("row-wise processor", 2, DRAFTED + ROUND_1),
-    Case("row-wise processor", 4, JUDGED + ROUND_1),
-    Case("foreign criterion", 1, JUDGED + PROMPT),
-    Case("foreign criterion", 2, JUDGED + ROUND_1),
-    Case("foreign criterion", 9, JUDGED + LATER),
+    Case("row-wise processor", 4, VERIFIED + ROUND_1),
+    Case("foreign criterion", 1, VERIFIED + PROMPT),
+    Case("foreign criterion", 2, VERIFIED + ROUND_1),
+    Case("foreign criterion", 9, VERIFIED + LATER),
     Case("row-wise criterion", 1, STOPS + PROMPT),
     Case("row-wise criterion", 2, STOPS + ROUND_1),
     Case("store reader", 1, DRAFTED + ROUND_1),
@@ -154,7 +154,7 @@ def assert_error_arrives_alone(case: Case, setup: Setup, error: BaseException) -
     assert re.fullmatch(f"hf_speculate: raised while {case.note}", note), note
     assert configs(target, draft) == before[0]
     assert attention_switch._HOLDERS == {}
-    assert "verification" in str(stats)
+    assert "acceptance rate" in str(stats)
     if cache is not None:
         assert_same_contents(before[1], cache_contents(cache))
     store = options.get("suffix_store")
@@ -220,7 +220,7 @@ def test_an_error_of_a_call_inside_a_call_gets_one_note():
             stopping_criteria=StoppingCriteriaList([Nesting()]),
         )
     assert caught.value is error
-    assert error.__notes__ == [f"hf_speculate: raised while {JUDGED}"]
+    assert error.__notes__ == [f"hf_speculate: raised while {VERIFIED}"]
 
 
 def test_notes_of_the_users_own_stay():
@@ -250,7 +250,7 @@ def test_a_refusal_gets_no_note_and_an_error_of_ours_in_a_round_gets_one():
     processors = [RowWiseProcessor(Fault(1, error))]
     with pytest.raises(hf_speculate.ShapeError):
         target.generate(torch.tensor([[5, 6]]), assistant_model=draft, max_new_tokens=3, logits_processor=processors)
-    assert error.__notes__ == [f"hf_speculate: raised while {JUDGED}"]
+    assert error.__notes__ == [f"hf_speculate: raised while {VERIFIED}"]
 
 
 def test_an_error_that_cannot_be_noted_arrives_all_the_same():

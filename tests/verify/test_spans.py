@@ -199,7 +199,7 @@ def test_an_exact_verifier_has_nothing_to_relax(name, monkeypatch):
     register_verifier("mine", lambda config: TypicalVerifier(), lossless=False)
     with pytest.raises(
         ConfigError,
-        match=rf"relax_only_inside must come with a lossy verifier, one of mine, typical, got '{name}', which is exact",
+        match=rf"relax_only_inside must come with a lossy verifier, one of mine, typical, got '{name}', which is lossless",
     ):
         check_verifier(SpeculationConfig(verifier=name, relax_only_inside=(5, 6)))
     check_verifier(SpeculationConfig(verifier="mine", relax_only_inside=(5, 6)))

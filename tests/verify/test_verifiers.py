@@ -361,7 +361,7 @@ def test_typical_settings_reach_the_kernel_through_generate(fields, accepts):
     )
     assert stats.verifier == "typical"
     assert stats.num_verified > 0
-    assert stats.acceptance_rate == (1.0 if accepts else 0.0)
+    assert stats.verified_acceptance_rate == (1.0 if accepts else 0.0)
 
 
 @pytest.fixture
@@ -443,7 +443,7 @@ def test_a_users_verifier_may_ask_for_drafts_of_the_race(registry, stream):
     options = {"do_sample": True, "top_k": 0, "max_new_tokens": 20, "seed": 1, "speculation_stats": stats}
     options["num_assistant_tokens"] = 5  # the schedule would not try a draft of the target's size
     target.generate(**ragged_prompts(4, seed=1), assistant_model=draft, verifier="winners", **options)
-    assert (stats.acceptance_rate == 1.0) == (stream is Stream.RACE)
+    assert (stats.verified_acceptance_rate == 1.0) == (stream is Stream.RACE)
 
 
 def test_a_users_verifier_decides_in_generate(registry):
