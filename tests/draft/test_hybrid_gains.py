@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from hf_speculate.draft.base import DraftRequest
+from hf_speculate.draft.base import DrafterDefaults, DraftRequest
 from hf_speculate.draft.hybrid import HybridDrafter
 from hf_speculate.draft.suffix import SuffixDrafter, SuffixSettings, point_masses
 from hf_speculate.types import Kept, SampleStrategy
@@ -16,7 +16,7 @@ SLACK = 1.01  # a few rounds are spent on finding out which of the two is better
 GREEDY = SampleStrategy.GREEDY
 
 
-class Oracle:
+class Oracle(DrafterDefaults):
     """In place of a draft model: proposes what comes, but for tokens at which it errs.
 
     Args:

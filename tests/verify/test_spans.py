@@ -197,9 +197,9 @@ def test_drafts_keep_their_law_for_the_exact_one():
 def test_an_exact_verifier_has_nothing_to_relax(name, monkeypatch):
     monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
     register_verifier("mine", lambda config: TypicalVerifier(), lossless=False)
-    with pytest.raises(
-        ConfigError,
-        match=rf"relax_only_inside must come with a lossy verifier, one of mine, typical, got '{name}', which is lossless",
-    ):
+    message = (
+        rf"relax_only_inside must come with a lossy verifier, one of mine, typical, got '{name}', which is lossless"
+    )
+    with pytest.raises(ConfigError, match=message):
         check_verifier(SpeculationConfig(verifier=name, relax_only_inside=(5, 6)))
     check_verifier(SpeculationConfig(verifier="mine", relax_only_inside=(5, 6)))
