@@ -151,12 +151,12 @@ class SpeculationStats:
 
     @property
     def verified_acceptance_rate(self) -> float:
-        """Accepted over verified tokens, in [0, 1]: tokens after the first rejected one do not count; 0 if none."""
+        """Accepted over verified tokens, in [0, 1] (0 if none); tokens after the first rejected one do not count."""
         return self.num_accepted / self.num_verified if self.num_verified else 0.0
 
     @property
     def verified_acceptance_rate_per_position(self) -> list[float]:
-        """Accepted over verified tokens at each position: the rate if all earlier positions were accepted."""
+        """Accepted over verified tokens at each position, that is, the rate if all earlier positions were accepted."""
         num = len([count for count in self.verified_per_position if count])
         return _ratios(self.accepted_per_position[:num], self.verified_per_position[:num])
 
