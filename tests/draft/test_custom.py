@@ -317,6 +317,38 @@ def test_an_encoder_decoders_states_are_its_decoders(kind):
         assert torch.equal(chosen[ids >= 0], ids[ids >= 0])
 
 
+@pytest.mark.parametrize("layers", [(1,), (0, 2)])
+def test_a_drafter_is_handed_the_layers_it_names(layers):
+    target = hf_speculate.enable(make_model("llama", num_hidden_layers=2))
+    made = []
+
+    class Reader(Watcher):
+        hidden_layers = layers
+
+        def __init__(self, request):
+            super().__init__(plain_target, request)
+            made.append(self)
+
+        def states(self, text):
+            given = self.target(torch.tensor([text]), output_hidden_states=True).hidden_states
+            return torch.cat([given[layer][0] for layer in layers], dim=-1)
+
+    plain_target = make_model("llama", num_hidden_layers=2)
+    inputs = ragged_prompts(2, seed=3)
+    ours = target.generate(**inputs, max_new_tokens=12, drafter=Reader, num_assistant_tokens=3)
+    assert_equal_ids(plain_target.generate(**inputs, max_new_tokens=12), ours)
+    assert len(made[0].told) > 1
+
+
+@pytest.mark.parametrize("layers", [(), ("2",), (True,)])
+def test_layers_that_are_no_numbers_are_an_error(layers):
+    class Reader(Repeats):
+        reads_hidden_states, hidden_layers = True, layers
+
+    with pytest.raises(ConfigError, match="hidden_layers of a drafter must be one or more ints"):
+        hf_speculate.enable(make_model("llama")).generate(**ragged_prompts(1, seed=1), drafter=Reader)
+
+
 @pytest.mark.slow
 def test_a_compiled_target_runs_eagerly_for_a_reader_only():
     target = hf_speculate.enable(make_model("llama", num_hidden_layers=1))
