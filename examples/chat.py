@@ -2,14 +2,14 @@
 
     python examples/chat.py
     python examples/chat.py --target <model> --draft <smaller model> --sample
+    python examples/chat.py --tiny
 
-Lines of the standard input are what the user says; an empty one, or its end, ends the chat. The bundled pair knows code
-alone: it goes on where a conversation would answer.
+Lines of the standard input are what the user says; an empty line, or the end of the input, ends the chat. With --tiny
+it runs the bundled pair, which only continues Python code.
 """
 
 import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,13 +23,7 @@ from transformers import (
 )
 
 import hf_speculate
-
-PAIR = Path(__file__).resolve().parent / "pair"
-# For tokenizers without a template of their own, as the bundled one.
-TEMPLATE = (
-    "{% for message in messages %}{% if message['role'] == 'user' %}# {{ message['content'] }}\n"
-    "{% else %}{{ message['content'] }}\n{% endif %}{% endfor %}"
-)
+from models import TEMPLATE, load_models
 
 
 class Chat:
@@ -37,19 +31,20 @@ class Chat:
 
     Args:
         target: an enabled model whose layers attend to everything, for its cache is cut back where texts part.
-        draft: the draft model.
+        draft: the draft model; None if `options` name what drafts.
         tokenizer: the target's.
         **options: of `generate()`.
     """
 
     def __init__(
-        self, target: PreTrainedModel, draft: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, **options: Any
+        self, target: PreTrainedModel, draft: PreTrainedModel | None, tokenizer: PreTrainedTokenizerBase, **options: Any
     ):
-        self.target, self.draft, self.tokenizer, self.options = target, draft, tokenizer, options
+        self.target, self.tokenizer, self.options = target, tokenizer, options
+        if draft is not None:  # its cache is kept too, and cut back with the target's
+            self.options = {**options, "assistant_model": draft, "draft_state": hf_speculate.DraftState()}
         self.messages: list[dict[str, str]] = []
         self.read_ids: list[int] = []  # that the cache holds the states of, and the one after them
         self.cache = DynamicCache(config=target.config)
-        self.draft_state = hf_speculate.DraftState()
         self.stats = hf_speculate.SpeculationStats()
         if tokenizer.chat_template is None:
             tokenizer.chat_template = TEMPLATE
@@ -63,9 +58,7 @@ class Chat:
         output = self.target.generate(
             torch.tensor([ids], device=self.target.device),
             attention_mask=torch.ones(1, len(ids), dtype=torch.int64, device=self.target.device),
-            assistant_model=self.draft,
             past_key_values=self.cache,
-            draft_state=self.draft_state,  # cuts itself back
             speculation_stats=self.stats,
             streamer=streamer,
             **self.options,
@@ -84,28 +77,37 @@ class Chat:
             self.cache.crop(num_same - num_held)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Chat with a target that drafts.")
-    parser.add_argument("--target", default=str(PAIR / "target"))
-    parser.add_argument("--draft", default=str(PAIR / "draft"))
-    parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--sample", action="store_true", help="draw tokens, instead of taking the likeliest")
-    arguments = parser.parse_args()
+def start_chat(arguments: argparse.Namespace) -> Chat:
+    options = {"max_new_tokens": arguments.max_new_tokens, "do_sample": arguments.sample}
+    if arguments.target is None:
+        models = load_models(is_tiny=arguments.tiny)
+        draft = models.options.get("assistant_model")
+        return Chat(models.target, draft, models.tokenizer, **options, **({} if draft else models.options))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     target, draft = (
-        AutoModelForCausalLM.from_pretrained(name, dtype="auto").to(device)
+        AutoModelForCausalLM.from_pretrained(name, dtype="auto").to(device) if name else None
         for name in (arguments.target, arguments.draft)
     )
+    drafting = {} if draft else {"prompt_lookup_num_tokens": 10}
     tokenizer = AutoTokenizer.from_pretrained(arguments.target)
-    options = {"max_new_tokens": arguments.max_new_tokens, "do_sample": arguments.sample}
-    chat = Chat(hf_speculate.enable(target), draft, tokenizer, **options)
+    return Chat(hf_speculate.enable(target), draft, tokenizer, **options, **drafting)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Chat with a model that decodes speculatively.")
+    parser.add_argument("--target", help="a model of your own; the default is SmolLM2-135M-Instruct")
+    parser.add_argument("--draft", help="its draft model; without one, prompt lookup drafts")
+    parser.add_argument("--tiny", action="store_true", help="chat with the bundled 7 M pair")
+    parser.add_argument("--max-new-tokens", type=int, default=160)
+    parser.add_argument("--sample", action="store_true", help="sample, instead of taking the most likely token")
+    chat = start_chat(parser.parse_args())
     while True:
         if sys.stdin.isatty():
             print("> ", end="", flush=True)
         line = sys.stdin.readline().rstrip("\n")
         if not line:
             return
-        chat.say(line, TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True))
+        chat.say(line, TextStreamer(chat.tokenizer, skip_prompt=True, skip_special_tokens=True))
         stats = chat.stats
         print(
             f"[mean acceptance length {stats.mean_acceptance_length:.2f}, acceptance rate {stats.acceptance_rate:.0%}]"

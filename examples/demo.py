@@ -1,6 +1,10 @@
-"""Decodes the bundled prompts with plain, assisted and speculative generation, then prints what was measured.
+"""Decodes questions with plain, assisted and speculative generation, then prints what was measured.
 
-    python examples/demo.py --prompts 8 --max-new-tokens 64 --num-assistant-tokens 5
+    python examples/demo.py
+    python examples/demo.py --tiny --prompts 8 --max-new-tokens 64 --num-assistant-tokens 5
+
+The model is SmolLM2-135M-Instruct with its draft head; transformers' assisted generation, which takes no such head,
+drafts by prompt lookup. With --tiny it is the bundled 7 M pair, and both draft with its smaller model.
 
 A pass decodes the next prompt alone and the next eight together in every way, in alternating order; passes go on
 until they or the time are used up. The table holds medians over passes. The ratio is to plain `generate()` of the same
@@ -10,7 +14,6 @@ kind (greedy or sampled) on the same prompts in the same pass.
 import argparse
 import copy
 import itertools
-import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -25,6 +28,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import hf_speculate
+from models import Models, load_models, read_questions
 
 EXAMPLES = Path(__file__).resolve().parent
 BATCH_SIZE = 8
@@ -63,11 +67,11 @@ class Tally:
 
 @dataclass
 class Pair:
-    """The two models in one dtype, and the draft as transformers' assisted generation is told to use it."""
+    """A target in one dtype, and the options of `generate()` that say what drafts for it."""
 
     target: PreTrainedModel
-    draft: PreTrainedModel
-    fixed_draft: PreTrainedModel  # shares the draft's weights; always drafts `num_assistant_tokens`
+    drafting: dict[str, Any]  # ours
+    assisted: dict[str, Any]  # of transformers' assisted generation
     num_assistant_tokens: int
     num_target_calls: int = 0
 
@@ -91,6 +95,7 @@ def ways() -> list[Way]:
 def load_pair(folder: Path, dtype: torch.dtype, num_assistant_tokens: int) -> Pair:
     target = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=dtype).eval()
     draft = AutoModelForCausalLM.from_pretrained(folder / "draft", dtype=dtype).eval()
+    # It shares the draft's weights and always drafts `num_assistant_tokens`.
     fixed_draft = copy.copy(draft)
     fixed_draft.generation_config = copy.deepcopy(draft.generation_config)
     fixed_draft.generation_config.update(
@@ -98,19 +103,20 @@ def load_pair(folder: Path, dtype: torch.dtype, num_assistant_tokens: int) -> Pa
         num_assistant_tokens_schedule="constant",
         assistant_confidence_threshold=0.0,
     )
-    pair = Pair(target, draft, fixed_draft, num_assistant_tokens)
-    target.register_forward_hook(pair.count_call)
+    drafting, assisted = ({"assistant_model": model} for model in (draft, fixed_draft))
+    return counted(Pair(target, drafting, assisted, num_assistant_tokens))
+
+
+def as_pair(models: Models, num_assistant_tokens: int) -> Pair:
+    """The examples' model with its draft head, which transformers does not take."""
+    target = hf_speculate.disable(models.target)  # plain decoding and transformers' own drafts are measured too
+    assisted = {"prompt_lookup_num_tokens": num_assistant_tokens}
+    return counted(Pair(target, models.options, assisted, num_assistant_tokens))
+
+
+def counted(pair: Pair) -> Pair:
+    pair.target.register_forward_hook(pair.count_call)
     return pair
-
-
-def read_prompts(path: Path, num_prompts: int) -> list[str]:
-    """The first turn of `num_prompts` prompts, taken from each category in turn."""
-    by_category: dict[str, list[str]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        prompt = json.loads(line)
-        by_category.setdefault(prompt["category"], []).append(prompt["turns"][0])
-    mixed = [text for texts in itertools.zip_longest(*by_category.values()) for text in texts if text is not None]
-    return mixed[:num_prompts]
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompts: list[str], batch_size: int) -> list[dict[str, Tensor]]:
@@ -135,7 +141,7 @@ def decode(
         sequences = hf_speculate.generate(
             pair.target,
             **fields,
-            assistant_model=pair.draft,
+            **pair.drafting,
             verifier=way.mode,
             num_assistant_tokens=pair.num_assistant_tokens,
             num_assistant_tokens_schedule="constant",
@@ -145,7 +151,7 @@ def decode(
     else:
         torch.manual_seed(seed)
         if way.engine == "transformers":
-            fields["assistant_model"] = pair.fixed_draft
+            fields |= pair.assisted
         sequences = pair.target.generate(**fields)
     return sequences[:, inputs["input_ids"].shape[1] :], stats
 
@@ -242,7 +248,7 @@ def print_texts(pair: Pair, tokenizer: PreTrainedTokenizerBase, prompts: list[st
         token_ids, _ = decode(Way("hf_speculate", "greedy", 1, False), pair, inputs, max_new_tokens, seed=0)
         tail = "\n".join(prompt.splitlines()[-8:])
         text = tokenizer.decode(token_ids[0], skip_special_tokens=True)
-        print(f"\n{'-' * 30} end of the prompt, then >>> and what was generated\n{tail}>>>{text}")
+        print(f"\n{'-' * 30} end of the prompt, then >>> and the generated text\n{tail}>>>{text}")
 
 
 def faster_dtype(pairs: dict[str, Pair], inputs: dict[str, Tensor]) -> str:
@@ -257,10 +263,11 @@ def faster_dtype(pairs: dict[str, Pair], inputs: dict[str, Tensor]) -> str:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pair", type=Path, default=EXAMPLES / "pair", help="folder that holds target/ and draft/")
-    parser.add_argument("--prompts-file", type=Path, default=EXAMPLES / "prompts.jsonl")
+    parser.add_argument("--tiny", action="store_true", help="decode with the bundled 7 M pair")
+    parser.add_argument("--pair", type=Path, help="decode with the pair in this folder's target/ and draft/")
+    parser.add_argument("--prompts-file", type=Path, help="prompts.jsonl for a pair, else questions.jsonl")
     parser.add_argument("--prompts", type=int, default=8, help="how many prompts")
-    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--max-new-tokens", type=int, default=48)
     parser.add_argument("--num-assistant-tokens", type=int, default=5, help="K, the same for every engine")
     parser.add_argument("--dtype", choices=["auto", *DTYPES], default="auto", help="auto: faster for plain decoding")
     parser.add_argument("--passes", type=int, default=24)
@@ -268,17 +275,28 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def load(args: argparse.Namespace) -> tuple[dict[str, Pair], PreTrainedTokenizerBase, list[str]]:
+    """The models by dtype, the tokenizer, and the prompts."""
+    num, folder = args.num_assistant_tokens, args.pair or EXAMPLES / "pair"
+    if args.pair is None and not args.tiny:
+        models = load_models(dtype=torch.float32)
+        if not models.is_tiny:
+            halved = load_models(dtype=torch.bfloat16)
+            pairs = {"float32": as_pair(models, num), "bfloat16": as_pair(halved, num)}
+            questions = read_questions(args.prompts_file or EXAMPLES / "questions.jsonl", args.prompts)
+            return pairs, models.tokenizer, models.prompts(questions)
+    if not (folder / "target").is_dir():
+        raise SystemExit(f"{folder / 'target'} is missing; make it with examples/train_pair.py, or name another --pair")
+    pairs = {name: load_pair(folder, dtype, num) for name, dtype in DTYPES.items()}
+    prompts = read_questions(args.prompts_file or EXAMPLES / "prompts.jsonl", args.prompts)
+    return pairs, AutoTokenizer.from_pretrained(folder / "target"), prompts
+
+
 def main() -> None:
     args = parse_arguments()
-    if not (args.pair / "target").is_dir():
-        raise SystemExit(
-            f"{args.pair / 'target'} is missing; make it with examples/train_pair.py, or name another --pair"
-        )
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(args.pair / "target")
-    prompts = read_prompts(args.prompts_file, args.prompts)
-    pairs = {name: load_pair(args.pair, dtype, args.num_assistant_tokens) for name, dtype in DTYPES.items()}
+    pairs, tokenizer, prompts = load(args)
     batches = {batch_size: encode(tokenizer, prompts, batch_size) for batch_size in (1, BATCH_SIZE)}
     dtype = faster_dtype(pairs, batches[1][0]) if args.dtype == "auto" else args.dtype
     print(

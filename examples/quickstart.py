@@ -1,31 +1,31 @@
-"""The shortest useful script: enable a model, decode a batch with a draft, look at what it did.
+"""The shortest useful script: enable a model, decode a batch with drafts, look at the statistics.
 
     python examples/quickstart.py
+    python examples/quickstart.py --tiny    # the bundled 7 M pair, which needs no download
 
-It decodes with the bundled pair; put names of your own, on the Hub or on disk, in place of the two folders.
+With models of your own, `models.options` becomes `{"assistant_model": AutoModelForCausalLM.from_pretrained(<draft>)}`,
+and `models.target` becomes `hf_speculate.enable(AutoModelForCausalLM.from_pretrained(<target>))`.
 """
 
-from pathlib import Path
-
-from transformers import AutoModelForCausalLM, AutoTokenizer
+import argparse
 
 import hf_speculate
-
-PAIR = Path(__file__).resolve().parent / "pair"
-PROMPTS = ["def main():\n", "class Stack:\n    def push(self, item):\n"]
+from models import load_models
 
 
 def main() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(PAIR / "target", padding_side="left")
-    model = hf_speculate.enable(AutoModelForCausalLM.from_pretrained(PAIR / "target"))
-    draft = AutoModelForCausalLM.from_pretrained(PAIR / "draft")
-
-    inputs = tokenizer(PROMPTS, return_tensors="pt", padding=True)
+    parser = argparse.ArgumentParser(description="Decode a batch with drafts.")
+    parser.add_argument("--tiny", action="store_true", help="decode with the bundled 7 M pair")
+    models = load_models(is_tiny=parser.parse_args().tiny)
+    inputs = models.tokenizer(models.prompts(models.questions), return_tensors="pt", padding=True)
+    inputs = inputs.to(models.target.device)
     stats = hf_speculate.SpeculationStats()
-    output = model.generate(**inputs, assistant_model=draft, max_new_tokens=40, speculation_stats=stats)
+    output = models.target.generate(**inputs, **models.options, max_new_tokens=80, speculation_stats=stats)
 
-    print("\n\n".join(tokenizer.batch_decode(output, skip_special_tokens=True)))
-    print(f"\n{stats}")
+    answers = models.tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    for question, answer in zip(models.questions, answers, strict=True):
+        print(f"{question.rstrip()}\n{answer}\n")
+    print(stats)
 
 
 if __name__ == "__main__":

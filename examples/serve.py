@@ -1,9 +1,10 @@
 """An OpenAI-compatible chat endpoint on FastAPI and uvicorn, over a target that drafts.
 
     pip install "hf-speculate[serve]"
-    python examples/serve.py --target examples/pair/target --draft examples/pair/draft
+    python examples/serve.py
+    python examples/serve.py --target <model> --draft <smaller model>
     curl http://127.0.0.1:8000/v1/chat/completions -H "Content-Type: application/json" \
-      -d '{"messages": [{"role": "user", "content": "a function that sorts a list"}], "stream": true}'
+      -d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "stream": true}'
 
 `generate()` runs in one worker thread, off the event loop: one request is decoded at a time, the others wait in line.
 That serves one user at a time as fast as the pair decodes; for many at once take an engine with continuous batching.
@@ -23,6 +24,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_speculate
+from models import TEMPLATE, load_models
 from serving.engine import Engine, Finish, Question
 
 try:
@@ -35,9 +37,6 @@ try:
 except ImportError as error:
     raise SystemExit(f'{error.name} is not installed; run: pip install "hf-speculate[serve]"') from error
 
-PAIR = Path(__file__).resolve().parent / "pair"
-# For tokenizers without a template of their own, as the bundled one, which knows code alone.
-TEMPLATE = "{% for message in messages %}# {{ message['content'] }}\n{% endfor %}"
 DEFAULT_TOKENS = 256  # of an answer that names no number
 MAX_STOPS = 4
 
@@ -225,8 +224,11 @@ def make_app(engine: Engine) -> FastAPI:
     return app
 
 
-def load(target: str, draft: str | None) -> Engine:
-    """The engine over models by their names or paths; `draft` "" stands for none."""
+def load(target: str | None, draft: str | None, is_tiny: bool = False) -> Engine:
+    """The engine over models by their names or paths; without a target, over the examples' own."""
+    if target is None:
+        models = load_models(is_tiny)
+        return Engine(models.target, None, models.tokenizer, models.name, **models.options)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     models = [
         AutoModelForCausalLM.from_pretrained(name, dtype="auto").to(device).eval() for name in (target, draft) if name
@@ -239,12 +241,13 @@ def load(target: str, draft: str | None) -> Engine:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Serve a target that drafts, as OpenAI's chat endpoint.")
-    parser.add_argument("--target", default=str(PAIR / "target"))
-    parser.add_argument("--draft", default=str(PAIR / "draft"), help="an empty string for none")
+    parser.add_argument("--target", help="a model of your own; the default is SmolLM2-135M-Instruct")
+    parser.add_argument("--draft", help="its draft model; unset: none")
+    parser.add_argument("--tiny", action="store_true", help="serve the bundled 7 M pair")
     parser.add_argument("--host", default="127.0.0.1", help="there is no authentication: keep to this machine")
     parser.add_argument("--port", type=int, default=8000)
     arguments = parser.parse_args()
-    app = make_app(load(arguments.target, arguments.draft))
+    app = make_app(load(arguments.target, arguments.draft, arguments.tiny))
     uvicorn.run(app, host=arguments.host, port=arguments.port)
 
 

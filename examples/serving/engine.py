@@ -53,15 +53,21 @@ class Engine:
 
     Args:
         target: an enabled model.
-        draft: drafts; None: nothing does.
+        draft: the draft model; None if there is none.
         tokenizer: the target's.
         name: under which the target is served.
+        **options: of `generate()`, such as what drafts instead of a model.
     """
 
     def __init__(
-        self, target: PreTrainedModel, draft: PreTrainedModel | None, tokenizer: PreTrainedTokenizerBase, name: str
+        self,
+        target: PreTrainedModel,
+        draft: PreTrainedModel | None,
+        tokenizer: PreTrainedTokenizerBase,
+        name: str,
+        **options: Any,
     ):
-        self.target, self.draft, self.tokenizer, self.name = target, draft, tokenizer, name
+        self.target, self.draft, self.tokenizer, self.name, self.options = target, draft, tokenizer, name, options
         self.max_length: int | None = getattr(target.config.get_text_config(), "max_position_embeddings", None)
         self.worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="generate")
 
@@ -102,6 +108,7 @@ class Engine:
             question.input_ids,
             attention_mask=question.attention_mask,
             **question.options,
+            **self.options,
             **({} if self.draft is None else {"assistant_model": self.draft}),
             **({"stop_strings": question.stops, "tokenizer": self.tokenizer} if question.stops else {}),
             streamer=pieces,

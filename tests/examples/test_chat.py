@@ -70,7 +70,7 @@ def test_a_kept_cache_gives_the_answers_of_a_fresh_one(import_example, models, r
 @pytest.mark.slow
 def test_the_script_answers_every_line():
     result = subprocess.run(
-        [sys.executable, SCRIPT, "--max-new-tokens", "8"],
+        [sys.executable, SCRIPT, "--tiny", "--max-new-tokens", "8"],
         input="a function that sorts\nand its test\n",
         capture_output=True,
         text=True,

@@ -29,9 +29,9 @@ def free_port() -> int:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], str, Path]]:
-    """`python examples/serve.py --port <free>`, where it answers, and what it says."""
+    """`python examples/serve.py --tiny --port <free>`, where it answers, and what it says."""
     port, log = free_port(), tmp_path / "log"
-    command = [sys.executable, "examples/serve.py", "--port", str(port)]
+    command = [sys.executable, "examples/serve.py", "--tiny", "--port", str(port)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     with log.open("wb") as said:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=said, stderr=said)

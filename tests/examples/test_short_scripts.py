@@ -15,8 +15,9 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 def run(monkeypatch, capsys):
     """Runs a script of the examples as `python examples/<name>` does; returns what it printed."""
 
-    def run_script(name: str) -> str:
-        monkeypatch.setattr(sys, "argv", [name])
+    def run_script(name: str, *arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        monkeypatch.syspath_prepend(EXAMPLES)
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
         return capsys.readouterr().out
 
@@ -42,7 +43,7 @@ def test_every_script_says_how_to_run_it():
 
 
 def test_quickstart_decodes_a_batch_with_drafts(run):
-    printed = run("quickstart.py")
+    printed = run("quickstart.py", "--tiny")
     assert "class Stack:\n    def push(self, item):\n" in printed
     assert float(re.search(r"^mean acceptance length: (\S+) ", printed, re.M)[1]) > 1
 

