@@ -25,7 +25,7 @@ endif
 .PHONY: help install demo test test-all test-oldest check fix kernels kernel-repo docs bench clean
 
 help:
-	@echo "make demo        decode the bundled prompts three ways and print what was measured"
+	@echo "make demo        decode questions three ways and print what was measured"
 	@echo "make test        the test suite, offline, without the slow tests"
 	@echo "make test-all    the test suite, offline, with the slow tests"
 	@echo "make test-oldest tests of what decodes and of what may fail, with the oldest supported transformers"
@@ -42,7 +42,7 @@ help:
 	@echo "  PYTHON=python3.12                              another interpreter, 3.11 or later"
 	@echo '  TORCH="torch==2.13.0 --index-url <your index>" another torch build, given to pip as it stands;'
 	@echo "                                                 run make clean first where $(VENV) exists"
-	@echo '  DEMO_ARGS="--prompts 16"                       arguments of examples/demo.py'
+	@echo '  DEMO_ARGS="--prompts 16"                       arguments of examples/demo.py; --tiny needs no download'
 	@echo '  PYTEST_ARGS="-k greedy"                        arguments of pytest'
 	@echo '  WORKERS=1                                      processes that run tests; unset: one a core, eight at most'
 

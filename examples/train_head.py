@@ -117,7 +117,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--questions", type=Path, default=EXAMPLES / "questions.jsonl", help="in Spec-Bench's format")
     parser.add_argument("--num-questions", type=int, default=16)
     parser.add_argument("--max-new-tokens", type=int, default=96)
-    parser.add_argument("--num-assistant-tokens", type=int, default=4, help="K of the line with a fixed number")
+    parser.add_argument("--num-assistant-tokens", type=int, default=5, help="the most that the head drafts")
     parser.add_argument("--section", default="measurements", help="where the results go in measurements.json")
     return parser.parse_args()
 

@@ -2,6 +2,7 @@
 
 import functools
 import time
+from collections import Counter
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import hf_speculate
-from models import chat_prompt
+from models import HEAD_SETTINGS, chat_prompt
 from smollm2_head.drafter import HeadDrafter
 from smollm2_head.head import DraftHead
 
@@ -37,14 +38,16 @@ class Run(NamedTuple):
 
 def methods(head: DraftHead, num_draft_tokens: int) -> list[Method]:
     """What is measured; transformers decodes one row only with drafts."""
-    drafter = functools.partial(HeadDrafter, head)
-    fixed = {"num_assistant_tokens": num_draft_tokens}
+    alone, both = (
+        {"drafter": functools.partial(HeadDrafter, head, **settings), "num_assistant_tokens": num_draft_tokens}
+        for settings in ({**HEAD_SETTINGS, "min_match_len": 0}, HEAD_SETTINGS)
+    )
     return [
         Method("plain", {}, False),
         Method("transformers, prompt lookup", {"prompt_lookup_num_tokens": 10}, False),
         Method("hf_speculate, prompt lookup", {"prompt_lookup_num_tokens": 10}, True),
-        Method("hf_speculate, head", {"drafter": drafter}, True),
-        Method(f"hf_speculate, head, K = {num_draft_tokens}", {"drafter": drafter, **fixed}, True),
+        Method("hf_speculate, head", alone, True),
+        Method("hf_speculate, head and copies", both, True),
     ]
 
 
@@ -122,4 +125,6 @@ def record(name: str, batch_size: int, runs: list[Run], plain: list[Run]) -> dic
         num_accepted, num_drafted = (sum(getattr(one, key) for one in stats) for key in ("num_accepted", "num_drafted"))
         result["tokens_per_round"] = num_emitted / max(num_rounds, 1)
         result["accepted_per_drafted"] = num_accepted / max(num_drafted, 1)
+        lens = sum((Counter(one.rounds_by_draft_len) for one in stats), Counter())
+        result["rounds_by_draft_len"] = dict(sorted(lens.items()))
     return result
