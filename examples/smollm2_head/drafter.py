@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from hf_speculate import DrafterRequest
+from hf_speculate import DrafterSetup, DraftRequest
 from hf_speculate.draft.suffix import SuffixRows, SuffixSettings, point_masses
 from hf_speculate.token_buffer import TokenBuffer
 from hf_speculate.triton_kernels import Draws
-from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy
+from hf_speculate.types import DraftOut, Kept, SampleStrategy
 from smollm2_head.head import DraftHead, Heads
 
 GROWTH = 256  # columns that the buffers grow by at least
@@ -23,7 +23,7 @@ class HeadDrafter:
 
     Args:
         head: trained for the target.
-        request: of the call.
+        setup: of the call.
         confidence: a row's draft ends before the token whose most likely choice brings the product of probabilities
             below this, in 0..1, also before the first. It depends on distributions only, not on what was drawn, so
             sampling stays exact.
@@ -31,40 +31,31 @@ class HeadDrafter:
             there, as prompt lookup does, and the head drafts for the others; 0: no row copies.
     """
 
-    reads_hidden_states = True
-
-    def __init__(self, head: DraftHead, request: DrafterRequest, confidence: float = 0.0, min_match_len: int = 0):
+    def __init__(self, head: DraftHead, setup: DrafterSetup, confidence: float = 0.0, min_match_len: int = 0):
         self.head, self.confidence, self.min_match_len = head, confidence, min_match_len
         self.hidden_layers = tuple(head.hidden_layers)
-        self.vocab_size, self.processors, self.stream = request.vocab_size, request.processors, request.stream
-        self.lens = torch.zeros(request.batch_size, dtype=torch.int64)  # [B] true pairs in the cache
+        self.vocab_size, self.processors, self.stream = setup.vocab_size, setup.processors, setup.stream
+        self.lens = torch.zeros(setup.batch_size, dtype=torch.int64)  # [B] true pairs in the cache
         config = head.config
         self.num_groups = config.num_attention_heads // config.num_key_value_heads
-        shape = (2, request.batch_size, config.num_key_value_heads, 0, config.head_dim)
+        shape = (2, setup.batch_size, config.num_key_value_heads, 0, config.head_dim)
         self.states = head.fc.weight.new_empty(shape)  # [2, B, Hkv, C, D] keys and values
         self.text: TokenBuffer | None = None  # what the processors read
         settings = SuffixSettings(
-            max_draft_tokens=request.max_draft_tokens,
-            eos_token_ids=request.eos_token_ids,
-            vocab_size=request.vocab_size,
-            num_pads=list(request.num_pads),
+            max_draft_tokens=setup.max_draft_tokens,
+            eos_token_ids=setup.eos_token_ids,
+            vocab_size=setup.vocab_size,
+            num_pads=list(setup.num_pads),
         )
         self.lookup = SuffixRows(settings)
 
     @torch.inference_mode()
-    def draft(
-        self,
-        query_token_ids: Tensor,
-        kv_cache: None,
-        num_draft_tokens: int,
-        sample_strategy: SampleStrategy,
-        *,
-        keys: NoiseKeys | None = None,
-        kept: Kept | None = None,
-    ) -> DraftOut:
+    def draft(self, request: DraftRequest) -> DraftOut:
         """See `Drafter.draft`."""
+        query_token_ids, kept, num_draft_tokens = request.query_token_ids, request.kept, request.num_draft_tokens
+        is_sampled = request.sample_strategy is SampleStrategy.RANDOM
         counts = kept.num_emitted.to(torch.int64).cpu()  # [B]
-        if sample_strategy is SampleStrategy.RANDOM:
+        if is_sampled:
             self._follow(query_token_ids, kept)
         self._grow(int(self.lens.max()) + kept.token_ids.shape[1] + num_draft_tokens)
         output = self._run(kept.token_ids.clamp_min(0), self.head.project(kept.hidden_states), self.lens)  # [B, N, D]
@@ -75,8 +66,8 @@ class HeadDrafter:
         rows = torch.arange(len(counts))
         states = output[rows, (counts - 1).clamp_min(0)][:, None]  # [B, 1, D]
         chooser = _Chooser(self.head.target_ids)
-        if sample_strategy is SampleStrategy.RANDOM:
-            chooser = _Drawer(self, Draws(keys, self.stream, num_draft_tokens), self.text)
+        if is_sampled:
+            chooser = _Drawer(self, Draws(request.keys, self.stream, num_draft_tokens), self.text)
         drafted = self._chain(chooser, states, num_draft_tokens)
         return _mixed(drafted, copies) if any(copies) else drafted
 

@@ -100,7 +100,7 @@ class DraftHead(nn.Module):
     def __init__(self, config: LlamaConfig, aux_layers: list[int], target_ids: Tensor, target: PreTrainedModel):
         super().__init__()
         self.config, self.aux_layers = config, aux_layers
-        self.hidden_layers = [*aux_layers, target.config.num_hidden_layers]  # the last one is the target's last state
+        self.hidden_layers = [*aux_layers, -1]
         self.embeddings = target.get_input_embeddings().weight.detach()  # [V, D]
         self.scale = target.get_decoder().norm.weight.detach()  # [D], of the target's last norm
         width = config.hidden_size

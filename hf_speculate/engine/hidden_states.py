@@ -31,8 +31,8 @@ class HiddenStates:
 
     def __init__(self, layers: Sequence[int] = (-1,)):
         self._layers = list(layers)
-        # the value of `output_hidden_states` in the target's forward
-        self.wanted: bool | list[int] = True if self._layers == [-1] else self._layers
+        # the value of `output_hidden_states` in the target's forward: a list names the first layers only
+        self.wanted: bool | list[int] = True if min(self._layers) < 0 else self._layers
         self._pieces: list[_Piece] = []
 
     @property

@@ -25,7 +25,7 @@ def write_gguf(path: Path) -> dict[str, numpy.ndarray]:
     """A tiny random Llama with a tokenizer of single bytes and one merge; returns its weights."""
     draw = numpy.random.default_rng(0)
     letters = [chr(code) for code in range(33, 127)]
-    tokens = ["<end>", *letters, "ab"]
+    tokens = ["<end>", *letters, "ab", "cd"]
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(64)
     writer.add_embedding_length(WIDTH)
@@ -39,7 +39,7 @@ def write_gguf(path: Path) -> dict[str, numpy.ndarray]:
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(tokens)
     writer.add_token_types([3] + [1] * (len(tokens) - 1))
-    writer.add_token_merges(["a b"])
+    writer.add_token_merges(["a b", "c d"])
     for add in (writer.add_bos_token_id, writer.add_eos_token_id, writer.add_pad_token_id, writer.add_unk_token_id):
         add(0)
     writer.add_chat_template(TEMPLATE)

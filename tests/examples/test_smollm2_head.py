@@ -50,15 +50,15 @@ def recording(import_example):
             super().__init__(head, request, **options)
             self.seen, self.pads, self.texts = seen, list(request.num_pads), None
 
-        def draft(self, query_token_ids, kv_cache, num_draft_tokens, *args, kept, **kwargs):
+        def draft(self, request):
+            kept = request.kept
             if self.texts is None:
-                self.texts = [row[pad:] for row, pad in zip(query_token_ids.tolist(), self.pads, strict=True)]
+                self.texts = [row[pad:] for row, pad in zip(request.query_token_ids.tolist(), self.pads, strict=True)]
             else:
-                for text, ids, count in zip(
-                    self.texts, kept.token_ids.tolist(), kept.num_emitted.tolist(), strict=True
-                ):
+                counts = kept.num_emitted.tolist()
+                for text, ids, count in zip(self.texts, kept.token_ids.tolist(), counts, strict=True):
                     text += ids[:count]
-            draft = super().draft(query_token_ids, kv_cache, num_draft_tokens, *args, kept=kept, **kwargs)
+            draft = super().draft(request)
             for text, ids, length in zip(self.texts, draft.token_ids.tolist(), draft.lens.tolist(), strict=True):
                 self.seen.append((list(text), ids[:length]))
             return draft
