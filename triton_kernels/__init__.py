@@ -1,7 +1,7 @@
-"""Operations of speculative decoding on tensors, one function each.
+"""Speculative decoding on tensors: verification and sampling, in torch and as Triton kernels.
 
-Every operation takes `backend="auto" | "torch" | "triton"`; the torch twin defines what it computes. Logits come raw:
-no softmax is written before the call. Noise is a function of `NoiseKeys` and a `Stream`, never of hidden state.
+Every function takes `backend="auto" | "torch" | "triton"`. The torch implementation is the reference. Functions take
+raw logits and compute the softmax themselves. Random numbers depend on `NoiseKeys` and a `Stream` only.
 """
 
 from .block import verify_block

@@ -1,4 +1,4 @@
-"""Checks at the door of every operation, without a look at what the tensors hold."""
+"""Validation of shapes, dtypes and devices; values of tensors are never read."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ ID_DTYPES = (torch.int32, torch.int64)
 
 
 def check_shape(name: str, tensor: Tensor, legend: str, shape: Sequence[int]) -> None:
-    """Raise unless `tensor` has `shape`, whose letters are `legend`."""
+    """Raise unless `tensor` has `shape`; `legend` names the dimensions in the message."""
     if tuple(tensor.shape) != tuple(shape):
         raise ShapeError(f"{name} must be [{legend}] = {list(shape)}, got {list(tensor.shape)}")
 
@@ -28,13 +28,13 @@ def check_dtype(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype]) -> Non
 
 
 def check_device(name: str, tensor: Tensor, logits: Tensor) -> None:
-    """Raise unless `tensor` lies where the logits do."""
+    """Raise unless `tensor` is on the device of the logits."""
     if tensor.device != logits.device:
         raise ShapeError(f"{name} must be on {logits.device}, like the logits, got {tensor.device}")
 
 
 def check_logits(name: str, logits: Tensor, legend: str) -> None:
-    """Raise unless `logits` has as many dimensions as `legend` letters, a float dtype and a vocabulary."""
+    """Raise unless `logits` has the dimensions of `legend`, V >= 1 and a float dtype."""
     num_dims = legend.count(",") + 1
     if logits.dim() != num_dims or logits.shape[-1] == 0 or (num_dims == 3 and logits.shape[1] == 0):
         raise ShapeError(f"{name} must be [{legend}] with V >= 1, got {list(logits.shape)}")
@@ -42,7 +42,7 @@ def check_logits(name: str, logits: Tensor, legend: str) -> None:
 
 
 def check_round(target_logits: Tensor, draft_token_ids: Tensor, draft_lens: Tensor | None) -> None:
-    """Raise unless the tensors that every verifier takes fit together."""
+    """Raise unless the inputs that all verifiers share have matching shapes, dtypes and devices."""
     check_logits("target_logits", target_logits, "B, K+1, V")
     num_rows, num_positions, _ = target_logits.shape
     check_shape("draft_token_ids", draft_token_ids, "B, K", (num_rows, num_positions - 1))
@@ -57,7 +57,7 @@ def check_round(target_logits: Tensor, draft_token_ids: Tensor, draft_lens: Tens
 def check_proposal(
     target_logits: Tensor, draft_logits: Tensor | None, draft_logsumexp: Tensor | None
 ) -> Proposal | None:
-    """The proposal, None for a point mass; raise unless it fits `target_logits` [B, K+1, V]."""
+    """The validated draft distribution; None for a point mass."""
     num_rows, num_positions, vocab_size = target_logits.shape
     if draft_logits is not None:
         check_shape("draft_logits", draft_logits, "B, K, V", (num_rows, num_positions - 1, vocab_size))
@@ -75,7 +75,7 @@ def check_proposal(
 
 
 def check_warp(logits: Tensor, legend: str, warp: Warp) -> Warp:
-    """`warp` itself; raise unless temperature and cutoffs fit the rows of `logits`, whose letters are `legend`."""
+    """Return `warp` unchanged; raise unless temperature and cutoffs have valid values, shapes and dtypes."""
     temperature, row_cutoffs = warp
     shape = logits.shape[:-1]
     if isinstance(temperature, Tensor):
@@ -83,7 +83,7 @@ def check_warp(logits: Tensor, legend: str, warp: Warp) -> Warp:
         check_dtype("temperature", temperature, FLOAT_DTYPES)
         check_device("temperature", temperature, logits)
     elif not (math.isfinite(temperature) and temperature >= 0.0):
-        raise ConfigError(f"temperature must be finite and >= 0, got {temperature}; 0 takes the argmax")
+        raise ConfigError(f"temperature must be finite and >= 0, got {temperature}; 0 means argmax")
     if row_cutoffs is not None:
         check_shape("row_cutoffs", row_cutoffs, legend, shape)
         check_dtype("row_cutoffs", row_cutoffs, FLOAT_DTYPES)
@@ -92,7 +92,7 @@ def check_warp(logits: Tensor, legend: str, warp: Warp) -> Warp:
 
 
 def check_keys(keys: NoiseKeys, logits: Tensor) -> None:
-    """Raise unless every key is [B] int64, where the logits are."""
+    """Raise unless every key is [B] int64 on the device of the logits."""
     for name, key in zip(keys._fields, keys, strict=True):
         check_shape(f"keys.{name}", key, "B", logits.shape[:1])
         check_dtype(f"keys.{name}", key, (torch.int64,))

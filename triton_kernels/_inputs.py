@@ -1,4 +1,4 @@
-"""What an operation hands to its implementation, checked."""
+"""Validated inputs that the public functions pass to a backend."""
 
 import math
 from dataclasses import dataclass
@@ -10,44 +10,44 @@ from .errors import ConfigError
 
 
 class Round(NamedTuple):
-    """One round's logits and drafts."""
+    """Target logits and drafted tokens of one round."""
 
     target_logits: Tensor  # [B, K+1, V] any float dtype
-    draft_token_ids: Tensor  # [B, K] int32 or int64, not yet held to [0, V)
-    draft_lens: Tensor | None  # [B] int32 or int64, not yet held to 0..K; None: K for all
+    draft_token_ids: Tensor  # [B, K] int32 or int64, may be outside [0, V)
+    draft_lens: Tensor | None  # [B] int32 or int64, may be outside 0..K; None means K for all rows
 
 
 class Warp(NamedTuple):
-    """What acts on raw logits before they are a law."""
+    """Temperature and cutoffs, applied to raw logits before the softmax."""
 
-    temperature: float | Tensor = 1.0  # [B] where a tensor, >= 0; 0 takes the argmax
-    row_cutoffs: Tensor | None = None  # [B, ...], after the temperature; entries below are dropped
+    temperature: float | Tensor = 1.0  # a float or [B], >= 0; 0 means argmax
+    row_cutoffs: Tensor | None = None  # [B, ...], thresholds of the scaled logits; logits below are masked
 
     @property
     def is_greedy(self) -> bool:
-        """Whether every row is known to take the argmax."""
+        """Whether all rows take the argmax; False for a tensor, which is not read."""
         return not isinstance(self.temperature, Tensor) and self.temperature == 0.0
 
 
 class Proposal(NamedTuple):
-    """The laws that the drafted tokens were drawn from."""
+    """The draft distribution that the drafted tokens were sampled from."""
 
-    logits: Tensor  # [B, K, V] any float dtype, final
-    logsumexp: Tensor | None  # [B, K] float32; None: to be computed
+    logits: Tensor  # [B, K, V] any float dtype
+    logsumexp: Tensor | None  # [B, K] float32; None if not computed yet
 
 
 @dataclass(frozen=True)
 class TypicalRule:
-    """Numbers of typical acceptance: probability > min(threshold, alpha * exp(-entropy)).
+    """Parameters of typical acceptance: p(x) > min(threshold, alpha * exp(-entropy)).
 
     Args:
         threshold: in (0, 1).
         alpha: > 0.
-        entropy_epsilon: >= 0, added inside the entropy's logarithm.
-        samples: whether the token after the kept ones is drawn; else it is the argmax.
+        entropy_epsilon: >= 0, added inside the logarithm of the entropy.
+        samples: whether the correction token is sampled; otherwise it is the argmax.
 
     Raises:
-        ConfigError: a number is out of range.
+        ConfigError: a value is out of range.
     """
 
     threshold: float

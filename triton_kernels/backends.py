@@ -1,4 +1,4 @@
-"""Which implementation serves a call."""
+"""Backend selection: the torch reference or the Triton kernels."""
 
 import importlib.util
 import os
@@ -17,55 +17,51 @@ OLDEST_TRITON = (3, 6)
 
 
 class Operations(Protocol):
-    """What the torch twins in `reference` and the Triton kernels in `kernels` both offer."""
+    """The functions that both `reference` (torch) and `kernels` (Triton) implement."""
 
     def greedy(self, round_: Round) -> Verdict:
-        """Keep tokens while each is the argmax."""
+        """Greedy verification."""
 
     def reject(self, round_: Round, warp: Warp, proposal: Proposal | None, keys: NoiseKeys) -> Verdict:
         """Rejection sampling."""
 
     def reject_and_test(self, round_: Round, proposal: Proposal, keys: NoiseKeys) -> tuple[Verdict, Tensor]:
-        """The same, and how every position's own test went, [B, K] bool, as if the ones before it had been kept."""
+        """Rejection sampling, and the acceptance test of every position by itself, [B, K] bool."""
 
     def typical(self, round_: Round, warp: Warp, rule: TypicalRule, keys: NoiseKeys | None) -> Verdict:
-        """Typical acceptance; keys where the rule samples."""
+        """Typical acceptance; `keys` is required if the rule samples."""
 
     def block(self, round_: Round, warp: Warp, proposal: Proposal, keys: NoiseKeys) -> Verdict:
         """Block verification."""
 
     def coupled(self, round_: Round, warp: Warp, keys: NoiseKeys) -> Verdict:
-        """Keep tokens while each wins the race."""
+        """Coupled verification."""
 
     def sample(self, logits: Tensor, warp: Warp, keys: NoiseKeys, stream: Stream) -> Sampled:
-        """One draw per row."""
+        """Sample one token per row."""
 
 
 def is_interpreting() -> bool:
-    """Whether Triton runs kernels in Python, on tensors of any device; read when Triton is imported."""
+    """Whether TRITON_INTERPRET is set: Triton then runs kernels in Python, on tensors of any device."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "y", "yes")
 
 
 def _triton_version() -> tuple[int, int] | None:
-    """Major and minor version of the installed Triton; None where there is none."""
+    """Major and minor version of Triton; None if it is not installed."""
     if importlib.util.find_spec("triton") is None:
         return None
-    import triton  # not at import: the library runs without it
+    import triton  # optional dependency
 
     major, minor = triton.__version__.split(".")[:2]
     return int(major), int(minor)
 
 
 def check_backend(backend: str, device: torch.device) -> None:
-    """Raise unless `backend` is a known one that can serve tensors on `device`.
-
-    Args:
-        backend: "auto", "torch" or "triton".
-        device: of the logits.
+    """Raise unless `backend` is known and available on `device`.
 
     Raises:
         ConfigError: the name is unknown.
-        KernelUnavailableError: "triton" was asked for by name and cannot run there.
+        KernelUnavailableError: the backend is "triton", which is missing, too old, or does not support the device.
     """
     if backend not in BACKENDS:
         choices = ", ".join(f'"{choice}"' for choice in BACKENDS)
@@ -87,16 +83,13 @@ def check_backend(backend: str, device: torch.device) -> None:
 
 
 def operations(backend: str, device: torch.device) -> Operations:
-    """The implementation that serves `backend` on `device`; "auto" takes Triton on a GPU, where one fits.
-
-    Raises as `check_backend`.
-    """
+    """The implementation of `backend`; "auto" selects Triton on a GPU if installed. Raises like `check_backend`."""
     check_backend(backend, device)
     if backend == "auto":
-        fits = device.type == "cuda" and (_triton_version() or (0, 0)) >= OLDEST_TRITON
-        backend = "triton" if fits else "torch"
+        has_triton = device.type == "cuda" and (_triton_version() or (0, 0)) >= OLDEST_TRITON
+        backend = "triton" if has_triton else "torch"
     if backend == "torch":
         return reference
-    from . import kernels  # needs Triton
+    from . import kernels  # imports Triton
 
     return kernels

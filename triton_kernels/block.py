@@ -22,31 +22,30 @@ def verify_block(
     draft_logsumexp: Tensor | None = None,
     backend: str = "auto",
 ) -> Verdict:
-    """Keep the longest prefix that a joint test of its tokens allows: the target's law, in fewer rounds.
+    """Block verification: accept the longest prefix of the draft that passes a joint test of its tokens.
 
-    On average it keeps at least as many tokens as `verify_rejection`, and the emitted tokens follow the target's law.
-    Where nothing can be gained (a point mass, one drafted token) it is `verify_rejection`. A round's keys must not
-    come again: with noise that leaves the round out, tokens that were refused once are refused again.
+    The emitted tokens follow the target distribution, and at least as many are accepted on average as by
+    `verify_rejection`. For a point mass or a single drafted token it is `verify_rejection`. Every round needs new keys:
+    if rounds share random numbers, tokens that were rejected once are rejected again and the output is biased.
 
     Args:
         target_logits: [B, K+1, V], float16, bfloat16, float32 or float64, any strides.
-        draft_token_ids: [B, K] int32 or int64, drawn from `draft_logits`.
-        draft_logits: [B, K, V], final: neither temperature nor cutoffs act on them. None: each token was proposed
-            with certainty (a point mass).
-        keys: [B] int64 each; `positions` is that of the first drafted token. Streams ACCEPT and CORRECTION.
-        draft_lens: [B] int32 or int64, how many drafted tokens count; None: all.
-        temperature: divides the target's logits in float32; a float or [B], >= 0. 0 decides as `verify_greedy`.
-        row_cutoffs: [B, K+1], after the temperature; the target's entries below are dropped.
-        draft_logsumexp: [B, K] float32, as `sample` gave it; saves a pass over `draft_logits`, changes nothing.
+        draft_token_ids: [B, K] int32 or int64, sampled from `draft_logits`.
+        draft_logits: [B, K, V], without further temperature or cutoffs. None for a deterministic draft (point mass).
+        keys: [B] int64 each, at the position of the first drafted token. Streams ACCEPT and CORRECTION.
+        draft_lens: [B] int32 or int64, number of valid drafted tokens; None means K for all rows.
+        temperature: divides the target logits in float32; a float or [B], >= 0. 0 means greedy.
+        row_cutoffs: [B, K+1], thresholds of the scaled target logits; logits below are masked.
+        draft_logsumexp: [B, K] float32, as returned by `sample`; saves a pass over `draft_logits`.
         backend: "auto", "torch" or "triton".
 
     Returns:
-        The verdict, [B, K+1] ids padded with -1.
+        The verdict; `token_ids` [B, K+1] are padded with -1.
 
     Raises:
-        ConfigError: an unknown backend, a bad temperature, or `draft_logsumexp` without `draft_logits`.
-        KernelUnavailableError: backend="triton" where it cannot run.
-        ShapeError: a shape, dtype or device that does not fit.
+        ConfigError: unknown backend, invalid temperature, or `draft_logsumexp` without `draft_logits`.
+        KernelUnavailableError: backend="triton" is not available.
+        ShapeError: a tensor has a wrong shape, dtype or device.
 
     Source: Sun et al., arXiv:2403.10444, algorithm 2.
     """
@@ -55,7 +54,7 @@ def verify_block(
     warp = check_warp(target_logits, "B, K+1", Warp(temperature, row_cutoffs))
     check_keys(keys, target_logits)
     round_ = Round(target_logits, draft_token_ids, draft_lens)
-    chosen = operations(backend, target_logits.device)
+    implementation = operations(backend, target_logits.device)
     if proposal is None:
-        return chosen.reject(round_, warp, None, keys)
-    return chosen.block(round_, warp, proposal, keys)
+        return implementation.reject(round_, warp, None, keys)
+    return implementation.block(round_, warp, proposal, keys)

@@ -1,4 +1,4 @@
-"""Coupled verification."""
+"""Coupled verification: drafted tokens are compared with the target's own samples."""
 
 import torch
 from torch import Tensor
@@ -20,27 +20,27 @@ def verify_coupled(
     row_cutoffs: Tensor | None = None,
     backend: str = "auto",
 ) -> Verdict:
-    """Keep drafted tokens while each is the one that the target draws itself with the noise of its position.
+    """Coupled verification: accept drafted tokens while each equals the target's own sample at its position.
 
-    Every emitted token is `sample(..., stream=Stream.RACE)` of the target's own law, so the text does not depend on
-    the drafts. A drafter that draws with stream RACE too proposes the same token with almost the best possible chance.
+    Every emitted token is `sample(..., stream=Stream.RACE)` of the target logits, so the output does not depend on the
+    draft. The acceptance rate is close to the optimum if the drafter samples with stream RACE too.
 
     Args:
         target_logits: [B, K+1, V], float16, bfloat16, float32 or float64, any strides.
         draft_token_ids: [B, K] int32 or int64.
-        keys: [B] int64 each; `positions` is that of the first drafted token. Stream RACE, which leaves out the round.
-        draft_lens: [B] int32 or int64, how many drafted tokens count; None: all.
-        temperature: divides the target's logits in float32; a float or [B], >= 0. 0 decides as `verify_greedy`.
-        row_cutoffs: [B, K+1], after the temperature; the target's entries below are dropped.
+        keys: [B] int64 each, at the position of the first drafted token. Stream RACE, which ignores the round.
+        draft_lens: [B] int32 or int64, number of valid drafted tokens; None means K for all rows.
+        temperature: divides the target logits in float32; a float or [B], >= 0. 0 means greedy.
+        row_cutoffs: [B, K+1], thresholds of the scaled target logits; logits below are masked.
         backend: "auto", "torch" or "triton".
 
     Returns:
-        The verdict, [B, K+1] ids padded with -1.
+        The verdict; `token_ids` [B, K+1] are padded with -1.
 
     Raises:
-        ConfigError: an unknown backend or a bad temperature.
-        KernelUnavailableError: backend="triton" where it cannot run.
-        ShapeError: a shape, dtype or device that does not fit.
+        ConfigError: unknown backend or invalid temperature.
+        KernelUnavailableError: backend="triton" is not available.
+        ShapeError: a tensor has a wrong shape, dtype or device.
 
     Source: Daliri et al., arXiv:2408.07978.
     """

@@ -1,4 +1,4 @@
-"""Drawing the tokens of a round, one position after another."""
+"""Sampling the drafted tokens of a round position by position, with the noise of all positions computed at once."""
 
 import torch
 from torch import Tensor
@@ -11,68 +11,68 @@ from .reference.sampling import Drawn, draw, logsumexps
 from .sampling import sample
 from .types import NoiseKeys, Stream
 
-# Noise of up to so many entries is made for all draws at once: 2 MB, what a core's caches hold until it is read. Small
-# rows cost what their operations cost, however little each does (V = 4,096, 2 cores of an AMD EPYC).
+# Above this size, every draw computes its own noise: 2 MB stay in the caches of a core until they are read. Sharing is
+# faster for small rows, which are bound by the number of operations (V = 4,096, 2 cores of an AMD EPYC).
 MAX_SHARED_NUMEL = 1 << 19
 
 
 class Draws:
-    """Draws as `sample` does, bit for bit, and computes what a round's draws share once.
+    """Samples the tokens of one round like `sample`, bit for bit, but shares the noise computation between draws.
 
     Args:
-        keys: [B] int64 each; `positions` is that of the first drawn token.
-        stream: which noise.
-        num_draws: N, how often `draw` will be called at most.
+        keys: [B] int64 each, at the position of the first token.
+        stream: random number stream.
+        num_draws: N, maximum number of calls of `draw`.
         backend: "auto", "torch" or "triton".
     """
 
     def __init__(self, keys: NoiseKeys, stream: Stream, num_draws: int, *, backend: str = "auto"):
         self.keys, self.stream, self.num_draws, self.backend = keys, stream, num_draws, backend
-        self._clocks: Tensor | None = None  # [B, N, V] float32; None until the first draw, and where each makes its own
+        self._noise: Tensor | None = None  # [B, N, V] float32; None if every draw computes its own
         self._drawn: list[Drawn] = []
-        self._logsumexps: list[Tensor] = []  # [B] float32 each, where each draw makes its own noise
+        self._logsumexps: list[Tensor] = []  # [B] float32 each, used without shared noise
 
     @torch.no_grad()
     def draw(self, logits: Tensor) -> Tensor:
-        """Draw the next token of every row.
+        """Sample the next token of every row.
 
         Args:
-            logits: [B, V], any float dtype, final; alike in shape and device for all draws.
+            logits: [B, V], any float dtype; same shape and device in all calls.
 
         Returns:
             [B] int64.
 
         Raises:
-            ConfigError: more draws than announced.
-            KernelUnavailableError: backend="triton" where it cannot run.
-            ShapeError: a shape, dtype or device that does not fit.
+            ConfigError: `draw` was called more than `num_draws` times.
+            KernelUnavailableError: backend="triton" is not available.
+            ShapeError: a tensor has a wrong shape, dtype or device.
         """
         step = len(self._drawn) + len(self._logsumexps)
         if step == self.num_draws:
             raise ConfigError(f"num_draws must cover every draw, got {self.num_draws}; begin another round")
         if step == 0:
-            self._clocks = self._make_clocks(logits)
-        if self._clocks is None:
+            self._noise = self._shared_noise(logits)
+        if self._noise is None:
             keys = self.keys._replace(positions=self.keys.positions + step)
             drawn = sample(logits, keys=keys, stream=self.stream, backend=self.backend)
             self._logsumexps.append(drawn.logsumexp)
             return drawn.token_ids
-        clocks = self._clocks[:, step]
-        check_shape("logits", logits, "B, V", clocks.shape)
-        self._drawn.append(draw(logits, clocks))
+        noise = self._noise[:, step]
+        check_shape("logits", logits, "B, V", noise.shape)
+        self._drawn.append(draw(logits, noise))
         return self._drawn[-1].token_ids
 
     def logsumexps(self) -> Tensor:
-        """Of the laws drawn from so far, at least one: [B, n] float32, see `sample`."""
-        if self._clocks is None:
+        """[B, n] float32, log-sum-exps of the n >= 1 draws so far; see `sample`."""
+        if self._noise is None:
             return torch.stack(self._logsumexps, dim=1)
         return logsumexps(self._drawn)
 
-    def _make_clocks(self, logits: Tensor) -> Tensor | None:
-        """The noise of all draws; None where each had better make its own."""
+    def _shared_noise(self, logits: Tensor) -> Tensor | None:
+        """[B, N, V] noise of all draws; None if sharing does not pay."""
         check_logits("logits", logits, "B, V")
         check_keys(self.keys, logits)
-        operations(self.backend, logits.device)  # raises where it cannot run
+        operations(self.backend, logits.device)  # raises if the backend is not available
         if logits.device.type != "cpu" or self.backend == "triton":
             return None
         if logits.numel() * self.num_draws > MAX_SHARED_NUMEL:

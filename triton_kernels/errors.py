@@ -1,17 +1,17 @@
-"""The errors that the operations raise; `hf_speculate.errors` hands them on."""
+"""Exceptions that the operations raise; `hf_speculate.errors` exports them."""
 
 
 class SpeculateError(Exception):
-    """Base of every error that hf_speculate raises on purpose."""
+    """Base class of the exceptions of hf_speculate."""
 
 
 class ConfigError(SpeculateError, ValueError):
-    """A setting is unknown, out of range, or cannot hold together with another."""
+    """A setting is unknown, out of range or incompatible with another one."""
 
 
 class ShapeError(SpeculateError, ValueError):
-    """A tensor has a shape, dtype or device that the operation does not take."""
+    """A tensor has a shape, dtype or device that the operation does not support."""
 
 
 class KernelUnavailableError(SpeculateError, RuntimeError):
-    """A backend was asked for by name and is not there."""
+    """The requested backend is not available."""

@@ -13,21 +13,23 @@ from .types import Verdict
 def verify_greedy(
     target_logits: Tensor, draft_token_ids: Tensor, *, draft_lens: Tensor | None = None, backend: str = "auto"
 ) -> Verdict:
-    """Keep drafted tokens while each is the target's argmax (ties: the lowest index), then emit that argmax.
+    """Greedy verification: accept drafted tokens while each equals the target's argmax, then emit the argmax.
+
+    Ties go to the lowest index.
 
     Args:
         target_logits: [B, K+1, V], float16, bfloat16, float32 or float64, any strides.
         draft_token_ids: [B, K] int32 or int64.
-        draft_lens: [B] int32 or int64, how many drafted tokens count; None: all.
+        draft_lens: [B] int32 or int64, number of valid drafted tokens; None means K for all rows.
         backend: "auto", "torch" or "triton".
 
     Returns:
-        The verdict, [B, K+1] ids padded with -1.
+        The verdict; `token_ids` [B, K+1] are padded with -1.
 
     Raises:
-        ConfigError: an unknown backend.
-        KernelUnavailableError: backend="triton" where it cannot run.
-        ShapeError: a shape, dtype or device that does not fit.
+        ConfigError: unknown backend.
+        KernelUnavailableError: backend="triton" is not available.
+        ShapeError: a tensor has a wrong shape, dtype or device.
     """
     check_round(target_logits, draft_token_ids, draft_lens)
     return operations(backend, target_logits.device).greedy(Round(target_logits, draft_token_ids, draft_lens))

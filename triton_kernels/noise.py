@@ -1,15 +1,15 @@
-"""Counter-based noise: every random number is a hash of what it is for, so no generator holds state.
+"""Counter-based random numbers: each is a hash of (row seed, round, position, stream, token id).
 
-A row-level state (64 bits) is hashed once from (row seed, round, position, stream), then mixed with the token id:
+There is no generator state. A 64-bit state is hashed once per row and position, then mixed with the token id:
 
     state = fold64(fold64(fold64(seed + round * A + position * B + stream * C + D) * M1) * M2)
     word  = sum16(fold15(fold16((token + low(state)) * N1) * N2 + high(state)) * N3)
 
     fold64(z) = z ^ (z >> 32)      foldS(x) = x ^ (x >>> S)      sum16(x) = x + (x >> 16)
 
-Arithmetic is signed and wraps around; `>>` keeps the sign, `>>>` fills with zeros. So the same lines mean the same
-bits in torch and in Triton. Two multiplications, or folds that add in place of xor, failed the tests on consecutive
-token ids (chi-square of single rows, pairs of neighbours).
+Arithmetic is signed and wraps around; `>>` keeps the sign, `>>>` fills with zeros. torch and Triton therefore give the
+same bits. Two multiplications, or folds with addition instead of xor, failed the tests on consecutive token ids
+(chi-square of single rows, pairs of neighbours).
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ def _signed(value: int, bits: int) -> int:
     return (value + (1 << (bits - 1))) % (1 << bits) - (1 << (bits - 1))
 
 
-# Odd constants without structure: fractions of irrational numbers, multipliers of the murmur and lowbias mixers.
+# Odd constants: fractions of irrational numbers, and the multipliers of the murmur and lowbias hash functions.
 ROUND_FACTOR = _signed(0x9E3779B97F4A7C15, 64)
 POSITION_FACTOR = _signed(0xD1B54A32D192ED03, 64)
 STREAM_FACTOR = 0x2545F4914F6CDD1D
@@ -39,7 +39,7 @@ ROW_FACTOR = 0x5851F42D4C957F2D
 # (word + 0.5) * UNIFORM_SCALE lies in (0, 1) for every word: the float32 nearest to 2**32 times it is 1 - 2**-24.
 UNIFORM_SCALE = (2.0**24 - 1.0) * 2.0**-56
 
-# As tensors of the right dtype: a Python int costs a conversion in every operation, more than small rows themselves.
+# Tensors, because torch converts a Python int in every operation, which costs more than the arithmetic on small rows.
 _FACTORS = tuple(torch.tensor(factor, dtype=torch.int32, device="cpu") for factor in WORD_FACTORS)
 _SHIFTS = tuple(torch.tensor(shift, dtype=torch.int32, device="cpu") for shift in WORD_SHIFTS)
 _MASKS = tuple(torch.tensor(mask, dtype=torch.int32, device="cpu") for mask in WORD_MASKS)
@@ -50,18 +50,18 @@ def _fold64(z: Tensor) -> Tensor:
 
 
 def _mix64(z: Tensor) -> Tensor:
-    """Every bit of the result depends on every bit of `z` (any shape, int64)."""
+    """Hash int64 `z` of any shape: every output bit depends on every input bit."""
     first, second = STATE_FACTORS
     return _fold64(_fold64(_fold64(z) * first) * second)
 
 
 def row_seeds(seed: int | Tensor, num_rows: int, *, device: torch.device | str = "cpu") -> Tensor:
-    """Row seeds of one call: row r gets mix(seed, r), and row 0 the seed itself.
+    """Row seeds of one call: row 0 gets the seed itself, row r gets mix(seed, r).
 
     Args:
-        seed: any integer, taken modulo 2**64; or [1] int64, which is not read on the host.
+        seed: any integer, taken modulo 2**64; or [1] int64, which stays on its device.
         num_rows: number of output rows, >= 0.
-        device: of the result where `seed` is an integer; a tensor's own else.
+        device: device of the result if `seed` is an integer.
 
     Returns:
         [num_rows] int64.
@@ -72,16 +72,16 @@ def row_seeds(seed: int | Tensor, num_rows: int, *, device: torch.device | str =
 
 
 def stream_offset(stream: Stream) -> int:
-    """What a stream adds to the row seed, as a signed 64-bit integer."""
+    """The signed 64-bit integer that a stream adds to the row seed."""
     return _signed(STATE_OFFSET + int(stream) * STREAM_FACTOR, 64)
 
 
 def states(keys: NoiseKeys, stream: Stream, position_offsets: Tensor) -> Tensor:
-    """Hash what belongs to a row and a position, once for all token ids.
+    """Hash row seed, round, position and stream into states, which serve all token ids.
 
     Args:
         keys: [B] int64 each.
-        stream: which noise; RACE leaves the round out.
+        stream: random number stream; RACE ignores the round.
         position_offsets: integers [B, ...] or [1, ...], added to `keys.positions`.
 
     Returns:
@@ -96,21 +96,13 @@ def states(keys: NoiseKeys, stream: Stream, position_offsets: Tensor) -> Tensor:
 
 
 def words(state: Tensor, token_ids: Tensor) -> Tensor:
-    """Mix states with token ids.
-
-    Args:
-        state: int64, from `states`, broadcastable with `token_ids`.
-        token_ids: int32 or int64.
-
-    Returns:
-        int32, 32 random bits each.
-    """
+    """32 random bits per entry, int32, from int64 states and int32 or int64 token ids that broadcast with them."""
     return _words_and_scratch(state, token_ids)[0]
 
 
 def _words_and_scratch(state: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """The words, and a used buffer like them: fresh memory costs more than the arithmetic on it."""
-    # In compiled code plain numbers: tensors on the host would keep a CUDA graph from being recorded.
+    """The words, and a scratch buffer for reuse: allocating memory costs more than the arithmetic on it."""
+    # Compiled code uses Python numbers, because CPU tensors would prevent CUDA graph capture.
     is_compiling = torch.compiler.is_compiling()
     factors: Any = WORD_FACTORS if is_compiling else _FACTORS
     shifts: Any = WORD_SHIFTS if is_compiling else _SHIFTS
@@ -128,17 +120,17 @@ def _words_and_scratch(state: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor
 
 
 def _scaled_words(state: Tensor, token_ids: Tensor, scale: float) -> Tensor:
-    """`scale` times (word + 0.5), the word read as unsigned, float32."""
+    """`scale` * (word + 0.5) with the word as an unsigned integer, float32."""
     bits, scratch = _words_and_scratch(state, token_ids)
     return scratch.view(torch.float32).copy_(bits.view(torch.uint32)).add_(0.5).mul_(scale)
 
 
 def uniforms(keys: NoiseKeys, stream: Stream, position_offsets: Tensor, token_ids: Tensor) -> Tensor:
-    """Uniform numbers in (0, 1), in steps of 2**-32 near 0; neither 0 nor 1 occurs.
+    """Uniform random numbers in (0, 1), in steps of 2**-32 near 0; neither 0 nor 1 occurs.
 
     Args:
         keys: [B] int64 each.
-        stream: which noise.
+        stream: random number stream.
         position_offsets: integers [B, ...] or [1, ...], added to `keys.positions`.
         token_ids: int32 or int64, broadcastable with [B, ...]: `[V]` against offsets [B, 1] gives [B, V].
 
@@ -149,13 +141,10 @@ def uniforms(keys: NoiseKeys, stream: Stream, position_offsets: Tensor, token_id
 
 
 def exponentials(keys: NoiseKeys, stream: Stream, position_offsets: Tensor, token_ids: Tensor) -> Tensor:
-    """Exponential numbers of rate 1, all > 0, finest near 0 where a race is won.
-
-    Args and shape of the result as for `uniforms`.
-    """
+    """Exponential random numbers of rate 1, > 0, with the finest resolution near 0; arguments as for `uniforms`."""
     return exponentials_of(states(keys, stream, position_offsets), token_ids)
 
 
 def exponentials_of(state: Tensor, token_ids: Tensor) -> Tensor:
-    """As `exponentials`, from the `states` that keys, stream and positions hash to."""
+    """Like `exponentials`, from int64 `states`."""
     return _scaled_words(state, token_ids, -UNIFORM_SCALE).log1p_().neg_()

@@ -1,4 +1,4 @@
-"""Rejection sampling."""
+"""Rejection sampling of drafted tokens."""
 
 import torch
 from torch import Tensor
@@ -22,31 +22,30 @@ def verify_rejection(
     draft_logsumexp: Tensor | None = None,
     backend: str = "auto",
 ) -> Verdict:
-    """Keep drafted tokens with probability min(1, target / draft), so that the emitted tokens follow the target's law.
+    """Rejection sampling: accept a drafted token x with probability min(1, p(x) / q(x)).
 
-    At the first refusal the next token is drawn from the positive part of target minus draft, after the last
-    accepted token from the bonus row. Where that positive part is empty, the drafted id is not in [0, V), or the
-    draft's row has no law, the token is drawn from the target's row.
+    p is the target distribution and q the draft distribution. The emitted tokens follow the target distribution. The
+    token at the first rejection is sampled from the residual max(p - q, 0); the bonus token from p. If the residual is
+    zero, the drafted id is not in [0, V), or the draft row is not a valid distribution, it is sampled from p.
 
     Args:
         target_logits: [B, K+1, V], float16, bfloat16, float32 or float64, any strides.
-        draft_token_ids: [B, K] int32 or int64, drawn from `draft_logits`.
-        draft_logits: [B, K, V], final: neither temperature nor cutoffs act on them. None: each token was proposed
-            with certainty (a point mass).
-        keys: [B] int64 each; `positions` is that of the first drafted token. Streams ACCEPT and CORRECTION.
-        draft_lens: [B] int32 or int64, how many drafted tokens count; None: all.
-        temperature: divides the target's logits in float32; a float or [B], >= 0. 0 decides as `verify_greedy`.
-        row_cutoffs: [B, K+1], after the temperature; the target's entries below are dropped.
-        draft_logsumexp: [B, K] float32, as `sample` gave it; saves a pass over `draft_logits`, changes nothing.
+        draft_token_ids: [B, K] int32 or int64, sampled from `draft_logits`.
+        draft_logits: [B, K, V], without further temperature or cutoffs. None for a deterministic draft (point mass).
+        keys: [B] int64 each, at the position of the first drafted token. Streams ACCEPT and CORRECTION.
+        draft_lens: [B] int32 or int64, number of valid drafted tokens; None means K for all rows.
+        temperature: divides the target logits in float32; a float or [B], >= 0. 0 means greedy.
+        row_cutoffs: [B, K+1], thresholds of the scaled target logits; logits below are masked.
+        draft_logsumexp: [B, K] float32, as returned by `sample`; saves a pass over `draft_logits`.
         backend: "auto", "torch" or "triton".
 
     Returns:
-        The verdict, [B, K+1] ids padded with -1.
+        The verdict; `token_ids` [B, K+1] are padded with -1.
 
     Raises:
-        ConfigError: an unknown backend, a bad temperature, or `draft_logsumexp` without `draft_logits`.
-        KernelUnavailableError: backend="triton" where it cannot run.
-        ShapeError: a shape, dtype or device that does not fit.
+        ConfigError: unknown backend, invalid temperature, or `draft_logsumexp` without `draft_logits`.
+        KernelUnavailableError: backend="triton" is not available.
+        ShapeError: a tensor has a wrong shape, dtype or device.
 
     Source: Leviathan et al., arXiv:2211.17192, algorithm 1; Chen et al., arXiv:2302.01318, algorithm 2.
     """

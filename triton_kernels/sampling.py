@@ -1,4 +1,4 @@
-"""Drawing one token a row."""
+"""Sampling one token per row."""
 
 import torch
 from torch import Tensor
@@ -19,24 +19,24 @@ def sample(
     row_cutoffs: Tensor | None = None,
     backend: str = "auto",
 ) -> Sampled:
-    """Draw one token a row and keep the log-sum-exp that a verifier needs of its law.
+    """Sample one token per row; also returns the log-sum-exp, which verifiers need.
 
     Args:
         logits: [B, V], float16, bfloat16, float32 or float64, any strides.
-        keys: [B] int64 each; `positions` is that of the drawn token.
-        stream: which noise; DRAFT for a drafter, RACE for coupled drafting and plain coupled decoding.
-        temperature: divides the logits in float32; a float or [B], >= 0. 0 takes the argmax.
-        row_cutoffs: [B], after the temperature; entries below are dropped.
+        keys: [B] int64 each, at the position of the sampled token.
+        stream: DRAFT for a drafter, RACE for coupled drafting and plain coupled decoding.
+        temperature: divides the logits in float32; a float or [B], >= 0. 0 means argmax.
+        row_cutoffs: [B], thresholds of the scaled logits; logits below are masked.
         backend: "auto", "torch" or "triton".
 
     Returns:
-        Ids in [0, V), and the log-sum-exp of the logits after temperature and cutoffs; at temperature 0 their
-        maximum, so that the drawn token has probability 1. NaN, +inf or -inf: the row has no law.
+        Ids in [0, V), and the log-sum-exp of the logits after temperature and cutoffs. At temperature 0 it is their
+        maximum, which gives the argmax probability 1. It is NaN, +inf or -inf if the row is not a valid distribution.
 
     Raises:
-        ConfigError: an unknown backend or a bad temperature.
-        KernelUnavailableError: backend="triton" where it cannot run.
-        ShapeError: a shape, dtype or device that does not fit.
+        ConfigError: unknown backend or invalid temperature.
+        KernelUnavailableError: backend="triton" is not available.
+        ShapeError: a tensor has a wrong shape, dtype or device.
     """
     check_logits("logits", logits, "B, V")
     warp = check_warp(logits, "B", Warp(temperature, row_cutoffs))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class Stream(IntEnum):
-    """Independent sources of noise. All but RACE are keyed by the round as well."""
+    """Independent random number streams. All except RACE depend on the round."""
 
     DRAFT = 0
     ACCEPT = 1
@@ -16,7 +16,7 @@ class Stream(IntEnum):
 
 
 class Status(IntFlag):
-    """What was wrong with a row; 0 when nothing was."""
+    """Flags for invalid inputs of a row; 0 for a valid row."""
 
     BAD_DRAFT_ID = 1
     NAN = 2
@@ -26,11 +26,11 @@ class Status(IntFlag):
 
 
 class NoiseKeys(NamedTuple):
-    """What the noise of one round depends on, one entry per row."""
+    """Keys of the random numbers of one round, one entry per row."""
 
-    seeds: Tensor  # [B] int64, the row seed
-    rounds: Tensor  # [B] int64, how many rounds this row has begun
-    positions: Tensor  # [B] int64, unpadded tokens before the first drafted token
+    seeds: Tensor  # [B] int64, row seeds
+    rounds: Tensor  # [B] int64, index of the round
+    positions: Tensor  # [B] int64, number of unpadded tokens before the first drafted token
 
     def rows(self, indices: Tensor) -> "NoiseKeys":
         """Keys of the rows `indices` [N] int64."""
@@ -38,20 +38,20 @@ class NoiseKeys(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """One draw per row."""
+    """One sampled token per row."""
 
     token_ids: Tensor  # [B] int64
-    logsumexp: Tensor  # [B] float32, of the law that was drawn from
+    logsumexp: Tensor  # [B] float32, of the logits after temperature and cutoffs
 
 
 class Verdict(NamedTuple):
-    """What a verifier kept of one round."""
+    """The result of verifying one round."""
 
-    token_ids: Tensor  # [B, K+1] int64: kept draft tokens, then the correction or bonus token, then -1
+    token_ids: Tensor  # [B, K+1] int64: accepted draft tokens, the correction or bonus token, then -1
     num_accepted: Tensor  # [B] int32, without the correction or bonus token
     status: Tensor  # [B] int32, `Status` flags
 
     @property
     def num_emitted(self) -> Tensor:
-        """[B] int32: accepted tokens and the one that follows them."""
+        """[B] int32, accepted tokens plus the correction or bonus token."""
         return self.num_accepted + 1

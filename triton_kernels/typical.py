@@ -27,30 +27,30 @@ def verify_typical(
     row_cutoffs: Tensor | None = None,
     backend: str = "auto",
 ) -> Verdict:
-    """Keep drafted tokens while the target finds each typical: probability > min(threshold, alpha * exp(-entropy)).
+    """Typical acceptance: accept drafted tokens while p(x) > min(threshold, alpha * exp(-entropy of p)).
 
-    This does not keep the target's law.
+    p is the target distribution. Typical acceptance is lossy: the output does not follow the target distribution.
 
     Args:
         target_logits: [B, K+1, V], float16, bfloat16, float32 or float64, any strides.
         draft_token_ids: [B, K] int32 or int64.
         posterior_threshold: in (0, 1), a probability.
         posterior_alpha: > 0.
-        correction: "argmax" or "sample", how the token after the kept ones is chosen, the bonus token too.
-        entropy_epsilon: >= 0, added inside the entropy's logarithm; 0 is the exact entropy in nats.
-        keys: [B] int64 each, for correction="sample" (stream CORRECTION).
-        draft_lens: [B] int32 or int64, how many drafted tokens count; None: all.
-        temperature: divides the target's logits in float32; a float or [B], >= 0. 0 decides as `verify_greedy`.
-        row_cutoffs: [B, K+1], after the temperature; the target's entries below are dropped.
+        correction: "argmax" or "sample", how the correction or bonus token is chosen.
+        entropy_epsilon: >= 0, added inside the logarithm of the entropy; 0 gives the exact entropy in nats.
+        keys: [B] int64 each, required for correction="sample" (stream CORRECTION).
+        draft_lens: [B] int32 or int64, number of valid drafted tokens; None means K for all rows.
+        temperature: divides the target logits in float32; a float or [B], >= 0. 0 means greedy.
+        row_cutoffs: [B, K+1], thresholds of the scaled target logits; logits below are masked.
         backend: "auto", "torch" or "triton".
 
     Returns:
-        The verdict, [B, K+1] ids padded with -1.
+        The verdict; `token_ids` [B, K+1] are padded with -1.
 
     Raises:
-        ConfigError: an unknown backend or correction, a number out of range, or correction="sample" without keys.
-        KernelUnavailableError: backend="triton" where it cannot run.
-        ShapeError: a shape, dtype or device that does not fit.
+        ConfigError: unknown backend or correction, a value out of range, or correction="sample" without keys.
+        KernelUnavailableError: backend="triton" is not available.
+        ShapeError: a tensor has a wrong shape, dtype or device.
 
     Source: Cai et al., arXiv:2401.10774, section 3.3.1.
     """

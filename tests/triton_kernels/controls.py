@@ -1,16 +1,18 @@
-"""Mistakes that a law test must notice."""
+"""Negative controls: wrong implementations that a test of the distribution must detect."""
 
 import torch
 from torch import Tensor
 
-from hf_speculate.triton_kernels.reference.rejection import Draft, LastLaw, Target, last_law
-from hf_speculate.triton_kernels.reference.walk import Chain, End
+from hf_speculate.triton_kernels.reference.chain import Chain, End
+from hf_speculate.triton_kernels.reference.rejection import Draft, FinalDistribution, Target, final_distribution
 
 
-def residual_of_logits(target: Target, draft: Draft, chain: Chain, end: End, ratios: Tensor | None = None) -> LastLaw:
-    """`last_law` with the residual taken between logits, as if they were probabilities."""
-    law = last_law(target, None, chain, end._replace(refused=torch.zeros_like(end.refused)))
+def residual_of_logits(
+    target: Target, draft: Draft, chain: Chain, end: End, ratios: Tensor | None = None
+) -> FinalDistribution:
+    """`final_distribution` with the residual of logits instead of probabilities."""
+    final = final_distribution(target, None, chain, end._replace(rejected=torch.zeros_like(end.rejected)))
     logsumexp = target.logsumexp.gather(1, end.num_accepted.unsqueeze(-1))
-    logits = law.weights.log() + law.pieces.spread(logsumexp).unsqueeze(-1)
-    residual = (logits - law.pieces.of_row(draft.logits, end.last)).clamp(min=0.0)
-    return law._replace(weights=torch.where(law.pieces.spread(end.refused).unsqueeze(-1), residual, law.weights))
+    logits = final.weights.log() + final.pieces.expand(logsumexp).unsqueeze(-1)
+    residual = (logits - final.pieces.gather_at(draft.logits, end.last)).clamp(min=0.0)
+    return final._replace(weights=torch.where(final.pieces.expand(end.rejected).unsqueeze(-1), residual, final.weights))

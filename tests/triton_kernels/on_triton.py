@@ -27,7 +27,7 @@ def on_triton(operation: Any, *args: Any, **options: Any) -> Any:
     return moved(operation(*moved(args), backend="triton", **options), "cpu")
 
 
-def judge(
+def verify_on_triton(
     name: str, target: Tensor, ids: Tensor, draft: Tensor, keys: NoiseKeys, lens: Tensor | None = None
 ) -> Verdict:
     """The kernels' verdict of one of OPERATIONS."""

@@ -15,7 +15,7 @@ from hf_speculate.triton_kernels import (
     verify_typical,
 )
 from tests.triton_kernels import oracle
-from tests.triton_kernels.laws import make_keys
+from tests.triton_kernels.distributions import make_keys
 
 # Float32 logits near 10 carry errors of 1e-6 into a log-probability; closer decisions may go either way.
 BORDER = 1e-5

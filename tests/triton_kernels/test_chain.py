@@ -15,7 +15,7 @@ from hf_speculate.triton_kernels import (
     chain_speculative_sampling,
     row_seeds,
 )
-from tests.triton_kernels.laws import (
+from tests.triton_kernels.distributions import (
     PASS_P_VALUE,
     count_cells,
     draw_drafts,
@@ -23,7 +23,7 @@ from tests.triton_kernels.laws import (
     rank_reversed_laws,
     rejection_law,
 )
-from tests.triton_kernels.waiting import NoWaiting
+from tests.triton_kernels.host_syncs import NoHostSync
 
 NUM_TRIALS = 200_000
 # The documented example: the second token is impossible, and only token 0 is left in its place.
@@ -80,11 +80,11 @@ def test_ids_and_counters_follow_their_exact_laws_though_rows_do_not_sum_to_one(
     for overlap in torch.minimum(target[:-1].double().softmax(-1), draft.double().softmax(-1)).sum(-1):
         law = torch.nn.functional.pad(law * (1 - overlap), (0, 1)) + torch.nn.functional.pad(law * overlap, (1, 0))
     assert p_value(torch.bincount(accepted, minlength=num_draft_tokens + 1), law) > PASS_P_VALUE
-    # The refused position's own coin says no for both counters.
-    refused = emitted < num_draft_tokens
+    # The rejected position's own coin says no for both counters.
+    rejected = emitted < num_draft_tokens
     assert (accepted >= emitted).all()
-    assert (accepted[refused] < num_draft_tokens).all()
-    assert (accepted[~refused] == num_draft_tokens).all()
+    assert (accepted[rejected] < num_draft_tokens).all()
+    assert (accepted[~rejected] == num_draft_tokens).all()
 
 
 def test_with_one_drafted_token_both_counters_agree() -> None:
@@ -211,7 +211,7 @@ def test_no_rows_and_no_drafted_tokens_are_fine(num_rows: int, num_draft_tokens:
 def test_nothing_waits_for_the_device() -> None:
     draft, ids, target = make_batch(3)
     counters = torch.zeros(3, dtype=torch.int32), torch.zeros(3, dtype=torch.int64)
-    with NoWaiting():
+    with NoHostSync():
         for seed in (None, 4, torch.tensor([4]), torch.arange(3)):
             chain_speculative_sampling(draft, ids, target, *counters, seed=seed, offset=torch.tensor([1]))
 

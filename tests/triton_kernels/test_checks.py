@@ -1,4 +1,4 @@
-"""What does not fit is refused at the door, in words that say what would fit."""
+"""What does not fit is rejected at the door, in words that say what would fit."""
 
 import importlib.util
 import re
@@ -23,7 +23,7 @@ from hf_speculate.triton_kernels import (
     verify_typical,
 )
 from hf_speculate.triton_kernels.backends import operations
-from tests.triton_kernels.laws import make_keys
+from tests.triton_kernels.distributions import make_keys
 
 TARGET = torch.zeros(1, 3, 4)
 IDS = torch.zeros(1, 2, dtype=torch.int64)

@@ -14,7 +14,7 @@ from hf_speculate.triton_kernels import (
     sample,
 )
 from hf_speculate.triton_kernels.noise import exponentials
-from tests.triton_kernels.laws import make_keys
+from tests.triton_kernels.distributions import make_keys
 
 NUM_ROWS, NUM_DRAWS = 3, 5
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from hf_speculate.triton_kernels import Status, Stream, Verdict, sample, verify_greedy
-from tests.triton_kernels.laws import make_keys
+from tests.triton_kernels.distributions import make_keys
 from tests.triton_kernels.operations import DENSE, OPERATIONS, assert_well_formed, make_round
 
 HOSTILE = {
@@ -41,7 +41,7 @@ def test_a_hostile_target_row_ends_the_chain_and_is_named(name: str, kind: str, 
 def test_a_hostile_row_after_the_end_is_not_named(name: str, kind: str) -> None:
     target, _, draft = make_round(4, 2, 50)
     ids = target[:, :-1].argmin(-1)
-    target[:, 0].scatter_(-1, ids[:, :1], -300.0)  # refused by every verifier
+    target[:, 0].scatter_(-1, ids[:, :1], -300.0)  # rejected by every verifier
     spoil(target[:, 1:], kind)
     spoil(draft[:, 1:], kind)
     verdict = OPERATIONS[name](target, ids, draft, make_keys(4))

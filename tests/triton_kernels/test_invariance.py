@@ -20,9 +20,9 @@ from hf_speculate.triton_kernels._inputs import Warp
 from hf_speculate.triton_kernels.reference import masses as twin_masses
 from hf_speculate.triton_kernels.reference import pieces as twin_pieces
 from hf_speculate.triton_kernels.reference import rows as twin_rows
-from tests.triton_kernels.laws import make_keys
+from tests.triton_kernels.distributions import make_keys
+from tests.triton_kernels.host_syncs import NoHostSync
 from tests.triton_kernels.operations import OPERATIONS, SAMPLING, make_round
-from tests.triton_kernels.waiting import NoWaiting
 
 # 40,000 entries are more than torch gives to one thread; 5,000 cross the block-wise maximum and the sums of 4,096.
 WIDTHS = [37, 5000, 40_000]
@@ -133,7 +133,7 @@ def test_int32_ids_and_half_precision_copies_agree(name: str) -> None:
 @pytest.mark.parametrize("name", SAMPLING)
 def test_a_round_repeats_its_numbers_only_under_its_own_keys(name: str, num_draft_tokens: int) -> None:
     target = torch.zeros(200, num_draft_tokens + 1, 5000)
-    ids = torch.full((200, num_draft_tokens), -1)  # refused, so that the first token is drawn
+    ids = torch.full((200, num_draft_tokens), -1)  # rejected, so that the first token is drawn
 
     def first_ids(keys: NoiseKeys) -> Tensor:
         return OPERATIONS[name](target, ids, target[:, :-1], keys).token_ids[:, 0]
@@ -175,10 +175,10 @@ def test_nothing_is_read_from_fresh_memory(name: str, request: pytest.FixtureReq
 def test_no_operation_waits_for_the_device(name: str) -> None:
     target, ids, draft = make_round(3, 2, 5000)
     keys = make_keys(3)
-    with NoWaiting():
+    with NoHostSync():
         OPERATIONS[name](target, ids, draft, keys, torch.tensor([0, 1, 2]))
         sample(target[:, 0], keys=keys, stream=Stream.RACE, temperature=torch.ones(3))
-    with NoWaiting(), pytest.raises(AssertionError, match="waits"):
+    with NoHostSync(), pytest.raises(AssertionError, match="waits"):
         bool(target.sum() > 0)
 
 
@@ -194,8 +194,8 @@ def test_looking_only_at_what_the_cutoffs_keep_changes_no_bit(
     keys, found = make_keys(3), []
     options = {"keys": keys, "temperature": temperature, "row_cutoffs": cutoffs, "backend": "torch"}
     drawing = {**options, "row_cutoffs": cutoffs[:, 0], "stream": Stream.RACE}
-    assert twin_masses._weigh_kept(target, Warp(temperature, cutoffs)) is not None
-    assert twin_masses._weigh_kept(draft, Warp()) is not None
+    assert twin_masses._kept_masses(target, Warp(temperature, cutoffs)) is not None
+    assert twin_masses._kept_masses(draft, Warp()) is not None
     for share in (twin_pieces.MAX_KEPT_SHARE, -1.0):
         monkeypatch.setattr(twin_pieces, "MAX_KEPT_SHARE", share)
         found.append(

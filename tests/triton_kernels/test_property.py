@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_speculate.triton_kernels import Status, Stream, Verdict, sample
-from tests.triton_kernels.laws import make_keys
+from tests.triton_kernels.distributions import make_keys
 from tests.triton_kernels.operations import OPERATIONS, assert_well_formed, make_round
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]

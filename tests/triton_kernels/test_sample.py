@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_speculate.triton_kernels import NoiseKeys, Sampled, Stream, row_seeds, sample
-from tests.triton_kernels.laws import PASS_P_VALUE, chunks, make_keys, p_value
+from tests.triton_kernels.distributions import PASS_P_VALUE, chunks, make_keys, p_value
 
 NUM_TRIALS = 1_000_000
 # Float32 against float64 log-sum-exp of values near 10: a few units in the last place.

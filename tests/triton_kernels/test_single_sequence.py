@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_speculate.triton_kernels import ConfigError, ShapeError, greedy_match, speculative_sampling
-from tests.triton_kernels.laws import PASS_P_VALUE, p_value
+from tests.triton_kernels.distributions import PASS_P_VALUE, p_value
 
 NUM_CALLS = 1500
 

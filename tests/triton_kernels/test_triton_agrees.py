@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from hf_speculate.triton_kernels import Stream, Verdict, sample, verify_greedy, verify_rejection, verify_typical
-from tests.triton_kernels.laws import make_keys
-from tests.triton_kernels.on_triton import assert_same, judge, moved, on_triton
+from tests.triton_kernels.distributions import make_keys
+from tests.triton_kernels.on_triton import assert_same, moved, on_triton, verify_on_triton
 from tests.triton_kernels.operations import OPERATIONS, make_round
 
 pytest.importorskip("triton", reason="needs Triton")
@@ -29,11 +29,11 @@ def make_case(num_rows: int, num_draft_tokens: int, vocab_size: int) -> tuple[An
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_kernels_decide_as_the_twin_does(name: str, shape: tuple[int, int, int]) -> None:
     case = make_case(*shape)
-    assert_same(judge(name, *case), OPERATIONS[name](*case, backend="torch"))
+    assert_same(verify_on_triton(name, *case), OPERATIONS[name](*case, backend="torch"))
 
 
 def make_contested_round(num_rows: int, num_draft_tokens: int, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Target, ids and draft of which every position of a chain refuses some: the ids are drawn from the draft."""
+    """Target, ids and draft of which every position of a chain rejects some: the ids are drawn from the draft."""
     generator = torch.Generator().manual_seed(9)
     target = torch.randn(num_rows, num_draft_tokens + 1, vocab_size, generator=generator)
     draft = 0.7 * target[:, :-1] + 0.5 * torch.randn(num_rows, num_draft_tokens, vocab_size, generator=generator)
@@ -50,7 +50,7 @@ def test_refusals_at_every_position_are_drawn_as_in_the_twin(name: str, num_rows
     case = (target, ids, draft, make_keys(num_rows, rounds=4, positions=3))
     twin = OPERATIONS[name](*case, backend="torch")
     assert len(twin.num_accepted.unique()) >= 3
-    assert_same(judge(name, *case), twin)
+    assert_same(verify_on_triton(name, *case), twin)
 
 
 @pytest.mark.slow
@@ -60,7 +60,7 @@ def test_the_residual_of_a_block_is_scaled_by_what_the_prefix_was_worth() -> Non
     draft = torch.tensor([[0.5, 0.5, 0.0], [0.41, 0.09, 0.5]]).log().expand(num_rows, -1, -1)
     # The first token is worth 0.4 / 0.5, the second nothing: the residual then is 0.8 target - draft, token 1 alone.
     case = (target, torch.tensor([[0, 2]]).expand(num_rows, -1), draft, make_keys(num_rows))
-    mine = judge("block", *case)
+    mine = verify_on_triton("block", *case)
     assert_same(mine, OPERATIONS["block"](*case, backend="torch"))
     kept = mine.num_accepted == 1
     assert kept.sum() > 15
@@ -106,14 +106,14 @@ def test_more_chunks_than_are_merged_at_once() -> None:
 def test_half_precision_logits_decide_as_in_the_twin(name: str, dtype: torch.dtype) -> None:
     target, ids, draft, keys, lens = make_case(3, 2, 64)
     case = (target.to(dtype), ids.to(torch.int32), draft.to(dtype), keys, lens.to(torch.int32))
-    assert_same(judge(name, *case), OPERATIONS[name](*case, backend="torch"))
+    assert_same(verify_on_triton(name, *case), OPERATIONS[name](*case, backend="torch"))
 
 
 def test_target_and_draft_may_differ_in_their_dtype() -> None:
     target, ids, draft, keys, lens = make_case(2, 2, 64)
     for name in ("rejection", "block"):
         case = (target, ids, draft.to(torch.bfloat16), keys, lens)
-        assert_same(judge(name, *case), OPERATIONS[name](*case, backend="torch"))
+        assert_same(verify_on_triton(name, *case), OPERATIONS[name](*case, backend="torch"))
 
 
 def test_ties_between_groups_of_chunks_go_to_the_lowest_index(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,8 +137,8 @@ def strided(tensor: Tensor, kind: str) -> Tensor:
 @pytest.mark.parametrize("name", ["greedy", "rejection", "block", "coupled", "typical, sampled"])
 def test_strides_change_nothing(name: str, kind: str) -> None:
     target, ids, draft, keys, lens = make_case(2, 2, 48)
-    plain = judge(name, target, ids, draft, keys, lens)
-    other = judge(name, strided(target, kind), ids, strided(draft, kind), keys, lens)
+    plain = verify_on_triton(name, target, ids, draft, keys, lens)
+    other = verify_on_triton(name, strided(target, kind), ids, strided(draft, kind), keys, lens)
     assert_same(other, plain)
 
 
@@ -158,7 +158,7 @@ def test_what_fresh_memory_holds_is_never_read(name: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(torch, "empty", poisoned)
     for is_fused in (False, True):
         monkeypatch.setattr(operations, "has_atomics", lambda device, is_fused=is_fused: is_fused)
-        assert_same(judge(name, *case), wanted)
+        assert_same(verify_on_triton(name, *case), wanted)
     drawn = on_triton(sample, case[0][:, 0], keys=case[3], stream=Stream.DRAFT)
     assert_same(drawn, sample(case[0][:, 0], keys=case[3], stream=Stream.DRAFT, backend="torch"))
 
@@ -171,7 +171,7 @@ def test_tiles_and_ways_to_finish_change_no_bit(name: str, monkeypatch: pytest.M
     for num_chunks, is_fused in ((1, False), (1, True), (2, True), (8, False)):
         monkeypatch.setattr(launch, "chunks_per_program", lambda num_rows, num=num_chunks: num)
         monkeypatch.setattr(operations, "has_atomics", lambda device, is_fused=is_fused: is_fused)
-        verdicts.append(judge(name, *case))
+        verdicts.append(verify_on_triton(name, *case))
         drawn = on_triton(sample, case[0][:, 0], keys=case[3], stream=Stream.DRAFT)
         verdicts[-1] = Verdict(verdicts[-1].token_ids, drawn.token_ids, drawn.logsumexp)
     for verdict in verdicts[1:]:
@@ -181,10 +181,10 @@ def test_tiles_and_ways_to_finish_change_no_bit(name: str, monkeypatch: pytest.M
 @pytest.mark.parametrize("name", ["rejection", "block", "coupled", "typical, sampled"])
 def test_a_row_is_decided_as_if_it_were_alone(name: str) -> None:
     target, ids, draft, keys, lens = make_case(4, 2, 40)
-    together = judge(name, target, ids, draft, keys, lens)
+    together = verify_on_triton(name, target, ids, draft, keys, lens)
     for row in (0, 3):
         only = torch.tensor([row])
-        alone = judge(name, target[only], ids[only], draft[only], keys.rows(only), lens[only])
+        alone = verify_on_triton(name, target[only], ids[only], draft[only], keys.rows(only), lens[only])
         assert all(torch.equal(one[0], other[row]) for one, other in zip(alone, together, strict=True))
 
 

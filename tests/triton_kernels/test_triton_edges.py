@@ -17,8 +17,8 @@ from hf_speculate.triton_kernels import (
     verify_rejection,
 )
 from hf_speculate.triton_kernels.noise import row_seeds
-from tests.triton_kernels.laws import make_keys
-from tests.triton_kernels.on_triton import DEVICE, assert_same, judge, on_triton
+from tests.triton_kernels.distributions import make_keys
+from tests.triton_kernels.on_triton import DEVICE, assert_same, on_triton, verify_on_triton
 from tests.triton_kernels.operations import DENSE, OPERATIONS, assert_well_formed, make_round
 
 pytest.importorskip("triton", reason="needs Triton")
@@ -56,7 +56,7 @@ def test_hostile_target_rows_bad_ids_and_short_chains(name: str) -> None:
         num_accepted[row], status[row] = 1, int(Status.BAD_DRAFT_ID)
     for row, (length, counted) in enumerate([(-5, 0), (1, 1), (100, 2)], start=len(places) + len(BAD_IDS)):
         lens[row], num_accepted[row] = length, counted
-    verdict = judge(name, target, ids, draft, make_keys(num_rows), lens)
+    verdict = verify_on_triton(name, target, ids, draft, make_keys(num_rows), lens)
     assert_well_formed(verdict, 50, lens.clamp(0, 2))
     assert verdict.num_accepted.tolist() == num_accepted
     assert verdict.status.tolist() == status
@@ -66,11 +66,11 @@ def test_hostile_target_rows_bad_ids_and_short_chains(name: str) -> None:
 def test_what_stands_after_the_end_is_not_named(name: str) -> None:
     target, _, draft = make_round(3, 2, 50)
     ids = target[:, :-1].argmin(-1)
-    target[:, 0].scatter_(-1, ids[:, :1], -300.0)  # refused by every verifier
+    target[:, 0].scatter_(-1, ids[:, :1], -300.0)  # rejected by every verifier
     for row, value in enumerate(HOSTILE):
         spoil(target[row, 1], value)
         spoil(draft[row, 1], value)
-    verdict = judge(name, target, ids, draft, make_keys(3))
+    verdict = verify_on_triton(name, target, ids, draft, make_keys(3))
     assert_well_formed(verdict, 50, torch.full((3,), 2))
     assert verdict.num_accepted.tolist() == verdict.status.tolist() == [0] * 3
 
@@ -80,7 +80,7 @@ def test_a_hostile_draft_row_refuses_and_the_target_is_drawn_from(name: str) -> 
     target, ids, draft = sure_round(3, 2, 50)
     for row, value in enumerate(HOSTILE):
         spoil(draft[row, 1], value)
-    verdict = judge(name, target, ids, draft, make_keys(3))
+    verdict = verify_on_triton(name, target, ids, draft, make_keys(3))
     assert_well_formed(verdict, 50, torch.full((3,), 2))
     assert verdict.num_accepted.tolist() == [1] * 3
     assert verdict.status.tolist() == [int(flag) for flag in HOSTILE.values()]
@@ -94,7 +94,7 @@ def test_flags_of_a_target_row_and_a_draft_row_that_share_a_fault_are_joined(nam
     for row, (value, other) in enumerate(pairs):
         spoil(target[row, 1], value)
         spoil(draft[row, 1], other)
-    verdict = judge(name, target, ids, draft, make_keys(len(pairs)))
+    verdict = verify_on_triton(name, target, ids, draft, make_keys(len(pairs)))
     assert verdict.status.tolist() == [int(HOSTILE[value] | HOSTILE[other]) for value, other in pairs]
 
 
@@ -127,20 +127,20 @@ def test_nothing_and_certainty_are_decided_alike_by_the_least_and_the_greatest_c
     # The draft cannot have proposed what the target knows: kept.
     target = torch.tensor([[open_row] * 3] * 2)
     draft = torch.tensor([[[2.0, -torch.inf, 1.0], open_row]] * 2)  # elsewhere unlike the target
-    verdict = judge(verifier, target, ids, draft, keys, torch.tensor([1, 1]))
+    verdict = verify_on_triton(verifier, target, ids, draft, keys, torch.tensor([1, 1]))
     assert verdict.num_accepted.tolist() == [1, 1]
     assert verdict.status.tolist() == [0, 0]
-    # The target forbids it, whatever the draft says: refused, and not emitted.
+    # The target forbids it, whatever the draft says: rejected, and not emitted.
     target[:, 0, 1] = -torch.inf
     for draft_logit in (0.0, -torch.inf):
         draft[:, 0, 1] = draft_logit
-        verdict = judge(verifier, target, ids, draft, keys)
+        verdict = verify_on_triton(verifier, target, ids, draft, keys)
         assert_well_formed(verdict, 3, torch.tensor([2, 2]))
         assert verdict.num_accepted.tolist() == verdict.status.tolist() == [0, 0]
         assert (verdict.token_ids[:, 0] != 1).all()
     # Equal laws: kept by every coin.
     target = torch.tensor([[open_row] * 3] * 2)
-    assert judge(verifier, target, ids, target[:, :-1], keys).num_accepted.tolist() == [2, 2]
+    assert verify_on_triton(verifier, target, ids, target[:, :-1], keys).num_accepted.tolist() == [2, 2]
 
 
 def test_a_point_mass_on_what_the_target_forbids_is_refused() -> None:
@@ -165,7 +165,7 @@ def assert_serves_vocabulary(vocab_size: int, names: Any) -> None:
     """Ids in range from random rows, and the last id from rows that allow nothing else."""
     target, ids, draft = make_round(1, 1, vocab_size)
     for name in names:
-        verdict = judge(name, target, ids, draft, make_keys(1))
+        verdict = verify_on_triton(name, target, ids, draft, make_keys(1))
         assert_well_formed(verdict, vocab_size, torch.ones(1))
         assert verdict.status.tolist() == [0]
     last = torch.full((1, vocab_size), -torch.inf)
@@ -203,7 +203,7 @@ def test_rows_farther_apart_than_32_bits_are_found(name: str, distance: int) -> 
     far_draft = buffer.as_strided((2, 2, 64), (distance, 64, 1), 3 * 64)
     far_target.copy_(target)
     far_draft.copy_(draft)
-    far = judge(name, far_target, ids.long(), far_draft, make_keys(2))
+    far = verify_on_triton(name, far_target, ids.long(), far_draft, make_keys(2))
     assert_well_formed(far, 64, torch.full((2,), 2))
     assert_same(far, OPERATIONS[name](target, ids.long(), draft, make_keys(2), backend="torch"))
 
@@ -212,7 +212,7 @@ def test_rows_farther_apart_than_32_bits_are_found(name: str, distance: int) -> 
 @pytest.mark.parametrize(("num_rows", "num_draft_tokens"), [(0, 0), (0, 3), (1, 0), (3, 0)])
 def test_no_rows_and_no_drafted_tokens_are_fine(name: str, num_rows: int, num_draft_tokens: int) -> None:
     target, ids, draft = make_round(num_rows, num_draft_tokens, 11)
-    verdict: Verdict = judge(name, target, ids, draft, make_keys(num_rows))
+    verdict: Verdict = verify_on_triton(name, target, ids, draft, make_keys(num_rows))
     assert verdict.token_ids.shape == (num_rows, num_draft_tokens + 1)
     assert_well_formed(verdict, 11, torch.full((num_rows,), num_draft_tokens))
     assert verdict.status.tolist() == [0] * num_rows

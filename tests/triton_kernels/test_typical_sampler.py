@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_speculate.triton_kernels import ConfigError, ShapeError, TypicalAcceptanceSampler, verify_typical
-from tests.triton_kernels.waiting import NoWaiting
+from tests.triton_kernels.host_syncs import NoHostSync
 
 # A comparison closer than this may go either way in float32.
 BORDER = 1e-5
@@ -134,9 +134,9 @@ def test_no_rows_and_no_drafted_tokens_are_fine() -> None:
 
 def test_only_strict_mode_waits_for_the_device() -> None:
     target, bonus, ids = make_batch(3, 30)
-    with NoWaiting():
+    with NoHostSync():
         SAMPLER(target, bonus, target[:, :-1], ids)
-    with NoWaiting(), pytest.raises(AssertionError, match="waits"):
+    with NoHostSync(), pytest.raises(AssertionError, match="waits"):
         STRICT(target, bonus, target[:, :-1], ids)
 
 
@@ -146,7 +146,7 @@ def test_strict_mode_names_ids_out_of_range_and_other_devices() -> None:
         STRICT(target, bonus, None, ids.index_fill(1, torch.tensor([1]), -1))
     with pytest.raises(ConfigError, match=re.escape("bonus_token_ids must be in [0, V) = [0, 30), got 30..30")):
         STRICT(target, torch.full_like(bonus, 30), None, ids)
-    with pytest.raises(ShapeError, match="draft_token_ids must be on cpu as target_with_bonus_probs is, got meta"):
+    with pytest.raises(ShapeError, match="draft_token_ids must be on cpu like target_with_bonus_probs, got meta"):
         STRICT(target, bonus, None, ids.to("meta"))
     with pytest.raises(ShapeError, match=re.escape("draft_probs must be [B, K, V] = [3, 3, 30], got [3, 4, 30]")):
         STRICT(target, bonus, target, ids)

@@ -18,7 +18,7 @@ from hf_speculate.triton_kernels import (
     verify_rejection,
     verify_typical,
 )
-from tests.triton_kernels.laws import make_keys
+from tests.triton_kernels.distributions import make_keys
 from tests.triton_kernels.operations import make_round
 
 VERIFIERS: dict[str, Callable[..., Verdict]] = {

@@ -1,1 +1,1 @@
-"""Drop-in replacements with the signatures of other libraries' verification functions."""
+"""Drop-in replacements for the verification functions of other libraries."""

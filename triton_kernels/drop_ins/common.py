@@ -1,4 +1,4 @@
-"""Helpers that the drop-in functions share: seeds, and tokens of rows that define no distribution."""
+"""Helpers of the drop-in functions: seeds, and masking of tokens whose row is not a valid distribution."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from ..types import Verdict
 
 
 def mask_undefined_draws(verdict: Verdict, logits: Tensor) -> Tensor:
-    """The verdict's ids [B, K+1], with -1 for a token whose row of `logits` [B, K+1, V] defines no distribution."""
+    """Token ids [B, K+1] of the verdict; -1 if the row of `logits` [B, K+1, V] is not a valid distribution."""
     at = verdict.num_accepted.to(torch.int64)
     tops = logits[torch.arange(logits.shape[0], device=logits.device), at].amax(-1)  # [B]
     here = at.unsqueeze(-1)
@@ -16,6 +16,6 @@ def mask_undefined_draws(verdict: Verdict, logits: Tensor) -> Tensor:
 
 
 def draw_seed(generator: torch.Generator | None, device: torch.device) -> Tensor:
-    """A seed [1] int64 from a generator, or from torch's global one."""
+    """Draw a seed [1] int64 from `generator`, or from torch's global generator."""
     drawn_on = device if generator is None else generator.device
     return torch.randint(2**63 - 1, (1,), generator=generator, device=drawn_on).to(device)

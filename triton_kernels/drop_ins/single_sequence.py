@@ -1,4 +1,4 @@
-"""Verification of a single sequence from normalised probabilities, with signatures that other engines use."""
+"""Verification of a single sequence from normalised probabilities: `greedy_match` and `speculative_sampling`."""
 
 import torch
 from torch import Tensor
@@ -16,15 +16,15 @@ def _check_candidates(target_dists: Tensor, candidate_tokens: Tensor) -> None:
     check_dtype("candidate_tokens", candidate_tokens, ID_DTYPES)
 
 
-def _end_of(verdict: Verdict, law: Tensor) -> tuple[Tensor, Tensor]:
-    """Index of the first refusal and the token there, of a batch of one with `law` [1, K+1, V]."""
+def _first_rejection(verdict: Verdict, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Index of the first rejected token and the token emitted there, for a batch of one; logits [1, K+1, V]."""
     rejected_idx = verdict.num_accepted.to(torch.int64)
-    return rejected_idx[0], mask_undefined_draws(verdict, law)[0].gather(0, rejected_idx)[0]
+    return rejected_idx[0], mask_undefined_draws(verdict, logits)[0].gather(0, rejected_idx)[0]
 
 
 @torch.no_grad()
 def greedy_match(target_dists: Tensor, candidate_tokens: Tensor, *, backend: str = "auto") -> tuple[Tensor, Tensor]:
-    """Compare candidates with the target's most probable tokens (ties: the lowest index).
+    """Greedy verification: compare candidates with the target's most probable tokens; ties go to the lowest index.
 
     Args:
         target_dists: [K+1, V] probabilities, any float dtype; only their order matters.
@@ -32,17 +32,17 @@ def greedy_match(target_dists: Tensor, candidate_tokens: Tensor, *, backend: str
         backend: "auto", "torch" or "triton".
 
     Returns:
-        `rejected_idx`, the first position that differs (K when none does), and the target's most probable token
+        `rejected_idx`, the first position that differs (K if none does), and the target's most probable token
         there; both 0-dim int64.
 
     Raises:
-        ConfigError: an unknown backend.
-        KernelUnavailableError: backend="triton" where it cannot run.
-        ShapeError: a shape or dtype that does not fit.
+        ConfigError: unknown backend.
+        KernelUnavailableError: backend="triton" is not available.
+        ShapeError: a tensor has a wrong shape or dtype.
     """
     _check_candidates(target_dists, candidate_tokens)
     batch = target_dists.unsqueeze(0)
-    return _end_of(verify_greedy(batch, candidate_tokens.unsqueeze(0), backend=backend), batch)
+    return _first_rejection(verify_greedy(batch, candidate_tokens.unsqueeze(0), backend=backend), batch)
 
 
 @torch.no_grad()
@@ -54,36 +54,36 @@ def speculative_sampling(
     generator: torch.Generator | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Rejection sampling of candidates drawn from `proposal_dists`.
+    """Rejection sampling of candidates that were sampled from `proposal_dists`.
 
     Args:
         target_dists: [K+1, V] normalised probabilities, any float dtype.
         proposal_dists: [K, V] normalised probabilities, any float dtype.
         candidate_tokens: [K] int32 or int64.
-        generator: draws the seed of the call; None: torch's global one.
+        generator: draws the seed of the call; None means torch's global generator.
         backend: "auto", "torch" or "triton".
 
     Returns:
-        `rejected_idx`, the first refused position (K when none is), and the token drawn there, from the bonus row
-        when all stay; both 0-dim int64.
+        `rejected_idx`, the first rejected position (K if all are accepted), and the correction or bonus token that
+        was sampled there; both 0-dim int64.
 
     Raises:
-        ConfigError: an unknown backend.
-        KernelUnavailableError: backend="triton" where it cannot run.
-        ShapeError: a shape or dtype that does not fit.
+        ConfigError: unknown backend.
+        KernelUnavailableError: backend="triton" is not available.
+        ShapeError: a tensor has a wrong shape or dtype.
     """
     _check_candidates(target_dists, candidate_tokens)
     num_candidates, vocab_size = candidate_tokens.shape[0], target_dists.shape[1]
     check_shape("proposal_dists", proposal_dists, "K, V", (num_candidates, vocab_size))
     check_dtype("proposal_dists", proposal_dists, FLOAT_DTYPES)
     seeds = draw_seed(generator, target_dists.device)
-    nothing = torch.zeros_like(seeds)
-    law = target_dists.to(torch.float32).log().unsqueeze(0)
+    zeros = torch.zeros_like(seeds)
+    target_logits = target_dists.to(torch.float32).log().unsqueeze(0)
     verdict = verify_rejection(
-        law,
+        target_logits,
         candidate_tokens.unsqueeze(0),
         proposal_dists.to(torch.float32).log().unsqueeze(0),
-        keys=NoiseKeys(seeds, nothing, nothing),
+        keys=NoiseKeys(seeds, zeros, zeros),
         backend=backend,
     )
-    return _end_of(verdict, law)
+    return _first_rejection(verdict, target_logits)

@@ -1,4 +1,4 @@
-"""vLLM's class for typical acceptance on our operation."""
+"""vLLM's `TypicalAcceptanceSampler`: typical acceptance from normalised probabilities."""
 
 from dataclasses import dataclass, field
 
@@ -11,25 +11,24 @@ from ..backends import operations
 from ..errors import ConfigError, ShapeError
 from .common import mask_undefined_draws
 
-# What vLLM adds inside the entropy's logarithm.
-ENTROPY_EPSILON = 1e-5
+ENTROPY_EPSILON = 1e-5  # vLLM's constant
 
 
 @dataclass(frozen=True)
 class TypicalAcceptanceSampler:
-    """Typical acceptance of drafted tokens from probabilities: a drop-in for vLLM's class of this name.
+    """Typical acceptance from probabilities: a drop-in replacement for vLLM's class.
 
-    `verify_typical` does the same from logits, without a softmax, and with the exact entropy.
+    `verify_typical` takes logits instead and uses the exact entropy.
 
     Args:
         posterior_threshold: in (0, 1), a probability.
         posterior_alpha: > 0.
-        strict_mode: whether a call also checks devices and that every id is in [0, V), which waits for the device.
-        disable_bonus_tokens: whether -1 stands where the bonus token would.
+        strict_mode: also check devices and that every id is in [0, V), which synchronises with the device.
+        disable_bonus_tokens: emit -1 instead of the bonus token.
         backend: "auto", "torch" or "triton".
 
     Raises:
-        ConfigError: a number is out of range.
+        ConfigError: a value is out of range.
 
     Source: Cai et al., arXiv:2401.10774, section 3.3.1.
     """
@@ -54,34 +53,34 @@ class TypicalAcceptanceSampler:
         draft_probs: Tensor | None,
         draft_token_ids: Tensor,
     ) -> Tensor:
-        """Keep drafted tokens while the target finds each typical.
+        """Accept drafted tokens while p(x) > min(threshold, alpha * exp(-entropy of p)).
 
         Args:
             target_with_bonus_probs: [B, K+1, V] probabilities, any float dtype; each row is divided by its sum.
-            bonus_token_ids: [B] or [B, 1] int32 or int64, emitted where all drafted tokens stay.
-            draft_probs: not read; [B, K, V] or None.
-            draft_token_ids: [B, K] int32 or int64. An id outside [0, V) is refused.
+            bonus_token_ids: [B] or [B, 1] int32 or int64, emitted if all drafted tokens are accepted.
+            draft_probs: [B, K, V] or None; not read.
+            draft_token_ids: [B, K] int32 or int64. An id outside [0, V) is rejected.
 
         Returns:
-            [B, K+1] int64: the kept prefix, the target's most probable token (ties: the lowest index) at the first
-            refusal, then -1. -1 also stands at a refusal where the target's row is no law.
+            [B, K+1] int64: the accepted prefix, the target's most probable token at the first rejection (ties go to
+            the lowest index; -1 if the target row is not a valid distribution), then -1.
 
         Raises:
-            ConfigError: an unknown backend, or in strict mode an id outside [0, V).
-            KernelUnavailableError: backend="triton" where it cannot run.
-            ShapeError: a shape or dtype that does not fit, or in strict mode a device.
+            ConfigError: unknown backend, or in strict mode an id outside [0, V).
+            KernelUnavailableError: backend="triton" is not available.
+            ShapeError: a tensor has a wrong shape or dtype, or in strict mode a wrong device.
         """
         _check(target_with_bonus_probs, bonus_token_ids, draft_token_ids)
         if self.strict_mode:
             _check_strictly(target_with_bonus_probs, bonus_token_ids, draft_probs, draft_token_ids)
-        chosen = operations(self.backend, target_with_bonus_probs.device)
-        law = target_with_bonus_probs.to(torch.float32).log()
-        verdict = chosen.typical(Round(law, draft_token_ids, None), Warp(), self._make_rule(), None)
+        implementation = operations(self.backend, target_with_bonus_probs.device)
+        logits = target_with_bonus_probs.to(torch.float32).log()
+        verdict = implementation.typical(Round(logits, draft_token_ids, None), Warp(), self._make_rule(), None)
         at = verdict.num_accepted.to(torch.int64).unsqueeze(-1)  # [B, 1]
-        # A logarithm can make two probabilities equal: the most probable token is looked up among themselves.
-        rows = target_with_bonus_probs.gather(1, at.unsqueeze(-1).expand(-1, -1, law.shape[-1]))  # [B, 1, V]
-        best = chosen.greedy(Round(rows, draft_token_ids[:, :0], None)).token_ids  # [B, 1]
-        ids = mask_undefined_draws(verdict._replace(token_ids=verdict.token_ids.scatter(1, at, best)), law)
+        # The argmax is taken over the probabilities, because the logarithm can round two of them to the same number.
+        rows = target_with_bonus_probs.gather(1, at.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))  # [B, 1, V]
+        best = implementation.greedy(Round(rows, draft_token_ids[:, :0], None)).token_ids  # [B, 1]
+        ids = mask_undefined_draws(verdict._replace(token_ids=verdict.token_ids.scatter(1, at, best)), logits)
         bonus = bonus_token_ids.view(-1, 1).to(torch.int64)
         if self.disable_bonus_tokens:
             bonus = torch.full_like(bonus, -1)
@@ -102,7 +101,7 @@ def _check(target_probs: Tensor, bonus_token_ids: Tensor, draft_token_ids: Tenso
 def _check_strictly(
     target_probs: Tensor, bonus_token_ids: Tensor, draft_probs: Tensor | None, draft_token_ids: Tensor
 ) -> None:
-    """Raise unless all tensors share a device, the proposal has the target's shape and every id is in [0, V)."""
+    """Raise unless all tensors are on one device, `draft_probs` matches the target and all ids are in [0, V)."""
     num_rows, num_positions, vocab_size = target_probs.shape
     if draft_probs is not None:
         check_shape("draft_probs", draft_probs, "B, K, V", (num_rows, num_positions - 1, vocab_size))
@@ -111,12 +110,12 @@ def _check_strictly(
     for name, tensor in named.items():
         if tensor is not None and tensor.device != target_probs.device:
             raise ShapeError(
-                f"{name} must be on {target_probs.device} as target_with_bonus_probs is, got {tensor.device}; move it"
+                f"{name} must be on {target_probs.device} like target_with_bonus_probs, got {tensor.device}; move it"
             )
     for name in ("bonus_token_ids", "draft_token_ids"):
         ids = named[name]
         if ids is not None and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
             raise ConfigError(
                 f"{name} must be in [0, V) = [0, {vocab_size}), got {int(ids.min())}..{int(ids.max())}; "
-                "strict_mode=False refuses such drafted ids one by one"
+                "with strict_mode=False such drafted ids are rejected"
             )

@@ -1,7 +1,7 @@
-"""The Triton kernels behind every operation; importing this needs Triton.
+"""Triton kernels of every operation; importing this package requires Triton.
 
-A call is two launches: `stats` reads every row once, `decide` walks the chains and draws. Block verification and
-entropies with an epsilon look at the rows a second time in between.
+A call has two launches: `stats` reads every row once, `decide` tests the drafted tokens and samples the final token.
+Block verification and entropies with an epsilon read the rows a second time in between.
 """
 
 from .operations import block, coupled, greedy, reject, reject_and_test, sample, typical

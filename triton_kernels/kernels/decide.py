@@ -1,30 +1,10 @@
-"""The second launch: walk the chain, draw the token after it, write the verdict."""
+"""Second launch: test the drafted tokens, sample the correction or bonus token, write the verdict."""
 
 import triton
 import triton.language as tl
 
 from ..types import Status
-from .entry import entry_point
-from .noise import ACCEPT, CORRECTION, exponentials, noise_states, uniforms
-from .rows import (
-    CHUNKS_AT_ONCE,
-    NO_ID,
-    chunk_race,
-    is_finite,
-    law_status,
-    load_chunk,
-    load_cutoff,
-    load_cutoffs,
-    load_temperature,
-    logsumexps,
-    merge_maxes,
-    merge_races,
-    merge_sums,
-    row_offset,
-    warp,
-)
-from .stats import chain_len, load_keys
-from .walk import (
+from .acceptance import (
     BLOCK,
     COUPLED,
     GREEDY,
@@ -39,6 +19,26 @@ from .walk import (
     passes_rejection,
     passes_typical,
 )
+from .entry import entry_point
+from .noise import ACCEPT, CORRECTION, exponentials, noise_states, uniforms
+from .rows import (
+    CHUNKS_AT_ONCE,
+    NO_ID,
+    chunk_race,
+    is_finite,
+    load_chunk,
+    load_cutoff,
+    load_cutoffs,
+    load_temperature,
+    logsumexps,
+    merge_maxes,
+    merge_races,
+    merge_sums,
+    row_offset,
+    row_status,
+    warp,
+)
+from .stats import chain_len, load_keys
 
 BAD_DRAFT_ID = tl.constexpr(int(Status.BAD_DRAFT_ID))
 EMPTY_RESIDUAL = tl.constexpr(int(Status.EMPTY_RESIDUAL))
@@ -46,13 +46,13 @@ EMPTY_RESIDUAL = tl.constexpr(int(Status.EMPTY_RESIDUAL))
 
 @triton.jit
 def first_lane(values):
-    """The first of [P], as a scalar."""
+    """First entry of [P], as a scalar."""
     return tl.sum(tl.where(tl.arange(0, POSITIONS_AT_ONCE) == 0, values, tl.zeros_like(values)), axis=0)
 
 
 @triton.jit
 def write_verdict(ids_ptr, out_ids_ptr, out_num_ptr, out_status_ptr, sequence, num_draft_tokens, end, final_id, status):
-    """Write kept ids, the final id, -1 beyond; count; status."""
+    """Write the ids (accepted, final, then -1), the number of accepted tokens and the status."""
     for first in range(0, num_draft_tokens + 1, POSITIONS_AT_ONCE):
         positions = first + tl.arange(0, POSITIONS_AT_ONCE)
         at = ids_ptr + sequence.to(tl.int64) * num_draft_tokens + positions
@@ -66,7 +66,7 @@ def write_verdict(ids_ptr, out_ids_ptr, out_num_ptr, out_status_ptr, sequence, n
 
 @triton.jit
 def best_of_race(keys_ptr, winners_ptr, sequence, num_programs):
-    """Best key and its winner among a sequence's programs, in their order."""
+    """Largest key and its token id among the programs of a sequence; ties go to the first program."""
     best = -1.0
     best_id = 0
     for first in range(0, num_programs, CHUNKS_AT_ONCE):
@@ -75,8 +75,8 @@ def best_of_race(keys_ptr, winners_ptr, sequence, num_programs):
         keys = tl.load(keys_ptr + at, mask=programs < num_programs, other=-1.0, cache_modifier=".cg")
         winners = tl.load(winners_ptr + at, mask=programs < num_programs, other=0, cache_modifier=".cg")
         here = tl.max(keys, axis=0)
-        place = tl.min(tl.where(keys == here, programs, NO_ID), axis=0)
-        winner = tl.sum(tl.where(programs == place, winners, 0), axis=0)
+        best_program = tl.min(tl.where(keys == here, programs, NO_ID), axis=0)
+        winner = tl.sum(tl.where(programs == best_program, winners, 0), axis=0)
         best_id = tl.where(here > best, winner, best_id)
         best = tl.maximum(best, here)
     return best, best_id
@@ -87,7 +87,7 @@ def finish(
     ids_ptr, keys_ptr, winners_ptr, out_ids_ptr, out_num_ptr, out_status_ptr,
     sequence, num_sequences, num_draft_tokens, num_programs, end, argmax_id, uses_residual, status,
 ):  # fmt: skip
-    """Choose between the races' winners and write the verdict; `argmax_id` >= 0 is taken as it is."""
+    """Write the verdict; the final id is `argmax_id` if >= 0, else the sample from the residual or from the target."""
     plane = num_sequences.to(tl.int64) * num_programs
     _, target_id = best_of_race(keys_ptr, winners_ptr, sequence, num_programs)
     key, residual_id = best_of_race(keys_ptr + plane, winners_ptr + plane, sequence, num_programs)
@@ -99,14 +99,14 @@ def finish(
 
 
 @triton.jit
-def first_refusal(
+def first_rejection(
     target_ptr, target_stride_b, target_stride_i, target_stride_v,
     draft_ptr, draft_stride_b, draft_stride_i, draft_stride_v,
     ids_ptr, temperature, cutoffs_ptr, seed, round_, position,
     floats_ptr, ints_ptr, plane, draft_lse_ptr, entropy_sums_ptr, threshold, alpha, passed_ptr,
     sequence, length, num_sequences, num_draft_tokens, vocab_size, num_chunks, RULE: tl.constexpr,
 ):  # fmt: skip
-    """Place of the first drafted token that its rule refuses; `length` where all pass."""
+    """Position of the first drafted token that RULE rejects; `length` if all pass."""
     end = length
     for first in range(0, length, POSITIONS_AT_ONCE):
         positions = first + tl.arange(0, POSITIONS_AT_ONCE)
@@ -130,14 +130,14 @@ def first_refusal(
                 passed = passes_typical(floats_ptr, plane, entropy_sums_ptr, rows, counts, num_chunks, tops, sums,
                                         target_logprobs, threshold, alpha)  # fmt: skip
             else:
-                log_coins = tl.log(uniforms(noise_states(seed, round_, position + positions, ACCEPT), ids))
-                passed = log_coins < target_logprobs
+                log_u = tl.log(uniforms(noise_states(seed, round_, position + positions, ACCEPT), ids))
+                passed = log_u < target_logprobs
                 if RULE == REJECTION:
                     draft_lse = draft_logsumexps(floats_ptr, ints_ptr, draft_lse_ptr, sequence, positions, counts,
                                                  num_sequences, num_draft_tokens, num_chunks, plane)  # fmt: skip
                     d = load_tokens(draft_ptr, draft_stride_b, draft_stride_i, draft_stride_v, sequence, positions, ids,
                                     is_good)  # fmt: skip
-                    passed = passes_rejection(log_coins, target_logprobs, d - draft_lse, draft_lse)
+                    passed = passes_rejection(log_u, target_logprobs, d - draft_lse, draft_lse)
         if temperature is not None:
             passed = tl.where(temperature == 0.0, is_argmax, passed)
         passed = passed & is_good
@@ -154,34 +154,34 @@ def race_row(
     target_lse, draft_lse, ratio, last_id, uses_residual, state, first_chunk, last_chunk, vocab_size,
     RULE: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Race some chunks of one row, by the target's law and by what it has more than the draft's.
+    """Exponential races over some chunks of one row: for the target distribution and for the residual.
 
-    Returns key and winner of both races. Keys are compared as they are, so the pieces may have any size; larger ones
-    spilled registers on cuda 90 in some of the builds.
+    Returns the largest key and its token id for both races. The result does not depend on PIECE; larger pieces spilled
+    registers in some builds for cuda 90.
     """
     PIECE: tl.constexpr = CHUNK // 8
-    best, best_id, best_rest, best_rest_id = -1.0, 0, -1.0, 0
+    best, best_id, best_residual, best_residual_id = -1.0, 0, -1.0, 0
     for piece in range(8 * first_chunk, 8 * last_chunk):
         token_ids = piece * PIECE + tl.arange(0, PIECE)
         x = load_chunk(target_row_ptr, target_stride_v, token_ids, vocab_size, ALIGNED)
         x = warp(x, temperature, cutoff)
         probs = tl.exp(x - target_lse)
-        clocks = exponentials(state, token_ids)
-        key, winner = chunk_race(probs, clocks, token_ids, vocab_size)
+        noise = exponentials(state, token_ids)
+        key, winner = chunk_race(probs, noise, token_ids, vocab_size)
         best_id = tl.where(key > best, winner, best_id)
         best = tl.maximum(best, key)
         if RULE == POINT_MASS:
-            rest = tl.where(token_ids == last_id, 0.0, probs)
+            residual = tl.where(token_ids == last_id, 0.0, probs)
         elif RULE != TYPICAL:
-            rest = probs
+            residual = probs
             if uses_residual:
                 d = load_chunk(draft_row_ptr, draft_stride_v, token_ids, vocab_size, ALIGNED)
-                rest = tl.maximum(probs * ratio - tl.exp(d - draft_lse), 0.0)
+                residual = tl.maximum(probs * ratio - tl.exp(d - draft_lse), 0.0)
         if RULE != TYPICAL:
-            key, winner = chunk_race(rest, clocks, token_ids, vocab_size)
-            best_rest_id = tl.where(key > best_rest, winner, best_rest_id)
-            best_rest = tl.maximum(best_rest, key)
-    return best, best_id, best_rest, best_rest_id
+            key, winner = chunk_race(residual, noise, token_ids, vocab_size)
+            best_residual_id = tl.where(key > best_residual, winner, best_residual_id)
+            best_residual = tl.maximum(best_residual, key)
+    return best, best_id, best_residual, best_residual_id
 
 
 @entry_point
@@ -197,11 +197,11 @@ def decide_kernel(
     num_sequences, num_draft_tokens, vocab_size, num_chunks, chunks_per_program,
     RULE: tl.constexpr, RACES: tl.constexpr, FUSED: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Decide one sequence.
+    """Verify one sequence.
 
-    Grid: (B, programs per row); with RACES every program walks the chain by itself and races its part of the one row
-    that gives the last token. FUSED: the program that arrives last compares and writes; otherwise `finish_kernel`
-    does, from `plans_ptr` [B, 4].
+    Grid: (B, programs per row). With RACES, every program tests the chain by itself and races its chunks of the row of
+    the final token. If FUSED, the last program to finish merges the races and writes the verdict; otherwise
+    `finish_kernel` does, from `plans_ptr` [B, 4].
     """
     sequence = tl.program_id(0)
     program = tl.program_id(1)
@@ -212,14 +212,14 @@ def decide_kernel(
         takes_argmax = this_temperature == 0.0
     seed, round_, position = load_keys(seeds_ptr, rounds_ptr, positions_ptr, sequence)
     end = length * 0
-    walk_rule: tl.constexpr = GREEDY if RULE == BLOCK else RULE
-    if RULE != BLOCK or this_temperature is not None:  # of a block, only rows at temperature 0 are walked like this
-        end = first_refusal(
+    position_rule: tl.constexpr = GREEDY if RULE == BLOCK else RULE
+    if RULE != BLOCK or this_temperature is not None:  # block verification tests only rows at temperature 0 here
+        end = first_rejection(
             target_ptr, target_stride_b, target_stride_i, target_stride_v,
             draft_ptr, draft_stride_b, draft_stride_i, draft_stride_v,
             ids_ptr, this_temperature, cutoffs_ptr, seed, round_, position,
             floats_ptr, ints_ptr, plane, draft_lse_ptr, entropy_sums_ptr, threshold, alpha, passed_ptr,
-            sequence, length, num_sequences, num_draft_tokens, vocab_size, num_chunks, walk_rule,
+            sequence, length, num_sequences, num_draft_tokens, vocab_size, num_chunks, position_rule,
         )  # fmt: skip
     ratio = 1.0
     if RULE == BLOCK:
@@ -237,8 +237,8 @@ def decide_kernel(
     top = first_lane(tops)
     final_id = first_lane(top_ids)
     last_ids, are_good = load_ids(ids_ptr, sequence, last, length, num_draft_tokens, vocab_size)
-    is_refused = first_lane(are_good.to(tl.int32)) > 0
-    status = law_status(top) | tl.where((end < length) & ~is_refused, BAD_DRAFT_ID, 0)
+    is_rejected = first_lane(are_good.to(tl.int32)) > 0
+    status = row_status(top) | tl.where((end < length) & ~is_rejected, BAD_DRAFT_ID, 0)
     if RULE == COUPLED:
         winners = merge_races(floats_ptr, floats_ptr + 2 * plane, ints_ptr + plane, rows, lanes == 0, num_chunks, tops)
         final_id = tl.where(takes_argmax, final_id, first_lane(winners))
@@ -247,21 +247,21 @@ def decide_kernel(
                       status)  # fmt: skip
     else:
         sums = merge_sums(floats_ptr, floats_ptr + plane, rows, lanes == 0, num_chunks, tops)
-        uses_residual = is_refused & is_finite(top) & ~takes_argmax
+        uses_residual = is_rejected & is_finite(top) & ~takes_argmax
         draft_lse = 0.0
         draft_row_ptr = target_ptr
         if RULE == REJECTION or RULE == BLOCK:  # noqa: SIM109, Triton compares with one value at a time
             lses = draft_logsumexps(floats_ptr, ints_ptr, draft_lse_ptr, sequence, last, (lanes == 0) & are_good,
                                     num_sequences, num_draft_tokens, num_chunks, plane)  # fmt: skip
             draft_lse = first_lane(lses)
-            status |= tl.where(is_refused & ~takes_argmax, law_status(draft_lse), 0)
+            status |= tl.where(is_rejected & ~takes_argmax, row_status(draft_lse), 0)
             uses_residual = uses_residual & is_finite(draft_lse)
             draft_row_ptr = draft_ptr + row_offset(sequence, end, draft_stride_b, draft_stride_i, ALIGNED)
         if RULE == TYPICAL:
             uses_residual = uses_residual & (end < 0)
         first_chunk = program * chunks_per_program
         last_chunk = tl.where(takes_argmax, first_chunk, tl.minimum(first_chunk + chunks_per_program, num_chunks))
-        best, best_id, best_rest, best_rest_id = race_row(
+        best, best_id, best_residual, best_residual_id = race_row(
             target_ptr + row_offset(sequence, end, target_stride_b, target_stride_i, ALIGNED), target_stride_v,
             draft_row_ptr, draft_stride_v, this_temperature, load_cutoff(cutoffs_ptr, row),
             first_lane(logsumexps(tops, sums)),
@@ -274,11 +274,11 @@ def decide_kernel(
         at = sequence.to(tl.int64) * num_programs + program
         tl.store(keys_ptr + at, best)
         tl.store(winners_ptr + at, best_id)
-        tl.store(keys_ptr + race_plane + at, best_rest)
-        tl.store(winners_ptr + race_plane + at, best_rest_id)
+        tl.store(keys_ptr + race_plane + at, best_residual)
+        tl.store(winners_ptr + race_plane + at, best_residual_id)
         argmax_id = tl.where(takes_argmax, final_id, -1)
         if FUSED:
-            tl.debug_barrier()  # every thread's results are written before this program counts as arrived
+            tl.debug_barrier()  # all threads have stored their results before the counter is incremented
             num_before = tl.atomic_add(arrivals_ptr + sequence, 1, sem="acq_rel")
             if num_before == num_programs - 1:
                 tl.debug_barrier()
@@ -297,7 +297,7 @@ def finish_kernel(
     ids_ptr, keys_ptr, winners_ptr, plans_ptr, out_ids_ptr, out_num_ptr, out_status_ptr,
     num_sequences, num_draft_tokens, num_programs,
 ):  # fmt: skip
-    """Write the verdicts that `decide_kernel` planned. Grid: (B,)."""
+    """Write the verdicts from the `plans_ptr` of `decide_kernel`. Grid: (B,)."""
     sequence = tl.program_id(0)
     end = tl.load(plans_ptr + 4 * sequence)
     argmax_id = tl.load(plans_ptr + 4 * sequence + 1)

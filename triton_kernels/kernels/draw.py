@@ -1,17 +1,17 @@
-"""The second launch of `sample`: merge what the chunks of every row gave."""
+"""Second launch of `sample`: merge the chunks of every row."""
 
 import triton.language as tl
 
+from .acceptance import POSITIONS_AT_ONCE
 from .entry import entry_point
 from .rows import logsumexps, merge_maxes, merge_races, merge_sums
-from .walk import POSITIONS_AT_ONCE
 
 
 @entry_point
 def draw_kernel(
     floats_ptr, ints_ptr, plane, temperature, temperatures_ptr, out_ids_ptr, out_lse_ptr, num_rows, num_chunks,
 ):  # fmt: skip
-    """Write every row's winner and log-sum-exp; the argmax and the maximum at temperature 0.
+    """Write the sampled id and the log-sum-exp of every row; at temperature 0 the argmax and the maximum.
 
     Grid: (rows / POSITIONS_AT_ONCE,).
     """

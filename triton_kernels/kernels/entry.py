@@ -1,4 +1,4 @@
-"""How a kernel is declared: one build serves all sizes, strides and alignments."""
+"""The kernel decorator `entry_point`: `triton.jit` without specialisation on sizes, strides and alignments."""
 
 from functools import partial
 
@@ -9,7 +9,7 @@ _RUN_TIME = [
     "temperature", "threshold", "alpha", "epsilon", "plane", "num_sequences", "num_rows", "num_draft_tokens",
     "num_programs", "vocab_size", "num_chunks", "chunks_per_program",
 ]  # fmt: skip
-# Read one entry at a time. Logits are not among them: their alignment decides how wide the loads are.
+# Loaded one entry at a time. Logits are not listed, because their alignment decides the width of their loads.
 _SMALL = [
     "ids_ptr", "lens_ptr", "temperatures_ptr", "cutoffs_ptr", "seeds_ptr", "rounds_ptr", "positions_ptr",
     "draft_lse_ptr",

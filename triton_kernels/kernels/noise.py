@@ -1,4 +1,4 @@
-"""The noise of `..noise` in Triton: the same integers, so the same bits."""
+"""Random numbers of `triton_kernels.noise` in Triton, equal bit for bit."""
 
 import triton
 import triton.language as tl
@@ -30,19 +30,19 @@ _WORD_SHIFT_2 = tl.constexpr(WORD_SHIFTS[2])
 _WORD_MASK_0 = tl.constexpr((1 << (32 - WORD_SHIFTS[0])) - 1)
 _WORD_MASK_1 = tl.constexpr((1 << (32 - WORD_SHIFTS[1])) - 1)
 _UNIFORM_SCALE = tl.constexpr(UNIFORM_SCALE)
-# Below this -log1p(-u) is its series, whose first omitted term is 5e-9 of it; above, 1 - u keeps enough digits.
+# Below this, -log1p(-u) is a series whose first omitted term is 5e-9 of it; above, 1 - u has enough digits.
 _SERIES_BELOW = tl.constexpr(0.03125)
 
 
 @triton.jit
 def fold64(z):
-    """Fold the high half of int64 into the low one."""
+    """XOR the high half of int64 into the low half."""
     return z ^ (z >> 32)
 
 
 @triton.jit
 def noise_states(seeds, rounds, positions, STREAM: tl.constexpr):
-    """Hash what belongs to a row and a position; int64, see `..noise.states`. STREAM is one of the offsets above."""
+    """Hash seeds, rounds and positions into int64 states, see `..noise.states`; STREAM is a stream offset."""
     z = seeds + STREAM + positions * _POSITION_FACTOR
     if STREAM != RACE:
         z += rounds * _ROUND_FACTOR
@@ -51,7 +51,7 @@ def noise_states(seeds, rounds, positions, STREAM: tl.constexpr):
 
 @triton.jit
 def uniforms(states, token_ids):
-    """Uniform numbers in (0, 1), float32, of int64 states and int32 ids; see `..noise.uniforms`."""
+    """Uniform random numbers in (0, 1), float32, from int64 states and int32 ids; see `..noise.uniforms`."""
     x = (token_ids + states.to(tl.int32)) * _WORD_FACTOR_0
     x = x ^ ((x >> _WORD_SHIFT_0) & _WORD_MASK_0)
     x = x * _WORD_FACTOR_1 + (states >> 32).to(tl.int32)
@@ -63,7 +63,7 @@ def uniforms(states, token_ids):
 
 @triton.jit
 def exponentials(states, token_ids):
-    """Exponential numbers of rate 1, float32, > 0; see `..noise.exponentials`."""
+    """Exponential random numbers of rate 1, float32, > 0; see `..noise.exponentials`."""
     u = uniforms(states, token_ids)
     series = u * (1.0 + u * (0.5 + u * (1.0 / 3.0 + u * (0.25 + u * 0.2))))
     return tl.where(u < _SERIES_BELOW, series, -tl.log(1.0 - u))

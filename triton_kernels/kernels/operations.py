@@ -1,4 +1,4 @@
-"""Every operation as launches of kernels; what each computes is defined by its torch twin."""
+"""Kernel launches of every operation; `triton_kernels.reference` defines the results."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from .. import reference
 from .._inputs import Proposal, Round, TypicalRule, Warp
 from ..noise import stream_offset
 from ..types import NoiseKeys, Sampled, Stream, Verdict
-from . import walk
+from . import acceptance
 from .decide import decide_kernel, finish_kernel
 from .draw import draw_kernel
 from .launch import Launch, has_atomics
@@ -19,10 +19,10 @@ from .stats import row_stats_kernel
 
 
 def _stats(launch: Launch, *, sums: bool, spreads: bool = False, races: bool = False, stream: int = 0) -> Tensor:
-    """The first launch; returns the arrival counters that it set to 0."""
+    """First launch; returns the counters [B] of finished programs, set to 0."""
     arrivals = launch.scratch(launch.batch_size, dtype=torch.int32)
-    # Where the draft's log-sum-exps are saved, nobody asks its chunks for anything.
-    own = {} if launch.reads_draft_stats else {"draft_ptr": None}
+    # Saved log-sum-exps of the draft make its chunk statistics unnecessary.
+    extra = {} if launch.reads_draft_stats else {"draft_ptr": None}
     launch.run(
         row_stats_kernel,
         (launch.num_rows, launch.num_programs),
@@ -31,13 +31,13 @@ def _stats(launch: Launch, *, sums: bool, spreads: bool = False, races: bool = F
         SPREADS=spreads,
         RACES=races,
         STREAM=stream,
-        **own,
+        **extra,
     )
     return arrivals
 
 
-def _decide(launch: Launch, rule: int, arrivals: Tensor, *, races: bool, **own: Any) -> Verdict:
-    """The last launch, or two where the device has no atomics."""
+def _decide(launch: Launch, rule: int, arrivals: Tensor, *, races: bool, **extra: Any) -> Verdict:
+    """Last launch, or the last two if the device has no atomics."""
     shape = (launch.batch_size, launch.num_draft_tokens + 1)
     device = launch.round_.target_logits.device
     out = Verdict(
@@ -47,7 +47,7 @@ def _decide(launch: Launch, rule: int, arrivals: Tensor, *, races: bool, **own: 
     )
     num_programs = launch.num_programs if races else 1
     is_fused = has_atomics(device)
-    rest: dict[str, Any] = {
+    outputs: dict[str, Any] = {
         "keys_ptr": launch.scratch(2, launch.batch_size, num_programs) if races else None,
         "winners_ptr": launch.scratch(2, launch.batch_size, num_programs, dtype=torch.int32) if races else None,
         "plans_ptr": launch.scratch(launch.batch_size, 4, dtype=torch.int32) if races and not is_fused else None,
@@ -56,10 +56,10 @@ def _decide(launch: Launch, rule: int, arrivals: Tensor, *, races: bool, **own: 
         "out_status_ptr": out.status,
     }
     optional = ("draft_lse_ptr", "entropy_sums_ptr", "ratios_ptr", "block_lens_ptr", "masses_ptr", "passed_ptr")
-    given = {**dict.fromkeys(optional), "threshold": 0.0, "alpha": 0.0, "arrivals_ptr": arrivals, **rest, **own}
+    given = {**dict.fromkeys(optional), "threshold": 0.0, "alpha": 0.0, "arrivals_ptr": arrivals, **outputs, **extra}
     launch.run(decide_kernel, (launch.batch_size, num_programs), RULE=rule, RACES=races, FUSED=is_fused, **given)
     if races and not is_fused:
-        launch.run(finish_kernel, (launch.batch_size,), num_programs=num_programs, **rest)
+        launch.run(finish_kernel, (launch.batch_size,), num_programs=num_programs, **outputs)
     return out
 
 
@@ -68,7 +68,7 @@ def greedy(round_: Round) -> Verdict:
     if round_.target_logits.shape[0] == 0:
         return reference.greedy(round_)
     launch = Launch(round_, Warp(), None, None, num_float_planes=1, num_int_planes=1)
-    return _decide(launch, int(walk.GREEDY), _stats(launch, sums=False), races=False)
+    return _decide(launch, int(acceptance.GREEDY), _stats(launch, sums=False), races=False)
 
 
 def reject(round_: Round, warp: Warp, proposal: Proposal | None, keys: NoiseKeys) -> Verdict:
@@ -92,7 +92,7 @@ def _reject(
         return reference.reject(round_, warp, proposal, keys)
     launch = Launch(round_, warp, keys, proposal, num_float_planes=2, num_int_planes=1)
     arrivals = _stats(launch, sums=True)
-    rule = walk.POINT_MASS if proposal is None else walk.REJECTION
+    rule = acceptance.POINT_MASS if proposal is None else acceptance.REJECTION
     return _decide(
         launch, int(rule), arrivals, races=True, draft_lse_ptr=_saved_logsumexp(proposal), passed_ptr=passed_out
     )
@@ -120,7 +120,7 @@ def typical(round_: Round, warp: Warp, rule: TypicalRule, keys: NoiseKeys | None
         launch.run(entropies_kernel, grid, sums_ptr=entropy_sums, epsilon=rule.entropy_epsilon)
     return _decide(
         launch,
-        int(walk.TYPICAL),
+        int(acceptance.TYPICAL),
         arrivals,
         races=rule.samples,
         entropy_sums_ptr=entropy_sums,
@@ -133,7 +133,7 @@ def block(round_: Round, warp: Warp, proposal: Proposal, keys: NoiseKeys) -> Ver
     """See `verify_block`."""
     batch_size, num_draft_tokens = round_.draft_token_ids.shape
     if num_draft_tokens < 2:
-        return reject(round_, warp, proposal, keys)  # a block of one is rejection sampling
+        return reject(round_, warp, proposal, keys)  # equal for a block of one token
     if warp.is_greedy:
         return greedy(round_)
     if batch_size == 0:
@@ -149,7 +149,7 @@ def block(round_: Round, warp: Warp, proposal: Proposal, keys: NoiseKeys) -> Ver
     num_pairs = batch_size * (num_draft_tokens - 1)
     chain["masses_ptr"] = launch.scratch(num_pairs, launch.num_chunks)
     launch.run(block_masses_kernel, (num_pairs, launch.num_programs), **chain)
-    return _decide(launch, int(walk.BLOCK), arrivals, races=True, draft_lse_ptr=saved, **chain)
+    return _decide(launch, int(acceptance.BLOCK), arrivals, races=True, draft_lse_ptr=saved, **chain)
 
 
 def coupled(round_: Round, warp: Warp, keys: NoiseKeys) -> Verdict:
@@ -160,11 +160,11 @@ def coupled(round_: Round, warp: Warp, keys: NoiseKeys) -> Verdict:
         return reference.coupled(round_, warp, keys)
     launch = Launch(round_, warp, keys, None, num_float_planes=3, num_int_planes=2)
     arrivals = _stats(launch, sums=True, races=True, stream=int(RACE))
-    return _decide(launch, int(walk.COUPLED), arrivals, races=False)
+    return _decide(launch, int(acceptance.COUPLED), arrivals, races=False)
 
 
 def sample(logits: Tensor, warp: Warp, keys: NoiseKeys, stream: Stream) -> Sampled:
-    """See the public `sample`."""
+    """See `triton_kernels.sample`."""
     num_rows = logits.shape[0]
     if num_rows == 0:
         return reference.sample(logits, warp, keys, stream)
@@ -172,6 +172,6 @@ def sample(logits: Tensor, warp: Warp, keys: NoiseKeys, stream: Stream) -> Sampl
     launch = Launch(Round(logits.unsqueeze(1), no_ids, None), warp, keys, None, num_float_planes=3, num_int_planes=2)
     _stats(launch, sums=True, races=True, stream=stream_offset(stream))
     out = Sampled(torch.empty(num_rows, dtype=torch.int64, device=logits.device), launch.scratch(num_rows))
-    grid = (-(-num_rows // int(walk.POSITIONS_AT_ONCE)),)
+    grid = (-(-num_rows // int(acceptance.POSITIONS_AT_ONCE)),)
     launch.run(draw_kernel, grid, num_rows=num_rows, out_ids_ptr=out.token_ids, out_lse_ptr=out.logsumexp)
     return out

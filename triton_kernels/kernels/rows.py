@@ -1,19 +1,19 @@
-"""What every kernel does with a row: read a chunk of its law, weigh it, merge what its chunks gave.
+"""Row helpers of the kernels: load a chunk of logits, compute its statistics, merge the chunks of a row.
 
-A row is read in chunks of CHUNK entries. What a chunk gives does not depend on the program that read it, and chunks
-are merged in their order: so no result depends on the grid.
+A row is read in chunks of CHUNK entries. The statistics of a chunk do not depend on the program that reads it, and
+chunks are merged in order, so no result depends on the grid.
 """
 
 import triton
 import triton.language as tl
 
-CHUNKS_AT_ONCE = tl.constexpr(64)  # merged in one step: V up to 262,144 takes a single one
+CHUNKS_AT_ONCE = tl.constexpr(64)  # chunks merged in one step; one step is enough for V up to 262,144
 NO_ID = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
 def row_offset(sequence, position, stride_b, stride_i, ALIGNED: tl.constexpr):
-    """Where a row begins, in entries, int64; ALIGNED: see `launch.is_aligned`."""
+    """Offset of a row in entries, int64; for ALIGNED see `launch.is_aligned`."""
     offset = sequence.to(tl.int64) * stride_b + position.to(tl.int64) * stride_i
     if ALIGNED:
         offset = tl.multiple_of(offset, 16)
@@ -24,7 +24,7 @@ def row_offset(sequence, position, stride_b, stride_i, ALIGNED: tl.constexpr):
 def load_chunk(row_ptr, stride_v, token_ids, vocab_size, ALIGNED: tl.constexpr):
     """Logits of `token_ids` [CHUNK] in float32, -inf past the vocabulary."""
     if ALIGNED:
-        is_inside = token_ids < (vocab_size // 16) * 16  # the same number, but seen to be a multiple
+        is_inside = token_ids < (vocab_size // 16) * 16  # equals vocab_size; tells the compiler that 16 divides it
         return tl.load(row_ptr + token_ids, mask=is_inside, other=float("-inf")).to(tl.float32)
     else:
         at = row_ptr + token_ids.to(tl.int64) * stride_v
@@ -33,7 +33,7 @@ def load_chunk(row_ptr, stride_v, token_ids, vocab_size, ALIGNED: tl.constexpr):
 
 @triton.jit
 def load_temperature(temperature, temperatures_ptr, sequence):
-    """A sequence's temperature, float32; None where it is 1 for all."""
+    """Temperature of a sequence, float32; None if it is 1 for all."""
     if temperatures_ptr is not None:
         return tl.load(temperatures_ptr + sequence).to(tl.float32)
     elif temperature is not None:  # Triton 3.6 cannot return None by name
@@ -42,7 +42,7 @@ def load_temperature(temperature, temperatures_ptr, sequence):
 
 @triton.jit
 def warp(x, temperature, cutoffs):
-    """Logits [N] of the law, from raw ones; cutoffs a scalar or [N]. At temperature 0 nothing changes."""
+    """Apply temperature and cutoffs (a scalar or [N]) to logits [N]; temperature 0 leaves them unchanged."""
     if temperature is not None:
         x = tl.div_rn(x, tl.where(temperature == 0.0, 1.0, temperature) + tl.zeros_like(x))
     if cutoffs is not None:
@@ -54,14 +54,14 @@ def warp(x, temperature, cutoffs):
 
 @triton.jit
 def load_cutoff(cutoffs_ptr, row):
-    """A row's cutoff, float32; None where there are none."""
+    """Cutoff of a row, float32; None without cutoffs."""
     if cutoffs_ptr is not None:
         return tl.load(cutoffs_ptr + row)
 
 
 @triton.jit
 def load_cutoffs(cutoffs_ptr, rows, mask):
-    """The cutoffs [P] of rows [P], float32; None where there are none."""
+    """Cutoffs [P] of rows [P], float32; None without cutoffs."""
     if cutoffs_ptr is not None:
         return tl.load(cutoffs_ptr + rows, mask=mask, other=float("-inf"))
 
@@ -74,34 +74,34 @@ def is_finite(x):
 
 @triton.jit
 def chunk_max(x):
-    """Maximum of [CHUNK]; NaN where any entry is."""
+    """Maximum of [CHUNK]; NaN if any entry is NaN."""
     has_nan = tl.max((x != x).to(tl.int32), axis=0) > 0
     return tl.where(has_nan, float("nan"), tl.max(tl.where(x != x, float("-inf"), x), axis=0))
 
 
 @triton.jit
 def first_id(is_there, token_ids, vocab_size):
-    """The lowest id where `is_there`; some id in range where it is nowhere."""
+    """Lowest token id with `is_there`; some id in range if there is none."""
     return tl.minimum(tl.min(tl.where(is_there, token_ids, NO_ID), axis=0), vocab_size - 1)
 
 
 @triton.jit
 def chunk_masses(x, top):
-    """exp(x - top) of [CHUNK], where a row without a finite maximum is left as it is."""
+    """exp(x - top) of [CHUNK]; exp(x) if the maximum `top` is not finite."""
     return tl.exp(x - tl.where(is_finite(top), top, 0.0))
 
 
 @triton.jit
-def chunk_race(weights, clocks, token_ids, vocab_size):
-    """Winner of a chunk's exponential race: its key and its id; weights and clocks [CHUNK]."""
-    keys = tl.where(token_ids < vocab_size, weights / clocks, -1.0)
+def chunk_race(weights, noise, token_ids, vocab_size):
+    """Exponential race of a chunk: the largest key weight / noise and its token id; weights and noise [CHUNK]."""
+    keys = tl.where(token_ids < vocab_size, weights / noise, -1.0)
     best = tl.max(keys, axis=0)
     return best, first_id(keys == best, token_ids, vocab_size)
 
 
 @triton.jit
 def merge_maxes(floats_ptr, ints_ptr, rows, mask, num_chunks):
-    """Maximum [P] and its lowest id [P] of the rows `rows` [P] int64; NaN where any chunk has one."""
+    """Maximum [P] and its lowest token id [P] of rows `rows` [P] int64; NaN if any chunk has a NaN."""
     top = tl.where(mask, float("-inf"), 0.0)
     has_nan = rows < 0
     best_id = tl.zeros_like(top).to(tl.int32)
@@ -122,7 +122,7 @@ def merge_maxes(floats_ptr, ints_ptr, rows, mask, num_chunks):
 
 @triton.jit
 def merge_sums(floats_ptr, sums_ptr, rows, mask, num_chunks, top):
-    """Sum [P] of the chunks' sums, each scaled from its own maximum to `top` [P]."""
+    """Sum [P] of exp(x - top) from the chunk sums, which are relative to the chunk maxima."""
     base = tl.where(is_finite(top), top, 0.0)
     total = tl.zeros_like(top)
     for first in range(0, num_chunks, CHUNKS_AT_ONCE):
@@ -137,7 +137,7 @@ def merge_sums(floats_ptr, sums_ptr, rows, mask, num_chunks, top):
 
 @triton.jit
 def merge_plain_sums(sums_ptr, rows, mask, num_chunks):
-    """Sum [P] of what the chunks of the rows hold."""
+    """Sum [P] of the chunk sums of rows [P]."""
     total = tl.where(mask, 0.0, 0.0)
     for first in range(0, num_chunks, CHUNKS_AT_ONCE):
         chunks = first + tl.arange(0, CHUNKS_AT_ONCE)
@@ -149,7 +149,7 @@ def merge_plain_sums(sums_ptr, rows, mask, num_chunks):
 
 @triton.jit
 def merge_spreads(floats_ptr, sums_ptr, spreads_ptr, rows, mask, num_chunks, top):
-    """Sum [P] of (x - top) exp(x - top), from the chunks' sums and their spreads about their own maxima."""
+    """Sum [P] of (x - top) exp(x - top), from the chunk sums and spreads, which are relative to the chunk maxima."""
     base = tl.where(is_finite(top), top, 0.0)
     total = tl.zeros_like(top)
     for first in range(0, num_chunks, CHUNKS_AT_ONCE):
@@ -159,14 +159,14 @@ def merge_spreads(floats_ptr, sums_ptr, spreads_ptr, rows, mask, num_chunks, top
         tops = tl.load(floats_ptr + at, mask=inside, other=float("-inf"))  # [P, C]
         sums = tl.load(sums_ptr + at, mask=inside, other=0.0)
         spreads = tl.load(spreads_ptr + at, mask=inside, other=0.0)
-        shifts = tl.maximum(tops - base[:, None], -200.0)  # exp(-200) is 0, and 0 * -200 is 0 where 0 * -inf is not
+        shifts = tl.maximum(tops - base[:, None], -200.0)  # exp(-200) is 0 in float32; 0 * -inf would be NaN
         total += tl.sum((spreads + shifts * sums) * tl.exp(shifts), axis=1)
     return total
 
 
 @triton.jit
 def merge_races(floats_ptr, keys_ptr, winners_ptr, rows, mask, num_chunks, top):
-    """Winner's id [P] of the rows' races, whose keys are scaled from each chunk's own maximum to `top` [P]."""
+    """Token id [P] with the largest key of each row; the keys of a chunk are rescaled from its maximum to `top` [P]."""
     base = tl.where(is_finite(top), top, 0.0)
     best = tl.where(mask, -1.0, 0.0)
     best_id = tl.zeros_like(top).to(tl.int32)
@@ -186,12 +186,12 @@ def merge_races(floats_ptr, keys_ptr, winners_ptr, rows, mask, num_chunks, top):
 
 @triton.jit
 def logsumexps(top, total):
-    """Log-sum-exp of rows: NaN, +inf or -inf where a NaN, a +inf or nothing but -inf leaves no law."""
+    """Log-sum-exp of rows; NaN, +inf or -inf for a row with a NaN, with a +inf or of only -inf."""
     return tl.where(is_finite(top), top + tl.log(total), top)
 
 
 @triton.jit
-def law_status(top):
-    """`Status` flags of a row by its maximum or log-sum-exp; 0 for a row with a law."""
+def row_status(top):
+    """`Status` flags of a row from its maximum or log-sum-exp; 0 for a valid row."""
     is_masked = top == float("-inf")
     return tl.where(top != top, 2, tl.where(is_masked, 4, tl.where(top == float("inf"), 8, 0)))

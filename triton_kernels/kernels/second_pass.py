@@ -1,19 +1,19 @@
-"""What needs a second look at whole rows: block verification's residual masses, entropies with an epsilon."""
+"""Second pass over the rows: residual masses of block verification, and entropies with an epsilon."""
 
 import triton.language as tl
 
-from .entry import entry_point
-from .rows import is_finite, load_chunk, load_cutoff, load_cutoffs, load_temperature, row_offset, warp
-from .stats import chain_len
-from .walk import (
+from .acceptance import (
     MAX_LOG_RATIO,
     POSITIONS_AT_ONCE,
     combine_ratios,
     draft_logsumexps,
     load_ids,
     load_tokens,
-    row_laws,
+    merge_row_stats,
 )
+from .entry import entry_point
+from .rows import is_finite, load_chunk, load_cutoff, load_cutoffs, load_temperature, row_offset, warp
+from .stats import chain_len
 
 
 @entry_point
@@ -24,10 +24,10 @@ def block_ratios_kernel(
     floats_ptr, ints_ptr, plane, draft_lse_ptr, ratios_ptr, block_lens_ptr,
     num_sequences, num_draft_tokens, vocab_size, num_chunks,
 ):  # fmt: skip
-    """Write what block verification knows of a chain before it looks at whole rows.
+    """Write the log ratios of block verification, which depend only on the drafted tokens.
 
-    Grid: (B,). Planes of `ratios_ptr`, each [B, K]: log rho after this token; log-sum-exp of the target's row; of the
-    draft's row. `block_lens_ptr` [B]: drafted tokens before the first bad id or row without a law.
+    Grid: (B,). Planes of `ratios_ptr`, each [B, K]: log rho after this token; log-sum-exp of the target row;
+    log-sum-exp of the draft row. `block_lens_ptr` [B]: drafted tokens before the first bad id or invalid row.
     """
     sequence = tl.program_id(0)
     length = chain_len(lens_ptr, sequence, num_draft_tokens)
@@ -40,7 +40,7 @@ def block_ratios_kernel(
         counts = positions < length
         ids, is_good = load_ids(ids_ptr, sequence, positions, length, num_draft_tokens, vocab_size)
         rows = sequence.to(tl.int64) * (num_draft_tokens + 1) + positions
-        _, _, _, target_lse = row_laws(floats_ptr, ints_ptr, rows, counts, num_chunks, plane)
+        _, _, _, target_lse = merge_row_stats(floats_ptr, ints_ptr, rows, counts, num_chunks, plane)
         draft_lse = draft_logsumexps(floats_ptr, ints_ptr, draft_lse_ptr, sequence, positions, counts, num_sequences,
                                      num_draft_tokens, num_chunks, plane)  # fmt: skip
         x = load_tokens(target_ptr, target_stride_b, target_stride_i, target_stride_v, sequence, positions, ids,
@@ -70,7 +70,7 @@ def block_masses_kernel(
     num_sequences, num_draft_tokens, vocab_size, num_chunks, chunks_per_program,
     ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Write the chunk sums of max(rho * target - draft, 0), one row per pair of rows 1 .. K-1, to [B, K-1, chunks].
+    """Write chunk sums of the residuals max(rho * p - q, 0) at positions 1 .. K-1, to `masses_ptr` [B, K-1, chunks].
 
     Grid: (B * (K-1), programs per row).
     """
@@ -108,7 +108,7 @@ def entropies_kernel(
     num_draft_tokens, vocab_size, num_chunks, chunks_per_program,
     ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Write the chunk sums of p * log(p + epsilon), to [B, K+1, chunks]; the bonus rows are left out.
+    """Write chunk sums of p * log(p + epsilon) to `sums_ptr` [B, K+1, chunks]; bonus rows are skipped.
 
     Grid: (B * (K+1), programs per row).
     """
@@ -120,7 +120,7 @@ def entropies_kernel(
     this_temperature = load_temperature(temperature, temperatures_ptr, sequence)
     lanes = tl.arange(0, POSITIONS_AT_ONCE)
     rows = row.to(tl.int64) + tl.zeros_like(lanes)
-    _, _, _, lses = row_laws(floats_ptr, ints_ptr, rows, lanes == 0, num_chunks, plane)
+    _, _, _, lses = merge_row_stats(floats_ptr, ints_ptr, rows, lanes == 0, num_chunks, plane)
     lse = tl.sum(tl.where(lanes == 0, lses, 0.0), axis=0)
     cutoff = load_cutoff(cutoffs_ptr, row)
     row_ptr = target_ptr + row_offset(sequence, position, target_stride_b, target_stride_i, ALIGNED)

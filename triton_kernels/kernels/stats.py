@@ -1,4 +1,4 @@
-"""The first launch: what every chunk of every row gives."""
+"""First launch: statistics of every chunk of every row."""
 
 import triton
 import triton.language as tl
@@ -21,7 +21,7 @@ from .rows import (
 
 @triton.jit
 def chain_len(lens_ptr, sequence, num_draft_tokens):
-    """Drafted tokens of a sequence that count, held to 0..K."""
+    """Number of valid drafted tokens of a sequence, clamped to 0..K."""
     if lens_ptr is None:
         return num_draft_tokens
     else:
@@ -31,10 +31,10 @@ def chain_len(lens_ptr, sequence, num_draft_tokens):
 
 @triton.jit
 def load_keys(seeds_ptr, rounds_ptr, positions_ptr, sequence):
-    """A sequence's noise keys, int64; zeros where nothing is drawn."""
+    """Noise keys of a sequence, int64; zeros if nothing is sampled."""
     if seeds_ptr is None:
-        nothing = tl.zeros([], tl.int64)
-        return nothing, nothing, nothing
+        zero = tl.zeros([], tl.int64)
+        return zero, zero, zero
     else:
         return tl.load(seeds_ptr + sequence), tl.load(rounds_ptr + sequence), tl.load(positions_ptr + sequence)
 
@@ -44,17 +44,18 @@ def store_chunk(
     x, token_ids, at, state, floats_ptr, ints_ptr, plane, vocab_size,
     SUMS: tl.constexpr, SPREADS: tl.constexpr, RACES: tl.constexpr,
 ):  # fmt: skip
-    """Write what a chunk [CHUNK] gives.
+    """Write the statistics of a chunk [CHUNK].
 
-    Planes of `floats_ptr`: maximum; sum of exp(x - maximum) with SUMS; then sum of (x - maximum) exp(x - maximum) with
-    SPREADS, or the best key of the race with RACES. Planes of `ints_ptr`: id of the maximum; winner of the race.
+    Planes of `floats_ptr`: maximum; with SUMS the sum of exp(x - maximum); with SPREADS the sum of
+    (x - maximum) exp(x - maximum), or with RACES the largest key of the race. Planes of `ints_ptr`: token id of the
+    maximum; with RACES the token id of the largest key.
     """
     if SUMS:
         top = tl.max(x, axis=0)
         masses = chunk_masses(x, top)
         total = tl.sum(masses, axis=0)
         tl.store(floats_ptr + plane + at, total)
-        tl.store(floats_ptr + at, tl.where(total != total, float("nan"), top))  # a NaN in the row shows in its sum
+        tl.store(floats_ptr + at, tl.where(total != total, float("nan"), top))  # a NaN in the chunk makes its sum NaN
     else:
         top = chunk_max(x)
         tl.store(floats_ptr + at, top)
@@ -79,9 +80,9 @@ def row_stats_kernel(
     SUMS: tl.constexpr, SPREADS: tl.constexpr, RACES: tl.constexpr, STREAM: tl.constexpr,
     ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Write the chunk statistics of B * (K+1) target rows, then of B * K draft rows where `draft_ptr` is given.
+    """Write the chunk statistics of B * (K+1) target rows, then of B * K draft rows if `draft_ptr` is not None.
 
-    Grid: (rows, programs per row). Rows past a sequence's length are left out. `arrivals_ptr` [B] is set to 0.
+    Grid: (rows, programs per row). Rows past the length of a sequence are skipped. `arrivals_ptr` [B] is set to 0.
     """
     row = tl.program_id(0)
     num_positions = num_draft_tokens + 1

@@ -1,9 +1,9 @@
-"""The torch twin of every operation: the definition of what the kernels compute, and the path on a CPU.
+"""Torch reference implementation of every operation; also the CPU backend.
 
-Vectorised over rows and positions, without a wait for the host. Logits go to float32 first; nothing is added to a
-probability and nothing is divided to compare. A row that holds a NaN, a +inf, or only -inf has no law: the chain ends
-there, the emitted token is some token in [0, V), and `Status` says why. Rows past `draft_lens[b]` do not count: row
-`draft_lens[b]` is that chain's bonus row.
+All operations are vectorised over rows and positions and never synchronise with the host. Logits are converted to
+float32 first. No epsilon is added to a probability, and comparisons avoid divisions. A row with a NaN, a +inf or only
+-inf is not a valid distribution: verification ends there with some token in [0, V), and `Status` holds the reason. Row
+`draft_lens[b]` of the target is the bonus row of batch row b; later rows are ignored.
 """
 
 from .block import block

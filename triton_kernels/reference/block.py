@@ -1,14 +1,14 @@
-"""The torch twin of block verification.
+"""Torch reference of block verification.
 
-With target laws p, proposal laws q, drafted tokens x_1 .. x_K, and rho_0 = 1:
+With target distributions p, draft distributions q, drafted tokens x_1 .. x_K and rho_0 = 1:
 
     rho_i  = min(rho_{i-1} * p(x_i) / q(x_i), 1)
-    mass_i = sum over x of max(rho_i * p(x) - q(x), 0), of the laws that follow x_1 .. x_i
+    mass_i = sum over x of max(rho_i * p(x) - q(x), 0), with p and q of the position after x_1 .. x_i
     h_i    = mass_i / (mass_i + 1 - rho_i) for i < K, and h_K = rho_K
 
-Position i passes when its coin is below h_i; the longest prefix whose last position passes is kept. With s the running
-sum of the log ratios, log rho_i = s_i - max(0, s_1, .., s_i): the recursion needs no loop. A chain counts up to its
-first drafted id outside [0, V) or row without a law: what was drafted after that might as well not have been.
+Position i passes if its uniform random number u_i < h_i. The longest prefix whose last position passes is accepted.
+With s the cumulative sum of the log ratios, log rho_i = s_i - max(0, s_1, .., s_i), so the recursion needs no loop. The
+draft is cut before its first id outside [0, V) or row that is not a valid distribution.
 """
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .._inputs import Proposal, Round, Warp
 from ..types import NoiseKeys, Stream, Verdict
+from .chain import end_at, make_chain, make_verdict
 from .greedy import greedy, with_greedy_rows
 from .masses import Masses, row_masses
 from .pieces import kept_pieces
@@ -23,17 +24,16 @@ from .races import race
 from .rejection import (
     Draft,
     Target,
-    acceptance_coins,
+    acceptance_uniforms,
     draft_logprobs,
-    last_law,
+    final_distribution,
     make_draft,
     reject,
     target_logprobs,
 )
 from .rows import chunks, padded_like, row_sum
-from .walk import end_at, make_chain, make_verdict
 
-# Stands for a log ratio of +inf: float64 sums of 128 of them keep twelve digits, and no product comes back from it.
+# Replaces a log ratio of +inf. A float64 sum of 128 such ratios keeps twelve digits, and other ratios cannot undo it.
 MAX_LOG_RATIO = 1e4
 
 
@@ -47,12 +47,12 @@ def _log_ratios(target_of_token: Tensor, draft_of_token: Tensor) -> Tensor:
 def _residual_masses(target: Masses, draft: Draft, ratios: Tensor) -> Tensor:
     """mass_1 .. mass_{K-1}, [B, K-1] float32, from rho_1 .. rho_{K-1} [B, K-1] float32."""
     parts = []
-    for some in chunks(draft.logits[:, 1:]):
-        draft_rows = row_masses(draft.logits[some, 1:])
+    for chunk in chunks(draft.logits[:, 1:]):
+        draft_rows = row_masses(draft.logits[chunk, 1:])
         rows = padded_like(draft_rows.masses)
         residuals = rows[..., : draft.logits.shape[-1]]
-        torch.div(target.masses[some, 1:-1], target.sums[some, 1:-1].unsqueeze(-1), out=residuals)
-        residuals.mul_(ratios[some].unsqueeze(-1))
+        torch.div(target.masses[chunk, 1:-1], target.sums[chunk, 1:-1].unsqueeze(-1), out=residuals)
+        residuals.mul_(ratios[chunk].unsqueeze(-1))
         residuals.sub_(draft_rows.masses.div_(draft_rows.sums.unsqueeze(-1))).clamp_(min=0.0)
         parts.append(row_sum(rows))
     return torch.cat(parts)
@@ -62,28 +62,28 @@ def block(round_: Round, warp: Warp, proposal: Proposal, keys: NoiseKeys) -> Ver
     """See `verify_block`."""
     num_draft_tokens = round_.draft_token_ids.shape[1]
     if num_draft_tokens < 2:
-        return reject(round_, warp, proposal, keys)  # a block of one is rejection sampling
+        return reject(round_, warp, proposal, keys)  # equal for a block of one token
     if warp.is_greedy:
         return greedy(round_)
     chain = make_chain(round_)
     masses = row_masses(round_.target_logits, warp)
     target = Target(round_.target_logits, warp, masses.logsumexp, kept_pieces(round_.target_logits, warp)[0])
     draft = make_draft(proposal)
-    has_laws = (target.logsumexp[:, :-1].abs() < torch.inf) & (draft.logsumexp.abs() < torch.inf)
-    lens = (chain.acceptable & has_laws).cumprod(-1, dtype=torch.int64).sum(-1, keepdim=True)  # [B, 1]
+    is_valid = (target.logsumexp[:, :-1].abs() < torch.inf) & (draft.logsumexp.abs() < torch.inf)
+    lens = (chain.acceptable & is_valid).cumprod(-1, dtype=torch.int64).sum(-1, keepdim=True)  # [B, 1]
     log_ratios = _log_ratios(target_logprobs(target, chain), draft_logprobs(draft, chain))
     ratios = log_ratios.exp().to(torch.float32)  # [B, K]
-    rests = _residual_masses(masses, draft, ratios[:, :-1])
-    coins = acceptance_coins(chain, keys)
-    passed = coins < ratios
-    shortfalls = log_ratios[:, :-1].expm1().neg_().to(torch.float32)  # 1 - rho
-    inner = coins[:, :-1] * (rests + shortfalls) < rests
+    residual_masses = _residual_masses(masses, draft, ratios[:, :-1])
+    u = acceptance_uniforms(chain, keys)
+    passed = u < ratios
+    one_minus_rho = log_ratios[:, :-1].expm1().neg_().to(torch.float32)
+    inner = u[:, :-1] * (residual_masses + one_minus_rho) < residual_masses  # u < h without a division
     counts = torch.arange(1, num_draft_tokens + 1, device=chain.token_ids.device)
     passed[:, :-1] = torch.where(counts[:-1] < lens, inner, passed[:, :-1])
     passed |= log_ratios >= 0
     num_accepted = (counts * (passed & (counts <= lens))).amax(-1)  # [B]
     end = end_at(chain, num_accepted)
     kept_ratios = torch.where(num_accepted > 0, ratios.gather(1, (num_accepted - 1).clamp_(min=0)[:, None])[:, 0], 1.0)
-    law = last_law(target, draft, chain, end, kept_ratios)
-    final_ids = race(law.weights, law.pieces, keys, Stream.CORRECTION, num_accepted)
-    return with_greedy_rows(round_, warp, make_verdict(chain, end, final_ids, law.status))
+    final = final_distribution(target, draft, chain, end, kept_ratios)
+    final_ids = race(final.weights, final.pieces, keys, Stream.CORRECTION, num_accepted)
+    return with_greedy_rows(round_, warp, make_verdict(chain, end, final_ids, final.status))

@@ -1,4 +1,4 @@
-"""The parts of rows that hold anything of a law: after top-k they are few, and the rest need not be touched."""
+"""Sparse rows: the pieces of a row with nonzero probability; few remain after top-k, and the others are skipped."""
 
 from typing import NamedTuple
 
@@ -8,67 +8,67 @@ from torch import Tensor
 from .._inputs import Warp
 from .rows import PIECE_SIZE, TILE_SIZE, pick_rows, scale
 
-# Looking at pieces is worth it up to this share of them.
+# Pieces are faster than full rows up to this share of kept pieces.
 MAX_KEPT_SHARE = 0.25
-# As a cutoff it drops -inf alone.
+# A cutoff that masks only -inf.
 LOWEST = torch.finfo(torch.float32).min
 
 
 class Pieces(NamedTuple):
-    """Parts of rows [..., V]: P of them with S entries each, or all rows as they are."""
+    """P pieces of S entries each from rows [..., V], or all rows in full."""
 
-    where: tuple[Tensor, ...] | None  # [P] int64 each: which row, which piece of it; None: all rows, P of them
-    shape: tuple[int, ...]  # [..., N], N pieces in a row
+    indices: tuple[Tensor, ...] | None  # [P] int64 each: indices of the row, index of the piece; None for full rows
+    shape: tuple[int, ...]  # [..., N], N pieces per row
     size: int  # S
 
-    def of(self, rows: Tensor) -> Tensor:
-        """The parts [P, S] of `rows` [..., V]; all rows may be a view."""
-        if self.where is None:
+    def gather(self, rows: Tensor) -> Tensor:
+        """The pieces [P, S] of `rows` [..., V]; full rows may be a view."""
+        if self.indices is None:
             return rows.reshape(-1, self.size)
-        return torch.unflatten(rows, -1, (-1, self.size))[self.where]
+        return torch.unflatten(rows, -1, (-1, self.size))[self.indices]
 
-    def at(self, positions: Tensor) -> "Pieces":
-        """Of pieces of [B, R, V], those in row `positions[b]` [B] int64 of every batch row, as pieces of [B, V]."""
-        if self.where is None:
+    def select(self, positions: Tensor) -> "Pieces":
+        """From pieces of [B, R, V], those of row `positions[b]` [B] int64 of every batch row, as pieces of [B, V]."""
+        if self.indices is None:
             return Pieces(None, (self.shape[0], 1), self.size)
-        row, position, piece = self.where
+        row, position, piece = self.indices
         chosen = (position == positions[row]).nonzero().squeeze(-1)
         return Pieces((row[chosen], piece[chosen]), (self.shape[0], self.shape[-1]), self.size)
 
-    def of_row(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """Of pieces of [B, V], the parts [P, S] of row `positions[b]` [B] int64 of every batch row of [B, R, V]."""
-        if self.where is None:
+    def gather_at(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """For pieces of [B, V]: pieces [P, S] of row `positions[b]` [B] int64 of every batch row of [B, R, V]."""
+        if self.indices is None:
             return pick_rows(rows, positions)
-        row, piece = self.where
+        row, piece = self.indices
         return torch.unflatten(rows, -1, (-1, self.size))[row, positions[row], piece]
 
-    def spread(self, values: Tensor) -> Tensor:
-        """Every part's own entry [P] of `values` [...], one a row."""
-        return values.reshape(-1) if self.where is None else values[self.where[:-1]]
+    def expand(self, values: Tensor) -> Tensor:
+        """Expand `values` [...], one per row, to one per piece, [P]."""
+        return values.reshape(-1) if self.indices is None else values[self.indices[:-1]]
 
-    def collect(self, values: Tensor) -> Tensor:
-        """Put `values` [P], one a part, where the parts lie: [..., N], 0 elsewhere."""
-        if self.where is None:
+    def scatter(self, values: Tensor) -> Tensor:
+        """Scatter `values` [P], one per piece, into zeros [..., N]."""
+        if self.indices is None:
             return values.view(self.shape)
-        collected = values.new_zeros(self.shape)
-        collected[self.where] = values
-        return collected
+        scattered = values.new_zeros(self.shape)
+        scattered[self.indices] = values
+        return scattered
 
     def token_ids(self, device: torch.device) -> Tensor:
-        """Ids of the entries, [P, S] or [S] int32."""
+        """Token ids of the entries, [P, S] or [S] int32."""
         inside = torch.arange(self.size, dtype=torch.int32, device=device)
-        if self.where is None:
+        if self.indices is None:
             return inside
-        return torch.add(inside, self.where[-1].to(torch.int32).unsqueeze(-1), alpha=self.size)
+        return torch.add(inside, self.indices[-1].to(torch.int32).unsqueeze(-1), alpha=self.size)
 
 
-def whole(rows: Tensor) -> Pieces:
-    """All of `rows` [..., V]."""
+def full_rows(rows: Tensor) -> Pieces:
+    """All of `rows` [..., V], one piece per row."""
     return Pieces(None, (*rows.shape[:-1], 1), rows.shape[-1])
 
 
-def _cut(rows: Tensor) -> Tensor | None:
-    """`rows` [..., V] as [..., N, PIECE_SIZE], where V allows it; on a CPU, for the host must know the pieces."""
+def _split(rows: Tensor) -> Tensor | None:
+    """`rows` [..., V] as [..., N, PIECE_SIZE]; None if V is too small or odd, or off the CPU, where it would sync."""
     if rows.device.type != "cpu" or torch.compiler.is_compiling():
         return None
     if rows.shape[-1] % PIECE_SIZE or rows.shape[-1] <= TILE_SIZE:
@@ -76,43 +76,42 @@ def _cut(rows: Tensor) -> Tensor | None:
     return torch.unflatten(rows, -1, (-1, PIECE_SIZE))
 
 
-def _some(is_live: Tensor) -> Pieces | None:
-    """Where `is_live` [..., N] holds; None if in too many places."""
-    where = is_live.nonzero(as_tuple=True)
-    if where[0].numel() > MAX_KEPT_SHARE * is_live.numel():
+def _select_kept(is_kept: Tensor) -> Pieces | None:
+    """Pieces where `is_kept` [..., N]; None if they are too many."""
+    indices = is_kept.nonzero(as_tuple=True)
+    if indices[0].numel() > MAX_KEPT_SHARE * is_kept.numel():
         return None
-    return Pieces(where, tuple(is_live.shape), PIECE_SIZE)
+    return Pieces(indices, tuple(is_kept.shape), PIECE_SIZE)
 
 
-def _looks_whole(cut: Tensor) -> bool:
-    """Whether what a glance shows of `cut` [B, ..., N, PIECE_SIZE] holds no piece without a law."""
-    glance = cut.flatten(0, -3)[0, :: max(cut.shape[-2] // 32, 1)]
-    return bool((glance.amax(-1) > -torch.inf).all())
+def _is_likely_dense(split: Tensor) -> bool:
+    """Whether a sample of about 32 pieces of `split` [B, ..., N, PIECE_SIZE] has no piece of only -inf."""
+    sample = split.flatten(0, -3)[0, :: max(split.shape[-2] // 32, 1)]
+    return bool((sample.amax(-1) > -torch.inf).all())
 
 
-def live_pieces(weights: Tensor) -> Pieces:
-    """Where `weights` [..., V] are not 0."""
-    cut = _cut(weights)
-    # A NaN is alive.
-    pieces = None if cut is None else _some((cut.amax(-1) <= 0).logical_not_())
-    return whole(weights) if pieces is None else pieces
+def nonzero_pieces(weights: Tensor) -> Pieces:
+    """Pieces of `weights` [..., V] with an entry > 0 or a NaN."""
+    split = _split(weights)
+    pieces = None if split is None else _select_kept((split.amax(-1) <= 0).logical_not_())
+    return full_rows(weights) if pieces is None else pieces
 
 
 def kept_pieces(logits: Tensor, warp: Warp) -> tuple[Pieces, Tensor | None]:
-    """Where cutoffs or -inf leave something of `logits` [B, ..., V].
+    """Pieces of `logits` [B, ..., V] with an entry that is neither masked by a cutoff nor -inf.
 
     Returns:
-        The pieces; and, unless they are whole rows, the largest kept logit of every row, [B, ...] float32.
+        The pieces, and the largest kept logit of every row, [B, ...] float32; None for full rows.
     """
-    cut = _cut(logits)
-    if cut is None or cut.numel() == 0 or (warp.row_cutoffs is None and _looks_whole(cut)):
-        return whole(logits), None
-    peaks = cut.amax(-1)  # dividing keeps their order
+    split = _split(logits)
+    if split is None or split.numel() == 0 or (warp.row_cutoffs is None and _is_likely_dense(split)):
+        return full_rows(logits), None
+    peaks = split.amax(-1)  # the temperature does not change the order
     peaks = scale(peaks, warp.temperature, torch.empty(peaks.shape, dtype=torch.float32))
     cutoffs = None if warp.row_cutoffs is None else warp.row_cutoffs.to(torch.float32)
     is_dropped = peaks < (LOWEST if cutoffs is None else cutoffs.unsqueeze(-1))
-    pieces = _some(is_dropped.logical_not_())
+    pieces = _select_kept(is_dropped.logical_not_())
     if pieces is None:
-        return whole(logits), None
+        return full_rows(logits), None
     tops = peaks.amax(-1)
     return pieces, tops if cutoffs is None else tops.masked_fill_(tops < cutoffs, -torch.inf)

@@ -1,4 +1,4 @@
-"""The torch twin of drawing one token a row."""
+"""Torch reference of sampling one token per row."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,21 +8,21 @@ from torch import Tensor
 
 from .._inputs import Warp
 from ..types import NoiseKeys, Sampled, Stream
-from .masses import logsumexp_of, row_masses, weigh_all
+from .masses import logsumexp_of, row_masses, write_masses
 from .races import race_rows
 from .rows import PLAIN, first_argmax, first_max, padded_like
 
 
 class Drawn(NamedTuple):
-    """One of several draws a row, before their log-sum-exps are made together."""
+    """One sampled token per row, with the terms of its log-sum-exp."""
 
     token_ids: Tensor  # [B] int64
-    tops: Tensor  # [B] float32, the largest logits
+    tops: Tensor  # [B] float32, row maxima of the logits
     sums: Tensor  # [B] float32, of exp(x - top)
 
 
 def sample(logits: Tensor, warp: Warp, keys: NoiseKeys, stream: Stream) -> Sampled:
-    """See the public `sample`."""
+    """See `triton_kernels.sample`."""
     if warp.is_greedy:
         best = first_max(logits)
         return Sampled(best.indices, best.values)
@@ -35,19 +35,14 @@ def sample(logits: Tensor, warp: Warp, keys: NoiseKeys, stream: Stream) -> Sampl
     return Sampled(torch.where(argmax_rows, best.indices, token_ids), torch.where(argmax_rows, best.values, logsumexp))
 
 
-def draw(logits: Tensor, clocks: Tensor) -> Drawn:
-    """As `sample` without a warp, bit for bit, with noise made before.
-
-    Args:
-        logits: [B, V].
-        clocks: [B, V] float32, the exponential numbers of the draw.
-    """
+def draw(logits: Tensor, noise: Tensor) -> Drawn:
+    """Sample from logits [B, V] with given exponential noise [B, V] float32; equals `sample` bit for bit."""
     rows = padded_like(logits)
-    tops, sums = weigh_all(rows, logits, PLAIN)
-    return Drawn(first_argmax(rows[..., : logits.shape[-1]].div_(clocks)), tops, sums)
+    tops, sums = write_masses(rows, logits, PLAIN)
+    return Drawn(first_argmax(rows[..., : logits.shape[-1]].div_(noise)), tops, sums)
 
 
 def logsumexps(drawn: Sequence[Drawn]) -> Tensor:
-    """Of all rows drawn from, [B, N] float32."""
+    """Log-sum-exps of N draws, [B, N] float32."""
     tops, sums = (torch.stack([getattr(one, name) for one in drawn], dim=1) for name in ("tops", "sums"))
     return logsumexp_of(tops, sums)

@@ -1,4 +1,4 @@
-"""The walk along a drafted chain: where it ends, what is handed back."""
+"""Drafted chains: validation of ids and lengths, the first rejected position, and the verdict."""
 
 from typing import NamedTuple
 
@@ -8,30 +8,30 @@ from torch import Tensor
 from .._inputs import Round
 from ..types import Status, Verdict
 
-# A plain number: torch.compile cannot follow the enum's conversion.
+# A Python number, because torch.compile cannot trace the conversion of an enum.
 BAD_DRAFT_ID = int(Status.BAD_DRAFT_ID)
 
 
 class Chain(NamedTuple):
-    """What was drafted, in the form the twins read it."""
+    """Drafted tokens of one round, validated."""
 
-    token_ids: Tensor  # [B, K] int64, bad ids moved into [0, V)
+    token_ids: Tensor  # [B, K] int64, clamped to [0, V)
     good_ids: Tensor  # [B, K] bool, whether the id was in [0, V)
-    acceptable: Tensor  # [B, K] bool, whether it also lies within the row's length
+    acceptable: Tensor  # [B, K] bool, whether the id was in [0, V) and within the row's length
     lens: Tensor | int  # [B] int64, or K for all rows
 
 
 class End(NamedTuple):
-    """Where every row's chain ends."""
+    """The first rejected position of every row."""
 
-    num_accepted: Tensor  # [B] int64, also the index of the target row that gives the last token
-    last: Tensor  # [B] int64, the drafted position there; the last one where none is left
-    refused: Tensor  # [B] bool, a drafted token was refused there, and it was in [0, V)
-    bad_id: Tensor  # [B] bool, what was refused there was not in [0, V)
+    num_accepted: Tensor  # [B] int64, also the index of the target row of the correction or bonus token
+    last: Tensor  # [B] int64, num_accepted clamped to K-1
+    rejected: Tensor  # [B] bool, whether a drafted token in [0, V) was rejected
+    bad_id: Tensor  # [B] bool, whether a drafted token outside [0, V) was rejected
 
 
 def make_chain(round_: Round) -> Chain:
-    """Read drafted ids and lengths as they come."""
+    """Clamp drafted ids to [0, V) and lengths to 0..K."""
     draft_token_ids, draft_lens, vocab_size = round_.draft_token_ids, round_.draft_lens, round_.target_logits.shape[-1]
     num_draft_tokens = draft_token_ids.shape[1]
     ids = draft_token_ids.to(torch.int64)
@@ -56,12 +56,12 @@ def end_at(chain: Chain, num_accepted: Tensor) -> End:
     if num_draft_tokens == 0:
         return End(num_accepted, num_accepted, ended, ended)
     last = num_accepted.clamp(max=num_draft_tokens - 1)
-    refused = ended & chain.good_ids.gather(1, last.unsqueeze(-1)).squeeze(-1)
-    return End(num_accepted, last, refused, ended ^ refused)
+    rejected = ended & chain.good_ids.gather(1, last.unsqueeze(-1)).squeeze(-1)
+    return End(num_accepted, last, rejected, ended ^ rejected)
 
 
 def make_verdict(chain: Chain, end: End, final_ids: Tensor, status: Tensor) -> Verdict:
-    """Write the accepted tokens, `final_ids` [B] int64 after them, -1 beyond; `status` [B] int32 gains BAD_DRAFT_ID."""
+    """Accepted tokens, then `final_ids` [B] int64, then -1; adds BAD_DRAFT_ID to `status` [B] int32."""
     columns = torch.arange(chain.token_ids.shape[1] + 1, device=final_ids.device)
     here, final_column = end.num_accepted.unsqueeze(-1), final_ids.unsqueeze(-1)
     ids = torch.cat((chain.token_ids, final_column), dim=-1)  # [B, K+1]
@@ -71,7 +71,7 @@ def make_verdict(chain: Chain, end: End, final_ids: Tensor, status: Tensor) -> V
 
 
 def choose_rows(rows: Tensor, yes: Verdict, no: Verdict) -> Verdict:
-    """Take `yes` where `rows` [B] bool holds, `no` elsewhere."""
+    """`yes` where `rows` [B] bool, else `no`."""
     return Verdict(
         torch.where(rows.unsqueeze(-1), yes.token_ids, no.token_ids),
         torch.where(rows, yes.num_accepted, no.num_accepted),

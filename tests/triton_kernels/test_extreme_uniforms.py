@@ -5,7 +5,7 @@ import torch
 
 from hf_speculate.triton_kernels import Status, verify_block, verify_rejection
 from hf_speculate.triton_kernels.reference import rejection as twin
-from tests.triton_kernels.laws import make_keys
+from tests.triton_kernels.distributions import make_keys
 from tests.triton_kernels.operations import DENSE, OPERATIONS, assert_well_formed, make_round
 
 # No coin is 1, so that a point mass is kept where the target is certain.
@@ -94,7 +94,7 @@ def test_a_residual_without_mass_falls_back_to_the_target_and_is_named(
 ) -> None:
     throw(monkeypatch, 1.0)
     sure = torch.tensor([[[0.0, -torch.inf, -torch.inf]] * 3])
-    if name == "point mass":  # refused though certain: what is left of the target has no mass
+    if name == "point mass":  # rejected though certain: what is left of the target has no mass
         verdict = OPERATIONS[name](sure, torch.tensor([[0, 0]]), sure[:, :-1], make_keys(1))
         position = 0
     else:

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from hf_speculate.triton_kernels import NoiseKeys, Stream, Verdict
 from hf_speculate.triton_kernels.reference import rejection as shared
-from hf_speculate.triton_kernels.reference.rejection import Draft, LastLaw, Target
-from hf_speculate.triton_kernels.reference.walk import Chain, End
+from hf_speculate.triton_kernels.reference.chain import Chain, End
+from hf_speculate.triton_kernels.reference.rejection import Draft, FinalDistribution, Target
 from tests.triton_kernels.controls import residual_of_logits
-from tests.triton_kernels.laws import (
+from tests.triton_kernels.distributions import (
     FAIL_P_VALUE,
     PASS_P_VALUE,
     acceptance_law,
@@ -134,8 +134,8 @@ def test_control_coins_shared_with_the_draft_are_caught(monkeypatch: pytest.Monk
 
 
 def test_control_one_coin_for_the_whole_block_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    coins = twin.acceptance_coins
-    monkeypatch.setattr(twin, "acceptance_coins", lambda chain, keys: coins(chain, keys)[:, :1].repeat(1, 2))
+    coins = twin.acceptance_uniforms
+    monkeypatch.setattr(twin, "acceptance_uniforms", lambda chain, keys: coins(chain, keys)[:, :1].repeat(1, 2))
     assert_caught()
 
 
@@ -146,21 +146,25 @@ def test_control_an_epsilon_in_the_residual_is_caught(monkeypatch: pytest.Monkey
 
 
 def test_control_a_residual_of_logits_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(twin, "last_law", residual_of_logits)
+    monkeypatch.setattr(twin, "final_distribution", residual_of_logits)
     assert_caught()
 
 
 def test_control_the_target_in_place_of_the_residual_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    last_law = twin.last_law
+    final_distribution = twin.final_distribution
 
-    def without_residual(target: Target, draft: Draft, chain: Chain, end: End, ratios: Tensor) -> LastLaw:
-        return last_law(target, draft, chain, end._replace(refused=torch.zeros_like(end.refused)), ratios)
+    def without_residual(target: Target, draft: Draft, chain: Chain, end: End, ratios: Tensor) -> FinalDistribution:
+        return final_distribution(target, draft, chain, end._replace(rejected=torch.zeros_like(end.rejected)), ratios)
 
-    monkeypatch.setattr(twin, "last_law", without_residual)
+    monkeypatch.setattr(twin, "final_distribution", without_residual)
     assert_caught()
 
 
 def test_control_rejections_residual_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    last_law = twin.last_law
-    monkeypatch.setattr(twin, "last_law", lambda target, draft, chain, end, ratios: last_law(target, draft, chain, end))
+    final_distribution = twin.final_distribution
+    monkeypatch.setattr(
+        twin,
+        "final_distribution",
+        lambda target, draft, chain, end, ratios: final_distribution(target, draft, chain, end),
+    )
     assert_caught()

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from hf_speculate.triton_kernels import NoiseKeys, Stream, Verdict, row_seeds, sample
-from tests.triton_kernels.laws import (
+from tests.triton_kernels.distributions import (
     FAIL_P_VALUE,
     PASS_P_VALUE,
     block_law,
@@ -15,7 +15,7 @@ from tests.triton_kernels.laws import (
     rank_reversed_laws,
     rejection_law,
 )
-from tests.triton_kernels.on_triton import DEVICE, judge, on_triton
+from tests.triton_kernels.on_triton import DEVICE, on_triton, verify_on_triton
 
 pytest.importorskip("triton", reason="needs Triton")
 
@@ -38,7 +38,7 @@ def draw(name: str, target: Tensor, draft: Tensor, num_trials: int, *, believed:
     ]
     told = draft if believed is None else believed
     rows = (num_trials, -1, -1)
-    return judge(name, target.expand(*rows), torch.stack(ids, dim=1), told.expand(*rows), keys)
+    return verify_on_triton(name, target.expand(*rows), torch.stack(ids, dim=1), told.expand(*rows), keys)
 
 
 @pytest.mark.slow

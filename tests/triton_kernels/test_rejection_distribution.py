@@ -6,9 +6,9 @@ from torch import Tensor
 
 from hf_speculate.triton_kernels import NoiseKeys, Stream, Verdict, verify_rejection
 from hf_speculate.triton_kernels.reference import rejection as twin
-from hf_speculate.triton_kernels.reference.walk import Chain, End
+from hf_speculate.triton_kernels.reference.chain import Chain, End
 from tests.triton_kernels.controls import residual_of_logits
-from tests.triton_kernels.laws import (
+from tests.triton_kernels.distributions import (
     FAIL_P_VALUE,
     PASS_P_VALUE,
     chunks,
@@ -83,14 +83,14 @@ def test_point_mass_keeps_the_target_law_whatever_is_proposed() -> None:
     probs = target.double().softmax(-1)
     accept = torch.zeros(2, 16, dtype=torch.float64)
     accept[torch.arange(2), proposed] = probs[torch.arange(2), proposed]
-    refuse = probs.clone()
-    refuse[torch.arange(2), proposed] = 0.0
+    reject = probs.clone()
+    reject[torch.arange(2), proposed] = 0.0
     counts = torch.zeros((), dtype=torch.int64)
     for keys in chunks(NUM_TRIALS):
         num_rows = keys.seeds.shape[0]
         verdict = verify_rejection(target.expand(num_rows, -1, -1), proposed.expand(num_rows, -1), keys=keys)
         counts = counts + count_cells(verdict, 16)
-    assert p_value(counts, joint_law(accept, refuse)) > PASS_P_VALUE
+    assert p_value(counts, joint_law(accept, reject)) > PASS_P_VALUE
 
 
 def test_control_a_proposal_other_than_the_one_drawn_from_is_caught() -> None:
@@ -128,16 +128,18 @@ def test_control_an_epsilon_in_the_residual_is_caught(monkeypatch: pytest.Monkey
 
 def test_control_the_target_in_place_of_the_residual_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = rank_reversed_laws(16, 2)
-    last_law = twin.last_law
+    final_distribution = twin.final_distribution
 
-    def without_residual(target: twin.Target, draft: twin.Draft | None, chain: Chain, end: End) -> twin.LastLaw:
-        return last_law(target, draft, chain, end._replace(refused=torch.zeros_like(end.refused)))
+    def without_residual(
+        target: twin.Target, draft: twin.Draft | None, chain: Chain, end: End
+    ) -> twin.FinalDistribution:
+        return final_distribution(target, draft, chain, end._replace(rejected=torch.zeros_like(end.rejected)))
 
-    monkeypatch.setattr(twin, "last_law", without_residual)
+    monkeypatch.setattr(twin, "final_distribution", without_residual)
     assert rejection_p_value(target, draft, NUM_CONTROL_TRIALS, verify) < FAIL_P_VALUE
 
 
 def test_control_a_residual_of_logits_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = rank_reversed_laws(16, 2)
-    monkeypatch.setattr(twin, "last_law", residual_of_logits)
+    monkeypatch.setattr(twin, "final_distribution", residual_of_logits)
     assert rejection_p_value(target, draft, NUM_CONTROL_TRIALS, verify) < FAIL_P_VALUE

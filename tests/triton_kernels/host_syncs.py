@@ -3,7 +3,7 @@
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class NoWaiting(TorchDispatchMode):
+class NoHostSync(TorchDispatchMode):
     """Raises where a result would have to reach the host."""
 
     WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "_unique")

@@ -69,20 +69,20 @@ def count_cells(verdict: Verdict, vocab_size: int) -> Tensor:
     return torch.bincount(starts[verdict.num_accepted.long()] + code, minlength=int(sizes.sum()))
 
 
-def joint_law(accept: Tensor, refuse: Tensor) -> Tensor:
+def joint_law(accept: Tensor, reject: Tensor) -> Tensor:
     """Probability of every (num_accepted, ids).
 
     Args:
         accept: [K, V] float64, chance to draft and keep this token here.
-        refuse: [K+1, V] float64, chance to end here with this token, given that the tokens before were kept.
+        reject: [K+1, V] float64, chance to end here with this token, given that the tokens before were kept.
 
     Returns:
         [V + V^2 + ... + V^(K+1)] float64, first by num_accepted, then by ids, the first id fastest.
     """
     prefix = torch.ones(1, dtype=torch.float64)
     blocks = []
-    for position in range(refuse.shape[0]):
-        blocks.append((refuse[position].unsqueeze(-1) * prefix).flatten())
+    for position in range(reject.shape[0]):
+        blocks.append((reject[position].unsqueeze(-1) * prefix).flatten())
         if position < accept.shape[0]:
             prefix = (accept[position].unsqueeze(-1) * prefix).flatten()
     return torch.cat(blocks)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from hf_speculate.triton_kernels import NoiseKeys, Stream, Verdict, sample
-from tests.triton_kernels.laws import (
+from tests.triton_kernels.distributions import (
     FAIL_P_VALUE,
     PASS_P_VALUE,
     acceptance_law,
@@ -42,9 +42,9 @@ def test_joint_law_of_a_round_is_exact_for_a_raced_rank_reversed_draft(vocab_siz
 def test_joint_law_of_a_round_is_exact_for_a_draft_with_noise_of_its_own() -> None:
     target, draft = rank_reversed_laws(8, 3)
     probs, proposed = target.double().softmax(-1), draft.double().softmax(-1)
-    refuse = torch.cat((probs[:-1] * (1 - proposed), probs[-1:]))
+    reject = torch.cat((probs[:-1] * (1 - proposed), probs[-1:]))
     counts = count_rounds(target, draft, NUM_TRIALS, verify, Stream.DRAFT)
-    assert p_value(counts, joint_law(probs[:-1] * proposed, refuse)) > PASS_P_VALUE
+    assert p_value(counts, joint_law(probs[:-1] * proposed, reject)) > PASS_P_VALUE
 
 
 @pytest.mark.parametrize("name", ["coupled", "coupled, warped"])
