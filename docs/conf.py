@@ -42,7 +42,10 @@ nitpick_ignore_regex = [
     (r"py:.*", r"(torch|transformers|huggingface_hub|pandas|matplotlib|rich|pathlib|collections|enum|logging)\..*"),
     (r"py:class", r"(Tensor|PreTrainedModel|PreTrainedTokenizerBase|GenerateOutput|HfApi|Path)"),
     # Names that only signatures use: aliases, and what takes part in a round without being made by callers.
-    (r"py:class", r"(hf_speculate\.)?.*\b(AnyClass|ModelT|VerifierFactory|DrafterFactory|KVCache|KVState|StageSeconds)"),
+    (
+        r"py:class",
+        r"(hf_speculate\.)?.*\b(AnyClass|ModelT|VerifierFactory|DrafterFactory|KVCache|KVState|StageSeconds)",
+    ),
 ]
 
 html_theme = "furo"

@@ -27,7 +27,7 @@ def html_table(headline: str, lines: Iterable[tuple[str, str]]) -> str:
     return f"<table><caption>{escape(headline)}</caption><tbody>{rows}</tbody></table>"
 
 
-def figure_of(
+def make_figure(
     headline: str,
     acceptance_rate_per_position: Sequence[float],
     draft_lens: Sequence[int],

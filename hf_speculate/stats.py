@@ -10,7 +10,7 @@ from typing import Any
 import rich.table
 
 from hf_speculate.optional_imports import import_extra
-from hf_speculate.plotting import figure_of, html_table, text_table
+from hf_speculate.plotting import html_table, make_figure, text_table
 from hf_speculate.types import StageSeconds
 
 STAGES = StageSeconds._fields
@@ -245,7 +245,7 @@ class SpeculationStats:
             MissingExtraError: matplotlib is not installed.
         """
         rates = self.acceptance_rate_per_position
-        return figure_of(self.headline, rates, self.draft_lens, self.num_batch_rounds, self.seconds_by_stage)
+        return make_figure(self.headline, rates, self.draft_lens, self.num_batch_rounds, self.seconds_by_stage)
 
     def __rich__(self) -> rich.table.Table:
         return self.as_table()

@@ -10,8 +10,8 @@ from weakref import WeakKeyDictionary
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_speculate.draft.early_exit import early_exit_model
-from hf_speculate.draft.vocab_intersection import shared_vocabulary
-from hf_speculate.draft.vocab_mapping import Vocabulary, padded_vocabulary
+from hf_speculate.draft.vocab_intersection import intersect_vocabularies
+from hf_speculate.draft.vocab_mapping import VocabMapping, padding_mapping
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.stats import SpeculationStats
 
@@ -29,7 +29,7 @@ class ResolvedAssistant(NamedTuple):
     """The model that drafts, and its vocabulary."""
 
     model: PreTrainedModel | None  # None if no model drafts
-    vocabulary: Vocabulary | None = None  # maps the target's ids to the draft's; None if they are the same
+    vocabulary: VocabMapping | None = None  # maps the target's ids to the draft's; None if they are the same
     is_vocabulary_assumed: bool = False  # that they are the same, because the tokenizers were not compared
     eager_reason: str = ""  # why it is never compiled; empty if it may be
 
@@ -88,18 +88,18 @@ def resolve_assistant(
             return ResolvedAssistant(None)
         short = early_exit_model(target, early_exit)
         return ResolvedAssistant(short, eager_reason="a model's first layers are a new draft in every call")
-    vocabulary = match_vocabularies(target, assistant, tokenizer, assistant_tokenizer)
+    vocabulary = map_vocabularies(target, assistant, tokenizer, assistant_tokenizer)
     if vocabulary is not None:
         return ResolvedAssistant(assistant, vocabulary, eager_reason="its ids are mapped to the target's")
     return ResolvedAssistant(assistant, is_vocabulary_assumed=tokenizer is None or assistant_tokenizer is None)
 
 
-def match_vocabularies(
+def map_vocabularies(
     target: PreTrainedModel,
     draft: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None = None,
     assistant_tokenizer: PreTrainedTokenizerBase | None = None,
-) -> Vocabulary | None:
+) -> VocabMapping | None:
     """How the draft's ids stand to the target's; None where they are the same.
 
     Equal sizes count as equal vocabularies unless both tokenizers say otherwise. Where sizes differ and a tokenizer is
@@ -117,8 +117,8 @@ def match_vocabularies(
     num_target, num_draft = (_num_ids(model) for model in (target, draft))
     if tokenizer is not None and assistant_tokenizer is not None:
         if tokenizer.get_vocab() != assistant_tokenizer.get_vocab():
-            return shared_vocabulary(tokenizer, assistant_tokenizer, num_target, num_draft)
-        return None if num_target == num_draft else padded_vocabulary(num_target, num_draft)
+            return intersect_vocabularies(tokenizer, assistant_tokenizer, num_target, num_draft)
+        return None if num_target == num_draft else padding_mapping(num_target, num_draft)
     if num_target == num_draft:
         return None
     found = [
@@ -127,7 +127,7 @@ def match_vocabularies(
     ]
     if found[0] is not None and found[1] is not None:
         if found[0].get_vocab() == found[1].get_vocab():
-            return padded_vocabulary(num_target, num_draft)
+            return padding_mapping(num_target, num_draft)
         why = "their tokenizers differ"
     elif abs(num_target - num_draft) <= MAX_PADDING and _eos_ids(target) == _eos_ids(draft):
         warnings.warn(
@@ -135,7 +135,7 @@ def match_vocabularies(
             "taken to be the same but for padding; pass tokenizer= and assistant_tokenizer= to make sure",
             stacklevel=5,
         )
-        return padded_vocabulary(num_target, num_draft)
+        return padding_mapping(num_target, num_draft)
     else:
         why = "their tokenizers were not found"
     raise UnsupportedModelError(

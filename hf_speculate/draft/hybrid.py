@@ -155,7 +155,7 @@ class HybridDrafter(DrafterDefaults):
         return num_query > MAX_BEHIND or (len(self.texts.rows) > 1 and num_query >= self._shortest_len())
 
     def _shortest_len(self) -> int:
-        return min(len(row.index.text) for row in self.texts.rows)
+        return min(len(row.index.token_ids) for row in self.texts.rows)
 
     def _unread_by_model(self) -> Kept | None:
         """Tokens emitted since the model ran; None before its first run."""

@@ -1,4 +1,4 @@
-"""Keeps a draft model's key-value states from one call to the next."""
+"""`DraftState`: a draft model's key-value states, kept from one `generate` call to the next."""
 
 import threading
 import weakref
@@ -10,17 +10,19 @@ from torch import Tensor
 from hf_speculate.types import KVState
 
 
-class DraftSource(NamedTuple):
-    """Whose states they are; of use to a draft of which all of this is the same."""
+class DraftCacheKey(NamedTuple):
+    """What the KV states depend on besides the tokens; they are valid for a draft with an equal key only."""
 
     parts: tuple[weakref.ref[Any], ...]  # the model's innermost modules
     device: torch.device
     dtype: torch.dtype
-    adapters: tuple[Any, ...]  # by layer that PEFT adapts: those in use, whether they are, and those merged
-    draft_ids: Tensor | None  # [V] int64, by target id, what the draft is fed for it; None: the same id
+    adapters: tuple[
+        Any, ...
+    ]  # for each layer that PEFT adapts: active adapters, whether they are disabled, merged ones
+    draft_ids: Tensor | None  # [V] int64, the draft's id of each target id; None if the ids are the same
 
-    def serves(self, other: "DraftSource") -> bool:
-        """Whether the states would be the other's too."""
+    def matches(self, other: "DraftCacheKey") -> bool:
+        """Whether the states are valid for the other key too."""
         if self[:4] != other[:4]:
             return False
         if self.draft_ids is None or other.draft_ids is None:
@@ -28,56 +30,56 @@ class DraftSource(NamedTuple):
         return torch.equal(self.draft_ids, other.draft_ids)
 
 
-class HeldDraft(NamedTuple):
-    """What a draft model has read."""
+class SavedDraftCache(NamedTuple):
+    """KV states of a draft model at the end of a call."""
 
-    source: DraftSource
-    texts: list[list[int]]  # [B] the tokens of each row, without padding
-    states: list[KVState]  # by layer, each [B, H, N, D] from every row's first token on; N is the longest row
+    key: DraftCacheKey
+    token_ids: list[list[int]]  # [B] the tokens of each row, without padding
+    kv_states: list[KVState]  # one per layer, [B, H, N, D] from each row's first token on; N is the longest row
 
 
 class DraftState:
-    """What the draft model of earlier calls has read: `generate(..., assistant_model=draft, draft_state=state)`.
+    """KV states of a draft model, reused by the next call: `generate(..., assistant_model=draft, draft_state=state)`.
 
-    Passed to the turns of a chat, it spares the draft model what it has read already: each row reads what follows the
-    longest beginning that its prompt shares with the text before. Texts and drafts are the same with it and without.
-    With another draft model or adapter, number of rows, device or dtype, or a prompt that begins otherwise, it starts
-    anew. It holds one call's states at a time, and nothing after a call that failed. Threads may share it; calls that
-    run at the same time find it empty. Call `reset()` after the draft's weights were changed in place.
+    Pass the same object to all turns of a chat: the draft model then processes only what follows the longest prefix
+    that each row's prompt shares with the last call's text. Texts and drafts do not change. The states are dropped if
+    the draft model, its adapters, the number of rows, the device or the dtype differ, or if no prefix is shared. The
+    object holds the states of one call, and none after a call that failed. Threads may share it; calls that run at the
+    same time find it empty. Call `reset()` after changing the draft's weights in place.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._held: HeldDraft | None = None
+        self._held: SavedDraftCache | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DraftState":
-        """Itself: a `GenerationConfig` is copied for every call, and what a call leaves is for the next one."""
+        """Return the object itself, since `generate` copies a `GenerationConfig` in every call."""
         return self
 
     @property
     def num_bytes(self) -> int:
-        """Memory that the states take."""
+        """Size of the KV states in bytes."""
         with self._lock:
-            states = [] if self._held is None else self._held.states
+            states = [] if self._held is None else self._held.kv_states
             return sum(part.numel() * part.element_size() for state in states for part in state)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the states are of, all rows together."""
+        """Number of tokens that have KV states, summed over rows."""
         with self._lock:
-            return 0 if self._held is None else sum(map(len, self._held.texts))
+            return 0 if self._held is None else sum(map(len, self._held.token_ids))
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Drop all states."""
         self.take()
 
-    def take(self) -> HeldDraft | None:
-        """Hand over what is held, which leaves nothing; for a call that begins."""
+    def take(self) -> SavedDraftCache | None:
+        """Return the saved cache, or None, and leave the state empty."""
         with self._lock:
             held, self._held = self._held, None
             return held
 
-    def put(self, held: HeldDraft) -> None:
-        """Hold what a call leaves."""
+    def put(self, held: SavedDraftCache) -> None:
+        """Save the cache of a call that ends."""
         with self._lock:
             self._held = held

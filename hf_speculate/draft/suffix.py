@@ -61,7 +61,7 @@ class SuffixRow:
         self._settings = settings
         self._reader = reader
         if reader is not None:
-            reader.follow(index.text[-index.max_match_len :].tolist())
+            reader.follow(index.token_ids[-index.max_match_len :].tolist())
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Append tokens."""

@@ -15,14 +15,14 @@ _STATE_BYTES = 5 * 8 + 2 * _INT_BYTES  # of a state's places in the lists, its n
 _TEXT_BYTES = 4 + _INT_BYTES  # of a token in the text, and as the lists hold it
 
 
-class Place(NamedTuple):
+class Match(NamedTuple):
     """A text's end, as found in an index."""
 
     state: int  # of the automaton
     length: int  # tokens of the end that the index holds
 
 
-START = Place(0, 0)
+EMPTY_MATCH = Match(0, 0)
 
 
 class SuffixIndex:
@@ -36,10 +36,10 @@ class SuffixIndex:
         max_match_len: matches of more tokens count as of that many, >= 1.
 
     Attributes:
-        text: all tokens; separators are negative.
+        token_ids: all tokens; separators are negative.
         match_len: tokens at the text's end that stood before, 0..max_match_len.
-        match_end: how many tokens came up to their latest earlier occurrence: `text[match_end]` followed it.
-        is_whole: set to False by who was interrupted in a call of `extend`, after which nothing here holds.
+        match_end: how many tokens came up to their latest earlier occurrence: `token_ids[match_end]` followed it.
+        is_consistent: set to False by who was interrupted in a call of `extend`, after which nothing here holds.
 
     Source:
         Blumer et al., "The smallest automaton recognizing the subwords of a text", 1985.
@@ -47,7 +47,7 @@ class SuffixIndex:
 
     def __init__(self, max_match_len: int = MAX_MATCH_LEN):
         self.max_match_len = max_match_len
-        self.text = array("i")
+        self.token_ids = array("i")
         self.match_len = 0
         self.match_end = 0
         # By state; 0 is the root, whose string is empty. Arrays would be smaller, and slower by a third.
@@ -61,11 +61,11 @@ class SuffixIndex:
         self._last = 0  # the state of the whole text
         self._matched = 0  # the state of the match
         self._num_separators = 0
-        self.is_whole = True
+        self.is_consistent = True
 
     def extend(self, token_ids: Iterable[int]) -> None:
         """Append tokens, and find the match of the new end."""
-        text, lens, links, ends = self.text, self._lens, self._links, self._ends
+        text, lens, links, ends = self.token_ids, self._lens, self._links, self._ends
         tokens, nexts, more = self._tokens, self._nexts, self._more
         most, last, matched, match_end = self.max_match_len, self._last, self._matched, self.match_end
         length, num_more, nothing = len(text), 0, _NOTHING
@@ -125,7 +125,7 @@ class SuffixIndex:
             is_repeated: past the text's end, go on with what was found, so that a text that has begun to repeat itself
                 is continued with its period. Else the continuation ends there, as it does at a separator.
         """
-        found = self.text[end : end + num].tolist()
+        found = self.token_ids[end : end + num].tolist()
         if self._num_separators and found and min(found) < 0:
             return found[: next(offset for offset, token in enumerate(found) if token < 0)]
         if is_repeated and found:
@@ -134,11 +134,11 @@ class SuffixIndex:
                 found += found[: min(num - len(found), period)]
         return found
 
-    def follow(self, place: Place, token_ids: Iterable[int]) -> Place:
+    def advance(self, place: Match, token_ids: Iterable[int]) -> Match:
         """Where another text's end stands in this index, after more of its tokens.
 
         Args:
-            place: where it stood before; `START` at first.
+            place: where it stood before; `EMPTY_MATCH` at first.
             token_ids: what has come since.
         """
         state, length = place
@@ -153,9 +153,9 @@ class SuffixIndex:
                 continue
             length = min(length + 1, self.max_match_len)
             state = self._within(following, length)
-        return Place(state, length)
+        return Match(state, length)
 
-    def end_of(self, place: Place) -> int:
+    def end_of(self, place: Match) -> int:
         """Tokens up to the latest occurrence of a text's end."""
         return self._ends[self._within(*place)]
 
@@ -163,7 +163,7 @@ class SuffixIndex:
         """A twin that grows by itself; much cheaper than to build it."""
         twin = SuffixIndex(self.max_match_len)
         twin.__dict__.update(self.__dict__)
-        for name in ("text", "_lens", "_links", "_ends", "_tokens", "_nexts"):
+        for name in ("token_ids", "_lens", "_links", "_ends", "_tokens", "_nexts"):
             setattr(twin, name, getattr(self, name)[:])
         twin._more = {state: dict(others) for state, others in self._more.items()}
         return twin
@@ -171,12 +171,12 @@ class SuffixIndex:
     @property
     def num_tokens(self) -> int:
         """Tokens in the text, separators left out."""
-        return len(self.text) - self._num_separators
+        return len(self.token_ids) - self._num_separators
 
     @property
     def num_bytes(self) -> int:
         """Memory in use, as an estimate."""
-        in_lists = len(self._lens) * _STATE_BYTES + len(self.text) * _TEXT_BYTES
+        in_lists = len(self._lens) * _STATE_BYTES + len(self.token_ids) * _TEXT_BYTES
         in_dicts = sys.getsizeof(self._more) + len(self._more) * _DICT_BYTES + self._num_more * _ENTRY_BYTES
         return in_lists * 9 // 8 + in_dicts  # lists grow by an eighth
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from numbers import Integral
 from typing import NamedTuple
 
-from hf_speculate.draft.suffix_index import START, Place, SuffixIndex
+from hf_speculate.draft.suffix_index import EMPTY_MATCH, Match, SuffixIndex
 from hf_speculate.errors import ConfigError
 
 MIN_BYTES = 1 << 20
@@ -64,7 +64,7 @@ class SuffixStore:
             try:
                 self._append(checked)
             except BaseException:  # an interrupt may have left the index between two of its states
-                self._newer.is_whole = False
+                self._newer.is_consistent = False
                 self._newer = SuffixIndex()
                 raise
 
@@ -102,12 +102,12 @@ class StoreReader:
     def __init__(self, lock: threading.Lock, indices: list[SuffixIndex], max_match_len: int):
         self._lock = lock
         self._max_match_len = max_match_len
-        self._found = [(index, START) for index in indices]  # where the row's end stands in each
+        self._found = [(index, EMPTY_MATCH) for index in indices]  # where the row's end stands in each
 
     def follow(self, token_ids: Sequence[int]) -> None:
         """Append tokens to the row."""
         with self._lock:
-            self._found = [(index, index.follow(place, token_ids)) for index, place in self._whole()]
+            self._found = [(index, index.advance(place, token_ids)) for index, place in self._whole()]
 
     def find(self, num: int) -> Found:
         """The `num` tokens, or fewer, that followed the longest match; the newer text's where two are as long.
@@ -125,9 +125,9 @@ class StoreReader:
                     return Found(length, token_ids)
             return Found(longest, [])
 
-    def _whole(self) -> list[tuple[SuffixIndex, Place]]:
+    def _whole(self) -> list[tuple[SuffixIndex, Match]]:
         """The indices that nobody was interrupted in growing, with the row's places."""
-        return [(index, place) for index, place in self._found if index.is_whole]
+        return [(index, place) for index, place in self._found if index.is_consistent]
 
 
 def _is_int(value: object) -> bool:

@@ -6,7 +6,7 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from hf_speculate.draft.vocab_mapping import Vocabulary
+from hf_speculate.draft.vocab_mapping import VocabMapping
 from hf_speculate.errors import UnsupportedModelError
 
 # Below this share of the smaller vocabulary hardly a word of a text is one shared token, and the pair is most likely a
@@ -23,13 +23,13 @@ _Sizes = tuple[int, int, int, int]
 _LOCK = threading.Lock()
 # A pair's table takes a second for 150,000 ids, so it serves later calls; tokens added meanwhile make it anew.
 _TABLES: WeakKeyDictionary[
-    PreTrainedTokenizerBase, WeakKeyDictionary[PreTrainedTokenizerBase, tuple[_Sizes, Vocabulary]]
+    PreTrainedTokenizerBase, WeakKeyDictionary[PreTrainedTokenizerBase, tuple[_Sizes, VocabMapping]]
 ] = WeakKeyDictionary()
 
 
-def shared_vocabulary(
+def intersect_vocabularies(
     target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase, num_target: int, num_draft: int
-) -> Vocabulary:
+) -> VocabMapping:
     """The tokens that stand for the same text in both vocabularies, and what the draft is fed for the others.
 
     Tokens are compared by their bytes, whichever way a tokenizer writes spaces and bytes; special tokens by their name,
@@ -62,7 +62,7 @@ def shared_vocabulary(
 
 def _make_table(
     target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase, num_target: int, num_draft: int
-) -> Vocabulary:
+) -> VocabMapping:
     target_surfaces, draft_surfaces = _surfaces(target, num_target), _surfaces(draft, num_draft)
     by_surface: dict[bytes | str, int] = {}
     for draft_id, surface in draft_surfaces.items():
@@ -94,7 +94,7 @@ def _make_table(
         draft_ids[torch.tensor(list(table), dtype=torch.int64)] = torch.tensor(list(table.values()), dtype=torch.int64)
     is_shared = torch.zeros(num_target, dtype=torch.bool)
     is_shared[torch.tensor(list(shared))] = True
-    return Vocabulary(draft_ids, is_shared)
+    return VocabMapping(draft_ids, is_shared)
 
 
 def _surfaces(tokenizer: PreTrainedTokenizerBase, num_ids: int) -> _Surfaces:

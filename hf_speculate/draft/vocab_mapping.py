@@ -14,7 +14,7 @@ from hf_speculate.types import Scored
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class VocabMapping:
     """Which of a draft's ids stand for which of the target's.
 
     Args:
@@ -32,7 +32,7 @@ class Vocabulary:
         """Ids that the draft may propose."""
         return int(self.is_shared.sum())
 
-    def to(self, device: torch.device) -> "Vocabulary":
+    def to(self, device: torch.device) -> "VocabMapping":
         """The same with its tensors on a device."""
         return replace(self, draft_ids=self.draft_ids.to(device), is_shared=self.is_shared.to(device))
 
@@ -55,7 +55,7 @@ class Vocabulary:
         return logits.index_select(-1, table.draft_ids).masked_fill(~table.is_shared, -torch.inf)
 
 
-def padded_vocabulary(num_target: int, num_draft: int) -> Vocabulary:
+def padding_mapping(num_target: int, num_draft: int) -> VocabMapping:
     """One tokenizer, and two models whose tables end at different lengths.
 
     An id that only the target has is fed to the draft as its last one, which nobody reads: both lie in the padding.
@@ -65,7 +65,7 @@ def padded_vocabulary(num_target: int, num_draft: int) -> Vocabulary:
         num_draft: V', the draft's.
     """
     ids = torch.arange(num_target)
-    return Vocabulary(ids.clamp_max(num_draft - 1), ids < num_draft, is_padded=True)
+    return VocabMapping(ids.clamp_max(num_draft - 1), ids < num_draft, is_padded=True)
 
 
 class TranslatedLanguageModel(LanguageModel):
@@ -82,7 +82,7 @@ class TranslatedLanguageModel(LanguageModel):
     def __init__(
         self,
         model: PreTrainedModel,
-        vocabulary: Vocabulary,
+        vocabulary: VocabMapping,
         max_position: int | None = None,
         extra_inputs: ExtraInputs | None = None,
         keeps_states: bool = False,

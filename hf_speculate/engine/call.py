@@ -8,7 +8,7 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.cache_utils import Cache
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from hf_speculate.draft.vocab_mapping import Vocabulary
+from hf_speculate.draft.vocab_mapping import VocabMapping
 from hf_speculate.engine.compile_plan import StaticRequest
 from hf_speculate.engine.distributed import SyncedRanks, TensorParallelGroup
 from hf_speculate.engine.outputs import Recorded
@@ -62,7 +62,7 @@ class Call:
     target_attention: str
     draft_attention: str
     static: StaticRequest | None = None
-    vocabulary: Vocabulary | None = None
+    vocabulary: VocabMapping | None = None
     generator: CandidateGenerator | None = None
     target_inputs: ExtraInputs = field(default_factory=ExtraInputs)
     draft_inputs: ExtraInputs = field(default_factory=ExtraInputs)

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from hf_speculate.cache.base import KVCache
-from hf_speculate.draft.state import DraftSource, DraftState, HeldDraft
-from hf_speculate.draft.vocab_mapping import Vocabulary
+from hf_speculate.draft.state import DraftCacheKey, DraftState, SavedDraftCache
+from hf_speculate.draft.vocab_mapping import VocabMapping
 from hf_speculate.engine.batch import Batch
 from hf_speculate.models.language_model import device_of
 from hf_speculate.types import KVState
@@ -28,14 +28,14 @@ class DraftCacheReuse:
         vocabulary: maps the target's ids to the draft's; None if they are the same.
     """
 
-    def __init__(self, state: DraftState, draft: PreTrainedModel, vocabulary: Vocabulary | None):
+    def __init__(self, state: DraftState, draft: PreTrainedModel, vocabulary: VocabMapping | None):
         self.state = state
         innermost = (module for module in draft.modules() if next(module.children(), None) is None)
         parts = tuple(weakref.ref(module) for module in innermost)
         ids = None if vocabulary is None else vocabulary.draft_ids
         adapted: list[Any] = [module for module in draft.modules() if hasattr(module, "merged_adapters")]
         adapters = tuple((*one.active_adapters, one.disable_adapters, *one.merged_adapters) for one in adapted)
-        self._source = DraftSource(parts, device_of(draft), draft.dtype, adapters, ids)
+        self._key = DraftCacheKey(parts, device_of(draft), draft.dtype, adapters, ids)
         self._num_valid: list[int] = []  # [B] real tokens of each row that the draft cache holds for sure
 
     def recall(self, batch: Batch, kv_cache: KVCache) -> int:
@@ -46,14 +46,14 @@ class DraftCacheReuse:
         """
         held, pads = self.state.take(), batch.num_pads
         self._num_valid = [0] * len(pads)
-        if held is None or not held.source.serves(self._source) or len(held.texts) != len(pads):
+        if held is None or not held.key.matches(self._key) or len(held.token_ids) != len(pads):
             return 0
         prompts = batch.tokens.token_ids[:, : batch.prompt_len]
         texts = [row[num:] for row, num in zip(prompts.tolist(), pads, strict=True)]
-        num_columns = min(num + _num_shared(*pair) for num, *pair in zip(pads, held.texts, texts, strict=True))
+        num_columns = min(num + _num_shared(*pair) for num, *pair in zip(pads, held.token_ids, texts, strict=True))
         if num_columns <= min(pads):
             return 0  # nothing is left of any row
-        kv_cache.update([_placed(state, pads, num_columns) for state in held.states])
+        kv_cache.update([_placed(state, pads, num_columns) for state in held.kv_states])
         self._num_valid = [max(num_columns - num, 0) for num in pads]
         return num_columns
 
@@ -82,11 +82,11 @@ class DraftCacheReuse:
         if states is None:
             return
         spans = zip(batch.tokens.token_ids.tolist(), batch.num_pads, counts, strict=True)
-        self.state.put(HeldDraft(self._source, [row[pad : pad + num] for row, pad, num in spans], states))
+        self.state.put(SavedDraftCache(self._key, [row[pad : pad + num] for row, pad, num in spans], states))
 
 
 def make_draft_cache_reuse(
-    state: DraftState | None, draft: PreTrainedModel | None, vocabulary: Vocabulary | None, text_mask: Tensor | None
+    state: DraftState | None, draft: PreTrainedModel | None, vocabulary: VocabMapping | None, text_mask: Tensor | None
 ) -> DraftCacheReuse | None:
     """The reuse of a call; None if there is nothing to reuse.
 

@@ -35,7 +35,7 @@ from hf_speculate.generation.arguments import (
 from hf_speculate.generation.config_sources import fields_in, fields_of, read_config
 from hf_speculate.generation.decoding_method import SpeculativeDecoding
 from hf_speculate.generation.draft_source import find_draft_source
-from hf_speculate.generation.token_healing import TokenHealingMixin, healing
+from hf_speculate.generation.token_healing import TokenHealingMixin, provide_tokenizer
 from hf_speculate.generation.validate_call import check_call
 from hf_speculate.generation.validate_models import check_assistant, check_models, warn_of_own_steps
 from hf_speculate.verify.base import check_verifier
@@ -140,7 +140,7 @@ def _generate(
     own_prompt_lookup(model, call)
     is_static = own_static_cache(model, call)
     decoding = SpeculativeDecoding(resolved, config, call, is_static, source)
-    with decoding.clock, healing(model, call):
+    with decoding.clock, provide_tokenizer(model, call):
         output = plain(**call, custom_generate=decoding)
     if not decoding.num_runs:
         raise UnsupportedModelError(

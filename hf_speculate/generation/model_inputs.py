@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationMixin, PreTrainedModel
 
-from hf_speculate.draft.vocab_mapping import Vocabulary
+from hf_speculate.draft.vocab_mapping import VocabMapping
 from hf_speculate.errors import UnsupportedGenerationError
 from hf_speculate.models.extra_inputs import ExtraInputs, mapped
 from hf_speculate.models.language_model import device_of, text_prefix
@@ -67,7 +67,7 @@ def draft_inputs(
     inputs: Tensor | None,
     model_kwargs: dict[str, Any],
     num_rows: int,
-    vocabulary: Vocabulary | None = None,
+    vocabulary: VocabMapping | None = None,
 ) -> ExtraInputs:
     """What the draft model reads besides the text: an encoder's output, its own or the target's, and nothing else.
 

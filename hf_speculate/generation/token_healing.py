@@ -1,4 +1,4 @@
-"""Hands token healing the tokenizer, which transformers drops on its way to a decoding loop of ours."""
+"""Token healing: provides the tokenizer, which transformers does not pass on to a custom decoding method."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,17 +13,17 @@ _tokenizer: ContextVar[Any] = ContextVar("hf_speculate_healing_tokenizer", defau
 
 
 class TokenHealingMixin(GenerationMixin):
-    """Finds the tokenizer of the present call where `heal_tokens` is given none."""
+    """Uses the current call's tokenizer if `heal_tokens` gets none."""
 
     def heal_tokens(self, input_ids: Any, tokenizer: Any = None) -> Any:
         """See `transformers.GenerationMixin.heal_tokens`.
 
         Args:
             input_ids: [B, T] int64.
-            tokenizer: of the model; None: the one that `generate` was given.
+            tokenizer: of the model; None for the one passed to `generate`.
         """
         tokenizer = _tokenizer.get() if tokenizer is None else tokenizer
-        token = _tokenizer.set(None)  # healing calls `generate` again, which is another call
+        token = _tokenizer.set(None)  # heal_tokens calls `generate` itself
         try:
             return super().heal_tokens(input_ids, tokenizer)
         finally:
@@ -31,8 +31,8 @@ class TokenHealingMixin(GenerationMixin):
 
 
 @contextmanager
-def healing(model: PreTrainedModel, call: Mapping[str, Any]) -> Iterator[None]:
-    """Keep the tokenizer of a call at hand while transformers prepares it.
+def provide_tokenizer(model: PreTrainedModel, call: Mapping[str, Any]) -> Iterator[None]:
+    """Make the tokenizer of a call available to `heal_tokens` while transformers prepares the call.
 
     Args:
         model: whose generation config may ask for healing.
@@ -54,7 +54,7 @@ def healing(model: PreTrainedModel, call: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _heals(model: PreTrainedModel, call: Mapping[str, Any]) -> bool:
-    """The first that is set counts: the keyword, be it None, the passed config, the model's."""
+    """Whether healing is asked for: a keyword, even None, goes before the passed config and the model's."""
     if "token_healing" in call:
         return bool(call["token_healing"])
     values = [getattr(one, "token_healing", None) for one in (call.get("generation_config"), model.generation_config)]

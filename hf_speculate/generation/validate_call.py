@@ -9,7 +9,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.generation.configuration_utils import GenerationMode
 
 from hf_speculate.config import SpeculationConfig
-from hf_speculate.draft.vocab_mapping import Vocabulary
+from hf_speculate.draft.vocab_mapping import VocabMapping
 from hf_speculate.errors import ConfigError, UnsupportedGenerationError
 from hf_speculate.generation.draft_source import COUPLED_ALONE, GENERATOR, LOOKUP, DraftSource
 from hf_speculate.models.extra_inputs import ExtraInputs
@@ -195,7 +195,7 @@ def check_context(
     input_ids: Tensor,
     generation_config: GenerationConfig,
     assistant: PreTrainedModel | None,
-    vocabulary: Vocabulary | None,
+    vocabulary: VocabMapping | None,
 ) -> None:
     """Refuse what does not go with inputs beside the text.
 

@@ -28,9 +28,9 @@ from transformers import (
 
 from hf_speculate.errors import ShapeError, UnsupportedGenerationError
 from hf_speculate.processors.prefixes import Prefixes
-from hf_speculate.processors.registry import Reads, find_reads, find_seen_len, is_registered, name_of
-from hf_speculate.processors.rollback import ForkedEachRound
-from hf_speculate.processors.top_k_top_p import cut, has_cutoffs
+from hf_speculate.processors.registry import Reads, find_context_len, find_reads, is_registered, name_of
+from hf_speculate.processors.rollback import ForkedProcessor
+from hf_speculate.processors.top_k_top_p import apply_cutoff, supports_cutoff
 
 _NO_TOKEN = -1
 
@@ -105,7 +105,7 @@ class BlockLogitsProcessorList(LogitsProcessorList):
 
     def for_draft(self) -> "BlockLogitsProcessorList":
         """Those that run on the draft model: the pure ones, and of those with state what `forked()` makes forks of."""
-        parts = [ForkedEachRound(p) if _has_state(p) else p for p in self if find_reads(p) is not None]
+        parts = [ForkedProcessor(p) if _has_state(p) else p for p in self if find_reads(p) is not None]
         return BlockLogitsProcessorList(_unsized(p) for p in parts)
 
     def forked(self) -> "BlockLogitsProcessorList":
@@ -176,11 +176,12 @@ def _run(processor: Any, prefixes: Prefixes, block: Tensor, kwargs: dict[str, An
     reads = find_reads(processor)
     if reads is Reads.NOTHING:
         flat = block.flatten(0, 1)  # [B*(K+1), V]
-        processed = cut(processor, flat) if has_cutoffs(processor, flat) else processor(prefixes.input_ids, flat)
-        return cast(Tensor, processed).view(block.shape)
+        if supports_cutoff(processor, flat):
+            return apply_cutoff(processor, flat).view(block.shape)
+        return cast(Tensor, processor(prefixes.input_ids, flat)).view(block.shape)
     if reads is Reads.HISTORY:
         return _run_by_position(processor, prefixes.align(prefixes.full_ids[:, :1]), block, kwargs)
-    groups = prefixes.group_by(partial(find_seen_len, processor))
+    groups = prefixes.group_by(partial(find_context_len, processor))
     if reads is Reads.PREFIX and len(groups) >= prefixes.num_positions:
         aligned_ids = _align(processor, prefixes)
         if aligned_ids is not None:

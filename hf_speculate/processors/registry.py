@@ -81,7 +81,7 @@ _SEEN_LEN_BY_NAME: dict[str, Callable[[Any, int], int]] = {
     "WatermarkLogitsProcessor": lambda p, n: min(n, p.context_width),
 }
 
-FOREIGN_REASONS: dict[str, str] = {
+NOT_ROW_WISE_REASONS: dict[str, str] = {
     "ClassifierFreeGuidanceLogitsProcessor": "it mixes rows: conditional with unconditional ones",
     "DiaClassifierFreeGuidanceLogitsProcessor": "it mixes rows: conditional with unconditional ones",
     "DiaEOSChannelFilterLogitsProcessor": "it mixes rows: the audio channels of one sample",
@@ -102,7 +102,7 @@ def _find(name: str) -> type | None:
 
 
 _READS: dict[type, Reads] = {cls: reads for name, reads in READS_BY_NAME.items() if (cls := _find(name)) is not None}
-_FOREIGN: dict[type, str] = {cls: why for name, why in FOREIGN_REASONS.items() if (cls := _find(name)) is not None}
+_FOREIGN: dict[type, str] = {cls: why for name, why in NOT_ROW_WISE_REASONS.items() if (cls := _find(name)) is not None}
 _SEEN_LEN = {cls: seen_len for name, seen_len in _SEEN_LEN_BY_NAME.items() if (cls := _find(name)) is not None}
 _REGISTERED: set[type] = set()
 
@@ -149,7 +149,7 @@ def find_reads(processor: object) -> Reads | None:
     return reads or (Reads.HISTORY if isinstance(processor, RollbackProcessor) else None)
 
 
-def find_seen_len(processor: object, prefix_len: int) -> int:
+def find_context_len(processor: object, prefix_len: int) -> int:
     """How many of the last tokens of a prefix a processor must see, to do what it does for the whole of it."""
     seen_len = _SEEN_LEN.get(type(processor))
     return prefix_len if seen_len is None else seen_len(processor, prefix_len)

@@ -51,7 +51,7 @@ class RollbackProcessor(Protocol):
         """A copy that stands where this one stands and goes on by itself; it is never rolled back."""
 
 
-class ForkedEachRound:
+class ForkedProcessor:
     """Stands among a draft model's processors for one of the target's with state.
 
     Args:

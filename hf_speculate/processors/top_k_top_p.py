@@ -1,4 +1,4 @@
-"""Runs top-k and top-p on a CPU by the smallest score that a row keeps.
+"""Top-k and top-p on a CPU, by the smallest score that a row keeps.
 
 transformers sorts scores together with their indices. numpy sorts the scores alone, which takes a tenth of the time
 (V = 4,096 and 32,000, 2 cores of an AMD EPYC), and the sums over sorted rows are the same, bit for bit: the indices
@@ -15,19 +15,19 @@ from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 
 class Cutoffs(NamedTuple):
-    """What rows of scores keep."""
+    """The smallest score that each row keeps."""
 
     lowest: Tensor  # [N, 1] float32, the smallest score kept
-    is_split: Tensor | None  # [N] bool, scores equal to it are dropped too; None: nowhere
+    is_split: Tensor | None  # [N] bool, scores equal to it are dropped too; None if none is
 
 
-def has_cutoffs(processor: Any, scores: Tensor) -> bool:
-    """Whether `cut` may stand for calling the processor on scores [N, V]."""
+def supports_cutoff(processor: Any, scores: Tensor) -> bool:
+    """Whether `apply_cutoff` gives the processor's result for scores [N, V]."""
     return type(processor) in _FIND and scores.device.type == "cpu" and scores.dtype == torch.float32
 
 
-def cut(processor: Any, scores: Tensor) -> Tensor:
-    """What the processor makes of scores [N, V] float32, on a CPU: a new tensor, bit for bit the same."""
+def apply_cutoff(processor: Any, scores: Tensor) -> Tensor:
+    """The processor's result for scores [N, V] float32 on a CPU, bitwise equal, as a new tensor."""
     lowest, is_split = _FIND[type(processor)](processor, scores.detach())
     processed = scores.masked_fill(scores < lowest, processor.filter_value)
     if is_split is not None and bool(is_split.any()):

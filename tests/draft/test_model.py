@@ -23,7 +23,7 @@ from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.triton_kernels.noise import row_seeds
 from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy
 from tests.tiny import KINDS, SLIDING_WINDOW, make_law_model, make_model, ragged_prompts
-from tests.triton_kernels.laws import FAIL_P_VALUE, PASS_P_VALUE, p_value
+from tests.triton_kernels.distributions import FAIL_P_VALUE, PASS_P_VALUE, p_value
 
 GREEDY, RANDOM = SampleStrategy.GREEDY, SampleStrategy.RANDOM
 VOCAB_SIZE = 64

@@ -7,7 +7,7 @@ import tracemalloc
 import pytest
 
 from hf_speculate.draft import suffix_index
-from hf_speculate.draft.suffix_index import MAX_MATCH_LEN, START, SuffixIndex
+from hf_speculate.draft.suffix_index import EMPTY_MATCH, MAX_MATCH_LEN, SuffixIndex
 
 SHORT, LONG = 512, 131_072  # tokens
 MAX_GROWTH = 2.0  # of the steps of a round, from short to long
@@ -79,9 +79,9 @@ def test_another_text_is_followed_to_its_latest_longest_match(most):
         other = [generator.randrange(4) for _ in range(30)]
         index = SuffixIndex(most)
         index.extend(text)
-        place = START
+        place = EMPTY_MATCH
         for number, token in enumerate(other):
-            place = index.follow(place, [token])
+            place = index.advance(place, [token])
             expected = latest_longest(text, other[: number + 1], most, last=len(text))
             assert place.length == expected[0]
             assert not place.length or index.end_of(place) == expected[1]
@@ -93,11 +93,11 @@ def test_a_followed_text_is_still_found_after_the_index_has_grown():
         text = [generator.randrange(3) for _ in range(60)]
         other = [generator.randrange(3) for _ in range(30)]
         index = SuffixIndex()
-        place = START
+        place = EMPTY_MATCH
         for number, token in enumerate(other):
             index.extend(text[2 * number : 2 * number + 2])  # which may split the state that was reached
             held = text[: 2 * number + 2]
-            place = index.follow(place, [token])
+            place = index.advance(place, [token])
             end = index.end_of(place)
             assert held[end - place.length : end] == other[number + 1 - place.length : number + 1]
             assert bool(place.length) == (token in held)

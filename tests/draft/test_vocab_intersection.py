@@ -4,7 +4,7 @@ import pytest
 import torch
 from tokenizers import decoders
 
-from hf_speculate.draft.vocab_intersection import shared_vocabulary
+from hf_speculate.draft.vocab_intersection import intersect_vocabularies
 from hf_speculate.errors import UnsupportedModelError
 from tests.tiny_tokenizers import WORD_MARK, byte_level_tokenizer, letters_tokenizer, metaspace_tokenizer
 
@@ -12,7 +12,7 @@ LETTERS = "abcdefghinrst"
 
 
 def table(target, draft, num_target=None, num_draft=None):
-    return shared_vocabulary(target, draft, num_target or len(target), num_draft or len(draft))
+    return intersect_vocabularies(target, draft, num_target or len(target), num_draft or len(draft))
 
 
 def pairs_of(target, draft) -> dict[str, str]:

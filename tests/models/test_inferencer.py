@@ -11,7 +11,7 @@ from hf_speculate.models.inferencer import Choice, Inferencer
 from hf_speculate.models.language_model import LanguageModel
 from hf_speculate.types import SampleStrategy
 from tests.tiny import KINDS, SLIDING_WINDOW, make_law_model, make_model, ragged_prompts
-from tests.triton_kernels.laws import FAIL_P_VALUE, PASS_P_VALUE, p_value
+from tests.triton_kernels.distributions import FAIL_P_VALUE, PASS_P_VALUE, p_value
 
 GREEDY, RANDOM = SampleStrategy.GREEDY, SampleStrategy.RANDOM
 VOCAB_SIZE = 64

@@ -19,7 +19,7 @@ from transformers.generation import logits_process
 
 from hf_speculate.errors import ConfigError, ShapeError, UnsupportedGenerationError
 from hf_speculate.processors import BlockLogitsProcessorList, register_row_wise
-from hf_speculate.processors.registry import FOREIGN_REASONS, READS_BY_NAME
+from hf_speculate.processors.registry import NOT_ROW_WISE_REASONS, READS_BY_NAME
 from tests.tiny import make_model
 
 VOCAB_SIZE = 41
@@ -120,7 +120,7 @@ def processor_classes() -> dict[str, type]:
 
 @pytest.mark.parametrize("name", sorted(processor_classes()))
 def test_every_class_of_transformers_is_placed_knowingly(name: str) -> None:
-    assert (name in READS_BY_NAME) != (name in FOREIGN_REASONS)
+    assert (name in READS_BY_NAME) != (name in NOT_ROW_WISE_REASONS)
 
 
 def test_every_row_wise_class_of_this_version_has_an_example() -> None:

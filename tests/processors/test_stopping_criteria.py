@@ -22,7 +22,7 @@ from transformers.generation import ConfidenceCriteria, stopping_criteria
 
 from hf_speculate.errors import ConfigError, ShapeError, UnsupportedGenerationError
 from hf_speculate.processors import register_row_wise
-from hf_speculate.processors.registry import FOREIGN_REASONS
+from hf_speculate.processors.registry import NOT_ROW_WISE_REASONS
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria, StopVerdict
 from hf_speculate.token_buffer import TokenBuffer
 
@@ -262,7 +262,7 @@ def test_every_criterion_of_transformers_is_placed_knowingly() -> None:
         for cls in vars(stopping_criteria).values()
         if isinstance(cls, type) and issubclass(cls, StoppingCriteria) and cls is not StoppingCriteria
     }
-    assert found == own | (found & set(FOREIGN_REASONS))
+    assert found == own | (found & set(NOT_ROW_WISE_REASONS))
 
 
 def test_registering_what_is_known_already_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from hf_speculate.verify import (
 )
 from hf_speculate.verify.base import check_verifier, reads_draft_logits
 from hf_speculate.verify.spans import Span, Spans, SpanVerifier, make_spans
-from tests.triton_kernels.waiting import NoWaiting
+from tests.triton_kernels.host_syncs import NoHostSync
 from tests.verify.test_verifiers import VOCAB_SIZE, VerifierContract, make_keys, make_round
 
 SPAN = Span(1, 4)
@@ -127,7 +127,7 @@ def test_a_round_that_crosses_borders_is_judged_position_by_position(lossy, exac
 def test_on_an_accelerator_rounds_are_judged_the_same_without_telling_them_apart(lossy, exact, has_law):
     target, draft = make_round(64, 4, has_law=has_law)
     verifier = SpanVerifier(lossy, exact, SPAN, torch.arange(64) % 2 == 0)
-    with NoWaiting():
+    with NoHostSync():
         inside = SPAN.open_after_each(draft.token_ids, verifier.is_open).flatten()
         singles = spans._one_by_one(target, draft, make_keys(64))
         everywhere = verifier._verify_twice(singles, inside)

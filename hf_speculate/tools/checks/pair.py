@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_speculate.compat import stateful_names
 from hf_speculate.draft.assistant import MAX_PADDING
-from hf_speculate.draft.vocab_intersection import shared_vocabulary
+from hf_speculate.draft.vocab_intersection import intersect_vocabularies
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.generation.draft_source import ASSISTED
 from hf_speculate.generation.validate_models import check_models
@@ -188,7 +188,7 @@ def vocabulary_findings(target: Described, draft: Described, overlap: Overlap | 
         return _findings_without_tokenizers(target, draft, sizes)
     if not overlap.is_same and target.tokenizer is not None and draft.tokenizer is not None:
         try:
-            vocabulary = shared_vocabulary(target.tokenizer, draft.tokenizer, *sizes)
+            vocabulary = intersect_vocabularies(target.tokenizer, draft.tokenizer, *sizes)
         except UnsupportedModelError as error:
             return [Finding("refused", str(error))]
         text = (

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from hf_speculate.triton_kernels import verify_greedy, verify_rejection
-from tests.triton_kernels.laws import make_keys
+from tests.triton_kernels.distributions import make_keys
 from tests.triton_kernels.on_triton import assert_same, moved
 from tests.triton_kernels.operations import make_round
 
