@@ -2,7 +2,7 @@
 
     python examples/custom_drafter.py --max-new-tokens 48
 
-No model drafts. A table of pairs is a poor drafter, but text repeats itself; and as the target judges every proposal,
+No model drafts. A table of pairs is a poor drafter, but text repeats itself; and as the target verifies every proposal,
 the texts are those of plain decoding. The script says how many tokens a round gave, and that the texts are the same.
 """
 

@@ -3,7 +3,7 @@
     python examples/custom_verifier.py --num-likeliest 4
 
 A drafted token stays while it is among the target's k likeliest. The token after the kept ones is the target's most
-likely one or, with `do_sample=True`, a draw from the target's law. The rule is lossy: what it keeps was the draft's
+likely one or, with `do_sample=True`, a sample from the target's distribution. The rule is lossy: what it keeps was the draft's
 choice among k.
 """
 

@@ -64,16 +64,16 @@ def attention_name(config: PreTrainedConfig) -> str | None:
 
 
 def set_attention_name(config: PreTrainedConfig, name: str) -> None:
-    """As transformers does for a layer's own config: the public setter would write to the configs inside it too."""
+    """Set it on this config alone; the public setter would write to nested configs too."""
     config._attn_implementation_internal = name
 
 
 def compile_config_of(model: PreTrainedModel, config: GenerationConfig) -> CompileConfig | None:
-    """How plain `generate` would compile the model over a static cache; None where it would not."""
+    """The compile config of plain `generate` with a static cache; None if it would not compile the model."""
     probe = StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=1)
-    judge: Any = model._valid_auto_compile_criteria
+    is_valid: Any = model._valid_auto_compile_criteria
     default: Any = model._default_compile_config
-    if not judge({"past_key_values": probe}, config):
+    if not is_valid({"past_key_values": probe}, config):
         return None
     found: CompileConfig = config.compile_config or default()
     return found

@@ -21,7 +21,7 @@ class MissingExtraError(SpeculateError, ImportError):
 
 
 class BadLogitsError(SpeculateError, RuntimeError):
-    """Logits hold no law that a token could be drawn from: a NaN, a +inf, or nothing but -inf."""
+    """Logits define no distribution: they hold a NaN or a +inf, or only -inf."""
 
 
 __all__ = [

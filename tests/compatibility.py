@@ -52,7 +52,7 @@ What an enabled model's `generate()` does with every argument and every field, w
 (`assistant_model`, `assistant_early_exit`, `prompt_lookup_num_tokens`, `drafter` or `candidate_generator`). Without one
 it decodes as transformers does, but for `verifier="coupled"` with `do_sample=True`.
 
-- *supported*: the text, or its law, is plain decoding's; the test named shows it.
+- *supported*: the text, or its distribution if sampled, is plain decoding's; the test named shows it.
 - *refused*: raises this message before the first forward, but for an encoder's, wherever the field is set.
 - *not applicable*: changes nothing, in plain decoding or here.
 """

@@ -47,11 +47,11 @@ class MedusaDrafter:
         draws = Draws(request.keys, self.stream, logits.shape[1])
         ids, kept_logits = [], []
         for step in range(logits.shape[1]):
-            law = self.processors(self.text.token_ids, logits[:, step, None], prefix_lens=self.text.lens)[
+            processed = self.processors(self.text.token_ids, logits[:, step, None], prefix_lens=self.text.lens)[
                 :, 0
             ]  # [B, V]
-            ids.append(draws.draw(law))
-            kept_logits.append(law)
+            ids.append(draws.draw(processed))
+            kept_logits.append(processed)
             self.text.append(ids[-1][:, None])
         self.text.truncate([length - len(ids) for length in self.text.lens])
         return DraftOut(torch.stack(ids, 1), lens, torch.stack(kept_logits, 1), draws.logsumexps())

@@ -57,7 +57,7 @@ def head_losses(heads: MedusaHeads, output: torch.nn.Module, ids: Tensor, states
     """Each head's loss and its share of right guesses.
 
     Args:
-        heads: to be judged.
+        heads: to be evaluated.
         output: the target's output matrix.
         ids: [R, W] int64.
         states: [R, W-1, D]; state t is the one from which token t + 1 was chosen.

@@ -17,11 +17,11 @@ from hf_speculate.types import Kept, NoiseKeys, SampleStrategy
 class DraftModelCandidateGenerator(CandidateGenerator):
     """Drafts one row with a `Drafter`, without the nested `generate()` of transformers' own generator.
 
-    The proposal's provenance is right: a drafter that takes its argmax hands over no logits, so transformers compares
-    its own draw with the draft and the law stays the target's.
+    A drafter that takes its argmax returns no logits; transformers then compares its own sample with the draft, and the
+    distribution stays the target's.
 
     Args:
-        drafter: proposes; it follows the text through the prefixes that it is shown.
+        drafter: makes the proposals.
         num_draft_tokens: K, >= 1.
         sample_strategy: how the drafter proposes.
         max_length: no token is drafted at or past this length.

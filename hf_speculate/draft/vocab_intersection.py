@@ -36,7 +36,7 @@ def intersect_vocabularies(
     and the end of a text, its beginning and padding by their role. A token that the draft lacks is fed to it as the
     last token of its own tokenizer's encoding of that text: one for one, so that rows stay rectangular and roll back
     together, and the newest letters are the ones that the next token depends on most. Where there is no such encoding
-    it is fed its unknown token. The target's law depends on neither.
+    it is fed its unknown token. The target's distribution depends on neither.
 
     Args:
         target: the target's tokenizer.
