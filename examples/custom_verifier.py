@@ -1,10 +1,10 @@
-"""A verifier of one's own: registers a top-k rule and compares it with greedy verification on the bundled pair.
+"""Custom verifier: registers a top-k verifier and compares it with greedy verification on the bundled pair.
 
     python examples/custom_verifier.py --num-likeliest 4
 
-A drafted token stays while it is among the target's k likeliest. The token after the kept ones is the target's most
-likely one or, with `do_sample=True`, a sample from the target's distribution. The rule is lossy: what it keeps was the draft's
-choice among k.
+A drafted token is accepted if it is among the target's k most likely tokens. The token after the accepted ones is the
+target's most likely one or, with `do_sample=True`, a sample from the target's distribution. The verifier is lossy: the
+draft chooses which of the k tokens the output contains.
 """
 
 import argparse
