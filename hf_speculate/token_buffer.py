@@ -60,7 +60,7 @@ class TokenBuffer:
         held = min(max(self.lens), num_columns)
         longer[:, :held] = self.token_ids[:, :held]
         for row, (length, ids) in enumerate(zip(self.lens, new_ids, strict=True)):
-            longer[row, length : length + len(ids)] = torch.tensor(ids, dtype=torch.int64)
+            longer[row, length : length + len(ids)] = torch.tensor(ids, dtype=torch.int64, device="cpu")
         return longer
 
     def truncate(self, lens: Sequence[int]) -> None:

@@ -77,6 +77,6 @@ class Draws:
             return None
         if logits.numel() * self.num_draws > MAX_SHARED_NUMEL:
             return None
-        offsets = torch.arange(self.num_draws)[None, :, None]  # [1, N, 1]
-        token_ids = torch.arange(logits.shape[-1], dtype=torch.int32)
+        offsets = torch.arange(self.num_draws, device=logits.device)[None, :, None]  # [1, N, 1]
+        token_ids = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
         return exponentials(self.keys, self.stream, offsets, token_ids)

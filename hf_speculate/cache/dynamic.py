@@ -63,7 +63,8 @@ class DynamicKVCache:
         if attention_mask is not None:
             self._pads = attention_mask.argmax(dim=1).tolist()
             num_real = attention_mask.sum(1)
-            self._has_holes = bool((num_real.cpu() + torch.tensor(self._pads)).min() < attention_mask.shape[1])
+            num_columns = num_real.cpu() + torch.tensor(self._pads, device="cpu")
+            self._has_holes = bool(num_columns.min() < attention_mask.shape[1])
             # Plain decoding goes on from the last column's position, which is 0 where that is masked.
             self._steps_back = torch.where(attention_mask[:, -1] == 0, num_real - 1, 0)[:, None]  # [B, 1]
         self._prompt_pads = list(self._pads)
@@ -103,7 +104,7 @@ class DynamicKVCache:
 
     def get_lens(self) -> Tensor:
         """[B] int64 on the host, real tokens in each row."""
-        return torch.tensor(self.num_real_tokens)
+        return torch.tensor(self.num_real_tokens, device="cpu")
 
     def get_kv_states(self) -> list[KVState]:
         """One `KVState` [B, H, T, D] per layer (window layers hold their window); empty before the first update."""
@@ -181,7 +182,7 @@ class DynamicKVCache:
 
     def rows(self, indices: Sequence[int]) -> None:
         """Keep the rows `indices`, in place, and only the padding that they need."""
-        index = torch.tensor(list(indices), dtype=torch.int64)  # on the host: layers may lie on several devices
+        index = torch.tensor(list(indices), dtype=torch.int64, device="cpu")  # layers may lie on several devices
         self.cache.batch_select_indices(index)
         self.batch_size = len(indices)
         self._pads = [self._pads[row] for row in indices]

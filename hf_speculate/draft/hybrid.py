@@ -96,7 +96,7 @@ class HybridDrafter(DrafterDefaults):
         matched = point_masses(chosen, self.device)
         if not any(asks):
             return matched._replace(cached=cached)
-        return _mixed(matched, drafted, torch.tensor(uses_match).to(self.device))._replace(cached=cached)
+        return _mixed(matched, drafted, torch.tensor(uses_match, device="cpu").to(self.device))._replace(cached=cached)
 
     def resume(self, token_ids: Tensor) -> None:
         """See `Drafter.resume`."""
@@ -106,7 +106,7 @@ class HybridDrafter(DrafterDefaults):
     def rows(self, indices: Sequence[int]) -> None:
         """See `Drafter.rows`."""
         if self._resumed is not None:
-            self._resumed = self._resumed[torch.tensor(list(indices))]
+            self._resumed = self._resumed[torch.tensor(list(indices), device="cpu")]
         if self.texts.rows:  # before the first call there are none
             self._suffix_rates.rows(indices)
             self._model_rates.rows(indices)
@@ -163,7 +163,9 @@ class HybridDrafter(DrafterDefaults):
             return None
         counts = [len(ids) for ids in self._unread]
         ids = [ids + [-1] * (max(counts) - len(ids)) for ids in self._unread]
-        return Kept(torch.tensor(ids, dtype=torch.int64), torch.tensor(counts, dtype=torch.int32))
+        return Kept(
+            torch.tensor(ids, dtype=torch.int64, device="cpu"), torch.tensor(counts, dtype=torch.int32, device="cpu")
+        )
 
 
 def _mixed(matched: DraftOut, drafted: DraftOut, uses_match: Tensor) -> DraftOut:

@@ -100,10 +100,12 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         return num_valid
 
     def _keys(self, length: int) -> NoiseKeys:
-        return NoiseKeys(self._seeds, torch.tensor([self._num_rounds]), torch.tensor([length]))
+        return NoiseKeys(
+            self._seeds, torch.tensor([self._num_rounds], device="cpu"), torch.tensor([length], device="cpu")
+        )
 
     def _kept(self, input_ids: Tensor) -> Kept | None:
         if self._shown is None:
             return None
         new_ids = input_ids[:, self._shown.shape[1] :]
-        return Kept(new_ids, torch.tensor([new_ids.shape[1]], dtype=torch.int32))
+        return Kept(new_ids, torch.tensor([new_ids.shape[1]], dtype=torch.int32, device="cpu"))

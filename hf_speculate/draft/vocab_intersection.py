@@ -88,12 +88,15 @@ def _make_table(
         if are_ids and target_id not in shared and draft_id not in taken:
             shared[target_id] = draft_id
             taken.add(draft_id)
-    draft_ids = torch.full((num_target,), _stand_in(draft, num_draft))
+    draft_ids = torch.full((num_target,), _stand_in(draft, num_draft), device="cpu")
     lacking = {id_: surface for id_, surface in target_surfaces.items() if id_ not in shared and id_ not in doubles}
     for table in (_last_tokens(draft, lacking, num_draft), doubles, shared):
-        draft_ids[torch.tensor(list(table), dtype=torch.int64)] = torch.tensor(list(table.values()), dtype=torch.int64)
-    is_shared = torch.zeros(num_target, dtype=torch.bool)
-    is_shared[torch.tensor(list(shared))] = True
+        places, ids = (
+            torch.tensor(list(part), dtype=torch.int64, device="cpu") for part in (table.keys(), table.values())
+        )
+        draft_ids[places] = ids
+    is_shared = torch.zeros(num_target, dtype=torch.bool, device="cpu")
+    is_shared[torch.tensor(list(shared), device="cpu")] = True
     return VocabMapping(draft_ids, is_shared)
 
 

@@ -64,7 +64,7 @@ def padding_mapping(num_target: int, num_draft: int) -> VocabMapping:
         num_target: V, the target's ids.
         num_draft: V', the draft's.
     """
-    ids = torch.arange(num_target)
+    ids = torch.arange(num_target, device="cpu")
     return VocabMapping(ids.clamp_max(num_draft - 1), ids < num_draft, is_padded=True)
 
 

@@ -84,7 +84,7 @@ class Batch:
         if self.host_tokens is not self.tokens:
             width = verified.token_ids.shape[1]
             ids = [row + [0] * (width - len(row)) for row in verified.new_ids]
-            self.host_tokens.append(torch.tensor(ids), trimmed.num_emitted)
+            self.host_tokens.append(torch.tensor(ids, device="cpu"), trimmed.num_emitted)
         self.is_finished = list(trimmed.is_finished)
         return was_live
 

@@ -177,7 +177,7 @@ class DraftSession:
         counts = [length - seen for length, seen in zip(tokens.lens, seen_lens, strict=True)]
         offsets = torch.arange(max(counts), device=device)  # [N]
         columns = torch.tensor(seen_lens, device=device)[:, None] + offsets  # [B, N]
-        num_emitted = torch.tensor(counts, dtype=torch.int32)
+        num_emitted = torch.tensor(counts, dtype=torch.int32, device="cpu")
         ids = tokens.token_ids.gather(1, columns.clamp_max(tokens.token_ids.shape[1] - 1))  # [B, N]
         ids = ids.masked_fill(offsets >= num_emitted.to(device)[:, None], -1)
         return Kept(ids, num_emitted, states, num_rounds=batch.num_rounds - self._seen_round)

@@ -116,10 +116,10 @@ class HiddenStates:
 
 def _own_first(pieces: Sequence[_Piece]) -> Tensor:
     """[B, S] int64 on the host: the columns of the concatenated pieces, each row's own columns first, in order."""
-    widths = torch.tensor([piece.states.shape[1] for piece in pieces])
-    piece_of = torch.arange(len(pieces)).repeat_interleave(widths)  # [S]
-    offsets = torch.arange(len(piece_of)) - (widths.cumsum(0) - widths)[piece_of]  # [S] within the piece
-    starts = torch.tensor([piece.starts for piece in pieces])[piece_of]  # [S, B]
-    ends = starts + torch.tensor([piece.counts for piece in pieces])[piece_of]
+    widths = torch.tensor([piece.states.shape[1] for piece in pieces], device="cpu")
+    piece_of = torch.arange(len(pieces), device="cpu").repeat_interleave(widths)  # [S]
+    offsets = torch.arange(len(piece_of), device="cpu") - (widths.cumsum(0) - widths)[piece_of]  # [S] within the piece
+    starts = torch.tensor([piece.starts for piece in pieces], device="cpu")[piece_of]  # [S, B]
+    ends = starts + torch.tensor([piece.counts for piece in pieces], device="cpu")[piece_of]
     is_own = (offsets[:, None] >= starts) & (offsets[:, None] < ends)  # [S, B]
     return is_own.T.to(torch.int8).argsort(dim=1, descending=True, stable=True)

@@ -78,7 +78,7 @@ class ExtraInputs:
 
     def rows(self, indices: Sequence[int]) -> None:
         """Keep the rows `indices`."""
-        index = torch.tensor(list(indices), dtype=torch.int64)
+        index = torch.tensor(list(indices), dtype=torch.int64, device="cpu")
         self._every = {name: _rows_of(value, index) for name, value in self._every.items()}
         self._types = {name: _rows_of(types, index) for name, types in self._types.items()}
         if self._offsets is not None and self._offsets.shape[-2] > 1:

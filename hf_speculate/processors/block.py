@@ -130,7 +130,7 @@ class BlockLogitsProcessorList(LogitsProcessorList):
         Args:
             indices: [N] rows of the present batch, in their new order. Processors with state drop the others in place.
         """
-        kept = torch.as_tensor(indices, dtype=torch.int64)  # [N]
+        kept = torch.as_tensor(indices, dtype=torch.int64, device="cpu")  # [N]
         return BlockLogitsProcessorList(_for_rows(processor, kept) for processor in self)
 
     def _check_row_wise(self) -> None:
@@ -234,7 +234,7 @@ def _run_by_group(
         return _apply(processor, _any_ids(len(flat), seen_len, flat), flat, kwargs).view(block.shape)
     processed = torch.empty_like(flat)
     for seen_len, pairs in groups.items():
-        indices = torch.tensor(pairs).to(flat.device, non_blocking=True)  # [N]
+        indices = torch.tensor(pairs, device="cpu").to(flat.device, non_blocking=True)  # [N]
         seen_ids = prefixes.take_last(pairs, seen_len) if reads_ids else _any_ids(len(pairs), seen_len, flat)  # [N, n]
         scores = _apply(processor, seen_ids, flat.index_select(0, indices), kwargs)  # [N, V]
         processed.index_copy_(0, indices, scores.to(processed))

@@ -89,4 +89,4 @@ class Prefixes:
 
     def _to_device(self, numbers: Sequence[object]) -> Tensor:
         """Sends numbers to where the ids are, without waiting for that device."""
-        return torch.tensor(numbers, dtype=torch.int64).to(self.input_ids.device, non_blocking=True)
+        return torch.tensor(numbers, dtype=torch.int64, device="cpu").to(self.input_ids.device, non_blocking=True)

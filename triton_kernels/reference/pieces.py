@@ -107,7 +107,7 @@ def kept_pieces(logits: Tensor, warp: Warp) -> tuple[Pieces, Tensor | None]:
     if split is None or split.numel() == 0 or (warp.row_cutoffs is None and _is_likely_dense(split)):
         return full_rows(logits), None
     peaks = split.amax(-1)  # the temperature does not change the order
-    peaks = scale(peaks, warp.temperature, torch.empty(peaks.shape, dtype=torch.float32))
+    peaks = scale(peaks, warp.temperature, torch.empty(peaks.shape, dtype=torch.float32, device=peaks.device))
     cutoffs = None if warp.row_cutoffs is None else warp.row_cutoffs.to(torch.float32)
     is_dropped = peaks < (LOWEST if cutoffs is None else cutoffs.unsqueeze(-1))
     pieces = _select_kept(is_dropped.logical_not_())

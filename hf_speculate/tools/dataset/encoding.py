@@ -52,10 +52,10 @@ def padded(prompts: Sequence[Sequence[int]], pad_token_id: int, device: torch.de
         `input_ids` [B, T] int64 and `attention_mask` [B, T] int64.
     """
     width = max(map(len, prompts))
-    input_ids = torch.full((len(prompts), width), pad_token_id, dtype=torch.int64)  # [B, T]
+    input_ids = torch.full((len(prompts), width), pad_token_id, dtype=torch.int64, device="cpu")  # [B, T]
     attention_mask = torch.zeros_like(input_ids)
     for index, ids in enumerate(prompts):
-        input_ids[index, width - len(ids) :] = torch.tensor(ids)
+        input_ids[index, width - len(ids) :] = torch.tensor(ids, device="cpu")
         attention_mask[index, width - len(ids) :] = 1
     return input_ids.to(device), attention_mask.to(device)
 

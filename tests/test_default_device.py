@@ -1,0 +1,141 @@
+"""A default device that the user sets is the user's: calls run where their inputs lie, as in plain `generate`."""
+
+import ast
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import hf_speculate
+from hf_speculate.draft.base import DrafterDefaults
+from hf_speculate.triton_kernels import Draws, sample
+from hf_speculate.types import DraftOut, NoiseKeys, Stream
+from tests.cases import assert_equal_ids, pair
+from tests.generation.test_encoder_decoder import encoder_pair, inputs_of
+from tests.generation.test_options import Identity, PureStop
+from tests.grammars import Brackets, RollbackGrammar
+from tests.test_floors import library_files
+from tests.tiny import make_model, ragged_prompts
+
+NUM_NEW = 14
+COUPLED = {"do_sample": True, "verifier": "coupled", "seed": 4}
+FACTORIES = {"arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones"}
+FACTORIES |= {
+    "rand",
+    "randint",
+    "randn",
+    "randperm",
+    "scalar_tensor",
+    "tensor",
+    "tril_indices",
+    "triu_indices",
+    "zeros",
+}
+CALLS: dict[str, dict[str, Any]] = {
+    "model": {},
+    "adaptive": {"num_assistant_tokens": None, "num_assistant_tokens_schedule": "adaptive"},
+    "dynamic": {"speculation_cache": "dynamic"},
+    "copying": {"prompt_lookup_num_tokens": 4, "assistant_model": None},
+    "hybrid": {"prompt_lookup_num_tokens": 4},
+    "block": {"do_sample": True, "verifier": "block", "seed": 4, "top_k": 5, "temperature": 0.7},
+    "rejection": {"do_sample": True, "verifier": "rejection", "seed": 4, "top_p": 0.8},
+    "coupled": COUPLED,
+    "typical": {"verifier": "typical"},
+    "lock step": {"logits_processor": [Identity()]},
+    "criterion": {"stopping_criteria": [PureStop()]},
+    "processors": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "min_new_tokens": 5},
+    "grammar": {"logits_processor": RollbackGrammar},
+    "spans": {"verifier": "typical", "relax_only_inside": (3, 5)},
+    "chunks": {"prefill_chunk_size": 3},
+    "time": {"max_time": 60.0},
+    "output": {"return_dict_in_generate": True, "output_scores": True},
+}
+
+
+def test_every_tensor_that_is_made_names_its_device():
+    """Those made from another one, as by `zeros_like` or `new_zeros`, lie where that one does."""
+    problems = []
+    for name, path in library_files().items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            is_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
+            if is_torch and node.func.attr in FACTORIES and "device" not in {one.arg for one in node.keywords}:
+                problems.append(f"{name}:{node.lineno}")
+    assert problems == []
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_batch_is_decoded_where_it_lies(name):
+    target, draft = pair("llama")
+    inputs = ragged_prompts(3, seed=4)
+    text = target.generate(**inputs, max_new_tokens=NUM_NEW)
+    options = {"max_new_tokens": NUM_NEW, "eos_token_id": int(text[0, -NUM_NEW + 4]), "pad_token_id": 0}
+    own = {"assistant_model": draft, "num_assistant_tokens": 3, **CALLS[name]}
+
+    def decode():
+        more = {"logits_processor": [RollbackGrammar(Brackets())]} if name == "grammar" else {}  # with a state each
+        return target.generate(**inputs, **options, **{**own, **more})
+
+    expected = decode()
+    with torch.device("meta"):
+        ours = decode()
+    assert_equal_ids(*(getattr(one, "sequences", one) for one in (expected, ours)))
+
+
+class ReadsStates(DrafterDefaults):
+    """A drafter that reads hidden states, and proposes the first tokens of its query."""
+
+    hidden_layers = (-1,)
+
+    def draft(self, request):
+        query_token_ids, kept = request.query_token_ids, request.kept
+        assert kept.hidden_states.device == query_token_ids.device == kept.num_emitted.device
+        ids = query_token_ids[:, : request.num_draft_tokens]
+        return DraftOut(ids, torch.full((len(ids),), ids.shape[1], dtype=torch.int32, device="cpu"), None, None)
+
+    def rows(self, indices):
+        pass
+
+
+@pytest.mark.parametrize("name", ["passed cache", "draft state", "hidden states", "embeddings", "other vocabulary"])
+def test_what_goes_along_with_a_call_stays_where_it_lies(name):
+    target, draft = pair("llama")
+    inputs: dict[str, Any] = ragged_prompts(2, seed=4)
+    options = {"max_new_tokens": NUM_NEW, "assistant_model": draft, "num_assistant_tokens": 3}
+    if name == "hidden states":
+        options |= {"drafter": lambda request: ReadsStates(), "assistant_model": None}
+    if name == "embeddings":
+        inputs = {**inputs, "inputs_embeds": target.get_input_embeddings()(inputs["input_ids"])}
+    if name == "other vocabulary":
+        options["assistant_model"] = make_model("llama", vocab_size=72)
+    expected = target.generate(**inputs, max_new_tokens=NUM_NEW)
+    for _ in range(2):
+        more: dict[str, Any] = {}
+        if name == "passed cache":
+            more = {"past_key_values": DynamicCache(config=target.config)}
+        if name == "draft state":
+            more = {"draft_state": hf_speculate.DraftState()}
+        with torch.device("meta"):
+            assert_equal_ids(expected, target.generate(**inputs, **options, **more))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "bloom", "t5", "bart"])
+def test_other_models_decode_where_their_inputs_lie(kind):
+    is_decoder = kind in ("gpt2", "bloom")
+    target, draft = pair(kind) if is_decoder else encoder_pair(kind)
+    inputs = ragged_prompts(2, seed=4) if is_decoder else inputs_of(kind, 2)
+    expected = target.generate(**inputs, max_new_tokens=NUM_NEW)
+    with torch.device("meta"):
+        assert_equal_ids(expected, target.generate(**inputs, max_new_tokens=NUM_NEW))
+        options = {"max_new_tokens": NUM_NEW, "assistant_model": draft, "num_assistant_tokens": 3}
+        assert_equal_ids(expected, target.generate(**inputs, **options))
+
+
+def test_draws_are_made_where_the_logits_lie():
+    logits = torch.randn(2, 16, generator=torch.Generator().manual_seed(0))
+    keys = NoiseKeys(torch.tensor([1, 2]), torch.zeros(2, dtype=torch.int64), torch.tensor([3, 4]))
+    expected = sample(logits, keys=keys, stream=Stream.DRAFT).token_ids
+    with torch.device("meta"):
+        assert torch.equal(Draws(keys, Stream.DRAFT, 2).draw(logits), expected)
