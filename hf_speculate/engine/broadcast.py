@@ -11,7 +11,7 @@ from hf_speculate.engine.distributed import SyncedRanks, TensorParallelGroup
 from hf_speculate.engine.draft_length import DraftLength
 from hf_speculate.engine.stop_tracker import BlockStopping
 from hf_speculate.engine.verification import Verification
-from hf_speculate.processors.stopping_criteria import StopVerdict
+from hf_speculate.processors.stopping_criteria import StopVerdict, as_flags
 from hf_speculate.schedule import RoundOutcome, Schedule
 from hf_speculate.token_buffer import TokenBuffer
 from hf_speculate.types import CachedDraft, DraftOut, NoiseKeys, Trimmed, Verdict, Verified
@@ -111,7 +111,7 @@ class BroadcastSchedule:
         self._num = self._agreed()
 
     def _agreed(self) -> int:
-        return int(self._group.broadcast(torch.tensor(self.schedule.num_draft_tokens)))
+        return int(self._group.broadcast(torch.tensor(self.schedule.num_draft_tokens, device="cpu")))
 
 
 class BroadcastDrafter(DrafterDefaults):
@@ -189,7 +189,7 @@ def broadcast_stopping(stopping: BlockStopping, group: TensorParallelGroup) -> B
 
     def stop(tokens: TokenBuffer, new_ids: Sequence[list[int]]) -> StopVerdict:
         own = stopping(tokens, new_ids)
-        verdict = torch.tensor([own.num_emitted, own.is_done], dtype=torch.int64)  # [2, B]
+        verdict = torch.tensor([own.num_emitted, own.is_done], dtype=torch.int64, device="cpu")  # [2, B]
         num_emitted, is_done = group.broadcast(verdict).tolist()
         return StopVerdict(num_emitted, [bool(done) for done in is_done])
 
@@ -205,6 +205,7 @@ def broadcast_criteria(criteria: Criteria, group: TensorParallelGroup) -> Criter
     """
 
     def stop(input_ids: Tensor, scores: tuple[Tensor, ...] | None) -> Tensor:
-        return group.broadcast(criteria(input_ids, scores).to(torch.uint8)).bool()  # [B]; not every backend sends bool
+        flags = as_flags(criteria(input_ids, scores))
+        return group.broadcast(flags.to(torch.uint8)).bool()  # [B]; not every backend sends bool
 
     return stop

@@ -10,6 +10,7 @@ from transformers import LogitsProcessorList
 
 from hf_speculate.engine.batch import Batch
 from hf_speculate.processors import BlockLogitsProcessorList
+from hf_speculate.processors.stopping_criteria import as_flags
 from hf_speculate.types import DraftOut, NoiseKeys, Trimmed, Verified
 from hf_speculate.verify.base import Verifier
 from hf_speculate.verify.spans import Spans
@@ -121,7 +122,8 @@ class LockStepVerification:
             scores.append(step_scores)
             if self.records_scores:
                 self._scores.append(step_scores)
-            is_finished = was_finished | self.criteria(input_ids, tuple(self._scores) if self.records_scores else None)
+            answers = self.criteria(input_ids, tuple(self._scores) if self.records_scores else None)
+            is_finished = was_finished | as_flags(answers)
             stays = verdict.num_accepted.bool()
             if self.pad_token_id is not None:
                 stays = stays | was_finished  # their draft is the padding that they go on with

@@ -138,7 +138,7 @@ class BlockStoppingCriteria:
     def _is_time_up(self) -> bool:
         """Asks the MaxTimeCriteria, which own the clock."""
         criteria = self._max_time_criteria
-        return bool(criteria) and bool(_ask(criteria, torch.zeros((1, 1), dtype=torch.int64)).any())
+        return bool(criteria) and bool(_ask(criteria, torch.zeros((1, 1), dtype=torch.int64, device="cpu")).any())
 
     def _find_max_length(self, prefix_lens: Sequence[int], num_new: Sequence[int]) -> Iterator[tuple[int, int]]:
         max_length = self.max_length
@@ -151,7 +151,8 @@ class BlockStoppingCriteria:
         for criterion in self._max_length_criteria:
             unfinished_len = min(longest_len, criterion.max_length - 1)
             if criterion.max_position_embeddings is not None and unfinished_len > criterion.max_position_embeddings:
-                _ask([criterion], torch.zeros((1, 1), dtype=torch.int64).expand(1, unfinished_len))  # warns, once
+                ids = torch.zeros((1, 1), dtype=torch.int64, device="cpu").expand(1, unfinished_len)
+                _ask([criterion], ids)  # warns, once
 
     def _find_eos(self, new_ids: Sequence[list[int]]) -> Iterator[tuple[int, int]]:
         for row, ids in enumerate(new_ids):
@@ -189,7 +190,16 @@ class BlockStoppingCriteria:
 def _ask(criteria: Iterable[Any], input_ids: Tensor) -> Tensor:
     """The list's answers [N] bool on ids [N, n]; a criterion that answers with one bool means every row."""
     plain: Callable[..., Tensor] = StoppingCriteriaList(criteria)
-    return plain(input_ids, None)  # [N]
+    return as_flags(plain(input_ids, None))  # [N]
+
+
+def as_flags(answers: Tensor) -> Tensor:
+    """Answers of stopping criteria as [N] bool; plain `generate` reads the lowest bit of those that are integers.
+
+    Args:
+        answers: [N] bool, or of any integer dtype.
+    """
+    return answers if answers.dtype == torch.bool else (answers & 1).bool()
 
 
 def _windows(tokens: TokenBuffer, new_ids: Sequence[list[int]], tail_len: int) -> Tensor:
@@ -209,4 +219,4 @@ def _windows(tokens: TokenBuffer, new_ids: Sequence[list[int]], tail_len: int) -
     for ids, length, new in zip(tokens.token_ids, tokens.lens, new_ids, strict=True):
         before = ids[max(length - tail_len + 1, 0) : length].tolist()
         rows.append([_NO_TOKEN] * (tail_len - 1 - len(before)) + before + new + [_NO_TOKEN] * (width - len(new)))
-    return torch.tensor(rows)
+    return torch.tensor(rows, device="cpu")

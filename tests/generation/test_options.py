@@ -219,6 +219,36 @@ def test_without_eos_ended_rows_go_on_until_all_have_ended_as_in_plain(batch_siz
     assert not stats.lock_step
 
 
+class StopsByNumber(StopAtSum):
+    """As StopAtSum, with an answer that is no bool."""
+
+    def __init__(self, answer):
+        super().__init__()
+        self.answer = answer
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return self.answer(super().__call__(input_ids, scores))
+
+
+hf_speculate.register_row_wise(StopsByRegisteredNumber := type("StopsByRegisteredNumber", (StopsByNumber,), {}))
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("criterion", [StopsByNumber, StopsByRegisteredNumber])
+@pytest.mark.parametrize(
+    "answer",
+    [lambda stops: stops.int(), lambda stops: stops.to(torch.uint8), lambda stops: stops.long() + 2, lambda stops: 0],
+    ids=["int32", "uint8", "lowest bit", "one number"],
+)
+def test_criteria_may_answer_with_numbers(answer, criterion, batch_size):
+    target, draft = pair("llama")
+    inputs = ragged_prompts(batch_size, seed=16)
+    criteria = StoppingCriteriaList([criterion(answer)])
+    options = {"max_new_tokens": NUM_NEW, "eos_token_id": 17, "stopping_criteria": criteria}
+    plain, ours = plain_and_ours(target, draft, inputs, **options, num_assistant_tokens=K)
+    assert_equal_ids(plain, ours)
+
+
 def test_max_time_stops_soon():
     target, draft = pair("llama")
     inputs = ragged_prompts(1, seed=18)
