@@ -1,12 +1,13 @@
 """Decodes one batch of rows."""
 
+import functools
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import MaxTimeCriteria, PreTrainedModel, PreTrainedTokenizerBase, StopStringCriteria
 
 from hf_speculate.config import FIELD_NAMES
 from hf_speculate.errors import ConfigError
@@ -16,6 +17,7 @@ from hf_speculate.generation.enable import is_enabled
 from hf_speculate.generation.mixin import generate
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.dataset.encoding import padded, token_ids_of
+from hf_speculate.tools.dataset.row_ends import RowEnds
 from hf_speculate.tools.dataset.rows import Row
 
 # What a data set decides itself, or what would make a row's text depend on the batch that it lands in.
@@ -99,6 +101,7 @@ class RowDecoder:
         input_ids, attention_mask = padded(prompts, self._pad_token_id(), self.model.device)
         stats = SpeculationStats()
         own = {"pad_token_id": self._pad_token_id(), "tokenizer": self.tokenizer}
+        ends = RowEnds(self._eos_token_ids(), self._stop_strings, self.arguments.get("stopping_criteria"))
         decode: Any = self.model.generate if is_enabled(self.model) else _once(self.model)
         try:
             output = decode(
@@ -109,19 +112,26 @@ class RowDecoder:
                 return_dict_in_generate=False,
                 seed=[row_seed(seed, row.key) for row in rows],
                 speculation_stats=stats,
-                **{**own, **self.arguments, **self._verifier()},
+                **{**own, **self.arguments, **self._verifier(), "stopping_criteria": ends.criteria},
             )
         except torch.OutOfMemoryError as error:
             raise ConfigError(
                 f"a batch must fit into memory, got {len(rows)} rows of {input_ids.shape[1]} and {self.max_new_tokens} "
                 "tokens; choose a smaller batch size: what is finished is kept"
             ) from error
-        return self._decoded(rows, output[:, input_ids.shape[1] :].tolist(), stats)
+        prompt_len = input_ids.shape[1]
+        return self._decoded(rows, output[:, prompt_len:].tolist(), ends.find(output, prompt_len), stats)
 
-    def _decoded(self, rows: Sequence[Row], token_ids: Sequence[list[int]], stats: SpeculationStats) -> Decoded:
+    def _decoded(
+        self,
+        rows: Sequence[Row],
+        token_ids: Sequence[list[int]],
+        num_new: Sequence[int | None],
+        stats: SpeculationStats,
+    ) -> Decoded:
         results, num_tokens = [], 0
-        for row, new_ids in zip(rows, token_ids, strict=True):
-            ids, finish_reason = self._ended(new_ids)
+        for row, new_ids, num in zip(rows, token_ids, num_new, strict=True):
+            ids, finish_reason = self._ended(new_ids, num)
             num_tokens += len(ids)
             text = self.tokenizer.decode(ids, skip_special_tokens=True)
             results.append(
@@ -129,18 +139,28 @@ class RowDecoder:
             )
         return Decoded(results, num_tokens, stats.num_drafted, stats.num_accepted)
 
-    def _ended(self, ids: list[int]) -> tuple[list[int], str]:
-        """A row's tokens without what pads it, and why it ended: "stop" or "length"."""
-        eos_ids = self._eos_token_ids()
-        end = next((place for place, token_id in enumerate(ids) if token_id in eos_ids), None)
-        if end is not None:
-            return ids[: end + 1], "stop"
-        if any(self._setting(name) for name in ("stop_strings", "stopping_criteria", "max_time")):
+    def _ended(self, ids: list[int], num_new: int | None) -> tuple[list[int], str]:
+        """A row's tokens up to its end, and why it ended: "stop" or "length"."""
+        if num_new is not None:
+            return ids[:num_new], "stop"
+        if self._has_time_limit():
             pad_id, num_tokens = self._pad_token_id(), len(ids)
             while num_tokens and ids[num_tokens - 1] == pad_id:
                 num_tokens -= 1
             ids = ids[:num_tokens]
         return ids, "length" if len(ids) >= self.max_new_tokens else "stop"
+
+    def _has_time_limit(self) -> bool:
+        """Whether a clock may end rows, which are padded then."""
+        criteria = self.arguments.get("stopping_criteria") or ()
+        return self._setting("max_time") is not None or any(isinstance(one, MaxTimeCriteria) for one in criteria)
+
+    @functools.cached_property
+    def _stop_strings(self) -> StopStringCriteria | None:
+        """The criterion of the stop strings; None without any."""
+        stop_strings = self._setting("stop_strings")
+        tokenizer = self.arguments.get("tokenizer") or self.tokenizer
+        return None if stop_strings is None else StopStringCriteria(tokenizer, stop_strings)
 
     def _eos_token_ids(self) -> set[int]:
         eos = self._setting("eos_token_id")
@@ -156,8 +176,10 @@ class RowDecoder:
         return 0
 
     def _setting(self, name: str) -> Any:
-        """A field by the argument, the passed config, the model's; None where nobody set it."""
-        value = self.arguments.get(name)
+        """A field by the argument, even if it is None, the passed config, the model's; None where nobody set it."""
+        if name in self.arguments:
+            return self.arguments[name]
+        value = None
         for config in (self.arguments.get("generation_config"), self.model.generation_config):
             if value is None and config is not None:
                 value = getattr(config, name, None)

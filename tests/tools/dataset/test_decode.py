@@ -5,6 +5,7 @@ import json
 import filelock
 import pytest
 import torch
+from transformers import StoppingCriteria
 
 import hf_speculate
 from hf_speculate.errors import ConfigError
@@ -79,6 +80,60 @@ def test_stop_strings_end_rows_where_plain_decoding_ends_them(options, plain, to
     _, output = decode(tmp_path, tokenizer, stop_strings=[stop], **options)
     found = texts_in(output)
     assert [found[key] for key in range(1, 12)] == [text.split(stop)[0] + stop * (stop in text) for text, *_ in plain]
+
+
+class EndsAtPair(StoppingCriteria):
+    """A user's own criterion: ends a row behind two ids that follow each other in any of some pairs."""
+
+    def __init__(self, *pairs):
+        self.pairs = torch.tensor(pairs)
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return (input_ids[:, None, -2:] == self.pairs).all(-1).any(-1)
+
+
+@hf_speculate.register_row_wise
+class RowWiseEnd(EndsAtPair):
+    """As EndsAtPair, declared pure."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "eos", "options"),
+    [
+        ("stop_strings", None, {}),
+        ("stop_strings", EOS_ID, {}),
+        ("stop_strings", None, NO_DRAFT),
+        (EndsAtPair, None, {}),
+        (EndsAtPair, EOS_ID, NO_DRAFT),
+        (RowWiseEnd, None, {}),
+    ],
+)
+def test_what_follows_a_stop_is_in_no_result_whatever_the_batch(kind, eos, options, plain, tokenizer, tmp_path):
+    """Without EOS, rows of a batch go on until the last one has stopped; with one, they are padded, here with EOS."""
+    long = [(one, text) for one, (text, num, _) in zip(TEXTS, plain, strict=True) if len(text) == num == NUM_NEW][:4]
+    texts = [one for one, _ in long]
+    strings = [text[1 + 2 * place :][:2] for place, (_, text) in enumerate(long)]
+    pairs = [[LETTERS.index(letter) for letter in string] for string in strings]
+    stops = {"stop_strings": strings} if kind == "stop_strings" else {"stopping_criteria": [kind(*pairs)]}
+    found = []
+    for name, size in (("alone", 1), ("batch", 4)):
+        own = {**stops, "eos_token_id": eos, "pad_token_id": EOS_ID, "batch_size": size, **options}
+        (tmp_path / name).mkdir()
+        _, output = decode(tmp_path / name, tokenizer, texts, **own)
+        lines = [results_in(output)[place] for place in range(1, 5)]
+        found.append([(line["text"], line["num_tokens"], line["finish_reason"]) for line in lines])
+    assert found[0] == found[1]
+    assert {reason for *_, reason in found[0]} == {"stop"}
+    assert all(text.endswith(tuple(strings)) and len(text) == num_tokens for text, num_tokens, _ in found[0])
+    assert len({num_tokens for _, num_tokens, _ in found[0]}) == 4
+
+
+def test_none_for_eos_overrules_the_models(tokenizer, tmp_path):
+    target = make_model("llama")
+    target.generation_config.eos_token_id = [*range(64)]
+    options = {"max_new_tokens": NUM_NEW, "eos_token_id": None, "do_sample": False}
+    hf_speculate.decode_dataset(target, tokenizer, TEXTS, tmp_path / "out.jsonl", **options)
+    assert {line["num_tokens"] for line in results_in(tmp_path / "out.jsonl").values()} == {NUM_NEW}
 
 
 def test_batches_hold_rows_of_like_length_the_longest_first(tokenizer, tmp_path):
