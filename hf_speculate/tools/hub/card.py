@@ -61,7 +61,9 @@ _ABOUT = {
         "a token stays while the target finds it likely enough for its own uncertainty",
         "do_sample=True,",
         "Typical acceptance is lossy: the text follows the draft wherever the target does not object, so its "
-        "law is not the target's. Every token it keeps had a probability above the threshold. With "
+        "law is not the target's. Every drafted token that it keeps has a target probability above the smaller of "
+        "`posterior_threshold` and `posterior_alpha` * exp(-H), where H is the entropy of the target's distribution at "
+        "that position: where the target is uncertain, tokens below `posterior_threshold` stay too. With "
         "`do_sample=True` the token at the first refusal is drawn from the target's law, otherwise it is the "
         "target's most likely one.",
         "Cai et al., *Medusa*, arXiv:2401.10774, section 3.3.1.",

@@ -6,11 +6,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 import hf_speculate
 from hf_speculate.tools.hub.card import CARD_MARK, model_card
 from hf_speculate.tools.hub.repository import save_config
+from hf_speculate.triton_kernels import verify_typical
 from tests.tiny import make_model, ragged_prompts
 
 ROOT = Path(__file__).parents[3]
@@ -23,6 +25,17 @@ FIELDS = {
     "coupled": {"verifier": "coupled"},
 }
 FILES = {"README.md", "generation_config.json", "custom_generate/generate.py", "custom_generate/requirements.txt"}
+
+
+def test_the_card_of_typical_acceptance_claims_no_more_than_the_rule():
+    """An uncertain target keeps tokens whose probability is below the threshold."""
+    logits, num_ids = torch.zeros(1, 2, 64), 64
+    verdict = verify_typical(logits, torch.tensor([[5]]), posterior_threshold=0.09, posterior_alpha=0.3)
+    assert verdict.num_accepted.tolist() == [1]
+    assert 1 / num_ids < 0.09
+    card = " ".join(model_card({"verifier": "typical"}, "rule").split())
+    assert "above the threshold" not in card
+    assert "above the smaller of `posterior_threshold` and `posterior_alpha` * exp(-H)" in card
 
 
 class Api:
