@@ -3,18 +3,27 @@
 import copy
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
-from transformers import PreTrainedModel, StoppingCriteriaList, StopStringCriteria
+from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 from transformers.cache_utils import Cache
 
 from hf_speculate.cache.layers import holding, text_cache
 from hf_speculate.errors import ConfigError, UnsupportedGenerationError, UnsupportedModelError
 
+_SIGNATURE = inspect.signature(GenerationMixin.generate)
 
-def bind(plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments by name.
+
+class BoundCall(NamedTuple):
+    """The arguments of a `generate()` call."""
+
+    call: dict[str, Any]  # all of them, by name
+    positional_names: list[str]  # those that must be passed by position, because the function takes *args
+
+
+def bind(plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundCall:
+    """Name all arguments of a call; what goes into `*args` is named as in `GenerationMixin.generate`.
 
     Args:
         plain: the function that they are for.
@@ -23,10 +32,26 @@ def bind(plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     """
     signature = inspect.signature(plain)
     call = dict(signature.bind(*args, **kwargs).arguments)
-    for name, parameter in signature.parameters.items():
+    positional_names: list[str] = []
+    for place, (name, parameter) in enumerate(signature.parameters.items()):
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             call.update(call.pop(name, {}))
-    return call
+        elif parameter.kind is inspect.Parameter.VAR_POSITIONAL and call.pop(name, ()):
+            named = list(_SIGNATURE.bind(None, *args).arguments.items())[1 + place :]  # None stands for self
+            call.update(named)
+            positional_names = [*list(signature.parameters)[:place], *dict(named)]
+    return BoundCall(call, positional_names)
+
+
+def run(plain: Callable[..., Any], bound: BoundCall) -> Any:
+    """Call a function with bound arguments.
+
+    Args:
+        plain: the function.
+        bound: its arguments; a positional one that was removed from the call is passed as None.
+    """
+    by_name = {name: value for name, value in bound.call.items() if name not in bound.positional_names}
+    return plain(*(bound.call.get(name) for name in bound.positional_names), **by_name)
 
 
 def samples(model: PreTrainedModel, plain: Callable[..., Any], call: dict[str, Any]) -> bool:

@@ -90,6 +90,7 @@ def _enabled_class(plain: type[PreTrainedModel]) -> type:
                 "__module__": plain.__module__,
                 "__qualname__": plain.__qualname__,
                 "__reduce_ex__": _reduce_as_plain,
+                "__copy__": _copy_enabled,
                 "__deepcopy__": _deepcopy_enabled,
             }
             enabled = type(plain.__name__, (SpeculativeGenerationMixin, plain), body)
@@ -105,13 +106,21 @@ def _reduce_as_plain(self: PreTrainedModel, protocol: Any) -> Any:
     return object.__new__, (_PLAIN_CLASSES[enabled],), reduced[2]
 
 
+def _copy_enabled(self: PreTrainedModel) -> PreTrainedModel:
+    """A shallow copy that is enabled too."""
+    make, args, state, *_ = super(SpeculativeGenerationMixin, self).__reduce_ex__(4)  # type: ignore[misc]
+    return _with_state(make(*args), state)
+
+
 def _deepcopy_enabled(self: PreTrainedModel, memo: dict[int, Any]) -> PreTrainedModel:
     """A deep copy that is enabled too."""
-    reduced: Any = super(SpeculativeGenerationMixin, self).__reduce_ex__(4)  # type: ignore[misc]
-    make, args, state, *_ = reduced
+    make, args, state, *_ = super(SpeculativeGenerationMixin, self).__reduce_ex__(4)  # type: ignore[misc]
     twin: PreTrainedModel = make(*args)
     memo[id(self)] = twin
-    state = copy.deepcopy(state, memo)
+    return _with_state(twin, copy.deepcopy(state, memo))
+
+
+def _with_state(twin: PreTrainedModel, state: dict[str, Any]) -> PreTrainedModel:
     if hasattr(twin, "__setstate__"):
         twin.__setstate__(state)
     else:

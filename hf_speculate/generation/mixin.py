@@ -29,6 +29,7 @@ from hf_speculate.generation.arguments import (
     own_prompt_lookup,
     own_static_cache,
     own_stop_strings,
+    run,
     samples,
     unwrapped,
 )
@@ -111,9 +112,10 @@ def _generate(
     kwargs: dict[str, Any],
     saved: Mapping[str, Any],
 ) -> GenerateOutput | Tensor:
-    call = bind(plain, args, kwargs)
+    bound = bind(plain, args, kwargs)
+    call = bound.call
     if isinstance(call.get("custom_generate"), str):
-        return plain(**call)  # the repository's function comes back through `generate` above
+        return plain(*args, **kwargs)  # the repository's function comes back through `generate` above
     keywords = {name: call.pop(name) for name in FIELD_NAMES if name in call}
     assistant = unwrapped(call.pop("assistant_model", None))
     sources = [keywords, fields_of(call.get("generation_config")), saved, fields_of(model.generation_config)]
@@ -126,7 +128,8 @@ def _generate(
         check_verifier(config.resolve(do_sample=False))
         if config.speculation_stats is not None:
             config.speculation_stats.reset()
-        return plain(**call, **{name: keywords[name] for name in _TRANSFORMERS_FIELDS if name in keywords})
+        ours = set(FIELD_NAMES) - set(_TRANSFORMERS_FIELDS)
+        return plain(*args, **{name: value for name, value in kwargs.items() if name not in ours})
     check_call(call, source)
     if assistant is not None:
         check_assistant(assistant)
@@ -141,7 +144,8 @@ def _generate(
     is_static = own_static_cache(model, call)
     decoding = SpeculativeDecoding(resolved, config, call, is_static, source)
     with decoding.clock, provide_tokenizer(model, call):
-        output = plain(**call, custom_generate=decoding)
+        call["custom_generate"] = decoding
+        output: GenerateOutput | Tensor = run(plain, bound)
     if not decoding.num_runs:
         raise UnsupportedModelError(
             f"generate() of the model must decode by GenerationMixin's, got {type(model).__name__} with a loop of its "

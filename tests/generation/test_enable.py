@@ -2,6 +2,7 @@
 
 import ast
 import copy
+import functools
 import io
 import json
 import pickle
@@ -125,6 +126,41 @@ def test_positional_arguments_keep_their_places(models):
     )
 
 
+class TakesAll(LlamaForCausalLM):
+    """As Granite Speech and Kyutai STT: looks at some arguments and hands on all."""
+
+    def generate(self, *args, **kwargs):
+        assert args[0].ndim == 2
+        return super().generate(*args, **kwargs)
+
+
+class NamesTheFirst(LlamaForCausalLM):
+    def generate(self, ids, *args, **kwargs):
+        return super().generate(ids, *args, **kwargs)
+
+
+@pytest.mark.parametrize("kind", [TakesAll, NamesTheFirst])
+@pytest.mark.parametrize("num_places", [1, 2, 7])
+def test_a_generate_of_any_arguments_takes_them_by_place(models, num_places, kind):
+    target, draft = models
+    target.__class__ = kind
+    ids = ragged_prompts(1, seed=1)["input_ids"]
+    config = GenerationConfig(max_new_tokens=7, pad_token_id=0)
+    args = (ids, config, None, None, None, None, None)[:num_places]  # the last is the place of assistant_model
+    kwargs = {"generation_config": config} if num_places == 1 else {}
+    plain = target.generate(*args, **kwargs)
+    hf_speculate.enable(target)
+    assert_equal_ids(plain, target.generate(*args, **kwargs))
+    own = {"num_assistant_tokens": 5, "speculation_stats": hf_speculate.SpeculationStats()}
+    if num_places == 7:
+        args = (*args[:6], draft)
+    else:
+        own["assistant_model"] = draft
+    for generate in (target.generate, functools.partial(hf_speculate.generate, target)):
+        assert_equal_ids(plain, generate(*args, **kwargs, **own))
+        assert own["speculation_stats"].num_rounds > 0
+
+
 def test_a_saved_enabled_model_is_byte_equal_to_a_plain_one(models, tmp_path):
     target, _ = models
     target.save_pretrained(tmp_path / "plain")
@@ -187,6 +223,20 @@ def test_a_deep_copy_stays_enabled_and_shares_nothing(models):
     )
 
 
+def test_a_shallow_copy_stays_enabled_and_shares_the_weights(models):
+    target, draft = models
+    twin = copy.copy(hf_speculate.enable(target))
+    assert type(twin) is type(target)
+    assert twin.lm_head.weight is target.lm_head.weight
+    hf_speculate.disable(twin)
+    assert hf_speculate.is_enabled(target)
+    assert type(copy.copy(twin)) is LlamaForCausalLM
+    hf_speculate.enable(twin)
+    inputs = ragged_prompts(1, seed=1)
+    plain = target.generate(**inputs, max_new_tokens=6)
+    assert_equal_ids(plain, twin.generate(**inputs, max_new_tokens=6, assistant_model=draft, num_assistant_tokens=5))
+
+
 def test_a_peft_model_is_enabled_through_its_base(models):
     target, draft = models
     wrapped = get_peft_model(target, LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)).eval()
@@ -219,6 +269,7 @@ def test_a_further_subclass_of_an_enabled_class_pickles_and_copies(models):
     target.__class__ = type("LlamaForCausalLM", (type(target),), {})
     assert type(pickle.loads(pickle.dumps(target))) is LlamaForCausalLM
     assert type(copy.deepcopy(target)) is type(target)
+    assert type(copy.copy(target)) is type(target)
 
 
 def test_a_dispatched_model_is_enabled_with_its_hooks(models):
