@@ -104,7 +104,7 @@ class PreallocatedKVCache:
 
     def get_lens(self) -> Tensor:
         """[B] int64 on the host, real tokens in each row."""
-        return torch.tensor(self.num_real_tokens)
+        return torch.tensor(self.num_real_tokens, device="cpu")
 
     def get_kv_states(self) -> list[KVState]:
         """One `KVState` [B, H, T, D] per layer, rows right-aligned (window layers: their window); empty at first."""
@@ -134,7 +134,9 @@ class PreallocatedKVCache:
         columns = self.columns
         columns.begin(num_query)
         has_pads = any(self.pads)
-        if columns.is_even and (num_query > MAX_MASKED_QUERY or not columns.num_held):
+        # what a query of padding sees, and so what it leaves in the cache, is up to transformers' masks
+        reads_padding = not columns.num_held or columns.num_held < max(self.pads)
+        if columns.is_even and (num_query > MAX_MASKED_QUERY or reads_padding):
             if not has_pads:
                 return None
             pads = torch.tensor(self.pads, device=self.device)[:, None]
@@ -166,7 +168,7 @@ class PreallocatedKVCache:
 
     def rows(self, indices: Sequence[int]) -> None:
         """Keep the rows `indices`, in place, and only the padding that they need."""
-        index = torch.tensor(list(indices), dtype=torch.int64)
+        index = torch.tensor(list(indices), dtype=torch.int64, device="cpu")
         self.pads = [self.pads[row] for row in indices]
         surplus = min(self.pads, default=0) if self.num_columns else 0
         self.pads = [pad - surplus for pad in self.pads]

@@ -29,6 +29,7 @@ from hf_speculate.engine.draft_cache_reuse import make_draft_cache_reuse
 from hf_speculate.engine.draft_length import DraftLength
 from hf_speculate.engine.draft_session import DraftSession
 from hf_speculate.engine.drafter_factory import make_custom_drafter, make_drafter
+from hf_speculate.engine.end_padding import MAX_PADDING_QUERY, EndPadding
 from hf_speculate.engine.model_state import model_state
 from hf_speculate.engine.observers import (
     BadLogitsObserver,
@@ -109,7 +110,9 @@ def build_decoder(
     if drafts.hidden_states is not None:
         options["output_hidden_states"] = drafts.hidden_states.wanted
     decoder = SpeculativeDecoder(
-        target=TargetSession(language_model, target_cache, call.query_ids, call.prefill_chunk_size, options),
+        target=TargetSession(
+            language_model, target_cache, call.query_ids, call.prefill_chunk_size, options, _make_padding(plan, call)
+        ),
         drafts=drafts,
         verification=_make_verification(plan, call),
         stops=stops,
@@ -163,6 +166,12 @@ def _make_batch(plan: Plan, call: Call) -> Batch:
     if call.group is not None:
         seeds = call.group.broadcast(seeds)
     return Batch(call.input_ids, seeds, call.max_length, call.num_prompt_tokens, call.num_pads)
+
+
+def _make_padding(plan: Plan, call: Call) -> EndPadding:
+    longest = MAX_PADDING_QUERY
+    max_query = min(call.prefill_chunk_size or longest, plan.compile.max_query or longest)
+    return EndPadding(plan.end_padding_id, max_query, call.ranks)
 
 
 def _make_draft_session(plan: Plan, call: Call, drafter: Drafter | None) -> DraftSession:

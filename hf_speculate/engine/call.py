@@ -24,8 +24,8 @@ class Call:
         query_ids: [B, Q] int64, the prompt tokens that the cache does not hold.
         attention_mask: [B, P] int64 over the cache's states and the query; None if nothing is padded.
         cache: the target's, empty or prefilled.
-        is_cache_passed: whether the user passed the cache.
-        is_cache_kept: whether the cache outlives the call.
+        is_cache_passed: whether the user passed this cache.
+        is_cache_kept: whether the cache, or the static one that it is copied to, outlives the call.
         keeps_rows: whether code outside depends on the batch, so that finished rows must stay in it.
         processors: the target's logits processors.
         criteria: the stopping criteria.
@@ -36,6 +36,7 @@ class Call:
         recorded: the outputs that the call asked for.
         on_tokens: a streamer's callback, or None.
         target_attention, draft_attention: names of the models' attention implementations.
+        static_cache: the static cache that the user passed and `cache` is a copy of, or None.
         static: the request for fixed buffers and compiled forwards, or None.
         vocabulary: maps the target's ids to the draft's; None if they are the same.
         generator: a candidate generator that drafts, or None.
@@ -61,6 +62,7 @@ class Call:
     on_tokens: Callable[[list[int]], None] | None
     target_attention: str
     draft_attention: str
+    static_cache: Cache | None = None
     static: StaticRequest | None = None
     vocabulary: VocabMapping | None = None
     generator: CandidateGenerator | None = None

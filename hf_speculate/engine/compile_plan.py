@@ -103,6 +103,11 @@ class CompilePlan:
         num_columns = max(max_columns, self.min_columns) + max(self.lens, default=0) + 1 + UNREAD_COLUMNS
         return -(-num_columns // CAPACITY_UNIT) * CAPACITY_UNIT
 
+    @property
+    def max_query(self) -> int | None:
+        """Tokens of each row that a forward may write after the longest row; None for any number."""
+        return max(self.lens, default=0) + 1 if self.is_static else None
+
 
 class CompileCandidate(NamedTuple):
     """One model that may run compiled."""

@@ -43,6 +43,7 @@ class Plan:
         lock_step: why all rows advance by the same number of tokens; empty if each row advances by its own.
         pad_token_id: fills finished rows; None if rows without an EOS token go on until the last one has stopped.
         keeps_rows: whether finished rows stay in the batch.
+        end_padding_id: fills a kept target cache after finished rows, see `EndPadding`; None if nothing does.
         eos_token_ids: tokens that end a row, or None.
         fallbacks: what runs otherwise than requested, with the reasons.
     """
@@ -58,6 +59,7 @@ class Plan:
     lock_step: str
     pad_token_id: int | None
     keeps_rows: bool
+    end_padding_id: int | None
     eos_token_ids: frozenset[int] | None
     fallbacks: tuple[str, ...]
 
@@ -134,6 +136,7 @@ def make_plan(
         keeps_rows=bool(
             lock_step or call.keeps_rows or call.is_cache_kept or compile_plan.compiled or reuses_draft_cache
         ),
+        end_padding_id=_end_padding_id(target, call, ends_apart=not goes_on and not lock_step),
         eos_token_ids=stopping.eos_token_ids,
         fallbacks=tuple(fallbacks),
     )
@@ -178,6 +181,14 @@ def _lock_step_reason(call: Call, foreign: Sequence[str], goes_on: bool, models:
     if counting and call.batch_size > 1:
         return f"lock step, because {', '.join(counting)} takes no positions but counts columns"
     return ""
+
+
+def _end_padding_id(target: PreTrainedModel, call: Call, *, ends_apart: bool) -> int | None:
+    """The token that fills a kept cache after finished rows; None if rows end together or the cache is not kept."""
+    if not ends_apart or not call.is_cache_kept or call.batch_size < 2:
+        return None
+    pad, vocab_size = call.pad_token_id or 0, target.config.get_text_config(decoder=True).vocab_size
+    return pad if pad < vocab_size else 0  # without an embedding plain generate() fails; here any id keeps the columns
 
 
 def _without_useless_block(

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hf_speculate.cache.base import KVCache
 from hf_speculate.engine.batch import Batch
+from hf_speculate.engine.end_padding import EndPadding
 from hf_speculate.models.language_model import LanguageModel
 from hf_speculate.types import DraftOut, Scored, Trimmed
 
@@ -21,6 +22,7 @@ class TargetSession:
         query_ids: [B, Q] int64, the prompt tokens that the cache does not hold.
         prefill_chunk_size: prompt tokens per forward; None for all at once.
         forward_options: further arguments of every forward, `output_hidden_states` for example.
+        padding: fills the cache after finished rows; None if it does not outlive the call.
     """
 
     def __init__(
@@ -30,12 +32,14 @@ class TargetSession:
         query_ids: Tensor,
         prefill_chunk_size: int | None = None,
         forward_options: dict[str, bool | list[int]] | None = None,
+        padding: EndPadding | None = None,
     ):
         self.model = model
         self.kv_cache = kv_cache
         self.query_ids = query_ids
         self._chunk_size = prefill_chunk_size or query_ids.shape[1]
         self._options = forward_options or {}
+        self._padding = padding or EndPadding(None)
 
     def prefill(self, on_chunk: Callable[[Scored, int], None]) -> Scored:
         """Read the prompt, in chunks; returns the outputs of the last chunk, with the last logits only.
@@ -54,6 +58,7 @@ class TargetSession:
     def score(self, batch: Batch, draft: DraftOut) -> Scored:
         """Score the newest token of each row and the drafted tokens: logits [B, K+1, V]."""
         query = torch.cat([batch.tokens.last(1), draft.token_ids.clamp_min(0)], dim=1)  # [B, K+1]
+        query = self._padding.fill(batch, query)
         return self.model.run(query, self.kv_cache, logits_to_keep=query.shape[1], **self._options)
 
     @property
@@ -64,12 +69,13 @@ class TargetSession:
     def commit(self, batch: Batch, draft: DraftOut, trimmed: Trimmed) -> None:
         """Roll the cache back to the emitted tokens; it never holds the newest one."""
         num_query = draft.token_ids.shape[1] + 1
-        self.kv_cache.crop([num_query - num for num in trimmed.num_emitted])
+        self.kv_cache.crop(self._padding.num_dropped(batch, trimmed.num_emitted, num_query))
 
     def finish(self, batch: Batch, num_surplus: Sequence[int]) -> None:
-        """Drop [B] tokens that were decoded past the end of the output."""
+        """Drop [B] tokens that were decoded past the end of the output, and fill the cache after finished rows."""
         if any(num_surplus):
             self.kv_cache.crop(num_surplus)
+        self._padding.finish(self.model, self.kv_cache, batch)
 
     def rows(self, indices: Sequence[int]) -> None:
         """Keep the rows `indices`, in that order."""

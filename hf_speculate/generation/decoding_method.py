@@ -6,7 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.cache_utils import Cache
 
+from hf_speculate.cache.static import dynamic_copy, is_static, room_in, static_copy, write_back
 from hf_speculate.compat import adapters_by_row, attention_name, pad_token_id
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.assistant import ResolvedAssistant
@@ -23,13 +25,16 @@ from hf_speculate.generation.draft_source import DraftSource
 from hf_speculate.generation.model_inputs import draft_inputs, target_inputs
 from hf_speculate.generation.validate_call import (
     check_context,
+    check_mask,
     check_prepared,
+    check_room,
     check_span_ids,
     check_synced,
     checked_mask,
 )
-from hf_speculate.generation.validate_models import check_rope
+from hf_speculate.generation.validate_models import check_attention, check_rope
 from hf_speculate.models.attention_switch import folded_attention_for
+from hf_speculate.models.language_model import text_prefix
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.verify.base import check_verifier
 
@@ -75,6 +80,9 @@ class SpeculativeDecoding:
         self.has_encoder_outputs = call.get("encoder_outputs") is not None
         mask = call.get("attention_mask")
         self.passed_mask_len = None if mask is None else mask.shape[-1]
+        self.passed_mask_shape = None if mask is None else tuple(mask.shape)
+        prompts = [call.get(name) for name in ("inputs_embeds", "input_ids", "inputs")]
+        self.passed_prompt_shape = next((tuple(prompt.shape[:2]) for prompt in prompts if prompt is not None), None)
 
     def __call__(
         self,
@@ -104,23 +112,28 @@ class SpeculativeDecoding:
         )
         decoder, batch = build_decoder(model, self.assistant.model, config, call, self.stats, self.clock)
         folded = folded_attention_for([] if call.recorded.attentions else self._models(model))
-        with folded, decoder.released(), decoder.target.restored_on_error(self.is_cache_passed):
+        with folded, decoder.released(), decoder.target.restored_on_error(call.is_cache_passed):
             decoder.decode(batch)
             self.clock.enter(Stage.RETURN)
-            output = self._output(decoder, call, bool(generation_config.return_dict_in_generate))
+            output = self._output(decoder, model, call, generation_config)
             if config.suffix_store is not None:
                 for ids in decoder.output.new_ids:
                     config.suffix_store.add(ids)
+            if call.static_cache is not None:
+                write_back(call.cache, call.static_cache)  # the last step, which nothing would undo
         self.clock.enter(None)
         return output
 
-    def _output(self, decoder: SpeculativeDecoder, call: Call, returns_dict: bool) -> GenerateOutput | Tensor:
+    def _output(
+        self, decoder: SpeculativeDecoder, model: PreTrainedModel, call: Call, generation_config: GenerationConfig
+    ) -> GenerateOutput | Tensor:
         decoder.target.kv_cache.hand_back()
+        cache = self._returned_cache(model, call, generation_config)
         recorder, pad_id = decoder.output, call.pad_token_id or 0
         if self.streamer is not None:
             self.streamer.end()
-        if returns_dict:
-            return recorder.output(call.input_ids, pad_id, call.cache)
+        if generation_config.return_dict_in_generate:
+            return recorder.output(call.input_ids, pad_id, cache)
         return recorder.sequences(call.input_ids, pad_id)
 
     def _prepared(
@@ -136,21 +149,35 @@ class SpeculativeDecoding:
     ) -> Call:
         """What is decoded, once nothing speaks against it."""
         has_encoder = bool(model.config.is_encoder_decoder)
+        check_attention(model, _attention(model), self.source)
         check_prepared(input_ids, generation_config, model_kwargs, has_encoder, self.streamer, self.source)
         mask = model_kwargs.get("decoder_attention_mask" if has_encoder else "attention_mask")
         if has_encoder:
             self.passed_mask_len = None if mask is None else mask.shape[-1]
-        cache = model_kwargs["past_key_values"]
+        cache, static_cache = model_kwargs["past_key_values"], None
+        text_config = model.config.get_text_config(decoder=True)
+        if is_static(cache):
+            static_cache, cache = cache, dynamic_copy(cache, text_config)
+            model_kwargs = {**model_kwargs, "past_key_values": cache}
         embeds = model_kwargs.get("inputs_embeds")
         query = uncached(input_ids, cache, self.passed_mask_len, None if has_encoder else embeds)
+        masks_nothing = not has_encoder and (mask is None or bool((mask != 0).all()))
+        mask_shape = None if mask is None else tuple(mask.shape)
+        if masks_nothing:
+            mask_shape = self._shape_of_ones(input_ids if embeds is None else embeds)
+        check_mask(mask_shape, query, cache.get_seq_length(), text_prefix(model))
         num_before = cache.get_seq_length() + query.shape[1] - input_ids.shape[1]  # that the output does not show
         check_rope(model, generation_config.max_length + num_before, self.source)
+        if static_cache is not None:
+            check_room(room_in(static_cache, text_config), generation_config.max_length + num_before - 1)
         context = target_inputs(model, input_ids, query.shape[1], model_kwargs, has_positions=self.has_positions)
         vocabulary = self.assistant.vocabulary
         check_context(context, input_ids, generation_config, self.assistant.model, vocabulary)
         inputs = None if self.has_encoder_outputs or embeds is not None else inputs_tensor
         draft_reads = draft_inputs(self.assistant.model, model, inputs, model_kwargs, input_ids.shape[0], vocabulary)
-        static = static_request(model, self.assistant.model, generation_config, self.is_static)
+        static = static_request(
+            model, self.assistant.model, generation_config, self.is_static or static_cache is not None
+        )
         ranks = synced_ranks(self.synced_gpus, self._models(model), input_ids.device)
         if ranks is not None:
             check_synced(config, generation_config, static is not None, self.source)
@@ -161,14 +188,15 @@ class SpeculativeDecoding:
             model_kwargs=model_kwargs,
             inputs_tensor=input_ids if inputs_tensor is None else inputs_tensor,
             logits_processor=logits_processor,
-            vocab_size=model.config.get_text_config(decoder=True).vocab_size,
+            vocab_size=text_config.vocab_size,
         )
         return Call(
             input_ids=input_ids,
             query_ids=query,
             attention_mask=checked_mask(mask),
             cache=cache,
-            is_cache_passed=self.is_cache_passed,
+            static_cache=static_cache,
+            is_cache_passed=self.is_cache_passed and static_cache is None,
             is_cache_kept=self.is_cache_passed or bool(generation_config.return_dict_in_generate),
             keeps_rows=adapters_by_row(model),
             processors=logits_processor,
@@ -190,12 +218,30 @@ class SpeculativeDecoding:
             group=tensor_parallel_group(self._models(model), input_ids.device),
         )
 
+    def _returned_cache(self, model: PreTrainedModel, call: Call, generation_config: GenerationConfig) -> Cache:
+        """The cache that plain `generate` returns: the one that was passed, or of the kind that was asked for."""
+        if call.static_cache is not None:
+            return call.static_cache
+        if not self.is_static or not call.is_cache_kept:
+            return call.cache
+        num_columns = call.max_length + call.query_ids.shape[1] - call.input_ids.shape[1] - 1
+        max_cache_len = max(num_columns, getattr(generation_config, "max_cache_len", None) or 0)
+        return static_copy(call.cache, model.config.get_text_config(decoder=True), max_cache_len)
+
+    def _shape_of_ones(self, prompt: Tensor) -> tuple[int, ...] | None:
+        """The shape of a mask of ones, which transformers may drop, for the rows of a prompt [B, P, ...]; or None."""
+        shape, passed = self.passed_mask_shape, self.passed_prompt_shape
+        if shape is None or passed is None or passed[1] != prompt.shape[1]:
+            return None  # none was passed, or the model's own generate() has made another prompt
+        num_copies = prompt.shape[0] // passed[0]
+        return (prompt.shape[0] if shape[0] == 1 else shape[0] * num_copies, *shape[1:])
+
     def _models(self, model: PreTrainedModel) -> list[PreTrainedModel]:
         return [one for one in (model, self.assistant.model) if one is not None]
 
     def _stream(self, token_ids: list[int]) -> None:
         for token_id in token_ids:
-            self.streamer.put(torch.tensor([token_id]))  # type: ignore[union-attr]
+            self.streamer.put(torch.tensor([token_id], device="cpu"))  # type: ignore[union-attr]
 
 
 def _attention(model: PreTrainedModel | None) -> str:

@@ -13,7 +13,6 @@ from transformers import CompileConfig, GenerationConfig, StaticCache
 import hf_speculate
 from hf_speculate.cache.preallocated import PreallocatedKVCache
 from hf_speculate.draft.compiled import CompiledDrafter
-from hf_speculate.errors import UnsupportedGenerationError
 from hf_speculate.models import compiled
 from hf_speculate.models.cache_selection import CacheRequest
 from hf_speculate.models.compilation import Compilation
@@ -215,11 +214,16 @@ def test_states_that_cannot_be_preallocated_run_eagerly():
     assert "whose states are not preallocated" in stats.fallbacks[0]
 
 
-def test_a_static_cache_of_the_users_own_is_refused():
+def test_a_static_cache_of_the_users_own_means_fixed_buffers():
     target, draft = small_pair("llama")
-    cache = StaticCache(config=target.config, max_cache_len=32)
-    with pytest.raises(UnsupportedGenerationError, match=r"must be a DynamicCache .* got StaticCache"):
-        target.generate(**ragged_prompts(1), max_new_tokens=4, assistant_model=draft, past_key_values=cache)
+    inputs, stats = ragged_prompts(2), hf_speculate.SpeculationStats()
+    options = {"max_new_tokens": 12, "past_key_values": StaticCache(config=target.config, max_cache_len=64)}
+    own = {"assistant_model": draft, "num_assistant_tokens": K, "speculation_stats": stats}
+    ids = target.generate(**inputs, **options, **own, compile_config=compile_config())
+    assert_equal_ids(target.generate(**inputs, max_new_tokens=12), ids)
+    assert (stats.cache, stats.compiled, stats.fallbacks) == ("preallocated", ["target", "draft"], [])
+    target.generate(**inputs, **{**options, "past_key_values": StaticCache(target.config, 64)}, **own)
+    assert (stats.cache, stats.compiled) == ("preallocated", [])  # on a CPU plain generate() would not compile either
 
 
 def test_coupled_sampling_without_an_assistant_compiles_single_steps():

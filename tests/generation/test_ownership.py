@@ -81,37 +81,6 @@ def test_a_second_chat_turn_continues_on_the_cache_of_the_first(kind, turns_are_
     assert_equal_ids(*texts)
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral_window"])
-@pytest.mark.parametrize("with_eos", [False, True])
-def test_a_returned_batch_cache_holds_every_row_right_aligned(kind, with_eos):
-    target, draft = pair(kind)
-    inputs = ragged_prompts(3, seed=2)
-    length = inputs["input_ids"].shape[1]
-    text = target.generate(**inputs, max_new_tokens=12)
-    eos = int(text[0, length + 3]) if with_eos else None
-    output = target.generate(
-        **inputs,
-        max_new_tokens=12,
-        eos_token_id=eos,
-        assistant_model=draft,
-        num_assistant_tokens=K,
-        return_dict_in_generate=True,
-    )
-    cache = output.past_key_values
-    assert cache.get_seq_length() == output.sequences.shape[1] - 1
-    assert not any(getattr(layer, "record_past", False) for layer in cache.layers)
-    for row in range(3):
-        new_ids = output.sequences[row, length:].tolist()
-        num_new = new_ids.index(eos) + 1 if eos in new_ids else len(new_ids)
-        real = inputs["input_ids"][row][inputs["attention_mask"][row].bool()]
-        whole = torch.cat([real, output.sequences[row, length : length + num_new - 1]])[None]
-        alone = prefilled(target, whole)
-        for layer, expected in zip(cache.layers, alone.layers, strict=True):
-            num = expected.keys.shape[-2]
-            assert torch.allclose(layer.keys[row, :, -num:], expected.keys[0], atol=STATE_TOLERANCE, rtol=0)
-            assert torch.allclose(layer.values[row, :, -num:], expected.values[0], atol=STATE_TOLERANCE, rtol=0)
-
-
 class Failing:
     """Raises at its n-th call."""
 

@@ -12,7 +12,7 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 
 import hf_speculate
 from hf_speculate.errors import UnsupportedGenerationError
-from tests.cases import assert_equal_ids, pair
+from tests.cases import ACCEPTED_ALL, DRAFT_NOISE, assert_equal_ids, pair
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 
 NUM_RANKS = 2
@@ -29,23 +29,24 @@ class Leave(LogitsProcessor):
 
 
 SAMPLED = {"do_sample": True, "seed": 3, "verifier": "coupled"}
-# What a call is given beside its prompt; "draft" names a model, "ends" whether rank 1 ends early by an EOS.
+# What a call is given beside its prompt; "draft" names a model, "ends" which token of each row of rank 1 ends it.
 CALLS = {
-    "constant": {"num_assistant_tokens": 4, "ends": True},
+    "constant": {"num_assistant_tokens": 4, "ends": (3, 3)},
     "window": {
         "kind": "mistral_window",
         "num_assistant_tokens": 4,
         "speculation_cache": "dynamic",
-        "ends": True,
+        "ends": (3, 3),
     },
+    "rows of rank 1 end apart": {"num_assistant_tokens": NUM_NEW, "draft": "same", "ends": (3, 7)},
     "rank 1 ends at its first token": {"num_assistant_tokens": 3, "one_token": True},
-    "adaptive": {"draft": "small", "num_assistant_tokens_schedule": "adaptive", "ends": True},
+    "adaptive": {"draft": "small", "num_assistant_tokens_schedule": "adaptive", "ends": (3, 3)},
     "heuristic, unsure": {"num_assistant_tokens_schedule": "heuristic", "assistant_confidence_threshold": 0.6},
     "sampled": {"num_assistant_tokens": 3, **SAMPLED},
-    "lock step": {"num_assistant_tokens": 3, "logits_processor": [Leave()], "ends": True},
+    "lock step": {"num_assistant_tokens": 3, "logits_processor": [Leave()], "ends": (3, 3)},
     "early exit": {"draft": None, "assistant_early_exit": 1, "num_assistant_tokens": 3},
-    "copying": {"draft": None, "prompt_lookup_num_tokens": 4, "ends": True},
-    "alone": {"draft": None, **SAMPLED, "ends": True},
+    "copying": {"draft": None, "prompt_lookup_num_tokens": 4, "ends": (3, 3)},
+    "alone": {"draft": None, **SAMPLED, "ends": (3, 3)},
 }
 REFUSED = {
     "prompt_lookup_num_tokens": {"prompt_lookup_num_tokens": 3},
@@ -85,16 +86,18 @@ def prompts_of(rank):
     return ragged_prompts(rank + 1, seed=rank + 1, min_len=4 + 5 * rank, max_len=6 + 9 * rank)
 
 
-def run_call(rank, kind="llama", draft="noisy", ends=False, one_token=False, **own):
+def run_call(rank, kind="llama", draft="noisy", ends=(), one_token=False, **own):
     """One call of one rank: whether its text and cache are those of a call alone, and how many forwards it ran."""
     target = hf_speculate.enable(make_model(kind))
-    assistant = noisy_copy(target) if draft == "noisy" else make_model(kind, num_hidden_layers=1)
+    noise = {"noisy": DRAFT_NOISE, "same": ACCEPTED_ALL}
+    assistant = noisy_copy(target, noise[draft]) if draft in noise else make_model(kind, num_hidden_layers=1)
     inputs = prompts_of(rank)
     options = {"max_new_tokens": 1 if one_token and rank else NUM_NEW, "return_dict_in_generate": True}
     shared = {name: own.pop(name) for name in list(own) if name in SAMPLED or name == "logits_processor"}
     if ends and rank:
         free = target.generate(**inputs, **options, **shared).sequences
-        options["eos_token_id"] = free[:, 3 - NUM_NEW].tolist()  # each row ends at its fourth token, or before
+        places = [place - NUM_NEW for place in ends]  # each row ends there, or before
+        options["eos_token_id"] = free[range(len(places)), places].tolist()
     alone = target.generate(**inputs, **options, **shared)
     if draft is not None:
         own["assistant_model"] = assistant
@@ -182,10 +185,13 @@ def test_ranks_run_the_same_forwards_and_get_their_own_texts(results, name):
         assert found["is_same_forward"]
     num_target, num_draft = one["num_forwards"]
     if name != "early exit":  # its draft is a copy of the target, which is counted as such
-        assert num_target == 1 + max(one["num_rounds"], other["num_rounds"])
+        num_padding = int(
+            name == "rows of rank 1 end apart"
+        )  # all in one round, so that one lacks what follows its end
+        assert num_target == 1 + max(one["num_rounds"], other["num_rounds"]) + num_padding
     assert (num_draft > 0) == (CALLS[name].get("draft", "noisy") is not None)
     assert one["num_drafted"] > 0 or name == "alone"
-    if CALLS[name].get("ends") or CALLS[name].get("one_token"):
+    if name != "rows of rank 1 end apart" and (CALLS[name].get("ends") or CALLS[name].get("one_token")):
         assert other["num_rounds"] < one["num_rounds"]  # rank 1 went on for the sake of rank 0
 
 

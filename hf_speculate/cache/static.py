@@ -1,0 +1,135 @@
+"""Copies between transformers' static cache, which cannot be rolled back row by row, and its dynamic one."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from transformers import PreTrainedConfig
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
+    StaticCache,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+
+from hf_speculate.cache.layers import holding, window_of
+
+
+def is_static(cache: object) -> bool:
+    """Whether a cache is a static one, or a pair of these, that can be copied."""
+    return isinstance(cache, Cache) and all(
+        type(part) is StaticCache
+        and not part.offloading
+        and all(type(layer) in (StaticLayer, StaticSlidingWindowLayer) for layer in holding(part.layers))
+        for part in _parts(cache)
+    )
+
+
+def dynamic_copy(cache: Cache, config: PreTrainedConfig) -> Cache:
+    """The states of a static cache in a dynamic one, which never writes to them.
+
+    Args:
+        cache: see `is_static`.
+        config: of the model that reads the text.
+    """
+    copies = []
+    for part in _parts(cache):
+        copy = DynamicCache(config=config)
+        for layer, static in zip(holding(copy.layers), holding(part.layers), strict=True):
+            num_tokens = int(static.get_seq_length())
+            if not num_tokens:
+                continue
+            window = window_of(layer)
+            end = min(num_tokens, static.max_cache_len)  # a window layer holds its newest tokens
+            start = 0 if window is None else max(end - window + 1, 0)
+            layer.lazy_initialization(static.keys, static.values)
+            layer.keys, layer.values = static.keys[:, :, start:end], static.values[:, :, start:end]
+            if window is not None:
+                layer.cumulative_length = num_tokens
+        copies.append(copy)
+    return copies[0] if len(copies) == 1 else EncoderDecoderCache(*copies)
+
+
+def static_copy(cache: Cache, config: PreTrainedConfig, max_cache_len: int) -> Cache:
+    """The states of a dynamic cache in a new static one.
+
+    Args:
+        cache: dynamic, or a pair of dynamic ones.
+        config: of the model that reads the text.
+        max_cache_len: tokens of the text that there is room for; what an encoder gave gets the room that it needs.
+    """
+    lens = [max_cache_len, *(int(part.get_seq_length()) for part in _parts(cache)[1:])]
+    copies = [StaticCache(config=config, max_cache_len=length) for length in lens]
+    copy = copies[0] if len(copies) == 1 else EncoderDecoderCache(*copies)
+    write_back(cache, copy)
+    return copy
+
+
+def write_back(cache: Cache, static: Cache) -> None:
+    """Bring a static cache, in place, to what a dynamic one holds; left as it is if that fails.
+
+    The oldest column of a full window layer is not written: the next token drops it unread.
+
+    Args:
+        cache: dynamic, or a pair of dynamic ones; the states of `static` come first in it.
+        static: with enough room.
+    """
+    pairs: list[tuple[Any, Any]] = list(_filled_layers(cache, static))
+    initialized: list[Any] = [layer for _, layer in pairs if layer.is_initialized]
+    windows: list[Any] = [layer for layer in initialized if isinstance(layer, StaticSlidingWindowLayer)]
+    before = [(layer.keys.clone(), layer.values.clone()) for layer in windows]  # others keep the columns that they have
+    try:
+        for source, layer in pairs:
+            if not layer.is_initialized:
+                layer.lazy_initialization(source.keys, source.values)
+            end = min(_num_tokens(source), layer.max_cache_len)
+            start = max(end - source.keys.shape[2], 0)
+            if not isinstance(layer, StaticSlidingWindowLayer):
+                start = min(int(layer.get_seq_length()), end)
+            num = end - start
+            for buffer, states in ((layer.keys, source.keys), (layer.values, source.values)):
+                buffer[:, :, start:end] = states[:, :, states.shape[2] - num :]
+    except BaseException:
+        for layer, (keys, values) in zip(windows, before, strict=True):
+            layer.keys[:], layer.values[:] = keys, values
+        raise
+    for source, layer in pairs:
+        layer.cumulative_length.fill_(min(_num_tokens(source), layer.max_cache_len))
+        if isinstance(layer, StaticSlidingWindowLayer):
+            layer.cumulative_length_int = _num_tokens(source)
+    if isinstance(static, EncoderDecoderCache) and isinstance(cache, EncoderDecoderCache):
+        static.is_updated.update(cache.is_updated)
+
+
+def room_in(cache: Cache, config: PreTrainedConfig) -> int | None:
+    """Tokens of the text that a static cache has room for; None for any number, with window layers alone.
+
+    Args:
+        cache: see `is_static`.
+        config: of the model that reads the text.
+    """
+    layers = zip(holding(DynamicCache(config=config).layers), holding(_parts(cache)[0].layers), strict=True)
+    rooms = [int(static.max_cache_len) for layer, static in layers if static.max_cache_len != window_of(layer)]
+    return min(rooms, default=None)
+
+
+def _parts(cache: Cache) -> list[Any]:
+    """The cache of the text, and that of what an encoder gave if there is one."""
+    if isinstance(cache, EncoderDecoderCache):
+        return [cache.self_attention_cache, cache.cross_attention_cache]
+    return [cache]
+
+
+def _filled_layers(cache: Cache, static: Cache) -> Iterator[tuple[Any, Any]]:
+    """Layers of a dynamic cache that hold states, each with the static one of its place."""
+    for part, static_part in zip(_parts(cache), _parts(static), strict=True):
+        for layer, static_layer in zip(holding(part.layers), holding(static_part.layers), strict=True):
+            if layer.is_initialized:
+                yield layer, static_layer
+
+
+def _num_tokens(layer: Any) -> int:
+    """Tokens that a dynamic layer has seen."""
+    return layer.cumulative_length if isinstance(layer, DynamicSlidingWindowLayer) else int(layer.keys.shape[2])
