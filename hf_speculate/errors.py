@@ -8,8 +8,11 @@ from hf_speculate.triton_kernels.errors import (
 )
 
 
-class UnsupportedModelError(SpeculateError, TypeError):
-    """A model cannot take part: its cache cannot roll back, or its kind is not served yet."""
+class UnsupportedModelError(SpeculateError, TypeError, ValueError):
+    """A model cannot take part: its cache cannot roll back, its kind is not supported, or it cannot draft.
+
+    A `ValueError` too, because transformers raises one for an unfit assistant.
+    """
 
 
 class UnsupportedGenerationError(SpeculateError, ValueError):

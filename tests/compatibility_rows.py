@@ -246,6 +246,10 @@ ARGUMENTS = (
     Row("input_ids", Supported(f"{EXACT}::test_greedy_equals_plain")),
     Row("attention_mask", Supported(f"{EXACT}::test_greedy_equals_plain", call=Call({}, batch_size=3, changes=False))),
     Row(
+        "attention_mask",
+        Refused(Call({"attention_mask": torch.ones(1, 3, dtype=torch.int64)}), "of another shape than the prompt"),
+    ),
+    Row(
         "position_ids",
         Supported("generation/test_vision_language.py::test_positions_that_the_user_passes_go_on_from_the_last"),
     ),
@@ -272,7 +276,8 @@ ARGUMENTS = (
         "past_key_values",
         Supported(
             "generation/test_ownership.py::test_a_passed_cache_advances_in_place_as_in_plain",
-            "a `DynamicCache`, or an `EncoderDecoderCache` of two",
+            "a `DynamicCache` or a `StaticCache`, or an `EncoderDecoderCache` of two; rows that end early hold their "
+            "padding, as in plain",
         ),
     ),
     Row(
@@ -363,11 +368,19 @@ FIELDS = (
     *(
         Row(
             "cache_implementation",
-            Supported(shown_by, f'`"{kind}"`', Call({"cache_implementation": kind}, changes=False)),
+            Supported(shown_by, note, Call({"cache_implementation": kind}, changes=False)),
         )
-        for kind, shown_by in (
-            ("dynamic", "generation/test_preallocated.py::test_the_dynamic_home_serves_what_cannot_be_preallocated"),
-            ("static", "generation/test_compiled.py::test_a_static_cache_without_a_compiler_means_fixed_buffers"),
+        for kind, note, shown_by in (
+            (
+                "dynamic",
+                '`"dynamic"`',
+                "generation/test_preallocated.py::test_the_dynamic_home_serves_what_cannot_be_preallocated",
+            ),
+            (
+                "static",
+                '`"static"`, see [calls](calls.md#compiled-rounds)',
+                "generation/test_static_cache.py::test_the_cache_that_is_returned_is_that_of_plain",
+            ),
         )
     ),
     Row("cache_implementation", Refused(Call({"cache_implementation": "offloaded"}))),

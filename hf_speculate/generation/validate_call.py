@@ -8,6 +8,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.generation.configuration_utils import GenerationMode
 
+from hf_speculate.cache.static import is_static
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.vocab_mapping import VocabMapping
 from hf_speculate.errors import ConfigError, UnsupportedGenerationError
@@ -143,6 +144,28 @@ def check_prepared(
             )
 
 
+def check_mask(mask_shape: tuple[int, ...] | None, query: Tensor, num_cached: int, prefix: str) -> None:
+    """Check that the attention mask has the shape of the prompt.
+
+    Args:
+        mask_shape: of the passed mask; None without one.
+        query: [B, Q] int64, the tokens that the cache does not hold.
+        num_cached: tokens that the cache holds.
+        prefix: of the names of the model's text inputs, such as `decoder_`.
+
+    Raises:
+        UnsupportedGenerationError: the shapes differ.
+    """
+    num_rows, num_query = query.shape
+    if mask_shape is None or mask_shape == (num_rows, num_cached + num_query):
+        return
+    tokens = f"{num_cached} cached and {num_query} more tokens" if num_cached else f"{num_query} tokens"
+    raise UnsupportedGenerationError(
+        f"{prefix}attention_mask must be {[num_rows, num_cached + num_query]} for {num_rows} rows of {tokens}, got "
+        f"{list(mask_shape)}; pass the mask that the tokenizer gives with the prompt, cached tokens included"
+    )
+
+
 def check_span_ids(config: SpeculationConfig, model: PreTrainedModel) -> None:
     """Refuse spans of tokens that the target does not have.
 
@@ -232,14 +255,31 @@ def _left_out(name: str, reason: DraftSource) -> UnsupportedGenerationError:
 
 
 def _check_cache(cache: Any, reason: DraftSource) -> None:
-    """Refuse a cache that is not one, or a pair, of dynamic ones on one device."""
+    """Check that a cache is a dynamic or static one, or a pair of these, on one device."""
     is_pair = isinstance(cache, EncoderDecoderCache)
     parts = [cache.self_attention_cache, cache.cross_attention_cache] if is_pair else [cache]
-    if any(type(part) is not DynamicCache or part.offloading for part in parts):
-        kind = "an offloaded " if type(parts[0]) is DynamicCache else ""
+    if not is_static(cache) and any(type(part) is not DynamicCache or part.offloading for part in parts):
+        kind = "an offloaded " if getattr(parts[0], "offloading", False) else ""
         raise UnsupportedGenerationError(
-            f"the cache must be a DynamicCache on one device with {reason.cause}, got {kind}{type(cache).__name__}; "
-            "pass a DynamicCache, or leave past_key_values and cache_implementation out"
+            f"the cache must be a DynamicCache or a StaticCache on one device with {reason.cause}, got "
+            f"{kind}{type(cache).__name__}; pass a DynamicCache, or leave past_key_values and cache_implementation out"
+        )
+
+
+def check_room(room: int | None, num_columns: int) -> None:
+    """Check that a static cache has room for the sequence.
+
+    Args:
+        room: tokens that it can hold; None for any number.
+        num_columns: tokens that it may have to hold.
+
+    Raises:
+        UnsupportedGenerationError: it has less room.
+    """
+    if room is not None and room < num_columns:
+        raise UnsupportedGenerationError(
+            f"past_key_values must have room for {num_columns} tokens, got a StaticCache for {room}; make it with "
+            f"max_cache_len={num_columns}, or lower max_new_tokens"
         )
 
 

@@ -5,10 +5,11 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import AttentionMaskInterface, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_speculate.errors import UnsupportedModelError
-from hf_speculate.generation.draft_source import ASSISTED, DraftSource
+from hf_speculate.generation.draft_source import ASSISTED, COUPLED_ALONE, DraftSource
 from hf_speculate.models.rope import growing_rope
 
 _SERVED_LAYERS = {"chunked_attention", "full_attention", "sliding_attention"}
@@ -126,6 +127,27 @@ def check_rope(target: PreTrainedModel, max_length: int, reason: DraftSource) ->
             f"max_length must be at most {rope[1]} for {type(target).__name__} with {rope[0]} rotary embeddings, "
             f"got {max_length}; {reason.hint}"
         )
+
+
+def check_attention(target: PreTrainedModel, name: str, reason: DraftSource) -> None:
+    """Check that the target's attention function gets a mask; without one, drafted tokens would see wrong columns.
+
+    Args:
+        target: scores the drafts; in a draft model, a missing mask only lowers the acceptance rate.
+        name: of the target's attention implementation.
+        reason: what drafts.
+
+    Raises:
+        UnsupportedModelError: the function was registered without a mask function of that name.
+    """
+    if reason is COUPLED_ALONE or name not in ALL_ATTENTION_FUNCTIONS or name in AttentionMaskInterface():
+        return
+    raise UnsupportedModelError(
+        f"the attention implementation must have a mask function to score drafts, got {name!r} without one in "
+        f"{type(target).__name__}; call transformers.AttentionMaskInterface.register({name!r}, "
+        f"transformers.masking_utils.sdpa_mask), or with another function that makes the masks it reads, or "
+        f"{reason.hint}"
+    )
 
 
 def check_assistant(assistant: object) -> None:

@@ -4,9 +4,12 @@ import threading
 
 import pytest
 import torch
-from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
+import transformers
+from transformers import AttentionInterface, DynamicCache, StoppingCriteria, StoppingCriteriaList
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import hf_speculate
+from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.models import folded_attention as attention
 from hf_speculate.models.attention_switch import folded_attention_for
 from hf_speculate.models.folded_attention import FOLDED, STANDS_FOR, folding
@@ -226,3 +229,45 @@ def test_of_two_overlapping_threads_the_last_restores_the_names():
     assert target.config._attn_implementation == draft.config._attn_implementation == STANDS_FOR
     for index in (0, 1):
         assert_equal_ids(expected[index], results[index])
+
+
+def own_attention(module, query, key, value, attention_mask, **kwargs):
+    """A user's attention: as sdpa, which takes rows without a mask to be the first ones of the text."""
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "drafts", [{"num_assistant_tokens": 3}, {"prompt_lookup_num_tokens": 3, "assistant_model": None}]
+)
+def test_an_attention_that_is_handed_no_mask_is_refused_with_the_line_to_add(drafts):
+    name = f"own_unmasked_{len(drafts)}"
+    AttentionInterface.register(name, own_attention)
+    target = hf_speculate.enable(make_model("llama", attn_implementation=name))
+    inputs = ragged_prompts(1, seed=3)
+    own = {"assistant_model": noisy_copy(make_model("llama")), "num_assistant_tokens": 3, **drafts}
+    plain = target.generate(**inputs, max_new_tokens=12)
+    with pytest.raises(UnsupportedModelError) as refused:
+        target.generate(**inputs, max_new_tokens=12, **own)
+    line = f"transformers.AttentionMaskInterface.register({name!r}, transformers.masking_utils.sdpa_mask)"
+    assert f"{name!r}" in str(refused.value)
+    assert line in str(refused.value)
+    exec(line, {"transformers": transformers})
+    for batch_size in (1, 3):
+        inputs = ragged_prompts(batch_size, seed=3)
+        stats = hf_speculate.SpeculationStats()
+        ours = target.generate(**inputs, max_new_tokens=12, **own, speculation_stats=stats)
+        assert_equal_ids(make_model("llama").generate(**inputs, max_new_tokens=12), ours)
+        assert stats.num_drafted > 0
+    assert_equal_ids(plain, target.generate(**ragged_prompts(1, seed=3), max_new_tokens=12))
+
+
+def test_an_attention_without_masks_may_draft_and_decode_without_drafts():
+    """A wrong draft changes no text; without drafts, each forward after the prompt reads one token."""
+    AttentionInterface.register("own_unmasked", own_attention)
+    other = make_model("llama", attn_implementation="own_unmasked")
+    target, inputs = hf_speculate.enable(make_model("llama")), ragged_prompts(1, seed=3)
+    plain = target.generate(**inputs, max_new_tokens=12)
+    assert_equal_ids(plain, target.generate(**inputs, max_new_tokens=12, assistant_model=other, num_assistant_tokens=3))
+    coupled = {"do_sample": True, "verifier": "coupled", "seed": 4, "max_new_tokens": 12}
+    expected = target.generate(**inputs, **coupled)
+    assert_equal_ids(expected, hf_speculate.enable(other).generate(**inputs, **coupled))

@@ -24,7 +24,9 @@ from hf_speculate.errors import (
     UnsupportedGenerationError,
     UnsupportedModelError,
 )
-from tests.cases import pair
+from tests.cases import assert_equal_ids, pair, plain_and_ours
+from tests.generation.test_encoder_decoder import encoder_pair
+from tests.generation.test_encoder_decoder import inputs_of as encoder_inputs
 from tests.tiny import make_model, ragged_prompts
 from tests.tiny_tokenizers import letters_tokenizer
 
@@ -85,7 +87,10 @@ def test_wrong_fields(models, fields, message):
     [
         ({"num_beams": 2}, "the generation mode must be greedy or sampling with assistant_model, got beam_search"),
         ({"use_cache": False}, "use_cache must be True with assistant_model"),
-        ({"cache_implementation": "offloaded_static"}, "the cache must be a DynamicCache .* got StaticCache"),
+        (
+            {"cache_implementation": "offloaded_static"},
+            "the cache must be a DynamicCache .* got an offloaded StaticCache",
+        ),
         ({"cache_implementation": "paged"}, "cache_implementation must be left out with assistant_model, got 'paged'"),
         ({"custom_generate": lambda model, input_ids: input_ids}, "custom_generate must be left out"),
     ],
@@ -251,6 +256,20 @@ def test_a_model_with_recurrent_state():
         target.generate(**ragged_prompts(1, seed=1), assistant_model=mamba)
 
 
+def test_an_unfit_assistant_is_a_value_error_as_in_transformers():
+    mamba = AutoModelForCausalLM.from_config(
+        MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, state_size=4)
+    )
+    inputs = ragged_prompts(1, seed=1)
+    target, draft = make_model("llama"), pair("llama")[1]
+    larger = make_model("llama", vocab_size=2048)
+    for model, assistant in ((mamba, draft), (target, larger)):
+        for decode in (model.generate, functools.partial(hf_speculate.generate, model)):
+            with pytest.raises(ValueError, match=r"stateful|recurrent state|tokenizers"):
+                decode(**inputs, assistant_model=assistant, max_new_tokens=3)
+    assert issubclass(UnsupportedModelError, TypeError)
+
+
 def test_a_model_without_a_cache():
     config = OpenAIGPTConfig(vocab_size=64, n_embd=16, n_layer=1, n_head=2, n_positions=32)
     model = AutoModelForCausalLM.from_config(config)
@@ -374,3 +393,66 @@ def test_fields_in_a_config_are_checked(models):
 def test_a_door_is_for_models_that_generate(door):
     with pytest.raises(UnsupportedModelError, match="model must be a transformers model that can generate, got Linear"):
         door(torch.nn.Linear(1, 1))
+
+
+MASK_SHAPES = [(2, 4), (2, 8), (3, 6), (4, 6), (1, 6)]
+
+
+@pytest.mark.parametrize(
+    "drafts", [{"num_assistant_tokens": 3}, {"prompt_lookup_num_tokens": 3, "assistant_model": None}]
+)
+@pytest.mark.parametrize("has_padding", [True, False])
+@pytest.mark.parametrize("shape", MASK_SHAPES, ids=str)
+def test_an_attention_mask_of_another_shape_than_the_prompt(models, shape, has_padding, drafts):
+    target, draft = models
+    mask = torch.ones(shape, dtype=torch.int64)
+    mask[0, 0] = int(not has_padding)
+    if shape[0] == 1 and not has_padding:
+        return  # as in plain generate, a row of ones masks nothing in any row
+    message = rf"attention_mask must be \[2, 6\] for 2 rows of 6 tokens, got \[{shape[0]}, {shape[1]}\]"
+    for inputs in (
+        {"input_ids": torch.ones(2, 6, dtype=torch.int64)},
+        {"inputs_embeds": torch.ones(2, 6, 32).double()},
+    ):
+        if "inputs_embeds" in inputs and shape[1] != 6:
+            message = r"attention_mask must be \[B, 6\] for 6 inputs_embeds"
+        with pytest.raises(UnsupportedGenerationError, match=message):
+            target.generate(**inputs, attention_mask=mask, **{"assistant_model": draft, **drafts})
+
+
+@pytest.mark.parametrize("num_columns", [4, 8, 10])
+def test_an_attention_mask_that_does_not_fit_a_cache(models, num_columns):
+    target, draft = models
+    cache = DynamicCache(config=target.config)
+    for layer in range(2):
+        cache.update(torch.zeros(2, 2, 3, 8), torch.zeros(2, 2, 3, 8), layer)
+    ids, mask = torch.ones(2, 6, dtype=torch.int64), torch.ones(2, num_columns, dtype=torch.int64)
+    message = r"attention_mask must be \[2, 9\] for 2 rows of 3 cached and 6 more tokens, got"
+    with pytest.raises(UnsupportedGenerationError, match=message):
+        target.generate(ids, attention_mask=mask, past_key_values=cache, assistant_model=draft)
+
+
+def test_an_attention_mask_of_another_shape_than_the_decoders_prompt():
+    target, draft = encoder_pair("t5")
+    inputs, prompt = encoder_inputs("t5", 2), torch.tensor([[1, 5, 6], [1, 7, 8]])
+    for shape in ((2, 2), (2, 5), (3, 3)):
+        mask = torch.ones(shape, dtype=torch.int64)
+        mask[0, 1] = 0
+        with pytest.raises(
+            UnsupportedGenerationError, match=r"decoder_attention_mask must be \[2, 3\] for 2 rows of 3"
+        ):
+            target.generate(
+                **inputs, decoder_input_ids=prompt, decoder_attention_mask=mask, assistant_model=draft, max_new_tokens=3
+            )
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_one_row_of_ones_masks_nothing_in_any_row(batch_size):
+    target, draft = pair("llama")
+    ids = ragged_prompts(batch_size, seed=1, min_len=6, max_len=6)["input_ids"]
+    mask = torch.ones(1, ids.shape[1], dtype=torch.int64)
+    for more in ({}, {"num_return_sequences": 2, "do_sample": True, "verifier": "coupled", "seed": 1}):
+        plain, ours = plain_and_ours(
+            target, draft, {"input_ids": ids, "attention_mask": mask}, max_new_tokens=6, **more
+        )
+        assert_equal_ids(plain, ours)
