@@ -18,7 +18,8 @@ def test_labels_are_passed_over(batch_size):
     assert_equal_ids(plain, ours)
 
 
-def test_a_trainer_predicts_with_a_draft(tmp_path):
+@pytest.mark.parametrize("source", ["assistant", "prompt lookup"])
+def test_a_trainer_predicts_the_same_with_drafts(tmp_path, source):
     target = make_t5()
     inputs = ragged_prompts(4, seed=2)
     data = [
@@ -27,10 +28,18 @@ def test_a_trainer_predicts_with_a_draft(tmp_path):
     settings = Seq2SeqTrainingArguments(
         tmp_path, predict_with_generate=True, use_cpu=True, report_to=[], per_device_eval_batch_size=2
     )
-    trainer = Seq2SeqTrainer(hf_speculate.enable(target), settings)
+    trainer = Seq2SeqTrainer(
+        hf_speculate.enable(target),
+        settings,
+        compute_metrics=lambda out: {"mean_id": float(out.predictions.mean()), "num_labels": int(out.label_ids.size)},
+    )
     stats = hf_speculate.SpeculationStats()
     plain = trainer.predict(data, max_new_tokens=12)
-    options = {"assistant_model": noisy_copy(target), "num_assistant_tokens": 3, "speculation_stats": stats}
-    ours = trainer.predict(data, max_new_tokens=12, **options)
+    options = {"assistant_model": noisy_copy(target), "num_assistant_tokens": 3}
+    if source == "prompt lookup":
+        options = {"prompt_lookup_num_tokens": 3}
+    ours = trainer.predict(data, max_new_tokens=12, speculation_stats=stats, **options)
     assert_equal_ids(torch.tensor(plain.predictions), torch.tensor(ours.predictions))
+    for name in ("test_loss", "test_mean_id", "test_num_labels"):
+        assert plain.metrics[name] == ours.metrics[name]
     assert stats.num_accepted > 0
