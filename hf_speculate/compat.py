@@ -1,16 +1,29 @@
 """Every use of a private name of transformers, in one place, with the versions they were tested with."""
 
-from collections.abc import Sequence
-from typing import Any
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
+import torch
 import transformers
-from transformers import CompileConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel, StaticCache
+from torch import Tensor
+from transformers import (
+    CompileConfig,
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    PreTrainedConfig,
+    PreTrainedModel,
+    StaticCache,
+    StoppingCriteriaList,
+)
 
 from hf_speculate.errors import UnsupportedModelError
 
-TESTED_VERSIONS = "5.17.0 to 5.23.0"
-_OF_MODELS = ("_is_stateful", "_valid_auto_compile_criteria", "_default_compile_config")
-_OF_STEPS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_sample")
+_OLDEST, _NEWEST = "5.17.0", "5.23.0"
+TESTED_VERSIONS = f"{_OLDEST} to {_NEWEST}"
+_OF_MODELS = ("_is_stateful", "_valid_auto_compile_criteria", "_default_compile_config", "_sample")
 _OF_CONFIGS = ("_attn_implementation", "_attn_implementation_internal")
 _OF_GENERATION_CONFIGS = ("_from_model_config",)
 _OF_PREPARED_CONFIGS = ("_pad_token_tensor",)  # which `generate` gives its copy of a generation config
@@ -26,7 +39,7 @@ def check_private_names(model: PreTrainedModel) -> None:
         UnsupportedModelError: a name is missing.
     """
     _check(
-        (model, (*_OF_MODELS, *_OF_STEPS)),
+        (model, _OF_MODELS),
         (model.config, _OF_CONFIGS),
         (model.generation_config, _OF_GENERATION_CONFIGS),
     )
@@ -41,9 +54,62 @@ def _check(*holders: tuple[object, Sequence[str]]) -> None:
         )
 
 
-def own_steps(model: PreTrainedModel) -> list[str]:
-    """Names of what a class from outside transformers does in its own way in each step of plain `generate`."""
-    return [name for name in _OF_STEPS if not getattr(type(model), name).__module__.startswith("transformers.")]
+def is_tested_since(version: str) -> bool:
+    """Whether the installed transformers is of the minor version `version` or a later one, up to the newest tested.
+
+    Args:
+        version: "5.17.0", for example.
+    """
+    return _minor(version) <= _minor(transformers.__version__) <= _minor(_NEWEST)
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2])
+
+
+def has_own_loop(model: PreTrainedModel) -> bool:
+    """Whether the model's class decodes in a loop of its own, in place of that of `GenerationMixin`."""
+    model_class: Any = type(model)
+    return model_class._sample is not GenerationMixin._sample
+
+
+class PlainSteps(NamedTuple):
+    """What plain greedy decoding gave."""
+
+    token_ids: Tensor  # [B, N + 1] int64, new ones
+    logits: Tensor  # [B, N + 1, V] float32, of which each was chosen
+
+
+def plain_steps(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    generation_config: GenerationConfig,
+    model_kwargs: Mapping[str, Any],
+    num_steps: int,
+) -> PlainSteps:
+    """The prompt and `num_steps` tokens one by one, in the loop of `GenerationMixin`; the passed config is left alone.
+
+    Args:
+        model: decodes.
+        input_ids: [B, T] int64, the prompts.
+        generation_config: as `generate` prepared it.
+        model_kwargs: as `generate` prepared them, with a cache that is written to.
+        num_steps: N, forwards after the prompt's.
+    """
+    config = copy.copy(generation_config)
+    for name in ("do_sample", "output_scores", "output_hidden_states", "output_attentions"):
+        setattr(config, name, False)
+    config.return_dict_in_generate = config.output_logits = True
+    num_prompt = input_ids.shape[1]
+    decode: Any = model._sample
+    output = decode(
+        input_ids,
+        logits_processor=LogitsProcessorList(),
+        stopping_criteria=StoppingCriteriaList([MaxLengthCriteria(num_prompt + num_steps + 1)]),
+        generation_config=config,
+        **model_kwargs,
+    )
+    return PlainSteps(output.sequences[:, num_prompt:], torch.stack(output.logits, dim=1))
 
 
 def stateful_names(models: Sequence[PreTrainedModel]) -> list[str]:

@@ -41,10 +41,10 @@ def sizes_of_images() -> Reading:
         image_grid_pinpoints=[[8, 16], [16, 8]],
         tie_word_embeddings=False,
     )
-    target = _ready(LlavaNextForConditionalGeneration(config))
+    target = ready(LlavaNextForConditionalGeneration(config))
     # 4 tokens of the whole image; of two tiles side by side 2 rows of 4, each with its end.
-    inputs = _prompts(2, IMAGE_TOKEN_ID, 4 + 2 * (4 + 1))
-    inputs["pixel_values"] = _noise(2, 3, 3, 8, 8)  # each image whole, and its two tiles
+    inputs = prompts_with(2, IMAGE_TOKEN_ID, 4 + 2 * (4 + 1))
+    inputs["pixel_values"] = noise(2, 3, 3, 8, 8)  # each image whole, and its two tiles
     inputs["image_sizes"] = torch.tensor([[8, 16], [8, 16]])
     return Reading(target, inputs, None)
 
@@ -58,9 +58,9 @@ def masks_of_pixels() -> Reading:
         scale_factor=2,
         pad_token_id=PAD_TOKEN_ID,
     )
-    target = _ready(Idefics3ForConditionalGeneration(config))
-    inputs = _prompts(2, IMAGE_TOKEN_ID, 4)
-    inputs["pixel_values"] = _noise(2, 1, 3, 8, 8)
+    target = ready(Idefics3ForConditionalGeneration(config))
+    inputs = prompts_with(2, IMAGE_TOKEN_ID, 4)
+    inputs["pixel_values"] = noise(2, 1, 3, 8, 8)
     mask = torch.ones(2, 1, 8, 8, dtype=torch.bool)
     mask[..., 4:] = False
     inputs["pixel_attention_mask"] = mask
@@ -92,9 +92,9 @@ def seconds_of_videos() -> Reading:
         vision_end_token_id=63,
         tie_word_embeddings=False,
     )
-    target = _ready(Qwen2_5_VLForConditionalGeneration(config))
-    inputs = _prompts(2, VIDEO_TOKEN_ID, 8)  # 2 times 4 x 4 patches, merged by four
-    inputs["pixel_values_videos"] = _noise(2 * 32, 3 * 2 * 4 * 4)
+    target = ready(Qwen2_5_VLForConditionalGeneration(config))
+    inputs = prompts_with(2, VIDEO_TOKEN_ID, 8)  # 2 times 4 x 4 patches, merged by four
+    inputs["pixel_values_videos"] = noise(2 * 32, 3 * 2 * 4 * 4)
     inputs["video_grid_thw"] = torch.tensor([[2, 4, 4]] * 2)
     inputs["mm_token_type_ids"] = 2 * (inputs["input_ids"] == VIDEO_TOKEN_ID).int()
     inputs["second_per_grid_ts"] = torch.tensor([1.0, 3.0])
@@ -122,17 +122,19 @@ if "mm_encoder_outputs" in inspect.signature(type(make_llava()).forward).paramet
     READINGS["mm_encoder_outputs"] = encoded_images
 
 
-def _ready(model: PreTrainedModel) -> PreTrainedModel:
+def ready(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with weights of seed 0, for greedy decoding."""
     model = filled(model, 0)
     model.generation_config = GenerationConfig(pad_token_id=PAD_TOKEN_ID, do_sample=False)
     return model
 
 
-def _noise(*shape: int) -> Tensor:
+def noise(*shape: int) -> Tensor:
+    """The same random numbers for the same shape, float64."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
-def _prompts(batch_size: int, token_id: int, num_tokens: int) -> dict[str, Tensor]:
+def prompts_with(batch_size: int, token_id: int, num_tokens: int) -> dict[str, Tensor]:
     """Left-padded prompts in which a picture takes `num_tokens` places."""
     rows = [[3 + row, 4, 62, *[token_id] * num_tokens, 63, *range(8, 8 + 3 * row)] for row in range(batch_size)]
     width = max(map(len, rows))

@@ -36,6 +36,7 @@ class DynamicKVCache:
         attention_mask: [B, T] int64, 1 for real tokens, over the states that the cache holds *and* the prompt tokens
             about to come; None where nothing is padded.
         device: where masks and position ids are made.
+        fixed_layers: numbers of the layers that hold what the prompt's pictures gave, which is never rolled back.
 
     Raises:
         UnsupportedModelError: a layer of the cache is of a kind that cannot be rolled back by row.
@@ -49,7 +50,9 @@ class DynamicKVCache:
         batch_size: int,
         attention_mask: Tensor | None = None,
         device: torch.device | str = "cpu",
+        fixed_layers: Sequence[int] = (),
     ):
+        self._fixed_layers = frozenset(fixed_layers)
         self._text_cache = text_cache(cache)
         check_layers(self._text_cache)
         self.cache = cache
@@ -77,8 +80,9 @@ class DynamicKVCache:
 
     @property
     def _held(self) -> list[Any]:
-        """The layers with states: a config may promise more layers than a decoder has."""
-        return [layer for layer in holding(self._layers) if layer.is_initialized]
+        """The layers with states of the text: a config may promise more layers than a decoder has."""
+        layers = [layer for place, layer in enumerate(self._layers) if place not in self._fixed_layers]
+        return [layer for layer in holding(layers) if layer.is_initialized]
 
     @property
     def _encoder_layers(self) -> list[Any]:

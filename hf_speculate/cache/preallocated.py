@@ -24,6 +24,7 @@ class LayerKinds(NamedTuple):
     windows: tuple[int | None, ...]  # by layer; None: everything
     mask_windows: dict[str, int | None]  # by the name of a mask that the model asks for; one entry: it takes one mask
     mask_dtype: torch.dtype  # of the additive masks: the queries'
+    is_mask_per_row: bool = False  # whether each row needs a mask of its own, even if all masks are equal
 
     def masks(self, make: Callable[[int | None], Tensor]) -> Tensor | dict[str, Tensor]:
         """What the model takes: the one mask that `make` gives for its window, or one by name."""
@@ -248,7 +249,8 @@ class PreallocatedKVCache:
         # The width is a multiple of 8, for kernels that load it in vectors.
         width = -(-(columns.end - first) // 8) * 8
         seen = torch.arange(first, first + width, device=device)  # [T']
-        starts = columns.lens[:1] if columns.is_even else columns.lens
+        is_shared = columns.is_even and not self.kinds.is_mask_per_row
+        starts = columns.lens[:1] if is_shared else columns.lens
         places = torch.tensor(starts, device=device)[:, None] + torch.arange(columns.num_query, device=device)  # [B, Q]
         pads = torch.tensor(self.pads, device=device) if any(self.pads) else None
         mask = additive_mask(places, seen, pads, window, self.kinds.mask_dtype)

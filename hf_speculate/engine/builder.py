@@ -183,7 +183,7 @@ def _make_draft_session(plan: Plan, call: Call, drafter: Drafter | None) -> Draf
     if drafter is not None and call.group is not None:
         drafter = BroadcastDrafter(drafter, call.group)
     padding_id = plan.pad_token_id if plan.is_lock_step else None
-    return DraftSession(drafter, kv_cache, plan.draft_strategy, call.batch_size, padding_id, reuse)
+    return DraftSession(drafter, kv_cache, plan.draft_strategy, call.batch_size, padding_id, reuse, plan.placeless_id)
 
 
 def _make_schedule(target: PreTrainedModel, plan: Plan, call: Call, drafter: Drafter | None) -> Schedule:

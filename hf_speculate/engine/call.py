@@ -41,6 +41,7 @@ class Call:
         vocabulary: maps the target's ids to the draft's; None if they are the same.
         generator: a candidate generator that drafts, or None.
         target_inputs, draft_inputs: what the models read besides tokens.
+        self_test: how the target compares with plain decoding; empty if its type is known to agree.
         ranks: the ranks that must run as many forwards, or None.
         group: the processes that compute a model together, or None.
     """
@@ -68,6 +69,7 @@ class Call:
     generator: CandidateGenerator | None = None
     target_inputs: ExtraInputs = field(default_factory=ExtraInputs)
     draft_inputs: ExtraInputs = field(default_factory=ExtraInputs)
+    self_test: str = ""
     ranks: SyncedRanks | None = None
     group: TensorParallelGroup | None = None
 

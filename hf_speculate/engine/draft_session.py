@@ -24,6 +24,8 @@ class DraftSession:
         num_rows: B.
         padding_id: token that finished rows are drafted in lock step; None if their drafts do not matter.
         reuse: fills the cache from an earlier call, and keeps it for later ones; None if it is not reused.
+        placeless_id: a token after which the target reads others of the same forward at wrong positions, so that drafts
+            after it do not count; None if there is none.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class DraftSession:
         num_rows: int,
         padding_id: int | None = None,
         reuse: DraftCacheReuse | None = None,
+        placeless_id: int | None = None,
     ):
         self.drafter = drafter
         self.kv_cache = kv_cache
@@ -41,6 +44,7 @@ class DraftSession:
         self._strategy = strategy
         self._padding_id = padding_id
         self._reuse = reuse
+        self._placeless_id = placeless_id
         layers = None if drafter is None else drafter.hidden_layers
         self.hidden_states = None if layers is None else HiddenStates(layers)
         self._num_seen = [0] * num_rows  # tokens of each row that the drafter has seen
@@ -94,7 +98,7 @@ class DraftSession:
         )
         draft = self.drafter.draft(request)
         self._seen_lens, self._seen_round = list(lens), batch.num_rounds
-        draft = _within_room(draft, batch.num_left)
+        draft = self._before_placeless(batch, _within_room(draft, batch.num_left))
         num_ahead = draft.token_ids.shape[1] - 1 if self.kv_cache is not None else 0
         if draft.cached is not None:
             num_ahead = draft.cached.num_ahead
@@ -160,6 +164,15 @@ class DraftSession:
         no_live = all(batch.is_finished)
         rows = zip(batch.tokens.lens, self._num_seen, batch.is_finished, strict=True)
         return max(length - seen for length, seen, is_finished in rows if no_live or not is_finished)
+
+    def _before_placeless(self, batch: Batch, draft: DraftOut) -> DraftOut:
+        """The draft, of which tokens after the first `placeless_id` do not count."""
+        if self._placeless_id is None:
+            return draft
+        newest = batch.tokens.last(1).to(draft.token_ids.device)
+        is_placeless = torch.cat([newest, draft.token_ids], dim=1) == self._placeless_id  # [B, K+1]
+        most = (is_placeless.cumsum(1)[:, :-1] == 0).sum(1).to(draft.lens)
+        return draft._replace(lens=torch.minimum(draft.lens, most))
 
     def _kept(self, batch: Batch, tokens: TokenBuffer) -> Kept | None:
         """The tokens emitted since the drafter's last call; None before the first one.

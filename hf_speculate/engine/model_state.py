@@ -1,6 +1,7 @@
 """Model state: what outlives a `generate()` call, in one object per model that is held weakly."""
 
 import threading
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -21,12 +22,14 @@ class ModelState:
         buffers: idle KV buffers of the model.
         history: the adaptive schedule's estimates for this target, by draft model.
         tallies: accepted tokens of this target's draft models.
+        self_tests: differences to plain decoding, by situation.
     """
 
     units: CompiledUnits = field(default_factory=CompiledUnits)
     buffers: BufferStore = field(default_factory=BufferStore)
     history: HistoryStore = field(default_factory=HistoryStore)
     tallies: AcceptanceTallies = field(default_factory=AcceptanceTallies)
+    self_tests: dict[Hashable, float] = field(default_factory=dict)
 
 
 _lock = threading.Lock()

@@ -104,13 +104,20 @@ class OutputRecorder:
         new_ids = torch.tensor(rows, dtype=input_ids.dtype, device=input_ids.device)  # [B, N]
         return torch.cat([input_ids, new_ids], dim=1)
 
-    def output(self, input_ids: Tensor, pad_token_id: int, cache: Cache) -> GenerateOutput:
+    def output(
+        self,
+        input_ids: Tensor,
+        pad_token_id: int,
+        cache: Cache,
+        encoder_hidden_states: LayerStates | None = None,
+    ) -> GenerateOutput:
         """The output object, as plain `generate` returns it.
 
         Args:
             input_ids: [B, T] int64, the prompts.
             pad_token_id: fills ended rows.
             cache: the target's.
+            encoder_hidden_states: of each layer of the encoder; None without one.
         """
         parts: dict[str, Any] = {
             "sequences": self.sequences(input_ids, pad_token_id),
@@ -118,13 +125,14 @@ class OutputRecorder:
             "logits": self.logits(pad_token_id),
             "past_key_values": cache,
         }
+        hidden_states: Any = tuple(self.hidden_states) if self.recorded.hidden_states else None
+        attentions: Any = tuple(self.attentions) if self.recorded.attentions else None
         if isinstance(cache, EncoderDecoderCache):
-            return GenerateEncoderDecoderOutput(**parts)
-        return GenerateDecoderOnlyOutput(
-            **parts,
-            attentions=tuple(self.attentions) if self.recorded.attentions else None,  # type: ignore[arg-type]
-            hidden_states=tuple(self.hidden_states) if self.recorded.hidden_states else None,  # type: ignore[arg-type]
-        )
+            encoded: Any = encoder_hidden_states if self.recorded.hidden_states else None
+            return GenerateEncoderDecoderOutput(
+                **parts, decoder_hidden_states=hidden_states, encoder_hidden_states=encoded
+            )
+        return GenerateDecoderOnlyOutput(**parts, attentions=attentions, hidden_states=hidden_states)
 
     def scores(self, pad_token_id: int) -> tuple[Tensor, ...] | None:
         """One [B, V] float32 per new token; an ended row holds 0 at the pad id and -inf elsewhere."""

@@ -15,6 +15,7 @@ from hf_speculate.engine.distributed import tensor_parallel_size
 from hf_speculate.engine.draft_cache_reuse import draft_cache_choice
 from hf_speculate.models.cache_selection import CacheChoice, CacheRequest
 from hf_speculate.models.language_model import counts_columns, device_of
+from hf_speculate.models.quirks import placeless_id
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
 from hf_speculate.types import SampleStrategy
@@ -45,6 +46,8 @@ class Plan:
         keeps_rows: whether finished rows stay in the batch.
         end_padding_id: fills a kept target cache after finished rows, see `EndPadding`; None if nothing does.
         eos_token_ids: tokens that end a row, or None.
+        placeless_id: drafted tokens after this one do not count, see `DraftSession`; None if all count.
+        self_test: how the target compares with plain decoding; empty if its type is known to agree.
         fallbacks: what runs otherwise than requested, with the reasons.
     """
 
@@ -61,6 +64,8 @@ class Plan:
     keeps_rows: bool
     end_padding_id: int | None
     eos_token_ids: frozenset[int] | None
+    placeless_id: int | None
+    self_test: str
     fallbacks: tuple[str, ...]
 
     @property
@@ -85,6 +90,7 @@ class Plan:
             "hidden layers": "" if self.hidden_layers is None else str(list(self.hidden_layers)),
             "rows": "lock step" if self.lock_step else "each at its own pace",
             "finished rows": "stay in the batch" if self.keeps_rows else "leave the batch",
+            "self-test": self.self_test,
         }
         return f"Plan({'; '.join(f'{name}: {value}' for name, value in parts.items() if value)})"
 
@@ -138,7 +144,27 @@ def make_plan(
         ),
         end_padding_id=_end_padding_id(target, call, ends_apart=not goes_on and not lock_step),
         eos_token_ids=stopping.eos_token_ids,
+        placeless_id=placeless_id(target),
+        self_test=call.self_test,
         fallbacks=tuple(fallbacks),
+    )
+
+
+def target_cache_request(config: SpeculationConfig, call: Call) -> CacheRequest:
+    """The request for the target's KV cache, with buffers that grow.
+
+    Args:
+        config: resolved settings.
+        call: the prepared call.
+    """
+    return CacheRequest(
+        config.speculation_cache,
+        call.target_attention,
+        call.is_cache_passed,
+        call.is_cache_kept,
+        call.recorded.attentions,
+        call.target_inputs.crosses,
+        max_columns=call.max_columns,
     )
 
 
@@ -236,17 +262,7 @@ def _plan_caches(
     hidden_layers: tuple[int, ...] | None,
 ) -> tuple[list[CachePlan], CompilePlan]:
     """The KV caches of the target and the draft model, and what runs compiled over them."""
-    requests = [
-        CacheRequest(
-            config.speculation_cache,
-            call.target_attention,
-            call.is_cache_passed,
-            call.is_cache_kept,
-            call.recorded.attentions,
-            call.target_inputs.crosses,
-            max_columns=call.max_columns,
-        )
-    ]
+    requests = [target_cache_request(config, call)]
     choices = [requests[0].choose(target, call.cache, call.attention_mask, call.input_ids.device)]
     candidates = [CompileCandidate("target", target, choices[0].kind, call.target_inputs, hidden_layers is not None)]
     if draft is not None:

@@ -22,7 +22,8 @@ from hf_speculate.engine.outputs import GenerateOutput, recorded_of
 from hf_speculate.engine.stage_clock import Stage, StageClock
 from hf_speculate.generation.arguments import uncached
 from hf_speculate.generation.draft_source import DraftSource
-from hf_speculate.generation.model_inputs import draft_inputs, target_inputs
+from hf_speculate.generation.model_inputs import draft_inputs, encoder_hidden_states, target_inputs
+from hf_speculate.generation.self_test import check_decoding
 from hf_speculate.generation.validate_call import (
     check_context,
     check_mask,
@@ -110,12 +111,14 @@ class SpeculativeDecoding:
             inputs_tensor,
             model_kwargs,
         )
+        self_test = check_decoding(model, call, config, generation_config, model_kwargs, self.source)
+        call = replace(call, self_test=self_test)
         decoder, batch = build_decoder(model, self.assistant.model, config, call, self.stats, self.clock)
         folded = folded_attention_for([] if call.recorded.attentions else self._models(model))
         with folded, decoder.released(), decoder.target.restored_on_error(call.is_cache_passed):
             decoder.decode(batch)
             self.clock.enter(Stage.RETURN)
-            output = self._output(decoder, model, call, generation_config)
+            output = self._output(decoder, model, call, generation_config, encoder_hidden_states(model_kwargs))
             if config.suffix_store is not None:
                 for ids in decoder.output.new_ids:
                     config.suffix_store.add(ids)
@@ -125,7 +128,12 @@ class SpeculativeDecoding:
         return output
 
     def _output(
-        self, decoder: SpeculativeDecoder, model: PreTrainedModel, call: Call, generation_config: GenerationConfig
+        self,
+        decoder: SpeculativeDecoder,
+        model: PreTrainedModel,
+        call: Call,
+        generation_config: GenerationConfig,
+        encoder_states: tuple[Tensor, ...] | None,
     ) -> GenerateOutput | Tensor:
         decoder.target.kv_cache.hand_back()
         cache = self._returned_cache(model, call, generation_config)
@@ -133,7 +141,7 @@ class SpeculativeDecoding:
         if self.streamer is not None:
             self.streamer.end()
         if generation_config.return_dict_in_generate:
-            return recorder.output(call.input_ids, pad_id, cache)
+            return recorder.output(call.input_ids, pad_id, cache, encoder_states)
         return recorder.sequences(call.input_ids, pad_id)
 
     def _prepared(

@@ -15,7 +15,6 @@ from transformers.utils.generic import ModelOutput
 from hf_speculate.compat import (
     check_private_names,
     comes_from_model_config,
-    own_steps,
     stateful_names,
 )
 from hf_speculate.config import FIELD_NAMES
@@ -38,7 +37,7 @@ from hf_speculate.generation.decoding_method import SpeculativeDecoding
 from hf_speculate.generation.draft_source import find_draft_source
 from hf_speculate.generation.token_healing import TokenHealingMixin, provide_tokenizer
 from hf_speculate.generation.validate_call import check_call
-from hf_speculate.generation.validate_models import check_assistant, check_models, warn_of_own_steps
+from hf_speculate.generation.validate_models import check_assistant, check_models
 from hf_speculate.verify.base import check_verifier
 
 LOGGER = logging.getLogger("hf_speculate")
@@ -136,7 +135,6 @@ def _generate(
     models = [model] if assistant is None else [model, assistant]
     check_private_names(model)
     check_models(models, stateful_names(models), source)
-    warn_of_own_steps(model, own_steps(model))
     tokenizers = call.get("tokenizer"), call.get("assistant_tokenizer")
     resolved = resolve_assistant(model, assistant, early_exit, *tokenizers)
     own_stop_strings(model, call)

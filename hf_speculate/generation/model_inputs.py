@@ -6,11 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationMixin, PreTrainedModel
+from transformers.utils.generic import ModelOutput
 
 from hf_speculate.draft.vocab_mapping import VocabMapping
 from hf_speculate.errors import UnsupportedGenerationError
 from hf_speculate.models.extra_inputs import ExtraInputs, mapped
-from hf_speculate.models.language_model import device_of, text_prefix
+from hf_speculate.models.language_model import device_of, takes_positions, text_prefix
 
 # Arguments that our own loop gives itself, or to nobody.
 _OWN = {
@@ -25,7 +26,9 @@ _OWN = {
     "return_dict",
     "use_cache",
 }
+_OF_ENCODERS = ("global_attention_mask", "pixel_values")  # which an encoder reads beside its main input
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
+_BY_COLUMN = {"cross_attention_mask"}  # masks with an entry for each token, of which the prompt's last one goes on
 
 
 def target_inputs(
@@ -43,7 +46,8 @@ def target_inputs(
     if model.config.is_encoder_decoder:
         every = {name: model_kwargs.get(name) for name in ("encoder_outputs", "attention_mask")}
         given = {name: value for name, value in every.items() if value is not None}
-        return ExtraInputs(given, prefix=text_prefix(model))
+        own_positions = _decoder_positions(model, input_ids, num_query, model_kwargs)
+        return ExtraInputs(given, own_positions, prefix=text_prefix(model))
     extra = {name for name, value in model_kwargs.items() if value is not None} - _OWN - {"position_ids"}
     positions = model_kwargs.get("position_ids")
     model_class: Any = type(model)
@@ -56,9 +60,12 @@ def target_inputs(
         input_ids, next_sequence_length=num_query, is_first_iteration=True, **model_kwargs
     )
     prompt = {name: value for name, value in inputs.items() if name not in _OWN and value is not None} | read
+    if "position_ids" not in prompt and positions is not None:
+        prompt["position_ids"] = _columns(model_kwargs, num_query, input_ids.device)
     if "position_ids" in prompt and _counts_tokens(prompt["position_ids"], model_kwargs):
         del prompt["position_ids"]
-    return ExtraInputs(prompt=prompt, types=_later_types(model, input_ids, model_kwargs))
+    columns = {name: model_kwargs[name][:, -1:] for name in _BY_COLUMN & extra}
+    return ExtraInputs(prompt=prompt, types=_later_types(model, input_ids, model_kwargs), columns=columns)
 
 
 def draft_inputs(
@@ -103,8 +110,11 @@ def draft_inputs(
             inputs = vocabulary.to(inputs.device).draft_ids[inputs]
         num_copies = num_rows // inputs.shape[0]
         arguments: dict[str, Any] = {encoder.main_input_name: _as_read_by(encoder, inputs)}
-        if mask is not None and "attention_mask" in inspect.signature(encoder.forward).parameters:
-            arguments["attention_mask"] = mask[::num_copies].to(device_of(draft))
+        parameters = inspect.signature(encoder.forward).parameters
+        for name in ("attention_mask", *_OF_ENCODERS):
+            value = model_kwargs.get(name)
+            if value is not None and name in parameters and name != encoder.main_input_name:
+                arguments[name] = _as_read_by(encoder, value[::num_copies])
         with torch.no_grad():
             outputs = encoder(**arguments, return_dict=True)
         if num_copies > 1:
@@ -115,6 +125,35 @@ def draft_inputs(
     if mask is not None:
         every["attention_mask"] = mask.to(device_of(draft))
     return ExtraInputs(every, prefix=text_prefix(draft))
+
+
+def encoder_hidden_states(model_kwargs: dict[str, Any]) -> tuple[Tensor, ...] | None:
+    """The hidden states [B, S, D] of each layer of the encoder; None if they were not computed.
+
+    Args:
+        model_kwargs: what transformers has prepared for the model.
+    """
+    outputs = model_kwargs.get("encoder_outputs")
+    return outputs.get("hidden_states") if isinstance(outputs, ModelOutput) else None
+
+
+def _decoder_positions(
+    model: PreTrainedModel, input_ids: Tensor, num_query: int, model_kwargs: dict[str, Any]
+) -> dict[str, Tensor]:
+    """Position ids of a padded decoder prompt if plain `generate` passes none, so that the model counts columns."""
+    if model_kwargs.get("decoder_attention_mask") is None or not takes_positions(model):
+        return {}
+    inputs: dict[str, Any] = model.prepare_inputs_for_generation(  # type: ignore[operator]
+        input_ids, next_sequence_length=num_query, is_first_iteration=True, **model_kwargs
+    )
+    name = f"{text_prefix(model)}position_ids"
+    return {} if inputs.get(name) is not None else {name: _columns(model_kwargs, num_query, input_ids.device)}
+
+
+def _columns(model_kwargs: dict[str, Any], num_query: int, device: torch.device) -> Tensor:
+    """[1, Q] int64: position ids that count the columns of the KV cache, as models do without `position_ids`."""
+    start = model_kwargs["past_key_values"].get_seq_length()
+    return torch.arange(start, start + num_query, device=device)[None]
 
 
 def _as_read_by(model: PreTrainedModel, value: Any) -> Any:
@@ -133,8 +172,10 @@ def _counts_tokens(positions: Tensor, model_kwargs: dict[str, Any]) -> bool:
         start = model_kwargs["past_key_values"].get_seq_length()
         counted = torch.arange(start, start + num_query, device=positions.device)
         return bool((positions == counted).all())
-    counted = (attention_mask.cumsum(-1) - 1)[:, -num_query:]
-    return bool(((positions == counted) | (attention_mask[:, -num_query:] == 0)).all())
+    is_masked = attention_mask[:, -num_query:] == 0
+    counted = (attention_mask.cumsum(-1) - 1)[:, -num_query:].masked_fill(is_masked, 0)
+    is_counted = positions == counted
+    return bool((is_counted | is_masked).all() and is_counted[:, -1].all())  # later tokens go on from the last column
 
 
 def _later_types(model: PreTrainedModel, input_ids: Tensor, model_kwargs: dict[str, Any]) -> dict[str, Tensor]:

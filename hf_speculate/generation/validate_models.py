@@ -1,25 +1,19 @@
 """Refuses models that cannot decode speculatively, or not with each other."""
 
 import inspect
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 from transformers import AttentionMaskInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hf_speculate.compat import has_own_loop
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.generation.draft_source import ASSISTED, COUPLED_ALONE, DraftSource
+from hf_speculate.models.quirks import Limit, limit_reason
 from hf_speculate.models.rope import growing_rope
 
 _SERVED_LAYERS = {"chunked_attention", "full_attention", "sliding_attention"}
-_UNSERVED_TYPES = {
-    "cpmant": "read the whole text anew for every token",
-    "fsmt": "see the tokens that follow where they read several",
-    "kosmos-2": "place tokens by counting those that are no padding",
-    "kosmos-2.5": "place tokens by counting those that are no padding",
-    "prophetnet": "read one token at a time",
-}
 
 
 def check_models(models: Sequence[PreTrainedModel], stateful: Sequence[str], reason: DraftSource) -> None:
@@ -37,16 +31,22 @@ def check_models(models: Sequence[PreTrainedModel], stateful: Sequence[str], rea
         raise UnsupportedModelError(
             f"models must be able to roll back, got {', '.join(stateful)} with recurrent state; {reason.hint}"
         )
+    if has_own_loop(models[0]):
+        raise UnsupportedModelError(
+            f"the target must decode in the loop of GenerationMixin, got {type(models[0]).__name__} with a loop "
+            f"(_sample) of its own; {reason.hint}"
+        )
     for model in models:
         config = model.config.get_text_config(decoder=True)
         if "past_key_values" not in inspect.signature(type(model).forward).parameters:
             raise UnsupportedModelError(
                 f"models must take past_key_values, got {type(model).__name__} without; {reason.hint}"
             )
-        if model.config.model_type in _UNSERVED_TYPES:
+        quirk = limit_reason(model, Limit.NOT_SUPPORTED)
+        if quirk:
             raise UnsupportedModelError(
                 f"models must read several tokens after a cached text, got {type(model).__name__}, whose layers "
-                f"{_UNSERVED_TYPES[model.config.model_type]}; {reason.hint}"
+                f"{quirk}; {reason.hint}"
             )
         if model.training and any(getattr(part, "gradient_checkpointing", False) for part in model.modules()):
             raise UnsupportedModelError(
@@ -71,22 +71,6 @@ def check_models(models: Sequence[PreTrainedModel], stateful: Sequence[str], rea
                 f"{type(model).__name__}; {reason.hint}"
             )
     _check_encoders(models[0], models[-1])
-
-
-def warn_of_own_steps(model: PreTrainedModel, names: Sequence[str]) -> None:
-    """Say that what a class outside transformers does in each step of plain `generate` is done for the prompt at most.
-
-    Args:
-        model: the target.
-        names: of its class's methods for a step.
-    """
-    if names:
-        warnings.warn(
-            f"{type(model).__name__} has {' and '.join(names)} of its own, called for each token by plain generate(); "
-            "here tokens after the prompt are read with the positions that follow it and nothing else: compare texts "
-            "with hf_speculate.check_parity",
-            stacklevel=4,
-        )
 
 
 def _check_encoders(target: PreTrainedModel, draft: PreTrainedModel) -> None:

@@ -17,9 +17,9 @@ from hf_speculate.cache.layers import holding, text_cache, window_of
 from hf_speculate.cache.preallocated import LayerKinds, PreallocatedKVCache
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.models.folded_attention import FOLDED, STANDS_FOR
+from hf_speculate.models.quirks import Limit, limit_reason
 
 _ATTENTIONS = ("eager", STANDS_FOR, FOLDED)  # the last while another call of the same model runs
-_READ_ALL = ("moshi",)  # window layers with a mask that knows no windows: plain decoding makes them by cropping alone
 _MASK_NAMES = ("full_attention", "sliding_attention")
 
 
@@ -81,11 +81,11 @@ class CacheRequest:
             )
         if wants and not reason:
             return CacheChoice("preallocated", "")
-        if cache is not None and model.config.model_type in _READ_ALL and _windows(layers) != {None}:
+        quirk = "" if cache is None else limit_reason(model, Limit.ONLY_PREALLOCATED)
+        if quirk and _windows(layers) != {None}:
             raise UnsupportedModelError(
-                f"states of {type(model).__name__} must be preallocated, for its window layers read all that a "
-                f"dynamic cache holds, got {reason or 'a dynamic cache'}; leave past_key_values and "
-                "speculation_cache out, or decode plainly"
+                f"states of {type(model).__name__} must be preallocated, for {quirk}, got "
+                f"{reason or 'a dynamic cache'}; leave past_key_values and speculation_cache out, or decode plainly"
             )
         return CacheChoice("dynamic", reason)
 
@@ -112,7 +112,9 @@ class CacheRequest:
         """
         if choice.kind == "dynamic":
             # A draft's layers are all full ones, so that K forwards in a row can be rolled back at once.
-            return DynamicKVCache(self._new_cache() if cache is None else cache, batch_size, attention_mask, device)
+            fixed = getattr(model.config.get_text_config(decoder=True), "cross_attention_layers", None) or ()
+            kept = self._new_cache() if cache is None else cache
+            return DynamicKVCache(kept, batch_size, attention_mask, device, fixed_layers=fixed)
         home = cache if self.is_cache_kept else None
         kinds = layer_kinds(model, _layers_of(model, cache))
         pool = None
@@ -133,7 +135,9 @@ class CacheRequest:
         module = sys.modules[type(model.base_model).__module__]
         names = set(getattr(config, "layer_types", None) or _MASK_NAMES[:1])
         windows = _windows(cache)
+        quirk = limit_reason(model, Limit.ONLY_DYNAMIC)
         obstacles = {
+            quirk: bool(quirk),
             f"its attention is {self.attention}": self.attention not in _ATTENTIONS,
             "its layers attend to an encoder's output": self.crosses,
             "it takes no position_ids": "position_ids" not in inspect.signature(type(model).forward).parameters,
@@ -150,7 +154,7 @@ class CacheRequest:
             "its cache is offloaded": bool(cache.offloading),
             "attention weights are returned": self.records_attentions,
             "autocast picks the dtypes": torch.is_autocast_enabled(device.type),
-            "the attention mask has holes": _has_holes(attention_mask),
+            "the attention mask has holes": has_holes(attention_mask),
         }
         return next((reason for reason, holds in obstacles.items() if holds), "")
 
@@ -164,7 +168,7 @@ def layer_kinds(model: PreTrainedModel, cache: Cache) -> LayerKinds:
     """What the layers of a fitting model attend to, by the layers of its cache."""
     windows = tuple(window_of(layer) for layer in holding(cache.layers))
     by_name: dict[str, int | None] = {_MASK_NAMES[window is not None]: window for window in windows}
-    return LayerKinds(windows, by_name, model.dtype)
+    return LayerKinds(windows, by_name, model.dtype, bool(limit_reason(model, Limit.MASK_PER_ROW)))
 
 
 def _windows(cache: Cache) -> set[int | None]:
@@ -177,8 +181,8 @@ def _takes_mask_by_kind(module: object) -> bool:
     return "causal_mask_mapping := attention_mask" in inspect.getsource(module)  # type: ignore[arg-type]
 
 
-def _has_holes(attention_mask: Tensor | None) -> bool:
-    """Whether a row has masked tokens after its first real one."""
+def has_holes(attention_mask: Tensor | None) -> bool:
+    """Whether a row has masked tokens after its first real one, or no real one."""
     if attention_mask is None:
         return False
-    return bool((attention_mask[:, 1:] < attention_mask[:, :-1]).any())
+    return bool((attention_mask[:, 1:] < attention_mask[:, :-1]).any() or not attention_mask[:, -1].all())

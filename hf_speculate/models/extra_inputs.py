@@ -15,10 +15,11 @@ class ExtraInputs:
 
     Args:
         every: arguments of all forwards by name; tensors are [B, ...].
-        prompt: arguments of the first forward only, which then reads the whole prompt; its `position_ids`, if any, are
+        prompt: arguments of the first forward only, which then reads the whole prompt; its position ids, if any, are
             [..., B or 1, Q] int64, and its `inputs_embeds`, if any, [B, Q, hidden] replace the ids.
         types: arguments of later forwards that are the same for all tokens of a row, [B, 1].
         prefix: of the names of a model's text inputs; "decoder_" if an encoder has the plain names.
+        columns: arguments of later forwards that repeat one entry [B, 1, ...] for every column, cached or queried.
     """
 
     def __init__(
@@ -27,11 +28,13 @@ class ExtraInputs:
         prompt: Mapping[str, Any] | None = None,
         types: Mapping[str, Tensor] | None = None,
         prefix: str = "",
+        columns: Mapping[str, Tensor] | None = None,
     ):
         self.prefix = prefix
         self._every = dict(every or {})
         self._prompt = dict(prompt or {})
         self._types = dict(types or {})
+        self._columns = dict(columns or {})
         self._offsets: Tensor | None = None  # [..., B or 1, 1], the model's positions less the counted ones
 
     @property
@@ -54,12 +57,13 @@ class ExtraInputs:
         """Arguments of the prompt's forward alone, sorted."""
         return sorted(self._prompt)
 
-    def arguments(self, text: Mapping[str, Tensor]) -> dict[str, Any]:
+    def arguments(self, text: Mapping[str, Tensor], num_held: int = 0) -> dict[str, Any]:
         """The arguments of the next forward.
 
         Args:
             text: `input_ids` [B, Q] int64 and, if the model takes them, `attention_mask` and `position_ids`
                 [B or 1, Q] int64, which count each row's real tokens; without a prefix.
+            num_held: columns of the KV cache before it.
         """
         arguments = {f"{self.prefix}{name}": value for name, value in text.items()}
         arguments |= self._every
@@ -67,13 +71,16 @@ class ExtraInputs:
             prompt, self._prompt = self._prompt, {}
             if "inputs_embeds" in prompt:
                 del arguments[f"{self.prefix}input_ids"]
-            if "position_ids" in prompt and "position_ids" in text:
-                self._offsets = prompt["position_ids"][..., -1:] - text["position_ids"][:, -1:]
+            positions = prompt.get(f"{self.prefix}position_ids")
+            if positions is not None and "position_ids" in text:
+                self._offsets = positions[..., -1:] - text["position_ids"][:, -1:]
             return arguments | prompt
         num_query = text["input_ids"].shape[1]
         arguments |= {name: types.expand(-1, num_query) for name, types in self._types.items()}
+        for name, entry in self._columns.items():
+            arguments[name] = entry.expand(-1, num_held + num_query, *entry.shape[2:])  # [B, T + Q, ...]
         if self._offsets is not None:
-            arguments["position_ids"] = text["position_ids"] + self._offsets  # [..., B, Q]
+            arguments[f"{self.prefix}position_ids"] = text["position_ids"] + self._offsets  # [..., B, Q]
         return arguments
 
     def rows(self, indices: Sequence[int]) -> None:
@@ -81,6 +88,7 @@ class ExtraInputs:
         index = torch.tensor(list(indices), dtype=torch.int64, device="cpu")
         self._every = {name: _rows_of(value, index) for name, value in self._every.items()}
         self._types = {name: _rows_of(types, index) for name, types in self._types.items()}
+        self._columns = {name: _rows_of(entry, index) for name, entry in self._columns.items()}
         if self._offsets is not None and self._offsets.shape[-2] > 1:
             self._offsets = self._offsets.index_select(-2, index.to(self._offsets.device))
 

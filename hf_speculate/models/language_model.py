@@ -12,6 +12,7 @@ from hf_speculate.cache.base import KVCache
 from hf_speculate.errors import ShapeError
 from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.models.folded_attention import folding
+from hf_speculate.models.quirks import Limit, limit_reason
 from hf_speculate.models.rope import growing_rope
 from hf_speculate.types import Scored
 
@@ -45,9 +46,8 @@ class LanguageModel:
         parameter = inspect.signature(type(model).forward).parameters.get("logits_to_keep")
         self._takes_logits_to_keep = parameter is not None
         takes_places = parameter is not None and "Tensor" in str(parameter.annotation)
-        # Layers of Gemma 4 that read the states of earlier ones leave out what a count leaves out, but know no places.
         config = model.config.get_text_config(decoder=True)
-        saves = config.model_type.startswith("gemma4") and config.num_kv_shared_layers > 0
+        saves = bool(limit_reason(model, Limit.LOGITS_BY_COUNT)) and config.num_kv_shared_layers > 0
         self._makes_compact = takes_places and self.device.type == "cpu" and not saves  # see `_kept`
 
     @property
@@ -96,7 +96,7 @@ class LanguageModel:
             text["attention_mask"] = mask  # type: ignore[assignment]  # or one by kind of layer, as the model takes them
         if self._takes_position_ids:
             text["position_ids"] = kv_cache.position_ids(num_query, self.max_position)
-        options = self.extra_inputs.arguments(text) | forward_options
+        options = self.extra_inputs.arguments(text, kv_cache.num_columns) | forward_options
         if self._takes_logits_to_keep and logits_to_keep is not None:
             options["logits_to_keep"] = self._kept(num_query, logits_to_keep)
         with self._mode(), folding():
@@ -159,8 +159,8 @@ def counts_columns(model: PreTrainedModel, is_draft: bool = False) -> bool:
         is_draft: see `takes_positions`.
     """
     config = model.config.get_text_config(decoder=True)
-    knows_distances = hasattr(config, "relative_attention_num_buckets") or config.model_type in ("bloom", "mpt")
-    return not takes_positions(model, is_draft) and not knows_distances
+    has_biases = hasattr(config, "relative_attention_num_buckets") or limit_reason(model, Limit.DISTANCES_ONLY)
+    return not takes_positions(model, is_draft) and not has_biases
 
 
 def last_position(model: PreTrainedModel) -> int | None:

@@ -102,17 +102,18 @@ def test_a_class_of_ones_own_with_the_mixin(models):
 
 
 @pytest.mark.parametrize("name", ["prepare_inputs_for_generation", "_update_model_kwargs_for_generation"])
-def test_a_class_with_a_step_of_its_own_earns_a_warning(models, name):
+def test_a_class_with_a_step_of_its_own_is_tested_and_decodes(models, name):
     _, draft = models
     methods = {name: lambda self, *args, **kwargs: getattr(LlamaForCausalLM, name)(self, *args, **kwargs)}
     target = make_model("llama")
     target.__class__ = type("Mine", (LlamaForCausalLM,), methods)
     inputs = ragged_prompts(2, seed=3)
-    options = {"max_new_tokens": 9, "assistant_model": draft, "num_assistant_tokens": 5}
-    with pytest.warns(UserWarning, match=f"Mine has {name} of its own, called for each token by plain") as caught:
+    stats = hf_speculate.SpeculationStats()
+    options = {"max_new_tokens": 9, "assistant_model": draft, "num_assistant_tokens": 5, "speculation_stats": stats}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         ours = hf_speculate.generate(target, **inputs, **options)
-        hf_speculate.enable(target).generate(**inputs, **options)
-    assert [one.filename for one in caught] == [__file__] * 2
+    assert "self-test: passed, difference " in stats.plan
     assert_equal_ids(target.generate(**inputs, max_new_tokens=9), ours)
 
 
@@ -364,8 +365,7 @@ def test_a_call_without_enabling_is_refused_there_too(monkeypatch):
 def test_every_private_name_that_is_read_is_checked():
     tree = ast.parse(Path(private_names.__file__).read_text())
     names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr.startswith("_")}
-    names |= set(private_names._OF_STEPS)  # read by name
     checked = [private_names._OF_MODELS, private_names._OF_CONFIGS, private_names._OF_GENERATION_CONFIGS]
-    checked += [private_names._OF_PREPARED_CONFIGS, private_names._OF_STEPS]
+    checked += [private_names._OF_PREPARED_CONFIGS]
     of_python_and_torch = {"__name__", "__module__", "__version__", "_forward_pre_hooks"}
     assert names - of_python_and_torch == set().union(*checked)

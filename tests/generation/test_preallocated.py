@@ -53,6 +53,25 @@ def test_a_prompt_may_come_in_chunks(kind, chunk_size, monkeypatch):
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("kind", ["llama", "mistral_window"])
+def test_a_chunk_of_padding_alone_leaves_the_states_of_plain(kind, attention):
+    """In float32, where the tests' models do not keep masks finite themselves."""
+    target = hf_speculate.enable(make_model(kind, dtype=torch.float32, attn_implementation=attention))
+    inputs = ragged_prompts(3, seed=1)
+    assert not inputs["attention_mask"][2, :9].any()
+    options = {"max_new_tokens": 12, "prefill_chunk_size": 3, "return_dict_in_generate": True}
+    plain = target.generate(**inputs, **options)
+    own = {"assistant_model": noisy_copy(target), "num_assistant_tokens": K, "speculation_cache": "preallocated"}
+    ours = target.generate(**inputs, **options, **own)
+    assert_equal_ids(plain.sequences, ours.sequences)
+    for layer, expected in zip(ours.past_key_values.layers, plain.past_key_values.layers, strict=True):
+        assert torch.allclose(layer.keys, expected.keys, atol=1e-4)
+        assert torch.allclose(layer.values, expected.values, atol=1e-4)
+    options["return_dict_in_generate"] = False  # nobody sees the states then, and the text's must hold all the same
+    assert_equal_ids(plain.sequences, target.generate(**inputs, **options, **own))
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("kind", ["llama", "mistral_window", "gpt2"])
 def test_both_kinds_of_attention_are_served(kind, attention):
     target = hf_speculate.enable(make_model(kind, attn_implementation=attention))

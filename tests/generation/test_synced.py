@@ -7,11 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import multiprocessing
-from transformers import LogitsProcessor
+from transformers import LlamaForCausalLM, LogitsProcessor
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 import hf_speculate
-from hf_speculate.errors import UnsupportedGenerationError
+from hf_speculate.errors import UnsupportedGenerationError, UnsupportedModelError
+from hf_speculate.generation.self_test import NUM_TOKENS
 from tests.cases import ACCEPTED_ALL, DRAFT_NOISE, assert_equal_ids, pair
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 
@@ -28,6 +29,21 @@ class Leave(LogitsProcessor):
         return scores
 
 
+class Own(LlamaForCausalLM):
+    """Of an unknown type, so that it is compared with plain decoding first."""
+
+
+class FailsInBatches(LlamaForCausalLM):
+    """Several tokens together give something else where there are several rows."""
+
+    def forward(self, input_ids, past_key_values=None, **kwargs):
+        output = super().forward(input_ids=input_ids, past_key_values=past_key_values, **kwargs)
+        if len(input_ids) > 1 and input_ids.shape[1] > 1:
+            output.logits[..., ::2] += 5
+        return output
+
+
+NUM_TEST_FORWARDS = 1 + NUM_TOKENS + 3
 SAMPLED = {"do_sample": True, "seed": 3, "verifier": "coupled"}
 # What a call is given beside its prompt; "draft" names a model, "ends" which token of each row of rank 1 ends it.
 CALLS = {
@@ -47,6 +63,7 @@ CALLS = {
     "early exit": {"draft": None, "assistant_early_exit": 1, "num_assistant_tokens": 3},
     "copying": {"draft": None, "prompt_lookup_num_tokens": 4, "ends": (3, 3)},
     "alone": {"draft": None, **SAMPLED, "ends": (3, 3)},
+    "unknown type": {"num_assistant_tokens": 3, "model_class": Own},
 }
 REFUSED = {
     "prompt_lookup_num_tokens": {"prompt_lookup_num_tokens": 3},
@@ -86,9 +103,11 @@ def prompts_of(rank):
     return ragged_prompts(rank + 1, seed=rank + 1, min_len=4 + 5 * rank, max_len=6 + 9 * rank)
 
 
-def run_call(rank, kind="llama", draft="noisy", ends=(), one_token=False, **own):
+def run_call(rank, kind="llama", draft="noisy", ends=(), one_token=False, model_class=None, **own):
     """One call of one rank: whether its text and cache are those of a call alone, and how many forwards it ran."""
-    target = hf_speculate.enable(make_model(kind))
+    target = make_model(kind)
+    target.__class__ = model_class or type(target)
+    hf_speculate.enable(target)
     noise = {"noisy": DRAFT_NOISE, "same": ACCEPTED_ALL}
     assistant = noisy_copy(target, noise[draft]) if draft in noise else make_model(kind, num_hidden_layers=1)
     inputs = prompts_of(rank)
@@ -147,6 +166,18 @@ def refusal(options):
     return "nothing"
 
 
+def refusal_of_class(rank):
+    """What a rank is told of a class that decodes otherwise on rank 1 alone; then both go on."""
+    target = make_model("llama")
+    target.__class__ = FailsInBatches
+    hf_speculate.enable(target)
+    try:
+        target.generate(**prompts_of(rank), max_new_tokens=6, assistant_model=target, synced_gpus=True)
+    except UnsupportedModelError as error:
+        return str(error)
+    return "nothing"
+
+
 def run_rank(rank, port, folder):
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -159,6 +190,7 @@ def run_rank(rank, port, folder):
     results = {name: run_call(rank, **call) for name, call in CALLS.items()}
     results["turns"] = run_turns(rank)
     results["refusals"] = {name: refusal(options) for name, options in REFUSED.items()}
+    results["class"] = refusal_of_class(rank)
     torch.save(results, folder / f"{rank}.pt")
     dist.destroy_process_group()
 
@@ -185,10 +217,9 @@ def test_ranks_run_the_same_forwards_and_get_their_own_texts(results, name):
         assert found["is_same_forward"]
     num_target, num_draft = one["num_forwards"]
     if name != "early exit":  # its draft is a copy of the target, which is counted as such
-        num_padding = int(
-            name == "rows of rank 1 end apart"
-        )  # all in one round, so that one lacks what follows its end
-        assert num_target == 1 + max(one["num_rounds"], other["num_rounds"]) + num_padding
+        num_more = NUM_TEST_FORWARDS if name == "unknown type" else 0
+        num_more += name == "rows of rank 1 end apart"  # all in one round, so that one lacks what follows its end
+        assert num_target == 1 + max(one["num_rounds"], other["num_rounds"]) + num_more
     assert (num_draft > 0) == (CALLS[name].get("draft", "noisy") is not None)
     assert one["num_drafted"] > 0 or name == "alone"
     if name != "rows of rank 1 end apart" and (CALLS[name].get("ends") or CALLS[name].get("one_token")):
@@ -209,6 +240,12 @@ def test_a_draft_state_is_carried_though_ranks_end_apart(results):
 def test_what_would_run_other_numbers_of_forwards_is_refused(results, name):
     for found in results:
         assert found["refusals"][name].startswith(f"{name} must be left out with synced_gpus and ")
+
+
+@pytest.mark.slow
+def test_all_ranks_refuse_a_model_that_decodes_otherwise_on_one(results):
+    assert all(found["class"].startswith("FailsInBatches must give the same logits") for found in results)
+    assert [" on another rank; leave" in found["class"] for found in results] == [True, False]
 
 
 @pytest.mark.parametrize("has_group", [False, True])

@@ -1,0 +1,244 @@
+"""Compares a model's forwards of several tokens with plain decoding, once for each kind of call of a model.
+
+Model types in `hf_speculate.models.quirks.SHOWN` are compared by the test suite. Any other model decodes `NUM_TOKENS`
+tokens plainly, in the loop of `GenerationMixin`; then it reads the same tokens in one forward after the same prompt, is
+rolled back, and reads the last of them again. Both on caches that are thrown away.
+
+The difference of a row is the mean, over its positions, of
+
+    |ours - plain| / |plain - mean(plain)|
+
+with the Euclidean norm over the vocabulary and without what all logits of a position have in common, which changes no
+probability. Round-off of one layer is near the resolution of the dtype and grows with depth; a token that is read at a
+wrong place, or with a wrong mask, gives 0.05 to 1.5.
+"""
+
+import copy
+import math
+import threading
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+
+from hf_speculate.compat import PlainSteps, plain_steps
+from hf_speculate.config import SpeculationConfig
+from hf_speculate.engine.call import Call
+from hf_speculate.engine.model_state import model_state
+from hf_speculate.engine.plan import target_cache_request
+from hf_speculate.errors import SpeculateError, UnsupportedModelError
+from hf_speculate.generation.draft_source import DraftSource
+from hf_speculate.models.attention_switch import folded_attention_for
+from hf_speculate.models.cache_selection import has_holes
+from hf_speculate.models.compilation import LOGGER
+from hf_speculate.models.language_model import LanguageModel, counts_columns
+from hf_speculate.models.quirks import is_shown, placeless_id
+
+NUM_TOKENS = 4  # read together; the third and fourth, or the second and third, are read again after a rollback
+TOLERANCES = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
+_LARGEST_LOGIT = 1e30  # what models put in place of -inf is no number to compare
+
+_lock = threading.Lock()
+
+
+class Situation(NamedTuple):
+    """What a result is remembered for: calls that agree in this are decoded alike."""
+
+    num_tokens: int
+    has_rows: bool  # more than one
+    padding: str  # "no", "left" or "inner", which is on the right too
+    arguments: tuple[str, ...]  # of the prompt's forward, besides the text
+    cache: str  # as `speculation_cache` names it, passed or not
+    attention: str
+    dtype: torch.dtype
+
+
+def check_decoding(
+    model: PreTrainedModel,
+    call: Call,
+    config: SpeculationConfig,
+    generation_config: GenerationConfig,
+    model_kwargs: Mapping[str, Any],
+    source: DraftSource,
+) -> str:
+    """Compare a model of unknown type with plain decoding, at its first call of this kind.
+
+    Args:
+        model: the target.
+        call: what is about to be decoded; left alone, the cache in it too.
+        config: resolved settings.
+        generation_config: as `generate` prepared it.
+        model_kwargs: as `generate` prepared them.
+        source: what drafts, in the words of error messages.
+
+    Returns:
+        The result in words; empty if the type of the model is known to agree.
+
+    Raises:
+        UnsupportedModelError: the model gives other logits than in plain decoding.
+    """
+    num_tokens = min(NUM_TOKENS, call.max_new_tokens - 1)
+    if is_shown(model) or num_tokens < 1:
+        return ""
+    if model.training:  # dropout draws anew in every forward
+        return "skipped, for the model is in training mode"
+    situation = _situation(model, call, config, num_tokens)
+    with _lock:
+        difference = model_state(model).self_tests.get(situation, torch.nan)
+    is_due = math.isnan(difference)
+    if call.ranks is not None:  # forwards wait for those of the other ranks
+        is_due = bool(call.ranks.max(int(is_due)))
+    if is_due:
+        difference = _measure(model, call, config, generation_config, model_kwargs, num_tokens, source)
+        if call.group is not None:
+            measured = torch.tensor(difference, dtype=torch.float64, device="cpu")
+            difference = float(call.group.broadcast(measured))
+        with _lock:
+            model_state(model).self_tests[situation] = difference
+        LOGGER.debug("self-test of %s in %s: difference %.2g", type(model).__name__, situation, difference)
+    tolerance = tolerance_of(model)
+    has_failed = not difference <= tolerance
+    if call.ranks is not None and call.ranks.max(int(has_failed)) and not has_failed:
+        raise _refusal(model, "another difference on another rank", source)
+    if has_failed:
+        rows = f"with {situation.padding} padding and {call.batch_size} rows"
+        raise _refusal(model, f"a difference of {difference:.2g} {rows}", source)
+    return f"passed, difference {difference:.1e} of {tolerance:g} allowed"
+
+
+def tolerance_of(model: PreTrainedModel) -> float:
+    """The largest difference that counts as round-off, by the dtype that the model computes in."""
+    return TOLERANCES.get(_dtype(model), max(TOLERANCES.values()))
+
+
+def relative_difference(plain: Tensor, ours: Tensor) -> float:
+    """The largest difference of a row, see above.
+
+    Args:
+        plain: [B, N, V] floating.
+        ours: [B, N, V] floating, the same positions.
+
+    Returns:
+        inf if one holds numbers where the other does not, 0 if neither holds any.
+    """
+    plain, ours = plain.double(), ours.to(plain.device).double()
+    is_number = plain.isfinite() & (plain.abs() < _LARGEST_LOGIT)
+    if not torch.equal(is_number, ours.isfinite() & (ours.abs() < _LARGEST_LOGIT)):
+        return torch.inf
+    num = is_number.sum(-1, keepdim=True).clamp_min(1)
+
+    def centred(values: Tensor) -> Tensor:
+        values = values.where(is_number, 0)
+        return (values - values.sum(-1, keepdim=True) / num).where(is_number, 0)
+
+    norms = torch.maximum(centred(plain).norm(dim=-1), 1e-3 * plain.where(is_number, 0).norm(dim=-1))
+    distances = centred(ours - plain).norm(dim=-1) / norms.clamp_min(1e-30)  # [B, N]
+    return float(distances.mean(dim=1).max())
+
+
+def _refusal(model: PreTrainedModel, got: str, source: DraftSource) -> UnsupportedModelError:
+    dtype = str(_dtype(model)).removeprefix("torch.")
+    return UnsupportedModelError(
+        f"{type(model).__name__} must give the same logits for several tokens in one forward as one by one, to "
+        f"{tolerance_of(model):g} of their spread in {dtype}, got {got}; {source.hint}"
+    )
+
+
+def _measure(
+    model: PreTrainedModel,
+    call: Call,
+    config: SpeculationConfig,
+    generation_config: GenerationConfig,
+    model_kwargs: Mapping[str, Any],
+    num_tokens: int,
+    source: DraftSource,
+) -> float:
+    """The difference between plain steps and our forwards, on copies of the call's cache."""
+    plain_kwargs = {**model_kwargs, "past_key_values": copy.deepcopy(call.cache)}
+    with _same_randomness(model):
+        plain = plain_steps(model, call.input_ids, generation_config, plain_kwargs, num_tokens)
+    del plain_kwargs  # before the second cache is made
+    ours = replace(call, cache=copy.deepcopy(call.cache), target_inputs=copy.copy(call.target_inputs))
+    try:
+        with (
+            torch.no_grad(),
+            _same_randomness(model),
+            folded_attention_for([] if call.recorded.attentions else [model]),
+        ):
+            return _difference_to(plain, model, ours, config, num_tokens)
+    except (SpeculateError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} must read several tokens in one forward as it reads them one by one, got "
+            f"{type(error).__name__}: {error}; {source.hint}"
+        ) from error
+
+
+def _difference_to(
+    plain: PlainSteps, model: PreTrainedModel, call: Call, config: SpeculationConfig, num_tokens: int
+) -> float:
+    batch_size, device = call.batch_size, call.input_ids.device
+    request = target_cache_request(config, call)
+    choice = request.choose(model, call.cache, call.attention_mask, device)
+    cache = request.make(choice, model, call.cache, batch_size, call.attention_mask, device)
+    language_model = LanguageModel(model, call.max_position, extra_inputs=call.target_inputs)
+    for chunk in call.query_ids.split(call.prefill_chunk_size or call.query_ids.shape[1], dim=1):
+        logits = language_model.forward(chunk, cache, logits_to_keep=1)
+    cache.begin_recording()
+    num_tokens = min(num_tokens, _num_placed(plain.token_ids, placeless_id(model)))
+    token_ids = plain.token_ids[:, :num_tokens]
+    block = language_model.forward(token_ids, cache, logits_to_keep=num_tokens)
+    together = torch.cat([logits, block], dim=1)  # [B, N+1, V]
+    differences = [relative_difference(plain.logits[:, : num_tokens + 1], together)]
+    if num_tokens > 2:
+        num_again = num_tokens - 2
+        is_lock_step = counts_columns(model) or batch_size == 1
+        kept = torch.tensor([1 if is_lock_step else 1 + row % 2 for row in range(batch_size)])  # tokens of each row
+        cache.crop(num_tokens - kept)
+        columns = (kept[:, None] + torch.arange(num_again)).to(device)  # [B, Q]
+        again = language_model.forward(token_ids.gather(1, columns), cache, logits_to_keep=num_again)
+        index = (columns + 1)[..., None].expand(-1, -1, plain.logits.shape[2])
+        differences.append(relative_difference(plain.logits.gather(1, index.to(plain.logits.device)), again))
+    return max(differences)
+
+
+def _num_placed(token_ids: Tensor, placeless: int | None) -> int:
+    """How many of the tokens [B, N] a forward may read together, 1 at least."""
+    ends = (token_ids == placeless).any(0).nonzero()[:, 0].tolist() if placeless is not None else []
+    return int(ends[0]) + 1 if ends else token_ids.shape[1]
+
+
+def _same_randomness(model: PreTrainedModel) -> AbstractContextManager[None]:
+    """Brings torch's generators back at the end: some encoders draw noise."""
+    device = model.device
+    devices = [] if device.type in ("cpu", "meta") else [device.index or 0]
+    return torch.random.fork_rng(devices, device_type=device.type if devices else "cuda")
+
+
+def _situation(model: PreTrainedModel, call: Call, config: SpeculationConfig, num_tokens: int) -> Situation:
+    mask, padding = call.attention_mask, "no"
+    if mask is not None:
+        padding = "inner" if has_holes(mask) else "left"
+    return Situation(
+        num_tokens,
+        call.batch_size > 1,
+        padding,
+        tuple(call.target_inputs.prompt_names),
+        f"{config.speculation_cache}, {'passed' if call.is_cache_passed else 'new'}",
+        call.target_attention,
+        _dtype(model),
+    )
+
+
+def _dtype(model: PreTrainedModel) -> torch.dtype:
+    """What the model computes in: autocast's, or what stands for float32 where matrix products may be coarser."""
+    kind = model.device.type
+    if torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    is_coarse = model.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
+    return torch.bfloat16 if is_coarse else model.dtype

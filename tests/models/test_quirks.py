@@ -1,0 +1,162 @@
+"""The table of model types: every type in it is shown by tests, and what a type cannot do is heeded or refused."""
+
+import pytest
+import torch
+import transformers
+
+import hf_speculate
+from hf_speculate import compat
+from hf_speculate.errors import UnsupportedModelError
+from hf_speculate.models.quirks import QUIRKS, SHOWN, Limit, is_shown, model_types
+from tests.cases import assert_equal_ids
+from tests.tiny import KINDS, MORE_KINDS, make_config, make_model, noisy_copy, ragged_prompts
+from tests.tiny_encoders import make_bart, make_llava, make_qwen2_vl, make_t5, make_whisper
+from tests.tiny_families import FAMILIES, make_family
+from tests.tiny_pictures import READINGS
+from tests.tiny_readers import COLUMN_COUNTERS, ENCODERS, READERS
+
+NUM_NEW = 20
+# Of types that are refused, one class each: models of its default config, without weights.
+REFUSED = {
+    "blt": "BltForCausalLM",
+    "cpmant": "CpmAntForCausalLM",
+    "fsmt": "FSMTForConditionalGeneration",
+    "git": "GitForCausalLM",
+    "glm_image": "GlmImageForConditionalGeneration",
+    "idefics": "IdeficsForVisionText2Text",
+    "kosmos-2": "Kosmos2ForConditionalGeneration",
+    "kosmos-2.5": "Kosmos2_5ForConditionalGeneration",
+    "prophetnet": "ProphetNetForConditionalGeneration",
+    "qwen2_5_omni_talker": "Qwen2_5OmniTalkerForConditionalGeneration",
+}
+OWN_LOOPS = ("CsmForConditionalGeneration", "HiggsAudioV2ForConditionalGeneration")
+PARTLY_SHOWN = {"nllb-moe"}  # compared at its first calls, for some kinds of call differ
+QUIRKY = ("ctrl", "imagegpt", "m2m_100", "trocr", "xglm")  # one of each limit at least, and a mask of its own
+
+
+def without_weights(class_name):
+    """A model of the class's default config on the meta device."""
+    model_class = getattr(transformers, class_name)
+    with torch.device("meta"):
+        return model_class(model_class.config_class())
+
+
+def assert_decodes_as_plain(target, inputs, **options):
+    """Ids, logits and the states of the text; returns the statistics."""
+    recorded = {"max_new_tokens": NUM_NEW, "return_dict_in_generate": True, "output_logits": True}
+    plain = target.generate(**inputs, **recorded)
+    draft = noisy_copy(target, 0.03)
+    ours = hf_speculate.generate(target, **inputs, **recorded, assistant_model=draft, num_assistant_tokens=3, **options)
+    assert_equal_ids(plain.sequences, ours.sequences)
+    tolerance = {"atol": 1e-4 if target.dtype == torch.float32 else 1e-5, "rtol": 0}
+    torch.testing.assert_close(torch.stack(ours.logits), torch.stack(plain.logits), **tolerance)
+    caches = [getattr(one.past_key_values, "self_attention_cache", one.past_key_values) for one in (plain, ours)]
+    for layer, expected in zip(caches[1].layers, caches[0].layers, strict=True):
+        if expected.is_initialized:
+            torch.testing.assert_close(layer.keys, expected.keys, **tolerance)
+            torch.testing.assert_close(layer.values, expected.values, **tolerance)
+        else:
+            assert not layer.is_initialized
+    assert ours.speculation.num_accepted > 0
+    return ours.speculation
+
+
+def test_every_type_in_the_table_is_shown_by_a_test():
+    makers = (make_t5, make_bart, make_whisper, make_llava, make_qwen2_vl)
+    readers = [make().target for make in (READINGS | READERS | ENCODERS).values()]
+    models = [make() for make in (*makers, *COLUMN_COUNTERS.values())] + readers + [make_family("t5gemma")]
+    types = {name for model in models for name in model_types(model)}
+    types |= {make_config(kind).model_type for kind in KINDS + MORE_KINDS} | set(FAMILIES)
+    since = {name for name, version in SHOWN.items() if version == "5.17.0" or "hyperclovax" in COLUMN_COUNTERS}
+    assert types - PARTLY_SHOWN == since
+
+
+@pytest.mark.parametrize(
+    "model_type", [name if name in QUIRKY else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+)
+def test_a_family_decodes_as_plain(model_type):
+    target = make_family(model_type)
+    stats = assert_decodes_as_plain(target, ragged_prompts(3, seed=3))
+    assert ("self-test" in stats.plan) == (model_type in PARTLY_SHOWN)
+
+
+def test_rows_without_padding_get_a_mask_each():
+    inputs = ragged_prompts(2, seed=2, min_len=6, max_len=6)
+    stats = assert_decodes_as_plain(make_family("xglm"), {"input_ids": inputs["input_ids"]})
+    assert stats.cache == "preallocated"
+
+
+def test_tokens_behind_a_padding_token_are_read_at_their_places():
+    target = make_family("m2m_100", seed=5)
+    target.get_output_embeddings().weight[0] *= 3  # the id of padding turns up in the text
+    target.generation_config.pad_token_id = 63
+    inputs = ragged_prompts(3, seed=2)
+    assert_decodes_as_plain(target, inputs)
+    assert (target.generate(**inputs, max_new_tokens=NUM_NEW) == 0).any()
+
+
+@pytest.mark.parametrize("name", COLUMN_COUNTERS)
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_positions_that_a_class_leaves_out_count_columns(name, batch_size):
+    target = COLUMN_COUNTERS[name]()
+    inputs = ragged_prompts(batch_size, seed=1, vocab_size=60)
+    stats = assert_decodes_as_plain(target, inputs)
+    inputs["attention_mask"][:, -3] = 0
+    inputs["attention_mask"][0, -2:] = 0
+    assert_decodes_as_plain(target, inputs)
+    assert not stats.lock_step
+
+
+def test_a_padded_prompt_of_a_decoder_counts_columns_where_plain_does():
+    prompts = ragged_prompts(3, seed=2, min_len=3, max_len=6)
+    decoder = {f"decoder_{name}": value for name, value in prompts.items()}
+    decoder["decoder_attention_mask"][:, -2] = 0
+    assert_decodes_as_plain(make_family("t5gemma"), ragged_prompts(3, seed=1) | decoder)
+
+
+def test_padded_prompts_that_change_the_experts_are_refused():
+    prompts = ragged_prompts(3, seed=2, min_len=3, max_len=6)
+    decoder = {f"decoder_{name}": value for name, value in prompts.items()}
+    inputs = ragged_prompts(3, seed=1) | decoder
+    with pytest.raises(UnsupportedModelError, match=r"NllbMoeForCond.* got a difference of .* padding and 3 rows"):
+        hf_speculate.generate(make_family("nllb-moe"), **inputs, prompt_lookup_num_tokens=3, max_new_tokens=NUM_NEW)
+
+
+def test_a_reader_of_pictures_decodes_text_alone():
+    target = READERS["aspect_ratio_ids"]().target
+    assert_decodes_as_plain(target, ragged_prompts(3, seed=1, vocab_size=60))
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_a_type_that_cannot_take_part_is_refused_by_name(model_type):
+    model = without_weights(REFUSED[model_type])
+    assert model_type in model_types(model)
+    reason = next(quirk.reason for quirk in QUIRKS if quirk.model_type == model_type)
+    with pytest.raises(UnsupportedModelError, match=f"got {REFUSED[model_type]}, whose layers {reason}; leave"):
+        hf_speculate.generate(model, torch.tensor([[3, 4]]), prompt_lookup_num_tokens=3, max_new_tokens=4)
+
+
+def test_every_refused_type_has_a_test():
+    assert {quirk.model_type for quirk in QUIRKS if quirk.limit is Limit.NOT_SUPPORTED} == set(REFUSED)
+
+
+@pytest.mark.parametrize("class_name", OWN_LOOPS)
+def test_a_loop_of_ones_own_is_refused_by_name(class_name):
+    model = without_weights(class_name)
+    with pytest.raises(UnsupportedModelError, match=rf"got {class_name} with a loop \(_sample\) of its own; leave"):
+        hf_speculate.generate(model, torch.tensor([[3, 4]]), prompt_lookup_num_tokens=3, max_new_tokens=4)
+
+
+def test_a_class_outside_transformers_is_unknown_whatever_its_type():
+    model = make_model("llama")
+    assert is_shown(model)
+    assert is_shown(hf_speculate.enable(model))
+    model.__class__ = type("Mine", (transformers.LlamaForCausalLM,), {})
+    assert not is_shown(model)
+
+
+@pytest.mark.parametrize("version", ["5.16.3", "5.24.0", "6.0.0.dev0"])
+def test_a_version_of_transformers_that_was_not_tested_has_shown_nothing(version, monkeypatch):
+    model = make_model("llama")
+    monkeypatch.setattr(compat.transformers, "__version__", version)
+    assert not is_shown(model)

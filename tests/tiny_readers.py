@@ -1,0 +1,187 @@
+"""Tiny random readers of patches, sounds and pictures beside the text, built in code, and prompts for them."""
+
+import torch
+import transformers
+from transformers import (
+    Exaone4_5_Config,
+    Exaone4_5_ForConditionalGeneration,
+    FuyuConfig,
+    FuyuForCausalLM,
+    MllamaConfig,
+    MllamaForConditionalGeneration,
+    Phi4MultimodalConfig,
+    Phi4MultimodalForCausalLM,
+    PreTrainedModel,
+    Qwen2AudioConfig,
+    Qwen2AudioForConditionalGeneration,
+    T5Gemma2Config,
+    T5Gemma2ForConditionalGeneration,
+    VibeVoiceAsrConfig,
+    VibeVoiceAsrForConditionalGeneration,
+)
+
+from tests.tiny import SLIDING_WINDOW, ragged_prompts
+from tests.tiny_encoders import IMAGE_TOKEN_ID, NUM_MEL_BINS, START_TOKEN_ID, TEXT, VISION
+from tests.tiny_families import make_family
+from tests.tiny_pictures import Reading, noise, prompts_with, ready
+
+BATCH_SIZE = 2
+_AUDIO_TOKEN_ID = 61
+_MERGING_VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 32,
+    "fullatt_block_indexes": [0],
+}
+
+
+def patches() -> Reading:
+    """Fuyu, which reads patches of pictures as it reads embeddings."""
+    text = {"model_type": "persimmon", **TEXT}
+    config = FuyuConfig(text_config=text, hidden_size=32, patch_size=2, image_token_id=IMAGE_TOKEN_ID)
+    inputs = prompts_with(BATCH_SIZE, IMAGE_TOKEN_ID, 4)
+    inputs["image_patches"] = noise(BATCH_SIZE, 4, 2 * 2 * 3)
+    return Reading(ready(FuyuForCausalLM(config)), inputs, inputs["image_patches"].flip(0))
+
+
+def sounds() -> Reading:
+    """Qwen2-Audio: ten frames are five tokens, of which the first row hears all and the second fewer."""
+    audio = {
+        "model_type": "qwen2_audio_encoder",
+        "num_mel_bins": NUM_MEL_BINS,
+        "encoder_layers": 1,
+        "encoder_attention_heads": 2,
+        "encoder_ffn_dim": 24,
+        "d_model": 16,
+        "max_source_positions": 10,
+    }
+    config = Qwen2AudioConfig(
+        audio_config=audio,
+        text_config={"model_type": "qwen2", **TEXT},
+        audio_token_id=_AUDIO_TOKEN_ID,
+        audio_token_index=_AUDIO_TOKEN_ID,
+    )
+    inputs = prompts_with(BATCH_SIZE, _AUDIO_TOKEN_ID, 5)
+    inputs["input_features"] = noise(BATCH_SIZE, NUM_MEL_BINS, 20)
+    inputs["feature_attention_mask"] = torch.ones(BATCH_SIZE, 20, dtype=torch.int64)
+    return Reading(ready(Qwen2AudioForConditionalGeneration(config)), inputs, inputs["input_features"].flip(0))
+
+
+def waves() -> Reading:
+    """VibeVoice-ASR, which draws noise when it reads a wave."""
+    encoder = {"model_type": "vibevoice_acoustic_tokenizer_encoder", "kernel_size": 3, "num_filters": 4}
+    encoder |= {"downsampling_ratios": [2], "depths": [1, 1]}
+    config = VibeVoiceAsrConfig(
+        acoustic_tokenizer_encoder_config={**encoder, "hidden_size": 16},
+        semantic_tokenizer_encoder_config={**encoder, "hidden_size": 32},
+        text_config={"model_type": "qwen2", **TEXT},
+        audio_token_id=_AUDIO_TOKEN_ID,
+    )
+    inputs = prompts_with(BATCH_SIZE, _AUDIO_TOKEN_ID, 4)
+    inputs["input_values"] = noise(BATCH_SIZE, 1, 8)
+    inputs["padding_mask"] = torch.ones(BATCH_SIZE, 8, dtype=torch.bool)
+    return Reading(ready(VibeVoiceAsrForConditionalGeneration(config)), inputs, inputs["input_values"].flip(0))
+
+
+def crops() -> Reading:
+    """Phi-4 multimodal: a crop and the whole picture, of one patch each, take five tokens."""
+    vision = {**VISION, "num_hidden_layers": 2, "hidden_size": 32, "patch_size": 4, "crop_size": 8}
+    audio = {"num_blocks": 1, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 24}
+    audio |= {"depthwise_separable_out_channel": 8, "nemo_conv_channels": 8, "audio_token_id": _AUDIO_TOKEN_ID}
+    config = Phi4MultimodalConfig(
+        **TEXT, vision_config={**vision, "image_token_id": IMAGE_TOKEN_ID}, audio_config=audio
+    )
+    inputs = prompts_with(BATCH_SIZE, IMAGE_TOKEN_ID, 5)
+    inputs["image_pixel_values"] = noise(BATCH_SIZE, 2, 3, 8, 8)
+    inputs["image_sizes"] = torch.tensor([[8, 8]] * BATCH_SIZE)
+    mask = torch.ones(BATCH_SIZE, 2, 2, 2)
+    mask[:, 0, :, 1] = 0  # of the whole picture
+    inputs["image_attention_mask"] = mask
+    return Reading(ready(Phi4MultimodalForCausalLM(config)), inputs, torch.ones_like(mask))
+
+
+def beside_the_text() -> Reading:
+    """Mllama, one of whose layers attends to the tiles of a picture and keeps their states in the cache."""
+    vision = {**VISION, "patch_size": 4, "num_global_layers": 1, "attention_heads": 2, "vision_output_dim": 32}
+    vision |= {"max_num_tiles": 2, "intermediate_layers_indices": [0]}
+    vision["supported_aspect_ratios"] = [[1, 1], [1, 2], [2, 1]]
+    text = {**TEXT, "bos_token_id": 1, "num_hidden_layers": 3, "cross_attention_layers": [1]}
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4}
+    config = MllamaConfig(vision_config=vision, text_config=text, image_token_index=IMAGE_TOKEN_ID)
+    target = ready(MllamaForConditionalGeneration(config))
+    for name, weight in target.named_parameters():
+        if "gate" in name.rsplit(".", 1)[-1]:  # of the layers that look at pictures, shut at first
+            weight.fill_(1.0)
+    inputs = prompts_with(BATCH_SIZE, IMAGE_TOKEN_ID, 1)
+    inputs["pixel_values"] = noise(BATCH_SIZE, 1, 2, 3, 8, 8)
+    inputs["aspect_ratio_ids"] = torch.tensor([[2], [1]])
+    inputs["aspect_ratio_mask"] = torch.tensor([[[1, 1]], [[1, 0]]])
+    has_seen = (inputs["input_ids"] == IMAGE_TOKEN_ID).cumsum(1)[..., None, None]  # [B, T, 1, 1]
+    inputs["cross_attention_mask"] = has_seen * inputs["aspect_ratio_mask"][:, None]  # [B, T, 1, 2]
+    return Reading(target, inputs, torch.tensor([[3], [1]]))
+
+
+READERS = {
+    "image_patches": patches,
+    "input_features": sounds,
+    "input_values": waves,
+    "image_attention_mask": crops,
+    "aspect_ratio_ids": beside_the_text,
+}
+
+
+def make_exaone4_5() -> PreTrainedModel:
+    """An EXAONE 4.5, whose `prepare_inputs_for_generation` leaves the positions out."""
+    vision = {**_MERGING_VISION, "num_key_value_heads": 1}
+    text = {"model_type": "exaone4", **TEXT, "sliding_window": SLIDING_WINDOW, "sliding_window_pattern": 2}
+    config = Exaone4_5_Config(
+        vision_config=vision, text_config=text, image_token_id=IMAGE_TOKEN_ID, video_token_id=_AUDIO_TOKEN_ID
+    )
+    return ready(Exaone4_5_ForConditionalGeneration(config))
+
+
+def make_hyperclovax() -> PreTrainedModel:
+    """A HyperCLOVA X Vision v2, which does the same."""
+    vision = {"model_type": "qwen2_5_vl_vision", **_MERGING_VISION}
+    config = transformers.HyperCLOVAXVisionV2Config(
+        vision_config=vision,
+        text_config={"model_type": "hyperclovax", **TEXT},
+        image_token_id=IMAGE_TOKEN_ID,
+        video_token_id=_AUDIO_TOKEN_ID,
+        tie_word_embeddings=False,
+    )
+    return ready(transformers.HyperCLOVAXVisionV2ForConditionalGeneration(config))
+
+
+COLUMN_COUNTERS = {"exaone4_5": make_exaone4_5}
+if hasattr(transformers, "HyperCLOVAXVisionV2Config"):  # not in older versions
+    COLUMN_COUNTERS["hyperclovax"] = make_hyperclovax
+
+
+def attention_to_all() -> Reading:
+    """LED, whose encoder attends to the text in windows but for what a mask names."""
+    inputs = ragged_prompts(BATCH_SIZE, seed=1)
+    inputs = {name: tensor.flip(1) for name, tensor in inputs.items()}
+    mask = torch.zeros_like(inputs["input_ids"])
+    inputs["global_attention_mask"] = mask.index_fill(1, torch.tensor([0, 2]), 1)
+    return Reading(make_family("led", attention_window=4), inputs, mask)
+
+
+def pictures_of_an_encoder() -> Reading:
+    """T5Gemma 2, whose encoder reads one picture of four tokens in each text."""
+    sizes = {**TEXT, "bos_token_id": 1, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": SLIDING_WINDOW}
+    vision = {"model_type": "siglip_vision_model", **VISION, "patch_size": 2}
+    encoder = {"text_config": sizes, "vision_config": vision, "mm_tokens_per_image": 4}
+    encoder |= {"image_token_index": IMAGE_TOKEN_ID, "boi_token_index": 62, "eoi_token_index": 63}
+    config = T5Gemma2Config(encoder=encoder, decoder=sizes, image_token_index=IMAGE_TOKEN_ID, tie_word_embeddings=False)
+    target = ready(T5Gemma2ForConditionalGeneration(config))
+    target.generation_config.decoder_start_token_id = START_TOKEN_ID
+    inputs = prompts_with(BATCH_SIZE, IMAGE_TOKEN_ID, 4)
+    inputs["pixel_values"] = noise(BATCH_SIZE, 3, 8, 8)
+    return Reading(target, inputs, inputs["pixel_values"].flip(0))
+
+
+ENCODERS = {"global_attention_mask": attention_to_all, "pixel_values": pictures_of_an_encoder}
