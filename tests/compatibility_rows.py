@@ -127,6 +127,8 @@ CONFIG = "test_config.py"
 LOOKUP = "generation/test_lookup.py"
 PICTURES = "generation/test_vision_language.py::test_greedy_equals_plain"
 ARGUMENTS_OF_PICTURES = "generation/test_vision_language.py::test_arguments_beside_the_pixels_are_read_with_the_prompt"
+READER = "generation/test_prompt_arguments.py::test_a_reader_decodes_as_in_plain"
+READ_BY_ENCODERS = "generation/test_prompt_arguments.py::test_what_an_encoder_reads_beside_its_text"
 ENCODERS = "generation/test_encoder_decoder.py"
 BLOCK = "processors/test_processors.py::test_block_equals_position_by_position"
 EXACT = "generation/test_greedy_exactness.py"
@@ -305,6 +307,37 @@ ARGUMENTS = (
         Row(name, Supported(ARGUMENTS_OF_PICTURES, "read with the prompt"))
         for name in ("image_sizes", "mm_encoder_outputs", "pixel_attention_mask", "second_per_grid_ts")
     ),
+    *(
+        Row(name, Supported(READER, "read with the prompt"))
+        for name in (
+            "aspect_ratio_ids",
+            "aspect_ratio_mask",
+            "audio_attention_mask",
+            "audio_embed_sizes",
+            "audio_input_features",
+            "feature_attention_mask",
+            "image_attention_mask",
+            "image_patches",
+            "image_patches_indices",
+            "image_pixel_values",
+            "input_features",
+            "input_features_mask",
+            "input_values",
+            "input_values_mask",
+            "padding_mask",
+        )
+    ),
+    Row("cross_attention_mask", Supported(READER, "the last token's goes on for those that follow")),
+    *(
+        Row(name, Supported(READ_BY_ENCODERS, "read by the encoder of an encoder-decoder"))
+        for name in ("global_attention_mask", "pixel_values")
+    ),
+    Row(
+        "output_router_logits",
+        NotApplicable(
+            "plain decoding returns none of them either", Call({"output_router_logits": True}, kind="mixtral")
+        ),
+    ),
     Row(
         "adapter_names",
         Supported("generation/test_wrapped.py::test_every_row_may_have_its_own_adapter", "PEFT's, one adapter a row"),
@@ -313,7 +346,7 @@ ARGUMENTS = (
         "any other model argument",
         Refused(
             Call({"encoder_hidden_states": torch.zeros(1, 3, 32).double()}, kind="gpt2"),
-            "`encoder_hidden_states` of GPT-2, say",
+            "`encoder_hidden_states` of GPT-2, for example",
         ),
     ),
 )
@@ -526,6 +559,10 @@ FIELDS = (
             Supported(f"{OPTIONS}::test_hidden_states_and_attentions_are_those_of_plain", "one row, decoder-only"),
         )
         for name in ("output_attentions", "output_hidden_states")
+    ),
+    Row(
+        "output_hidden_states",
+        Supported(f"{ENCODERS}::test_hidden_states_are_those_of_plain", "one row, encoder-decoders too"),
     ),
     *(
         Row(

@@ -23,14 +23,36 @@ _COMMON_KWARGS = {
     "past_key_values",
     "use_cache",
 }
-_ENCODER_DECODER_KWARGS = _COMMON_KWARGS | {"decoder_attention_mask", "encoder_outputs", "inputs_embeds"}
+_ENCODER_DECODER_KWARGS = _COMMON_KWARGS | {
+    "decoder_attention_mask",
+    "encoder_outputs",
+    "global_attention_mask",
+    "inputs_embeds",
+    "pixel_values",
+}
 # What a decoder-only model reads with its prompt, and its tokens' types.
 _DECODER_KWARGS = _COMMON_KWARGS | {
+    "aspect_ratio_ids",
+    "aspect_ratio_mask",
+    "audio_attention_mask",
+    "audio_embed_sizes",
+    "audio_input_features",
+    "cross_attention_mask",
+    "feature_attention_mask",
+    "image_attention_mask",
     "image_grid_thw",
+    "image_patches",
+    "image_patches_indices",
+    "image_pixel_values",
     "image_sizes",
+    "input_features",
+    "input_features_mask",
+    "input_values",
+    "input_values_mask",
     "inputs_embeds",
     "mm_encoder_outputs",
     "mm_token_type_ids",
+    "padding_mask",
     "pixel_attention_mask",
     "pixel_values",
     "pixel_values_videos",
@@ -42,7 +64,8 @@ _DECODER_KWARGS = _COMMON_KWARGS | {
     "vision_feature_select_strategy",
 }
 
-_PASSED_OVER = {"labels"}  # plain generation never hands them to the model; Seq2SeqTrainer passes them
+# Plain generation never hands labels to the model, Seq2SeqTrainer passes them; the routers' logits go nowhere.
+_PASSED_OVER = {"labels", "output_router_logits"}
 
 # Fields that ask for drafts from the hidden states of the target.
 _OF_TARGETS_STATES = ("speculation_type", "use_mtp")
@@ -122,11 +145,10 @@ def check_prepared(
         raise UnsupportedGenerationError(
             f"model arguments must be among {', '.join(sorted(known))}, got {', '.join(extra)}; {reason.hint}"
         )
-    for name in ("output_hidden_states", "output_attentions"):
-        if has_encoder and getattr(generation_config, name):
-            raise UnsupportedGenerationError(
-                f"{name} must be left out for an encoder-decoder with {reason.cause}, got True; {reason.hint}"
-            )
+    if has_encoder and generation_config.output_attentions:
+        raise UnsupportedGenerationError(
+            f"output_attentions must be left out for an encoder-decoder with {reason.cause}, got True; {reason.hint}"
+        )
     _check_cache(model_kwargs.get("past_key_values"), reason)
     if input_ids.shape[1] == 0 and model_kwargs.get("inputs_embeds") is None:
         raise UnsupportedGenerationError(f"the prompt must hold at least one token, got an empty one; {reason.hint}")
@@ -288,12 +310,5 @@ def checked_mask(mask: Tensor | None) -> Tensor | None:
 
     Args:
         mask: [B, P] of any dtype, or None.
-
-    Raises:
-        UnsupportedGenerationError: a row is nothing but padding.
     """
-    if mask is None or bool((mask != 0).all()):
-        return None
-    if not bool(mask.any(dim=1).all()):
-        raise UnsupportedGenerationError("every prompt must hold a real token, got an empty row; drop that row")
-    return (mask != 0).to(torch.int64)
+    return None if mask is None or bool((mask != 0).all()) else (mask != 0).to(torch.int64)

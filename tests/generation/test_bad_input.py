@@ -127,13 +127,6 @@ def test_an_empty_prompt(models):
         target.generate(torch.zeros(1, 0, dtype=torch.int64), assistant_model=draft, max_new_tokens=3)
 
 
-def test_a_row_of_padding_only(models):
-    target, draft = models
-    inputs = {"input_ids": torch.ones(2, 3, dtype=torch.int64), "attention_mask": torch.tensor([[0, 0, 0], [1, 1, 1]])}
-    with pytest.raises(UnsupportedGenerationError, match="must hold a real token, got an empty row"):
-        target.generate(**inputs, assistant_model=draft, max_new_tokens=3)
-
-
 def test_embeddings_for_a_candidate_generator(models):
     embeds = torch.zeros(1, 3, 32, dtype=torch.float64)
     with pytest.raises(UnsupportedGenerationError, match="inputs_embeds must be left out with candidate_generator"):

@@ -118,6 +118,17 @@ def test_prompts_of_the_decoder_may_be_padded(kind):
     assert_equal_ids(plain, ours)
 
 
+@pytest.mark.parametrize("kind", MAKERS)
+def test_hidden_states_are_those_of_plain(kind):
+    target, draft = encoder_pair(kind)
+    options = {"output_hidden_states": True, "return_dict_in_generate": True, "max_new_tokens": NUM_NEW}
+    plain, ours = plain_and_ours(target, draft, inputs_of(kind, 1), **options, num_assistant_tokens=3)
+    assert_equal_ids(plain.sequences, ours.sequences)
+    torch.testing.assert_close(ours.decoder_hidden_states, plain.decoder_hidden_states)
+    torch.testing.assert_close(ours.encoder_hidden_states, plain.encoder_hidden_states)
+    assert ours.speculation.num_accepted > 0
+
+
 @pytest.mark.parametrize("kind", ["t5", "whisper"])
 def test_rows_that_end_leave_with_their_encoder_output(kind):
     target, draft = encoder_pair(kind)
@@ -356,7 +367,6 @@ def test_what_is_refused():
     whisper, _ = encoder_pair("whisper")
     for options, message in (
         ({"output_attentions": True}, "output_attentions must be left out for an encoder-decoder"),
-        ({"output_hidden_states": True}, "output_hidden_states must be left out for an encoder-decoder"),
         ({"num_beams": 2}, "the generation mode must be greedy or sampling"),
     ):
         with pytest.raises(UnsupportedGenerationError, match=message):

@@ -13,26 +13,28 @@ WIDTH = 10
 
 
 def masked(batch_size, place):
-    """Prompts with masked tokens at their end, or in their midst."""
+    """Prompts with masked tokens at their end, in their midst, or in all of one row."""
     inputs = ragged_prompts(batch_size, seed=4, min_len=6, max_len=WIDTH)
     mask = inputs["attention_mask"]
     if place == "end":
         mask[0, -3:] = 0
     elif place == "last":
         mask[:, -1] = 0
+    elif place == "row":
+        mask[1] = 0
     else:
         mask[:, -4] = 0
         mask[0, -3] = 0
     return inputs
 
 
-@pytest.mark.parametrize("place", ["end", "last", "midst"])
+@pytest.mark.parametrize("place", ["end", "last", "midst", "row"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral_window", "bloom"])
 @pytest.mark.parametrize("options", [{}, pytest.param({"prefill_chunk_size": 3}, marks=pytest.mark.slow)])
 def test_text_equals_plain(kind, place, options):
     target, draft = pair(kind)
     inputs = masked(3, place)
-    plain = target.generate(**inputs, max_new_tokens=NUM_NEW)
+    plain = target.generate(**inputs, max_new_tokens=NUM_NEW, **options)  # a masked row reads its chunk alone
     stats = hf_speculate.SpeculationStats()
     options = {**options, "assistant_model": draft, "num_assistant_tokens": 4, "speculation_stats": stats}
     assert_equal_ids(plain, target.generate(**inputs, max_new_tokens=NUM_NEW, **options))
