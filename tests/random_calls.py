@@ -1,0 +1,288 @@
+"""Random `generate()` calls as plain values, and the models and arguments that they stand for."""
+
+import random
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    DynamicCache,
+    EncoderDecoderCache,
+    LogitsProcessor,
+    PreTrainedModel,
+    StoppingCriteria,
+)
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+
+import hf_speculate
+from tests.tiny import KINDS, MORE_KINDS, make_model, noisy_copy, ragged_prompts
+from tests.tiny_encoders import make_bart, make_t5, make_whisper, speech
+from tests.tiny_families import FAMILIES, make_family
+from tests.tiny_pictures import READINGS
+from tests.tiny_readers import COLUMN_COUNTERS, ENCODERS, READERS
+
+LARGEST_PROMPT_ID = 48  # those above stand for pictures, sounds and Whisper's times
+_TEXT_MAKERS: dict[str, Callable[[], PreTrainedModel]] = {
+    **{
+        kind: lambda kind=kind: make_model(kind, dtype=torch.float32 if kind == "mpt" else torch.float64)
+        for kind in KINDS + MORE_KINDS
+    },
+    **{name: lambda name=name: make_family(name) for name in FAMILIES},
+    **COLUMN_COUNTERS,
+    "t5": make_t5,
+    "bart": make_bart,
+}
+_READERS = READINGS | READERS | ENCODERS
+FAMILY_NAMES = (*_TEXT_MAKERS, "whisper", *_READERS)
+
+PADDINGS = ("none", "left", "right", "holes", "empty row")
+CACHES = ("auto", "dynamic", "preallocated", "static")
+PASSED = ("no", "empty", "with config")
+DRAFTERS = ("model", "other model", "lookup", "model and lookup", "early exit", "generator", "store", "state")
+SCHEDULES = ("constant", "heuristic", "adaptive")
+OUTPUTS = ("scores", "logits", "hidden_states", "attentions")
+PROCESSORS: dict[str, dict[str, Any]] = {
+    "repetition_penalty": {"repetition_penalty": 1.3},
+    "no_repeat_ngram": {"no_repeat_ngram_size": 3},
+    "suppress": {"suppress_tokens": [3, 9, 31]},
+    "begin_suppress": {"begin_suppress_tokens": [4, 17]},
+    "bad_words": {"bad_words_ids": [[5], [7, 8]]},
+    "bias": {"sequence_bias": [[[12], 2.0], [[20, 21], -4.0]]},
+    "forced_eos": {"forced_eos_token_id": 11},
+    "renormalize": {"renormalize_logits": True},
+    "min_new_tokens": {"min_new_tokens": 6},
+    "encoder_repetition": {"encoder_repetition_penalty": 1.4},
+}
+WARPERS: dict[str, dict[str, Any]] = {
+    "temperature": {"temperature": 0.6},
+    "top_k": {"top_k": 5},
+    "top_p": {"top_p": 0.7},
+    "min_p": {"min_p": 0.1},
+    "typical_p": {"typical_p": 0.6},
+}
+
+
+class Shift(LogitsProcessor):
+    """A user's own processor, not known to be row-wise."""
+
+    def __call__(self, input_ids, scores):
+        return scores.scatter(1, (input_ids[:, -1:] + 1) % scores.shape[1], -torch.inf)
+
+
+class EndsAtSum(StoppingCriteria):
+    """A user's own criterion."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return input_ids[:, -3:].sum(1) % 11 == 0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call; every field has the plainest value as its default, to which a difference is shrunk."""
+
+    family: str
+    prompt_seed: int = 0
+    batch_size: int = 1
+    padding: str = "none"
+    decoder_prompt: str = "none"  # of encoder-decoders: none, left or holes
+    max_new_tokens: int = 16
+    num_turns: int = 1
+    passed: str = "no"
+    cache: str = "auto"
+    drafter: str = "model"
+    noise: float = 0.05
+    num_assistant_tokens: int = 3
+    schedule: str = "constant"
+    confidence: float = 0.0
+    samples: bool = False
+    num_return_sequences: int = 1
+    ends: tuple[int, ...] = ()  # EOS ids: the tokens at these places of the plain text's first row
+    own_processor: bool = False
+    own_criterion: bool = False
+    processors: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    prefill_chunk_size: int = 0
+    embeds: bool = False
+
+    def simpler(self) -> list["Case"]:
+        """The same case with one field at its default each, or one entry less."""
+        cases = []
+        for name, value in asdict(self).items():
+            default = type(self).__dataclass_fields__[name].default
+            if name == "family" or value == default:
+                continue
+            if isinstance(value, tuple):
+                cases += [replace(self, **{name: value[:at] + value[at + 1 :]}) for at in range(len(value))]
+            cases.append(replace(self, **{name: default}))
+        return cases
+
+    def __str__(self) -> str:
+        changed = [
+            f"{name}={value!r}"
+            for name, value in asdict(self).items()
+            if name == "family" or value != type(self).__dataclass_fields__[name].default
+        ]
+        return f"Case({', '.join(changed)})"
+
+
+def draw_case(seed: int, index: int, families: tuple[str, ...] = FAMILY_NAMES) -> Case:
+    """The case with this number; equal numbers give equal cases."""
+    draw = random.Random(f"{seed}:{index}")
+    family = families[index % len(families)]
+    is_reader = family in _READERS
+    batch_size = 2 if is_reader else draw.choice((1, 1, 2, 3, 4))
+    samples = draw.random() < 0.2
+    outputs = [name for name in OUTPUTS if draw.random() < 0.25]
+    if batch_size > 1:
+        outputs = [name for name in outputs if name in OUTPUTS[:2]]
+    names = list(PROCESSORS) + (list(WARPERS) if samples else [])
+    home = draw.choice(("auto", *CACHES))
+    drafters = DRAFTERS if batch_size == 1 and not samples else tuple(set(DRAFTERS) - {"generator"})
+    return Case(
+        family=family,
+        prompt_seed=draw.randrange(1000),
+        batch_size=batch_size,
+        padding=draw.choice(PADDINGS),
+        decoder_prompt=draw.choice(("none", "none", "left", "holes")),
+        max_new_tokens=draw.choice((1, 2, 5, 16, 24)),
+        num_turns=1 if is_reader else draw.choice((1, 1, 2, 3)),
+        passed=draw.choice(("no", *PASSED)) if home != "static" else "no",
+        cache=home,
+        drafter=draw.choice(("model", "model", *sorted(drafters))),
+        noise=draw.choice((0.0, 0.03, 0.1, 10.0)),
+        num_assistant_tokens=draw.choice((1, 2, 3, 5, 9)),
+        schedule=draw.choice(("constant", "constant", *SCHEDULES)),
+        confidence=draw.choice((0.0, 0.0, 0.5)),
+        samples=samples,
+        num_return_sequences=draw.choice((1, 2)) if samples and outputs == [] else 1,
+        ends=tuple(draw.sample(range(12), draw.choice((0, 0, 1, 2)))),
+        own_processor=draw.random() < 0.1,
+        own_criterion=draw.random() < 0.1,
+        processors=tuple(draw.sample(names, draw.choice((0, 0, 1, 2)))),
+        outputs=tuple(outputs),
+        prefill_chunk_size=draw.choice((0, 0, 0, 3)) if not is_reader else 0,
+        embeds=not is_reader and draw.random() < 0.1,
+    )
+
+
+@cache
+def target_of(family: str) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """An enabled model, and the arguments of its prompt where they are always the same."""
+    if family in _READERS:
+        reading = _READERS[family]()
+        return hf_speculate.enable(reading.target), reading.inputs
+    model = make_whisper() if family == "whisper" else _TEXT_MAKERS[family]()
+    return hf_speculate.enable(model), {}
+
+
+@cache
+def draft_of(family: str, noise: float) -> PreTrainedModel:
+    """A noisy copy of the family's model."""
+    return noisy_copy(target_of(family)[0], noise)
+
+
+@cache
+def other_draft() -> PreTrainedModel:
+    """A small model of another family."""
+    return make_model("llama", num_hidden_layers=1, seed=7)
+
+
+def prompts_of(case: Case) -> dict[str, Any]:
+    """The first turn's arguments."""
+    model, inputs = target_of(case.family)
+    if inputs:
+        return dict(inputs)
+    if case.family == "whisper":
+        return {"input_features": speech(case.batch_size, seed=case.prompt_seed)}
+    text = _padded(case.padding, case.batch_size, case.prompt_seed)
+    if not model.config.is_encoder_decoder:
+        if case.embeds:
+            embed: Any = model.get_input_embeddings()
+            text["inputs_embeds"] = embed(text.pop("input_ids"))
+        return text
+    if case.decoder_prompt != "none":
+        decoder = _padded(case.decoder_prompt, case.batch_size, case.prompt_seed + 1)
+        text |= {f"decoder_{name}": value for name, value in decoder.items()}
+    return text
+
+
+def _padded(padding: str, batch_size: int, seed: int) -> dict[str, Tensor]:
+    is_even = padding == "none"
+    inputs = ragged_prompts(batch_size, seed=seed, min_len=9 if is_even else 5, max_len=9, vocab_size=LARGEST_PROMPT_ID)
+    mask = inputs["attention_mask"]
+    if padding == "right":
+        return {name: value.flip(1) for name, value in inputs.items()}
+    if padding == "holes":
+        mask[:, -3] = 0
+        mask[0, -1] = 0
+    if padding == "empty row":
+        mask[-1] = 0
+    return inputs
+
+
+def options_of(case: Case, eos_token_ids: list[int]) -> dict[str, Any]:
+    """What plain decoding is told too."""
+    options: dict[str, Any] = {"max_new_tokens": case.max_new_tokens}
+    for name in case.processors:
+        options |= PROCESSORS.get(name, {}) | WARPERS.get(name, {})
+    if eos_token_ids:
+        options["eos_token_id"] = eos_token_ids
+    if case.own_processor:
+        options["logits_processor"] = [Shift()]
+    if case.own_criterion:
+        options["stopping_criteria"] = [EndsAtSum()]
+    if case.prefill_chunk_size:
+        options["prefill_chunk_size"] = case.prefill_chunk_size
+    if case.samples:
+        options |= {"do_sample": True, "verifier": "coupled", "seed": case.prompt_seed}
+        options["num_return_sequences"] = case.num_return_sequences
+    return (
+        options
+        | {"return_dict_in_generate": True, "output_logits": True}
+        | {f"output_{name}": True for name in case.outputs}
+    )
+
+
+def draft_options(case: Case) -> dict[str, Any]:
+    """What makes the call speculative."""
+    options: dict[str, Any] = {"num_assistant_tokens": case.num_assistant_tokens}
+    options["num_assistant_tokens_schedule"] = case.schedule
+    if case.cache == "static":
+        options["cache_implementation"] = "static"
+    elif case.cache != "auto":
+        options["speculation_cache"] = case.cache
+    if case.confidence:
+        options["assistant_confidence_threshold"] = case.confidence
+    lookup = {"prompt_lookup_num_tokens": case.num_assistant_tokens}
+    model = {"assistant_model": draft_of(case.family, case.noise)}
+    match case.drafter:
+        case "lookup":
+            return options | lookup
+        case "store":
+            return options | lookup | {"suffix_store": hf_speculate.SuffixStore()}
+        case "model and lookup":
+            return options | lookup | model
+        case "other model":
+            return options | {"assistant_model": other_draft()}
+        case "early exit":
+            return options | {"assistant_early_exit": 1}
+        case "state":
+            return options | model | {"draft_state": hf_speculate.DraftState()}
+        case "generator":
+            del options["num_assistant_tokens_schedule"]
+            generator = PromptLookupCandidateGenerator(num_output_tokens=case.num_assistant_tokens)
+            return options | {"candidate_generator": generator}
+    return options | model
+
+
+def cache_of(case: Case) -> Any:
+    """A fresh cache to pass; None: transformers makes one."""
+    model, _ = target_of(case.family)
+    config = model.config.get_text_config(decoder=True)
+    if case.passed == "no":
+        return None
+    own = DynamicCache(config=config) if case.passed == "with config" else DynamicCache()
+    return EncoderDecoderCache(own, DynamicCache()) if model.config.is_encoder_decoder else own

@@ -1,0 +1,274 @@
+"""Compares random calls of tiny models with plain `generate()`: `python -m tests.random_search --seed 1 --num 2000`.
+
+Ids, scores, logits, hidden states, attentions and the returned cache must be equal. A difference is shrunk, as far as
+it stays, and printed as a `Case` that `--case` runs again. Not collected by pytest: it takes minutes to hours.
+"""
+
+import argparse
+import contextlib
+import copy
+import logging
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import EncoderDecoderCache
+
+from hf_speculate.errors import SpeculateError
+from tests.random_calls import (
+    FAMILY_NAMES,
+    LARGEST_PROMPT_ID,
+    Case,
+    EndsAtSum,
+    cache_of,
+    draft_options,
+    draw_case,
+    options_of,
+    prompts_of,
+    target_of,
+)
+
+TOLERANCES = {torch.float64: 1e-4, torch.float32: 2e-3}  # some families take softmax in float32 whatever the dtype
+MAX_SHRINKS = 40
+
+
+class Result(NamedTuple):
+    """What became of a case."""
+
+    kind: str  # "equal", "tie", "refused", "both fail", "plain fails" or "different"
+    detail: str = ""
+
+
+def run_case(case: Case, compares_ended_caches: bool = True) -> Result:
+    """Both ways of a case, beside each other.
+
+    Args:
+        case: the call.
+        compares_ended_caches: whether caches of batches count in which rows may have ended before others.
+    """
+    model, _ = target_of(case.family)
+    plain, ours = _Run(case, is_ours=False), _Run(case, is_ours=True)
+    caches = [cache_of(case), cache_of(case)]
+    inputs = prompts_of(case)
+    eos: list[int] = []
+    for turn in range(case.num_turns):
+        try:
+            eos = eos or _eos_ids(case, inputs)
+            expected = plain.decode(inputs, eos, caches[0])
+        except Exception as error:  # noqa: BLE001  # whatever plain decoding raises, ours must raise too
+            return _both_fail(ours, inputs, eos, caches[1], error)
+        try:
+            got = ours.decode(inputs, eos, caches[1])
+        except SpeculateError as error:
+            return Result("refused", f"{type(error).__name__}: {error}")
+        except Exception as error:  # noqa: BLE001  # one more difference
+            return Result("different", f"turn {turn}: {type(error).__name__}: {error}")
+        ends_apart = bool(eos or case.own_criterion) and expected.sequences.shape[0] > 1
+        has_caches = case.cache != "static" and (compares_ended_caches or not ends_apart)
+        num_prompt = expected.sequences.shape[1] - len(expected.logits)
+        lens = _live_lens(case, expected.sequences, num_prompt, eos)
+        difference = compare(expected, got, lens, TOLERANCES[model.dtype], has_caches)
+        if difference:
+            return Result("tie" if _is_tie(expected, got) else "different", f"turn {turn}: {difference}")
+        is_last = "input_ids" not in inputs or model.config.is_encoder_decoder or case.num_return_sequences > 1
+        if is_last or (case.passed != "no" and case.cache != "static" and not has_caches):
+            break
+        inputs = _longer(inputs, expected.sequences)
+    return Result("equal")
+
+
+class _Run:
+    """One of the two ways; what is made for it is the same in all turns."""
+
+    def __init__(self, case: Case, is_ours: bool):
+        self.case = case
+        self.own = draft_options(case) if is_ours else {}
+
+    def decode(self, inputs: dict[str, Any], eos: list[int], cache: Any) -> Any:
+        model = target_of(self.case.family)[0]
+        options = options_of(self.case, eos) | self.own
+        if model.config.is_encoder_decoder:
+            options.pop("prefill_chunk_size", None)  # plain decoding cuts the encoder's mask too
+        if cache is not None:
+            options["past_key_values"] = cache
+        torch.manual_seed(0)  # some readers draw noise
+        return model.generate(**copy.deepcopy(inputs), **options)  # transformers expands some in place
+
+
+def _both_fail(ours: _Run, inputs: dict[str, Any], eos: list[int], cache: Any, error: Exception) -> Result:
+    try:
+        ours.decode(inputs, eos, cache)
+    except Exception:  # noqa: BLE001  # as plain decoding
+        return Result("both fail", f"{type(error).__name__}: {error}")
+    is_check = isinstance(error, SpeculateError | ValueError)  # else a fault of transformers
+    return Result("different" if is_check else "plain fails", f"{type(error).__name__}: {error}")
+
+
+def _eos_ids(case: Case, inputs: dict[str, Any]) -> list[int]:
+    if not case.ends:
+        return []
+    model, _ = target_of(case.family)
+    text = model.generate(**copy.deepcopy(inputs), max_new_tokens=16)[0, -16:].tolist()
+    return sorted({text[min(place, len(text) - 1)] for place in case.ends})
+
+
+def _longer(inputs: dict[str, Any], sequences: Tensor) -> dict[str, Any]:
+    """The next turn's prompt: the text so far and two tokens."""
+    num_new = sequences.shape[1] - inputs["input_ids"].shape[1]
+    more = (sequences[:, -1:] + torch.tensor([[1, 2]])) % LARGEST_PROMPT_ID
+    mask = inputs["attention_mask"]
+    return {
+        "input_ids": torch.cat([sequences, more], dim=1),
+        "attention_mask": torch.cat([mask, mask.new_ones(len(mask), num_new + 2)], dim=1),
+    }
+
+
+def _live_lens(case: Case, sequences: Tensor, num_prompt: int, eos: list[int]) -> list[int]:
+    """How many tokens of each row were chosen, the one that ended it among them."""
+    places = range(num_prompt, sequences.shape[1])
+    is_end = torch.isin(sequences[:, num_prompt:], torch.tensor(eos))
+    if eos and case.own_criterion:
+        ends = [EndsAtSum()(sequences[:, : place + 1], None) for place in places]
+        is_end = is_end | torch.stack(ends, dim=1)
+    return [int(row.int().argmax()) + 1 if row.any() else len(row) for row in is_end]
+
+
+def compare(plain: Any, ours: Any, lens: list[int], tolerance: float, has_caches: bool) -> str:
+    """What is different; empty if nothing is.
+
+    Args:
+        plain, ours: outputs of `generate()`.
+        lens: [B] new tokens of each row that were chosen: what an ended row's logits are is another matter.
+        tolerance: of numbers.
+        has_caches: whether the returned caches are compared.
+    """
+    if plain.sequences.shape != ours.sequences.shape:
+        return f"sequences {list(plain.sequences.shape)} and {list(ours.sequences.shape)}"
+    if not torch.equal(plain.sequences, ours.sequences):
+        return f"ids of rows {(plain.sequences != ours.sequences).any(1).nonzero().flatten().tolist()}"
+    for name in ("scores", "logits"):
+        steps = [getattr(one, name) or () for one in (plain, ours)]
+        if len(steps[0]) != len(steps[1]):
+            return f"{name} of {len(steps[0])} and {len(steps[1])} steps"
+        for step, (one, other) in enumerate(zip(*steps, strict=True)):
+            rows = [row for row, length in enumerate(lens) if step < length]
+            if not _is_close(one[rows], other[rows], tolerance):
+                return f"{name} of step {step}"
+    names = ("hidden_states", "attentions", "decoder_hidden_states", "encoder_hidden_states")
+    for name in names:
+        pairs = list(_pairs(getattr(plain, name, None), getattr(ours, name, None)))
+        for place, (one, other) in enumerate(pairs):
+            if one is None or other is None or not _is_close(one, other, tolerance):
+                return f"{name}, tensor {place} of {len(pairs)}"
+    return _cache_difference(plain.past_key_values, ours.past_key_values, tolerance) if has_caches else ""
+
+
+def _pairs(one: Any, other: Any) -> Iterator[tuple[Tensor | None, Tensor | None]]:
+    """The tensors of two nested tuples, in order; None where one has none."""
+    if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
+        for parts in zip(one, other, strict=True):
+            yield from _pairs(*parts)
+    elif one is not None or other is not None:
+        yield (one if isinstance(one, Tensor) else None), (other if isinstance(other, Tensor) else None)
+
+
+def _is_close(one: Tensor, other: Tensor, tolerance: float) -> bool:
+    if one.shape != other.shape:
+        return False
+    return torch.allclose(one.double(), other.double(), rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def _cache_difference(plain: Any, ours: Any, tolerance: float) -> str:
+    if type(plain) is not type(ours):
+        return f"a {type(plain).__name__} and a {type(ours).__name__}"
+    if isinstance(plain, EncoderDecoderCache):
+        parts = ((one.self_attention_cache, one.cross_attention_cache) for one in (plain, ours))
+        return next(filter(None, (_cache_difference(*pair, tolerance) for pair in zip(*parts, strict=True))), "")
+    if len(plain.layers) != len(ours.layers):
+        return f"caches of {len(plain.layers)} and {len(ours.layers)} layers"
+    for place, (one, other) in enumerate(zip(plain.layers, ours.layers, strict=True)):
+        for name in ("keys", "values"):
+            pair = [getattr(layer, name, None) for layer in (one, other)]
+            if (pair[0] is None) != (pair[1] is None):
+                return f"{name} of layer {place} are missing in one"
+            if pair[0] is not None and not _is_close(*pair, tolerance):
+                return f"{name} of layer {place}, {list(pair[0].shape)} and {list(pair[1].shape)}"
+    return ""
+
+
+def _is_tie(plain: Any, ours: Any) -> bool:
+    """Whether the first different token had an equal in plain decoding, to float32's resolution."""
+    num = min(plain.sequences.shape[1], ours.sequences.shape[1])
+    is_other = plain.sequences[:, :num] != ours.sequences[:, :num]
+    places = is_other.any(0).nonzero()
+    if not len(places):
+        return False
+    step = int(places[0]) - plain.sequences.shape[1] + len(plain.logits)
+    row = int(is_other[:, int(places[0])].nonzero()[0])
+    best = plain.logits[step][row].topk(2).values
+    return bool(best[0] - best[1] < 1e-5)
+
+
+def shrunk(case: Case, detail: str, compares_ended_caches: bool) -> Case:
+    """A simpler case that is different in the same way."""
+    for _ in range(MAX_SHRINKS):
+        for simpler in case.simpler():
+            with contextlib.suppress(Exception):
+                result = run_case(simpler, compares_ended_caches)
+                if result.kind == "different" and result.detail[:16] == detail[:16]:
+                    case = simpler
+                    break
+        else:
+            break
+    return case
+
+
+def main() -> int:
+    """Run the cases that the command line names; 1 if one is different."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--num", type=int, default=200, help="cases")
+    parser.add_argument("--start", type=int, default=0, help="number of the first case")
+    parser.add_argument("--family", action="append", choices=FAMILY_NAMES, help="these families only")
+    parser.add_argument("--case", help="one case as it was printed")
+    parser.add_argument("--without-ended-caches", action="store_true", help="no caches of rows that end apart")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    logging.getLogger("hf_speculate").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    compares = not arguments.without_ended_caches
+    if arguments.case:
+        print(run_case(eval(arguments.case, {"Case": Case}), compares))
+        return 0
+    families = tuple(arguments.family or FAMILY_NAMES)
+    counts: Counter[str] = Counter()
+    began = time.perf_counter()
+    for index in range(arguments.start, arguments.start + arguments.num):
+        case = draw_case(arguments.seed, index, families)
+        result = run_case(case, compares)
+        counts[result.kind] += 1
+        if result.kind in ("different", "tie"):
+            small = shrunk(case, result.detail, compares) if result.kind == "different" else case
+            print(f'{arguments.seed}:{index} {result.kind}: {result.detail[:300]}\n  --case "{small}"', flush=True)
+        if result.kind == "refused":
+            counts[f"refused: {result.detail[:110]}"] += 1
+        if result.kind in ("both fail", "plain fails"):
+            counts[f"{result.kind}: {result.detail[:110]}"] += 1
+    print(
+        f"seed {arguments.seed}, {arguments.num} cases of {len(families)} families from {arguments.start} on, "
+        f"{time.perf_counter() - began:.0f} s"
+    )
+    for kind, count in sorted(counts.items()):
+        print(f"{count:6d} {kind}")
+    return int(counts["different"] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
