@@ -198,9 +198,10 @@ def _difference_to(
     if num_tokens > 2:
         num_again = num_tokens - 2
         is_lock_step = counts_columns(model) or batch_size == 1
-        kept = torch.tensor([1 if is_lock_step else 1 + row % 2 for row in range(batch_size)])  # tokens of each row
+        counts = [1 if is_lock_step else 1 + row % 2 for row in range(batch_size)]
+        kept = torch.tensor(counts, device="cpu")  # [B] tokens of each row
         cache.crop(num_tokens - kept)
-        columns = (kept[:, None] + torch.arange(num_again)).to(device)  # [B, Q]
+        columns = (kept[:, None] + torch.arange(num_again, device="cpu")).to(device)  # [B, Q]
         again = language_model.forward(token_ids.gather(1, columns), cache, logits_to_keep=num_again)
         index = (columns + 1)[..., None].expand(-1, -1, plain.logits.shape[2])
         differences.append(relative_difference(plain.logits.gather(1, index.to(plain.logits.device)), again))
