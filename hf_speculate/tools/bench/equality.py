@@ -10,7 +10,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from hf_speculate.tools.bench.batches import Batch
 from hf_speculate.tools.bench.measuring import Run
 from hf_speculate.tools.bench.methods import OURS, Method
-from hf_speculate.tools.checks.evidence import Place, exact_copy, judge
+from hf_speculate.tools.checks.near_ties import TextDifference, classify, float64_copy
 
 _TRANSFORMERS_TOKENS = 20  # that its assisted generation drafts at most by default
 
@@ -80,7 +80,7 @@ class TextCheck:
         if not partings:
             return []
         if not self._exact:
-            self._exact.append(exact_copy(self._target))
+            self._exact.append(float64_copy(self._target))
         recorder = _Gaps(partings)
         self._target.generate(  # type: ignore[operator]
             input_ids=batch.input_ids,
@@ -92,7 +92,7 @@ class TextCheck:
         rows, verdicts = batch.rows, []
         for one in partings:
             before = torch.tensor(run.texts[one.row][: one.position], dtype=torch.int64, device=batch.input_ids.device)
-            place = Place(
+            difference = TextDifference(
                 torch.cat([rows[one.row], before]),
                 one.plain_id,
                 one.other_id,
@@ -100,7 +100,7 @@ class TextCheck:
                 _block_len(method, run),
                 len(rows) if method.engine == OURS else 1,
             )
-            verdicts.append(judge(self._target, self._exact[0], place).verdict)
+            verdicts.append(classify(self._target, self._exact[0], difference).verdict)
         return verdicts
 
 

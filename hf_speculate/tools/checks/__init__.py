@@ -1,1 +1,1 @@
-"""Tools that tell, before and after decoding, whether speculation is worth it and right."""
+"""Checks of a pair of models before decoding, and of its output after."""

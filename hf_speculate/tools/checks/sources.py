@@ -1,7 +1,7 @@
-"""Reads what is said about a model without its weights: config, tokenizer, generation config."""
+"""Describes a model without its weights: config, tokenizer, generation config and parameter sizes."""
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from hf_speculate.errors import ConfigError, UnsupportedModelError
-from hf_speculate.tools.checks.gains import ModelSize, size_of
+from hf_speculate.tools.checks.cost_model import ModelSize, size_of
 
 ModelSource = PreTrainedModel | PreTrainedConfig | str | Path
 _AUTO_CLASSES: tuple[tuple[Any, Any], ...] = (
@@ -30,131 +30,149 @@ _AUTO_CLASSES: tuple[tuple[Any, Any], ...] = (
     (AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING),
     (AutoModelForSeq2SeqLM, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING),
 )
-_BITS = {"awq": 4, "fp8": 8, "fbgemm_fp8": 8, "gptq": 4, "mxfp4": 4}  # where a quantisation config names none
+_BITS = {"awq": 4, "fp8": 8, "fbgemm_fp8": 8, "gptq": 4, "mxfp4": 4}  # if the quantisation config names none
 
 
 @dataclass(frozen=True)
 class Described:
-    """One model, as far as its small files tell.
+    """A model as described by its config, tokenizer and generation config.
 
     Args:
         role: "target" or "draft".
-        name: its name or path, else its class.
-        model: with weights where they were passed, else on the meta device.
-        size: what its parameters weigh.
-        quantisation: name of the method; empty: none.
-        tokenizer: None where none was found.
-        eos_token_ids: ids that end a text; empty: none.
+        name: name or path, else the class.
+        model: the passed model, else one on the meta device.
+        size: of its parameters after loading.
+        dtype: of its parameters after loading, without "torch.".
+        quantisation: name of the method; empty if it is not quantised.
+        tokenizer: None if none was found.
+        eos_token_ids: empty if there are none.
     """
 
     role: str
     name: str
     model: PreTrainedModel
     size: ModelSize
+    dtype: str
     quantisation: str
     tokenizer: PreTrainedTokenizerBase | None
     eos_token_ids: frozenset[int]
 
     @property
     def config(self) -> PreTrainedConfig:
-        """That of the decoder."""
+        """The decoder's config."""
         config: PreTrainedConfig = self.model.config.get_text_config(decoder=True)
         return config
 
 
-def describe(role: str, source: ModelSource, tokenizer: PreTrainedTokenizerBase | None) -> Described:
-    """Read all that is known of a model; from local files only, and no weights.
+@dataclass(frozen=True)
+class ModelReader:
+    """Reads configs and tokenizers with the arguments of `from_pretrained`; never weights.
 
     Args:
-        role: "target" or "draft", for messages.
-        source: the model, its config, or a name or path whose small files are on this machine.
-        tokenizer: the model's; None: it is looked for beside the config.
-
-    Raises:
-        ConfigError: no config is found.
-        UnsupportedModelError: no language model can be made from the config.
+        options: `local_files_only`, `revision`, `trust_remote_code`.
+        dtype: into which weights will be loaded; None or "auto" for that of the config.
     """
-    get_base_model = getattr(source, "get_base_model", None)
-    if callable(get_base_model) and not isinstance(source, PreTrainedModel):
-        source = get_base_model()
-    if isinstance(source, PreTrainedModel):
-        model, config, generation_config = source, source.config, source.generation_config
-        name = config.name_or_path or type(model).__name__
-        bytes_per_param = None
-    else:
-        config = _config(role, source)
-        name = str(source) if isinstance(source, str | Path) else config.name_or_path or type(config).__name__
-        model = meta_model(role, config)
-        generation_config = _generation_config(name) or model.generation_config
-        bytes_per_param = _bytes_per_param(config)
-    decoder_config = config.get_text_config(decoder=True)
-    return Described(
-        role,
-        name,
-        model,
-        size_of(model, decoder_config, bytes_per_param),
-        str(_quantisation(config).get("quant_method", "")),
-        tokenizer if tokenizer is not None else _tokenizer(name),
-        _eos_token_ids(generation_config, decoder_config),
-    )
 
+    options: dict[str, Any] = field(default_factory=dict)
+    dtype: str | None = None
 
-def meta_model(role: str, config: PreTrainedConfig) -> PreTrainedModel:
-    """The config's model without memory for its weights.
+    def describe(self, role: str, source: ModelSource, tokenizer: PreTrainedTokenizerBase | None) -> Described:
+        """Read everything that is known of a model.
 
-    Args:
-        role: for messages.
-        config: left as it is.
+        Args:
+            role: "target" or "draft", for messages.
+            source: the model, its config, or a name or path.
+            tokenizer: the model's; None to read the one beside the config.
 
-    Raises:
-        UnsupportedModelError: no language model can be made from it.
-    """
-    for auto_class, mapping in _AUTO_CLASSES:
-        if type(config) in mapping:
-            with torch.device("meta"):  # eager attention needs no package that may be missing here
-                model: PreTrainedModel = auto_class.from_config(copy.deepcopy(config), attn_implementation="eager")
-            return model
-    raise UnsupportedModelError(
-        f"{role} must have a language modelling head in transformers, got a {type(config).__name__}; "
-        "name a model of AutoModelForCausalLM"
-    )
-
-
-def _config(role: str, source: object) -> PreTrainedConfig:
-    if isinstance(source, PreTrainedConfig):
-        return source
-    if not isinstance(source, str | Path):
-        raise ConfigError(
-            f"{role} must be a model, a config, or a local name or path, got {type(source).__name__}; "
-            "pass what from_pretrained gave you"
+        Raises:
+            ConfigError: no config is found.
+            UnsupportedModelError: the config is not that of a language model.
+        """
+        get_base_model = getattr(source, "get_base_model", None)
+        if callable(get_base_model) and not isinstance(source, PreTrainedModel):
+            source = get_base_model()
+        if isinstance(source, PreTrainedModel):
+            model, config, generation_config = source, source.config, source.generation_config
+            name, dtype, bytes_per_param = config.name_or_path or type(model).__name__, model.dtype, None
+        else:
+            config = self.config(role, source)
+            name = str(source) if isinstance(source, str | Path) else config.name_or_path or type(config).__name__
+            model = meta_model(role, config, **self.options)
+            generation_config = self._generation_config(name) or model.generation_config
+            dtype = self._dtype(config)
+            bytes_per_param = _bytes_per_param(config, dtype)
+        decoder_config = config.get_text_config(decoder=True)
+        return Described(
+            role,
+            name,
+            model,
+            size_of(model, decoder_config, bytes_per_param, dtype.itemsize),
+            str(dtype).removeprefix("torch."),
+            str(_quantisation(config).get("quant_method", "")),
+            tokenizer if tokenizer is not None else self._tokenizer(name),
+            _eos_token_ids(generation_config, decoder_config),
         )
-    try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(source, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{role} must be a folder with a config.json, or a name whose config lies in the local cache, got "
-            f"{str(source)!r}; download its small files first (nothing is fetched here)"
-        ) from error
-    return config
+
+    def config(self, role: str, source: object) -> PreTrainedConfig:
+        """The config of a name, a path or itself."""
+        if isinstance(source, PreTrainedConfig):
+            return source
+        if not isinstance(source, str | Path):
+            raise ConfigError(
+                f"{role} must be a model, a config, a name or a path, got {type(source).__name__}; "
+                "pass what from_pretrained returned"
+            )
+        try:
+            config: PreTrainedConfig = AutoConfig.from_pretrained(source, **self.options)
+        except (OSError, ValueError) as error:
+            where = "in the local cache" if self.options.get("local_files_only") else "on the Hub"
+            raise ConfigError(
+                f"{role} must be a folder with a config.json or the name of a model {where}, got {str(source)!r}; "
+                "check the spelling, the network and your access to the model"
+            ) from error
+        return config
+
+    def _generation_config(self, name: str) -> GenerationConfig | None:
+        try:
+            return GenerationConfig.from_pretrained(name, **self.options)
+        except (OSError, ValueError):
+            return None
+
+    def _tokenizer(self, name: str) -> PreTrainedTokenizerBase | None:
+        try:
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, **self.options)
+        except (OSError, ValueError, KeyError, ImportError):  # no files, or none that this machine can read
+            return None
+        return tokenizer
+
+    def _dtype(self, config: PreTrainedConfig) -> torch.dtype:
+        dtype = getattr(config, "dtype", None) if self.dtype in (None, "auto") else self.dtype
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        return dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
 
 
-def _generation_config(name: str) -> GenerationConfig | None:
-    try:
-        return GenerationConfig.from_pretrained(name, local_files_only=True)
-    except (OSError, ValueError):
-        return None
+def meta_model(role: str, config: PreTrainedConfig, *, trust_remote_code: bool = False, **_: Any) -> PreTrainedModel:
+    """The config's model on the meta device, which takes no memory.
 
-
-def _tokenizer(name: str) -> PreTrainedTokenizerBase | None:
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, local_files_only=True)
-    except (OSError, ValueError, KeyError, ImportError):  # no files, or none that can be read here
-        return None
-    return tokenizer
+    Raises:
+        UnsupportedModelError: the config is not that of a language model.
+    """
+    classes = [auto_class for auto_class, mapping in _AUTO_CLASSES if type(config) in mapping]
+    if trust_remote_code and not classes and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
+        classes = [AutoModelForCausalLM]
+    if not classes:
+        raise UnsupportedModelError(
+            f"{role} must have a language modelling head in transformers, got a {type(config).__name__}; "
+            "name a model of AutoModelForCausalLM"
+        )
+    options: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
+    with torch.device("meta"):  # eager attention needs no package that may be missing
+        model: PreTrainedModel = classes[0].from_config(copy.deepcopy(config), attn_implementation="eager", **options)
+    return model
 
 
 def _eos_token_ids(generation_config: GenerationConfig | None, config: PreTrainedConfig) -> frozenset[int]:
-    """Those of the generation config, which `generate()` reads; else those of the config."""
+    """Those of the generation config, which `generate()` reads, else those of the config."""
     for holder in (generation_config, config):
         ids = getattr(holder, "eos_token_id", None)
         if ids is not None:
@@ -170,12 +188,9 @@ def _quantisation(config: PreTrainedConfig) -> dict[str, Any]:
     return {"quant_method": "an unnamed method", **fields}
 
 
-def _bytes_per_param(config: PreTrainedConfig) -> float:
-    """By the config's quantisation, else its dtype, else bfloat16."""
+def _bytes_per_param(config: PreTrainedConfig, dtype: torch.dtype) -> float:
     settings = _quantisation(config)
-    if settings:
-        bits = settings.get("bits") or (4 if settings.get("load_in_4bit") else None)
-        return float(bits or _BITS.get(settings["quant_method"], 8)) / 8
-    dtype = getattr(config, "dtype", None) or torch.bfloat16
-    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    return float(dtype.itemsize)
+    if not settings:
+        return float(dtype.itemsize)
+    bits = settings.get("bits") or (4 if settings.get("load_in_4bit") else None)
+    return float(bits or _BITS.get(settings["quant_method"], 8)) / 8

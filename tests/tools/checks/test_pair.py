@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from transformers import (
     GenerationConfig,
     LlamaConfig,
@@ -15,7 +16,7 @@ from transformers import (
 )
 
 import hf_speculate
-from hf_speculate.tools.checks.gains import ModelSize, expected_speedup, foretell_gains, size_of
+from hf_speculate.tools.checks.cost_model import ModelSize, estimate_gains, expected_speedup, size_of
 from hf_speculate.tools.checks.pair import vocabulary_overlap
 from hf_speculate.tools.checks.sources import meta_model
 from hf_speculate.tools.cli.main import main
@@ -46,6 +47,11 @@ def _check(target, draft, words=None, draft_words=None):
     )
 
 
+def _num_read(model):
+    """Parameters that a step reads: all but the input embedding, of which it reads one row."""
+    return sum(one.numel() for one in model.parameters()) - model.get_input_embeddings().weight.numel()
+
+
 def _save(folder, config, *, words=None, eos_token_id=2, chat_template=None):
     """A repository of small files, as a download without weights leaves it."""
     config.save_pretrained(folder)
@@ -73,7 +79,7 @@ def test_a_fitting_pair_is_ok_as_models_configs_and_paths(folders):
         assert report.overlap.share == 1
         assert report.target_params == sum(one.numel() for one in models[0].parameters())
         assert report.draft_params == sum(one.numel() for one in models[1].parameters())
-        assert report.size_ratio == pytest.approx(report.draft_params / report.target_params)
+        assert report.size_ratio == pytest.approx(_num_read(models[1]) / _num_read(models[0]))
 
 
 def test_a_model_of_70_billion_parameters_takes_no_memory_and_its_config_stays():
@@ -105,14 +111,14 @@ def test_models_that_generate_refuses_are_refused_in_its_words(config, words, is
 
 def test_other_tables_and_other_tokens_are_said():
     report = _check(make_config("llama"), make_config("llama", vocab_size=72))
-    assert any("tables padded to 64 and 72" in text for text in _texts(report, "warning"))
+    assert any("vocabularies padded to 64 and 72" in text for text in _texts(report, "warning"))
     report = _check(make_config("llama"), make_config("llama"), draft_words=[f"v{token}" for token in range(64)])
     assert report.level == "refused"
     assert report.overlap.share == 0
     assert "assistant_tokenizer must share at least 10%" in _texts(report, "refused")[0]
     half = [f"{'w' if token < 32 else 'v'}{token}" for token in range(64)]
     warnings = _texts(_check(make_config("llama"), make_config("llama", **SMALL), draft_words=half), "warning")
-    assert "another tokenizer: 32 of the target's 64 tokens can be drafted; pass tokenizer=" in warnings[0]
+    assert "different tokenizers: 32 of the target's 64 tokens can be drafted; pass tokenizer=" in warnings[0]
     swapped = [f"w{token}" for token in [0, 1, 3, 2, *range(4, 64)]]
     overlap = vocabulary_overlap(word_tokenizer(64), word_tokenizer(64, swapped))
     assert (overlap.num_shared, overlap.num_same_id, overlap.share, overlap.is_same) == (64, 62, 1.0, False)
@@ -124,8 +130,8 @@ def test_tables_that_are_no_padding_are_refused_where_no_tokenizer_tells():
     near, far = (
         hf_speculate.check_pair(make_config("llama"), make_config("llama", vocab_size=num)) for num in (72, 64 + 1025)
     )
-    assert any("tables of 64 and 72 tokens count as padding" in text for text in _texts(near, "warning"))
-    assert any("are no padding; pass both tokenizers" in text for text in _texts(far, "refused"))
+    assert any("vocabularies of 64 and 72 tokens count as padding" in text for text in _texts(near, "warning"))
+    assert any("differ by more than padding; pass both tokenizers" in text for text in _texts(far, "refused"))
 
 
 def test_ends_templates_lengths_and_ropes_are_warned_of(tmp_path):
@@ -135,9 +141,38 @@ def test_ends_templates_lengths_and_ropes_are_warned_of(tmp_path):
     report = hf_speculate.check_pair(target, draft)
     assert (report.level, report.ok) == ("warning", True)
     warnings = " ".join(_texts(report, "warning"))
-    for words in ("EOS ids differ: 2 and, in the draft, 3, 4", "chat templates differ", "64 tokens, the target of 512"):
+    for words in (
+        "EOS token ids differ: 2 in the target, 3, 4 in the draft",
+        "chat templates differ",
+        "context is 64 tokens, the target's 512",
+    ):
         assert words in warnings
-    assert "more than 512 tokens are refused, for the target's dynamic rotary" in warnings
+    assert "more than 512 tokens are refused, for the target has dynamic rotary" in warnings
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral"])
+def test_memory_is_that_of_the_weights_and_of_the_cache(kind):
+    model = make_model(kind, dtype=torch.float32)
+    report = hf_speculate.check_pair(model, model)
+    ids = torch.ones(1, 7, dtype=torch.int64)
+    cache = model(input_ids=ids, use_cache=True).past_key_values
+    states = [state for layer in cache.layers for state in (layer.keys, layer.values)]
+    assert report.target_memory.dtype == "float32"
+    assert report.target_memory.weight_bytes == sum(one.nbytes for one in model.parameters())
+    assert report.target_memory.kv_bytes_per_token * 7 == sum(state.nbytes for state in states)
+
+
+def test_memory_follows_the_dtype_of_loading():
+    configs = make_config("llama", dtype="bfloat16"), make_config("llama", dtype="bfloat16")
+    half, whole = (hf_speculate.check_pair(*configs, dtype=dtype).target_memory for dtype in (None, "float32"))
+    assert (half.dtype, whole.dtype) == ("bfloat16", "float32")
+    assert (2 * half.weight_bytes, 2 * half.kv_bytes_per_token) == whole[1:]
+
+
+def test_a_tied_embedding_is_read_as_the_output_embedding():
+    tied = size_of(meta_model("target", make_config("llama", tie_word_embeddings=True)), make_config("llama"), 2)
+    assert tied.num_lookup_bytes == 0
+    assert tied.num_read_bytes() == tied.num_bytes
 
 
 def test_quantised_and_routed_models_are_weighed_as_they_are_loaded():
@@ -152,8 +187,10 @@ def test_quantised_and_routed_models_are_weighed_as_they_are_loaded():
     size = size_of(meta_model("target", moe), moe, 2)
     assert (size.num_experts, size.num_chosen) == (8, 2)
     assert size.num_expert_bytes == 2 * 2 * 8 * 3 * 64 * 512
-    assert size.num_read_bytes(1) == pytest.approx(size.num_bytes - size.num_expert_bytes * 6 / 8)
-    assert size.num_read_bytes(1) < size.num_read_bytes(5) < size.num_bytes
+    assert size.num_lookup_bytes == 2 * 64 * 64
+    read = size.num_bytes - size.num_lookup_bytes
+    assert size.num_read_bytes(1) == pytest.approx(read - size.num_expert_bytes * 6 / 8)
+    assert size.num_read_bytes(1) < size.num_read_bytes(5) < read
     quantised = make_config("llama", quantization_config={"quant_method": "gptq", "bits": 4}, dtype="bfloat16")
     report = _check(moe, quantised)
     plain = _check(moe, make_config("llama", dtype="bfloat16"))
@@ -172,13 +209,13 @@ def test_gains_are_the_best_of_the_cost_model():
     a, k, c, v = 0.8, 5, 0.1, 1.25
     assert expected_speedup(a, k, c, v) == pytest.approx((1 - a ** (k + 1)) / ((1 - a) * (k * c + v)))
     assert expected_speedup(1.0, 4, 0.0) == 5
-    gains = foretell_gains(ModelSize(100, 200), ModelSize(10, 20))
-    assert [gain.acceptance for gain in gains] == [0.6, 0.7, 0.8, 0.9]
+    gains = estimate_gains(ModelSize(100, 200), ModelSize(10, 20))
+    assert [gain.acceptance_probability for gain in gains] == [0.6, 0.7, 0.8, 0.9]
     for gain in gains:
-        rates = [expected_speedup(gain.acceptance, num, 0.1) for num in range(11)]
+        rates = [expected_speedup(gain.acceptance_probability, num, 0.1) for num in range(11)]
         assert gain.speedup == pytest.approx(max(rates))
         assert rates[gain.num_draft_tokens] == pytest.approx(max(rates))
-    routed = foretell_gains(ModelSize(100, 200, 160, 8, 2), ModelSize(4, 8))
+    routed = estimate_gains(ModelSize(100, 200, 0, 160, 8, 2), ModelSize(4, 8))
     assert all(one.speedup < other.speedup for one, other in zip(routed, gains, strict=True))
 
 

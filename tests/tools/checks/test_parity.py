@@ -63,7 +63,7 @@ def test_exact_decoding_is_equal_in_float64(kind):
     assert report.ok
     assert [row.verdict for row in report.rows] == ["equal"] * 3
     assert [row.index for row in report.rows] == [0, 1, 2]
-    assert str(report) == ("3 of 3 rows equal plain greedy decoding in float64, 0 part at a tie, 0 by a bug")
+    assert str(report) == ("3 of 3 rows equal plain greedy decoding in float64, 0 differ at a near-tie, 0 by a bug")
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -82,7 +82,7 @@ def test_a_wrong_verifier_is_a_bug(dtype):
         assert row.plain_id == plain.sequences[row.index, prompt_len + row.position] == logits.argmax()
         assert row.gap == pytest.approx(float(logits.max() - logits[row.speculative_id]))
         assert row.gap > row.bound
-        assert "more than rounding" in row.reason
+        assert "larger than rounding" in row.reason
     assert f"{len(bugs)} by a bug" in str(report)
 
 
@@ -289,7 +289,7 @@ def test_a_wrong_verifier_is_a_bug_with_an_encoder_or_pictures(kind, dtype):
         assert row.top_gap == pytest.approx(float(top[0] - top[1]))
         assert row.gap == pytest.approx(float(logits.max() - logits[row.speculative_id]))
         assert row.gap > row.bound
-        assert "more than rounding" in row.reason
+        assert "larger than rounding" in row.reason
     exact = target.double().generate(**inputs, **spelling(plain.sequences))
     for row in bugs:
         top = exact.logits[row.position][row.index].topk(2).values
@@ -337,7 +337,7 @@ def test_a_model_that_reads_sound_is_refused_before_it_runs():
     target = make_whisper()
     target.register_forward_pre_hook(lambda *args: pytest.fail("the model ran"))
     with pytest.raises(
-        hf_speculate.UnsupportedModelError, match=r"must read input_ids .* reads input_features; compare"
+        hf_speculate.UnsupportedModelError, match=r"must have input_ids .* with input_features; compare"
     ):
         hf_speculate.check_parity(target, noisy_copy(target), {"input_features": speech(1)})
 
@@ -346,13 +346,13 @@ def test_a_model_that_reads_sound_is_refused_before_it_runs():
     ("options", "words"),
     [
         ({"prompts": {"inputs_embeds": torch.zeros(1, 3, 32)}}, "must hold input_ids, got inputs_embeds"),
-        ({"prompts": {"input_ids": torch.ones(1, 3), "mm_encoder_outputs": {}}}, "others in mm_encoder_outputs"),
+        ({"prompts": {"input_ids": torch.ones(1, 3), "mm_encoder_outputs": {}}}, "other values in mm_encoder_outputs"),
         ({"do_sample": True}, "do_sample must be False"),
         ({"verifier": "typical"}, "lossless"),
         ({"return_dict_in_generate": True}, "return_dict_in_generate"),
         ({"past_key_values": object()}, "past_key_values"),
         ({"assistant": None}, "prompt_lookup_num_tokens"),
-        ({"prompts": "words"}, "tokenizer must be given"),
+        ({"prompts": "words"}, "tokenizer must be the target's"),
         ({"prompts": [[1, 2, 3]]}, "torch.tensor"),
     ],
 )

@@ -1,0 +1,130 @@
+"""Estimates an upper bound of the speed-up of a pair from the bytes that its models read per token."""
+
+from typing import NamedTuple
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_speculate.config import DEFAULT_MAX_ASSISTANT_TOKENS
+
+ACCEPTANCE_PROBABILITIES = (0.6, 0.7, 0.8, 0.9)
+_NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_NUM_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k")
+
+
+class ModelSize(NamedTuple):
+    """Size of a model's parameters and of its KV cache.
+
+    `num_lookup_bytes` belong to an input embedding that is not the output embedding too: a token reads one row of it.
+    `num_expert_bytes` belong to routed experts, of which a token reads `num_chosen` out of `num_experts`.
+    """
+
+    num_params: int
+    num_bytes: int
+    num_lookup_bytes: int = 0
+    num_expert_bytes: int = 0
+    num_experts: int = 1
+    num_chosen: int = 1
+    kv_bytes_per_token: int = 0
+
+    def num_read_bytes(self, num_tokens: int = 1) -> float:
+        """Bytes that a forward over `num_tokens` tokens reads if each token's experts are chosen independently."""
+        share = 1 - (1 - self.num_chosen / self.num_experts) ** num_tokens
+        return self.num_bytes - self.num_lookup_bytes - self.num_expert_bytes * (1 - share)
+
+
+class Gain(NamedTuple):
+    """The best draft length and its speed-up over plain decoding for one acceptance probability.
+
+    `num_draft_tokens` is 0 and `speedup` is 1.0 if no draft length is faster than plain decoding.
+    """
+
+    acceptance_probability: float
+    num_draft_tokens: int
+    speedup: float
+
+
+def size_of(
+    model: nn.Module, config: PreTrainedConfig, bytes_per_param: float | None = None, bytes_per_value: float = 2.0
+) -> ModelSize:
+    """Measure a model, which may be on the meta device.
+
+    Args:
+        model: its parameters are counted once each.
+        config: of its decoder.
+        bytes_per_param: size of a parameter after loading; None for its present size.
+        bytes_per_value: size of a cached key or value.
+    """
+    lookup = _lookup_table(model)
+    num_params, num_bytes, num_lookup_bytes, num_expert_bytes = 0, 0.0, 0.0, 0.0
+    for name, parameter in model.named_parameters():
+        size = parameter.numel() * (parameter.element_size() if bytes_per_param is None else bytes_per_param)
+        num_params += parameter.numel()
+        num_bytes += size
+        num_lookup_bytes += size * (parameter is lookup)
+        num_expert_bytes += size * ("experts" in name.split("."))
+    num_experts, num_chosen = _first_field(config, _NUM_EXPERTS), _first_field(config, _NUM_CHOSEN)
+    if not num_expert_bytes or num_experts < 2 or not 1 <= num_chosen <= num_experts:
+        num_expert_bytes, num_experts, num_chosen = 0, 1, 1
+    kv_bytes = round(_num_kv_values_per_token(config) * bytes_per_value)
+    sizes = round(num_bytes), round(num_lookup_bytes), round(num_expert_bytes)
+    return ModelSize(num_params, *sizes, num_experts, num_chosen, kv_bytes)
+
+
+def expected_speedup(
+    acceptance_probability: float, num_draft_tokens: int, draft_cost: float, verify_cost: float = 1.0
+) -> float:
+    """Tokens per second over plain decoding's if all time is spent in the models.
+
+    With a = `acceptance_probability`, K = `num_draft_tokens`, c = `draft_cost` and v = `verify_cost` this is
+    (1 - a^(K+1)) / ((1 - a) (K c + v)).
+
+    Args:
+        acceptance_probability: of a drafted token if all before it were accepted, in [0, 1].
+        num_draft_tokens: K >= 0.
+        draft_cost: time of a draft step over the time of a plain step.
+        verify_cost: time of a forward over K+1 tokens over the time of a plain step.
+    """
+    num_tokens = sum(acceptance_probability**position for position in range(num_draft_tokens + 1))
+    return num_tokens / (num_draft_tokens * draft_cost + verify_cost)
+
+
+def estimate_gains(target: ModelSize, draft: ModelSize) -> tuple[Gain, ...]:
+    """The best draft length for each of `ACCEPTANCE_PROBABILITIES`, for one row and a short context."""
+    plain_bytes = target.num_read_bytes()
+    draft_cost = draft.num_read_bytes() / plain_bytes
+    gains = []
+    for probability in ACCEPTANCE_PROBABILITIES:
+        speedups = [
+            expected_speedup(probability, num, draft_cost, target.num_read_bytes(num + 1) / plain_bytes)
+            for num in range(DEFAULT_MAX_ASSISTANT_TOKENS + 1)
+        ]
+        best = speedups.index(max(speedups))
+        gains.append(Gain(probability, best, speedups[best]))
+    return tuple(gains)
+
+
+def _lookup_table(model: nn.Module) -> nn.Parameter | None:
+    if not isinstance(model, PreTrainedModel):
+        return None
+    try:
+        table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    except NotImplementedError:
+        return None
+    weight: nn.Parameter | None = getattr(table, "weight", None)
+    return None if head is None or weight is getattr(head, "weight", None) else weight
+
+
+def _num_kv_values_per_token(config: PreTrainedConfig) -> int:
+    """Keys and values that one token adds to the cache; 0 if the config does not say."""
+    num_layers, num_heads = (getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads"))
+    if not isinstance(num_layers, int) or not isinstance(num_heads, int):
+        return 0
+    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    return 2 * num_layers * int(num_kv_heads) * int(head_dim)
+
+
+def _first_field(config: PreTrainedConfig, names: tuple[str, ...]) -> int:
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int)), 1)

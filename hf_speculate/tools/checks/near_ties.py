@@ -1,0 +1,158 @@
+"""Tells near-ties from errors where two greedy sequences differ.
+
+Kernels sum in another order for one row than for several, so the logits of a token change slightly with the shape of
+the forward. Two tokens with nearly equal logits may then swap. This noise is small compared with the logits and
+shrinks with a wider dtype. A gap within the noise measured at that position is a near-tie; a larger one is an error.
+"""
+
+import copy
+import inspect
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
+_MIN_ULPS = 4  # units in the last place: two logits, each rounded twice
+_MAX_ULPS = 64  # largest noise that counts without a confirmation in float64
+_NOISE_MARGIN = 2.0  # the measured noise is one sample, and each of the two logits has its own
+_EXACT_TOLERANCE = 1e-4  # relative, in float64: many models compute norms and softmax in float32 there too
+_EXACT_BYTES = 2**31  # largest copy in float64
+
+
+class Evidence(NamedTuple):
+    """Whether a difference is a "tie" or a "bug", with the measurements behind it in units of logits.
+
+    `top_gap` is the largest logit minus the second largest in the target's dtype, `exact_top_gap` the same in float64
+    (None if not computed). `noise` is how much the logits of the two tokens change between a forward over one token
+    of one row and forwards over one and K+1 tokens of B rows. `bound` is the largest gap that rounding explains.
+    """
+
+    verdict: str
+    top_gap: float
+    exact_top_gap: float | None
+    noise: float
+    bound: float
+    reason: str
+
+
+class LogitNoise(NamedTuple):
+    """Measurement of the target's logits at a difference, in one dtype; `top_gap` and `noise` as in `Evidence`."""
+
+    top_gap: float
+    noise: float
+    magnitude: float  # of the largest finite logit
+
+
+class Difference(Protocol):
+    """Position at which two sequences differ."""
+
+    @property
+    def plain_id(self) -> int:
+        """Next token of the plain sequence."""
+
+    @property
+    def speculative_id(self) -> int:
+        """Next token of the speculative sequence."""
+
+    @property
+    def gap(self) -> float:
+        """Score of the plain token minus that of the other one, after all logits processors, in the plain run."""
+
+    def measured_on(self, model: PreTrainedModel) -> LogitNoise:
+        """Run forwards of the target, or of its copy in another dtype."""
+
+
+class TextDifference(NamedTuple):
+    """Difference between two sequences of a decoder that reads token ids only.
+
+    Args:
+        token_ids: [T] int64, the common prefix, unpadded.
+        plain_id, speculative_id: the tokens that follow.
+        gap: see `Difference`.
+        block_len: K+1, the tokens that one verification scored.
+        num_rows: B of the speculative call.
+    """
+
+    token_ids: Tensor
+    plain_id: int
+    speculative_id: int
+    gap: float
+    block_len: int
+    num_rows: int
+
+    @torch.no_grad()
+    def measured_on(self, model: PreTrainedModel) -> LogitNoise:
+        """See `Difference`."""
+        ids = self.token_ids[None].to(model.device)  # [1, T]
+        single = _last_logits(model, ids, 1)  # [V]
+        rows = ids.expand(self.num_rows, -1)  # [B, T]
+        others = torch.stack([_last_logits(model, rows, num) for num in (1, self.block_len)])  # [2, V]
+        return noise_between(single, others, (self.plain_id, self.speculative_id))
+
+
+def classify(model: PreTrainedModel, exact: PreTrainedModel | None, difference: Difference) -> Evidence:
+    """Decide whether rounding explains a difference.
+
+    The bound is the larger of 4 units in the last place of the largest logit and twice the noise. Noise above 64 such
+    units counts as 64, unless float64 confirms that it is rounding.
+
+    Args:
+        model: the target.
+        exact: the target in float64; None if there is no such copy.
+        difference: where the sequences differ.
+    """
+    exactly = None if exact is None else difference.measured_on(exact)
+    measured = difference.measured_on(model)
+    is_confirmed = exactly is not None and exactly.noise <= _EXACT_TOLERANCE * exactly.magnitude
+    eps = max(torch.finfo(one).eps for one in (model.dtype, torch.float32))  # scores are float32 at best
+    ulp = eps * measured.magnitude
+    noise = measured.noise if is_confirmed else min(measured.noise, _MAX_ULPS * ulp)
+    bound = max(_MIN_ULPS * ulp, _NOISE_MARGIN * noise)
+    verdict, reason = "tie", "the gap is within rounding"
+    if exactly is not None and not is_confirmed:
+        verdict, reason = "bug", "in float64 too, a forward over several tokens gives other logits than one over one"
+    elif not difference.gap <= bound:  # NaN is not a tie
+        verdict, reason = "bug", "the gap is larger than rounding explains"
+    exact_top_gap = None if exactly is None else exactly.top_gap
+    return Evidence(verdict, measured.top_gap, exact_top_gap, measured.noise, bound, reason)
+
+
+def float64_copy(model: PreTrainedModel) -> PreTrainedModel | None:
+    """The model in float64: itself, or a copy; None for a large, quantised or distributed model."""
+    if model.dtype == torch.float64:
+        return model
+    num_bytes = 8 * sum(parameter.numel() for parameter in model.parameters())
+    is_plain = getattr(model.config, "quantization_config", None) is None and not hasattr(model, "hf_device_map")
+    if num_bytes > _EXACT_BYTES or not is_plain or model.device.type not in ("cpu", "cuda"):
+        return None
+    exact: PreTrainedModel = copy.deepcopy(model).to(torch.float64)  # type: ignore[arg-type]
+    return exact
+
+
+def noise_between(single: Tensor, others: Tensor, token_ids: tuple[int, int]) -> LogitNoise:
+    """Compare the logits that forwards of several shapes gave for one position.
+
+    Args:
+        single: [V] float64, after a forward over one token of one row.
+        others: [N, V] float64, after other forwards.
+        token_ids: the two tokens of the difference.
+    """
+    tokens = torch.tensor(token_ids, device=single.device)
+    noise = (single[tokens] - others[:, tokens]).abs().max()
+    top = single.topk(2).values
+    magnitude = single[single.isfinite()].abs().max()
+    return LogitNoise(float(top[0] - top[1]), float(noise), float(magnitude))
+
+
+def _last_logits(model: PreTrainedModel, token_ids: Tensor, block_len: int) -> Tensor:
+    """[V] float64, the first row's last logits of `token_ids` [B, T], whose last `block_len` are one cached forward."""
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    options = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    num_before = max(token_ids.shape[1] - block_len, 0)
+    if num_before:
+        model(input_ids=token_ids[:, :num_before], past_key_values=cache, use_cache=True, **options)
+    output = model(input_ids=token_ids[:, num_before:], past_key_values=cache, use_cache=True, **options)
+    logits: Tensor = output.logits[0, -1].double()
+    return logits
