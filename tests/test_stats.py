@@ -369,6 +369,6 @@ def test_without_its_library_the_error_names_the_extra(monkeypatch, library, ask
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(
         hf_speculate.MissingExtraError,
-        match=rf'^{library} must be installed for this, and is not; pip install "hf-speculate\[plot\]"$',
+        match=rf'^{library} must be installed .*; run pip install "{library}", or pip install "\.\[plot\]" in a clone',
     ):
         getattr(told_stats(), ask)()

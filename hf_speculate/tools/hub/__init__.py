@@ -1,1 +1,1 @@
-"""Repositories on the Hub that say how to decode."""
+"""Writes repositories for the Hugging Face Hub."""

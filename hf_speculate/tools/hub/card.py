@@ -1,107 +1,87 @@
 """Writes the model card of a repository that decodes speculatively."""
 
+import inspect
 import json
+import re
 import textwrap
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-# A line of every card that is written here: it tells a card that may be replaced from one that a user wrote.
-CARD_MARK = "<!-- hf_speculate.save_config wrote this card and replaces it; take this line out to keep the card. -->"
+from hf_speculate.config import SpeculationConfig
+from hf_speculate.verify.base import is_lossless
+
+# A line of every card written here: it tells a card that may be replaced from one that a user wrote.
+CARD_MARK = "<!-- hf_speculate.save_config wrote this card and replaces it; remove this line to keep your changes. -->"
 
 
 class _About(NamedTuple):
-    """What a card says of a verifier."""
+    """Description of a verifier."""
 
     title: str
-    rule: str  # what makes a token stay
-    arguments: str  # of the example
-    expect: str
+    rule: str  # when a drafted token stays
+    example: str  # arguments of the example call
     source: str
 
 
 _ABOUT = {
     "greedy": _About(
-        "greedy decoding",
-        "a token stays while it is the target's most likely one",
+        "greedy verification",
+        "a drafted token stays if it is the target's most likely token",
         "",
-        "The text is that of plain greedy decoding: exactly in float64, and up to near-ties of the two "
-        "largest logits in float32 and half precision, where a forward over several tokens may round "
-        "differently from one over a single token. `do_sample=True` is refused; leave `verifier` out of the "
-        "fields for both.",
         "Stern et al., *Blockwise Parallel Decoding*, arXiv:1811.03115.",
     ),
     "rejection": _About(
         "rejection sampling",
-        "a token stays with the probability that keeps the target's law exact",
+        "a drafted token stays with probability min(1, p/q) under the target p and the draft q",
         "do_sample=True,",
-        "Lossless: whatever the draft proposes, the text has the law of plain sampling from the target, after"
-        " temperature, top-k, top-p and every other setting. With `do_sample=False` the text is that of "
-        "greedy decoding.",
         "Leviathan et al., arXiv:2211.17192; Chen et al., arXiv:2302.01318.",
     ),
     "block": _About(
         "block verification",
-        "the longest prefix stays that keeps the target's law exact, all tokens of a round judged together",
+        "the tokens of a round are verified jointly, which on average keeps at least as many as rejection sampling",
         "do_sample=True,",
-        "Lossless: the text has the law of plain sampling from the target, and on average at least as many "
-        "tokens stay as with rejection sampling. With `do_sample=False` the text is that of greedy decoding.",
         "Sun et al., *Block Verification Accelerates Speculative Decoding*, arXiv:2403.10444.",
     ),
     "coupled": _About(
         "coupled sampling",
-        "a token stays while it is the one that the target draws itself, from noise that both models share",
+        "a drafted token stays if the target samples the same one from noise that both models share, so a seed gives "
+        "the same text with every draft model",
         "do_sample=True,\n    seed=1,",
-        "Lossless, and repeatable: a seed gives the same text with every draft model and every number of "
-        "drafted tokens, as far as the logits are equal. Somewhat fewer tokens stay than with rejection "
-        "sampling. With `do_sample=False` the text is that of greedy decoding.",
         "Daliri et al., *Coupling without Communication and Drafter-Invariant Speculative Decoding*, arXiv:2408.07978.",
     ),
     "typical": _About(
         "typical acceptance",
-        "a token stays while the target finds it likely enough for its own uncertainty",
+        "a drafted token stays if its probability under the target is above min(posterior_threshold, posterior_alpha * "
+        "exp(-entropy))",
         "do_sample=True,",
-        "Typical acceptance is lossy: the text follows the draft wherever the target does not object, so its "
-        "law is not the target's. Every drafted token that it keeps has a target probability above the smaller of "
-        "`posterior_threshold` and `posterior_alpha` * exp(-H), where H is the entropy of the target's distribution at "
-        "that position: where the target is uncertain, tokens below `posterior_threshold` stay too. With "
-        "`do_sample=True` the token at the first refusal is drawn from the target's law, otherwise it is the "
-        "target's most likely one.",
         "Cai et al., *Medusa*, arXiv:2401.10774, section 3.3.1.",
     ),
 }
-_DEFAULT = "rejection"  # what a card speaks of where no verifier is named
-
-_MEANINGS = {
-    "assistant_confidence_threshold": "a row stops drafting after a token of lower draft probability",
-    "draft_sampling": "how the draft proposes under `do_sample=True`",
-    "entropy_epsilon": "added inside the logarithm of the entropy",
-    "max_matching_ngram_size": "tokens of the text's end that are matched at most",
-    "num_assistant_tokens": "tokens drafted a round; with `adaptive` the most of them",
-    "num_assistant_tokens_schedule": "how that number moves from round to round",
-    "posterior_alpha": "the other bound is this times exp(-entropy) of the target's law",
-    "posterior_threshold": "one bound of a token's probability, which must be above the smaller of two",
-    "prompt_lookup_num_tokens": "tokens copied a round at most, from where the text's end stood before",
-    "relax_only_inside": "ids of the tokens between which the verifier decides; outside, the lossless one does",
-    "seed": "of the noise",
-    "speculation_cache": "where key-value states are kept",
-    "typical_correction": "the token at the first refusal",
-    "verifier": "which drafted tokens stay",
-    "verifier_backend": "the kernels that verify and draw",
-}
+_DEFAULT = "rejection"  # described if no verifier is set
+_LOSSLESS = (
+    "Lossless: with `do_sample=True` the text has the distribution of plain sampling from the target after "
+    "temperature, top-k, top-p and all other settings, whatever the draft model proposes. With `do_sample=False` it is "
+    "that of greedy decoding, up to near-ties of the two largest logits in float32 and half precision."
+)
+_LOSSY = (
+    "Lossy: the text follows the draft model wherever the rule allows, so its distribution is not the target's. The "
+    "token after the accepted ones is sampled from the target with `do_sample=True`, and its most likely one otherwise."
+)
+_GREEDY = "With `do_sample=True` it is refused; leave `verifier` out of the fields to allow both."
 
 
 def documented_verifiers() -> list[str]:
-    """The verifiers that a card can explain, sorted."""
+    """Names of the verifiers that a card can describe, sorted."""
     return sorted(_ABOUT)
 
 
 def title_of(verifier: str | None) -> str:
-    """What a verifier is called in a sentence."""
+    """Title of a verifier, in words."""
     return _ABOUT[verifier or _DEFAULT].title
 
 
 def is_replaceable(card: bytes) -> bool:
-    """Whether a README was written by `model_card`, and not by a user, whose it stays."""
+    """Whether `model_card` wrote a README, not a user."""
     return CARD_MARK.encode() in card.splitlines()
 
 
@@ -112,13 +92,17 @@ def model_card(fields: Mapping[str, Any], name: str) -> str:
         fields: what the repository sets, by name.
         name: the folder, or the name on the Hub, that the example decodes with.
     """
-    about = _ABOUT[fields.get("verifier") or _DEFAULT]
-    rows = "\n".join(f"| `{field}` | `{json.dumps(fields[field])}` | {_MEANINGS[field]} |" for field in sorted(fields))
+    verifier = fields.get("verifier") or _DEFAULT
+    about, meanings = _ABOUT[verifier], _meanings()
+    rows = "\n".join(f"| `{key}` | `{json.dumps(fields[key])}` | {meanings.get(key, '')} |" for key in sorted(fields))
     what = _filled(
-        "A `custom_generate` repository: it says how to decode. A small draft model proposes tokens, the target model "
-        f"judges all of them in one forward, and {about.rule}. Works for one prompt and for left-padded batches."
+        "A `custom_generate` repository with settings of speculative decoding. A small draft model proposes several "
+        f"tokens and the target model verifies them in one forward pass: {about.rule}. Works for single prompts and "
+        "for left-padded batches."
     )
-    extra = f"\n    {about.arguments}" if about.arguments else ""
+    expect = _LOSSLESS if is_lossless(SpeculationConfig(verifier=verifier)) else _LOSSY
+    expect = _filled(f"{expect} {_GREEDY}" if verifier == "greedy" else expect)
+    example = f"\n    {about.example}" if about.example else ""
     return f"""---
 library_name: transformers
 license: apache-2.0
@@ -137,7 +121,7 @@ tags:
 
 ## Use
 
-Needs `hf-speculate` (see `custom_generate/requirements.txt`).
+Needs the Python package hf_speculate: run `pip install .` in a clone of its repository.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -151,28 +135,35 @@ output = model.generate(
     **inputs,
     custom_generate="{name}",  # this folder, or its name on the Hub
     trust_remote_code=True,
-    assistant_model=draft,{extra}
+    assistant_model=draft,{example}
     max_new_tokens=64,
 )
 ```
 
 ## Fields
 
-The call's own arguments go first; these fill in what it leaves open.
+Arguments of the call override these fields.
 
-| field | here | meaning |
+| field | value | meaning |
 |---|---|---|
 {rows}
 
-They stand in `generation_config.json`, where `from_pretrained` finds them in a folder that holds weights too, and in
-`custom_generate/generate.py`, which transformers runs by itself; change both.
+The fields are in `generation_config.json`, which `from_pretrained` reads from a folder that also holds weights, and in
+`custom_generate/generate.py`, which transformers runs on its own. Change both.
 
-## What to expect
+## Output
 
-{_filled(about.expect)}
+{expect}
 
 Source: {about.source}
 """
+
+
+def _meanings() -> dict[str, str]:
+    """First sentence on each field in the docstring of `SpeculationConfig`."""
+    arguments = (inspect.getdoc(SpeculationConfig) or "").partition("Args:\n")[2].partition("\n\n")[0]
+    entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", arguments, re.M)
+    return {name: " ".join(text.split()).split(". ")[0].removesuffix(".") for name, text in entries}
 
 
 def _filled(text: str) -> str:

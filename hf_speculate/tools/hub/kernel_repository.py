@@ -1,8 +1,8 @@
-"""Copies `triton_kernels/` into the layout that the Hugging Face `kernels` library loads, on this machine or the Hub.
+"""Writes `triton_kernels/` as a repository that the Hugging Face `kernels` library loads, locally or from the Hub.
 
     python -m hf_speculate.tools.hub.kernel_repository
 
-writes `build/torch-universal/`; then `kernels.get_local_kernel(Path("."))` loads it, from the repository's root.
+writes `build/torch-universal/`, which `kernels.get_local_kernel(Path("."))` loads from the root of a clone.
 """
 
 import argparse
@@ -15,20 +15,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 SOURCE = ROOT / "triton_kernels"
-VARIANT = "torch-universal"  # the sources serve every torch build, GPU and CPU
+VARIANT = "torch-universal"  # for every torch build, with or without a GPU
 NAME = "hf-speculate-kernels"
 PACKAGE = NAME.replace("-", "_")
 
 
 def write_repository(folder: Path) -> Path:
-    """Write the variant into `folder`, in place of one that lies there.
-
-    Args:
-        folder: the repository's `build` folder; made where there is none.
-
-    Returns:
-        The variant's folder, which holds the package and what the library reads of it.
-    """
+    """Write the variant into `folder`, the repository's `build` folder, and return the variant's folder."""
     variant = folder / VARIANT
     if variant.exists():
         shutil.rmtree(variant)
@@ -38,22 +31,22 @@ def write_repository(folder: Path) -> Path:
 
 
 def metadata(variant: Path) -> dict[str, object]:
-    """What the library reads before it imports anything: every key is required there."""
+    """Metadata of a variant; the library requires every key."""
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg", encoding="utf-8")
     version = setup["metadata"]["version"]
     return {
-        "id": f"{PACKAGE}_{digest(variant)}",  # the module's name: other sources in one process get another
+        "id": f"{PACKAGE}_{digest(variant)}",  # the module's name in a process
         "name": NAME,
         "version": int(version.split(".")[0]),
         "license": setup["metadata"]["license"],
         "python-depends": [],
-        "backend": {"type": "cuda"},  # the library knows none for all; it compares no device with it
+        "backend": {"type": "cuda"},  # required, but not compared with the device
     }
 
 
 def digest(variant: Path) -> str:
-    """Of names and contents of the package's files."""
+    """Digest of the names and contents of the package's files."""
     sha = hashlib.sha256()
     for path in sorted((variant / PACKAGE).rglob("*.py")):
         sha.update(f"{path.relative_to(variant).as_posix()}\n".encode())
@@ -62,7 +55,7 @@ def digest(variant: Path) -> str:
 
 
 def main() -> None:
-    """Write the repository where the command line says."""
+    """Write the repository."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--folder", type=Path, default=ROOT / "build", help="where torch-universal/ is written")
     sys.stdout.write(f"written: {write_repository(parser.parse_args().folder)}\n")

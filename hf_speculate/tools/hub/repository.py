@@ -1,4 +1,4 @@
-"""Writes a repository whose `generation_config.json` and `custom_generate` decode speculatively."""
+"""Writes a repository with a `generation_config.json` and a `custom_generate` function that decode speculatively."""
 
 import json
 from pathlib import Path
@@ -28,29 +28,28 @@ def save_config(
     api: HfApi | None = None,
     **fields: Any,
 ) -> Path:
-    """Write a folder that decodes with these fields, as it would lie on the Hub.
+    """Write a folder with speculative settings, in the layout of the Hub.
 
-    `generation_config.json` holds the model's settings and the fields, so that `from_pretrained` followed by `enable`
-    picks them up where the folder holds weights too; what that file said before is replaced. `custom_generate/` holds
-    a function for models that are not enabled. A model card is written where there is none, or one that was written
-    here before; a user's own stays as it is, and is not uploaded. The model is only read.
+    `generation_config.json` holds the model's generation settings and the fields; `from_pretrained` followed by
+    `enable` uses them if the folder also holds weights. An existing file is replaced. `custom_generate/` holds a
+    function for models that are not enabled. A model card is written unless the folder has one of the user's own,
+    which is neither changed nor uploaded. The model is not changed.
 
     Args:
-        model: whose generation settings go along; None: none do.
-        folder: made where there is none.
-        push_to_hub: also upload the files that were written.
-        repo_id: name of the repository on the Hub; unset: the folder's name.
-        private: whether a repository that is made there is private; unset: as the account has it.
-        api: uploads; unset: a fresh one.
-        **fields: of `SpeculationConfig`. Fields that the model's generation config sets go along and count where they
-            are not given here.
+        model: whose generation settings are included; None for none.
+        folder: created if it does not exist.
+        push_to_hub: whether to upload the written files.
+        repo_id: name of the repository on the Hub; None for the folder's name.
+        private: whether a new repository is private; None for the account's default.
+        api: used for uploading; None for a new one.
+        **fields: of `SpeculationConfig`. They override fields that the model's generation config sets.
 
     Returns:
         The folder.
 
     Raises:
-        ConfigError: a field is unknown, has a wrong value or is no plain value, or the verifier is not one of this
-            library's.
+        ConfigError: a field is unknown, has a wrong value or cannot be written as JSON, or the verifier is not one of
+            this library's.
     """
     saved = {} if model is None else fields_of(model.generation_config)
     saved |= {name: value for name, value in fields.items() if value is not None}
@@ -59,7 +58,7 @@ def save_config(
     name = repo_id or folder.resolve().name
     (folder / _FUNCTION).parent.mkdir(parents=True, exist_ok=True)
     _settings(model, saved).save_pretrained(folder)
-    written = {_FUNCTION: function_source(saved), _REQUIREMENTS: "hf-speculate>=0.1.0\ntransformers>=5.17\n"}
+    written = {_FUNCTION: function_source(saved), _REQUIREMENTS: "transformers>=5.17\n"}
     card = folder / _CARD
     if not card.exists() or is_replaceable(card.read_bytes()):
         written[_CARD] = model_card(saved, name)
@@ -71,25 +70,23 @@ def save_config(
 
 
 def function_source(fields: dict[str, Any]) -> str:
-    """The content of `custom_generate/generate.py`.
-
-    Args:
-        fields: what the repository sets, by name.
-    """
+    """The content of `custom_generate/generate.py` for a repository that sets `fields`."""
     title = title_of(fields.get("verifier"))
     lines = "".join(f"    {json.dumps(name)}: {_literal(fields[name])},\n" for name in sorted(fields))
     return f'''"""Speculative decoding with {title}, as a `custom_generate` function."""
 
-import hf_speculate
+try:
+    import hf_speculate
+except ImportError as error:
+    raise ImportError("hf_speculate is not installed; run pip install . in a clone of its repository") from error
 
-# transformers copies this file alone and does not say where from, so the fields of ../generation_config.json stand
-# here as well. What the call sets itself goes first.
+# transformers copies this file alone, so it repeats the fields of ../generation_config.json.
 FIELDS = {{
 {lines}}}
 
 
 def generate(model, **kwargs):
-    """What `model.generate(**kwargs)` returns, decoded with `assistant_model` and {title}."""
+    """Run `model.generate(**kwargs)` with `assistant_model` and {title}."""
     return hf_speculate.generate(model, fields_from=FIELDS, **kwargs)
 '''
 
@@ -99,24 +96,25 @@ def _check(fields: dict[str, Any]) -> None:
     if unknown:
         raise ConfigError(
             f"fields must be among {', '.join(PLAIN_NAMES)}, got {', '.join(unknown)}; "
-            "set transformers' own ones in model.generation_config"
+            "set fields of transformers in model.generation_config"
         )
     for name, value in sorted(fields.items()):
         if not isinstance(value, str | int | float | list | tuple):
             raise ConfigError(
-                f"{name} must be a plain value to be saved, got {type(value).__name__}; pass it to generate() instead"
+                f"{name} must be a string, a number or a list to be saved, got {type(value).__name__}; pass it to "
+                "generate()"
             )
     SpeculationConfig(**fields)
     verifier = fields.get("verifier")
     if verifier is not None and verifier not in documented_verifiers():
         raise ConfigError(
             f"verifier must be one of {', '.join(documented_verifiers())} to be saved, got {verifier!r}; "
-            "a repository with a rule of its own has to register it, see examples/hub/top_k"
+            "see examples/hub/top_k for a repository that registers a verifier of its own"
         )
 
 
 def _settings(model: PreTrainedModel | None, fields: dict[str, Any]) -> GenerationConfig:
-    """A fresh config: one that came from a model's config would lose unknown fields when it is loaded."""
+    """A new config, because one derived from a model config loses unknown fields when it is loaded."""
     settings = {} if model is None else model.generation_config.to_diff_dict()
     for name in ("_from_model_config", "transformers_version"):
         settings.pop(name, None)

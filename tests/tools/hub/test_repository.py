@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 import hf_speculate
+from hf_speculate.config import PLAIN_NAMES
 from hf_speculate.tools.hub.card import CARD_MARK, model_card
-from hf_speculate.tools.hub.repository import save_config
+from hf_speculate.tools.hub.repository import function_source, save_config
 from hf_speculate.triton_kernels import verify_typical
 from tests.tiny import make_model, ragged_prompts
 
@@ -35,7 +37,7 @@ def test_the_card_of_typical_acceptance_claims_no_more_than_the_rule():
     assert 1 / num_ids < 0.09
     card = " ".join(model_card({"verifier": "typical"}, "rule").split())
     assert "above the threshold" not in card
-    assert "above the smaller of `posterior_threshold` and `posterior_alpha` * exp(-H)" in card
+    assert "above min(posterior_threshold, posterior_alpha * exp(-entropy))" in card
 
 
 class Api:
@@ -77,7 +79,7 @@ def test_the_examples_are_what_is_written(name, tmp_path):
     ours, shown = files_in(tmp_path / name), files_in(EXAMPLES / name)
     assert set(ours) == set(shown) == FILES
     assert without_version(ours.pop("generation_config.json")) == without_version(shown.pop("generation_config.json"))
-    assert ours == shown
+    assert ours == shown, "write the folders of examples/hub again with save_config"
 
 
 @pytest.mark.parametrize("name", FIELDS)
@@ -90,6 +92,16 @@ def test_a_repository_says_its_fields_the_same_way_twice(name):
     assert all(getattr(loaded, field) == value for field, value in fields.items())
     card = (EXAMPLES / name / "README.md").read_text()
     assert all(f"| `{field}` | " in card for field in fields)
+
+
+def test_a_card_explains_every_field_and_its_file_says_how_to_install():
+    card = model_card(dict.fromkeys(PLAIN_NAMES, 1) | {"verifier": "typical"}, "x")
+    meanings = dict(re.findall(r"^\| `(\w+)` \| `.*` \| (.*) \|$", card, re.M))
+    assert [name for name in PLAIN_NAMES if len(meanings[name]) < 10] == []
+    assert "pip install hf" not in card
+    code = function_source({}).replace("import hf_speculate\n", "import hf_speculate_missing\n")
+    with pytest.raises(ImportError, match="hf_speculate is not installed; run pip install"):
+        exec(compile(code, "generate.py", "exec"), {})
 
 
 @pytest.mark.parametrize("name", FIELDS)
@@ -212,7 +224,7 @@ def test_nothing_is_uploaded_unasked(tmp_path):
         ({"verifier": "own_rule"}, "verifier must be one of block, coupled, greedy, rejection, typical to be saved"),
         ({"posterior_treshold": 0.1}, "fields must be among .*, got posterior_treshold"),
         ({"posterior_threshold": 2.0}, r"posterior_threshold must be in \(0, 1\), got 2.0"),
-        ({"suffix_store": hf_speculate.SuffixStore()}, "suffix_store must be a plain value to be saved"),
+        ({"suffix_store": hf_speculate.SuffixStore()}, "suffix_store must be a string, a number or a list to be saved"),
     ],
 )
 def test_what_cannot_be_saved_is_refused_before_anything_is_written(fields, message, tmp_path):

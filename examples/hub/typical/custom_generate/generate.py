@@ -1,9 +1,11 @@
 """Speculative decoding with typical acceptance, as a `custom_generate` function."""
 
-import hf_speculate
+try:
+    import hf_speculate
+except ImportError as error:
+    raise ImportError("hf_speculate is not installed; run pip install . in a clone of its repository") from error
 
-# transformers copies this file alone and does not say where from, so the fields of ../generation_config.json stand
-# here as well. What the call sets itself goes first.
+# transformers copies this file alone, so it repeats the fields of ../generation_config.json.
 FIELDS = {
     "num_assistant_tokens": 5,
     "num_assistant_tokens_schedule": "constant",
@@ -14,5 +16,5 @@ FIELDS = {
 
 
 def generate(model, **kwargs):
-    """What `model.generate(**kwargs)` returns, decoded with `assistant_model` and typical acceptance."""
+    """Run `model.generate(**kwargs)` with `assistant_model` and typical acceptance."""
     return hf_speculate.generate(model, fields_from=FIELDS, **kwargs)
