@@ -73,7 +73,7 @@ def _talk(pair: Pair, arguments: dict[str, Any], log: Console) -> None:
         if not line:
             return
         messages.append({"role": "user", "content": line.rstrip("\n")})
-        [token_ids] = token_ids_of([Row.of(messages, place="the chat")], pair.tokenizer, is_chat=True)
+        [token_ids] = token_ids_of([Row.of(messages, source="the chat")], pair.tokenizer, is_chat=True)
         messages.append({"role": "assistant", "content": _decode(pair, token_ids, arguments, log)})
 
 

@@ -1,4 +1,4 @@
-"""Decodes a data set with a model that is loaded already."""
+"""Decodes a data set with a loaded model."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -30,43 +30,41 @@ def decode_dataset(
     on_batch: Callable[[DatasetReport], None] | None = None,
     **arguments: Any,
 ) -> DatasetReport:
-    """Decode prompts in batches into a file with one JSON object a line, and go on where an earlier call was ended.
+    """Decode prompts in batches into a file with one JSON object per line; an interrupted run resumes.
 
-    Batches hold prompts of like length, the longest first. Each is on the disk before the next begins: a process that
-    is killed loses the batch that runs. A line has "id", "text" (what is new), "num_tokens", "finish_reason" ("stop" or
-    "length") and the prompt's other fields. `<output>.run` is a folder with what a later call needs.
+    Batches hold prompts of similar length, longest first. Each batch is on the disk before the next one starts: a
+    killed process loses one batch. A line has "id", "text" (the new text), "num_tokens", "finish_reason" ("stop" or
+    "length") and the prompt's extra fields. The folder `<output>.run` holds what a later run needs.
 
-    Where `accelerate launch` or `torchrun` has started several processes, each decodes its share with a model of its
-    own; all of them must call this with the same arguments and share the folder of the output.
+    If `accelerate launch` or `torchrun` started several processes, each decodes its share with its own model. All must
+    call this function with the same arguments and share the folder of the output.
 
     Args:
         model: the target, enabled or not.
-        tokenizer: the target's; left as it is.
-        prompts: a file with a JSON value a line, or such values: strings, or objects with "prompt", "text", "messages"
-            or "turns" (of which the first counts), and perhaps with "id", else the line's number is the id.
-        output: the file; made where there is none, and only added to.
-        max_new_tokens: of each row.
-        batch_size: rows of a batch at most.
-        seed: where tokens are drawn, each row's own seed follows from this one and from its id; None: drawn once, and
-            kept for later calls.
-        is_chat: put texts through the tokenizer's chat template too, as messages always are.
-        is_ordered: bring the finished output into the order of the prompts.
-        if_changed: what becomes of finished rows where prompts or settings are others than in the call before:
-            "refuse", "keep" or "restart".
-        on_batch: is called after each batch with how far this process is.
+        tokenizer: the target's; not changed.
+        prompts: a file with one JSON value per line, or such values: strings, or objects with "prompt", "text",
+            "messages" or "turns" (whose first entry counts), and optionally "id" (default: the line's number).
+        output: the file; created if it does not exist, and only appended to.
+        max_new_tokens: of each row, >= 1.
+        batch_size: rows of a batch at most, >= 1.
+        seed: when sampling, each row's seed follows from this one and from its id; None to draw one and keep it.
+        is_chat: whether texts also pass through the chat template, as messages always do.
+        is_ordered: whether to sort the finished output like the prompts.
+        if_changed: "refuse", "keep" or "restart" finished rows if prompts or settings differ from the earlier run's.
+        on_batch: is called after each batch with the progress of this process.
         **arguments: of `generate()`, such as `assistant_model`.
 
     Returns:
-        How it went, on all processes; `.results()` reads the output.
+        The progress of all processes; `.results()` reads the output.
 
     Raises:
-        ConfigError: a prompt is none, ids repeat, the output was begun with something else, or a setting is wrong.
-        UnsupportedModelError: there are several processes, and the model is spread over them.
+        ConfigError: a prompt is invalid, ids repeat, the output belongs to another run, or a setting is wrong.
+        UnsupportedModelError: there are several processes, and the model is distributed over them.
     """
     rows = read_rows(prompts)
     check_batch_size(batch_size)
     if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
-        raise ConfigError(f"seed must be an int, got {seed!r}; leave it out to have one drawn")
+        raise ConfigError(f"seed must be an int, got {seed!r}; leave it out for a random one")
     decoder = RowDecoder(model, tokenizer, max_new_tokens, arguments, is_chat)
     ranks = find_ranks(is_cpu=model.device.type == "cpu")
     check_model(model, ranks)
@@ -81,32 +79,24 @@ def decode_dataset(
 
 
 def check_batch_size(batch_size: int) -> None:
-    """Refuse a number of rows that is none.
-
-    Raises:
-        ConfigError: it is no int, or below 1.
-    """
+    """Raise `ConfigError` unless the batch size is an int >= 1."""
     if not isinstance(batch_size, int) or batch_size < 1:
         raise ConfigError(f"batch_size must be at least 1, got {batch_size!r}; leave it out for 16")
 
 
 def check_model(model: PreTrainedModel, ranks: Ranks) -> None:
-    """Refuse a model that ranks can only run together.
-
-    Raises:
-        UnsupportedModelError: there are several ranks, and the model is spread over them.
-    """
+    """Raise `UnsupportedModelError` if there are several ranks and the model is distributed over them."""
     if ranks.num == 1:
         return
     if (getattr(model, "tp_size", None) or 1) > 1 or synced_ranks(None, [model], model.device) is not None:
         raise UnsupportedModelError(
-            f"each of {ranks.num} ranks must hold a model of its own to decode a share of the rows, got one that is "
-            "spread over them; call generate() on all ranks instead"
+            f"each of {ranks.num} ranks must hold a whole model to decode a share of the rows, got one that is "
+            "distributed over them; call generate() on all ranks instead"
         )
 
 
 def _described(value: Any) -> Any:
-    """What a manifest says of an argument."""
+    """Description of an argument in the manifest."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Keeps results in a file that only grows, so that nothing is lost when a process is killed."""
+"""Append-only files of results, which survive a kill of the process."""
 
 import json
 import os
@@ -9,28 +9,24 @@ from typing import Any, NamedTuple
 from hf_speculate.errors import ConfigError
 
 _BLOCK_BYTES = 1 << 16
-_BEGIN = b'{"id'  # of every line that is written here
+_BEGIN = b'{"id'  # of every line
 
 
 class Span(NamedTuple):
-    """Where a line lies in its file, in bytes."""
+    """Position of a line in its file, in bytes."""
 
     begin: int
     num_bytes: int
 
 
 def append_results(path: Path, results: Sequence[Mapping[str, Any]]) -> None:
-    """Add a line for each result; they are on the disk when this returns.
-
-    Raises:
-        OSError: they cannot be written.
-    """
+    """Append one line per result and flush them to the disk."""
     text = "".join(f"{json.dumps(result, ensure_ascii=False)}\n" for result in results)
     append_lines(path, text.encode())
 
 
 def append_lines(path: Path, lines: bytes) -> None:
-    """Add lines, each with its end; they are on the disk when this returns."""
+    """Append whole lines and flush them to the disk."""
     is_new = not path.exists()
     with path.open("ab") as file:
         file.write(lines)
@@ -41,13 +37,10 @@ def append_lines(path: Path, lines: bytes) -> None:
 
 
 def cut_torn_line(path: Path) -> int:
-    """Cut off a last line that was not written to its end.
-
-    Returns:
-        The number of bytes that were cut; 0 where the file is whole, or is not there.
+    """Remove an incomplete last line; returns its number of bytes.
 
     Raises:
-        ConfigError: that line was not written here.
+        ConfigError: the line does not look like a result.
     """
     if not path.exists():
         return 0
@@ -67,7 +60,7 @@ def cut_torn_line(path: Path) -> int:
             beginning = file.read(len(_BEGIN))
             if not _BEGIN.startswith(beginning):
                 raise ConfigError(
-                    f"each line of the output must be a result, got another one at the end of {path}; mend or remove "
+                    f"each line of the output must be a result, got another one at the end of {path}; repair or remove "
                     "that line, or choose another output"
                 )
             file.truncate(end)
@@ -77,10 +70,10 @@ def cut_torn_line(path: Path) -> int:
 
 
 def spans_of(path: Path) -> dict[str, Span]:
-    """Where the result of every id lies, in the order of the file; none where the file is not there.
+    """Position of the result of each id, in the order of the file; empty if the file does not exist.
 
     Raises:
-        ConfigError: a line holds no result, or an id comes twice.
+        ConfigError: a line is not a result, or an id occurs twice.
     """
     spans: dict[str, Span] = {}
     if not path.exists():
@@ -92,21 +85,18 @@ def spans_of(path: Path) -> dict[str, Span]:
                 key = str(json.loads(line)["id"])
             except (ValueError, KeyError, TypeError):
                 raise ConfigError(
-                    f"each line of the output must be a result, got another one at {path.name}:{number}; mend or "
+                    f"each line of the output must be a result, got another one at {path.name}:{number}; repair or "
                     "remove that line, or choose another output"
                 ) from None
             if key in spans:
-                raise ConfigError(f"ids must differ, got {key!r} again at {path.name}:{number}; remove that line")
+                raise ConfigError(f"ids must be unique, got {key!r} again at {path.name}:{number}; remove that line")
             spans[key] = Span(begin, len(line))
             begin += len(line)
     return spans
 
 
 def move_results(part: Path, whole: Path) -> None:
-    """Move the results of one file to the end of another, those excepted that are there already.
-
-    May be killed at any moment and run again.
-    """
+    """Move the results of one file to the end of another; may be killed at any time and repeated."""
     cut_torn_line(part)
     known = spans_of(whole)
     spans = spans_of(part)
@@ -117,12 +107,12 @@ def move_results(part: Path, whole: Path) -> None:
 
 
 def put_in_order(path: Path, keys: Iterable[str], scratch: Path) -> None:
-    """Bring the lines of a file into the order of their ids; at any moment the file is whole.
+    """Sort the lines of a file by their ids; the file is whole at any time.
 
     Args:
         path: holds a result for each id.
-        keys: all ids.
-        scratch: a file of the same file system, which is overwritten.
+        keys: all ids in order.
+        scratch: a file on the same file system, which is overwritten.
     """
     spans = spans_of(path)
     order = [key for key in keys if key in spans]
@@ -138,7 +128,7 @@ def put_in_order(path: Path, keys: Iterable[str], scratch: Path) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a whole file; who reads it meanwhile finds the old one or the new one."""
+    """Replace a file atomically."""
     scratch = path.with_name(f"{path.name}.new")
     with scratch.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -154,7 +144,7 @@ def _line(file: Any, span: Span) -> bytes:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Have the names of a folder on the disk too, where the system can."""
+    """Flush the names of a folder to the disk, if the system can."""
     if not hasattr(os, "O_DIRECTORY"):
         return
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -1,4 +1,4 @@
-"""Decodes batches on the actors of Ray Data."""
+"""Decodes batches of a data set on actors of Ray Data."""
 
 import json
 import logging
@@ -8,23 +8,25 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hf_speculate.errors import ConfigError, SpeculateError
+from hf_speculate.optional_imports import import_extra
 from hf_speculate.tools.dataset.row_decoder import Decoded, RowDecoder
 from hf_speculate.tools.dataset.rows import Row
 from hf_speculate.tools.dataset.run import Engine
 
-_UNITS = 10_000  # Ray counts resources in parts of this size
+_PACKAGE = "ray[data]"
+_UNITS = 10_000  # per resource: Ray counts in these units
 
 
 @dataclass(frozen=True)
 class RayOptions:
-    """What of a cluster is used.
+    """Resources of a Ray cluster that a run uses.
 
     Args:
-        num_workers: actors, each with models of its own; None: one a GPU, or one where there is none.
-        cpus_per_worker: reserved for each where it has no GPU, and the threads that it computes with.
-        gpus_per_worker: reserved for each; None: 1 where the cluster has any, else 0.
-        address: of the cluster; None: what RAY_ADDRESS says, or the one that runs here, or a new one on this machine.
-        num_attempts: times that a batch may be begun; it is begun again when the actor that decodes it dies.
+        num_workers: actors, each with its own models; None for one per GPU, or one without GPUs.
+        cpus_per_worker: reserved for each actor without a GPU; also its number of threads.
+        gpus_per_worker: reserved for each actor; None for 1 if the cluster has GPUs, else 0.
+        address: of the cluster; None for RAY_ADDRESS, a running local cluster, or a new one.
+        num_attempts: how often a batch is started; it is restarted if its actor dies.
 
     Raises:
         ConfigError: a number is too small.
@@ -44,14 +46,14 @@ class RayOptions:
 
 
 def on_ray(make_decoder: Callable[[], RowDecoder], options: RayOptions) -> Engine:
-    """Decodes batches on actors as they become free, and hands results over as they arrive.
+    """Engine that decodes batches on actors and yields results as they arrive.
 
-    Ray Data streams: it gives an actor few batches ahead, and no more while results wait. An actor that dies is started
-    anew, and its batch begun again.
+    Ray Data gives an actor few batches ahead, and none while results wait. An actor that dies is restarted with its
+    batch.
 
     Args:
-        make_decoder: loads the models; called once in each actor, where it must be importable.
-        options: what of a cluster is used.
+        make_decoder: loads the models; importable in each actor, which calls it once.
+        options: resources to use.
     """
 
     def decode(
@@ -63,7 +65,7 @@ def on_ray(make_decoder: Callable[[], RowDecoder], options: RayOptions) -> Engin
         items = [{"rows": json.dumps([asdict(row) for row in batch])} for batch in batches]
         context = ray.data.DataContext.get_current()
         shows_progress, context.enable_progress_bars = context.enable_progress_bars, False
-        try:  # the data set keeps a copy of these settings
+        try:  # the data set copies these settings
             dataset = ray.data.from_items(items, override_num_blocks=len(items))
         finally:
             context.enable_progress_bars = shows_progress
@@ -81,9 +83,9 @@ def on_ray(make_decoder: Callable[[], RowDecoder], options: RayOptions) -> Engin
 
 
 def _counter(ray: Any) -> Any:
-    """An actor that counts for all others how often each batch was begun."""
+    """An actor that counts how often each batch was started."""
 
-    class Attempts:  # within a function it is sent by value: its process need not import torch to know it
+    class Attempts:  # local, so that it is pickled by value and its process does not import torch
         def __init__(self) -> None:
             self.counts: dict[str, int] = {}
 
@@ -95,7 +97,7 @@ def _counter(ray: Any) -> Any:
 
 
 class _Worker:
-    """One actor's models. What users can mend is handed over as text; a fault is raised, for Ray to show."""
+    """Models of one actor. Errors that a user can fix are returned as text; others are raised in Ray."""
 
     def __init__(self, make_decoder: Callable[[], RowDecoder], seed: int, attempts: Any, num_attempts: int):
         self.seed, self.attempts, self.num_attempts = seed, attempts, num_attempts
@@ -107,16 +109,17 @@ class _Worker:
             self.problem = str(error)
 
     def __call__(self, block: dict[str, Any]) -> dict[str, Any]:
-        import ray
-
+        ray = import_extra("ray", "ray", _PACKAGE)
         rows = [Row(**fields) for fields in json.loads(str(block["rows"][0]))]
         num_begun = ray.get(self.attempts.begin.remote(rows[0].key))
         if self.decoder is None:
             return _answer({"problem": self.problem})
         if num_begun > self.num_attempts:
             keys = ", ".join(row.key for row in rows[:3])
-            problem = f"a batch must not end its actor, got {len(rows)} rows ({keys}) at which {self.num_attempts} died"
-            return _answer({"problem": f"{problem}; choose a smaller batch size, or take these prompts out"})
+            problem = (
+                f"a batch must not kill its actor, got {len(rows)} rows ({keys}) on which {self.num_attempts} died"
+            )
+            return _answer({"problem": f"{problem}; choose a smaller batch size, or remove these prompts"})
         try:
             return _answer(self.decoder.decode(rows, self.seed)._asdict())
         except SpeculateError as error:
@@ -134,30 +137,26 @@ def _decoded(content: dict[str, Any]) -> Decoded:
 
 
 def _connected(address: str | None) -> Any:
-    """Ray, connected to a cluster; nothing of its use is reported."""
-    try:
-        import ray
-        import ray.data
-    except ImportError as error:
-        raise ConfigError('ray[data] must be installed, got none; pip install "hf-speculate[ray]"') from error
+    """Ray, connected to a cluster, without usage reports."""
+    ray = import_extra("ray", "ray", _PACKAGE)
+    import_extra("ray.data", "ray", _PACKAGE)
     if not ray.is_initialized():
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         try:
             ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
         except ConnectionError as error:
             raise ConfigError(
-                f"the address must be that of a Ray cluster, got {address!r}, which does not answer; leave it out to "
-                "start one here"
+                f"the address must be that of a running Ray cluster, got {address!r}; leave it out to start one here"
             ) from error
     return ray
 
 
 def resources_of(cluster: Mapping[str, float], options: RayOptions) -> tuple[dict[str, float], int]:
-    """What each actor reserves, and how many there are.
+    """Resources that each actor reserves, and the number of actors.
 
     Args:
-        cluster: what it has, by Ray's names: CPU, GPU.
-        options: what of it is used.
+        cluster: resources of the cluster by Ray's names, CPU and GPU.
+        options: what to use of them.
 
     Raises:
         ConfigError: the actors do not fit.
@@ -170,16 +169,16 @@ def resources_of(cluster: Mapping[str, float], options: RayOptions) -> tuple[dic
     num_workers = options.num_workers or (max(num_fitting, 1) if each else 1)
     if needed and num_fitting < num_workers:
         raise ConfigError(
-            f"all workers must fit into the cluster, got {num_workers} of {needed:g} {name} each where there are "
-            f"{available:g}, which hold {num_fitting}; choose fewer"
+            f"all workers must fit into the cluster, got {num_workers} of {needed:g} {name} each with "
+            f"{available:g} {name}, enough for {num_fitting}; choose fewer"
         )
     return ({"num_gpus": each} if each else {"num_cpus": options.cpus_per_worker}), num_workers
 
 
 def _num_fitting(available: float, needed: float, is_gpu: bool) -> int:
-    """Actors that a resource holds. In Ray's own units: 1 / 0.2 in floating point is less than 5."""
+    """Number of actors that fit, counted in Ray's units: 1 / 0.2 in floating point is less than 5."""
     there, each = round(available * _UNITS), max(round(needed * _UNITS), 1)
-    if is_gpu and each < _UNITS:  # a part of a GPU lies on one of them
+    if is_gpu and each < _UNITS:  # a share of a GPU is on one GPU
         whole, rest = divmod(there, _UNITS)
         return whole * (_UNITS // each) + rest // each
     return there // each

@@ -1,4 +1,4 @@
-"""Finds the processes among which a launcher wants the rows to be split."""
+"""Finds the ranks of a launcher, over which the rows of a data set are split."""
 
 import os
 from collections.abc import Sequence
@@ -8,21 +8,21 @@ from typing import Any
 
 import torch
 
-from hf_speculate.errors import ConfigError
+from hf_speculate.optional_imports import import_extra
 
-# Ranks wait for the slowest at the end, however long; a rank that dies is for the launcher, which ends the others.
-_LONGEST_WAIT = timedelta(days=30)
+# Ranks wait for the slowest one at the end. The launcher ends all of them if one dies.
+_TIMEOUT = timedelta(days=30)
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those of a launch.
+    """This process among those of a launcher.
 
     Args:
-        index: of this process, from 0, which is the main one.
-        num: how many there are.
-        device: of this process as torch names it; None: any.
-        state: accelerate's `PartialState`; None: there is one process.
+        index: of this process; 0 is the main one.
+        num: number of processes.
+        device: of this process; None for any.
+        state: accelerate's `PartialState`; None for a single process.
     """
 
     index: int = 0
@@ -32,46 +32,40 @@ class Ranks:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process does what one does for all."""
+        """Whether this process does what is done once for all."""
         return self.index == 0
 
     def wait(self) -> None:
-        """Wait until all processes have come here."""
+        """Wait for all processes."""
         if self.state is not None:
             self.state.wait_for_everyone()
 
     def sums(self, numbers: Sequence[int]) -> list[int]:
-        """The sum over all processes of each number."""
+        """Sum of each number over all processes."""
         if self.state is None:
             return list(numbers)
-        from accelerate.utils import gather_object
-
-        return [sum(column) for column in zip(*gather_object([list(numbers)]), strict=True)]
+        gathered = import_extra("accelerate.utils", "ranks").gather_object([list(numbers)])
+        return [sum(column) for column in zip(*gathered, strict=True)]
 
     def close(self) -> None:
-        """Leave the group of processes, at the end of this one."""
+        """Leave the process group."""
         if self.state is not None:
             self.state.destroy_process_group()
 
 
 def find_ranks(is_cpu: bool | None = None) -> Ranks:
-    """The ranks that `accelerate launch` or `torchrun` has started; one alone where neither has.
+    """The ranks that `accelerate launch` or `torchrun` started, or a single one.
 
     Args:
-        is_cpu: whether all decode on the CPU; None: where there is no accelerator.
+        is_cpu: whether all decode on the CPU; None if they do so without an accelerator.
 
     Raises:
-        ConfigError: there are several, and accelerate is not installed.
+        MissingExtraError: there are several ranks, and accelerate is not installed.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         return Ranks()
-    try:
-        from accelerate import PartialState
-    except ImportError as error:
-        raise ConfigError(
-            'accelerate must be installed to split rows over ranks, got none; pip install "hf-speculate[ranks]"'
-        ) from error
+    partial_state = import_extra("accelerate", "ranks").PartialState
     if is_cpu is None:
         is_cpu = not torch.accelerator.is_available()
-    state = PartialState(cpu=is_cpu, timeout=_LONGEST_WAIT)
+    state = partial_state(cpu=is_cpu, timeout=_TIMEOUT)
     return Ranks(state.process_index, state.num_processes, str(state.device), state)

@@ -1,9 +1,9 @@
-"""Decodes one batch of rows."""
+"""Decodes one batch of rows, each with its own seed."""
 
-import functools
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +20,8 @@ from hf_speculate.tools.dataset.encoding import padded, token_ids_of
 from hf_speculate.tools.dataset.row_ends import RowEnds
 from hf_speculate.tools.dataset.rows import Row
 
-# What a data set decides itself, or what would make a row's text depend on the batch that it lands in.
-OWN_ARGUMENTS = (
+# Arguments that the data set sets, or that would make a row's text depend on its batch.
+RESERVED_ARGUMENTS = (
     "attention_mask",
     "generator",
     "input_ids",
@@ -39,14 +39,7 @@ OWN_ARGUMENTS = (
 
 
 class Decoded(NamedTuple):
-    """What became of a batch.
-
-    Args:
-        results: a JSON object for each row, in the batch's order.
-        num_tokens: new tokens of all rows.
-        num_drafted: tokens drafted for it.
-        num_accepted: drafted tokens that were accepted.
-    """
+    """Results of a batch, one JSON object per row, and counts of new, drafted and accepted tokens."""
 
     results: list[dict[str, Any]]
     num_tokens: int
@@ -58,18 +51,17 @@ class Decoded(NamedTuple):
 class RowDecoder:
     """Decodes batches with one model.
 
-    Where tokens are drawn, each row has a seed of its own. Without a source of drafts it is `verifier="coupled"` that
-    draws so.
+    When sampling, each row has its own seed. Without a draft source, `verifier="coupled"` samples by seeds.
 
     Args:
         model: the target, enabled or not.
-        tokenizer: the target's; left as it is.
-        max_new_tokens: of every row.
-        arguments: of `generate()`, none of `OWN_ARGUMENTS` among them.
-        is_chat: whether texts go through the chat template too.
+        tokenizer: the target's; not changed.
+        max_new_tokens: of each row.
+        arguments: of `generate()`, without `RESERVED_ARGUMENTS`.
+        is_chat: whether texts also pass through the chat template.
 
     Raises:
-        ConfigError: there is an argument of `OWN_ARGUMENTS`, or tokens would be drawn without seeds of the rows.
+        ConfigError: an argument is reserved, or tokens would be sampled without seeds of the rows.
     """
 
     model: PreTrainedModel
@@ -79,30 +71,26 @@ class RowDecoder:
     is_chat: bool = False
 
     def __post_init__(self) -> None:
-        taken = sorted(set(self.arguments) & set(OWN_ARGUMENTS))
+        taken = sorted(set(self.arguments) & set(RESERVED_ARGUMENTS))
         if taken:
             raise ConfigError(
-                f"the arguments must not be among {', '.join(OWN_ARGUMENTS)}, which a data set decides itself, got "
+                f"arguments must not include {', '.join(RESERVED_ARGUMENTS)}, which the data set controls, got "
                 f"{taken[0]}; leave it out"
             )
         self._verifier()
 
     def decode(self, rows: Sequence[Row], seed: int) -> Decoded:
-        """Decode rows in one left-padded batch.
-
-        Args:
-            rows: B of them.
-            seed: of the data set.
+        """Decode B rows in one left-padded batch.
 
         Raises:
-            ConfigError: the batch does not fit into memory, or as `token_ids_of`.
+            ConfigError: the batch does not fit into memory; or see `token_ids_of`.
         """
         prompts = token_ids_of(rows, self.tokenizer, self.is_chat)
         input_ids, attention_mask = padded(prompts, self._pad_token_id(), self.model.device)
         stats = SpeculationStats()
         own = {"pad_token_id": self._pad_token_id(), "tokenizer": self.tokenizer}
         ends = RowEnds(self._eos_token_ids(), self._stop_strings, self.arguments.get("stopping_criteria"))
-        decode: Any = self.model.generate if is_enabled(self.model) else _once(self.model)
+        decode: Any = self.model.generate if is_enabled(self.model) else partial(generate, self.model)
         try:
             output = decode(
                 input_ids=input_ids,
@@ -117,7 +105,7 @@ class RowDecoder:
         except torch.OutOfMemoryError as error:
             raise ConfigError(
                 f"a batch must fit into memory, got {len(rows)} rows of {input_ids.shape[1]} and {self.max_new_tokens} "
-                "tokens; choose a smaller batch size: what is finished is kept"
+                "tokens; choose a smaller batch size, finished rows are kept"
             ) from error
         prompt_len = input_ids.shape[1]
         return self._decoded(rows, output[:, prompt_len:].tolist(), ends.find(output, prompt_len), stats)
@@ -135,12 +123,12 @@ class RowDecoder:
             num_tokens += len(ids)
             text = self.tokenizer.decode(ids, skip_special_tokens=True)
             results.append(
-                {"id": row.id, "text": text, "num_tokens": len(ids), "finish_reason": finish_reason, **row.others}
+                {"id": row.id, "text": text, "num_tokens": len(ids), "finish_reason": finish_reason, **row.extras}
             )
         return Decoded(results, num_tokens, stats.num_drafted, stats.num_accepted)
 
     def _ended(self, ids: list[int], num_new: int | None) -> tuple[list[int], str]:
-        """A row's tokens up to its end, and why it ended: "stop" or "length"."""
+        """A row's tokens without padding, and its finish reason."""
         if num_new is not None:
             return ids[:num_new], "stop"
         if self._has_time_limit():
@@ -176,7 +164,7 @@ class RowDecoder:
         return 0
 
     def _setting(self, name: str) -> Any:
-        """A field by the argument, even if it is None, the passed config, the model's; None where nobody set it."""
+        """A field of the arguments (even None), the passed generation config or the model's; None if it is not set."""
         if name in self.arguments:
             return self.arguments[name]
         value = None
@@ -186,7 +174,7 @@ class RowDecoder:
         return value
 
     def _verifier(self) -> dict[str, str]:
-        """The verifier that draws with a seed for each row, where nothing drafts and none is set."""
+        """The verifier that samples with a seed per row if there is no draft source."""
         if not self._setting("do_sample"):
             return {}
         given = {name: value for name, value in self.arguments.items() if name in FIELD_NAMES}
@@ -197,22 +185,12 @@ class RowDecoder:
             return {}
         if config.verifier is not None:
             raise ConfigError(
-                f"verifier must be 'coupled' where tokens are drawn and nothing drafts, got {config.verifier!r}; leave "
-                "it out: rows draw with seeds of their own then"
+                f"verifier must be 'coupled' for sampling without a draft source, got {config.verifier!r}; leave it out"
             )
         return {"verifier": "coupled"}
 
 
 def row_seed(seed: int, key: str) -> int:
-    """The seed of one row, in [0, 2**63): it follows from the data set's and from the row's id alone."""
+    """Seed of one row in [0, 2**63), from the data set's seed and the row's id."""
     digest = hashlib.sha256(f"{seed}:{key}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
-
-
-def _once(model: PreTrainedModel) -> Any:
-    """`generate()` of a model that is not enabled."""
-
-    def decode(**arguments: Any) -> Any:
-        return generate(model, **arguments)
-
-    return decode

@@ -1,4 +1,4 @@
-"""Decodes what is left of a data set, batch by batch."""
+"""Decodes the unfinished rows of a data set, batch by batch."""
 
 import json
 import time
@@ -20,17 +20,15 @@ Engine = Callable[[Sequence[Sequence[Row]], int, Callable[[Sequence[Row]], None]
 
 @dataclass(frozen=True)
 class DatasetReport:
-    """How far a data set is.
+    """Progress of a data set.
 
     Attributes:
         path: of the output.
-        num_rows: rows to decode; while a run of several ranks goes on, this rank's.
-        num_resumed: those that were finished before this run.
-        num_finished: those that are finished now.
-        num_tokens: new tokens of this run.
-        num_drafted: tokens drafted in it.
-        num_accepted: drafted tokens that were accepted.
-        seconds: from the first batch on, loading included.
+        num_rows: rows of the data set; during a run of several ranks, this rank's unfinished rows.
+        num_resumed: rows that were finished before this run.
+        num_finished: rows that are finished now.
+        num_tokens, num_drafted, num_accepted: new, drafted and accepted tokens of this run.
+        seconds: since the first batch, loading included.
     """
 
     path: Path
@@ -49,29 +47,29 @@ class DatasetReport:
 
     @property
     def tokens_per_s(self) -> float:
-        """New tokens a second; 0 where there are none."""
+        """New tokens per second of this run; 0 before the first batch."""
         return self.num_tokens / self.seconds if self.seconds else 0.0
 
     def results(self) -> Iterator[dict[str, Any]]:
-        """The lines of the output, in its order."""
+        """Lines of the output, in its order."""
         with self.path.open(encoding="utf-8") as file:
             yield from map(json.loads, file)
 
 
 @dataclass(frozen=True)
 class Job:
-    """A data set that is to be decoded.
+    """A data set to decode.
 
     Args:
         rows: in the order of the prompts.
-        output: where results go, one line each.
-        settings: what texts follow from besides, as JSON takes it; a run goes on only with the same.
-        seed: of all rows; None: drawn once and kept for later runs.
-        is_ordered: whether the finished output is brought into the order of the prompts.
-        if_changed: "refuse", "keep" or "restart", of what is finished where prompts or settings have changed.
+        output: file for the results, one line each.
+        settings: that determine the texts, as JSON values; a run only resumes with the same settings.
+        seed: of the data set; None to draw one and keep it for later runs.
+        is_ordered: whether to sort the finished output like the prompts.
+        if_changed: "refuse", "keep" or "restart" finished rows if prompts or settings have changed.
 
     Raises:
-        ConfigError: `if_changed` is none of them.
+        ConfigError: `if_changed` is none of these.
     """
 
     rows: Sequence[Row]
@@ -89,11 +87,7 @@ class Job:
 
 
 def in_this_process(make_decoder: Callable[[], RowDecoder]) -> Engine:
-    """Decodes one batch after the other.
-
-    Args:
-        make_decoder: loads the models; called once, before the first batch.
-    """
+    """Engine that decodes one batch after another; `make_decoder` loads the models before the first."""
 
     def decode(
         batches: Sequence[Sequence[Row]], seed: int, on_begin: Callable[[Sequence[Row]], None]
@@ -115,20 +109,20 @@ def run(
 ) -> DatasetReport:
     """Decode the rows that are not finished.
 
-    Each batch is on the disk before the next begins: a process that is killed loses the batch that runs.
+    Each batch is on the disk before the next one starts: a killed process loses one batch.
 
     Args:
         job: the data set.
-        make_batches: plans the batches of the rows that are left; all ranks must plan the same.
-        engine: yields what became of the batches, in any order.
-        ranks: take the batches in turn, each into a file of its own, which the main one moves to the output.
-        on_batch: is called after every batch with how far this rank is.
+        make_batches: groups the unfinished rows; the same on all ranks.
+        engine: yields the results of batches, in any order.
+        ranks: take the batches in turn. Each writes a file of its own, which the main one moves to the output.
+        on_batch: is called after each batch with the progress of this rank.
 
     Returns:
-        How it went on all ranks.
+        The progress of all ranks.
 
     Raises:
-        ConfigError: as `RunFolder.begin`, or rows are missing at the end.
+        ConfigError: see `RunFolder.begin`; or rows are missing at the end.
     """
     folder = RunFolder(job.output)
     with folder.locked() if ranks.is_main else nullcontext():
@@ -137,8 +131,9 @@ def run(
         ranks.wait()
         seed, finished = folder.seed(), set(spans_of(job.output))
         left = [row for row in job.rows if row.key not in finished]
-        own = list(make_batches(left))[ranks.index :: ranks.num] if left else []
-        report = _decode(job, folder, own, seed, engine, ranks, on_batch)
+        batches = list(make_batches(left))[ranks.index :: ranks.num] if left else []
+        num_resumed = len(finished) if ranks.num == 1 else 0  # a rank knows its own share only
+        report = _decode(job, folder, batches, num_resumed, seed, engine, ranks, on_batch)
         num_tokens, num_drafted, num_accepted = ranks.sums([report.num_tokens, report.num_drafted, report.num_accepted])
         ranks.wait()
         if ranks.is_main:
@@ -160,22 +155,23 @@ def _decode(
     job: Job,
     folder: RunFolder,
     batches: Sequence[Sequence[Row]],
+    num_resumed: int,
     seed: int,
     engine: Engine,
     ranks: Ranks,
     on_batch: Callable[[DatasetReport], None] | None,
 ) -> DatasetReport:
-    """Decode this rank's batches."""
-    report = DatasetReport(job.output, sum(map(len, batches)))
+    num_rows = num_resumed + sum(map(len, batches))
+    report = DatasetReport(job.output, num_rows, num_resumed, num_finished=num_resumed)
     if not batches:
         return report
     path = job.output if ranks.num == 1 else folder.part(ranks.index)
     begin = time.perf_counter()
 
-    def note(batch: Sequence[Row]) -> None:
-        folder.note_begun(ranks.index, [row.key for row in batch])
+    def on_begin(batch: Sequence[Row]) -> None:
+        folder.record_begun(ranks.index, [row.key for row in batch])
 
-    for decoded in engine(batches, seed, note):
+    for decoded in engine(batches, seed, on_begin):
         append_results(path, decoded.results)
         report = replace(
             report,
@@ -191,14 +187,14 @@ def _decode(
 
 
 def _complete(job: Job, folder: RunFolder) -> None:
-    """Bring everything together once all ranks have ended."""
+    """Collect the results of all ranks."""
     folder.gather_parts()
     spans = spans_of(job.output)
     missing = [row.key for row in job.rows if row.key not in spans]
     if missing:
         raise ConfigError(
-            f"every prompt must have a result at the end, got none for {len(missing)} ({', '.join(missing[:3])}); all "
-            "ranks must share the folder of the output: choose one on a shared file system"
+            f"every prompt must have a result, got none for {len(missing)} ({', '.join(missing[:3])}); choose an "
+            "output on a file system that all ranks share"
         )
     if job.is_ordered:
         folder.put_in_order(job.rows)

@@ -1,4 +1,4 @@
-"""Remembers beside an output what it was begun with."""
+"""Run folder: keeps prompts digest, settings and seed of a run beside its output."""
 
 import json
 import secrets
@@ -25,14 +25,11 @@ _FORMAT = 1
 
 
 class RunFolder:
-    """The folder `<output>.run`, with what a later run needs to go on.
+    """The folder `<output>.run`, from which a later run resumes.
 
-    `manifest.json` holds a digest of the prompts, the settings that texts follow from, and the seed. `rank-N.jsonl` is
-    what rank N of several has decoded and nobody has moved to the output yet. `begun-N.jsonl` names the ids of every
-    batch that it has begun: after a crash its last line is the batch that was running.
-
-    Args:
-        output: where the results go.
+    `manifest.json` holds a digest of the prompts, the settings and the seed. `rank-N.jsonl` holds results of rank N
+    that are not yet in the output. `begun-N.jsonl` lists the ids of each batch that rank N started; after a crash its
+    last line is the batch that was running.
     """
 
     def __init__(self, output: Path):
@@ -42,11 +39,11 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other runs of the same output out; a killed process holds nothing.
+        """Lock the output against other runs; the lock of a killed process is released.
 
         Raises:
-            ConfigError: there is another run.
-            OSError: the folder cannot be made.
+            ConfigError: another run holds the lock.
+            OSError: the folder cannot be created.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         lock = filelock.FileLock(self.folder / "lock")
@@ -54,7 +51,7 @@ class RunFolder:
             lock.acquire(timeout=0)
         except filelock.Timeout:
             raise ConfigError(
-                f"an output must have one run at a time, got another that writes {self.output}; wait for it, or choose "
+                f"an output must have one run at a time, got another one for {self.output}; wait for it, or choose "
                 "another output"
             ) from None
         try:
@@ -63,22 +60,22 @@ class RunFolder:
             lock.release()
 
     def begin(self, rows: Sequence[Row], settings: Mapping[str, Any], seed: int | None, if_changed: str) -> None:
-        """Repair what a killed run left, and go on with it if it was begun with the same prompts and settings.
+        """Repair files of a killed run, and check that it had the same prompts and settings.
 
         Args:
             rows: of the data set.
-            settings: what texts follow from besides, as JSON takes it.
-            seed: of all rows; None: that of the run before, or a new one.
-            if_changed: "refuse", "keep" what is finished, or "restart" without it.
+            settings: that determine the texts, as JSON values.
+            seed: of the data set; None for that of the earlier run, or a new one.
+            if_changed: "refuse", "keep" or "restart" finished rows.
 
         Raises:
-            ConfigError: the output was begun with something else, holds ids that no prompt has, or was not begun here.
+            ConfigError: prompts or settings differ, the output holds other ids, or no run of this library wrote it.
         """
         before = self._read_manifest()
         if before is None and self.output.exists():
             raise ConfigError(
-                f"the output must be new or begun by this command, got {self.output} without {self.manifest}; choose "
-                "another output, or remove it"
+                f"the output must be new or written by an earlier run, got {self.output} without {self.manifest}; "
+                "choose another output, or remove it"
             )
         if seed is None:
             seed = before["seed"] if before is not None else secrets.randbits(62)
@@ -95,8 +92,8 @@ class RunFolder:
         finished = set(spans_of(self.output))
         if changes and finished and if_changed == "refuse":
             raise ConfigError(
-                f"{self.output} must go on as it was begun, got other {', '.join(changes)}; choose another output, or "
-                "set --if-changed (if_changed in Python) to keep what is finished, or to restart"
+                f"{self.output} must be resumed with the same prompts and settings, got other {', '.join(changes)}; "
+                "choose another output, or set --if-changed (if_changed in Python) to keep or to restart"
             )
         if changes and if_changed == "restart":
             for path in (*self._journals(), self.output):
@@ -105,13 +102,13 @@ class RunFolder:
         unknown = sorted(finished - {row.key for row in rows})
         if unknown:
             raise ConfigError(
-                f"the ids in {self.output} must be among the prompts, got {', '.join(unknown[:3])} without; choose "
-                "another output, or remove those lines"
+                f"ids in {self.output} must be ids of the prompts, got {', '.join(unknown[:3])}; choose another "
+                "output, or remove those lines"
             )
         replace_text(self.manifest, json.dumps(wanted, indent=2, ensure_ascii=False) + "\n")
 
     def seed(self) -> int:
-        """The seed of all rows, once the run has begun."""
+        """Seed of the data set, after `begin`."""
         manifest = self._read_manifest()
         if manifest is None:
             raise ConfigError(
@@ -121,21 +118,21 @@ class RunFolder:
         return int(manifest["seed"])
 
     def part(self, rank: int) -> Path:
-        """Where a rank of several writes."""
+        """File of one rank's results."""
         return self.folder / f"rank-{rank}.jsonl"
 
-    def note_begun(self, rank: int, keys: Sequence[str]) -> None:
-        """Say that a batch has begun."""
+    def record_begun(self, rank: int, keys: Sequence[str]) -> None:
+        """Record that a batch has started."""
         line = json.dumps({"ids": list(keys)}, ensure_ascii=False)
         append_lines(self.folder / f"begun-{rank}.jsonl", f"{line}\n".encode())
 
     def gather_parts(self) -> None:
-        """Move what ranks have written to the output."""
+        """Move the ranks' results to the output."""
         for part in self._parts():
             move_results(part, self.output)
 
     def put_in_order(self, rows: Sequence[Row]) -> None:
-        """Bring the output into the order of the prompts."""
+        """Sort the output like the prompts."""
         put_in_order(self.output, (row.key for row in rows), self.folder / "sorted.jsonl")
 
     def _parts(self) -> list[Path]:
@@ -153,13 +150,13 @@ class RunFolder:
             manifest = None
         if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
             raise ConfigError(
-                f"the manifest must be of format {_FORMAT}, got another one in {self.manifest}; choose another output"
+                f"the manifest must have format {_FORMAT}, got another one in {self.manifest}; choose another output"
             )
         return manifest
 
 
 def _changes(before: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """What differs, with both values where they are short."""
+    """Names of what differs, with both values."""
     changes = ["prompts"] if before["prompts"] != wanted["prompts"] else []
     pairs = {"seed": (before["seed"], wanted["seed"])}
     for name in sorted(before["settings"].keys() | wanted["settings"].keys()):

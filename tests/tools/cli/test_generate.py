@@ -195,7 +195,7 @@ def test_lines_of_every_kind_are_prompts(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("", "must be one prompt at least"), ("{", "must be JSON, .* at p.jsonl:1"), ('{"a": 1}', r"got a at p.jsonl:1")],
+    [("", "must be at least one prompt"), ("{", "must be JSON, .* at p.jsonl:1"), ('{"a": 1}', r"got a at p.jsonl:1")],
 )
 def test_a_file_without_prompts_is_said(content, message, tmp_path):
     (tmp_path / "p.jsonl").write_text(content)

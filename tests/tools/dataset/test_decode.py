@@ -246,7 +246,7 @@ def test_batch_size_and_order_may_change(tokenizer, tmp_path):
 
 
 def test_settings_may_change_while_nothing_is_finished(tokenizer, tmp_path):
-    with pytest.raises(ConfigError, match="a token at least, got none at prompt 2"):
+    with pytest.raises(ConfigError, match="at least one token, got none at prompt 2"):
         decode(tmp_path, tokenizer, ["bcd", ""])
     report, _ = decode(tmp_path, tokenizer, ["bcd", "e"], num_assistant_tokens=2)
     assert report.num_finished == 2
@@ -256,14 +256,14 @@ def test_foreign_outputs_are_left_alone(tokenizer, tmp_path):
     output = tmp_path / "out.jsonl"
     output.write_text('{"id": 1}\n')
     for if_changed in ("refuse", "keep", "restart"):
-        with pytest.raises(ConfigError, match="must be new or begun by this command"):
+        with pytest.raises(ConfigError, match="must be new or written by an earlier run"):
             decode(tmp_path, tokenizer, if_changed=if_changed)
     assert output.read_text() == '{"id": 1}\n'
 
 
 def test_ids_without_a_prompt_are_refused(tokenizer, tmp_path):
     decode(tmp_path, tokenizer)
-    with pytest.raises(ConfigError, match="must be among the prompts, got 10, 11 without"):
+    with pytest.raises(ConfigError, match="must be ids of the prompts, got 10, 11;"):
         decode(tmp_path, tokenizer, TEXTS[:9], if_changed="keep")
 
 
@@ -344,9 +344,9 @@ def test_messages_go_through_the_chat_template(plain, tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": ""}, "a token at least, got none at prompt 12"),
+        ({"prompt": ""}, "at least one token, got none at prompt 12"),
         ({"messages": [{"role": "user", "content": "a"}]}, "must have a chat template for prompt 12"),
-        ({"prompt": "a", "id": 3}, "ids must differ, got '3' at prompt 3 and at prompt 12"),
+        ({"prompt": "a", "id": 3}, "ids must be unique, got '3' at prompt 3 and at prompt 12"),
     ],
 )
 def test_bad_rows_are_named_before_anything_is_decoded(row, message, tokenizer, tmp_path):

@@ -76,7 +76,7 @@ def test_lines_are_sorted_into_a_new_file(tmp_path):
         (b"{}\n", "got another one at out.jsonl:4"),
         (b"\0\0\n", "got another one at out.jsonl:4"),
         (b"[]\n", "got another one at out.jsonl:4"),
-        (b'{"id": "a"}\n', "ids must differ, got 'a' again at out.jsonl:4"),
+        (b'{"id": "a"}\n', "ids must be unique, got 'a' again at out.jsonl:4"),
     ],
 )
 def test_a_line_that_is_no_result_is_named(line, message, tmp_path):

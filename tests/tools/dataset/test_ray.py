@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_speculate.errors import ConfigError
+from hf_speculate.errors import ConfigError, MissingExtraError
 from hf_speculate.tools.cli.main import main
 from hf_speculate.tools.dataset.encoding import batches_of
 from hf_speculate.tools.dataset.on_ray import RayOptions, on_ray, resources_of
@@ -61,7 +61,7 @@ def folder(tmp_path_factory):
 
 def decode(make, output, options, on_batch=None):
     tokenizer = letters_tokenizer(LETTERS)
-    job = Job(read_rows(TEXTS), output, {"way": "test"})
+    job = Job(read_rows(TEXTS), output, {"name": "test"})
     return run(job, lambda rows: batches_of(rows, 2, tokenizer, False), on_ray(make, options), Ranks(), on_batch)
 
 
@@ -88,7 +88,7 @@ def test_a_batch_that_always_ends_its_actor_is_named_and_the_rest_goes_on_later(
     notes, output = tmp_path / "notes", tmp_path / "out.jsonl"
     notes.mkdir()
     make = functools.partial(fatal_decoder, target, draft, NUM_NEW, MARKED_IDS, str(notes), 1)
-    with pytest.raises(ConfigError, match=r"must not end its actor, got 2 rows \(.*\b8\b.*\) at which 1 died"):
+    with pytest.raises(ConfigError, match=r"must not kill its actor, got 2 rows \(.*\b8\b.*\) on which 1 died"):
         decode(make, output, RayOptions(num_workers=1, num_attempts=1))
     report = decode(make, output, RayOptions(num_workers=1, num_attempts=1))
     assert report.num_rows == len(texts_in(output)) == 20
@@ -116,7 +116,7 @@ def test_what_users_can_mend_is_one_line(cluster, folder, tmp_path, capsys):
     words = ["batch", str(tmp_path / "prompts.jsonl"), str(tmp_path / "out.jsonl"), "--engine", "ray"]
     target = ["--target", str(folder / "target")]
     assert main([*words, *target, "--workers", "9"]) == 2
-    assert "all workers must fit into the cluster, got 9 of 1 CPU each where there are 2" in capsys.readouterr().err
+    assert "all workers must fit into the cluster, got 9 of 1 CPU each with 2 CPU" in capsys.readouterr().err
     assert main([*words, *target, "-d", str(folder / "none"), "--workers", "1"]) == 2
     err = capsys.readouterr().err
     assert "a model must be a folder" in err
@@ -152,11 +152,11 @@ def test_gpus_are_taken_before_cpus_and_all_of_them(cluster_has, options, reserv
 @pytest.mark.parametrize(
     ("cluster_has", "options", "message"),
     [
-        ({"CPU": 2.0}, {"gpus_per_worker": 1}, "got 1 of 1 GPU each where there are 0, which hold 0"),
-        ({"CPU": 2.0}, {"cpus_per_worker": 3}, "got 1 of 3 CPU each where there are 2, which hold 0"),
-        ({"GPU": 4.0}, {"num_workers": 5}, "got 5 of 1 GPU each where there are 4, which hold 4"),
-        ({"GPU": 1.0}, {"gpus_per_worker": 2}, "got 1 of 2 GPU each where there are 1, which hold 0"),
-        ({"GPU": 2.0}, {"num_workers": 5, "gpus_per_worker": 0.4}, "got 5 of 0.4 GPU each .* 2, which hold 4"),
+        ({"CPU": 2.0}, {"gpus_per_worker": 1}, "got 1 of 1 GPU each with 0 GPU, enough for 0"),
+        ({"CPU": 2.0}, {"cpus_per_worker": 3}, "got 1 of 3 CPU each with 2 CPU, enough for 0"),
+        ({"GPU": 4.0}, {"num_workers": 5}, "got 5 of 1 GPU each with 4 GPU, enough for 4"),
+        ({"GPU": 1.0}, {"gpus_per_worker": 2}, "got 1 of 2 GPU each with 1 GPU, enough for 0"),
+        ({"GPU": 2.0}, {"num_workers": 5, "gpus_per_worker": 0.4}, "got 5 of 0.4 GPU each with 2 GPU, enough for 4"),
     ],
 )
 def test_workers_that_do_not_fit_are_refused(cluster_has, options, message):
@@ -166,7 +166,7 @@ def test_workers_that_do_not_fit_are_refused(cluster_has, options, message):
 
 def test_ray_is_named_where_it_is_missing(folder, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ConfigError, match=r'pip install "hf-speculate\[ray\]"'):
+    with pytest.raises(MissingExtraError, match=r'pip install "ray\[data\]", or pip install "\.\[ray\]"'):
         decode(
             functools.partial(fatal_decoder, "none", "none", NUM_NEW, MARKED_IDS, "none", 0),
             tmp_path / "out.jsonl",

@@ -22,14 +22,14 @@ def test_lines_of_every_kind_are_rows(tmp_path):
     file = tmp_path / "question.jsonl"
     file.write_text("\r\n".join(lines))
     rows = read_rows(file)
-    assert [(row.id, row.key, row.content, row.others) for row in rows] == [
+    assert [(row.id, row.key, row.content, row.extras) for row in rows] == [
         (1, "1", "bare", {}),
         (7, "7", "b", {"source": {"page": 1}}),
         (4, "4", MESSAGES, {}),
         ("q", "q", "first", {"category": "writing"}),
         ("", "", "one\u2028line", {}),
     ]
-    assert rows[1].place == "question.jsonl:3"
+    assert rows[1].source == "question.jsonl:3"
 
 
 def test_values_are_rows_too():
@@ -57,12 +57,12 @@ def test_the_digest_follows_what_is_decoded():
         (b'{"messages": ["a"]}', "got messages at p.jsonl:2"),
         (b'{"messages": []}', "got messages at p.jsonl:2"),
         (b'{"turns": []}', "got turns at p.jsonl:2"),
-        (b'{"prompt": "a", "id": 1.5}', "id must be a text or a whole number, got 1.5 at p.jsonl:2"),
-        (b'{"prompt": "a", "id": true}', "id must be a text or a whole number, got True at p.jsonl:2"),
-        (b'{"prompt": "a", "id": null}', "id must be a text or a whole number, got None at p.jsonl:2"),
+        (b'{"prompt": "a", "id": 1.5}', "id must be a string or an integer, got 1.5 at p.jsonl:2"),
+        (b'{"prompt": "a", "id": true}', "id must be a string or an integer, got True at p.jsonl:2"),
+        (b'{"prompt": "a", "id": null}', "id must be a string or an integer, got None at p.jsonl:2"),
         (b'{"prompt": "a", "num_tokens": 3}', "got num_tokens at p.jsonl:2; rename it"),
-        (b'{"prompt": "a", "id": 1}', "ids must differ, got '1' at p.jsonl:1 and at p.jsonl:2"),
-        (b'{"prompt": "\\ud800"}', "half a surrogate pair at p.jsonl:2"),
+        (b'{"prompt": "a", "id": 1}', "ids must be unique, got '1' at p.jsonl:1 and at p.jsonl:2"),
+        (b'{"prompt": "\\ud800"}', "an unpaired surrogate at p.jsonl:2"),
     ],
 )
 def test_a_bad_line_is_named(line, message, tmp_path):
@@ -72,9 +72,9 @@ def test_a_bad_line_is_named(line, message, tmp_path):
 
 
 def test_bad_values_are_named():
-    with pytest.raises(ConfigError, match=r"must be one that JSON knows, got .* at prompt 2"):
+    with pytest.raises(ConfigError, match=r"must be JSON, got .* at prompt 2"):
         read_rows(["a", {"prompt": "b", "where": {1, 2}}])
-    with pytest.raises(ConfigError, match="one prompt at least"):
+    with pytest.raises(ConfigError, match="at least one prompt"):
         read_rows([])
 
 
@@ -82,5 +82,5 @@ def test_a_missing_or_empty_file_is_said(tmp_path):
     with pytest.raises(ConfigError, match="must exist, got"):
         read_rows(tmp_path / "none.jsonl")
     (tmp_path / "empty.jsonl").write_text("\n \n")
-    with pytest.raises(ConfigError, match="one prompt at least"):
+    with pytest.raises(ConfigError, match="at least one prompt"):
         read_rows(tmp_path / "empty.jsonl")
