@@ -1,1 +1,1 @@
-"""Measures methods to decode with a pair of models, side by side."""
+"""Benchmarks decoding methods of a pair of models against each other."""

@@ -1,7 +1,7 @@
-"""Makes batches of token ids from prompts."""
+"""Groups prompts into batches of token ids."""
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,13 +12,12 @@ ItemT = TypeVar("ItemT")
 
 
 class Batch(NamedTuple):
-    """Prompts that are decoded in one call.
+    """Prompts that one call decodes.
 
     Args:
         number: among all batches, from 0.
-        input_ids: [B, T] int64, left-padded.
-        attention_mask: [B, T] int64.
-        category: of all its prompts; empty where they have none, or several.
+        input_ids, attention_mask: [B, T] int64, left-padded.
+        category: of all its prompts; empty if they have none, or several.
     """
 
     number: int
@@ -28,18 +27,17 @@ class Batch(NamedTuple):
 
     @property
     def rows(self) -> list[Tensor]:
-        """Each prompt's ids [T] without padding."""
+        """Token ids [T] of each prompt without padding."""
         return [ids[mask != 0] for ids, mask in zip(self.input_ids, self.attention_mask, strict=True)]
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """Arguments of `generate()`."""
+        return {"input_ids": self.input_ids, "attention_mask": self.attention_mask}
 
 
 def take_in_turn(items: Sequence[ItemT], categories: Sequence[str], num: int | None) -> list[ItemT]:
-    """The first `num` items, one of each category in turn; all, in the same order, where `num` is None.
-
-    Args:
-        items: in order.
-        categories: one per item.
-        num: how many at most.
-    """
+    """The first `num` items (None for all), taken from each category in turn."""
     by_category: dict[str, list[ItemT]] = {}
     for item, category in zip(items, categories, strict=True):
         by_category.setdefault(category, []).append(item)
@@ -54,14 +52,14 @@ def make_batches(
     batch_size: int,
     device: torch.device,
 ) -> list[Batch]:
-    """Prompts in full batches of one category each; what is left over makes batches of several categories.
+    """Group prompts into full batches of one category each; the remaining prompts form batches of several categories.
 
     Args:
-        prompts: token ids of each, at least one prompt with at least one token.
+        prompts: token ids of at least one prompt, each with at least one token.
         categories: one per prompt.
-        pad_token_id: what fills shorter prompts up, on the left.
+        pad_token_id: pads shorter prompts on the left.
         batch_size: rows of a batch at most.
-        device: where ids are put.
+        device: of the tensors.
     """
     full: list[tuple[str, list[Sequence[int]]]] = []
     waiting: dict[str, list[Sequence[int]]] = {}
@@ -73,8 +71,8 @@ def make_batches(
     rest = [(category, ids) for category, group in waiting.items() for ids in group]
     for start in range(0, len(rest), batch_size):
         some = rest[start : start + batch_size]
-        its_categories = {category for category, _ in some}
-        full.append((its_categories.pop() if len(its_categories) == 1 else "", [ids for _, ids in some]))
+        found = {category for category, _ in some}
+        full.append((found.pop() if len(found) == 1 else "", [ids for _, ids in some]))
     return [
         Batch(number, *padded(group, pad_token_id, device), category) for number, (category, group) in enumerate(full)
     ]

@@ -1,4 +1,4 @@
-"""Measures methods against plain decoding, and says what each of them is worth."""
+"""Compares decoding methods with plain decoding: speed, equality of outputs and drift."""
 
 import time
 from collections.abc import Callable, Container, Sequence
@@ -9,22 +9,25 @@ from hf_speculate.tools.bench.batches import Batch
 from hf_speculate.tools.bench.decoding import Decoder
 from hf_speculate.tools.bench.drift import drift_of_runs
 from hf_speculate.tools.bench.equality import TextCheck
-from hf_speculate.tools.bench.measuring import Measured, Step, measure, plain_of
+from hf_speculate.tools.bench.measuring import Measured, Run, Step, measure, plain_of
 from hf_speculate.tools.bench.methods import OURS, PLAIN, Method, plain_method
+from hf_speculate.tools.bench.reliability import doubts, draft_cost
 from hf_speculate.tools.bench.results import category_entries, drift_entry, method_entry
+
+_SAMPLE_TOKENS = 120  # of the text that is shown for each method
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is to be compared.
+    """Methods and batches to compare.
 
     Args:
-        methods: beside plain decoding; all of them draw, or none does.
-        drift_methods: lossy ones that are only looked at for speed and drift.
+        methods: besides plain decoding; all sample, or none does.
+        drift_methods: lossy ones, measured for speed and drift only.
         batches: of prompts, at least one.
-        do_sample: whether tokens are drawn.
-        repeats: how often every batch is decoded by every method.
-        seed: of what is drawn.
+        do_sample: whether tokens are sampled.
+        repeats: how often each method decodes each batch.
+        seed: used for sampling.
     """
 
     methods: Sequence[Method]
@@ -36,14 +39,14 @@ class Comparison:
 
     @property
     def all_methods(self) -> list[Method]:
-        """All that is timed: plain decoding first, of the other kind too where drift is looked at."""
+        """All timed methods, plain decoding first; for drift also plain decoding of the other kind."""
         others = [plain_method(not self.do_sample)] if self.drift_methods else []
         return [plain_method(self.do_sample), *others, *self.methods, *self.drift_methods]
 
     @property
     def num_steps(self) -> int:
-        """Timed calls."""
-        return len(self.all_methods) * len(self.batches) * self.repeats
+        """Calls, warm-ups included."""
+        return len(self.all_methods) * (1 + len(self.batches) * self.repeats)
 
     def run(
         self,
@@ -52,17 +55,13 @@ class Comparison:
         clock: Callable[[], float] = time.perf_counter,
         on_step: Callable[[Step], None] | None = None,
     ) -> dict[str, Any]:
-        """Time all methods, compare exact greedy texts with plain decoding's, and read lossy ones with the target.
-
-        Args:
-            decoder: of the pair.
-            clock: gives seconds.
-            on_step: told of every timed call.
+        """Time all methods, compare greedy outputs with plain decoding's, and measure the drift of lossy ones.
 
         Returns:
-            "methods", "categories" and "drift", as `hf-speculate bench --json` writes them, and "left_out", the reason
-            by the method's name. A method is left out if its greedy text differs from plain decoding's for another
-            reason than a near tie: its speed says nothing.
+            "methods", "categories", "drift" and "reliability" as `hf-speculate bench` writes them, and "left_out" with
+            the reason by name of the method. A method is left out if its greedy output differs from plain decoding's
+            other than at near-ties. After Ctrl-C, "is_interrupted" is true, outputs are not compared and drift is not
+            measured.
         """
         measured = measure(
             self.all_methods,
@@ -74,42 +73,66 @@ class Comparison:
             on_step=on_step,
         )
         batches = {batch.number: batch for batch in self.batches}
-        check = TextCheck(decoder.target)
+        check, cost = TextCheck(decoder), draft_cost(decoder.target, decoder.draft)
         base = plain_of(self.all_methods, self.do_sample)
-        plain = measured.runs[base.name]
+        plain = measured.runs.get(base.name, [])
         left_out = dict(measured.left_out)
-        entries, categories = [method_entry(base, plain, plain, None)], []
-        for method in self.methods:
+        entries, categories, is_interrupted = [], [], measured.is_interrupted
+        for method in [base, *self.methods]:
             runs = measured.runs.get(method.name)
             if runs is None:
                 continue
             checked = None
-            if not self.do_sample and not method.is_lossy:
-                compared = check(method, runs, plain, batches)
-                checked = str(compared)
-                if not compared.ok:
-                    left_out[method.name] = f"its text is not plain decoding's: {checked}"
-                    continue
-            entries.append(method_entry(method, runs, plain, checked))
-            categories += category_entries(method, runs, plain, batches)
-        drift = self._drift(decoder, measured, batches)
-        return {"methods": entries, "categories": categories, "drift": drift, "left_out": left_out}
+            if not (self.do_sample or method.is_lossy or method is base or is_interrupted):
+                try:
+                    compared = check(method, runs, plain, batches)
+                except KeyboardInterrupt:
+                    is_interrupted = True
+                else:
+                    checked = str(compared)
+                    if not compared.ok:
+                        left_out[method.name] = f"its output differs from plain decoding's: {checked}"
+                        continue
+            sample = {"sample": _sample(decoder, runs[0])}
+            entries.append(method_entry(method, runs, plain, checked, cost) | sample)
+            if method is not base:
+                categories += category_entries(method, runs, plain, batches)
+        reasons = doubts(plain, self.repeats, sum(len(batch.rows) for batch in self.batches))
+        return {
+            "methods": entries,
+            "categories": categories,
+            "drift": [] if is_interrupted else self._drift(decoder, measured, batches),
+            "reliability": {"is_reliable": not reasons, "reasons": reasons},
+            "prompt": _prompt(decoder, self.batches[0]),
+            "is_interrupted": is_interrupted,
+            "left_out": left_out,
+        }
 
     def _drift(self, decoder: Decoder, measured: Measured, batches: dict[int, Batch]) -> list[dict[str, Any]]:
+        if not self.drift_methods:
+            return []
         plain = measured.runs[plain_method(self.do_sample).name]
-        read = [method for method in self.all_methods if method.engine == PLAIN or method in self.drift_methods]
+        methods = [method for method in self.all_methods if method.engine == PLAIN or method in self.drift_methods]
         return [
             drift_entry(method, runs, plain, drift_of_runs(decoder.target, runs, batches))
-            for method in (read if self.drift_methods else ())
+            for method in methods
             for runs in [measured.runs[method.name]]
         ]
 
 
 def wrong_methods(left_out: Container[str], methods: Sequence[Method]) -> list[str]:
-    """Names of our methods that were left out: their text is not plain decoding's.
-
-    Args:
-        left_out: names, of `Comparison.run`.
-        methods: that were compared.
-    """
+    """Names of our methods whose output differs from plain decoding's."""
     return [method.name for method in methods if method.engine == OURS and method.name in left_out]
+
+
+def _sample(decoder: Decoder, run: Run) -> str | None:
+    """Beginning of the first output of a call."""
+    if decoder.tokenizer is None:
+        return None
+    return str(decoder.tokenizer.decode(run.texts[0][:_SAMPLE_TOKENS], skip_special_tokens=True))
+
+
+def _prompt(decoder: Decoder, batch: Batch) -> str | None:
+    if decoder.tokenizer is None:
+        return None
+    return str(decoder.tokenizer.decode(batch.rows[0][-_SAMPLE_TOKENS:], skip_special_tokens=True))

@@ -1,12 +1,13 @@
-"""Decodes a batch by any of the methods, through public `generate()`."""
+"""Decodes a batch with any method, through public `generate()`."""
 
 import copy
+import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_speculate.config import FIELD_NAMES
 from hf_speculate.generation.mixin import generate
@@ -16,29 +17,33 @@ from hf_speculate.tools.bench.methods import OURS, PLAIN, Method
 
 
 class Decoded(NamedTuple):
-    """What one method made of a batch.
+    """Output of one call.
 
     Args:
-        new_ids: one [N] int64 per row, padding after its end included.
-        stats: of the call; None where it was not ours.
+        new_ids: [N] int64 for each row, with padding after its end.
+        stats: of the call; None for other engines.
+        first_token_s: time to the first token: until the target's first forward has ended.
+        peak_bytes: peak memory on a CUDA device; None elsewhere.
     """
 
     new_ids: list[Tensor]
     stats: SpeculationStats | None
+    first_token_s: float | None = None
+    peak_bytes: int | None = None
 
 
 class Decoder:
-    """Decodes batches with one pair of models.
+    """Decodes batches with one target and draft.
 
-    The models' own generation configs may hold fields that turn plain decoding into something else: the decoder works
-    on views of the models, of the same weights, without them.
+    Generation configs of the models may hold speculative fields, which would change plain decoding. The decoder uses
+    views of the models, with the same weights and without these fields.
 
     Args:
-        target: enabled or not; left as it is.
-        draft_arguments: `assistant_model`, the draft's tokenizer where vocabularies differ, and the target's, which the
-            stop strings of a generation config need too.
+        target: enabled or not; not changed.
+        draft_arguments: `tokenizer`, and `assistant_model` and `assistant_tokenizer` if there is a draft model.
         max_new_tokens: N.
-        sampling: arguments of transformers' own, for methods that draw.
+        sampling: arguments of methods that sample, such as `temperature`.
+        options: arguments of all methods, such as `repetition_penalty`.
     """
 
     def __init__(
@@ -48,12 +53,26 @@ class Decoder:
         *,
         max_new_tokens: int,
         sampling: Mapping[str, Any] | None = None,
+        options: Mapping[str, Any] | None = None,
     ):
         self.target = _view(target)
         self.max_new_tokens = max_new_tokens
-        self._draft_arguments = {**draft_arguments, "assistant_model": _view(draft_arguments["assistant_model"])}
+        self.options = dict(options or {})
+        self._draft_arguments = dict(draft_arguments)
+        if self.draft is not None:
+            self._draft_arguments["assistant_model"] = _view(self.draft)
         self._assistants: dict[str, PreTrainedModel] = {}  # by the name of transformers' method
         self._sampling = sampling or {}
+
+    @property
+    def draft(self) -> PreTrainedModel | None:
+        """The draft model, if there is one."""
+        return self._draft_arguments.get("assistant_model")
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The target's tokenizer, if it was passed."""
+        return self._draft_arguments.get("tokenizer")
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -62,49 +81,55 @@ class Decoder:
         return frozenset() if ids is None else frozenset(ids if isinstance(ids, list | tuple) else [ids])
 
     def __call__(self, method: Method, batch: Batch, seed: int, max_new_tokens: int | None = None) -> Decoded:
-        """Decode; the work is done when this returns, on a GPU too.
+        """Decode a batch and wait for the device.
 
         Args:
             method: how.
             batch: what.
-            seed: of what is drawn.
-            max_new_tokens: in place of the decoder's own.
+            seed: used for sampling.
+            max_new_tokens: overrides the decoder's own.
         """
-        options: dict[str, Any] = {
-            "max_new_tokens": max_new_tokens or self.max_new_tokens,
-            "do_sample": method.do_sample,
-        }
+        options = {**self.options, **method.options, "do_sample": method.do_sample}
+        options["max_new_tokens"] = max_new_tokens or self.max_new_tokens
         if method.do_sample:
             options |= self._sampling
             torch.manual_seed(seed)
-        stats = None
-        if method.engine == PLAIN:
-            new_ids = self._plain(batch, options)
-        elif method.engine == OURS:
-            stats = SpeculationStats()
-            seeded = {"seed": seed} if method.do_sample else {}
-            options |= {**self._draft_arguments, **seeded, **method.fields, "speculation_stats": stats}
-            output: Any = generate(self.target, **_inputs(batch), **options)
-            new_ids = list(output[:, batch.input_ids.shape[1] :])
-        else:
-            new_ids = self._assisted(method, batch, options)
-        if self.target.device.type != "cpu":
-            torch.accelerator.synchronize(self.target.device)
-        return Decoded(new_ids, stats)
+        device, stats = self.target.device, None
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        first_forward = FirstForward(self.target)
+        try:
+            if method.engine == PLAIN:
+                new_ids = self._plain(batch, options)
+            elif method.engine == OURS:
+                stats = SpeculationStats()
+                new_ids = self._ours(method, batch, options | {"speculation_stats": stats}, seed)
+            else:
+                new_ids = self._assisted(method, batch, options)
+        finally:
+            first_forward.close()
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+        return Decoded(new_ids, stats, first_forward.seconds, peak_bytes)
 
     def _plain(self, batch: Batch, options: dict[str, Any]) -> list[Tensor]:
-        tokenizer = self._draft_arguments.get("tokenizer")
-        output: Any = self.target.generate(**_inputs(batch), tokenizer=tokenizer, **options)  # type: ignore[operator]
+        output: Any = self.target.generate(**batch.inputs, tokenizer=self.tokenizer, **options)  # type: ignore[operator]
+        return list(output[:, batch.input_ids.shape[1] :])
+
+    def _ours(self, method: Method, batch: Batch, options: dict[str, Any], seed: int) -> list[Tensor]:
+        seeded = {"seed": seed} if method.do_sample else {}
+        arguments = {**options, **self._draft_arguments, **seeded, **method.fields}
+        output: Any = generate(self.target, **batch.inputs, **arguments)
         return list(output[:, batch.input_ids.shape[1] :])
 
     def _assisted(self, method: Method, batch: Batch, options: dict[str, Any]) -> list[Tensor]:
-        """Assisted generation of transformers, which takes one row: the rows in turn, without padding."""
-        if method.name not in self._assistants:
-            draft = _view(self._draft_arguments["assistant_model"])  # it reads the number of tokens from the draft
-            if method.fields:
-                draft.generation_config.update(**method.fields, assistant_confidence_threshold=0.0)
-            self._assistants[method.name] = draft
-        arguments = {**self._draft_arguments, "assistant_model": self._assistants[method.name]}
+        """Assisted generation of transformers, row by row, because it takes one row."""
+        arguments = dict(self._draft_arguments)
+        if "prompt_lookup_num_tokens" in method.fields:
+            arguments = {"tokenizer": self.tokenizer, **method.fields}
+        elif self.draft is not None:
+            arguments["assistant_model"] = self._assistant(method, self.draft)
         new_ids = []
         for ids in batch.rows:
             output: Any = self.target.generate(  # type: ignore[operator]
@@ -113,13 +138,37 @@ class Decoder:
             new_ids.append(output[0, len(ids) :])
         return new_ids
 
+    def _assistant(self, method: Method, draft: PreTrainedModel) -> PreTrainedModel:
+        """View of the draft with the method's draft length, which transformers reads from its generation config."""
+        if method.name not in self._assistants:
+            view = _view(draft)
+            if method.fields:
+                view.generation_config.update(**method.fields, assistant_confidence_threshold=0.0)
+            self._assistants[method.name] = view
+        return self._assistants[method.name]
 
-def _inputs(batch: Batch) -> dict[str, Any]:
-    return {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+
+class FirstForward:
+    """Times the first forward of a model, from the creation of this object to the end of the forward."""
+
+    def __init__(self, model: PreTrainedModel):
+        self.seconds: float | None = None
+        self._device, self._began = model.device, time.perf_counter()
+        self._handle = model.register_forward_hook(self._ended)
+
+    def close(self) -> None:
+        """Remove the hook."""
+        self._handle.remove()
+
+    def _ended(self, *_: Any) -> None:
+        self._handle.remove()  # later forwards may be compiled
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+        self.seconds = time.perf_counter() - self._began
 
 
 def _view(model: PreTrainedModel) -> PreTrainedModel:
-    """The same weights under a generation config of its own, without speculative fields; not enabled."""
+    """The same weights with a new generation config without speculative fields; not enabled."""
     view = copy.copy(model)
     view.generation_config = copy.deepcopy(model.generation_config)
     for name in FIELD_NAMES:

@@ -1,4 +1,4 @@
-"""Says how far texts lie from what the target would write by itself."""
+"""Drift of lossy outputs: how likely the target finds them, and how often it agrees with them."""
 
 import inspect
 from collections.abc import Iterable, Mapping
@@ -11,16 +11,16 @@ from transformers import PreTrainedModel
 from hf_speculate.tools.bench.batches import Batch
 from hf_speculate.tools.bench.measuring import Run
 
-_CHUNK = 64  # positions of which log-probabilities are held at once
+_CHUNK = 64  # positions whose log-probabilities are in memory at once
 
 
 class Drift(NamedTuple):
-    """Sums over texts; two of them are added with `+`.
+    """Sums over outputs, which `+` adds.
 
     Args:
-        log_likelihood: of the texts under the target, in nats; neither temperature nor other processors count.
-        num_best: tokens that are the target's likeliest after what stands before them in their own text.
-        num_tokens: of the texts.
+        log_likelihood: under the target in nats, without temperature and other processors.
+        num_best: tokens that are the target's most likely ones after the text before them.
+        num_tokens: of the outputs.
     """
 
     log_likelihood: float = 0.0
@@ -43,18 +43,18 @@ class Drift(NamedTuple):
 
     @property
     def agreement(self) -> float:
-        """Share of tokens that greedy decoding would have taken at their place, in [0, 1]."""
+        """Share of tokens that greedy decoding would have chosen, in [0, 1]."""
         return self.num_best / self.num_tokens
 
 
 @torch.no_grad()
 def drift_of_text(model: PreTrainedModel, prompt_ids: Tensor, new_ids: list[int]) -> Drift:
-    """Read one text with the target, in a forward of its own.
+    """Drift of one output.
 
     Args:
-        model: the target, any decoder.
+        model: the target.
         prompt_ids: [T] int64, unpadded.
-        new_ids: N ids, at least one.
+        new_ids: N >= 1 ids.
     """
     text = torch.tensor(new_ids, device=prompt_ids.device)  # [N]
     num = len(new_ids)
@@ -72,13 +72,7 @@ def drift_of_text(model: PreTrainedModel, prompt_ids: Tensor, new_ids: list[int]
 
 
 def drift_of_runs(model: PreTrainedModel, runs: Iterable[Run], batches: Mapping[int, Batch]) -> Drift:
-    """Read all texts of a method with the target.
-
-    Args:
-        model: the target.
-        runs: of one method.
-        batches: by number.
-    """
+    """Drift of all outputs of a method."""
     total = Drift()
     for run in runs:
         for prompt_ids, new_ids in zip(batches[run.batch].rows, run.texts, strict=True):

@@ -1,4 +1,4 @@
-"""Times methods to decode that alternate, batch by batch."""
+"""Times decoding methods that alternate, batch by batch."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -12,19 +12,20 @@ from hf_speculate.tools.bench.decoding import Decoded
 from hf_speculate.tools.bench.methods import PLAIN, TRANSFORMERS, Method
 
 _WARM_UP_TOKENS = 8
-# What transformers' assisted generation is known to raise on pairs that it cannot serve.
-_FOREIGN_ERRORS = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
+# Raised by transformers' assisted generation for pairs that it does not support.
+_ASSISTED_ERRORS = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
 
 class Run(NamedTuple):
     """One timed call.
 
     Args:
-        batch: number of what was decoded.
-        repeat: which time.
+        batch: number of the batch.
+        repeat: number of the repetition.
         seconds: of the call.
-        texts: new ids of every row, up to and with its end.
-        stats: of ours; None for others.
+        texts: new token ids of each row up to its end.
+        stats: of our engine.
+        first_token_s, peak_bytes: see `Decoded`.
     """
 
     batch: int
@@ -32,6 +33,8 @@ class Run(NamedTuple):
     seconds: float
     texts: list[list[int]]
     stats: SpeculationStats | None
+    first_token_s: float | None = None
+    peak_bytes: int | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -40,12 +43,20 @@ class Run(NamedTuple):
 
     @property
     def tokens_per_s(self) -> float:
-        """New tokens of all rows a second."""
+        """New tokens of all rows per second."""
         return self.num_tokens / self.seconds
+
+    @property
+    def ms_per_token(self) -> float | None:
+        """Milliseconds per token of the longest row after its first token; None if that is not known."""
+        num_later = max(map(len, self.texts)) - 1
+        if self.first_token_s is None or num_later < 1:
+            return None
+        return 1000 * (self.seconds - self.first_token_s) / num_later
 
 
 class Decode(Protocol):
-    """As `Decoder`."""
+    """See `Decoder`."""
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -56,20 +67,21 @@ class Decode(Protocol):
 
 
 class Step(NamedTuple):
-    """What a progress bar is told after each timed call."""
+    """A call that has ended; `run` is None for a warm-up."""
 
     method: Method
-    run: Run
+    run: Run | None
 
 
-Runs = dict[str, list[Run]]  # by the method's name
+Runs = dict[str, list[Run]]  # by name of the method
 
 
 class Measured(NamedTuple):
-    """What was timed, and why a method of transformers was not, each by the method's name."""
+    """Timed calls, and the reasons for methods of transformers that failed, by name of the method."""
 
     runs: Runs
     left_out: dict[str, str]
+    is_interrupted: bool = False
 
 
 def measure(
@@ -83,20 +95,20 @@ def measure(
     clock: Callable[[], float] = time.perf_counter,
     on_step: Callable[[Step], None] | None = None,
 ) -> Measured:
-    """Decode every batch by every method, in turn, so that all meet the same machine.
+    """Decode each batch with each method in turn, so that all methods meet the same load of the machine.
 
-    Every method decodes a few tokens of the first batch before anything is timed. torch's global generator is left as
-    it was.
+    Every method first decodes a few tokens untimed. Ctrl-C ends the measurement; the calls so far are returned. The
+    state of torch's global generator is restored.
 
     Args:
-        methods: of different names; those of transformers' assisted generation are left out where they raise.
+        methods: with unique names; methods of transformers that raise are left out.
         batches: at least one.
         decode: decodes a batch.
-        repeats: how often each batch is decoded by each method.
-        is_warm: whether no method needs its first tokens now.
-        seed: of what is drawn; methods draw with the same one on the same batch.
-        clock: gives seconds.
-        on_step: told of every timed call.
+        repeats: how often each method decodes each batch.
+        is_warm: whether to skip the warm-up.
+        seed: used for sampling; the same for all methods on one batch.
+        clock: returns seconds.
+        on_step: is called after each call.
     """
     runs: Runs = {method.name: [] for method in methods}
     left_out: dict[str, str] = {}
@@ -105,7 +117,7 @@ def measure(
     def attempt(method: Method, batch: Batch, num: int, max_new_tokens: int | None = None) -> Decoded | None:
         try:
             return decode(method, batch, seed + num, max_new_tokens)
-        except _FOREIGN_ERRORS as error:
+        except _ASSISTED_ERRORS as error:
             if method.engine != TRANSFORMERS:
                 raise
             first_line = next(iter(str(error).splitlines()), "")
@@ -114,48 +126,56 @@ def measure(
             del runs[method.name]
             return None
 
+    def report(step: Step) -> None:
+        if on_step is not None:
+            on_step(step)
+
     with torch.random.fork_rng(devices=_gpus(batches)):
-        for method in () if is_warm else tuple(order):
-            attempt(method, batches[0], 0, _WARM_UP_TOKENS)
-        for repeat in range(repeats):
-            for batch in batches:
-                num = repeat * len(batches) + batch.number
-                for method in tuple(order) if num % 2 == 0 else tuple(reversed(order)):
-                    begin = clock()
-                    decoded = attempt(method, batch, num)
-                    seconds = clock() - begin
-                    if decoded is None:
-                        continue
-                    texts = [_ended(ids.tolist(), decode.eos_token_ids) for ids in decoded.new_ids]
-                    run = Run(batch.number, repeat, seconds, texts, decoded.stats)
-                    runs[method.name].append(run)
-                    if on_step is not None:
-                        on_step(Step(method, run))
+        try:
+            for method in () if is_warm else tuple(order):
+                attempt(method, batches[0], 0, _WARM_UP_TOKENS)
+                report(Step(method, None))
+            for repeat in range(repeats):
+                for batch in batches:
+                    num = repeat * len(batches) + batch.number
+                    for method in tuple(order) if num % 2 == 0 else tuple(reversed(order)):
+                        begin = clock()
+                        decoded = attempt(method, batch, num)
+                        seconds = clock() - begin
+                        if decoded is None:
+                            continue
+                        texts = [_up_to_eos(ids.tolist(), decode.eos_token_ids) for ids in decoded.new_ids]
+                        run = Run(batch.number, repeat, seconds, texts, *decoded[1:])
+                        runs[method.name].append(run)
+                        report(Step(method, run))
+        except KeyboardInterrupt:
+            return Measured(_comparable(runs, methods), left_out, is_interrupted=True)
     return Measured(runs, left_out)
 
 
 def plain_of(methods: Sequence[Method], do_sample: bool) -> Method:
-    """The method without drafts that draws, or does not."""
+    """The method without drafts that samples, or does not."""
     return next(method for method in methods if method.engine == PLAIN and method.do_sample == do_sample)
 
 
 def ratios(runs: Sequence[Run], plain: Sequence[Run]) -> list[float]:
-    """Tokens per second over plain decoding's on the same batch at the same time.
-
-    Args:
-        runs: of a method.
-        plain: of plain decoding, on the same batches at least.
-    """
+    """Tokens per second over plain decoding's on the same batch and repetition."""
     speeds = {(run.batch, run.repeat): run.tokens_per_s for run in plain}
     return [run.tokens_per_s / speeds[run.batch, run.repeat] for run in runs]
 
 
+def _comparable(runs: Runs, methods: Sequence[Method]) -> Runs:
+    """Calls on batches that all plain methods have decoded; methods without any are left out."""
+    plain = [{(run.batch, run.repeat) for run in runs[one.name]} for one in methods if one.engine == PLAIN]
+    done = set.intersection(*plain) if plain else set()
+    kept = {name: [run for run in of_it if (run.batch, run.repeat) in done] for name, of_it in runs.items()}
+    return {name: of_it for name, of_it in kept.items() if of_it}
+
+
 def _gpus(batches: Sequence[Batch]) -> list[torch.device]:
-    """The CUDA devices whose generators are drawn from."""
     return list({batch.input_ids.device for batch in batches if batch.input_ids.device.type == "cuda"})
 
 
-def _ended(ids: list[int], eos_token_ids: frozenset[int]) -> list[int]:
-    """The ids up to and with the first that ends a row."""
-    end = next((place for place, one in enumerate(ids) if one in eos_token_ids), len(ids))
+def _up_to_eos(ids: list[int], eos_token_ids: frozenset[int]) -> list[int]:
+    end = next((at for at, one in enumerate(ids) if one in eos_token_ids), len(ids))
     return ids[: end + 1]

@@ -1,4 +1,4 @@
-"""Names the methods to decode that are measured against each other."""
+"""Decoding methods that are compared: plain decoding, transformers' assisted generation and this library's."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,35 +14,36 @@ _ADAPTIVE = "adaptive"
 
 
 class DraftLen(NamedTuple):
-    """How many tokens a round drafts: `num` in every round, or with `is_adaptive` up to `num` (None: the default)."""
+    """Draft length: `num` tokens in each round, or with `is_adaptive` up to `num` tokens (None for the default)."""
 
     num: int | None
     is_adaptive: bool
 
     @property
     def label(self) -> str:
-        """For the name of a method."""
+        """Label in the name of a method."""
         if not self.is_adaptive:
             return f"K = {self.num}"
         return _ADAPTIVE if self.num is None else f"{_ADAPTIVE} up to {self.num}"
 
     @property
     def fields(self) -> dict[str, Any]:
-        """What `generate()` is told."""
+        """Fields of `SpeculationConfig`."""
         schedule = {"num_assistant_tokens_schedule": _ADAPTIVE if self.is_adaptive else "constant"}
         return schedule if self.num is None else {"num_assistant_tokens": self.num} | schedule
 
 
 @dataclass(frozen=True)
 class Method:
-    """One method to decode.
+    """A decoding method.
 
     Args:
-        name: unique among those that are measured together.
-        engine: `PLAIN`, `TRANSFORMERS` (its assisted generation) or `OURS`.
-        fields: of `SpeculationConfig`; of transformers' engine only those that set the number of tokens.
-        do_sample: whether tokens are drawn.
-        is_lossy: whether the text's law is another than plain decoding's.
+        name: unique among the methods of a comparison.
+        engine: `PLAIN`, `TRANSFORMERS` (its assisted generation or prompt lookup) or `OURS`.
+        fields: of `SpeculationConfig`; for transformers only draft length and prompt lookup.
+        do_sample: whether tokens are sampled.
+        is_lossy: whether the output's distribution differs from plain decoding's.
+        options: other arguments of `generate()`.
     """
 
     name: str
@@ -50,50 +51,51 @@ class Method:
     fields: Mapping[str, Any] = field(default_factory=dict)
     do_sample: bool = False
     is_lossy: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def verifier(self) -> str:
-        """Its name; empty where nothing of ours verifies."""
-        return str(self.fields.get("verifier", ""))
+        """Name of the verifier; empty for other engines."""
+        return str(self.fields.get("verifier") or "")
 
     @property
     def num_assistant_tokens(self) -> int | None:
-        """Tokens drafted in every round; None where the number moves, or nothing drafts."""
+        """Constant draft length; None if it varies or nothing is drafted."""
         is_constant = self.fields.get("num_assistant_tokens_schedule") == "constant"
         return self.fields.get("num_assistant_tokens") if is_constant else None
 
 
-def parse_draft_lens(text: str) -> list[DraftLen]:
-    """Read numbers of tokens from `5,8,adaptive,adaptive:16`.
-
-    Args:
-        text: numbers, `adaptive`, and `adaptive:` with the most tokens, between commas.
+def parse_draft_len(text: str) -> DraftLen:
+    """Parse `5`, `adaptive` or `adaptive:16`.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: the text is none of these, or a number is out of range.
     """
-    lens = []
-    for word in split(text):
-        name, colon, most = word.partition(":")
-        is_adaptive = name == _ADAPTIVE
-        digits = most if is_adaptive else word
-        if not digits.isdecimal() and (colon or not is_adaptive):
-            raise ConfigError(
-                f"--num-assistant-tokens must be numbers, adaptive or adaptive:16 between commas, got {word!r}; "
-                "write 3,5,adaptive, say"
-            )
-        lens.append(DraftLen(int(digits) if digits else None, is_adaptive))
-        SpeculationConfig(**lens[-1].fields)
+    name, colon, most = text.partition(":")
+    is_adaptive = name == _ADAPTIVE
+    digits = most if is_adaptive else text
+    if not digits.isdecimal() and (colon or not is_adaptive):
+        raise ConfigError(
+            f"--num-assistant-tokens must be a number, adaptive or adaptive:16, got {text!r}; write 5 or adaptive"
+        )
+    draft_len = DraftLen(int(digits) if digits else None, is_adaptive)
+    SpeculationConfig(**draft_len.fields)
+    return draft_len
+
+
+def parse_draft_lens(text: str) -> list[DraftLen]:
+    """Parse draft lengths separated by commas; see `parse_draft_len`."""
+    lens = [parse_draft_len(word) for word in split(text)]
     if not lens:
-        raise ConfigError("--num-assistant-tokens must name one number at least, got none; write 5,adaptive, say")
+        raise ConfigError("--num-assistant-tokens must name at least one number, got none; write 5,adaptive")
     return lens
 
 
 def parse_thresholds(text: str) -> list[float]:
-    """Read values of `posterior_threshold` between commas.
+    """Parse values of `posterior_threshold` separated by commas.
 
     Raises:
-        ConfigError: one is no number in (0, 1).
+        ConfigError: a value is not a number in (0, 1).
     """
     thresholds = []
     for word in split(text):
@@ -101,19 +103,19 @@ def parse_thresholds(text: str) -> list[float]:
             thresholds.append(float(word))
         except ValueError:
             raise ConfigError(
-                f"--thresholds must be numbers in (0, 1) between commas, got {word!r}; write 0.05,0.2, say"
+                f"--thresholds must be numbers in (0, 1) separated by commas, got {word!r}; write 0.05,0.2"
             ) from None
         SpeculationConfig(posterior_threshold=thresholds[-1])
     return thresholds
 
 
 def split(text: str) -> list[str]:
-    """The words between commas, each once."""
+    """Words separated by commas, without repetitions."""
     return list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
 
 
 def default_verifier(do_sample: bool) -> str:
-    """The exact verifier that is taken where none is named."""
+    """The default verifier, which is lossless."""
     return "rejection" if do_sample else "greedy"
 
 
@@ -123,28 +125,28 @@ def plain_method(do_sample: bool) -> Method:
 
 
 def assisted_methods(lens: Iterable[DraftLen], do_sample: bool) -> list[Method]:
-    """Assisted generation of transformers: with its defaults, and with the first constant number of tokens."""
+    """Assisted generation of transformers with its defaults, and with the first constant draft length."""
     constant = [
         Method(f"transformers, {one.label}", TRANSFORMERS, one.fields, do_sample) for one in _constant(lens)[:1]
     ]
-    return [Method("transformers, its defaults", TRANSFORMERS, {}, do_sample), *constant]
+    return [Method("transformers, defaults", TRANSFORMERS, {}, do_sample), *constant]
+
+
+def lookup_method(num_tokens: int, do_sample: bool) -> Method:
+    """Prompt lookup of transformers."""
+    fields = {"prompt_lookup_num_tokens": num_tokens}
+    return Method(f"transformers, lookup {num_tokens}", TRANSFORMERS, fields, do_sample)
 
 
 def our_methods(
     verifiers: Iterable[str], lens: Sequence[DraftLen], do_sample: bool, fields: Mapping[str, Any]
 ) -> list[Method]:
-    """Every verifier with every number of tokens.
-
-    Args:
-        verifiers: registered names.
-        lens: numbers of tokens.
-        do_sample: whether tokens are drawn.
-        fields: of `SpeculationConfig`, for all of them.
+    """Each verifier with each draft length; `fields` of `SpeculationConfig` apply to all.
 
     Raises:
-        ConfigError: a verifier is not registered or does not go with `do_sample`, or a field has a wrong value.
+        ConfigError: a verifier is not registered or cannot sample, or a field has a wrong value.
     """
-    return [_our_method(verifier, one, do_sample, fields) for verifier in verifiers for one in lens]
+    return [our_method(verifier, one, do_sample, fields) for verifier in verifiers for one in lens]
 
 
 def threshold_methods(
@@ -154,37 +156,31 @@ def threshold_methods(
     do_sample: bool,
     fields: Mapping[str, Any],
 ) -> list[Method]:
-    """The lossy ones of the verifiers with every `posterior_threshold` and every number of tokens.
+    """Each lossy verifier with each `posterior_threshold` and each draft length.
 
-    Where `fields` leave `posterior_alpha` open it is the threshold's square root, as in the default pair of 0.09 and
-    0.3: with one alpha for all, a threshold above it would change nothing.
-
-    Args:
-        verifiers: registered names.
-        thresholds: in (0, 1).
-        lens: numbers of tokens.
-        do_sample: whether tokens are drawn.
-        fields: of `SpeculationConfig`, for all of them.
+    Unless `fields` set `posterior_alpha`, it is the square root of the threshold, as in the default pair of 0.09 and
+    0.3; with one alpha for all, a threshold above it would have no effect.
 
     Raises:
-        ConfigError: as `our_methods`.
+        ConfigError: see `our_methods`.
     """
     found = []
     for verifier in verifiers:
         for threshold in thresholds:
             alpha = {"posterior_alpha": round(math.sqrt(threshold), 6)}
             with_it = {**alpha, **fields, "posterior_threshold": threshold}
-            methods = [_our_method(verifier, one, do_sample, with_it) for one in lens]
+            methods = [our_method(verifier, one, do_sample, with_it) for one in lens]
             found += [method for method in methods if method.is_lossy]
     return found
 
 
 def drift_len(lens: Sequence[DraftLen]) -> DraftLen:
-    """The number of tokens that drift is looked at with: constant where one is, as a lossy text depends on it."""
+    """Draft length for measuring drift: a constant one if there is one, because lossy texts depend on it."""
     return next(iter(_constant(lens)), lens[0])
 
 
-def _our_method(verifier: str, draft_len: DraftLen, do_sample: bool, fields: Mapping[str, Any]) -> Method:
+def our_method(verifier: str, draft_len: DraftLen, do_sample: bool, fields: Mapping[str, Any]) -> Method:
+    """One of our methods; see `our_methods`."""
     fields = {**fields, "verifier": verifier, **draft_len.fields}
     config = SpeculationConfig(**fields).resolve(do_sample)
     check_verifier(config)

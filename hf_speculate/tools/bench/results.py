@@ -1,4 +1,4 @@
-"""Puts timed runs into plain values, for JSON."""
+"""Summarises timed calls as values for JSON."""
 
 import functools
 import math
@@ -13,23 +13,17 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import PreTrainedModel
 
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.bench.batches import Batch
 from hf_speculate.tools.bench.drift import Drift
 from hf_speculate.tools.bench.measuring import Run, ratios
 from hf_speculate.tools.bench.methods import Method
+from hf_speculate.tools.bench.reliability import NOISE_MARGIN, speedup_bound
 
 
-def circumstances(target: PreTrainedModel, target_name: str, draft_name: str) -> dict[str, Any]:
-    """What figures depend on beside the settings.
-
-    Args:
-        target: as loaded.
-        target_name: as the user wrote it.
-        draft_name: the same of the draft.
-    """
+def environment(device: torch.device) -> dict[str, Any]:
+    """Versions, device and date."""
     return {
         "versions": {
             "hf_speculate": _own_version(),
@@ -37,48 +31,66 @@ def circumstances(target: PreTrainedModel, target_name: str, draft_name: str) ->
             "torch": torch.__version__,
             "python": platform.python_version(),
         },
-        "device": _device_name(target.device),
+        "device": device_name(device),
         "threads": torch.get_num_threads(),
-        "dtype": str(target.dtype).removeprefix("torch."),
         "date": datetime.now(UTC).date().isoformat(),
-        "target": target_name,
-        "draft": draft_name,
     }
 
 
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Minimum, median and maximum of at least one value."""
-    return {"min": min(values), "median": median(values), "max": max(values)}
+def device_name(device: torch.device) -> str:
+    """Name of a GPU, or of the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpu_info = Path("/proc/cpuinfo")
+    lines = cpu_info.read_text(encoding="utf-8").splitlines() if cpu_info.exists() else []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return (models or [platform.processor() or platform.machine()])[0]
+
+
+def spread(values: Iterable[float | None]) -> dict[str, float] | None:
+    """Minimum, median and maximum; None if there is no value."""
+    known = [value for value in values if value is not None]
+    return {"min": min(known), "median": median(known), "max": max(known)} if known else None
 
 
 def finite(value: float) -> float | None:
-    """The value, or None where it is one that JSON cannot hold."""
+    """The value, or None if it is infinite or NaN, which JSON cannot hold."""
     return value if math.isfinite(value) else None
 
 
 def total_stats(runs: Iterable[Run]) -> SpeculationStats | None:
-    """Counts and seconds of all calls together; None if the method is not ours."""
+    """Sum of the statistics of all calls; None for other engines."""
     found = [run.stats for run in runs if run.stats is not None]
     return functools.reduce(operator.add, found) if found else None
 
 
-def method_entry(method: Method, runs: Sequence[Run], plain: Sequence[Run], checked: str | None) -> dict[str, Any]:
-    """One method's line; what its engine does not count is None.
+def method_entry(
+    method: Method, runs: Sequence[Run], plain: Sequence[Run], checked: str | None, cost: float = 0.0
+) -> dict[str, Any]:
+    """Entry of one method; values that its engine does not count are None.
 
     Args:
         method: that was timed.
         runs: its calls, at least one.
         plain: plain decoding's calls on the same batches.
-        checked: how its texts compare; None: they were not compared, for they need not be equal.
+        checked: comparison of its outputs with plain decoding's; None if they were not compared.
+        cost: of a draft step, see `draft_cost`.
     """
-    stats = total_stats(runs)
+    stats, first = total_stats(runs), runs[0].stats
+    speedups = ratios(runs, plain)
     entry: dict[str, Any] = {
         "name": method.name,
+        "engine": method.engine,
         "verifier": method.verifier or None,
         "num_assistant_tokens": method.num_assistant_tokens,
         "is_lossy": method.is_lossy,
-        "tokens_per_s": spread([run.tokens_per_s for run in runs]),
-        "speedup": spread(ratios(runs, plain)),
+        "tokens_per_s": spread(run.tokens_per_s for run in runs),
+        "speedup": spread(speedups),
+        "speedup_bound": None,
+        "is_noise": False,
+        "first_token_s": spread(run.first_token_s for run in runs),
+        "ms_per_token": spread(run.ms_per_token for run in runs),
+        "peak_bytes": max((run.peak_bytes for run in runs if run.peak_bytes is not None), default=None),
         "num_tokens": sum(run.num_tokens for run in runs),
         "mean_acceptance_length": None,
         "acceptance_rate": None,
@@ -86,12 +98,14 @@ def method_entry(method: Method, runs: Sequence[Run], plain: Sequence[Run], chec
         "seconds": None,
         "checked": checked,
     }
-    one = runs[0].stats
-    if stats is None or one is None:
+    if stats is None or first is None:
         return entry
-    if one.draft_lens:
-        entry["draft_lens"] = list(one.draft_lens)
+    bound = speedup_bound(stats, 0.0 if "prompt_lookup_num_tokens" in method.fields else cost)
+    if first.draft_lens:
+        entry["draft_lens"] = list(first.draft_lens)
     return entry | {
+        "speedup_bound": bound,
+        "is_noise": bound is not None and median(speedups) > NOISE_MARGIN * bound,
         "mean_acceptance_length": stats.mean_acceptance_length,
         "acceptance_rate": stats.acceptance_rate,
         "acceptance_rate_per_position": stats.acceptance_rate_per_position,
@@ -104,17 +118,12 @@ def method_entry(method: Method, runs: Sequence[Run], plain: Sequence[Run], chec
 def category_entries(
     method: Method, runs: Sequence[Run], plain: Sequence[Run], batches: Mapping[int, Batch]
 ) -> list[dict[str, Any]]:
-    """One method's lines by category of prompts; none where prompts have no category.
-
-    Args:
-        method: that was timed.
-        runs: its calls.
-        plain: plain decoding's calls on the same batches.
-        batches: by number.
-    """
+    """Entries of one method by category of prompts; empty if prompts have no category."""
     entries = []
     for category in sorted({batch.category for batch in batches.values()} - {""}):
         of_it = [run for run in runs if batches[run.batch].category == category]
+        if not of_it:
+            continue
         stats = total_stats(of_it)
         entries.append(
             {
@@ -129,14 +138,7 @@ def category_entries(
 
 
 def drift_entry(method: Method, runs: Sequence[Run], plain: Sequence[Run], drift: Drift) -> dict[str, Any]:
-    """One line of how far a method's texts lie from the target's own.
-
-    Args:
-        method: a lossy one, or plain decoding for reference.
-        runs: its calls.
-        plain: plain decoding's calls on the same batches.
-        drift: of all its texts.
-    """
+    """Entry of a lossy method, or of plain decoding for reference, with the drift of its outputs."""
     return {
         "verifier": method.verifier or method.name,
         "posterior_threshold": method.fields.get("posterior_threshold"),
@@ -149,23 +151,8 @@ def drift_entry(method: Method, runs: Sequence[Run], plain: Sequence[Run], drift
     }
 
 
-def _added(ones: Sequence[int], others: Sequence[int]) -> list[int]:
-    longest = max(len(ones), len(others))
-    padded = [[*values, *[0] * (longest - len(values))] for values in (ones, others)]
-    return [sum(pair) for pair in zip(*padded, strict=True)]
-
-
 def _own_version() -> str:
     try:
         return version("hf-speculate")
     except PackageNotFoundError:  # run from a clone
         return "not installed"
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    cpu_info = Path("/proc/cpuinfo")
-    lines = cpu_info.read_text(encoding="utf-8").splitlines() if cpu_info.exists() else []
-    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return (models or [platform.processor() or platform.machine()])[0]

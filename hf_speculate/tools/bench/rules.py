@@ -1,4 +1,4 @@
-"""Says how far a faster text may lie from plain decoding's."""
+"""Quality rules: how far the output of a faster method may drift from plain decoding's."""
 
 import math
 import re
@@ -14,12 +14,12 @@ _SIGNS = {"agreement": (">=", "="), "drop": ("<=", "=")}
 
 
 class Rule(NamedTuple):
-    """What is allowed; without bounds only verifiers that keep the target's law.
+    """Bounds for lossy methods; without bounds only lossless ones are allowed.
 
     Args:
-        min_agreement: share of tokens that greedy decoding would have taken at their place, at least, in [0, 1].
-        max_drop: nats per token that the text's log-likelihood may lie below plain decoding's; where tokens are drawn,
-            below or above, as a text that is too likely is another law's too.
+        min_agreement: smallest share of tokens that greedy decoding would have chosen, in [0, 1].
+        max_drop: largest drop of the log-likelihood below plain decoding's in nats per token; when sampling also the
+            largest rise above it.
     """
 
     min_agreement: float | None = None
@@ -27,21 +27,15 @@ class Rule(NamedTuple):
 
     @property
     def is_exact(self) -> bool:
-        """Whether lossy verifiers are out."""
+        """Whether only lossless methods are allowed."""
         return self.min_agreement is None and self.max_drop is None
 
     def complaint(self, drift: Drift, plain: Drift, do_sample: bool) -> str:
-        """What a text breaks; empty where it is allowed.
-
-        Args:
-            drift: of the lossy method's texts.
-            plain: of plain decoding's texts, on the same prompts.
-            do_sample: whether tokens are drawn.
-        """
+        """The broken bound, or an empty string; `plain` is plain decoding's drift on the same prompts."""
         drop = drop_of(drift, plain, do_sample)
         if self.min_agreement is not None and drift.agreement < self.min_agreement:
             return f"agreement {drift.agreement:.3f} < {self.min_agreement:g}"
-        if self.max_drop is not None and not drop <= self.max_drop:  # an infinite log-likelihood is not inside
+        if self.max_drop is not None and not drop <= self.max_drop:  # NaN and infinity are not allowed
             return f"drop {drop:.3f} > {self.max_drop:g}"
         return ""
 
@@ -51,24 +45,18 @@ class Rule(NamedTuple):
 
 
 def drop_of(drift: Drift, plain: Drift, do_sample: bool) -> float:
-    """Nats per token below plain decoding's log-likelihood; where tokens are drawn, away from it.
-
-    Args:
-        drift: of a method's texts.
-        plain: of plain decoding's texts, on the same prompts.
-        do_sample: whether tokens are drawn.
-    """
+    """Drop of the log-likelihood below plain decoding's in nats per token; when sampling its absolute value."""
     drop = plain.log_likelihood_per_token - drift.log_likelihood_per_token
     return abs(drop) if do_sample else drop
 
 
 def parse_rule(text: str) -> Rule:
-    """Read a rule: `exact`, or bounds as `agreement>=0.95` and `drop<=0.05` between commas.
+    """Parse `exact`, or bounds such as `agreement>=0.95` and `drop<=0.05` separated by commas.
 
-    A mere `=` means the same, and needs no quotes in a shell.
+    `=` means the same and needs no quotes in a shell.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: the text is something else.
     """
     words = split(text)
     if words == [_EXACT]:
@@ -86,14 +74,14 @@ def parse_rule(text: str) -> Rule:
         raise _unknown(text)
     agreement, drop = bounds.get("agreement"), bounds.get("drop")
     if agreement is not None and not 0 <= agreement <= 1:
-        raise ConfigError(f"agreement must be in [0, 1], got {agreement:g}; write agreement=0.95, say")
+        raise ConfigError(f"agreement must be in [0, 1], got {agreement:g}; write agreement=0.95, for example")
     if drop is not None and not 0 <= drop < math.inf:
-        raise ConfigError(f"drop must be >= 0 nats per token and finite, got {drop:g}; write drop=0.05, say")
+        raise ConfigError(f"drop must be >= 0 nats per token and finite, got {drop:g}; write drop=0.05, for example")
     return Rule(agreement, drop)
 
 
 def _unknown(word: str) -> ConfigError:
     return ConfigError(
-        f"--quality must be exact, or agreement>=0.95 and drop<=0.05 between commas, got {word!r}; "
-        "put > and < in quotes, or write agreement=0.95"
+        f"--quality must be exact, or bounds such as agreement>=0.95,drop<=0.05, got {word!r}; "
+        "quote > and <, or write agreement=0.95"
     )

@@ -1,4 +1,4 @@
-"""Writes fields into a folder's `generation_config.json`, beside what stands there."""
+"""Writes fields into a `generation_config.json`, keeping its other entries."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from transformers import AutoConfig, GenerationConfig
 from hf_speculate.errors import ConfigError
 
 FILE = "generation_config.json"
-# What a tuning decides: where it stands in the file and is not decided now, it goes, as it belonged to other fields.
+# Fields that tuning sets. Old values of these are removed.
 TUNED_NAMES = (
     "num_assistant_tokens",
     "num_assistant_tokens_schedule",
@@ -19,45 +19,37 @@ TUNED_NAMES = (
     "posterior_threshold",
     "verifier",
 )
-_FROM_MODEL = "_from_model_config"  # transformers drops fields that it does not know where this is set
+_FROM_MODEL = "_from_model_config"  # if set, transformers drops unknown fields
 
 
 def settings_in(folder: Path) -> dict[str, Any]:
-    """What the folder's generation config says; without a file, what the model's config makes of it.
-
-    Args:
-        folder: of a model, or one that holds a `generation_config.json`.
+    """Entries of a folder's generation config, or those that transformers derives from its model config.
 
     Raises:
-        ConfigError: it is neither, or the file holds no JSON object.
+        ConfigError: the folder has neither, or the file holds no JSON object.
     """
     path = folder / FILE
     if path.is_file():
         try:
             settings = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise ConfigError(f"{path} must be a JSON object, got none ({error}); mend the file") from error
+            raise ConfigError(f"{path} must be a JSON object, got none ({error}); repair the file") from error
         if not isinstance(settings, dict):
-            raise ConfigError(f"{path} must be a JSON object, got {type(settings).__name__}; mend the file")
+            raise ConfigError(f"{path} must be a JSON object, got {type(settings).__name__}; repair the file")
         return settings
     if not (folder / "config.json").is_file():
         raise ConfigError(
-            f"the folder to write into must hold a generation_config.json or a model's config.json, got {folder}; "
-            "name the target's folder, or leave --write out to see the fields only"
+            f"the folder of --write must hold a generation_config.json or a model's config.json, got {folder}; "
+            "name the target's folder, or leave --write out to print the fields only"
         )
     settings = GenerationConfig.from_model_config(AutoConfig.from_pretrained(folder)).to_diff_dict()
     return dict(settings)
 
 
 def write_fields(folder: Path, fields: Mapping[str, Any]) -> Path:
-    """Put fields into the folder's generation config; its other entries stay. The file is replaced at once, or not.
+    """Write fields of `SpeculationConfig` into the folder's generation config and return the file.
 
-    Args:
-        folder: of a model, or one that holds a `generation_config.json`.
-        fields: of `SpeculationConfig`, plain values.
-
-    Returns:
-        The file.
+    Other entries are kept. The file is replaced atomically.
 
     Raises:
         ConfigError: see `settings_in`.

@@ -1,4 +1,4 @@
-"""Finds the fields that decode a user's prompts fastest under a rule of quality."""
+"""Tuning: finds the fastest fields for given prompts under a quality rule."""
 
 import math
 import time
@@ -20,36 +20,37 @@ from hf_speculate.tools.bench.methods import (
     split,
     threshold_methods,
 )
+from hf_speculate.tools.bench.reliability import doubts
 from hf_speculate.tools.bench.results import finite, spread, total_stats
 from hf_speculate.tools.bench.rules import Rule, drop_of
 
 EXACT_VERIFIERS = {False: ("greedy",), True: ("rejection", "block", "coupled")}  # by do_sample
 LOSSY_VERIFIERS = ("typical",)
 _FIRST_BATCHES = 2
-_MIN_LEFT = 2  # methods that stay in the race until the prompts are used up
+_MIN_LEFT = 2  # methods that decode all batches
 
 
 class Check(Protocol):
-    """As `TextCheck`."""
+    """See `TextCheck`."""
 
     def __call__(
         self, method: Method, runs: Sequence[Run], plain_runs: Sequence[Run], batches: Mapping[int, Batch]
     ) -> Compared:
-        """Compare greedy texts with plain decoding's."""
+        """Compare greedy outputs with plain decoding's."""
 
 
-Read = Callable[[Sequence[Run], Mapping[int, Batch]], Drift]  # how far the texts of a method's calls drifted
+Read = Callable[[Sequence[Run], Mapping[int, Batch]], Drift]  # drift of a method's calls
 
 
 class Instruments(NamedTuple):
-    """What a tuning measures with.
+    """Functions that tuning measures with.
 
     Args:
         decode: decodes a batch.
-        check: compares greedy texts of exact methods.
-        read: says how far texts drifted.
-        clock: gives seconds.
-        on_step: told of every timed call.
+        check: compares greedy outputs of lossless methods.
+        read: measures drift.
+        clock: returns seconds.
+        on_step: is called after each call.
     """
 
     decode: Decode
@@ -61,13 +62,13 @@ class Instruments(NamedTuple):
 
 @dataclass
 class Trial:
-    """What is known of one method.
+    """Measurements of one method.
 
     Args:
         method: that is tried.
         runs: its calls so far.
-        drift: of its texts, where the rule has bounds.
-        complaint: why it is out; empty while it is in the race.
+        drift: of its outputs, if the rule has bounds.
+        complaint: why it was dropped; empty while it is in the race.
     """
 
     method: Method
@@ -78,14 +79,15 @@ class Trial:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What a tuning found.
+    """Result of tuning.
 
     Args:
-        winner: the fastest method that the rule allows; None: plain decoding is at least as fast.
-        trials: all that were tried, the last to leave the race first.
+        winner: the fastest allowed method; None if plain decoding is at least as fast.
+        trials: of all methods, best first.
         plain_runs: plain decoding's calls.
-        plain_drift: of its texts, where the rule has bounds.
-        do_sample: whether tokens were drawn.
+        plain_drift: of its outputs, if the rule has bounds.
+        do_sample: whether tokens were sampled.
+        is_interrupted: whether Ctrl-C ended the measurement; there is no winner then.
     """
 
     winner: Method | None
@@ -93,23 +95,27 @@ class Tuned:
     plain_runs: list[Run]
     plain_drift: Drift | None
     do_sample: bool
+    is_interrupted: bool = False
 
     @property
     def fields(self) -> dict[str, Any]:
-        """What to write into a generation config; a verifier only where it is not the one that is taken unasked."""
+        """Fields for a generation config, without the verifier if it is the default one."""
         if self.winner is None:
             return {}
         fields = dict(self.winner.fields)
         if fields["verifier"] == default_verifier(self.do_sample):
-            del fields["verifier"]  # so that the other kind of decoding takes its own
+            del fields["verifier"]  # sampling and greedy decoding have different defaults
         return fields
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Values for JSON."""
+        reasons = doubts(self.plain_runs, 1, sum(len(run.texts) for run in self.plain_runs))
         return {
             "winner": None if self.winner is None else self.winner.name,
             "fields": self.fields,
-            "plain_tokens_per_s": spread([run.tokens_per_s for run in self.plain_runs]),
+            "plain_tokens_per_s": spread(run.tokens_per_s for run in self.plain_runs),
+            "is_interrupted": self.is_interrupted,
+            "reliability": {"is_reliable": not reasons, "reasons": reasons},
             "tried": [self._entry(trial) for trial in self.trials],
         }
 
@@ -119,7 +125,7 @@ class Tuned:
             "name": trial.method.name,
             "fields": dict(trial.method.fields),
             "num_prompts": sum(len(run.texts) for run in trial.runs),
-            "tokens_per_s": spread([run.tokens_per_s for run in trial.runs]),
+            "tokens_per_s": spread(run.tokens_per_s for run in trial.runs),
             "speedup": spread(ratios(trial.runs, self.plain_runs)),
             "acceptance_rate": None if stats is None else stats.acceptance_rate,
             "agreement_with_greedy": None,
@@ -140,15 +146,15 @@ def candidates(
     fields: Mapping[str, Any],
     verifiers: str = "",
 ) -> list[Method]:
-    """The grid: every verifier that the rule allows, with every number of tokens, lossy ones with every threshold.
+    """The grid: each allowed verifier with each draft length, and each lossy one with each threshold.
 
     Args:
         rule: of quality.
-        lens: numbers of tokens.
-        thresholds: `posterior_threshold`s.
-        do_sample: whether tokens are drawn.
-        fields: of `SpeculationConfig`, for all of them.
-        verifiers: names between commas, instead of all that there are.
+        lens: draft lengths.
+        thresholds: values of `posterior_threshold`.
+        do_sample: whether tokens are sampled.
+        fields: of `SpeculationConfig`, for all methods.
+        verifiers: names separated by commas; empty for all.
 
     Raises:
         ConfigError: see `our_methods`.
@@ -161,11 +167,9 @@ def candidates(
 
 
 def rungs(num_methods: int, num_batches: int) -> list[tuple[int, int]]:
-    """For each rung, the most methods that run and the number of further batches: half the methods, twice the batches.
+    """For each rung the largest number of methods and the number of further batches.
 
-    Args:
-        num_methods: in the race.
-        num_batches: that there are.
+    From rung to rung the methods are halved and the batches doubled.
     """
     found, size = [], _FIRST_BATCHES
     while num_batches > 0:
@@ -176,13 +180,8 @@ def rungs(num_methods: int, num_batches: int) -> list[tuple[int, int]]:
 
 
 def num_steps(num_methods: int, num_batches: int) -> int:
-    """Timed calls of a tuning at most, plain decoding's among them.
-
-    Args:
-        num_methods: in the race.
-        num_batches: that there are.
-    """
-    return sum((num + 1) * size for num, size in rungs(num_methods, num_batches))
+    """Largest number of calls, plain decoding and warm-ups included."""
+    return num_methods + 1 + sum((num + 1) * size for num, size in rungs(num_methods, num_batches))
 
 
 def tune(
@@ -194,25 +193,24 @@ def tune(
     do_sample: bool = False,
     seed: int = 0,
 ) -> Tuned:
-    """Let all methods decode a few batches, the faster half of those that the rule allows twice as many, and so on.
+    """Let all methods decode a few batches, the faster half of the allowed ones twice as many, and so on.
 
-    What counts is the median over batches of tokens per second over plain decoding's, which runs beside them.
+    Methods are ranked by the median over batches of their tokens per second over plain decoding's.
 
     Args:
-        methods: at least one; all of them draw, or none does.
-        batches: at least one, each decoded once by a method.
+        methods: at least one; all sample, or none does.
+        batches: at least one; each method decodes each of them at most once.
         rule: of quality.
         instruments: to measure with.
-        do_sample: whether tokens are drawn.
-        seed: of what is drawn.
+        do_sample: whether tokens are sampled.
+        seed: used for sampling.
     """
     plain, by_number = plain_method(do_sample), {batch.number: batch for batch in batches}
     plain_runs: list[Run] = []
     plain_drift: Drift | None = None
-    trials = {method.name: Trial(method) for method in methods}
-    ranked = list(trials.values())
-    out: list[Trial] = []  # the last to leave the race first
-    used = 0
+    ranked = [Trial(method) for method in methods]
+    out: list[Trial] = []  # the last one dropped first
+    used, is_interrupted = 0, False
     for number, (num_methods, size) in enumerate(rungs(len(methods), len(batches))):
         slower, ranked = ranked[num_methods:], ranked[:num_methods]
         for trial in slower:
@@ -230,22 +228,30 @@ def tune(
             on_step=instruments.on_step,
         )
         used += size
+        if measured.is_interrupted:
+            is_interrupted = True
+            plain_runs += measured.runs.get(plain.name, [])
+            for trial in ranked:
+                trial.runs += measured.runs.get(trial.method.name, [])
+            break
         new_plain = measured.runs[plain.name]
         plain_runs += new_plain
         if not rule.is_exact:
             plain_drift = (plain_drift or Drift()) + instruments.read(new_plain, by_number)
         for trial in ranked:
-            _judge(trial, measured.runs, new_plain, rule, instruments, by_number, plain_drift)
+            _evaluate(trial, measured.runs, new_plain, rule, instruments, by_number, plain_drift)
         unfit = [trial for trial in ranked if trial.complaint]
         ranked = [trial for trial in ranked if not trial.complaint]
         ranked.sort(key=lambda trial: median(ratios(trial.runs, plain_runs)), reverse=True)
         out = unfit + out
-    best = ranked[0] if ranked else None
+    trials = [trial for trial in ranked + out if trial.runs]
+    best = ranked[0] if ranked and not is_interrupted else None
     wins = best is not None and median(ratios(best.runs, plain_runs)) > 1
-    return Tuned(best.method if best is not None and wins else None, ranked + out, plain_runs, plain_drift, do_sample)
+    winner = best.method if best is not None and wins else None
+    return Tuned(winner, trials, plain_runs, plain_drift, do_sample, is_interrupted)
 
 
-def _judge(
+def _evaluate(
     trial: Trial,
     runs: Runs,
     plain_runs: Sequence[Run],
@@ -254,7 +260,7 @@ def _judge(
     batches: Mapping[int, Batch],
     plain_drift: Drift | None,
 ) -> None:
-    """Add a rung's calls to a trial, and say what speaks against it."""
+    """Add a rung's calls to a trial, and set its complaint."""
     new = runs[trial.method.name]
     trial.runs += new
     if trial.method.is_lossy and plain_drift is not None:
@@ -263,4 +269,4 @@ def _judge(
     elif not trial.method.do_sample:
         compared = instruments.check(trial.method, new, plain_runs, batches)
         if not compared.ok:
-            trial.complaint = f"not plain decoding's text: {compared}"
+            trial.complaint = f"differs from plain decoding: {compared}"

@@ -19,7 +19,6 @@ from hf_speculate.tools.bench.methods import (
     threshold_methods,
 )
 from hf_speculate.tools.bench.report import write_html
-from hf_speculate.tools.bench.results import circumstances
 from hf_speculate.tools.cli import measuring, options
 from hf_speculate.tools.cli.console import OK, REFUSED, notes
 from hf_speculate.tools.cli.loading import load_pair
@@ -94,7 +93,7 @@ def bench(
         "drift_num_assistant_tokens": drift_len(lens).label if drift_methods else None,
         "left_out": found.pop("left_out"),
     }
-    result = {"circumstances": circumstances(pair.target, target, draft), "settings": used, **found}
+    result = {"environment": measuring.environment_of(pair, target, draft), "settings": used, **found}
     _show(result, log)  # first: what was measured is seen even where it cannot be written
     if json is not None:
         measuring.write_json(json, result)
@@ -111,7 +110,7 @@ def _verifiers(names: str | None, sample: bool) -> list[str]:
 
 
 def _show(result: dict[str, Any], log: Console) -> None:
-    conditions = result["circumstances"]
+    conditions = result["environment"]
     kind = "sampling" if result["settings"]["do_sample"] else "greedy"
     log.print(
         f"{conditions['device']}, {conditions['threads']} threads, {conditions['dtype']}, "

@@ -18,6 +18,7 @@ from hf_speculate.errors import ConfigError
 from hf_speculate.tools.bench.batches import Batch, make_batches, take_in_turn
 from hf_speculate.tools.bench.decoding import Decoder
 from hf_speculate.tools.bench.measuring import Step
+from hf_speculate.tools.bench.results import environment
 from hf_speculate.tools.bench.saving import TUNED_NAMES
 from hf_speculate.tools.cli import options
 from hf_speculate.tools.cli.loading import Pair
@@ -82,6 +83,12 @@ def encode(path: Path, pair: Pair, batch_size: int, num: int | None, chat: bool,
     return make_batches(token_ids, categories, pair.tokenizer.pad_token_id, batch_size, pair.target.device)
 
 
+def environment_of(pair: Pair, target: str, draft: str) -> dict[str, Any]:
+    """Environment of a measurement: versions, device, models and dtype."""
+    dtype = str(pair.target.dtype).removeprefix("torch.")
+    return {**environment(pair.target.device), "dtype": dtype, "target": target, "draft": draft}
+
+
 def decoder_of(pair: Pair, decoding: dict[str, Any]) -> Decoder:
     """Decodes with a pair.
 
@@ -113,6 +120,9 @@ def progress(log: Console, num_steps: int) -> Iterator[Callable[[Step], None]]:
         task = bar.add_task("warming up", total=num_steps, figures="")
 
         def on_step(step: Step) -> None:
+            if step.run is None:
+                bar.update(task, advance=1, description=f"warming up: {step.method.name}")
+                return
             figures = f"{step.run.tokens_per_s:.0f} tokens/s"
             if step.run.stats is not None:
                 figures += f", {step.run.stats.acceptance_rate:.0%} accepted"

@@ -11,7 +11,6 @@ from hf_speculate.errors import ConfigError
 from hf_speculate.tools.bench.drift import drift_of_runs
 from hf_speculate.tools.bench.equality import TextCheck
 from hf_speculate.tools.bench.methods import parse_draft_lens, parse_thresholds
-from hf_speculate.tools.bench.results import circumstances
 from hf_speculate.tools.bench.rules import Rule, parse_rule
 from hf_speculate.tools.bench.saving import settings_in, write_fields
 from hf_speculate.tools.bench.tuning import Instruments, Tuned, candidates, num_steps
@@ -76,7 +75,7 @@ def tune(
     batches = measuring.encode(prompts, pair, batch_size, num_prompts, chat, log)
     decoder = measuring.decoder_of(pair, decoding)
     with measuring.progress(log, num_steps(len(methods), len(batches))) as on_step:
-        check, read = TextCheck(decoder.target), partial(drift_of_runs, decoder.target)
+        check, read = TextCheck(decoder), partial(drift_of_runs, decoder.target)
         instruments = Instruments(decoder, check, read, on_step=on_step)
         tuned = tune_methods(methods, batches, rule, instruments, do_sample=sample, seed=seed or 0)
     result = tuned.as_dict()
@@ -84,7 +83,7 @@ def tune(
     if as_json is not None:
         used = {**decoding, "batch_size": batch_size, "prompts": str(prompts), "quality": str(rule), "fields": fields}
         measuring.write_json(
-            as_json, {"circumstances": circumstances(pair.target, target, draft), "settings": used, **result}
+            as_json, {"environment": measuring.environment_of(pair, target, draft), "settings": used, **result}
         )
     raise typer.Exit(_answer(tuned, write))
 

@@ -42,10 +42,12 @@ class FakeTimes:
     Args:
         seconds: of a call, by the method's name; a list has one entry per batch.
         texts: new ids, by the method's name; ten tokens where there are none.
+        interrupted_at: number of the timed call in which Ctrl-C is pressed, from 0.
     """
 
-    def __init__(self, seconds, texts=None, eos_token_ids=frozenset()):
+    def __init__(self, seconds, texts=None, eos_token_ids=frozenset(), interrupted_at=None):
         self.seconds, self.texts, self.eos_token_ids = seconds, texts or {}, eos_token_ids
+        self.interrupted_at = interrupted_at
         self.now = 0.0
         self.calls: list[tuple[str, int]] = []
 
@@ -55,6 +57,8 @@ class FakeTimes:
     def __call__(self, method, batch, seed, max_new_tokens=None):
         if max_new_tokens is not None:  # a warm-up, which no clock sees
             return Decoded([torch.ones(1, dtype=torch.int64)], None)
+        if len(self.calls) == self.interrupted_at:
+            raise KeyboardInterrupt
         self.calls.append((method.name, batch.number))
         seconds = self.seconds[method.name]
         self.now += seconds[batch.number] if isinstance(seconds, list) else seconds

@@ -1,13 +1,24 @@
 """Every method decodes as its own `generate()` does, whatever the models' configs say."""
 
 import copy
+import dataclasses
+import functools
+import time
 
 import pytest
 
+from hf_speculate.errors import ConfigError
 from hf_speculate.generation.enable import enable, is_enabled
 from hf_speculate.tools.bench.batches import Batch
 from hf_speculate.tools.bench.decoding import Decoder
-from hf_speculate.tools.bench.methods import DraftLen, Method, assisted_methods, our_methods, plain_method
+from hf_speculate.tools.bench.methods import (
+    DraftLen,
+    Method,
+    assisted_methods,
+    lookup_method,
+    our_methods,
+    plain_method,
+)
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 
 NUM_NEW = 12
@@ -45,6 +56,50 @@ def draft_of(target):
     draft = noisy_copy(target)
     draft.generation_config = copy.deepcopy(target.generation_config)
     return draft
+
+
+@pytest.mark.parametrize("method", greedy_methods(), ids=lambda method: method.name)
+def test_the_first_token_is_there_after_the_first_forward(method, target, batch):
+    forward, seconds = type(target).forward, []
+
+    def slow(model, *args, **kwargs):
+        time.sleep(0 if seconds else 0.1)  # the first forward alone
+        output = forward(model, *args, **kwargs)
+        seconds.append(1)
+        return output
+
+    draft = draft_of(target)
+    target.forward = functools.partial(slow, target)
+    try:
+        decoded = Decoder(target, {"assistant_model": draft}, max_new_tokens=NUM_NEW)(method, batch, 0)
+    finally:
+        del target.forward
+    assert 0.1 < decoded.first_token_s < 2
+    assert not target._forward_hooks
+
+
+def test_a_call_that_fails_leaves_no_hook(target, batch):
+    decoder = Decoder(target, {"assistant_model": draft_of(target)}, max_new_tokens=NUM_NEW)
+    with pytest.raises(ConfigError, match="verifier must be one of"):
+        decoder(Method("wrong", "ours", {"verifier": "wrong"}), batch, 0)
+    assert not target._forward_hooks
+
+
+@pytest.mark.parametrize("method", [lookup_method(4, False), *our_methods(["greedy"], [DraftLen(3, False)], False, {})])
+def test_prompt_lookup_needs_no_draft_model(method, target, batch, plain_ids):
+    if method.engine == "ours":
+        method = dataclasses.replace(method, fields=method.fields | {"prompt_lookup_num_tokens": 4})
+    decoded = Decoder(target, {}, max_new_tokens=NUM_NEW)(method, batch, 0)
+    assert [ids.tolist() for ids in decoded.new_ids] == plain_ids
+
+
+def test_options_reach_every_method(target, batch):
+    options = {"repetition_penalty": 1.8}
+    output = target.generate(**batch.inputs, max_new_tokens=NUM_NEW, do_sample=False, **options)
+    decoder = Decoder(target, {"assistant_model": draft_of(target)}, max_new_tokens=NUM_NEW, options=options)
+    for method in greedy_methods():
+        new_ids = [ids.tolist() for ids in decoder(method, batch, 0).new_ids]
+        assert new_ids == output[:, batch.input_ids.shape[1] :].tolist()
 
 
 @pytest.mark.parametrize("method", greedy_methods(), ids=lambda method: method.name)

@@ -5,6 +5,7 @@ import torch
 
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.bench.batches import Batch
+from hf_speculate.tools.bench.decoding import Decoder
 from hf_speculate.tools.bench.equality import Compared, TextCheck
 from hf_speculate.tools.bench.measuring import Run
 from hf_speculate.tools.bench.methods import DraftLen, Method
@@ -36,9 +37,13 @@ def plain_texts(model, batch):
     return output[:, batch.input_ids.shape[1] :].tolist()
 
 
+def check_of(model):
+    return TextCheck(Decoder(model, {}, max_new_tokens=NUM_NEW))
+
+
 def compare(model, method, batch, plain, texts):
     run = Run(0, 0, 1.0, texts, stats() if method.engine == "ours" else None)
-    return TextCheck(model)(method, [run], [Run(0, 0, 1.0, plain, None)], {0: batch})
+    return check_of(model)(method, [run], [Run(0, 0, 1.0, plain, None)], {0: batch})
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.engine)
@@ -79,7 +84,7 @@ def test_a_token_that_ties_is_a_near_tie(dtype, batch):
     found = compare(model, METHODS[0], batch, plain, other)
     assert found == Compared(num_equal=2, num_ties=1)
     assert found.ok
-    assert str(found) == "2 of 3 rows equal, 1 part at a near tie"
+    assert str(found) == "2 of 3 rows equal, 1 differ at a near-tie"
 
 
 def test_every_call_is_compared_with_plain_decoding_at_the_same_time(batch):
@@ -87,4 +92,4 @@ def test_every_call_is_compared_with_plain_decoding_at_the_same_time(batch):
     plain = plain_texts(model, batch)
     runs = [Run(0, repeat, 1.0, plain, stats()) for repeat in (0, 1)]
     others = [Run(0, 1, 1.0, plain, None), Run(0, 0, 1.0, plain, None)]
-    assert TextCheck(model)(METHODS[0], runs, others, {0: batch}) == Compared(num_equal=6)
+    assert check_of(model)(METHODS[0], runs, others, {0: batch}) == Compared(num_equal=6)

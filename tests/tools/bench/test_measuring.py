@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_speculate.tools.bench.measuring import measure, ratios
+from hf_speculate.tools.bench.measuring import Run, measure, ratios
 from hf_speculate.tools.bench.methods import Method
 from tests.tools.bench.fakes import FakeTimes, empty_batches
 
@@ -19,7 +19,8 @@ def test_methods_take_turns_batch_by_batch_and_time():
     there, back = ["plain", "ours", "theirs"], ["theirs", "ours", "plain"]
     assert [name for name, _ in times.calls] == there + back + there + back
     assert [index for _, index in times.calls] == [0] * 3 + [1] * 3 + [0] * 3 + [1] * 3
-    assert [(step.method.name, step.run.batch) for step in steps] == times.calls
+    assert [step.method.name for step in steps if step.run is None] == there
+    assert [(step.method.name, step.run.batch) for step in steps if step.run is not None] == times.calls
     assert [run.seconds for run in measured.runs["ours"]] == [1.0, 0.5, 1.0, 0.5]
     assert [run.tokens_per_s for run in measured.runs["plain"]] == [5.0] * 4
     assert ratios(measured.runs["ours"], measured.runs["plain"]) == [2.0, 4.0, 2.0, 4.0]
@@ -31,6 +32,23 @@ def test_a_text_counts_up_to_and_with_its_end():
     (run,) = measure([PLAIN], empty_batches(1), times, clock=times.clock).runs["plain"]
     assert run.texts == [[5, 6, 7]]
     assert run.num_tokens == run.tokens_per_s == 3
+
+
+@pytest.mark.parametrize(("at", "num_kept"), [(0, 0), (3, 1), (5, 1), (6, 2)])
+def test_an_interrupt_keeps_the_calls_that_plain_decoding_has_made_too(at, num_kept):
+    # The second batch is decoded in the reverse order, so plain decoding comes last.
+    times = FakeTimes({"plain": 1.0, "ours": 1.0, "theirs": 1.0}, interrupted_at=at)
+    measured = measure([PLAIN, OURS, THEIRS], empty_batches(3), times, clock=times.clock)
+    assert measured.is_interrupted
+    expected = dict.fromkeys(("plain", "ours", "theirs"), num_kept) if num_kept else {}
+    assert {name: len(runs) for name, runs in measured.runs.items()} == expected
+
+
+def test_the_time_per_token_leaves_the_first_token_out():
+    run = Run(0, 0, 5.0, [[1] * 11, [1] * 3], None, first_token_s=3.0)
+    assert run.ms_per_token == 200.0
+    assert run._replace(first_token_s=None).ms_per_token is None
+    assert run._replace(texts=[[1]]).ms_per_token is None
 
 
 class _Fails(FakeTimes):

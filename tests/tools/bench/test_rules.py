@@ -30,8 +30,8 @@ def test_a_rule_is_read(text, rule, shown):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "--quality must be exact, or agreement>=0.95 and drop<=0.05 between commas, got ''"),
-        ("agreement", "got 'agreement'; put > and < in quotes"),
+        ("", "--quality must be exact, or bounds such as agreement>=0.95,drop<=0.05, got ''"),
+        ("agreement", "got 'agreement'; quote > and <"),
         ("agreement<=0.9", "got 'agreement<=0.9'"),
         ("drop>=0.9", "got 'drop>=0.9'"),
         ("exact,drop=0.1", "got 'exact'"),

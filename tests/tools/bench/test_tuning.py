@@ -30,10 +30,20 @@ def test_the_fastest_method_wins_and_slow_ones_leave_early():
     assert [len(trial.runs) for trial in tuned.trials] == [8, 8, 2, 2]
     decoded = {name: sorted(index for method, index in times.calls if method == name) for name in (PLAIN, *GREEDY[:2])}
     assert decoded == {PLAIN: list(range(8)), GREEDY[1]: list(range(8)), GREEDY[0]: [0, 1]}
-    assert len(times.calls) == num_steps(4, NUM_BATCHES)
+    assert len(times.calls) + len([PLAIN, *GREEDY]) == num_steps(4, NUM_BATCHES)
     first = tuned.as_dict()["tried"][0]
     assert first["speedup"] == pytest.approx({"min": 2.0, "median": 2.0, "max": 2.0})
     assert (first["num_prompts"], first["out"], first["drop"]) == (8, None, None)
+
+
+def test_an_interrupted_tuning_has_no_winner_and_keeps_what_it_measured():
+    times = FakeTimes(dict(zip([PLAIN, *GREEDY], [1.0, 0.9, 0.5, 0.7, 0.6], strict=True)), interrupted_at=8)
+    tuned = tune(greedy_methods(), empty_batches(NUM_BATCHES), Rule(), instruments(times))
+    assert (tuned.is_interrupted, tuned.winner, tuned.fields) == (True, None, {})
+    assert {trial.method.name: len(trial.runs) for trial in tuned.trials} == dict.fromkeys(GREEDY, 1)
+    result = tuned.as_dict()
+    assert result["is_interrupted"]
+    assert not result["reliability"]["is_reliable"]
 
 
 def test_later_prompts_count_too():
@@ -54,7 +64,7 @@ def test_a_method_with_another_text_is_out_however_fast():
     times = FakeTimes(dict(zip([PLAIN, *GREEDY], [1.0, 0.1, 0.5, 0.7, 0.6], strict=True)))
     tuned = tune(greedy_methods(), empty_batches(NUM_BATCHES), Rule(), instruments(times, wrong=[GREEDY[0]]))
     assert tuned.winner.name == GREEDY[1]
-    assert tuned.trials[-1].complaint == "not plain decoding's text: 0 of 2 rows equal, 2 differ"
+    assert tuned.trials[-1].complaint == "differs from plain decoding: 0 of 2 rows equal, 2 differ"
     assert len(tuned.trials[-1].runs) == 2
 
 

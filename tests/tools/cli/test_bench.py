@@ -51,7 +51,7 @@ def test_greedy_methods_are_compared_with_plain_decoding_and_lossy_ones_with_the
     names = [method["name"] for method in result["methods"]]
     assert names == [
         "plain, greedy",
-        "transformers, its defaults",
+        "transformers, defaults",
         "transformers, K = 3",
         "greedy, K = 3",
         "greedy, adaptive",
@@ -86,7 +86,7 @@ def test_greedy_methods_are_compared_with_plain_decoding_and_lossy_ones_with_the
     assert result["drift"][0]["speedup"] == 1.0
     assert all(one["num_tokens"] == 4 * NUM_NEW for one in result["drift"])
 
-    settings, conditions = result["settings"], result["circumstances"]
+    settings, conditions = result["settings"], result["environment"]
     assert (settings["num_prompts"], settings["batch_size"], settings["do_sample"]) == (4, 1, False)
     assert settings["drift_num_assistant_tokens"] == "K = 3"
     assert settings["left_out"] == {}
@@ -127,7 +127,7 @@ def test_batches_and_draws(pair, questions, capsys):
     assert status == 0
     assert [method["name"] for method in result["methods"]] == [
         "plain, sampling",
-        "transformers, its defaults",
+        "transformers, defaults",
         "transformers, K = 3",
         "rejection, K = 3",
         "rejection, adaptive",
@@ -180,7 +180,7 @@ def test_no_figure_is_shown_of_a_method_that_writes_another_text(questions, tmp_
     assert status == 1
     assert "keeps all, K = 3" not in [method["name"] for method in result["methods"]]
     assert "greedy, K = 3" in [method["name"] for method in result["methods"]]
-    assert "its text is not plain decoding's" in result["settings"]["left_out"]["keeps all, K = 3"]
+    assert "its output differs from plain decoding's" in result["settings"]["left_out"]["keeps all, K = 3"]
     out, err = capsys.readouterr()
     assert "keeps all" not in out
     assert "left out: keeps all, K = 3" in err
@@ -190,7 +190,7 @@ def test_no_figure_is_shown_of_a_method_that_writes_another_text(questions, tmp_
     ("arguments", "message"),
     [
         (["no-such.jsonl"], "the file of prompts must exist"),
-        (["{file}", "-k", "many"], "--num-assistant-tokens must be numbers"),
+        (["{file}", "-k", "many"], "--num-assistant-tokens must be a number"),
         (["{file}", "-v", "nonsense"], "verifier must be one of block, coupled"),
         (["{file}", "-v", "greedy", "--sample"], "verifier must be a sampling one"),
         (["{file}", "-v", ","], "--verifiers must name one at least"),

@@ -123,8 +123,8 @@ def test_a_method_may_win_by_its_real_seconds(pair, prompts, capsys):
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        (["--quality", "agreement"], "--quality must be exact, or agreement>=0.95"),
-        (["--write", "{folder}"], "the folder to write into must hold a generation_config.json"),
+        (["--quality", "agreement"], "--quality must be exact, or bounds such as agreement>=0.95"),
+        (["--write", "{folder}"], "the folder of --write must hold a generation_config.json"),
         (["-v", "typical"], "--verifiers must name one that --quality exact allows, got typical"),
         (["-v", "block", "-k", "0"], "num_assistant_tokens must be in 1..128"),
         (["--set", "posterior_threshold=0.1"], "--set must leave out what the methods differ in"),

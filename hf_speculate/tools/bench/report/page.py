@@ -80,7 +80,7 @@ def write_html(result: Mapping[str, Any], path: str | Path) -> Path:
             words) and `fallbacks` (what ran otherwise than requested). Names of methods without drafts begin with
             "plain". `categories` holds `category`, `method`, `speedup`, `acceptance_rate`, `num_prompts`; `drift` holds
             `verifier`, `posterior_threshold` (None: a row to compare with), `tokens_per_s`, `speedup`,
-            `log_likelihood_per_token` (nats), `agreement_with_greedy` (0 to 1), `num_tokens`; `circumstances` and
+            `log_likelihood_per_token` (nats), `agreement_with_greedy` (0 to 1), `num_tokens`; `environment` and
             `settings` hold plain values by name; `left_out` among the settings gives the reason for each method that is
             not shown.
         path: of the file; one that exists is replaced.
@@ -110,7 +110,7 @@ def write_html(result: Mapping[str, Any], path: str | Path) -> Path:
     sections = [_methods(methods, hues, settings), _rounds(methods, hues), _categories(result, hues), _drift(result)]
     page = environment.get_template("page.html").render(
         headline=_headline(methods),
-        circumstances=_pairs(result.get("circumstances")),
+        circumstances=_pairs(result.get("environment")),
         settings=[pair for pair in _pairs(settings) if pair[0] != _LEFT_OUT],
         sections=[section for section in sections if section.plots or section.table],
     )

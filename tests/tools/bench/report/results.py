@@ -5,7 +5,7 @@ from typing import Any
 from hf_speculate.stats import STAGES
 
 FALLBACK = "the cache is dynamic: the model reads no explicit mask"
-LEFT_OUT = {"transformers, its defaults": "RuntimeError: another vocabulary"}
+LEFT_OUT = {"transformers, defaults": "RuntimeError: another vocabulary"}
 
 
 def spread(middle: float, width: float = 0.2) -> dict[str, float]:
@@ -65,7 +65,7 @@ def make_result() -> dict[str, Any]:
         for threshold in thresholds
     ]
     return {
-        "circumstances": {
+        "environment": {
             "versions": {"torch": "2.13.0", "transformers": "5.23.0"},
             "device": "AMD EPYC",
             "threads": 2,

@@ -194,7 +194,7 @@ def test_a_hostile_name_runs_nothing_and_fits(browser: Any, tmp_path: Path) -> N
     result["categories"] = [
         row | {"category": name, "method": f"{name}{row['method']}"} for row in result["categories"]
     ]
-    result["circumstances"] |= {"target": name, name: name}
+    result["environment"] |= {"target": name, name: name}
     path = write_html(result, tmp_path / "report.html")
     seen = look_at(browser, path, PHONE)
     assert seen.asked_for == [path.as_uri()]

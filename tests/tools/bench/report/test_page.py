@@ -131,7 +131,7 @@ def test_what_ran_otherwise_is_said(tmp_path: Path) -> None:
     said = all_text(page)
     assert "left_out" not in said
     assert f"Not as asked: hf_speculate, typical, K = 5: {FALLBACK}" in said
-    assert "transformers, its defaults: left out, RuntimeError: another vocabulary" in said
+    assert "transformers, defaults: left out, RuntimeError: another vocabulary" in said
     result = make_result()
     result["settings"]["left_out"] = {}
     for entry in result["methods"]:
