@@ -26,14 +26,14 @@ NUM_LIKELIEST = 4
 
 @dataclass(frozen=True)
 class TopKVerifier:
-    """Keeps drafted tokens while each is among the `num_likeliest` of the target; ties at the border stay."""
+    """Accepts drafted tokens that are among the target's `num_likeliest` most likely ones; ties are accepted."""
 
     num_likeliest: int
-    samples: bool  # whether the token after the kept ones is drawn
+    samples: bool  # whether the token after the accepted ones is sampled
 
     def verify(self, target_logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verdict:
         vocab_size = target_logits.shape[-1]
-        ids = draft.token_ids.clamp(0, vocab_size - 1)  # [B, K], for gather: a drafted id may be none
+        ids = draft.token_ids.clamp(0, vocab_size - 1)  # [B, K], for gather: a drafted id may be invalid
         chosen = target_logits[:, :-1].gather(-1, ids[..., None])[..., 0]  # [B, K]
         bounds = target_logits[:, :-1].topk(min(self.num_likeliest, vocab_size)).values[..., -1]  # [B, K]
         following = draw(target_logits, keys) if self.samples else target_logits.argmax(-1)  # [B, K+1]
@@ -41,7 +41,7 @@ class TopKVerifier:
 
 
 def draw(target_logits: Tensor, keys: NoiseKeys) -> Tensor:
-    """[B, K+1] int64, one draw at each position of [B, K+1, V]; drafts are drawn from another stream."""
+    """Sample one token at each position of [B, K+1, V], giving [B, K+1] int64; drafts use another stream."""
     positions = range(target_logits.shape[1])
     draws = [
         sample(target_logits[:, at], keys=keys._replace(positions=keys.positions + at), stream=Stream.CORRECTION)
@@ -51,7 +51,7 @@ def draw(target_logits: Tensor, keys: NoiseKeys) -> Tensor:
 
 
 def register(num_likeliest: int = NUM_LIKELIEST) -> None:
-    """Make the rule available as `verifier="top_k"`, to `generate()` and to every saved generation config."""
+    """Register the verifier as `verifier="top_k"`, for `generate()` and for saved generation configs."""
     hf_speculate.register_verifier(
         "top_k",
         lambda config: TopKVerifier(num_likeliest, samples=config.typical_correction == "sample"),

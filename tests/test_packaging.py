@@ -110,7 +110,7 @@ stats = hf_speculate.SpeculationStats()
 ours = hf_speculate.enable(model).generate(**call, assistant_model=draft, speculation_stats=stats)
 assert torch.equal(plain, ours)
 assert stats.verifier == "greedy"
-write_html({"ways": [{"name": "plain"}]}, environment / "report.html")
+write_html({"methods": [{"name": "plain"}]}, environment / "report.html")
 """
 
 # What a plain installation does not bring, by the names of the modules. A .pth file's line that imports is run.

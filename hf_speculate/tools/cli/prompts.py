@@ -25,7 +25,7 @@ def read_prompts(path: Path, *, by_line: bool = False) -> list[Row]:
     except UnicodeDecodeError as error:
         number = error.object.count(b"\n", 0, error.start) + 1
         raise ConfigError(
-            f"each line must be UTF-8, got other bytes at {path.name}:{number}; save the file so"
+            f"each line must be UTF-8, got other bytes at {path.name}:{number}; save the file as UTF-8"
         ) from None
     texts = list(enumerate(content.split("\n"), 1)) if by_line else [(1, content)]
     found = [Row.of(text, number, f"{path.name}:{number}") for number, text in texts if text.strip()]

@@ -120,7 +120,7 @@ def test_a_line_of_another_encoding_is_named(command, name, refused):
     words = [word.replace("prompts.txt", name) for word in command]
     if command is GENERATE:
         words[2:3] = ["--file", f"{{folder}}/{name}"]
-    assert f"each line must be UTF-8, got other bytes at {name}:2; save the file so" in refused(words)
+    assert f"each line must be UTF-8, got other bytes at {name}:2; save the file as UTF-8" in refused(words)
 
 
 @pytest.mark.parametrize(
