@@ -1,8 +1,8 @@
-"""Decodes a list of prompts in batches into a file, is interrupted, and goes on.
+"""Decodes a list of prompts in batches into a file; the first run is interrupted, the second one resumes it.
 
     python examples/batch.py
 
-`hf-speculate batch prompts.jsonl out.jsonl --target ... --draft ...` does the same for files, on many processes too.
+`hf-speculate batch TARGET prompts.jsonl --output out.jsonl --draft DRAFT` does the same for files.
 """
 
 import tempfile

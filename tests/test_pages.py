@@ -118,9 +118,9 @@ def test_every_example_says_a_command_that_would_be_accepted(path: Path) -> None
     [
         ("make tests", "has no tests"),
         ("make test WORKER=1", "has no WORKER=1"),
-        ("hf-speculate chek TARGET DRAFT", "no command chek"),
-        ("hf-speculate check TARGET", "Missing argument"),
-        ("hf-speculate check TARGET DRAFT --jsn", "No such option"),
+        ("hf-speculate chek TARGET", "no command chek"),
+        ("hf-speculate check --draft DRAFT", "Missing argument"),
+        ("hf-speculate check TARGET --jsn", "No such option"),
         ("hf-speculate generate TARGET text --max-new-tokens many", "a valid integer"),
         ("python examples/dem.py", "no file examples/dem.py"),
         ("cd examples && python -m medusa.runs", "no module medusa.runs"),
@@ -130,7 +130,7 @@ def test_every_example_says_a_command_that_would_be_accepted(path: Path) -> None
         ("torchrun --nproc-per-node 2 examples/no.py", "no file examples/no.py"),
         ("python --version", "names no script"),
         ('pip install ".[grammar,plots]"', "no extras plots"),
-        ("hf_speculate check TARGET DRAFT", "not looked at"),
+        ("hf_speculate check TARGET", "not looked at"),
         ("make test && make tests", "has no tests"),
     ],
 )
@@ -144,7 +144,7 @@ def test_a_right_command_is_accepted() -> None:
     make test PYTEST_ARGS="-k greedy"  # a few
     hf-speculate --debug generate TARGET "def main():" \\
       --draft DRAFT > out.txt
-    python -m hf_speculate.tools.cli.main check TARGET DRAFT | python -m json.tool
+    python -m hf_speculate.tools.cli.main check TARGET --draft DRAFT | python -m json.tool
     cd examples && python -m medusa.run --prompts 2
     """
     assert problems_in(dedent(block)) == []

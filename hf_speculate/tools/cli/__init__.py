@@ -1,1 +1,1 @@
-"""The subcommands of `hf-speculate`."""
+"""The command line `hf-speculate`."""

@@ -1,20 +1,27 @@
-"""`hf-speculate check`: whether two models go together."""
+"""`hf-speculate check`: checks whether a draft model fits a target."""
 
 import json
-from typing import Annotated
+from pathlib import Path
+from typing import Any
 
-import typer
-
+from hf_speculate.errors import ConfigError
 from hf_speculate.tools.checks.pair import check_pair
-from hf_speculate.tools.cli.console import OK, REFUSED, answer
+from hf_speculate.tools.cli.arguments import check_writable
+from hf_speculate.tools.cli.console import OK, REFUSED, answer, write_json
+from hf_speculate.tools.cli.options import Models
 
 
-def check(
-    target: Annotated[str, typer.Argument(help="Name or path; its config and tokenizer must be on this machine.")],
-    draft: Annotated[str, typer.Argument(help="The same of the draft model.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Write JSON instead of text.")] = False,
-) -> None:
-    """Say whether a draft model goes with a target, without loading either. Exit status 1: it does not."""
-    report = check_pair(target, draft)
+def run(models: Models, as_json: bool, output: Path | None) -> int:
+    """Print a report on a pair."""
+    if models.draft is None:
+        raise ConfigError("--draft must name a draft model, got none; add --draft")
+    check_writable(output)
+    options: dict[str, Any] = {} if models.revision is None else {"revision": models.revision}
+    if models.trust_remote_code:
+        options["trust_remote_code"] = True
+    dtype = None if models.dtype == "auto" else models.dtype
+    report = check_pair(models.target, models.draft, dtype=dtype, **options)
     answer(json.dumps(report.as_dict(), indent=2) if as_json else str(report))
-    raise typer.Exit(OK if report.ok else REFUSED)
+    if output is not None:
+        write_json(output, report.as_dict())
+    return OK if report.ok else REFUSED

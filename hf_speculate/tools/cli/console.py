@@ -1,24 +1,37 @@
-"""Writes answers to the standard output, and all else to the standard error."""
+"""Prints answers on the standard output, and notes on the standard error."""
 
+import json
+import os
 import sys
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-OK, REFUSED, WRONG_USE = 0, 1, 2  # exit statuses: 1 where the answer is no, 2 where nothing could be looked at
-INTERRUPTED = 130  # as shells have it: 128 and the number of the signal
+OK, REFUSED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130  # exit statuses; 130 is 128 and the number of SIGINT
 
 
 def notes() -> Console:
-    """Where progress and remarks go, so that answers can be piped."""
+    """Console for progress and notes, so that answers can be piped."""
     return Console(stderr=True, highlight=False)
 
 
 def answer(text: str) -> None:
-    """Write a line of the answer, as it stands."""
+    """Print a line of the answer."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says first; empty where it says nothing."""
+    """First line of an error's message, or an empty string."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+
+
+def write_json(path: Path, result: dict[str, Any]) -> None:
+    """Replace a file by a JSON value, atomically."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        beside.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)

@@ -1,103 +1,153 @@
-"""`hf-speculate generate`: decode prompts, and write tokens as they come."""
+"""`hf-speculate generate` and `chat`: decode prompts and print tokens as they come."""
 
+import json
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any, NamedTuple
 
 import torch
-import typer
 from rich.console import Console
 from transformers import TextStreamer
 
 from hf_speculate.errors import ConfigError
 from hf_speculate.stats import SpeculationStats
-from hf_speculate.tools.cli import options
-from hf_speculate.tools.cli.console import answer, notes
+from hf_speculate.tools.cli.arguments import check_writable, decoding_of
+from hf_speculate.tools.cli.console import OK, answer, notes, write_json
 from hf_speculate.tools.cli.loading import Pair, load_pair
+from hf_speculate.tools.cli.options import Generation, Models, Speculation
 from hf_speculate.tools.cli.prompts import read_prompts
-from hf_speculate.tools.dataset.encoding import token_ids_of
+from hf_speculate.tools.dataset.encoding import check_chat_template, token_ids_of
 from hf_speculate.tools.dataset.rows import Row
 
 
-def generate(
-    target: options.Target,
-    prompt: Annotated[str | None, typer.Argument(help="What the model reads; unset, with --chat: ask for it.")] = None,
-    draft: options.Draft = None,
-    file: Annotated[Path | None, typer.Option("--file", "-f", help="Prompts: .jsonl, one a line, or a text.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Put prompts through the tokenizer's chat template.")] = False,
-    lookup: options.Lookup = None,
-    verifier: options.Verifier = None,
-    num_assistant_tokens: options.NumAssistantTokens = None,
-    max_new_tokens: options.MaxNewTokens = 256,
-    sample: options.Sample = False,
-    temperature: options.Temperature = None,
-    seed: options.Seed = None,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    settings: options.Settings = None,
-) -> None:
-    """Decode a prompt, the prompts of a file, or a chat; tokens appear as they come."""
-    fields = options.fields_from(lookup, verifier, num_assistant_tokens, seed, settings)
-    arguments = options.decoding_from(max_new_tokens, sample, temperature) | fields
-    prompts = _prompts(prompt, file, chat)
+class _Answer(NamedTuple):
+    """Decoded text of one prompt, with its speed."""
+
+    text: str
+    num_tokens: int
+    seconds: float
+    stats: SpeculationStats
+
+    @property
+    def line(self) -> str:
+        line = f"{self.num_tokens} tokens in {self.seconds:.1f} s, {self.num_tokens / self.seconds:.1f} tokens/s"
+        if not self.stats.num_rounds:
+            return f"{line}, nothing was drafted"
+        length, rate = self.stats.mean_acceptance_length, self.stats.acceptance_rate
+        return f"{line}; mean acceptance length {length:.2f}, {rate:.0%} of drafted tokens accepted"
+
+    def as_dict(self, row: Row) -> dict[str, Any]:
+        speed = {"num_tokens": self.num_tokens, "seconds": self.seconds}
+        rates = {name: getattr(self.stats, name) for name in ("mean_acceptance_length", "acceptance_rate")}
+        return {"id": row.id, "text": self.text, **speed, **(rates if self.stats.num_rounds else {})}
+
+
+class _Printer(TextStreamer):
+    """Prints text as it comes, unless `is_silent`, and keeps it."""
+
+    def __init__(self, tokenizer: Any, is_silent: bool = False):
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.is_silent = is_silent
+        self.printed = ""
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self.printed += text
+        if not self.is_silent:
+            super().on_finalized_text(text, stream_end=stream_end)
+
+
+def run(
+    models: Models,
+    prompt: str | None,
+    file: Path | None,
+    is_chat: bool,
+    as_json: bool,
+    output: Path | None,
+    generation: Generation,
+    speculation: Speculation,
+) -> int:
+    """Decode prompts one after the other."""
+    arguments = decoding_of(generation, speculation).arguments
+    check_writable(output)
+    prompts = _prompts(prompt, file)
     log = notes()
-    pair = load_pair(target, draft, dtype, device, log)
-    if prompts is None:
-        _talk(pair, arguments, log)
-        return
-    for number, (row, token_ids) in enumerate(zip(prompts, token_ids_of(prompts, pair.tokenizer, chat), strict=True)):
-        if number:
+    pair = load_pair(models, log)
+    results = []
+    for number, (row, token_ids) in enumerate(
+        zip(prompts, token_ids_of(prompts, pair.tokenizer, is_chat), strict=True)
+    ):
+        if number and not as_json:
             answer("")
-        if len(prompts) > 1:
+        if len(prompts) > 1 and not as_json:
             log.print(f"prompt {row.key}:", style="bold")
-        _decode(pair, token_ids, arguments, log)
+        found = _decode(pair, token_ids, arguments, _Printer(pair.tokenizer, is_silent=as_json))
+        results.append(found.as_dict(row))
+        if as_json:
+            answer(json.dumps(results[-1]))
+        log.print(found.line, style="dim")
+    if output is not None:
+        write_json(output, {"results": results})
+    return OK
 
 
-def _prompts(prompt: str | None, file: Path | None, chat: bool) -> list[Row] | None:
-    """What is to be decoded; None: a chat with whoever types."""
-    if (prompt is None) == (file is None) and not (chat and prompt is None):
-        raise ConfigError("there must be a prompt, --file or --chat, got none or two of them; give one")
+def run_chat(models: Models, system: str | None, generation: Generation, speculation: Speculation) -> int:
+    """Answer lines of the standard input until it ends."""
+    arguments = decoding_of(generation, speculation).arguments
+    log = notes()
+    pair = load_pair(models, log)
+    check_chat_template(pair.tokenizer, "the chat")
+    start: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
+    messages = list(start)
+    while (line := _line(log)) is not None and line.strip() != "/exit":
+        if line.strip() == "/clear":
+            messages = list(start)
+            continue
+        messages.append({"role": "user", "content": line})
+        [token_ids] = token_ids_of([Row.of(messages, source="the chat")], pair.tokenizer, is_chat=True)
+        printer = _Printer(pair.tokenizer)
+        try:
+            log.print(_decode(pair, token_ids, arguments, printer).line, style="dim")
+        except KeyboardInterrupt:
+            log.print("\ninterrupted; /exit ends the chat", style="dim")
+        messages.append({"role": "assistant", "content": printer.printed})
+    return OK
+
+
+def _line(log: Console) -> str | None:
+    """The next line; None at the end of the input."""
+    if sys.stdin.isatty():
+        log.print("> ", end="", style="bold")
+    line = sys.stdin.readline()
+    return line.rstrip("\n") if line else None
+
+
+def _prompts(prompt: str | None, file: Path | None) -> list[Row]:
+    if prompt is not None and file is not None:
+        raise ConfigError("there must be one prompt or --file, got both; leave one out")
     if file is not None:
         return read_prompts(file)
-    return None if prompt is None else [Row.of(prompt)]
+    if prompt is None and sys.stdin.isatty():
+        raise ConfigError("there must be a prompt, got none; write one, pipe it in, or name a --file")
+    text = sys.stdin.read() if prompt in (None, "-") else prompt
+    if not text:
+        raise ConfigError("there must be a prompt, got an empty one; write one, pipe it in, or name a --file")
+    return [Row.of(text)]
 
 
-def _talk(pair: Pair, arguments: dict[str, Any], log: Console) -> None:
-    """Answer lines of the standard input, until it ends."""
-    messages: list[dict[str, Any]] = []
-    while True:
-        if sys.stdin.isatty():
-            log.print("> ", end="", style="bold")
-        line = sys.stdin.readline()
-        if not line:
-            return
-        messages.append({"role": "user", "content": line.rstrip("\n")})
-        [token_ids] = token_ids_of([Row.of(messages, source="the chat")], pair.tokenizer, is_chat=True)
-        messages.append({"role": "assistant", "content": _decode(pair, token_ids, arguments, log)})
-
-
-def _decode(pair: Pair, token_ids: list[int], arguments: dict[str, Any], log: Console) -> str:
-    """Decode one prompt, write the answer as it comes and a line on how it went; returns the answer."""
-    input_ids = torch.tensor([token_ids], device=pair.target.device)
+def _decode(pair: Pair, token_ids: list[int], arguments: dict[str, Any], printer: _Printer) -> _Answer:
+    input_ids = torch.tensor([token_ids], device=pair.target.device)  # [1, T]
     stats = SpeculationStats()
     begin = time.perf_counter()
     output: Any = pair.target.generate(  # type: ignore[operator]
         input_ids=input_ids,
         attention_mask=torch.ones_like(input_ids),
-        streamer=TextStreamer(pair.tokenizer, skip_prompt=True, skip_special_tokens=True),
+        streamer=printer,
         speculation_stats=stats,
         **pair.arguments,
         **arguments,
     )
     seconds = time.perf_counter() - begin
     new_ids = output[0, len(token_ids) :]
-    log.print(_line(len(new_ids), seconds, stats), style="dim")
-    return str(pair.tokenizer.decode(new_ids, skip_special_tokens=True))
-
-
-def _line(num_tokens: int, seconds: float, stats: SpeculationStats) -> str:
-    line = f"{num_tokens} tokens in {seconds:.1f} s, {num_tokens / seconds:.1f} a second"
-    if not stats.num_rounds:
-        return f"{line}, without drafts"
-    return f"{line}; {stats.mean_acceptance_length:.2f} a round, {stats.acceptance_rate:.0%} of the drafts accepted"
+    text = str(pair.tokenizer.decode(new_ids, skip_special_tokens=True))
+    return _Answer(text, len(new_ids), seconds, stats)

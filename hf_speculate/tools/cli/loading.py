@@ -4,6 +4,7 @@ import textwrap
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,20 +16,17 @@ from transformers.utils.import_utils import is_accelerate_available
 from hf_speculate.errors import ConfigError, MissingExtraError
 from hf_speculate.generation.enable import enable
 from hf_speculate.tools.cli.console import first_line
+from hf_speculate.tools.cli.options import Models
 
 DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
-_REASON_LEN = 200  # letters: transformers lists all its models in some messages
+_REASON_LEN = 200  # characters; some messages of transformers list all its models
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A target that is enabled, and what goes with it.
+    """A target that is enabled, its draft model if there is one, and their tokenizers.
 
-    Args:
-        target: decodes.
-        draft: proposes; None: no model does.
-        tokenizer: the target's, padding on the left.
-        draft_tokenizer: the draft's own, None where the vocabularies are one.
+    The target's tokenizer pads on the left. `draft_tokenizer` is None if both share a vocabulary.
     """
 
     target: PreTrainedModel
@@ -38,66 +36,54 @@ class Pair:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What `generate()` is told of the draft, and the tokenizer that `stop_strings` need."""
+        """Arguments of `generate()`: draft model and tokenizers; `stop_strings` need the target's."""
         draft = {"assistant_model": self.draft, "assistant_tokenizer": self.draft_tokenizer}
         return {"tokenizer": self.tokenizer} | {name: value for name, value in draft.items() if value is not None}
 
 
-def load_pair(target: str, draft: str | None, dtype: str, device: str, notes: Console | None = None) -> Pair:
-    """Load the models and their tokenizers.
-
-    Args:
-        target: name or path.
-        draft: name or path; None: there is none.
-        dtype: of `DTYPES`; "auto" is the checkpoint's.
-        device: as torch names it; "auto" is the GPU where there is one, "map" spreads each model over all devices.
-        notes: is told what is being loaded.
+def load_pair(models: Models, log: Console | None = None) -> Pair:
+    """Load models and tokenizers; `log` shows what is being loaded.
 
     Raises:
         ConfigError: see `check_placement`; or a model or its tokenizer cannot be found or read.
         MissingExtraError: see `check_placement`.
     """
-    check_placement(dtype, device)
+    check_placement(models.dtype, models.device)
     logging.disable_progress_bar()
-    with notes.status(f"loading {target}") if notes is not None else nullcontext():
-        model = enable(_load(target, dtype, device))
-        tokenizer = load_tokenizer(target)
-    if draft is None:
-        return Pair(model, None, tokenizer, None)
-    with notes.status(f"loading {draft}") if notes is not None else nullcontext():
-        draft_model = _load(draft, dtype, device)
-        draft_tokenizer = _read_tokenizer(draft)
+    with log.status(f"loading {models.target}") if log is not None else nullcontext():
+        target = enable(_load(models, models.target, models.revision))
+        tokenizer = load_tokenizer(models)
+    if models.draft is None:
+        return Pair(target, None, tokenizer, None)
+    with log.status(f"loading {models.draft}") if log is not None else nullcontext():
+        draft = _load(models, models.draft, None)
+        draft_tokenizer = _read_tokenizer(models, models.draft, None)
     is_same = draft_tokenizer.get_vocab() == tokenizer.get_vocab()
-    return Pair(model, draft_model, tokenizer, None if is_same else draft_tokenizer)
+    return Pair(target, draft, tokenizer, None if is_same else draft_tokenizer)
 
 
 def check_placement(dtype: str, device: str) -> None:
-    """Make sure before anything is loaded that a model can be put there.
+    """Check before anything is loaded that models can be put there.
 
     Args:
-        dtype: see `load_pair`.
-        device: see `load_pair`.
+        dtype: one of `DTYPES`; "auto" for that of the checkpoint.
+        device: name of a torch device; "auto" for a GPU if there is one, "map" to spread models over all devices.
 
     Raises:
-        ConfigError: the dtype is none, or this machine has no such device.
+        ConfigError: the dtype is unknown, or this machine has no such device.
         MissingExtraError: models are to be spread, and accelerate is not installed.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}; leave it out for the checkpoint's")
     if device == "map" and not is_accelerate_available():
         raise MissingExtraError(
-            'accelerate must be installed for --device map, got none; pip install "hf-speculate[ranks]"'
+            "accelerate must be installed for --device map, got none; run pip install accelerate, or choose a device"
         )
     if device in ("auto", "map"):
         return
     try:
-        torch.zeros(1, device=device).item()  # is read too: a device named meta holds nothing
-    except (
-        AssertionError,
-        ImportError,
-        NotImplementedError,
-        RuntimeError,
-    ) as error:  # by kind of device
+        torch.zeros(1, device=device).item()  # is read, too: the meta device holds no values
+    except (AssertionError, ImportError, NotImplementedError, RuntimeError) as error:  # depends on the device
         here = [torch.accelerator.current_accelerator()] if torch.accelerator.is_available() else []
         names = sorted(["auto", "cpu", "map", *(one.type for one in here if one is not None)])
         raise ConfigError(
@@ -105,56 +91,58 @@ def check_placement(dtype: str, device: str) -> None:
         ) from error
 
 
-def load_tokenizer(target: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(models: Models) -> PreTrainedTokenizerBase:
     """The target's tokenizer, padding on the left.
 
     Raises:
         ConfigError: it cannot be found or read.
     """
-    tokenizer = _read_tokenizer(target, padding_side="left")
+    tokenizer = _read_tokenizer(models, models.target, models.revision)
+    tokenizer.padding_side = "left"
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     return tokenizer
 
 
-def _read_tokenizer(name: str, **options: str) -> PreTrainedTokenizerBase:
-    tokenizer: PreTrainedTokenizerBase = _read(
-        name, "a tokenizer", "put one beside the model", lambda: AutoTokenizer.from_pretrained(name, **options)
-    )
+def _options(models: Models, revision: str | None) -> dict[str, Any]:
+    options = {"revision": revision, "trust_remote_code": models.trust_remote_code or None}
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _read_tokenizer(models: Models, name: str, revision: str | None) -> PreTrainedTokenizerBase:
+    read = partial(AutoTokenizer.from_pretrained, name, **_options(models, revision))
+    tokenizer: PreTrainedTokenizerBase = _read(name, "a tokenizer", "save one beside the model", read)
     return tokenizer
 
 
-def _load(name: str, dtype: str, device: str) -> PreTrainedModel:
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    placement = {"device_map": "auto"} if device == "map" else {}
-    model: PreTrainedModel = _read(
-        name,
-        "a model",
-        "name a language model that decodes",
-        lambda: AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **placement).eval(),
-    )
-    return model if placement else model.to(device)  # type: ignore[arg-type]  # a device by its name
+def _load(models: Models, name: str, revision: str | None) -> PreTrainedModel:
+    options = _options(models, revision)
+    if models.attn_implementation is not None:
+        options["attn_implementation"] = models.attn_implementation
+    if models.device == "map":
+        options["device_map"] = "auto"
+    read = partial(AutoModelForCausalLM.from_pretrained, name, dtype=models.dtype, **options)
+    model: PreTrainedModel = _read(name, "a model", "name a causal language model", read).eval()
+    if models.device == "map":
+        return model
+    automatic = "cuda" if torch.cuda.is_available() else "cpu"
+    return model.to(automatic if models.device == "auto" else models.device)  # type: ignore[arg-type,no-any-return]
 
 
 def _read(name: str, what: str, hint: str, read: Callable[[], Any]) -> Any:
-    """What transformers makes of files, whose readers raise errors of every kind."""
+    """The result of `read`, which raises errors of all types for unreadable files."""
     try:
         return read()
     except OSError as error:
-        raise _not_found(name, error) from error
+        raise ConfigError(
+            f"a model must be a folder, or a name on the Hub that can be reached, got {name!r} ({_reason(error)}); "
+            "check the spelling, or download it first"
+        ) from error
     except Exception as error:
         raise ConfigError(
             f"{what} must be one that transformers can read, got {name!r} ({type(error).__name__}: {_reason(error)}); "
             f"{hint}, or download it again"
         ) from error
-
-
-def _not_found(name: str, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"a model must be a folder, or a name on the Hub that can be reached, got {name!r} ({_reason(error)}); "
-        "look at the spelling, or download it first"
-    )
 
 
 def _reason(error: BaseException) -> str:

@@ -1,79 +1,237 @@
-"""The options that decoding commands share, and what `generate()` is told because of them."""
+"""Command-line options that several commands share; imports neither torch nor transformers."""
 
-import json
-import math
-from collections.abc import Sequence
-from typing import Annotated, Any
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from hf_speculate.config import PLAIN_NAMES
-from hf_speculate.errors import ConfigError
+_MODELS, _GENERATION, _SPECULATION = "Models", "Generation", "Speculation"
 
-Target = Annotated[str, typer.Argument(help="Name or path of the model that decodes.")]
-Draft = Annotated[str | None, typer.Option("--draft", "-d", help="Name or path of the draft model.")]
-Lookup = Annotated[int | None, typer.Option("--lookup", help="Tokens copied a round from where the text stood before.")]
-Verifier = Annotated[str | None, typer.Option("--verifier", "-v", help="Which drafted tokens stay.")]
-NumAssistantTokens = Annotated[
-    int | None, typer.Option("--num-assistant-tokens", "-k", help="Tokens drafted in every round; unset: adaptive.")
+Prompts = Annotated[
+    Path, typer.Argument(help="Prompts: a .jsonl file (also Spec-Bench's), a text file with one per line, or -.")
 ]
-MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", help="Tokens of the answer at most.")]
-Sample = Annotated[bool, typer.Option("--sample", "--do-sample", help="Draw tokens, instead of taking the likeliest.")]
-Temperature = Annotated[float | None, typer.Option("--temperature", "-t", help="Of the law that is drawn from.")]
-Seed = Annotated[int | None, typer.Option("--seed", help="Repeats what was drawn.")]
-Dtype = Annotated[str, typer.Option("--dtype", help="auto, bfloat16, float16, float32 or float64.")]
-Device = Annotated[str, typer.Option("--device", help="cpu, cuda, ...; auto: a GPU if there is one; map: all of them.")]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", help="Any other field as name=value, with a JSON value; may be given several times."),
+Lookup = Annotated[
+    int | None,
+    typer.Option(
+        "--lookup", rich_help_panel=_SPECULATION, help="Tokens to copy per round from earlier text (prompt lookup)."
+    ),
 ]
+DraftLens = Annotated[
+    str,
+    typer.Option(
+        "--num-assistant-tokens",
+        "-k",
+        rich_help_panel=_SPECULATION,
+        help="Draft lengths to compare, separated by commas, such as 5,adaptive,adaptive:16.",
+    ),
+]
+Thresholds = Annotated[
+    str,
+    typer.Option(
+        "--thresholds",
+        rich_help_panel=_SPECULATION,
+        help="Values of posterior_threshold for lossy verifiers, separated by commas.",
+    ),
+]
+Chat = Annotated[bool, typer.Option("--chat", help="Apply the tokenizer's chat template to prompts that are text.")]
+BatchSize = Annotated[int, typer.Option("--batch-size", "-b", min=1, help="Prompts that are decoded together.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="Also write the results as JSON to this file.")]
 
 
-def fields_from(
-    lookup: int | None,
-    verifier: str | None,
-    num_assistant_tokens: int | None,
-    seed: int | None,
-    settings: Sequence[str] | None,
-) -> dict[str, Any]:
-    """Fields of `SpeculationConfig`, those that were given.
+@dataclass(frozen=True)
+class Models:
+    """Options that name models and say how to load them."""
 
-    Raises:
-        ConfigError: a setting is not `name=value`, or names no field that text can set.
-    """
-    fields: dict[str, Any] = {
-        "prompt_lookup_num_tokens": lookup,
-        "verifier": verifier,
-        "num_assistant_tokens": num_assistant_tokens,
-        "seed": seed,
-    }
-    for setting in settings or ():
-        name, equals, value = setting.partition("=")
-        if not equals or name not in PLAIN_NAMES:
-            raise ConfigError(
-                f"--set must be name=value with a name among {', '.join(PLAIN_NAMES)}, got {setting!r}; "
-                "see the README's table of settings"
-            )
-        try:
-            fields[name] = json.loads(value)
-        except json.JSONDecodeError:
-            fields[name] = value  # a bare word, as in typical_correction=sample
-    return {name: value for name, value in fields.items() if value is not None}
+    target: Annotated[str, typer.Argument(help="Model to decode with: a folder, or a name on the Hugging Face Hub.")]
+    draft: Annotated[
+        str | None,
+        typer.Option("--draft", "-d", rich_help_panel=_MODELS, help="Draft model: a folder, or a name on the Hub."),
+    ] = None
+    revision: Annotated[
+        str | None,
+        typer.Option("--revision", rich_help_panel=_MODELS, help="Branch, tag or commit of the target on the Hub."),
+    ] = None
+    dtype: Annotated[
+        str,
+        typer.Option("--dtype", rich_help_panel=_MODELS, help="auto, bfloat16, float16, float32 or float64."),
+    ] = "auto"
+    device: Annotated[
+        str,
+        typer.Option("--device", rich_help_panel=_MODELS, help="cpu, cuda, ..., or map to spread over all devices."),
+    ] = "auto"
+    attn_implementation: Annotated[
+        str | None,
+        typer.Option("--attn-implementation", rich_help_panel=_MODELS, help="eager, sdpa, flash_attention_2, ..."),
+    ] = None
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option("--trust-remote-code", rich_help_panel=_MODELS, help="Run code from the models' repositories."),
+    ] = False
 
 
-def decoding_from(max_new_tokens: int, sample: bool, temperature: float | None) -> dict[str, Any]:
-    """Arguments of transformers' own that say how tokens are chosen.
+@dataclass(frozen=True)
+class Generation:
+    """Options that say how tokens are chosen."""
 
-    Raises:
-        ConfigError: no token is asked for, or there is a temperature that is none, or with which nothing is drawn.
-    """
-    if max_new_tokens < 1:
-        raise ConfigError(f"--max-new-tokens must be at least 1, got {max_new_tokens}; leave it out for the default")
-    if temperature is not None and not sample:
-        raise ConfigError(f"--temperature must come with --sample, got {temperature} alone; add --sample")
-    if temperature is not None and not 0 < temperature < math.inf:
-        raise ConfigError(
-            f"--temperature must be above 0 and finite, got {temperature}; leave --sample out for the likeliest tokens"
-        )
-    arguments: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": sample}
-    return arguments if temperature is None else arguments | {"temperature": temperature}
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--max-new-tokens",
+            "-n",
+            rich_help_panel=_GENERATION,
+            help="Largest number of new tokens. [dim]\\[default: 256; bench and tune: 128][/dim]",
+        ),
+    ] = None
+    sample: Annotated[
+        bool,
+        typer.Option("--sample", "--do-sample", rich_help_panel=_GENERATION, help="Sample instead of greedy decoding."),
+    ] = False
+    temperature: Annotated[
+        float | None,
+        typer.Option("--temperature", "-t", rich_help_panel=_GENERATION, help="Sampling temperature."),
+    ] = None
+    top_p: Annotated[
+        float | None,
+        typer.Option("--top-p", rich_help_panel=_GENERATION, help="Sample from the most likely tokens of this mass."),
+    ] = None
+    top_k: Annotated[
+        int | None,
+        typer.Option("--top-k", rich_help_panel=_GENERATION, help="Sample from this many most likely tokens; 0: all."),
+    ] = None
+    repetition_penalty: Annotated[
+        float | None,
+        typer.Option("--repetition-penalty", rich_help_panel=_GENERATION, help="Penalty of repeated tokens; 1: none."),
+    ] = None
+    seed: Annotated[
+        int | None,
+        typer.Option("--seed", rich_help_panel=_GENERATION, help="Random seed; the same seed repeats a sample."),
+    ] = None
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="NAME=VALUE",
+            rich_help_panel=_GENERATION,
+            help="Any other field of speculation or of GenerationConfig, with a JSON value; can be repeated.",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """Options that say how tokens are drafted and verified."""
+
+    num_assistant_tokens: Annotated[
+        str | None,
+        typer.Option(
+            "--num-assistant-tokens",
+            "-k",
+            rich_help_panel=_SPECULATION,
+            help="Tokens to draft per round: 5, adaptive, or adaptive:16 for at most 16. "
+            "[dim]\\[default: adaptive][/dim]",
+        ),
+    ] = None
+    verifier: Annotated[
+        str | None,
+        typer.Option(
+            "--verifier",
+            "-v",
+            rich_help_panel=_SPECULATION,
+            help="greedy, rejection, block, coupled (all lossless) or typical (lossy).",
+        ),
+    ] = None
+    lookup: Lookup = None
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Options of commands that measure several methods."""
+
+    num_assistant_tokens: DraftLens = "adaptive,5"
+    verifiers: Annotated[
+        str | None,
+        typer.Option(
+            "--verifiers",
+            "-v",
+            rich_help_panel=_SPECULATION,
+            help="Verifiers, separated by commas. [dim]\\[default: the usual lossless one, and typical][/dim]",
+        ),
+    ] = None
+    thresholds: Thresholds = "0.01,0.04,0.09,0.16,0.25,0.5"
+    lookup: Lookup = None
+
+
+@dataclass(frozen=True)
+class TuneGrid(Grid):
+    """Options of `tune`, with defaults of its own."""
+
+    num_assistant_tokens: DraftLens = "2,3,5,8,12,adaptive:5,adaptive,adaptive:16"
+    thresholds: Thresholds = "0.04,0.09,0.25"
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """Options that choose the prompts of a measurement."""
+
+    prompts: Prompts
+    num_prompts: Annotated[
+        int | None,
+        typer.Option("--num-prompts", min=1, help="Largest number of prompts, taken from each category in turn."),
+    ] = None
+    batch_size: BatchSize = 1
+    chat: Chat = False
+
+
+@dataclass(frozen=True)
+class Ray:
+    """Options of `batch --engine ray`."""
+
+    workers: Annotated[
+        int | None, typer.Option("--workers", rich_help_panel="Ray", help="Actors; default: one per GPU, or one.")
+    ] = None
+    cpus_per_worker: Annotated[
+        float | None,
+        typer.Option("--cpus-per-worker", rich_help_panel="Ray", help="CPUs of an actor without a GPU; default: 1."),
+    ] = None
+    gpus_per_worker: Annotated[
+        float | None,
+        typer.Option("--gpus-per-worker", rich_help_panel="Ray", help="GPUs of an actor; default: 1 if there are any."),
+    ] = None
+    ray_address: Annotated[
+        str | None, typer.Option("--ray-address", rich_help_panel="Ray", help="Address of a running cluster.")
+    ] = None
+
+
+def grouped(command: Callable[..., int]) -> Callable[..., int]:
+    """Give a command one option for each field of its dataclass parameters."""
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, Any] = {}
+    for name, parameter in inspect.signature(command, eval_str=True).parameters.items():
+        if not is_dataclass(parameter.annotation):
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+            continue
+        groups[name] = parameter.annotation
+        hints = get_type_hints(parameter.annotation, include_extras=True)
+        parameters += [_parameter_of(entry, hints[entry.name]) for entry in fields(parameter.annotation)]
+
+    @wraps(command)
+    def flat(**values: Any) -> int:
+        objects = {
+            name: group(**{entry.name: values.pop(entry.name) for entry in fields(group)})
+            for name, group in groups.items()
+        }
+        return command(**objects, **values)
+
+    vars(flat)["__signature__"] = inspect.Signature(parameters)
+    flat.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return flat
+
+
+def _parameter_of(entry: Field[Any], annotation: Any) -> inspect.Parameter:
+    default = inspect.Parameter.empty if entry.default is MISSING else entry.default
+    return inspect.Parameter(entry.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)

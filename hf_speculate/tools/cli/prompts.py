@@ -1,25 +1,33 @@
-"""Reads prompts from files of the kinds that people have."""
+"""Reads prompts from files."""
 
+import sys
 from pathlib import Path
 
 from hf_speculate.errors import ConfigError
-from hf_speculate.tools.dataset.rows import Row, read_rows
+from hf_speculate.tools.dataset.rows import Row, read_json_lines, read_rows
+
+STDIN = Path("-")
+
+
+def read_json_prompts(path: Path) -> list[Row]:
+    """Read a file with one JSON value per line, or such lines of the standard input; see `read_rows`."""
+    if path != STDIN:
+        return read_rows(path)
+    return read_rows([value for _, value, _ in read_json_lines(sys.stdin.buffer, "standard input")])
 
 
 def read_prompts(path: Path, *, by_line: bool = False) -> list[Row]:
-    """The prompts of a file: one a line in `.jsonl`, as `read_rows` takes them, the whole file in any other.
+    """Read the prompts of a file: JSON lines if it is `.jsonl` or `-` (the standard input), else text.
 
-    Args:
-        path: of the file.
-        by_line: whether each line of a file that is no `.jsonl` is a prompt too.
+    Text is one prompt, or with `by_line` one prompt per line that is not blank.
 
     Raises:
-        ConfigError: there is no file, no prompt in it, a line is no prompt or not UTF-8, or two have one id.
+        ConfigError: the file does not exist or holds no prompt, a line is not a prompt or not UTF-8, or ids repeat.
     """
-    if path.suffix == ".jsonl":
-        return read_rows(path)
+    if path.suffix == ".jsonl" or path == STDIN:
+        return read_json_prompts(path)
     if not path.is_file():
-        raise ConfigError(f"the file of prompts must exist, got {path}; write one prompt a line into a .jsonl file")
+        raise ConfigError(f"the file of prompts must exist, got {path}; write one prompt per line into a .jsonl file")
     try:
         content = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -30,5 +38,5 @@ def read_prompts(path: Path, *, by_line: bool = False) -> list[Row]:
     texts = list(enumerate(content.split("\n"), 1)) if by_line else [(1, content)]
     found = [Row.of(text, number, f"{path.name}:{number}") for number, text in texts if text.strip()]
     if not found:
-        raise ConfigError(f"the file of prompts must hold one at least, got none in {path}; write one prompt a line")
+        raise ConfigError(f"the file of prompts must hold at least one, got none in {path}; write one prompt per line")
     return found

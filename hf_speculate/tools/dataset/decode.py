@@ -63,8 +63,7 @@ def decode_dataset(
     """
     rows = read_rows(prompts)
     check_batch_size(batch_size)
-    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
-        raise ConfigError(f"seed must be an int, got {seed!r}; leave it out for a random one")
+    check_seed(seed)
     decoder = RowDecoder(model, tokenizer, max_new_tokens, arguments, is_chat)
     ranks = find_ranks(is_cpu=model.device.type == "cpu")
     check_model(model, ranks)
@@ -82,6 +81,12 @@ def check_batch_size(batch_size: int) -> None:
     """Raise `ConfigError` unless the batch size is an int >= 1."""
     if not isinstance(batch_size, int) or batch_size < 1:
         raise ConfigError(f"batch_size must be at least 1, got {batch_size!r}; leave it out for 16")
+
+
+def check_seed(seed: Any) -> None:
+    """Raise `ConfigError` unless the seed is an int or None."""
+    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
+        raise ConfigError(f"seed must be an int, got {seed!r}; leave it out for a random one")
 
 
 def check_model(model: PreTrainedModel, ranks: Ranks) -> None:

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -143,7 +143,7 @@ class RowDecoder:
         criteria = self.arguments.get("stopping_criteria") or ()
         return self._setting("max_time") is not None or any(isinstance(one, MaxTimeCriteria) for one in criteria)
 
-    @functools.cached_property
+    @cached_property
     def _stop_strings(self) -> StopStringCriteria | None:
         """The criterion of the stop strings; None without any."""
         stop_strings = self._setting("stop_strings")

@@ -231,16 +231,16 @@ def test_a_config_without_a_language_model_is_said():
 
 
 def test_the_command_answers_in_text_json_and_status(folders, tmp_path, capsys):
-    assert main(["check", *folders]) == 0
+    assert main(["check", folders[0], "--draft", folders[1]]) == 0
     assert capsys.readouterr().out == f"{hf_speculate.check_pair(*folders)}\n"
     stranger = _save(tmp_path / "other", make_config("llama"), words=[f"v{token}" for token in range(64)])
-    assert main(["check", folders[0], stranger, "--json"]) == 1
+    assert main(["check", folders[0], "-d", stranger, "--json"]) == 1
     answer = json.loads(capsys.readouterr().out)
     assert answer["level"] == "refused"
     assert answer["overlap"]["share"] == 0
     assert {finding["level"] for finding in answer["findings"]} == {"refused", "warning"}
     assert len(answer["gains"]) == 4
-    assert main(["check", folders[0], "no/such-model"]) == 2
+    assert main(["check", folders[0], "-d", "no/such-model"]) == 2
     assert "draft must be a folder" in capsys.readouterr().err
     assert main([]) == 2
     assert "Usage: hf-speculate" in capsys.readouterr().out
@@ -248,6 +248,6 @@ def test_the_command_answers_in_text_json_and_status(folders, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_the_command_runs_as_a_module(folders):
-    command = [sys.executable, "-m", "hf_speculate.tools.cli.main", "check", *folders]
+    command = [sys.executable, "-m", "hf_speculate.tools.cli.main", "check", folders[0], "-d", folders[1]]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (result.returncode, result.stdout.split(":")[0]) == (0, "ok"), result.stderr

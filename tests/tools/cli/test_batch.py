@@ -26,9 +26,9 @@ def folder(tmp_path_factory):
 
 
 def words(folder, output, *more, draft=True):
-    models = ["--target", str(folder / "target"), *(["--draft", str(folder / "draft")] if draft else [])]
+    models = ["--draft", str(folder / "draft")] if draft else []
     sizes = ["-n", str(NUM_NEW), "-b", "4", "--dtype", "float64", "--device", "cpu"]
-    return ["batch", str(folder / "prompts.jsonl"), str(output), *models, *sizes, *more]
+    return ["batch", str(folder / "target"), str(folder / "prompts.jsonl"), "-o", str(output), *models, *sizes, *more]
 
 
 def one_error(capsys):
@@ -53,7 +53,7 @@ def test_texts_are_those_of_plain_decoding_and_remarks_stand_apart(more, folder,
 
 def test_acceptance_is_said(folder, tmp_path, capsys):
     assert main(words(folder, tmp_path / "out.jsonl", "-k", "3")) == 0
-    assert "of the drafts accepted" in capsys.readouterr().err
+    assert "of drafted tokens accepted" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
@@ -67,7 +67,7 @@ def test_progress_is_a_bar_on_a_terminal_and_a_line_a_minute_elsewhere(is_termin
         progress.show(report)
     progress.stop()
     shown = log.file.getvalue()
-    assert "10.0 tokens a second, 75% of the drafts accepted" in shown
+    assert "10.0 tokens/s, 75% of drafted tokens accepted" in shown
     assert ("4/8" in shown) is is_terminal
     assert shown.count("4 of 8 rows") == (not is_terminal)
 
@@ -88,7 +88,7 @@ def test_a_second_run_goes_on(folder, tmp_path, capsys):
     output.write_bytes(output.read_bytes()[:-3])
     assert main(words(folder, output, "-k", "3", "-b", "1")) == 0
     assert texts_in(output) == whole
-    assert "5 of them before this run" in capsys.readouterr().err
+    assert "5 of them from earlier runs" in capsys.readouterr().err
 
 
 def test_other_settings_are_refused_unless_told(folder, tmp_path, capsys):
@@ -113,12 +113,12 @@ def test_drawn_texts_are_repeated_by_their_seed(folder, tmp_path):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--set", "seed=[1, 2]"], "seed must be one whole number"),
+        (["--set", "seed=[1, 2]"], "seed must be an int"),
         (["--set", "verifierr=typical"], "--set must be name=value"),
         (["-t", "0.5"], "--temperature must come with --sample"),
-        (["-b", "0"], "batch_size must be at least 1"),
+        (["-b", "0"], "Invalid value for '--batch-size'"),
         (["--engine", "ray", "--workers", "0"], "num_workers must be at least 1"),
-        (["--chat", "--target", "no/such-model"], "no/such-model"),
+        (["--draft", "no/such-model"], "no/such-model"),
         (["-v", "nonsense"], "verifier must be one of block, coupled"),
     ],
 )
@@ -131,16 +131,16 @@ def test_an_error_is_one_line_and_status_two(more, message, folder, tmp_path, ca
 def test_a_bad_line_is_named_before_any_model_is_loaded(tmp_path, capsys):
     file = tmp_path / "bad.jsonl"
     file.write_text('"good"\n{"id": 1}\n')
-    assert main(["batch", str(file), str(tmp_path / "out.jsonl"), "--target", "no/such-model"]) == 2
+    assert main(["batch", "no/such-model", str(file), "-o", str(tmp_path / "out.jsonl")]) == 2
     assert "at bad.jsonl:2" in one_error(capsys)
-    assert main(["batch", str(file), str(file), "--target", "no/such-model"]) == 2
+    assert main(["batch", "no/such-model", str(file), "-o", str(file)]) == 2
     assert not (tmp_path / "out.jsonl.run").exists()
 
 
 def test_the_prompts_are_not_written_over(folder, capsys):
     file = folder / "prompts.jsonl"
     before = file.read_bytes()
-    assert main(["batch", str(file), str(file), "--target", str(folder / "target")]) == 2
+    assert main(["batch", str(folder / "target"), str(file), "-o", str(file)]) == 2
     assert "the output must not be the file of prompts" in one_error(capsys)
     assert file.read_bytes() == before
 
@@ -154,14 +154,14 @@ def test_ray_is_started_once(folder, tmp_path, monkeypatch, capsys):
 
 def test_debug_shows_the_error_itself(tmp_path):
     with pytest.raises(hf_speculate.ConfigError, match="the file of prompts must exist"):
-        main(["--debug", "batch", str(tmp_path / "none"), str(tmp_path / "out"), "--target", "x"])
+        main(["--debug", "batch", "x", str(tmp_path / "none"), "-o", str(tmp_path / "out")])
 
 
 def test_other_fields_go_on(folder, tmp_path):
     file = tmp_path / "p.jsonl"
     file.write_text(json.dumps({"question_id": 81, "category": "writing", "turns": [TEXTS[0], "second"]}))
     line = words(folder, tmp_path / "out.jsonl", "-k", "3")
-    line[1] = str(file)
+    line[2] = str(file)
     assert main(line) == 0
     (found,) = results_in(tmp_path / "out.jsonl").values()
     text, num, reason = plain_results(folder / "target", TEXTS[:1])[0]

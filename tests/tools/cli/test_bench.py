@@ -40,7 +40,7 @@ def questions(tmp_path):
 
 def run(pair, prompts, *extra):
     out = prompts.parent / "out.json"
-    status = main(["bench", *pair, str(prompts), *COMMON, *extra, "--json", str(out)])
+    status = main(["bench", pair[0], str(prompts), "-d", pair[1], *COMMON, *extra, "--output", str(out)])
     return status, json.loads(out.read_text())
 
 
@@ -97,7 +97,7 @@ def test_greedy_methods_are_compared_with_plain_decoding_and_lossy_ones_with_the
     assert all(name in page.read_text() for name in names)
 
     out, err = capsys.readouterr()
-    assert "4 of 4 prompts have several turns: the first is taken" in err
+    assert "4 of 4 prompts have several turns; the first one is used" in err
     assert "4 of 4 rows equal" in out
     assert "agreement with greedy" in out
     assert all(name in out for name in names)
@@ -193,19 +193,22 @@ def test_no_figure_is_shown_of_a_method_that_writes_another_text(questions, tmp_
         (["{file}", "-k", "many"], "--num-assistant-tokens must be a number"),
         (["{file}", "-v", "nonsense"], "verifier must be one of block, coupled"),
         (["{file}", "-v", "greedy", "--sample"], "verifier must be a sampling one"),
-        (["{file}", "-v", ","], "--verifiers must name one at least"),
+        (["{file}", "-v", ","], "--verifiers must name at least one"),
         (["{file}", "--thresholds", "2"], "posterior_threshold must be in (0, 1)"),
         (["{file}", "-t", "0.5"], "--temperature must come with --sample"),
         (["{file}", "-n", "0"], "--max-new-tokens must be at least 1"),
-        (["{file}", "--set", "verifier=block"], "--set must leave out what the methods differ in, got verifier"),
-        (["{file}", "--json", "no/such/folder/out.json"], "the folder of no/such/folder/out.json must exist"),
+        (
+            ["{file}", "--set", "verifier=block"],
+            "--set must leave out the fields in which methods differ, got verifier",
+        ),
+        (["{file}", "--output", "no/such/folder/out.json"], "the folder of no/such/folder/out.json must exist"),
         (["{file}", "--chat"], "the tokenizer must have a chat template"),
     ],
 )
 def test_an_error_is_one_line_and_status_two(arguments, message, pair, tmp_path, capsys):
     file = tmp_path / "prompts.txt"
     file.write_text("def main\n")
-    assert main(["bench", *pair, *[word.format(file=file) for word in arguments]]) == 2
+    assert main(["bench", pair[0], *[word.format(file=file) for word in arguments], "-d", pair[1]]) == 2
     err = capsys.readouterr().err
     assert message in err
     assert len(err.strip().splitlines()) == 1
@@ -215,5 +218,5 @@ def test_an_error_is_one_line_and_status_two(arguments, message, pair, tmp_path,
 def test_a_model_that_is_not_there_is_said(tmp_path, capsys):
     file = tmp_path / "prompts.txt"
     file.write_text("def main\n")
-    assert main(["bench", str(Path("no/such-model")), "no/such-draft", str(file)]) == 2
+    assert main(["bench", str(Path("no/such-model")), str(file), "-d", "no/such-draft"]) == 2
     assert "no/such-model" in capsys.readouterr().err

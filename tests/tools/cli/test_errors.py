@@ -61,18 +61,23 @@ def refused(folder, tmp_path, capsys):
 
 
 GENERATE = ["generate", "{folder}/target", "def main", "-d", "{folder}/draft", *CPU]
-BATCH = ["batch", "{folder}/prompts.jsonl", "{out}/out.jsonl", "--target", "{folder}/target", *CPU]
-BENCH = ["bench", "{folder}/target", "{folder}/draft", "{folder}/prompts.txt", *CPU]
-TUNE = ["tune", "{folder}/target", "{folder}/draft", "{folder}/prompts.txt", *CPU]
+BATCH = ["batch", "{folder}/target", "{folder}/prompts.jsonl", "--output", "{out}/out.jsonl", *CPU]
+BENCH = ["bench", "{folder}/target", "{folder}/prompts.txt", "-d", "{folder}/draft", *CPU]
+TUNE = ["tune", "{folder}/target", "{folder}/prompts.txt", "-d", "{folder}/draft", *CPU]
 
 
 @pytest.mark.parametrize("command", [GENERATE, BATCH, BENCH, TUNE], ids=lambda words: words[0])
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--sample", "-t", "0"], "--temperature must be above 0 and finite, got 0.0; leave --sample out"),
-        (["--sample", "-t", "-1"], "--temperature must be above 0 and finite, got -1.0; leave --sample out"),
-        (["--sample", "-t", "nan"], "--temperature must be above 0 and finite, got nan; leave --sample out"),
+        (["--sample", "-t", "0"], "--temperature must be above 0 and finite, got 0.0; leave it out"),
+        (["--sample", "-t", "-1"], "--temperature must be above 0 and finite, got -1.0; leave it out"),
+        (["--sample", "-t", "nan"], "--temperature must be above 0 and finite, got nan; leave it out"),
+        (["--sample", "--top-p", "1.5"], "--top-p must be in (0, 1], got 1.5; leave it out"),
+        (["--sample", "--top-k", "-1"], "--top-k must be at least 0, got -1; leave it out"),
+        (["--repetition-penalty", "0"], "--repetition-penalty must be above 0 and finite, got 0.0; leave it out"),
+        (["--top-k", "5"], "--top-k must come with --sample"),
+        (["--set", "top_k=5"], "--set must leave out what has an option, got top_k; use --top-k"),
         (["-n", "0"], "--max-new-tokens must be at least 1, got 0; leave it out"),
         (["-n", "-3"], "--max-new-tokens must be at least 1, got -3; leave it out"),
         (["--device", "foo"], "--device must be one of auto, c"),
@@ -92,7 +97,7 @@ def test_a_gpu_that_is_not_there_is_named(refused):
 def test_models_are_not_spread_without_accelerate(monkeypatch, refused):
     monkeypatch.setattr(loading, "is_accelerate_available", lambda: False)
     line = refused([*GENERATE, "--device", "map"])
-    assert 'accelerate must be installed for --device map, got none; pip install "hf-speculate[ranks]"' in line
+    assert "accelerate must be installed for --device map, got none; run pip install accelerate" in line
 
 
 @pytest.mark.parametrize(
@@ -130,8 +135,8 @@ def test_a_line_of_another_encoding_is_named(command, name, refused):
         (["generate"], "Missing argument"),
         (["chek"], "No such command 'chek'"),
         (["--nope"], "No such option: --nope"),
-        (["bench", "a", "b", "c", "--repeats", "0"], "Invalid value for '--repeats': "),
-        (["batch", "a", "b", "--target", "c", "--engine", "spark"], "'spark' is not one of 'local', 'ray'"),
+        (["bench", "a", "b", "--repeats", "0"], "Invalid value for '--repeats': "),
+        (["batch", "a", "b", "-o", "c", "--engine", "spark"], "'spark' is not one of 'local', 'ray'"),
         (["generate", "a", "-n", "many"], "Invalid value for '--max-new-tokens' / '-n': "),
     ],
 )
@@ -149,7 +154,7 @@ def test_options_of_ray_come_with_ray(option, refused, tmp_path):
 @pytest.mark.parametrize("command", [BENCH, TUNE], ids=lambda words: words[0])
 def test_results_go_into_a_file(command, refused, monkeypatch):
     monkeypatch.setattr(f"hf_speculate.tools.cli.{command[0]}.load_pair", None)  # nothing is loaded for it
-    options = ["--json", "--html"] if command is BENCH else ["--json"]
+    options = ["--output", "--html"] if command is BENCH else ["--output"]
     for option in options:
         assert "results must go into a file, got the folder" in refused([*command, option, "{out}"])
 
@@ -160,7 +165,7 @@ def test_what_was_measured_is_shown_where_it_cannot_be_written(command, folder, 
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("hf_speculate.tools.cli.measuring.write_json", write_json)
-    words = [*command, "-n", "2", "-k", "2", "-v", "greedy", "--json", str(tmp_path / "out.json")]
+    words = [*command, "-n", "2", "-k", "2", "-v", "greedy", "--output", str(tmp_path / "out.json")]
     assert main([word.format(folder=folder) for word in words]) == 2
     out, err = capsys.readouterr()
     assert "greedy, K = 2" in out
@@ -187,8 +192,8 @@ def broken(monkeypatch):
 @pytest.mark.parametrize(
     ("error", "line"),
     [
-        (Strange("\nfirst\nsecond"), "Strange: first (--debug shows where it came from)"),
-        (Strange(), "Strange (--debug shows its trace)"),
+        (Strange("\nfirst\nsecond"), "Strange: first (--debug prints the traceback)"),
+        (Strange(), "Strange (--debug prints the traceback)"),
         (AssertionError("[red]not so[/red] :sob:"), "AssertionError: [red]not so[/red] :sob: (--debug"),
         (OSError(28, "No space left on device"), "[Errno 28] No space left on device\n"),
     ],
@@ -228,7 +233,7 @@ def test_behind_two_dashes_debug_is_a_prompt(folder, capsys):
 def test_nothing_else_stands_on_the_standard_error_of_a_process(folder, tmp_path):
     script = tmp_path / "hf-speculate"  # as an installer writes it
     script.write_text("import sys\nfrom hf_speculate.tools.cli.main import main\nsys.exit(main())\n")
-    command = [sys.executable, str(script), "check", str(folder / "target"), str(folder / "none")]
+    command = [sys.executable, str(script), "check", str(folder / "target"), "-d", str(folder / "none")]
     result = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert result.returncode == 2
     assert result.stdout == ""

@@ -2,6 +2,8 @@
 
 import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import hf_speculate
 from hf_speculate.generation.mixin import SpeculativeGenerationMixin
 from hf_speculate.tools.cli import main as cli
+from hf_speculate.tools.cli.arguments import decoding_of
 from hf_speculate.tools.cli.main import main
+from hf_speculate.tools.cli.options import Generation, Speculation
 from hf_speculate.tools.cli.prompts import read_prompts
 from tests.tiny import make_model
 from tests.tiny_tokenizers import byte_level_tokenizer
@@ -121,7 +125,7 @@ def read_texts(monkeypatch) -> list[str]:
 
 def test_a_chat_answers_every_line_and_remembers(chat_target, monkeypatch, read_texts, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO("def main():\nclass Stack:\n"))
-    assert main(["generate", chat_target, "--chat", "--lookup", "4", *COMMON]) == 0
+    assert main(["chat", chat_target, "--lookup", "4", *COMMON]) == 0
     first, second = read_texts
     assert first == "<begin>[def main():]"
     assert second.startswith(first)
@@ -140,11 +144,11 @@ def test_a_template_begins_the_text_itself_and_the_tokenizer_a_bare_prompt(chat_
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([TARGET], "there must be a prompt, --file or --chat"),
-        ([TARGET, "x", "--file", "y"], "there must be a prompt, --file or --chat"),
+        ([TARGET], "there must be a prompt, got an empty one"),
+        ([TARGET, "x", "--file", "y"], "there must be one prompt or --file, got both"),
         ([TARGET, "--file", "no-such.jsonl"], "the file of prompts must exist"),
-        ([TARGET, "x", "--set", "verifierr=typical"], "--set must be name=value with a name among"),
-        ([TARGET, "x", "--set", "speculation_stats=1"], "--set must be name=value with a name among"),
+        ([TARGET, "x", "--set", "verifierr=typical"], "--set must be name=value with a plain field"),
+        ([TARGET, "x", "--set", "speculation_stats=1"], "--set must be name=value with a plain field"),
         ([TARGET, "x", "-t", "0.5"], "--temperature must come with --sample"),
         ([TARGET, "x", "--dtype", "int8"], "dtype must be one of auto, bfloat16"),
         ([TARGET, "x", "-d", DRAFT, "-v", "nonsense", *COMMON], "verifier must be one of block, coupled"),
@@ -152,7 +156,8 @@ def test_a_template_begins_the_text_itself_and_the_tokenizer_a_bare_prompt(chat_
         (["no/such-model", "x"], "no/such-model"),
     ],
 )
-def test_an_error_is_one_line_and_status_two(arguments, message, capsys):
+def test_an_error_is_one_line_and_status_two(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
     assert main(["generate", *arguments]) == 2
     err = capsys.readouterr().err
     assert message in err
@@ -160,9 +165,54 @@ def test_an_error_is_one_line_and_status_two(arguments, message, capsys):
     assert err.startswith("hf-speculate: ")
 
 
-def test_debug_shows_the_error_itself():
+def test_debug_shows_the_error_itself(monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
     with pytest.raises(hf_speculate.ConfigError):
         main(["--debug", "generate", TARGET])
+
+
+@pytest.mark.parametrize("words", [[], ["-"]])
+def test_a_piped_prompt_is_decoded_to_json(words, plain_texts, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO(PROMPTS[0]))
+    output = tmp_path / "out.json"
+    options = ["-d", DRAFT, "-k", "adaptive:3", "--json", "--output", str(output)]
+    assert main(["generate", TARGET, *words, *options, *COMMON]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["id"], found["text"], found["num_tokens"]) == (1, plain_texts[0], NUM_TOKENS)
+    assert 0 <= found["acceptance_rate"] <= 1
+    assert json.loads(output.read_text()) == {"results": [found]}
+
+
+def test_prompts_come_from_a_pipe_as_json_lines(plain_texts, monkeypatch, capsys):
+    lines = "\n".join(json.dumps({"prompt": prompt, "id": f"p{place}"}) for place, prompt in enumerate(PROMPTS))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(lines.encode())))
+    assert main(["generate", TARGET, "--file", "-", "--lookup", "4", "--json", *COMMON]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(one["id"], one["text"]) for one in found] == [("p0", plain_texts[0]), ("p1", plain_texts[1])]
+
+
+def test_sampling_options_and_settings_of_generation_configs_reach_the_model():
+    generation = Generation(
+        sample=True, top_p=0.9, top_k=7, repetition_penalty=1.2, seed=3, settings=["min_p=0.1", "verifier=block"]
+    )
+    decoding = decoding_of(generation, Speculation(num_assistant_tokens="adaptive:9", lookup=5))
+    assert decoding.sampling == {"top_p": 0.9, "top_k": 7}
+    assert decoding.options == {"repetition_penalty": 1.2, "min_p": 0.1}
+    speculation = {"num_assistant_tokens": 9, "num_assistant_tokens_schedule": "adaptive", "seed": 3}
+    assert decoding.fields == speculation | {"prompt_lookup_num_tokens": 5, "verifier": "block"}
+    assert decoding.arguments["max_new_tokens"] == 256
+
+
+@pytest.mark.parametrize("words", [["--help"], ["-h"], ["bench", "-h"], ["--version"], ["generate"]])
+def test_help_and_version_load_neither_torch_nor_transformers(words):
+    code = (
+        "import sys\n"
+        "from hf_speculate.tools.cli.main import main\n"
+        f"main({words!r})\n"
+        "print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
 
 
 def test_every_command_is_helped_with(capsys):

@@ -10,7 +10,8 @@ from rich.console import Console
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.bench.measuring import Run, Step
 from hf_speculate.tools.bench.methods import Method
-from hf_speculate.tools.cli.measuring import progress, show, shown, write_json
+from hf_speculate.tools.cli.console import write_json
+from hf_speculate.tools.cli.measuring import progress, show, shown
 
 
 @pytest.mark.parametrize("num_steps", [2, 3])
@@ -27,13 +28,15 @@ def test_the_bar_shows_tokens_per_second_and_acceptance_and_what_comes_after(num
     assert "greedy, K = 4" in last
     assert f"2/{num_steps}" in last
     assert "30 tokens/s, 75% accepted" in last
-    assert ("; comparing texts" in last) is (num_steps == 2)
+    assert ("; comparing outputs" in last) is (num_steps == 2)
 
 
-def test_no_bar_is_drawn_where_nobody_looks(capsys):
-    with progress(Console(stderr=True), 1) as on_step:
-        on_step(Step(Method("plain, greedy", "plain"), Run(0, 0, 2.0, [[1]], None)))
-    assert capsys.readouterr() == ("", "")
+def test_without_a_terminal_each_call_is_a_line(capsys):
+    method = Method("plain, greedy", "plain")
+    with progress(Console(stderr=True), 2) as on_step:
+        on_step(Step(method, None))
+        on_step(Step(method, Run(0, 0, 2.0, [[1] * 20], None)))
+    assert capsys.readouterr() == ("", "1/2 warming up: plain, greedy\n2/2 plain, greedy 10 tokens/s\n")
 
 
 def test_figures_stand_on_the_right_and_words_on_the_left(capsys):

@@ -49,11 +49,11 @@ def test_the_winner_is_written_and_picked_up(pair, prompts, seconds, tmp_path, c
     path = tmp_path / "pair" / "target" / "generation_config.json"
     before = json.loads(path.read_text())
     out = tmp_path / "out.json"
-    extra = ["-k", "2,3,adaptive:4", "--write", pair[0], "--json", str(out)]
-    assert main(["tune", *pair, prompts, *COMMON, *extra]) == 0
-    shown, _ = capsys.readouterr()
+    extra = ["-k", "2,3,adaptive:4", "--write", pair[0], "--output", str(out)]
+    assert main(["tune", pair[0], prompts, "-d", pair[1], *COMMON, *extra]) == 0
+    shown, err = capsys.readouterr()
     assert "best: greedy, K = 3" in shown
-    assert f"written into {path}" in shown
+    assert f"written to {path}" in err
     fields = {"num_assistant_tokens": 3, "num_assistant_tokens_schedule": "constant"}
     assert json.loads(path.read_text()) == before | fields
     result = json.loads(out.read_text())
@@ -81,7 +81,7 @@ def test_the_winner_is_written_and_picked_up(pair, prompts, seconds, tmp_path, c
 def test_a_lossy_winner_is_written_with_its_threshold(pair, prompts, seconds, tmp_path, capsys):
     seconds |= {"typical 0.2, K = 2": 0.5}
     extra = ["-k", "2", "--thresholds", "0.01,0.2", "--quality", "agreement=0.01,drop=50", "--write", pair[0]]
-    assert main(["tune", *pair, prompts, *COMMON, *extra]) == 0
+    assert main(["tune", pair[0], prompts, "-d", pair[1], *COMMON, *extra]) == 0
     saved = json.loads((tmp_path / "pair" / "target" / "generation_config.json").read_text())
     assert (saved["verifier"], saved["posterior_threshold"], saved["num_assistant_tokens"]) == ("typical", 0.2, 2)
     shown = capsys.readouterr().out
@@ -100,21 +100,19 @@ def test_nothing_is_written_where_plain_decoding_wins(pair, prompts, seconds, tm
     seconds |= dict.fromkeys(["greedy, K = 2", "greedy, adaptive"], 1.5)
     path = tmp_path / "pair" / "target" / "generation_config.json"
     before = path.read_text()
-    assert main(["tune", *pair, prompts, *COMMON, "-k", "2,adaptive", "--write", pair[0]]) == 1
+    assert main(["tune", pair[0], prompts, "-d", pair[1], *COMMON, "-k", "2,adaptive", "--write", pair[0]]) == 1
     assert path.read_text() == before
-    assert (
-        "leave speculation out: plain decoding is as fast as any method; nothing is written" in capsys.readouterr().out
-    )
+    assert "do not speculate: plain decoding is as fast as any method; nothing is written" in capsys.readouterr().out
 
 
 def test_nothing_is_written_where_the_rule_lets_nothing_through(pair, prompts, seconds, capsys):
     extra = ["-k", "2", "-v", "typical", "--thresholds", "0.01", "--quality", "drop=0", "--sample"]
-    assert main(["tune", *pair, prompts, *COMMON, *extra]) == 1
-    assert "leave speculation out: no method keeps to the rule; nothing is written" in capsys.readouterr().out
+    assert main(["tune", pair[0], prompts, "-d", pair[1], *COMMON, *extra]) == 1
+    assert "do not speculate: no method has the required quality; nothing is written" in capsys.readouterr().out
 
 
 def test_a_method_may_win_by_its_real_seconds(pair, prompts, capsys):
-    status = main(["tune", *pair, prompts, *COMMON, "-k", "2,adaptive", "-b", "2"])
+    status = main(["tune", pair[0], prompts, "-d", pair[1], *COMMON, "-k", "2,adaptive", "-b", "2"])
     shown = capsys.readouterr().out
     assert ("best: greedy" in shown) is (status == 0)
     assert status in (0, 1)
@@ -127,11 +125,13 @@ def test_a_method_may_win_by_its_real_seconds(pair, prompts, capsys):
         (["--write", "{folder}"], "the folder of --write must hold a generation_config.json"),
         (["-v", "typical"], "--verifiers must name one that --quality exact allows, got typical"),
         (["-v", "block", "-k", "0"], "num_assistant_tokens must be in 1..128"),
-        (["--set", "posterior_threshold=0.1"], "--set must leave out what the methods differ in"),
+        (["--set", "posterior_threshold=0.1"], "--set must leave out the fields in which methods differ"),
     ],
 )
 def test_an_error_is_one_line_and_status_two(extra, message, pair, prompts, tmp_path, capsys):
-    assert main(["tune", *pair, prompts, *COMMON, *[word.format(folder=tmp_path) for word in extra]]) == 2
+    assert (
+        main(["tune", pair[0], prompts, "-d", pair[1], *COMMON, *[word.format(folder=tmp_path) for word in extra]]) == 2
+    )
     err = capsys.readouterr().err
     assert message in err
     assert len(err.strip().splitlines()) == 1

@@ -19,14 +19,14 @@ TIMEOUT_S = 120
 def processes():
     """Processes that start with the command imported."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["hf_speculate.tools.cli.main"])
+    context.set_forkserver_preload(["hf_speculate.tools.cli.main", "hf_speculate.tools.cli.batch"])
     return context
 
 
 def words(folder: Path, output: Path) -> list[str]:
-    options = ["--target", str(folder / "target"), "-d", str(folder / "draft"), "-k", "3", "--device", "cpu"]
+    options = ["-d", str(folder / "draft"), "-k", "3", "--device", "cpu"]
     sizes = ["-b", str(BATCH_SIZE), "-n", str(NUM_NEW), "--dtype", "float64"]
-    return ["batch", str(folder / "prompts.jsonl"), str(output), *options, *sizes]
+    return ["batch", str(folder / "target"), str(folder / "prompts.jsonl"), "-o", str(output), *options, *sizes]
 
 
 def finished_in(output: Path) -> set[str]:

@@ -28,9 +28,9 @@ LAUNCH += ["--mixed_precision", "no", "--dynamo_backend", "no"]
 
 
 def words(folder: Path, output: Path) -> list[str]:
-    options = ["--target", str(folder / "target"), "-d", str(folder / "draft"), "-k", "3", "--device", "cpu"]
+    options = ["-d", str(folder / "draft"), "-k", "3", "--device", "cpu"]
     sizes = ["-b", str(BATCH_SIZE), "-n", str(NUM_NEW), "--dtype", "float64", "--ordered"]
-    return ["batch", str(folder / "prompts.jsonl"), str(output), *options, *sizes]
+    return ["batch", str(folder / "target"), str(folder / "prompts.jsonl"), "-o", str(output), *options, *sizes]
 
 
 def launched(*arguments: str) -> subprocess.Popen[str]:

@@ -98,8 +98,9 @@ def test_a_batch_that_always_ends_its_actor_is_named_and_the_rest_goes_on_later(
 def test_the_command_goes_on_with_actors_where_one_process_was_ended(cluster, folder, tmp_path, capsys):
     ids = write_prompts(tmp_path / "prompts.jsonl", TEXTS)
     output = tmp_path / "out.jsonl"
-    options = ["--target", str(folder / "target"), "-d", str(folder / "draft"), "-k", "3", "--device", "cpu"]
-    words = ["batch", str(tmp_path / "prompts.jsonl"), str(output), *options, "-n", str(NUM_NEW), "-b", "4"]
+    options = ["-d", str(folder / "draft"), "-k", "3", "--device", "cpu"]
+    words = ["batch", str(folder / "target"), str(tmp_path / "prompts.jsonl"), "-o", str(output), *options]
+    words += ["-n", str(NUM_NEW), "-b", "4"]
     words += ["--dtype", "float64"]
     assert main(words) == 0
     whole = texts_in(output)
@@ -113,11 +114,11 @@ def test_the_command_goes_on_with_actors_where_one_process_was_ended(cluster, fo
 @pytest.mark.slow
 def test_what_users_can_mend_is_one_line(cluster, folder, tmp_path, capsys):
     write_prompts(tmp_path / "prompts.jsonl", TEXTS[:2])
-    words = ["batch", str(tmp_path / "prompts.jsonl"), str(tmp_path / "out.jsonl"), "--engine", "ray"]
-    target = ["--target", str(folder / "target")]
-    assert main([*words, *target, "--workers", "9"]) == 2
+    words = ["batch", str(folder / "target"), str(tmp_path / "prompts.jsonl"), "-o", str(tmp_path / "out.jsonl")]
+    words += ["--engine", "ray"]
+    assert main([*words, "--workers", "9"]) == 2
     assert "all workers must fit into the cluster, got 9 of 1 CPU each with 2 CPU" in capsys.readouterr().err
-    assert main([*words, *target, "-d", str(folder / "none"), "--workers", "1"]) == 2
+    assert main([*words, "-d", str(folder / "none"), "--workers", "1"]) == 2
     err = capsys.readouterr().err
     assert "a model must be a folder" in err
     assert len([line for line in err.splitlines() if line.startswith("hf-speculate: ")]) == 1

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hf_speculate.tools.cli.batch import make_decoder
+from hf_speculate.tools.cli.options import Models
 from hf_speculate.tools.dataset.row_decoder import RowDecoder
 
 TIMEOUT_S = 120
@@ -30,7 +31,7 @@ def fatal_decoder(
         num_others: other processes that must have decoded a batch before one dies.
     """
     arguments = {"max_new_tokens": num_new, "do_sample": False, "num_assistant_tokens": 3}
-    decoder = make_decoder(target, draft, "float64", "cpu", arguments, False)
+    decoder = make_decoder(Models(target, draft, dtype="float64", device="cpu"), arguments, False)
     marked = torch.tensor(marked_ids)
     model: Any = decoder.model
     generate = model.generate

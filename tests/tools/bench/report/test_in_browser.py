@@ -160,7 +160,8 @@ def measured_report(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for place, text in enumerate(("def main", "class Stack", "x = ", "import"))
     ]
     (folder / "question.jsonl").write_text("\n".join(map(json.dumps, questions)))
-    words = ["bench", *save_pair(folder), str(folder / "question.jsonl"), "-n", "8", "-k", "3,adaptive"]
+    target, draft = save_pair(folder)
+    words = ["bench", target, str(folder / "question.jsonl"), "-d", draft, "-n", "8", "-k", "3,adaptive"]
     words += ["--thresholds", "0.05,0.2", "--device", "cpu", "--html", str(folder / "report.html")]
     assert main(words) == 0
     return folder / "report.html"

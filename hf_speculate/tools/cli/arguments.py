@@ -1,0 +1,132 @@
+"""Turns command-line options into arguments of `generate()`, and checks them before a model is loaded."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers import GenerationConfig
+
+from hf_speculate.config import PLAIN_NAMES, SpeculationConfig
+from hf_speculate.errors import ConfigError
+from hf_speculate.tools.bench.methods import parse_draft_len
+from hf_speculate.tools.cli.options import Generation, Speculation
+from hf_speculate.verify.base import check_verifier
+
+_OWN_OPTIONS = {"do_sample", "max_new_tokens", "repetition_penalty", "temperature", "top_k", "top_p"}
+# These change what `generate()` returns, or how many rows.
+_OTHER_OUTPUT = {"num_return_sequences", "return_dict_in_generate", "transformers_version"}
+_BOUNDS = {  # (lowest value, whether it is allowed, highest value)
+    "temperature": (0.0, False, math.inf),
+    "top_p": (0.0, False, 1.0),
+    "top_k": (0.0, True, math.inf),
+    "repetition_penalty": (0.0, False, math.inf),
+}
+
+
+class Decoding(NamedTuple):
+    """Arguments of `generate()`.
+
+    `sampling` holds those that only sampling reads, `options` others of `GenerationConfig`, and `fields` those of
+    `SpeculationConfig`.
+    """
+
+    max_new_tokens: int
+    do_sample: bool
+    sampling: dict[str, Any]
+    options: dict[str, Any]
+    fields: dict[str, Any]
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of one call without the models."""
+        own = {"max_new_tokens": self.max_new_tokens, "do_sample": self.do_sample}
+        return own | self.sampling | self.options | self.fields
+
+
+def decoding_of(generation: Generation, speculation: Speculation | None = None, max_new_tokens: int = 256) -> Decoding:
+    """Check and translate options.
+
+    Args:
+        generation: how tokens are chosen.
+        speculation: how they are drafted and verified; None if that varies.
+        max_new_tokens: if `generation` sets none.
+
+    Raises:
+        ConfigError: a value is out of range, or an option has no effect without `--sample`.
+    """
+    num = max_new_tokens if generation.max_new_tokens is None else generation.max_new_tokens
+    if num < 1:
+        raise ConfigError(f"--max-new-tokens must be at least 1, got {num}; leave it out for the default")
+    given = {name: getattr(generation, name) for name in _BOUNDS}
+    given = {name: value for name, value in given.items() if value is not None}
+    _check_bounds(given)
+    penalty = {name: given.pop(name) for name in ("repetition_penalty",) if name in given}
+    if given and not generation.sample:
+        raise ConfigError(f"{_option(min(given))} must come with --sample, got it alone; add --sample")
+    fields, options = _settings_of(generation.settings)
+    if speculation is not None:
+        fields = _fields_of(speculation) | ({} if generation.seed is None else {"seed": generation.seed}) | fields
+        check_verifier(SpeculationConfig(**fields).resolve(generation.sample))
+    return Decoding(num, generation.sample, given, penalty | options, fields)
+
+
+def check_writable(path: Path | None) -> None:
+    """Check before models are loaded that a file can be written.
+
+    Raises:
+        ConfigError: the path is a folder, or its folder does not exist.
+    """
+    if path is not None and path.is_dir():
+        raise ConfigError(f"results must go into a file, got the folder {path}; name a file in it")
+    if path is not None and not path.resolve().parent.is_dir():
+        raise ConfigError(f"the folder of {path} must exist, got none; create it, or name another file")
+
+
+def _fields_of(speculation: Speculation) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    if speculation.num_assistant_tokens is not None:
+        fields |= parse_draft_len(speculation.num_assistant_tokens).fields
+    if speculation.verifier is not None:
+        fields["verifier"] = speculation.verifier
+    if speculation.lookup is not None:
+        fields["prompt_lookup_num_tokens"] = speculation.lookup
+    return fields
+
+
+def _settings_of(settings: Sequence[str] | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Fields of `SpeculationConfig`, and of `GenerationConfig`, that `--set` names."""
+    fields: dict[str, Any] = {}
+    options: dict[str, Any] = {}
+    theirs = {name for name in vars(GenerationConfig()) if not name.startswith(("_", "output_"))}
+    theirs -= _OWN_OPTIONS | _OTHER_OUTPUT
+    for setting in settings or ():
+        name, equals, text = setting.partition("=")
+        if name in _OWN_OPTIONS:
+            raise ConfigError(f"--set must leave out what has an option, got {name}; use {_option(name)}")
+        if not equals or name not in {*PLAIN_NAMES, *theirs}:
+            raise ConfigError(
+                "--set must be name=value with a plain field of SpeculationConfig or GenerationConfig, "
+                f"got {setting!r}; see the table of settings in the documentation"
+            )
+        try:
+            value = json.loads(text)
+        except json.JSONDecodeError:
+            value = text  # a bare word, as in typical_correction=sample
+        (fields if name in PLAIN_NAMES else options)[name] = value
+    return fields, options
+
+
+def _check_bounds(given: Mapping[str, float]) -> None:
+    for name, value in given.items():
+        low, is_allowed, high = _BOUNDS[name]
+        if not (low < value or (is_allowed and value == low)) or not value <= high or value == math.inf:
+            bounds = (
+                "at least 0" if is_allowed else "above 0 and finite" if high == math.inf else f"in ({low:g}, {high:g}]"
+            )
+            raise ConfigError(f"{_option(name)} must be {bounds}, got {value}; leave it out for the model's own")
+
+
+def _option(name: str) -> str:
+    return "--sample" if name == "do_sample" else "--" + name.replace("_", "-")
