@@ -1,0 +1,138 @@
+"""Attention on the fake GPU: which backend torch takes, what that demands of its tensors, and what comes out."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+FLASH = "_scaled_dot_product_flash_attention"
+EFFICIENT = "_scaled_dot_product_efficient_attention"
+_HALF = (torch.float16, torch.bfloat16)
+# Operators around the kernel: a mask of bools is made additive, a mask of odd strides is padded, and the math backend
+# is a chain of matrix products, masks and a softmax.
+_MASK_LAUNCHES, _PAD_LAUNCHES, _MATH_LAUNCHES = 2, 1, 6
+
+
+class AttentionCall(NamedTuple):
+    """One call of an attention backend."""
+
+    backend: str  # "cudnn", "flash", "efficient" or "math"
+    plan: tuple[Any, ...]  # sizes and strides of all tensors: what cuDNN keeps a plan by
+    num_launches: int
+    query_len: int
+    has_mask: bool
+
+
+def is_direct(name: str) -> bool:
+    """Whether an operator is a backend called by its own name."""
+    return name in (FLASH, EFFICIENT)
+
+
+def sdpa_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> tuple[AttentionCall, Tensor]:
+    """torch's own choice on sm_90 with cuDNN later than 9.15: cuDNN, flash, memory-efficient, math."""
+    backend = _choice(query, key, value, attn_mask, is_causal, enable_gqa)
+    num = 1 if backend != "math" else _MATH_LAUNCHES
+    if attn_mask is not None:
+        num += _MASK_LAUNCHES * (attn_mask.dtype == torch.bool)
+        num += _PAD_LAUNCHES * (backend == "efficient" and not _is_aligned(attn_mask))
+    output = scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+    tensors = [query, key, value, *([] if attn_mask is None else [attn_mask])]
+    return AttentionCall(backend, _plan(tensors), num, query.shape[2], attn_mask is not None), output
+
+
+def direct_attention(name: str, *args: Any, **kwargs: Any) -> tuple[AttentionCall, tuple[Any, ...]]:
+    """A backend called by its own name, which takes what it is given or fails."""
+    return (_flash if name == FLASH else _efficient)(*args, **kwargs)
+
+
+def _flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[AttentionCall, tuple[Any, ...]]:
+    width = query.shape[-1]
+    _require(query.dtype in _HALF, f"flash attention takes half precision, got {query.dtype}")
+    _require(width == value.shape[-1] <= 256 and width % 8 == 0, f"flash attention takes no head of width {width}")
+    _require(query.shape[1] % key.shape[1] == 0, "query heads must share key-value heads evenly")
+    _require(all(one.stride(-1) == 1 for one in (query, key, value)), "the last dimension must be contiguous")
+    mask = None
+    if is_causal:  # the last query sees the last key, whatever their numbers
+        num_query, num_keys = query.shape[2], key.shape[2]
+        mask = torch.ones(num_query, num_keys, dtype=torch.bool).tril(num_keys - num_query)
+    output = scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=True)
+    output = output.transpose(1, 2).contiguous().transpose(1, 2)  # the kernel writes [B, Q, H, D]
+    call = AttentionCall("flash", _plan([query, key, value]), 1, query.shape[2], has_mask=False)
+    return call, (output, None, None, None, query.shape[2], key.shape[2], None, None, None)
+
+
+def _efficient(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    compute_log_sumexp: bool,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[AttentionCall, tuple[Any, ...]]:
+    unit = 8 if query.dtype in _HALF else 4
+    _require(query.shape[1] == key.shape[1] == value.shape[1], "memory-efficient attention takes no shared heads")
+    _require(query.shape[-1] % unit == 0 == value.shape[-1] % unit, "heads must be a multiple of 16 bytes wide")
+    for one in (query, key, value):
+        _require(one.stride(-1) == 1, "the last dimension must be contiguous")
+        _require(all(stride % unit == 0 for stride in one.stride()[:-1]), f"strides {one.stride()} are not aligned")
+    if attn_bias is not None:
+        shape = (*query.shape[:3], key.shape[2])
+        _require(tuple(attn_bias.shape) == shape, f"the mask must be {shape}, got {tuple(attn_bias.shape)}")
+        _require(attn_bias.dtype == query.dtype, f"the mask must be {query.dtype}, got {attn_bias.dtype}")
+        _require(_is_aligned(attn_bias, unit), f"a mask of strides {attn_bias.stride()} is not aligned")
+        _require(attn_bias.storage_offset() % unit == 0, "the mask must begin at a multiple of 16 bytes")
+    output = scaled_dot_product_attention(query, key, value, attn_bias, is_causal=is_causal, scale=scale)
+    output = output.transpose(1, 2).contiguous().transpose(1, 2)
+    tensors = [query, key, value, *([] if attn_bias is None else [attn_bias])]
+    call = AttentionCall("efficient", _plan(tensors), 1, query.shape[2], attn_bias is not None)
+    return call, (output, None, None, None)
+
+
+def _choice(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, enable_gqa: bool) -> str:
+    width, is_half = query.shape[-1], query.dtype in _HALF
+    is_wide = width == value.shape[-1] and width % 8 == 0
+    if is_half and is_wide and width <= 128 and torch.backends.cuda.cudnn_sdp_enabled():
+        return "cudnn"
+    is_square = not is_causal or query.shape[2] == key.shape[2]
+    if mask is None and is_half and width == value.shape[-1] <= 256 and is_square:
+        return "flash" if torch.backends.cuda.flash_sdp_enabled() else "math"
+    is_efficient = width % (8 if is_half else 4) == 0 and not enable_gqa and query.shape[1] == key.shape[1]
+    return "efficient" if is_efficient and torch.backends.cuda.mem_efficient_sdp_enabled() else "math"
+
+
+def _plan(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+    return tuple((tuple(one.shape), one.stride(), one.dtype) for one in tensors)
+
+
+def _is_aligned(mask: Tensor, unit: int = 8) -> bool:
+    return mask.stride(-1) == 1 and all(stride % unit == 0 for stride in mask.stride()[:-1])
+
+
+def _require(holds: bool, words: str) -> None:
+    if not holds:
+        raise RuntimeError(words)

@@ -1,0 +1,46 @@
+"""Makes Triton's interpreter fast enough for tests of whole operations."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def quick_interpreter() -> Iterator[None]:
+    """The interpreter puts its functions into the language at every nested call; once a launch is enough."""
+    try:
+        from triton.runtime import interpreter
+    except ImportError:
+        interpreter = None
+    if not hasattr(interpreter, "_LangPatchScope") or hasattr(interpreter._patch_lang, "is_quick"):
+        yield
+        return
+    patch_language = interpreter._patch_lang
+    launch: list[Any] = []  # the scope of the launch under way
+    covered: set[int] = set()  # the modules that it has patched
+
+    def patch_once(function: Any) -> Any:
+        language = (interpreter.tl, interpreter.tl.core)
+        modules = {id(value) for value in function.__globals__.values() if any(value is one for one in language)}
+        if launch and modules <= covered:
+            return launch[0]
+        scope = patch_language(function)
+        covered.update(modules)
+        if not launch:
+            launch.append(scope)
+            restore = scope.restore
+
+            def end() -> None:
+                launch.clear()
+                covered.clear()
+                restore()
+
+            scope.restore = end
+        return scope
+
+    patch_once.is_quick = True  # type: ignore[attr-defined]
+    interpreter._patch_lang = patch_once
+    try:
+        yield
+    finally:
+        interpreter._patch_lang = patch_language
