@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks._harness import write_results
 from hf_speculate.triton_kernels import NoiseKeys, Stream
-from hf_speculate.triton_kernels._inputs import Proposal, Round, TypicalRule, Warp
+from hf_speculate.triton_kernels._inputs import Cut, Proposal, Round, TypicalRule, Warp
 from hf_speculate.triton_kernels.kernels import launch, operations
 
 
@@ -112,6 +112,8 @@ def launches(dtype: torch.dtype, has_atomics: bool) -> Iterator[Build]:
             operations.block(round_, warp, proposal, keys)
         operations.coupled(round_, warp, keys)
         operations.sample(target[:, 0], Warp(warp.temperature, lens.float()), keys, Stream.DRAFT)
+        for temperature in (1.0, 0.7):
+            operations.cut(target[:, 0], temperature, Cut(50, 0.9, 3.0))
     finally:
         launch.Launch.run = run  # type: ignore[method-assign]
         operations.has_atomics = operations_has_atomics

@@ -17,6 +17,7 @@ from .rejection import verify_rejection
 from .sampling import sample
 from .types import NoiseKeys, Sampled, Status, Stream, Verdict
 from .typical import verify_typical
+from .warping import warp_logits
 
 __all__ = [
     "ConfigError",
@@ -42,4 +43,5 @@ __all__ = [
     "verify_greedy",
     "verify_rejection",
     "verify_typical",
+    "warp_logits",
 ]

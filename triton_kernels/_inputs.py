@@ -29,6 +29,18 @@ class Warp(NamedTuple):
         return not isinstance(self.temperature, Tensor) and self.temperature == 0.0
 
 
+# Bins of a row's histogram, by the distance from its largest entry.
+NUM_BINS, BINS_PER_NAT = 1024, 64
+
+
+class Cut(NamedTuple):
+    """The part of a draft's distribution that is kept."""
+
+    top_k: int  # entries
+    top_p: float  # share of the mass; above 1: all of it
+    most_below: float  # nats below the largest entry; infinity: any
+
+
 class Proposal(NamedTuple):
     """The draft distribution that the drafted tokens were sampled from."""
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from ._inputs import Proposal, Round, TypicalRule, Warp
+from ._inputs import Cut, Proposal, Round, TypicalRule, Warp
 from .errors import ConfigError, KernelUnavailableError
 from .types import NoiseKeys, Sampled, Stream, Verdict
 
@@ -39,6 +39,9 @@ class Operations(Protocol):
 
     def sample(self, logits: Tensor, warp: Warp, keys: NoiseKeys, stream: Stream) -> Sampled:
         """Sample one token per row."""
+
+    def cut(self, logits: Tensor, temperature: float, rule: Cut) -> Tensor:
+        """Logits after temperature and cutoffs, see `warp_logits`."""
 
 
 def is_interpreting() -> bool:
@@ -82,13 +85,17 @@ def check_backend(backend: str, device: torch.device) -> None:
         )
 
 
-def operations(backend: str, device: torch.device) -> Operations:
-    """The implementation of `backend`; "auto" selects Triton on a GPU if installed. Raises like `check_backend`."""
+def runs_kernels(backend: str, device: torch.device) -> bool:
+    """Whether `backend` means Triton on `device`; "auto" does on a GPU if installed. Raises like `check_backend`."""
     check_backend(backend, device)
     if backend == "auto":
-        has_triton = device.type == "cuda" and (_triton_version() or (0, 0)) >= OLDEST_TRITON
-        backend = "triton" if has_triton else "torch"
-    if backend == "torch":
+        return device.type == "cuda" and (_triton_version() or (0, 0)) >= OLDEST_TRITON
+    return backend == "triton"
+
+
+def operations(backend: str, device: torch.device) -> Operations:
+    """The implementation of `backend` on `device`; see `runs_kernels`. Raises like `check_backend`."""
+    if not runs_kernels(backend, device):
         return reference
     from . import kernels  # imports Triton
 

@@ -28,6 +28,7 @@ class Draws:
 
     def __init__(self, keys: NoiseKeys, stream: Stream, num_draws: int, *, backend: str = "auto"):
         self.keys, self.stream, self.num_draws, self.backend = keys, stream, num_draws, backend
+        self._positions: Tensor | None = None  # [N, B] int64; None until the first draw
         self._noise: Tensor | None = None  # [B, N, V] float32; None if every draw computes its own
         self._drawn: list[Drawn] = []
         self._logsumexps: list[Tensor] = []  # [B] float32 each, used without shared noise
@@ -53,7 +54,10 @@ class Draws:
         if step == 0:
             self._noise = self._shared_noise(logits)
         if self._noise is None:
-            keys = self.keys._replace(positions=self.keys.positions + step)
+            if self._positions is None:
+                offsets = torch.arange(self.num_draws, device=self.keys.positions.device)
+                self._positions = self.keys.positions + offsets[:, None]
+            keys = self.keys._replace(positions=self._positions[step])
             drawn = sample(logits, keys=keys, stream=self.stream, backend=self.backend)
             self._logsumexps.append(drawn.logsumexp)
             return drawn.token_ids

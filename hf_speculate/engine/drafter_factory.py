@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import torch
 from transformers import PreTrainedModel
 
 from hf_speculate.config import SpeculationConfig
@@ -23,7 +22,10 @@ from hf_speculate.models.compiled import CompiledLanguageModel
 from hf_speculate.models.inferencer import Inferencer
 from hf_speculate.models.language_model import device_of, last_position
 from hf_speculate.processors import BlockLogitsProcessorList
+from hf_speculate.processors.fused_warpers import fuse_warpers
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
+from hf_speculate.transfers import upload
+from hf_speculate.triton_kernels.backends import runs_kernels
 from hf_speculate.verify.base import draft_stream, reads_draft_logits
 
 
@@ -96,15 +98,17 @@ def _model_drafter(
     draft: PreTrainedModel,
     on_failure: Callable[[str, str], None],
 ) -> ModelDrafter:
-    config, eos = plan.config, plan.eos_token_ids
+    config, eos, device = plan.config, plan.eos_token_ids, device_of(draft)
     is_synced = call.ranks is not None or call.group is not None
     last = last_position(draft)
     max_position = call.max_position if last is None else min(call.max_position, last)
     num_query = call.prefill_chunk_size or call.query_ids.shape[1]
     chunk_size = None if call.ranks else draft_chunk_size(target, draft, num_query)
     processors = BlockLogitsProcessorList(call.processors).for_draft()
+    if device.type == "cuda" and runs_kernels(config.verifier_backend, device):
+        processors = BlockLogitsProcessorList(fuse_warpers(processors, config.verifier_backend))
     settings = DraftSettings(
-        eos_token_ids=None if eos is None else torch.tensor(sorted(eos), device=device_of(draft)),
+        eos_token_ids=None if eos is None else upload(sorted(eos), device),
         confidence_threshold=config.assistant_confidence_threshold or 0.0,
         keeps_logits=reads_draft_logits(config),
         stream=draft_stream(config),

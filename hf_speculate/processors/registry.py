@@ -14,6 +14,7 @@ from transformers import LogitsProcessor, StoppingCriteria
 from transformers.generation import logits_process, stopping_criteria
 
 from hf_speculate.errors import ConfigError
+from hf_speculate.processors.fused_warpers import FusedWarpers
 from hf_speculate.processors.rollback import RollbackProcessor
 
 AnyClass = TypeVar("AnyClass", bound=type)
@@ -102,6 +103,7 @@ def _find(name: str) -> type | None:
 
 
 _READS: dict[type, Reads] = {cls: reads for name, reads in READS_BY_NAME.items() if (cls := _find(name)) is not None}
+_READS[FusedWarpers] = Reads.NOTHING
 _FOREIGN: dict[type, str] = {cls: why for name, why in NOT_ROW_WISE_REASONS.items() if (cls := _find(name)) is not None}
 _SEEN_LEN = {cls: seen_len for name, seen_len in _SEEN_LEN_BY_NAME.items() if (cls := _find(name)) is not None}
 _REGISTERED: set[type] = set()

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from .._inputs import Proposal, Round, TypicalRule, Warp
+from .._inputs import Cut, Proposal, Round, TypicalRule, Warp
 from ..noise import stream_offset
 from ..types import NoiseKeys, Sampled, Stream, Verdict
 from . import acceptance
+from .cut import cut_kernel
 from .decide import decide_kernel, finish_kernel
 from .draw import draw_kernel
 from .launch import Launch, has_atomics
@@ -174,4 +175,17 @@ def sample(logits: Tensor, warp: Warp, keys: NoiseKeys, stream: Stream) -> Sampl
     out = Sampled(torch.empty(num_rows, dtype=torch.int64, device=logits.device), launch.scratch(num_rows))
     grid = (-(-num_rows // int(acceptance.POSITIONS_AT_ONCE)),)
     launch.run(draw_kernel, grid, num_rows=num_rows, out_ids_ptr=out.token_ids, out_lse_ptr=out.logsumexp)
+    return out
+
+
+def cut(logits: Tensor, temperature: float, rule: Cut) -> Tensor:
+    """See `warp_logits`."""
+    num_rows = logits.shape[0]
+    if num_rows == 0:
+        return reference.cut(logits, temperature, rule)
+    no_ids = torch.empty(num_rows, 0, dtype=torch.int64, device=logits.device)
+    launch = Launch(Round(logits.unsqueeze(1), no_ids, None), Warp(temperature), None, None, 0, 0)
+    out = launch.scratch(*logits.shape)
+    own = {"top_k": rule.top_k, "top_p": rule.top_p, "most_below": rule.most_below}
+    launch.run(cut_kernel, (num_rows,), out_ptr=out, **own)
     return out

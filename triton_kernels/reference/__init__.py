@@ -8,9 +8,10 @@ float32 first. No epsilon is added to a probability, and comparisons avoid divis
 
 from .block import block
 from .coupled import coupled
+from .cut import cut
 from .greedy import greedy
 from .rejection import reject, reject_and_test
 from .sampling import sample
 from .typical import typical
 
-__all__ = ["block", "coupled", "greedy", "reject", "reject_and_test", "sample", "typical"]
+__all__ = ["block", "coupled", "cut", "greedy", "reject", "reject_and_test", "sample", "typical"]

@@ -1,0 +1,60 @@
+"""Warping of draft logits: temperature, top-k, top-p and min-p in one operation."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from ._checks import check_logits, check_warp
+from ._inputs import Cut, Warp
+from .backends import operations
+from .errors import ConfigError
+
+
+@torch.no_grad()
+def warp_logits(
+    logits: Tensor,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Apply temperature, then top-k, top-p and min-p, in one launch where the kernels run.
+
+    A row is cut between two of the 1,024 bins that its largest 16 nats are divided into. Entries that share a bin with
+    the last one to be kept are kept too, and entries more than 16 nats below the largest are always dropped. The result
+    differs from one that sorts by a few tokens at the border. Use it for drafts: their distribution is free as long as
+    the verifier gets the same logits.
+
+    Args:
+        logits: [B, V], float16, bfloat16, float32 or float64, any strides.
+        temperature: divides the logits in float32; > 0.
+        top_k: entries to keep, >= 1; None: all.
+        top_p: share of the probability to keep, in (0, 1]; None: all.
+        min_p: least probability to keep as a share of the largest, in [0, 1]; None: 0.
+        backend: "auto", "torch" or "triton".
+
+    Returns:
+        [B, V] float32, -inf where it is cut. A row with a NaN, a +inf, or nothing but -inf is not cut.
+
+    Raises:
+        ConfigError: an unknown backend, or a number out of range.
+        KernelUnavailableError: backend="triton" where it cannot run.
+        ShapeError: a shape or dtype that does not fit.
+    """
+    check_logits("logits", logits, "B, V")
+    check_warp(logits, "B", Warp(temperature))
+    if temperature == 0.0:
+        raise ConfigError("temperature must be > 0, got 0.0; take the argmax instead")
+    ranges = {"top_k": (top_k, 1, math.inf), "top_p": (top_p, 0.0, 1.0), "min_p": (min_p, 0.0, 1.0)}
+    for name, (value, least, most) in ranges.items():
+        if value is not None and not (least <= value <= most and (value > 0 or name == "min_p")):
+            raise ConfigError(f"{name} must be in {least}..{most}, got {value}; leave it out to keep every entry")
+    rule = Cut(
+        logits.shape[-1] if top_k is None else min(top_k, logits.shape[-1]),
+        2.0 if top_p is None or top_p == 1.0 else top_p,
+        -math.log(min_p) if min_p else math.inf,
+    )
+    return operations(backend, logits.device).cut(logits, float(temperature), rule)
