@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_speculate.compat import attention_name, set_attention_name
+from hf_speculate.models.attention_backends import is_chosen
 from hf_speculate.models.folded_attention import FOLDED, STANDS_FOR, register_folded_attention
 
 # Code that compares the name does something else under ours: it may take another mask, or none.
@@ -25,8 +26,9 @@ _HOLDERS: dict[int, set[object]] = {}  # by the id of a config: the calls for wh
 def folded_attention_for(models: Sequence[PreTrainedModel]) -> Iterator[None]:
     """Have the attention layers of `models` look up the folded function; the last call to leave restores the name.
 
-    Only configs that say "sdpa" are written to, and only where layers share key-value heads. What a caller assigns to
-    a config in the meantime stays.
+    Only configs that say "sdpa" are written to, and only where the function does something else than what it stands
+    for: where layers share key-value heads, or where the backend of attention is chosen. What a caller assigns to a
+    config in the meantime stays.
 
     Args:
         models: may repeat, and may take part in other calls at the same time.
@@ -68,12 +70,14 @@ def _release(config: PreTrainedConfig, call: object) -> None:
 
 
 def _configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """The configs in which the model's grouped attention layers look up their implementation; none if it is compared.
+    """The configs in which the model's attention layers look up their implementation; none if it is compared.
 
-    A copy made while another call was running carries our name; it counts as "sdpa" too.
+    On a CUDA device these are all layers, elsewhere the grouped ones. A copy made while another call was running
+    carries our name; it counts as "sdpa" too.
     """
     modules = list(model.modules())
-    layers = [module for module in modules if _num_groups(module) > 1]
+    takes_all = is_chosen(parameter.device for parameter in model.parameters())
+    layers = [module for module in modules if _num_groups(module) > 1 or (takes_all and "config" in vars(module))]
     configs = [getattr(layer, "config", None) for layer in layers]
     served = [
         config

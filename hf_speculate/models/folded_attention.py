@@ -6,11 +6,13 @@ head, and keys and values are read where they lie:
 
     query [B, g*H, Q, D] -> [B, H, g*Q, D],    mask [B, 1, Q, T] -> [B, 1, g*Q, T]
 
-Every row's softmax is over the same numbers as before, so the result differs by round-off at most.
+Every row's softmax is over the same numbers as before, so the result differs by round-off at most. The mask is folded
+once a forward. On CUDA devices in half precision the backend is chosen here too, also where nothing is folded: see
+`attention_backends`.
 """
 
 import contextvars
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +23,15 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_speculate.models.attention_backends import (
+    additive,
+    attend_all,
+    attend_masked,
+    chooses_backend,
+    find_devices,
+    repeated,
+)
 
 FOLDED = "hf_speculate_folded"  # our name in transformers' registries
 STANDS_FOR = "sdpa"  # what it replaces, and passes on to
@@ -33,17 +44,36 @@ _HONOURED = ("position_bias", "cache", "softcap")
 # slower (float32 and bfloat16, 500 to 1000 states, g = 4, 2-core CPU).
 _MOST_QUERY_TOKENS = 64
 
-_is_folding: contextvars.ContextVar[bool] = contextvars.ContextVar("hf_speculate_is_folding", default=False)
+_MOST_MASKS = 4  # kept in a forward: one for each kind of layer
+
+
+class _Masks:
+    """The masks of one forward, as its layers' attention takes them."""
+
+    def __init__(self) -> None:
+        self._made: list[tuple[Tensor, int, Tensor]] = []
+
+    def get(self, mask: Tensor, groups: int, make: Callable[[Tensor, int], Tensor]) -> Tensor:
+        """What `make` gives for a mask and a number of groups; made once."""
+        for given, number, made in self._made:
+            if given is mask and number == groups:
+                return made
+        made = make(mask, groups)
+        self._made = [*self._made[1 - _MOST_MASKS :], (mask, groups, made)]
+        return made
+
+
+_masks: contextvars.ContextVar[_Masks | None] = contextvars.ContextVar("hf_speculate_masks", default=None)
 
 
 @contextmanager
 def folding() -> Iterator[None]:
-    """Let `folded_attention` fold in this thread or task; elsewhere it passes on."""
-    token = _is_folding.set(True)
+    """Let `folded_attention` fold in this thread or task during one forward; elsewhere it passes on."""
+    token = _masks.set(_Masks())
     try:
         yield
     finally:
-        _is_folding.reset(token)
+        _masks.reset(token)
 
 
 def folded_attention(
@@ -60,7 +90,7 @@ def folded_attention(
     """Attention as transformers' `sdpa` computes it, without copies of keys and values where it would make them.
 
     It folds inside `folding()` and in code that `torch.compile` traces, which knows no context; whatever it cannot
-    fold it passes on to what is registered as "sdpa".
+    compute it passes on to what is registered as "sdpa".
 
     Args:
         module: the attention layer; its `num_key_value_groups` is g.
@@ -77,50 +107,89 @@ def folded_attention(
         [B, Q, g*H, D'] contiguous, and None in place of the weights.
     """
     passed_on: Any = ALL_ATTENTION_FUNCTIONS[STANDS_FOR]
-    is_ours = torch.compiler.is_compiling() or _is_folding.get()
-    if not (
-        is_ours and passed_on is sdpa_attention_forward and _can_fold(module, query, attention_mask, dropout, kwargs)
-    ):
-        result: tuple[Tensor, None] = passed_on(
-            module,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=dropout,
-            scaling=scaling,
-            is_causal=is_causal,
-            **kwargs,
-        )
-        return result
-    groups: Any = module.num_key_value_groups
-    num_query = query.shape[2]
+    masks = None if torch.compiler.is_compiling() else _masks.get()
+    is_ours = torch.compiler.is_compiling() or masks is not None
+    can_attend = not dropout and not any(kwargs.get(name) is not None for name in _HONOURED)
+    if is_ours and can_attend and passed_on is sdpa_attention_forward:
+        is_causal_layer = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        output = _attend(module, query, key, value, attention_mask, scaling, is_causal_layer, masks)
+        if output is not None:
+            return output, None
+    result: tuple[Tensor, None] = passed_on(
+        module,
+        query,
+        key,
+        value,
+        attention_mask,
+        dropout=dropout,
+        scaling=scaling,
+        is_causal=is_causal,
+        **kwargs,
+    )
+    return result
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    is_causal: bool,
+    masks: _Masks | None,
+) -> Tensor | None:
+    """[B, Q, g*H, D'] contiguous; None where that is left to the function that ours stands for."""
+    groups: Any = getattr(module, "num_key_value_groups", 1)
+    num_query, is_chosen = query.shape[2], chooses_backend(query, value)
+    if not is_chosen and (groups <= 1 or query.device.type not in _DEVICES):
+        return None
+    if mask is None and num_query > 1:  # a prompt, causal without a mask
+        if not is_chosen or (is_causal and num_query != key.shape[2]):
+            return None
+        return attend_all(query, key, value, is_causal, scaling).transpose(1, 2).contiguous()
+    if mask is not None and not _covers(mask, query, key):
+        return None
+    folds = num_query <= _MOST_QUERY_TOKENS and (mask is None or mask.shape[1] == 1)
+    if not is_chosen and not folds:
+        return None
+    if not folds:
+        key, value, groups = repeated(key, groups), repeated(value, groups), 1
     folded = query.reshape(query.shape[0], -1, groups * num_query, query.shape[3])  # [B, H, g*Q, D]
-    if attention_mask is not None and num_query > 1:
-        attention_mask = attention_mask.repeat(1, 1, groups, 1)  # [B, 1, g*Q, T]
-    output = scaled_dot_product_attention(folded, key, value, attn_mask=attention_mask, scale=scaling)
-    output = output.reshape(output.shape[0], -1, num_query, value.shape[3])  # [B, g*H, Q, D']
-    return output.transpose(1, 2).contiguous(), None
+    make = _make_additive(query.dtype) if is_chosen else _repeat_rows
+    if mask is not None:
+        mask = make(mask, groups) if masks is None else masks.get(mask, groups, make)  # [B, 1, g*Q, T]
+    if not is_chosen:
+        output = scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
+    elif mask is None:
+        output = attend_all(folded, key, value, False, scaling)
+    else:
+        output = attend_masked(folded, key, value, mask, scaling)
+    output = output.unflatten(2, (groups, num_query)).permute(0, 3, 1, 2, 4)  # [B, Q, H, g, D']
+    joined: Tensor = output.reshape(output.shape[0], num_query, -1, value.shape[3])
+    return joined.contiguous()
 
 
 def register_folded_attention() -> None:
     """Make `FOLDED` known to transformers, with the masks of what it stands for; again is harmless."""
+    find_devices()
     if FOLDED not in ALL_ATTENTION_FUNCTIONS:
         AttentionMaskInterface.register(FOLDED, _make_mask)
         AttentionInterface.register(FOLDED, folded_attention)
 
 
-def _can_fold(
-    module: nn.Module, query: Tensor, attention_mask: Tensor | None, dropout: float, kwargs: dict[str, Any]
-) -> bool:
-    if getattr(module, "num_key_value_groups", 1) <= 1 or dropout or query.device.type not in _DEVICES:
-        return False
-    if any(kwargs.get(name) is not None for name in _HONOURED):
-        return False
-    if attention_mask is None:
-        return query.shape[2] == 1  # sees everything; several rows are a prefill, causal without a mask
-    is_shared = attention_mask.ndim == 4 and attention_mask.shape[1] == 1
-    return is_shared and attention_mask.shape[2] == query.shape[2] <= _MOST_QUERY_TOKENS
+def _covers(mask: Tensor, query: Tensor, key: Tensor) -> bool:
+    """Whether a mask has an entry for each query token and key."""
+    return mask.ndim == 4 and mask.shape[2:] == (query.shape[2], key.shape[2]) and mask.shape[1] in (1, query.shape[1])
+
+
+def _repeat_rows(mask: Tensor, groups: int) -> Tensor:
+    """[B, 1, g*Q, T]; a single row serves all as it is."""
+    return mask.repeat(1, 1, groups, 1) if mask.shape[2] > 1 else mask
+
+
+def _make_additive(dtype: torch.dtype) -> Callable[[Tensor, int], Tensor]:
+    return lambda mask, groups: additive(mask, groups if mask.shape[2] > 1 else 1, dtype)
 
 
 def _make_mask(*args: Any, **kwargs: Any) -> Any:

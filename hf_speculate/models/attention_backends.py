@@ -1,0 +1,124 @@
+"""Attention backends on CUDA in half precision: flash attention without a mask, memory-efficient with one.
+
+torch may choose cuDNN, which builds a plan for every new set of sizes and strides. The number of keys grows with every
+forward, so nearly every forward would build one: tens of milliseconds, when the forward itself takes a few.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+_DEVICE_TYPE = "cuda"
+_DTYPES = (torch.float16, torch.bfloat16)
+_UNIT = 8  # entries of 16 bytes: what the kernels load at once
+_MAX_FLASH_WIDTH = 256
+_OLDEST = (8, 0)  # older devices have neither flash attention nor cuDNN's
+
+_served: dict[int, bool] = {}  # by the index of a CUDA device; filled before anything is traced, which cannot ask
+
+
+def find_devices() -> None:
+    """See which of the CUDA devices have flash attention; again is harmless."""
+    if not _served and torch.cuda.is_available() and torch.version.hip is None:
+        has_flash = torch.backends.cuda.is_flash_attention_available()
+        for index in range(torch.cuda.device_count()):
+            _served[index] = has_flash and torch.cuda.get_device_capability(index) >= _OLDEST
+
+
+def is_chosen(devices: Iterable[torch.device]) -> bool:
+    """Whether the backend of attention on any of the devices is left to the functions below."""
+    find_devices()
+    return any(device.type == _DEVICE_TYPE and _served.get(device.index or 0, False) for device in devices)
+
+
+def chooses_backend(query: Tensor, value: Tensor) -> bool:
+    """Whether attention of these [B, H, Q, D] and [B, H, T, D'] is left to the functions below."""
+    if (
+        query.device.type != _DEVICE_TYPE
+        or query.dtype not in _DTYPES
+        or not _served.get(query.device.index or 0, False)
+    ):
+        return False
+    if query.shape[-1] % _UNIT or value.shape[-1] % _UNIT:
+        return False  # nor does cuDNN take these
+    if torch.compiler.is_compiling():  # which cannot ask what a user has switched off
+        return True
+    return bool(torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.mem_efficient_sdp_enabled())
+
+
+def attend_all(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scaling: float | None) -> Tensor:
+    """Attention without a mask.
+
+    Args:
+        query: [B, g*H, Q, D].
+        key: [B, H, T, D].
+        value: [B, H, T, D'].
+        is_causal: whether query i sees the keys up to i only; Q is T then.
+        scaling: of the scores; None: 1 / sqrt(D).
+
+    Returns:
+        [B, g*H, Q, D'], in memory ordered as [B, Q, g*H, D'].
+    """
+    outputs: Sequence[Tensor]
+    if query.shape[-1] == value.shape[-1] <= _MAX_FLASH_WIDTH:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        outputs = flash(query, key, value, 0.0, is_causal, False, scale=scaling)
+    else:
+        groups = query.shape[1] // key.shape[1]
+        key, value = repeated(key, groups), repeated(value, groups)
+        efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+        outputs = efficient(query, key, value, None, False, 0.0, is_causal, scale=scaling)
+    return outputs[0]
+
+
+def attend_masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
+    """Attention under a mask that `additive` has made.
+
+    Args:
+        query: [B, H, Q, D].
+        key: [B, H, T, D].
+        value: [B, H, T, D'].
+        mask: [B or 1, H or 1, Q or 1, T].
+        scaling: of the scores; None: 1 / sqrt(D).
+
+    Returns:
+        [B, H, Q, D'], in memory ordered as [B, Q, H, D'].
+    """
+    shape = (*query.shape[:3], key.shape[2])
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    outputs: Sequence[Tensor] = efficient(query, key, value, mask.expand(shape), False, 0.0, False, scale=scaling)
+    return outputs[0]
+
+
+def additive(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
+    """A mask as memory-efficient attention takes it: added to the scores, of aligned rows.
+
+    Args:
+        mask: [B or 1, H or 1, Q, T], bool (True: seen) or floating (added).
+        groups: g, how many times the rows of each head come one after the other.
+        dtype: of the query.
+
+    Returns:
+        [B or 1, H or 1, g*Q, T]; the mask itself where it is such a one.
+    """
+    if mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask.logical_not(), -torch.inf)
+    if groups == 1 and mask.dtype == dtype and _is_aligned(mask):
+        return mask
+    *shape, num_query, num_keys = mask.shape
+    width = -(-num_keys // _UNIT) * _UNIT
+    rows = mask.new_empty(*shape, groups, num_query, width, dtype=dtype)
+    rows[..., :num_keys] = mask[:, :, None]
+    return rows.view(*shape, groups * num_query, width)[..., :num_keys]
+
+
+def repeated(states: Tensor, groups: int) -> Tensor:
+    """[B, g*H, T, D]: each head [B, H, T, D] g times."""
+    return states if groups == 1 else states.repeat_interleave(groups, dim=1)
+
+
+def _is_aligned(mask: Tensor) -> bool:
+    if torch.compiler.is_compiling():  # rows of compiled forwards are, and where memory begins cannot be traced
+        return True
+    return mask.stride(-1) == 1 and all(number % _UNIT == 0 for number in (*mask.stride()[:-1], mask.storage_offset()))
