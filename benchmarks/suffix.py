@@ -24,10 +24,10 @@ from tqdm import tqdm
 from transformers import AutoTokenizer
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
+from hf_speculate.cache.token_buffer import TokenBuffer
 from hf_speculate.draft.base import DraftRequest
 from hf_speculate.draft.suffix import SuffixDrafter, SuffixSettings
 from hf_speculate.engine.batch import Batch
-from hf_speculate.token_buffer import TokenBuffer
 from hf_speculate.types import SampleStrategy
 
 NAME = "suffix"

@@ -76,6 +76,7 @@ class Verified(NamedTuple):
     is_stopped: list[bool] | None = None  # [B] the stopping criteria's answer, if they ran between positions
     num_host_syncs: int = 1  # times that our own code waited for the device
     num_user_host_syncs: int = 0  # calls of user code that may have waited for it
+    device_num_accepted: Tensor | None = None  # [B] int32 on the target's device; None if it is not there
 
 
 class Trimmed(NamedTuple):

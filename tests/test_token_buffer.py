@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_speculate.token_buffer import TokenBuffer
+from hf_speculate.cache.token_buffer import TokenBuffer
 
 FREE = -1  # what may stand past a row's count
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hf_speculate import DrafterSetup, DraftRequest
-from hf_speculate.token_buffer import TokenBuffer
+from hf_speculate.cache.token_buffer import TokenBuffer
 from hf_speculate.triton_kernels import Draws
 from hf_speculate.types import DraftOut, Kept, SampleStrategy
 from medusa.heads import MedusaHeads

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from hf_speculate.cache.row_lens import RowLens
 from hf_speculate.errors import ShapeError
+from hf_speculate.transfers import upload
 from hf_speculate.types import KVState
 
 
@@ -34,6 +36,12 @@ class KVCache(Protocol):
             max_position: upper bound, for tokens that are drafted past the end of the text.
         """
 
+    def expect(self, num_tokens: int) -> None:
+        """Announce that forwards will read so many tokens of each row before any is rolled back.
+
+        Masks and positions are then made for all of them at once.
+        """
+
     def advance(self, num_query: int) -> None:
         """Count the tokens of a forward that went well."""
 
@@ -56,11 +64,13 @@ class KVCache(Protocol):
     def update(self, states: Sequence[KVState]) -> None:
         """Append states from elsewhere, one [B, H, N, D] pair per layer."""
 
-    def crop(self, num_tokens_crop: int | Sequence[int] | Tensor) -> None:
+    def crop(self, num_tokens_crop: int | Sequence[int] | Tensor, like: RowLens | None = None) -> None:
         """Drop the newest tokens of each row, in place.
 
         Args:
             num_tokens_crop: one count for all rows, or [B] counts, each in 0..the row's length.
+            like: lengths, padding included, that differ by one number from those of the rows after the crop; their
+                tensor on the device then spares an upload. None if there are none.
 
         Raises:
             ShapeError: a count is out of range, or there is not one per row.
@@ -93,7 +103,7 @@ def bounded(positions: Tensor, largest: int, max_position: int | None) -> Tensor
 def leading(state: KVState, starts: Sequence[int], width: int) -> KVState:
     """Copies [B, H, width, D] of the columns of [B, H, T, D] from each row's start on; the last one fills up."""
     device, last = state.keys.device, state.keys.shape[2] - 1
-    columns = torch.tensor(starts, device=device)[:, None] + torch.arange(width, device=device)  # [B, width]
+    columns = upload(starts, device)[:, None] + torch.arange(width, device=device)  # [B, width]
     index = columns.clamp_max(last)[:, None, :, None]
     keys, values = (part.gather(2, index.expand(-1, part.shape[1], -1, part.shape[3])) for part in state)
     return KVState(keys, values)

@@ -9,7 +9,10 @@ from transformers.cache_utils import Cache, DynamicSlidingWindowLayer, EncoderDe
 
 from hf_speculate.cache.base import bounded, checked_drops, leading
 from hf_speculate.cache.layers import check_layers, holding, text_cache
+from hf_speculate.cache.left_padding import LeftPadding
+from hf_speculate.cache.row_lens import RowLens
 from hf_speculate.cache.snapshots import LayerSnapshot, restore_layers, snapshot_layers
+from hf_speculate.transfers import upload
 from hf_speculate.types import KVState
 
 
@@ -58,19 +61,19 @@ class DynamicKVCache:
         self.cache = cache
         self.batch_size = batch_size
         self.device = torch.device(device)
-        self._mask = attention_mask  # [B, T] int64 or None; grows with the states
-        self._pads = [0] * batch_size
         self._prompt_end = 0 if attention_mask is None else attention_mask.shape[1]  # in columns
         self._steps_back = torch.zeros(batch_size, 1, dtype=torch.int64, device=self.device)
-        self._has_holes = False  # whether a row has masked tokens after its first real one
+        self._mask: Tensor | None = None  # [B, T] int64, with holes after a row's first token; grows with the states
+        pads = [0] * batch_size
         if attention_mask is not None:
-            self._pads = attention_mask.argmax(dim=1).tolist()
+            pads = attention_mask.argmax(dim=1).tolist()
             num_real = attention_mask.sum(1)
-            num_columns = num_real.cpu() + torch.tensor(self._pads, device="cpu")
-            self._has_holes = bool(num_columns.min() < attention_mask.shape[1])
+            num_columns = num_real.cpu() + torch.tensor(pads, device="cpu")
+            if bool(num_columns.min() < attention_mask.shape[1]):
+                self._mask = attention_mask
             # Plain decoding goes on from the last column's position, which is 0 where that is masked.
             self._steps_back = torch.where(attention_mask[:, -1] == 0, num_real - 1, 0)[:, None]  # [B, 1]
-        self._prompt_pads = list(self._pads)
+        self._padding = LeftPadding(pads, self.device)
         self._is_recording = False
 
     @property
@@ -97,10 +100,10 @@ class DynamicKVCache:
     @property
     def num_real_tokens(self) -> list[int]:
         """[B] real tokens in each row."""
-        if self._has_holes and self._mask is not None:
+        if self._mask is not None:
             return [int(length) for length in self._mask[:, : self.num_columns].sum(1).tolist()]
         num_columns = self.num_columns
-        return [max(num_columns - pad, 0) for pad in self._pads]
+        return [max(num_columns - pad, 0) for pad in self._padding.pads]
 
     def get_num_tokens(self) -> int:
         """Real tokens in the longest row; 0 before the first update."""
@@ -116,9 +119,9 @@ class DynamicKVCache:
 
     def first_tokens(self, counts: Sequence[int]) -> list[KVState] | None:
         """See `KVCache.first_tokens`; there are none of window layers."""
-        if self._has_holes or any(isinstance(layer, DynamicSlidingWindowLayer) for layer in self._held):
+        if self._mask is not None or any(isinstance(layer, DynamicSlidingWindowLayer) for layer in self._held):
             return None
-        return [leading(state, self._pads, max(counts)) for state in self.get_kv_states()]
+        return [leading(state, self._padding.pads, max(counts)) for state in self.get_kv_states()]
 
     def update(self, states: Sequence[KVState]) -> None:
         """Append one `KVState` [B, H, N, D] per layer to every row."""
@@ -147,7 +150,7 @@ class DynamicKVCache:
     def mask(self, num_query: int) -> Tensor | None:
         """[B, T + num_query] int64 mask for a forward of `num_query` tokens; None where nothing is padded."""
         if self._mask is None:
-            return None
+            return self._padding.mask(self.num_columns, num_query)
         num_columns = self.num_columns + num_query
         missing = num_columns - self._mask.shape[1]
         if missing > 0:
@@ -157,49 +160,46 @@ class DynamicKVCache:
     def position_ids(self, num_query: int, max_position: int | None = None) -> Tensor:
         """See `KVCache.position_ids`."""
         start = self.num_columns
-        if self._has_holes:
+        if self._mask is None:
+            positions = self._padding.positions(start, num_query)
+        else:
             mask: Any = self.mask(num_query)
             counted = (mask.cumsum(-1) - 1)[:, start:]
             is_prompt = torch.arange(start, start + num_query, device=self.device) < self._prompt_end
             positions = torch.where(is_prompt, counted * mask[:, start:], counted - self._steps_back)
-        else:
-            positions = torch.arange(start, start + num_query, device=self.device)[None]  # [1, Q]
-            if any(self._pads):
-                pads = torch.tensor(self._pads, device=self.device)[:, None]
-                positions = (positions - pads).clamp_min(0)  # [B, Q]
         return bounded(positions, start + num_query - 1, max_position)
 
-    def crop(self, num_tokens_crop: int | Sequence[int] | Tensor) -> None:
+    def expect(self, num_tokens: int) -> None:
+        """See `KVCache.expect`."""
+        self._padding.expect(num_tokens)
+
+    def crop(self, num_tokens_crop: int | Sequence[int] | Tensor, like: RowLens | None = None) -> None:
         """See `KVCache.crop`."""
         drops = checked_drops(num_tokens_crop, self.num_real_tokens)
         if not self._is_recording:
             self.begin_recording()
-        smallest = min(drops, default=0)
-        shifts = [drop - smallest for drop in drops]
-        if any(shifts):  # before the crop: a window layer still needs the states that the crop takes
-            self._shift_right(shifts)
+        shift = self._padding.drop(drops, self.num_columns, like)
+        if shift is not None:  # before the crop: a window layer still needs the states that the crop takes
+            self._shift_right(shift)
         for layer in self._held:
-            layer.crop(-smallest)
+            layer.crop(-min(drops, default=0))
         self._drop_common_padding()
         if self._mask is not None:
             self._mask = self._mask[:, : self.num_columns]
+        self.expect(0)
 
     def rows(self, indices: Sequence[int]) -> None:
         """Keep the rows `indices`, in place, and only the padding that they need."""
-        index = torch.tensor(list(indices), dtype=torch.int64, device="cpu")  # layers may lie on several devices
+        self._prompt_end -= self._padding.rows(indices, self.num_columns)
+        devices = {layer.keys.device for layer in (*self._held, *self._encoder_layers) if layer.is_initialized}
+        # of several devices, none has an index for all
+        index = upload(indices, devices.pop() if len(devices) == 1 else torch.device("cpu"))
         self.cache.batch_select_indices(index)
         self.batch_size = len(indices)
-        self._pads = [self._pads[row] for row in indices]
-        self._prompt_pads = [self._prompt_pads[row] for row in indices]
-        common = min(self._prompt_pads, default=0)
-        self._prompt_pads = [pad - common for pad in self._prompt_pads]
-        self._prompt_end -= common
         self._steps_back = self._steps_back[index.to(self._steps_back.device)]
         if self._mask is not None:
             self._mask = self._mask[index.to(self._mask.device)]
         self._drop_common_padding()
-        if not any(self._pads) and not self._has_holes:
-            self._mask = None
 
     def snapshot(self) -> CacheSnapshot:
         """Note what `restore` needs. Full layers of a single row are cropped back, so only their length is kept."""
@@ -216,28 +216,23 @@ class DynamicKVCache:
             self.cache.is_updated.update(enumerate(held))
         self.hand_back()
 
-    def _shift_right(self, shifts: list[int]) -> None:
-        """Move each row right by its shift, in every layer. What it leaves on the left is padding from then on."""
-        num_columns = self.num_columns
-        mask = self._mask
-        if mask is None:
-            mask = torch.ones(self.batch_size, num_columns, dtype=torch.int64, device=self.device)
-        shift = torch.tensor(shifts, device=self.device)[:, None]  # [B, 1]
-        source = torch.arange(num_columns, device=self.device) - shift  # [B, T]
-        self._mask = torch.where(source < 0, 0, mask.gather(1, source.clamp_min(0)))
+    def _shift_right(self, shift: Tensor) -> None:
+        """Move each row right by its shift [B, 1] int64, in every layer. What it leaves on the left is padding."""
+        if self._mask is not None:
+            source = torch.arange(self.num_columns, device=self.device) - shift  # [B, T]
+            self._mask = torch.where(source < 0, 0, self._mask[:, : self.num_columns].gather(1, source.clamp_min(0)))
         index: dict[Any, Tensor] = {}
         for layer in self._held:
             key = (*layer.keys.shape[:3], layer.keys.device)
             if key not in index:
-                index[key] = _moved_columns(layer.keys.shape[:3], shift.to(layer.keys.device))
+                source = (self._padding.columns(layer.keys.shape[2]) - shift).clamp_min_(0)  # [B, T]
+                index[key] = _flat_index(source.to(layer.keys.device), layer.keys.shape[1])
             layer.keys, layer.values = (_take(states, index[key]) for states in (layer.keys, layer.values))
-        self._pads = [pad + gained for pad, gained in zip(self._pads, shifts, strict=True)]
 
     def _drop_common_padding(self) -> None:
         """Cut from the left the padding that all rows have gained since the prompt."""
-        gained = [now - then for now, then in zip(self._pads, self._prompt_pads, strict=True)]
-        surplus = min(gained, default=0)
-        if surplus <= 0 or not self.num_columns:
+        surplus = self._padding.surplus() if self.num_columns else 0
+        if surplus <= 0:
             return
         for layer in self._held:
             if isinstance(layer, DynamicSlidingWindowLayer) and layer.keys is not None:
@@ -247,22 +242,25 @@ class DynamicKVCache:
                 surplus_held = surplus
             layer.keys = layer.keys[..., surplus_held:, :]
             layer.values = layer.values[..., surplus_held:, :]
-        self._pads = [pad - surplus for pad in self._pads]
         if self._mask is not None:
             self._mask = self._mask[:, surplus:]
 
 
-def _moved_columns(shape: Sequence[int], shift: Tensor) -> Tensor:
-    """[B * H * T] int64: where each column of `shape` [B, H, T] comes from when row b moves right by `shift` [B, 1].
-
-    The oldest column fills the gap.
-    """
-    batch_size, num_heads, num_columns = shape
-    column = (torch.arange(num_columns, device=shift.device) - shift).clamp_min(0)[:, None]  # [B, 1, T]
-    first = torch.arange(batch_size * num_heads, device=shift.device).view(batch_size, num_heads, 1) * num_columns
-    return (first + column).flatten()
+def _flat_index(source: Tensor, num_heads: int) -> Tensor:
+    """For `_take`, from the column [B, T] that each column comes from: the oldest one fills a gap."""
+    if source.device.type != "cpu":
+        return source[:, None, :, None]
+    batch_size, num_columns = source.shape
+    first = torch.arange(batch_size * num_heads, device=source.device).view(batch_size, num_heads, 1) * num_columns
+    return (first + source[:, None]).flatten()
 
 
 def _take(states: Tensor, index: Tensor) -> Tensor:
-    """[B, H, T, D] rebuilt from the columns `index` [B * H * T], as a new tensor: others may hold the old one."""
-    return states.reshape(-1, states.shape[-1]).index_select(0, index).view(states.shape)
+    """[B, H, T, D] rebuilt, as a new tensor: others may hold the old one.
+
+    A CPU copies whole rows by a flat index [B * H * T], which it does in half of the time of a gather; elsewhere the
+    index is [B, 1, T, 1] and costs three operators less.
+    """
+    if index.dim() == 1:
+        return states.reshape(-1, states.shape[-1]).index_select(0, index).view(states.shape)
+    return states.gather(2, index.expand(-1, states.shape[1], -1, states.shape[3]))

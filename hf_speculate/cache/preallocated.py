@@ -9,9 +9,13 @@ from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
 from hf_speculate.cache.base import bounded, checked_drops, leading
 from hf_speculate.cache.buffer_pool import BufferPool, LayerBuffers
+from hf_speculate.cache.columns import Columns
 from hf_speculate.cache.layers import holding
-from hf_speculate.cache.ragged_layer import Columns, RaggedLayer
+from hf_speculate.cache.masking import Masking
+from hf_speculate.cache.ragged_layer import RaggedLayer
+from hf_speculate.cache.row_lens import RowLens
 from hf_speculate.cache.snapshots import LayerSnapshot, restore_layers, snapshot_layers
+from hf_speculate.transfers import upload
 from hf_speculate.types import KVState
 
 # Queries longer than this are prompts, whose rows are of one length: transformers builds their masks, or none.
@@ -71,11 +75,12 @@ class PreallocatedKVCache:
         capacity: int | None = None,
         pool: BufferPool | None = None,
     ):
-        self.columns = Columns(batch_size, max_columns, capacity)
+        self.columns = Columns(batch_size, max_columns, capacity, device)
         self.cache = Cache(layers=[RaggedLayer(self.columns, window) for window in kinds.windows])
         self.kinds = kinds
         self.device = torch.device(device)
         self.pads = [0] * batch_size if attention_mask is None else attention_mask.argmax(dim=1).tolist()  # by row
+        self._masking = Masking(self.columns, self.pads, kinds.mask_dtype)
         self._home = home
         self._pool = pool
         taken = None if pool is None else pool.take(len(kinds.windows))
@@ -138,44 +143,42 @@ class PreallocatedKVCache:
         # what a query of padding sees, and so what it leaves in the cache, is up to transformers' masks
         reads_padding = not columns.num_held or columns.num_held < max(self.pads)
         if columns.is_even and (num_query > MAX_MASKED_QUERY or reads_padding):
-            if not has_pads:
-                return None
-            pads = torch.tensor(self.pads, device=self.device)[:, None]
-            return (torch.arange(columns.end, device=self.device) >= pads).to(torch.int64)  # [B, T+Q]
+            return self._masking.padding() if has_pads else None
         if num_query == 1 and columns.is_even and not has_pads:
             return None
-        return self.kinds.masks(self._additive_mask)
+        columns.is_masked = True
+        num_rows = self.batch_size if self.kinds.is_mask_per_row else -1
+        return self.kinds.masks(lambda window: self._masking.mask(window).expand(num_rows, -1, -1, -1))
 
     def position_ids(self, num_query: int, max_position: int | None = None) -> Tensor:
         """See `KVCache.position_ids`."""
         starts = [length - pad for length, pad in zip(self.columns.lens, self.pads, strict=True)]
-        if min(starts) == max(starts):
-            positions = torch.arange(starts[0], starts[0] + num_query, device=self.device)[None]  # [1, Q]
-        else:
-            positions = torch.tensor(starts, device=self.device)[:, None]
-            positions = positions + torch.arange(num_query, device=self.device)  # [B, Q]
+        positions = self._masking.positions(num_query)
         if min(starts) < 0:
             positions = positions.clamp_min(0)
         return bounded(positions, max(starts) + num_query - 1, max_position)
 
+    def expect(self, num_tokens: int) -> None:
+        """See `KVCache.expect`."""
+        self.columns.expect(num_tokens)
+
     def advance(self, num_query: int) -> None:
         """Count the tokens of a forward that went well."""
-        self.columns.lens = [length + num_query for length in self.columns.lens]
+        self.columns.advance(num_query)
 
-    def crop(self, num_tokens_crop: int | Sequence[int] | Tensor) -> None:
+    def crop(self, num_tokens_crop: int | Sequence[int] | Tensor, like: RowLens | None = None) -> None:
         """See `KVCache.crop`."""
         drops = checked_drops(num_tokens_crop, self.num_real_tokens)
-        self.columns.lens = [length - drop for length, drop in zip(self.columns.lens, drops, strict=True)]
+        self.columns.cut([length - drop for length, drop in zip(self.columns.lens, drops, strict=True)], like)
 
     def rows(self, indices: Sequence[int]) -> None:
         """Keep the rows `indices`, in place, and only the padding that they need."""
-        index = torch.tensor(list(indices), dtype=torch.int64, device="cpu")
         self.pads = [self.pads[row] for row in indices]
         surplus = min(self.pads, default=0) if self.num_columns else 0
         self.pads = [pad - surplus for pad in self.pads]
-        self.columns.lens = [self.columns.lens[row] - surplus for row in indices]
-        if self.columns.max_columns is not None:
-            self.columns.max_columns -= surplus
+        self.columns.rows(indices, surplus)
+        self._masking = Masking(self.columns, self.pads, self.kinds.mask_dtype)
+        index = upload(indices, self.device)
         for layer in self._layers:
             layer.select(index, surplus)
 
@@ -228,33 +231,18 @@ class PreallocatedKVCache:
             return
         for layer, held in zip(self._layers, holding(home.layers), strict=True):
             layer.load(held.keys, held.values, num_held - held.keys.shape[2])
-        self.columns.lens = [num_held] * self.batch_size
+        self.columns.cut([num_held] * self.batch_size)
 
     def _states(self, layer: RaggedLayer) -> KVState:
         """Copies of a layer's states [B, H, T, D], rows right-aligned; of a window layer, what the next token needs."""
         width = self.num_columns
         first = 0 if layer.window is None else max(width - layer.window + 1, 0)
-        starts = torch.tensor([length - width - layer.base for length in self.columns.lens], device=layer.device)
-        source = starts[:, None] + torch.arange(first, width, device=layer.device)  # [B, T]
-        index = source.clamp_min(0)[:, None, :, None]
+        source = self.columns.row_lens.columns(width - first, first - width - layer.base)  # [B or 1, T]
+        index = source.to(layer.device).clamp_min(0)[:, None, :, None]
         keys, values = (
-            buffer.gather(2, index.expand(-1, buffer.shape[1], -1, buffer.shape[3])) for buffer in layer.buffers
+            buffer.gather(2, index.expand(*buffer.shape[:2], -1, buffer.shape[3])) for buffer in layer.buffers
         )
         return KVState(keys, values)
-
-    def _additive_mask(self, window: int | None) -> Tensor:
-        """[B or 1, 1, Q, T]: 0 where a query of the coming forward sees a column that layers of this window hand it."""
-        columns, device = self.columns, self.device
-        first = columns.first_seen(window)
-        # The width is a multiple of 8, for kernels that load it in vectors.
-        width = -(-(columns.end - first) // 8) * 8
-        seen = torch.arange(first, first + width, device=device)  # [T']
-        is_shared = columns.is_even and not self.kinds.is_mask_per_row
-        starts = columns.lens[:1] if is_shared else columns.lens
-        places = torch.tensor(starts, device=device)[:, None] + torch.arange(columns.num_query, device=device)  # [B, Q]
-        pads = torch.tensor(self.pads, device=device) if any(self.pads) else None
-        mask = additive_mask(places, seen, pads, window, self.kinds.mask_dtype)
-        return mask[..., : columns.end - first]
 
 
 def additive_mask(places: Tensor, seen: Tensor, pads: Tensor | None, window: int | None, dtype: torch.dtype) -> Tensor:

@@ -1,13 +1,12 @@
 """One layer's states in a buffer with room to grow, in which every row writes at its own end."""
 
-from collections.abc import Hashable
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from hf_speculate.cache.buffer_pool import LayerBuffers
+from hf_speculate.cache.columns import Columns
 
 # Room is made for this many tokens, or a twentieth of what is held where that is more: a long cache takes 5 % more
 # memory than its tokens at most, and growing copies it once in as many tokens, each of which reads all of it.
@@ -15,62 +14,8 @@ MIN_STEP = 64
 ROOM_SHARE = 20
 # A window layer keeps this many columns more than its window, for rows that are rolled back past where they began.
 WINDOW_SLACK = 192
-
-
-class Columns:
-    """Where each row ends in the buffers, and where the coming forward writes; all layers share it.
-
-    A row's columns are its prompt's padding, then its tokens.
-
-    Args:
-        batch_size: B.
-        max_columns: the longest a row can become; None: unknown.
-        capacity: how many columns every buffer has from the start, so that it never grows, moves or leaves any out;
-            None: buffers grow.
-    """
-
-    def __init__(self, batch_size: int, max_columns: int | None = None, capacity: int | None = None):
-        self.lens = [0] * batch_size
-        self.max_columns = max_columns
-        self.capacity = capacity
-        self.num_query = 0
-        self._places: dict[Hashable, Tensor] = {}
-
-    @property
-    def is_even(self) -> bool:
-        """Whether all rows end at one column."""
-        return min(self.lens) == max(self.lens)
-
-    @property
-    def num_held(self) -> int:
-        """Columns that some row uses."""
-        return max(self.lens, default=0)
-
-    @property
-    def end(self) -> int:
-        """Columns that some row uses once the coming tokens are written."""
-        return self.num_held + self.num_query
-
-    def first_seen(self, window: int | None) -> int:
-        """The first column that a query of the coming forward may attend to."""
-        if window is None or self.capacity is not None:
-            return 0
-        return max(min(self.lens) - window + 1, 0)
-
-    def begin(self, num_query: int) -> None:
-        """Announce a forward of `num_query` tokens a row."""
-        self.num_query = num_query
-        self._places = {}
-
-    def places(self, num_heads: int, capacity: int, base: int, device: torch.device) -> Tensor:
-        """[B * H * Q] int64: where the coming tokens go in [B * H * capacity, D], which begins at column `base`."""
-        key = (num_heads, capacity, base, device)
-        if key not in self._places:
-            starts = torch.tensor(self.lens, device=device) - base
-            tokens = starts[:, None] + torch.arange(self.num_query, device=device)  # [B, Q]
-            heads = torch.arange(len(self.lens) * num_heads, device=device).view(-1, num_heads, 1) * capacity
-            self._places[key] = (heads + tokens[:, None]).flatten()
-        return self._places[key]
+# Columns between the capacities of large buffers on a GPU; a Llama of 8 billion parameters takes 512 MiB for a row's.
+EVEN_UNIT = 4096
 
 
 class RaggedLayer(CacheLayerMixin):
@@ -195,18 +140,35 @@ class RaggedLayer(CacheLayerMixin):
             keep_from = self.base if self.window is None else max(self.base, first - WINDOW_SLACK)
             self._grow(keep_from, end, self.columns.num_held)
 
-    def _grow(self, keep_from: int, end: int, num_held: int) -> None:
-        """Move the columns `keep_from` .. `num_held` to buffers with room for more than up to `end`."""
-        num_columns = end - keep_from
+    def _roomy(self, num_columns: int, first: int) -> int:
+        """Columns of a buffer that is to hold `num_columns` from column `first` on."""
+        if self.device.type == "cuda":
+            return even_capacity(num_columns)
         capacity = num_columns + max(MIN_STEP, num_columns // ROOM_SHARE)
         if self.columns.max_columns is not None:
-            capacity = max(min(capacity, self.columns.max_columns - keep_from), num_columns)
+            capacity = max(min(capacity, self.columns.max_columns - first), num_columns)
+        return capacity
+
+    def _grow(self, keep_from: int, end: int, num_held: int) -> None:
+        """Move the columns `keep_from` .. `num_held` to buffers with room for more than up to `end`."""
+        capacity = self._roomy(end - keep_from, keep_from)
         held = slice(keep_from - self.base, max(num_held, keep_from) - self.base)
         keys, values = self.buffers
         self.keys = _moved(keys, held, capacity)
         del keys  # before values are held twice
         self.values = _moved(values, held, capacity)
         self.base = keep_from
+
+
+def even_capacity(num_columns: int) -> int:
+    """Columns of a buffer on a GPU: one of few numbers, so that strides do not follow the length of a prompt.
+
+    Kernels and graphs that were made for some strides then serve later calls too. It is the next power of two, and from
+    4,096 on the next multiple of that, which leaves at most as many without use.
+    """
+    if num_columns > EVEN_UNIT:
+        return -(-num_columns // EVEN_UNIT) * EVEN_UNIT
+    return max(1 << (num_columns - 1).bit_length(), MIN_STEP)
 
 
 def _zeros(states: Tensor, num_columns: int) -> Tensor:

@@ -106,6 +106,8 @@ class Drafter(Protocol):
     """The most tokens that it drafts; None for any number."""
     reads_host_tokens: bool
     """Whether it reads tokens on the host, where `query_token_ids` and `kept` are then handed over."""
+    reads_kept: bool
+    """Whether it reads `kept`; if not, it may be None in every call."""
     min_query_len: int
     """Tokens of each row that it is fed at least, some of them again."""
     drafts_fewer: bool
@@ -142,6 +144,7 @@ class DrafterDefaults:
     hidden_layers: Sequence[int] | None = None
     max_draft_tokens: int | None = None
     reads_host_tokens = False
+    reads_kept = True
     min_query_len = 1
     drafts_fewer = False
 

@@ -12,7 +12,7 @@ from hf_speculate.cache.preallocated import LayerKinds
 from hf_speculate.draft.base import DraftRequest
 from hf_speculate.draft.model import DraftSettings, ModelDrafter
 from hf_speculate.models.compiled import CompiledLanguageModel, Rows, States, forward_rows
-from hf_speculate.models.inferencer import Inferencer
+from hf_speculate.models.inferencer import Inferencer, num_until
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.triton_kernels import sample
 from hf_speculate.types import DraftOut, NoiseKeys, SampleStrategy, Stream
@@ -150,10 +150,11 @@ class CompiledDrafter(ModelDrafter):
     def _proposal(self, unrolled: Unrolled, num_draft_tokens: int, device: torch.device) -> DraftOut:
         """The first `num_draft_tokens` tokens of a unit; `lens` ends rows at EOS."""
         token_ids = unrolled.token_ids[:, :num_draft_tokens]
-        lens = torch.full((token_ids.shape[0],), num_draft_tokens, dtype=torch.int32, device=token_ids.device)
-        if self.settings.eos_token_ids is not None:
-            is_end = (token_ids[:, :, None] == self.settings.eos_token_ids).any(-1)  # [B, K]
-            lens = torch.where(is_end.any(1), is_end.int().argmax(1) + 1, lens).to(torch.int32)
+        if self.settings.eos_token_ids is None:
+            lens = torch.full((token_ids.shape[0],), num_draft_tokens, dtype=torch.int32, device=token_ids.device)
+        else:
+            counts = torch.arange(1, num_draft_tokens + 1, dtype=torch.int32, device=token_ids.device)
+            lens = num_until(token_ids, self.settings.eos_token_ids, counts)
         logits, sums = (
             None if part is None else part[:, :num_draft_tokens].to(device)
             for part in (unrolled.token_logits, unrolled.logsumexp)

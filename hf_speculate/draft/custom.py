@@ -45,6 +45,7 @@ class CustomDrafter(DrafterDefaults):
         self.hidden_layers = None if layers is None else list(layers)
         self.max_draft_tokens = most
         self.reads_host_tokens = bool(getattr(drafter, "reads_host_tokens", False))
+        self.reads_kept = bool(getattr(drafter, "reads_kept", True))
         self._device = setup.device
         self._vocab_size = setup.vocab_size
 

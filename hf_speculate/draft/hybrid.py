@@ -9,6 +9,7 @@ from hf_speculate.draft.acceptance_rates import model_kinds, model_rates, suffix
 from hf_speculate.draft.base import DrafterDefaults, DraftRequest
 from hf_speculate.draft.model import ModelDrafter
 from hf_speculate.draft.suffix import NO_PROPOSAL, Proposal, SuffixRows, SuffixSettings, point_masses
+from hf_speculate.transfers import send, upload
 from hf_speculate.types import CachedDraft, DraftOut, Kept
 
 MAX_BEHIND = 64  # tokens that the draft model may lag behind before it runs in any case
@@ -84,7 +85,7 @@ class HybridDrafter(DrafterDefaults):
             return point_masses(chosen, self.device)._replace(cached=cached)
         drafted = self.model.draft(
             request._replace(
-                query_token_ids=query.to(self.device),
+                query_token_ids=send(query, self.device),
                 num_draft_tokens=num_model if any(asks) else 1,
                 kept=self._unread_by_model(),
             )
@@ -96,7 +97,7 @@ class HybridDrafter(DrafterDefaults):
         matched = point_masses(chosen, self.device)
         if not any(asks):
             return matched._replace(cached=cached)
-        return _mixed(matched, drafted, torch.tensor(uses_match, device="cpu").to(self.device))._replace(cached=cached)
+        return _mixed(matched, drafted, upload(uses_match, self.device, torch.bool))._replace(cached=cached)
 
     def resume(self, token_ids: Tensor) -> None:
         """See `Drafter.resume`."""

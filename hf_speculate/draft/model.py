@@ -6,11 +6,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hf_speculate.cache.token_buffer import TokenBuffer
 from hf_speculate.draft.base import DrafterDefaults, DraftRequest
 from hf_speculate.errors import ConfigError
 from hf_speculate.models.inferencer import Choice, Inferencer
 from hf_speculate.processors import BlockLogitsProcessorList
-from hf_speculate.token_buffer import TokenBuffer
+from hf_speculate.transfers import upload
 from hf_speculate.triton_kernels import Draws
 from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy, Stream
 
@@ -55,6 +56,7 @@ class ModelDrafter(DrafterDefaults):
         self._active = self.processors  # in the current draft
         self.settings = settings or DraftSettings()
         self._history: TokenBuffer | None = None  # the tokens that processors read
+        self.reads_kept = self.processors.reads_token_ids
         self._resumed: Tensor | None = None  # [B, N] int64, tokens that the cache held before the first call
 
     def draft(self, request: DraftRequest) -> DraftOut:
@@ -73,10 +75,16 @@ class ModelDrafter(DrafterDefaults):
             keys = NoiseKeys(*(part.to(device) for part in keys))
             draws = Draws(keys, settings.stream, num_draft_tokens, backend=settings.backend)
         proposal = _Proposal(self, draws)
-        decoded = self.inferencer.decode(query, kv_cache, num_draft_tokens, sample_strategy, choose=proposal.choose)
+        decoded = self.inferencer.decode(
+            query,
+            kv_cache,
+            num_draft_tokens,
+            sample_strategy,
+            choose=proposal.choose,
+            stop_ids=settings.eos_token_ids,
+        )
         if self._history is not None:
-            num = decoded.token_ids.shape[1]
-            self._history.truncate([length - num for length in self._history.lens])
+            self._history.drop(decoded.token_ids.shape[1])
         logits, logsumexps = decoded.token_logits, None
         if draws is not None and logits is not None:
             logits, logsumexps = logits.to(target_device), draws.logsumexps().to(target_device)
@@ -93,13 +101,16 @@ class ModelDrafter(DrafterDefaults):
         if self._history is not None:
             self._history.rows(indices)
         if self._resumed is not None:
-            self._resumed = self._resumed[torch.tensor(list(indices), device=self._resumed.device)]
+            self._resumed = self._resumed[upload(indices, self._resumed.device)]
 
     def process(self, logits: Tensor) -> Tensor:
         """[B, V] the draft's logits after its processors."""
-        if self._history is None:
+        if not len(self.processors):
             return logits
-        block = self._active(self._history.token_ids, logits[:, None], prefix_lens=self._history.lens)
+        if self._history is None:  # no processor reads token ids
+            block = self._active(logits.new_empty(len(logits), 0, dtype=torch.int64), logits[:, None])
+        else:
+            block = self._active(self._history.token_ids, logits[:, None], prefix_lens=self._history.lens)
         return block[:, 0]
 
     def append(self, token_ids: Tensor) -> None:
@@ -108,7 +119,7 @@ class ModelDrafter(DrafterDefaults):
             self._history.append(token_ids[:, None])
 
     def _follow(self, query: Tensor, kept: Kept | None) -> None:
-        if not len(self.processors):
+        if not self.reads_kept:
             return
         if self._history is None:
             text = query if self._resumed is None else torch.cat([self._resumed, query], dim=1)
@@ -130,16 +141,12 @@ class _Proposal:
         token_ids = logits.argmax(dim=-1) if self.draws is None else self.draws.draw(logits)
         self.drafter.append(token_ids)
         is_kept = self.draws is not None and self.drafter.settings.keeps_logits
-        return Choice(token_ids, logits if is_kept else None, self._is_done(logits, token_ids))
+        return Choice(token_ids, logits if is_kept else None, self._is_unsure(logits, token_ids))
 
-    def _is_done(self, logits: Tensor, token_ids: Tensor) -> Tensor | None:
-        """[B] bool, rows that need no further token; None if nothing can end a row."""
-        settings = self.drafter.settings
-        is_done = None
-        if settings.eos_token_ids is not None:
-            is_done = (token_ids[:, None] == settings.eos_token_ids).any(1)
-        if settings.confidence_threshold > 0:
-            chosen = logits.float().log_softmax(dim=-1).gather(1, token_ids[:, None])[:, 0]
-            is_unsure = chosen.exp() < settings.confidence_threshold
-            is_done = is_unsure if is_done is None else is_done | is_unsure
-        return is_done
+    def _is_unsure(self, logits: Tensor, token_ids: Tensor) -> Tensor | None:
+        """[B] bool, rows whose token has a probability below the threshold; None without a threshold."""
+        threshold = self.drafter.settings.confidence_threshold
+        if threshold <= 0:
+            return None
+        chosen = logits.float().log_softmax(dim=-1).gather(1, token_ids[:, None])[:, 0]
+        return chosen.exp() < threshold

@@ -5,9 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hf_speculate.token_buffer import TokenBuffer
+from hf_speculate.cache.row_lens import RowCounts
+from hf_speculate.cache.token_buffer import TokenBuffer
+from hf_speculate.transfers import upload
 from hf_speculate.types import DraftOut, NoiseKeys, Trimmed, Verified
 
+_NUM_ROUNDS = 256  # rounds whose numbers are written to the device at once
 _FIRST_CAPACITY = 1024  # new tokens for which a row's buffer has room; it grows when that is not enough
 
 
@@ -20,6 +23,7 @@ class Batch:
         max_length: columns of the output at most.
         num_prompt_tokens: [B] tokens of each prompt, padding excluded, those of a passed cache included.
         num_pads: [B] padding tokens before each prompt.
+        reads_keys: whether the keys of the noise are read; if not, `keys` gives those of no round.
 
     Attributes:
         tokens: the rows, on the target's device.
@@ -36,6 +40,7 @@ class Batch:
         max_length: int,
         num_prompt_tokens: Sequence[int],
         num_pads: Sequence[int],
+        reads_keys: bool = True,
     ):
         self.prompt_len = input_ids.shape[1]
         capacity = min(max_length, self.prompt_len + _FIRST_CAPACITY)
@@ -48,6 +53,10 @@ class Batch:
         self.row_ids = list(range(input_ids.shape[0]))
         self.is_finished = [False] * input_ids.shape[0]
         self.num_rounds = 0
+        self._reads_keys = reads_keys
+        self._rounds: Tensor | None = None  # [N, B] int64, each round's number in every row
+        self._key_offsets: Tensor | None = None  # [B] int64, from columns to the positions that keys hold
+        self._gains: tuple[list[bool], Tensor] | None = None  # rows that gain tokens, and the same as [B] int64
 
     @property
     def num_rows(self) -> int:
@@ -66,10 +75,17 @@ class Batch:
 
     def keys(self) -> NoiseKeys:
         """The keys of the current round's noise."""
-        lens = zip(self.tokens.lens, self.num_prompt_tokens, strict=True)
-        positions = [length - self.prompt_len + num for length, num in lens]
-        rounds = torch.full_like(self.seeds, self.num_rounds)
-        return NoiseKeys(self.seeds, rounds, torch.tensor(positions, dtype=torch.int64, device=self.seeds.device))
+        if self._key_offsets is None:
+            offsets = [num - self.prompt_len for num in self.num_prompt_tokens]
+            self._key_offsets = upload(offsets, self.seeds.device)
+        if not self._reads_keys:
+            return NoiseKeys(self.seeds, self._key_offsets, self._key_offsets)
+        lens = self.tokens.row_lens
+        positions = self._key_offsets + (lens.on_host[0] if lens.is_even else lens.on_device())
+        if self._rounds is None or self.num_rounds >= len(self._rounds):
+            numbers = torch.arange(self.num_rounds + _NUM_ROUNDS, device=self.seeds.device)
+            self._rounds = numbers[:, None].expand(-1, self.num_rows).contiguous()
+        return NoiseKeys(self.seeds, self._rounds[self.num_rounds], positions)
 
     def no_draft(self) -> DraftOut:
         """A draft of no tokens: scoring it is a plain decoding step."""
@@ -80,7 +96,7 @@ class Batch:
     def commit(self, verified: Verified, trimmed: Trimmed) -> tuple[bool, ...]:
         """Append the emitted tokens of a round, and note which rows are finished; [B] whether they were not before."""
         was_live = tuple(not is_finished for is_finished in self.is_finished)
-        self.tokens.append(verified.token_ids, trimmed.num_emitted)
+        self.tokens.append(verified.token_ids, self._counts(verified, trimmed))
         if self.host_tokens is not self.tokens:
             width = verified.token_ids.shape[1]
             ids = [row + [0] * (width - len(row)) for row in verified.new_ids]
@@ -93,8 +109,23 @@ class Batch:
         self.tokens.rows(indices)
         if self.host_tokens is not self.tokens:
             self.host_tokens.rows(indices)
-        self.seeds = self.seeds[torch.tensor(list(indices), device=self.seeds.device)]
+        self.seeds = self.seeds[upload(indices, self.seeds.device)]
+        self._rounds = self._key_offsets = self._gains = None
         self.num_prompt_tokens = [self.num_prompt_tokens[row] for row in indices]
         self.num_pads = [self.num_pads[row] for row in indices]
         self.row_ids = [self.row_ids[row] for row in indices]
         self.is_finished = [self.is_finished[row] for row in indices]
+
+    def _counts(self, verified: Verified, trimmed: Trimmed) -> RowCounts:
+        """Tokens that rows gain, with the device's own copy of them if it has one."""
+        counts, on_device = trimmed.num_emitted, verified.device_num_accepted
+        if on_device is None or len(counts) == 1:
+            return RowCounts(counts)
+        gains_all = [num == accepted + 1 for num, accepted in zip(counts, verified.num_accepted, strict=True)]
+        if all(gains_all):
+            return RowCounts(counts, on_device, 1)
+        if any(num and not has_all for num, has_all in zip(counts, gains_all, strict=True)):
+            return RowCounts(counts)  # a row stops before its last token
+        if self._gains is None or self._gains[0] != gains_all:
+            self._gains = gains_all, upload(gains_all, on_device.device)
+        return RowCounts(counts, (on_device + 1) * self._gains[1], 0)

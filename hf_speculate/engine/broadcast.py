@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from hf_speculate.cache.token_buffer import TokenBuffer
 from hf_speculate.draft.base import Drafter, DrafterDefaults, DraftRequest
 from hf_speculate.engine.batch import Batch
 from hf_speculate.engine.distributed import SyncedRanks, TensorParallelGroup
@@ -13,7 +14,6 @@ from hf_speculate.engine.stop_tracker import BlockStopping
 from hf_speculate.engine.verification import Verification
 from hf_speculate.processors.stopping_criteria import StopVerdict, as_flags
 from hf_speculate.schedule import RoundOutcome, Schedule
-from hf_speculate.token_buffer import TokenBuffer
 from hf_speculate.types import CachedDraft, DraftOut, NoiseKeys, Trimmed, Verdict, Verified
 from hf_speculate.verify.base import Verifier
 
@@ -131,6 +131,7 @@ class BroadcastDrafter(DrafterDefaults):
         self.hidden_layers = drafter.hidden_layers
         self.max_draft_tokens = drafter.max_draft_tokens
         self.reads_host_tokens = drafter.reads_host_tokens
+        self.reads_kept = drafter.reads_kept
         self.min_query_len = drafter.min_query_len
         self.drafts_fewer = drafter.drafts_fewer
 

@@ -165,7 +165,7 @@ def _make_batch(plan: Plan, call: Call) -> Batch:
     seeds = plan.config.row_seeds(call.batch_size, call.do_sample).to(call.input_ids.device)
     if call.group is not None:
         seeds = call.group.broadcast(seeds)
-    return Batch(call.input_ids, seeds, call.max_length, call.num_prompt_tokens, call.num_pads)
+    return Batch(call.input_ids, seeds, call.max_length, call.num_prompt_tokens, call.num_pads, plan.reads_keys)
 
 
 def _make_padding(plan: Plan, call: Call) -> EndPadding:

@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
+import torch
 from transformers import CompileConfig, GenerationConfig, PreTrainedModel
 
+from hf_speculate.cache.ragged_layer import even_capacity
 from hf_speculate.compat import compile_config_of
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.compiled import MAX_UNROLLED_STEPS
@@ -96,11 +98,13 @@ class CompilePlan:
         """The models whose forwards run compiled, "target" and "draft"."""
         return [part for part, settings in (("target", self.target), ("draft", self.draft)) if settings is not None]
 
-    def capacity(self, max_columns: int) -> int | None:
+    def capacity(self, max_columns: int, device: torch.device) -> int | None:
         """Columns of fixed buffers for rows of `max_columns` and what a round writes after them; None if they grow."""
         if not self.is_static:
             return None
         num_columns = max(max_columns, self.min_columns) + max(self.lens, default=0) + 1 + UNREAD_COLUMNS
+        if device.type == "cuda":
+            return even_capacity(num_columns)
         return -(-num_columns // CAPACITY_UNIT) * CAPACITY_UNIT
 
     @property

@@ -3,14 +3,15 @@
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from hf_speculate.cache.base import KVCache
+from hf_speculate.cache.row_lens import RowLens
+from hf_speculate.cache.token_buffer import TokenBuffer
 from hf_speculate.draft.base import Drafter, DraftRequest
 from hf_speculate.engine.batch import Batch
 from hf_speculate.engine.draft_cache_reuse import DraftCacheReuse
 from hf_speculate.engine.hidden_states import HiddenStates
-from hf_speculate.token_buffer import TokenBuffer
+from hf_speculate.transfers import upload
 from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy, Scored, Trimmed, Verified
 
 
@@ -48,7 +49,7 @@ class DraftSession:
         layers = None if drafter is None else drafter.hidden_layers
         self.hidden_states = None if layers is None else HiddenStates(layers)
         self._num_seen = [0] * num_rows  # tokens of each row that the drafter has seen
-        self._seen_lens: list[int] | None = None  # each row's length at the drafter's last call
+        self._seen_lens: RowLens | None = None  # each row's length at the drafter's last call
         self._seen_round = 0  # the round of that call
         self._was_live: list[bool] = []  # [B] at the last draft
 
@@ -93,18 +94,17 @@ class DraftSession:
         lens = batch.tokens.lens
         self._num_seen = [length - num_fed for length in lens]
         tokens = batch.host_tokens if self.drafter.reads_host_tokens else batch.tokens
-        request = DraftRequest(
-            tokens.last(num_fed), self.kv_cache, num_draft_tokens, self._strategy, keys, self._kept(batch, tokens)
-        )
+        kept = self._kept(batch, tokens) if self.drafter.reads_kept else None
+        request = DraftRequest(tokens.last(num_fed), self.kv_cache, num_draft_tokens, self._strategy, keys, kept)
         draft = self.drafter.draft(request)
-        self._seen_lens, self._seen_round = list(lens), batch.num_rounds
-        draft = self._before_placeless(batch, _within_room(draft, batch.num_left))
+        self._seen_lens, self._seen_round = tokens.row_lens.copy(), batch.num_rounds
+        draft = self._before_placeless(batch, _within_room(draft, batch))
         num_ahead = draft.token_ids.shape[1] - 1 if self.kv_cache is not None else 0
         if draft.cached is not None:
             num_ahead = draft.cached.num_ahead
         self._num_seen = [length + num_ahead for length in lens]
         if self._padding_id is not None and any(batch.is_finished):
-            finished = torch.tensor(batch.is_finished, device=draft.token_ids.device)[:, None]
+            finished = upload(batch.is_finished, draft.token_ids.device, torch.bool)[:, None]
             draft = draft._replace(token_ids=draft.token_ids.masked_fill(finished, self._padding_id))
         return draft
 
@@ -148,7 +148,7 @@ class DraftSession:
             self.hidden_states.rows(indices)
         self._num_seen = [self._num_seen[row] for row in indices]
         if self._seen_lens is not None:
-            self._seen_lens = [self._seen_lens[row] for row in indices]
+            self._seen_lens.rows(indices)
 
     def end(self, batch: Batch) -> None:
         """Keep the draft cache for later calls."""
@@ -180,19 +180,20 @@ class DraftSession:
         With hidden states it holds the tokens that they belong to, also before the first call; the states are handed
         over and forgotten.
         """
-        seen_lens, states = self._seen_lens, None
-        device = tokens.token_ids.device
+        lens, seen, states = tokens.row_lens, self._seen_lens, None
         if self.hidden_states is not None:
             seen_lens = [length - num for length, num in zip(tokens.lens, self.hidden_states.counts, strict=True)]
-            states = self.hidden_states.take(device)
-        if seen_lens is None:
+            if seen is None or seen.on_host != seen_lens:
+                seen = RowLens(seen_lens, lens.ruler)
+            states = self.hidden_states.take(tokens.token_ids.device)
+        if seen is None:
             return None
-        counts = [length - seen for length, seen in zip(tokens.lens, seen_lens, strict=True)]
-        offsets = torch.arange(max(counts), device=device)  # [N]
-        columns = torch.tensor(seen_lens, device=device)[:, None] + offsets  # [B, N]
-        num_emitted = torch.tensor(counts, dtype=torch.int32, device="cpu")
+        counts = [length - num for length, num in zip(tokens.lens, seen.on_host, strict=True)]
+        columns = seen.columns(max(counts)).expand(len(counts), -1)  # [B, N]
         ids = tokens.token_ids.gather(1, columns.clamp_max(tokens.token_ids.shape[1] - 1))  # [B, N]
-        ids = ids.masked_fill(offsets >= num_emitted.to(device)[:, None], -1)
+        if min(counts) < max(counts):
+            ids = ids.masked_fill(columns >= lens.on_device()[:, None], -1)
+        num_emitted = torch.tensor(counts, dtype=torch.int32, device="cpu")
         return Kept(ids, num_emitted, states, num_rounds=batch.num_rounds - self._seen_round)
 
     def _crop(self, batch: Batch, num_valid: list[int]) -> None:
@@ -207,14 +208,17 @@ class DraftSession:
         num_query = max(behind, 1 if self.drafter is None else self.drafter.min_query_len)
         keep = [length - num_query for length in lens]
         if self.kv_cache is not None:
-            self.kv_cache.crop([seen - num for seen, num in zip(self._num_seen, keep, strict=True)])
+            drops = [seen - num for seen, num in zip(self._num_seen, keep, strict=True)]
+            self.kv_cache.crop(drops, batch.tokens.row_lens)
         self._num_seen = keep
 
 
-def _within_room(draft: DraftOut, num_left: Sequence[int]) -> DraftOut:
+def _within_room(draft: DraftOut, batch: Batch) -> DraftOut:
     """Let no row count drafts past its own end, so that what it samples does not depend on the other rows."""
-    room = [max(left - 1, 0) for left in num_left]
+    room = [max(left - 1, 0) for left in batch.num_left]
     if min(room) >= draft.token_ids.shape[1]:
         return draft
-    most: Tensor = torch.tensor(room, dtype=draft.lens.dtype, device=draft.lens.device)
-    return draft._replace(lens=torch.minimum(draft.lens, most))
+    if min(room) == max(room):
+        return draft._replace(lens=draft.lens.clamp_max(room[0]))
+    most = (batch.max_length - 1 - batch.tokens.row_lens.on_device()).clamp_min_(0)  # [B]
+    return draft._replace(lens=torch.minimum(draft.lens, most.to(draft.lens.device, draft.lens.dtype)))

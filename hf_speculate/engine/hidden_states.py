@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from hf_speculate.errors import UnsupportedModelError
+from hf_speculate.transfers import send, upload
 from hf_speculate.types import Scored
 
 
@@ -84,7 +85,7 @@ class HiddenStates:
         if len(pieces) == 1 and not any(pieces[0].starts):
             states = states[:, : max(counts)]
         else:
-            order = _own_first(pieces)[:, : max(counts)].to(states.device)  # [B, N]
+            order = send(_own_first(pieces)[:, : max(counts)], states.device)  # [B, N]
             states = states.gather(1, order[..., None].expand(-1, -1, states.shape[2]))  # [B, N, D]
         self._pieces = []
         return states.to(device)
@@ -106,7 +107,7 @@ class HiddenStates:
         kept = list(indices)
         self._pieces = [
             _Piece(
-                piece.states[torch.tensor(kept, device=piece.states.device)],
+                piece.states[upload(kept, piece.states.device)],
                 [piece.starts[row] for row in kept],
                 [piece.counts[row] for row in kept],
             )

@@ -19,6 +19,7 @@ from hf_speculate.models.quirks import placeless_id
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
 from hf_speculate.types import SampleStrategy
+from hf_speculate.verify.base import reads_keys
 
 
 class CachePlan(NamedTuple):
@@ -40,6 +41,7 @@ class Plan:
         target_cache: the target's KV cache.
         draft_cache: the draft model's KV cache, or None.
         compile: the forwards that run compiled.
+        reads_keys: whether the drafter or the verifier reads the keys of the noise.
         hidden_layers: layers of the target whose hidden states the drafter reads, or None.
         lock_step: why all rows advance by the same number of tokens; empty if each row advances by its own.
         pad_token_id: fills finished rows; None if rows without an EOS token go on until the last one has stopped.
@@ -58,6 +60,7 @@ class Plan:
     target_cache: CachePlan
     draft_cache: CachePlan | None
     compile: CompilePlan
+    reads_keys: bool
     hidden_layers: tuple[int, ...] | None
     lock_step: str
     pad_token_id: int | None
@@ -136,6 +139,7 @@ def make_plan(
         target_cache=caches[0],
         draft_cache=caches[1] if draft is not None else None,
         compile=compile_plan,
+        reads_keys=custom is not None or strategy is SampleStrategy.RANDOM or reads_keys(config),
         hidden_layers=hidden_layers,
         lock_step=lock_step,
         pad_token_id=None if goes_on else (call.pad_token_id or 0),
@@ -278,9 +282,10 @@ def _plan_caches(
         choices.append(requests[1].choose(draft, None, draft_mask, device_of(draft)))
         candidates.append(CompileCandidate("draft", draft, choices[1].kind, call.draft_inputs))
     compiled = make_compile_plan(call.static, lens, candidates)
+    devices = [call.input_ids.device, *([] if draft is None else [device_of(draft)])]
     fixed = [
-        replace(one, capacity=compiled.capacity(one.max_columns or 0), is_pooled=bool(compiled.compiled))
-        for one in requests
+        replace(one, capacity=compiled.capacity(one.max_columns or 0, device), is_pooled=bool(compiled.compiled))
+        for one, device in zip(requests, devices, strict=True)
     ]
     return [CachePlan(request, choice) for request, choice in zip(fixed, choices, strict=True)], compiled
 

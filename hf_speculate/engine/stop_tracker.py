@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
+from hf_speculate.cache.token_buffer import TokenBuffer
 from hf_speculate.engine.batch import Batch
 from hf_speculate.processors.stopping_criteria import StopVerdict
-from hf_speculate.token_buffer import TokenBuffer
 from hf_speculate.types import Trimmed, Verified
 
 BlockStopping = Callable[[TokenBuffer, Sequence[list[int]]], StopVerdict]

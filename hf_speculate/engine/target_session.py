@@ -69,7 +69,8 @@ class TargetSession:
     def commit(self, batch: Batch, draft: DraftOut, trimmed: Trimmed) -> None:
         """Roll the cache back to the emitted tokens; it never holds the newest one."""
         num_query = draft.token_ids.shape[1] + 1
-        self.kv_cache.crop(self._padding.num_dropped(batch, trimmed.num_emitted, num_query))
+        num_dropped = self._padding.num_dropped(batch, trimmed.num_emitted, num_query)
+        self.kv_cache.crop(num_dropped, batch.tokens.row_lens)
 
     def finish(self, batch: Batch, num_surplus: Sequence[int]) -> None:
         """Drop [B] tokens that were decoded past the end of the output, and fill the cache after finished rows."""

@@ -11,6 +11,7 @@ from transformers import LogitsProcessorList
 from hf_speculate.engine.batch import Batch
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.processors.stopping_criteria import as_flags
+from hf_speculate.transfers import Download
 from hf_speculate.types import DraftOut, NoiseKeys, Trimmed, Verified
 from hf_speculate.verify.base import Verifier
 from hf_speculate.verify.spans import Spans
@@ -57,13 +58,23 @@ class RowWiseVerification:
             scores = self.processors(tokens.token_ids, scores, draft.token_ids, prefix_lens=tokens.lens)
         verdict = _verifier_at(batch, draft, 0, self.verifier, self.spans).verify(scores, draft, keys)
         counts = torch.stack([verdict.num_accepted, verdict.status, draft.lens.to(torch.int32)], dim=1)  # [B, 3]
-        packed = torch.cat([verdict.token_ids, counts.to(torch.int64)], dim=1).tolist()  # the round's one wait
+        packed = Download(
+            torch.cat([verdict.token_ids, counts.to(torch.int64)], dim=1)
+        ).tolist()  # the round's one wait
         num_accepted = [row[-3] for row in packed]
         status = 0
         for row in packed:
             status |= row[-2]
         new_ids = [row[: num + 1] for row, num in zip(packed, num_accepted, strict=True)]
-        return Verified(verdict.token_ids, new_ids, [row[-1] for row in packed], num_accepted, status, scores)
+        return Verified(
+            verdict.token_ids,
+            new_ids,
+            [row[-1] for row in packed],
+            num_accepted,
+            status,
+            scores,
+            device_num_accepted=verdict.num_accepted,
+        )
 
     def commit(self, draft: DraftOut, trimmed: Trimmed) -> None:
         """See `Verification.commit`; processors with state take calls back."""

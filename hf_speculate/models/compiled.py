@@ -155,8 +155,7 @@ class FixedBuffers:
             self._seen[width] = torch.arange(width, device=self.kv_cache.device)
             if self._varies:
                 maybe_mark_dynamic(self._seen[width], 0)
-        ends = torch.tensor(columns.lens, device=self.kv_cache.device)
-        rows = Rows(ends, self._pads, self._seen[width], self._last_position)
+        rows = Rows(columns.row_lens.on_device(), self._pads, self._seen[width], self._last_position)
         return rows, self.states, self.kv_cache.kinds
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from hf_speculate.cache.base import KVCache
+from hf_speculate.cache.row_lens import Ruler
 from hf_speculate.errors import ConfigError, ShapeError
 from hf_speculate.models.language_model import LanguageModel
 from hf_speculate.types import DecodeOutput, PrefillOutput, SampleStrategy
@@ -19,6 +20,9 @@ class Choice(NamedTuple):
     token_logits: Tensor | None  # [B, V]; None: nobody will read them
     is_done: Tensor | None  # [B] bool, rows that need no further token; None: nothing stops
 
+
+# Longer queries are prompts; the tokens after them share masks of their own.
+MAX_EXPECTED_QUERY = 16
 
 ChooseToken = Callable[[Tensor, int], Choice]
 """Takes the last position's logits [B, V] and the step's number; returns the `Choice`."""
@@ -47,6 +51,7 @@ class Inferencer:
         self.generator = generator
         self.chunk_size = chunk_size
         self.stops_early = stops_early
+        self._counts = Ruler(language_model.device, torch.int32)
 
     def prefill(
         self,
@@ -92,10 +97,12 @@ class Inferencer:
         sample_strategy: SampleStrategy,
         *,
         choose: ChooseToken | None = None,
+        stop_ids: Tensor | None = None,
     ) -> DecodeOutput:
         """Decode up to `max_new_tokens` tokens; `kv_cache` is advanced by all tokens fed, in place.
 
-        The last token decoded is not fed. A row is done after its EOS; the loop ends when every row is.
+        The last token decoded is not fed. A row is done after its EOS. The loop ends when every row is, where that can
+        be read without waiting; elsewhere ends are looked for once, in all tokens together.
 
         Args:
             query_token_ids: [B, Q] int64, tokens that are not in the cache yet, Q >= 1.
@@ -104,6 +111,7 @@ class Inferencer:
             sample_strategy: how tokens are chosen.
             choose: replaces `sample_strategy` and the EOS rule with the caller's own; logits that it withholds are not
                 returned.
+            stop_ids: [E] int64 on the model's device, ids after which a row is done too; None: none.
 
         Returns:
             Ids [B, N], logits [B, N, V] and how many of a row's tokens count [B].
@@ -116,39 +124,45 @@ class Inferencer:
             raise ConfigError(f"max_new_tokens must be at least 1, got {max_new_tokens}; ask for a token")
         if query_token_ids.shape[1] < 1:
             raise ShapeError(f"query_token_ids must be [B, Q] with Q >= 1, got {list(query_token_ids.shape)}")
-        choose = choose or self._chooser(sample_strategy)
-        batch_size, device = query_token_ids.shape[0], query_token_ids.device
-        lens = torch.zeros(batch_size, dtype=torch.int32, device=device)  # of the rows that are done
-        live: Tensor | None = None  # [B] bool; None: all rows
+        if choose is None:
+            choose, stop_ids = self._chooser(sample_strategy), self._eos_ids()
+        reads_are_free = query_token_ids.device.type == "cpu"
+        rows = _LiveRows()
         ids: list[Tensor] = []
         logits: list[Tensor] = []
         query = query_token_ids
-        reads_are_free = device.type == "cpu"
+        if query.shape[1] <= MAX_EXPECTED_QUERY:
+            kv_cache.expect(query.shape[1] + max_new_tokens - 1)
         for step in range(max_new_tokens):
             choice = choose(self.feed(query, kv_cache), step)
             ids.append(choice.token_ids)
             if choice.token_logits is not None:
                 logits.append(choice.token_logits)
             query = choice.token_ids[:, None]
-            if choice.is_done is None or (reads_are_free and not bool(choice.is_done.any())):
+            if step == 0 and query_token_ids.shape[1] > MAX_EXPECTED_QUERY:
+                kv_cache.expect(max_new_tokens - 1)
+            is_done = choice.is_done
+            if reads_are_free and stop_ids is not None:
+                is_end = (query == stop_ids).any(1)
+                is_done = is_end if is_done is None else is_done | is_end
+            if is_done is None or (reads_are_free and not bool(is_done.any())):
                 continue
-            was_live = torch.ones_like(choice.is_done) if live is None else live
-            lens = torch.where(was_live & choice.is_done, len(ids), lens)
-            live = was_live & ~choice.is_done
-            if reads_are_free and self.stops_early and not bool(live.any()):
+            rows.end(is_done, len(ids))
+            if reads_are_free and self.stops_early and not bool(rows.are_live.any()):
                 break
-        lens = torch.full_like(lens, len(ids)) if live is None else torch.where(live, len(ids), lens)
-        return DecodeOutput(torch.stack(ids, dim=1), torch.stack(logits, dim=1) if logits else None, lens)
+        token_ids = torch.stack(ids, dim=1)
+        stacked = torch.stack(logits, dim=1) if logits else None
+        if stop_ids is None or reads_are_free:
+            return DecodeOutput(token_ids, stacked, rows.lens(token_ids))
+        lens = num_until(token_ids, stop_ids, self._counts.span(1, len(ids)))
+        return DecodeOutput(token_ids, stacked, torch.minimum(lens, rows.lens(token_ids)) if rows.has_ended else lens)
 
     def _chooser(self, sample_strategy: SampleStrategy) -> ChooseToken:
+        return lambda logits, step: Choice(self._choose(logits, sample_strategy), logits, None)
+
+    def _eos_ids(self) -> Tensor | None:
         eos = self.language_model.model.generation_config.eos_token_id
-        eos_ids = None if eos is None else torch.tensor(eos, device=self.language_model.device).reshape(-1)
-
-        def choose(logits: Tensor, step: int) -> Choice:
-            token_ids = self._choose(logits, sample_strategy)
-            return Choice(token_ids, logits, None if eos_ids is None else torch.isin(token_ids, eos_ids))
-
-        return choose
+        return None if eos is None else torch.tensor(eos, device=self.language_model.device).reshape(-1)
 
     def _choose(self, logits: Tensor, sample_strategy: SampleStrategy) -> Tensor:
         """[B] int64 from logits [B, V]."""
@@ -156,3 +170,40 @@ class Inferencer:
             return logits.float().argmax(dim=-1)
         probs = logits.float().softmax(dim=-1)
         return torch.multinomial(probs, 1, generator=self.generator)[:, 0]
+
+
+class _LiveRows:
+    """Which rows need further tokens, and after how many the others were done."""
+
+    def __init__(self) -> None:
+        self.has_ended = False
+        self.are_live: Tensor  # [B] bool, once a row may have ended
+        self._lens: Tensor  # [B] int32, of those that are done
+
+    def end(self, is_done: Tensor, num_tokens: int) -> None:
+        """Note the rows [B] bool that are done after so many tokens."""
+        if not self.has_ended:
+            self.has_ended, self.are_live = True, torch.ones_like(is_done)
+            self._lens = torch.zeros(is_done.shape, dtype=torch.int32, device=is_done.device)
+        self._lens = torch.where(self.are_live & is_done, num_tokens, self._lens)
+        self.are_live = self.are_live & ~is_done
+
+    def lens(self, token_ids: Tensor) -> Tensor:
+        """[B] int32, how many of the tokens [B, N] of each row count."""
+        batch_size, num_tokens = token_ids.shape
+        if not self.has_ended:
+            return torch.full((batch_size,), num_tokens, dtype=torch.int32, device=token_ids.device)
+        return torch.where(self.are_live, num_tokens, self._lens)
+
+
+def num_until(token_ids: Tensor, stop_ids: Tensor, counts: Tensor) -> Tensor:
+    """[B] int32, tokens of each row up to the first stop id, itself included; N in a row without one.
+
+    Args:
+        token_ids: [B, N] int64.
+        stop_ids: [E] int64.
+        counts: [N] int32, 1 to N.
+    """
+    is_single = stop_ids.shape[0] == 1
+    goes_on = token_ids != stop_ids if is_single else (token_ids[:, :, None] != stop_ids).all(-1)  # [B, N]
+    return torch.where(goes_on, counts[-1], counts).amin(1)

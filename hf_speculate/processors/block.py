@@ -31,6 +31,7 @@ from hf_speculate.processors.prefixes import Prefixes
 from hf_speculate.processors.registry import Reads, find_context_len, find_reads, is_registered, name_of
 from hf_speculate.processors.rollback import ForkedProcessor
 from hf_speculate.processors.top_k_top_p import apply_cutoff, supports_cutoff
+from hf_speculate.transfers import upload
 
 _NO_TOKEN = -1
 
@@ -71,7 +72,8 @@ class BlockLogitsProcessorList(LogitsProcessorList):
             plain: Callable[..., Tensor] = super().__call__
             return plain(input_ids, scores, **kwargs)
         self._check_row_wise()
-        block = scores.float()  # [B, K+1, V]
+        takes_half = bool(self) and getattr(self[0], "takes_half", False)
+        block = scores if takes_half else scores.float()  # [B, K+1, V]
         if not self:
             return block
         num_rows, _, vocab_size = block.shape
@@ -80,7 +82,9 @@ class BlockLogitsProcessorList(LogitsProcessorList):
         lens = [input_ids.shape[1]] * num_rows if prefix_lens is None else list(prefix_lens)
         _check_shapes(input_ids, block, draft_token_ids, lens)
         self._check_row_numbers(num_rows)
-        prefixes = Prefixes(input_ids, draft_token_ids.clamp(0, vocab_size - 1), lens)
+        if draft_token_ids.shape[1] and self.reads_token_ids:
+            draft_token_ids = draft_token_ids.clamp(0, vocab_size - 1)
+        prefixes = Prefixes(input_ids, draft_token_ids, lens)
         for processor in self:
             block = _run(processor, prefixes, block, kwargs)
         return block
@@ -89,6 +93,11 @@ class BlockLogitsProcessorList(LogitsProcessorList):
     def is_row_wise(self) -> bool:
         """Whether every processor may run on a whole block."""
         return not self.foreign_names
+
+    @property
+    def reads_token_ids(self) -> bool:
+        """Whether any processor reads more than the scores."""
+        return any(find_reads(processor) is not Reads.NOTHING for processor in self)
 
     @property
     def foreign_names(self) -> list[str]:
@@ -234,7 +243,7 @@ def _run_by_group(
         return _apply(processor, _any_ids(len(flat), seen_len, flat), flat, kwargs).view(block.shape)
     processed = torch.empty_like(flat)
     for seen_len, pairs in groups.items():
-        indices = torch.tensor(pairs, device="cpu").to(flat.device, non_blocking=True)  # [N]
+        indices = upload(pairs, flat.device)  # [N]
         seen_ids = prefixes.take_last(pairs, seen_len) if reads_ids else _any_ids(len(pairs), seen_len, flat)  # [N, n]
         scores = _apply(processor, seen_ids, flat.index_select(0, indices), kwargs)  # [N, V]
         processed.index_copy_(0, indices, scores.to(processed))

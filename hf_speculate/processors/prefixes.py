@@ -7,6 +7,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from hf_speculate.transfers import upload
+
 
 @dataclass
 class Prefixes:
@@ -35,7 +37,7 @@ class Prefixes:
     @cached_property
     def shifts(self) -> Tensor:
         """[B, 1] int64, how many tokens each row is shorter than the longest."""
-        return self._to_device([max(self.lens) - prefix_len for prefix_len in self.lens])[:, None]
+        return upload([max(self.lens) - prefix_len for prefix_len in self.lens], self.input_ids.device)[:, None]
 
     @cached_property
     def full_ids(self) -> Tensor:
@@ -84,9 +86,5 @@ class Prefixes:
             [N, n] int64, a new tensor.
         """
         corners = [[index // self.num_positions, self.len_of(index) - num_ids] for index in flat_indices]
-        rows, starts = self._to_device(corners)[:, :, None].unbind(dim=1)  # [N, 1] each
+        rows, starts = upload(corners, self.input_ids.device)[:, :, None].unbind(dim=1)  # [N, 1] each
         return self.full_ids[rows, starts + torch.arange(num_ids, device=rows.device)]  # [N, n]
-
-    def _to_device(self, numbers: Sequence[object]) -> Tensor:
-        """Sends numbers to where the ids are, without waiting for that device."""
-        return torch.tensor(numbers, dtype=torch.int64, device="cpu").to(self.input_ids.device, non_blocking=True)

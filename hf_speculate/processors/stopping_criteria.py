@@ -1,7 +1,7 @@
 """Stopping criteria on blocks: the token of each row's block at which token-by-token decoding would have stopped."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from transformers import (
 
 from hf_speculate.errors import ShapeError, UnsupportedGenerationError
 from hf_speculate.processors.registry import is_registered, name_of
-from hf_speculate.token_buffer import TokenBuffer
 
 _KNOWN_TYPES = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
 _NO_TOKEN = torch.iinfo(torch.int64).max  # StopStringCriteria matches ids past its vocabulary with nothing
@@ -26,6 +25,20 @@ class StopVerdict(NamedTuple):
 
     num_emitted: list[int]  # [B], new tokens that token-by-token decoding would have emitted; 0 only for an empty block
     is_done: list[bool]  # [B], whether it would have stopped there; False for an empty block
+
+
+class TokenRows(Protocol):
+    """B rows of token ids of different lengths, on the host, such as a `TokenBuffer`."""
+
+    token_ids: Tensor
+    """[B, C] int64; columns past a row's end are undefined."""
+
+    @property
+    def lens(self) -> Sequence[int]:
+        """[B] the length of each row."""
+
+    def followed_by(self, new_ids: Sequence[list[int]]) -> Tensor:
+        """A copy [B, T] int64 of the rows with more tokens at their ends."""
 
 
 class BlockStoppingCriteria:
@@ -82,7 +95,7 @@ class BlockStoppingCriteria:
         """Every id that ends a row; None without one."""
         return self._eos_token_ids or None
 
-    def __call__(self, tokens: TokenBuffer, new_ids: Sequence[list[int]]) -> StopVerdict:
+    def __call__(self, tokens: TokenRows, new_ids: Sequence[list[int]]) -> StopVerdict:
         """Cut each row's block at the first prefix that any criterion ends.
 
         Args:
@@ -123,7 +136,7 @@ class BlockStoppingCriteria:
                 stop(row, at)
         return StopVerdict(num_emitted, is_done)
 
-    def _check(self, tokens: TokenBuffer, new_ids: Sequence[list[int]]) -> None:
+    def _check(self, tokens: TokenRows, new_ids: Sequence[list[int]]) -> None:
         if self._foreign:
             raise UnsupportedGenerationError(
                 f"a block must meet row-wise stopping criteria only, got {', '.join(self.foreign_names)}; "
@@ -202,7 +215,7 @@ def as_flags(answers: Tensor) -> Tensor:
     return answers if answers.dtype == torch.bool else (answers & 1).bool()
 
 
-def _windows(tokens: TokenBuffer, new_ids: Sequence[list[int]], tail_len: int) -> Tensor:
+def _windows(tokens: TokenRows, new_ids: Sequence[list[int]], tail_len: int) -> Tensor:
     """Each row's block with the tokens just before it.
 
     Args:

@@ -22,7 +22,11 @@ def _make_typical(config: SpeculationConfig) -> TypicalVerifier:
 
 
 register_verifier(
-    "greedy", lambda config: GreedyVerifier(config.verifier_backend), lossless=True, reads_draft_logits=False
+    "greedy",
+    lambda config: GreedyVerifier(config.verifier_backend),
+    lossless=True,
+    reads_draft_logits=False,
+    reads_keys=False,
 )
 register_verifier("rejection", lambda config: RejectionVerifier(config.verifier_backend), lossless=True)
 register_verifier("typical", _make_typical, lossless=False, reads_draft_logits=False)

@@ -34,6 +34,7 @@ class _Entry(NamedTuple):
     is_lossless: bool
     reads_draft_logits: bool
     draft_stream: Stream
+    reads_keys: bool
 
 
 _REGISTRY: dict[str, _Entry] = {}
@@ -47,6 +48,7 @@ def register_verifier(
     replace: bool = False,
     reads_draft_logits: bool = True,
     draft_stream: Stream = Stream.DRAFT,
+    reads_keys: bool = True,
 ) -> None:
     """Make a verifier available as `verifier=name`.
 
@@ -60,13 +62,14 @@ def register_verifier(
         reads_draft_logits: whether it reads `DraftOut.token_logits`; if not, drafters keep none.
         draft_stream: noise stream of the drafts: DRAFT, or RACE for a rule that samples its own tokens with RACE and
             accepts drafts that agree.
+        reads_keys: whether it reads the keys of the noise; if not, a call that draws nothing computes none.
 
     Raises:
         ConfigError: the name is taken.
     """
     if name in _REGISTRY and not replace:
         raise ConfigError(f"verifier name {name!r} is taken; pass replace=True, or choose another one")
-    _REGISTRY[name] = _Entry(factory, lossless, reads_draft_logits, Stream(draft_stream))
+    _REGISTRY[name] = _Entry(factory, lossless, reads_draft_logits, Stream(draft_stream), reads_keys)
 
 
 def verifier_names() -> list[str]:
@@ -100,6 +103,11 @@ def check_verifier(config: SpeculationConfig) -> None:
 def reads_draft_logits(config: SpeculationConfig) -> bool:
     """Whether the call reads `DraftOut.token_logits`; outside of spans a lossless verifier does."""
     return _entry(config).reads_draft_logits or config.relax_only_inside is not None
+
+
+def reads_keys(config: SpeculationConfig) -> bool:
+    """Whether verification reads the keys of the noise; outside of spans a lossless verifier may."""
+    return _entry(config).reads_keys or config.relax_only_inside is not None
 
 
 def draft_stream(config: SpeculationConfig) -> Stream:

@@ -7,8 +7,8 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 import hf_speculate
+from hf_speculate.cache.token_buffer import TokenBuffer
 from hf_speculate.engine.batch import Batch
-from hf_speculate.token_buffer import TokenBuffer
 from tests.cases import assert_equal_ids, pair, plain_and_ours
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 

@@ -6,6 +6,7 @@ from transformers import DynamicCache
 
 import hf_speculate
 from hf_speculate.cache import ragged_layer
+from hf_speculate.cache.columns import Columns
 from hf_speculate.errors import UnsupportedModelError
 from tests.cases import assert_equal_ids, pair
 from tests.tiny import KINDS, SLIDING_WINDOW, make_model, noisy_copy, ragged_prompts
@@ -106,14 +107,14 @@ def test_a_window_layer_holds_its_window_however_long_the_text(monkeypatch):
 
 
 def test_no_state_moves_when_rows_are_rolled_back():
-    columns = ragged_layer.Columns(2)
+    columns = Columns(2)
     layer = ragged_layer.RaggedLayer(columns)
     columns.begin(6)
     layer.update(torch.randn(2, 1, 6, 4), torch.randn(2, 1, 6, 4))
-    columns.lens = [6, 6]
+    columns.advance(6)
     places = [buffer.data_ptr() for buffer in layer.buffers]
     for lens in ([3, 5], [4, 6], [1, 2]):
-        columns.lens = lens
+        columns.cut(lens)
         columns.begin(1)
         before = [buffer.clone() for buffer in layer.buffers]
         layer.update(torch.randn(2, 1, 1, 4), torch.randn(2, 1, 1, 4))

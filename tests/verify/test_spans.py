@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from hf_speculate.cache.token_buffer import TokenBuffer
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.errors import ConfigError
-from hf_speculate.token_buffer import TokenBuffer
 from hf_speculate.types import DraftOut, NoiseKeys, Status
 from hf_speculate.verify import (
     GreedyVerifier,

@@ -5,9 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hf_speculate.cache.row_lens import RowCounts, RowLens, Ruler
+from hf_speculate.transfers import upload
+
 
 class TokenBuffer:
-    """B rows of token ids, each with its own length; the lengths are Python numbers.
+    """B rows of token ids, each with its own length.
 
     Args:
         token_ids: [B, T] int64, the rows to begin with, padding included; copied.
@@ -18,14 +21,19 @@ class TokenBuffer:
         batch_size, length = token_ids.shape
         self.token_ids = token_ids.new_zeros(batch_size, max(capacity, length))  # [B, C] int64
         self.token_ids[:, :length] = token_ids
-        self.lens = [length] * batch_size
+        self.row_lens = RowLens([length] * batch_size, Ruler(token_ids.device))
+
+    @property
+    def lens(self) -> list[int]:
+        """[B] lengths, padding included."""
+        return self.row_lens.on_host
 
     @property
     def is_even(self) -> bool:
         """Whether all rows are of one length."""
-        return all(length == self.lens[0] for length in self.lens)
+        return self.row_lens.is_even
 
-    def append(self, token_ids: Tensor, counts: Sequence[int] | None = None) -> None:
+    def append(self, token_ids: Tensor, counts: RowCounts | Sequence[int] | None = None) -> None:
         """Write tokens at the end of each row.
 
         Args:
@@ -39,15 +47,18 @@ class TokenBuffer:
             start = self.lens[0] if self.lens else 0
             self.token_ids[:, start : start + num] = token_ids
         else:
-            self.token_ids.scatter_(1, self._columns(num, offset=0), token_ids)
-        counts = [num] * len(self.lens) if counts is None else counts
-        self.lens = [length + count for length, count in zip(self.lens, counts, strict=True)]
+            self.token_ids.scatter_(1, self.row_lens.columns(num), token_ids)
+        if counts is None:
+            self.row_lens.add(num)
+        else:
+            self.row_lens.add_counts(counts)
 
     def last(self, num: int) -> Tensor:
         """[B, num] int64, the last `num` tokens of each row; a shorter row repeats its first one before them."""
         if self.is_even and num <= self.lens[0]:
             return self.token_ids[:, self.lens[0] - num : self.lens[0]]
-        return self.token_ids.gather(1, self._columns(num, offset=-num).clamp_min(0))
+        columns = self.row_lens.columns(num, offset=-num).expand(len(self.lens), -1)
+        return self.token_ids.gather(1, columns if num <= min(self.lens) else columns.clamp_min(0))
 
     def followed_by(self, new_ids: Sequence[list[int]]) -> Tensor:
         """A copy [B, T] int64 of the rows with more tokens at their ends; columns past a row's end are undefined.
@@ -63,19 +74,19 @@ class TokenBuffer:
             longer[row, length : length + len(ids)] = torch.tensor(ids, dtype=torch.int64, device="cpu")
         return longer
 
+    def drop(self, num: int) -> None:
+        """Shorten all rows by `num`."""
+        self.row_lens.add(-num)
+
     def truncate(self, lens: Sequence[int]) -> None:
         """Shorten the rows to `lens` [B]."""
-        self.lens = list(lens)
+        self.row_lens.set(lens)
 
     def rows(self, indices: Sequence[int]) -> None:
         """Keep the rows `indices`, in place."""
-        self.token_ids = self.token_ids[torch.tensor(list(indices), device=self.token_ids.device)]
-        self.lens = [self.lens[row] for row in indices]
-
-    def _columns(self, num: int, offset: int) -> Tensor:
-        device = self.token_ids.device
-        starts = torch.tensor(self.lens, device=device)[:, None] + offset
-        return starts + torch.arange(num, device=device)  # [B, num]
+        index = upload(indices, self.token_ids.device)
+        self.token_ids = self.token_ids[index]
+        self.row_lens.rows(indices, index)
 
     def _reserve(self, num_columns: int) -> None:
         batch_size, capacity = self.token_ids.shape

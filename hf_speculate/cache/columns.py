@@ -1,0 +1,169 @@
+"""Columns of preallocated buffers: where each row ends, and where the next forwards write."""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from hf_speculate.cache.row_lens import RowLens, Ruler
+
+# Entries of a mask from one query to the next, and before its first column: attention on a GPU loads 16 bytes at once.
+MASK_UNIT = 8
+MAX_CORNERS = 16  # kept at once; one for each shape of buffers
+
+
+@dataclass
+class Mask:
+    """What queries of the coming tokens see of a range of columns."""
+
+    values: Tensor  # [B or 1, 1, N, W] additive
+    first_token: int  # of the coming ones
+    first_column: int
+
+
+@dataclass
+class Coming:
+    """Masks, positions and places of the next tokens, made once for all forwards before the next rollback.
+
+    Args:
+        lens: of the rows, before the first of these tokens.
+        num_tokens: N, of each row.
+        num_done: those that forwards have read.
+    """
+
+    lens: RowLens
+    num_tokens: int
+    num_done: int = 0
+    positions: Tensor | None = None  # [B or 1, N] int64, real tokens before each of them
+    masks: dict[int | None, Mask] = field(default_factory=dict)  # by the layers' window
+    places: dict[Hashable, Tensor] = field(default_factory=dict)  # [N, B, H] int64, by the shape of the buffers
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that no forward has read."""
+        return self.num_tokens - self.num_done
+
+
+class Columns:
+    """Where each row ends in the buffers, and where the coming forward writes; all layers share it.
+
+    A row's columns are its prompt's padding, then its tokens.
+
+    Args:
+        batch_size: B.
+        max_columns: the longest a row can become; None: unknown.
+        capacity: how many columns every buffer has from the start, so that it never grows, moves or leaves any out;
+            None: buffers grow.
+        device: where columns are computed.
+    """
+
+    def __init__(
+        self,
+        batch_size: int,
+        max_columns: int | None = None,
+        capacity: int | None = None,
+        device: torch.device | str = "cpu",
+    ):
+        self.row_lens = RowLens([0] * batch_size, Ruler(device))
+        self.max_columns = max_columns
+        self.capacity = capacity
+        self.num_query = 0
+        self.is_masked = False  # the coming forward is handed an additive mask
+        self.coming = Coming(self.row_lens.copy(), 0)
+        self._num_expected = 0
+        self._places: dict[Hashable, Tensor] = {}  # of the coming forward
+        self._corners: dict[Hashable, Tensor] = {}
+
+    @property
+    def lens(self) -> list[int]:
+        """[B] columns of each row, padding included."""
+        return self.row_lens.on_host
+
+    @property
+    def device(self) -> torch.device:
+        """Where columns are computed."""
+        return self.row_lens.ruler.device
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all rows end at one column."""
+        return self.row_lens.is_even
+
+    @property
+    def num_held(self) -> int:
+        """Columns that some row uses."""
+        return max(self.lens, default=0)
+
+    @property
+    def end(self) -> int:
+        """Columns that some row uses once the coming tokens are written."""
+        return self.num_held + self.num_query
+
+    def first_seen(self, window: int | None) -> int:
+        """The first column that layers of this window hand to attention in the coming forward."""
+        if window is None or self.capacity is not None:
+            return 0
+        first = max(min(self.lens) - window + 1, 0)
+        if self.is_masked and self.device.type == "cuda":
+            first -= first % MASK_UNIT  # the mask hides what is too old
+        return first
+
+    def expect(self, num_tokens: int) -> None:
+        """Announce that forwards will read so many tokens of each row before any is rolled back."""
+        self._num_expected = num_tokens
+        self.coming = Coming(self.row_lens.copy(), 0)
+
+    def begin(self, num_query: int) -> None:
+        """Announce a forward of `num_query` tokens a row."""
+        self.num_query, self.is_masked, self._places = num_query, False, {}
+        if self.coming.num_left < num_query:
+            self.coming = Coming(self.row_lens.copy(), max(num_query, self._num_expected))
+            self._num_expected = 0
+
+    def advance(self, num_query: int) -> None:
+        """Count the tokens of a forward that went well."""
+        self.row_lens.add(num_query)
+        self.coming.num_done += num_query
+
+    def cut(self, lens: Sequence[int], like: RowLens | None = None) -> None:
+        """Let rows end at other columns; see `RowLens.set`."""
+        self.row_lens.set(lens, like)
+        self.expect(0)
+
+    def rows(self, indices: Sequence[int], num_dropped: int) -> None:
+        """Keep the rows `indices`, without the first columns of each."""
+        self.row_lens.rows(indices)
+        self.row_lens.add(-num_dropped)
+        if self.max_columns is not None:
+            self.max_columns -= num_dropped
+        self._corners = {}
+        self.expect(0)
+
+    def places(self, num_heads: int, capacity: int, base: int, device: torch.device) -> Tensor:
+        """[B * H * Q] int64: where the coming tokens go in [B * H * capacity, D], which begins at column `base`."""
+        key = (num_heads, capacity, base, device)
+        if key not in self._places:
+            self._places[key] = self._find_places(key)
+        return self._places[key]
+
+    def _find_places(self, key: tuple[int, int, int, torch.device]) -> Tensor:
+        coming, corner = self.coming, self._corner(key)
+        if coming.num_tokens == self.num_query:
+            columns = coming.lens.columns(self.num_query).to(key[3])  # [B or 1, Q]
+            return (corner[:, :, None] + columns[:, None]).flatten()
+        if key not in coming.places:
+            columns = coming.lens.columns(coming.num_tokens).to(key[3])  # [B or 1, N]
+            coming.places[key] = corner + columns.T[:, :, None]  # [N, B, H], of which single tokens are compact
+        places = coming.places[key][coming.num_done : coming.num_done + self.num_query]
+        return places.permute(1, 2, 0).flatten()
+
+    def _corner(self, key: tuple[int, int, int, torch.device]) -> Tensor:
+        """[B, H] int64: where the buffer's row of each head begins in the flat buffer, less its first column."""
+        if key not in self._corners:
+            if len(self._corners) == MAX_CORNERS:
+                self._corners = {}  # of buffers that have grown since
+            num_heads, capacity, base, device = key
+            rows = torch.arange(len(self.lens) * num_heads, device=device).view(-1, num_heads)
+            self._corners[key] = rows * capacity - base
+        return self._corners[key]

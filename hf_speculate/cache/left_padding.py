@@ -1,0 +1,144 @@
+"""Left padding: masks and position ids of rows that all end in one column."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_speculate.cache.row_lens import RowLens, Ruler
+from hf_speculate.transfers import upload
+
+
+class Positions(NamedTuple):
+    """Real tokens before each of a range of columns."""
+
+    values: Tensor  # [B or 1, N] int64, negative in padding
+    first_column: int
+
+
+class LeftPadding:
+    """Columns of padding before each row, with the masks and position ids that follow from them.
+
+    Rows gain padding when they drop more tokens than others, for they are then moved to the right.
+
+    Args:
+        pads: [B] columns of padding before each prompt.
+        device: where masks and positions are made.
+    """
+
+    def __init__(self, pads: Sequence[int], device: torch.device | str):
+        self.pads = list(pads)
+        self.own = list(pads)  # of the prompts
+        self._lens = RowLens([0] * len(self.pads), Ruler(device))  # columns of each row but the padding it has gained
+        self._own_there: Tensor | None = None  # [B, 1] int64 on the device
+        self._num_expected = 0
+        self._mask: Tensor | None = None  # [B, T + N] int64
+        self._positions: Positions | None = None  # of the columns to come, and of those before if there is a mask
+
+    def expect(self, num_tokens: int) -> None:
+        """See `KVCache.expect`."""
+        self._num_expected = num_tokens
+        self._mask = self._positions = None
+
+    def mask(self, num_columns: int, num_query: int) -> Tensor | None:
+        """[B, T + Q] int64: 1 for real tokens; None where nothing is padded.
+
+        Args:
+            num_columns: T, of the states.
+            num_query: Q, tokens of the coming forward.
+        """
+        if not any(self.pads):
+            return None
+        end = num_columns + num_query
+        if self._mask is None or self._mask.shape[1] < end:
+            positions = self._make_positions(0, num_columns, num_columns + max(num_query, self._num_expected))
+            self._positions = Positions(positions, 0)
+            self._mask = (positions >= 0).to(torch.int64)  # [B, T+N]
+        return self._mask[:, :end]
+
+    def positions(self, num_columns: int, num_query: int) -> Tensor:
+        """[B or 1, Q] int64: real tokens before each of the coming ones; 0 in padding."""
+        made = self._positions
+        end = num_columns + num_query
+        if made is None or not made.first_column <= num_columns <= end <= made.first_column + made.values.shape[1]:
+            num = max(num_query, self._num_expected)
+            made = self._positions = Positions(self._make_positions(num_columns, num_columns, num), num_columns)
+        first = num_columns - made.first_column
+        positions = made.values[:, first : first + num_query]
+        return positions.clamp_min(0) if max(self.pads) > num_columns else positions
+
+    def columns(self, num: int) -> Tensor:
+        """[num] int64: 0, 1, 2, ..."""
+        return self._lens.ruler.span(0, num)
+
+    def drop(self, drops: Sequence[int], num_columns: int, like: RowLens | None) -> Tensor | None:
+        """Count tokens that rows lose, and the padding that they gain for losing more than others.
+
+        Args:
+            drops: [B] tokens.
+            num_columns: T, before.
+            like: see `KVCache.crop`.
+
+        Returns:
+            [B, 1] int64 on the device: how far each row moves to the right; None where none does.
+        """
+        before = self._lens_at(num_columns).copy()
+        self._lens.set([length - drop for length, drop in zip(before.on_host, drops, strict=True)], like)
+        smallest = min(drops, default=0)
+        shifts = [drop - smallest for drop in drops]
+        self.pads = [pad + gained for pad, gained in zip(self.pads, shifts, strict=True)]
+        if not any(shifts):
+            return None
+        if not self._lens.is_known_there:
+            return upload(shifts, self._lens.ruler.device)[:, None]
+        return before.less(self._lens, smallest)[:, None]
+
+    def surplus(self) -> int:
+        """Columns of padding that all rows have gained; they are forgotten."""
+        surplus = min((now - own for now, own in zip(self.pads, self.own, strict=True)), default=0)
+        self.pads = [pad - surplus for pad in self.pads]
+        return surplus
+
+    def rows(self, indices: Sequence[int], num_columns: int) -> int:
+        """Keep the rows `indices`; how many columns of their prompts' padding none of them needs."""
+        self._lens_at(num_columns)
+        self.pads = [self.pads[row] for row in indices]
+        own = [self.own[row] for row in indices]
+        common = min(own, default=0)
+        self.own, self._own_there = [pad - common for pad in own], None
+        self._lens.rows(indices)
+        self._lens.add(-common)
+        self.expect(0)
+        return common
+
+    def _lens_at(self, num_columns: int) -> RowLens:
+        """The lengths once the states have so many columns."""
+        lens = [num_columns - pad + own for pad, own in zip(self.pads, self.own, strict=True)]
+        gained = lens[0] - self._lens.on_host[0] if lens else 0
+        if [length + gained for length in self._lens.on_host] == lens:
+            self._lens.add(gained)
+        else:
+            self._lens.set(lens)
+        return self._lens
+
+    def _make_positions(self, first_column: int, num_columns: int, num: int) -> Tensor:
+        """[B or 1, num] int64, in memory of their own: models are handed them.
+
+        Args:
+            first_column: the first of them.
+            num_columns: of the states.
+            num: how many.
+        """
+        lens, offset = self._lens_at(num_columns), first_column - num_columns
+        if any(self.own):
+            return lens.columns(num, offset) - self._own_pads_there()
+        if lens.is_even:
+            first = lens.on_host[0] + offset
+            return torch.arange(first, first + num, device=lens.ruler.device)[None]
+        return lens.columns(num, offset)
+
+    def _own_pads_there(self) -> Tensor:
+        if self._own_there is None:
+            self._own_there = upload(self.own, self._lens.ruler.device)[:, None]
+        return self._own_there

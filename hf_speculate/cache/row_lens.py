@@ -1,0 +1,162 @@
+"""Row lengths, on the host and on a device, and the column indices that follow from them."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_speculate.transfers import upload
+
+_FIRST_MARKS = 512  # of a ruler; it doubles
+
+
+class Ruler:
+    """The numbers 0, 1, 2, ... on a device, made once and handed out as views.
+
+    Args:
+        device: of the numbers.
+        dtype: of the numbers.
+    """
+
+    def __init__(self, device: torch.device | str, dtype: torch.dtype = torch.int64):
+        self.device = torch.device(device)
+        self.dtype = dtype
+        self._marks: Tensor | None = None  # [N]
+
+    def span(self, start: int, num: int) -> Tensor:
+        """[num], the numbers from `start` >= 0 on; not to be written to."""
+        end = start + num
+        if self._marks is None or end > self._marks.shape[0]:
+            held = 0 if self._marks is None else self._marks.shape[0]
+            self._marks = torch.arange(max(end, 2 * held, _FIRST_MARKS), dtype=self.dtype, device=self.device)
+        return self._marks[start:end]
+
+
+class RowCounts(NamedTuple):
+    """A count for each of B rows."""
+
+    on_host: Sequence[int]  # [B]
+    varying: Tensor | None = None  # [B] int32 or int64 on the device, the counts less `shared`; None if it lacks them
+    shared: int = 0
+
+
+class RowLens:
+    """Lengths of B rows: numbers on the host for decisions, a tensor on a device for arithmetic.
+
+    On the device a length is an entry of a tensor plus a number that all rows share, so adding the same count to all
+    rows launches nothing. Rows of one length need no tensor. The tensor is computed from counts on the device if the
+    caller has them; otherwise it is uploaded when it is next read, without a wait.
+
+    Args:
+        lens: [B] lengths.
+        ruler: of the device.
+    """
+
+    def __init__(self, lens: Sequence[int], ruler: Ruler):
+        self.on_host = list(lens)
+        self.ruler = ruler
+        self._varying: Tensor | None = None  # [B] int64
+        self._shared = 0
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all rows are of one length."""
+        return all(length == self.on_host[0] for length in self.on_host)
+
+    @property
+    def is_known_there(self) -> bool:
+        """Whether the lengths can be read on the device without an upload."""
+        return self._varying is not None or self.is_even
+
+    def copy(self) -> "RowLens":
+        """The present lengths, which stay as they are."""
+        twin = RowLens(self.on_host, self.ruler)
+        twin._varying, twin._shared = self._varying, self._shared
+        return twin
+
+    def on_device(self) -> Tensor:
+        """[B] int64."""
+        if self.is_even:
+            length = self.on_host[0] if self.on_host else 0
+            return torch.full((len(self.on_host),), length, dtype=torch.int64, device=self.ruler.device)
+        return self._tensor() + self._shared
+
+    def less(self, other: "RowLens", num: int) -> Tensor:
+        """[B] int64: these lengths less the other ones, which the device knows, and less `num`."""
+        if self.is_even:
+            return (self.on_host[0] - num) - other.on_device()
+        if other.is_even:
+            return self._tensor() + (self._shared - other.on_host[0] - num)
+        mine, theirs = self._tensor(), other._tensor()
+        return mine - theirs + (self._shared - other._shared - num)
+
+    def columns(self, num: int, offset: int = 0) -> Tensor:
+        """[B or 1, num] int64: the columns of `num` tokens from each row's end on; not to be written to.
+
+        Args:
+            num: how many.
+            offset: added to the end.
+        """
+        if self.is_even:
+            return self._span((self.on_host[0] if self.on_host else 0) + offset, num)[None]
+        varying = self._tensor()[:, None]  # may set what rows share
+        return varying + self._span(self._shared + offset, num)
+
+    def add(self, num: int) -> None:
+        """Lengthen all rows by `num`; shorten them where it is negative."""
+        self.on_host = [length + num for length in self.on_host]
+        self._shared += num
+
+    def add_counts(self, counts: RowCounts | Sequence[int]) -> None:
+        """Lengthen each row by its own count."""
+        if not isinstance(counts, RowCounts):
+            counts = RowCounts(counts)
+        was_even, before = self.is_even, self.on_host
+        self.on_host = [length + num for length, num in zip(before, counts.on_host, strict=True)]
+        if counts.varying is None or self.is_even:
+            self._varying = None
+        elif was_even:
+            self._varying, self._shared = counts.varying.to(torch.int64), before[0] + counts.shared
+        elif self._varying is not None:
+            self._varying, self._shared = self._varying + counts.varying, self._shared + counts.shared
+
+    def set(self, lens: Sequence[int], like: "RowLens | None" = None) -> None:
+        """Take other lengths.
+
+        Args:
+            lens: [B] the new ones.
+            like: lengths on the same device, whose tensor is used if all differences are equal.
+        """
+        self.on_host, self._varying = list(lens), None
+        if like is None or like._varying is None or like.ruler.device != self.ruler.device:
+            return
+        gaps = {one - other for one, other in zip(self.on_host, like.on_host, strict=True)}
+        if len(gaps) == 1:
+            self._varying, self._shared = like._varying, like._shared + gaps.pop()
+
+    def rows(self, indices: Sequence[int], index: Tensor | None = None) -> None:
+        """Keep the rows `indices`.
+
+        Args:
+            indices: [N] in their new order.
+            index: the same on the device; None to upload it if it is read.
+        """
+        self.on_host = [self.on_host[row] for row in indices]
+        if self._varying is not None:
+            self._varying = None if self.is_even else self._varying[self._index(indices, index)]
+
+    def _index(self, indices: Sequence[int], index: Tensor | None) -> Tensor:
+        return upload(indices, self.ruler.device) if index is None else index
+
+    def _tensor(self) -> Tensor:
+        """[B] int64, the lengths less what rows share."""
+        if self._varying is None:
+            self._shared = min(self.on_host)
+            self._varying = upload([length - self._shared for length in self.on_host], self.ruler.device)
+        return self._varying
+
+    def _span(self, start: int, num: int) -> Tensor:
+        if start < 0:  # of rows shorter than what is asked for
+            return torch.arange(start, start + num, device=self.ruler.device)
+        return self.ruler.span(start, num)

@@ -1,0 +1,79 @@
+"""Row lengths on the device against the same ones on the host, whichever way they came about."""
+
+import random
+
+import pytest
+import torch
+
+from hf_speculate.cache.row_lens import RowCounts, RowLens, Ruler
+from hf_speculate.transfers import Download, upload
+from tests.fake_cuda import DEVICE, FakeCuda
+
+
+def check(lens: RowLens) -> None:
+    """What the device says is what the host says."""
+    assert lens.on_device().tolist() == lens.on_host
+    for num, offset in ((1, 0), (3, 0), (2, -2), (4, -40)):
+        wanted = [[length + offset + place for place in range(num)] for length in lens.on_host]
+        assert lens.columns(num, offset).expand(len(wanted), -1).tolist() == wanted
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_course_of_growing_shrinking_following_and_leaving(seed: int) -> None:
+    make = random.Random(seed)
+    lens = RowLens([make.randint(0, 9)] * make.randint(1, 4), Ruler("cpu"))
+    other = RowLens(lens.on_host, Ruler("cpu"))
+    for _ in range(12):
+        counts = [make.randint(0, 5) for _ in lens.on_host]
+        match make.choice(["all", "known", "told", "follow", "rows"]):
+            case "all":
+                lens.add(make.randint(0, 4))
+            case "known":
+                shared = make.randint(-2, 2)
+                lens.add_counts(RowCounts(counts, torch.tensor([num - shared for num in counts]).int(), shared))
+            case "told":
+                lens.add_counts(counts)
+            case "follow":
+                lens.set([max(length - num, 0) for length, num in zip(lens.on_host, counts, strict=True)])
+            case "rows":
+                kept = make.sample(range(len(counts)), make.randint(1, len(counts)))
+                lens.rows(kept)
+                other.rows(kept)
+        gap = make.randint(-3, 3)
+        other.set([length + gap for length in lens.on_host], lens)
+        if not (lens.is_even or other.is_even) and lens.is_known_there:
+            assert lens.less(other, 1).tolist() == [-gap - 1] * len(lens.on_host)
+        twin = lens.copy()
+        check(lens)
+        check(other)
+        lens.add(1)
+        check(twin)
+        check(lens)
+
+
+def test_lengths_that_a_verdict_decides_are_never_uploaded() -> None:
+    with FakeCuda() as gpu:
+        lens, cache = RowLens([7, 7, 7], Ruler(DEVICE)), RowLens([6, 6, 6], Ruler(DEVICE))
+        for counts in ([1, 3, 2], [2, 2, 2], [4, 1, 1]):
+            there = torch.tensor(counts).to(DEVICE) - 1
+            gpu.log.clear()
+            lens.add_counts(RowCounts(counts, there, 1))
+            cache.set([length - 1 for length in lens.on_host], lens)
+            columns = cache.columns(4)
+            assert not gpu.log.uploads
+            assert not gpu.log.waits
+            assert columns[:, 0].tolist() == cache.on_host
+
+
+def test_an_upload_waits_for_nothing_and_a_download_for_itself_alone() -> None:
+    with FakeCuda() as gpu:
+        there = upload([3, 1, 2], DEVICE)
+        assert (gpu.log.uploads, gpu.log.waits) == (["pinned"], {})
+        download = Download(there * 2)
+        assert not gpu.log.waits
+        later = there.to("cpu", non_blocking=True)
+        assert download.tolist() == [6, 2, 4]
+        assert gpu.log.waits == {"": ["event"]}
+        assert later.tolist() != [3, 1, 2]  # launched after the copy that was waited for: still garbage
+        torch.cuda.synchronize()
+        assert later.tolist() == [3, 1, 2]
