@@ -1,0 +1,196 @@
+"""What a round costs on a GPU besides the models' forwards, counted on a GPU that is not there."""
+
+import itertools
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import hf_speculate
+from tests.gpu_rounds import Enough, Rounds, counted, on_gpu
+from tests.tiny import make_model, noisy_copy, ragged_prompts
+
+pytest.importorskip("triton", reason="needs Triton")
+
+K = 5
+SHORT = 2  # the Triton interpreter takes long for many sampled rows
+NEVER = 500  # an id that ends a row, and in no vocabulary
+GREEDY: dict[str, Any] = {"do_sample": False}
+TOP_P: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 0, "top_p": 0.9, "seed": 1}
+# Our operators in a round, at most, by drafter, cache, mode and rows; eight sampled rows with drafts of SHORT tokens.
+MOST = {
+    ("model", "preallocated", "greedy", 1): 22,
+    ("model", "preallocated", "greedy", 8): 33,
+    ("model", "preallocated", "top_p", 1): 47,
+    ("model", "preallocated", "top_p", 8): 50,
+    ("model", "dynamic", "greedy", 1): 20,
+    ("model", "dynamic", "greedy", 8): 51,  # 8 of them move keys and values of 4 layers to the right
+    ("model", "dynamic", "top_p", 1): 45,
+    ("model", "dynamic", "top_p", 8): 68,  # 8 of them as well
+    ("lookup", "preallocated", "greedy", 1): 13,
+    ("lookup", "preallocated", "greedy", 8): 15,
+    ("lookup", "preallocated", "top_p", 1): 24,
+    ("lookup", "preallocated", "top_p", 8): 25,
+    ("lookup", "dynamic", "greedy", 1): 11,
+    ("lookup", "dynamic", "greedy", 8): 23,
+    ("lookup", "dynamic", "top_p", 1): 22,
+    ("lookup", "dynamic", "top_p", 8): 25,
+}
+MOST_NEAR_THE_END = 40  # of eight greedy rows whose drafts are cut to the room that they have
+MODES = {"greedy": GREEDY, "top_p": TOP_P}
+COMMON = ("model", "preallocated")
+
+
+@cache
+def models(dtype: torch.dtype, kind: str = "llama") -> tuple[PreTrainedModel, PreTrainedModel]:
+    target = hf_speculate.enable(make_model(kind, dtype=dtype))
+    return target, noisy_copy(target, 0.1)
+
+
+@pytest.fixture
+def half() -> Iterator[tuple[Rounds, PreTrainedModel, PreTrainedModel]]:
+    """A pair in bfloat16 on the device."""
+    target, draft = models(torch.bfloat16)
+    with counted(target, draft) as rounds:
+        yield rounds, target, draft
+
+
+def repeated_prompts(batch_size: int) -> dict[str, torch.Tensor]:
+    """Prompts of two lengths in which every text stands twice, so that copies are drafted."""
+    texts = [list(range(3 + row, 12 + row - row % 2)) * 2 for row in range(batch_size)]
+    width = max(map(len, texts))
+    rows = [[0] * (width - len(text)) + text for text in texts]
+    ids = torch.tensor(rows)
+    return {"input_ids": ids, "attention_mask": (ids != 0).long()}
+
+
+def run(pair: Any, drafter: str, batch_size: int, num_draft: int = K, most: int | None = 4, **options: Any) -> Rounds:
+    """The first rounds of a call."""
+    rounds, target, draft = pair
+    rounds.clear()
+    rounds.gpu.log.clear()
+    rounds.most = most
+    source: dict[str, Any] = {"prompt_lookup_num_tokens": num_draft}
+    if drafter == "model":
+        source = {
+            "assistant_model": draft,
+            "num_assistant_tokens": num_draft,
+            "num_assistant_tokens_schedule": "constant",
+        }
+    options = {"max_new_tokens": 64, "eos_token_id": NEVER, **options}
+    with suppress(Enough):
+        target.generate(**on_gpu(repeated_prompts(batch_size)), **source, **options, speculation_callback=rounds.end)
+    return rounds
+
+
+# Drafter, cache, mode, rows. Sampling takes the interpreter long: the commonest case stands for the others.
+CASES = [
+    pytest.param(*case, marks=pytest.mark.slow if case[2] == "top_p" and case[:2] + case[3:] != (*COMMON, 1) else ())
+    for case in itertools.product(("model", "lookup"), ("preallocated", "dynamic"), MODES, (1, 8))
+]
+
+
+@pytest.mark.parametrize(("drafter", "cache", "mode", "batch_size"), CASES)
+def test_a_round_takes_few_operators_one_wait_and_no_upload(
+    half: Any, drafter: str, cache: str, mode: str, batch_size: int
+) -> None:
+    num_draft = SHORT if (mode, batch_size) == ("top_p", 8) else K
+    steady = run(half, drafter, batch_size, num_draft, speculation_cache=cache, **MODES[mode]).steady()
+    assert steady
+    for one in steady:
+        assert one.num_launches <= MOST[drafter, cache, mode, batch_size], one.launches
+        assert one.waits == ["event"]
+        assert one.num_uploads == (0 if drafter == "model" else 1)  # matches are found on the host
+        assert one.num_plans == 0
+
+
+def test_rounds_near_the_end_of_rows_upload_nothing(half: Any) -> None:
+    for one in run(half, "model", 8, **GREEDY, max_new_tokens=K + 2, most=3).steady():
+        assert min(one.report.num_drafted) < K
+        assert one.num_launches <= MOST_NEAR_THE_END, one.launches
+        assert one.waits == ["event"]
+        assert one.num_uploads == 0
+
+
+@pytest.mark.parametrize("mode", ["greedy", pytest.param("top_p", marks=pytest.mark.slow)])
+def test_a_drafted_token_takes_three_operators(half: Any, mode: str) -> None:
+    longer, shorter = (
+        max(one.num_launches for one in run(half, "model", 1, num, most=3, **MODES[mode]).steady()) for num in (K, 2)
+    )
+    assert longer - shorter <= 3 * (K - 2)
+
+
+def test_rows_that_have_ended_and_stay_cost_no_upload_in_later_rounds(half: Any) -> None:
+    rounds, target, draft = half
+    rounds.clear()
+    rounds.most = None
+    prompts = on_gpu(ragged_prompts(3, seed=2, min_len=6, max_len=16))
+    output = target.generate(
+        **prompts,
+        assistant_model=draft,
+        num_assistant_tokens=3,
+        num_assistant_tokens_schedule="constant",
+        max_new_tokens=24,
+        eos_token_id=list(range(10, 20)),
+        verifier_backend="torch",
+        return_dict_in_generate=True,  # then rows stay
+        speculation_callback=rounds.end,
+    )
+    ended = (output.sequences == 0).any(dim=1)
+    assert ended.any()
+    for one, before in zip(rounds[2:], rounds[1:], strict=False):
+        assert one.waits == ["event"]
+        if one.report.row_ids == before.report.row_ids:
+            assert one.num_uploads <= 1  # when a row ends
+
+
+def test_flash_serves_what_has_no_mask_and_memory_efficient_attention_the_rest(half: Any) -> None:
+    found = []
+    for batch_size in (1, 8):
+        calls = [call for one in run(half, "model", batch_size, most=2) for call in one.attention]
+        found.append({(call.backend, call.has_mask) for call in calls})
+    assert found == [{("flash", False), ("efficient", True)}, {("efficient", True)}]
+
+
+def test_plain_decoding_in_half_precision_builds_plans_that_ours_does_not(half: Any) -> None:
+    """The control: where torch chooses, each new length of the text is a plan."""
+    rounds, target, _ = half
+    rounds.gpu.log.plans.clear()
+    target.generate(**on_gpu(ragged_prompts(1, seed=2)), max_new_tokens=6)
+    assert len(rounds.gpu.log.plans) >= 6
+
+
+@pytest.mark.parametrize("prompt_lens", [(24, 24), (31, 31), (37, 37)])
+def test_strides_of_the_buffers_do_not_follow_the_prompt(half: Any, prompt_lens: tuple[int, int]) -> None:
+    rounds, target, draft = half
+    rounds.gpu.log.clear()
+    prompts = on_gpu(ragged_prompts(1, seed=2, min_len=prompt_lens[0], max_len=prompt_lens[1]))
+    target.generate(**prompts, assistant_model=draft, num_assistant_tokens=2, max_new_tokens=4)
+    keys = {call.plan[1][1] for call in rounds.gpu.log.attention if call.query_len < 24}
+    assert keys == {(1024, 512, 8, 1)}  # 2 heads, 64 columns, 8 wide
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("llama", {"speculation_cache": "dynamic"}),
+        ("llama", {"return_dict_in_generate": True}),  # rows that have ended stay
+        pytest.param("gemma2", {}, marks=pytest.mark.slow),
+        ("mistral_window", {"speculation_cache": "dynamic"}),
+    ],
+)
+def test_texts_on_the_device_are_those_of_plain_generate(kind: str, options: dict[str, Any]) -> None:
+    """In float32, where both attend alike: positions, masks and places come from lengths on the device."""
+    target, draft = models(torch.float32, kind)
+    prompts = ragged_prompts(4, seed=3, max_len=20)
+    ends = {"max_new_tokens": 20, "eos_token_id": [17, 3, 40, 9]}
+    options = {**options, "verifier_backend": "torch"}  # Triton's interpreter is slow
+    with counted(target, draft):
+        plain = target.generate(**on_gpu(prompts), **ends).cpu()
+        ours = target.generate(**on_gpu(prompts), **ends, **options, assistant_model=draft, num_assistant_tokens=3)
+        ids = ours if isinstance(ours, torch.Tensor) else ours.sequences
+        assert torch.equal(ids.cpu(), plain)

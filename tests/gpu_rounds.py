@@ -1,0 +1,79 @@
+"""Counts what each round of a call launches on the fake GPU, uploads to it and waits for."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import NamedTuple
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_speculate.types import RoundReport
+from tests.fake_attention import AttentionCall
+from tests.fake_cuda import FakeCuda
+
+
+class RoundCount(NamedTuple):
+    """One round, the two models' forwards apart."""
+
+    num_launches: int
+    launches: dict[str, int]  # by operator
+    waits: list[str]
+    num_uploads: int
+    attention: list[AttentionCall]  # in the forwards
+    num_plans: int  # that cuDNN has built so far
+    report: RoundReport
+
+
+class Enough(Exception):
+    """Ends a call after the rounds that are to be counted."""
+
+
+class Rounds(list[RoundCount]):
+    """The rounds of a call, as `speculation_callback=rounds.end`.
+
+    Attributes:
+        gpu: whose log is read.
+        most: rounds after which the call is ended with `Enough`; None for all rounds.
+    """
+
+    def __init__(self, gpu: FakeCuda):
+        super().__init__()
+        self.gpu = gpu
+        self.most: int | None = None
+
+    def end(self, report: RoundReport) -> None:
+        """Take down what was logged since the last round."""
+        log = self.gpu.log
+        own = dict(log.launches.get("", {}))
+        waits = log.waits.get("", [])
+        self.append(
+            RoundCount(sum(own.values()), own, waits, len(log.uploads), log.attention[:], len(log.plans), report)
+        )
+        log.clear()
+        if len(self) == self.most:
+            raise Enough
+
+    def steady(self) -> list[RoundCount]:
+        """Rounds with a draft before which no row has left the batch; the first one, which reads the prompt, is not."""
+        return [
+            now
+            for before, now in pairwise(self)
+            if before.report.row_ids == now.report.row_ids and any(now.report.num_drafted)
+        ]
+
+
+@contextmanager
+def counted(target: PreTrainedModel, draft: PreTrainedModel | None) -> Iterator[Rounds]:
+    """The fake GPU with both models on it, whose forwards are booked apart."""
+    with FakeCuda() as gpu:
+        for model, stage in ((target, "target"), (draft, "draft")):
+            if model is not None:
+                model.to("cuda:0")
+                gpu.watch(model, stage)
+        yield Rounds(gpu)
+
+
+def on_gpu(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The inputs, uploaded."""
+    return {name: value.to("cuda:0") for name, value in inputs.items()}
