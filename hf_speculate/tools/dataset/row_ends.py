@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from transformers import EosTokenCriteria, MaxTimeCriteria, StoppingCriteria, StoppingCriteriaList, StopStringCriteria
 
+from hf_speculate.cache.token_buffer import TokenBuffer
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria, as_flags
-from hf_speculate.token_buffer import TokenBuffer
 
 
 class RowEnds:
