@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_speculate import DrafterSetup, DraftRequest
+from hf_speculate.cache.token_buffer import TokenBuffer
 from hf_speculate.draft.suffix import SuffixRows, SuffixSettings, point_masses
-from hf_speculate.token_buffer import TokenBuffer
 from hf_speculate.triton_kernels import Draws
 from hf_speculate.types import DraftOut, Kept, SampleStrategy
 from smollm2_head.head import DraftHead, Heads

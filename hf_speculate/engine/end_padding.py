@@ -9,7 +9,9 @@ from hf_speculate.cache.base import KVCache
 from hf_speculate.engine.batch import Batch
 from hf_speculate.engine.distributed import SyncedRanks
 from hf_speculate.models.language_model import LanguageModel
+from hf_speculate.transfers import upload
 
+_NEVER = 1 << 30  # a column that no query has
 MAX_PADDING_QUERY = 64  # tokens per row in a forward that reads padding alone, as many as folded attention takes
 
 
@@ -32,6 +34,8 @@ class EndPadding:
         self._ranks = ranks
         self._num_fed: list[int] = []  # [B] tokens that the cache holds after all but the last token of each row
         self._was_finished: list[bool] = []  # [B] at the last query
+        self._starts: list[int] = []  # [B] column of the query from which a row reads padding
+        self._device_starts: Tensor  # the same on the query's device
 
     def fill(self, batch: Batch, query: Tensor) -> Tensor:
         """The query of a forward, with the padding of finished rows in place of their drafts: [B, Q] int64.
@@ -46,9 +50,11 @@ class EndPadding:
         self._num_fed = self._num_fed or [0] * batch.num_rows
         self._was_finished = list(batch.is_finished)
         rows = zip(batch.is_finished, self._num_fed, strict=True)
-        starts = [int(num_fed == 0) if is_finished else query.shape[1] for is_finished, num_fed in rows]
+        starts = [int(num_fed == 0) if is_finished else _NEVER for is_finished, num_fed in rows]
+        if starts != self._starts:
+            self._starts, self._device_starts = starts, upload(starts, query.device)[:, None]  # [B, 1]
         columns = torch.arange(query.shape[1], device=query.device)
-        is_padding = columns >= torch.tensor(starts, device=query.device)[:, None]  # [B, Q]
+        is_padding = columns >= self._device_starts  # [B, Q]
         return query.masked_fill(is_padding, self._pad_token_id)
 
     def num_dropped(self, batch: Batch, num_emitted: Sequence[int], num_query: int) -> list[int]:
