@@ -78,7 +78,7 @@ class OutputRecorder:
             if self.recorded.hidden_states and scored.hidden_states is not None:
                 self.hidden_states.append(tuple(layer[:, position : position + 1] for layer in scored.hidden_states))
             if self.recorded.attentions and scored.attentions is not None:
-                layers = zip(scored.attentions, windows, strict=True)
+                layers = zip(scored.attentions, windows if scored.attentions else [], strict=True)  # SDPA returns none
                 self.attentions.append(
                     tuple(_attention_row(layer, position, num_query, window) for layer, window in layers)
                 )

@@ -319,6 +319,13 @@ def test_hidden_states_and_attentions_are_those_of_plain(kind):
                 assert torch.allclose(layer, other_layer, atol=SCORE_TOLERANCE)
 
 
+def test_an_attention_that_gives_no_weights_returns_none_as_in_plain():
+    target = hf_speculate.enable(make_model("llama"))
+    options = {"max_new_tokens": 6, "return_dict_in_generate": True, "output_attentions": True}
+    plain, ours = plain_and_ours(target, noisy_copy(target), ragged_prompts(1, seed=20), **options)
+    assert plain.attentions == ours.attentions
+
+
 class Streamed:
     """A streamer that keeps what it is given."""
 
