@@ -357,7 +357,10 @@ def test_once_without_enabling():
     [
         ({"num_beams": 2}, "the generation mode must be greedy or sampling with verifier='coupled', got beam_sample"),
         ({"use_cache": False}, "use_cache must be True with verifier='coupled', got False; set verifier='rejection'"),
-        ({"cache_implementation": "offloaded_static"}, "a DynamicCache on one .* verifier='coupled', got StaticCache"),
+        (
+            {"cache_implementation": "offloaded_static"},
+            "StaticCache on one .* verifier='coupled', got an offloaded StaticCache",
+        ),
         ({"cache_implementation": "paged"}, "cache_implementation must be left out with verifier='coupled', got 'pag"),
         ({"use_mtp": True}, "use_mtp must be left out with verifier='coupled', got one; set verifier='rejection'"),
         ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions must be left out for more"),
