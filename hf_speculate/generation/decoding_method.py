@@ -33,7 +33,7 @@ from hf_speculate.generation.validate_call import (
     check_synced,
     checked_mask,
 )
-from hf_speculate.generation.validate_models import check_attention, check_rope
+from hf_speculate.generation.validate_models import check_attention, check_decoder_prompt, check_rope
 from hf_speculate.models.attention_switch import folded_attention_for
 from hf_speculate.models.language_model import text_prefix
 from hf_speculate.stats import SpeculationStats
@@ -161,6 +161,7 @@ class SpeculativeDecoding:
         check_prepared(input_ids, generation_config, model_kwargs, has_encoder, self.streamer, self.source)
         mask = model_kwargs.get("decoder_attention_mask" if has_encoder else "attention_mask")
         if has_encoder:
+            check_decoder_prompt(model, mask, self.source)
             self.passed_mask_len = None if mask is None else mask.shape[-1]
         cache, static_cache = model_kwargs["past_key_values"], None
         text_config = model.config.get_text_config(decoder=True)

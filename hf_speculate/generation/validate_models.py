@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
 from transformers import AttentionMaskInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -132,6 +133,25 @@ def check_attention(target: PreTrainedModel, name: str, reason: DraftSource) -> 
         f"transformers.masking_utils.sdpa_mask), or with another function that makes the masks it reads, or "
         f"{reason.hint}"
     )
+
+
+def check_decoder_prompt(target: PreTrainedModel, attention_mask: Tensor | None, source: DraftSource) -> None:
+    """Check that a decoder prompt has no masked tokens, if the target needs that.
+
+    Args:
+        target: an encoder-decoder.
+        attention_mask: [B, P] of any dtype, over the decoder's prompt, or None.
+        source: what drafts, in the words of error messages.
+
+    Raises:
+        UnsupportedModelError: a token is masked.
+    """
+    quirk = limit_reason(target, Limit.NO_PADDED_DECODER_PROMPT)
+    if quirk and attention_mask is not None and not bool((attention_mask != 0).all()):
+        raise UnsupportedModelError(
+            f"decoder_attention_mask must be all ones for {type(target).__name__}, because {quirk}, got masked tokens; "
+            f"pass decoder prompts of one length, or {source.hint}"
+        )
 
 
 def check_assistant(assistant: object) -> None:

@@ -21,6 +21,7 @@ class Limit(Enum):
     MASK_PER_ROW = "models.cache_selection: rows that are alike get a mask each"
     LOGITS_BY_COUNT = "models.language_model: logits_to_keep is a count, never a tensor of places"
     DISTANCES_ONLY = "models.language_model: rows may be shifted, though the model takes no position_ids"
+    NO_PADDED_DECODER_PROMPT = "generation.validate_models refuses masked tokens in a decoder prompt"
     PADS_TAKE_NO_PLACE = "engine.draft_session: drafted tokens behind a padding token do not count"
 
 
@@ -47,6 +48,8 @@ QUIRKS = (
     Quirk("imagegpt", Limit.ONLY_DYNAMIC, "its forward reads the attention mask as [B, T]"),
     Quirk("mllama", Limit.ONLY_DYNAMIC, "its cache holds the states of pictures too"),
     Quirk("mllama_text_model", Limit.ONLY_DYNAMIC, "its cache holds the states of pictures too"),
+    Quirk("led", Limit.NO_PADDED_DECODER_PROMPT, "its plain decoding reads single tokens without a mask"),
+    Quirk("nllb-moe", Limit.NO_PADDED_DECODER_PROMPT, "tokens that it reads together go to other experts"),
     Quirk("xglm", Limit.MASK_PER_ROW, "its attention wants a mask of shape [B, 1, Q, T]"),
     Quirk("bloom", Limit.DISTANCES_ONLY, "its attention adds biases by distance"),
     Quirk("mpt", Limit.DISTANCES_ONLY, "its attention adds biases by distance"),
@@ -60,16 +63,15 @@ QUIRKS = (
     ),
 )
 
-# Not among them is nllb-moe: where a decoder's prompts are padded, tokens read together get other experts.
 _SINCE_OLDEST = """
 apertus arcee bart bigbird_pegasus biogpt blenderbot blenderbot-small bloom codegen cohere cohere2 ctrl deepseek_v3
 ernie4_5 exaone4 exaone4_5 falcon fuyu gemma gemma2 gemma3_text gemma3n_text gemma4_text glm glm4 gpt2 gpt_bigcode
 gpt_neo gpt_neox gpt_oss gptj granite granitemoe helium hunyuan_v1_dense idefics3 imagegpt jetmoe led llama
 llama4_text llava llava_next longt5 m2m_100 marian mbart ministral mistral mixtral mllama mllama_text_model mpt mt5
-mvp nemotron olmo olmo2 olmo3 olmoe opt pegasus pegasus_x persimmon phi phi3 phi4_multimodal phimoe plbart qwen2
-qwen2_5_vl qwen2_5_vl_text qwen2_audio qwen2_moe qwen2_vl qwen2_vl_text qwen3 qwen3_moe seed_oss smollm3 stablelm
-starcoder2 switch_transformers t5 t5_gemma_module t5gemma t5gemma2 t5gemma2_decoder trocr umt5 vibevoice_asr whisper
-xglm
+mvp nemotron nllb-moe olmo olmo2 olmo3 olmoe opt pegasus pegasus_x persimmon phi phi3 phi4_multimodal phimoe plbart
+qwen2 qwen2_5_vl qwen2_5_vl_text qwen2_audio qwen2_moe qwen2_vl qwen2_vl_text qwen3 qwen3_moe seed_oss smollm3
+stablelm starcoder2 switch_transformers t5 t5_gemma_module t5gemma t5gemma2 t5gemma2_decoder trocr umt5 vibevoice_asr
+whisper xglm
 """
 # The oldest version of transformers with which tests have shown a type; the newest is that of `compat`.
 SHOWN = dict.fromkeys(_SINCE_OLDEST.split(), "5.17.0") | {"hyperclovax": "5.23.0", "hyperclovax_vision_v2": "5.23.0"}

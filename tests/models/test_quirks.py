@@ -30,7 +30,6 @@ REFUSED = {
     "qwen2_5_omni_talker": "Qwen2_5OmniTalkerForConditionalGeneration",
 }
 OWN_LOOPS = ("CsmForConditionalGeneration", "HiggsAudioV2ForConditionalGeneration")
-PARTLY_SHOWN = {"nllb-moe"}  # compared at its first calls, for some kinds of call differ
 QUIRKY = ("ctrl", "imagegpt", "m2m_100", "trocr", "xglm")  # one of each limit at least, and a mask of its own
 
 
@@ -68,7 +67,7 @@ def test_every_type_in_the_table_is_shown_by_a_test():
     types = {name for model in models for name in model_types(model)}
     types |= {make_config(kind).model_type for kind in KINDS + MORE_KINDS} | set(FAMILIES)
     since = {name for name, version in SHOWN.items() if version == "5.17.0" or "hyperclovax" in COLUMN_COUNTERS}
-    assert types - PARTLY_SHOWN == since
+    assert types == since
 
 
 @pytest.mark.parametrize(
@@ -77,7 +76,7 @@ def test_every_type_in_the_table_is_shown_by_a_test():
 def test_a_family_decodes_as_plain(model_type):
     target = make_family(model_type)
     stats = assert_decodes_as_plain(target, ragged_prompts(3, seed=3))
-    assert ("self-test" in stats.plan) == (model_type in PARTLY_SHOWN)
+    assert "self-test" not in stats.plan
 
 
 def test_rows_without_padding_get_a_mask_each():
@@ -114,12 +113,15 @@ def test_a_padded_prompt_of_a_decoder_counts_columns_where_plain_does():
     assert_decodes_as_plain(make_family("t5gemma"), ragged_prompts(3, seed=1) | decoder)
 
 
-def test_padded_prompts_that_change_the_experts_are_refused():
+@pytest.mark.parametrize("model_type", ["led", "nllb-moe"])
+def test_padded_decoder_prompts_that_plain_reads_otherwise_are_refused(model_type):
     prompts = ragged_prompts(3, seed=2, min_len=3, max_len=6)
     decoder = {f"decoder_{name}": value for name, value in prompts.items()}
     inputs = ragged_prompts(3, seed=1) | decoder
-    with pytest.raises(UnsupportedModelError, match=r"NllbMoeForCond.* got a difference of .* padding and 3 rows"):
-        hf_speculate.generate(make_family("nllb-moe"), **inputs, prompt_lookup_num_tokens=3, max_new_tokens=NUM_NEW)
+    with pytest.raises(
+        UnsupportedModelError, match=r"decoder_attention_mask must be all ones for .*ForCond.* got masked tokens"
+    ):
+        hf_speculate.generate(make_family(model_type), **inputs, prompt_lookup_num_tokens=3, max_new_tokens=NUM_NEW)
 
 
 def test_a_reader_of_pictures_decodes_text_alone():
