@@ -131,6 +131,8 @@ def _longer(inputs: dict[str, Any], sequences: Tensor) -> dict[str, Any]:
 
 def _live_lens(case: Case, sequences: Tensor, num_prompt: int, eos: list[int]) -> list[int]:
     """How many tokens of each row were chosen, the one that ended it among them."""
+    own_eos = target_of(case.family)[0].generation_config.eos_token_id  # Whisper's
+    eos = eos or ([] if own_eos is None else [own_eos])
     places = range(num_prompt, sequences.shape[1])
     is_end = torch.isin(sequences[:, num_prompt:], torch.tensor(eos))
     if eos and case.own_criterion:
