@@ -76,7 +76,7 @@ class OutputRecorder:
         windows = self._windows() if self._windows is not None and self.recorded.attentions else []
         for position in range(num_tokens):
             if self.recorded.hidden_states and scored.hidden_states is not None:
-                self.hidden_states.append(tuple(layer[:, position : position + 1] for layer in scored.hidden_states))
+                self.hidden_states.append(tuple(layer.narrow(-2, position, 1) for layer in scored.hidden_states))
             if self.recorded.attentions and scored.attentions is not None:
                 layers = zip(scored.attentions, windows if scored.attentions else [], strict=True)  # SDPA returns none
                 self.attentions.append(

@@ -294,7 +294,7 @@ def test_scores_and_logits_are_those_of_plain(batch_size, with_eos):
     assert transition.shape == (batch_size, len(ours.scores))
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral_window", "gemma2"])
+@pytest.mark.parametrize("kind", ["llama", "mistral_window", "gemma2", "gemma3n"])
 def test_hidden_states_and_attentions_are_those_of_plain(kind):
     target = hf_speculate.enable(make_model(kind, attn_implementation="eager"))
     draft = noisy_copy(target, 0.02, seed=1)
