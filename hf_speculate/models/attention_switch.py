@@ -1,9 +1,5 @@
 """Puts the folded attention into models' configs for the length of a call."""
 
-import functools
-import inspect
-import re
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,9 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_speculate.compat import attention_name, set_attention_name
 from hf_speculate.models.attention_backends import is_chosen
 from hf_speculate.models.folded_attention import FOLDED, STANDS_FOR, register_folded_attention
-
-# Code that compares the name does something else under ours: it may take another mask, or none.
-_COMPARES_NAME = re.compile(rf"_attn_implementation\W+(?:\w+\W+){{0,4}}{STANDS_FOR}\b")
+from hf_speculate.models.quirks import may_compare_attention
 
 _LOCK = threading.Lock()
 _HOLDERS: dict[int, set[object]] = {}  # by the id of a config: the calls for whose sake it holds our name
@@ -70,7 +64,7 @@ def _release(config: PreTrainedConfig, call: object) -> None:
 
 
 def _configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """The configs in which the model's attention layers look up their implementation; none if it is compared.
+    """The configs in which the model's attention layers look up their implementation; none if it may be compared.
 
     On a CUDA device these are all layers, elsewhere the grouped ones. A copy made while another call was running
     carries our name; it counts as "sdpa" too.
@@ -88,20 +82,9 @@ def _configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
         return []
     owners = [module for module in modules if isinstance(module, PreTrainedModel)]
     classes = {type(module) for module in (*layers, *owners)}
-    files = {base.__module__ for one in classes for base in one.__mro__} - {"builtins", nn.Module.__module__}
-    return [] if any(_compares_name(file) for file in files) else served
+    return [] if any(may_compare_attention(one) for one in classes) else served
 
 
 def _num_groups(module: nn.Module) -> int:
     groups = vars(module).get("num_key_value_groups", 1)  # a miss in getattr() costs more than the rest of the search
     return groups if isinstance(groups, int) else 1
-
-
-@functools.cache
-def _compares_name(module_name: str) -> bool:
-    """Whether a file compares the name of the implementation; True where it cannot be read."""
-    try:
-        source = inspect.getsource(sys.modules[module_name])
-    except (KeyError, OSError, TypeError):
-        return module_name != "__main__"  # a notebook: its classes stand on those of readable files
-    return _COMPARES_NAME.search(source) is not None

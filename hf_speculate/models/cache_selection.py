@@ -17,7 +17,7 @@ from hf_speculate.cache.layers import holding, text_cache, window_of
 from hf_speculate.cache.preallocated import LayerKinds, PreallocatedKVCache
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.models.folded_attention import FOLDED, STANDS_FOR
-from hf_speculate.models.quirks import Limit, limit_reason
+from hf_speculate.models.quirks import Limit, limit_reason, takes_mask_by_kind
 
 _ATTENTIONS = ("eager", STANDS_FOR, FOLDED)  # the last while another call of the same model runs
 _MASK_NAMES = ("full_attention", "sliding_attention")
@@ -146,7 +146,7 @@ class CacheRequest:
             "its layers attend in other ways than fully or by window": not names <= set(_MASK_NAMES),
             "its layers cut their windows by columns": "local" in (getattr(config, "attention_layers", None) or ()),
             "its layers have several windows": len(windows) > len(names),
-            "it takes one mask for layers of two kinds": len(windows) > 1 and not _takes_mask_by_kind(module),
+            "it takes one mask for layers of two kinds": len(windows) > 1 and not takes_mask_by_kind(model),
             "its cache has layers of another kind": not cache.layers
             or any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in holding(cache.layers)),
             "its cache was made without its config, and knows no windows": windows
@@ -174,11 +174,6 @@ def layer_kinds(model: PreTrainedModel, cache: Cache) -> LayerKinds:
 def _windows(cache: Cache) -> set[int | None]:
     """What the layers of a cache attend to; None among them: everything."""
     return {window_of(layer) for layer in holding(cache.layers)}
-
-
-def _takes_mask_by_kind(module: object) -> bool:
-    """Whether the models of a transformers module take a dict with a mask for each kind of layer."""
-    return "causal_mask_mapping := attention_mask" in inspect.getsource(module)  # type: ignore[arg-type]
 
 
 def has_holes(attention_mask: Tensor | None) -> bool:

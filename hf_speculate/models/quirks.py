@@ -7,9 +7,12 @@ first speculative call, see `hf_speculate.generation.self_test`.
 from enum import Enum
 from typing import NamedTuple
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from hf_speculate.compat import is_tested_since
+
+_KNOWN_ROOTS = ("transformers", "torch", "hf_speculate")  # of modules whose classes are known
 
 
 class Limit(Enum):
@@ -75,6 +78,113 @@ whisper xglm
 """
 # The oldest version of transformers with which tests have shown a type; the newest is that of `compat`.
 SHOWN = dict.fromkeys(_SINCE_OLDEST.split(), "5.17.0") | {"hyperclovax": "5.23.0", "hyperclovax_vision_v2": "5.23.0"}
+
+
+# The packages of `transformers.models` whose models take one mask for each kind of layer, by name, as `attention_mask`.
+_MASK_BY_KIND = frozenset(
+    [
+        "afmoe",
+        "axk2",
+        "bailing_hybrid",
+        "bamba",
+        "beam",
+        "cohere2",
+        "cohere2_moe",
+        "cohere_compass",
+        "cwm",
+        "deepseek_v32",
+        "diffusion_gemma",
+        "dots1",
+        "exaone4",
+        "exaone_moe",
+        "falcon_h1",
+        "flint",
+        "gemma2",
+        "gemma3",
+        "gemma3n",
+        "gemma4",
+        "gemma4_unified",
+        "glm5_next",
+        "glm_moe_dsa",
+        "gpt_oss",
+        "granite_swa",
+        "granitemoe_swa",
+        "granitemoehybrid",
+        "hy_v4",
+        "inkling",
+        "inkling2",
+        "jamba",
+        "kimi_linear",
+        "kolibri1",
+        "laguna",
+        "lfm2",
+        "lfm2_moe",
+        "lfm3",
+        "llama4",
+        "mellum",
+        "mimo_v2_flash",
+        "minimax",
+        "ministral",
+        "modernbert_decoder",
+        "muse_glimmer",
+        "muse_spark",
+        "nemotron_h",
+        "olmo3",
+        "olmo_hybrid",
+        "qwen2",
+        "qwen2_5_omni",
+        "qwen2_5_vl",
+        "qwen2_moe",
+        "qwen2_vl",
+        "qwen3",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "qwen3_next",
+        "qwen3_omni_moe",
+        "qwen4_exp",
+        "smollm3",
+        "step3p7",
+        "unlimited_ocr",
+        "vaultgemma",
+        "zamba",
+        "zamba2",
+        "zaya",
+    ]
+)
+# Those that compare the name of the attention implementation with "sdpa", and take another mask or path if it differs.
+_COMPARES_ATTENTION = frozenset(
+    [
+        "axk2",
+        "deepseek_v32",
+        "dots3_note",
+        "falcon",
+        "gemma4",
+        "gemma4_unified",
+        "glm5_next",
+        "glm_moe_dsa",
+        "hy_v4",
+        "minimax_m3_vl",
+        "mistral_large4",
+    ]
+)
+
+
+def takes_mask_by_kind(model: PreTrainedModel) -> bool:
+    """Whether the model takes a dict with a mask for each kind of layer; False for classes outside transformers."""
+    return _package_of(type(model.base_model)) in _MASK_BY_KIND
+
+
+def may_compare_attention(module_class: type[nn.Module]) -> bool:
+    """Whether code of a class may compare the name of the attention implementation; True outside transformers."""
+    bases = [base for base in module_class.__mro__ if issubclass(base, nn.Module)]
+    is_foreign = any(base.__module__.partition(".")[0] not in _KNOWN_ROOTS for base in bases)
+    return is_foreign or not _COMPARES_ATTENTION.isdisjoint(_package_of(base) for base in bases)
+
+
+def _package_of(module_class: type) -> str:
+    """The package of `transformers.models` in which a class is defined; empty if it is defined elsewhere."""
+    parts = module_class.__module__.split(".")
+    return parts[2] if parts[:2] == ["transformers", "models"] and len(parts) > 2 else ""
 
 
 def limit_reason(model: PreTrainedModel, limit: Limit) -> str:

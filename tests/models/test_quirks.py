@@ -1,5 +1,8 @@
 """The table of model types: every type in it is shown by tests, and what a type cannot do is heeded or refused."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 import transformers
@@ -7,7 +10,8 @@ import transformers
 import hf_speculate
 from hf_speculate import compat
 from hf_speculate.errors import UnsupportedModelError
-from hf_speculate.models.quirks import QUIRKS, SHOWN, Limit, is_shown, model_types
+from hf_speculate.models import quirks
+from hf_speculate.models.quirks import QUIRKS, SHOWN, Limit, is_shown, may_compare_attention, model_types
 from tests.cases import assert_equal_ids
 from tests.tiny import KINDS, MORE_KINDS, make_config, make_model, noisy_copy, ragged_prompts
 from tests.tiny_encoders import make_bart, make_llava, make_qwen2_vl, make_t5, make_whisper
@@ -162,3 +166,32 @@ def test_a_version_of_transformers_that_was_not_tested_has_shown_nothing(version
     model = make_model("llama")
     monkeypatch.setattr(compat.transformers, "__version__", version)
     assert not is_shown(model)
+
+
+def packages_with(pattern):
+    """The packages of `transformers.models` with code that matches."""
+    root = Path(transformers.__file__).parent / "models"
+    found = {path.parent.name for path in root.glob("*/modeling_*.py") if re.search(pattern, path.read_text("utf-8"))}
+    return found, {path.name for path in root.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("table", "pattern", "later"),
+    [
+        (quirks._MASK_BY_KIND, "causal_mask_mapping := attention_mask", set()),
+        (
+            quirks._COMPARES_ATTENTION,
+            r"_attn_implementation\W+(?:\w+\W+){0,4}sdpa\b",
+            {"gemma4", "gemma4_unified"},  # not yet in the oldest version
+        ),
+    ],
+    ids=["masks by kind", "compares the attention"],
+)
+def test_a_table_names_the_packages_of_this_version(table, pattern, later):
+    found, installed = packages_with(pattern)
+    assert found | (later & installed) == table & installed
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("llama", False), ("gemma2", False), ("gemma4", True)])
+def test_code_that_compares_the_attention_is_known_by_its_package(kind, expected):
+    assert any(may_compare_attention(type(module)) for module in make_model(kind).modules()) == expected
