@@ -163,7 +163,8 @@ class DraftSession:
         """
         no_live = all(batch.is_finished)
         rows = zip(batch.tokens.lens, self._num_seen, batch.is_finished, strict=True)
-        return max(length - seen for length, seen, is_finished in rows if no_live or not is_finished)
+        num_unseen = max(length - seen for length, seen, is_finished in rows if no_live or not is_finished)
+        return max(num_unseen, 1)  # a finished row without a draft gains nothing to read
 
     def _before_placeless(self, batch: Batch, draft: DraftOut) -> DraftOut:
         """The draft, of which tokens after the first `placeless_id` do not count."""
