@@ -33,7 +33,12 @@ from hf_speculate.generation.validate_call import (
     check_synced,
     checked_mask,
 )
-from hf_speculate.generation.validate_models import check_attention, check_decoder_prompt, check_rope
+from hf_speculate.generation.validate_models import (
+    check_attention,
+    check_decoder_prompt,
+    check_returned_attentions,
+    check_rope,
+)
 from hf_speculate.models.attention_switch import folded_attention_for
 from hf_speculate.models.language_model import text_prefix
 from hf_speculate.stats import SpeculationStats
@@ -158,6 +163,8 @@ class SpeculativeDecoding:
         """What is decoded, once nothing speaks against it."""
         has_encoder = bool(model.config.is_encoder_decoder)
         check_attention(model, _attention(model), self.source)
+        if generation_config.output_attentions:
+            check_returned_attentions(model, _attention(model), self.source)
         check_prepared(input_ids, generation_config, model_kwargs, has_encoder, self.streamer, self.source)
         mask = model_kwargs.get("decoder_attention_mask" if has_encoder else "attention_mask")
         if has_encoder:

@@ -135,6 +135,25 @@ def check_attention(target: PreTrainedModel, name: str, reason: DraftSource) -> 
     )
 
 
+def check_returned_attentions(target: PreTrainedModel, name: str, source: DraftSource) -> None:
+    """Check that the target can return attention weights.
+
+    Args:
+        target: scores the drafts.
+        name: of the target's attention implementation.
+        source: what drafts, in the words of error messages.
+
+    Raises:
+        UnsupportedModelError: it can with eager attention only.
+    """
+    quirk = limit_reason(target, Limit.NO_ATTENTIONS_FROM_SDPA)
+    if quirk and name != "eager":
+        raise UnsupportedModelError(
+            f"output_attentions of {type(target).__name__} must come with eager attention, because {quirk}, got "
+            f"{name!r}; load the model with attn_implementation='eager', or {source.hint}"
+        )
+
+
 def check_decoder_prompt(target: PreTrainedModel, attention_mask: Tensor | None, source: DraftSource) -> None:
     """Check that a decoder prompt has no masked tokens, if the target needs that.
 

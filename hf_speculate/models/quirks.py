@@ -24,6 +24,7 @@ class Limit(Enum):
     MASK_PER_ROW = "models.cache_selection: rows that are alike get a mask each"
     LOGITS_BY_COUNT = "models.language_model: logits_to_keep is a count, never a tensor of places"
     DISTANCES_ONLY = "models.language_model: rows may be shifted, though the model takes no position_ids"
+    NO_ATTENTIONS_FROM_SDPA = "generation.validate_models refuses output_attentions unless the attention is eager"
     NO_PADDED_DECODER_PROMPT = "generation.validate_models refuses masked tokens in a decoder prompt"
     PADS_TAKE_NO_PLACE = "engine.draft_session: drafted tokens behind a padding token do not count"
 
@@ -51,6 +52,7 @@ QUIRKS = (
     Quirk("imagegpt", Limit.ONLY_DYNAMIC, "its forward reads the attention mask as [B, T]"),
     Quirk("mllama", Limit.ONLY_DYNAMIC, "its cache holds the states of pictures too"),
     Quirk("mllama_text_model", Limit.ONLY_DYNAMIC, "its cache holds the states of pictures too"),
+    Quirk("falcon", Limit.NO_ATTENTIONS_FROM_SDPA, "its plain prompt then sees later tokens"),
     Quirk("led", Limit.NO_PADDED_DECODER_PROMPT, "its plain decoding reads single tokens without a mask"),
     Quirk("nllb-moe", Limit.NO_PADDED_DECODER_PROMPT, "tokens that it reads together go to other experts"),
     Quirk("xglm", Limit.MASK_PER_ROW, "its attention wants a mask of shape [B, 1, Q, T]"),

@@ -17,7 +17,9 @@ class ProposesNothing(DrafterDefaults):
     def draft(self, request):
         self.queries.append(request.query_token_ids)
         num_rows = len(request.query_token_ids)
-        return DraftOut(torch.zeros(num_rows, 0, dtype=torch.int64), torch.zeros(num_rows, dtype=torch.int32), None, None)
+        return DraftOut(
+            torch.zeros(num_rows, 0, dtype=torch.int64), torch.zeros(num_rows, dtype=torch.int32), None, None
+        )
 
 
 def test_finished_rows_that_go_on_for_other_ranks_feed_their_last_token():

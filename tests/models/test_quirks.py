@@ -133,6 +133,16 @@ def test_a_reader_of_pictures_decodes_text_alone():
     assert_decodes_as_plain(target, ragged_prompts(3, seed=1, vocab_size=60))
 
 
+def test_attentions_of_falcon_need_the_eager_implementation():
+    options = {"max_new_tokens": 8, "return_dict_in_generate": True, "output_attentions": True}
+    inputs = ragged_prompts(1, seed=1)
+    with pytest.raises(UnsupportedModelError, match=r"must come with eager attention, because .* got 'sdpa'; load"):
+        hf_speculate.generate(make_model("falcon"), **inputs, **options, prompt_lookup_num_tokens=3)
+    target = make_model("falcon", attn_implementation="eager")
+    ours = hf_speculate.generate(target, **inputs, **options, assistant_model=noisy_copy(target))
+    assert_equal_ids(target.generate(**inputs, **options).sequences, ours.sequences)
+
+
 @pytest.mark.parametrize("model_type", REFUSED)
 def test_a_type_that_cannot_take_part_is_refused_by_name(model_type):
     model = without_weights(REFUSED[model_type])
