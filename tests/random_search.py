@@ -20,7 +20,7 @@ import transformers
 from torch import Tensor
 from transformers import EncoderDecoderCache
 
-from hf_speculate.errors import SpeculateError
+from hf_speculate.errors import ConfigError, SpeculateError, UnsupportedGenerationError, UnsupportedModelError
 from tests.random_calls import (
     FAMILY_NAMES,
     LARGEST_PROMPT_ID,
@@ -65,7 +65,7 @@ def run_case(case: Case, compares_ended_caches: bool = True) -> Result:
             return _both_fail(ours, inputs, eos, caches[1], error)
         try:
             got = ours.decode(inputs, eos, caches[1])
-        except SpeculateError as error:
+        except (ConfigError, UnsupportedGenerationError, UnsupportedModelError) as error:
             return Result("refused", f"{type(error).__name__}: {error}")
         except Exception as error:  # noqa: BLE001  # one more difference
             return Result("different", f"turn {turn}: {type(error).__name__}: {error}")
