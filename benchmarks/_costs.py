@@ -1,4 +1,4 @@
-"""What a pair's forwards cost, timed directly, and how fast a loop without any work of its own would be.
+"""Costs of a pair's forwards, timed directly, and the speed-up of a loop without any work of its own.
 
 c is a draft's step and v a target's forward of K+1 rows, both over plain decoding's time per token. At T tokens a round
 the speed-up of such a loop is T / (K c + v); the largest over K is the pair's bound.
@@ -10,14 +10,15 @@ from statistics import median
 from typing import Any
 
 import torch
-from _engines import COUNTS, Runner, Way
+from _engines import COUNTS, Runner, ours
 from _harness import alternate
 from _library import as_in_a_call, make_forward
-from _subjects import Inputs, Subject
+from _subjects import Subject
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from hf_speculate.tools.bench.batches import Batch
 from hf_speculate.types import KVState
 
 MAX_K = 10
@@ -58,7 +59,7 @@ class Costs:
         return found[best], best
 
     def report(self, counts: dict[str, float], rows: int) -> dict[str, float]:
-        """What a way's counts say of it: K and tokens a round as realised, c, v, and what they let one expect.
+        """Realised K and tokens a round of a method, c, v, and the speed-up that is expected from them.
 
         Tokens a round are those of a round of the whole batch over its rows, so that rounds in which only the slowest
         rows are left count as they were; c and v are those of the mean number of rows that were left.
@@ -122,7 +123,7 @@ def forward_calls(
 
 def measure_costs(
     subject: Subject,
-    inputs: Inputs,
+    batch: Batch,
     max_new_tokens: int,
     plain_s: float,
     repeats: int = 5,
@@ -132,18 +133,18 @@ def measure_costs(
 
     Args:
         subject: the models.
-        inputs: B prompts.
+        batch: B prompts.
         max_new_tokens: what is decoded after them.
         plain_s: plain decoding's time per token.
         repeats: runs of each forward.
         nums: each K whose forward of K+1 tokens is timed.
     """
-    batch_size, prompt_len = inputs["input_ids"].shape
+    batch_size, prompt_len = batch.input_ids.shape
     length = prompt_len + max_new_tokens // 2
     draft_s: dict[int, float] = {}
     verify_s: dict[int, dict[int, float]] = {}
     for rows in sorted({batch_size, -(-batch_size // 2)}):
-        mask = inputs["attention_mask"][:rows]
+        mask = batch.attention_mask[:rows]
         mask = torch.cat([mask, mask.new_ones(rows, length - prompt_len)], dim=1) if rows > 1 else None
         calls, undo_draft = forward_calls(subject.draft, rows, length, mask, [1], "draft")
         queries = [num + 1 for num in nums]
@@ -161,13 +162,13 @@ def measure_costs(
     return Costs(draft_s, verify_s, plain_s)
 
 
-def tokens_per_round(runner: Runner, inputs: list[Inputs], max_k: int = MAX_K) -> dict[int, float]:
+def tokens_per_round(runner: Runner, batches: list[Batch], max_k: int = MAX_K) -> dict[int, float]:
     """Tokens a row's round gives at each constant K, counted by decoding; nothing is timed."""
     found = {}
     for num in tqdm(range(1, max_k + 1), desc="tokens a round of each K", leave=False, disable=None):
         totals = dict.fromkeys(COUNTS, 0)
-        for batch in inputs:
-            stats = runner.run(Way("ours", num), batch).stats
+        for batch in batches:
+            stats = runner(ours(num), batch).stats
             totals = {name: total + getattr(stats, name) for name, total in totals.items()}
         found[num] = totals["num_emitted"] / totals["num_rounds"]
     return found

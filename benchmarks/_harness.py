@@ -1,12 +1,10 @@
-"""What every benchmark shares: alternating runs, spreads, and results as JSON with what made them."""
+"""Shared by all benchmarks: alternating runs, options, and results as JSON with their environment."""
 
 import argparse
 import json
-import platform
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,12 +13,12 @@ import torch
 import transformers
 from tqdm import tqdm
 
+from hf_speculate.tools.bench.results import environment, spread
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 
-Way = Callable[[], Any]
-
-
+Call = Callable[[], Any]
 # Far larger than any cache.
 COPY_BYTES = 1 << 28
 # The largest block after whose release glibc keeps freed memory at hand, instead of mapping every tensor afresh.
@@ -58,7 +56,7 @@ def queued_s() -> float:
     return sum(int(path.read_text().split()[1]) for path in paths) / 1e9
 
 
-def timed_run(way: Way, prepare: Way | None, patience: int) -> tuple[float, bool]:
+def timed_run(call: Call, prepare: Call | None, patience: int) -> tuple[float, bool]:
     """Seconds of one run, and whether another process held it up; such a run is taken again up to `patience` times."""
     for attempt in range(patience + 1):
         if prepare is not None:
@@ -66,7 +64,7 @@ def timed_run(way: Way, prepare: Way | None, patience: int) -> tuple[float, bool
         wait()
         queued = queued_s()
         begin = time.perf_counter()
-        way()
+        call()
         wait()
         seconds = time.perf_counter() - begin
         held_up = queued_s() - queued > MAX_QUEUED_SHARE * seconds
@@ -77,16 +75,16 @@ def timed_run(way: Way, prepare: Way | None, patience: int) -> tuple[float, bool
 
 
 def alternate_patiently(
-    ways: dict[str, Way], repeats: int, description: str = "", prepare: Way | None = None, patience: int = 10
+    calls: dict[str, Call], repeats: int, description: str = "", prepare: Call | None = None, patience: int = 10
 ) -> tuple[dict[str, list[float]], int]:
     """As `alternate`, but takes a run again when other processes held it up; also how many kept runs they did."""
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
     num_held_up = 0
-    order = list(ways)
+    order = list(calls)
     with tqdm(total=repeats * len(order), desc=description, leave=False, disable=None) as bar:
         for repeat in range(repeats):
             for name in order if repeat % 2 == 0 else reversed(order):
-                taken, held_up = timed_run(ways[name], prepare, patience)
+                taken, held_up = timed_run(calls[name], prepare, patience)
                 seconds[name].append(taken)
                 num_held_up += held_up
                 bar.update()
@@ -94,52 +92,38 @@ def alternate_patiently(
 
 
 def alternate(
-    ways: dict[str, Way], repeats: int, description: str = "", prepare: Way | None = None
+    calls: dict[str, Call], repeats: int, description: str = "", prepare: Call | None = None
 ) -> dict[str, list[float]]:
-    """Seconds of `repeats` runs of each way, taken in turn so that all meet the same machine.
+    """Seconds of `repeats` runs of each call, in turn so that all meet the same load of the machine.
 
     `prepare` runs before every run and is not counted.
     """
-    return alternate_patiently(ways, repeats, description, prepare, patience=0)[0]
+    return alternate_patiently(calls, repeats, description, prepare, patience=0)[0]
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    """Minimum, median and maximum."""
-    return {"min": min(values), "median": median(values), "max": max(values)}
-
-
-def ratios(theirs: list[float], ours: list[float]) -> dict[str, float]:
+def speedups(theirs: list[float], ours: list[float]) -> dict[str, float]:
     """How many times faster `ours` is, run by run."""
     return spread([one / other for one, other in zip(theirs, ours, strict=True)])
 
 
-def circumstances() -> dict[str, Any]:
-    """Versions, device and commit."""
+def provenance() -> dict[str, Any]:
+    """Versions, device, date and commit."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    model = [line.split(":", 1)[1].strip() for line in _cpu_info() if line.startswith("model name")]
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else (model or [platform.machine()])[0]
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "device": device,
-        "threads": torch.get_num_threads(),
-        "commit": commit.stdout.strip() or "unknown",
-        "date": datetime.now(UTC).date().isoformat(),
-    }
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return environment(device) | {"commit": commit.stdout.strip() or "unknown"}
 
 
 def add_common_arguments(parser: argparse.ArgumentParser, repeats: int, limit_s: float) -> None:
-    """What every benchmark of `generate()` can be told."""
+    """Options of every benchmark of `generate()`."""
     has_gpu = torch.cuda.is_available()
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda" if has_gpu else "cpu"))
-    parser.add_argument("--repeats", type=int, default=repeats, help="runs of each way on each input")
+    parser.add_argument("--repeats", type=int, default=repeats, help="runs of each method on each input")
     parser.add_argument("--limit-s", type=float, default=limit_s, help="begin no cell after this")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON and the picture")
 
 
 def add_argument_of_adding(parser: argparse.ArgumentParser) -> None:
-    """For benchmarks whose cells take long enough to be measured by themselves, see `add_to_earlier`."""
+    """For benchmarks whose cells take long enough to be measured one by one; see `add_to_earlier`."""
     parser.add_argument("--add", action="store_true", help="keep the cells of the results that this run leaves alone")
 
 
@@ -195,7 +179,7 @@ def write_results(name: str, args: argparse.Namespace, rows: list[dict[str, Any]
         for key, value in vars(args).items()
         if key != "results"  # where the file lies says nothing of what is in it
     }
-    content = {"circumstances": circumstances(), "arguments": arguments, "rows": rows}
+    content = {"environment": provenance(), "arguments": arguments, "rows": rows}
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return path
 
@@ -206,8 +190,8 @@ def add_to_earlier(
     """The rows with those of the file's cells that this run left alone, which say what had measured them."""
     content = read_results(name, args.results)
     measured = {cell_of(row) for row in rows}
-    source = "{device}; commit {commit}; {date}; runs of each way on each input: {repeats}".format(
-        **content["circumstances"], repeats=content["arguments"]["repeats"]
+    source = "{device}; commit {commit}; {date}; runs of each method on each input: {repeats}".format(
+        **content["environment"], repeats=content["arguments"]["repeats"]
     )
     kept = [row for row in content["rows"] if cell_of(row) not in measured]
     for row in kept:
@@ -231,8 +215,3 @@ def write_between(path: Path, name: str, text: str) -> None:
         raise SystemExit(f"{path} must hold one line {begin.strip()} and, after it, one line {end}; add them first")
     before, rest = content.split(begin)
     path.write_text(before + begin + text.strip() + "\n" + end + rest.split(end)[1], encoding="utf-8")
-
-
-def _cpu_info() -> list[str]:
-    path = Path("/proc/cpuinfo")
-    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []

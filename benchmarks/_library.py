@@ -1,4 +1,4 @@
-"""The library's own forwards, as they run inside a speculative call."""
+"""Forwards of this library as they run inside a speculative call."""
 
 from contextlib import AbstractContextManager
 from typing import Any
@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from hf_speculate.cache.base import KVCache
 from hf_speculate.models.attention_switch import folded_attention_for
-from hf_speculate.models.cache_selection import Home
+from hf_speculate.models.cache_selection import CacheRequest
 from hf_speculate.models.language_model import LanguageModel
 
 DEFAULT_SCHEDULE = "adaptive"  # with `num_assistant_tokens` left out
@@ -21,12 +21,14 @@ def as_in_a_call(model: PreTrainedModel) -> AbstractContextManager[Any]:
 
 
 def make_forward(model: PreTrainedModel, batch_size: int, mask: Tensor | None) -> tuple[LanguageModel, KVCache]:
-    """The library's own forward and an empty cache of the kind that it takes by itself.
+    """This library's forward, and an empty cache of the kind that it selects.
 
     Args:
         model: the target or the draft.
         batch_size: B.
-        mask: [B, T] int64 over the tokens about to be put into the cache; None where nothing is padded.
+        mask: [B, T] int64 over the tokens that the cache will hold; None if nothing is padded.
     """
-    home = Home("auto", model.config.get_text_config(decoder=True)._attn_implementation)
-    return LanguageModel(model, keeps_states=False), home.make(model, None, batch_size, mask, model.device)
+    request = CacheRequest("auto", model.config.get_text_config(decoder=True)._attn_implementation)
+    choice = request.choose(model, None, mask, model.device)
+    cache = request.make(choice, model, None, batch_size, mask, model.device)
+    return LanguageModel(model, keeps_states=False), cache

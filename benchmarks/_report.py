@@ -29,18 +29,19 @@ def summary(row: Row) -> str:
     if "num_accepted" in row:
         head += f", accepted {row['num_accepted']:.2f}"
     lines = [f"{head}, {row['repeats']} runs each, {row['num_held_up']} of all held up"]
-    for way, spread in row["seconds"].items():
+    for method, spread in row["seconds"].items():
         times = "/".join(f"{spread[key] * 1e3:.3f}" for key in ("min", "median", "max"))
-        line = f"    {way:<20}{times:>28} ms  {row['gb_per_s'][way]:7.2f} GB/s {row['share_of_copy_rate'][way]:6.1%}"
-        if way in row["over_transformers"]:
-            ratio = row["over_transformers"][way]
+        rate, share = row["gb_per_s"][method], row["share_of_copy_rate"][method]
+        line = f"    {method:<20}{times:>28} ms  {rate:7.2f} GB/s {share:6.1%}"
+        if method in row["over_transformers"]:
+            ratio = row["over_transformers"][method]
             line += f"  {ratio['median']:6.2f} times faster ({ratio['min']:.2f} to {ratio['max']:.2f})"
         lines.append(line)
     return "\n".join(lines)
 
 
 def _ours(row: Row) -> str:
-    return next(way for way in BEST_FIRST if way in row["seconds"])
+    return next(method for method in BEST_FIRST if method in row["seconds"])
 
 
 def _shown(content: dict[str, Any]) -> list[Row]:
@@ -61,18 +62,20 @@ def _shown(content: dict[str, Any]) -> list[Row]:
 
 def as_table(content: dict[str, Any]) -> str:
     """Markdown for `docs/kernels.md`."""
-    rows, made = _shown(content), content["circumstances"]
+    rows, made = _shown(content), content["environment"]
     first = rows[0]
     settings = next((row["logits"] for row in rows if row["logits"] != "plain"), "plain")
-    names = [way for way in ("transformers", "textbook", "flashinfer") if any(way in row["seconds"] for row in rows)]
+    names = [
+        method for method in ("transformers", "textbook", "flashinfer") if any(method in row["seconds"] for row in rows)
+    ]
     num_threads = content["arguments"]["threads"] or made["threads"]
     threads = "" if "cuda" in content["arguments"]["device"] else f" (threads: {num_threads})"
     preface = (
         f"Verifying one round from raw logits: {first['dtype']}, K = {first['num_draft_tokens']}, "
         f"V = {first['vocab_size']:,}, {settings} (greedy: none), on {made['device']}{threads} with torch "
-        f"{made['torch']} and transformers {made['transformers']}. Medians; ways alternate in one process, each held "
-        "to its law before it is timed. transformers takes one row at a time. Where it lacks a verifier, its rejection "
-        "is what it is compared with."
+        f"{made['versions']['torch']} and transformers {made['versions']['transformers']}. Medians; methods alternate "
+        "in one process, and the output of each is checked before it is timed. transformers takes one row at a time. "
+        "If it lacks a verifier, its rejection sampling is compared."
     )
     columns = ["verifier", "rows", *(f"{name}, ms" for name in names), "hf_speculate, ms"]
     columns.append("times transformers' speed (min to max)")
@@ -107,16 +110,16 @@ def plot(content: dict[str, Any]) -> Path | None:
     )
     for axis, batch_size in zip(axes[0], batch_sizes, strict=True):
         cells = [row for row in rows if row["batch_size"] == batch_size]
-        ways = [way for way in COLOURS if any(way in row["seconds"] for row in cells)]
-        for index, way in enumerate(ways):
-            places = [place + (index + 0.5) / len(ways) * 0.7 - 0.35 for place in range(len(cells))]
-            spreads = [row["seconds"].get(way) for row in cells]
+        methods = [method for method in COLOURS if any(method in row["seconds"] for row in cells)]
+        for index, method in enumerate(methods):
+            places = [place + (index + 0.5) / len(methods) * 0.7 - 0.35 for place in range(len(cells))]
+            spreads = [row["seconds"].get(method) for row in cells]
             found = [(place, one) for place, one in zip(places, spreads, strict=True) if one]
             middle = [one["median"] * 1e3 for _, one in found]
             below = [(one["median"] - one["min"]) * 1e3 for _, one in found]
             above = [(one["max"] - one["median"]) * 1e3 for _, one in found]
             spots = [place for place, _ in found]
-            axis.errorbar(spots, middle, (below, above), fmt="o", capsize=2, color=COLOURS[way], label=way)
+            axis.errorbar(spots, middle, (below, above), fmt="o", capsize=2, color=COLOURS[method], label=method)
         axis.set_xticks(range(len(cells)), [row["verifier"] for row in cells], rotation=35, ha="right")
         axis.set_yscale("log")
         axis.set_title(f"{batch_size} rows" if batch_size > 1 else "1 row")
@@ -126,7 +129,7 @@ def plot(content: dict[str, Any]) -> Path | None:
     axes[0][-1].legend(fontsize="small")
     figure.suptitle(
         f"Verifying {first['num_draft_tokens']} drafted tokens, V = {first['vocab_size']:,}, {first['dtype']}, "
-        f"{content['circumstances']['device']}"
+        f"{content['environment']['device']}"
     )
     path = RESULTS / "verifiers.png"
     figure.savefig(path, dpi=110)

@@ -1,4 +1,4 @@
-"""Other ways to verify a round: transformers' own, the textbook's in eager torch, FlashInfer's."""
+"""Other methods to verify a round: transformers' own, the textbook's in eager torch, FlashInfer's."""
 
 import importlib
 
@@ -57,8 +57,8 @@ def transformers_sample(round_: Round) -> Tensor:
     return torch.multinomial(scores.softmax(dim=-1), num_samples=1)
 
 
-def _at(laws: Tensor, ids: Tensor) -> Tensor:
-    return laws.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+def _at(probs: Tensor, ids: Tensor) -> Tensor:
+    return probs.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
 
 
 def _emit(round_: Round, num_accepted: Tensor, final_ids: Tensor) -> Tensor:
@@ -72,14 +72,14 @@ def _prefix(accepted: Tensor) -> Tensor:
     return accepted.long().cumprod(-1).sum(-1)
 
 
-def _pick(laws: Tensor, positions: Tensor) -> Tensor:
-    return laws[torch.arange(laws.shape[0], device=laws.device), positions]
+def _pick(probs: Tensor, positions: Tensor) -> Tensor:
+    return probs[torch.arange(probs.shape[0], device=probs.device), positions]
 
 
-def _pick_or_zero(laws: Tensor, positions: Tensor) -> Tensor:
-    """The law at `positions` [B], zeros past the last one."""
-    inside = positions < laws.shape[1]
-    return _pick(laws, positions.clamp(max=laws.shape[1] - 1)) * inside.unsqueeze(-1)
+def _pick_or_zero(probs: Tensor, positions: Tensor) -> Tensor:
+    """The distribution at `positions` [B], zeros past the last one."""
+    inside = positions < probs.shape[1]
+    return _pick(probs, positions.clamp(max=probs.shape[1] - 1)) * inside.unsqueeze(-1)
 
 
 def textbook_greedy(round_: Round) -> Tensor:

@@ -131,8 +131,8 @@ def overlap(round_: Round) -> float:
     """Mean probability that a token drawn from the draft stays under rejection sampling, in [0, 1]."""
     total = 0.0
     for target, draft in zip(_rows(round_.target_logits[:, :-1]), _rows(round_.draft_scores), strict=True):
-        law = warped(target, round_.warp).softmax(-1)
-        total += torch.minimum(law, draft.softmax(-1)).sum(-1).mean().item()
+        probs = warped(target, round_.warp).softmax(-1)
+        total += torch.minimum(probs, draft.softmax(-1)).sum(-1).mean().item()
     return total / round_.target_logits.shape[0]
 
 

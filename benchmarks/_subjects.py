@@ -1,4 +1,4 @@
-"""The model pairs that benchmarks decode with: the bundled one, and random ones of known shapes and acceptance."""
+"""Model pairs of the benchmarks: the bundled one, and random ones of known shapes and acceptance."""
 
 import copy
 import json
@@ -15,9 +15,10 @@ from _harness import ROOT, wait
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel, Qwen2Config
 
+from hf_speculate.tools.bench.batches import Batch, make_batches
+
 PAIR = ROOT / "examples" / "pair"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-Inputs = dict[str, Tensor]
 
 _LLAMA = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128_256, "max_position_embeddings": 16_384}
 _QWEN2 = {
@@ -44,7 +45,7 @@ BUMP = 100.0
 
 
 class Oracle:
-    """Fixes what two random models say, so that acceptance is known while all their work is really done.
+    """Fixes the most likely tokens of two random models, so that acceptance is known while all work is done.
 
     After every whole forward of either model, head included, `BUMP` is added to one logit of every position. For the
     target it is that of the token which a random cycle through the vocabulary puts after the position's own token, so
@@ -75,7 +76,7 @@ class Oracle:
 
     @contextmanager
     def silent(self) -> Iterator[None]:
-        """Inside, both models say what their weights say."""
+        """Context in which both models return their own logits."""
         self.is_on = False
         try:
             yield
@@ -84,7 +85,7 @@ class Oracle:
 
 
 class ForwardClock:
-    """Times the forwards of both models from outside, by hooks that know nothing of who calls."""
+    """Times the forwards of both models by hooks."""
 
     def __init__(self, target: PreTrainedModel, draft: PreTrainedModel):
         self.is_profiling = False
@@ -94,35 +95,35 @@ class ForwardClock:
             model.register_forward_hook(partial(self._after, model is target))
 
     def reset(self) -> None:
-        """Begin a call."""
-        self.prefill_end: float | None = None  # when the target's first forward was over
-        self.prefill_s = 0.0  # what it took
+        """Start of a call."""
+        self.is_prefilled = False
+        self.prefill_s = 0.0  # seconds of the target's first forward
         self.forward_s = 0.0  # in all forwards after that; only while profiling
 
     def _before(self, is_target: bool, *_: Any) -> None:
-        if self.is_profiling or (is_target and self.prefill_end is None):
+        if self.is_profiling or (is_target and not self.is_prefilled):
             wait()
             self._begin = time.perf_counter()
 
     def _after(self, is_target: bool, *_: Any) -> None:
-        if self.is_profiling and self.prefill_end is not None:
+        if self.is_profiling and self.is_prefilled:
             wait()
             self.forward_s += time.perf_counter() - self._begin
-        elif is_target and self.prefill_end is None:
+        elif is_target and not self.is_prefilled:
             wait()
-            self.prefill_end = time.perf_counter()
-            self.prefill_s = self.prefill_end - self._begin
+            self.is_prefilled = True
+            self.prefill_s = time.perf_counter() - self._begin
 
 
 @dataclass
 class Subject:
-    """A target and a draft to decode with; neither ends a text by itself, so that every way does the same work.
+    """A target and a draft to decode with; neither ends a text by itself, so that every method does the same work.
 
     Args:
         name: "pair" or a key of `SHAPES`.
         dtype: a key of `DTYPES`.
         target, draft: on one device.
-        oracle: what fixes acceptance; None where the models speak for themselves.
+        oracle: fixes acceptance; None for the models' own logits.
     """
 
     name: str
@@ -141,16 +142,14 @@ class Subject:
     def device(self) -> torch.device:
         return self.target.device
 
-    def inputs(self, num_prompts: int, batch_size: int, prompt_len: int | None = None) -> list[Inputs]:
+    def batches(self, num_prompts: int, batch_size: int, prompt_len: int | None = None) -> list[Batch]:
         """Batches of prompts: bundled ones, or random ids where an oracle decides what follows."""
         if self.oracle is None:
-            batches = read_batches(num_prompts, batch_size, prompt_len)
-        else:
-            generator = torch.Generator().manual_seed(1)
-            shape = (max(num_prompts // batch_size, 1), batch_size, prompt_len or 128)
-            ids = torch.randint(self.target.config.vocab_size, shape, generator=generator)
-            batches = [{"input_ids": one, "attention_mask": torch.ones_like(one)} for one in ids]
-        return [{name: value.to(self.device) for name, value in batch.items()} for batch in batches]
+            return read_batches(num_prompts, batch_size, prompt_len, self.device)
+        generator = torch.Generator().manual_seed(1)
+        shape = (max(num_prompts // batch_size, 1), batch_size, prompt_len or 128)
+        ids = torch.randint(self.target.config.vocab_size, shape, generator=generator).to(self.device)
+        return [Batch(number, one, torch.ones_like(one)) for number, one in enumerate(ids)]
 
 
 def load(folder: Path, dtype: str, device: torch.device | str = "cpu") -> PreTrainedModel:
@@ -201,24 +200,25 @@ def read_prompts() -> dict[str, list[str]]:
     return by_category
 
 
-def encode(prompts: list[str], batch_size: int, prompt_len: int | None = None) -> list[Inputs]:
-    """Left-padded batches of texts; with `prompt_len`, each goes on with the texts after it to exactly that length."""
-    tokenizer = AutoTokenizer.from_pretrained(PAIR / "target", padding_side="left", truncation_side="right")
-    how: dict[str, Any] = {"return_tensors": "pt", "padding": True}
+def encode(
+    prompts: list[str], batch_size: int, prompt_len: int | None = None, device: torch.device | str = "cpu"
+) -> list[Batch]:
+    """Left-padded batches of texts; with `prompt_len`, each is extended by the next texts to exactly that length."""
+    tokenizer = AutoTokenizer.from_pretrained(PAIR / "target", truncation_side="right")
+    how: dict[str, Any] = {}
     if prompt_len is not None:
         num_texts = prompt_len // MIN_PROMPT_TOKENS + 1
         prompts = ["\n\n".join(prompts[(i + j) % len(prompts)] for j in range(num_texts)) for i in range(len(prompts))]
         how.update(truncation=True, max_length=prompt_len)
-    batches = []
-    for begin in range(0, len(prompts), batch_size):
-        encoded = tokenizer(prompts[begin : begin + batch_size], **how)
-        batches.append({"input_ids": encoded["input_ids"], "attention_mask": encoded["attention_mask"]})
-    return batches
+    token_ids = tokenizer(prompts, **how)["input_ids"]
+    return make_batches(token_ids, [""] * len(prompts), tokenizer.pad_token_id, batch_size, torch.device(device))
 
 
-def read_batches(num_prompts: int, batch_size: int, prompt_len: int | None = None) -> list[Inputs]:
+def read_batches(
+    num_prompts: int, batch_size: int, prompt_len: int | None = None, device: torch.device | str = "cpu"
+) -> list[Batch]:
     """Batches of bundled prompts from every category in turn; whole batches only."""
     prompts = [text for texts in read_prompts().values() for text in texts]
     num_prompts = min(max(num_prompts // batch_size, 1) * batch_size, len(prompts))
     chosen = [prompts[index * len(prompts) // num_prompts] for index in range(num_prompts)]
-    return encode(chosen, batch_size, prompt_len)
+    return encode(chosen, batch_size, prompt_len, device)

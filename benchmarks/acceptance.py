@@ -24,12 +24,12 @@ DRAFT_SAMPLING = ("sample", "argmax")
 def measure(target: Any, draft: Any, temperature: float, verifier: str, sampling: str, args: Any) -> dict[str, Any]:
     """One cell: rounds, accepted and emitted tokens over all prompts and seeds."""
     totals = {"num_rounds": 0, "num_verified": 0, "num_accepted": 0, "num_emitted": 0}
-    for inputs in read_batches(args.prompts, args.batch_size):
+    for batch in read_batches(args.prompts, args.batch_size):
         for seed in range(args.seeds):
             stats = hf_speculate.SpeculationStats()
             hf_speculate.generate(
                 target,
-                **inputs,
+                **batch.inputs,
                 assistant_model=draft,
                 do_sample=True,
                 top_k=0,
@@ -55,14 +55,14 @@ def measure(target: Any, draft: Any, temperature: float, verifier: str, sampling
 
 def table(results: dict[str, Any]) -> str:
     """The README's table."""
-    rows, args, made = results["rows"], results["arguments"], results["circumstances"]
+    rows, args, made = results["rows"], results["arguments"], results["environment"]
     temperatures = sorted({row["temperature"] for row in rows})
     columns = [(sampling, temperature) for sampling in DRAFT_SAMPLING for temperature in temperatures]
     heads = [f"draft {'samples' if sampling == 'sample' else 'argmax'}, T {heat:g}" for sampling, heat in columns]
     made_of = f"{args['prompts']} prompts, {args['seeds']} seeds, {args['max_new_tokens']} new tokens"
     lines = [
         "Tokens per round of the bundled pair (kept drafts and the token that follows them), float32,",
-        f"K = {args['num_assistant_tokens']}, {made_of}, torch {made['torch']}:",
+        f"K = {args['num_assistant_tokens']}, {made_of}, torch {made['versions']['torch']}:",
         "",
         f"| verifier | {' | '.join(heads)} |",
         f"|---|{'---|' * len(heads)}",

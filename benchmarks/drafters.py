@@ -50,10 +50,10 @@ def measure(models: tuple[Any, Any], calls: Calls, category: str, mode: str, dra
         options["prompt_lookup_num_tokens"] = args.prompt_lookup_num_tokens
     totals = {"num_rounds": 0, "num_drafted": 0, "num_accepted": 0, "num_emitted": 0, "num_batch_rounds": 0}
     calls.num = 0
-    for inputs in encode(read_prompts()[category][: args.prompts], args.batch_size):
+    for batch in encode(read_prompts()[category][: args.prompts], args.batch_size):
         stats = hf_speculate.SpeculationStats()
         hf_speculate.generate(
-            target, **inputs, **options, max_new_tokens=args.max_new_tokens, seed=0, speculation_stats=stats
+            target, **batch.inputs, **options, max_new_tokens=args.max_new_tokens, seed=0, speculation_stats=stats
         )
         for name in totals:
             totals[name] += getattr(stats, name)

@@ -4,9 +4,9 @@
     python benchmarks/end_to_end.py --grid full --limit-s 7200
     python benchmarks/end_to_end.py --subjects pair --batch-sizes 1 --modes greedy --num-assistant-tokens 5
 
-Every text is checked against plain `generate()` before it counts, then all ways alternate in one process. transformers'
-assisted generation and prompt lookup take one row: a batch is compared with plain batched decoding and with a loop of
-assisted generation over its rows. What a random pair says is fixed by an oracle, see `_subjects.Oracle`.
+Every text is checked against plain `generate()` before it counts, then all methods alternate in one process.
+transformers' assisted generation and prompt lookup take one row: a batch is compared with plain batched decoding and
+with a loop of assisted generation over its rows. An oracle fixes the tokens of a random pair, see `_subjects.Oracle`.
 """
 
 import argparse
@@ -14,7 +14,21 @@ from typing import Any
 
 import torch
 from _costs import MAX_K, measure_costs, tokens_per_round
-from _engines import OURS, PLAIN, PLAIN_COMPILED, Runner, Timings, Way, check, compile_all, faster_dtype, warm_up
+from _engines import (
+    DEFAULT,
+    LOOKUP,
+    PLAIN_COMPILED,
+    PLAIN_METHOD,
+    Runner,
+    Timings,
+    assisted,
+    check,
+    compile_all,
+    faster_dtype,
+    is_compiled,
+    ours,
+    warm_up,
+)
 from _harness import (
     ROOT,
     Cells,
@@ -28,12 +42,15 @@ from _harness import (
 )
 from _library import CACHES, DEFAULT_SCHEDULE
 from _pictures import Panel, draw
-from _subjects import DTYPES, SHAPES, Inputs, Subject, load_pair, load_shape
+from _subjects import DTYPES, SHAPES, Subject, load_pair, load_shape
+
+from hf_speculate.tools.bench.batches import Batch
+from hf_speculate.tools.bench.methods import OURS, TRANSFORMERS, Method
 
 NAME = "end_to_end"
 VERIFIERS = {"greedy": ("typical",), "sampling": ("block", "coupled", "typical")}  # besides the mode's default
 VERIFIERS_K = 5  # at which they are compared
-COMPILED_NUMS = (None, 5, 8)  # K of the compiled ways; None: the default schedule
+COMPILED_NUMS = (None, 5, 8)  # K of the compiled methods; None: the default schedule
 COMPILED_BATCH_SIZES = (1, 8)
 GRIDS = {
     "small": {"batch_sizes": [1, 8], "num_assistant_tokens": [3, 5, 8]},
@@ -42,47 +59,47 @@ GRIDS = {
 Row = dict[str, Any]
 
 
-def ways_of(batch_size: int, mode: str, args: argparse.Namespace, has_lookup: bool) -> list[Way]:
-    """Every way to decode a cell, plain first."""
+def methods_of(batch_size: int, mode: str, args: argparse.Namespace, has_lookup: bool) -> list[Method]:
+    """All methods of a cell, plain decoding first."""
     nums, slow_nums = args.num_assistant_tokens, args.num_assistant_tokens
     if batch_size > 1 and args.grid == "small":
         slow_nums = [min(nums, key=lambda num: abs(num - VERIFIERS_K))]  # the loop over rows takes many times as long
-    ways = [PLAIN, OURS, *(Way("ours", num) for num in nums)]
-    ways += [Way("ours", VERIFIERS_K, verifier) for verifier in VERIFIERS[mode] if args.verifiers]
+    methods = [PLAIN_METHOD, DEFAULT, *(ours(num) for num in nums)]
+    methods += [ours(VERIFIERS_K, verifier) for verifier in VERIFIERS[mode] if args.verifiers]
     if args.compiled and mode == "greedy" and batch_size in COMPILED_BATCH_SIZES:
-        ways += [PLAIN_COMPILED, *(Way("ours", num, is_compiled=True) for num in COMPILED_NUMS)]
-    ways += [Way("assisted"), *(Way("assisted", num) for num in slow_nums)]
-    return ways + ([Way("lookup")] if has_lookup and batch_size == 1 else [])
+        methods += [PLAIN_COMPILED, *(ours(num, is_compiled=True) for num in COMPILED_NUMS)]
+    methods += [assisted(), *(assisted(num) for num in slow_nums)]
+    return methods + ([LOOKUP] if has_lookup and batch_size == 1 else [])
 
 
-def checked(runner: Runner, ways: list[Way], inputs: Inputs) -> str:
-    """What the checks found; random pairs also speak for themselves once, so that their caches are looked at."""
+def checked(runner: Runner, methods: list[Method], batch: Batch) -> str:
+    """Result of the checks; random pairs are also checked without the oracle, so that their caches matter."""
     if runner.subject.oracle is None:
-        return check(runner, ways, inputs)
+        return check(runner, methods, batch)
     with runner.subject.oracle.silent():
-        unforced = check(runner, ways, inputs, max_new_tokens=min(16, runner.max_new_tokens))
-    return f"{check(runner, ways, inputs)} ({unforced} without the oracle)"
+        unforced = check(runner, methods, batch, max_new_tokens=min(16, runner.max_new_tokens))
+    return f"{check(runner, methods, batch)} ({unforced} without the oracle)"
 
 
 def measure(subject: Subject, batch_size: int, mode: str, args: argparse.Namespace) -> list[Row]:
-    """One cell: a row for every way."""
+    """One cell: a row for every method."""
     runner = Runner(subject, mode, args.max_new_tokens, args.cache)
-    ways = ways_of(batch_size, mode, args, subject.oracle is None)
+    methods = methods_of(batch_size, mode, args, subject.oracle is None)
     num_prompts = max(args.prompts, batch_size)
-    batches = subject.inputs(num_prompts, batch_size)
-    compile_s = compile_all(runner, ways, batches)
-    warm_up(runner, [way for way in ways if not way.is_compiled], batches[0])
-    same = checked(runner, ways, batches[0])
+    batches = subject.batches(num_prompts, batch_size)
+    compile_s = compile_all(runner, methods, batches)
+    warm_up(runner, [method for method in methods if not is_compiled(method)], batches[0])
+    same = checked(runner, methods, batches[0])
     timings = Timings()
-    for number, inputs in enumerate(batches):
-        timings.add(runner, ways, inputs, args.repeats, f"batch {number + 1} of {len(batches)}")
+    for batch in batches:
+        timings.add(runner, methods, batch, args.repeats)
     plain_s = timings.plain_step_s(args.max_new_tokens)
-    middle = sorted(batches, key=lambda one: one["input_ids"].shape[1])[len(batches) // 2]
+    middle = sorted(batches, key=lambda one: one.input_ids.shape[1])[len(batches) // 2]
     costs = measure_costs(subject, middle, args.max_new_tokens, plain_s, 9, range(MAX_K + 1))
-    counted = tokens_per_round(runner, subject.inputs(num_prompts, min(num_prompts, 8)), args.max_k)
+    counted = tokens_per_round(runner, subject.batches(num_prompts, min(num_prompts, 8)), args.max_k)
     bound, bound_k = costs.bound(batch_size, counted)
     rows = []
-    for way in ways:
+    for method in methods:
         row = {
             "subject": subject.name,
             "oracle_acceptance": subject.oracle.acceptance if subject.oracle else None,
@@ -90,19 +107,21 @@ def measure(subject: Subject, batch_size: int, mode: str, args: argparse.Namespa
             "batch_size": batch_size,
             "mode": mode,
             "checked": same,
-            "schedule": DEFAULT_SCHEDULE if way.engine == "ours" and way.num_assistant_tokens is None else "constant",
-            **timings.summary(way),
-            "compile_s": compile_s.get(way.name),
+            "schedule": DEFAULT_SCHEDULE
+            if method.engine == OURS and method.num_assistant_tokens is None
+            else "constant",
+            **timings.summary(method),
+            "compile_s": compile_s.get(method.name),
             "plain_step_s": plain_s,
             "bound": bound,
             "bound_k": bound_k,
         }
         row["tokens_per_s"] = batch_size * args.max_new_tokens / row["seconds"]["median"]
-        if way.engine == "ours":
+        if method.engine == OURS:
             row |= costs.report(row["counts"], batch_size)
-        if way.engine == "ours" and not way.is_compiled:  # the costs are those of eager forwards
+        if method.engine == OURS and not is_compiled(method):  # the costs are those of eager forwards
             row["efficiency"] = row["decode_over_plain"] / row["expected"]
-            row["share_of_bound"] = row["decode_over_plain"] / bound if way.verifier is None else None
+            row["share_of_bound"] = row["decode_over_plain"] / bound if not method.verifier else None
         rows.append(row)
     rows[0]["tokens_per_round_by_k"] = counted
     rows[0]["c"], rows[0]["v_by_k"] = costs.c(batch_size), [costs.v(batch_size, num) for num in range(MAX_K + 1)]
@@ -110,12 +129,12 @@ def measure(subject: Subject, batch_size: int, mode: str, args: argparse.Namespa
 
 
 def has_bound(row: Row) -> bool:
-    """Whether the bound, which is of eager forwards, says something of a row."""
-    return row["engine"] == "ours" and not row.get("is_compiled")
+    """Whether the bound, which is of eager forwards, applies to a row."""
+    return row["engine"] == OURS and not row.get("is_compiled")
 
 
 def compiled_note(row: Row) -> str | None:
-    """Seconds that compiling took; a way that ran eagerly all the same is marked."""
+    """Seconds that compiling took; a method that fell back to eager is marked."""
     if not row.get("is_compiled"):
         return None
     return "no: fell back to eager" if row["fell_back"] else f"in {row['compile_s']:.0f} s"
@@ -126,11 +145,11 @@ COLUMNS = {
     "dtype": lambda row: row["dtype"],
     "rows": lambda row: row["batch_size"],
     "mode": lambda row: row["mode"],
-    "way": lambda row: row["way"],
+    "method": lambda row: row["method"],
     "tokens/s": lambda row: f"{row['tokens_per_s']:.0f}",
     "times plain (min to max)": lambda row: "{median:.2f} ({min:.2f} to {max:.2f})".format(**row["over_plain"]),
     "after the prompt": lambda row: (
-        None if row["engine"] == "assisted" and row["batch_size"] > 1 else row["decode_over_plain"]
+        None if row["engine"] == TRANSFORMERS and row["batch_size"] > 1 else row["decode_over_plain"]
     ),
     "compiled": lambda row: compiled_note(row),
     "a": lambda row: row.get("verified_acceptance_rate"),
@@ -141,21 +160,21 @@ COLUMNS = {
     "efficiency": lambda row: row.get("efficiency"),
     "bound (K)": lambda row: f"{row['bound']:.2f} ({row['bound_k']})" if has_bound(row) else None,
     "share of bound": lambda row: row.get("share_of_bound"),
-    "checked": lambda row: row["checked"] if row["way"] == PLAIN.name else None,
+    "checked": lambda row: row["checked"] if row["method"] == PLAIN_METHOD.name else None,
 }
 NOTES = """\
-K, acceptance a (accepted over judged) and tokens a round are as realised. c is a draft's step and v a target's forward
-of K+1 rows, timed directly with the library's own forwards, over the time per token of plain `generate()`. Efficiency
-is the speed-up after the prompt over tokens a round / (K c + v); the bound is the largest of these over constant K, for
-a loop without any work of its own and the default verifier. "transformers" is its assisted generation, a batch row by
-row. "after the prompt" leaves the target's first forward out on both sides. Other verifiers than the default are
-measured at one K. Compiled ways run over a static cache (`cache_implementation="static"`, `compile_config`); "compiled"
-says how long compiling took, before anything was timed. c, v and the bound are of eager forwards.
+K, acceptance a (accepted over verified) and tokens a round are as realised. c is a draft's step and v a target's
+forward of K+1 tokens, timed directly with the library's own forwards, over the time per token of plain `generate()`.
+Efficiency is the speed-up after the prompt over tokens a round / (K c + v); the bound is the largest of these over
+constant K, for a loop without any work of its own and the default verifier. "transformers" is its assisted generation,
+a batch row by row. "after the prompt" leaves the target's first forward out on both sides. Other verifiers are
+measured at one K. Compiled methods run over a static cache (`cache_implementation="static"`, `compile_config`);
+"compiled" says how long compiling took, before anything was timed. c, v and the bound are of eager forwards.
 """
 
 
 def table(content: dict[str, Any]) -> str:
-    """All rows, with what the columns mean."""
+    """All rows, with the meaning of the columns."""
     return f"{NOTES}\n{markdown(COLUMNS, content['rows'])}"
 
 
@@ -168,8 +187,8 @@ def picture(rows: list[Row], args: argparse.Namespace) -> None:
             title,
             "times plain generate()",
             {
-                "measured": [(row["way"], row["over_plain"]) for row in members],
-                "bound of the pair": [(row["way"], row["bound"]) for row in members if has_bound(row)],
+                "measured": [(row["method"], row["over_plain"]) for row in members],
+                "bound of the pair": [(row["method"], row["bound"]) for row in members if has_bound(row)],
             },
             reference=1.0,
         )

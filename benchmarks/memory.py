@@ -2,7 +2,7 @@
 
     python benchmarks/memory.py
 
-A peak is the weights that a way needs and the most that its call held beside them at any time. On a CPU torch's
+A peak is the weights that a method needs and the most that its call held beside them at any time. On a CPU torch's
 profiler reports every block that the allocator gives and takes back, on a GPU the allocator keeps its own maximum.
 """
 
@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from _costs import measure_costs
-from _engines import OURS, PLAIN, Runner, Timings, Way, check, warm_up
+from _engines import DEFAULT, PLAIN_METHOD, Runner, Timings, check, ours, warm_up
 from _harness import Cells, add_common_arguments, markdown, parse_common, result_name, write_results
 from _library import CACHES
 from _pictures import Panel, draw
-from _subjects import DTYPES, SHAPES, Inputs, Subject, load_pair, load_shape
+from _subjects import DTYPES, SHAPES, Subject, load_pair, load_shape
 from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 
@@ -64,29 +64,33 @@ def _allocations(profiler: Any) -> list[Any]:
 
 
 def measure(subject: Subject, batch_size: int, args: argparse.Namespace) -> list[Row]:
-    """One cell: a row for every way of ours."""
+    """One cell: a row for every method of ours."""
     runner = Runner(subject, "greedy", args.max_new_tokens, args.cache)
-    ours = [OURS, Way("ours", args.num_assistant_tokens)]
-    inputs: Inputs = subject.inputs(batch_size, batch_size, args.prompt_len)[0]
-    warm_up(runner, [PLAIN, *ours], inputs, args.max_new_tokens)
-    checked = check(runner, ours, inputs)
+    our_methods = [DEFAULT, ours(args.num_assistant_tokens)]
+    batch = subject.batches(batch_size, batch_size, args.prompt_len)[0]
+    warm_up(runner, [PLAIN_METHOD, *our_methods], batch, args.max_new_tokens)
+    checked = check(runner, our_methods, batch)
     timings = Timings()
-    timings.add(runner, [PLAIN, *ours], inputs, 1, f"{batch_size} rows")
-    costs = measure_costs(subject, inputs, args.max_new_tokens, timings.plain_step_s(args.max_new_tokens))
-    held = {way: peak_bytes(lambda way=way: runner.run(way, inputs), subject.device) for way in (PLAIN, *ours)}
+    timings.add(runner, [PLAIN_METHOD, *our_methods], batch, 1)
+    costs = measure_costs(subject, batch, args.max_new_tokens, timings.plain_step_s(args.max_new_tokens))
+    held = {
+        method.name: peak_bytes(lambda method=method: runner(method, batch), subject.device)
+        for method in (PLAIN_METHOD, *our_methods)
+    }
+    plain_held = held[PLAIN_METHOD.name]
     target_bytes, draft_bytes = weight_bytes(subject.target), weight_bytes(subject.draft)
-    draft_cache = cache_bytes(subject.draft, batch_size, inputs["input_ids"].shape[1] + args.max_new_tokens)
-    allowed = target_bytes + held[PLAIN] + draft_bytes + draft_cache
+    draft_cache = cache_bytes(subject.draft, batch_size, batch.input_ids.shape[1] + args.max_new_tokens)
+    allowed = target_bytes + plain_held + draft_bytes + draft_cache
     rows = []
-    for way in ours:
+    for method in our_methods:
         row = {"subject": subject.name, "dtype": subject.dtype, "batch_size": batch_size, "checked": checked}
-        row |= timings.summary(way) | costs.report(timings.counts[way.name], batch_size)
+        row |= timings.summary(method) | costs.report(timings.counts[method.name], batch_size)
         row["efficiency"] = row["decode_over_plain"] / row["expected"]
-        row |= {"prompt_len": inputs["input_ids"].shape[1], "plain_bytes": target_bytes + held[PLAIN]}
+        row |= {"prompt_len": batch.input_ids.shape[1], "plain_bytes": target_bytes + plain_held}
         row |= {"draft_bytes": draft_bytes, "draft_cache_bytes": draft_cache}
-        row |= {"ours_bytes": target_bytes + draft_bytes + held[way]}
+        row |= {"ours_bytes": target_bytes + draft_bytes + held[method.name]}
         row["over_allowed"] = row["ours_bytes"] / allowed
-        row["over_allowed_without_weights"] = held[way] / (held[PLAIN] + draft_cache)
+        row["over_allowed_without_weights"] = held[method.name] / (plain_held + draft_cache)
         rows.append(row)
     return rows
 
@@ -100,7 +104,7 @@ COLUMNS = {
     "dtype": lambda row: row["dtype"],
     "rows": lambda row: row["batch_size"],
     "prompt": lambda row: row["prompt_len"],
-    "way": lambda row: row["way"],
+    "method": lambda row: row["method"],
     "plain, MB": _mb("plain_bytes"),
     "draft's weights, MB": _mb("draft_bytes"),
     "draft's cache, MB": _mb("draft_cache_bytes"),
@@ -148,7 +152,7 @@ def main() -> None:
     args.left_out = walk.left_out
     path = write_results(result_name(NAME, args.device), args, rows, args.results)
     print(table({"rows": rows}))
-    places = [f"{row['subject']}, {row['batch_size']} rows, {row['way']}" for row in rows]
+    places = [f"{row['subject']}, {row['batch_size']} rows, {row['method']}" for row in rows]
     series = {"peak": [(place, row["over_allowed"]) for place, row in zip(places, rows, strict=True)]}
     draw(path.with_suffix(".png"), [Panel("Peak over plain's, draft and its cache", "ratio", series, ALLOWED)])
     print(f"written to {path}")

@@ -12,11 +12,14 @@ import argparse
 from typing import Any
 
 from _costs import measure_costs
-from _engines import OURS, PLAIN, Runner, Timings, Way, check, faster_dtype, warm_up
-from _harness import Cells, add_common_arguments, markdown, parse_common, ratios, result_name, write_results
+from _engines import DEFAULT, PLAIN_METHOD, Runner, Timings, check, faster_dtype, ours, warm_up
+from _harness import Cells, add_common_arguments, markdown, parse_common, result_name, speedups, write_results
 from _library import CACHES, DEFAULT_SCHEDULE
 from _pictures import Panel, draw
 from _subjects import DTYPES, Subject, encode, load_pair, read_prompts
+
+from hf_speculate.tools.bench.batches import Batch
+from hf_speculate.tools.bench.methods import Method
 
 NAME = "never_slower"
 DRAFTS = ("bundled", "random", "large")
@@ -26,14 +29,14 @@ MIN_PROBE = 0.95
 Row = dict[str, Any]
 
 
-def winning_constants(runner: Runner, inputs: Any, args: argparse.Namespace) -> list[Way]:
+def winning_constants(runner: Runner, batch: Batch, args: argparse.Namespace) -> list[Method]:
     """The constant K worth timing."""
     probe = Runner(runner.subject, runner.mode, args.probe_tokens, args.cache)
-    ways = [Way("ours", num) for num in args.num_assistant_tokens]
-    warm_up(probe, [PLAIN, *ways], inputs)
+    methods = [ours(num) for num in args.num_assistant_tokens]
+    warm_up(probe, [PLAIN_METHOD, *methods], batch)
     timings = Timings()
-    timings.add(probe, [PLAIN, *ways], inputs, 2, "probe")
-    return [way for way in ways if timings.summary(way)["decode_over_plain"] >= MIN_PROBE]
+    timings.add(probe, [PLAIN_METHOD, *methods], batch, 2)
+    return [method for method in methods if timings.summary(method)["decode_over_plain"] >= MIN_PROBE]
 
 
 def measure(
@@ -42,26 +45,25 @@ def measure(
     """One cell: a row for the default and one for each constant K that was timed."""
     runner = Runner(subject, mode, args.max_new_tokens, args.cache)
     prompts = read_prompts()[category]
-    batches = encode(prompts[: args.repeats * batch_size], batch_size, args.prompt_len)
-    batches = [{name: value.to(args.device) for name, value in batch.items()} for batch in batches]
-    checked = check(runner, [OURS], batches[0], max_new_tokens=args.probe_tokens)
-    ways = [PLAIN, OURS, *winning_constants(runner, batches[0], args)]
+    batches = encode(prompts[: args.repeats * batch_size], batch_size, args.prompt_len, args.device)
+    checked = check(runner, [DEFAULT], batches[0], max_new_tokens=args.probe_tokens)
+    methods = [PLAIN_METHOD, DEFAULT, *winning_constants(runner, batches[0], args)]
     timings = Timings()
-    for number, inputs in enumerate(batches):
-        timings.add(runner, ways, inputs, 1, f"{draft}, {category}, {mode}, batch {number + 1}")
+    for batch in batches:
+        timings.add(runner, methods, batch, 1)
     plain_s = timings.plain_step_s(args.max_new_tokens)
     costs = measure_costs(subject, batches[0], args.max_new_tokens, plain_s)
     rows = []
-    for way in ways[1:]:
+    for method in methods[1:]:
         cell = {"draft": draft, "category": category, "mode": mode, "batch_size": batch_size, "checked": checked}
-        row = {**cell, "schedule": DEFAULT_SCHEDULE if way == OURS else "constant", "dtype": subject.dtype}
-        row |= timings.summary(way) | costs.report(timings.counts[way.name], batch_size)
+        row = {**cell, "schedule": DEFAULT_SCHEDULE if method == DEFAULT else "constant", "dtype": subject.dtype}
+        row |= timings.summary(method) | costs.report(timings.counts[method.name], batch_size)
         row["efficiency"] = row["decode_over_plain"] / row["expected"]
         rows.append(row)
     best = max(rows[1:], key=lambda row: row["over_plain"]["median"], default=None)
-    rows[0]["best_constant"] = best and best["way"]
+    rows[0]["best_constant"] = best and best["method"]
     rows[0]["best_constant_over_plain"] = best and best["over_plain"]["median"]
-    rows[0]["over_best_constant"] = best and ratios(timings.seconds[best["way"]], timings.seconds[OURS.name])
+    rows[0]["over_best_constant"] = best and speedups(timings.seconds[best["method"]], timings.seconds[DEFAULT.name])
     return rows
 
 
@@ -70,7 +72,7 @@ COLUMNS = {
     "draft": lambda row: row["draft"],
     "prompts": lambda row: row["category"],
     "mode": lambda row: row["mode"],
-    "way": lambda row: row["way"],
+    "method": lambda row: row["method"],
     "times plain (min to max)": lambda row: "{median:.2f} ({min:.2f} to {max:.2f})".format(**row["over_plain"]),
     "best constant": lambda row: row["best_constant"],
     "which over plain": lambda row: row["best_constant_over_plain"],

@@ -10,7 +10,7 @@ import argparse
 from typing import Any
 
 from _costs import measure_costs
-from _engines import MODES, PLAIN, Runner, Timings, Way, check, faster_dtype, warm_up
+from _engines import MODES, PLAIN_METHOD, Runner, Timings, check, faster_dtype, ours, warm_up
 from _harness import Cells, add_common_arguments, markdown, parse_common, result_name, spread, write_results
 from _library import CACHES
 from _pictures import Panel, draw
@@ -22,24 +22,24 @@ Row = dict[str, Any]
 
 def measure(subject: Subject, batch_size: int, mode: str, args: argparse.Namespace) -> Row:
     """One cell."""
-    runner, way = Runner(subject, mode, args.max_new_tokens, args.cache), Way("ours", args.num_assistant_tokens)
-    ways = [PLAIN, way]
-    batches = subject.inputs(max(args.prompts, batch_size), batch_size)
-    warm_up(runner, ways, batches[0])
-    checked = check(runner, ways, batches[0])
+    runner, method = Runner(subject, mode, args.max_new_tokens, args.cache), ours(args.num_assistant_tokens)
+    methods = [PLAIN_METHOD, method]
+    batches = subject.batches(max(args.prompts, batch_size), batch_size)
+    warm_up(runner, methods, batches[0])
+    checked = check(runner, methods, batches[0])
     plainly, profiled = Timings(), Timings()
-    for inputs in batches:
+    for batch in batches:
         subject.clock.is_profiling = False
-        plainly.add(runner, ways, inputs, args.repeats, f"{batch_size} rows, {mode}")
+        plainly.add(runner, methods, batch, args.repeats)
         subject.clock.is_profiling = True
-        profiled.add(runner, ways, inputs, args.repeats, f"{batch_size} rows, {mode}, profiled")
+        profiled.add(runner, methods, batch, args.repeats)
     subject.clock.is_profiling = False
-    counts = plainly.counts[way.name]
+    counts = plainly.counts[method.name]
     own, all_stages = (sum(counts[f"{stage}_s"] for stage in stages) for stages in (OWN, (*OWN, "draft", "score")))
-    pairs = list(zip(profiled.rounds_s[way.name], profiled.forward_s[way.name], strict=True))
+    pairs = list(zip(profiled.rounds_s[method.name], profiled.forward_s[method.name], strict=True))
     costs = measure_costs(subject, batches[0], args.max_new_tokens, plainly.plain_step_s(args.max_new_tokens))
     row = {"dtype": subject.dtype, "batch_size": batch_size, "mode": mode, "checked": checked}
-    row |= plainly.summary(way) | costs.report(counts, batch_size)
+    row |= plainly.summary(method) | costs.report(counts, batch_size)
     row["efficiency"] = row["decode_over_plain"] / row["expected"]
     row["round_s"] = all_stages / counts["num_batch_rounds"]
     row["share_inside"] = own / all_stages
@@ -74,7 +74,7 @@ call took, drawing the drafts, masks, position ids and cache rollback included.
 
 
 def table(content: dict[str, Any]) -> str:
-    """All cells, with what the columns mean."""
+    """All cells, with the meaning of the columns."""
     return f"{NOTES}\n{markdown(COLUMNS, content['rows'])}"
 
 

@@ -85,8 +85,8 @@ def find(name: str, folder: Path) -> list[tuple[str, Row]]:
     """The results of a benchmark by file name, those of the present form only."""
     files = [f"{name}{ending}" for ending in DEVICES if (folder / f"{name}{ending}.json").exists()]
     contents = [(file, read_results(file, folder)) for file in files]
-    by_way = name in {section.name for section in SECTIONS[:5]} - {overhead.NAME, scaling.NAME}
-    return [(file, one) for file, one in contents if one["rows"] and (not by_way or "way" in one["rows"][0])]
+    has_methods = name in {section.name for section in SECTIONS[:5]} - {overhead.NAME, scaling.NAME}
+    return [(file, one) for file, one in contents if one["rows"] and (not has_methods or "method" in one["rows"][0])]
 
 
 def line(
@@ -113,13 +113,13 @@ def cells_of(rows: list[Row], batch_size: int) -> list[list[Row]]:
 
 
 def over_assisted(cell: list[Row], ours: Row) -> float | None:
-    """Tokens per second of a way of ours over the best of transformers' assisted generation."""
-    theirs = [row["tokens_per_s"] for row in cell if row["engine"] == "assisted"]
+    """Tokens per second of one of our methods over the best of transformers' assisted generation."""
+    theirs = [row["tokens_per_s"] for row in cell if row["method"].startswith("transformers")]
     return ours["tokens_per_s"] / max(theirs) if ours and theirs else None
 
 
 def over_compiled_plain(cell: list[Row], ours: Row) -> float | None:
-    """Tokens per second of a way of ours over plain decoding that runs compiled as well."""
+    """Tokens per second of one of our methods over plain decoding that runs compiled as well."""
     theirs = [row["tokens_per_s"] for row in cell if row["engine"] == "plain" and ran_compiled(row)]
     return ours["tokens_per_s"] / theirs[0] if ours and theirs else None
 
@@ -150,27 +150,27 @@ def end_to_end_targets(rows: list[Row], where: str) -> list[Target]:
             for num in (None, CONSTANT_K):
                 for is_compiled in (False, True):
                     schedule = "default schedule" if num is None else f"K = {num}"
-                    way = f"B={batch_size} greedy{pair}{where}, {schedule}{', compiled' * is_compiled}"
+                    method = f"B={batch_size} greedy{pair}{where}, {schedule}{', compiled' * is_compiled}"
                     ours = way_of(cell, num, is_compiled=is_compiled)
-                    found += lines_of(way, cell, ours, goal, is_looped=batch_size > 1)
+                    found += lines_of(method, cell, ours, goal, is_looped=batch_size > 1)
     return found
 
 
-def lines_of(way: str, cell: list[Row], ours: Row, goal: Goals, *, is_looped: bool) -> list[Target]:
-    """The targets of one of our ways; efficiency and the pair's bound are of eager forwards."""
+def lines_of(method: str, cell: list[Row], ours: Row, goal: Goals, *, is_looped: bool) -> list[Target]:
+    """The targets of one of our methods; efficiency and the pair's bound are of eager forwards."""
     peer = f"assisted{' looped over rows' * is_looped} (best of its K and its defaults)"
     over_plain = ours["over_plain"]["median"] if ours else None
     found = [
-        line(f"{way}: speed over transformers' {peer}", goal.assisted, [over_assisted(cell, ours)]),
-        line(f"{way}: speed over plain", goal.plain, [over_plain]),
+        line(f"{method}: speed over transformers' {peer}", goal.assisted, [over_assisted(cell, ours)]),
+        line(f"{method}: speed over plain", goal.plain, [over_plain]),
     ]
     if ours and ours["bound"] < goal.least_bound:
         words = f"{found[1].goal}, where the pair's bound is {goal.least_bound:.2f} or more: it is {ours['bound']:.2f}"
         found[1] = found[1]._replace(goal=words, is_reached=None)
-    if "compiled" in way:
-        return [*found, line(f"{way}: speed over plain, compiled", 1.0, [over_compiled_plain(cell, ours)])]
-    found.append(line(f"{way}: share of the pair's bound", goal.share, [ours.get("share_of_bound")]))
-    return [*found, line(f"{way}: efficiency", goal.efficiency, [ours.get("efficiency")])]
+    if "compiled" in method:
+        return [*found, line(f"{method}: speed over plain, compiled", 1.0, [over_compiled_plain(cell, ours)])]
+    found.append(line(f"{method}: share of the pair's bound", goal.share, [ours.get("share_of_bound")]))
+    return [*found, line(f"{method}: efficiency", goal.efficiency, [ours.get("efficiency")])]
 
 
 def never_slower_targets(rows: list[Row], where: str) -> list[Target]:
@@ -189,7 +189,7 @@ def scaling_targets(rows: list[Row], where: str) -> list[Target]:
     factors = [row for row in rows if row["varies"] == "verify" and (row["batch_size"], row["context"]) == (8, 2048)]
     at_8k = [row for row in rows if row["context"] == 8192 and row["varies"] != "verify"]
     longest = [row for row in at_8k if row["layers"] == max(row["layers"] for row in at_8k)]
-    theirs = [row["tokens_per_s"] for row in longest if row["engine"] == "assisted"]
+    theirs = [row["tokens_per_s"] for row in longest if row["method"].startswith("transformers")]
     over = default_of(longest)["tokens_per_s"] / max(theirs) if theirs else None
     return [
         line(f"verify factor v(6), 8 rows, 2k context{where}", 1.6, [row["v"]["ours"] for row in factors], True),
@@ -262,13 +262,14 @@ def targets(folder: Path) -> str:
 
 def made(content: Row) -> str:
     """Where a result comes from."""
-    of = content["circumstances"]
+    of = content["environment"]
     threads = "" if "cuda" in content["arguments"].get("device", "cpu") else f", {of['threads']} threads"
-    versions = f"torch {of['torch']}, transformers {of['transformers']}, Python {of['python']}"
+    numbers = of["versions"]
+    versions = f"torch {numbers['torch']}, transformers {numbers['transformers']}, Python {numbers['python']}"
     left_out = content["arguments"].get("left_out")
     note = f" Left out, for want of time: {'; '.join(left_out)}." if left_out else ""
     repeats = content["arguments"].get("repeats")
-    note += f" Runs of each way on each input: {repeats}." if repeats else ""
+    note += f" Runs of each method on each input: {repeats}." if repeats else ""
     earlier: dict[str, dict[str, None]] = {}  # cells by their source, each once
     for row in content["rows"]:
         if "earlier" in row:

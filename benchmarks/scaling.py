@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from _costs import MAX_K, forward_calls, measure_costs
-from _engines import OURS, PLAIN, Runner, Timings, Way, check, faster_dtype, warm_up
+from _engines import DEFAULT, PLAIN_METHOD, Runner, Timings, assisted, check, faster_dtype, ours, warm_up
 from _harness import (
     Cells,
     add_argument_of_adding,
@@ -26,13 +26,15 @@ from _harness import (
     markdown,
     parse_common,
     result_name,
-    spread,
     write_results,
 )
 from _library import CACHES, as_in_a_call
 from _pictures import Panel, draw
 from _subjects import DTYPES, SHAPES, Subject, load_shape
 from transformers.cache_utils import DynamicCache
+
+from hf_speculate.tools.bench.methods import OURS
+from hf_speculate.tools.bench.results import spread
 
 NAME = "scaling"
 CHECKED_PROMPT_LEN, CHECKED_TOKENS = 64, 12
@@ -54,34 +56,34 @@ def whole_cells_of(args: argparse.Namespace) -> list[tuple[str, int, int, int]]:
 
 
 def measure(subject: Subject, cell: tuple[str, int, int, int], args: argparse.Namespace) -> list[Row]:
-    """One cell: a row for every way."""
+    """One cell: a row for every method."""
     varies, context, max_new_tokens, batch_size = cell
-    runner, constant = Runner(subject, "greedy", max_new_tokens, args.cache), Way("ours", args.num_assistant_tokens)
-    ways = [PLAIN, OURS, constant]
+    runner, constant = Runner(subject, "greedy", max_new_tokens, args.cache), ours(args.num_assistant_tokens)
+    methods = [PLAIN_METHOD, DEFAULT, constant]
     if batch_size == 1 and varies != "new tokens":
-        ways += [Way("assisted", args.num_assistant_tokens), Way("assisted")]
-    inputs = subject.inputs(batch_size, batch_size, context)[0]
+        methods += [assisted(args.num_assistant_tokens), assisted()]
+    batch = subject.batches(batch_size, batch_size, context)[0]
     plain, profiled = Timings(), Timings()
-    plain.add(runner, ways, inputs, args.repeats, f"{context} tokens, {batch_size} rows")
+    plain.add(runner, methods, batch, args.repeats)
     subject.clock.is_profiling = True
-    profiled.add(runner, [constant], inputs, 1)
+    profiled.add(runner, [constant], batch, 1)
     subject.clock.is_profiling = False
     num_rounds = profiled.counts[constant.name]["num_batch_rounds"]
     rest_s = (profiled.rounds_s[constant.name][0] - profiled.forward_s[constant.name][0]) / max(num_rounds, 1)
     plain_s, nums = plain.plain_step_s(max_new_tokens), sorted({0, args.num_assistant_tokens, MAX_K})
-    costs = measure_costs(subject, inputs, max_new_tokens, plain_s, repeats=3, nums=nums)
+    costs = measure_costs(subject, batch, max_new_tokens, plain_s, repeats=3, nums=nums)
     rows = []
-    for way in ways:
+    for method in methods:
         row = {"varies": varies, "context": context, "max_new_tokens": max_new_tokens, "batch_size": batch_size}
         row |= {"layers": subject.target.config.num_hidden_layers}
-        row |= {"subject": subject.name, "dtype": subject.dtype, **plain.summary(way)}
-        per_token = [seconds / (max_new_tokens - 1) for seconds in plain.decode_s[way.name]]
+        row |= {"subject": subject.name, "dtype": subject.dtype, **plain.summary(method)}
+        per_token = [seconds / (max_new_tokens - 1) for seconds in plain.decode_s[method.name]]
         row["step_s"] = spread(per_token)  # time per token of a row, after the prompt
         row["tokens_per_s"] = batch_size / row["step_s"]["median"]
-        if way.engine == "ours":
+        if method.engine == OURS:
             row |= costs.report(row["counts"], batch_size)
             row["efficiency"] = row["decode_over_plain"] / row["expected"]
-        if way == constant:
+        if method == constant:
             row["rest_of_round_s"] = rest_s
         rows.append(row)
     return rows
@@ -91,7 +93,7 @@ def verify_factor(subject: Subject, args: argparse.Namespace) -> Row:
     """Verify factor of `--verify-queries` rows at one batch size and context: ours and transformers'."""
     target, batch_size, num = subject.target, args.verify_batch, args.verify_queries
     length, config = args.verify_context, target.config
-    ours, undo_ours = forward_calls(target, batch_size, length, None, [num], "ours")
+    own_calls, undo_ours = forward_calls(target, batch_size, length, None, [num], "ours")
     cache = DynamicCache(config=config)
     heads = (batch_size, config.num_key_value_heads, length, config.hidden_size // config.num_attention_heads)
     for layer in range(config.num_hidden_layers):
@@ -112,7 +114,7 @@ def verify_factor(subject: Subject, args: argparse.Namespace) -> Row:
 
     def mine() -> None:
         with as_in_a_call(target):
-            ours[f"ours {num}"]()
+            own_calls[f"ours {num}"]()
 
     calls = {"ours": mine, "transformers": lambda: theirs(num), "one row": lambda: theirs(1)}
     alternate(calls, 1, prepare=undo)
@@ -137,7 +139,7 @@ COLUMNS = {
     "new tokens": lambda row: row["max_new_tokens"],
     "rows": lambda row: row["batch_size"],
     "dtype": lambda row: row["dtype"],
-    "way": lambda row: row["way"],
+    "method": lambda row: row["method"],
     "tokens/s": lambda row: f"{row['tokens_per_s']:.1f}",
     "ms a token": lambda row: row["step_s"]["median"] * 1e3,
     "times plain": lambda row: row["decode_over_plain"],
@@ -175,7 +177,7 @@ def picture(rows: list[Row], path: Any) -> None:
         for row in rows:
             if row["varies"] == varies:
                 times = {name: value * 1e3 for name, value in row["step_s"].items()}
-                series.setdefault(row["way"], []).append((row[key], times))
+                series.setdefault(row["method"], []).append((row[key], times))
         panels.append(Panel(f"time per token over {varies}", "ms a token", series, xlabel=varies, is_log=True))
     draw(path.with_suffix(".png"), panels)
 
@@ -225,12 +227,12 @@ def main() -> None:
     rows: list[Row] = [verify_factor(make(args.dtype, args.verify_layers), args)]
     subject = make(args.dtype)
     runner = Runner(subject, "greedy", CHECKED_TOKENS, args.cache)
-    inputs = subject.inputs(2, 2, CHECKED_PROMPT_LEN)[0]
-    ways = [OURS, Way("ours", args.num_assistant_tokens)]
+    batch = subject.batches(2, 2, CHECKED_PROMPT_LEN)[0]
+    methods = [DEFAULT, ours(args.num_assistant_tokens)]
     with subject.oracle.silent():
-        print(f"without the oracle: {check(runner, ways, inputs)}")
-    print(f"with it: {check(runner, ways, inputs)}")
-    warm_up(runner, [PLAIN, *ways, Way("assisted")], inputs)
+        print(f"without the oracle: {check(runner, methods, batch)}")
+    print(f"with it: {check(runner, methods, batch)}")
+    warm_up(runner, [PLAIN_METHOD, *methods, assisted()], batch)
     walk = Cells(cells_of(args), args.limit_s, "cells")
     for cell in walk:
         rows += measure(subject, cell, args)

@@ -5,8 +5,8 @@
     python benchmarks/verifiers.py --table                   # the last results as a table, nothing is measured
     python benchmarks/verifiers.py --readme docs/kernels.md  # the same, written between the file's markers
 
-Before a way is timed, what it emits is held to its law; a way that fails stops the run. Times begin at raw logits:
-temperature and top-k (ours: finding the cutoffs) count. transformers verifies one row, so a batch is a loop over rows.
+Before a method is timed, its output is checked, see `_exactness`; a method that fails stops the run. Times begin at raw
+logits: temperature and top-k (ours: finding the cutoffs) count. transformers verifies one row, so a batch is a loop.
 """
 
 import argparse
@@ -17,23 +17,23 @@ from typing import Any
 
 import torch
 import transformers
+from _exactness import check, control
 from _harness import (
     ROOT,
     alternate,
     alternate_patiently,
     copy_rate,
-    ratios,
     read_results,
     settle_allocator,
+    speedups,
     spread,
     wait,
     write_between,
     write_results,
 )
-from _law import check, control
 from _report import as_table, plot, summary
 from _rounds import Round, Warp, cutoffs, make_logits, make_round, overlap, warped
-from _ways import VERIFIERS, Run, Verifier, captured, ways_of
+from _verifiers import VERIFIERS, Run, Verifier, captured, methods_of
 from tqdm import tqdm
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -43,7 +43,7 @@ CPU_BATCH_SIZES, CPU_NUM_DRAFT_TOKENS, CPU_VOCAB_SIZES = (1, 8), (5,), (151_936,
 MIN_REPEATS = 5
 # On a GPU a round is timed on logits that lie in memory, not in its cache.
 GPU_WORKING_SET_BYTES, MAX_ROUNDS = 1 << 28, 64
-# Copies of a round's logits in float32 that the widest way (the textbook's block) holds at once.
+# Copies of a round's logits in float32 that the widest method (the textbook's block) holds at once.
 NUM_FLOAT_COPIES = 6
 # Ways that build or compile something foreign at their first call, and what they raise where that is impossible.
 MAY_FAIL = {"ours, compiled": RuntimeError, "flashinfer": (ImportError, RuntimeError)}
@@ -114,29 +114,31 @@ def accepted_of(run: Run, rounds: list[Round]) -> float:
 
 
 def timed(
-    ways: dict[str, Run], rounds: list[Round], args: argparse.Namespace, name: str
+    methods: dict[str, Run], rounds: list[Round], args: argparse.Namespace, name: str
 ) -> tuple[dict[str, list[float]], int]:
-    """Seconds a round of every way, and how many of these runs other processes held up."""
+    """Seconds a round of every method, and how many of these runs other processes held up."""
     fresh = [round_.target_logits.clone() for round_ in rounds]
 
     def restore() -> None:  # as a forward would: transformers processes float32 logits in place
         for round_, logits in zip(rounds, fresh, strict=True):
             round_.target_logits.copy_(logits)
 
-    calls: dict[str, Any] = {way: lambda run=run: [run(round_) for round_ in rounds] for way, run in ways.items()}
-    if "ours, triton" in ways:
+    calls: dict[str, Any] = {
+        method: lambda run=run: [run(round_) for round_ in rounds] for method, run in methods.items()
+    }
+    if "ours, triton" in methods:
         try:
-            calls["ours, triton, graph"] = captured(ways["ours, triton"], rounds)
+            calls["ours, triton, graph"] = captured(methods["ours, triton"], rounds)
         except RuntimeError as error:
             tqdm.write(f"left out: ours, triton, graph for {name}: {str(error).strip().splitlines()[0]}")
     alternate(calls, 1, name, restore)  # compiles, allocates
     once = sum(values[0] for values in alternate(calls, 1, name, restore).values())
     repeats = max(MIN_REPEATS, min(args.repeats, int(args.cell_seconds / once)))
     seconds, num_held_up = alternate_patiently(calls, repeats, name, restore, args.patience)
-    return {way: [value / len(rounds) for value in values] for way, values in seconds.items()}, num_held_up
+    return {method: [value / len(rounds) for value in values] for method, values in seconds.items()}, num_held_up
 
 
-def measure(name: str, warp: Warp, shape: Shape, ways: dict[str, Run], args: argparse.Namespace) -> dict[str, Any]:
+def measure(name: str, warp: Warp, shape: Shape, methods: dict[str, Run], args: argparse.Namespace) -> dict[str, Any]:
     """One cell of the results."""
     dtype, batch_size, num_draft_tokens, vocab_size = shape
     verifier = VERIFIERS[name]
@@ -154,37 +156,39 @@ def measure(name: str, warp: Warp, shape: Shape, ways: dict[str, Run], args: arg
         "transformers_is": verifier.theirs_is,
     }
     if name != "sample":
-        row["num_accepted"] = round(accepted_of(ways["ours, torch"], rounds), 2)
-    seconds, num_held_up = timed(ways, rounds, args, f"{name}, {dtype}, B = {batch_size}, V = {vocab_size}")
+        row["num_accepted"] = round(accepted_of(methods["ours, torch"], rounds), 2)
+    seconds, num_held_up = timed(methods, rounds, args, f"{name}, {dtype}, B = {batch_size}, V = {vocab_size}")
     moved = batch_size * verifier.num_rows_read(num_draft_tokens) * vocab_size * DTYPES[dtype].itemsize
     row["bytes"] = moved
     row["repeats"], row["num_held_up"] = len(seconds["transformers"]), num_held_up
-    row["seconds"] = {way: spread(values) for way, values in seconds.items()}
+    row["seconds"] = {method: spread(values) for method, values in seconds.items()}
     row["over_transformers"] = {
-        way: ratios(seconds["transformers"], values) for way, values in seconds.items() if way != "transformers"
+        method: speedups(seconds["transformers"], values)
+        for method, values in seconds.items()
+        if method != "transformers"
     }
-    row["gb_per_s"] = {way: moved / spread(values)["median"] / 1e9 for way, values in seconds.items()}
-    row["share_of_copy_rate"] = {way: rate * 1e9 / args.copy_rate for way, rate in row["gb_per_s"].items()}
+    row["gb_per_s"] = {method: moved / spread(values)["median"] / 1e9 for method, values in seconds.items()}
+    row["share_of_copy_rate"] = {method: rate * 1e9 / args.copy_rate for method, rate in row["gb_per_s"].items()}
     return row
 
 
-def checked_ways(name: str, verifier: Verifier, args: argparse.Namespace, said: set[str]) -> dict[str, Run]:
-    """The ways to time, each held to its law; what cannot run is said once."""
-    ways, left_out = ways_of(verifier, args.device, args.compile)
-    for way in list(ways):
+def checked_methods(name: str, verifier: Verifier, args: argparse.Namespace, said: set[str]) -> dict[str, Run]:
+    """The methods to time, each checked; those that cannot run are reported once."""
+    methods, left_out = methods_of(verifier, args.device, args.compile)
+    for method in list(methods):
         try:
             for warp in verifier.warps:
-                check(verifier, way, ways[way], warp, args.device)
-        except MAY_FAIL.get(way, ImportError) as error:
-            left_out[way] = f"does not work for {name}: {str(error).strip().splitlines()[0]}"
-            del ways[way]
-    if verifier.law == "rejection":
+                check(verifier, method, methods[method], warp, args.device)
+        except MAY_FAIL.get(method, ImportError) as error:
+            left_out[method] = f"does not work for {name}: {str(error).strip().splitlines()[0]}"
+            del methods[method]
+    if verifier.rule == "rejection":
         control(verifier, args.device)
-    for way, reason in left_out.items():
-        if (line := f"left out: {way} {reason}") not in said:
+    for method, reason in left_out.items():
+        if (line := f"left out: {method} {reason}") not in said:
             said.add(line)
             print(line, flush=True)
-    return ways
+    return methods
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -195,9 +199,9 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     said: set[str] = set()
     threads = args.threads or torch.get_num_threads()
     torch.set_num_threads(1)  # small operations gain nothing from threads, and on a busy machine wait for one another
-    names = tqdm(args.verifiers, desc="checking laws", leave=False, disable=None)
-    ways = {name: checked_ways(name, VERIFIERS[name], args, said) for name in names}
-    print(f"laws hold: {', '.join(ways)} ({time.perf_counter() - begin:.0f} s)")
+    names = tqdm(args.verifiers, desc="checking outputs", leave=False, disable=None)
+    methods = {name: checked_methods(name, VERIFIERS[name], args, said) for name in names}
+    print(f"checks passed: {', '.join(methods)} ({time.perf_counter() - begin:.0f} s)")
     torch.set_num_threads(threads)
     settle_allocator()
     args.copy_rate = copy_rate(args.device)
@@ -221,7 +225,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
                 tqdm.write(line)
             continue
         with torch.no_grad():
-            rows.append(measure(name, warp, shape, ways[name], args))
+            rows.append(measure(name, warp, shape, methods[name], args))
         wait()
         tqdm.write(summary(rows[-1]))
     return rows
@@ -237,7 +241,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--verifiers", nargs="+", choices=sorted(VERIFIERS), default=list(VERIFIERS))
     parser.add_argument("--logits", nargs="+", choices=["plain", "warped"], default=["warped", "plain"])
     parser.add_argument("--threads", type=int, help="of torch, on a CPU; its own choice unless given")
-    parser.add_argument("--repeats", type=int, default=25, help="runs of each way in a cell, at most")
+    parser.add_argument("--repeats", type=int, default=25, help="runs of each method in a cell, at most")
     parser.add_argument("--cell-seconds", type=float, default=2.5, help="fewer runs where a cell would take longer")
     parser.add_argument("--patience", type=int, default=10, help="new tries for a run that other processes held up")
     parser.add_argument("--limit-s", type=float, help="begin no cell after this; 540 on a CPU")

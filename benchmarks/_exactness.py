@@ -1,10 +1,10 @@
-"""Checks that a way emits what its verifier promises, made before it is timed."""
+"""Checks that a method follows its verifier: distribution, number of accepted tokens, ids."""
 
 import functools
 
 import torch
 from _rounds import Round, Warp, make_round, warped
-from _ways import Emitted, Run, Verifier
+from _verifiers import Emitted, Run, Verifier
 from torch import Tensor
 
 VOCAB_SIZE = 6
@@ -12,21 +12,21 @@ NUM_DRAFT_TOKENS = 2
 TOP_K = 4
 # transformers takes one row a call.
 NUM_TRIALS, NUM_TRIALS_ROW_BY_ROW = 40_000, 3_000
-# A right law falls below once in 10,000 choices of seed; the seeds are fixed.
+# A correct distribution falls below once in 10,000 choices of seed; the seeds are fixed.
 PASS_P_VALUE = 1e-4
 MAX_SIGMAS = 4.0
 MIN_EXPECTED = 5.0
-# Nearer than this to its border a float32 decision may go either way.
+# Nearer than this to its border a float32 decision may go either method.
 BORDER = 1e-4
 
 
-class LawError(Exception):
-    """A way does not keep its law."""
+class DistributionError(Exception):
+    """A method does not follow its verifier."""
 
 
-def p_value(counts: Tensor, law: Tensor) -> float:
-    """Chi-square p-value of `counts` under `law` [N], rare cells pooled; 0 when something impossible happened."""
-    counts, expected = counts.double(), law.double() * counts.sum()
+def p_value(counts: Tensor, probs: Tensor) -> float:
+    """Chi-square p-value of `counts` under `probs` [N], rare cells pooled; 0 if an impossible token occurred."""
+    counts, expected = counts.double(), probs.double() * counts.sum()
     if counts[expected == 0].any():
         return 0.0
     rare = expected < MIN_EXPECTED
@@ -46,7 +46,7 @@ def padded(emitted: Emitted, num_columns: int) -> Tensor:
 
 
 def small_round(warp: Warp, how: str, num_rows: int, device: torch.device, seed: int = 0) -> Round:
-    """`num_rows` times the same laws of a small vocabulary, with drafts of their own."""
+    """`num_rows` times the same distributions over a small vocabulary, each with its own draft."""
     generator = torch.Generator().manual_seed(seed)
     target = torch.randn(NUM_DRAFT_TOKENS + 1, VOCAB_SIZE, generator=generator) * 1.5
     draft = target[:-1] + torch.randn(NUM_DRAFT_TOKENS, VOCAB_SIZE, generator=generator)
@@ -55,38 +55,42 @@ def small_round(warp: Warp, how: str, num_rows: int, device: torch.device, seed:
     return make_round(*rows, small, how)
 
 
-def expected_accepted(target: Tensor, draft: Tensor, law: str) -> float:
-    """Mean number of accepted tokens of rejection sampling, from laws [K+1, V] and [K, V]."""
-    if law == "point mass":
+def expected_accepted(target: Tensor, draft: Tensor, rule: str) -> float:
+    """Mean number of accepted tokens of rejection sampling, from distributions [K+1, V] and [K, V]."""
+    if rule == "point mass":
         kept = target[:-1].gather(-1, draft.argmax(-1, keepdim=True)).squeeze(-1)
     else:
         kept = torch.minimum(target[:-1], draft).sum(-1)
     return kept.cumprod(0).sum().item()
 
 
-def check_counts(ids: Tensor, round_: Round, law: str) -> None:
+def check_counts(ids: Tensor, round_: Round, rule: str) -> None:
     """Raise unless as many tokens were accepted as rejection sampling accepts; block may accept more."""
     target = warped(round_.target_logits[0], round_.warp).double().softmax(-1).cpu()
     draft = round_.draft_scores[0].double().softmax(-1).cpu()
     accepted = (ids >= 0).sum(-1).double() - 1.0
-    sigmas = (accepted.mean() - expected_accepted(target, draft, law)) / (accepted.std() / len(accepted) ** 0.5)
-    if sigmas < -MAX_SIGMAS or (law != "block" and sigmas > MAX_SIGMAS):
-        raise LawError(f"accepts {accepted.mean():.4f} tokens a round, {sigmas:.1f} sigmas from what it should")
+    sigmas = (accepted.mean() - expected_accepted(target, draft, rule)) / (accepted.std() / len(accepted) ** 0.5)
+    if sigmas < -MAX_SIGMAS or (rule != "block" and sigmas > MAX_SIGMAS):
+        raise DistributionError(
+            f"accepts {accepted.mean():.4f} tokens a round, {sigmas:.1f} sigmas from what it should"
+        )
 
 
 def check_lossless(ids: Tensor, round_: Round) -> None:
-    """Raise unless the emitted ids, completed by draws from the target, follow the target's law."""
-    laws = warped(round_.target_logits[0], round_.warp).double().softmax(-1).cpu()[: ids.shape[1]]
+    """Raise unless the emitted ids, completed by draws from the target, follow the target's distribution."""
+    probs = warped(round_.target_logits[0], round_.warp).double().softmax(-1).cpu()[: ids.shape[1]]
     generator = torch.Generator().manual_seed(1)
-    drawn = [torch.multinomial(law, len(ids), replacement=True, generator=generator) for law in laws]
+    drawn = [torch.multinomial(one, len(ids), replacement=True, generator=generator) for one in probs]
     ids = torch.where(ids < 0, torch.stack(drawn, dim=-1), ids)
-    joint = laws[0]
-    for law in laws[1:]:
-        joint = (joint.unsqueeze(-1) * law).flatten()
+    joint = probs[0]
+    for one in probs[1:]:
+        joint = (joint.unsqueeze(-1) * one).flatten()
     places = VOCAB_SIZE ** torch.arange(ids.shape[1]).flip(0)
     counts = torch.bincount((ids * places).sum(-1), minlength=joint.numel())
     if (p := p_value(counts, joint)) < PASS_P_VALUE:
-        raise LawError(f"chi-square p-value {p:.1e} of {len(ids)} joint draws against the target's law")
+        raise DistributionError(
+            f"chi-square p-value {p:.1e} of {len(ids)} joint draws against the target's distribution"
+        )
 
 
 def check_greedy(ids: Tensor, round_: Round) -> None:
@@ -95,27 +99,27 @@ def check_greedy(ids: Tensor, round_: Round) -> None:
     for row, drafted, chosen in zip(ids.tolist(), round_.draft_token_ids.tolist(), best, strict=True):
         kept = next((i for i, one in enumerate(drafted) if one != chosen[i]), len(drafted))
         if row != chosen[: kept + 1] + [-1] * (len(drafted) - kept):
-            raise LawError(f"emits {row} where greedy decoding gives {chosen} of the drafted {drafted}")
+            raise DistributionError(f"emits {row} where greedy decoding gives {chosen} of the drafted {drafted}")
 
 
 def check_typical(ids: Tensor, round_: Round) -> None:
     """Raise unless the rule, in float64, keeps as many tokens as were kept, rows at the border aside."""
-    laws = warped(round_.target_logits, round_.warp).double().softmax(-1).cpu()
+    probs = warped(round_.target_logits, round_.warp).double().softmax(-1).cpu()
     drafted = round_.draft_token_ids.cpu()
-    entropy = -torch.special.xlogy(laws, laws).sum(-1)
+    entropy = -torch.special.xlogy(probs, probs).sum(-1)
     thresholds = (0.3 * torch.exp(-entropy)).clamp(max=0.09)[:, :-1]
-    margins = laws[:, :-1].gather(-1, drafted.unsqueeze(-1)).squeeze(-1) - thresholds
+    margins = probs[:, :-1].gather(-1, drafted.unsqueeze(-1)).squeeze(-1) - thresholds
     expected = (margins > 0).long().cumprod(-1).sum(-1)
     clear = (margins.abs() > BORDER).all(-1)
     accepted = (ids >= 0).sum(-1) - 1
     finals = ids.gather(1, accepted.unsqueeze(-1)).squeeze(-1)
-    best = laws.argmax(-1).gather(1, accepted.unsqueeze(-1)).squeeze(-1)
+    best = probs.argmax(-1).gather(1, accepted.unsqueeze(-1)).squeeze(-1)
     if not torch.equal(accepted[clear], expected[clear]) or not torch.equal(finals, best):
-        raise LawError("keeps other tokens than the rule in float64")
+        raise DistributionError("keeps other tokens than the rule in float64")
 
 
 def varied_round(warp: Warp, how: str, num_rows: int, device: torch.device) -> Round:
-    """Rows with laws of their own."""
+    """Rows with different distributions."""
     generator = torch.Generator().manual_seed(2)
     shape = (num_rows, NUM_DRAFT_TOKENS + 1, VOCAB_SIZE)
     target = torch.randn(shape, generator=generator) * 1.5
@@ -124,40 +128,40 @@ def varied_round(warp: Warp, how: str, num_rows: int, device: torch.device) -> R
     return make_round(target.to(device), draft.to(device), small, how)
 
 
-def check(verifier: Verifier, way: str, run: Run, warp: Warp, device: torch.device) -> None:
-    """Raise LawError unless `run`, the way called `way`, keeps the law it claims.
+def check(verifier: Verifier, method: str, run: Run, warp: Warp, device: torch.device) -> None:
+    """Raise DistributionError unless `run`, the method called `method`, does what the verifier claims.
 
-    transformers' way is held to the law of what it does, which is rejection where it lacks the verifier.
+    transformers is checked for what it does: rejection sampling if it lacks the verifier.
     """
-    law = verifier.law
-    if way == "transformers" and law in ("typical", "block"):
-        law = "rejection"
-    is_by_row = way == "transformers" and law != "sample"
-    check_law(run, law, verifier.drafts, warp, NUM_TRIALS_ROW_BY_ROW if is_by_row else NUM_TRIALS, device)
+    rule = verifier.rule
+    if method == "transformers" and rule in ("typical", "block"):
+        rule = "rejection"
+    is_by_row = method == "transformers" and rule != "sample"
+    check_rule(run, rule, verifier.drafts, warp, NUM_TRIALS_ROW_BY_ROW if is_by_row else NUM_TRIALS, device)
 
 
 @functools.cache
-def check_law(run: Run, law: str, how: str, warp: Warp, num_rows: int, device: torch.device) -> None:
-    """Raise LawError unless `run` keeps `law` on drafts made as `how` says; the same check is made once."""
+def check_rule(run: Run, rule: str, how: str, warp: Warp, num_rows: int, device: torch.device) -> None:
+    """Raise DistributionError unless `run` follows `rule` on drafts made as `how` says; the same check is made once."""
     torch.manual_seed(0)
-    if law in ("greedy", "typical"):
+    if rule in ("greedy", "typical"):
         round_ = varied_round(warp, how, min(num_rows, 2_000), device)
     else:
         round_ = small_round(warp, how, num_rows, device)
     # A copy: transformers processes float32 logits in place.
     ids = padded(run(round_._replace(target_logits=round_.target_logits.clone())), NUM_DRAFT_TOKENS + 1)
-    if law == "greedy":
+    if rule == "greedy":
         check_greedy(ids, round_)
-    elif law == "typical":
+    elif rule == "typical":
         check_typical(ids, round_)
     else:
         check_lossless(ids, round_)
-    if law in ("rejection", "block", "point mass"):
-        check_counts(ids, round_, law)
+    if rule in ("rejection", "block", "point mass"):
+        check_counts(ids, round_, rule)
 
 
 def control(verifier: Verifier, device: torch.device) -> None:
-    """Raise unless a way that is told a wrong draft law fails its check: the check would see a fault of that size."""
+    """Raise unless a method with a wrong draft distribution fails its check: the check finds faults of that size."""
 
     def wrong(round_: Round) -> Emitted:
         flat = torch.zeros_like(round_.draft_logits)
@@ -165,6 +169,6 @@ def control(verifier: Verifier, device: torch.device) -> None:
 
     try:
         check(verifier, "textbook", wrong, verifier.warps[-1], device)
-    except LawError:
+    except DistributionError:
         return
-    raise LawError("the check passes a way that was told a wrong draft law")
+    raise DistributionError("the check passes a method with a wrong draft distribution")

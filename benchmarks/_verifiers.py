@@ -1,4 +1,4 @@
-"""Every verifier with all the ways to run it on a round."""
+"""Verifiers, and all methods to run them on a round."""
 
 import importlib.util
 from collections.abc import Callable
@@ -86,14 +86,14 @@ class Verifier:
 
     Args:
         ours: takes a round and a backend.
-        theirs: transformers' way; where it lacks the verifier, what its users pay instead.
-        theirs_is: what `theirs` does.
-        textbook: the plain eager way.
+        theirs: transformers' method; if it lacks the verifier, its closest one.
+        theirs_is: description of `theirs`.
+        textbook: in plain eager torch.
         drafts: how the drafted tokens are made, see `draw`.
-        law: which check `_law` makes.
+        rule: which check `_exactness` makes.
         num_rows_read: rows of V logits that must be read, of K.
         warps: sampling settings it is measured with.
-        flashinfer: FlashInfer's way, where it has one.
+        flashinfer: FlashInfer's method, if it has one.
     """
 
     ours: Callable[[Round, str], Tensor]
@@ -101,7 +101,7 @@ class Verifier:
     theirs_is: str
     textbook: Run
     drafts: str
-    law: str
+    rule: str
     num_rows_read: Callable[[int], int]
     warps: tuple[Warp, ...] = field(default=(WARPED, PLAIN))
     flashinfer: Run | None = None
@@ -181,22 +181,22 @@ def captured(run: Run, rounds: list[Round]) -> Callable[[], None]:
     return graph.replay
 
 
-def missing(way: str, device: torch.device) -> str | None:
-    """Why `way` cannot run on `device`; None where it can."""
-    if way == "flashinfer":
+def missing(method: str, device: torch.device) -> str | None:
+    """Why `method` cannot run on `device`; None where it can."""
+    if method == "flashinfer":
         if device.type != "cuda":
             return "needs a GPU"
         return None if importlib.util.find_spec("flashinfer") else "is not installed"
-    if way.startswith("ours, triton"):
+    if method.startswith("ours, triton"):
         if device.type != "cuda":
             return "needs a GPU"
         return None if importlib.util.find_spec("triton") else "triton is not installed"
     return None
 
 
-def ways_of(verifier: Verifier, device: torch.device, compiled: bool) -> tuple[dict[str, Run], dict[str, str]]:
-    """The ways that can run on `device`, and why others cannot."""
-    ways: dict[str, Run] = {
+def methods_of(verifier: Verifier, device: torch.device, compiled: bool) -> tuple[dict[str, Run], dict[str, str]]:
+    """The methods that can run on `device`, and why others cannot."""
+    methods: dict[str, Run] = {
         "ours, torch": lambda round_: verifier.ours(round_, "torch"),
         "transformers": verifier.theirs,
         "textbook": verifier.textbook,
@@ -212,7 +212,7 @@ def ways_of(verifier: Verifier, device: torch.device, compiled: bool) -> tuple[d
         if reason := missing(name, device):
             left_out[name] = reason
         else:
-            ways[name] = run
+            methods[name] = run
     if compiled:
-        ways["ours, compiled"] = torch.compile(lambda round_: verifier.ours(round_, "torch"), dynamic=False)
-    return ways, left_out
+        methods["ours, compiled"] = torch.compile(lambda round_: verifier.ours(round_, "torch"), dynamic=False)
+    return methods, left_out
