@@ -142,7 +142,6 @@ class SpeculationConfig:
         verifier: name of a registered verifier.
         posterior_threshold: typical acceptance's epsilon, in (0, 1).
         posterior_alpha: typical acceptance's delta, > 0.
-        entropy_epsilon: added inside the logarithm of the entropy, >= 0.
         typical_correction: "argmax" or "sample", the token emitted at typical acceptance's first refusal; registered
             rules that are lossy may follow it too.
         relax_only_inside: ids (open, close) of the tokens around spans, thinking say; a lossy verifier decides there
@@ -159,9 +158,6 @@ class SpeculationConfig:
             the most.
         suffix_store: a `SuffixStore`, texts of earlier calls to copy from too; this call's outputs are added to it.
         draft_state: a `DraftState`, what the draft model has read in earlier calls; this call's text takes its place.
-        verifier_backend: "auto", "torch" or "triton", of the kernels that verify and draw; "auto" is Triton on a GPU.
-        speculation_cache: "auto", "dynamic" or "preallocated", where key-value states are kept; "auto" preallocates
-            where the model allows it and the cache is not the user's own.
         seed: an int, or one int per output row.
         generator: draws the seed where none is given.
         speculation_stats: filled in during the call.
@@ -169,6 +165,11 @@ class SpeculationConfig:
         candidate_generator: a transformers `CandidateGenerator` that drafts in place of a model, or what makes one
             from keywords; it decides how many tokens it drafts, up to `num_assistant_tokens`.
         drafter: makes a `Drafter` from the call's `DrafterSetup`, once for every decoding.
+        entropy_epsilon: advanced; added inside the logarithm of the entropy, >= 0.
+        verifier_backend: advanced; "auto", "torch" or "triton", of the kernels that verify and sample; "auto" is
+            Triton on a GPU.
+        speculation_cache: advanced; "auto", "dynamic" or "preallocated", the kind of KV cache; "auto" preallocates if
+            the model allows it and the cache is not the user's own.
 
     Raises:
         ConfigError: a value is out of its range or not among the choices.

@@ -117,7 +117,8 @@ class Generation:
             "--set",
             metavar="NAME=VALUE",
             rich_help_panel=_GENERATION,
-            help="Any other field of speculation or of GenerationConfig, with a JSON value; can be repeated.",
+            help="Any other field of SpeculationConfig or GenerationConfig, with a JSON value; can be repeated. "
+            "Advanced: speculation_cache, verifier_backend, entropy_epsilon.",
         ),
     ] = None
 
