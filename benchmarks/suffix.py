@@ -1,10 +1,10 @@
-"""What drafting without a model costs a row and a round, by the text's length, beside transformers' prompt lookup.
+"""Cost of drafting without a model per row and round, by the length of the text, and of transformers' prompt lookup.
 
     python benchmarks/suffix.py
 
-A round is all that the decoder does for drafting: the tokens that were emitted, which the judge hands over as lists,
-are noted and told, and every row is drafted up to K, as tensors. Of that, what the index takes to grow by the tokens
-and to find what follows is timed once more by itself. The text is that of Python's standard library in the bundled
+A round is all work of the decoder for drafting: the emitted tokens, which verification returns as lists, are recorded,
+and K tokens are drafted for every row, as tensors. Of that, updating and searching the index is timed once more by
+itself. The text is that of Python's standard library in the bundled
 tokenizer, different for each row. Rounds are timed twice over: back to back, by blocks of one length in turn, and
 after other work, for which more memory is written than the processor's caches hold, as a large model's forward does.
 transformers takes one row, and is shown the same texts, back to back.

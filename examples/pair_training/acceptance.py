@@ -1,6 +1,6 @@
 """Measures how often the target accepts the draft's tokens, without any decoding engine.
 
-A round's drafts are judged only behind accepted ones, so they are always conditioned on the target's own text, and
+A round's drafts are verified only behind accepted ones, so they are always conditioned on the target's own text, and
 one pass of the draft over that text tells every verdict. Greedy: a draft token stands where it is the target's.
 Sampling: given that the target's text has token y, the draft's token stood with probability min(1, q(y) / p(y));
 over all tokens that is the overlap of p with q.
@@ -33,7 +33,7 @@ class Walk(NamedTuple):
 
     @property
     def acceptance(self) -> float:
-        """Accepted over judged."""
+        """Accepted over verified."""
         return self.num_accepted / self.num_verified
 
     @property
@@ -43,8 +43,8 @@ class Walk(NamedTuple):
 
 
 def walk_rounds(rows: list[list[bool]], num_draft_tokens: int) -> Walk:
-    """Walk every text in rounds of `num_draft_tokens`; the first refused token is judged, those after it are not."""
-    accepted = judged = rounds = tokens = 0
+    """Walk every text in rounds of `num_draft_tokens`; the first refused token is verified, those after it are not."""
+    accepted = verified = rounds = tokens = 0
     for row in rows:
         position = 0
         while position < len(row):
@@ -52,12 +52,12 @@ def walk_rounds(rows: list[list[bool]], num_draft_tokens: int) -> Walk:
             run = verdicts.index(False) if False in verdicts else len(verdicts)
             refused = run < len(verdicts)
             accepted += run
-            judged += run + refused
+            verified += run + refused
             if refused or position + num_draft_tokens < len(row):
                 rounds += 1
                 tokens += run + 1
             position += run + 1
-    return Walk(accepted, judged, rounds, tokens)
+    return Walk(accepted, verified, rounds, tokens)
 
 
 def bound(acceptance: float, num_draft_tokens: int, cost: float, factor: float) -> float:
@@ -79,7 +79,7 @@ def position_ids(mask: torch.Tensor) -> torch.Tensor:
 
 
 def padded_logits(model: LlamaForCausalLM, ids: torch.Tensor, mask: torch.Tensor, num_last: int) -> torch.Tensor:
-    """Return the logits that judge the last `num_last` tokens of `ids`, [B, W] int64; result [B, num_last, V] f32."""
+    """Return the logits that verify the last `num_last` tokens of `ids`, [B, W] int64; result [B, num_last, V] f32."""
     output = model(
         input_ids=ids[:, :-1],
         attention_mask=mask[:, :-1],
@@ -91,18 +91,18 @@ def padded_logits(model: LlamaForCausalLM, ids: torch.Tensor, mask: torch.Tensor
 
 
 @torch.inference_mode()
-def judge(
+def verdicts_of(
     target: LlamaForCausalLM,
     draft: LlamaForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
     prompts: list[str],
     seed: int | None,
 ) -> Verdicts:
-    """Let the target continue the prompts and judge the draft on every new token.
+    """Let the target continue the prompts and verify the draft on every new token.
 
     Args:
         target: writes NUM_NEW_TOKENS tokens per prompt.
-        draft: judged.
+        draft: verified.
         tokenizer: shared by both, padding on the left.
         prompts: P texts.
         seed: seed for sampling at temperature 1; None for greedy.

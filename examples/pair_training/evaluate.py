@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from pair_training.acceptance import Verdicts, judge, walk_rounds
+from pair_training.acceptance import Verdicts, verdicts_of, walk_rounds
 from pair_training.corpus import list_sources, read_source, stdlib_root
 from pair_training.pretrain import stream_loss
 from pair_training.report import A_DRAFT_TOKENS
@@ -40,8 +40,8 @@ def acceptance_record(
 ) -> dict:
     """Return the greedy and the sampling record of one dtype."""
     return {
-        "greedy": walk_record(judge(target, draft, tokenizer, prompts, None)),
-        "sampling": walk_record(judge(target, draft, tokenizer, prompts, seed)),
+        "greedy": walk_record(verdicts_of(target, draft, tokenizer, prompts, None)),
+        "sampling": walk_record(verdicts_of(target, draft, tokenizer, prompts, seed)),
     }
 
 

@@ -19,7 +19,7 @@ class SelfText(NamedTuple):
     """Rows of real prefix and own continuation, with what the target thought of every position."""
 
     ids: torch.Tensor  # [R, W] int64
-    hidden: torch.Tensor  # [R, W-1, D] float16; the target's last hidden states, whose logits judge ids[:, 1:]
+    hidden: torch.Tensor  # [R, W-1, D] float16; the target's last hidden states, whose logits verify ids[:, 1:]
 
 
 @torch.inference_mode()

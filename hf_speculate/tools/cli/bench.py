@@ -69,6 +69,7 @@ def run(
     result = {"environment": measuring.environment_of(pair, models), "settings": settings, **found}
     if not as_json:
         _show(result, log)  # first: results are visible even if they cannot be written
+    measuring.show_doubts(result, log)
     measuring.write_results(result, as_json, output)
     if html is not None and result["methods"]:
         write_html(result, html)
@@ -107,7 +108,6 @@ def _show(result: dict[str, Any], log: Console) -> None:
         show("by category", _CATEGORY_HEADS, [_category_cells(entry) for entry in entries])
     if result["drift"]:
         show("drift of lossy verifiers", _DRIFT_HEADS, [_drift_cells(entry) for entry in result["drift"]])
-    measuring.show_doubts(result, log)
     for name, reason in settings["left_out"].items():
         log.print(f"left out: {name}: {reason}", style="bold", markup=False, soft_wrap=True)
 

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_speculate
+from hf_speculate.tools.bench.decoding import Decoder
 from hf_speculate.tools.cli.main import main
 from hf_speculate.tools.cli.prompts import read_prompts
 from hf_speculate.verify import base
@@ -120,6 +121,41 @@ def test_drift_is_that_of_the_text_that_was_written(pair, questions):
         line = next(one for one in result["drift"] if one["verifier"] == name)
         assert line["log_likelihood_per_token"] == pytest.approx(total / (4 * NUM_NEW), abs=1e-9)
         assert line["agreement_with_greedy"] == pytest.approx(num_best / (4 * NUM_NEW))
+
+
+def test_prompt_lookup_needs_no_draft(pair, questions, capsys):
+    out = questions.parent / "out.json"
+    words = ["bench", pair[0], str(questions), *COMMON, "-v", "greedy", "--lookup", "4", "--output", str(out)]
+    assert main(words) == 0
+    result = json.loads(out.read_text())
+    names = ["plain, greedy", "transformers, lookup 4", "greedy, K = 3", "greedy, adaptive"]
+    assert [method["name"] for method in result["methods"]] == names
+    assert result["environment"]["draft"] is None
+    assert main(words[:-4]) == 2
+    assert "there must be --draft or --lookup, got neither" in capsys.readouterr().err
+
+
+def test_an_interrupted_benchmark_keeps_its_measurements(pair, questions, monkeypatch, capsys):
+    calls = []
+
+    class Interrupted(Decoder):
+        def __call__(self, *arguments, **options):
+            calls.append(arguments)
+            if len(calls) == 7:  # three warm-ups, and one batch of each of the three methods
+                raise KeyboardInterrupt
+            return super().__call__(*arguments, **options)
+
+    monkeypatch.setattr("hf_speculate.tools.cli.measuring.Decoder", Interrupted)
+    options = ["-k", "adaptive", "-v", "greedy", "--json"]
+    assert main(["bench", pair[0], str(questions), "-d", pair[1], *COMMON, *options]) == 130
+    out, err = capsys.readouterr()
+    result = json.loads(out)
+    assert result["is_interrupted"]
+    names = ["plain, greedy", "transformers, defaults", "greedy, adaptive"]
+    assert [(one["name"], one["num_tokens"]) for one in result["methods"]] == [(name, NUM_NEW) for name in names]
+    assert result["reliability"]["is_reliable"] is False
+    assert "not reliable; use more prompts or repeats" in err
+    assert "interrupted: the results cover the calls so far" in err
 
 
 def test_batches_and_draws(pair, questions, capsys):

@@ -130,7 +130,7 @@ def _pairs(values: Any) -> list[tuple[str, str]]:
 
 
 def _headline(methods: list[Result]) -> Headline | None:
-    """The fastest method that keeps the target's text or law; None where only plain decoding does."""
+    """The fastest lossless method; None if there is none but plain decoding."""
     exact = [
         method for method in methods if not method.get("is_lossy") and str(method["name"]).partition(",")[0] != _PLAIN
     ]
@@ -156,7 +156,7 @@ def _methods(methods: list[Result], hues: Mapping[str, int], settings: Result) -
         if speed is not None:
             is_lossy = bool(method.get("is_lossy"))
             bars.append((f"{name}, lossy" if is_lossy else name, speed, hues[name], is_lossy))
-    note = "Medians, with lines from the slowest to the fastest run. Outlined bars: the text's law is not the target's."
+    note = "Medians, with lines from the slowest to the fastest run. Outlined bars: the verifier is lossy."
     plots: list[Plot] = [plot_bars("Times plain decoding's speed", note, bars)] if bars else []
     head = [
         "method",

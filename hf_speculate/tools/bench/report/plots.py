@@ -139,13 +139,7 @@ Series = Mapping[str, Sequence[tuple[float, float]]]  # name -> (x, y)
 
 
 def plot_bars(title: str, note: str, bars: Sequence[tuple[str, Spread, int, bool]]) -> BarPlot:
-    """Times plain decoding's speed.
-
-    Args:
-        title: over the plot.
-        note: below the title.
-        bars: name, value, hue and whether the bar is an outline; at least one.
-    """
+    """Times plain decoding's speed."""
     axis = rounded_axis([0.0, _PLAIN, *(value.high for _, value, _, _ in bars)], 0.0, 100.0)
     drawn = [
         Bar(name, value.text(TIMES), hue, is_open, *(axis.place(x) for x in (value.middle, value.low, value.high)))
@@ -155,14 +149,7 @@ def plot_bars(title: str, note: str, bars: Sequence[tuple[str, Spread, int, bool
 
 
 def plot_stacks(title: str, note: str, parts: Sequence[str], stacks: Mapping[str, Sequence[float]]) -> StackPlot:
-    """Shares of a whole.
-
-    Args:
-        title: over the plot.
-        note: below the title.
-        parts: names of the pieces.
-        stacks: name of the bar -> seconds by piece, together above 0.
-    """
+    """Shares of a whole."""
     drawn = []
     for name, seconds in stacks.items():
         total, start, pieces = sum(seconds), 0.0, []
@@ -180,14 +167,7 @@ def plot_stacks(title: str, note: str, parts: Sequence[str], stacks: Mapping[str
 def plot_dots(
     title: str, note: str, groups: Mapping[str, Sequence[tuple[str, float]]], hues: Mapping[str, int]
 ) -> DotPlot:
-    """Times plain decoding's speed, by group.
-
-    Args:
-        title: over the plot.
-        note: below the title.
-        groups: name -> (method, value); at least one value in all.
-        hues: method -> hue.
-    """
+    """Times plain decoding's speed, by group."""
     values = [value for dots in groups.values() for _, value in dots]
     axis = rounded_axis([_PLAIN, *values], 6.0, 94.0)
     drawn = [
@@ -220,16 +200,7 @@ def plot_rounds(title: str, note: str, curves: Mapping[str, Sequence[float]], hu
 def plot_thresholds(
     title: str, note: str, curves: Series, references: Mapping[str, float], hues: Mapping[str, int], x_label: str
 ) -> CurvePlot:
-    """Values over a threshold, with lines across for what has none.
-
-    Args:
-        title: over the plot.
-        note: below the title.
-        curves: name -> (threshold, value); at least one in all.
-        references: name -> value.
-        hues: name of a curve or reference -> hue.
-        x_label: below the axis.
-    """
+    """Values over a threshold, with lines across for what has none."""
     x_axis = axis_of_values([x for points in curves.values() for x, _ in points], _LEFT, _RIGHT)
     values = [y for points in curves.values() for _, y in points]
     y_axis = rounded_axis([*values, *references.values()], _BOTTOM, _TOP)

@@ -36,14 +36,7 @@ class Axis(NamedTuple):
 
 
 def rounded_axis(values: Sequence[float], start: float, end: float, num_ticks: int = 4) -> Axis:
-    """An axis that ends at round numbers on both sides of all values.
-
-    Args:
-        values: at least one.
-        start: place of the low end.
-        end: place of the high end.
-        num_ticks: steps between labels, about.
-    """
+    """An axis that ends at round numbers on both sides of all values."""
     low, high = min(values), max(values)
     if high - low <= 1e-9 * max(abs(low), abs(high), 1e-3):  # one value: room on both sides
         room = abs(low) / 10 if abs(low) > 1e-9 else 1.0
