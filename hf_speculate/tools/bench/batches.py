@@ -52,15 +52,7 @@ def make_batches(
     batch_size: int,
     device: torch.device,
 ) -> list[Batch]:
-    """Group prompts into full batches of one category each; the remaining prompts form batches of several categories.
-
-    Args:
-        prompts: token ids of at least one prompt, each with at least one token.
-        categories: one per prompt.
-        pad_token_id: pads shorter prompts on the left.
-        batch_size: rows of a batch at most.
-        device: of the tensors.
-    """
+    """Group prompts into full batches of one category each; the remaining prompts form mixed batches."""
     full: list[tuple[str, list[Sequence[int]]]] = []
     waiting: dict[str, list[Sequence[int]]] = {}
     for ids, category in zip(prompts, categories, strict=True):

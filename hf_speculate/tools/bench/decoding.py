@@ -81,14 +81,7 @@ class Decoder:
         return frozenset() if ids is None else frozenset(ids if isinstance(ids, list | tuple) else [ids])
 
     def __call__(self, method: Method, batch: Batch, seed: int, max_new_tokens: int | None = None) -> Decoded:
-        """Decode a batch and wait for the device.
-
-        Args:
-            method: how.
-            batch: what.
-            seed: used for sampling.
-            max_new_tokens: overrides the decoder's own.
-        """
+        """Decode a batch and wait for the device."""
         options = {**self.options, **method.options, "do_sample": method.do_sample}
         options["max_new_tokens"] = max_new_tokens or self.max_new_tokens
         if method.do_sample:

@@ -99,16 +99,6 @@ def measure(
 
     Every method first decodes a few tokens untimed. Ctrl-C ends the measurement; the calls so far are returned. The
     state of torch's global generator is restored.
-
-    Args:
-        methods: with unique names; methods of transformers that raise are left out.
-        batches: at least one.
-        decode: decodes a batch.
-        repeats: how often each method decodes each batch.
-        is_warm: whether to skip the warm-up.
-        seed: used for sampling; the same for all methods on one batch.
-        clock: returns seconds.
-        on_step: is called after each call.
     """
     runs: Runs = {method.name: [] for method in methods}
     left_out: dict[str, str] = {}

@@ -66,11 +66,7 @@ class Method:
 
 
 def parse_draft_len(text: str) -> DraftLen:
-    """Parse `5`, `adaptive` or `adaptive:16`.
-
-    Raises:
-        ConfigError: the text is none of these, or a number is out of range.
-    """
+    """Parse `5`, `adaptive` or `adaptive:16`."""
     name, colon, most = text.partition(":")
     is_adaptive = name == _ADAPTIVE
     digits = most if is_adaptive else text
@@ -92,11 +88,7 @@ def parse_draft_lens(text: str) -> list[DraftLen]:
 
 
 def parse_thresholds(text: str) -> list[float]:
-    """Parse values of `posterior_threshold` separated by commas.
-
-    Raises:
-        ConfigError: a value is not a number in (0, 1).
-    """
+    """Parse values of `posterior_threshold` separated by commas."""
     thresholds = []
     for word in split(text):
         try:
@@ -141,11 +133,7 @@ def lookup_method(num_tokens: int, do_sample: bool) -> Method:
 def our_methods(
     verifiers: Iterable[str], lens: Sequence[DraftLen], do_sample: bool, fields: Mapping[str, Any]
 ) -> list[Method]:
-    """Each verifier with each draft length; `fields` of `SpeculationConfig` apply to all.
-
-    Raises:
-        ConfigError: a verifier is not registered or cannot sample, or a field has a wrong value.
-    """
+    """Each verifier with each draft length; `fields` of `SpeculationConfig` apply to all."""
     return [our_method(verifier, one, do_sample, fields) for verifier in verifiers for one in lens]
 
 
@@ -160,9 +148,6 @@ def threshold_methods(
 
     Unless `fields` set `posterior_alpha`, it is the square root of the threshold, as in the default pair of 0.09 and
     0.3; with one alpha for all, a threshold above it would have no effect.
-
-    Raises:
-        ConfigError: see `our_methods`.
     """
     found = []
     for verifier in verifiers:

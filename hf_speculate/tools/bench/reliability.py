@@ -14,13 +14,7 @@ NOISE_MARGIN = 1.1
 
 
 def doubts(plain: Sequence[Run], repeats: int, num_prompts: int) -> list[str]:
-    """Reasons why a benchmark is not reliable, in words; empty if there are none.
-
-    Args:
-        plain: plain decoding's calls.
-        repeats: of each batch.
-        num_prompts: in all batches.
-    """
+    """Reasons why a benchmark is not reliable, in words; empty if there are none."""
     found = []
     if len(plain) < MIN_CALLS:
         found.append(

@@ -67,15 +67,7 @@ def total_stats(runs: Iterable[Run]) -> SpeculationStats | None:
 def method_entry(
     method: Method, runs: Sequence[Run], plain: Sequence[Run], checked: str | None, cost: float = 0.0
 ) -> dict[str, Any]:
-    """Entry of one method; values that its engine does not count are None.
-
-    Args:
-        method: that was timed.
-        runs: its calls, at least one.
-        plain: plain decoding's calls on the same batches.
-        checked: comparison of its outputs with plain decoding's; None if they were not compared.
-        cost: of a draft step, see `draft_cost`.
-    """
+    """Entry of one method; values that its engine does not count are None."""
     stats, first = total_stats(runs), runs[0].stats
     speedups = ratios(runs, plain)
     entry: dict[str, Any] = {

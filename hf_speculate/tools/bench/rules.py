@@ -54,9 +54,6 @@ def parse_rule(text: str) -> Rule:
     """Parse `exact`, or bounds such as `agreement>=0.95` and `drop<=0.05` separated by commas.
 
     `=` means the same and needs no quotes in a shell.
-
-    Raises:
-        ConfigError: the text is something else.
     """
     words = split(text)
     if words == [_EXACT]:

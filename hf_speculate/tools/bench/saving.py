@@ -1,7 +1,6 @@
 """Writes fields into a `generation_config.json`, keeping its other entries."""
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 from transformers import AutoConfig, GenerationConfig
 
 from hf_speculate.errors import ConfigError
+from hf_speculate.tools.atomic_file import replace_text
 
 FILE = "generation_config.json"
 # Fields that tuning sets. Old values of these are removed.
@@ -23,11 +23,7 @@ _FROM_MODEL = "_from_model_config"  # if set, transformers drops unknown fields
 
 
 def settings_in(folder: Path) -> dict[str, Any]:
-    """Entries of a folder's generation config, or those that transformers derives from its model config.
-
-    Raises:
-        ConfigError: the folder has neither, or the file holds no JSON object.
-    """
+    """Entries of a folder's generation config, or those that transformers derives from its model config."""
     path = folder / FILE
     if path.is_file():
         try:
@@ -50,21 +46,10 @@ def write_fields(folder: Path, fields: Mapping[str, Any]) -> Path:
     """Write fields of `SpeculationConfig` into the folder's generation config and return the file.
 
     Other entries are kept. The file is replaced atomically.
-
-    Raises:
-        ConfigError: see `settings_in`.
     """
     settings = {name: value for name, value in settings_in(folder).items() if name not in TUNED_NAMES}
     settings.pop(_FROM_MODEL, None)
     text = json.dumps(settings | dict(fields), indent=2, sort_keys=True) + "\n"
     path = folder / FILE
-    beside = path.with_name(f".{FILE}.{os.getpid()}")
-    try:
-        with beside.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
+    replace_text(path, text)
     return path

@@ -146,19 +146,7 @@ def candidates(
     fields: Mapping[str, Any],
     verifiers: str = "",
 ) -> list[Method]:
-    """The grid: each allowed verifier with each draft length, and each lossy one with each threshold.
-
-    Args:
-        rule: of quality.
-        lens: draft lengths.
-        thresholds: values of `posterior_threshold`.
-        do_sample: whether tokens are sampled.
-        fields: of `SpeculationConfig`, for all methods.
-        verifiers: names separated by commas; empty for all.
-
-    Raises:
-        ConfigError: see `our_methods`.
-    """
+    """The grid: each allowed verifier with each draft length, and each lossy one with each threshold."""
     names = split(verifiers) or [*EXACT_VERIFIERS[do_sample], *LOSSY_VERIFIERS]
     methods = [method for method in our_methods(names, lens, do_sample, fields) if not method.is_lossy]
     if not rule.is_exact:
@@ -196,14 +184,6 @@ def tune(
     """Let all methods decode a few batches, the faster half of the allowed ones twice as many, and so on.
 
     Methods are ranked by the median over batches of their tokens per second over plain decoding's.
-
-    Args:
-        methods: at least one; all sample, or none does.
-        batches: at least one; each method decodes each of them at most once.
-        rule: of quality.
-        instruments: to measure with.
-        do_sample: whether tokens are sampled.
-        seed: used for sampling.
     """
     plain, by_number = plain_method(do_sample), {batch.number: batch for batch in batches}
     plain_runs: list[Run] = []

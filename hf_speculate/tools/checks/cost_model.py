@@ -47,14 +47,7 @@ class Gain(NamedTuple):
 def size_of(
     model: nn.Module, config: PreTrainedConfig, bytes_per_param: float | None = None, bytes_per_value: float = 2.0
 ) -> ModelSize:
-    """Measure a model, which may be on the meta device.
-
-    Args:
-        model: its parameters are counted once each.
-        config: of its decoder.
-        bytes_per_param: size of a parameter after loading; None for its present size.
-        bytes_per_value: size of a cached key or value.
-    """
+    """Measure a model, which may be on the meta device."""
     lookup = _lookup_table(model)
     num_params, num_bytes, num_lookup_bytes, num_expert_bytes = 0, 0.0, 0.0, 0.0
     for name, parameter in model.named_parameters():
@@ -78,12 +71,6 @@ def expected_speedup(
 
     With a = `acceptance_probability`, K = `num_draft_tokens`, c = `draft_cost` and v = `verify_cost` this is
     (1 - a^(K+1)) / ((1 - a) (K c + v)).
-
-    Args:
-        acceptance_probability: of a drafted token if all before it were accepted, in [0, 1].
-        num_draft_tokens: K >= 0.
-        draft_cost: time of a draft step over the time of a plain step.
-        verify_cost: time of a forward over K+1 tokens over the time of a plain step.
     """
     num_tokens = sum(acceptance_probability**position for position in range(num_draft_tokens + 1))
     return num_tokens / (num_draft_tokens * draft_cost + verify_cost)

@@ -97,11 +97,6 @@ def classify(model: PreTrainedModel, exact: PreTrainedModel | None, difference: 
 
     The bound is the larger of 4 units in the last place of the largest logit and twice the noise. Noise above 64 such
     units counts as 64, unless float64 confirms that it is rounding.
-
-    Args:
-        model: the target.
-        exact: the target in float64; None if there is no such copy.
-        difference: where the sequences differ.
     """
     exactly = None if exact is None else difference.measured_on(exact)
     measured = difference.measured_on(model)

@@ -77,17 +77,7 @@ class ModelReader:
     dtype: str | None = None
 
     def describe(self, role: str, source: ModelSource, tokenizer: PreTrainedTokenizerBase | None) -> Described:
-        """Read everything that is known of a model.
-
-        Args:
-            role: "target" or "draft", for messages.
-            source: the model, its config, or a name or path.
-            tokenizer: the model's; None to read the one beside the config.
-
-        Raises:
-            ConfigError: no config is found.
-            UnsupportedModelError: the config is not that of a language model.
-        """
+        """Read everything that is known of a model."""
         get_base_model = getattr(source, "get_base_model", None)
         if callable(get_base_model) and not isinstance(source, PreTrainedModel):
             source = get_base_model()
@@ -152,11 +142,7 @@ class ModelReader:
 
 
 def meta_model(role: str, config: PreTrainedConfig, *, trust_remote_code: bool = False, **_: Any) -> PreTrainedModel:
-    """The config's model on the meta device, which takes no memory.
-
-    Raises:
-        UnsupportedModelError: the config is not that of a language model.
-    """
+    """The config's model on the meta device, which takes no memory."""
     classes = [auto_class for auto_class, mapping in _AUTO_CLASSES if type(config) in mapping]
     if trust_remote_code and not classes and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
         classes = [AutoModelForCausalLM]

@@ -46,16 +46,7 @@ class Decoding(NamedTuple):
 
 
 def decoding_of(generation: Generation, speculation: Speculation | None = None, max_new_tokens: int = 256) -> Decoding:
-    """Check and translate options.
-
-    Args:
-        generation: how tokens are chosen.
-        speculation: how they are drafted and verified; None if that varies.
-        max_new_tokens: if `generation` sets none.
-
-    Raises:
-        ConfigError: a value is out of range, or an option has no effect without `--sample`.
-    """
+    """Check and translate options."""
     num = max_new_tokens if generation.max_new_tokens is None else generation.max_new_tokens
     if num < 1:
         raise ConfigError(f"--max-new-tokens must be at least 1, got {num}; leave it out for the default")
@@ -73,11 +64,7 @@ def decoding_of(generation: Generation, speculation: Speculation | None = None, 
 
 
 def check_writable(path: Path | None) -> None:
-    """Check before models are loaded that a file can be written.
-
-    Raises:
-        ConfigError: the path is a folder, or its folder does not exist.
-    """
+    """Check before models are loaded that a file can be written."""
     if path is not None and path.is_dir():
         raise ConfigError(f"results must go into a file, got the folder {path}; name a file in it")
     if path is not None and not path.resolve().parent.is_dir():

@@ -1,12 +1,13 @@
 """Prints answers on the standard output, and notes on the standard error."""
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+
+from hf_speculate.tools.atomic_file import replace_text
 
 OK, REFUSED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130  # exit statuses; 130 is 128 and the number of SIGINT
 
@@ -29,9 +30,4 @@ def first_line(error: BaseException) -> str:
 
 def write_json(path: Path, result: dict[str, Any]) -> None:
     """Replace a file by a JSON value, atomically."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        beside.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
+    replace_text(path, json.dumps(result, indent=1) + "\n")

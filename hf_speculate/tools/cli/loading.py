@@ -42,12 +42,7 @@ class Pair:
 
 
 def load_pair(models: Models, log: Console | None = None) -> Pair:
-    """Load models and tokenizers; `log` shows what is being loaded.
-
-    Raises:
-        ConfigError: see `check_placement`; or a model or its tokenizer cannot be found or read.
-        MissingExtraError: see `check_placement`.
-    """
+    """Load models and tokenizers; `log` shows what is being loaded."""
     check_placement(models.dtype, models.device)
     logging.disable_progress_bar()
     with log.status(f"loading {models.target}") if log is not None else nullcontext():
@@ -63,16 +58,7 @@ def load_pair(models: Models, log: Console | None = None) -> Pair:
 
 
 def check_placement(dtype: str, device: str) -> None:
-    """Check before anything is loaded that models can be put there.
-
-    Args:
-        dtype: one of `DTYPES`; "auto" for that of the checkpoint.
-        device: name of a torch device; "auto" for a GPU if there is one, "map" to spread models over all devices.
-
-    Raises:
-        ConfigError: the dtype is unknown, or this machine has no such device.
-        MissingExtraError: models are to be spread, and accelerate is not installed.
-    """
+    """Check before anything is loaded that models can be put there."""
     if dtype not in DTYPES:
         raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}; leave it out for the checkpoint's")
     if device == "map" and not is_accelerate_available():
@@ -92,11 +78,7 @@ def check_placement(dtype: str, device: str) -> None:
 
 
 def load_tokenizer(models: Models) -> PreTrainedTokenizerBase:
-    """The target's tokenizer, padding on the left.
-
-    Raises:
-        ConfigError: it cannot be found or read.
-    """
+    """The target's tokenizer, padding on the left."""
     tokenizer = _read_tokenizer(models, models.target, models.revision)
     tokenizer.padding_side = "left"
     if tokenizer.pad_token is None:

@@ -30,11 +30,7 @@ _PIPED_WIDTH = 160  # of tables without a terminal
 
 
 def shared_fields(decoding: Decoding, models: Models, grid: Grid) -> dict[str, Any]:
-    """Fields of all methods of ours: those of `--set` and `--lookup`.
-
-    Raises:
-        ConfigError: nothing drafts, or `--set` names a field in which the methods differ.
-    """
+    """Fields of all methods of ours: those of `--set` and `--lookup`."""
     varied = sorted(set(decoding.fields) & set(TUNED_NAMES) - {"posterior_alpha"})
     if varied:
         raise ConfigError(
@@ -48,11 +44,7 @@ def shared_fields(decoding: Decoding, models: Models, grid: Grid) -> dict[str, A
 
 
 def encode(prompt_set: PromptSet, pair: Pair, log: Console) -> list[Batch]:
-    """Batches of the prompts on the target's device.
-
-    Raises:
-        ConfigError: see `read_prompts` and `token_ids_of`.
-    """
+    """Batches of the prompts on the target's device."""
     prompts = read_prompts(prompt_set.prompts, by_line=True)
     prompts = take_in_turn(prompts, [prompt.category for prompt in prompts], prompt_set.num_prompts)
     num_cut = sum(prompt.num_turns > 1 for prompt in prompts)

@@ -20,9 +20,6 @@ def read_prompts(path: Path, *, by_line: bool = False) -> list[Row]:
     """Read the prompts of a file: JSON lines if it is `.jsonl` or `-` (the standard input), else text.
 
     Text is one prompt, or with `by_line` one prompt per line that is not blank.
-
-    Raises:
-        ConfigError: the file does not exist or holds no prompt, a line is not a prompt or not UTF-8, or ids repeat.
     """
     if path.suffix == ".jsonl" or path == STDIN:
         return read_json_prompts(path)

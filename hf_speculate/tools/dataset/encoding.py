@@ -20,9 +20,6 @@ def token_ids_of(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, is_cha
     """Token ids of each row, without padding.
 
     Messages, and with `is_chat` also texts, pass through the chat template, which adds its own special tokens.
-
-    Raises:
-        ConfigError: a row is empty, or its messages do not fit the chat template.
     """
     token_ids: list[list[int]] = [[] for _ in rows]
     for as_chat in (False, True):
@@ -53,11 +50,7 @@ def padded(prompts: Sequence[Sequence[int]], pad_token_id: int, device: torch.de
 def batches_of(
     rows: Sequence[Row], batch_size: int, tokenizer: PreTrainedTokenizerBase, is_chat: bool
 ) -> list[list[Row]]:
-    """Group rows by length, longest first: a batch that does not fit into memory then fails at once.
-
-    Raises:
-        ConfigError: see `token_ids_of`.
-    """
+    """Group rows by length, longest first: a batch that does not fit into memory then fails at once."""
     lens: list[int] = []
     for begin in range(0, len(rows), _CHUNK_LEN):
         lens += map(len, token_ids_of(rows[begin : begin + _CHUNK_LEN], tokenizer, is_chat))
@@ -66,11 +59,7 @@ def batches_of(
 
 
 def check_chat_template(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
-    """Check that a tokenizer has a chat template.
-
-    Raises:
-        ConfigError: it has none.
-    """
+    """Check that a tokenizer has a chat template."""
     if tokenizer.chat_template is None:
         raise ConfigError(f"the tokenizer must have a chat template for {source}, got none; give prompts as plain text")
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hf_speculate.errors import ConfigError
+from hf_speculate.tools.atomic_file import sync_folder
 
 _BLOCK_BYTES = 1 << 16
 _BEGIN = b'{"id'  # of every line
@@ -33,15 +34,11 @@ def append_lines(path: Path, lines: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     if is_new:
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
 
 
 def cut_torn_line(path: Path) -> int:
-    """Remove an incomplete last line; returns its number of bytes.
-
-    Raises:
-        ConfigError: the line does not look like a result.
-    """
+    """Remove an incomplete last line; returns its number of bytes."""
     if not path.exists():
         return 0
     with path.open("r+b") as file:
@@ -70,11 +67,7 @@ def cut_torn_line(path: Path) -> int:
 
 
 def spans_of(path: Path) -> dict[str, Span]:
-    """Position of the result of each id, in the order of the file; empty if the file does not exist.
-
-    Raises:
-        ConfigError: a line is not a result, or an id occurs twice.
-    """
+    """Position of the result of each id, in the order of the file; empty if the file does not exist."""
     spans: dict[str, Span] = {}
     if not path.exists():
         return spans
@@ -107,13 +100,7 @@ def move_results(part: Path, whole: Path) -> None:
 
 
 def put_in_order(path: Path, keys: Iterable[str], scratch: Path) -> None:
-    """Sort the lines of a file by their ids; the file is whole at any time.
-
-    Args:
-        path: holds a result for each id.
-        keys: all ids in order.
-        scratch: a file on the same file system, which is overwritten.
-    """
+    """Sort the lines of a file by their ids; the file is whole at any time."""
     spans = spans_of(path)
     order = [key for key in keys if key in spans]
     if order == list(spans):
@@ -124,31 +111,9 @@ def put_in_order(path: Path, keys: Iterable[str], scratch: Path) -> None:
         sorted_file.flush()
         os.fsync(sorted_file.fileno())
     os.replace(scratch, path)
-    _sync_folder(path.parent)
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Replace a file atomically."""
-    scratch = path.with_name(f"{path.name}.new")
-    with scratch.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(scratch, path)
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
 def _line(file: Any, span: Span) -> bytes:
     file.seek(span.begin)
     return bytes(file.read(span.num_bytes))
-
-
-def _sync_folder(folder: Path) -> None:
-    """Flush the names of a folder to the disk, if the system can."""
-    if not hasattr(os, "O_DIRECTORY"):
-        return
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -50,10 +50,6 @@ def on_ray(make_decoder: Callable[[], RowDecoder], options: RayOptions) -> Engin
 
     Ray Data gives an actor few batches ahead, and none while results wait. An actor that dies is restarted with its
     batch.
-
-    Args:
-        make_decoder: loads the models; importable in each actor, which calls it once.
-        options: resources to use.
     """
 
     def decode(
@@ -152,15 +148,7 @@ def _connected(address: str | None) -> Any:
 
 
 def resources_of(cluster: Mapping[str, float], options: RayOptions) -> tuple[dict[str, float], int]:
-    """Resources that each actor reserves, and the number of actors.
-
-    Args:
-        cluster: resources of the cluster by Ray's names, CPU and GPU.
-        options: what to use of them.
-
-    Raises:
-        ConfigError: the actors do not fit.
-    """
+    """Resources that each actor reserves, and the number of actors."""
     num_gpus = cluster.get("GPU", 0.0)
     each = options.gpus_per_worker if options.gpus_per_worker is not None else min(num_gpus, 1.0)
     name, needed = ("GPU", each) if each else ("CPU", options.cpus_per_worker)

@@ -54,14 +54,7 @@ class Ranks:
 
 
 def find_ranks(is_cpu: bool | None = None) -> Ranks:
-    """The ranks that `accelerate launch` or `torchrun` started, or a single one.
-
-    Args:
-        is_cpu: whether all decode on the CPU; None if they do so without an accelerator.
-
-    Raises:
-        MissingExtraError: there are several ranks, and accelerate is not installed.
-    """
+    """The ranks that `accelerate launch` or `torchrun` started, or a single one."""
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         return Ranks()
     partial_state = import_extra("accelerate", "ranks").PartialState

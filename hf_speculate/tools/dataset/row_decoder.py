@@ -80,11 +80,7 @@ class RowDecoder:
         self._verifier()
 
     def decode(self, rows: Sequence[Row], seed: int) -> Decoded:
-        """Decode B rows in one left-padded batch.
-
-        Raises:
-            ConfigError: the batch does not fit into memory; or see `token_ids_of`.
-        """
+        """Decode B rows in one left-padded batch."""
         prompts = token_ids_of(rows, self.tokenizer, self.is_chat)
         input_ids, attention_mask = padded(prompts, self._pad_token_id(), self.model.device)
         stats = SpeculationStats()

@@ -50,9 +50,6 @@ def read_rows(prompts: str | Path | Iterable[str | Mapping[str, Any]]) -> list[R
 
     A value is a string, or an object with one of "prompt" or "text" (text), "messages" (a chat) and "turns" (a list
     whose first entry is the prompt, as in Spec-Bench's `question.jsonl`), and optionally "id" or "question_id".
-
-    Raises:
-        ConfigError: the file does not exist or holds no row, a value is not a prompt, or two rows have the same id.
     """
     if isinstance(prompts, str | Path):
         entries = _lines_of(Path(prompts))
@@ -75,11 +72,7 @@ def read_rows(prompts: str | Path | Iterable[str | Mapping[str, Any]]) -> list[R
 
 
 def read_json_lines(lines: Iterable[bytes], name: str) -> Iterator[tuple[int, Any, str]]:
-    """Number, JSON value and source of each line that is not blank.
-
-    Raises:
-        ConfigError: a line is not UTF-8 or not JSON.
-    """
+    """Number, JSON value and source of each line that is not blank."""
     for number, line in enumerate(lines, 1):
         source = f"{name}:{number}"
         if not line.strip():

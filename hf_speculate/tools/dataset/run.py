@@ -111,18 +111,8 @@ def run(
 
     Each batch is on the disk before the next one starts: a killed process loses one batch.
 
-    Args:
-        job: the data set.
-        make_batches: groups the unfinished rows; the same on all ranks.
-        engine: yields the results of batches, in any order.
-        ranks: take the batches in turn. Each writes a file of its own, which the main one moves to the output.
-        on_batch: is called after each batch with the progress of this rank.
-
     Returns:
         The progress of all ranks.
-
-    Raises:
-        ConfigError: see `RunFolder.begin`; or rows are missing at the end.
     """
     folder = RunFolder(job.output)
     with folder.locked() if ranks.is_main else nullcontext():

@@ -10,12 +10,12 @@ from typing import Any
 import filelock
 
 from hf_speculate.errors import ConfigError
+from hf_speculate.tools.atomic_file import replace_text
 from hf_speculate.tools.dataset.files import (
     append_lines,
     cut_torn_line,
     move_results,
     put_in_order,
-    replace_text,
     spans_of,
 )
 from hf_speculate.tools.dataset.rows import Row, digest_of
@@ -39,12 +39,7 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Lock the output against other runs; the lock of a killed process is released.
-
-        Raises:
-            ConfigError: another run holds the lock.
-            OSError: the folder cannot be created.
-        """
+        """Lock the output against other runs; the lock of a killed process is released."""
         self.folder.mkdir(parents=True, exist_ok=True)
         lock = filelock.FileLock(self.folder / "lock")
         try:
@@ -60,17 +55,7 @@ class RunFolder:
             lock.release()
 
     def begin(self, rows: Sequence[Row], settings: Mapping[str, Any], seed: int | None, if_changed: str) -> None:
-        """Repair files of a killed run, and check that it had the same prompts and settings.
-
-        Args:
-            rows: of the data set.
-            settings: that determine the texts, as JSON values.
-            seed: of the data set; None for that of the earlier run, or a new one.
-            if_changed: "refuse", "keep" or "restart" finished rows.
-
-        Raises:
-            ConfigError: prompts or settings differ, the output holds other ids, or no run of this library wrote it.
-        """
+        """Repair files of a killed run, and check that it had the same prompts and settings."""
         before = self._read_manifest()
         if before is None and self.output.exists():
             raise ConfigError(

@@ -86,12 +86,7 @@ def is_replaceable(card: bytes) -> bool:
 
 
 def model_card(fields: Mapping[str, Any], name: str) -> str:
-    """The README of a repository.
-
-    Args:
-        fields: what the repository sets, by name.
-        name: the folder, or the name on the Hub, that the example decodes with.
-    """
+    """The README of a repository."""
     verifier = fields.get("verifier") or _DEFAULT
     about, meanings = _ABOUT[verifier], _meanings()
     rows = "\n".join(f"| `{key}` | `{json.dumps(fields[key])}` | {meanings.get(key, '')} |" for key in sorted(fields))

@@ -7,7 +7,6 @@ import pytest
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from hf_speculate import ConfigError
-from hf_speculate.tools.bench import saving
 from hf_speculate.tools.bench.saving import settings_in, write_fields
 from tests.tools.bench.fakes import save_pair
 
@@ -53,7 +52,7 @@ def test_a_crash_leaves_the_file_as_it_was(tmp_path, monkeypatch):
     def crash(*paths):
         raise OSError("disk full")
 
-    monkeypatch.setattr(saving.os, "replace", crash)
+    monkeypatch.setattr(os, "replace", crash)
     with pytest.raises(OSError, match="disk full"):
         write_fields(tmp_path, FIELDS)
     assert path.read_text() == '{"eos_token_id": 7}'

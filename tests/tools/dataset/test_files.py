@@ -84,11 +84,3 @@ def test_a_line_that_is_no_result_is_named(line, message, tmp_path):
     path.write_bytes(WHOLE + line)
     with pytest.raises(ConfigError, match=message):
         files.spans_of(path)
-
-
-def test_a_text_is_replaced_as_a_whole(tmp_path):
-    path = tmp_path / "manifest.json"
-    files.replace_text(path, "old")
-    files.replace_text(path, "new")
-    assert path.read_text() == "new"
-    assert [each.name for each in tmp_path.iterdir()] == ["manifest.json"]
