@@ -1,0 +1,83 @@
+"""`generate()` in half precision on a CUDA device, eager and compiled."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import hf_speculate
+from tests.tiny import make_model, noisy_copy, ragged_prompts
+
+pytestmark = pytest.mark.gpu
+
+K = 5
+HALF = (torch.bfloat16, torch.float16)
+COMPILED: dict[bool, dict[str, Any]] = {False: {}, True: {"cache_implementation": "static"}}
+GREEDY: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "lookup": {"prompt_lookup_num_tokens": K},
+    "processors": {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3},
+    "dynamic": {"speculation_cache": "dynamic"},
+}
+
+
+@cache
+def pair(dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedModel]:
+    target = make_model("llama", dtype=dtype)
+    draft = noisy_copy(target)
+    return hf_speculate.enable(target.to("cuda:0")), draft.to("cuda:0")
+
+
+def prompts(batch_size: int) -> dict[str, Tensor]:
+    inputs = ragged_prompts(batch_size, seed=4, min_len=8, max_len=24)
+    return {name: value.to("cuda:0") for name, value in inputs.items()}
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("batch_size", [1, 5])
+@pytest.mark.parametrize(
+    ("is_compiled", "kind"),
+    [(is_compiled, kind) for is_compiled in COMPILED for kind in GREEDY if not (is_compiled and kind == "dynamic")],
+)
+def test_greedy_tokens_are_those_of_plain_decoding_but_for_ties(
+    dtype: torch.dtype, batch_size: int, is_compiled: bool, kind: str
+) -> None:
+    target, draft = pair(dtype)
+    assistant = None if kind == "lookup" else draft
+    options = {**GREEDY[kind], **COMPILED[is_compiled], "max_new_tokens": 40}
+    report = hf_speculate.check_parity(target, assistant, [prompts(batch_size)], **options)
+    assert report.ok, report
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("batch_size", [1, 5])
+@pytest.mark.parametrize("is_compiled", COMPILED)
+@pytest.mark.parametrize("verifier", ["rejection", "block", "coupled", "typical"])
+def test_sampling_is_a_function_of_the_seed(
+    dtype: torch.dtype, batch_size: int, is_compiled: bool, verifier: str
+) -> None:
+    target, draft = pair(dtype)
+    stats = hf_speculate.SpeculationStats()
+
+    def decode(seed: int) -> Tensor:
+        options = {"temperature": 0.9, "top_p": 0.9, "top_k": 20, "seed": seed, "verifier": verifier}
+        ids: Tensor = target.generate(
+            **prompts(batch_size),
+            **options,
+            **COMPILED[is_compiled],
+            do_sample=True,
+            assistant_model=draft,
+            num_assistant_tokens=K,
+            max_new_tokens=40,
+            speculation_stats=stats,
+        )
+        return ids
+
+    first, again, other = decode(1), decode(1), decode(2)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert 0 <= int(first.min()) <= int(first.max()) < target.config.vocab_size
+    assert stats.num_accepted > 0
