@@ -11,6 +11,7 @@ OLDEST_TESTS := tests/draft tests/generation tests/reliability tests/test_compat
 WORKERS ?= logical
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
+GPU_CHECK_ARGS ?=
 RESULTS_PAGE := benchmarks/results_page.py
 
 # One process a core: tiny models keep no second core busy. Beyond eight, loading torch takes longer than the tests.
@@ -22,7 +23,7 @@ TORCH_PINS := -c constraints.txt
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-oldest check fix kernels kernel-repo docs bench clean
+.PHONY: help install demo test test-all test-oldest check fix kernels kernel-repo docs bench gpu-check clean
 
 help:
 	@echo "make demo        decode questions three ways and print what was measured"
@@ -34,6 +35,7 @@ help:
 	@echo "make kernels     compile every Triton kernel for GPUs that need not be there, and look for spills"
 	@echo "make kernel-repo copy the kernels into build/torch-universal, as the Hugging Face kernels library loads them"
 	@echo "make bench       every benchmark, two to three hours; JSON in benchmarks/results/, a page in benchmarks/RESULTS.md"
+	@echo "make gpu-check   checks and measurements on a CUDA device, six parts of at most eight minutes; JSON in build/gpu"
 	@echo "make docs        the documentation as pages, in build/docs; a warning is an error"
 	@echo "make install     only create $(VENV) and install"
 	@echo "make clean       remove $(VENV), caches and build output"
@@ -43,6 +45,7 @@ help:
 	@echo '  TORCH="torch==2.13.0 --index-url <your index>" another torch build, given to pip as it stands;'
 	@echo "                                                 run make clean first where $(VENV) exists"
 	@echo '  DEMO_ARGS="--prompts 16"                       arguments of examples/demo.py; --tiny needs no download'
+	@echo '  GPU_CHECK_ARGS=--dry-run                       make gpu-check on a simulated device'
 	@echo '  PYTEST_ARGS="-k greedy"                        arguments of pytest'
 	@echo '  WORKERS=1                                      processes that run tests; unset: one a core, eight at most'
 
@@ -95,9 +98,15 @@ kernel-repo: $(STAMP)
 	$(BIN)/python -m hf_speculate.tools.hub.kernel_repository
 
 bench: $(STAMP)
-	@set -e; for file in $(filter-out $(RESULTS_PAGE),$(wildcard benchmarks/*.py)) $(RESULTS_PAGE); do \
+	@set -e; for file in $(filter-out $(RESULTS_PAGE) benchmarks/on_gpu.py,$(wildcard benchmarks/*.py)) $(RESULTS_PAGE); do \
 	  case $$file in */_*) continue;; esac; \
 	  echo "== $$file"; HF_HUB_OFFLINE=1 $(BIN)/python $$file; done
+
+# Every part runs, also after one whose checks failed.
+gpu-check: $(STAMP)
+	@status=0; for part in 1 2 3 4 5 6; do \
+	  HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/on_gpu.py --part $$part --out build/gpu $(GPU_CHECK_ARGS) || status=1; \
+	done; exit $$status
 
 # Read anew each time (-E), so that a warning cannot hide behind an earlier build.
 docs: $(STAMP)
