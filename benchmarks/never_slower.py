@@ -142,6 +142,7 @@ def main() -> None:
     walk, rows = Cells(cells, args.limit_s, "cells"), []
     for draft, category, mode, batch_size in walk:
         rows += measure(subjects[draft], draft, category, mode, batch_size, args)
+        write_results(result_name(NAME, args.device), args, rows, args.results)
     args.left_out = walk.left_out
     path = write_results(result_name(NAME, args.device), args, rows, args.results)
     print(table({"rows": rows}))

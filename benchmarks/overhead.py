@@ -92,9 +92,11 @@ def main() -> None:
     args.dtype = args.dtype or faster_dtype(lambda dtype: load_pair(dtype, args.device), list(DTYPES), 1)
     subject = load_pair(args.dtype, args.device)
     walk = Cells([(size, mode) for size in args.batch_sizes for mode in args.modes], args.limit_s, "cells")
-    rows = [measure(subject, batch_size, mode, args) for batch_size, mode in walk]
+    rows, name = [], result_name(NAME, args.device)
+    for batch_size, mode in walk:
+        rows.append(measure(subject, batch_size, mode, args))
+        write_results(name, args, rows, args.results)
     args.left_out = walk.left_out
-    name = result_name(NAME, args.device)
     path = write_results(name, args, rows, args.results)
     print(table({"rows": rows}))
     places = [f"{row['batch_size']} rows, {row['mode']}" for row in rows]

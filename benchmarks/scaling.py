@@ -236,6 +236,7 @@ def main() -> None:
     walk = Cells(cells_of(args), args.limit_s, "cells")
     for cell in walk:
         rows += measure(subject, cell, args)
+        write_results(result_name(NAME, args.device), args, rows, args.results)
     for cell in whole_cells_of(args):
         subject = make(args.dtype, None)
         rows += measure(subject, cell, args)

@@ -24,6 +24,7 @@ from _harness import (
     alternate_patiently,
     copy_rate,
     read_results,
+    result_name,
     settle_allocator,
     speedups,
     spread,
@@ -226,6 +227,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
             continue
         with torch.no_grad():
             rows.append(measure(name, warp, shape, methods[name], args))
+        write_results(result_name("verifiers", args.device), args, rows)
         wait()
         tqdm.write(summary(rows[-1]))
     return rows
@@ -244,7 +246,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=25, help="runs of each method in a cell, at most")
     parser.add_argument("--cell-seconds", type=float, default=2.5, help="fewer runs where a cell would take longer")
     parser.add_argument("--patience", type=int, default=10, help="new tries for a run that other processes held up")
-    parser.add_argument("--limit-s", type=float, help="begin no cell after this; 540 on a CPU")
+    parser.add_argument("--limit-s", type=float, help="begin no cell after this; 540 unless given")
     parser.add_argument("--full", action="store_true", help="the full grid on a CPU too")
     parser.add_argument("--compile", action="store_true", help="time torch.compile of the twin as well")
     parser.add_argument("--table", action="store_true", help="print the last results as a table, measure nothing")
@@ -255,7 +257,7 @@ def parse() -> argparse.Namespace:
     args.batch_sizes = args.batch_sizes or (CPU_BATCH_SIZES if is_small else BATCH_SIZES)
     args.num_draft_tokens = args.num_draft_tokens or (CPU_NUM_DRAFT_TOKENS if is_small else NUM_DRAFT_TOKENS)
     args.vocab_sizes = args.vocab_sizes or (CPU_VOCAB_SIZES if is_small else VOCAB_SIZES)
-    args.limit_s = args.limit_s or (540.0 if is_small else None)
+    args.limit_s = args.limit_s or 540.0
     return args
 
 
@@ -270,8 +272,8 @@ def main() -> None:
             print(table)
         return
     rows = run(args)
-    print(f"written to {write_results('verifiers', args, rows).relative_to(ROOT)}")
-    if path := plot(read_results("verifiers")):
+    print(f"written to {write_results(result_name('verifiers', args.device), args, rows).relative_to(ROOT)}")
+    if args.device.type == "cpu" and (path := plot(read_results("verifiers"))):
         print(f"drawn in {path.relative_to(ROOT)}")
 
 
