@@ -14,6 +14,7 @@ import end_to_end
 import memory
 import never_slower
 import overhead
+import round_counts
 import scaling
 import suffix
 from _harness import RESULTS, ROOT, markdown, read_results
@@ -36,6 +37,7 @@ SECTIONS = (
     Section("Never slower", never_slower.NAME, never_slower.table),
     Section("Scaling", scaling.NAME, scaling.table),
     Section("Overhead", overhead.NAME, overhead.table),
+    Section("Counts of a round on a GPU", round_counts.NAME, round_counts.table),
     Section("Memory", memory.NAME, memory.table),
     Section("Verifiers", "verifiers", as_table),
     Section("Acceptance", "acceptance", acceptance.table),
@@ -85,7 +87,7 @@ def find(name: str, folder: Path) -> list[tuple[str, Row]]:
     """The results of a benchmark by file name, those of the present form only."""
     files = [f"{name}{ending}" for ending in DEVICES if (folder / f"{name}{ending}.json").exists()]
     contents = [(file, read_results(file, folder)) for file in files]
-    has_methods = name in {section.name for section in SECTIONS[:5]} - {overhead.NAME, scaling.NAME}
+    has_methods = name in {end_to_end.NAME, never_slower.NAME, memory.NAME}
     return [(file, one) for file, one in contents if one["rows"] and (not has_methods or "method" in one["rows"][0])]
 
 
