@@ -10,7 +10,7 @@ import rich.table
 from hf_speculate.optional_imports import import_extra
 
 _SIZE = (12.0, 3.5)  # inches
-_COLOR = "#3b6ea5"
+_COLOR = "#0072B2"  # blue of the Okabe-Ito palette
 
 
 def text_table(headline: str, lines: Iterable[tuple[str, str]]) -> rich.table.Table:

@@ -228,11 +228,11 @@ class SpeculationStats:
 
     @property
     def headline(self) -> str:
-        """Whether speculation paid, in a few words."""
+        """Estimated speed-up over plain decoding, or that it was not measured."""
         speedup, num = self.speedup, len(self.plain_step_s)
         if speedup is None:
-            return "speed-up unknown (no plain step was measured)"
-        return f"about {speedup:.2f}x plain decoding (from {num} plain step{'s' * (num != 1)})"
+            return "speed-up over plain decoding not measured (the call took no plain step)"
+        return f"about {speedup:.2f}x the speed of plain decoding (estimated from {num} plain step{'s' * (num != 1)})"
 
     def as_table(self) -> rich.table.Table:
         """A table for rich; `rich.print(stats)` shows it."""
@@ -257,7 +257,7 @@ class SpeculationStats:
         return "\n".join([self.headline, *(f"{name}: {value}" for name, value in self._lines())])
 
     def _lines(self) -> list[tuple[str, str]]:
-        """Names and values, the most telling first."""
+        """Names and values, the most important first."""
         total_s = self.total_s
         positions = " ".join(f"{rate:.2f}" for rate in self.acceptance_rate_per_position) or "-"
         lens = " ".join(f"{num}:{count}" for num, count in sorted(self.rounds_by_draft_len.items())) or "-"
@@ -267,7 +267,7 @@ class SpeculationStats:
         )
         lines = {
             "mean acceptance length": f"{self.mean_acceptance_length:.2f} "
-            f"({self.num_emitted} tokens in {self.num_rounds} rounds)",
+            f"({self.num_emitted} tokens in {self.num_rounds} round{'s' * (self.num_rounds != 1)})",
             "acceptance rate": f"{self.acceptance_rate:.3f} ({self.num_accepted} of {self.num_drafted} drafted tokens)",
             "verified acceptance rate": f"{self.verified_acceptance_rate:.3f} "
             f"({self.num_accepted} of {self.num_verified} verified tokens)",

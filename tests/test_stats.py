@@ -129,9 +129,9 @@ def test_the_speedup_compares_with_the_median_plain_step():
     stats = make_stats((3, 3, 4), (3, 3, 4), (0, 0, 1), (0, 0, 1))
     stats.num_longest, stats.prefill_s, stats.draft_s, stats.score_s = 10, 9.0, 1.0, 4.0
     assert stats.speedup is None
-    assert stats.headline == "speed-up unknown (no plain step was measured)"
+    assert stats.headline == "speed-up over plain decoding not measured (the call took no plain step)"
     stats.add_plain_step(0.5)
-    assert stats.headline == "about 1.00x plain decoding (from 1 plain step)"
+    assert stats.headline == "about 1.00x the speed of plain decoding (estimated from 1 plain step)"
     stats.add_plain_step(2.0)
     stats.add_plain_step(0.75)
     assert stats.speedup == 10 * 0.75 / 5.0
@@ -146,7 +146,7 @@ def test_it_reads_well():
     stats.add_draft_len(3)
     stats.add_draft_len(3)
     assert str(stats).splitlines() == [
-        "speed-up unknown (no plain step was measured)",
+        "speed-up over plain decoding not measured (the call took no plain step)",
         "mean acceptance length: 3.00 (6 tokens in 2 rounds)",
         "acceptance rate: 0.667 (4 of 6 drafted tokens)",
         "verified acceptance rate: 0.800 (4 of 5 verified tokens)",
@@ -181,8 +181,8 @@ def test_a_notebook_shows_a_table_with_escaped_text():
     stats = make_stats((3, 3, 4))
     stats.fallbacks.append("a <b> & c")
     page = stats._repr_html_()
-    assert page.startswith("<table><caption>speed-up unknown")
-    assert "<th>mean acceptance length</th><td>4.00 (4 tokens in 1 rounds)</td>" in page
+    assert page.startswith("<table><caption>speed-up over plain decoding not measured")
+    assert "<th>mean acceptance length</th><td>4.00 (4 tokens in 1 round)</td>" in page
     assert "a &lt;b&gt; &amp; c" in page
 
 
@@ -222,15 +222,15 @@ def test_each_call_starts_it_anew_and_times_every_stage():
 
 
 class SeeingGreedy(GreedyVerifier):
-    """Greedy verification that keeps what each call judged."""
+    """Greedy verification that records what each call verified."""
 
     def __init__(self):
         super().__init__()
-        object.__setattr__(self, "judged", [])  # of each call, [B] pairs of tokens that counted and were accepted
+        object.__setattr__(self, "calls", [])  # per call, [B] pairs of tokens that counted and were accepted
 
     def verify(self, target_logits, draft, keys):
         verdict = super().verify(target_logits, draft, keys)
-        self.judged.append(list(zip(draft.lens.tolist(), verdict.num_accepted.tolist(), strict=True)))
+        self.calls.append(list(zip(draft.lens.tolist(), verdict.num_accepted.tolist(), strict=True)))
         return verdict
 
 
@@ -242,7 +242,7 @@ class Unchanged(LogitsProcessor):
 
 
 @pytest.mark.parametrize("is_lock_step", [False, True])
-def test_generate_counts_as_judged_what_its_verifier_judged(monkeypatch, is_lock_step):
+def test_generate_counts_as_verified_what_its_verifier_verified(monkeypatch, is_lock_step):
     verifier = SeeingGreedy()
     monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
     register_verifier("seeing", lambda config: verifier, lossless=True, reads_draft_logits=False)
@@ -250,13 +250,13 @@ def test_generate_counts_as_judged_what_its_verifier_judged(monkeypatch, is_lock
     processors = LogitsProcessorList([Unchanged()] if is_lock_step else [])
     generate(stats, 3, verifier="seeing", logits_processor=processors)
     assert stats.lock_step == is_lock_step
-    rows = [row for call in verifier.judged for row in call]
+    rows = [row for call in verifier.calls for row in call]
     assert stats.num_verified == sum(min(accepted + 1, num) for num, accepted in rows)
     assert stats.num_accepted == sum(accepted for _, accepted in rows)
     assert stats.num_accepted < stats.num_verified < stats.num_drafted
 
 
-def told_stats() -> SpeculationStats:
+def full_stats() -> SpeculationStats:
     """With something in every field."""
     stats = make_stats((3, 3, 4), (3, 1, 2), (0, 0, 1))
     for num in (3, 3, 0):
@@ -268,7 +268,7 @@ def told_stats() -> SpeculationStats:
 
 
 def test_figures_that_follow_from_the_seconds():
-    stats = told_stats()
+    stats = full_stats()
     assert stats.total_s == 2.5
     assert stats.tokens_per_s == 7 / 2.0
     assert stats.seconds_by_stage == {"prefill": 0.5, "draft": 0.25, "score": 1.0, "verify": 0.5, "bookkeeping": 0.25}
@@ -276,7 +276,7 @@ def test_figures_that_follow_from_the_seconds():
 
 
 def test_a_dict_holds_every_field_and_figure_as_json_gives_it_back():
-    stats = told_stats()
+    stats = full_stats()
     values = stats.as_dict()
     assert json.loads(json.dumps(values)) == values
     assert {entry.name for entry in fields(stats)} < set(values)
@@ -307,7 +307,7 @@ def test_lens_in_order_stay_bounded():
 
 def test_pandas_gets_one_row_a_call():
     pandas = pytest.importorskip("pandas", reason="pandas is not installed")
-    frame = pandas.concat([told_stats().to_pandas(), make_stats((1, 1, 2)).to_pandas()], ignore_index=True)
+    frame = pandas.concat([full_stats().to_pandas(), make_stats((1, 1, 2)).to_pandas()], ignore_index=True)
     assert list(frame["num_emitted"]) == [7, 2]
     assert list(frame["acceptance_rate_1"]) == [1.0, 1.0]
     assert frame["acceptance_rate_3"][0] == 0.5
@@ -319,10 +319,10 @@ def test_pandas_gets_one_row_a_call():
 
 def test_rich_prints_a_table_with_every_figure():
     out = io.StringIO()
-    rich.print(told_stats(), file=out)
+    rich.print(full_stats(), file=out)
     text = out.getvalue()
     rows = {line.strip("│ \n").split("│")[0].strip(): line for line in text.splitlines() if line.startswith("│")}
-    assert "speed-up unknown" in text
+    assert "speed-up over plain decoding" in " ".join(text.split())
     assert "2.33 (7 tokens in 3 rounds)" in rows["mean acceptance length"]
     assert "1.00 0.50 0.50" in rows["acceptance rate per position"]
     assert "0:1 3:2" in rows["rounds by draft length"]
@@ -332,17 +332,18 @@ def test_rich_prints_a_table_with_every_figure():
 
 
 def test_a_line_sums_a_call_up():
-    assert told_stats().summary() == (
-        "speed-up unknown (no plain step was measured); greedy verification: 7 tokens in 3 rounds, "
-        "mean acceptance length 2.33, acceptance rate 0.667, 2.50 s, 3.5 tokens/s"
+    assert full_stats().summary() == (
+        "speed-up over plain decoding not measured (the call took no plain step); greedy verification: "
+        "7 tokens in 3 rounds, mean acceptance length 2.33, acceptance rate 0.667, 2.50 s, 3.5 tokens/s"
     )
     assert SpeculationStats().summary() == "no verification: no rounds in 0.00 s"
 
 
 def test_a_plot_has_three_panels_that_say_what_was_counted(tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    stats = told_stats()
+    stats = full_stats()
     figure = stats.plot()
+    assert figure.get_suptitle() == stats.headline
     figure.draw_without_rendering()  # names stand at the axes then
     acceptance, lens, seconds = figure.axes
     assert [bar.get_height() for bar in acceptance.patches] == stats.acceptance_rate_per_position
@@ -358,7 +359,7 @@ def test_plots_of_nothing_and_of_more_than_was_kept_say_so():
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     acceptance, lens, _ = SpeculationStats().plot().axes
     assert (acceptance.texts[0].get_text(), lens.texts[0].get_text()) == ("nothing was drafted", "there were no rounds")
-    stats = told_stats()
+    stats = full_stats()
     stats.num_batch_rounds = 50
     assert stats.plot().axes[1].get_xlabel() == "round, the first 3 of 50"
 
@@ -371,4 +372,4 @@ def test_without_its_library_the_error_names_the_extra(monkeypatch, library, ask
         hf_speculate.MissingExtraError,
         match=rf'^{library} must be installed .*; run pip install "{library}", or pip install "\.\[plot\]" in a clone',
     ):
-        getattr(told_stats(), ask)()
+        getattr(full_stats(), ask)()
