@@ -5,6 +5,7 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEV_STAMP := $(VENV)/.installed-dev
 OLDEST := .oldest
 OLDEST_STAMP := $(OLDEST)/.installed
 OLDEST_TESTS := tests/draft tests/generation tests/reliability tests/test_compatibility.py
@@ -37,7 +38,7 @@ help:
 	@echo "make bench       every benchmark, two to three hours; JSON in benchmarks/results/, a page in benchmarks/RESULTS.md"
 	@echo "make gpu-check   checks and measurements on a CUDA device, six parts of at most eight minutes; JSON in build/gpu"
 	@echo "make docs        the documentation as pages, in build/docs; a warning is an error"
-	@echo "make install     only create $(VENV) and install"
+	@echo "make install     create $(VENV) with what users need; make test and the other targets add what they need"
 	@echo "make clean       remove $(VENV), caches and build output"
 	@echo
 	@echo "Variables:"
@@ -52,13 +53,17 @@ help:
 install: $(STAMP)
 
 # torch comes first and by its exact version: resolved as a range it may fetch gigabytes of another build.
-# kernels, which a test loads our repository with, asks for 16 packages more to check signatures; loading needs none.
 $(STAMP): setup.cfg pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "no python3.11 or python3 found; set PYTHON=/path/to/python"; exit 1; }
 	@test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
 	$(BIN)/python -m pip install $(TORCH) $(TORCH_PINS)
 	@grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
 	$(BIN)/python -m pip install -c $(VENV)/constraints.txt setuptools
+	$(BIN)/python -m pip install -c $(VENV)/constraints.txt --no-build-isolation -e ".[demo]"
+	@touch $@
+
+# A test loads the kernel repository with kernels, which needs 16 more packages to check signatures, but none to load.
+$(DEV_STAMP): $(STAMP)
 	$(BIN)/python -m pip install -c $(VENV)/constraints.txt --no-build-isolation -e ".[dev]"
 	$(BIN)/python -m pip install -c $(VENV)/constraints.txt --no-deps kernels
 	@touch $@
@@ -66,14 +71,14 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 demo: $(STAMP)
 	HF_HUB_OFFLINE=1 $(BIN)/python examples/demo.py $(DEMO_ARGS)
 
-test: $(STAMP)
+test: $(DEV_STAMP)
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
-test-all: $(STAMP)
+test-all: $(DEV_STAMP)
 	$(PYTEST) $(PYTEST_ARGS)
 
 # The same environment, with a few packages in front of its own.
-$(OLDEST_STAMP): $(STAMP) constraints-oldest.txt
+$(OLDEST_STAMP): $(DEV_STAMP) constraints-oldest.txt
 	rm -rf $(OLDEST)
 	$(BIN)/python -m pip install --no-deps --target $(OLDEST) -r constraints-oldest.txt
 	@touch $@
@@ -81,35 +86,35 @@ $(OLDEST_STAMP): $(STAMP) constraints-oldest.txt
 test-oldest: $(OLDEST_STAMP)
 	PYTHONPATH=$(OLDEST) $(PYTEST) -m "not slow" $(PYTEST_ARGS) $(OLDEST_TESTS)
 
-check: $(STAMP)
+check: $(DEV_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q tests/test_floors.py
 
-fix: $(STAMP)
+fix: $(DEV_STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-kernels: $(STAMP)
+kernels: $(DEV_STAMP)
 	$(BIN)/python benchmarks/kernel_builds.py
 
 kernel-repo: $(STAMP)
 	$(BIN)/python -m hf_speculate.tools.hub.kernel_repository
 
-bench: $(STAMP)
+bench: $(DEV_STAMP)
 	@set -e; for file in $(filter-out $(RESULTS_PAGE) benchmarks/on_gpu.py,$(wildcard benchmarks/*.py)) $(RESULTS_PAGE); do \
 	  case $$file in */_*) continue;; esac; \
 	  echo "== $$file"; HF_HUB_OFFLINE=1 $(BIN)/python $$file; done
 
 # Every part runs, also after one whose checks failed.
-gpu-check: $(STAMP)
+gpu-check: $(DEV_STAMP)
 	@status=0; for part in 1 2 3 4 5 6; do \
 	  HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/on_gpu.py --part $$part --out build/gpu $(GPU_CHECK_ARGS) || status=1; \
 	done; exit $$status
 
 # Read anew each time (-E), so that a warning cannot hide behind an earlier build.
-docs: $(STAMP)
+docs: $(DEV_STAMP)
 	HF_HUB_OFFLINE=1 $(BIN)/python -m sphinx -W --keep-going -n -q -E -d build/doctrees docs build/docs
 	@echo "build/docs/index.html"
 

@@ -23,7 +23,7 @@ try:
     import xgrammar
     from xgrammar.contrib.hf import LogitsProcessor as LockStepProcessor
 except ImportError as error:
-    raise SystemExit(f'{error.name} is not installed; run: pip install "hf-speculate[grammar]"') from error
+    raise SystemExit(f'{error.name} is not installed; run: pip install ".[grammar]"') from error
 
 EXAMPLES = Path(__file__).resolve().parent
 PROMPTS = ("# the size of the stack\nconfig = ", "import json\n\nDATA = json.loads('", "result = ")

@@ -231,7 +231,7 @@ def convert(gguf: Path, folder: Path) -> None:
     except ImportError as error:
         raise ModelUnavailableError(
             f"the gguf package must be installed to convert {gguf.name}, got {type(error).__name__}; run: pip install "
-            '"hf-speculate[demo]"'
+            '".[demo]"'
         ) from error
     tokenizer.model_max_length = model.config.max_position_embeddings
     save_tokenizer(tokenizer, folder)

@@ -3,7 +3,7 @@
     python examples/prometheus.py
 
 Decodes prompts on the bundled pair, serves the counters on 127.0.0.1, and prints what a scrape of them gives. Needs
-`pip install "hf-speculate[metrics]"`.
+`pip install ".[metrics]"`.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import hf_speculate
 try:
     from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
 except ImportError as error:
-    raise SystemExit(f'{error.name} is not installed; run: pip install "hf-speculate[metrics]"') from error
+    raise SystemExit(f'{error.name} is not installed; run: pip install ".[metrics]"') from error
 
 EXAMPLES = Path(__file__).parent
 HOST = "127.0.0.1"

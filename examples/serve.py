@@ -1,6 +1,6 @@
 """An OpenAI-compatible chat endpoint on FastAPI and uvicorn, over a target that drafts.
 
-    pip install "hf-speculate[serve]"
+    pip install ".[serve]"
     python examples/serve.py
     python examples/serve.py --target <model> --draft <smaller model>
     curl http://127.0.0.1:8000/v1/chat/completions -H "Content-Type: application/json" \
@@ -35,7 +35,7 @@ try:
     from pydantic import BaseModel, ConfigDict, Field
     from starlette.exceptions import HTTPException
 except ImportError as error:
-    raise SystemExit(f'{error.name} is not installed; run: pip install "hf-speculate[serve]"') from error
+    raise SystemExit(f'{error.name} is not installed; run: pip install ".[serve]"') from error
 
 DEFAULT_TOKENS = 256  # of an answer that names no number
 MAX_STOPS = 4

@@ -28,7 +28,7 @@ def test_a_missing_library_is_named_with_the_extra_of_the_page(script, library, 
     with pytest.raises(SystemExit) as raised:
         runpy.run_path(str(EXAMPLES / script), run_name="__main__")
     extra = extras_of_the_page()[script]
-    assert raised.value.code == f'{library} is not installed; run: pip install "hf-speculate[{extra}]"'
+    assert raised.value.code == f'{library} is not installed; run: pip install ".[{extra}]"'
 
 
 def test_extras_of_the_page_are_those_of_the_package():
