@@ -1,4 +1,7 @@
-"""Makes the calls of `tests/compatibility_rows.py`; `python -m tests.compatibility` writes `docs/compatibility.md`."""
+"""Makes the calls of `tests/compatibility_rows.py`; `python -m tests.compatibility` writes the pages.
+
+`docs/compatibility.md` is for users; `docs/compatibility-tests.md` names the test behind each row.
+"""
 
 import inspect
 import re
@@ -31,6 +34,7 @@ from tests.tiny import make_model, noisy_copy, ragged_prompts
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "compatibility.md"
+TESTS_PAGE = ROOT / "docs" / "compatibility-tests.md"
 COMMAND = "python -m tests.compatibility"
 NUM_NEW = 10
 WHERE = ("keyword", "passed config", "model's config")
@@ -48,17 +52,25 @@ _IN_CONFIGS = {*CONFIG_FIELDS, *FIELD_NAMES} - {"speculation_stats"}
 INTRODUCTION = """\
 # Compatibility
 
-What an enabled model's `generate()` does with every argument and every field, when it is given a source of drafts
-(`assistant_model`, `assistant_early_exit`, `prompt_lookup_num_tokens`, `drafter` or `candidate_generator`). Without one
-it decodes as transformers does, but for `verifier="coupled"` with `do_sample=True`.
+Every argument and field of `generate()`, for an enabled model that is given a draft source (`assistant_model`,
+`assistant_early_exit`, `prompt_lookup_num_tokens`, `drafter` or `candidate_generator`). Without one it decodes as
+transformers does, except with `verifier="coupled"` and `do_sample=True`. [What is supported](supported.md) is the short
+version.
 
-- *supported*: the text, or its distribution if sampled, is plain decoding's; the test named shows it.
-- *refused*: raises this message before the first forward, but for an encoder's, wherever the field is set.
-- *not applicable*: changes nothing, in plain decoding or here.
+- *supported*: the text is that of plain decoding, or, with sampling, has its distribution.
+- *not supported*: raises the error that is shown, before the first forward of the decoder.
+- *no effect*: changes nothing, in plain decoding neither.
+
+[Tests of compatibility](compatibility-tests.md) names the test behind each row.
+"""
+TESTS_INTRODUCTION = """\
+# Tests of compatibility
+
+The test that shows each supported row of [compatibility](compatibility.md). `tests/test_compatibility.py` also compares
+most rows with plain decoding, raises every error, and fails if a row is missing.
 """
 MADE_BY = """\
-Made with transformers {version} by `{command}`; `tests/test_compatibility.py` fails where a row is missing or
-wrong, and makes a call beside plain decoding for most rows.
+Written by `{command}` with transformers {version}.
 """
 
 
@@ -152,7 +164,7 @@ def pinned_version() -> str:
 
 
 def render() -> str:
-    """The page; makes every call that is refused."""
+    """The page for users; makes every call that is refused."""
     parts = [
         INTRODUCTION,
         MADE_BY.format(version=transformers.__version__, command=COMMAND),
@@ -161,27 +173,44 @@ def render() -> str:
         _section("Fields of hf_speculate", OWN_FIELDS),
         "## Where a field is set\n",
         "The first place that sets a field counts.\n",
-        _table(("place", "", "shown by"), [(*row[:2], _test(row[2])) for row in SOURCES]),
+        _table(("place", "note"), [row[:2] for row in SOURCES]),
         "How many tokens are drafted:\n",
-        _table(("set", "means", "shown by"), [(*row[:2], _test(row[2])) for row in DRAFT_LENGTHS]),
+        _table(("set", "meaning"), [row[:2] for row in DRAFT_LENGTHS]),
+    ]
+    return "\n".join(parts)
+
+
+def render_tests() -> str:
+    """The page of tests."""
+    rows = [(row, row.state) for row in (*ARGUMENTS, *FIELDS, *OWN_FIELDS)]
+    named = [(_name(row), state.note, _test(state.shown_by)) for row, state in rows if isinstance(state, Supported)]
+    named += [(where, "", _test(shown_by)) for where, _, shown_by in (*SOURCES, *DRAFT_LENGTHS)]
+    parts = [
+        TESTS_INTRODUCTION,
+        MADE_BY.format(version=transformers.__version__, command=COMMAND),
+        _table(("name", "note", "test"), named),
     ]
     return "\n".join(parts)
 
 
 def _section(title: str, rows: Sequence[Row]) -> str:
-    cells = [(f"`{row.name}`" if " " not in row.name else row.name, *_cells(row)) for row in rows]
-    return f"## {title}\n\n" + _table(("name", "state", "shown by, message or reason"), cells)
+    cells = [(_name(row), *_cells(row)) for row in rows]
+    return f"## {title}\n\n" + _table(("name", "state", "note, error or reason"), cells)
+
+
+def _name(row: Row) -> str:
+    return f"`{row.name}`" if " " not in row.name else row.name
 
 
 def _cells(row: Row) -> tuple[str, str]:
     match row.state:
-        case Supported(shown_by, note):
-            return "supported", f"{note}: {_test(shown_by)}" if note else _test(shown_by)
+        case Supported(_, note):
+            return "supported", note
         case Refused(call, when) as state:
             cause = when or as_code(f"{row.name}={keywords(call)[row.name]!r}")
-            return "refused", f"{cause}: {as_code(refusal(state))}"
+            return "not supported", f"{cause}: {as_code(refusal(state))}"
         case NotApplicable(why):
-            return "not applicable", why
+            return "no effect", why
     raise TypeError(f"no state: {row}")
 
 
@@ -204,5 +233,6 @@ if __name__ == "__main__":
     if transformers.__version__ != pinned_version():
         raise SystemExit(f"the page is for transformers {pinned_version()}, this is {transformers.__version__}")
     PAGE.parent.mkdir(exist_ok=True)
-    PAGE.write_text(render(), encoding="utf-8")
-    print(f"wrote {PAGE.relative_to(ROOT)}")
+    for page, text in ((PAGE, render()), (TESTS_PAGE, render_tests())):
+        page.write_text(text, encoding="utf-8")
+        print(f"wrote {page.relative_to(ROOT)}")

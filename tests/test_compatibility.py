@@ -17,6 +17,7 @@ from tests.compatibility import (
     PAGE,
     ROOT,
     SIGNATURE,
+    TESTS_PAGE,
     WHERE,
     as_code,
     decode_plainly,
@@ -25,6 +26,7 @@ from tests.compatibility import (
     pinned_version,
     refusal,
     render,
+    render_tests,
 )
 from tests.compatibility_rows import (
     ARGUMENTS,
@@ -135,4 +137,5 @@ def test_the_page_is_what_the_table_says():
     page = PAGE.read_text(encoding="utf-8")
     if transformers.__version__ == pinned_version():
         assert page == render(), f"docs/compatibility.md is out of date: run {COMMAND}"
+        assert TESTS_PAGE.read_text(encoding="utf-8") == render_tests(), f"out of date: run {COMMAND}"
     assert all(f"| `{row.name}` |" in page or f"| {row.name} |" in page for row in ROWS)
