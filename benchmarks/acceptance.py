@@ -1,6 +1,6 @@
 """Tokens per round of every sampling verifier on the bundled pair, by temperature and by how the draft proposes.
 
-    python benchmarks/acceptance.py --readme README.md
+    python benchmarks/acceptance.py --readme docs/verifiers.md
 
 Nothing is timed, so other work on the machine changes nothing. K is constant.
 """
@@ -54,7 +54,7 @@ def measure(target: Any, draft: Any, temperature: float, verifier: str, sampling
 
 
 def table(results: dict[str, Any]) -> str:
-    """The README's table."""
+    """The table of docs/verifiers.md."""
     rows, args, made = results["rows"], results["arguments"], results["environment"]
     temperatures = sorted({row["temperature"] for row in rows})
     columns = [(sampling, temperature) for sampling in DRAFT_SAMPLING for temperature in temperatures]
