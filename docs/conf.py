@@ -2,14 +2,18 @@
 
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from sphinx.application import Sphinx
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(DOCS)]
+
+from cli_reference import reference  # noqa: E402
 
 import hf_speculate  # noqa: E402  # the checkout, installed or not
 
@@ -52,19 +56,40 @@ html_theme = "furo"
 html_title = f"hf_speculate {version}"
 html_static_path = ["_static"]
 html_css_files = ["pages.css"]
+html_js_files = ["copy.js"]
 html_show_sourcelink = False
 html_copy_source = False
 html_show_copyright = False
 
+
+def repository_url() -> str | None:
+    """Web address of the repository: `REPOSITORY_URL`, or the clone's origin; None if that is no web address."""
+    asked = ["git", "remote", "get-url", "origin"]
+    found = os.environ.get("REPOSITORY_URL")
+    if not found:
+        found = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    found = re.sub(r"^(?:ssh://)?[\w.-]+@([\w.-]+)[:/]", r"https://\1/", found)  # ssh addresses
+    parts = urlsplit(found.removesuffix(".git"))
+    return f"https://{parts.hostname}{parts.path}" if parts.scheme in ("http", "https") else None
+
+
+REPOSITORY = repository_url()
+if REPOSITORY is not None:
+    html_theme_options = {
+        "source_repository": REPOSITORY,
+        "source_branch": "main",
+        "source_directory": "docs/",
+        "footer_icons": [{"name": "Repository", "url": REPOSITORY, "html": "Repository", "class": ""}],
+    }
+
 # Pages that lie elsewhere in the repository, by the name of the page here that shows each.
 ELSEWHERE = {
-    "project/readme": ROOT / "README.md",
     "project/examples": ROOT / "examples" / "README.md",
     "project/results": ROOT / "benchmarks" / "RESULTS.md",
     "project/contributing": ROOT / "CONTRIBUTING.md",
     "project/changes": ROOT / "CHANGELOG.md",
 }
-SHOWN_AS = {path: DOCS / f"{name}.md" for name, path in ELSEWHERE.items()}
+SHOWN_AS = {path: DOCS / f"{name}.md" for name, path in ELSEWHERE.items()} | {ROOT / "README.md": DOCS / "index.md"}
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
 
 
@@ -80,6 +105,8 @@ def take_from_elsewhere(app: Sphinx, docname: str, source: list[str]) -> None:
     if path is not here:
         app.env.note_dependency(path)
         source[0] = path.read_text(encoding="utf-8")
+    if docname == "cli":
+        source[0] += "\n" + reference()
 
     def moved(match: re.Match[str]) -> str:
         target = (path.parent / match[1]).resolve()

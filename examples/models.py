@@ -230,8 +230,8 @@ def convert(gguf: Path, folder: Path) -> None:
             model.save_pretrained(folder)
     except ImportError as error:
         raise ModelUnavailableError(
-            f"the gguf package must be installed to convert {gguf.name}, got {type(error).__name__}; run: pip install "
-            '".[demo]"'
+            f"the gguf package must be installed to convert {gguf.name}, got {type(error).__name__}; "
+            'run: pip install ".[demo]"'
         ) from error
     tokenizer.model_max_length = model.config.max_position_embeddings
     save_tokenizer(tokenizer, folder)

@@ -232,10 +232,12 @@ def test_importing_changes_nothing_and_needs_no_triton() -> None:
     run_python("-c", script)
 
 
-def test_the_readme_example_is_short() -> None:
+def test_the_readme_is_short_and_so_is_its_example() -> None:
     """That it runs is for `tests/test_pages.py`."""
-    (code,) = re.findall(r"^## Example\n\n```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
+    text = (ROOT / "README.md").read_text()
+    (code,) = re.findall(r"^## Example\n\n```python\n(.*?)^```$", text, re.M | re.S)
     assert len(code.splitlines()) <= 10
+    assert len(text.splitlines()) <= 150
 
 
 def test_the_readme_commands_are_make_targets() -> None:

@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent
@@ -13,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_speculate
-from hf_speculate import triton_kernels
+from hf_speculate import SpeculationStats, triton_kernels
 from hf_speculate.config import FIELD_NAMES
 from hf_speculate.verify import base
 from tests.shown_commands import problems_in
@@ -23,11 +24,18 @@ PAIR = ROOT / "examples" / "pair"
 DOCS = tuple(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md")))
 EXAMPLES = tuple(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "examples").rglob("README.md")))
 PAGES = ("README.md", "CONTRIBUTING.md", *EXAMPLES, *DOCS)
-FROM_NOTHING = ("README.md", "docs/tutorial.md")
+FROM_NOTHING = ("README.md", "docs/index.md", "docs/quickstart.md", "docs/recipes.md", "docs/tutorial.md")
+# Models on the Hub that pages name, each with the bundled model that stands in for it here.
+STAND_INS = {
+    "Qwen/Qwen3-8B": "target",
+    "Qwen/Qwen3-0.6B": "draft",
+    "meta-llama/Llama-3.1-8B-Instruct": "target",
+    "meta-llama/Llama-3.2-1B-Instruct": "draft",
+}
 CARDS = tuple(page for page in EXAMPLES if page.startswith("examples/hub/"))  # which leave the models' names open
 BLOCK = re.compile(r"^( *)```([^`\n]*)\n(.*?)^\1```$", re.M | re.S)
-# What becomes of a block: run, parsed, read, shown; the last is Sphinx's to check.
-LANGUAGES = ("python", "sh", "json", "text", "{toctree}")
+# What becomes of a block: run, parsed, read, shown; the last two are Sphinx's to check.
+LANGUAGES = ("python", "sh", "json", "text", "{image}", "{toctree}")
 
 PROGRAM = re.compile(r"(?:cd \S+ && )?(?:\w+=\S+ )*(?:accelerate|hf-speculate|make|python|torchrun)(?= )")
 COMMAND = re.compile(rf"`({PROGRAM.pattern}[^`]+)`")
@@ -50,7 +58,7 @@ def headings(path: Path) -> set[str]:
 
 
 def names_of_the_example() -> dict[str, Any]:
-    """What README's example has made, for pages that go on from it."""
+    """The names of the quick start, which other pages continue."""
     tokenizer = AutoTokenizer.from_pretrained(PAIR / "target", padding_side="left")
     model = hf_speculate.enable(AutoModelForCausalLM.from_pretrained(PAIR / "target"))
     draft = AutoModelForCausalLM.from_pretrained(PAIR / "draft")
@@ -84,7 +92,14 @@ def test_every_python_block_runs_in_order(page: str, away: Path) -> None:
     for number, code in enumerate(blocks(page, "python")):
         if code.splitlines()[0] not in NOT_RUN:
             torch.manual_seed(0)
+            for name, folder in STAND_INS.items():
+                code = code.replace(f'"{name}"', f'"{(PAIR / folder).as_posix()}"')
             exec(compile(code, f"{page}, block {number}", "exec"), names)
+
+
+def test_every_stand_in_is_for_a_model_that_is_shown() -> None:
+    shown = "\n".join(code for page in PAGES for code in blocks(page, "python"))
+    assert [name for name in STAND_INS if f'"{name}"' not in shown] == []
 
 
 def test_what_is_not_run_is_still_shown() -> None:
@@ -94,7 +109,7 @@ def test_what_is_not_run_is_still_shown() -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_block_is_one_that_is_looked_at(page: str) -> None:
-    kinds = [kind for _, kind, _ in BLOCK.findall((ROOT / page).read_text(encoding="utf-8"))]
+    kinds = [kind.split(" ")[0] for _, kind, _ in BLOCK.findall((ROOT / page).read_text(encoding="utf-8"))]
     assert set(kinds) <= set(LANGUAGES)
     for code in blocks(page, "json"):
         json.loads(code)
@@ -168,7 +183,7 @@ def test_the_guide_names_every_room() -> None:
 
 
 def test_the_table_of_settings_names_every_field() -> None:
-    table = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Settings")[2].partition("\n## ")[0]
+    table = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
     assert [name for name in FIELD_NAMES if f"`{name}`" not in table] == []
 
 
@@ -182,3 +197,61 @@ def test_the_page_of_benchmarks_names_every_script() -> None:
     page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     scripts = {path.name for path in (ROOT / "benchmarks").glob("*.py") if not path.name.startswith("_")}
     assert set(re.findall(r"^\| `(\w+\.py)` \|", page, re.M)) == scripts
+
+
+RESULTS = ROOT / "benchmarks" / "results" / "end_to_end.json"
+
+
+def test_the_pictures_of_speed_show_the_committed_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    script = runpy.run_path(str(ROOT / "benchmarks" / "speed_plot.py"))
+    results = json.loads(RESULTS.read_text(encoding="utf-8"))
+    for name, theme in script["THEMES"].items():
+        shown = (ROOT / "docs" / "pictures" / f"speed-{name}.svg").read_text(encoding="utf-8")
+        assert shown == script["picture"](results, theme), "out of date: run python benchmarks/speed_plot.py"
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_speed_ups_that_are_shown_are_the_committed_ones(page: str) -> None:
+    rows = [row for row in json.loads(RESULTS.read_text(encoding="utf-8"))["rows"] if row["dtype"] == "float32"]
+    measured = {f"{row['over_plain']['median']:.2f}" for row in rows}
+    text = (ROOT / page).read_text(encoding="utf-8")
+    shown = re.findall(r"(\d\.\d\d)x", text)
+    assert shown
+    assert set(shown) - {"0.97"} <= measured  # 0.97 is of another benchmark
+
+
+def committed_rows() -> dict[tuple[Any, ...], dict[str, Any]]:
+    """Rows of the bundled pair by engine, draft length, compilation, rows and mode."""
+    rows = [row for row in json.loads(RESULTS.read_text(encoding="utf-8"))["rows"] if row["verifier"] is None]
+    keys = ("engine", "num_assistant_tokens", "is_compiled", "batch_size", "mode")
+    return {tuple(row[key] for key in keys): row for row in rows if (row["subject"], row["dtype"]) == PAIR_AS_MEASURED}
+
+
+PAIR_AS_MEASURED = ("pair", "float32")
+METHODS = {
+    "hf_speculate, default": ("ours", None, False),
+    "hf_speculate, K = 5": ("ours", 5, False),
+    "hf_speculate, default, compiled": ("ours", None, True),
+    "hf_speculate, K = 5, compiled": ("ours", 5, True),
+    "plain, compiled": ("plain", None, True),
+    "transformers' assisted, default": ("assisted", None, False),
+    "transformers' assisted, K = 5": ("assisted", 5, False),
+}
+
+
+def test_readmes_table_of_benchmarks_is_the_committed_one() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Benchmarks")[2].partition("\n## ")[0]
+    found = {line[0]: line[1:] for line in re.findall(r"^\| ([^|]+) \|" + r" ([^|]+) \|" * 4 + "$", text, re.M)}
+    rows, columns = committed_rows(), ((1, "greedy"), (8, "greedy"), (1, "sampling"), (8, "sampling"))
+    for name, method in METHODS.items():
+        cells = [rows.get((*method, *column)) for column in columns]
+        spreads = [cell and cell["over_plain"] for cell in cells]
+        expected = [f"{one['median']:.2f} ({one['min']:.2f} to {one['max']:.2f})" if one else "-" for one in spreads]
+        assert list(found[name]) == expected, name
+
+
+def test_readmes_statistics_are_those_of_the_committed_run() -> None:
+    row = committed_rows()["ours", None, False, 1, "greedy"]
+    shown = blocks("README.md", "text")[0].strip()
+    assert shown in str(SpeculationStats(**row["counts"]))
