@@ -6,9 +6,9 @@
 The model is SmolLM2-135M-Instruct with its draft head; transformers' assisted generation, which takes no such head,
 drafts by prompt lookup. With --tiny it is the bundled 7 M pair, and both draft with its smaller model.
 
-A pass decodes the next prompt alone and the next eight together in every way, in alternating order; passes go on
-until they or the time are used up. The table holds medians over passes. The ratio is to plain `generate()` of the same
-kind (greedy or sampled) on the same prompts in the same pass.
+A pass decodes the next prompt alone and the next eight together with every method, in alternating order; passes go on
+until they or the time are used up. The table holds medians over passes. The speed-up is over plain `generate()` of the
+same kind (greedy or sampled) on the same prompts in the same pass. transformers decodes a batch row by row.
 """
 
 import argparse
@@ -16,18 +16,19 @@ import copy
 import itertools
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import hf_speculate
+from demo_report import Method, Tally, print_summary, print_table, print_text
 from models import Models, load_models, read_questions
 
 EXAMPLES = Path(__file__).resolve().parent
@@ -36,33 +37,8 @@ MAX_PROMPT_TOKENS = 512
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SAMPLING = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
 GREEDY = {"do_sample": False}
-
-
-@dataclass(frozen=True)
-class Way:
-    """One line of the table: who decodes, with which verifier, how many rows at a time."""
-
-    engine: str  # "plain", "transformers" or "hf_speculate"
-    mode: str  # the verifier, where hf_speculate decodes
-    batch_size: int
-    is_sampled: bool
-
-    @property
-    def name(self) -> str:
-        return f"{self.engine}, {self.mode}"
-
-
-@dataclass
-class Tally:
-    """What the runs of one way added up to."""
-
-    tokens_per_s: list[float] = field(default_factory=list)  # one entry per pass
-    num_tokens: int = 0
-    num_target_calls: int = 0
-    num_rounds: int = 0
-    num_emitted: int = 0
-    num_verified: int = 0
-    num_accepted: int = 0
+BAR = "{desc} {percentage:3.0f}% |{bar:20}| {n_fmt} of at most {total_fmt} s{postfix}"
+OURS_GREEDY = Method("hf_speculate", "greedy", 1, False)
 
 
 @dataclass
@@ -79,16 +55,17 @@ class Pair:
         self.num_target_calls += 1
 
 
-def ways() -> list[Way]:
-    """Every line of the table; transformers' assisted generation takes one row only."""
+def methods() -> list[Method]:
+    """Every line of the table; transformers' assisted generation decodes a batch row by row."""
     lines = []
     for batch_size in (1, BATCH_SIZE):
         for mode, verifiers in (("greedy", ["greedy"]), ("sampled", ["rejection", "typical"])):
             is_sampled = mode == "sampled"
-            lines.append(Way("plain", mode, batch_size, is_sampled))
-            if batch_size == 1:
-                lines.append(Way("transformers", f"assisted {mode}", batch_size, is_sampled))
-            lines += [Way("hf_speculate", verifier, batch_size, is_sampled) for verifier in verifiers]
+            lines.append(Method("plain", mode, batch_size, is_sampled))
+            if batch_size == 1 or not is_sampled:
+                assisted = f"assisted {mode}" if batch_size == 1 else "assisted, row by row"
+                lines.append(Method("transformers", assisted, batch_size, is_sampled))
+            lines += [Method("hf_speculate", verifier, batch_size, is_sampled) for verifier in verifiers]
     return lines
 
 
@@ -131,29 +108,42 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompts: list[str], batch_size: i
 
 
 def decode(
-    way: Way, pair: Pair, inputs: dict[str, Tensor], max_new_tokens: int, seed: int
+    method: Method, pair: Pair, inputs: dict[str, Tensor], max_new_tokens: int, seed: int, callback: Any = None
 ) -> tuple[Tensor, hf_speculate.SpeculationStats | None]:
     """One `generate()` call: the new tokens [B, N] and, of ours, what it counted."""
-    fields = {**inputs, **(SAMPLING if way.is_sampled else GREEDY), "max_new_tokens": max_new_tokens}
+    fields = {**inputs, **(SAMPLING if method.is_sampled else GREEDY), "max_new_tokens": max_new_tokens}
     stats = None
-    if way.engine == "hf_speculate":
+    if method.engine == "hf_speculate":
         stats = hf_speculate.SpeculationStats()
         sequences = hf_speculate.generate(
             pair.target,
             **fields,
             **pair.drafting,
-            verifier=way.mode,
+            verifier=method.mode,
             num_assistant_tokens=pair.num_assistant_tokens,
             num_assistant_tokens_schedule="constant",
             seed=seed,
             speculation_stats=stats,
+            speculation_callback=callback,
         )
+    elif method.engine == "transformers":
+        torch.manual_seed(seed)
+        sequences = assist_row_by_row(pair, fields)
     else:
         torch.manual_seed(seed)
-        if way.engine == "transformers":
-            fields |= pair.assisted
         sequences = pair.target.generate(**fields)
     return sequences[:, inputs["input_ids"].shape[1] :], stats
+
+
+def assist_row_by_row(pair: Pair, fields: dict[str, Any]) -> Tensor:
+    """Transformers' assisted generation, which takes one row; shorter rows are padded with EOS."""
+    names = ("input_ids", "attention_mask")
+    eos = pair.target.generation_config.eos_token_id
+    rows = [
+        pair.target.generate(**{**fields, **{name: fields[name][row : row + 1] for name in names}}, **pair.assisted)[0]
+        for row in range(len(fields["input_ids"]))
+    ]
+    return pad_sequence(rows, batch_first=True, padding_value=(eos[0] if isinstance(eos, list) else eos) or 0)
 
 
 def count_tokens(token_ids: Tensor, eos_token_id: int | list[int] | None) -> int:
@@ -165,11 +155,13 @@ def count_tokens(token_ids: Tensor, eos_token_id: int | list[int] | None) -> int
     return int(is_counted.sum())
 
 
-def run_way(way: Way, pair: Pair, inputs: dict[str, Tensor], max_new_tokens: int, seed: int, tally: Tally) -> None:
+def run_method(
+    method: Method, pair: Pair, inputs: dict[str, Tensor], max_new_tokens: int, seed: int, tally: Tally
+) -> None:
     """Decode one batch and add what was seen to `tally`."""
     pair.num_target_calls = 0
     begin = time.perf_counter()
-    token_ids, stats = decode(way, pair, inputs, max_new_tokens, seed)
+    token_ids, stats = decode(method, pair, inputs, max_new_tokens, seed)
     seconds = time.perf_counter() - begin
     num_tokens = count_tokens(token_ids, pair.target.generation_config.eos_token_id)
     tally.tokens_per_s.append(num_tokens / seconds)
@@ -182,41 +174,24 @@ def run_way(way: Way, pair: Pair, inputs: dict[str, Tensor], max_new_tokens: int
         tally.num_accepted += stats.num_accepted
 
 
-def measure(pair: Pair, batches: dict[int, list[dict[str, Tensor]]], args: argparse.Namespace) -> dict[Way, Tally]:
-    """Passes over all ways, each on the next batch of its size, until they or the time are used up; at least one."""
-    lines = ways()
-    for way in tqdm(lines, desc="warming up", leave=False):
-        decode(way, pair, batches[way.batch_size][0], 8, seed=0)
-    tallies = {way: Tally() for way in lines}
+def measure(pair: Pair, batches: dict[int, list[dict[str, Tensor]]], args: argparse.Namespace) -> dict[Method, Tally]:
+    """Passes over all methods, each on the next batch of its size, until they or the time are used up; at least one."""
+    lines = methods()
+    for method in tqdm(lines, desc="warming up", leave=False):
+        decode(method, pair, batches[method.batch_size][0], 8, seed=0)
+    tallies = {method: Tally() for method in lines}
     begin = time.perf_counter()
-    with tqdm(total=args.passes * len(lines), desc="decoding", unit="call") as bar:
+    with tqdm(total=round(args.budget_s), desc="decoding", bar_format=BAR) as bar:
         for index in range(args.passes):
-            for way in lines if index % 2 == 0 else reversed(lines):
-                bar.set_postfix_str(f"{way.batch_size} x {way.name}")
-                inputs = batches[way.batch_size][index % len(batches[way.batch_size])]
-                run_way(way, pair, inputs, args.max_new_tokens, index, tallies[way])
-                bar.update()
+            for method in lines if index % 2 == 0 else reversed(lines):
+                bar.set_postfix_str(f"{method.batch_size} x {method.name}", refresh=False)
+                inputs = batches[method.batch_size][index % len(batches[method.batch_size])]
+                run_method(method, pair, inputs, args.max_new_tokens, index, tallies[method])
+                bar.update(min(round(time.perf_counter() - begin), bar.total) - bar.n)
             elapsed_s = time.perf_counter() - begin
             if elapsed_s + elapsed_s / (index + 1) > args.budget_s:
                 break
     return tallies
-
-
-def print_table(tallies: dict[Way, Tally]) -> None:
-    plain = {(way.batch_size, way.is_sampled): tally for way, tally in tallies.items() if way.engine == "plain"}
-    print(f"\n{'rows':>4}  {'way':<32}{'tokens/s':>9}{'ratio':>8}{'tokens/round':>14}{'acceptance':>12}")
-    for way, tally in tallies.items():
-        base = plain[way.batch_size, way.is_sampled].tokens_per_s
-        ratio = median(ours / theirs for ours, theirs in zip(tally.tokens_per_s, base, strict=True))
-        per_round, acceptance = "-", "-"
-        if way.engine == "hf_speculate":
-            per_round = f"{tally.num_emitted / max(tally.num_rounds, 1):.2f}"
-            acceptance = f"{tally.num_accepted / max(tally.num_verified, 1):.3f}"
-        elif way.engine == "transformers":
-            per_round = f"{tally.num_tokens / tally.num_target_calls:.2f}"
-        speed = median(tally.tokens_per_s)
-        print(f"{way.batch_size:>4}  {way.name:<32}{speed:>9.1f}{ratio:>7.2f}x{per_round:>14}{acceptance:>12}")
-    print(f"medians of {len(base)} alternating passes; transformers' assisted generation takes one row only\n")
 
 
 def compare_greedy(pair: Pair, batches: list[dict[str, Tensor]], max_new_tokens: int) -> Iterator[str]:
@@ -226,7 +201,7 @@ def compare_greedy(pair: Pair, batches: list[dict[str, Tensor]], max_new_tokens:
         fields = {**inputs, **GREEDY, "max_new_tokens": max_new_tokens}
         plain = pair.target.generate(**fields, return_dict_in_generate=True, output_logits=True)
         expected = plain.sequences[:, inputs["input_ids"].shape[1] :]
-        ours, _ = decode(Way("hf_speculate", "greedy", len(expected), False), pair, inputs, max_new_tokens, seed=0)
+        ours, _ = decode(Method("hf_speculate", "greedy", len(expected), False), pair, inputs, max_new_tokens, seed=0)
         for row, (theirs, mine) in enumerate(zip(expected, ours, strict=True)):
             num_rows += 1
             num_common = min(len(theirs), len(mine))
@@ -244,11 +219,12 @@ def compare_greedy(pair: Pair, batches: list[dict[str, Tensor]], max_new_tokens:
 
 
 def print_texts(pair: Pair, tokenizer: PreTrainedTokenizerBase, prompts: list[str], max_new_tokens: int) -> None:
+    print("\nGenerated text, with the drafted tokens that were accepted in green:")
     for prompt, inputs in zip(prompts, encode(tokenizer, prompts, 1), strict=True):
-        token_ids, _ = decode(Way("hf_speculate", "greedy", 1, False), pair, inputs, max_new_tokens, seed=0)
-        tail = "\n".join(prompt.splitlines()[-8:])
-        text = tokenizer.decode(token_ids[0], skip_special_tokens=True)
-        print(f"\n{'-' * 30} end of the prompt, then >>> and the generated text\n{tail}>>>{text}")
+        reports: list[hf_speculate.RoundReport] = []
+        token_ids, _ = decode(OURS_GREEDY, pair, inputs, max_new_tokens, seed=0, callback=reports.append)
+        rounds = [(report.num_accepted[0], report.num_emitted[0]) for report in reports]
+        print_text(tokenizer, prompt, token_ids[0].tolist(), rounds)
 
 
 def faster_dtype(pairs: dict[str, Pair], inputs: dict[str, Tensor]) -> str:
@@ -256,7 +232,7 @@ def faster_dtype(pairs: dict[str, Pair], inputs: dict[str, Tensor]) -> str:
     seconds = {}
     for name, num_tokens in itertools.product(pairs, (4, 24)):
         begin = time.perf_counter()
-        decode(Way("plain", "greedy", 1, False), pairs[name], inputs, num_tokens, seed=0)
+        decode(Method("plain", "greedy", 1, False), pairs[name], inputs, num_tokens, seed=0)
         seconds[name] = time.perf_counter() - begin
     return min(seconds, key=seconds.__getitem__)
 
@@ -309,6 +285,7 @@ def main() -> None:
     for name, pair in pairs.items():
         for line in compare_greedy(pair, batches[BATCH_SIZE], args.max_new_tokens):
             print(f"{name}, {BATCH_SIZE} rows: {line}")
+    print_summary(tallies)
 
 
 if __name__ == "__main__":
