@@ -36,7 +36,7 @@ class Theme(NamedTuple):
 
 METHODS = (
     Method("plain generate()", "plain", None, False, "#8a8f98"),
-    Method("transformers' assisted, K = 5", "assisted", 5, False, "#D55E00"),
+    Method("transformers' assisted, K = 5", "transformers", 5, False, "#D55E00"),
     Method("hf_speculate, default", "ours", None, False, "#56B4E9"),
     Method("hf_speculate, K = 5", "ours", 5, False, "#0072B2"),
     Method("plain, compiled", "plain", None, True, "#8a8f98"),
@@ -53,7 +53,7 @@ def picture(results: dict[str, Any], theme: Theme) -> str:
     spreads = {batch_size: spreads_of(results["rows"], batch_size) for batch_size in BATCH_SIZES}
     most = max(spread["max"] for panel_spreads in spreads.values() for spread in panel_spreads)
     height = TOP + LINE * len(METHODS) + 44
-    made = results["environment"] if "environment" in results else results["circumstances"]
+    made = results["environment"]
     size = f'viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" {FONT}>',

@@ -222,21 +222,21 @@ def test_speed_ups_that_are_shown_are_the_committed_ones(page: str) -> None:
 
 
 def committed_rows() -> dict[tuple[Any, ...], dict[str, Any]]:
-    """Rows of the bundled pair by engine, draft length, compilation, rows and mode."""
+    """Rows of the bundled pair by method, rows and mode."""
     rows = [row for row in json.loads(RESULTS.read_text(encoding="utf-8"))["rows"] if row["verifier"] is None]
-    keys = ("engine", "num_assistant_tokens", "is_compiled", "batch_size", "mode")
+    keys = ("method", "batch_size", "mode")
     return {tuple(row[key] for key in keys): row for row in rows if (row["subject"], row["dtype"]) == PAIR_AS_MEASURED}
 
 
 PAIR_AS_MEASURED = ("pair", "float32")
 METHODS = {
-    "hf_speculate, default": ("ours", None, False),
-    "hf_speculate, K = 5": ("ours", 5, False),
-    "hf_speculate, default, compiled": ("ours", None, True),
-    "hf_speculate, K = 5, compiled": ("ours", 5, True),
-    "plain, compiled": ("plain", None, True),
-    "transformers' assisted, default": ("assisted", None, False),
-    "transformers' assisted, K = 5": ("assisted", 5, False),
+    "hf_speculate, default": "ours, adaptive",
+    "hf_speculate, K = 5": "ours, K = 5",
+    "hf_speculate, default, compiled": "ours, adaptive, compiled",
+    "hf_speculate, K = 5, compiled": "ours, K = 5, compiled",
+    "plain, compiled": "plain, compiled",
+    "transformers' assisted, default": "transformers, defaults",
+    "transformers' assisted, K = 5": "transformers, K = 5",
 }
 
 
@@ -245,13 +245,13 @@ def test_readmes_table_of_benchmarks_is_the_committed_one() -> None:
     found = {line[0]: line[1:] for line in re.findall(r"^\| ([^|]+) \|" + r" ([^|]+) \|" * 4 + "$", text, re.M)}
     rows, columns = committed_rows(), ((1, "greedy"), (8, "greedy"), (1, "sampling"), (8, "sampling"))
     for name, method in METHODS.items():
-        cells = [rows.get((*method, *column)) for column in columns]
+        cells = [rows.get((method, *column)) for column in columns]
         spreads = [cell and cell["over_plain"] for cell in cells]
         expected = [f"{one['median']:.2f} ({one['min']:.2f} to {one['max']:.2f})" if one else "-" for one in spreads]
         assert list(found[name]) == expected, name
 
 
 def test_readmes_statistics_are_those_of_the_committed_run() -> None:
-    row = committed_rows()["ours", None, False, 1, "greedy"]
+    row = committed_rows()["ours, adaptive", 1, "greedy"]
     shown = blocks("README.md", "text")[0].strip()
     assert shown in str(SpeculationStats(**row["counts"]))
