@@ -36,6 +36,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from tests.tiny_recurrent import RECURRENT_KINDS, RECURRENT_WITH_EXPERTS, recurrent_configs
+
 SLIDING_WINDOW = 8
 MAX_LEN = 512
 PAD_TOKEN_ID = 0
@@ -194,7 +196,8 @@ _CONFIGS |= {
     "qwen3_moe": (Qwen3MoeConfig, {**_ROPE, **_EXPERTS, "head_dim": 8}),
 }
 MORE_KINDS: tuple[str, ...] = tuple(kind for kind in _CONFIGS if kind not in KINDS)
-_WITH_EXPERTS = ("deepseek_v3", "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe")
+_WITH_EXPERTS = ("deepseek_v3", "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe", *RECURRENT_WITH_EXPERTS)
+_CONFIGS |= recurrent_configs()
 
 
 def make_config(kind: str, *, vocab_size: int = 64, **overrides: Any) -> PreTrainedConfig:
@@ -215,7 +218,7 @@ def _clamp_mask(
     float64, so the models alone need this, not the library.
     """
     mask = kwargs.get("attention_mask")
-    if mask is not None and mask.dtype == torch.float64:
+    if isinstance(mask, Tensor) and mask.dtype == torch.float64:
         kwargs = {**kwargs, "attention_mask": mask.clamp_min(torch.finfo(torch.float32).min)}
     return args, kwargs
 
@@ -261,12 +264,22 @@ def make_model(
             config, dtype=torch.float64, attn_implementation=attn_implementation, **options
         ).eval()
     model.requires_grad_(False)
+    if kind in RECURRENT_KINDS:
+        vary_vectors(model)
     model.get_output_embeddings().weight.mul_(LOGIT_SCALE)
     clamp_masks(model)
     model.to(dtype)
     model.config.dtype = dtype
     model.generation_config = GenerationConfig(pad_token_id=PAD_TOKEN_ID, do_sample=False)
     return model
+
+
+def vary_vectors(model: PreTrainedModel) -> None:
+    """Add noise to biases, decays and norms, which begin as constants: zeros hide what reads them."""
+    generator = torch.Generator().manual_seed(0)
+    for weight in model.parameters():
+        if weight.ndim < 2:
+            weight.add_(torch.randn(weight.shape, generator=generator, dtype=weight.dtype) * 0.1)
 
 
 def make_law_model(

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer, EncoderDecoderCache
 
 from hf_speculate.cache.base import bounded, checked_drops, leading
-from hf_speculate.cache.layers import check_layers, holding, text_cache
+from hf_speculate.cache.layers import ATTENTION_LAYERS, attention_layers, check_layers, crop_attention, text_cache
 from hf_speculate.cache.left_padding import LeftPadding
 from hf_speculate.cache.row_lens import RowLens
 from hf_speculate.cache.snapshots import LayerSnapshot, restore_layers, snapshot_layers
@@ -46,6 +46,8 @@ class DynamicKVCache:
     """
 
     kind = "dynamic"
+    layer_kinds: tuple[type, ...] = ATTENTION_LAYERS
+    """Classes of layers that can be rolled back."""
 
     def __init__(
         self,
@@ -57,7 +59,7 @@ class DynamicKVCache:
     ):
         self._fixed_layers = frozenset(fixed_layers)
         self._text_cache = text_cache(cache)
-        check_layers(self._text_cache)
+        check_layers(self._text_cache, self.layer_kinds)
         self.cache = cache
         self.batch_size = batch_size
         self.device = torch.device(device)
@@ -85,7 +87,7 @@ class DynamicKVCache:
     def _held(self) -> list[Any]:
         """The layers with states of the text: a config may promise more layers than a decoder has."""
         layers = [layer for place, layer in enumerate(self._layers) if place not in self._fixed_layers]
-        return [layer for layer in holding(layers) if layer.is_initialized]
+        return [layer for layer in attention_layers(layers) if layer.is_initialized]
 
     @property
     def _encoder_layers(self) -> list[Any]:
@@ -181,8 +183,7 @@ class DynamicKVCache:
         shift = self._padding.drop(drops, self.num_columns, like)
         if shift is not None:  # before the crop: a window layer still needs the states that the crop takes
             self._shift_right(shift)
-        for layer in self._held:
-            layer.crop(-min(drops, default=0))
+        self._drop_last(min(drops, default=0))
         self._drop_common_padding()
         if self._mask is not None:
             self._mask = self._mask[:, : self.num_columns]
@@ -194,7 +195,7 @@ class DynamicKVCache:
         devices = {layer.keys.device for layer in (*self._held, *self._encoder_layers) if layer.is_initialized}
         # of several devices, none has an index for all
         index = upload(indices, devices.pop() if len(devices) == 1 else torch.device("cpu"))
-        self.cache.batch_select_indices(index)
+        self._select_rows(index)
         self.batch_size = len(indices)
         self._steps_back = self._steps_back[index.to(self._steps_back.device)]
         if self._mask is not None:
@@ -228,6 +229,15 @@ class DynamicKVCache:
                 source = (self._padding.columns(layer.keys.shape[2]) - shift).clamp_min_(0)  # [B, T]
                 index[key] = _flat_index(source.to(layer.keys.device), layer.keys.shape[1])
             layer.keys, layer.values = (_take(states, index[key]) for states in (layer.keys, layer.values))
+
+    def _select_rows(self, index: Tensor) -> None:
+        """Keep the rows `index` [N] int64 of all layers."""
+        self.cache.batch_select_indices(index)
+
+    def _drop_last(self, num: int) -> None:
+        """Cut as many columns from the right."""
+        for layer in self._held:
+            crop_attention(layer, num)
 
     def _drop_common_padding(self) -> None:
         """Cut from the left the padding that all rows have gained since the prompt."""

@@ -1,15 +1,32 @@
 """Which layers of a transformers cache hold states of the text, and what the model's layers see of them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from transformers import PreTrainedConfig, cache_utils
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
 
 from hf_speculate.errors import UnsupportedModelError
 
 # Stands for a layer that reads the states of an earlier one; older versions end the cache before the first of these.
 _WITHOUT_STATES: Any = getattr(cache_utils, "DummyLayer", ())
+ATTENTION_LAYERS: tuple[type, ...] = (DynamicLayer, DynamicSlidingWindowLayer)
+# A layer with an attention of its own holds keys and values beside its recurrent states.
+RECURRENT_LAYERS: tuple[type, ...] = (
+    LinearAttentionLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
 
 
 def text_cache(cache: Cache) -> Cache:
@@ -22,19 +39,45 @@ def holding(layers: Iterable[Any]) -> list[Any]:
     return [layer for layer in layers if not isinstance(layer, _WITHOUT_STATES)]
 
 
-def check_layers(cache: Cache) -> None:
+def check_layers(cache: Cache, kinds: Sequence[type] = ATTENTION_LAYERS) -> None:
     """Refuse a cache with a layer that cannot be rolled back row by row.
+
+    Args:
+        cache: of the text.
+        kinds: classes of layers that can.
 
     Raises:
         UnsupportedModelError: names the layer's class.
     """
-    served = (DynamicLayer, DynamicSlidingWindowLayer)
     for layer in holding(cache.layers):
-        if type(layer) not in served:
+        if type(layer) not in kinds:
             raise UnsupportedModelError(
-                f"the cache's layers must be {' or '.join(kind.__name__ for kind in served)}, "
+                f"the cache's layers must be {' or '.join(kind.__name__ for kind in kinds)}, "
                 f"got {type(layer).__name__}; decode with this cache plainly"
             )
+
+
+def attention_layers(layers: Iterable[Any]) -> list[Any]:
+    """Those of a cache's layers that hold keys and values, recurrent states beside them or not."""
+    return [layer for layer in holding(layers) if isinstance(layer, CacheLayerMixin)]
+
+
+def is_recurrent(cache: Cache) -> bool:
+    """Whether a layer of a cache holds convolution or recurrent states."""
+    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in text_cache(cache).layers)
+
+
+def num_held(cache: Cache) -> int:
+    """Columns of a cache; 0 where recurrent states are all that it holds, which do not tell."""
+    if is_recurrent(cache) and not attention_layers(cache.layers):
+        return 0
+    return int(cache.get_seq_length())
+
+
+def crop_attention(layer: Any, num: int) -> None:
+    """Cut the last `num` columns of a layer's keys and values, whatever it holds beside them."""
+    kind = DynamicSlidingWindowLayer if isinstance(layer, DynamicSlidingWindowLayer) else DynamicLayer
+    kind.crop(layer, -num)
 
 
 def window_of(layer: Any) -> int | None:
@@ -51,6 +94,8 @@ def windows_of(config: PreTrainedConfig, cache: Cache) -> list[int | None]:
         cache: its states.
     """
     layers = text_cache(cache).layers
+    if is_recurrent(cache):
+        return [window_of(layer) for layer in attention_layers(layers)]
     types = getattr(config, "layer_types", None) or []
     if len(types) <= len(holding(layers)):
         return [window_of(layer) for layer in layers]

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from hf_speculate.cache.layers import holding
+from hf_speculate.cache.layers import attention_layers
 
 
 class LayerSnapshot(NamedTuple):
@@ -25,7 +25,7 @@ def snapshot_layers(layers: Iterable[Any], only_grows: bool) -> tuple[LayerSnaps
         only_grows: whether full layers keep their first columns as they are, so that only their length is noted.
     """
     snapshots = []
-    for layer in holding(layers):
+    for layer in attention_layers(layers):
         is_cropped_back = only_grows and not isinstance(layer, DynamicSlidingWindowLayer)
         keys, values = (None, None) if is_cropped_back else (layer.keys, layer.values)
         snapshots.append(LayerSnapshot(keys, values, layer.get_seq_length()))
@@ -34,7 +34,7 @@ def snapshot_layers(layers: Iterable[Any], only_grows: bool) -> tuple[LayerSnaps
 
 def restore_layers(layers: list[Any], snapshots: Sequence[LayerSnapshot]) -> None:
     """Bring layers back to their snapshots, in place; those that came later go."""
-    held = holding(layers)
+    held = attention_layers(layers)
     for later in held[len(snapshots) :]:
         layers.remove(later)
     for layer, kept in zip(held, snapshots, strict=False):

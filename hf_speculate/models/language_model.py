@@ -16,6 +16,8 @@ from hf_speculate.models.quirks import Limit, limit_reason
 from hf_speculate.models.rope import growing_rope
 from hf_speculate.types import Scored
 
+CACHE_NAMES = ("past_key_values", "cache_params")  # under which models take their cache
+
 
 class LanguageModel:
     """Calls a transformers model with the mask and position ids that its cache's rows need.
@@ -43,6 +45,7 @@ class LanguageModel:
         self.device = device_of(model)  # where query tokens are expected
         self._mode = torch.no_grad if keeps_states or growing_rope(model) else torch.inference_mode
         self._takes_position_ids = takes_positions(model, is_draft)
+        self._cache_name = cache_name(model)
         parameter = inspect.signature(type(model).forward).parameters.get("logits_to_keep")
         self._takes_logits_to_keep = parameter is not None
         takes_places = parameter is not None and "Tensor" in str(parameter.annotation)
@@ -100,7 +103,8 @@ class LanguageModel:
         if self._takes_logits_to_keep and logits_to_keep is not None:
             options["logits_to_keep"] = self._kept(num_query, logits_to_keep)
         with self._mode(), folding():
-            output = self.model(past_key_values=kv_cache.cache, use_cache=True, return_dict=True, **options)
+            options[self._cache_name] = kv_cache.cache
+            output = self.model(use_cache=True, return_dict=True, **options)
         kv_cache.advance(num_query)
         logits = output.logits if logits_to_keep is None else output.logits[:, -logits_to_keep:]  # [B, Q', V]
         hidden_states = output.get(f"{text_prefix(self.model)}hidden_states")
@@ -118,6 +122,12 @@ class LanguageModel:
     def rows(self, indices: Sequence[int]) -> None:
         """Keep the named rows of what the model reads besides its text."""
         self.extra_inputs.rows(indices)
+
+
+def cache_name(model: PreTrainedModel) -> str:
+    """The name under which a model's forward takes its cache; empty if it takes none."""
+    names = inspect.signature(type(model).forward).parameters
+    return next((name for name in CACHE_NAMES if name in names), "")
 
 
 def device_of(model: PreTrainedModel) -> torch.device:
@@ -159,6 +169,8 @@ def counts_columns(model: PreTrainedModel, is_draft: bool = False) -> bool:
         is_draft: see `takes_positions`.
     """
     config = model.config.get_text_config(decoder=True)
+    if cache_name(model) == "cache_params":  # models without attention layers have no positions
+        return False
     has_biases = hasattr(config, "relative_attention_num_buckets") or limit_reason(model, Limit.DISTANCES_ONLY)
     return not takes_positions(model, is_draft) and not has_biases
 

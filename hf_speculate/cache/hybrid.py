@@ -1,0 +1,209 @@
+"""A KV cache with recurrent layers: key-value states over transformers' dynamic cache, recurrent states beside them."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
+
+from hf_speculate.cache.base import checked_drops
+from hf_speculate.cache.dynamic import CacheSnapshot, DynamicKVCache
+from hf_speculate.cache.layers import ATTENTION_LAYERS, RECURRENT_LAYERS, attention_layers, num_held
+from hf_speculate.cache.recurrent import RecurrentSnapshot, RecurrentStates
+from hf_speculate.cache.row_lens import RowLens
+from hf_speculate.errors import UnsupportedModelError
+from hf_speculate.types import KVState
+
+
+class TokenReader(Protocol):
+    """What makes a model's modules read the tokens of a forward one by one."""
+
+    def attach(self) -> None:
+        """Register hooks, once."""
+
+    def detach(self) -> None:
+        """Remove them."""
+
+
+class HybridSnapshot(NamedTuple):
+    """What brings a cache back after an error."""
+
+    attention: CacheSnapshot
+    recurrent: RecurrentSnapshot
+
+
+class HybridKVCache(DynamicKVCache):
+    """`KVCache` over a `DynamicCache` with recurrent layers.
+
+    Rows are rolled back to the states after any token since the last `crop`. A row that drops more keeps its states:
+    the next forward begins with tokens that it holds already, which it then passes over.
+
+    Args:
+        cache: the transformers cache, which may hold states already.
+        states: its recurrent states.
+        reader: of the model's modules.
+        batch_size: B.
+        attention_mask: see `DynamicKVCache`.
+        device: where masks and position ids are made.
+
+    Raises:
+        UnsupportedModelError: a layer of the cache is of a kind that cannot be rolled back by row.
+    """
+
+    kind = "hybrid"
+    layer_kinds = (*ATTENTION_LAYERS, *RECURRENT_LAYERS)
+
+    def __init__(
+        self,
+        cache: Cache,
+        states: RecurrentStates,
+        reader: TokenReader,
+        batch_size: int,
+        attention_mask: Tensor | None = None,
+        device: torch.device | str = "cpu",
+    ):
+        super().__init__(cache, batch_size, attention_mask, device)
+        self.states = states
+        self._reader = reader
+        self._num_columns = num_held(cache)
+        self._num_reread = [0] * batch_size  # [B] of the coming tokens that a row holds already
+        self._num_passed = [0] * batch_size  # [B] of the tokens since the last rollback that it held already
+        self._num_announced = 0
+        self._has_attention = bool(attention_layers(self._layers))
+
+    @property
+    def num_columns(self) -> int:
+        """Columns of the states, padding included; recurrent layers do not tell."""
+        return self._num_columns
+
+    @property
+    def num_real_tokens(self) -> list[int]:
+        """[B] real tokens in each row."""
+        return [num - again for num, again in zip(super().num_real_tokens, self._num_reread, strict=True)]
+
+    def first_tokens(self, counts: Sequence[int]) -> None:
+        """See `KVCache.first_tokens`; earlier recurrent states are not held."""
+
+    def update(self, states: Sequence[KVState]) -> None:
+        """Not supported: keys and values say nothing of recurrent states."""
+        raise UnsupportedModelError("recurrent states must come from a forward, got keys and values; feed the tokens")
+
+    def mask(self, num_query: int) -> Tensor | None:
+        """See `DynamicKVCache.mask`. Recurrent layers alone need a mask over the prompt only, as wide as the query."""
+        self._announce(num_query)
+        mask = super().mask(num_query)
+        if not self._has_attention:
+            return None if mask is None or self._is_recording else mask[:, -num_query:]
+        if not any(self._num_reread):
+            return mask
+        shape = self.batch_size, self.num_columns + num_query
+        mask = torch.ones(shape, dtype=torch.int64, device=self.device) if mask is None else mask.clone()
+        for row, num in enumerate(self._num_reread):
+            mask[row, self.num_columns : self.num_columns + num] = 0
+        return mask
+
+    def position_ids(self, num_query: int, max_position: int | None = None) -> Tensor:
+        """See `KVCache.position_ids`."""
+        positions = super().position_ids(num_query, max_position)
+        if not any(self._num_reread) or self._mask is not None:
+            return positions
+        return (positions - torch.tensor(self._num_reread, device=self.device)[:, None]).clamp_min(0)
+
+    def advance(self, num_query: int) -> None:
+        """Count the tokens of a forward that went well."""
+        self.states.end(num_query)
+        self._num_announced = 0
+        num_before, self._num_columns = self._num_columns, self._num_columns + num_query
+        passed = [min(num, num_query) for num in self._num_reread]
+        if any(passed):
+            self._close_gaps(num_before, passed)
+            self._num_reread = [num - gone for num, gone in zip(self._num_reread, passed, strict=True)]
+            self._num_passed = [num + gone for num, gone in zip(self._num_passed, passed, strict=True)]
+            self._drop_common_padding()
+
+    def begin_recording(self) -> None:
+        """Keep past states from here on. Call it once the prompt is in, before the first `crop`."""
+        self._is_recording = True
+        self._num_passed = [0] * self.batch_size
+        self.states.restart()
+        for layer in self._layers:
+            if isinstance(layer, DynamicSlidingWindowLayer):
+                layer.record_past = True
+
+    def crop(self, num_tokens_crop: int | Sequence[int] | Tensor, like: RowLens | None = None) -> None:
+        """See `KVCache.crop`."""
+        drops = checked_drops(num_tokens_crop, self.num_real_tokens)
+        self._is_recording = True
+        wanted = [drop + again for drop, again in zip(drops, self._num_reread, strict=True)]
+        num_tokens = self.states.num_tokens
+        dropped = [min(num, num_tokens - gone) for num, gone in zip(wanted, self._num_passed, strict=True)]
+        self.states.roll_back([num_tokens - num for num in dropped])
+        self._num_reread = self._num_passed = [0] * self.batch_size
+        super().crop(dropped, like if dropped == drops else None)
+        self._num_reread = [num - gone for num, gone in zip(wanted, dropped, strict=True)]
+
+    def rows(self, indices: Sequence[int]) -> None:
+        """Keep the rows `indices`, in place, and only the padding that they need."""
+        self._num_reread = [self._num_reread[row] for row in indices]
+        self._num_passed = [0] * len(indices)
+        super().rows(indices)
+
+    def snapshot(self) -> HybridSnapshot:  # type: ignore[override]  # only `restore` looks into it
+        """Note what `restore` needs."""
+        return HybridSnapshot(super().snapshot(), self.states.snapshot())
+
+    def restore(self, snapshot: HybridSnapshot) -> None:  # type: ignore[override]
+        """Bring the cache back to what it held at `snapshot`, also from the middle of a forward."""
+        super().restore(snapshot.attention)
+        self.states.restore(snapshot.recurrent)
+
+    def hand_back(self) -> None:
+        """Leave the cache as plain `generate` would."""
+        super().hand_back()
+        self.states.finish()
+
+    def release(self) -> None:
+        """Remove the hooks."""
+        self._reader.detach()
+
+    def _announce(self, num_query: int) -> None:
+        """Say how the coming forward reads its tokens; again is harmless."""
+        if self._num_announced == num_query:
+            return
+        self._num_announced = num_query
+        is_prompt = not self._is_recording and (num_query > 1 or not self.num_columns)
+        again = [min(num, num_query) for num in self._num_reread] if any(self._num_reread) else None
+        self.states.begin(num_query, is_prompt=is_prompt, num_skipped=again)
+        if self.states.is_stepping:
+            self._reader.attach()
+
+    def _select_rows(self, index: Tensor) -> None:
+        self.states.rows(index)
+        for layer in self._held:
+            layer.batch_select_indices(index)
+
+    def _drop_last(self, num: int) -> None:
+        super()._drop_last(num)
+        self._num_columns -= num
+
+    def _drop_common_padding(self) -> None:
+        num_pads = self._padding.pads[0]
+        super()._drop_common_padding()
+        self._num_columns -= num_pads - self._padding.pads[0]
+
+    def _close_gaps(self, start: int, widths: Sequence[int]) -> None:
+        """Move each row's columns before `start` right over the `widths` [B] columns behind them."""
+        width = torch.tensor(widths, device=self.device)[:, None]  # [B, 1]
+        columns = torch.arange(self.num_columns, device=self.device)
+        source = torch.where(columns < start + width, columns - width, columns)  # [B, T]
+        if self._mask is not None:
+            self._mask = torch.where(source < 0, 0, self._mask[:, : self.num_columns].gather(1, source.clamp_min(0)))
+        for layer in self._held:
+            index = source.clamp_min(0).to(layer.keys.device)[:, None, :, None]
+            layer.keys, layer.values = (
+                states.gather(2, index.expand(-1, states.shape[1], -1, states.shape[3]))
+                for states in (layer.keys, layer.values)
+            )
+        self._padding.pads = [pad + num for pad, num in zip(self._padding.pads, widths, strict=True)]
+        self.expect(0)

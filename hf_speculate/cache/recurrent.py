@@ -1,0 +1,276 @@
+"""Recurrent and convolution states of a cache after each token of a forward, and their rollback by row."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
+
+from hf_speculate.errors import UnsupportedModelError
+
+# So many rows are copied one by one; of more, copies are made at once, through a tensor between.
+_MAX_SINGLE_ROWS = 4
+
+
+class Slot(NamedTuple):
+    """Which state of a cache layer."""
+
+    kind: str  # "conv" or "recurrent"
+    number: int  # among the layer's states of this kind
+
+
+States = Mapping[Slot, Tensor]
+"""The states [B, ...] of one cache layer; a convolution state is [B, C, kernel size]."""
+
+
+class ModuleStates(NamedTuple):
+    """The states that one module writes, after each token of a forward."""
+
+    states: Sequence[States]  # [Q]; empty where they were not kept; those after the last token always are
+    replay: Callable[[int, States], States] | None  # after token t, from those before it; None: all were kept
+
+
+class _Token(NamedTuple):
+    states: States  # of a layer after the token, as far as they were kept
+    replays: Sequence[Callable[[States], States]]  # give the others, from the layer's states before the token
+
+    def after(self, before: States) -> States:
+        states = {**before, **self.states}
+        for replay in self.replays:
+            states |= replay(before)
+        return states
+
+
+def states_of(layer: LinearAttentionCacheLayerMixin) -> dict[Slot, Tensor]:
+    """The states of a cache layer, by reference."""
+    held: dict[Slot, Tensor | None] = {Slot("conv", index): state for index, state in layer.conv_states.items()}
+    held |= {Slot("recurrent", index): state for index, state in layer.recurrent_states.items()}
+    return {slot: state for slot, state in held.items() if state is not None}
+
+
+def put_states(layer: LinearAttentionCacheLayerMixin, states: Mapping[Slot, Tensor | None]) -> None:
+    """Let a cache layer hold these states, by reference."""
+    for slot, state in states.items():
+        held: dict[int, Tensor | None] = layer.conv_states if slot.kind == "conv" else layer.recurrent_states
+        held[slot.number] = state
+
+
+class LayerHistory:
+    """The states of one cache layer after each token since the last rollback.
+
+    Args:
+        layer: holds the states after the last token.
+    """
+
+    def __init__(self, layer: LinearAttentionCacheLayerMixin):
+        self.layer = layer
+        self.records: list[ModuleStates] = []  # of the forward that runs
+        self._base: States = states_of(layer)
+        self._tokens: list[_Token] = []
+
+    @property
+    def current(self) -> States:
+        """The states after the last token."""
+        return self._tokens[-1].states if self._tokens else self._base
+
+    def restart(self) -> None:
+        """Forget the tokens: the layer's states are the earliest from here on."""
+        self._base, self._tokens, self.records = states_of(self.layer), [], []
+
+    def detach(self) -> None:
+        """Give the layer copies, for a forward that writes in place."""
+        put_states(self.layer, {slot: state.clone() for slot, state in self.current.items()})
+
+    def add(self, num_query: int) -> None:
+        """Append the tokens of a forward, from `records` and from the layer.
+
+        Convolution states that no module recorded hold a column for each token; the layer's are cut back here.
+
+        Raises:
+            UnsupportedModelError: a recurrent state was written that no module recorded.
+        """
+        before, held = self.current, states_of(self.layer)
+        records, self.records = self.records, []
+        recorded = {slot for record in records for slot in record.states[-1]}
+        others = {slot: state for slot, state in held.items() if slot not in recorded}
+        if num_query > 1 and any(slot.kind == "recurrent" for slot in others):
+            raise UnsupportedModelError(
+                "recurrent states must be written by modules that can read one token at a time, got a layer "
+                f"{type(self.layer).__name__} that another module writes to; leave assistant_model out"
+            )
+        for token in range(num_query):
+            states: dict[Slot, Tensor] = {}
+            for record in records:
+                states |= record.states[token]
+            for slot, state in others.items():
+                end = state.shape[-1] - (num_query - token - 1)
+                states[slot] = state[..., end - before[slot].shape[-1] : end] if slot.kind == "conv" else state
+            replays = [
+                partial(record.replay, token) for record in records if record.replay and not record.states[token]
+            ]
+            self._tokens.append(_Token(states, replays))
+        put_states(self.layer, self.current)
+
+    def roll_back(self, counts: Sequence[int]) -> None:
+        """Bring each row to its states after the first `counts` [B] of the tokens."""
+        states, num_read = self._base, 0
+        found: dict[int, States] = {}
+        for count in sorted(set(counts)):
+            if count and not self._tokens[count - 1].replays:
+                states = self._tokens[count - 1].states
+            else:
+                for token in self._tokens[num_read:count]:
+                    states = token.after(states)
+            num_read, found[count] = count, states
+        self._base, self._tokens = mixed_rows(found, counts), []
+        put_states(self.layer, self._base)
+
+    def rows(self, indices: Tensor) -> None:
+        """Keep the rows `indices` [N] int64 of the layer's states, and no earlier ones."""
+        states = {slot: state.index_select(0, indices.to(state.device)) for slot, state in self.current.items()}
+        put_states(self.layer, states)
+        self.restart()
+
+
+class RecurrentSnapshot(NamedTuple):
+    """What brings the recurrent layers of a cache back after an error."""
+
+    states: Sequence[States]
+    had_previous: Sequence[dict[int, bool]]
+
+
+class RecurrentStates:
+    """The recurrent layers of a cache.
+
+    Each forward is announced with `begin` and counted with `end`; between two rollbacks there may be several.
+
+    Args:
+        cache: whose layers.
+        max_kept_bytes: states after each token are kept as long as they take no more than this; else modules read
+            tokens again from recorded projections.
+    """
+
+    def __init__(self, cache: Cache, max_kept_bytes: int):
+        self.cache = cache
+        self.max_kept_bytes = max_kept_bytes
+        self.histories = {
+            index: LayerHistory(layer)
+            for index, layer in enumerate(cache.layers)
+            if isinstance(layer, LinearAttentionCacheLayerMixin)
+        }
+        self.is_stepping = False  # whether modules are to read the coming forward's tokens one by one
+        self.keeps = True  # whether they keep the states after each of them
+        self.num_tokens = 0  # since the last rollback
+        self.num_skipped: list[int] | None = None  # [B] of the coming forward's first tokens, read before; None: none
+        self._is_prompt = False
+        self._recorded_past: list[bool] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the states after one token."""
+        states = [state for history in self.histories.values() for state in history.current.values()]
+        return sum(state.numel() * state.element_size() for state in states)
+
+    def restart(self) -> None:
+        """Take the states as they are for the earliest from here on."""
+        for history in self.histories.values():
+            history.restart()
+        self.num_tokens = 0
+
+    def begin(self, num_query: int, *, is_prompt: bool, num_skipped: list[int] | None = None) -> None:
+        """Announce a forward.
+
+        Args:
+            num_query: Q, tokens of each row.
+            is_prompt: whether it runs as the model has it, and nothing is rolled back into it.
+            num_skipped: [B] first tokens of each row that its states hold already; None: none.
+        """
+        self.num_skipped = num_skipped
+        self._is_prompt = is_prompt
+        self.is_stepping = not is_prompt and (num_query > 1 or num_skipped is not None)
+        self.keeps = self.num_bytes * (self.num_tokens + num_query) <= self.max_kept_bytes
+        self._recorded_past = [history.layer.record_past for history in self.histories.values()]
+        for history in self.histories.values():
+            history.records = []
+            if self.is_stepping:
+                history.layer.record_past = True
+            elif not is_prompt:
+                history.detach()
+
+    def end(self, num_query: int) -> None:
+        """Count a forward that went well."""
+        for history, records_past in zip(self.histories.values(), self._recorded_past, strict=True):
+            history.layer.record_past = records_past
+            if self._is_prompt:
+                history.restart()
+            else:
+                history.add(num_query)
+        self.num_tokens = 0 if self._is_prompt else self.num_tokens + num_query
+        self.is_stepping = False
+
+    def roll_back(self, counts: Sequence[int]) -> None:
+        """Keep the first `counts` [B] of the tokens since the last rollback, each 0..`num_tokens`."""
+        for history in self.histories.values():
+            history.roll_back(counts)
+        self.num_tokens = 0
+
+    def rows(self, indices: Tensor) -> None:
+        """Keep the rows `indices` [N] int64."""
+        for history in self.histories.values():
+            history.rows(indices)
+        self.num_tokens = 0
+
+    def snapshot(self) -> RecurrentSnapshot:
+        """Note the states; the cache goes on with copies."""
+        histories = list(self.histories.values())
+        states = [states_of(history.layer) for history in histories]
+        for history in histories:
+            history.detach()
+        self.restart()
+        return RecurrentSnapshot(states, [dict(history.layer.has_previous_state) for history in histories])
+
+    def restore(self, snapshot: RecurrentSnapshot) -> None:
+        """Bring the cache back to `snapshot`, also from the middle of a forward."""
+        for history, states, had_previous in zip(self.histories.values(), *snapshot, strict=True):
+            layer = history.layer
+            for index in layer.has_previous_state:
+                layer.is_conv_states_initialized[index] = Slot("conv", index) in states
+                layer.is_recurrent_states_initialized[index] = Slot("recurrent", index) in states
+                put_states(layer, {slot: states.get(slot) for slot in (Slot("conv", index), Slot("recurrent", index))})
+            layer.has_previous_state = dict(had_previous)
+        self.finish()
+
+    def finish(self) -> None:
+        """Leave the layers as plain decoding does."""
+        self.is_stepping = False
+        for history in self.histories.values():
+            history.layer.record_past = False
+        self.restart()
+
+
+def mixed_rows(found: Mapping[int, States], counts: Sequence[int]) -> dict[Slot, Tensor]:
+    """Row b of `found[counts[b]]`, written into the recurrent states that most rows share."""
+    (common, _), *others = Counter(counts).most_common()
+    rows = {count: [row for row, other in enumerate(counts) if other == count] for count, _ in others}
+    mixed = {}
+    for slot, state in found[common].items():
+        if slot.kind == "conv":  # a few columns of a longer tensor, which others are views of too
+            state = state.clone(memory_format=torch.contiguous_format)
+        with torch.inference_mode(state.is_inference()):  # whose tensors nothing else may write to
+            for count, indices in rows.items():
+                _copy_rows(found[count][slot], state, indices)
+        mixed[slot] = state
+    return mixed
+
+
+def _copy_rows(source: Tensor, target: Tensor, rows: list[int]) -> None:
+    """Write rows of `source` over those of `target`."""
+    if len(rows) <= _MAX_SINGLE_ROWS:
+        for row in rows:
+            target[row].copy_(source[row])
+    else:
+        index = torch.tensor(rows, device=target.device)
+        target.index_copy_(0, index, source.index_select(0, index))

@@ -1,0 +1,133 @@
+"""Recurrent states after rollbacks by row, against the model's own forwards of one token."""
+
+import inspect
+from functools import cache
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from hf_speculate.cache.hybrid import HybridKVCache
+from hf_speculate.cache.layers import attention_layers
+from hf_speculate.cache.recurrent import States
+from hf_speculate.models.hybrid_cache import make_hybrid_cache
+from hf_speculate.models.language_model import LanguageModel, cache_name
+from tests.recurrent_cases import FLOAT32_TOLERANCE, TOLERANCE, error, hooks_of, recurrent_states
+from tests.tiny import make_model, ragged_prompts
+from tests.tiny_recurrent import RECURRENT_KINDS
+
+KEEP_ALL, KEEP_NONE = 1 << 60, -1  # bytes that states after each token may take
+IN_FLOAT64 = ("lfm2", "lfm2_moe", "lfm3", "zaya")
+FEW_KINDS = ("qwen3_5", "lfm2", "falcon_h1", "mamba", "zaya")  # gated delta, convolution, both in a layer, scan, tuple
+
+
+@cache
+def model_of(kind: str) -> PreTrainedModel:
+    return make_model(kind)
+
+
+def tolerance(kind: str) -> float:
+    return TOLERANCE if kind in IN_FLOAT64 else FLOAT32_TOLERANCE
+
+
+def random_tokens(batch_size: int, num: int, seed: int) -> Tensor:
+    return torch.randint(1, 64, (batch_size, num), generator=torch.Generator().manual_seed(seed))
+
+
+def make(kind: str, mask: Tensor | None, batch_size: int, max_kept_bytes: int = KEEP_ALL) -> HybridKVCache:
+    model = model_of(kind)
+    cache = DynamicCache(config=model.config)
+    return make_hybrid_cache(model, cache, batch_size, mask, torch.device("cpu"), max_kept_bytes)
+
+
+class Reference(NamedTuple):
+    """What plain decoding gives, which reads tokens one at a time."""
+
+    logits: list[Tensor]  # after each token, [B, V]
+    states: list[list[States]]  # after 0, 1, ... tokens, by recurrent layer
+
+
+@torch.no_grad()
+def step_by_step(kind: str, prompt: dict[str, Tensor], token_ids: Tensor) -> Reference:
+    """Every row reads `token_ids` [N] after its prompt."""
+    model, mask = model_of(kind), prompt["attention_mask"]
+    kv_cache = DynamicCache(config=model.config)
+    names = inspect.signature(type(model).forward).parameters
+    logits, states = [], []
+    for number, ids in enumerate([prompt["input_ids"], *token_ids.expand(len(mask), -1).split(1, dim=1)]):
+        inputs = {"input_ids": ids, cache_name(model): kv_cache}
+        if number:
+            mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
+        if not number or attention_layers(kv_cache.layers):
+            inputs["attention_mask"] = mask
+        if "position_ids" in names:
+            inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp_min(0)[:, -ids.shape[1] :]
+        logits.append(model(**inputs, use_cache=True).logits[:, -1])
+        states.append(recurrent_states(kv_cache))
+    return Reference(logits[1:], states)
+
+
+def assert_row_equals(kv_cache: HybridKVCache, row: int, expected: list[States], most: float) -> None:
+    for states, others in zip(recurrent_states(kv_cache.cache), expected, strict=True):
+        assert states.keys() == others.keys()
+        for slot, state in states.items():
+            assert state.shape == others[slot].shape
+            assert state.dtype == others[slot].dtype
+            assert error(state[row], others[slot][row]) <= most, slot
+
+
+@pytest.mark.parametrize(
+    ("kind", "max_kept_bytes"),
+    [*((kind, KEEP_ALL) for kind in RECURRENT_KINDS), *((kind, KEEP_NONE) for kind in FEW_KINDS)],
+)
+def test_rows_are_rolled_back_to_the_states_of_plain_decoding(kind, max_kept_bytes):
+    """Two rounds; of the drafted tokens every row keeps another number."""
+    prompt = ragged_prompts(3, seed=3)
+    kv_cache, model = make(kind, prompt["attention_mask"], 3, max_kept_bytes), LanguageModel(model_of(kind))
+    model.forward(prompt["input_ids"], kv_cache)
+    kv_cache.begin_recording()
+    drafted, counts = [random_tokens(3, 5, seed=0), random_tokens(3, 4, seed=1)], [[5, 3, 1], [0, 4, 2]]
+    texts = [torch.cat([drafted[0][row, : counts[0][row]], drafted[1][row]]) for row in range(3)]
+    expected = [step_by_step(kind, prompt, text) for text in texts]
+    num_read = [0, 0, 0]
+    for token_ids, num_kept in zip(drafted, counts, strict=True):
+        logits = model.forward(token_ids, kv_cache)
+        kv_cache.crop([token_ids.shape[1] - num for num in num_kept])
+        for row, num in enumerate(num_kept):
+            for place in range(num):
+                other = expected[row].logits[num_read[row] + place]
+                assert error(logits[row, place], other[row]) <= tolerance(kind)
+            num_read[row] += num
+            assert_row_equals(kv_cache, row, expected[row].states[num_read[row]], tolerance(kind))
+    assert kv_cache.get_lens().tolist() == (prompt["attention_mask"].sum(1) + torch.tensor(num_read)).tolist()
+    kv_cache.release()
+    assert not hooks_of(model_of(kind))
+
+
+@pytest.mark.parametrize("kind", FEW_KINDS)
+def test_tokens_that_a_row_holds_already_are_passed_over(kind):
+    """A draft's rows are fed equally many tokens, and drop more than they were fed since the last rollback."""
+    prompt, text = ragged_prompts(3, seed=3), random_tokens(1, 16, seed=2)[0]
+    model = LanguageModel(model_of(kind), is_draft=True)
+    kv_cache = make(kind, prompt["attention_mask"], 3)
+    model.forward(prompt["input_ids"], kv_cache)
+    for token_ids in text[:3]:
+        model.forward(token_ids.expand(3, 1), kv_cache)
+    held = [3, 3, 3]
+    for drops, num_query in (([0, 4, 2], 5), ([3, 6, 5], 6)):
+        kv_cache.crop(drops)
+        held = [num - drop for num, drop in zip(held, drops, strict=True)]
+        lens = [num + length for num, length in zip(held, prompt["attention_mask"].sum(1).tolist(), strict=True)]
+        assert kv_cache.get_lens().tolist() == lens
+        whole = [torch.cat([prompt["input_ids"][row], text]) for row in range(3)]
+        first = [prompt["input_ids"].shape[1] + num for num in held]
+        query = torch.stack([ids[start : start + num_query] for ids, start in zip(whole, first, strict=True)])
+        logits = model.forward(query, kv_cache)
+        held = [num + num_query for num in held]
+        expected = step_by_step(kind, prompt, text[: max(held)])
+        for row, num in enumerate(held):
+            assert error(logits[row, -1], expected.logits[num - 1][row]) <= tolerance(kind)
+            assert_row_equals(kv_cache, row, expected.states[num], tolerance(kind))
+    kv_cache.release()

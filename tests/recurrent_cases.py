@@ -1,0 +1,48 @@
+"""What tests of hybrid and recurrent models share."""
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from hf_speculate.cache.layers import attention_layers
+from hf_speculate.cache.recurrent import States, states_of
+from tests import tiny
+
+# Float64 rounds at 1e-16. Float32 states, or experts that are weighed in float32, round at 6e-8, and a number on the
+# border between two of them may fall to either side. Wrong states differ by 1e-2 and more.
+TOLERANCE, FLOAT32_TOLERANCE = 1e-12, 1e-6
+
+
+def hooks_of(model: PreTrainedModel) -> list[object]:
+    """All but those of `tests.tiny` itself."""
+    tables = [table for module in model.modules() for table in (module._forward_hooks, module._forward_pre_hooks)]
+    return [hook for table in tables for hook in table.values() if hook is not tiny._clamp_mask]
+
+
+def recurrent_states(kv_cache: Cache) -> list[States]:
+    """Copies, by layer."""
+    layers = [layer for layer in kv_cache.layers if hasattr(layer, "conv_states")]
+    return [{slot: state.clone() for slot, state in states_of(layer).items()} for layer in layers]
+
+
+def error(one: Tensor, other: Tensor) -> float:
+    """The largest difference, relative to the largest number."""
+    return float((one - other).abs().max() / other.abs().max())
+
+
+def assert_equal_caches(one: Cache, other: Cache, most: float = FLOAT32_TOLERANCE) -> None:
+    """States of both kinds, and what else goes on from them."""
+    for layer, twin in zip(one.layers, other.layers, strict=True):
+        if hasattr(layer, "conv_states"):
+            assert not layer.record_past
+            assert layer.has_previous_state == twin.has_previous_state
+    for states, others in zip(recurrent_states(one), recurrent_states(other), strict=True):
+        assert states.keys() == others.keys()
+        for slot, state in states.items():
+            assert (state.shape, state.dtype) == (others[slot].shape, others[slot].dtype)
+            assert error(state, others[slot]) <= most
+    for layer, twin in zip(*(attention_layers(part.layers) for part in (one, other)), strict=True):
+        assert layer.get_seq_length() == twin.get_seq_length()
+        assert torch.allclose(layer.keys, twin.keys, atol=most)
+        assert torch.allclose(layer.values, twin.values, atol=most)
