@@ -4,8 +4,9 @@ import copy
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
+from hf_speculate.cache.layers import attention_layers, is_recurrent
 from hf_speculate.errors import ConfigError, UnsupportedModelError
 
 
@@ -19,7 +20,7 @@ def early_exit_model(model: PreTrainedModel, num_layers: int) -> PreTrainedModel
         num_layers: layers that stay.
 
     Raises:
-        ConfigError: `num_layers` is not below the number of layers.
+        ConfigError: `num_layers` is not below the number of layers, or none of them is an attention layer.
         UnsupportedModelError: the layers do not lie where they can be told from the rest.
 
     Source:
@@ -48,12 +49,24 @@ def early_exit_model(model: PreTrainedModel, num_layers: int) -> PreTrainedModel
             "leave it out to decode without speculation"
         )
     config = copy.copy(model.config)
-    if getattr(config, "layer_types", None) is not None:
-        config.layer_types = list(config.layer_types)[:num_layers]
     config.num_hidden_layers = num_layers
+    types = getattr(config, "layer_types", None)
+    if types is not None and len(types) > num_layers:  # others are derived from the number of layers
+        config.layer_types = list(types)[:num_layers]
+    if _has_recurrence_alone(config) and not _has_recurrence_alone(model.config):
+        raise ConfigError(
+            f"assistant_early_exit must leave an attention layer in {type(model).__name__}, got {num_layers} recurrent "
+            "ones; leave more layers"
+        )
     short_base = _with_parts(base, config, {"layers": nn.ModuleList(layers[:num_layers])})
     short: PreTrainedModel = _with_parts(model, config, {model.base_model_prefix: short_base})
     return short
+
+
+def _has_recurrence_alone(config: PreTrainedConfig) -> bool:
+    """Whether all layers are recurrent, so that a cache does not tell how many tokens it holds."""
+    cache = DynamicCache(config=config)
+    return is_recurrent(cache) and not attention_layers(cache.layers)
 
 
 def _with_parts(module: nn.Module, config: PreTrainedConfig, parts: dict[str, nn.Module]) -> Any:

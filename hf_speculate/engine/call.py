@@ -8,6 +8,7 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.cache_utils import Cache
 from transformers.generation.candidate_generator import CandidateGenerator
 
+from hf_speculate.cache.layers import num_held
 from hf_speculate.draft.vocab_mapping import VocabMapping
 from hf_speculate.engine.compile_plan import StaticRequest
 from hf_speculate.engine.distributed import SyncedRanks, TensorParallelGroup
@@ -86,7 +87,7 @@ class Call:
     @property
     def num_hidden(self) -> int:
         """Tokens that the target reads but the output does not show: of a passed cache, or embeddings without ids."""
-        return int(self.cache.get_seq_length()) + self.query_ids.shape[1] - self.input_ids.shape[1]
+        return num_held(self.cache) + self.query_ids.shape[1] - self.input_ids.shape[1]
 
     @property
     def max_columns(self) -> int:

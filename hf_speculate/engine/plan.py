@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from transformers import MaxLengthCriteria, MaxTimeCriteria, PreTrainedModel
 
+from hf_speculate.cache.layers import is_recurrent
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.base import Drafter
 from hf_speculate.draft.from_candidate_generator import samples_its_logits
@@ -169,6 +170,7 @@ def target_cache_request(config: SpeculationConfig, call: Call) -> CacheRequest:
         call.recorded.attentions,
         call.target_inputs.crosses,
         max_columns=call.max_columns,
+        num_recurrent_states=call.batch_size * (config.max_draft_tokens + 1),
     )
 
 
@@ -204,9 +206,12 @@ def _lock_step_reason(call: Call, foreign: Sequence[str], goes_on: bool, models:
     if foreign:
         return f"lock step, because of {', '.join(foreign)}; declare row-wise classes with register_row_wise"
     ends_apart = any(type(criterion) not in (MaxLengthCriteria, MaxTimeCriteria) for criterion in call.criteria)
-    has_windows = any(call.cache.is_sliding)
-    if goes_on and ends_apart and call.is_cache_kept and has_windows:
-        return "lock step, because rows without EOS are cut back to one length, past what window layers can restore"
+    is_deep = any(call.cache.is_sliding) or is_recurrent(call.cache)
+    if goes_on and ends_apart and call.is_cache_kept and is_deep:
+        return (
+            "lock step, because rows without EOS are cut back to one length, past what window or recurrent layers can "
+            "restore"
+        )
     counting = sorted({type(model).__name__ for at, model in enumerate(models) if counts_columns(model, at > 0)})
     if counting and call.batch_size > 1:
         return f"lock step, because {', '.join(counting)} takes no positions but counts columns"
@@ -276,6 +281,7 @@ def _plan_caches(
                 call.draft_attention,
                 crosses=call.draft_inputs.crosses,
                 max_columns=call.max_length,
+                num_recurrent_states=requests[0].num_recurrent_states,
             )
         )
         draft_mask = None if call.text_mask is None else call.text_mask.to(device_of(draft))

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 from transformers.cache_utils import Cache
 
-from hf_speculate.cache.layers import holding, text_cache
+from hf_speculate.cache.layers import attention_layers, num_held, text_cache
 from hf_speculate.errors import ConfigError, UnsupportedGenerationError, UnsupportedModelError
 
 _SIGNATURE = inspect.signature(GenerationMixin.generate)
@@ -166,11 +166,11 @@ def uncached(input_ids: Tensor, cache: Cache, passed_mask_len: int | None, embed
         UnsupportedGenerationError: the cache leaves nothing to feed, or holds other rows, or nobody can say which
             embeddings are padding.
     """
-    num_held = cache.get_seq_length()
+    num_before = num_held(cache)
     num_prompt = input_ids.shape[1]
     if embeds is None:
         has_all = passed_mask_len is None or passed_mask_len == num_prompt
-        query = input_ids[:, num_held:] if has_all else input_ids
+        query = input_ids[:, num_before:] if has_all else input_ids
     else:
         num_ids, num_prompt = num_prompt, embeds.shape[1]
         if passed_mask_len != num_prompt and (passed_mask_len is not None or num_ids not in (0, num_prompt)):
@@ -179,13 +179,13 @@ def uncached(input_ids: Tensor, cache: Cache, passed_mask_len: int | None, embed
                 f"attention_mask must be [B, {num_prompt}] for {num_prompt} inputs_embeds and {num_ids} input_ids, got "
                 f"{got}; pass a mask over the embeddings"
             )
-        query = input_ids.new_zeros(input_ids.shape[0], max(num_prompt - num_held, 0))
-    layers = holding(text_cache(cache).layers)
+        query = input_ids.new_zeros(input_ids.shape[0], max(num_prompt - num_before, 0))
+    layers = attention_layers(text_cache(cache).layers)
     rows = [layer.keys.shape[0] for layer in layers if layer.get_seq_length()]
     if query.shape[1] < 1 or (rows and rows[0] != input_ids.shape[0]):
         raise UnsupportedGenerationError(
             f"past_key_values must hold fewer tokens than the prompt, for {input_ids.shape[0]} rows, "
-            f"got {num_held} of {num_prompt} tokens for {rows[0] if rows else None} rows; "
+            f"got {num_before} of {num_prompt} tokens for {rows[0] if rows else None} rows; "
             "pass the whole text and the cache of its beginning"
         )
     return query

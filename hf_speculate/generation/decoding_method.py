@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import Cache
 
+from hf_speculate.cache.layers import num_held
 from hf_speculate.cache.static import dynamic_copy, is_static, room_in, static_copy, write_back
 from hf_speculate.compat import adapters_by_row, attention_name, pad_token_id
 from hf_speculate.config import SpeculationConfig
@@ -35,12 +36,13 @@ from hf_speculate.generation.validate_call import (
 )
 from hf_speculate.generation.validate_models import (
     check_attention,
+    check_chunks,
     check_decoder_prompt,
     check_returned_attentions,
     check_rope,
 )
 from hf_speculate.models.attention_switch import folded_attention_for
-from hf_speculate.models.language_model import text_prefix
+from hf_speculate.models.language_model import CACHE_NAMES, cache_name, text_prefix
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.verify.base import check_verifier
 
@@ -81,7 +83,7 @@ class SpeculativeDecoding:
         self.clock = StageClock()
         self.streamer = call.get("streamer")
         self.synced_gpus = call.get("synced_gpus")
-        self.is_cache_passed = call.get("past_key_values") is not None
+        self.is_cache_passed = any(call.get(name) is not None for name in CACHE_NAMES)
         self.has_positions = call.get("position_ids") is not None
         self.has_encoder_outputs = call.get("encoder_outputs") is not None
         mask = call.get("attention_mask")
@@ -170,7 +172,7 @@ class SpeculativeDecoding:
         if has_encoder:
             check_decoder_prompt(model, mask, self.source)
             self.passed_mask_len = None if mask is None else mask.shape[-1]
-        cache, static_cache = model_kwargs["past_key_values"], None
+        cache, static_cache = model_kwargs[cache_name(model)], None
         text_config = model.config.get_text_config(decoder=True)
         if is_static(cache):
             static_cache, cache = cache, dynamic_copy(cache, text_config)
@@ -181,8 +183,9 @@ class SpeculativeDecoding:
         mask_shape = None if mask is None else tuple(mask.shape)
         if masks_nothing:
             mask_shape = self._shape_of_ones(input_ids if embeds is None else embeds)
-        check_mask(mask_shape, query, cache.get_seq_length(), text_prefix(model))
-        num_before = cache.get_seq_length() + query.shape[1] - input_ids.shape[1]  # that the output does not show
+        check_mask(mask_shape, query, num_held(cache), text_prefix(model))
+        num_before = num_held(cache) + query.shape[1] - input_ids.shape[1]  # that the output does not show
+        check_chunks(model, generation_config, self.source)
         check_rope(model, generation_config.max_length + num_before, self.source)
         if static_cache is not None:
             check_room(room_in(static_cache, text_config), generation_config.max_length + num_before - 1)

@@ -16,6 +16,7 @@ from hf_speculate.models.language_model import device_of, takes_positions, text_
 # Arguments that our own loop gives itself, or to nobody.
 _OWN = {
     "attention_mask",
+    "cache_params",
     "input_ids",
     "inputs_embeds",
     "labels",

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
+from hf_speculate.cache.base import KVCache
 from hf_speculate.compat import PlainSteps, plain_steps
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.engine.call import Call
@@ -35,7 +36,7 @@ from hf_speculate.generation.draft_source import DraftSource
 from hf_speculate.models.attention_switch import folded_attention_for
 from hf_speculate.models.cache_selection import has_holes
 from hf_speculate.models.compilation import LOGGER
-from hf_speculate.models.language_model import LanguageModel, counts_columns
+from hf_speculate.models.language_model import LanguageModel, cache_name, counts_columns
 from hf_speculate.models.quirks import is_shown, placeless_id
 
 NUM_TOKENS = 4  # read together; the third and fourth, or the second and third, are read again after a rollback
@@ -158,7 +159,7 @@ def _measure(
     source: DraftSource,
 ) -> float:
     """The difference between plain steps and our forwards, on copies of the call's cache."""
-    plain_kwargs = {**model_kwargs, "past_key_values": copy.deepcopy(call.cache)}
+    plain_kwargs = {**model_kwargs, cache_name(model): copy.deepcopy(call.cache)}
     with _same_randomness(model):
         plain = plain_steps(model, call.input_ids, generation_config, plain_kwargs, num_tokens)
     del plain_kwargs  # before the second cache is made
@@ -186,6 +187,16 @@ def _difference_to(
     request = target_cache_request(config, call)
     choice = request.choose(model, call.cache, call.attention_mask, device)
     cache = request.make(choice, model, call.cache, batch_size, call.attention_mask, device)
+    try:
+        return _difference_on(cache, plain, model, call, num_tokens)
+    finally:
+        cache.release()
+
+
+def _difference_on(
+    cache: KVCache, plain: PlainSteps, model: PreTrainedModel, call: Call, num_tokens: int
+) -> float:
+    batch_size, device = call.batch_size, call.input_ids.device
     language_model = LanguageModel(model, call.max_position, extra_inputs=call.target_inputs)
     for chunk in call.query_ids.split(call.prefill_chunk_size or call.query_ids.shape[1], dim=1):
         logits = language_model.forward(chunk, cache, logits_to_keep=1)

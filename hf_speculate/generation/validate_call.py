@@ -14,9 +14,11 @@ from hf_speculate.draft.vocab_mapping import VocabMapping
 from hf_speculate.errors import ConfigError, UnsupportedGenerationError
 from hf_speculate.generation.draft_source import COUPLED_ALONE, GENERATOR, LOOKUP, DraftSource
 from hf_speculate.models.extra_inputs import ExtraInputs
+from hf_speculate.models.language_model import CACHE_NAMES
 
 _COMMON_KWARGS = {
     "attention_mask",
+    "cache_params",
     "logits_to_keep",
     "output_attentions",
     "output_hidden_states",
@@ -149,7 +151,9 @@ def check_prepared(
         raise UnsupportedGenerationError(
             f"output_attentions must be left out for an encoder-decoder with {reason.cause}, got True; {reason.hint}"
         )
-    _check_cache(model_kwargs.get("past_key_values"), reason)
+    for name in CACHE_NAMES:
+        if model_kwargs.get(name) is not None:
+            _check_cache(model_kwargs[name], reason)
     if input_ids.shape[1] == 0 and model_kwargs.get("inputs_embeds") is None:
         raise UnsupportedGenerationError(f"the prompt must hold at least one token, got an empty one; {reason.hint}")
     one_row_only = {

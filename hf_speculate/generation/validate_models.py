@@ -5,16 +5,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
-from transformers import AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionMaskInterface, GenerationConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hf_speculate.cache.layers import attention_layers
 from hf_speculate.compat import has_own_loop
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.generation.draft_source import ASSISTED, COUPLED_ALONE, DraftSource
+from hf_speculate.models.language_model import cache_name
+from hf_speculate.models.mixers import recurrent_cache, rollback_obstacle, stepped_model
 from hf_speculate.models.quirks import Limit, limit_reason
 from hf_speculate.models.rope import growing_rope
 
 _SERVED_LAYERS = {"chunked_attention", "full_attention", "sliding_attention"}
+_SERVED_BESIDE_RECURRENT_LAYERS = {"conv", "hybrid", "hybrid_sliding", "linear_attention", "mlp", "moe"}
 
 
 def check_models(models: Sequence[PreTrainedModel], stateful: Sequence[str], reason: DraftSource) -> None:
@@ -28,10 +32,6 @@ def check_models(models: Sequence[PreTrainedModel], stateful: Sequence[str], rea
     Raises:
         UnsupportedModelError: a model cannot roll back, or the draft does not go with the target.
     """
-    if stateful:
-        raise UnsupportedModelError(
-            f"models must be able to roll back, got {', '.join(stateful)} with recurrent state; {reason.hint}"
-        )
     if has_own_loop(models[0]):
         raise UnsupportedModelError(
             f"the target must decode in the loop of GenerationMixin, got {type(models[0]).__name__} with a loop "
@@ -39,7 +39,13 @@ def check_models(models: Sequence[PreTrainedModel], stateful: Sequence[str], rea
         )
     for model in models:
         config = model.config.get_text_config(decoder=True)
-        if "past_key_values" not in inspect.signature(type(model).forward).parameters:
+        obstacle = rollback_obstacle(model, type(model).__name__ in stateful)
+        if obstacle:
+            raise UnsupportedModelError(
+                f"models must be able to roll back, got {type(model).__name__} with recurrent state {obstacle}; "
+                f"{reason.hint}"
+            )
+        if not cache_name(model):
             raise UnsupportedModelError(
                 f"models must take past_key_values, got {type(model).__name__} without; {reason.hint}"
             )
@@ -65,10 +71,11 @@ def check_models(models: Sequence[PreTrainedModel], stateful: Sequence[str], rea
                 f"models must lie whole in every process or be split by tensor parallelism, got {type(model).__name__} "
                 f"in {num_stages} stages (pp_size); load it with tp_size, or {reason.hint}"
             )
-        unserved = sorted(set(getattr(config, "layer_types", None) or ()) - _SERVED_LAYERS)
+        served = _SERVED_LAYERS | (_SERVED_BESIDE_RECURRENT_LAYERS if recurrent_cache(model) is not None else set())
+        unserved = sorted(set(getattr(config, "layer_types", None) or ()) - served)
         if unserved:
             raise UnsupportedModelError(
-                f"layer_types must be among {', '.join(sorted(_SERVED_LAYERS))}, got {', '.join(unserved)} in "
+                f"layer_types must be among {', '.join(sorted(served))}, got {', '.join(unserved)} in "
                 f"{type(model).__name__}; {reason.hint}"
             )
     _check_encoders(models[0], models[-1])
@@ -170,6 +177,30 @@ def check_decoder_prompt(target: PreTrainedModel, attention_mask: Tensor | None,
         raise UnsupportedModelError(
             f"decoder_attention_mask must be all ones for {type(target).__name__}, because {quirk}, got masked tokens; "
             f"pass decoder prompts of one length, or {source.hint}"
+        )
+
+
+def check_chunks(target: PreTrainedModel, generation_config: GenerationConfig, reason: DraftSource) -> None:
+    """Refuse to cut the prompt of a model that reads several tokens as if nothing were before them.
+
+    Plain `generate` cuts no prompt of a model with recurrent layers alone; of others it does, and so do we.
+
+    Args:
+        target: scores the drafts.
+        generation_config: with every default filled in.
+        reason: why the call is ours.
+
+    Raises:
+        UnsupportedModelError: a chunk would be read without what comes before it.
+    """
+    cache = None if generation_config.prefill_chunk_size is None else recurrent_cache(target)
+    if cache is None or attention_layers(cache.layers):
+        return
+    if not all(protocol.reads_at_once for _, protocol in stepped_model(target, cache).mixers):
+        raise UnsupportedModelError(
+            f"prefill_chunk_size must be left out for {type(target).__name__}, got "
+            f"{generation_config.prefill_chunk_size}: it reads several tokens as if nothing were before them; "
+            f"leave it out, or {reason.hint}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Cache selection: the KV cache of a model is preallocated if the model supports it, otherwise dynamic."""
+"""Cache selection: hybrid for recurrent layers, preallocated if the model supports it, otherwise dynamic."""
 
 import inspect
 import sys
@@ -13,10 +13,11 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from hf_speculate.cache.base import KVCache
 from hf_speculate.cache.buffer_pool import BufferPool, BufferStore
 from hf_speculate.cache.dynamic import DynamicKVCache
-from hf_speculate.cache.layers import holding, text_cache, window_of
+from hf_speculate.cache.layers import holding, is_recurrent, text_cache, window_of
 from hf_speculate.cache.preallocated import LayerKinds, PreallocatedKVCache
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.models.folded_attention import FOLDED, STANDS_FOR
+from hf_speculate.models.hybrid_cache import make_hybrid_cache, rollback_text
 from hf_speculate.models.quirks import Limit, limit_reason, takes_mask_by_kind
 
 _ATTENTIONS = ("eager", STANDS_FOR, FOLDED)  # the last while another call of the same model runs
@@ -26,8 +27,8 @@ _MASK_NAMES = ("full_attention", "sliding_attention")
 class CacheChoice(NamedTuple):
     """The kind of KV cache that a model's states get."""
 
-    kind: str  # "dynamic" or "preallocated"
-    reason: str  # why "preallocated" was not chosen though it was preferred; empty otherwise
+    kind: str  # "dynamic", "preallocated" or "hybrid"
+    reason: str  # why "preallocated" was not chosen though it was preferred, or how "hybrid" rolls back; may be empty
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class CacheRequest:
         max_columns: the longest that a row can become, padding included.
         capacity: columns of preallocated buffers that never grow; None if buffers grow.
         is_pooled: whether such buffers outlive the call, for later calls of the same shapes.
+        num_recurrent_states: states of one row that a round keeps at most, B * (K + 1).
     """
 
     choice: str
@@ -55,11 +57,12 @@ class CacheRequest:
     max_columns: int | None = None
     capacity: int | None = None
     is_pooled: bool = False
+    num_recurrent_states: int = 1
 
     def choose(
         self, model: PreTrainedModel, cache: Cache | None, attention_mask: Tensor | None, device: torch.device
     ) -> CacheChoice:
-        """Selects the KV cache: preallocated if the model supports it, otherwise dynamic.
+        """Selects the KV cache: hybrid for recurrent layers, preallocated if supported, otherwise dynamic.
 
         Args:
             model: whose states.
@@ -72,6 +75,8 @@ class CacheRequest:
             UnsupportedModelError: "preallocated" was asked for by name and is not supported.
         """
         layers = _layers_of(model, cache)
+        if is_recurrent(layers):
+            return self._choose_hybrid(model, layers, device)
         wants = self.choice == "preallocated" or (self.choice == "auto" and not self.is_cache_passed)
         reason = self._obstacle(model, layers, attention_mask, device) if wants else ""
         if reason and self.choice == "preallocated":
@@ -110,6 +115,8 @@ class CacheRequest:
             device: see `choose`.
             buffers: where pooled buffers lie between calls; None if they are not pooled.
         """
+        if choice.kind == "hybrid":
+            return make_hybrid_cache(model, cache, batch_size, attention_mask, device)
         if choice.kind == "dynamic":
             # A draft's layers are all full ones, so that K forwards in a row can be rolled back at once.
             fixed = getattr(model.config.get_text_config(decoder=True), "cross_attention_layers", None) or ()
@@ -123,6 +130,14 @@ class CacheRequest:
         return PreallocatedKVCache(
             kinds, batch_size, attention_mask, device, self.max_columns, home, self.capacity, pool
         )
+
+    def _choose_hybrid(self, model: PreTrainedModel, layers: Cache, device: torch.device) -> CacheChoice:
+        if self.choice == "preallocated":
+            raise UnsupportedModelError(
+                f"speculation_cache must be auto or dynamic for {type(model).__name__}, got 'preallocated': it has "
+                "recurrent layers; leave it out"
+            )
+        return CacheChoice("hybrid", rollback_text(model, layers, self.num_recurrent_states, device))
 
     def _new_cache(self) -> Cache:
         return EncoderDecoderCache(DynamicCache(), DynamicCache()) if self.crosses else DynamicCache()

@@ -9,8 +9,8 @@ from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
     GenerationConfig,
-    MambaConfig,
     OpenAIGPTConfig,
+    RwkvConfig,
 )
 from transformers.generation.candidate_generator import (
     PromptLookupCandidateGenerator,
@@ -240,13 +240,13 @@ def test_an_assistant_that_is_no_model(models):
 
 
 def test_a_model_with_recurrent_state():
-    config = MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, state_size=4)
-    mamba = AutoModelForCausalLM.from_config(config)
+    config = RwkvConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2, context_length=32)
+    rwkv = AutoModelForCausalLM.from_config(config)
     target, draft = pair("llama")
-    with pytest.raises(UnsupportedModelError, match="must be able to roll back, got MambaForCausalLM"):
-        hf_speculate.generate(mamba, **ragged_prompts(1, seed=1), assistant_model=draft)
-    with pytest.raises(UnsupportedModelError, match="must be able to roll back, got MambaForCausalLM"):
-        target.generate(**ragged_prompts(1, seed=1), assistant_model=mamba)
+    with pytest.raises(UnsupportedModelError, match="must be able to roll back, got RwkvForCausalLM"):
+        hf_speculate.generate(rwkv, **ragged_prompts(1, seed=1), assistant_model=draft)
+    with pytest.raises(UnsupportedModelError, match="must be able to roll back, got RwkvForCausalLM"):
+        target.generate(**ragged_prompts(1, seed=1), assistant_model=rwkv)
 
 
 def test_an_unfit_assistant_is_a_value_error_as_in_transformers():
@@ -322,8 +322,8 @@ def test_a_generate_that_never_comes_to_the_loop(monkeypatch):
 def test_a_layer_type_that_cannot_be_rolled_back_by_row(models):
     _, draft = models
     other = make_model("llama")
-    other.config.layer_types = ["full_attention", "linear_attention"]
-    with pytest.raises(UnsupportedModelError, match="got linear_attention in LlamaForCausalLM"):
+    other.config.layer_types = ["full_attention", "indexed_attention"]
+    with pytest.raises(UnsupportedModelError, match="got indexed_attention in LlamaForCausalLM"):
         hf_speculate.generate(other, **ragged_prompts(1, seed=1), assistant_model=draft)
 
 

@@ -9,9 +9,9 @@ import torch
 from transformers import (
     GenerationConfig,
     LlamaConfig,
-    MambaConfig,
+    MiniMaxConfig,
     MixtralConfig,
-    Qwen3NextConfig,
+    RwkvConfig,
     ViTConfig,
 )
 
@@ -94,8 +94,11 @@ def test_a_model_of_70_billion_parameters_takes_no_memory_and_its_config_stays()
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1), "MambaForCausalLM with recurrent state"),
-        (Qwen3NextConfig(vocab_size=64, hidden_size=16, num_hidden_layers=4, num_experts=2), "recurrent state"),
+        (RwkvConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2), "RwkvForCausalLM with recurrent state of its"),
+        (
+            MiniMaxConfig(vocab_size=64, num_attention_heads=4, num_local_experts=2, **SMALL),
+            "states otherwise than in the cache",
+        ),
     ],
 )
 @pytest.mark.parametrize("is_draft", [False, True])
@@ -107,6 +110,12 @@ def test_models_that_generate_refuses_are_refused_in_its_words(config, words, is
     (text,) = [text for text in _texts(report, "refused") if words in text]
     assert "leave assistant_model out" in text
     assert str(report).startswith("refused: ")
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "mamba"])
+def test_models_with_recurrent_layers_that_can_be_rolled_back_are_ok(kind):
+    for pair in ((make_config(kind), make_config("llama")), (make_config("llama"), make_config(kind))):
+        assert _check(*pair).ok
 
 
 def test_other_tables_and_other_tokens_are_said():
