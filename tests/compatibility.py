@@ -18,6 +18,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 import hf_speculate
 from hf_speculate.config import FIELD_NAMES
+from tests.compatibility_models import family_rows, refused_rows
 from tests.compatibility_rows import (
     ARGUMENTS,
     DRAFT_LENGTHS,
@@ -68,6 +69,20 @@ TESTS_INTRODUCTION = """\
 
 The test that shows each supported row of [compatibility](compatibility.md). `tests/test_compatibility.py` also compares
 most rows with plain decoding, raises every error, and fails if a row is missing.
+"""
+MODELS = """\
+## Model families
+
+Greedy text is plain decoding's in float64 (MPT's in float32), with left-padded rows too. Other models run if
+their cache and modules follow the same protocols; `check_pair` says it from configs.
+
+- *preallocated, or dynamic*: keys and values; `speculation_cache` chooses.
+- *dynamic*: keys and values in transformers' own cache.
+- *hybrid*: recurrent or convolution states, beside keys and values or alone. Verification reads tokens one by one over
+  projections of all of them, which gives the states of plain decoding after each token.
+
+Compiled, offloaded and tensor-parallel models with recurrent layers are refused, as are layers that choose what they
+attend to by an index (`indexed_attention`, in Qwen4-Exp and GLM-5-Next).
 """
 MADE_BY = """\
 Written by `{command}` with transformers {version}.
@@ -171,6 +186,12 @@ def render() -> str:
         _section("Arguments", ARGUMENTS),
         _section("Fields of `GenerationConfig`", FIELDS),
         _section("Fields of hf_speculate", OWN_FIELDS),
+        MODELS,
+        _table(
+            ("model", "KV cache", "shown by"), [(as_code(name), kind, _test(by)) for name, kind, by in family_rows()]
+        ),
+        "Refused:\n",
+        _table(("model", "message"), [(as_code(name), as_code(message)) for name, message in refused_rows()]),
         "## Where a field is set\n",
         "The first place that sets a field counts.\n",
         _table(("place", "note"), [row[:2] for row in SOURCES]),

@@ -283,6 +283,13 @@ ARGUMENTS = (
         ),
     ),
     Row(
+        "cache_params",
+        Supported(
+            "generation/test_recurrent.py::test_a_passed_cache_goes_on_from_call_to_call",
+            "the name of `past_key_values` in models with recurrent layers alone",
+        ),
+    ),
+    Row(
         "logits_to_keep",
         NotApplicable(
             "only the last position of a prompt is used", Call({"logits_to_keep": 3}, batch_size=3, in_configs=False)

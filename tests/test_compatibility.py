@@ -28,6 +28,7 @@ from tests.compatibility import (
     render,
     render_tests,
 )
+from tests.compatibility_models import family_rows
 from tests.compatibility_rows import (
     ARGUMENTS,
     DRAFT_LENGTHS,
@@ -41,7 +42,7 @@ from tests.compatibility_rows import (
 
 ROWS = (*ARGUMENTS, *FIELDS, *OWN_FIELDS)
 TESTS_NAMED = {row.state.shown_by for row in ROWS if isinstance(row.state, Supported)} | {
-    row[2] for row in (*SOURCES, *DRAFT_LENGTHS)
+    row[2] for row in (*SOURCES, *DRAFT_LENGTHS, *family_rows())
 }
 
 

@@ -16,6 +16,8 @@ from transformers import (
     PreTrainedModel,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
     T5Config,
     T5ForConditionalGeneration,
     WhisperConfig,
@@ -23,7 +25,16 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
-from tests.tiny import INITIALIZER_RANGE, LOGIT_SCALE, MAX_LEN, PAD_TOKEN_ID, clamp_masks, make_model, noisy_copy
+from tests.tiny import (
+    INITIALIZER_RANGE,
+    LOGIT_SCALE,
+    MAX_LEN,
+    PAD_TOKEN_ID,
+    clamp_masks,
+    make_config,
+    make_model,
+    noisy_copy,
+)
 
 VOCAB_SIZE = 64
 START_TOKEN_ID = 1
@@ -196,9 +207,39 @@ def make_qwen2_vl(*, seed: int = 0) -> PreTrainedModel:
     return model
 
 
+def make_qwen3_5_vl(*, seed: int = 0) -> PreTrainedModel:
+    """A Qwen3.5 as its checkpoints have it: recurrent layers, and positions as in Qwen2-VL."""
+    vision = {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "out_hidden_size": 32,
+        "num_heads": 2,
+        "patch_size": 4,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "num_position_embeddings": 16,
+    }
+    text = make_config("qwen3_5").to_dict()
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1], "partial_rotary_factor": 1.0}
+    config = Qwen3_5Config(
+        vision_config=vision,
+        text_config={**text, "rope_parameters": rope},
+        image_token_id=IMAGE_TOKEN_ID,
+        video_token_id=61,
+        vision_start_token_id=62,
+        vision_end_token_id=63,
+        tie_word_embeddings=False,
+    )
+    model = filled(Qwen3_5ForConditionalGeneration(config), seed)
+    model.generation_config = GenerationConfig(pad_token_id=PAD_TOKEN_ID, do_sample=False)
+    return model
+
+
 def text_draft(target: PreTrainedModel, noise: float = 0.01) -> PreTrainedModel:
     """A model of text alone with the weights, but for some noise, that a reader of images has for text."""
-    kind = "qwen2" if target.config.model_type.startswith("qwen2") else "llama"
+    name = target.config.model_type
+    kind = "qwen3_5" if name == "qwen3_5" else "qwen2" if name.startswith("qwen2") else "llama"
     draft = make_model(kind, vocab_size=VOCAB_SIZE)
     draft.model.load_state_dict(target.get_decoder().state_dict())
     draft.lm_head.load_state_dict(target.lm_head.state_dict())
@@ -213,7 +254,7 @@ def picture_prompts(target: PreTrainedModel, batch_size: int = 1, *, seed: int =
     width = max(map(len, rows))
     input_ids = torch.tensor([[PAD_TOKEN_ID] * (width - len(row)) + row for row in rows])
     inputs = {"input_ids": input_ids, "attention_mask": (input_ids != PAD_TOKEN_ID).long()}
-    if not isinstance(target, Qwen2VLForConditionalGeneration):
+    if target.config.model_type == "llava":
         pixels = torch.randn(batch_size, 3, 8, 8, generator=generator, dtype=torch.float64)
         return {**inputs, "pixel_values": pixels}
     patches = torch.randn(batch_size * 16, 3 * 2 * 4 * 4, generator=generator, dtype=torch.float64)

@@ -3,7 +3,7 @@
 from typing import Any
 
 import transformers
-from transformers import PreTrainedConfig
+from transformers import MiniMaxConfig, PreTrainedConfig, RecurrentGemmaConfig, RwkvConfig, xLSTMConfig
 
 _SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -136,7 +136,33 @@ _FIELDS: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 8,
         },
     ),
+    "inkling": (
+        "InklingTextConfig",
+        {
+            **_SIZES,
+            "layer_types": ["hybrid", "hybrid_sliding", "hybrid"],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "head_dim": 8,
+            "swa_head_dim": 8,
+            "swa_num_attention_heads": 4,
+            "swa_num_key_value_heads": 2,
+            "sliding_window_size": 8,
+            "d_rel": 4,
+            "rel_extent": 32,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+        },
+    ),
     "zaya": ("ZayaConfig", {**_SIZES, "head_dim": 8, "num_experts": 4, "router_hidden_size": 16}),
+}
+# Models whose recurrent states lie in no cache layer that is handed to their modules.
+UNSUPPORTED_RECURRENT: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "minimax": (MiniMaxConfig, {"num_local_experts": 2, "layer_types": ["linear_attention", "full_attention"]}),
+    "recurrent_gemma": (RecurrentGemmaConfig, {"lru_width": 32}),
+    "rwkv": (RwkvConfig, {"attention_hidden_size": 32, "context_length": 32}),
+    "xlstm": (xLSTMConfig, {"num_heads": 4}),
 }
 RECURRENT_WITH_EXPERTS = (
     "qwen3_5_moe",
@@ -146,6 +172,7 @@ RECURRENT_WITH_EXPERTS = (
     "kimi_linear",
     "jamba",
     "bailing_hybrid",
+    "inkling",
     "zaya",
 )
 RECURRENT_KINDS: tuple[str, ...] = tuple(kind for kind, (name, _) in _FIELDS.items() if hasattr(transformers, name))
@@ -154,3 +181,10 @@ RECURRENT_KINDS: tuple[str, ...] = tuple(kind for kind, (name, _) in _FIELDS.ite
 def recurrent_configs() -> dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]]:
     """Kind -> config class, fields; those that this version of transformers has."""
     return {kind: (getattr(transformers, _FIELDS[kind][0]), _FIELDS[kind][1]) for kind in RECURRENT_KINDS}
+
+
+def unsupported_config(kind: str) -> PreTrainedConfig:
+    """The config of a tiny model of `UNSUPPORTED_RECURRENT`."""
+    config_class, fields = UNSUPPORTED_RECURRENT[kind]
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return config_class(vocab_size=64, num_key_value_heads=2, head_dim=8, **sizes, **fields)

@@ -171,6 +171,8 @@ def counts_columns(model: PreTrainedModel, is_draft: bool = False) -> bool:
     config = model.config.get_text_config(decoder=True)
     if cache_name(model) == "cache_params":  # models without attention layers have no positions
         return False
+    if config.model_type == "inkling_text" and config.log_scaling_n_floor is not None:
+        return True  # its temperature grows with the column, whatever the position
     has_biases = hasattr(config, "relative_attention_num_buckets") or limit_reason(model, Limit.DISTANCES_ONLY)
     return not takes_positions(model, is_draft) and not has_biases
 

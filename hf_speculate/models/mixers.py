@@ -80,6 +80,8 @@ def rollback_obstacle(model: PreTrainedModel, is_stateful: bool) -> str:
     cache = recurrent_cache(model)
     if cache is None:
         return "of its own kind" if is_stateful else ""
+    if (getattr(model, "tp_size", None) or 1) > 1:
+        return "and split by tensor parallelism, which is not supported for recurrent layers"
     if any(vars(module).get("_compiled_call_impl") is not None for module in model.modules()):
         return "and compiled in place, where no hooks can be put on its modules"
     return stepped_model(model, cache).obstacle

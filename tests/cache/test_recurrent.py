@@ -12,7 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 from hf_speculate.cache.hybrid import HybridKVCache
 from hf_speculate.cache.layers import attention_layers
 from hf_speculate.cache.recurrent import States
-from hf_speculate.models.hybrid_cache import make_hybrid_cache
+from hf_speculate.models.hybrid_cache import make_hybrid_cache, rollback_text
 from hf_speculate.models.language_model import LanguageModel, cache_name
 from tests.recurrent_cases import FLOAT32_TOLERANCE, TOLERANCE, error, hooks_of, recurrent_states
 from tests.tiny import make_model, ragged_prompts
@@ -104,6 +104,13 @@ def test_rows_are_rolled_back_to_the_states_of_plain_decoding(kind, max_kept_byt
     assert kv_cache.get_lens().tolist() == (prompt["attention_mask"].sum(1) + torch.tensor(num_read)).tolist()
     kv_cache.release()
     assert not hooks_of(model_of(kind))
+
+
+def test_states_that_exceed_their_share_of_the_memory_are_computed_again():
+    model, cpu = model_of("qwen3_5"), torch.device("cpu")
+    layers = DynamicCache(config=model.config)
+    assert rollback_text(model, layers, 5, cpu).startswith("keeps ")
+    assert rollback_text(model, layers, 1 << 40, cpu).startswith("computes states again from recorded projections")
 
 
 @pytest.mark.parametrize("kind", FEW_KINDS)

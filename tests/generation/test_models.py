@@ -7,28 +7,18 @@ from transformers import (
     CpmAntConfig,
     DynamicCache,
     GenerationConfig,
-    MiniMaxConfig,
     MoshiConfig,
     MoshiForCausalLM,
-    RecurrentGemmaConfig,
-    RwkvConfig,
-    xLSTMConfig,
 )
 
 import hf_speculate
 from hf_speculate.errors import UnsupportedModelError
 from tests.cases import assert_equal_ids, pair
 from tests.tiny import INITIALIZER_RANGE, MORE_KINDS, SLIDING_WINDOW, noisy_copy, ragged_prompts
+from tests.tiny_recurrent import UNSUPPORTED_RECURRENT, unsupported_config
 
 NUM_NEW = 3 * SLIDING_WINDOW  # past the window or chunk of the models that have one
 DYNAMIC_ONLY = ("falcon_alibi", "gpt_neo", "llama4", "mpt")
-# Models whose recurrent states lie in no cache layer that is handed to their modules.
-_UNSERVED_RECURRENT = {
-    "minimax": (MiniMaxConfig, {"num_local_experts": 2, "layer_types": ["linear_attention", "full_attention"]}),
-    "recurrent_gemma": (RecurrentGemmaConfig, {"lru_width": 32}),
-    "rwkv": (RwkvConfig, {"attention_hidden_size": 32, "context_length": 32}),
-    "xlstm": (xLSTMConfig, {"num_heads": 4}),
-}
 
 
 @pytest.mark.parametrize("kind", MORE_KINDS)
@@ -55,12 +45,9 @@ def test_greedy_equals_plain(kind, batch_size, num_assistant_tokens, home):
     assert not stats.lock_step
 
 
-@pytest.mark.parametrize("kind", _UNSERVED_RECURRENT)
+@pytest.mark.parametrize("kind", UNSUPPORTED_RECURRENT)
 def test_models_that_keep_recurrent_states_elsewhere_are_refused_by_name(kind):
-    config_class, fields = _UNSERVED_RECURRENT[kind]
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = config_class(vocab_size=64, num_key_value_heads=2, head_dim=8, **sizes, **fields)
-    model = AutoModelForCausalLM.from_config(config)
+    model = AutoModelForCausalLM.from_config(unsupported_config(kind))
 
     def run(*_):
         raise AssertionError("a model ran before the refusal")

@@ -50,6 +50,7 @@ def test_greedy_text_is_plain_whatever_number_of_tokens_is_accepted(kind, batch_
     assert_equal_ids(plain, ours)
     assert oracle.accepted >= set(range(num_drafted + 1))
     assert stats.cache == "hybrid"
+    assert "target cache: hybrid (keeps " in stats.plan
     assert not stats.lock_step
     assert not hooks_of(target)
 
@@ -142,6 +143,19 @@ def test_prompts_are_read_in_chunks_where_several_tokens_are_read_right():
         target_of("mamba").generate(**inputs, **options, prompt_lookup_num_tokens=3)
 
 
+def test_rows_move_in_lock_step_where_attention_counts_columns():
+    """Inkling's temperature grows with the column."""
+    if "inkling" not in RECURRENT_KINDS:
+        pytest.skip("transformers has no Inkling")
+    target = hf_speculate.enable(make_model("inkling", log_scaling_n_floor=4, log_scaling_alpha=2.0))
+    inputs, stats = ragged_prompts(3, seed=3), hf_speculate.SpeculationStats()
+    plain = target.generate(**inputs, max_new_tokens=NUM_NEW)
+    oracle = Oracle(plain[:, inputs["input_ids"].shape[1] :])
+    own = {"drafter": oracle, "num_assistant_tokens": 3, "speculation_stats": stats}
+    assert_equal_ids(plain, target.generate(**inputs, max_new_tokens=NUM_NEW, **own))
+    assert stats.lock_step
+
+
 @pytest.mark.parametrize("kind", ["qwen3_5", "falcon_h1"])
 def test_attentions_are_those_of_plain_decoding(kind):
     target, inputs = hf_speculate.enable(make_model(kind, attn_implementation="eager")), ragged_prompts(1, seed=1)
@@ -172,6 +186,10 @@ def test_what_cannot_be_rolled_back_is_refused_by_name():
     with pytest.raises(UnsupportedModelError, match="whose Qwen3_5GatedDeltaNet has a forward of its own"):
         model.generate(**inputs, **drafts)
     del mixer.forward
+    model._tp_size = 2
+    with pytest.raises(UnsupportedModelError, match="with recurrent state and split by tensor parallelism"):
+        model.generate(**inputs, **drafts)
+    model._tp_size = 1
     model.compile(backend="eager")
     with pytest.raises(UnsupportedModelError, match="Qwen3_5ForCausalLM with recurrent state and compiled in place"):
         model.generate(**inputs, **drafts)

@@ -11,11 +11,11 @@ import hf_speculate
 from hf_speculate.errors import UnsupportedGenerationError
 from tests.cases import assert_equal_ids, pair, plain_and_ours
 from tests.tiny import make_model, ragged_prompts
-from tests.tiny_encoders import make_llava, make_qwen2_vl, picture_prompts, text_draft
+from tests.tiny_encoders import make_llava, make_qwen2_vl, make_qwen3_5_vl, picture_prompts, text_draft
 from tests.tiny_pictures import READINGS
 
 NUM_NEW = 24
-MAKERS = {"llava": make_llava, "qwen2_vl": make_qwen2_vl}
+MAKERS = {"llava": make_llava, "qwen2_vl": make_qwen2_vl, "qwen3_5": make_qwen3_5_vl}
 
 
 @cache

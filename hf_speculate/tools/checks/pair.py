@@ -11,6 +11,7 @@ from hf_speculate.draft.vocab_intersection import intersect_vocabularies
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.generation.draft_source import ASSISTED
 from hf_speculate.generation.validate_models import check_models
+from hf_speculate.models.mixers import recurrent_cache, stepped_model
 from hf_speculate.models.rope import growing_rope
 from hf_speculate.tools.checks.cost_model import ACCEPTANCE_PROBABILITIES, Gain, estimate_gains
 from hf_speculate.tools.checks.sources import Described, ModelReader, ModelSource
@@ -185,6 +186,7 @@ def model_findings(target: Described, draft: Described) -> list[Finding]:
             found.append(Finding("refused", str(error)))
     if not draft.model.can_generate():
         found.append(Finding("refused", f"assistant_model must be able to generate, got {type(draft.model).__name__}"))
+    found += [finding for one in (target, draft) for finding in _recurrent_findings(one)]
     rope = growing_rope(target.model)
     if rope is not None:
         text = f"sequences of more than {rope[1]} tokens are refused, for the target has {rope[0]} rotary embeddings"
@@ -197,6 +199,19 @@ def model_findings(target: Described, draft: Described) -> list[Finding]:
         )
         found.append(Finding("warning", text))
     return found
+
+
+def _recurrent_findings(one: Described) -> list[Finding]:
+    """What recurrent states of a model take; nothing if it has none, or if they cannot be rolled back."""
+    cache = recurrent_cache(one.model)
+    found = None if cache is None else stepped_model(one.model, cache)
+    if found is None or found.obstacle:
+        return []
+    text = (
+        f"the {one.role} has recurrent layers: its cache is hybrid, and its states take {found.num_bytes / 2**20:.3g} "
+        "MiB a row, for each token of a round"
+    )
+    return [Finding("ok", text)]
 
 
 def vocabulary_findings(target: Described, draft: Described, overlap: Overlap | None) -> list[Finding]:

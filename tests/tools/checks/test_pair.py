@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from transformers import (
+    DynamicCache,
     GenerationConfig,
     LlamaConfig,
     MiniMaxConfig,
@@ -16,10 +17,12 @@ from transformers import (
 )
 
 import hf_speculate
+from hf_speculate.models.language_model import cache_name
 from hf_speculate.tools.checks.cost_model import ModelSize, estimate_gains, expected_speedup, size_of
 from hf_speculate.tools.checks.pair import vocabulary_overlap
 from hf_speculate.tools.checks.sources import meta_model
 from hf_speculate.tools.cli.main import main
+from tests.recurrent_cases import recurrent_states
 from tests.tiny import make_config, make_model
 from tests.tools.checks.tokenizers import word_tokenizer
 
@@ -113,9 +116,17 @@ def test_models_that_generate_refuses_are_refused_in_its_words(config, words, is
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5", "mamba"])
-def test_models_with_recurrent_layers_that_can_be_rolled_back_are_ok(kind):
-    for pair in ((make_config(kind), make_config("llama")), (make_config("llama"), make_config(kind))):
-        assert _check(*pair).ok
+def test_models_with_recurrent_layers_are_ok_and_their_states_are_counted(kind):
+    model, other = make_model(kind), make_model("llama")
+    kv_cache = DynamicCache(config=model.config)
+    model(torch.tensor([[1, 2, 3]]), use_cache=True, **{cache_name(model): kv_cache})
+    states = [state for layer in recurrent_states(kv_cache) for state in layer.values()]
+    size = f"{sum(state.numel() * state.element_size() for state in states) / 2**20:.3g} MiB a row"
+    for report, role in ((_check(model, other), "target"), (_check(other, model), "draft")):
+        assert report.ok
+        (text,) = _texts(report, "ok")
+        assert f"the {role} has recurrent layers" in text
+        assert size in text
 
 
 def test_other_tables_and_other_tokens_are_said():

@@ -1,0 +1,72 @@
+"""Rows of the model families in `docs/compatibility.md`: the KV cache of each class, or the message that refuses it."""
+
+from collections.abc import Iterator
+
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedModel
+
+from hf_speculate.compat import stateful_names
+from hf_speculate.errors import UnsupportedModelError
+from hf_speculate.generation.draft_source import ASSISTED
+from hf_speculate.generation.validate_models import check_models
+from tests.generation.test_models import DYNAMIC_ONLY
+from tests.generation.test_preallocated import FITTING
+from tests.tiny import KINDS, MORE_KINDS, make_config
+from tests.tiny_recurrent import RECURRENT_KINDS, UNSUPPORTED_RECURRENT, unsupported_config
+
+BUFFERS = "preallocated, or dynamic"
+_READERS = {  # what attends to an encoder or reads images
+    "T5ForConditionalGeneration": "dynamic",
+    "BartForConditionalGeneration": "dynamic",
+    "WhisperForConditionalGeneration": "dynamic",
+    "LlavaForConditionalGeneration": BUFFERS,
+    "Qwen2VLForConditionalGeneration": BUFFERS,
+    "Qwen3_5ForConditionalGeneration": "hybrid",
+}
+_ENCODER = "generation/test_encoder_decoder.py::test_greedy_equals_plain"
+_PICTURES = "generation/test_vision_language.py::test_greedy_equals_plain"
+
+
+def family_rows() -> list[tuple[str, str, str]]:
+    """Class of a model, its KV cache, and the test that compares its text with plain decoding."""
+    rows = [(_class_name(kind), _cache_kind(kind), _shown_by(kind)) for kind in (*KINDS, *MORE_KINDS, *RECURRENT_KINDS)]
+    encoders = ("T5", "Bart", "Whisper")
+    rows += [(name, kind, _ENCODER if name.startswith(encoders) else _PICTURES) for name, kind in _READERS.items()]
+    return sorted(set(rows), key=lambda row: (row[0].lower(), row[1]))
+
+
+def refused_rows() -> Iterator[tuple[str, str]]:
+    """Class of a model with recurrent states, and the message that refuses it."""
+    for kind in UNSUPPORTED_RECURRENT:
+        model = AutoModelForCausalLM.from_config(unsupported_config(kind))
+        yield type(model).__name__, refusal_of(model)
+
+
+def refusal_of(model: PreTrainedModel) -> str:
+    """The message for a target.
+
+    Raises:
+        AssertionError: the model is supported.
+    """
+    try:
+        check_models([model], stateful_names([model]), ASSISTED)
+    except UnsupportedModelError as error:
+        return str(error)
+    raise AssertionError(f"not refused: {type(model).__name__}")
+
+
+def _class_name(kind: str) -> str:
+    name: str = MODEL_FOR_CAUSAL_LM_MAPPING[type(make_config(kind))].__name__
+    return f"{name} with ALiBi" if kind == "falcon_alibi" else name
+
+
+def _cache_kind(kind: str) -> str:
+    if kind in RECURRENT_KINDS:
+        return "hybrid"
+    return BUFFERS if kind in FITTING or (kind in MORE_KINDS and kind not in DYNAMIC_ONLY) else "dynamic"
+
+
+def _shown_by(kind: str) -> str:
+    if kind in RECURRENT_KINDS:
+        return "generation/test_recurrent.py::test_greedy_text_is_plain_whatever_number_of_tokens_is_accepted"
+    file = "test_models" if kind in MORE_KINDS else "test_greedy_exactness"
+    return f"generation/{file}.py::test_greedy_equals_plain"
