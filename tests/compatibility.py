@@ -81,8 +81,9 @@ their cache and modules follow the same protocols; `check_pair` says it from con
 - *hybrid*: recurrent or convolution states, beside keys and values or alone. Verification reads tokens one by one over
   projections of all of them, which gives the states of plain decoding after each token.
 
-Compiled, offloaded and tensor-parallel models with recurrent layers are refused, as are layers that choose what they
-attend to by an index (`indexed_attention`, in Qwen4-Exp and GLM-5-Next).
+Models with recurrent layers are refused if they are compiled, offloaded, spread over devices or split by tensor
+parallelism. Layers that choose what they attend to by an index are refused too (`indexed_attention`, in Qwen4-Exp and
+GLM-5-Next).
 """
 MADE_BY = """\
 Written by `{command}` with transformers {version}.

@@ -235,7 +235,7 @@ class DynamicKVCache:
         self.cache.batch_select_indices(index)
 
     def _drop_last(self, num: int) -> None:
-        """Cut as many columns from the right."""
+        """Crop `num` columns from the right."""
         for layer in self._held:
             crop_attention(layer, num)
 

@@ -1,4 +1,4 @@
-"""A KV cache with recurrent layers: key-value states over transformers' dynamic cache, recurrent states beside them."""
+"""Hybrid KV cache: keys and values in transformers' dynamic cache, and recurrent states, rolled back per row."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -17,17 +17,17 @@ from hf_speculate.types import KVState
 
 
 class TokenReader(Protocol):
-    """What makes a model's modules read the tokens of a forward one by one."""
+    """Hooks that let a model's recurrent modules read the tokens of a forward one by one."""
 
     def attach(self) -> None:
-        """Register hooks, once."""
+        """Register the hooks; a second call does nothing."""
 
     def detach(self) -> None:
-        """Remove them."""
+        """Remove the hooks."""
 
 
 class HybridSnapshot(NamedTuple):
-    """What brings a cache back after an error."""
+    """The states of both kinds, for `HybridKVCache.restore`."""
 
     attention: CacheSnapshot
     recurrent: RecurrentSnapshot
@@ -36,13 +36,13 @@ class HybridSnapshot(NamedTuple):
 class HybridKVCache(DynamicKVCache):
     """`KVCache` over a `DynamicCache` with recurrent layers.
 
-    Rows are rolled back to the states after any token since the last `crop`. A row that drops more keeps its states:
-    the next forward begins with tokens that it holds already, which it then passes over.
+    A row can return to its states after any token since the last `crop`. A row that drops more tokens keeps its states;
+    the next forward then begins with tokens that the row holds already, and these do not change its states.
 
     Args:
         cache: the transformers cache, which may hold states already.
         states: its recurrent states.
-        reader: of the model's modules.
+        reader: hooks on the model's recurrent modules.
         batch_size: B.
         attention_mask: see `DynamicKVCache`.
         device: where masks and position ids are made.
@@ -67,14 +67,14 @@ class HybridKVCache(DynamicKVCache):
         self.states = states
         self._reader = reader
         self._num_columns = num_held(cache)
-        self._num_reread = [0] * batch_size  # [B] of the coming tokens that a row holds already
-        self._num_passed = [0] * batch_size  # [B] of the tokens since the last rollback that it held already
-        self._num_announced = 0
+        self._num_reread = [0] * batch_size  # [B] first tokens of the next forwards that a row holds already
+        self._num_passed = [0] * batch_size  # [B] tokens since the last rollback that a row held already
+        self._num_announced = 0  # Q of the forward that `states` prepared for; 0 if there is none
         self._has_attention = bool(attention_layers(self._layers))
 
     @property
     def num_columns(self) -> int:
-        """Columns of the states, padding included; recurrent layers do not tell."""
+        """Columns of the states, padding included; counted here, because recurrent layers have no columns."""
         return self._num_columns
 
     @property
@@ -83,14 +83,14 @@ class HybridKVCache(DynamicKVCache):
         return [num - again for num, again in zip(super().num_real_tokens, self._num_reread, strict=True)]
 
     def first_tokens(self, counts: Sequence[int]) -> None:
-        """See `KVCache.first_tokens`; earlier recurrent states are not held."""
+        """See `KVCache.first_tokens`; None, because earlier recurrent states are not kept."""
 
     def update(self, states: Sequence[KVState]) -> None:
-        """Not supported: keys and values say nothing of recurrent states."""
+        """Not supported: keys and values do not determine recurrent states."""
         raise UnsupportedModelError("recurrent states must come from a forward, got keys and values; feed the tokens")
 
     def mask(self, num_query: int) -> Tensor | None:
-        """See `DynamicKVCache.mask`. Recurrent layers alone need a mask over the prompt only, as wide as the query."""
+        """See `DynamicKVCache.mask`. Without attention layers, only the prompt has a mask, as wide as the query."""
         self._announce(num_query)
         mask = super().mask(num_query)
         if not self._has_attention:
@@ -111,7 +111,7 @@ class HybridKVCache(DynamicKVCache):
         return (positions - torch.tensor(self._num_reread, device=self.device)[:, None]).clamp_min(0)
 
     def advance(self, num_query: int) -> None:
-        """Count the tokens of a forward that went well."""
+        """Count the tokens of a forward that succeeded."""
         self.states.end(num_query)
         self._num_announced = 0
         num_before, self._num_columns = self._num_columns, self._num_columns + num_query
@@ -123,7 +123,7 @@ class HybridKVCache(DynamicKVCache):
             self._drop_common_padding()
 
     def begin_recording(self) -> None:
-        """Keep past states from here on. Call it once the prompt is in, before the first `crop`."""
+        """Keep the states after each token from here on; called after the prompt, before the first `crop`."""
         self._is_recording = True
         self._num_passed = [0] * self.batch_size
         self.states.restart()
@@ -149,12 +149,12 @@ class HybridKVCache(DynamicKVCache):
         self._num_passed = [0] * len(indices)
         super().rows(indices)
 
-    def snapshot(self) -> HybridSnapshot:  # type: ignore[override]  # only `restore` looks into it
-        """Note what `restore` needs."""
+    def snapshot(self) -> HybridSnapshot:  # type: ignore[override]  # only `restore` reads it
+        """The states that `restore` returns to."""
         return HybridSnapshot(super().snapshot(), self.states.snapshot())
 
     def restore(self, snapshot: HybridSnapshot) -> None:  # type: ignore[override]
-        """Bring the cache back to what it held at `snapshot`, also from the middle of a forward."""
+        """Return to the states of `snapshot`, also from the middle of a forward."""
         super().restore(snapshot.attention)
         self.states.restore(snapshot.recurrent)
 
@@ -168,7 +168,7 @@ class HybridKVCache(DynamicKVCache):
         self._reader.detach()
 
     def _announce(self, num_query: int) -> None:
-        """Say how the coming forward reads its tokens; again is harmless."""
+        """Prepare the states for the next forward; a second call does nothing."""
         if self._num_announced == num_query:
             return
         self._num_announced = num_query
@@ -193,7 +193,7 @@ class HybridKVCache(DynamicKVCache):
         self._num_columns -= num_pads - self._padding.pads[0]
 
     def _close_gaps(self, start: int, widths: Sequence[int]) -> None:
-        """Move each row's columns before `start` right over the `widths` [B] columns behind them."""
+        """Move each row's columns before `start` right, over the `widths` [B] columns that repeat its last tokens."""
         width = torch.tensor(widths, device=self.device)[:, None]  # [B, 1]
         columns = torch.arange(self.num_columns, device=self.device)
         source = torch.where(columns < start + width, columns - width, columns)  # [B, T]

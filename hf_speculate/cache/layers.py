@@ -43,8 +43,8 @@ def check_layers(cache: Cache, kinds: Sequence[type] = ATTENTION_LAYERS) -> None
     """Refuse a cache with a layer that cannot be rolled back row by row.
 
     Args:
-        cache: of the text.
-        kinds: classes of layers that can.
+        cache: the text's.
+        kinds: classes of layers that can be rolled back.
 
     Raises:
         UnsupportedModelError: names the layer's class.
@@ -58,7 +58,7 @@ def check_layers(cache: Cache, kinds: Sequence[type] = ATTENTION_LAYERS) -> None
 
 
 def attention_layers(layers: Iterable[Any]) -> list[Any]:
-    """Those of a cache's layers that hold keys and values, recurrent states beside them or not."""
+    """The layers of a cache that hold keys and values, with or without recurrent states."""
     return [layer for layer in holding(layers) if isinstance(layer, CacheLayerMixin)]
 
 
@@ -68,14 +68,14 @@ def is_recurrent(cache: Cache) -> bool:
 
 
 def num_held(cache: Cache) -> int:
-    """Columns of a cache; 0 where recurrent states are all that it holds, which do not tell."""
+    """Columns of a cache; 0 if it has recurrent layers only, which do not count their tokens."""
     if is_recurrent(cache) and not attention_layers(cache.layers):
         return 0
     return int(cache.get_seq_length())
 
 
 def crop_attention(layer: Any, num: int) -> None:
-    """Cut the last `num` columns of a layer's keys and values, whatever it holds beside them."""
+    """Crop the last `num` columns of a layer's keys and values; recurrent states stay."""
     kind = DynamicSlidingWindowLayer if isinstance(layer, DynamicSlidingWindowLayer) else DynamicLayer
     kind.crop(layer, -num)
 

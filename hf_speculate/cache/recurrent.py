@@ -11,12 +11,11 @@ from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
 from hf_speculate.errors import UnsupportedModelError
 
-# So many rows are copied one by one; of more, copies are made at once, through a tensor between.
-_MAX_SINGLE_ROWS = 4
+_MAX_SINGLE_ROWS = 4  # rows that are copied one by one; more are copied at once, through a temporary tensor
 
 
 class Slot(NamedTuple):
-    """Which state of a cache layer."""
+    """Names one state of a cache layer."""
 
     kind: str  # "conv" or "recurrent"
     number: int  # among the layer's states of this kind
@@ -27,15 +26,17 @@ States = Mapping[Slot, Tensor]
 
 
 class ModuleStates(NamedTuple):
-    """The states that one module writes, after each token of a forward."""
+    """The states that one module wrote, after each token of a forward."""
 
-    states: Sequence[States]  # [Q]; empty where they were not kept; those after the last token always are
-    replay: Callable[[int, States], States] | None  # after token t, from those before it; None: all were kept
+    states: Sequence[States]  # [Q]; empty if not kept, except after the last token
+    replay: (
+        Callable[[int, States], States] | None
+    )  # computes the states after token t from those before it; None if kept
 
 
 class _Token(NamedTuple):
-    states: States  # of a layer after the token, as far as they were kept
-    replays: Sequence[Callable[[States], States]]  # give the others, from the layer's states before the token
+    states: States  # of a layer after the token, those that were kept
+    replays: Sequence[Callable[[States], States]]  # compute the others from the states before the token
 
     def after(self, before: States) -> States:
         states = {**before, **self.states}
@@ -52,7 +53,7 @@ def states_of(layer: LinearAttentionCacheLayerMixin) -> dict[Slot, Tensor]:
 
 
 def put_states(layer: LinearAttentionCacheLayerMixin, states: Mapping[Slot, Tensor | None]) -> None:
-    """Let a cache layer hold these states, by reference."""
+    """Set states of a cache layer, by reference."""
     for slot, state in states.items():
         held: dict[int, Tensor | None] = layer.conv_states if slot.kind == "conv" else layer.recurrent_states
         held[slot.number] = state
@@ -67,7 +68,7 @@ class LayerHistory:
 
     def __init__(self, layer: LinearAttentionCacheLayerMixin):
         self.layer = layer
-        self.records: list[ModuleStates] = []  # of the forward that runs
+        self.records: list[ModuleStates] = []  # of the current forward
         self._base: States = states_of(layer)
         self._tokens: list[_Token] = []
 
@@ -77,17 +78,17 @@ class LayerHistory:
         return self._tokens[-1].states if self._tokens else self._base
 
     def restart(self) -> None:
-        """Forget the tokens: the layer's states are the earliest from here on."""
+        """Forget the tokens; no rollback goes behind the layer's current states."""
         self._base, self._tokens, self.records = states_of(self.layer), [], []
 
     def detach(self) -> None:
-        """Give the layer copies, for a forward that writes in place."""
+        """Copy the layer's states, because the next forward writes in place."""
         put_states(self.layer, {slot: state.clone() for slot, state in self.current.items()})
 
     def add(self, num_query: int) -> None:
         """Append the tokens of a forward, from `records` and from the layer.
 
-        Convolution states that no module recorded hold a column for each token; the layer's are cut back here.
+        Convolution states that no module recorded still hold a column per token; the layer's are cropped here.
 
         Raises:
             UnsupportedModelError: a recurrent state was written that no module recorded.
@@ -115,7 +116,7 @@ class LayerHistory:
         put_states(self.layer, self.current)
 
     def roll_back(self, counts: Sequence[int]) -> None:
-        """Bring each row to its states after the first `counts` [B] of the tokens."""
+        """Return each row to its states after its first `counts` [B] tokens."""
         states, num_read = self._base, 0
         found: dict[int, States] = {}
         for count in sorted(set(counts)):
@@ -129,14 +130,14 @@ class LayerHistory:
         put_states(self.layer, self._base)
 
     def rows(self, indices: Tensor) -> None:
-        """Keep the rows `indices` [N] int64 of the layer's states, and no earlier ones."""
+        """Keep the rows `indices` [N] int64 of the layer's states, and forget earlier states."""
         states = {slot: state.index_select(0, indices.to(state.device)) for slot, state in self.current.items()}
         put_states(self.layer, states)
         self.restart()
 
 
 class RecurrentSnapshot(NamedTuple):
-    """What brings the recurrent layers of a cache back after an error."""
+    """The states of the recurrent layers, for `RecurrentStates.restore`."""
 
     states: Sequence[States]
     had_previous: Sequence[dict[int, bool]]
@@ -145,12 +146,12 @@ class RecurrentSnapshot(NamedTuple):
 class RecurrentStates:
     """The recurrent layers of a cache.
 
-    Each forward is announced with `begin` and counted with `end`; between two rollbacks there may be several.
+    `begin` is called before each forward and `end` after it; there may be several between two rollbacks.
 
     Args:
         cache: whose layers.
-        max_kept_bytes: states after each token are kept as long as they take no more than this; else modules read
-            tokens again from recorded projections.
+        max_kept_bytes: states after each token are kept if they take no more than this; otherwise a rollback computes
+            them again from recorded projections.
     """
 
     def __init__(self, cache: Cache, max_kept_bytes: int):
@@ -161,32 +162,32 @@ class RecurrentStates:
             for index, layer in enumerate(cache.layers)
             if isinstance(layer, LinearAttentionCacheLayerMixin)
         }
-        self.is_stepping = False  # whether modules are to read the coming forward's tokens one by one
-        self.keeps = True  # whether they keep the states after each of them
+        self.is_stepping = False  # whether modules read the tokens of the next forward one by one
+        self.keeps = True  # whether they keep the states after each token
         self.num_tokens = 0  # since the last rollback
-        self.num_skipped: list[int] | None = None  # [B] of the coming forward's first tokens, read before; None: none
+        self.num_skipped: list[int] | None = None  # [B] first tokens of the forward that a row holds already
         self._is_prompt = False
         self._recorded_past: list[bool] = []
 
     @property
     def num_bytes(self) -> int:
-        """Of the states after one token."""
+        """Bytes of the states after one token."""
         states = [state for history in self.histories.values() for state in history.current.values()]
         return sum(state.numel() * state.element_size() for state in states)
 
     def restart(self) -> None:
-        """Take the states as they are for the earliest from here on."""
+        """Forget the tokens; no rollback goes behind the current states."""
         for history in self.histories.values():
             history.restart()
         self.num_tokens = 0
 
     def begin(self, num_query: int, *, is_prompt: bool, num_skipped: list[int] | None = None) -> None:
-        """Announce a forward.
+        """Prepare for a forward.
 
         Args:
             num_query: Q, tokens of each row.
-            is_prompt: whether it runs as the model has it, and nothing is rolled back into it.
-            num_skipped: [B] first tokens of each row that its states hold already; None: none.
+            is_prompt: whether the model reads all tokens at once, and no rollback goes into them.
+            num_skipped: [B] first tokens that each row's states include already, or None.
         """
         self.num_skipped = num_skipped
         self._is_prompt = is_prompt
@@ -201,7 +202,7 @@ class RecurrentStates:
                 history.detach()
 
     def end(self, num_query: int) -> None:
-        """Count a forward that went well."""
+        """Count a forward that succeeded."""
         for history, records_past in zip(self.histories.values(), self._recorded_past, strict=True):
             history.layer.record_past = records_past
             if self._is_prompt:
@@ -224,7 +225,7 @@ class RecurrentStates:
         self.num_tokens = 0
 
     def snapshot(self) -> RecurrentSnapshot:
-        """Note the states; the cache goes on with copies."""
+        """The current states; the cache continues with copies."""
         histories = list(self.histories.values())
         states = [states_of(history.layer) for history in histories]
         for history in histories:
@@ -233,7 +234,7 @@ class RecurrentStates:
         return RecurrentSnapshot(states, [dict(history.layer.has_previous_state) for history in histories])
 
     def restore(self, snapshot: RecurrentSnapshot) -> None:
-        """Bring the cache back to `snapshot`, also from the middle of a forward."""
+        """Return to the states of `snapshot`, also from the middle of a forward."""
         for history, states, had_previous in zip(self.histories.values(), *snapshot, strict=True):
             layer = history.layer
             for index in layer.has_previous_state:
@@ -252,14 +253,14 @@ class RecurrentStates:
 
 
 def mixed_rows(found: Mapping[int, States], counts: Sequence[int]) -> dict[Slot, Tensor]:
-    """Row b of `found[counts[b]]`, written into the recurrent states that most rows share."""
+    """Row b of `found[counts[b]]`; recurrent states are written into those that most rows share."""
     (common, _), *others = Counter(counts).most_common()
     rows = {count: [row for row, other in enumerate(counts) if other == count] for count, _ in others}
     mixed = {}
     for slot, state in found[common].items():
-        if slot.kind == "conv":  # a few columns of a longer tensor, which others are views of too
+        if slot.kind == "conv":  # a view of a tensor that states after other tokens share
             state = state.clone(memory_format=torch.contiguous_format)
-        with torch.inference_mode(state.is_inference()):  # whose tensors nothing else may write to
+        with torch.inference_mode(state.is_inference()):  # only inference mode may write to its tensors
             for count, indices in rows.items():
                 _copy_rows(found[count][slot], state, indices)
         mixed[slot] = state

@@ -193,9 +193,7 @@ def _difference_to(
         cache.release()
 
 
-def _difference_on(
-    cache: KVCache, plain: PlainSteps, model: PreTrainedModel, call: Call, num_tokens: int
-) -> float:
+def _difference_on(cache: KVCache, plain: PlainSteps, model: PreTrainedModel, call: Call, num_tokens: int) -> float:
     batch_size, device = call.batch_size, call.input_ids.device
     language_model = LanguageModel(model, call.max_position, extra_inputs=call.target_inputs)
     for chunk in call.query_ids.split(call.prefill_chunk_size or call.query_ids.shape[1], dim=1):

@@ -181,9 +181,10 @@ def check_decoder_prompt(target: PreTrainedModel, attention_mask: Tensor | None,
 
 
 def check_chunks(target: PreTrainedModel, generation_config: GenerationConfig, reason: DraftSource) -> None:
-    """Refuse to cut the prompt of a model that reads several tokens as if nothing were before them.
+    """Refuse chunked prefill for models whose path for several tokens ignores earlier states.
 
-    Plain `generate` cuts no prompt of a model with recurrent layers alone; of others it does, and so do we.
+    Only models without attention layers are checked, because plain `generate` reads their prompts at once. Others are
+    read in chunks as in plain `generate`.
 
     Args:
         target: scores the drafts.
@@ -191,7 +192,7 @@ def check_chunks(target: PreTrainedModel, generation_config: GenerationConfig, r
         reason: why the call is ours.
 
     Raises:
-        UnsupportedModelError: a chunk would be read without what comes before it.
+        UnsupportedModelError: a chunk would be read without the states of the chunks before it.
     """
     cache = None if generation_config.prefill_chunk_size is None else recurrent_cache(target)
     if cache is None or attention_layers(cache.layers):
@@ -199,7 +200,7 @@ def check_chunks(target: PreTrainedModel, generation_config: GenerationConfig, r
     if not all(protocol.reads_at_once for _, protocol in stepped_model(target, cache).mixers):
         raise UnsupportedModelError(
             f"prefill_chunk_size must be left out for {type(target).__name__}, got "
-            f"{generation_config.prefill_chunk_size}: it reads several tokens as if nothing were before them; "
+            f"{generation_config.prefill_chunk_size}: its path for several tokens ignores earlier states; "
             f"leave it out, or {reason.hint}"
         )
 

@@ -1,4 +1,4 @@
-"""Makes the cache of a model with recurrent layers, and the hooks that it needs on the model's mixers."""
+"""Makes the hybrid KV cache of a model with recurrent layers, and its hooks on the model's mixers."""
 
 import os
 from collections.abc import Sequence
@@ -21,13 +21,13 @@ from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.models.mixer_steps import SteppedMixer
 from hf_speculate.models.mixers import stepped_model
 
-# States after each token of a verification may take this share of the memory of the device that they lie on.
+# Share of the device's memory that the states after each token of a verification may take.
 MAX_STATE_SHARE = 0.05
 _UNKNOWN_MEMORY_BYTES = 8 << 30
 
 
 class MixerHooks:
-    """`TokenReader` of a model's mixers; hooks of several calls on one model do not meet."""
+    """`TokenReader` of a model's mixers; hooks of other calls on the same model are independent."""
 
     def __init__(self, mixers: Sequence[SteppedMixer]):
         self._mixers = mixers
@@ -54,15 +54,15 @@ def make_hybrid_cache(
     device: torch.device,
     max_kept_bytes: int | None = None,
 ) -> HybridKVCache:
-    """The cache of a model with recurrent layers.
+    """The hybrid KV cache of a model with recurrent layers.
 
     Args:
-        model: whose states.
-        cache: what transformers made or the user passed; None: a draft's, whose states nobody else will look at.
+        model: the model.
+        cache: what transformers made or the user passed; None for a draft model, whose states nobody else reads.
         batch_size: B.
-        attention_mask: [B, T] int64 over the states in `cache` and the prompt; None where nothing is padded.
+        attention_mask: [B, T] int64 over the states in `cache` and the prompt; None if nothing is padded.
         device: where masks and position ids are made.
-        max_kept_bytes: of the states after each token of a forward; None: a share of the device's memory.
+        max_kept_bytes: see `RecurrentStates`; None for `MAX_STATE_SHARE` of the device's memory.
 
     Raises:
         UnsupportedModelError: the model's mixers cannot read one token at a time.
@@ -82,10 +82,10 @@ def make_hybrid_cache(
 
 
 def rollback_text(model: PreTrainedModel, cache: Cache, num_states: int, device: torch.device) -> str:
-    """How a hybrid cache rolls recurrent states back.
+    """How a hybrid cache rolls recurrent states back, in words.
 
     Args:
-        model: whose states.
+        model: the model.
         cache: its layers tell which of them are recurrent.
         num_states: states of one row that a round keeps at most, B * (K + 1).
         device: where the states are.
@@ -104,7 +104,7 @@ def _max_kept_bytes(device: torch.device) -> int:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Memory of a device, in use or not."""
+    """Total memory of a device."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     try:
@@ -114,7 +114,7 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def _with_full_attention(cache: Cache) -> Cache:
-    """The same without windows, so that several forwards in a row can be rolled back at once."""
+    """The cache without windows, so that several forwards in a row can be rolled back at once."""
     for index, layer in enumerate(cache.layers):
         if type(layer) is DynamicSlidingWindowLayer:
             cache.layers[index] = DynamicLayer()

@@ -1,4 +1,4 @@
-"""Probes how a class of mixers reads one token: which children it calls on what, and which states it writes."""
+"""Mixer probe: runs a mixer on a few tokens to find its projections and states, and checks it under hooks."""
 
 import copy
 import threading
@@ -13,13 +13,14 @@ from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from hf_speculate.cache.recurrent import RecurrentStates, States, states_of
-from hf_speculate.models.mixer_steps import Mixer, StandIn, StepLayer, SteppedMixer, StepProtocol
+from hf_speculate.models.mixer_steps import Mixer, StepLayer, SteppedMixer, StepProtocol
+from hf_speculate.models.stand_in import StandIn
 
 _NUM_ROWS, _NUM_PREFIX, _NUM_STEPS = 2, 2, 3
-# Relative to the largest number. Projections of several tokens round otherwise than those of one, and some state
-# functions compute in float32 whatever the dtype. A module that mixes up tokens is off by a tenth or more.
+# Relative to the largest number. A projection of several tokens rounds differently from one of a single token, and some
+# state functions compute in float32 for every dtype. Wrong states differ by a tenth or more.
 _TOLERANCE = 1e-3
-_ROUNDINGS = 16.0  # of a coarse dtype, if that is more
+_ROUNDINGS = 16.0  # units of rounding; the tolerance of coarse dtypes
 _ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError, NotImplementedError)
 
 _lock = threading.Lock()
@@ -27,19 +28,19 @@ _known: "WeakKeyDictionary[nn.Module, StepProtocol | str]" = WeakKeyDictionary()
 
 
 class _Steps(NamedTuple):
-    """What a mixer made of tokens that it read one by one."""
+    """Outputs and states of a mixer that read tokens one by one."""
 
-    outputs: Sequence[Tensor]  # by token, [B, 1, ...], parts of a tuple side by side
+    outputs: Sequence[Tensor]  # by token, [B, 1, ...]; parts of a tuple are concatenated
     states: Sequence[States]
     writes_recurrent: bool
 
 
 def probed(mixer: Mixer, num_states: int) -> StepProtocol | str:
-    """How a mixer reads one token, found by running it on a few made up ones; or why that cannot be told.
+    """The protocol of a mixer, found by running it on a few synthetic tokens; a reason if there is none.
 
     Args:
-        mixer: the module; it and its children run, on the meta device without numbers.
-        num_states: how many states of each kind the cache's layer may hold.
+        mixer: the module, which is run; on the meta device, without comparing values.
+        num_states: states of each kind that the cache's layer may hold.
     """
     with _lock:
         known = _known.get(mixer.module)
@@ -49,7 +50,7 @@ def probed(mixer: Mixer, num_states: int) -> StepProtocol | str:
         with torch.no_grad():
             found = _probe(mixer, num_states)
     except _ERRORS as error:
-        found = f"does not read tokens with a cache alone ({type(error).__name__}: {error})"
+        found = f"cannot be run with hidden states and a cache only ({type(error).__name__}: {error})"
     with _lock:
         _known[mixer.module] = found
     return found
@@ -81,12 +82,12 @@ def _probe(mixer: Mixer, num_states: int) -> StepProtocol | str:
     if protocol.prepared is not None and not _holds(protocol, mixer, tokens, before, steps):
         protocol = protocol._replace(inputs=protocol.inputs - {protocol.prepared}, prepared=None)
     if not _holds(protocol, mixer, tokens, before, steps):
-        return "reads several tokens otherwise than one by one"
+        return "gives other outputs or states under hooks than token by token"
     return protocol
 
 
 def _holds(protocol: StepProtocol, mixer: Mixer, tokens: Tensor, before: States, steps: _Steps) -> bool:
-    """Whether a mixer under hooks gives what it gives token by token, whether states are kept or not."""
+    """Whether a mixer under hooks gives the outputs and states of single tokens, with states kept and replayed."""
     for max_kept_bytes in (1 << 60, -1):
         outputs, states = _hooked(mixer, protocol, tokens, before, max_kept_bytes)
         pairs = [(outputs, torch.cat(list(steps.outputs), dim=1))]
@@ -98,7 +99,7 @@ def _holds(protocol: StepProtocol, mixer: Mixer, tokens: Tensor, before: States,
 
 
 def _made_up(module: nn.Module) -> Tensor:
-    """Hidden states [B, T, D] of the size of normalised ones, in the dtype and where the convolution is."""
+    """Synthetic hidden states [B, T, D] in the dtype and on the device of the convolution."""
     conv = next(child for child in module.children() if isinstance(child, nn.Conv1d))
     width = getattr(module, "hidden_size", conv.in_channels)
     numbers = torch.arange(_NUM_ROWS * (_NUM_PREFIX + _NUM_STEPS) * width, dtype=torch.float64).sin()
@@ -106,14 +107,14 @@ def _made_up(module: nn.Module) -> Tensor:
 
 
 def _run(mixer: Mixer, module: nn.Module, hidden: Tensor, layer: LinearAttentionLayer) -> Any:
-    """What a mixer, or a copy of it, returns for tokens after those of a layer's states."""
+    """The output of a mixer, or of a copy of it, for tokens that follow a layer's states."""
     cache = Cache(layers=[layer] * (mixer.layer_index + 1))
     arguments = {mixer.hidden_name: hidden, mixer.cache_name: cache, **dict.fromkeys(mixer.mask_names)}
     return type(mixer.module).forward(module, **arguments)
 
 
 def _loaded(states: States, num_states: int) -> StepLayer:
-    """A layer with copies of states."""
+    """A layer with copies of `states`."""
     layer = StepLayer(num_states)
     layer.load({slot: state.clone() for slot, state in states.items()})
     return layer
@@ -135,7 +136,7 @@ def _step_by_step(mixer: Mixer, tokens: Tensor, before: States) -> _Steps:
 
 
 def _with_children(protocol: StepProtocol, mixer: Mixer, token: Tensor, before: States) -> StepProtocol:
-    """The protocol with the children that read the token alone, and the one whose output is returned."""
+    """The protocol with the input and output projections, found by watching calls of the children."""
     twin = copy.copy(mixer.module)
     calls: list[tuple[str, Any, Any]] = []
     watched = {name: _Watched(name, child, calls) for name, child in mixer.module.named_children()}
@@ -161,7 +162,7 @@ def _with_children(protocol: StepProtocol, mixer: Mixer, token: Tensor, before: 
 def _hooked(
     mixer: Mixer, protocol: StepProtocol, tokens: Tensor, before: States, max_kept_bytes: int
 ) -> tuple[Tensor, dict[int, States]]:
-    """What the mixer returns under hooks, and its states after the first token and after the last."""
+    """The mixer's output under hooks, and its states after the first and after the last token."""
     states: dict[int, States] = {}
     for number in (0, _NUM_STEPS - 1):
         layer = _loaded(before, 1 + max(slot.number for slot in before))
@@ -182,7 +183,7 @@ def _hooked(
 
 
 class _Watched(StandIn):
-    """Runs the child that it stands for, and notes what that read and made."""
+    """Runs the child that it replaces, and records its input and output."""
 
     def __init__(self, name: str, child: nn.Module, calls: list[tuple[str, Any, Any]]):
         super().__init__(child)
@@ -196,13 +197,13 @@ class _Watched(StandIn):
 
 
 def _flat(output: Any) -> Tensor:
-    """A mixer's output [B, Q, ...], or the parts of a tuple of them side by side, as [B, Q, N]."""
+    """A mixer's output [B, Q, ...], or a tuple of outputs concatenated, as [B, Q, N]."""
     parts: Sequence[Tensor] = [output] if isinstance(output, Tensor) else output
     return torch.cat([part.flatten(2) for part in parts], dim=2)
 
 
 def _is_close(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors differ by rounding at most."""
+    """Whether two tensors differ by no more than rounding."""
     if not one.is_floating_point():
         return torch.equal(one, other)
     tolerance = max(_TOLERANCE, _ROUNDINGS * torch.finfo(one.dtype).eps)

@@ -1,4 +1,4 @@
-"""Lets a mixer read the tokens of a forward one by one, over projections that read all of them at once."""
+"""Stepped mixers: hooks that let a mixer read tokens one by one, over projections of all tokens at once."""
 
 import copy
 import inspect
@@ -13,10 +13,11 @@ from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from hf_speculate.cache.recurrent import ModuleStates, RecurrentStates, Slot, States, put_states, states_of
+from hf_speculate.models.stand_in import Held, Reached, Seen
 
 
 class Mixer(NamedTuple):
-    """A module that reads and writes states of a cache layer, and the names of its forward's arguments."""
+    """A module that reads and writes recurrent states of a cache layer, and its argument names."""
 
     module: nn.Module
     layer_index: int
@@ -26,23 +27,23 @@ class Mixer(NamedTuple):
 
 
 class StepProtocol(NamedTuple):
-    """How a class of mixers reads one token."""
+    """What the probe found about a class of mixers."""
 
     slots: frozenset[Slot]  # of the states that it writes
-    inputs: frozenset[str]  # children that read the token itself, or what another of them made of it alone
-    prepared: str | None  # the one of them that comes first and reads what the mixer made of the token; None: none does
-    output: str | None  # the child whose output the mixer returns; None: there is none
-    writes_recurrent: bool  # whether it writes to the recurrent state that it is given
-    reads_at_once: bool  # whether several tokens after a cached text give what they give one by one
-    reads_columns: bool  # whether it has convolution states alone, which are rolled back without reading one by one
+    inputs: frozenset[str]  # input projections: children that read the token, or another one's output
+    prepared: str | None  # the first of them, if it reads what the mixer computed from the token
+    output: str | None  # output projection: the child whose output the mixer returns
+    writes_recurrent: bool  # whether it writes recurrent states in place
+    reads_at_once: bool  # whether several tokens at once give the states of single ones
+    reads_columns: bool  # whether it only has convolution states, which can be cropped
     num_bytes: int  # of the states of one row
 
 
 class StepLayer(LinearAttentionLayer):
-    """A cache layer that takes new states without copying them."""
+    """A cache layer that stores new states without copying them."""
 
     def load(self, states: States) -> None:
-        """Hold these states."""
+        """Store states, by reference."""
         put_states(self, states)
         for slot, state in states.items():
             self.has_previous_state[slot.number] = True
@@ -53,7 +54,7 @@ class StepLayer(LinearAttentionLayer):
                 self.is_recurrent_states_initialized[slot.number] = True
 
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        """Hold a new state, in the dtype of the one before."""
+        """Store a new state in the dtype of the previous one."""
         held = self.recurrent_states[state_idx]
         state = recurrent_states if held is None else recurrent_states.to(held.dtype)
         self.recurrent_states[state_idx] = state
@@ -68,25 +69,27 @@ class _Reading:
         self.tokens = _by_token(hidden)
         self.arguments = arguments  # without the hidden states
         self.layer = layer
-        self.before = before  # states before the token that is read next
-        self.held: dict[str, tuple[Tensor, ...]] = {}  # by input child: its outputs, by token
-        self.whole = {id(self.tokens[0]): (self.tokens[0], hidden)}  # what stands for all tokens, by the first one's id
-        self.prepared: Tensor | None = None  # what the mixer made of all tokens for its first child
-        self.widened = ""  # the input child that reads all tokens now
+        self.before = before  # the states before the next token
+        self.held: dict[str, tuple[Tensor, ...]] = {}  # outputs of each input projection, by token
+        self.whole = {
+            id(self.tokens[0]): (self.tokens[0], hidden)
+        }  # tensors of all tokens, by the id of the first token's
+        self.prepared: Tensor | None = None  # input of the first projection, for all tokens
+        self.widened = ""  # the input projection that currently reads all tokens
         self.states: list[States] = []
 
 
 class SteppedMixer:
     """Hooks on a mixer, which act in forwards of one cache that may be rolled back.
 
-    The mixer itself reads the first token, while its input children read all of them. Where it comes to its output
-    child, a copy of the mixer reads the other tokens one by one, given what the input children made of them; then the
-    output child reads all tokens, and the mixer returns what belongs to all of them.
+    The mixer itself reads the first token, while its input projections read all of them. At the output projection a
+    shallow copy of the mixer reads the other tokens one by one, with the outputs of the input projections; the output
+    projection then reads all tokens, and the mixer returns the output of all of them.
 
     Args:
-        mixer: the module, which stays as it is but for the hooks.
-        protocol: of its class.
-        states: of the cache.
+        mixer: the module; only hooks are added to it.
+        protocol: what the probe found about its class.
+        states: the recurrent states of the cache.
     """
 
     def __init__(self, mixer: Mixer, protocol: StepProtocol, states: RecurrentStates):
@@ -95,8 +98,8 @@ class SteppedMixer:
         self.states = states
         self._names = list(inspect.signature(type(mixer.module).forward).parameters)[1:]
         children = dict(mixer.module.named_children())
-        self._inputs = {name: _Held(children[name]) for name in protocol.inputs}
-        self._output = None if protocol.output is None else _Seen(children[protocol.output])
+        self._inputs = {name: Held(children[name]) for name in protocol.inputs}
+        self._output = None if protocol.output is None else Seen(children[protocol.output])
         self._copy = copy.copy(mixer.module)
         parts = self._inputs if self._output is None else {**self._inputs, str(protocol.output): self._output}
         vars(self._copy)["_modules"] = {**vars(self._copy)["_modules"], **parts}
@@ -107,7 +110,7 @@ class SteppedMixer:
         """Register the hooks.
 
         Args:
-            handles: gains what removes them.
+            handles: the hooks' handles are appended to it.
         """
         module = self.mixer.module
         children = dict(module.named_children())
@@ -122,14 +125,16 @@ class SteppedMixer:
 
     @property
     def _own_reading(self) -> _Reading | None:
-        """The forward under way; None in another thread, whose forward runs through the same modules."""
+        """The current forward of this thread; None in other threads, which may run the same modules."""
         return self._reading if self._thread == threading.get_ident() else None
 
     def _enter(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Give the mixer the first token alone, and a cache of its own."""
+        """Pass the mixer the first token only, and a cache of its own."""
         states, mixer = self.states, self.mixer
+        if kwargs is None:  # a forward in another thread, while torch registers or removes this hook
+            return None
         arguments = dict(zip(self._names, args, strict=False)) | kwargs
         if not states.is_stepping or arguments.get(mixer.cache_name) is not states.cache:
             return None
@@ -150,7 +155,7 @@ class SteppedMixer:
         return (), {mixer.hidden_name: reading.tokens[0], **arguments}
 
     def _widen(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Let an input child read all tokens."""
+        """Let an input projection read all tokens."""
         reading = self._own_reading
         if reading is None or not args:
             return None
@@ -161,7 +166,7 @@ class SteppedMixer:
         return whole, *args[1:]
 
     def _narrow(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
-        """Hand the mixer what the child made of the first token."""
+        """Return the projection of the first token to the mixer."""
         reading = self._own_reading
         if reading is None or reading.widened != name:
             return None
@@ -172,19 +177,19 @@ class SteppedMixer:
         return first
 
     def _read_rest(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Let the copy read the other tokens, and the output child all of them."""
+        """Let the copy read the other tokens, and the output projection all of them."""
         reading = self._own_reading
         if reading is None or reading.states:
             return None
         return torch.cat(self._rest(reading, args[0]), dim=1), *args[1:]
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Note the states after each token; without an output child, return what belongs to all tokens."""
+        """Record the states after each token; without an output projection, return the output of all tokens."""
         reading = self._own_reading
         if reading is None:
             return None
         self._reading = None
-        if output is None:  # an error is on its way
+        if output is None:  # the forward raised an error
             return None
         if not reading.states:
             output = _joined(self._rest(reading, output))
@@ -193,7 +198,7 @@ class SteppedMixer:
         return output
 
     def _rest(self, reading: _Reading, first: Any) -> list[Any]:
-        """What the output child reads, or the mixer returns, by token; states are noted."""
+        """Inputs of the output projection, or outputs of the mixer, by token; the states are recorded."""
         found = [first]
         self._note(reading)
         for number in range(1, len(reading.tokens)):
@@ -203,7 +208,7 @@ class SteppedMixer:
         return found
 
     def _step(self, reading: _Reading, number: int) -> Any:
-        """Let the copy read one token, from the states that the layer holds."""
+        """Let the copy read one token after the layer's states."""
         for name, stand_in in self._inputs.items():
             stand_in.output = reading.held[name][number]
         arguments = {self.mixer.hidden_name: reading.tokens[number], **reading.arguments}
@@ -211,11 +216,11 @@ class SteppedMixer:
         return output if self._output is None else self._output.taken()
 
     def _given_first(self, name: str, arguments: dict[str, Any]) -> Tensor | None:
-        """What the mixer gives its first child for all tokens; it does not come further."""
+        """The input of the first projection for all tokens; the forward ends there."""
         self._inputs[name].output = None
         try:
             type(self.mixer.module).forward(self._copy, **arguments)
-        except _Reached as reached:
+        except Reached as reached:
             return reached.given
         return None
 
@@ -226,70 +231,25 @@ class SteppedMixer:
         reading.states.append(reading.before if self.states.keeps or is_last else {})
 
     def _replay(self, reading: _Reading, number: int, before: States) -> States:
-        """The states after a token, from those before it."""
+        """Compute the states after a token from those before it."""
         self._load(reading.layer, before)
         self._step(reading, number)
         return self._after(reading.layer, number, before)
 
     def _load(self, layer: StepLayer, states: States) -> None:
-        """Let the layer hold states that may be written to."""
+        """Load states into the layer; those that are written in place are copied."""
         is_written = {"conv": True, "recurrent": self.protocol.writes_recurrent}
         own = {slot: state for slot, state in states.items() if slot in self.protocol.slots}
         layer.load({slot: state.clone() if is_written[slot.kind] else state for slot, state in own.items()})
 
     def _after(self, layer: StepLayer, number: int, before: States) -> States:
-        """The layer's states after a token; of rows that had read it already, those before."""
+        """The layer's states after a token; rows that held the token already keep theirs."""
         after: Mapping[Slot, Tensor] = states_of(layer)
         skips = self.states.num_skipped
         if skips is None or number >= max(skips):
             return after
         is_skipped = [number < skip for skip in skips]
         return {slot: _where(is_skipped, before[slot], state) for slot, state in after.items()}
-
-
-class StandIn(nn.Module):
-    """Takes the place of a child in a copy of its parent, whose other attributes it passes on."""
-
-    def __init__(self, child: nn.Module):
-        super().__init__()
-        vars(self)["child"] = child  # not a child of this module
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(vars(self)["child"], name)
-
-
-class _Reached(Exception):  # no error
-    """Ends a forward at a child."""
-
-    def __init__(self, given: Tensor):
-        super().__init__()
-        self.given = given
-
-
-class _Held(StandIn):
-    """Returns what it is told to; told nothing, it ends the forward."""
-
-    output: Tensor | None = None
-
-    def forward(self, inputs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if self.output is None:
-            raise _Reached(inputs)
-        return self.output
-
-
-class _Seen(StandIn):
-    """Keeps what it is given."""
-
-    seen: Tensor | None = None
-
-    def forward(self, inputs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        self.seen = inputs
-        return inputs
-
-    def taken(self) -> Tensor | None:
-        """What it was given last, which it lets go."""
-        seen, self.seen = self.seen, None
-        return seen
 
 
 def _by_token(hidden: Tensor) -> tuple[Tensor, ...]:
@@ -299,13 +259,13 @@ def _by_token(hidden: Tensor) -> tuple[Tensor, ...]:
 
 
 def _joined(outputs: list[Any]) -> Any:
-    """What a mixer returned for each token, as it returns all of them: [B, Q, ...], or a tuple of them."""
+    """Outputs of single tokens as one output [B, Q, ...], or as a tuple of outputs."""
     if isinstance(outputs[0], Tensor):
         return torch.cat(outputs, dim=1)
     return tuple(_joined(list(parts)) for parts in zip(*outputs, strict=True))
 
 
 def _where(is_kept: list[bool], before: Tensor, after: Tensor) -> Tensor:
-    """Rows of `before` where a flag is set, else of `after`."""
+    """Rows of `before` if their flag is set, otherwise of `after`."""
     flags = torch.tensor(is_kept, device=after.device).view(-1, *[1] * (after.ndim - 1))
     return torch.where(flags, before, after)

@@ -1,4 +1,4 @@
-"""Finds the mixers of a model, which write its recurrent states, and why they cannot be rolled back."""
+"""Finds the mixers of a model, the modules that write recurrent states, and whether these can be rolled back."""
 
 import inspect
 from collections import defaultdict
@@ -14,19 +14,19 @@ from hf_speculate.models.language_model import CACHE_NAMES
 from hf_speculate.models.mixer_probe import probed
 from hf_speculate.models.mixer_steps import Mixer, StepProtocol
 
-# Types of layers to which older versions of transformers give a recurrent layer of the cache that stays empty.
+# Layer types for which older versions of transformers make a recurrent cache layer that stays empty.
 _WITHOUT_STATES = ("mlp", "moe")
 
 
 class SteppedModel(NamedTuple):
-    """The mixers of a model, each with how its class reads one token."""
+    """The mixers of a model, each with the protocol of its class."""
 
     mixers: Sequence[tuple[Mixer, StepProtocol]]
-    obstacle: str  # why they cannot be rolled back; empty if they can
+    obstacle: str  # why their states cannot be rolled back; empty if they can
 
     @property
     def num_bytes(self) -> int:
-        """Of all states of one row."""
+        """Bytes of all states of one row."""
         return sum(protocol.num_bytes for _, protocol in self.mixers)
 
 
@@ -34,8 +34,8 @@ def stepped_model(model: PreTrainedModel, cache: Cache) -> SteppedModel:
     """The mixers of a model.
 
     Args:
-        model: with recurrent layers.
-        cache: its states.
+        model: a model with recurrent layers.
+        cache: its layers tell which are recurrent.
     """
     types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or []
     found: list[tuple[Mixer, StepProtocol]] = []
@@ -49,7 +49,7 @@ def stepped_model(model: PreTrainedModel, cache: Cache) -> SteppedModel:
         for mixer in mixers[index]:
             kind = type(mixer.module)
             if "forward" in vars(mixer.module):
-                return _unserved(kind, "has a forward of its own (accelerate moves its weights, or a kernel runs it)")
+                return _unserved(kind, "has a replaced forward (accelerate moves its weights, or a kernel runs it)")
             protocol = by_class[kind] if kind in by_class else probed(mixer, layer.number_of_states)
             by_class[kind] = protocol
             if isinstance(protocol, str):
@@ -57,38 +57,38 @@ def stepped_model(model: PreTrainedModel, cache: Cache) -> SteppedModel:
             if protocol.slots:
                 found.append((mixer, protocol))
         if len(found) == num_before:
-            return SteppedModel([], f"whose layer {index} keeps its states otherwise than in the cache it is given")
+            return SteppedModel([], f"whose layer {index} does not keep its states in the cache")
     return SteppedModel(found, "")
 
 
 def recurrent_cache(model: PreTrainedModel) -> Cache | None:
-    """An empty cache, as transformers makes it for a model; None if none of its layers is recurrent."""
+    """An empty cache of the model; None if no layer is recurrent."""
     try:
         cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    except (KeyError, AttributeError, TypeError, ValueError):  # a config that says nothing of a cache's layers
+    except (KeyError, AttributeError, TypeError, ValueError):  # a config that does not describe a cache
         return None
     return cache if is_recurrent(cache) else None
 
 
 def rollback_obstacle(model: PreTrainedModel, is_stateful: bool) -> str:
-    """Why the recurrent states of a model cannot be rolled back; empty if they can, or if it has none.
+    """Why the recurrent states of a model cannot be rolled back; empty if they can, or if there are none.
 
     Args:
         model: any model.
-        is_stateful: whether transformers says that it has recurrent states.
+        is_stateful: whether transformers calls it stateful.
     """
     cache = recurrent_cache(model)
     if cache is None:
-        return "of its own kind" if is_stateful else ""
+        return "outside a transformers cache" if is_stateful else ""
     if (getattr(model, "tp_size", None) or 1) > 1:
         return "and split by tensor parallelism, which is not supported for recurrent layers"
     if any(vars(module).get("_compiled_call_impl") is not None for module in model.modules()):
-        return "and compiled in place, where no hooks can be put on its modules"
+        return "and compiled in place, which prevents hooks on its modules"
     return stepped_model(model, cache).obstacle
 
 
 def _mixers_by_layer(model: PreTrainedModel) -> dict[int, list[Mixer]]:
-    """Modules with a convolution that take hidden states and a cache, of which they use one layer."""
+    """Modules with a convolution that take hidden states and a cache and have a layer index, by that index."""
     found: dict[int, list[Mixer]] = defaultdict(list)
     for module in model.modules():
         index = vars(module).get("layer_idx")

@@ -113,6 +113,23 @@ def test_states_that_exceed_their_share_of_the_memory_are_computed_again():
     assert rollback_text(model, layers, 1 << 40, cpu).startswith("computes states again from recorded projections")
 
 
+def test_hooks_ignore_forwards_that_meet_them_half_registered():
+    """torch adds a hook first and its request for keywords after that; a forward in another thread may come between."""
+    model, token = make_model("qwen3_5"), torch.tensor([[7]])
+    kv_cache = make_hybrid_cache(model, DynamicCache(config=model.config), 1, None, torch.device("cpu"))
+    language_model = LanguageModel(model)
+    language_model.forward(token, kv_cache)
+    kv_cache.begin_recording()
+    language_model.forward(torch.tensor([[8, 9]]), kv_cache)  # which adds the hooks
+    mixers = [module for module in model.modules() if hasattr(module, "conv1d")]
+    assert all(module._forward_pre_hooks_with_kwargs for module in mixers)
+    for module in mixers:
+        module._forward_pre_hooks_with_kwargs.clear()
+    logits = model(token, past_key_values=DynamicCache(config=model.config), use_cache=True).logits
+    kv_cache.release()
+    assert torch.equal(logits, model(token).logits)
+
+
 @pytest.mark.parametrize("kind", FEW_KINDS)
 def test_tokens_that_a_row_holds_already_are_passed_over(kind):
     """A draft's rows are fed equally many tokens, and drop more than they were fed since the last rollback."""

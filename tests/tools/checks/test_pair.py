@@ -97,10 +97,13 @@ def test_a_model_of_70_billion_parameters_takes_no_memory_and_its_config_stays()
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (RwkvConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2), "RwkvForCausalLM with recurrent state of its"),
+        (
+            RwkvConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2),
+            "RwkvForCausalLM with recurrent state outside a",
+        ),
         (
             MiniMaxConfig(vocab_size=64, num_attention_heads=4, num_local_experts=2, **SMALL),
-            "states otherwise than in the cache",
+            "does not keep its states in the cache",
         ),
     ],
 )
