@@ -77,9 +77,12 @@ mvp nemotron nllb-moe olmo olmo2 olmo3 olmoe opt pegasus pegasus_x persimmon phi
 qwen2 qwen2_5_vl qwen2_5_vl_text qwen2_audio qwen2_moe qwen2_vl qwen2_vl_text qwen3 qwen3_moe seed_oss smollm3
 stablelm starcoder2 switch_transformers t5 t5_gemma_module t5gemma t5gemma2 t5gemma2_decoder trocr umt5 vibevoice_asr
 whisper xglm
+bamba falcon_h1 falcon_mamba granitemoehybrid inkling_text jamba kimi_linear lfm2 lfm2_moe mamba mamba2 nemotron_h
+olmo_hybrid qwen3_5 qwen3_5_moe_text qwen3_5_text qwen3_next zamba zamba2 zaya
 """
+_SINCE_NEWEST = "bailing_hybrid hyperclovax hyperclovax_vision_v2 lfm3"
 # The oldest version of transformers with which tests have shown a type; the newest is that of `compat`.
-SHOWN = dict.fromkeys(_SINCE_OLDEST.split(), "5.17.0") | {"hyperclovax": "5.23.0", "hyperclovax_vision_v2": "5.23.0"}
+SHOWN = dict.fromkeys(_SINCE_OLDEST.split(), "5.17.0") | dict.fromkeys(_SINCE_NEWEST.split(), "5.23.0")
 
 
 # The packages of `transformers.models` whose models take one mask for each kind of layer, by name, as `attention_mask`.

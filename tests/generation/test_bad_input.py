@@ -250,13 +250,12 @@ def test_a_model_with_recurrent_state():
 
 
 def test_an_unfit_assistant_is_a_value_error_as_in_transformers():
-    mamba = AutoModelForCausalLM.from_config(
-        MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, state_size=4)
-    )
+    config = RwkvConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2, context_length=32)
+    rwkv = AutoModelForCausalLM.from_config(config)
     inputs = ragged_prompts(1, seed=1)
     target, draft = make_model("llama"), pair("llama")[1]
     larger = make_model("llama", vocab_size=2048)
-    for model, assistant in ((mamba, draft), (target, larger)):
+    for model, assistant in ((rwkv, draft), (target, larger)):
         for decode in (model.generate, functools.partial(hf_speculate.generate, model)):
             with pytest.raises(ValueError, match=r"stateful|recurrent state|tokenizers"):
                 decode(**inputs, assistant_model=assistant, max_new_tokens=3)

@@ -156,6 +156,19 @@ def test_rows_move_in_lock_step_where_attention_counts_columns():
     assert stats.lock_step
 
 
+@pytest.mark.parametrize("kind", ["qwen3_5", "mamba"])
+def test_an_unknown_class_is_compared_with_plain_decoding_and_no_hook_stays(kind):
+    model = make_model(kind)
+    model.__class__ = type(
+        f"My{type(model).__name__}", (type(model),), {}
+    )  # transformers looks for "mamba" in the name
+    target, inputs, stats = hf_speculate.enable(model), ragged_prompts(3, seed=3), hf_speculate.SpeculationStats()
+    ours = target.generate(**inputs, max_new_tokens=8, prompt_lookup_num_tokens=3, speculation_stats=stats)
+    assert_equal_ids(target.generate(**inputs, max_new_tokens=8), ours)
+    assert "self-test: passed" in stats.plan
+    assert not hooks_of(target)
+
+
 @pytest.mark.parametrize("kind", ["qwen3_5", "falcon_h1"])
 def test_attentions_are_those_of_plain_decoding(kind):
     target, inputs = hf_speculate.enable(make_model(kind, attn_implementation="eager")), ragged_prompts(1, seed=1)

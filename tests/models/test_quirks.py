@@ -14,10 +14,11 @@ from hf_speculate.models import quirks
 from hf_speculate.models.quirks import QUIRKS, SHOWN, Limit, is_shown, may_compare_attention, model_types
 from tests.cases import assert_equal_ids
 from tests.tiny import KINDS, MORE_KINDS, make_config, make_model, noisy_copy, ragged_prompts
-from tests.tiny_encoders import make_bart, make_llava, make_qwen2_vl, make_t5, make_whisper
+from tests.tiny_encoders import make_bart, make_llava, make_qwen2_vl, make_qwen3_5_vl, make_t5, make_whisper
 from tests.tiny_families import FAMILIES, make_family
 from tests.tiny_pictures import READINGS
 from tests.tiny_readers import COLUMN_COUNTERS, ENCODERS, READERS
+from tests.tiny_recurrent import RECURRENT_KINDS
 
 NUM_NEW = 20
 # Of types that are refused, one class each: models of its default config, without weights.
@@ -65,11 +66,11 @@ def assert_decodes_as_plain(target, inputs, **options):
 
 
 def test_every_type_in_the_table_is_shown_by_a_test():
-    makers = (make_t5, make_bart, make_whisper, make_llava, make_qwen2_vl)
+    makers = (make_t5, make_bart, make_whisper, make_llava, make_qwen2_vl, make_qwen3_5_vl)
     readers = [make().target for make in (READINGS | READERS | ENCODERS).values()]
     models = [make() for make in (*makers, *COLUMN_COUNTERS.values())] + readers + [make_family("t5gemma")]
     types = {name for model in models for name in model_types(model)}
-    types |= {make_config(kind).model_type for kind in KINDS + MORE_KINDS} | set(FAMILIES)
+    types |= {make_config(kind).model_type for kind in KINDS + MORE_KINDS + RECURRENT_KINDS} | set(FAMILIES)
     since = {name for name, version in SHOWN.items() if version == "5.17.0" or "hyperclovax" in COLUMN_COUNTERS}
     assert types == since
 
