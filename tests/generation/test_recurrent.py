@@ -132,6 +132,20 @@ def test_a_passed_cache_goes_on_from_call_to_call(kind, batch_size):
     assert_equal_caches(*caches)
 
 
+@pytest.mark.parametrize("kind", FEW_KINDS)
+def test_rows_that_end_early_leave_the_states_of_plain_decoding(kind):
+    target, inputs = target_of(kind), ragged_prompts(3, seed=3)
+    new_ids = target.generate(**inputs, max_new_tokens=14)[:, inputs["input_ids"].shape[1] :]
+    ends = [int(new_ids[0, 4]), int(new_ids[1, 9])]
+    caches, texts = [], []
+    for own in ({}, {"assistant_model": draft_of(kind), "num_assistant_tokens": 4}):
+        caches.append(DynamicCache(config=target.config))
+        options = {"max_new_tokens": 14, "eos_token_id": ends, cache_name(target): caches[-1], **own}
+        texts.append(target.generate(**inputs, **options))
+    assert_equal_ids(*texts)
+    assert_equal_caches(*caches)
+
+
 def test_prompts_are_read_in_chunks_where_several_tokens_are_read_right():
     inputs, options = ragged_prompts(3, seed=3), {"max_new_tokens": 8, "prefill_chunk_size": 4}
     for kind in ("qwen3_5", "jamba"):  # the latter reads a chunk as if nothing were before it, in plain decoding too
