@@ -100,8 +100,9 @@ class Drafter(Protocol):
     """
 
     hidden_layers: Sequence[int] | None
-    """Layers of the target whose hidden states `kept` holds, concatenated along D, numbered as in
-    `output_hidden_states`; -1 is the last state, as the head reads it. None if the drafter reads no hidden states."""
+    """Layers of the target whose hidden states `kept` holds, concatenated along D: i is the input of decoder layer i,
+    the number of layers is the output of the last one before the final norm, and -1 is the state after that norm, as
+    the language modelling head reads it. None if the drafter reads no hidden states."""
     max_draft_tokens: int | None
     """The most tokens that it drafts; None for any number."""
     reads_host_tokens: bool
@@ -122,6 +123,16 @@ class Drafter(Protocol):
         Raises:
             ConfigError: see `DraftRequest.check`.
             ShapeError: see `DraftRequest.check`.
+        """
+
+    def project_states(self, states: Tensor) -> Tensor:
+        """Called once with the hidden states of every forward of the target; `kept` holds what it returns.
+
+        Args:
+            states: [B, Q, A * D], the states of the A layers in `hidden_layers`; undefined at padding.
+
+        Returns:
+            [B, Q, D'], the states as they are if the drafter needs no projection.
         """
 
     def resume(self, token_ids: Tensor) -> None:
@@ -147,6 +158,10 @@ class DrafterDefaults:
     reads_kept = True
     min_query_len = 1
     drafts_fewer = False
+
+    def project_states(self, states: Tensor) -> Tensor:
+        """Returns the states as they are."""
+        return states
 
     def resume(self, token_ids: Tensor) -> None:
         """Does nothing."""

@@ -151,6 +151,10 @@ class BroadcastDrafter(DrafterDefaults):
         cached = own.cached or CachedDraft(num_own - 1 if request.kv_cache is not None else 0, [False] * len(agreed))
         return draft._replace(token_logits=None, logsumexp=None, cached=cached)
 
+    def project_states(self, states: Tensor) -> Tensor:
+        """See `Drafter.project_states`."""
+        return self.drafter.project_states(states)
+
     def resume(self, token_ids: Tensor) -> None:
         """See `Drafter.resume`."""
         self.drafter.resume(token_ids)

@@ -30,6 +30,7 @@ from hf_speculate.engine.draft_length import DraftLength
 from hf_speculate.engine.draft_session import DraftSession
 from hf_speculate.engine.drafter_factory import make_custom_drafter, make_drafter
 from hf_speculate.engine.end_padding import MAX_PADDING_QUERY, EndPadding
+from hf_speculate.engine.hidden_states import HiddenStates
 from hf_speculate.engine.model_state import model_state
 from hf_speculate.engine.observers import (
     BadLogitsObserver,
@@ -45,6 +46,7 @@ from hf_speculate.engine.stop_tracker import BlockStopping, StopTracker
 from hf_speculate.engine.target_session import TargetSession
 from hf_speculate.engine.verification import LockStepVerification, RowWiseVerification, Verification
 from hf_speculate.models.language_model import device_of
+from hf_speculate.models.layer_capture import FINAL_STATE, LayerCapture
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
 from hf_speculate.schedule import AdaptiveSchedule, ConstantSchedule, HeuristicSchedule, Schedule, ScheduleHistory
@@ -96,7 +98,8 @@ def build_decoder(
     )
     batch = _make_batch(plan, call)
     drafter = custom or make_drafter(target, plan, call, forget_compiled)
-    drafts = _make_draft_session(plan, call, drafter)
+    hidden_states = None if drafter is None else _make_hidden_states(target, plan, call, drafter)
+    drafts = _make_draft_session(plan, call, drafter, hidden_states)
     schedule = _make_schedule(target, plan, call, drafter)
     pads_ended_rows = plan.pad_token_id is not None
     stops = StopTracker(_stopping(call), call.batch_size, call.max_new_tokens, pads_ended_rows, plan.is_lock_step)
@@ -107,8 +110,8 @@ def build_decoder(
         options["output_hidden_states"] = True
     if call.recorded.attentions:
         options["output_attentions"] = True
-    if drafts.hidden_states is not None:
-        options["output_hidden_states"] = drafts.hidden_states.wanted
+    if hidden_states is not None and hidden_states.wanted:
+        options["output_hidden_states"] = hidden_states.wanted
     decoder = SpeculativeDecoder(
         target=TargetSession(
             language_model, target_cache, call.query_ids, call.prefill_chunk_size, options, _make_padding(plan, call)
@@ -174,7 +177,21 @@ def _make_padding(plan: Plan, call: Call) -> EndPadding:
     return EndPadding(plan.end_padding_id, max_query, call.ranks)
 
 
-def _make_draft_session(plan: Plan, call: Call, drafter: Drafter | None) -> DraftSession:
+def _make_hidden_states(target: PreTrainedModel, plan: Plan, call: Call, drafter: Drafter) -> HiddenStates | None:
+    """Where the target's states wait for the drafter; None if it reads none.
+
+    Candidate generators number layers as `output_hidden_states` of their transformers version does.
+    """
+    layers = plan.hidden_layers
+    if layers is None:
+        return None
+    is_returned = call.generator is not None or layers == (FINAL_STATE,)
+    return HiddenStates(layers, None if is_returned else LayerCapture(target, layers), drafter.project_states)
+
+
+def _make_draft_session(
+    plan: Plan, call: Call, drafter: Drafter | None, hidden_states: HiddenStates | None
+) -> DraftSession:
     draft, kv_cache, reuse = plan.draft_model, None, None
     if draft is not None and plan.draft_cache is not None:
         kv_cache = _make_cache(plan.draft_cache, draft, call, device_of(draft), is_draft=True)
@@ -183,7 +200,16 @@ def _make_draft_session(plan: Plan, call: Call, drafter: Drafter | None) -> Draf
     if drafter is not None and call.group is not None:
         drafter = BroadcastDrafter(drafter, call.group)
     padding_id = plan.pad_token_id if plan.is_lock_step else None
-    return DraftSession(drafter, kv_cache, plan.draft_strategy, call.batch_size, padding_id, reuse, plan.placeless_id)
+    return DraftSession(
+        drafter,
+        kv_cache,
+        plan.draft_strategy,
+        call.batch_size,
+        padding_id,
+        reuse,
+        plan.placeless_id,
+        hidden_states,
+    )
 
 
 def _make_schedule(target: PreTrainedModel, plan: Plan, call: Call, drafter: Drafter | None) -> Schedule:

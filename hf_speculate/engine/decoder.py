@@ -78,9 +78,10 @@ class SpeculativeDecoder:
 
     @contextmanager
     def released(self) -> Iterator[None]:
-        """Release the caches' buffers after the block, also after an error."""
+        """Release the caches' buffers and the target's hooks after the block, also after an error."""
         try:
-            yield
+            with self.drafts.capturing():
+                yield
         finally:
             for kv_cache in (self.target.kv_cache, self.drafts.kv_cache):
                 if kv_cache is not None:

@@ -1,6 +1,7 @@
 """Draft session: the drafter, its KV cache, and what both have seen of each row."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -27,6 +28,7 @@ class DraftSession:
         reuse: fills the cache from an earlier call, and keeps it for later ones; None if it is not reused.
         placeless_id: a token after which the target reads others of the same forward at wrong positions, so that drafts
             after it do not count; None if there is none.
+        hidden_states: the target's states that the drafter has not read; None if it reads none.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class DraftSession:
         padding_id: int | None = None,
         reuse: DraftCacheReuse | None = None,
         placeless_id: int | None = None,
+        hidden_states: HiddenStates | None = None,
     ):
         self.drafter = drafter
         self.kv_cache = kv_cache
@@ -46,12 +49,15 @@ class DraftSession:
         self._padding_id = padding_id
         self._reuse = reuse
         self._placeless_id = placeless_id
-        layers = None if drafter is None else drafter.hidden_layers
-        self.hidden_states = None if layers is None else HiddenStates(layers)
+        self.hidden_states = hidden_states
         self._num_seen = [0] * num_rows  # tokens of each row that the drafter has seen
         self._seen_lens: RowLens | None = None  # each row's length at the drafter's last call
         self._seen_round = 0  # the round of that call
         self._was_live: list[bool] = []  # [B] at the last draft
+
+    def capturing(self) -> AbstractContextManager[object]:
+        """The context that the target's forwards must run in."""
+        return nullcontext() if self.hidden_states is None else self.hidden_states.capturing()
 
     def begin(self, batch: Batch) -> None:
         """Fill the draft cache from an earlier call."""

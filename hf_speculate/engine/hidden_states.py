@@ -1,12 +1,14 @@
 """Hidden states of the target that the drafter has yet to read."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_speculate.errors import UnsupportedModelError
+from hf_speculate.models.layer_capture import LayerCapture
 from hf_speculate.transfers import send, upload
 from hf_speculate.types import Scored
 
@@ -28,13 +30,25 @@ class HiddenStates:
     Args:
         layers: layers whose states are wanted, concatenated along D in this order, numbered as in the target's
             `output_hidden_states`; -1 is the last one, as the head reads it.
+        capture: keeps the states of these layers during a forward; None to read them from the forward's output.
+        project: maps states [B, Q, D] to those that are kept; None to keep them as they are.
     """
 
-    def __init__(self, layers: Sequence[int] = (-1,)):
+    def __init__(
+        self,
+        layers: Sequence[int] = (-1,),
+        capture: LayerCapture | None = None,
+        project: Callable[[Tensor], Tensor] | None = None,
+    ):
         self._layers = list(layers)
+        self._capture, self._project = capture, project
         # the value of `output_hidden_states` in the target's forward: a list names the first layers only
-        self.wanted: bool | list[int] = True if min(self._layers) < 0 else self._layers
+        self.wanted: bool | list[int] = capture is None and (min(self._layers) < 0 or self._layers)
         self._pieces: list[_Piece] = []
+
+    def capturing(self) -> AbstractContextManager[object]:
+        """The context that the target's forwards must run in."""
+        return nullcontext() if self._capture is None else self._capture
 
     @property
     def counts(self) -> list[int]:
@@ -91,7 +105,12 @@ class HiddenStates:
         return states.to(device)
 
     def _states(self, output: Scored) -> Tensor:
-        """[B, Q, D] of the wanted layers."""
+        """[B, Q, D], what is kept of a forward's states."""
+        states = self._returned(output) if self._capture is None else self._capture.concatenated()
+        return states if self._project is None else self._project(states)
+
+    def _returned(self, output: Scored) -> Tensor:
+        """[B, Q, D] of the wanted layers, from the forward's output."""
         given = output.hidden_states or ()
         few = [layer for layer in self._layers if not -len(given) <= layer < len(given) or given[layer] is None]
         if few or any(given[layer].shape[1] < output.logits.shape[1] for layer in self._layers):

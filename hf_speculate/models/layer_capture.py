@@ -1,0 +1,104 @@
+"""Captures hidden states of chosen decoder layers by forward hooks, and no others.
+
+transformers' own `output_hidden_states` keeps the states of all layers, numbers chosen ones differently from version to
+version, and leaves out the state before the final norm.
+"""
+
+import threading
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from hf_speculate.errors import UnsupportedModelError
+
+FINAL_STATE = -1  # the state behind the final norm, as the language modelling head reads it
+_LAYERS = ("layers", "h", "blocks")
+_NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "norm_f")
+
+
+class LayerCapture:
+    """A context in which the hidden states of chosen layers are kept, forward by forward.
+
+    Forwards of other threads are passed over. The model's hooks are as before when the context ends.
+
+    Args:
+        model: whose decoder layers are hooked while the context lasts.
+        layers: ids of states: i is the input of decoder layer i, the number of layers is the output of the last one
+            before the final norm, and `FINAL_STATE` is the state behind that norm.
+
+    Raises:
+        UnsupportedModelError: the model's layers or its final norm are not found.
+    """
+
+    def __init__(self, model: PreTrainedModel, layers: Sequence[int]):
+        self.layers = tuple(layers)
+        self._name = type(model).__name__
+        decoder = model.get_decoder()
+        num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
+        modules = next((found for found in _parts(decoder, _LAYERS) if len(found) == num_layers), None)
+        norm = next(iter(_parts(decoder, _NORMS)), None)
+        if modules is None or (norm is None and FINAL_STATE in self.layers):
+            raise UnsupportedModelError(
+                f"hidden states must come from a model with {num_layers} decoder layers and a norm behind them, got "
+                f"{self._name}, whose parts have other names; use a drafter that reads no hidden states"
+            )
+        self._modules: dict[int, nn.Module] = {layer: modules[layer - 1] for layer in self.layers if layer > 0}
+        if norm is not None and FINAL_STATE in self.layers:
+            self._modules[FINAL_STATE] = norm
+        self._first: nn.Module | None = modules[0] if 0 in self.layers else None
+        self._states: dict[int, Tensor] = {}
+        self._handles: list[RemovableHandle] = []
+        self._thread = 0
+
+    def __enter__(self) -> "LayerCapture":
+        self._thread = threading.get_ident()
+        for layer, module in self._modules.items():
+            self._handles.append(module.register_forward_hook(partial(self._keep_output, layer)))
+        if self._first is not None:
+            self._handles.append(self._first.register_forward_pre_hook(self._keep_input, with_kwargs=True))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._states = [], {}
+
+    def state(self, layer: int) -> Tensor:
+        """[B, Q, D] of one layer in the last forward.
+
+        Raises:
+            UnsupportedModelError: the forward did not run the layer.
+        """
+        if layer not in self._states:
+            raise UnsupportedModelError(
+                f"the target's forward must run its own layers, got none of layer {layer} in {self._name}, as when "
+                "forward() was compiled; use a drafter that reads no hidden states"
+            )
+        return self._states[layer]
+
+    def concatenated(self) -> Tensor:
+        """[B, Q, A * D], the states of all layers in the last forward, joined in the order of the ids.
+
+        Raises:
+            UnsupportedModelError: see `state`.
+        """
+        states = [self.state(layer) for layer in self.layers]
+        return states[0] if len(states) == 1 else torch.cat([one.to(states[0].device) for one in states], dim=-1)
+
+    def _keep_output(self, layer: int, module: nn.Module, args: Any, output: Any) -> None:
+        if threading.get_ident() == self._thread:
+            self._states[layer] = output[0] if isinstance(output, tuple) else output
+
+    def _keep_input(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if threading.get_ident() == self._thread:
+            self._states[0] = args[0] if args else kwargs["hidden_states"]
+
+
+def _parts(decoder: nn.Module, names: Sequence[str]) -> list[Any]:
+    """The parts of a decoder that have one of the names."""
+    return [part for name in names if (part := getattr(decoder, name, None)) is not None]

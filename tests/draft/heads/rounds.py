@@ -1,0 +1,146 @@
+"""An engine that forces what is accepted: it feeds drafters what the decoder would, round by round."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_speculate.draft.base import Drafter, DrafterSetup, DraftRequest
+from hf_speculate.processors import BlockLogitsProcessorList
+from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy, Stream
+from tests.draft.heads.designs import NUM_TARGET_LAYERS, TARGET_WIDTH, VOCAB_SIZE
+from tests.tiny import make_model
+
+PAD = 0
+
+
+@cache
+def target_of(dtype: torch.dtype = torch.float64, vocab_size: int = VOCAB_SIZE) -> PreTrainedModel:
+    """A Llama of six layers. Shared between tests: do not change it."""
+    return make_model(
+        "llama", dtype=dtype, vocab_size=vocab_size, hidden_size=TARGET_WIDTH, num_hidden_layers=NUM_TARGET_LAYERS
+    )
+
+
+@torch.no_grad()
+def states_of(target: PreTrainedModel, text: Sequence[int], layers: Sequence[int]) -> Tensor:
+    """[T, A * Ht] of a plain forward: inputs of layers, or the last layer's output before the final norm, or after."""
+    kept = []
+    handle = target.model.layers[-1].register_forward_hook(
+        lambda module, args, output: kept.append(output[0] if isinstance(output, tuple) else output)
+    )
+    try:
+        given = target(torch.tensor([list(text)]), output_hidden_states=True).hidden_states
+    finally:
+        handle.remove()
+    num_layers = target.config.num_hidden_layers
+    parts = [kept[0][0] if layer == num_layers else given[layer][0] for layer in layers]
+    return torch.cat(parts, -1) if parts else given[0][0][:, :0]
+
+
+def setup_of(target: PreTrainedModel, num_pads: Sequence[int], **changes) -> DrafterSetup:
+    fields = {
+        "target": target,
+        "batch_size": len(num_pads),
+        "num_pads": tuple(num_pads),
+        "max_length": 512,
+        "max_draft_tokens": 16,
+        "vocab_size": target.config.vocab_size,
+        "eos_token_ids": frozenset(),
+        "device": torch.device("cpu"),
+        "processors": BlockLogitsProcessorList(),
+        "stream": Stream.DRAFT,
+    }
+    return DrafterSetup(**{**fields, **changes})
+
+
+def random_texts(lens: Sequence[int], seed: int = 0, vocab_size: int = VOCAB_SIZE) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(1, vocab_size, (length,), generator=generator).tolist() for length in lens]
+
+
+@dataclass
+class Rounds:
+    """Rows that a drafter is led through, token by token as the decoder would.
+
+    Args:
+        head: a loaded head, or anything that makes a drafter.
+        target: whose states are read.
+        texts: [B] prompts with the first emitted token.
+        layers: whose states; of the head unless told.
+        changes: of what the drafter is told of the call.
+    """
+
+    head: object
+    target: PreTrainedModel
+    texts: list[list[int]]
+    layers: Sequence[int] = ()
+    changes: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        longest = max(map(len, self.texts))
+        self.pads = [longest - len(text) for text in self.texts]
+        self.texts = [list(text) for text in self.texts]
+        self.layers = self.layers or self.head.hidden_layers
+        self.drafter: Drafter = self.head(setup_of(self.target, self.pads, **self.changes))
+        self.told = [0] * len(self.texts)  # tokens of each row that the drafter was told
+        self.is_first = True
+        self.num_rounds = 0
+
+    def draft(
+        self, num: int, strategy: SampleStrategy = SampleStrategy.GREEDY, seeds: Sequence[int] | None = None
+    ) -> DraftOut:
+        """One call of the drafter, with everything that rows have gained since the last one."""
+        self.num_rounds += 1
+        begins = [told or 1 for told in self.told]
+        counts = [len(text) - begin for text, begin in zip(self.texts, begins, strict=True)]
+        width = max(counts)
+        new = [text[begin:] for text, begin in zip(self.texts, begins, strict=True)]
+        ids = torch.tensor([row + [-1] * (width - len(row)) for row in new], dtype=torch.int64)
+        kept = Kept(ids, torch.tensor(counts, dtype=torch.int32), self._states(begins, counts, width))
+        if self.is_first:
+            query = torch.tensor([[PAD] * pad + text for pad, text in zip(self.pads, self.texts, strict=True)])
+        else:
+            query = torch.tensor([([PAD] * width + text)[-max(width, 1) :] for text in self.texts])
+        if self.is_first and not self.layers:
+            kept = None
+        seeds = torch.tensor(range(len(self.texts)) if seeds is None else seeds)
+        positions = torch.tensor([len(text) for text in self.texts])
+        keys = NoiseKeys(seeds, torch.full_like(seeds, self.num_rounds), positions)
+        out = self.drafter.draft(DraftRequest(query, None, num, strategy, keys, kept))
+        self.told, self.is_first = [len(text) for text in self.texts], False
+        return out
+
+    def accept(self, draft: DraftOut, counts: Sequence[int | None], seed: int) -> None:
+        """Keep so many drafted tokens of each row and one more that was not drafted; None: the row gains nothing."""
+        for row, (text, count) in enumerate(zip(self.texts, counts, strict=True)):
+            if count is not None:
+                text += draft.token_ids[row, :count].tolist() + random_texts([1], seed=seed * 31 + row)[0]
+
+    def gain(self, num: int, seed: int) -> None:
+        """Plain steps: every row gains tokens without a draft."""
+        for row, text in enumerate(self.texts):
+            text += random_texts([num], seed=seed * 17 + row)[0]
+
+    def rows(self, indices: Sequence[int]) -> None:
+        self.drafter.rows(indices)
+        for name in ("texts", "told", "pads"):
+            setattr(self, name, [getattr(self, name)[row] for row in indices])
+
+    def states(self, row: int) -> Tensor:
+        """[n, A * Ht] of all tokens of a row but the newest."""
+        return states_of(self.target, self.texts[row][:-1], self.layers)
+
+    def _states(self, begins: Sequence[int], counts: Sequence[int], width: int) -> Tensor | None:
+        if not self.layers:
+            return None
+        rows = []
+        for text, begin, count in zip(self.texts, begins, counts, strict=True):
+            own = states_of(self.target, text, self.layers)[begin - 1 : begin - 1 + count]
+            junk = own.new_full((width - count, own.shape[1]), torch.nan)  # nothing may be read of it
+            rows.append(self.drafter.project_states(torch.cat([own, junk])[None])[0])
+        return torch.stack(rows)
