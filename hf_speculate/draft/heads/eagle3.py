@@ -1,0 +1,166 @@
+"""EAGLE-3 and 3.1 heads: a layer that reads embeddings beside fused states of three target layers.
+
+Source:
+    EAGLE-3: Li et al. (arXiv:2503.01840).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from hf_speculate.draft.heads.chain import Pairs
+from hf_speculate.draft.heads.layer_config import LayerConfig
+from hf_speculate.draft.heads.layers import MLP, Attention, DecoderLayer, RMSNorm, Rotary, Rotation
+from hf_speculate.draft.heads.parallel import SlotInputs
+from hf_speculate.draft.heads.row_cache import Placed, RowCache
+from hf_speculate.draft.heads.target_parts import TargetParts
+from hf_speculate.draft.heads.vocabulary import DraftVocabulary
+from hf_speculate.errors import ShapeError
+
+_TABLE, _HEAD = "embed_tokens.weight", "lm_head.weight"
+_QUERY_NORM = "layers.0.self_attn.q_norm.weight"
+
+
+@dataclass(frozen=True)
+class Eagle3Options:
+    """How a head's forward differs from the plain one.
+
+    Args:
+        num_states: A, target states that are joined for each token.
+        reads_aux: whether the states are those of inner layers, which `fc` fuses; otherwise the head reads the
+            target's last state as it is.
+        norm_before_residual: whether the residual stream begins with the normalised state.
+        norm_before_fc: whether the joined states are normalised together before `fc`.
+        fc_norm: whether they are normalised one by one before `fc`.
+        norm_output: whether the next pair gets the state behind the final norm (EAGLE-3.1).
+        logit_scale: factor on the logits.
+        mask_token_id: of P-EAGLE's slots; None for other heads.
+    """
+
+    num_states: int = 3
+    reads_aux: bool = True
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    logit_scale: float = 1.0
+    mask_token_id: int | None = None
+
+
+class FirstLayer(nn.Module):
+    """The layer that joins embeddings with states: its attention reads both, its residual stream the states.
+
+    Args:
+        config: of the head's layers.
+        has_norms: whether queries and keys are normalised head by head.
+        norm_before_residual: see `Eagle3Options`.
+    """
+
+    def __init__(self, config: LayerConfig, has_norms: bool, norm_before_residual: bool):
+        super().__init__()
+        self.norm_before_residual = norm_before_residual
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, 2 * config.hidden_size, has_norms)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(
+        self, embeddings: Tensor, states: Tensor, rotation: Rotation, cache: RowCache, layer: int, placed: Placed
+    ) -> Tensor:
+        """[B, N, H] of embeddings [B, N, H] and states [B, N, H]."""
+        normed = self.hidden_norm(states)
+        residual = normed if self.norm_before_residual else states
+        joined = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)  # [B, N, 2H]
+        residual = residual + self.self_attn(joined, rotation, cache, layer, placed)
+        output: Tensor = residual + self.mlp(self.post_attention_layernorm(residual))
+        return output
+
+
+class Eagle3Network(nn.Module):
+    """The network of an EAGLE-3 head: a `ChainNetwork` of one depth, and a `SlotNetwork` for P-EAGLE.
+
+    Args:
+        config: of its layers.
+        options: of its forward.
+        shapes: of the weights by name, which say what it has of its own.
+        target_hidden_size: Ht.
+        vocabulary: which ids it proposes.
+        rotary: of its layers.
+    """
+
+    num_depths = 1
+
+    def __init__(
+        self,
+        config: LayerConfig,
+        options: Eagle3Options,
+        shapes: Mapping[str, Sequence[int]],
+        target_hidden_size: int,
+        vocabulary: DraftVocabulary,
+        rotary: Rotary,
+    ):
+        super().__init__()
+        self.options, self.vocabulary, self.windows = options, vocabulary, config.windows
+        width, eps = config.hidden_size, config.rms_norm_eps
+        joined = options.num_states * target_hidden_size
+        self.fc = nn.Linear(joined, width, bias=False) if options.reads_aux else None
+        self.input_norm = RMSNorm(joined, eps) if options.norm_before_fc else None
+        norms = [RMSNorm(target_hidden_size, eps) for _ in range(options.num_states)] if options.fc_norm else None
+        self.fc_norm = None if norms is None else nn.ModuleList(norms)
+        has_norms = _QUERY_NORM in shapes
+        first = FirstLayer(config, has_norms, options.norm_before_residual)
+        others = [DecoderLayer(config, has_norms) for _ in range(1, config.num_layers)]
+        self.layers = nn.ModuleList([first, *others])
+        self.norm = RMSNorm(width, eps)
+        self.embed_tokens = nn.Embedding(shapes[_TABLE][0], width) if _TABLE in shapes else None
+        self.lm_head = nn.Linear(width, shapes[_HEAD][0], bias=False) if _HEAD in shapes else None
+        is_parallel = options.mask_token_id is not None
+        self.mask_hidden = nn.Parameter(torch.empty(1, 1, joined)) if is_parallel else None
+        self._rotary = rotary
+
+    def project(self, states: Tensor) -> Tensor:
+        """See `ChainNetwork.project`."""
+        if self.input_norm is not None:
+            states = self.input_norm(states)
+        if self.fc_norm is not None:
+            parts = states.chunk(self.options.num_states, dim=-1)
+            states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        return states if self.fc is None else self.fc(states)
+
+    def run(self, depth: int, pairs: Pairs, cache: RowCache, parts: TargetParts) -> Tensor:
+        """See `ChainNetwork.run`."""
+        if self.embed_tokens is None:
+            embeddings = parts.raw_embedded(pairs.token_ids)
+        else:
+            embeddings = self.embed_tokens(pairs.token_ids)
+        rotation = self._rotary(pairs.positions, embeddings.dtype)
+        outputs: Tensor = self.layers[0](embeddings, pairs.states, rotation, cache, 0, pairs.placed)
+        for index, layer in enumerate(list(self.layers)[1:], start=1):
+            outputs = layer(outputs, rotation, cache, index, pairs.placed)
+        return outputs
+
+    def read(self, outputs: Tensor, parts: TargetParts) -> tuple[Tensor, Tensor]:
+        """See `ChainNetwork.read`."""
+        normed = self.norm(outputs)
+        return self._scored(normed, parts), normed if self.options.norm_output else outputs
+
+    def fill(self, inputs: SlotInputs, cache: RowCache, parts: TargetParts) -> Tensor:
+        """See `SlotNetwork.fill`: a slot joins the mask token with the learnt state `mask_hidden`."""
+        token_ids = inputs.token_ids.masked_fill(inputs.is_slot, self.options.mask_token_id or 0)
+        given, empty = inputs.states, self.mask_hidden
+        if given is None or empty is None:
+            raise ShapeError("slots must have states to stand beside, got none; hand the target's states over")
+        states = torch.where(inputs.is_slot[:, :, None], self.project(empty), given)
+        return self.run(0, Pairs(token_ids, states, inputs.placed.columns, inputs.placed), cache, parts)
+
+    def logits(self, outputs: Tensor, parts: TargetParts) -> Tensor:
+        """See `SlotNetwork.logits`."""
+        return self._scored(self.norm(outputs), parts)
+
+    def _scored(self, normed: Tensor, parts: TargetParts) -> Tensor:
+        """[..., Vd] of states [..., H] behind the final norm."""
+        logits: Tensor = parts.logits(normed) if self.lm_head is None else self.lm_head(normed)
+        return logits if self.options.logit_scale == 1.0 else logits * self.options.logit_scale

@@ -1,0 +1,130 @@
+"""Says from configs alone whether a draft head fits a target."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers import AutoConfig, PreTrainedConfig
+
+from hf_speculate.draft.heads.dflash_config import read_dflash
+from hf_speculate.draft.heads.eagle3_config import read_eagle3
+from hf_speculate.draft.heads.folder import HeadFolder
+from hf_speculate.draft.heads.head import HeadSpec
+from hf_speculate.draft.heads.kinds import HeadKind, recognise
+from hf_speculate.draft.heads.mtp_config import describe_mtp
+from hf_speculate.draft.heads.pard_config import describe_pard
+from hf_speculate.draft.heads.target_parts import TargetShape, known_name, shape_of
+from hf_speculate.errors import UnsupportedModelError
+
+# Tables are padded to multiples of 64 to 1,024 rows for the sake of matrix kernels.
+_MAX_PADDING = 1024
+
+
+class HeadFit(NamedTuple):
+    """Whether a head fits a target."""
+
+    spec: HeadSpec
+    problems: tuple[str, ...]  # why it cannot be used; empty if it can
+    notes: tuple[str, ...]  # what may lower the acceptance
+
+
+def check_head(head: str | Path, target: str | Path | PreTrainedConfig) -> HeadFit:
+    """Whether a head fits a target, without loading weights of either.
+
+    Args:
+        head: a folder, or the id of a Hub repository.
+        target: the same of the target, or its config.
+
+    Raises:
+        ConfigError: there is no config, or its fields exclude each other.
+        UnsupportedModelError: the kind of head is not known or not served.
+    """
+    config = target if isinstance(target, PreTrainedConfig) else AutoConfig.from_pretrained(target)
+    folder, shape = HeadFolder(head), shape_of(config)
+    if not isinstance(target, PreTrainedConfig):
+        shape = shape._replace(name=known_name(str(target)))
+    found = recognise(folder.config, lambda: folder.weight_shapes, shape.model_type)
+    spec = describe(folder.config, found, folder.name, shape)
+    return HeadFit(spec, tuple(problems_of(spec, shape)), tuple(notes_of(spec, shape)))
+
+
+def describe(
+    config: dict[str, Any],
+    found: HeadKind,
+    name: str,
+    shape: TargetShape,
+    hidden_layers: Sequence[int] | None = None,
+) -> HeadSpec:
+    """The spec of a head of any kind.
+
+    Args:
+        config: content of its `config.json`.
+        found: its kind and format.
+        name: of its folder.
+        shape: of the target.
+        hidden_layers: ids of the states that it reads, if the caller gave them.
+    """
+    describers: dict[str, Callable[..., HeadSpec]] = {
+        "eagle3": lambda *given: read_eagle3(*given).spec,
+        "peagle": lambda *given: read_eagle3(*given).spec,
+        "dflash": lambda *given: read_dflash(*given).spec,
+        "dspark": lambda *given: read_dflash(*given).spec,
+        "mtp": describe_mtp,
+        "pard": describe_pard,
+    }
+    return describers[found.kind](config, found, name, shape, hidden_layers)
+
+
+def problems_of(spec: HeadSpec, shape: TargetShape) -> list[str]:
+    """Reasons why a head cannot be used with a target; empty if it can.
+
+    Args:
+        spec: of the head.
+        shape: of the target.
+    """
+    problems = []
+    if spec.hidden_layers and spec.target_hidden_size != shape.hidden_size:
+        problems.append(f"it reads states of width {spec.target_hidden_size}, and the target's are {shape.hidden_size}")
+    outside = [layer for layer in spec.hidden_layers if not -1 <= layer <= shape.num_layers]
+    if outside:
+        problems.append(f"it reads the states of layers {outside}, and the target has layers 0 to {shape.num_layers}")
+    if spec.num_target_layers not in (None, shape.num_layers):
+        problems.append(f"it is for {spec.num_target_layers} layers, and the target has {shape.num_layers}")
+    difference = abs(spec.vocab_size - shape.vocab_size)
+    if difference > (_MAX_PADDING if spec.is_vocab_padded else 0):
+        problems.append(f"its vocabulary has {spec.vocab_size} tokens, and the target's {shape.vocab_size}")
+    return problems
+
+
+def notes_of(spec: HeadSpec, shape: TargetShape) -> list[str]:
+    """Reasons why a head that fits may have a low acceptance rate.
+
+    Args:
+        spec: of the head.
+        shape: of the target.
+    """
+    notes = list(spec.notes)
+    if spec.target_name and shape.name and spec.target_name.lower() != shape.name.lower():
+        notes.append(f"it was trained for {spec.target_name}, and the target is {shape.name}; few drafts may be kept")
+    return notes
+
+
+def check_fit(spec: HeadSpec, shape: TargetShape) -> None:
+    """Refuse a head that does not fit, and warn of what may lower its acceptance.
+
+    Args:
+        spec: of the head.
+        shape: of the target.
+
+    Raises:
+        UnsupportedModelError: it does not fit.
+    """
+    problems = problems_of(spec, shape)
+    if problems:
+        raise UnsupportedModelError(
+            f"a draft head must fit its target, got {spec.name} ({spec.kind}): {'; '.join(problems)}; load the head "
+            "that was trained for this target"
+        )
+    for note in notes_of(spec, shape):
+        warnings.warn(f"the draft head {spec.name}: {note}", stacklevel=3)

@@ -1,0 +1,176 @@
+"""A loaded draft head: what `load_drafter` returns and `generate(assistant_model=head)` takes."""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_speculate.draft.base import Drafter, DrafterSetup
+from hf_speculate.draft.heads.layer_check import LayerCheck, check_layers
+from hf_speculate.draft.heads.target_parts import TargetShape, layer_names, shape_of
+from hf_speculate.errors import UnsupportedModelError
+
+
+@dataclass(frozen=True)
+class HeadSpec:
+    """Kind, sizes and requirements of a draft head, as its config gives them.
+
+    Args:
+        kind: "eagle3", "peagle", "dflash", "dspark", "mtp" or "pard".
+        format: "original", "speculators", "z-lab" or "transformers".
+        name: of the folder or repository.
+        hidden_layers: ids of the target's states that it reads, see `Drafter.hidden_layers`; empty: it reads none.
+        hidden_size: H, the head's own width.
+        target_hidden_size: Ht, the width of the states that it reads.
+        vocab_size: V, the vocabulary that it was made for.
+        draft_vocab_size: Vd, how many of these ids it can propose.
+        max_draft_tokens: the most that it proposes in a round; None if there is no bound.
+        default_draft_tokens: K that its config recommends; None if it names none.
+        max_position_embeddings: length that it was trained for.
+        target_name: last part of the name of the target that it was trained for; empty if its config has none.
+        num_target_layers: L of that target; None if its config does not say.
+        is_vocab_padded: whether a target with a longer or shorter table of the same ids will do.
+        notes: doubts about the config, each a sentence.
+    """
+
+    kind: str
+    format: str
+    name: str
+    hidden_layers: tuple[int, ...]
+    hidden_size: int
+    target_hidden_size: int
+    vocab_size: int
+    draft_vocab_size: int
+    max_draft_tokens: int | None = None
+    default_draft_tokens: int | None = None
+    max_position_embeddings: int | None = None
+    target_name: str = ""
+    num_target_layers: int | None = None
+    is_vocab_padded: bool = False
+    notes: tuple[str, ...] = ()
+
+
+class HeadDrafterFactory(Protocol):
+    """Makes the drafter of one call."""
+
+    def __call__(self, spec: HeadSpec, setup: DrafterSetup, device: torch.device, dtype: torch.dtype) -> Drafter:
+        """The drafter of a head whose weights are on a device in a dtype."""
+
+
+class DraftHead:
+    """A draft head for one kind of target; pass it as `assistant_model`, to this target or a copy of it.
+
+    The head holds its own weights. Embeddings and a language modelling head that it shares are taken from the target
+    of each call.
+
+    Args:
+        spec: what it is.
+        network: its own weights, in eval mode.
+        shape: of the target that it was loaded for.
+        factory: makes the drafter of a call.
+    """
+
+    def __init__(self, spec: HeadSpec, network: nn.Module, shape: TargetShape, factory: HeadDrafterFactory):
+        self.spec = spec
+        self.network = network.eval().requires_grad_(False)
+        self.shape = shape
+        self._factory = factory
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        """Ids of the target's states that it reads, see `Drafter.hidden_layers`."""
+        return self.spec.hidden_layers
+
+    @property
+    def default_draft_tokens(self) -> int | None:
+        """K that its config recommends; None if it names none."""
+        return self.spec.default_draft_tokens
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers in its own weights."""
+        return sum(weight.numel() for weight in self.network.parameters())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its weights."""
+        return next(self.network.parameters()).dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Of its weights."""
+        return next(self.network.parameters()).device
+
+    def __call__(self, setup: DrafterSetup) -> Drafter:
+        """The drafter of one call.
+
+        Args:
+            setup: what the call asks.
+
+        Raises:
+            UnsupportedModelError: the call's target has other sizes than the one that the head was loaded for.
+        """
+        shape = shape_of(setup.target.config)
+        if shape[:3] != self.shape[:3]:
+            raise UnsupportedModelError(
+                f"the target of {self.spec.name} must have {_sizes(self.shape)}, got {_sizes(shape)} in "
+                f"{type(setup.target).__name__}; load the head for this target with load_drafter"
+            )
+        longest = self.spec.max_position_embeddings
+        if longest is not None and setup.max_length > longest:
+            warnings.warn(
+                f"{self.spec.name} was trained on texts of up to {longest} tokens, and this one may have "
+                f"{setup.max_length}; fewer drafts may be kept behind that",
+                stacklevel=2,
+            )
+        return self._factory(self.spec, setup, self.device, self.dtype)
+
+    def check_layers(
+        self, target: PreTrainedModel, prompts: Tensor | Mapping[str, Tensor], num_tokens: int = 200
+    ) -> LayerCheck:
+        """Measure whether the head reads the layers that it was trained on: an id that is off by one is silent.
+
+        The head predicts each next token of the prompts from the target's states, with its ids as they are and shifted
+        by one, and each prediction is compared with the target's own choice.
+
+        Args:
+            target: that it was loaded for.
+            prompts: [B, T] int64, or what a tokenizer returns: `input_ids`, and `attention_mask` for padding.
+            num_tokens: that are predicted, at most.
+
+        Returns:
+            The accuracies by shift; a warning is given if a shift is clearly better.
+
+        Raises:
+            ConfigError: the head reads no layers, or the prompts hold fewer than three tokens.
+        """
+        return check_layers(self, target, prompts, num_tokens)
+
+    def with_layers(self, hidden_layers: tuple[int, ...]) -> "DraftHead":
+        """The same network reading other states of the target.
+
+        Args:
+            hidden_layers: as many ids as it reads now.
+        """
+        spec = replace(self.spec, hidden_layers=hidden_layers)
+        return DraftHead(spec, self.network, self.shape, self._factory)
+
+    def __repr__(self) -> str:
+        spec = self.spec
+        reads = layer_names(spec.hidden_layers, self.shape.num_layers) or "no hidden states"
+        share = "" if spec.draft_vocab_size == spec.vocab_size else f" of {spec.vocab_size:,}"
+        most = "" if spec.max_draft_tokens is None else f", at most {spec.max_draft_tokens}"
+        return (
+            f"DraftHead({spec.name}: {spec.kind}, {spec.format} format; reads layers {reads}; proposes "
+            f"{spec.draft_vocab_size:,}{share} tokens; {self.num_parameters:,} parameters in "
+            f"{str(self.dtype).removeprefix('torch.')} on {self.device}; "
+            f"default K {spec.default_draft_tokens or 'as the schedule says'}{most})"
+        )
+
+
+def _sizes(shape: TargetShape) -> str:
+    return f"hidden size {shape.hidden_size}, {shape.num_layers} layers and {shape.vocab_size} tokens"

@@ -1,0 +1,130 @@
+"""Recognises the kind and the format of a draft head, and refuses by name those that are not supported."""
+
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+from hf_speculate.errors import UnsupportedModelError
+
+SERVED = "EAGLE-3 and 3.1, P-EAGLE, DFlash, DSpark, PARD, and MTP layers"
+SPECULATORS_KINDS = ("eagle3", "peagle", "dflash", "dspark", "mtp")
+_PLAIN_WEIGHTS = "weights in float16, bfloat16 or float32"
+_QUANTISED = ("_scale", ".scales", "qweight", "weight_packed")
+_MTP_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers")
+_BLOCK_FIELDS = {"block_size", "mask_token_id", "target_layer_ids"}  # of DFlash heads that have them at the top level
+
+
+class HeadKind(NamedTuple):
+    """Kind and format of the head in a folder."""
+
+    kind: str  # "eagle3", "peagle", "dflash", "dspark", "mtp" or "pard"
+    format: str  # "original", "speculators" or "z-lab"; "transformers" for layers inside a target's checkpoint
+
+
+def recognise(
+    config: dict[str, Any], weight_names: Callable[[], Collection[str]] | None, target_type: str | None = None
+) -> HeadKind:
+    """The kind of head that a folder holds, by its config first and by its weights where that does not tell.
+
+    `architectures` is not relied on: trainers write a dozen different names for the same network.
+
+    Args:
+        config: the folder's `config.json`.
+        weight_names: gives the names of the weights as they are stored; None if only the config is known.
+        target_type: the target's `model_type`, of which the folder may be the checkpoint.
+
+    Raises:
+        UnsupportedModelError: the kind is not known, or it is known and not served.
+    """
+    _check_served(config)
+    kind = config.get("speculators_model_type")
+    if kind is not None:
+        if kind not in SPECULATORS_KINDS:
+            raise unserved(f"the speculators model type {kind!r}", f"one of {', '.join(SPECULATORS_KINDS)}")
+        return HeadKind(kind, "speculators")
+    architectures = " ".join(config.get("architectures") or ())
+    if "dflash_config" in config or "DFlash" in architectures or config.keys() >= _BLOCK_FIELDS:
+        return HeadKind("dflash", "z-lab")
+    if "pard_token" in config:
+        return HeadKind("pard", "original")
+    if is_mtp_checkpoint(config, target_type):
+        if config.get("quantization_config"):
+            raise unserved("MTP layers of a quantised checkpoint (quantization_config)", _PLAIN_WEIGHTS)
+        return HeadKind("mtp", "transformers")
+    if "draft_vocab_size" in config or "Eagle3" in architectures:
+        return HeadKind("eagle3", "original")
+    return _by_weights(config, set() if weight_names is None else set(weight_names()))
+
+
+def is_mtp_checkpoint(config: dict[str, Any], target_type: str | None) -> bool:
+    """Whether the config is that of a target with layers for multi-token prediction in its checkpoint."""
+    if target_type is None or target_type not in (config.get("model_type"), _text(config).get("model_type")):
+        return False
+    return any(_text(config).get(name) for name in _MTP_COUNTS)
+
+
+def check_weight_names(names: Collection[str]) -> None:
+    """Refuse quantised weights.
+
+    Args:
+        names: as they are stored.
+
+    Raises:
+        UnsupportedModelError: there are scales or packed weights.
+    """
+    found = sorted(name for name in names if name.endswith(_QUANTISED))
+    if found:
+        raise unserved(f"quantised weights ({found[0]})", _PLAIN_WEIGHTS)
+
+
+def unserved(found: str, allowed: str) -> UnsupportedModelError:
+    """The error for a head that is recognised and not served.
+
+    Args:
+        found: what the folder holds.
+        allowed: what is served in its place.
+    """
+    return UnsupportedModelError(
+        f"a draft head must be of a served kind ({SERVED}) with {allowed}, got {found}; use another head, or an "
+        "ordinary draft model as assistant_model"
+    )
+
+
+def _text(config: dict[str, Any]) -> dict[str, Any]:
+    nested = config.get("text_config")
+    return nested if isinstance(nested, dict) else config
+
+
+def _by_weights(config: dict[str, Any], names: set[str]) -> HeadKind:
+    short = {name.removeprefix("model.") for name in names}
+    if "fc.weight" in short and ("d2t" in short or any(name.startswith("midlayer.") for name in short)):
+        return HeadKind("eagle3", "original")
+    if "fc.weight" in short and "layers.0.self_attn.q_proj.weight" in short and "lm_head.weight" not in short:
+        raise unserved("an EAGLE-1 or EAGLE-2 head", "EAGLE-3's three target states")
+    kind = config.get("model_type")
+    architectures = config.get("architectures")
+    raise unserved(f"model_type {kind!r} with architectures {architectures}", "a config that names the kind")
+
+
+def _check_served(config: dict[str, Any]) -> None:
+    """Refuse by name what is close to a served kind."""
+    layer = config.get("transformer_layer_config") or config
+    dflash = config.get("dflash_config") or {}
+    architectures = " ".join(config.get("architectures") or ())
+    is_head = "speculators_model_type" in config or "draft_vocab_size" in config or "Eagle3" in architectures
+    if is_head and layer.get("kv_lora_rank"):
+        raise unserved("a draft with latent attention (MLA, kv_lora_rank)", "Llama or Qwen 3 layers")
+    if is_head and (layer.get("num_experts") or layer.get("num_local_experts")):
+        raise unserved("a draft with experts", "dense Llama or Qwen 3 layers")
+    if config.get("quantization_config") and (is_head or dflash):
+        raise unserved("a quantised head (quantization_config)", _PLAIN_WEIGHTS)
+    projector = dflash.get("projector_type") or config.get("projector_type") or "dflash"
+    if projector != "dflash":
+        raise unserved(f"a DFlash variant with projector_type {projector!r}", "projector_type 'dflash'")
+    if "DFlash2" in architectures or "selector_rank" in dflash:
+        raise unserved("a DFlash 2 head (candidate selector and convolutions)", "DFlash's plain layers")
+    if dflash.get("attention_sink_bias") or config.get("add_swa_attention_sink_bias"):
+        raise unserved("a DFlash head with attention sinks", "attention without sinks")
+    if "DSpark" in architectures and "speculators_model_type" not in config:
+        raise unserved("a DSpark head outside the speculators format", "speculators_model_type 'dspark'")
+    if config.get("mtp_num_hidden_layers") or _text(config).get("mtp_num_hidden_layers"):
+        raise unserved(f"MTP layers of {_text(config).get('model_type')}", "MTP layers of DeepSeek-V3 or GLM-4 MoE")

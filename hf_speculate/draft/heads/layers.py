@@ -1,0 +1,178 @@
+"""Decoder layers of draft heads as functions of tokens that stand at the end of their rows.
+
+Module names are those of the checkpoints, so a head's state dict is its file. Keys and values go into a `RowCache`.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm, scaled_dot_product_attention
+from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from hf_speculate.draft.heads.layer_config import LayerConfig
+from hf_speculate.draft.heads.row_cache import Placed, RowCache
+
+# The heads of a group are folded into query rows up to this many rows; see `models.folded_attention`.
+_MOST_FOLDED_ROWS = 64
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm, computed in float32 or wider.
+
+    Args:
+        width: numbers that are normalised together.
+        eps: added to the mean square.
+    """
+
+    def __init__(self, width: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+        self.eps = eps
+
+    def forward(self, states: Tensor) -> Tensor:
+        return rms_norm(states, (states.shape[-1],), self.weight, self.eps)
+
+
+class MLP(nn.Module):
+    """The gated MLP of Llama and Qwen 3."""
+
+    def __init__(self, config: LayerConfig):
+        super().__init__()
+        width, inner = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
+        self.act = ACT2FN[config.hidden_act]
+
+    def forward(self, states: Tensor) -> Tensor:
+        output: Tensor = self.down_proj(self.act(self.gate_proj(states)) * self.up_proj(states))
+        return output
+
+
+class Rotation(NamedTuple):
+    """Cosines and sines of a rotary embedding."""
+
+    cos: Tensor  # [B, 1, N, R], R leading numbers of a head
+    sin: Tensor  # [B, 1, N, R]
+
+    def turn(self, states: Tensor) -> Tensor:
+        """Rotate the first R numbers of [B, heads, N, D] and leave the others."""
+        width = self.cos.shape[-1]
+        turned, rest = states[..., :width], states[..., width:]
+        first, second = turned.chunk(2, dim=-1)
+        turned = turned * self.cos + torch.cat([-second, first], dim=-1) * self.sin
+        return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
+
+
+class Rotary:
+    """The rotary embedding of a head, from transformers, so that scaled variants mean the same.
+
+    Its frequencies stay in float32 whatever the head's dtype.
+
+    Args:
+        config: of the head's layers.
+        device: of the head.
+    """
+
+    def __init__(self, config: LayerConfig, device: torch.device):
+        self._embedding = LlamaRotaryEmbedding(config.rope_config()).to(device)
+
+    def __call__(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
+        """The rotation of tokens at positions [B, N] int64."""
+        example = torch.empty(0, dtype=dtype, device=positions.device)
+        cos, sin = self._embedding(example, positions)
+        return Rotation(cos[:, None], sin[:, None])
+
+
+class Attention(nn.Module):
+    """Grouped-query attention over a `RowCache`.
+
+    Args:
+        config: of the head's layers.
+        in_width: width of what queries, keys and values are projected from.
+        has_norms: whether queries and keys are normalised head by head.
+    """
+
+    def __init__(self, config: LayerConfig, in_width: int, has_norms: bool):
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.q_proj = nn.Linear(in_width, config.num_heads * config.head_dim, bias=False)
+        self.k_proj = nn.Linear(in_width, config.num_kv_heads * config.head_dim, bias=False)
+        self.v_proj = nn.Linear(in_width, config.num_kv_heads * config.head_dim, bias=False)
+        self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if has_norms else None
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if has_norms else None
+
+    def queries(self, states: Tensor, rotation: Rotation) -> Tensor:
+        """[B, num_heads, N, D] of states [B, N, in_width]."""
+        queries = self._heads(self.q_proj(states))
+        if self.q_norm is not None:
+            queries = self.q_norm(queries)
+        return rotation.turn(queries.transpose(1, 2))
+
+    def keys_values(self, states: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, num_kv_heads, N, D] of states [B, N, in_width]."""
+        keys, values = self._heads(self.k_proj(states)), self._heads(self.v_proj(states))
+        if self.k_norm is not None:
+            keys = self.k_norm(keys)
+        return rotation.turn(keys.transpose(1, 2)), values.transpose(1, 2)
+
+    def attended(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        """[B, N, H] of queries [B, num_heads, N, D] over keys and values [B, num_kv_heads, T, D]."""
+        output: Tensor = self.o_proj(attend(queries, keys, values, mask).transpose(1, 2).flatten(2))
+        return output
+
+    def forward(self, states: Tensor, rotation: Rotation, cache: RowCache, layer: int, placed: Placed) -> Tensor:
+        """[B, N, H]; the keys and values of the states [B, N, in_width] go into the cache."""
+        keys, values = cache.write(layer, *self.keys_values(states, rotation), placed)
+        return self.attended(self.queries(states, rotation), keys, values, placed.mask(layer))
+
+    def _heads(self, states: Tensor) -> Tensor:
+        return states.view(*states.shape[:2], -1, self.head_dim)  # [B, N, heads, D]
+
+
+def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention of grouped queries, without copies of keys and values for short queries.
+
+    Args:
+        queries: [B, g * num_kv_heads, N, D].
+        keys: [B, num_kv_heads, T, D].
+        values: [B, num_kv_heads, T, D].
+        mask: [B, 1, N, T] additive; None if every query sees every key.
+
+    Returns:
+        [B, g * num_kv_heads, N, D].
+    """
+    groups, num_query = queries.shape[1] // keys.shape[1], queries.shape[2]
+    if groups == 1 or num_query * groups > _MOST_FOLDED_ROWS:
+        return scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=groups > 1)
+    folded = queries.unflatten(1, (-1, groups)).flatten(2, 3)  # [B, num_kv_heads, g * N, D]
+    if mask is not None and num_query > 1:
+        mask = mask.repeat(1, 1, groups, 1)  # [B, 1, g * N, T]
+    output = scaled_dot_product_attention(folded, keys, values, attn_mask=mask)
+    output = output.view(*output.shape[:2], groups, num_query, -1)
+    return output.flatten(1, 2)
+
+
+class DecoderLayer(nn.Module):
+    """An ordinary pre-norm layer of Llama or Qwen 3.
+
+    Args:
+        config: of the head's layers.
+        has_norms: whether queries and keys are normalised head by head.
+    """
+
+    def __init__(self, config: LayerConfig, has_norms: bool):
+        super().__init__()
+        self.self_attn = Attention(config, config.hidden_size, has_norms)
+        self.mlp = MLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, states: Tensor, rotation: Rotation, cache: RowCache, layer: int, placed: Placed) -> Tensor:
+        """[B, N, H] of states [B, N, H]."""
+        states = states + self.self_attn(self.input_layernorm(states), rotation, cache, layer, placed)
+        output: Tensor = states + self.mlp(self.post_attention_layernorm(states))
+        return output

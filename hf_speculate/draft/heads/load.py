@@ -1,0 +1,85 @@
+"""Loads a draft head of any served kind."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_speculate.draft.heads.fit import check_fit, describe
+from hf_speculate.draft.heads.folder import HeadFolder
+from hf_speculate.draft.heads.head import DraftHead
+from hf_speculate.draft.heads.kinds import recognise
+from hf_speculate.draft.heads.load_dflash import load_dflash
+from hf_speculate.draft.heads.load_eagle3 import load_eagle3
+from hf_speculate.draft.heads.load_mtp import load_mtp
+from hf_speculate.draft.heads.load_pard import load_pard
+from hf_speculate.draft.heads.load_request import LoadRequest
+from hf_speculate.draft.heads.target_parts import shape_of
+from hf_speculate.errors import ConfigError
+from hf_speculate.models.language_model import device_of
+
+_LOADERS: dict[str, Callable[[LoadRequest], DraftHead]] = {
+    "eagle3": load_eagle3,
+    "peagle": load_eagle3,
+    "dflash": load_dflash,
+    "dspark": load_dflash,
+    "mtp": load_mtp,
+    "pard": load_pard,
+}
+
+
+def load_drafter(
+    head: str | Path,
+    target: PreTrainedModel,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    aux_layers: Sequence[int] | None = None,
+) -> DraftHead:
+    """Load a draft head for a target; pass it to `generate()` as `assistant_model`.
+
+    Served are EAGLE-3 and 3.1 (original and speculators format), P-EAGLE, DFlash (z-lab and speculators), DSpark,
+    PARD, and MTP layers, for which `head` is the folder of the target itself or a speculators "mtp" head.
+
+    Args:
+        head: a folder with `config.json` and weights (safetensors, sharded or not, or `pytorch_model.bin`), or the id
+            of a Hub repository.
+        target: the model that the head was trained for; left as it is.
+        dtype: of the head's weights; the target's if None.
+        device: of the head's weights; the target's if None.
+        aux_layers: ids of the target's hidden states that the head reads, for configs that name them wrongly: i is the
+            input of decoder layer i, and the number of layers is the state before the final norm. If None, those
+            of the config. `DraftHead.check_layers` measures whether they are right.
+
+    Returns:
+        The head, whose `repr` says what was loaded.
+
+    Raises:
+        ConfigError: there is no config, fields exclude each other, or `aux_layers` cannot be.
+        UnsupportedModelError: the kind is not served, or the head does not fit the target.
+    """
+    folder, shape = HeadFolder(head), shape_of(target.config)
+    found = recognise(folder.config, lambda: folder.weight_shapes, shape.model_type)
+    layers = None if aux_layers is None else _checked(aux_layers, shape.num_layers)
+    check_fit(describe(folder.config, found, folder.name, shape, layers), shape)
+    request = LoadRequest(
+        folder=folder,
+        found=found,
+        target=target,
+        shape=shape,
+        dtype=target.dtype if dtype is None else dtype,
+        device=device_of(target) if device is None else torch.device(device),
+        hidden_layers=layers,
+    )
+    return _LOADERS[found.kind](request)
+
+
+def _checked(aux_layers: Sequence[int], num_layers: int) -> tuple[int, ...]:
+    is_known = all(isinstance(layer, int) and not isinstance(layer, bool) for layer in aux_layers)
+    if not aux_layers or not is_known or not all(0 <= layer <= num_layers for layer in aux_layers):
+        raise ConfigError(
+            f"aux_layers must be ids in 0..{num_layers}, got {list(aux_layers)!r}; an id is the layer whose input is "
+            "read, and leave it out for those of the head's config"
+        )
+    return tuple(aux_layers)

@@ -1,0 +1,155 @@
+"""Base class of all head drafters: reads the emitted tokens, and frames one round."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_speculate.draft.base import DrafterDefaults, DrafterSetup, DraftRequest
+from hf_speculate.draft.heads.head import HeadSpec
+from hf_speculate.draft.heads.proposal import Proposal, TokenChooser
+from hf_speculate.draft.heads.row_cache import RowCache
+from hf_speculate.draft.heads.target_parts import TargetParts
+from hf_speculate.draft.heads.vocabulary import DraftVocabulary
+from hf_speculate.errors import ShapeError
+from hf_speculate.types import DraftOut, Kept
+
+# Tokens of each row per forward of a head, so that the mask of a long prompt stays small.
+CHUNK_SIZE = 512
+
+
+class NewTokens(NamedTuple):
+    """Tokens that the rows gained since the last round, left-aligned."""
+
+    token_ids: Tensor  # [B, N] int64; behind a row's own anything in the vocabulary
+    states: Tensor | None  # [B, N, D], each the state that its token was chosen from; 0 behind a row's own
+    counts: list[int]  # [B] tokens of each row
+    lens: Tensor  # [B] int64, the counts on the head's device
+    newest_ids: Tensor  # [B] int64, the newest token of each row
+
+    @property
+    def width(self) -> int:
+        """N."""
+        return self.token_ids.shape[1]
+
+    def chunks(self, size: int = CHUNK_SIZE) -> Iterator["NewTokens"]:
+        """The same in pieces of at most `size` columns, at least one piece."""
+        for start in range(0, max(self.width, 1), size):
+            states = None if self.states is None else self.states[:, start : start + size]
+            counts = [min(max(count - start, 0), size) for count in self.counts]
+            lens = (self.lens - start).clamp(0, size)
+            yield NewTokens(self.token_ids[:, start : start + size], states, counts, lens, self.newest_ids)
+
+
+class HeadDrafter(DrafterDefaults, ABC):
+    """A `Drafter` over a head's network, with a cache of its own for B rows of different lengths.
+
+    It reads the target's states of the layers `hidden_layers`, mapped by `project_states`, in `kept.hidden_states`.
+
+    Args:
+        spec: of the head.
+        setup: of the call.
+        vocabulary: of the head.
+        num_layers: layers that write to the cache.
+        device: of the head.
+        dtype: of the head.
+    """
+
+    def __init__(
+        self,
+        spec: HeadSpec,
+        setup: DrafterSetup,
+        vocabulary: DraftVocabulary,
+        num_layers: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ):
+        self.hidden_layers = spec.hidden_layers or None
+        self.max_draft_tokens = spec.max_draft_tokens
+        self.device, self.dtype = device, dtype
+        self.parts = TargetParts(setup.target, device, dtype)
+        self.chooser = TokenChooser(setup, vocabulary, device)
+        self.cache = RowCache(num_layers, setup.batch_size, device)
+        self._tokens_device = setup.device
+        self._num_pads = list(setup.num_pads)
+        self._is_first = True
+
+    def project_states(self, states: Tensor) -> Tensor:
+        """Projects the target's joined states [B, N, A * Ht] to the states [B, N, D] that the head reads."""
+        return states
+
+    @abstractmethod
+    def propose(self, new: NewTokens, num_draft_tokens: int, proposal: Proposal) -> Tensor | None:
+        """Read the new tokens and add up to K tokens of every row to the proposal.
+
+        Args:
+            new: tokens that the rows gained.
+            num_draft_tokens: K.
+            proposal: of the round.
+
+        Returns:
+            [B] int, upper bounds of the tokens that count; None if there are none.
+        """
+
+    @torch.no_grad()
+    def draft(self, request: DraftRequest) -> DraftOut:
+        """See `Drafter.draft`; `kv_cache` is not read, and `kept` holds projected states if the head reads states.
+
+        Raises:
+            ConfigError: see `DraftRequest.check`.
+            ShapeError: see `DraftRequest.check`; or the head reads states and there are none.
+        """
+        request.check()
+        query, kept = request.query_token_ids, request.kept
+        if self.hidden_layers and (kept is None or kept.hidden_states is None):
+            raise ShapeError(
+                "kept must hold hidden states for a draft head, got none; pass the emitted tokens with them"
+            )
+        num = min(request.num_draft_tokens, self.max_draft_tokens or request.num_draft_tokens)
+        self.chooser.read(query, None if self._is_first else kept)
+        proposal = self.chooser.begin(num, request.sample_strategy, request.keys)
+        most = self.propose(self._new_tokens(query, kept), num, proposal)
+        self._is_first = False
+        return proposal.finish(self._tokens_device, most)
+
+    @torch.no_grad()
+    def rows(self, indices: Sequence[int]) -> None:
+        """See `Drafter.rows`."""
+        self.cache.rows(indices)
+        self.chooser.rows(indices)
+        self._num_pads = [self._num_pads[row] for row in indices]
+
+    def _new_tokens(self, query: Tensor, kept: Kept | None) -> NewTokens:
+        newest = query[:, -1].to(self.device)
+        if kept is None:  # the first round of a head that reads no states: the whole sequences
+            counts = [query.shape[1] - num for num in self._num_pads]
+            lens = torch.tensor(counts, device=self.device)
+            columns = torch.arange(max(counts), device=self.device) + (query.shape[1] - lens)[:, None]
+            ids = query.to(self.device).gather(1, columns.clamp_max(query.shape[1] - 1))  # [B, N]
+            return NewTokens(ids, None, counts, lens, newest)
+        ids, counts = kept.token_ids.clamp_min(0).to(self.device), kept.num_emitted.tolist()
+        lens = kept.num_emitted.to(self.device, torch.int64)
+        if kept.hidden_states is None:
+            return NewTokens(ids, None, counts, lens, newest)
+        states = kept.hidden_states.to(self.device, self.dtype)
+        if min(counts) < ids.shape[1]:
+            is_behind = torch.arange(ids.shape[1], device=self.device) >= lens[:, None]  # [B, N]
+            states = states.masked_fill(is_behind[:, :, None], 0)  # what is there may be NaN
+        return NewTokens(ids, states, counts, lens, newest)
+
+
+def last_of(outputs: Tensor, new: NewTokens, before: Tensor | None = None) -> Tensor:
+    """[B, H], each row's output at its last new token.
+
+    Args:
+        outputs: [B, N, H].
+        new: the tokens that they are of.
+        before: [B, H], for rows without new tokens; zeros if None.
+    """
+    if min(new.counts) == max(new.counts) > 0:
+        return outputs[:, new.counts[0] - 1]
+    index = (new.lens - 1).clamp_min(0)[:, None, None].expand(-1, 1, outputs.shape[2])
+    last = outputs.gather(1, index)[:, 0]
+    return torch.where((new.lens > 0)[:, None], last, last.new_zeros(()) if before is None else before)

@@ -1,0 +1,163 @@
+"""Key-value states of a draft head: every row is written at its own end, and dropping states copies nothing."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+# Buffers grow by this factor, so that copying them costs a constant share.
+_GROWTH = 2
+# Columns are read in multiples of this, which GPU kernels load as vectors.
+_ALIGNMENT = 8
+
+
+@dataclass
+class Placed:
+    """Where the tokens of one forward stand, and what they attend to.
+
+    Args:
+        columns: [B, N] int64, the columns that they are written to.
+        width: columns that attention reads.
+        windows: by layer of the head, how many tokens a query attends to; None if it attends to all before it.
+        dtype: of the masks.
+        firsts: by layer, the first column that holds a token of this layer; empty if it is column 0 in all.
+        is_causal: by layer, whether tokens of this forward hide those after them; empty if they do in all.
+        is_bare: whether each token sees all `width` columns, so that no mask is needed in layers without a window.
+        masks: those made so far.
+    """
+
+    columns: Tensor
+    width: int
+    windows: Sequence[int | None]
+    dtype: torch.dtype
+    firsts: Sequence[int] = ()
+    is_causal: Sequence[bool] = ()
+    is_bare: bool = False
+    masks: dict[tuple[int | None, int, bool], Tensor] = field(default_factory=dict)
+
+    def mask(self, layer: int) -> Tensor | None:
+        """[B, 1, N, width] additive; None if the layer's tokens see every column."""
+        window = self.windows[layer]
+        first = self.firsts[layer] if self.firsts else 0
+        is_causal = self.is_causal[layer] if self.is_causal else True
+        if self.is_bare and first == 0 and (window is None or window >= self.width):
+            return None
+        key = (window, first, is_causal)
+        if key not in self.masks:
+            self.masks[key] = additive(self._hidden(*key), self.dtype)
+        return self.masks[key]
+
+    def _hidden(self, window: int | None, first: int, is_causal: bool) -> Tensor:
+        seen = torch.arange(self.width, device=self.columns.device)  # [T]
+        at = self.columns[:, :, None]
+        hidden = seen > (at if is_causal else at[:, -1:].expand_as(at))  # [B, N, T]
+        if window is not None:
+            hidden = hidden | (seen <= at - window)
+            if not is_causal:
+                hidden = hidden | (seen >= at + window)
+        if first:  # a token before it sees itself: nobody reads what comes of it, but it must be finite
+            hidden = hidden | ((seen < first) & (seen != at))
+        return hidden
+
+
+class RowCache:
+    """Keys and values of B rows by layer; a row's next token goes where that row ends.
+
+    What lies behind a row's end is hidden by masks and overwritten later. Buffers begin as zeros, so that what is
+    hidden is finite and adds nothing.
+
+    Args:
+        num_layers: layers that write to it.
+        batch_size: B.
+        device: of the states.
+    """
+
+    def __init__(self, num_layers: int, batch_size: int, device: torch.device):
+        self.lens = [0] * batch_size  # on the host, for widths
+        self.ends = torch.zeros(batch_size, dtype=torch.int64, device=device)  # the same where columns are computed
+        self.device = device
+        self._row_ids = torch.arange(batch_size, device=device)[:, None]  # [B, 1]
+        self._buffers: list[tuple[Tensor, Tensor] | None] = [None] * num_layers
+        self._capacity = 0
+
+    def place(
+        self,
+        num_tokens: int,
+        windows: Sequence[int | None],
+        dtype: torch.dtype,
+        *,
+        offset: int = 0,
+        firsts: Sequence[int] = (),
+        is_causal: Sequence[bool] = (),
+    ) -> Placed:
+        """Make room for tokens at the end of every row.
+
+        Args:
+            num_tokens: N of each row.
+            windows: see `Placed`.
+            dtype: see `Placed`.
+            offset: columns behind a row's end that were written in this round already and are read too.
+            firsts: see `Placed`.
+            is_causal: see `Placed`.
+        """
+        longest = max(self.lens, default=0) + offset + num_tokens
+        is_bare = num_tokens == 1 and min(self.lens, default=0) == max(self.lens, default=0)
+        width = longest if is_bare else _aligned(longest)
+        self._reserve(_aligned(longest))
+        columns = self.ends[:, None] + torch.arange(offset, offset + num_tokens, device=self.device)  # [B, N]
+        return Placed(columns, width, windows, dtype, firsts, is_causal, is_bare)
+
+    def write(self, layer: int, keys: Tensor, values: Tensor, placed: Placed) -> tuple[Tensor, Tensor]:
+        """Store states [B, heads, N, D], and return those of the columns that attention reads, as views."""
+        buffers = self._buffers[layer]
+        if buffers is None:
+            buffers = self._zeros(keys), self._zeros(values)
+            self._buffers[layer] = buffers
+        for buffer, states in zip(buffers, (keys, values), strict=True):
+            buffer[self._row_ids, :, placed.columns] = states.transpose(1, 2)  # [B, N, heads, D]
+        return buffers[0][:, :, : placed.width], buffers[1][:, :, : placed.width]
+
+    def advance(self, counts: Sequence[int], on_device: Tensor) -> None:
+        """Keep the first tokens of those that were written last.
+
+        Args:
+            counts: [B] how many of each row.
+            on_device: the same as [B] int64, so that nothing is uploaded here.
+        """
+        self.lens = [length + count for length, count in zip(self.lens, counts, strict=True)]
+        self.ends = self.ends + on_device
+
+    def rows(self, indices: Sequence[int]) -> None:
+        """Keep the rows `indices`, in that order."""
+        index = torch.tensor(list(indices), dtype=torch.int64, device=self.device)
+        self.lens, self.ends = [self.lens[row] for row in indices], self.ends[index]
+        self._row_ids = self._row_ids[: len(index)]
+        self._buffers = [None if pair is None else (pair[0][index], pair[1][index]) for pair in self._buffers]
+
+    def _zeros(self, states: Tensor) -> Tensor:
+        batch_size, heads, _, head_dim = states.shape
+        return states.new_zeros(batch_size, heads, self._capacity, head_dim)
+
+    def _reserve(self, num_columns: int) -> None:
+        if num_columns <= self._capacity:
+            return
+        more = max(num_columns, _GROWTH * self._capacity) - self._capacity
+        self._capacity += more
+        self._buffers = [
+            None if pair is None else (_longer(pair[0], more), _longer(pair[1], more)) for pair in self._buffers
+        ]
+
+
+def additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """[B, 1, N, T]: -inf where [B, N, T] bool is set, 0 elsewhere."""
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+    return mask.masked_fill_(hidden, -torch.inf)[:, None]
+
+
+def _aligned(num_columns: int) -> int:
+    return -(-num_columns // _ALIGNMENT) * _ALIGNMENT
+
+
+def _longer(buffer: Tensor, num_columns: int) -> Tensor:
+    return torch.cat([buffer, buffer.new_zeros(*buffer.shape[:2], num_columns, buffer.shape[3])], dim=2)

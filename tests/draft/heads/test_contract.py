@@ -1,0 +1,145 @@
+"""What heads of all kinds promise: rows do not see each other, and what was drafted leaves no trace."""
+
+import pytest
+import torch
+from transformers import RepetitionPenaltyLogitsProcessor
+
+from hf_speculate.processors import BlockLogitsProcessorList
+from hf_speculate.types import SampleStrategy
+from tests.draft.heads.kinds import KINDS
+from tests.draft.heads.rounds import PAD, Rounds, random_texts
+
+K = 3
+TOLERANCE = 1e-5  # MTP and PARD run transformers' layers, whose norms are in float32
+LONG = 530  # tokens, more than a head reads in one forward
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def loaded(request, tmp_path_factory):
+    return KINDS[request.param](tmp_path_factory.mktemp("head"))
+
+
+def assert_same(batch, row, single):
+    assert batch.token_ids[row].tolist() == single.token_ids[0].tolist()
+    torch.testing.assert_close(batch.token_logits[row], single.token_logits[0], rtol=0, atol=TOLERANCE)
+
+
+# By round: tokens of each row that are kept; None: the row has ended and stays. The row in the middle leaves later.
+SCRIPT = [(2, 0, 3), (3, 1, 0), (0, 3, None)]
+
+
+def test_rows_of_a_batch_are_single_rows(loaded):
+    head, target = loaded
+    texts = random_texts([6, 2, 9], seed=1)
+    batch = Rounds(head, target, texts)
+    singles = [Rounds(head, target, [text]) for text in texts]
+    for number, accepted in enumerate(SCRIPT):
+        draft = batch.draft(K, SampleStrategy.RANDOM)
+        for row, single in enumerate(singles):
+            assert_same(draft, row, single.draft(K, SampleStrategy.RANDOM, seeds=[row]))
+        batch.accept(draft, accepted, seed=number)
+        if number == 1:
+            batch.gain(2, seed=number)  # plain steps, of which the drafter is told in the next round
+        for single, text in zip(singles, batch.texts, strict=True):
+            single.texts = [list(text)]
+    batch.rows([2, 0])
+    draft = batch.draft(K, SampleStrategy.RANDOM, seeds=[2, 0])
+    for row, own in enumerate((2, 0)):
+        assert_same(draft, row, singles[own].draft(K, SampleStrategy.RANDOM, seeds=[own]))
+
+
+def test_after_refused_rounds_a_fresh_head_drafts_the_same(loaded):
+    head, target = loaded
+    rounds = Rounds(head, target, random_texts([5, 8], seed=2))
+    for number in range(3):
+        rounds.accept(rounds.draft(K), (0, number), seed=number)
+    fresh = Rounds(head, target, rounds.texts)
+    fresh.num_rounds = rounds.num_rounds  # the noise is of the round
+    ours, theirs = (one.draft(K, SampleStrategy.RANDOM) for one in (rounds, fresh))
+    torch.testing.assert_close(ours.token_logits, theirs.token_logits, rtol=0, atol=TOLERANCE)
+    assert torch.equal(ours.token_ids, theirs.token_ids)
+
+
+def test_a_row_may_leave_before_the_first_draft(loaded):
+    head, target = loaded
+    texts = random_texts([6, 4, 9], seed=3)
+    batch = Rounds(head, target, texts)
+    batch.rows([2, 0])
+    draft = batch.draft(K, SampleStrategy.RANDOM, seeds=[2, 0])
+    for row, own in enumerate((2, 0)):
+        single = Rounds(head, target, [texts[own]])
+        assert_same(draft, row, single.draft(K, SampleStrategy.RANDOM, seeds=[own]))
+
+
+def test_a_long_prompt_is_read_in_pieces(loaded):
+    head, target = loaded
+    texts = random_texts([LONG, 40], seed=4)
+    at_once, pieces = (Rounds(head, target, [text[:end] for text in texts]) for end in (LONG, 20))
+    for end in (21, LONG // 2, LONG):
+        pieces.draft(K)
+        pieces.texts = [text[:end] for text in texts]
+    at_once.num_rounds = pieces.num_rounds  # the noise is of the round
+    ours, theirs = (one.draft(K, SampleStrategy.RANDOM) for one in (at_once, pieces))
+    torch.testing.assert_close(ours.token_logits, theirs.token_logits, rtol=0, atol=TOLERANCE)
+
+
+def test_one_token_is_drafted_if_one_is_asked_for(loaded):
+    head, target = loaded
+    texts = random_texts([6, 4], seed=5)
+    one, more = (Rounds(head, target, texts).draft(num) for num in (1, K))
+    assert one.token_ids.tolist() == more.token_ids[:, :1].tolist()
+    assert one.lens.tolist() == [1, 1]
+
+
+def test_processors_see_the_text_and_the_drafts_before(loaded):
+    """Over rounds in which drafts are refused, and after a row has left."""
+    head, target = loaded
+    texts = random_texts([6, 4, 9], seed=6)
+    penalty = RepetitionPenaltyLogitsProcessor(1.5)
+    processed = Rounds(head, target, texts, changes={"processors": BlockLogitsProcessorList([penalty])})
+    plain = Rounds(head, target, texts)
+    for number, accepted in enumerate([(0, 2, 1), (1, 0)]):
+        draft, without = (
+            one.draft(2, SampleStrategy.RANDOM, seeds=range(len(one.texts))) for one in (processed, plain)
+        )
+        for row, own in enumerate(processed.texts):
+            text = [PAD] * processed.pads[row] + own  # padding counts, as in plain decoding
+            first = penalty(torch.tensor([text]), without.token_logits[row, :1].float())
+            torch.testing.assert_close(draft.token_logits[row, :1].float(), first, rtol=0, atol=TOLERANCE)
+            second = torch.tensor([[*text, int(draft.token_ids[row, 0])]])
+            if draft.token_ids[row, 0] == without.token_ids[row, 0]:
+                expected = penalty(second, without.token_logits[row, 1:].float())
+                torch.testing.assert_close(draft.token_logits[row, 1:].float(), expected, rtol=0, atol=TOLERANCE)
+        processed.accept(draft, accepted, seed=number)
+        plain.texts = [list(text) for text in processed.texts]
+        if number == 0:
+            for one in (processed, plain):
+                one.rows([0, 2])
+
+
+@pytest.mark.parametrize("strategy", SampleStrategy)
+def test_drafts_end_with_what_ends_a_row(loaded, strategy):
+    head, target = loaded
+    texts = random_texts([6, 4, 9], seed=7)
+    whole = Rounds(head, target, texts).draft(K, strategy)
+    ends = int(whole.token_ids[1, 1])
+    draft = Rounds(head, target, texts, changes={"eos_token_ids": frozenset({ends})}).draft(K, strategy)
+    for row, ids in enumerate(whole.token_ids.tolist()):
+        expected = ids.index(ends) + 1 if ends in ids else K
+        assert draft.lens[row] == expected
+        assert draft.token_ids[row, :expected].tolist() == ids[:expected]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith(("MTP", "PARD"))])
+def test_layers_are_checked_by_drafting(kind, tmp_path):
+    """One token at a time along a text, as a call with K = 1 would whose drafts are all refused."""
+    head, target = KINDS[kind](tmp_path)
+    text = random_texts([14], seed=8)[0]
+    check = head.check_layers(target, torch.tensor([text]))
+    rounds, hits = Rounds(head, target, [text[:8]]), []
+    choices = target(torch.tensor([text])).logits[0].argmax(-1).tolist()
+    for end in range(8, len(text) + 1):
+        rounds.texts = [text[:end]]
+        hits.append(rounds.draft(1).token_ids[0, 0] == choices[end - 1])
+    assert check.num_tokens == len(hits)
+    assert check.accuracies[0] == pytest.approx(float(torch.tensor(hits).double().mean()))

@@ -1,0 +1,234 @@
+"""What is recognised in a folder, what is refused by name, and whether a head fits a target."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from hf_speculate.draft.heads.fit import check_head
+from hf_speculate.draft.heads.kinds import HeadKind, recognise
+from hf_speculate.draft.heads.load import load_drafter
+from hf_speculate.errors import ConfigError, UnsupportedModelError
+from tests.draft.heads.designs import (
+    DFLASH,
+    EAGLE3,
+    PEAGLE,
+    make_weights,
+    write_original,
+    write_speculators,
+    write_z_lab,
+)
+from tests.draft.heads.rounds import target_of
+from tests.tiny import make_config
+
+NO_NAMES: set[str] = set()
+EAGLE3_NAMES = {"fc.weight", "midlayer.hidden_norm.weight", "d2t", "lm_head.weight"}
+
+
+@pytest.mark.parametrize(
+    ("config", "names", "found"),
+    [
+        *(
+            ({"speculators_model_type": kind}, NO_NAMES, (kind, "speculators"))
+            for kind in ("eagle3", "peagle", "dflash", "dspark", "mtp")
+        ),
+        ({"dflash_config": {}}, NO_NAMES, ("dflash", "z-lab")),
+        ({"architectures": ["DFlashDraftModel"]}, NO_NAMES, ("dflash", "z-lab")),
+        ({"block_size": 16, "mask_token_id": 3, "target_layer_ids": [1]}, NO_NAMES, ("dflash", "z-lab")),
+        ({"pard_token": 5, "model_type": "qwen2"}, NO_NAMES, ("pard", "original")),
+        ({"draft_vocab_size": 8, "architectures": ["LlamaForCausalLM"]}, NO_NAMES, ("eagle3", "original")),
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, NO_NAMES, ("eagle3", "original")),
+        ({"architectures": ["LlamaForCausalLM"]}, EAGLE3_NAMES, ("eagle3", "original")),
+        ({"model_type": "deepseek_v3", "num_nextn_predict_layers": 1}, NO_NAMES, ("mtp", "transformers")),
+    ],
+)
+def test_a_kind_is_recognised(config, names, found):
+    assert recognise(config, lambda: names, "deepseek_v3") == HeadKind(*found)
+
+
+@pytest.mark.parametrize(
+    ("config", "names", "got"),
+    [
+        ({"speculators_model_type": "eagle"}, NO_NAMES, "the speculators model type 'eagle'"),
+        ({"draft_vocab_size": 8, "kv_lora_rank": 4}, NO_NAMES, "latent attention"),
+        ({"architectures": ["Eagle3DeepseekV2ForCausalLM"], "kv_lora_rank": 4}, NO_NAMES, "latent attention"),
+        ({"draft_vocab_size": 8, "num_experts": 4}, NO_NAMES, "a draft with experts"),
+        ({"draft_vocab_size": 8, "quantization_config": {"bits": 4}}, NO_NAMES, "a quantised head"),
+        ({"dflash_config": {"projector_type": "domino"}}, NO_NAMES, "projector_type 'domino'"),
+        ({"dflash_config": {"selector_rank": 4}}, NO_NAMES, "a DFlash 2 head"),
+        ({"dflash_config": {"attention_sink_bias": True}}, NO_NAMES, "attention sinks"),
+        ({"architectures": ["Qwen3DSparkModel"]}, NO_NAMES, "a DSpark head outside the speculators format"),
+        (
+            {"model_type": "deepseek_v3", "num_nextn_predict_layers": 1, "quantization_config": {"bits": 8}},
+            NO_NAMES,
+            "MTP layers of a quantised checkpoint",
+        ),
+        ({"model_type": "qwen3_next", "mtp_num_hidden_layers": 1}, NO_NAMES, "MTP layers of qwen3_next"),
+        (
+            {"model_type": "llama"},
+            {"fc.weight", "layers.0.self_attn.q_proj.weight"},
+            "an EAGLE-1 or EAGLE-2 head",
+        ),
+        ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, NO_NAMES, "model_type 'llama'"),
+        ({"model_type": "deepseek_v3", "num_nextn_predict_layers": 0}, NO_NAMES, "model_type 'deepseek_v3'"),
+    ],
+)
+def test_what_is_not_served_is_named_with_what_is(config, names, got):
+    with pytest.raises(UnsupportedModelError, match=r"must be of a served kind .*EAGLE-3.*PARD") as caught:
+        recognise(config, lambda: names, "deepseek_v3")
+    assert got in str(caught.value)
+
+
+def target_config(**changes):
+    fields = {"vocab_size": EAGLE3.vocab_size, "hidden_size": 24, "num_hidden_layers": 6, **changes}
+    return make_config("llama", **fields)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({}, None),
+        ({"hidden_size": 32}, "it reads states of width 24, and the target's are 32"),
+        ({"vocab_size": 40}, "its vocabulary has 32 tokens, and the target's 40"),
+        ({"num_hidden_layers": 4}, "it reads the states of layers [5], and the target has layers 0 to 4"),
+    ],
+)
+def test_a_fit_is_seen_from_configs_alone(changes, problem, tmp_path):
+    folder = write_speculators(tmp_path / "head", EAGLE3, make_weights(EAGLE3))
+    (folder / "model.safetensors").unlink()
+    (tmp_path / "target").mkdir()
+    target_config(**changes).save_pretrained(tmp_path / "target")
+    fit = check_head(folder, tmp_path / "target")
+    assert fit.problems == (() if problem is None else (problem,))
+    assert fit.notes == ()
+    assert fit.spec.kind == "eagle3"
+    assert fit.spec.hidden_layers == EAGLE3.aux_layers
+
+
+def test_a_block_head_for_another_depth_does_not_fit(tmp_path):
+    fit = check_head(write_z_lab(tmp_path, DFLASH, make_weights(DFLASH)), target_config(num_hidden_layers=8))
+    assert fit.problems == ("it is for 6 layers, and the target has 8",)
+
+
+def test_another_targets_name_is_noted(tmp_path):
+    proposal = {"speculators_config": {"verifier": {"name_or_path": "somebody/Big-8B"}}}
+    folder = write_speculators(tmp_path, EAGLE3, make_weights(EAGLE3), **proposal)
+    config = target_config()
+    config.name_or_path = "somebody/big-8b"
+    assert check_head(folder, config).notes == ()
+    config.name_or_path = "/models/Small-1B"
+    assert check_head(folder, config).notes == (
+        "it was trained for Big-8B, and the target is Small-1B; few drafts may be kept",
+    )
+
+
+def test_a_head_that_does_not_fit_is_not_loaded(tmp_path):
+    folder = write_speculators(tmp_path, EAGLE3, make_weights(EAGLE3), target_hidden_size=48)
+    with pytest.raises(UnsupportedModelError, match=r"must fit its target, got .*it reads states of width 48"):
+        load_drafter(folder, target_of())
+
+
+def changed(weights, **changes):
+    kept = {name: weight for name, weight in weights.items() if name not in changes}
+    return kept | {name: weight for name, weight in changes.items() if weight is not None}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"norm.weight": None}, r"got no norm\.weight"),
+        ({"extra.weight": torch.zeros(1)}, r"got extra\.weight that has no place"),
+        ({"norm.weight": torch.ones(7)}, r"norm\.weight of shape \[7\] for \[24\]"),
+        ({"fc.weight_scale": torch.ones(1)}, r"quantised weights \(fc\.weight_scale\)"),
+        ({"d2t": torch.zeros(12, dtype=torch.int64) - 1}, "d2t must hold offsets that give increasing ids below 32"),
+        ({"t2d": torch.ones(32, dtype=torch.bool)}, "t2d must mark the 12 ids"),
+        ({"lm_head.weight": None}, r"lm_head\.weight of .* must have a row for each of the 12 tokens"),
+    ],
+)
+def test_weights_that_do_not_fit_are_named(changes, message, tmp_path):
+    folder = write_speculators(tmp_path, EAGLE3, changed(make_weights(EAGLE3), **changes))
+    with pytest.raises(UnsupportedModelError, match=message):
+        load_drafter(folder, target_of())
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"eagle_aux_hidden_state_layer_ids": [1, 3]}, "must read as many target states as fc.weight joins, 3 of"),
+        ({"norm_before_fc": True, "fc_norm": True}, "norm_before_fc and fc_norm must not both be set"),
+    ],
+)
+def test_configs_that_contradict_the_weights_are_named(fields, message, tmp_path):
+    folder = write_speculators(tmp_path, EAGLE3, make_weights(EAGLE3), **fields)
+    with pytest.raises(ConfigError, match=message):
+        load_drafter(folder, target_of())
+
+
+def test_a_mask_token_must_be_named(tmp_path):
+    folder = write_speculators(tmp_path / "peagle", PEAGLE, make_weights(PEAGLE), mask_token_id=None)
+    with pytest.raises(ConfigError, match="mask_token_id must be set for a P-EAGLE head"):
+        load_drafter(folder, target_of())
+
+
+def test_aux_layers_take_the_place_of_the_configs(tmp_path):
+    folder = write_speculators(tmp_path, EAGLE3, make_weights(EAGLE3))
+    assert load_drafter(folder, target_of(), aux_layers=[2, 4, 6]).hidden_layers == (2, 4, 6)
+    with pytest.raises(ConfigError, match=r"aux_layers must be ids in 0\.\.6, got \[2, 4, 7\]"):
+        load_drafter(folder, target_of(), aux_layers=[2, 4, 7])
+
+
+def test_norm_output_without_fc_norm_is_doubted(tmp_path):
+    folder = write_original(tmp_path, EAGLE3.with_options(norm_output=True), make_weights(EAGLE3))
+    with pytest.warns(UserWarning, match="the draft head .*: it sets norm_output without fc_norm"):
+        load_drafter(folder, target_of())
+
+
+def test_folders_without_config_or_weights_are_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"must have a config\.json, got the folder"):
+        load_drafter(tmp_path, target_of())
+    with pytest.raises(ConfigError, match="must be a folder or a Hub repository"):
+        load_drafter("nobody/nothing-here", target_of())
+    (tmp_path / "config.json").write_text(json.dumps({"speculators_model_type": "eagle3"} | _layers()))
+    with pytest.raises(UnsupportedModelError, match=r"must hold one of model\.safetensors, .*pytorch_model\.bin"):
+        load_drafter(tmp_path, target_of())
+
+
+def _layers():
+    fields = {"hidden_size": 24, "num_attention_heads": 4, "intermediate_size": 40, "vocab_size": 32}
+    return {"transformer_layer_config": fields}
+
+
+def test_a_head_says_what_it_is(tmp_path):
+    folder = write_speculators(tmp_path / "my-head", EAGLE3, make_weights(EAGLE3))
+    head = load_drafter(folder, target_of(), dtype=torch.bfloat16)
+    assert repr(head) == (
+        "DraftHead(my-head: eagle3, speculators format; reads layers 1, 3, 5; proposes 12 of 32 tokens; 8,832 "
+        "parameters in bfloat16 on cpu; default K 4)"
+    )
+    others = load_drafter(folder, target_of(), aux_layers=[2, 4, 6])
+    assert "reads layers 2, 4, 6 (before the final norm)" in repr(others)
+
+
+def test_a_pickled_file_cannot_run_code(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return (print, ("ran",))
+
+    folder = write_original(tmp_path, EAGLE3, make_weights(EAGLE3), container="bin")
+    torch.save({"fc.weight": Evil()}, folder / "pytorch_model.bin")
+    with pytest.raises(Exception, match=r"weights_only|Weights only"):
+        load_drafter(folder, target_of())
+
+
+def test_names_of_weights_come_from_headers(tmp_path):
+    """Recognising a checkpoint of many gigabytes reads none of them."""
+    weights = make_weights(EAGLE3)
+    folder = write_original(tmp_path, EAGLE3, weights)
+    config = json.loads((folder / "config.json").read_text())
+    del config["draft_vocab_size"], config["architectures"]
+    (folder / "config.json").write_text(json.dumps(config))
+    assert load_drafter(folder, target_of()).spec.kind == "eagle3"
+    save_file({"model.layers.0.weight": torch.zeros(2)}, folder / "model.safetensors")
+    with pytest.raises(UnsupportedModelError, match="got model_type 'llama'"):
+        load_drafter(folder, target_of())

@@ -1,0 +1,189 @@
+"""MTP layers of a target's checkpoint: the drafts of transformers' own generator, then batches and longer drafts."""
+
+from functools import cache
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import GenerationMixin, Glm4MoeConfig, Glm4MoeForCausalLM
+from transformers.generation.candidate_generator import MTPCandidateGenerator
+from transformers.modeling_layers import MtpModel
+
+import hf_speculate
+from hf_speculate.draft.heads.chain import ChainDrafter
+from hf_speculate.draft.heads.load import load_drafter
+from hf_speculate.errors import ConfigError, UnsupportedModelError
+from hf_speculate.types import SampleStrategy
+from tests.cases import assert_equal_ids
+from tests.draft.heads.rounds import Rounds, random_texts
+from tests.tiny import INITIALIZER_RANGE, LOGIT_SCALE, clamp_masks, make_model, ragged_prompts
+
+NUM_NEW = 24
+TOLERANCE = 1e-6  # DeepSeek's layers compute their norms and the softmax in float32
+_SIZES = {"num_hidden_layers": 1, "first_k_dense_replace": 0}
+
+
+def make_target(kind: str, num_mtp_layers: int, vocab_size: int):
+    if kind == "deepseek_v3":
+        return make_model("deepseek_v3", num_mtp_layers=num_mtp_layers, vocab_size=vocab_size, **_SIZES)
+    config = Glm4MoeConfig(
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=24,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        num_mtp_layers=num_mtp_layers,
+        initializer_range=INITIALIZER_RANGE,
+        tie_word_embeddings=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        **_SIZES,
+    )
+    torch.manual_seed(0)
+    model = Glm4MoeForCausalLM._from_config(config, dtype=torch.float64, experts_implementation="eager").eval()
+    model.requires_grad_(False).get_output_embeddings().weight.mul_(LOGIT_SCALE)
+    clamp_masks(model)
+    return model
+
+
+def make_checkpoint(folder, kind: str, num_mtp_layers: int, seed: int | None = None, vocab_size: int = 64):
+    """A target and its folder; MTP layers nearly repeat its layer, or are random with a seed.
+
+    The folder holds the MTP layers' weights alone: the target is in memory already.
+    """
+    target = make_target(kind, num_mtp_layers, vocab_size)
+    drafts = MtpModel(target, num_mtp_layers).to(torch.float64).requires_grad_(False)
+    generator = torch.Generator().manual_seed(seed or 0)
+    for layer in drafts.layers:
+        if seed is None:
+            layer.mtp_block.load_state_dict(target.model.layers[0].state_dict())
+            layer.post_norm.load_state_dict(target.model.norm.state_dict())
+            layer.enorm.weight.fill_(INITIALIZER_RANGE)
+            layer.eh_proj.weight.copy_(torch.eye(*layer.eh_proj.weight.shape, dtype=torch.float64))
+        else:
+            for weight in layer.parameters():
+                weight.normal_(0, INITIALIZER_RANGE, generator=generator)
+    weights = {}
+    for name, weight in drafts.state_dict().items():
+        if name.startswith("layers."):
+            _, depth, rest = name.split(".", 2)
+            rest = rest.removeprefix("mtp_block.").replace("post_norm.weight", "shared_head.norm.weight")
+            weights[f"model.layers.{1 + int(depth)}.{rest}"] = weight.contiguous()
+    save_file(weights, folder / "model.safetensors")
+    target.config.save_pretrained(folder)
+    target.config.name_or_path = str(folder)
+    target._keys_to_ignore_on_load_unexpected = [r"model\.layers\.[1-9].*"]  # the real ones name layers 61 and on
+    target._weight_conversions = []  # as from_pretrained leaves it where names are those of the modules
+    return hf_speculate.enable(target)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """Makes targets with their folders, once each."""
+
+    @cache
+    def made(kind: str = "deepseek_v3", num_mtp_layers: int = 1, seed: int | None = None):
+        folder = tmp_path_factory.mktemp("mtp")
+        return make_checkpoint(folder, kind, num_mtp_layers, seed), folder
+
+    return made
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_layers", "seed"),
+    [("deepseek_v3", 1, None), ("deepseek_v3", 2, None), ("deepseek_v3", 3, 5), ("glm4_moe", 2, 5)],
+)
+def test_the_drafts_are_those_of_transformers(kind, num_layers, seed, checkpoint, monkeypatch):
+    target, folder = checkpoint(kind, num_layers, seed)
+    theirs, ours = [], []
+    get_candidates, draft = MTPCandidateGenerator.get_candidates, ChainDrafter.draft
+
+    def watched_candidates(self, input_ids, *args, **kwargs):
+        ids, logits = get_candidates(self, input_ids, *args, **kwargs)
+        if ids.shape[1] > input_ids.shape[1]:
+            theirs.append(ids[0, input_ids.shape[1] :].tolist())
+        return ids, logits
+
+    def watched_draft(self, *args, **kwargs):
+        out = draft(self, *args, **kwargs)
+        ours.append(out.token_ids[0].tolist())
+        return out
+
+    monkeypatch.setattr(MTPCandidateGenerator, "get_candidates", watched_candidates)
+    monkeypatch.setattr(ChainDrafter, "draft", watched_draft)
+    inputs = ragged_prompts(1, seed=3, min_len=9, max_len=9)
+    text = GenerationMixin.generate(target, **inputs, max_new_tokens=NUM_NEW, use_mtp=True)
+    head = load_drafter(folder, target)
+    stats = hf_speculate.SpeculationStats()
+    options = {"assistant_model": head, "num_assistant_tokens": num_layers, "speculation_stats": stats}
+    assert_equal_ids(text, target.generate(**inputs, max_new_tokens=NUM_NEW, **options))
+    num = min(len(ours), len(theirs)) - num_layers  # at the end of the text it may ask for more than we do
+    assert num > 5
+    assert ours[:num] == theirs[:num]
+    assert stats.num_accepted > 0 or seed is not None
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_longer_drafts_take_the_layers_in_turns(num_layers, checkpoint):
+    """Depth k mod n drafts token k; with one layer, against a reference without cache."""
+    target, folder = checkpoint("deepseek_v3", num_layers, 5)
+    head = load_drafter(folder, target)
+    rounds = Rounds(head, target, random_texts([7, 3, 2], seed=1, vocab_size=64))
+    for number, accepted in enumerate([(2, 0, 4), (4, 1, 3), (0, 2, None)]):
+        draft = rounds.draft(4, SampleStrategy.RANDOM)
+        assert draft.token_ids.shape == (3, 4)
+        if num_layers == 1:
+            for row, text in enumerate(rounds.texts):
+                expected = recursive_logits(head, target, text, rounds.states(row), draft.token_ids[row].tolist())
+                torch.testing.assert_close(draft.token_logits[row], expected, rtol=0, atol=TOLERANCE)
+        rounds.accept(draft, accepted, seed=number)
+
+
+@torch.no_grad()
+def recursive_logits(head, target, text, states, drafted):
+    """[K, V] of one layer applied to its own outputs, over the whole text from scratch in every step."""
+    model, scores, own = head.network._shared[0], [], []
+    for step in range(len(drafted)):
+        ids = torch.tensor([text[1:] + drafted[:step]])
+        pairs = torch.cat([states, *own])[None]
+        positions = torch.arange(ids.shape[1])[None]
+        mask = torch.full((ids.shape[1],) * 2, -1e300, dtype=torch.float64).triu(1)[None, None]
+        embeddings = target.get_input_embeddings()(ids)
+        outputs = model.layers[0](
+            embeddings,
+            pairs,
+            position_embeddings=model.rotary_emb(embeddings, position_ids=positions),
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=None,
+        )
+        scores.append(target.get_output_embeddings()(outputs[0, -1]))
+        own.append(outputs[0, -1:])
+    return torch.stack(scores)
+
+
+def test_layers_share_the_targets_tables_and_leave_the_target_alone(checkpoint):
+    target, folder = checkpoint("deepseek_v3", 2)
+    before = target.config.to_dict()
+    head = load_drafter(str(folder), target)
+    assert target.config.to_dict() == before
+    num = sum(weight.numel() for weight in head.network.layers.parameters())
+    assert head.num_parameters == num
+    assert "after the final norm" in repr(head)
+    assert head.network._shared[0].embed_tokens is target.get_input_embeddings()
+
+
+def test_what_cannot_be_loaded_is_named(checkpoint, tmp_path):
+    target, folder = checkpoint()
+    with pytest.raises(ConfigError, match="dtype and device must be the target's for MTP layers"):
+        load_drafter(folder, target, dtype=torch.float32)
+    with pytest.raises(ConfigError, match="aux_layers must be left out for MTP layers"):
+        load_drafter(folder, target, aux_layers=[1])
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    save_file({"model.embed_tokens.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedModelError, match="must hold the weights of the target's MTP layers"):
+        load_drafter(tmp_path, target)

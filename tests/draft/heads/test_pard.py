@@ -1,0 +1,74 @@
+"""PARD drafts: one forward over slots, against the model's own forward without cache."""
+
+import json
+
+import pytest
+import torch
+
+import hf_speculate
+from hf_speculate.draft.heads.load import load_drafter
+from hf_speculate.errors import ConfigError, UnsupportedModelError
+from hf_speculate.types import SampleStrategy
+from tests.draft.heads.designs import VOCAB_SIZE
+from tests.draft.heads.rounds import Rounds, random_texts, target_of
+from tests.tiny import make_model
+
+K = 4
+PARD_TOKEN = VOCAB_SIZE - 1
+TOLERANCE = 1e-5  # Qwen 2 computes its norms in float32
+
+
+def write_pard(folder, kind: str = "qwen2", vocab_size: int = VOCAB_SIZE, **fields):
+    """A folder as AMD's, and the model that it holds."""
+    model = make_model(kind, seed=7, vocab_size=vocab_size)
+    model.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "pard_token": PARD_TOKEN, **fields}))
+    return model
+
+
+@torch.no_grad()
+def expected_logits(model, text, vocab_size=VOCAB_SIZE):
+    """[K, V] of the text and K - 1 slots in one plain forward."""
+    ids = torch.tensor([text + [PARD_TOKEN] * (K - 1)])
+    logits = model(ids).logits[0, -K:]
+    return torch.nn.functional.pad(logits, (0, vocab_size - logits.shape[1]), value=-torch.inf)  # or cut
+
+
+@pytest.mark.parametrize("vocab_size", [VOCAB_SIZE, VOCAB_SIZE + 8, VOCAB_SIZE - 4])
+def test_drafts_are_those_of_a_plain_forward(vocab_size, tmp_path):
+    target = target_of(vocab_size=vocab_size)
+    model = write_pard(tmp_path)
+    head = load_drafter(tmp_path, target)
+    assert head.hidden_layers == ()
+    rounds = Rounds(head, target, random_texts([7, 3, 1], seed=1, vocab_size=VOCAB_SIZE - 4))
+    for number, accepted in enumerate([(2, 0, 4), (4, 1, 3), (0, 2, None), (1, 4, None)]):
+        draft = rounds.draft(K, SampleStrategy.RANDOM)
+        for row, text in enumerate(rounds.texts):
+            expected = expected_logits(model, text, vocab_size)
+            torch.testing.assert_close(draft.token_logits[row], expected, rtol=0, atol=TOLERANCE)
+        rounds.accept(draft, accepted, seed=number)
+
+
+def test_one_forward_a_round(tmp_path):
+    write_pard(tmp_path)
+    target, forwards = hf_speculate.enable(make_model("llama", vocab_size=VOCAB_SIZE)), []
+    head = load_drafter(tmp_path, target)
+    head.network.model.get_decoder().register_forward_hook(lambda *_: forwards.append(1))
+    stats = hf_speculate.SpeculationStats()
+    ids = torch.tensor([[3, 5, 8, 2]])
+    options = {"assistant_model": head, "num_assistant_tokens": 3, "max_new_tokens": 12, "speculation_stats": stats}
+    assert torch.equal(target.generate(ids, **options), target.generate(ids, max_new_tokens=12))
+    assert len(forwards) == stats.num_batch_rounds - stats.rounds_by_draft_len.get(0, 0)
+
+
+def test_what_is_not_served_is_named(tmp_path):
+    target = target_of()
+    write_pard(tmp_path / "window", "mistral_window")
+    with pytest.raises(UnsupportedModelError, match="got a PARD draft of model_type 'mistral'"):
+        load_drafter(tmp_path / "window", target)
+    write_pard(tmp_path / "qwen2")
+    with pytest.raises(ConfigError, match="aux_layers must be left out for a PARD draft"):
+        load_drafter(tmp_path / "qwen2", target, aux_layers=[1])
+    with pytest.raises(UnsupportedModelError, match="its vocabulary has 32 tokens, and the target's 4096"):
+        load_drafter(tmp_path / "qwen2", target_of(vocab_size=4096))
