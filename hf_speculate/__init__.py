@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hf_speculate.draft.base import Drafter, DrafterSetup, DraftRequest
+    from hf_speculate.draft.heads.head import DraftHead
+    from hf_speculate.draft.heads.load import load_drafter
     from hf_speculate.draft.state import DraftState
     from hf_speculate.draft.suffix_store import SuffixStore
     from hf_speculate.draft.to_candidate_generator import DraftModelCandidateGenerator
@@ -41,6 +43,7 @@ _MODULES = {
     "BlockLogitsProcessorList": "processors.block",
     "ConfigError": "errors",
     "DatasetReport": "tools.dataset.run",
+    "DraftHead": "draft.heads.head",
     "DraftModelCandidateGenerator": "draft.to_candidate_generator",
     "DraftState": "draft.state",
     "Drafter": "draft.base",
@@ -67,6 +70,7 @@ _MODULES = {
     "generate": "generation.mixin",
     "is_enabled": "generation.enable",
     "keep_prefix": "verify.prefix",
+    "load_drafter": "draft.heads.load",
     "register_row_wise": "processors.registry",
     "register_verifier": "verify.base",
     "save_config": "tools.hub.repository",
@@ -77,6 +81,7 @@ __all__ = [
     "BlockLogitsProcessorList",
     "ConfigError",
     "DatasetReport",
+    "DraftHead",
     "DraftModelCandidateGenerator",
     "DraftRequest",
     "DraftState",
@@ -103,6 +108,7 @@ __all__ = [
     "generate",
     "is_enabled",
     "keep_prefix",
+    "load_drafter",
     "register_row_wise",
     "register_verifier",
     "save_config",

@@ -19,6 +19,7 @@ from hf_speculate.compat import (
 )
 from hf_speculate.config import FIELD_NAMES
 from hf_speculate.draft.assistant import resolve_assistant, warn_of_low_acceptance
+from hf_speculate.draft.heads.head import DraftHead
 from hf_speculate.engine.model_state import model_state
 from hf_speculate.engine.outputs import GenerateOutput
 from hf_speculate.errors import UnsupportedModelError
@@ -34,6 +35,7 @@ from hf_speculate.generation.arguments import (
 )
 from hf_speculate.generation.config_sources import fields_in, fields_of, read_config
 from hf_speculate.generation.decoding_method import SpeculativeDecoding
+from hf_speculate.generation.draft_heads import with_head
 from hf_speculate.generation.draft_source import find_draft_source
 from hf_speculate.generation.token_healing import TokenHealingMixin, provide_tokenizer
 from hf_speculate.generation.validate_call import check_call
@@ -123,6 +125,8 @@ def _generate(
     config = read_config(sources)
     early_exit = own_early_exit(model, call)
     source = find_draft_source(assistant, early_exit, config, samples(model, plain, call))
+    if isinstance(assistant, DraftHead):
+        config, assistant = with_head(config, assistant), None
     if source is None:
         check_verifier(config.resolve(do_sample=False))
         if config.speculation_stats is not None:

@@ -1,0 +1,272 @@
+"""Heads inside `generate()`: the text is plain decoding's, whatever the head proposes."""
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import DynamicCache, MaxTimeCriteria
+
+import hf_speculate
+from hf_speculate.draft.heads.load import load_drafter
+from hf_speculate.errors import UnsupportedGenerationError, UnsupportedModelError
+from tests.cases import VERIFIERS, assert_equal_ids
+from tests.draft.heads.designs import (
+    DFLASH,
+    DSPARK,
+    EAGLE3,
+    NUM_TARGET_LAYERS,
+    TARGET_WIDTH,
+    VOCAB_SIZE,
+    make_weights,
+    write_speculators,
+)
+from tests.draft.heads.fitting import fitted_weights
+from tests.draft.heads.kinds import KINDS
+from tests.draft.test_custom import own_id
+from tests.generation.test_law import SIGNIFICANCE, draw, joint_law, p_value
+from tests.generation.test_schedules import ScriptedSchedule
+from tests.tiny import PAD_TOKEN_ID, make_law_model, make_model, ragged_prompts
+
+NUM_NEW = 24
+NUM_DRAWS = 8_000  # of 512 texts
+NUM_DRAWN = 3  # tokens of each: the prompt's forward gives the first, a round the others
+MISTAKEN = 1e-12  # what the negative control stays below
+SOME_IDS = tuple(index for index in range(VOCAB_SIZE) if index % 8)
+FITTED = replace(EAGLE3, hidden_size=64, head_dim=16, draft_ids=SOME_IDS, aux_layers=(1, 3, NUM_TARGET_LAYERS))
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """A target, and a head that knows its greedy texts of `prompts()` by heart, but for some tokens."""
+    target = make_model("llama", vocab_size=VOCAB_SIZE, hidden_size=TARGET_WIDTH, num_hidden_layers=NUM_TARGET_LAYERS)
+    target = hf_speculate.enable(target)
+    inputs = prompts()
+    texts = target.generate(**inputs, max_new_tokens=NUM_NEW)
+    rows = [text[mask.argmax() :].tolist() for text, mask in zip(texts, inputs["attention_mask"], strict=True)]
+    weights = fitted_weights(FITTED, target, rows)
+    folder = write_speculators(tmp_path_factory.mktemp("fitted"), FITTED, weights)
+    return target, load_drafter(folder, target)
+
+
+def prompts(batch_size: int = 3):
+    inputs = ragged_prompts(3, seed=0, vocab_size=VOCAB_SIZE)
+    return {name: part[3 - batch_size :] for name, part in inputs.items()}
+
+
+def ours_and_plain(pair, inputs=None, **options):
+    target, head = pair
+    stats = hf_speculate.SpeculationStats()
+    inputs = inputs or prompts()
+    options = {"max_new_tokens": NUM_NEW, **options}
+    own = {
+        name: options.pop(name)
+        for name in ("num_assistant_tokens", "num_assistant_tokens_schedule", "speculation_cache")
+        if name in options
+    }
+    ours = target.generate(
+        **inputs, **options, assistant_model=head, speculation_stats=stats, **{"num_assistant_tokens": 4, **own}
+    )
+    return ours, target.generate(**inputs, **options), stats
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_greedy_text_is_plain_for_every_kind(kind, batch_size, tmp_path):
+    head, target = KINDS[kind](tmp_path)
+    target = hf_speculate.enable(target)
+    inputs, stats = prompts(batch_size), hf_speculate.SpeculationStats()
+    options = {"assistant_model": head, "num_assistant_tokens": 3, "speculation_stats": stats}
+    ours = target.generate(**inputs, max_new_tokens=NUM_NEW, **options)
+    hf_speculate.disable(target)
+    assert_equal_ids(target.generate(**inputs, max_new_tokens=NUM_NEW), ours)
+    assert max(stats.rounds_by_draft_len) == 3
+
+
+CASES = {
+    "one row": {"inputs": prompts(1)},
+    "batch": {},
+    "dynamic cache": {"speculation_cache": "dynamic"},
+    "adaptive": {"num_assistant_tokens": 6, "num_assistant_tokens_schedule": "adaptive"},
+    "prompts in chunks": {"prefill_chunk_size": 5},
+    "one token": {"inputs": {"input_ids": torch.tensor([[5], [9]])}},
+    "processors": {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3},
+    "lock step": {"logits_processor": [lambda ids, scores: scores + (ids[:, -1:] % 3)]},
+    "several of each": {"num_return_sequences": 2, "do_sample": True, "verifier": "coupled", "seed": 3},
+    "coupled": {"do_sample": True, "verifier": "coupled", "seed": 5, "temperature": 0.7},
+    "coupled, warped": {"do_sample": True, "verifier": "coupled", "seed": 5, "top_k": 5, "top_p": 0.9},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_text_is_plain(pair, name):
+    ours, plain, stats = ours_and_plain(pair, **CASES[name])
+    assert_equal_ids(plain, ours)
+    assert stats.num_accepted > 0
+
+
+def test_rounds_of_every_length_come(pair):
+    _, _, stats = ours_and_plain(pair)
+    assert 0.4 < stats.verified_acceptance_rate < 0.95
+    assert min(stats.accepted_per_position) > 0
+
+
+@pytest.mark.parametrize("ends", [(3, 9), (0, 3)], ids=["rows end", "a row ends at once"])
+@pytest.mark.parametrize("stays", [False, True], ids=["rows leave", "rows stay"])
+def test_rows_end_and_plain_steps_come_between(pair, ends, stays, monkeypatch):
+    monkeypatch.setattr("hf_speculate.engine.builder.build_schedule", lambda *_: ScriptedSchedule())
+    target, _ = pair
+    text = target.generate(**prompts(), max_new_tokens=NUM_NEW)
+    eos = [own_id(text[:, -NUM_NEW:], row, begin) for row, begin in zip((1, 2), ends, strict=True)]
+    options = {"eos_token_id": eos, "pad_token_id": PAD_TOKEN_ID}
+    if stays:
+        options["return_dict_in_generate"] = True
+    ours, plain, stats = ours_and_plain(pair, **options)
+    ours, plain = (one.sequences if stays else one for one in (ours, plain))
+    assert_equal_ids(plain, ours)
+    assert (plain[:, -1] == PAD_TOKEN_ID).sum() == 2
+    assert stats.rounds_by_draft_len[0] > 2
+    assert stats.num_accepted > 0
+
+
+@pytest.mark.parametrize("num_cached", [1, 4])
+def test_a_passed_cache_is_continued(pair, num_cached):
+    target, head = pair
+    inputs = prompts(1)
+    inputs = {"input_ids": inputs["input_ids"][inputs["attention_mask"].bool()][None]}
+    cache = DynamicCache()
+    target(inputs["input_ids"][:, :num_cached], past_key_values=cache)
+    options = {"assistant_model": head, "num_assistant_tokens": 3, "past_key_values": cache}
+    ours = target.generate(**inputs, max_new_tokens=NUM_NEW, **options)
+    assert_equal_ids(target.generate(**inputs, max_new_tokens=NUM_NEW), ours)
+    assert cache.get_seq_length() == ours.shape[1] - 1
+
+
+def test_hidden_states_that_the_user_asks_for_are_those_of_plain(pair):
+    options = {"return_dict_in_generate": True, "output_hidden_states": True, "inputs": prompts(1)}
+    ours, plain, _ = ours_and_plain(pair, **options)
+    assert_equal_ids(plain.sequences, ours.sequences)
+    for one, other in zip(plain.hidden_states, ours.hidden_states, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("verifier", VERIFIERS)
+def test_every_verifier_reads_what_a_head_proposes(pair, verifier):
+    target, head = pair
+    stats = hf_speculate.SpeculationStats()
+    options = {**VERIFIERS[verifier], "seed": 2, "num_assistant_tokens": 3, "max_new_tokens": 16}
+    if options["do_sample"]:
+        options["temperature"] = 0.3
+    ids = target.generate(**prompts(), **options, assistant_model=head, speculation_stats=stats)
+    assert 0 <= ids.min() <= ids.max() < VOCAB_SIZE
+    assert stats.num_accepted > 0
+
+
+def test_no_hook_stays_on_the_target(pair):
+    target, head = pair
+    assert NUM_TARGET_LAYERS in head.hidden_layers
+    before = len(target.model.layers[-1]._forward_hooks)
+    with pytest.raises(ZeroDivisionError):
+        target.generate(
+            **prompts(),
+            assistant_model=head,
+            max_new_tokens=8,
+            speculation_callback=lambda report: 1 / 0,
+        )
+    assert len(target.model.layers[-1]._forward_hooks) == before
+
+
+def law_pair(kind: str, folder):
+    target = make_law_model(8, seed=0, dtype=torch.float32, num_hidden_layers=2)
+    fields = {"hidden_size": 16, "target_hidden_size": 16, "vocab_size": 8, "draft_ids": (1, 2, 3, 5, 6, 7)}
+    fields |= {"num_heads": 2, "num_kv_heads": 1}
+    design = {
+        "EAGLE-3": replace(EAGLE3, aux_layers=(0, 1, 2), **fields),
+        "DFlash": replace(DFLASH, aux_layers=(0, 1, 2), **fields),
+        "DSpark": replace(DSPARK, aux_layers=(0, 1, 2), **fields),
+    }[kind]
+    weights = make_weights(design, seed=1)
+    weights["lm_head.weight"] /= 8  # flat enough that every token comes
+    return hf_speculate.enable(target), load_drafter(write_speculators(folder, design, weights), target)
+
+
+@pytest.mark.parametrize(
+    ("kind", "verifier"),
+    [
+        ("EAGLE-3", "rejection"),
+        ("EAGLE-3", "block"),
+        ("EAGLE-3", "coupled"),
+        ("DFlash", "block"),
+        ("DSpark", "rejection"),
+    ],
+)
+def test_the_joint_distribution_is_the_targets_with_a_smaller_vocabulary(kind, verifier, tmp_path):
+    target, head = law_pair(kind, tmp_path)
+    stats = hf_speculate.SpeculationStats()
+    options = {"num_assistant_tokens": 2, "max_new_tokens": NUM_DRAWN, "verifier": verifier, "speculation_stats": stats}
+    counts = draw(target, head, NUM_DRAWS, **options)
+    assert p_value(counts, joint_law(target, NUM_DRAWN)) > SIGNIFICANCE
+    assert min(stats.accepted_per_position) > 0
+
+
+class Hiding:
+    """Draws from the draft vocabulary alone, and reports a distribution that says otherwise."""
+
+    def __init__(self, head, setup):
+        self.drafter = head(setup)
+        self.hidden_layers = self.drafter.hidden_layers
+        self.project_states, self.rows = self.drafter.project_states, self.drafter.rows
+
+    def draft(self, request):
+        out = self.drafter.draft(request)
+        logits = out.token_logits.masked_fill(out.token_logits == -torch.inf, 0.0)
+        return out._replace(token_logits=logits, logsumexp=logits.float().logsumexp(-1))
+
+
+def test_a_proposal_that_hides_its_vocabulary_fails_the_same_test(tmp_path):
+    target, head = law_pair("EAGLE-3", tmp_path)
+    options = {"num_assistant_tokens": 2, "max_new_tokens": NUM_DRAWN, "verifier": "rejection"}
+    counts = draw(target, None, NUM_DRAWS, **options, drafter=functools.partial(Hiding, head))
+    assert p_value(counts, joint_law(target, NUM_DRAWN)) < MISTAKEN
+
+
+def test_parity_is_checked_with_a_head(pair):
+    target, head = pair
+    report = hf_speculate.check_parity(target, head, prompts(), max_new_tokens=NUM_NEW)
+    assert {row.verdict for row in report.rows} == {"equal"}
+    assert report.num_drafted > 0
+
+
+def test_a_text_longer_than_the_head_was_trained_on_is_decoded_with_a_warning(pair):
+    target, head = pair
+    options = {"max_length": 513, "assistant_model": head, "num_assistant_tokens": 4}
+    stops = {"stopping_criteria": [MaxTimeCriteria(max_time=0.0)]}
+    with pytest.warns(UserWarning, match="was trained on texts of up to 512 tokens, and this one may have 513"):
+        target.generate(**prompts(1), **options, **stops)
+
+
+@pytest.mark.parametrize("name", ["prompt_lookup_num_tokens", "draft_state"])
+def test_what_needs_a_draft_model_is_refused(pair, name):
+    target, head = pair
+    value = 4 if name == "prompt_lookup_num_tokens" else hf_speculate.DraftState()
+    with pytest.raises(UnsupportedGenerationError, match=f"{name} must be left out with a draft head"):
+        target.generate(**prompts(), assistant_model=head, **{name: value})
+
+
+def test_a_head_of_another_target_is_refused(pair):
+    _, head = pair
+    other = hf_speculate.enable(make_model("llama", vocab_size=VOCAB_SIZE, hidden_size=TARGET_WIDTH))
+    with pytest.raises(UnsupportedModelError, match="must have hidden size 24, 6 layers and 32 tokens, got"):
+        other.generate(**prompts(), assistant_model=head, max_new_tokens=4)
+
+
+def test_the_default_number_of_tokens_bounds_the_adaptive_one(pair):
+    target, head = pair
+    assert head.default_draft_tokens == 4
+    stats = hf_speculate.SpeculationStats()
+    target.generate(**prompts(), assistant_model=head, max_new_tokens=NUM_NEW, speculation_stats=stats)
+    assert max(stats.rounds_by_draft_len) == 4
+    options = {"num_assistant_tokens_schedule": "constant", "speculation_stats": stats}
+    target.generate(**prompts(), assistant_model=head, max_new_tokens=NUM_NEW, **options)
+    assert {num for num, rounds in stats.rounds_by_draft_len.items() if rounds} <= {0, 1, 2, 3, 4}
+    assert stats.rounds_by_draft_len[4] > 3
