@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from hf_speculate.cache.buffer_pool import BufferStore
 from hf_speculate.draft.assistant import AcceptanceTallies
+from hf_speculate.draft.heads.store import HeadStore
 from hf_speculate.models.compilation import CompiledUnits
 from hf_speculate.schedule import HistoryStore
 
@@ -23,6 +24,7 @@ class ModelState:
         history: the adaptive schedule's estimates for this target, by draft model.
         tallies: accepted tokens of this target's draft models.
         self_tests: differences to plain decoding, by situation.
+        heads: draft heads that calls named by folder or id.
     """
 
     units: CompiledUnits = field(default_factory=CompiledUnits)
@@ -30,6 +32,7 @@ class ModelState:
     history: HistoryStore = field(default_factory=HistoryStore)
     tallies: AcceptanceTallies = field(default_factory=AcceptanceTallies)
     self_tests: dict[Hashable, float] = field(default_factory=dict)
+    heads: HeadStore = field(default_factory=HeadStore)
 
 
 _lock = threading.Lock()

@@ -10,6 +10,7 @@ from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList,
 from transformers.cache_utils import Cache
 
 from hf_speculate.cache.layers import attention_layers, num_held, text_cache
+from hf_speculate.draft.heads.mtp_config import SERVED_TARGETS
 from hf_speculate.errors import ConfigError, UnsupportedGenerationError, UnsupportedModelError
 
 _SIGNATURE = inspect.signature(GenerationMixin.generate)
@@ -151,6 +152,21 @@ def own_early_exit(model: PreTrainedModel, call: dict[str, Any]) -> int | None:
     if num_layers is not None:
         call["assistant_early_exit"] = None
     return num_layers
+
+
+def own_mtp(model: PreTrainedModel, call: dict[str, Any]) -> bool:
+    """Whether the target's MTP layers are to draft; transformers is kept from doing it, one row at a time.
+
+    False for families whose layers `load_drafter` does not load: transformers drafts with them.
+
+    Args:
+        model: whose generation config may ask for it.
+        call: all arguments by name; changed in place.
+    """
+    if model.config.model_type not in SERVED_TARGETS or not _setting(model, call, "use_mtp"):
+        return False
+    call["use_mtp"] = False
+    return True
 
 
 def uncached(input_ids: Tensor, cache: Cache, passed_mask_len: int | None, embeds: Tensor | None = None) -> Tensor:

@@ -1,21 +1,54 @@
-"""Turns a draft head that is passed as `assistant_model` into the drafter of a call."""
+"""Draft heads in a call: found by name or by `use_mtp`, and made its drafter."""
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
 
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.heads.head import DraftHead
+from hf_speculate.engine.model_state import model_state
 from hf_speculate.errors import UnsupportedGenerationError
-from hf_speculate.generation.draft_source import ASSISTED
+from hf_speculate.generation.draft_source import DraftSource
 
 
-def with_head(config: SpeculationConfig, head: DraftHead) -> SpeculationConfig:
+def named_head(model: PreTrainedModel, assistant: Any) -> Any:
+    """The draft head that `assistant_model` names by folder or id, loaded once; any other assistant as it is.
+
+    Args:
+        model: the target.
+        assistant: what was passed as `assistant_model`.
+
+    Raises:
+        ConfigError: see `load_drafter`.
+        UnsupportedModelError: see `load_drafter`.
+    """
+    return model_state(model).heads.get(assistant, model) if isinstance(assistant, str | Path) else assistant
+
+
+def own_mtp_head(model: PreTrainedModel) -> DraftHead:
+    """The MTP layers of the target's checkpoint, loaded once.
+
+    Args:
+        model: the target.
+
+    Raises:
+        ConfigError: see `load_drafter`.
+        UnsupportedModelError: see `load_drafter`.
+    """
+    return model_state(model).heads.get(str(model.config.name_or_path), model)
+
+
+def with_head(config: SpeculationConfig, head: DraftHead, source: DraftSource) -> SpeculationConfig:
     """The settings of a call that drafts with a head.
 
-    If nobody set a number of tokens, the head's default K bounds it.
+    If no number of tokens is set, the head's default K bounds it.
 
     Args:
         config: the call's settings.
         head: the assistant.
+        source: what drafts, in the words of error messages.
 
     Raises:
         UnsupportedGenerationError: a setting needs a draft model.
@@ -23,8 +56,8 @@ def with_head(config: SpeculationConfig, head: DraftHead) -> SpeculationConfig:
     for name in ("prompt_lookup_num_tokens", "draft_state"):
         if getattr(config, name) is not None:
             raise UnsupportedGenerationError(
-                f"{name} must be left out with a draft head as assistant_model, got one; leave it out, or "
-                f"{ASSISTED.hint}"
+                f"{name} must be left out with a draft head, got one with {source.cause}; leave it out, or "
+                f"{source.hint}"
             )
     if config.num_assistant_tokens is None and head.default_draft_tokens is not None:
         config = replace(

@@ -22,6 +22,7 @@ LOOKUP = DraftSource(
     "leave prompt_lookup_num_tokens out to decode without speculation, or hf_speculate.disable(model) for transformers'"
     " own prompt lookup",
 )
+MTP = DraftSource("use_mtp", "leave use_mtp out to decode without speculation")
 COUPLED_ALONE = DraftSource("verifier='coupled'", "set verifier='rejection' to sample as transformers does")
 
 

@@ -19,6 +19,7 @@ from hf_speculate.compat import (
 )
 from hf_speculate.config import FIELD_NAMES
 from hf_speculate.draft.assistant import resolve_assistant, warn_of_low_acceptance
+from hf_speculate.draft.heads.acceptance_warning import warn_of_low_first_acceptance
 from hf_speculate.draft.heads.head import DraftHead
 from hf_speculate.engine.model_state import model_state
 from hf_speculate.engine.outputs import GenerateOutput
@@ -26,6 +27,7 @@ from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.generation.arguments import (
     bind,
     own_early_exit,
+    own_mtp,
     own_prompt_lookup,
     own_static_cache,
     own_stop_strings,
@@ -35,8 +37,8 @@ from hf_speculate.generation.arguments import (
 )
 from hf_speculate.generation.config_sources import fields_in, fields_of, read_config
 from hf_speculate.generation.decoding_method import SpeculativeDecoding
-from hf_speculate.generation.draft_heads import with_head
-from hf_speculate.generation.draft_source import find_draft_source
+from hf_speculate.generation.draft_heads import named_head, own_mtp_head, with_head
+from hf_speculate.generation.draft_source import ASSISTED, COUPLED_ALONE, MTP, find_draft_source
 from hf_speculate.generation.token_healing import TokenHealingMixin, provide_tokenizer
 from hf_speculate.generation.validate_call import check_call
 from hf_speculate.generation.validate_models import check_assistant, check_models
@@ -118,15 +120,18 @@ def _generate(
     if isinstance(call.get("custom_generate"), str):
         return plain(*args, **kwargs)  # the repository's function comes back through `generate` above
     keywords = {name: call.pop(name) for name in FIELD_NAMES if name in call}
-    assistant = unwrapped(call.pop("assistant_model", None))
+    assistant = named_head(model, unwrapped(call.pop("assistant_model", None)))
     sources = [keywords, fields_of(call.get("generation_config")), saved, fields_of(model.generation_config)]
     if assistant is not None:
         sources.append(fields_of(getattr(assistant, "generation_config", None)))
     config = read_config(sources)
     early_exit = own_early_exit(model, call)
     source = find_draft_source(assistant, early_exit, config, samples(model, plain, call))
-    if isinstance(assistant, DraftHead):
-        config, assistant = with_head(config, assistant), None
+    if source in (None, COUPLED_ALONE) and own_mtp(model, call):
+        source, assistant = MTP, own_mtp_head(model)
+    head = assistant if isinstance(assistant, DraftHead) else None
+    if head is not None:
+        config, assistant = with_head(config, head, source or ASSISTED), None
     if source is None:
         check_verifier(config.resolve(do_sample=False))
         if config.speculation_stats is not None:
@@ -157,6 +162,8 @@ def _generate(
     is_tallied = resolved.is_vocabulary_assumed and reads_text and config.prompt_lookup_num_tokens is None
     if assistant is not None and is_tallied and model_state(model).tallies.add(assistant, decoding.stats):
         warn_of_low_acceptance(model, assistant)
+    if head is not None:
+        warn_of_low_first_acceptance(head.spec, decoding.stats)
     if LOGGER.isEnabledFor(logging.INFO):
         LOGGER.info("%s", decoding.stats.summary())
     if isinstance(output, ModelOutput):

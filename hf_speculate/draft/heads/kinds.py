@@ -84,8 +84,8 @@ def unserved(found: str, allowed: str) -> UnsupportedModelError:
         allowed: what is served in its place.
     """
     return UnsupportedModelError(
-        f"a draft head must be of a served kind ({SERVED}) with {allowed}, got {found}; use another head, or an "
-        "ordinary draft model as assistant_model"
+        f"a draft head must be of a served kind ({SERVED}) with {allowed}, got {found}; use another head, or "
+        "load an ordinary draft model and pass it as assistant_model"
     )
 
 

@@ -1,10 +1,14 @@
 """Heads inside `generate()`: the text is plain decoding's, whatever the head proposes."""
 
 import functools
+import shutil
+import warnings
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import DynamicCache, MaxTimeCriteria
 
 import hf_speculate
@@ -243,6 +247,39 @@ def test_a_text_longer_than_the_head_was_trained_on_is_decoded_with_a_warning(pa
     stops = {"stopping_criteria": [MaxTimeCriteria(max_time=0.0)]}
     with pytest.warns(UserWarning, match="was trained on texts of up to 512 tokens, and this one may have 513"):
         target.generate(**prompts(1), **options, **stops)
+
+
+@pytest.mark.parametrize("form", [str, Path])
+def test_a_head_may_be_named(form, pair, tmp_path):
+    """It is loaded for the first call and kept with the target."""
+    target, _ = pair
+    folder = write_speculators(tmp_path / "head", FITTED, make_weights(FITTED))
+    options = {"assistant_model": form(folder), "num_assistant_tokens": 2, "max_new_tokens": NUM_NEW}
+    stats = hf_speculate.SpeculationStats()
+    ours = target.generate(**prompts(), **options, speculation_stats=stats)
+    shutil.rmtree(folder)
+    assert_equal_ids(ours, target.generate(**prompts(), **options))
+    assert_equal_ids(target.generate(**prompts(), max_new_tokens=NUM_NEW), ours)
+    assert max(stats.rounds_by_draft_len) == 2
+
+
+def test_a_named_folder_must_hold_a_head(pair, tmp_path):
+    target, _ = pair
+    target.config.save_pretrained(tmp_path)
+    save_file({"model.norm.weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedModelError, match="load an ordinary draft model and pass it as assistant_model"):
+        target.generate(**prompts(), assistant_model=str(tmp_path))
+
+
+def test_few_accepted_first_tokens_are_warned_of(pair, tmp_path):
+    target, fitted = pair
+    head = load_drafter(write_speculators(tmp_path, FITTED, make_weights(FITTED)), target)
+    options = {"max_new_tokens": 80, "num_assistant_tokens": 1}
+    with pytest.warns(UserWarning, match="fewer than 20% of the first tokens that .* drafted were accepted"):
+        target.generate(**prompts(), **options, assistant_model=head)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        target.generate(**prompts(), **options, assistant_model=fitted)
 
 
 @pytest.mark.parametrize("name", ["prompt_lookup_num_tokens", "draft_state"])

@@ -1,13 +1,15 @@
 """Whether a head reads the layers that it was trained on is measured, and few accepted drafts are a reason to."""
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 
-from hf_speculate.draft.heads.acceptance_warning import low_acceptance
+from hf_speculate.draft.heads.acceptance_warning import warn_of_low_first_acceptance
 from hf_speculate.draft.heads.load import load_drafter
 from hf_speculate.errors import ConfigError
+from hf_speculate.stats import SpeculationStats
 from tests.draft.heads.designs import write_speculators
 from tests.draft.heads.fitting import fitted_weights
 from tests.draft.heads.rounds import target_of
@@ -70,7 +72,11 @@ def test_what_reads_no_layers_has_nothing_to_check(fitted, tmp_path):
     ("num_drafted", "num_accepted", "warns"),
     [(199, 0, False), (200, 39, True), (200, 40, False), (10_000, 5_000, False)],
 )
-def test_few_accepted_first_drafts_are_a_reason_to_warn(num_drafted, num_accepted, warns):
-    message = low_acceptance(num_drafted, num_accepted)
-    assert (message is not None) == warns
-    assert not warns or "check_layers" in message
+def test_few_accepted_first_drafts_are_a_reason_to_warn(fitted, num_drafted, num_accepted, warns):
+    head = load_drafter(fitted[0], target_of())
+    stats = SpeculationStats(drafted_per_position=[num_drafted, 9], accepted_per_position=[num_accepted, 9])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_of_low_first_acceptance(head.spec, stats)
+        warn_of_low_first_acceptance(replace(head.spec, hidden_layers=(-1,)), stats)
+    assert ["check_layers" in str(one.message) for one in caught] == [True] * warns

@@ -12,7 +12,7 @@ from transformers.modeling_layers import MtpModel
 import hf_speculate
 from hf_speculate.draft.heads.chain import ChainDrafter
 from hf_speculate.draft.heads.load import load_drafter
-from hf_speculate.errors import ConfigError, UnsupportedModelError
+from hf_speculate.errors import ConfigError, UnsupportedGenerationError, UnsupportedModelError
 from hf_speculate.types import SampleStrategy
 from tests.cases import assert_equal_ids
 from tests.draft.heads.rounds import Rounds, random_texts
@@ -125,6 +125,19 @@ def test_the_drafts_are_those_of_transformers(kind, num_layers, seed, checkpoint
     assert num > 5
     assert ours[:num] == theirs[:num]
     assert stats.num_accepted > 0 or seed is not None
+
+
+def test_use_mtp_drafts_for_batches(checkpoint):
+    target, _ = checkpoint("deepseek_v3", 2)
+    inputs, stats = ragged_prompts(3, seed=3), hf_speculate.SpeculationStats()
+    options = {"use_mtp": True, "num_assistant_tokens": 3, "speculation_stats": stats}
+    ours = target.generate(**inputs, max_new_tokens=NUM_NEW, **options)
+    assert_equal_ids(target.generate(**inputs, max_new_tokens=NUM_NEW), ours)
+    assert stats.rounds_by_draft_len[3] > 0 < stats.num_accepted
+    with pytest.raises(ConfigError, match="draft_state must come with"):
+        target.generate(**inputs, use_mtp=True, draft_state=hf_speculate.DraftState())
+    with pytest.raises(UnsupportedGenerationError, match="use_mtp must be left out with prompt_lookup_num_tokens"):
+        target.generate(**inputs, use_mtp=True, prompt_lookup_num_tokens=2)
 
 
 @pytest.mark.parametrize("num_layers", [1, 2])
