@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,8 +26,31 @@ class HeadFit(NamedTuple):
     """Whether a head fits a target."""
 
     spec: HeadSpec
+    target: str  # name or path
     problems: tuple[str, ...]  # why it cannot be used; empty if it can
     notes: tuple[str, ...]  # what may lower the acceptance
+
+    @property
+    def ok(self) -> bool:
+        """Whether `generate()` takes the head for this target."""
+        return not self.problems
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same as plain values, for JSON."""
+        return {**self._asdict(), "spec": asdict(self.spec), "ok": self.ok}
+
+    def __str__(self) -> str:
+        spec, level = self.spec, "refused" if self.problems else "warning" if self.notes else "ok"
+        layers = ", ".join(map(str, spec.hidden_layers)) or "none"
+        lines = [
+            f"{level}: {spec.name} as a draft head for {self.target}",
+            f"  kind: {spec.kind}, {spec.format} format",
+            f"  reads hidden states of layers: {layers} (-1 is the state after the final norm)",
+            f"  drafts {spec.draft_vocab_size:,} of {spec.vocab_size:,} tokens",
+            f"  default K: {spec.default_draft_tokens or 'none'}",
+        ]
+        lines += [f"  refused: {text}" for text in self.problems]
+        return "\n".join([*lines, *(f"  warning: {text}" for text in self.notes)])
 
 
 def check_head(head: str | Path, target: str | Path | PreTrainedConfig) -> HeadFit:
@@ -46,7 +70,8 @@ def check_head(head: str | Path, target: str | Path | PreTrainedConfig) -> HeadF
         shape = shape._replace(name=known_name(str(target)))
     found = recognise(folder.config, lambda: folder.weight_shapes, shape.model_type)
     spec = describe(folder.config, found, folder.name, shape)
-    return HeadFit(spec, tuple(problems_of(spec, shape)), tuple(notes_of(spec, shape)))
+    name = str(config.name_or_path or config.model_type) if isinstance(target, PreTrainedConfig) else str(target)
+    return HeadFit(spec, name, tuple(problems_of(spec, shape)), tuple(notes_of(spec, shape)))
 
 
 def describe(

@@ -10,6 +10,7 @@ SPECULATORS_KINDS = ("eagle3", "peagle", "dflash", "dspark", "mtp")
 _PLAIN_WEIGHTS = "weights in float16, bfloat16 or float32"
 _QUANTISED = ("_scale", ".scales", "qweight", "weight_packed")
 _MTP_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers")
+_HEAD_NAMES = ("Eagle", "DFlash", "DSpark")  # in `architectures`
 _BLOCK_FIELDS = {"block_size", "mask_token_id", "target_layer_ids"}  # of DFlash heads that have them at the top level
 
 
@@ -53,6 +54,20 @@ def recognise(
     if "draft_vocab_size" in config or "Eagle3" in architectures:
         return HeadKind("eagle3", "original")
     return _by_weights(config, set() if weight_names is None else set(weight_names()))
+
+
+def is_head(config: dict[str, Any]) -> bool:
+    """Whether a config is that of a draft head, of a served kind or not, rather than of an ordinary model.
+
+    MTP layers have no config of their own, and a few early heads have that of an ordinary model.
+
+    Args:
+        config: content of `config.json`.
+    """
+    fields = {"speculators_model_type", "dflash_config", "pard_token", "draft_vocab_size"}
+    architectures = " ".join(config.get("architectures") or ())
+    has_fields = bool(fields & config.keys()) or config.keys() >= _BLOCK_FIELDS
+    return has_fields or any(name in architectures for name in _HEAD_NAMES)
 
 
 def is_mtp_checkpoint(config: dict[str, Any], target_type: str | None) -> bool:

@@ -40,7 +40,7 @@ class Decoder:
 
     Args:
         target: enabled or not; not changed.
-        draft_arguments: `tokenizer`, and `assistant_model` and `assistant_tokenizer` if there is a draft model.
+        draft_arguments: `tokenizer`, and `assistant_model` and `assistant_tokenizer` if there is a draft model or head.
         max_new_tokens: N.
         sampling: arguments of methods that sample, such as `temperature`.
         options: arguments of all methods, such as `repetition_penalty`.
@@ -66,8 +66,9 @@ class Decoder:
 
     @property
     def draft(self) -> PreTrainedModel | None:
-        """The draft model, if there is one."""
-        return self._draft_arguments.get("assistant_model")
+        """The draft model; None if there is none, or a head drafts."""
+        draft = self._draft_arguments.get("assistant_model")
+        return draft if isinstance(draft, PreTrainedModel) else None
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:

@@ -24,7 +24,7 @@ from hf_speculate.tools.bench.report import write_html
 from hf_speculate.tools.cli import measuring
 from hf_speculate.tools.cli.arguments import check_writable, decoding_of
 from hf_speculate.tools.cli.console import INTERRUPTED, OK, REFUSED, notes
-from hf_speculate.tools.cli.loading import load_pair
+from hf_speculate.tools.cli.loading import load_pair, names_head
 from hf_speculate.tools.cli.measuring import show, shown
 from hf_speculate.tools.cli.options import Generation, Grid, Models, PromptSet
 
@@ -81,7 +81,8 @@ def run(
 
 def _theirs(models: Models, grid: Grid, lens: list[DraftLen], sample: bool) -> list[Method]:
     lookup = [] if grid.lookup is None else [lookup_method(grid.lookup, sample)]
-    return [*(assisted_methods(lens, sample) if models.draft is not None else []), *lookup]
+    takes_draft = models.draft is not None and not names_head(models)  # transformers takes no heads
+    return [*(assisted_methods(lens, sample) if takes_draft else []), *lookup]
 
 
 def _verifiers(names: str | None, sample: bool) -> list[str]:

@@ -1,13 +1,15 @@
-"""`hf-speculate check`: checks whether a draft model fits a target."""
+"""`hf-speculate check`: checks whether a draft model or a draft head fits a target."""
 
 import json
 from pathlib import Path
 from typing import Any
 
+from hf_speculate.draft.heads.fit import HeadFit, check_head
 from hf_speculate.errors import ConfigError
-from hf_speculate.tools.checks.pair import check_pair
+from hf_speculate.tools.checks.pair import PairReport, check_pair
 from hf_speculate.tools.cli.arguments import check_writable
 from hf_speculate.tools.cli.console import OK, REFUSED, answer, write_json
+from hf_speculate.tools.cli.loading import names_head
 from hf_speculate.tools.cli.options import Models
 
 
@@ -20,7 +22,11 @@ def run(models: Models, as_json: bool, output: Path | None) -> int:
     if models.trust_remote_code:
         options["trust_remote_code"] = True
     dtype = None if models.dtype == "auto" else models.dtype
-    report = check_pair(models.target, models.draft, dtype=dtype, **options)
+    report: PairReport | HeadFit
+    if names_head(models):
+        report = check_head(models.draft, models.target)
+    else:
+        report = check_pair(models.target, models.draft, dtype=dtype, **options)
     answer(json.dumps(report.as_dict(), indent=2) if as_json else str(report))
     if output is not None:
         write_json(output, report.as_dict())

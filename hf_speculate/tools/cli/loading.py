@@ -13,6 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.utils import logging
 from transformers.utils.import_utils import is_accelerate_available
 
+from hf_speculate.draft.heads.folder import HeadFolder
+from hf_speculate.draft.heads.head import DraftHead
+from hf_speculate.draft.heads.kinds import is_head, is_mtp_checkpoint
+from hf_speculate.draft.heads.load import load_drafter
 from hf_speculate.errors import ConfigError, MissingExtraError
 from hf_speculate.generation.enable import enable
 from hf_speculate.tools.cli.console import first_line
@@ -24,13 +28,13 @@ _REASON_LEN = 200  # characters; some messages of transformers list all its mode
 
 @dataclass(frozen=True)
 class Pair:
-    """A target that is enabled, its draft model if there is one, and their tokenizers.
+    """A target that is enabled, its draft model or draft head if there is one, and their tokenizers.
 
     The target's tokenizer pads on the left. `draft_tokenizer` is None if both share a vocabulary.
     """
 
     target: PreTrainedModel
-    draft: PreTrainedModel | None
+    draft: PreTrainedModel | DraftHead | None
     tokenizer: PreTrainedTokenizerBase
     draft_tokenizer: PreTrainedTokenizerBase | None
 
@@ -51,10 +55,25 @@ def load_pair(models: Models, log: Console | None = None) -> Pair:
     if models.draft is None:
         return Pair(target, None, tokenizer, None)
     with log.status(f"loading {models.draft}") if log is not None else nullcontext():
+        if names_head(models):
+            return Pair(target, load_drafter(models.draft, target), tokenizer, None)
         draft = _load(models, models.draft, None)
         draft_tokenizer = _read_tokenizer(models, models.draft, None)
     is_same = draft_tokenizer.get_vocab() == tokenizer.get_vocab()
     return Pair(target, draft, tokenizer, None if is_same else draft_tokenizer)
+
+
+def names_head(models: Models) -> bool:
+    """Whether the draft is a head, or the target itself for the MTP layers of its checkpoint; not a draft model."""
+    if models.draft is None:
+        return False
+    try:
+        folder = HeadFolder(models.draft)
+    except ConfigError:
+        return False  # loading a model then says what is wrong
+    if models.draft == models.target:
+        return is_mtp_checkpoint(folder.config, folder.config.get("model_type"))
+    return is_head(folder.config)
 
 
 def check_placement(dtype: str, device: str) -> None:

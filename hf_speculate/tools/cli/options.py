@@ -50,7 +50,9 @@ class Models:
     target: Annotated[str, typer.Argument(help="Model to decode with: a folder, or a name on the Hugging Face Hub.")]
     draft: Annotated[
         str | None,
-        typer.Option("--draft", "-d", rich_help_panel=_MODELS, help="Draft model: a folder, or a name on the Hub."),
+        typer.Option(
+            "--draft", "-d", rich_help_panel=_MODELS, help="Draft model or head: a folder, or a name on the Hub."
+        ),
     ] = None
     revision: Annotated[
         str | None,
