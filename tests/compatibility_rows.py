@@ -400,6 +400,10 @@ FIELDS = (
     ),
     Row("do_sample", Refused(Call({"do_sample": True, "verifier": "greedy"}), 'with `verifier="greedy"`')),
     Row("num_beams", Refused(Call({"num_beams": 2}))),
+    Row(
+        "use_mtp",
+        Supported("draft/heads/test_mtp.py::test_use_mtp_drafts_for_batches", "for DeepSeek-V3 and GLM-4 MoE targets"),
+    ),
     Row("use_mtp", Refused(Call({"use_mtp": True}))),
     Row(
         "use_cache", Supported(f"{EXACT}::test_greedy_equals_plain", "`True`", Call({"use_cache": True}, changes=False))

@@ -41,7 +41,11 @@ PROGRAM = re.compile(r"(?:cd \S+ && )?(?:\w+=\S+ )*(?:accelerate|hf-speculate|ma
 COMMAND = re.compile(rf"`({PROGRAM.pattern}[^`]+)`")
 
 # First line of a Python block that cannot run here -> why: it uploads, say, or stands for a model of the reader's.
-NOT_RUN: dict[str, str] = {}
+NOT_RUN: dict[str, str] = {
+    'head = hf_speculate.load_drafter("path/or/repository-of-the-head", model)': "a head of the reader's",
+    'head = hf_speculate.load_drafter("path/or/repository-of-the-target", model)': "a target with MTP layers",
+    'print(head.check_layers(model, tokenizer(texts, return_tensors="pt", padding=True)))': "a head of the reader's",
+}
 
 
 def blocks(page: str, language: str) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_speculate.draft.base import Drafter, DrafterSetup
 from hf_speculate.draft.heads.layer_check import LayerCheck, check_layers
@@ -70,14 +70,15 @@ class DraftHead:
     Args:
         spec: what it is.
         network: its own weights, in eval mode.
-        shape: of the target that it was loaded for.
+        config: of the target that it was loaded for; pipelines compare its special tokens with their model's.
         factory: makes the drafter of a call.
     """
 
-    def __init__(self, spec: HeadSpec, network: nn.Module, shape: TargetShape, factory: HeadDrafterFactory):
+    def __init__(self, spec: HeadSpec, network: nn.Module, config: PreTrainedConfig, factory: HeadDrafterFactory):
         self.spec = spec
         self.network = network.eval().requires_grad_(False)
-        self.shape = shape
+        self.config = config
+        self.shape = shape_of(config)
         self._factory = factory
 
     @property
@@ -157,7 +158,7 @@ class DraftHead:
             hidden_layers: as many ids as it reads now.
         """
         spec = replace(self.spec, hidden_layers=hidden_layers)
-        return DraftHead(spec, self.network, self.shape, self._factory)
+        return DraftHead(spec, self.network, self.config, self._factory)
 
     def __repr__(self) -> str:
         spec = self.spec

@@ -43,4 +43,4 @@ def load_dflash(request: LoadRequest) -> DraftHead:
             config.layers, config.options, shapes, config.spec.target_hidden_size, vocabulary, rotary
         )
     load_into(network, weights, folder.source, request.device, request.dtype)
-    return DraftHead(config.spec, network, shape, partial(BlockDrafter, network))
+    return DraftHead(config.spec, network, request.target.config, partial(BlockDrafter, network))

@@ -41,7 +41,7 @@ def load_eagle3(request: LoadRequest) -> DraftHead:
         network = Eagle3Network(config.layers, options, shapes, config.spec.target_hidden_size, vocabulary, rotary)
     load_into(network, weights, folder.source, request.device, request.dtype)
     drafter = ChainDrafter if options.mask_token_id is None else ParallelDrafter
-    return DraftHead(config.spec, network, shape, partial(drafter, network))
+    return DraftHead(config.spec, network, request.target.config, partial(drafter, network))
 
 
 def take_vocabulary(weights: dict[str, Tensor], vocab_size: int) -> DraftVocabulary:

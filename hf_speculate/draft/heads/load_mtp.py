@@ -50,7 +50,7 @@ def load_mtp(request: LoadRequest) -> DraftHead:
     if attention_name(model.config) not in _MASKED_ATTENTIONS:
         set_attention_name(model.config, "sdpa")  # its own copy
     network = CheckpointMtpNetwork(model, request.shape.vocab_size)
-    return DraftHead(spec, network, request.shape, partial(ChainDrafter, network))
+    return DraftHead(spec, network, request.target.config, partial(ChainDrafter, network))
 
 
 def _renamed(target: PreTrainedModel, source: str) -> PreTrainedModel:
@@ -72,4 +72,4 @@ def _load_speculators(request: LoadRequest) -> DraftHead:
         network = SpeculatorsMtpNetwork(config.layers, has_norms, request.shape.vocab_size, rotary)
     weights = {name: weight for name, weight in weights_of(folder).items() if name not in _SHARED_TABLES}
     load_into(network, weights, folder.source, request.device, request.dtype)
-    return DraftHead(config.spec, network, request.shape, partial(ChainDrafter, network))
+    return DraftHead(config.spec, network, request.target.config, partial(ChainDrafter, network))

@@ -33,4 +33,4 @@ def load_pard(request: LoadRequest) -> DraftHead:
     model.to(request.device)  # type: ignore[arg-type]  # transformers wraps torch's own method
     network = PardNetwork(model, int(config["pard_token"]), request.shape.vocab_size)
     spec = describe_pard(config, request.found, request.folder.name, request.shape)
-    return DraftHead(spec, network, request.shape, partial(ParallelDrafter, network))
+    return DraftHead(spec, network, request.target.config, partial(ParallelDrafter, network))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import DynamicCache, MaxTimeCriteria
+from transformers import DynamicCache, MaxTimeCriteria, pipeline
 
 import hf_speculate
 from hf_speculate.draft.heads.load import load_drafter
@@ -31,6 +31,7 @@ from tests.draft.test_custom import own_id
 from tests.generation.test_law import SIGNIFICANCE, draw, joint_law, p_value
 from tests.generation.test_schedules import ScriptedSchedule
 from tests.tiny import PAD_TOKEN_ID, make_law_model, make_model, ragged_prompts
+from tests.tiny_tokenizers import byte_level_tokenizer
 
 NUM_NEW = 24
 NUM_DRAWS = 8_000  # of 512 texts
@@ -261,6 +262,21 @@ def test_a_head_may_be_named(form, pair, tmp_path):
     assert_equal_ids(ours, target.generate(**prompts(), **options))
     assert_equal_ids(target.generate(**prompts(), max_new_tokens=NUM_NEW), ours)
     assert max(stats.rounds_by_draft_len) == 2
+
+
+def test_pipelines_take_a_head(tmp_path):
+    tokenizer = byte_level_tokenizer([], pad_token="<pad>")
+    target = hf_speculate.enable(
+        make_model("llama", vocab_size=len(tokenizer), hidden_size=TARGET_WIDTH, num_hidden_layers=NUM_TARGET_LAYERS)
+    )
+    design = replace(EAGLE3, vocab_size=len(tokenizer))
+    head = load_drafter(write_speculators(tmp_path, design, make_weights(design)), target)
+    options = {"max_new_tokens": 8, "do_sample": False}
+    expected = pipeline("text-generation", model=target, tokenizer=tokenizer)("abc", **options)
+    stats = hf_speculate.SpeculationStats()
+    write = pipeline("text-generation", model=target, tokenizer=tokenizer, assistant_model=head)
+    assert write("abc", **options, num_assistant_tokens=2, speculation_stats=stats) == expected
+    assert stats.num_drafted > 0
 
 
 def test_a_named_folder_must_hold_a_head(pair, tmp_path):
