@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from hf_speculate.errors import UnsupportedModelError
 
-FINAL_STATE = -1  # the state behind the final norm, as the language modelling head reads it
+FINAL_STATE = -1  # the state after the final norm, as the language modelling head reads it
 _LAYERS = ("layers", "h", "blocks")
 _NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "norm_f")
 
@@ -29,7 +29,7 @@ class LayerCapture:
     Args:
         model: whose decoder layers are hooked while the context lasts.
         layers: ids of states: i is the input of decoder layer i, the number of layers is the output of the last one
-            before the final norm, and `FINAL_STATE` is the state behind that norm.
+            before the final norm, and `FINAL_STATE` is the state after that norm.
 
     Raises:
         UnsupportedModelError: the model's layers or its final norm are not found.
@@ -44,7 +44,7 @@ class LayerCapture:
         norm = next(iter(_parts(decoder, _NORMS)), None)
         if modules is None or (norm is None and FINAL_STATE in self.layers):
             raise UnsupportedModelError(
-                f"hidden states must come from a model with {num_layers} decoder layers and a norm behind them, got "
+                f"hidden states must come from a model with {num_layers} decoder layers and a norm after them, got "
                 f"{self._name}, whose parts have other names; use a drafter that reads no hidden states"
             )
         self._modules: dict[int, nn.Module] = {layer: modules[layer - 1] for layer in self.layers if layer > 0}
@@ -82,7 +82,7 @@ class LayerCapture:
         return self._states[layer]
 
     def concatenated(self) -> Tensor:
-        """[B, Q, A * D], the states of all layers in the last forward, joined in the order of the ids.
+        """[B, Q, A * D], the states of all layers in the last forward, concatenated in the order of the ids.
 
         Raises:
             UnsupportedModelError: see `state`.

@@ -44,7 +44,7 @@ class ChainNetwork(Protocol):
     vocabulary: DraftVocabulary
 
     def project(self, states: Tensor) -> Tensor:
-        """[B, N, H] of the target's joined states [B, N, A * Ht]."""
+        """[B, N, H] of the target's concatenated states [B, N, A * Ht]."""
 
     def run(self, depth: int, pairs: Pairs, cache: RowCache, parts: TargetParts) -> Tensor:
         """[B, N, H], what a depth makes of pairs; their keys and values go into the cache."""

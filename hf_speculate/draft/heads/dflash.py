@@ -1,7 +1,7 @@
 """DFlash and DSpark heads: a block of mask tokens that attends to projected states of the whole text.
 
 Context states go into the keys and values of every layer as they are, without the layer's norm, at the positions of
-their tokens. The block holds the newest token, whose state is not known yet, and mask tokens behind it; its slots see
+their tokens. The block holds the newest token, whose state is not known yet, and mask tokens after it; its slots see
 the whole context and, in layers that are not causal, each other.
 """
 
@@ -59,7 +59,7 @@ class DFlashNetwork(nn.Module):
         self._rotary = rotary
 
     def project(self, states: Tensor) -> Tensor:
-        """[B, N, H], context states of the target's joined states [B, N, A * Ht]."""
+        """[B, N, H], context states of the target's concatenated states [B, N, A * Ht]."""
         return self.hidden_norm(self.fc(states))  # type: ignore[no-any-return]
 
     def read(self, context: Tensor, cache: RowCache, placed: Placed) -> None:
@@ -70,11 +70,11 @@ class DFlashNetwork(nn.Module):
             cache.write(index, keys, values, placed)
 
     def fill(self, newest_ids: Tensor, cache: RowCache, placed: Placed, parts: TargetParts) -> Tensor:
-        """[B, b, H] of a block behind the final norm.
+        """[B, b, H] of a block after the final norm.
 
         Args:
             newest_ids: [B] int64, the newest token of every row.
-            cache: with the context of all tokens before it; the block is written behind it.
+            cache: with the context of all tokens before it; the block is written after it.
             placed: of the block.
             parts: of the target.
         """
@@ -85,7 +85,7 @@ class DFlashNetwork(nn.Module):
         return self.norm(states)  # type: ignore[no-any-return]
 
     def logits(self, states: Tensor, parts: TargetParts) -> Tensor:
-        """[..., Vd] of states [..., H] behind the final norm."""
+        """[..., Vd] of states [..., H] after the final norm."""
         logits: Tensor = parts.logits(states) if self.lm_head is None else self.lm_head(states)
         if self.options.logit_scale != 1.0:
             logits = logits * self.options.logit_scale

@@ -23,7 +23,7 @@ class DFlashOptions:
     Args:
         block_size: b, tokens of a block, the newest one included.
         mask_token_id: id of the other tokens of a block.
-        num_states: A, target states that are joined for each token.
+        num_states: A, target states that are concatenated for each token.
         is_causal: by layer, whether tokens of a block hide those after them.
         samples_from_anchor: whether the newest token's own slot predicts the token after it; otherwise it predicts
             nothing, and slot k predicts the token that stands at its place.

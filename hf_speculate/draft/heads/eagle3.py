@@ -28,13 +28,13 @@ class Eagle3Options:
     """How a head's forward differs from the plain one.
 
     Args:
-        num_states: A, target states that are joined for each token.
+        num_states: A, target states that are concatenated for each token.
         reads_aux: whether the states are those of inner layers, which `fc` fuses; otherwise the head reads the
             target's last state as it is.
         norm_before_residual: whether the residual stream begins with the normalised state.
-        norm_before_fc: whether the joined states are normalised together before `fc`.
+        norm_before_fc: whether the concatenated states are normalised together before `fc`.
         fc_norm: whether they are normalised one by one before `fc`.
-        norm_output: whether the next pair gets the state behind the final norm (EAGLE-3.1).
+        norm_output: whether the next pair gets the state after the final norm (EAGLE-3.1).
         logit_scale: factor on the logits.
         mask_token_id: of P-EAGLE's slots; None for other heads.
     """
@@ -161,6 +161,6 @@ class Eagle3Network(nn.Module):
         return self._scored(self.norm(outputs), parts)
 
     def _scored(self, normed: Tensor, parts: TargetParts) -> Tensor:
-        """[..., Vd] of states [..., H] behind the final norm."""
+        """[..., Vd] of states [..., H] after the final norm."""
         logits: Tensor = parts.logits(normed) if self.lm_head is None else self.lm_head(normed)
         return logits if self.options.logit_scale == 1.0 else logits * self.options.logit_scale

@@ -65,7 +65,7 @@ def read_eagle3(
     if options.norm_output and found.format == "original" and not (options.fc_norm or options.norm_before_fc):
         notes.append(
             "it sets norm_output without fc_norm, as some trainers wrote for heads that do not feed back the "
-            "normalised state; if few drafts are kept, set norm_output to false in its config.json"
+            "normalised state; if the acceptance rate is low, set norm_output to false in its config.json"
         )
     proposal = proposal_of(config)
     spec = HeadSpec(

@@ -131,7 +131,9 @@ def notes_of(spec: HeadSpec, shape: TargetShape) -> list[str]:
     """
     notes = list(spec.notes)
     if spec.target_name and shape.name and spec.target_name.lower() != shape.name.lower():
-        notes.append(f"it was trained for {spec.target_name}, and the target is {shape.name}; few drafts may be kept")
+        notes.append(
+            f"it was trained for {spec.target_name}, and the target is {shape.name}; the acceptance rate may be low"
+        )
     return notes
 
 

@@ -124,8 +124,8 @@ class DraftHead:
         longest = self.spec.max_position_embeddings
         if longest is not None and setup.max_length > longest:
             warnings.warn(
-                f"{self.spec.name} was trained on texts of up to {longest} tokens, and this one may have "
-                f"{setup.max_length}; fewer drafts may be kept behind that",
+                f"{self.spec.name} was trained on texts of up to {longest} tokens, and this call may reach "
+                f"{setup.max_length}; the acceptance rate may be lower beyond that",
                 stacklevel=2,
             )
         return self._factory(self.spec, setup, self.device, self.dtype)

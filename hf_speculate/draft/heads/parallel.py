@@ -1,7 +1,7 @@
 """Drafts all tokens of a round in one forward, over slots that hold a mask token: P-EAGLE and PARD.
 
 The slots follow each row's newest tokens; the last of these gives the first draft, slot k gives draft k + 1. A draft
-depends on none of the others, so drawing them one by one is drawing from the product of their distributions.
+depends on none of the others, so sampling them one by one is sampling from the product of their distributions.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ class SlotInputs(NamedTuple):
 
     token_ids: Tensor  # [B, N] int64; in slots anything
     states: Tensor | None  # [B, N, H], the target's after `project`; in slots anything
-    is_slot: Tensor  # [B, N] bool, true in slots and behind them
+    is_slot: Tensor  # [B, N] bool, true in slots and after them
     placed: Placed  # columns are positions
 
 
@@ -36,7 +36,7 @@ class SlotNetwork(Protocol):
     vocabulary: DraftVocabulary
 
     def project(self, states: Tensor) -> Tensor:
-        """[B, N, H] of the target's joined states [B, N, A * Ht]."""
+        """[B, N, H] of the target's concatenated states [B, N, A * Ht]."""
 
     def fill(self, inputs: SlotInputs, cache: RowCache, parts: TargetParts) -> Tensor:
         """[B, N, H], what the network makes of tokens and slots; keys and values go into the cache."""

@@ -55,7 +55,7 @@ class TokenChooser:
 
         Args:
             num_tokens: K at most.
-            sample_strategy: GREEDY takes the argmax, RANDOM draws with the keys.
+            sample_strategy: GREEDY takes the argmax, RANDOM samples with the keys.
             keys: noise of the round.
         """
         draws = None
@@ -85,7 +85,7 @@ class Proposal:
         self._processors = processors
         self._draws = draws
         self._ids: list[Tensor] = []  # each [B]
-        self._kept_scores: list[Tensor] = []  # each [B, V], logits of the distributions that were drawn from
+        self._kept_scores: list[Tensor] = []  # each [B, V], logits of the distributions that were sampled from
         self._is_unsure: list[Tensor] = []  # each [B] bool
         self._num_noted = 0
 

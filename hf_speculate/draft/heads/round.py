@@ -77,7 +77,7 @@ class HeadDrafter(DrafterDefaults, ABC):
         self._is_first = True
 
     def project_states(self, states: Tensor) -> Tensor:
-        """Projects the target's joined states [B, N, A * Ht] to the states [B, N, D] that the head reads."""
+        """Projects the target's concatenated states [B, N, A * Ht] to the states [B, N, D] that the head reads."""
         return states
 
     @abstractmethod

@@ -61,7 +61,7 @@ class TargetParts:
         return self._rows(token_ids) if hasattr(self._embeddings, "embed_scale") else self.embedded(token_ids)
 
     def logits(self, states: Tensor) -> Tensor:
-        """[..., V] of states [..., Ht] behind a final norm."""
+        """[..., V] of states [..., Ht] after a final norm."""
         weight = self._head.weight
         return self._read(self._head(states.to(weight.device, weight.dtype)))
 

@@ -128,7 +128,7 @@ def test_without_ids_the_states_are_the_usual_ones(tmp_path):
 
 
 def test_a_head_may_read_the_targets_last_state_alone(tmp_path):
-    """As heads with use_aux_hidden_state false do: no fc, the state behind the final norm."""
+    """As heads with use_aux_hidden_state false do: no fc, the state after the final norm."""
     design = replace(EAGLE3, aux_layers=(-1,)).with_options(use_aux_hidden_state=False)
     weights, target = make_weights(design), target_of()
     fields = {"eagle_aux_hidden_state_layer_ids": None, "eagle_config": {"use_aux_hidden_state": False}}

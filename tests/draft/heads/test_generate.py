@@ -246,7 +246,7 @@ def test_a_text_longer_than_the_head_was_trained_on_is_decoded_with_a_warning(pa
     target, head = pair
     options = {"max_length": 513, "assistant_model": head, "num_assistant_tokens": 4}
     stops = {"stopping_criteria": [MaxTimeCriteria(max_time=0.0)]}
-    with pytest.warns(UserWarning, match="was trained on texts of up to 512 tokens, and this one may have 513"):
+    with pytest.warns(UserWarning, match="was trained on texts of up to 512 tokens, and this call may reach 513"):
         target.generate(**prompts(1), **options, **stops)
 
 

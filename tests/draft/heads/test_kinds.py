@@ -119,7 +119,7 @@ def test_another_targets_name_is_noted(tmp_path):
     assert check_head(folder, config).notes == ()
     config.name_or_path = "/models/Small-1B"
     assert check_head(folder, config).notes == (
-        "it was trained for Big-8B, and the target is Small-1B; few drafts may be kept",
+        "it was trained for Big-8B, and the target is Small-1B; the acceptance rate may be low",
     )
 
 
