@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from hf_speculate.cache.base import KVCache
 from hf_speculate.cache.layers import windows_of
 from hf_speculate.config import DEFAULT_ASSISTANT_TOKENS, SpeculationConfig
-from hf_speculate.draft.base import Drafter
+from hf_speculate.draft.base import Drafter, description_of
 from hf_speculate.engine.batch import Batch
 from hf_speculate.engine.broadcast import (
     BroadcastDrafter,
@@ -220,13 +220,14 @@ def _make_schedule(target: PreTrainedModel, plan: Plan, call: Call, drafter: Dra
         config = replace(config, num_assistant_tokens=most, num_assistant_tokens_schedule=config.schedule)
         plan = replace(plan, config=config)
     history = None
-    if config.drafter is None and call.generator is None:  # of other drafters nothing is known
+    is_known = config.drafter is None or description_of(config.drafter) is not None
+    if is_known and call.generator is None:  # of other drafters nothing is known
         machine = (target.device, target.dtype, torch.get_num_threads())
         is_lookup = config.prompt_lookup_num_tokens is not None
         kind = (config.verifier, plan.target_cache.choice.kind, *plan.compile.compiled, is_lookup, plan.is_lock_step)
         length = call.max_length.bit_length()  # within a factor of two a forward's time changes little
         history = ScheduleHistory(
-            model_state(target).history, draft, (*machine, *kind, length, config.max_draft_tokens)
+            model_state(target).history, draft or config.drafter, (*machine, *kind, length, config.max_draft_tokens)
         )
     schedule = build_schedule(plan, 0.0 if draft is None else cost_ratio(target, draft), history, call.batch_size)
     if call.group is not None and config.schedule == "adaptive":  # others do not read the clock

@@ -97,6 +97,11 @@ class DraftHead:
         return sum(weight.numel() for weight in self.network.parameters())
 
     @property
+    def description(self) -> str:
+        """Kind and name, as `SpeculationStats.plan` shows them."""
+        return f"{self.spec.kind} head {self.spec.name}"
+
+    @property
     def dtype(self) -> torch.dtype:
         """Of its weights."""
         return next(self.network.parameters()).dtype

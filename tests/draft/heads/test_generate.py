@@ -13,6 +13,7 @@ from transformers import DynamicCache, MaxTimeCriteria, pipeline
 
 import hf_speculate
 from hf_speculate.draft.heads.load import load_drafter
+from hf_speculate.engine.model_state import model_state
 from hf_speculate.errors import UnsupportedGenerationError, UnsupportedModelError
 from tests.cases import VERIFIERS, assert_equal_ids
 from tests.draft.heads.designs import (
@@ -60,7 +61,7 @@ def prompts(batch_size: int = 3):
 
 
 def ours_and_plain(pair, inputs=None, **options):
-    target, head = pair
+    target, head = pair[0], pair[1].with_layers(pair[1].hidden_layers)  # without estimates of other calls
     stats = hf_speculate.SpeculationStats()
     inputs = inputs or prompts()
     options = {"max_new_tokens": NUM_NEW, **options}
@@ -235,6 +236,18 @@ def test_a_proposal_that_hides_its_vocabulary_fails_the_same_test(tmp_path):
     assert p_value(counts, joint_law(target, NUM_DRAWN)) < MISTAKEN
 
 
+def test_the_adaptive_schedule_knows_a_head_and_remembers_it(pair, tmp_path):
+    target, _ = pair
+    head = load_drafter(write_speculators(tmp_path / "my-head", FITTED, make_weights(FITTED)), target)
+    options = {"max_new_tokens": NUM_NEW, "num_assistant_tokens": 6, "num_assistant_tokens_schedule": "adaptive"}
+    history = model_state(target).history
+    assert head not in history._by_draft
+    stats = hf_speculate.SpeculationStats()
+    target.generate(**prompts(), **options, assistant_model=head, speculation_stats=stats)
+    assert len(history._by_draft[head]) == 1
+    assert "drafter: eagle3 head my-head;" in stats.plan
+
+
 def test_parity_is_checked_with_a_head(pair):
     target, head = pair
     report = hf_speculate.check_parity(target, head, prompts(), max_new_tokens=NUM_NEW)
@@ -314,7 +327,7 @@ def test_a_head_of_another_target_is_refused(pair):
 
 
 def test_the_default_number_of_tokens_bounds_the_adaptive_one(pair):
-    target, head = pair
+    target, head = pair[0], pair[1].with_layers(pair[1].hidden_layers)  # without estimates of other calls
     assert head.default_draft_tokens == 4
     stats = hf_speculate.SpeculationStats()
     target.generate(**prompts(), assistant_model=head, max_new_tokens=NUM_NEW, speculation_stats=stats)
