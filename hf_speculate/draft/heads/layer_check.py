@@ -30,7 +30,7 @@ class LayerCheck(NamedTuple):
 
     @property
     def best_layers(self) -> tuple[int, ...]:
-        """The ids with the highest accuracy: pass them as `aux_layers`."""
+        """The ids with the highest accuracy, pass them as `aux_layers`."""
         best = max(self.accuracies, key=lambda shift: self.accuracies[shift])
         return tuple(layer + best for layer in self.layers)
 
