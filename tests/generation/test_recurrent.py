@@ -231,6 +231,6 @@ def test_the_joint_distribution_of_three_sampled_tokens_is_the_targets(kind, ver
     for model in (target, draft):
         model.get_output_embeddings().weight.mul_(0.25)  # no text is certain
     options = {"max_new_tokens": 3, "num_assistant_tokens": 2, "draft_sampling": "sample", "verifier": verifier}
-    counts = draw(target, draft, 40_000, num_rows=2000, **options)
+    counts = draw(target, draft, 10_000, num_rows=1000, **options)
     assert p_value(counts, joint_law(target, 3)) > SIGNIFICANCE
     assert p_value(counts, joint_law(draft, 3)) < SIGNIFICANCE
