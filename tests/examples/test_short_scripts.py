@@ -38,7 +38,10 @@ def test_the_page_names_every_example_and_no_other():
 
 def test_every_script_says_how_to_run_it():
     for path in EXAMPLES.glob("*.py"):
-        docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        source = path.read_text(encoding="utf-8")
+        if '__name__ == "__main__"' not in source:
+            continue  # a module that scripts share
+        docstring = ast.get_docstring(ast.parse(source)) or ""
         assert re.search(rf"^    (\w.* )?(examples/)?{path.name}", docstring, re.M), path.name
 
 
