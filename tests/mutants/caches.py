@@ -114,14 +114,14 @@ MUTANTS = (
     ),
     Mutant(
         "token buffer: even rows are written too early",
-        "hf_speculate/token_buffer.py",
+        "hf_speculate/cache/token_buffer.py",
         "start = self.lens[0] if self.lens else 0",
         "start = self.lens[0] - 1 if self.lens else 0",
         "test_token_buffer.py",
     ),
     Mutant(
         "token buffer: all tokens count",
-        "hf_speculate/token_buffer.py",
+        "hf_speculate/cache/token_buffer.py",
         "[length + count for length, count in zip(self.lens, counts, strict=True)]",
         "[length + num for length, count in zip(self.lens, counts, strict=True)]",
         "test_token_buffer.py",
