@@ -131,7 +131,8 @@ def test_a_call_logs_one_line_at_info(caplog):
     (record,) = [record for record in caplog.records if record.name == "hf_speculate"]
     assert record.levelno == logging.INFO
     pattern = (
-        r"speed-up over plain decoding not measured .*; greedy verification: 39 tokens in \d+ rounds, mean acceptance length \d\.\d\d, "
+        r"speed-up over plain decoding not measured .*; greedy verification: 39 tokens in \d+ rounds, "
+        r"mean acceptance length \d\.\d\d, "
         r"acceptance rate 0\.\d{3}, \d+\.\d\d s, \d+\.\d tokens/s"
     )
     assert re.fullmatch(pattern, record.getMessage()), record.getMessage()
