@@ -102,7 +102,7 @@ def _made_up(module: nn.Module) -> Tensor:
     """Synthetic hidden states [B, T, D] in the dtype and on the device of the convolution."""
     conv = next(child for child in module.children() if isinstance(child, nn.Conv1d))
     width = getattr(module, "hidden_size", conv.in_channels)
-    numbers = torch.arange(_NUM_ROWS * (_NUM_PREFIX + _NUM_STEPS) * width, dtype=torch.float64).sin()
+    numbers = torch.arange(_NUM_ROWS * (_NUM_PREFIX + _NUM_STEPS) * width, dtype=torch.float64, device="cpu").sin()
     return numbers.view(_NUM_ROWS, -1, width).to(conv.weight.device, conv.weight.dtype)
 
 

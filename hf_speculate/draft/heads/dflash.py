@@ -52,7 +52,7 @@ class DFlashNetwork(nn.Module):
         self.norm = RMSNorm(width, eps)
         self.embed_tokens = nn.Embedding(shapes[_TABLE][0], width) if _TABLE in shapes else None
         self.lm_head = nn.Linear(width, shapes[_HEAD][0], bias=False) if _HEAD in shapes else None
-        self.mask_embedding = nn.Parameter(torch.empty(*shapes[_MASK])) if _MASK in shapes else None
+        self.mask_embedding = nn.Parameter(torch.empty(*shapes[_MASK], device="meta")) if _MASK in shapes else None
         self.markov_head = None if options.markov_head is None else MarkovHead(options.markov_head, width, shapes)
         has_confidence = "confidence_head.proj.weight" in shapes
         self.confidence_head = ConfidenceHead(shapes["confidence_head.proj.weight"][1]) if has_confidence else None

@@ -118,7 +118,7 @@ class Eagle3Network(nn.Module):
         self.embed_tokens = nn.Embedding(shapes[_TABLE][0], width) if _TABLE in shapes else None
         self.lm_head = nn.Linear(width, shapes[_HEAD][0], bias=False) if _HEAD in shapes else None
         is_parallel = options.mask_token_id is not None
-        self.mask_hidden = nn.Parameter(torch.empty(1, 1, joined)) if is_parallel else None
+        self.mask_hidden = nn.Parameter(torch.empty(1, 1, joined, device="meta")) if is_parallel else None
         self._rotary = rotary
 
     def project(self, states: Tensor) -> Tensor:

@@ -125,7 +125,7 @@ def _hits(head: ReadsLayers, target: PreTrainedModel, text: _Text) -> Tensor:
     ids, hits, told = text.token_ids[None].to(target.device), [], 1
     for num_read in range(min(_FEWEST_READ, length // 2) + 1, length + 1):
         new = ids[:, told:num_read]
-        count = torch.tensor([num_read - told], dtype=torch.int32)
+        count = torch.tensor([num_read - told], dtype=torch.int32, device="cpu")
         kept = Kept(new, count, states[:, told - 1 : num_read - 1])
         draft = drafter.draft(DraftRequest(ids[:, :num_read], None, 1, kept=kept))
         hits.append(draft.token_ids[0, 0].cpu() == text.choices[num_read - 1])

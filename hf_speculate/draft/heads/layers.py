@@ -28,7 +28,7 @@ class RMSNorm(nn.Module):
 
     def __init__(self, width: int, eps: float):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(width))
+        self.weight = nn.Parameter(torch.empty(width, device="meta"))
         self.eps = eps
 
     def forward(self, states: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ def read_offsets(d2t: Tensor, t2d: Tensor | None, size: int) -> Tensor:
     Raises:
         UnsupportedModelError: the ids do not increase, lie outside of the vocabulary, or contradict `t2d`.
     """
-    ids = torch.arange(len(d2t)) + d2t.cpu().long()
+    ids = torch.arange(len(d2t), device="cpu") + d2t.cpu().long()
     if bool((ids[1:] <= ids[:-1]).any()) or int(ids[0]) < 0 or int(ids[-1]) >= size:
         raise UnsupportedModelError(
             f"d2t must hold offsets that give increasing ids below {size}, got ids from {int(ids.min())} to "
