@@ -77,4 +77,4 @@ def test_the_script_answers_every_line():
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    assert result.stdout.count("tokens a round") == 2
+    assert result.stdout.count("mean acceptance length") == 2
