@@ -36,10 +36,10 @@ class LayerKinds(NamedTuple):
         return next(iter(masks.values())) if len(masks) == 1 else masks
 
 
-class HomeSnapshot(NamedTuple):
+class KeptCacheSnapshot(NamedTuple):
     """What brings the user's cache back after an error."""
 
-    home: Cache
+    kept_cache: Cache
     layers: tuple[LayerSnapshot, ...]
 
 
@@ -52,12 +52,12 @@ class PreallocatedKVCache:
     Args:
         kinds: what the layers attend to.
         batch_size: B.
-        attention_mask: [B, T] int64, 1 for real tokens, over the states that `home` holds *and* the prompt tokens
-            about to come; padding is on the left. None where nothing is padded.
+        attention_mask: [B, T] int64, 1 for real tokens, over the states that `kept_cache` holds *and* the prompt
+            tokens about to come; padding is on the left. None where nothing is padded.
         device: where masks and position ids are made.
         max_columns: the longest that a row can become, padding included; None: unknown.
-        home: the cache whose states come first, and which `hand_back` brings up to date; None: none, and nobody will
-            ask for the states.
+        kept_cache: the transformers cache whose states come first, and which `hand_back` brings up to date; None if no
+            cache outlives the call.
         capacity: columns of buffers that never grow or move, as compiled forwards need them; None: buffers grow.
         pool: where buffers of that capacity come from, and go to with `release`; None: they are made.
     """
@@ -71,7 +71,7 @@ class PreallocatedKVCache:
         attention_mask: Tensor | None = None,
         device: torch.device | str = "cpu",
         max_columns: int | None = None,
-        home: Cache | None = None,
+        kept_cache: Cache | None = None,
         capacity: int | None = None,
         pool: BufferPool | None = None,
     ):
@@ -81,13 +81,13 @@ class PreallocatedKVCache:
         self.device = torch.device(device)
         self.pads = [0] * batch_size if attention_mask is None else attention_mask.argmax(dim=1).tolist()  # by row
         self._masking = Masking(self.columns, self.pads, kinds.mask_dtype)
-        self._home = home
+        self._kept_cache = kept_cache
         self._pool = pool
         taken = None if pool is None else pool.take(len(kinds.windows))
         for layer, buffers in zip(self._layers, taken or (), strict=False):
             layer.take(buffers)
-        if home is not None:
-            self._load(home)
+        if kept_cache is not None:
+            self._load(kept_cache)
 
     @property
     def batch_size(self) -> int:
@@ -185,22 +185,24 @@ class PreallocatedKVCache:
     def begin_recording(self) -> None:
         """Nothing to do: what a row may be rolled back to is kept."""
 
-    def snapshot(self) -> HomeSnapshot | None:
-        """Note what `home` holds, which is left alone until `hand_back`."""
-        if self._home is None:
+    def snapshot(self) -> KeptCacheSnapshot | None:
+        """Note what `kept_cache` holds, which is left alone until `hand_back`."""
+        if self._kept_cache is None:
             return None
-        return HomeSnapshot(self._home, snapshot_layers(self._home.layers, only_grows=self.batch_size == 1))
+        return KeptCacheSnapshot(
+            self._kept_cache, snapshot_layers(self._kept_cache.layers, only_grows=self.batch_size == 1)
+        )
 
-    def restore(self, snapshot: HomeSnapshot | None) -> None:
-        """Bring `home` back to what it held, also from the middle of `hand_back`."""
+    def restore(self, snapshot: KeptCacheSnapshot | None) -> None:
+        """Bring `kept_cache` back to what it held, also from the middle of `hand_back`."""
         if snapshot is not None:
-            restore_layers(snapshot.home.layers, snapshot.layers)
+            restore_layers(snapshot.kept_cache.layers, snapshot.layers)
 
     def hand_back(self) -> None:
-        """Bring `home` to what plain `generate` would have left in it; buffers without a pool go, layer by layer."""
-        if self._home is None or not self.num_columns:
+        """Bring `kept_cache` to what plain `generate` would leave in it, freeing unpooled buffers layer by layer."""
+        if self._kept_cache is None or not self.num_columns:
             return
-        for layer, kept in zip(self._layers, holding(self._home.layers), strict=True):
+        for layer, kept in zip(self._layers, holding(self._kept_cache.layers), strict=True):
             state = self._states(layer)
             if not kept.is_initialized:  # or its states would be gone until the next line
                 kept.lazy_initialization(state.keys, state.values)
@@ -209,7 +211,7 @@ class PreallocatedKVCache:
                 layer.release()
             if isinstance(kept, DynamicSlidingWindowLayer):
                 kept.cumulative_length = self.num_columns
-        self._home = None
+        self._kept_cache = None
 
     def release(self) -> None:
         """Let later calls have the buffers; the cache must not be used any more."""
@@ -225,11 +227,11 @@ class PreallocatedKVCache:
         layers: list[RaggedLayer] = self.cache.layers  # type: ignore[assignment]  # __init__ made them
         return layers
 
-    def _load(self, home: Cache) -> None:
-        num_held = int(home.get_seq_length())
+    def _load(self, kept_cache: Cache) -> None:
+        num_held = int(kept_cache.get_seq_length())
         if not num_held:
             return
-        for layer, held in zip(self._layers, holding(home.layers), strict=True):
+        for layer, held in zip(self._layers, holding(kept_cache.layers), strict=True):
             layer.load(held.keys, held.values, num_held - held.keys.shape[2])
         self.columns.cut([num_held] * self.batch_size)
 

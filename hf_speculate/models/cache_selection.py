@@ -122,13 +122,13 @@ class CacheRequest:
             fixed = getattr(model.config.get_text_config(decoder=True), "cross_attention_layers", None) or ()
             kept = self._new_cache() if cache is None else cache
             return DynamicKVCache(kept, batch_size, attention_mask, device, fixed_layers=fixed)
-        home = cache if self.is_cache_kept else None
+        kept_cache = cache if self.is_cache_kept else None
         kinds = layer_kinds(model, _layers_of(model, cache))
         pool = None
         if self.is_pooled and self.capacity and buffers is not None:
             pool = BufferPool(buffers, batch_size, self.capacity, model.dtype, model.device)
         return PreallocatedKVCache(
-            kinds, batch_size, attention_mask, device, self.max_columns, home, self.capacity, pool
+            kinds, batch_size, attention_mask, device, self.max_columns, kept_cache, self.capacity, pool
         )
 
     def _choose_hybrid(self, model: PreTrainedModel, layers: Cache, device: torch.device) -> CacheChoice:
