@@ -180,14 +180,17 @@ def test_the_example_runs():
     example = Path(__file__).parents[2] / "examples" / "pipeline.py"
     result = subprocess.run([sys.executable, example, "--tiny"], capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
-    found = re.findall(r"^(a .*|drawn): (\w+) verification: (\d+) tokens in (\d+) rounds$", result.stdout, re.M)
-    assert [(label, verifier) for label, verifier, *_ in found] == [
+    labels = re.findall(r"^(a batch|drawn|a chat): .*plain decoding", result.stdout, re.M)
+    verifiers = re.findall(r"^verifier: (\w+)$", result.stdout, re.M)
+    assert list(zip(labels, verifiers, strict=True)) == [
         ("a batch", "greedy"),
         ("drawn", "coupled"),
         ("a chat", "greedy"),
     ]
-    assert all(int(num_tokens) / int(num_rounds) > 1 for *_, num_tokens, num_rounds in found)
-    (streamed,) = re.findall(r"drawn: .*?user code\n\n(.*?)\na chat: ", result.stdout, re.S)
+    lengths = re.findall(r"^mean acceptance length: ([\d.]+) ", result.stdout, re.M)
+    assert len(lengths) == 3
+    assert all(float(length) > 1 for length in lengths)
+    (streamed,) = re.findall(r"drawn: .*?finished rows: [^\n]*\n(.*?)\na chat: ", result.stdout, re.S)
     assert len(streamed.split()) > 1
 
 

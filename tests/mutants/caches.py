@@ -78,7 +78,8 @@ MUTANTS = (
         "hf_speculate/cache/preallocated.py",
         "max(width - layer.window + 1, 0)",
         "max(width - layer.window, 0)",
-        "generation/test_preallocated.py cache/test_kv_cache.py generation/test_rollback.py generation/test_padding.py generation/test_ownership.py",
+        "generation/test_preallocated.py cache/test_kv_cache.py generation/test_rollback.py "
+        "generation/test_padding.py generation/test_ownership.py",
     ),
     Mutant(
         "preallocated cache: padding stays after rows are dropped",

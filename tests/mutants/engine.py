@@ -57,7 +57,8 @@ MUTANTS = (
         "hf_speculate/engine/decoder.py",
         "if self.keeps_rows or not any",
         "if True or not any",
-        "generation/test_greedy_exactness.py generation/test_padding.py generation/test_rollback.py generation/test_callback.py",
+        "generation/test_greedy_exactness.py generation/test_padding.py generation/test_rollback.py "
+        "generation/test_callback.py",
     ),
     Mutant(
         "decoder: verification keeps dropped rows",
@@ -71,7 +72,8 @@ MUTANTS = (
         "hf_speculate/engine/decoder.py",
         "self.output.truncate(end)",
         "self.output.truncate(end + 1)",
-        "generation/test_greedy_exactness.py generation/test_padding.py generation/test_rollback.py engine/test_outputs.py generation/test_options.py generation/test_matrix.py",
+        "generation/test_greedy_exactness.py generation/test_padding.py generation/test_rollback.py "
+        "engine/test_outputs.py generation/test_options.py generation/test_matrix.py",
     ),
     Mutant(
         "decoder: the draft is not told its end",
@@ -120,7 +122,8 @@ MUTANTS = (
         "hf_speculate/engine/target_session.py",
         "draft.token_ids.clamp_min(0)",
         "draft.token_ids.clamp_min(1)",
-        "draft/test_custom.py generation/test_greedy_exactness.py generation/test_padding.py generation/test_rollback.py",
+        "draft/test_custom.py generation/test_greedy_exactness.py generation/test_padding.py "
+        "generation/test_rollback.py",
     ),
     Mutant(
         "draft: a rejected token stays in the cache",
@@ -155,7 +158,8 @@ MUTANTS = (
         "hf_speculate/engine/draft_session.py",
         "room = [max(left - 1, 0) for left",
         "room = [max(left + 9, 0) for left",
-        "generation/test_law.py generation/test_coupled.py generation/test_callback.py draft/test_custom.py generation/test_schedules.py",
+        "generation/test_law.py generation/test_coupled.py generation/test_callback.py draft/test_custom.py "
+        "generation/test_schedules.py",
     ),
     Mutant(
         "draft: seen lengths are not compacted",
@@ -183,7 +187,8 @@ MUTANTS = (
         "hf_speculate/engine/stop_tracker.py",
         "end = min(end, max(stops))",
         "end = min(end, min(stops))",
-        "generation/test_greedy_exactness.py processors/test_stopping_criteria.py generation/test_stop_strings.py generation/test_matrix.py",
+        "generation/test_greedy_exactness.py processors/test_stopping_criteria.py "
+        "generation/test_stop_strings.py generation/test_matrix.py",
     ),
     Mutant(
         "stops: the shortest row ends the output",
@@ -260,7 +265,8 @@ MUTANTS = (
         "hf_speculate/engine/draft_length.py",
         "max(room) - 1), 0)",
         "max(room) + 3), 0)",
-        "generation/test_greedy_exactness.py generation/test_padding.py generation/test_rollback.py generation/test_schedules.py",
+        "generation/test_greedy_exactness.py generation/test_padding.py generation/test_rollback.py "
+        "generation/test_schedules.py",
     ),
     Mutant(
         "draft length: finished rows are learned from",

@@ -204,7 +204,8 @@ MUTANTS = (
         "triton_kernels/reference/coupled.py",
         "masses.device).unsqueeze(0)",
         "masses.device).unsqueeze(0) * 0",
-        "triton_kernels/test_against_oracle.py triton_kernels/test_edges.py triton_kernels/test_coupled_distribution.py",
+        "triton_kernels/test_against_oracle.py triton_kernels/test_edges.py "
+        "triton_kernels/test_coupled_distribution.py",
     ),
     Mutant(
         "coupled: invalid rows are accepted",
@@ -246,7 +247,8 @@ MUTANTS = (
         "triton_kernels/reference/races.py",
         "pieces.scatter(scores.amax(-1)).argmax(",
         "pieces.scatter(scores.amax(-1)).argmin(",
-        "triton_kernels/test_rejection_distribution.py triton_kernels/test_against_oracle.py triton_kernels/test_sample.py",
+        "triton_kernels/test_rejection_distribution.py triton_kernels/test_against_oracle.py "
+        "triton_kernels/test_sample.py",
     ),
     Mutant(
         "race: weights are multiplied by the noise",
