@@ -2,9 +2,8 @@
 
     python benchmarks/suffix.py
 
-A round is all work of the decoder for drafting: the emitted tokens, which verification returns as lists, are recorded,
-and K tokens are drafted for every row, as tensors. Of that, updating and searching the index is timed once more by
-itself. The text is that of Python's standard library in the bundled
+A round is one call of the drafter: it reads the tokens emitted since the last call and drafts K tokens for every row.
+Of that, updating and searching the index is timed once more by itself. The text is that of Python's standard library in the bundled
 tokenizer, different for each row. Rounds are timed twice over: back to back, by blocks of one length in turn, and
 after other work, for which more memory is written than the processor's caches hold, as a large model's forward does.
 transformers takes one row, and is shown the same texts, back to back.
@@ -24,11 +23,9 @@ from tqdm import tqdm
 from transformers import AutoTokenizer
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-from hf_speculate.cache.token_buffer import TokenBuffer
 from hf_speculate.draft.base import DraftRequest
 from hf_speculate.draft.suffix import SuffixDrafter, SuffixSettings
-from hf_speculate.engine.batch import Batch
-from hf_speculate.types import SampleStrategy
+from hf_speculate.types import Kept, SampleStrategy
 
 NAME = "suffix"
 TARGET_LEN, MAX_US = 32_768, 20.0  # per row and round
@@ -55,11 +52,8 @@ class Text:
         self.ids, self.length, self.num_each = ids, length, args.emitted
         self.num_draft_tokens = args.num_draft_tokens
         self.drafter = SuffixDrafter(SuffixSettings(max_draft_tokens=args.num_draft_tokens))
-        no_cache: Any = None
-        seeds = torch.zeros(len(ids), dtype=torch.int64)
-        self.batch = Batch(TokenBuffer(ids[:, :1]), ids[:, :1], no_cache, None, seeds, [1] * len(ids))
         begin = time.perf_counter()
-        self._draft(ids[:, :length])
+        self._draft(ids[:, :length], kept=None)
         self.build_us = (time.perf_counter() - begin) / ids[:, :length].numel() * 1e6
         self.theirs = PromptLookupCandidateGenerator(num_output_tokens=args.num_draft_tokens, max_length=1 << 30)
         self.us: list[float] = []
@@ -70,10 +64,9 @@ class Text:
     def round(self, us: list[float]) -> None:
         """One round, after the next tokens of each row; its microseconds a row are appended to `us`."""
         new = self._next()
-        new_ids, num_emitted = new.tolist(), [self.num_each] * len(new)
+        kept = Kept(new, torch.full((len(new),), self.num_each, dtype=torch.int32))
         begin = time.perf_counter()
-        self.batch.note(new_ids, num_emitted)
-        self._draft(new)
+        self._draft(new, kept)
         us.append((time.perf_counter() - begin) * 1e6 / len(new))
 
     def index_round(self) -> None:
@@ -97,10 +90,8 @@ class Text:
         self.length += self.num_each
         return self.ids[:, self.length - self.num_each : self.length]
 
-    def _draft(self, new: Tensor) -> None:
-        kept = self.batch.kept_on_host()
+    def _draft(self, new: Tensor, kept: Kept | None) -> None:
         self.drafter.draft(DraftRequest(new, None, self.num_draft_tokens, SampleStrategy.GREEDY, kept=kept))
-        self.batch.tell(is_on_host=True)
 
 
 def measure(ids: list[int], batch_size: int, args: argparse.Namespace) -> list[dict[str, Any]]:
