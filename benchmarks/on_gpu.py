@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import _gpu_parts
 from _gpu_device import CudaDevice, Device, DryDevice
-from _harness import circumstances
+from _harness import provenance
 
 LIMIT_S = 480.0  # of a part
 PARTS: dict[int, Callable[["Report", Device], None]] = {
@@ -52,7 +52,7 @@ class Report:
         self.num_failed = 0
         self._end = time.monotonic() + limit_s
         self._content: dict[str, Any] = {
-            "circumstances": circumstances(),
+            "environment": provenance(),
             "part": part,
             "is_dry_run": device.is_dry,
             "cells": [],

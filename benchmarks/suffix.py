@@ -3,10 +3,10 @@
     python benchmarks/suffix.py
 
 A round is one call of the drafter: it reads the tokens emitted since the last call and drafts K tokens for every row.
-Of that, updating and searching the index is timed once more by itself. The text is that of Python's standard library in the bundled
-tokenizer, different for each row. Rounds are timed twice over: back to back, by blocks of one length in turn, and
-after other work, for which more memory is written than the processor's caches hold, as a large model's forward does.
-transformers takes one row, and is shown the same texts, back to back.
+Of that, updating and searching the index is timed once more by itself. The text is that of Python's standard library
+in the bundled tokenizer, different for each row. Rounds are timed twice over: back to back, by blocks of one length in
+turn, and after other work, for which more memory is written than the processor's caches hold, as a large model's
+forward does. transformers takes one row, and is shown the same texts, back to back.
 """
 
 import argparse
