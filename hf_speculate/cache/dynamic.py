@@ -11,6 +11,7 @@ from hf_speculate.cache.base import bounded, checked_drops, leading
 from hf_speculate.cache.layers import ATTENTION_LAYERS, attention_layers, check_layers, crop_attention, text_cache
 from hf_speculate.cache.left_padding import LeftPadding
 from hf_speculate.cache.row_lens import RowLens
+from hf_speculate.cache.row_shift import RowShift, shift_rows
 from hf_speculate.cache.snapshots import LayerSnapshot, restore_layers, snapshot_layers
 from hf_speculate.transfers import upload
 from hf_speculate.types import KVState
@@ -217,18 +218,12 @@ class DynamicKVCache:
             self.cache.is_updated.update(enumerate(held))
         self.hand_back()
 
-    def _shift_right(self, shift: Tensor) -> None:
-        """Move each row right by its shift [B, 1] int64, in every layer. What it leaves on the left is padding."""
+    def _shift_right(self, shift: RowShift) -> None:
+        """Move rows right, in every layer. What they leave on the left is padding."""
         if self._mask is not None:
-            source = torch.arange(self.num_columns, device=self.device) - shift  # [B, T]
+            source = shift.sources(self.num_columns)  # [B, T]
             self._mask = torch.where(source < 0, 0, self._mask[:, : self.num_columns].gather(1, source.clamp_min(0)))
-        index: dict[Any, Tensor] = {}
-        for layer in self._held:
-            key = (*layer.keys.shape[:3], layer.keys.device)
-            if key not in index:
-                source = (self._padding.columns(layer.keys.shape[2]) - shift).clamp_min_(0)  # [B, T]
-                index[key] = _flat_index(source.to(layer.keys.device), layer.keys.shape[1])
-            layer.keys, layer.values = (_take(states, index[key]) for states in (layer.keys, layer.values))
+        shift_rows(self._held, shift)
 
     def _select_rows(self, index: Tensor) -> None:
         """Keep the rows `index` [N] int64 of all layers."""
@@ -254,23 +249,3 @@ class DynamicKVCache:
             layer.values = layer.values[..., surplus_held:, :]
         if self._mask is not None:
             self._mask = self._mask[:, surplus:]
-
-
-def _flat_index(source: Tensor, num_heads: int) -> Tensor:
-    """For `_take`, from the column [B, T] that each column comes from: the oldest one fills a gap."""
-    if source.device.type != "cpu":
-        return source[:, None, :, None]
-    batch_size, num_columns = source.shape
-    first = torch.arange(batch_size * num_heads, device=source.device).view(batch_size, num_heads, 1) * num_columns
-    return (first + source[:, None]).flatten()
-
-
-def _take(states: Tensor, index: Tensor) -> Tensor:
-    """[B, H, T, D] rebuilt, as a new tensor: others may hold the old one.
-
-    A CPU copies whole rows by a flat index [B * H * T], which it does in half of the time of a gather; elsewhere the
-    index is [B, 1, T, 1] and costs three operators less.
-    """
-    if index.dim() == 1:
-        return states.reshape(-1, states.shape[-1]).index_select(0, index).view(states.shape)
-    return states.gather(2, index.expand(-1, states.shape[1], -1, states.shape[3]))

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from hf_speculate.cache.row_lens import RowLens, Ruler
+from hf_speculate.cache.row_shift import RowShift
 from hf_speculate.transfers import upload
 
 
@@ -54,7 +55,7 @@ class LeftPadding:
         if self._mask is None or self._mask.shape[1] < end:
             positions = self._make_positions(0, num_columns, num_columns + max(num_query, self._num_expected))
             self._positions = Positions(positions, 0)
-            self._mask = (positions >= 0).to(torch.int64)  # [B, T+N]
+            self._mask = torch.ge(positions, 0, out=torch.empty_like(positions))  # [B, T+N]
         return self._mask[:, :end]
 
     def positions(self, num_columns: int, num_query: int) -> Tensor:
@@ -68,11 +69,7 @@ class LeftPadding:
         positions = made.values[:, first : first + num_query]
         return positions.clamp_min(0) if max(self.pads) > num_columns else positions
 
-    def columns(self, num: int) -> Tensor:
-        """[num] int64: 0, 1, 2, ..."""
-        return self._lens.ruler.span(0, num)
-
-    def drop(self, drops: Sequence[int], num_columns: int, like: RowLens | None) -> Tensor | None:
+    def drop(self, drops: Sequence[int], num_columns: int, like: RowLens | None) -> RowShift | None:
         """Count tokens that rows lose, and the padding that they gain for losing more than others.
 
         Args:
@@ -81,7 +78,7 @@ class LeftPadding:
             like: see `KVCache.crop`.
 
         Returns:
-            [B, 1] int64 on the device: how far each row moves to the right; None where none does.
+            How far each row moves to the right; None if none does.
         """
         before = self._lens_at(num_columns).copy()
         self._lens.set([length - drop for length, drop in zip(before.on_host, drops, strict=True)], like)
@@ -90,9 +87,11 @@ class LeftPadding:
         self.pads = [pad + gained for pad, gained in zip(self.pads, shifts, strict=True)]
         if not any(shifts):
             return None
+        ruler = self._lens.ruler
         if not self._lens.is_known_there:
-            return upload(shifts, self._lens.ruler.device)[:, None]
-        return before.less(self._lens, smallest)[:, None]
+            return RowShift(-upload(shifts, ruler.device)[:, None], 0, ruler)
+        varying, shared = self._lens.less(before)
+        return RowShift(varying[:, None], -shared - smallest, ruler)
 
     def surplus(self) -> int:
         """Columns of padding that all rows have gained; they are forgotten."""

@@ -12,7 +12,7 @@ _FIRST_MARKS = 512  # of a ruler; it doubles
 
 
 class Ruler:
-    """The numbers 0, 1, 2, ... on a device, made once and handed out as views.
+    """Consecutive integers on a device, made once and handed out as views.
 
     Args:
         device: of the numbers.
@@ -22,15 +22,17 @@ class Ruler:
     def __init__(self, device: torch.device | str, dtype: torch.dtype = torch.int64):
         self.device = torch.device(device)
         self.dtype = dtype
-        self._marks: Tensor | None = None  # [N]
+        self._first = self._end = 0
+        self._marks: Tensor | None = None  # [N], the numbers from the first to before the end
 
     def span(self, start: int, num: int) -> Tensor:
-        """[num], the numbers from `start` >= 0 on; not to be written to."""
+        """[num], the numbers from `start` on; not to be written to."""
         end = start + num
-        if self._marks is None or end > self._marks.shape[0]:
-            held = 0 if self._marks is None else self._marks.shape[0]
-            self._marks = torch.arange(max(end, 2 * held, _FIRST_MARKS), dtype=self.dtype, device=self.device)
-        return self._marks[start:end]
+        if self._marks is None or start < self._first or end > self._end:
+            self._first = self._first if start >= self._first else min(start, 2 * self._first, -_FIRST_MARKS)
+            self._end = self._end if end <= self._end else max(end, 2 * self._end, _FIRST_MARKS)
+            self._marks = torch.arange(self._first, self._end, dtype=self.dtype, device=self.device)
+        return self._marks[start - self._first : end - self._first]
 
 
 class RowCounts(NamedTuple):
@@ -82,14 +84,14 @@ class RowLens:
             return torch.full((len(self.on_host),), length, dtype=torch.int64, device=self.ruler.device)
         return self._tensor() + self._shared
 
-    def less(self, other: "RowLens", num: int) -> Tensor:
-        """[B] int64: these lengths less the other ones, which the device knows, and less `num`."""
-        if self.is_even:
-            return (self.on_host[0] - num) - other.on_device()
+    def less(self, other: "RowLens") -> tuple[Tensor, int]:
+        """These lengths less the other ones: [B] int64 on the device, and a number to add to each."""
         if other.is_even:
-            return self._tensor() + (self._shared - other.on_host[0] - num)
+            return self._tensor(), self._shared - other.on_host[0]
+        if self.is_even:
+            return -other._tensor(), self.on_host[0] - other._shared
         mine, theirs = self._tensor(), other._tensor()
-        return mine - theirs + (self._shared - other._shared - num)
+        return mine - theirs, self._shared - other._shared
 
     def columns(self, num: int, offset: int = 0) -> Tensor:
         """[B or 1, num] int64: the columns of `num` tokens from each row's end on; not to be written to.
@@ -99,9 +101,9 @@ class RowLens:
             offset: added to the end.
         """
         if self.is_even:
-            return self._span((self.on_host[0] if self.on_host else 0) + offset, num)[None]
+            return self.ruler.span((self.on_host[0] if self.on_host else 0) + offset, num)[None]
         varying = self._tensor()[:, None]  # may set what rows share
-        return varying + self._span(self._shared + offset, num)
+        return varying + self.ruler.span(self._shared + offset, num)
 
     def add(self, num: int) -> None:
         """Lengthen all rows by `num`; shorten them where it is negative."""
@@ -155,8 +157,3 @@ class RowLens:
             self._shared = min(self.on_host)
             self._varying = upload([length - self._shared for length in self.on_host], self.ruler.device)
         return self._varying
-
-    def _span(self, start: int, num: int) -> Tensor:
-        if start < 0:  # of rows shorter than what is asked for
-            return torch.arange(start, start + num, device=self.ruler.device)
-        return self.ruler.span(start, num)

@@ -134,8 +134,8 @@ def test_a_growing_cache_takes_little_more_than_its_states(max_columns: int | No
 
 def test_handing_the_cache_back_does_not_hold_it_twice() -> None:
     num_layers, num_tokens = 40, 500
-    home = DynamicCache(config=make_config("llama", num_hidden_layers=num_layers))
-    kv_cache = PreallocatedKVCache(LayerKinds((None,) * num_layers, {}, torch.float32), 2, home=home)
+    kept_cache = DynamicCache(config=make_config("llama", num_hidden_layers=num_layers))
+    kv_cache = PreallocatedKVCache(LayerKinds((None,) * num_layers, {}, torch.float32), 2, kept_cache=kept_cache)
     state = KVState(torch.ones(2, 2, num_tokens, 8), torch.ones(2, 2, num_tokens, 8))
 
     def fill() -> None:
@@ -144,7 +144,7 @@ def test_handing_the_cache_back_does_not_hold_it_twice() -> None:
 
     held = num_layers * 2 * state.keys.nbytes
     assert peak_bytes(fill) <= ALLOWED * (num_tokens + MIN_STEP) / num_tokens * held
-    assert all(torch.equal(layer.keys, state.keys) for layer in home.layers)
+    assert all(torch.equal(layer.keys, state.keys) for layer in kept_cache.layers)
 
 
 @pytest.mark.parametrize("prefill_chunk_size", [None, 200])

@@ -28,9 +28,9 @@ MOST = {
     ("model", "preallocated", "top_p", 1): 47,
     ("model", "preallocated", "top_p", 8): 50,
     ("model", "dynamic", "greedy", 1): 20,
-    ("model", "dynamic", "greedy", 8): 51,  # 8 of them move keys and values of 4 layers to the right
+    ("model", "dynamic", "greedy", 8): 41,
     ("model", "dynamic", "top_p", 1): 45,
-    ("model", "dynamic", "top_p", 8): 68,  # 8 of them as well
+    ("model", "dynamic", "top_p", 8): 58,
     ("lookup", "preallocated", "greedy", 1): 13,
     ("lookup", "preallocated", "greedy", 8): 15,
     ("lookup", "preallocated", "top_p", 1): 24,
