@@ -123,7 +123,7 @@ def add_common_arguments(parser: argparse.ArgumentParser, repeats: int, limit_s:
 
 
 def add_argument_of_adding(parser: argparse.ArgumentParser) -> None:
-    """For benchmarks whose cells take long enough to be measured one by one; see `add_to_earlier`."""
+    """For benchmarks whose cells take long enough to be measured one by one; see `Results`."""
     parser.add_argument("--add", action="store_true", help="keep the cells of the results that this run leaves alone")
 
 
@@ -184,19 +184,51 @@ def write_results(name: str, args: argparse.Namespace, rows: list[dict[str, Any]
     return path
 
 
-def add_to_earlier(
-    name: str, args: argparse.Namespace, rows: list[dict[str, Any]], cell_of: Callable[[dict[str, Any]], Any]
-) -> list[dict[str, Any]]:
-    """The rows with those of the file's cells that this run left alone, which say what had measured them."""
-    content = read_results(name, args.results)
-    measured = {cell_of(row) for row in rows}
-    source = "{device}; commit {commit}; {date}; runs of each method on each input: {repeats}".format(
-        **content["environment"], repeats=content["arguments"]["repeats"]
-    )
-    kept = [row for row in content["rows"] if cell_of(row) not in measured]
-    for row in kept:
-        row.setdefault("earlier", {"cell": ", ".join(map(str, cell_of(row))), "source": source})
-    return sorted(kept + rows, key=cell_of)
+class Results:
+    """The rows of a run, written to `<args.results>/<name>.json` after every cell.
+
+    Args:
+        name: of the file; the device is added unless it is a CPU.
+        args: of the command line; with `--add`, cells of the file that this run does not measure stay in it.
+        cell_of: which cell a row belongs to; required for `--add`.
+    """
+
+    def __init__(
+        self, name: str, args: argparse.Namespace, cell_of: Callable[[dict[str, Any]], Any] | None = None
+    ) -> None:
+        self.name = result_name(name, args.device)
+        self.new: list[dict[str, Any]] = []
+        self._args, self._cell_of = args, cell_of
+        self._earlier = self._read_earlier(cell_of) if cell_of is not None and args.add else []
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """All rows of the file."""
+        if self._cell_of is None or not self._earlier:
+            return self.new
+        measured = {self._cell_of(row) for row in self.new}
+        kept = [row for row in self._earlier if self._cell_of(row) not in measured]
+        return sorted(kept + self.new, key=self._cell_of)
+
+    def add(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Write the rows of a cell."""
+        self.new += rows
+        self.write()
+
+    def write(self) -> Path:
+        """Write all rows, with the arguments as they are now."""
+        return write_results(self.name, self._args, self.rows, self._args.results)
+
+    def _read_earlier(self, cell_of: Callable[[dict[str, Any]], Any]) -> list[dict[str, Any]]:
+        """The file's rows, each with what measured it."""
+        content = read_results(self.name, self._args.results)
+        source = "{device}; commit {commit}; {date}; runs of each method on each input: {repeats}".format(
+            **content["environment"], repeats=content["arguments"]["repeats"]
+        )
+        for row in content["rows"]:
+            row.setdefault("earlier", {"cell": ", ".join(map(str, cell_of(row))), "source": source})
+        rows: list[dict[str, Any]] = content["rows"]
+        return rows
 
 
 def read_results(name: str, folder: Path = RESULTS) -> dict[str, Any]:

@@ -32,13 +32,12 @@ from _engines import (
 from _harness import (
     ROOT,
     Cells,
+    Results,
     add_argument_of_adding,
     add_common_arguments,
-    add_to_earlier,
     markdown,
     parse_common,
     result_name,
-    write_results,
 )
 from _library import CACHES, DEFAULT_SCHEDULE
 from _pictures import Panel, draw
@@ -240,7 +239,7 @@ def main() -> None:
         for batch_size in args.batch_sizes
         for mode in args.modes
     ]
-    rows: list[Row] = []
+    results = Results(NAME, args, cell_of)
     walk = Cells(cells, args.limit_s, "cells")
     made, dtype_of = (None, None), {}
     for name, acceptance, batch_size, mode in walk:
@@ -258,15 +257,12 @@ def main() -> None:
         if made[0] != key:
             made = (None, None)
             made = (key, make(key[2]))
-        rows += measure(made[1], batch_size, mode, args)
+        results.add(measure(made[1], batch_size, mode, args))
         torch.cuda.empty_cache()
     args.left_out = walk.left_out
-    name = result_name(NAME, args.device)
-    if args.add:
-        rows = add_to_earlier(name, args, rows, cell_of)
-    path = write_results(name, args, rows, args.results)
-    print(table({"rows": rows}))
-    picture(rows, args)
+    path = results.write()
+    print(table({"rows": results.rows}))
+    picture(results.rows, args)
     print(f"written to {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}")
 
 

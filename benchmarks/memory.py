@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from _costs import measure_costs
 from _engines import DEFAULT, PLAIN_METHOD, Runner, Timings, check, ours, warm_up
-from _harness import Cells, add_common_arguments, markdown, parse_common, result_name, write_results
+from _harness import Cells, Results, add_common_arguments, markdown, parse_common
 from _library import CACHES
 from _pictures import Panel, draw
 from _subjects import DTYPES, SHAPES, Subject, load_pair, load_shape
@@ -140,7 +140,11 @@ def main() -> None:
     on_gpu = args.device.type == "cuda"
     args.subjects = args.subjects or (["pair", "llama-8b"] if on_gpu else ["pair"])
     args.dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
-    walk, rows, made = Cells([(n, b) for n in args.subjects for b in args.batch_sizes], args.limit_s, "cells"), [], None
+    walk, results, made = (
+        Cells([(n, b) for n in args.subjects for b in args.batch_sizes], args.limit_s, "cells"),
+        Results(NAME, args),
+        None,
+    )
     for name, batch_size in walk:
         if made is None or made.name != name:
             made = None
@@ -148,9 +152,9 @@ def main() -> None:
                 made = load_pair(args.dtype, args.device)
             else:
                 made = load_shape(name, args.dtype, args.device, args.acceptance, args.layers, args.draft_layers)
-        rows += measure(made, batch_size, args)
+        results.add(measure(made, batch_size, args))
     args.left_out = walk.left_out
-    path = write_results(result_name(NAME, args.device), args, rows, args.results)
+    path, rows = results.write(), results.rows
     print(table({"rows": rows}))
     places = [f"{row['subject']}, {row['batch_size']} rows, {row['method']}" for row in rows]
     series = {"peak": [(place, row["over_allowed"]) for place, row in zip(places, rows, strict=True)]}

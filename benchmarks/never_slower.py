@@ -13,7 +13,7 @@ from typing import Any
 
 from _costs import measure_costs
 from _engines import DEFAULT, PLAIN_METHOD, Runner, Timings, check, faster_dtype, ours, warm_up
-from _harness import Cells, add_common_arguments, markdown, parse_common, result_name, speedups, write_results
+from _harness import Cells, Results, add_common_arguments, markdown, parse_common, speedups
 from _library import CACHES, DEFAULT_SCHEDULE
 from _pictures import Panel, draw
 from _subjects import DTYPES, Subject, encode, load_pair, read_prompts
@@ -139,14 +139,13 @@ def main() -> None:
         for mode in args.modes
     ]
     subjects = {draft: load_pair(args.dtype, args.device, draft) for draft in args.drafts}
-    walk, rows = Cells(cells, args.limit_s, "cells"), []
+    walk, results = Cells(cells, args.limit_s, "cells"), Results(NAME, args)
     for draft, category, mode, batch_size in walk:
-        rows += measure(subjects[draft], draft, category, mode, batch_size, args)
-        write_results(result_name(NAME, args.device), args, rows, args.results)
+        results.add(measure(subjects[draft], draft, category, mode, batch_size, args))
     args.left_out = walk.left_out
-    path = write_results(result_name(NAME, args.device), args, rows, args.results)
-    print(table({"rows": rows}))
-    picture(defaults_of({"rows": rows}), path)
+    path = results.write()
+    print(table({"rows": results.rows}))
+    picture(defaults_of({"rows": results.rows}), path)
     print(f"written to {path}")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from _costs import measure_costs
 from _engines import MODES, PLAIN_METHOD, Runner, Timings, check, faster_dtype, ours, warm_up
-from _harness import Cells, add_common_arguments, markdown, parse_common, result_name, spread, write_results
+from _harness import Cells, Results, add_common_arguments, markdown, parse_common, spread
 from _library import CACHES
 from _pictures import Panel, draw
 from _subjects import DTYPES, Subject, load_pair
@@ -92,12 +92,11 @@ def main() -> None:
     args.dtype = args.dtype or faster_dtype(lambda dtype: load_pair(dtype, args.device), list(DTYPES), 1)
     subject = load_pair(args.dtype, args.device)
     walk = Cells([(size, mode) for size in args.batch_sizes for mode in args.modes], args.limit_s, "cells")
-    rows, name = [], result_name(NAME, args.device)
+    results = Results(NAME, args)
     for batch_size, mode in walk:
-        rows.append(measure(subject, batch_size, mode, args))
-        write_results(name, args, rows, args.results)
+        results.add([measure(subject, batch_size, mode, args)])
     args.left_out = walk.left_out
-    path = write_results(name, args, rows, args.results)
+    path, rows = results.write(), results.rows
     print(table({"rows": rows}))
     places = [f"{row['batch_size']} rows, {row['mode']}" for row in rows]
     series = {

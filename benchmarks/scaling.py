@@ -19,14 +19,12 @@ from _costs import MAX_K, forward_calls, measure_costs
 from _engines import DEFAULT, PLAIN_METHOD, Runner, Timings, assisted, check, faster_dtype, ours, warm_up
 from _harness import (
     Cells,
+    Results,
     add_argument_of_adding,
     add_common_arguments,
-    add_to_earlier,
     alternate,
     markdown,
     parse_common,
-    result_name,
-    write_results,
 )
 from _library import CACHES, as_in_a_call
 from _pictures import Panel, draw
@@ -224,7 +222,8 @@ def main() -> None:
         return load_shape(args.shape, dtype, args.device, args.acceptance, layers, args.draft_layers)
 
     args.dtype = faster_dtype(make, args.dtypes, 1)
-    rows: list[Row] = [verify_factor(make(args.dtype, args.verify_layers), args)]
+    results = Results(NAME, args, cell_of)
+    results.add([verify_factor(make(args.dtype, args.verify_layers), args)])
     subject = make(args.dtype)
     runner = Runner(subject, "greedy", CHECKED_TOKENS, args.cache)
     batch = subject.batches(2, 2, CHECKED_PROMPT_LEN)[0]
@@ -235,18 +234,14 @@ def main() -> None:
     warm_up(runner, [PLAIN_METHOD, *methods, assisted()], batch)
     walk = Cells(cells_of(args), args.limit_s, "cells")
     for cell in walk:
-        rows += measure(subject, cell, args)
-        write_results(result_name(NAME, args.device), args, rows, args.results)
+        results.add(measure(subject, cell, args))
     for cell in whole_cells_of(args):
         subject = make(args.dtype, None)
-        rows += measure(subject, cell, args)
+        results.add(measure(subject, cell, args))
     args.left_out = walk.left_out
-    name = result_name(NAME, args.device)
-    if args.add:
-        rows = add_to_earlier(name, args, rows, cell_of)
-    path = write_results(name, args, rows, args.results)
-    print(table({"rows": rows, "arguments": vars(args)}))
-    picture(rows, path)
+    path = results.write()
+    print(table({"rows": results.rows, "arguments": vars(args)}))
+    picture(results.rows, path)
     print(f"written to {path}")
 
 
