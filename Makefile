@@ -10,13 +10,16 @@ OLDEST := .oldest
 OLDEST_STAMP := $(OLDEST)/.installed
 OLDEST_TESTS := tests/draft tests/generation tests/reliability tests/test_compatibility.py
 WORKERS ?= logical
+# What `make test` leaves out: kernels in Triton's interpreter, and what users run beside generate().
+KERNEL_TESTS := tests/triton_kernels/test_triton_*.py tests/triton_kernels/test_warps.py tests/triton_kernels/test_property.py
+TOOL_TESTS := tests/tools tests/examples tests/test_pages.py tests/test_packaging.py tests/test_import.py tests/test_mutants.py
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 GPU_CHECK_ARGS ?=
 RESULTS_PAGE := benchmarks/results_page.py
 
 # One process a core: tiny models keep no second core busy. Beyond eight, loading torch takes longer than the tests.
-PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal
+PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n $(WORKERS) --maxprocesses 8 --dist worksteal
 
 # A torch build that was asked for brings its own versions of what it needs: the pins are for ours.
 ifeq ($(origin TORCH),file)
@@ -24,12 +27,16 @@ TORCH_PINS := -c constraints.txt
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-oldest check fix kernels kernel-repo docs bench gpu-check clean
+.PHONY: help install demo test test-kernels test-tools test-slow test-all test-oldest mutants check fix kernels kernel-repo docs bench gpu-check clean
 
 help:
 	@echo "make demo        decode questions three ways and print what was measured"
-	@echo "make test        the test suite, offline, without the slow tests"
-	@echo "make test-all    the test suite, offline, with the slow tests"
+	@echo "make test        tests of the library: decoding, drafting, verification, caches, models, reference kernels"
+	@echo "make test-kernels tests of the Triton kernels in Triton's interpreter"
+	@echo "make test-tools  tests of the command line, benchmarks, reports, data sets, Hub, examples, pages and packages"
+	@echo "make test-slow   long tests of distributions, compilation and processes"
+	@echo "make test-all    all of these"
+	@echo "make mutants     small faults in the library, one by one: make test must find each"
 	@echo "make test-oldest tests of what decodes and of what may fail, with the oldest supported transformers"
 	@echo "make check       ruff, mypy and the rules between the rooms"
 	@echo "make fix         let ruff format and repair"
@@ -72,10 +79,28 @@ demo: $(STAMP)
 	HF_HUB_OFFLINE=1 $(BIN)/python examples/demo.py $(DEMO_ARGS)
 
 test: $(DEV_STAMP)
-	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+	@echo "make test: the library, about 4 minutes on two cores; make test-all has the rest"
+	$(PYTEST) -m "not slow" $(patsubst %,--ignore-glob=%,$(KERNEL_TESTS) $(TOOL_TESTS)) $(PYTEST_ARGS) tests
+
+test-kernels: $(DEV_STAMP)
+	@echo "make test-kernels: the Triton kernels in Triton's interpreter, about 2 minutes on two cores"
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS) $(KERNEL_TESTS)
+
+test-tools: $(DEV_STAMP)
+	@echo "make test-tools: command line, benchmarks, data sets, Hub, examples and pages, about 3 minutes on two cores"
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS) $(TOOL_TESTS)
+
+test-slow: $(DEV_STAMP)
+	@echo "make test-slow: long tests of distributions, compilation and processes, about 15 minutes on two cores"
+	$(PYTEST) -m slow $(PYTEST_ARGS) tests
 
 test-all: $(DEV_STAMP)
-	$(PYTEST) $(PYTEST_ARGS)
+	@echo "make test-all: test, test-kernels, test-tools and test-slow in one run, about 25 minutes on two cores"
+	$(PYTEST) $(PYTEST_ARGS) tests
+
+mutants: $(DEV_STAMP)
+	@echo "make mutants: faults one by one, each against the tests that it names, about 20 minutes on one core"
+	$(BIN)/python -m tests.mutants --all-tests
 
 # The same environment, with a few packages in front of its own.
 $(OLDEST_STAMP): $(DEV_STAMP) constraints-oldest.txt

@@ -125,7 +125,8 @@ def _script_problem(words: Sequence[str], folder: Path, is_whole: bool) -> str |
             if module == CLI:
                 return _cli_problem(arguments, is_whole)
             parts = module.split(".")
-            path = folder.joinpath(*parts).with_suffix(".py")
+            path = folder.joinpath(*parts)
+            path = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
             if path.is_file():
                 return _options_problem(path, arguments)
             is_ours = folder.joinpath(parts[0]).is_dir()
