@@ -8,13 +8,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import hf_speculate
+from tests.pairs import Pair
 from tests.tiny import make_model, noisy_copy
 
 DRAFT_NOISE = 0.05  # leaves an acceptance of about 0.5 to 0.9, so that rounds of all lengths occur
 ACCEPTED_ALL, ACCEPTED_NONE = 0.0, 10.0  # noise that leaves the draft equal to the target, or foreign to it
 
 
-# Every way to draft, every verifier and every cache, for `tests/generation/test_matrix.py`.
+# Every drafter, verifier and cache, by the options of a call.
 DRAFTERS: dict[str, dict[str, Any]] = {
     "model, sampling": {"draft_sampling": "sample"},
     "model, argmax": {"draft_sampling": "argmax"},
@@ -30,6 +31,60 @@ VERIFIERS: dict[str, dict[str, Any]] = {
     "typical, sample": {"verifier": "typical", "do_sample": True},
 }
 CACHES = ("auto", "dynamic", "preallocated")
+
+# What one call may have. `tests/pairs.json` has rows that hold every pair of values, and `generation/test_matrix.py`
+# decodes each. A new feature is a value here; `python -m tests.pairs` then writes the rows anew.
+AXES: dict[str, tuple[str, ...]] = {
+    "kind": (
+        "llama",
+        "qwen2",
+        "mistral_window",
+        "gemma2",
+        "gpt2",
+        "bloom",
+        "phi3",
+        "gpt_oss",
+        "deepseek_v3",
+        "falcon_h1",
+        "mamba2",
+        "t5",
+    ),
+    "drafter": (
+        "model",
+        "argmax",
+        "other model",
+        "lookup",
+        "model and lookup",
+        "early exit",
+        "generator",
+        "store",
+        "state",
+    ),
+    "verifier": ("greedy", "rejection", "block", "coupled", "typical, argmax", "typical, sample"),
+    "batch": ("1", "2", "3", "8"),
+    "padding": ("none", "left", "right", "holes"),
+    "cache": ("auto", "dynamic", "preallocated", "static"),
+    "processors": ("none", "pure", "warpers", "custom"),
+    "stops": ("length", "eos", "two eos", "criterion"),
+    "outputs": ("ids", "scores", "states", "passed cache"),
+}
+_RECURRENT, _READS_ENCODER = "it has recurrent layers", "it attends to an encoder"
+# Pairs that are refused, with the reason.
+EXCLUDED: dict[Pair, str] = {
+    **{
+        (("kind", kind), ("drafter", "early exit")): "its layers cannot be left out" for kind in ("gpt2", "bloom", "t5")
+    },
+    (("kind", "bloom"), ("cache", "preallocated")): "it takes no position_ids",
+    (("kind", "falcon_h1"), ("cache", "preallocated")): _RECURRENT,
+    (("kind", "mamba2"), ("cache", "preallocated")): _RECURRENT,
+    (("kind", "t5"), ("cache", "preallocated")): _READS_ENCODER,
+    (("kind", "mamba2"), ("cache", "static")): "transformers makes none for a model without keys and values",
+    (("kind", "mamba2"), ("outputs", "passed cache")): "it takes its cache under another name",
+    **{(("drafter", "generator"), ("batch", size)): "a generator drafts for one row" for size in ("2", "3", "8")},
+    **{(("batch", size), ("outputs", "states")): "hidden states are those of one row" for size in ("2", "3", "8")},
+    **{(("padding", side), ("cache", "preallocated")): "buffers hold no masked tokens" for side in ("right", "holes")},
+    (("cache", "static"), ("outputs", "passed cache")): "transformers takes one or the other",
+}
 
 
 @cache

@@ -23,6 +23,7 @@ from tests.tiny_encoders import make_bart, make_t5, make_whisper, speech
 from tests.tiny_families import FAMILIES, make_family
 from tests.tiny_pictures import READINGS
 from tests.tiny_readers import COLUMN_COUNTERS, ENCODERS, READERS
+from tests.tiny_recurrent import RECURRENT_KINDS
 
 LARGEST_PROMPT_ID = 48  # those above stand for pictures, sounds and Whisper's times
 _TEXT_MAKERS: dict[str, Callable[[], PreTrainedModel]] = {
@@ -31,6 +32,7 @@ _TEXT_MAKERS: dict[str, Callable[[], PreTrainedModel]] = {
         for kind in KINDS + MORE_KINDS
     },
     **{name: lambda name=name: make_family(name) for name in FAMILIES},
+    **{kind: lambda kind=kind: make_model(kind) for kind in RECURRENT_KINDS},
     **COLUMN_COUNTERS,
     "t5": make_t5,
     "bart": make_bart,
@@ -98,6 +100,8 @@ class Case:
     schedule: str = "constant"
     confidence: float = 0.0
     samples: bool = False
+    verifier: str = ""  # empty: greedy, or coupled if `samples`
+    draft_sampling: str = ""
     num_return_sequences: int = 1
     ends: tuple[int, ...] = ()  # EOS ids: the tokens at these places of the plain text's first row
     own_processor: bool = False
@@ -237,8 +241,10 @@ def options_of(case: Case, eos_token_ids: list[int]) -> dict[str, Any]:
     if case.prefill_chunk_size:
         options["prefill_chunk_size"] = case.prefill_chunk_size
     if case.samples:
-        options |= {"do_sample": True, "verifier": "coupled", "seed": case.prompt_seed}
+        options |= {"do_sample": True, "verifier": case.verifier or "coupled", "seed": case.prompt_seed}
         options["num_return_sequences"] = case.num_return_sequences
+    elif case.verifier:
+        options["verifier"] = case.verifier
     return (
         options
         | {"return_dict_in_generate": True, "output_logits": True}
@@ -254,6 +260,8 @@ def draft_options(case: Case) -> dict[str, Any]:
         options["cache_implementation"] = "static"
     elif case.cache != "auto":
         options["speculation_cache"] = case.cache
+    if case.draft_sampling:
+        options["draft_sampling"] = case.draft_sampling
     if case.confidence:
         options["assistant_confidence_threshold"] = case.confidence
     lookup = {"prompt_lookup_num_tokens": case.num_assistant_tokens}

@@ -59,7 +59,7 @@ def run_case(case: Case, compares_ended_caches: bool = True) -> Result:
     eos: list[int] = []
     for turn in range(case.num_turns):
         try:
-            eos = eos or _eos_ids(case, inputs)
+            eos = eos or eos_ids(case, inputs)
             expected = plain.decode(inputs, eos, caches[0])
         except Exception as error:  # noqa: BLE001  # whatever plain decoding raises, ours must raise too
             return _both_fail(ours, inputs, eos, caches[1], error)
@@ -110,7 +110,8 @@ def _both_fail(ours: _Run, inputs: dict[str, Any], eos: list[int], cache: Any, e
     return Result("different" if is_check else "plain fails", f"{type(error).__name__}: {error}")
 
 
-def _eos_ids(case: Case, inputs: dict[str, Any]) -> list[int]:
+def eos_ids(case: Case, inputs: dict[str, Any]) -> list[int]:
+    """EOS ids that end the case's text where it says."""
     if not case.ends:
         return []
     model, _ = target_of(case.family)

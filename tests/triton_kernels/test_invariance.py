@@ -24,8 +24,8 @@ from tests.triton_kernels.distributions import make_keys
 from tests.triton_kernels.host_syncs import NoHostSync
 from tests.triton_kernels.operations import OPERATIONS, SAMPLING, make_round
 
-# 40,000 entries are more than torch gives to one thread; 5,000 cross the block-wise maximum and the sums of 4,096.
-WIDTHS = [37, 5000, 40_000]
+# 40,000 entries are more than torch gives to one thread, and cross the block-wise maximum and the sums of 4,096.
+WIDTHS = [37, 40_000]
 
 
 def assert_same(one: Verdict, other: Verdict) -> None:
@@ -129,11 +129,10 @@ def test_int32_ids_and_half_precision_copies_agree(name: str) -> None:
         assert_same(half, full)
 
 
-@pytest.mark.parametrize("num_draft_tokens", [0, 1, 2])
 @pytest.mark.parametrize("name", SAMPLING)
-def test_a_round_repeats_its_numbers_only_under_its_own_keys(name: str, num_draft_tokens: int) -> None:
-    target = torch.zeros(200, num_draft_tokens + 1, 5000)
-    ids = torch.full((200, num_draft_tokens), -1)  # rejected, so that the first token is drawn
+def test_a_round_repeats_its_numbers_only_under_its_own_keys(name: str) -> None:
+    target = torch.zeros(200, 3, 5000)
+    ids = torch.full((200, 2), -1)  # rejected, so that the first token is drawn
 
     def first_ids(keys: NoiseKeys) -> Tensor:
         return OPERATIONS[name](target, ids, target[:, :-1], keys).token_ids[:, 0]
