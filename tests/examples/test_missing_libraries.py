@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 # The first that each imports.
-LIBRARIES = {"grammar.py": "xgrammar", "prometheus.py": "prometheus_client", "serve.py": "uvicorn"}
+LIBRARIES = {"grammar.py": "xgrammar", "prometheus.py": "prometheus_client"}
 
 
 def extras_of_the_page() -> dict[str, str]:

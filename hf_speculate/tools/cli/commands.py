@@ -13,6 +13,7 @@ from hf_speculate.tools.cli.options import (
     AsJson,
     BatchSize,
     Chat,
+    Drafting,
     Generation,
     Grid,
     Models,
@@ -148,4 +149,23 @@ def check(models: Models, as_json: AsJson = False, output: Output = None) -> int
     return int(_program("check").run(models, as_json, output))
 
 
-COMMANDS = (generate, chat, batch, bench, tune, check)
+@grouped
+def serve(
+    models: Models,
+    drafting: Drafting,
+    host: Annotated[
+        str, typer.Option("--host", help="Address to listen on. There is no authentication: 0.0.0.0 opens it to all.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", "-p", min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
+    name: Annotated[
+        str | None, typer.Option("--served-model-name", help="Name in requests. [dim]\\[default: TARGET][/dim]")
+    ] = None,
+) -> int:
+    """Answer requests in OpenAI's format over HTTP, one at a time.
+
+    Endpoints: /v1/chat/completions, /v1/completions, /v1/models, /health. Sampling settings come with each request.
+    """
+    return int(_program("serve").run(models, drafting, host, port, name))
+
+
+COMMANDS = (generate, chat, serve, batch, bench, tune, check)

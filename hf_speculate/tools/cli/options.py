@@ -126,8 +126,8 @@ class Generation:
 
 
 @dataclass(frozen=True)
-class Speculation:
-    """Options that say how tokens are drafted and verified."""
+class Drafting:
+    """Options that say how tokens are drafted."""
 
     num_assistant_tokens: Annotated[
         str | None,
@@ -139,6 +139,13 @@ class Speculation:
             "[dim]\\[default: adaptive][/dim]",
         ),
     ] = None
+    lookup: Lookup = None
+
+
+@dataclass(frozen=True)
+class Speculation(Drafting):
+    """Options that say how tokens are drafted and verified."""
+
     verifier: Annotated[
         str | None,
         typer.Option(
@@ -148,7 +155,6 @@ class Speculation:
             help="greedy, rejection, block, coupled (all lossless) or typical (lossy).",
         ),
     ] = None
-    lookup: Lookup = None
 
 
 @dataclass(frozen=True)

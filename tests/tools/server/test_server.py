@@ -1,7 +1,9 @@
-"""The serving example behind a real server on the loopback device, asked by a real client."""
+"""The server behind a real socket on the loopback device, asked by a real client."""
 
+import importlib
 import json
 import string
+import sys
 import threading
 import time
 
@@ -9,14 +11,19 @@ import httpx
 import pytest
 
 import hf_speculate
+from hf_speculate.tools.cli.main import main
+from hf_speculate.tools.server.engine import Engine
+from hf_speculate.tools.server.text_stream import TextStream
 from tests.tiny import MAX_LEN, make_model, noisy_copy
 from tests.tiny_tokenizers import byte_level_tokenizer, letters_tokenizer
 
 pytest.importorskip("fastapi", reason="fastapi is not installed")
 uvicorn = pytest.importorskip("uvicorn", reason="uvicorn is not installed")
+NEUTRAL = importlib.import_module("hf_speculate.tools.server.schemas").NEUTRAL
 
 NUM_NEW = 24
 QUESTION = [{"role": "user", "content": "a word"}]
+TEMPLATE = "{% for message in messages %}# {{ message['content'] }}\n{% endfor %}"
 PATH = "/v1/chat/completions"
 WAIT_S = 30  # for what takes a moment, on a busy machine too
 SLOW_S = 0.02  # of a forward, for answers that somebody can interrupt
@@ -49,17 +56,12 @@ class Forwards:
 
 
 @pytest.fixture(scope="module")
-def serve(import_example):
-    return import_example("serve")
-
-
-@pytest.fixture(scope="module")
-def engine(serve):
+def engine():
     tokenizer = letters_tokenizer([*string.ascii_letters, *string.digits, " ", "#", "\n"])
-    tokenizer.chat_template = serve.TEMPLATE
+    tokenizer.chat_template = TEMPLATE
     target = hf_speculate.enable(make_model("llama", vocab_size=len(tokenizer)))
     target.generation_config.num_assistant_tokens = 3  # the adaptive schedule never calls a draft of the target's size
-    engine = serve.Engine(target, noisy_copy(target), tokenizer, "tiny")
+    engine = Engine(target, tokenizer, "org/tiny", {"assistant_model": noisy_copy(target)})
     engine.forwards = Forwards()
     target.register_forward_pre_hook(engine.forwards.begin)
     target.register_forward_hook(engine.forwards.end)
@@ -67,8 +69,9 @@ def engine(serve):
 
 
 @pytest.fixture(scope="module")
-def client(serve, engine):
-    server = uvicorn.Server(uvicorn.Config(serve.make_app(engine), host="127.0.0.1", port=0, log_level="warning"))
+def client(engine):
+    app = importlib.import_module("hf_speculate.tools.server.app").make_app(engine)
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning"))
     thread = threading.Thread(target=server.run)
     thread.start()
     deadline = time.monotonic() + WAIT_S
@@ -118,7 +121,7 @@ def joined(events):
 
 def test_a_whole_answer_is_that_of_generate(client, text):
     answer = client.post(PATH, json=body()).json()
-    assert (answer["object"], answer["model"]) == ("chat.completion", "tiny")
+    assert (answer["object"], answer["model"]) == ("chat.completion", "org/tiny")
     (choice,) = answer["choices"]
     assert choice["message"] == {"role": "assistant", "content": text}
     assert choice["finish_reason"] == "length"
@@ -126,7 +129,7 @@ def test_a_whole_answer_is_that_of_generate(client, text):
     counts = [usage[f"{name}_tokens"] for name in ("prompt", "completion", "total")]
     assert counts == [len("# a word\n"), NUM_NEW, len("# a word\n") + NUM_NEW]
     assert 0 < usage["speculation"]["rounds"] < NUM_NEW
-    assert 0 < usage["speculation"]["acceptance"] <= 1
+    assert 0 < usage["speculation"]["acceptance_rate"] <= 1
     assert usage["speculation"]["mean_acceptance_length"] > 1
 
 
@@ -185,15 +188,17 @@ def test_a_seed_repeats_its_text(client):
 @pytest.mark.parametrize(
     ("options", "status", "param", "words"),
     [
-        ({"n": 2}, 400, "n", "n must be 1, got 2"),
-        ({"model": "gpt"}, 404, "model", "model must be 'tiny'"),
-        ({"logprobs": True}, 400, "logprobs", "Extra inputs are not permitted"),
+        ({"n": 2}, 400, "n", "n must be 1, got 2; other values are not supported"),
+        ({"model": "gpt"}, 404, "model", "model must be 'org/tiny'"),
+        ({"logprobs": True}, 400, "logprobs", "logprobs must be false or 0, got true"),
+        ({"presence_penalty": 0.5}, 400, "presence_penalty", "presence_penalty must be 0, got 0.5"),
+        ({"temprature": 1}, 400, "temprature", "Extra inputs are not permitted"),
         ({"messages": []}, 400, "messages", "at least 1 item"),
         ({"max_tokens": 0}, 400, "max_tokens", "greater than or equal to 1"),
         ({"messages": [{"role": "robot", "content": "a"}]}, 400, "messages.0.role", "Input should be"),
         ({"temperature": 3}, 400, "temperature", "less than or equal to 2"),
         ({"stop": ["a", ""]}, 400, "stop", "none of them empty"),
-        ({"max_tokens": MAX_LEN}, 400, "messages", f"the model reads {MAX_LEN} tokens"),
+        ({"max_tokens": MAX_LEN}, 400, "messages", f"at most {MAX_LEN} tokens"),
     ],
 )
 @pytest.mark.parametrize("is_streamed", [False, True])
@@ -208,7 +213,7 @@ def test_what_cannot_be_served_is_refused_in_openais_form(client, options, statu
 
 
 def test_what_generate_refuses_is_an_error_too(client, engine, monkeypatch):
-    monkeypatch.setattr(engine, "draft", object())
+    monkeypatch.setattr(engine, "options", {"assistant_model": object()})
     for is_streamed in (False, True):
         response = client.post(PATH, json=body(stream=is_streamed))
         assert response.status_code == 400
@@ -222,10 +227,69 @@ def test_broken_json_and_unknown_paths_are_refused_in_the_same_form(client):
     assert (unknown.status_code, unknown.json()["error"]["message"]) == (404, "Not Found")
 
 
-def test_the_model_is_listed(client):
+def test_the_model_is_listed_and_found_by_its_full_and_its_short_name(client):
     (model,) = client.get("/v1/models").json()["data"]
-    assert (model["id"], model["object"]) == ("tiny", "model")
-    assert client.post(PATH, json=body(model="tiny")).status_code == 200
+    assert (model["id"], model["object"]) == ("org/tiny", "model")
+    for name in ("org/tiny", "tiny"):
+        assert client.get(f"/v1/models/{name}").json() == model
+        assert client.post(PATH, json=body(model=name, max_tokens=1)).status_code == 200
+    assert client.get("/v1/models/other").json()["error"]["code"] == "model_not_found"
+    assert client.get("/health").status_code == 200
+
+
+def test_neutral_values_of_fields_that_are_not_supported_pass(client, text):
+    neutral = {name: values[0] for name, values in NEUTRAL.items()} | {"user": "me", "metadata": {"a": "b"}}
+    for options in (neutral, dict.fromkeys(NEUTRAL)):
+        answer = client.post(PATH, json=body(**options))
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"][0]["message"]["content"] == text
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_completions_continue_a_prompt(client, engine, text, as_ids):
+    prompt = engine.tokenizer("# a word\n")["input_ids"] if as_ids else "# a word\n"
+    options = {"prompt": prompt, "max_tokens": NUM_NEW, "temperature": 0, "logprobs": None}
+    answer = client.post("/v1/completions", json=options).json()
+    assert answer["object"] == "text_completion"
+    assert answer["choices"] == [{"index": 0, "text": text, "logprobs": None, "finish_reason": "length"}]
+    assert answer["usage"]["completion_tokens"] == NUM_NEW
+    with client.stream("POST", "/v1/completions", json=options | {"stream": True}) as response:
+        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    assert "".join(json.loads(line)["choices"][0]["text"] for line in lines[:-1]) == text
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [(["a", "b"], "one prompt, got 2"), ([10_000], "token ids in [0, "), ([], "at least one token"), ("", "token")],
+)
+def test_prompts_that_cannot_be_completed(client, prompt, words):
+    error = client.post("/v1/completions", json={"prompt": prompt}).json()["error"]
+    assert error["param"] == "prompt"
+    assert words in error["message"]
+
+
+def test_a_model_without_a_chat_template_still_completes(client, engine, monkeypatch):
+    monkeypatch.setattr(engine.tokenizer, "chat_template", None)
+    assert "must have a chat template" in client.post(PATH, json=body()).json()["error"]["message"]
+    assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("arguments", "library", "words"),
+    [
+        (["nosuch"], "uvicorn", "uvicorn must be installed for this, got none; run pip install"),
+        (["nosuch", "-k", "0"], None, "num_assistant_tokens"),
+        (["nosuch", "--host", "203.0.113.1"], None, "--host and --port must be free on this machine"),
+        (["nosuch", "--port", "0"], None, "a model must be a folder"),
+    ],
+)
+def test_the_command_checks_before_it_loads(arguments, library, words, monkeypatch, capsys):
+    if library is not None:
+        monkeypatch.setitem(sys.modules, library, None)  # an import of it fails
+    assert main(["serve", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert len(error.splitlines()) == 1
 
 
 def test_parts_of_a_message_are_one_text(client, text):
@@ -269,11 +333,10 @@ def test_answers_come_one_at_a_time_and_the_event_loop_stays_free(client, slow, 
     assert slow.most_at_once == 1
 
 
-def test_pieces_hold_whole_characters_and_no_beginning_of_a_stop_string(import_example):
-    module = import_example("serving.pieces")
+def test_pieces_hold_whole_characters_and_no_beginning_of_a_stop_string():
     tokenizer = byte_level_tokenizer(["st"])
     pieces, stops = [], ["stop", "zz"]
-    streamer = module.Pieces(tokenizer, stops, pieces.append)
+    streamer = TextStream(tokenizer, stops, pieces.append)
     whole = "naïve s sto 日本 stip stop, and more"
     ids = tokenizer(whole, return_tensors="pt")["input_ids"]
     streamer.put(ids)  # the prompt, which is not text of the answer
@@ -287,11 +350,10 @@ def test_pieces_hold_whole_characters_and_no_beginning_of_a_stop_string(import_e
     assert streamer.is_cut
 
 
-def test_pieces_give_at_the_end_what_they_held(import_example):
-    module = import_example("serving.pieces")
+def test_pieces_give_at_the_end_what_they_held():
     tokenizer = byte_level_tokenizer([])
     pieces = []
-    streamer = module.Pieces(tokenizer, ["stop"], pieces.append)
+    streamer = TextStream(tokenizer, ["stop"], pieces.append)
     ids = tokenizer("a sto", return_tensors="pt")["input_ids"]
     streamer.put(ids)
     for token_id in ids[0]:

@@ -1,0 +1,54 @@
+"""`hf-speculate serve`: answers requests in OpenAI's format over HTTP."""
+
+import importlib
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from hf_speculate.errors import ConfigError
+from hf_speculate.optional_imports import import_extra
+from hf_speculate.tools.cli.arguments import decoding_of
+from hf_speculate.tools.cli.console import OK, notes
+from hf_speculate.tools.cli.loading import load_pair
+from hf_speculate.tools.cli.options import Drafting, Generation, Models, Speculation
+from hf_speculate.tools.server.engine import Engine
+
+EXTRA = "serve"
+
+
+def run(models: Models, drafting: Drafting, host: str, port: int, name: str | None) -> int:
+    """Serve a pair until Ctrl-C."""
+    options = decoding_of(Generation(), Speculation(drafting.num_assistant_tokens, drafting.lookup)).fields
+
+    def load() -> Engine:
+        pair = load_pair(models, notes())
+        return Engine(pair.target, pair.tokenizer, name or models.target, pair.arguments | options)
+
+    return serve(load, host, port)
+
+
+def serve(load: Callable[[], Engine], host: str, port: int) -> int:
+    """Load an engine and serve it, after checking that packages and port are there."""
+    for package in ("fastapi", "uvicorn"):
+        import_extra(package, EXTRA)
+    uvicorn: Any = importlib.import_module("uvicorn")
+    app: Any = importlib.import_module("hf_speculate.tools.server.app")
+    with _listen(host, port) as listener:
+        engine = load()
+        address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+        notes().print(f"serving {engine.name} on {address}/v1; Ctrl-C stops", markup=False, soft_wrap=True)
+        server = uvicorn.Server(uvicorn.Config(app.make_app(engine), log_level="warning"))
+        try:
+            server.run(sockets=[listener])
+        except KeyboardInterrupt:
+            notes().print("stopped", markup=False)
+    return OK
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"--host and --port must be free on this machine, got {host} and {port} ({error}); choose another port"
+        ) from error

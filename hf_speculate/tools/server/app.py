@@ -1,0 +1,187 @@
+"""FastAPI application with OpenAI's endpoints over an engine."""
+
+import json
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+from typing import Any, NamedTuple
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.exceptions import HTTPException
+
+from hf_speculate.errors import SpeculateError
+from hf_speculate.tools.server.engine import DecodeRequest, DecodeResult, Engine
+from hf_speculate.tools.server.schemas import (
+    NEUTRAL,
+    ChatRequest,
+    CompletionRequest,
+    RequestError,
+    check_model,
+    decode_request,
+)
+
+Answer = AsyncGenerator[str | DecodeResult, None]
+
+
+class _Form(NamedTuple):
+    """JSON of an endpoint's answers: names of objects, and their choices from text and finish reason."""
+
+    id_prefix: str
+    whole: str
+    chunk: str
+    choice_of: Callable[[str, str], dict[str, Any]]
+    delta_of: Callable[[str, str | None], dict[str, Any]]
+    first_deltas: tuple[dict[str, Any], ...]
+
+
+def _chat_choice(text: str, reason: str) -> dict[str, Any]:
+    message = {"role": "assistant", "content": text}
+    return {"index": 0, "message": message, "logprobs": None, "finish_reason": reason}
+
+
+def _chat_delta(text: str, reason: str | None) -> dict[str, Any]:
+    return {"index": 0, "delta": {"content": text} if text else {}, "logprobs": None, "finish_reason": reason}
+
+
+def _completion_choice(text: str, reason: str | None) -> dict[str, Any]:
+    return {"index": 0, "text": text, "logprobs": None, "finish_reason": reason}
+
+
+_FIRST_DELTA = _chat_delta("", None) | {"delta": {"role": "assistant", "content": ""}}
+_CHAT = _Form(
+    "chatcmpl", "chat.completion", "chat.completion.chunk", _chat_choice, _chat_delta, first_deltas=(_FIRST_DELTA,)
+)
+_COMPLETION = _Form("cmpl", "text_completion", "text_completion", _completion_choice, _completion_choice, ())
+
+
+def make_app(engine: Engine) -> FastAPI:
+    """Routes and error handlers over an engine."""
+    app = FastAPI(title="hf_speculate")
+    model = {"id": engine.name, "object": "model", "created": int(time.time()), "owned_by": "hf_speculate"}
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [model]}
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> dict[str, Any]:
+        check_model(name, engine)
+        return model
+
+    @app.post("/v1/chat/completions")
+    async def chat(body: ChatRequest, http: Request) -> Any:
+        return await _answer(engine, body, http, _CHAT)
+
+    @app.post("/v1/completions")
+    async def completions(body: CompletionRequest, http: Request) -> Any:
+        return await _answer(engine, body, http, _COMPLETION)
+
+    _handle_errors(app)
+    return app
+
+
+async def _answer(engine: Engine, body: ChatRequest | CompletionRequest, http: Request, form: _Form) -> Any:
+    request = decode_request(body, engine)
+    answer = engine.stream(request, http.is_disconnected)
+    head = {"id": f"{form.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": engine.name}
+    if not body.stream:
+        return await _whole(answer, request, head | {"object": form.whole}, form)
+    first = await anext(answer, None)  # an error of generate() is then an error response, not a broken stream
+    if first is None:
+        return None
+    has_usage = body.stream_options is not None and body.stream_options.include_usage
+    events = _events(answer, first, request, head | {"object": form.chunk}, form, has_usage)
+    return StreamingResponse(events, media_type="text/event-stream")
+
+
+async def _whole(answer: Answer, request: DecodeRequest, head: dict[str, Any], form: _Form) -> dict[str, Any] | None:
+    """An answer in one piece; None if the client has left."""
+    text = ""
+    async with aclosing(answer):
+        async for piece in answer:
+            if isinstance(piece, str):
+                text += piece
+                continue
+            return {**head, "choices": [form.choice_of(text, piece.finish_reason)], "usage": _usage(request, piece)}
+    return None
+
+
+async def _events(
+    answer: Answer,
+    first: str | DecodeResult,
+    request: DecodeRequest,
+    head: dict[str, Any],
+    form: _Form,
+    has_usage: bool,
+) -> AsyncIterator[str]:
+    """Server-sent events of an answer whose first piece is known."""
+
+    def event(*choices: dict[str, Any], **more: Any) -> str:
+        return f"data: {json.dumps({**head, 'choices': choices, **more})}\n\n"
+
+    async with aclosing(answer):
+        for delta in form.first_deltas:
+            yield event(delta)
+        piece: str | DecodeResult | None = first
+        while isinstance(piece, str):
+            yield event(form.delta_of(piece, None))
+            piece = await anext(answer, None)
+        if piece is None:
+            return
+        yield event(form.delta_of("", piece.finish_reason))
+        if has_usage:
+            yield event(usage=_usage(request, piece))
+        yield "data: [DONE]\n\n"
+
+
+def _usage(request: DecodeRequest, result: DecodeResult) -> dict[str, Any]:
+    """OpenAI's counts, and statistics of speculative decoding."""
+    num_prompt, num_new, stats = len(request.token_ids), result.num_new_tokens, result.stats
+    speculation = {
+        "rounds": stats.num_rounds,
+        "acceptance_rate": round(stats.acceptance_rate, 4),
+        "mean_acceptance_length": round(stats.mean_acceptance_length, 4),
+    }
+    counts = {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
+    return {**counts, "speculation": speculation}
+
+
+def _handle_errors(app: FastAPI) -> None:
+    """Answer errors in OpenAI's form."""
+
+    def response(status: int, message: str, param: str | None = None, code: str | None = None) -> JSONResponse:
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        return JSONResponse({"error": {"message": message, "type": kind, "param": param, "code": code}}, status)
+
+    @app.exception_handler(RequestError)
+    async def not_supported(_: Request, error: RequestError) -> JSONResponse:
+        return response(error.status, str(error), error.param, error.code)
+
+    @app.exception_handler(SpeculateError)
+    async def not_decoded(_: Request, error: SpeculateError) -> JSONResponse:
+        return response(400, str(error))
+
+    @app.exception_handler(RequestValidationError)
+    async def not_valid(_: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        param = ".".join(str(part) for part in first["loc"][1:])
+        message = f"{param}: {first['msg']}"
+        if first["type"] == "extra_forbidden" and param in NEUTRAL:
+            values = " or ".join(map(json.dumps, NEUTRAL[param]))
+            message = f"{param} must be {values}, got {json.dumps(first['input'])}; other values are not supported"
+        return response(400, message, param or None)
+
+    @app.exception_handler(HTTPException)
+    async def not_found(_: Request, error: HTTPException) -> JSONResponse:
+        return response(error.status_code, str(error.detail))
+
+    @app.exception_handler(Exception)
+    async def failed(_: Request, error: Exception) -> JSONResponse:
+        return response(500, f"{type(error).__name__}: {error}")
