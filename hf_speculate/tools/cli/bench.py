@@ -44,8 +44,9 @@ def run(
     html: Path | None,
     generation: Generation,
     grid: Grid,
+    command: str = "",
 ) -> int:
-    """Compare methods on prompts."""
+    """Compare methods on prompts; `command` is the command line for the report."""
     decoding = decoding_of(generation, max_new_tokens=128)
     fields, sample = measuring.shared_fields(decoding, models, grid), decoding.do_sample
     lens, names = parse_draft_lens(grid.num_assistant_tokens), _verifiers(grid.verifiers, sample)
@@ -65,6 +66,7 @@ def run(
         "seed": seed,
         "drift_num_assistant_tokens": drift_len(lens).label if drift_methods else None,
         "left_out": found.pop("left_out"),
+        "command": command,
     }
     result = {"environment": measuring.environment_of(pair, models), "settings": settings, **found}
     if not as_json:

@@ -4,6 +4,7 @@ The programs behind them import torch and transformers, so each is imported when
 """
 
 import importlib
+import shlex
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -96,6 +97,7 @@ def batch(
 
 @grouped
 def bench(
+    context: typer.Context,
     models: Models,
     prompt_set: PromptSet,
     generation: Generation,
@@ -109,7 +111,8 @@ def bench(
 
     Exit status 1: the output of a lossless method differs from plain decoding's.
     """
-    return int(_program("bench").run(models, prompt_set, repeats, as_json, output, html, generation, grid))
+    command = shlex.join(["hf-speculate", *(context.obj or ())])
+    return int(_program("bench").run(models, prompt_set, repeats, as_json, output, html, generation, grid, command))
 
 
 @grouped

@@ -21,7 +21,7 @@ app = typer.Typer(
 )
 for command in COMMANDS:
     app.command()(command)
-_DEBUG = "--debug"
+_NAME, _DEBUG = "hf-speculate", "--debug"
 # Loggers of torchao, which transformers imports if it is installed, and of torch on torchao's enums.
 _NOISY_LOGGERS = ("torch.utils._pytree", "torchao")
 _USER_ERRORS = ("SpeculateError",)  # by name, because importing the class imports torch
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return OK
     quiet_other_packages()
     try:
-        status = get_command(app)(args=words or ["--help"], prog_name="hf-speculate", standalone_mode=False)
+        status = get_command(app)(args=words or ["--help"], prog_name=_NAME, standalone_mode=False, obj=words)
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else OK
     except Exception as error:

@@ -10,17 +10,20 @@ TIMES = "\u00d7"  # the sign of multiplication
 
 
 class Spread(NamedTuple):
-    """What several runs gave."""
+    """Result of several runs."""
 
     low: float
     middle: float  # the median
     high: float
 
-    def text(self, unit: str = "") -> str:
-        """The median, with minimum and maximum where there was more than one run."""
-        if self.low == self.high:
-            return f"{short(self.middle)}{unit}"
-        return f"{short(self.middle)}{unit} ({short(self.low)} to {short(self.high)})"
+    def text(self, decimals: int, unit: str = "") -> str:
+        """The median, with minimum and maximum if they differ."""
+        low, middle, high = (f"{value:,.{decimals}f}" for value in (self.low, self.middle, self.high))
+        return f"{middle}{unit}" if self.low == self.high else f"{middle}{unit} ({low} to {high})"
+
+    def scaled(self, factor: float) -> "Spread":
+        """In another unit."""
+        return Spread(*(factor * value for value in self))
 
 
 def number(value: Any) -> float | None:
@@ -60,7 +63,7 @@ def rows(result: Result, name: str) -> list[Result]:
 
 
 def short(value: float | None) -> str:
-    """Three digits that count."""
+    """Three significant digits."""
     if value is None:
         return MISSING
     if abs(value) >= 1000:
@@ -71,6 +74,11 @@ def short(value: float | None) -> str:
 def share(value: float | None) -> str:
     """A share of one in percent."""
     return MISSING if value is None else f"{100 * value:.1f} %"
+
+
+def fixed(value: float | None, decimals: int = 2) -> str:
+    """A number with a fixed number of decimals."""
+    return MISSING if value is None else f"{value:,.{decimals}f}"
 
 
 def text(value: Any) -> str:

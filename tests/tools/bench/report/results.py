@@ -16,6 +16,7 @@ def method(name: str, speedup: float, **more: Any) -> dict[str, Any]:
     """A method's entry; `more` replaces what stands here."""
     entry = {
         "name": name,
+        "engine": "ours",
         "verifier": "greedy",
         "num_assistant_tokens": 5,
         "is_lossy": False,
@@ -26,6 +27,10 @@ def method(name: str, speedup: float, **more: Any) -> dict[str, Any]:
         "acceptance_rate_per_position": [0.81, 0.74, 0.66, 0.61, 0.52],
         "draft_lens": [5] * 14,
         "seconds": dict(zip(STAGES, (0.05, 0.6, 1.4, 0.09, 0.07), strict=True)),
+        "first_token_s": spread(0.013),
+        "ms_per_token": spread(16.9 / speedup),
+        "peak_bytes": 3 * 2**29,
+        "sample": "greedy text",
         "checked": "12 of 12 rows equal",
         "fallbacks": [],
     }
@@ -33,18 +38,31 @@ def method(name: str, speedup: float, **more: Any) -> dict[str, Any]:
 
 
 def make_result() -> dict[str, Any]:
-    plain = method("plain, greedy", 1.0, verifier=None, num_assistant_tokens=None, checked=None)
+    plain = method("plain, greedy", 1.0, engine="plain", verifier=None, num_assistant_tokens=None, checked=None)
     plain["speedup"] = spread(1.0, 0.0)
     for name in ("mean_acceptance_length", "acceptance_rate", "acceptance_rate_per_position", "draft_lens", "seconds"):
         del plain[name]
     adaptive_lens = [round(3 + 3 * (index % 9) / 8) if index % 11 else 0 for index in range(700)]
     methods = [
         plain,
-        method("transformers' assisted, K = 5", 1.38, verifier=None, acceptance_rate_per_position=[], draft_lens=None),
-        method("hf_speculate, adaptive", 1.93, num_assistant_tokens=None, draft_lens=adaptive_lens),
-        method("hf_speculate, K = 5", 2.13, acceptance=0.61, acceptance_rate_per_position=[0.9, 0.8, 0.7, 0.66, 0.6]),
         method(
-            "hf_speculate, typical, K = 5", 2.61, verifier="typical", is_lossy=True, checked=None, fallbacks=[FALLBACK]
+            "transformers, K = 5",
+            1.38,
+            engine="transformers",
+            verifier=None,
+            acceptance_rate_per_position=[],
+            draft_lens=None,
+        ),
+        method("greedy, adaptive", 1.93, num_assistant_tokens=None, draft_lens=adaptive_lens),
+        method("greedy, K = 5", 2.13, is_noise=False, acceptance_rate_per_position=[0.9, 0.8, 0.7, 0.66, 0.6]),
+        method(
+            "typical, K = 5",
+            2.61,
+            verifier="typical",
+            is_lossy=True,
+            checked=None,
+            fallbacks=[FALLBACK],
+            sample="other",
         ),
     ]
     names = [entry["name"] for entry in methods[2:]]
@@ -79,7 +97,10 @@ def make_result() -> dict[str, Any]:
             "max_new_tokens": 64,
             "do_sample": False,
             "left_out": LEFT_OUT,
+            "command": "hf-speculate bench target prompts.jsonl --draft draft",
+            "drift_num_assistant_tokens": "K = 5",
         },
+        "prompt": "a prompt",
         "methods": methods,
         "categories": categories,
         "drift": [

@@ -1,17 +1,22 @@
 """A browser draws every plot of the page, asks for nothing else, and can be read on a phone."""
 
+import io
+import itertools
 import json
+import math
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from PIL import Image
 
+from hf_speculate.stats import STAGES
 from hf_speculate.tools.bench.report import write_html
 from hf_speculate.tools.cli.main import main
 from tests.tools.bench.fakes import save_pair
-from tests.tools.bench.report.results import make_result
+from tests.tools.bench.report.results import make_result, method
 
 pytestmark = pytest.mark.browser
 
@@ -19,8 +24,12 @@ PHONE, DESKTOP = 360, 1280
 MIN_LETTER_PX = 12
 MIN_CONTRAST = 4.5  # of text, by WCAG 2 level AA
 MIN_MARK_CONTRAST = 3.0  # of what is drawn, likewise
-NUM_PLOTS = 5 + 1 + 1 + 4 + 4 + 3  # a bar a method, positions, rounds, a stack a method, a line a category, drift
-NUM_MEASURED_PLOTS = 7 + 1 + 1 + 4 + 2 + 3  # likewise; stacks of our four methods alone
+MIN_DIFFERENCE = 15.0  # of two colours, CIE 1976; a just noticeable one is about 2
+NUM_PLOTS = (
+    3 * 5 + 1 + 1 + 4 + 4 + 3
+)  # three bars a method, positions, rounds, a stack a method, a line a category, drift
+# Likewise; stacks of our four methods alone. Rounds are shown only if the adaptive schedule changed its mind.
+NUM_MEASURED_PLOTS = (3 * 7 + 1 + 4 + 2 + 3, 3 * 7 + 1 + 1 + 4 + 2 + 3)
 
 # Everything that can be measured on a page, in one call.
 LOOK = """() => {
@@ -59,16 +68,18 @@ LOOK = """() => {
   }
   const plots = [...document.querySelectorAll('svg.plot')].map(svg => {
     const marks = [...svg.querySelectorAll('.mark')];
-    const color = mark => {
-      const style = getComputedStyle(mark);
-      return mark.localName === 'line' ? style.stroke : style.fill;
+    const strength = mark => {  // of the mark, its outline, or the darker line below it
+      const style = getComputedStyle(mark), casing = svg.querySelector('.casing');
+      const colors = mark.localName === 'line' ? [style.stroke] : [style.fill, style.stroke];
+      if (mark.localName === 'line' && casing) colors.push(getComputedStyle(casing).stroke);
+      return Math.max(...colors.filter(color => color !== 'none').map(color => contrast(color, svg)));
     };
     return {
       label: svg.getAttribute('aria-label'),
       width: box(svg).width, height: box(svg).height, numMarks: marks.length,
       undrawn: marks.filter(mark => box(mark).width + box(mark).height === 0).length,
       outside: marks.filter(mark => !inside(box(mark), box(svg))).length,
-      faint: marks.filter(mark => contrast(color(mark), svg) < MIN_MARK_CONTRAST).length,
+      faint: marks.filter(mark => strength(mark) < MIN_MARK_CONTRAST).length,
     };
   });
   const crowded = [];
@@ -81,6 +92,13 @@ LOOK = """() => {
         if (a.left < b.right && b.left < a.right && a.top + 2 < b.bottom && b.top + 2 < a.bottom)
           crowded.push(one.textContent + ' over ' + other.textContent);
       }
+    });
+  }
+  for (const list of document.querySelectorAll('.curves ul')) {
+    const names = [...list.querySelectorAll('li')];
+    names.slice(1).forEach((one, place) => {
+      const [a, b] = [box(names[place]), box(one)];
+      if (a.left < b.right && b.left < a.right && a.bottom > b.top + 6) crowded.push('names: ' + one.textContent);
     });
   }
   const scrolls = [...document.querySelectorAll('.scroll')].map(one => ({
@@ -172,12 +190,63 @@ def test_the_page_of_a_real_run_is_drawn_and_read(browser: Any, measured_report:
     seen = look_at(browser, measured_report, width)
     assert seen.asked_for == [measured_report.as_uri()]
     assert seen.problems(width) == []
-    assert len(seen.measured["plots"]) == NUM_MEASURED_PLOTS
+    assert len(seen.measured["plots"]) in NUM_MEASURED_PLOTS
+
+
+def colours(browser: Any, path: Path, selector: str, scheme: str, vision: str) -> list[tuple[int, ...]]:
+    """What a reader with that vision sees in the middle of each element."""
+    page = browser.new_page(viewport={"width": PHONE, "height": 800}, color_scheme=scheme)
+    page.goto(path.as_uri())
+    page.context.new_cdp_session(page).send("Emulation.setEmulatedVisionDeficiency", {"type": vision})
+    boxes = [one.bounding_box() for one in page.query_selector_all(selector)]
+    image = Image.open(io.BytesIO(page.screenshot(full_page=True))).convert("RGB")
+    page.close()
+    return [image.getpixel((box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)) for box in boxes]
+
+
+def lab(colour: tuple[int, ...]) -> tuple[float, float, float]:
+    """CIE L*a*b* of an sRGB colour."""
+    red, green, blue = (x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in (c / 255 for c in colour))
+    xyz = (
+        (0.4124 * red + 0.3576 * green + 0.1805 * blue) / 0.9505,
+        0.2126 * red + 0.7152 * green + 0.0722 * blue,
+        (0.0193 * red + 0.1192 * green + 0.9505 * blue) / 1.0888,
+    )
+    x, y, z = (t ** (1 / 3) if t > 0.008856 else 7.787 * t + 16 / 116 for t in xyz)
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
+
+
+def least_difference(seen: list[tuple[int, ...]]) -> float:
+    return min(math.dist(lab(one), lab(other)) for one, other in itertools.combinations(seen, 2))
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_two_methods_and_stages_differ_for_the_colour_blind(browser: Any, tmp_path: Path, scheme: str) -> None:
+    result = make_result()
+    result["methods"] += [method(f"greedy, K = {num}", 2.0) for num in (6, 7, 8)]  # a method for each colour
+    path = write_html(result, tmp_path / "report.html")
+    selectors = {"methods": "section ul:not(.keys) path.mark", "stages": "ul rect.part"}
+    for vision in ("deuteranopia", "protanopia"):
+        seen = {name: colours(browser, path, selector, scheme, vision) for name, selector in selectors.items()}
+        assert (len(seen["methods"]), len(seen["stages"])) == (8, len(STAGES))
+        assert {name: least_difference(of_it) > MIN_DIFFERENCE for name, of_it in seen.items()} == {
+            "methods": True,
+            "stages": True,
+        }
+        assert seen["methods"] != colours(browser, path, selectors["methods"], scheme, "none")  # it is simulated
+
+
+def test_confusable_colours_are_found(browser: Any, tmp_path: Path) -> None:
+    path = tmp_path / "bad.html"
+    swatches = "".join(f'<p style="background:{colour};height:20px">' for colour in ("#2f6fb7", "#8250b4"))
+    path.write_text(f"<!DOCTYPE html>{swatches}")
+    assert least_difference(colours(browser, path, "p", "light", "none")) > MIN_DIFFERENCE
+    assert least_difference(colours(browser, path, "p", "light", "deuteranopia")) < MIN_DIFFERENCE
 
 
 def test_wide_tables_scroll_inside_their_boxes(browser: Any, report: Path) -> None:
     scrolls = look_at(browser, report, PHONE).measured["scrolls"]
-    assert len(scrolls) == 3
+    assert len(scrolls) == 4
     assert all(one["moves"] and one["wider"] for one in scrolls)
 
 

@@ -13,6 +13,8 @@ import pytest
 
 from hf_speculate.errors import ConfigError
 from hf_speculate.tools.bench.report import write_html
+from hf_speculate.tools.bench.report.page import method_styles
+from hf_speculate.tools.bench.report.plots import Style
 from tests.tools.bench.report.results import FALLBACK, make_result, method, spread
 
 HOSTILE = "</title><script>alert(1)</script><img src=x onerror='alert(2)'>\"><svg onload=alert(3)>{{ 7 * 7 }}&amp;"
@@ -67,8 +69,8 @@ def all_text(page: Page) -> str:
 
 def test_tables_show_the_figures(tmp_path: Path) -> None:
     _, page = written(make_result(), tmp_path)
-    assert page.row("hf_speculate, K = 5") == [
-        "hf_speculate, K = 5",
+    assert page.row("hf_speculate, greedy, K = 5") == [
+        "hf_speculate, greedy, K = 5",
         "greedy",
         "exact",
         "5",
@@ -78,28 +80,64 @@ def test_tables_show_the_figures(tmp_path: Path) -> None:
         "53.0 %",
         "12 of 12 rows equal",
     ]
-    assert page.row("plain, greedy")[1:] == ["-", "exact", "-", "59.3 (47.4 to 71.2)", "1.00", "-", "-", "-"]
-    assert page.row("writing") == ["writing", "hf_speculate, adaptive", "0.800", "40.0 %", "10"]
-    assert page.row("typical") == [
-        "typical",
-        "0.01",
-        "171 (137 to 206)",
-        "2.89 (2.31 to 3.47)",
-        "-1.602",
-        "62.4 %",
-        "768",
-    ]
+    assert page.row("plain, greedy")[1:] == ["-", "exact", "-", "59 (47 to 71)", "1.00", "-", "-", "-"]
+    assert ["hf_speculate, greedy, K = 5", "7.93 (6.35 to 9.52)"] in page.lines
+    assert page.row("writing") == ["writing", "hf_speculate, greedy, adaptive", "0.80", "40.0 %"]
+    assert page.row("typical") == ["typical", "0.01", "171 (137 to 206)", "2.89 (2.31 to 3.47)", "-1.602", "62.4 %"]
     assert page.row("plain, sampling")[1] == "-"
+
+
+def test_what_is_constant_is_said_once_or_not_at_all(tmp_path: Path) -> None:
+    result = make_result()
+    said = all_text(written(result, tmp_path)[1])
+    assert "The same for all: time to first token (ms): 13.0 (10.4 to 15.6); peak memory (GiB): 1.50." in said
+    assert said.count("768") == 1
+    assert "Draft length over time" in said
+    for entry in result["methods"]:
+        entry["draft_lens"] = [5] * 14
+    assert "Draft length over time" not in all_text(written(result, tmp_path)[1])
+
+
+def test_the_page_begins_with_models_device_date_and_command(tmp_path: Path) -> None:
+    source, _ = written(make_result(), tmp_path)
+    title = source.partition("<title>")[2].partition("</title>")[0]
+    assert title == "examples/pair/target with examples/pair/draft, AMD EPYC, 2026-11-22 - hf-speculate bench"
+    top = source.partition("<header>")[2].partition("</header>")[0]
+    for value in ("examples/pair/target", "AMD EPYC", "2026-11-22", "hf-speculate bench target prompts.jsonl"):
+        assert value in top
+    assert "hf-speculate bench target" not in source.partition("</header>")[2]
+
+
+def test_a_method_has_one_colour_and_one_marker_in_all_plots() -> None:
+    result = make_result()
+    styles = method_styles(result)
+    assert styles["typical"] == styles["hf_speculate, typical, K = 5"]
+    assert styles["plain, greedy"] == Style.of(0)
+    assert styles["plain, sampling"] not in [style for name, style in styles.items() if name != "plain, sampling"]
+    assert len({Style.of(index) for index in range(64)}) == 64
+
+
+def test_samples_are_shown_once_with_the_methods_that_wrote_them(tmp_path: Path) -> None:
+    source, _ = written(make_result(), tmp_path)
+    assert source.count("<pre>greedy text</pre>") == source.count("<pre>other</pre>") == 1
+
+
+def test_doubts_and_noise_are_said_beside_the_headline(tmp_path: Path) -> None:
+    result = make_result()
+    assert 'class="warning"' not in written(result, tmp_path)[0]
+    result["reliability"] = {"is_reliable": False, "reasons": ["2 prompts, 1 repeat: not reliable"]}
+    result["methods"][3]["is_noise"] = True
+    source, page = written(result, tmp_path)
+    assert '<p class="warning">2 prompts, 1 repeat: not reliable</p>' in source
+    assert 'class="headline doubtful">1.93' in source
+    assert page.row("hf_speculate, greedy, K = 5")[5] == "2.13 (1.70 to 2.56) (noise)"
 
 
 def test_the_headline_is_the_fastest_exact_method(tmp_path: Path) -> None:
     _, page = written(make_result(), tmp_path)
     said = all_text(page)
-    assert (
-        "2.13\u00d7 The fastest exact method, hf_speculate, K = 5 , against plain generate() : the median of runs"
-        in said
-    )
-    assert "from 1.70 to 2.56." in said
+    assert "2.13\u00d7 The speed of the fastest lossless method, hf_speculate, greedy, K = 5 , relative to" in said
+    assert "median of runs from 1.70 to 2.56." in said
     assert "Compared with plain decoding: 12 of 12 rows equal." in said
 
 
@@ -107,7 +145,10 @@ def test_the_headline_says_when_nothing_is_faster(tmp_path: Path) -> None:
     result = make_result()
     result["methods"] = [result["methods"][0], method("slow", 0.7), method("lossy", 3.0, is_lossy=True)]
     _, page = written(result, tmp_path)
-    assert "0.700\u00d7 No exact method was faster than plain decoding; the fastest, slow , against" in all_text(page)
+    assert (
+        "0.70\u00d7 No lossless method was faster than plain decoding; the fastest, hf_speculate, slow ,"
+        in all_text(page)
+    )
 
 
 def test_plain_decoding_alone_has_no_headline(tmp_path: Path) -> None:
@@ -130,27 +171,27 @@ def test_what_ran_otherwise_is_said(tmp_path: Path) -> None:
     _, page = written(make_result(), tmp_path)
     said = all_text(page)
     assert "left_out" not in said
-    assert f"Not as asked: hf_speculate, typical, K = 5: {FALLBACK}" in said
+    assert f"Differences from what was requested: hf_speculate, typical, K = 5: {FALLBACK}" in said
     assert "transformers, defaults: left out, RuntimeError: another vocabulary" in said
     result = make_result()
     result["settings"]["left_out"] = {}
     for entry in result["methods"]:
         entry["fallbacks"] = []
-    assert "Not as asked" not in all_text(written(result, tmp_path)[1])
+    assert "Differences from what was requested" not in all_text(written(result, tmp_path)[1])
 
 
 def test_a_name_that_is_no_text_is_written(tmp_path: Path) -> None:
     """As a file's name may be, where its bytes are none of UTF-8."""
     _, page = written({"methods": [method("broken \udcff", 1.5)]}, tmp_path)
-    assert page.row("broken \N{REPLACEMENT CHARACTER}")[3] == "5"
+    assert page.row("hf_speculate, broken \N{REPLACEMENT CHARACTER}")[3] == "5"
 
 
 def titles(page: Page) -> list[str]:
     """Of the sections and plots, in order."""
     known = (
-        "Speed", "Times plain decoding's speed", "Inside a round", "Acceptance by position",
-        "Tokens drafted over time", "Time by stage", "By category", "Drift of lossy verifiers",
-        "Log-likelihood per token", "Agreement with greedy", "Circumstances", "Settings",
+        "Speed", "Speed-up over plain decoding", "Time to first token", "Time per token",
+        "Inside a round", "Acceptance rate by position", "Draft length over time", "Time by stage",
+        "By category", "Drift of lossy verifiers", "Log-likelihood per token", "Agreement with greedy", "Settings",
     )  # fmt: skip
     return [text for text in page.texts if text in known]
 
@@ -158,22 +199,22 @@ def titles(page: Page) -> list[str]:
 def test_every_section_is_there(tmp_path: Path) -> None:
     _, page = written(make_result(), tmp_path)
     assert titles(page) == [
-        "Speed", "Times plain decoding's speed", "Inside a round", "Acceptance by position",
-        "Tokens drafted over time", "Time by stage", "By category", "Times plain decoding's speed",
-        "Drift of lossy verifiers", "Log-likelihood per token", "Agreement with greedy",
-        "Times plain decoding's speed", "Circumstances", "Settings",
+        "Speed", "Speed-up over plain decoding", "Time to first token", "Time per token",
+        "Inside a round", "Acceptance rate by position", "Draft length over time", "Time by stage",
+        "By category", "Speed-up over plain decoding", "Drift of lossy verifiers", "Log-likelihood per token",
+        "Agreement with greedy", "Speed-up over plain decoding", "Settings",
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("names", "missing"),
     [
-        (["acceptance_rate_per_position"], ["Acceptance by position"]),
-        (["draft_lens"], ["Tokens drafted over time"]),
+        (["acceptance_rate_per_position"], ["Acceptance rate by position"]),
+        (["draft_lens"], ["Draft length over time"]),
         (["seconds"], ["Time by stage"]),
         (
             ["acceptance_rate_per_position", "draft_lens", "seconds"],
-            ["Inside a round", "Acceptance by position", "Tokens drafted over time", "Time by stage"],
+            ["Inside a round", "Acceptance rate by position", "Draft length over time", "Time by stage"],
         ),
     ],
 )
@@ -190,8 +231,8 @@ def test_plots_without_data_are_left_out(names: list[str], missing: list[str], t
 def test_a_result_of_speeds_alone_is_a_page(tmp_path: Path) -> None:
     methods = [{"name": "plain", "speedup": spread(1.0, 0.0)}, {"name": "ours", "speedup": 1.5}]
     _, page = written({"methods": methods}, tmp_path)
-    assert titles(page) == ["Speed", "Times plain decoding's speed"]
-    assert page.row("ours") == ["ours", "-", "exact", "-", "-", "1.50", "-", "-", "-"]
+    assert titles(page) == ["Speed", "Speed-up over plain decoding"]
+    assert page.row("ours") == ["ours", "1.50"]
 
 
 @pytest.mark.parametrize("bad", [None, math.nan, math.inf, "fast", {"median": None}, [], True])
@@ -205,8 +246,8 @@ def test_figures_that_are_none_are_left_out(bad: object, tmp_path: Path) -> None
     result["drift"] = [{"verifier": "typical", "posterior_threshold": 0.1, "speedup": bad}]
     source, page = written(result, tmp_path)
     assert not re.search(r"\b(nan|inf|none)\b", source.partition("</style>")[2].lower())
-    assert page.row("ours")[5:7] == ["-", "-"]
-    assert page.row("a") == ["a", "ours", "-", "-", "-"]
+    assert page.row("hf_speculate, ours")[5:7] == ["-", "-"]
+    assert page.row("a") == ["a", "hf_speculate, ours", "-", "-", "-"]
 
 
 @pytest.mark.parametrize("result", [{}, {"methods": []}, {"methods": None}, {"methods": [{}]}, {"methods": "no"}])
@@ -247,7 +288,7 @@ def with_hostile_names(value: Any, name: str = "") -> Any:
         return {key: with_hostile_names(inner, key) for key, inner in value.items()}
     if isinstance(value, list):
         return [with_hostile_names(inner, name) for inner in value]
-    return f"{HOSTILE}{value}" if isinstance(value, str) else value
+    return f"{HOSTILE}{value}" if isinstance(value, str) and name != "engine" else value
 
 
 def nested(value: Any) -> Iterator[str]:
@@ -270,4 +311,4 @@ def test_no_name_is_read_as_html(tmp_path: Path) -> None:
     assert attacked.attributes == page.attributes
     assert "<script" not in source
     said = "".join(attacked.texts)
-    assert [text for text in nested(hostile) if text not in said] == []
+    assert [text for text in nested(hostile) if text not in said and text != "ours"] == []

@@ -1,8 +1,11 @@
 """What is drawn lies where the figures say."""
 
+import itertools
+
 import pytest
 
 from hf_speculate.tools.bench.report.plots import (
+    Style,
     plot_bars,
     plot_dots,
     plot_positions,
@@ -14,10 +17,12 @@ from hf_speculate.tools.bench.report.values import Spread
 
 
 def test_bars_are_as_long_as_their_values() -> None:
-    plot = plot_bars("", "", [("a", Spread(1.0, 2.0, 4.0), 0, False), ("b", Spread(0.5, 0.5, 0.5), 1, True)])
+    plot = plot_bars(
+        "", "", [("a", Spread(1.0, 2.0, 4.0), Style.of(0), False), ("b", Spread(0.5, 0.5, 0.5), Style.of(1), True)]
+    )
     first, second = plot.bars
     assert (first.end, first.low, first.high) == (50.0, 25.0, 100.0)
-    assert (second.end, second.is_open, second.value) == (12.5, True, "0.500\u00d7")
+    assert (second.end, second.is_open, second.value) == (12.5, True, "0.50\u00d7")
     assert plot.reference == 25.0
     assert [tick.label for tick in plot.ticks] == ["0\u00d7", "1\u00d7", "2\u00d7", "3\u00d7", "4\u00d7"]
 
@@ -31,17 +36,17 @@ def test_a_stack_is_filled_by_its_parts() -> None:
 
 
 def test_a_colour_stands_for_one_method() -> None:
-    hues = {"a": 0, "b": 1, "c": 2}
-    dots = plot_dots("", "", {"code": [("a", 1.5), ("c", 0.5)], "prose": [("c", 1.0)]}, hues)
-    assert [(key.name, key.hue) for key in dots.keys] == [("a", 0), ("c", 2)]
-    assert [dot.hue for row in dots.rows for dot in row.dots] == [0, 2, 2]
+    styles = {name: Style.of(index) for index, name in enumerate("abc")}
+    dots = plot_dots("", "", {"code": [("a", 1.5), ("c", 0.5)], "prose": [("c", 1.0)]}, styles)
+    assert [(key.name, key.style.hue) for key in dots.keys] == [("a", 0), ("c", 2)]
+    assert [dot.style.hue for row in dots.rows for dot in row.dots] == [0, 2, 2]
     assert dots.rows[1].dots[0].place == dots.reference
-    curves = plot_positions("", "", {"c": [0.5, 0.25]}, hues)
-    assert [key.hue for key in curves.keys] == [curve.hue for curve in curves.curves] == [2]
+    curves = plot_positions("", "", {"c": [0.5, 0.25]}, styles)
+    assert [key.style.hue for key in curves.keys] == [curve.style.hue for curve in curves.curves] == [2]
 
 
 def test_a_share_lies_between_bottom_and_top() -> None:
-    plot = plot_positions("", "", {"a": [1.0, 0.5, 0.0]}, {"a": 0})
+    plot = plot_positions("", "", {"a": [1.0, 0.5, 0.0]}, {"a": Style.of(0)})
     heights = [point.y for point in plot.curves[0].points]
     low, high = plot.y_ticks[0].place, plot.y_ticks[-1].place
     assert heights == [high, (low + high) / 2, low]
@@ -51,7 +56,7 @@ def test_a_share_lies_between_bottom_and_top() -> None:
 @pytest.mark.parametrize("num_rounds", [1, 7, 160, 161, 1000])
 def test_long_calls_are_averaged(num_rounds: int) -> None:
     lens = [float(index % 4) for index in range(num_rounds)]
-    plot = plot_rounds("", "", {"a": lens}, {"a": 0})
+    plot = plot_rounds("", "", {"a": lens}, {"a": Style.of(0)})
     points = plot.curves[0].points
     assert len(points) == -(-num_rounds // -(-num_rounds // 160))
     low, high, top = plot.y_ticks[0].place, plot.y_ticks[-1].place, float(plot.y_ticks[-1].label)
@@ -63,10 +68,22 @@ def test_long_calls_are_averaged(num_rounds: int) -> None:
 
 def test_thresholds_are_joined_in_order_beside_what_has_none() -> None:
     curves = {"typical": [(0.5, -1.0), (0.005, -2.0), (0.05, -1.5)]}
-    hues = {"typical": 0, "plain greedy": 1}
-    plot = plot_thresholds("", "", curves, {"plain greedy": -1.0}, hues, "posterior_threshold")
+    styles = {"typical": Style.of(0), "plain greedy": Style.of(1)}
+    plot = plot_thresholds("", "", curves, {"plain greedy": -1.0}, styles, "posterior_threshold")
     points = plot.curves[0].points
     assert [point.x for point in points] == [13.0, 54.0, 95.0]
     assert [point.y for point in points] == sorted((point.y for point in points), reverse=True)
-    assert plot.references == [(points[-1].y, 1)]
-    assert [(key.name, key.is_dashed) for key in plot.keys] == [("typical", False), ("plain greedy: -1.00", True)]
+    assert plot.references == [(points[-1].y, Style.of(1))]
+    assert [(key.name, key.is_dashed) for key in plot.keys] == [("typical", False), ("plain greedy", True)]
+
+
+def test_names_beside_curves_keep_apart_and_inside() -> None:
+    names = [f"m{index}" for index in range(8)]
+    for values in ([0.0] * 8, [1.0] * 8, [0.5, 0.51, 0.9, 0.1, 0.1, 0.1, 1.0, 0.0]):
+        curves = {name: [value] for name, value in zip(names, values, strict=True)}
+        plot = plot_positions("", "", curves, {name: Style.of(index) for index, name in enumerate(names)})
+        tops = [key.top for key in plot.keys]
+        assert all(later - earlier >= 17.99 for earlier, later in itertools.pairwise(tops))
+        assert tops[0] >= 8
+        assert tops[-1] <= 172
+        assert [curves[key.name] for key in plot.keys] == sorted(curves.values(), reverse=True)
