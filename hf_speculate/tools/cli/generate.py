@@ -85,7 +85,7 @@ def run(
         results.append(found.as_dict(row))
         if as_json:
             answer(json.dumps(results[-1]))
-        log.print(found.line, style="dim")
+        log.print(found.line, style="dim", soft_wrap=True)
     if output is not None:
         write_json(output, {"results": results})
     return OK
@@ -107,7 +107,7 @@ def run_chat(models: Models, system: str | None, generation: Generation, specula
         [token_ids] = token_ids_of([Row.of(messages, source="the chat")], pair.tokenizer, is_chat=True)
         printer = _Printer(pair.tokenizer)
         try:
-            log.print(_decode(pair, token_ids, arguments, printer).line, style="dim")
+            log.print(_decode(pair, token_ids, arguments, printer).line, style="dim", soft_wrap=True)
         except KeyboardInterrupt:
             log.print("\ninterrupted; /exit ends the chat", style="dim")
         messages.append({"role": "assistant", "content": printer.printed})

@@ -1,0 +1,50 @@
+"""First contact prints no line of other packages: the README's example, the quick start, and the commands."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TARGET, DRAFT = "examples/pair/target", "examples/pair/draft"
+# torchao, a package of contributors, logs when transformers imports it: Python behaves here as it does without it.
+AS_INSTALLED = "import sys; sys.modules['torchao'] = None\n"
+# transformers shows these while it loads a model, which takes minutes if the model is large.
+BAR = re.compile(r"^Loading weights: +\d+%.*it/s\]$")
+
+
+def lines_of_errors(code: str) -> tuple[str, list[str]]:
+    """Standard output of a fresh process, and the lines of its standard error."""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout, [line for line in done.stderr.split("\n") if line and not BAR.match(line.split("\r")[-1])]
+
+
+def test_the_first_example_of_the_readme_prints_texts_and_statistics_only():
+    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)[1]
+    code = code.replace("Qwen/Qwen3-8B", TARGET).replace("Qwen/Qwen3-0.6B", DRAFT).replace("tokens=64", "tokens=16")
+    out, errors = lines_of_errors(AS_INSTALLED + code)
+    assert errors == []
+    first, *_, stats = out.split("\n\n")
+    assert first.startswith("Lima is")
+    assert "\nmean acceptance length: " in stats
+
+
+def test_an_example_prints_nothing_of_other_packages():
+    code = "import runpy; sys.argv = ['quickstart.py', '--tiny']; sys.path.insert(0, 'examples')\n"
+    _, errors = lines_of_errors(f"{AS_INSTALLED}{code}runpy.run_path('examples/quickstart.py', run_name='__main__')")
+    assert errors == []
+
+
+def test_commands_print_nothing_of_other_packages_even_beside_torchao():
+    commands = (
+        ["--help"],
+        ["generate", "--help"],
+        ["generate", TARGET, "def f():", "--draft", DRAFT, "-n", "8"],
+        ["check", TARGET, "--draft", DRAFT],
+    )
+    out, errors = lines_of_errors(
+        f"from hf_speculate.tools.cli.main import main\nassert [main(words) for words in {commands!r}] == [0] * 4"
+    )
+    assert len(errors) == 1, errors
+    assert re.fullmatch(r"8 tokens in .* accepted", errors[0])
+    assert "Usage: hf-speculate generate" in out
