@@ -10,7 +10,7 @@ from hf_speculate.draft.heads.proposal import Proposal
 from hf_speculate.draft.heads.round import HeadDrafter, NewTokens
 
 
-class BlockDrafter(HeadDrafter):
+class BlockDrafter(HeadDrafter[DFlashNetwork]):
     """Drafts with one block a round, whatever K is; a shorter draft is the beginning of the block's.
 
     A DFlash block gives each token a distribution that depends on none of the others. DSpark's Markov head makes it
@@ -29,15 +29,10 @@ class BlockDrafter(HeadDrafter):
     def __init__(
         self, network: DFlashNetwork, spec: HeadSpec, setup: DrafterSetup, device: torch.device, dtype: torch.dtype
     ):
-        super().__init__(spec, setup, network.vocabulary, len(network.windows), device, dtype)
-        self.network = network
+        super().__init__(network, spec, setup, device, dtype)
         self._threshold = 0.0
         if network.confidence_head is not None:
             self._threshold, self.chooser.threshold = self.chooser.threshold, 0.0
-
-    def project_states(self, states: Tensor) -> Tensor:
-        """See `HeadDrafter.project_states`."""
-        return self.network.project(states.to(self.device, self.dtype))
 
     def propose(self, new: NewTokens, num_draft_tokens: int, proposal: Proposal) -> Tensor | None:
         """See `HeadDrafter.propose`."""

@@ -10,19 +10,15 @@ the pair before, so that its pair at position p joins t_{p+1} with a state of de
 at positions below d. Draft step k runs depth (k - 1) mod n, which first catches up on the tokens drafted before.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from hf_speculate.draft.base import DrafterSetup
-from hf_speculate.draft.heads.head import HeadSpec
 from hf_speculate.draft.heads.proposal import Proposal
-from hf_speculate.draft.heads.round import HeadDrafter, NewTokens, last_of
+from hf_speculate.draft.heads.round import HeadDrafter, HeadNetwork, NewTokens, last_of
 from hf_speculate.draft.heads.row_cache import Placed, RowCache
 from hf_speculate.draft.heads.target_parts import TargetParts
-from hf_speculate.draft.heads.vocabulary import DraftVocabulary
 
 
 class Pairs(NamedTuple):
@@ -34,17 +30,11 @@ class Pairs(NamedTuple):
     placed: Placed
 
 
-class ChainNetwork(Protocol):
+class ChainNetwork(HeadNetwork, Protocol):
     """A network that a chain is drafted with."""
 
     num_depths: int
     """How many layers of it take turns; each has pairs and caches of its own."""
-    windows: tuple[int | None, ...]
-    """By layer that writes to the cache: how many pairs it attends to; None if all."""
-    vocabulary: DraftVocabulary
-
-    def project(self, states: Tensor) -> Tensor:
-        """[B, N, H] of the target's concatenated states [B, N, A * Ht]."""
 
     def run(self, depth: int, pairs: Pairs, cache: RowCache, parts: TargetParts) -> Tensor:
         """[B, N, H], what a depth makes of pairs; their keys and values go into the cache."""
@@ -53,36 +43,15 @@ class ChainNetwork(Protocol):
         """Logits [B, Vd] of outputs [B, H], and the states [B, H] for the next pairs."""
 
 
-class ChainDrafter(HeadDrafter):
-    """Drafts one token after another with a `ChainNetwork`.
-
-    Args:
-        network: the head's.
-        spec: of the head.
-        setup: of the call.
-        device: of the head.
-        dtype: of the head.
-    """
-
-    def __init__(
-        self, network: ChainNetwork, spec: HeadSpec, setup: DrafterSetup, device: torch.device, dtype: torch.dtype
-    ):
-        super().__init__(spec, setup, network.vocabulary, len(network.windows), device, dtype)
-        self.network = network
-        self._before: list[Tensor | None] = [
-            None
-        ] * network.num_depths  # [B, H] by depth, outputs at each row's last true pair
-
-    def project_states(self, states: Tensor) -> Tensor:
-        """See `HeadDrafter.project_states`."""
-        return self.network.project(states.to(self.device, self.dtype))
+class ChainDrafter(HeadDrafter[ChainNetwork]):
+    """Drafts one token after another with a `ChainNetwork`."""
 
     def propose(self, new: NewTokens, num_draft_tokens: int, proposal: Proposal) -> None:
         """See `HeadDrafter.propose`."""
         for chunk in new.chunks():
             self._read(chunk)
         ends = self.cache.ends  # [B], each row's first position without a true pair
-        outputs = [[state] for state in self._before if state is not None]  # by depth, each [B, H], from ends - 1 on
+        outputs = [[self.newest_outputs[depth]] for depth in range(self.network.num_depths)]  # each [B, H]
         drafted: list[Tensor] = []  # each [B]
         logits, feedback = self.network.read(outputs[0][0], self.parts)
         drafted.append(proposal.add(logits))
@@ -102,12 +71,6 @@ class ChainDrafter(HeadDrafter):
             logits, feedback = self.network.read(given[:, -1], self.parts)
             drafted.append(proposal.add(logits))
 
-    def rows(self, indices: Sequence[int]) -> None:
-        """See `Drafter.rows`."""
-        super().rows(indices)
-        index = torch.tensor(list(indices), dtype=torch.int64, device=self.device)
-        self._before = [None if state is None else state[index] for state in self._before]
-
     def _read(self, new: NewTokens) -> None:
         """Run true pairs through every depth."""
         states = new.states
@@ -117,8 +80,8 @@ class ChainDrafter(HeadDrafter):
             placed = self._place(new.width)
             pairs = Pairs(new.token_ids, states, placed.columns, placed)
             outputs = self.network.run(depth, pairs, self.cache, self.parts)
-            before = self._before[depth]
-            self._before[depth] = last_of(outputs, new, before)
+            before = self.newest_outputs.get(depth)
+            self.newest_outputs[depth] = last_of(outputs, new, before)
             if depth + 1 < self.network.num_depths:
                 head = torch.zeros_like(outputs[:, 0]) if before is None else before
                 states = torch.cat([head[:, None], outputs[:, :-1]], dim=1)  # each of the pair before

@@ -1,13 +1,12 @@
 """Reads the config of a DFlash or DSpark head, in z-lab's and the speculators format."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from hf_speculate.draft.heads.config_source import ConfigSource
 from hf_speculate.draft.heads.head import HeadSpec
 from hf_speculate.draft.heads.kinds import HeadKind, unserved
 from hf_speculate.draft.heads.layer_config import LayerConfig, read_layer_config
-from hf_speculate.draft.heads.speculators_config import proposal_of
 from hf_speculate.draft.heads.target_parts import TargetShape
 from hf_speculate.errors import ConfigError
 
@@ -54,34 +53,26 @@ class DFlashConfig(NamedTuple):
     options: DFlashOptions
 
 
-def read_dflash(
-    config: dict[str, Any],
-    found: HeadKind,
-    name: str,
-    shape: TargetShape,
-    hidden_layers: Sequence[int] | None = None,
-) -> DFlashConfig:
-    """The head that a `config.json` describes.
+def read_dflash(source: ConfigSource) -> DFlashConfig:
+    """The DFlash or DSpark head that a config describes.
 
     Args:
-        config: the file's content.
-        found: the kind and the format.
-        name: of the folder.
-        shape: of the target, on whose number of layers the default states depend.
-        hidden_layers: ids given by the caller; None for those of the config.
+        source: the config.
 
     Raises:
         ConfigError: a field is missing.
         UnsupportedModelError: the head's variant is not served.
     """
-    inner = config.get("transformer_layer_config") or config
+    config, found = source.config, source.found
     fields: dict[str, Any] = {**config, **(config.get("dflash_config") or {})}
-    layers = read_layer_config(inner, 5e5 if _is_muse(config) else _DEFAULT_THETA[found.format])
+    layers = read_layer_config(source.layer_fields, 5e5 if _is_muse(config) else _DEFAULT_THETA[found.format])
     layers = _with_windows(layers, config, fields)
     block_size = int(fields.get("block_size") or _DEFAULT_BLOCK_SIZE[found.format])
     if fields.get("mask_token_id") is None:
-        raise ConfigError(f"mask_token_id must be set for a DFlash head, got none; add it to config.json of {name}")
-    ids = tuple(hidden_layers) if hidden_layers is not None else _layer_ids(fields, found, layers.num_layers, shape)
+        raise ConfigError(
+            f"mask_token_id must be set for a DFlash head, got none; add it to config.json of {source.name}"
+        )
+    ids = source.hidden_layers or _layer_ids(fields, found, layers.num_layers, source.shape)
     samples_from_anchor = bool(fields.get("sample_from_anchor", found.kind == "dspark"))
     options = DFlashOptions(
         block_size=block_size,
@@ -96,25 +87,14 @@ def read_dflash(
         markov_reaches_confidence=bool(fields.get("confidence_head_with_markov", False)),
     )
     most = block_size if samples_from_anchor else block_size - 1
-    # Muse-Glimmer's assistant has no table, so its config says nothing of a vocabulary.
-    vocab_size = int(inner.get("vocab_size") or shape.vocab_size)
-    proposal = proposal_of(config)
     num_target_layers = config.get("num_target_layers")
-    spec = HeadSpec(
-        kind=found.kind,
-        format=found.format,
-        name=name,
-        hidden_layers=ids,
-        hidden_size=layers.hidden_size,
-        target_hidden_size=int(config.get("target_hidden_size") or layers.hidden_size),
-        vocab_size=vocab_size,
-        draft_vocab_size=int(config.get("draft_vocab_size") or vocab_size),
+    spec = source.spec(
+        layers,
+        ids,
         max_draft_tokens=most,
-        default_draft_tokens=min(proposal.num_tokens or most, most),
-        max_position_embeddings=layers.max_position_embeddings,
-        target_name=proposal.target_name,
         num_target_layers=None if num_target_layers is None else int(num_target_layers),
     )
+    spec = replace(spec, default_draft_tokens=min(spec.default_draft_tokens or most, most))
     return DFlashConfig(spec, layers, options)
 
 

@@ -1,14 +1,12 @@
 """Reads the config of an EAGLE-3 or P-EAGLE head, in the original and the speculators format."""
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from hf_speculate.draft.heads.config_source import ConfigSource
 from hf_speculate.draft.heads.eagle3 import Eagle3Options
 from hf_speculate.draft.heads.head import HeadSpec
 from hf_speculate.draft.heads.kinds import HeadKind
 from hf_speculate.draft.heads.layer_config import LayerConfig, read_layer_config
-from hf_speculate.draft.heads.speculators_config import proposal_of
-from hf_speculate.draft.heads.target_parts import TargetShape
 from hf_speculate.errors import ConfigError
 from hf_speculate.models.layer_capture import FINAL_STATE
 
@@ -21,31 +19,19 @@ class Eagle3Config(NamedTuple):
     options: Eagle3Options
 
 
-def read_eagle3(
-    config: dict[str, Any],
-    found: HeadKind,
-    name: str,
-    shape: TargetShape,
-    hidden_layers: Sequence[int] | None = None,
-) -> Eagle3Config:
-    """The head that a `config.json` describes.
+def read_eagle3(source: ConfigSource) -> Eagle3Config:
+    """The EAGLE-3 or P-EAGLE head that a config describes.
 
     Args:
-        config: the file's content.
-        found: the kind and the format.
-        name: of the folder.
-        shape: of the target, on whose number of layers the default states depend.
-        hidden_layers: ids given by the caller; None for those of the config.
+        source: the config.
 
     Raises:
         ConfigError: options exclude each other, or a field is missing.
     """
-    inner = config.get("transformer_layer_config") or config
+    config, found = source.config, source.found
     eagle: dict[str, Any] = config.get("eagle_config") or {}
-    layers = read_layer_config(inner)
     reads_aux = bool(eagle.get("use_aux_hidden_state", True))
-    ids = tuple(hidden_layers) if hidden_layers is not None else _layer_ids(config, eagle, shape.num_layers)
-    vocab_size = int(inner["vocab_size"])
+    ids = source.hidden_layers or _layer_ids(config, eagle, source.shape.num_layers)
     options = Eagle3Options(
         num_states=len(ids) if reads_aux else 1,
         reads_aux=reads_aux,
@@ -58,7 +44,7 @@ def read_eagle3(
     )
     if options.norm_before_fc and options.fc_norm:
         raise ConfigError(
-            f"norm_before_fc and fc_norm must not both be set, got both in {name}; keep the one that the head was "
+            f"norm_before_fc and fc_norm must not both be set, got both in {source.name}; keep the one that the head was "
             "trained with"
         )
     notes = []
@@ -67,21 +53,8 @@ def read_eagle3(
             "it sets norm_output without fc_norm, as some trainers wrote for heads that do not feed back the "
             "normalised state; if the acceptance rate is low, set norm_output to false in its config.json"
         )
-    proposal = proposal_of(config)
-    spec = HeadSpec(
-        kind=found.kind,
-        format=found.format,
-        name=name,
-        hidden_layers=ids if reads_aux else (FINAL_STATE,),
-        hidden_size=layers.hidden_size,
-        target_hidden_size=int(config.get("target_hidden_size") or layers.hidden_size),
-        vocab_size=vocab_size,
-        draft_vocab_size=int(config.get("draft_vocab_size") or config.get("truncated_vocab_size") or vocab_size),
-        default_draft_tokens=proposal.num_tokens,
-        max_position_embeddings=layers.max_position_embeddings,
-        target_name=proposal.target_name,
-        notes=tuple(notes),
-    )
+    layers = read_layer_config(source.layer_fields)
+    spec = source.spec(layers, ids if reads_aux else (FINAL_STATE,), notes=tuple(notes))
     return Eagle3Config(spec, layers, options)
 
 

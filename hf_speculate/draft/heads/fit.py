@@ -1,18 +1,19 @@
 """Says from configs alone whether a draft head fits a target."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from transformers import AutoConfig, PreTrainedConfig
 
+from hf_speculate.draft.heads.config_source import ConfigSource
 from hf_speculate.draft.heads.dflash_config import read_dflash
 from hf_speculate.draft.heads.eagle3_config import read_eagle3
 from hf_speculate.draft.heads.folder import HeadFolder
 from hf_speculate.draft.heads.head import HeadSpec
-from hf_speculate.draft.heads.kinds import HeadKind, recognise
+from hf_speculate.draft.heads.kinds import recognise
 from hf_speculate.draft.heads.mtp_config import describe_mtp
 from hf_speculate.draft.heads.pard_config import describe_pard
 from hf_speculate.draft.heads.target_parts import TargetShape, known_name, shape_of
@@ -69,36 +70,26 @@ def check_head(head: str | Path, target: str | Path | PreTrainedConfig) -> HeadF
     if not isinstance(target, PreTrainedConfig):
         shape = shape._replace(name=known_name(str(target)))
     found = recognise(folder.config, lambda: folder.weight_shapes, shape.model_type)
-    spec = describe(folder.config, found, folder.name, shape)
+    spec = describe(ConfigSource(folder.config, found, folder.name, shape))
     name = str(config.name_or_path or config.model_type) if isinstance(target, PreTrainedConfig) else str(target)
     return HeadFit(spec, name, tuple(problems_of(spec, shape)), tuple(notes_of(spec, shape)))
 
 
-def describe(
-    config: dict[str, Any],
-    found: HeadKind,
-    name: str,
-    shape: TargetShape,
-    hidden_layers: Sequence[int] | None = None,
-) -> HeadSpec:
+def describe(source: ConfigSource) -> HeadSpec:
     """The spec of a head of any kind.
 
     Args:
-        config: content of its `config.json`.
-        found: its kind and format.
-        name: of its folder.
-        shape: of the target.
-        hidden_layers: ids of the states that it reads, if the caller gave them.
+        source: its config.
     """
-    describers: dict[str, Callable[..., HeadSpec]] = {
-        "eagle3": lambda *given: read_eagle3(*given).spec,
-        "peagle": lambda *given: read_eagle3(*given).spec,
-        "dflash": lambda *given: read_dflash(*given).spec,
-        "dspark": lambda *given: read_dflash(*given).spec,
+    describers: dict[str, Callable[[ConfigSource], HeadSpec]] = {
+        "eagle3": lambda source: read_eagle3(source).spec,
+        "peagle": lambda source: read_eagle3(source).spec,
+        "dflash": lambda source: read_dflash(source).spec,
+        "dspark": lambda source: read_dflash(source).spec,
         "mtp": describe_mtp,
         "pard": describe_pard,
     }
-    return describers[found.kind](config, found, name, shape, hidden_layers)
+    return describers[source.found.kind](source)
 
 
 def problems_of(spec: HeadSpec, shape: TargetShape) -> list[str]:

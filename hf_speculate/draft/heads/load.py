@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from hf_speculate.draft.heads.config_source import ConfigSource
 from hf_speculate.draft.heads.fit import check_fit, describe
 from hf_speculate.draft.heads.folder import HeadFolder
 from hf_speculate.draft.heads.head import DraftHead
@@ -62,15 +63,14 @@ def load_drafter(
     folder, shape = HeadFolder(head), shape_of(target.config)
     found = recognise(folder.config, lambda: folder.weight_shapes, shape.model_type)
     layers = None if aux_layers is None else _checked(aux_layers, shape.num_layers)
-    check_fit(describe(folder.config, found, folder.name, shape, layers), shape)
+    source = ConfigSource(folder.config, found, folder.name, shape, layers)
+    check_fit(describe(source), shape)
     request = LoadRequest(
         folder=folder,
-        found=found,
+        source=source,
         target=target,
-        shape=shape,
         dtype=target.dtype if dtype is None else dtype,
         device=device_of(target) if device is None else torch.device(device),
-        hidden_layers=layers,
     )
     return _LOADERS[found.kind](request)
 

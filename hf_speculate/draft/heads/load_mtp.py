@@ -31,7 +31,7 @@ def load_mtp(request: LoadRequest) -> DraftHead:
         ConfigError: another dtype or device than the target's is asked for.
         UnsupportedModelError: the checkpoint has no MTP layers, or weights do not fit.
     """
-    if request.found.format == "speculators":
+    if request.source.found.format == "speculators":
         return _load_speculators(request)
     target = request.target
     if request.dtype != target.dtype or request.device != target.device:
@@ -39,7 +39,7 @@ def load_mtp(request: LoadRequest) -> DraftHead:
             f"dtype and device must be the target's for MTP layers of its checkpoint, {target.dtype} and "
             f"{target.device}, got {request.dtype} and {request.device}; leave both out"
         )
-    spec = describe_mtp(request.folder.config, request.found, request.folder.name, request.shape)
+    spec = describe_mtp(request.source)
     try:
         model = MtpModel.from_pretrained(_renamed(target, request.folder.source), device_map={"": request.device})
     except (OSError, RuntimeError, ValueError) as error:  # transformers' words for weights that are not there
@@ -49,7 +49,7 @@ def load_mtp(request: LoadRequest) -> DraftHead:
         ) from error
     if attention_name(model.config) not in _MASKED_ATTENTIONS:
         set_attention_name(model.config, "sdpa")  # its own copy
-    network = CheckpointMtpNetwork(model, request.shape.vocab_size)
+    network = CheckpointMtpNetwork(model, request.source.shape.vocab_size)
     return DraftHead(spec, network, request.target.config, partial(ChainDrafter, network))
 
 
@@ -63,13 +63,12 @@ def _renamed(target: PreTrainedModel, source: str) -> PreTrainedModel:
 
 
 def _load_speculators(request: LoadRequest) -> DraftHead:
-    folder = request.folder
-    config = read_mtp(folder.config, request.found, folder.name)
+    folder, config = request.folder, read_mtp(request.source)
     names = shapes_of(folder)
     rotary = Rotary(config.layers, request.device)
     with torch.device("meta"):
         has_norms = "layers.0.self_attn.q_norm.weight" in names
-        network = SpeculatorsMtpNetwork(config.layers, has_norms, request.shape.vocab_size, rotary)
+        network = SpeculatorsMtpNetwork(config.layers, has_norms, request.source.shape.vocab_size, rotary)
     weights = {name: weight for name, weight in weights_of(folder).items() if name not in _SHARED_TABLES}
     load_into(network, weights, folder.source, request.device, request.dtype)
     return DraftHead(config.spec, network, request.target.config, partial(ChainDrafter, network))

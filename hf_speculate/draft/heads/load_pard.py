@@ -31,6 +31,6 @@ def load_pard(request: LoadRequest) -> DraftHead:
         request.folder.source, dtype=request.dtype, trust_remote_code=False, attn_implementation="sdpa"
     )
     model.to(request.device)  # type: ignore[arg-type]  # transformers wraps torch's own method
-    network = PardNetwork(model, int(config["pard_token"]), request.shape.vocab_size)
-    spec = describe_pard(config, request.found, request.folder.name, request.shape)
+    network = PardNetwork(model, int(config["pard_token"]), request.source.shape.vocab_size)
+    spec = describe_pard(request.source)
     return DraftHead(spec, network, request.target.config, partial(ParallelDrafter, network))

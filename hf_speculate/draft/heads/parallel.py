@@ -4,19 +4,15 @@ The slots follow each row's newest tokens; the last of these gives the first dra
 depends on none of the others, so sampling them one by one is sampling from the product of their distributions.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from hf_speculate.draft.base import DrafterSetup
-from hf_speculate.draft.heads.head import HeadSpec
 from hf_speculate.draft.heads.proposal import Proposal
-from hf_speculate.draft.heads.round import HeadDrafter, NewTokens, last_of
+from hf_speculate.draft.heads.round import HeadDrafter, HeadNetwork, NewTokens, last_of
 from hf_speculate.draft.heads.row_cache import Placed, RowCache
 from hf_speculate.draft.heads.target_parts import TargetParts
-from hf_speculate.draft.heads.vocabulary import DraftVocabulary
 
 
 class SlotInputs(NamedTuple):
@@ -28,15 +24,8 @@ class SlotInputs(NamedTuple):
     placed: Placed  # columns are positions
 
 
-class SlotNetwork(Protocol):
+class SlotNetwork(HeadNetwork, Protocol):
     """A network that fills slots."""
-
-    windows: tuple[int | None, ...]
-    """By layer that writes to the cache: how many tokens it attends to; None if all."""
-    vocabulary: DraftVocabulary
-
-    def project(self, states: Tensor) -> Tensor:
-        """[B, N, H] of the target's concatenated states [B, N, A * Ht]."""
 
     def fill(self, inputs: SlotInputs, cache: RowCache, parts: TargetParts) -> Tensor:
         """[B, N, H], what the network makes of tokens and slots; keys and values go into the cache."""
@@ -45,46 +34,21 @@ class SlotNetwork(Protocol):
         """[B, K, Vd] of outputs [B, K, H]."""
 
 
-class ParallelDrafter(HeadDrafter):
-    """Drafts with one forward of a `SlotNetwork` a round; prompts take one for each chunk.
-
-    Args:
-        network: the head's.
-        spec: of the head.
-        setup: of the call.
-        device: of the head.
-        dtype: of the head.
-    """
-
-    def __init__(
-        self, network: SlotNetwork, spec: HeadSpec, setup: DrafterSetup, device: torch.device, dtype: torch.dtype
-    ):
-        super().__init__(spec, setup, network.vocabulary, len(network.windows), device, dtype)
-        self.network = network
-        self._before: Tensor | None = None  # [B, H], each row's output at its newest token so far
-
-    def project_states(self, states: Tensor) -> Tensor:
-        """See `HeadDrafter.project_states`."""
-        return self.network.project(states.to(self.device, self.dtype))
+class ParallelDrafter(HeadDrafter[SlotNetwork]):
+    """Drafts with one forward of a `SlotNetwork` a round; prompts take one for each chunk."""
 
     def propose(self, new: NewTokens, num_draft_tokens: int, proposal: Proposal) -> None:
         """See `HeadDrafter.propose`."""
         *before, last = new.chunks()
         for chunk in before:
-            self._before = last_of(self._fill(chunk, 0), chunk, self._before)
+            self.newest_outputs[0] = last_of(self._fill(chunk, 0), chunk, self.newest_outputs.get(0))
         outputs = self._fill(last, num_draft_tokens - 1)
-        first = torch.zeros_like(outputs[:, 0]) if self._before is None else self._before
+        first = self.newest_outputs.get(0, torch.zeros_like(outputs[:, 0]))
         joined = torch.cat([first[:, None], outputs], dim=1)  # [B, 1 + N, H]
         index = last.lens[:, None] + torch.arange(num_draft_tokens, device=self.device)  # [B, K]
         chosen = joined.gather(1, index[:, :, None].expand(-1, -1, joined.shape[2]))  # [B, K, H]
-        self._before = chosen[:, 0]
+        self.newest_outputs[0] = chosen[:, 0]
         proposal.add_all(self.network.logits(chosen, self.parts))
-
-    def rows(self, indices: Sequence[int]) -> None:
-        """See `Drafter.rows`."""
-        super().rows(indices)
-        if self._before is not None:
-            self._before = self._before[torch.tensor(list(indices), dtype=torch.int64, device=self.device)]
 
     def _fill(self, new: NewTokens, num_slots: int) -> Tensor:
         """[B, N, H] of new tokens with slots behind each row's own; the tokens stay in the cache."""

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,42 +43,51 @@ class NewTokens(NamedTuple):
             yield NewTokens(self.token_ids[:, start : start + size], states, counts, lens, self.newest_ids)
 
 
-class HeadDrafter(DrafterDefaults, ABC):
+class HeadNetwork(Protocol):
+    """What every network of a head has."""
+
+    windows: tuple[int | None, ...]
+    """By layer that writes to the cache: how many tokens it attends to; None if all."""
+    vocabulary: DraftVocabulary
+
+    def project(self, states: Tensor) -> Tensor:
+        """[B, N, H] of the target's concatenated states [B, N, A * Ht]."""
+
+
+NetworkT = TypeVar("NetworkT", bound=HeadNetwork)
+
+
+class HeadDrafter(DrafterDefaults, ABC, Generic[NetworkT]):
     """A `Drafter` over a head's network, with a cache of its own for B rows of different lengths.
 
     It reads the target's states of the layers `hidden_layers`, mapped by `project_states`, in `kept.hidden_states`.
 
     Args:
+        network: the head's.
         spec: of the head.
         setup: of the call.
-        vocabulary: of the head.
-        num_layers: layers that write to the cache.
         device: of the head.
         dtype: of the head.
     """
 
     def __init__(
-        self,
-        spec: HeadSpec,
-        setup: DrafterSetup,
-        vocabulary: DraftVocabulary,
-        num_layers: int,
-        device: torch.device,
-        dtype: torch.dtype,
+        self, network: NetworkT, spec: HeadSpec, setup: DrafterSetup, device: torch.device, dtype: torch.dtype
     ):
+        self.network = network
         self.hidden_layers = spec.hidden_layers or None
         self.max_draft_tokens = spec.max_draft_tokens
         self.device, self.dtype = device, dtype
         self.parts = TargetParts(setup.target, device, dtype)
-        self.chooser = TokenChooser(setup, vocabulary, device)
-        self.cache = RowCache(num_layers, setup.batch_size, device)
+        self.chooser = TokenChooser(setup, network.vocabulary, device)
+        self.cache = RowCache(len(network.windows), setup.batch_size, device)
         self._tokens_device = setup.device
         self._num_pads = list(setup.num_pads)
         self._is_first = True
+        self.newest_outputs: dict[int, Tensor] = {}  # by depth, [B, H], the output at each row's newest token
 
     def project_states(self, states: Tensor) -> Tensor:
         """Projects the target's concatenated states [B, N, A * Ht] to the states [B, N, D] that the head reads."""
-        return states
+        return self.network.project(states.to(self.device, self.dtype))
 
     @abstractmethod
     def propose(self, new: NewTokens, num_draft_tokens: int, proposal: Proposal) -> Tensor | None:
@@ -120,6 +129,8 @@ class HeadDrafter(DrafterDefaults, ABC):
         self.cache.rows(indices)
         self.chooser.rows(indices)
         self._num_pads = [self._num_pads[row] for row in indices]
+        index = torch.tensor(list(indices), dtype=torch.int64, device=self.device)
+        self.newest_outputs = {depth: outputs[index] for depth, outputs in self.newest_outputs.items()}
 
     def _new_tokens(self, query: Tensor, kept: Kept | None) -> NewTokens:
         newest = query[:, -1].to(self.device)

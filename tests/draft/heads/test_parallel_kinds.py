@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from hf_speculate.draft.heads.config_source import ConfigSource
 from hf_speculate.draft.heads.dflash_config import read_dflash
 from hf_speculate.draft.heads.kinds import HeadKind
 from hf_speculate.draft.heads.load import load_drafter
@@ -152,6 +153,6 @@ def test_dspark_predicts_from_the_anchor_if_its_config_does_not_say():
     shape = TargetShape(24, NUM_TARGET_LAYERS, 32, "llama", "")
     fields = {"transformer_layer_config": layer_fields(DFLASH), "mask_token_id": 3, "aux_hidden_state_layer_ids": [1]}
     for kind, expected in (("dspark", True), ("dflash", False)):
-        found = read_dflash(fields, HeadKind(kind, "speculators"), "head", shape)
+        found = read_dflash(ConfigSource(fields, HeadKind(kind, "speculators"), "head", shape))
         assert found.options.samples_from_anchor is expected
         assert found.spec.max_draft_tokens == (8 if expected else 7)
