@@ -62,6 +62,7 @@ class Scored(NamedTuple):
     logits: Tensor  # [B, Q', V]
     hidden_states: tuple[Tensor, ...] | None = None  # by layer, each [B, Q, D]; None unless requested
     attentions: tuple[Tensor, ...] | None = None  # by layer, each [B, H, Q, T]; None unless requested
+    captured: Tensor | None = None  # [B, Q, A * D], states of the layers that a drafter reads; None unless captured
 
 
 class Verified(NamedTuple):

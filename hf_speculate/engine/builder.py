@@ -93,12 +93,15 @@ def build_decoder(
 
     target_cache = _make_cache(plan.target_cache, target, call, call.input_ids.device, is_draft=False)
     keeps_states = call.is_cache_kept or call.ranks is not None or call.group is not None
+    capture = _make_capture(target, plan, call)
     language_model = target_language_model(
-        target, plan.compile, call.max_position, call.target_inputs, keeps_states, forget_compiled
+        target, plan.compile, call.max_position, call.target_inputs, keeps_states, capture, forget_compiled
     )
     batch = _make_batch(plan, call)
     drafter = custom or make_drafter(target, plan, call, forget_compiled)
-    hidden_states = None if drafter is None else _make_hidden_states(target, plan, call, drafter)
+    hidden_states = None
+    if drafter is not None and plan.hidden_layers is not None:
+        hidden_states = HiddenStates(plan.hidden_layers, capture is not None, drafter.project_states)
     drafts = _make_draft_session(plan, call, drafter, hidden_states)
     schedule = _make_schedule(target, plan, call, drafter)
     pads_ended_rows = plan.pad_token_id is not None
@@ -177,16 +180,14 @@ def _make_padding(plan: Plan, call: Call) -> EndPadding:
     return EndPadding(plan.end_padding_id, max_query, call.ranks)
 
 
-def _make_hidden_states(target: PreTrainedModel, plan: Plan, call: Call, drafter: Drafter) -> HiddenStates | None:
-    """Where the target's states wait for the drafter; None if it reads none.
+def _make_capture(target: PreTrainedModel, plan: Plan, call: Call) -> LayerCapture | None:
+    """What keeps the target's states for the drafter; None if it reads none, or if the forward's output holds them.
 
     Candidate generators number layers as `output_hidden_states` of their transformers version does.
     """
     layers = plan.hidden_layers
-    if layers is None:
-        return None
-    is_returned = call.generator is not None or layers == (FINAL_STATE,)
-    return HiddenStates(layers, None if is_returned else LayerCapture(target, layers), drafter.project_states)
+    is_returned = call.generator is not None or (layers == (FINAL_STATE,) and plan.compile.target is None)
+    return None if layers is None or is_returned else LayerCapture(target, layers)
 
 
 def _make_draft_session(

@@ -18,6 +18,7 @@ from hf_speculate.models.compilation import LOGGER, Compilation, CompileSettings
 from hf_speculate.models.compiled import UNREAD_COLUMNS, CompiledLanguageModel
 from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.models.language_model import LanguageModel
+from hf_speculate.models.layer_capture import LayerCapture
 
 # Fixed buffers are a multiple of this long, so that calls of about one length have buffers of one length.
 CAPACITY_UNIT = 128
@@ -120,7 +121,7 @@ class CompileCandidate(NamedTuple):
     model: PreTrainedModel
     cache_kind: str
     extra_inputs: ExtraInputs
-    reads_hidden_states: bool = False  # whether the drafter reads its hidden states
+    eager_reason: str = ""  # why the drafter cannot read hidden states of compiled forwards; empty if it can
 
 
 def make_compile_plan(
@@ -170,6 +171,7 @@ def target_language_model(
     max_position: int | None,
     extra_inputs: ExtraInputs,
     keeps_states: bool,
+    capture: LayerCapture | None,
     on_failure: Callable[[str, str], None],
 ) -> LanguageModel:
     """The target as a `LanguageModel`, compiled if the plan says so.
@@ -180,15 +182,16 @@ def target_language_model(
         max_position: upper bound of position ids.
         extra_inputs: see `LanguageModel`.
         keeps_states: see `LanguageModel`.
+        capture: see `LanguageModel`.
         on_failure: called with "target" and the reason, if it cannot be compiled.
     """
     if plan.target is None:
-        return LanguageModel(model, max_position, keeps_states, extra_inputs)
+        return LanguageModel(model, max_position, keeps_states, extra_inputs, capture=capture)
     # If K varies, plain steps are rounds of their own; after a constant K the last one is rounded up.
     plain = (0,) if len(plan.lens) != 1 else ()
     query_lens = tuple(num + 1 for num in (*plain, *plan.lens))
     compilation = _compilation("target", model, plan.target, on_failure)
-    return CompiledLanguageModel(model, max_position, compilation, query_lens, extra_inputs)
+    return CompiledLanguageModel(model, max_position, compilation, query_lens, extra_inputs, capture)
 
 
 def draft_language_model(
@@ -229,8 +232,8 @@ def _eager_reason(candidate: CompileCandidate, settings: CompileSettings) -> str
         return f"{name}, whose states are not preallocated"
     if not candidate.extra_inputs.is_empty:
         return f"{name}, which reads more than its text"
-    if candidate.reads_hidden_states:
-        return "eager forwards of the target, whose hidden states the drafter reads"
+    if candidate.eager_reason:
+        return f"{name}, {candidate.eager_reason}"
     failure = model_state(candidate.model).units.failure(settings.key)
     return "" if failure is None else f"{candidate.part}: {failure}"
 

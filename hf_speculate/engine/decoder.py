@@ -78,10 +78,9 @@ class SpeculativeDecoder:
 
     @contextmanager
     def released(self) -> Iterator[None]:
-        """Release the caches' buffers and the target's hooks after the block, also after an error."""
+        """Release the caches' buffers after the block, also after an error."""
         try:
-            with self.drafts.capturing():
-                yield
+            yield
         finally:
             for kv_cache in (self.target.kv_cache, self.drafts.kv_cache):
                 if kv_cache is not None:

@@ -1,7 +1,6 @@
 """Draft session: the drafter, its KV cache, and what both have seen of each row."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -54,10 +53,6 @@ class DraftSession:
         self._seen_lens: RowLens | None = None  # each row's length at the drafter's last call
         self._seen_round = 0  # the round of that call
         self._was_live: list[bool] = []  # [B] at the last draft
-
-    def capturing(self) -> AbstractContextManager[object]:
-        """The context that the target's forwards must run in."""
-        return nullcontext() if self.hidden_states is None else self.hidden_states.capturing()
 
     def begin(self, batch: Batch) -> None:
         """Fill the draft cache from an earlier call."""

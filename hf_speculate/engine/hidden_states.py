@@ -1,14 +1,12 @@
 """Hidden states of the target that the drafter has yet to read."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_speculate.errors import UnsupportedModelError
-from hf_speculate.models.layer_capture import LayerCapture
 from hf_speculate.transfers import send, upload
 from hf_speculate.types import Scored
 
@@ -30,25 +28,22 @@ class HiddenStates:
     Args:
         layers: layers whose states are wanted, concatenated along D in this order, numbered as in the target's
             `output_hidden_states`; -1 is the last one, as the head reads it.
-        capture: keeps the states of these layers during a forward; None to read them from the forward's output.
+        is_captured: whether `Scored.captured` holds the states of these layers; otherwise they are read from
+            `Scored.hidden_states`.
         project: maps states [B, Q, D] to those that are kept; None to keep them as they are.
     """
 
     def __init__(
         self,
         layers: Sequence[int] = (-1,),
-        capture: LayerCapture | None = None,
+        is_captured: bool = False,
         project: Callable[[Tensor], Tensor] | None = None,
     ):
         self._layers = list(layers)
-        self._capture, self._project = capture, project
+        self._project = project
         # the value of `output_hidden_states` in the target's forward: a list names the first layers only
-        self.wanted: bool | list[int] = capture is None and (min(self._layers) < 0 or self._layers)
+        self.wanted: bool | list[int] = not is_captured and (min(self._layers) < 0 or self._layers)
         self._pieces: list[_Piece] = []
-
-    def capturing(self) -> AbstractContextManager[object]:
-        """The context that the target's forwards must run in."""
-        return nullcontext() if self._capture is None else self._capture
 
     @property
     def counts(self) -> list[int]:
@@ -106,7 +101,7 @@ class HiddenStates:
 
     def _states(self, output: Scored) -> Tensor:
         """[B, Q, D], what is kept of a forward's states."""
-        states = self._returned(output) if self._capture is None else self._capture.concatenated()
+        states = self._returned(output) if output.captured is None else output.captured
         return states if self._project is None else self._project(states)
 
     def _returned(self, output: Scored) -> Tensor:

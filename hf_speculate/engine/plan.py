@@ -273,7 +273,8 @@ def _plan_caches(
     """The KV caches of the target and the draft model, and what runs compiled over them."""
     requests = [target_cache_request(config, call)]
     choices = [requests[0].choose(target, call.cache, call.attention_mask, call.input_ids.device)]
-    candidates = [CompileCandidate("target", target, choices[0].kind, call.target_inputs, hidden_layers is not None)]
+    eager_reason = _eager_reason(target, call, hidden_layers or ())
+    candidates = [CompileCandidate("target", target, choices[0].kind, call.target_inputs, eager_reason)]
     if draft is not None:
         requests.append(
             CacheRequest(
@@ -294,6 +295,15 @@ def _plan_caches(
         for one, device in zip(requests, devices, strict=True)
     ]
     return [CachePlan(request, choice) for request, choice in zip(fixed, choices, strict=True)], compiled
+
+
+def _eager_reason(target: PreTrainedModel, call: Call, hidden_layers: tuple[int, ...]) -> str:
+    """Why a drafter cannot read hidden states of compiled forwards; empty if it can or reads none."""
+    if hidden_layers and call.generator is not None:
+        return "whose hidden states a candidate generator reads"
+    if target.config.get_text_config(decoder=True).num_hidden_layers in hidden_layers:
+        return "whose state before the final norm the drafter reads"
+    return ""
 
 
 def _cache_text(plan: CachePlan) -> str:

@@ -14,6 +14,7 @@ from hf_speculate.cache.preallocated import LayerKinds, PreallocatedKVCache, add
 from hf_speculate.models.compilation import Compilation
 from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.models.language_model import LanguageModel
+from hf_speculate.models.layer_capture import LayerCapture
 from hf_speculate.types import Scored
 
 # Attention reads the first 256, 320, 384, 448, 512, 640, ... columns: a fifth of them at most are not in use. Widths
@@ -87,6 +88,28 @@ class PlacedLayer(CacheLayerMixin):
 
 def forward_rows(model: PreTrainedModel, query: Tensor, rows: Rows, states: States, kinds: LayerKinds) -> Tensor:
     """Logits [B, Q, V] of query tokens [B, Q] int64, whose states are written where their rows end."""
+    logits: Tensor = _outputs(model, query, rows, states, kinds).logits
+    return logits
+
+
+class ScoredRows(NamedTuple):
+    """Logits, and hidden states that a drafter reads."""
+
+    logits: Tensor  # [B, Q, V]
+    captured: Tensor  # [B, Q, A * D]
+
+
+def forward_rows_with_states(
+    model: PreTrainedModel, query: Tensor, rows: Rows, states: States, kinds: LayerKinds, layers: tuple[int, ...]
+) -> ScoredRows:
+    """As `forward_rows`, with the inputs of decoder layers; -1 is the state after the final norm."""
+    output = _outputs(model, query, rows, states, kinds, output_hidden_states=True)
+    return ScoredRows(output.logits, torch.cat([output.hidden_states[layer] for layer in layers], dim=-1))
+
+
+def _outputs(
+    model: PreTrainedModel, query: Tensor, rows: Rows, states: States, kinds: LayerKinds, **options: Any
+) -> Any:
     offsets = torch.arange(query.shape[1], device=query.device)
     places = rows.ends[:, None] + offsets  # [B, Q]
     positions = torch.minimum((places - rows.pads[:, None]).clamp_min(0), rows.last_position)
@@ -94,16 +117,15 @@ def forward_rows(model: PreTrainedModel, query: Tensor, rows: Rows, states: Stat
     width = rows.seen.shape[0]
     layers: list[Any] = [PlacedLayer(keys, values, places, width) for keys, values in zip(*states, strict=True)]
     cache = Cache(layers=layers)
-    output = model(
+    return model(
         input_ids=query,
         attention_mask=mask,
         position_ids=positions,
         past_key_values=cache,
         use_cache=True,
         return_dict=True,
+        **options,
     )
-    logits: Tensor = output.logits
-    return logits
 
 
 def width_for(num_columns: int, capacity: int, num_steps: int = 2) -> int:
@@ -168,6 +190,7 @@ class CompiledLanguageModel(LanguageModel):
         compilation: of this model.
         query_lens: the lengths Q that are compiled, ascending.
         extra_inputs: embeddings of the prompt, or nothing.
+        capture: see `LanguageModel`; compiled forwards take the same states from the model's outputs.
     """
 
     def __init__(
@@ -177,9 +200,10 @@ class CompiledLanguageModel(LanguageModel):
         compilation: Compilation,
         query_lens: Sequence[int],
         extra_inputs: ExtraInputs | None = None,
+        capture: LayerCapture | None = None,
     ):
         # One mode for all forwards, or everything compiles twice.
-        super().__init__(model, max_position, keeps_states=True, extra_inputs=extra_inputs)
+        super().__init__(model, max_position, keeps_states=True, extra_inputs=extra_inputs, capture=capture)
         self.compilation = compilation
         self.query_lens = tuple(query_lens)
         self._buffers: FixedBuffers | None = None
@@ -207,14 +231,23 @@ class CompiledLanguageModel(LanguageModel):
         num_query = query_token_ids.shape[1]
         padded_len = next((length for length in self.query_lens if length >= num_query), None)
         buffers = None if self.extra_inputs.awaits_prompt else self.buffers(kv_cache)
-        logits = None
+        scored: ScoredRows | Scored | None = None
         if buffers is not None and padded_len is not None and num_query and not forward_options:
             padded = query_token_ids.new_zeros(query_token_ids.shape[0], padded_len)  # [B, Q]
             padded[:, :num_query] = query_token_ids
-            name = f"forward of {padded_len}"
-            logits = self.compilation.run(name, forward_rows, padded, *buffers.arguments(padded_len))
-        if logits is None:
+            scored = self._run_compiled(padded, *buffers.arguments(padded_len))
+        if scored is None:
             return super().run(query_token_ids, kv_cache, logits_to_keep=logits_to_keep, **forward_options)
         kv_cache.advance(num_query)
         first = 0 if logits_to_keep is None else num_query - logits_to_keep
-        return Scored(logits[:, first:num_query], None, None)
+        captured = None if scored.captured is None else scored.captured[:, :num_query]
+        return Scored(scored.logits[:, first:num_query], captured=captured)
+
+    def _run_compiled(self, query: Tensor, *arguments: Any) -> ScoredRows | Scored | None:
+        name, run = f"forward of {query.shape[1]}", self.compilation.run
+        if self.capture is None:
+            logits = run(name, forward_rows, query, *arguments)
+            return None if logits is None else Scored(logits)
+        layers = self.capture.layers
+        scored: ScoredRows | None = run(f"{name} with {layers}", forward_rows_with_states, query, *arguments, layers)
+        return scored

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from hf_speculate.cache.base import KVCache
 from hf_speculate.errors import ShapeError
 from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.models.folded_attention import folding
+from hf_speculate.models.layer_capture import LayerCapture
 from hf_speculate.models.quirks import Limit, limit_reason
 from hf_speculate.models.rope import growing_rope
 from hf_speculate.types import Scored
@@ -29,6 +31,7 @@ class LanguageModel:
             torch's inference mode, which takes 6-8 % off a forward of small layers (2-core CPU, 16 of width 192).
         extra_inputs: what the model reads besides its text; None: nothing.
         is_draft: see `takes_positions`.
+        capture: of hidden states that every forward returns in `Scored.captured`; None to capture none.
     """
 
     def __init__(
@@ -38,8 +41,10 @@ class LanguageModel:
         keeps_states: bool = True,
         extra_inputs: ExtraInputs | None = None,
         is_draft: bool = False,
+        capture: LayerCapture | None = None,
     ):
         self.model = model
+        self.capture = capture
         self.extra_inputs = extra_inputs or ExtraInputs()
         self.max_position = max_position
         self.device = device_of(model)  # where query tokens are expected
@@ -102,13 +107,14 @@ class LanguageModel:
         options = self.extra_inputs.arguments(text, kv_cache.num_columns) | forward_options
         if self._takes_logits_to_keep and logits_to_keep is not None:
             options["logits_to_keep"] = self._kept(num_query, logits_to_keep)
-        with self._mode(), folding():
+        with self._mode(), folding(), self.capture or nullcontext():
             options[self._cache_name] = kv_cache.cache
             output = self.model(use_cache=True, return_dict=True, **options)
+            captured = None if self.capture is None else self.capture.concatenated()
         kv_cache.advance(num_query)
         logits = output.logits if logits_to_keep is None else output.logits[:, -logits_to_keep:]  # [B, Q', V]
         hidden_states = output.get(f"{text_prefix(self.model)}hidden_states")
-        return Scored(logits, hidden_states, output.get("attentions"))
+        return Scored(logits, hidden_states, output.get("attentions"), captured)
 
     def _kept(self, num_query: int, num: int) -> int | Tensor:
         """What tells the model to give the logits of the last `num` positions.

@@ -44,8 +44,8 @@ def read_eagle3(source: ConfigSource) -> Eagle3Config:
     )
     if options.norm_before_fc and options.fc_norm:
         raise ConfigError(
-            f"norm_before_fc and fc_norm must not both be set, got both in {source.name}; keep the one that the head was "
-            "trained with"
+            f"norm_before_fc and fc_norm must not both be set, got both in {source.name}; keep the one that the "
+            "head was trained with"
         )
     notes = []
     if options.norm_output and found.format == "original" and not (options.fc_norm or options.norm_before_fc):
