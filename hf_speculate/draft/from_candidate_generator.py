@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import (
     AssistedCandidateGenerator,
     CandidateGenerator,
@@ -14,9 +15,11 @@ from transformers.generation.candidate_generator import (
     MTPCandidateGenerator,
 )
 
+from hf_speculate.cache.layers import attention_layers
 from hf_speculate.draft.base import DrafterDefaults, DraftRequest
 from hf_speculate.draft.to_candidate_generator import DraftModelCandidateGenerator
 from hf_speculate.errors import ShapeError, UnsupportedGenerationError
+from hf_speculate.models.mixers import recurrent_cache
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.types import DraftOut, SampleStrategy
 
@@ -34,7 +37,8 @@ def make_generator(source: CandidateGenerator | GeneratorFactory | None, **prepa
 
     Raises:
         UnsupportedGenerationError: it is no generator, or one that reads more than the text and hidden states of
-            layers that it names; or one that reads states and was made before the call.
+            layers that it names; or one that reads states and was made before the call; or its draft model has
+            recurrent layers alone.
     """
     if source is None:
         return None
@@ -45,9 +49,11 @@ def make_generator(source: CandidateGenerator | GeneratorFactory | None, **prepa
             f"candidate_generator must make a transformers CandidateGenerator, got {type(generator).__name__}; "
             "return an instance of a subclass"
         )
+    name = type(generator).__name__
+    if isinstance(generator, AssistedCandidateGenerator):
+        _check_draft_model(name, generator.assistant_model)
     if layers_read(generator) is None:
         return generator
-    name = type(generator).__name__
     if generator is source:
         raise UnsupportedGenerationError(
             f"candidate_generator must be what makes a generator that reads hidden states, got a {name}, which "
@@ -58,6 +64,16 @@ def make_generator(source: CandidateGenerator | GeneratorFactory | None, **prepa
             f"output_hidden_states must be left out with {name}, got True; it reads the states of some layers only"
         )
     return generator
+
+
+def _check_draft_model(name: str, draft: PreTrainedModel) -> None:
+    """Refuse draft models without attention layers, whose cache does not tell transformers what it holds."""
+    cache = recurrent_cache(draft)
+    if cache is not None and not attention_layers(cache.layers):
+        raise UnsupportedGenerationError(
+            f"candidate_generator must draft with a model that has attention layers, got {name} with "
+            f"{type(draft).__name__}; pass the model as assistant_model"
+        )
 
 
 def layers_read(generator: CandidateGenerator) -> list[int] | None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from hf_speculate.cache.token_buffer import TokenBuffer
 from hf_speculate.draft.base import DrafterDefaults, DraftRequest
@@ -58,6 +59,11 @@ class ModelDrafter(DrafterDefaults):
         self._history: TokenBuffer | None = None  # the tokens that processors read
         self.reads_kept = self.processors.reads_token_ids
         self._resumed: Tensor | None = None  # [B, N] int64, tokens that the cache held before the first call
+
+    @property
+    def draft_model(self) -> PreTrainedModel:
+        """The model whose states `kv_cache` holds."""
+        return self.inferencer.language_model.model
 
     def draft(self, request: DraftRequest) -> DraftOut:
         """See `Drafter.draft`; `kv_cache` is required."""

@@ -4,12 +4,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 from transformers.generation.candidate_generator import CandidateGenerator
 
+from hf_speculate.cache.base import KVCache
 from hf_speculate.cache.dynamic import DynamicKVCache
+from hf_speculate.compat import stateful_names
 from hf_speculate.draft.base import Drafter, DraftRequest
-from hf_speculate.errors import ShapeError
+from hf_speculate.errors import ShapeError, UnsupportedModelError
+from hf_speculate.models.hybrid_cache import make_hybrid_cache
+from hf_speculate.models.mixers import recurrent_cache, rollback_obstacle
 from hf_speculate.triton_kernels.noise import row_seeds
 from hf_speculate.types import Kept, NoiseKeys, SampleStrategy
 
@@ -21,12 +26,16 @@ class DraftModelCandidateGenerator(CandidateGenerator):
     distribution stays the target's.
 
     Args:
-        drafter: makes the proposals.
+        drafter: makes the proposals. One with a `draft_model` gets the KV cache that this model needs, also with
+            recurrent layers.
         num_draft_tokens: K, >= 1.
         sample_strategy: how the drafter proposes.
         max_length: no token is drafted at or past this length.
         seed: row seed of the drafts' noise.
         device: where the draft model lives.
+
+    Raises:
+        UnsupportedModelError: the draft model cannot roll back.
     """
 
     def __init__(
@@ -42,7 +51,7 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         self.num_draft_tokens = num_draft_tokens
         self.sample_strategy = sample_strategy
         self.max_length = max_length
-        self._kv_cache = DynamicKVCache(DynamicCache(), 1, device=device)
+        self._kv_cache = _new_cache(drafter, torch.device(device))
         self._seeds = row_seeds(seed, 1)
         self._num_rounds = 0
         self._shown: Tensor | None = None  # [1, T] the prefix of the previous round
@@ -71,7 +80,11 @@ class DraftModelCandidateGenerator(CandidateGenerator):
             return input_ids, None
         query = input_ids[:, self._roll_back(input_ids) :]
         keys, kept = self._keys(length), self._kept(input_ids)
-        draft = self.drafter.draft(DraftRequest(query, self._kv_cache, num, self.sample_strategy, keys, kept))
+        request = DraftRequest(query, self._kv_cache, num, self.sample_strategy, keys, kept)
+        try:
+            draft = self.drafter.draft(request)
+        finally:
+            self._kv_cache.release()
         count = int(draft.lens[0])
         candidates = torch.cat([input_ids, draft.token_ids[:, :count]], dim=1)  # [1, T+K]
         fed = draft.token_ids[:, : draft.token_ids.shape[1] - 1]
@@ -109,3 +122,17 @@ class DraftModelCandidateGenerator(CandidateGenerator):
             return None
         new_ids = input_ids[:, self._shown.shape[1] :]
         return Kept(new_ids, torch.tensor([new_ids.shape[1]], dtype=torch.int32, device="cpu"))
+
+
+def _new_cache(drafter: Drafter, device: torch.device) -> KVCache:
+    """An empty KV cache of one row for a drafter's model."""
+    model: PreTrainedModel | None = getattr(drafter, "draft_model", None)
+    obstacle = "" if model is None else rollback_obstacle(model, bool(stateful_names([model])))
+    if obstacle:
+        raise UnsupportedModelError(
+            f"draft models must be able to roll back, got {type(model).__name__} with recurrent state {obstacle}; "
+            "use another draft model"
+        )
+    if model is None or recurrent_cache(model) is None:
+        return DynamicKVCache(DynamicCache(), 1, device=device)
+    return make_hybrid_cache(model, None, 1, None, device)

@@ -1,21 +1,26 @@
 """Our drafter inside transformers' own assisted loop."""
 
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, RwkvForCausalLM
+from transformers.generation import AssistedCandidateGenerator
 
+import hf_speculate
 from hf_speculate.draft.model import ModelDrafter
 from hf_speculate.draft.to_candidate_generator import DraftModelCandidateGenerator
-from hf_speculate.errors import ShapeError
+from hf_speculate.errors import ShapeError, UnsupportedGenerationError, UnsupportedModelError
 from hf_speculate.models.inferencer import Inferencer
 from hf_speculate.models.language_model import LanguageModel
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.types import SampleStrategy
 from tests.cases import assert_equal_ids
 from tests.generation.test_law import NUM_TOKENS, PROMPT, SIGNIFICANCE, joint_law, p_value
+from tests.recurrent_cases import hooks_of
 from tests.tiny import make_law_model, make_model, noisy_copy, ragged_prompts
+from tests.tiny_recurrent import unsupported_config
 
 
 class WithOurCandidates(LlamaForCausalLM):
@@ -102,3 +107,34 @@ def test_more_than_one_row_is_refused():
     )
     with pytest.raises(ShapeError, match=r"input_ids must be \[1, T\]"):
         generator.get_candidates(torch.ones(2, 3, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "mamba", "lfm2"])
+def test_recurrent_drafts_draft_their_own_text(kind):
+    draft = make_model(kind)
+    generator = DraftModelCandidateGenerator(
+        ModelDrafter(Inferencer(LanguageModel(draft))), 4, SampleStrategy.GREEDY, max_length=64
+    )
+    text = ragged_prompts(1, seed=2)["input_ids"]
+    for num_accepted in (0, 4, 1, 3):
+        with torch.no_grad():
+            candidates, _ = generator.get_candidates(text)
+        assert_equal_ids(draft.generate(text, max_new_tokens=4), candidates)
+        assert not hooks_of(draft)
+        kept = candidates[:, : text.shape[1] + num_accepted + 1]
+        text = kept if num_accepted == 4 else torch.cat([kept[:, :-1], (kept[:, -1:] + 1) % 64], dim=1)
+
+
+def test_a_draft_with_states_outside_its_cache_is_refused():
+    draft = RwkvForCausalLM(unsupported_config("rwkv"))
+    with pytest.raises(UnsupportedModelError, match="got RwkvForCausalLM with recurrent state outside a transformers"):
+        DraftModelCandidateGenerator(
+            ModelDrafter(Inferencer(LanguageModel(draft))), 4, SampleStrategy.GREEDY, max_length=64
+        )
+
+
+def test_transformers_generator_refuses_a_draft_without_attention_layers():
+    target, draft = hf_speculate.enable(make_model("llama")), make_model("mamba2")
+    generator = partial(AssistedCandidateGenerator, assistant_model=draft)
+    with pytest.raises(UnsupportedGenerationError, match="with a model that has attention layers, got Assisted"):
+        target.generate(**ragged_prompts(1, seed=1), candidate_generator=generator)
