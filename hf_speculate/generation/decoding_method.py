@@ -1,12 +1,13 @@
 """The decoding method of a call, which transformers runs after it has prepared the inputs."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import Cache
+from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_speculate.cache.layers import num_held
 from hf_speculate.cache.static import dynamic_copy, is_static, room_in, static_copy, write_back
@@ -42,9 +43,32 @@ from hf_speculate.generation.validate_models import (
     check_rope,
 )
 from hf_speculate.models.attention_switch import folded_attention_for
+from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.models.language_model import CACHE_NAMES, cache_name, text_prefix
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.verify.base import check_verifier
+
+
+class _Run(NamedTuple):
+    """What transformers has prepared for one run."""
+
+    model: PreTrainedModel
+    input_ids: Tensor  # [B, P] int64
+    logits_processor: LogitsProcessorList
+    stopping_criteria: StoppingCriteriaList
+    generation_config: GenerationConfig
+    inputs_tensor: Tensor | None
+    model_kwargs: dict[str, Any]
+
+
+class _Text(NamedTuple):
+    """The text that a run decodes from."""
+
+    query_ids: Tensor  # [B, Q] int64, the tokens that the cache does not hold
+    mask: Tensor | None
+    cache: Cache
+    static_cache: Cache | None  # the one that was passed, whose states `cache` holds
+    model_kwargs: dict[str, Any]  # with `cache`
 
 
 class SpeculativeDecoding:
@@ -108,16 +132,10 @@ class SpeculativeDecoding:
         self.num_runs += 1
         check_verifier(config)
         check_span_ids(config, model)
-        call = self._prepared(
-            model,
-            config,
-            input_ids,
-            logits_processor,
-            stopping_criteria,
-            generation_config,
-            inputs_tensor,
-            model_kwargs,
+        run = _Run(
+            model, input_ids, logits_processor, stopping_criteria, generation_config, inputs_tensor, model_kwargs
         )
+        call = self._prepared(run, config)
         self_test = check_decoding(model, call, config, generation_config, model_kwargs, self.source)
         call = replace(call, self_test=self_test)
         decoder, batch = build_decoder(model, self.assistant.model, config, call, self.stats, self.clock)
@@ -151,28 +169,60 @@ class SpeculativeDecoding:
             return recorder.output(call.input_ids, pad_id, cache, encoder_states)
         return recorder.sequences(call.input_ids, pad_id)
 
-    def _prepared(
-        self,
-        model: PreTrainedModel,
-        config: SpeculationConfig,
-        input_ids: Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        inputs_tensor: Tensor | None,
-        model_kwargs: dict[str, Any],
-    ) -> Call:
-        """What is decoded, once nothing speaks against it."""
+    def _prepared(self, run: _Run, config: SpeculationConfig) -> Call:
+        """What is decoded, if nothing speaks against it."""
+        model, draft, generation_config = run.model, self.assistant.model, run.generation_config
+        text = self._text(run)
+        context = target_inputs(
+            model, run.input_ids, text.query_ids.shape[1], text.model_kwargs, has_positions=self.has_positions
+        )
+        check_context(context, run.input_ids, generation_config, draft, self.assistant.vocabulary)
+        static = static_request(model, draft, generation_config, self.is_static or text.static_cache is not None)
+        device = run.input_ids.device
+        ranks = synced_ranks(self.synced_gpus, self._models(model), device)
+        if ranks is not None:
+            check_synced(config, generation_config, static is not None, self.source)
+        return Call(
+            input_ids=run.input_ids,
+            query_ids=text.query_ids,
+            attention_mask=checked_mask(text.mask),
+            cache=text.cache,
+            static_cache=text.static_cache,
+            is_cache_passed=self.is_cache_passed and text.static_cache is None,
+            is_cache_kept=self.is_cache_passed or bool(generation_config.return_dict_in_generate),
+            keeps_rows=adapters_by_row(model),
+            processors=run.logits_processor,
+            criteria=run.stopping_criteria,
+            do_sample=bool(generation_config.do_sample),
+            max_length=generation_config.max_length,
+            pad_token_id=pad_token_id(generation_config),
+            prefill_chunk_size=generation_config.prefill_chunk_size,
+            recorded=recorded_of(generation_config),
+            on_tokens=self._stream if self.streamer is not None else None,
+            target_attention=_attention(model),
+            draft_attention=_attention(draft),
+            static=with_eager_draft(static, self.assistant.eager_reason),
+            target_inputs=context,
+            draft_inputs=self._draft_inputs(run, text),
+            vocabulary=self.assistant.vocabulary,
+            generator=self._generator(run, text, config),
+            ranks=ranks,
+            group=tensor_parallel_group(self._models(model), device),
+        )
+
+    def _text(self, run: _Run) -> _Text:
+        """The text that is decoded from, after the checks of models, cache and mask."""
+        model, generation_config, input_ids = run.model, run.generation_config, run.input_ids
         has_encoder = bool(model.config.is_encoder_decoder)
         check_attention(model, _attention(model), self.source)
         if generation_config.output_attentions:
             check_returned_attentions(model, _attention(model), self.source)
-        check_prepared(input_ids, generation_config, model_kwargs, has_encoder, self.streamer, self.source)
-        mask = model_kwargs.get("decoder_attention_mask" if has_encoder else "attention_mask")
+        check_prepared(input_ids, generation_config, run.model_kwargs, has_encoder, self.streamer, self.source)
+        mask = run.model_kwargs.get("decoder_attention_mask" if has_encoder else "attention_mask")
         if has_encoder:
             check_decoder_prompt(model, mask, self.source)
             self.passed_mask_len = None if mask is None else mask.shape[-1]
-        cache, static_cache = model_kwargs[cache_name(model)], None
+        cache, static_cache, model_kwargs = run.model_kwargs[cache_name(model)], None, run.model_kwargs
         text_config = model.config.get_text_config(decoder=True)
         if is_static(cache):
             static_cache, cache = cache, dynamic_copy(cache, text_config)
@@ -184,57 +234,30 @@ class SpeculativeDecoding:
         if masks_nothing:
             mask_shape = self._shape_of_ones(input_ids if embeds is None else embeds)
         check_mask(mask_shape, query, num_held(cache), text_prefix(model))
-        num_before = num_held(cache) + query.shape[1] - input_ids.shape[1]  # that the output does not show
+        max_tokens = generation_config.max_length + num_held(cache) + query.shape[1] - input_ids.shape[1]
         check_chunks(model, generation_config, self.source)
-        check_rope(model, generation_config.max_length + num_before, self.source)
+        check_rope(model, max_tokens, self.source)
         if static_cache is not None:
-            check_room(room_in(static_cache, text_config), generation_config.max_length + num_before - 1)
-        context = target_inputs(model, input_ids, query.shape[1], model_kwargs, has_positions=self.has_positions)
-        vocabulary = self.assistant.vocabulary
-        check_context(context, input_ids, generation_config, self.assistant.model, vocabulary)
-        inputs = None if self.has_encoder_outputs or embeds is not None else inputs_tensor
-        draft_reads = draft_inputs(self.assistant.model, model, inputs, model_kwargs, input_ids.shape[0], vocabulary)
-        static = static_request(
-            model, self.assistant.model, generation_config, self.is_static or static_cache is not None
-        )
-        ranks = synced_ranks(self.synced_gpus, self._models(model), input_ids.device)
-        if ranks is not None:
-            check_synced(config, generation_config, static is not None, self.source)
-        generator = make_generator(
+            check_room(room_in(static_cache, text_config), max_tokens - 1)
+        return _Text(query, mask, cache, static_cache, model_kwargs)
+
+    def _draft_inputs(self, run: _Run, text: _Text) -> ExtraInputs:
+        """What the draft model reads beside tokens."""
+        reads_tensor = not self.has_encoder_outputs and text.model_kwargs.get("inputs_embeds") is None
+        inputs = run.inputs_tensor if reads_tensor else None
+        draft, batch_size = self.assistant.model, run.input_ids.shape[0]
+        return draft_inputs(draft, run.model, inputs, text.model_kwargs, batch_size, self.assistant.vocabulary)
+
+    def _generator(self, run: _Run, text: _Text, config: SpeculationConfig) -> CandidateGenerator | None:
+        """The user's candidate generator, if the call has one."""
+        return make_generator(
             config.candidate_generator,
-            input_ids=input_ids,
-            generation_config=generation_config,
-            model_kwargs=model_kwargs,
-            inputs_tensor=input_ids if inputs_tensor is None else inputs_tensor,
-            logits_processor=logits_processor,
-            vocab_size=text_config.vocab_size,
-        )
-        return Call(
-            input_ids=input_ids,
-            query_ids=query,
-            attention_mask=checked_mask(mask),
-            cache=cache,
-            static_cache=static_cache,
-            is_cache_passed=self.is_cache_passed and static_cache is None,
-            is_cache_kept=self.is_cache_passed or bool(generation_config.return_dict_in_generate),
-            keeps_rows=adapters_by_row(model),
-            processors=logits_processor,
-            criteria=stopping_criteria,
-            do_sample=bool(generation_config.do_sample),
-            max_length=generation_config.max_length,
-            pad_token_id=pad_token_id(generation_config),
-            prefill_chunk_size=generation_config.prefill_chunk_size,
-            recorded=recorded_of(generation_config),
-            on_tokens=self._stream if self.streamer is not None else None,
-            target_attention=_attention(model),
-            draft_attention=_attention(self.assistant.model),
-            static=with_eager_draft(static, self.assistant.eager_reason),
-            target_inputs=context,
-            draft_inputs=draft_reads,
-            vocabulary=vocabulary,
-            generator=generator,
-            ranks=ranks,
-            group=tensor_parallel_group(self._models(model), input_ids.device),
+            input_ids=run.input_ids,
+            generation_config=run.generation_config,
+            model_kwargs=text.model_kwargs,
+            inputs_tensor=run.input_ids if run.inputs_tensor is None else run.inputs_tensor,
+            logits_processor=run.logits_processor,
+            vocab_size=run.model.config.get_text_config(decoder=True).vocab_size,
         )
 
     def _returned_cache(self, model: PreTrainedModel, call: Call, generation_config: GenerationConfig) -> Cache:
