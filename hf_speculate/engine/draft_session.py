@@ -209,7 +209,7 @@ class DraftSession:
         behind = max(length - seen for length, seen in zip(lens, num_valid, strict=True))
         num_query = max(behind, 1 if self.drafter is None else self.drafter.min_query_len)
         keep = [length - num_query for length in lens]
-        # a finished row may have fewer tokens than are fed: it repeats its first one
+        # a finished row may have fewer tokens than are fed; then it repeats its first one
         rows = zip(keep, batch.num_pads, batch.is_finished, strict=True)
         keep = [max(num, pad) if is_finished else num for num, pad, is_finished in rows]
         if self.kv_cache is not None:
