@@ -1,8 +1,10 @@
 """What the tests of whole calls share: pairs with partial acceptance, and calls beside their plain twin."""
 
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -85,6 +87,16 @@ EXCLUDED: dict[Pair, str] = {
     **{(("padding", side), ("cache", "preallocated")): "buffers hold no masked tokens" for side in ("right", "holes")},
     (("cache", "static"), ("outputs", "passed cache")): "transformers takes one or the other",
 }
+
+
+def each_value(**axes: Iterable[Any]) -> pytest.MarkDecorator:
+    """Parametrizes a test so that every value of every axis occurs, and not every combination: the values take turns.
+
+    Choices that change each other's effect meet in the rows of `AXES`; a test of one mechanism needs no product.
+    """
+    values = [list(axis) for axis in axes.values()]
+    rows = [tuple(axis[number % len(axis)] for axis in values) for number in range(max(map(len, values)))]
+    return pytest.mark.parametrize(tuple(axes), rows)
 
 
 @cache

@@ -123,6 +123,7 @@ class Quiet:
 
 
 OPTIONS = "generation/test_options.py"
+MATRIX = "generation/test_matrix.py"
 CONFIG = "test_config.py"
 LOOKUP = "generation/test_lookup.py"
 PICTURES = "generation/test_vision_language.py::test_greedy_equals_plain"
@@ -476,7 +477,7 @@ FIELDS = (
     Row(
         "repetition_penalty",
         Supported(
-            f"{OPTIONS}::test_known_processors_see_the_prefix_of_their_position",
+            f"{MATRIX}::test_ids_scores_states_and_cache_are_those_of_plain_generate",
             call=Call({"repetition_penalty": 1.6}, batch_size=3),
         ),
     ),
@@ -488,14 +489,14 @@ FIELDS = (
     Row(
         "no_repeat_ngram_size",
         Supported(
-            f"{OPTIONS}::test_known_processors_see_the_prefix_of_their_position",
+            f"{MATRIX}::test_ids_scores_states_and_cache_are_those_of_plain_generate",
             call=Call({"no_repeat_ngram_size": 1}, batch_size=3),
         ),
     ),
     Row(
         "bad_words_ids",
         Supported(
-            f"{OPTIONS}::test_known_processors_see_the_prefix_of_their_position",
+            f"{MATRIX}::test_ids_scores_states_and_cache_are_those_of_plain_generate",
             call=Call(lambda text: {"bad_words_ids": [[text[3]], [text[5], text[6]]]}),
         ),
     ),
@@ -507,21 +508,22 @@ FIELDS = (
     Row(
         "forced_eos_token_id",
         Supported(
-            f"{OPTIONS}::test_known_processors_see_the_prefix_of_their_position", call=Call({"forced_eos_token_id": 9})
+            f"{MATRIX}::test_ids_scores_states_and_cache_are_those_of_plain_generate",
+            call=Call({"forced_eos_token_id": 9}),
         ),
     ),
     Row("remove_invalid_values", Supported(BLOCK, call=Call({"remove_invalid_values": True}, changes=False))),
     Row(
         "exponential_decay_length_penalty",
         Supported(
-            f"{OPTIONS}::test_known_processors_see_the_prefix_of_their_position",
+            f"{MATRIX}::test_ids_scores_states_and_cache_are_those_of_plain_generate",
             call=Call(lambda text: {"exponential_decay_length_penalty": (1, 9.0), "eos_token_id": text[8]}),
         ),
     ),
     Row(
         "suppress_tokens",
         Supported(
-            f"{OPTIONS}::test_known_processors_see_the_prefix_of_their_position",
+            f"{MATRIX}::test_ids_scores_states_and_cache_are_those_of_plain_generate",
             call=Call(lambda text: {"suppress_tokens": [text[2]]}),
         ),
     ),
@@ -532,7 +534,7 @@ FIELDS = (
     Row(
         "sequence_bias",
         Supported(
-            f"{OPTIONS}::test_known_processors_see_the_prefix_of_their_position",
+            f"{MATRIX}::test_ids_scores_states_and_cache_are_those_of_plain_generate",
             call=Call({"sequence_bias": {(3,): 9.0, (4, 5): -3.0}}, batch_size=3),
         ),
     ),
@@ -586,7 +588,7 @@ FIELDS = (
         Row(
             name,
             Supported(
-                f"{OPTIONS}::test_scores_and_logits_are_those_of_plain",
+                f"{MATRIX}::test_ids_scores_states_and_cache_are_those_of_plain_generate",
                 call=Call({name: True, "return_dict_in_generate": True}, batch_size=3, changes=False),
             ),
         )
@@ -727,7 +729,7 @@ OWN_FIELDS = (
     Row(
         "verifier",
         Supported(
-            "generation/test_matrix.py::test_a_call_repeats_by_seed_and_row_and_is_plain_where_it_must_be",
+            "generation/test_matrix.py::test_a_row_of_a_batch_is_drawn_as_alone_and_every_token_is_counted",
             call=Call({"verifier": "block"}, changes=False),
         ),
     ),
@@ -769,7 +771,13 @@ OWN_FIELDS = (
             call=Call({"speculation_cache": "dynamic"}, batch_size=3, changes=False),
         ),
     ),
-    Row("seed", Supported(f"{OPTIONS}::test_a_row_depends_on_its_own_seed_only", call=Call({"seed": 7}, samples=True))),
+    Row(
+        "seed",
+        Supported(
+            f"{MATRIX}::test_a_row_of_a_batch_is_drawn_as_alone_and_every_token_is_counted",
+            call=Call({"seed": 7}, samples=True),
+        ),
+    ),
     Row(
         "generator",
         Supported(f"{OPTIONS}::test_a_generator_draws_the_seed_and_moves_on", "an object, never in JSON"),

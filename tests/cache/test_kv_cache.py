@@ -11,6 +11,7 @@ from hf_speculate.errors import ShapeError, UnsupportedModelError
 from hf_speculate.models.cache_selection import CacheRequest
 from hf_speculate.models.language_model import LanguageModel
 from hf_speculate.types import KVState
+from tests.cases import each_value
 from tests.tiny import KINDS, SLIDING_WINDOW, make_model, ragged_prompts
 
 STEP_TOLERANCE = 1e-9  # float64 round-off of attention over masked columns; wrong states differ by 1e-2 and more
@@ -54,8 +55,7 @@ class KVCacheContract:
         for layer, state in zip(cache.get_kv_states(), held, strict=False):
             assert torch.equal(layer.keys, state.keys[:, :, : 5 - num])
 
-    @pytest.mark.parametrize("drops", [[0, 3], [2, 2], [5, 0], [1, 4]])
-    @pytest.mark.parametrize("as_tensor", [False, True])
+    @each_value(drops=[[0, 3], [2, 2], [5, 0], [1, 4]], as_tensor=[False, True])
     def test_crop_by_row_keeps_each_rows_oldest(self, drops, as_tensor):
         cache, held = self.make(2), states(2, 5)
         cache.update(held)
@@ -111,8 +111,7 @@ def make_home(model, choice, batch_size, mask=None, **settings):
     return request.make(request.choose(model, cache, mask, device), model, cache, batch_size, mask, device)
 
 
-@pytest.mark.parametrize("choice", ["dynamic", "preallocated"])
-@pytest.mark.parametrize("kind", KINDS)
+@each_value(choice=["dynamic", "preallocated"], kind=KINDS)
 def test_logits_after_ragged_rollbacks_equal_each_row_decoded_alone(kind, choice):
     """Several rounds of feeding four tokens and dropping a different count per row, past the window."""
     model = make_model(kind)
@@ -144,8 +143,7 @@ def test_logits_after_ragged_rollbacks_equal_each_row_decoded_alone(kind, choice
         assert cache.num_columns == max(num + len(text) for num, text in zip(num_pads, texts, strict=True))
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral_window"])
-@pytest.mark.parametrize("batch_size", [1, 2])
+@each_value(kind=["llama", "mistral_window"], batch_size=[1, 2])
 def test_restore_brings_back_a_prefilled_cache_after_rollbacks(kind, batch_size):
     model = make_model(kind)
     ids = torch.randint(1, 64, (batch_size, 2 * SLIDING_WINDOW), generator=torch.Generator().manual_seed(2))

@@ -6,7 +6,7 @@ from transformers import DynamicCache
 
 import hf_speculate
 from hf_speculate.cache.layers import check_layers, holding, windows_of
-from tests.cases import assert_equal_ids, pair
+from tests.cases import assert_equal_ids, each_value, pair
 from tests.tiny import SLIDING_WINDOW, make_model, noisy_copy, ragged_prompts
 
 KINDS = ("gemma3n", "gemma4")
@@ -55,8 +55,7 @@ def test_attentions_are_plain_ones(kind):
             assert torch.allclose(weights, others, atol=1e-5)  # the softmax is taken in float32
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("home", ["dynamic", "preallocated"])
+@each_value(kind=KINDS, home=["dynamic", "preallocated"])
 def test_a_passed_cache_advances_as_in_plain_decoding(kind, home):
     target, draft = pair(kind)
     text = ragged_prompts(1, seed=2, min_len=8, max_len=8)["input_ids"]

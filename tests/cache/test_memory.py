@@ -20,6 +20,7 @@ from hf_speculate.models.chunks import MIN_CHUNK_TOKENS, draft_chunk_size
 from hf_speculate.models.inferencer import Inferencer
 from hf_speculate.models.language_model import LanguageModel
 from hf_speculate.types import KVState
+from tests.cases import each_value
 from tests.tiny import make_config, make_model, ragged_prompts
 
 ALLOWED = 1.05
@@ -107,8 +108,7 @@ def test_live_bytes_are_counted_until_they_are_freed() -> None:
     assert peak_bytes(call) == 1990
 
 
-@pytest.mark.parametrize("num_rows", [1, 3])
-@pytest.mark.parametrize("draft_width", [64, 160])
+@each_value(num_rows=[1, 3], draft_width=[64, 160])
 def test_a_long_prompt_takes_no_more_than_plain_and_the_drafts_cache(num_rows: int, draft_width: int) -> None:
     assert over_plain(make_pair(draft_width), num_rows, PROMPT_LEN, 6) <= ALLOWED
 

@@ -17,7 +17,7 @@ from hf_speculate.draft.custom import CustomDrafter
 from hf_speculate.errors import ConfigError, ShapeError, UnsupportedGenerationError
 from hf_speculate.triton_kernels import Draws
 from hf_speculate.types import DraftOut, SampleStrategy, Stream
-from tests.cases import VERIFIERS, assert_equal_ids, pair
+from tests.cases import VERIFIERS, assert_equal_ids, each_value, pair
 from tests.generation.test_compiled import compile_config
 from tests.generation.test_encoder_decoder import encoder_pair, inputs_of
 from tests.generation.test_law import SIGNIFICANCE, draw, joint_law, p_value
@@ -154,8 +154,7 @@ def own_id(text, row: int, begin: int) -> int:
     return next(token for token in ids[begin:] if token not in others and token not in ids[:begin])
 
 
-@pytest.mark.parametrize("ends", [(), (3, 9), (0, 3)], ids=["to the end", "rows end", "a row ends at once"])
-@pytest.mark.parametrize("options", [{}, COUPLED, {"prefill_chunk_size": 5}], ids=["greedy", "coupled", "chunks"])
+@each_value(ends=[(), (3, 9), (0, 3)], options=[{}, COUPLED, {"prefill_chunk_size": 5}])
 def test_states_of_plain_steps_are_told_too(scripted, options, ends):
     target, _ = pair("llama")
     inputs = ragged_prompts(3, seed=4)
@@ -230,8 +229,7 @@ def test_of_a_passed_cache_there_are_no_states(num_cached):
     assert made[0].told[0] == [inputs["input_ids"].shape[1] - num_cached]
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize("num_ids", [0, 2, 12], ids=["no ids", "some ids", "all ids"])
+@each_value(batch_size=[1, 3], num_ids=[0, 2, 12])
 def test_of_embeddings_it_is_told_of_the_tokens_that_have_ids(num_ids, batch_size):
     target, _ = pair("llama")
     prompts = ragged_prompts(batch_size, seed=2, min_len=4 if batch_size > 1 else 12)
@@ -475,8 +473,7 @@ def test_rows_may_draft_different_numbers_of_tokens():
     assert stats.num_drafted < stats.num_rounds * 4
 
 
-@pytest.mark.parametrize("wrong_id", [-5, VOCAB_SIZE, 10**9])
-@pytest.mark.parametrize("options", [{}, COUPLED, {"do_sample": True}], ids=["greedy", "coupled", "rejection"])
+@each_value(wrong_id=[-5, VOCAB_SIZE, 10**9], options=[{}, COUPLED, {"do_sample": True}])
 def test_ids_outside_the_vocabulary_are_never_kept(options, wrong_id):
     target, _ = pair("llama")
 

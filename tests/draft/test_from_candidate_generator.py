@@ -27,7 +27,7 @@ from hf_speculate.models.language_model import LanguageModel
 from hf_speculate.triton_kernels.noise import row_seeds
 from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy
 from hf_speculate.verify import RejectionVerifier
-from tests.cases import VERIFIERS, assert_equal_ids, pair
+from tests.cases import assert_equal_ids, each_value
 from tests.generation.test_law import PROMPT, SIGNIFICANCE, joint_law, p_value
 from tests.grammars import Brackets, Grammar, RollbackGrammar
 from tests.tiny import make_law_model, make_model, noisy_copy, ragged_prompts
@@ -193,32 +193,11 @@ def test_greedy_is_plain_greedy(target, source):
     assert stats.num_emitted == NUM_NEW - 1
 
 
-@pytest.mark.parametrize("source", SOURCES)
-def test_coupled_is_the_text_of_its_seed(target, source):
-    options = {"do_sample": True, "verifier": "coupled", "seed": 4, "max_new_tokens": 12}
-    inputs = ragged_prompts(1, seed=3)
-    plain = target.generate(**inputs, **options)
-    assert_equal_ids(plain, target.generate(**inputs, **options, candidate_generator=SOURCES[source](target)))
-
-
-@pytest.mark.parametrize("verifier", VERIFIERS)
-def test_every_verifier_reads_what_a_generator_proposes(verifier):
-    target, draft = pair("llama")
-    stats = hf_speculate.SpeculationStats()
-    source = partial(AssistedCandidateGenerator, assistant_model=draft)
-    options = {"candidate_generator": source, "speculation_stats": stats, "num_assistant_tokens": 3}
-    ours = target.generate(**ragged_prompts(1, seed=5), **VERIFIERS[verifier], max_new_tokens=16, **options)
-    assert 0 <= ours.min() <= ours.max() < 64
-    assert stats.num_accepted > 0
-    assert max(stats.rounds_by_draft_len) <= 3
-
-
 def copying(logits_processor, **prepared):
     return PromptLookupCandidateGenerator(max_length=99, logits_processor=logits_processor, vocab_size=64)
 
 
-@pytest.mark.parametrize("source", ["assisted", "copying"])
-@pytest.mark.parametrize("make", [Grammar, RollbackGrammar], ids=["foreign", "rolled back"])
+@each_value(source=["assisted", "copying"], make=[Grammar, RollbackGrammar])
 def test_processors_with_state_are_not_shown_what_a_generator_tries(target, source, make):
     inputs = ragged_prompts(1, seed=3, min_len=12, vocab_size=8)
     made = copying if source == "copying" else SOURCES[source](target)

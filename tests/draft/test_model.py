@@ -22,6 +22,7 @@ from hf_speculate.models.language_model import LanguageModel
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.triton_kernels.noise import row_seeds
 from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy
+from tests.cases import each_value
 from tests.tiny import KINDS, SLIDING_WINDOW, make_law_model, make_model, ragged_prompts
 from tests.triton_kernels.distributions import FAIL_P_VALUE, PASS_P_VALUE, p_value
 
@@ -126,9 +127,7 @@ class DrafterContract:
                     draft.token_logits[row, :num], alone.token_logits[0, :num], atol=LOGIT_TOLERANCE, rtol=0
                 )
 
-    @pytest.mark.parametrize("strategy", [GREEDY, RANDOM])
-    @pytest.mark.parametrize("batch_size", [1, 3])
-    @pytest.mark.parametrize("num_draft_tokens", [1, 5])
+    @each_value(strategy=[GREEDY, RANDOM], batch_size=[1, 3], num_draft_tokens=[1, 5])
     def test_shapes_and_dtypes(self, strategy, batch_size, num_draft_tokens):
         draft = self.texts(batch_size).draft(num_draft_tokens, strategy)
         num = draft.token_ids.shape[1]
@@ -195,8 +194,7 @@ class DrafterContract:
         assert torch.equal(few.token_ids, many.token_ids[:, :num])
         assert torch.equal(few.lens, many.lens.clamp_max(2))
 
-    @pytest.mark.parametrize("strategy", [GREEDY, RANDOM])
-    @pytest.mark.parametrize("num_accepted", range(K + 1))
+    @each_value(strategy=[GREEDY, RANDOM], num_accepted=range(K + 1))
     def test_a_row_drafts_on_as_if_it_read_the_whole_text_afresh(self, strategy, num_accepted):
         texts = self.texts(1)
         for _ in range(3):
@@ -213,8 +211,7 @@ class DrafterContract:
             texts.keep([min(num, most) for num in num_accepted])
         self.assert_as_afresh(texts, strategy)
 
-    @pytest.mark.parametrize("strategy", [GREEDY, RANDOM])
-    @pytest.mark.parametrize("indices", [[1], [0, 2], [2, 0]])
+    @each_value(strategy=[GREEDY, RANDOM], indices=[[1], [0, 2], [2, 0]])
     def test_rows_keeps_the_named_rows_in_their_order(self, strategy, indices):
         texts = self.texts(3)
         most = texts.draft(K, strategy).token_ids.shape[1]

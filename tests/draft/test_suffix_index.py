@@ -8,6 +8,7 @@ import pytest
 
 from hf_speculate.draft import suffix_index
 from hf_speculate.draft.suffix_index import EMPTY_MATCH, MAX_MATCH_LEN, SuffixIndex
+from tests.cases import each_value
 
 SHORT, LONG = 512, 131_072  # tokens
 MAX_GROWTH = 2.0  # of the steps of a round, from short to long
@@ -57,8 +58,7 @@ def num_steps(index: SuffixIndex, token_ids: list[int], num_each: int) -> float:
     return steps / (len(token_ids) / num_each)
 
 
-@pytest.mark.parametrize("most", [1, 2, 5, MAX_MATCH_LEN])
-@pytest.mark.parametrize("vocab_size", [1, 2, 3, 6])
+@each_value(most=[1, 2, 5, MAX_MATCH_LEN], vocab_size=[1, 2, 3, 6])
 def test_the_match_is_the_latest_of_the_longest(vocab_size, most):
     generator = random.Random(vocab_size)
     for _ in range(25):

@@ -13,7 +13,7 @@ from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.models import folded_attention as attention
 from hf_speculate.models.attention_switch import folded_attention_for
 from hf_speculate.models.folded_attention import FOLDED, STANDS_FOR, folding
-from tests.cases import assert_equal_ids
+from tests.cases import assert_equal_ids, each_value
 from tests.tiny import SLIDING_WINDOW, make_model, noisy_copy, ragged_prompts
 
 LOGIT_TOLERANCE = 1e-9  # float64 round-off through the layers; a wrong mask moves logits by 1e-2 and more
@@ -78,8 +78,7 @@ def run(target, draft, inputs, action=None, **options):
     )
 
 
-@pytest.mark.parametrize("num_mask_dims", [2, 4])
-@pytest.mark.parametrize("name", MODELS)
+@each_value(num_mask_dims=[2, 4], name=MODELS)
 def test_logits_after_a_prefix_are_those_of_transformers(folds, name, num_mask_dims):
     kind, options = MODELS[name]
     model = make_model(kind, **options)
@@ -106,8 +105,7 @@ def test_logits_after_a_prefix_are_those_of_transformers(folds, name, num_mask_d
     assert torch.allclose(logits[0][seen], logits[1][seen], atol=LOGIT_TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize("name", MODELS)
+@each_value(batch_size=[1, 3], name=MODELS)
 def test_a_speculative_call_folds_and_gives_the_ids_of_plain(folds, name, batch_size):
     target, draft = make_pair(name)
     inputs = ragged_prompts(batch_size, seed=2)

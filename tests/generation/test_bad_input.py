@@ -8,7 +8,6 @@ from peft import PromptTuningConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
-    GenerationConfig,
     OpenAIGPTConfig,
     RwkvConfig,
 )
@@ -24,7 +23,7 @@ from hf_speculate.errors import (
     UnsupportedGenerationError,
     UnsupportedModelError,
 )
-from tests.cases import assert_equal_ids, pair, plain_and_ours
+from tests.cases import assert_equal_ids, each_value, pair, plain_and_ours
 from tests.generation.test_encoder_decoder import encoder_pair
 from tests.generation.test_encoder_decoder import inputs_of as encoder_inputs
 from tests.tiny import make_model, ragged_prompts
@@ -82,55 +81,10 @@ def test_wrong_fields(models, fields, message):
         target.generate(**ragged_prompts(1, seed=1), assistant_model=draft, **fields)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_beams": 2}, "the generation mode must be greedy or sampling with assistant_model, got beam_search"),
-        ({"use_cache": False}, "use_cache must be True with assistant_model"),
-        (
-            {"cache_implementation": "offloaded_static"},
-            "the cache must be a DynamicCache .* got an offloaded StaticCache",
-        ),
-        ({"cache_implementation": "paged"}, "cache_implementation must be left out with assistant_model, got 'paged'"),
-        ({"custom_generate": lambda model, input_ids: input_ids}, "custom_generate must be left out"),
-    ],
-)
-def test_wrong_combinations(models, options, message):
-    target, draft = models
-    with pytest.raises(UnsupportedGenerationError, match=message):
-        target.generate(**ragged_prompts(1, seed=1), assistant_model=draft, **options)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"output_hidden_states": True}, "output_hidden_states must be left out for more than one row, got 2 rows"),
-        ({"output_attentions": True}, "output_attentions must be left out for more than one row, got 2 rows"),
-        ({"streamer": type("S", (), {"put": lambda *_: None})()}, "streamer must be left out for more than one row"),
-    ],
-)
-def test_one_row_only(models, options, message):
-    target, draft = models
-    with pytest.raises(UnsupportedGenerationError, match=message):
-        target.generate(
-            **ragged_prompts(2, seed=1),
-            assistant_model=draft,
-            return_dict_in_generate=True,
-            max_new_tokens=3,
-            **options,
-        )
-
-
 def test_an_empty_prompt(models):
     target, draft = models
     with pytest.raises(UnsupportedGenerationError, match="must hold at least one token, got an empty one"):
         target.generate(torch.zeros(1, 0, dtype=torch.int64), assistant_model=draft, max_new_tokens=3)
-
-
-def test_embeddings_for_a_candidate_generator(models):
-    embeds = torch.zeros(1, 3, 32, dtype=torch.float64)
-    with pytest.raises(UnsupportedGenerationError, match="inputs_embeds must be left out with candidate_generator"):
-        models[0].generate(inputs_embeds=embeds, candidate_generator=PromptLookupCandidateGenerator())
 
 
 def test_a_wrapper_around_a_model(models):
@@ -140,13 +94,6 @@ def test_a_wrapper_around_a_model(models):
         target.generate(**ragged_prompts(1, seed=1), assistant_model=wrapped)
     with pytest.raises(UnsupportedModelError, match=r"got OptimizedModule; .*compile in place, with model\.compile"):
         hf_speculate.enable(wrapped)
-
-
-def test_an_unknown_model_argument():
-    target, draft = pair("gpt2")
-    encoded = torch.zeros(1, 3, 32, dtype=torch.float64)
-    with pytest.raises(UnsupportedGenerationError, match=r"must be among .*, got encoder_hidden_states"):
-        target.generate(**ragged_prompts(1, seed=1), encoder_hidden_states=encoded, assistant_model=draft)
 
 
 def test_a_draft_of_another_vocabulary(models):
@@ -212,43 +159,12 @@ def test_wrong_sources_of_drafts(models, options, error, message):
         target.generate(**ragged_prompts(1, seed=1), max_new_tokens=3, **options)
 
 
-def test_a_candidate_generator_for_two_rows(models):
-    target, _ = models
-    with pytest.raises(UnsupportedGenerationError, match="candidate_generator must be left out for more than one row"):
-        target.generate(
-            **ragged_prompts(2, seed=1), max_new_tokens=3, candidate_generator=PromptLookupCandidateGenerator()
-        )
-
-
-def test_early_exit_of_a_model_whose_layers_lie_elsewhere():
-    target, _ = pair("gpt2")
-    with pytest.raises(UnsupportedModelError, match="got GPT2LMHeadModel: its layers do not lie in base_model"):
-        target.generate(**ragged_prompts(1, seed=1), assistant_early_exit=1)
-
-
-@pytest.mark.parametrize(("name", "value"), [("speculation_type", "dflash"), ("use_mtp", True)])
-def test_drafts_from_the_targets_hidden_states(models, name, value):
-    target, draft = models
-    with pytest.raises(UnsupportedGenerationError, match=f"{name} must be left out with assistant_model"):
-        target.generate(**ragged_prompts(1, seed=1), assistant_model=draft, **{name: value})
-
-
 def test_an_assistant_that_is_no_model(models):
     target, _ = models
     with pytest.raises(UnsupportedModelError, match="assistant_model must be a transformers model that can generate"):
         target.generate(**ragged_prompts(1, seed=1), assistant_model=object())
     with pytest.raises(ConfigError, match="a draft head must be a folder or a Hub repository"):
         target.generate(**ragged_prompts(1, seed=1), assistant_model="draft")
-
-
-def test_a_model_with_recurrent_state():
-    config = RwkvConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2, context_length=32)
-    rwkv = AutoModelForCausalLM.from_config(config)
-    target, draft = pair("llama")
-    with pytest.raises(UnsupportedModelError, match="must be able to roll back, got RwkvForCausalLM"):
-        hf_speculate.generate(rwkv, **ragged_prompts(1, seed=1), assistant_model=draft)
-    with pytest.raises(UnsupportedModelError, match="must be able to roll back, got RwkvForCausalLM"):
-        target.generate(**ragged_prompts(1, seed=1), assistant_model=rwkv)
 
 
 def test_an_unfit_assistant_is_a_value_error_as_in_transformers():
@@ -373,16 +289,6 @@ def test_triton_by_name_where_it_cannot_run(models, is_assisted, options, monkey
         )
 
 
-def test_fields_in_a_config_are_checked(models):
-    target, draft = models
-    with pytest.raises(ConfigError, match="posterior_threshold must be in"):
-        target.generate(
-            **ragged_prompts(1, seed=1),
-            assistant_model=draft,
-            generation_config=GenerationConfig(posterior_threshold=2.0),
-        )
-
-
 @pytest.mark.parametrize("door", [hf_speculate.enable, hf_speculate.disable, hf_speculate.is_enabled])
 def test_a_door_is_for_models_that_generate(door):
     with pytest.raises(UnsupportedModelError, match="model must be a transformers model that can generate, got Linear"):
@@ -392,11 +298,11 @@ def test_a_door_is_for_models_that_generate(door):
 MASK_SHAPES = [(2, 4), (2, 8), (3, 6), (4, 6), (1, 6)]
 
 
-@pytest.mark.parametrize(
-    "drafts", [{"num_assistant_tokens": 3}, {"prompt_lookup_num_tokens": 3, "assistant_model": None}]
+@each_value(
+    drafts=[{"num_assistant_tokens": 3}, {"prompt_lookup_num_tokens": 3, "assistant_model": None}],
+    has_padding=[True, False],
+    shape=MASK_SHAPES,
 )
-@pytest.mark.parametrize("has_padding", [True, False])
-@pytest.mark.parametrize("shape", MASK_SHAPES, ids=str)
 def test_an_attention_mask_of_another_shape_than_the_prompt(models, shape, has_padding, drafts):
     target, draft = models
     mask = torch.ones(shape, dtype=torch.int64)

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import hf_speculate
-from tests.cases import ACCEPTED_ALL, assert_equal_ids, pair
+from tests.cases import ACCEPTED_ALL, assert_equal_ids, each_value, pair
 from tests.draft.test_custom import watched
 from tests.generation.test_compiled import compile_config, small_pair
 from tests.generation.test_encoder_decoder import encoder_pair, inputs_of
@@ -157,8 +157,7 @@ def next_turn(inputs: dict[str, Tensor], ids: Tensor, masks_padding: bool) -> di
     return {"input_ids": torch.cat([ids, SAID], dim=1), "attention_mask": mask}
 
 
-@pytest.mark.parametrize("home", ["dynamic", "preallocated"])
-@pytest.mark.parametrize("kind", ["llama", "mistral_window"])
+@each_value(home=["dynamic", "preallocated"], kind=["llama", "mistral_window"])
 def test_an_error_while_padding_is_read_brings_a_passed_cache_back(kind, home):
     target, same = pair(kind, ACCEPTED_ALL)  # so that all rows end in the first round, and lack what is fed last
     inputs, error = prompts(), Mistake("on purpose")
@@ -188,8 +187,7 @@ def test_a_pad_id_without_an_embedding_leaves_every_row_as_long():
             torch.testing.assert_close(one.keys[row, :, :num_text], other.keys[row, :, :num_text])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@each_value(dtype=[torch.float32, torch.float64], attention=["eager", "sdpa"])
 def test_padding_before_a_prompt_in_chunks_is_read_as_in_plain(attention, dtype):
     """A mask that hides all columns from a token of padding makes NaNs of its states, and then of real tokens'."""
     target = hf_speculate.enable(make_model("llama", attn_implementation=attention, dtype=dtype))

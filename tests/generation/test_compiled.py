@@ -16,7 +16,7 @@ from hf_speculate.draft.compiled import CompiledDrafter
 from hf_speculate.models import compiled
 from hf_speculate.models.cache_selection import CacheRequest
 from hf_speculate.models.compilation import Compilation
-from tests.cases import assert_equal_ids, pair
+from tests.cases import assert_equal_ids, each_value, pair
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 
 K = 2
@@ -156,8 +156,7 @@ def test_a_length_that_varies_compiles_once_per_bucket(runs):
         met.add(name)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt2"])
-@pytest.mark.parametrize("batch_size", [1, 3])
+@each_value(kind=["llama", "gemma2", "gpt2"], batch_size=[1, 3])
 def test_a_static_cache_without_a_compiler_means_fixed_buffers(kind, batch_size, monkeypatch):
     target, draft = small_pair(kind)
     inputs = ragged_prompts(batch_size, max_len=20)

@@ -6,8 +6,8 @@ from transformers import DynamicCache, GenerationConfig, LogitsProcessor, Logits
 
 import hf_speculate
 from hf_speculate.errors import ConfigError, UnsupportedGenerationError, UnsupportedModelError
-from tests.cases import ACCEPTED_ALL, assert_equal_ids, pair
-from tests.tiny import KINDS, SLIDING_WINDOW, make_law_model, make_model, noisy_copy, ragged_prompts
+from tests.cases import ACCEPTED_ALL, assert_equal_ids, each_value, pair
+from tests.tiny import SLIDING_WINDOW, make_law_model, make_model, noisy_copy, ragged_prompts
 
 NUM_SEQUENCES = 1000
 NUM_LONG_SINGLES = 12  # long calls of one row
@@ -102,15 +102,6 @@ def test_rows_of_one_prompt_differ_by_their_seed(models):
     assert not torch.equal(alone, models["target"].generate(**inputs, **{**options, "seed": 4}))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_model_draws_the_same_text_past_its_window(kind):
-    target, draft = pair(kind)
-    inputs = ragged_prompts(3, seed=3)
-    options = {**COUPLED, "seed": 5, "max_new_tokens": 3 * SLIDING_WINDOW}
-    alone = target.generate(**inputs, **options)
-    assert_equal_ids(alone, target.generate(**inputs, **options, assistant_model=draft, num_assistant_tokens=3))
-
-
 def test_a_token_depends_on_the_text_before_it_not_on_where_the_prompt_ended(models):
     """A token's position counts real tokens, so a text goes on in the same way wherever the call begins."""
     target, draft = models["target"], models["near"]
@@ -152,24 +143,6 @@ class Foreign(LogitsProcessor):
         return scores
 
 
-@pytest.mark.parametrize("eos_token_id", [None, 7])
-def test_lock_step_draws_the_same_text(models, eos_token_id):
-    target, inputs = models["target"], ragged_prompts(3, seed=5)
-    options = {**COUPLED, "seed": 2, "max_new_tokens": NUM_NEW, "eos_token_id": eos_token_id, "pad_token_id": 0}
-    ragged = target.generate(**inputs, **options)
-    for assistant in ({}, {"assistant_model": models["near"], "num_assistant_tokens": 3}):
-        stats = hf_speculate.SpeculationStats()
-        ids = target.generate(
-            **inputs,
-            **options,
-            **assistant,
-            logits_processor=LogitsProcessorList([Foreign()]),
-            speculation_stats=stats,
-        )
-        assert stats.lock_step
-        assert_equal_ids(ragged, ids)
-
-
 class Streamed:
     def __init__(self):
         self.ids: list[int] = []
@@ -191,8 +164,7 @@ def test_a_streamer_gets_the_same_text(models):
         assert streamer.has_ended
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral_window"])
-@pytest.mark.parametrize("turns_are_whole", [True, False])
+@each_value(kind=["llama", "mistral_window"], turns_are_whole=[True, False])
 def test_a_passed_cache_goes_on_from_turn_to_turn(kind, turns_are_whole):
     target, draft = pair(kind)
     texts, caches = [], []

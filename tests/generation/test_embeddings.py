@@ -7,7 +7,7 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 
 import hf_speculate
 from hf_speculate.errors import UnsupportedGenerationError
-from tests.cases import assert_equal_ids, pair
+from tests.cases import assert_equal_ids, each_value, pair
 from tests.generation.test_compiled import compile_config, compiled_and_eager, small_pair
 from tests.generation.test_encoder_decoder import encoder_pair, inputs_of
 from tests.generation.test_ownership import assert_same_contents, cache_contents
@@ -71,8 +71,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("with_ids", [True, False])
-@pytest.mark.parametrize("way", WAYS)
+@each_value(with_ids=[True, False], way=WAYS)
 def test_every_source_of_drafts_gives_plain_text(way, with_ids):
     target, draft = pair("llama")
     own = {name: draft if name == "assistant_model" else value for name, value in WAYS[way].items()}
@@ -95,15 +94,6 @@ def test_embeddings_of_ids_are_drawn_as_the_ids_are(own):
     for with_ids in (True, False):
         inputs = embedded(target, prompts, with_ids=with_ids, noise=0.0)
         assert torch.equal(target.generate(**inputs, **options, **own)[:, -NUM_NEW:], alone)
-
-
-@pytest.mark.parametrize("with_ids", [True, False])
-def test_coupled_sampling_is_the_same_with_and_without_a_draft(with_ids):
-    target, draft = pair("qwen2")
-    inputs = embedded(target, ragged_prompts(2, seed=6), with_ids=with_ids)
-    options = {"do_sample": True, "verifier": "coupled", "seed": 3, "num_return_sequences": 2, "temperature": 0.8}
-    alone, ours = both(target, inputs, {"assistant_model": draft, "num_assistant_tokens": K}, **options)
-    assert_equal_ids(alone, ours)
 
 
 @pytest.mark.parametrize("verifier", ["rejection", "block", "typical"])
@@ -133,28 +123,6 @@ def test_ids_may_be_fewer_or_more_than_the_embeddings_where_a_mask_says_what_is_
         assert torch.equal(ours[:, :num_ids], ids)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"max_length": 30},
-        {"min_new_tokens": 6, "max_new_tokens": NUM_NEW},
-        {"repetition_penalty": 1.3},
-        {"no_repeat_ngram_size": 2},
-        {"bad_words_ids": [[5, 6], [7]]},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize(("batch_size", "with_ids"), [(3, True), (2, False)])
-@pytest.mark.filterwarnings("ignore:Passing `")  # transformers' own, about prompts without ids
-def test_lengths_and_processors_are_as_in_plain(options, with_ids, batch_size):
-    target, draft = pair("llama")
-    inputs = embedded(target, ragged_prompts(batch_size, seed=9), with_ids=with_ids)
-    free = target.generate(**inputs, max_new_tokens=NUM_NEW)[:, -NUM_NEW:]
-    own = {"assistant_model": draft, "num_assistant_tokens": K}
-    plain, ours = both(target, inputs, own, eos_token_id=int(free[0, 3]), **options)
-    assert_equal_ids(plain, ours)
-
-
 @pytest.mark.parametrize("with_ids", [True, False])
 def test_stop_strings_end_the_text_as_in_plain(tokenizer, with_ids):  # noqa: F811
     target, draft = pair("llama")
@@ -166,8 +134,7 @@ def test_stop_strings_end_the_text_as_in_plain(tokenizer, with_ids):  # noqa: F8
     assert_equal_ids(plain, ours)
 
 
-@pytest.mark.parametrize("home", ["dynamic", "preallocated"])
-@pytest.mark.parametrize("with_ids", [True, False])
+@each_value(home=["dynamic", "preallocated"], with_ids=[True, False])
 def test_output_objects_are_those_of_plain(with_ids, home):
     target, draft = pair("mistral_window")
     inputs = embedded(target, ragged_prompts(2, seed=11, max_len=2 * SLIDING_WINDOW), with_ids=with_ids)
@@ -181,9 +148,7 @@ def test_output_objects_are_those_of_plain(with_ids, home):
     assert_same_contents(*contents, STATE_TOLERANCE)
 
 
-@pytest.mark.parametrize("home", ["dynamic", "preallocated"])
-@pytest.mark.parametrize("num_held", [4, SLIDING_WINDOW + 2])
-@pytest.mark.parametrize("with_ids", [True, False])
+@each_value(home=["dynamic", "preallocated"], num_held=[4, SLIDING_WINDOW + 2], with_ids=[True, False])
 def test_a_passed_cache_holds_the_beginning_of_the_embeddings(with_ids, num_held, home):
     target, draft = pair("mistral_window")
     ids = torch.randint(1, 64, (1, 2 * SLIDING_WINDOW), generator=torch.Generator().manual_seed(1))

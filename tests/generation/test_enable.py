@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, GenerationMixin
 
 import hf_speculate
 from hf_speculate import compat as private_names
-from tests.cases import assert_equal_ids
+from tests.cases import assert_equal_ids, each_value
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 
 HUB = Path(__file__).parents[2] / "examples" / "hub" / "typical"
@@ -140,8 +140,7 @@ class NamesTheFirst(LlamaForCausalLM):
         return super().generate(ids, *args, **kwargs)
 
 
-@pytest.mark.parametrize("kind", [TakesAll, NamesTheFirst])
-@pytest.mark.parametrize("num_places", [1, 2, 7])
+@each_value(kind=[TakesAll, NamesTheFirst], num_places=[1, 2, 7])
 def test_a_generate_of_any_arguments_takes_them_by_place(models, num_places, kind):
     target, draft = models
     target.__class__ = kind

@@ -9,7 +9,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 import hf_speculate
 from hf_speculate.cache.token_buffer import TokenBuffer
 from hf_speculate.engine.batch import Batch
-from tests.cases import assert_equal_ids, pair, plain_and_ours
+from tests.cases import assert_equal_ids, each_value, pair, plain_and_ours
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 
 K = 4
@@ -25,9 +25,7 @@ def common_ids(kind: str, inputs: dict, count: int) -> list[int]:
     return list(dict.fromkeys(middles))[:count]
 
 
-@pytest.mark.parametrize("batch_size", [1, 4])
-@pytest.mark.parametrize("num_eos", [1, 3])
-@pytest.mark.parametrize("pad_is_eos", [False, True])
+@each_value(batch_size=[1, 4], num_eos=[1, 3], pad_is_eos=[False, True])
 def test_eos_inside_a_block_ends_rows_where_plain_does(batch_size, num_eos, pad_is_eos):
     target, draft = pair("llama")
     inputs = ragged_prompts(batch_size, seed=11)
@@ -96,36 +94,6 @@ def test_min_new_tokens_holds_eos_back():
     assert ours.shape[1] >= inputs["input_ids"].shape[1] + 14
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"repetition_penalty": 1.4},
-        {"no_repeat_ngram_size": 2},
-        {"repetition_penalty": 1.2, "suppress_tokens": [5, 6, 7], "bad_words_ids": [[9], [10, 11]]},
-        {"sequence_bias": {(3,): 2.0, (4, 5): -3.0}},
-        {"exponential_decay_length_penalty": (4, 1.1), "eos_token_id": 7},
-        {"forced_eos_token_id": 9, "eos_token_id": 9},
-    ],
-    ids=lambda options: "+".join(options),
-)
-@pytest.mark.parametrize("batch_size", [1, 3])
-def test_known_processors_see_the_prefix_of_their_position(options, batch_size):
-    target, draft = pair("llama")
-    inputs = ragged_prompts(batch_size, seed=15)
-    stats = hf_speculate.SpeculationStats()
-    plain, ours = plain_and_ours(
-        target,
-        draft,
-        inputs,
-        max_new_tokens=NUM_NEW,
-        num_assistant_tokens=K,
-        speculation_stats=stats,
-        **options,
-    )
-    assert_equal_ids(plain, ours)
-    assert not stats.lock_step
-
-
 class Recorder(LogitsProcessor):
     """A user's own processor: forbids the id that follows the last one, and keeps all that it was shown."""
 
@@ -150,8 +118,7 @@ class StopAtSum(StoppingCriteria):
         return input_ids[:, -3:].sum(1) % 7 == 0
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize("eos_token_id", [None, 17])
+@each_value(batch_size=[1, 3], eos_token_id=[None, 17])
 def test_foreign_processors_and_criteria_are_called_exactly_as_in_plain(batch_size, eos_token_id):
     target, draft = pair("llama")
     inputs = ragged_prompts(batch_size, seed=16)
@@ -199,8 +166,7 @@ class PureStop(StoppingCriteria):
         return input_ids[:, -3:].sum(1) % 7 == 0
 
 
-@pytest.mark.parametrize("batch_size", [1, 4])
-@pytest.mark.parametrize("eos_token_id", [None, 17])
+@each_value(batch_size=[1, 4], eos_token_id=[None, 17])
 def test_without_eos_ended_rows_go_on_until_all_have_ended_as_in_plain(batch_size, eos_token_id):
     target, draft = pair("llama")
     inputs = ragged_prompts(batch_size, seed=16)
@@ -233,12 +199,15 @@ class StopsByNumber(StopAtSum):
 hf_speculate.register_row_wise(StopsByRegisteredNumber := type("StopsByRegisteredNumber", (StopsByNumber,), {}))
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize("criterion", [StopsByNumber, StopsByRegisteredNumber])
-@pytest.mark.parametrize(
-    "answer",
-    [lambda stops: stops.int(), lambda stops: stops.to(torch.uint8), lambda stops: stops.long() + 2, lambda stops: 0],
-    ids=["int32", "uint8", "lowest bit", "one number"],
+@each_value(
+    batch_size=[1, 3],
+    criterion=[StopsByNumber, StopsByRegisteredNumber],
+    answer=[
+        lambda stops: stops.int(),
+        lambda stops: stops.to(torch.uint8),
+        lambda stops: stops.long() + 2,
+        lambda stops: 0,
+    ],
 )
 def test_criteria_may_answer_with_numbers(answer, criterion, batch_size):
     target, draft = pair("llama")
@@ -256,42 +225,6 @@ def test_max_time_stops_soon():
     ours = target.generate(**inputs, max_new_tokens=480, max_time=0.05, assistant_model=draft, num_assistant_tokens=2)
     assert inputs["input_ids"].shape[1] < ours.shape[1] < inputs["input_ids"].shape[1] + 480
     assert time.monotonic() - begin < 30
-
-
-@pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize("with_eos", [False, True])
-def test_scores_and_logits_are_those_of_plain(batch_size, with_eos):
-    target, draft = pair("llama")
-    inputs = ragged_prompts(batch_size, seed=19)
-    eos = common_ids("llama", inputs, 2) if with_eos else None
-    plain, ours = plain_and_ours(
-        target,
-        draft,
-        inputs,
-        max_new_tokens=14,
-        eos_token_id=eos,
-        pad_token_id=0,
-        repetition_penalty=1.2,
-        return_dict_in_generate=True,
-        output_scores=True,
-        output_logits=True,
-        num_assistant_tokens=K,
-    )
-    assert_equal_ids(plain.sequences, ours.sequences)
-    for name in ("scores", "logits"):
-        expected, got = getattr(plain, name), getattr(ours, name)
-        assert len(expected) == len(got)
-        has_ended = torch.zeros(batch_size, dtype=torch.bool)
-        for position, (one, other) in enumerate(zip(expected, got, strict=True)):
-            assert one.dtype == other.dtype == torch.float32
-            assert torch.allclose(one[~has_ended], other[~has_ended], atol=SCORE_TOLERANCE)
-            assert (other[has_ended][:, 0] == 0).all()
-            assert (other[has_ended][:, 1:] == -torch.inf).all()
-            if with_eos:
-                token_ids = ours.sequences[:, inputs["input_ids"].shape[1] + position]
-                has_ended |= torch.isin(token_ids, torch.tensor(eos))
-    transition = target.compute_transition_scores(ours.sequences, ours.scores, normalize_logits=True)
-    assert transition.shape == (batch_size, len(ours.scores))
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral_window", "gemma2", "gemma3n"])
@@ -387,19 +320,6 @@ def test_greedy_decoding_leaves_torchs_generator_alone():
     before = torch.get_rng_state()
     target.generate(**ragged_prompts(1, seed=1), max_new_tokens=5, assistant_model=draft, num_assistant_tokens=5)
     assert torch.equal(before, torch.get_rng_state())
-
-
-@pytest.mark.parametrize("verifier", ["rejection", "typical"])
-def test_a_row_depends_on_its_own_seed_only(verifier):
-    target, draft = pair("llama")
-    inputs = ragged_prompts(3, seed=24)
-    options = {"do_sample": True, "verifier": verifier, "temperature": 0.8, "top_k": 20, "num_assistant_tokens": 3}
-    batch = target.generate(**inputs, max_new_tokens=12, assistant_model=draft, seed=[7, 8, 9], **options)
-    for row, seed in enumerate([7, 8, 9]):
-        real = inputs["attention_mask"][row].bool()
-        ids = inputs["input_ids"][row][real][None]
-        alone = target.generate(ids, max_new_tokens=12, assistant_model=draft, seed=seed, **options)
-        assert torch.equal(batch[row, -12:], alone[0, -12:])
 
 
 def test_speculation_comes_with_the_output_object():

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 import hf_speculate
-from tests.cases import assert_equal_ids
+from tests.cases import assert_equal_ids, each_value
 from tests.tiny import make_law_model, noisy_copy, ragged_prompts
 
 outlines_core = pytest.importorskip("outlines_core", reason="outlines-core is not installed")
@@ -69,8 +69,7 @@ def index():
     return outlines_core.Index(r"[a-z]+([0-9]{2,3}[A-Z]*\.)+", vocabulary)
 
 
-@pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize("batch_size", [1, 3])
+@each_value(do_sample=[False, True], batch_size=[1, 3])
 def test_a_guide_gives_the_text_of_plain(index, batch_size, do_sample):
     target = hf_speculate.enable(make_law_model(VOCAB_SIZE, seed=0))
     draft = noisy_copy(target, 0.1)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from tests.cases import assert_equal_ids, pair
+from tests.cases import assert_equal_ids, each_value, pair
 from tests.tiny import SLIDING_WINDOW, ragged_prompts
 
 K = 4
@@ -43,8 +43,7 @@ def assert_same_contents(one: list[tuple], other: list[tuple], tolerance: float 
 
 
 @pytest.mark.parametrize("home", ["dynamic", "preallocated"])
-@pytest.mark.parametrize("kind", ["llama", "mistral_window", "gemma2"])
-@pytest.mark.parametrize("num_held", [0, 3, 2 * SLIDING_WINDOW])
+@pytest.mark.parametrize(("kind", "num_held"), [("llama", 3), ("mistral_window", 2 * SLIDING_WINDOW), ("gemma2", 0)])
 def test_a_passed_cache_advances_in_place_as_in_plain(kind, num_held, home):
     target, draft = pair(kind)
     ids = torch.randint(1, 64, (1, 2 * SLIDING_WINDOW + 4), generator=torch.Generator().manual_seed(1))
@@ -60,9 +59,7 @@ def test_a_passed_cache_advances_in_place_as_in_plain(kind, num_held, home):
     assert_same_contents(cache_contents(caches[0]), cache_contents(caches[1]), tolerance)
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral_window"])
-@pytest.mark.parametrize("turns_are_whole", [True, False])
-@pytest.mark.parametrize("home", ["dynamic", "preallocated"])
+@each_value(kind=["mistral_window"], turns_are_whole=[True, False], home=["dynamic", "preallocated"])
 def test_a_second_chat_turn_continues_on_the_cache_of_the_first(kind, turns_are_whole, home):
     target, draft = pair(kind)
     caches = [DynamicCache(config=target.config) for _ in range(2)]
@@ -113,43 +110,26 @@ class FailingStreamer(Failing):
         pass
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral_window"])
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-@pytest.mark.parametrize("what", ["processor", "criterion", "streamer", "target forward", "draft forward", "layer"])
-@pytest.mark.parametrize("num_held", [0, 3, 2 * SLIDING_WINDOW])
-def test_an_error_arrives_unchanged_and_leaves_cache_models_and_configs(kind, error, what, num_held):
-    target, draft = (copy.deepcopy(model) for model in pair(kind))
+@pytest.mark.parametrize("what", ["processor", "draft forward", "layer"])
+def test_an_interrupt_arrives_and_leaves_cache_models_and_configs(what):
+    """Errors of every class, at every place: `tests/reliability/test_faults_injected.py`."""
+    target, draft = (copy.deepcopy(model) for model in pair("mistral_window"))
     ids = torch.randint(1, 64, (1, 2 * SLIDING_WINDOW + 4), generator=torch.Generator().manual_seed(1))
-    cache = prefilled(target, ids[:, :num_held]) if num_held else DynamicCache(config=target.config)
+    cache = prefilled(target, ids[:, : 2 * SLIDING_WINDOW])
     configs = [(model.config.to_dict(), model.generation_config.to_dict()) for model in (target, draft)]
-    before = cache_contents(cache) if num_held else None
-    options = {
-        "processor": {"logits_processor": LogitsProcessorList([FailingProcessor(5, error)])},
-        "criterion": {"stopping_criteria": StoppingCriteriaList([FailingCriterion(5, error)])},
-        "streamer": {"streamer": FailingStreamer(6, error)},
-    }.get(what, {})
-    hooked = {
-        "target forward": target,
-        "draft forward": draft,
-        "layer": target.model.layers[1],
-    }.get(what)
-    if hooked is not None:
-        failing = Failing(3, error)
-        handle = hooked.register_forward_hook(lambda *_: failing.tick())
-    with pytest.raises(error, match="on purpose"):
-        target.generate(
-            ids, past_key_values=cache, max_new_tokens=20, assistant_model=draft, num_assistant_tokens=K, **options
-        )
-    if hooked is not None:
-        handle.remove()
+    before, options, failing = cache_contents(cache), {}, Failing(3, KeyboardInterrupt)
+    if what == "processor":
+        options["logits_processor"] = LogitsProcessorList([FailingProcessor(5, KeyboardInterrupt)])
+    hooked = target.model.layers[1] if what == "layer" else draft
+    handle = hooked.register_forward_hook(lambda *_: failing.tick() if what != "processor" else None)
+    own = {"past_key_values": cache, "assistant_model": draft, "num_assistant_tokens": K}
+    with pytest.raises(KeyboardInterrupt, match="on purpose"):
+        target.generate(ids, max_new_tokens=20, **own, **options)
+    handle.remove()
     assert [(model.config.to_dict(), model.generation_config.to_dict()) for model in (target, draft)] == configs
-    if before is None:
-        assert cache.get_seq_length() == 0
-    else:
-        assert_same_contents(before, cache_contents(cache))
+    assert_same_contents(before, cache_contents(cache))
     plain = target.generate(ids, past_key_values=copy.deepcopy(cache), max_new_tokens=8)
-    ours = target.generate(ids, past_key_values=cache, max_new_tokens=8, assistant_model=draft, num_assistant_tokens=5)
-    assert_equal_ids(plain, ours)
+    assert_equal_ids(plain, target.generate(ids, max_new_tokens=8, **own))
 
 
 @pytest.mark.parametrize("home", ["dynamic", "preallocated"])

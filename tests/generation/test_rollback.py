@@ -1,5 +1,6 @@
 """Processors with state that can take calls back run inside a block, on the draft too, equal to plain decoding."""
 
+import itertools
 import re
 from functools import cache
 from pathlib import Path
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import LogitsProcessorList
 
 import hf_speculate
-from tests.cases import ACCEPTED_ALL, CACHES, DRAFTERS, VERIFIERS, assert_equal_ids, pair
+from tests.cases import ACCEPTED_ALL, CACHES, DRAFTERS, VERIFIERS, assert_equal_ids, each_value, pair
 from tests.generation.test_options import Identity, Recorder
 from tests.generation.test_schedules import ScriptedSchedule
 from tests.grammars import Brackets, Grammar, PureGrammar, RollbackGrammar, Table, WatchedGrammar, masked
@@ -51,9 +52,7 @@ def assert_obeys(machine: Any, ids: torch.Tensor, prompt_len: int, eos: list[int
                 break
 
 
-@pytest.mark.parametrize("eos_token_id", [None, EOS], ids=["no EOS", "EOS"])
-@pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize("kind", ["llama", "mistral_window"])
+@each_value(eos_token_id=[None, EOS], batch_size=[1, 3], kind=["llama", "mistral_window"])
 def test_a_grammar_gives_the_greedy_text_of_plain(kind, batch_size, eos_token_id):
     inputs = ragged_prompts(batch_size, seed=3)
     options = {"kind": kind, "eos_token_id": eos_token_id}
@@ -90,8 +89,7 @@ def test_without_the_protocol_a_grammar_moves_rows_in_lock_step():
     assert "Grammar" in stats.fallbacks[0]
 
 
-@pytest.mark.parametrize("keeps_rows", [False, True], ids=["rows leave", "rows stay"])
-@pytest.mark.parametrize("batch_size", [1, 4])
+@each_value(keeps_rows=[False, True], batch_size=[1, 4])
 def test_the_state_is_never_left_on_a_refused_prefix(batch_size, keeps_rows):
     inputs = ragged_prompts(batch_size, seed=3)
     prompt_len = inputs["input_ids"].shape[1]
@@ -123,8 +121,7 @@ def test_a_draft_that_equals_the_target_is_never_refused():
     assert stats.num_accepted == stats.num_verified > 0
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("verifier", VERIFIERS)
+@pytest.mark.parametrize(("drafter", "verifier"), zip(itertools.cycle(DRAFTERS), VERIFIERS, strict=False))
 def test_every_verifier_decodes_what_it_does_under_the_same_grammar_without_state(verifier, drafter):
     """So sampled texts keep their law: a pure processor's do."""
     target, draft = smallest()

@@ -10,7 +10,7 @@ import hf_speculate
 from hf_speculate.draft.model import ModelDrafter
 from hf_speculate.engine.stage_clock import StageClock
 from hf_speculate.schedule import AdaptiveSchedule
-from tests.cases import assert_equal_ids, pair
+from tests.cases import assert_equal_ids, each_value, pair
 from tests.tiny import noisy_copy, ragged_prompts
 
 LENS = (0, 3, 0, 0, 5, 1, 0, 2, 0, 0, 0, 4)
@@ -65,9 +65,7 @@ def histories(monkeypatch):
     return checked
 
 
-@pytest.mark.parametrize("options", [{}, PROCESSED], ids=["bare", "processed"])
-@pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize("kind", ["llama", "mistral_window", "gpt2"])
+@each_value(options=[{}, PROCESSED], batch_size=[1, 3], kind=["llama", "mistral_window", "gpt2"])
 def test_plain_steps_between_drafts_leave_greedy_text_as_it_is(scripted, kind, batch_size, options):
     target, draft = pair(kind)
     inputs = ragged_prompts(batch_size, seed=3)

@@ -18,7 +18,7 @@ from transformers import (
 import hf_speculate
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.generation.self_test import NUM_TOKENS, relative_difference
-from tests.cases import assert_equal_ids
+from tests.cases import assert_equal_ids, each_value
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 from tests.tiny_encoders import decoder_of, make_bart, make_t5, make_whisper
 from tests.tiny_readers import READERS
@@ -104,8 +104,7 @@ def test_a_known_type_is_not_tested():
     assert "self-test" not in stats.plan
 
 
-@pytest.mark.parametrize("model_class", [Strides, Counts])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@each_value(model_class=[Strides, Counts], dtype=[torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_a_model_that_decodes_otherwise_is_refused_with_the_difference(model_class, dtype):
     model = own_model(model_class, dtype)
     name = str(dtype).removeprefix("torch.")

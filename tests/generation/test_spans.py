@@ -9,7 +9,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import hf_speculate
 from hf_speculate.verify import base
-from tests.cases import DRAFTERS, assert_equal_ids
+from tests.cases import DRAFTERS, assert_equal_ids, each_value
 from tests.generation.test_law import MIN_EXPECTED, PROMPT, SIGNIFICANCE, draw
 from tests.tiny import make_law_model, noisy_copy, ragged_prompts
 
@@ -76,8 +76,7 @@ class Foreign(LogitsProcessor):
         return scores
 
 
-@pytest.mark.parametrize("is_lock_step", [False, True], ids=["ragged", "lock step"])
-@pytest.mark.parametrize("num_drafted", [1, 5])
+@each_value(is_lock_step=[False, True], num_drafted=[1, 5])
 def test_outside_of_spans_greedy_tokens_are_the_argmax(models, prompts, num_drafted, is_lock_step):
     target, draft = models
     options = {"assistant_model": draft, "num_assistant_tokens": num_drafted, "max_new_tokens": NUM_NEW}

@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache, StaticSlidingWi
 
 from hf_speculate.cache.static import static_copy, write_back
 from hf_speculate.errors import UnsupportedGenerationError
-from tests.cases import assert_equal_ids, pair
+from tests.cases import assert_equal_ids, each_value, pair
 from tests.generation.test_batch_cache import PAD, SAID, ends, prompts
 from tests.generation.test_encoder_decoder import encoder_pair, inputs_of
 from tests.generation.test_ownership import STATE_TOLERANCE, FailingCriterion, FailingStreamer
@@ -98,8 +98,7 @@ def turns(first: dict[str, Any], second: dict[str, Any], kind: str, inputs: dict
     return text, held
 
 
-@pytest.mark.parametrize("batch_size", [1, 4])
-@pytest.mark.parametrize("kind", ["llama", "mistral_window"])
+@each_value(batch_size=[1, 4], kind=["llama", "mistral_window"])
 def test_a_cache_may_be_passed_back_in_whoever_returned_it(kind, batch_size):
     own = speculative(pair(kind)[1])
     inputs = prompts() if batch_size > 1 else ONE_ROW
@@ -127,8 +126,7 @@ def test_the_caches_of_an_encoder_decoder():
     assert lens == [part.get_seq_length() for part in parts_of(fresh.past_key_values)]
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral_window"])
-@pytest.mark.parametrize("fault", ["criterion", "end of the stream"])
+@each_value(kind=["llama", "mistral_window"], fault=["criterion", "end of the stream"])
 def test_a_passed_static_cache_stays_as_it_was_in_a_call_that_fails(kind, fault):
     target, draft = pair(kind)
     cache = StaticCache(config=target.config, max_cache_len=ROOM)

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hf_speculate import SpeculationStats
 from hf_speculate.errors import ConfigError
-from tests.cases import assert_equal_ids, pair
+from tests.cases import assert_equal_ids, each_value, pair
 from tests.tiny import noisy_copy, ragged_prompts
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,"  # one for each of the 64 ids
@@ -21,9 +21,7 @@ def tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize("num_assistant_tokens", [2, 8])
-@pytest.mark.parametrize("eos_token_id", [None, 63])
+@each_value(batch_size=[1, 3], num_assistant_tokens=[2, 8], eos_token_id=[None, 63])
 def test_text_ends_where_plain_ends_it(tokenizer, batch_size, num_assistant_tokens, eos_token_id):
     target, draft = pair("llama")
     inputs = ragged_prompts(batch_size, seed=31)

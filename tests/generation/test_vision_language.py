@@ -9,7 +9,7 @@ from transformers import DynamicCache
 
 import hf_speculate
 from hf_speculate.errors import UnsupportedGenerationError
-from tests.cases import assert_equal_ids, pair, plain_and_ours
+from tests.cases import assert_equal_ids, each_value, pair, plain_and_ours
 from tests.tiny import make_model, ragged_prompts
 from tests.tiny_encoders import make_llava, make_qwen2_vl, make_qwen3_5_vl, picture_prompts, text_draft
 from tests.tiny_pictures import READINGS
@@ -25,8 +25,7 @@ def picture_pair(kind):
     return target, text_draft(target)
 
 
-@pytest.mark.parametrize("home", ["auto", "dynamic"])
-@pytest.mark.parametrize("kind", MAKERS)
+@each_value(home=["auto", "dynamic"], kind=MAKERS)
 @pytest.mark.parametrize(("batch_size", "num_assistant_tokens"), [(1, 5), (3, 3)])
 def test_greedy_equals_plain(kind, batch_size, num_assistant_tokens, home):
     target, draft = picture_pair(kind)

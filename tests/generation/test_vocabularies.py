@@ -15,7 +15,7 @@ import hf_speculate
 from hf_speculate.draft.assistant import AcceptanceTallies
 from hf_speculate.draft.model import ModelDrafter
 from hf_speculate.errors import UnsupportedModelError
-from tests.cases import CACHES, VERIFIERS, assert_equal_ids, plain_and_ours
+from tests.cases import VERIFIERS, assert_equal_ids, each_value, plain_and_ours
 from tests.generation.test_compiled import compile_config
 from tests.generation.test_law import SIGNIFICANCE, draw, joint_law, p_value
 from tests.tiny import make_law_model, make_model, noisy_copy, ragged_prompts
@@ -64,8 +64,7 @@ def padded_draft(target, size: int):
     return draft
 
 
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize(("batch_size", "cache"), [(3, "dynamic"), (1, "preallocated")])
 @pytest.mark.parametrize("size", SIZES)
 def test_padded_greedy_is_plain_greedy(target, tokenizer, size, batch_size, cache):
     stats = hf_speculate.SpeculationStats()
@@ -83,8 +82,7 @@ def test_padded_greedy_is_plain_greedy(target, tokenizer, size, batch_size, cach
     assert stats.verified_acceptance_rate > 0.3
 
 
-@pytest.mark.parametrize("verifier", VERIFIERS)
-@pytest.mark.parametrize("size", SIZES)
+@each_value(verifier=VERIFIERS, size=SIZES)
 def test_fault_d_padded_vocabulary_samples(target, tokenizer, size, verifier):
     """Another size of the same vocabulary raises an AttributeError in transformers, under sampling."""
     stats = hf_speculate.SpeculationStats()
@@ -114,8 +112,7 @@ def test_padded_draws_have_the_law_of_the_target(size, verifier):
     assert p_value(draw(target, draft, NUM_DRAWS, **options), joint_law(target, 3)) > SIGNIFICANCE
 
 
-@pytest.mark.parametrize("batch_size", [1, 4])
-@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}])
+@each_value(batch_size=[1, 4], options=[{}, {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}])
 def test_another_tokenizer_greedy_is_plain_greedy(target, tokenizer, foreign, batch_size, options):
     draft, assistant_tokenizer = foreign
     stats = hf_speculate.SpeculationStats()
@@ -197,8 +194,7 @@ def test_fault_e_the_draft_model_stays_as_it_is(target, tokenizer, foreign):
     assert draft.generation_config.to_dict() == config
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize(("batch_size", "do_sample"), [(3, False), (1, True)])
 def test_copies_go_beside_a_draft_of_another_tokenizer(target, tokenizer, foreign, batch_size, do_sample):
     draft, theirs = foreign
     inputs = ragged_prompts(batch_size, seed=2)

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_speculate
 from hf_speculate.errors import UnsupportedModelError
-from tests.cases import assert_equal_ids, pair, plain_and_ours
+from tests.cases import assert_equal_ids, each_value, pair, plain_and_ours
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 
 NUM_NEW = 16
@@ -67,8 +67,7 @@ def test_every_row_may_have_its_own_adapter():
     assert not stats.lock_step
 
 
-@pytest.mark.parametrize("on_disk", ["model.layers.1", "model.embed_tokens"])
-@pytest.mark.parametrize("part", ["target", "draft"])
+@each_value(on_disk=["model.layers.1", "model.embed_tokens"], part=["target", "draft"])
 def test_weights_may_lie_on_disk(part, on_disk, tmp_path):
     target = make_model("llama")
     draft = noisy_copy(target)
@@ -108,8 +107,7 @@ def test_device_map_auto_may_leave_layers_on_disk(part, tmp_path):
 
 
 @pytest.mark.torchao
-@pytest.mark.parametrize("parts", ["target", "draft", "both"])
-@pytest.mark.parametrize("batch_size", [1, 3])
+@each_value(parts=["target", "draft", "both"], batch_size=[1, 3])
 def test_weights_may_be_integers(parts, batch_size):
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 

@@ -77,12 +77,11 @@ def both(layer, query, key, value, mask, **kwargs):
     return ours, expected
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize("num_query", [1, 2, 6])
-@pytest.mark.parametrize("groups", [1, 2, 4, 7])
+@pytest.mark.parametrize("num_query", [1, 6])
+@pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("mask", ["bool", "float", "shared", "none"])
-@pytest.mark.parametrize("scaling", [None, 0.7])
-def test_the_result_is_that_of_transformers(folds, mask, groups, num_query, batch_size, scaling):
+def test_the_result_is_that_of_transformers(folds, mask, groups, num_query):
+    batch_size, scaling = 3, 0.7 if groups == 1 else None
     given = make_mask(mask, batch_size, num_query)
     layer, (query, key, value) = Layer(groups), states(groups, num_query, batch_size)
     before = [tensor.clone() for tensor in (query, key, value)]

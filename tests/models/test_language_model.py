@@ -10,6 +10,7 @@ from transformers import DynamicCache, PreTrainedModel
 from hf_speculate.cache.dynamic import DynamicKVCache
 from hf_speculate.errors import ShapeError
 from hf_speculate.models.language_model import LanguageModel
+from tests.cases import each_value
 from tests.tiny import KINDS, SLIDING_WINDOW, make_model, ragged_prompts
 
 LOGIT_TOLERANCE = 1e-9  # float64 round-off of attention over masked columns; wrong positions differ by 1e-2 and more
@@ -27,8 +28,7 @@ def llama() -> PreTrainedModel:
     return make_model("llama")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("num_pieces", [1, 3])
+@each_value(kind=KINDS, num_pieces=[1, 3])
 def test_logits_of_a_padded_batch_equal_plain_forwards_of_its_rows(kind, num_pieces):
     model = make_model(kind)
     prompts = ragged_prompts(BATCH_SIZE, seed=2, min_len=4, max_len=2 * SLIDING_WINDOW)

@@ -22,7 +22,7 @@ MUTANTS = (
         "hf_speculate/engine/batch.py",
         "[self.max_length - length for",
         "[self.max_length - length + 1 for",
-        "generation/test_greedy_exactness.py generation/test_padding.py generation/test_rollback.py",
+        "generation/test_options.py generation/test_matrix.py",
     ),
     Mutant(
         "batch: seeds are not compacted",
@@ -43,7 +43,7 @@ MUTANTS = (
         "hf_speculate/engine/batch.py",
         "[self.num_pads[row] for row in indices]",
         "self.num_pads[: len(indices)]",
-        "generation/test_draft_state.py",
+        "generation/test_matrix.py generation/test_draft_state.py generation/test_batch_cache.py",
     ),
     Mutant(
         "batch: prompt lengths are not compacted",
@@ -173,14 +173,14 @@ MUTANTS = (
         "hf_speculate/engine/stop_tracker.py",
         "self._num_new[row_id] + num\n",
         "self._num_new[row_id] + num + 1\n",
-        "generation/test_greedy_exactness.py processors/test_stopping_criteria.py generation/test_stop_strings.py",
+        "generation/test_options.py generation/test_matrix.py",
     ),
     Mutant(
         "stops: a finished row emits on",
         "hf_speculate/engine/stop_tracker.py",
         "if batch.is_finished[row] and not self._is_lock_step:",
         "if False:",
-        "generation/test_greedy_exactness.py processors/test_stopping_criteria.py generation/test_stop_strings.py",
+        "generation/test_options.py generation/test_matrix.py",
     ),
     Mutant(
         "stops: rows without padding end at their own stop",

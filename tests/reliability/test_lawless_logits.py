@@ -11,7 +11,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
 import hf_speculate
 from hf_speculate.errors import BadLogitsError
 from hf_speculate.types import Status
-from tests.cases import assert_equal_ids, pair
+from tests.cases import assert_equal_ids, each_value, pair
 from tests.tiny import make_law_model, ragged_prompts
 
 K = 3
@@ -173,8 +173,7 @@ class SpoilsRowsAfter(LogitsProcessor):
         return torch.where(holds[:, None], torch.full_like(scores, NAN), scores)
 
 
-@pytest.mark.parametrize("has_eos", [False, True])
-@pytest.mark.parametrize("verifier", ["rejection", "coupled"])
+@each_value(has_eos=[False, True], verifier=["rejection", "coupled"])
 def test_rows_in_lock_step_that_have_stopped_are_looked_at_where_they_go_on(has_eos, verifier):
     """Without EOS a row that has stopped goes on till all have, and plain `generate` fails where it has no law."""
     target, draft = pair("llama")
@@ -217,8 +216,7 @@ def test_a_draft_without_a_law_leaves_the_text(options, value, batch_size, home)
     assert_equal_ids(plain, ours)
 
 
-@pytest.mark.parametrize("value", [NAN, INF, -INF])
-@pytest.mark.parametrize("verifier", ["rejection", "block"])
+@each_value(value=[NAN, INF, -INF], verifier=["rejection", "block"])
 def test_a_draft_without_a_law_leaves_the_law(verifier, value):
     vocab_size, num_tokens = 5, 3
     target = hf_speculate.enable(make_law_model(vocab_size, seed=0))

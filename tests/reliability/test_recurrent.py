@@ -11,7 +11,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import hf_speculate
 from hf_speculate.models.language_model import cache_name
-from tests.cases import assert_equal_ids
+from tests.cases import assert_equal_ids, each_value
 from tests.recurrent_cases import hooks_of, recurrent_states
 from tests.reliability.faults import Mistake
 from tests.reliability.test_leaks import OBJECTS_A_CALL
@@ -31,8 +31,7 @@ def draft_of(kind: str) -> PreTrainedModel:
     return noisy_copy(target_of(kind))
 
 
-@pytest.mark.parametrize("error", [Mistake("on purpose"), KeyboardInterrupt("on purpose")])
-@pytest.mark.parametrize("kind", ["qwen3_5", "mamba2"])
+@each_value(error=[Mistake("on purpose"), KeyboardInterrupt("on purpose")], kind=["qwen3_5", "mamba2"])
 def test_an_error_within_a_mixer_leaves_no_hook_and_the_cache_as_it_was(kind, error):
     target, prompt = target_of(kind), ragged_prompts(3, seed=3)
     caches = [DynamicCache(config=target.config) for _ in range(2)]

@@ -57,7 +57,7 @@ def constant_rates(calls: list[list[Trace]], machine: Machine) -> list[float]:
 
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("num_rows", NUM_ROWS)
-@pytest.mark.parametrize("name", ["high", "good", "fair", "low", "zero"])
+@pytest.mark.parametrize("name", ["high", "zero"])
 def test_short_calls_come_near_the_best_constant(name, num_rows, machine):
     calls, (costs, ratio) = traces(name, num_rows), MACHINES[machine]
     known, constant = known_rate(calls, costs, ratio, num_rows), constant_rates(calls, costs)

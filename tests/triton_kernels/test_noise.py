@@ -135,6 +135,7 @@ def test_no_word_gives_zero_or_one(monkeypatch: pytest.MonkeyPatch) -> None:
     clocks = exponentials(keys, Stream.ACCEPT, torch.zeros(1, dtype=torch.int64), extremes)
     assert (clocks > 0).all()
     assert clocks.isfinite().all()
+    assert float(clocks[1] - clocks[0]) == pytest.approx(2.0**-32, rel=1e-5)  # the least clock wins a race
 
 
 def test_exponentials_have_rate_one() -> None:

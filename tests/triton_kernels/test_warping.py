@@ -41,7 +41,7 @@ def by_transformers(logits: Tensor, rule: dict[str, Any]) -> Tensor:
     return scores
 
 
-@pytest.mark.parametrize("vocab_size", [1, 7, 4096, 5000])
+@pytest.mark.parametrize("vocab_size", [1, 5000])
 @pytest.mark.parametrize("rule", RULES)
 def test_the_kernel_cuts_as_its_twin(rule: dict[str, Any], vocab_size: int) -> None:
     logits = make_logits(3, vocab_size)

@@ -3,7 +3,6 @@
 import re
 from pathlib import Path
 
-import pytest
 import torch
 
 import hf_speculate
@@ -11,6 +10,7 @@ from hf_speculate.config import SpeculationConfig
 from hf_speculate.types import DraftOut, Status
 from hf_speculate.verify import GreedyVerifier, base, keep_prefix
 from hf_speculate.verify.base import make_verifier
+from tests.cases import each_value
 from tests.verify.test_verifiers import VOCAB_SIZE, VerifierContract, assert_whole, make_keys, make_round
 
 
@@ -43,8 +43,7 @@ def hostile_round(kind: str) -> tuple[torch.Tensor, DraftOut]:
     return target, DraftOut(ids, (rows // 4 % 5).to(torch.int32), None, None)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("kind", ["none", "bad ids", "nan", "masked", "infinite"])
+@each_value(dtype=[torch.bfloat16, torch.float32, torch.float64], kind=["none", "bad ids", "nan", "masked", "infinite"])
 def test_a_rule_over_it_answers_hostile_rows_as_the_kernels_do(kind, dtype):
     target, draft = hostile_round(kind)
     target = target.to(dtype)

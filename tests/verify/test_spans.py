@@ -17,6 +17,7 @@ from hf_speculate.verify import (
 )
 from hf_speculate.verify.base import check_verifier, reads_draft_logits
 from hf_speculate.verify.spans import Span, Spans, SpanVerifier, make_spans
+from tests.cases import each_value
 from tests.triton_kernels.host_syncs import NoHostSync
 from tests.verify.test_verifiers import VOCAB_SIZE, VerifierContract, make_keys, make_round
 
@@ -145,8 +146,7 @@ def test_both_decide_something_the_other_would_not():
     assert not torch.equal(nums[0].num_accepted, nums[1].num_accepted)
 
 
-@pytest.mark.parametrize("is_open", [True, False])
-@pytest.mark.parametrize("bad_id", [-1, VOCAB_SIZE])
+@each_value(is_open=[True, False], bad_id=[-1, VOCAB_SIZE])
 def test_an_id_outside_the_vocabulary_is_refused_and_named(bad_id, is_open):
     target, draft = make_round(2, 3, has_law=False)
     target.scatter_(2, target.argmax(-1, keepdim=True), 60.0)

@@ -22,7 +22,7 @@ from hf_speculate.verify import (
     register_verifier,
 )
 from hf_speculate.verify.base import draft_stream, is_lossless, make_verifier, reads_draft_logits, verifier_names
-from tests.cases import ACCEPTED_ALL, assert_equal_ids, pair
+from tests.cases import ACCEPTED_ALL, assert_equal_ids, each_value, pair
 from tests.tiny import ragged_prompts
 
 VOCAB_SIZE = 11
@@ -69,9 +69,7 @@ class VerifierContract:
     def make(self) -> Verifier:
         raise AssertionError("a subclass makes the verifier")
 
-    @pytest.mark.parametrize("has_law", [True, False])
-    @pytest.mark.parametrize("num_drafted", [1, 4])
-    @pytest.mark.parametrize("batch_size", [1, 64])
+    @each_value(has_law=[True, False], num_drafted=[1, 4], batch_size=[1, 64])
     def test_a_verdict_is_accepted_ids_one_more_then_padding(self, has_law, num_drafted, batch_size):
         target, draft = make_round(batch_size, num_drafted, has_law=has_law)
         verdict = self.make().verify(target, draft, make_keys(batch_size))
@@ -313,6 +311,10 @@ def keeps(verifier: Verifier, chances: list[float]) -> bool:
 def test_each_typical_setting_decides_at_its_own_bound(chances, settings, looser):
     assert not keeps(typical(**settings), chances)
     assert keeps(typical(**{**settings, **looser}), chances)
+
+
+def test_typical_refuses_a_probability_that_is_the_threshold_itself():
+    assert not keeps(typical(posterior_threshold=0.5, posterior_alpha=9.0), [0.5, 0.5])
 
 
 def test_typical_defaults_are_the_papers():

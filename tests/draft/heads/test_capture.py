@@ -1,10 +1,10 @@
 """The hidden states that a drafter is handed are those of plain forwards, layer by layer."""
 
-import pytest
 import torch
 
 import hf_speculate
 from hf_speculate.types import DraftOut
+from tests.cases import each_value
 from tests.draft.heads.designs import NUM_TARGET_LAYERS, TARGET_WIDTH, VOCAB_SIZE
 from tests.draft.heads.rounds import states_of
 from tests.tiny import make_model, ragged_prompts
@@ -40,8 +40,7 @@ class Reader:
         self.live = [self.live[index] for index in indices]
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "preallocated"])
-@pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 3}], ids=["prompt at once", "chunks"])
+@each_value(cache=["dynamic", "preallocated"], options=[{}, {"prefill_chunk_size": 3}])
 def test_states_are_those_of_plain_forwards(cache, options):
     target = make_model("llama", vocab_size=VOCAB_SIZE, hidden_size=TARGET_WIDTH, num_hidden_layers=NUM_TARGET_LAYERS)
     target, made = hf_speculate.enable(target), []

@@ -15,7 +15,7 @@ import hf_speculate
 from hf_speculate.draft.heads.load import load_drafter
 from hf_speculate.engine.model_state import model_state
 from hf_speculate.errors import UnsupportedGenerationError, UnsupportedModelError
-from tests.cases import VERIFIERS, assert_equal_ids
+from tests.cases import VERIFIERS, assert_equal_ids, each_value
 from tests.draft.heads.designs import (
     DFLASH,
     DSPARK,
@@ -76,8 +76,7 @@ def ours_and_plain(pair, inputs=None, **options):
     return ours, target.generate(**inputs, **options), stats
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("batch_size", [1, 3])
+@each_value(kind=KINDS, batch_size=[1, 3])
 def test_greedy_text_is_plain_for_every_kind(kind, batch_size, tmp_path):
     head, target = KINDS[kind](tmp_path)
     target = hf_speculate.enable(target)
@@ -117,8 +116,7 @@ def test_rounds_of_every_length_come(pair):
     assert min(stats.accepted_per_position) > 0
 
 
-@pytest.mark.parametrize("ends", [(3, 9), (0, 3)], ids=["rows end", "a row ends at once"])
-@pytest.mark.parametrize("stays", [False, True], ids=["rows leave", "rows stay"])
+@each_value(ends=[(3, 9), (0, 3)], stays=[False, True])
 def test_rows_end_and_plain_steps_come_between(pair, ends, stays, monkeypatch):
     monkeypatch.setattr("hf_speculate.engine.builder.build_schedule", lambda *_: ScriptedSchedule())
     target, _ = pair
