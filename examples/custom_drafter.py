@@ -3,7 +3,7 @@
     python examples/custom_drafter.py --max-new-tokens 48
 
 No model drafts. A table of pairs is a poor drafter, but text repeats itself; and as the target verifies every proposal,
-the texts are those of plain decoding. The script says how many tokens a round gave, and that the texts are the same.
+the texts are those of plain decoding. The script prints the mean acceptance length, and that the texts are the same.
 """
 
 import argparse
@@ -101,7 +101,7 @@ def main() -> None:
         speculation_stats=stats,
     )
     print(tokenizer.decode(ours[0], skip_special_tokens=True))
-    print(f"\n{stats.mean_acceptance_length:.2f} tokens a round, acceptance {stats.acceptance_rate:.3f}")
+    print(f"\nmean acceptance length {stats.mean_acceptance_length:.2f}, acceptance rate {stats.acceptance_rate:.3f}")
     print(f"texts equal plain decoding's: {torch.equal(plain, ours)}")
 
 

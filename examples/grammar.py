@@ -4,7 +4,7 @@
     python examples/grammar.py
 
 `GrammarProcessor` is the adapter: one `GrammarMatcher` a row, with the methods of `hf_speculate.RollbackProcessor`.
-So drafts obey the grammar, rows advance by their own counts, and a round's refused tokens are taken back.
+So drafts obey the grammar, rows advance by their own counts, and tokens that are not accepted are taken back.
 """
 
 import argparse
@@ -119,7 +119,9 @@ def main() -> None:
             num_assistant_tokens=args.num_assistant_tokens,
             speculation_stats=stats,
         )
-        print(f"{name:10} acceptance {stats.acceptance_rate:.3f}, {stats.mean_acceptance_length:.2f} tokens a round")
+        print(
+            f"{name:10} mean acceptance length {stats.mean_acceptance_length:.2f}, acceptance rate {stats.acceptance_rate:.3f}"
+        )
     for text in tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True):
         print(repr(text))
 

@@ -36,7 +36,7 @@ def main() -> None:
         # 2. ... and whoever loads the folder needs not know them.
         loaded = hf_speculate.enable(AutoModelForCausalLM.from_pretrained(folder))
     loaded.generate(**inputs, assistant_model=draft, max_new_tokens=NUM_NEW, speculation_stats=stats)
-    print(f"loaded: verifier={stats.verifier}, {stats.mean_acceptance_length:.2f} tokens a round")
+    print(f"loaded: verifier={stats.verifier}, mean acceptance length {stats.mean_acceptance_length:.2f}")
 
     # 3. A repository without weights says how to decode, for a model that is not enabled and knows nothing of it.
     # transformers runs its custom_generate/generate.py, hence trust_remote_code.
@@ -48,7 +48,7 @@ def main() -> None:
         max_new_tokens=NUM_NEW,
         speculation_stats=stats,
     )
-    print(f"custom_generate: verifier={stats.verifier}, {stats.mean_acceptance_length:.2f} tokens a round\n")
+    print(f"custom_generate: verifier={stats.verifier}, mean acceptance length {stats.mean_acceptance_length:.2f}\n")
     print(tokenizer.decode(output[0], skip_special_tokens=True))
 
 

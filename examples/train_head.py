@@ -80,7 +80,7 @@ def measure_stage(args: argparse.Namespace) -> None:
         ratio, rounds = each["ratio"], each.get("tokens_per_round", 0.0)
         print(
             f"{each['rows']} x {each['method']}: {each['tokens_per_s']:.1f} tokens/s, {ratio['median']:.2f}x plain "
-            f"({ratio['min']:.2f} to {ratio['max']:.2f}), {rounds:.2f} tokens a round, "
+            f"({ratio['min']:.2f} to {ratio['max']:.2f}), mean acceptance length {rounds:.2f}, "
             f"{each['identical_rows']}/{each['num_rows']} rows identical to plain"
         )
     facts = {

@@ -98,7 +98,7 @@ def main() -> None:
     )
     for number, ids in enumerate(ours.tolist()):
         print(f"sound {number}: {ids}")
-    print(f"{stats.mean_acceptance_length:.2f} tokens a round, acceptance {stats.acceptance_rate:.3f}")
+    print(f"mean acceptance length {stats.mean_acceptance_length:.2f}, acceptance rate {stats.acceptance_rate:.3f}")
     print(f"ids equal plain decoding's: {torch.equal(plain, ours)}")
 
 

@@ -136,40 +136,41 @@ _CHECKS: dict[str, _Check] = {
 
 @dataclass(frozen=True)
 class SpeculationConfig:
-    """The speculative settings of one `generate()` call. `None` means that nobody set the field.
+    """Settings of speculative decoding for one `generate()` call. `None` means that a field is not set.
 
     Args:
         verifier: name of a registered verifier.
-        posterior_threshold: typical acceptance's epsilon, in (0, 1).
-        posterior_alpha: typical acceptance's delta, > 0.
-        typical_correction: "argmax" or "sample", the token emitted at typical acceptance's first refusal; registered
-            rules that are lossy may follow it too.
-        relax_only_inside: ids (open, close) of the tokens around spans, thinking say; a lossy verifier decides there
-            only, and the lossless one everywhere else. `None`: it decides everywhere.
-        draft_sampling: "sample" or "argmax", how the draft proposes under `do_sample=True`.
-        num_assistant_tokens: tokens drafted a round, 1..128; with "adaptive" the most of them. `None` is 10 there and
-            5 elsewhere.
-        num_assistant_tokens_schedule: how that number moves from round to round; `None` is "constant" where the number
-            is set, "adaptive" where it is not.
+        posterior_threshold: epsilon of typical acceptance, in (0, 1).
+        posterior_alpha: delta of typical acceptance, > 0.
+        typical_correction: "argmax" or "sample", how typical acceptance chooses the token after the accepted ones;
+            custom lossy verifiers may use it too.
+        relax_only_inside: ids (open, close) of tokens around spans, such as those of a thinking model; a lossy verifier
+            applies inside of them only, a lossless one elsewhere. `None` applies the verifier everywhere.
+        draft_sampling: "sample" or "argmax", how the draft model chooses tokens with `do_sample=True`.
+        num_assistant_tokens: tokens to draft per round, 1..128; with "adaptive" the maximum. `None` is 10 with
+            "adaptive", else 5.
+        num_assistant_tokens_schedule: how the draft length changes between rounds. `None` is "constant" if
+            `num_assistant_tokens` is set, else "adaptive".
         assistant_confidence_threshold: a row stops drafting after a token of lower draft probability, in [0, 1].
-        prompt_lookup_num_tokens: tokens copied a round at most, 1..128, from where the text's end stood before; with
-            an assistant, each row copies or asks it, whichever promises more. `None`: nothing is copied.
-        max_matching_ngram_size: tokens of the text's end that are matched at most, >= 1; `None` is 64, which is also
-            the most.
-        suffix_store: a `SuffixStore`, texts of earlier calls to copy from too; this call's outputs are added to it.
-        draft_state: a `DraftState`, what the draft model has read in earlier calls; this call's text takes its place.
+        prompt_lookup_num_tokens: largest number of tokens to copy per round from earlier text, 1..128. With an
+            assistant, each row uses the source with the higher throughput estimate. `None` disables prompt lookup.
+        max_matching_ngram_size: largest number of last tokens to search for in earlier text, >= 1; `None` and larger
+            numbers mean 64.
+        suffix_store: a `SuffixStore` with texts of earlier calls, which prompt lookup searches too; the outputs of this
+            call are added to it.
+        draft_state: a `DraftState` with the draft model's KV cache of earlier calls; this call replaces its content.
         seed: an int, or one int per output row.
-        generator: draws the seed where none is given.
+        generator: draws the seed if none is given.
         speculation_stats: filled in during the call.
         speculation_callback: called with a `RoundReport` after every round.
-        candidate_generator: a transformers `CandidateGenerator` that drafts in place of a model, or what makes one
-            from keywords; it decides how many tokens it drafts, up to `num_assistant_tokens`.
-        drafter: makes a `Drafter` from the call's `DrafterSetup`, once for every decoding.
+        candidate_generator: a `CandidateGenerator` of transformers that drafts instead of a model, or a function that
+            makes one from keywords; it chooses the draft length, up to `num_assistant_tokens`.
+        drafter: makes a `Drafter` from the call's `DrafterSetup`, once per call.
         entropy_epsilon: advanced; added inside the logarithm of the entropy, >= 0.
-        verifier_backend: advanced; "auto", "torch" or "triton", of the kernels that verify and sample; "auto" is
-            Triton on a GPU.
+        verifier_backend: advanced; "auto", "torch" or "triton", the kernels that verify and sample; "auto" is Triton on
+            a GPU.
         speculation_cache: advanced; "auto", "dynamic" or "preallocated", the kind of KV cache; "auto" preallocates if
-            the model allows it and the cache is not the user's own.
+            the model supports it and no cache was passed.
 
     Raises:
         ConfigError: a value is out of its range or not among the choices.

@@ -70,7 +70,7 @@ def main() -> None:
     ratios, counts = measure(target, tokenizer, prompts, options, args.max_new_tokens)
     num_tokens, num_rounds = (sum(getattr(one, name) for one in counts) for name in ("num_emitted", "num_rounds"))
     print(f"{len(prompts)} prompts one by one, {args.dtype}, K = {args.num_assistant_tokens}")
-    print(f"tokens a round {num_tokens / num_rounds:.2f}")
+    print(f"mean acceptance length {num_tokens / num_rounds:.2f}")
     print(f"times plain decoding's speed {median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
     report = hf_speculate.check_parity(
         target, None, prompts, tokenizer=tokenizer, max_new_tokens=args.max_new_tokens, **options

@@ -123,11 +123,11 @@ def acceptance_text(results: dict) -> str:
     num_prompts = results["pair"]["num_prompts"]
     text = "\n## Acceptance\n" + paragraph(
         f"{num_prompts} held-out prompts (`examples/prompts.jsonl`), 128 new tokens each, rounds of {A_DRAFT_TOKENS} "
-        "draft tokens; a = accepted / judged, where the first refused token of a round is judged and those after it "
-        "are not. The overlap is the mean of sum(min(p,q)) along the same text."
+        "draft tokens; a = accepted / verified: of the tokens after "
+        "the accepted ones, only the first is verified. The overlap is the mean of sum(min(p,q)) along the same text."
     )
-    text += table(["dtype", "decoding", "a", "accepted / judged", "overlap"], rows)
-    text += "\nTokens per round, walked over the same texts:\n\n"
+    text += table(["dtype", "decoding", "a", "accepted / verified", "overlap"], rows)
+    text += "\nMean acceptance length on the same texts:\n\n"
     return text + table(["dtype", "decoding", *(f"K={num}" for num in range(1, 9))], walks)
 
 

@@ -1,4 +1,4 @@
-"""Lets the target continue training text, so that the draft learns from what it will be judged on."""
+"""Lets the target continue training text, so that the draft learns from texts of the kind that it will draft."""
 
 from pathlib import Path
 from typing import NamedTuple

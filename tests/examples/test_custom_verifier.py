@@ -101,9 +101,9 @@ def test_the_script_compares_it_with_greedy():
     arguments = ["--max-new-tokens", "8", "--num-assistant-tokens", "3"]
     result = subprocess.run([sys.executable, SCRIPT, *arguments], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    found = re.findall(r"^(\w+) +acceptance (\S+), (\S+) tokens a round$", result.stdout, re.M)
+    found = re.findall(r"^(\w+) +mean acceptance length (\S+), acceptance rate (\S+)$", result.stdout, re.M)
     assert [name for name, *_ in found] == ["greedy", "top_k"]
-    greedy, top_k = (float(acceptance) for _, acceptance, _ in found)
+    greedy, top_k = (float(acceptance) for _, _, acceptance in found)
     assert 0 < greedy < top_k <= 1
 
 

@@ -132,7 +132,9 @@ def test_the_script_compares_both_ways():
     arguments = ["--max-new-tokens", "16", "--num-assistant-tokens", "3"]
     result = subprocess.run([sys.executable, SCRIPT, *arguments], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    found = re.findall(r"^(lock step|rollback) +acceptance (\S+), (\S+) tokens a round$", result.stdout, re.M)
+    found = re.findall(
+        r"^(lock step|rollback) +mean acceptance length (\S+), acceptance rate (\S+)$", result.stdout, re.M
+    )
     assert [name for name, *_ in found] == ["lock step", "rollback"]
-    assert float(found[0][1]) < float(found[1][1])  # acceptance: drafts obey
+    assert float(found[0][1]) < float(found[1][1])  # drafts obey
     assert float(found[0][2]) < float(found[1][2])

@@ -127,5 +127,5 @@ def test_the_script_compares_it_with_plain_decoding():
     command = [sys.executable, "-m", "medusa.run", *arguments]
     result = subprocess.run(command, cwd=EXAMPLES, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert re.search(r"^tokens a round (\S+)$", result.stdout, re.M)
+    assert re.search(r"^mean acceptance length (\S+)$", result.stdout, re.M)
     assert "2 of 2 rows equal plain greedy decoding in float64" in result.stdout
