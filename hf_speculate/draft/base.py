@@ -10,8 +10,18 @@ from transformers import PreTrainedModel
 
 from hf_speculate.cache.base import KVCache
 from hf_speculate.errors import ConfigError, ShapeError
+from hf_speculate.models.compilation import CompiledUnits, CompileSettings
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy, Stream
+
+
+class DraftCompilation(NamedTuple):
+    """A request for compiled drafts."""
+
+    settings: CompileSettings
+    lens: tuple[int, ...]  # the draft lengths K that are compiled, ascending; others are rounded up
+    units: CompiledUnits  # compiled before
+    on_failure: Callable[[str], None]  # called with the reason, if something cannot be compiled
 
 
 @dataclass(frozen=True)
@@ -33,6 +43,7 @@ class DrafterSetup:
         keeps_logits: whether the verifier reads `DraftOut.token_logits`; if not, return None for them.
         confidence_threshold: a row's draft ends after a token of lower probability, in [0, 1]; 0 for no threshold.
         backend: "auto", "torch" or "triton", of the sampling kernels.
+        compilation: the request for compiled drafts; None if the call asks for none.
     """
 
     target: PreTrainedModel
@@ -48,6 +59,7 @@ class DrafterSetup:
     keeps_logits: bool = True
     confidence_threshold: float = 0.0
     backend: str = "auto"
+    compilation: DraftCompilation | None = None
 
 
 class DraftRequest(NamedTuple):
@@ -92,11 +104,11 @@ class Drafter(Protocol):
     A drafter passed to `generate(drafter=...)` needs `draft` and `rows` only; the attributes are optional, with the
     defaults of `DrafterDefaults`.
 
-    A drafter with heads on the last hidden state, such as Medusa, needs no cache; `examples/medusa` is one. A drafter
-    that continues from hidden states by itself, such as EAGLE, creates its own cache. In each call it first drops what
-    it cached for its last drafts and reads all of `kept`, pairing each token with the state that it was chosen from;
-    accepted drafts come again there, with the target's states. Then it drafts from its own states, one token at a time.
-    Rows advance by different counts (`kept.num_emitted`), so its cache keeps a length per row.
+    A drafter with heads on the last hidden state, such as Medusa, needs no cache. A drafter that continues from hidden
+    states by itself, such as EAGLE, creates its own cache. In each call it first drops what it cached for its last
+    drafts and reads all of `kept`, pairing each token with the state that it was chosen from; accepted drafts come
+    again there, with the target's states. Then it drafts from its own states, one token at a time. Rows advance by
+    different counts (`kept.num_emitted`), so its cache keeps a length per row.
     """
 
     hidden_layers: Sequence[int] | None
@@ -111,6 +123,8 @@ class Drafter(Protocol):
     """Whether it reads `kept`; if not, it may be None in every call."""
     min_query_len: int
     """Tokens of each row that it is fed at least, some of them again."""
+    is_compiled: bool
+    """Whether it drafts with compiled units, as `DrafterSetup.compilation` asks."""
     drafts_fewer: bool
     """Whether it may draft fewer tokens than requested for reasons other than the end of all rows."""
 
@@ -158,6 +172,7 @@ class DrafterDefaults:
     reads_kept = True
     min_query_len = 1
     drafts_fewer = False
+    is_compiled = False
 
     def project_states(self, states: Tensor) -> Tensor:
         """Returns the states as they are."""

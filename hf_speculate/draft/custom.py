@@ -46,6 +46,7 @@ class CustomDrafter(DrafterDefaults):
         self.max_draft_tokens = most
         self.reads_host_tokens = bool(getattr(drafter, "reads_host_tokens", False))
         self.reads_kept = bool(getattr(drafter, "reads_kept", True))
+        self.is_compiled = bool(getattr(drafter, "is_compiled", False))
         self._device = setup.device
         self._vocab_size = setup.vocab_size
 

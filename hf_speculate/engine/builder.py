@@ -83,14 +83,17 @@ def build_decoder(
     for model in (target, draft):
         if model is not None:
             check_backend(config.verifier_backend, device_of(model))
-    custom = make_custom_drafter(target, config, call)
-    plan = make_plan(target, draft, config, call, custom)
-    _report_plan(plan, stats)
 
     def forget_compiled(part: str, reason: str) -> None:
-        stats.compiled.remove(part)
+        if part in stats.compiled:
+            stats.compiled.remove(part)
         stats.add_fallback(f"{part}: {reason}")
 
+    custom = make_custom_drafter(target, config, call, forget_compiled)
+    plan = make_plan(target, draft, config, call, custom)
+    _report_plan(plan, stats)
+    if custom is not None and custom.is_compiled:
+        stats.compiled.append("draft")
     target_cache = _make_cache(plan.target_cache, target, call, call.input_ids.device, is_draft=False)
     keeps_states = call.is_cache_kept or call.ranks is not None or call.group is not None
     capture = _make_capture(target, plan, call)

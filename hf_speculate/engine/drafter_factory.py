@@ -5,7 +5,7 @@ from collections.abc import Callable
 from transformers import PreTrainedModel
 
 from hf_speculate.config import SpeculationConfig
-from hf_speculate.draft.base import Drafter, DrafterSetup
+from hf_speculate.draft.base import DraftCompilation, Drafter, DrafterSetup
 from hf_speculate.draft.compiled import CompiledDrafter
 from hf_speculate.draft.custom import CustomDrafter
 from hf_speculate.draft.from_candidate_generator import CandidateGeneratorDrafter, layers_read
@@ -15,9 +15,10 @@ from hf_speculate.draft.model import DraftSettings, ModelDrafter
 from hf_speculate.draft.suffix import SuffixDrafter, SuffixSettings
 from hf_speculate.draft.vocab_mapping import TranslatedLanguageModel
 from hf_speculate.engine.call import Call
-from hf_speculate.engine.compile_plan import draft_language_model
+from hf_speculate.engine.compile_plan import draft_language_model, draft_lens
 from hf_speculate.engine.plan import Plan
 from hf_speculate.models.chunks import draft_chunk_size
+from hf_speculate.models.compilation import CompiledUnits
 from hf_speculate.models.compiled import CompiledLanguageModel
 from hf_speculate.models.inferencer import Inferencer
 from hf_speculate.models.language_model import device_of, last_position
@@ -29,10 +30,19 @@ from hf_speculate.triton_kernels.backends import runs_kernels
 from hf_speculate.verify.base import draft_stream, reads_draft_logits
 
 
-def make_custom_drafter(target: PreTrainedModel, config: SpeculationConfig, call: Call) -> Drafter | None:
-    """The user's own drafter, or an adapter of a candidate generator; None if the call has neither."""
+def make_custom_drafter(
+    target: PreTrainedModel, config: SpeculationConfig, call: Call, on_failure: Callable[[str, str], None]
+) -> Drafter | None:
+    """The user's own drafter, or an adapter of a candidate generator; None if the call has neither.
+
+    Args:
+        target: scores the drafts.
+        config: resolved settings.
+        call: the prepared call.
+        on_failure: called with "draft" and the reason, if the drafter asked for compiled drafts and has none.
+    """
     if config.drafter is not None:
-        return CustomDrafter(config.drafter, _setup(target, config, call))
+        return CustomDrafter(config.drafter, _setup(target, config, call, on_failure))
     if call.generator is None:
         return None
     layers = layers_read(call.generator)
@@ -62,7 +72,14 @@ def make_drafter(
     return HybridDrafter(model, settings, plan.config.max_model_tokens, device)
 
 
-def _setup(target: PreTrainedModel, config: SpeculationConfig, call: Call) -> DrafterSetup:
+def _setup(
+    target: PreTrainedModel, config: SpeculationConfig, call: Call, on_failure: Callable[[str, str], None]
+) -> DrafterSetup:
+    compilation = None
+    if call.static is not None and call.static.target is not None and call.static.draft is not None:
+        compilation = DraftCompilation(
+            call.static.draft, draft_lens(config), CompiledUnits(), lambda reason: on_failure("draft", reason)
+        )
     return DrafterSetup(
         target=target,
         batch_size=call.batch_size,
@@ -77,6 +94,7 @@ def _setup(target: PreTrainedModel, config: SpeculationConfig, call: Call) -> Dr
         keeps_logits=reads_draft_logits(config),
         confidence_threshold=config.assistant_confidence_threshold or 0.0,
         backend=config.verifier_backend,
+        compilation=compilation,
     )
 
 

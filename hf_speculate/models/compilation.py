@@ -8,8 +8,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
 
 LOGGER = logging.getLogger(__name__)
 
@@ -85,7 +84,7 @@ class Compilation:
             Later calls try again only after torch's recompile limit, which holds back new shapes and no others.
     """
 
-    model: PreTrainedModel
+    model: nn.Module
     settings: CompileSettings
     units: CompiledUnits
     on_failure: Callable[[str], None]
@@ -109,7 +108,7 @@ class Compilation:
         try:
             key = (name, self.settings.key)
             compiled = self.units.function(key, lambda: self.settings.compile(function))
-            is_graphed = self.model.device.type == "cuda"
+            is_graphed = next(self.model.parameters()).device.type == "cuda"
             if is_graphed:
                 torch.compiler.cudagraph_mark_step_begin()
             with torch.no_grad():

@@ -10,46 +10,50 @@ the pair before, so that its pair at position p joins t_{p+1} with a state of de
 at positions below d. Draft step k runs depth (k - 1) mod n, which first catches up on the tokens drafted before.
 """
 
-from typing import NamedTuple, Protocol
-
 import torch
 from torch import Tensor
 
+from hf_speculate.draft.base import DrafterSetup
+from hf_speculate.draft.heads.chain_network import ChainNetwork, Pairs
+from hf_speculate.draft.heads.compiled_chain import CompiledChain
+from hf_speculate.draft.heads.head import HeadSpec
 from hf_speculate.draft.heads.proposal import Proposal
-from hf_speculate.draft.heads.round import HeadDrafter, HeadNetwork, NewTokens, last_of
-from hf_speculate.draft.heads.row_cache import Placed, RowCache
-from hf_speculate.draft.heads.target_parts import TargetParts
-
-
-class Pairs(NamedTuple):
-    """Pairs of tokens and states that go through one depth of a network together."""
-
-    token_ids: Tensor  # [B, N] int64
-    states: Tensor  # [B, N, H], the target's after `project`, or what the network made of earlier pairs
-    positions: Tensor  # [B, N] int64
-    placed: Placed
-
-
-class ChainNetwork(HeadNetwork, Protocol):
-    """A network that a chain is drafted with."""
-
-    num_depths: int
-    """How many layers of it take turns; each has pairs and caches of its own."""
-
-    def run(self, depth: int, pairs: Pairs, cache: RowCache, parts: TargetParts) -> Tensor:
-        """[B, N, H], what a depth makes of pairs; their keys and values go into the cache."""
-
-    def read(self, outputs: Tensor, parts: TargetParts) -> tuple[Tensor, Tensor]:
-        """Logits [B, Vd] of outputs [B, H], and the states [B, H] for the next pairs."""
+from hf_speculate.draft.heads.round import HeadDrafter, NewTokens, last_of
+from hf_speculate.draft.heads.row_cache import Placed
+from hf_speculate.draft.heads.target_parts import shape_of
 
 
 class ChainDrafter(HeadDrafter[ChainNetwork]):
-    """Drafts one token after another with a `ChainNetwork`."""
+    """Drafts one token after another with a `ChainNetwork`.
+
+    Args:
+        network: the head's.
+        spec: of the head.
+        setup: of the call; it may ask for compiled drafts.
+        device: of the head.
+        dtype: of the head.
+    """
+
+    def __init__(
+        self, network: ChainNetwork, spec: HeadSpec, setup: DrafterSetup, device: torch.device, dtype: torch.dtype
+    ):
+        super().__init__(network, spec, setup, device, dtype)
+        self._compiled: CompiledChain | None = None
+        # where the target is not compiled, rows leave the batch, and each number of rows would be compiled
+        is_target_eager = shape_of(setup.target.config).num_layers in spec.hidden_layers
+        if setup.compilation is not None and network.is_traceable and self.chooser.is_plain and not is_target_eager:
+            self._compiled = CompiledChain(network, setup, setup.compilation, self.cache)
+            self.is_compiled = self._compiled.is_working
 
     def propose(self, new: NewTokens, num_draft_tokens: int, proposal: Proposal) -> None:
         """See `HeadDrafter.propose`."""
         for chunk in new.chunks():
             self._read(chunk)
+        if self._compiled is not None:
+            unrolled = self._compiled.draft(self.newest_outputs[0], self.parts, num_draft_tokens, proposal.keys)
+            if unrolled is not None:
+                proposal.add_unrolled(unrolled, num_draft_tokens)
+                return
         ends = self.cache.ends  # [B], each row's first position without a true pair
         outputs = [[self.newest_outputs[depth]] for depth in range(self.network.num_depths)]  # each [B, H]
         drafted: list[Tensor] = []  # each [B]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from hf_speculate.draft.heads.chain import Pairs
+from hf_speculate.draft.heads.chain_network import Pairs
 from hf_speculate.draft.heads.layer_config import LayerConfig
 from hf_speculate.draft.heads.layers import MLP, Attention, DecoderLayer, RMSNorm, Rotary, Rotation
 from hf_speculate.draft.heads.parallel import SlotInputs
@@ -91,7 +91,7 @@ class Eagle3Network(nn.Module):
         rotary: of its layers.
     """
 
-    num_depths = 1
+    num_depths, is_traceable = 1, True
 
     def __init__(
         self,

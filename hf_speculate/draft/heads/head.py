@@ -13,6 +13,7 @@ from hf_speculate.draft.base import Drafter, DrafterSetup
 from hf_speculate.draft.heads.layer_check import LayerCheck, check_layers
 from hf_speculate.draft.heads.target_parts import TargetShape, layer_names, shape_of
 from hf_speculate.errors import UnsupportedModelError
+from hf_speculate.models.compilation import CompiledUnits
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ class DraftHead:
         self.config = config
         self.shape = shape_of(config)
         self._factory = factory
+        self._units = CompiledUnits()
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
@@ -133,6 +135,8 @@ class DraftHead:
                 f"{setup.max_length}; the acceptance rate may be lower beyond that",
                 stacklevel=2,
             )
+        if setup.compilation is not None:
+            setup = replace(setup, compilation=setup.compilation._replace(units=self._units))
         return self._factory(self.spec, setup, self.device, self.dtype)
 
     def check_layers(

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import MtpModel
 
-from hf_speculate.draft.heads.chain import Pairs
+from hf_speculate.draft.heads.chain_network import Pairs
 from hf_speculate.draft.heads.layer_config import LayerConfig
 from hf_speculate.draft.heads.layers import DecoderLayer, RMSNorm, Rotary, Rotation
 from hf_speculate.draft.heads.row_cache import Placed, RowCache
@@ -52,7 +52,7 @@ class CheckpointMtpNetwork(nn.Module):
         super().__init__()
         self.layers = model.layers
         self.shared_post_norm = model.shared_post_norm if model.use_shared_post_norm else None
-        self.num_depths = len(model.layers)
+        self.num_depths, self.is_traceable = len(model.layers), False
         self.vocabulary = DraftVocabulary(vocab_size)
         self.windows = tuple(_window_of(model.config, depth) for depth in range(self.num_depths))
         self._shared = (model,)  # in a tuple, so that the target's modules are none of ours
@@ -127,7 +127,7 @@ class SpeculatorsMtpNetwork(nn.Module):
         rotary: of its layer.
     """
 
-    num_depths = 1
+    num_depths, is_traceable = 1, True
 
     def __init__(self, config: LayerConfig, has_norms: bool, vocab_size: int, rotary: Rotary):
         super().__init__()

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from hf_speculate.cache.token_buffer import TokenBuffer
 from hf_speculate.draft.base import DrafterSetup
+from hf_speculate.draft.compiled import Unrolled
 from hf_speculate.draft.heads.vocabulary import DraftVocabulary
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.triton_kernels import Draws
@@ -34,6 +35,11 @@ class TokenChooser:
         self.threshold = setup.confidence_threshold
         self.eos_token_ids = torch.tensor(sorted(setup.eos_token_ids), dtype=torch.int64, device=device)
         self.history: TokenBuffer | None = None  # None before the first round, and without processors
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether tokens are chosen from the head's logits alone."""
+        return not len(self.processors) and self.threshold <= 0
 
     def read(self, query_token_ids: Tensor, kept: Kept | None) -> None:
         """Record the sequences that the processors see.
@@ -88,6 +94,24 @@ class Proposal:
         self._kept_scores: list[Tensor] = []  # each [B, V], logits of the distributions that were sampled from
         self._is_unsure: list[Tensor] = []  # each [B] bool
         self._num_noted = 0
+        self._logsumexp: Tensor | None = None  # [B, K], of an unrolled draft
+
+    @property
+    def keys(self) -> NoiseKeys | None:
+        """Keys of the noise; None if the argmax is taken."""
+        return None if self._draws is None else self._draws.keys
+
+    def add_unrolled(self, unrolled: Unrolled, num_tokens: int) -> None:
+        """Take the first tokens of a whole draft.
+
+        Args:
+            unrolled: the tokens of all rows, chosen with `keys`.
+            num_tokens: that are taken.
+        """
+        self._ids += unrolled.token_ids[:, :num_tokens].unbind(1)
+        if unrolled.token_logits is not None and unrolled.logsumexp is not None:
+            self._kept_scores += unrolled.token_logits[:, :num_tokens].unbind(1)
+            self._logsumexp = unrolled.logsumexp[:, :num_tokens]
 
     def add(self, logits: Tensor) -> Tensor:
         """Choose the next token of every row.
@@ -157,7 +181,8 @@ class Proposal:
         ids, lens = ids[:, :num].to(device), lens.to(device)
         if not self._kept_scores or self._draws is None:
             return DraftOut(ids, lens, None, None)
-        scores, sums = torch.stack(self._kept_scores[:num], dim=1), self._draws.logsumexps()[:, :num]
+        sums = self._draws.logsumexps() if self._logsumexp is None else self._logsumexp
+        scores, sums = torch.stack(self._kept_scores[:num], dim=1), sums[:, :num]
         return DraftOut(ids, lens, scores.to(device), sums.to(device))
 
     def _is_done(self) -> Tensor | None:

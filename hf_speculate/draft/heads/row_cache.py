@@ -79,7 +79,7 @@ class RowCache:
         self.device = device
         self._row_ids = torch.arange(batch_size, device=device)[:, None]  # [B, 1]
         self._buffers: list[tuple[Tensor, Tensor] | None] = [None] * num_layers
-        self._capacity = 0
+        self.capacity = 0
 
     def place(
         self,
@@ -104,7 +104,7 @@ class RowCache:
         longest = max(self.lens, default=0) + offset + num_tokens
         is_bare = num_tokens == 1 and min(self.lens, default=0) == max(self.lens, default=0)
         width = longest if is_bare else _aligned(longest)
-        self._reserve(_aligned(longest))
+        self.reserve(_aligned(longest))
         columns = self.ends[:, None] + torch.arange(offset, offset + num_tokens, device=self.device)  # [B, N]
         return Placed(columns, width, windows, dtype, firsts, is_causal, is_bare)
 
@@ -114,9 +114,13 @@ class RowCache:
         if buffers is None:
             buffers = self._zeros(keys), self._zeros(values)
             self._buffers[layer] = buffers
-        for buffer, states in zip(buffers, (keys, values), strict=True):
-            buffer[self._row_ids, :, placed.columns] = states.transpose(1, 2)  # [B, N, heads, D]
-        return buffers[0][:, :, : placed.width], buffers[1][:, :, : placed.width]
+        return _written(buffers, keys, values, self._row_ids, placed)
+
+    @property
+    def buffers(self) -> tuple[tuple[Tensor, Tensor], ...] | None:
+        """Keys and values by layer, each [B, heads, capacity, D]; None before all layers have been written to."""
+        made = tuple(pair for pair in self._buffers if pair is not None)
+        return made if len(made) == len(self._buffers) else None
 
     def advance(self, counts: Sequence[int], on_device: Tensor) -> None:
         """Keep the first tokens of those that were written last.
@@ -137,16 +141,41 @@ class RowCache:
 
     def _zeros(self, states: Tensor) -> Tensor:
         batch_size, heads, _, head_dim = states.shape
-        return states.new_zeros(batch_size, heads, self._capacity, head_dim)
+        return states.new_zeros(batch_size, heads, self.capacity, head_dim)
 
-    def _reserve(self, num_columns: int) -> None:
-        if num_columns <= self._capacity:
+    def reserve(self, num_columns: int) -> None:
+        """Make the buffers hold so many columns or more."""
+        if num_columns <= self.capacity:
             return
-        more = max(num_columns, _GROWTH * self._capacity) - self._capacity
-        self._capacity += more
+        more = max(num_columns, _GROWTH * self.capacity) - self.capacity
+        self.capacity += more
         self._buffers = [
             None if pair is None else (_longer(pair[0], more), _longer(pair[1], more)) for pair in self._buffers
         ]
+
+
+class FixedColumns:
+    """Writes to the buffers of a `RowCache` inside a compiled unit.
+
+    Args:
+        buffers: see `RowCache.buffers`.
+    """
+
+    def __init__(self, buffers: tuple[tuple[Tensor, Tensor], ...]):
+        self._buffers = buffers
+
+    def write(self, layer: int, keys: Tensor, values: Tensor, placed: Placed) -> tuple[Tensor, Tensor]:
+        """See `RowCache.write`."""
+        row_ids = torch.arange(keys.shape[0], device=keys.device)[:, None]
+        return _written(self._buffers[layer], keys, values, row_ids, placed)
+
+
+def _written(
+    buffers: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, row_ids: Tensor, placed: Placed
+) -> tuple[Tensor, Tensor]:
+    for buffer, states in zip(buffers, (keys, values), strict=True):
+        buffer[row_ids, :, placed.columns] = states.transpose(1, 2)  # [B, N, heads, D]
+    return buffers[0][:, :, : placed.width], buffers[1][:, :, : placed.width]
 
 
 def additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""Compiled targets return the hidden states that heads read."""
+"""Compiled targets return the hidden states that heads read, and heads draft a chain as one compiled unit."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from tests.draft.heads.designs import EAGLE3, MTP, VOCAB_SIZE, make_weights, wri
 from tests.draft.heads.fitting import fitted_weights
 from tests.draft.heads.rounds import NUM_TARGET_LAYERS, TARGET_WIDTH
 from tests.draft.heads.test_generate import FITTED, prompts
-from tests.generation.test_compiled import compile_config
+from tests.generation.test_compiled import compile_config, runs  # noqa: F401  # a fixture
 from tests.tiny import make_model
 
 OPTIONS = {"max_new_tokens": 24, "num_assistant_tokens": 3, "num_assistant_tokens_schedule": "constant"}
@@ -29,16 +29,22 @@ def stats_of(target, head, **options):
     return ids, stats
 
 
-def test_rounds_of_a_compiled_target_are_those_of_an_eager_one(target, tmp_path):
+SAMPLING = {"do_sample": True, "top_k": 0, "seed": 5}
+
+
+@pytest.mark.parametrize("sampling", [{}, SAMPLING, {**SAMPLING, "verifier": "coupled"}], ids=["greedy", "", "coupled"])
+def test_compiled_rounds_are_those_of_eager_ones(target, tmp_path, sampling, runs):  # noqa: F811
     plain = target.generate(**prompts(), max_new_tokens=24)
     rows = [text[mask.argmax() :].tolist() for text, mask in zip(plain, prompts()["attention_mask"], strict=True)]
     design = replace(FITTED, aux_layers=(0, 3, 5))
     head = load_drafter(write_speculators(tmp_path, design, fitted_weights(design, target, rows)), target)
-    eager, before = stats_of(target, head)
-    ids, after = stats_of(target, head, compile_config=compile_config())
-    assert_equal_ids(plain, ids)
-    assert_equal_ids(plain, eager)
-    assert "target" in after.compiled
+    eager, before = stats_of(target, head, **sampling)
+    ids, after = stats_of(target, head, **sampling, compile_config=compile_config())
+    assert_equal_ids(eager, ids)
+    if not sampling:
+        assert_equal_ids(plain, ids)
+    assert {name.partition(" of ")[0] for name, _ in runs} == {"forward", "chain"}
+    assert after.compiled == ["target", "draft"]
     assert after.fallbacks == []
     assert after.accepted_per_position == before.accepted_per_position
     assert min(after.accepted_per_position) > 0
