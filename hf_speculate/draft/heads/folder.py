@@ -63,9 +63,13 @@ class HeadFolder:
     @cached_property
     def weights(self) -> dict[str, Tensor]:
         """All weights on the CPU, by their names in the file."""
+        return self.weights_under("")
+
+    def weights_under(self, prefix: str) -> dict[str, Tensor]:
+        """The weights whose names begin with a prefix, on the CPU; others in safetensors files are not read."""
         weights: dict[str, Tensor] = {}
         for path in self.weight_files:
-            weights |= _read(path)
+            weights |= _read(path, prefix)
         return weights
 
     @cached_property
@@ -108,9 +112,9 @@ def _downloaded_config(source: str) -> Path:
         ) from error
 
 
-def _read(path: Path) -> dict[str, Tensor]:
+def _read(path: Path, prefix: str) -> dict[str, Tensor]:
     if path.suffix == ".safetensors":
         with safe_open(path, framework="pt", device="cpu") as file:
-            return {name: file.get_tensor(name) for name in list(file.keys())}
+            return {name: file.get_tensor(name) for name in list(file.keys()) if name.startswith(prefix)}
     loaded: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
-    return loaded
+    return {name: weight for name, weight in loaded.items() if name.startswith(prefix)}

@@ -9,7 +9,8 @@ SERVED = "EAGLE-3 and 3.1, P-EAGLE, DFlash, DSpark, PARD, and MTP layers"
 SPECULATORS_KINDS = ("eagle3", "peagle", "dflash", "dspark", "mtp")
 _PLAIN_WEIGHTS = "weights in float16, bfloat16 or float32"
 _QUANTISED = ("_scale", ".scales", "qweight", "weight_packed")
-_MTP_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers")
+_MTP_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+_UNCOUNTED_MTP = ("qwen3_next",)  # families with one MTP layer that their configs do not name
 _HEAD_NAMES = ("Eagle", "DFlash", "DSpark")  # in `architectures`
 _BLOCK_FIELDS = {"block_size", "mask_token_id", "target_layer_ids"}  # of DFlash heads that have them at the top level
 
@@ -47,12 +48,12 @@ def recognise(
         return HeadKind("dflash", "z-lab")
     if "pard_token" in config:
         return HeadKind("pard", "original")
+    if "draft_vocab_size" in config or "Eagle3" in architectures:
+        return HeadKind("eagle3", "original")
     if is_mtp_checkpoint(config, target_type):
         if config.get("quantization_config"):
             raise unserved("MTP layers of a quantised checkpoint (quantization_config)", _PLAIN_WEIGHTS)
         return HeadKind("mtp", "transformers")
-    if "draft_vocab_size" in config or "Eagle3" in architectures:
-        return HeadKind("eagle3", "original")
     return _by_weights(config, set() if weight_names is None else set(weight_names()))
 
 
@@ -72,9 +73,10 @@ def is_head(config: dict[str, Any]) -> bool:
 
 def is_mtp_checkpoint(config: dict[str, Any], target_type: str | None) -> bool:
     """Whether the config is that of a target with layers for multi-token prediction in its checkpoint."""
-    if target_type is None or target_type not in (config.get("model_type"), _text(config).get("model_type")):
+    text = text_fields(config)
+    if target_type is None or target_type not in (config.get("model_type"), text.get("model_type")):
         return False
-    return any(_text(config).get(name) for name in _MTP_COUNTS)
+    return target_type in _UNCOUNTED_MTP or any(text.get(name) for name in _MTP_COUNTS)
 
 
 def check_weight_names(names: Collection[str]) -> None:
@@ -104,7 +106,8 @@ def unserved(found: str, allowed: str) -> UnsupportedModelError:
     )
 
 
-def _text(config: dict[str, Any]) -> dict[str, Any]:
+def text_fields(config: dict[str, Any]) -> dict[str, Any]:
+    """The part of a `config.json` that describes the text decoder."""
     nested = config.get("text_config")
     return nested if isinstance(nested, dict) else config
 
@@ -141,5 +144,3 @@ def _check_served(config: dict[str, Any]) -> None:
         raise unserved("a DFlash head with attention sinks", "attention without sinks")
     if "DSpark" in architectures and "speculators_model_type" not in config:
         raise unserved("a DSpark head outside the speculators format", "speculators_model_type 'dspark'")
-    if config.get("mtp_num_hidden_layers") or _text(config).get("mtp_num_hidden_layers"):
-        raise unserved(f"MTP layers of {_text(config).get('model_type')}", "MTP layers of DeepSeek-V3 or GLM-4 MoE")

@@ -11,13 +11,13 @@ from hf_speculate.compat import attention_name, set_attention_name
 from hf_speculate.draft.heads.chain import ChainDrafter
 from hf_speculate.draft.heads.head import DraftHead
 from hf_speculate.draft.heads.layers import Rotary
+from hf_speculate.draft.heads.load_prefixed_mtp import MASKED_ATTENTIONS, load_prefixed_mtp
 from hf_speculate.draft.heads.load_request import LoadRequest
 from hf_speculate.draft.heads.mtp import CheckpointMtpNetwork, SpeculatorsMtpNetwork
-from hf_speculate.draft.heads.mtp_config import describe_mtp, read_mtp
+from hf_speculate.draft.heads.mtp_config import PREFIXED_TARGETS, describe_mtp, read_mtp
 from hf_speculate.draft.heads.weights import load_into, shapes_of, weights_of
 from hf_speculate.errors import ConfigError, UnsupportedModelError
 
-_MASKED_ATTENTIONS = ("eager", "sdpa")  # implementations that take our additive masks
 _SHARED_TABLES = ("embed_tokens.weight", "lm_head.weight")
 
 
@@ -40,17 +40,27 @@ def load_mtp(request: LoadRequest) -> DraftHead:
             f"{target.device}, got {request.dtype} and {request.device}; leave both out"
         )
     spec = describe_mtp(request.source)
+    is_prefixed = request.folder.config.get("model_type") in PREFIXED_TARGETS
+    model = load_prefixed_mtp(request) if is_prefixed else _of_transformers(request)
+    network = CheckpointMtpNetwork(model, request.source.shape.vocab_size)
+    return DraftHead(spec, network, request.target.config, partial(ChainDrafter, network))
+
+
+def _of_transformers(request: LoadRequest) -> MtpModel:
+    """The layers as transformers loads them."""
+    target = request.target
     try:
-        model = MtpModel.from_pretrained(_renamed(target, request.folder.source), device_map={"": request.device})
+        model: MtpModel = MtpModel.from_pretrained(
+            _renamed(target, request.folder.source), device_map={"": request.device}
+        )
     except (OSError, RuntimeError, ValueError) as error:  # transformers' words for weights that are not there
         raise UnsupportedModelError(
             f"{request.folder.source} must hold the weights of the target's MTP layers, got none that load; use "
             f"another head ({error})"
         ) from error
-    if attention_name(model.config) not in _MASKED_ATTENTIONS:
+    if attention_name(model.config) not in MASKED_ATTENTIONS:
         set_attention_name(model.config, "sdpa")  # its own copy
-    network = CheckpointMtpNetwork(model, request.source.shape.vocab_size)
-    return DraftHead(spec, network, request.target.config, partial(ChainDrafter, network))
+    return model
 
 
 def _renamed(target: PreTrainedModel, source: str) -> PreTrainedModel:

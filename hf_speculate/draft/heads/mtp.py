@@ -1,9 +1,10 @@
 """MTP layers: those in a target's checkpoint, run by transformers' own modules, and speculators "mtp" heads."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import MtpModel
 
@@ -38,17 +39,29 @@ class PlacedCache(Cache):
         return self._placed.width
 
 
+class MtpModules(NamedTuple):
+    """MTP layers and what they share with the target, under the names of transformers' `MtpModel`."""
+
+    layers: nn.ModuleList  # of transformers' `MtpLayer`
+    config: PreTrainedConfig  # its `layer_types` are those of the MTP layers
+    embed_tokens: nn.Module
+    rotary_emb: nn.Module | None
+    use_shared_post_norm: bool = False
+    shared_post_norm: nn.Module | None = None
+    has_per_layer_rope: bool = False
+
+
 class CheckpointMtpNetwork(nn.Module):
     """The MTP layers of a target's checkpoint; a `ChainNetwork` of as many depths.
 
     A layer's output, behind its own norm, is what the next depth reads and what the target's head scores.
 
     Args:
-        model: transformers' own, whose embeddings, head and rotary embedding are the target's.
+        model: transformers' own or the same modules, whose embeddings, head and rotary embedding are the target's.
         vocab_size: V.
     """
 
-    def __init__(self, model: MtpModel, vocab_size: int):
+    def __init__(self, model: MtpModel | MtpModules, vocab_size: int):
         super().__init__()
         self.layers = model.layers
         self.shared_post_norm = model.shared_post_norm if model.use_shared_post_norm else None
@@ -70,7 +83,10 @@ class CheckpointMtpNetwork(nn.Module):
             rotary["layer_type"] = model.config.layer_types[depth]
         rotation = None
         if model.rotary_emb is not None:
-            rotation = model.rotary_emb(embeddings, position_ids=pairs.positions, **rotary)
+            positions = pairs.positions
+            if hasattr(model.rotary_emb, "mrope_section"):  # older versions of transformers want one for each axis
+                positions = positions.expand(3, -1, -1)
+            rotation = model.rotary_emb(embeddings, position_ids=positions, **rotary)
         states: Tensor = self.layers[depth](
             embeddings,
             pairs.states,

@@ -4,12 +4,14 @@ from typing import NamedTuple
 
 from hf_speculate.draft.heads.config_source import ConfigSource
 from hf_speculate.draft.heads.head import HeadSpec
-from hf_speculate.draft.heads.kinds import unserved
+from hf_speculate.draft.heads.kinds import text_fields, unserved
 from hf_speculate.draft.heads.layer_config import LayerConfig, read_layer_config
 from hf_speculate.models.layer_capture import FINAL_STATE
 
-# Families whose MTP layers are compared with transformers' own drafts in our tests.
-SERVED_TARGETS = ("deepseek_v3", "glm4_moe")
+# Families whose MTP layers lie under "mtp." in the checkpoint; transformers ignores them.
+PREFIXED_TARGETS = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
+# The others' drafts are compared with those of transformers in our tests.
+SERVED_TARGETS = ("deepseek_v3", "glm4_moe", *PREFIXED_TARGETS)
 _DENSE_LAYERS = ("llama", "mistral", "qwen2", "qwen3")
 
 
@@ -37,16 +39,17 @@ def describe_mtp(source: ConfigSource) -> HeadSpec:
     model_type = config.get("model_type")
     if model_type not in SERVED_TARGETS:
         raise unserved(f"MTP layers of {model_type!r}", f"MTP layers of {' or '.join(SERVED_TARGETS)}")
+    text = text_fields(config)
     return HeadSpec(
         kind="mtp",
         format=source.found.format,
         name=source.name,
         hidden_layers=(FINAL_STATE,),
-        hidden_size=int(config["hidden_size"]),
-        target_hidden_size=int(config["hidden_size"]),
-        vocab_size=int(config["vocab_size"]),
-        draft_vocab_size=int(config["vocab_size"]),
-        num_target_layers=int(config["num_hidden_layers"]),
+        hidden_size=int(text["hidden_size"]),
+        target_hidden_size=int(text["hidden_size"]),
+        vocab_size=int(text["vocab_size"]),
+        draft_vocab_size=int(text["vocab_size"]),
+        num_target_layers=int(text["num_hidden_layers"]),
     )
 
 

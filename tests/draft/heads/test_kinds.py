@@ -64,7 +64,7 @@ def test_a_kind_is_recognised(config, names, found):
             NO_NAMES,
             "MTP layers of a quantised checkpoint",
         ),
-        ({"model_type": "qwen3_next", "mtp_num_hidden_layers": 1}, NO_NAMES, "MTP layers of qwen3_next"),
+        ({"model_type": "qwen3_next", "mtp_num_hidden_layers": 1}, NO_NAMES, "model_type 'qwen3_next'"),
         (
             {"model_type": "llama"},
             {"fc.weight", "layers.0.self_attn.q_proj.weight"},

@@ -1,0 +1,153 @@
+"""MTP layers under `mtp.` in checkpoints of hybrid targets, against a model without cache and plain `generate`."""
+
+from functools import cache
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn.functional import rms_norm
+
+import hf_speculate
+from hf_speculate.draft.heads.load import load_drafter
+from hf_speculate.errors import ConfigError, UnsupportedModelError
+from hf_speculate.types import SampleStrategy
+from tests.cases import assert_equal_ids
+from tests.draft.heads.rounds import Rounds, random_texts
+from tests.tiny import INITIALIZER_RANGE, make_model, ragged_prompts
+
+KINDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+TOLERANCE = 1e-4  # the target's states round at 1e-5, by where its delta rule cuts a text; swapped weights differ by 1
+NUM_NEW = 24
+
+
+def one_layer(target):
+    """A model of one attention layer, whose inputs are what `mtp.fc` gives."""
+    model = make_model(
+        target.config.model_type.removesuffix("_text"), num_hidden_layers=1, layer_types=["full_attention"]
+    )
+    return model.model
+
+
+def by_expert(name, weight):
+    """The weights of the experts one by one, as checkpoints of Qwen3-Next hold them."""
+    head = name.rpartition(".")[0]
+    for number, part in enumerate(weight):
+        parts = (
+            {"gate_proj": part.chunk(2)[0], "up_proj": part.chunk(2)[1]} if "gate_up" in name else {"down_proj": part}
+        )
+        for own, values in parts.items():
+            yield f"{head}.{number}.{own}.weight", values
+
+
+def write(folder, target, seed, is_fused):
+    """Weights that nearly repeat the target's attention layer, or random ones with a seed."""
+    config, width = target.config, target.config.hidden_size
+    generator = torch.Generator().manual_seed(seed or 0)
+    layer = dict(target.model.layers[1].named_parameters())
+    shapes = {
+        "fc": (width, 2 * width),
+        "pre_fc_norm_embedding": (width,),
+        "pre_fc_norm_hidden": (width,),
+        "norm": (width,),
+    }
+    weights = {f"mtp.layers.0.{name}": weight for name, weight in layer.items()}
+    weights |= {f"mtp.{name}.weight": torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
+    if seed is None:
+        weights["mtp.fc.weight"] = torch.eye(width, dtype=torch.float64).repeat(1, 2) * INITIALIZER_RANGE
+    else:
+        weights = {
+            name: torch.empty_like(weight).normal_(0, INITIALIZER_RANGE, generator=generator)
+            for name, weight in weights.items()
+        }
+    if not is_fused:
+        experts = {name: weight for name, weight in weights.items() if ".experts." in name}
+        weights = {name: weight for name, weight in weights.items() if name not in experts}
+        weights |= {name: part for both in experts.items() for name, part in by_expert(*both)}
+    save_file({name: weight.detach().clone() for name, weight in weights.items()}, folder / "model.safetensors")
+    config.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    """Makes targets with their heads, once each."""
+
+    @cache
+    def made(kind, seed=None, is_fused=True):
+        overrides = {} if kind == "qwen3_next" else {"mtp_num_hidden_layers": 1}
+        target = hf_speculate.enable(make_model(kind, **overrides))
+        folder = write(tmp_path_factory.mktemp("mtp"), target, seed, is_fused)
+        target.config.name_or_path = str(folder)
+        return target, load_drafter(folder, target), folder
+
+    return made
+
+
+@torch.no_grad()
+def reference(target, folder, text, states, drafted):
+    """[K, V] of the layer applied to its own outputs, from the file's weights over the whole text in every step."""
+    weights = load_file(folder / "model.safetensors")
+    block, norms = one_layer(target), {name: 1 + weight for name, weight in weights.items() if "pre_fc" in name}
+    block.layers[0].load_state_dict(
+        {name.removeprefix("mtp.layers.0."): w for name, w in weights.items() if "mtp.layers" in name}
+    )
+    block.norm.weight.copy_(weights["mtp.norm.weight"])
+    width, eps, scores, own = target.config.hidden_size, target.config.rms_norm_eps, [], []
+    for step in range(len(drafted)):
+        ids = torch.tensor([text[1:] + drafted[:step]])
+        embeddings = rms_norm(
+            target.get_input_embeddings()(ids), (width,), norms["mtp.pre_fc_norm_embedding.weight"], eps
+        )
+        read = rms_norm(torch.cat([states, *own])[None], (width,), norms["mtp.pre_fc_norm_hidden.weight"], eps)
+        inputs = torch.cat([embeddings, read], dim=-1) @ weights["mtp.fc.weight"].T
+        outputs = block(inputs_embeds=inputs, use_cache=False).last_hidden_state
+        scores.append(target.get_output_embeddings()(outputs[0, -1]))
+        own.append(outputs[0, -1:])
+    return torch.stack(scores)
+
+
+@pytest.mark.parametrize(("kind", "is_fused"), [("qwen3_5", True), ("qwen3_5_moe", True), ("qwen3_next", False)])
+def test_drafts_are_those_of_the_layer_over_the_whole_text(kind, is_fused, loaded):
+    target, head, _ = loaded(kind, 5, is_fused)
+    _, _, folder = loaded(kind, 5)  # the same numbers in the layout of the modules
+    rounds = Rounds(head, target, random_texts([7, 3, 2], seed=1, vocab_size=64))
+    for number, accepted in enumerate([(2, 0, 4), (4, 1, 3), (0, 2, None)]):
+        draft = rounds.draft(4, SampleStrategy.RANDOM)
+        for row, text in enumerate(rounds.texts):
+            expected = reference(target, folder, text, rounds.states(row), draft.token_ids[row].tolist())
+            torch.testing.assert_close(draft.token_logits[row], expected, rtol=0, atol=TOLERANCE)
+        rounds.accept(draft, accepted, seed=number)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("batch_size", "num_drafted"), [(1, 1), (3, 3), (3, 5)])
+def test_greedy_text_is_plain(kind, batch_size, num_drafted, loaded):
+    target, head, _ = loaded(kind)
+    inputs, stats = ragged_prompts(batch_size, seed=batch_size), hf_speculate.SpeculationStats()
+    options = {"num_assistant_tokens": num_drafted, "num_assistant_tokens_schedule": "constant"}
+    ours = target.generate(**inputs, **options, max_new_tokens=NUM_NEW, assistant_model=head, speculation_stats=stats)
+    assert_equal_ids(target.generate(**inputs, max_new_tokens=NUM_NEW), ours)
+    assert stats.cache == "hybrid"
+    assert stats.num_accepted > 0
+
+
+def test_use_mtp_loads_them_from_the_targets_checkpoint(loaded):
+    target, _, _ = loaded("qwen3_5")
+    inputs, stats = ragged_prompts(3, seed=3), hf_speculate.SpeculationStats()
+    ours = target.generate(**inputs, max_new_tokens=8, use_mtp=True, num_assistant_tokens=3, speculation_stats=stats)
+    assert_equal_ids(target.generate(**inputs, max_new_tokens=8), ours)
+    assert stats.num_drafted > 0
+
+
+def test_the_target_stays_as_it_is_and_missing_weights_are_named(loaded, tmp_path):
+    target, head, folder = loaded("qwen3_5")
+    before = target.config.to_dict()
+    load_drafter(folder, target)
+    assert target.config.to_dict() == before
+    assert head.num_parameters == sum(weight.numel() for weight in load_file(folder / "model.safetensors").values())
+    with pytest.raises(ConfigError, match="dtype and device must be the target's for MTP layers"):
+        load_drafter(folder, target, dtype=torch.float32)
+    target.config.save_pretrained(tmp_path)
+    save_file({"model.embed_tokens.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedModelError, match="must hold the weights of the target's MTP layers"):
+        load_drafter(tmp_path, target)
