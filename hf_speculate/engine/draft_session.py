@@ -93,7 +93,8 @@ class DraftSession:
         self.num_fed = num_fed = self._num_unseen(batch)
         self._was_live = [not is_finished for is_finished in batch.is_finished]
         lens = batch.tokens.lens
-        self._num_seen = [length - num_fed for length in lens]
+        # a finished row may lack fewer tokens than are fed
+        num_held = [max(length - num_fed, seen) for length, seen in zip(lens, self._num_seen, strict=True)]
         tokens = batch.host_tokens if self.drafter.reads_host_tokens else batch.tokens
         kept = self._kept(batch, tokens) if self.drafter.reads_kept else None
         request = DraftRequest(tokens.last(num_fed), self.kv_cache, num_draft_tokens, self._strategy, keys, kept)
@@ -103,7 +104,7 @@ class DraftSession:
         num_ahead = draft.token_ids.shape[1] - 1 if self.kv_cache is not None else 0
         if draft.cached is not None:
             num_ahead = draft.cached.num_ahead
-        self._num_seen = [length + num_ahead for length in lens]
+        self._num_seen = [num + num_fed + num_ahead for num in num_held]
         if self._padding_id is not None and any(batch.is_finished):
             finished = upload(batch.is_finished, draft.token_ids.device, torch.bool)[:, None]
             draft = draft._replace(token_ids=draft.token_ids.masked_fill(finished, self._padding_id))
@@ -209,9 +210,11 @@ class DraftSession:
         behind = max(length - seen for length, seen in zip(lens, num_valid, strict=True))
         num_query = max(behind, 1 if self.drafter is None else self.drafter.min_query_len)
         keep = [length - num_query for length in lens]
-        # a finished row may have fewer tokens than are fed; then it repeats its first one
-        rows = zip(keep, batch.num_pads, batch.is_finished, strict=True)
-        keep = [max(num, pad) if is_finished else num for num, pad, is_finished in rows]
+        # a finished row may have fewer tokens than the query: its prompt stays, and is followed by tokens fed again
+        keep = [
+            max(num, batch.prompt_len) if is_finished else num
+            for num, is_finished in zip(keep, batch.is_finished, strict=True)
+        ]
         if self.kv_cache is not None:
             drops = [seen - num for seen, num in zip(self._num_seen, keep, strict=True)]
             self.kv_cache.crop(drops, batch.tokens.row_lens)

@@ -217,17 +217,22 @@ def test_what_cannot_be_read_is_refused(options, message):
         target.generate(**options, max_new_tokens=3)
 
 
-@pytest.mark.parametrize("home", ["preallocated", "dynamic"])
-def test_a_row_may_end_with_its_first_token_while_other_rows_accept_whole_drafts(home):
+@pytest.mark.parametrize(
+    ("prompt", "home"), [("embeddings", "preallocated"), ("embeddings", "dynamic"), ("masked row", "auto")]
+)
+def test_a_row_may_end_with_its_first_token_while_other_rows_accept_whole_drafts(prompt, home):
     """Rows that stay in the batch are fed as many tokens as the others, although this one has fewer."""
     target = make_model("llama", dtype=torch.float64)
     for layer in target.model.layers:  # each token follows from the one before it, so a draft needs no prompt
         torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
     hf_speculate.enable(target)
-    inputs = {"inputs_embeds": target.get_input_embeddings()(torch.tensor([[5, 6], [7, 8]]))}
-    first = target.generate(**inputs, max_new_tokens=NUM_NEW)
-    options = {"eos_token_id": int(first[0, 0]), "pad_token_id": 0}
+    ids = torch.tensor([[5, 6], [7, 8]])
+    inputs = {"input_ids": ids, "attention_mask": torch.tensor([[0, 0], [1, 1]])}
+    if prompt == "embeddings":
+        inputs = {"inputs_embeds": target.get_input_embeddings()(ids)}
+    first = int(target.generate(**inputs, max_new_tokens=1)[0, -1])
+    options = {"eos_token_id": first, "pad_token_id": 0}
     own = {"draft_state": hf_speculate.DraftState(), "speculation_cache": home, "num_assistant_tokens": K}
     plain, ours = both(target, inputs, own | {"assistant_model": noisy_copy(target, 0.0)}, **options)
-    assert plain[1].count_nonzero() > K
+    assert plain[1].count_nonzero() > K + 2
     assert_equal_ids(plain, ours)
