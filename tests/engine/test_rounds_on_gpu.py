@@ -87,9 +87,10 @@ def run(pair: Any, drafter: str, batch_size: int, num_draft: int = K, most: int 
     return rounds
 
 
+FAST = (("model", "dynamic", "greedy", 1), ("lookup", "preallocated", "greedy", 8))
 # Drafter, cache, mode, rows. Sampling takes the interpreter long: the commonest case stands for the others.
 CASES = [
-    pytest.param(*case, marks=pytest.mark.slow if case[2] == "top_p" and case[:2] + case[3:] != (*COMMON, 1) else ())
+    pytest.param(*case, marks=() if case in ((*COMMON, "top_p", 1), *FAST) else pytest.mark.slow)
     for case in itertools.product(("model", "lookup"), ("preallocated", "dynamic"), MODES, (1, 8))
 ]
 
@@ -180,7 +181,7 @@ def test_strides_of_the_buffers_do_not_follow_the_prompt(half: Any, prompt_lens:
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        ("llama", {"speculation_cache": "dynamic"}),
+        pytest.param("llama", {"speculation_cache": "dynamic"}, marks=pytest.mark.slow),
         ("llama", {"return_dict_in_generate": True}),  # rows that have ended stay
         pytest.param("gemma2", {}, marks=pytest.mark.slow),
         ("mistral_window", {"speculation_cache": "dynamic"}),

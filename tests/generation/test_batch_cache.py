@@ -92,6 +92,7 @@ def test_a_drafter_that_reads_hidden_states_leaves_the_cache_of_plain():
     assert_same_caches("llama", drafter=factory, num_assistant_tokens=K, assistant_model=None)
 
 
+@pytest.mark.slow
 def test_a_draft_state_and_compiled_rounds_leave_the_cache_of_plain():
     assert_same_caches("llama", draft_state=hf_speculate.DraftState(), **DRAFTS["model"])
     static = {"speculation_cache": "preallocated", "compile_config": compile_config()}

@@ -93,7 +93,7 @@ def test_text_equals_plain_and_rows_that_end_stay(kind, batch_size):
 @pytest.mark.parametrize(
     "options",
     [
-        {"do_sample": True, "top_k": 0},  # all steps in one unit
+        pytest.param({"do_sample": True, "top_k": 0}, marks=pytest.mark.slow),  # all steps in one unit
         pytest.param(  # one by one
             {"do_sample": True, "top_k": 10, "assistant_confidence_threshold": 0.2}, marks=pytest.mark.slow
         ),
@@ -109,6 +109,7 @@ def test_sampling_equals_the_eager_path(options):
     assert stats.compiled == ["target", "draft"]
 
 
+@pytest.mark.slow
 def test_the_shortest_prompt_may_be_one_token():
     target, draft = small_pair("llama")
     inputs = {"input_ids": torch.tensor([[7]])}
@@ -225,6 +226,7 @@ def test_a_static_cache_of_the_users_own_means_fixed_buffers():
     assert (stats.cache, stats.compiled) == ("preallocated", [])  # on a CPU plain generate() would not compile either
 
 
+@pytest.mark.slow
 def test_coupled_sampling_without_an_assistant_compiles_single_steps():
     target, _ = small_pair("llama")
     options = {"do_sample": True, "verifier": "coupled", "seed": 2, "max_new_tokens": 10, "top_k": 0}
@@ -318,6 +320,7 @@ def homes(monkeypatch):
     return seen
 
 
+@pytest.mark.slow
 def test_a_second_call_finds_its_buffers_where_they_were(homes, runs):
     target, draft = fresh_pair()
     inputs = ragged_prompts(3, max_len=20)
@@ -352,6 +355,7 @@ def test_buffers_of_another_length_are_others(homes):
     assert not set(homes[0]) & set(homes[2])
 
 
+@pytest.mark.slow
 def test_states_that_are_handed_back_are_not_the_buffers(homes):
     target, draft = fresh_pair()
     options = {"max_new_tokens": 12, "return_dict_in_generate": True, "assistant_model": draft}

@@ -212,6 +212,7 @@ def test_copies_go_beside_a_draft_of_another_tokenizer(target, tokenizer, foreig
     assert max(stats.rounds_by_draft_len) > 2  # of copies
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["another tokenizer", "early exit", "generator"])
 def test_drafts_that_are_not_compiled_leave_the_target_so(target, tokenizer, foreign, source):
     draft, theirs = foreign

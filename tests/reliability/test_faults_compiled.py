@@ -74,7 +74,9 @@ def run_after(error: BaseException, at: int, **options: Any) -> None:
     assert (stats.compiled, stats.fallbacks) == (["target", "draft"], [])
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "place", ["target again", *(pytest.param(one, marks=pytest.mark.slow) for one in list(PLACES)[:3])]
+)
 def test_an_error_in_a_compiled_forward(place):
     at, note = PLACES[place]
     error = ERRORS["out of memory"]()

@@ -93,7 +93,9 @@ def alone() -> dict[str, list[list[int]]]:
     return {name: texts.get(name, plain.tolist()) for name in NAMES}
 
 
-@pytest.mark.parametrize("shift", range(0, len(NAMES), 4))
+@pytest.mark.parametrize(
+    "shift", [0, *(pytest.param(shift, marks=pytest.mark.slow) for shift in range(4, len(NAMES), 4))]
+)
 def test_two_calls_at_a_time_give_the_texts_that_each_gives_alone(shift, alone):
     before = configs()
 
