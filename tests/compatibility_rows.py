@@ -372,7 +372,7 @@ FIELDS = (
     Row(
         "min_new_tokens",
         Supported(
-            f"{OPTIONS}::test_min_new_tokens_holds_eos_back",
+            f"{MATRIX}::test_ids_scores_states_and_cache_are_those_of_plain_generate",
             call=Call(lambda text: {"min_new_tokens": 9, "eos_token_id": text[3]}),
         ),
     ),
@@ -615,7 +615,7 @@ FIELDS = (
         "encoder_no_repeat_ngram_size",
         Supported(HERE, LOCK_STEP, Call({"encoder_no_repeat_ngram_size": 1}, batch_size=3, changes=False)),
     ),
-    Row("decoder_start_token_id", Supported(f"{ENCODERS}::test_the_start_token_is_the_prompt")),
+    Row("decoder_start_token_id", Supported(f"{ENCODERS}::test_greedy_equals_plain")),
     Row(
         "is_assistant",
         Supported(
@@ -780,7 +780,9 @@ OWN_FIELDS = (
     ),
     Row(
         "generator",
-        Supported(f"{OPTIONS}::test_a_generator_draws_the_seed_and_moves_on", "an object, never in JSON"),
+        Supported(
+            "generation/test_coupled.py::test_a_generator_draws_the_seed_and_moves_on", "an object, never in JSON"
+        ),
     ),
     Row(
         "speculation_stats",

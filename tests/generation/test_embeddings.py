@@ -123,31 +123,6 @@ def test_ids_may_be_fewer_or_more_than_the_embeddings_where_a_mask_says_what_is_
         assert torch.equal(ours[:, :num_ids], ids)
 
 
-@pytest.mark.parametrize("with_ids", [True, False])
-def test_stop_strings_end_the_text_as_in_plain(tokenizer, with_ids):  # noqa: F811
-    target, draft = pair("llama")
-    inputs = embedded(target, ragged_prompts(2, seed=10), with_ids=with_ids)
-    text = target.generate(**inputs, max_new_tokens=NUM_NEW)[0, -NUM_NEW:]
-    stop = "".join(tokenizer.convert_ids_to_tokens(text[6:8].tolist()))
-    options = {"stop_strings": [stop], "tokenizer": tokenizer, "eos_token_id": 63}
-    plain, ours = both(target, inputs, {"assistant_model": draft, "num_assistant_tokens": K}, **options)
-    assert_equal_ids(plain, ours)
-
-
-@each_value(home=["dynamic", "preallocated"], with_ids=[True, False])
-def test_output_objects_are_those_of_plain(with_ids, home):
-    target, draft = pair("mistral_window")
-    inputs = embedded(target, ragged_prompts(2, seed=11, max_len=2 * SLIDING_WINDOW), with_ids=with_ids)
-    own = {"assistant_model": draft, "num_assistant_tokens": K, "speculation_cache": home}
-    plain, ours = both(target, inputs, own, return_dict_in_generate=True, output_scores=True, output_logits=True)
-    assert_equal_ids(plain.sequences, ours.sequences)
-    for name in ("scores", "logits"):
-        for one, other in zip(plain[name], ours[name], strict=True):
-            assert torch.allclose(one, other, atol=SCORE_TOLERANCE)
-    contents = [cache_contents(output.past_key_values) for output in (plain, ours)]
-    assert_same_contents(*contents, STATE_TOLERANCE)
-
-
 @each_value(home=["dynamic", "preallocated"], num_held=[4, SLIDING_WINDOW + 2], with_ids=[True, False])
 def test_a_passed_cache_holds_the_beginning_of_the_embeddings(with_ids, num_held, home):
     target, draft = pair("mistral_window")

@@ -85,16 +85,6 @@ def test_greedy_text_and_scores_are_those_of_plain(models, name):
         is_live &= token_ids != options["eos_token_id"]
 
 
-@pytest.mark.parametrize("name", STEERED)
-def test_sampled_text_is_the_same_with_and_without_an_assistant(models, name):
-    target, draft = models
-    inputs = ragged_prompts(3, seed=16)
-    options = {"do_sample": True, "verifier": "coupled", "seed": 5, "max_new_tokens": NUM_NEW}
-    options |= {"eos_token_id": 7, "pad_token_id": 0, **STEERED[name]}
-    alone = target.generate(**inputs, **options)
-    assert_equal_ids(alone, target.generate(**inputs, **options, assistant_model=draft, num_assistant_tokens=K))
-
-
 def negative_prompts(batch_size: int) -> dict[str, torch.Tensor]:
     prompts = ragged_prompts(batch_size, seed=17, max_len=6)
     return {

@@ -54,16 +54,6 @@ def test_greedy_text_is_plain(kind, batch_size, cache):
         assert 0 < stats.num_accepted <= stats.num_drafted
 
 
-def test_a_row_may_end_before_anything_was_copied():
-    target, draft = pair("llama")
-    inputs = few_words(3)
-    first = int(target.generate(**inputs, max_new_tokens=1)[1, -1])
-    options = {"max_new_tokens": NUM_NEW, "eos_token_id": first, "pad_token_id": 0}
-    plain = target.generate(**inputs, **options)
-    for lookup in both_ways(draft):
-        assert_equal_ids(plain, target.generate(**inputs, **options, **lookup))
-
-
 def test_long_copies_after_prompts_of_one_token():
     """The draft model is fed what was copied, as many tokens of every row."""
     target, draft = pair("llama")
@@ -119,18 +109,6 @@ def test_end_of_text_and_stop_strings_end_it_where_plain_ends(tokenizer, batch_s
         for options in both_ways(draft):
             ours = target.generate(**inputs, max_new_tokens=NUM_NEW, pad_token_id=0, **ends, **options)
             assert_equal_ids(plain, ours)
-
-
-@pytest.mark.parametrize("beside_a_model", [False, True])
-def test_a_row_may_end_with_its_first_token(beside_a_model):
-    """Rows then leave before anything was drafted."""
-    target, draft = pair("llama")
-    inputs = ragged_prompts(4, seed=5)
-    first = target.generate(**inputs, max_new_tokens=1)[1, -1]
-    options = {"max_new_tokens": NUM_NEW, "eos_token_id": int(first), "pad_token_id": 0}
-    plain = target.generate(**inputs, **options)
-    model = {"assistant_model": draft} if beside_a_model else {}
-    assert_equal_ids(plain, target.generate(**inputs, **options, **model, prompt_lookup_num_tokens=4))
 
 
 def test_a_streamer_and_several_sequences_of_a_prompt():

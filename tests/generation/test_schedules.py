@@ -110,14 +110,6 @@ def test_lock_step_takes_plain_steps_too(scripted):
     assert all(len(outcome.row_ids) == 1 and outcome.num_rows == 3 for outcome in scripted[0].outcomes)
 
 
-def test_coupled_text_is_the_same_for_any_lengths(scripted):
-    target, draft = pair("llama")
-    inputs = ragged_prompts(3, seed=6)
-    options = {"do_sample": True, "verifier": "coupled", "seed": 5, "max_new_tokens": NUM_NEW}
-    alone = target.generate(**inputs, **options)
-    assert_equal_ids(alone, target.generate(**inputs, **options, assistant_model=draft))
-
-
 def test_the_schedule_is_told_what_a_round_was(scripted):
     target, draft = pair("llama")
     target.generate(**ragged_prompts(1, seed=3), max_new_tokens=NUM_NEW, assistant_model=draft)

@@ -179,10 +179,3 @@ def test_a_static_cache_without_room_is_refused_with_the_room_that_it_takes():
     options = {"max_new_tokens": 2 * ROOM}
     plain = windows.generate(**inputs, **options)
     assert_equal_ids(plain, windows.generate(**inputs, **options, **speculative(draft), past_key_values=cache))
-
-
-def test_an_offloaded_static_cache_is_refused():
-    target, draft = pair("llama")
-    cache = StaticCache(config=target.config, max_cache_len=ROOM, offloading=True)
-    with pytest.raises(UnsupportedGenerationError, match="got an offloaded StaticCache; pass a DynamicCache"):
-        target.generate(**ONE_ROW, max_new_tokens=4, past_key_values=cache, **speculative(draft))

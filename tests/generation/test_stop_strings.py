@@ -7,7 +7,6 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from hf_speculate import SpeculationStats
-from hf_speculate.errors import ConfigError
 from tests.cases import assert_equal_ids, each_value, pair
 from tests.tiny import noisy_copy, ragged_prompts
 
@@ -45,12 +44,6 @@ def test_drafts_that_a_stop_cuts_off_did_not_stay(tokenizer):
     target.generate(**inputs, **options, speculation_stats=stats)
     # the prompt's token, a whole round of 6 drafts and a token of the target's, and 2 of the next 6 drafts
     assert (stats.num_emitted, stats.num_accepted, stats.num_verified, stats.num_rounds) == (9, 8, 8, 2)
-
-
-def test_stop_strings_without_a_tokenizer_are_refused():
-    target, draft = pair("llama")
-    with pytest.raises(ConfigError, match="tokenizer must be given with stop_strings"):
-        target.generate(**ragged_prompts(1, seed=1), stop_strings=["x"], assistant_model=draft)
 
 
 def test_a_none_in_the_call_keeps_the_configs_stop_strings_out():
