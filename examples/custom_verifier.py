@@ -98,9 +98,8 @@ def main() -> None:
     register(args.num_likeliest)
     results = measure(args.pair, ["greedy", "top_k"], args.max_new_tokens, args.num_assistant_tokens)
     for name, stats in results.items():
-        print(
-            f"{name:8} mean acceptance length {stats.mean_acceptance_length:.2f}, acceptance rate {stats.acceptance_rate:.3f}"
-        )
+        length, rate = stats.mean_acceptance_length, stats.acceptance_rate
+        print(f"{name:8} mean acceptance length {length:.2f}, acceptance rate {rate:.3f}")
 
 
 if __name__ == "__main__":

@@ -119,9 +119,8 @@ def main() -> None:
             num_assistant_tokens=args.num_assistant_tokens,
             speculation_stats=stats,
         )
-        print(
-            f"{name:10} mean acceptance length {stats.mean_acceptance_length:.2f}, acceptance rate {stats.acceptance_rate:.3f}"
-        )
+        length, rate = stats.mean_acceptance_length, stats.acceptance_rate
+        print(f"{name:10} mean acceptance length {length:.2f}, acceptance rate {rate:.3f}")
     for text in tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True):
         print(repr(text))
 

@@ -81,8 +81,8 @@ their cache and modules follow the same protocols; `check_pair` says it from con
 - *hybrid*: recurrent or convolution states, beside keys and values or alone. Verification reads tokens one by one over
   projections of all of them, which gives the states of plain decoding after each token.
 
-Models with recurrent layers are refused if they are compiled, offloaded, spread over devices or split by tensor
-parallelism. Layers that choose what they attend to by an index are refused too (`indexed_attention`, in Qwen4-Exp and
+Models with recurrent layers are not supported if they are compiled, offloaded, spread over devices or split by tensor
+parallelism. Neither are layers that choose by an index what they attend to (`indexed_attention`, in Qwen4-Exp and
 GLM-5-Next).
 """
 MADE_BY = """\
@@ -191,7 +191,7 @@ def render() -> str:
         _table(
             ("model", "KV cache", "shown by"), [(as_code(name), kind, _test(by)) for name, kind, by in family_rows()]
         ),
-        "Refused:\n",
+        "Not supported:\n",
         _table(("model", "message"), [(as_code(name), as_code(message)) for name, message in refused_rows()]),
         "## Where a field is set\n",
         "The first place that sets a field counts.\n",

@@ -135,7 +135,9 @@ BLOCK = "processors/test_processors.py::test_block_equals_position_by_position"
 EXACT = "generation/test_greedy_exactness.py"
 HERE = "test_compatibility.py::test_a_supported_value_gives_the_text_of_plain_decoding"
 LOCK_STEP = "rows move in lock step"
-BEAMS = "beam search alone reads it, and is refused; greedy decoding and sampling pass over it, in transformers too"
+BEAMS = (
+    "only beam search, which is not supported, reads it; greedy decoding and sampling ignore it, in transformers too"
+)
 
 
 def _ids(*ids):
@@ -450,7 +452,8 @@ FIELDS = (
     Row(
         "cache_config",
         NotApplicable(
-            'only `cache_implementation="quantized"` reads it, whose caches are refused', Call({"cache_config": {}})
+            'only `cache_implementation="quantized"` reads it, whose caches are not supported',
+            Call({"cache_config": {}}),
         ),
     ),
     Row(
@@ -713,7 +716,7 @@ FIELDS = (
         "prefill_chunk_size",
         Supported(
             f"{OPTIONS}::test_prefill_in_chunks_gives_the_same_text",
-            "refused with images",
+            "not supported with images",
             Call({"prefill_chunk_size": 4}, batch_size=3, changes=False),
         ),
     ),

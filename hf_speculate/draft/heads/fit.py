@@ -41,7 +41,7 @@ class HeadFit(NamedTuple):
         return {**self._asdict(), "spec": asdict(self.spec), "ok": self.ok}
 
     def __str__(self) -> str:
-        spec, level = self.spec, "refused" if self.problems else "warning" if self.notes else "ok"
+        spec, level = self.spec, "not supported" if self.problems else "warning" if self.notes else "ok"
         layers = ", ".join(map(str, spec.hidden_layers)) or "none"
         lines = [
             f"{level}: {spec.name} as a draft head for {self.target}",
@@ -50,7 +50,7 @@ class HeadFit(NamedTuple):
             f"  drafts {spec.draft_vocab_size:,} of {spec.vocab_size:,} tokens",
             f"  default K: {spec.default_draft_tokens or 'none'}",
         ]
-        lines += [f"  refused: {text}" for text in self.problems]
+        lines += [f"  not supported: {text}" for text in self.problems]
         return "\n".join([*lines, *(f"  warning: {text}" for text in self.notes)])
 
 

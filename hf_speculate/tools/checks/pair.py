@@ -16,7 +16,7 @@ from hf_speculate.models.rope import growing_rope
 from hf_speculate.tools.checks.cost_model import ACCEPTANCE_PROBABILITIES, Gain, estimate_gains
 from hf_speculate.tools.checks.sources import Described, ModelReader, ModelSource
 
-LEVELS = ("ok", "warning", "refused")
+LEVELS = ("ok", "warning", "not supported")
 
 
 class Finding(NamedTuple):
@@ -62,7 +62,7 @@ class PairReport:
 
     Args:
         target, draft: names of the two models.
-        level: "ok", "warning" or "refused", the worst of the findings.
+        level: "ok", "warning" or "not supported", the worst of the findings.
         findings: facts about the pair.
         overlap: of the tokenizers; None if one was not found.
         target_params, draft_params: numbers of parameters.
@@ -86,7 +86,7 @@ class PairReport:
     @property
     def ok(self) -> bool:
         """Whether `generate()` accepts the pair, perhaps with warnings."""
-        return self.level != "refused"
+        return self.level != "not supported"
 
     def as_dict(self) -> dict[str, Any]:
         """The report as values that JSON can hold."""
@@ -183,13 +183,15 @@ def model_findings(target: Described, draft: Described) -> list[Finding]:
         try:
             check_models(models, stateful_names(models), ASSISTED)
         except UnsupportedModelError as error:
-            found.append(Finding("refused", str(error)))
+            found.append(Finding("not supported", str(error)))
     if not draft.model.can_generate():
-        found.append(Finding("refused", f"assistant_model must be able to generate, got {type(draft.model).__name__}"))
+        found.append(
+            Finding("not supported", f"assistant_model must be able to generate, got {type(draft.model).__name__}")
+        )
     found += [finding for one in (target, draft) for finding in _recurrent_findings(one)]
     rope = growing_rope(target.model)
     if rope is not None:
-        text = f"sequences of more than {rope[1]} tokens are refused, for the target has {rope[0]} rotary embeddings"
+        text = f"sequences of more than {rope[1]} tokens are not supported: the target has {rope[0]} rotary embeddings"
         found.append(Finding("warning", text))
     lens = [getattr(one.config, "max_position_embeddings", None) or 0 for one in (target, draft)]
     if 0 < lens[1] < lens[0]:
@@ -223,7 +225,7 @@ def vocabulary_findings(target: Described, draft: Described, overlap: Overlap | 
         try:
             vocabulary = intersect_vocabularies(target.tokenizer, draft.tokenizer, *sizes)
         except UnsupportedModelError as error:
-            return [Finding("refused", str(error))]
+            return [Finding("not supported", str(error))]
         text = (
             f"different tokenizers: {int(vocabulary.is_shared.sum())} of the target's {overlap.num_target} tokens can "
             "be drafted; pass tokenizer= and assistant_tokenizer= to generate()"
@@ -242,7 +244,7 @@ def _findings_without_tokenizers(target: Described, draft: Described, sizes: tup
     if abs(sizes[0] - sizes[1]) <= MAX_PADDING and target.eos_token_ids == draft.eos_token_ids:
         return [Finding("warning", f"{unknown}; vocabularies of {sizes[0]} and {sizes[1]} tokens count as padding")]
     text = f"{unknown}, and {sizes[0]} and {sizes[1]} tokens differ by more than padding; pass both tokenizers"
-    return [Finding("refused", text)]
+    return [Finding("not supported", text)]
 
 
 def text_findings(target: Described, draft: Described) -> list[Finding]:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from hf_speculate.errors import ConfigError
-from hf_speculate.tools.cli.arguments import decoding_of
+from hf_speculate.tools.cli.arguments import check_writable, decoding_of
 from hf_speculate.tools.cli.console import OK, notes
 from hf_speculate.tools.cli.loading import check_placement, load_pair, load_tokenizer
 from hf_speculate.tools.cli.options import Generation, Models, Ray, Speculation
@@ -46,6 +46,7 @@ def run(
     seed = arguments.pop("seed", None)
     check_seed(seed)
     check_batch_size(batch_size)
+    check_writable(output)
     ray_options = _ray_options(ray)
     if engine == "local":
         _check_without_ray(ray)

@@ -55,8 +55,9 @@ def run(
     for path in (output, html):
         check_writable(path)
     log, seed = notes(), generation.seed or 0
+    prompts = measuring.prompts_of(prompt_set, log)
     pair = load_pair(models, log)
-    batches = measuring.encode(prompt_set, pair, log)
+    batches = measuring.encode(prompts, prompt_set, pair)
     comparison = Comparison(methods, drift_methods, batches, sample, repeats, seed)
     with measuring.progress(log, comparison.num_steps) as on_step:
         found = comparison.run(measuring.decoder_of(pair, decoding), on_step=on_step)

@@ -24,6 +24,7 @@ from hf_speculate.tools.cli.loading import Pair
 from hf_speculate.tools.cli.options import Grid, Models, PromptSet
 from hf_speculate.tools.cli.prompts import read_prompts
 from hf_speculate.tools.dataset.encoding import token_ids_of
+from hf_speculate.tools.dataset.rows import Row
 
 _NUMBER = re.compile(r"-?\d[\d.]*( \(|%?$)|-$")
 _PIPED_WIDTH = 160  # of tables without a terminal
@@ -43,13 +44,18 @@ def shared_fields(decoding: Decoding, models: Models, grid: Grid) -> dict[str, A
     return fields
 
 
-def encode(prompt_set: PromptSet, pair: Pair, log: Console) -> list[Batch]:
-    """Batches of the prompts on the target's device."""
+def prompts_of(prompt_set: PromptSet, log: Console) -> list[Row]:
+    """The prompts of a measurement."""
     prompts = read_prompts(prompt_set.prompts, by_line=True)
     prompts = take_in_turn(prompts, [prompt.category for prompt in prompts], prompt_set.num_prompts)
     num_cut = sum(prompt.num_turns > 1 for prompt in prompts)
     if num_cut:
         log.print(f"{num_cut} of {len(prompts)} prompts have several turns; the first one is used", style="dim")
+    return prompts
+
+
+def encode(prompts: list[Row], prompt_set: PromptSet, pair: Pair) -> list[Batch]:
+    """Batches of the prompts on the target's device."""
     token_ids = token_ids_of(prompts, pair.tokenizer, is_chat=prompt_set.chat)
     categories = [prompt.category for prompt in prompts]
     pad_token_id: Any = pair.tokenizer.pad_token_id

@@ -44,8 +44,9 @@ def run(
     if write is not None:
         settings_in(write)
     log = notes()
+    prompts = measuring.prompts_of(prompt_set, log)
     pair = load_pair(models, log)
-    batches = measuring.encode(prompt_set, pair, log)
+    batches = measuring.encode(prompts, prompt_set, pair)
     decoder = measuring.decoder_of(pair, decoding)
     with measuring.progress(log, num_steps(len(methods), len(batches))) as on_step:
         instruments = Instruments(decoder, TextCheck(decoder), partial(drift_of_runs, decoder.target), on_step=on_step)

@@ -67,7 +67,7 @@ _LOSSY = (
     "Lossy: the text follows the draft model wherever the rule allows, so its distribution is not the target's. The "
     "token after the accepted ones is sampled from the target with `do_sample=True`, and its most likely one otherwise."
 )
-_GREEDY = "With `do_sample=True` it is refused; leave `verifier` out of the fields to allow both."
+_GREEDY = "With `do_sample=True` it is not supported; leave `verifier` out of the fields to allow both."
 
 
 def documented_verifiers() -> list[str]:

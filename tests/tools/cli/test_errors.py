@@ -90,6 +90,21 @@ def test_an_option_that_cannot_be_is_named(command, options, message, refused):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a CUDA GPU to be missing")
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["generate", "nosuch", "-f", "nosuch.jsonl"], "the file of prompts must exist"),
+        (["bench", "nosuch", "nosuch.jsonl", "-d", "nosuch"], "the file of prompts must exist"),
+        (["tune", "nosuch", "nosuch.jsonl", "-d", "nosuch"], "the file of prompts must exist"),
+        (["bench", "nosuch", "{folder}/prompts.txt", "-d", "nosuch", "-v", "nosuch"], "verifier must be one of"),
+        (["batch", "nosuch", "{folder}/prompts.jsonl", "-o", "{out}/no/x.jsonl"], "x.jsonl must exist, got none"),
+        (["generate", "nosuch", "x", "--json", "-o", "{out}/no/x.json"], "x.json must exist, got none"),
+    ],
+)
+def test_options_and_files_are_checked_before_a_model_is_loaded(words, message, refused):
+    assert message in refused(words)
+
+
 def test_a_gpu_that_is_not_there_is_named(refused):
     assert "--device must be one of auto, cpu, map here, got 'cuda'" in refused([*GENERATE, "--device", "cuda"])
 
