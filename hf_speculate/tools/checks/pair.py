@@ -295,7 +295,7 @@ def _memory_text(memory: Memory) -> str:
     text = f"{_bytes(memory.weight_bytes)} in {memory.dtype}"
     if not memory.kv_bytes_per_token:
         return text
-    return f"{text}, KV cache {_bytes(1024 * memory.kv_bytes_per_token)} per row of 1,024 tokens"
+    return f"{text},\n    KV cache {_bytes(1024 * memory.kv_bytes_per_token)} per row of 1,024 tokens"
 
 
 def _bytes(num: int) -> str:

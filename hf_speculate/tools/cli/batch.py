@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from hf_speculate.errors import ConfigError
 from hf_speculate.tools.cli.arguments import check_writable, decoding_of
-from hf_speculate.tools.cli.console import OK, notes
+from hf_speculate.tools.cli.console import INTERRUPTED, OK, notes
 from hf_speculate.tools.cli.loading import check_placement, load_pair, load_tokenizer
 from hf_speculate.tools.cli.options import Generation, Models, Ray, Speculation
 from hf_speculate.tools.cli.prompts import read_json_prompts
@@ -81,8 +81,9 @@ def run(
     except KeyboardInterrupt:
         progress.stop()
         if ranks.is_main:
-            log.print(f"finished rows are in {output}; run the same command to resume", markup=False, soft_wrap=True)
-        raise
+            line = f"interrupted: finished rows are in {output}; run the same command to resume"
+            log.print(line, markup=False, soft_wrap=True)
+        return INTERRUPTED
     finally:
         progress.stop()
     if ranks.is_main:

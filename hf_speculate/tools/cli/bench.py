@@ -23,16 +23,16 @@ from hf_speculate.tools.bench.methods import (
 from hf_speculate.tools.bench.report import write_html
 from hf_speculate.tools.cli import measuring
 from hf_speculate.tools.cli.arguments import check_writable, decoding_of
-from hf_speculate.tools.cli.console import INTERRUPTED, OK, REFUSED, notes
+from hf_speculate.tools.cli.console import INTERRUPTED, OK, REFUSED, answer, notes
 from hf_speculate.tools.cli.loading import load_pair, names_head
 from hf_speculate.tools.cli.measuring import show, shown
 from hf_speculate.tools.cli.options import Generation, Grid, Models, PromptSet
 
 _LOSSY = "typical"
-_METHOD_HEADS = ("method", "tokens/s", "speed-up", "acceptance length", "acceptance rate", "outputs")
-_LATENCY_HEADS = ("method", "time to first token (ms)", "ms per token", "peak memory (GiB)")
+_METHOD_HEADS = ("method", "tokens/s", "speed-up", "length", "accepted", "note")
+_LATENCY_HEADS = ("method", "first token (ms)", "ms per token", "peak (GiB)")
 _CATEGORY_HEADS = ("category", "method", "speed-up", "acceptance rate", "prompts")
-_DRIFT_HEADS = ("verifier", "threshold", "tokens/s", "speed-up", "log-likelihood per token", "agreement with greedy")
+_DRIFT_HEADS = ("verifier", "threshold", "tokens/s", "speed-up", "log-likelihood", "agreement with greedy")
 
 
 def run(
@@ -100,12 +100,14 @@ def _show(result: dict[str, Any], log: Console) -> None:
     kind = "sampling" if settings["do_sample"] else "greedy"
     log.print(
         f"{where['device']}, {where['threads']} threads, {where['dtype']}, {settings['num_prompts']} prompts in "
-        f"batches of {settings['batch_size']}, {kind}; medians (minimum to maximum) over batches",
+        f"batches of {settings['batch_size']}, {kind}; medians (minimum-maximum) over batches",
         style="dim",
         soft_wrap=True,
     )
     if result["methods"]:
         show("speed", _METHOD_HEADS, [_method_cells(method) for method in result["methods"]])
+        for line in _remarks(result["methods"]):
+            answer(line)
         show("latency", _LATENCY_HEADS, [_latency_cells(method) for method in result["methods"]])
     if result["categories"]:
         entries = sorted(result["categories"], key=lambda entry: entry["category"])
@@ -117,15 +119,25 @@ def _show(result: dict[str, Any], log: Console) -> None:
 
 
 def _method_cells(method: dict[str, Any]) -> list[str]:
-    noise = f"; noise: above the bound of {method['speedup_bound']:.2f}" if method["is_noise"] else ""
     return [
         method["name"],
-        shown(method["tokens_per_s"], ".0f"),
+        shown(method["tokens_per_s"]["median"], ".0f"),
         shown(method["speedup"]),
         shown(method["mean_acceptance_length"]),
         shown(method["acceptance_rate"], ".0%"),
-        (method["checked"] or ("lossy" if method["is_lossy"] else "-")) + noise,
+        "noise" if method["is_noise"] else "lossy" if method["is_lossy"] else "-",
     ]
+
+
+def _remarks(methods: list[dict[str, Any]]) -> list[str]:
+    """Lines below the table: the comparison with plain decoding, and what is noise."""
+    by_result: dict[str, list[str]] = {}
+    for method in methods:
+        if method["checked"]:
+            by_result.setdefault(method["checked"], []).append(method["name"])
+    lines = [f"compared with plain decoding: {found}: {'; '.join(names)}" for found, names in by_result.items()]
+    noise = [f"{method['name']} ({method['speedup_bound']:.2f})" for method in methods if method["is_noise"]]
+    return [*lines, *([f"noise: the speed-up is above the bound of the pair: {'; '.join(noise)}"] if noise else [])]
 
 
 def _latency_cells(method: dict[str, Any]) -> list[str]:

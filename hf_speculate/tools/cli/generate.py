@@ -13,7 +13,7 @@ from transformers import TextStreamer
 from hf_speculate.errors import ConfigError
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.cli.arguments import check_writable, decoding_of
-from hf_speculate.tools.cli.console import OK, answer, notes, write_json
+from hf_speculate.tools.cli.console import INTERRUPTED, OK, answer, notes, write_json
 from hf_speculate.tools.cli.loading import Pair, load_pair
 from hf_speculate.tools.cli.options import Generation, Models, Speculation
 from hf_speculate.tools.cli.prompts import read_prompts
@@ -73,22 +73,25 @@ def run(
     prompts = _prompts(prompt, file)
     log = notes()
     pair = load_pair(models, log)
-    results = []
-    for number, (row, token_ids) in enumerate(
-        zip(prompts, token_ids_of(prompts, pair.tokenizer, is_chat), strict=True)
-    ):
-        if number and not as_json:
-            answer("")
-        if len(prompts) > 1 and not as_json:
-            log.print(f"prompt {row.key}:", style="bold")
-        found = _decode(pair, token_ids, arguments, _Printer(pair.tokenizer, is_silent=as_json))
-        results.append(found.as_dict(row))
-        if as_json:
-            answer(json.dumps(results[-1]))
-        log.print(found.line, style="dim", soft_wrap=True)
+    results: list[dict[str, Any]] = []
+    try:
+        for row, token_ids in zip(prompts, token_ids_of(prompts, pair.tokenizer, is_chat), strict=True):
+            if results and not as_json:
+                answer("")
+            if len(prompts) > 1 and not as_json:
+                log.print(f"prompt {row.key}:", style="bold")
+            found = _decode(pair, token_ids, arguments, _Printer(pair.tokenizer, is_silent=as_json))
+            results.append(found.as_dict(row))
+            if as_json:
+                answer(json.dumps(results[-1]))
+            log.print(found.line, style="dim", soft_wrap=True)
+    except KeyboardInterrupt:
+        where = "" if output is None else f", written to {output}"
+        line = f"\ninterrupted: {len(results)} of {len(prompts)} prompts are finished{where}"
+        log.print(line, markup=False, soft_wrap=True)
     if output is not None:
         write_json(output, {"results": results})
-    return OK
+    return OK if len(results) == len(prompts) else INTERRUPTED
 
 
 def run_chat(models: Models, system: str | None, generation: Generation, speculation: Speculation) -> int:

@@ -12,6 +12,7 @@ from typer.main import get_command
 
 from hf_speculate.tools.cli.commands import COMMANDS
 from hf_speculate.tools.cli.console import INTERRUPTED, OK, WRONG_USE, answer, first_line, notes
+from hf_speculate.tools.cli.options import Interrupted
 
 app = typer.Typer(
     help="Faster generate() for Hugging Face transformers with speculative decoding.",
@@ -53,10 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = get_command(app)(args=words or ["--help"], prog_name=_NAME, standalone_mode=False, obj=words)
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else OK
+    except Interrupted:
+        notes().print("hf-speculate: interrupted")
+        return INTERRUPTED
     except Exception as error:
-        if isinstance(error, typer.Abort) and not isinstance(error.__cause__, EOFError):
-            notes().print("hf-speculate: interrupted")
-            return INTERRUPTED
         if is_debugged:
             raise
         notes().print(f"hf-speculate: {_line_of(error)}", markup=False, emoji=False, soft_wrap=True)

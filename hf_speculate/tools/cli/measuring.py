@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -120,14 +121,15 @@ def progress(log: Console, num_steps: int) -> Iterator[Callable[[Step], None]]:
 
 
 def show(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table; columns of numbers are aligned on the right."""
-    table = Table(title=title, title_justify="left")
-    for index, head in enumerate(heads):
+    """Print a table without empty columns; columns of numbers are aligned on the right."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    kept = [index for index in range(len(heads)) if any(cells[index] != "-" for cells in rows)]
+    for index in kept:
         is_number = all(_NUMBER.match(cells[index]) for cells in rows)
         justify: Literal["left", "right"] = "right" if is_number else "left"
-        table.add_column(head, justify=justify, overflow="fold", no_wrap=index == 0)
+        table.add_column(heads[index], justify=justify, overflow="fold", no_wrap=index == 0)
     for cells in rows:
-        table.add_row(*cells)
+        table.add_row(*(cells[index] for index in kept))
     output = Console(highlight=False, markup=False)
     if not output.is_terminal:
         output.width = _PIPED_WIDTH
@@ -139,7 +141,7 @@ def shown(value: Any, form: str = ".2f") -> str:
     if value is None:
         return "-"
     if isinstance(value, dict):
-        return f"{value['median']:{form}} ({value['min']:{form}} to {value['max']:{form}})"
+        return f"{value['median']:{form}} ({value['min']:{form}}-{value['max']:{form}})"
     return f"{value:{form}}"
 
 

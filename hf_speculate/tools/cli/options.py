@@ -9,6 +9,11 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+
+class Interrupted(Exception):
+    """Ctrl-C."""
+
+
 _MODELS, _GENERATION, _SPECULATION = "Models", "Generation", "Speculation"
 
 Prompts = Annotated[
@@ -234,7 +239,10 @@ def grouped(command: Callable[..., int]) -> Callable[..., int]:
             name: group(**{entry.name: values.pop(entry.name) for entry in fields(group)})
             for name, group in groups.items()
         }
-        return command(**objects, **values)
+        try:
+            return command(**objects, **values)
+        except KeyboardInterrupt as error:  # typer would end without a word
+            raise Interrupted from error
 
     vars(flat)["__signature__"] = inspect.Signature(parameters)
     flat.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

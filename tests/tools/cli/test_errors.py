@@ -1,5 +1,6 @@
 """What goes wrong on the command line is one line and exit status 2, whatever it is."""
 
+import io
 import json
 import os
 import shutil
@@ -225,8 +226,19 @@ def test_an_end_of_a_file_is_an_error_and_an_interrupt_is_none(folder, broken, c
     assert "hf-speculate: EOFError: Ran out of input (--debug" in capsys.readouterr().err
     broken(KeyboardInterrupt())
     assert main(words) == 130
+    assert capsys.readouterr().err.strip() == "interrupted: 0 of 1 prompts are finished"
     broken(SystemExit(3))
     assert main(words) == 3
+
+
+def test_ctrl_c_outside_of_decoding_is_one_line(monkeypatch, capsys):
+    class Terminal(io.StringIO):
+        def read(self, *_):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("sys.stdin", Terminal())
+    assert main(["generate", "nosuch", "-"]) == 130
+    assert capsys.readouterr() == ("", "hf-speculate: interrupted\n")
 
 
 @pytest.mark.parametrize("place", [0, 1, 3, 7])
