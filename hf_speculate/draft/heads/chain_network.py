@@ -5,7 +5,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from hf_speculate.draft.heads.round import HeadNetwork
-from hf_speculate.draft.heads.row_cache import Placed, RowCache
+from hf_speculate.draft.heads.row_cache import Placed, StateStore
 from hf_speculate.draft.heads.target_parts import TargetParts
 
 
@@ -26,7 +26,7 @@ class ChainNetwork(HeadNetwork, Protocol):
     is_traceable: bool
     """Whether its forwards can be compiled."""
 
-    def run(self, depth: int, pairs: Pairs, cache: RowCache, parts: TargetParts) -> Tensor:
+    def run(self, depth: int, pairs: Pairs, cache: StateStore, parts: TargetParts) -> Tensor:
         """[B, N, H], what a depth makes of pairs; their keys and values go into the cache."""
 
     def read(self, outputs: Tensor, parts: TargetParts) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """Drafts a whole chain of tokens as one compiled unit, from each row's output at its last true pair on."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,7 +78,8 @@ class CompiledChain:
     def __init__(self, network: ChainNetwork, setup: DrafterSetup, request: DraftCompilation, cache: RowCache):
         self._network, self._stream, self._keeps_logits = network, setup.stream, setup.keeps_logits
         self._lens = tuple(num for num in request.lens if num <= MAX_UNROLLED_STEPS)
-        self._compilation = Compilation(network, request.settings, request.units, request.on_failure)
+        module: Any = network  # every network is one
+        self._compilation = Compilation(module, request.settings, request.units, request.on_failure)
         self._cache = cache
         cache.reserve(setup.max_length + max(request.lens) + 1 + UNREAD_COLUMNS)
 

@@ -14,7 +14,7 @@ from hf_speculate.draft.heads.chain_network import Pairs
 from hf_speculate.draft.heads.layer_config import LayerConfig
 from hf_speculate.draft.heads.layers import MLP, Attention, DecoderLayer, RMSNorm, Rotary, Rotation
 from hf_speculate.draft.heads.parallel import SlotInputs
-from hf_speculate.draft.heads.row_cache import Placed, RowCache
+from hf_speculate.draft.heads.row_cache import Placed, StateStore
 from hf_speculate.draft.heads.target_parts import TargetParts
 from hf_speculate.draft.heads.vocabulary import DraftVocabulary
 from hf_speculate.errors import ShapeError
@@ -68,7 +68,7 @@ class FirstLayer(nn.Module):
         self.mlp = MLP(config)
 
     def forward(
-        self, embeddings: Tensor, states: Tensor, rotation: Rotation, cache: RowCache, layer: int, placed: Placed
+        self, embeddings: Tensor, states: Tensor, rotation: Rotation, cache: StateStore, layer: int, placed: Placed
     ) -> Tensor:
         """[B, N, H] of embeddings [B, N, H] and states [B, N, H]."""
         normed = self.hidden_norm(states)
@@ -130,7 +130,7 @@ class Eagle3Network(nn.Module):
             states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
         return states if self.fc is None else self.fc(states)
 
-    def run(self, depth: int, pairs: Pairs, cache: RowCache, parts: TargetParts) -> Tensor:
+    def run(self, depth: int, pairs: Pairs, cache: StateStore, parts: TargetParts) -> Tensor:
         """See `ChainNetwork.run`."""
         if self.embed_tokens is None:
             embeddings = parts.raw_embedded(pairs.token_ids)
@@ -147,7 +147,7 @@ class Eagle3Network(nn.Module):
         normed = self.norm(outputs)
         return self._scored(normed, parts), normed if self.options.norm_output else outputs
 
-    def fill(self, inputs: SlotInputs, cache: RowCache, parts: TargetParts) -> Tensor:
+    def fill(self, inputs: SlotInputs, cache: StateStore, parts: TargetParts) -> Tensor:
         """See `SlotNetwork.fill`: a slot joins the mask token with the learnt state `mask_hidden`."""
         token_ids = inputs.token_ids.masked_fill(inputs.is_slot, self.options.mask_token_id or 0)
         given, empty = inputs.states, self.mask_hidden

@@ -12,7 +12,7 @@ from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from hf_speculate.draft.heads.layer_config import LayerConfig
-from hf_speculate.draft.heads.row_cache import Placed, RowCache
+from hf_speculate.draft.heads.row_cache import Placed, StateStore
 
 # The heads of a group are folded into query rows up to this many rows; see `models.folded_attention`.
 _MOST_FOLDED_ROWS = 64
@@ -124,7 +124,7 @@ class Attention(nn.Module):
         output: Tensor = self.o_proj(attend(queries, keys, values, mask).transpose(1, 2).flatten(2))
         return output
 
-    def forward(self, states: Tensor, rotation: Rotation, cache: RowCache, layer: int, placed: Placed) -> Tensor:
+    def forward(self, states: Tensor, rotation: Rotation, cache: StateStore, layer: int, placed: Placed) -> Tensor:
         """[B, N, H]; the keys and values of the states [B, N, in_width] go into the cache."""
         keys, values = cache.write(layer, *self.keys_values(states, rotation), placed)
         return self.attended(self.queries(states, rotation), keys, values, placed.mask(layer))
@@ -171,7 +171,7 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, states: Tensor, rotation: Rotation, cache: RowCache, layer: int, placed: Placed) -> Tensor:
+    def forward(self, states: Tensor, rotation: Rotation, cache: StateStore, layer: int, placed: Placed) -> Tensor:
         """[B, N, H] of states [B, N, H]."""
         states = states + self.self_attn(self.input_layernorm(states), rotation, cache, layer, placed)
         output: Tensor = states + self.mlp(self.post_attention_layernorm(states))

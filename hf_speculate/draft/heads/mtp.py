@@ -11,7 +11,7 @@ from transformers.modeling_layers import MtpModel
 from hf_speculate.draft.heads.chain_network import Pairs
 from hf_speculate.draft.heads.layer_config import LayerConfig
 from hf_speculate.draft.heads.layers import DecoderLayer, RMSNorm, Rotary, Rotation
-from hf_speculate.draft.heads.row_cache import Placed, RowCache
+from hf_speculate.draft.heads.row_cache import Placed, StateStore
 from hf_speculate.draft.heads.target_parts import TargetParts
 from hf_speculate.draft.heads.vocabulary import DraftVocabulary
 
@@ -24,7 +24,7 @@ class PlacedCache(Cache):
         placed: the tokens of the forward.
     """
 
-    def __init__(self, cache: RowCache, placed: Placed):
+    def __init__(self, cache: StateStore, placed: Placed):
         super().__init__(layers=[])
         self._cache, self._placed = cache, placed
 
@@ -74,7 +74,7 @@ class CheckpointMtpNetwork(nn.Module):
         """See `ChainNetwork.project`."""
         return states
 
-    def run(self, depth: int, pairs: Pairs, cache: RowCache, parts: TargetParts) -> Tensor:
+    def run(self, depth: int, pairs: Pairs, cache: StateStore, parts: TargetParts) -> Tensor:
         """See `ChainNetwork.run`."""
         model: Any = self._shared[0]
         embeddings = model.embed_tokens(pairs.token_ids)
@@ -123,7 +123,7 @@ class MtpLayer(nn.Module):
         self.input_layernorm, self.post_attention_layernorm = block.input_layernorm, block.post_attention_layernorm
 
     def forward(
-        self, embeddings: Tensor, states: Tensor, rotation: Rotation, cache: RowCache, placed: Placed
+        self, embeddings: Tensor, states: Tensor, rotation: Rotation, cache: StateStore, placed: Placed
     ) -> Tensor:
         """[B, N, H] of embeddings [B, N, H] and states [B, N, H]."""
         joined = torch.cat([self.token_layernorm(embeddings), self.hidden_layernorm(states)], dim=-1)
@@ -155,7 +155,7 @@ class SpeculatorsMtpNetwork(nn.Module):
         """See `ChainNetwork.project`."""
         return states
 
-    def run(self, depth: int, pairs: Pairs, cache: RowCache, parts: TargetParts) -> Tensor:
+    def run(self, depth: int, pairs: Pairs, cache: StateStore, parts: TargetParts) -> Tensor:
         """See `ChainNetwork.run`."""
         embeddings = parts.embedded(pairs.token_ids)
         rotation = self._rotary(pairs.positions, embeddings.dtype)

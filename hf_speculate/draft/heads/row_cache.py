@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -59,6 +60,13 @@ class Placed:
         if first:  # a token before it sees itself: nobody reads what comes of it, but it must be finite
             hidden = hidden | ((seen < first) & (seen != at))
         return hidden
+
+
+class StateStore(Protocol):
+    """What a layer writes its keys and values to."""
+
+    def write(self, layer: int, keys: Tensor, values: Tensor, placed: Placed) -> tuple[Tensor, Tensor]:
+        """Store states [B, heads, N, D], and return those of the columns that attention reads."""
 
 
 class RowCache:
