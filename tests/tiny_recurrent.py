@@ -28,7 +28,15 @@ _EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 24,
 }
-_MAMBA2: dict[str, Any] = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 2}
+# Prompts are padded to chunks of 128 or 256 tokens by default, which takes most of a small model's time.
+_CHUNK_SIZE = 8
+_MAMBA2: dict[str, Any] = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": _CHUNK_SIZE,
+}
 _DELTA_AND_LATENT: dict[str, Any] = {
     **_SIZES,
     "num_key_value_heads": 4,
@@ -63,6 +71,7 @@ _FIELDS: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_num_heads": 4,
             "mamba_head_dim": 16,
             "ssm_state_size": 8,
+            "chunk_size": _CHUNK_SIZE,
             "n_groups": 2,
             "time_step_min": 0.1,
         },
@@ -111,6 +120,7 @@ _FIELDS: dict[str, tuple[str, dict[str, Any]]] = {
             "layers_block_type": ["mamba", "hybrid", "mamba"],
             "mamba_d_state": 8,
             "mamba_ngroups": 2,
+            "chunk_size": _CHUNK_SIZE,
             "n_mamba_heads": 4,
             "time_step_min": 0.1,
             "use_mem_rope": True,
@@ -118,7 +128,15 @@ _FIELDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mamba2": (
         "Mamba2Config",
-        {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 2},
+        {
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_heads": 4,
+            "head_dim": 16,
+            "state_size": 8,
+            "n_groups": 2,
+            "chunk_size": _CHUNK_SIZE,
+        },
     ),
     "bailing_hybrid": (
         "BailingHybridConfig",
