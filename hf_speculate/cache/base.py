@@ -79,6 +79,13 @@ class KVCache(Protocol):
     def rows(self, indices: Sequence[int]) -> None:
         """Keep the named rows, in place."""
 
+    def join(self, other: Any) -> None:
+        """Add the rows of another cache of the same kind behind these.
+
+        Raises:
+            UnsupportedModelError: caches of this kind cannot be joined.
+        """
+
     def begin_recording(self) -> None:
         """Called once the prompt is in, before the first `crop`."""
 

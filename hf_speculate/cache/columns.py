@@ -140,6 +140,14 @@ class Columns:
         self._corners = {}
         self.expect(0)
 
+    def join(self, other: "Columns") -> None:
+        """Add the rows of `other` behind these."""
+        self.row_lens.join(other.row_lens)
+        bounds = self.max_columns, other.max_columns
+        self.max_columns = None if None in bounds else max(bound for bound in bounds if bound is not None)
+        self._corners = {}
+        self.expect(0)
+
     def places(self, num_heads: int, capacity: int, base: int, device: torch.device) -> Tensor:
         """[B * H * Q] int64: where the coming tokens go in [B * H * capacity, D], which begins at column `base`."""
         key = (num_heads, capacity, base, device)

@@ -13,6 +13,7 @@ from hf_speculate.cache.left_padding import LeftPadding
 from hf_speculate.cache.row_lens import RowLens
 from hf_speculate.cache.row_shift import RowShift, shift_rows
 from hf_speculate.cache.snapshots import LayerSnapshot, restore_layers, snapshot_layers
+from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.transfers import upload
 from hf_speculate.types import KVState
 
@@ -146,6 +147,12 @@ class DynamicKVCache:
             if isinstance(layer, DynamicSlidingWindowLayer):
                 layer.record_past = False
         self._is_recording = False
+
+    def join(self, other: object) -> None:
+        """See `KVCache.join`."""
+        raise UnsupportedModelError(
+            f"caches that are joined must be preallocated, got {self.kind}; decode static batches"
+        )
 
     def release(self) -> None:
         """Nothing to release."""

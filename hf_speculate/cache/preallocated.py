@@ -182,6 +182,14 @@ class PreallocatedKVCache:
         for layer in self._layers:
             layer.select(index, surplus)
 
+    def join(self, other: "PreallocatedKVCache") -> None:
+        """Add the rows of `other` behind these; its buffers grow too, and nobody keeps its states."""
+        for layer, its in zip(self._layers, other._layers, strict=True):
+            layer.join(its)
+        self.columns.join(other.columns)
+        self.pads = self.pads + other.pads
+        self._masking = Masking(self.columns, self.pads, self.kinds.mask_dtype)
+
     def begin_recording(self) -> None:
         """Nothing to do: what a row may be rolled back to is kept."""
 

@@ -102,6 +102,25 @@ class RaggedLayer(CacheLayerMixin):
         index = indices.to(self.device)
         self.keys, self.values = (buffer[:, :, surplus:].index_select(0, index) for buffer in self.buffers)
 
+    def join(self, other: "RaggedLayer") -> None:
+        """Add the rows of `other` behind these, before the columns are joined."""
+        if not self.is_initialized or not other.is_initialized:
+            return  # a layer that reads the states of another one
+        layers, base = (self, other), min(self.base, other.base)
+        capacity = self._roomy(max(layer.columns.num_held for layer in layers) - base, base)
+        shape = self.buffers[0].shape[0] + other.buffers[0].shape[0], self.buffers[0].shape[1], capacity
+        joined = []
+        for mine, its in zip(self.buffers, other.buffers, strict=True):
+            buffer, row = mine.new_zeros(*shape, mine.shape[3]), 0
+            for layer, states in zip(layers, (mine, its), strict=True):
+                num_rows, num_held = states.shape[0], layer.columns.num_held - layer.base
+                start = layer.base - base
+                buffer[row : row + num_rows, :, start : start + num_held] = states[:, :, :num_held]
+                row += num_rows
+            joined.append(buffer)
+        self.keys, self.values = joined
+        self.base = base
+
     def release(self) -> None:
         """Let go of the buffers, whose states somebody else holds now."""
         self.keys = self.values = None

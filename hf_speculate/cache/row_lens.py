@@ -148,6 +148,10 @@ class RowLens:
         if self._varying is not None:
             self._varying = None if self.is_even else self._varying[self._index(indices, index)]
 
+    def join(self, other: "RowLens") -> None:
+        """Add the rows of `other` behind these."""
+        self.on_host, self._varying = self.on_host + other.on_host, None
+
     def _index(self, indices: Sequence[int], index: Tensor | None) -> Tensor:
         return upload(indices, self.ruler.device) if index is None else index
 

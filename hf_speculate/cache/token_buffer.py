@@ -88,6 +88,14 @@ class TokenBuffer:
         self.token_ids = self.token_ids[index]
         self.row_lens.rows(indices, index)
 
+    def join(self, other: "TokenBuffer") -> None:
+        """Add the rows of `other` behind these."""
+        self._reserve(other.token_ids.shape[1])
+        more = other.token_ids.new_zeros(len(other.lens), self.token_ids.shape[1])
+        more[:, : other.token_ids.shape[1]] = other.token_ids
+        self.token_ids = torch.cat([self.token_ids, more])
+        self.row_lens.join(other.row_lens)
+
     def _reserve(self, num_columns: int) -> None:
         batch_size, capacity = self.token_ids.shape
         if num_columns > capacity:

@@ -65,6 +65,10 @@ class RowAcceptanceRates:
             total += prefix
         return total
 
+    def join(self, other: "RowAcceptanceRates") -> None:
+        """Add the rows of `other` behind these."""
+        self._rows = self._rows + other._rows
+
     def rows(self, indices: Sequence[int]) -> None:
         """Keep the rows `indices`, in that order; there are no rows before the first call."""
         self._rows = [self._rows[row] for row in indices] if self._rows else []

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -125,6 +125,8 @@ class Drafter(Protocol):
     """Tokens of each row that it is fed at least, some of them again."""
     is_compiled: bool
     """Whether it drafts with compiled units, as `DrafterSetup.compilation` asks."""
+    can_join: bool
+    """Whether rows of another drafter of its kind may join it; `begin`, `read` and `join` are called only then."""
     drafts_fewer: bool
     """Whether it may draft fewer tokens than requested for reasons other than the end of all rows."""
 
@@ -156,6 +158,19 @@ class Drafter(Protocol):
             token_ids: [B, N] int64, those tokens; the first query is what follows them.
         """
 
+    def begin(self, token_ids: Tensor) -> None:
+        """Called before the first `draft` with the prompts; every token after them is then in a `kept`.
+
+        Args:
+            token_ids: [B, T] int64, with their padding.
+        """
+
+    def read(self, token_ids: Tensor, kv_cache: KVCache) -> None:
+        """Let the draft cache hold the next tokens of each row, [B, Q] int64, without drafting."""
+
+    def join(self, other: Any) -> None:
+        """Add the rows of `other`, which has begun too, behind these; the caller does the same to the draft cache."""
+
     def rows(self, indices: Sequence[int]) -> None:
         """Keep the rows `indices`, in that order; a row may leave before the first call.
 
@@ -171,6 +186,7 @@ class DrafterDefaults:
     reads_host_tokens = False
     reads_kept = True
     min_query_len = 1
+    can_join = False
     drafts_fewer = False
     is_compiled = False
 
@@ -179,6 +195,15 @@ class DrafterDefaults:
         return states
 
     def resume(self, token_ids: Tensor) -> None:
+        """Does nothing."""
+
+    def begin(self, token_ids: Tensor) -> None:
+        """Does nothing."""
+
+    def read(self, token_ids: Tensor, kv_cache: KVCache) -> None:
+        """Does nothing."""
+
+    def join(self, other: Any) -> None:
         """Does nothing."""
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hf_speculate.cache.base import KVCache
 from hf_speculate.draft.acceptance_rates import model_kinds, model_rates, suffix_kinds, suffix_rates
 from hf_speculate.draft.base import DrafterDefaults, DraftRequest
 from hf_speculate.draft.model import ModelDrafter
@@ -45,6 +46,7 @@ class HybridDrafter(DrafterDefaults):
     ):
         self.model = model
         self.min_query_len = model.min_query_len
+        self.can_join = model.can_join
         self.texts = SuffixRows(settings)
         self.max_model_tokens = max_model_tokens
         self.device = torch.device(device)
@@ -103,6 +105,28 @@ class HybridDrafter(DrafterDefaults):
         """See `Drafter.resume`."""
         self._resumed = token_ids.cpu()
         self.model.resume(token_ids)
+
+    def begin(self, token_ids: Tensor) -> None:
+        """See `Drafter.begin`."""
+        num_rows = token_ids.shape[0]
+        self.texts.begin(token_ids)
+        self._suffix_rates, self._model_rates = suffix_rates(num_rows), model_rates(num_rows)
+        self._proposals, self._num_model = [NO_PROPOSAL] * num_rows, [0] * num_rows
+        self._unread = [[] for _ in range(num_rows)]
+        self.model.begin(token_ids)
+
+    def read(self, token_ids: Tensor, kv_cache: KVCache) -> None:
+        """See `Drafter.read`."""
+        self.model.read(token_ids, kv_cache)
+
+    def join(self, other: "HybridDrafter") -> None:
+        """See `Drafter.join`."""
+        self.texts.join(other.texts)
+        self._suffix_rates.join(other._suffix_rates)
+        self._model_rates.join(other._model_rates)
+        self._proposals, self._num_model = self._proposals + other._proposals, self._num_model + other._num_model
+        self._unread = (self._unread or []) + (other._unread or [])
+        self.model.join(other.model)
 
     def rows(self, indices: Sequence[int]) -> None:
         """See `Drafter.rows`."""

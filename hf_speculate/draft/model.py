@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_speculate.cache.base import KVCache
 from hf_speculate.cache.token_buffer import TokenBuffer
 from hf_speculate.draft.base import DrafterDefaults, DraftRequest
 from hf_speculate.errors import ConfigError
 from hf_speculate.models.inferencer import Choice, Inferencer
 from hf_speculate.processors import BlockLogitsProcessorList
+from hf_speculate.processors.row_groups import ProcessorGroups
 from hf_speculate.transfers import upload
 from hf_speculate.triton_kernels import Draws
 from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy, Stream
@@ -49,15 +51,18 @@ class ModelDrafter(DrafterDefaults):
     def __init__(
         self,
         inferencer: Inferencer,
-        processors: BlockLogitsProcessorList | None = None,
+        processors: BlockLogitsProcessorList | ProcessorGroups | None = None,
         settings: DraftSettings | None = None,
     ):
         self.inferencer = inferencer
-        self.processors = BlockLogitsProcessorList() if processors is None else processors
+        self.processors: BlockLogitsProcessorList | ProcessorGroups = BlockLogitsProcessorList()
+        if processors is not None:
+            self.processors = processors
+        self.can_join = isinstance(processors, ProcessorGroups)
         self._active = self.processors  # in the current draft
         self.settings = settings or DraftSettings()
         self._history: TokenBuffer | None = None  # the tokens that processors read
-        self.reads_kept = self.processors.reads_token_ids
+        self.reads_kept = self.can_join or self.processors.reads_token_ids  # a later row may have such processors
         self._resumed: Tensor | None = None  # [B, N] int64, tokens that the cache held before the first call
 
     @property
@@ -99,6 +104,22 @@ class ModelDrafter(DrafterDefaults):
     def resume(self, token_ids: Tensor) -> None:
         """See `Drafter.resume`."""
         self._resumed = token_ids.to(self.inferencer.language_model.device)
+
+    def begin(self, token_ids: Tensor) -> None:
+        """See `Drafter.begin`."""
+        self._history = TokenBuffer(token_ids.to(self.inferencer.language_model.device), token_ids.shape[1] + 256)
+
+    def read(self, token_ids: Tensor, kv_cache: KVCache) -> None:
+        """See `Drafter.read`."""
+        self.inferencer.feed(token_ids.to(self.inferencer.language_model.device), kv_cache)
+
+    def join(self, other: "ModelDrafter") -> None:
+        """See `Drafter.join`."""
+        self.inferencer.language_model.join(other.inferencer.language_model)
+        if isinstance(self.processors, ProcessorGroups) and isinstance(other.processors, ProcessorGroups):
+            self.processors.join(other.processors)
+        if self._history is not None and other._history is not None:
+            self._history.join(other._history)
 
     def rows(self, indices: Sequence[int]) -> None:
         """Keep what belongs to the named rows."""

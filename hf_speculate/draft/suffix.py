@@ -119,6 +119,14 @@ class SuffixRows:
             row.extend(ids)
         return gained
 
+    def begin(self, token_ids: Tensor) -> None:
+        """Read the prompts [B, T] int64."""
+        self._begin(token_ids.tolist())
+
+    def join(self, other: "SuffixRows") -> None:
+        """Add the rows of `other`, which has begun too, behind these."""
+        self.rows += other.rows
+
     def select(self, indices: Sequence[int]) -> None:
         """Keep the rows `indices`, in that order; a row may leave before the first call."""
         if self._num_pads is not None:
@@ -141,6 +149,7 @@ class SuffixRows:
                 index = made[key].copy()
             reader = None if settings.store is None else settings.store.reader(most)
             self.rows.append(SuffixRow(index, settings, reader))
+        self._num_pads = None
 
 
 class SuffixDrafter(DrafterDefaults):
@@ -159,6 +168,7 @@ class SuffixDrafter(DrafterDefaults):
 
     reads_host_tokens = True
     drafts_fewer = True
+    can_join = True
 
     def __init__(self, settings: SuffixSettings, device: torch.device | str = "cpu"):
         self.texts = SuffixRows(settings)
@@ -175,6 +185,14 @@ class SuffixDrafter(DrafterDefaults):
             pairs = zip(rows, gained, strict=True)
             proposals = [row.propose(num_draft_tokens).token_ids if ids else [] for row, ids in pairs]
         return point_masses(proposals, self.device)
+
+    def begin(self, token_ids: Tensor) -> None:
+        """See `Drafter.begin`."""
+        self.texts.begin(token_ids)
+
+    def join(self, other: "SuffixDrafter") -> None:
+        """See `Drafter.join`."""
+        self.texts.join(other.texts)
 
     def rows(self, indices: Sequence[int]) -> None:
         """See `Drafter.rows`."""

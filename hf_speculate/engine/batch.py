@@ -11,6 +11,16 @@ from hf_speculate.transfers import upload
 from hf_speculate.types import DraftOut, NoiseKeys, Trimmed, Verified
 
 _NUM_ROUNDS = 256  # rounds whose numbers are written to the device at once
+_BY_ROW = (
+    "num_prompt_tokens",
+    "num_pads",
+    "max_lengths",
+    "row_ids",
+    "is_finished",
+    "prompt_lens",
+    "_rounds_before",
+    "_num_hidden",
+)  # lists with one entry per row
 _FIRST_CAPACITY = 1024  # new tokens for which a row's buffer has room; it grows when that is not enough
 
 
@@ -24,6 +34,7 @@ class Batch:
         num_prompt_tokens: [B] tokens of each prompt, padding excluded, those of a passed cache included.
         num_pads: [B] padding tokens before each prompt.
         reads_keys: whether the keys of the noise are read; if not, `keys` gives those of no round.
+        first_row: number of the first output row.
 
     Attributes:
         tokens: the rows, on the target's device.
@@ -41,6 +52,7 @@ class Batch:
         num_prompt_tokens: Sequence[int],
         num_pads: Sequence[int],
         reads_keys: bool = True,
+        first_row: int = 0,
     ):
         self.prompt_len = input_ids.shape[1]
         capacity = min(max_length, self.prompt_len + _FIRST_CAPACITY)
@@ -49,10 +61,13 @@ class Batch:
         self.seeds = seeds
         self.num_prompt_tokens = list(num_prompt_tokens)
         self.num_pads = list(num_pads)
-        self.max_length = max_length
-        self.row_ids = list(range(input_ids.shape[0]))
+        self.max_lengths = [max_length] * input_ids.shape[0]
+        self.row_ids = list(range(first_row, first_row + input_ids.shape[0]))
         self.is_finished = [False] * input_ids.shape[0]
         self.num_rounds = 0
+        self.prompt_lens = [self.prompt_len] * input_ids.shape[0]
+        self._rounds_before = [0] * input_ids.shape[0]  # rounds of the batch before each row joined it
+        self._num_hidden = [num - self.prompt_len for num in num_prompt_tokens]  # real tokens less columns
         self._reads_keys = reads_keys
         self._rounds: Tensor | None = None  # [N, B] int64, each round's number in every row
         self._key_offsets: Tensor | None = None  # [B] int64, from columns to the positions that keys hold
@@ -66,7 +81,7 @@ class Batch:
     @property
     def num_left(self) -> list[int]:
         """[B] tokens that each row has room for."""
-        return [self.max_length - length for length in self.tokens.lens]
+        return [most - length for most, length in zip(self.max_lengths, self.tokens.lens, strict=True)]
 
     def begin_round(self) -> NoiseKeys:
         """Count a round; the keys of its noise."""
@@ -76,15 +91,14 @@ class Batch:
     def keys(self) -> NoiseKeys:
         """The keys of the current round's noise."""
         if self._key_offsets is None:
-            offsets = [num - self.prompt_len for num in self.num_prompt_tokens]
-            self._key_offsets = upload(offsets, self.seeds.device)
+            self._key_offsets = upload(self._num_hidden, self.seeds.device)
         if not self._reads_keys:
             return NoiseKeys(self.seeds, self._key_offsets, self._key_offsets)
         lens = self.tokens.row_lens
         positions = self._key_offsets + (lens.on_host[0] if lens.is_even else lens.on_device())
         if self._rounds is None or self.num_rounds >= len(self._rounds):
             numbers = torch.arange(self.num_rounds + _NUM_ROUNDS, device=self.seeds.device)
-            self._rounds = numbers[:, None].expand(-1, self.num_rows).contiguous()
+            self._rounds = numbers[:, None] - upload(self._rounds_before, self.seeds.device)
         return NoiseKeys(self.seeds, self._rounds[self.num_rounds], positions)
 
     def no_draft(self) -> DraftOut:
@@ -111,10 +125,20 @@ class Batch:
             self.host_tokens.rows(indices)
         self.seeds = self.seeds[upload(indices, self.seeds.device)]
         self._rounds = self._key_offsets = self._gains = None
-        self.num_prompt_tokens = [self.num_prompt_tokens[row] for row in indices]
-        self.num_pads = [self.num_pads[row] for row in indices]
-        self.row_ids = [self.row_ids[row] for row in indices]
-        self.is_finished = [self.is_finished[row] for row in indices]
+        for name in _BY_ROW:
+            values = getattr(self, name)
+            setattr(self, name, [values[row] for row in indices])
+
+    def join(self, other: "Batch") -> None:
+        """Add the rows of `other`, which have read their prompts, behind these; their rounds count from here."""
+        self.tokens.join(other.tokens)
+        if self.host_tokens is not self.tokens:
+            self.host_tokens.join(other.host_tokens)
+        self.seeds = torch.cat([self.seeds, other.seeds])
+        self._rounds = self._key_offsets = self._gains = None
+        for name in _BY_ROW:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self._rounds_before[-other.num_rows :] = [self.num_rounds - other.num_rounds] * other.num_rows
 
     def _counts(self, verified: Verified, trimmed: Trimmed) -> RowCounts:
         """Tokens that rows gain, with the device's own copy of them if it has one."""

@@ -1,6 +1,7 @@
 """Broadcasts: wrappers that make distributed ranks agree on schedules, drafts, verdicts and stops."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,6 +54,8 @@ class SyncedVerification:
         verification: used before that.
     """
 
+    can_join = False
+
     def __init__(self, verification: Verification):
         self._verification = verification
 
@@ -80,6 +83,9 @@ class SyncedVerification:
     def rows(self, indices: Sequence[int]) -> None:
         """See `Verification.rows`."""
         self._verification.rows(indices)
+
+    def join(self, other: Any) -> None:
+        """Does nothing: rows of synced ranks do not join."""
 
 
 class BroadcastSchedule:

@@ -48,6 +48,7 @@ from hf_speculate.engine.verification import LockStepVerification, RowWiseVerifi
 from hf_speculate.models.language_model import device_of
 from hf_speculate.models.layer_capture import FINAL_STATE, LayerCapture
 from hf_speculate.processors import BlockLogitsProcessorList
+from hf_speculate.processors.row_groups import ProcessorGroups, StoppingGroups
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
 from hf_speculate.schedule import AdaptiveSchedule, ConstantSchedule, HeuristicSchedule, Schedule, ScheduleHistory
 from hf_speculate.stats import SpeculationStats
@@ -108,9 +109,9 @@ def build_decoder(
     drafts = _make_draft_session(plan, call, drafter, hidden_states)
     schedule = _make_schedule(target, plan, call, drafter)
     pads_ended_rows = plan.pad_token_id is not None
-    stops = StopTracker(_stopping(call), call.batch_size, call.max_new_tokens, pads_ended_rows, plan.is_lock_step)
+    stops = StopTracker(_stopping(call), call.row_ids, call.max_new_tokens, pads_ended_rows, plan.is_lock_step)
     windows_config = target.config.get_text_config(decoder=True)
-    output = OutputRecorder(call.batch_size, call.recorded, lambda: windows_of(windows_config, target_cache.cache))
+    output = OutputRecorder(call.row_ids, call.recorded, lambda: windows_of(windows_config, target_cache.cache))
     options: dict[str, bool | list[int]] = {}
     if call.recorded.hidden_states:
         options["output_hidden_states"] = True
@@ -174,7 +175,15 @@ def _make_batch(plan: Plan, call: Call) -> Batch:
     seeds = plan.config.row_seeds(call.batch_size, call.do_sample).to(call.input_ids.device)
     if call.group is not None:
         seeds = call.group.broadcast(seeds)
-    return Batch(call.input_ids, seeds, call.max_length, call.num_prompt_tokens, call.num_pads, plan.reads_keys)
+    return Batch(
+        call.input_ids,
+        seeds,
+        call.max_length,
+        call.num_prompt_tokens,
+        call.num_pads,
+        plan.reads_keys,
+        call.row_ids.start,
+    )
 
 
 def _make_padding(plan: Plan, call: Call) -> EndPadding:
@@ -247,6 +256,10 @@ def _make_draft_length(schedule: Schedule, plan: Plan, call: Call, drafter: Draf
 
 def _stopping(call: Call) -> BlockStopping:
     stopping = BlockStoppingCriteria(call.criteria)
+    if call.rows_leave and stopping.is_row_wise:
+        return StoppingGroups(
+            stopping, [min(call.max_length, stopping.max_length or call.max_length)] * call.batch_size
+        )
     if call.group is None or stopping.reads_text_alone:
         return stopping
     return broadcast_stopping(stopping, call.group)
@@ -268,15 +281,20 @@ def _make_verification(plan: Plan, call: Call) -> Verification:
         pad = plan.pad_token_id if plan.eos_token_ids is not None else None
         verification = LockStepVerification(verifier, call.processors, criteria, pad, call.recorded.scores, spans)
     else:
-        verification = RowWiseVerification(verifier, BlockLogitsProcessorList(call.processors), spans)
+        verification = RowWiseVerification(verifier, _processors(call), spans)
     return verification if call.ranks is None else SyncedVerification(verification)
+
+
+def _processors(call: Call) -> BlockLogitsProcessorList | ProcessorGroups:
+    listed = BlockLogitsProcessorList(call.processors)
+    return ProcessorGroups(listed, call.batch_size) if call.rows_leave else listed
 
 
 def _make_observers(plan: Plan, call: Call, stats: SpeculationStats, stops: StopTracker) -> list[Observer]:
     callback: Callable[..., object] | None = plan.config.speculation_callback
     observers: list[Observer] = [StatsObserver(stats, num_user_host_syncs=int(call.on_tokens is not None))]
     if call.do_sample:
-        observers.insert(0, BadLogitsObserver(stops, call.batch_size))
+        observers.insert(0, BadLogitsObserver(stops, call.row_ids))
     if call.on_tokens is not None:
         observers.append(StreamObserver(call.on_tokens))
     if callback is not None:

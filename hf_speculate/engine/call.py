@@ -45,6 +45,8 @@ class Call:
         self_test: how the target compares with plain decoding; empty if its type is known to agree.
         ranks: the ranks that must run as many forwards, or None.
         group: the processes that compute a model together, or None.
+        first_row: number of the first output row.
+        rows_leave: whether each row ends by itself, to make room for another prompt.
     """
 
     input_ids: Tensor
@@ -73,6 +75,13 @@ class Call:
     self_test: str = ""
     ranks: SyncedRanks | None = None
     group: TensorParallelGroup | None = None
+    first_row: int = 0
+    rows_leave: bool = False
+
+    @property
+    def row_ids(self) -> range:
+        """[B] numbers of the output rows."""
+        return range(self.first_row, self.first_row + self.batch_size)
 
     @property
     def batch_size(self) -> int:

@@ -55,26 +55,34 @@ class SpeculativeDecoder:
 
     def decode(self, batch: Batch) -> None:
         """Decode to the end; `output` then holds the tokens, and the target's cache all but the last one."""
-        enter = self.clock.enter
-        self._prefill(batch)
-        while (num_draft_tokens := self.draft_length.next(batch)) is not None:
-            keys = batch.begin_round()
-            enter(Stage.DRAFT, batch.num_rounds)
-            draft = self.drafts.propose(batch, num_draft_tokens, keys)  # [B, K]
-            enter(Stage.SCORE)
-            scored = self.target.score(batch, draft)  # logits [B, K+1, V]
-            enter(Stage.VERIFY)
-            verified = self.verification.verify(batch, scored.logits, draft, keys)  # reads, writes nothing
-            enter(Stage.TRIM)
-            trimmed = self.stops.trim(batch, verified)
-            enter(Stage.COMMIT)
-            was_live = batch.commit(verified, trimmed)
-            self.target.commit(batch, draft, trimmed)
-            self.verification.commit(draft, trimmed)
-            self.drafts.commit(batch, draft, scored, verified, trimmed)
-            self._observe(batch, was_live, num_draft_tokens, draft, scored, verified, trimmed)
-            self._drop_finished_rows(batch)
+        self.prefill(batch)
+        while self.decode_round(batch):
+            pass
         self._finish(batch)
+
+    def decode_round(self, batch: Batch) -> bool:
+        """Decode one round; False if all rows are finished."""
+        enter = self.clock.enter
+        num_draft_tokens = self.draft_length.next(batch)
+        if num_draft_tokens is None:
+            return False
+        keys = batch.begin_round()
+        enter(Stage.DRAFT, batch.num_rounds)
+        draft = self.drafts.propose(batch, num_draft_tokens, keys)  # [B, K]
+        enter(Stage.SCORE)
+        scored = self.target.score(batch, draft)  # logits [B, K+1, V]
+        enter(Stage.VERIFY)
+        verified = self.verification.verify(batch, scored.logits, draft, keys)  # reads, writes nothing
+        enter(Stage.TRIM)
+        trimmed = self.stops.trim(batch, verified)
+        enter(Stage.COMMIT)
+        was_live = batch.commit(verified, trimmed)
+        self.target.commit(batch, draft, trimmed)
+        self.verification.commit(draft, trimmed)
+        self.drafts.commit(batch, draft, scored, verified, trimmed)
+        self._observe(batch, was_live, num_draft_tokens, draft, scored, verified, trimmed)
+        self._drop_finished_rows(batch)
+        return True
 
     @contextmanager
     def released(self) -> Iterator[None]:
@@ -86,7 +94,7 @@ class SpeculativeDecoder:
                 if kv_cache is not None:
                     kv_cache.release()
 
-    def _prefill(self, batch: Batch) -> None:
+    def prefill(self, batch: Batch) -> None:
         """Read the prompt, and emit the token that follows it."""
         self.clock.start(Stage.PREFILL)
         self.drafts.begin(batch)
@@ -138,6 +146,7 @@ class SpeculativeDecoder:
         if self.keeps_rows or not any(batch.is_finished) or all(batch.is_finished):
             return
         live = [row for row, is_finished in enumerate(batch.is_finished) if not is_finished]
+        self.stops.rows(live, batch.row_ids)
         for part in (batch, self.target, self.drafts, self.verification):
             part.rows(live)
 

@@ -140,6 +140,51 @@ class DraftSession:
             certain = [min(seen, end) for seen, _, end in ends]
             self._reuse.note(batch, self.kv_cache, certain, self._was_live)
 
+    @property
+    def can_join(self) -> bool:
+        """Whether rows may join: nothing but the drafter and its cache follows them."""
+        is_simple = self._reuse is None and self.hidden_states is None
+        return is_simple and (self.drafter is None or self.drafter.can_join)
+
+    def read_ahead(self, batch: Batch) -> None:
+        """Let the drafter read the prompts before the first round, so that the rows may join others.
+
+        Args:
+            batch: the rows, with the token that follows their prompts.
+        """
+        if self.drafter is None:
+            return
+        tokens = batch.host_tokens if self.drafter.reads_host_tokens else batch.tokens
+        self.drafter.begin(tokens.token_ids[:, : batch.prompt_len])
+        self._seen_lens = RowLens([batch.prompt_len] * batch.num_rows, tokens.row_lens.ruler)
+        self._catch_up(batch)
+
+    def join(self, other: "DraftSession", batch: Batch) -> None:
+        """Add the rows of `other`, which has read ahead, behind these.
+
+        Args:
+            other: the session of the new rows.
+            batch: the rows of this session, all of them live.
+        """
+        if self.drafter is None or other.drafter is None:
+            return
+        self._catch_up(batch)
+        self.drafter.join(other.drafter)
+        if self.kv_cache is not None:
+            self.kv_cache.join(other.kv_cache)
+        self._num_seen = self._num_seen + other._num_seen
+        if self._seen_lens is not None and other._seen_lens is not None:
+            self._seen_lens.join(other._seen_lens)
+
+    def _catch_up(self, batch: Batch) -> None:
+        """Leave the drafter as far behind as its shortest query allows, in every row."""
+        if self.drafter is None:
+            return
+        num_query, num_unseen = self.drafter.min_query_len, self._num_unseen(batch)
+        if self.kv_cache is not None and num_unseen > num_query:
+            self.drafter.read(batch.tokens.last(num_unseen)[:, : num_unseen - num_query], self.kv_cache)
+        self._num_seen = [length - min(num_unseen, num_query) for length in batch.tokens.lens]
+
     def rows(self, indices: Sequence[int]) -> None:
         """Keep the rows `indices`, in that order."""
         if self.drafter is not None:
@@ -228,5 +273,5 @@ def _within_room(draft: DraftOut, batch: Batch) -> DraftOut:
         return draft
     if min(room) == max(room):
         return draft._replace(lens=draft.lens.clamp_max(room[0]))
-    most = (batch.max_length - 1 - batch.tokens.row_lens.on_device()).clamp_min_(0)  # [B]
-    return draft._replace(lens=torch.minimum(draft.lens, most.to(draft.lens.device, draft.lens.dtype)))
+    most = upload(room, draft.lens.device, draft.lens.dtype)  # [B]
+    return draft._replace(lens=torch.minimum(draft.lens, most))

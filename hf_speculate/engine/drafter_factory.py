@@ -24,6 +24,7 @@ from hf_speculate.models.inferencer import Inferencer
 from hf_speculate.models.language_model import device_of, last_position
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.processors.fused_warpers import fuse_warpers
+from hf_speculate.processors.row_groups import ProcessorGroups
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
 from hf_speculate.transfers import upload
 from hf_speculate.triton_kernels.backends import runs_kernels
@@ -125,6 +126,7 @@ def _model_drafter(
     processors = BlockLogitsProcessorList(call.processors).for_draft()
     if device.type == "cuda" and runs_kernels(config.verifier_backend, device):
         processors = BlockLogitsProcessorList(fuse_warpers(processors, config.verifier_backend))
+    of_rows = ProcessorGroups(processors, call.batch_size) if call.rows_leave else processors
     settings = DraftSettings(
         eos_token_ids=None if eos is None else upload(sorted(eos), device),
         confidence_threshold=config.assistant_confidence_threshold or 0.0,
@@ -134,14 +136,14 @@ def _model_drafter(
     )
     if call.vocabulary is not None:
         translated = TranslatedLanguageModel(draft, call.vocabulary, max_position, call.draft_inputs, is_synced)
-        return ModelDrafter(Inferencer(translated, None, chunk_size, not is_synced), processors, settings)
+        return ModelDrafter(Inferencer(translated, None, chunk_size, not is_synced), of_rows, settings)
     is_unrolled = not len(processors) and not settings.confidence_threshold
     language_model = draft_language_model(
         draft, plan.compile, max_position, call.draft_inputs, is_synced, is_unrolled, on_failure
     )
     if isinstance(language_model, CompiledLanguageModel):
         return CompiledDrafter(language_model, plan.compile.lens, processors, settings, chunk_size)
-    return ModelDrafter(Inferencer(language_model, None, chunk_size, not is_synced), processors, settings)
+    return ModelDrafter(Inferencer(language_model, None, chunk_size, not is_synced), of_rows, settings)
 
 
 def _vocab_size(target: PreTrainedModel) -> int:

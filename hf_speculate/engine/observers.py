@@ -1,6 +1,6 @@
 """Observers: what learns from each round besides the loop itself."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from hf_speculate.engine.stage_clock import Stage
@@ -88,14 +88,14 @@ class BadLogitsObserver:
 
     Args:
         stops: where rows stop.
-        num_rows: B, of the output.
+        row_ids: [B] of the output.
     """
 
     stage = Stage.VERIFY
 
-    def __init__(self, stops: StopTracker, num_rows: int):
+    def __init__(self, stops: StopTracker, row_ids: Sequence[int]):
         self._stops = stops
-        self._num_new = [0] * num_rows  # by output row
+        self._num_new = dict.fromkeys(row_ids, 0)  # by output row
         self._late: list[tuple[int, BadLogitsError]] = []  # by the number of new tokens before it
 
     def on_round(self, record: RoundRecord) -> None:

@@ -31,20 +31,22 @@ class OutputRecorder:
     """An observer that keeps each row's new tokens, and the scores and states that `generate()` returns with them.
 
     Args:
-        batch_size: B rows of the output.
+        row_ids: [B] of the output.
         recorded: what to keep besides the tokens.
         windows: gives each layer's sliding window, None for layers that attend to everything; needed for attentions.
     """
 
     stage = Stage.EMIT
 
-    def __init__(self, batch_size: int, recorded: Recorded, windows: Callable[[], Sequence[int | None]] | None = None):
+    def __init__(
+        self, row_ids: Sequence[int], recorded: Recorded, windows: Callable[[], Sequence[int | None]] | None = None
+    ):
         self.recorded = recorded
-        self.new_ids: list[list[int]] = [[] for _ in range(batch_size)]
+        self.new_ids: dict[int, list[int]] = {row_id: [] for row_id in row_ids}
         self.hidden_states: list[LayerStates] = []  # one entry per token
         self.attentions: list[LayerStates] = []
-        self._scores: list[list[Tensor]] = [[] for _ in range(batch_size)]  # each [V] float32
-        self._logits: list[list[Tensor]] = [[] for _ in range(batch_size)]  # each [V] float32
+        self._scores: dict[int, list[Tensor]] = {row_id: [] for row_id in row_ids}  # each [V] float32
+        self._logits: dict[int, list[Tensor]] = {row_id: [] for row_id in row_ids}  # each [V] float32
         self._windows = windows
 
     def on_round(self, record: RoundRecord) -> None:
@@ -61,6 +63,14 @@ class OutputRecorder:
             self._add_prompt_states(record.scored)
         elif wants.hidden_states or wants.attentions:
             self._add_states(record.scored, record.trimmed.num_emitted[0], record.draft.token_ids.shape[1] + 1)
+
+    def join(self, other: "OutputRecorder") -> None:
+        """Add the rows of `other`."""
+        self.new_ids |= other.new_ids
+
+    def take(self, row_id: int) -> list[int]:
+        """The tokens of an output row, which is forgotten."""
+        return self.new_ids.pop(row_id)
 
     def on_end(self, num_new_tokens: int, seconds: StageSeconds) -> None:
         """Does nothing: `truncate` has run."""
@@ -92,15 +102,16 @@ class OutputRecorder:
 
     def truncate(self, num_new_tokens: int) -> None:
         """Keep at most `num_new_tokens` of every row."""
-        for kept in (self.new_ids, self._scores, self._logits):
-            for row in kept:
+        by_row: list[dict[int, list[Any]]] = [self.new_ids, self._scores, self._logits]
+        for kept in by_row:
+            for row in kept.values():
                 del row[num_new_tokens:]
         del self.hidden_states[num_new_tokens:], self.attentions[num_new_tokens:]
 
     def sequences(self, input_ids: Tensor, pad_token_id: int) -> Tensor:
         """[B, T + longest row] int64: the prompt and the new tokens, shorter rows padded on the right."""
-        longest = max((len(row) for row in self.new_ids), default=0)
-        rows = [row + [pad_token_id] * (longest - len(row)) for row in self.new_ids]
+        longest = max((len(row) for row in self.new_ids.values()), default=0)
+        rows = [row + [pad_token_id] * (longest - len(row)) for row in self.new_ids.values()]
         new_ids = torch.tensor(rows, dtype=input_ids.dtype, device=input_ids.device)  # [B, N]
         return torch.cat([input_ids, new_ids], dim=1)
 
@@ -136,11 +147,11 @@ class OutputRecorder:
 
     def scores(self, pad_token_id: int) -> tuple[Tensor, ...] | None:
         """One [B, V] float32 per new token; an ended row holds 0 at the pad id and -inf elsewhere."""
-        return _by_position(self._scores, pad_token_id) if self.recorded.scores else None
+        return _by_position([*self._scores.values()], pad_token_id) if self.recorded.scores else None
 
     def logits(self, pad_token_id: int) -> tuple[Tensor, ...] | None:
         """As `scores`, for the model's own logits."""
-        return _by_position(self._logits, pad_token_id) if self.recorded.logits else None
+        return _by_position([*self._logits.values()], pad_token_id) if self.recorded.logits else None
 
 
 def _float_rows(scores: Tensor, num: int) -> list[Tensor]:

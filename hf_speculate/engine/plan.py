@@ -119,7 +119,7 @@ def make_plan(
     if config.prompt_lookup_num_tokens is not None:
         draft, config = _beside_lookup(target, draft, config, fallbacks)
     processors, stopping = BlockLogitsProcessorList(call.processors), BlockStoppingCriteria(call.criteria)
-    goes_on = stopping.eos_token_ids is None and call.batch_size > 1
+    goes_on = stopping.eos_token_ids is None and call.batch_size > 1 and not call.rows_leave
     foreign = [*processors.foreign_names, *stopping.foreign_names]
     lock_step = _lock_step_reason(call, foreign, goes_on, [target] if draft is None else [target, draft])
     if lock_step:

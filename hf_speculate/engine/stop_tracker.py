@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 from hf_speculate.cache.token_buffer import TokenBuffer
 from hf_speculate.engine.batch import Batch
+from hf_speculate.processors.row_groups import StoppingGroups
 from hf_speculate.processors.stopping_criteria import StopVerdict
 from hf_speculate.types import Trimmed, Verified
 
@@ -19,21 +20,26 @@ class StopTracker:
 
     Args:
         stopping: the call's stopping criteria.
-        num_rows: B, of the output.
+        row_ids: [B] of the output.
         max_new_tokens: tokens that a row may emit at most.
         pads_ended_rows: whether ended rows are filled with padding.
         is_lock_step: whether all rows advance by the same number of tokens.
     """
 
     def __init__(
-        self, stopping: BlockStopping, num_rows: int, max_new_tokens: int, pads_ended_rows: bool, is_lock_step: bool
+        self,
+        stopping: BlockStopping,
+        row_ids: Sequence[int],
+        max_new_tokens: int,
+        pads_ended_rows: bool,
+        is_lock_step: bool,
     ):
         self._stopping = stopping
         self._max_new_tokens = max_new_tokens
         self._pads = pads_ended_rows
         self._is_lock_step = is_lock_step
-        self._num_new = [0] * num_rows  # by output row
-        self._stop_lens: list[int | None] = [None] * num_rows  # by output row, new tokens at which it stopped
+        self._num_new = dict.fromkeys(row_ids, 0)  # by output row
+        self._stop_lens: dict[int, int | None] = dict.fromkeys(row_ids)  # new tokens at which an output row stopped
 
     def trim(self, batch: Batch, verified: Verified) -> Trimmed:
         """How many of the verified tokens each row emits, and which rows are finished after them."""
@@ -52,13 +58,28 @@ class StopTracker:
             num_emitted.append(num)
         return Trimmed(num_emitted, is_stopped, self._finished(batch.row_ids))
 
+    def rows(self, indices: Sequence[int], row_ids: Sequence[int]) -> None:
+        """Keep the rows `indices` of those with output rows `row_ids`; the others are forgotten if that is safe."""
+        if isinstance(self._stopping, StoppingGroups):  # else the end of the call depends on all rows
+            kept = [row_ids[row] for row in indices]
+            self._num_new = {row_id: self._num_new[row_id] for row_id in kept}
+            self._stop_lens = {row_id: self._stop_lens[row_id] for row_id in kept}
+            self._stopping.rows(indices)
+
+    def join(self, other: "StopTracker") -> None:
+        """Add the rows of `other`, whose criteria are `StoppingGroups` too, behind these."""
+        self._num_new |= other._num_new
+        self._stop_lens |= other._stop_lens
+        if isinstance(self._stopping, StoppingGroups) and isinstance(other._stopping, StoppingGroups):
+            self._stopping.join(other._stopping)
+
     def stop_len(self, row_id: int) -> int | None:
         """The number of new tokens at which an output row stopped; None if it has not."""
         return self._stop_lens[row_id]
 
     def end(self) -> int:
         """The number of new tokens of the longest row, once all rows are finished."""
-        return max(stop for stop in self._stop_lens if stop is not None)
+        return max(stop for stop in self._stop_lens.values() if stop is not None)
 
     def surplus(self, row_ids: Sequence[int]) -> list[int]:
         """Tokens that rows have emitted past the end of the output."""
@@ -74,7 +95,7 @@ class StopTracker:
     def _finished(self, row_ids: Sequence[int]) -> list[bool]:
         if self._pads:
             return [self._stop_lens[row_id] is not None for row_id in row_ids]
-        stops = [stop for stop in self._stop_lens if stop is not None]
+        stops = [stop for stop in self._stop_lens.values() if stop is not None]
         end = self._max_new_tokens
         if len(stops) == len(self._stop_lens):
             end = min(end, max(stops))  # rows go on until the last one has stopped

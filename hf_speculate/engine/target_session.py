@@ -83,6 +83,11 @@ class TargetSession:
         self.kv_cache.rows(indices)
         self.model.rows(indices)
 
+    def join(self, other: "TargetSession") -> None:
+        """Add the rows of `other`, which have read their prompts, behind these."""
+        self.kv_cache.join(other.kv_cache)
+        self.model.join(other.model)
+
     @contextmanager
     def restored_on_error(self, is_cache_passed: bool) -> Iterator[None]:
         """Restore the user's cache if the block fails.

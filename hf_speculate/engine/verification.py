@@ -10,6 +10,7 @@ from transformers import LogitsProcessorList
 
 from hf_speculate.engine.batch import Batch
 from hf_speculate.processors import BlockLogitsProcessorList
+from hf_speculate.processors.row_groups import ProcessorGroups
 from hf_speculate.processors.stopping_criteria import as_flags
 from hf_speculate.transfers import Download
 from hf_speculate.types import DraftOut, NoiseKeys, Trimmed, Verified
@@ -30,6 +31,13 @@ class Verification(Protocol):
             keys: of the round's noise.
         """
 
+    @property
+    def can_join(self) -> bool:
+        """Whether rows of another verification may join this one."""
+
+    def join(self, other: Any) -> None:
+        """Add the rows of `other` behind these."""
+
     def commit(self, draft: DraftOut, trimmed: Trimmed) -> None:
         """Forget the positions of the round that were not emitted."""
 
@@ -48,8 +56,13 @@ class RowWiseVerification:
     """
 
     verifier: Verifier
-    processors: BlockLogitsProcessorList
+    processors: BlockLogitsProcessorList | ProcessorGroups
     spans: Spans | None = None
+
+    @property
+    def can_join(self) -> bool:
+        """See `Verification.can_join`."""
+        return isinstance(self.processors, ProcessorGroups) and self.spans is None
 
     def verify(self, batch: Batch, logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verified:
         """See `Verification.verify`; one copy to the host."""
@@ -86,6 +99,11 @@ class RowWiseVerification:
         self.processors = self.processors.rows(indices)
         if self.spans is not None:
             self.spans.rows(indices)
+
+    def join(self, other: "RowWiseVerification") -> None:
+        """Add the rows of `other`, whose processors are `ProcessorGroups` too, behind these."""
+        if isinstance(self.processors, ProcessorGroups) and isinstance(other.processors, ProcessorGroups):
+            self.processors.join(other.processors)
 
 
 @dataclass
@@ -162,8 +180,13 @@ class LockStepVerification:
     def commit(self, draft: DraftOut, trimmed: Trimmed) -> None:
         """Does nothing: no processor was shown a rejected position."""
 
+    can_join = False
+
     def rows(self, indices: Sequence[int]) -> None:
         """Does nothing: in lock step finished rows stay."""
+
+    def join(self, other: Any) -> None:
+        """Does nothing: rows in lock step do not join."""
 
     def _finished(self, input_ids: Tensor) -> Tensor:
         if self._is_finished is None:

@@ -25,6 +25,7 @@ from hf_speculate.engine.stage_clock import Stage, StageClock
 from hf_speculate.generation.arguments import uncached
 from hf_speculate.generation.draft_source import DraftSource
 from hf_speculate.generation.model_inputs import draft_inputs, encoder_hidden_states, target_inputs
+from hf_speculate.generation.preparation import Preparation, Prepared
 from hf_speculate.generation.self_test import check_decoding
 from hf_speculate.generation.validate_call import (
     check_context,
@@ -82,6 +83,7 @@ class SpeculativeDecoding:
         call: all arguments of `generate()`, by name.
         is_static: whether fixed buffers were asked for.
         source: what drafts, in the words of error messages.
+        preparation: takes the decoder instead of running it; None to decode.
 
     Attributes:
         stats: of all runs.
@@ -96,7 +98,9 @@ class SpeculativeDecoding:
         call: dict[str, Any],
         is_static: bool,
         source: DraftSource,
+        preparation: Preparation | None = None,
     ):
+        self.preparation = preparation
         self.assistant = assistant
         self.is_static = is_static
         self.source = source
@@ -138,14 +142,19 @@ class SpeculativeDecoding:
         call = self._prepared(run, config)
         self_test = check_decoding(model, call, config, generation_config, model_kwargs, self.source)
         call = replace(call, self_test=self_test)
+        if self.preparation is not None:
+            call = replace(call, first_row=self.preparation.first_row, rows_leave=True)
         decoder, batch = build_decoder(model, self.assistant.model, config, call, self.stats, self.clock)
+        if self.preparation is not None:
+            self.preparation.prepared = [Prepared(decoder, batch, call, config, self.stats)]
+            return input_ids
         folded = folded_attention_for([] if call.recorded.attentions else self._models(model))
         with folded, decoder.released(), decoder.target.restored_on_error(call.is_cache_passed):
             decoder.decode(batch)
             self.clock.enter(Stage.RETURN)
             output = self._output(decoder, model, call, generation_config, encoder_hidden_states(model_kwargs))
             if config.suffix_store is not None:
-                for ids in decoder.output.new_ids:
+                for ids in decoder.output.new_ids.values():
                     config.suffix_store.add(ids)
             if call.static_cache is not None:
                 write_back(call.cache, call.static_cache)  # the last step, which nothing would undo

@@ -23,6 +23,7 @@ LOOKUP = DraftSource(
     " own prompt lookup",
 )
 MTP = DraftSource("use_mtp", "leave use_mtp out to decode without speculation")
+NO_DRAFTS = DraftSource("continuous batching", "decode static batches")
 COUPLED_ALONE = DraftSource("verifier='coupled'", "set verifier='rejection' to sample as transformers does")
 
 

@@ -38,7 +38,8 @@ from hf_speculate.generation.arguments import (
 from hf_speculate.generation.config_sources import fields_in, fields_of, read_config
 from hf_speculate.generation.decoding_method import SpeculativeDecoding
 from hf_speculate.generation.draft_heads import named_head, own_mtp_head, with_head
-from hf_speculate.generation.draft_source import ASSISTED, COUPLED_ALONE, MTP, find_draft_source
+from hf_speculate.generation.draft_source import ASSISTED, COUPLED_ALONE, MTP, NO_DRAFTS, find_draft_source
+from hf_speculate.generation.preparation import Preparation, Prepared
 from hf_speculate.generation.token_healing import TokenHealingMixin, provide_tokenizer
 from hf_speculate.generation.validate_call import check_call
 from hf_speculate.generation.validate_models import check_assistant, check_models
@@ -100,12 +101,33 @@ def generate(
         raise UnsupportedModelError(
             f"model must be a transformers model, got {type(model).__name__}; enable() serves PEFT models"
         )
+    return _generate(model, _plain_generate(model), args, kwargs, fields_in(fields_from))
+
+
+def prepare(model: PreTrainedModel, first_row: int, **kwargs: Any) -> Prepared:
+    """Prepare a call up to its decoder, which has not read the prompts; its rows may join those of others.
+
+    Args:
+        model: the target, enabled or not.
+        first_row: number of the first output row.
+        **kwargs: as `generate`.
+
+    Raises:
+        ConfigError: see `generate`.
+        UnsupportedGenerationError: see `generate`.
+        UnsupportedModelError: see `generate`.
+    """
+    preparation = Preparation(first_row)
+    _generate(model, _plain_generate(model), (), kwargs, {}, preparation)
+    return preparation.prepared[0]
+
+
+def _plain_generate(model: PreTrainedModel) -> Any:
+    """The `generate` of the model's class, without speculation."""
     if isinstance(model, SpeculativeGenerationMixin):
-        plain: Any = super(SpeculativeGenerationMixin, model).generate  # type: ignore[misc]
-    else:
-        plain_class: Any = type(model)
-        plain = plain_class.generate.__get__(model)
-    return _generate(model, plain, args, kwargs, fields_in(fields_from))
+        return super(SpeculativeGenerationMixin, model).generate  # type: ignore[misc]
+    plain_class: Any = type(model)
+    return plain_class.generate.__get__(model)
 
 
 def _generate(
@@ -114,6 +136,7 @@ def _generate(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     saved: Mapping[str, Any],
+    preparation: Preparation | None = None,
 ) -> GenerateOutput | Tensor:
     bound = bind(plain, args, kwargs)
     call = bound.call
@@ -132,6 +155,8 @@ def _generate(
     head = assistant if isinstance(assistant, DraftHead) else None
     if head is not None:
         config, assistant = with_head(config, head, source or ASSISTED), None
+    if source is None and preparation is not None:
+        source = NO_DRAFTS
     if source is None:
         check_verifier(config.resolve(do_sample=False))
         if config.speculation_stats is not None:
@@ -149,7 +174,7 @@ def _generate(
     own_stop_strings(model, call)
     own_prompt_lookup(model, call)
     is_static = own_static_cache(model, call)
-    decoding = SpeculativeDecoding(resolved, config, call, is_static, source)
+    decoding = SpeculativeDecoding(resolved, config, call, is_static, source, preparation)
     with decoding.clock, provide_tokenizer(model, call):
         call["custom_generate"] = decoding
         output: GenerateOutput | Tensor = run(plain, bound)
@@ -158,6 +183,8 @@ def _generate(
             f"generate() of the model must decode by GenerationMixin's, got {type(model).__name__} with a loop of its "
             f"own; {source.hint}"
         )
+    if preparation is not None:
+        return output
     reads_text = call.get("inputs_embeds") is None  # a draft that cannot read the prompt is poor, whatever its ids
     is_tallied = resolved.is_vocabulary_assumed and reads_text and config.prompt_lookup_num_tokens is None
     if assistant is not None and is_tallied and model_state(model).tallies.add(assistant, decoding.stats):

@@ -129,6 +129,11 @@ class LanguageModel:
         """Keep the named rows of what the model reads besides its text."""
         self.extra_inputs.rows(indices)
 
+    def join(self, other: "LanguageModel") -> None:
+        """Serve the rows of `other` too; neither reads anything besides its tokens."""
+        if self.max_position is not None and other.max_position is not None:
+            self.max_position = max(self.max_position, other.max_position)
+
 
 def cache_name(model: PreTrainedModel) -> str:
     """The name under which a model's forward takes its cache; empty if it takes none."""

@@ -56,7 +56,7 @@ class BlockStoppingCriteria:
         Args:
             criteria: usually the `StoppingCriteriaList` that `generate()` prepared. Later changes to it are not seen.
         """
-        listed = list(criteria)
+        self.criteria = listed = list(criteria)
         self._max_length_criteria = [c for c in listed if type(c) is MaxLengthCriteria]
         self._max_time_criteria = [c for c in listed if type(c) is MaxTimeCriteria]
         self._stop_string_criteria = [c for c in listed if type(c) is StopStringCriteria]

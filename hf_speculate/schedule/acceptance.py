@@ -33,12 +33,13 @@ class AcceptanceModel:
         rejections = [1 - rate for rate in self._by_position(num_positions)]
         self._positions.decay(_DECAY)
         self._long_run.decay(_SLOW_DECAY)
+        seen_rows, self._row_rejections = self._row_rejections, {}  # rows that have left do not come back
         for row_id, accepted in zip(row_ids, num_accepted, strict=True):
             self._long_run.add(0, accepted > 0)
             num_verified = min(accepted + 1, num_positions)
             for position in range(num_verified):
                 self._positions.add(position, position < accepted)
-            seen, expected = self._row_rejections.get(row_id, (0.0, 0.0))
+            seen, expected = seen_rows.get(row_id, (0.0, 0.0))
             seen = _DECAY * seen + (accepted < num_positions)
             self._row_rejections[row_id] = seen, _DECAY * expected + sum(rejections[:num_verified])
 

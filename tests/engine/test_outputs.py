@@ -35,7 +35,7 @@ def record(
 @pytest.fixture
 def recorder() -> OutputRecorder:
     """Row 0 has three tokens of two rounds, row 1 has one; each round has scores of one position more."""
-    recorder = OutputRecorder(2, Recorded(scores=True, logits=True))
+    recorder = OutputRecorder(range(2), Recorded(scores=True, logits=True))
     scores, logits = torch.stack([numbers(3, 0), numbers(3, 100)]), torch.stack([numbers(3, 1000), numbers(3, 1100)])
     recorder.on_round(record([[1, 2], [3]], scores, Scored(logits), rows=(0, 1)))
     recorder.on_round(record([[5]], numbers(2, 200)[None], Scored(numbers(2, 1200)[None])))
@@ -54,7 +54,7 @@ def test_sequences_keep_the_prompts_dtype_and_leave_it_alone(recorder, dtype):
 
 
 def test_without_new_tokens_the_prompt_comes_back():
-    assert torch.equal(OutputRecorder(2, Recorded()).sequences(PROMPT, PAD), PROMPT)
+    assert torch.equal(OutputRecorder(range(2), Recorded()).sequences(PROMPT, PAD), PROMPT)
 
 
 @pytest.mark.parametrize(("name", "offset"), [("scores", 0), ("logits", 1000)])
@@ -74,7 +74,7 @@ def test_a_pad_id_past_the_vocabulary_has_no_score(recorder):
 
 
 def test_what_was_recorded_does_not_change_with_the_tensor_it_came_from():
-    recorder, scores = OutputRecorder(1, Recorded(scores=True, logits=True)), torch.ones(2, VOCAB_SIZE)
+    recorder, scores = OutputRecorder(range(1), Recorded(scores=True, logits=True)), torch.ones(2, VOCAB_SIZE)
     recorder.on_round(record([[1]], scores[None], Scored(scores[None])))
     scores.zero_()
     assert recorder.scores(PAD)[0].eq(1).all()
@@ -82,7 +82,7 @@ def test_what_was_recorded_does_not_change_with_the_tensor_it_came_from():
 
 
 def test_what_was_not_asked_for_is_none():
-    recorder, states, scores = OutputRecorder(1, Recorded()), torch.ones(1, 3, 2), torch.ones(1, 3, VOCAB_SIZE)
+    recorder, states, scores = OutputRecorder(range(1), Recorded()), torch.ones(1, 3, 2), torch.ones(1, 3, VOCAB_SIZE)
     for num_round in (0, 1):
         recorder.on_round(record([[1]], scores, Scored(scores, (states,), (states,)), num_round))
     assert recorder.scores(PAD) is None
@@ -110,7 +110,7 @@ def states(num_query: int, num_columns: int) -> Scored:
 
 
 def test_the_prompts_states_are_one_entry():
-    recorder, prompt = OutputRecorder(1, EVERYTHING), states(4, 4)
+    recorder, prompt = OutputRecorder(range(1), EVERYTHING), states(4, 4)
     recorder.on_round(record([[1]], prompt.logits, prompt, num_round=0))
     assert len(recorder.hidden_states) == len(recorder.attentions) == 1
     assert recorder.hidden_states[0] is prompt.hidden_states
@@ -119,7 +119,7 @@ def test_the_prompts_states_are_one_entry():
 
 def test_a_rounds_states_are_one_entry_per_kept_token_over_the_columns_it_saw():
     """Three query tokens over ten columns, of which two were kept: the first saw eight columns, the second nine."""
-    recorder, output = OutputRecorder(1, EVERYTHING, lambda: [None, None]), states(3, 10)
+    recorder, output = OutputRecorder(range(1), EVERYTHING, lambda: [None, None]), states(3, 10)
     recorder.on_round(record([[1, 2]], output.logits, output))
     assert len(recorder.hidden_states) == len(recorder.attentions) == 2
     for position in range(2):
@@ -134,7 +134,7 @@ def test_a_rounds_states_are_one_entry_per_kept_token_over_the_columns_it_saw():
 
 
 def test_a_window_layers_attentions_begin_where_its_window_does():
-    recorder, output = OutputRecorder(1, EVERYTHING, lambda: [4, 99]), states(3, 10)
+    recorder, output = OutputRecorder(range(1), EVERYTHING, lambda: [4, 99]), states(3, 10)
     recorder.on_round(record([[1, 2, 3]], output.logits, output))
     for position in range(3):
         windowed, whole = recorder.attentions[position]
@@ -143,7 +143,7 @@ def test_a_window_layers_attentions_begin_where_its_window_does():
 
 
 def test_truncate_cuts_states_too():
-    recorder, prompt, output = OutputRecorder(1, EVERYTHING, lambda: [None, None]), states(4, 4), states(3, 7)
+    recorder, prompt, output = OutputRecorder(range(1), EVERYTHING, lambda: [None, None]), states(4, 4), states(3, 7)
     recorder.on_round(record([[1]], prompt.logits, prompt, num_round=0))
     recorder.on_round(record([[1, 2, 3]], output.logits, output))
     kept = recorder.hidden_states[:2]

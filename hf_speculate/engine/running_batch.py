@@ -1,0 +1,144 @@
+"""Running batch: rows join it once they have read their prompts, and leave it one by one."""
+
+from typing import NamedTuple
+
+from hf_speculate.engine.batch import Batch
+from hf_speculate.engine.call import Call
+from hf_speculate.engine.decoder import SpeculativeDecoder
+from hf_speculate.engine.observers import StatsObserver
+from hf_speculate.engine.stage_clock import Stage, StageClock
+from hf_speculate.errors import BadLogitsError
+from hf_speculate.processors.registry import Reads, find_reads
+from hf_speculate.stats import SpeculationStats
+from hf_speculate.types import RoundRecord, StageSeconds
+from hf_speculate.verify.bad_logits import BAD_LOGITS, bad_logits_error
+
+
+class FinishedRow(NamedTuple):
+    """A row that has left the running batch."""
+
+    row_id: int
+    token_ids: list[int]  # the new ones
+    num_rounds: int
+    num_drafted: int
+    num_accepted: int
+    error: Exception | None  # that ended the row
+
+
+class RunningBatch:
+    """Decodes rows of several calls together; each row gets the tokens that it gets alone.
+
+    Args:
+        decoder: of the first rows, which have read their prompts; its parts are taken over.
+        batch: the first rows.
+        stats: of all rows; written to.
+        clock: times the stages.
+        samples: whether tokens are sampled, so that logits without a distribution end their row with an error.
+    """
+
+    def __init__(
+        self, decoder: SpeculativeDecoder, batch: Batch, stats: SpeculationStats, clock: StageClock, samples: bool
+    ):
+        self._batch = batch
+        self._rows = _RowObserver(batch, samples)
+        self._decoder = SpeculativeDecoder(
+            decoder.target,
+            decoder.drafts,
+            decoder.verification,
+            decoder.stops,
+            decoder.draft_length,
+            decoder.output,
+            [StatsObserver(stats), self._rows],
+            clock,
+            keeps_rows=False,
+        )
+
+    @property
+    def row_ids(self) -> list[int]:
+        """The rows that are not finished."""
+        rows = zip(self._batch.row_ids, self._batch.is_finished, strict=True)
+        return [row_id for row_id, is_finished in rows if not is_finished]
+
+    def join(self, decoder: SpeculativeDecoder, batch: Batch) -> None:
+        """Add rows that have read their prompts; the parts of their decoder are not used after that."""
+        mine = self._decoder
+        mine.drafts.join(decoder.drafts, self._batch)  # reads the present rows
+        mine.target.join(decoder.target)
+        mine.verification.join(decoder.verification)
+        mine.stops.join(decoder.stops)
+        mine.output.join(decoder.output)
+        self._batch.join(batch)
+
+    def decode_round(self) -> list[FinishedRow]:
+        """Decode one round; the rows that it finished."""
+        before = self.row_ids
+        self._decoder.decode_round(self._batch)
+        self._decoder.clock.enter(None)
+        left = set(self.row_ids)
+        return [self._finished(row_id) for row_id in before if row_id not in left]
+
+    def _finished(self, row_id: int) -> FinishedRow:
+        (num_rounds, num_drafted, num_accepted), error = self._rows.take(row_id)
+        token_ids = self._decoder.output.take(row_id)
+        token_ids = token_ids if error is None else token_ids[:-1]
+        return FinishedRow(row_id, token_ids, num_rounds, num_drafted, num_accepted, error)
+
+
+class _RowObserver:
+    """Counts each row's rounds, and ends a row whose token was sampled from logits that define no distribution."""
+
+    stage = Stage.RECORD
+
+    def __init__(self, batch: Batch, samples: bool):
+        self._batch, self._samples = batch, samples
+        self._counts: dict[int, list[int]] = {}  # by row: rounds, drafted and accepted tokens
+        self._errors: dict[int, BadLogitsError] = {}
+
+    def take(self, row_id: int) -> tuple[list[int], BadLogitsError | None]:
+        """A row's counts and its error; both are forgotten."""
+        return self._counts.pop(row_id, [0, 0, 0]), self._errors.pop(row_id, None)
+
+    def on_round(self, record: RoundRecord) -> None:
+        """See `Observer.on_round`; the batch holds the same rows."""
+        verified = record.verified
+        for row, row_id in enumerate(record.row_ids):
+            num = record.trimmed.num_emitted[row]
+            if not record.was_live[row]:
+                continue
+            counts = self._counts.setdefault(row_id, [0, 0, 0])
+            gained = 1, verified.num_drafted[row], min(verified.num_accepted[row], num)
+            self._counts[row_id] = [count + more for count, more in zip(counts, gained, strict=True)]
+            if self._samples and num == len(verified.new_ids[row]) and verified.status & BAD_LOGITS:
+                num_new = self._batch.tokens.lens[row] - self._batch.prompt_lens[row] - 1
+                error = bad_logits_error(verified.scores[row, num - 1], row_id, num_new)
+                if error is not None:
+                    self._errors[row_id], self._batch.is_finished[row] = error, True
+
+    def on_end(self, num_new_tokens: int, seconds: StageSeconds) -> None:
+        """Does nothing: the batch has no last round."""
+
+
+def join_obstacle(decoder: SpeculativeDecoder, call: Call, stats: SpeculationStats) -> str:
+    """Why rows of a call cannot join a running batch; empty if they can.
+
+    Args:
+        decoder: of the call.
+        call: prepared with `rows_leave`.
+        stats: of the call, with its fallbacks.
+    """
+    if stats.lock_step:
+        return stats.fallbacks[-1] if stats.fallbacks else "rows move in lock step"
+    if stats.compiled:
+        return f"compiled forwards ({', '.join(stats.compiled)}) have a fixed number of rows"
+    for name, cache in (("target", decoder.target.kv_cache), ("draft", decoder.drafts.kv_cache)):
+        if cache is not None and cache.kind != "preallocated":
+            return f"the states of the {name} model need a {cache.kind} cache"
+    if not (call.target_inputs.is_empty and call.draft_inputs.is_empty):
+        return "the models read more than tokens"
+    if any(find_reads(one) is Reads.HISTORY for one in call.processors):
+        return "a logits processor has state"
+    if not decoder.drafts.can_join:
+        return "the drafter has states that cannot be joined"
+    if decoder.keeps_rows or not decoder.verification.can_join or call.ranks is not None or call.group is not None:
+        return "the call depends on its rows staying together"
+    return ""

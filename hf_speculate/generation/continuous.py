@@ -1,0 +1,258 @@
+"""Continuous batching: a finished row's place is given to the next prompt of a source."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_speculate.draft.suffix_store import SuffixStore
+from hf_speculate.engine.running_batch import FinishedRow, RunningBatch, join_obstacle
+from hf_speculate.engine.stage_clock import Stage, StageClock
+from hf_speculate.errors import BadLogitsError, SpeculateError, UnsupportedGenerationError
+from hf_speculate.generation.mixin import prepare
+from hf_speculate.generation.preparation import Prepared
+from hf_speculate.models.attention_switch import folded_attention_for
+from hf_speculate.models.language_model import device_of
+from hf_speculate.stats import SpeculationStats
+from hf_speculate.types import StageSeconds
+
+_MOST_PADDING = 1.25  # padded over real tokens of prompts that are read together
+
+
+@dataclass(frozen=True)
+class RowPrompt:
+    """One prompt of a source.
+
+    Args:
+        token_ids: [T] of the prompt, without padding.
+        seed: of the row when sampling; None to draw one.
+        arguments: of `generate()` for this row, beside those of the decoder: its length limit, stop strings and
+            logits processing.
+        key: handed on to the result.
+    """
+
+    token_ids: Sequence[int]
+    seed: int | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    key: Any = None
+
+
+class RowSource(Protocol):
+    """Prompts to decode."""
+
+    def next(self) -> RowPrompt | None:
+        """The next prompt; None if there is none now. It is asked again after each round in which a row is free."""
+
+
+class RowResult(NamedTuple):
+    """A finished row."""
+
+    prompt: RowPrompt
+    token_ids: list[int]  # new tokens, up to the row's stop
+    num_rounds: int
+    num_drafted: int
+    num_accepted: int
+    error: Exception | None = None  # that ended the row
+
+
+class ContinuousDecoder:
+    """Decodes prompts of a source in a batch whose rows are refilled as they finish.
+
+    A row gets the tokens that its prompt gets alone: greedy ones, and with a fixed draft length also those sampled with
+    its seed. A row that fails ends alone, with its error in the result.
+
+    Args:
+        model: the target, enabled or not.
+        num_rows: rows that are decoded at once, >= 1.
+        arguments: of `generate()` for all rows, `assistant_model` for example.
+        pad_token_id: pads prompts that are read together.
+        stats: of all rows; written to.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        num_rows: int,
+        arguments: Mapping[str, Any],
+        pad_token_id: int = 0,
+        stats: SpeculationStats | None = None,
+    ):
+        self.stats = stats or SpeculationStats()
+        self._model, self._num_rows, self._pad_token_id = model, num_rows, pad_token_id
+        self._arguments = dict(arguments)
+        self._clock = StageClock()
+        self._running: RunningBatch | None = None
+        self._prompts: dict[int, RowPrompt] = {}  # of the rows that are not finished
+        self._num_begun = 0
+        self._suffix_store: SuffixStore | None = None
+
+    @property
+    def num_live(self) -> int:
+        """Rows in flight."""
+        return len(self._prompts)
+
+    def obstacle(self, prompt: RowPrompt) -> str:
+        """Why rows like this one can only be decoded in static batches; empty if they can join."""
+        prepared = self._prepare([prompt])
+        return join_obstacle(prepared.decoder, prepared.call, prepared.stats)
+
+    def decode(self, source: RowSource) -> Iterator[RowResult]:
+        """Decode until no row is left and the source has none; results come as rows finish.
+
+        Raises:
+            ConfigError: an argument is wrong.
+            UnsupportedGenerationError: rows with these arguments cannot join; see `obstacle`.
+            UnsupportedModelError: a model cannot take part.
+        """
+        assistant = self._arguments.get("assistant_model")
+        models = [one for one in (self._model, assistant) if isinstance(one, PreTrainedModel)]
+        with folded_attention_for(models):
+            while True:
+                yield from self._admit(source)
+                if self._running is None:
+                    return
+                yield from self._step(self._running)
+
+    def _step(self, running: RunningBatch) -> list[RowResult]:
+        """One round of the running batch."""
+        try:
+            with torch.no_grad(), self._clock:
+                finished = running.decode_round()
+        except Exception as error:
+            if not _ends_a_row(error):
+                raise
+            self._running = None
+            return self._isolate(list(self._prompts), error)
+        if not running.row_ids:
+            self._running = None
+        return [self._result(row) for row in finished]
+
+    def _admit(self, source: RowSource) -> Iterator[RowResult]:
+        """Have free rows read the next prompts."""
+        while len(self._prompts) < self._num_rows:
+            waiting: list[RowPrompt] = []
+            while len(self._prompts) + len(waiting) < self._num_rows and (prompt := source.next()) is not None:
+                waiting.append(prompt)
+            if not waiting:
+                return
+            for group in _alike(waiting):
+                yield from self._begin(group)
+
+    def _begin(self, prompts: Sequence[RowPrompt]) -> list[RowResult]:
+        """Have prompts read together; the rows that are finished by then."""
+        prepared = self._prepare(prompts)
+        obstacle = join_obstacle(prepared.decoder, prepared.call, prepared.stats)
+        if obstacle:
+            raise UnsupportedGenerationError(f"rows must be able to join others, got {obstacle}; use static batches")
+        row_ids = prepared.call.row_ids
+        self._prompts |= dict(zip(row_ids, prompts, strict=True))
+        try:
+            finished = self._read(prepared)
+        except Exception as error:
+            if not _ends_a_row(error):
+                raise
+            return self._isolate(row_ids, error)
+        return [self._result(row) for row in finished]
+
+    def _read(self, prepared: Prepared) -> list[FinishedRow]:
+        """Read prompts, and let the rows that go on join the running batch."""
+        decoder, batch, call = prepared.decoder, prepared.batch, prepared.call
+        with torch.no_grad(), decoder.clock:
+            decoder.prefill(batch)
+            left = dict(zip(batch.row_ids, batch.is_finished, strict=True))
+            ended = [row_id for row_id in call.row_ids if left.get(row_id, True)]
+            finished = [FinishedRow(row_id, decoder.output.take(row_id), 0, 0, 0, None) for row_id in ended]
+            if len(ended) < len(call.row_ids):
+                decoder.clock.enter(Stage.DRAFT)
+                decoder.drafts.read_ahead(batch)
+                if self._running is None:
+                    self._running = RunningBatch(decoder, batch, self.stats, self._clock, call.do_sample)
+                else:
+                    self._running.join(decoder, batch)
+            decoder.clock.enter(None)
+        self._count(prepared, decoder.clock.lap())
+        return finished
+
+    def _count(self, prepared: Prepared, seconds: StageSeconds) -> None:
+        """Add the seconds of a prefill, and what the first plan says."""
+        stats, read = self.stats, prepared.stats
+        stats.add_seconds(StageSeconds(*read.seconds_by_stage.values()))
+        stats.add_seconds(seconds)
+        if not stats.plan:
+            stats.plan, stats.verifier, stats.cache = read.plan, read.verifier, read.cache
+            stats.fallbacks = list(read.fallbacks)
+
+    def _isolate(self, row_ids: Sequence[int], error: Exception) -> list[RowResult]:
+        """Decode rows from their beginning, one by one, after an error among them; a row that fails again has its own.
+
+        Args:
+            row_ids: of rows in no running batch.
+            error: among these rows.
+        """
+        prompts = [self._prompts.pop(row_id) for row_id in row_ids]
+        if len(prompts) == 1:
+            return [RowResult(prompts[0], [], 0, 0, 0, error)]
+        others = self._running, self._prompts
+        self._running, self._prompts = None, {}
+        results: list[RowResult] = []
+        for prompt in prompts:
+            results += self._begin([prompt])
+            while self._running is not None:
+                results += self._step(self._running)
+        self._running, self._prompts = others
+        return results
+
+    def _result(self, row: FinishedRow) -> RowResult:
+        if self._suffix_store is not None and row.error is None:
+            self._suffix_store.add(row.token_ids)
+        return RowResult(self._prompts.pop(row.row_id), *row[1:])
+
+    def _prepare(self, prompts: Sequence[RowPrompt]) -> Prepared:
+        """The prepared call of prompts with equal arguments, left-padded."""
+        width, first_row = max(len(prompt.token_ids) for prompt in prompts), self._num_begun
+        self._num_begun += len(prompts)
+        input_ids = torch.full((len(prompts), width), self._pad_token_id, dtype=torch.int64, device="cpu")  # [B, T]
+        attention_mask = torch.zeros_like(input_ids)
+        for row, prompt in enumerate(prompts):
+            start = width - len(prompt.token_ids)
+            input_ids[row, start:] = torch.tensor(prompt.token_ids, device="cpu")
+            attention_mask[row, start:] = 1
+        device = device_of(self._model)
+        seeds = {} if prompts[0].seed is None else {"seed": [prompt.seed for prompt in prompts]}
+        arguments = {"pad_token_id": self._pad_token_id, **self._arguments, **prompts[0].arguments, **seeds}
+        prepared = prepare(
+            self._model,
+            first_row,
+            input_ids=input_ids.to(device),
+            attention_mask=attention_mask.to(device),
+            **arguments,
+        )
+        self._suffix_store = prepared.config.suffix_store
+        return prepared
+
+
+def _alike(prompts: Sequence[RowPrompt]) -> list[list[RowPrompt]]:
+    """Groups of prompts that are read together: of equal arguments and like length."""
+    groups: list[list[RowPrompt]] = []
+    for prompt in prompts:
+        if groups and _fits(groups[-1], prompt):
+            groups[-1].append(prompt)
+        else:
+            groups.append([prompt])
+    return groups
+
+
+def _fits(group: Sequence[RowPrompt], prompt: RowPrompt) -> bool:
+    lens = [len(one.token_ids) for one in (*group, prompt)]
+    has_seed = prompt.seed is None, group[0].seed is None
+    is_alike = dict(group[0].arguments) == dict(prompt.arguments) and has_seed[0] == has_seed[1]
+    return is_alike and max(lens) * len(lens) <= _MOST_PADDING * sum(lens)
+
+
+def _ends_a_row(error: Exception) -> bool:
+    """Whether an error is a row's own: not a wrong argument, nor a lack of memory."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return False
+    return isinstance(error, BadLogitsError) or not isinstance(error, SpeculateError)

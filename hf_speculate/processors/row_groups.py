@@ -1,0 +1,191 @@
+"""Row groups: logits processors and stopping criteria of a batch whose rows belong to calls with other settings.
+
+Rows whose processors or criteria are equal form a group, which is processed together.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, MaxLengthCriteria, StoppingCriteria
+
+from hf_speculate.processors.block import BlockLogitsProcessorList
+from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria, StopVerdict, TokenRows
+from hf_speculate.transfers import upload
+
+Settings = TypeVar("Settings", bound=Sequence[Any])
+
+
+@dataclass(frozen=True)
+class _Group(Generic[Settings]):
+    settings: Settings
+    rows: list[int]  # of the batch, in ascending order
+
+    def renumbered(self, places: Mapping[int, int]) -> list[tuple[int, int]]:
+        """The rows that stay, as (new number, place in the group), sorted."""
+        return sorted((places[row], at) for at, row in enumerate(self.rows) if row in places)
+
+
+class ProcessorGroups:
+    """Runs every row's own logits processors on all K+1 positions of a round; none of them has state.
+
+    Args:
+        processors: of all B rows.
+        num_rows: B.
+    """
+
+    def __init__(self, processors: BlockLogitsProcessorList, num_rows: int):
+        self._groups = [_Group(processors, list(range(num_rows)))]
+        self._num_rows = num_rows
+
+    def __len__(self) -> int:
+        return max((len(group.settings) for group in self._groups), default=0)
+
+    def __call__(
+        self,
+        input_ids: Tensor,
+        scores: Tensor,
+        draft_token_ids: Tensor | None = None,
+        prefix_lens: Sequence[int] | None = None,
+    ) -> Tensor:
+        """See `BlockLogitsProcessorList.__call__`, in the block form."""
+        if len(self._groups) == 1:
+            return self._groups[0].settings(input_ids, scores, draft_token_ids, prefix_lens)
+        processed = torch.empty(scores.shape, dtype=torch.float32, device=scores.device)
+        for group in self._groups:
+            rows = group.rows
+            index = upload(rows, scores.device)
+            drafted = None if draft_token_ids is None else draft_token_ids[index]
+            lens = None if prefix_lens is None else [prefix_lens[row] for row in rows]
+            part = group.settings(input_ids[index], scores[index], drafted, lens)
+            processed.index_copy_(0, index, part.to(processed))
+        return processed
+
+    @property
+    def reads_token_ids(self) -> bool:
+        """See `BlockLogitsProcessorList.reads_token_ids`."""
+        return any(group.settings.reads_token_ids for group in self._groups)
+
+    def forked(self) -> "ProcessorGroups":
+        """See `BlockLogitsProcessorList.forked`."""
+        return self
+
+    def rollback(self, num_calls: Sequence[int]) -> None:
+        """Does nothing: no processor has state."""
+
+    def rows(self, indices: Sequence[int]) -> "ProcessorGroups":
+        """The groups of the rows `indices`."""
+        places = {row: place for place, row in enumerate(indices)}
+        kept = []
+        for group in self._groups:
+            pairs = group.renumbered(places)
+            if pairs:
+                kept.append(_Group(group.settings.rows([at for _, at in pairs]), [row for row, _ in pairs]))
+        self._groups, self._num_rows = kept, len(indices)
+        return self
+
+    def join(self, other: "ProcessorGroups") -> None:
+        """Add the rows of `other` behind these."""
+        self._groups = _joined(self._groups, other._groups, self._num_rows)
+        self._num_rows += other._num_rows
+
+
+class StoppingGroups:
+    """Runs every row's own stopping criteria on a round's new tokens.
+
+    Args:
+        criteria: of all rows, none of them foreign.
+        max_lengths: [B] columns at which each row ends.
+    """
+
+    def __init__(self, criteria: BlockStoppingCriteria, max_lengths: Sequence[int]):
+        self._max_lengths = list(max_lengths)
+        rest = BlockStoppingCriteria(one for one in criteria.criteria if type(one) is not MaxLengthCriteria)
+        self._groups = [_Group(rest.criteria, list(range(len(max_lengths))))]
+        self._blocks = [rest]  # by group
+
+    def __call__(self, tokens: TokenRows, new_ids: Sequence[list[int]]) -> StopVerdict:
+        """See `BlockStoppingCriteria.__call__`."""
+        num_emitted, is_done = [len(ids) for ids in new_ids], [False] * len(new_ids)
+        for block, group in zip(self._blocks, self._groups, strict=True):
+            rows = group.rows
+            is_whole = len(rows) == len(new_ids)
+            part = tokens if is_whole else _SomeRows(tokens, rows)
+            verdict = block(part, new_ids if is_whole else [new_ids[row] for row in rows])
+            for row, num, done in zip(rows, *verdict, strict=True):
+                num_emitted[row], is_done[row] = num, done
+        for row, (length, most, ids) in enumerate(zip(tokens.lens, self._max_lengths, new_ids, strict=True)):
+            if ids and length + num_emitted[row] >= most:
+                num_emitted[row], is_done[row] = max(1, most - length), True
+        return StopVerdict(num_emitted, is_done)
+
+    def rows(self, indices: Sequence[int]) -> None:
+        """Keep the rows `indices`."""
+        places = {row: place for place, row in enumerate(indices)}
+        kept = [
+            (group, block, group.renumbered(places)) for group, block in zip(self._groups, self._blocks, strict=True)
+        ]
+        kept = [entry for entry in kept if entry[2]]
+        self._groups = [_Group(group.settings, [row for row, _ in pairs]) for group, _, pairs in kept]
+        self._blocks = [block for _, block, _ in kept]
+        self._max_lengths = [self._max_lengths[row] for row in indices]
+
+    def join(self, other: "StoppingGroups") -> None:
+        """Add the rows of `other` behind these."""
+        blocks = {id(group.settings): block for group, block in zip(self._groups, self._blocks, strict=True)}
+        blocks |= {id(group.settings): block for group, block in zip(other._groups, other._blocks, strict=True)}
+        self._groups = _joined(self._groups, other._groups, len(self._max_lengths))
+        self._blocks = [blocks[id(group.settings)] for group in self._groups]
+        self._max_lengths += other._max_lengths
+
+
+class _SomeRows:
+    """Some rows of `TokenRows`."""
+
+    def __init__(self, tokens: TokenRows, rows: Sequence[int]):
+        self.token_ids = tokens.token_ids[list(rows)]
+        self.lens = [tokens.lens[row] for row in rows]
+
+    def followed_by(self, new_ids: Sequence[list[int]]) -> Tensor:
+        """See `TokenRows.followed_by`."""
+        width = max(length + len(ids) for length, ids in zip(self.lens, new_ids, strict=True))
+        longer = torch.nn.functional.pad(self.token_ids, (0, max(width - self.token_ids.shape[1], 0)))
+        for row, (length, ids) in enumerate(zip(self.lens, new_ids, strict=True)):
+            longer[row, length : length + len(ids)] = torch.tensor(ids, dtype=torch.int64, device="cpu")
+        return longer[:, :width]
+
+
+def _joined(mine: list[_Group[Settings]], others: list[_Group[Settings]], num_rows: int) -> list[_Group[Settings]]:
+    """The groups of both batches, the rows of the second one behind `num_rows` of the first."""
+    groups = list(mine)
+    for other in others:
+        settings, moved = list(other.settings), [row + num_rows for row in other.rows]
+        same = next((at for at, group in enumerate(groups) if is_equal(list(group.settings), settings)), None)
+        if same is None:
+            groups.append(_Group(other.settings, moved))
+        else:
+            groups[same] = _Group(groups[same].settings, groups[same].rows + moved)
+    return groups
+
+
+def is_equal(one: Any, other: Any) -> bool:
+    """Whether two processors or criteria, or values in them, do the same; objects without fields must be one."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return one.device == other.device and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(is_equal(value, other[key]) for key, value in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(is_equal, one, other))
+    if isinstance(one, bool | int | float | str | bytes | frozenset | set | torch.device | torch.dtype | None):
+        return bool(one == other)
+    if not isinstance(one, LogitsProcessor | StoppingCriteria):
+        return False
+    if isinstance(getattr(one, "prompt_ignore_length", None), Tensor):
+        return False  # one number per row
+    return is_equal(vars(one), vars(other))

@@ -1,0 +1,190 @@
+"""Continuous batching: every row gets the tokens that its prompt gets alone, whatever its neighbours."""
+
+import gc
+
+import pytest
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from hf_speculate import generate, register_row_wise
+from hf_speculate.errors import UnsupportedGenerationError
+from hf_speculate.generation.continuous import ContinuousDecoder, RowPrompt
+from tests.cases import pair
+
+NUM_ROWS = 3
+
+
+class Prompts:
+    """A source that hands out a list."""
+
+    def __init__(self, prompts):
+        self.left = list(prompts)
+
+    def next(self):
+        return self.left.pop(0) if self.left else None
+
+
+def make_prompts(num=8, **arguments):
+    """Prompts of 2 to 30 tokens, to be continued by 1 to 40."""
+    random = torch.Generator().manual_seed(3)
+    draw = lambda low, high, size=(): torch.randint(low, high, size, generator=random).tolist()  # noqa: E731
+    lens = [draw(2, 31) for _ in range(num)]
+    return [
+        RowPrompt(
+            draw(1, 6 if index % 2 else 64, (length,)),
+            seed=100 + index,
+            arguments={"max_new_tokens": (1, 7, 40, 16)[index % 4], **arguments},
+            key=index,
+        )
+        for index, length in enumerate(lens)
+    ]
+
+
+def alone(target, prompt, **options):
+    """The new tokens of one prompt in a call of its own."""
+    ids = torch.tensor([prompt.token_ids])
+    output = generate(target, input_ids=ids, seed=prompt.seed, **{**options, **prompt.arguments})
+    return output[0, ids.shape[1] :].tolist()
+
+
+def decoded(target, prompts, num_rows=NUM_ROWS, **options):
+    """The results by key, and the decoder."""
+    decoder = ContinuousDecoder(target, num_rows, options)
+    results = {result.prompt.key: result for result in decoder.decode(Prompts(prompts))}
+    assert set(results) == {prompt.key for prompt in prompts}
+    return results, decoder
+
+
+def sources(draft):
+    """What drafts: a model, its history, both, or nothing."""
+    return {
+        "model": {"assistant_model": draft, "num_assistant_tokens": 3},
+        "lookup": {"prompt_lookup_num_tokens": 4, "num_assistant_tokens_schedule": "constant"},
+        "both": {"assistant_model": draft, "num_assistant_tokens": 3, "prompt_lookup_num_tokens": 4},
+        "none": {},
+        "adaptive": {"assistant_model": draft},
+    }
+
+
+CASES = [
+    *(("llama", source) for source in ("model", "lookup", "both", "none", "adaptive")),
+    ("mistral_window", "both"),
+    ("gemma2", "model"),
+]
+
+
+@pytest.mark.parametrize(("kind", "source"), CASES)
+def test_greedy_rows_are_as_alone(kind, source):
+    target, draft = pair(kind)
+    options = sources(draft)[source]
+    prompts = make_prompts()
+    results, decoder = decoded(target, prompts, **options)
+    for prompt in prompts:
+        assert results[prompt.key].token_ids == alone(target, prompt, **options), prompt.key
+    assert decoder.num_live == 0
+
+
+@pytest.mark.parametrize(("source", "verifier"), [("model", "rejection"), ("lookup", "block"), ("model", "coupled")])
+def test_sampled_rows_are_as_alone_also_with_settings_of_their_own(source, verifier):
+    target, draft = pair("llama")
+    options = {**sources(draft)[source], "do_sample": True, "verifier": verifier}
+    prompts = [
+        *make_prompts(5, temperature=0.8, eos_token_id=[5]),
+        *make_prompts(5, temperature=1.2, top_k=9, repetition_penalty=1.3, eos_token_id=[5], no_repeat_ngram_size=2),
+    ]
+    prompts = [RowPrompt(one.token_ids, 50 + key, one.arguments, key) for key, one in enumerate(prompts)]
+    results, _ = decoded(target, [*prompts[::2], *prompts[1::2]], **options)
+    for prompt in prompts:
+        assert results[prompt.key].token_ids == alone(target, prompt, **options), prompt.key
+    assert any(result.num_accepted for result in results.values())
+
+
+def test_counts_of_rows_sum_up_to_the_statistics():
+    target, draft = pair("llama")
+    results, decoder = decoded(target, make_prompts(), **sources(draft)["model"])
+    for name in ("num_rounds", "num_drafted", "num_accepted"):
+        assert sum(getattr(result, name) for result in results.values()) == getattr(decoder.stats, name)
+    num_tokens = sum(len(result.token_ids) for result in results.values())
+    assert num_tokens == decoder.stats.num_emitted + len(results)  # the first token of a row is not of a round
+    assert decoder.stats.prefill_s > 0
+    assert "model" in decoder.stats.plan
+
+
+class Raising(LogitsProcessor):
+    """Raises an error for rows with a token."""
+
+    def __init__(self, bad):
+        self.bad = bad
+
+    def __call__(self, input_ids, scores):
+        if (input_ids == self.bad).any():
+            raise ValueError(f"{self.bad} is not allowed")
+        return scores
+
+
+class MakesNan(LogitsProcessor):
+    """Gives rows with a token no distribution."""
+
+    def __init__(self, bad):
+        self.bad = bad
+
+    def __call__(self, input_ids, scores):
+        return scores.masked_fill((input_ids == self.bad).any(1, keepdim=True), torch.nan)
+
+
+@pytest.mark.parametrize(("kind", "message"), [(Raising, "is not allowed"), (MakesNan, "got NaN")])
+def test_a_failing_row_ends_alone(kind, message):
+    register_row_wise(kind)
+    target, draft = pair("llama")
+    options = {**sources(draft)["model"], "do_sample": True}
+    prompts = make_prompts(9)
+    texts = {prompt.key: alone(target, prompt, **options) for prompt in prompts}
+    bad = texts[2][20]  # which comes late in one row at least, and at once in others
+    results, decoder = decoded(target, prompts, logits_processor=LogitsProcessorList([kind(bad)]), **options)
+    failed = {key for key, result in results.items() if result.error is not None}
+    fails = {one.key for one in prompts if bad in [*one.token_ids, *texts[one.key][:-1]]}
+    assert failed == fails
+    assert 2 in failed
+    assert len(failed) < len(prompts)
+    for key, result in results.items():
+        if key in failed:
+            assert message in str(result.error)
+        else:
+            assert result.token_ids == texts[key]
+    assert decoder.num_live == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "reason"),
+    [
+        ("bloom", {}, "dynamic"),
+        ("llama", {"logits_processor": LogitsProcessorList([lambda ids, scores: scores])}, "lock step"),
+        ("llama", {"speculation_cache": "dynamic"}, "dynamic"),
+    ],
+)
+def test_what_cannot_join_is_refused_with_its_reason(kind, options, reason):
+    target, draft = pair(kind)
+    decoder = ContinuousDecoder(target, NUM_ROWS, {"assistant_model": draft, **options})
+    assert reason in decoder.obstacle(make_prompts(1)[0])
+    with pytest.raises(UnsupportedGenerationError, match=reason):
+        next(decoder.decode(Prompts(make_prompts(1))))
+
+
+def num_held():
+    """Tensors, their elements, and Python objects that are alive."""
+    gc.collect()
+    tensors = [one for one in gc.get_objects() if type(one) is torch.Tensor]
+    return len(tensors), sum(one.numel() for one in tensors), len(gc.get_objects())
+
+
+def test_many_rows_leave_nothing_behind():
+    target, draft = pair("llama")
+    prompts = (
+        RowPrompt((1 + index % 60, 2, 3), arguments={"max_new_tokens": 2 + index % 5}) for index in range(10_000)
+    )
+    source = Prompts([])
+    source.next = lambda: next(prompts)
+    decoder = ContinuousDecoder(target, 8, {"assistant_model": draft})
+    sizes = [num_held() for number, _ in zip(range(160), decoder.decode(source), strict=False) if number % 50 == 49]
+    for first, later in zip(sizes[0], sizes[-1], strict=True):
+        assert later <= 1.02 * first + 5, sizes  # a row that left one object behind would add 100
