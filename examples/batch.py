@@ -28,7 +28,8 @@ def show(report: hf_speculate.DatasetReport) -> None:
 
 def stop(report: hf_speculate.DatasetReport) -> None:
     show(report)
-    raise KeyboardInterrupt
+    if report.num_finished > 1:
+        raise KeyboardInterrupt
 
 
 def main() -> None:

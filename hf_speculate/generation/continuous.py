@@ -1,6 +1,6 @@
 """Continuous batching: a finished row's place is given to the next prompt of a source."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -69,6 +69,7 @@ class ContinuousDecoder:
         arguments: of `generate()` for all rows, `assistant_model` for example.
         pad_token_id: pads prompts that are read together.
         stats: of all rows; written to.
+        on_begin: called with prompts before they are read.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class ContinuousDecoder:
         arguments: Mapping[str, Any],
         pad_token_id: int = 0,
         stats: SpeculationStats | None = None,
+        on_begin: Callable[[Sequence[RowPrompt]], object] | None = None,
     ):
         self.stats = stats or SpeculationStats()
         self._model, self._num_rows, self._pad_token_id = model, num_rows, pad_token_id
@@ -86,6 +88,7 @@ class ContinuousDecoder:
         self._running: RunningBatch | None = None
         self._prompts: dict[int, RowPrompt] = {}  # of the rows that are not finished
         self._num_begun = 0
+        self._on_begin = on_begin
         self._suffix_store: SuffixStore | None = None
 
     @property
@@ -98,8 +101,8 @@ class ContinuousDecoder:
         prepared = self._prepare([prompt])
         return join_obstacle(prepared.decoder, prepared.call, prepared.stats)
 
-    def decode(self, source: RowSource) -> Iterator[RowResult]:
-        """Decode until no row is left and the source has none; results come as rows finish.
+    def decode(self, source: RowSource) -> Iterator[list[RowResult]]:
+        """Decode until no row is left and the source has none; the results of each round that finishes rows.
 
         Raises:
             ConfigError: an argument is wrong.
@@ -110,10 +113,13 @@ class ContinuousDecoder:
         models = [one for one in (self._model, assistant) if isinstance(one, PreTrainedModel)]
         with folded_attention_for(models):
             while True:
-                yield from self._admit(source)
-                if self._running is None:
+                finished = self._admit(source)
+                if self._running is not None:
+                    finished += self._step(self._running)
+                elif not finished:
                     return
-                yield from self._step(self._running)
+                if finished:
+                    yield finished
 
     def _step(self, running: RunningBatch) -> list[RowResult]:
         """One round of the running batch."""
@@ -129,16 +135,20 @@ class ContinuousDecoder:
             self._running = None
         return [self._result(row) for row in finished]
 
-    def _admit(self, source: RowSource) -> Iterator[RowResult]:
-        """Have free rows read the next prompts."""
-        while len(self._prompts) < self._num_rows:
+    def _admit(self, source: RowSource) -> list[RowResult]:
+        """Have free rows read the next prompts; the rows that are finished by then."""
+        results: list[RowResult] = []
+        while not results and len(self._prompts) < self._num_rows:
             waiting: list[RowPrompt] = []
             while len(self._prompts) + len(waiting) < self._num_rows and (prompt := source.next()) is not None:
                 waiting.append(prompt)
             if not waiting:
-                return
+                break
+            if self._on_begin is not None:
+                self._on_begin(waiting)
             for group in _alike(waiting):
-                yield from self._begin(group)
+                results += self._begin(group)
+        return results
 
     def _begin(self, prompts: Sequence[RowPrompt]) -> list[RowResult]:
         """Have prompts read together; the rows that are finished by then."""

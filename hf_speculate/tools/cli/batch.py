@@ -33,6 +33,7 @@ def run(
     prompts: Path,
     output: Path,
     batch_size: int,
+    static_batches: bool,
     is_chat: bool,
     ordered: bool,
     if_changed: str,
@@ -65,7 +66,9 @@ def run(
     job = Job(rows, output, given, seed, ordered, if_changed)
     log = notes()
     load = partial(make_decoder, models, arguments, is_chat)
-    decode = on_ray(load, ray_options) if engine == "ray" else in_this_process(load)
+    decode = (
+        on_ray(load, ray_options) if engine == "ray" else in_this_process(load, 0 if static_batches else batch_size)
+    )
     progress = _Progress(log)
 
     def make_batches(left: Sequence[Row]) -> list[list[Row]]:
@@ -112,7 +115,7 @@ def _check_without_ray(ray: Ray) -> None:
 
 
 class _Progress:
-    """Shows finished rows, speed and acceptance rate: a bar on a terminal, otherwise a line per minute."""
+    """Shows finished rows, rows in flight, speed and acceptance: a bar on a terminal, otherwise a line per minute."""
 
     def __init__(self, log: Console, clock: Callable[[], float] = time.monotonic):
         self.log, self.clock = log, clock
@@ -143,13 +146,19 @@ class _Progress:
 
 
 def _speed(report: DatasetReport) -> str:
-    speed = f"{report.tokens_per_s:.1f} tokens/s"
-    return f"{speed}, {report.acceptance_rate:.0%} of drafted tokens accepted" if report.num_drafted else speed
+    parts = [f"{report.num_in_flight} in flight"] if report.num_in_flight else []
+    parts.append(f"{report.tokens_per_s:.1f} tokens/s")
+    if report.num_drafted:
+        parts.append(f"{report.acceptance_rate:.0%} of drafted tokens accepted")
+        parts.append(f"mean acceptance length {report.mean_acceptance_length:.2f}")
+    return ", ".join(parts)
 
 
 def _line(report: DatasetReport) -> str:
     before = f", {report.num_resumed} of them from earlier runs" if report.num_resumed else ""
-    line = f"{report.num_rows} rows in {report.path}{before}"
+    failed = f", {report.num_failed} with an error" if report.num_failed else ""
+    static = f"; in static batches: {report.fallback}" if report.fallback else ""
+    line = f"{report.num_rows} rows in {report.path}{before}{failed}{static}"
     if not report.num_tokens:
         return line
     return f"{line}; {report.num_tokens} tokens in {report.seconds:.1f} s, {_speed(report)}"

@@ -12,7 +12,6 @@ import typer
 
 from hf_speculate.tools.cli.options import (
     AsJson,
-    BatchSize,
     Chat,
     Drafting,
     Generation,
@@ -22,7 +21,9 @@ from hf_speculate.tools.cli.options import (
     Prompts,
     PromptSet,
     Ray,
+    Rows,
     Speculation,
+    StaticBatches,
     TuneGrid,
     grouped,
 )
@@ -76,7 +77,8 @@ def batch(
     output: Annotated[
         Path, typer.Option("--output", "-o", help="File for results, one JSON object per line; resumed if it exists.")
     ],
-    batch_size: BatchSize = 16,
+    rows: Rows = 8,
+    static_batches: StaticBatches = False,
     chat: Chat = False,
     ordered: Annotated[bool, typer.Option("--ordered", help="Sort the finished output like the prompts.")] = False,
     if_changed: Annotated[
@@ -91,7 +93,7 @@ def batch(
 
     `accelerate launch` and `torchrun` split the prompts over their processes.
     """
-    choices = (batch_size, chat, ordered, if_changed, engine)
+    choices = (rows, static_batches, chat, ordered, if_changed, engine)
     return int(_program("batch").run(models, prompts, output, *choices, generation, speculation, ray))
 
 

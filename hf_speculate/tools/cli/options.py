@@ -44,6 +44,10 @@ Thresholds = Annotated[
 ]
 Chat = Annotated[bool, typer.Option("--chat", help="Apply the tokenizer's chat template to prompts that are text.")]
 BatchSize = Annotated[int, typer.Option("--batch-size", "-b", min=1, help="Prompts that are decoded together.")]
+Rows = Annotated[int, typer.Option("--rows", "--batch-size", "-b", min=1, help="Prompts that are decoded at once.")]
+StaticBatches = Annotated[
+    bool, typer.Option("--static-batches", help="Decode one batch after another, each until its slowest row ends.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Also write the results as JSON to this file.")]
 

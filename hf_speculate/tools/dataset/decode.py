@@ -22,7 +22,8 @@ def decode_dataset(
     output: str | Path,
     *,
     max_new_tokens: int = 256,
-    batch_size: int = 16,
+    batch_size: int = 8,
+    static_batches: bool = False,
     seed: int | None = None,
     is_chat: bool = False,
     is_ordered: bool = False,
@@ -30,11 +31,18 @@ def decode_dataset(
     on_batch: Callable[[DatasetReport], None] | None = None,
     **arguments: Any,
 ) -> DatasetReport:
-    """Decode prompts in batches into a file with one JSON object per line; an interrupted run resumes.
+    """Decode prompts into a file with one JSON object per line; an interrupted run resumes.
 
-    Batches hold prompts of similar length, longest first. Each batch is on the disk before the next one starts: a
-    killed process loses one batch. A line has "id", "text" (the new text), "num_tokens", "finish_reason" ("stop" or
-    "length") and the prompt's extra fields. The folder `<output>.run` holds what a later run needs.
+    The place of a finished row is given to the next prompt, the longest prompts first. Each result is on the disk
+    before further rows start: a killed process loses the rows in flight. A line has "id", "text" (the new text),
+    "num_tokens", "finish_reason" ("stop", "length" or "error") and the prompt's extra fields; a row that fails ends
+    alone, and its line has an "error". The folder `<output>.run` holds what a later run needs.
+
+    Fields of a prompt named "max_new_tokens", "stop_strings", "seed", "temperature", "top_k", "top_p", "min_p",
+    "typical_p", "repetition_penalty" or "no_repeat_ngram_size" count for its row, in place of the arguments.
+
+    If rows cannot be refilled, because the model needs the dynamic cache for example, static batches of prompts of
+    similar length are decoded, and `DatasetReport.fallback` says why.
 
     If `accelerate launch` or `torchrun` started several processes, each decodes its share with its own model. All must
     call this function with the same arguments and share the folder of the output.
@@ -46,12 +54,13 @@ def decode_dataset(
             "messages" or "turns" (whose first entry counts), and optionally "id" (default: the line's number).
         output: the file; created if it does not exist, and only appended to.
         max_new_tokens: of each row, >= 1.
-        batch_size: rows of a batch at most, >= 1.
+        batch_size: rows that are decoded at once, >= 1.
+        static_batches: whether to decode one batch after another, each of which ends with its slowest row.
         seed: when sampling, each row's seed follows from this one and from its id; None to draw one and keep it.
         is_chat: whether texts also pass through the chat template, as messages always do.
         is_ordered: whether to sort the finished output like the prompts.
         if_changed: "refuse", "keep" or "restart" finished rows if prompts or settings differ from the earlier run's.
-        on_batch: is called after each batch with the progress of this process.
+        on_batch: is called after each batch, or each finished row, with the progress of this process.
         **arguments: of `generate()`, such as `assistant_model`.
 
     Returns:
@@ -74,13 +83,15 @@ def decode_dataset(
     def make_batches(left: Sequence[Row]) -> list[list[Row]]:
         return batches_of(left, batch_size, tokenizer, is_chat)
 
-    return run(job, make_batches, in_this_process(lambda: decoder), ranks, on_batch)
+    return run(
+        job, make_batches, in_this_process(lambda: decoder, 0 if static_batches else batch_size), ranks, on_batch
+    )
 
 
 def check_batch_size(batch_size: int) -> None:
     """Raise `ConfigError` unless the batch size is an int >= 1."""
     if not isinstance(batch_size, int) or batch_size < 1:
-        raise ConfigError(f"batch_size must be at least 1, got {batch_size!r}; leave it out for 16")
+        raise ConfigError(f"batch_size must be at least 1, got {batch_size!r}; leave it out for 8")
 
 
 def check_seed(seed: Any) -> None:

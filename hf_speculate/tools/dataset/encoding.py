@@ -50,12 +50,20 @@ def padded(prompts: Sequence[Sequence[int]], pad_token_id: int, device: torch.de
 def batches_of(
     rows: Sequence[Row], batch_size: int, tokenizer: PreTrainedTokenizerBase, is_chat: bool
 ) -> list[list[Row]]:
-    """Group rows by length, longest first: a batch that does not fit into memory then fails at once."""
+    """Group rows of equal settings by length, longest first: a batch that does not fit into memory fails at once."""
     lens: list[int] = []
     for begin in range(0, len(rows), _CHUNK_LEN):
         lens += map(len, token_ids_of(rows[begin : begin + _CHUNK_LEN], tokenizer, is_chat))
-    ordered = [rows[at] for at in sorted(range(len(rows)), key=lambda at: -lens[at])]
-    return [ordered[begin : begin + batch_size] for begin in range(0, len(ordered), batch_size)]
+    batches: list[list[Row]] = []
+    filling: dict[str, list[Row]] = {}  # the batch with room, by settings
+    for at in sorted(range(len(rows)), key=lambda at: -lens[at]):
+        settings = {name: value for name, value in rows[at].settings.items() if name != "seed"}
+        batch = filling.get(repr(settings))
+        if batch is None or len(batch) == batch_size:
+            batch = filling[repr(settings)] = []
+            batches.append(batch)
+        batch.append(rows[at])
+    return batches
 
 
 def check_chat_template(tokenizer: PreTrainedTokenizerBase, source: str) -> None:

@@ -1,8 +1,8 @@
 """Decodes one batch of rows, each with its own seed."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from transformers import MaxTimeCriteria, PreTrainedModel, PreTrainedTokenizerBa
 from hf_speculate.config import FIELD_NAMES
 from hf_speculate.errors import ConfigError
 from hf_speculate.generation.config_sources import fields_of, read_config
+from hf_speculate.generation.continuous import ContinuousDecoder, RowPrompt, RowResult
 from hf_speculate.generation.draft_source import find_draft_source
 from hf_speculate.generation.enable import is_enabled
 from hf_speculate.generation.mixin import generate
@@ -45,6 +46,10 @@ class Decoded(NamedTuple):
     num_tokens: int
     num_drafted: int
     num_accepted: int
+    num_rounds: int = 0
+    num_failed: int = 0
+    num_in_flight: int = 0  # rows that were not finished
+    fallback: str = ""  # why rows were decoded in static batches though they were to be refilled
 
 
 @dataclass(frozen=True)
@@ -81,10 +86,71 @@ class RowDecoder:
 
     def decode(self, rows: Sequence[Row], seed: int) -> Decoded:
         """Decode B rows in one left-padded batch."""
+        return self.for_row(rows[0])._decode(rows, seed)
+
+    def for_row(self, row: Row) -> "RowDecoder":
+        """The decoder with a row's own settings, apart from its seed."""
+        settings = {name: value for name, value in row.settings.items() if name != "seed"}
+        if not settings:
+            return self
+        num = settings.pop("max_new_tokens", self.max_new_tokens)
+        return replace(self, max_new_tokens=num, arguments={**self.arguments, **settings})
+
+    def refilled(
+        self, rows: Iterable[Row], seed: int, num_rows: int, on_begin: Callable[[Sequence[Row]], None]
+    ) -> Iterator[Decoded] | str:
+        """Decode rows, `num_rows` at once; a finished row's place is given to the next one.
+
+        Returns:
+            Results as rows finish; or why rows can only be decoded in static batches.
+        """
+        decoder = ContinuousDecoder(
+            self.model,
+            num_rows,
+            {**self._own, **self.arguments, **self._verifier(), "return_dict_in_generate": False},
+            self._pad_token_id(),
+            on_begin=lambda prompts: on_begin([prompt.key for prompt in prompts]),
+        )
+        source = _Source(self, rows, seed)
+        obstacle = decoder.obstacle(source.first)
+        return obstacle or self._refilled(decoder, source, num_rows)
+
+    def _refilled(self, decoder: ContinuousDecoder, source: "_Source", num_rows: int) -> Iterator[Decoded]:
+        try:
+            for results in decoder.decode(source):
+                lines = [self.for_row(result.prompt.key)._line_of(result.prompt.key, result) for result in results]
+                yield Decoded(
+                    lines,
+                    sum(len(result.token_ids) for result in results),
+                    sum(result.num_drafted for result in results),
+                    sum(result.num_accepted for result in results),
+                    sum(result.num_rounds for result in results),
+                    sum(result.error is not None for result in results),
+                    decoder.num_live,
+                )
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"the rows must fit into memory, got {num_rows} rows at once; choose fewer, finished rows are kept"
+            ) from error
+
+    def _line_of(self, row: Row, result: RowResult) -> dict[str, Any]:
+        prompt, ids = list(result.prompt.token_ids), result.token_ids
+        reason, error = "error", {"error": f"{type(result.error).__name__}: {result.error}"}
+        if result.error is None:
+            ends = RowEnds(self._eos_token_ids(), self._stop_strings, self.arguments.get("stopping_criteria"))
+            (num,) = ends.find(torch.tensor([prompt + ids], device="cpu"), len(prompt))
+            (ids, reason), error = self._ended(ids, num), {}
+        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        return {"id": row.id, "text": text, "num_tokens": len(ids), "finish_reason": reason, **row.extras, **error}
+
+    @property
+    def _own(self) -> dict[str, Any]:
+        return {"pad_token_id": self._pad_token_id(), "tokenizer": self.tokenizer}
+
+    def _decode(self, rows: Sequence[Row], seed: int) -> Decoded:
         prompts = token_ids_of(rows, self.tokenizer, self.is_chat)
         input_ids, attention_mask = padded(prompts, self._pad_token_id(), self.model.device)
         stats = SpeculationStats()
-        own = {"pad_token_id": self._pad_token_id(), "tokenizer": self.tokenizer}
         ends = RowEnds(self._eos_token_ids(), self._stop_strings, self.arguments.get("stopping_criteria"))
         decode: Any = self.model.generate if is_enabled(self.model) else partial(generate, self.model)
         try:
@@ -94,9 +160,9 @@ class RowDecoder:
                 max_new_tokens=self.max_new_tokens,
                 num_return_sequences=1,
                 return_dict_in_generate=False,
-                seed=[row_seed(seed, row.key) for row in rows],
+                seed=[seed_of(row, seed) for row in rows],
                 speculation_stats=stats,
-                **{**own, **self.arguments, **self._verifier(), "stopping_criteria": ends.criteria},
+                **{**self._own, **self.arguments, **self._verifier(), "stopping_criteria": ends.criteria},
             )
         except torch.OutOfMemoryError as error:
             raise ConfigError(
@@ -121,7 +187,7 @@ class RowDecoder:
             results.append(
                 {"id": row.id, "text": text, "num_tokens": len(ids), "finish_reason": finish_reason, **row.extras}
             )
-        return Decoded(results, num_tokens, stats.num_drafted, stats.num_accepted)
+        return Decoded(results, num_tokens, stats.num_drafted, stats.num_accepted, stats.num_rounds)
 
     def _ended(self, ids: list[int], num_new: int | None) -> tuple[list[int], str]:
         """A row's tokens without padding, and its finish reason."""
@@ -184,6 +250,34 @@ class RowDecoder:
                 f"verifier must be 'coupled' for sampling without a draft source, got {config.verifier!r}; leave it out"
             )
         return {"verifier": "coupled"}
+
+
+class _Source:
+    """A `RowSource` of a data set's rows."""
+
+    def __init__(self, decoder: RowDecoder, rows: Iterable[Row], seed: int):
+        self._decoder, self._rows, self._seed = decoder, iter(rows), seed
+        self.first = self._prompt(next(self._rows))
+        self._is_first = True
+
+    def next(self) -> RowPrompt | None:
+        """See `RowSource.next`."""
+        if self._is_first:
+            self._is_first = False
+            return self.first
+        row = next(self._rows, None)
+        return None if row is None else self._prompt(row)
+
+    def _prompt(self, row: Row) -> RowPrompt:
+        (token_ids,) = token_ids_of([row], self._decoder.tokenizer, self._decoder.is_chat)
+        own = {name: value for name, value in row.settings.items() if name != "seed"}
+        arguments = {"max_new_tokens": self._decoder.max_new_tokens, **own}
+        return RowPrompt(token_ids, seed_of(row, self._seed), arguments, key=row)
+
+
+def seed_of(row: Row, seed: int) -> int:
+    """Seed of one row: its own, or one that follows from the data set's."""
+    return int(row.settings["seed"]) if "seed" in row.settings else row_seed(seed, row.key)
 
 
 def row_seed(seed: int, key: str) -> int:

@@ -2,8 +2,9 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,38 @@ from hf_speculate.errors import ConfigError
 PROMPT_NAMES = ("messages", "prompt", "text", "turns")
 ID_NAMES = ("id", "question_id")
 RESULT_NAMES = ("finish_reason", "id", "num_tokens", "text")  # names of a result that no extra field may have
+
+
+def _is_int_from(least: int) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, int) and value >= least
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and 0 < value < math.inf
+
+
+def _is_share(value: Any) -> bool:
+    return _is_number(value) and value <= 1
+
+
+def _is_text(value: Any) -> bool:
+    listed = value if isinstance(value, list) else [value]
+    return bool(listed) and all(isinstance(one, str) and one for one in listed)
+
+
+# Fields of a line that are arguments of `generate()` for its row: what is allowed, in words and as a function.
+ROW_SETTINGS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "max_new_tokens": ("an int of at least 1", _is_int_from(1)),
+    "stop_strings": ("a string or a list of strings", _is_text),
+    "seed": ("an int of at least 0", _is_int_from(0)),
+    "temperature": ("a number above 0", _is_number),
+    "top_k": ("an int of at least 0", _is_int_from(0)),
+    "top_p": ("in (0, 1]", _is_share),
+    "min_p": ("in (0, 1]", _is_share),
+    "typical_p": ("in (0, 1]", _is_share),
+    "repetition_penalty": ("a number above 0", _is_number),
+    "no_repeat_ngram_size": ("an int of at least 0", _is_int_from(0)),
+}
 
 
 @dataclass(frozen=True)
@@ -25,6 +58,7 @@ class Row:
         extras: fields that are copied to the result.
         source: file and line, for error messages.
         num_turns: number of turns in the data set; `content` is the first.
+        settings: arguments of `generate()` for this row, `seed` among them.
     """
 
     key: str
@@ -33,6 +67,7 @@ class Row:
     extras: dict[str, Any]
     source: str
     num_turns: int = 1
+    settings: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, content: str | list[dict[str, Any]], number: int = 1, source: str = "the prompt") -> "Row":
@@ -106,6 +141,16 @@ def _lines_of(path: Path) -> Iterator[tuple[int, Any, str]]:
         yield from read_json_lines(file, path.name)
 
 
+def _settings_in(extras: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """The settings among a line's fields."""
+    settings = {name: value for name, value in extras.items() if name in ROW_SETTINGS and value is not None}
+    for name, value in settings.items():
+        allowed, is_allowed = ROW_SETTINGS[name]
+        if isinstance(value, bool) or not is_allowed(value):
+            raise ConfigError(f"{name} must be {allowed}, got {value!r} at {source}; leave it out for the run's own")
+    return settings
+
+
 def _row_of(entry: Any, number: int, source: str) -> Row:
     fields: dict[str, Any] = {"prompt": entry} if isinstance(entry, str) else {}
     if isinstance(entry, Mapping):
@@ -135,7 +180,7 @@ def _row_of(entry: Any, number: int, source: str) -> Row:
             f"extra fields must not have a name of the result ({', '.join(RESULT_NAMES)}), got {taken[0]} at "
             f"{source}; rename it"
         )
-    row = Row(str(row_id), row_id, content, extras, source, num_turns)
+    row = Row(str(row_id), row_id, content, extras, source, num_turns, _settings_in(extras, source))
     try:
         _json(row).encode()
     except UnicodeEncodeError:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,10 @@ class DatasetReport:
         num_resumed: rows that were finished before this run.
         num_finished: rows that are finished now.
         num_tokens, num_drafted, num_accepted: new, drafted and accepted tokens of this run.
+        num_rounds: rounds of this run, summed over rows.
+        num_failed: rows of this run that ended with an error.
+        num_in_flight: rows that are being decoded, if rows are refilled.
+        fallback: why rows were decoded in static batches though they were to be refilled, or an empty string.
         seconds: since the first batch, loading included.
     """
 
@@ -38,12 +43,21 @@ class DatasetReport:
     num_tokens: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
+    num_rounds: int = 0
+    num_failed: int = 0
+    num_in_flight: int = 0
+    fallback: str = ""
     seconds: float = 0.0
 
     @property
     def acceptance_rate(self) -> float:
         """Accepted over drafted tokens, in [0, 1]; 0 if nothing was drafted."""
         return self.num_accepted / self.num_drafted if self.num_drafted else 0.0
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens per row and round, the bonus token included; 0 before the first round."""
+        return (self.num_accepted + self.num_rounds) / self.num_rounds if self.num_rounds else 0.0
 
     @property
     def tokens_per_s(self) -> float:
@@ -86,16 +100,28 @@ class Job:
             )
 
 
-def in_this_process(make_decoder: Callable[[], RowDecoder]) -> Engine:
-    """Engine that decodes one batch after another; `make_decoder` loads the models before the first."""
+def in_this_process(make_decoder: Callable[[], RowDecoder], num_refilled: int = 0) -> Engine:
+    """Engine of this process.
+
+    Args:
+        make_decoder: loads the models before the first row.
+        num_refilled: rows that are decoded at once, whose places are given to the next rows as they finish; 0 decodes
+            one batch after another.
+    """
 
     def decode(
         batches: Sequence[Sequence[Row]], seed: int, on_begin: Callable[[Sequence[Row]], None]
     ) -> Iterator[Decoded]:
-        decoder = make_decoder()
+        decoder, fallback = make_decoder(), ""
+        if num_refilled:
+            refilled = decoder.refilled(chain.from_iterable(batches), seed, num_refilled, on_begin)
+            if not isinstance(refilled, str):
+                yield from refilled
+                return
+            fallback = refilled
         for batch in batches:
             on_begin(batch)
-            yield decoder.decode(batch, seed)
+            yield decoder.decode(batch, seed)._replace(fallback=fallback)
 
     return decode
 
@@ -109,7 +135,7 @@ def run(
 ) -> DatasetReport:
     """Decode the rows that are not finished.
 
-    Each batch is on the disk before the next one starts: a killed process loses one batch.
+    Results are on the disk before further rows start: a killed process loses the rows in flight.
 
     Returns:
         The progress of all ranks.
@@ -124,7 +150,8 @@ def run(
         batches = list(make_batches(left))[ranks.index :: ranks.num] if left else []
         num_resumed = len(finished) if ranks.num == 1 else 0  # a rank knows its own share only
         report = _decode(job, folder, batches, num_resumed, seed, engine, ranks, on_batch)
-        num_tokens, num_drafted, num_accepted = ranks.sums([report.num_tokens, report.num_drafted, report.num_accepted])
+        counts = ("num_tokens", "num_drafted", "num_accepted", "num_rounds", "num_failed")
+        sums = ranks.sums([getattr(report, name) for name in counts])
         ranks.wait()
         if ranks.is_main:
             _complete(job, folder)
@@ -134,10 +161,9 @@ def run(
         len(job.rows),
         num_resumed=len(finished),
         num_finished=len(job.rows),
-        num_tokens=num_tokens,
-        num_drafted=num_drafted,
-        num_accepted=num_accepted,
+        fallback=report.fallback,
         seconds=report.seconds,
+        **dict(zip(counts, sums, strict=True)),
     )
 
 
@@ -169,6 +195,10 @@ def _decode(
             num_tokens=report.num_tokens + decoded.num_tokens,
             num_drafted=report.num_drafted + decoded.num_drafted,
             num_accepted=report.num_accepted + decoded.num_accepted,
+            num_rounds=report.num_rounds + decoded.num_rounds,
+            num_failed=report.num_failed + decoded.num_failed,
+            num_in_flight=decoded.num_in_flight,
+            fallback=decoded.fallback,
             seconds=time.perf_counter() - begin,
         )
         if on_batch is not None:

@@ -77,8 +77,9 @@ def test_the_bar_is_there_while_prompts_are_read(folder, tmp_path, monkeypatch):
     for name in ("start", "load", "show"):
         monkeypatch.setattr(_Progress, name, lambda *_, name=name: seen.append(name))
     monkeypatch.setattr(batch, "batches_of", lambda *given: seen.append("read") or read(*given))
-    assert main(words(folder, tmp_path / "out.jsonl", "-k", "3", "-b", "6")) == 0
-    assert seen == ["start", "read", "load", "show"]
+    assert main(words(folder, tmp_path / "out.jsonl", "-k", "3", "--rows", "6")) == 0
+    assert list(dict.fromkeys(seen)) == ["start", "read", "load", "show"]
+    assert seen[:3] == ["start", "read", "load"]
 
 
 def test_a_second_run_goes_on(folder, tmp_path, capsys):
@@ -116,7 +117,7 @@ def test_drawn_texts_are_repeated_by_their_seed(folder, tmp_path):
         (["--set", "seed=[1, 2]"], "seed must be an int"),
         (["--set", "verifierr=typical"], "--set must be name=value"),
         (["-t", "0.5"], "--temperature must come with --sample"),
-        (["-b", "0"], "Invalid value for '--batch-size'"),
+        (["-b", "0"], "Invalid value for '--rows' / '--batch-size'"),
         (["--engine", "ray", "--workers", "0"], "num_workers must be at least 1"),
         (["--draft", "no/such-model"], "no/such-model"),
         (["-v", "nonsense"], "verifier must be one of block, coupled"),
