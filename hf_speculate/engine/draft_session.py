@@ -256,10 +256,8 @@ class DraftSession:
         num_query = max(behind, 1 if self.drafter is None else self.drafter.min_query_len)
         keep = [length - num_query for length in lens]
         # a finished row may have fewer tokens than the query: its prompt stays, and is followed by tokens fed again
-        keep = [
-            max(num, batch.prompt_len) if is_finished else num
-            for num, is_finished in zip(keep, batch.is_finished, strict=True)
-        ]
+        rows = zip(keep, self._num_seen, batch.is_finished, strict=True)
+        keep = [max(num, min(seen, batch.prompt_len)) if is_finished else num for num, seen, is_finished in rows]
         if self.kv_cache is not None:
             drops = [seen - num for seen, num in zip(self._num_seen, keep, strict=True)]
             self.kv_cache.crop(drops, batch.tokens.row_lens)
