@@ -9,12 +9,14 @@ from transformers.cache_utils import (
     DynamicCache,
     DynamicSlidingWindowLayer,
     EncoderDecoderCache,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
     StaticCache,
     StaticLayer,
     StaticSlidingWindowLayer,
 )
 
-from hf_speculate.cache.layers import holding, window_of
+from hf_speculate.cache.layers import attention_layers, holding, text_cache, window_of
 
 
 def is_static(cache: object) -> bool:
@@ -64,6 +66,9 @@ def static_copy(cache: Cache, config: PreTrainedConfig, max_cache_len: int) -> C
     copies = [StaticCache(config=config, max_cache_len=length) for length in lens]
     copy = copies[0] if len(copies) == 1 else EncoderDecoderCache(*copies)
     write_back(cache, copy)
+    for source, layer in zip(holding(text_cache(cache).layers), holding(text_cache(copy).layers), strict=True):
+        if isinstance(source, LinearAttentionCacheLayerMixin):
+            vars(layer).update((name, getattr(source, name)) for name in vars(LinearAttentionLayer()))
     return copy
 
 
@@ -123,9 +128,10 @@ def _parts(cache: Cache) -> list[Any]:
 
 
 def _filled_layers(cache: Cache, static: Cache) -> Iterator[tuple[Any, Any]]:
-    """Layers of a dynamic cache that hold states, each with the static one of its place."""
+    """Layers of a dynamic cache that hold keys and values, each with the static one of its place."""
     for part, static_part in zip(_parts(cache), _parts(static), strict=True):
-        for layer, static_layer in zip(holding(part.layers), holding(static_part.layers), strict=True):
+        layers = zip(attention_layers(part.layers), attention_layers(static_part.layers), strict=True)
+        for layer, static_layer in layers:
             if layer.is_initialized:
                 yield layer, static_layer
 

@@ -79,6 +79,18 @@ def test_the_cache_that_is_returned_is_that_of_plain(kind, batch_size, max_cache
     assert_same(contents(plain.past_key_values), contents(ours.past_key_values), tolerance)
 
 
+@pytest.mark.parametrize("kind", ["jamba", "falcon_h1"])
+def test_recurrent_states_are_returned_in_a_static_cache(kind):
+    target, draft = pair(kind)
+    options = {"cache_implementation": "static", "max_new_tokens": NUM_NEW, "return_dict_in_generate": True}
+    plain, ours = (target.generate(**ONE_ROW, **options, **own) for own in ({}, speculative(draft)))
+    assert_equal_ids(plain.sequences, ours.sequences)
+    for expected, layer in zip(plain.past_key_values.layers, ours.past_key_values.layers, strict=True):
+        assert type(layer) is type(expected)
+        for name in ("conv_states", "recurrent_states", "has_previous_state", "keys", "values"):
+            torch.testing.assert_close(getattr(layer, name, None), getattr(expected, name, None), atol=1e-5, rtol=0)
+
+
 def turns(first: dict[str, Any], second: dict[str, Any], kind: str, inputs: dict[str, Tensor]) -> tuple[Tensor, Cache]:
     """Two turns of a chat on one static cache: the text, and the cache."""
     target, _ = pair(kind)
