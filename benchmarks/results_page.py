@@ -20,6 +20,8 @@ import suffix
 from _harness import RESULTS, ROOT, markdown, read_results
 from _report import as_table
 
+import heads
+
 PAGE = ROOT / "benchmarks" / "RESULTS.md"
 Row = dict[str, Any]
 
@@ -43,6 +45,7 @@ SECTIONS = (
     Section("Acceptance", "acceptance", acceptance.table),
     Section("Drafts without a model", suffix.NAME, suffix.table),
     Section("A draft model and copies together", drafters.NAME, drafters.table),
+    Section("Draft heads of real shape", heads.NAME, heads.table),
 )
 CONSTANT_K = 5  # of the constant schedule that is held to the targets of the default one
 # What bounds a figure that is not reached, by words that it holds; the first that fits.
@@ -230,6 +233,12 @@ def drafters_targets(rows: list[Row], where: str) -> list[Target]:
     ]
 
 
+def heads_targets(rows: list[Row], where: str) -> list[Target]:
+    return [
+        line(f"drafting with an EAGLE-3 head over its products alone{where}", heads.GOAL, heads.ratios_of(rows), True)
+    ]
+
+
 TARGETS = {
     end_to_end.NAME: end_to_end_targets,
     overhead.NAME: overhead_targets,
@@ -238,6 +247,7 @@ TARGETS = {
     memory.NAME: memory_targets,
     suffix.NAME: suffix_targets,
     drafters.NAME: drafters_targets,
+    heads.NAME: heads_targets,
 }
 TARGET_COLUMNS = {
     "figure": lambda row: row.figure,
