@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from _harness import (
     Cells,
+    Results,
     add_common_arguments,
+    alternate,
     alternate_patiently,
     markdown,
     parse_common,
-    ratios,
-    result_name,
     settle_allocator,
+    speedups,
     spread,
-    write_results,
 )
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, PreTrainedModel, Qwen3_5TextConfig
@@ -123,8 +123,8 @@ def measure_forwards(model: PreTrainedModel, batch_size: int, args: argparse.Nam
         "own forward": lambda: of_its_own(num_query),
         **{name: lambda cache=cache: language_model.forward(query, cache) for name, cache in caches.items()},
     }
-    alternate_patiently(ways, 2, prepare=prepare)
-    seconds, num_held_up = alternate_patiently(ways, args.repeats, f"{batch_size} rows", prepare)
+    alternate(ways, 2, prepare=prepare)
+    seconds, num_held_up = alternate_patiently(ways, args.repeats, f"{batch_size} rows", prepare, args.patience)
     prepare()
     rollbacks = {}
     for name, cache in caches.items():
@@ -133,15 +133,15 @@ def measure_forwards(model: PreTrainedModel, batch_size: int, args: argparse.Nam
             language_model.forward(query, cache)
 
         crop = {name: lambda cache=cache: cache.crop([num_query - num for num in kept])}
-        alternate_patiently(crop, 2, prepare=verify)
-        rollbacks |= alternate_patiently(crop, args.repeats, f"{batch_size} rows, rollback", verify)[0]
+        alternate(crop, 2, prepare=verify)
+        rollbacks |= alternate_patiently(crop, args.repeats, f"{batch_size} rows, rollback", verify, args.patience)[0]
         cache.release()
     return {
         "batch_size": batch_size,
         "num_held_up": num_held_up,
         "state_bytes": caches["replay"].states.num_bytes,
         "seconds": {name: spread(taken) for name, taken in seconds.items()},
-        "forward_over_own": {name: ratios(seconds[name], seconds["own forward"]) for name in MODES},
+        "forward_over_own": {name: speedups(seconds[name], seconds["own forward"]) for name in MODES},
         "rollback_s": {name: spread(taken) for name, taken in rollbacks.items()},
         "rollback_over_own": {name: median(rollbacks[name]) / median(seconds["own forward"]) for name in MODES},
     }
@@ -166,13 +166,13 @@ def measure_calls(model: PreTrainedModel, batch_size: int, args: argparse.Namesp
     # In float32 forwards of one and of several tokens round differently, and random weights decide by little.
     is_equal = torch.equal(plain, ours())
     ways = {"plain": lambda: model.generate(prompt, **options), "ours": ours}
-    seconds, num_held_up = alternate_patiently(ways, args.repeats, f"{batch_size} rows, calls")
+    seconds, num_held_up = alternate_patiently(ways, args.repeats, f"{batch_size} rows, calls", patience=args.patience)
     return {
         "calls_held_up": num_held_up,
         "is_equal": is_equal,
         "mean_acceptance_length": stats.mean_acceptance_length,
         "call_s": {name: spread(taken) for name, taken in seconds.items()},
-        "call_over_plain": ratios(seconds["plain"], seconds["ours"]),
+        "call_over_plain": speedups(seconds["plain"], seconds["ours"]),
     }
 
 
@@ -205,15 +205,18 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--num-assistant-tokens", type=int, default=4)
     parser.add_argument("--num-right", type=int, default=3, help="drafted tokens that each round keeps")
+    parser.add_argument("--patience", type=int, default=10, help="repetitions of a run that other processes held up")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     args = parse_common(parser)
     settle_allocator()
     model = load(args)
     walk = Cells([(size,) for size in args.batch_sizes], args.limit_s, "cells")
-    rows = [measure_forwards(model, size, args) | measure_calls(model, size, args) for (size,) in walk]
+    results = Results(NAME, args)
+    for (size,) in walk:
+        results.add([measure_forwards(model, size, args) | measure_calls(model, size, args)])
     args.left_out = walk.left_out
-    path = write_results(result_name(NAME, args.device), args, rows, args.results)
-    print(table({"rows": rows}))
+    path = results.write()
+    print(table({"rows": results.rows}))
     print(f"written to {path}")
 
 
