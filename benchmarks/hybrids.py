@@ -81,7 +81,8 @@ class Oracle:
 
 def load(args: argparse.Namespace) -> PreTrainedModel:
     """The model, on the device."""
-    config = Qwen3_5TextConfig(num_hidden_layers=args.layers, max_position_embeddings=8192, **SIZES)
+    sizes = SIZES | {"hidden_size": args.hidden_size, "intermediate_size": args.intermediate_size}
+    config = Qwen3_5TextConfig(num_hidden_layers=args.layers, max_position_embeddings=8192, **sizes)
     torch.set_default_dtype(getattr(torch, args.dtype))
     with torch.device(args.device):
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, args.dtype))
@@ -201,6 +202,8 @@ def main() -> None:
     add_common_arguments(parser, repeats=11, limit_s=600.0)
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 4])
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--hidden-size", type=int, default=SIZES["hidden_size"], help="1024 in the 0.8 B model")
+    parser.add_argument("--intermediate-size", type=int, default=SIZES["intermediate_size"], help="3584 there")
     parser.add_argument("--prompt-len", type=int, default=128)
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--num-assistant-tokens", type=int, default=4)
