@@ -83,7 +83,7 @@ their cache and modules follow the same protocols; `check_pair` says it from con
 
 Models with recurrent layers are not supported if they are compiled, offloaded, spread over devices or split by tensor
 parallelism. Neither are layers that choose by an index what they attend to (`indexed_attention`, in Qwen4-Exp and
-GLM-5-Next).
+GLM-5-Next). Inkling 2 is compared with plain decoding in float32, because its router stays in float32.
 """
 MADE_BY = """\
 Written by `{command}` with transformers {version}.
