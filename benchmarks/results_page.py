@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import acceptance
 import drafters
 import end_to_end
+import heads
 import memory
 import never_slower
 import overhead
@@ -19,8 +20,6 @@ import scaling
 import suffix
 from _harness import RESULTS, ROOT, markdown, read_results
 from _report import as_table
-
-import heads
 
 PAGE = ROOT / "benchmarks" / "RESULTS.md"
 Row = dict[str, Any]
