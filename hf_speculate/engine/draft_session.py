@@ -166,10 +166,9 @@ class DraftSession:
             other: the session of the new rows.
             batch: the rows of this session, all of them live.
         """
-        if self.drafter is None or other.drafter is None:
-            return
         self._catch_up(batch)
-        self.drafter.join(other.drafter)
+        if self.drafter is not None and other.drafter is not None:
+            self.drafter.join(other.drafter)
         if self.kv_cache is not None:
             self.kv_cache.join(other.kv_cache)
         self._num_seen = self._num_seen + other._num_seen
@@ -256,8 +255,8 @@ class DraftSession:
         num_query = max(behind, 1 if self.drafter is None else self.drafter.min_query_len)
         keep = [length - num_query for length in lens]
         # a finished row may have fewer tokens than the query: its prompt stays, and is followed by tokens fed again
-        rows = zip(keep, self._num_seen, batch.is_finished, strict=True)
-        keep = [max(num, min(seen, batch.prompt_len)) if is_finished else num for num, seen, is_finished in rows]
+        rows = zip(keep, self._num_seen, batch.prompt_lens, batch.is_finished, strict=True)
+        keep = [max(num, min(seen, prompt)) if is_finished else num for num, seen, prompt, is_finished in rows]
         if self.kv_cache is not None:
             drops = [seen - num for seen, num in zip(self._num_seen, keep, strict=True)]
             self.kv_cache.crop(drops, batch.tokens.row_lens)

@@ -83,6 +83,7 @@ def test_greedy_rows_are_as_alone(kind, source):
     for prompt in prompts:
         assert results[prompt.key].token_ids == alone(target, prompt, **options), prompt.key
     assert decoder.num_live == 0
+    assert decoder.stats.num_rounds > 1.5 * decoder.stats.num_batch_rounds, "rows are decoded one by one"
 
 
 @pytest.mark.parametrize(("source", "verifier"), [("model", "rejection"), ("lookup", "block"), ("model", "coupled")])
