@@ -1,4 +1,4 @@
-"""The compiled drafter: drafts all tokens of a round as one compiled unit."""
+"""The compiled drafter: every drafted token is one run of the same compiled step."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -17,146 +17,134 @@ from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.triton_kernels import sample
 from hf_speculate.types import DraftOut, NoiseKeys, SampleStrategy, Stream
 
-# Steps are unrolled, so longer drafts would take long to compile; they run step by step.
-MAX_UNROLLED_STEPS = 16
-# A unit is fed the two newest tokens whether or not the drafter has seen them, so it has one shape for all rounds.
-UNIT_QUERY_LEN = 2
+# A step reads the two newest tokens, so that the first one needs no shape of its own: the drafter may not have seen the
+# last but one. For the others its states are written again.
+STEP_QUERY_LEN = 2
 
 
-class Unrolled(NamedTuple):
-    """The result of a unit."""
+class Carry(NamedTuple):
+    """What a step changes for the next one."""
 
-    token_ids: Tensor  # [B, K] int64
-    token_logits: Tensor | None  # [B, K, V] if the verifier reads them
-    logsumexp: Tensor | None  # [B, K] float32
+    query: Tensor  # [B, 2] int64, the newest tokens
+    ends: Tensor  # [B] int64, the column of the first of them
+    keys: NoiseKeys | None  # of the next token's noise; None to take the argmax
+
+
+class Chosen(NamedTuple):
+    """The result of a step."""
+
+    token_ids: Tensor  # [B] int64
+    token_logits: Tensor | None  # [B, V] if the verifier reads them
+    logsumexp: Tensor | None  # [B] float32
 
 
 class Choosing(NamedTuple):
-    """How a unit chooses tokens, the same in all steps."""
+    """How steps choose tokens."""
 
-    num_steps: int
     stream: Stream
     keeps_logits: bool
+    backend: str
 
 
-def draft_steps(
-    model: PreTrainedModel,
-    query: Tensor,
-    rows: Rows,
-    states: States,
-    kinds: LayerKinds,
-    choosing: Choosing,
-    keys: NoiseKeys | None,
-) -> Unrolled:
-    """Decode tokens one after another, from the newest tokens [B, 2] int64; the last one is not fed.
+def draft_step(
+    model: PreTrainedModel, carry: Carry, rows: Rows, states: States, kinds: LayerKinds, choosing: Choosing
+) -> tuple[Chosen, Carry]:
+    """Choose one token per row.
 
     Args:
         model: the draft model.
-        query: fed first.
-        rows: lengths and padding of the rows before it.
+        carry: of the step before.
+        rows: what stays the same about the rows.
         states: the cache's buffers, written to.
         kinds: what the layers attend to.
         choosing: how tokens are chosen.
-        keys: of the round's noise; None to take the argmax.
     """
-    ids, kept_logits, sums = [], [], []
-    for step in range(choosing.num_steps):
-        logits = forward_rows(model, query, rows, states, kinds)[:, -1]  # [B, V]
-        rows = rows._replace(ends=rows.ends + query.shape[1])
-        if keys is None:
-            token_ids = logits.argmax(dim=-1)
-        else:
-            step_keys = keys._replace(positions=keys.positions + step)
-            token_ids, logsumexp = sample(logits, keys=step_keys, stream=choosing.stream, backend="torch")
-            kept_logits.append(logits)
-            sums.append(logsumexp)
-        ids.append(token_ids)
-        query = token_ids[:, None]
-    if keys is None or not choosing.keeps_logits:
-        return Unrolled(torch.stack(ids, dim=1), None, None)
-    return Unrolled(torch.stack(ids, dim=1), torch.stack(kept_logits, dim=1), torch.stack(sums, dim=1))
+    query, ends, keys = carry
+    logits = forward_rows(model, query, ends, rows, states, kinds)[:, -1]  # [B, V]
+    if keys is None:
+        chosen = Chosen(logits.argmax(dim=-1), None, None)
+    else:
+        token_ids, logsumexp = sample(logits, keys=keys, stream=choosing.stream, backend=choosing.backend)
+        chosen = Chosen(token_ids, logits, logsumexp) if choosing.keeps_logits else Chosen(token_ids, None, None)
+        keys = keys._replace(positions=keys.positions + 1)
+    following = torch.cat([query[:, 1:], chosen.token_ids[:, None]], dim=1)  # [B, 2]
+    return chosen, Carry(following, ends + 1, keys)
 
 
 class CompiledDrafter(ModelDrafter):
-    """A `ModelDrafter` that runs its steps as one compiled unit.
+    """A `ModelDrafter` whose steps run compiled, forward and choice together.
 
     With logits processors or a confidence threshold, only the forward of each step runs compiled.
 
     Args:
         language_model: the draft model.
-        num_steps: the draft lengths K that are compiled, ascending. K is rounded up to one of them; `lens` and the
-            cache count the tokens that were requested.
         processors: see `ModelDrafter`.
         settings: see `DraftSettings`.
         chunk_size: see `Inferencer`.
     """
 
-    min_query_len = UNIT_QUERY_LEN
+    min_query_len = STEP_QUERY_LEN
 
     def __init__(
         self,
         language_model: CompiledLanguageModel,
-        num_steps: Sequence[int],
         processors: BlockLogitsProcessorList | None = None,
         settings: DraftSettings | None = None,
         chunk_size: int | None = None,
     ):
         super().__init__(Inferencer(language_model, chunk_size=chunk_size), processors, settings)
         self.language_model = language_model
-        self.num_steps = tuple(num_steps)
 
     def draft(self, request: DraftRequest) -> DraftOut:
         """See `Drafter.draft`; `kv_cache` is required."""
         kv_cache, num_draft_tokens = request.kv_cache, request.num_draft_tokens
         target_device = request.query_token_ids.device
-        num_steps = next((num for num in self.num_steps if num >= num_draft_tokens), MAX_UNROLLED_STEPS + 1)
         chooses_plainly = not len(self.processors) and not self.settings.confidence_threshold
         query = request.query_token_ids.to(self.language_model.device)
-        if kv_cache is not None and chooses_plainly and num_steps <= MAX_UNROLLED_STEPS:
+        if kv_cache is not None and chooses_plainly:
             request.check()
             query = self._catch_up(query, kv_cache)
             keys = request.keys if request.sample_strategy is SampleStrategy.RANDOM else None
-            unrolled = self._unrolled(query, kv_cache, num_steps, keys)
-            if unrolled is not None:
+            steps = self._steps(query, kv_cache, num_draft_tokens, keys)
+            if steps is not None:
                 kv_cache.advance(query.shape[1] + num_draft_tokens - 1)
-                return self._proposal(unrolled, num_draft_tokens, target_device)
+                return self._proposal(steps, target_device)
         return super().draft(request._replace(query_token_ids=query.to(target_device)))
 
     def _catch_up(self, query: Tensor, kv_cache: KVCache) -> Tensor:
-        """Feed a query that is longer than a unit's, such as the prompt; returns what is left to feed, [B, Q]."""
-        if query.shape[1] < UNIT_QUERY_LEN or (query.shape[1] == UNIT_QUERY_LEN and kv_cache.num_columns):
+        """Feed a query that is longer than a step's, such as the prompt; returns what is left to feed, [B, Q]."""
+        if query.shape[1] < STEP_QUERY_LEN or (query.shape[1] == STEP_QUERY_LEN and kv_cache.num_columns):
             return query
         self.inferencer.feed(query[:, :-1], kv_cache)
         kv_cache.crop(1)  # it is fed again: a prompt may be a single token
-        return query[:, -UNIT_QUERY_LEN:]
+        return query[:, -STEP_QUERY_LEN:]
 
-    def _unrolled(self, query: Tensor, kv_cache: KVCache, num_steps: int, keys: NoiseKeys | None) -> Unrolled | None:
+    def _steps(self, query: Tensor, kv_cache: KVCache, num_steps: int, keys: NoiseKeys | None) -> list[Chosen] | None:
         buffers = self.language_model.buffers(kv_cache)
-        if buffers is None or query.shape[1] != UNIT_QUERY_LEN:
+        if buffers is None or query.shape[1] != STEP_QUERY_LEN:
             return None
-        choosing = Choosing(num_steps, self.settings.stream, self.settings.keeps_logits)
+        compilation = self.language_model.compilation
         if keys is not None:
-            keys = NoiseKeys(*(part.to(query.device) for part in keys))
-        query = query.clone(
-            memory_format=torch.contiguous_format
-        )  # a slice has other strides, which would be compiled again
-        name = f"draft of {num_steps}, {'greedy' if keys is None else choosing}"
-        arguments = buffers.arguments(UNIT_QUERY_LEN + num_steps - 1)
-        result: Unrolled | None = self.language_model.compilation.run(
-            name, draft_steps, query, *arguments, choosing, keys
-        )
-        return result
+            keys = NoiseKeys(*(buffers.vary(part.to(query.device), 0) for part in keys))
+        choosing = Choosing(self.settings.stream, self.settings.keeps_logits, compilation.sampling_backend)
+        name = f"draft step, {'greedy' if keys is None else choosing}"
+        ends, *constant = buffers.arguments(STEP_QUERY_LEN + num_steps - 1)
+        query = query.clone(memory_format=torch.contiguous_format)  # other strides would be compiled again
+        carry = Carry(buffers.vary(query, 0), ends, keys)
+        steps: list[Chosen] | None = compilation.repeat(name, draft_step, num_steps, carry, *constant, choosing)
+        return steps
 
-    def _proposal(self, unrolled: Unrolled, num_draft_tokens: int, device: torch.device) -> DraftOut:
-        """The first `num_draft_tokens` tokens of a unit; `lens` ends rows at EOS."""
-        token_ids = unrolled.token_ids[:, :num_draft_tokens]
+    def _proposal(self, steps: Sequence[Chosen], device: torch.device) -> DraftOut:
+        """The tokens of all steps; `lens` ends rows at EOS."""
+        token_ids = torch.stack([step.token_ids for step in steps], dim=1)  # [B, K]
         if self.settings.eos_token_ids is None:
-            lens = torch.full((token_ids.shape[0],), num_draft_tokens, dtype=torch.int32, device=token_ids.device)
+            lens = torch.full((token_ids.shape[0],), len(steps), dtype=torch.int32, device=token_ids.device)
         else:
-            counts = torch.arange(1, num_draft_tokens + 1, dtype=torch.int32, device=token_ids.device)
+            counts = torch.arange(1, len(steps) + 1, dtype=torch.int32, device=token_ids.device)
             lens = num_until(token_ids, self.settings.eos_token_ids, counts)
+        kept = [(step.token_logits, step.logsumexp) for step in steps]
         logits, sums = (
-            None if part is None else part[:, :num_draft_tokens].to(device)
-            for part in (unrolled.token_logits, unrolled.logsumexp)
+            torch.stack(part, dim=1).to(device) if isinstance(part[0], Tensor) else None
+            for part in zip(*kept, strict=True)
         )
         return DraftOut(token_ids.to(device), lens.to(device), logits, sums)

@@ -1,6 +1,6 @@
 """Compile plan: which of a call's forwards run compiled, and why the others do not."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from transformers import CompileConfig, GenerationConfig, PreTrainedModel
 from hf_speculate.cache.ragged_layer import even_capacity
 from hf_speculate.compat import compile_config_of
 from hf_speculate.config import SpeculationConfig
-from hf_speculate.draft.compiled import MAX_UNROLLED_STEPS
+from hf_speculate.draft.compiled import STEP_QUERY_LEN
 from hf_speculate.engine.distributed import tensor_parallel_size
 from hf_speculate.engine.model_state import model_state
 from hf_speculate.models.compilation import LOGGER, Compilation, CompileSettings
@@ -82,7 +82,7 @@ class CompilePlan:
     Args:
         is_static: whether buffers never grow.
         target, draft: settings of `torch.compile`; None to run eagerly.
-        lens: the draft lengths K that are compiled, ascending; others are rounded up.
+        lens: draft lengths K, ascending, the largest last; where a length is fixed, others are rounded up to these.
         min_columns: columns that buffers have at least.
         reasons: why what was to be compiled runs eagerly.
     """
@@ -154,7 +154,7 @@ def make_compile_plan(
 
 
 def draft_lens(config: SpeculationConfig) -> tuple[int, ...]:
-    """The draft lengths K that are compiled, ascending; others are rounded up.
+    """The draft lengths K to which others are rounded up where a length is fixed, ascending.
 
     A constant K is the only one; the last round is rounded up to it as well. If K varies, as it always does with suffix
     matches, powers of two and the largest K leave at most half of a draft unused.
@@ -187,10 +187,8 @@ def target_language_model(
     """
     if plan.target is None:
         return LanguageModel(model, max_position, keeps_states, extra_inputs, capture=capture)
-    # If K varies, plain steps are rounds of their own; after a constant K the last one is rounded up.
-    plain = (0,) if len(plan.lens) != 1 else ()
-    query_lens = tuple(num + 1 for num in (*plain, *plan.lens))
     compilation = _compilation("target", model, plan.target, on_failure)
+    query_lens = _query_lens(plan.lens, plan.target.dynamic is not False and model.device.type != "cuda")
     return CompiledLanguageModel(model, max_position, compilation, query_lens, extra_inputs, capture)
 
 
@@ -200,7 +198,6 @@ def draft_language_model(
     max_position: int | None,
     extra_inputs: ExtraInputs,
     keeps_states: bool,
-    is_unrolled: bool,
     on_failure: Callable[[str, str], None],
 ) -> LanguageModel:
     """The draft model as a `LanguageModel`, compiled if the plan says so.
@@ -211,14 +208,28 @@ def draft_language_model(
         max_position: upper bound of position ids.
         extra_inputs: see `LanguageModel`.
         keeps_states: see `LanguageModel`.
-        is_unrolled: whether its steps may be compiled as one unit instead of one by one.
         on_failure: called with "draft" and the reason, if it cannot be compiled.
     """
     if plan.draft is None:
         return LanguageModel(model, max_position, keeps_states, extra_inputs, is_draft=True)
-    all_unrolled = is_unrolled and max(plan.lens) <= MAX_UNROLLED_STEPS
     compilation = _compilation("draft", model, plan.draft, on_failure)
-    return CompiledLanguageModel(model, max_position, compilation, () if all_unrolled else (1, 2))
+    return CompiledLanguageModel(model, max_position, compilation, (STEP_QUERY_LEN,))
+
+
+def _query_lens(lens: Sequence[int], varies: bool) -> tuple[int, ...]:
+    """The lengths Q of the target's queries; others are rounded up.
+
+    Args:
+        lens: the draft lengths K.
+        varies: whether one compilation serves every Q from 2 on. Plain steps are rounded up to 2, for a single token
+            would be compiled anew. CUDA graphs are recorded for each Q, so few are better there.
+    """
+    if not lens:
+        return (1,)
+    if varies:
+        return tuple(range(2, max(lens) + 2))
+    # If K varies, plain steps are rounds of their own; after a constant K the last one is rounded up.
+    return (*(() if len(lens) == 1 else (2,)), *(num + 1 for num in lens))
 
 
 def _settings(config: CompileConfig) -> CompileSettings:

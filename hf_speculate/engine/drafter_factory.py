@@ -137,12 +137,9 @@ def _model_drafter(
     if call.vocabulary is not None:
         translated = TranslatedLanguageModel(draft, call.vocabulary, max_position, call.draft_inputs, is_synced)
         return ModelDrafter(Inferencer(translated, None, chunk_size, not is_synced), of_rows, settings)
-    is_unrolled = not len(processors) and not settings.confidence_threshold
-    language_model = draft_language_model(
-        draft, plan.compile, max_position, call.draft_inputs, is_synced, is_unrolled, on_failure
-    )
+    language_model = draft_language_model(draft, plan.compile, max_position, call.draft_inputs, is_synced, on_failure)
     if isinstance(language_model, CompiledLanguageModel):
-        return CompiledDrafter(language_model, plan.compile.lens, processors, settings, chunk_size)
+        return CompiledDrafter(language_model, processors, settings, chunk_size)
     return ModelDrafter(Inferencer(language_model, None, chunk_size, not is_synced), of_rows, settings)
 
 

@@ -89,6 +89,7 @@ class Compilation:
     units: CompiledUnits
     on_failure: Callable[[str], None]
     is_working: bool = field(default=True, init=False)
+    sampling_backend = "torch"  # of what is compiled
 
     def __post_init__(self) -> None:
         failure = self.units.failure(self.settings.key)
@@ -100,7 +101,7 @@ class Compilation:
 
         Args:
             name: of the function; functions of the same name are compiled once for a model.
-            function: returns a tensor, or a NamedTuple of tensors or None.
+            function: returns a tensor, or nested tuples of tensors or None.
             *args: its arguments without the model. What it writes to is undefined after a failure.
         """
         if not self.is_working:
@@ -122,6 +123,27 @@ class Compilation:
             self._give_up(reason)
             return None
 
+    def repeat(
+        self, name: Hashable, step: Callable[..., Any], num_steps: int, carry: Any, *args: Any
+    ) -> list[Any] | None:
+        """The results of steps that feed one another; None if one cannot be compiled.
+
+        Args:
+            name: see `run`.
+            step: a function of the model, `carry` and `args`; returns its result and the next step's `carry`.
+            num_steps: how many.
+            carry: of the first step.
+            *args: the same for all steps.
+        """
+        results = []
+        for _ in range(num_steps):
+            done = self.run(name, step, carry, *args)
+            if done is None:
+                return None
+            result, carry = done
+            results.append(result)
+        return results
+
     def _give_up(self, reason: str) -> None:
         self.is_working = False
         self.on_failure(reason)
@@ -129,9 +151,10 @@ class Compilation:
 
 def _copies(result: Any) -> Any:
     """Copies of a CUDA graph's output, which its next replay would overwrite."""
-    if isinstance(result, Tensor):
-        return result.clone()
-    return None if result is None else type(result)(*map(_copies, result))
+    if result is None or isinstance(result, Tensor):
+        return None if result is None else result.clone()
+    copies = map(_copies, result)
+    return tuple(copies) if type(result) is tuple else type(result)(*copies)
 
 
 def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -25,9 +25,8 @@ UNREAD_COLUMNS = 8
 
 
 class Rows(NamedTuple):
-    """Where rows stand; inputs of a compiled forward, so that no number in it changes."""
+    """What stays the same about rows; inputs of a compiled forward, so that no number in it changes."""
 
-    ends: Tensor  # [B] int64, the column of each row's next token
     pads: Tensor  # [B] int64, columns of padding before its first token
     seen: Tensor  # [W] int64, the columns 0..W-1 that attention reads
     last_position: Tensor  # [1] int64, upper bound of position ids
@@ -86,9 +85,11 @@ class PlacedLayer(CacheLayerMixin):
         return self.width
 
 
-def forward_rows(model: PreTrainedModel, query: Tensor, rows: Rows, states: States, kinds: LayerKinds) -> Tensor:
-    """Logits [B, Q, V] of query tokens [B, Q] int64, whose states are written where their rows end."""
-    logits: Tensor = _outputs(model, query, rows, states, kinds).logits
+def forward_rows(
+    model: PreTrainedModel, query: Tensor, ends: Tensor, rows: Rows, states: States, kinds: LayerKinds
+) -> Tensor:
+    """Logits [B, Q, V] of query tokens [B, Q] int64, whose states are written from the columns `ends` [B] int64 on."""
+    logits: Tensor = _outputs(model, query, ends, rows, states, kinds).logits
     return logits
 
 
@@ -100,18 +101,24 @@ class ScoredRows(NamedTuple):
 
 
 def forward_rows_with_states(
-    model: PreTrainedModel, query: Tensor, rows: Rows, states: States, kinds: LayerKinds, layers: tuple[int, ...]
+    model: PreTrainedModel,
+    query: Tensor,
+    ends: Tensor,
+    rows: Rows,
+    states: States,
+    kinds: LayerKinds,
+    layers: tuple[int, ...],
 ) -> ScoredRows:
     """As `forward_rows`, with the inputs of decoder layers; -1 is the state after the final norm."""
-    output = _outputs(model, query, rows, states, kinds, output_hidden_states=True)
+    output = _outputs(model, query, ends, rows, states, kinds, output_hidden_states=True)
     return ScoredRows(output.logits, torch.cat([output.hidden_states[layer] for layer in layers], dim=-1))
 
 
 def _outputs(
-    model: PreTrainedModel, query: Tensor, rows: Rows, states: States, kinds: LayerKinds, **options: Any
+    model: PreTrainedModel, query: Tensor, ends: Tensor, rows: Rows, states: States, kinds: LayerKinds, **options: Any
 ) -> Any:
     offsets = torch.arange(query.shape[1], device=query.device)
-    places = rows.ends[:, None] + offsets  # [B, Q]
+    places = ends[:, None] + offsets  # [B, Q]
     positions = torch.minimum((places - rows.pads[:, None]).clamp_min(0), rows.last_position)
     mask = kinds.masks(lambda window: additive_mask(places, rows.seen, rows.pads, window, kinds.mask_dtype))
     width = rows.seen.shape[0]
@@ -150,39 +157,44 @@ class FixedBuffers:
     Args:
         kv_cache: with fixed buffers that hold states already.
         max_position: upper bound of position ids; None: none.
-        varies: whether the width that attention reads is compiled as a number that varies, so that one compilation
-            serves all widths.
+        varies: whether rows, columns and the width that attention reads are compiled as numbers that vary, so that one
+            compilation serves them all; a single row is a case of its own.
     """
 
     def __init__(self, kv_cache: PreallocatedKVCache, max_position: int | None, varies: bool):
         self.kv_cache = kv_cache
+        self._varies = varies
         layers: list[Any] = kv_cache.cache.layers
         self.states = States(tuple(layer.keys for layer in layers), tuple(layer.values for layer in layers))
         device = kv_cache.device
-        self._pads = torch.tensor(kv_cache.pads, device=device)
+        self._pads = self.vary(torch.tensor(kv_cache.pads, device=device), 0)
         self._last_position = torch.tensor([2**62 if max_position is None else max_position], device=device)
         self._seen: dict[int, Tensor] = {}
-        self._varies = varies
         for buffer in (*self.states.keys, *self.states.values):
             if buffer.device.type == "cuda":
                 mark_static_address(buffer)
+            self.vary(buffer, 0, 2)
 
-    def arguments(self, num_query: int) -> tuple[Rows, States, LayerKinds]:
-        """What a forward that writes `num_query` columns takes after the query."""
+    def arguments(self, num_query: int) -> tuple[Tensor, Rows, States, LayerKinds]:
+        """What forwards that write `num_query` columns take after the query: the rows' ends [B] first."""
         columns = self.kv_cache.columns
         capacity = self.states.keys[0].shape[2]
         is_one_for_all = self._varies and self.kv_cache.device.type != "cuda"
         width = width_for(columns.num_held + num_query, capacity, num_steps=4 if is_one_for_all else 2)
         if width not in self._seen:
-            self._seen[width] = torch.arange(width, device=self.kv_cache.device)
-            if self._varies:
-                maybe_mark_dynamic(self._seen[width], 0)
-        rows = Rows(columns.row_lens.on_device(), self._pads, self._seen[width], self._last_position)
-        return rows, self.states, self.kv_cache.kinds
+            self._seen[width] = self.vary(torch.arange(width, device=self.kv_cache.device), 0)
+        rows = Rows(self._pads, self._seen[width], self._last_position)
+        return self.vary(columns.row_lens.on_device(), 0), rows, self.states, self.kv_cache.kinds
+
+    def vary(self, tensor: Tensor, *dims: int) -> Tensor:
+        """The tensor, whose sizes in some dimensions are compiled as numbers that vary."""
+        if self._varies:
+            maybe_mark_dynamic(tensor, dims)
+        return tensor
 
 
 class CompiledLanguageModel(LanguageModel):
-    """A `LanguageModel` whose short queries run compiled, padded to one of a few lengths; prompts run eagerly.
+    """A `LanguageModel` whose short queries run compiled, padded to one of the lengths that are; prompts run eagerly.
 
     Args:
         model: a decoder-only model with a language modelling head.
@@ -235,7 +247,7 @@ class CompiledLanguageModel(LanguageModel):
         if buffers is not None and padded_len is not None and num_query and not forward_options:
             padded = query_token_ids.new_zeros(query_token_ids.shape[0], padded_len)  # [B, Q]
             padded[:, :num_query] = query_token_ids
-            scored = self._run_compiled(padded, *buffers.arguments(padded_len))
+            scored = self._run_compiled(buffers.vary(padded, 0, 1), *buffers.arguments(padded_len))
         if scored is None:
             return super().run(query_token_ids, kv_cache, logits_to_keep=logits_to_keep, **forward_options)
         kv_cache.advance(num_query)
@@ -244,7 +256,7 @@ class CompiledLanguageModel(LanguageModel):
         return Scored(scored.logits[:, first:num_query], captured=captured)
 
     def _run_compiled(self, query: Tensor, *arguments: Any) -> ScoredRows | Scored | None:
-        name, run = f"forward of {query.shape[1]}", self.compilation.run
+        name, run = "forward", self.compilation.run
         if self.capture is None:
             logits = run(name, forward_rows, query, *arguments)
             return None if logits is None else Scored(logits)

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from hf_speculate.draft.base import DraftCompilation, DrafterSetup
-from hf_speculate.draft.compiled import MAX_UNROLLED_STEPS, Choosing, Unrolled
 from hf_speculate.draft.heads.chain_network import ChainNetwork, Pairs
 from hf_speculate.draft.heads.row_cache import FixedColumns, Placed, RowCache
 from hf_speculate.draft.heads.target_parts import TargetParts
+from hf_speculate.draft.heads.unrolled import MAX_UNROLLED_STEPS, Choosing, Unrolled
 from hf_speculate.models.compilation import Compilation
 from hf_speculate.models.compiled import UNREAD_COLUMNS, width_for
 from hf_speculate.triton_kernels import sample

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hf_speculate.cache.token_buffer import TokenBuffer
 from hf_speculate.draft.base import DrafterSetup
-from hf_speculate.draft.compiled import Unrolled
+from hf_speculate.draft.heads.unrolled import Unrolled
 from hf_speculate.draft.heads.vocabulary import DraftVocabulary
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.triton_kernels import Draws
