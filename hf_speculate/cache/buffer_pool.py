@@ -4,13 +4,15 @@ import threading
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-# Of one model's idle buffers: 8192 tokens of a Llama with 8 billion parameters in half precision.
-MAX_POOLED_BYTES = 1 << 30
+# Of one model's idle buffers: a quarter of its weights, which is 32,768 tokens of a Llama with 8 billion parameters in
+# half precision, and at least as much as for 8,192 of them.
+MIN_POOLED_BYTES = 1 << 30
+POOLED_SHARE = 4
 
 
 class LayerBuffers(NamedTuple):
@@ -25,6 +27,13 @@ class LayerBuffers(NamedTuple):
         return sum(part.untyped_storage().nbytes() for part in self)
 
 
+class PooledBuffers(NamedTuple):
+    """The buffers of all layers, with what goes with them."""
+
+    layers: list[LayerBuffers]
+    graphs: dict[Hashable, Any]  # captured over these buffers, so that they are of no use without them
+
+
 class BufferStore:
     """The buffers of one model that no call uses; the ones that were used last are kept.
 
@@ -34,22 +43,22 @@ class BufferStore:
         max_bytes: of all buffers that are kept.
     """
 
-    def __init__(self, max_bytes: int = MAX_POOLED_BYTES) -> None:
+    def __init__(self, max_bytes: int = MIN_POOLED_BYTES) -> None:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._idle: OrderedDict[Hashable, list[LayerBuffers]] = OrderedDict()
+        self._idle: OrderedDict[Hashable, PooledBuffers] = OrderedDict()
 
-    def take(self, key: Hashable) -> list[LayerBuffers] | None:
+    def take(self, key: Hashable) -> PooledBuffers | None:
         """The buffers of all layers under a key; None if there are none."""
         with self._lock:
             return self._idle.pop(key, None)
 
-    def give_back(self, key: Hashable, layers: list[LayerBuffers]) -> None:
+    def give_back(self, key: Hashable, buffers: PooledBuffers) -> None:
         """Keep buffers for a later call; the ones unused for longest are dropped past `max_bytes`."""
         with self._lock:
-            self._idle.setdefault(key, layers)
+            self._idle.setdefault(key, buffers)
             self._idle.move_to_end(key)
-            while sum(layer.num_bytes for kept in self._idle.values() for layer in kept) > self._max_bytes:
+            while sum(layer.num_bytes for kept in self._idle.values() for layer in kept.layers) > self._max_bytes:
                 self._idle.popitem(last=False)
 
     def clear(self) -> None:
@@ -60,7 +69,12 @@ class BufferStore:
     def addresses(self) -> list[int]:
         """The addresses of all buffers."""
         with self._lock:
-            return [part.data_ptr() for kept in self._idle.values() for layer in kept for part in layer]
+            return [part.data_ptr() for kept in self._idle.values() for layer in kept.layers for part in layer]
+
+
+def max_pooled_bytes(num_weight_bytes: int) -> int:
+    """Bytes of idle buffers that are kept for a model of so many bytes."""
+    return max(num_weight_bytes // POOLED_SHARE, MIN_POOLED_BYTES)
 
 
 @dataclass(frozen=True)
@@ -81,20 +95,20 @@ class BufferPool:
     dtype: torch.dtype
     device: torch.device
 
-    def take(self, num_layers: int) -> list[LayerBuffers] | None:
+    def take(self, num_layers: int) -> PooledBuffers | None:
         """Buffers of all layers, filled with zeros; None if there are none, and the caller makes its own."""
         found = self.store.take(self._key)
-        if found is None or len(found) != num_layers:
+        if found is None or len(found.layers) != num_layers:
             return None
-        for buffer in (part for layer in found for part in layer):
+        for buffer in (part for layer in found.layers for part in layer):
             buffer.zero_()  # masked columns must not be NaN
         return found
 
-    def give_back(self, layers: list[LayerBuffers]) -> None:
+    def give_back(self, buffers: PooledBuffers) -> None:
         """Keep buffers for a later call, unless rows have left the batch."""
-        shapes = {(part.shape[0], part.shape[2]) for layer in layers for part in layer}
+        shapes = {(part.shape[0], part.shape[2]) for layer in buffers.layers for part in layer}
         if shapes == {(self.batch_size, self.capacity)}:
-            self.store.give_back(self._key, layers)
+            self.store.give_back(self._key, buffers)
 
     @property
     def _key(self) -> Hashable:

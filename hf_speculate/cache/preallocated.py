@@ -1,14 +1,14 @@
 """A batch's key-value states in preallocated buffers: rows end where they end, and rolling back copies nothing."""
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
 from hf_speculate.cache.base import bounded, checked_drops, leading
-from hf_speculate.cache.buffer_pool import BufferPool, LayerBuffers
+from hf_speculate.cache.buffer_pool import BufferPool, LayerBuffers, PooledBuffers
 from hf_speculate.cache.columns import Columns
 from hf_speculate.cache.layers import holding
 from hf_speculate.cache.masking import Masking
@@ -83,9 +83,12 @@ class PreallocatedKVCache:
         self._masking = Masking(self.columns, self.pads, kinds.mask_dtype)
         self._kept_cache = kept_cache
         self._pool = pool
+        self.graphs: dict[Hashable, Any] = {}  # captured over the buffers
         taken = None if pool is None else pool.take(len(kinds.windows))
-        for layer, buffers in zip(self._layers, taken or (), strict=False):
-            layer.take(buffers)
+        if taken is not None:
+            self.graphs = taken.graphs
+            for layer, buffers in zip(self._layers, taken.layers, strict=True):
+                layer.take(buffers)
         if kept_cache is not None:
             self._load(kept_cache)
 
@@ -227,7 +230,7 @@ class PreallocatedKVCache:
             return
         layers, self.cache = self._layers, Cache(layers=[])
         if all(layer.is_initialized for layer in layers):
-            self._pool.give_back([LayerBuffers(*layer.buffers) for layer in layers])
+            self._pool.give_back(PooledBuffers([LayerBuffers(*layer.buffers) for layer in layers], self.graphs))
         self._pool = None
 
     @property

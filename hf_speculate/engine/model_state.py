@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 
-from hf_speculate.cache.buffer_pool import BufferStore
+from hf_speculate.cache.buffer_pool import BufferStore, max_pooled_bytes
 from hf_speculate.draft.assistant import AcceptanceTallies
 from hf_speculate.draft.heads.store import HeadStore
 from hf_speculate.models.compilation import CompiledUnits
@@ -43,5 +43,6 @@ def model_state(model: PreTrainedModel) -> ModelState:
     """The state of a model; it is created on first use and goes with the model."""
     with _lock:
         if model not in _states:
-            _states[model] = ModelState()
+            num_bytes = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+            _states[model] = ModelState(buffers=BufferStore(max_pooled_bytes(num_bytes)))
         return _states[model]

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from hf_speculate.cache.buffer_pool import BufferPool, BufferStore, LayerBuffers
+from hf_speculate.cache.buffer_pool import BufferPool, BufferStore, LayerBuffers, PooledBuffers, max_pooled_bytes
 
 SHAPE = (2, 1, 128, 4)  # [B, H, capacity, D]
 
@@ -20,11 +20,11 @@ def pool_of(store, batch_size=2, capacity=128, dtype=torch.float64):
 
 
 def buffers(shape=SHAPE):
-    return [LayerBuffers(torch.ones(shape), torch.ones(shape))]
+    return PooledBuffers([LayerBuffers(torch.ones(shape), torch.ones(shape))], {"graph": shape})
 
 
-def addresses(layers):
-    return [part.data_ptr() for layer in layers for part in layer]
+def addresses(buffers):
+    return [part.data_ptr() for layer in buffers.layers for part in layer]
 
 
 def test_buffers_come_back_at_their_addresses_and_empty(store):
@@ -33,7 +33,8 @@ def test_buffers_come_back_at_their_addresses_and_empty(store):
     pool.give_back(made)
     taken = pool.take(1)
     assert addresses(taken) == addresses(made)
-    assert not any(part.any() for layer in taken for part in layer)
+    assert not any(part.any() for layer in taken.layers for part in layer)
+    assert taken.graphs is made.graphs
 
 
 def test_what_a_call_uses_is_in_no_pool(store):
@@ -76,7 +77,7 @@ def test_buffers_that_rows_have_left_are_not_kept(store):
 
 
 def test_the_longest_unused_go_past_the_limit_of_bytes():
-    one = buffers()[0].num_bytes
+    one = buffers().layers[0].num_bytes
     store = BufferStore(max_bytes=3 * one)
     for capacity in (128, 64, 256):  # the third is twice as large
         pool_of(store, 2, capacity).give_back(buffers((2, 1, capacity, 4)))
@@ -86,3 +87,8 @@ def test_the_longest_unused_go_past_the_limit_of_bytes():
     small = BufferStore(max_bytes=one - 1)
     pool_of(small, 2, 128).give_back(buffers())
     assert pool_of(small, 2, 128).take(1) is None
+
+
+def test_the_limit_grows_with_the_model():
+    assert max_pooled_bytes(10 << 20) == 1 << 30
+    assert max_pooled_bytes(16 << 30) == 4 << 30  # a call of an 8B model at B = 8 and 2,048 columns takes 2 GiB
