@@ -123,6 +123,13 @@ def adapters_by_row(model: PreTrainedModel) -> bool:
     return any("adapter_names" in getattr(hook, "keywords", ()) for hook in hooks)
 
 
+def forward_hook_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    """The ids of all forward hooks in the model, which no two hooks of a process share."""
+    modules = list(model.modules())
+    hooks = (hook_id for one in modules for held in (one._forward_pre_hooks, one._forward_hooks) for hook_id in held)
+    return tuple(hooks)
+
+
 def attention_name(config: PreTrainedConfig) -> str | None:
     """The attention implementation that layers with this config look up at every forward."""
     name: str | None = config._attn_implementation

@@ -109,6 +109,7 @@ _CHECKS: dict[str, _Check] = {
     "num_assistant_tokens_schedule": _one_of("adaptive", "constant", "heuristic", "heuristic_transient"),
     "verifier_backend": _one_of("auto", "torch", "triton"),
     "speculation_cache": _one_of("auto", "dynamic", "preallocated"),
+    "speculation_graphs": _one_of("auto", "on", "off"),
     "posterior_threshold": _real("in (0, 1)", lambda x: 0 < x < 1),
     "posterior_alpha": _real("> 0 and finite", lambda x: 0 < x <= _LARGEST),
     "entropy_epsilon": _real(">= 0 and finite", lambda x: 0 <= x <= _LARGEST),
@@ -171,6 +172,8 @@ class SpeculationConfig:
             a GPU.
         speculation_cache: advanced; "auto", "dynamic" or "preallocated", the kind of KV cache; "auto" preallocates if
             the model supports it and no cache was passed.
+        speculation_graphs: advanced; "auto", "on" or "off", whether draft steps and verifications on a CUDA device run
+            from CUDA graphs of the eager forwards; "auto" is "off" until that has been tested on a device.
 
     Raises:
         ConfigError: a value is out of its range or not among the choices.
@@ -192,6 +195,7 @@ class SpeculationConfig:
     draft_state: Any = None
     verifier_backend: str = "auto"
     speculation_cache: str = "auto"
+    speculation_graphs: str = "auto"
     seed: int | Sequence[int] | None = None
     generator: torch.Generator | None = None
     speculation_stats: SpeculationStats | None = None

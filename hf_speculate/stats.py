@@ -29,6 +29,7 @@ class SpeculationStats:
         plan: what the call decided (drafter, KV caches, schedule, compiled parts), in one line.
         cache: KV cache of the target, "dynamic" or "preallocated".
         compiled: models whose forwards ran compiled in all rounds, "target" and "draft".
+        graphed: models whose forwards ran from device graphs in all rounds, "target" and "draft".
         num_rounds: rounds summed over the rows that were live in them.
         num_batch_rounds: rounds of the batch.
         num_drafted: drafted tokens that counted, summed over rows.
@@ -52,6 +53,7 @@ class SpeculationStats:
     plan: str = ""
     cache: str = ""
     compiled: list[str] = field(default_factory=list)
+    graphed: list[str] = field(default_factory=list)
     num_rounds: int = 0
     num_batch_rounds: int = 0
     num_drafted: int = 0
@@ -209,7 +211,7 @@ class SpeculationStats:
         """
         row: dict[str, Any] = {}
         for name, value in self.as_dict().items():
-            if name in ("compiled", "fallbacks"):
+            if name in ("compiled", "graphed", "fallbacks"):
                 row[name] = "; ".join(value)
             elif not isinstance(value, dict | list):
                 row[name] = value
@@ -279,6 +281,7 @@ class SpeculationStats:
             "host synchronisations": f"{self.num_host_syncs} ours, {self.num_user_host_syncs} in user code",
             "plan": self.plan,
             "compiled": ", ".join(self.compiled),
+            "from graphs": ", ".join(self.graphed),
             "rows": "moved in lock step" if self.lock_step else "",
         }
         shown = [(name, value) for name, value in lines.items() if value]
@@ -298,12 +301,10 @@ def _add_reasons(one: list[str], other: list[str]) -> list[str]:
 
 
 # How the values of a field are added, by the name of the field.
-_ADD: dict[str, Callable[[Any, Any], Any]] = {entry.name: operator.add for entry in fields(SpeculationStats)} | {
-    "verifier": lambda one, other: one if one == other else "",
-    "plan": lambda one, other: one if one == other else "",
-    "cache": lambda one, other: one if one == other else "",
-    "compiled": _add_reasons,
-    "fallbacks": _add_reasons,
+_ADD: dict[str, Callable[[Any, Any], Any]] = {
+    **{entry.name: operator.add for entry in fields(SpeculationStats)},
+    **dict.fromkeys(("verifier", "plan", "cache"), lambda one, other: one if one == other else ""),
+    **dict.fromkeys(("compiled", "graphed", "fallbacks"), _add_reasons),
     "status": operator.or_,
     "lock_step": operator.or_,
     "drafted_per_position": _add_counts,

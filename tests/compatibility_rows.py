@@ -782,6 +782,14 @@ OWN_FIELDS = (
         ),
     ),
     Row(
+        "speculation_graphs",
+        Supported(
+            "generation/test_graphs.py::test_a_draft_model_gives_the_plain_text_and_later_calls_capture_nothing",
+            "CUDA graphs on a GPU",
+            call=Call({"speculation_graphs": "on"}, changes=False),
+        ),
+    ),
+    Row(
         "generator",
         Supported(
             "generation/test_coupled.py::test_a_generator_draws_the_seed_and_moves_on", "an object, never in JSON"

@@ -11,8 +11,8 @@ host holds garbage until an event or a stream was waited for.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tests.fake_attention import AttentionCall, direct_attention, is_direct, sdpa_call
+from tests.recorded_graphs import Operator, recording, replay
 from tests.triton_kernels.interpreter import quick_interpreter
 
 DEVICE = torch.device("cuda", 0)
@@ -177,6 +178,31 @@ class FakeStream(FakeEvent):
     def synchronize(self) -> None:
         """Wait for everything."""
         _device().arrive(_device().num_begun, "stream")
+
+    def wait_stream(self, stream: Any) -> None:
+        """The device waits, not the host."""
+
+
+class FakeGraph:
+    """Stands for `torch.cuda.CUDAGraph`: a replay is one launch."""
+
+    def __init__(self) -> None:
+        self.operators: list[Operator] = []
+
+    def replay(self) -> None:
+        """Run what was captured."""
+        log, launches = _device().log, _device().log.launches
+        log.launches = {}
+        replay(self.operators)
+        log.launches = launches
+        _device().launch("graph")
+
+
+@contextmanager
+def _captured(graph: FakeGraph, **options: Any) -> Iterator[None]:
+    """Stands for `torch.cuda.graph`; operators run, for nothing else could tell their results."""
+    with recording() as graph.operators:
+        yield
 
 
 class _Mode(TorchDispatchMode):
@@ -418,6 +444,11 @@ _STANDS_FOR: list[tuple[Any, str, Any]] = [
     (torch.cuda, "manual_seed_all", _nothing),
     (torch.cuda, "Event", FakeEvent),
     (torch.cuda, "current_stream", FakeStream),
+    (torch.cuda, "Stream", FakeStream),
+    (torch.cuda, "stream", nullcontext),
+    (torch.cuda, "graph_pool_handle", lambda: (0, 0)),
+    (torch.cuda, "CUDAGraph", FakeGraph),
+    (torch.cuda, "graph", _captured),
     (torch.cuda, "synchronize", lambda device=None: FakeStream().synchronize()),
     (torch.backends.cuda, "is_flash_attention_available", lambda: True),
 ]

@@ -34,6 +34,7 @@ VALUES = {
     "max_matching_ngram_size": (2, 3, 4, 5, None),
     "verifier_backend": ("auto", "torch", "auto", "torch", "auto"),
     "speculation_cache": ("auto", "dynamic", "auto", "dynamic", "auto"),
+    "speculation_graphs": ("off", "on", "off", "on", "auto"),
     "seed": (1, 2, 3, 4, None),
 }
 

@@ -123,15 +123,17 @@ class CompiledDrafter(ModelDrafter):
         buffers = self.language_model.buffers(kv_cache)
         if buffers is None or query.shape[1] != STEP_QUERY_LEN:
             return None
-        compilation = self.language_model.compilation
+        runner = self.language_model.runner
         if keys is not None:
             keys = NoiseKeys(*(buffers.vary(part.to(query.device), 0) for part in keys))
-        choosing = Choosing(self.settings.stream, self.settings.keeps_logits, compilation.sampling_backend)
+        choosing = Choosing(
+            self.settings.stream, self.settings.keeps_logits, runner.sampling_backend or self.settings.backend
+        )
         name = f"draft step, {'greedy' if keys is None else choosing}"
         ends, *constant = buffers.arguments(STEP_QUERY_LEN + num_steps - 1)
         query = query.clone(memory_format=torch.contiguous_format)  # other strides would be compiled again
         carry = Carry(buffers.vary(query, 0), ends, keys)
-        steps: list[Chosen] | None = compilation.repeat(name, draft_step, num_steps, carry, *constant, choosing)
+        steps: list[Chosen] | None = runner.repeat(name, draft_step, num_steps, carry, *constant, choosing)
         return steps
 
     def _proposal(self, steps: Sequence[Chosen], device: torch.device) -> DraftOut:

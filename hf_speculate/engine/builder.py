@@ -86,8 +86,9 @@ def build_decoder(
             check_backend(config.verifier_backend, device_of(model))
 
     def forget_compiled(part: str, reason: str) -> None:
-        if part in stats.compiled:
-            stats.compiled.remove(part)
+        for parts in (stats.compiled, stats.graphed):
+            if part in parts:
+                parts.remove(part)
         stats.add_fallback(f"{part}: {reason}")
 
     custom = make_custom_drafter(target, config, call, forget_compiled)
@@ -158,7 +159,7 @@ def _report_plan(plan: Plan, stats: SpeculationStats) -> None:
     stats.plan = repr(plan)
     stats.verifier = plan.config.verifier or ""
     stats.cache = plan.target_cache.choice.kind
-    stats.compiled = plan.compile.compiled
+    stats.compiled, stats.graphed = plan.compile.compiled, list(plan.compile.graphed)
     stats.lock_step = plan.is_lock_step
     for reason in plan.fallbacks:
         stats.add_fallback(reason)
@@ -198,7 +199,8 @@ def _make_capture(target: PreTrainedModel, plan: Plan, call: Call) -> LayerCaptu
     Candidate generators number layers as `output_hidden_states` of their transformers version does.
     """
     layers = plan.hidden_layers
-    is_returned = call.generator is not None or (layers == (FINAL_STATE,) and plan.compile.target is None)
+    is_eager = plan.compile.target is None and "target" not in plan.compile.graphed
+    is_returned = call.generator is not None or (layers == (FINAL_STATE,) and is_eager)
     return None if layers is None or is_returned else LayerCapture(target, layers)
 
 
@@ -237,7 +239,14 @@ def _make_schedule(target: PreTrainedModel, plan: Plan, call: Call, drafter: Dra
     if is_known and call.generator is None:  # of other drafters nothing is known
         machine = (target.device, target.dtype, torch.get_num_threads())
         is_lookup = config.prompt_lookup_num_tokens is not None
-        kind = (config.verifier, plan.target_cache.choice.kind, *plan.compile.compiled, is_lookup, plan.is_lock_step)
+        kind = (
+            config.verifier,
+            plan.target_cache.choice.kind,
+            *plan.compile.compiled,
+            plan.compile.graphed,
+            is_lookup,
+            plan.is_lock_step,
+        )
         length = call.max_length.bit_length()  # within a factor of two a forward's time changes little
         history = ScheduleHistory(
             model_state(target).history, draft or config.drafter, (*machine, *kind, length, config.max_draft_tokens)

@@ -1,4 +1,4 @@
-"""Compile plan: which of a call's forwards run compiled, and why the others do not."""
+"""Compile plan: which of a call's forwards run compiled or from device graphs, and why the others do not."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,8 +15,9 @@ from hf_speculate.draft.compiled import STEP_QUERY_LEN
 from hf_speculate.engine.distributed import tensor_parallel_size
 from hf_speculate.engine.model_state import model_state
 from hf_speculate.models.compilation import LOGGER, Compilation, CompileSettings
-from hf_speculate.models.compiled import UNREAD_COLUMNS, CompiledLanguageModel
+from hf_speculate.models.compiled import UNREAD_COLUMNS, CompiledLanguageModel, Runner
 from hf_speculate.models.extra_inputs import ExtraInputs
+from hf_speculate.models.graphs import Graphing
 from hf_speculate.models.language_model import LanguageModel
 from hf_speculate.models.layer_capture import LayerCapture
 
@@ -77,14 +78,15 @@ def with_eager_draft(request: StaticRequest | None, reason: str) -> StaticReques
 
 @dataclass(frozen=True)
 class CompilePlan:
-    """The compiled forwards of a call.
+    """The forwards of a call that run compiled or from device graphs.
 
     Args:
         is_static: whether buffers never grow.
         target, draft: settings of `torch.compile`; None to run eagerly.
         lens: draft lengths K, ascending, the largest last; where a length is fixed, others are rounded up to these.
         min_columns: columns that buffers have at least.
-        reasons: why what was to be compiled runs eagerly.
+        reasons: why what was to be compiled or captured runs eagerly.
+        graphed: the models whose forwards run from device graphs, "target" and "draft".
     """
 
     is_static: bool = False
@@ -93,6 +95,12 @@ class CompilePlan:
     lens: tuple[int, ...] = ()
     min_columns: int = 0
     reasons: tuple[str, ...] = ()
+    graphed: tuple[str, ...] = ()
+
+    @property
+    def keeps_buffers(self) -> bool:
+        """Whether buffers outlive the call, and rows must stay where they are in them."""
+        return bool(self.compiled or self.graphed)
 
     @property
     def compiled(self) -> list[str]:
@@ -122,12 +130,13 @@ class CompileCandidate(NamedTuple):
     cache_kind: str
     extra_inputs: ExtraInputs
     eager_reason: str = ""  # why the drafter cannot read hidden states of compiled forwards; empty if it can
+    ungraphed: str = ""  # why it cannot run from graphs, if the call says so
 
 
 def make_compile_plan(
     request: StaticRequest | None, lens: tuple[int, ...], candidates: list[CompileCandidate]
 ) -> CompilePlan:
-    """The plan of a call.
+    """The plan of a call, without graphs.
 
     Args:
         request: of the call; None if it asks for nothing.
@@ -149,7 +158,7 @@ def make_compile_plan(
         else:
             found[candidate.part] = settings
     for reason in reasons:
-        _warn_once(reason)
+        warn_once(reason)
     return CompilePlan(True, found["target"], found["draft"], lens, request.min_columns, tuple(reasons))
 
 
@@ -174,7 +183,7 @@ def target_language_model(
     capture: LayerCapture | None,
     on_failure: Callable[[str, str], None],
 ) -> LanguageModel:
-    """The target as a `LanguageModel`, compiled if the plan says so.
+    """The target as a `LanguageModel`, compiled or run from graphs if the plan says so.
 
     Args:
         model: the target.
@@ -183,13 +192,13 @@ def target_language_model(
         extra_inputs: see `LanguageModel`.
         keeps_states: see `LanguageModel`.
         capture: see `LanguageModel`.
-        on_failure: called with "target" and the reason, if it cannot be compiled.
+        on_failure: called with "target" and the reason, if it cannot be compiled or captured.
     """
-    if plan.target is None:
+    runner = _runner("target", model, plan.target, plan, on_failure)
+    if runner is None:
         return LanguageModel(model, max_position, keeps_states, extra_inputs, capture=capture)
-    compilation = _compilation("target", model, plan.target, on_failure)
-    query_lens = _query_lens(plan.lens, plan.target.dynamic is not False and model.device.type != "cuda")
-    return CompiledLanguageModel(model, max_position, compilation, query_lens, extra_inputs, capture)
+    query_lens = _query_lens(plan.lens, runner.varies and model.device.type != "cuda")
+    return CompiledLanguageModel(model, max_position, runner, query_lens, extra_inputs, capture)
 
 
 def draft_language_model(
@@ -200,7 +209,7 @@ def draft_language_model(
     keeps_states: bool,
     on_failure: Callable[[str, str], None],
 ) -> LanguageModel:
-    """The draft model as a `LanguageModel`, compiled if the plan says so.
+    """The draft model as a `LanguageModel`, compiled or run from graphs if the plan says so.
 
     Args:
         model: the draft model.
@@ -208,12 +217,12 @@ def draft_language_model(
         max_position: upper bound of position ids.
         extra_inputs: see `LanguageModel`.
         keeps_states: see `LanguageModel`.
-        on_failure: called with "draft" and the reason, if it cannot be compiled.
+        on_failure: called with "draft" and the reason, if it cannot be compiled or captured.
     """
-    if plan.draft is None:
+    runner = _runner("draft", model, plan.draft, plan, on_failure)
+    if runner is None:
         return LanguageModel(model, max_position, keeps_states, extra_inputs, is_draft=True)
-    compilation = _compilation("draft", model, plan.draft, on_failure)
-    return CompiledLanguageModel(model, max_position, compilation, (STEP_QUERY_LEN,))
+    return CompiledLanguageModel(model, max_position, runner, (STEP_QUERY_LEN,))
 
 
 def _query_lens(lens: Sequence[int], varies: bool) -> tuple[int, ...]:
@@ -249,12 +258,23 @@ def _eager_reason(candidate: CompileCandidate, settings: CompileSettings) -> str
     return "" if failure is None else f"{candidate.part}: {failure}"
 
 
-def _compilation(
-    part: str, model: PreTrainedModel, settings: CompileSettings, on_failure: Callable[[str, str], None]
-) -> Compilation:
-    return Compilation(model, settings, model_state(model).units, lambda reason: on_failure(part, reason))
+def _runner(
+    part: str,
+    model: PreTrainedModel,
+    settings: CompileSettings | None,
+    plan: CompilePlan,
+    on_failure: Callable[[str, str], None],
+) -> Runner | None:
+    """What runs a model's forwards; None to run them eagerly."""
+    units = model_state(model).units
+    if settings is not None:
+        return Compilation(model, settings, units, lambda reason: on_failure(part, reason))
+    if part in plan.graphed:
+        return Graphing(model, units, lambda reason: on_failure(part, reason))
+    return None
 
 
 @cache
-def _warn_once(text: str) -> None:
+def warn_once(text: str) -> None:
+    """Log a reason, the first time that it is met."""
     LOGGER.warning(text)

@@ -14,6 +14,8 @@ from hf_speculate.engine.call import Call
 from hf_speculate.engine.compile_plan import CompileCandidate, CompilePlan, draft_lens, make_compile_plan
 from hf_speculate.engine.distributed import tensor_parallel_size
 from hf_speculate.engine.draft_cache_reuse import draft_cache_choice
+from hf_speculate.engine.graph_plan import with_graphs
+from hf_speculate.engine.hidden_states import unread_reason
 from hf_speculate.models.cache_selection import CacheChoice, CacheRequest
 from hf_speculate.models.language_model import counts_columns, device_of
 from hf_speculate.models.quirks import placeless_id
@@ -41,7 +43,7 @@ class Plan:
         draft_strategy: how the drafter proposes tokens.
         target_cache: the target's KV cache.
         draft_cache: the draft model's KV cache, or None.
-        compile: the forwards that run compiled.
+        compile: the forwards that run compiled or from device graphs.
         reads_keys: whether the drafter or the verifier reads the keys of the noise.
         hidden_layers: layers of the target whose hidden states the drafter reads, or None.
         lock_step: why all rows advance by the same number of tokens; empty if each row advances by its own.
@@ -91,6 +93,7 @@ class Plan:
             "target cache": _cache_text(self.target_cache),
             "draft cache": "" if self.draft_cache is None else _cache_text(self.draft_cache),
             "compiled": ", ".join(self.compile.compiled),
+            "from graphs": ", ".join(self.compile.graphed),
             "hidden layers": "" if self.hidden_layers is None else str(list(self.hidden_layers)),
             "rows": "lock step" if self.lock_step else "each at its own pace",
             "finished rows": "stay in the batch" if self.keeps_rows else "leave the batch",
@@ -145,7 +148,7 @@ def make_plan(
         lock_step=lock_step,
         pad_token_id=None if goes_on else (call.pad_token_id or 0),
         keeps_rows=bool(
-            lock_step or call.keeps_rows or call.is_cache_kept or compile_plan.compiled or reuses_draft_cache
+            lock_step or call.keeps_rows or call.is_cache_kept or compile_plan.keeps_buffers or reuses_draft_cache
         ),
         end_padding_id=_end_padding_id(target, call, ends_apart=not goes_on and not lock_step),
         eos_token_ids=stopping.eos_token_ids,
@@ -273,8 +276,9 @@ def _plan_caches(
     """The KV caches of the target and the draft model, and what runs compiled over them."""
     requests = [target_cache_request(config, call)]
     choices = [requests[0].choose(target, call.cache, call.attention_mask, call.input_ids.device)]
-    eager_reason = _eager_reason(target, call, hidden_layers or ())
-    candidates = [CompileCandidate("target", target, choices[0].kind, call.target_inputs, eager_reason)]
+    eager_reason = unread_reason(target, call, hidden_layers or ())
+    ungraphed = "rows of the batch are refilled" if call.rows_leave else call.recorded.ungraphed
+    candidates = [CompileCandidate("target", target, choices[0].kind, call.target_inputs, eager_reason, ungraphed)]
     if draft is not None:
         requests.append(
             CacheRequest(
@@ -287,23 +291,16 @@ def _plan_caches(
         )
         draft_mask = None if call.text_mask is None else call.text_mask.to(device_of(draft))
         choices.append(requests[1].choose(draft, None, draft_mask, device_of(draft)))
-        candidates.append(CompileCandidate("draft", draft, choices[1].kind, call.draft_inputs))
+        ungraphed = ungraphed if call.vocabulary is None else "its vocabulary is another one"
+        candidates.append(CompileCandidate("draft", draft, choices[1].kind, call.draft_inputs, ungraphed=ungraphed))
     compiled = make_compile_plan(call.static, lens, candidates)
+    compiled = with_graphs(compiled, lens, candidates, config.speculation_graphs)
     devices = [call.input_ids.device, *([] if draft is None else [device_of(draft)])]
     fixed = [
-        replace(one, capacity=compiled.capacity(one.max_columns or 0, device), is_pooled=bool(compiled.compiled))
+        replace(one, capacity=compiled.capacity(one.max_columns or 0, device), is_pooled=compiled.keeps_buffers)
         for one, device in zip(requests, devices, strict=True)
     ]
     return [CachePlan(request, choice) for request, choice in zip(fixed, choices, strict=True)], compiled
-
-
-def _eager_reason(target: PreTrainedModel, call: Call, hidden_layers: tuple[int, ...]) -> str:
-    """Why a drafter cannot read hidden states of compiled forwards; empty if it can or reads none."""
-    if hidden_layers and call.generator is not None:
-        return "whose hidden states a candidate generator reads"
-    if target.config.get_text_config(decoder=True).num_hidden_layers in hidden_layers:
-        return "whose state before the final norm the drafter reads"
-    return ""
 
 
 def _cache_text(plan: CachePlan) -> str:

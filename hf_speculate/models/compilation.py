@@ -89,12 +89,20 @@ class Compilation:
     units: CompiledUnits
     on_failure: Callable[[str], None]
     is_working: bool = field(default=True, init=False)
-    sampling_backend = "torch"  # of what is compiled
+    sampling_backend: str | None = field(default="torch", init=False)  # of what is compiled
 
     def __post_init__(self) -> None:
         failure = self.units.failure(self.settings.key)
         if failure is not None:
             self._give_up(failure)
+
+    @property
+    def varies(self) -> bool:
+        """Whether sizes may be compiled as numbers that vary."""
+        return self.settings.dynamic is not False
+
+    def bind(self, graphs: dict[Hashable, Any]) -> None:
+        """Nothing to do: compiled functions serve all buffers."""
 
     def run(self, name: Hashable, function: Callable[..., Any], *args: Any) -> Any | None:
         """The result of a function of the model and `args`; None if it cannot be compiled.
@@ -114,7 +122,7 @@ class Compilation:
                 torch.compiler.cudagraph_mark_step_begin()
             with torch.no_grad():
                 result = compiled(self.model, *args)
-                return _copies(result) if is_graphed else result
+                return copies(result) if is_graphed else result
         except _compile_errors() as error:
             reason = f"eager forwards of {type(self.model).__name__}, which cannot be compiled: {_cause_of(error)}"
             LOGGER.warning(reason)
@@ -149,12 +157,12 @@ class Compilation:
         self.on_failure(reason)
 
 
-def _copies(result: Any) -> Any:
+def copies(result: Any) -> Any:
     """Copies of a CUDA graph's output, which its next replay would overwrite."""
     if result is None or isinstance(result, Tensor):
         return None if result is None else result.clone()
-    copies = map(_copies, result)
-    return tuple(copies) if type(result) is tuple else type(result)(*copies)
+    parts = [copies(part) for part in result]
+    return tuple(parts) if type(result) is tuple else type(result)(*parts)
 
 
 def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
-"""Forwards of few shapes over fixed buffers, for `torch.compile`."""
+"""Forwards of few shapes over fixed buffers, for `torch.compile` and for device graphs."""
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -11,7 +11,6 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from hf_speculate.cache.base import KVCache
 from hf_speculate.cache.preallocated import LayerKinds, PreallocatedKVCache, additive_mask
-from hf_speculate.models.compilation import Compilation
 from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.models.language_model import LanguageModel
 from hf_speculate.models.layer_capture import LayerCapture
@@ -22,6 +21,30 @@ from hf_speculate.types import Scored
 MIN_WIDTH = 256
 # Buffers are this much longer than what is ever read: a whole buffer is another case, which would be compiled again.
 UNREAD_COLUMNS = 8
+
+
+class Runner(Protocol):
+    """Runs functions of a model over fixed buffers: `Compilation`, or `Graphing`."""
+
+    is_working: bool
+    """Whether it still runs anything; if not, forwards run eagerly."""
+    sampling_backend: str | None
+    """Of the sampling kernel in what it runs; None for the call's."""
+
+    @property
+    def varies(self) -> bool:
+        """Whether sizes may be numbers that vary."""
+
+    def bind(self, graphs: dict[Hashable, Any]) -> None:
+        """Use what was captured over the buffers that come next."""
+
+    def run(self, name: Hashable, function: Callable[..., Any], *args: Any) -> Any | None:
+        """The result of a function of the model and `args`; None if it cannot be run."""
+
+    def repeat(
+        self, name: Hashable, step: Callable[..., Any], num_steps: int, carry: Any, *args: Any
+    ) -> list[Any] | None:
+        """The results of steps that feed one another; None if they cannot be run."""
 
 
 class Rows(NamedTuple):
@@ -199,8 +222,8 @@ class CompiledLanguageModel(LanguageModel):
     Args:
         model: a decoder-only model with a language modelling head.
         max_position: upper bound of position ids, for tokens drafted past the end of the text.
-        compilation: of this model.
-        query_lens: the lengths Q that are compiled, ascending.
+        runner: of this model's functions.
+        query_lens: the lengths Q that are run so, ascending.
         extra_inputs: embeddings of the prompt, or nothing.
         capture: see `LanguageModel`; compiled forwards take the same states from the model's outputs.
     """
@@ -209,14 +232,14 @@ class CompiledLanguageModel(LanguageModel):
         self,
         model: PreTrainedModel,
         max_position: int | None,
-        compilation: Compilation,
+        runner: Runner,
         query_lens: Sequence[int],
         extra_inputs: ExtraInputs | None = None,
         capture: LayerCapture | None = None,
     ):
         # One mode for all forwards, or everything compiles twice.
         super().__init__(model, max_position, keeps_states=True, extra_inputs=extra_inputs, capture=capture)
-        self.compilation = compilation
+        self.runner = runner
         self.query_lens = tuple(query_lens)
         self._buffers: FixedBuffers | None = None
 
@@ -224,11 +247,11 @@ class CompiledLanguageModel(LanguageModel):
         """What compiled forwards take of `kv_cache`; None where it must run eagerly."""
         if not isinstance(kv_cache, PreallocatedKVCache) or kv_cache.columns.capacity is None:
             return None
-        if not self.compilation.is_working or not kv_cache.num_columns:
+        if not self.runner.is_working or not kv_cache.num_columns:
             return None
         if self._buffers is None or self._buffers.kv_cache is not kv_cache:
-            varies = self.compilation.settings.dynamic is not False
-            self._buffers = FixedBuffers(kv_cache, self.max_position, varies)
+            self._buffers = FixedBuffers(kv_cache, self.max_position, self.runner.varies)
+            self.runner.bind(kv_cache.graphs)
         return self._buffers
 
     def run(
@@ -256,7 +279,7 @@ class CompiledLanguageModel(LanguageModel):
         return Scored(scored.logits[:, first:num_query], captured=captured)
 
     def _run_compiled(self, query: Tensor, *arguments: Any) -> ScoredRows | Scored | None:
-        name, run = "forward", self.compilation.run
+        name, run = "forward", self.runner.run
         if self.capture is None:
             logits = run(name, forward_rows, query, *arguments)
             return None if logits is None else Scored(logits)

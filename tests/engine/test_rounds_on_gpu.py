@@ -109,6 +109,17 @@ def test_a_round_takes_few_operators_one_wait_and_no_upload(
         assert one.num_plans == 0
 
 
+@pytest.mark.parametrize(("drafter", "batch_size", "most"), [("model", 1, 40), ("model", 8, 50), ("lookup", 1, 20)])
+def test_a_round_from_graphs_is_a_few_dozen_launches_with_the_forwards(
+    half: Any, drafter: str, batch_size: int, most: int
+) -> None:
+    for one in run(half, drafter, batch_size, speculation_graphs="on", **GREEDY, most=6).steady()[1:]:
+        assert one.launches["graph"] == (1 + K if drafter == "model" else 1)
+        assert one.num_launches <= most, one.launches
+        assert one.waits == ["event"]
+        assert one.num_uploads == (0 if drafter == "model" else 1)
+
+
 def test_rounds_near_the_end_of_rows_upload_nothing(half: Any) -> None:
     for one in run(half, "model", 8, **GREEDY, max_new_tokens=K + 2, most=3).steady():
         assert min(one.report.num_drafted) < K

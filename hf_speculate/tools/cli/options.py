@@ -129,7 +129,7 @@ class Generation:
             metavar="NAME=VALUE",
             rich_help_panel=_GENERATION,
             help="Any other field of SpeculationConfig or GenerationConfig, with a JSON value; can be repeated. "
-            "Advanced: speculation_cache, verifier_backend, entropy_epsilon.",
+            "Advanced: speculation_cache, speculation_graphs, verifier_backend, entropy_epsilon.",
         ),
     ] = None
 

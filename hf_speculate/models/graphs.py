@@ -1,0 +1,197 @@
+"""Device graphs: forwards over fixed buffers are captured once and replayed by one launch each, without a compiler."""
+
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_speculate.compat import forward_hook_ids
+from hf_speculate.models.compilation import LOGGER, CompiledUnits, copies
+from hf_speculate.models.compiled import States
+from hf_speculate.models.folded_attention import folding
+
+FAILURE_KEY = "device graphs"  # of failures that later calls need not repeat
+_WEIGHTS, _BACKEND = "weights", "backend"  # entries beside the graphs of a set of buffers
+
+
+class Graph(NamedTuple):
+    """What a function launched."""
+
+    outputs: Any  # in memory that every replay writes again
+    replay: Callable[[], None]
+
+
+class GraphBackend(Protocol):
+    """Captures graphs on one device."""
+
+    def capture(self, function: Callable[[], Any]) -> Graph:
+        """Capture what `function` launches, whose tensors must stay where they are as long as the graph is replayed.
+
+        Raises:
+            RuntimeError: it does what a graph cannot hold, such as a copy to the host.
+        """
+
+
+class CudaGraphs:
+    """CUDA graphs that share one pool of memory.
+
+    Args:
+        device: where they run.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._pool: Any = None
+
+    def capture(self, function: Callable[[], Any]) -> Graph:
+        """See `GraphBackend.capture`."""
+        with torch.cuda.device(self._device):
+            current, side = torch.cuda.current_stream(), torch.cuda.Stream()
+            side.wait_stream(current)
+            with torch.cuda.stream(side):
+                function()  # libraries make their workspaces and Triton compiles, which cannot be captured
+            current.wait_stream(side)
+            if self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
+                outputs = function()
+        return Graph(outputs, graph.replay)
+
+
+GRAPH_BACKENDS: dict[str, Callable[[torch.device], GraphBackend]] = {"cuda": CudaGraphs}
+"""What captures graphs, by type of device."""
+
+
+class _Recorded(NamedTuple):
+    """A captured function with its inputs."""
+
+    inputs: tuple[Any, ...]
+    places: list[Tensor]  # the tensors in `inputs` that are copied to
+    sources: list[Tensor | None]  # what was copied to each of them last
+    graph: Graph
+
+
+class Graphing:
+    """The graphs of one model during one call; a `Runner`.
+
+    Buffers of states are read and written where they are, all other tensors are copied to where the graph reads them.
+
+    Args:
+        model: whose forwards are captured.
+        units: remembers that capturing failed.
+        on_failure: called with the reason once, if something cannot be captured; everything runs eagerly from then on.
+    """
+
+    varies = False
+    sampling_backend: str | None = None
+
+    def __init__(self, model: PreTrainedModel, units: CompiledUnits, on_failure: Callable[[str], None]):
+        self.is_working = True
+        self._model, self._units, self._on_failure = model, units, on_failure
+        tensors = (*model.parameters(), *model.buffers())
+        addresses = tuple(tensor.data_ptr() for tensor in tensors)
+        self._weights: Hashable = model.training, forward_hook_ids(model), addresses
+        self._graphs: dict[Hashable, Any] = {}
+
+    def bind(self, graphs: dict[Hashable, Any]) -> None:
+        """Use the graphs of a set of buffers; they are dropped if the model's weights or hooks have changed."""
+        if graphs.get(_WEIGHTS) != self._weights:
+            graphs.clear()
+            graphs[_WEIGHTS] = self._weights
+            graphs[_BACKEND] = GRAPH_BACKENDS[self._model.device.type](self._model.device)
+        self._graphs = graphs
+
+    def run(self, name: Hashable, function: Callable[..., Any], *args: Any) -> Any | None:
+        """The result of a function of the model and `args`; None if it cannot be captured.
+
+        Args:
+            name: of the function; functions of the same name are captured once for inputs of the same shapes.
+            function: returns a tensor, or nested tuples of tensors or None.
+            *args: its arguments without the model.
+        """
+        recorded = self._recorded(name, function, args)
+        return None if recorded is None else self._replay(recorded)
+
+    def repeat(
+        self, name: Hashable, step: Callable[..., Any], num_steps: int, carry: Any, *args: Any
+    ) -> list[Any] | None:
+        """The results of steps that feed one another; see `Compilation.repeat`."""
+
+        def advance(model: PreTrainedModel, carry: Any, *args: Any) -> Any:
+            result, following = step(model, carry, *args)
+            for place, value in zip(_tensors(carry), _tensors(following), strict=True):
+                if value is not place:
+                    place.copy_(value)
+            return result
+
+        recorded = self._recorded(name, advance, (carry, *args))
+        if recorded is None:
+            return None
+        results = [self._replay(recorded) for _ in range(num_steps)]
+        for index, _ in enumerate(_tensors(carry)):
+            recorded.sources[index] = None  # the steps have written there
+        return results
+
+    def _recorded(self, name: Hashable, function: Callable[..., Any], args: tuple[Any, ...]) -> _Recorded | None:
+        """The graph of a function, captured on first use, with its inputs in place."""
+        if not self.is_working:
+            return None
+        tensors = list(_tensors(args))
+        key = name, tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+        recorded: _Recorded | None = self._graphs.get(key) or self._capture(function, args)
+        if recorded is None:
+            return None
+        self._graphs[key] = recorded
+        for index, tensor in enumerate(tensors):
+            if tensor is not recorded.sources[index]:
+                recorded.places[index].copy_(tensor)
+                recorded.sources[index] = tensor
+        return recorded
+
+    def _capture(self, function: Callable[..., Any], args: tuple[Any, ...]) -> _Recorded | None:
+        inputs = _copied(args)
+
+        def forward() -> Any:
+            with torch.no_grad(), folding():
+                return function(self._model, *inputs)
+
+        try:
+            graph = self._graphs[_BACKEND].capture(forward)
+        except RuntimeError as error:
+            first_line = str(error).strip().partition("\n")[0]
+            reason = f"eager forwards of {type(self._model).__name__}, which cannot be captured: {first_line}"
+            LOGGER.warning(reason)
+            if not isinstance(error, torch.OutOfMemoryError):
+                self._units.add_failure(FAILURE_KEY, reason)
+            self.is_working = False
+            self._on_failure(reason)
+            return None
+        places = list(_tensors(inputs))
+        return _Recorded(inputs, places, [None] * len(places), graph)
+
+    def _replay(self, recorded: _Recorded) -> Any:
+        """Copies of the outputs, which the next replay would overwrite."""
+        recorded.graph.replay()
+        return copies(recorded.graph.outputs)
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    """The tensors in nested tuples, those of states left out."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, tuple) and not isinstance(tree, States):
+        for part in tree:
+            yield from _tensors(part)
+
+
+def _copied(tree: Any) -> Any:
+    """Nested tuples in which `_tensors` are copies."""
+    if isinstance(tree, Tensor):
+        return tree.clone()
+    if not isinstance(tree, tuple) or isinstance(tree, States):
+        return tree
+    parts = [_copied(part) for part in tree]
+    return tuple(parts) if type(tree) is tuple else type(tree)(*parts)

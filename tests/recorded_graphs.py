@@ -1,0 +1,130 @@
+"""Graphs for devices that have none: operators are recorded with their tensors, and run again on these.
+
+It fails where a CUDA graph would be wrong: a tensor from outside has moved, changed its shape or been freed since, or
+the host was read during the capture.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from hf_speculate.models.graphs import Graph
+
+_READS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal", "is_nonzero")
+_HOST_METHODS = (Tensor.tolist, Tensor.numpy)
+
+
+class Operator(NamedTuple):
+    """An operator with its arguments and results."""
+
+    func: Any
+    args: tuple[Any, ...]  # tensors from outside are `Outside`
+    kwargs: dict[str, Any]
+    outputs: list[Any]
+    is_view: bool
+
+
+class Outside:
+    """A tensor that was there before the capture, as the graph knows it."""
+
+    def __init__(self, tensor: Tensor):
+        self._tensor = ref(tensor)
+        self._known = tensor.data_ptr(), tensor.shape, tensor.stride()
+
+    def get(self) -> Tensor:
+        """The tensor, where it was."""
+        tensor = self._tensor()
+        if tensor is None:
+            raise AssertionError("a tensor that a graph reads was freed")
+        found = tensor.data_ptr(), tensor.shape, tensor.stride()
+        if found != self._known:
+            raise AssertionError(f"a tensor that a graph reads was {self._known}, is now {found}")
+        return tensor
+
+
+class _HostReads(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _HOST_METHODS:
+            raise RuntimeError(f"the host was read during a capture: {func.__name__}")
+        return func(*args, **(kwargs or {}))
+
+
+class _Recorder(TorchDispatchMode):
+    """Runs operators and records them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[Operator] = []
+        self._made: dict[int, Tensor] = {}  # by id; recorded operators keep them
+        self._outside: dict[int, Outside] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().removeprefix("aten::").split(".")[0]
+        if name in _READS:
+            raise RuntimeError(f"the host was read during a capture: {name}")
+        outputs = func(*args, **(kwargs or {}))
+        infos = [one.alias_info for one in func._schema.returns]
+        is_view = any(info is not None and not info.is_write for info in infos)
+        args, kwargs = tree_map(self._known, (args, kwargs or {}))
+        flat = tree_flatten(outputs)[0]
+        self._made |= {id(one): one for one in flat if isinstance(one, Tensor) and id(one) not in self._outside}
+        self.operators.append(Operator(func, args, kwargs, flat, is_view))
+        return outputs
+
+    def _known(self, value: Any) -> Any:
+        if not isinstance(value, Tensor) or id(value) in self._made:
+            return value
+        return self._outside.setdefault(id(value), Outside(value))
+
+
+class RecordedGraphs:
+    """A `GraphBackend` over recorded operators.
+
+    Args:
+        device: any.
+    """
+
+    num_captures = 0
+    num_replays = 0
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def capture(self, function: Callable[[], Any]) -> Graph:
+        """See `GraphBackend.capture`."""
+        with recording() as operators:
+            outputs = function()
+        RecordedGraphs.num_captures += 1
+
+        def again() -> None:
+            RecordedGraphs.num_replays += 1
+            replay(operators)
+
+        return Graph(outputs, again)
+
+
+@contextmanager
+def recording() -> Iterator[list[Operator]]:
+    """The operators that run in the block."""
+    with _HostReads(), _Recorder() as recorder:
+        yield recorder.operators
+
+
+def replay(operators: list[Operator]) -> None:
+    """Run recorded operators again; what they give goes where it went before."""
+    with torch.no_grad():
+        for one in operators:
+            args, kwargs = tree_map(lambda part: part.get() if isinstance(part, Outside) else part, one[1:3])
+            if one.is_view:
+                continue  # it still shows the memory that it showed
+            found = tree_flatten(one.func(*args, **kwargs))[0]
+            for place, value in zip(one.outputs, found, strict=True):
+                if isinstance(place, Tensor) and place is not value:
+                    place.copy_(value)
