@@ -99,7 +99,7 @@ test-all: $(DEV_STAMP)
 	$(PYTEST) $(PYTEST_ARGS) tests
 
 mutants: $(DEV_STAMP)
-	@echo "make mutants: faults one by one, each against the tests that it names, about 20 minutes on one core"
+	@echo "make mutants: faults one by one, each against the tests that it names, about 15 minutes on one quiet core"
 	$(BIN)/python -m tests.mutants --all-tests
 
 # The same environment, with a few packages in front of its own.

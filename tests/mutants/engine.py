@@ -87,7 +87,7 @@ MUTANTS = (
         "hf_speculate/engine/decoder.py",
         "kv_cache.release()",
         "kv_cache.kind",
-        "cache generation/test_compiled.py reliability/test_leaks.py",
+        "generation/test_compiled.py cache/test_memory.py reliability/test_leaks.py",
     ),
     Mutant(
         "target: the newest token is kept",
