@@ -80,7 +80,6 @@ EXCLUDED: dict[Pair, str] = {
     (("kind", "falcon_h1"), ("cache", "preallocated")): _RECURRENT,
     (("kind", "mamba2"), ("cache", "preallocated")): _RECURRENT,
     (("kind", "t5"), ("cache", "preallocated")): _READS_ENCODER,
-    (("kind", "mamba2"), ("cache", "static")): "transformers makes none for a model without keys and values",
     (("kind", "mamba2"), ("outputs", "passed cache")): "it takes its cache under another name",
     **{(("drafter", "generator"), ("batch", size)): "a generator drafts for one row" for size in ("2", "3", "8")},
     **{(("batch", size), ("outputs", "states")): "hidden states are those of one row" for size in ("2", "3", "8")},
