@@ -4,7 +4,8 @@
     python examples/demo.py --tiny --prompts 8 --max-new-tokens 64 --num-assistant-tokens 5
 
 The model is SmolLM2-135M-Instruct with its draft head; transformers' assisted generation, which takes no such head,
-drafts by prompt lookup. With --tiny it is the bundled 7 M pair, and both draft with its smaller model.
+drafts by prompt lookup. With --tiny it is the bundled 7 M pair, and both draft with its smaller model; one more line
+drafts with the EAGLE-3 head in `examples/heads`.
 
 A pass decodes the next prompt alone and the next eight together with every method, in alternating order; passes go on
 until they or the time are used up. The table holds medians over passes. The speed-up is over plain `generate()` of the
@@ -29,7 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 import hf_speculate
 from demo_report import Method, Tally, print_summary, print_table, print_text
-from models import Models, load_models, read_questions
+from models import EAGLE3, PAIR, Models, load_models, read_questions
 
 EXAMPLES = Path(__file__).resolve().parent
 BATCH_SIZE = 8
@@ -49,13 +50,14 @@ class Pair:
     drafting: dict[str, Any]  # ours
     assisted: dict[str, Any]  # of transformers' assisted generation
     num_assistant_tokens: int
+    head: hf_speculate.DraftHead | None = None  # drafts for lines of their own
     num_target_calls: int = 0
 
     def count_call(self, *_: Any) -> None:
         self.num_target_calls += 1
 
 
-def methods() -> list[Method]:
+def methods(has_head: bool) -> list[Method]:
     """Every line of the table; transformers' assisted generation decodes a batch row by row."""
     lines = []
     for batch_size in (1, BATCH_SIZE):
@@ -66,6 +68,8 @@ def methods() -> list[Method]:
                 assisted = f"assisted {mode}" if batch_size == 1 else "assisted, row by row"
                 lines.append(Method("transformers", assisted, batch_size, is_sampled))
             lines += [Method("hf_speculate", verifier, batch_size, is_sampled) for verifier in verifiers]
+            if has_head and not is_sampled:
+                lines.append(Method("hf_speculate", "greedy", batch_size, is_sampled, has_head=True))
     return lines
 
 
@@ -81,7 +85,8 @@ def load_pair(folder: Path, dtype: torch.dtype, num_assistant_tokens: int) -> Pa
         assistant_confidence_threshold=0.0,
     )
     drafting, assisted = ({"assistant_model": model} for model in (draft, fixed_draft))
-    return counted(Pair(target, drafting, assisted, num_assistant_tokens))
+    head = hf_speculate.load_drafter(EAGLE3, target) if folder == PAIR else None
+    return counted(Pair(target, drafting, assisted, num_assistant_tokens, head))
 
 
 def as_pair(models: Models, num_assistant_tokens: int) -> Pair:
@@ -118,7 +123,7 @@ def decode(
         sequences = hf_speculate.generate(
             pair.target,
             **fields,
-            **pair.drafting,
+            **({"assistant_model": pair.head} if method.has_head else pair.drafting),
             verifier=method.mode,
             num_assistant_tokens=pair.num_assistant_tokens,
             num_assistant_tokens_schedule="constant",
@@ -176,7 +181,7 @@ def run_method(
 
 def measure(pair: Pair, batches: dict[int, list[dict[str, Tensor]]], args: argparse.Namespace) -> dict[Method, Tally]:
     """Passes over all methods, each on the next batch of its size, until they or the time are used up; at least one."""
-    lines = methods()
+    lines = methods(pair.head is not None)
     for method in tqdm(lines, desc="warming up", leave=False):
         decode(method, pair, batches[method.batch_size][0], 8, seed=0)
     tallies = {method: Tally() for method in lines}
@@ -253,7 +258,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def load(args: argparse.Namespace) -> tuple[dict[str, Pair], PreTrainedTokenizerBase, list[str]]:
     """The models by dtype, the tokenizer, and the prompts."""
-    num, folder = args.num_assistant_tokens, args.pair or EXAMPLES / "pair"
+    num, folder = args.num_assistant_tokens, args.pair or PAIR
     if args.pair is None and not args.tiny:
         models = load_models(dtype=torch.float32)
         if not models.is_tiny:

@@ -20,10 +20,11 @@ class Method:
     mode: str  # the verifier of hf_speculate
     batch_size: int
     is_sampled: bool
+    has_head: bool = False  # whether an EAGLE-3 head drafts in place of the draft model
 
     @property
     def name(self) -> str:
-        return f"{self.engine}, {self.mode}"
+        return f"{self.engine}, {self.mode}{', EAGLE-3' if self.has_head else ''}"
 
 
 @dataclass

@@ -142,7 +142,7 @@ def test_every_example_says_a_command_that_would_be_accepted(path: Path) -> None
         ("hf-speculate check TARGET --jsn", "No such option"),
         ("hf-speculate generate TARGET text --max-new-tokens many", "a valid integer"),
         ("python examples/dem.py", "no file examples/dem.py"),
-        ("cd examples && python -m medusa.runs", "no module medusa.runs"),
+        ("cd examples && python -m heads.trains", "no module heads.trains"),
         ("cd example", "no folder example"),
         ("HF_HUB_OFFLINE=1 python examples/demo.py --promts 3", "takes no --promts"),
         ("accelerate launch --num_processes 2 -m hf_speculate.tools.cli.main generat TARGET", "no command generat"),
@@ -164,7 +164,7 @@ def test_a_right_command_is_accepted() -> None:
     hf-speculate --debug generate TARGET "def main():" \\
       --draft DRAFT > out.txt
     python -m hf_speculate.tools.cli.main check TARGET --draft DRAFT | python -m json.tool
-    cd examples && python -m medusa.run --prompts 2
+    cd examples && python -m heads.measure --prompts 2
     """
     assert problems_in(dedent(block)) == []
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 MOMENTUM = 0.95
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 NUM_NEWTON_SCHULZ_STEPS = 5
+TABLES = ("embed", "lm_head")
 
 
 def orthogonalize(stack: torch.Tensor) -> torch.Tensor:
@@ -60,12 +61,12 @@ class StackedMuon(torch.optim.Optimizer):
 
 
 class PairOptimizer:
-    """Muon for the layers' matrices and AdamW for embeddings and norms, under one schedule."""
+    """Muon for the layers' matrices, AdamW for embeddings, output matrices and norms, under one schedule."""
 
     def __init__(self, model: PreTrainedModel, matrix_lr: float, vector_lr: float) -> None:
         matrices, vectors = [], []
         for name, param in model.named_parameters():
-            (matrices if param.ndim == 2 and "embed" not in name else vectors).append(param)
+            (matrices if param.ndim == 2 and not any(table in name for table in TABLES) else vectors).append(param)
         adamw = torch.optim.AdamW(vectors, lr=vector_lr, betas=(0.9, 0.95), weight_decay=0.0)
         self.parts = [(StackedMuon(matrices, matrix_lr), matrix_lr), (adamw, vector_lr)]
 

@@ -1,0 +1,76 @@
+"""Runs an EAGLE-3 head over whole texts as it drafts: several steps ahead of every token, at once."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding
+
+from hf_speculate.draft.heads.eagle3 import Eagle3Network
+from hf_speculate.draft.heads.layers import Rotation
+
+
+def rollout(network: Eagle3Network, table: Tensor, ids: Tensor, states: Tensor, num_steps: int) -> list[Tensor]:
+    """The logits of each draft step after every token of a text, with the text's own tokens as drafts.
+
+    The chain of pair i begins with the pairs up to i, whose states are the target's. Step k adds the pair of token i+k
+    with what the head made of the pair before.
+
+    Args:
+        network: of one layer.
+        table: [V, H], the target's embeddings.
+        ids: [R, W] int64.
+        states: [R, W-1, A * H], state i is the target's at token i.
+        num_steps: K.
+
+    Returns:
+        K tensors; number k (from 1) is [R, W-k, Vd], and its column i predicts token i+k+1.
+    """
+    states = network.project(states)  # [R, W-1, H]
+    all_logits: list[Tensor] = []
+    keys: list[Tensor] = []  # by step, [R, heads, W-k, D]
+    values: list[Tensor] = []
+    for step in range(1, num_steps + 1):
+        num = ids.shape[1] - step
+        states, keys, values = states[:, :num], [one[:, :, :num] for one in keys], [one[:, :, :num] for one in values]
+        positions = torch.arange(step - 1, step - 1 + num).expand(len(ids), -1)
+        rotation = network._rotary(positions, states.dtype)
+        states = _layer(network.layers[0], embedding(ids[:, step:], table), states, rotation, keys, values)
+        all_logits.append(network.lm_head(network.norm(states)))
+    return all_logits
+
+
+def _layer(
+    layer: nn.Module, embeddings: Tensor, states: Tensor, rotation: Rotation, keys: list[Tensor], values: list[Tensor]
+) -> Tensor:
+    """[R, N, H] of the newest pair of every chain; its keys and values are appended."""
+    attention, normed = layer.self_attn, layer.hidden_norm(states)
+    pairs = torch.cat([layer.input_layernorm(embeddings), normed], dim=-1)
+    queries = attention.queries(pairs, rotation)  # [R, g * heads, N, D]
+    own_keys, own_values = attention.keys_values(pairs, rotation)
+    keys.append(own_keys)
+    values.append(own_values)
+    attended = attend_chains(queries, keys, values).transpose(1, 2).flatten(2)
+    residual = (normed if layer.norm_before_residual else states) + attention.o_proj(attended)
+    return residual + layer.mlp(layer.post_attention_layernorm(residual))
+
+
+def attend_chains(queries: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+    """Attention of chain i to the first step's pairs up to i, and to its own pair of every later step.
+
+    Args:
+        queries: [R, g * heads, N, D].
+        keys: by step, [R, heads, N, D].
+        values: by step, [R, heads, N, D].
+
+    Returns:
+        [R, g * heads, N, D].
+    """
+    groups, num = queries.shape[1] // keys[0].shape[1], queries.shape[2]
+    keys, values = ([one.repeat_interleave(groups, dim=1) for one in part] for part in (keys, values))
+    hidden = torch.ones(num, num, dtype=torch.bool).triu(1)
+    scores = (queries @ keys[0].transpose(2, 3)).masked_fill(hidden, -torch.inf)  # [R, g * heads, N, N]
+    own = [(queries * one).sum(-1, keepdim=True) for one in keys[1:]]
+    weights = (torch.cat([scores, *own], dim=-1) / queries.shape[-1] ** 0.5).softmax(dim=-1)
+    output = weights[..., :num] @ values[0]
+    for step, one in enumerate(values[1:]):
+        output = output + weights[..., num + step, None] * one
+    return output

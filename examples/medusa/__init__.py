@@ -1,1 +1,0 @@
-"""Medusa heads for the bundled target: trained by a script, used through `generate()`."""
