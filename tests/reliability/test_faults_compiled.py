@@ -15,11 +15,11 @@ from tests.reliability.faults import ERRORS, Fault, put_in
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 
 K = 2
-PLACES = {  # a draft's steps are one compiled unit, so a round runs two of them
+PLACES = {  # a round runs the draft step K times, and the target's forward
     "draft": (1, "tokens were drafted, round 1"),
-    "draft again": (5, "tokens were drafted, round 3"),
-    "target": (2, "the target scored tokens, round 1"),
-    "target again": (6, "the target scored tokens, round 3"),
+    "draft again": (7, "tokens were drafted, round 3"),
+    "target": (3, "the target scored tokens, round 1"),
+    "target again": (9, "the target scored tokens, round 3"),
 }
 
 

@@ -43,7 +43,7 @@ def test_compiled_rounds_are_those_of_eager_ones(target, tmp_path, sampling, run
     assert_equal_ids(eager, ids)
     if not sampling:
         assert_equal_ids(plain, ids)
-    assert {name.partition(" of ")[0] for name, _ in runs} == {"forward", "chain"}
+    assert {name.partition(" of ")[0] for name, _ in runs} == {"forward with (0, 3, 5)", "chain"}
     assert after.compiled == ["target", "draft"]
     assert after.fallbacks == []
     assert after.accepted_per_position == before.accepted_per_position
