@@ -151,6 +151,7 @@ def end_to_end(report: Any, device: Device) -> None:
     """Part 5: tokens per second of every method; all texts must be plain decoding's, which the oracle fixes."""
     models = device.large_pair()
     num_new, repeats = (8, 1) if device.is_dry else (64, 3)
+    stats = hf_speculate.SpeculationStats()
     models.draft.generation_config.update(**CONSTANT, assistant_confidence_threshold=0.0)
     compiled = {"cache_implementation": "static"}
     methods: dict[str, Callable[[dict[str, Tensor]], Tensor]] = {
@@ -159,6 +160,15 @@ def end_to_end(report: Any, device: Device) -> None:
         "ours": lambda inputs: _decode(models, inputs, "model", **CONSTANT, max_new_tokens=num_new),
         "ours, compiled": lambda inputs: _decode(
             models, inputs, "model", **CONSTANT, max_new_tokens=num_new, **compiled
+        ),
+        "ours, graphs": lambda inputs: _decode(
+            models,
+            inputs,
+            "model",
+            **CONSTANT,
+            max_new_tokens=num_new,
+            speculation_graphs="on",
+            speculation_stats=stats,
         ),
         "transformers' assisted": lambda inputs: models.target.generate(
             **inputs, assistant_model=models.draft, max_new_tokens=num_new
@@ -175,6 +185,8 @@ def end_to_end(report: Any, device: Device) -> None:
             elif not (name.startswith("transformers") and batch_size > 1) and report.begins(cell):
                 ours = run(inputs)  # compiles, fills pools
                 report.check(f"{cell}: the text is plain decoding's", bool(torch.equal(ours, expected)), ours.shape[1])
+                if "graphs" in name:
+                    report.check(f"{cell}: from graphs", len(stats.graphed) == 2, stats.fallbacks)
                 seconds = [device.seconds(lambda: run(inputs), 1) for _ in range(repeats)]  # noqa: B023
                 tokens = batch_size * num_new
                 report.cell(what=cell, tokens_per_s=[tokens / one for one in sorted(seconds)])
