@@ -18,6 +18,7 @@ import overhead
 import round_counts
 import scaling
 import suffix
+import throughput
 from _harness import RESULTS, ROOT, markdown, read_results
 from _report import as_table
 
@@ -42,6 +43,7 @@ SECTIONS = (
     Section("Memory", memory.NAME, memory.table),
     Section("Verifiers", "verifiers", as_table),
     Section("Acceptance", "acceptance", acceptance.table),
+    Section("Throughput of a data set", throughput.NAME, throughput.table),
     Section("Drafts without a model", suffix.NAME, suffix.table),
     Section("A draft model and copies together", drafters.NAME, drafters.table),
     Section("Draft heads of real shape", heads.NAME, heads.table),
@@ -49,6 +51,7 @@ SECTIONS = (
 CONSTANT_K = 5  # of the constant schedule that is held to the targets of the default one
 # What bounds a figure that is not reached, by words that it holds; the first that fits.
 BOUNDS = {
+    "refilled rows": "each prompt is read by itself, target and draft, and prepared on the host",
     "never_slower": "trials of a useless draft cost 3 % of a call, beside cells that decode plainly at 1.01 to 1.07",
     "looped over rows": "a batch ends with its slowest row, and verifying 8 rows costs more than a plain step of 8",
     "over transformers' assisted": "nine tenths of a round are forwards, the same ones on both sides",
@@ -238,12 +241,22 @@ def heads_targets(rows: list[Row], where: str) -> list[Target]:
     ]
 
 
+def throughput_targets(rows: list[Row], where: str) -> list[Target]:
+    figure = "refilled rows with speculation over"
+    found = {row["method"]: row["refill_is_faster"]["median"] for row in rows}
+    return [
+        line(f"{figure} {name}{where}", goal, [found[name]] if name in found else [])
+        for name, goal in throughput.TARGETS.items()
+    ]
+
+
 TARGETS = {
     end_to_end.NAME: end_to_end_targets,
     overhead.NAME: overhead_targets,
     never_slower.NAME: never_slower_targets,
     scaling.NAME: scaling_targets,
     memory.NAME: memory_targets,
+    throughput.NAME: throughput_targets,
     suffix.NAME: suffix_targets,
     drafters.NAME: drafters_targets,
     heads.NAME: heads_targets,

@@ -1,0 +1,210 @@
+"""Tokens per second over a set of prompts whose outputs have long-tailed lengths: refilled rows against static batches.
+
+    python benchmarks/throughput.py
+
+Prompts are pieces of Python's standard library in the bundled tokenizer; outputs are greedy and end at a length drawn
+for each prompt from a log-normal distribution, as a stopping criterion in static batches and as the row's limit in
+refilled ones. Refilled rows and static batches decode with and without the bundled draft model; transformers'
+continuous batching (`generate_batch`) decodes without. All methods run in turn in one process.
+
+The bound is what places without a row cost: a static batch runs as many rounds as its slowest row needs.
+"""
+
+import argparse
+import copy
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from _harness import (
+    add_common_arguments,
+    alternate,
+    markdown,
+    parse_common,
+    result_name,
+    spread,
+    write_results,
+)
+from _subjects import PAIR
+from suffix import library_tokens
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, StoppingCriteria, StoppingCriteriaList
+
+import hf_speculate
+from hf_speculate.generation.continuous import ContinuousDecoder, RowPrompt
+
+NAME = "throughput"
+REFILL, STATIC, REFILL_PLAIN, STATIC_PLAIN, PEER = (
+    "refill, speculative",
+    "static, speculative",
+    "refill, plain",
+    "static, plain",
+    "transformers, continuous",
+)
+TARGETS = {STATIC: 1.3, STATIC_PLAIN: 1.5}  # times faster that refilled speculative rows should be at least
+
+
+@hf_speculate.register_row_wise
+class EndsAtItsLength(StoppingCriteria):
+    """Ends each row of a static batch at the length of its prompt.
+
+    Args:
+        lens: new tokens by the first token of the prompt, which no other prompt begins with.
+        prompt_len: of all prompts.
+    """
+
+    def __init__(self, lens: dict[int, int], prompt_len: int):
+        self.ends = torch.zeros(max(lens) + 1, dtype=torch.int64)
+        for token_id, num in lens.items():
+            self.ends[token_id] = prompt_len + num
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        return input_ids.shape[1] >= self.ends.to(input_ids.device)[input_ids[:, 0]]
+
+
+class Source:
+    """Hands out prompts one by one."""
+
+    def __init__(self, prompts: list[RowPrompt]):
+        self._prompts: Iterator[RowPrompt] = iter(prompts)
+
+    def next(self) -> RowPrompt | None:
+        return next(self._prompts, None)
+
+
+class Methods:
+    """The methods over one set of prompts."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
+        load = AutoModelForCausalLM.from_pretrained
+        self.target, self.draft = (load(PAIR / name).to(args.device).eval() for name in ("target", "draft"))
+        random = torch.Generator().manual_seed(0)
+        self.peer_target = copy.deepcopy(self.target)  # its attention changes
+        spans = (args.median_len * torch.exp(args.sigma * torch.randn(args.prompts, generator=random))).tolist()
+        self.lens = [min(max(round(span), 2), args.max_len) for span in spans]
+        ids, size = library_tokens(4 * args.prompts * args.prompt_len), args.prompt_len
+        first_ids = list(dict.fromkeys(token for token in ids if token > 2))[: args.prompts]
+        pieces = [ids[begin : begin + size - 1] for begin in range(0, args.prompts * size, size)]
+        self.prompts = [[first, *piece] for first, piece in zip(first_ids, pieces, strict=True)]
+        self.stats: dict[str, hf_speculate.SpeculationStats] = {}
+        self.num_tokens: dict[str, int] = {}
+
+    def arguments(self, is_speculative: bool) -> dict[str, Any]:
+        """Arguments of `generate()`."""
+        common = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        if not is_speculative:
+            return common
+        return {**common, "assistant_model": self.draft, "num_assistant_tokens": self.args.num_draft_tokens}
+
+    def refill(self, name: str, is_speculative: bool) -> None:
+        """Decode with places that are refilled."""
+        rows = [
+            RowPrompt(ids, arguments={"max_new_tokens": num}) for ids, num in zip(self.prompts, self.lens, strict=True)
+        ]
+        decoder = ContinuousDecoder(self.target, self.args.rows, self.arguments(is_speculative))
+        finished = [result for results in decoder.decode(Source(rows)) for result in results]
+        self.num_tokens[name] = sum(len(result.token_ids) for result in finished)
+        self.stats[name] = decoder.stats
+
+    def static(self, name: str, is_speculative: bool) -> None:
+        """Decode batch by batch."""
+        total, num_tokens, size = hf_speculate.SpeculationStats(), 0, self.args.rows
+        for begin in range(0, len(self.prompts), size):
+            prompts, lens = self.prompts[begin : begin + size], self.lens[begin : begin + size]
+            ends = EndsAtItsLength({ids[0]: num for ids, num in zip(prompts, lens, strict=True)}, self.args.prompt_len)
+            stats = hf_speculate.SpeculationStats()
+            options = self.arguments(is_speculative) | ({"speculation_stats": stats} if is_speculative else {})
+            generate = partial(hf_speculate.generate, self.target) if is_speculative else self.target.generate
+            output = generate(
+                input_ids=torch.tensor(prompts, device=self.args.device),
+                max_new_tokens=max(lens),
+                stopping_criteria=StoppingCriteriaList([ends]),
+                **options,
+            )
+            num_tokens += sum(min(num, output.shape[1] - self.args.prompt_len) for num in lens)
+            total += stats
+        self.num_tokens[name], self.stats[name] = num_tokens, total
+
+    def peer(self) -> None:
+        """Transformers' continuous batching, without speculation."""
+        blocks = ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=256)
+        with self.peer_target.continuous_batching_context_manager(continuous_batching_config=blocks) as manager:
+            for ids, num in zip(self.prompts, self.lens, strict=True):
+                manager.add_request(ids, max_new_tokens=num, eos_token_id=-1)
+            left, num_tokens = len(self.prompts), 0
+            while left:
+                result = manager.get_result(timeout=60)
+                if result is None:
+                    raise RuntimeError("continuous batching must give a result within a minute, got none")
+                if result.is_finished():
+                    left, num_tokens = left - 1, num_tokens + len(result.generated_tokens)
+        self.num_tokens[PEER] = num_tokens
+
+    def calls(self) -> dict[str, Any]:
+        """The methods by name."""
+        calls = {
+            REFILL: partial(self.refill, REFILL, True),
+            STATIC: partial(self.static, STATIC, True),
+            REFILL_PLAIN: partial(self.refill, REFILL_PLAIN, False),
+            STATIC_PLAIN: partial(self.static, STATIC_PLAIN, False),
+        }
+        return calls if self.args.no_peer else {**calls, PEER: self.peer}
+
+    def row(self, name: str, seconds: dict[str, list[float]]) -> dict[str, Any]:
+        """The figures of a method."""
+        stats = self.stats.get(name)
+        num_rounds = stats.num_batch_rounds if stats is not None else 0
+        longest = [max(self.lens[begin : begin + self.args.rows]) for begin in range(0, len(self.lens), self.args.rows)]
+        if name == STATIC_PLAIN:
+            num_rounds = sum(longest)
+        return {
+            "method": name,
+            "tokens": self.num_tokens[name],
+            "tokens_per_s": spread([self.num_tokens[name] / one for one in seconds[name]]),
+            "refill_is_faster": spread(
+                [other / one for one, other in zip(seconds[REFILL], seconds[name], strict=True)]
+            ),
+            "target": TARGETS.get(name),
+            "rounds_of_the_batch": num_rounds or None,
+            "tokens_per_round": self.num_tokens[name] / num_rounds if num_rounds else None,
+            "mean_acceptance_length": stats.mean_acceptance_length if stats is not None and stats.num_rounds else None,
+        }
+
+
+def table(results: dict[str, Any]) -> str:
+    """The figures as a table."""
+    columns = {
+        "method": lambda row: row["method"],
+        "tokens/s": lambda row: f"{row['tokens_per_s']['median']:.0f}",
+        "refill, speculative is faster by": lambda row: row["refill_is_faster"]["median"],
+        "goal": lambda row: row["target"],
+        "rounds": lambda row: row["rounds_of_the_batch"],
+        "tokens per round": lambda row: row["tokens_per_round"],
+        "mean acceptance length": lambda row: row["mean_acceptance_length"],
+    }
+    return markdown(columns, results["rows"])
+
+
+def main() -> None:
+    """Measure and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_common_arguments(parser, repeats=3, limit_s=3600)
+    parser.add_argument("--prompts", type=int, default=200)
+    parser.add_argument("--rows", type=int, default=8, help="rows that are decoded at once")
+    parser.add_argument("--prompt-len", type=int, default=48)
+    parser.add_argument("--median-len", type=float, default=32, help="of the outputs")
+    parser.add_argument("--max-len", type=int, default=384, help="of the outputs")
+    parser.add_argument("--sigma", type=float, default=1.0, help="of the logarithm of the outputs' lengths")
+    parser.add_argument("-k", "--num-draft-tokens", type=int, default=4)
+    parser.add_argument("--no-peer", action="store_true", help="leave transformers' continuous batching out")
+    args = parse_common(parser)
+    methods = Methods(args)
+    seconds = alternate(methods.calls(), args.repeats, NAME)
+    rows = [methods.row(name, seconds) for name in seconds]
+    print(table({"rows": rows}))
+    write_results(result_name(NAME, args.device), args, rows, args.results)
+
+
+if __name__ == "__main__":
+    main()
