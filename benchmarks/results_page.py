@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import acceptance
 import drafters
 import end_to_end
-import heads
 import memory
 import never_slower
 import overhead
@@ -21,6 +20,8 @@ import suffix
 import throughput
 from _harness import RESULTS, ROOT, markdown, read_results
 from _report import as_table
+
+import heads
 
 PAGE = ROOT / "benchmarks" / "RESULTS.md"
 Row = dict[str, Any]
