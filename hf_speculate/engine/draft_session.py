@@ -270,5 +270,9 @@ def _within_room(draft: DraftOut, batch: Batch) -> DraftOut:
         return draft
     if min(room) == max(room):
         return draft._replace(lens=draft.lens.clamp_max(room[0]))
-    most = upload(room, draft.lens.device, draft.lens.dtype)  # [B]
+    if len(set(batch.max_lengths)) == 1:
+        most = (batch.max_lengths[0] - 1 - batch.tokens.row_lens.on_device()).clamp_min_(0)  # [B]
+        most = most.to(draft.lens.device, draft.lens.dtype)
+    else:
+        most = upload(room, draft.lens.device, draft.lens.dtype)
     return draft._replace(lens=torch.minimum(draft.lens, most))

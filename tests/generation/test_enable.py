@@ -366,5 +366,5 @@ def test_every_private_name_that_is_read_is_checked():
     names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr.startswith("_")}
     checked = [private_names._OF_MODELS, private_names._OF_CONFIGS, private_names._OF_GENERATION_CONFIGS]
     checked += [private_names._OF_PREPARED_CONFIGS]
-    of_python_and_torch = {"__name__", "__module__", "__version__", "_forward_pre_hooks"}
+    of_python_and_torch = {"__name__", "__module__", "__version__", "_forward_pre_hooks", "_forward_hooks"}
     assert names - of_python_and_torch == set().union(*checked)

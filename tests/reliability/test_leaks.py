@@ -112,7 +112,7 @@ def test_hundreds_of_short_calls_leave_nothing_that_grows():
 
 
 def test_counting_objects_leaves_none():
-    assert slopes(lambda _: None, 6, 3, 1)["num_objects"] == 0
+    assert slopes(lambda _: None, 6, 3, 1)["num_objects"] <= 0  # below, if objects of earlier tests go
 
 
 @pytest.mark.slow
