@@ -113,7 +113,9 @@ def test_a_round_takes_few_operators_one_wait_and_no_upload(
 def test_a_round_from_graphs_is_a_few_dozen_launches_with_the_forwards(
     half: Any, drafter: str, batch_size: int, most: int
 ) -> None:
-    for one in run(half, drafter, batch_size, speculation_graphs="on", **GREEDY, most=6).steady()[1:]:
+    options = {**GREEDY, "speculation_graphs": "on", "most": 6}
+    run(half, drafter, batch_size, **options)  # captures a graph for each draft length
+    for one in run(half, drafter, batch_size, **options).steady()[1:]:
         assert one.launches["graph"] == (1 + K if drafter == "model" else 1)
         assert one.num_launches <= most, one.launches
         assert one.waits == ["event"]
