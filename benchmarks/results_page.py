@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import acceptance
 import drafters
 import end_to_end
+import hybrids
 import memory
 import never_slower
 import overhead
@@ -48,6 +49,7 @@ SECTIONS = (
     Section("Drafts without a model", suffix.NAME, suffix.table),
     Section("A draft model and copies together", drafters.NAME, drafters.table),
     Section("Draft heads of real shape", heads.NAME, heads.table),
+    Section("Recurrent layers", hybrids.NAME, hybrids.table),
 )
 CONSTANT_K = 5  # of the constant schedule that is held to the targets of the default one
 # What bounds a figure that is not reached, by words that it holds; the first that fits.
