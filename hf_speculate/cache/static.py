@@ -29,6 +29,16 @@ def is_static(cache: object) -> bool:
     )
 
 
+def described(cache: Cache) -> str:
+    """The class of a cache, with what sets it apart from others of the class."""
+    part = _parts(cache)[0]
+    if getattr(part, "offloading", False):
+        return f"an offloaded {type(cache).__name__}"
+    if type(part) is StaticCache:
+        return f"one of {', '.join(sorted({type(layer).__name__ for layer in part.layers}))}"
+    return type(cache).__name__
+
+
 def dynamic_copy(cache: Cache, config: PreTrainedConfig) -> Cache:
     """The states of a static cache in a dynamic one, which never writes to them.
 

@@ -8,7 +8,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.generation.configuration_utils import GenerationMode
 
-from hf_speculate.cache.static import is_static
+from hf_speculate.cache.static import described, is_static
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.vocab_mapping import VocabMapping
 from hf_speculate.errors import ConfigError, UnsupportedGenerationError
@@ -285,10 +285,10 @@ def _check_cache(cache: Any, reason: DraftSource) -> None:
     is_pair = isinstance(cache, EncoderDecoderCache)
     parts = [cache.self_attention_cache, cache.cross_attention_cache] if is_pair else [cache]
     if not is_static(cache) and any(type(part) is not DynamicCache or part.offloading for part in parts):
-        kind = "an offloaded " if getattr(parts[0], "offloading", False) else ""
         raise UnsupportedGenerationError(
-            f"the cache must be a DynamicCache or a StaticCache on one device with {reason.cause}, got "
-            f"{kind}{type(cache).__name__}; pass a DynamicCache, or leave past_key_values and cache_implementation out"
+            "the cache must be a DynamicCache, or a StaticCache of attention layers, on one device with "
+            f"{reason.cause}, got {described(cache)}; pass a DynamicCache, or leave past_key_values and "
+            "cache_implementation out"
         )
 
 

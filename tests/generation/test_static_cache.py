@@ -91,6 +91,14 @@ def test_recurrent_states_are_returned_in_a_static_cache(kind):
             torch.testing.assert_close(getattr(layer, name, None), getattr(expected, name, None), atol=1e-5, rtol=0)
 
 
+def test_a_static_cache_with_recurrent_states_is_refused_by_its_layers():
+    target, draft = pair("qwen3_5")
+    inputs = ragged_prompts(2, seed=1)
+    cache = StaticCache(config=target.config, max_cache_len=ROOM)
+    with pytest.raises(UnsupportedGenerationError, match=r"got one of LinearAttentionLayer, StaticLayer; pass a Dyn"):
+        target.generate(**inputs, **speculative(draft), max_new_tokens=2, past_key_values=cache)
+
+
 def turns(first: dict[str, Any], second: dict[str, Any], kind: str, inputs: dict[str, Tensor]) -> tuple[Tensor, Cache]:
     """Two turns of a chat on one static cache: the text, and the cache."""
     target, _ = pair(kind)
