@@ -19,7 +19,7 @@ _WITHOUT_STATES = ("mlp", "moe")
 
 
 class SteppedModel(NamedTuple):
-    """The mixers of a model, each with the protocol of its class."""
+    """The mixers of a model, each with its protocol."""
 
     mixers: Sequence[tuple[Mixer, StepProtocol]]
     obstacle: str  # why their states cannot be rolled back; empty if they can
@@ -39,7 +39,7 @@ def stepped_model(model: PreTrainedModel, cache: Cache) -> SteppedModel:
     """
     types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or []
     found: list[tuple[Mixer, StepProtocol]] = []
-    by_class: dict[type[nn.Module], StepProtocol | str] = {}
+    protocols: dict[Any, StepProtocol | str] = {}
     mixers = _mixers_by_layer(model)
     for index, layer in enumerate(cache.layers):
         is_empty = index < len(types) and types[index] in _WITHOUT_STATES
@@ -47,13 +47,13 @@ def stepped_model(model: PreTrainedModel, cache: Cache) -> SteppedModel:
             continue
         num_before = len(found)
         for mixer in mixers[index]:
-            kind = type(mixer.module)
             if "forward" in vars(mixer.module):
-                return _unserved(kind, "has a replaced forward (accelerate moves its weights, or a kernel runs it)")
-            protocol = by_class[kind] if kind in by_class else probed(mixer, layer.number_of_states)
-            by_class[kind] = protocol
+                return _unserved(mixer, "has a replaced forward (accelerate moves its weights, or a kernel runs it)")
+            kind = type(mixer.module), _numbers_of(mixer.module)
+            protocol = protocols.get(kind) or probed(mixer, layer.number_of_states)
+            protocols[kind] = protocol
             if isinstance(protocol, str):
-                return _unserved(kind, protocol)
+                return _unserved(mixer, protocol)
             if protocol.slots:
                 found.append((mixer, protocol))
         if len(found) == num_before:
@@ -104,5 +104,12 @@ def _mixers_by_layer(model: PreTrainedModel) -> dict[int, list[Mixer]]:
     return found
 
 
-def _unserved(kind: type[nn.Module], why: str) -> SteppedModel:
-    return SteppedModel([], f"whose {kind.__name__} {why}")
+def _numbers_of(module: nn.Module) -> tuple[tuple[str, int], ...]:
+    """Sizes, flags and the index of its state in the cache layer; modules of one class share a protocol if equal."""
+    return tuple(
+        (name, value) for name, value in vars(module).items() if isinstance(value, int) and name != "layer_idx"
+    )
+
+
+def _unserved(mixer: Mixer, why: str) -> SteppedModel:
+    return SteppedModel([], f"whose {type(mixer.module).__name__} {why}")

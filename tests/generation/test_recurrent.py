@@ -121,6 +121,16 @@ def test_rows_move_in_lock_step_where_attention_counts_columns():
     assert stats.lock_step
 
 
+def test_rows_of_a_draft_whose_modules_of_one_class_write_several_states():
+    """Inkling's layers hold four convolutions; the draft model's rows pass over tokens that they hold already."""
+    if "inkling" not in RECURRENT_KINDS:
+        pytest.skip("transformers has no Inkling")
+    inputs = ragged_prompts(3, seed=1)
+    plain = target_of("inkling").generate(**inputs, max_new_tokens=8)
+    own = {"assistant_model": draft_of("inkling"), "num_assistant_tokens": 3}
+    assert_equal_ids(plain, target_of("inkling").generate(**inputs, max_new_tokens=8, **own))
+
+
 @pytest.mark.parametrize("kind", ["qwen3_5", "mamba"])
 def test_an_unknown_class_is_compared_with_plain_decoding_and_no_hook_stays(kind):
     model = make_model(kind)
