@@ -258,6 +258,10 @@ class DraftSession:
         rows = zip(keep, self._num_seen, batch.prompt_lens, batch.is_finished, strict=True)
         keep = [max(num, min(seen, prompt)) if is_finished else num for num, seen, prompt, is_finished in rows]
         if self.kv_cache is not None:
+            if any(num < prompt for num, prompt in zip(keep, batch.prompt_lens, strict=True)):
+                # padding stays too: a row shorter than the query reads some of its padding as text
+                held = zip(keep, self._num_seen, self.kv_cache.get_lens().tolist(), strict=True)
+                keep = [max(num, seen - num_real) for num, seen, num_real in held]
             drops = [seen - num for seen, num in zip(self._num_seen, keep, strict=True)]
             self.kv_cache.crop(drops, batch.tokens.row_lens)
         self._num_seen = keep

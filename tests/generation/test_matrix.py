@@ -88,6 +88,12 @@ def test_the_rows_hold_every_pair_that_is_not_refused() -> None:
     assert held == pairs_of(AXES, EXCLUDED), "run python -m tests.pairs"
 
 
+def test_a_row_without_tokens_follows_a_draft_model_that_missed_several() -> None:
+    """Rows that copied made the draft model lag behind by more tokens than the row without a prompt has."""
+    case = Case(family="ctrl", batch_size=3, padding="empty row", drafter="model and lookup", noise=10.0)
+    assert run_case(case).kind == "equal"
+
+
 @pytest.mark.parametrize("pair", EXCLUDED, ids=str)
 def test_what_the_rows_leave_out_is_refused(pair: Any) -> None:
     plainest = {name: values[0] for name, values in AXES.items()} | {"batch": "2" if "padding" in pair[0] else "1"}
