@@ -81,7 +81,7 @@ class SpeculativeDecoder:
         self.verification.commit(draft, trimmed)
         self.drafts.commit(batch, draft, scored, verified, trimmed)
         self._observe(batch, was_live, num_draft_tokens, draft, scored, verified, trimmed)
-        self._drop_finished_rows(batch)
+        self.drop_finished_rows(batch)
         return True
 
     @contextmanager
@@ -108,7 +108,7 @@ class SpeculativeDecoder:
         was_live = batch.commit(verified, trimmed)
         self.draft_length.begin(self.clock.prefill_s, self.target.num_read, self.drafts.num_unread(batch))
         self._observe(batch, was_live, 0, draft, scored, verified, trimmed)
-        self._drop_finished_rows(batch)
+        self.drop_finished_rows(batch)
 
     def _observe(
         self,
@@ -141,7 +141,7 @@ class SpeculativeDecoder:
             observer.on_round(record)
         self.clock.enter(Stage.COMMIT)
 
-    def _drop_finished_rows(self, batch: Batch) -> None:
+    def drop_finished_rows(self, batch: Batch) -> None:
         """Remove finished rows from the batch, unless they must stay or all rows are finished."""
         if self.keeps_rows or not any(batch.is_finished) or all(batch.is_finished):
             return

@@ -1,5 +1,6 @@
 """Running batch: rows join it once they have read their prompts, and leave it one by one."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from hf_speculate.engine.batch import Batch
@@ -76,6 +77,17 @@ class RunningBatch:
         self._decoder.clock.enter(None)
         left = set(self.row_ids)
         return [self._finished(row_id) for row_id in before if row_id not in left]
+
+    def new_ids(self, row_id: int) -> list[int]:
+        """The new tokens of a row, not copied."""
+        return self._decoder.output.new_ids[row_id]
+
+    def cancel(self, row_ids: Sequence[int]) -> list[FinishedRow]:
+        """Remove rows between two rounds."""
+        flags = zip(self._batch.row_ids, self._batch.is_finished, strict=True)
+        self._batch.is_finished = [row_id in row_ids or is_finished for row_id, is_finished in flags]
+        self._decoder.drop_finished_rows(self._batch)
+        return [self._finished(row_id) for row_id in row_ids]
 
     def _finished(self, row_id: int) -> FinishedRow:
         (num_rounds, num_drafted, num_accepted), error = self._rows.take(row_id)

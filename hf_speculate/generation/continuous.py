@@ -19,6 +19,7 @@ from hf_speculate.stats import SpeculationStats
 from hf_speculate.types import StageSeconds
 
 _MOST_PADDING = 1.25  # padded over real tokens of prompts that are read together
+_Kind = tuple[bool, str]  # whether a running batch samples, and with which verifier
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,10 @@ class RowSource(Protocol):
 
 
 class RowResult(NamedTuple):
-    """A finished row."""
+    """A finished row; a cancelled one has the tokens that it had.
+
+    After an error in a batch, its rows are decoded again one by one, to find the row that fails.
+    """
 
     prompt: RowPrompt
     token_ids: list[int]  # new tokens, up to the row's stop
@@ -61,7 +65,8 @@ class ContinuousDecoder:
     """Decodes prompts of a source in a batch whose rows are refilled as they finish.
 
     A row gets the tokens that its prompt gets alone: greedy ones, and with a fixed draft length also those sampled with
-    its seed. A row that fails ends alone, with its error in the result.
+    its seed. A row that fails ends alone, with its error in the result. Rows whose arguments choose another verifier,
+    such as greedy ones among sampled ones, run in a batch of their own; the batches take turns, round by round.
 
     Args:
         model: the target, enabled or not.
@@ -70,6 +75,9 @@ class ContinuousDecoder:
         pad_token_id: pads prompts that are read together.
         stats: of all rows; written to.
         on_begin: called with prompts before they are read.
+        on_tokens: called after each round with the prompt of each row that goes on, and all of its new tokens; a row
+            for which it returns False is cancelled. The tokens begin anew if a row is decoded again, see `RowResult`.
+        ends_rows: whether wrong arguments and a lack of memory end the row, too, instead of the run.
     """
 
     def __init__(
@@ -80,15 +88,17 @@ class ContinuousDecoder:
         pad_token_id: int = 0,
         stats: SpeculationStats | None = None,
         on_begin: Callable[[Sequence[RowPrompt]], object] | None = None,
+        on_tokens: Callable[[RowPrompt, Sequence[int]], bool] | None = None,
+        ends_rows: bool = False,
     ):
         self.stats = stats or SpeculationStats()
         self._model, self._num_rows, self._pad_token_id = model, num_rows, pad_token_id
         self._arguments = dict(arguments)
         self._clock = StageClock()
-        self._running: RunningBatch | None = None
+        self._running: dict[_Kind, RunningBatch] = {}
         self._prompts: dict[int, RowPrompt] = {}  # of the rows that are not finished
         self._num_begun = 0
-        self._on_begin = on_begin
+        self._on_begin, self._on_tokens, self._ends_rows = on_begin, on_tokens, ends_rows
         self._suffix_store: SuffixStore | None = None
 
     @property
@@ -114,26 +124,38 @@ class ContinuousDecoder:
         with folded_attention_for(models):
             while True:
                 finished = self._admit(source)
-                if self._running is not None:
-                    finished += self._step(self._running)
-                elif not finished:
+                if not self._running and not finished:
                     return
+                finished += self._step()
                 if finished:
                     yield finished
 
-    def _step(self, running: RunningBatch) -> list[RowResult]:
-        """One round of the running batch."""
+    def _step(self) -> list[RowResult]:
+        """One round of each running batch."""
+        return [result for kind in list(self._running) for result in self._step_of(kind)]
+
+    def _step_of(self, kind: _Kind) -> list[RowResult]:
+        running = self._running[kind]
         try:
             with torch.no_grad(), self._clock:
                 finished = running.decode_round()
         except Exception as error:
-            if not _ends_a_row(error):
+            if not self._ends_a_row(error):
                 raise
-            self._running = None
-            return self._isolate(list(self._prompts), error)
+            del self._running[kind]
+            return self._isolate(error)
+        finished += self._cancelled(running)
         if not running.row_ids:
-            self._running = None
+            del self._running[kind]
         return [self._result(row) for row in finished]
+
+    def _cancelled(self, running: RunningBatch) -> list[FinishedRow]:
+        """Hand on the new tokens of rows; the rows that are cancelled."""
+        on_tokens, prompts = self._on_tokens, self._prompts
+        if on_tokens is None:
+            return []
+        ids = running.row_ids
+        return running.cancel([one for one in ids if not on_tokens(prompts[one], running.new_ids(one))])
 
     def _admit(self, source: RowSource) -> list[RowResult]:
         """Have free rows read the next prompts; the rows that are finished by then."""
@@ -152,22 +174,23 @@ class ContinuousDecoder:
 
     def _begin(self, prompts: Sequence[RowPrompt]) -> list[RowResult]:
         """Have prompts read together; the rows that are finished by then."""
-        prepared = self._prepare(prompts)
-        obstacle = join_obstacle(prepared.decoder, prepared.call, prepared.stats)
-        if obstacle:
-            raise UnsupportedGenerationError(f"rows must be able to join others, got {obstacle}; use static batches")
-        row_ids = prepared.call.row_ids
-        self._prompts |= dict(zip(row_ids, prompts, strict=True))
+        self._prompts |= dict(enumerate(prompts, self._num_begun))
         try:
+            prepared = self._prepare(prompts)
+            obstacle = join_obstacle(prepared.decoder, prepared.call, prepared.stats)
+            if obstacle:
+                raise UnsupportedGenerationError(
+                    f"rows must be able to join others, got {obstacle}; use static batches"
+                )
             finished = self._read(prepared)
         except Exception as error:
-            if not _ends_a_row(error):
+            if not self._ends_a_row(error):
                 raise
-            return self._isolate(row_ids, error)
+            return self._isolate(error)
         return [self._result(row) for row in finished]
 
     def _read(self, prepared: Prepared) -> list[FinishedRow]:
-        """Read prompts, and let the rows that go on join the running batch."""
+        """Read prompts, and let the rows that go on join a running batch."""
         decoder, batch, call = prepared.decoder, prepared.batch, prepared.call
         with torch.no_grad(), decoder.clock:
             decoder.prefill(batch)
@@ -177,10 +200,13 @@ class ContinuousDecoder:
             if len(ended) < len(call.row_ids):
                 decoder.clock.enter(Stage.DRAFT)
                 decoder.drafts.read_ahead(batch)
-                if self._running is None:
-                    self._running = RunningBatch(decoder, batch, self.stats, self._clock, call.do_sample)
+                kind = call.do_sample, prepared.stats.verifier
+                running = self._running.pop(kind, None)  # an error leaves it half joined
+                if running is None:
+                    running = RunningBatch(decoder, batch, self.stats, self._clock, call.do_sample)
                 else:
-                    self._running.join(decoder, batch)
+                    running.join(decoder, batch)
+                self._running[kind] = running
             decoder.clock.enter(None)
         self._count(prepared, decoder.clock.lap())
         return finished
@@ -194,25 +220,32 @@ class ContinuousDecoder:
             stats.plan, stats.verifier, stats.cache = read.plan, read.verifier, read.cache
             stats.fallbacks = list(read.fallbacks)
 
-    def _isolate(self, row_ids: Sequence[int], error: Exception) -> list[RowResult]:
-        """Decode rows from their beginning, one by one, after an error among them; a row that fails again has its own.
+    def _isolate(self, error: Exception) -> list[RowResult]:
+        """Decode the rows that are in no running batch from their beginning, one by one, after an error among them.
 
-        Args:
-            row_ids: of rows in no running batch.
-            error: among these rows.
+        A row that fails again has its own error.
         """
-        prompts = [self._prompts.pop(row_id) for row_id in row_ids]
+        running = {row_id for batch in self._running.values() for row_id in batch.row_ids}
+        prompts = [self._prompts.pop(row_id) for row_id in sorted(set(self._prompts) - running)]
         if len(prompts) == 1:
             return [RowResult(prompts[0], [], 0, 0, 0, error)]
         others = self._running, self._prompts
-        self._running, self._prompts = None, {}
+        self._running, self._prompts = {}, {}
         results: list[RowResult] = []
         for prompt in prompts:
             results += self._begin([prompt])
-            while self._running is not None:
-                results += self._step(self._running)
+            while self._running:
+                results += self._step()
         self._running, self._prompts = others
         return results
+
+    def _ends_a_row(self, error: Exception) -> bool:
+        """Whether an error is a row's own: not a wrong argument, nor a lack of memory, unless these end rows too."""
+        if self._ends_rows:
+            return True
+        if isinstance(error, torch.OutOfMemoryError):
+            return False
+        return isinstance(error, BadLogitsError) or not isinstance(error, SpeculateError)
 
     def _result(self, row: FinishedRow) -> RowResult:
         if self._suffix_store is not None and row.error is None:
@@ -259,10 +292,3 @@ def _fits(group: Sequence[RowPrompt], prompt: RowPrompt) -> bool:
     has_seed = prompt.seed is None, group[0].seed is None
     is_alike = dict(group[0].arguments) == dict(prompt.arguments) and has_seed[0] == has_seed[1]
     return is_alike and max(lens) * len(lens) <= _MOST_PADDING * sum(lens)
-
-
-def _ends_a_row(error: Exception) -> bool:
-    """Whether an error is a row's own: not a wrong argument, nor a lack of memory."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return False
-    return isinstance(error, BadLogitsError) or not isinstance(error, SpeculateError)

@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -48,9 +49,9 @@ def alone(target, prompt, **options):
     return output[0, ids.shape[1] :].tolist()
 
 
-def decoded(target, prompts, num_rows=NUM_ROWS, **options):
+def decoded(target, prompts, num_rows=NUM_ROWS, on_tokens=None, **options):
     """The results by key, and the decoder."""
-    decoder = ContinuousDecoder(target, num_rows, options)
+    decoder = ContinuousDecoder(target, num_rows, options, on_tokens=on_tokens)
     results = {one.prompt.key: one for finished in decoder.decode(Prompts(prompts)) for one in finished}
     assert set(results) == {prompt.key for prompt in prompts}
     return results, decoder
@@ -99,6 +100,26 @@ def test_sampled_rows_are_as_alone_also_with_settings_of_their_own(source, verif
     for prompt in prompts:
         assert results[prompt.key].token_ids == alone(target, prompt, **options), prompt.key
     assert any(result.num_accepted for result in results.values())
+
+
+def test_greedy_rows_among_sampled_ones_are_as_alone_and_cancelled_rows_leave():
+    target, draft = pair("llama")
+    samples = {"do_sample": True, "verifier": "coupled"}
+    prompts = [replace(one, arguments=one.arguments | samples) if one.key % 3 else one for one in make_prompts(9)]
+    seen = {}
+
+    def on_tokens(prompt, token_ids):
+        assert list(token_ids[: len(seen.get(prompt.key, []))]) == seen.get(prompt.key, [])
+        seen[prompt.key] = list(token_ids)
+        return prompt.key != 2 or len(token_ids) < 9
+
+    results, decoder = decoded(target, prompts, on_tokens=on_tokens, **sources(draft)["model"])
+    for prompt in prompts:
+        whole, ids = alone(target, prompt, **sources(draft)["model"]), results[prompt.key].token_ids
+        assert ids == (whole[: len(ids)] if prompt.key == 2 else whole), prompt.key
+    assert 9 <= len(results[2].token_ids) < 13
+    assert seen[2] == results[2].token_ids
+    assert decoder.num_live == 0
 
 
 def test_counts_of_rows_sum_up_to_the_statistics():
