@@ -120,6 +120,7 @@ EXTRAS = [
     "httpx",
     "kernels",
     "matplotlib",
+    "openai",
     "outlines_core",
     "pandas",
     "peft",

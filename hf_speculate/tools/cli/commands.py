@@ -158,6 +158,10 @@ def check(models: Models, as_json: AsJson = False, output: Output = None) -> int
 def serve(
     models: Models,
     drafting: Drafting,
+    rows: Annotated[int, typer.Option("--rows", min=1, help="Requests that are decoded at once.")] = 8,
+    max_queued: Annotated[
+        int, typer.Option("--max-queued", min=0, help="Requests that wait for a row; further ones get status 429.")
+    ] = 64,
     host: Annotated[
         str, typer.Option("--host", help="Address to listen on. There is no authentication: 0.0.0.0 opens it to all.")
     ] = "127.0.0.1",
@@ -166,11 +170,11 @@ def serve(
         str | None, typer.Option("--served-model-name", help="Name in requests. [dim]\\[default: TARGET][/dim]")
     ] = None,
 ) -> int:
-    """Answer requests in OpenAI's format over HTTP, one at a time.
+    """Answer requests in OpenAI's format over HTTP, several at once.
 
     Endpoints: /v1/chat/completions, /v1/completions, /v1/models, /health. Sampling settings come with each request.
     """
-    return int(_program("serve").run(models, drafting, host, port, name))
+    return int(_program("serve").run(models, drafting, rows, max_queued, host, port, name))
 
 
 COMMANDS = (generate, chat, serve, batch, bench, tune, check)

@@ -14,15 +14,20 @@ from hf_speculate.tools.cli.options import Drafting, Generation, Models, Specula
 from hf_speculate.tools.server.engine import Engine
 
 EXTRA = "serve"
+_GRACE_S = 10  # that requests in flight have after Ctrl-C
 
 
-def run(models: Models, drafting: Drafting, host: str, port: int, name: str | None) -> int:
+def run(
+    models: Models, drafting: Drafting, num_rows: int, max_queued: int, host: str, port: int, name: str | None
+) -> int:
     """Serve a pair until Ctrl-C."""
     options = decoding_of(Generation(), Speculation(drafting.num_assistant_tokens, drafting.lookup)).fields
 
     def load() -> Engine:
         pair = load_pair(models, notes())
-        return Engine(pair.target, pair.tokenizer, name or models.target, pair.arguments | options)
+        return Engine(
+            pair.target, pair.tokenizer, name or models.target, pair.arguments | options, num_rows, max_queued
+        )
 
     return serve(load, host, port)
 
@@ -36,12 +41,18 @@ def serve(load: Callable[[], Engine], host: str, port: int) -> int:
     with _listen(host, port) as listener:
         engine = load()
         address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
-        notes().print(f"serving {engine.name} on {address}/v1; Ctrl-C stops", markup=False, soft_wrap=True)
-        server = uvicorn.Server(uvicorn.Config(app.make_app(engine), log_level="warning"))
+        rows = f"{engine.num_rows} requests at once" if engine.num_rows > 1 else "one request at a time"
+        reason = f" ({engine.obstacle})" if engine.obstacle else ""
+        line = f"serving {engine.name} on {address}/v1, {rows}{reason}; Ctrl-C stops"
+        notes().print(line, markup=False, soft_wrap=True)
+        options = {"log_level": "warning", "timeout_graceful_shutdown": _GRACE_S}
+        server = uvicorn.Server(uvicorn.Config(app.make_app(engine), **options))
         try:
             server.run(sockets=[listener])
         except KeyboardInterrupt:
             notes().print("stopped", markup=False)
+        finally:
+            engine.close()
     return OK
 
 

@@ -1,10 +1,11 @@
 """FastAPI application with OpenAI's endpoints over an engine."""
 
+import asyncio
 import json
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from typing import Any, NamedTuple
 
 from fastapi import FastAPI, Request
@@ -12,13 +13,12 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 
-from hf_speculate.errors import SpeculateError
 from hf_speculate.tools.server.engine import DecodeRequest, DecodeResult, Engine
+from hf_speculate.tools.server.errors import RequestError
 from hf_speculate.tools.server.schemas import (
     NEUTRAL,
     ChatRequest,
     CompletionRequest,
-    RequestError,
     check_model,
     decode_request,
 )
@@ -58,13 +58,19 @@ _COMPLETION = _Form("cmpl", "text_completion", "text_completion", _completion_ch
 
 
 def make_app(engine: Engine) -> FastAPI:
-    """Routes and error handlers over an engine."""
-    app = FastAPI(title="hf_speculate")
+    """Routes and error handlers over an engine, which is closed with the application."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(engine.close)
+
+    app = FastAPI(title="hf_speculate", lifespan=lifespan)
     model = {"id": engine.name, "object": "model", "created": int(time.time()), "owned_by": "hf_speculate"}
 
     @app.get("/health")
-    async def health() -> dict[str, str]:
-        return {"status": "ok"}
+    async def health() -> dict[str, Any]:
+        return {"status": "ok", "running": engine.num_running, "waiting": engine.num_waiting}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -130,9 +136,13 @@ async def _events(
         for delta in form.first_deltas:
             yield event(delta)
         piece: str | DecodeResult | None = first
-        while isinstance(piece, str):
-            yield event(form.delta_of(piece, None))
-            piece = await anext(answer, None)
+        try:
+            while isinstance(piece, str):
+                yield event(form.delta_of(piece, None))
+                piece = await anext(answer, None)
+        except RequestError as error:  # the status is sent already
+            yield f"data: {json.dumps(_error_body(error))}\n\n"
+            return
         if piece is None:
             return
         yield event(form.delta_of("", piece.finish_reason))
@@ -143,30 +153,34 @@ async def _events(
 
 def _usage(request: DecodeRequest, result: DecodeResult) -> dict[str, Any]:
     """OpenAI's counts, and statistics of speculative decoding."""
-    num_prompt, num_new, stats = len(request.token_ids), result.num_new_tokens, result.stats
+    num_prompt, num_new = len(request.token_ids), result.num_new_tokens
+    num_in_rounds = num_new - 1  # the first token follows the prompt
     speculation = {
-        "rounds": stats.num_rounds,
-        "acceptance_rate": round(stats.acceptance_rate, 4),
-        "mean_acceptance_length": round(stats.mean_acceptance_length, 4),
+        "rounds": result.num_rounds,
+        "acceptance_rate": round(result.num_accepted / max(result.num_drafted, 1), 4),
+        "mean_acceptance_length": round(num_in_rounds / max(result.num_rounds, 1), 4),
     }
     counts = {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
     return {**counts, "speculation": speculation}
 
 
+def _error_body(error: RequestError) -> dict[str, Any]:
+    """An error in OpenAI's form."""
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    kind = "rate_limit_error" if error.status == 429 else kind
+    return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
+
+
 def _handle_errors(app: FastAPI) -> None:
     """Answer errors in OpenAI's form."""
 
-    def response(status: int, message: str, param: str | None = None, code: str | None = None) -> JSONResponse:
-        kind = "invalid_request_error" if status < 500 else "server_error"
-        return JSONResponse({"error": {"message": message, "type": kind, "param": param, "code": code}}, status)
+    def response(error: RequestError) -> JSONResponse:
+        headers = {"Retry-After": "1"} if error.status == 429 else None
+        return JSONResponse(_error_body(error), error.status, headers)
 
     @app.exception_handler(RequestError)
-    async def not_supported(_: Request, error: RequestError) -> JSONResponse:
-        return response(error.status, str(error), error.param, error.code)
-
-    @app.exception_handler(SpeculateError)
-    async def not_decoded(_: Request, error: SpeculateError) -> JSONResponse:
-        return response(400, str(error))
+    async def not_answered(_: Request, error: RequestError) -> JSONResponse:
+        return response(error)
 
     @app.exception_handler(RequestValidationError)
     async def not_valid(_: Request, error: RequestValidationError) -> JSONResponse:
@@ -176,12 +190,12 @@ def _handle_errors(app: FastAPI) -> None:
         if first["type"] == "extra_forbidden" and param in NEUTRAL:
             values = " or ".join(map(json.dumps, NEUTRAL[param]))
             message = f"{param} must be {values}, got {json.dumps(first['input'])}; other values are not supported"
-        return response(400, message, param or None)
+        return response(RequestError(message, param or None))
 
     @app.exception_handler(HTTPException)
     async def not_found(_: Request, error: HTTPException) -> JSONResponse:
-        return response(error.status_code, str(error.detail))
+        return response(RequestError(str(error.detail), status=error.status_code))
 
     @app.exception_handler(Exception)
     async def failed(_: Request, error: Exception) -> JSONResponse:
-        return response(500, f"{type(error).__name__}: {error}")
+        return response(RequestError(f"{type(error).__name__}: {error}", status=500))

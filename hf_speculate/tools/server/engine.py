@@ -1,110 +1,265 @@
-"""Decodes requests in a worker thread, one at a time."""
+"""Engine: a queue of requests in front of one decoder, which runs in a thread of its own."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
+import logging
+import secrets
+import threading
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
-import torch
-from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_speculate.processors.registry import register_row_wise
-from hf_speculate.stats import SpeculationStats
+from hf_speculate.errors import BadLogitsError, SpeculateError
+from hf_speculate.generation.continuous import ContinuousDecoder, RowPrompt, RowResult
+from hf_speculate.tools.server.errors import RequestError
+from hf_speculate.tools.server.one_by_one import OneByOneDecoder
 from hf_speculate.tools.server.text_stream import TextStream
 
+LOGGER = logging.getLogger("hf_speculate")
 _POLL_S = 0.2  # between two checks for a client that has left, while no text comes
 
 
 class DecodeRequest(NamedTuple):
-    """A prompt, the strings that end its text, and arguments of `generate()`."""
+    """A prompt, the strings that end its text, arguments of `generate()`, and the seed of the row if it is given."""
 
     token_ids: list[int]
     stop_strings: list[str]
     options: dict[str, Any]
+    seed: int | None
 
 
 class DecodeResult(NamedTuple):
-    """Why a text ended, with its length and statistics."""
+    """Why a text ended, with its length and counts of its rounds."""
 
     finish_reason: Literal["stop", "length"]
     num_new_tokens: int
-    stats: SpeculationStats
-
-
-class _Cancelled(StoppingCriteria):
-    """Ends a generation whose client has left."""
-
-    def __init__(self) -> None:
-        self.is_set = False
-
-    def __call__(self, input_ids: Tensor, scores: object, **kwargs: Any) -> Tensor:
-        return torch.full((input_ids.shape[0],), self.is_set, device=input_ids.device)
-
-
-register_row_wise(_Cancelled)
+    num_rounds: int
+    num_drafted: int
+    num_accepted: int
 
 
 class Engine:
-    """Decodes one request at a time.
+    """Decodes up to `num_rows` requests at once; a finished row's place is given to the next request.
+
+    Requests are decoded one by one with `num_rows=1`, and if `obstacle` is not empty.
 
     Args:
         target: an enabled model.
         tokenizer: the target's.
         name: under which the target is served.
-        options: arguments of every call of `generate()`, such as the draft model.
+        options: arguments of `generate()` for all requests, such as the draft model.
+        num_rows: requests that are decoded at once, >= 1.
+        max_queued: requests that wait for a row at most, >= 0.
+
+    Raises:
+        SpeculateError: the target cannot be decoded with the options.
     """
 
-    def __init__(self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, options: dict[str, Any]):
-        self.target, self.tokenizer, self.name, self.options = target, tokenizer, name, options
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        name: str,
+        options: dict[str, Any],
+        num_rows: int = 8,
+        max_queued: int = 64,
+    ):
+        self.target, self.tokenizer, self.name = target, tokenizer, name
         self.max_length: int | None = getattr(target.config.get_text_config(), "max_position_embeddings", None)
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="generate")
+        self.max_queued = max_queued
+        self.options = dict(options)
+        self.num_rows = num_rows
+        self.obstacle = _obstacle(self._refilling()) if num_rows > 1 else ""
+        """Why requests are decoded one by one; empty if they are not, or if that is asked for."""
+        if self.obstacle:
+            self.num_rows = 1
+        self._decoder = self._make_decoder()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="decode")
+        self._lock = threading.RLock()  # guards what follows
+        self._open: set[_Answer] = set()
+        self._waiting: deque[_Answer] = deque()
+        self._is_decoding = self._is_closed = False
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a row."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Requests in flight."""
+        return len(self._open) - len(self._waiting)
 
     async def stream(
         self, request: DecodeRequest, is_gone: Callable[[], Awaitable[bool]]
     ) -> AsyncGenerator[str | DecodeResult, None]:
-        """Yield pieces of the text, then the result; closing the iterator ends the generation.
+        """Yield pieces of the text, then the result; closing the iterator frees the request's row.
 
         Args:
-            request: waits until earlier requests are finished.
+            request: to decode.
             is_gone: whether the client has left; the iterator then ends without a result.
+
+        Raises:
+            RequestError: the queue is full, or the request fails.
         """
-        loop, cancelled = asyncio.get_running_loop(), _Cancelled()
-        queue: asyncio.Queue[str | None] = asyncio.Queue()
-
-        def on_text(piece: str) -> None:
-            loop.call_soon_threadsafe(queue.put_nowait, piece)
-
-        task = loop.run_in_executor(self._worker, self._decode, request, on_text, cancelled)
-        task.add_done_callback(lambda _: queue.put_nowait(None))
+        answer = self._submit(request)
+        text, num_read = TextStream(self.tokenizer, request.stop_strings), 0
         try:
             while not await is_gone():
                 try:
-                    piece = await asyncio.wait_for(queue.get(), _POLL_S)
+                    new = await asyncio.wait_for(answer.queue.get(), _POLL_S)
                 except TimeoutError:
                     continue
-                if piece is None:
-                    yield await task
+                if isinstance(new, RequestError):
+                    raise new
+                if isinstance(new, RowResult):
+                    if new.error is not None:
+                        raise _request_error(new.error)
+                    if piece := text.add(new.token_ids[num_read:]) + text.end():
+                        yield piece
+                    yield self._result(new, text.is_cut)
                     return
-                yield piece
+                num_read += len(new)
+                if piece := text.add(new):
+                    yield piece
         finally:
-            cancelled.is_set = True
+            self._leave(answer)
 
-    def _decode(self, request: DecodeRequest, on_text: Callable[[str], None], cancelled: _Cancelled) -> DecodeResult:
-        stats, text = SpeculationStats(), TextStream(self.tokenizer, request.stop_strings, on_text)
-        if cancelled.is_set:
-            return DecodeResult("stop", 0, stats)
-        input_ids = torch.tensor([request.token_ids], device=self.target.device)  # [1, T]
-        stops = {"stop_strings": request.stop_strings, "tokenizer": self.tokenizer} if request.stop_strings else {}
-        output: Any = self.target.generate(  # type: ignore[operator]
-            input_ids,
-            attention_mask=torch.ones_like(input_ids),
-            **(self.options | request.options | stops),
-            streamer=text,
-            stopping_criteria=[cancelled],
-            speculation_stats=stats,
+    def close(self) -> None:
+        """End all requests, and wait for the decoder's thread."""
+        with self._lock:
+            self._is_closed = True
+            self._end_all(_closing())
+        self._thread.shutdown()
+
+    def next(self) -> RowPrompt | None:
+        """See `RowSource.next`; called by the decoder."""
+        with self._lock:
+            return self._waiting.popleft().prompt if self._waiting else None
+
+    def _make_decoder(self) -> ContinuousDecoder | OneByOneDecoder:
+        return self._refilling() if self.num_rows > 1 else OneByOneDecoder(self.target, self.options, _add_tokens)
+
+    def _refilling(self) -> ContinuousDecoder:
+        pad_id = int(self.tokenizer.pad_token_id or 0)
+        return ContinuousDecoder(
+            self.target, self.num_rows, self.options, pad_id, on_tokens=_add_tokens, ends_rows=True
         )
-        new_ids = output[0, len(request.token_ids) :].tolist()
+
+    def _submit(self, request: DecodeRequest) -> "_Answer":
+        with self._lock:
+            if self._is_closed:
+                raise _closing()
+            if len(self._open) >= self.num_rows + self.max_queued:
+                raise RequestError(
+                    f"at most {self.max_queued} requests may wait, got one more; try again later",
+                    code="rate_limit_exceeded",
+                    status=429,
+                )
+            answer = _Answer(self._prompt(request))
+            self._open.add(answer)
+            self._waiting.append(answer)
+            if not self._is_decoding:
+                self._is_decoding = True
+                self._thread.submit(self._decode).add_done_callback(self._on_end)
+            return answer
+
+    def _prompt(self, request: DecodeRequest) -> RowPrompt:
+        """Sampled rows share a batch, so that all of them use the `coupled` verifier; it needs a seed."""
+        options, seed = dict(request.options), request.seed
+        if options["do_sample"] and seed is None and self.num_rows > 1:
+            seed = secrets.randbits(63)
+        if seed is not None:  # only this verifier gives the same text whatever was drafted
+            options["verifier"] = "coupled"
+        if request.stop_strings:
+            options |= {"stop_strings": request.stop_strings, "tokenizer": self.tokenizer}
+        return RowPrompt(request.token_ids, seed, options)
+
+    def _leave(self, answer: "_Answer") -> None:
+        with self._lock:
+            answer.is_wanted = False
+            self._open.discard(answer)
+            if answer in self._waiting:
+                self._waiting.remove(answer)
+
+    def _result(self, result: RowResult, is_cut: bool) -> DecodeResult:
         eos: Any = self.target.generation_config.eos_token_id
-        has_ended = text.is_cut or new_ids[-1] in (eos if isinstance(eos, list) else [eos])
-        return DecodeResult("stop" if has_ended else "length", len(new_ids), stats)
+        has_ended = is_cut or result.token_ids[-1] in (eos if isinstance(eos, list) else [eos])
+        counts = len(result.token_ids), result.num_rounds, result.num_drafted, result.num_accepted
+        return DecodeResult("stop" if has_ended else "length", *counts)
+
+    def _decode(self) -> None:
+        """Decode until no request is left; runs in the decoder's thread."""
+        while True:
+            for results in self._decoder.decode(self):
+                for result in results:
+                    result.prompt.key.put(result)
+            with self._lock:
+                if not self._waiting:
+                    self._is_decoding = False
+                    return
+
+    def _on_end(self, done: "Future[None]") -> None:
+        """Fail all requests after an error that is no row's; later ones get a new decoder."""
+        error = done.exception()
+        if error is not None:
+            with self._lock:
+                self._decoder, self._is_decoding = self._make_decoder(), False
+                self._end_all(_request_error(error))
+
+    def _end_all(self, error: RequestError) -> None:
+        for answer in self._open:
+            answer.put(error)
+            answer.is_wanted = False
+        self._waiting.clear()
+
+
+class _Answer:
+    """What the decoder's thread hands to the event loop for one request: tokens, then a result or an error."""
+
+    def __init__(self, prompt: RowPrompt):
+        self.prompt = replace(prompt, key=self)
+        self.queue: asyncio.Queue[Sequence[int] | RowResult | RequestError] = asyncio.Queue()
+        self.is_wanted = True
+        self._loop = asyncio.get_running_loop()
+        self._num_put = 0
+
+    def add(self, token_ids: Sequence[int]) -> bool:
+        """Put those of all new tokens that are not put yet; whether the request is still wanted."""
+        if len(token_ids) > self._num_put:  # fewer if the row is decoded again
+            self.put(list(token_ids[self._num_put :]))
+            self._num_put = len(token_ids)
+        return self.is_wanted
+
+    def put(self, item: Sequence[int] | RowResult | RequestError) -> None:
+        """Put an item, unless nobody waits for it."""
+        if self.is_wanted:
+            self._loop.call_soon_threadsafe(self.queue.put_nowait, item)
+
+
+def _add_tokens(prompt: RowPrompt, token_ids: Sequence[int]) -> bool:
+    is_wanted: bool = prompt.key.add(token_ids)
+    return is_wanted
+
+
+def _obstacle(decoder: ContinuousDecoder) -> str:
+    """Why greedy or sampled rows cannot be refilled; empty if they can."""
+    greedy = {"max_new_tokens": 1, "do_sample": False}
+    sampled = {"max_new_tokens": 1, "do_sample": True, "verifier": "coupled"}
+    prompts = RowPrompt([0], None, greedy), RowPrompt([0], 0, sampled)
+    return next((obstacle for prompt in prompts if (obstacle := decoder.obstacle(prompt))), "")
+
+
+def _closing() -> RequestError:
+    return RequestError("the server is shutting down", status=503)
+
+
+def _request_error(error: BaseException) -> RequestError:
+    """Status 400 for arguments that cannot be decoded, 500 for all else."""
+    if isinstance(error, SpeculateError) and not isinstance(error, BadLogitsError):
+        return RequestError(str(error))
+    LOGGER.error("a request failed", exc_info=error)
+    return RequestError(f"{type(error).__name__}: {error}", status=500)

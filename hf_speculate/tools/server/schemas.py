@@ -9,6 +9,7 @@ from hf_speculate.errors import ConfigError
 from hf_speculate.tools.dataset.encoding import token_ids_of
 from hf_speculate.tools.dataset.rows import Row
 from hf_speculate.tools.server.engine import DecodeRequest, Engine
+from hf_speculate.tools.server.errors import RequestError
 
 _DEFAULT_NUM_TOKENS = 256  # of an answer whose request names no number
 _MAX_STOPS = 4
@@ -33,14 +34,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 # Fields that never change an answer of this server.
 _IGNORED = {"metadata", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "service_tier", "user"}
-
-
-class RequestError(Exception):
-    """A request that is valid, but not supported."""
-
-    def __init__(self, message: str, param: str | None = None, code: str | None = None, status: int = 400):
-        super().__init__(message)
-        self.param, self.code, self.status = param, code, status
 
 
 class StreamOptions(BaseModel):
@@ -163,12 +156,12 @@ def decode_request(request: Request, engine: Engine) -> DecodeRequest:
                 "context_length_exceeded",
             )
     options: dict[str, Any] = {"max_new_tokens": num or min(room, _DEFAULT_NUM_TOKENS), "do_sample": False}
+    seed = None
     if request.temperature != 0:
         temperature, top_p = (1.0 if value is None else value for value in (request.temperature, request.top_p))
         options |= {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": request.top_k or 0}
-        if request.seed is not None:  # only this verifier gives the same text whatever was drafted
-            options |= {"seed": request.seed, "verifier": "coupled"}
-    return DecodeRequest(token_ids, stops, options)
+        seed = request.seed
+    return DecodeRequest(token_ids, stops, options, seed)
 
 
 def check_model(name: str, engine: Engine) -> None:

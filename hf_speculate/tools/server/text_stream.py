@@ -1,56 +1,53 @@
 """Streams the text of a generation in pieces that no later token changes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
-from transformers.generation.streamers import BaseStreamer
 
 _PARTIAL_CHARACTER = "\N{REPLACEMENT CHARACTER}"  # what decode() makes of bytes that are not a whole character
 
 
-class TextStream(BaseStreamer):
-    """Passes on text as soon as it is final: whole characters, and no beginning of a stop string.
+class TextStream:
+    """Gives text as soon as it is final: whole characters, and no beginning of a stop string.
 
     Args:
         tokenizer: decodes.
         stop_strings: the text ends before the first of them.
-        on_text: called with each piece.
+
+    Attributes:
+        is_cut: whether a stop string has ended the text.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_strings: Sequence[str], on_text: Callable[[str], None]):
-        self.tokenizer, self.stop_strings, self.on_text = tokenizer, stop_strings, on_text
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_strings: Sequence[str]):
+        self.tokenizer, self.stop_strings = tokenizer, stop_strings
         self.is_cut = False
-        self._is_prompt = True
         self._ids: list[int] = []
         self._begin = self._read = 0  # the tokens in between are decoded again: a first token may lose its space
         self._held = ""
 
-    def put(self, value: Tensor) -> None:
-        if self._is_prompt:
-            self._is_prompt = False
-            return
-        self._ids += value.flatten().tolist()
-        self._release(is_end=False)
+    def add(self, token_ids: Sequence[int]) -> str:
+        """The text that is final with these tokens."""
+        self._ids += token_ids
+        return self._release(is_end=False)
 
-    def end(self) -> None:
-        self._release(is_end=True)
+    def end(self) -> str:
+        """The rest of the text."""
+        return self._release(is_end=True)
 
-    def _release(self, is_end: bool) -> None:
+    def _release(self, is_end: bool) -> str:
         before = self._decode(self._ids[self._begin : self._read])
         now = self._decode(self._ids[self._begin :])
         if now.endswith(_PARTIAL_CHARACTER) and not is_end:
-            return
+            return ""
         self._begin, self._read = self._read, len(self._ids)
         self._held += now[len(before) :]
         if self.is_cut:
-            return
+            return ""
         found = [at for stop in self.stop_strings if (at := self._held.find(stop)) >= 0]
         self.is_cut = bool(found)
         end = min(found) if found else len(self._held) - (0 if is_end else self._num_pending())
         ready, self._held = self._held[:end], self._held[end:]
-        if ready:
-            self.on_text(ready)
+        return ready
 
     def _num_pending(self) -> int:
         """Number of last characters that a stop string may begin with."""
