@@ -1,12 +1,13 @@
-"""An OpenAI-compatible endpoint over SmolLM2-135M-Instruct with its draft head, or over the bundled pair.
+"""An OpenAI-compatible endpoint over SmolLM2-135M-Instruct, or over the bundled pair.
 
     pip install ".[serve]"
     python examples/serve.py
     curl http://127.0.0.1:8000/v1/chat/completions -H "Content-Type: application/json" \
       -d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "stream": true}'
 
-`hf-speculate serve TARGET --draft DRAFT` serves models of your own. Requests are decoded one at a time: for many users
-take a server with continuous batching. A client that disconnects ends its generation.
+`hf-speculate serve TARGET --draft DRAFT` serves models of your own. Eight requests share one running decoder, which
+drafts by prompt lookup; with --rows 1 the model's draft head drafts, for one request at a time. A client that leaves
+frees its row.
 """
 
 import argparse
@@ -16,11 +17,14 @@ from hf_speculate.tools.cli.serve import serve
 from hf_speculate.tools.server.engine import Engine
 from models import load_models
 
+LOOKUP = {"prompt_lookup_num_tokens": 10}
 
-def load(is_tiny: bool = False) -> Engine:
-    """The engine over the examples' model."""
+
+def load(is_tiny: bool, num_rows: int, max_queued: int) -> Engine:
+    """The engine over the examples' model; rows of its draft head cannot be refilled."""
     models = load_models(is_tiny)
-    return Engine(models.target, models.tokenizer, models.name, models.options)
+    options = LOOKUP if num_rows > 1 and not models.is_tiny else models.options
+    return Engine(models.target, models.tokenizer, models.name, options, num_rows, max_queued)
 
 
 def main() -> None:
@@ -28,9 +32,11 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="serve the bundled 7 M pair")
     parser.add_argument("--host", default="127.0.0.1", help="there is no authentication: keep to this machine")
     parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--rows", type=int, default=8, help="requests that are decoded at once")
+    parser.add_argument("--max-queued", type=int, default=64, help="requests that wait for a row")
     arguments = parser.parse_args()
     try:
-        serve(lambda: load(arguments.tiny), arguments.host, arguments.port)
+        serve(lambda: load(arguments.tiny, arguments.rows, arguments.max_queued), arguments.host, arguments.port)
     except hf_speculate.SpeculateError as error:
         raise SystemExit(str(error)) from error
 

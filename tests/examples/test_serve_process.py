@@ -62,5 +62,8 @@ def test_the_server_that_the_page_starts_answers_and_stops(server: tuple[subproc
     assert 0 < usage["speculation"]["rounds"] <= usage["completion_tokens"]
     process.send_signal(signal.SIGINT)
     assert process.wait(STOP_S) == 0
-    lines = log.read_text(encoding="utf-8").splitlines()
-    assert lines[-2:] == [f"serving target on {address}/v1; Ctrl-C stops", "stopped"]  # no traceback
+    lines = log.read_text(encoding="utf-8").splitlines()  # without a traceback
+    assert lines[-2:] == [
+        f"serving target on {address}/v1, 8 requests at once; Ctrl-C stops",
+        "stopped",
+    ]  # no traceback
