@@ -195,7 +195,7 @@ def test_the_library_imports_only_what_it_requires() -> None:
                 elif isinstance(node, ast.ImportFrom) and not node.level:
                     imported.add(node.module.split(".")[0])
     # The kernels import Triton, and nothing imports the kernels but a call that asks for them; others are extras.
-    optional = {"accelerate", "fastapi", "matplotlib", "pandas", "pydantic", "ray", "starlette", "triton"}
+    optional = {"accelerate", "fastapi", "matplotlib", "pandas", "pydantic", "ray", "starlette", "triton", "uvicorn"}
     assert imported - STANDARD - NOT_INSTALLED - optional == required
 
 

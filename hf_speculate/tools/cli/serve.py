@@ -36,8 +36,7 @@ def serve(load: Callable[[], Engine], host: str, port: int) -> int:
     """Load an engine and serve it, after checking that packages and port are there."""
     for package in ("fastapi", "uvicorn"):
         import_extra(package, EXTRA)
-    uvicorn: Any = importlib.import_module("uvicorn")
-    app: Any = importlib.import_module("hf_speculate.tools.server.app")
+    graceful: Any = importlib.import_module("hf_speculate.tools.server.graceful")
     with _listen(host, port) as listener:
         engine = load()
         address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
@@ -45,10 +44,8 @@ def serve(load: Callable[[], Engine], host: str, port: int) -> int:
         reason = f" ({engine.obstacle})" if engine.obstacle else ""
         line = f"serving {engine.name} on {address}/v1, {rows}{reason}; Ctrl-C stops"
         notes().print(line, markup=False, soft_wrap=True)
-        options = {"log_level": "warning", "timeout_graceful_shutdown": _GRACE_S}
-        server = uvicorn.Server(uvicorn.Config(app.make_app(engine), **options))
         try:
-            server.run(sockets=[listener])
+            graceful.GracefulServer(engine, _GRACE_S).run(sockets=[listener])
         except KeyboardInterrupt:
             notes().print("stopped", markup=False)
         finally:

@@ -128,11 +128,15 @@ class Engine:
         finally:
             self._leave(answer)
 
-    def close(self) -> None:
-        """End all requests, and wait for the decoder's thread."""
+    def end_requests(self) -> None:
+        """End all requests, later ones too, with status 503."""
         with self._lock:
             self._is_closed = True
             self._end_all(_closing())
+
+    def close(self) -> None:
+        """End all requests, and wait for the decoder's thread."""
+        self.end_requests()
         self._thread.shutdown()
 
     def next(self) -> RowPrompt | None:

@@ -3,6 +3,7 @@
 import asyncio
 import importlib
 import json
+import socket
 import string
 import sys
 import threading
@@ -23,7 +24,7 @@ from tests.tiny import MAX_LEN, make_model, noisy_copy
 from tests.tiny_tokenizers import byte_level_tokenizer, letters_tokenizer
 
 pytest.importorskip("fastapi", reason="fastapi is not installed")
-uvicorn = pytest.importorskip("uvicorn", reason="uvicorn is not installed")
+pytest.importorskip("uvicorn", reason="uvicorn is not installed")
 NEUTRAL = importlib.import_module("hf_speculate.tools.server.schemas").NEUTRAL
 
 NUM_NEW = 24
@@ -75,6 +76,13 @@ class Raising(LogitsProcessor):
 register_row_wise(Raising)
 
 
+def wait_until(condition):
+    deadline = time.monotonic() + WAIT_S
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert condition()
+
+
 @pytest.fixture(scope="module")
 def engine():
     tokenizer = letters_tokenizer([*string.ascii_letters, *string.digits, " ", "#", "\n"])
@@ -91,18 +99,19 @@ def engine():
 
 @pytest.fixture(scope="module")
 def client(engine):
-    app = importlib.import_module("hf_speculate.tools.server.app").make_app(engine)
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    deadline = time.monotonic() + WAIT_S
-    while not server.started and time.monotonic() < deadline:
-        time.sleep(0.01)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=WAIT_S, trust_env=False) as client:
-        yield client
-    server.should_exit = True
-    thread.join()
+    server = importlib.import_module("hf_speculate.tools.server.graceful").GracefulServer(engine, grace_s=0.1)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with httpx.Client(base_url=address, timeout=WAIT_S, trust_env=False) as client:
+            wait_until(lambda: server.started)
+            yield client
+            engine.forwards.seconds = SLOW_S
+            with client.stream("POST", PATH, json=body(stream=True, max_tokens=MANY)) as response:
+                server.should_exit = True
+                assert "shutting down" in [*response.iter_lines()][-2]
+        thread.join()
 
 
 @pytest.fixture
@@ -375,13 +384,6 @@ def asks(client, ask):
             return await ask(openai, asked)
 
     return asyncio.run(run())
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + WAIT_S
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert condition()
 
 
 def test_requests_at_once_get_the_texts_that_they_get_alone(client, engine):
