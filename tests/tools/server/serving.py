@@ -1,0 +1,66 @@
+"""What the tests of the server share."""
+
+import time
+
+from transformers import LogitsProcessor
+
+from hf_speculate import register_row_wise
+
+NUM_NEW = 24
+QUESTION = [{"role": "user", "content": "a word"}]
+TEMPLATE = "{% for message in messages %}# {{ message['content'] }}\n{% endfor %}"
+PATH = "/v1/chat/completions"
+WAIT_S = 30  # for what takes a moment, on a busy machine too
+NUM_ROWS, MAX_QUEUED = 4, 32
+SLOW_S = 0.02  # of a forward, for answers that somebody can interrupt
+MANY = 400  # tokens, which take several seconds so
+
+
+def body(**options):
+    return {"messages": QUESTION, "max_tokens": NUM_NEW, "temperature": 0, **options}
+
+
+class Forwards:
+    """Counts the target's forwards, and slows them down."""
+
+    def __init__(self):
+        self.num, self.num_at_once, self.most_at_once, self.seconds = 0, 0, 0, 0.0
+
+    def begin(self, module, args):
+        self.num_at_once += 1
+        self.most_at_once = max(self.most_at_once, self.num_at_once)
+        time.sleep(self.seconds)
+
+    def end(self, module, args, output):
+        self.num += 1
+        self.num_at_once -= 1
+
+    def stop_growing(self):
+        """Whether they come to an end before the answer would."""
+        for _ in range(int(WAIT_S / 0.5)):
+            before = self.num
+            time.sleep(0.5)
+            if self.num == before:
+                return True
+        return False
+
+
+class Raising(LogitsProcessor):
+    """Raises an error for rows with a token, once a test has chosen one."""
+
+    bad = None
+
+    def __call__(self, input_ids, scores):
+        if self.bad is not None and (input_ids == self.bad).any():
+            raise ValueError("not allowed")
+        return scores
+
+
+register_row_wise(Raising)
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + WAIT_S
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert condition()

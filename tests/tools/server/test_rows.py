@@ -1,0 +1,210 @@
+"""Several requests at once: each gets the text that it gets alone, and leaves the others alone."""
+
+import asyncio
+
+import pytest
+import torch
+
+import hf_speculate
+from hf_speculate.tools.server.engine import DecodeRequest, Engine
+from hf_speculate.tools.server.errors import RequestError
+from tests.tiny import make_model, noisy_copy
+from tests.tiny_tokenizers import letters_tokenizer
+from tests.tools.server.serving import MANY, NUM_ROWS, WAIT_S, wait_until
+
+pytest.importorskip("fastapi", reason="fastapi is not installed")
+pytest.importorskip("uvicorn", reason="uvicorn is not installed")
+
+
+def prompts_of(engine, num, most):
+    """Requests of different lengths, every second one sampled with a seed."""
+    random = torch.Generator().manual_seed(5)
+    lens = torch.randint(1, 40, (num,), generator=random).tolist()
+    size = engine.target.config.vocab_size
+    return [
+        {
+            "prompt": torch.randint(1, size, (length,), generator=random).tolist(),
+            "max_tokens": 1 + (7 * index) % most,
+            **({"temperature": 0.9, "top_p": 0.8, "seed": index} if index % 2 else {"temperature": 0}),
+        }
+        for index, length in enumerate(lens)
+    ]
+
+
+def alone(engine, request):
+    """The text of a request in a call of its own."""
+    ids = torch.tensor([request["prompt"]])
+    options = {name: value for name, value in request.items() if name in ("top_p", "seed")}
+    if request["temperature"]:
+        options |= {"temperature": request["temperature"], "verifier": "coupled", "top_k": 0}
+    output = engine.target.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=request["max_tokens"],
+        do_sample=bool(request["temperature"]),
+        pad_token_id=0,
+        assistant_model=engine.options["assistant_model"],
+        **options,
+    )
+    return engine.tokenizer.decode(output[0, ids.shape[1] :])
+
+
+def asks(client, ask):
+    """Run a coroutine of OpenAI's asynchronous client."""
+    openai = pytest.importorskip("openai", reason="openai is not installed")
+
+    async def run():
+        http_client = openai.DefaultAsyncHttpxClient(trust_env=False)
+        address = str(client.base_url.join("/v1"))
+        async with openai.AsyncOpenAI(
+            api_key="none", base_url=address, http_client=http_client, max_retries=0, timeout=WAIT_S
+        ) as asked:
+            return await ask(openai, asked)
+
+    return asyncio.run(run())
+
+
+def test_requests_at_once_get_the_texts_that_they_get_alone(client, engine):
+    requests = prompts_of(engine, 32, most=30)
+
+    async def ask(openai, asked):
+        async def one(index, request):
+            create = asked.completions.create(model="tiny", **request, stream=index % 4 > 0)
+            if not index % 4:
+                return (await create).choices[0].text
+            text = ""
+            async for chunk in await create:
+                text += chunk.choices[0].text
+                if index % 4 == 3:
+                    return None  # leaves
+            return text
+
+        return await asyncio.gather(*(one(*numbered) for numbered in enumerate(requests)))
+
+    texts = asks(client, ask)
+    assert engine.forwards.most_at_once == 1
+    assert [text for text in texts if text is not None] == [
+        alone(engine, request) for request, text in zip(requests, texts, strict=True) if text is not None
+    ]
+    assert texts.count(None) == 8
+    wait_until(lambda: client.get("/health").json() == {"status": "ok", "running": 0, "waiting": 0})
+
+
+def test_a_full_queue_answers_429_until_a_client_leaves(client, engine, slow, monkeypatch):
+    monkeypatch.setattr(engine, "max_queued", 1)
+    request = {"model": "tiny", "prompt": [3, 4], "temperature": 0}
+
+    async def ask(openai, asked):
+        create = asked.completions.create
+        streams = [await create(**request, max_tokens=MANY, stream=True) for _ in range(NUM_ROWS)]
+        waiting = asyncio.create_task(create(**request, max_tokens=2))
+        while not engine.num_waiting:
+            await asyncio.sleep(0.01)
+        with pytest.raises(openai.RateLimitError) as caught:
+            await create(**request, max_tokens=2)
+        assert (engine.num_running, engine.num_waiting) == (NUM_ROWS, 1)
+        await streams[0].close()
+        answer = await waiting  # in the row of the client that has left, long before the others end
+        assert engine.num_running == NUM_ROWS - 1
+        for stream in streams[1:]:
+            await stream.close()
+        return caught.value, answer
+
+    error, answer = asks(client, ask)
+    assert error.status_code == 429
+    assert error.body == {
+        "message": "at most 1 requests may wait, got one more; try again later",
+        "type": "rate_limit_error",
+        "param": None,
+        "code": "rate_limit_exceeded",
+    }
+    assert answer.usage.completion_tokens == 2
+
+
+def test_a_row_that_fails_answers_its_own_client(client, engine, monkeypatch):
+    requests = [{**one, "prompt": one["prompt"][:3], "max_tokens": 12} for one in prompts_of(engine, 6, most=2)]
+    texts = [alone(engine, one) for one in requests]
+    used = [{*engine.tokenizer.decode(one["prompt"]), *text} for one, text in zip(requests, texts, strict=True)]
+    bad = next(one for one in texts[0][4:] if one not in texts[0][:4] and sum(one in chars for chars in used) < 4)
+    fails = [bad in chars for chars in used]
+    (processor,) = engine.options["logits_processor"]
+
+    async def ask(openai, asked):
+        async def one(request, is_streamed):
+            text = ""
+            try:
+                answer = await asked.completions.create(model="tiny", **request, stream=is_streamed)
+                if not is_streamed:
+                    return answer.choices[0].text
+                async for chunk in answer:
+                    text += chunk.choices[0].text
+            except openai.APIError as error:
+                return error
+            return text
+
+        return await asyncio.gather(*(one(request, index % 2 == 0) for index, request in enumerate(requests)))
+
+    monkeypatch.setattr(processor, "bad", engine.tokenizer.convert_tokens_to_ids(bad))
+    answers = asks(client, ask)
+    assert fails[0]
+    assert [not isinstance(one, str) for one in answers] == fails
+    for answer, text, is_error in zip(answers, texts, fails, strict=True):
+        assert "not allowed" in str(answer) if is_error else answer == text
+
+
+def collect(engine, request, most=None):
+    """What an engine's stream yields."""
+
+    async def run():
+        async def is_gone():
+            return most is not None and len(found) >= most
+
+        found = []
+        async for piece in engine.stream(request, is_gone):
+            found.append(piece)
+        return found
+
+    return asyncio.run(run())
+
+
+def test_what_generate_refuses_is_an_error_of_the_request(engine):
+    request = DecodeRequest([3], [], {"max_new_tokens": 2, "do_sample": False, "speculation_cache": "none"}, None)
+    with pytest.raises(RequestError, match="speculation_cache must be") as caught:
+        collect(engine, request)
+    assert caught.value.status == 400
+
+
+def test_closing_ends_requests(engine):
+    engine = Engine(engine.target, engine.tokenizer, "tiny", engine.options, NUM_ROWS)
+    request, pieces = DecodeRequest([3], [], {"max_new_tokens": MANY, "do_sample": False}, None), []
+
+    async def run():
+        async def is_gone():
+            return False
+
+        async for piece in engine.stream(request, is_gone):
+            if not pieces:
+                await asyncio.to_thread(engine.close)
+            pieces.append(piece)
+
+    for _ in range(2):  # also a request that comes later
+        with pytest.raises(RequestError, match="shutting down") as caught:
+            asyncio.run(run())
+        assert caught.value.status == 503
+    assert len("".join(pieces)) < MANY
+
+
+def test_what_cannot_be_refilled_is_decoded_one_by_one():
+    target = hf_speculate.enable(make_model("bloom"))
+    tokenizer = letters_tokenizer([chr(ord("0") + index) for index in range(60)])
+    engine = Engine(target, tokenizer, "bloom", {"assistant_model": noisy_copy(target), "num_assistant_tokens": 3})
+    assert "dynamic" in engine.obstacle
+    assert engine.num_rows == 1
+    request = DecodeRequest([3, 4, 5], [], {"max_new_tokens": 12, "do_sample": False}, None)
+    *pieces, result = collect(engine, request)
+    ids = target.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=12, do_sample=False)
+    assert "".join(pieces) == tokenizer.decode(ids[0, 3:])
+    assert (result.num_new_tokens, result.finish_reason) == (12, "length")
+    assert result.num_accepted > 0
+    assert collect(engine, request, most=1) == pieces[:1]
+    engine.close()
