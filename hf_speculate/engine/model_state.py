@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from hf_speculate.cache.buffer_pool import BufferStore, max_pooled_bytes
 from hf_speculate.draft.assistant import AcceptanceTallies
-from hf_speculate.draft.heads.store import HeadStore
+from hf_speculate.draft.heads.load import HeadStore
 from hf_speculate.models.compilation import CompiledUnits
 from hf_speculate.schedule import HistoryStore
 

@@ -19,8 +19,7 @@ from hf_speculate.compat import (
 )
 from hf_speculate.config import FIELD_NAMES
 from hf_speculate.draft.assistant import resolve_assistant, warn_of_low_acceptance
-from hf_speculate.draft.heads.acceptance_warning import warn_of_low_first_acceptance
-from hf_speculate.draft.heads.head import DraftHead
+from hf_speculate.draft.heads.head import DraftHead, warn_of_low_first_acceptance
 from hf_speculate.engine.model_state import model_state
 from hf_speculate.engine.outputs import GenerateOutput
 from hf_speculate.errors import UnsupportedModelError

@@ -6,14 +6,17 @@ the whole context and, in layers that are not causal, each other.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from hf_speculate.draft.heads.dflash_config import DFlashOptions
+from hf_speculate.draft.base import DrafterSetup
+from hf_speculate.draft.heads.head import HeadSpec
 from hf_speculate.draft.heads.layer_config import LayerConfig
 from hf_speculate.draft.heads.layers import DecoderLayer, RMSNorm, Rotary
-from hf_speculate.draft.heads.markov import ConfidenceHead, MarkovHead
+from hf_speculate.draft.heads.proposal import Proposal
+from hf_speculate.draft.heads.round import HeadDrafter, NewTokens
 from hf_speculate.draft.heads.row_cache import Placed, RowCache
 from hf_speculate.draft.heads.target_parts import TargetParts
 from hf_speculate.draft.heads.vocabulary import DraftVocabulary
@@ -21,17 +24,27 @@ from hf_speculate.draft.heads.vocabulary import DraftVocabulary
 _TABLE, _HEAD, _MASK = "embed_tokens.weight", "lm_head.weight", "mask_embedding"
 
 
-class DFlashNetwork(nn.Module):
-    """The network of a DFlash or DSpark head.
+@dataclass(frozen=True)
+class DFlashOptions:
+    """How a head's forward differs from the plain one."""
 
-    Args:
-        config: of its layers.
-        options: of its forward.
-        shapes: of the weights by name, which say what it has of its own.
-        target_hidden_size: Ht.
-        vocabulary: which ids it proposes.
-        rotary: of its layers.
-    """
+    block_size: int  # b, tokens of a block, the newest one included
+    mask_token_id: int  # id of the other tokens of a block
+    num_states: int  # A, target states that are concatenated for each token
+    is_causal: tuple[bool, ...]  # by layer, whether tokens of a block hide those after them
+    # whether the newest token's own slot predicts the token after it; otherwise it predicts nothing, and slot k
+    # predicts the token that stands at its place
+    samples_from_anchor: bool = False
+    # factor on rows of the target's embedding table; None for the target's own scale
+    embedding_scale: float | None = None
+    logit_scale: float = 1.0  # factor on the logits
+    softcapping: float | None = None  # bound of the logits by a tanh; None for no bound
+    markov_head: str | None = None  # "vanilla", "gated" or "rnn", the DSpark variant; None for DFlash
+    markov_reaches_confidence: bool = False  # whether the confidence head reads the previous token's embedding too
+
+
+class DFlashNetwork(nn.Module):
+    """The network of a DFlash or DSpark head; the weights' names say what it has of its own."""
 
     def __init__(
         self,
@@ -70,14 +83,7 @@ class DFlashNetwork(nn.Module):
             cache.write(index, keys, values, placed)
 
     def fill(self, newest_ids: Tensor, cache: RowCache, placed: Placed, parts: TargetParts) -> Tensor:
-        """[B, b, H] of a block after the final norm.
-
-        Args:
-            newest_ids: [B] int64, the newest token of every row.
-            cache: with the context of all tokens before it; the block is written after it.
-            placed: of the block.
-            parts: of the target.
-        """
+        """[B, b, H] of a block after the final norm, behind the context, that begins with the newest ids [B] int64."""
         states = self._embedded(newest_ids, parts)
         rotation = self._rotary(placed.columns, states.dtype)
         for index, layer in enumerate(self._layers):
@@ -112,3 +118,112 @@ class DFlashNetwork(nn.Module):
             return states
         mask = self.mask_embedding.reshape(-1).expand(len(states), options.block_size - 1, -1)
         return torch.cat([states[:, :1], mask], dim=1)
+
+
+class MarkovHead(nn.Module):
+    """Adds to a slot's logits what follows from the token before it.
+
+    With e = w1[previous token] and h the slot's state, the bias is w2 of e ("vanilla"), of e gated by
+    sigmoid(gate(h, e)) ("gated"), or of tanh(output) of a recurrent unit over the block's slots ("rnn").
+    """
+
+    def __init__(self, kind: str, width: int, shapes: Mapping[str, Sequence[int]]):
+        super().__init__()
+        num_ids, rank = shapes["markov_head.markov_w1.weight"]
+        num_columns = shapes["markov_head.markov_w2.weight"][0]
+        self.markov_w1 = nn.Embedding(num_ids, rank)
+        self.markov_w2 = nn.Linear(rank, num_columns, bias=False)
+        self.gate_proj = nn.Linear(width + rank, rank, bias=False) if kind == "gated" else None
+        self.joint_proj = nn.Linear(width + 2 * rank, 3 * rank, bias=False) if kind == "rnn" else None
+
+    def embedded(self, token_ids: Tensor) -> Tensor:
+        """[B, r] of the previous tokens [B] int64."""
+        return self.markov_w1(token_ids)  # type: ignore[no-any-return]
+
+    def forward(self, embeddings: Tensor, states: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """A slot's bias [B, Vd], and the memory for the next slot.
+
+        Args:
+            embeddings: [B, r] of the previous tokens.
+            states: [B, H] of the slot.
+            memory: [B, r] of the recurrent unit; None at the block's first slot, and for other kinds.
+        """
+        if self.gate_proj is not None:
+            gate = torch.sigmoid(self.gate_proj(torch.cat([states, embeddings], dim=-1)))
+            return self.markov_w2(gate * embeddings), None
+        if self.joint_proj is None:
+            return self.markov_w2(embeddings), None
+        memory = torch.zeros_like(embeddings) if memory is None else memory
+        joint = self.joint_proj(torch.cat([memory, embeddings, states], dim=-1))
+        gate, candidate, output = joint.chunk(3, dim=-1)
+        gate = torch.sigmoid(gate)
+        memory = gate * memory + (1 - gate) * torch.tanh(candidate)
+        return self.markov_w2(torch.tanh(output)), memory
+
+
+class ConfidenceHead(nn.Module):
+    """Estimates the probability that the target keeps a slot's token."""
+
+    def __init__(self, in_width: int):
+        super().__init__()
+        self.proj = nn.Linear(in_width, 1, bias=False)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """[B] in (0, 1) of [B, in_width]."""
+        return torch.sigmoid(self.proj(states)[:, 0].float())
+
+
+class BlockDrafter(HeadDrafter[DFlashNetwork]):
+    """Drafts with one block a round, whatever K is; a shorter draft is the beginning of the block's.
+
+    A DFlash block gives each token a distribution that depends on none of the others. DSpark's Markov head makes it
+    depend on the token before, so its tokens are chosen from left to right. If the call sets a confidence threshold
+    and the head has a confidence head, a row's draft ends before the first token at which the product of the
+    estimates falls below it; otherwise the threshold is on the probability of the drafted token, as for draft models.
+    """
+
+    def __init__(
+        self, network: DFlashNetwork, spec: HeadSpec, setup: DrafterSetup, device: torch.device, dtype: torch.dtype
+    ):
+        super().__init__(network, spec, setup, device, dtype)
+        self._threshold = 0.0
+        if network.confidence_head is not None:
+            self._threshold, self.chooser.threshold = self.chooser.threshold, 0.0
+
+    def propose(self, new: NewTokens, num_draft_tokens: int, proposal: Proposal) -> Tensor | None:
+        """See `HeadDrafter.propose`."""
+        network, options = self.network, self.network.options
+        if new.states is not None and new.width:
+            network.read(new.states, self.cache, self.cache.place(new.width, network.windows, self.dtype))
+            self.cache.advance(new.counts, new.lens)
+        placed = self.cache.place(options.block_size, network.windows, self.dtype, is_causal=options.is_causal)
+        block = network.fill(new.newest_ids, self.cache, placed, self.parts)  # [B, b, H]
+        first = 0 if options.samples_from_anchor else 1
+        states = block[:, first : first + num_draft_tokens]  # [B, K, H]
+        logits = network.logits(states, self.parts)  # [B, K, Vd]
+        if network.markov_head is None and not self._threshold:
+            proposal.add_all(logits)
+            return None
+        return self._from_left_to_right(new.newest_ids, states, logits, proposal)
+
+    def _from_left_to_right(
+        self, newest_ids: Tensor, states: Tensor, logits: Tensor, proposal: Proposal
+    ) -> Tensor | None:
+        """Choose tokens that depend on the one before; [B] how many count, or None if all do."""
+        network = self.network
+        previous, memory = newest_ids, None
+        product = torch.ones(len(newest_ids), device=self.device)
+        lens = torch.zeros(len(newest_ids), dtype=torch.int32, device=self.device)
+        for step in range(logits.shape[1]):
+            scores, features = logits[:, step], states[:, step]
+            if network.markov_head is not None:
+                embeddings = network.markov_head.embedded(previous)
+                bias, memory = network.markov_head(embeddings, features, memory)
+                scores = scores + bias
+                if network.options.markov_reaches_confidence:
+                    features = torch.cat([features, embeddings], dim=-1)
+            previous = proposal.add(scores)
+            if self._threshold and network.confidence_head is not None:
+                product = product * network.confidence_head(features)
+                lens += (product >= self._threshold).to(torch.int32)
+        return lens if self._threshold else None

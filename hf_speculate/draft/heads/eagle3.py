@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from hf_speculate.draft.heads.chain_network import Pairs
+from hf_speculate.draft.heads.chain import Pairs
 from hf_speculate.draft.heads.layer_config import LayerConfig
 from hf_speculate.draft.heads.layers import MLP, Attention, DecoderLayer, RMSNorm, Rotary, Rotation
 from hf_speculate.draft.heads.parallel import SlotInputs
@@ -25,38 +25,22 @@ _QUERY_NORM = "layers.0.self_attn.q_norm.weight"
 
 @dataclass(frozen=True)
 class Eagle3Options:
-    """How a head's forward differs from the plain one.
+    """How a head's forward differs from the plain one."""
 
-    Args:
-        num_states: A, target states that are concatenated for each token.
-        reads_aux: whether the states are those of inner layers, which `fc` fuses; otherwise the head reads the
-            target's last state as it is.
-        norm_before_residual: whether the residual stream begins with the normalised state.
-        norm_before_fc: whether the concatenated states are normalised together before `fc`.
-        fc_norm: whether they are normalised one by one before `fc`.
-        norm_output: whether the next pair gets the state after the final norm (EAGLE-3.1).
-        logit_scale: factor on the logits.
-        mask_token_id: of P-EAGLE's slots; None for other heads.
-    """
-
-    num_states: int = 3
+    num_states: int = 3  # A, target states that are concatenated for each token
+    # whether the states are those of inner layers, which `fc` fuses; otherwise the head reads the target's last state
+    # as it is
     reads_aux: bool = True
-    norm_before_residual: bool = False
-    norm_before_fc: bool = False
-    fc_norm: bool = False
-    norm_output: bool = False
-    logit_scale: float = 1.0
-    mask_token_id: int | None = None
+    norm_before_residual: bool = False  # whether the residual stream begins with the normalised state
+    norm_before_fc: bool = False  # whether the concatenated states are normalised together before `fc`
+    fc_norm: bool = False  # whether they are normalised one by one before `fc`
+    norm_output: bool = False  # whether the next pair gets the state after the final norm (EAGLE-3.1)
+    logit_scale: float = 1.0  # factor on the logits
+    mask_token_id: int | None = None  # of P-EAGLE's slots; None for other heads
 
 
 class FirstLayer(nn.Module):
-    """The layer that joins embeddings with states: its attention reads both, its residual stream the states.
-
-    Args:
-        config: of the head's layers.
-        has_norms: whether queries and keys are normalised head by head.
-        norm_before_residual: see `Eagle3Options`.
-    """
+    """The layer that joins embeddings with states: its attention reads both, its residual stream the states."""
 
     def __init__(self, config: LayerConfig, has_norms: bool, norm_before_residual: bool):
         super().__init__()
@@ -80,16 +64,7 @@ class FirstLayer(nn.Module):
 
 
 class Eagle3Network(nn.Module):
-    """The network of an EAGLE-3 head: a `ChainNetwork` of one depth, and a `SlotNetwork` for P-EAGLE.
-
-    Args:
-        config: of its layers.
-        options: of its forward.
-        shapes: of the weights by name, which say what it has of its own.
-        target_hidden_size: Ht.
-        vocabulary: which ids it proposes.
-        rotary: of its layers.
-    """
+    """A `ChainNetwork` of one depth, and a `SlotNetwork` for P-EAGLE; the weights' names say what it has of its own."""
 
     num_depths, is_traceable = 1, True
 

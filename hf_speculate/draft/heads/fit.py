@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from hf_speculate.draft.heads.config_source import ConfigSource
-from hf_speculate.draft.heads.dflash_config import read_dflash
-from hf_speculate.draft.heads.eagle3_config import read_eagle3
 from hf_speculate.draft.heads.folder import HeadFolder
 from hf_speculate.draft.heads.head import HeadSpec
 from hf_speculate.draft.heads.kinds import recognise
-from hf_speculate.draft.heads.mtp_config import describe_mtp
-from hf_speculate.draft.heads.pard_config import describe_pard
+from hf_speculate.draft.heads.load_dflash import read_dflash
+from hf_speculate.draft.heads.load_eagle3 import read_eagle3
+from hf_speculate.draft.heads.load_mtp import describe_mtp
+from hf_speculate.draft.heads.load_network import ConfigSource
+from hf_speculate.draft.heads.pard import describe_pard
 from hf_speculate.draft.heads.target_parts import TargetShape, known_name, shape_of
 from hf_speculate.errors import UnsupportedModelError
 
@@ -76,11 +76,7 @@ def check_head(head: str | Path, target: str | Path | PreTrainedConfig) -> HeadF
 
 
 def describe(source: ConfigSource) -> HeadSpec:
-    """The spec of a head of any kind.
-
-    Args:
-        source: its config.
-    """
+    """The spec of a head of any kind."""
     describers: dict[str, Callable[[ConfigSource], HeadSpec]] = {
         "eagle3": lambda source: read_eagle3(source).spec,
         "peagle": lambda source: read_eagle3(source).spec,
@@ -93,12 +89,7 @@ def describe(source: ConfigSource) -> HeadSpec:
 
 
 def problems_of(spec: HeadSpec, shape: TargetShape) -> list[str]:
-    """Reasons why a head cannot be used with a target; empty if it can.
-
-    Args:
-        spec: of the head.
-        shape: of the target.
-    """
+    """Reasons why a head cannot be used with a target; empty if it can."""
     problems = []
     if spec.hidden_layers and spec.target_hidden_size != shape.hidden_size:
         problems.append(f"it reads states of width {spec.target_hidden_size}, and the target's are {shape.hidden_size}")
@@ -114,12 +105,7 @@ def problems_of(spec: HeadSpec, shape: TargetShape) -> list[str]:
 
 
 def notes_of(spec: HeadSpec, shape: TargetShape) -> list[str]:
-    """Reasons why a head that fits may have a low acceptance rate.
-
-    Args:
-        spec: of the head.
-        shape: of the target.
-    """
+    """Reasons why a head that fits may have a low acceptance rate."""
     notes = list(spec.notes)
     if spec.target_name and shape.name and spec.target_name.lower() != shape.name.lower():
         notes.append(
@@ -129,15 +115,7 @@ def notes_of(spec: HeadSpec, shape: TargetShape) -> list[str]:
 
 
 def check_fit(spec: HeadSpec, shape: TargetShape) -> None:
-    """Refuse a head that does not fit, and warn of what may lower its acceptance.
-
-    Args:
-        spec: of the head.
-        shape: of the target.
-
-    Raises:
-        UnsupportedModelError: it does not fit.
-    """
+    """Refuse a head that does not fit, and warn of what may lower its acceptance."""
     problems = problems_of(spec, shape)
     if problems:
         raise UnsupportedModelError(

@@ -74,11 +74,7 @@ class HeadFolder:
 
     @cached_property
     def weight_files(self) -> list[Path]:
-        """The files that hold the weights.
-
-        Raises:
-            UnsupportedModelError: there is none in a format that is read.
-        """
+        """The files that hold the weights."""
         name = next((name for name in _WEIGHT_FILES if (self.path / name).is_file()), None)
         if name is None:
             raise UnsupportedModelError(

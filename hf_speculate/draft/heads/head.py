@@ -14,45 +14,34 @@ from hf_speculate.draft.heads.layer_check import LayerCheck, check_layers
 from hf_speculate.draft.heads.target_parts import TargetShape, layer_names, shape_of
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.models.compilation import CompiledUnits
+from hf_speculate.models.layer_capture import FINAL_STATE
+from hf_speculate.stats import SpeculationStats
+
+# Below this acceptance rate of first tokens a head probably reads wrong layers; published heads reach 0.4.
+_LEAST_ACCEPTANCE_RATE = 0.2
+_MIN_DRAFTS = 200
 
 
 @dataclass(frozen=True)
 class HeadSpec:
-    """Kind, sizes and requirements of a draft head, as its config gives them.
+    """Kind, sizes and requirements of a draft head, as its config gives them."""
 
-    Args:
-        kind: "eagle3", "peagle", "dflash", "dspark", "mtp" or "pard".
-        format: "original", "speculators", "z-lab" or "transformers".
-        name: of the folder or repository.
-        hidden_layers: ids of the target's states that it reads, see `Drafter.hidden_layers`; empty: it reads none.
-        hidden_size: H, the head's own width.
-        target_hidden_size: Ht, the width of the states that it reads.
-        vocab_size: V, the vocabulary that it was made for.
-        draft_vocab_size: Vd, how many of these ids it can propose.
-        max_draft_tokens: the most that it proposes in a round; None if there is no bound.
-        default_draft_tokens: K that its config recommends; None if it names none.
-        max_position_embeddings: length that it was trained for.
-        target_name: last part of the name of the target that it was trained for; empty if its config has none.
-        num_target_layers: L of that target; None if its config does not say.
-        is_vocab_padded: whether a target with a longer or shorter table of the same ids will do.
-        notes: doubts about the config, each a sentence.
-    """
-
-    kind: str
-    format: str
-    name: str
+    kind: str  # "eagle3", "peagle", "dflash", "dspark", "mtp" or "pard"
+    format: str  # "original", "speculators", "z-lab" or "transformers"
+    name: str  # of the folder or repository
+    # ids of the target's states that it reads, see `Drafter.hidden_layers`; empty: it reads none
     hidden_layers: tuple[int, ...]
-    hidden_size: int
-    target_hidden_size: int
-    vocab_size: int
-    draft_vocab_size: int
-    max_draft_tokens: int | None = None
-    default_draft_tokens: int | None = None
-    max_position_embeddings: int | None = None
-    target_name: str = ""
-    num_target_layers: int | None = None
-    is_vocab_padded: bool = False
-    notes: tuple[str, ...] = ()
+    hidden_size: int  # H, the head's own width
+    target_hidden_size: int  # Ht, the width of the states that it reads
+    vocab_size: int  # V, the vocabulary that it was made for
+    draft_vocab_size: int  # Vd, how many of these ids it can propose
+    max_draft_tokens: int | None = None  # the most that it proposes in a round; None if there is no bound
+    default_draft_tokens: int | None = None  # K that its config recommends; None if it names none
+    max_position_embeddings: int | None = None  # length that it was trained for
+    target_name: str = ""  # last part of the name of the target that it was trained for; empty if its config has none
+    num_target_layers: int | None = None  # L of that target; None if its config does not say
+    is_vocab_padded: bool = False  # whether a target with a longer or shorter table of the same ids will do
+    notes: tuple[str, ...] = ()  # doubts about the config, each a sentence
 
 
 class HeadDrafterFactory(Protocol):
@@ -114,14 +103,7 @@ class DraftHead:
         return next(self.network.parameters()).device
 
     def __call__(self, setup: DrafterSetup) -> Drafter:
-        """The drafter of one call.
-
-        Args:
-            setup: what the call asks.
-
-        Raises:
-            UnsupportedModelError: the call's target has other sizes than the one that the head was loaded for.
-        """
+        """The drafter of one call."""
         shape = shape_of(setup.target.config)
         if shape[:3] != self.shape[:3]:
             raise UnsupportedModelError(
@@ -161,11 +143,7 @@ class DraftHead:
         return check_layers(self, target, prompts, num_tokens)
 
     def with_layers(self, hidden_layers: tuple[int, ...]) -> "DraftHead":
-        """The same network reading other states of the target.
-
-        Args:
-            hidden_layers: as many ids as it reads now.
-        """
+        """The same network reading as many other states of the target."""
         spec = replace(self.spec, hidden_layers=hidden_layers)
         return DraftHead(spec, self.network, self.config, self._factory)
 
@@ -184,3 +162,17 @@ class DraftHead:
 
 def _sizes(shape: TargetShape) -> str:
     return f"hidden size {shape.hidden_size}, {shape.num_layers} layers and {shape.vocab_size} tokens"
+
+
+def warn_of_low_first_acceptance(spec: HeadSpec, stats: SpeculationStats) -> None:
+    """Warn if few of the first drafted tokens of a call were accepted, and the head reads layers that may be wrong."""
+    if not spec.hidden_layers or FINAL_STATE in spec.hidden_layers or not stats.drafted_per_position:
+        return
+    num_drafted = stats.drafted_per_position[0]
+    if num_drafted < _MIN_DRAFTS or stats.accepted_per_position[0] >= _LEAST_ACCEPTANCE_RATE * num_drafted:
+        return
+    warnings.warn(
+        f"fewer than {_LEAST_ACCEPTANCE_RATE:.0%} of the first tokens that {spec.name} drafted were accepted; it may "
+        "read other layers than it was trained on: measure it with head.check_layers(target, prompts)",
+        stacklevel=4,
+    )

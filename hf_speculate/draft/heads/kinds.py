@@ -27,15 +27,8 @@ def recognise(
 ) -> HeadKind:
     """The kind of head that a folder holds, by its config first and by its weights where that does not tell.
 
-    `architectures` is not relied on: trainers write a dozen different names for the same network.
-
-    Args:
-        config: the folder's `config.json`.
-        weight_names: gives the names of the weights as they are stored; None if only the config is known.
-        target_type: the target's `model_type`, of which the folder may be the checkpoint.
-
-    Raises:
-        UnsupportedModelError: the kind is not known, or it is known and not served.
+    `architectures` is not relied on: trainers write a dozen different names for the same network. The folder may be the
+    checkpoint of a target of `target_type`.
     """
     _check_served(config)
     kind = config.get("speculators_model_type")
@@ -61,9 +54,6 @@ def is_head(config: dict[str, Any]) -> bool:
     """Whether a config is that of a draft head, of a served kind or not, rather than of an ordinary model.
 
     MTP layers have no config of their own, and a few early heads have that of an ordinary model.
-
-    Args:
-        config: content of `config.json`.
     """
     fields = {"speculators_model_type", "dflash_config", "pard_token", "draft_vocab_size"}
     architectures = " ".join(config.get("architectures") or ())
@@ -80,26 +70,14 @@ def is_mtp_checkpoint(config: dict[str, Any], target_type: str | None) -> bool:
 
 
 def check_weight_names(names: Collection[str]) -> None:
-    """Refuse quantised weights.
-
-    Args:
-        names: as they are stored.
-
-    Raises:
-        UnsupportedModelError: there are scales or packed weights.
-    """
+    """Refuse quantised weights."""
     found = sorted(name for name in names if name.endswith(_QUANTISED))
     if found:
         raise unserved(f"quantised weights ({found[0]})", _PLAIN_WEIGHTS)
 
 
 def unserved(found: str, allowed: str) -> UnsupportedModelError:
-    """The error for a head that is recognised and not served.
-
-    Args:
-        found: what the folder holds.
-        allowed: what is served in its place.
-    """
+    """The error for a head that is recognised and not served; `allowed` is what is served in its place."""
     return UnsupportedModelError(
         f"a draft head must be of a served kind ({SERVED}) with {allowed}, got {found}; use another head, or "
         "load an ordinary draft model and pass it as assistant_model"

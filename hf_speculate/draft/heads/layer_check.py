@@ -60,20 +60,7 @@ class _Text(NamedTuple):
 def check_layers(
     head: ReadsLayers, target: PreTrainedModel, prompts: Tensor | Mapping[str, Tensor], num_tokens: int = 200
 ) -> LayerCheck:
-    """Predict the next tokens of texts with the ids of a head as they are and shifted by one.
-
-    Args:
-        head: reads hidden states of layers.
-        target: that it was loaded for.
-        prompts: [B, T] int64, or what a tokenizer returns: `input_ids`, and `attention_mask` for padding on the left.
-        num_tokens: that are predicted, at most.
-
-    Returns:
-        The accuracies; a warning is given if a shift is clearly better.
-
-    Raises:
-        ConfigError: the head reads no layers, or the prompts hold fewer than three tokens.
-    """
+    """Predict the next tokens of texts with the ids of a head and shifted by one, see `DraftHead.check_layers`."""
     if not head.hidden_layers or FINAL_STATE in head.hidden_layers:
         raise ConfigError(
             "check_layers needs a head that reads the states of layers, got one that reads "

@@ -10,35 +10,21 @@ _ROPE_FIELDS = ("rope_theta", "rope_scaling", "rope_parameters")
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """Sizes and options of a head's decoder layers.
+    """Sizes and options of a head's decoder layers."""
 
-    Args:
-        hidden_size: H, the head's own width.
-        intermediate_size: I of the MLP.
-        num_layers: decoder layers of the head.
-        num_heads: query heads.
-        num_kv_heads: key-value heads.
-        head_dim: width of a head.
-        rms_norm_eps: epsilon of every norm.
-        hidden_act: name of the MLP's activation.
-        windows: by layer, how many tokens a query attends to, itself included; None if it attends to all.
-        rotary_dim: leading numbers of a head that are rotated.
-        max_position_embeddings: length that the head was trained for.
-        rope: `rope_theta`, `rope_scaling` or `rope_parameters`, as the config has them.
-    """
-
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    hidden_act: str
+    hidden_size: int  # H, the head's own width
+    intermediate_size: int  # I of the MLP
+    num_layers: int  # decoder layers of the head
+    num_heads: int  # query heads
+    num_kv_heads: int  # key-value heads
+    head_dim: int  # width of a head
+    rms_norm_eps: float  # epsilon of every norm
+    hidden_act: str  # name of the MLP's activation
+    # by layer, how many tokens a query attends to, itself included; None if it attends to all
     windows: tuple[int | None, ...]
-    rotary_dim: int
-    max_position_embeddings: int
-    rope: dict[str, Any]
+    rotary_dim: int  # leading numbers of a head that are rotated
+    max_position_embeddings: int  # length that the head was trained for
+    rope: dict[str, Any]  # `rope_theta`, `rope_scaling` or `rope_parameters`, as the config has them
 
     def rope_config(self) -> LlamaConfig:
         """A config from which transformers builds the rotary embedding, scaled variants included."""
@@ -52,12 +38,7 @@ class LayerConfig:
 
 
 def read_layer_config(config: dict[str, Any], default_theta: float = 10000.0) -> LayerConfig:
-    """The layers that a config describes; missing fields mean what they mean to the trainers of the format.
-
-    Args:
-        config: the part of `config.json` that describes the layers.
-        default_theta: base of the rotary embedding if the config has none.
-    """
+    """The layers that a config describes; missing fields mean what they mean to the trainers of the format."""
     hidden_size, num_heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     head_dim = int(config.get("head_dim") or hidden_size // num_heads)
     num_layers = int(config.get("num_hidden_layers") or 1)

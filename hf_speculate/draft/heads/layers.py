@@ -19,12 +19,7 @@ _MOST_FOLDED_ROWS = 64
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm, computed in float32 or wider.
-
-    Args:
-        width: numbers that are normalised together.
-        eps: added to the mean square.
-    """
+    """Root-mean-square norm, computed in float32 or wider."""
 
     def __init__(self, width: int, eps: float):
         super().__init__()
@@ -70,10 +65,6 @@ class Rotary:
     """The rotary embedding of a head, from transformers, so that scaled variants mean the same.
 
     Its frequencies stay in float32 whatever the head's dtype.
-
-    Args:
-        config: of the head's layers.
-        device: of the head.
     """
 
     def __init__(self, config: LayerConfig, device: torch.device):
@@ -87,13 +78,7 @@ class Rotary:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention over a `RowCache`.
-
-    Args:
-        config: of the head's layers.
-        in_width: width of what queries, keys and values are projected from.
-        has_norms: whether queries and keys are normalised head by head.
-    """
+    """Grouped-query attention over a `RowCache`; with `has_norms`, queries and keys are normalised head by head."""
 
     def __init__(self, config: LayerConfig, in_width: int, has_norms: bool):
         super().__init__()
@@ -157,12 +142,7 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -
 
 
 class DecoderLayer(nn.Module):
-    """An ordinary pre-norm layer of Llama or Qwen 3.
-
-    Args:
-        config: of the head's layers.
-        has_norms: whether queries and keys are normalised head by head.
-    """
+    """An ordinary pre-norm layer of Llama or Qwen 3."""
 
     def __init__(self, config: LayerConfig, has_norms: bool):
         super().__init__()

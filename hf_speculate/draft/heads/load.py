@@ -1,12 +1,12 @@
 """Loads a draft head of any served kind."""
 
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
-from hf_speculate.draft.heads.config_source import ConfigSource
 from hf_speculate.draft.heads.fit import check_fit, describe
 from hf_speculate.draft.heads.folder import HeadFolder
 from hf_speculate.draft.heads.head import DraftHead
@@ -14,8 +14,8 @@ from hf_speculate.draft.heads.kinds import recognise
 from hf_speculate.draft.heads.load_dflash import load_dflash
 from hf_speculate.draft.heads.load_eagle3 import load_eagle3
 from hf_speculate.draft.heads.load_mtp import load_mtp
-from hf_speculate.draft.heads.load_pard import load_pard
-from hf_speculate.draft.heads.load_request import LoadRequest
+from hf_speculate.draft.heads.load_network import ConfigSource, LoadRequest
+from hf_speculate.draft.heads.pard import load_pard
 from hf_speculate.draft.heads.target_parts import shape_of
 from hf_speculate.errors import ConfigError
 from hf_speculate.models.language_model import device_of
@@ -83,3 +83,19 @@ def _checked(aux_layers: Sequence[int], num_layers: int) -> tuple[int, ...]:
             "read, and leave it out for those of the head's config"
         )
     return tuple(aux_layers)
+
+
+class HeadStore:
+    """The draft heads that calls of one target named, by source, dtype and device."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._heads: dict[tuple[str, torch.dtype, torch.device], DraftHead] = {}
+
+    def get(self, source: str | Path, target: PreTrainedModel) -> DraftHead:
+        """The head of a folder or a Hub repository, loaded by `load_drafter` on first use."""
+        key = (str(source), target.dtype, device_of(target))
+        with self._lock:
+            if key not in self._heads:
+                self._heads[key] = load_drafter(source, target)
+            return self._heads[key]

@@ -1,36 +1,91 @@
-"""Loads MTP layers: from the target's own checkpoint through transformers, and speculators "mtp" heads."""
+"""Loads MTP layers: those in a target's checkpoint, and speculators "mtp" heads.
+
+transformers loads the layers of some families. It ignores those under "mtp." (Qwen3.5, Qwen3-Next), which are attention
+layers of the target's own class. Their inputs are projections of the normalised embedding and the normalised state,
+concatenated in this order; the projection and all norms are shared by the layers.
+"""
 
 import copy
+import re
 from functools import partial
+from typing import NamedTuple
 
 import torch
-from transformers import PreTrainedModel
-from transformers.modeling_layers import MtpModel
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import MtpLayer, MtpModel
 
 from hf_speculate.compat import attention_name, set_attention_name
 from hf_speculate.draft.heads.chain import ChainDrafter
-from hf_speculate.draft.heads.head import DraftHead
+from hf_speculate.draft.heads.head import DraftHead, HeadSpec
+from hf_speculate.draft.heads.kinds import check_weight_names, text_fields, unserved
+from hf_speculate.draft.heads.layer_config import LayerConfig, read_layer_config
 from hf_speculate.draft.heads.layers import Rotary
-from hf_speculate.draft.heads.load_prefixed_mtp import MASKED_ATTENTIONS, load_prefixed_mtp
-from hf_speculate.draft.heads.load_request import LoadRequest
-from hf_speculate.draft.heads.mtp import CheckpointMtpNetwork, SpeculatorsMtpNetwork
-from hf_speculate.draft.heads.mtp_config import PREFIXED_TARGETS, describe_mtp, read_mtp
+from hf_speculate.draft.heads.load_network import ConfigSource, LoadRequest
+from hf_speculate.draft.heads.mtp import CheckpointMtpNetwork, MtpModules, SpeculatorsMtpNetwork
 from hf_speculate.draft.heads.weights import load_into, shapes_of, weights_of
 from hf_speculate.errors import ConfigError, UnsupportedModelError
+from hf_speculate.models.layer_capture import FINAL_STATE
 
+# Families whose MTP layers lie under "mtp." in the checkpoint; transformers ignores them.
+PREFIXED_TARGETS = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
+# The others' drafts are compared with those of transformers in our tests.
+SERVED_TARGETS = ("deepseek_v3", "glm4_moe", *PREFIXED_TARGETS)
+_DENSE_LAYERS = ("llama", "mistral", "qwen2", "qwen3")
 _SHARED_TABLES = ("embed_tokens.weight", "lm_head.weight")
+MASKED_ATTENTIONS = ("eager", "sdpa")  # implementations that take our additive masks
+_PREFIX = "mtp."
+# Name in the checkpoint -> in each of transformers' layers.
+_SHARED = {
+    "fc.weight": "eh_proj.weight",
+    "pre_fc_norm_embedding.weight": "enorm.weight",
+    "pre_fc_norm_hidden.weight": "hnorm.weight",
+    "norm.weight": "post_norm.weight",
+}
+_OF_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+
+
+class MtpConfig(NamedTuple):
+    """A speculators "mtp" head's config, normalised."""
+
+    spec: HeadSpec
+    layers: LayerConfig
+
+
+def describe_mtp(source: ConfigSource) -> HeadSpec:
+    """The spec of MTP layers in either format."""
+    source.check_no_layers("MTP layers, which read the last state")
+    if source.found.format == "speculators":
+        return read_mtp(source).spec
+    config = source.config
+    model_type = config.get("model_type")
+    if model_type not in SERVED_TARGETS:
+        raise unserved(f"MTP layers of {model_type!r}", f"MTP layers of {' or '.join(SERVED_TARGETS)}")
+    text = text_fields(config)
+    return HeadSpec(
+        kind="mtp",
+        format=source.found.format,
+        name=source.name,
+        hidden_layers=(FINAL_STATE,),
+        hidden_size=int(text["hidden_size"]),
+        target_hidden_size=int(text["hidden_size"]),
+        vocab_size=int(text["vocab_size"]),
+        draft_vocab_size=int(text["vocab_size"]),
+        num_target_layers=int(text["num_hidden_layers"]),
+    )
+
+
+def read_mtp(source: ConfigSource) -> MtpConfig:
+    """The speculators "mtp" head that a config describes."""
+    fields = source.layer_fields
+    if fields.get("model_type") not in _DENSE_LAYERS:
+        raise unserved(f"an MTP layer of {fields.get('model_type')!r}", f"a layer of {', '.join(_DENSE_LAYERS)}")
+    layers = read_layer_config({**fields, "num_hidden_layers": 1})
+    return MtpConfig(source.spec(layers, (FINAL_STATE,)), layers)
 
 
 def load_mtp(request: LoadRequest) -> DraftHead:
-    """MTP layers in either format.
-
-    Args:
-        request: what is to be loaded.
-
-    Raises:
-        ConfigError: another dtype or device than the target's is asked for.
-        UnsupportedModelError: the checkpoint has no MTP layers, or weights do not fit.
-    """
+    """MTP layers in either format; the target's own layers have its dtype and device."""
     if request.source.found.format == "speculators":
         return _load_speculators(request)
     target = request.target
@@ -82,3 +137,62 @@ def _load_speculators(request: LoadRequest) -> DraftHead:
     weights = {name: weight for name, weight in weights_of(folder).items() if name not in _SHARED_TABLES}
     load_into(network, weights, folder.source, request.device, request.dtype)
     return DraftHead(config.spec, network, request.target.config, partial(ChainDrafter, network))
+
+
+def load_prefixed_mtp(request: LoadRequest) -> MtpModules:
+    """The layers, with the target's embeddings and rotary embedding."""
+    found = request.folder.weights_under(_PREFIX)
+    check_weight_names(found)
+    weights = {name.removeprefix(_PREFIX): weight for name, weight in found.items()}
+    num_layers = len({name.split(".")[1] for name in weights if name.startswith("layers.")})
+    if not num_layers:
+        raise UnsupportedModelError(
+            f"{request.folder.source} must hold the weights of the target's MTP layers, got no {_PREFIX}layers; use "
+            "another head"
+        )
+    decoder = request.target.get_decoder()
+    config = _layers_config(request.target.config.get_text_config(decoder=True), num_layers)
+    kinds = type(decoder.layers[0]), type(decoder.norm)
+    with torch.device("meta"):
+        layers = nn.ModuleList([MtpLayer(config, *kinds, index) for index in range(num_layers)])
+    load_into(layers, _by_layer(_fused(weights), num_layers), request.folder.source, request.device, request.dtype)
+    return MtpModules(layers, config, request.target.get_input_embeddings(), decoder.rotary_emb)
+
+
+def _layers_config(target_config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
+    """A copy of the target's config for layers that are all attention layers."""
+    config = copy.deepcopy(target_config)
+    config.layer_types = ["full_attention"] * num_layers
+    config.num_hidden_layers = num_layers
+    if attention_name(config) not in MASKED_ATTENTIONS:
+        set_attention_name(config, "sdpa")
+    return config
+
+
+def _by_layer(weights: dict[str, Tensor], num_layers: int) -> dict[str, Tensor]:
+    """Under the names of the modules; every layer has the shared weights."""
+    named: dict[str, Tensor] = {}
+    for name, weight in weights.items():
+        if name in _SHARED:
+            named |= {f"{index}.{_SHARED[name]}": weight for index in range(num_layers)}
+        else:
+            _, index, rest = name.split(".", 2) if name.startswith("layers.") else ("", "0", name)
+            named[f"{index}.mtp_block.{rest}"] = weight
+    return named
+
+
+def _fused(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights of single experts stacked as in transformers' modules; others as they are."""
+    experts: dict[str, dict[int, dict[str, Tensor]]] = {}
+    fused = {}
+    for name, weight in weights.items():
+        match = _OF_EXPERT.fullmatch(name)
+        if match is None:
+            fused[name] = weight
+        else:
+            experts.setdefault(match[1], {}).setdefault(int(match[2]), {})[match[3]] = weight
+    for name, by_number in experts.items():
+        parts = [by_number[number] for number in sorted(by_number)]
+        fused[f"{name}.gate_up_proj"] = torch.stack([torch.cat([part["gate"], part["up"]]) for part in parts])
+        fused[f"{name}.down_proj"] = torch.stack([part["down"] for part in parts])
+    return fused

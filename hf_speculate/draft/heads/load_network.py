@@ -1,53 +1,86 @@
-"""Builds the network of a head that reads inner layers, EAGLE-3 or DFlash, and gives it its weights."""
+"""What the loaders of all kinds of draft heads share: the config, the request, and a network with its weights."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from hf_speculate.draft.heads.folder import HeadFolder
 from hf_speculate.draft.heads.head import HeadSpec
+from hf_speculate.draft.heads.kinds import HeadKind
 from hf_speculate.draft.heads.layer_config import LayerConfig
 from hf_speculate.draft.heads.layers import Rotary
-from hf_speculate.draft.heads.load_request import LoadRequest
+from hf_speculate.draft.heads.target_parts import TargetShape
 from hf_speculate.draft.heads.vocabulary import DraftVocabulary, read_offsets
 from hf_speculate.draft.heads.weights import load_into, shapes_of, weights_of
 from hf_speculate.errors import ConfigError, UnsupportedModelError
 
-_Network = TypeVar("_Network", bound=nn.Module, covariant=True)
+_Network = TypeVar("_Network", bound=nn.Module)
 
 
-class NetworkClass(Protocol[_Network]):
-    """Makes a network from its config and the shapes of its weights."""
+class ConfigSource(NamedTuple):
+    """The config of a draft head, and what it is read for."""
 
-    def __call__(
-        self,
-        config: LayerConfig,
-        options: Any,
-        shapes: Mapping[str, Sequence[int]],
-        target_hidden_size: int,
-        vocabulary: DraftVocabulary,
-        rotary: Rotary,
-    ) -> _Network:
-        """The network, on the meta device."""
+    config: dict[str, Any]  # content of `config.json`
+    found: HeadKind
+    name: str  # of the folder or repository
+    shape: TargetShape
+    hidden_layers: tuple[int, ...] | None = None  # given by the caller; None for those of the config
+
+    @property
+    def layer_fields(self) -> dict[str, Any]:
+        """The part of the config that describes the layers."""
+        return self.config.get("transformer_layer_config") or self.config
+
+    def check_no_layers(self, head: str) -> None:
+        """Refuse layers that the caller gave, for a head that reads none."""
+        if self.hidden_layers is not None:
+            raise ConfigError(f"aux_layers must be left out for {head}, got {list(self.hidden_layers)}; leave it out")
+
+    def spec(self, layers: LayerConfig, hidden_layers: tuple[int, ...], **others: Any) -> HeadSpec:
+        """The spec of a head with layers of its own; `others` are fields that only its kind has."""
+        config = self.config
+        speculators: dict[str, Any] = config.get("speculators_config") or {}
+        num_draft_tokens = (speculators.get("proposal_methods") or [{}])[0].get("speculative_tokens")
+        target = str((speculators.get("verifier") or {}).get("name_or_path") or "")
+        # Muse-Glimmer's assistant has no table, so its config says nothing of a vocabulary.
+        vocab_size = int(self.layer_fields.get("vocab_size") or self.shape.vocab_size)
+        draft_vocab_size = config.get("draft_vocab_size") or config.get("truncated_vocab_size")
+        fields = {
+            "default_draft_tokens": None if num_draft_tokens is None else int(num_draft_tokens),
+            "target_name": target.rstrip("/").rpartition("/")[2],
+            **others,
+        }
+        return HeadSpec(
+            kind=self.found.kind,
+            format=self.found.format,
+            name=self.name,
+            hidden_layers=hidden_layers,
+            hidden_size=layers.hidden_size,
+            target_hidden_size=int(config.get("target_hidden_size") or layers.hidden_size),
+            vocab_size=vocab_size,
+            draft_vocab_size=int(draft_vocab_size or vocab_size),
+            max_position_embeddings=layers.max_position_embeddings,
+            **fields,
+        )
+
+
+class LoadRequest(NamedTuple):
+    """A head that is to be loaded."""
+
+    folder: HeadFolder
+    source: ConfigSource
+    target: PreTrainedModel
+    dtype: torch.dtype
+    device: torch.device
 
 
 def load_network(
-    request: LoadRequest, make: NetworkClass[_Network], spec: HeadSpec, layers: LayerConfig, options: Any
+    request: LoadRequest, make: Callable[..., _Network], spec: HeadSpec, layers: LayerConfig, options: Any
 ) -> _Network:
-    """A network with the weights of a folder.
-
-    Args:
-        request: what is to be loaded.
-        make: the network's class.
-        spec: of the head.
-        layers: of the head.
-        options: that the class takes; `num_states` says how many states of the target are joined.
-
-    Raises:
-        ConfigError: the states that it reads are not as many as its weights take.
-        UnsupportedModelError: the weights do not fit the config or the target.
-    """
+    """A network with the weights of a folder; `options.num_states` says how many target states it joins."""
     folder, shapes = request.folder, shapes_of(request.folder)
     num = shapes["fc.weight"][1] / spec.target_hidden_size if "fc.weight" in shapes else options.num_states
     if num != options.num_states:

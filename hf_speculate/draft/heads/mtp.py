@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import MtpModel
 
-from hf_speculate.draft.heads.chain_network import Pairs
+from hf_speculate.draft.heads.chain import Pairs
 from hf_speculate.draft.heads.layer_config import LayerConfig
 from hf_speculate.draft.heads.layers import DecoderLayer, RMSNorm, Rotary, Rotation
 from hf_speculate.draft.heads.row_cache import Placed, StateStore
@@ -17,12 +17,7 @@ from hf_speculate.draft.heads.vocabulary import DraftVocabulary
 
 
 class PlacedCache(Cache):
-    """A transformers `Cache` for one forward over a `RowCache`.
-
-    Args:
-        cache: where keys and values go.
-        placed: the tokens of the forward.
-    """
+    """A transformers `Cache` for one forward over a `RowCache`."""
 
     def __init__(self, cache: StateStore, placed: Placed):
         super().__init__(layers=[])
@@ -55,10 +50,6 @@ class CheckpointMtpNetwork(nn.Module):
     """The MTP layers of a target's checkpoint; a `ChainNetwork` of as many depths.
 
     A layer's output, behind its own norm, is what the next depth reads and what the target's head scores.
-
-    Args:
-        model: transformers' own or the same modules, whose embeddings, head and rotary embedding are the target's.
-        vocab_size: V.
     """
 
     def __init__(self, model: MtpModel | MtpModules, vocab_size: int):
@@ -103,12 +94,7 @@ class CheckpointMtpNetwork(nn.Module):
 
 
 class MtpLayer(nn.Module):
-    """A speculators MTP layer: a projection of embedding and state, an ordinary decoder layer, a norm.
-
-    Args:
-        config: of the layer.
-        has_norms: whether queries and keys are normalised head by head.
-    """
+    """A speculators MTP layer: a projection of embedding and state, an ordinary decoder layer, a norm."""
 
     def __init__(self, config: LayerConfig, has_norms: bool):
         super().__init__()
@@ -134,14 +120,7 @@ class MtpLayer(nn.Module):
 
 
 class SpeculatorsMtpNetwork(nn.Module):
-    """The network of a speculators "mtp" head: one layer, applied again to its own output.
-
-    Args:
-        config: of its layer.
-        has_norms: whether queries and keys are normalised head by head.
-        vocab_size: V.
-        rotary: of its layer.
-    """
+    """The network of a speculators "mtp" head: one layer, applied again to its own output."""
 
     num_depths, is_traceable = 1, True
 

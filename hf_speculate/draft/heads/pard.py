@@ -4,27 +4,27 @@ Source:
     PARD: An et al. (arXiv:2504.18583).
 """
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from hf_speculate.draft.heads.head import DraftHead, HeadSpec
+from hf_speculate.draft.heads.kinds import unserved
+from hf_speculate.draft.heads.load_network import ConfigSource, LoadRequest
 from hf_speculate.draft.heads.mtp import PlacedCache
-from hf_speculate.draft.heads.parallel import SlotInputs
+from hf_speculate.draft.heads.parallel import ParallelDrafter, SlotInputs
 from hf_speculate.draft.heads.row_cache import RowCache
 from hf_speculate.draft.heads.target_parts import TargetParts
 from hf_speculate.draft.heads.vocabulary import DraftVocabulary
 
+_SERVED = ("llama", "qwen2", "qwen3")
+
 
 class PardNetwork(nn.Module):
-    """A `SlotNetwork` over a transformers model.
-
-    Args:
-        model: of the target's tokenizer; one attention mask serves all its layers.
-        pard_token: id that stands in slots.
-        vocab_size: V, the target's ids, which may be padded to another number than the model's.
-    """
+    """A `SlotNetwork` over a transformers model, whose layers share one attention mask."""
 
     def __init__(self, model: PreTrainedModel, pard_token: int, vocab_size: int):
         super().__init__()
@@ -66,3 +66,37 @@ class PardNetwork(nn.Module):
         batch_size, num = inputs.token_ids.shape
         device = inputs.token_ids.device
         return torch.zeros(batch_size, 1, num, inputs.placed.width, dtype=self.model.dtype, device=device)
+
+
+def describe_pard(source: ConfigSource) -> HeadSpec:
+    """The spec of a PARD draft, which needs the target's vocabulary and none of its states."""
+    source.check_no_layers("a PARD draft, which reads no hidden states")
+    config = source.config
+    vocab_size = int(config["vocab_size"])
+    return HeadSpec(
+        kind="pard",
+        format=source.found.format,
+        name=source.name,
+        hidden_layers=(),
+        hidden_size=int(config["hidden_size"]),
+        target_hidden_size=int(config["hidden_size"]),
+        vocab_size=vocab_size,
+        draft_vocab_size=min(vocab_size, source.shape.vocab_size),
+        max_position_embeddings=config.get("max_position_embeddings"),
+        is_vocab_padded=True,
+    )
+
+
+def load_pard(request: LoadRequest) -> DraftHead:
+    """A PARD draft."""
+    config = request.folder.config
+    model_type = config.get("model_type")
+    if model_type not in _SERVED or "sliding_attention" in (config.get("layer_types") or ()):
+        raise unserved(f"a PARD draft of model_type {model_type!r}", f"full attention and one of {', '.join(_SERVED)}")
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        request.folder.source, dtype=request.dtype, trust_remote_code=False, attn_implementation="sdpa"
+    )
+    model.to(request.device)  # type: ignore[arg-type]  # transformers wraps torch's own method
+    network = PardNetwork(model, int(config["pard_token"]), request.source.shape.vocab_size)
+    spec = describe_pard(request.source)
+    return DraftHead(spec, network, request.target.config, partial(ParallelDrafter, network))

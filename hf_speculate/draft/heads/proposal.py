@@ -1,29 +1,41 @@
 """Chooses the drafted tokens of a round from a head's logits, as exact distributions over the target's vocabulary."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_speculate.cache.token_buffer import TokenBuffer
 from hf_speculate.draft.base import DrafterSetup
-from hf_speculate.draft.heads.unrolled import Unrolled
 from hf_speculate.draft.heads.vocabulary import DraftVocabulary
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.triton_kernels import Draws
-from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy
+from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy, Stream
 
+# Longer drafts would take long to compile; they run step by step.
+MAX_UNROLLED_STEPS = 16
 _HISTORY_CAPACITY = 256  # columns to come for which the history of processors is made
 
 
-class TokenChooser:
-    """Chooses tokens for one call, and keeps the sequences that its processors read.
+class Unrolled(NamedTuple):
+    """A draft whose steps are unrolled into one compiled unit."""
 
-    Args:
-        setup: of the call.
-        vocabulary: of the head.
-        device: of the head.
-    """
+    token_ids: Tensor  # [B, K] int64
+    token_logits: Tensor | None  # [B, K, V] if the verifier reads them
+    logsumexp: Tensor | None  # [B, K] float32
+
+
+class Choosing(NamedTuple):
+    """How such a unit chooses tokens, the same in all steps."""
+
+    num_steps: int
+    stream: Stream
+    keeps_logits: bool
+
+
+class TokenChooser:
+    """Chooses tokens for one call, and keeps the sequences that its processors read."""
 
     def __init__(self, setup: DrafterSetup, vocabulary: DraftVocabulary, device: torch.device):
         self.vocabulary = vocabulary.to(device)
@@ -42,12 +54,7 @@ class TokenChooser:
         return not len(self.processors) and self.threshold <= 0
 
     def read(self, query_token_ids: Tensor, kept: Kept | None) -> None:
-        """Record the sequences that the processors see.
-
-        Args:
-            query_token_ids: as in `Drafter.draft`; in the first round the whole sequences, padding included.
-            kept: as in `Drafter.draft`.
-        """
+        """Record the sequences that the processors see, from the query and what was kept of the last round."""
         if not len(self.processors):
             return
         if self.history is None:
@@ -57,13 +64,7 @@ class TokenChooser:
             self.history.append(kept.token_ids.to(self.device), kept.num_emitted.tolist())
 
     def begin(self, num_tokens: int, sample_strategy: SampleStrategy, keys: NoiseKeys | None) -> "Proposal":
-        """The proposal of one round, still empty.
-
-        Args:
-            num_tokens: K at most.
-            sample_strategy: GREEDY takes the argmax, RANDOM samples with the keys.
-            keys: noise of the round.
-        """
+        """The proposal of one round of K tokens at most, still empty."""
         draws = None
         if sample_strategy is SampleStrategy.RANDOM and keys is not None:
             on_device = NoiseKeys(*(part.to(self.device) for part in keys))
@@ -78,13 +79,7 @@ class TokenChooser:
 
 
 class Proposal:
-    """The tokens chosen so far in one round.
-
-    Args:
-        chooser: of the call.
-        processors: of this round.
-        draws: the noise; None if the argmax is taken.
-    """
+    """The tokens chosen so far in one round; without draws the argmax is taken."""
 
     def __init__(self, chooser: TokenChooser, processors: BlockLogitsProcessorList, draws: Draws | None):
         self._chooser = chooser
@@ -102,26 +97,14 @@ class Proposal:
         return None if self._draws is None else self._draws.keys
 
     def add_unrolled(self, unrolled: Unrolled, num_tokens: int) -> None:
-        """Take the first tokens of a whole draft.
-
-        Args:
-            unrolled: the tokens of all rows, chosen with `keys`.
-            num_tokens: that are taken.
-        """
+        """Take the first tokens of a whole draft, chosen with `keys`."""
         self._ids += unrolled.token_ids[:, :num_tokens].unbind(1)
         if unrolled.token_logits is not None and unrolled.logsumexp is not None:
             self._kept_scores += unrolled.token_logits[:, :num_tokens].unbind(1)
             self._logsumexp = unrolled.logsumexp[:, :num_tokens]
 
     def add(self, logits: Tensor) -> Tensor:
-        """Choose the next token of every row.
-
-        Args:
-            logits: [B, Vd] of the head.
-
-        Returns:
-            [B] int64, ids of the target.
-        """
+        """Choose the next token [B] int64 of every row, an id of the target, from the head's logits [B, Vd]."""
         chooser = self._chooser
         is_plain = self._draws is None and not len(self._processors)
         scores = logits if is_plain else chooser.vocabulary.scattered(logits)
@@ -159,12 +142,7 @@ class Proposal:
         return is_done is not None and bool(is_done.any(dim=1).all())
 
     def finish(self, device: torch.device, most: Tensor | None = None) -> DraftOut:
-        """The proposal.
-
-        Args:
-            device: where it is wanted.
-            most: [B] int, upper bounds of the tokens that count; None if there are none.
-        """
+        """The proposal on a device; `most` [B] int bounds the tokens that count."""
         ids = torch.stack(self._ids, dim=1)  # [B, K]
         num = ids.shape[1]
         lens = torch.full((ids.shape[0],), num, dtype=torch.int32, device=ids.device)

@@ -61,13 +61,6 @@ class HeadDrafter(DrafterDefaults, ABC, Generic[NetworkT]):
     """A `Drafter` over a head's network, with a cache of its own for B rows of different lengths.
 
     It reads the target's states of the layers `hidden_layers`, mapped by `project_states`, in `kept.hidden_states`.
-
-    Args:
-        network: the head's.
-        spec: of the head.
-        setup: of the call.
-        device: of the head.
-        dtype: of the head.
     """
 
     def __init__(
@@ -91,25 +84,11 @@ class HeadDrafter(DrafterDefaults, ABC, Generic[NetworkT]):
 
     @abstractmethod
     def propose(self, new: NewTokens, num_draft_tokens: int, proposal: Proposal) -> Tensor | None:
-        """Read the new tokens and add up to K tokens of every row to the proposal.
-
-        Args:
-            new: tokens that the rows gained.
-            num_draft_tokens: K.
-            proposal: of the round.
-
-        Returns:
-            [B] int, upper bounds of the tokens that count; None if there are none.
-        """
+        """Read the new tokens and add up to K tokens of every row; [B] int bounds of those that count, or None."""
 
     @torch.no_grad()
     def draft(self, request: DraftRequest) -> DraftOut:
-        """See `Drafter.draft`; `kv_cache` is not read, and `kept` holds projected states if the head reads states.
-
-        Raises:
-            ConfigError: see `DraftRequest.check`.
-            ShapeError: see `DraftRequest.check`; or the head reads states and there are none.
-        """
+        """See `Drafter.draft`; `kv_cache` is not read, and `kept` holds projected states if the head reads states."""
         request.check()
         query, kept = request.query_token_ids, request.kept
         if self.hidden_layers and (kept is None or kept.hidden_states is None):
@@ -152,13 +131,7 @@ class HeadDrafter(DrafterDefaults, ABC, Generic[NetworkT]):
 
 
 def last_of(outputs: Tensor, new: NewTokens, before: Tensor | None = None) -> Tensor:
-    """[B, H], each row's output at its last new token.
-
-    Args:
-        outputs: [B, N, H].
-        new: the tokens that they are of.
-        before: [B, H], for rows without new tokens; zeros if None.
-    """
+    """[B, H], each row's output at its last new token, of outputs [B, N, H]; rows without new tokens get `before`."""
     if min(new.counts) == max(new.counts) > 0:
         return outputs[:, new.counts[0] - 1]
     index = (new.lens - 1).clamp_min(0)[:, None, None].expand(-1, 1, outputs.shape[2])

@@ -15,27 +15,20 @@ _ALIGNMENT = 8
 
 @dataclass
 class Placed:
-    """Where the tokens of one forward stand, and what they attend to.
+    """Where the tokens of one forward stand, and what they attend to."""
 
-    Args:
-        columns: [B, N] int64, the columns that they are written to.
-        width: columns that attention reads.
-        windows: by layer of the head, how many tokens a query attends to; None if it attends to all before it.
-        dtype: of the masks.
-        firsts: by layer, the first column that holds a token of this layer; empty if it is column 0 in all.
-        is_causal: by layer, whether tokens of this forward hide those after them; empty if they do in all.
-        is_bare: whether each token sees all `width` columns, so that no mask is needed in layers without a window.
-        masks: those made so far.
-    """
-
-    columns: Tensor
-    width: int
+    columns: Tensor  # [B, N] int64, the columns that they are written to
+    width: int  # columns that attention reads
+    # by layer of the head, how many tokens a query attends to; None if it attends to all before it
     windows: Sequence[int | None]
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the masks
+    # by layer, the first column that holds a token of this layer; empty if it is column 0 in all
     firsts: Sequence[int] = ()
+    # by layer, whether tokens of this forward hide those after them; empty if they do in all
     is_causal: Sequence[bool] = ()
+    # whether each token sees all `width` columns, so that no mask is needed in layers without a window
     is_bare: bool = False
-    masks: dict[tuple[int | None, int, bool], Tensor] = field(default_factory=dict)
+    masks: dict[tuple[int | None, int, bool], Tensor] = field(default_factory=dict)  # those made so far
 
     def mask(self, layer: int) -> Tensor | None:
         """[B, 1, N, width] additive; None if the layer's tokens see every column."""
@@ -74,11 +67,6 @@ class RowCache:
 
     What lies behind a row's end is hidden by masks and overwritten later. Buffers begin as zeros, so that what is
     hidden is finite and adds nothing.
-
-    Args:
-        num_layers: layers that write to it.
-        batch_size: B.
-        device: of the states.
     """
 
     def __init__(self, num_layers: int, batch_size: int, device: torch.device):
@@ -99,15 +87,9 @@ class RowCache:
         firsts: Sequence[int] = (),
         is_causal: Sequence[bool] = (),
     ) -> Placed:
-        """Make room for tokens at the end of every row.
+        """Make room for N tokens at the end of every row; see `Placed`.
 
-        Args:
-            num_tokens: N of each row.
-            windows: see `Placed`.
-            dtype: see `Placed`.
-            offset: columns behind a row's end that were written in this round already and are read too.
-            firsts: see `Placed`.
-            is_causal: see `Placed`.
+        The room begins `offset` columns behind the end: those were written in this round already and are read too.
         """
         longest = max(self.lens, default=0) + offset + num_tokens
         is_bare = num_tokens == 1 and min(self.lens, default=0) == max(self.lens, default=0)
@@ -131,12 +113,7 @@ class RowCache:
         return made if len(made) == len(self._buffers) else None
 
     def advance(self, counts: Sequence[int], on_device: Tensor) -> None:
-        """Keep the first tokens of those that were written last.
-
-        Args:
-            counts: [B] how many of each row.
-            on_device: the same as [B] int64, so that nothing is uploaded here.
-        """
+        """Keep the first `counts` [B] tokens of those that were written last; `on_device` is the same as [B] int64."""
         self.lens = [length + count for length, count in zip(self.lens, counts, strict=True)]
         self.ends = self.ends + on_device
 
@@ -163,11 +140,7 @@ class RowCache:
 
 
 class FixedColumns:
-    """Writes to the buffers of a `RowCache` inside a compiled unit.
-
-    Args:
-        buffers: see `RowCache.buffers`.
-    """
+    """Writes to the buffers of a `RowCache` inside a compiled unit."""
 
     def __init__(self, buffers: tuple[tuple[Tensor, Tensor], ...]):
         self._buffers = buffers

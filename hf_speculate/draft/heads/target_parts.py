@@ -21,11 +21,7 @@ class TargetShape(NamedTuple):
 
 
 def shape_of(config: PreTrainedConfig) -> TargetShape:
-    """The shape of a target, from its config alone.
-
-    Args:
-        config: the target's, of a model with other inputs too.
-    """
+    """The shape of a target, from its config alone."""
     text = config.get_text_config(decoder=True)
     name = known_name(str(config.name_or_path or ""))
     return TargetShape(text.hidden_size, text.num_hidden_layers, text.vocab_size, config.model_type, name)
@@ -37,13 +33,7 @@ def known_name(source: str) -> str:
 
 
 class TargetParts:
-    """The target's own modules, read by a head on its own device and in its own dtype.
-
-    Args:
-        target: left as it is.
-        device: of the head.
-        dtype: of the head.
-    """
+    """The target's own modules, read by a head on its own device and in its own dtype."""
 
     def __init__(self, target: PreTrainedModel, device: torch.device, dtype: torch.dtype):
         self._embeddings: Any = target.get_input_embeddings()
@@ -74,11 +64,6 @@ class TargetParts:
 
 
 def layer_names(layers: Sequence[int], num_layers: int) -> str:
-    """Hidden layers in words: an id is the layer whose input is read.
-
-    Args:
-        layers: as in `Drafter.hidden_layers`.
-        num_layers: L.
-    """
+    """Hidden layers in words: an id is the layer whose input is read."""
     words = {-1: "after the final norm", num_layers: f"{num_layers} (before the final norm)"}
     return ", ".join(words.get(layer, str(layer)) for layer in layers)

@@ -24,11 +24,7 @@ _Network = TypeVar("_Network", bound=nn.Module)
 
 
 def renamed(name: str) -> str | None:
-    """The name of a weight in our networks; None for what no network needs.
-
-    Args:
-        name: as it is stored.
-    """
+    """The name of a stored weight in our networks; None for what no network needs."""
     name = name.removeprefix("model.")
     for old, new in _RENAMED:
         if name.startswith(old):
@@ -39,11 +35,7 @@ def renamed(name: str) -> str | None:
 
 
 def shapes_of(folder: HeadFolder) -> dict[str, tuple[int, ...]]:
-    """The shapes of a head's weights under the names of our networks.
-
-    Raises:
-        UnsupportedModelError: the weights are quantised.
-    """
+    """The shapes of a head's weights under the names of our networks."""
     check_weight_names(folder.weight_shapes)
     pairs = ((renamed(name), shape) for name, shape in folder.weight_shapes.items())
     return {name: shape for name, shape in pairs if name is not None}
@@ -58,20 +50,7 @@ def weights_of(folder: HeadFolder) -> dict[str, Tensor]:
 def load_into(
     network: _Network, weights: Mapping[str, Tensor], source: str, device: torch.device, dtype: torch.dtype
 ) -> _Network:
-    """Give a network on the meta device its weights.
-
-    Linear layers get a bias if there are weights for one.
-
-    Args:
-        network: whose parameters have the weights' names.
-        weights: on any device; those that are no parameter must have been taken out.
-        source: the head's folder, for messages.
-        device: where the weights go.
-        dtype: that they get.
-
-    Raises:
-        UnsupportedModelError: weights are missing, left over, or of other shapes.
-    """
+    """Give a network on the meta device its weights; linear layers get a bias if there are weights for one."""
     modules = dict(network.named_modules())
     for name, weight in weights.items():
         owner = modules.get(name.removesuffix(".bias")) if name.endswith(".bias") else None

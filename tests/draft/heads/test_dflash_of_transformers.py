@@ -6,7 +6,7 @@ from transformers import GenerationMixin
 from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator
 
 import hf_speculate
-from hf_speculate.draft.heads.block import BlockDrafter
+from hf_speculate.draft.heads.dflash import BlockDrafter
 from hf_speculate.draft.heads.load import load_drafter
 from tests.cases import assert_equal_ids
 from tests.draft.test_from_state_reading_generator import BLOCK_SIZE, make_dflash

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hf_speculate.draft.heads.acceptance_warning import warn_of_low_first_acceptance
+from hf_speculate.draft.heads.head import warn_of_low_first_acceptance
 from hf_speculate.draft.heads.load import load_drafter
 from hf_speculate.errors import ConfigError
 from hf_speculate.stats import SpeculationStats

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hf_speculate.draft.heads.config_source import ConfigSource
-from hf_speculate.draft.heads.dflash_config import read_dflash
 from hf_speculate.draft.heads.kinds import HeadKind
 from hf_speculate.draft.heads.load import load_drafter
+from hf_speculate.draft.heads.load_dflash import read_dflash
+from hf_speculate.draft.heads.load_network import ConfigSource
 from hf_speculate.draft.heads.target_parts import TargetShape
 from hf_speculate.types import SampleStrategy
 from tests.draft.heads.designs import (
