@@ -29,12 +29,7 @@ class KVCache(Protocol):
         """The attention mask for a forward of `num_query` tokens, which is announced hereby."""
 
     def position_ids(self, num_query: int, max_position: int | None = None) -> Tensor:
-        """[B or 1, num_query] int64: how many real tokens stand before each of the next tokens.
-
-        Args:
-            num_query: Q.
-            max_position: upper bound, for tokens that are drafted past the end of the text.
-        """
+        """[B or 1, num_query] int64: how many real tokens stand before each next token, at most `max_position`."""
 
     def expect(self, num_tokens: int) -> None:
         """Announce that forwards will read so many tokens of each row before any is rolled back.
@@ -55,11 +50,7 @@ class KVCache(Protocol):
         """One entry per layer; empty before the first update."""
 
     def first_tokens(self, counts: Sequence[int]) -> list[KVState] | None:
-        """Copies of the states of each row's first tokens, by layer, [B, H, N, D]; None where they are not all there.
-
-        Args:
-            counts: [B] tokens of each row, at most its length; N is the largest. Behind a row's own stands anything.
-        """
+        """Copies of the states of each row's first `counts` [B] tokens by layer, [B, H, N, D]; None if any is gone."""
 
     def update(self, states: Sequence[KVState]) -> None:
         """Append states from elsewhere, one [B, H, N, D] pair per layer."""
@@ -117,15 +108,7 @@ def leading(state: KVState, starts: Sequence[int], width: int) -> KVState:
 
 
 def checked_drops(num_tokens_crop: int | Sequence[int] | Tensor, lens: Sequence[int]) -> list[int]:
-    """One count per row.
-
-    Args:
-        num_tokens_crop: one count for all rows, or [B] counts.
-        lens: [B] real tokens in each row.
-
-    Raises:
-        ShapeError: a count is out of range, or there is not one per row.
-    """
+    """One count per row; a `ShapeError` if one is out of range or missing."""
     if isinstance(num_tokens_crop, int):
         drops = [num_tokens_crop] * len(lens)
     else:

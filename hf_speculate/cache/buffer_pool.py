@@ -38,9 +38,6 @@ class BufferStore:
     """The buffers of one model that no call uses; the ones that were used last are kept.
 
     Buffers that a call has taken are in no store until it gives them back.
-
-    Args:
-        max_bytes: of all buffers that are kept.
     """
 
     def __init__(self, max_bytes: int = MIN_POOLED_BYTES) -> None:
@@ -79,21 +76,13 @@ def max_pooled_bytes(num_weight_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class BufferPool:
-    """The buffers of one shape in a model's store.
+    """The buffers of one shape in a model's store."""
 
-    Args:
-        store: of the model.
-        batch_size: B.
-        capacity: columns of each buffer.
-        dtype: of the model.
-        device: of the model.
-    """
-
-    store: BufferStore
-    batch_size: int
-    capacity: int
-    dtype: torch.dtype
-    device: torch.device
+    store: BufferStore  # of the model
+    batch_size: int  # B
+    capacity: int  # columns of each buffer
+    dtype: torch.dtype  # of the model
+    device: torch.device  # of the model
 
     def take(self, num_layers: int) -> PooledBuffers | None:
         """Buffers of all layers, filled with zeros; None if there are none, and the caller makes its own."""

@@ -24,17 +24,11 @@ class Mask:
 
 @dataclass
 class Coming:
-    """Masks, positions and places of the next tokens, made once for all forwards before the next rollback.
+    """Masks, positions and places of the next tokens, made once for all forwards before the next rollback."""
 
-    Args:
-        lens: of the rows, before the first of these tokens.
-        num_tokens: N, of each row.
-        num_done: those that forwards have read.
-    """
-
-    lens: RowLens
-    num_tokens: int
-    num_done: int = 0
+    lens: RowLens  # of the rows, before the first of these tokens
+    num_tokens: int  # N, of each row
+    num_done: int = 0  # those that forwards have read
     positions: Tensor | None = None  # [B or 1, N] int64, real tokens before each of them
     masks: dict[int | None, Mask] = field(default_factory=dict)  # by the layers' window
     places: dict[Hashable, Tensor] = field(default_factory=dict)  # [N, B, H] int64, by the shape of the buffers
@@ -48,14 +42,8 @@ class Coming:
 class Columns:
     """Where each row ends in the buffers, and where the coming forward writes; all layers share it.
 
-    A row's columns are its prompt's padding, then its tokens.
-
-    Args:
-        batch_size: B.
-        max_columns: the longest a row can become; None: unknown.
-        capacity: how many columns every buffer has from the start, so that it never grows, moves or leaves any out;
-            None: buffers grow.
-        device: where columns are computed.
+    A row's columns are its prompt's padding, then its tokens. With a `capacity` every buffer has so many from the start
+    and never grows, moves or leaves any out.
     """
 
     def __init__(

@@ -40,15 +40,7 @@ def holding(layers: Iterable[Any]) -> list[Any]:
 
 
 def check_layers(cache: Cache, kinds: Sequence[type] = ATTENTION_LAYERS) -> None:
-    """Refuse a cache with a layer that cannot be rolled back row by row.
-
-    Args:
-        cache: the text's.
-        kinds: classes of layers that can be rolled back.
-
-    Raises:
-        UnsupportedModelError: names the layer's class.
-    """
+    """Refuse a cache with a layer that is of none of the kinds, which can be rolled back row by row."""
     for layer in holding(cache.layers):
         if type(layer) not in kinds:
             raise UnsupportedModelError(

@@ -22,10 +22,6 @@ class LeftPadding:
     """Columns of padding before each row, with the masks and position ids that follow from them.
 
     Rows gain padding when they drop more tokens than others, for they are then moved to the right.
-
-    Args:
-        pads: [B] columns of padding before each prompt.
-        device: where masks and positions are made.
     """
 
     def __init__(self, pads: Sequence[int], device: torch.device | str):
@@ -43,12 +39,7 @@ class LeftPadding:
         self._mask = self._positions = None
 
     def mask(self, num_columns: int, num_query: int) -> Tensor | None:
-        """[B, T + Q] int64: 1 for real tokens; None where nothing is padded.
-
-        Args:
-            num_columns: T, of the states.
-            num_query: Q, tokens of the coming forward.
-        """
+        """[B, T + Q] int64, 1 for real tokens, over T columns and a forward of Q; None if nothing is padded."""
         if not any(self.pads):
             return None
         end = num_columns + num_query
@@ -70,16 +61,7 @@ class LeftPadding:
         return positions.clamp_min(0) if max(self.pads) > num_columns else positions
 
     def drop(self, drops: Sequence[int], num_columns: int, like: RowLens | None) -> RowShift | None:
-        """Count tokens that rows lose, and the padding that they gain for losing more than others.
-
-        Args:
-            drops: [B] tokens.
-            num_columns: T, before.
-            like: see `KVCache.crop`.
-
-        Returns:
-            How far each row moves to the right; None if none does.
-        """
+        """Count `drops` [B] tokens and the padding that rows gain by them; their moves to the right, or None."""
         before = self._lens_at(num_columns).copy()
         self._lens.set([length - drop for length, drop in zip(before.on_host, drops, strict=True)], like)
         smallest = min(drops, default=0)
@@ -122,13 +104,7 @@ class LeftPadding:
         return self._lens
 
     def _make_positions(self, first_column: int, num_columns: int, num: int) -> Tensor:
-        """[B or 1, num] int64, in memory of their own: models are handed them.
-
-        Args:
-            first_column: the first of them.
-            num_columns: of the states.
-            num: how many.
-        """
+        """[B or 1, num] int64, in memory of their own: models are handed them."""
         lens, offset = self._lens_at(num_columns), first_column - num_columns
         if any(self.own):
             return lens.columns(num, offset) - self._own_pads_there()

@@ -13,13 +13,7 @@ _PADDING = torch.iinfo(torch.int64).max  # as a column's position: after all tok
 
 
 class Masking:
-    """Makes masks that hide padding, later tokens, and tokens before a window, and position ids.
-
-    Args:
-        columns: of the rows.
-        pads: [B] columns of padding before each row's first token.
-        dtype: of additive masks.
-    """
+    """Makes masks that hide padding, later tokens, and tokens before a window, and position ids."""
 
     def __init__(self, columns: Columns, pads: Sequence[int], dtype: torch.dtype):
         self.columns = columns
@@ -43,11 +37,7 @@ class Masking:
         return coming.positions[:, coming.num_done : coming.num_done + num_query]
 
     def mask(self, window: int | None) -> Tensor:
-        """[B or 1, 1, Q, T] additive: 0 where a query of the coming forward sees a column, -inf elsewhere.
-
-        Args:
-            window: of the layers; None: they see everything.
-        """
+        """[B or 1, 1, Q, T] additive: 0 where a query sees a column, -inf elsewhere; without a window it sees all."""
         columns, coming = self.columns, self.columns.coming
         made = coming.masks.get(window)
         row = coming.num_done - (0 if made is None else made.first_token)

@@ -136,9 +136,8 @@ class PreallocatedKVCache:
     def mask(self, num_query: int) -> Tensor | dict[str, Tensor] | None:
         """What hides the other columns from a forward of `num_query` tokens, which is announced hereby.
 
-        Returns:
-            None where every query sees all before it and itself; [B, T + Q] int64 for prompts; else [B or 1, 1, Q, T]
-            additive, or one such mask per kind of layer.
+        None where every query sees all before it and itself; [B, T + Q] int64 for prompts; else [B or 1, 1, Q, T]
+        additive, or one such mask per kind of layer.
         """
         columns = self.columns
         columns.begin(num_query)

@@ -60,11 +60,7 @@ def put_states(layer: LinearAttentionCacheLayerMixin, states: Mapping[Slot, Tens
 
 
 class LayerHistory:
-    """The states of one cache layer after each token since the last rollback.
-
-    Args:
-        layer: holds the states after the last token.
-    """
+    """The states of one cache layer after each token since the last rollback."""
 
     def __init__(self, layer: LinearAttentionCacheLayerMixin):
         self.layer = layer
@@ -89,9 +85,6 @@ class LayerHistory:
         """Append the tokens of a forward, from `records` and from the layer.
 
         Convolution states that no module recorded still hold a column per token; the layer's are cropped here.
-
-        Raises:
-            UnsupportedModelError: a recurrent state was written that no module recorded.
         """
         before, held = self.current, states_of(self.layer)
         records, self.records = self.records, []
@@ -182,12 +175,9 @@ class RecurrentStates:
         self.num_tokens = 0
 
     def begin(self, num_query: int, *, is_prompt: bool, num_skipped: list[int] | None = None) -> None:
-        """Prepare for a forward.
+        """Prepare for a forward of Q tokens, of which each row's states include the first `num_skipped` [B] already.
 
-        Args:
-            num_query: Q, tokens of each row.
-            is_prompt: whether the model reads all tokens at once, and no rollback goes into them.
-            num_skipped: [B] first tokens that each row's states include already, or None.
+        In a prompt the model reads all tokens at once, and no rollback goes into them.
         """
         self.num_skipped = num_skipped
         self._is_prompt = is_prompt

@@ -12,12 +12,7 @@ _FIRST_MARKS = 512  # of a ruler; it doubles
 
 
 class Ruler:
-    """Consecutive integers on a device, made once and handed out as views.
-
-    Args:
-        device: of the numbers.
-        dtype: of the numbers.
-    """
+    """Consecutive integers on a device, made once and handed out as views."""
 
     def __init__(self, device: torch.device | str, dtype: torch.dtype = torch.int64):
         self.device = torch.device(device)
@@ -49,10 +44,6 @@ class RowLens:
     On the device a length is an entry of a tensor plus a number that all rows share, so adding the same count to all
     rows launches nothing. Rows of one length need no tensor. The tensor is computed from counts on the device if the
     caller has them; otherwise it is uploaded when it is next read, without a wait.
-
-    Args:
-        lens: [B] lengths.
-        ruler: of the device.
     """
 
     def __init__(self, lens: Sequence[int], ruler: Ruler):
@@ -94,12 +85,7 @@ class RowLens:
         return mine - theirs, self._shared - other._shared
 
     def columns(self, num: int, offset: int = 0) -> Tensor:
-        """[B or 1, num] int64: the columns of `num` tokens from each row's end on; not to be written to.
-
-        Args:
-            num: how many.
-            offset: added to the end.
-        """
+        """[B or 1, num] int64: columns of `num` tokens from each row's end plus `offset` on; not to be written to."""
         if self.is_even:
             return self.ruler.span((self.on_host[0] if self.on_host else 0) + offset, num)[None]
         varying = self._tensor()[:, None]  # may set what rows share
@@ -124,12 +110,7 @@ class RowLens:
             self._varying, self._shared = self._varying + counts.varying, self._shared + counts.shared
 
     def set(self, lens: Sequence[int], like: "RowLens | None" = None) -> None:
-        """Take other lengths.
-
-        Args:
-            lens: [B] the new ones.
-            like: lengths on the same device, whose tensor is used if all differences are equal.
-        """
+        """Take other lengths [B]; if all differ from `like` by one number, its tensor on the device is used."""
         self.on_host, self._varying = list(lens), None
         if like is None or like._varying is None or like.ruler.device != self.ruler.device:
             return
@@ -138,12 +119,7 @@ class RowLens:
             self._varying, self._shared = like._varying, like._shared + gaps.pop()
 
     def rows(self, indices: Sequence[int], index: Tensor | None = None) -> None:
-        """Keep the rows `indices`.
-
-        Args:
-            indices: [N] in their new order.
-            index: the same on the device; None to upload it if it is read.
-        """
+        """Keep the rows `indices` in their new order; `index`, the same on the device, spares an upload."""
         self.on_host = [self.on_host[row] for row in indices]
         if self._varying is not None:
             self._varying = None if self.is_even else self._varying[self._index(indices, index)]

@@ -18,12 +18,7 @@ class LayerSnapshot(NamedTuple):
 
 
 def snapshot_layers(layers: Iterable[Any], only_grows: bool) -> tuple[LayerSnapshot, ...]:
-    """What `restore_layers` needs.
-
-    Args:
-        layers: of a dynamic cache.
-        only_grows: whether full layers keep their first columns as they are, so that only their length is noted.
-    """
+    """What `restore_layers` needs; `only_grows` if full layers keep their first columns, so that a length will do."""
     snapshots = []
     for layer in attention_layers(layers):
         is_cropped_back = only_grows and not isinstance(layer, DynamicSlidingWindowLayer)

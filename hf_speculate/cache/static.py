@@ -40,12 +40,7 @@ def described(cache: Cache) -> str:
 
 
 def dynamic_copy(cache: Cache, config: PreTrainedConfig) -> Cache:
-    """The states of a static cache in a dynamic one, which never writes to them.
-
-    Args:
-        cache: see `is_static`.
-        config: of the model that reads the text.
-    """
+    """The states of a static cache in a dynamic one, which never writes to them."""
     copies = []
     for part in _parts(cache):
         copy = DynamicCache(config=config)
@@ -65,12 +60,9 @@ def dynamic_copy(cache: Cache, config: PreTrainedConfig) -> Cache:
 
 
 def static_copy(cache: Cache, config: PreTrainedConfig, max_cache_len: int) -> Cache:
-    """The states of a dynamic cache in a new static one.
+    """The states of a dynamic cache, or a pair of them, in a new static one.
 
-    Args:
-        cache: dynamic, or a pair of dynamic ones.
-        config: of the model that reads the text.
-        max_cache_len: tokens of the text that there is room for; what an encoder gave gets the room that it needs.
+    It has room for `max_cache_len` tokens of the text; what an encoder gave gets the room that it needs.
     """
     lens = [max_cache_len, *(int(part.get_seq_length()) for part in _parts(cache)[1:])]
     copies = [StaticCache(config=config, max_cache_len=length) for length in lens]
@@ -86,10 +78,6 @@ def write_back(cache: Cache, static: Cache) -> None:
     """Bring a static cache, in place, to what a dynamic one holds; left as it is if that fails.
 
     The oldest column of a full window layer is not written: the next token drops it unread.
-
-    Args:
-        cache: dynamic, or a pair of dynamic ones; the states of `static` come first in it.
-        static: with enough room.
     """
     pairs: list[tuple[Any, Any]] = list(_filled_layers(cache, static))
     initialized: list[Any] = [layer for _, layer in pairs if layer.is_initialized]
@@ -119,12 +107,7 @@ def write_back(cache: Cache, static: Cache) -> None:
 
 
 def room_in(cache: Cache, config: PreTrainedConfig) -> int | None:
-    """Tokens of the text that a static cache has room for; None for any number, with window layers alone.
-
-    Args:
-        cache: see `is_static`.
-        config: of the model that reads the text.
-    """
+    """Tokens of the text that a static cache has room for; None for any number, with window layers alone."""
     layers = zip(holding(DynamicCache(config=config).layers), holding(_parts(cache)[0].layers), strict=True)
     rooms = [int(static.max_cache_len) for layer, static in layers if static.max_cache_len != window_of(layer)]
     return min(rooms, default=None)

@@ -34,12 +34,7 @@ class TokenBuffer:
         return self.row_lens.is_even
 
     def append(self, token_ids: Tensor, counts: RowCounts | Sequence[int] | None = None) -> None:
-        """Write tokens at the end of each row.
-
-        Args:
-            token_ids: [B, N] int64; entries past a row's count are free to be anything.
-            counts: [B] tokens that count; all N when None.
-        """
+        """Write tokens [B, N] int64 at the end of each row: the first `counts` [B] of each, or all N."""
         num = token_ids.shape[1]
         token_ids = token_ids.clamp_min(0)
         self._reserve(max(self.lens, default=0) + num)
@@ -61,11 +56,7 @@ class TokenBuffer:
         return self.token_ids.gather(1, columns if num <= min(self.lens) else columns.clamp_min(0))
 
     def followed_by(self, new_ids: Sequence[list[int]]) -> Tensor:
-        """A copy [B, T] int64 of the rows with more tokens at their ends; columns past a row's end are undefined.
-
-        Args:
-            new_ids: [B] tokens to put at the end of each row.
-        """
+        """A copy [B, T] int64 of the rows with more tokens at their ends; columns past a row's end are undefined."""
         num_columns = max(length + len(ids) for length, ids in zip(self.lens, new_ids, strict=True))
         longer = self.token_ids.new_zeros(len(self.lens), num_columns)
         held = min(max(self.lens), num_columns)

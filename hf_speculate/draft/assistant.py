@@ -69,20 +69,7 @@ def resolve_assistant(
     tokenizer: PreTrainedTokenizerBase | None = None,
     assistant_tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> ResolvedAssistant:
-    """The model that drafts.
-
-    Args:
-        target: the target.
-        assistant: the draft model, or None.
-        early_exit: where there is none, the number of the target's own layers that draft, or None.
-        tokenizer: the target's, or None.
-        assistant_tokenizer: the draft's, or None.
-
-    Raises:
-        ConfigError: the target has no more layers than that.
-        UnsupportedModelError: nobody can say how the ids stand to each other, too few tokens are shared, or the layers
-            cannot be told apart.
-    """
+    """The model that drafts: the assistant, or the first `early_exit` layers of the target; tokenizers may be None."""
     if assistant is None:
         if early_exit is None:
             return ResolvedAssistant(None)
@@ -104,15 +91,6 @@ def map_vocabularies(
 
     Equal sizes count as equal vocabularies unless both tokenizers say otherwise. Where sizes differ and a tokenizer is
     not given, it is looked up in local files under its model's `name_or_path`.
-
-    Args:
-        target: the target.
-        draft: the draft model.
-        tokenizer: the target's, or None.
-        assistant_tokenizer: the draft's, or None.
-
-    Raises:
-        UnsupportedModelError: nobody can say how the ids stand to each other, or too few tokens are shared.
     """
     num_target, num_draft = (_num_ids(model) for model in (target, draft))
     if tokenizer is not None and assistant_tokenizer is not None:
@@ -145,12 +123,7 @@ def map_vocabularies(
 
 
 def warn_of_low_acceptance(target: PreTrainedModel, draft: PreTrainedModel) -> None:
-    """Warn that next to none of a draft's tokens were accepted; equal sizes of different vocabularies do this.
-
-    Args:
-        target: the target.
-        draft: a draft model whose ids were assumed to be the target's.
-    """
+    """Warn that next to none of a draft's tokens were accepted; equal sizes of different vocabularies do this."""
     names = [str(model.name_or_path) or type(model).__name__ for model in (target, draft)]
     warnings.warn(
         f"fewer than {_LOW_ACCEPTANCE:.0%} of the draft tokens were accepted; the vocabularies of {names[0]} and "

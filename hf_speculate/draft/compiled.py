@@ -49,16 +49,7 @@ class Choosing(NamedTuple):
 def draft_step(
     model: PreTrainedModel, carry: Carry, rows: Rows, states: States, kinds: LayerKinds, choosing: Choosing
 ) -> tuple[Chosen, Carry]:
-    """Choose one token per row.
-
-    Args:
-        model: the draft model.
-        carry: of the step before.
-        rows: what stays the same about the rows.
-        states: the cache's buffers, written to.
-        kinds: what the layers attend to.
-        choosing: how tokens are chosen.
-    """
+    """Choose one token per row; the cache's buffers `states` are written to."""
     query, ends, keys = carry
     logits = forward_rows(model, query, ends, rows, states, kinds)[:, -1]  # [B, V]
     if keys is None:
@@ -75,12 +66,6 @@ class CompiledDrafter(ModelDrafter):
     """A `ModelDrafter` whose steps run compiled, forward and choice together.
 
     With logits processors or a confidence threshold, only the forward of each step runs compiled.
-
-    Args:
-        language_model: the draft model.
-        processors: see `ModelDrafter`.
-        settings: see `DraftSettings`.
-        chunk_size: see `Inferencer`.
     """
 
     min_query_len = STEP_QUERY_LEN

@@ -51,11 +51,7 @@ class CustomDrafter(DrafterDefaults):
         self._vocab_size = setup.vocab_size
 
     def draft(self, request: DraftRequest) -> DraftOut:
-        """See `Drafter.draft`; ids outside the vocabulary become -1, which no verifier accepts.
-
-        Raises:
-            ShapeError: the proposal's shapes, dtypes or device do not fit.
-        """
+        """See `Drafter.draft`; ids outside the vocabulary become -1, which no verifier accepts."""
         request.check()
         draft = self.drafter.draft(request)
         self._check(draft, request.query_token_ids.shape[0], request.num_draft_tokens)

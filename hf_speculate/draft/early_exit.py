@@ -15,14 +15,6 @@ def early_exit_model(model: PreTrainedModel, num_layers: int) -> PreTrainedModel
 
     The new objects hold the model's own layers and weights; the model and its config stay as they are.
 
-    Args:
-        model: a decoder-only model, left as it is.
-        num_layers: layers that stay.
-
-    Raises:
-        ConfigError: `num_layers` is not below the number of layers, or none of them is an attention layer.
-        UnsupportedModelError: the layers do not lie where they can be told from the rest.
-
     Source:
         LayerSkip: Elhoushi et al. (arXiv:2404.16710).
     """

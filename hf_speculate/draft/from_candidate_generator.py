@@ -77,11 +77,7 @@ def _check_draft_model(name: str, draft: PreTrainedModel) -> None:
 
 
 def layers_read(generator: CandidateGenerator) -> list[int] | None:
-    """The layers whose hidden states a generator reads, as the target's forward numbers them; None: it reads none.
-
-    Raises:
-        UnsupportedGenerationError: it reads something else of the target, or the states of all layers.
-    """
+    """The layers whose hidden states a generator reads, as the target's forward numbers them; None: it reads none."""
     if not getattr(generator, "requires_model_outputs", False):
         return None
     asked = dict(getattr(generator, "model_kwargs_overrides", {}))
@@ -170,13 +166,7 @@ class CandidateGeneratorDrafter(DrafterDefaults):
         return self._draft(text, num_draft_tokens)
 
     def _draft(self, text: Any, num_draft_tokens: int, **told: Any) -> DraftOut:
-        """Ask for what follows a sequence.
-
-        Args:
-            text: [1, T] int64.
-            num_draft_tokens: K at most; more candidates are cut off.
-            **told: further arguments of `get_candidates`.
-        """
+        """Ask for what follows a sequence [1, T] int64; candidates beyond K are cut off."""
         self._tell(text)
         with torch.no_grad():
             candidate_ids, logits = self.generator.get_candidates(text, **told)

@@ -30,11 +30,7 @@ class StateReadingGeneratorDrafter(CandidateGeneratorDrafter):
         self.hidden_layers = self._layers
 
     def draft(self, request: DraftRequest) -> DraftOut:
-        """See `CandidateGeneratorDrafter.draft`; `kept` holds the states of the layers, concatenated along D.
-
-        Raises:
-            ShapeError: there is more than one row, or no hidden states.
-        """
+        """See `CandidateGeneratorDrafter.draft`; `kept` holds the states of the layers, concatenated along D."""
         request.check()
         query, kept = request.query_token_ids, request.kept
         if query.shape[0] != 1:

@@ -151,12 +151,7 @@ class HybridDrafter(DrafterDefaults):
         return expected >= self._model_rates.expected(row, model_kinds(num_model))
 
     def _learn(self, gained: Sequence[list[int]], num_rounds: int) -> None:
-        """Learn from the last call's proposals.
-
-        Args:
-            gained: [B] tokens that each row has gained since.
-            num_rounds: rounds since, all but the first of which were plain.
-        """
+        """Learn from the last call's proposals: `gained` [B] tokens since, in one round and then plain ones."""
         for row, ids in enumerate(gained):
             if self._unread is not None:
                 self._unread[row] += ids

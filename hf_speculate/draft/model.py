@@ -21,21 +21,14 @@ from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy, Stream
 
 @dataclass(frozen=True)
 class DraftSettings:
-    """How a draft model chooses tokens.
+    """How a draft model chooses tokens."""
 
-    Args:
-        eos_token_ids: [E] int64, ids after which a row needs no further token; None for none.
-        confidence_threshold: a row's draft ends after a token of lower probability, in [0, 1]; 0 for no threshold.
-        keeps_logits: whether the verifier reads the distribution that was sampled.
-        stream: the noise stream for RANDOM drafts.
-        backend: of the sampling kernel.
-    """
-
-    eos_token_ids: Tensor | None = None
+    eos_token_ids: Tensor | None = None  # [E] int64, ids after which a row needs no further token; None for none
+    # a row's draft ends after a token of lower probability, in [0, 1]; 0 for no threshold
     confidence_threshold: float = 0.0
-    keeps_logits: bool = True
-    stream: Stream = Stream.DRAFT
-    backend: str = "auto"
+    keeps_logits: bool = True  # whether the verifier reads the distribution that was sampled
+    stream: Stream = Stream.DRAFT  # the noise stream for RANDOM drafts
+    backend: str = "auto"  # of the sampling kernel
 
 
 class ModelDrafter(DrafterDefaults):

@@ -18,23 +18,14 @@ from hf_speculate.types import DraftOut, Kept
 
 @dataclass(frozen=True)
 class SuffixSettings:
-    """How rows are continued after a suffix match.
+    """How rows are continued after a suffix match."""
 
-    Args:
-        max_draft_tokens: tokens a row is drafted at most, >= 1.
-        max_match_len: longest match that is told apart; None for 64.
-        eos_token_ids: ids after which a row needs no further token.
-        vocab_size: V; larger ids from a store are not drafted.
-        store: sequences of earlier calls; None to search only the row itself.
-        num_pads: [B] padding tokens before each prompt; None for none.
-    """
-
-    max_draft_tokens: int
-    max_match_len: int | None = None
-    eos_token_ids: frozenset[int] = frozenset()
-    vocab_size: int | None = None
-    store: SuffixStore | None = None
-    num_pads: Sequence[int] | None = None
+    max_draft_tokens: int  # tokens a row is drafted at most, >= 1
+    max_match_len: int | None = None  # longest match that is told apart; None for 64
+    eos_token_ids: frozenset[int] = frozenset()  # ids after which a row needs no further token
+    vocab_size: int | None = None  # V; larger ids from a store are not drafted
+    store: SuffixStore | None = None  # sequences of earlier calls; None to search only the row itself
+    num_pads: Sequence[int] | None = None  # [B] padding tokens before each prompt; None for none
 
 
 class Proposal(NamedTuple):
@@ -49,13 +40,7 @@ _HOST = torch.device("cpu")
 
 
 class SuffixRow:
-    """One row's tokens, and the matches of its last tokens.
-
-    Args:
-        index: holds the prompt; owned by this row from here on.
-        settings: see `SuffixSettings`.
-        reader: the row's position in the store; None without a store.
-    """
+    """One row's tokens, and the matches of its last tokens."""
 
     def __init__(self, index: SuffixIndex, settings: SuffixSettings, reader: StoreReader | None):
         self.index = index
@@ -89,11 +74,7 @@ class SuffixRow:
 
 
 class SuffixRows:
-    """The rows' tokens on the host, updated from round to round.
-
-    Args:
-        settings: see `SuffixSettings`.
-    """
+    """The rows' tokens on the host, updated from round to round."""
 
     def __init__(self, settings: SuffixSettings):
         self._settings = settings
@@ -101,15 +82,7 @@ class SuffixRows:
         self.rows: list[SuffixRow] = []
 
     def follow(self, query_token_ids: Tensor, kept: Kept | None) -> Sequence[list[int]] | None:
-        """Append new tokens.
-
-        Args:
-            query_token_ids: [B, Q] int64; in the first call the whole sequence.
-            kept: tokens emitted since the last call; None in the first call.
-
-        Returns:
-            [B] the new tokens of each row; None in the first call.
-        """
+        """Append new tokens; [B] those of each row, or None in the first call, whose query holds whole sequences."""
         if kept is None:
             self._begin(query_token_ids.tolist())
             return None

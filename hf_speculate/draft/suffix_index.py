@@ -135,12 +135,7 @@ class SuffixIndex:
         return found
 
     def advance(self, place: Match, token_ids: Iterable[int]) -> Match:
-        """Where another text's end stands in this index, after more of its tokens.
-
-        Args:
-            place: where it stood before; `EMPTY_MATCH` at first.
-            token_ids: what has come since.
-        """
+        """Where another text's end stands in this index after more of its tokens; it begins at `EMPTY_MATCH`."""
         state, length = place
         state = self._within(state, length)  # the state may have been split since
         for token in token_ids:

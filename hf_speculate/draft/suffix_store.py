@@ -87,11 +87,7 @@ class SuffixStore:
             self._newer.separate()
 
     def reader(self, max_match_len: int) -> "StoreReader":
-        """Follows one row through what is stored now.
-
-        Args:
-            max_match_len: matches of more tokens count as of that many.
-        """
+        """Follows one row through what is stored now; longer matches count as of `max_match_len` tokens."""
         with self._lock:
             return StoreReader(self._lock, [self._newer, self._older], max_match_len)
 

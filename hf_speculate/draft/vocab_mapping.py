@@ -15,17 +15,11 @@ from hf_speculate.types import Scored
 
 @dataclass(frozen=True)
 class VocabMapping:
-    """Which of a draft's ids stand for which of the target's.
+    """Which of a draft's ids stand for which of the target's."""
 
-    Args:
-        draft_ids: [V] int64, by target id, what the draft is fed for it; every entry is an id of the draft.
-        is_shared: [V] bool, by target id, whether the draft may propose it; at least one is.
-        is_padded: whether ids mean the same on both sides, so that only the ends of the vocabularies differ.
-    """
-
-    draft_ids: Tensor
-    is_shared: Tensor
-    is_padded: bool = False
+    draft_ids: Tensor  # [V] int64, by target id, what the draft is fed for it; every entry is an id of the draft
+    is_shared: Tensor  # [V] bool, by target id, whether the draft may propose it; at least one is
+    is_padded: bool = False  # whether ids mean the same on both sides, so that only the ends of the vocabularies differ
 
     @property
     def num_shared(self) -> int:
@@ -37,14 +31,7 @@ class VocabMapping:
         return replace(self, draft_ids=self.draft_ids.to(device), is_shared=self.is_shared.to(device))
 
     def target_logits(self, logits: Tensor) -> Tensor:
-        """The draft's logits in the target's ids; what the draft cannot propose is -inf.
-
-        Args:
-            logits: [..., V'] over the draft's ids.
-
-        Returns:
-            [..., V], a view where that is the beginning of `logits`.
-        """
+        """The draft's logits [..., V'] in the target's ids [..., V]; what the draft cannot propose is -inf."""
         num_target = len(self.is_shared)
         if self.is_padded:
             surplus = num_target - logits.shape[-1]
@@ -59,25 +46,13 @@ def padding_mapping(num_target: int, num_draft: int) -> VocabMapping:
     """One tokenizer, and two models whose tables end at different lengths.
 
     An id that only the target has is fed to the draft as its last one, which nobody reads: both lie in the padding.
-
-    Args:
-        num_target: V, the target's ids.
-        num_draft: V', the draft's.
     """
     ids = torch.arange(num_target, device="cpu")
     return VocabMapping(ids.clamp_max(num_draft - 1), ids < num_draft, is_padded=True)
 
 
 class TranslatedLanguageModel(LanguageModel):
-    """A draft model that reads and scores the target's ids; the model itself stays as it is.
-
-    Args:
-        model: the draft model.
-        vocabulary: how its ids stand to the target's.
-        max_position: upper bound of position ids.
-        extra_inputs: see `LanguageModel`; what an encoder read is in the draft's own ids.
-        keeps_states: see `LanguageModel`.
-    """
+    """A draft model that reads and scores the target's ids; the model itself stays as it is."""
 
     def __init__(
         self,

@@ -22,10 +22,7 @@ def folded_attention_for(models: Sequence[PreTrainedModel]) -> Iterator[None]:
 
     Only configs that say "sdpa" are written to, and only where the function does something else than what it stands
     for: where layers share key-value heads, or where the backend of attention is chosen. What a caller assigns to a
-    config in the meantime stays.
-
-    Args:
-        models: may repeat, and may take part in other calls at the same time.
+    config in the meantime stays. The models may repeat, and may take part in other calls at the same time.
     """
     configs = {id(config): config for model in models for config in _configs_of(model)}
     call = object()

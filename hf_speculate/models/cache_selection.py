@@ -33,31 +33,18 @@ class CacheChoice(NamedTuple):
 
 @dataclass(frozen=True)
 class CacheRequest:
-    """What the choice of a model's KV cache depends on.
+    """What the choice of a model's KV cache depends on."""
 
-    Args:
-        choice: "auto", "dynamic" or "preallocated".
-        attention: name of the model's attention implementation.
-        is_cache_passed: whether the user passed the cache; "auto" then makes no second copy of it.
-        is_cache_kept: whether the cache outlives the call.
-        records_attentions: whether the call returns attention weights, which have the shape of the states.
-        crosses: whether layers attend to an encoder's output too.
-        max_columns: the longest that a row can become, padding included.
-        capacity: columns of preallocated buffers that never grow; None if buffers grow.
-        is_pooled: whether such buffers outlive the call, for later calls of the same shapes.
-        num_recurrent_states: states of one row that a round keeps at most, B * (K + 1).
-    """
-
-    choice: str
-    attention: str
-    is_cache_passed: bool = False
-    is_cache_kept: bool = False
-    records_attentions: bool = False
-    crosses: bool = False
-    max_columns: int | None = None
-    capacity: int | None = None
-    is_pooled: bool = False
-    num_recurrent_states: int = 1
+    choice: str  # "auto", "dynamic" or "preallocated"
+    attention: str  # name of the model's attention implementation
+    is_cache_passed: bool = False  # whether the user passed the cache; "auto" then makes no second copy of it
+    is_cache_kept: bool = False  # whether the cache outlives the call
+    records_attentions: bool = False  # whether the call returns attention weights, which have the shape of the states
+    crosses: bool = False  # whether layers attend to an encoder's output too
+    max_columns: int | None = None  # the longest that a row can become, padding included
+    capacity: int | None = None  # columns of preallocated buffers that never grow; None if buffers grow
+    is_pooled: bool = False  # whether such buffers outlive the call, for later calls of the same shapes
+    num_recurrent_states: int = 1  # states of one row that a round keeps at most, B * (K + 1)
 
     def choose(
         self, model: PreTrainedModel, cache: Cache | None, attention_mask: Tensor | None, device: torch.device
@@ -70,9 +57,6 @@ class CacheRequest:
                 model, whose states nobody else reads.
             attention_mask: [B, T] int64 over the states in `cache` and the prompt; None if nothing is padded.
             device: of masks and position ids.
-
-        Raises:
-            UnsupportedModelError: "preallocated" was asked for by name and is not supported.
         """
         layers = _layers_of(model, cache)
         if is_recurrent(layers):
@@ -104,17 +88,7 @@ class CacheRequest:
         device: torch.device,
         buffers: BufferStore | None = None,
     ) -> KVCache:
-        """The KV cache of a choice.
-
-        Args:
-            choice: of `choose`, with the same arguments.
-            model: see `choose`.
-            cache: see `choose`.
-            batch_size: B.
-            attention_mask: see `choose`.
-            device: see `choose`.
-            buffers: where pooled buffers lie between calls; None if they are not pooled.
-        """
+        """The KV cache that `choose` chose with the same arguments; `buffers` holds pooled ones between calls."""
         if choice.kind == "hybrid":
             return make_hybrid_cache(model, cache, batch_size, attention_mask, device)
         if choice.kind == "dynamic":

@@ -10,12 +10,7 @@ def draft_chunk_size(target: PreTrainedModel, draft: PreTrainedModel, num_query:
     """Tokens of each row per forward of the draft, for activations that are no larger than the target's.
 
     The draft's prompt is fed while the target's states are held, so activations larger than those of the target's
-    own prompt would raise the peak of the call. The widest layer stands for a token's activations.
-
-    Args:
-        target: the model that is fed first.
-        draft: the model that is fed the same text.
-        num_query: prompt tokens of each row that the target is fed at once, >= 1.
+    own prompt of `num_query` tokens would raise the peak of the call. The widest layer stands for all of them.
     """
     draft_bytes = widest_bytes(draft)
     if not draft_bytes:

@@ -43,19 +43,13 @@ class CompiledUnits:
 
 @dataclass(frozen=True)
 class CompileSettings:
-    """Arguments of `torch.compile`; graphs are always whole.
+    """Arguments of `torch.compile`; graphs are always whole."""
 
-    Args:
-        backend: a name, or the function itself.
-        mode: of the backend; None for its default.
-        dynamic: whether sizes are compiled as symbols; None compiles the sequence length and changed sizes as symbols.
-        options: of the backend, in place of the mode.
-    """
-
-    backend: str | Callable[..., Any] = "inductor"
-    mode: str | None = None
+    backend: str | Callable[..., Any] = "inductor"  # a name, or the function itself
+    mode: str | None = None  # of the backend; None for its default
+    # whether sizes are compiled as symbols; None compiles the sequence length and changed sizes as symbols
     dynamic: bool | None = None
-    options: Mapping[str, Any] | None = None
+    options: Mapping[str, Any] | None = None  # of the backend, in place of the mode
 
     @property
     def key(self) -> Hashable:
@@ -74,19 +68,13 @@ class CompileSettings:
 
 @dataclass
 class Compilation:
-    """The compiled forwards of one model during one call.
+    """The compiled forwards of one model during one call."""
 
-    Args:
-        model: whose forwards are compiled.
-        settings: of `torch.compile`.
-        units: what was compiled for the model before.
-        on_failure: called with the reason once, if something cannot be compiled; everything runs eagerly from then on.
-            Later calls try again only after torch's recompile limit, which holds back new shapes and no others.
-    """
-
-    model: nn.Module
-    settings: CompileSettings
-    units: CompiledUnits
+    model: nn.Module  # whose forwards are compiled
+    settings: CompileSettings  # of `torch.compile`
+    units: CompiledUnits  # what was compiled for the model before
+    # called with the reason once, if something cannot be compiled; everything runs eagerly from then on. Later calls
+    # try again only after torch's recompile limit, which holds back new shapes and no others
     on_failure: Callable[[str], None]
     is_working: bool = field(default=True, init=False)
     sampling_backend: str | None = field(default="torch", init=False)  # of what is compiled
@@ -107,10 +95,8 @@ class Compilation:
     def run(self, name: Hashable, function: Callable[..., Any], *args: Any) -> Any | None:
         """The result of a function of the model and `args`; None if it cannot be compiled.
 
-        Args:
-            name: of the function; functions of the same name are compiled once for a model.
-            function: returns a tensor, or nested tuples of tensors or None.
-            *args: its arguments without the model. What it writes to is undefined after a failure.
+        Functions of the same name are compiled once for a model and return a tensor, or nested tuples of tensors or
+        None. What they write to is undefined after a failure.
         """
         if not self.is_working:
             return None
@@ -134,14 +120,9 @@ class Compilation:
     def repeat(
         self, name: Hashable, step: Callable[..., Any], num_steps: int, carry: Any, *args: Any
     ) -> list[Any] | None:
-        """The results of steps that feed one another; None if one cannot be compiled.
+        """The results of `num_steps` steps that feed one another; None if one cannot be compiled.
 
-        Args:
-            name: see `run`.
-            step: a function of the model, `carry` and `args`; returns its result and the next step's `carry`.
-            num_steps: how many.
-            carry: of the first step.
-            *args: the same for all steps.
+        A step is a function of the model, `carry` and `args`; it returns its result and the next step's `carry`.
         """
         results = []
         for _ in range(num_steps):

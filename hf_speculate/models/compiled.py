@@ -159,13 +159,7 @@ def _outputs(
 
 
 def width_for(num_columns: int, capacity: int, num_steps: int = 2) -> int:
-    """How many columns attention reads where `num_columns` are in use.
-
-    Args:
-        num_columns: in use.
-        capacity: columns of the buffers.
-        num_steps: widths between one power of two and the next.
-    """
+    """How many columns attention reads where `num_columns` are in use: one of `num_steps` between powers of two."""
     base = MIN_WIDTH
     while 2 * base <= num_columns:
         base *= 2
@@ -217,16 +211,7 @@ class FixedBuffers:
 
 
 class CompiledLanguageModel(LanguageModel):
-    """A `LanguageModel` whose short queries run compiled, padded to one of the lengths that are; prompts run eagerly.
-
-    Args:
-        model: a decoder-only model with a language modelling head.
-        max_position: upper bound of position ids, for tokens drafted past the end of the text.
-        runner: of this model's functions.
-        query_lens: the lengths Q that are run so, ascending.
-        extra_inputs: embeddings of the prompt, or nothing.
-        capture: see `LanguageModel`; compiled forwards take the same states from the model's outputs.
-    """
+    """A `LanguageModel` whose short queries run compiled, padded to lengths that are; prompts run eagerly."""
 
     def __init__(
         self,

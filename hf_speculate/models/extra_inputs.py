@@ -94,12 +94,7 @@ class ExtraInputs:
 
 
 def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A copy of a model input with each of its tensors changed.
-
-    Args:
-        value: a tensor, a model's output, or a tuple or list of them; anything else is returned as it is.
-        change: maps a tensor to its replacement.
-    """
+    """A copy of a model input (a tensor, a model's output, a tuple or list of them), with each tensor changed."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, ModelOutput):

@@ -27,19 +27,11 @@ class GraphBackend(Protocol):
     """Captures graphs on one device."""
 
     def capture(self, function: Callable[[], Any]) -> Graph:
-        """Capture what `function` launches, whose tensors must stay where they are as long as the graph is replayed.
-
-        Raises:
-            RuntimeError: it does what a graph cannot hold, such as a copy to the host.
-        """
+        """Capture what `function` launches, whose tensors must stay where they are as long as the graph is replayed."""
 
 
 class CudaGraphs:
-    """CUDA graphs that share one pool of memory.
-
-    Args:
-        device: where they run.
-    """
+    """CUDA graphs that share one pool of memory."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -78,11 +70,7 @@ class Graphing:
     """The graphs of one model during one call; a `Runner`.
 
     Buffers of states are read and written where they are, all other tensors are copied to where the graph reads them.
-
-    Args:
-        model: whose forwards are captured.
-        units: remembers that capturing failed.
-        on_failure: called with the reason once, if something cannot be captured; everything runs eagerly from then on.
+    `on_failure` is called with the reason once, if something cannot be captured; everything runs eagerly from then on.
     """
 
     varies = False
@@ -107,10 +95,7 @@ class Graphing:
     def run(self, name: Hashable, function: Callable[..., Any], *args: Any) -> Any | None:
         """The result of a function of the model and `args`; None if it cannot be captured.
 
-        Args:
-            name: of the function; functions of the same name are captured once for inputs of the same shapes.
-            function: returns a tensor, or nested tuples of tensors or None.
-            *args: its arguments without the model.
+        Functions of the same name are captured once for inputs of the same shapes.
         """
         recorded = self._recorded(name, function, args)
         return None if recorded is None else self._replay(recorded)

@@ -54,19 +54,7 @@ def make_hybrid_cache(
     device: torch.device,
     max_kept_bytes: int | None = None,
 ) -> HybridKVCache:
-    """The hybrid KV cache of a model with recurrent layers.
-
-    Args:
-        model: the model.
-        cache: what transformers made or the user passed; None for a draft model, whose states nobody else reads.
-        batch_size: B.
-        attention_mask: [B, T] int64 over the states in `cache` and the prompt; None if nothing is padded.
-        device: where masks and position ids are made.
-        max_kept_bytes: see `RecurrentStates`; None for `MAX_STATE_SHARE` of the device's memory.
-
-    Raises:
-        UnsupportedModelError: the model's mixers cannot read one token at a time.
-    """
+    """The hybrid KV cache of a model with recurrent layers, over what transformers made or the user passed."""
     config = model.config.get_text_config(decoder=True)
     if cache is None:
         cache = _with_full_attention(DynamicCache(config=config))
@@ -82,14 +70,7 @@ def make_hybrid_cache(
 
 
 def rollback_text(model: PreTrainedModel, cache: Cache, num_states: int, device: torch.device) -> str:
-    """How a hybrid cache rolls recurrent states back, in words.
-
-    Args:
-        model: the model.
-        cache: its layers tell which of them are recurrent.
-        num_states: states of one row that a round keeps at most, B * (K + 1).
-        device: where the states are.
-    """
+    """How a hybrid cache rolls recurrent states back, in words; a round keeps `num_states` of a row at most."""
     num_bytes = stepped_model(model, cache).num_bytes * num_states
     if num_bytes <= _max_kept_bytes(device):
         return f"keeps {num_bytes / 2**20:.3g} MiB of states after each token"

@@ -197,13 +197,7 @@ class _LiveRows:
 
 
 def num_until(token_ids: Tensor, stop_ids: Tensor, counts: Tensor) -> Tensor:
-    """[B] int32, tokens of each row up to the first stop id, itself included; N in a row without one.
-
-    Args:
-        token_ids: [B, N] int64.
-        stop_ids: [E] int64.
-        counts: [N] int32, 1 to N.
-    """
+    """[B] int32, tokens of each row of [B, N] up to the first of the stop ids [E], itself included; else N."""
     is_single = stop_ids.shape[0] == 1
     goes_on = token_ids != stop_ids if is_single else (token_ids[:, :, None] != stop_ids).all(-1)  # [B, N]
     return torch.where(goes_on, counts[-1], counts).amin(1)

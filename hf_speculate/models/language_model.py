@@ -142,11 +142,7 @@ def cache_name(model: PreTrainedModel) -> str:
 
 
 def device_of(model: PreTrainedModel) -> torch.device:
-    """Where a model takes its tokens: not "meta", where weights are that are loaded anew for every forward.
-
-    Args:
-        model: any model.
-    """
+    """Where a model takes its tokens: not "meta", where weights are that are loaded anew for every forward."""
     places = (weight.device for weight in model.parameters() if weight.device.type != "meta")
     return model.device if model.device.type != "meta" else next(places, torch.device("cpu"))
 
@@ -154,10 +150,8 @@ def device_of(model: PreTrainedModel) -> torch.device:
 def takes_positions(model: PreTrainedModel, is_draft: bool = False) -> bool:
     """Whether a model's forward is told the positions of its tokens.
 
-    Args:
-        model: with a language modelling head.
-        is_draft: whether it may be told through its decoder alone. Plain `generate` tells none where the head does not
-            name them, so padding counts there, and a target has to read what it would read there.
+    A draft may be told through its decoder alone. Plain `generate` tells none where the head does not name them, so
+    padding counts there, and a target has to read what it would read there.
     """
     parameters = inspect.signature(type(model).forward).parameters
     if f"{text_prefix(model)}position_ids" in parameters:
@@ -174,10 +168,6 @@ def counts_columns(model: PreTrainedModel, is_draft: bool = False) -> bool:
     """Whether a model places tokens by their column in the cache, so that no row may be moved.
 
     Models that know places by biases of the attention alone do not mind: only distances count.
-
-    Args:
-        model: with a language modelling head.
-        is_draft: see `takes_positions`.
     """
     config = model.config.get_text_config(decoder=True)
     if cache_name(model) == "cache_params":  # models without attention layers have no positions

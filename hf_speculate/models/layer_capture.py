@@ -69,11 +69,7 @@ class LayerCapture:
         self._handles, self._states = [], {}
 
     def state(self, layer: int) -> Tensor:
-        """[B, Q, D] of one layer in the last forward.
-
-        Raises:
-            UnsupportedModelError: the forward did not run the layer.
-        """
+        """[B, Q, D] of one layer in the last forward."""
         if layer not in self._states:
             raise UnsupportedModelError(
                 f"the target's forward must run its own layers, got none of layer {layer} in {self._name}, as when "
@@ -82,11 +78,7 @@ class LayerCapture:
         return self._states[layer]
 
     def concatenated(self) -> Tensor:
-        """[B, Q, A * D], the states of all layers in the last forward, concatenated in the order of the ids.
-
-        Raises:
-            UnsupportedModelError: see `state`.
-        """
+        """[B, Q, A * D], the states of all layers in the last forward, concatenated in the order of the ids."""
         states = [self.state(layer) for layer in self.layers]
         return states[0] if len(states) == 1 else torch.cat([one.to(states[0].device) for one in states], dim=-1)
 

@@ -38,9 +38,7 @@ class _Steps(NamedTuple):
 def probed(mixer: Mixer, num_states: int) -> StepProtocol | str:
     """The protocol of a mixer, found by running it on a few synthetic tokens; a reason if there is none.
 
-    Args:
-        mixer: the module, which is run; on the meta device, without comparing values.
-        num_states: states of each kind that the cache's layer may hold.
+    On the meta device values are not compared. `num_states` is how many of each kind the cache's layer may hold.
     """
     with _lock:
         known = _known.get(mixer.module)

@@ -85,11 +85,6 @@ class SteppedMixer:
     The mixer itself reads the first token, while its input projections read all of them. At the output projection a
     shallow copy of the mixer reads the other tokens one by one, with the outputs of the input projections; the output
     projection then reads all tokens, and the mixer returns the output of all of them.
-
-    Args:
-        mixer: the module; only hooks are added to it.
-        protocol: what the probe found about its class.
-        states: the recurrent states of the cache.
     """
 
     def __init__(self, mixer: Mixer, protocol: StepProtocol, states: RecurrentStates):
@@ -107,11 +102,7 @@ class SteppedMixer:
         self._thread = 0
 
     def attach(self, handles: list[RemovableHandle]) -> None:
-        """Register the hooks.
-
-        Args:
-            handles: the hooks' handles are appended to it.
-        """
+        """Register the hooks, whose handles are appended to `handles`."""
         module = self.mixer.module
         children = dict(module.named_children())
         handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))

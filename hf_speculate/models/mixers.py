@@ -31,12 +31,7 @@ class SteppedModel(NamedTuple):
 
 
 def stepped_model(model: PreTrainedModel, cache: Cache) -> SteppedModel:
-    """The mixers of a model.
-
-    Args:
-        model: a model with recurrent layers.
-        cache: its layers tell which are recurrent.
-    """
+    """The mixers of a model, by the layers of its cache."""
     types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or []
     found: list[tuple[Mixer, StepProtocol]] = []
     protocols: dict[Any, StepProtocol | str] = {}
@@ -71,12 +66,7 @@ def recurrent_cache(model: PreTrainedModel) -> Cache | None:
 
 
 def rollback_obstacle(model: PreTrainedModel, is_stateful: bool) -> str:
-    """Why the recurrent states of a model cannot be rolled back; empty if they can, or if there are none.
-
-    Args:
-        model: any model.
-        is_stateful: whether transformers calls it stateful.
-    """
+    """Why the recurrent states of a model cannot be rolled back; empty if they can, or if there are none."""
     cache = recurrent_cache(model)
     if cache is None:
         return "outside a transformers cache" if is_stateful else ""

@@ -193,12 +193,7 @@ def _package_of(module_class: type) -> str:
 
 
 def limit_reason(model: PreTrainedModel, limit: Limit) -> str:
-    """Why a limit holds for a model; empty if it does not.
-
-    Args:
-        model: by whose config, or text decoder's config, the type is known.
-        limit: one of the limits.
-    """
+    """Why a limit holds for a model, by the type of its config or text decoder's config; empty if it does not."""
     types = model_types(model)
     return next((quirk.reason for quirk in QUIRKS if quirk.limit is limit and quirk.model_type in types), "")
 
@@ -218,11 +213,7 @@ def model_types(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def is_shown(model: PreTrainedModel) -> bool:
-    """Whether tests have shown, with this version of transformers, that the model's type decodes as plain `generate`.
-
-    Args:
-        model: of a class of transformers; others count as unknown, whatever type their config names.
-    """
+    """Whether tests have shown, with this version of transformers, that the type decodes as plain `generate`."""
     if not type(model).__module__.startswith("transformers.models."):
         return False
     return all(name in SHOWN and is_tested_since(SHOWN[name]) for name in model_types(model))

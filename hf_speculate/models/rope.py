@@ -12,9 +12,6 @@ def growing_rope(model: PreTrainedModel) -> tuple[str, int] | None:
 
     Past the border the frequencies change for tokens whose states are cached already, and the model is given new
     buffers by its own forward.
-
-    Args:
-        model: any model; only its config is read.
     """
     config = model.config.get_text_config(decoder=True)
     parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
