@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -14,33 +14,27 @@ class Interrupted(Exception):
     """Ctrl-C."""
 
 
-_MODELS, _GENERATION, _SPECULATION = "Models", "Generation", "Speculation"
+_models = partial(typer.Option, rich_help_panel="Models")
+_generation = partial(typer.Option, rich_help_panel="Generation")
+_speculation = partial(typer.Option, rich_help_panel="Speculation")
+_ray = partial(typer.Option, rich_help_panel="Ray")
 
 Prompts = Annotated[
     Path, typer.Argument(help="Prompts: a .jsonl file (also Spec-Bench's), a text file with one per line, or -.")
 ]
 Lookup = Annotated[
-    int | None,
-    typer.Option(
-        "--lookup", rich_help_panel=_SPECULATION, help="Tokens to copy per round from earlier text (prompt lookup)."
-    ),
+    int | None, _speculation("--lookup", help="Tokens to copy per round from earlier text (prompt lookup).")
 ]
 DraftLens = Annotated[
     str,
-    typer.Option(
+    _speculation(
         "--num-assistant-tokens",
         "-k",
-        rich_help_panel=_SPECULATION,
         help="Draft lengths to compare, separated by commas, such as 5,adaptive,adaptive:16.",
     ),
 ]
 Thresholds = Annotated[
-    str,
-    typer.Option(
-        "--thresholds",
-        rich_help_panel=_SPECULATION,
-        help="Values of posterior_threshold for lossy verifiers, separated by commas.",
-    ),
+    str, _speculation("--thresholds", help="Values of posterior_threshold for lossy verifiers, separated by commas.")
 ]
 Chat = Annotated[bool, typer.Option("--chat", help="Apply the tokenizer's chat template to prompts that are text.")]
 BatchSize = Annotated[int, typer.Option("--batch-size", "-b", min=1, help="Prompts that are decoded together.")]
@@ -58,30 +52,14 @@ class Models:
 
     target: Annotated[str, typer.Argument(help="Model to decode with: a folder, or a name on the Hugging Face Hub.")]
     draft: Annotated[
-        str | None,
-        typer.Option(
-            "--draft", "-d", rich_help_panel=_MODELS, help="Draft model or head: a folder, or a name on the Hub."
-        ),
+        str | None, _models("--draft", "-d", help="Draft model or head: a folder, or a name on the Hub.")
     ] = None
-    revision: Annotated[
-        str | None,
-        typer.Option("--revision", rich_help_panel=_MODELS, help="Branch, tag or commit of the target on the Hub."),
-    ] = None
-    dtype: Annotated[
-        str,
-        typer.Option("--dtype", rich_help_panel=_MODELS, help="auto, bfloat16, float16, float32 or float64."),
-    ] = "auto"
-    device: Annotated[
-        str,
-        typer.Option("--device", rich_help_panel=_MODELS, help="cpu, cuda, ..., or map to spread over all devices."),
-    ] = "auto"
-    attn_implementation: Annotated[
-        str | None,
-        typer.Option("--attn-implementation", rich_help_panel=_MODELS, help="eager, sdpa, flash_attention_2, ..."),
-    ] = None
+    revision: Annotated[str | None, _models(help="Branch, tag or commit of the target on the Hub.")] = None
+    dtype: Annotated[str, _models(help="auto, bfloat16, float16, float32 or float64.")] = "auto"
+    device: Annotated[str, _models(help="cpu, cuda, ..., or map to spread over all devices.")] = "auto"
+    attn_implementation: Annotated[str | None, _models(help="eager, sdpa, flash_attention_2, ...")] = None
     trust_remote_code: Annotated[
-        bool,
-        typer.Option("--trust-remote-code", rich_help_panel=_MODELS, help="Run code from the models' repositories."),
+        bool, _models("--trust-remote-code", help="Run code from the models' repositories.")
     ] = False
 
 
@@ -91,43 +69,23 @@ class Generation:
 
     max_new_tokens: Annotated[
         int | None,
-        typer.Option(
+        _generation(
             "--max-new-tokens",
             "-n",
-            rich_help_panel=_GENERATION,
             help="Largest number of new tokens. [dim]\\[default: 256; bench and tune: 128][/dim]",
         ),
     ] = None
-    sample: Annotated[
-        bool,
-        typer.Option("--sample", "--do-sample", rich_help_panel=_GENERATION, help="Sample instead of greedy decoding."),
-    ] = False
-    temperature: Annotated[
-        float | None,
-        typer.Option("--temperature", "-t", rich_help_panel=_GENERATION, help="Sampling temperature."),
-    ] = None
-    top_p: Annotated[
-        float | None,
-        typer.Option("--top-p", rich_help_panel=_GENERATION, help="Sample from the most likely tokens of this mass."),
-    ] = None
-    top_k: Annotated[
-        int | None,
-        typer.Option("--top-k", rich_help_panel=_GENERATION, help="Sample from this many most likely tokens; 0: all."),
-    ] = None
-    repetition_penalty: Annotated[
-        float | None,
-        typer.Option("--repetition-penalty", rich_help_panel=_GENERATION, help="Penalty of repeated tokens; 1: none."),
-    ] = None
-    seed: Annotated[
-        int | None,
-        typer.Option("--seed", rich_help_panel=_GENERATION, help="Random seed; the same seed repeats a sample."),
-    ] = None
+    sample: Annotated[bool, _generation("--sample", "--do-sample", help="Sample instead of greedy decoding.")] = False
+    temperature: Annotated[float | None, _generation("--temperature", "-t", help="Sampling temperature.")] = None
+    top_p: Annotated[float | None, _generation(help="Sample from the most likely tokens of this mass.")] = None
+    top_k: Annotated[int | None, _generation(help="Sample from this many most likely tokens; 0: all.")] = None
+    repetition_penalty: Annotated[float | None, _generation(help="Penalty of repeated tokens; 1: none.")] = None
+    seed: Annotated[int | None, _generation(help="Random seed; the same seed repeats a sample.")] = None
     settings: Annotated[
         list[str] | None,
-        typer.Option(
+        _generation(
             "--set",
             metavar="NAME=VALUE",
-            rich_help_panel=_GENERATION,
             help="Any other field of SpeculationConfig or GenerationConfig, with a JSON value; can be repeated. "
             "Advanced: speculation_cache, speculation_graphs, verifier_backend, entropy_epsilon.",
         ),
@@ -140,10 +98,9 @@ class Drafting:
 
     num_assistant_tokens: Annotated[
         str | None,
-        typer.Option(
+        _speculation(
             "--num-assistant-tokens",
             "-k",
-            rich_help_panel=_SPECULATION,
             help="Tokens to draft per round: 5, adaptive, or adaptive:16 for at most 16. "
             "[dim]\\[default: adaptive][/dim]",
         ),
@@ -157,12 +114,7 @@ class Speculation(Drafting):
 
     verifier: Annotated[
         str | None,
-        typer.Option(
-            "--verifier",
-            "-v",
-            rich_help_panel=_SPECULATION,
-            help="greedy, rejection, block, coupled (all lossless) or typical (lossy).",
-        ),
+        _speculation("--verifier", "-v", help="greedy, rejection, block, coupled (all lossless) or typical (lossy)."),
     ] = None
 
 
@@ -173,10 +125,9 @@ class Grid:
     num_assistant_tokens: DraftLens = "adaptive,5"
     verifiers: Annotated[
         str | None,
-        typer.Option(
+        _speculation(
             "--verifiers",
             "-v",
-            rich_help_panel=_SPECULATION,
             help="Verifiers, separated by commas. [dim]\\[default: the usual lossless one, and typical][/dim]",
         ),
     ] = None
@@ -209,20 +160,10 @@ class PromptSet:
 class Ray:
     """Options of `batch --engine ray`."""
 
-    workers: Annotated[
-        int | None, typer.Option("--workers", rich_help_panel="Ray", help="Actors; default: one per GPU, or one.")
-    ] = None
-    cpus_per_worker: Annotated[
-        float | None,
-        typer.Option("--cpus-per-worker", rich_help_panel="Ray", help="CPUs of an actor without a GPU; default: 1."),
-    ] = None
-    gpus_per_worker: Annotated[
-        float | None,
-        typer.Option("--gpus-per-worker", rich_help_panel="Ray", help="GPUs of an actor; default: 1 if there are any."),
-    ] = None
-    ray_address: Annotated[
-        str | None, typer.Option("--ray-address", rich_help_panel="Ray", help="Address of a running cluster.")
-    ] = None
+    workers: Annotated[int | None, _ray(help="Actors; default: one per GPU, or one.")] = None
+    cpus_per_worker: Annotated[float | None, _ray(help="CPUs of an actor without a GPU; default: 1.")] = None
+    gpus_per_worker: Annotated[float | None, _ray(help="GPUs of an actor; default: 1 if there are any.")] = None
+    ray_address: Annotated[str | None, _ray(help="Address of a running cluster.")] = None
 
 
 def grouped(command: Callable[..., int]) -> Callable[..., int]:
