@@ -12,18 +12,12 @@ ItemT = TypeVar("ItemT")
 
 
 class Batch(NamedTuple):
-    """Prompts that one call decodes.
+    """Prompts that one call decodes."""
 
-    Args:
-        number: among all batches, from 0.
-        input_ids, attention_mask: [B, T] int64, left-padded.
-        category: of all its prompts; empty if they have none, or several.
-    """
-
-    number: int
-    input_ids: Tensor
-    attention_mask: Tensor
-    category: str = ""
+    number: int  # among all batches, from 0
+    input_ids: Tensor  # [B, T] int64, left-padded
+    attention_mask: Tensor  # [B, T] int64, left-padded
+    category: str = ""  # of all its prompts; empty if they have none, or several
 
     @property
     def rows(self) -> list[Tensor]:

@@ -19,23 +19,14 @@ _SAMPLE_TOKENS = 120  # of the text that is shown for each method
 
 @dataclass(frozen=True)
 class Comparison:
-    """Methods and batches to compare.
+    """Methods and batches to compare."""
 
-    Args:
-        methods: besides plain decoding; all sample, or none does.
-        drift_methods: lossy ones, measured for speed and drift only.
-        batches: of prompts, at least one.
-        do_sample: whether tokens are sampled.
-        repeats: how often each method decodes each batch.
-        seed: used for sampling.
-    """
-
-    methods: Sequence[Method]
-    drift_methods: Sequence[Method]
-    batches: Sequence[Batch]
-    do_sample: bool = False
-    repeats: int = 1
-    seed: int = 0
+    methods: Sequence[Method]  # besides plain decoding; all sample, or none does
+    drift_methods: Sequence[Method]  # lossy ones, measured for speed and drift only
+    batches: Sequence[Batch]  # of prompts, at least one
+    do_sample: bool = False  # whether tokens are sampled
+    repeats: int = 1  # how often each method decodes each batch
+    seed: int = 0  # used for sampling
 
     @property
     def all_methods(self) -> list[Method]:

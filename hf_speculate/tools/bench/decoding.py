@@ -17,33 +17,20 @@ from hf_speculate.tools.bench.methods import OURS, PLAIN, Method
 
 
 class Decoded(NamedTuple):
-    """Output of one call.
+    """Output of one call."""
 
-    Args:
-        new_ids: [N] int64 for each row, with padding after its end.
-        stats: of the call; None for other engines.
-        first_token_s: time to the first token: until the target's first forward has ended.
-        peak_bytes: peak memory on a CUDA device; None elsewhere.
-    """
-
-    new_ids: list[Tensor]
-    stats: SpeculationStats | None
-    first_token_s: float | None = None
-    peak_bytes: int | None = None
+    new_ids: list[Tensor]  # [N] int64 for each row, with padding after its end
+    stats: SpeculationStats | None  # of the call; None for other engines
+    first_token_s: float | None = None  # time to the first token: until the target's first forward has ended
+    peak_bytes: int | None = None  # peak memory on a CUDA device; None elsewhere
 
 
 class Decoder:
     """Decodes batches with one target and draft.
 
     Generation configs of the models may hold speculative fields, which would change plain decoding. The decoder uses
-    views of the models, with the same weights and without these fields.
-
-    Args:
-        target: enabled or not; not changed.
-        draft_arguments: `tokenizer`, and `assistant_model` and `assistant_tokenizer` if there is a draft model or head.
-        max_new_tokens: N.
-        sampling: arguments of methods that sample, such as `temperature`.
-        options: arguments of all methods, such as `repetition_penalty`.
+    views of the models, with the same weights and without these fields. `sampling` holds arguments of methods that
+    sample, `options` those of all methods.
     """
 
     def __init__(

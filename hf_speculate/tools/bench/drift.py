@@ -15,17 +15,11 @@ _CHUNK = 64  # positions whose log-probabilities are in memory at once
 
 
 class Drift(NamedTuple):
-    """Sums over outputs, which `+` adds.
+    """Sums over outputs, which `+` adds."""
 
-    Args:
-        log_likelihood: under the target in nats, without temperature and other processors.
-        num_best: tokens that are the target's most likely ones after the text before them.
-        num_tokens: of the outputs.
-    """
-
-    log_likelihood: float = 0.0
-    num_best: int = 0
-    num_tokens: int = 0
+    log_likelihood: float = 0.0  # under the target in nats, without temperature and other processors
+    num_best: int = 0  # tokens that are the target's most likely ones after the text before them
+    num_tokens: int = 0  # of the outputs
 
     def __add__(self, other: object) -> "Drift":
         if not isinstance(other, Drift):
@@ -49,13 +43,7 @@ class Drift(NamedTuple):
 
 @torch.no_grad()
 def drift_of_text(model: PreTrainedModel, prompt_ids: Tensor, new_ids: list[int]) -> Drift:
-    """Drift of one output.
-
-    Args:
-        model: the target.
-        prompt_ids: [T] int64, unpadded.
-        new_ids: N >= 1 ids.
-    """
+    """Drift of one output of N >= 1 ids; the prompt [T] int64 is unpadded."""
     text = torch.tensor(new_ids, device=prompt_ids.device)  # [N]
     num = len(new_ids)
     keeps = "logits_to_keep" in inspect.signature(model.forward).parameters

@@ -17,23 +17,14 @@ _ASSISTED_ERRORS = (AttributeError, IndexError, KeyError, NotImplementedError, R
 
 
 class Run(NamedTuple):
-    """One timed call.
+    """One timed call."""
 
-    Args:
-        batch: number of the batch.
-        repeat: number of the repetition.
-        seconds: of the call.
-        texts: new token ids of each row up to its end.
-        stats: of our engine.
-        first_token_s, peak_bytes: see `Decoded`.
-    """
-
-    batch: int
-    repeat: int
-    seconds: float
-    texts: list[list[int]]
-    stats: SpeculationStats | None
-    first_token_s: float | None = None
+    batch: int  # number of the batch
+    repeat: int  # number of the repetition
+    seconds: float  # of the call
+    texts: list[list[int]]  # new token ids of each row up to its end
+    stats: SpeculationStats | None  # of our engine
+    first_token_s: float | None = None  # see `Decoded`, as for `peak_bytes`
     peak_bytes: int | None = None
 
     @property

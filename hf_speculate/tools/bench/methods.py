@@ -35,23 +35,15 @@ class DraftLen(NamedTuple):
 
 @dataclass(frozen=True)
 class Method:
-    """A decoding method.
+    """A decoding method."""
 
-    Args:
-        name: unique among the methods of a comparison.
-        engine: `PLAIN`, `TRANSFORMERS` (its assisted generation or prompt lookup) or `OURS`.
-        fields: of `SpeculationConfig`; for transformers only draft length and prompt lookup.
-        do_sample: whether tokens are sampled.
-        is_lossy: whether the output's distribution differs from plain decoding's.
-        options: other arguments of `generate()`.
-    """
-
-    name: str
-    engine: str
+    name: str  # unique among the methods of a comparison
+    engine: str  # `PLAIN`, `TRANSFORMERS` (its assisted generation or prompt lookup) or `OURS`
+    # of `SpeculationConfig`; for transformers only draft length and prompt lookup
     fields: Mapping[str, Any] = field(default_factory=dict)
-    do_sample: bool = False
-    is_lossy: bool = False
-    options: Mapping[str, Any] = field(default_factory=dict)
+    do_sample: bool = False  # whether tokens are sampled
+    is_lossy: bool = False  # whether the output's distribution differs from plain decoding's
+    options: Mapping[str, Any] = field(default_factory=dict)  # other arguments of `generate()`
 
     @property
     def verifier(self) -> str:

@@ -14,15 +14,11 @@ _SIGNS = {"agreement": (">=", "="), "drop": ("<=", "=")}
 
 
 class Rule(NamedTuple):
-    """Bounds for lossy methods; without bounds only lossless ones are allowed.
+    """Bounds for lossy methods; without bounds only lossless ones are allowed."""
 
-    Args:
-        min_agreement: smallest share of tokens that greedy decoding would have chosen, in [0, 1].
-        max_drop: largest drop of the log-likelihood below plain decoding's in nats per token; when sampling also the
-            largest rise above it.
-    """
-
-    min_agreement: float | None = None
+    min_agreement: float | None = None  # smallest share of tokens that greedy decoding would have chosen, in [0, 1]
+    # largest drop of the log-likelihood below plain decoding's in nats per token; when sampling also the largest rise
+    # above it
     max_drop: float | None = None
 
     @property

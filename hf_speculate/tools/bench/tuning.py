@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from hf_speculate.tools.bench.batches import Batch
 from hf_speculate.tools.bench.drift import Drift
@@ -30,72 +30,41 @@ _FIRST_BATCHES = 2
 _MIN_LEFT = 2  # methods that decode all batches
 
 
-class Check(Protocol):
-    """See `TextCheck`."""
-
-    def __call__(
-        self, method: Method, runs: Sequence[Run], plain_runs: Sequence[Run], batches: Mapping[int, Batch]
-    ) -> Compared:
-        """Compare greedy outputs with plain decoding's."""
-
-
+# Compares greedy outputs of a method with plain decoding's, see `TextCheck`.
+Check = Callable[[Method, Sequence[Run], Sequence[Run], Mapping[int, Batch]], Compared]
 Read = Callable[[Sequence[Run], Mapping[int, Batch]], Drift]  # drift of a method's calls
 
 
 class Instruments(NamedTuple):
-    """Functions that tuning measures with.
+    """Functions that tuning measures with."""
 
-    Args:
-        decode: decodes a batch.
-        check: compares greedy outputs of lossless methods.
-        read: measures drift.
-        clock: returns seconds.
-        on_step: is called after each call.
-    """
-
-    decode: Decode
-    check: Check
-    read: Read
-    clock: Callable[[], float] = time.perf_counter
-    on_step: Callable[[Step], None] | None = None
+    decode: Decode  # decodes a batch
+    check: Check  # compares greedy outputs of lossless methods
+    read: Read  # measures drift
+    clock: Callable[[], float] = time.perf_counter  # returns seconds
+    on_step: Callable[[Step], None] | None = None  # is called after each call
 
 
 @dataclass
 class Trial:
-    """Measurements of one method.
+    """Measurements of one method."""
 
-    Args:
-        method: that is tried.
-        runs: its calls so far.
-        drift: of its outputs, if the rule has bounds.
-        complaint: why it was dropped; empty while it is in the race.
-    """
-
-    method: Method
-    runs: list[Run] = field(default_factory=list)
-    drift: Drift | None = None
-    complaint: str = ""
+    method: Method  # that is tried
+    runs: list[Run] = field(default_factory=list)  # its calls so far
+    drift: Drift | None = None  # of its outputs, if the rule has bounds
+    complaint: str = ""  # why it was dropped; empty while it is in the race
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """Result of tuning.
+    """Result of tuning."""
 
-    Args:
-        winner: the fastest allowed method; None if plain decoding is at least as fast.
-        trials: of all methods, best first.
-        plain_runs: plain decoding's calls.
-        plain_drift: of its outputs, if the rule has bounds.
-        do_sample: whether tokens were sampled.
-        is_interrupted: whether Ctrl-C ended the measurement; there is no winner then.
-    """
-
-    winner: Method | None
-    trials: list[Trial]
-    plain_runs: list[Run]
-    plain_drift: Drift | None
-    do_sample: bool
-    is_interrupted: bool = False
+    winner: Method | None  # the fastest allowed method; None if plain decoding is at least as fast
+    trials: list[Trial]  # of all methods, best first
+    plain_runs: list[Run]  # plain decoding's calls
+    plain_drift: Drift | None  # of its outputs, if the rule has bounds
+    do_sample: bool  # whether tokens were sampled
+    is_interrupted: bool = False  # whether Ctrl-C ended the measurement; there is no winner then
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -155,10 +124,7 @@ def candidates(
 
 
 def rungs(num_methods: int, num_batches: int) -> list[tuple[int, int]]:
-    """For each rung the largest number of methods and the number of further batches.
-
-    From rung to rung the methods are halved and the batches doubled.
-    """
+    """Methods at most and further batches of each rung: methods are halved and batches doubled."""
     found, size = [], _FIRST_BATCHES
     while num_batches > 0:
         found.append((num_methods, min(size, num_batches)))

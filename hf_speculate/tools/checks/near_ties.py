@@ -7,18 +7,22 @@ shrinks with a wider dtype. A gap within the noise measured at that position is 
 
 import copy
 import inspect
-from typing import NamedTuple, Protocol
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.cache_utils import DynamicCache
+
+from hf_speculate.generation.mixin import generate
 
 _MIN_ULPS = 4  # units in the last place: two logits, each rounded twice
 _MAX_ULPS = 64  # largest noise that counts without a confirmation in float64
 _NOISE_MARGIN = 2.0  # the measured noise is one sample, and each of the two logits has its own
 _EXACT_TOLERANCE = 1e-4  # relative, in float64: many models compute norms and softmax in float32 there too
 _EXACT_BYTES = 2**31  # largest copy in float64
+_SOURCES = ("drafter", "prompt_lookup_num_tokens", "max_matching_ngram_size")
 
 
 class Evidence(NamedTuple):
@@ -65,22 +69,14 @@ class Difference(Protocol):
 
 
 class TextDifference(NamedTuple):
-    """Difference between two sequences of a decoder that reads token ids only.
+    """Difference between two sequences of a decoder that reads token ids only."""
 
-    Args:
-        token_ids: [T] int64, the common prefix, unpadded.
-        plain_id, speculative_id: the tokens that follow.
-        gap: see `Difference`.
-        block_len: K+1, the tokens that one verification scored.
-        num_rows: B of the speculative call.
-    """
-
-    token_ids: Tensor
-    plain_id: int
+    token_ids: Tensor  # [T] int64, the common prefix, unpadded
+    plain_id: int  # the tokens that follow
     speculative_id: int
-    gap: float
-    block_len: int
-    num_rows: int
+    gap: float  # see `Difference`
+    block_len: int  # K+1, the tokens that one verification scored
+    num_rows: int  # B of the speculative call
 
     @torch.no_grad()
     def measured_on(self, model: PreTrainedModel) -> LogitNoise:
@@ -127,12 +123,9 @@ def float64_copy(model: PreTrainedModel) -> PreTrainedModel | None:
 
 
 def noise_between(single: Tensor, others: Tensor, token_ids: tuple[int, int]) -> LogitNoise:
-    """Compare the logits that forwards of several shapes gave for one position.
+    """Compare the logits that forwards of several shapes gave for one position, at the two tokens of the difference.
 
-    Args:
-        single: [V] float64, after a forward over one token of one row.
-        others: [N, V] float64, after other forwards.
-        token_ids: the two tokens of the difference.
+    `single` [V] float64 follows a forward over one token of one row, `others` [N, V] float64 the other forwards.
     """
     tokens = torch.tensor(token_ids, device=single.device)
     noise = (single[tokens] - others[:, tokens]).abs().max()
@@ -151,3 +144,56 @@ def _last_logits(model: PreTrainedModel, token_ids: Tensor, block_len: int) -> T
     output = model(input_ids=token_ids[:, num_before:], past_key_values=cache, use_cache=True, **options)
     logits: Tensor = output.logits[0, -1].double()
     return logits
+
+
+class ReplayedDifference(NamedTuple):
+    """Difference between two sequences of a call with an encoder's inputs, images or the like."""
+
+    options: Mapping[str, Any]  # arguments of both `generate()` calls
+    speculation: Mapping[str, Any]  # the speculative call's own fields and its assistant
+    token_ids: Tensor  # [B, T] int64, plain decoding's output before the difference, prompts included
+    row: int  # of the batch
+    position: int  # number of new tokens before the difference
+    plain_id: int  # the tokens that follow
+    speculative_id: int
+    gap: float  # see `Difference`
+    block_len: int  # K+1, the tokens that one verification scored
+
+    def measured_on(self, model: PreTrainedModel) -> LogitNoise:
+        """See `Difference`: the plain sequence is decoded again, token by token and with drafts."""
+        options = {name: _in_dtype(value, model.dtype) for name, value in self.options.items()}
+        processors = [*(options.get("logits_processor") or []), _ForcedTokens(self.token_ids)]
+        options |= {"logits_processor": LogitsProcessorList(processors), "return_dict_in_generate": True}
+        options |= {"output_logits": True, "max_new_tokens": self.position + 1}
+        single = self._logits(model, options)
+        speculation = {name: self.speculation[name] for name in _SOURCES if name in self.speculation}
+        speculation |= {"assistant_model": self.speculation["assistant_model"], "verifier": "greedy"}
+        speculation |= {"num_assistant_tokens": max(self.block_len - 1, 1)}
+        options |= {"max_new_tokens": self.position + self.block_len}
+        other = self._logits(model, options | speculation)
+        return noise_between(single, other[None], (self.plain_id, self.speculative_id))
+
+    def _logits(self, model: PreTrainedModel, options: Mapping[str, Any]) -> Tensor:
+        """[V] float64, the row's logits at the difference."""
+        output: Any = generate(model, **options)
+        logits: Tensor = output.logits[self.position][self.row].double()
+        return logits
+
+
+class _ForcedTokens(LogitsProcessor):
+    """Forces the tokens of `token_ids` [B, T]; not registered as row-wise, so it is called for all rows at once."""
+
+    def __init__(self, token_ids: Tensor):
+        self.token_ids = token_ids
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        column = input_ids.shape[1]
+        if column >= self.token_ids.shape[1]:
+            return scores  # [B, V]
+        return torch.full_like(scores, -torch.inf).scatter(1, self.token_ids[:, column, None], 0.0)
+
+
+def _in_dtype(value: Any, dtype: torch.dtype) -> Any:
+    """Pixels and the like in float64 if the model is; any other value unchanged."""
+    is_real = isinstance(value, Tensor) and value.is_floating_point()
+    return value.to(dtype) if is_real and dtype == torch.float64 else value

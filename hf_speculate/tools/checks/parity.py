@@ -12,8 +12,7 @@ from hf_speculate.config import DEFAULT_ASSISTANT_TOKENS, FIELD_NAMES, Speculati
 from hf_speculate.errors import ConfigError, UnsupportedModelError
 from hf_speculate.generation.mixin import generate
 from hf_speculate.stats import SpeculationStats
-from hf_speculate.tools.checks.near_ties import Difference, TextDifference, classify, float64_copy
-from hf_speculate.tools.checks.replay import ReplayedDifference
+from hf_speculate.tools.checks.near_ties import Difference, ReplayedDifference, TextDifference, classify, float64_copy
 from hf_speculate.verify.base import is_lossless
 
 Prompts = str | Tensor | Mapping[str, Tensor] | Sequence[str | Tensor | Mapping[str, Tensor]]

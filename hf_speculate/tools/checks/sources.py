@@ -35,27 +35,16 @@ _BITS = {"awq": 4, "fp8": 8, "fbgemm_fp8": 8, "gptq": 4, "mxfp4": 4}  # if the q
 
 @dataclass(frozen=True)
 class Described:
-    """A model as described by its config, tokenizer and generation config.
+    """A model as described by its config, tokenizer and generation config."""
 
-    Args:
-        role: "target" or "draft".
-        name: name or path, else the class.
-        model: the passed model, else one on the meta device.
-        size: of its parameters after loading.
-        dtype: of its parameters after loading, without "torch.".
-        quantisation: name of the method; empty if it is not quantised.
-        tokenizer: None if none was found.
-        eos_token_ids: empty if there are none.
-    """
-
-    role: str
-    name: str
-    model: PreTrainedModel
-    size: ModelSize
-    dtype: str
-    quantisation: str
-    tokenizer: PreTrainedTokenizerBase | None
-    eos_token_ids: frozenset[int]
+    role: str  # "target" or "draft"
+    name: str  # name or path, else the class
+    model: PreTrainedModel  # the passed model, else one on the meta device
+    size: ModelSize  # of its parameters after loading
+    dtype: str  # of its parameters after loading, without "torch."
+    quantisation: str  # name of the method; empty if it is not quantised
+    tokenizer: PreTrainedTokenizerBase | None  # None if none was found
+    eos_token_ids: frozenset[int]  # empty if there are none
 
     @property
     def config(self) -> PreTrainedConfig:
@@ -66,15 +55,10 @@ class Described:
 
 @dataclass(frozen=True)
 class ModelReader:
-    """Reads configs and tokenizers with the arguments of `from_pretrained`; never weights.
+    """Reads configs and tokenizers with the arguments of `from_pretrained`; never weights."""
 
-    Args:
-        options: `local_files_only`, `revision`, `trust_remote_code`.
-        dtype: into which weights will be loaded; None or "auto" for that of the config.
-    """
-
-    options: dict[str, Any] = field(default_factory=dict)
-    dtype: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)  # `local_files_only`, `revision`, `trust_remote_code`
+    dtype: str | None = None  # into which weights will be loaded; None or "auto" for that of the config
 
     def describe(self, role: str, source: ModelSource, tokenizer: PreTrainedTokenizerBase | None) -> Described:
         """Read everything that is known of a model."""

@@ -21,22 +21,15 @@ _UNITS = 10_000  # per resource: Ray counts in these units
 class RayOptions:
     """Resources of a Ray cluster that a run uses.
 
-    Args:
-        num_workers: actors, each with its own models; None for one per GPU, or one without GPUs.
-        cpus_per_worker: reserved for each actor without a GPU; also its number of threads.
-        gpus_per_worker: reserved for each actor; None for 1 if the cluster has GPUs, else 0.
-        address: of the cluster; None for RAY_ADDRESS, a running local cluster, or a new one.
-        num_attempts: how often a batch is started; it is restarted if its actor dies.
-
     Raises:
         ConfigError: a number is too small.
     """
 
-    num_workers: int | None = None
-    cpus_per_worker: float = 1.0
-    gpus_per_worker: float | None = None
-    address: str | None = None
-    num_attempts: int = 3
+    num_workers: int | None = None  # actors, each with its own models; None for one per GPU, or one without GPUs
+    cpus_per_worker: float = 1.0  # reserved for each actor without a GPU; also its number of threads
+    gpus_per_worker: float | None = None  # reserved for each actor; None for 1 if the cluster has GPUs, else 0
+    address: str | None = None  # of the cluster; None for RAY_ADDRESS, a running local cluster, or a new one
+    num_attempts: int = 3  # how often a batch is started; it is restarted if its actor dies
 
     def __post_init__(self) -> None:
         for name, least in (("num_workers", 1), ("cpus_per_worker", 0), ("gpus_per_worker", 0), ("num_attempts", 1)):

@@ -16,19 +16,12 @@ _TIMEOUT = timedelta(days=30)
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those of a launcher.
+    """This process among those of a launcher."""
 
-    Args:
-        index: of this process; 0 is the main one.
-        num: number of processes.
-        device: of this process; None for any.
-        state: accelerate's `PartialState`; None for a single process.
-    """
-
-    index: int = 0
-    num: int = 1
-    device: str | None = None
-    state: Any = None
+    index: int = 0  # of this process; 0 is the main one
+    num: int = 1  # number of processes
+    device: str | None = None  # of this process; None for any
+    state: Any = None  # accelerate's `PartialState`; None for a single process
 
     @property
     def is_main(self) -> bool:

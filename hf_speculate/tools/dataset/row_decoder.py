@@ -58,22 +58,15 @@ class RowDecoder:
 
     When sampling, each row has its own seed. Without a draft source, `verifier="coupled"` samples by seeds.
 
-    Args:
-        model: the target, enabled or not.
-        tokenizer: the target's; not changed.
-        max_new_tokens: of each row.
-        arguments: of `generate()`, without `RESERVED_ARGUMENTS`.
-        is_chat: whether texts also pass through the chat template.
-
     Raises:
         ConfigError: an argument is reserved, or tokens would be sampled without seeds of the rows.
     """
 
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    max_new_tokens: int
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    is_chat: bool = False
+    model: PreTrainedModel  # the target, enabled or not
+    tokenizer: PreTrainedTokenizerBase  # the target's; not changed
+    max_new_tokens: int  # of each row
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # of `generate()`, without `RESERVED_ARGUMENTS`
+    is_chat: bool = False  # whether texts also pass through the chat template
 
     def __post_init__(self) -> None:
         taken = sorted(set(self.arguments) & set(RESERVED_ARGUMENTS))
@@ -101,8 +94,7 @@ class RowDecoder:
     ) -> Iterator[Decoded] | str:
         """Decode rows, `num_rows` at once; a finished row's place is given to the next one.
 
-        Returns:
-            Results as rows finish; or why rows can only be decoded in static batches.
+        Results come as rows finish; a text says why rows can only be decoded in static batches.
         """
         decoder = ContinuousDecoder(
             self.model,

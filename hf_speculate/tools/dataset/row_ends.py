@@ -16,11 +16,6 @@ class RowEnds:
 
     Rows without an EOS token go on until the last row has stopped, so the output does not show it. Criteria that are
     known to be row-wise run again on the finished sequences. Calls of the others are recorded during decoding.
-
-    Args:
-        eos_token_ids: ids that end a row.
-        stop_strings: the criterion of the stop strings, or None.
-        criteria: the user's.
     """
 
     def __init__(
@@ -42,15 +37,7 @@ class RowEnds:
         self._asked = BlockStoppingCriteria(asked)
 
     def find(self, token_ids: Tensor, prompt_len: int) -> list[int | None]:
-        """The number of new tokens of each row up to its end.
-
-        Args:
-            token_ids: [B, T] int64, the prompts and all new tokens.
-            prompt_len: columns of the prompts.
-
-        Returns:
-            [B] counts, the token that ended the row included; None for a row that no criterion ended.
-        """
+        """[B] new tokens of each row up to its end, that token included; None for a row that no criterion ended."""
         on_host = token_ids.cpu()
         verdict = self._asked(TokenBuffer(on_host[:, :prompt_len]), on_host[:, prompt_len:].tolist())
         ends: list[int | None] = [

@@ -49,25 +49,15 @@ ROW_SETTINGS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """One prompt.
+    """One prompt."""
 
-    Args:
-        key: the id as a string; unique.
-        id: as given, else the line's number.
-        content: text, or chat messages.
-        extras: fields that are copied to the result.
-        source: file and line, for error messages.
-        num_turns: number of turns in the data set; `content` is the first.
-        settings: arguments of `generate()` for this row, `seed` among them.
-    """
-
-    key: str
-    id: str | int
-    content: str | list[dict[str, Any]]
-    extras: dict[str, Any]
-    source: str
-    num_turns: int = 1
-    settings: dict[str, Any] = field(default_factory=dict)
+    key: str  # the id as a string; unique
+    id: str | int  # as given, else the line's number
+    content: str | list[dict[str, Any]]  # text, or chat messages
+    extras: dict[str, Any]  # fields that are copied to the result
+    source: str  # file and line, for error messages
+    num_turns: int = 1  # number of turns in the data set; `content` is the first
+    settings: dict[str, Any] = field(default_factory=dict)  # arguments of `generate()` for this row, `seed` among them
 
     @classmethod
     def of(cls, content: str | list[dict[str, Any]], number: int = 1, source: str = "the prompt") -> "Row":

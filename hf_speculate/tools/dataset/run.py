@@ -16,6 +16,7 @@ from hf_speculate.tools.dataset.row_decoder import Decoded, RowDecoder
 from hf_speculate.tools.dataset.rows import Row
 from hf_speculate.tools.dataset.run_folder import IF_CHANGED, RunFolder
 
+_COUNTS = ("num_tokens", "num_drafted", "num_accepted", "num_rounds", "num_failed")
 Engine = Callable[[Sequence[Sequence[Row]], int, Callable[[Sequence[Row]], None]], Iterator[Decoded]]
 
 
@@ -74,24 +75,16 @@ class DatasetReport:
 class Job:
     """A data set to decode.
 
-    Args:
-        rows: in the order of the prompts.
-        output: file for the results, one line each.
-        settings: that determine the texts, as JSON values; a run only resumes with the same settings.
-        seed: of the data set; None to draw one and keep it for later runs.
-        is_ordered: whether to sort the finished output like the prompts.
-        if_changed: "refuse", "keep" or "restart" finished rows if prompts or settings have changed.
-
     Raises:
         ConfigError: `if_changed` is none of these.
     """
 
-    rows: Sequence[Row]
-    output: Path
-    settings: Mapping[str, Any]
-    seed: int | None = None
-    is_ordered: bool = False
-    if_changed: str = "refuse"
+    rows: Sequence[Row]  # in the order of the prompts
+    output: Path  # file for the results, one line each
+    settings: Mapping[str, Any]  # that determine the texts, as JSON values; a run only resumes with the same settings
+    seed: int | None = None  # of the data set; None to draw one and keep it for later runs
+    is_ordered: bool = False  # whether to sort the finished output like the prompts
+    if_changed: str = "refuse"  # "refuse", "keep" or "restart" finished rows if prompts or settings have changed
 
     def __post_init__(self) -> None:
         if self.if_changed not in IF_CHANGED:
@@ -101,12 +94,10 @@ class Job:
 
 
 def in_this_process(make_decoder: Callable[[], RowDecoder], num_refilled: int = 0) -> Engine:
-    """Engine of this process.
+    """Engine of this process, which loads the models before the first row.
 
-    Args:
-        make_decoder: loads the models before the first row.
-        num_refilled: rows that are decoded at once, whose places are given to the next rows as they finish; 0 decodes
-            one batch after another.
+    `num_refilled` rows are decoded at once, whose places are given to the next rows as they finish; 0 decodes one batch
+    after another.
     """
 
     def decode(
@@ -133,12 +124,9 @@ def run(
     ranks: Ranks,
     on_batch: Callable[[DatasetReport], None] | None = None,
 ) -> DatasetReport:
-    """Decode the rows that are not finished.
+    """Decode the rows that are not finished; the progress of all ranks.
 
     Results are on the disk before further rows start: a killed process loses the rows in flight.
-
-    Returns:
-        The progress of all ranks.
     """
     folder = RunFolder(job.output)
     with folder.locked() if ranks.is_main else nullcontext():
@@ -150,8 +138,7 @@ def run(
         batches = list(make_batches(left))[ranks.index :: ranks.num] if left else []
         num_resumed = len(finished) if ranks.num == 1 else 0  # a rank knows its own share only
         report = _decode(job, folder, batches, num_resumed, seed, engine, ranks, on_batch)
-        counts = ("num_tokens", "num_drafted", "num_accepted", "num_rounds", "num_failed")
-        sums = ranks.sums([getattr(report, name) for name in counts])
+        sums = ranks.sums([getattr(report, name) for name in _COUNTS])
         ranks.wait()
         if ranks.is_main:
             _complete(job, folder)
@@ -163,7 +150,7 @@ def run(
         num_finished=len(job.rows),
         fallback=report.fallback,
         seconds=report.seconds,
-        **dict(zip(counts, sums, strict=True)),
+        **dict(zip(_COUNTS, sums, strict=True)),
     )
 
 
@@ -192,14 +179,10 @@ def _decode(
         report = replace(
             report,
             num_finished=report.num_finished + len(decoded.results),
-            num_tokens=report.num_tokens + decoded.num_tokens,
-            num_drafted=report.num_drafted + decoded.num_drafted,
-            num_accepted=report.num_accepted + decoded.num_accepted,
-            num_rounds=report.num_rounds + decoded.num_rounds,
-            num_failed=report.num_failed + decoded.num_failed,
             num_in_flight=decoded.num_in_flight,
             fallback=decoded.fallback,
             seconds=time.perf_counter() - begin,
+            **{name: getattr(report, name) + getattr(decoded, name) for name in _COUNTS},
         )
         if on_batch is not None:
             on_batch(report)
