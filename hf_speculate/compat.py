@@ -30,14 +30,7 @@ _OF_PREPARED_CONFIGS = ("_pad_token_tensor",)  # which `generate` gives its copy
 
 
 def check_private_names(model: PreTrainedModel) -> None:
-    """See that the model has what is read of it here.
-
-    Args:
-        model: about to be enabled, or to decode.
-
-    Raises:
-        UnsupportedModelError: a name is missing.
-    """
+    """See that the model, about to be enabled or to decode, has what is read of it here."""
     _check(
         (model, _OF_MODELS),
         (model.config, _OF_CONFIGS),
@@ -55,11 +48,7 @@ def _check(*holders: tuple[object, Sequence[str]]) -> None:
 
 
 def is_tested_since(version: str) -> bool:
-    """Whether the installed transformers is of the minor version `version` or a later one, up to the newest tested.
-
-    Args:
-        version: "5.17.0", for example.
-    """
+    """Whether the installed transformers is of the minor version `version` or later, up to the newest tested."""
     return _minor(version) <= _minor(transformers.__version__) <= _minor(_NEWEST)
 
 
@@ -87,14 +76,9 @@ def plain_steps(
     model_kwargs: Mapping[str, Any],
     num_steps: int,
 ) -> PlainSteps:
-    """The prompt and `num_steps` tokens one by one, in the loop of `GenerationMixin`; the passed config is left alone.
+    """The prompt and `num_steps` tokens one by one, in the loop of `GenerationMixin`.
 
-    Args:
-        model: decodes.
-        input_ids: [B, T] int64, the prompts.
-        generation_config: as `generate` prepared it.
-        model_kwargs: as `generate` prepared them, with a cache that is written to.
-        num_steps: N, forwards after the prompt's.
+    The prompts are [B, T] int64. The passed config is left alone; the cache in `model_kwargs` is written to.
     """
     config = copy.copy(generation_config)
     for name in ("do_sample", "output_scores", "output_hidden_states", "output_attentions"):
@@ -153,11 +137,7 @@ def compile_config_of(model: PreTrainedModel, config: GenerationConfig) -> Compi
 
 
 def pad_token_id(config: GenerationConfig) -> int | None:
-    """What ended rows are filled with, as `generate` settled it for the call.
-
-    Raises:
-        UnsupportedModelError: the config lacks the name.
-    """
+    """What ended rows are filled with, as `generate` settled it for the call."""
     _check((config, _OF_PREPARED_CONFIGS))
     pad = config._pad_token_tensor
     return None if pad is None else int(pad)

@@ -7,16 +7,7 @@ from hf_speculate.errors import MissingExtraError
 
 
 def import_extra(name: str, extra: str, package: str | None = None) -> Any:
-    """Import a module that an extra of this package installs.
-
-    Args:
-        name: of the module.
-        extra: name of the extra.
-        package: name under which pip installs the module; None for the module's top-level name.
-
-    Raises:
-        MissingExtraError: the module is not installed.
-    """
+    """Import a module that an extra of this package installs; `package` is what pip calls it if not by its name."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

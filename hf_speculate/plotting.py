@@ -34,18 +34,7 @@ def make_figure(
     num_rounds: int,
     seconds_by_stage: Mapping[str, float],
 ) -> Any:
-    """A `matplotlib.figure.Figure` with three panels side by side.
-
-    Args:
-        headline: title of the figure.
-        acceptance_rate_per_position: of the first, second, ... drafted token, each in [0, 1].
-        draft_lens: tokens drafted in each round, in order; at least of the first rounds.
-        num_rounds: number of rounds.
-        seconds_by_stage: by name.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
+    """A `matplotlib.figure.Figure` with three panels side by side: acceptance, draft lengths, seconds by stage."""
     # The class itself, not pyplot: no window system is chosen, and nothing is kept.
     figure = import_extra("matplotlib.figure", "plot").Figure(figsize=_SIZE, layout="constrained")
     figure.suptitle(headline)

@@ -8,13 +8,7 @@ from torch import Tensor
 
 
 def upload(numbers: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Numbers as a tensor on a device; the host goes on at once.
-
-    Args:
-        numbers: of the host, nested evenly.
-        device: where they are wanted.
-        dtype: of the tensor.
-    """
+    """Numbers as a tensor on a device; the host goes on at once."""
     return send(torch.tensor(numbers, dtype=dtype, device="cpu"), device)
 
 

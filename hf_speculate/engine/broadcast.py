@@ -25,10 +25,6 @@ class SyncedDraftLength(DraftLength):
     """A `DraftLength` on ranks that must run equally many forwards: every rank uses the largest K of all ranks.
 
     A rank whose rows are all finished goes on with rounds that emit nothing, until all ranks are finished.
-
-    Args:
-        ranks: the ranks.
-        schedule, max_new_tokens, is_lock_step, counts_drafted: see `DraftLength`.
     """
 
     def __init__(
@@ -48,11 +44,7 @@ class SyncedDraftLength(DraftLength):
 
 
 class SyncedVerification:
-    """A verification that verifies nothing once all rows of this rank are finished.
-
-    Args:
-        verification: used before that.
-    """
+    """A verification that verifies nothing once all rows of this rank are finished."""
 
     can_join = False
 
@@ -89,12 +81,7 @@ class SyncedVerification:
 
 
 class BroadcastSchedule:
-    """A schedule that reads the clock, on a tensor-parallel group: rank 0's choice counts.
-
-    Args:
-        schedule: this rank's own.
-        group: the processes.
-    """
+    """A schedule that reads the clock, on a tensor-parallel group: rank 0's choice counts."""
 
     def __init__(self, schedule: Schedule, group: TensorParallelGroup):
         self.schedule = schedule
@@ -125,10 +112,6 @@ class BroadcastDrafter(DrafterDefaults):
 
     Every rank drafts, so that the draft cache is up to date everywhere and the draft model may be tensor-parallel too.
     Drafters that match against a store of their own may draft something else on each rank.
-
-    Args:
-        drafter: this rank's own.
-        group: the processes.
     """
 
     def __init__(self, drafter: Drafter, group: TensorParallelGroup):
@@ -171,12 +154,7 @@ class BroadcastDrafter(DrafterDefaults):
 
 
 class BroadcastVerifier:
-    """A verifier on a tensor-parallel group: rank 0's verdict counts.
-
-    Args:
-        verifier: this rank's own.
-        group: the processes.
-    """
+    """A verifier on a tensor-parallel group: rank 0's verdict counts."""
 
     def __init__(self, verifier: Verifier, group: TensorParallelGroup):
         self.verifier = verifier
@@ -191,12 +169,7 @@ class BroadcastVerifier:
 
 
 def broadcast_stopping(stopping: BlockStopping, group: TensorParallelGroup) -> BlockStopping:
-    """Stopping criteria on blocks of which rank 0's verdict counts: another rank's may read another clock.
-
-    Args:
-        stopping: this rank's own, such as `BlockStoppingCriteria`.
-        group: the processes.
-    """
+    """Stopping criteria on blocks of which rank 0's verdict counts: another rank's may read another clock."""
 
     def stop(tokens: TokenBuffer, new_ids: Sequence[list[int]]) -> StopVerdict:
         own = stopping(tokens, new_ids)
@@ -208,12 +181,7 @@ def broadcast_stopping(stopping: BlockStopping, group: TensorParallelGroup) -> B
 
 
 def broadcast_criteria(criteria: Criteria, group: TensorParallelGroup) -> Criteria:
-    """Stopping criteria on single tokens of which rank 0's answer counts.
-
-    Args:
-        criteria: this rank's own, such as `StoppingCriteriaList`.
-        group: the processes.
-    """
+    """Stopping criteria on single tokens of which rank 0's answer counts."""
 
     def stop(input_ids: Tensor, scores: tuple[Tensor, ...] | None) -> Tensor:
         flags = as_flags(criteria(input_ids, scores))

@@ -18,65 +18,36 @@ from hf_speculate.models.extra_inputs import ExtraInputs
 
 @dataclass(frozen=True)
 class Call:
-    """A prepared call.
+    """A prepared call."""
 
-    Args:
-        input_ids: [B, T] int64, the left-padded prompts.
-        query_ids: [B, Q] int64, the prompt tokens that the cache does not hold.
-        attention_mask: [B, P] int64 over the cache's states and the query; None if nothing is padded.
-        cache: the target's, empty or prefilled.
-        is_cache_passed: whether the user passed this cache.
-        is_cache_kept: whether the cache, or the static one that it is copied to, outlives the call.
-        keeps_rows: whether code outside depends on the batch, so that finished rows must stay in it.
-        processors: the target's logits processors.
-        criteria: the stopping criteria.
-        do_sample: whether the call samples.
-        max_length: columns of the output at most.
-        pad_token_id: fills finished rows.
-        prefill_chunk_size: prompt tokens per forward; None for all at once.
-        recorded: the outputs that the call asked for.
-        on_tokens: a streamer's callback, or None.
-        target_attention, draft_attention: names of the models' attention implementations.
-        static_cache: the static cache that the user passed and `cache` is a copy of, or None.
-        static: the request for fixed buffers and compiled forwards, or None.
-        vocabulary: maps the target's ids to the draft's; None if they are the same.
-        generator: a candidate generator that drafts, or None.
-        target_inputs, draft_inputs: what the models read besides tokens.
-        self_test: how the target compares with plain decoding; empty if its type is known to agree.
-        ranks: the ranks that must run as many forwards, or None.
-        group: the processes that compute a model together, or None.
-        first_row: number of the first output row.
-        rows_leave: whether each row ends by itself, to make room for another prompt.
-    """
-
-    input_ids: Tensor
-    query_ids: Tensor
-    attention_mask: Tensor | None
-    cache: Cache
-    is_cache_passed: bool
-    is_cache_kept: bool
-    keeps_rows: bool
-    processors: LogitsProcessorList
-    criteria: StoppingCriteriaList
-    do_sample: bool
-    max_length: int
-    pad_token_id: int | None
-    prefill_chunk_size: int | None
-    recorded: Recorded
-    on_tokens: Callable[[list[int]], None] | None
-    target_attention: str
-    draft_attention: str
-    static_cache: Cache | None = None
-    static: StaticRequest | None = None
-    vocabulary: VocabMapping | None = None
-    generator: CandidateGenerator | None = None
-    target_inputs: ExtraInputs = field(default_factory=ExtraInputs)
-    draft_inputs: ExtraInputs = field(default_factory=ExtraInputs)
-    self_test: str = ""
-    ranks: SyncedRanks | None = None
-    group: TensorParallelGroup | None = None
-    first_row: int = 0
-    rows_leave: bool = False
+    input_ids: Tensor  # [B, T] int64, the left-padded prompts
+    query_ids: Tensor  # [B, Q] int64, the prompt tokens that the cache does not hold
+    attention_mask: Tensor | None  # [B, P] int64 over the cache's states and the query; None if nothing is padded
+    cache: Cache  # the target's, empty or prefilled
+    is_cache_passed: bool  # whether the user passed this cache
+    is_cache_kept: bool  # whether the cache, or the static one that it is copied to, outlives the call
+    keeps_rows: bool  # whether code outside depends on the batch, so that finished rows must stay in it
+    processors: LogitsProcessorList  # the target's logits processors
+    criteria: StoppingCriteriaList  # the stopping criteria
+    do_sample: bool  # whether the call samples
+    max_length: int  # columns of the output at most
+    pad_token_id: int | None  # fills finished rows
+    prefill_chunk_size: int | None  # prompt tokens per forward; None for all at once
+    recorded: Recorded  # the outputs that the call asked for
+    on_tokens: Callable[[list[int]], None] | None  # a streamer's callback, or None
+    target_attention: str  # name of the target's attention implementation
+    draft_attention: str  # the same of the draft model
+    static_cache: Cache | None = None  # the static cache that the user passed and `cache` is a copy of, or None
+    static: StaticRequest | None = None  # the request for fixed buffers and compiled forwards, or None
+    vocabulary: VocabMapping | None = None  # maps the target's ids to the draft's; None if they are the same
+    generator: CandidateGenerator | None = None  # a candidate generator that drafts, or None
+    target_inputs: ExtraInputs = field(default_factory=ExtraInputs)  # what the target reads besides tokens
+    draft_inputs: ExtraInputs = field(default_factory=ExtraInputs)  # the same of the draft model
+    self_test: str = ""  # how the target compares with plain decoding; empty if its type is known to agree
+    ranks: SyncedRanks | None = None  # the ranks that must run as many forwards, or None
+    group: TensorParallelGroup | None = None  # the processes that compute a model together, or None
+    first_row: int = 0  # number of the first output row
+    rows_leave: bool = False  # whether each row ends by itself, to make room for another prompt
 
     @property
     def row_ids(self) -> range:

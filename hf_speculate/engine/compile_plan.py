@@ -37,14 +37,7 @@ class StaticRequest(NamedTuple):
 def static_request(
     model: PreTrainedModel, assistant: PreTrainedModel | None, config: GenerationConfig, is_static: bool
 ) -> StaticRequest | None:
-    """The request of a call; None if it asks for neither. What plain `generate` would not compile is not compiled.
-
-    Args:
-        model: the target.
-        assistant: the draft model, or None.
-        config: the prepared generation config.
-        is_static: whether a static cache was asked for.
-    """
+    """The request of a call; None if it asks for neither. What plain `generate` would not compile is not compiled."""
     if not is_static and config.compile_config is None:
         return None
     found = [compile_config_of(one, config) for one in (model, model if assistant is None else assistant)]
@@ -65,12 +58,7 @@ def static_request(
 
 
 def with_eager_draft(request: StaticRequest | None, reason: str) -> StaticRequest | None:
-    """The same request without compiled forwards of the draft.
-
-    Args:
-        request: of a call.
-        reason: why its draft is not compiled; empty if it may be.
-    """
+    """The same request without compiled forwards of the draft; an empty reason leaves it as it is."""
     if request is None or request.draft is None or not reason:
         return request
     return request._replace(draft=None, eager_reason=f"eager forwards of the draft: {reason}")
@@ -78,24 +66,16 @@ def with_eager_draft(request: StaticRequest | None, reason: str) -> StaticReques
 
 @dataclass(frozen=True)
 class CompilePlan:
-    """The forwards of a call that run compiled or from device graphs.
+    """The forwards of a call that run compiled or from device graphs."""
 
-    Args:
-        is_static: whether buffers never grow.
-        target, draft: settings of `torch.compile`; None to run eagerly.
-        lens: draft lengths K, ascending, the largest last; where a length is fixed, others are rounded up to these.
-        min_columns: columns that buffers have at least.
-        reasons: why what was to be compiled or captured runs eagerly.
-        graphed: the models whose forwards run from device graphs, "target" and "draft".
-    """
-
-    is_static: bool = False
-    target: CompileSettings | None = None
-    draft: CompileSettings | None = None
+    is_static: bool = False  # whether buffers never grow
+    target: CompileSettings | None = None  # settings of `torch.compile`; None to run eagerly
+    draft: CompileSettings | None = None  # settings of `torch.compile`; None to run eagerly
+    # draft lengths K, ascending, the largest last; where a length is fixed, others are rounded up to these
     lens: tuple[int, ...] = ()
-    min_columns: int = 0
-    reasons: tuple[str, ...] = ()
-    graphed: tuple[str, ...] = ()
+    min_columns: int = 0  # columns that buffers have at least
+    reasons: tuple[str, ...] = ()  # why what was to be compiled or captured runs eagerly
+    graphed: tuple[str, ...] = ()  # the models whose forwards run from device graphs, "target" and "draft"
 
     @property
     def keeps_buffers(self) -> bool:
@@ -136,13 +116,7 @@ class CompileCandidate(NamedTuple):
 def make_compile_plan(
     request: StaticRequest | None, lens: tuple[int, ...], candidates: list[CompileCandidate]
 ) -> CompilePlan:
-    """The plan of a call, without graphs.
-
-    Args:
-        request: of the call; None if it asks for nothing.
-        lens: the draft lengths that may be compiled.
-        candidates: the target, and the draft model if there is one.
-    """
+    """The plan of a call, without graphs; `candidates` are the target and, if there is one, the draft model."""
     if request is None:
         return CompilePlan()
     reasons = [request.eager_reason] if request.eager_reason else []
@@ -185,14 +159,7 @@ def target_language_model(
 ) -> LanguageModel:
     """The target as a `LanguageModel`, compiled or run from graphs if the plan says so.
 
-    Args:
-        model: the target.
-        plan: of the call.
-        max_position: upper bound of position ids.
-        extra_inputs: see `LanguageModel`.
-        keeps_states: see `LanguageModel`.
-        capture: see `LanguageModel`.
-        on_failure: called with "target" and the reason, if it cannot be compiled or captured.
+    `on_failure` is called with "target" and the reason, if it cannot be compiled or captured.
     """
     runner = _runner("target", model, plan.target, plan, on_failure)
     if runner is None:
@@ -211,13 +178,7 @@ def draft_language_model(
 ) -> LanguageModel:
     """The draft model as a `LanguageModel`, compiled or run from graphs if the plan says so.
 
-    Args:
-        model: the draft model.
-        plan: of the call.
-        max_position: upper bound of position ids.
-        extra_inputs: see `LanguageModel`.
-        keeps_states: see `LanguageModel`.
-        on_failure: called with "draft" and the reason, if it cannot be compiled or captured.
+    `on_failure` is called with "draft" and the reason, if it cannot be compiled or captured.
     """
     runner = _runner("draft", model, plan.draft, plan, on_failure)
     if runner is None:
@@ -228,10 +189,8 @@ def draft_language_model(
 def _query_lens(lens: Sequence[int], varies: bool) -> tuple[int, ...]:
     """The lengths Q of the target's queries; others are rounded up.
 
-    Args:
-        lens: the draft lengths K.
-        varies: whether one compilation serves every Q from 2 on. Plain steps are rounded up to 2, for a single token
-            would be compiled anew. CUDA graphs are recorded for each Q, so few are better there.
+    If one compilation serves every Q from 2 on, plain steps are rounded up to 2, for a single token would be compiled
+    anew. CUDA graphs are recorded for each Q, so few are better there.
     """
     if not lens:
         return (1,)

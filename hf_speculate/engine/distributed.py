@@ -12,11 +12,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 
 class SyncedRanks:
-    """The ranks that must run as many forwards as this one, because each forward gathers weights from all of them.
-
-    Args:
-        device: of the number that they exchange once per round.
-    """
+    """The ranks that must run as many forwards as this one, because each forward gathers weights from all of them."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -32,10 +28,7 @@ class SyncedRanks:
 def synced_ranks(wanted: bool | None, models: Iterable[nn.Module], device: torch.device) -> SyncedRanks | None:
     """The ranks that must run equally many forwards; None if there are none, or this is the only one.
 
-    Args:
-        wanted: the call's `synced_gpus`; None decides by ZeRO-3 and FSDP.
-        models: the target, and the draft model if there is one.
-        device: see `SyncedRanks`.
+    `wanted` is the call's `synced_gpus`; None decides by ZeRO-3 and FSDP.
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() < 2:
         return None
@@ -49,10 +42,6 @@ class TensorParallelGroup:
 
     Each has the same tokens and the same logits. Clocks, generators and users' state differ, and processes that decide
     differently would add up parts of different forwards, or wait for one that never comes.
-
-    Args:
-        group: the processes.
-        device: of the numbers that they exchange.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
@@ -60,11 +49,7 @@ class TensorParallelGroup:
         self.device = device
 
     def broadcast(self, numbers: Tensor) -> Tensor:
-        """Rank 0's numbers, on every rank and on the device of `numbers`, which is left as it is.
-
-        Args:
-            numbers: of the same shape and dtype on all ranks.
-        """
+        """Rank 0's numbers, of one shape and dtype on all ranks, on every rank; `numbers` is left as it is."""
         shared = numbers.to(self.device, copy=True, memory_format=torch.contiguous_format)
         dist.broadcast(shared, src=dist.get_global_rank(self.group, 0), group=self.group)
         return shared.to(numbers.device)
@@ -76,12 +61,7 @@ def tensor_parallel_size(model: PreTrainedModel) -> int:
 
 
 def tensor_parallel_group(models: Iterable[PreTrainedModel], device: torch.device) -> TensorParallelGroup | None:
-    """The processes that compute one of the models together; None if this process computes them alone.
-
-    Args:
-        models: the target, and the draft model if there is one.
-        device: see `TensorParallelGroup`.
-    """
+    """The processes that compute one of the models together; None if this process computes them alone."""
     weights = (weight for one in models if tensor_parallel_size(one) > 1 for weight in one.parameters())
     meshes: Iterator[Any] = (weight.device_mesh for weight in weights if hasattr(weight, "device_mesh"))  # a DTensor's
     for mesh in meshes:

@@ -21,11 +21,6 @@ class DraftCacheReuse:
     """Fills a call's draft cache from a `DraftState`, and the state from the cache when the call ends.
 
     In such a call, rows stay in the batch when they are finished.
-
-    Args:
-        state: emptied when a call begins.
-        draft: the draft model.
-        vocabulary: maps the target's ids to the draft's; None if they are the same.
     """
 
     def __init__(self, state: DraftState, draft: PreTrainedModel, vocabulary: VocabMapping | None):
@@ -39,11 +34,7 @@ class DraftCacheReuse:
         self._num_valid: list[int] = []  # [B] real tokens of each row that the draft cache holds for sure
 
     def recall(self, batch: Batch, kv_cache: KVCache) -> int:
-        """Put the states of the longest common beginning of all rows into an empty draft cache.
-
-        Returns:
-            The number of columns that every row has in the cache now, padding included.
-        """
+        """Put the states of the longest common beginning of all rows into an empty draft cache; its columns then."""
         held, pads = self.state.take(), batch.num_pads
         self._num_valid = [0] * len(pads)
         if held is None or not held.key.matches(self._key) or len(held.token_ids) != len(pads):
@@ -88,14 +79,7 @@ class DraftCacheReuse:
 def make_draft_cache_reuse(
     state: DraftState | None, draft: PreTrainedModel | None, vocabulary: VocabMapping | None, text_mask: Tensor | None
 ) -> DraftCacheReuse | None:
-    """The reuse of a call; None if there is nothing to reuse.
-
-    Args:
-        state: the call's, or None.
-        draft: the draft model, or None.
-        vocabulary: see `DraftCacheReuse`.
-        text_mask: [B, T] int64, 1 for real tokens of the prompts; None if all are. A mask with holes prevents reuse.
-    """
+    """The reuse of a call; None if there is nothing to reuse, or if the mask [B, T] of the text has holes."""
     if state is None or draft is None:
         return None
     if text_mask is not None and bool((text_mask[:, 1:] < text_mask[:, :-1]).any()):

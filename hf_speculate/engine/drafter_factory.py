@@ -36,11 +36,7 @@ def make_custom_drafter(
 ) -> Drafter | None:
     """The user's own drafter, or an adapter of a candidate generator; None if the call has neither.
 
-    Args:
-        target: scores the drafts.
-        config: resolved settings.
-        call: the prepared call.
-        on_failure: called with "draft" and the reason, if the drafter asked for compiled drafts and has none.
+    `on_failure` is called with "draft" and the reason, if the drafter asked for compiled drafts and has none.
     """
     if config.drafter is not None:
         return CustomDrafter(config.drafter, _setup(target, config, call, on_failure))
@@ -57,11 +53,7 @@ def make_drafter(
 ) -> Drafter | None:
     """The drafter of a plan, unless it is a custom one; None if nothing is drafted.
 
-    Args:
-        target: scores the drafts.
-        plan: of the call.
-        call: the prepared call.
-        on_failure: called with "draft" and the reason, if the draft model cannot be compiled.
+    `on_failure` is called with "draft" and the reason, if the draft model cannot be compiled.
     """
     draft, num_lookup, device = plan.draft_model, plan.config.prompt_lookup_num_tokens, call.input_ids.device
     if draft is None:

@@ -38,12 +38,7 @@ class EndPadding:
         self._device_starts: Tensor  # the same on the query's device
 
     def fill(self, batch: Batch, query: Tensor) -> Tensor:
-        """The query of a forward, with the padding of finished rows in place of their drafts: [B, Q] int64.
-
-        Args:
-            batch: the rows.
-            query: [B, Q] int64, the last token of each row first.
-        """
+        """The query [B, Q] int64 of a forward, with the padding of finished rows in place of their drafts."""
         if self._pad_token_id is None or not any(batch.is_finished):
             self._was_finished = []
             return query
@@ -58,13 +53,7 @@ class EndPadding:
         return query.masked_fill(is_padding, self._pad_token_id)
 
     def num_dropped(self, batch: Batch, num_emitted: Sequence[int], num_query: int) -> list[int]:
-        """[B] tokens of the last query that the KV cache does not keep.
-
-        Args:
-            batch: the rows, with the tokens of the round.
-            num_emitted: [B] tokens that each row emitted in the round.
-            num_query: Q.
-        """
+        """[B] tokens of the last query, Q of each row, that the KV cache does not keep."""
         kept = list(num_emitted)
         if any(self._was_finished):
             num_lacking = self._num_lacking(batch)
@@ -75,13 +64,7 @@ class EndPadding:
         return [num_query - num for num in kept]
 
     def finish(self, model: LanguageModel, kv_cache: KVCache, batch: Batch) -> None:
-        """Feed what finished rows lack after the last round.
-
-        Args:
-            model: the target.
-            kv_cache: its states.
-            batch: the rows, all of them finished.
-        """
+        """Feed what finished rows lack after the last round, in which all rows are finished."""
         num_forwards = -(-max(self._num_lacking(batch)) // self._max_query)
         if self._ranks is not None:
             num_forwards = self._ranks.max(num_forwards or None) or 0

@@ -14,11 +14,7 @@ def with_graphs(
 ) -> CompilePlan:
     """The plan of a call, in which what is not compiled runs from graphs if it can.
 
-    Args:
-        plan: what runs compiled.
-        lens: the draft lengths that may be captured.
-        candidates: the target, and the draft model if there is one.
-        graphs: "on", "off" or "auto", which is "off" until graphs have been tested on a device.
+    "auto" is "off" until graphs have been tested on a device.
     """
     if graphs != "on":
         return plan

@@ -53,15 +53,9 @@ class HiddenStates:
         return [sum(counts) for counts in zip(*(piece.counts for piece in self._pieces), strict=True)]
 
     def add_prompt(self, output: Scored, num_tokens: Sequence[int], num_ahead: int) -> None:
-        """Append the states of a part of the left-padded prompt.
+        """Append the states of a part of the left-padded prompt, `num_ahead` columns after the prompt's first.
 
-        Args:
-            output: of the forward over that part.
-            num_tokens: [B] states wanted of each prompt at most, the last ones: those of its real tokens.
-            num_ahead: columns of the prompt from the part's first one on.
-
-        Raises:
-            UnsupportedModelError: the model does not give a hidden state for every token.
+        Of each prompt, the last `num_tokens` [B] are wanted at most: those of its real tokens.
         """
         states = self._states(output)
         width = states.shape[1]
@@ -69,26 +63,14 @@ class HiddenStates:
         self._pieces.append(_Piece(states, starts, [width - start for start in starts]))
 
     def add(self, output: Scored, counts: Sequence[int]) -> None:
-        """Append the states of a round.
-
-        Args:
-            output: of the forward over the newest token and the drafts.
-            counts: [B] tokens that each row emitted.
-
-        Raises:
-            UnsupportedModelError: see `add_prompt`.
-        """
+        """Append the states of a round in which each row emitted `counts` [B] tokens."""
         states = self._states(output)
         self._pieces.append(_Piece(states, [0] * len(counts), list(counts)))
 
     def take(self, device: torch.device) -> Tensor:
-        """Hand over all states and forget them.
+        """[B, N, D] of all states on a device, which are then forgotten; undefined past a row's count.
 
-        Args:
-            device: the device to move them to.
-
-        Returns:
-            [B, N, D], N being the largest count; undefined past a row's count. D covers all wanted layers.
+        N is the largest count, D covers all wanted layers.
         """
         pieces, counts = self._pieces, self.counts
         # Always a copy: the drafter could not write into a tensor made in inference mode.
@@ -132,13 +114,7 @@ class HiddenStates:
 
 
 def unread_reason(target: PreTrainedModel, call: Call, hidden_layers: tuple[int, ...]) -> str:
-    """Why a drafter cannot read hidden states of compiled forwards; empty if it can or reads none.
-
-    Args:
-        target: whose hidden states.
-        call: the prepared call.
-        hidden_layers: layers whose states the drafter reads.
-    """
+    """Why a drafter cannot read hidden states of compiled forwards; empty if it can or reads none."""
     if hidden_layers and call.generator is not None:
         return "whose hidden states a candidate generator reads"
     if target.config.get_text_config(decoder=True).num_hidden_layers in hidden_layers:

@@ -16,23 +16,16 @@ from hf_speculate.schedule import HistoryStore
 
 @dataclass(frozen=True)
 class ModelState:
-    """What calls with one model leave for later calls.
+    """What calls with one model leave for later calls."""
 
-    Args:
-        units: functions compiled for the model.
-        buffers: idle KV buffers of the model.
-        history: the adaptive schedule's estimates for this target, by draft model.
-        tallies: accepted tokens of this target's draft models.
-        self_tests: differences to plain decoding, by situation.
-        heads: draft heads that calls named by folder or id.
-    """
-
-    units: CompiledUnits = field(default_factory=CompiledUnits)
-    buffers: BufferStore = field(default_factory=BufferStore)
+    units: CompiledUnits = field(default_factory=CompiledUnits)  # functions compiled for the model
+    buffers: BufferStore = field(default_factory=BufferStore)  # idle KV buffers of the model
+    # the adaptive schedule's estimates for this target, by draft model
     history: HistoryStore = field(default_factory=HistoryStore)
+    # accepted tokens of this target's draft models
     tallies: AcceptanceTallies = field(default_factory=AcceptanceTallies)
-    self_tests: dict[Hashable, float] = field(default_factory=dict)
-    heads: HeadStore = field(default_factory=HeadStore)
+    self_tests: dict[Hashable, float] = field(default_factory=dict)  # differences to plain decoding, by situation
+    heads: HeadStore = field(default_factory=HeadStore)  # draft heads that calls named by folder or id
 
 
 _lock = threading.Lock()

@@ -83,10 +83,7 @@ class OutputRecorder:
     def _add_states(self, scored: Scored, num_tokens: int, num_query: int) -> None:
         """Append one row's hidden states and attentions, token by token as plain `generate` returns them.
 
-        Args:
-            scored: outputs of a forward over `num_query` tokens; its first `num_tokens` positions chose the new tokens.
-            num_tokens: how many positions to keep.
-            num_query: Q.
+        The first `num_tokens` positions of the forward over `num_query` tokens chose the new tokens.
         """
         windows = self._windows() if self._windows is not None and self.recorded.attentions else []
         for position in range(num_tokens):
@@ -127,14 +124,7 @@ class OutputRecorder:
         cache: Cache,
         encoder_hidden_states: LayerStates | None = None,
     ) -> GenerateOutput:
-        """The output object, as plain `generate` returns it.
-
-        Args:
-            input_ids: [B, T] int64, the prompts.
-            pad_token_id: fills ended rows.
-            cache: the target's.
-            encoder_hidden_states: of each layer of the encoder; None without one.
-        """
+        """The output object, as plain `generate` returns it."""
         parts: dict[str, Any] = {
             "sequences": self.sequences(input_ids, pad_token_id),
             "scores": self.scores(pad_token_id),
@@ -182,11 +172,7 @@ def _attention_row(layer: Tensor, position: int, num_query: int, window: int | N
 
 
 def recorded_of(generation_config: GenerationConfig) -> Recorded:
-    """The outputs that a call asks for.
-
-    Args:
-        generation_config: with every default filled in.
-    """
+    """The outputs that a call asks for."""
     if not generation_config.return_dict_in_generate:
         return Recorded()
     return Recorded(

@@ -34,45 +34,26 @@ class CachePlan(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """What a call decides.
+    """What a call decides."""
 
-    Args:
-        config: resolved settings, with the fallbacks applied.
-        draft_model: the model that drafts; None if none does.
-        drafter: what drafts, in words; "none" if nothing is drafted.
-        draft_strategy: how the drafter proposes tokens.
-        target_cache: the target's KV cache.
-        draft_cache: the draft model's KV cache, or None.
-        compile: the forwards that run compiled or from device graphs.
-        reads_keys: whether the drafter or the verifier reads the keys of the noise.
-        hidden_layers: layers of the target whose hidden states the drafter reads, or None.
-        lock_step: why all rows advance by the same number of tokens; empty if each row advances by its own.
-        pad_token_id: fills finished rows; None if rows without an EOS token go on until the last one has stopped.
-        keeps_rows: whether finished rows stay in the batch.
-        end_padding_id: fills a kept target cache after finished rows, see `EndPadding`; None if nothing does.
-        eos_token_ids: tokens that end a row, or None.
-        placeless_id: drafted tokens after this one do not count, see `DraftSession`; None if all count.
-        self_test: how the target compares with plain decoding; empty if its type is known to agree.
-        fallbacks: what runs otherwise than requested, with the reasons.
-    """
-
-    config: SpeculationConfig
-    draft_model: PreTrainedModel | None
-    drafter: str
-    draft_strategy: SampleStrategy
-    target_cache: CachePlan
-    draft_cache: CachePlan | None
-    compile: CompilePlan
-    reads_keys: bool
-    hidden_layers: tuple[int, ...] | None
-    lock_step: str
+    config: SpeculationConfig  # resolved settings, with the fallbacks applied
+    draft_model: PreTrainedModel | None  # the model that drafts; None if none does
+    drafter: str  # what drafts, in words; "none" if nothing is drafted
+    draft_strategy: SampleStrategy  # how the drafter proposes tokens
+    target_cache: CachePlan  # the target's KV cache
+    draft_cache: CachePlan | None  # the draft model's KV cache, or None
+    compile: CompilePlan  # the forwards that run compiled or from device graphs
+    reads_keys: bool  # whether the drafter or the verifier reads the keys of the noise
+    hidden_layers: tuple[int, ...] | None  # layers of the target whose hidden states the drafter reads, or None
+    lock_step: str  # why all rows advance by the same number of tokens; empty if each row advances by its own
+    # fills finished rows; None if rows without an EOS token go on until the last one has stopped
     pad_token_id: int | None
-    keeps_rows: bool
-    end_padding_id: int | None
-    eos_token_ids: frozenset[int] | None
-    placeless_id: int | None
-    self_test: str
-    fallbacks: tuple[str, ...]
+    keeps_rows: bool  # whether finished rows stay in the batch
+    end_padding_id: int | None  # fills a kept target cache after finished rows, see `EndPadding`; None if nothing does
+    eos_token_ids: frozenset[int] | None  # tokens that end a row, or None
+    placeless_id: int | None  # drafted tokens after this one do not count, see `DraftSession`; None if all count
+    self_test: str  # how the target compares with plain decoding; empty if its type is known to agree
+    fallbacks: tuple[str, ...]  # what runs otherwise than requested, with the reasons
 
     @property
     def is_lock_step(self) -> bool:
@@ -109,15 +90,7 @@ def make_plan(
     call: Call,
     custom: Drafter | None,
 ) -> Plan:
-    """Decide what a call does.
-
-    Args:
-        target: scores the drafts.
-        draft: proposes tokens; None if no model does.
-        config: resolved settings.
-        call: the prepared call.
-        custom: the user's own drafter or an adapter of a candidate generator, or None.
-    """
+    """Decide what a call does."""
     fallbacks: list[str] = []
     if config.prompt_lookup_num_tokens is not None:
         draft, config = _beside_lookup(target, draft, config, fallbacks)
@@ -159,12 +132,7 @@ def make_plan(
 
 
 def target_cache_request(config: SpeculationConfig, call: Call) -> CacheRequest:
-    """The request for the target's KV cache, with buffers that grow.
-
-    Args:
-        config: resolved settings.
-        call: the prepared call.
-    """
+    """The request for the target's KV cache, with buffers that grow."""
     return CacheRequest(
         config.speculation_cache,
         call.target_attention,
@@ -178,12 +146,7 @@ def target_cache_request(config: SpeculationConfig, call: Call) -> CacheRequest:
 
 
 def cost_ratio(target: PreTrainedModel, draft: PreTrainedModel) -> float:
-    """The draft's parameter bytes in one process over the target's.
-
-    Args:
-        target: the target model.
-        draft: the draft model.
-    """
+    """The draft's parameter bytes in one process over the target's."""
     return _num_bytes(draft) / max(_num_bytes(target), 1)
 
 
@@ -200,11 +163,8 @@ def _beside_lookup(
 def _lock_step_reason(call: Call, foreign: Sequence[str], goes_on: bool, models: Sequence[PreTrainedModel]) -> str:
     """Why all rows must advance together; empty if they need not.
 
-    Args:
-        call: the prepared call.
-        foreign: class names of processors and criteria that are not known to be row-wise.
-        goes_on: whether rows go on until the last one has stopped.
-        models: the target, and the draft model if there is one.
+    `foreign` are class names of processors and criteria that are not known to be row-wise. `goes_on` says that rows
+    go on until the last one has stopped.
     """
     if foreign:
         return f"lock step, because of {', '.join(foreign)}; declare row-wise classes with register_row_wise"

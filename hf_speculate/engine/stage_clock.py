@@ -39,9 +39,6 @@ class StageClock:
     Used in a `with` statement, it adds a note with the current stage to an error that leaves the block. The error stays
     the same object. An error that has such a note already, for example from a call inside this one, gets no second
     one; neither does a refusal, which is raised while the call is prepared and says all there is to say.
-
-    Args:
-        now: gives seconds.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter):
@@ -58,12 +55,7 @@ class StageClock:
         self.stage, self.num_round = stage, 0
 
     def enter(self, stage: Stage | None, num_round: int | None = None) -> None:
-        """Begin a stage: the seconds since the last call count for the stage before it.
-
-        Args:
-            stage: the new stage; None if the code that follows is not ours.
-            num_round: of the loop; None leaves it as it is.
-        """
+        """Begin a stage, None for code that is not ours: the seconds since the last call count for the one before."""
         self._book()
         self.stage = stage
         if num_round is not None:

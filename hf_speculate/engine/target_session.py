@@ -44,8 +44,7 @@ class TargetSession:
     def prefill(self, on_chunk: Callable[[Scored, int], None]) -> Scored:
         """Read the prompt, in chunks; returns the outputs of the last chunk, with the last logits only.
 
-        Args:
-            on_chunk: called with each chunk's outputs, and the prompt's columns from the chunk's first one on.
+        `on_chunk` is called with each chunk's outputs, and the prompt's columns from the chunk's first one on.
         """
         num_ahead = self.num_read
         for chunk in self.query_ids.split(self._chunk_size, dim=1):
@@ -90,11 +89,7 @@ class TargetSession:
 
     @contextmanager
     def restored_on_error(self, is_cache_passed: bool) -> Iterator[None]:
-        """Restore the user's cache if the block fails.
-
-        Args:
-            is_cache_passed: whether the cache is the user's.
-        """
+        """Restore the user's cache if the block fails."""
         snapshot = self.kv_cache.snapshot() if is_cache_passed else None
         try:
             yield

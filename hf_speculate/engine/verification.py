@@ -22,14 +22,7 @@ class Verification(Protocol):
     """Decides which tokens of a round are accepted."""
 
     def verify(self, batch: Batch, logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verified:
-        """Verify a round.
-
-        Args:
-            batch: the rows before the round; only read.
-            logits: [B, K+1, V] of the target.
-            draft: the drafted tokens.
-            keys: of the round's noise.
-        """
+        """Verify a round: the drafted tokens against the target's logits [B, K+1, V]; the batch is only read."""
 
     @property
     def can_join(self) -> bool:
@@ -47,17 +40,11 @@ class Verification(Protocol):
 
 @dataclass
 class RowWiseVerification:
-    """Verifies all positions of all rows at once; every row advances by its own number of tokens.
+    """Verifies all positions of all rows at once; every row advances by its own number of tokens."""
 
-    Args:
-        verifier: the verification rule.
-        processors: the call's logits processors, all of them row-wise.
-        spans: restricts a lossy verifier to spans; None if it decides everywhere.
-    """
-
-    verifier: Verifier
-    processors: BlockLogitsProcessorList | ProcessorGroups
-    spans: Spans | None = None
+    verifier: Verifier  # the verification rule
+    processors: BlockLogitsProcessorList | ProcessorGroups  # the call's logits processors, all of them row-wise
+    spans: Spans | None = None  # restricts a lossy verifier to spans; None if it decides everywhere
 
     @property
     def can_join(self) -> bool:
@@ -113,22 +100,15 @@ class LockStepVerification:
     They are called for all rows in list order, on rows of equal length, once per new token, from left to right, and
     never on a rejected prefix. A round ends at the first position at which a live row rejects its draft or a row
     finishes.
-
-    Args:
-        verifier: the verification rule; it sees one position at a time.
-        processors: the call's whole list.
-        criteria: the call's whole list, as `StoppingCriteriaList`.
-        pad_token_id: what finished rows go on with; None if finished rows go on decoding, as without an EOS token.
-        records_scores: whether criteria are shown the scores so far.
-        spans: restricts a lossy verifier to spans; None if it decides everywhere.
     """
 
-    verifier: Verifier
-    processors: LogitsProcessorList
-    criteria: Callable[[Tensor, tuple[Tensor, ...] | None], Tensor]
+    verifier: Verifier  # the verification rule; it sees one position at a time
+    processors: LogitsProcessorList  # the call's whole list
+    criteria: Callable[[Tensor, tuple[Tensor, ...] | None], Tensor]  # the call's whole list, as `StoppingCriteriaList`
+    # what finished rows go on with; None if finished rows go on decoding, as without an EOS token
     pad_token_id: int | None
-    records_scores: bool
-    spans: Spans | None = None
+    records_scores: bool  # whether criteria are shown the scores so far
+    spans: Spans | None = None  # restricts a lossy verifier to spans; None if it decides everywhere
     _is_finished: Tensor | None = None  # [B] bool
     _scores: list[Tensor] = field(default_factory=list)  # each [B, V], one per new token
 

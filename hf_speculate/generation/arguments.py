@@ -24,13 +24,7 @@ class BoundCall(NamedTuple):
 
 
 def bind(plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundCall:
-    """Name all arguments of a call; what goes into `*args` is named as in `GenerationMixin.generate`.
-
-    Args:
-        plain: the function that they are for.
-        args: the ones passed by place.
-        kwargs: the others.
-    """
+    """Name all arguments of a call; what goes into `*args` is named as in `GenerationMixin.generate`."""
     signature = inspect.signature(plain)
     call = dict(signature.bind(*args, **kwargs).arguments)
     positional_names: list[str] = []
@@ -45,12 +39,7 @@ def bind(plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def run(plain: Callable[..., Any], bound: BoundCall) -> Any:
-    """Call a function with bound arguments.
-
-    Args:
-        plain: the function.
-        bound: its arguments; a positional one that was removed from the call is passed as None.
-    """
+    """Call a function with bound arguments; a positional one that was removed from the call is passed as None."""
     by_name = {name: value for name, value in bound.call.items() if name not in bound.positional_names}
     return plain(*(bound.call.get(name) for name in bound.positional_names), **by_name)
 
@@ -59,11 +48,6 @@ def samples(model: PreTrainedModel, plain: Callable[..., Any], call: dict[str, A
     """Whether transformers may resolve `do_sample` to True: by the keyword, the passed config, the model's.
 
     A `generate` that names `temperature` among its own arguments, as Whisper's, draws where that is above 0.
-
-    Args:
-        model: whose generation config may say so.
-        plain: its `generate`.
-        call: all arguments by name.
     """
     if call.get("temperature") and "temperature" in inspect.signature(plain).parameters:
         return True
@@ -73,14 +57,7 @@ def samples(model: PreTrainedModel, plain: Callable[..., Any], call: dict[str, A
 
 
 def unwrapped(assistant: Any) -> Any:
-    """The transformers model inside a PEFT wrapper, adapters included; anything else as it is.
-
-    Args:
-        assistant: what was passed as `assistant_model`.
-
-    Raises:
-        UnsupportedModelError: the wrapper puts a learned prompt before the text, which the model alone would not see.
-    """
+    """The transformers model inside a PEFT wrapper, adapters included; anything else as it is."""
     if isinstance(assistant, PreTrainedModel) or not callable(getattr(assistant, "get_base_model", None)):
         return assistant
     if getattr(assistant.active_peft_config, "is_prompt_learning", False):
@@ -92,15 +69,7 @@ def unwrapped(assistant: Any) -> Any:
 
 
 def own_stop_strings(model: PreTrainedModel, call: dict[str, Any]) -> None:
-    """Turn `stop_strings` into a criterion here: transformers drops the tokenizer before it would.
-
-    Args:
-        model: whose generation config may hold them.
-        call: all arguments by name; changed in place.
-
-    Raises:
-        ConfigError: there is no tokenizer.
-    """
+    """Turn `stop_strings` into a criterion, in place: transformers drops the tokenizer before it would."""
     stop_strings = _setting(model, call, "stop_strings")
     if stop_strings is None:
         return
@@ -114,12 +83,7 @@ def own_stop_strings(model: PreTrainedModel, call: dict[str, Any]) -> None:
 
 
 def own_static_cache(model: PreTrainedModel, call: dict[str, Any]) -> bool:
-    """Whether a call asks for a static cache, which transformers is then kept from making: it cannot roll back by row.
-
-    Args:
-        model: whose generation config may ask for it.
-        call: all arguments by name; changed in place.
-    """
+    """Whether a call asks for a static cache, which cannot roll back by row; transformers is kept from making it."""
     if _setting(model, call, "cache_implementation") != "static" or call.get("past_key_values") is not None:
         return False
     call["cache_implementation"] = "dynamic"
@@ -127,12 +91,7 @@ def own_static_cache(model: PreTrainedModel, call: dict[str, Any]) -> bool:
 
 
 def own_prompt_lookup(model: PreTrainedModel, call: dict[str, Any]) -> None:
-    """Keep prompt lookup from transformers, which would refuse several rows of a prompt.
-
-    Args:
-        model: whose generation config may ask for it.
-        call: all arguments by name; changed in place.
-    """
+    """Keep prompt lookup from transformers, which would refuse several rows of a prompt."""
     passed = call.get("generation_config")
     if getattr(passed, "prompt_lookup_num_tokens", None) is not None:
         call["generation_config"] = copy.deepcopy(passed)
@@ -142,12 +101,7 @@ def own_prompt_lookup(model: PreTrainedModel, call: dict[str, Any]) -> None:
 
 
 def own_early_exit(model: PreTrainedModel, call: dict[str, Any]) -> int | None:
-    """After how many layers the target is to draft for itself; transformers is kept from doing it, one row at a time.
-
-    Args:
-        model: whose generation config may ask for it.
-        call: all arguments by name; changed in place.
-    """
+    """Number of layers after which the target drafts for itself; transformers would do so for one row only."""
     num_layers: int | None = _setting(model, call, "assistant_early_exit")
     if num_layers is not None:
         call["assistant_early_exit"] = None
@@ -158,10 +112,6 @@ def own_mtp(model: PreTrainedModel, call: dict[str, Any]) -> bool:
     """Whether the target's MTP layers are to draft; transformers is kept from doing it, one row at a time.
 
     False for families whose layers `load_drafter` does not load: transformers drafts with them.
-
-    Args:
-        model: whose generation config may ask for it.
-        call: all arguments by name; changed in place.
     """
     if model.config.model_type not in SERVED_TARGETS or not _setting(model, call, "use_mtp"):
         return False
@@ -175,12 +125,8 @@ def uncached(input_ids: Tensor, cache: Cache, passed_mask_len: int | None, embed
     Args:
         input_ids: [B, T] int64, the whole text or only what is new; with `embeds`, what stands in the output for them.
         cache: empty or prefilled.
-        passed_mask_len: columns of the mask that the user passed; None: there is none.
-        embeds: [B, P, hidden], the whole text where it is passed as embeddings; None: it is not.
-
-    Raises:
-        UnsupportedGenerationError: the cache leaves nothing to feed, or holds other rows, or nobody can say which
-            embeddings are padding.
+        passed_mask_len: columns of the mask that the user passed; None if there is none.
+        embeds: [B, P, hidden], the whole text where it is passed as embeddings; None if it is not.
     """
     num_before = num_held(cache)
     num_prompt = input_ids.shape[1]

@@ -15,16 +15,10 @@ _SHUTS_OUT = {"num_assistant_tokens": "num_assistant_tokens_schedule", "seed": "
 
 
 def read_config(sources: Iterable[Mapping[str, Any]]) -> SpeculationConfig:
-    """Settle every field by the first source that sets it.
+    """Settle every field by the first of the sources, the strongest, that sets it.
 
     A schedule that stands in a weaker source than `num_assistant_tokens` does not count: who asks for K tokens
     gets K.
-
-    Args:
-        sources: mappings of the fields that were set, the strongest first.
-
-    Raises:
-        ConfigError: as `SpeculationConfig`.
     """
     settled: dict[str, Any] = {}
     for source in sources:
@@ -45,14 +39,7 @@ def fields_of(config: object) -> dict[str, Any]:
 
 
 def fields_in(saved: str | Path | Mapping[str, Any] | None) -> dict[str, Any]:
-    """The fields of ours that a saved config sets; `None` counts as not set.
-
-    Args:
-        saved: a `generation_config.json`, or its content; None if nothing is saved.
-
-    Raises:
-        ConfigError: it holds no object.
-    """
+    """The fields of ours that a `generation_config.json`, or its content, sets; `None` counts as not set."""
     values = _read(Path(saved)) if isinstance(saved, str | Path) else saved or {}
     if not isinstance(values, Mapping):
         raise ConfigError(

@@ -14,45 +14,17 @@ from hf_speculate.generation.draft_source import DraftSource
 
 
 def named_head(model: PreTrainedModel, assistant: Any) -> Any:
-    """The draft head that `assistant_model` names by folder or id, loaded once; any other assistant as it is.
-
-    Args:
-        model: the target.
-        assistant: what was passed as `assistant_model`.
-
-    Raises:
-        ConfigError: see `load_drafter`.
-        UnsupportedModelError: see `load_drafter`.
-    """
+    """The draft head that `assistant_model` names by folder or id, loaded once; any other assistant as it is."""
     return model_state(model).heads.get(assistant, model) if isinstance(assistant, str | Path) else assistant
 
 
 def own_mtp_head(model: PreTrainedModel) -> DraftHead:
-    """The MTP layers of the target's checkpoint, loaded once.
-
-    Args:
-        model: the target.
-
-    Raises:
-        ConfigError: see `load_drafter`.
-        UnsupportedModelError: see `load_drafter`.
-    """
+    """The MTP layers of the target's checkpoint, loaded once."""
     return model_state(model).heads.get(str(model.config.name_or_path), model)
 
 
 def with_head(config: SpeculationConfig, head: DraftHead, source: DraftSource) -> SpeculationConfig:
-    """The settings of a call that drafts with a head.
-
-    If no number of tokens is set, the head's default K bounds it.
-
-    Args:
-        config: the call's settings.
-        head: the assistant.
-        source: what drafts, in the words of error messages.
-
-    Raises:
-        UnsupportedGenerationError: a setting needs a draft model.
-    """
+    """The settings of a call that drafts with a head; if they set no number of tokens, its default K bounds it."""
     for name in ("prompt_lookup_num_tokens", "draft_state"):
         if getattr(config, name) is not None:
             raise UnsupportedGenerationError(

@@ -30,18 +30,7 @@ COUPLED_ALONE = DraftSource("verifier='coupled'", "set verifier='rejection' to s
 def find_draft_source(
     assistant: object, early_exit: object, config: SpeculationConfig, samples: bool
 ) -> DraftSource | None:
-    """What makes a call speculative; None if transformers decodes it plainly.
-
-    Args:
-        assistant: the draft model, or None.
-        early_exit: the number of the target's own layers that draft, or None.
-        config: the call's settings.
-        samples: whether the call samples.
-
-    Raises:
-        ConfigError: there is a `draft_state` without a draft model.
-        UnsupportedGenerationError: there are several sources of drafts; only prompt lookup goes with a model.
-    """
+    """What makes a call speculative; None if transformers decodes it plainly."""
     if config.draft_state is not None and assistant is None and early_exit is None:
         raise ConfigError(
             "draft_state must come with assistant_model or assistant_early_exit, got neither; leave draft_state out"

@@ -104,18 +104,7 @@ def generate(
 
 
 def prepare(model: PreTrainedModel, first_row: int, **kwargs: Any) -> Prepared:
-    """Prepare a call up to its decoder, which has not read the prompts; its rows may join those of others.
-
-    Args:
-        model: the target, enabled or not.
-        first_row: number of the first output row.
-        **kwargs: as `generate`.
-
-    Raises:
-        ConfigError: see `generate`.
-        UnsupportedGenerationError: see `generate`.
-        UnsupportedModelError: see `generate`.
-    """
+    """Prepare a call up to its decoder, which has not read the prompts; its rows may join those of others."""
     preparation = Preparation(first_row)
     _generate(model, _plain_generate(model), (), kwargs, {}, preparation)
     return preparation.prepared[0]
@@ -198,11 +187,7 @@ def _generate(
 
 
 def warn_of_lost_fields(model: PreTrainedModel) -> None:
-    """Say so when transformers will lose our fields on the next load.
-
-    Args:
-        model: whose generation config is looked at.
-    """
+    """Warn if transformers will lose our fields when the model's generation config is next loaded."""
     config = model.generation_config
     names = sorted(fields_of(config))
     if names and comes_from_model_config(config):

@@ -37,12 +37,7 @@ def target_inputs(
 ) -> ExtraInputs:
     """What the target reads besides the text, as its own `prepare_inputs_for_generation` would have it.
 
-    Args:
-        model: the target.
-        input_ids: [B, T] int64, the prompts.
-        num_query: Q, how many of their last tokens the cache does not hold.
-        model_kwargs: what transformers has prepared for the model.
-        has_positions: whether the user passed `position_ids`.
+    Of the prompts [B, T] int64, the cache does not hold the last `num_query` tokens.
     """
     if model.config.is_encoder_decoder:
         every = {name: model_kwargs.get(name) for name in ("encoder_outputs", "attention_mask")}
@@ -79,18 +74,8 @@ def draft_inputs(
 ) -> ExtraInputs:
     """What the draft model reads besides the text: an encoder's output, its own or the target's, and nothing else.
 
-    What the target's side has made is read in the draft's dtype and on its device; the target's own stays as it is.
-
-    Args:
-        draft: the draft model, or None; its encoder runs once, unless it is the target's.
-        target: whose encoder has run.
-        inputs: what the target's encoder read; None where its output, or embeddings, were passed.
-        model_kwargs: what transformers has prepared for the target.
-        num_rows: B, the output's rows, of which each input has as many as the others.
-        vocabulary: how the draft's ids stand to the target's; None: they are the same.
-
-    Raises:
-        UnsupportedGenerationError: the draft has an encoder, and there is nothing for it to read.
+    What the target's side has made is read in the draft's dtype and on its device; the target's own stays as it is. The
+    draft's encoder runs once on `inputs`, those of the target's encoder, unless both are one.
     """
     if draft is None:
         return ExtraInputs()
@@ -129,11 +114,7 @@ def draft_inputs(
 
 
 def encoder_hidden_states(model_kwargs: dict[str, Any]) -> tuple[Tensor, ...] | None:
-    """The hidden states [B, S, D] of each layer of the encoder; None if they were not computed.
-
-    Args:
-        model_kwargs: what transformers has prepared for the model.
-    """
+    """The hidden states [B, S, D] of each layer of the encoder; None if they were not computed."""
     outputs = model_kwargs.get("encoder_outputs")
     return outputs.get("hidden_states") if isinstance(outputs, ModelOutput) else None
 

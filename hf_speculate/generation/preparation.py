@@ -22,12 +22,7 @@ class Prepared(NamedTuple):
 
 @dataclass
 class Preparation:
-    """Has a call prepared instead of decoded.
+    """Has a call prepared instead of decoded."""
 
-    Args:
-        first_row: number of the first output row.
-        prepared: the result, once there is one.
-    """
-
-    first_row: int
-    prepared: list[Prepared] = field(default_factory=list)
+    first_row: int  # number of the first output row
+    prepared: list[Prepared] = field(default_factory=list)  # the result, once there is one

@@ -68,19 +68,8 @@ def check_decoding(
 ) -> str:
     """Compare a model of unknown type with plain decoding, at its first call of this kind.
 
-    Args:
-        model: the target.
-        call: what is about to be decoded; left alone, the cache in it too.
-        config: resolved settings.
-        generation_config: as `generate` prepared it.
-        model_kwargs: as `generate` prepared them.
-        source: what drafts, in the words of error messages.
-
-    Returns:
-        The result in words; empty if the type of the model is known to agree.
-
-    Raises:
-        UnsupportedModelError: the model gives other logits than in plain decoding.
+    The call and its cache are left alone. The result is in words, empty if the type of the model is known to agree;
+    a model that gives other logits is refused.
     """
     num_tokens = min(NUM_TOKENS, call.max_new_tokens - 1)
     if is_shown(model) or num_tokens < 1:
@@ -117,15 +106,7 @@ def tolerance_of(model: PreTrainedModel) -> float:
 
 
 def relative_difference(plain: Tensor, ours: Tensor) -> float:
-    """The largest difference of a row, see above.
-
-    Args:
-        plain: [B, N, V] floating.
-        ours: [B, N, V] floating, the same positions.
-
-    Returns:
-        inf if one holds numbers where the other does not, 0 if neither holds any.
-    """
+    """The largest difference of a row of [B, N, V], see above; inf if only one holds numbers, 0 if neither does."""
     plain, ours = plain.double(), ours.to(plain.device).double()
     is_number = plain.isfinite() & (plain.abs() < _LARGEST_LOGIT)
     if not torch.equal(is_number, ours.isfinite() & (ours.abs() < _LARGEST_LOGIT)):

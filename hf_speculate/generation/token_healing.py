@@ -16,12 +16,7 @@ class TokenHealingMixin(GenerationMixin):
     """Uses the current call's tokenizer if `heal_tokens` gets none."""
 
     def heal_tokens(self, input_ids: Any, tokenizer: Any = None) -> Any:
-        """See `transformers.GenerationMixin.heal_tokens`.
-
-        Args:
-            input_ids: [B, T] int64.
-            tokenizer: of the model; None for the one passed to `generate`.
-        """
+        """See `transformers.GenerationMixin.heal_tokens`."""
         tokenizer = _tokenizer.get() if tokenizer is None else tokenizer
         token = _tokenizer.set(None)  # heal_tokens calls `generate` itself
         try:
@@ -32,15 +27,7 @@ class TokenHealingMixin(GenerationMixin):
 
 @contextmanager
 def provide_tokenizer(model: PreTrainedModel, call: Mapping[str, Any]) -> Iterator[None]:
-    """Make the tokenizer of a call available to `heal_tokens` while transformers prepares the call.
-
-    Args:
-        model: whose generation config may ask for healing.
-        call: all arguments by name.
-
-    Raises:
-        UnsupportedGenerationError: the call asks for healing, and the model is not enabled.
-    """
+    """Make the tokenizer of a call available to `heal_tokens` while transformers prepares the call."""
     if _heals(model, call) and not isinstance(model, TokenHealingMixin):
         raise UnsupportedGenerationError(
             "token_healing must be left out for a model that is not enabled, got True; call enable(model), or "

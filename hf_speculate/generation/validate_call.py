@@ -74,15 +74,7 @@ _OF_TARGETS_STATES = ("speculation_type", "use_mtp")
 
 
 def check_call(call: dict[str, Any], reason: DraftSource) -> None:
-    """Refuse what the arguments alone show.
-
-    Args:
-        call: all arguments of `generate()` but `assistant_model`, by name.
-        reason: why the call is ours.
-
-    Raises:
-        UnsupportedGenerationError: an argument does not go with our own loop.
-    """
+    """Refuse what the arguments alone show."""
     refused = {
         "custom_generate": call.get("custom_generate"),
         "inputs_embeds": call.get("inputs_embeds") if reason is GENERATOR else None,
@@ -112,19 +104,7 @@ def check_prepared(
     streamer: object,
     reason: DraftSource,
 ) -> None:
-    """Refuse what only the call shows that transformers has prepared.
-
-    Args:
-        input_ids: [B, T] int64.
-        generation_config: with every default filled in.
-        model_kwargs: what transformers would hand to the model.
-        has_encoder: whether the model is an encoder-decoder.
-        streamer: the call's, or None.
-        reason: why the call is ours.
-
-    Raises:
-        UnsupportedGenerationError: our own loop cannot decode the call.
-    """
+    """Refuse what only the call shows that transformers has prepared."""
     for name in _OF_TARGETS_STATES:
         if getattr(generation_config, name, None):
             raise _left_out(name, reason)
@@ -171,17 +151,7 @@ def check_prepared(
 
 
 def check_mask(mask_shape: tuple[int, ...] | None, query: Tensor, num_cached: int, prefix: str) -> None:
-    """Check that the attention mask has the shape of the prompt.
-
-    Args:
-        mask_shape: of the passed mask; None without one.
-        query: [B, Q] int64, the tokens that the cache does not hold.
-        num_cached: tokens that the cache holds.
-        prefix: of the names of the model's text inputs, such as `decoder_`.
-
-    Raises:
-        UnsupportedGenerationError: the shapes differ.
-    """
+    """Check that the attention mask has the shape of the query [B, Q] and the tokens that the cache holds."""
     num_rows, num_query = query.shape
     if mask_shape is None or mask_shape == (num_rows, num_cached + num_query):
         return
@@ -193,15 +163,7 @@ def check_mask(mask_shape: tuple[int, ...] | None, query: Tensor, num_cached: in
 
 
 def check_span_ids(config: SpeculationConfig, model: PreTrainedModel) -> None:
-    """Refuse spans of tokens that the target does not have.
-
-    Args:
-        config: the call's settings.
-        model: the target.
-
-    Raises:
-        ConfigError: an id lies past its vocabulary.
-    """
+    """Refuse spans of tokens that the target does not have."""
     size = model.config.get_text_config(decoder=True).vocab_size
     if config.relax_only_inside is not None and max(config.relax_only_inside) >= size:
         raise ConfigError(
@@ -213,17 +175,7 @@ def check_span_ids(config: SpeculationConfig, model: PreTrainedModel) -> None:
 def check_synced(
     config: SpeculationConfig, generation_config: GenerationConfig, is_static: bool, reason: DraftSource
 ) -> None:
-    """Refuse what would run other numbers of forwards on the ranks of one call.
-
-    Args:
-        config: the call's settings.
-        generation_config: with every default filled in.
-        is_static: whether fixed buffers were asked for.
-        reason: why the call is ours.
-
-    Raises:
-        UnsupportedGenerationError: numbers of forwards would depend on each rank's text.
-    """
+    """Refuse what would run other numbers of forwards on the ranks of one call."""
     refused = {
         "candidate_generator": reason is GENERATOR,
         "drafter": config.drafter is not None,
@@ -246,18 +198,7 @@ def check_context(
     assistant: PreTrainedModel | None,
     vocabulary: VocabMapping | None,
 ) -> None:
-    """Refuse what does not go with inputs beside the text.
-
-    Args:
-        context: what the target reads.
-        input_ids: [B, T] int64.
-        generation_config: with every default filled in.
-        assistant: the draft model, or None.
-        vocabulary: how its ids stand to the target's; None: they are the same.
-
-    Raises:
-        UnsupportedGenerationError: the prompt cannot be cut into chunks, or has ids that the draft does not know.
-    """
+    """Refuse what does not go with inputs beside the text."""
     if not context.prompt_names:
         return
     if generation_config.prefill_chunk_size is not None:
@@ -293,15 +234,7 @@ def _check_cache(cache: Any, reason: DraftSource) -> None:
 
 
 def check_room(room: int | None, num_columns: int) -> None:
-    """Check that a static cache has room for the sequence.
-
-    Args:
-        room: tokens that it can hold; None for any number.
-        num_columns: tokens that it may have to hold.
-
-    Raises:
-        UnsupportedGenerationError: it has less room.
-    """
+    """Check that a static cache has room for `num_columns` tokens; None is room for any number."""
     if room is not None and room < num_columns:
         raise UnsupportedGenerationError(
             f"past_key_values must have room for {num_columns} tokens, got a StaticCache for {room}; make it with "
@@ -310,9 +243,5 @@ def check_room(room: int | None, num_columns: int) -> None:
 
 
 def checked_mask(mask: Tensor | None) -> Tensor | None:
-    """The attention mask as [B, P] int64, or None where nothing is padded.
-
-    Args:
-        mask: [B, P] of any dtype, or None.
-    """
+    """The attention mask [B, P] of any dtype as int64, or None where nothing is padded."""
     return None if mask is None or bool((mask != 0).all()) else (mask != 0).to(torch.int64)

@@ -22,16 +22,7 @@ _SERVED_BESIDE_RECURRENT_LAYERS = {"conv", "hybrid", "hybrid_sliding", "linear_a
 
 
 def check_models(models: Sequence[PreTrainedModel], stateful: Sequence[str], reason: DraftSource) -> None:
-    """Refuse models that cannot decode, from the configs alone.
-
-    Args:
-        models: the target, then the draft where there is one.
-        stateful: class names of those among them that transformers calls stateful.
-        reason: why the call is ours.
-
-    Raises:
-        UnsupportedModelError: a model cannot roll back, or the draft does not go with the target.
-    """
+    """Refuse models that cannot decode, from the configs alone; the target comes first, then the draft."""
     if has_own_loop(models[0]):
         raise UnsupportedModelError(
             f"the target must decode in the loop of GenerationMixin, got {type(models[0]).__name__} with a loop "
@@ -103,16 +94,7 @@ def _check_encoders(target: PreTrainedModel, draft: PreTrainedModel) -> None:
 
 
 def check_rope(target: PreTrainedModel, max_length: int, reason: DraftSource) -> None:
-    """Refuse rotary embeddings that change for tokens already cached once the text grows past a border.
-
-    Args:
-        target: scores the drafts; a draft of this kind costs acceptance only.
-        max_length: tokens of the output at most.
-        reason: why the call is ours.
-
-    Raises:
-        UnsupportedModelError: the text may cross the border.
-    """
+    """Refuse rotary embeddings of a target that change for tokens already cached once the text grows past a border."""
     rope = growing_rope(target)
     if rope is not None and max_length > rope[1]:
         raise UnsupportedModelError(
@@ -122,16 +104,7 @@ def check_rope(target: PreTrainedModel, max_length: int, reason: DraftSource) ->
 
 
 def check_attention(target: PreTrainedModel, name: str, reason: DraftSource) -> None:
-    """Check that the target's attention function gets a mask; without one, drafted tokens would see wrong columns.
-
-    Args:
-        target: scores the drafts; in a draft model, a missing mask only lowers the acceptance rate.
-        name: of the target's attention implementation.
-        reason: what drafts.
-
-    Raises:
-        UnsupportedModelError: the function was registered without a mask function of that name.
-    """
+    """Check that the target's attention function gets a mask; without one, drafts would see wrong columns."""
     if reason is COUPLED_ALONE or name not in ALL_ATTENTION_FUNCTIONS or name in AttentionMaskInterface():
         return
     raise UnsupportedModelError(
@@ -143,16 +116,7 @@ def check_attention(target: PreTrainedModel, name: str, reason: DraftSource) -> 
 
 
 def check_returned_attentions(target: PreTrainedModel, name: str, source: DraftSource) -> None:
-    """Check that the target can return attention weights.
-
-    Args:
-        target: scores the drafts.
-        name: of the target's attention implementation.
-        source: what drafts, in the words of error messages.
-
-    Raises:
-        UnsupportedModelError: it can with eager attention only.
-    """
+    """Check that the target can return attention weights."""
     quirk = limit_reason(target, Limit.NO_ATTENTIONS_FROM_SDPA)
     if quirk and name != "eager":
         raise UnsupportedModelError(
@@ -162,16 +126,7 @@ def check_returned_attentions(target: PreTrainedModel, name: str, source: DraftS
 
 
 def check_decoder_prompt(target: PreTrainedModel, attention_mask: Tensor | None, source: DraftSource) -> None:
-    """Check that a decoder prompt has no masked tokens, if the target needs that.
-
-    Args:
-        target: an encoder-decoder.
-        attention_mask: [B, P] of any dtype, over the decoder's prompt, or None.
-        source: what drafts, in the words of error messages.
-
-    Raises:
-        UnsupportedModelError: a token is masked.
-    """
+    """Check that a decoder prompt [B, P] has no masked tokens, if the target needs that."""
     quirk = limit_reason(target, Limit.NO_PADDED_DECODER_PROMPT)
     if quirk and attention_mask is not None and not bool((attention_mask != 0).all()):
         raise UnsupportedModelError(
@@ -185,14 +140,6 @@ def check_chunks(target: PreTrainedModel, generation_config: GenerationConfig, r
 
     Only models without attention layers are checked, because plain `generate` reads their prompts at once. Others are
     read in chunks as in plain `generate`.
-
-    Args:
-        target: scores the drafts.
-        generation_config: with every default filled in.
-        reason: why the call is ours.
-
-    Raises:
-        UnsupportedModelError: a chunk would be read without the states of the chunks before it.
     """
     cache = None if generation_config.prefill_chunk_size is None else recurrent_cache(target)
     if cache is None or attention_layers(cache.layers):
@@ -206,14 +153,7 @@ def check_chunks(target: PreTrainedModel, generation_config: GenerationConfig, r
 
 
 def check_assistant(assistant: object) -> None:
-    """Refuse what cannot draft.
-
-    Args:
-        assistant: what was passed as `assistant_model`.
-
-    Raises:
-        UnsupportedModelError: the assistant is no model that generates.
-    """
+    """Refuse what cannot draft."""
     if not isinstance(assistant, PreTrainedModel) or not assistant.can_generate():
         raise UnsupportedModelError(
             f"assistant_model must be a transformers model that can generate, got {type(assistant).__name__}; "

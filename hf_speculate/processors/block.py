@@ -204,11 +204,8 @@ def _run_by_position(processor: Any, aligned_ids: Tensor, block: Tensor, kwargs:
     Args:
         processor: for all rows.
         aligned_ids: [B, T'+K] int64, position j of every row ending at column T'+j.
-        block: [B, K+1, V] float32, not written to.
+        block: [B, K+1, V] float32, not written to; the result is a new tensor.
         kwargs: handed on.
-
-    Returns:
-        [B, K+1, V] float32, a new tensor.
     """
     processed = torch.empty_like(block)
     num_positions = block.shape[1]
@@ -224,17 +221,9 @@ def _run_by_position(processor: Any, aligned_ids: Tensor, block: Tensor, kwargs:
 def _run_by_group(
     processor: Any, prefixes: Prefixes, groups: dict[int, list[int]], block: Tensor, kwargs: dict[str, Any]
 ) -> Tensor:
-    """Calls a processor once per group of pairs that show it equally many tokens.
+    """[B, K+1, V] float32 of a processor that is called once per group of pairs with equally many tokens.
 
-    Args:
-        processor: for all rows.
-        prefixes: of the round.
-        groups: number of tokens to the flat indices of the pairs.
-        block: [B, K+1, V] float32, not written to.
-        kwargs: handed on.
-
-    Returns:
-        [B, K+1, V] float32.
+    Groups map the number of tokens to the flat indices of the pairs; the block [B, K+1, V] is not written to.
     """
     flat = block.flatten(0, 1)  # [B*(K+1), V]
     reads_ids = find_reads(processor) is Reads.PREFIX

@@ -19,12 +19,7 @@ _ORDER = list(_ARGUMENTS)
 
 
 class FusedWarpers(LogitsProcessor):
-    """Replaces up to four warpers by one `warp_logits`.
-
-    Args:
-        arguments: of `warp_logits`.
-        backend: of the kernel.
-    """
+    """Replaces up to four warpers by one `warp_logits`."""
 
     takes_half = True  # scores may come in half precision
 
@@ -38,11 +33,9 @@ class FusedWarpers(LogitsProcessor):
 
 
 def fuse_warpers(processors: Iterable[Any], backend: str = "auto") -> list[Any]:
-    """The processors, with one `FusedWarpers` in place of each run of warpers in the usual order.
+    """The processors of a draft, with one `FusedWarpers` in place of each run of warpers in the usual order.
 
-    Args:
-        processors: of a draft; its distribution may differ a little from the one that the target's warpers give.
-        backend: of the kernel.
+    The distribution may differ a little from the one that the target's warpers give.
     """
     fused: list[Any] = []
     run: list[Any] = []

@@ -12,17 +12,11 @@ from hf_speculate.transfers import upload
 
 @dataclass
 class Prefixes:
-    """The prefixes of all (row, position) pairs; a pair's flat index is row * (K+1) + position.
+    """The prefixes of all (row, position) pairs; a pair's flat index is row * (K+1) + position."""
 
-    Args:
-        input_ids: [B, T] int64, right-padded.
-        draft_token_ids: [B, K] int64, all in the vocabulary.
-        lens: B lengths in 0..T, of the rows without drafted tokens.
-    """
-
-    input_ids: Tensor
-    draft_token_ids: Tensor
-    lens: Sequence[int]
+    input_ids: Tensor  # [B, T] int64, right-padded
+    draft_token_ids: Tensor  # [B, K] int64, all in the vocabulary
+    lens: Sequence[int]  # B lengths in 0..T, of the rows without drafted tokens
 
     @property
     def num_positions(self) -> int:
@@ -50,13 +44,9 @@ class Prefixes:
         return full_ids.scatter_(1, slots, drafts)
 
     def align(self, fill: Tensor | int) -> Tensor:
-        """Pushes the rows to the right, so that position j of every row ends at column T'+j.
+        """[B, T'+K] int64, the rows pushed to the right, so that position j of every row ends at column T'+j.
 
-        Args:
-            fill: the id that goes before each row, one for all or [B, 1].
-
-        Returns:
-            [B, T'+K] int64.
+        The id `fill`, one for all or [B, 1], goes before each row.
         """
         if self.is_even:
             return self.full_ids
@@ -76,15 +66,7 @@ class Prefixes:
         return self.lens[row] + position
 
     def take_last(self, flat_indices: Sequence[int], num_ids: int) -> Tensor:
-        """The last ids of the named pairs' prefixes.
-
-        Args:
-            flat_indices: N pairs.
-            num_ids: n, at most the length of each one's prefix.
-
-        Returns:
-            [N, n] int64, a new tensor.
-        """
+        """[N, n] int64, new, the last n ids of the named pairs' prefixes, which are that long at least."""
         corners = [[index // self.num_positions, self.len_of(index) - num_ids] for index in flat_indices]
         rows, starts = upload(corners, self.input_ids.device)[:, :, None].unbind(dim=1)  # [N, 1] each
         return self.full_ids[rows, starts + torch.arange(num_ids, device=rows.device)]  # [N, n]

@@ -52,11 +52,7 @@ class RollbackProcessor(Protocol):
 
 
 class ForkedProcessor:
-    """Stands among a draft model's processors for one of the target's with state.
-
-    Args:
-        processor: the target's, which the target's side rolls back and drops rows of.
-    """
+    """Stands among a draft model's processors for one of the target's with state."""
 
     def __init__(self, processor: RollbackProcessor):
         self.processor = processor

@@ -29,12 +29,7 @@ class _Group(Generic[Settings]):
 
 
 class ProcessorGroups:
-    """Runs every row's own logits processors on all K+1 positions of a round; none of them has state.
-
-    Args:
-        processors: of all B rows.
-        num_rows: B.
-    """
+    """Runs every row's own logits processors on all K+1 positions of a round; none of them has state."""
 
     def __init__(self, processors: BlockLogitsProcessorList, num_rows: int):
         self._groups = [_Group(processors, list(range(num_rows)))]
@@ -93,12 +88,7 @@ class ProcessorGroups:
 
 
 class StoppingGroups:
-    """Runs every row's own stopping criteria on a round's new tokens.
-
-    Args:
-        criteria: of all rows, none of them foreign.
-        max_lengths: [B] columns at which each row ends.
-    """
+    """Runs every row's own stopping criteria, none of them foreign, on a round's new tokens."""
 
     def __init__(self, criteria: BlockStoppingCriteria, max_lengths: Sequence[int]):
         self._max_lengths = list(max_lengths)

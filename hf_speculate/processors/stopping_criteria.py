@@ -51,11 +51,7 @@ class BlockStoppingCriteria:
     """
 
     def __init__(self, criteria: Iterable[Any]) -> None:
-        """Sorts the criteria.
-
-        Args:
-            criteria: usually the `StoppingCriteriaList` that `generate()` prepared. Later changes to it are not seen.
-        """
+        """Sorts the criteria; later changes to their list are not seen."""
         self.criteria = listed = list(criteria)
         self._max_length_criteria = [c for c in listed if type(c) is MaxLengthCriteria]
         self._max_time_criteria = [c for c in listed if type(c) is MaxTimeCriteria]
@@ -96,19 +92,7 @@ class BlockStoppingCriteria:
         return self._eos_token_ids or None
 
     def __call__(self, tokens: TokenRows, new_ids: Sequence[list[int]]) -> StopVerdict:
-        """Cut each row's block at the first prefix that any criterion ends.
-
-        Args:
-            tokens: B rows without the block, on the host.
-            new_ids: [B] new tokens of each row, the block.
-
-        Returns:
-            The verdict, B entries each.
-
-        Raises:
-            ShapeError: there is not one block per row.
-            UnsupportedGenerationError: a criterion is foreign.
-        """
+        """Cut each row's block of new tokens at the first prefix that any criterion ends; `tokens` lie on the host."""
         self._check(tokens, new_ids)
         num_emitted = [len(ids) for ids in new_ids]
         is_done = [False] * len(num_emitted)
@@ -207,25 +191,14 @@ def _ask(criteria: Iterable[Any], input_ids: Tensor) -> Tensor:
 
 
 def as_flags(answers: Tensor) -> Tensor:
-    """Answers of stopping criteria as [N] bool; plain `generate` reads the lowest bit of those that are integers.
-
-    Args:
-        answers: [N] bool, or of any integer dtype.
-    """
+    """Answers [N] of criteria as bool; plain `generate` reads the lowest bit of those that are integers."""
     return answers if answers.dtype == torch.bool else (answers & 1).bool()
 
 
 def _windows(tokens: TokenRows, new_ids: Sequence[list[int]], tail_len: int) -> Tensor:
-    """Each row's block with the tokens just before it.
+    """[B, L-1+N] int64, each row's block with the L-1 tokens just before it; column L-1 holds its first token.
 
-    Args:
-        tokens: B rows without the block, on the host.
-        new_ids: [B] the blocks, the longest of N tokens.
-        tail_len: L >= 1, how many tokens the shortest prefix of the block must show.
-
-    Returns:
-        [B, L-1+N] int64: column L-1 holds each block's first token. Columns before a row's first token or after its
-        block hold an id that is in no vocabulary.
+    Columns before a row's first token or after its block hold an id that is in no vocabulary.
     """
     width = max(map(len, new_ids))
     rows = []

@@ -9,13 +9,7 @@ BAD_LOGITS = int(Status.NAN | Status.ALL_MASKED | Status.POSITIVE_INF)  # a draf
 
 
 def bad_logits_error(scores: Tensor, row: int, num_new_tokens: int) -> BadLogitsError | None:
-    """The error to raise if plain `generate` could not sample from these logits; None if it could.
-
-    Args:
-        scores: [V], after all processors.
-        row: of the output.
-        num_new_tokens: of the row, before this one.
-    """
+    """The error to raise if plain `generate` could not sample from these logits [V]; None if it could."""
     if scores.isnan().any():
         what = "NaN"
     elif scores.isposinf().any():

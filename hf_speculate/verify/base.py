@@ -78,20 +78,12 @@ def verifier_names() -> list[str]:
 
 
 def make_verifier(config: SpeculationConfig) -> Verifier:
-    """The verifier that a resolved config names.
-
-    Raises:
-        ConfigError: no verifier is registered under the name.
-    """
+    """The verifier that a resolved config names."""
     return _entry(config).factory(config)
 
 
 def check_verifier(config: SpeculationConfig) -> None:
-    """Check that a resolved config names a verifier, and a lossy one if it is restricted to spans.
-
-    Raises:
-        ConfigError: no verifier is registered under the name, or a lossless one is restricted to spans.
-    """
+    """Check that a resolved config names a verifier, and a lossy one if it is restricted to spans."""
     if _entry(config).is_lossless and config.relax_only_inside is not None:
         lossy = ", ".join(name for name in verifier_names() if not _REGISTRY[name].is_lossless)
         raise ConfigError(

@@ -18,14 +18,11 @@ from hf_speculate.types import DraftOut, NoiseKeys, Verdict
 class BlockVerifier:
     """Block verification, lossless; accepts at least as many tokens as rejection on average, the same for point masses.
 
-    Args:
-        backend: of the kernel.
-
     Source:
         Sun et al. (arXiv:2403.10444), algorithm 2.
     """
 
-    backend: str = "auto"
+    backend: str = "auto"  # of the kernel
 
     def verify(self, target_logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verdict:
         """See `Verifier.verify`."""

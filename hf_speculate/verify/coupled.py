@@ -16,14 +16,11 @@ from hf_speculate.types import DraftOut, NoiseKeys, Verdict
 class CoupledVerifier:
     """Coupled verification, lossless; the output depends on row seed and prompt only, whatever is drafted.
 
-    Args:
-        backend: of the kernel.
-
     Source:
         Daliri et al. (arXiv:2408.07978).
     """
 
-    backend: str = "auto"
+    backend: str = "auto"  # of the kernel
 
     def verify(self, target_logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verdict:
         """See `Verifier.verify`; reads only the tokens of the draft."""

@@ -13,13 +13,9 @@ from hf_speculate.types import DraftOut, NoiseKeys, Verdict
 
 @dataclass(frozen=True)
 class GreedyVerifier:
-    """Greedy verification, lossless for `do_sample=False`.
+    """Greedy verification, lossless for `do_sample=False`."""
 
-    Args:
-        backend: of the kernel.
-    """
-
-    backend: str = "auto"
+    backend: str = "auto"  # of the kernel
 
     def verify(self, target_logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verdict:
         """See `Verifier.verify`; needs no noise."""

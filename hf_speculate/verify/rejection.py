@@ -17,14 +17,11 @@ from hf_speculate.types import DraftOut, NoiseKeys, Verdict
 class RejectionVerifier:
     """Rejection sampling, lossless.
 
-    Args:
-        backend: of the kernel.
-
     Source:
         Leviathan et al. (arXiv:2211.17192), algorithm 1; Chen et al. (arXiv:2302.01318), algorithm 2.
     """
 
-    backend: str = "auto"
+    backend: str = "auto"  # of the kernel
 
     def verify(self, target_logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verdict:
         """See `Verifier.verify`."""

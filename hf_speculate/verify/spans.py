@@ -21,22 +21,12 @@ class Span(NamedTuple):
     close_id: int
 
     def is_open_after(self, token_ids: Sequence[int], was_open: bool) -> bool:
-        """Whether a sequence ends inside a span after `token_ids`.
-
-        Args:
-            token_ids: the next tokens.
-            was_open: whether it was inside a span before them.
-        """
+        """Whether a sequence ends inside a span after `token_ids`, the next tokens."""
         newest = next((token_id for token_id in reversed(token_ids) if token_id in self), None)
         return was_open if newest is None else newest == self.open_id
 
     def open_after_each(self, token_ids: Tensor, was_open: Tensor) -> Tensor:
-        """[B, K+1] bool: whether each row is inside a span after its first i tokens.
-
-        Args:
-            token_ids: [B, K] int64, the next tokens.
-            was_open: [B] bool, whether each row was inside a span before them.
-        """
+        """[B, K+1] bool: whether each row is inside a span after its first i tokens of [B, K]."""
         marks = (token_ids == self.open_id).long() - (token_ids == self.close_id).long()  # [B, K]: 1 opens, -1 closes
         marks = torch.cat([was_open.long()[:, None] * 2 - 1, marks], dim=1)  # [B, K+1]
         columns = torch.arange(marks.shape[1], device=marks.device)
@@ -52,18 +42,12 @@ class SpanVerifier:
     verified as a draft of one token, with the noise that it has in the whole round. So each token outside has the
     target's distribution given the sequence before it, or is the target's argmax. The token that opens a span is
     verified outside, the one that closes it inside.
-
-    Args:
-        lossy: verifies positions inside.
-        exact: verifies positions outside; verifying position by position must give the same verdict.
-        span: the tokens that open and close a span.
-        is_open: [B] bool, whether each row ends inside a span.
     """
 
-    lossy: Verifier
-    exact: Verifier
-    span: Span
-    is_open: Tensor
+    lossy: Verifier  # verifies positions inside
+    exact: Verifier  # verifies positions outside; verifying position by position must give the same verdict
+    span: Span  # the tokens that open and close a span
+    is_open: Tensor  # [B] bool, whether each row ends inside a span
 
     def verify(self, target_logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verdict:
         """See `Verifier.verify`."""
@@ -98,13 +82,7 @@ class SpanVerifier:
 
 
 class Spans:
-    """Whether each row is inside a span; tokens are read once, on the host.
-
-    Args:
-        span: the tokens that open and close a span.
-        exact: the verifier outside of spans.
-        num_pads: [B] padding tokens before each prompt.
-    """
+    """Whether each row is inside a span; tokens are read once, on the host."""
 
     def __init__(self, span: Span, exact: Verifier, num_pads: Sequence[int]):
         self.span = span
@@ -113,13 +91,7 @@ class Spans:
         self._is_open = [False] * len(self._num_read)
 
     def around(self, lossy: Verifier, host_tokens: TokenBuffer, token_ids: Tensor) -> SpanVerifier:
-        """The verifier for the positions after the rows' tokens.
-
-        Args:
-            lossy: verifies positions inside.
-            host_tokens: the rows so far, on the host.
-            token_ids: [B, N] int64 on any device, the next tokens of each row.
-        """
+        """The verifier for the positions after the rows' tokens; `token_ids` [B, N] come next in each row."""
         for row, length in enumerate(host_tokens.lens):
             news = host_tokens.token_ids[row, self._num_read[row] : length].tolist()
             self._is_open[row] = self.span.is_open_after(news, self._is_open[row])
@@ -139,14 +111,7 @@ def make_spans(
     num_pads: Sequence[int],
     wrap: Callable[[Verifier], Verifier] | None = None,
 ) -> Spans | None:
-    """What restricts the call's verifier to spans; None if it decides everywhere.
-
-    Args:
-        config: resolved settings.
-        do_sample: whether the call samples.
-        num_pads: [B] padding tokens before each prompt.
-        wrap: wraps the verifier outside of spans; None leaves it as it is.
-    """
+    """What restricts the call's verifier to spans; None if it decides everywhere."""
     if config.relax_only_inside is None:
         return None
     exact = make_verifier(replace(config, verifier="rejection" if do_sample else "greedy"))

@@ -17,22 +17,15 @@ from hf_speculate.types import DraftOut, NoiseKeys, Verdict
 class TypicalVerifier:
     """Typical acceptance, lossy.
 
-    Args:
-        posterior_threshold: in (0, 1).
-        posterior_alpha: > 0.
-        entropy_epsilon: added inside the entropy's logarithm, >= 0.
-        correction: "argmax" or "sample", how the token after the accepted ones is chosen.
-        backend: of the kernel.
-
     Source:
         Cai et al. (arXiv:2401.10774), section 3.3.1.
     """
 
-    posterior_threshold: float = 0.09
-    posterior_alpha: float = 0.3
-    entropy_epsilon: float = 0.0
-    correction: str = "argmax"
-    backend: str = "auto"
+    posterior_threshold: float = 0.09  # in (0, 1)
+    posterior_alpha: float = 0.3  # > 0
+    entropy_epsilon: float = 0.0  # added inside the entropy's logarithm, >= 0
+    correction: str = "argmax"  # "argmax" or "sample", how the token after the accepted ones is chosen
+    backend: str = "auto"  # of the kernel
 
     def verify(self, target_logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verdict:
         """See `Verifier.verify`."""
