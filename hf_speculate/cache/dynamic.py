@@ -8,11 +8,19 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer, EncoderDecoderCache
 
 from hf_speculate.cache.base import bounded, checked_drops, leading
-from hf_speculate.cache.layers import ATTENTION_LAYERS, attention_layers, check_layers, crop_attention, text_cache
+from hf_speculate.cache.layers import (
+    ATTENTION_LAYERS,
+    LayerSnapshot,
+    attention_layers,
+    check_layers,
+    crop_attention,
+    restore_layers,
+    snapshot_layers,
+    text_cache,
+)
 from hf_speculate.cache.left_padding import LeftPadding
 from hf_speculate.cache.row_lens import RowLens
 from hf_speculate.cache.row_shift import RowShift, shift_rows
-from hf_speculate.cache.snapshots import LayerSnapshot, restore_layers, snapshot_layers
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.transfers import upload
 from hf_speculate.types import KVState

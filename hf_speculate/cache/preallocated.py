@@ -10,11 +10,10 @@ from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 from hf_speculate.cache.base import bounded, checked_drops, leading
 from hf_speculate.cache.buffer_pool import BufferPool, LayerBuffers, PooledBuffers
 from hf_speculate.cache.columns import Columns
-from hf_speculate.cache.layers import holding
+from hf_speculate.cache.layers import LayerSnapshot, holding, restore_layers, snapshot_layers
 from hf_speculate.cache.masking import Masking
 from hf_speculate.cache.ragged_layer import RaggedLayer
 from hf_speculate.cache.row_lens import RowLens
-from hf_speculate.cache.snapshots import LayerSnapshot, restore_layers, snapshot_layers
 from hf_speculate.transfers import upload
 from hf_speculate.types import KVState
 

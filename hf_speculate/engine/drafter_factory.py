@@ -8,8 +8,11 @@ from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.base import DraftCompilation, Drafter, DrafterSetup
 from hf_speculate.draft.compiled import CompiledDrafter
 from hf_speculate.draft.custom import CustomDrafter
-from hf_speculate.draft.from_candidate_generator import CandidateGeneratorDrafter, layers_read
-from hf_speculate.draft.from_state_reading_generator import StateReadingGeneratorDrafter
+from hf_speculate.draft.from_candidate_generator import (
+    CandidateGeneratorDrafter,
+    StateReadingGeneratorDrafter,
+    layers_read,
+)
 from hf_speculate.draft.hybrid import HybridDrafter
 from hf_speculate.draft.model import DraftSettings, ModelDrafter
 from hf_speculate.draft.suffix import SuffixDrafter, SuffixSettings
@@ -17,10 +20,9 @@ from hf_speculate.draft.vocab_mapping import TranslatedLanguageModel
 from hf_speculate.engine.call import Call
 from hf_speculate.engine.compile_plan import draft_language_model, draft_lens
 from hf_speculate.engine.plan import Plan
-from hf_speculate.models.chunks import draft_chunk_size
 from hf_speculate.models.compilation import CompiledUnits
 from hf_speculate.models.compiled import CompiledLanguageModel
-from hf_speculate.models.inferencer import Inferencer
+from hf_speculate.models.inferencer import Inferencer, draft_chunk_size
 from hf_speculate.models.language_model import device_of, last_position
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.processors.fused_warpers import fuse_warpers

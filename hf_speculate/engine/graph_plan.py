@@ -6,7 +6,7 @@ from hf_speculate.engine.compile_plan import CompileCandidate, CompilePlan, warn
 from hf_speculate.engine.distributed import tensor_parallel_size
 from hf_speculate.engine.model_state import model_state
 from hf_speculate.models.graphs import FAILURE_KEY, GRAPH_BACKENDS
-from hf_speculate.models.rope import growing_rope
+from hf_speculate.models.quirks import growing_rope
 
 
 def with_graphs(

@@ -60,11 +60,6 @@ class Plan:
         """Whether all rows advance by the same number of tokens."""
         return bool(self.lock_step)
 
-    @property
-    def has_drafts(self) -> bool:
-        """Whether anything is drafted."""
-        return self.drafter != "none"
-
     def __repr__(self) -> str:
         parts = {
             "drafter": self.drafter,

@@ -14,8 +14,7 @@ from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.generation.draft_source import ASSISTED, COUPLED_ALONE, DraftSource
 from hf_speculate.models.language_model import cache_name
 from hf_speculate.models.mixers import recurrent_cache, rollback_obstacle, stepped_model
-from hf_speculate.models.quirks import Limit, limit_reason
-from hf_speculate.models.rope import growing_rope
+from hf_speculate.models.quirks import Limit, growing_rope, limit_reason
 
 _SERVED_LAYERS = {"chunked_attention", "full_attention", "sliding_attention"}
 _SERVED_BESIDE_RECURRENT_LAYERS = {"conv", "hybrid", "hybrid_sliding", "linear_attention", "mlp", "moe"}

@@ -14,8 +14,7 @@ from hf_speculate.errors import ShapeError
 from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.models.folded_attention import folding
 from hf_speculate.models.layer_capture import LayerCapture
-from hf_speculate.models.quirks import Limit, limit_reason
-from hf_speculate.models.rope import growing_rope
+from hf_speculate.models.quirks import Limit, growing_rope, limit_reason
 from hf_speculate.types import Scored
 
 CACHE_NAMES = ("past_key_values", "cache_params")  # under which models take their cache

@@ -5,7 +5,7 @@ first speculative call, see `hf_speculate.generation.self_test`.
 """
 
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from hf_speculate.compat import is_tested_since
 
 _KNOWN_ROOTS = ("transformers", "torch", "hf_speculate")  # of modules whose classes are known
+_GROWING_TYPES = ("dynamic", "longrope")
 
 
 class Limit(Enum):
@@ -86,92 +87,21 @@ SHOWN = dict.fromkeys(_SINCE_OLDEST.split(), "5.17.0") | dict.fromkeys(_SINCE_NE
 
 
 # The packages of `transformers.models` whose models take one mask for each kind of layer, by name, as `attention_mask`.
-_MASK_BY_KIND = frozenset(
-    [
-        "afmoe",
-        "axk2",
-        "bailing_hybrid",
-        "bamba",
-        "beam",
-        "cohere2",
-        "cohere2_moe",
-        "cohere_compass",
-        "cwm",
-        "deepseek_v32",
-        "diffusion_gemma",
-        "dots1",
-        "exaone4",
-        "exaone_moe",
-        "falcon_h1",
-        "flint",
-        "gemma2",
-        "gemma3",
-        "gemma3n",
-        "gemma4",
-        "gemma4_unified",
-        "glm5_next",
-        "glm_moe_dsa",
-        "gpt_oss",
-        "granite_swa",
-        "granitemoe_swa",
-        "granitemoehybrid",
-        "hy_v4",
-        "inkling",
-        "inkling2",
-        "jamba",
-        "kimi_linear",
-        "kolibri1",
-        "laguna",
-        "lfm2",
-        "lfm2_moe",
-        "lfm3",
-        "llama4",
-        "mellum",
-        "mimo_v2_flash",
-        "minimax",
-        "ministral",
-        "modernbert_decoder",
-        "muse_glimmer",
-        "muse_spark",
-        "nemotron_h",
-        "olmo3",
-        "olmo_hybrid",
-        "qwen2",
-        "qwen2_5_omni",
-        "qwen2_5_vl",
-        "qwen2_moe",
-        "qwen2_vl",
-        "qwen3",
-        "qwen3_5",
-        "qwen3_5_moe",
-        "qwen3_next",
-        "qwen3_omni_moe",
-        "qwen4_exp",
-        "smollm3",
-        "step3p7",
-        "unlimited_ocr",
-        "vaultgemma",
-        "zamba",
-        "zamba2",
-        "zaya",
-    ]
-)
+_MASK_BY_KIND_NAMES = """
+afmoe axk2 bailing_hybrid bamba beam cohere2 cohere2_moe cohere_compass cwm deepseek_v32 diffusion_gemma dots1 exaone4
+exaone_moe falcon_h1 flint gemma2 gemma3 gemma3n gemma4 gemma4_unified glm5_next glm_moe_dsa gpt_oss granite_swa
+granitemoe_swa granitemoehybrid hy_v4 inkling inkling2 jamba kimi_linear kolibri1 laguna lfm2 lfm2_moe lfm3 llama4
+mellum mimo_v2_flash minimax ministral modernbert_decoder muse_glimmer muse_spark nemotron_h olmo3 olmo_hybrid qwen2
+qwen2_5_omni qwen2_5_vl qwen2_moe qwen2_vl qwen3 qwen3_5 qwen3_5_moe qwen3_next qwen3_omni_moe qwen4_exp smollm3 step3p7
+unlimited_ocr vaultgemma zamba zamba2 zaya
+"""
 # Those that compare the name of the attention implementation with "sdpa", and take another mask or path if it differs.
-_COMPARES_ATTENTION = frozenset(
-    [
-        "axk2",
-        "deepseek_v32",
-        "dots3_note",
-        "falcon",
-        "gemma4",
-        "gemma4_unified",
-        "glm5_next",
-        "glm_moe_dsa",
-        "hy_v4",
-        "minimax_m3_vl",
-        "mistral_large4",
-    ]
-)
+_COMPARES_ATTENTION_NAMES = """
+axk2 deepseek_v32 dots3_note falcon gemma4 gemma4_unified glm5_next glm_moe_dsa hy_v4 minimax_m3_vl mistral_large4
+"""
+
+_MASK_BY_KIND = frozenset(_MASK_BY_KIND_NAMES.split())
+_COMPARES_ATTENTION = frozenset(_COMPARES_ATTENTION_NAMES.split())
 
 
 def takes_mask_by_kind(model: PreTrainedModel) -> bool:
@@ -217,3 +147,18 @@ def is_shown(model: PreTrainedModel) -> bool:
     if not type(model).__module__.startswith("transformers.models."):
         return False
     return all(name in SHOWN and is_tested_since(SHOWN[name]) for name in model_types(model))
+
+
+def growing_rope(model: PreTrainedModel) -> tuple[str, int] | None:
+    """The kind of rotary embedding that changes past a border, with that border in tokens; None for all others.
+
+    Past the border the frequencies change for tokens whose states are cached already, and the model is given new
+    buffers by its own forward.
+    """
+    config = model.config.get_text_config(decoder=True)
+    parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    by_layer_type = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
+    for rope in by_layer_type:
+        if rope.get("rope_type") in _GROWING_TYPES:
+            return rope["rope_type"], rope.get("original_max_position_embeddings") or config.max_position_embeddings
+    return None

@@ -16,8 +16,7 @@ import hf_speculate
 from hf_speculate.cache.preallocated import LayerKinds, PreallocatedKVCache
 from hf_speculate.cache.ragged_layer import MIN_STEP
 from hf_speculate.models.cache_selection import CacheRequest
-from hf_speculate.models.chunks import MIN_CHUNK_TOKENS, draft_chunk_size
-from hf_speculate.models.inferencer import Inferencer
+from hf_speculate.models.inferencer import MIN_CHUNK_TOKENS, Inferencer, draft_chunk_size
 from hf_speculate.models.language_model import LanguageModel
 from hf_speculate.types import KVState
 from tests.cases import each_value

@@ -23,8 +23,12 @@ from transformers.modeling_layers import MtpModel
 
 import hf_speculate
 from hf_speculate.draft.base import DraftRequest
-from hf_speculate.draft.from_candidate_generator import layers_read, make_generator, samples_its_logits
-from hf_speculate.draft.from_state_reading_generator import StateReadingGeneratorDrafter
+from hf_speculate.draft.from_candidate_generator import (
+    StateReadingGeneratorDrafter,
+    layers_read,
+    make_generator,
+    samples_its_logits,
+)
 from hf_speculate.errors import ShapeError, UnsupportedGenerationError
 from hf_speculate.types import Kept, SampleStrategy
 from tests.cases import assert_equal_ids

@@ -98,7 +98,7 @@ class CompiledChain:
     """The compiled chains of one call; the cache gets columns for the whole call."""
 
     def __init__(self, network: ChainNetwork, setup: DrafterSetup, request: DraftCompilation, cache: RowCache):
-        self._network, self._stream, self._keeps_logits = network, setup.stream, setup.keeps_logits
+        self._stream, self._keeps_logits = setup.stream, setup.keeps_logits
         self._lens = tuple(num for num in request.lens if num <= MAX_UNROLLED_STEPS)
         module: Any = network  # every network is one
         self._compilation = Compilation(module, request.settings, request.units, request.on_failure)
