@@ -157,7 +157,6 @@ class DynamicKVCache:
         self._is_recording = False
 
     def join(self, other: object) -> None:
-        """See `KVCache.join`."""
         raise UnsupportedModelError(
             f"caches that are joined must be preallocated, got {self.kind}; decode static batches"
         )
@@ -176,7 +175,6 @@ class DynamicKVCache:
         return self._mask[:, :num_columns]
 
     def position_ids(self, num_query: int, max_position: int | None = None) -> Tensor:
-        """See `KVCache.position_ids`."""
         start = self.num_columns
         if self._mask is None:
             positions = self._padding.positions(start, num_query)
@@ -188,11 +186,9 @@ class DynamicKVCache:
         return bounded(positions, start + num_query - 1, max_position)
 
     def expect(self, num_tokens: int) -> None:
-        """See `KVCache.expect`."""
         self._padding.expect(num_tokens)
 
     def crop(self, num_tokens_crop: int | Sequence[int] | Tensor, like: RowLens | None = None) -> None:
-        """See `KVCache.crop`."""
         drops = checked_drops(num_tokens_crop, self.num_real_tokens)
         if not self._is_recording:
             self.begin_recording()

@@ -104,7 +104,6 @@ class HybridKVCache(DynamicKVCache):
         return mask
 
     def position_ids(self, num_query: int, max_position: int | None = None) -> Tensor:
-        """See `KVCache.position_ids`."""
         positions = super().position_ids(num_query, max_position)
         if not any(self._num_reread) or self._mask is not None:
             return positions
@@ -132,7 +131,6 @@ class HybridKVCache(DynamicKVCache):
                 layer.record_past = True
 
     def crop(self, num_tokens_crop: int | Sequence[int] | Tensor, like: RowLens | None = None) -> None:
-        """See `KVCache.crop`."""
         drops = checked_drops(num_tokens_crop, self.num_real_tokens)
         self._is_recording = True
         wanted = [drop + again for drop, again in zip(drops, self._num_reread, strict=True)]

@@ -34,7 +34,6 @@ class LeftPadding:
         self._positions: Positions | None = None  # of the columns to come, and of those before if there is a mask
 
     def expect(self, num_tokens: int) -> None:
-        """See `KVCache.expect`."""
         self._num_expected = num_tokens
         self._mask = self._positions = None
 

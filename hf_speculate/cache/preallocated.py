@@ -152,7 +152,6 @@ class PreallocatedKVCache:
         return self.kinds.masks(lambda window: self._masking.mask(window).expand(num_rows, -1, -1, -1))
 
     def position_ids(self, num_query: int, max_position: int | None = None) -> Tensor:
-        """See `KVCache.position_ids`."""
         starts = [length - pad for length, pad in zip(self.columns.lens, self.pads, strict=True)]
         positions = self._masking.positions(num_query)
         if min(starts) < 0:
@@ -160,7 +159,6 @@ class PreallocatedKVCache:
         return bounded(positions, max(starts) + num_query - 1, max_position)
 
     def expect(self, num_tokens: int) -> None:
-        """See `KVCache.expect`."""
         self.columns.expect(num_tokens)
 
     def advance(self, num_query: int) -> None:
@@ -168,7 +166,6 @@ class PreallocatedKVCache:
         self.columns.advance(num_query)
 
     def crop(self, num_tokens_crop: int | Sequence[int] | Tensor, like: RowLens | None = None) -> None:
-        """See `KVCache.crop`."""
         drops = checked_drops(num_tokens_crop, self.num_real_tokens)
         self.columns.cut([length - drop for length, drop in zip(self.columns.lens, drops, strict=True)], like)
 

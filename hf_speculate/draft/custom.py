@@ -64,13 +64,11 @@ class CustomDrafter(DrafterDefaults):
         return DraftOut(ids, lens, logits, logits.float().logsumexp(-1) if sums is None else sums)
 
     def project_states(self, states: Tensor) -> Tensor:
-        """See `Drafter.project_states`."""
         project = getattr(self.drafter, "project_states", super().project_states)
         projected: Tensor = project(states)
         return projected
 
     def rows(self, indices: Sequence[int]) -> None:
-        """See `Drafter.rows`."""
         self.drafter.rows(indices)
 
     def resume(self, token_ids: Tensor) -> None:

@@ -54,12 +54,9 @@ class HybridDrafter(DrafterDefaults):
         self._proposals: list[Proposal] = []  # [B] suffix matches of the last call
         self._num_model: list[int] = []  # [B] tokens of the model that were proposed in the last call
         self._unread: list[list[int]] | None = None  # [B] tokens emitted since the model ran
-        self._resumed: Tensor | None = (
-            None  # [B, N] int64 on the host, tokens that the cache held before the first call
-        )
+        self._resumed: Tensor | None = None  # [B, N] int64 on the host, what the cache held before the first call
 
     def draft(self, request: DraftRequest) -> DraftOut:
-        """See `Drafter.draft`."""
         request.check()
         query, num_draft_tokens, kept = request.query_token_ids, request.num_draft_tokens, request.kept
         num_model = min(num_draft_tokens, self.max_model_tokens)
@@ -102,12 +99,10 @@ class HybridDrafter(DrafterDefaults):
         return _mixed(matched, drafted, upload(uses_match, self.device, torch.bool))._replace(cached=cached)
 
     def resume(self, token_ids: Tensor) -> None:
-        """See `Drafter.resume`."""
         self._resumed = token_ids.cpu()
         self.model.resume(token_ids)
 
     def begin(self, token_ids: Tensor) -> None:
-        """See `Drafter.begin`."""
         num_rows = token_ids.shape[0]
         self.texts.begin(token_ids)
         self._suffix_rates, self._model_rates = suffix_rates(num_rows), model_rates(num_rows)
@@ -116,11 +111,9 @@ class HybridDrafter(DrafterDefaults):
         self.model.begin(token_ids)
 
     def read(self, token_ids: Tensor, kv_cache: KVCache) -> None:
-        """See `Drafter.read`."""
         self.model.read(token_ids, kv_cache)
 
     def join(self, other: "HybridDrafter") -> None:
-        """See `Drafter.join`."""
         self.texts.join(other.texts)
         self._suffix_rates.join(other._suffix_rates)
         self._model_rates.join(other._model_rates)
@@ -129,7 +122,6 @@ class HybridDrafter(DrafterDefaults):
         self.model.join(other.model)
 
     def rows(self, indices: Sequence[int]) -> None:
-        """See `Drafter.rows`."""
         if self._resumed is not None:
             self._resumed = self._resumed[torch.tensor(list(indices), device="cpu")]
         if self.texts.rows:  # before the first call there are none
@@ -189,13 +181,7 @@ class HybridDrafter(DrafterDefaults):
 
 
 def _mixed(matched: DraftOut, drafted: DraftOut, uses_match: Tensor) -> DraftOut:
-    """One draft of both; the kept logits of a matched token are 0 at the token and -inf elsewhere.
-
-    Args:
-        matched: the rows' suffix matches.
-        drafted: the model's tokens; K may differ.
-        uses_match: [B] bool, the rows that use their match.
-    """
+    """One draft of both by `uses_match` [B] bool; matched tokens have kept logits 0 at the token, -inf elsewhere."""
     width = max(matched.token_ids.shape[1], drafted.token_ids.shape[1])
     num_drafted = drafted.token_ids.shape[1]
     matched_ids, drafted_ids = (

@@ -95,19 +95,15 @@ class ModelDrafter(DrafterDefaults):
         return DraftOut(decoded.token_ids.to(target_device), decoded.lens.to(target_device), logits, logsumexps)
 
     def resume(self, token_ids: Tensor) -> None:
-        """See `Drafter.resume`."""
         self._resumed = token_ids.to(self.inferencer.language_model.device)
 
     def begin(self, token_ids: Tensor) -> None:
-        """See `Drafter.begin`."""
         self._history = TokenBuffer(token_ids.to(self.inferencer.language_model.device), token_ids.shape[1] + 256)
 
     def read(self, token_ids: Tensor, kv_cache: KVCache) -> None:
-        """See `Drafter.read`."""
         self.inferencer.feed(token_ids.to(self.inferencer.language_model.device), kv_cache)
 
     def join(self, other: "ModelDrafter") -> None:
-        """See `Drafter.join`."""
         self.inferencer.language_model.join(other.inferencer.language_model)
         if isinstance(self.processors, ProcessorGroups) and isinstance(other.processors, ProcessorGroups):
             self.processors.join(other.processors)

@@ -160,15 +160,12 @@ class SuffixDrafter(DrafterDefaults):
         return point_masses(proposals, self.device)
 
     def begin(self, token_ids: Tensor) -> None:
-        """See `Drafter.begin`."""
         self.texts.begin(token_ids)
 
     def join(self, other: "SuffixDrafter") -> None:
-        """See `Drafter.join`."""
         self.texts.join(other.texts)
 
     def rows(self, indices: Sequence[int]) -> None:
-        """See `Drafter.rows`."""
         self.texts.select(indices)
 
 

@@ -39,7 +39,6 @@ class SyncedDraftLength(DraftLength):
         self._ranks = ranks
 
     def next(self, batch: Batch) -> int | None:
-        """See `DraftLengthSource.next`."""
         return self._ranks.max(super().next(batch))
 
 
@@ -52,7 +51,6 @@ class SyncedVerification:
         self._verification = verification
 
     def verify(self, batch: Batch, logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verified:
-        """See `Verification.verify`."""
         if not all(batch.is_finished):
             return self._verification.verify(batch, logits, draft, keys)
         nothing = [0] * batch.num_rows
@@ -68,12 +66,10 @@ class SyncedVerification:
         )
 
     def commit(self, draft: DraftOut, trimmed: Trimmed) -> None:
-        """See `Verification.commit`."""
         if any(trimmed.num_emitted):
             self._verification.commit(draft, trimmed)
 
     def rows(self, indices: Sequence[int]) -> None:
-        """See `Verification.rows`."""
         self._verification.rows(indices)
 
     def join(self, other: Any) -> None:
@@ -90,16 +86,13 @@ class BroadcastSchedule:
 
     @property
     def num_draft_tokens(self) -> int:
-        """See `Schedule.num_draft_tokens`."""
         return self._num
 
     def begin(self, prompt_s: float, num_prompt_tokens: int, num_left: int) -> None:
-        """See `Schedule.begin`."""
         self.schedule.begin(prompt_s, num_prompt_tokens, num_left)
         self._num = self._agreed()
 
     def update(self, outcome: RoundOutcome) -> None:
-        """See `Schedule.update`."""
         self.schedule.update(outcome)
         self._num = self._agreed()
 
@@ -125,7 +118,6 @@ class BroadcastDrafter(DrafterDefaults):
         self.drafts_fewer = drafter.drafts_fewer
 
     def draft(self, request: DraftRequest) -> DraftOut:
-        """See `Drafter.draft`."""
         own = self.drafter.draft(request)
         num_own = own.token_ids.shape[1]
         packed = own.token_ids.new_full((len(own.token_ids), request.num_draft_tokens + 2), -1)  # [B, K' + 2]
@@ -141,15 +133,12 @@ class BroadcastDrafter(DrafterDefaults):
         return draft._replace(token_logits=None, logsumexp=None, cached=cached)
 
     def project_states(self, states: Tensor) -> Tensor:
-        """See `Drafter.project_states`."""
         return self.drafter.project_states(states)
 
     def resume(self, token_ids: Tensor) -> None:
-        """See `Drafter.resume`."""
         self.drafter.resume(token_ids)
 
     def rows(self, indices: Sequence[int]) -> None:
-        """See `Drafter.rows`."""
         self.drafter.rows(indices)
 
 
@@ -161,7 +150,6 @@ class BroadcastVerifier:
         self._group = group
 
     def verify(self, target_logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verdict:
-        """See `Verifier.verify`."""
         own = self.verifier.verify(target_logits, draft, keys)
         counts = torch.stack([own.num_accepted, own.status], dim=1).to(torch.int64)  # [B, 2]
         agreed = self._group.broadcast(torch.cat([own.token_ids, counts], dim=1))

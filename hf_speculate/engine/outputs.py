@@ -55,7 +55,6 @@ class OutputRecorder:
         self._windows = windows
 
     def on_round(self, record: RoundRecord) -> None:
-        """See `Observer.on_round`."""
         wants = self.recorded
         for row, num in enumerate(record.trimmed.num_emitted):
             row_id = record.row_ids[row]

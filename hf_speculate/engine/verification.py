@@ -48,7 +48,6 @@ class RowWiseVerification:
 
     @property
     def can_join(self) -> bool:
-        """See `Verification.can_join`."""
         return isinstance(self.processors, ProcessorGroups) and self.spans is None
 
     def verify(self, batch: Batch, logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verified:

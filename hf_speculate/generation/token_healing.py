@@ -16,7 +16,6 @@ class TokenHealingMixin(GenerationMixin):
     """Uses the current call's tokenizer if `heal_tokens` gets none."""
 
     def heal_tokens(self, input_ids: Any, tokenizer: Any = None) -> Any:
-        """See `transformers.GenerationMixin.heal_tokens`."""
         tokenizer = _tokenizer.get() if tokenizer is None else tokenizer
         token = _tokenizer.set(None)  # heal_tokens calls `generate` itself
         try:

@@ -247,7 +247,6 @@ class CompiledLanguageModel(LanguageModel):
         logits_to_keep: int | None = None,
         **forward_options: Any,
     ) -> Scored:
-        """See `LanguageModel.run`."""
         num_query = query_token_ids.shape[1]
         padded_len = next((length for length in self.query_lens if length >= num_query), None)
         buffers = None if self.extra_inputs.awaits_prompt else self.buffers(kv_cache)

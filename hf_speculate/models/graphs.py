@@ -38,7 +38,6 @@ class CudaGraphs:
         self._pool: Any = None
 
     def capture(self, function: Callable[[], Any]) -> Graph:
-        """See `GraphBackend.capture`."""
         with torch.cuda.device(self._device):
             current, side = torch.cuda.current_stream(), torch.cuda.Stream()
             side.wait_stream(current)

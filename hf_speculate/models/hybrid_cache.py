@@ -34,14 +34,12 @@ class MixerHooks:
         self._handles: list[RemovableHandle] = []
 
     def attach(self) -> None:
-        """See `TokenReader.attach`."""
         if self._handles:
             return
         for mixer in self._mixers:
             mixer.attach(self._handles)
 
     def detach(self) -> None:
-        """See `TokenReader.detach`."""
         while self._handles:
             self._handles.pop().remove()
 

@@ -60,11 +60,9 @@ class ProcessorGroups:
 
     @property
     def reads_token_ids(self) -> bool:
-        """See `BlockLogitsProcessorList.reads_token_ids`."""
         return any(group.settings.reads_token_ids for group in self._groups)
 
     def forked(self) -> "ProcessorGroups":
-        """See `BlockLogitsProcessorList.forked`."""
         return self
 
     def rollback(self, num_calls: Sequence[int]) -> None:
@@ -97,7 +95,6 @@ class StoppingGroups:
         self._blocks = [rest]  # by group
 
     def __call__(self, tokens: TokenRows, new_ids: Sequence[list[int]]) -> StopVerdict:
-        """See `BlockStoppingCriteria.__call__`."""
         num_emitted, is_done = [len(ids) for ids in new_ids], [False] * len(new_ids)
         for block, group in zip(self._blocks, self._groups, strict=True):
             rows = group.rows
@@ -139,7 +136,6 @@ class _SomeRows:
         self.lens = [tokens.lens[row] for row in rows]
 
     def followed_by(self, new_ids: Sequence[list[int]]) -> Tensor:
-        """See `TokenRows.followed_by`."""
         width = max(length + len(ids) for length, ids in zip(self.lens, new_ids, strict=True))
         longer = torch.nn.functional.pad(self.token_ids, (0, max(width - self.token_ids.shape[1], 0)))
         for row, (length, ids) in enumerate(zip(self.lens, new_ids, strict=True)):

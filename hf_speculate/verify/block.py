@@ -25,7 +25,6 @@ class BlockVerifier:
     backend: str = "auto"  # of the kernel
 
     def verify(self, target_logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verdict:
-        """See `Verifier.verify`."""
         return verify_block(
             target_logits,
             draft.token_ids,

@@ -24,7 +24,6 @@ class RejectionVerifier:
     backend: str = "auto"  # of the kernel
 
     def verify(self, target_logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verdict:
-        """See `Verifier.verify`."""
         return verify_rejection(
             target_logits,
             draft.token_ids,

@@ -50,7 +50,6 @@ class SpanVerifier:
     is_open: Tensor  # [B] bool, whether each row ends inside a span
 
     def verify(self, target_logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verdict:
-        """See `Verifier.verify`."""
         inside = self.span.open_after_each(draft.token_ids, self.is_open)  # [B, K+1]
         reads_are_free = inside.device.type == "cpu"
         if reads_are_free and not inside.any():

@@ -28,7 +28,6 @@ class TypicalVerifier:
     backend: str = "auto"  # of the kernel
 
     def verify(self, target_logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verdict:
-        """See `Verifier.verify`."""
         return verify_typical(
             target_logits,
             draft.token_ids,

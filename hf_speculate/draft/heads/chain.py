@@ -141,7 +141,6 @@ class ChainDrafter(HeadDrafter[ChainNetwork]):
             self.is_compiled = self._compiled.is_working
 
     def propose(self, new: NewTokens, num_draft_tokens: int, proposal: Proposal) -> None:
-        """See `HeadDrafter.propose`."""
         for chunk in new.chunks():
             self._read(chunk)
         if self._compiled is not None:

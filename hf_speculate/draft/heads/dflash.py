@@ -191,7 +191,6 @@ class BlockDrafter(HeadDrafter[DFlashNetwork]):
             self._threshold, self.chooser.threshold = self.chooser.threshold, 0.0
 
     def propose(self, new: NewTokens, num_draft_tokens: int, proposal: Proposal) -> Tensor | None:
-        """See `HeadDrafter.propose`."""
         network, options = self.network, self.network.options
         if new.states is not None and new.width:
             network.read(new.states, self.cache, self.cache.place(new.width, network.windows, self.dtype))

@@ -97,7 +97,6 @@ class Eagle3Network(nn.Module):
         self._rotary = rotary
 
     def project(self, states: Tensor) -> Tensor:
-        """See `ChainNetwork.project`."""
         if self.input_norm is not None:
             states = self.input_norm(states)
         if self.fc_norm is not None:
@@ -106,7 +105,6 @@ class Eagle3Network(nn.Module):
         return states if self.fc is None else self.fc(states)
 
     def run(self, depth: int, pairs: Pairs, cache: StateStore, parts: TargetParts) -> Tensor:
-        """See `ChainNetwork.run`."""
         if self.embed_tokens is None:
             embeddings = parts.raw_embedded(pairs.token_ids)
         else:
@@ -118,7 +116,6 @@ class Eagle3Network(nn.Module):
         return outputs
 
     def read(self, outputs: Tensor, parts: TargetParts) -> tuple[Tensor, Tensor]:
-        """See `ChainNetwork.read`."""
         normed = self.norm(outputs)
         return self._scored(normed, parts), normed if self.options.norm_output else outputs
 
@@ -132,7 +129,6 @@ class Eagle3Network(nn.Module):
         return self.run(0, Pairs(token_ids, states, inputs.placed.columns, inputs.placed), cache, parts)
 
     def logits(self, outputs: Tensor, parts: TargetParts) -> Tensor:
-        """See `SlotNetwork.logits`."""
         return self._scored(self.norm(outputs), parts)
 
     def _scored(self, normed: Tensor, parts: TargetParts) -> Tensor:

@@ -62,11 +62,9 @@ class CheckpointMtpNetwork(nn.Module):
         self._shared = (model,)  # in a tuple, so that the target's modules are none of ours
 
     def project(self, states: Tensor) -> Tensor:
-        """See `ChainNetwork.project`."""
         return states
 
     def run(self, depth: int, pairs: Pairs, cache: StateStore, parts: TargetParts) -> Tensor:
-        """See `ChainNetwork.run`."""
         model: Any = self._shared[0]
         embeddings = model.embed_tokens(pairs.token_ids)
         rotary = {}
@@ -89,7 +87,6 @@ class CheckpointMtpNetwork(nn.Module):
         return states if self.shared_post_norm is None else self.shared_post_norm(states)
 
     def read(self, outputs: Tensor, parts: TargetParts) -> tuple[Tensor, Tensor]:
-        """See `ChainNetwork.read`."""
         return parts.logits(outputs), outputs
 
 
@@ -131,17 +128,14 @@ class SpeculatorsMtpNetwork(nn.Module):
         self._rotary = rotary
 
     def project(self, states: Tensor) -> Tensor:
-        """See `ChainNetwork.project`."""
         return states
 
     def run(self, depth: int, pairs: Pairs, cache: StateStore, parts: TargetParts) -> Tensor:
-        """See `ChainNetwork.run`."""
         embeddings = parts.embedded(pairs.token_ids)
         rotation = self._rotary(pairs.positions, embeddings.dtype)
         return self.layers[0](embeddings, pairs.states, rotation, cache, pairs.placed)  # type: ignore[no-any-return]
 
     def read(self, outputs: Tensor, parts: TargetParts) -> tuple[Tensor, Tensor]:
-        """See `ChainNetwork.read`."""
         return parts.logits(outputs), outputs
 
 

@@ -38,7 +38,6 @@ class ParallelDrafter(HeadDrafter[SlotNetwork]):
     """Drafts with one forward of a `SlotNetwork` a round; prompts take one for each chunk."""
 
     def propose(self, new: NewTokens, num_draft_tokens: int, proposal: Proposal) -> None:
-        """See `HeadDrafter.propose`."""
         *before, last = new.chunks()
         for chunk in before:
             self.newest_outputs[0] = last_of(self._fill(chunk, 0), chunk, self.newest_outputs.get(0))

@@ -39,7 +39,6 @@ class PardNetwork(nn.Module):
         return states
 
     def fill(self, inputs: SlotInputs, cache: RowCache, parts: TargetParts) -> Tensor:
-        """See `SlotNetwork.fill`."""
         token_ids = inputs.token_ids.clamp_max(self._last_id).masked_fill(inputs.is_slot, self.pard_token)
         decoder: Any = self.model.get_decoder()
         output = decoder(
@@ -53,7 +52,6 @@ class PardNetwork(nn.Module):
         return states
 
     def logits(self, outputs: Tensor, parts: TargetParts) -> Tensor:
-        """See `SlotNetwork.logits`."""
         head: Any = self.model.get_output_embeddings()
         logits: Tensor = head(outputs)
         return logits

@@ -104,7 +104,6 @@ class HeadDrafter(DrafterDefaults, ABC, Generic[NetworkT]):
 
     @torch.no_grad()
     def rows(self, indices: Sequence[int]) -> None:
-        """See `Drafter.rows`."""
         self.cache.rows(indices)
         self.chooser.rows(indices)
         self._num_pads = [self._num_pads[row] for row in indices]

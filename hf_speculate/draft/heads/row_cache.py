@@ -146,7 +146,6 @@ class FixedColumns:
         self._buffers = buffers
 
     def write(self, layer: int, keys: Tensor, values: Tensor, placed: Placed) -> tuple[Tensor, Tensor]:
-        """See `RowCache.write`."""
         row_ids = torch.arange(keys.shape[0], device=keys.device)[:, None]
         return _written(self._buffers[layer], keys, values, row_ids, placed)
 

@@ -80,7 +80,6 @@ class TextDifference(NamedTuple):
 
     @torch.no_grad()
     def measured_on(self, model: PreTrainedModel) -> LogitNoise:
-        """See `Difference`."""
         ids = self.token_ids[None].to(model.device)  # [1, T]
         single = _last_logits(model, ids, 1)  # [V]
         rows = ids.expand(self.num_rows, -1)  # [B, T]

@@ -253,7 +253,6 @@ class _Source:
         self._is_first = True
 
     def next(self) -> RowPrompt | None:
-        """See `RowSource.next`."""
         if self._is_first:
             self._is_first = False
             return self.first
