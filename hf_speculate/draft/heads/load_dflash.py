@@ -1,14 +1,13 @@
 """Loads DFlash and DSpark heads, in z-lab's and the speculators format."""
 
 from dataclasses import replace
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from hf_speculate.draft.heads.dflash import BlockDrafter, DFlashNetwork, DFlashOptions
-from hf_speculate.draft.heads.head import DraftHead, HeadSpec
+from hf_speculate.draft.heads.head import DraftHead
 from hf_speculate.draft.heads.kinds import HeadKind, unserved
 from hf_speculate.draft.heads.layer_config import LayerConfig, read_layer_config
-from hf_speculate.draft.heads.load_network import ConfigSource, LoadRequest, load_network
+from hf_speculate.draft.heads.load_network import ConfigSource, HeadConfig, LoadRequest, load_network
 from hf_speculate.draft.heads.target_parts import TargetShape
 from hf_speculate.errors import ConfigError
 
@@ -17,15 +16,7 @@ _DEFAULT_THETA = {"z-lab": 1e6, "speculators": 1e4}
 _MUSE_GLIMMER = "muse_glimmer_assistant"  # transformers' own class of z-lab's network
 
 
-class DFlashConfig(NamedTuple):
-    """A head's config, normalised."""
-
-    spec: HeadSpec
-    layers: LayerConfig
-    options: DFlashOptions
-
-
-def read_dflash(source: ConfigSource) -> DFlashConfig:
+def read_dflash(source: ConfigSource) -> HeadConfig[DFlashOptions]:
     """The DFlash or DSpark head that a config describes."""
     config, found = source.config, source.found
     fields: dict[str, Any] = {**config, **(config.get("dflash_config") or {})}
@@ -59,7 +50,7 @@ def read_dflash(source: ConfigSource) -> DFlashConfig:
         num_target_layers=None if num_target_layers is None else int(num_target_layers),
     )
     spec = replace(spec, default_draft_tokens=min(spec.default_draft_tokens or most, most))
-    return DFlashConfig(spec, layers, options)
+    return HeadConfig(spec, layers, options)
 
 
 def _layer_ids(fields: dict[str, Any], found: HeadKind, num_layers: int, shape: TargetShape) -> tuple[int, ...]:
@@ -125,6 +116,5 @@ def _optional_float(value: Any) -> float | None:
 
 def load_dflash(request: LoadRequest) -> DraftHead:
     """A DFlash or DSpark head."""
-    spec, layers, options = read_dflash(request.source)
-    network = load_network(request, DFlashNetwork, spec, layers, options)
-    return DraftHead(spec, network, request.target.config, partial(BlockDrafter, network))
+    config = read_dflash(request.source)
+    return request.head(config.spec, load_network(request, DFlashNetwork, config), BlockDrafter)

@@ -1,30 +1,21 @@
 """Loads EAGLE-3, EAGLE-3.1 and P-EAGLE heads, in the original and the speculators format."""
 
 from dataclasses import replace
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from hf_speculate.draft.heads.chain import ChainDrafter
 from hf_speculate.draft.heads.eagle3 import Eagle3Network, Eagle3Options
-from hf_speculate.draft.heads.head import DraftHead, HeadSpec
+from hf_speculate.draft.heads.head import DraftHead
 from hf_speculate.draft.heads.kinds import HeadKind
-from hf_speculate.draft.heads.layer_config import LayerConfig, read_layer_config
-from hf_speculate.draft.heads.load_network import ConfigSource, LoadRequest, load_network
+from hf_speculate.draft.heads.layer_config import read_layer_config
+from hf_speculate.draft.heads.load_network import ConfigSource, HeadConfig, LoadRequest, load_network
 from hf_speculate.draft.heads.parallel import ParallelDrafter
 from hf_speculate.draft.heads.weights import shapes_of
 from hf_speculate.errors import ConfigError
 from hf_speculate.models.layer_capture import FINAL_STATE
 
 
-class Eagle3Config(NamedTuple):
-    """A head's config, normalised."""
-
-    spec: HeadSpec
-    layers: LayerConfig
-    options: Eagle3Options
-
-
-def read_eagle3(source: ConfigSource) -> Eagle3Config:
+def read_eagle3(source: ConfigSource) -> HeadConfig[Eagle3Options]:
     """The EAGLE-3 or P-EAGLE head that a config describes."""
     config, found = source.config, source.found
     eagle: dict[str, Any] = config.get("eagle_config") or {}
@@ -53,7 +44,7 @@ def read_eagle3(source: ConfigSource) -> Eagle3Config:
         )
     layers = read_layer_config(source.layer_fields)
     spec = source.spec(layers, ids if reads_aux else (FINAL_STATE,), notes=tuple(notes))
-    return Eagle3Config(spec, layers, options)
+    return HeadConfig(spec, layers, options)
 
 
 def _layer_ids(config: dict[str, Any], eagle: dict[str, Any], num_layers: int) -> tuple[int, ...]:
@@ -92,6 +83,6 @@ def load_eagle3(request: LoadRequest) -> DraftHead:
         fc_norm=options.fc_norm or "fc_norm.0.weight" in shapes,
         norm_before_fc=options.norm_before_fc or "input_norm.weight" in shapes,
     )
-    network = load_network(request, Eagle3Network, spec, layers, options)
+    network = load_network(request, Eagle3Network, HeadConfig(spec, layers, options))
     drafter = ChainDrafter if options.mask_token_id is None else ParallelDrafter
-    return DraftHead(spec, network, request.target.config, partial(drafter, network))
+    return request.head(spec, network, drafter)

@@ -7,8 +7,6 @@ concatenated in this order; the projection and all norms are shared by the layer
 
 import copy
 import re
-from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +17,9 @@ from hf_speculate.compat import attention_name, set_attention_name
 from hf_speculate.draft.heads.chain import ChainDrafter
 from hf_speculate.draft.heads.head import DraftHead, HeadSpec
 from hf_speculate.draft.heads.kinds import check_weight_names, text_fields, unserved
-from hf_speculate.draft.heads.layer_config import LayerConfig, read_layer_config
+from hf_speculate.draft.heads.layer_config import read_layer_config
 from hf_speculate.draft.heads.layers import Rotary
-from hf_speculate.draft.heads.load_network import ConfigSource, LoadRequest
+from hf_speculate.draft.heads.load_network import ConfigSource, HeadConfig, LoadRequest
 from hf_speculate.draft.heads.mtp import CheckpointMtpNetwork, MtpModules, SpeculatorsMtpNetwork
 from hf_speculate.draft.heads.weights import load_into, shapes_of, weights_of
 from hf_speculate.errors import ConfigError, UnsupportedModelError
@@ -43,13 +41,6 @@ _SHARED = {
     "norm.weight": "post_norm.weight",
 }
 _OF_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
-
-
-class MtpConfig(NamedTuple):
-    """A speculators "mtp" head's config, normalised."""
-
-    spec: HeadSpec
-    layers: LayerConfig
 
 
 def describe_mtp(source: ConfigSource) -> HeadSpec:
@@ -75,13 +66,13 @@ def describe_mtp(source: ConfigSource) -> HeadSpec:
     )
 
 
-def read_mtp(source: ConfigSource) -> MtpConfig:
+def read_mtp(source: ConfigSource) -> HeadConfig[None]:
     """The speculators "mtp" head that a config describes."""
     fields = source.layer_fields
     if fields.get("model_type") not in _DENSE_LAYERS:
         raise unserved(f"an MTP layer of {fields.get('model_type')!r}", f"a layer of {', '.join(_DENSE_LAYERS)}")
     layers = read_layer_config({**fields, "num_hidden_layers": 1})
-    return MtpConfig(source.spec(layers, (FINAL_STATE,)), layers)
+    return HeadConfig(source.spec(layers, (FINAL_STATE,)), layers, None)
 
 
 def load_mtp(request: LoadRequest) -> DraftHead:
@@ -98,7 +89,7 @@ def load_mtp(request: LoadRequest) -> DraftHead:
     is_prefixed = request.folder.config.get("model_type") in PREFIXED_TARGETS
     model = load_prefixed_mtp(request) if is_prefixed else _of_transformers(request)
     network = CheckpointMtpNetwork(model, request.source.shape.vocab_size)
-    return DraftHead(spec, network, request.target.config, partial(ChainDrafter, network))
+    return request.head(spec, network, ChainDrafter)
 
 
 def _of_transformers(request: LoadRequest) -> MtpModel:
@@ -136,7 +127,7 @@ def _load_speculators(request: LoadRequest) -> DraftHead:
         network = SpeculatorsMtpNetwork(config.layers, has_norms, request.source.shape.vocab_size, rotary)
     weights = {name: weight for name, weight in weights_of(folder).items() if name not in _SHARED_TABLES}
     load_into(network, weights, folder.source, request.device, request.dtype)
-    return DraftHead(config.spec, network, request.target.config, partial(ChainDrafter, network))
+    return request.head(config.spec, network, ChainDrafter)
 
 
 def load_prefixed_mtp(request: LoadRequest) -> MtpModules:

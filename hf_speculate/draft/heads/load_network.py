@@ -1,14 +1,16 @@
 """What the loaders of all kinds of draft heads share: the config, the request, and a network with its weights."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from functools import partial
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hf_speculate.draft.base import Drafter
 from hf_speculate.draft.heads.folder import HeadFolder
-from hf_speculate.draft.heads.head import HeadSpec
+from hf_speculate.draft.heads.head import DraftHead, HeadSpec
 from hf_speculate.draft.heads.kinds import HeadKind
 from hf_speculate.draft.heads.layer_config import LayerConfig
 from hf_speculate.draft.heads.layers import Rotary
@@ -18,6 +20,7 @@ from hf_speculate.draft.heads.weights import load_into, shapes_of, weights_of
 from hf_speculate.errors import ConfigError, UnsupportedModelError
 
 _Network = TypeVar("_Network", bound=nn.Module)
+OptionsT = TypeVar("OptionsT")
 
 
 class ConfigSource(NamedTuple):
@@ -67,6 +70,14 @@ class ConfigSource(NamedTuple):
         )
 
 
+class HeadConfig(NamedTuple, Generic[OptionsT]):
+    """The config of a head, normalised."""
+
+    spec: HeadSpec
+    layers: LayerConfig
+    options: OptionsT  # of its network
+
+
 class LoadRequest(NamedTuple):
     """A head that is to be loaded."""
 
@@ -76,11 +87,14 @@ class LoadRequest(NamedTuple):
     dtype: torch.dtype
     device: torch.device
 
+    def head(self, spec: HeadSpec, network: nn.Module, drafter: Callable[..., Drafter]) -> DraftHead:
+        """The head of a network; `drafter` takes the network first."""
+        return DraftHead(spec, network, self.target.config, partial(drafter, network))
 
-def load_network(
-    request: LoadRequest, make: Callable[..., _Network], spec: HeadSpec, layers: LayerConfig, options: Any
-) -> _Network:
+
+def load_network(request: LoadRequest, make: Callable[..., _Network], config: HeadConfig[Any]) -> _Network:
     """A network with the weights of a folder; `options.num_states` says how many target states it joins."""
+    spec, layers, options = config
     folder, shapes = request.folder, shapes_of(request.folder)
     num = shapes["fc.weight"][1] / spec.target_hidden_size if "fc.weight" in shapes else options.num_states
     if num != options.num_states:

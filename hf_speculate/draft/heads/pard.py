@@ -4,7 +4,6 @@ Source:
     PARD: An et al. (arXiv:2504.18583).
 """
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -97,4 +96,4 @@ def load_pard(request: LoadRequest) -> DraftHead:
     model.to(request.device)  # type: ignore[arg-type]  # transformers wraps torch's own method
     network = PardNetwork(model, int(config["pard_token"]), request.source.shape.vocab_size)
     spec = describe_pard(request.source)
-    return DraftHead(spec, network, request.target.config, partial(ParallelDrafter, network))
+    return request.head(spec, network, ParallelDrafter)
