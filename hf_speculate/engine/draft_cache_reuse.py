@@ -34,7 +34,7 @@ class DraftCacheReuse:
         self._num_valid: list[int] = []  # [B] real tokens of each row that the draft cache holds for sure
 
     def recall(self, batch: Batch, kv_cache: KVCache) -> int:
-        """Put the states of the longest common beginning of all rows into an empty draft cache; its columns then."""
+        """Fill an empty draft cache with the longest common beginning of all rows; the columns of every row then."""
         held, pads = self.state.take(), batch.num_pads
         self._num_valid = [0] * len(pads)
         if held is None or not held.key.matches(self._key) or len(held.token_ids) != len(pads):

@@ -53,9 +53,10 @@ class HiddenStates:
         return [sum(counts) for counts in zip(*(piece.counts for piece in self._pieces), strict=True)]
 
     def add_prompt(self, output: Scored, num_tokens: Sequence[int], num_ahead: int) -> None:
-        """Append the states of a part of the left-padded prompt, `num_ahead` columns after the prompt's first.
+        """Append the states of a part of the left-padded prompt.
 
-        Of each prompt, the last `num_tokens` [B] are wanted at most: those of its real tokens.
+        The prompt has `num_ahead` columns from the part's first one on. Of each prompt, the last `num_tokens` [B] are
+        wanted at most: those of its real tokens.
         """
         states = self._states(output)
         width = states.shape[1]
