@@ -29,9 +29,8 @@ class ModuleStates(NamedTuple):
     """The states that one module wrote, after each token of a forward."""
 
     states: Sequence[States]  # [Q]; empty if not kept, except after the last token
-    replay: (
-        Callable[[int, States], States] | None
-    )  # computes the states after token t from those before it; None if kept
+    # computes the states after token t from those before it; None if kept
+    replay: Callable[[int, States], States] | None
 
 
 class _Token(NamedTuple):

@@ -16,9 +16,8 @@ class DraftCacheKey(NamedTuple):
     parts: tuple[weakref.ref[Any], ...]  # the model's innermost modules
     device: torch.device
     dtype: torch.dtype
-    adapters: tuple[
-        Any, ...
-    ]  # for each layer that PEFT adapts: active adapters, whether they are disabled, merged ones
+    # for each layer that PEFT adapts: active adapters, whether they are disabled, merged ones
+    adapters: tuple[Any, ...]
     draft_ids: Tensor | None  # [V] int64, the draft's id of each target id; None if the ids are the same
 
     def matches(self, other: "DraftCacheKey") -> bool:

@@ -71,9 +71,8 @@ class _Reading:
         self.layer = layer
         self.before = before  # the states before the next token
         self.held: dict[str, tuple[Tensor, ...]] = {}  # outputs of each input projection, by token
-        self.whole = {
-            id(self.tokens[0]): (self.tokens[0], hidden)
-        }  # tensors of all tokens, by the id of the first token's
+        # tensors of all tokens, by the id of the first token's
+        self.whole = {id(self.tokens[0]): (self.tokens[0], hidden)}
         self.prepared: Tensor | None = None  # input of the first projection, for all tokens
         self.widened = ""  # the input projection that currently reads all tokens
         self.states: list[States] = []
