@@ -1,22 +1,11 @@
-"""Says from configs alone whether a draft head fits a target."""
+"""Why a draft head does not fit a target, from its spec and the target's shape alone."""
 
 import warnings
-from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from transformers import AutoConfig, PreTrainedConfig
-
-from hf_speculate.draft.heads.folder import HeadFolder
 from hf_speculate.draft.heads.head import HeadSpec
-from hf_speculate.draft.heads.kinds import recognise
-from hf_speculate.draft.heads.load_dflash import read_dflash
-from hf_speculate.draft.heads.load_eagle3 import read_eagle3
-from hf_speculate.draft.heads.load_mtp import describe_mtp
-from hf_speculate.draft.heads.load_network import ConfigSource
-from hf_speculate.draft.heads.pard import describe_pard
-from hf_speculate.draft.heads.target_parts import TargetShape, known_name, shape_of
+from hf_speculate.draft.heads.target_parts import TargetShape
 from hf_speculate.errors import UnsupportedModelError
 
 # Tables are padded to multiples of 64 to 1,024 rows for the sake of matrix kernels.
@@ -52,40 +41,6 @@ class HeadFit(NamedTuple):
         ]
         lines += [f"  not supported: {text}" for text in self.problems]
         return "\n".join([*lines, *(f"  warning: {text}" for text in self.notes)])
-
-
-def check_head(head: str | Path, target: str | Path | PreTrainedConfig) -> HeadFit:
-    """Whether a head fits a target, without loading weights of either.
-
-    Args:
-        head: a folder, or the id of a Hub repository.
-        target: the same of the target, or its config.
-
-    Raises:
-        ConfigError: there is no config, or its fields exclude each other.
-        UnsupportedModelError: the kind of head is not known or not served.
-    """
-    config = target if isinstance(target, PreTrainedConfig) else AutoConfig.from_pretrained(target)
-    folder, shape = HeadFolder(head), shape_of(config)
-    if not isinstance(target, PreTrainedConfig):
-        shape = shape._replace(name=known_name(str(target)))
-    found = recognise(folder.config, lambda: folder.weight_shapes, shape.model_type)
-    spec = describe(ConfigSource(folder.config, found, folder.name, shape))
-    name = str(config.name_or_path or config.model_type) if isinstance(target, PreTrainedConfig) else str(target)
-    return HeadFit(spec, name, tuple(problems_of(spec, shape)), tuple(notes_of(spec, shape)))
-
-
-def describe(source: ConfigSource) -> HeadSpec:
-    """The spec of a head of any kind."""
-    describers: dict[str, Callable[[ConfigSource], HeadSpec]] = {
-        "eagle3": lambda source: read_eagle3(source).spec,
-        "peagle": lambda source: read_eagle3(source).spec,
-        "dflash": lambda source: read_dflash(source).spec,
-        "dspark": lambda source: read_dflash(source).spec,
-        "mtp": describe_mtp,
-        "pard": describe_pard,
-    }
-    return describers[source.found.kind](source)
 
 
 def problems_of(spec: HeadSpec, shape: TargetShape) -> list[str]:

@@ -1,32 +1,43 @@
-"""Loads a draft head of any served kind."""
+"""Loads a draft head of any served kind, or says from configs alone whether it fits."""
 
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from hf_speculate.draft.heads.fit import check_fit, describe
+from hf_speculate.draft.heads.fit import HeadFit, check_fit, notes_of, problems_of
 from hf_speculate.draft.heads.folder import HeadFolder
-from hf_speculate.draft.heads.head import DraftHead
+from hf_speculate.draft.heads.head import DraftHead, HeadSpec
 from hf_speculate.draft.heads.kinds import recognise
-from hf_speculate.draft.heads.load_dflash import load_dflash
-from hf_speculate.draft.heads.load_eagle3 import load_eagle3
-from hf_speculate.draft.heads.load_mtp import load_mtp
+from hf_speculate.draft.heads.load_dflash import load_dflash, read_dflash
+from hf_speculate.draft.heads.load_eagle3 import load_eagle3, read_eagle3
+from hf_speculate.draft.heads.load_mtp import describe_mtp, load_mtp
 from hf_speculate.draft.heads.load_network import ConfigSource, LoadRequest
-from hf_speculate.draft.heads.pard import load_pard
-from hf_speculate.draft.heads.target_parts import shape_of
+from hf_speculate.draft.heads.pard import describe_pard, load_pard
+from hf_speculate.draft.heads.target_parts import TargetShape, known_name, shape_of
 from hf_speculate.errors import ConfigError
 from hf_speculate.models.language_model import device_of
 
-_LOADERS: dict[str, Callable[[LoadRequest], DraftHead]] = {
-    "eagle3": load_eagle3,
-    "peagle": load_eagle3,
-    "dflash": load_dflash,
-    "dspark": load_dflash,
-    "mtp": load_mtp,
-    "pard": load_pard,
+
+class _Kind(NamedTuple):
+    """How a kind of head is described and loaded."""
+
+    describe: Callable[[ConfigSource], HeadSpec]
+    load: Callable[[LoadRequest], DraftHead]
+
+
+_EAGLE3 = _Kind(lambda source: read_eagle3(source).spec, load_eagle3)
+_DFLASH = _Kind(lambda source: read_dflash(source).spec, load_dflash)
+_KINDS = {
+    "eagle3": _EAGLE3,
+    "peagle": _EAGLE3,
+    "dflash": _DFLASH,
+    "dspark": _DFLASH,
+    "mtp": _Kind(describe_mtp, load_mtp),
+    "pard": _Kind(describe_pard, load_pard),
 }
 
 
@@ -61,10 +72,11 @@ def load_drafter(
         UnsupportedModelError: the kind is not served, or the head does not fit the target.
     """
     folder, shape = HeadFolder(head), shape_of(target.config)
-    found = recognise(folder.config, lambda: folder.weight_shapes, shape.model_type)
-    layers = None if aux_layers is None else _checked(aux_layers, shape.num_layers)
-    source = ConfigSource(folder.config, found, folder.name, shape, layers)
-    check_fit(describe(source), shape)
+    source = _source_of(folder, shape)
+    if aux_layers is not None:
+        source = source._replace(hidden_layers=_checked(aux_layers, shape.num_layers))
+    kind = _KINDS[source.found.kind]
+    check_fit(kind.describe(source), shape)
     request = LoadRequest(
         folder=folder,
         source=source,
@@ -72,7 +84,33 @@ def load_drafter(
         dtype=target.dtype if dtype is None else dtype,
         device=device_of(target) if device is None else torch.device(device),
     )
-    return _LOADERS[found.kind](request)
+    return kind.load(request)
+
+
+def check_head(head: str | Path, target: str | Path | PreTrainedConfig) -> HeadFit:
+    """Whether a head fits a target, without loading weights of either.
+
+    Args:
+        head: a folder, or the id of a Hub repository.
+        target: the same of the target, or its config.
+
+    Raises:
+        ConfigError: there is no config, or its fields exclude each other.
+        UnsupportedModelError: the kind of head is not known or not served.
+    """
+    config = target if isinstance(target, PreTrainedConfig) else AutoConfig.from_pretrained(target)
+    folder, shape = HeadFolder(head), shape_of(config)
+    if not isinstance(target, PreTrainedConfig):
+        shape = shape._replace(name=known_name(str(target)))
+    source = _source_of(folder, shape)
+    spec = _KINDS[source.found.kind].describe(source)
+    name = str(config.name_or_path or config.model_type) if isinstance(target, PreTrainedConfig) else str(target)
+    return HeadFit(spec, name, tuple(problems_of(spec, shape)), tuple(notes_of(spec, shape)))
+
+
+def _source_of(folder: HeadFolder, shape: TargetShape) -> ConfigSource:
+    found = recognise(folder.config, lambda: folder.weight_shapes, shape.model_type)
+    return ConfigSource(folder.config, found, folder.name, shape)
 
 
 def _checked(aux_layers: Sequence[int], num_layers: int) -> tuple[int, ...]:

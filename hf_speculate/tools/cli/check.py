@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hf_speculate.draft.heads.fit import HeadFit, check_head
+from hf_speculate.draft.heads.fit import HeadFit
+from hf_speculate.draft.heads.load import check_head
 from hf_speculate.errors import ConfigError
 from hf_speculate.tools.checks.pair import PairReport, check_pair
 from hf_speculate.tools.cli.arguments import check_writable

@@ -6,9 +6,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hf_speculate.draft.heads.fit import check_head
 from hf_speculate.draft.heads.kinds import HeadKind, recognise
-from hf_speculate.draft.heads.load import load_drafter
+from hf_speculate.draft.heads.load import check_head, load_drafter
 from hf_speculate.errors import ConfigError, UnsupportedModelError
 from tests.draft.heads.designs import (
     DFLASH,
