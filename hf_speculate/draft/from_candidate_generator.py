@@ -51,8 +51,11 @@ def make_generator(source: CandidateGenerator | GeneratorFactory | None, **prepa
             "return an instance of a subclass"
         )
     name = type(generator).__name__
-    if isinstance(generator, AssistedCandidateGenerator):
-        _check_draft_model(name, generator.assistant_model)
+    draft = getattr(
+        generator, "assistant_model", None
+    )  # transformers 5.17's MTP generator has none, though its base has
+    if isinstance(generator, AssistedCandidateGenerator) and draft is not None:
+        _check_draft_model(name, draft)
     if layers_read(generator) is None:
         return generator
     if generator is source:
