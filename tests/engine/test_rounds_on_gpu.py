@@ -76,12 +76,9 @@ def run(pair: Any, drafter: str, batch_size: int, num_draft: int = K, most: int 
     rounds.most = most
     source: dict[str, Any] = {"prompt_lookup_num_tokens": num_draft}
     if drafter == "model":
-        source = {
-            "assistant_model": draft,
-            "num_assistant_tokens": num_draft,
-            "num_assistant_tokens_schedule": "constant",
-        }
-    options = {"max_new_tokens": 64, "eos_token_id": NEVER, **options}
+        source = {"assistant_model": draft, "num_assistant_tokens": num_draft}
+    constant = {"num_assistant_tokens_schedule": "constant"}  # measured times would choose other lengths in each run
+    options = {"max_new_tokens": 64, "eos_token_id": NEVER, **constant, **options}
     with suppress(Enough):
         target.generate(**on_gpu(repeated_prompts(batch_size)), **source, **options, speculation_callback=rounds.end)
     return rounds
