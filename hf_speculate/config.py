@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -11,6 +10,18 @@ from torch import Tensor
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_speculate.errors import ConfigError
+from hf_speculate.field_checks import (
+    Check,
+    called,
+    check_draft_lens,
+    check_generator_source,
+    check_seed,
+    check_span,
+    count,
+    instance,
+    one_of,
+    real,
+)
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.triton_kernels.noise import row_seeds
 from hf_speculate.types import RoundReport
@@ -23,115 +34,31 @@ _RUN_FACTOR = 0x3C6EF372FE94F82B  # odd, without structure: apart from what part
 _GREEDY_AT_ZERO = ("rejection", "block", "coupled")  # verifiers of sampling that are greedy at temperature 0
 _LARGEST = sys.float_info.max
 
-_Check = Callable[[str, Any], None]
-"""Takes a field's name and value; raises `ConfigError` if the value is not allowed."""
-
-
-def _is_int(value: object) -> bool:
-    """Whether the value is a whole number, of numpy too; a bool is not."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def _one_of(*choices: str) -> _Check:
-    def check(name: str, value: Any) -> None:
-        if value not in choices:
-            raise ConfigError(
-                f"{name} must be one of {', '.join(choices)}, got {value!r}; leave it out for the default"
-            )
-
-    return check
-
-
-def _real(allowed: str, holds: Callable[[Any], bool]) -> _Check:
-    def check(name: str, value: Any) -> None:
-        if not isinstance(value, Real) or isinstance(value, bool) or not holds(value):
-            raise ConfigError(f"{name} must be {allowed}, got {value!r}; leave it out for the default")
-
-    return check
-
-
-def _count(allowed: str, most: float, hint: str) -> _Check:
-    def check(name: str, value: Any) -> None:
-        if not _is_int(value) or not 1 <= value <= most:
-            raise ConfigError(f"{name} must be {allowed}, got {value!r}; {hint}")
-
-    return check
-
-
-def _called(what: str, hint: str) -> _Check:
-    def check(name: str, value: Any) -> None:
-        if not callable(value):
-            raise ConfigError(f"{name} must {what}, got {type(value).__name__}; {hint}")
-
-    return check
-
-
-def _instance(kind: type, hint: str) -> _Check:
-    label = f"torch.{kind.__name__}" if kind is torch.Generator else kind.__name__
-
-    def check(name: str, value: Any) -> None:
-        if not isinstance(value, kind):
-            raise ConfigError(f"{name} must be a {label}, got {type(value).__name__}; {hint}")
-
-    return check
-
-
-def _check_seed(name: str, value: Any) -> None:
-    is_list = isinstance(value, Sequence) and not isinstance(value, str) and all(map(_is_int, value))
-    if not _is_int(value) and not is_list:
-        raise ConfigError(
-            f"{name} must be an int or one int per output row, got {value!r}; leave it out for a drawn one"
-        )
-
-
-def _check_span(name: str, value: Any) -> None:
-    if isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 2:
-        opens, closes = value
-        if _is_int(opens) and _is_int(closes) and min(opens, closes) >= 0 and opens != closes:
-            return
-    raise ConfigError(
-        f"{name} must be two different token ids, one that opens a span and one that closes it, got {value!r}; "
-        "pass those of <think> and </think>, say"
-    )
-
-
-def _check_generator_source(name: str, value: Any) -> None:
-    if not isinstance(value, CandidateGenerator) and not callable(value):
-        raise ConfigError(
-            f"{name} must be a CandidateGenerator or make one, got {type(value).__name__}; "
-            "pass an instance, a class or a functools.partial of one"
-        )
-
-
-_CHECKS: dict[str, _Check] = {
-    "typical_correction": _one_of("argmax", "sample"),
-    "draft_sampling": _one_of("argmax", "sample"),
-    "num_assistant_tokens_schedule": _one_of("adaptive", "constant", "heuristic", "heuristic_transient"),
-    "verifier_backend": _one_of("auto", "torch", "triton"),
-    "speculation_cache": _one_of("auto", "dynamic", "preallocated"),
-    "speculation_graphs": _one_of("auto", "on", "off"),
-    "posterior_threshold": _real("in (0, 1)", lambda x: 0 < x < 1),
-    "posterior_alpha": _real("> 0 and finite", lambda x: 0 < x <= _LARGEST),
-    "entropy_epsilon": _real(">= 0 and finite", lambda x: 0 <= x <= _LARGEST),
-    "assistant_confidence_threshold": _real("in [0, 1]", lambda x: 0 <= x <= 1),
-    "num_assistant_tokens": _count(
-        f"in 1..{MAX_ASSISTANT_TOKENS}",
-        MAX_ASSISTANT_TOKENS,
-        "leave assistant_model out to decode without speculation",
-    ),
-    "prompt_lookup_num_tokens": _count(
+_CHECKS: dict[str, Check] = {
+    "typical_correction": one_of("argmax", "sample"),
+    "draft_sampling": one_of("argmax", "sample"),
+    "num_assistant_tokens_schedule": one_of("adaptive", "constant", "heuristic", "heuristic_transient"),
+    "verifier_backend": one_of("auto", "torch", "triton"),
+    "speculation_cache": one_of("auto", "dynamic", "preallocated"),
+    "speculation_graphs": one_of("auto", "on", "off"),
+    "posterior_threshold": real("in (0, 1)", lambda x: 0 < x < 1),
+    "posterior_alpha": real("> 0 and finite", lambda x: 0 < x <= _LARGEST),
+    "entropy_epsilon": real(">= 0 and finite", lambda x: 0 <= x <= _LARGEST),
+    "assistant_confidence_threshold": real("in [0, 1]", lambda x: 0 <= x <= 1),
+    "num_assistant_tokens": check_draft_lens(MAX_ASSISTANT_TOKENS),
+    "prompt_lookup_num_tokens": count(
         f"in 1..{MAX_ASSISTANT_TOKENS}", MAX_ASSISTANT_TOKENS, "leave it out to copy none"
     ),
-    "max_matching_ngram_size": _count("at least 1", torch.inf, "leave it out for the longest match"),
-    "relax_only_inside": _check_span,
-    "seed": _check_seed,
-    "generator": _instance(torch.Generator, "pass seed= for an int"),
-    "speculation_stats": _instance(SpeculationStats, "pass hf_speculate.SpeculationStats()"),
-    "candidate_generator": _check_generator_source,
-    "drafter": _called(
+    "max_matching_ngram_size": count("at least 1", torch.inf, "leave it out for the longest match"),
+    "relax_only_inside": check_span,
+    "seed": check_seed,
+    "generator": instance(torch.Generator, "pass seed= for an int"),
+    "speculation_stats": instance(SpeculationStats, "pass hf_speculate.SpeculationStats()"),
+    "candidate_generator": check_generator_source,
+    "drafter": called(
         "make a Drafter when called with a DrafterSetup", "pass a class, a function or a functools.partial"
     ),
-    "speculation_callback": _called("be called after every round", "pass a function of one RoundReport"),
+    "speculation_callback": called("be called after every round", "pass a function of one RoundReport"),
 }
 
 
@@ -149,7 +76,8 @@ class SpeculationConfig:
             applies inside of them only, a lossless one elsewhere. `None` applies the verifier everywhere.
         draft_sampling: "sample" or "argmax", how the draft model chooses tokens with `do_sample=True`.
         num_assistant_tokens: tokens to draft per round, 1..128; with "adaptive" the maximum. `None` is 10 with
-            "adaptive", else 5.
+            "adaptive", else 5. A list of one number per output row, 0..128, limits the drafts of each row, those of
+            prompt lookup too, in every round; a row with 0 decodes plainly.
         num_assistant_tokens_schedule: how the draft length changes between rounds. `None` is "constant" if
             `num_assistant_tokens` is set, else "adaptive".
         assistant_confidence_threshold: a row stops drafting after a token of lower draft probability, in [0, 1].
@@ -186,7 +114,7 @@ class SpeculationConfig:
     typical_correction: str | None = None
     relax_only_inside: Sequence[int] | None = None
     draft_sampling: str = "sample"
-    num_assistant_tokens: int | None = None
+    num_assistant_tokens: int | Sequence[int] | None = None
     num_assistant_tokens_schedule: str | None = None
     assistant_confidence_threshold: float | None = None
     prompt_lookup_num_tokens: int | None = None
@@ -214,6 +142,14 @@ class SpeculationConfig:
             )
         if self.seed is not None and self.generator is not None:
             raise ConfigError("seed and generator must not both be set, got both; a generator only draws the seed")
+        if isinstance(self.num_assistant_tokens, Sequence) and self.num_assistant_tokens_schedule not in (
+            None,
+            "constant",
+        ):
+            raise ConfigError(
+                "num_assistant_tokens_schedule must be 'constant' with a number of num_assistant_tokens per row, got "
+                f"{self.num_assistant_tokens_schedule!r}; leave it out, or pass one number"
+            )
         if self.candidate_generator is not None and self.num_assistant_tokens_schedule not in (None, "constant"):
             raise ConfigError(
                 "num_assistant_tokens_schedule must be 'constant' with candidate_generator, got "
@@ -237,19 +173,31 @@ class SpeculationConfig:
         """The most tokens that a draft model is asked for."""
         match self.schedule:
             case "adaptive":
-                return self.num_assistant_tokens or DEFAULT_MAX_ASSISTANT_TOKENS
+                return self._most_tokens or DEFAULT_MAX_ASSISTANT_TOKENS
             case "constant":
-                return self.num_assistant_tokens or DEFAULT_ASSISTANT_TOKENS
+                return self._most_tokens or DEFAULT_ASSISTANT_TOKENS
             case "generator":
-                return self.num_assistant_tokens or MAX_ASSISTANT_TOKENS
+                return self._most_tokens or MAX_ASSISTANT_TOKENS
             case _:
                 return MAX_ASSISTANT_TOKENS
 
+    @property
+    def first_tokens(self) -> int:
+        """The number that schedules start from."""
+        return self._most_tokens or DEFAULT_ASSISTANT_TOKENS
+
+    @property
+    def _most_tokens(self) -> int | None:
+        """`num_assistant_tokens`, the largest of a list; at least 1, because rows with 0 are limited one by one."""
+        num = self.num_assistant_tokens
+        return max(1, *num) if isinstance(num, Sequence) else num
+
     def for_lookup_alone(self) -> "SpeculationConfig":
         """The same settings where nothing but copies is drafted: `prompt_lookup_num_tokens` is the most of them."""
-        return replace(
-            self, num_assistant_tokens=self.prompt_lookup_num_tokens, num_assistant_tokens_schedule=self.schedule
-        )
+        num, most = self.num_assistant_tokens, self.prompt_lookup_num_tokens
+        if isinstance(num, Sequence):
+            return replace(self, num_assistant_tokens=[min(one, most or one) for one in num])
+        return replace(self, num_assistant_tokens=most, num_assistant_tokens_schedule=self.schedule)
 
     def for_run(self, index: int) -> "SpeculationConfig":
         """The settings of one run among several of a call: each draws with seeds of its own.
@@ -288,6 +236,25 @@ class SpeculationConfig:
                 "pass one int, from which every row gets its own"
             )
         return torch.cat([row_seeds(int(value), 1) for value in seed])
+
+    def draft_limits(self, batch_size: int) -> list[int]:
+        """[B] tokens that a round may draft in each row at most.
+
+        Args:
+            batch_size: B, of the output.
+
+        Raises:
+            ConfigError: `num_assistant_tokens` is a list without one number per row.
+        """
+        num = self.num_assistant_tokens
+        if not isinstance(num, Sequence):
+            return [MAX_ASSISTANT_TOKENS] * batch_size
+        if len(num) != batch_size:
+            raise ConfigError(
+                f"num_assistant_tokens must be an int or one int per output row, {batch_size} of them, got {len(num)}; "
+                "pass one int for all rows"
+            )
+        return [int(one) for one in num]
 
     def resolve(self, do_sample: bool) -> "SpeculationConfig":
         """The same settings with what depends on `do_sample` filled in.

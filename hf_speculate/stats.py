@@ -1,6 +1,7 @@
 """Speculation statistics: what a speculative call did, counted and timed."""
 
 import operator
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from itertools import zip_longest
@@ -43,6 +44,7 @@ class SpeculationStats:
         lock_step: whether all rows advanced by the same number of tokens.
         fallbacks: what ran otherwise than requested, with the reason.
         drafted_per_position, verified_per_position, accepted_per_position: one count per position in the draft.
+        rounds_per_row, drafted_per_row, accepted_per_row: one count per output row; empty for rows that are refilled.
         rounds_by_draft_len: rounds of the batch by draft length; 0 counts the plain steps.
         draft_lens: draft length of each round of the batch, in order; the first 16,384 rounds.
         plain_step_s: seconds of each plain step (a round without drafts), in order; the first 256.
@@ -69,6 +71,9 @@ class SpeculationStats:
     drafted_per_position: list[int] = field(default_factory=list)
     verified_per_position: list[int] = field(default_factory=list)
     accepted_per_position: list[int] = field(default_factory=list)
+    rounds_per_row: list[int] = field(default_factory=list)
+    drafted_per_row: list[int] = field(default_factory=list)
+    accepted_per_row: list[int] = field(default_factory=list)
     rounds_by_draft_len: dict[int, int] = field(default_factory=dict)
     draft_lens: list[int] = field(default_factory=list)
     plain_step_s: list[float] = field(default_factory=list)
@@ -119,6 +124,13 @@ class SpeculationStats:
             self.drafted_per_position[position] += 1
             self.verified_per_position[position] += position < num_verified
             self.accepted_per_position[position] += position < num_accepted
+
+    def add_to_row(self, row_id: int, num_drafted: int, num_accepted: int) -> None:
+        """Count a round of one output row by itself."""
+        per_row = self.rounds_per_row, self.drafted_per_row, self.accepted_per_row
+        for counts, num in zip(per_row, (1, num_drafted, num_accepted), strict=True):
+            counts += [0] * (row_id + 1 - len(counts))
+            counts[row_id] += num
 
     def add_draft_len(self, num_drafted: int) -> None:
         """Count one round of the batch with a draft of `num_drafted` tokens."""
@@ -288,29 +300,15 @@ class SpeculationStats:
         return shown + [("fallback", reason) for reason in self.fallbacks]
 
 
-def _add_counts(one: list[int], other: list[int]) -> list[int]:
-    return [sum(pair) for pair in zip_longest(one, other, fillvalue=0)]
-
-
-def _add_by_key(one: dict[int, int], other: dict[int, int]) -> dict[int, int]:
-    return {key: one.get(key, 0) + other.get(key, 0) for key in (*one, *other)}
-
-
-def _add_reasons(one: list[str], other: list[str]) -> list[str]:
-    return list(dict.fromkeys([*one, *other]))
-
-
+_COUNTS = tuple(entry.name for entry in fields(SpeculationStats) if entry.name.endswith(("_per_position", "_per_row")))
 # How the values of a field are added, by the name of the field.
 _ADD: dict[str, Callable[[Any, Any], Any]] = {
     **{entry.name: operator.add for entry in fields(SpeculationStats)},
     **dict.fromkeys(("verifier", "plan", "cache"), lambda one, other: one if one == other else ""),
-    **dict.fromkeys(("compiled", "graphed", "fallbacks"), _add_reasons),
-    "status": operator.or_,
-    "lock_step": operator.or_,
-    "drafted_per_position": _add_counts,
-    "verified_per_position": _add_counts,
-    "accepted_per_position": _add_counts,
-    "rounds_by_draft_len": _add_by_key,
+    **dict.fromkeys(("compiled", "graphed", "fallbacks"), lambda one, other: list(dict.fromkeys([*one, *other]))),
+    **dict.fromkeys(("status", "lock_step"), operator.or_),
+    **dict.fromkeys(_COUNTS, lambda one, other: [sum(pair) for pair in zip_longest(one, other, fillvalue=0)]),
+    "rounds_by_draft_len": lambda one, other: dict(Counter(one) + Counter(other)),
     "draft_lens": lambda one, other: (one + other)[:MAX_DRAFT_LENS],
     "plain_step_s": lambda one, other: (one + other)[:MAX_PLAIN_STEPS],
 }

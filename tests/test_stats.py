@@ -107,10 +107,12 @@ def test_calls_add_up():
         stats.add_plain_step(num / 10)
         stats.score_s, stats.status, stats.compiled = 1.5, num, ["target"]
         stats.fallbacks += ["both", f"only {num}"]
+        stats.add_to_row(num - 3, num, 1)
     total = one + other
     assert (total.num_rounds, total.num_drafted, total.num_accepted, total.num_emitted) == (3, 8, 4, 7)
     assert total.drafted_per_position == [3, 2, 2, 1]
     assert total.rounds_by_draft_len == {3: 1, 4: 1}
+    assert (total.rounds_per_row, total.drafted_per_row, total.accepted_per_row) == ([1, 1], [3, 4], [1, 1])
     assert (total.draft_lens, total.plain_step_s) == ([3, 4], [0.3, 0.4])
     assert (total.score_s, total.status, total.verifier) == (3.0, 7, "greedy")
     assert (total.compiled, total.fallbacks) == (["target"], ["both", "only 3", "only 4"])

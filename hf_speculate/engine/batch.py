@@ -7,6 +7,7 @@ from torch import Tensor
 
 from hf_speculate.cache.row_lens import RowCounts
 from hf_speculate.cache.token_buffer import TokenBuffer
+from hf_speculate.config import MAX_ASSISTANT_TOKENS
 from hf_speculate.transfers import upload
 from hf_speculate.types import DraftOut, NoiseKeys, Trimmed, Verified
 
@@ -18,6 +19,7 @@ _BY_ROW = (
     "row_ids",
     "is_finished",
     "prompt_lens",
+    "draft_limits",
     "_rounds_before",
     "_num_hidden",
 )  # lists with one entry per row
@@ -35,6 +37,7 @@ class Batch:
         num_pads: [B] padding tokens before each prompt.
         reads_keys: whether the keys of the noise are read; if not, `keys` gives those of no round.
         first_row: number of the first output row.
+        draft_limits: [B] tokens that a round may draft in each row; None for any number.
 
     Attributes:
         tokens: the rows, on the target's device.
@@ -53,6 +56,7 @@ class Batch:
         num_pads: Sequence[int],
         reads_keys: bool = True,
         first_row: int = 0,
+        draft_limits: Sequence[int] | None = None,
     ):
         self.prompt_len = input_ids.shape[1]
         capacity = min(max_length, self.prompt_len + _FIRST_CAPACITY)
@@ -66,6 +70,7 @@ class Batch:
         self.is_finished = [False] * input_ids.shape[0]
         self.num_rounds = 0
         self.prompt_lens = [self.prompt_len] * input_ids.shape[0]
+        self.draft_limits = list(draft_limits or [MAX_ASSISTANT_TOKENS] * input_ids.shape[0])
         self._rounds_before = [0] * input_ids.shape[0]  # rounds of the batch before each row joined it
         self._num_hidden = [num - self.prompt_len for num in num_prompt_tokens]  # real tokens less columns
         self._reads_keys = reads_keys

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from hf_speculate.cache.base import KVCache
 from hf_speculate.cache.layers import windows_of
-from hf_speculate.config import DEFAULT_ASSISTANT_TOKENS, SpeculationConfig
+from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.base import Drafter, description_of
 from hf_speculate.engine.batch import Batch
 from hf_speculate.engine.broadcast import (
@@ -78,7 +78,7 @@ def build_decoder(
         clock: times the stages.
 
     Raises:
-        ConfigError: the verifier is unknown, or there is not one seed per row.
+        ConfigError: the verifier is unknown, or there is not one seed or draft length per row.
         KernelUnavailableError: the backend was asked for by name and cannot run on a model's device.
     """
     for model in (target, draft):
@@ -150,7 +150,7 @@ def build_schedule(plan: Plan, draft_cost: float, history: ScheduleHistory | Non
         case "adaptive":
             return AdaptiveSchedule(config.max_draft_tokens, draft_cost, history, batch_size)
         case "heuristic" | "heuristic_transient":
-            return HeuristicSchedule(config.num_assistant_tokens or DEFAULT_ASSISTANT_TOKENS)
+            return HeuristicSchedule(config.first_tokens)
         case _:
             return ConstantSchedule(config.max_draft_tokens)
 
@@ -184,6 +184,7 @@ def _make_batch(plan: Plan, call: Call) -> Batch:
         call.num_pads,
         plan.reads_keys,
         call.row_ids.start,
+        plan.config.draft_limits(call.batch_size),
     )
 
 

@@ -52,11 +52,19 @@ class DraftLength:
         self.schedule.begin(prompt_s * num_unread / num_read, num_unread, self._max_new_tokens - 1)
 
     def next(self, batch: Batch) -> int | None:
-        """What the schedule asks for, but not past the last row's end; 0 if one token is left, None at the end."""
-        room = [left for left, done in zip(batch.num_left, batch.is_finished, strict=True) if not done]
-        if not room:
+        """What the schedule asks for, but not past the rows' limits and the last row's end; None at the end.
+
+        In lock step the row with the lowest limit decides.
+        """
+        rows = zip(batch.num_left, batch.draft_limits, batch.is_finished, strict=True)
+        live = [(left, limit) for left, limit, is_finished in rows if not is_finished]
+        if not live:
             return None
-        return max(min(self.schedule.num_draft_tokens, max(room) - 1), 0)
+        if self._is_lock_step:
+            most = min(max(left for left, _ in live) - 1, min(limit for _, limit in live))
+        else:
+            most = max(min(left - 1, limit) for left, limit in live)
+        return max(min(self.schedule.num_draft_tokens, most), 0)
 
     def on_round(self, record: RoundRecord) -> None:
         """See `Observer.on_round`."""

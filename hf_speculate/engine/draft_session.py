@@ -268,7 +268,10 @@ class DraftSession:
 
 
 def _within_room(draft: DraftOut, batch: Batch) -> DraftOut:
-    """Let no row count drafts past its own end, so that what it samples does not depend on the other rows."""
+    """Let no row count drafts past its own end or limit, so that what it samples does not depend on the other rows."""
+    if min(batch.draft_limits) < draft.token_ids.shape[1]:
+        limits = upload(batch.draft_limits, draft.lens.device, draft.lens.dtype)
+        draft = draft._replace(lens=torch.minimum(draft.lens, limits))
     room = [max(left - 1, 0) for left in batch.num_left]
     if min(room) >= draft.token_ids.shape[1]:
         return draft

@@ -35,12 +35,14 @@ class StatsObserver:
     Args:
         stats: written to.
         num_user_host_syncs: calls of user code per round that may wait for the device, besides those of verification.
+        counts_rows: whether each output row is counted by itself too.
     """
 
     stage = Stage.RECORD
 
-    def __init__(self, stats: SpeculationStats, num_user_host_syncs: int = 0):
+    def __init__(self, stats: SpeculationStats, num_user_host_syncs: int = 0, counts_rows: bool = True):
         self._stats = stats
+        self._counts_rows = counts_rows
         self._num_user_host_syncs = num_user_host_syncs
 
     def on_round(self, record: RoundRecord) -> None:
@@ -74,6 +76,8 @@ class StatsObserver:
                         num_emitted,
                     ),
                 )
+                if self._counts_rows:
+                    stats.add_to_row(record.row_ids[row], verified.num_drafted[row], num_accepted)
 
     def on_end(self, num_new_tokens: int, seconds: StageSeconds) -> None:
         """See `Observer.on_end`."""

@@ -49,7 +49,7 @@ class RunningBatch:
             decoder.stops,
             decoder.draft_length,
             decoder.output,
-            [StatsObserver(stats), self._rows],
+            [StatsObserver(stats, counts_rows=False), self._rows],
             clock,
             keeps_rows=False,
         )
