@@ -5,27 +5,23 @@
 Prompts are pieces of Python's standard library in the bundled tokenizer; outputs are greedy and end at a length drawn
 for each prompt from a log-normal distribution, as a stopping criterion in static batches and as the row's limit in
 refilled ones. Refilled rows and static batches decode with and without the bundled draft model; transformers'
-continuous batching (`generate_batch`) decodes without. All methods run in turn in one process.
+continuous batching (`generate_batch`) decodes without. All methods run in turn in one process, and the results are
+written after each run.
 
-The bound is what places without a row cost: a static batch runs as many rounds as its slowest row needs.
+The last column says what bounds a method. A static batch runs as many rounds as its slowest row needs, with fewer and
+fewer live rows; `--rows` times the mean acceptance length is the most that a round can emit. Refilled rows stay live
+until the prompts run out, and each prompt is read while the other rows wait: that is the share of the prefill.
 """
 
 import argparse
 import copy
+import itertools
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
-from _harness import (
-    add_common_arguments,
-    alternate,
-    markdown,
-    parse_common,
-    result_name,
-    spread,
-    write_results,
-)
+from _harness import Cells, Results, add_common_arguments, markdown, parse_common, spread, timed_run
 from _subjects import PAIR
 from suffix import library_tokens
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, StoppingCriteria, StoppingCriteriaList
@@ -89,6 +85,7 @@ class Methods:
         self.prompts = [[first, *piece] for first, piece in zip(first_ids, pieces, strict=True)]
         self.stats: dict[str, hf_speculate.SpeculationStats] = {}
         self.num_tokens: dict[str, int] = {}
+        self.failures: dict[str, str] = {}  # why a method could not run
 
     def arguments(self, is_speculative: bool) -> dict[str, Any]:
         """Arguments of `generate()`."""
@@ -151,37 +148,64 @@ class Methods:
         }
         return calls if self.args.no_peer else {**calls, PEER: self.peer}
 
+    def run(self, name: str) -> float | None:
+        """Seconds of a run; None if the method cannot run here."""
+        try:
+            return timed_run(self.calls()[name], None, patience=0)[0]
+        except Exception as error:
+            if name != PEER:
+                raise
+            self.failures[name] = f"{type(error).__name__}: {error}"
+            return None
+
     def row(self, name: str, seconds: dict[str, list[float]]) -> dict[str, Any]:
         """The figures of a method."""
+        if name in self.failures:
+            return {"method": name, "failure": self.failures[name]}
         stats = self.stats.get(name)
         num_rounds = stats.num_batch_rounds if stats is not None else 0
         longest = [max(self.lens[begin : begin + self.args.rows]) for begin in range(0, len(self.lens), self.args.rows)]
         if name == STATIC_PLAIN:
             num_rounds = sum(longest)
+        paired = zip(seconds[REFILL], seconds[name], strict=False)  # the last pass may not be complete
         return {
             "method": name,
             "tokens": self.num_tokens[name],
             "tokens_per_s": spread([self.num_tokens[name] / one for one in seconds[name]]),
-            "refill_is_faster": spread(
-                [other / one for one, other in zip(seconds[REFILL], seconds[name], strict=True)]
-            ),
+            "refill_is_faster": spread([other / one for one, other in paired]),
             "target": TARGETS.get(name),
             "rounds_of_the_batch": num_rounds or None,
             "tokens_per_round": self.num_tokens[name] / num_rounds if num_rounds else None,
             "mean_acceptance_length": stats.mean_acceptance_length if stats is not None and stats.num_rounds else None,
+            **({} if stats is None or not stats.num_rounds else self._bounds(stats)),
         }
+
+    def _bounds(self, stats: hf_speculate.SpeculationStats) -> dict[str, Any]:
+        """Rows that a round decodes, and the share of each stage in the seconds of all."""
+        shares = {stage: seconds / stats.total_s for stage, seconds in stats.seconds_by_stage.items()}
+        return {"live_rows_per_round": stats.num_rounds / stats.num_batch_rounds, "share_by_stage": shares}
+
+
+def bounds_of(row: dict[str, Any]) -> str:
+    """What bounds a method, in words."""
+    if "share_by_stage" not in row:
+        return row.get("failure", "-")
+    shares = sorted(row["share_by_stage"].items(), key=lambda item: -item[1])
+    shown = ", ".join(f"{stage} {share:.0%}" for stage, share in shares if share >= 0.01)
+    return f"{row['live_rows_per_round']:.1f} live rows a round; {shown}"
 
 
 def table(results: dict[str, Any]) -> str:
     """The figures as a table."""
     columns = {
         "method": lambda row: row["method"],
-        "tokens/s": lambda row: f"{row['tokens_per_s']['median']:.0f}",
-        "refill, speculative is faster by": lambda row: row["refill_is_faster"]["median"],
-        "goal": lambda row: row["target"],
-        "rounds": lambda row: row["rounds_of_the_batch"],
-        "tokens per round": lambda row: row["tokens_per_round"],
-        "mean acceptance length": lambda row: row["mean_acceptance_length"],
+        "tokens/s": lambda row: f"{row['tokens_per_s']['median']:.0f}" if "tokens_per_s" in row else None,
+        "refill, speculative is faster by": lambda row: row.get("refill_is_faster", {}).get("median"),
+        "goal": lambda row: row.get("target"),
+        "rounds": lambda row: row.get("rounds_of_the_batch"),
+        "tokens per round": lambda row: row.get("tokens_per_round"),
+        "mean acceptance length": lambda row: row.get("mean_acceptance_length"),
+        "bounded by": bounds_of,
     }
     return markdown(columns, results["rows"])
 
@@ -200,10 +224,15 @@ def main() -> None:
     parser.add_argument("--no-peer", action="store_true", help="leave transformers' continuous batching out")
     args = parse_common(parser)
     methods = Methods(args)
-    seconds = alternate(methods.calls(), args.repeats, NAME)
-    rows = [methods.row(name, seconds) for name in seconds]
-    print(table({"rows": rows}))
-    write_results(result_name(NAME, args.device), args, rows, args.results)
+    seconds: dict[str, list[float]] = {name: [] for name in methods.calls()}
+    results = Results(NAME, args)
+    for _, name in Cells(itertools.product(range(args.repeats), seconds), args.limit_s, NAME):
+        taken = methods.run(name)
+        if taken is not None:
+            seconds[name].append(taken)
+        results.new = [methods.row(one, seconds) for one in seconds if seconds[one] or one in methods.failures]
+        results.write()
+    print(table({"rows": results.rows}))
 
 
 if __name__ == "__main__":
