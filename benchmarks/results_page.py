@@ -246,7 +246,7 @@ def heads_targets(rows: list[Row], where: str) -> list[Target]:
 
 def throughput_targets(rows: list[Row], where: str) -> list[Target]:
     figure = "refilled rows with speculation over"
-    found = {row["method"]: row["refill_is_faster"]["median"] for row in rows}
+    found = {row["method"]: row["refill_is_faster"]["median"] for row in rows if "failure" not in row}
     return [
         line(f"{figure} {name}{where}", goal, [found[name]] if name in found else [])
         for name, goal in throughput.TARGETS.items()
