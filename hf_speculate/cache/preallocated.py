@@ -178,7 +178,7 @@ class PreallocatedKVCache:
         self._masking = Masking(self.columns, self.pads, self.kinds.mask_dtype)
         index = upload(indices, self.device)
         for layer in self._layers:
-            layer.select(index, surplus)
+            layer.select(indices, index, surplus)
 
     def join(self, other: "PreallocatedKVCache") -> None:
         """Add the rows of `other` behind these; its buffers grow too, and nobody keeps its states."""

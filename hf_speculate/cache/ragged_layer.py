@@ -1,7 +1,10 @@
 """One layer's states in a buffer with room to grow, in which every row writes at its own end."""
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
@@ -37,6 +40,8 @@ class RaggedLayer(CacheLayerMixin):
         self.window = window
         self.is_sliding = window is not None
         self.base = 0
+        # the buffers with the places of rows that have left, which lie behind the others; None if there are none
+        self._with_free: tuple[Tensor, Tensor] | None = None
 
     @property
     def buffers(self) -> tuple[Tensor, Tensor]:
@@ -93,19 +98,53 @@ class RaggedLayer(CacheLayerMixin):
         for buffer, states in zip(self.buffers, (keys, values), strict=True):
             buffer[:, :, held] = states
 
-    def select(self, indices: Tensor, num_dropped: int) -> None:
-        """Keep the rows `indices` [N] int64, without the first `num_dropped` columns of each."""
+    def select(self, indices: Sequence[int], index: Tensor, num_dropped: int) -> None:
+        """Keep the rows `indices`, without the first `num_dropped` columns of each.
+
+        Rows move up in place; memory is freed once fewer than half of them are left.
+
+        Args:
+            indices: [N] rows.
+            index: [N] int64, the same on a device.
+            num_dropped: columns.
+        """
         if not self.is_initialized:
             return
-        surplus = max(num_dropped - self.base, 0)
-        self.base = max(self.base - num_dropped, 0)
-        index = indices.to(self.device)
-        self.keys, self.values = (buffer[:, :, surplus:].index_select(0, index) for buffer in self.buffers)
+        buffers = self._with_free or self.buffers
+        is_ascending = all(one < other for one, other in pairwise(indices))
+        if num_dropped or not is_ascending or 2 * len(indices) < buffers[0].shape[0]:
+            surplus = max(num_dropped - self.base, 0)
+            self.base = max(self.base - num_dropped, 0)
+            there = index.to(self.device)
+            self.keys, self.values = (buffer[:, :, surplus:].index_select(0, there) for buffer in self.buffers)
+            self._with_free = None
+            return
+        with torch.inference_mode(buffers[0].is_inference()):
+            for place, row in enumerate(indices):
+                if place < row:
+                    for buffer in buffers:
+                        buffer[place] = buffer[row]  # all columns: what the place held may be NaN
+        self._use(buffers, len(indices))
 
     def join(self, other: "RaggedLayer") -> None:
-        """Add the rows of `other` behind these, before the columns are joined."""
+        """Add the rows of `other` behind these, before the columns are joined; in the places of rows that have left."""
         if not self.is_initialized or not other.is_initialized:
             return  # a layer that reads the states of another one
+        num_rows, num_joining = self.buffers[0].shape[0], other.buffers[0].shape[0]
+        num_held = other.columns.num_held - other.base
+        buffers = self._with_free or self.buffers
+        has_room = num_rows + num_joining <= buffers[0].shape[0] and num_held <= buffers[0].shape[2]
+        if not has_room or self.base != other.base:
+            self._join_in_new_buffers(other)
+            return
+        with torch.inference_mode(buffers[0].is_inference()):
+            for buffer, states in zip(buffers, other.buffers, strict=True):
+                places = buffer[num_rows : num_rows + num_joining]
+                places[:, :, :num_held] = states[:, :, :num_held]
+                places[:, :, num_held:] = 0
+        self._use(buffers, num_rows + num_joining)
+
+    def _join_in_new_buffers(self, other: "RaggedLayer") -> None:
         layers, base = (self, other), min(self.base, other.base)
         capacity = self._roomy(max(layer.columns.num_held for layer in layers) - base, base)
         shape = self.buffers[0].shape[0] + other.buffers[0].shape[0], self.buffers[0].shape[1], capacity
@@ -119,11 +158,16 @@ class RaggedLayer(CacheLayerMixin):
                 row += num_rows
             joined.append(buffer)
         self.keys, self.values = joined
-        self.base = base
+        self.base, self._with_free = base, None
+
+    def _use(self, buffers: tuple[Tensor, Tensor], num_rows: int) -> None:
+        """Hold the first rows of these buffers; the others are free."""
+        self.keys, self.values = (buffer[:num_rows] for buffer in buffers)
+        self._with_free = buffers
 
     def release(self) -> None:
         """Let go of the buffers, whose states somebody else holds now."""
-        self.keys = self.values = None
+        self.keys = self.values = self._with_free = None
         self.is_initialized = False
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -173,6 +217,7 @@ class RaggedLayer(CacheLayerMixin):
         capacity = self._roomy(end - keep_from, keep_from)
         held = slice(keep_from - self.base, max(num_held, keep_from) - self.base)
         keys, values = self.buffers
+        self._with_free = None
         self.keys = _moved(keys, held, capacity)
         del keys  # before values are held twice
         self.values = _moved(values, held, capacity)

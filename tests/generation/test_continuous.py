@@ -12,6 +12,7 @@ from hf_speculate import generate, register_row_wise
 from hf_speculate.errors import UnsupportedGenerationError
 from hf_speculate.generation.continuous import ContinuousDecoder, RowPrompt
 from tests.cases import pair
+from tests.tiny import make_model, noisy_copy
 
 NUM_ROWS = 3
 
@@ -214,3 +215,23 @@ def test_many_rows_leave_nothing_behind():
     assert last[0] <= num_tensors + 5, sizes
     assert last[1] <= 1.5 * num_elements, sizes
     assert last[2] <= num_objects + 50, sizes  # about a hundred rows later
+
+
+@pytest.mark.slow
+def test_three_thousand_rows_of_one_to_three_tokens_leave_nothing_behind():
+    target = make_model("llama", num_hidden_layers=1)
+    prompts = (RowPrompt((1 + index % 60, 2, 3), arguments={"max_new_tokens": 1 + index % 3}) for index in range(3_000))
+    source = Prompts([])
+    source.next = lambda: next(prompts, None)
+    decoder = ContinuousDecoder(target, 8, {"assistant_model": noisy_copy(target), "num_assistant_tokens": 2})
+    num_finished, sizes = 0, []
+    for results in decoder.decode(source):
+        assert all(result.error is None for result in results)
+        before, num_finished = num_finished, num_finished + len(results)
+        if before // 500 < num_finished // 500:
+            sizes.append(num_held())
+    assert num_finished == 3_000
+    (num_tensors, num_elements, num_objects), *_, last = sizes[1:-1]  # the last is taken when no row is left
+    assert last[0] <= num_tensors + 5, sizes
+    assert last[1] <= 1.5 * num_elements, sizes
+    assert last[2] <= num_objects + 50, sizes
