@@ -14,6 +14,8 @@ from hf_speculate.engine.hidden_states import HiddenStates
 from hf_speculate.transfers import upload
 from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy, Scored, Trimmed, Verified
 
+_MOST_DROPPED = 16  # tokens that a joining row reads again, so that the others need no forward of their own
+
 
 class DraftSession:
     """Feeds the drafter what it has not seen, and rolls its KV cache back to the tokens that were emitted.
@@ -166,7 +168,8 @@ class DraftSession:
             other: the session of the new rows.
             batch: the rows of this session, all of them live.
         """
-        self._catch_up(batch)
+        if not other._fall_behind(self._num_unseen(batch)):
+            self._catch_up(batch)
         if self.drafter is not None and other.drafter is not None:
             self.drafter.join(other.drafter)
         if self.kv_cache is not None:
@@ -174,6 +177,17 @@ class DraftSession:
         self._num_seen = self._num_seen + other._num_seen
         if self._seen_lens is not None and other._seen_lens is not None:
             self._seen_lens.join(other._seen_lens)
+
+    def _fall_behind(self, num_unseen: int) -> bool:
+        """Leave the drafter `num_unseen` tokens behind after `read_ahead`; False if that saves no forward."""
+        if self.drafter is None or self.kv_cache is None:
+            return False
+        num_dropped = num_unseen - self.drafter.min_query_len
+        if not 0 <= num_dropped < min(_MOST_DROPPED, *self._num_seen):
+            return False
+        self.kv_cache.crop(num_dropped)
+        self._num_seen = [num - num_dropped for num in self._num_seen]
+        return True
 
     def _catch_up(self, batch: Batch) -> None:
         """Leave the drafter as far behind as its shortest query allows, in every row."""

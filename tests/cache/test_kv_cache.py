@@ -177,3 +177,22 @@ def test_a_cache_of_another_kind_is_refused():
     model = make_model("llama")
     with pytest.raises(UnsupportedModelError, match="got StaticLayer"):
         DynamicKVCache(StaticCache(config=model.config, max_cache_len=8), 1)
+
+
+def test_rows_join_in_the_places_of_rows_that_left_whatever_these_held():
+    cache, joining = (PreallocatedKVCache(LayerKinds((None, None), {"": None}, torch.float32), num) for num in (4, 1))
+    held, its = states(4, 9), states(1, 5, seed=1)
+    for layer in held:
+        layer.values[1] = torch.nan
+    cache.update(held)
+    joining.update(its)
+    cache.rows([0, 2, 3])
+    addresses = [layer.keys.data_ptr() for layer in cache.cache.layers]
+    cache.rows([0, 2])
+    cache.join(joining)
+    assert [layer.keys.data_ptr() for layer in cache.cache.layers] == addresses
+    assert cache.get_lens().tolist() == [9, 9, 5]
+    for layer, before, new, buffers in zip(cache.get_kv_states(), held, its, cache.cache.layers, strict=True):
+        assert torch.equal(layer.keys[:2], before.keys[[0, 3]])
+        assert torch.equal(layer.values[2, :, -5:], new.values[0])
+        assert buffers.values.isfinite().all()
