@@ -262,8 +262,8 @@ MUTANTS = (
     Mutant(
         "draft length: drafts past the last row's end",
         "hf_speculate/engine/draft_length.py",
-        "max(room) - 1), 0)",
-        "max(room) + 3), 0)",
+        "max(min(left - 1, limit)",
+        "max(min(left + 3, limit)",
         "generation/test_greedy_exactness.py generation/test_padding.py generation/test_rollback.py "
         "generation/test_schedules.py",
     ),
