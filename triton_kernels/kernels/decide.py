@@ -23,8 +23,6 @@ from .entry import entry_point
 from .noise import ACCEPT, CORRECTION, exponentials, noise_states, uniforms
 from .rows import (
     CHUNKS_AT_ONCE,
-    NO_ID,
-    chunk_race,
     is_finite,
     load_chunk,
     load_cutoff,
@@ -34,8 +32,10 @@ from .rows import (
     merge_maxes,
     merge_races,
     merge_sums,
+    pack_race,
     row_offset,
     row_status,
+    unpack_race,
     warp,
 )
 from .stats import chain_len, load_keys
@@ -65,36 +65,20 @@ def write_verdict(ids_ptr, out_ids_ptr, out_num_ptr, out_status_ptr, sequence, n
 
 
 @triton.jit
-def best_of_race(keys_ptr, winners_ptr, sequence, num_programs):
-    """Largest key and its token id among the programs of a sequence; ties go to the first program."""
-    best = -1.0
-    best_id = 0
+def finish(
+    ids_ptr, races_ptr, out_ids_ptr, out_num_ptr, out_status_ptr,
+    sequence, num_draft_tokens, vocab_size, num_programs, end, argmax_id, uses_residual, status,
+):  # fmt: skip
+    """Write the verdict; the final id is `argmax_id` if >= 0, else the winner of the programs' races."""
+    best = tl.full([], -(2**63), tl.int64)
     for first in range(0, num_programs, CHUNKS_AT_ONCE):
         programs = first + tl.arange(0, CHUNKS_AT_ONCE)
-        at = sequence.to(tl.int64) * num_programs + programs
-        keys = tl.load(keys_ptr + at, mask=programs < num_programs, other=-1.0, cache_modifier=".cg")
-        winners = tl.load(winners_ptr + at, mask=programs < num_programs, other=0, cache_modifier=".cg")
-        here = tl.max(keys, axis=0)
-        best_program = tl.min(tl.where(keys == here, programs, NO_ID), axis=0)
-        winner = tl.sum(tl.where(programs == best_program, winners, 0), axis=0)
-        best_id = tl.where(here > best, winner, best_id)
-        best = tl.maximum(best, here)
-    return best, best_id
-
-
-@triton.jit
-def finish(
-    ids_ptr, keys_ptr, winners_ptr, out_ids_ptr, out_num_ptr, out_status_ptr,
-    sequence, num_sequences, num_draft_tokens, num_programs, end, argmax_id, uses_residual, status,
-):  # fmt: skip
-    """Write the verdict; the final id is `argmax_id` if >= 0, else the sample from the residual or from the target."""
-    plane = num_sequences.to(tl.int64) * num_programs
-    _, target_id = best_of_race(keys_ptr, winners_ptr, sequence, num_programs)
-    key, residual_id = best_of_race(keys_ptr + plane, winners_ptr + plane, sequence, num_programs)
-    is_empty = (uses_residual != 0) & ~(key > 0.0)
-    final_id = tl.where((uses_residual != 0) & ~is_empty, residual_id, target_id)
-    final_id = tl.where(argmax_id >= 0, argmax_id, final_id)
-    status |= tl.where(is_empty & (argmax_id < 0), EMPTY_RESIDUAL, 0)
+        at = races_ptr + sequence.to(tl.int64) * num_programs + programs
+        races = tl.load(at, mask=programs < num_programs, other=-(2**63), cache_modifier=".cg")
+        best = tl.maximum(best, tl.max(races, axis=0))
+    bits, winner = unpack_race(best, vocab_size)
+    status |= tl.where((uses_residual != 0) & (bits < 0), EMPTY_RESIDUAL, 0)
+    final_id = tl.where(argmax_id >= 0, argmax_id, winner)
     write_verdict(ids_ptr, out_ids_ptr, out_num_ptr, out_status_ptr, sequence, num_draft_tokens, end, final_id, status)
 
 
@@ -151,37 +135,38 @@ def first_rejection(
 @triton.jit
 def race_row(
     target_row_ptr, target_stride_v, draft_row_ptr, draft_stride_v, temperature, cutoff,
-    target_lse, draft_lse, ratio, last_id, uses_residual, state, first_chunk, last_chunk, vocab_size,
-    RULE: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
+    target_lse, draft_lse, ratio, last_id, uses_residual, state, first_piece, last_piece, vocab_size,
+    RULE: tl.constexpr, ALIGNED: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    """Exponential races over some chunks of one row: for the target distribution and for the residual.
+    """Exponential race over some pieces of one row, packed by `pack_race`.
 
-    Returns the largest key and its token id for both races. The result does not depend on PIECE; larger pieces spilled
-    registers in some builds for cuda 90.
+    The race is that of the residual or, unless `uses_residual`, of the target distribution. Entries without a residual
+    take part with their negated key under the target: one of them wins if the residual is empty. Every thread keeps the
+    best of its entries, and one reduction at the end merges them.
     """
-    PIECE: tl.constexpr = CHUNK // 8
-    best, best_id, best_residual, best_residual_id = -1.0, 0, -1.0, 0
-    for piece in range(8 * first_chunk, 8 * last_chunk):
-        token_ids = piece * PIECE + tl.arange(0, PIECE)
+    lanes = tl.arange(0, PIECE)
+    best_bits = tl.full([PIECE], -(2**31), tl.int32)
+    best_ids = lanes
+    excluded_id = tl.where(uses_residual, last_id, -1)
+    for piece in range(first_piece, last_piece):
+        token_ids = piece * PIECE + lanes
         x = load_chunk(target_row_ptr, target_stride_v, token_ids, vocab_size, ALIGNED)
-        x = warp(x, temperature, cutoff)
-        probs = tl.exp(x - target_lse)
-        noise = exponentials(state, token_ids)
-        key, winner = chunk_race(probs, noise, token_ids, vocab_size)
-        best_id = tl.where(key > best, winner, best_id)
-        best = tl.maximum(best, key)
+        weights = tl.exp(warp(x, temperature, cutoff) - target_lse)
+        is_left = token_ids >= 0
         if RULE == POINT_MASS:
-            residual = tl.where(token_ids == last_id, 0.0, probs)
-        elif RULE != TYPICAL:
-            residual = probs
+            is_left = (token_ids != excluded_id) & (weights > 0.0)
+        elif RULE != TYPICAL:  # noqa: SIM102, the one is a constant, the other a tensor
             if uses_residual:
                 d = load_chunk(draft_row_ptr, draft_stride_v, token_ids, vocab_size, ALIGNED)
-                residual = tl.maximum(probs * ratio - tl.exp(d - draft_lse), 0.0)
-        if RULE != TYPICAL:
-            key, winner = chunk_race(residual, noise, token_ids, vocab_size)
-            best_residual_id = tl.where(key > best_residual, winner, best_residual_id)
-            best_residual = tl.maximum(best_residual, key)
-    return best, best_id, best_residual, best_residual_id
+                residual = weights * ratio - tl.exp(d - draft_lse)
+                is_left = residual > 0.0
+                weights = tl.where(is_left, residual, weights)
+        keys = weights / exponentials(state, token_ids)
+        bits = tl.where(is_left, keys, -keys).to(tl.int32, bitcast=True)
+        is_better = bits > best_bits
+        best_ids = tl.where(is_better, token_ids, best_ids)
+        best_bits = tl.where(is_better, bits, best_bits)
+    return tl.max(pack_race(best_bits.to(tl.float32, bitcast=True), best_ids), axis=0)
 
 
 @entry_point
@@ -192,14 +177,14 @@ def decide_kernel(
     seeds_ptr, rounds_ptr, positions_ptr,
     floats_ptr, ints_ptr, plane, draft_lse_ptr, entropy_sums_ptr, ratios_ptr, block_lens_ptr, masses_ptr,
     threshold, alpha,
-    keys_ptr, winners_ptr, plans_ptr, arrivals_ptr,
+    races_ptr, plans_ptr, arrivals_ptr,
     out_ids_ptr, out_num_ptr, out_status_ptr, passed_ptr,
-    num_sequences, num_draft_tokens, vocab_size, num_chunks, chunks_per_program,
-    RULE: tl.constexpr, RACES: tl.constexpr, FUSED: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
+    num_sequences, num_draft_tokens, vocab_size, num_chunks, pieces_per_program,
+    RULE: tl.constexpr, RACES: tl.constexpr, FUSED: tl.constexpr, ALIGNED: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     """Verify one sequence.
 
-    Grid: (B, programs per row). With RACES, every program tests the chain by itself and races its chunks of the row of
+    Grid: (B, programs per row). With RACES, every program tests the chain by itself and races its pieces of the row of
     the final token. If FUSED, the last program to finish merges the races and writes the verdict; otherwise
     `finish_kernel` does, from `plans_ptr` [B, 4].
     """
@@ -259,32 +244,27 @@ def decide_kernel(
             draft_row_ptr = draft_ptr + row_offset(sequence, end, draft_stride_b, draft_stride_i, ALIGNED)
         if RULE == TYPICAL:
             uses_residual = uses_residual & (end < 0)
-        first_chunk = program * chunks_per_program
-        last_chunk = tl.where(takes_argmax, first_chunk, tl.minimum(first_chunk + chunks_per_program, num_chunks))
-        best, best_id, best_residual, best_residual_id = race_row(
+        first_piece = program * pieces_per_program
+        num_pieces = (vocab_size + PIECE - 1) // PIECE
+        last_piece = tl.where(takes_argmax, first_piece, tl.minimum(first_piece + pieces_per_program, num_pieces))
+        best = race_row(
             target_ptr + row_offset(sequence, end, target_stride_b, target_stride_i, ALIGNED), target_stride_v,
             draft_row_ptr, draft_stride_v, this_temperature, load_cutoff(cutoffs_ptr, row),
             first_lane(logsumexps(tops, sums)),
             draft_lse, ratio, first_lane(last_ids), uses_residual,
-            noise_states(seed, round_, position + end, CORRECTION), first_chunk, last_chunk, vocab_size,
-            RULE, ALIGNED, CHUNK,
+            noise_states(seed, round_, position + end, CORRECTION), first_piece, last_piece, vocab_size,
+            RULE, ALIGNED, PIECE,
         )  # fmt: skip
         num_programs = tl.num_programs(1)
-        race_plane = num_sequences.to(tl.int64) * num_programs
-        at = sequence.to(tl.int64) * num_programs + program
-        tl.store(keys_ptr + at, best)
-        tl.store(winners_ptr + at, best_id)
-        tl.store(keys_ptr + race_plane + at, best_residual)
-        tl.store(winners_ptr + race_plane + at, best_residual_id)
+        tl.store(races_ptr + sequence.to(tl.int64) * num_programs + program, best)
         argmax_id = tl.where(takes_argmax, final_id, -1)
         if FUSED:
             tl.debug_barrier()  # all threads have stored their results before the counter is incremented
             num_before = tl.atomic_add(arrivals_ptr + sequence, 1, sem="acq_rel")
             if num_before == num_programs - 1:
                 tl.debug_barrier()
-                finish(ids_ptr, keys_ptr, winners_ptr, out_ids_ptr, out_num_ptr, out_status_ptr, sequence,
-                       num_sequences, num_draft_tokens, num_programs, end, argmax_id, uses_residual.to(tl.int32),
-                       status)  # fmt: skip
+                finish(ids_ptr, races_ptr, out_ids_ptr, out_num_ptr, out_status_ptr, sequence, num_draft_tokens,
+                       vocab_size, num_programs, end, argmax_id, uses_residual.to(tl.int32), status)  # fmt: skip
         elif program == 0:
             tl.store(plans_ptr + 4 * sequence, end)
             tl.store(plans_ptr + 4 * sequence + 1, argmax_id)
@@ -294,8 +274,8 @@ def decide_kernel(
 
 @entry_point
 def finish_kernel(
-    ids_ptr, keys_ptr, winners_ptr, plans_ptr, out_ids_ptr, out_num_ptr, out_status_ptr,
-    num_sequences, num_draft_tokens, num_programs,
+    ids_ptr, races_ptr, plans_ptr, out_ids_ptr, out_num_ptr, out_status_ptr,
+    num_draft_tokens, vocab_size, num_programs,
 ):  # fmt: skip
     """Write the verdicts from the `plans_ptr` of `decide_kernel`. Grid: (B,)."""
     sequence = tl.program_id(0)
@@ -303,5 +283,5 @@ def finish_kernel(
     argmax_id = tl.load(plans_ptr + 4 * sequence + 1)
     uses_residual = tl.load(plans_ptr + 4 * sequence + 2)
     status = tl.load(plans_ptr + 4 * sequence + 3)
-    finish(ids_ptr, keys_ptr, winners_ptr, out_ids_ptr, out_num_ptr, out_status_ptr, sequence, num_sequences,
-           num_draft_tokens, num_programs, end, argmax_id, uses_residual, status)  # fmt: skip
+    finish(ids_ptr, races_ptr, out_ids_ptr, out_num_ptr, out_status_ptr, sequence, num_draft_tokens, vocab_size,
+           num_programs, end, argmax_id, uses_residual, status)  # fmt: skip

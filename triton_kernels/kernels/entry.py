@@ -7,7 +7,8 @@ import triton
 _RUN_TIME = [
     "target_stride_b", "target_stride_i", "target_stride_v", "draft_stride_b", "draft_stride_i", "draft_stride_v",
     "temperature", "threshold", "alpha", "epsilon", "plane", "num_sequences", "num_rows", "num_draft_tokens",
-    "num_programs", "vocab_size", "num_chunks", "chunks_per_program", "top_k", "top_p", "most_below",
+    "num_programs", "vocab_size", "num_chunks", "chunks_per_program", "pieces_per_program", "top_k", "top_p",
+    "most_below",
 ]  # fmt: skip
 # Loaded one entry at a time. Logits are not listed, because their alignment decides the width of their loads.
 _SMALL = [

@@ -12,6 +12,11 @@ from ..types import NoiseKeys
 
 # Entries per chunk of a row; fixed, because it determines the rounding of sums.
 CHUNK = 4096
+# Pieces of a chunk that a race reads at once. Larger pieces are wider loads of a bf16 row (16 bytes instead of 8), but
+# take 93 to 100 registers instead of 48 to 64 on cuda 90, which halves the programs that a multiprocessor holds.
+PIECES_PER_CHUNK = 4
+# Programs of a race over all sequences. An estimate, not measured yet: four on each of 132 multiprocessors.
+RACE_PROGRAMS = 528
 # The same for all kernels, so that all merge rows in the same order. Eight warps hold a chunk without spilling.
 NUM_WARPS = 8
 
@@ -24,6 +29,11 @@ def chunks_per_program(num_rows: int) -> int:
     if num_rows <= 24:
         return 1
     return 2 if num_rows <= 192 else 4
+
+
+def pieces_per_program(batch_size: int, num_pieces: int) -> int:
+    """Number of pieces of one row that one program races: the fewest with at most RACE_PROGRAMS programs."""
+    return -(-num_pieces // max(1, RACE_PROGRAMS // max(1, batch_size)))
 
 
 def is_aligned(logits: Tensor) -> bool:
@@ -71,6 +81,9 @@ class Launch:
         self.num_rows = self.batch_size * (num_positions + (self.num_draft_tokens if self.reads_draft_stats else 0))
         self.chunks_per_program = chunks_per_program(self.num_rows)
         self.num_programs = -(-self.num_chunks // self.chunks_per_program)
+        num_pieces = -(-self.vocab_size * PIECES_PER_CHUNK // CHUNK)
+        self.pieces_per_program = pieces_per_program(self.batch_size, num_pieces)
+        self.num_race_programs = -(-num_pieces // self.pieces_per_program)
         self.floats = self.scratch(self.num_float_planes, self.num_rows, self.num_chunks)
         self.ints = self.scratch(self.num_int_planes, self.num_rows, self.num_chunks, dtype=torch.int32)
         temperature, row_cutoffs = self.warp
@@ -95,8 +108,10 @@ class Launch:
             "vocab_size": self.vocab_size,
             "num_chunks": self.num_chunks,
             "chunks_per_program": self.chunks_per_program,
+            "pieces_per_program": self.pieces_per_program,
             "ALIGNED": is_aligned(target) and (draft is None or is_aligned(draft)),
             "CHUNK": CHUNK,
+            "PIECE": CHUNK // PIECES_PER_CHUNK,
         }
 
     def scratch(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

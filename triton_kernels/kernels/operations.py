@@ -46,11 +46,10 @@ def _decide(launch: Launch, rule: int, arrivals: Tensor, *, races: bool, **extra
         launch.scratch(launch.batch_size, dtype=torch.int32),
         launch.scratch(launch.batch_size, dtype=torch.int32),
     )
-    num_programs = launch.num_programs if races else 1
+    num_programs = launch.num_race_programs if races else 1
     is_fused = has_atomics(device)
     outputs: dict[str, Any] = {
-        "keys_ptr": launch.scratch(2, launch.batch_size, num_programs) if races else None,
-        "winners_ptr": launch.scratch(2, launch.batch_size, num_programs, dtype=torch.int32) if races else None,
+        "races_ptr": launch.scratch(launch.batch_size, num_programs, dtype=torch.int64) if races else None,
         "plans_ptr": launch.scratch(launch.batch_size, 4, dtype=torch.int32) if races and not is_fused else None,
         "out_ids_ptr": out.token_ids,
         "out_num_ptr": out.num_accepted,

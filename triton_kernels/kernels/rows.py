@@ -92,11 +92,26 @@ def chunk_masses(x, top):
 
 
 @triton.jit
+def pack_race(keys, token_ids):
+    """Keys of a race with their token ids, as int64: larger for a larger key, then for a lower id.
+
+    The bits of floats that are not negative are in order as integers. A negated key is below all others, and among
+    negated keys the order is that of the keys before.
+    """
+    return (keys.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (token_ids ^ NO_ID).to(tl.int64)
+
+
+@triton.jit
+def unpack_race(packed, vocab_size):
+    """The bits of the key, and the token id, which is in range whatever the keys were."""
+    return (packed >> 32).to(tl.int32), tl.minimum((packed.to(tl.int32) & NO_ID) ^ NO_ID, vocab_size - 1)
+
+
+@triton.jit
 def chunk_race(weights, noise, token_ids, vocab_size):
     """Exponential race of a chunk: the largest key weight / noise and its token id; weights and noise [CHUNK]."""
-    keys = tl.where(token_ids < vocab_size, weights / noise, -1.0)
-    best = tl.max(keys, axis=0)
-    return best, first_id(keys == best, token_ids, vocab_size)
+    bits, winner = unpack_race(tl.max(pack_race(weights / noise, token_ids), axis=0), vocab_size)
+    return bits.to(tl.float32, bitcast=True), winner
 
 
 @triton.jit
