@@ -86,7 +86,7 @@ def finish(
 def first_rejection(
     target_ptr, target_stride_b, target_stride_i, target_stride_v,
     draft_ptr, draft_stride_b, draft_stride_i, draft_stride_v,
-    ids_ptr, temperature, cutoffs_ptr, seed, round_, position,
+    ids_ptr, takes_argmax, temperature, cutoffs_ptr, seed, round_, position,
     floats_ptr, ints_ptr, plane, draft_lse_ptr, entropy_sums_ptr, threshold, alpha, passed_ptr,
     sequence, length, num_sequences, num_draft_tokens, vocab_size, num_chunks, RULE: tl.constexpr,
 ):  # fmt: skip
@@ -122,9 +122,7 @@ def first_rejection(
                     d = load_tokens(draft_ptr, draft_stride_b, draft_stride_i, draft_stride_v, sequence, positions, ids,
                                     is_good)  # fmt: skip
                     passed = passes_rejection(log_u, target_logprobs, d - draft_lse, draft_lse)
-        if temperature is not None:
-            passed = tl.where(temperature == 0.0, is_argmax, passed)
-        passed = passed & is_good
+        passed = tl.where(takes_argmax, is_argmax, passed) & is_good
         if passed_ptr is not None:
             at = sequence.to(tl.int64) * num_draft_tokens + positions
             tl.store(passed_ptr + at, passed.to(tl.int8), mask=counts)
@@ -192,17 +190,17 @@ def decide_kernel(
     program = tl.program_id(1)
     length = chain_len(lens_ptr, sequence, num_draft_tokens)
     this_temperature = load_temperature(temperature, temperatures_ptr, sequence)
-    takes_argmax = tl.full([], 0, tl.int1)
-    if this_temperature is not None:
+    takes_argmax = tl.full([], 0, tl.int1)  # the compiler then drops the ids of the maxima, which nobody stored
+    if temperatures_ptr is not None:
         takes_argmax = this_temperature == 0.0
     seed, round_, position = load_keys(seeds_ptr, rounds_ptr, positions_ptr, sequence)
     end = length * 0
     position_rule: tl.constexpr = GREEDY if RULE == BLOCK else RULE
-    if RULE != BLOCK or this_temperature is not None:  # block verification tests only rows at temperature 0 here
+    if RULE != BLOCK or temperatures_ptr is not None:  # block verification tests only rows at temperature 0 here
         end = first_rejection(
             target_ptr, target_stride_b, target_stride_i, target_stride_v,
             draft_ptr, draft_stride_b, draft_stride_i, draft_stride_v,
-            ids_ptr, this_temperature, cutoffs_ptr, seed, round_, position,
+            ids_ptr, takes_argmax, this_temperature, cutoffs_ptr, seed, round_, position,
             floats_ptr, ints_ptr, plane, draft_lse_ptr, entropy_sums_ptr, threshold, alpha, passed_ptr,
             sequence, length, num_sequences, num_draft_tokens, vocab_size, num_chunks, position_rule,
         )  # fmt: skip

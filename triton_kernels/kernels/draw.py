@@ -9,7 +9,8 @@ from .rows import logsumexps, merge_maxes, merge_races, merge_sums
 
 @entry_point
 def draw_kernel(
-    floats_ptr, ints_ptr, plane, temperature, temperatures_ptr, out_ids_ptr, out_lse_ptr, num_rows, num_chunks,
+    floats_ptr, ints_ptr, plane, temperatures_ptr, out_ids_ptr, out_lse_ptr, num_rows, num_chunks,
+    TOP_IDS: tl.constexpr,
 ):  # fmt: skip
     """Write the sampled id and the log-sum-exp of every row; at temperature 0 the argmax and the maximum.
 
@@ -22,12 +23,11 @@ def draw_kernel(
     sums = merge_sums(floats_ptr, floats_ptr + plane, rows, mask, num_chunks, tops)
     ids = merge_races(floats_ptr, floats_ptr + 2 * plane, ints_ptr + plane, rows, mask, num_chunks, tops)
     lses = logsumexps(tops, sums)
-    if temperatures_ptr is not None:
-        takes_argmax = tl.load(temperatures_ptr + lanes, mask=mask, other=1.0) == 0.0
+    if TOP_IDS:  # temperature 0 for all, or for some
+        takes_argmax = mask
+        if temperatures_ptr is not None:
+            takes_argmax = tl.load(temperatures_ptr + lanes, mask=mask, other=1.0) == 0.0
         ids = tl.where(takes_argmax, top_ids, ids)
         lses = tl.where(takes_argmax, tops, lses)
-    elif temperature is not None:
-        ids = tl.where(temperature == 0.0, top_ids, ids)
-        lses = tl.where(temperature == 0.0, tops, lses)
     tl.store(out_ids_ptr + rows, ids.to(tl.int64), mask=mask)
     tl.store(out_lse_ptr + rows, lses, mask=mask)

@@ -109,6 +109,7 @@ class Launch:
             "num_chunks": self.num_chunks,
             "chunks_per_program": self.chunks_per_program,
             "pieces_per_program": self.pieces_per_program,
+            "TOP_IDS": is_tensor or self.warp.is_greedy,  # whether a row can be at temperature 0
             "ALIGNED": is_aligned(target) and (draft is None or is_aligned(draft)),
             "CHUNK": CHUNK,
             "PIECE": CHUNK // PIECES_PER_CHUNK,

@@ -19,11 +19,14 @@ from .second_pass import block_masses_kernel, block_ratios_kernel, entropies_ker
 from .stats import row_stats_kernel
 
 
-def _stats(launch: Launch, *, sums: bool, spreads: bool = False, races: bool = False, stream: int = 0) -> Tensor:
+def _stats(
+    launch: Launch, *, sums: bool, spreads: bool = False, races: bool = False, stream: int = 0, **extra: Any
+) -> Tensor:
     """First launch; returns the counters [B] of finished programs, set to 0."""
     arrivals = launch.scratch(launch.batch_size, dtype=torch.int32)
     # Saved log-sum-exps of the draft make its chunk statistics unnecessary.
-    extra = {} if launch.reads_draft_stats else {"draft_ptr": None}
+    if not launch.reads_draft_stats:
+        extra["draft_ptr"] = None
     launch.run(
         row_stats_kernel,
         (launch.num_rows, launch.num_programs),
@@ -68,7 +71,7 @@ def greedy(round_: Round) -> Verdict:
     if round_.target_logits.shape[0] == 0:
         return reference.greedy(round_)
     launch = Launch(round_, Warp(), None, None, num_float_planes=1, num_int_planes=1)
-    return _decide(launch, int(acceptance.GREEDY), _stats(launch, sums=False), races=False)
+    return _decide(launch, int(acceptance.GREEDY), _stats(launch, sums=False, TOP_IDS=True), races=False)
 
 
 def reject(round_: Round, warp: Warp, proposal: Proposal | None, keys: NoiseKeys) -> Verdict:
@@ -112,7 +115,8 @@ def typical(round_: Round, warp: Warp, rule: TypicalRule, keys: NoiseKeys | None
         return reference.typical(round_, warp, rule, keys)
     is_exact = rule.entropy_epsilon == 0.0
     launch = Launch(round_, warp, keys, None, num_float_planes=3 if is_exact else 2, num_int_planes=1)
-    arrivals = _stats(launch, sums=True, spreads=is_exact)
+    extra: dict[str, Any] = {} if rule.samples else {"TOP_IDS": True}
+    arrivals = _stats(launch, sums=True, spreads=is_exact, **extra)
     entropy_sums = None
     if not is_exact:
         entropy_sums = launch.scratch(launch.num_rows, launch.num_chunks)

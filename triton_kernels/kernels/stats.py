@@ -42,13 +42,13 @@ def load_keys(seeds_ptr, rounds_ptr, positions_ptr, sequence):
 @triton.jit
 def store_chunk(
     x, token_ids, at, state, floats_ptr, ints_ptr, plane, vocab_size,
-    SUMS: tl.constexpr, SPREADS: tl.constexpr, RACES: tl.constexpr,
+    TOP_IDS: tl.constexpr, SUMS: tl.constexpr, SPREADS: tl.constexpr, RACES: tl.constexpr,
 ):  # fmt: skip
     """Write the statistics of a chunk [CHUNK].
 
     Planes of `floats_ptr`: maximum; with SUMS the sum of exp(x - maximum); with SPREADS the sum of
-    (x - maximum) exp(x - maximum), or with RACES the largest key of the race. Planes of `ints_ptr`: token id of the
-    maximum; with RACES the token id of the largest key.
+    (x - maximum) exp(x - maximum), or with RACES the largest key of the race. Planes of `ints_ptr`: with TOP_IDS
+    the token id of the maximum; with RACES the token id of the largest key.
     """
     if SUMS:
         top = tl.max(x, axis=0)
@@ -59,7 +59,8 @@ def store_chunk(
     else:
         top = chunk_max(x)
         tl.store(floats_ptr + at, top)
-    tl.store(ints_ptr + at, first_id(x == top, token_ids, vocab_size))
+    if TOP_IDS:
+        tl.store(ints_ptr + at, first_id(x == top, token_ids, vocab_size))
     if SPREADS:
         shifts = tl.maximum(x - tl.where(is_finite(top), top, 0.0), -200.0)
         tl.store(floats_ptr + 2 * plane + at, tl.sum(shifts * masses, axis=0))
@@ -77,7 +78,7 @@ def row_stats_kernel(
     seeds_ptr, rounds_ptr, positions_ptr,
     floats_ptr, ints_ptr, arrivals_ptr,
     num_sequences, num_draft_tokens, vocab_size, num_chunks, chunks_per_program,
-    SUMS: tl.constexpr, SPREADS: tl.constexpr, RACES: tl.constexpr, STREAM: tl.constexpr,
+    TOP_IDS: tl.constexpr, SUMS: tl.constexpr, SPREADS: tl.constexpr, RACES: tl.constexpr, STREAM: tl.constexpr,
     ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Write the chunk statistics of B * (K+1) target rows, then of B * K draft rows if `draft_ptr` is not None.
@@ -114,8 +115,9 @@ def row_stats_kernel(
             target_row_ptr = target_ptr + row_offset(sequence, position, target_stride_b, target_stride_i, ALIGNED)
             x = load_chunk(target_row_ptr, target_stride_v, token_ids, vocab_size, ALIGNED)
             x = warp(x, this_temperature, load_cutoff(cutoffs_ptr, row))
-            store_chunk(x, token_ids, at, state, floats_ptr, ints_ptr, plane, vocab_size, SUMS, SPREADS, RACES)
+            store_chunk(x, token_ids, at, state, floats_ptr, ints_ptr, plane, vocab_size, TOP_IDS, SUMS, SPREADS,
+                        RACES)  # fmt: skip
         elif draft_ptr is not None:
             draft_row_ptr = draft_ptr + row_offset(sequence, position, draft_stride_b, draft_stride_i, ALIGNED)
             x = load_chunk(draft_row_ptr, draft_stride_v, token_ids, vocab_size, ALIGNED)
-            store_chunk(x, token_ids, at, state, floats_ptr, ints_ptr, plane, vocab_size, SUMS, False, False)
+            store_chunk(x, token_ids, at, state, floats_ptr, ints_ptr, plane, vocab_size, False, SUMS, False, False)
