@@ -142,6 +142,12 @@ def test_strides_change_nothing(name: str, kind: str) -> None:
     assert_same(other, plain)
 
 
+def test_a_draft_row_may_be_one_number_expanded() -> None:
+    target, ids, _, keys, lens = make_case(2, 2, 48)
+    case = (target, ids, torch.arange(4.0).view(2, 2, 1).expand(2, 2, 48), keys, lens)
+    assert_same(verify_on_triton("rejection", *case), OPERATIONS["rejection"](*case, backend="torch"))
+
+
 def poisoned(*size: Any, dtype: torch.dtype | None = None, device: Any = None, **options: Any) -> Tensor:
     """Fresh memory at its worst: NaN, or the smallest integer."""
     kind = dtype or torch.get_default_dtype()

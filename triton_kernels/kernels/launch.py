@@ -1,8 +1,8 @@
 """Kernel launches: grids, scratch memory and shared arguments."""
 
-from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,16 +36,53 @@ def pieces_per_program(batch_size: int, num_pieces: int) -> int:
     return -(-num_pieces // max(1, RACE_PROGRAMS // max(1, batch_size)))
 
 
-def is_aligned(logits: Tensor) -> bool:
-    """Whether V and the start of every row are multiples of 16 entries, as wide loads require."""
-    strides = logits.stride()
-    is_even = all(stride % 16 == 0 for stride in (*strides[:-1], logits.shape[-1]))
-    return is_even and strides[-1] == 1 and logits.data_ptr() % 16 == 0
-
-
 def has_atomics(device: torch.device) -> bool:
     """Whether the last program to finish can write the verdict; otherwise another launch does."""
     return device.type == "cuda" and torch.version.hip is None
+
+
+class Layout(NamedTuple):
+    """Sizes and grids of an operation, which depend only on shapes and strides."""
+
+    num_rows: int
+    num_chunks: int
+    num_programs: int  # of the first launch, for a row
+    num_race_programs: int  # of the last launch, for a sequence
+    arguments: dict[str, int]
+    has_even_rows: bool  # V and all strides between rows are multiples of 16 entries, as wide loads require
+
+
+@lru_cache(maxsize=64)
+def _layout(shape: torch.Size, strides: tuple[int, ...], draft_strides: tuple[int, ...], num_rows: int, chunk: int,
+            num_chunks_per_program: int) -> Layout:  # fmt: skip
+    """Layout of target logits [B, K+1, V] and draft logits; strides of (0, 0, 1) if there are none."""
+    batch_size, num_positions, vocab_size = shape
+    num_chunks = -(-vocab_size // chunk)
+    num_pieces = -(-vocab_size * PIECES_PER_CHUNK // chunk)
+    num_pieces_per_program = pieces_per_program(batch_size, num_pieces)
+    names = ("stride_b", "stride_i", "stride_v")
+    arguments = {
+        **{f"target_{name}": stride for name, stride in zip(names, strides, strict=True)},
+        **{f"draft_{name}": stride for name, stride in zip(names, draft_strides, strict=True)},
+        "plane": num_rows * num_chunks,
+        "num_sequences": batch_size,
+        "num_draft_tokens": num_positions - 1,
+        "vocab_size": vocab_size,
+        "num_chunks": num_chunks,
+        "chunks_per_program": num_chunks_per_program,
+        "pieces_per_program": num_pieces_per_program,
+        "CHUNK": chunk,
+        "PIECE": chunk // PIECES_PER_CHUNK,
+    }
+    return Layout(
+        num_rows,
+        num_chunks,
+        -(-num_chunks // num_chunks_per_program),
+        -(-num_pieces // num_pieces_per_program),
+        arguments,
+        all(stride % 16 == 0 for stride in (*strides[:2], *draft_strides[:2], vocab_size))
+        and strides[2] == draft_strides[2] == 1,
+    )
 
 
 @dataclass
@@ -71,58 +108,60 @@ class Launch:
 
     def __post_init__(self) -> None:
         target, ids, lens = self.round_
-        self.batch_size, num_positions, self.vocab_size = target.shape
+        self.batch_size, num_positions, self.vocab_size = shape = target.shape
         self.num_draft_tokens = num_positions - 1
-        self.num_chunks = -(-self.vocab_size // CHUNK)
-        draft = None if self.proposal is None else self.proposal.logits
-        draft_strides = (0, 0, 0) if draft is None else draft.stride()
-        keys = (None, None, None) if self.keys is None else tuple(key.contiguous() for key in self.keys)
-        self.reads_draft_stats = self.proposal is not None and self.proposal.logsumexp is None
-        self.num_rows = self.batch_size * (num_positions + (self.num_draft_tokens if self.reads_draft_stats else 0))
-        self.chunks_per_program = chunks_per_program(self.num_rows)
-        self.num_programs = -(-self.num_chunks // self.chunks_per_program)
-        num_pieces = -(-self.vocab_size * PIECES_PER_CHUNK // CHUNK)
-        self.pieces_per_program = pieces_per_program(self.batch_size, num_pieces)
-        self.num_race_programs = -(-num_pieces // self.pieces_per_program)
-        self.floats = self.scratch(self.num_float_planes, self.num_rows, self.num_chunks)
-        self.ints = self.scratch(self.num_int_planes, self.num_rows, self.num_chunks, dtype=torch.int32)
+        self.device = target.device
+        draft, logsumexp = (None, None) if self.proposal is None else self.proposal
+        self.reads_draft_stats = draft is not None and logsumexp is None
+        num_rows = self.batch_size * (num_positions + (self.num_draft_tokens if self.reads_draft_stats else 0))
+        draft_strides = (0, 0, 1) if draft is None else draft.stride()
+        self.layout = _layout(shape, target.stride(), draft_strides, num_rows, CHUNK, chunks_per_program(num_rows))
+        self.floats = self.scratch(self.num_float_planes, num_rows, self.layout.num_chunks)
+        self.ints = self.scratch(self.num_int_planes, num_rows, self.layout.num_chunks, dtype=torch.int32)
         temperature, row_cutoffs = self.warp
         is_tensor = isinstance(temperature, Tensor)
+        seeds, rounds, positions = (None, None, None) if self.keys is None else self.keys
+        starts = target.data_ptr() | (0 if draft is None else draft.data_ptr())
         self.shared = {
+            **self.layout.arguments,
             "target_ptr": target,
-            **dict(zip(("target_stride_b", "target_stride_i", "target_stride_v"), target.stride(), strict=True)),
             "draft_ptr": draft,
-            **dict(zip(("draft_stride_b", "draft_stride_i", "draft_stride_v"), draft_strides, strict=True)),
             "ids_ptr": ids.contiguous(),
             "lens_ptr": None if lens is None else lens.contiguous(),
             # A temperature of 1.0 is compiled out; 1.0 is a placeholder if the temperature is a tensor.
             "temperature": 1.0 if is_tensor else (None if temperature == 1.0 else float(temperature)),
             "temperatures_ptr": temperature.contiguous() if isinstance(temperature, Tensor) else None,
             "cutoffs_ptr": None if row_cutoffs is None else row_cutoffs.to(torch.float32).contiguous(),
-            **dict(zip(("seeds_ptr", "rounds_ptr", "positions_ptr"), keys, strict=True)),
+            "seeds_ptr": None if seeds is None else seeds.contiguous(),
+            "rounds_ptr": None if rounds is None else rounds.contiguous(),
+            "positions_ptr": None if positions is None else positions.contiguous(),
             "floats_ptr": self.floats,
             "ints_ptr": self.ints,
-            "plane": self.num_rows * self.num_chunks,
-            "num_sequences": self.batch_size,
-            "num_draft_tokens": self.num_draft_tokens,
-            "vocab_size": self.vocab_size,
-            "num_chunks": self.num_chunks,
-            "chunks_per_program": self.chunks_per_program,
-            "pieces_per_program": self.pieces_per_program,
-            "TOP_IDS": is_tensor or self.warp.is_greedy,  # whether a row can be at temperature 0
-            "ALIGNED": is_aligned(target) and (draft is None or is_aligned(draft)),
-            "CHUNK": CHUNK,
-            "PIECE": CHUNK // PIECES_PER_CHUNK,
+            "TOP_IDS": is_tensor or temperature == 0.0,  # whether a row can be at temperature 0
+            "ALIGNED": self.layout.has_even_rows and starts % 16 == 0,
         }
 
     def scratch(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Uninitialised memory on the device of the logits."""
-        return torch.empty(shape, dtype=dtype, device=self.round_.target_logits.device)
+        return torch.empty(shape, dtype=dtype, device=self.device)
 
     def run(self, kernel: Any, grid: tuple[int, ...], **extra: Any) -> None:
         """Launch `kernel` with the shared arguments that it names and `extra`, which take precedence."""
-        names = frozenset(kernel.arg_names)
-        shared = {name: value for name, value in self.shared.items() if name in names}
-        device = self.round_.target_logits.device  # Triton launches on the current device, which may be another
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            kernel[grid](**{**shared, **extra}, num_warps=NUM_WARPS)
+        given = {**self.shared, **extra}
+        arguments = [given[name] for name in _arg_names(kernel)]
+        if self.device.type != "cuda" or self.device.index == torch.cuda.current_device():
+            kernel[grid](*arguments, num_warps=NUM_WARPS)
+            return
+        with torch.cuda.device(self.device):  # Triton launches on the current device
+            kernel[grid](*arguments, num_warps=NUM_WARPS)
+
+
+_ARG_NAMES: dict[str, tuple[str, ...]] = {}
+
+
+def _arg_names(kernel: Any) -> tuple[str, ...]:
+    """Names of a kernel's arguments; Triton makes the list anew at every access."""
+    name = kernel.__name__
+    if name not in _ARG_NAMES:
+        _ARG_NAMES[name] = tuple(kernel.arg_names)
+    return _ARG_NAMES[name]

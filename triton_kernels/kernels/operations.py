@@ -29,7 +29,7 @@ def _stats(
         extra["draft_ptr"] = None
     launch.run(
         row_stats_kernel,
-        (launch.num_rows, launch.num_programs),
+        (launch.layout.num_rows, launch.layout.num_programs),
         arrivals_ptr=arrivals,
         SUMS=sums,
         SPREADS=spreads,
@@ -43,13 +43,13 @@ def _stats(
 def _decide(launch: Launch, rule: int, arrivals: Tensor, *, races: bool, **extra: Any) -> Verdict:
     """Last launch, or the last two if the device has no atomics."""
     shape = (launch.batch_size, launch.num_draft_tokens + 1)
-    device = launch.round_.target_logits.device
+    device = launch.device
     out = Verdict(
         torch.empty(shape, dtype=torch.int64, device=device),
         launch.scratch(launch.batch_size, dtype=torch.int32),
         launch.scratch(launch.batch_size, dtype=torch.int32),
     )
-    num_programs = launch.num_race_programs if races else 1
+    num_programs = launch.layout.num_race_programs if races else 1
     is_fused = has_atomics(device)
     outputs: dict[str, Any] = {
         "races_ptr": launch.scratch(launch.batch_size, num_programs, dtype=torch.int64) if races else None,
@@ -119,8 +119,8 @@ def typical(round_: Round, warp: Warp, rule: TypicalRule, keys: NoiseKeys | None
     arrivals = _stats(launch, sums=True, spreads=is_exact, **extra)
     entropy_sums = None
     if not is_exact:
-        entropy_sums = launch.scratch(launch.num_rows, launch.num_chunks)
-        grid = (launch.num_rows, launch.num_programs)
+        entropy_sums = launch.scratch(launch.layout.num_rows, launch.layout.num_chunks)
+        grid = (launch.layout.num_rows, launch.layout.num_programs)
         launch.run(entropies_kernel, grid, sums_ptr=entropy_sums, epsilon=rule.entropy_epsilon)
     return _decide(
         launch,
@@ -151,8 +151,8 @@ def block(round_: Round, warp: Warp, proposal: Proposal, keys: NoiseKeys) -> Ver
     saved = _saved_logsumexp(proposal)
     launch.run(block_ratios_kernel, (batch_size,), draft_lse_ptr=saved, **chain)
     num_pairs = batch_size * (num_draft_tokens - 1)
-    chain["masses_ptr"] = launch.scratch(num_pairs, launch.num_chunks)
-    launch.run(block_masses_kernel, (num_pairs, launch.num_programs), **chain)
+    chain["masses_ptr"] = launch.scratch(num_pairs, launch.layout.num_chunks)
+    launch.run(block_masses_kernel, (num_pairs, launch.layout.num_programs), **chain)
     return _decide(launch, int(acceptance.BLOCK), arrivals, races=True, draft_lse_ptr=saved, **chain)
 
 
