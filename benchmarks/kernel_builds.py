@@ -1,6 +1,7 @@
-"""Compiles every Triton kernel for GPUs that need not be there, and reports registers, spills and shared memory.
+"""Compiles every Triton kernel for GPUs that need not be there, and counts registers, spills and instructions.
 
-Fails on a spill for cuda 90, and on shared memory over a target's limit.
+Fails on a spill for cuda 90, and on shared memory over a target's limit. A complete run also writes the instructions of
+the kernels for cuda 90, beside those of the kernels before the last change, into docs/kernels.md.
 """
 
 import argparse
@@ -10,7 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +25,8 @@ from triton.compiler import ASTSource
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks._harness import write_results
+from benchmarks._harness import ROOT, read_results, write_between, write_results
+from benchmarks._sass import comparison, counts
 from hf_speculate.triton_kernels import NoiseKeys, Stream
 from hf_speculate.triton_kernels._inputs import Cut, Proposal, Round, TypicalRule, Warp
 from hf_speculate.triton_kernels.kernels import launch, operations
@@ -45,6 +47,8 @@ TARGETS = {
     "hip gfx942": Target(GPUTarget("hip", "gfx942", 64), 64 * 1024, False),
 }
 NO_SPILLS = ("cuda 90",)
+BEFORE = "kernel_builds_before"  # results of the kernels that are compared with
+COUNTED = ("cuda 90", "bf16")
 DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32}
 TYPE_NAMES = {
     torch.bfloat16: "*bf16",
@@ -59,6 +63,7 @@ TYPE_NAMES = {
 class Build(NamedTuple):
     """One kernel with the types and constants of one launch."""
 
+    case: str  # the call that launches it first
     kernel: Any
     signature: dict[str, str]
     constants: dict[str, Any]
@@ -75,6 +80,7 @@ class Build(NamedTuple):
 def launches(dtype: torch.dtype, has_atomics: bool) -> Iterator[Build]:
     """Every launch of every operation with all options in use, recorded in place of being run."""
     recorded: list[Build] = []
+    case = ""
 
     def record(self: launch.Launch, kernel: Any, grid: tuple[int, ...], **own: Any) -> None:
         given = {name: value for name, value in self.shared.items() if name in kernel.arg_names} | own
@@ -87,7 +93,7 @@ def launches(dtype: torch.dtype, has_atomics: bool) -> Iterator[Build]:
                 signature[name], constants[name] = "constexpr", value
             else:
                 signature[name] = "fp32" if isinstance(value, float) else "i32"
-        recorded.append(Build(kernel, signature, constants, launch.NUM_WARPS))
+        recorded.append(Build(case, kernel, signature, constants, launch.NUM_WARPS))
 
     batch_size, num_draft_tokens, vocab_size = 2, 3, 8192
     target = torch.zeros(batch_size, num_draft_tokens + 1, vocab_size, dtype=dtype)
@@ -97,23 +103,33 @@ def launches(dtype: torch.dtype, has_atomics: bool) -> Iterator[Build]:
     warp = Warp(torch.ones(batch_size), torch.zeros(batch_size, num_draft_tokens + 1))
     draft = target[:, 1:].contiguous()
     saved = Proposal(draft, torch.zeros(batch_size, num_draft_tokens))
+    plain, dense = Warp(), saved._replace(logsumexp=None)
+    cases: dict[str, Callable[[], Any]] = {
+        "greedy": lambda: operations.greedy(round_),
+        "rejection, saved sums": lambda: operations.reject(round_, plain, saved, keys),
+        "rejection": lambda: operations.reject(round_, plain, dense, keys),
+        "rejection, temperature": lambda: operations.reject(round_, Warp(0.7), dense, keys),
+        "rejection, saved sums, temperatures and cutoffs": lambda: operations.reject(round_, warp, saved, keys),
+        "rejection, temperatures and cutoffs": lambda: operations.reject(round_, warp, dense, keys),
+        "rejection, two dtypes": lambda: operations.reject(round_, plain, dense._replace(logits=draft.half()), keys),
+        "rejection, every test": lambda: operations.reject_and_test(round_, dense, keys),
+        "point mass": lambda: operations.reject(round_, plain, None, keys),
+        "point mass, temperatures and cutoffs": lambda: operations.reject(round_, warp, None, keys),
+        "typical": lambda: operations.typical(round_, warp, TypicalRule(0.09, 0.3, 0.0, False), keys),
+        "typical, sampled": lambda: operations.typical(round_, warp, TypicalRule(0.09, 0.3, 1e-5, True), keys),
+        "block, saved sums": lambda: operations.block(round_, warp, saved, keys),
+        "block": lambda: operations.block(round_, warp, dense, keys),
+        "coupled": lambda: operations.coupled(round_, warp, keys),
+        "sample": lambda: operations.sample(target[:, 0], Warp(warp.temperature, lens.float()), keys, Stream.DRAFT),
+        "cut": lambda: operations.cut(target[:, 0], 1.0, Cut(50, 0.9, 3.0)),
+        "cut, temperature": lambda: operations.cut(target[:, 0], 0.7, Cut(50, 0.9, 3.0)),
+    }
     run, operations_has_atomics = launch.Launch.run, operations.has_atomics
     try:
         launch.Launch.run = record  # type: ignore[method-assign]
         operations.has_atomics = lambda device: has_atomics
-        operations.greedy(round_)
-        for proposal in (None, saved, saved._replace(logsumexp=None)):
-            operations.reject(round_, warp, proposal, keys)
-        operations.reject_and_test(round_, saved._replace(logsumexp=None), keys)
-        operations.reject(round_, Warp(), saved._replace(logits=draft.half(), logsumexp=None), keys)
-        for epsilon, samples in ((0.0, False), (1e-5, True)):
-            operations.typical(round_, warp, TypicalRule(0.09, 0.3, epsilon, samples), keys)
-        for proposal in (saved, saved._replace(logsumexp=None)):
-            operations.block(round_, warp, proposal, keys)
-        operations.coupled(round_, warp, keys)
-        operations.sample(target[:, 0], Warp(warp.temperature, lens.float()), keys, Stream.DRAFT)
-        for temperature in (1.0, 0.7):
-            operations.cut(target[:, 0], temperature, Cut(50, 0.9, 3.0))
+        for case, call in cases.items():  # noqa: B007, `record` reads it
+            call()
     finally:
         launch.Launch.run = run  # type: ignore[method-assign]
         operations.has_atomics = operations_has_atomics
@@ -138,7 +154,11 @@ def compile_one(job: tuple[str, str, int]) -> dict[str, Any]:
     compiled = triton.compile(source, target=target.gpu, options={"num_warps": build.num_warps})
     is_cuda = target.gpu.backend == "cuda"
     used = cuda_usage(compiled.asm["ptx"], target.gpu.arch) if is_cuda else hip_usage(compiled.asm["amdgcn"])
+    if target_name == COUNTED[0] and dtype_name == COUNTED[1]:
+        used |= counts(compiled.asm["cubin"])._asdict()
+        used["loop_entries"] = build.constants.get("PIECE", build.constants.get("CHUNK", 0))
     return {
+        "case": build.case,
         "kernel": build.name,
         "dtype": dtype_name,
         "target": target_name,
@@ -149,7 +169,7 @@ def compile_one(job: tuple[str, str, int]) -> dict[str, Any]:
     }
 
 
-def cuda_usage(ptx: str, arch: int) -> dict[str, int]:
+def cuda_usage(ptx: str, arch: int) -> dict[str, Any]:
     """Registers a thread and spilled bytes, as the assembler that comes with Triton says."""
     assembler = get_ptxas(arch).path
     architecture = re.search(r"\.target (\S+?)[,\s]", ptx)
@@ -175,7 +195,7 @@ def cuda_usage(ptx: str, arch: int) -> dict[str, int]:
     return {"registers": int(registers[1]), "spills": int(spills[1]) + int(spills[2])}
 
 
-def hip_usage(assembly: str) -> dict[str, int]:
+def hip_usage(assembly: str) -> dict[str, Any]:
     """Vector registers a thread and how many were spilled, as the assembly's metadata says."""
     registers = re.search(r"\.vgpr_count:\s+(\d+)", assembly)
     spills = re.search(r"\.vgpr_spill_count:\s+(\d+)", assembly)
@@ -216,6 +236,7 @@ def main() -> int:
     found = [problem for row in rows for problem in problems(row)]
     if not args.kernel and args.targets == list(TARGETS) and args.dtypes == list(DTYPES):
         print(f"written to {write_results('kernel_builds', args, rows)}")
+        write_between(ROOT / "docs" / "kernels.md", "kernel-counts", comparison(read_results(BEFORE)["rows"], rows))
     for problem in found:
         print(problem, file=sys.stderr)
     print(f"{len(rows)} builds, {len(found)} problems")
