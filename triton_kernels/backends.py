@@ -9,6 +9,7 @@ from torch import Tensor
 
 from . import reference
 from ._inputs import Cut, Proposal, Round, TypicalRule, Warp
+from .custom_ops import CustomOperations
 from .errors import ConfigError, KernelUnavailableError
 from .types import NoiseKeys, Sampled, Stream, Verdict
 
@@ -85,6 +86,7 @@ def check_backend(backend: str, device: torch.device) -> None:
         )
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def runs_kernels(backend: str, device: torch.device) -> bool:
     """Whether `backend` means Triton on `device`; "auto" does on a GPU if installed. Raises like `check_backend`."""
     check_backend(backend, device)
@@ -95,7 +97,10 @@ def runs_kernels(backend: str, device: torch.device) -> bool:
 
 def operations(backend: str, device: torch.device) -> Operations:
     """The implementation of `backend` on `device`; see `runs_kernels`. Raises like `check_backend`."""
-    if not runs_kernels(backend, device):
+    is_triton = runs_kernels(backend, device)
+    if torch.compiler.is_compiling():
+        return CustomOperations(is_triton)
+    if not is_triton:
         return reference
     from . import kernels  # imports Triton
 

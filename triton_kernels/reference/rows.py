@@ -44,7 +44,8 @@ def scale(logits: Tensor, temperature: float | Tensor, out: Tensor) -> Tensor:
         divisor = torch.where(divisor == 0, 1.0, divisor)
     elif temperature == 1.0:
         return out.copy_(logits)
-    if logits.dtype == torch.float32:
+    # A compiler takes no `out` that is part of another tensor.
+    if logits.dtype == torch.float32 and not torch.compiler.is_compiling():
         return torch.div(logits, divisor, out=out)
     return out.copy_(logits).div_(divisor)
 

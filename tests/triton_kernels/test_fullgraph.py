@@ -1,0 +1,72 @@
+"""The operations inside of `torch.compile(fullgraph=True)`, with both backends."""
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_speculate.triton_kernels import Stream, custom_ops, sample, verify_rejection, warp_logits
+from tests.triton_kernels.distributions import make_keys
+from tests.triton_kernels.on_triton import assert_same, moved
+from tests.triton_kernels.operations import OPERATIONS, make_round
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def whole(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, fullgraph=True, backend="eager")
+
+
+BACKENDS = ["torch", pytest.param("triton", marks=pytest.mark.skipif(not HAS_TRITON, reason="needs Triton"))]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["greedy", "rejection", "block, warped", "coupled", "point mass", "typical, sampled"])
+def test_verifiers_compile_whole(name: str, backend: str) -> None:
+    target, ids, draft = make_round(3, 2, 40)
+    case = moved((target, ids, draft, make_keys(3), torch.tensor([2, 1, 2])))
+    operation = OPERATIONS[name]
+    mine = whole(lambda *args: operation(*args, backend=backend))(*case)
+    assert_same(mine, operation(*case, backend=backend))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sample_and_cutoffs_compile_whole(backend: str) -> None:
+    logits, keys = moved((make_round(3, 0, 40)[0][:, 0], make_keys(3)))
+    options: dict[str, Any] = {"keys": keys, "stream": Stream.DRAFT, "backend": backend}
+
+    def draw(temperature: float | Tensor) -> Any:
+        warped = warp_logits(logits, temperature=0.8, top_k=5, backend=backend)
+        return (*sample(warped, temperature=temperature, **options), warped)
+
+    for temperature in (0.7, torch.tensor([0.0, 0.5, 1.0], device=logits.device)):
+        for one, other in zip(whole(draw)(temperature), draw(temperature), strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_auto_compiles_whole_without_naming_a_backend() -> None:
+    target, ids, draft, keys = moved((*make_round(3, 2, 40), make_keys(3)))
+    mine = whole(lambda *args: verify_rejection(*args, keys=keys))(target, ids, draft)
+    assert_same(mine, verify_rejection(target, ids, draft, keys=keys))
+
+
+@pytest.mark.parametrize("is_triton", [False, pytest.param(True, marks=BACKENDS[1].marks)])
+def test_operators_are_registered_as_torch_asks(is_triton: bool) -> None:
+    target, ids, draft, keys = moved((*make_round(2, 2, 40), make_keys(2)))
+    seeds = list(keys)
+    for verifier, rule in (("greedy", []), ("reject", []), ("typical", [0.09, 0.3, 0.0, 0.0])):
+        args = (is_triton, verifier, target, ids, None, 0.7, None, None, draft, None, seeds, rule)
+        torch.library.opcheck(custom_ops._verify, args)
+    if is_triton:
+        torch.library.opcheck(custom_ops._sample, (target[:, 0], 0.7, None, None, seeds, int(Stream.RACE)))
+        torch.library.opcheck(custom_ops._cut, (target[:, 0], 0.7, 5, 0.9, 3.0))
