@@ -5,8 +5,10 @@ from dataclasses import dataclass, field
 from statistics import median
 
 import rich
+import torch
 from rich.text import Text
-from transformers import PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 MAX_SPREAD = 1.5  # of plain decoding's speed between passes; beyond it the machine was busy
 COLOURS = {"plain": "white", "transformers": "dark_orange3", "hf_speculate": "blue"}
@@ -24,7 +26,11 @@ class Method:
 
     @property
     def name(self) -> str:
-        return f"{self.engine}, {self.mode}{', EAGLE-3' if self.has_head else ''}"
+        return f"{self.engine}, {self.mode}{self.head_name}"
+
+    @property
+    def head_name(self) -> str:
+        return ", EAGLE-3" if self.has_head else ""
 
 
 @dataclass
@@ -38,32 +44,72 @@ class Tally:
     num_emitted: int = 0
     num_verified: int = 0
     num_accepted: int = 0
+    outputs: list[tuple[dict[str, Tensor], Tensor]] = field(default_factory=list)  # inputs and new tokens, per pass
+
+
+@dataclass
+class Comparison:
+    """Greedy texts that equal plain decoding's, and notes on the others."""
+
+    num_rows: int = 0
+    num_equal: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, target: PreTrainedModel, inputs: dict[str, Tensor], expected: Tensor, ours: Tensor) -> None:
+        """Compare new tokens [B, N]; where a row first differs, one forward gives the gap of the two best logits."""
+        for row, (theirs, mine) in enumerate(zip(expected, ours, strict=True)):
+            self.num_rows += 1
+            num_common = min(len(theirs), len(mine))
+            different = (theirs[:num_common] != mine[:num_common]).nonzero()
+            if len(different) == 0:
+                self.num_equal += 1
+                continue
+            position = int(different[0])
+            prompt = inputs["input_ids"][row][inputs["attention_mask"][row].bool()]
+            with torch.no_grad():
+                logits = target(torch.cat([prompt, theirs[:position]])[None]).logits[0, -1]
+            top = logits.float().topk(2).values
+            self.notes.append(
+                f"a text differs from token {position} on: gap of the two best logits {top[0] - top[1]:.2g}"
+            )
+
+    def print(self, dtype: str) -> None:
+        if not self.num_rows:
+            print(f"{dtype}: not compared, the time was over")
+            return
+        print(f"{dtype}: {self.num_equal} of {self.num_rows} greedy texts are identical to plain generate()")
+        for note in self.notes:
+            print(f"  {note}")
 
 
 def speedups(tallies: dict[Method, Tally], method: Method) -> list[float]:
-    """Speed over plain decoding of the same kind, for each pass."""
+    """Speed over plain decoding of the same kind, for each pass that measured both."""
     same = [one for one in tallies if (one.batch_size, one.is_sampled) == (method.batch_size, method.is_sampled)]
     (plain,) = [one for one in same if one.engine == "plain"]
-    pairs = zip(tallies[method].tokens_per_s, tallies[plain].tokens_per_s, strict=True)
+    pairs = zip(tallies[method].tokens_per_s, tallies[plain].tokens_per_s, strict=False)
     return [ours / theirs for ours, theirs in pairs]
 
 
 def busy_factor(tallies: dict[Method, Tally]) -> float:
     """The largest ratio between the fastest and the slowest pass of a plain method."""
     plain = [tally.tokens_per_s for method, tally in tallies.items() if method.engine == "plain"]
-    return max(max(speeds) / min(speeds) for speeds in plain)
+    return max(max(speeds) / min(speeds) for speeds in plain if speeds)
 
 
 def print_table(tallies: dict[Method, Tally]) -> None:
-    num_passes = len(next(iter(tallies.values())).tokens_per_s)
+    """A line for each method that was measured."""
+    measured = {method: ratios for method in tallies if (ratios := speedups(tallies, method))}
+    if not measured:
+        return
     print(f"\n{'rows':>4}  {'method':<36}{'tokens/s':>8}  {'speed-up (min, max)':<20}{'length':>7}")
-    for method, tally in tallies.items():
-        ratios, length = speedups(tallies, method), "-"
+    for method, ratios in measured.items():
+        tally, length = tallies[method], "-"
         if method.engine == "hf_speculate":
-            length = f"{tally.num_emitted / max(tally.num_rounds, 1):.2f}"
+            length = f"{tally.num_emitted / tally.num_rounds:.2f}" if tally.num_rounds else "1.00"
         spread = f"{median(ratios):.2f}x ({min(ratios):.2f}, {max(ratios):.2f})"
         speed = median(tally.tokens_per_s)
         print(f"{method.batch_size:>4}  {method.name:<36}{speed:>8.1f}  {spread:<20}{length:>7}")
+    num_passes = min(len(tally.tokens_per_s) for tally in tallies.values())
     print(f"medians of alternating passes ({num_passes}); length: mean acceptance length\n")
     factor = busy_factor(tallies)
     if num_passes < 3 or factor > MAX_SPREAD:
@@ -72,22 +118,24 @@ def print_table(tallies: dict[Method, Tally]) -> None:
 
 
 def print_summary(tallies: dict[Method, Tally]) -> None:
-    """A bar for each greedy method, and one sentence."""
-    greedy = [method for method in tallies if not method.is_sampled]
-    medians = {method: median(speedups(tallies, method)) for method in greedy}
-    scale = 30 / max(medians.values())
+    """A bar for each greedy method that was measured, and a sentence for each number of rows."""
+    greedy = {
+        method: median(ratios) for method in tallies if not method.is_sampled and (ratios := speedups(tallies, method))
+    }
+    scale = 30 / max(greedy.values(), default=1.0)
     print()
-    for method, speedup in medians.items():
+    for method, speedup in greedy.items():
         rows = f"{method.batch_size} row{'s' * (method.batch_size > 1)}"
         bar = Text("█" * max(round(speedup * scale), 1), style=COLOURS[method.engine])
-        rich.print(Text(f"{rows:>6}  {method.engine:<13}") + bar + Text(f" {speedup:.2f}x"))
-    most = max(method.batch_size for method in greedy)
-    ours, theirs = (
-        next(medians[method] for method in greedy if (method.engine, method.batch_size) == (engine, most))
-        for engine in ("hf_speculate", "transformers")
-    )
-    sentence = f"{most} prompts at once: {ours:.2f}x plain decoding; transformers, row by row: {theirs:.2f}x."
-    print(f"\n{sentence}")
+        rich.print(Text(f"{rows:>6}  {method.engine + method.head_name:<23}") + bar + Text(f" {speedup:.2f}x"))
+    print()
+    for batch_size in dict.fromkeys(method.batch_size for method in greedy):
+        medians = {one.engine: greedy[one] for one in reversed(greedy) if one.batch_size == batch_size}
+        if {"hf_speculate", "transformers"} <= medians.keys():
+            ours, theirs = (f"{medians[engine]:.2f}x" for engine in ("hf_speculate", "transformers"))
+            rows = f"{batch_size} prompts at once" if batch_size > 1 else "1 prompt"
+            theirs = f"row by row: {theirs}" if batch_size > 1 else theirs
+            print(f"{rows}: {ours} plain decoding; transformers' assisted generation, {theirs}.")
 
 
 def print_text(
