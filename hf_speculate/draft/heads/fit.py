@@ -25,21 +25,26 @@ class HeadFit(NamedTuple):
         """Whether `generate()` takes the head for this target."""
         return not self.problems
 
+    @property
+    def level(self) -> str:
+        """The worst of what was found: "ok", "warning" or "does not fit"."""
+        return "does not fit" if self.problems else "warning" if self.notes else "ok"
+
     def as_dict(self) -> dict[str, Any]:
         """The same as plain values, for JSON."""
-        return {**self._asdict(), "spec": asdict(self.spec), "ok": self.ok}
+        return {**self._asdict(), "spec": asdict(self.spec), "ok": self.ok, "level": self.level}
 
     def __str__(self) -> str:
-        spec, level = self.spec, "not supported" if self.problems else "warning" if self.notes else "ok"
+        spec = self.spec
         layers = ", ".join(map(str, spec.hidden_layers)) or "none"
         lines = [
-            f"{level}: {spec.name} as a draft head for {self.target}",
+            f"{self.level}: {spec.name} as a draft head for {self.target}",
             f"  kind: {spec.kind}, {spec.format} format",
             f"  reads hidden states of layers: {layers} (-1 is the state after the final norm)",
             f"  drafts {spec.draft_vocab_size:,} of {spec.vocab_size:,} tokens",
             f"  default K: {spec.default_draft_tokens or 'none'}",
         ]
-        lines += [f"  not supported: {text}" for text in self.problems]
+        lines += [f"  does not fit: {text}" for text in self.problems]
         return "\n".join([*lines, *(f"  warning: {text}" for text in self.notes)])
 
 

@@ -16,11 +16,15 @@ from hf_speculate.models.quirks import growing_rope
 from hf_speculate.tools.checks.cost_model import ACCEPTANCE_PROBABILITIES, Gain, estimate_gains
 from hf_speculate.tools.checks.sources import Described, ModelReader, ModelSource
 
-LEVELS = ("ok", "warning", "not supported")
+LEVELS = ("ok", "warning", "does not fit", "not supported")
 
 
 class Finding(NamedTuple):
-    """A fact about a pair; `level` is one of `LEVELS`."""
+    """A fact about a pair.
+
+    `level` is one of `LEVELS`: "does not fit" if another draft may fit the target, "not supported" if hf_speculate
+    supports one of the two models with no other model.
+    """
 
     level: str
     text: str
@@ -62,7 +66,7 @@ class PairReport:
 
     Args:
         target, draft: names of the two models.
-        level: "ok", "warning" or "not supported", the worst of the findings.
+        level: "ok", "warning", "does not fit" or "not supported", the worst of the findings.
         findings: facts about the pair.
         overlap: of the tokenizers; None if one was not found.
         target_params, draft_params: numbers of parameters.
@@ -86,7 +90,7 @@ class PairReport:
     @property
     def ok(self) -> bool:
         """Whether `generate()` accepts the pair, perhaps with warnings."""
-        return self.level != "not supported"
+        return self.level in ("ok", "warning")
 
     def as_dict(self) -> dict[str, Any]:
         """The report as values that JSON can hold."""
@@ -124,7 +128,7 @@ def check_pair(
     """Check whether `draft` can draft for `target`, and estimate memory and speed-up.
 
     Only configs and tokenizers are read, a few kilobytes to megabytes; weights never are. Models that are not passed
-    as objects are created on the meta device. Refusals are those of `generate(assistant_model=draft)`.
+    as objects are created on the meta device. `generate(assistant_model=draft)` raises the same errors.
 
     Args:
         target: a model, a config, or the name or path of a model.
@@ -177,13 +181,15 @@ def vocabulary_overlap(target: PreTrainedTokenizerBase, draft: PreTrainedTokeniz
 
 
 def model_findings(target: Described, draft: Described) -> list[Finding]:
-    """Models that `generate()` refuses, always or for long sequences."""
-    found = []
+    """Models that `generate()` does not support, always or for long sequences."""
+    found: list[Finding] = []
     for models in ([target.model], [draft.model], [target.model, draft.model]):
+        if len(models) == 2 and found:
+            break  # the check of both would repeat what was found
         try:
             check_models(models, stateful_names(models), ASSISTED)
         except UnsupportedModelError as error:
-            found.append(Finding("not supported", str(error)))
+            found.append(Finding("not supported" if len(models) == 1 else "does not fit", str(error)))
     if not draft.model.can_generate():
         found.append(
             Finding("not supported", f"assistant_model must be able to generate, got {type(draft.model).__name__}")
@@ -225,7 +231,7 @@ def vocabulary_findings(target: Described, draft: Described, overlap: Overlap | 
         try:
             vocabulary = intersect_vocabularies(target.tokenizer, draft.tokenizer, *sizes)
         except UnsupportedModelError as error:
-            return [Finding("not supported", str(error))]
+            return [Finding("does not fit", str(error))]
         text = (
             f"different tokenizers: {int(vocabulary.is_shared.sum())} of the target's {overlap.num_target} tokens can "
             "be drafted; pass tokenizer= and assistant_tokenizer= to generate()"
@@ -244,7 +250,7 @@ def _findings_without_tokenizers(target: Described, draft: Described, sizes: tup
     if abs(sizes[0] - sizes[1]) <= MAX_PADDING and target.eos_token_ids == draft.eos_token_ids:
         return [Finding("warning", f"{unknown}; vocabularies of {sizes[0]} and {sizes[1]} tokens count as padding")]
     text = f"{unknown}, and {sizes[0]} and {sizes[1]} tokens differ by more than padding; pass both tokenizers"
-    return [Finding("not supported", text)]
+    return [Finding("does not fit", text)]
 
 
 def text_findings(target: Described, draft: Described) -> list[Finding]:

@@ -98,7 +98,12 @@ class ModelReader:
             )
         try:
             config: PreTrainedConfig = AutoConfig.from_pretrained(source, **self.options)
-        except (OSError, ValueError) as error:
+        except ValueError as error:
+            raise UnsupportedModelError(
+                f"{role} must be of an architecture that this transformers knows, got {str(source)!r} "
+                f"({str(error).partition('. ')[0]}); update transformers, pass trust_remote_code, or name another model"
+            ) from error
+        except OSError as error:
             where = "in the local cache" if self.options.get("local_files_only") else "on the Hub"
             raise ConfigError(
                 f"{role} must be a folder with a config.json or the name of a model {where}, got {str(source)!r}; "

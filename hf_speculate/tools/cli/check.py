@@ -2,16 +2,37 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hf_speculate.draft.heads.fit import HeadFit
 from hf_speculate.draft.heads.load import check_head
-from hf_speculate.errors import ConfigError
+from hf_speculate.errors import ConfigError, UnsupportedModelError
 from hf_speculate.tools.checks.pair import PairReport, check_pair
+from hf_speculate.tools.checks.sources import ModelReader
 from hf_speculate.tools.cli.arguments import check_writable
 from hf_speculate.tools.cli.console import OK, REFUSED, answer, write_json
 from hf_speculate.tools.cli.loading import names_head
 from hf_speculate.tools.cli.options import Models
+
+
+class Unsupported(NamedTuple):
+    """A report on a model or a head that hf_speculate does not support with any other."""
+
+    target: str
+    draft: str
+    reason: str
+
+    @property
+    def ok(self) -> bool:
+        """Always False."""
+        return False
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as values that JSON can hold."""
+        return {**self._asdict(), "ok": False, "level": "not supported"}
+
+    def __str__(self) -> str:
+        return f"not supported: {self.draft} as a draft for {self.target}\n  not supported: {self.reason}"
 
 
 def run(models: Models, as_json: bool, output: Path | None) -> int:
@@ -23,11 +44,14 @@ def run(models: Models, as_json: bool, output: Path | None) -> int:
     if models.trust_remote_code:
         options["trust_remote_code"] = True
     dtype = None if models.dtype == "auto" else models.dtype
-    report: PairReport | HeadFit
-    if names_head(models):
-        report = check_head(models.draft, models.target)
-    else:
-        report = check_pair(models.target, models.draft, dtype=dtype, **options)
+    report: PairReport | HeadFit | Unsupported
+    try:
+        if names_head(models):
+            report = check_head(models.draft, ModelReader(options).config("target", models.target))
+        else:
+            report = check_pair(models.target, models.draft, dtype=dtype, **options)
+    except UnsupportedModelError as error:
+        report = Unsupported(models.target, models.draft, str(error))
     answer(json.dumps(report.as_dict(), indent=2) if as_json else str(report))
     if output is not None:
         write_json(output, report.as_dict())

@@ -149,7 +149,8 @@ def tune(
 def check(models: Models, as_json: AsJson = False, output: Output = None) -> int:
     """Check whether a draft model fits a target, with estimates of memory and speed-up.
 
-    Downloads configs and tokenizers, but no weights. Exit status 1: the pair does not fit.
+    Downloads configs and tokenizers, but no weights. Exit status 0: "ok" or "warning"; 1: "does not fit" (another draft
+    may fit) or "not supported" (one of the models is not, with any other); 2: a model or its config was not found.
     """
     return int(_program("check").run(models, as_json, output))
 

@@ -136,9 +136,9 @@ def test_other_tables_and_other_tokens_are_said():
     report = _check(make_config("llama"), make_config("llama", vocab_size=72))
     assert any("vocabularies padded to 64 and 72" in text for text in _texts(report, "warning"))
     report = _check(make_config("llama"), make_config("llama"), draft_words=[f"v{token}" for token in range(64)])
-    assert report.level == "not supported"
+    assert report.level == "does not fit"
     assert report.overlap.share == 0
-    assert "assistant_tokenizer must share at least 10%" in _texts(report, "not supported")[0]
+    assert "assistant_tokenizer must share at least 10%" in _texts(report, "does not fit")[0]
     half = [f"{'w' if token < 32 else 'v'}{token}" for token in range(64)]
     warnings = _texts(_check(make_config("llama"), make_config("llama", **SMALL), draft_words=half), "warning")
     assert "different tokenizers: 32 of the target's 64 tokens can be drafted; pass tokenizer=" in warnings[0]
@@ -154,7 +154,7 @@ def test_tables_that_are_no_padding_are_refused_where_no_tokenizer_tells():
         hf_speculate.check_pair(make_config("llama"), make_config("llama", vocab_size=num)) for num in (72, 64 + 1025)
     )
     assert any("vocabularies of 64 and 72 tokens count as padding" in text for text in _texts(near, "warning"))
-    assert any("differ by more than padding; pass both tokenizers" in text for text in _texts(far, "not supported"))
+    assert any("differ by more than padding; pass both tokenizers" in text for text in _texts(far, "does not fit"))
 
 
 def test_ends_templates_lengths_and_ropes_are_warned_of(tmp_path):
@@ -259,12 +259,17 @@ def test_the_command_answers_in_text_json_and_status(folders, tmp_path, capsys):
     stranger = _save(tmp_path / "other", make_config("llama"), words=[f"v{token}" for token in range(64)])
     assert main(["check", folders[0], "-d", stranger, "--json"]) == 1
     answer = json.loads(capsys.readouterr().out)
-    assert answer["level"] == "not supported"
+    assert answer["level"] == "does not fit"
     assert answer["overlap"]["share"] == 0
-    assert {finding["level"] for finding in answer["findings"]} == {"not supported", "warning"}
+    assert {finding["level"] for finding in answer["findings"]} == {"does not fit", "warning"}
     assert len(answer["gains"]) == 4
     assert main(["check", folders[0], "-d", "no/such-model"]) == 2
     assert "draft must be a folder" in capsys.readouterr().err
+    unknown = tmp_path / "unknown"
+    unknown.mkdir()
+    (unknown / "config.json").write_text('{"model_type": "medusa"}')
+    assert main(["check", folders[0], "-d", str(unknown)]) == 1
+    assert capsys.readouterr().out.startswith(f"not supported: {unknown} as a draft for {folders[0]}")
     assert main([]) == 2
     assert "Usage: hf-speculate" in capsys.readouterr().out
 

@@ -56,7 +56,7 @@ def test_whether_a_head_fits_is_said_from_its_config(head, capsys):
     assert "reads hidden states of layers: 2, 8, 13" in out
     assert main(["check", DRAFT, "-d", head, "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
-    assert not report["ok"]
+    assert (report["ok"], report["level"]) == (False, "does not fit")
     assert report["problems"] == ["it reads the states of layers [2, 8, 13], and the target has layers 0 to 1"]
     assert report["spec"]["kind"] == "eagle3"
 
@@ -76,3 +76,13 @@ def test_a_file_is_decoded_and_settings_are_found_with_a_head(head, tmp_path, ca
     assert "of drafted tokens accepted" in " ".join(capsys.readouterr().err.split())
     assert main(["tune", TARGET, str(prompts), "-d", head, "-k", "2", "-v", "greedy", *COMMON]) in (0, 1)
     assert "greedy, K = 2" in capsys.readouterr().out
+
+
+def test_an_unknown_kind_of_head_is_not_supported_and_a_missing_target_is_wrong_use(head, tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"speculators_model_type": "medusa"}')
+    assert main(["check", TARGET, "-d", str(tmp_path), "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert (report["ok"], report["level"]) == (False, "not supported")
+    assert "medusa" in report["reason"]
+    assert main(["check", "no/such-model", "-d", head]) == 2
+    assert "target must be a folder with a config.json" in capsys.readouterr().err
