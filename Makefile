@@ -38,7 +38,7 @@ help:
 	@echo "make test-all    all of these"
 	@echo "make mutants     small faults in the library, one by one: make test must find each"
 	@echo "make test-oldest tests of what decodes and of what may fail, with the oldest supported transformers"
-	@echo "make check       ruff, mypy and the rules between the rooms"
+	@echo "make check       ruff, mypy and the rules between the packages"
 	@echo "make fix         let ruff format and repair"
 	@echo "make kernels     compile every Triton kernel for GPUs that need not be there, and look for spills"
 	@echo "make kernel-repo copy the kernels into build/torch-universal, as the Hugging Face kernels library loads them"

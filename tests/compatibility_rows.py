@@ -421,7 +421,7 @@ FIELDS = (
             (
                 "dynamic",
                 '`"dynamic"`',
-                "generation/test_preallocated.py::test_the_dynamic_home_serves_what_cannot_be_preallocated",
+                "generation/test_preallocated.py::test_the_dynamic_cache_serves_what_cannot_be_preallocated",
             ),
             (
                 "static",
@@ -770,7 +770,7 @@ OWN_FIELDS = (
         "speculation_cache",
         Supported(
             "generation/test_preallocated.py::"
-            "test_text_equals_plain_and_the_dynamic_home_while_buffers_grow_and_windows_move",
+            "test_text_equals_plain_and_the_dynamic_cache_while_buffers_grow_and_windows_move",
             call=Call({"speculation_cache": "dynamic"}, batch_size=3, changes=False),
         ),
     ),

@@ -143,7 +143,7 @@ def draw_case(seed: int, index: int, families: tuple[str, ...] = FAMILY_NAMES) -
     if batch_size > 1:
         outputs = [name for name in outputs if name in OUTPUTS[:2]]
     names = list(PROCESSORS) + (list(WARPERS) if samples else [])
-    home = draw.choice(("auto", *CACHES))
+    cache_kind = draw.choice(("auto", *CACHES))
     drafters = DRAFTERS if batch_size == 1 and not samples else tuple(set(DRAFTERS) - {"generator"})
     return Case(
         family=family,
@@ -153,8 +153,8 @@ def draw_case(seed: int, index: int, families: tuple[str, ...] = FAMILY_NAMES) -
         decoder_prompt=draw.choice(("none", "none", "left", "holes")),
         max_new_tokens=draw.choice((1, 2, 5, 16, 24)),
         num_turns=1 if is_reader else draw.choice((1, 1, 2, 3)),
-        passed=draw.choice(("no", *PASSED)) if home != "static" else "no",
-        cache=home,
+        passed=draw.choice(("no", *PASSED)) if cache_kind != "static" else "no",
+        cache=cache_kind,
         drafter=draw.choice(("model", "model", *sorted(drafters))),
         noise=draw.choice((0.0, 0.03, 0.1, 10.0)),
         num_assistant_tokens=draw.choice((1, 2, 3, 5, 9)),

@@ -1,4 +1,4 @@
-"""The rules between the rooms: imports go down, never sideways, never up."""
+"""The rules between the packages: imports go down, never sideways, never up."""
 
 import ast
 from collections.abc import Iterator
@@ -51,16 +51,16 @@ def library_files() -> dict[str, Path]:
     return files
 
 
-def room_of(module: str) -> str | None:
-    """The room that `module` lies in; None where the table has none."""
+def package_of(module: str) -> str | None:
+    """The package that `module` lies in; None where the table has none."""
     if module == "hf_speculate":
         return module
-    rooms = [room for room in FLOORS if room != "hf_speculate" and f"{module}.".startswith(f"{room}.")]
-    return max(rooms, key=len, default=None)
+    packages = [package for package in FLOORS if package != "hf_speculate" and f"{module}.".startswith(f"{package}.")]
+    return max(packages, key=len, default=None)
 
 
 def imported_modules(node: ast.AST, module: str, *, is_package: bool = False) -> list[str]:
-    """Dotted names that an import statement reaches; a name imported from a room counts as lying in it."""
+    """Dotted names that an import statement reaches; a name imported from a package counts as lying in it."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if not isinstance(node, ast.ImportFrom):
@@ -70,9 +70,9 @@ def imported_modules(node: ast.AST, module: str, *, is_package: bool = False) ->
         parts = module.split(".") if is_package else module.split(".")[:-1]
         anchor = parts[: len(parts) - (node.level - 1)]
         base = ".".join([*anchor, *([base] if base else [])])
-    if base == "hf_speculate":  # `from hf_speculate import errors` reaches the room, not the front door
+    if base == "hf_speculate":  # `from hf_speculate import errors` reaches the package, not the front door
         names = [f"{base}.{alias.name}" for alias in node.names]
-        return [name if room_of(name) else base for name in names]
+        return [name if package_of(name) else base for name in names]
     return [base]
 
 
@@ -93,38 +93,38 @@ def local_nodes(tree: ast.Module) -> set[ast.AST]:
 
 
 def import_problems(tree: ast.Module, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
-    room = room_of(module)
-    if room is None:
+    package = package_of(module)
+    if package is None:
         yield 1, f"{module} has no floor: add it to FLOORS"
         return
     local = local_nodes(tree)
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.level and room != KERNELS:
+        if isinstance(node, ast.ImportFrom) and node.level and package != KERNELS:
             yield node.lineno, "relative import: write hf_speculate.…"
         for name in imported_modules(node, module, is_package=is_package):
             if is_of(name, "triton_kernels"):
                 yield node.lineno, f"{name} is installed as {KERNELS}: import it by that name"
-            if is_of(name, "triton") and room != KERNELS:
+            if is_of(name, "triton") and package != KERNELS:
                 yield node.lineno, "triton is imported inside triton_kernels only"
-            if is_of(name, "transformers") and room == KERNELS:
+            if is_of(name, "transformers") and package == KERNELS:
                 yield node.lineno, "triton_kernels knows tensors only: no transformers"
             if not is_of(name, "hf_speculate"):
                 continue
-            if room == KERNELS and isinstance(node, ast.ImportFrom) and not node.level:
+            if package == KERNELS and isinstance(node, ast.ImportFrom) and not node.level:
                 yield node.lineno, "imports inside triton_kernels are relative"
-            if room != KERNELS and node in local:
+            if package != KERNELS and node in local:
                 yield node.lineno, f"{name} is imported inside a function: imports stand at the top"
-            yield from floor_problems(node, name, room)
+            yield from floor_problems(node, name, package)
 
 
-def floor_problems(node: ast.AST, name: str, room: str) -> Iterator[tuple[int, str]]:
-    target = room_of(name)
+def floor_problems(node: ast.AST, name: str, package: str) -> Iterator[tuple[int, str]]:
+    target = package_of(name)
     if target is None:
         yield node.lineno, f"{name} has no floor: add it to FLOORS"
-    elif FLOORS[target] > FLOORS[room]:
-        yield node.lineno, f"{room} (floor {FLOORS[room]}) imports up: {name} (floor {FLOORS[target]})"
-    elif target != room and FLOORS[target] == FLOORS[room]:
-        yield node.lineno, f"{room} (floor {FLOORS[room]}) imports sideways: {name}"
+    elif FLOORS[target] > FLOORS[package]:
+        yield node.lineno, f"{package} (floor {FLOORS[package]}) imports up: {name} (floor {FLOORS[target]})"
+    elif target != package and FLOORS[target] == FLOORS[package]:
+        yield node.lineno, f"{package} (floor {FLOORS[package]}) imports sideways: {name}"
 
 
 def names_defined(tree: ast.Module) -> set[str]:
@@ -271,8 +271,8 @@ BAD = [
     ("draft.model", "from hf_speculate.verify.base import Verifier", "imports up"),
     ("verify.base", "from hf_speculate.schedule.base import Schedule", "imports sideways"),
     ("engine.builder", "from hf_speculate import enable", "imports up"),
-    ("newroom", "import torch", "has no floor"),
-    ("engine.builder", "from hf_speculate.newroom import x", "has no floor"),
+    ("newpackage", "import torch", "has no floor"),
+    ("engine.builder", "from hf_speculate.newpackage import x", "has no floor"),
     ("draft.model", "from .base import Drafter", "relative import"),
     ("cache.base", "def f():\n    from hf_speculate.types import KVState", "inside a function"),
     ("engine.builder", "import triton_kernels", "is installed as"),

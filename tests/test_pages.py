@@ -178,12 +178,12 @@ def test_links_lead_to_files_and_headings() -> None:
             assert not heading or heading in headings(target), f"{page} leads to {path}#{heading}"
 
 
-def test_the_guide_names_every_room() -> None:
+def test_the_guide_names_every_package() -> None:
     guide = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     library = ROOT / "hf_speculate"
-    rooms = [path.name for path in library.glob("*.py") if path.name != "__init__.py"]
-    rooms += [f"{path.parent.name}/" for path in library.glob("*/__init__.py")]
-    assert [room for room in sorted(rooms) if not re.search(rf"`(hf_speculate/)?{re.escape(room)}", guide)] == []
+    names = [path.name for path in library.glob("*.py") if path.name != "__init__.py"]
+    names += [f"{path.parent.name}/" for path in library.glob("*/__init__.py")]
+    assert [name for name in sorted(names) if not re.search(rf"`(hf_speculate/)?{re.escape(name)}", guide)] == []
 
 
 def test_the_table_of_settings_names_every_field() -> None:

@@ -100,19 +100,19 @@ def test_it_grows_past_its_capacity_and_keeps_what_it_held(is_ragged):
 
 
 def test_growing_doubles_so_that_long_texts_are_seldom_copied():
-    buffer, homes = TokenBuffer(torch.zeros(1, 4, dtype=torch.int64)), set()
+    buffer, sizes = TokenBuffer(torch.zeros(1, 4, dtype=torch.int64)), set()
     for _ in range(1000):
         buffer.append(torch.ones(1, 1, dtype=torch.int64))
-        homes.add(buffer.token_ids.shape[1])
-    assert len(homes) <= 9  # 8, 16, ... 1024, 2048
+        sizes.add(buffer.token_ids.shape[1])
+    assert len(sizes) <= 9  # 8, 16, ... 1024, 2048
 
 
 def test_within_its_capacity_it_stays_in_place():
     buffer = TokenBuffer(torch.tensor([[1]]), capacity=10)
-    home = buffer.token_ids.data_ptr()
+    address = buffer.token_ids.data_ptr()
     for _ in range(9):
         buffer.append(torch.tensor([[2]]))
-    assert buffer.token_ids.data_ptr() == home
+    assert buffer.token_ids.data_ptr() == address
     assert buffer.token_ids.shape == (1, 10)
 
 

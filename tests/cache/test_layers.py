@@ -55,12 +55,12 @@ def test_attentions_are_plain_ones(kind):
             assert torch.allclose(weights, others, atol=1e-5)  # the softmax is taken in float32
 
 
-@each_value(kind=KINDS, home=["dynamic", "preallocated"])
-def test_a_passed_cache_advances_as_in_plain_decoding(kind, home):
+@each_value(kind=KINDS, cache_kind=["dynamic", "preallocated"])
+def test_a_passed_cache_advances_as_in_plain_decoding(kind, cache_kind):
     target, draft = pair(kind)
     text = ragged_prompts(1, seed=2, min_len=8, max_len=8)["input_ids"]
     caches = [new_cache(target) for _ in range(2)]
-    options = {"assistant_model": draft, "num_assistant_tokens": 3, "speculation_cache": home}
+    options = {"assistant_model": draft, "num_assistant_tokens": 3, "speculation_cache": cache_kind}
     for cache, extra in zip(caches, ({}, options), strict=True):
         ids = text
         for _ in range(2):  # turns
@@ -75,8 +75,8 @@ def test_a_passed_cache_advances_as_in_plain_decoding(kind, home):
         assert torch.allclose(keys, others)
 
 
-@pytest.mark.parametrize("home", ["dynamic", "preallocated"])
-def test_a_failed_call_leaves_a_passed_cache_as_it_was(home):
+@pytest.mark.parametrize("cache_kind", ["dynamic", "preallocated"])
+def test_a_failed_call_leaves_a_passed_cache_as_it_was(cache_kind):
     target, draft = pair("gemma4")
     cache = new_cache(target)
     ids = target.generate(ragged_prompts(1, seed=2)["input_ids"], max_new_tokens=NUM_NEW, past_key_values=cache)
@@ -87,7 +87,7 @@ def test_a_failed_call_leaves_a_passed_cache_as_it_was(home):
             raise Breaks
         return scores
 
-    options = {"assistant_model": draft, "num_assistant_tokens": 3, "speculation_cache": home}
+    options = {"assistant_model": draft, "num_assistant_tokens": 3, "speculation_cache": cache_kind}
     options |= {"attention_mask": torch.ones_like(ids), "logits_processor": [breaks]}
     with pytest.raises(Breaks):
         target.generate(ids, max_new_tokens=NUM_NEW, past_key_values=cache, **options)

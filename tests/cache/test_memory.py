@@ -169,13 +169,13 @@ def test_a_wide_draft_is_fed_its_prompt_in_even_chunks(
     assert max(lens[len(first) :]) <= 3
 
 
-@pytest.mark.parametrize("home", ["dynamic", "preallocated"])
-def test_chunks_give_the_logits_of_the_whole(home: str) -> None:
+@pytest.mark.parametrize("cache_kind", ["dynamic", "preallocated"])
+def test_chunks_give_the_logits_of_the_whole(cache_kind: str) -> None:
     model = make_model("qwen2", num_hidden_layers=2, max_position_embeddings=1024)
     inputs = ragged_prompts(2, seed=3, max_len=400)
     logits = []
     for chunk_size in (None, 170):
-        request, mask = CacheRequest(home, "sdpa"), inputs["attention_mask"]
+        request, mask = CacheRequest(cache_kind, "sdpa"), inputs["attention_mask"]
         choice = request.choose(model, None, mask, model.device)
         kv_cache = request.make(choice, model, None, 2, mask, model.device)
         logits.append(Inferencer(LanguageModel(model), chunk_size=chunk_size).feed(inputs["input_ids"], kv_cache))

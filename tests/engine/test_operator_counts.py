@@ -46,9 +46,9 @@ class OperatorCount(TorchDispatchMode):
 
 
 @cache
-def count(home: str, batch_size: int, num_new: int) -> int:
+def count(cache_kind: str, batch_size: int, num_new: int) -> int:
     target, draft = pair("llama")
-    options = {"num_assistant_tokens": 3, "num_assistant_tokens_schedule": "constant", "speculation_cache": home}
+    options = {"num_assistant_tokens": 3, "num_assistant_tokens_schedule": "constant", "speculation_cache": cache_kind}
     with OperatorCount(target, draft) as counted:
         target.generate(
             **ragged_prompts(batch_size, seed=batch_size), max_new_tokens=num_new, assistant_model=draft, **options
@@ -56,7 +56,7 @@ def count(home: str, batch_size: int, num_new: int) -> int:
     return counted.num_operators
 
 
-@pytest.mark.parametrize(("home", "batch_size"), MOST_MORE)
-def test_rounds_of_attention_layers_alone_dispatch_no_more_operators(home, batch_size):
-    fewer, more = (count(home, batch_size, num_new) for num_new in NUM_NEW)
-    assert 0 < more - fewer <= MOST_MORE[home, batch_size]
+@pytest.mark.parametrize(("cache_kind", "batch_size"), MOST_MORE)
+def test_rounds_of_attention_layers_alone_dispatch_no_more_operators(cache_kind, batch_size):
+    fewer, more = (count(cache_kind, batch_size, num_new) for num_new in NUM_NEW)
+    assert 0 < more - fewer <= MOST_MORE[cache_kind, batch_size]

@@ -69,7 +69,7 @@ def assert_same_caches(kind: str, models: Any = None, tolerance: float = STATE_T
 
 
 @pytest.mark.parametrize(
-    ("kind", "home", "drafts"),
+    ("kind", "cache_kind", "drafts"),
     [
         *(("llama", "preallocated", drafts) for drafts in DRAFTS),
         *(("mistral_window", "dynamic", drafts) for drafts in DRAFTS),
@@ -78,13 +78,13 @@ def assert_same_caches(kind: str, models: Any = None, tolerance: float = STATE_T
         ("gpt2", "preallocated", "model"),
     ],
 )
-def test_rows_that_end_apart_leave_the_cache_of_plain(kind, home, drafts):
-    assert_same_caches(kind, speculation_cache=home, **DRAFTS[drafts])
+def test_rows_that_end_apart_leave_the_cache_of_plain(kind, cache_kind, drafts):
+    assert_same_caches(kind, speculation_cache=cache_kind, **DRAFTS[drafts])
 
 
-@pytest.mark.parametrize(("kind", "home"), [("gemma2", "preallocated"), ("bloom", "dynamic")])
-def test_models_that_round_leave_the_cache_of_plain(kind, home):
-    assert_same_caches(kind, tolerance=FLOAT32_TOLERANCE, speculation_cache=home, **DRAFTS["model"])
+@pytest.mark.parametrize(("kind", "cache_kind"), [("gemma2", "preallocated"), ("bloom", "dynamic")])
+def test_models_that_round_leave_the_cache_of_plain(kind, cache_kind):
+    assert_same_caches(kind, tolerance=FLOAT32_TOLERANCE, speculation_cache=cache_kind, **DRAFTS["model"])
 
 
 def test_a_drafter_that_reads_hidden_states_leaves_the_cache_of_plain():
@@ -120,7 +120,7 @@ def test_encoder_decoders_leave_the_cache_of_plain(kind):
 
 @pytest.mark.parametrize("masks_padding", [True, False])
 @pytest.mark.parametrize(
-    ("kind", "home", "drafts", "num_turns"),
+    ("kind", "cache_kind", "drafts", "num_turns"),
     [
         ("llama", "dynamic", "model", 4),
         ("llama", "preallocated", "copying", 4),
@@ -130,7 +130,7 @@ def test_encoder_decoders_leave_the_cache_of_plain(kind):
         ("bloom", "auto", "copying", 4),
     ],
 )
-def test_turns_of_a_batched_chat_are_those_of_plain(kind, home, drafts, num_turns, masks_padding):
+def test_turns_of_a_batched_chat_are_those_of_plain(kind, cache_kind, drafts, num_turns, masks_padding):
     """The second turn attends to what the first left; a mask over the padding of ended rows has holes."""
     target, draft = pair(kind)
     texts = []
@@ -138,7 +138,7 @@ def test_turns_of_a_batched_chat_are_those_of_plain(kind, home, drafts, num_turn
         held, inputs, lacking = DynamicCache(config=target.config), prompts(), 0
         for _ in range(num_turns):
             has_holes = bool((inputs["attention_mask"].diff(dim=1) < 0).any())
-            options = {**own, "speculation_cache": "auto" if has_holes else home} if own else {}
+            options = {**own, "speculation_cache": "auto" if has_holes else cache_kind} if own else {}
             options |= {"max_new_tokens": NUM_NEW, "eos_token_id": list(ends(kind)), "pad_token_id": PAD}
             ids = target.generate(**inputs, **options, past_key_values=held)
             num_before = inputs["input_ids"].shape[1]
@@ -158,14 +158,14 @@ def next_turn(inputs: dict[str, Tensor], ids: Tensor, masks_padding: bool) -> di
     return {"input_ids": torch.cat([ids, SAID], dim=1), "attention_mask": mask}
 
 
-@each_value(home=["dynamic", "preallocated"], kind=["llama", "mistral_window"])
-def test_an_error_while_padding_is_read_brings_a_passed_cache_back(kind, home):
+@each_value(cache_kind=["dynamic", "preallocated"], kind=["llama", "mistral_window"])
+def test_an_error_while_padding_is_read_brings_a_passed_cache_back(kind, cache_kind):
     target, same = pair(kind, ACCEPTED_ALL)  # so that all rows end in the first round, and lack what is fed last
     inputs, error = prompts(), Mistake("on purpose")
     cache = prefilled(target, *(part[:, :3] for part in inputs.values()))
     before = cache_contents(cache)
     options = {"max_new_tokens": NUM_NEW, "eos_token_id": list(ends(kind)), "pad_token_id": PAD}
-    options |= {"assistant_model": same, "speculation_cache": home, **DRAFTS["long drafts"]}
+    options |= {"assistant_model": same, "speculation_cache": cache_kind, **DRAFTS["long drafts"]}
     with hook(target, Fault(3, error)), pytest.raises(Mistake):
         target.generate(**inputs, **options, past_key_values=cache)
     assert error.__notes__ == ["hf_speculate: raised while the target read the padding of finished rows, round 1"]

@@ -157,9 +157,9 @@ def test_a_static_cache_without_a_compiler_means_fixed_buffers(kind, batch_size,
     target, draft = small_pair(kind)
     inputs = ragged_prompts(batch_size, max_len=20)
     plain = target.generate(**inputs, max_new_tokens=30, eos_token_id=ENDS)
-    homes = []
+    caches = []
     make = CacheRequest.make
-    monkeypatch.setattr(CacheRequest, "make", lambda self, *args: homes.append(make(self, *args)) or homes[-1])
+    monkeypatch.setattr(CacheRequest, "make", lambda self, *args: caches.append(make(self, *args)) or caches[-1])
     stats = hf_speculate.SpeculationStats()
     config = GenerationConfig(cache_implementation="static", max_new_tokens=30, eos_token_id=ENDS, pad_token_id=0)
     before = copy.deepcopy(config)
@@ -168,7 +168,7 @@ def test_a_static_cache_without_a_compiler_means_fixed_buffers(kind, batch_size,
     assert_equal_ids(plain, ids)
     assert (stats.cache, stats.compiled, stats.fallbacks) == ("preallocated", [], [])
     assert config.to_dict() == before.to_dict()
-    capacities = {layer.capacity for home in homes for layer in home.cache.layers}
+    capacities = {layer.capacity for cache in caches for layer in cache.cache.layers}
     assert capacities <= {128} if batch_size == 1 else max(capacities) <= 128  # ended rows take their padding along
 
 
@@ -291,7 +291,7 @@ def test_cuda_graphs_replay_the_eager_text(batch_size):
 
 
 @pytest.fixture
-def homes(monkeypatch):
+def addresses(monkeypatch):
     """The address of every buffer, by call and model, as it is when the states are let go."""
     seen = []
     release = PreallocatedKVCache.release
@@ -305,12 +305,12 @@ def homes(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_second_call_finds_its_buffers_where_they_were(homes, runs):
+def test_a_second_call_finds_its_buffers_where_they_were(addresses, runs):
     target, draft = fresh_pair()
     inputs = ragged_prompts(3, max_len=20)
     options = {"assistant_model": draft, "num_assistant_tokens": K, "max_new_tokens": 20}
     eager = target.generate(**inputs, **options)
-    homes.clear()
+    addresses.clear()
     first = target.generate(**inputs, **options, compile_config=compile_config())
     num_graphs = runs[-1][1]
     others = ragged_prompts(3, max_len=16)
@@ -321,14 +321,14 @@ def test_a_second_call_finds_its_buffers_where_they_were(homes, runs):
     again = target.generate(**inputs, **options, compile_config=compile_config())
     assert_equal_ids(eager, first)
     assert_equal_ids(eager, again)
-    (target_home, draft_home), (_, _), second, third = (homes[at : at + 2] for at in range(0, 8, 2))
-    assert [target_home, draft_home] == second == third
-    assert not set(target_home) & set(draft_home)
+    (target_addresses, draft_addresses), (_, _), second, third = (addresses[at : at + 2] for at in range(0, 8, 2))
+    assert [target_addresses, draft_addresses] == second == third
+    assert not set(target_addresses) & set(draft_addresses)
     assert runs[-1][1] == num_graphs
 
 
 @pytest.mark.slow
-def test_buffers_of_another_length_are_others(homes):
+def test_buffers_of_another_length_are_others(addresses):
     target, draft = fresh_pair()
     options = {"assistant_model": draft, "num_assistant_tokens": K, "max_new_tokens": 12}
     for length in (60, 300):
@@ -336,28 +336,28 @@ def test_buffers_of_another_length_are_others(homes):
         target.generate(
             **ragged_prompts(2, max_len=20), **options, generation_config=config, compile_config=compile_config()
         )
-    assert not set(homes[0]) & set(homes[2])
+    assert not set(addresses[0]) & set(addresses[2])
 
 
 @pytest.mark.slow
-def test_states_that_are_handed_back_are_not_the_buffers(homes):
+def test_states_that_are_handed_back_are_not_the_buffers(addresses):
     target, draft = fresh_pair()
     options = {"max_new_tokens": 12, "return_dict_in_generate": True, "assistant_model": draft}
     output = target.generate(**ragged_prompts(2), **options, num_assistant_tokens=K, compile_config=compile_config())
     states = [part for layer in output.past_key_values.layers for part in (layer.keys, layer.values)]
     before = [part.clone() for part in states]
-    assert not {part.data_ptr() for part in states} & set(homes[0])
+    assert not {part.data_ptr() for part in states} & set(addresses[0])
     target.generate(**ragged_prompts(2), **options, num_assistant_tokens=K, compile_config=compile_config())
     assert all(torch.equal(one, other) for one, other in zip(states, before, strict=True))
 
 
 @pytest.mark.slow
-def test_calls_inside_one_another_do_not_share_buffers(homes):
+def test_calls_inside_one_another_do_not_share_buffers(addresses):
     target, draft = fresh_pair()
     inputs = ragged_prompts(2, max_len=20)
     options = {"assistant_model": draft, "num_assistant_tokens": K, "max_new_tokens": 12}
     plain = target.generate(**inputs, **options)
-    homes.clear()
+    addresses.clear()
     inner = []
 
     def calls(ids, scores, **kwargs):
@@ -369,10 +369,10 @@ def test_calls_inside_one_another_do_not_share_buffers(homes):
     outer = target.generate(**inputs, **options, compile_config=compile_config(), stopping_criteria=[calls])
     assert_equal_ids(plain, inner[0])
     assert_equal_ids(plain, outer)
-    assert not set(homes[0]) & set(homes[2])
+    assert not set(addresses[0]) & set(addresses[2])
 
 
-def test_a_call_that_fails_gives_its_buffers_back(homes):
+def test_a_call_that_fails_gives_its_buffers_back(addresses):
     target, draft = fresh_pair()
     inputs = ragged_prompts(2, max_len=20)
     options = {"assistant_model": draft, "num_assistant_tokens": K, "max_new_tokens": 12}
@@ -388,4 +388,4 @@ def test_a_call_that_fails_gives_its_buffers_back(homes):
     plain = target.generate(**inputs, **options)
     ids = target.generate(**inputs, **options, compile_config=compile_config())
     assert_equal_ids(plain, ids)
-    assert homes[0] == homes[-2]
+    assert addresses[0] == addresses[-2]

@@ -109,17 +109,17 @@ def assert_turns_are_the_same(target, draft, batch_size, state, num_turns=3, end
 
 
 @pytest.mark.parametrize(
-    ("kind", "batch_size", "home"),
+    ("kind", "batch_size", "cache_kind"),
     [("llama", 1, "auto"), ("llama", 3, "auto"), ("mistral_window", 3, "auto"), ("gpt2", 3, "dynamic")],
 )
-def test_turns_are_the_same_and_the_draft_reads_what_is_new(kind, batch_size, home):
-    assert_turns_are_the_same(*pair(kind), batch_size, DraftState(), speculation_cache=home)
+def test_turns_are_the_same_and_the_draft_reads_what_is_new(kind, batch_size, cache_kind):
+    assert_turns_are_the_same(*pair(kind), batch_size, DraftState(), speculation_cache=cache_kind)
 
 
-@pytest.mark.parametrize(("home", "schedule"), [("dynamic", "constant"), ("preallocated", "heuristic")])
-def test_rows_that_end_early_are_carried_as_far_as_they_were_read(home, schedule):
+@pytest.mark.parametrize(("cache_kind", "schedule"), [("dynamic", "constant"), ("preallocated", "heuristic")])
+def test_rows_that_end_early_are_carried_as_far_as_they_were_read(cache_kind, schedule):
     state = DraftState()
-    options = {"speculation_cache": home, "num_assistant_tokens_schedule": schedule}
+    options = {"speculation_cache": cache_kind, "num_assistant_tokens_schedule": schedule}
     assert_turns_are_the_same(*pair("llama"), 3, state, end_after=4, **options)
 
 
@@ -140,10 +140,10 @@ class Alternating:
         self._num_rounds += 1
 
 
-@pytest.mark.parametrize("home", ["dynamic", "preallocated"])
-def test_what_ended_rows_are_fed_is_not_taken_for_their_text(home, monkeypatch):
+@pytest.mark.parametrize("cache_kind", ["dynamic", "preallocated"])
+def test_what_ended_rows_are_fed_is_not_taken_for_their_text(cache_kind, monkeypatch):
     monkeypatch.setattr(build, "build_schedule", lambda *models_and_config: Alternating())
-    assert_turns_are_the_same(*pair("llama"), 3, DraftState(), end_after=4, speculation_cache=home)
+    assert_turns_are_the_same(*pair("llama"), 3, DraftState(), end_after=4, speculation_cache=cache_kind)
 
 
 @pytest.mark.parametrize(
@@ -338,13 +338,13 @@ def test_window_layers_that_have_dropped_states_leave_nothing():
     target, draft = pair("mistral_window")
     text = torch.randint(1, 64, (230,), generator=torch.Generator().manual_seed(2)).tolist()
     held = []
-    for home in ("auto", "preallocated"):
+    for cache_kind in ("auto", "preallocated"):
         state = DraftState()
-        say(target, draft, padded([text]), state, speculation_cache=home)
+        say(target, draft, padded([text]), state, speculation_cache=cache_kind)
         held.append(state.num_tokens)
         expected, (ids, _, _) = (
             target.generate(**padded([[*text, 9]]), max_new_tokens=NUM_NEW),
-            say(target, draft, padded([[*text, 9]]), state, speculation_cache=home),
+            say(target, draft, padded([[*text, 9]]), state, speculation_cache=cache_kind),
         )
         assert_equal_ids(expected, ids)
     assert held[0] > 230

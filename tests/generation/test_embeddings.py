@@ -38,7 +38,7 @@ def both(target, inputs, own, **options):
 
 @pytest.mark.parametrize("with_ids", [True, False])
 @pytest.mark.parametrize(
-    ("kind", "home", "batch_size"),
+    ("kind", "cache_kind", "batch_size"),
     [
         ("llama", "auto", 1),
         ("llama", "dynamic", 3),
@@ -47,12 +47,17 @@ def both(target, inputs, own, **options):
         ("bloom", "auto", 3),
     ],
 )
-def test_greedy_equals_plain(kind, batch_size, with_ids, home):
+def test_greedy_equals_plain(kind, batch_size, with_ids, cache_kind):
     target, draft = pair(kind)
     prompts = ragged_prompts(batch_size, seed=1, max_len=2 * SLIDING_WINDOW)
     inputs = embedded(target, prompts, with_ids=with_ids)
     stats = hf_speculate.SpeculationStats()
-    own = {"assistant_model": draft, "num_assistant_tokens": K, "speculation_cache": home, "speculation_stats": stats}
+    own = {
+        "assistant_model": draft,
+        "num_assistant_tokens": K,
+        "speculation_cache": cache_kind,
+        "speculation_stats": stats,
+    }
     plain, ours = both(target, inputs, own)
     assert_equal_ids(plain, ours)
     assert ours.shape[1] == NUM_NEW + (prompts["input_ids"].shape[1] if with_ids else 0)
@@ -123,8 +128,8 @@ def test_ids_may_be_fewer_or_more_than_the_embeddings_where_a_mask_says_what_is_
         assert torch.equal(ours[:, :num_ids], ids)
 
 
-@each_value(home=["dynamic", "preallocated"], num_held=[4, SLIDING_WINDOW + 2], with_ids=[True, False])
-def test_a_passed_cache_holds_the_beginning_of_the_embeddings(with_ids, num_held, home):
+@each_value(cache_kind=["dynamic", "preallocated"], num_held=[4, SLIDING_WINDOW + 2], with_ids=[True, False])
+def test_a_passed_cache_holds_the_beginning_of_the_embeddings(with_ids, num_held, cache_kind):
     target, draft = pair("mistral_window")
     ids = torch.randint(1, 64, (1, 2 * SLIDING_WINDOW), generator=torch.Generator().manual_seed(1))
     inputs = embedded(target, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, with_ids=with_ids)
@@ -135,7 +140,7 @@ def test_a_passed_cache_holds_the_beginning_of_the_embeddings(with_ids, num_held
             with torch.no_grad():
                 target(inputs_embeds=inputs["inputs_embeds"][:, :num_held], past_key_values=caches[-1], use_cache=True)
     plain = target.generate(**inputs, past_key_values=caches[0], max_new_tokens=NUM_NEW)
-    own = {"assistant_model": draft, "num_assistant_tokens": K, "speculation_cache": home}
+    own = {"assistant_model": draft, "num_assistant_tokens": K, "speculation_cache": cache_kind}
     ours = target.generate(**inputs, past_key_values=caches[1], max_new_tokens=NUM_NEW, **own)
     assert_equal_ids(plain, ours)
     assert_same_contents(*(cache_contents(cache) for cache in caches), STATE_TOLERANCE)
@@ -193,9 +198,9 @@ def test_what_cannot_be_read_is_refused(options, message):
 
 
 @pytest.mark.parametrize(
-    ("prompt", "home"), [("embeddings", "preallocated"), ("embeddings", "dynamic"), ("masked row", "auto")]
+    ("prompt", "cache_kind"), [("embeddings", "preallocated"), ("embeddings", "dynamic"), ("masked row", "auto")]
 )
-def test_a_row_may_end_with_its_first_token_while_other_rows_accept_whole_drafts(prompt, home):
+def test_a_row_may_end_with_its_first_token_while_other_rows_accept_whole_drafts(prompt, cache_kind):
     """Rows that stay in the batch are fed as many tokens as the others, although this one has fewer."""
     target = make_model("llama", dtype=torch.float64)
     for layer in target.model.layers:  # each token follows from the one before it, so a draft needs no prompt
@@ -207,7 +212,7 @@ def test_a_row_may_end_with_its_first_token_while_other_rows_accept_whole_drafts
         inputs = {"inputs_embeds": target.get_input_embeddings()(ids)}
     first = int(target.generate(**inputs, max_new_tokens=1)[0, -1])
     options = {"eos_token_id": first, "pad_token_id": 0}
-    own = {"draft_state": hf_speculate.DraftState(), "speculation_cache": home, "num_assistant_tokens": K}
+    own = {"draft_state": hf_speculate.DraftState(), "speculation_cache": cache_kind, "num_assistant_tokens": K}
     plain, ours = both(target, inputs, own | {"assistant_model": noisy_copy(target, 0.0)}, **options)
     assert plain[1].count_nonzero() > K + 2
     assert_equal_ids(plain, ours)

@@ -22,8 +22,8 @@ DYNAMIC_ONLY = ("falcon_alibi", "gpt_neo", "llama4", "mpt")
 
 
 @pytest.mark.parametrize("kind", MORE_KINDS)
-@pytest.mark.parametrize("home", ["auto", pytest.param("dynamic", marks=pytest.mark.slow)])
-def test_greedy_equals_plain(kind, home):
+@pytest.mark.parametrize("cache_kind", ["auto", pytest.param("dynamic", marks=pytest.mark.slow)])
+def test_greedy_equals_plain(kind, cache_kind):
     # MPT fills what it masks with the lowest float64 and takes the softmax in float32, where padding becomes NaN.
     target, draft = pair(kind, dtype=torch.float32 if kind == "mpt" else torch.float64)
     inputs = ragged_prompts(3, seed=3)
@@ -33,12 +33,12 @@ def test_greedy_equals_plain(kind, home):
         max_new_tokens=NUM_NEW,
         assistant_model=draft,
         num_assistant_tokens=3,
-        speculation_cache=home,
+        speculation_cache=cache_kind,
         speculation_stats=stats,
     )
     assert_equal_ids(target.generate(**inputs, max_new_tokens=NUM_NEW), ours)
     assert 0 < stats.num_accepted < stats.num_verified
-    assert stats.cache == ("dynamic" if home == "dynamic" or kind in DYNAMIC_ONLY else "preallocated")
+    assert stats.cache == ("dynamic" if cache_kind == "dynamic" or kind in DYNAMIC_ONLY else "preallocated")
     assert not stats.lock_step
 
 

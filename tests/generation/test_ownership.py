@@ -42,16 +42,16 @@ def assert_same_contents(one: list[tuple], other: list[tuple], tolerance: float 
         assert torch.allclose(values, other_values, atol=tolerance, rtol=0)
 
 
-@pytest.mark.parametrize("home", ["dynamic", "preallocated"])
+@pytest.mark.parametrize("cache_kind", ["dynamic", "preallocated"])
 @pytest.mark.parametrize(("kind", "num_held"), [("llama", 3), ("mistral_window", 2 * SLIDING_WINDOW), ("gemma2", 0)])
-def test_a_passed_cache_advances_in_place_as_in_plain(kind, num_held, home):
+def test_a_passed_cache_advances_in_place_as_in_plain(kind, num_held, cache_kind):
     target, draft = pair(kind)
     ids = torch.randint(1, 64, (1, 2 * SLIDING_WINDOW + 4), generator=torch.Generator().manual_seed(1))
     caches = [
         prefilled(target, ids[:, :num_held]) if num_held else DynamicCache(config=target.config) for _ in range(2)
     ]
     plain = target.generate(ids, past_key_values=caches[0], max_new_tokens=15)
-    own = {"assistant_model": draft, "num_assistant_tokens": K, "speculation_cache": home}
+    own = {"assistant_model": draft, "num_assistant_tokens": K, "speculation_cache": cache_kind}
     ours = target.generate(ids, past_key_values=caches[1], max_new_tokens=15, **own)
     assert_equal_ids(plain, ours)
     assert caches[1].get_seq_length() == ours.shape[1] - 1
@@ -59,12 +59,12 @@ def test_a_passed_cache_advances_in_place_as_in_plain(kind, num_held, home):
     assert_same_contents(cache_contents(caches[0]), cache_contents(caches[1]), tolerance)
 
 
-@each_value(kind=["mistral_window"], turns_are_whole=[True, False], home=["dynamic", "preallocated"])
-def test_a_second_chat_turn_continues_on_the_cache_of_the_first(kind, turns_are_whole, home):
+@each_value(kind=["mistral_window"], turns_are_whole=[True, False], cache_kind=["dynamic", "preallocated"])
+def test_a_second_chat_turn_continues_on_the_cache_of_the_first(kind, turns_are_whole, cache_kind):
     target, draft = pair(kind)
     caches = [DynamicCache(config=target.config) for _ in range(2)]
     texts = []
-    speculative = {"assistant_model": draft, "num_assistant_tokens": K, "speculation_cache": home}
+    speculative = {"assistant_model": draft, "num_assistant_tokens": K, "speculation_cache": cache_kind}
     for cache, own in zip(caches, ({}, speculative), strict=True):
         first = target.generate(torch.tensor([[5, 6, 7]]), past_key_values=cache, max_new_tokens=9, **own)
         text = torch.cat([first, torch.tensor([[8, 9]])], dim=1)

@@ -15,8 +15,8 @@ K = 4
 FITTING = tuple(kind for kind in KINDS if kind != "bloom")  # its positions are biases of the attention
 
 
-def both_homes(kind, batch_size, **options):
-    """Ids by plain `generate` and by each home, and the statistics of the second."""
+def both_caches(kind, batch_size, **options):
+    """Ids by plain `generate` and by each cache, and the statistics of the second."""
     target, draft = pair(kind)
     inputs = ragged_prompts(batch_size, seed=batch_size, max_len=3 * SLIDING_WINDOW)
     plain = target.generate(**inputs, **options)
@@ -28,10 +28,10 @@ def both_homes(kind, batch_size, **options):
 
 
 @each_value(kind=FITTING, batch_size=[5])
-def test_text_equals_plain_and_the_dynamic_home_while_buffers_grow_and_windows_move(kind, batch_size, monkeypatch):
+def test_text_equals_plain_and_the_dynamic_cache_while_buffers_grow_and_windows_move(kind, batch_size, monkeypatch):
     monkeypatch.setattr(ragged_layer, "MIN_STEP", 7)
     monkeypatch.setattr(ragged_layer, "WINDOW_SLACK", 2 * K)
-    plain, dynamic, preallocated, stats = both_homes(kind, batch_size, max_new_tokens=90)
+    plain, dynamic, preallocated, stats = both_caches(kind, batch_size, max_new_tokens=90)
     assert stats.cache == "preallocated"
     assert_equal_ids(plain, dynamic)
     assert_equal_ids(plain, preallocated)
@@ -40,7 +40,7 @@ def test_text_equals_plain_and_the_dynamic_home_while_buffers_grow_and_windows_m
 @each_value(chunk_size=[2, 11], kind=["llama", "mistral_window"])
 def test_a_prompt_may_come_in_chunks(kind, chunk_size, monkeypatch):
     monkeypatch.setattr(ragged_layer, "WINDOW_SLACK", 0)
-    plain, _, preallocated, _ = both_homes(kind, 2, max_new_tokens=12, prefill_chunk_size=chunk_size)
+    plain, _, preallocated, _ = both_caches(kind, 2, max_new_tokens=12, prefill_chunk_size=chunk_size)
     assert_equal_ids(plain, preallocated)
 
 
@@ -86,7 +86,7 @@ def test_a_window_layer_holds_its_window_however_long_the_text(monkeypatch):
         return seen
 
     monkeypatch.setattr(ragged_layer.RaggedLayer, "update", watched)
-    plain, _, preallocated, _ = both_homes("gemma2", 1, max_new_tokens=150)
+    plain, _, preallocated, _ = both_caches("gemma2", 1, max_new_tokens=150)
     assert_equal_ids(plain, preallocated)
     longest = plain.shape[1]
     assert max(capacity for window, capacity, _ in held if window is None) > longest - 8
@@ -113,7 +113,7 @@ def test_no_state_moves_when_rows_are_rolled_back():
             assert changed == [[row, length] for row, length in enumerate(lens)]
 
 
-def test_the_dynamic_home_serves_what_cannot_be_preallocated():
+def test_the_dynamic_cache_serves_what_cannot_be_preallocated():
     stats = hf_speculate.SpeculationStats()
     target, draft = pair("bloom")
     own = {"assistant_model": draft, "max_new_tokens": 6, "speculation_stats": stats}

@@ -124,9 +124,9 @@ def test_a_forward_that_fails_is_refused_with_its_error():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_round_off_is_no_difference(dtype):
     stats = hf_speculate.SpeculationStats()
-    for home in ("auto", "dynamic"):
+    for cache_kind in ("auto", "dynamic"):
         inputs = ragged_prompts(3, seed=1, max_len=40)
-        decode(own_model(dtype=dtype), inputs, speculation_stats=stats, speculation_cache=home)
+        decode(own_model(dtype=dtype), inputs, speculation_stats=stats, speculation_cache=cache_kind)
         assert "self-test: passed, difference " in stats.plan
 
 

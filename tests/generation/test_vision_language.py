@@ -25,9 +25,9 @@ def picture_pair(kind):
     return target, text_draft(target)
 
 
-@each_value(home=["auto", "dynamic"], kind=MAKERS)
+@each_value(cache_kind=["auto", "dynamic"], kind=MAKERS)
 @pytest.mark.parametrize(("batch_size", "num_assistant_tokens"), [(1, 5), (3, 3)])
-def test_greedy_equals_plain(kind, batch_size, num_assistant_tokens, home):
+def test_greedy_equals_plain(kind, batch_size, num_assistant_tokens, cache_kind):
     target, draft = picture_pair(kind)
     inputs = picture_prompts(target, batch_size)
     stats = hf_speculate.SpeculationStats()
@@ -38,7 +38,7 @@ def test_greedy_equals_plain(kind, batch_size, num_assistant_tokens, home):
         assistant_model=draft,
         num_assistant_tokens=num_assistant_tokens,
         speculation_stats=stats,
-        speculation_cache=home,
+        speculation_cache=cache_kind,
     )
     assert_equal_ids(plain, ours)
     assert 0 < stats.num_accepted < stats.num_verified
@@ -206,14 +206,14 @@ def test_token_types_repeat_the_prompts_last():
     assert not torch.equal(untyped, ours)
 
 
-@pytest.mark.parametrize("home", ["auto", "dynamic"])
-def test_positions_that_the_user_passes_go_on_from_the_last(home):
+@pytest.mark.parametrize("cache_kind", ["auto", "dynamic"])
+def test_positions_that_the_user_passes_go_on_from_the_last(cache_kind):
     target, draft = pair("gpt2")
     inputs = ragged_prompts(3, seed=4)
     inputs["position_ids"] = 2 * torch.arange(inputs["input_ids"].shape[1])[None] + torch.tensor([[0], [5], [9]])
     plain = target.generate(**inputs, max_new_tokens=NUM_NEW)
     ours = target.generate(
-        **inputs, max_new_tokens=NUM_NEW, assistant_model=draft, num_assistant_tokens=3, speculation_cache=home
+        **inputs, max_new_tokens=NUM_NEW, assistant_model=draft, num_assistant_tokens=3, speculation_cache=cache_kind
     )
     assert_equal_ids(plain, ours)
     counted = target.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=NUM_NEW)

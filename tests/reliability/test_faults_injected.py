@@ -81,11 +81,11 @@ class Setup(NamedTuple):
     kind: str
     batch_size: int
     is_passed: bool
-    home: str
+    cache_kind: str
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"speculation_cache": self.home}
+        return {"speculation_cache": self.cache_kind}
 
 
 SETUPS = [
@@ -104,9 +104,9 @@ def fits(case: Case, setup: Setup) -> bool:
     if case.place == "row-wise criterion" and setup.kind == "mistral_window":
         return False  # rows without an end go in lock step there, and the criterion is asked in another stage
     if case.place == "handing back":
-        return setup.home == "preallocated" and setup.is_passed
+        return setup.cache_kind == "preallocated" and setup.is_passed
     if case.place == "allocation":  # what a passed cache holds is loaded before the prompt is read
-        return setup.home != "dynamic" and not setup.is_passed
+        return setup.cache_kind != "dynamic" and not setup.is_passed
     return True
 
 

@@ -47,14 +47,14 @@ def options_of(draft, **options):
     return {"assistant_model": draft, "num_assistant_tokens": K, "max_new_tokens": 12, **options}
 
 
-@pytest.mark.parametrize(("value", "batch_size", "home"), CELLS)
-def test_greedy_goes_on_as_plain_does_and_says_so(value, batch_size, home):
+@pytest.mark.parametrize(("value", "batch_size", "cache_kind"), CELLS)
+def test_greedy_goes_on_as_plain_does_and_says_so(value, batch_size, cache_kind):
     target, draft = pair("llama")
     inputs = ragged_prompts(batch_size, seed=4)
     stats = hf_speculate.SpeculationStats()
     with spoiled(target, value):
         plain = target.generate(**inputs, max_new_tokens=12)
-        ours = target.generate(**inputs, **options_of(draft, speculation_cache=home, speculation_stats=stats))
+        ours = target.generate(**inputs, **options_of(draft, speculation_cache=cache_kind, speculation_stats=stats))
     assert_equal_ids(plain, ours)
     flag = {NAN: Status.NAN, INF: Status.POSITIVE_INF, -INF: Status.ALL_MASKED}[value]
     assert Status(stats.status) == flag
@@ -194,7 +194,7 @@ def test_rows_in_lock_step_that_have_stopped_are_looked_at_where_they_go_on(has_
         target.generate(**inputs, **own, **spoils)
 
 
-@pytest.mark.parametrize(("value", "batch_size", "home"), CELLS)
+@pytest.mark.parametrize(("value", "batch_size", "cache_kind"), CELLS)
 @pytest.mark.parametrize(
     "options",
     [
@@ -206,13 +206,13 @@ def test_rows_in_lock_step_that_have_stopped_are_looked_at_where_they_go_on(has_
     ],
     ids=["greedy", "confident", "hybrid", "coupled", "coupled, warped"],
 )
-def test_a_draft_without_a_law_leaves_the_text(options, value, batch_size, home):
+def test_a_draft_without_a_law_leaves_the_text(options, value, batch_size, cache_kind):
     target, draft = pair("llama")
     inputs = ragged_prompts(batch_size, seed=4)
     own = ("verifier", "seed", "do_sample", "top_k")
     plain = target.generate(**inputs, max_new_tokens=12, **{name: options[name] for name in own if name in options})
     with spoiled(draft, value):
-        ours = target.generate(**inputs, **options_of(draft, speculation_cache=home, **options))
+        ours = target.generate(**inputs, **options_of(draft, speculation_cache=cache_kind, **options))
     assert_equal_ids(plain, ours)
 
 

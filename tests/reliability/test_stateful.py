@@ -38,7 +38,7 @@ TOKENS = st.integers(1, VOCAB_SIZE - 1)
 TEXTS = st.lists(TOKENS, min_size=1, max_size=6)
 WAYS = ("model", "copies", "both")
 SCHEDULES = ("constant", "heuristic", "adaptive")
-HOMES = ("auto", "dynamic", "preallocated")
+CACHE_KINDS = ("auto", "dynamic", "preallocated")
 CACHES = ("none", "passed", "returned")
 
 
@@ -114,7 +114,7 @@ def requests(draw: st.DrawFn) -> tuple[Request, dict[str, Any], str]:
         temperature=draw(st.sampled_from([1.0, 0.7])) if samples else 1.0,
         top_k=draw(st.sampled_from([0, 4])) if samples else 0,
     )
-    own: dict[str, Any] = {"speculation_cache": draw(st.sampled_from(HOMES))}
+    own: dict[str, Any] = {"speculation_cache": draw(st.sampled_from(CACHE_KINDS))}
     way = draw(st.sampled_from(WAYS))
     if way != "copies":
         schedule = draw(st.sampled_from(SCHEDULES))
@@ -207,15 +207,15 @@ class Chat(RuleBasedStateMachine):
     @rule(
         place=st.sampled_from(["foreign processor", "row-wise criterion", "target forward", "draft forward"]),
         at=st.integers(1, 4),
-        home=st.sampled_from(HOMES),
+        cache_kind=st.sampled_from(CACHE_KINDS),
     )
-    def fail(self, place, at, home):
+    def fail(self, place, at, cache_kind):
         held = None if self.cache is None else [layer.keys.clone() for layer in self.cache.layers]
         error = Mistake("on purpose")
         inside, options = put_in(place, Fault(at, error), self.target, self.draft)
         with inside, pytest.raises(Mistake) as caught:
             self.target.generate(
-                **self._inputs(), **options, past_key_values=self.cache, speculation_cache=home, max_new_tokens=20
+                **self._inputs(), **options, past_key_values=self.cache, speculation_cache=cache_kind, max_new_tokens=20
             )
         assert caught.value is error
         assert len(error.__notes__) == 1
