@@ -25,6 +25,8 @@ from tests.tiny_tokenizers import letters_tokenizer
 CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,"  # one for each of the 64 ids
 TOKENIZER = letters_tokenizer(CHARACTERS, pad_token="a")
 
+Options = Mapping[str, Any] | Callable[[list[int]], Mapping[str, Any]]
+
 
 @dataclass(frozen=True)
 class Call:
@@ -39,7 +41,7 @@ class Call:
         in_configs: the name is met in a `GenerationConfig` too.
     """
 
-    options: Mapping[str, Any] | Callable[[list[int]], Mapping[str, Any]]
+    options: Options
     batch_size: int = 1
     kind: str = "llama"
     samples: bool = False
@@ -98,6 +100,23 @@ class Row:
     state: Supported | Refused | NotApplicable
 
 
+def supported(
+    name: str, shown_by: str, note: str = "", options: Options | None = None, batch_size: int = 1, **call: Any
+) -> Row:
+    """A row that is supported, with a call if `options` are given."""
+    return Row(name, Supported(shown_by, note, None if options is None else Call(options, batch_size, **call)))
+
+
+def refused(name: str, options: Options, when: str = "", batch_size: int = 1, **call: Any) -> Row:
+    """A row that is refused."""
+    return Row(name, Refused(Call(options, batch_size, **call), when))
+
+
+def ignored(name: str, why: str, options: Options | None = None, batch_size: int = 1, **call: Any) -> Row:
+    """A row that changes nothing, with a call if `options` are given."""
+    return Row(name, NotApplicable(why, None if options is None else Call(options, batch_size, **call)))
+
+
 class Shift(LogitsProcessor):
     """A user's own processor: forbids the id that follows the last one."""
 
@@ -123,7 +142,8 @@ class Quiet:
 
 
 OPTIONS = "generation/test_options.py"
-MATRIX = "generation/test_matrix.py"
+AS_PLAIN = "generation/test_matrix.py::test_ids_scores_states_and_cache_are_those_of_plain_generate"
+AS_ALONE = "generation/test_matrix.py::test_a_row_of_a_batch_is_drawn_as_alone_and_every_token_is_counted"
 CONFIG = "test_config.py"
 LOOKUP = "generation/test_lookup.py"
 PICTURES = "generation/test_vision_language.py::test_greedy_equals_plain"
@@ -145,181 +165,148 @@ def _ids(*ids):
 
 
 ARGUMENTS = (
-    Row(
-        "inputs",
-        Supported(
-            HERE,
-            "the same as `input_ids`",
-            Call({"inputs": _ids(5, 3, 11, 7, 2)}, batch_size=0, changes=False),
-        ),
+    supported("inputs", HERE, "the same as `input_ids`", {"inputs": _ids(5, 3, 11, 7, 2)}, batch_size=0, changes=False),
+    supported(
+        "generation_config", f"{CONFIG}::test_every_field_is_taken_from_the_strongest_source_that_sets_it", "see below"
     ),
-    Row(
-        "generation_config",
-        Supported(f"{CONFIG}::test_every_field_is_taken_from_the_strongest_source_that_sets_it", "see below"),
-    ),
-    Row(
+    supported(
         "logits_processor",
-        Supported(
-            f"{OPTIONS}::test_foreign_processors_and_criteria_are_called_exactly_as_in_plain",
-            f"{LOCK_STEP} for one that is not declared with `register_row_wise`",
-            Call({"logits_processor": LogitsProcessorList([Shift()])}, batch_size=3, changes=False),
-        ),
+        f"{OPTIONS}::test_foreign_processors_and_criteria_are_called_exactly_as_in_plain",
+        f"{LOCK_STEP} for one that is not declared with `register_row_wise`",
+        {"logits_processor": LogitsProcessorList([Shift()])},
+        batch_size=3,
+        changes=False,
     ),
-    Row(
+    supported(
         "stopping_criteria",
-        Supported(
-            f"{OPTIONS}::test_foreign_processors_and_criteria_are_called_exactly_as_in_plain",
-            f"{LOCK_STEP} for one that is not declared with `register_row_wise`",
-            Call({"stopping_criteria": StoppingCriteriaList([StopAtSum()])}, batch_size=3, changes=False),
-        ),
+        f"{OPTIONS}::test_foreign_processors_and_criteria_are_called_exactly_as_in_plain",
+        f"{LOCK_STEP} for one that is not declared with `register_row_wise`",
+        {"stopping_criteria": StoppingCriteriaList([StopAtSum()])},
+        batch_size=3,
+        changes=False,
     ),
-    Row(
+    supported(
         "prefix_allowed_tokens_fn",
-        Supported(
-            HERE,
-            LOCK_STEP,
-            Call({"prefix_allowed_tokens_fn": lambda row, ids: list(range(row, 64, 2))}, batch_size=3),
-        ),
+        HERE,
+        LOCK_STEP,
+        {"prefix_allowed_tokens_fn": lambda row, ids: list(range(row, 64, 2))},
+        batch_size=3,
     ),
-    Row(
+    supported(
         "synced_gpus",
-        Supported(
-            "generation/test_synced.py::test_ranks_run_the_same_forwards_and_get_their_own_texts",
-            "not with every source of drafts, see [calls](calls.md#ranks-of-a-distributed-call)",
-        ),
+        "generation/test_synced.py::test_ranks_run_the_same_forwards_and_get_their_own_texts",
+        "not with every source of drafts, see [calls](calls.md#ranks-of-a-distributed-call)",
     ),
-    Row("assistant_model", Supported(f"{EXACT}::test_greedy_equals_plain")),
-    Row(
+    supported("assistant_model", f"{EXACT}::test_greedy_equals_plain"),
+    refused(
         "assistant_model",
-        Refused(Call({"assistant_early_exit": 1}), "beside `assistant_early_exit`, `drafter` or `candidate_generator`"),
+        {"assistant_early_exit": 1},
+        "beside `assistant_early_exit`, `drafter` or `candidate_generator`",
     ),
-    Row(
+    supported(
         "streamer",
-        Supported(
-            f"{OPTIONS}::test_a_streamer_gets_the_same_tokens_as_in_plain_one_by_one",
-            call=Call({"streamer": Quiet()}, changes=False),
-        ),
+        f"{OPTIONS}::test_a_streamer_gets_the_same_tokens_as_in_plain_one_by_one",
+        options={"streamer": Quiet()},
+        changes=False,
     ),
-    Row("streamer", Refused(Call({"streamer": Quiet()}, batch_size=2), "more than one row")),
-    Row(
+    refused("streamer", {"streamer": Quiet()}, "more than one row", batch_size=2),
+    supported(
         "negative_prompt_ids",
-        Supported(
-            HERE,
-            f"with `guidance_scale`; {LOCK_STEP}",
-            Call({"negative_prompt_ids": _ids(9, 8, 7), "guidance_scale": 1.7}),
-        ),
+        HERE,
+        f"with `guidance_scale`; {LOCK_STEP}",
+        {"negative_prompt_ids": _ids(9, 8, 7), "guidance_scale": 1.7},
     ),
-    Row(
+    supported(
         "negative_prompt_attention_mask",
-        Supported(
-            HERE,
-            f"with `negative_prompt_ids`; {LOCK_STEP}",
-            Call(
-                {
-                    "negative_prompt_ids": _ids(9, 8, 7),
-                    "negative_prompt_attention_mask": _ids(0, 1, 1),
-                    "guidance_scale": 1.7,
-                }
-            ),
-        ),
+        HERE,
+        f"with `negative_prompt_ids`; {LOCK_STEP}",
+        {"negative_prompt_ids": _ids(9, 8, 7), "negative_prompt_attention_mask": _ids(0, 1, 1), "guidance_scale": 1.7},
     ),
-    Row(
+    supported(
         "custom_generate",
-        Supported("generation/test_enable.py::test_the_hub_repository_runs_through_custom_generate", "a repository"),
+        "generation/test_enable.py::test_the_hub_repository_runs_through_custom_generate",
+        "a repository",
     ),
-    Row("custom_generate", Refused(Call({"custom_generate": lambda model, input_ids: input_ids}), "a function")),
-    Row(
+    refused("custom_generate", {"custom_generate": lambda model, input_ids: input_ids}, "a function"),
+    supported(
         "trust_remote_code",
-        Supported(
-            "generation/test_enable.py::test_the_hub_repository_runs_through_custom_generate", "for `custom_generate`"
-        ),
+        "generation/test_enable.py::test_the_hub_repository_runs_through_custom_generate",
+        "for `custom_generate`",
     ),
-    Row(
+    supported(
         "tokenizer",
-        Supported(
-            "generation/test_stop_strings.py::test_text_ends_where_plain_ends_it",
-            "for `stop_strings` and drafts of other vocabularies",
-        ),
+        "generation/test_stop_strings.py::test_text_ends_where_plain_ends_it",
+        "for `stop_strings` and drafts of other vocabularies",
     ),
-    Row(
+    supported(
         "assistant_tokenizer",
-        Supported(
-            "generation/test_vocabularies.py::test_another_tokenizer_greedy_is_plain_greedy",
-            call=Call({"assistant_tokenizer": TOKENIZER, "tokenizer": TOKENIZER}, changes=False),
-        ),
+        "generation/test_vocabularies.py::test_another_tokenizer_greedy_is_plain_greedy",
+        options={"assistant_tokenizer": TOKENIZER, "tokenizer": TOKENIZER},
+        changes=False,
     ),
-    Row("input_ids", Supported(f"{EXACT}::test_greedy_equals_plain")),
-    Row("attention_mask", Supported(f"{EXACT}::test_greedy_equals_plain", call=Call({}, batch_size=3, changes=False))),
-    Row(
-        "attention_mask",
-        Refused(Call({"attention_mask": torch.ones(1, 3, dtype=torch.int64)}), "of another shape than the prompt"),
+    supported("input_ids", f"{EXACT}::test_greedy_equals_plain"),
+    supported("attention_mask", f"{EXACT}::test_greedy_equals_plain", options={}, batch_size=3, changes=False),
+    refused(
+        "attention_mask", {"attention_mask": torch.ones(1, 3, dtype=torch.int64)}, "of another shape than the prompt"
     ),
-    Row(
-        "position_ids",
-        Supported("generation/test_vision_language.py::test_positions_that_the_user_passes_go_on_from_the_last"),
+    supported(
+        "position_ids", "generation/test_vision_language.py::test_positions_that_the_user_passes_go_on_from_the_last"
     ),
-    Row(
-        "token_type_ids",
-        Supported("generation/test_vision_language.py::test_token_types_repeat_the_prompts_last"),
-    ),
-    Row(
+    supported("token_type_ids", "generation/test_vision_language.py::test_token_types_repeat_the_prompts_last"),
+    supported(
         "inputs_embeds",
-        Supported(
-            "generation/test_embeddings.py::test_greedy_equals_plain",
-            "with or without `input_ids`, which are all that a draft model reads of the prompt",
-            Call({"inputs_embeds": torch.ones(1, 3, 32).double() / 8}, batch_size=0, changes=False),
-        ),
+        "generation/test_embeddings.py::test_greedy_equals_plain",
+        "with or without `input_ids`, which are all that a draft model reads of the prompt",
+        {"inputs_embeds": torch.ones(1, 3, 32).double() / 8},
+        batch_size=0,
+        changes=False,
     ),
-    Row(
+    refused(
         "inputs_embeds",
-        Refused(
-            Call({"inputs_embeds": torch.zeros(1, 3, 32).double(), "prefill_chunk_size": 2}, batch_size=0),
-            "with `prefill_chunk_size`",
-        ),
+        {"inputs_embeds": torch.zeros(1, 3, 32).double(), "prefill_chunk_size": 2},
+        "with `prefill_chunk_size`",
+        batch_size=0,
     ),
-    Row(
+    supported(
         "past_key_values",
-        Supported(
-            "generation/test_ownership.py::test_a_passed_cache_advances_in_place_as_in_plain",
-            "a `DynamicCache` or a `StaticCache`, or an `EncoderDecoderCache` of two; rows that end early hold their "
-            "padding, as in plain",
-        ),
+        "generation/test_ownership.py::test_a_passed_cache_advances_in_place_as_in_plain",
+        "a `DynamicCache` or a `StaticCache`, or an `EncoderDecoderCache` of two; rows that end early hold their "
+        "padding, as in plain",
     ),
-    Row(
+    supported(
         "cache_params",
-        Supported(
-            "generation/test_recurrent.py::test_a_passed_cache_goes_on_from_call_to_call",
-            "the name of `past_key_values` in models with recurrent layers alone",
-        ),
+        "generation/test_recurrent.py::test_a_passed_cache_goes_on_from_call_to_call",
+        "the name of `past_key_values` in models with recurrent layers alone",
     ),
-    Row(
+    ignored(
         "logits_to_keep",
-        NotApplicable(
-            "only the last position of a prompt is used", Call({"logits_to_keep": 3}, batch_size=3, in_configs=False)
-        ),
+        "only the last position of a prompt is used",
+        {"logits_to_keep": 3},
+        batch_size=3,
+        in_configs=False,
     ),
-    Row("encoder_outputs", Supported(f"{ENCODERS}::test_passed_encoder_outputs", "for drafts without an encoder")),
-    Row("decoder_input_ids", Supported(f"{ENCODERS}::test_prompts_of_the_decoder_may_be_padded")),
-    Row("decoder_attention_mask", Supported(f"{ENCODERS}::test_prompts_of_the_decoder_may_be_padded")),
+    supported("encoder_outputs", f"{ENCODERS}::test_passed_encoder_outputs", "for drafts without an encoder"),
+    supported("decoder_input_ids", f"{ENCODERS}::test_prompts_of_the_decoder_may_be_padded"),
+    supported("decoder_attention_mask", f"{ENCODERS}::test_prompts_of_the_decoder_may_be_padded"),
     *(
-        Row(name, Supported(PICTURES, "read with the prompt; the draft model reads text alone"))
+        supported(name, PICTURES, "read with the prompt; the draft model reads text alone")
         for name in ("image_grid_thw", "mm_token_type_ids", "pixel_values")
     ),
     *(
-        Row(name, Supported("generation/test_vision_language.py::test_videos_are_read_as_images_are"))
+        supported(name, "generation/test_vision_language.py::test_videos_are_read_as_images_are")
         for name in ("pixel_values_videos", "video_grid_thw")
     ),
     *(
-        Row(name, Supported("generation/test_vision_language.py::test_features_are_chosen_as_the_call_says"))
+        supported(name, "generation/test_vision_language.py::test_features_are_chosen_as_the_call_says")
         for name in ("vision_feature_layer", "vision_feature_select_strategy")
     ),
     *(
-        Row(name, Supported(ARGUMENTS_OF_PICTURES, "read with the prompt"))
+        supported(name, ARGUMENTS_OF_PICTURES, "read with the prompt")
         for name in ("image_sizes", "mm_encoder_outputs", "pixel_attention_mask", "second_per_grid_ts")
     ),
     *(
-        Row(name, Supported(READER, "read with the prompt"))
-        for name in (
+        supported(name, READER, "read with the prompt")
+        for name in [
             "aspect_ratio_ids",
             "aspect_ratio_mask",
             "audio_attention_mask",
@@ -335,88 +322,69 @@ ARGUMENTS = (
             "input_values",
             "input_values_mask",
             "padding_mask",
-        )
+        ]
     ),
-    Row("cross_attention_mask", Supported(READER, "the last token's goes on for those that follow")),
+    supported("cross_attention_mask", READER, "the last token's goes on for those that follow"),
     *(
-        Row(name, Supported(READ_BY_ENCODERS, "read by the encoder of an encoder-decoder"))
+        supported(name, READ_BY_ENCODERS, "read by the encoder of an encoder-decoder")
         for name in ("global_attention_mask", "pixel_values")
     ),
-    Row(
+    ignored(
         "output_router_logits",
-        NotApplicable(
-            "plain decoding returns none of them either", Call({"output_router_logits": True}, kind="mixtral")
-        ),
+        "plain decoding returns none of them either",
+        {"output_router_logits": True},
+        kind="mixtral",
     ),
-    Row(
+    supported(
         "adapter_names",
-        Supported("generation/test_wrapped.py::test_every_row_may_have_its_own_adapter", "PEFT's, one adapter a row"),
+        "generation/test_wrapped.py::test_every_row_may_have_its_own_adapter",
+        "PEFT's, one adapter a row",
     ),
-    Row(
+    refused(
         "any other model argument",
-        Refused(
-            Call({"encoder_hidden_states": torch.zeros(1, 3, 32).double()}, kind="gpt2"),
-            "`encoder_hidden_states` of GPT-2, for example",
-        ),
+        {"encoder_hidden_states": torch.zeros(1, 3, 32).double()},
+        "`encoder_hidden_states` of GPT-2, for example",
+        kind="gpt2",
     ),
 )
 
 FIELDS = (
-    Row(
+    supported(
         "max_length",
-        Supported(
-            f"{OPTIONS}::test_max_length_is_exact",
-            call=Call({"max_length": 20, "max_new_tokens": None}, changes=False),
-        ),
+        f"{OPTIONS}::test_max_length_is_exact",
+        options={"max_length": 20, "max_new_tokens": None},
+        changes=False,
     ),
-    Row("max_new_tokens", Supported(f"{OPTIONS}::test_max_new_tokens_is_exact", call=Call({"max_new_tokens": 5}))),
-    Row("min_length", Supported(HERE, call=Call(lambda text: {"min_length": 16, "eos_token_id": text[3]}))),
-    Row(
-        "min_new_tokens",
-        Supported(
-            f"{MATRIX}::test_ids_scores_states_and_cache_are_those_of_plain_generate",
-            call=Call(lambda text: {"min_new_tokens": 9, "eos_token_id": text[3]}),
-        ),
+    supported("max_new_tokens", f"{OPTIONS}::test_max_new_tokens_is_exact", options={"max_new_tokens": 5}),
+    supported("min_length", HERE, options=lambda text: {"min_length": 16, "eos_token_id": text[3]}),
+    supported("min_new_tokens", AS_PLAIN, options=lambda text: {"min_new_tokens": 9, "eos_token_id": text[3]}),
+    ignored("early_stopping", BEAMS, {"early_stopping": True}),
+    supported(
+        "max_time", f"{OPTIONS}::test_max_time_stops_soon", "looked at once a round", {"max_time": 600.0}, changes=False
     ),
-    Row("early_stopping", NotApplicable(BEAMS, Call({"early_stopping": True}))),
-    Row(
-        "max_time",
-        Supported(
-            f"{OPTIONS}::test_max_time_stops_soon",
-            "looked at once a round",
-            Call({"max_time": 600.0}, changes=False),
-        ),
-    ),
-    Row(
+    supported(
         "stop_strings",
-        Supported(
-            "generation/test_stop_strings.py::test_text_ends_where_plain_ends_it",
-            call=Call(lambda text: {"stop_strings": CHARACTERS[text[4]], "tokenizer": TOKENIZER}),
-        ),
+        "generation/test_stop_strings.py::test_text_ends_where_plain_ends_it",
+        options=lambda text: {"stop_strings": CHARACTERS[text[4]], "tokenizer": TOKENIZER},
     ),
-    Row("stop_strings", Refused(Call({"stop_strings": ["a"]}), "without `tokenizer`")),
-    Row(
+    refused("stop_strings", {"stop_strings": ["a"]}, "without `tokenizer`"),
+    supported(
         "do_sample",
-        Supported(
-            "generation/test_law.py::test_rejection_keeps_the_joint_law", call=Call({}, samples=True, changes=False)
-        ),
+        "generation/test_law.py::test_rejection_keeps_the_joint_law",
+        options={},
+        samples=True,
+        changes=False,
     ),
-    Row("do_sample", Refused(Call({"do_sample": True, "verifier": "greedy"}), 'with `verifier="greedy"`')),
-    Row("num_beams", Refused(Call({"num_beams": 2}))),
-    Row(
-        "use_mtp",
-        Supported("draft/heads/test_mtp.py::test_use_mtp_drafts_for_batches", "for DeepSeek-V3 and GLM-4 MoE targets"),
+    refused("do_sample", {"do_sample": True, "verifier": "greedy"}, 'with `verifier="greedy"`'),
+    refused("num_beams", {"num_beams": 2}),
+    supported(
+        "use_mtp", "draft/heads/test_mtp.py::test_use_mtp_drafts_for_batches", "for DeepSeek-V3 and GLM-4 MoE targets"
     ),
-    Row("use_mtp", Refused(Call({"use_mtp": True}))),
-    Row(
-        "use_cache", Supported(f"{EXACT}::test_greedy_equals_plain", "`True`", Call({"use_cache": True}, changes=False))
-    ),
-    Row("use_cache", Refused(Call({"use_cache": False}))),
+    refused("use_mtp", {"use_mtp": True}),
+    supported("use_cache", f"{EXACT}::test_greedy_equals_plain", "`True`", {"use_cache": True}, changes=False),
+    refused("use_cache", {"use_cache": False}),
     *(
-        Row(
-            "cache_implementation",
-            Supported(shown_by, note, Call({"cache_implementation": kind}, changes=False)),
-        )
+        supported("cache_implementation", shown_by, note, {"cache_implementation": kind}, changes=False)
         for kind, note, shown_by in (
             (
                 "dynamic",
@@ -430,42 +398,36 @@ FIELDS = (
             ),
         )
     ),
-    Row("cache_implementation", Refused(Call({"cache_implementation": "offloaded"}))),
-    Row("cache_implementation", Refused(Call({"cache_implementation": "offloaded_static"}))),
-    Row(
+    refused("cache_implementation", {"cache_implementation": "offloaded"}),
+    refused("cache_implementation", {"cache_implementation": "offloaded_static"}),
+    refused(
         "cache_implementation",
-        Refused(
-            Call({"cache_implementation": "paged"}, in_configs=False),
-            '`"paged"` as a keyword; a config with it decodes plainly in transformers too',
-        ),
+        {"cache_implementation": "paged"},
+        '`"paged"` as a keyword; a config with it decodes plainly in transformers too',
+        in_configs=False,
     ),
     *(
-        Row(
+        refused(
             "cache_implementation",
-            Refused(
-                Call({"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}}),
-                '`"quantized"`, whatever the `cache_config`; transformers makes the cache first, if it can',
-            ),
+            {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}},
+            '`"quantized"`, whatever the `cache_config`; transformers makes the cache first, if it can',
         )
         for _ in range(hasattr(cache_utils, "Fp8QuantizedLayer"))  # older versions have no backend without a package
     ),
-    Row(
+    ignored(
         "cache_config",
-        NotApplicable(
-            'only `cache_implementation="quantized"` reads it, whose caches are not supported',
-            Call({"cache_config": {}}),
-        ),
+        'only `cache_implementation="quantized"` reads it, whose caches are not supported',
+        {"cache_config": {}},
     ),
-    Row(
+    supported(
         "max_cache_len",
-        Supported(
-            "generation/test_compiled.py::test_buffers_of_another_length_are_others",
-            "with a static cache or compiled rounds",
-            Call({"max_cache_len": 64, "cache_implementation": "static"}, changes=False),
-        ),
+        "generation/test_compiled.py::test_buffers_of_another_length_are_others",
+        "with a static cache or compiled rounds",
+        {"max_cache_len": 64, "cache_implementation": "static"},
+        changes=False,
     ),
     *(
-        Row(name, Supported(BLOCK, call=Call({name: value}, samples=True)))
+        supported(name, BLOCK, options={name: value}, samples=True)
         for name, value in (
             ("temperature", 0.4),
             ("top_k", 2),
@@ -477,354 +439,258 @@ FIELDS = (
             ("eta_cutoff", 0.5),
         )
     ),
-    Row(
-        "repetition_penalty",
-        Supported(
-            f"{MATRIX}::test_ids_scores_states_and_cache_are_those_of_plain_generate",
-            call=Call({"repetition_penalty": 1.6}, batch_size=3),
-        ),
-    ),
-    Row(
-        "encoder_repetition_penalty",
-        Supported(HERE, LOCK_STEP, Call({"encoder_repetition_penalty": 3.0}, batch_size=3)),
-    ),
-    Row("length_penalty", NotApplicable(BEAMS, Call({"length_penalty": 2.0}))),
-    Row(
-        "no_repeat_ngram_size",
-        Supported(
-            f"{MATRIX}::test_ids_scores_states_and_cache_are_those_of_plain_generate",
-            call=Call({"no_repeat_ngram_size": 1}, batch_size=3),
-        ),
-    ),
-    Row(
-        "bad_words_ids",
-        Supported(
-            f"{MATRIX}::test_ids_scores_states_and_cache_are_those_of_plain_generate",
-            call=Call(lambda text: {"bad_words_ids": [[text[3]], [text[5], text[6]]]}),
-        ),
-    ),
-    Row("renormalize_logits", Supported(BLOCK, call=Call({"renormalize_logits": True}, samples=True, changes=False))),
-    Row(
+    supported("repetition_penalty", AS_PLAIN, options={"repetition_penalty": 1.6}, batch_size=3),
+    supported("encoder_repetition_penalty", HERE, LOCK_STEP, {"encoder_repetition_penalty": 3.0}, batch_size=3),
+    ignored("length_penalty", BEAMS, {"length_penalty": 2.0}),
+    supported("no_repeat_ngram_size", AS_PLAIN, options={"no_repeat_ngram_size": 1}, batch_size=3),
+    supported("bad_words_ids", AS_PLAIN, options=lambda text: {"bad_words_ids": [[text[3]], [text[5], text[6]]]}),
+    supported("renormalize_logits", BLOCK, options={"renormalize_logits": True}, samples=True, changes=False),
+    supported(
         "forced_bos_token_id",
-        Supported(BLOCK, "after a prompt of one token", Call({"forced_bos_token_id": 9, "bos_token_id": 5}, 0)),
+        BLOCK,
+        "after a prompt of one token",
+        {"forced_bos_token_id": 9, "bos_token_id": 5},
+        batch_size=0,
     ),
-    Row(
-        "forced_eos_token_id",
-        Supported(
-            f"{MATRIX}::test_ids_scores_states_and_cache_are_those_of_plain_generate",
-            call=Call({"forced_eos_token_id": 9}),
-        ),
-    ),
-    Row("remove_invalid_values", Supported(BLOCK, call=Call({"remove_invalid_values": True}, changes=False))),
-    Row(
+    supported("forced_eos_token_id", AS_PLAIN, options={"forced_eos_token_id": 9}),
+    supported("remove_invalid_values", BLOCK, options={"remove_invalid_values": True}, changes=False),
+    supported(
         "exponential_decay_length_penalty",
-        Supported(
-            f"{MATRIX}::test_ids_scores_states_and_cache_are_those_of_plain_generate",
-            call=Call(lambda text: {"exponential_decay_length_penalty": (1, 9.0), "eos_token_id": text[8]}),
-        ),
+        AS_PLAIN,
+        options=lambda text: {"exponential_decay_length_penalty": (1, 9.0), "eos_token_id": text[8]},
     ),
-    Row(
-        "suppress_tokens",
-        Supported(
-            f"{MATRIX}::test_ids_scores_states_and_cache_are_those_of_plain_generate",
-            call=Call(lambda text: {"suppress_tokens": [text[2]]}),
-        ),
+    supported("suppress_tokens", AS_PLAIN, options=lambda text: {"suppress_tokens": [text[2]]}),
+    supported("begin_suppress_tokens", BLOCK, options=lambda text: {"begin_suppress_tokens": [text[0]]}),
+    supported("sequence_bias", AS_PLAIN, options={"sequence_bias": {(3,): 9.0, (4, 5): -3.0}}, batch_size=3),
+    supported(
+        "token_healing", "generation/test_guidance.py::test_a_healed_prompt_is_that_of_plain", "needs `tokenizer`"
     ),
-    Row(
-        "begin_suppress_tokens",
-        Supported(BLOCK, call=Call(lambda text: {"begin_suppress_tokens": [text[0]]})),
+    supported("guidance_scale", HERE, LOCK_STEP, {"guidance_scale": 1.7}),
+    supported(
+        "watermarking_config", BLOCK, options={"watermarking_config": WatermarkingConfig(bias=9.0)}, batch_size=3
     ),
-    Row(
-        "sequence_bias",
-        Supported(
-            f"{MATRIX}::test_ids_scores_states_and_cache_are_those_of_plain_generate",
-            call=Call({"sequence_bias": {(3,): 9.0, (4, 5): -3.0}}, batch_size=3),
-        ),
-    ),
-    Row(
-        "token_healing",
-        Supported("generation/test_guidance.py::test_a_healed_prompt_is_that_of_plain", "needs `tokenizer`"),
-    ),
-    Row("guidance_scale", Supported(HERE, LOCK_STEP, Call({"guidance_scale": 1.7}))),
-    Row(
+    supported(
         "watermarking_config",
-        Supported(BLOCK, call=Call({"watermarking_config": WatermarkingConfig(bias=9.0)}, batch_size=3)),
+        HERE,
+        f"SynthID; {LOCK_STEP}",
+        {"watermarking_config": SynthIDTextWatermarkingConfig(keys=[3, 5, 7], ngram_len=3)},
+        batch_size=3,
+        changes=False,
     ),
-    Row(
-        "watermarking_config",
-        Supported(
-            HERE,
-            f"SynthID; {LOCK_STEP}",
-            Call(
-                {"watermarking_config": SynthIDTextWatermarkingConfig(keys=[3, 5, 7], ngram_len=3)},
-                batch_size=3,
-                changes=False,
-            ),
-        ),
-    ),
-    Row(
+    supported(
         "num_return_sequences",
-        Supported(
-            f"{OPTIONS}::test_num_return_sequences_draws_different_rows_and_repeats_by_seed",
-            call=Call({"num_return_sequences": 3}, samples=True),
-        ),
+        f"{OPTIONS}::test_num_return_sequences_draws_different_rows_and_repeats_by_seed",
+        options={"num_return_sequences": 3},
+        samples=True,
     ),
     *(
-        Row(
-            name,
-            Supported(f"{OPTIONS}::test_hidden_states_and_attentions_are_those_of_plain", "one row, decoder-only"),
-        )
+        supported(name, f"{OPTIONS}::test_hidden_states_and_attentions_are_those_of_plain", "one row, decoder-only")
         for name in ("output_attentions", "output_hidden_states")
     ),
-    Row(
-        "output_hidden_states",
-        Supported(f"{ENCODERS}::test_hidden_states_are_those_of_plain", "one row, encoder-decoders too"),
+    supported(
+        "output_hidden_states", f"{ENCODERS}::test_hidden_states_are_those_of_plain", "one row, encoder-decoders too"
     ),
     *(
-        Row(
-            name,
-            Refused(Call({name: True, "return_dict_in_generate": True}, batch_size=2), "more than one row"),
-        )
+        refused(name, {name: True, "return_dict_in_generate": True}, "more than one row", batch_size=2)
         for name in ("output_attentions", "output_hidden_states")
     ),
     *(
-        Row(
-            name,
-            Supported(
-                f"{MATRIX}::test_ids_scores_states_and_cache_are_those_of_plain_generate",
-                call=Call({name: True, "return_dict_in_generate": True}, batch_size=3, changes=False),
-            ),
-        )
+        supported(name, AS_PLAIN, options={name: True, "return_dict_in_generate": True}, batch_size=3, changes=False)
         for name in ("output_scores", "output_logits", "return_dict_in_generate")
     ),
-    Row(
+    supported(
         "pad_token_id",
-        Supported(
-            f"{OPTIONS}::test_eos_inside_a_block_ends_rows_where_plain_does",
-            call=Call(lambda text: {"pad_token_id": 5, "eos_token_id": text[3]}, batch_size=3),
-        ),
+        f"{OPTIONS}::test_eos_inside_a_block_ends_rows_where_plain_does",
+        options=lambda text: {"pad_token_id": 5, "eos_token_id": text[3]},
+        batch_size=3,
     ),
-    Row(
-        "bos_token_id", Supported(HERE, "the prompt of a call without one", Call({"bos_token_id": 5}, 0, changes=False))
+    supported(
+        "bos_token_id", HERE, "the prompt of a call without one", {"bos_token_id": 5}, batch_size=0, changes=False
     ),
-    Row(
+    supported(
         "eos_token_id",
-        Supported(
-            f"{OPTIONS}::test_eos_inside_a_block_ends_rows_where_plain_does",
-            call=Call(lambda text: {"eos_token_id": [text[3], text[7]]}),
-        ),
+        f"{OPTIONS}::test_eos_inside_a_block_ends_rows_where_plain_does",
+        options=lambda text: {"eos_token_id": [text[3], text[7]]},
     ),
-    Row(
+    supported(
         "encoder_no_repeat_ngram_size",
-        Supported(HERE, LOCK_STEP, Call({"encoder_no_repeat_ngram_size": 1}, batch_size=3, changes=False)),
+        HERE,
+        LOCK_STEP,
+        {"encoder_no_repeat_ngram_size": 1},
+        batch_size=3,
+        changes=False,
     ),
-    Row("decoder_start_token_id", Supported(f"{ENCODERS}::test_greedy_equals_plain")),
-    Row(
+    supported("decoder_start_token_id", f"{ENCODERS}::test_greedy_equals_plain"),
+    supported(
         "is_assistant",
-        Supported(
-            HERE,
-            "adds transformers' confidence criterion, which needs recorded scores, as in plain decoding; meant for its "
-            f"own draft models; {LOCK_STEP}",
-            Call({"is_assistant": True, "return_dict_in_generate": True, "output_scores": True}, changes=False),
-        ),
+        HERE,
+        "adds transformers' confidence criterion, which needs recorded scores, as in plain decoding; meant for its "
+        f"own draft models; {LOCK_STEP}",
+        {"is_assistant": True, "return_dict_in_generate": True, "output_scores": True},
+        changes=False,
     ),
-    Row(
+    supported(
         "num_assistant_tokens",
-        Supported(
-            f"{CONFIG}::test_drafts_are_as_long_as_the_strongest_source_says",
-            "see below",
-            Call({"num_assistant_tokens": 3}, changes=False),
-        ),
+        f"{CONFIG}::test_drafts_are_as_long_as_the_strongest_source_says",
+        "see below",
+        {"num_assistant_tokens": 3},
+        changes=False,
     ),
-    Row(
+    supported(
         "num_assistant_tokens_schedule",
-        Supported(
-            "generation/test_schedules.py::test_adaptive_is_the_default_and_a_number_bounds_it",
-            "see below",
-            Call({"num_assistant_tokens_schedule": "heuristic"}, changes=False),
-        ),
+        "generation/test_schedules.py::test_adaptive_is_the_default_and_a_number_bounds_it",
+        "see below",
+        {"num_assistant_tokens_schedule": "heuristic"},
+        changes=False,
     ),
-    Row(
+    supported(
         "assistant_confidence_threshold",
-        Supported(
-            f"{EXACT}::test_a_confidence_threshold_shortens_drafts_but_not_the_text",
-            "see below",
-            Call({"assistant_confidence_threshold": 0.9}, batch_size=3, changes=False),
-        ),
+        f"{EXACT}::test_a_confidence_threshold_shortens_drafts_but_not_the_text",
+        "see below",
+        {"assistant_confidence_threshold": 0.9},
+        batch_size=3,
+        changes=False,
     ),
-    Row(
+    supported(
         "prompt_lookup_num_tokens",
-        Supported(
-            f"{LOOKUP}::test_fields_of_configs_count_and_configs_stay_as_they_are",
-            "alone, or beside `assistant_model`",
-            Call({"prompt_lookup_num_tokens": 3, "assistant_model": None}, batch_size=3, changes=False),
-        ),
+        f"{LOOKUP}::test_fields_of_configs_count_and_configs_stay_as_they_are",
+        "alone, or beside `assistant_model`",
+        {"prompt_lookup_num_tokens": 3, "assistant_model": None},
+        batch_size=3,
+        changes=False,
     ),
-    Row(
+    supported(
         "max_matching_ngram_size",
-        Supported(
-            f"{LOOKUP}::test_a_shorter_ngram_copies_otherwise",
-            "64 where unset",
-            Call({"max_matching_ngram_size": 1, "prompt_lookup_num_tokens": 3}, changes=False),
-        ),
+        f"{LOOKUP}::test_a_shorter_ngram_copies_otherwise",
+        "64 where unset",
+        {"max_matching_ngram_size": 1, "prompt_lookup_num_tokens": 3},
+        changes=False,
     ),
-    Row(
+    supported(
         "assistant_early_exit",
-        Supported(
-            "draft/test_early_exit.py::test_the_generation_config_may_ask_for_it",
-            call=Call({"assistant_early_exit": 1, "assistant_model": None}, batch_size=3, changes=False),
-        ),
+        "draft/test_early_exit.py::test_the_generation_config_may_ask_for_it",
+        options={"assistant_early_exit": 1, "assistant_model": None},
+        batch_size=3,
+        changes=False,
     ),
     *(
-        Row(
+        ignored(
             name,
-            NotApplicable(
-                "transformers encodes the text's end again for a draft of another tokenizer; here ids are mapped to "
-                "ids, and no text is encoded",
-                Call({name: 3}),
-            ),
+            "transformers encodes the text's end again for a draft of another tokenizer; here ids are mapped to "
+            "ids, and no text is encoded",
+            {name: 3},
         )
         for name in ("assistant_lookbehind", "target_lookbehind")
     ),
-    Row("assistant_ensemble_weight", Refused(Call({"assistant_ensemble_weight": 0.5}))),
-    Row("speculation_type", Refused(Call({"speculation_type": "dflash"}))),
-    Row(
+    refused("assistant_ensemble_weight", {"assistant_ensemble_weight": 0.5}),
+    refused("speculation_type", {"speculation_type": "dflash"}),
+    supported(
         "compile_config",
-        Supported(
-            "generation/test_compiled.py::test_text_equals_plain_and_rows_that_end_stay",
-            "compiles where plain decoding would",
-            Call({"compile_config": CompileConfig()}, changes=False),
-        ),
+        "generation/test_compiled.py::test_text_equals_plain_and_rows_that_end_stay",
+        "compiles where plain decoding would",
+        {"compile_config": CompileConfig()},
+        changes=False,
     ),
-    Row(
+    supported(
         "disable_compile",
-        Supported(
-            "generation/test_compiled.py::test_where_plain_generate_would_not_compile_we_do_not_and_say_so",
-            call=Call({"disable_compile": True, "cache_implementation": "static"}, changes=False),
-        ),
+        "generation/test_compiled.py::test_where_plain_generate_would_not_compile_we_do_not_and_say_so",
+        options={"disable_compile": True, "cache_implementation": "static"},
+        changes=False,
     ),
-    Row("continuous_batching_config", NotApplicable("only `generate_batch()` reads it, which is not speculative")),
-    Row("low_memory", NotApplicable(BEAMS, Call({"low_memory": True}))),
-    Row("penalty_alpha", Refused(Call({"penalty_alpha": 0.6}), "greedy, with `top_k` above 1, as it is by default")),
-    Row("penalty_alpha", NotApplicable("sampling passes over it", Call({"penalty_alpha": 0.6}, samples=True))),
-    Row("dola_layers", Refused(Call({"dola_layers": "low"}))),
-    Row("diversity_penalty", NotApplicable(BEAMS, Call({"diversity_penalty": 0.5}))),
-    Row("num_beam_groups", NotApplicable(BEAMS, Call({"num_beam_groups": 2}))),
-    Row("constraints", Refused(Call({"constraints": []}))),
-    Row("force_words_ids", Refused(Call({"force_words_ids": [[3]]}))),
-    Row(
+    ignored("continuous_batching_config", "only `generate_batch()` reads it, which is not speculative"),
+    ignored("low_memory", BEAMS, {"low_memory": True}),
+    refused("penalty_alpha", {"penalty_alpha": 0.6}, "greedy, with `top_k` above 1, as it is by default"),
+    ignored("penalty_alpha", "sampling passes over it", {"penalty_alpha": 0.6}, samples=True),
+    refused("dola_layers", {"dola_layers": "low"}),
+    ignored("diversity_penalty", BEAMS, {"diversity_penalty": 0.5}),
+    ignored("num_beam_groups", BEAMS, {"num_beam_groups": 2}),
+    refused("constraints", {"constraints": []}),
+    refused("force_words_ids", {"force_words_ids": [[3]]}),
+    supported(
         "prefill_chunk_size",
-        Supported(
-            f"{OPTIONS}::test_prefill_in_chunks_gives_the_same_text",
-            "not supported with images",
-            Call({"prefill_chunk_size": 4}, batch_size=3, changes=False),
-        ),
+        f"{OPTIONS}::test_prefill_in_chunks_gives_the_same_text",
+        "not supported with images",
+        {"prefill_chunk_size": 4},
+        batch_size=3,
+        changes=False,
     ),
-    Row(
-        "transformers_version",
-        NotApplicable("says which version saved the config", Call({"transformers_version": "5.0.0"})),
-    ),
+    ignored("transformers_version", "says which version saved the config", {"transformers_version": "5.0.0"}),
 )
 
 _SOURCES = f"{CONFIG}::test_every_field_is_taken_from_the_strongest_source_that_sets_it"
 TYPICAL = "verify/test_verifiers.py::test_typical"
+TYPICAL_SETTINGS = f"{TYPICAL}_settings_reach_the_kernel_through_generate"
 OWN_FIELDS = (
-    Row(
-        "verifier",
-        Supported(
-            "generation/test_matrix.py::test_a_row_of_a_batch_is_drawn_as_alone_and_every_token_is_counted",
-            call=Call({"verifier": "block"}, changes=False),
-        ),
-    ),
-    Row("posterior_threshold", Supported(f"{TYPICAL}_settings_reach_the_kernel_through_generate", 'for `"typical"`')),
-    Row("posterior_alpha", Supported(f"{TYPICAL}_settings_reach_the_kernel_through_generate", 'for `"typical"`')),
-    Row("entropy_epsilon", Supported(f"{TYPICAL}_settings_reach_the_kernel_through_generate", 'for `"typical"`')),
-    Row("typical_correction", Supported(f"{TYPICAL}_correction_is_the_argmax_or_a_draw", 'for `"typical"`')),
-    Row(
+    supported("verifier", AS_ALONE, options={"verifier": "block"}, changes=False),
+    supported("posterior_threshold", TYPICAL_SETTINGS, 'for `"typical"`'),
+    supported("posterior_alpha", TYPICAL_SETTINGS, 'for `"typical"`'),
+    supported("entropy_epsilon", TYPICAL_SETTINGS, 'for `"typical"`'),
+    supported("typical_correction", f"{TYPICAL}_correction_is_the_argmax_or_a_draw", 'for `"typical"`'),
+    supported(
         "relax_only_inside",
-        Supported(
-            "generation/test_spans.py::test_outside_of_spans_greedy_tokens_are_the_argmax",
-            "with a lossy verifier: two ids, between which it decides; outside the text is plain decoding's",
-        ),
+        "generation/test_spans.py::test_outside_of_spans_greedy_tokens_are_the_argmax",
+        "with a lossy verifier: two ids, between which it decides; outside the text is plain decoding's",
     ),
-    Row("relax_only_inside", Refused(Call({"relax_only_inside": (3, 5)}))),
-    Row(
+    refused("relax_only_inside", {"relax_only_inside": (3, 5)}),
+    supported(
         "draft_sampling",
-        Supported(
-            "generation/test_law.py::test_other_ways_of_a_round_keep_the_joint_law",
-            "under `do_sample=True`",
-            Call({"draft_sampling": "argmax"}, samples=True, changes=False),
-        ),
+        "generation/test_law.py::test_other_ways_of_a_round_keep_the_joint_law",
+        "under `do_sample=True`",
+        {"draft_sampling": "argmax"},
+        samples=True,
+        changes=False,
     ),
-    Row(
-        "suffix_store", Supported(f"{LOOKUP}::test_a_store_carries_texts_from_call_to_call", "an object, never in JSON")
-    ),
-    Row(
+    supported("suffix_store", f"{LOOKUP}::test_a_store_carries_texts_from_call_to_call", "an object, never in JSON"),
+    supported(
         "verifier_backend",
-        Supported(
-            "generation/test_bad_input.py::test_triton_by_name_where_it_cannot_run",
-            call=Call({"verifier_backend": "torch"}, samples=True, changes=False),
-        ),
+        "generation/test_bad_input.py::test_triton_by_name_where_it_cannot_run",
+        options={"verifier_backend": "torch"},
+        samples=True,
+        changes=False,
     ),
-    Row(
+    supported(
         "speculation_cache",
-        Supported(
-            "generation/test_preallocated.py::"
-            "test_text_equals_plain_and_the_dynamic_cache_while_buffers_grow_and_windows_move",
-            call=Call({"speculation_cache": "dynamic"}, batch_size=3, changes=False),
-        ),
+        "generation/test_preallocated.py::"
+        "test_text_equals_plain_and_the_dynamic_cache_while_buffers_grow_and_windows_move",
+        options={"speculation_cache": "dynamic"},
+        batch_size=3,
+        changes=False,
     ),
-    Row(
-        "seed",
-        Supported(
-            f"{MATRIX}::test_a_row_of_a_batch_is_drawn_as_alone_and_every_token_is_counted",
-            call=Call({"seed": 7}, samples=True),
-        ),
-    ),
-    Row(
+    supported("seed", AS_ALONE, options={"seed": 7}, samples=True),
+    supported(
         "speculation_graphs",
-        Supported(
-            "generation/test_graphs.py::test_a_draft_model_gives_the_plain_text_and_later_calls_capture_nothing",
-            "CUDA graphs on a GPU",
-            call=Call({"speculation_graphs": "on"}, changes=False),
-        ),
+        "generation/test_graphs.py::test_a_draft_model_gives_the_plain_text_and_later_calls_capture_nothing",
+        "CUDA graphs on a GPU",
+        {"speculation_graphs": "on"},
+        changes=False,
     ),
-    Row(
+    supported(
         "generator",
-        Supported(
-            "generation/test_coupled.py::test_a_generator_draws_the_seed_and_moves_on", "an object, never in JSON"
-        ),
+        "generation/test_coupled.py::test_a_generator_draws_the_seed_and_moves_on",
+        "an object, never in JSON",
     ),
-    Row(
-        "speculation_stats",
-        Supported(f"{OPTIONS}::test_speculation_comes_with_the_output_object", "an object, never in JSON"),
+    supported(
+        "speculation_stats", f"{OPTIONS}::test_speculation_comes_with_the_output_object", "an object, never in JSON"
     ),
-    Row(
+    supported(
         "speculation_callback",
-        Supported(
-            "generation/test_callback.py::test_it_is_told_every_round_as_the_statistics_count_it",
-            "called with a `RoundReport`, never in JSON",
-        ),
+        "generation/test_callback.py::test_it_is_told_every_round_as_the_statistics_count_it",
+        "called with a `RoundReport`, never in JSON",
     ),
-    Row(
+    supported(
         "candidate_generator",
-        Supported(
-            "draft/test_from_candidate_generator.py::test_greedy_is_plain_greedy", "an object, never in JSON; one row"
-        ),
+        "draft/test_from_candidate_generator.py::test_greedy_is_plain_greedy",
+        "an object, never in JSON; one row",
     ),
-    Row(
+    supported(
         "drafter",
-        Supported(
-            "draft/test_custom.py::test_a_reader_is_told_every_state_and_greedy_text_is_plain",
-            "what makes one, never in JSON",
-        ),
+        "draft/test_custom.py::test_a_reader_is_told_every_state_and_greedy_text_is_plain",
+        "what makes one, never in JSON",
     ),
-    Row(
+    supported(
         "draft_state",
-        Supported(
-            "generation/test_draft_state.py::test_turns_are_the_same_and_the_draft_reads_what_is_new",
-            "an object, never in JSON",
-        ),
+        "generation/test_draft_state.py::test_turns_are_the_same_and_the_draft_reads_what_is_new",
+        "an object, never in JSON",
     ),
 )
 
