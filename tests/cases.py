@@ -7,14 +7,48 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import LogitsProcessor, PreTrainedModel
 
 import hf_speculate
+from hf_speculate.types import DraftOut, NoiseKeys, Verdict
 from tests.pairs import Pair
 from tests.tiny import make_model, noisy_copy
 
 DRAFT_NOISE = 0.05  # leaves an acceptance of about 0.5 to 0.9, so that rounds of all lengths occur
 ACCEPTED_ALL, ACCEPTED_NONE = 0.0, 10.0  # noise that leaves the draft equal to the target, or foreign to it
+
+
+class Unchanged(LogitsProcessor):
+    """A user's own processor, not known to be row-wise, which moves rows in lock step; it changes nothing."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores
+
+
+class Streamed:
+    """A streamer that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.values: list[list[int]] = []
+        self.has_ended = False
+
+    @property
+    def ids(self) -> list[int]:
+        return [token_id for value in self.values for token_id in value]
+
+    def put(self, value: Tensor) -> None:
+        self.values.append(value.flatten().tolist())
+
+    def end(self) -> None:
+        self.has_ended = True
+
+
+class KeepsAll:
+    """A wrong verifier: every drafted token stays."""
+
+    def verify(self, target_logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verdict:
+        accepted = torch.ones_like(draft.token_ids, dtype=torch.bool)
+        return hf_speculate.keep_prefix(target_logits, draft, accepted, target_logits.argmax(-1))
 
 
 # Every drafter, verifier and cache, by the options of a call.

@@ -20,6 +20,7 @@ from transformers import (
 from transformers.generation import SynthIDTextWatermarkingConfig
 
 from hf_speculate.errors import SpeculateError
+from tests.cases import Streamed
 from tests.tiny_tokenizers import letters_tokenizer
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,"  # one for each of the 64 ids
@@ -131,16 +132,6 @@ class StopAtSum(StoppingCriteria):
         return input_ids[:, -3:].sum(1) % 7 == 0
 
 
-class Quiet:
-    """A streamer that keeps nothing."""
-
-    def put(self, value):
-        pass
-
-    def end(self):
-        pass
-
-
 OPTIONS = "generation/test_options.py"
 AS_PLAIN = "generation/test_matrix.py::test_ids_scores_states_and_cache_are_those_of_plain_generate"
 AS_ALONE = "generation/test_matrix.py::test_a_row_of_a_batch_is_drawn_as_alone_and_every_token_is_counted"
@@ -206,10 +197,10 @@ ARGUMENTS = (
     supported(
         "streamer",
         f"{OPTIONS}::test_a_streamer_gets_the_same_tokens_as_in_plain_one_by_one",
-        options={"streamer": Quiet()},
+        options={"streamer": Streamed()},
         changes=False,
     ),
-    refused("streamer", {"streamer": Quiet()}, "more than one row", batch_size=2),
+    refused("streamer", {"streamer": Streamed()}, "more than one row", batch_size=2),
     supported(
         "negative_prompt_ids",
         HERE,
@@ -351,7 +342,7 @@ ARGUMENTS = (
 FIELDS = (
     supported(
         "max_length",
-        f"{OPTIONS}::test_max_length_is_exact",
+        HERE,
         options={"max_length": 20, "max_new_tokens": None},
         changes=False,
     ),

@@ -1,5 +1,6 @@
 """What every test starts from: no network, a fixed seed, and markers that say why they skip."""
 
+import importlib
 import importlib.util
 import os
 import shutil
@@ -81,3 +82,24 @@ class Unserved:
 @pytest.fixture(autouse=True)
 def _fixed_seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verifiers that a test registers are forgotten after it."""
+    base = importlib.import_module("hf_speculate.verify.base")
+    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Puts a schedule of changing draft lengths, plain steps among them, into each coming call; the list of them."""
+    made: list[object] = []
+    schedule = importlib.import_module("tests.schedule.scripted").ScriptedSchedule
+
+    def build_schedule(*_: object) -> object:
+        made.append(schedule())
+        return made[-1]
+
+    monkeypatch.setattr("hf_speculate.engine.builder.build_schedule", build_schedule)
+    return made

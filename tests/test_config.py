@@ -14,7 +14,7 @@ from hf_speculate.errors import ConfigError
 from hf_speculate.generation.config_sources import fields_of, read_config
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.types import Verdict
-from hf_speculate.verify import base, register_verifier
+from hf_speculate.verify import register_verifier
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 
 NUM_NEW = 24
@@ -76,7 +76,7 @@ def longest_draft(stats: SpeculationStats) -> int:
 
 
 @pytest.fixture
-def seen(monkeypatch):
+def seen(registry):
     """The resolved settings of each call with `verifier="seeing"`, a verifier that keeps nothing."""
     configs: list[SpeculationConfig] = []
 
@@ -90,7 +90,6 @@ def seen(monkeypatch):
         configs.append(config)
         return KeepNothing()
 
-    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
     register_verifier("seeing", factory, lossless=False)
     return configs
 

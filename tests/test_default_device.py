@@ -11,9 +11,9 @@ import hf_speculate
 from hf_speculate.draft.base import DrafterDefaults
 from hf_speculate.triton_kernels import Draws, sample
 from hf_speculate.types import DraftOut, NoiseKeys, Stream
-from tests.cases import assert_equal_ids, pair
+from tests.cases import Unchanged, assert_equal_ids, pair
 from tests.generation.test_encoder_decoder import encoder_pair, inputs_of
-from tests.generation.test_options import Identity, PureStop
+from tests.generation.test_options import PureStop
 from tests.grammars import Brackets, RollbackGrammar
 from tests.test_floors import library_files
 from tests.tiny import make_model, ragged_prompts
@@ -42,7 +42,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "rejection": {"do_sample": True, "verifier": "rejection", "seed": 4, "top_p": 0.8},
     "coupled": COUPLED,
     "typical": {"verifier": "typical"},
-    "lock step": {"logits_processor": [Identity()]},
+    "lock step": {"logits_processor": [Unchanged()]},
     "criterion": {"stopping_criteria": [PureStop()]},
     "processors": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "min_new_tokens": 5},
     "grammar": {"logits_processor": RollbackGrammar},

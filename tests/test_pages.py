@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import hf_speculate
 from hf_speculate import SpeculationStats, triton_kernels
 from hf_speculate.config import FIELD_NAMES
-from hf_speculate.verify import base
 from tests.shown_commands import problems_in
 
 ROOT = Path(__file__).parents[1]
@@ -79,12 +78,11 @@ def names_of_the_example() -> dict[str, Any]:
 
 
 @pytest.fixture
-def away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def away(tmp_path: Path, registry: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder from which paths below `examples/` lead where they do in a clone, and nothing is written there."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(ROOT / "examples")
-    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
     return tmp_path
 
 

@@ -7,12 +7,12 @@ from dataclasses import fields
 
 import pytest
 import rich
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessorList
 
 import hf_speculate
 from hf_speculate.stats import MAX_DRAFT_LENS, MAX_PLAIN_STEPS, SpeculationStats
-from hf_speculate.verify import GreedyVerifier, base, register_verifier
-from tests.cases import ACCEPTED_ALL, DRAFT_NOISE, pair
+from hf_speculate.verify import GreedyVerifier, register_verifier
+from tests.cases import ACCEPTED_ALL, DRAFT_NOISE, Unchanged, pair
 from tests.tiny import ragged_prompts
 
 
@@ -236,17 +236,9 @@ class SeeingGreedy(GreedyVerifier):
         return verdict
 
 
-class Unchanged(LogitsProcessor):
-    """A user's own processor, which moves the rows in lock step and changes nothing."""
-
-    def __call__(self, input_ids, scores):
-        return scores
-
-
 @pytest.mark.parametrize("is_lock_step", [False, True])
-def test_generate_counts_as_verified_what_its_verifier_verified(monkeypatch, is_lock_step):
+def test_generate_counts_as_verified_what_its_verifier_verified(registry, is_lock_step):
     verifier = SeeingGreedy()
-    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
     register_verifier("seeing", lambda config: verifier, lossless=True, reads_draft_logits=False)
     stats = SpeculationStats()
     processors = LogitsProcessorList([Unchanged()] if is_lock_step else [])

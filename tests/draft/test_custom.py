@@ -1,7 +1,6 @@
 """Drafters that callers bring: what they are told, what may come back, and that the text stays the target's."""
 
 import functools
-import json
 import re
 from pathlib import Path
 
@@ -17,11 +16,10 @@ from hf_speculate.draft.custom import CustomDrafter
 from hf_speculate.errors import ConfigError, ShapeError, UnsupportedGenerationError
 from hf_speculate.triton_kernels import Draws
 from hf_speculate.types import DraftOut, SampleStrategy, Stream
-from tests.cases import VERIFIERS, assert_equal_ids, each_value, pair
+from tests.cases import assert_equal_ids, each_value, pair
 from tests.generation.test_compiled import compile_config
 from tests.generation.test_encoder_decoder import encoder_pair, inputs_of
 from tests.generation.test_law import SIGNIFICANCE, draw, joint_law, p_value
-from tests.generation.test_schedules import ScriptedSchedule
 from tests.tiny import PAD_TOKEN_ID, make_law_model, make_model, noisy_copy, ragged_prompts
 
 NUM_NEW = 24
@@ -52,13 +50,8 @@ class Watcher:
         self.told: list[list[int]] = []  # per call, how many tokens each row gained
 
     def draft(self, request):
-        query_token_ids, kv_cache, num_draft_tokens, kept = (
-            request.query_token_ids,
-            request.kv_cache,
-            request.num_draft_tokens,
-            request.kept,
-        )
-        assert kv_cache is None
+        query_token_ids, num_draft_tokens, kept = request.query_token_ids, request.num_draft_tokens, request.kept
+        assert request.kv_cache is None
         counts = kept.num_emitted.tolist()
         assert kept.hidden_states.shape[:2] == kept.token_ids.shape == (len(counts), max(counts))
         if not self.told:
@@ -107,12 +100,6 @@ def watched(target, **options):
     return factory, made
 
 
-@pytest.fixture
-def scripted(monkeypatch):
-    """Has the coming calls draft numbers of tokens that change, plain steps among them."""
-    monkeypatch.setattr("hf_speculate.engine.builder.build_schedule", lambda *_: ScriptedSchedule())
-
-
 @pytest.mark.parametrize(
     ("kind", "batch_size", "cache"),
     [
@@ -137,14 +124,6 @@ def test_a_reader_is_told_every_state_and_greedy_text_is_plain(kind, batch_size,
     assert sum(made[0].told[0]) == int(inputs["attention_mask"].sum())
     if batch_size > 1:
         assert any(len(set(counts)) > 1 for counts in made[0].told[1:])
-
-
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen2"])
-def test_a_state_is_what_the_targets_head_reads(kind):
-    target, _ = pair(kind)
-    state = Watcher(target, None).states([5, 6, 7])
-    logits = target.get_output_embeddings()(state)
-    torch.testing.assert_close(logits, target(torch.tensor([[5, 6, 7]])).logits[0], rtol=0, atol=STATE_TOLERANCE)
 
 
 def own_id(text, row: int, begin: int) -> int:
@@ -172,19 +151,6 @@ def test_states_of_plain_steps_are_told_too(scripted, options, ends):
     assert stats.rounds_by_draft_len[0] > 2
     assert max(max(counts) for counts in made[0].told[1:]) > 3
     assert len(made[0].told[0]) == (2 if 0 in ends else 3)
-
-
-@pytest.mark.parametrize("verifier", VERIFIERS)
-def test_every_verifier_judges_what_it_drafts(verifier):
-    target, _ = pair("llama")
-    factory, _ = watched(target)
-    stats = hf_speculate.SpeculationStats()
-    options = {**VERIFIERS[verifier], "seed": 2, "temperature": 0.3, "num_assistant_tokens": 3, "max_new_tokens": 16}
-    if not options["do_sample"]:
-        del options["temperature"]
-    ids = target.generate(**ragged_prompts(3, seed=5), **options, drafter=factory, speculation_stats=stats)
-    assert 0 <= ids.min() <= ids.max() < VOCAB_SIZE
-    assert stats.num_accepted > 0
 
 
 def test_rows_that_have_ended_and_stay_gain_nothing():
@@ -262,17 +228,6 @@ def test_of_embeddings_it_is_told_of_the_tokens_that_have_ids(num_ids, batch_siz
         assert first.token_ids[row, :count].tolist() == [*text.tolist(), int(plain[row, num_ids])][-count:]
         states = made[0].states(text.tolist())[-count:]
         torch.testing.assert_close(first.hidden_states[row, :count], states, rtol=0, atol=STATE_TOLERANCE)
-
-
-def test_hidden_states_that_the_user_asks_for_are_those_of_plain():
-    target, _ = pair("llama")
-    options = {"max_new_tokens": 11, "return_dict_in_generate": True, "output_hidden_states": True}
-    inputs = ragged_prompts(1, seed=20)
-    plain = target.generate(**inputs, **options)
-    ours = target.generate(**inputs, **options, drafter=watched(target)[0], num_assistant_tokens=3)
-    assert_equal_ids(plain.sequences, ours.sequences)
-    for one, other in zip(plain.hidden_states, ours.hidden_states, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=STATE_TOLERANCE)
 
 
 def test_states_are_not_returned_because_a_drafter_reads_them():
@@ -505,14 +460,9 @@ class FromTable:
         self.table, self.told, self.stream = table, told, request.stream
 
     def draft(self, request):
-        query_token_ids, num_draft_tokens, sample_strategy, keys = (
-            request.query_token_ids,
-            request.num_draft_tokens,
-            request.sample_strategy,
-            request.keys,
-        )
-        assert sample_strategy is SampleStrategy.RANDOM
-        draws, newest = Draws(keys, self.stream, num_draft_tokens), query_token_ids[:, -1]
+        assert request.sample_strategy is SampleStrategy.RANDOM
+        num_draft_tokens, newest = request.num_draft_tokens, request.query_token_ids[:, -1]
+        draws = Draws(request.keys, self.stream, num_draft_tokens)
         ids, laws = [], []
         for _ in range(num_draft_tokens):
             laws.append(self.told[newest])
@@ -586,24 +536,11 @@ def test_there_is_one_source_of_drafts(name):
     assert name in str(error.value)
 
 
-def test_beams_are_refused_as_with_every_drafter():
-    target, _ = pair("llama")
-    with pytest.raises(UnsupportedGenerationError, match="greedy or sampling with drafter, got beam_search"):
-        target.generate(**ragged_prompts(1, seed=1), drafter=Repeats, num_beams=2, max_new_tokens=3)
-
-
 @pytest.mark.parametrize("value", [3, "medusa", Repeats(None)])
 def test_what_makes_no_drafter(value):
     target, _ = pair("llama")
     with pytest.raises(ConfigError, match=rf"drafter must make a Drafter .* got {type(value).__name__}; pass a class"):
         target.generate(**ragged_prompts(1, seed=1), drafter=value)
-
-
-def test_a_saved_config_cannot_name_one(tmp_path):
-    path = tmp_path / "generation_config.json"
-    path.write_text(json.dumps({"drafter": "medusa"}))
-    with pytest.raises(ConfigError, match=r"drafter must make a Drafter .* got str"):
-        hf_speculate.generate(pair("llama")[0], **ragged_prompts(1, seed=1), fields_from=path)
 
 
 @pytest.mark.parametrize(

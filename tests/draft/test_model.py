@@ -464,11 +464,6 @@ def test_the_confidence_is_that_of_the_processed_law(llama):
     assert unsure.token_ids.shape[1] == 1
 
 
-def test_a_threshold_of_zero_disables(llama):
-    draft = greedy_draft(llama, ragged_prompts(2, seed=4), 8, confidence_threshold=0.0)
-    assert draft.lens.tolist() == [8, 8]
-
-
 def test_whichever_comes_first_ends_a_row_eos_or_the_threshold(llama):
     prompts = ragged_prompts(4, seed=4)
     whole = greedy_draft(llama, prompts, 8).token_ids

@@ -97,21 +97,6 @@ def test_finished_rows_hold_json_under_every_verifier(models, verifier):
     assert num_finished > 0 or not VERIFIERS[verifier]["do_sample"]
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
-def test_coupled_draws_the_same_text_with_and_without_an_assistant(models, batch_size):
-    tokenizer, grammar, target, draft = models
-    inputs, options = inputs_of(tokenizer, batch_size), {**options_of(tokenizer), **VERIFIERS["coupled"], "seed": 3}
-    alone = target.generate(**inputs, **options, logits_processor=[example.GrammarProcessor(grammar)])
-    ours = target.generate(
-        **inputs,
-        **options,
-        assistant_model=draft,
-        num_assistant_tokens=4,
-        logits_processor=[example.GrammarProcessor(grammar)],
-    )
-    assert_equal_ids(alone, ours)
-
-
 def test_a_token_that_the_grammar_refuses_counts_as_a_call_all_the_same(models):
     tokenizer, grammar, _, _ = models
     processor = example.GrammarProcessor(grammar)

@@ -16,7 +16,6 @@ MAX_PAIR_BYTES = 40_000_000
 CATEGORIES = {"code completion", "docstring", "edit", "repetitive table"}
 CODE_PROMPT = "class Reader:\n    def __init__(self, path):\n        self.path = path\n\n    def read(self):"
 CODE_MARKS = set("()[]=:.")
-ROUND_TRIPS = ("def f(x):\n\treturn x\n\n\n        pass", "s = 'naïve → 日本'\r\n", "a  b   c    \n")
 
 
 @pytest.fixture(scope="module")
@@ -53,23 +52,6 @@ def test_pair_is_small_enough_to_be_committed():
     assert sum(path.stat().st_size for path in files) <= MAX_PAIR_BYTES
 
 
-@pytest.mark.parametrize("name", ["target", "draft"])
-def test_weights_are_stored_as_bfloat16(name):
-    config = json.loads((PAIR / name / "config.json").read_text(encoding="utf-8"))
-    assert config["dtype"] == "bfloat16"
-    assert (PAIR / name / "model.safetensors").is_file()
-
-
-def test_target_groups_its_queries(models):
-    config = models["target"].config
-    assert config.num_attention_heads > config.num_key_value_heads > 1
-
-
-def test_draft_is_shallow_beside_the_target(models):
-    assert models["draft"].config.num_hidden_layers <= 2
-    assert models["target"].config.num_hidden_layers >= 6 * models["draft"].config.num_hidden_layers
-
-
 def test_both_models_share_one_vocabulary(models, tokenizer):
     other = AutoTokenizer.from_pretrained(PAIR / "draft", local_files_only=True)
     assert other.get_vocab() == tokenizer.get_vocab()
@@ -84,20 +66,6 @@ def test_generation_config_ends_and_pads_but_does_not_sample(models, tokenizer, 
     assert not config.do_sample
 
 
-@pytest.mark.parametrize("text", ROUND_TRIPS)
-def test_tokenizer_round_trips_any_text(tokenizer, text):
-    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-
-
-def test_context_of_8192_tokens_is_read(models):
-    model = models["draft"]
-    ids = torch.arange(8192)[None] % model.config.vocab_size
-    with torch.inference_mode():
-        logits = model(input_ids=ids, logits_to_keep=1).logits
-    assert model.config.max_position_embeddings == models["target"].config.max_position_embeddings == 8192
-    assert logits.isfinite().all()
-
-
 def test_prompts_have_spec_bench_lines(prompts):
     assert [prompt["question_id"] for prompt in prompts] == list(range(1, len(prompts) + 1))
     for prompt in prompts:
@@ -110,12 +78,6 @@ def test_prompts_cover_four_categories_with_eight_each(prompts):
     assert counts.keys() == CATEGORIES
     assert len(prompts) >= 32
     assert min(counts.values()) >= 8
-
-
-def test_prompts_are_of_moderate_length(prompts, tokenizer):
-    lens = [len(tokenizer(prompt["turns"][0])["input_ids"]) for prompt in prompts]
-    assert min(lens) >= 40
-    assert max(lens) <= 250
 
 
 def test_held_out_modules_were_not_trained_on(import_example):

@@ -113,15 +113,6 @@ def test_a_draft_of_another_tokenizer(models):
         )
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("assistant_early_exit", 1), ("candidate_generator", PromptLookupCandidateGenerator())]
-)
-def test_two_sources_of_drafts(models, name, value):
-    target, draft = models
-    with pytest.raises(UnsupportedGenerationError, match=f"one source of drafts, got assistant_model and {name}"):
-        target.generate(**ragged_prompts(1, seed=1), assistant_model=draft, **{name: value})
-
-
 def test_prompt_lookup_beside_a_candidate_generator(models):
     target, _ = models
     options = {"candidate_generator": PromptLookupCandidateGenerator(), "prompt_lookup_num_tokens": 3}

@@ -9,11 +9,10 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import hf_speculate
-from tests.cases import ACCEPTED_ALL, assert_equal_ids, each_value, pair
+from tests.cases import ACCEPTED_ALL, Unchanged, assert_equal_ids, each_value, pair
 from tests.draft.test_custom import watched
 from tests.generation.test_compiled import compile_config, small_pair
 from tests.generation.test_encoder_decoder import encoder_pair, inputs_of
-from tests.generation.test_options import Identity
 from tests.generation.test_ownership import STATE_TOLERANCE, assert_same_contents, cache_contents, prefilled
 from tests.reliability.faults import Fault, Mistake, hook
 from tests.tiny import make_model, noisy_copy, ragged_prompts
@@ -31,7 +30,7 @@ DRAFTS: dict[str, dict[str, Any]] = {
     "hybrid": {"prompt_lookup_num_tokens": K},
     "copying": {"prompt_lookup_num_tokens": K, "assistant_model": None},
     "chunked": {"num_assistant_tokens": K, "prefill_chunk_size": 3},
-    "lock step": {"num_assistant_tokens": K, "logits_processor": [Identity()]},
+    "lock step": {"num_assistant_tokens": K, "logits_processor": [Unchanged()]},
 }
 
 

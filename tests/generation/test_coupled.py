@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from transformers import GenerationConfig, LogitsProcessor
+from transformers import GenerationConfig
 
 import hf_speculate
-from hf_speculate.errors import ConfigError, UnsupportedGenerationError, UnsupportedModelError
-from tests.cases import ACCEPTED_ALL, assert_equal_ids, pair
+from hf_speculate.errors import UnsupportedGenerationError, UnsupportedModelError
+from tests.cases import ACCEPTED_ALL, Streamed, assert_equal_ids, pair
 from tests.tiny import make_law_model, make_model, noisy_copy, ragged_prompts
 
 NUM_SEQUENCES = 1000
@@ -122,25 +122,6 @@ def test_a_draft_draws_with_the_noise_of_the_target():
     assert stats.num_accepted == stats.num_verified > 0
 
 
-class Foreign(LogitsProcessor):
-    """A user's own processor, which moves the rows in lock step; it changes nothing."""
-
-    def __call__(self, input_ids, scores):
-        return scores
-
-
-class Streamed:
-    def __init__(self):
-        self.ids: list[int] = []
-        self.has_ended = False
-
-    def put(self, value):
-        self.ids += value.flatten().tolist()
-
-    def end(self):
-        self.has_ended = True
-
-
 def test_a_streamer_gets_the_same_text(models):
     prompt = ragged_prompts(1, seed=6)["input_ids"]
     for assistant in ({}, {"assistant_model": models["near"], "num_assistant_tokens": 5}):
@@ -191,19 +172,6 @@ def test_do_sample_is_settled_as_transformers_settles_it(keyword, passed, own):
     assert is_drawn_by_us(model, **options) == settled
 
 
-@pytest.mark.parametrize("source", ["keyword", "passed", "model"])
-def test_the_verifier_may_come_from_every_source(source):
-    model = hf_speculate.enable(make_law_model(VOCAB_SIZE, seed=0))
-    options = {"do_sample": True}
-    if source == "model":
-        model.generation_config = GenerationConfig(pad_token_id=0, verifier="coupled")
-    elif source == "passed":
-        options["generation_config"] = GenerationConfig(verifier="coupled")
-    else:
-        options["verifier"] = "coupled"
-    assert is_drawn_by_us(model, **options)
-
-
 @pytest.mark.parametrize("options", [{"verifier": "coupled"}, {"verifier": "block", "do_sample": True, "top_k": 5}])
 def test_everything_else_without_an_assistant_is_plain_bit_for_bit(models, options):
     target, inputs = models["target"], ragged_prompts(2, seed=1)
@@ -213,22 +181,6 @@ def test_everything_else_without_an_assistant_is_plain_bit_for_bit(models, optio
         own = {name: value for name, value in options.items() if name != "verifier"}
         texts.append(target.generate(**inputs, max_new_tokens=12, **own, **ours))
     assert_equal_ids(*texts)
-
-
-def test_without_sampling_it_is_greedy(models):
-    target, inputs = models["target"], ragged_prompts(2, seed=1)
-    stats = hf_speculate.SpeculationStats()
-    plain = target.generate(**inputs, max_new_tokens=12)
-    ours = target.generate(
-        **inputs,
-        max_new_tokens=12,
-        verifier="coupled",
-        assistant_model=models["near"],
-        num_assistant_tokens=5,
-        speculation_stats=stats,
-    )
-    assert_equal_ids(plain, ours)
-    assert stats.verifier == "greedy"
 
 
 def test_once_without_enabling():
@@ -257,11 +209,6 @@ def test_what_the_target_cannot_do_is_refused_with_a_way_out(models, options, me
     inputs = ragged_prompts(2, seed=1)
     with pytest.raises(UnsupportedGenerationError, match=message):
         models["target"].generate(**inputs, **COUPLED, max_new_tokens=3, **options)
-
-
-def test_one_seed_per_row_is_asked_for(models):
-    with pytest.raises(ConfigError, match="one int per output row, 2 of them, got 3"):
-        models["target"].generate(**ragged_prompts(2, seed=1), **COUPLED, seed=[1, 2, 3], max_new_tokens=3)
 
 
 def test_a_target_that_cannot_take_part_is_refused_with_a_way_out():

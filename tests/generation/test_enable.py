@@ -13,7 +13,7 @@ import pytest
 import torch
 from accelerate import dispatch_model
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, GenerationConfig, GenerationMixin, LlamaForCausalLM
+from transformers import GenerationConfig, GenerationMixin, LlamaForCausalLM
 
 import hf_speculate
 from hf_speculate import compat as private_names
@@ -27,11 +27,6 @@ HUB = Path(__file__).parents[2] / "examples" / "hub" / "typical"
 def models():
     target = make_model("llama")
     return target, noisy_copy(target, 0.05, seed=1)
-
-
-def test_importing_changes_nothing_in_transformers():
-    assert GenerationMixin.generate.__module__ == "transformers.generation.utils"
-    assert LlamaForCausalLM.generate is GenerationMixin.generate
 
 
 def test_only_this_object_changes(models):
@@ -170,19 +165,6 @@ def test_a_saved_enabled_model_is_byte_equal_to_a_plain_one(models, tmp_path):
     assert json.loads((tmp_path / "enabled" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
 
 
-def test_fields_in_a_saved_generation_config_are_read(models, tmp_path):
-    target, draft = models
-    target.generation_config = GenerationConfig(
-        pad_token_id=0, verifier="typical", posterior_threshold=0.2, num_assistant_tokens=2
-    )
-    target.save_pretrained(tmp_path)
-    loaded = hf_speculate.enable(AutoModelForCausalLM.from_pretrained(tmp_path))
-    stats = hf_speculate.SpeculationStats()
-    loaded.generate(**ragged_prompts(1, seed=1), max_new_tokens=9, assistant_model=draft, speculation_stats=stats)
-    assert stats.verifier == "typical"
-    assert len(stats.verified_per_position) == 2
-
-
 def test_fields_that_transformers_will_lose_earn_a_warning(models):
     target, _ = models
     target.generation_config = GenerationConfig.from_model_config(target.config)
@@ -304,21 +286,6 @@ def test_the_hub_repository_runs_through_custom_generate(models, is_enabled):
     assert stats.num_rounds > 0
 
 
-def test_a_call_overrules_the_hub_repository(models):
-    target, draft = models
-    stats = hf_speculate.SpeculationStats()
-    target.generate(
-        **ragged_prompts(1, seed=6),
-        custom_generate=str(HUB),
-        trust_remote_code=True,
-        assistant_model=draft,
-        verifier="greedy",
-        max_new_tokens=8,
-        speculation_stats=stats,
-    )
-    assert stats.verifier == "greedy"
-
-
 def test_a_model_with_a_generate_of_its_own_on_the_object_does_not_recurse(models):
     """transformers puts a repository's function on the object when it loads one with `trust_remote_code`."""
     target, draft = models
@@ -327,24 +294,6 @@ def test_a_model_with_a_generate_of_its_own_on_the_object_does_not_recurse(model
         **ragged_prompts(1, seed=6), assistant_model=draft, num_assistant_tokens=5, max_new_tokens=5
     )
     assert output.shape[1] == ragged_prompts(1, seed=6)["input_ids"].shape[1] + 5
-
-
-@pytest.mark.parametrize("as_path", [True, False])
-def test_fields_from_a_file_or_a_mapping_count_where_the_call_leaves_them_open(models, as_path):
-    target, draft = models
-    source = HUB / "generation_config.json"
-    stats = hf_speculate.SpeculationStats()
-    hf_speculate.generate(
-        target,
-        **ragged_prompts(1, seed=6),
-        fields_from=source if as_path else json.loads(source.read_text()),
-        assistant_model=draft,
-        max_new_tokens=8,
-        num_assistant_tokens=2,
-        speculation_stats=stats,
-    )
-    assert stats.verifier == "typical"
-    assert len(stats.verified_per_position) == 2
 
 
 def test_a_version_of_transformers_without_a_name_is_refused_on_enable(monkeypatch):

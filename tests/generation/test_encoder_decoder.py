@@ -64,18 +64,6 @@ def test_greedy_equals_plain(kind, batch_size, num_assistant_tokens):
     assert stats.lock_step == (kind == "bart" and batch_size > 1)  # its positions are columns
 
 
-@pytest.mark.parametrize(("kind", "batch_size"), [("bart", 3), ("whisper", 1)])
-def test_coupled_sampling_is_the_same_with_and_without_a_draft(kind, batch_size):
-    target, draft = encoder_pair(kind)
-    options = {"do_sample": True, "verifier": "coupled", "seed": 3, "max_new_tokens": NUM_NEW}
-    if kind == "whisper":
-        options = {**options, "temperature": 1.0}
-    inputs = inputs_of(kind, batch_size)
-    alone = target.generate(**inputs, **options)
-    ours = target.generate(**inputs, **options, assistant_model=draft, num_assistant_tokens=4)
-    assert_equal_ids(alone, ours)
-
-
 def test_rejection_keeps_the_joint_law():
     """Of three tokens, over all texts; a law that the draft alone would give is told apart."""
     target = hf_speculate.enable(make_t5(vocab_size=6))
@@ -207,25 +195,6 @@ def test_a_draft_of_text_alone_reads_the_decoders_text():
     target, _ = encoder_pair("t5")
     plain, ours = plain_and_ours(target, pair("llama")[1], inputs_of("t5", 2), max_new_tokens=12)
     assert_equal_ids(plain, ours)
-
-
-def test_output_objects_and_a_passed_cache():
-    target, draft = encoder_pair("t5")
-    inputs = inputs_of("t5", 1)
-    options = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "max_new_tokens": 12}
-    caches = [EncoderDecoderCache(DynamicCache(), DynamicCache()) for _ in range(2)]
-    plain = target.generate(**inputs, **options, past_key_values=caches[0])
-    ours = target.generate(
-        **inputs, **options, past_key_values=caches[1], assistant_model=draft, num_assistant_tokens=4
-    )
-    assert type(ours) is type(plain)
-    assert_equal_ids(plain.sequences, ours.sequences)
-    assert ours.past_key_values is caches[1]
-    assert caches[1].get_seq_length() == ours.sequences.shape[1] - 1
-    torch.testing.assert_close(torch.stack(ours.scores), torch.stack(plain.scores))
-    torch.testing.assert_close(torch.stack(ours.logits), torch.stack(plain.logits))
-    for one, other in zip(*(both.self_attention_cache.layers for both in caches), strict=True):
-        torch.testing.assert_close(one.keys, other.keys)
 
 
 def test_a_passed_cache_is_brought_back_after_an_error():

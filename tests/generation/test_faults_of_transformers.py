@@ -19,7 +19,6 @@ from hf_speculate.generation import decoding_method as speculation
 from hf_speculate.types import Kept, SampleStrategy
 from tests.cases import ACCEPTED_ALL, assert_equal_ids, each_value, pair
 from tests.draft.test_suffix_index import MAX_GROWTH, markov_text
-from tests.generation.test_compiled import compile_config, small_pair
 from tests.generation.test_ownership import prefilled
 from tests.generation.test_stop_strings import CHARACTERS, tokenizer  # noqa: F401  # a fixture
 from tests.tiny import make_law_model, make_model, noisy_copy, ragged_prompts
@@ -145,20 +144,6 @@ def test_fault_b_criteria_stop_inside_a_block(num_new, kind, batch_size):
         assert stats.rounds_by_draft_len == {8: 1}
 
 
-@pytest.mark.parametrize("place", [1, 4, 9])
-def test_fault_b_stop_strings_end_inside_a_block(tokenizer, place):  # noqa: F811
-    target, draft = pair("llama", ACCEPTED_ALL)
-    inputs = ragged_prompts(1, seed=3)
-    length = inputs["input_ids"].shape[1]
-    text = target.generate(**inputs, max_new_tokens=NUM_NEW)[0, length:].tolist()
-    stop = CHARACTERS[text[place - 1]] + CHARACTERS[text[place]]
-    options = {"max_new_tokens": NUM_NEW, "stop_strings": [stop], "tokenizer": tokenizer}
-    plain = target.generate(**inputs, **options)
-    ours = target.generate(**inputs, **options, assistant_model=draft, num_assistant_tokens=8)
-    assert_equal_ids(plain, ours)
-    assert ours.shape[1] <= length + place + 1
-
-
 @pytest.mark.parametrize("source", ["keyword", "passed config", "model's config"])
 def test_fault_c_stop_strings_go_with_an_assistant(tokenizer, source):  # noqa: F811
     target, draft = own_pair()
@@ -253,16 +238,6 @@ def test_fault_j_batches_several_sequences_and_static_caches_are_decoded(batch_s
     assert not stats.fallbacks
 
 
-def test_fault_j_compiled_rounds_are_decoded():
-    target, draft = small_pair("llama")
-    inputs = ragged_prompts(3, max_len=20)
-    stats = SpeculationStats()
-    own = {"assistant_model": draft, "num_assistant_tokens": 2, "speculation_stats": stats}
-    ours = target.generate(**inputs, max_new_tokens=NUM_NEW, compile_config=compile_config(), **own)
-    assert_equal_ids(target.generate(**inputs, max_new_tokens=NUM_NEW), ours)
-    assert stats.compiled == ["target", "draft"]
-
-
 @each_value(do_sample=[False, True], batch_size=[1, 3])
 def test_fault_k_a_round_is_k_forwards_of_the_draft_and_no_generate(monkeypatch, batch_size, do_sample):
     target, draft = own_pair()
@@ -282,6 +257,8 @@ def test_fault_k_a_round_is_k_forwards_of_the_draft_and_no_generate(monkeypatch,
     assert generates == [target]
     assert stats.num_batch_rounds > 3
     assert len(forwards) == sum(num * count for num, count in stats.rounds_by_draft_len.items())
+    if batch_size == 1:  # a round begins with the newest token, and with the last drafted one if all were accepted
+        assert sum(width > 1 for width in forwards[1:]) <= stats.accepted_per_position[-1]
 
 
 def lines_a_round(length):

@@ -75,17 +75,6 @@ def test_greedy_equals_plain_when_all_or_nothing_is_accepted(noise):
         assert stats.verified_acceptance_rate < 0.2
 
 
-def test_a_verifier_of_sampling_is_greedy_without_sampling():
-    target, draft = pair("llama")
-    inputs = ragged_prompts(2, seed=7)
-    plain, ours = plain_and_ours(target, draft, inputs, max_new_tokens=12)
-    rejection = target.generate(
-        **inputs, max_new_tokens=12, assistant_model=draft, num_assistant_tokens=5, verifier="rejection"
-    )
-    assert_equal_ids(plain, ours)
-    assert_equal_ids(plain, rejection)
-
-
 @pytest.mark.parametrize("schedule", ["heuristic", "heuristic_transient"])
 def test_heuristic_schedules_change_the_draft_length_but_not_the_text(schedule):
     target, draft = pair("qwen2")

@@ -8,8 +8,7 @@ import hf_speculate
 from hf_speculate import SpeculationStats, SuffixStore
 from hf_speculate.draft import hybrid
 from hf_speculate.draft.model import ModelDrafter
-from hf_speculate.errors import UnsupportedGenerationError
-from tests.cases import assert_equal_ids, each_value, pair
+from tests.cases import Streamed, assert_equal_ids, each_value, pair
 from tests.generation.test_law import SIGNIFICANCE, draw, joint_law, p_value
 from tests.generation.test_stop_strings import CHARACTERS, tokenizer  # noqa: F401  # a fixture
 from tests.tiny import make_law_model, ragged_prompts
@@ -114,19 +113,11 @@ def test_end_of_text_and_stop_strings_end_it_where_plain_ends(tokenizer, batch_s
 def test_a_streamer_and_several_sequences_of_a_prompt():
     target, draft = pair("llama")
     inputs = few_words(1)
-
-    class Streamer(list):
-        def put(self, value):
-            self.extend(value.flatten().tolist())
-
-        def end(self):
-            self.append("end")
-
     plain = target.generate(**inputs, max_new_tokens=NUM_NEW)
     for options in both_ways(draft):
-        streamer = Streamer()
+        streamer = Streamed()
         target.generate(**inputs, max_new_tokens=NUM_NEW, streamer=streamer, **options)
-        assert streamer == [*plain[0].tolist(), "end"]
+        assert (streamer.ids, streamer.has_ended) == (plain[0].tolist(), True)
         many = {"do_sample": True, "seed": [7, 8, 9], "max_new_tokens": NUM_NEW, **options}
         ids = target.generate(**inputs, num_return_sequences=3, **many)
         alone = target.generate(**inputs, **{**many, "seed": 8})
@@ -249,11 +240,3 @@ def test_rounds_in_which_all_rows_copy_do_not_run_the_draft_model(monkeypatch):
     ours = target.generate(**inputs, max_new_tokens=100, speculation_stats=stats, **both_ways(draft)[1])
     assert_equal_ids(plain, ours)
     assert 0 < len(calls) < stats.num_batch_rounds
-
-
-def test_what_transformers_would_do_otherwise_is_refused():
-    target, _ = pair("llama")
-    with pytest.raises(
-        UnsupportedGenerationError, match="with prompt_lookup_num_tokens, got beam_search; pass num_beams=1, or leave"
-    ):
-        target.generate(**few_words(1), num_beams=2, **LOOKUP)

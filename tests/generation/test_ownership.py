@@ -1,13 +1,11 @@
 """What is the user's stays the user's: caches advance as in plain `generate`, and failed calls leave no trace."""
 
-import copy
-
 import pytest
 import torch
-from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StoppingCriteria
+from transformers import DynamicCache, StoppingCriteria
 
 from tests.cases import assert_equal_ids, each_value, pair
-from tests.tiny import SLIDING_WINDOW, ragged_prompts
+from tests.tiny import SLIDING_WINDOW
 
 K = 4
 STATE_TOLERANCE = 1e-9  # float64 round-off between a forward of one token and one of several
@@ -90,12 +88,6 @@ class Failing:
             raise self.error("on purpose")
 
 
-class FailingProcessor(Failing, LogitsProcessor):
-    def __call__(self, input_ids, scores):
-        self.tick()
-        return scores
-
-
 class FailingCriterion(Failing, StoppingCriteria):
     def __call__(self, input_ids, scores, **kwargs):
         self.tick()
@@ -108,39 +100,3 @@ class FailingStreamer(Failing):
 
     def end(self):
         pass
-
-
-@pytest.mark.parametrize("what", ["processor", "draft forward", "layer"])
-def test_an_interrupt_arrives_and_leaves_cache_models_and_configs(what):
-    """Errors of every class, at every place: `tests/reliability/test_faults_injected.py`."""
-    target, draft = (copy.deepcopy(model) for model in pair("mistral_window"))
-    ids = torch.randint(1, 64, (1, 2 * SLIDING_WINDOW + 4), generator=torch.Generator().manual_seed(1))
-    cache = prefilled(target, ids[:, : 2 * SLIDING_WINDOW])
-    configs = [(model.config.to_dict(), model.generation_config.to_dict()) for model in (target, draft)]
-    before, options, failing = cache_contents(cache), {}, Failing(3, KeyboardInterrupt)
-    if what == "processor":
-        options["logits_processor"] = LogitsProcessorList([FailingProcessor(5, KeyboardInterrupt)])
-    hooked = target.model.layers[1] if what == "layer" else draft
-    handle = hooked.register_forward_hook(lambda *_: failing.tick() if what != "processor" else None)
-    own = {"past_key_values": cache, "assistant_model": draft, "num_assistant_tokens": K}
-    with pytest.raises(KeyboardInterrupt, match="on purpose"):
-        target.generate(ids, max_new_tokens=20, **own, **options)
-    handle.remove()
-    assert [(model.config.to_dict(), model.generation_config.to_dict()) for model in (target, draft)] == configs
-    assert_same_contents(before, cache_contents(cache))
-    plain = target.generate(ids, past_key_values=copy.deepcopy(cache), max_new_tokens=8)
-    assert_equal_ids(plain, target.generate(ids, max_new_tokens=8, **own))
-
-
-def test_a_call_writes_to_no_config():
-    target, draft = pair("llama")
-    before = [(model.config.to_dict(), model.generation_config.to_dict()) for model in (target, draft)]
-    target.generate(
-        **ragged_prompts(2, seed=3),
-        assistant_model=draft,
-        do_sample=True,
-        num_assistant_tokens=3,
-        num_assistant_tokens_schedule="heuristic",
-        max_new_tokens=9,
-    )
-    assert [(model.config.to_dict(), model.generation_config.to_dict()) for model in (target, draft)] == before

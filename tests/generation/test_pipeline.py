@@ -43,13 +43,6 @@ def test_greedy_texts_equal_those_of_the_plain_pipeline(pipelines, batch_size):
     assert stats.verifier == "greedy"
 
 
-@pytest.mark.parametrize("batch_size", [1, 4])
-def test_coupled_texts_equal_those_of_the_pipeline_without_an_assistant(pipelines, batch_size):
-    plain, ours = pipelines
-    options = {"max_new_tokens": 12, "batch_size": batch_size, "do_sample": True, "verifier": "coupled", "seed": 3}
-    assert texts(plain(PROMPTS, **options)) == texts(ours(PROMPTS, **options))
-
-
 @pytest.mark.parametrize(
     ("verifier", "do_sample"),
     [("rejection", True), ("block", True), ("coupled", True), ("typical", False), ("typical", True)],
@@ -70,11 +63,6 @@ def test_the_fields_reach_the_decoder(pipelines, verifier, do_sample):
     assert len(outputs) == 4
     assert stats.verifier == verifier
     assert len(stats.verified_per_position) == 3
-
-
-def test_one_prompt(pipelines):
-    plain, ours = pipelines
-    assert plain("bcd", max_new_tokens=9) == ours("bcd", max_new_tokens=9)
 
 
 class Streamed(TextStreamer):
@@ -191,16 +179,6 @@ def test_the_example_runs():
     assert len(streamed.split()) > 1
 
 
-def test_a_constructor_that_is_given_no_tokenizer_for_such_a_draft_is_transformers_own_to_refuse(pipelines):
-    """The call takes the draft without one: see the test above."""
-    plain, _ = pipelines
-    target, draft = pair("llama")
-    other = copy.deepcopy(draft)
-    other.config.eos_token_id = 7
-    with pytest.raises(ValueError, match="You should pass the assistant tokenizer"):
-        pipeline("text-generation", model=target, tokenizer=plain.tokenizer, assistant_model=other)
-
-
 def test_a_draft_of_another_tokenizer_drafts_from_the_constructor(pipelines):
     """Its letters have other ids, and some it lacks."""
     plain, _ = pipelines
@@ -213,15 +191,3 @@ def test_a_draft_of_another_tokenizer_drafts_from_the_constructor(pipelines):
     own = {"speculation_stats": stats, "num_assistant_tokens": 3}
     assert texts(ours(PROMPTS, **options, **own)) == texts(plain(PROMPTS, **options))
     assert stats.num_drafted > 0
-
-
-def test_a_draft_may_be_named_by_its_path(tmp_path, pipelines):
-    plain, _ = pipelines
-    target, draft = pair("llama")
-    draft.save_pretrained(tmp_path)
-    plain.tokenizer.save_pretrained(tmp_path)
-    ours = pipeline("text-generation", model=target, tokenizer=plain.tokenizer, assistant_model=str(tmp_path))
-    stats = hf_speculate.SpeculationStats()
-    own = {"speculation_stats": stats, "num_assistant_tokens": 3}
-    assert texts(ours(PROMPTS, max_new_tokens=12, **own)) == texts(plain(PROMPTS, max_new_tokens=12))
-    assert stats.num_accepted > 0

@@ -62,18 +62,6 @@ def test_a_chunk_of_padding_alone_leaves_the_states_of_plain(kind, attention):
     assert_equal_ids(plain.sequences, target.generate(**inputs, **options, **own))
 
 
-@each_value(attention=["eager", "sdpa"], kind=["mistral_window"])
-def test_both_kinds_of_attention_are_served(kind, attention):
-    target = hf_speculate.enable(make_model(kind, attn_implementation=attention))
-    draft = noisy_copy(target)
-    stats = hf_speculate.SpeculationStats()
-    inputs = ragged_prompts(3, seed=2)
-    plain = target.generate(**inputs, max_new_tokens=20)
-    ours = target.generate(**inputs, max_new_tokens=20, assistant_model=draft, speculation_stats=stats)
-    assert stats.cache == "preallocated"
-    assert_equal_ids(plain, ours)
-
-
 def test_a_window_layer_holds_its_window_however_long_the_text(monkeypatch):
     monkeypatch.setattr(ragged_layer, "MIN_STEP", 8)
     monkeypatch.setattr(ragged_layer, "WINDOW_SLACK", 8)

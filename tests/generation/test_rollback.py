@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from transformers import LogitsProcessorList
 
 import hf_speculate
-from tests.cases import ACCEPTED_ALL, CACHES, DRAFTERS, VERIFIERS, assert_equal_ids, each_value, pair
-from tests.generation.test_options import Identity, Recorder
-from tests.generation.test_schedules import ScriptedSchedule
+from tests.cases import ACCEPTED_ALL, CACHES, DRAFTERS, VERIFIERS, Unchanged, assert_equal_ids, each_value, pair
+from tests.generation.test_options import Recorder
 from tests.grammars import Brackets, Grammar, PureGrammar, RollbackGrammar, Table, WatchedGrammar, masked
 from tests.tiny import make_law_model, noisy_copy, ragged_prompts
 
@@ -148,8 +147,7 @@ def test_every_verifier_decodes_what_it_does_under_the_same_grammar_without_stat
 
 
 @pytest.mark.parametrize("cache", CACHES)
-def test_plain_steps_between_drafts_move_the_state_on(monkeypatch, cache):
-    monkeypatch.setattr("hf_speculate.engine.builder.build_schedule", lambda *_: ScriptedSchedule())
+def test_plain_steps_between_drafts_move_the_state_on(scripted, cache):
     inputs = ragged_prompts(3, seed=7)
     plain = decode(Grammar(Brackets()), inputs, False, max_new_tokens=40)
     watched, stats = WatchedGrammar(Brackets(), inputs["input_ids"].shape[1]), hf_speculate.SpeculationStats()
@@ -161,7 +159,7 @@ def test_plain_steps_between_drafts_move_the_state_on(monkeypatch, cache):
         assert ours[row, inputs["input_ids"].shape[1] :].tolist()[: len(followed)] == followed
 
 
-@pytest.mark.parametrize("foreign", [Identity, Recorder])
+@pytest.mark.parametrize("foreign", [Unchanged, Recorder])
 def test_beside_a_foreign_processor_it_is_called_as_in_plain_and_still_forked(foreign):
     target, draft = smallest()
     inputs = ragged_prompts(3, seed=9)

@@ -1,7 +1,6 @@
 """Rounds of changing length, plain steps among them, decode what plain `generate` does."""
 
 from functools import partial
-from itertools import chain, repeat
 
 import pytest
 import torch
@@ -11,40 +10,11 @@ from hf_speculate.draft.model import ModelDrafter
 from hf_speculate.engine.stage_clock import StageClock
 from hf_speculate.schedule import AdaptiveSchedule
 from tests.cases import assert_equal_ids, each_value, pair
+from tests.schedule.scripted import LENS
 from tests.tiny import noisy_copy, ragged_prompts
 
-LENS = (0, 3, 0, 0, 5, 1, 0, 2, 0, 0, 0, 4)
 NUM_NEW = 40
 PROCESSED = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}
-
-
-class ScriptedSchedule:
-    """Drafts the given numbers, over and over."""
-
-    def __init__(self, lens=LENS):
-        self._lens = chain.from_iterable(repeat(lens))
-        self.num_draft_tokens = next(self._lens)
-        self.outcomes = []
-
-    def begin(self, prompt_s, num_prompt_tokens, num_left):
-        pass
-
-    def update(self, outcome):
-        self.outcomes.append(outcome)
-        self.num_draft_tokens = next(self._lens)
-
-
-@pytest.fixture
-def scripted(monkeypatch):
-    """Puts one scripted schedule into each coming call; returns the list of them."""
-    made = []
-
-    def build_schedule(*_):
-        made.append(ScriptedSchedule())
-        return made[-1]
-
-    monkeypatch.setattr("hf_speculate.engine.builder.build_schedule", build_schedule)
-    return made
 
 
 @pytest.fixture

@@ -5,11 +5,10 @@ from collections import Counter, defaultdict
 import pytest
 import torch
 from scipy.stats import chi2
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessorList
 
 import hf_speculate
-from hf_speculate.verify import base
-from tests.cases import DRAFTERS, assert_equal_ids, each_value
+from tests.cases import DRAFTERS, KeepsAll, Unchanged, assert_equal_ids, each_value
 from tests.generation.test_law import MIN_EXPECTED, PROMPT, SIGNIFICANCE, draw
 from tests.tiny import make_law_model, noisy_copy, ragged_prompts
 
@@ -69,19 +68,12 @@ def judge(target, inputs, sequences) -> Kept:
     return kept
 
 
-class Foreign(LogitsProcessor):
-    """A user's processor, which moves rows in lock step."""
-
-    def __call__(self, input_ids, scores):
-        return scores
-
-
 @each_value(is_lock_step=[False, True], num_drafted=[1, 5])
 def test_outside_of_spans_greedy_tokens_are_the_argmax(models, prompts, num_drafted, is_lock_step):
     target, draft = models
     options = {"assistant_model": draft, "num_assistant_tokens": num_drafted, "max_new_tokens": NUM_NEW}
     if is_lock_step:
-        options["logits_processor"] = LogitsProcessorList([Foreign()])
+        options["logits_processor"] = LogitsProcessorList([Unchanged()])
     kept = judge(target, prompts, target.generate(**prompts, **options, **INSIDE))
     assert kept.wrong == kept.untypical == 0
     assert kept.outside > 20
@@ -178,17 +170,8 @@ def test_outside_of_spans_every_draw_has_the_targets_law(draft_sampling):
     assert outside < SIGNIFICANCE
 
 
-class KeepAll:
-    """A user's lossy rule: every drafted token stays."""
-
-    def verify(self, target_logits, draft, keys):
-        everything = torch.ones_like(draft.token_ids, dtype=torch.bool)
-        return hf_speculate.keep_prefix(target_logits, draft, everything, target_logits.argmax(-1))
-
-
-def test_a_registered_rule_is_restricted_too(models, prompts, monkeypatch):
-    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
-    hf_speculate.register_verifier("all", lambda config: KeepAll(), lossless=False, reads_draft_logits=False)
+def test_a_registered_rule_is_restricted_too(models, prompts, registry):
+    hf_speculate.register_verifier("all", lambda config: KeepsAll(), lossless=False, reads_draft_logits=False)
     target, draft = models
     ours = target.generate(
         **prompts,

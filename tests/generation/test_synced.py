@@ -7,26 +7,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import multiprocessing
-from transformers import LlamaForCausalLM, LogitsProcessor
+from transformers import LlamaForCausalLM
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 import hf_speculate
 from hf_speculate.errors import UnsupportedGenerationError, UnsupportedModelError
 from hf_speculate.generation.self_test import NUM_TOKENS
-from tests.cases import ACCEPTED_ALL, DRAFT_NOISE, assert_equal_ids, pair
+from tests.cases import ACCEPTED_ALL, DRAFT_NOISE, Unchanged, assert_equal_ids, pair
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 
 NUM_RANKS = 2
 NUM_NEW = 12
 TIMEOUT_S = 60  # a rank that waits so long for another waits for a forward that never comes
 STATE_TOLERANCE = 1e-9  # float64 round-off between a forward of one token and one of several
-
-
-class Leave(LogitsProcessor):
-    """Not known to be row-wise."""
-
-    def __call__(self, input_ids, scores):
-        return scores
 
 
 class Own(LlamaForCausalLM):
@@ -59,7 +52,7 @@ CALLS = {
     "adaptive": {"draft": "small", "num_assistant_tokens_schedule": "adaptive", "ends": (3, 3)},
     "heuristic, unsure": {"num_assistant_tokens_schedule": "heuristic", "assistant_confidence_threshold": 0.6},
     "sampled": {"num_assistant_tokens": 3, **SAMPLED},
-    "lock step": {"num_assistant_tokens": 3, "logits_processor": [Leave()], "ends": (3, 3)},
+    "lock step": {"num_assistant_tokens": 3, "logits_processor": [Unchanged()], "ends": (3, 3)},
     "early exit": {"draft": None, "assistant_early_exit": 1, "num_assistant_tokens": 3},
     "copying": {"draft": None, "prompt_lookup_num_tokens": 4, "ends": (3, 3)},
     "alone": {"draft": None, **SAMPLED, "ends": (3, 3)},

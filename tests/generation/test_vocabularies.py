@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import threading
 import warnings
 import weakref
 
@@ -128,26 +127,6 @@ def test_another_tokenizer_greedy_is_plain_greedy(target, tokenizer, foreign, ba
     )
     assert_equal_ids(plain, ours)
     assert stats.num_accepted > 0
-
-
-@pytest.mark.parametrize("verifier", VERIFIERS)
-def test_another_tokenizer_serves_every_verifier_and_row(target, tokenizer, foreign, verifier):
-    draft, assistant_tokenizer = foreign
-    stats = hf_speculate.SpeculationStats()
-    options = {
-        **VERIFIERS[verifier],
-        "tokenizer": tokenizer,
-        "assistant_tokenizer": assistant_tokenizer,
-        "assistant_model": draft,
-        "max_new_tokens": 20,
-        "num_assistant_tokens": 3,
-    }
-    inputs = ragged_prompts(3, seed=6)
-    ours = target.generate(**inputs, **options, seed=[1, 2, 3], speculation_stats=stats)
-    assert stats.num_accepted > 0
-    assert not stats.status
-    alone = target.generate(inputs["input_ids"][2:], attention_mask=inputs["attention_mask"][2:], **options, seed=3)
-    assert torch.equal(ours[2], alone[0])
 
 
 @pytest.fixture(scope="module")
@@ -342,19 +321,3 @@ def test_low_acceptance_is_found_once_per_draft_model():
     gc.collect()
     assert weak() is None
     assert tallies.add(other, low)
-
-
-def test_acceptance_is_counted_of_calls_in_several_threads():
-    draft, tallies, found = make_model("llama", seed=1), AcceptanceTallies(), []
-    rejected = hf_speculate.SpeculationStats(num_verified=1)
-
-    def count():
-        for _ in range(10):
-            found.append(tallies.add(draft, rejected))
-
-    threads = [threading.Thread(target=count) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found.count(True) == 1

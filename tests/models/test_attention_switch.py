@@ -4,7 +4,6 @@ import copy
 import pickle
 
 import pytest
-from peft import LoraConfig, get_peft_model
 from transformers import (
     CLIPVisionConfig,
     LlamaConfig,
@@ -144,14 +143,6 @@ def test_only_the_config_of_the_grouped_layers_changes_in_a_nested_one():
         assert model.config.text_config._attn_implementation == FOLDED
         assert name_in(model) == model.config.vision_config._attn_implementation == STANDS_FOR
     assert model.config.text_config._attn_implementation == STANDS_FOR
-
-
-def test_a_peft_model_is_switched_through_its_base():
-    model = make_model("llama")
-    wrapped = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
-    with folded_attention_for([wrapped.get_base_model()]):
-        assert name_in(model) == FOLDED
-    assert name_in(model) == STANDS_FOR
 
 
 def test_copies_are_models_of_their_own():

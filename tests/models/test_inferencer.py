@@ -87,14 +87,6 @@ def test_greedy_decoding_equals_plain_generate(kind, prompts):
     assert out.lens.dtype == torch.int32
 
 
-def test_decoding_after_prefill_goes_on_with_the_same_text(llama, prompts):
-    cache, inferencer = make_cache(llama, 3, prompts["attention_mask"]), make_inferencer(llama)
-    first = inferencer.prefill(prompts["input_ids"], cache, GREEDY, logits_to_keep=1).token_ids
-    rest = inferencer.decode(first, cache, NUM_NEW - 1, GREEDY).token_ids
-    expected = llama.generate(**prompts, max_new_tokens=NUM_NEW)[:, -NUM_NEW:]
-    assert torch.equal(torch.cat([first, rest], dim=1), expected)
-
-
 def test_decode_returns_the_logits_that_each_token_was_chosen_from(llama, prompts):
     cache = make_cache(llama, 3, prompts["attention_mask"])
     out = make_inferencer(llama).decode(prompts["input_ids"], cache, 4, GREEDY)
@@ -156,16 +148,6 @@ def test_one_generator_moves_on_from_call_to_call(llama):
     inferencer, ids = make_inferencer(llama, 1), torch.tensor([[5, 6, 7]]).expand(16, -1)
     first, second = (inferencer.prefill(ids, make_cache(llama, 16), RANDOM).token_ids for _ in range(2))
     assert not torch.equal(first, second)
-
-
-def test_without_a_generator_torchs_own_is_drawn_from(llama):
-    texts = []
-    for seed in (1, 1, 2):
-        torch.manual_seed(seed)
-        ids = torch.tensor([[5, 6, 7]])
-        texts.append(make_inferencer(llama).decode(ids, make_cache(llama, 1), NUM_NEW, RANDOM).token_ids)
-    assert torch.equal(texts[0], texts[1])
-    assert not torch.equal(texts[0], texts[2])
 
 
 def test_random_tokens_follow_the_models_law():

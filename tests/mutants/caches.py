@@ -1,189 +1,155 @@
 """Mutants of the KV caches, the token buffer, stopping criteria and logits processors."""
 
-from tests.mutants.base import Mutant
+from tests.mutants.base import Fault, mutants_of
 
 MUTANTS = (
-    Mutant(
-        "dynamic cache: too little is dropped",
+    *mutants_of(
         "hf_speculate/cache/dynamic.py",
-        "self._drop_last(min(drops, default=0))",
-        "self._drop_last(max(min(drops, default=0) - 1, 0))",
         "cache/test_kv_cache.py generation/test_rollback.py generation/test_padding.py",
+        {
+            "dynamic cache: too little is dropped": Fault(
+                "self._drop_last(min(drops, default=0))", "self._drop_last(max(min(drops, default=0) - 1, 0))"
+            ),
+            "dynamic cache: the gap is not masked": Fault(
+                "torch.where(source < 0, 0, self._mask", "torch.where(source < 0, 1, self._mask"
+            ),
+            "dynamic cache: common padding stays": Fault(
+                "        if surplus <= 0:\n",
+                "        if True:\n",
+                (
+                    "cache/test_kv_cache.py generation/test_rollback.py generation/test_padding.py "
+                    "generation/test_ownership.py"
+                ),
+            ),
+            "dynamic cache: windows keep what is past them": Fault(
+                "layer.record_past = False",
+                "layer.record_past = True",
+                (
+                    "generation/test_ownership.py cache/test_kv_cache.py generation/test_rollback.py "
+                    "generation/test_padding.py"
+                ),
+            ),
+            "dynamic cache: a window's length is not shortened": Fault(
+                "layer.cumulative_length -= surplus", "layer.cumulative_length -= 0"
+            ),
+        },
     ),
-    Mutant(
-        "dynamic cache: rows move the wrong way",
+    *mutants_of(
         "hf_speculate/cache/left_padding.py",
-        "shifts = [drop - smallest for drop in drops]",
-        "shifts = [max(drops) - drop for drop in drops]",
         "cache/test_kv_cache.py generation/test_rollback.py generation/test_padding.py",
+        {
+            "dynamic cache: rows move the wrong way": Fault(
+                "shifts = [drop - smallest for drop in drops]", "shifts = [max(drops) - drop for drop in drops]"
+            ),
+            "dynamic cache: padding is not counted in positions": Fault(
+                "return lens.columns(num, offset) - self._own_pads_there()", "return lens.columns(num, offset)"
+            ),
+            "dynamic cache: padding is not compacted": Fault(
+                "self.pads = [self.pads[row] for row in indices]", "self.pads = self.pads[: len(indices)]"
+            ),
+        },
     ),
-    Mutant(
-        "dynamic cache: the gap is not masked",
-        "hf_speculate/cache/dynamic.py",
-        "torch.where(source < 0, 0, self._mask",
-        "torch.where(source < 0, 1, self._mask",
-        "cache/test_kv_cache.py generation/test_rollback.py generation/test_padding.py",
-    ),
-    Mutant(
-        "dynamic cache: padding is not counted in positions",
-        "hf_speculate/cache/left_padding.py",
-        "return lens.columns(num, offset) - self._own_pads_there()",
-        "return lens.columns(num, offset)",
-        "cache/test_kv_cache.py generation/test_rollback.py generation/test_padding.py",
-    ),
-    Mutant(
-        "dynamic cache: padding is not compacted",
-        "hf_speculate/cache/left_padding.py",
-        "self.pads = [self.pads[row] for row in indices]",
-        "self.pads = self.pads[: len(indices)]",
-        "cache/test_kv_cache.py generation/test_rollback.py generation/test_padding.py",
-    ),
-    Mutant(
-        "dynamic cache: common padding stays",
-        "hf_speculate/cache/dynamic.py",
-        "        if surplus <= 0:\n",
-        "        if True:\n",
-        "cache/test_kv_cache.py generation/test_rollback.py generation/test_padding.py generation/test_ownership.py",
-    ),
-    Mutant(
-        "dynamic cache: windows keep what is past them",
-        "hf_speculate/cache/dynamic.py",
-        "layer.record_past = False",
-        "layer.record_past = True",
-        "generation/test_ownership.py cache/test_kv_cache.py generation/test_rollback.py generation/test_padding.py",
-    ),
-    Mutant(
-        "dynamic cache: a window's length is not shortened",
-        "hf_speculate/cache/dynamic.py",
-        "layer.cumulative_length -= surplus",
-        "layer.cumulative_length -= 0",
-        "cache/test_kv_cache.py generation/test_rollback.py generation/test_padding.py",
-    ),
-    Mutant(
-        "preallocated cache: rows keep rejected tokens",
+    *mutants_of(
         "hf_speculate/cache/preallocated.py",
-        "[length - drop for length, drop in",
-        "[length for length, drop in",
-        "generation/test_preallocated.py cache/test_kv_cache.py generation/test_rollback.py generation/test_padding.py",
+        (
+            "generation/test_preallocated.py cache/test_kv_cache.py "
+            "generation/test_rollback.py generation/test_padding.py"
+        ),
+        {
+            "preallocated cache: rows keep rejected tokens": Fault(
+                "[length - drop for length, drop in", "[length for length, drop in"
+            ),
+            "preallocated cache: positions count padding": Fault(
+                "starts = [length - pad for length, pad in zip", "starts = [length for length, pad in zip"
+            ),
+            "preallocated cache: a window too wide is handed back": Fault(
+                "max(width - layer.window + 1, 0)",
+                "max(width - layer.window, 0)",
+                (
+                    "generation/test_preallocated.py cache/test_kv_cache.py generation/test_rollback.py "
+                    "generation/test_padding.py generation/test_ownership.py"
+                ),
+            ),
+            "preallocated cache: padding stays after rows are dropped": Fault(
+                "surplus = min(self.pads, default=0) if self.num_columns else 0", "surplus = 0"
+            ),
+        },
     ),
-    Mutant(
-        "preallocated cache: positions count padding",
-        "hf_speculate/cache/preallocated.py",
-        "starts = [length - pad for length, pad in zip",
-        "starts = [length for length, pad in zip",
-        "generation/test_preallocated.py cache/test_kv_cache.py generation/test_rollback.py generation/test_padding.py",
-    ),
-    Mutant(
-        "preallocated cache: a window too wide is handed back",
-        "hf_speculate/cache/preallocated.py",
-        "max(width - layer.window + 1, 0)",
-        "max(width - layer.window, 0)",
-        "generation/test_preallocated.py cache/test_kv_cache.py generation/test_rollback.py "
-        "generation/test_padding.py generation/test_ownership.py",
-    ),
-    Mutant(
-        "preallocated cache: padding stays after rows are dropped",
-        "hf_speculate/cache/preallocated.py",
-        "surplus = min(self.pads, default=0) if self.num_columns else 0",
-        "surplus = 0",
-        "generation/test_preallocated.py cache/test_kv_cache.py generation/test_rollback.py generation/test_padding.py",
-    ),
-    Mutant(
-        "ragged layer: tokens are written one column late",
+    *mutants_of(
         "hf_speculate/cache/columns.py",
-        "coming.places[key][coming.num_done : coming.num_done + self.num_query]",
-        "coming.places[key][coming.num_done : coming.num_done + self.num_query] + 1",
-        "generation/test_preallocated.py cache/test_kv_cache.py generation/test_rollback.py generation/test_padding.py",
+        (
+            "generation/test_preallocated.py cache/test_kv_cache.py "
+            "generation/test_rollback.py generation/test_padding.py"
+        ),
+        {
+            "ragged layer: tokens are written one column late": Fault(
+                "coming.places[key][coming.num_done : coming.num_done + self.num_query]",
+                "coming.places[key][coming.num_done : coming.num_done + self.num_query] + 1",
+            ),
+            "ragged layer: a window loses its first column": Fault(
+                "first = max(min(self.lens) - window + 1, 0)", "first = max(min(self.lens) - window + 2, 0)"
+            ),
+            "ragged layer: longest row's window": Fault(
+                "first = max(min(self.lens) - window", "first = max(max(self.lens) - window"
+            ),
+        },
     ),
-    Mutant(
-        "ragged layer: a window loses its first column",
-        "hf_speculate/cache/columns.py",
-        "first = max(min(self.lens) - window + 1, 0)",
-        "first = max(min(self.lens) - window + 2, 0)",
-        "generation/test_preallocated.py cache/test_kv_cache.py generation/test_rollback.py generation/test_padding.py",
-    ),
-    Mutant(
-        "ragged layer: longest row's window",
-        "hf_speculate/cache/columns.py",
-        "first = max(min(self.lens) - window",
-        "first = max(max(self.lens) - window",
-        "generation/test_preallocated.py cache/test_kv_cache.py generation/test_rollback.py generation/test_padding.py",
-    ),
-    Mutant(
-        "token buffer: even rows are written too early",
+    *mutants_of(
         "hf_speculate/cache/token_buffer.py",
-        "start = self.lens[0] if self.lens else 0",
-        "start = self.lens[0] - 1 if self.lens else 0",
         "test_token_buffer.py",
+        {
+            "token buffer: even rows are written too early": Fault(
+                "start = self.lens[0] if self.lens else 0", "start = self.lens[0] - 1 if self.lens else 0"
+            ),
+            "token buffer: all tokens count": Fault("self.row_lens.add_counts(counts)", "self.row_lens.add(num)"),
+        },
     ),
-    Mutant(
-        "token buffer: all tokens count",
-        "hf_speculate/cache/token_buffer.py",
-        "self.row_lens.add_counts(counts)",
-        "self.row_lens.add(num)",
-        "test_token_buffer.py",
-    ),
-    Mutant(
-        "stops: one token after the maximal length",
+    *mutants_of(
         "hf_speculate/processors/stopping_criteria.py",
-        "max(1, max_length - prefix_len)",
-        "max(1, max_length - prefix_len + 1)",
         "processors/test_stopping_criteria.py",
+        {
+            "stops: one token after the maximal length": Fault(
+                "max(1, max_length - prefix_len)", "max(1, max_length - prefix_len + 1)"
+            ),
+            "stops: EOS is found one token late": Fault(
+                "for at, token_id in enumerate(ids, 1) if token_id in self._eos_token_ids",
+                "for at, token_id in enumerate(ids, 2) if token_id in self._eos_token_ids",
+            ),
+            "stops: the last stop string counts": Fault("hits.index(True) + 1", "len(hits) - hits[::-1].index(True)"),
+            "stops: the last criterion counts": Fault(
+                "num_emitted[row] = min(num_emitted[row], at)", "num_emitted[row] = at"
+            ),
+            "stops: integers are read as truth": Fault(
+                "(answers & 1).bool()",
+                "answers.bool()",
+                "processors/test_stopping_criteria.py generation/test_options.py",
+            ),
+        },
     ),
-    Mutant(
-        "stops: EOS is found one token late",
-        "hf_speculate/processors/stopping_criteria.py",
-        "for at, token_id in enumerate(ids, 1) if token_id in self._eos_token_ids",
-        "for at, token_id in enumerate(ids, 2) if token_id in self._eos_token_ids",
-        "processors/test_stopping_criteria.py",
-    ),
-    Mutant(
-        "stops: the last stop string counts",
-        "hf_speculate/processors/stopping_criteria.py",
-        "hits.index(True) + 1",
-        "len(hits) - hits[::-1].index(True)",
-        "processors/test_stopping_criteria.py",
-    ),
-    Mutant(
-        "stops: the last criterion counts",
-        "hf_speculate/processors/stopping_criteria.py",
-        "num_emitted[row] = min(num_emitted[row], at)",
-        "num_emitted[row] = at",
-        "processors/test_stopping_criteria.py",
-    ),
-    Mutant(
-        "stops: integers are read as truth",
-        "hf_speculate/processors/stopping_criteria.py",
-        "(answers & 1).bool()",
-        "answers.bool()",
-        "processors/test_stopping_criteria.py generation/test_options.py",
-    ),
-    Mutant(
-        "processors: all positions read one prefix",
+    *mutants_of(
         "hf_speculate/processors/block.py",
-        "- (num_positions - 1 - position)].contiguous()",
-        "- (num_positions - 1)].contiguous()",
         "processors/test_processors.py",
+        {
+            "processors: all positions read one prefix": Fault(
+                "- (num_positions - 1 - position)].contiguous()", "- (num_positions - 1)].contiguous()"
+            ),
+            "processors: the draft model changes the target's": Fault(
+                "parts = [ForkedProcessor(p) if _has_state(p) else p",
+                "parts = [p if _has_state(p) else p",
+                "processors generation/test_outlines.py",
+            ),
+        },
     ),
-    Mutant(
-        "processors: the draft model changes the target's",
-        "hf_speculate/processors/block.py",
-        "parts = [ForkedProcessor(p) if _has_state(p) else p",
-        "parts = [p if _has_state(p) else p",
-        "processors generation/test_outlines.py",
-    ),
-    Mutant(
-        "processors: top-p drops one token too few",
+    *mutants_of(
         "hf_speculate/processors/top_k_top_p.py",
-        "<= 1 - processor.top_p",
-        "< 1 - processor.top_p - 1e-3",
         "processors/test_processors.py",
-    ),
-    Mutant(
-        "processors: top-k keeps one token more",
-        "hf_speculate/processors/top_k_top_p.py",
-        "rank = width - min(processor.top_k, width)",
-        "rank = max(width - min(processor.top_k, width) - 1, 0)",
-        "processors/test_processors.py",
+        {
+            "processors: top-p drops one token too few": Fault(
+                "<= 1 - processor.top_p", "< 1 - processor.top_p - 1e-3"
+            ),
+            "processors: top-k keeps one token more": Fault(
+                "rank = width - min(processor.top_k, width)", "rank = max(width - min(processor.top_k, width) - 1, 0)"
+            ),
+        },
     ),
 )

@@ -1,174 +1,137 @@
 """Mutants of drafters, schedules and spans."""
 
-from tests.mutants.base import Mutant
+from tests.mutants.base import Fault, mutants_of
 
 MUTANTS = (
-    Mutant(
-        "suffix index: the match is one token late",
+    *mutants_of(
         "hf_speculate/draft/suffix_index.py",
-        "self.match_len, self.match_end = min(lens[matched], most), match_end",
-        "self.match_len, self.match_end = min(lens[matched], most), match_end + 1",
         "draft/test_suffix_index.py draft/test_suffix.py generation/test_lookup.py",
+        {
+            "suffix index: the match is one token late": Fault(
+                "self.match_len, self.match_end = min(lens[matched], most), match_end",
+                "self.match_len, self.match_end = min(lens[matched], most), match_end + 1",
+            ),
+            "suffix index: the earliest match": Fault(
+                "                ends[suffix] = length\n", "                ends[suffix] = min(ends[suffix], length)\n"
+            ),
+            "suffix index: a copy shares its dictionaries": Fault(
+                "twin._more = {state: dict(others) for state, others in self._more.items()}", "twin._more = self._more"
+            ),
+        },
     ),
-    Mutant(
-        "suffix index: the earliest match",
-        "hf_speculate/draft/suffix_index.py",
-        "                ends[suffix] = length\n",
-        "                ends[suffix] = min(ends[suffix], length)\n",
-        "draft/test_suffix_index.py draft/test_suffix.py generation/test_lookup.py",
-    ),
-    Mutant(
-        "suffix index: a copy shares its dictionaries",
-        "hf_speculate/draft/suffix_index.py",
-        "twin._more = {state: dict(others) for state, others in self._more.items()}",
-        "twin._more = self._more",
-        "draft/test_suffix_index.py draft/test_suffix.py generation/test_lookup.py",
-    ),
-    Mutant(
-        "suffix: drafts go on after EOS",
+    *mutants_of(
         "hf_speculate/draft/suffix.py",
-        "token_ids = token_ids[: end + 1]",
-        "token_ids = token_ids[: end + 9]",
         "draft/test_suffix_index.py draft/test_suffix.py generation/test_lookup.py",
+        {
+            "suffix: drafts go on after EOS": Fault(
+                "token_ids = token_ids[: end + 1]", "token_ids = token_ids[: end + 9]"
+            ),
+            "suffix: padding is part of the text": Fault("key = tuple(text[num:])", "key = tuple(text)"),
+            "suffix: finished rows draft": Fault(
+                "token_ids if ids else [] for row, ids in pairs", "token_ids for row, ids in pairs"
+            ),
+            "suffix: rows are not compacted": Fault(
+                "self.rows = [self.rows[row] for row in indices]", "self.rows = self.rows[: len(indices)]"
+            ),
+        },
     ),
-    Mutant(
-        "suffix: padding is part of the text",
-        "hf_speculate/draft/suffix.py",
-        "key = tuple(text[num:])",
-        "key = tuple(text)",
-        "draft/test_suffix_index.py draft/test_suffix.py generation/test_lookup.py",
-    ),
-    Mutant(
-        "suffix: finished rows draft",
-        "hf_speculate/draft/suffix.py",
-        "token_ids if ids else [] for row, ids in pairs",
-        "token_ids for row, ids in pairs",
-        "draft/test_suffix_index.py draft/test_suffix.py generation/test_lookup.py",
-    ),
-    Mutant(
-        "suffix: rows are not compacted",
-        "hf_speculate/draft/suffix.py",
-        "self.rows = [self.rows[row] for row in indices]",
-        "self.rows = self.rows[: len(indices)]",
-        "draft/test_suffix_index.py draft/test_suffix.py generation/test_lookup.py",
-    ),
-    Mutant(
-        "hybrid: the model's cache counts matched tokens",
+    *mutants_of(
         "hf_speculate/draft/hybrid.py",
-        "[not match for match in uses_match]",
-        "[True for match in uses_match]",
         "draft/test_hybrid.py draft/test_hybrid_gains.py",
+        {
+            "hybrid: the model's cache counts matched tokens": Fault(
+                "[not match for match in uses_match]", "[True for match in uses_match]"
+            ),
+            "hybrid: the model is not told of matched tokens": Fault(
+                "self._unread[row] += ids", "self._unread[row] = list(ids)"
+            ),
+            "hybrid: the rates of matches and model are swapped": Fault(
+                "return expected >= self._model_rates", "return expected < self._model_rates"
+            ),
+            "hybrid: a matched token has no probability": Fault(
+                "[..., None], 0.0)\n    logits[:, :num_drafted]", "[..., None], -1.0)\n    logits[:, :num_drafted]"
+            ),
+        },
     ),
-    Mutant(
-        "hybrid: the model is not told of matched tokens",
-        "hf_speculate/draft/hybrid.py",
-        "self._unread[row] += ids",
-        "self._unread[row] = list(ids)",
-        "draft/test_hybrid.py draft/test_hybrid_gains.py",
-    ),
-    Mutant(
-        "hybrid: the rates of matches and model are swapped",
-        "hf_speculate/draft/hybrid.py",
-        "return expected >= self._model_rates",
-        "return expected < self._model_rates",
-        "draft/test_hybrid.py draft/test_hybrid_gains.py",
-    ),
-    Mutant(
-        "hybrid: a matched token has no probability",
-        "hf_speculate/draft/hybrid.py",
-        "[..., None], 0.0)\n    logits[:, :num_drafted]",
-        "[..., None], -1.0)\n    logits[:, :num_drafted]",
-        "draft/test_hybrid.py draft/test_hybrid_gains.py",
-    ),
-    Mutant(
-        "model drafter: processors see no drafted token",
+    *mutants_of(
         "hf_speculate/draft/model.py",
-        "self._history.append(token_ids[:, None])",
-        "self._history.append(token_ids[:, None], [0] * len(token_ids))",
         "draft/test_model.py processors",
+        {
+            "model drafter: processors see no drafted token": Fault(
+                "self._history.append(token_ids[:, None])",
+                "self._history.append(token_ids[:, None], [0] * len(token_ids))",
+            ),
+            "model drafter: sure tokens end a draft": Fault(
+                "return chosen.exp() < threshold", "return chosen.exp() > threshold", "draft/test_model.py"
+            ),
+        },
     ),
-    Mutant(
-        "model drafter: one EOS id is looked at",
+    *mutants_of(
         "hf_speculate/models/inferencer.py",
-        "is_end = (query == stop_ids).any(1)",
-        "is_end = (query == stop_ids).all(1)",
         "draft/test_model.py",
+        {
+            "model drafter: one EOS id is looked at": Fault(
+                "is_end = (query == stop_ids).any(1)", "is_end = (query == stop_ids).all(1)"
+            ),
+            "inferencer: rows count tokens after their EOS": Fault(
+                "torch.where(self.are_live & is_done, num_tokens, self._lens)",
+                "torch.where(is_done, num_tokens, self._lens)",
+                "models/test_inferencer.py",
+            ),
+            "inferencer: only the last chunk is read": Fault(
+                "in query_token_ids.tensor_split(num_chunks, dim=1):",
+                "in query_token_ids.tensor_split(num_chunks, dim=1)[-1:]:",
+                "models/test_inferencer.py cache/test_memory.py",
+            ),
+        },
     ),
-    Mutant(
-        "model drafter: sure tokens end a draft",
-        "hf_speculate/draft/model.py",
-        "return chosen.exp() < threshold",
-        "return chosen.exp() > threshold",
-        "draft/test_model.py",
-    ),
-    Mutant(
-        "inferencer: rows count tokens after their EOS",
-        "hf_speculate/models/inferencer.py",
-        "torch.where(self.are_live & is_done, num_tokens, self._lens)",
-        "torch.where(is_done, num_tokens, self._lens)",
-        "models/test_inferencer.py",
-    ),
-    Mutant(
-        "inferencer: only the last chunk is read",
-        "hf_speculate/models/inferencer.py",
-        "in query_token_ids.tensor_split(num_chunks, dim=1):",
-        "in query_token_ids.tensor_split(num_chunks, dim=1)[-1:]:",
-        "models/test_inferencer.py cache/test_memory.py",
-    ),
-    Mutant(
-        "spans: the opening token is verified inside",
+    *mutants_of(
         "hf_speculate/verify/spans.py",
-        "torch.where(marks != 0, columns, 0)",
-        "torch.where(marks != 0, columns - 1, 0).clamp_min(0)",
         "verify generation/test_spans.py",
+        {
+            "spans: the opening token is verified inside": Fault(
+                "torch.where(marks != 0, columns, 0)", "torch.where(marks != 0, columns - 1, 0).clamp_min(0)"
+            ),
+            "spans: inside and outside are swapped": Fault(
+                "[(self.lossy, inside.nonzero()[:, 0]), (self.exact, (~inside).nonzero()[:, 0])]",
+                "[(self.exact, inside.nonzero()[:, 0]), (self.lossy, (~inside).nonzero()[:, 0])]",
+            ),
+            "spans: rows are not compacted": Fault(
+                "[self._is_open[row] for row in indices]", "self._is_open[: len(indices)]"
+            ),
+        },
     ),
-    Mutant(
-        "spans: inside and outside are swapped",
-        "hf_speculate/verify/spans.py",
-        "[(self.lossy, inside.nonzero()[:, 0]), (self.exact, (~inside).nonzero()[:, 0])]",
-        "[(self.exact, inside.nonzero()[:, 0]), (self.lossy, (~inside).nonzero()[:, 0])]",
-        "verify generation/test_spans.py",
-    ),
-    Mutant(
-        "spans: rows are not compacted",
-        "hf_speculate/verify/spans.py",
-        "[self._is_open[row] for row in indices]",
-        "self._is_open[: len(indices)]",
-        "verify generation/test_spans.py",
-    ),
-    Mutant(
-        "heuristic schedule: a rejected draft grows it",
+    *mutants_of(
         "hf_speculate/schedule/heuristic.py",
-        "accepted >= drafted for",
-        "accepted >= drafted - 1 for",
         "schedule",
+        {
+            "heuristic schedule: a rejected draft grows it": Fault(
+                "accepted >= drafted for", "accepted >= drafted - 1 for"
+            )
+        },
     ),
-    Mutant(
-        "acceptance: a row never reached is a rejection",
+    *mutants_of(
         "hf_speculate/schedule/acceptance.py",
-        "num_verified = min(accepted + 1, num_positions)",
-        "num_verified = num_positions",
         "schedule",
+        {
+            "acceptance: a row never reached is a rejection": Fault(
+                "num_verified = min(accepted + 1, num_positions)", "num_verified = num_positions"
+            )
+        },
     ),
-    Mutant(
-        "adaptive schedule: plain steps are never measured",
+    *mutants_of(
         "hf_speculate/schedule/adaptive.py",
-        "return self._num_rounds >= _PLAIN_AT\n",
-        "return False\n",
         "schedule",
-    ),
-    Mutant(
-        "adaptive schedule: it never probes",
-        "hf_speculate/schedule/adaptive.py",
-        "if self._num_plain_rounds <= min(self._wait, longest):",
-        "if True:",
-        "schedule",
-    ),
-    Mutant(
-        "adaptive schedule: the fastest row counts",
-        "hf_speculate/schedule/adaptive.py",
-        "ends = sorted(left / tokens[num] for",
-        "ends = sorted(tokens[num] for",
-        "schedule",
+        {
+            "adaptive schedule: plain steps are never measured": Fault(
+                "return self._num_rounds >= _PLAIN_AT\n", "return False\n"
+            ),
+            "adaptive schedule: it never probes": Fault(
+                "if self._num_plain_rounds <= min(self._wait, longest):", "if True:"
+            ),
+            "adaptive schedule: the fastest row counts": Fault(
+                "ends = sorted(left / tokens[num] for", "ends = sorted(tokens[num] for"
+            ),
+        },
     ),
 )

@@ -1,291 +1,228 @@
 """Mutants of the decoding loop: batch, sessions, stops, output and draft lengths."""
 
-from tests.mutants.base import Mutant
+from tests.mutants.base import Fault, mutants_of
 
 MUTANTS = (
-    Mutant(
-        "batch: keys count the padding",
+    *mutants_of(
         "hf_speculate/engine/batch.py",
-        "positions = self._key_offsets + (",
-        "positions = 0 * self._key_offsets + (",
         "engine/test_batch.py",
+        {
+            "batch: keys count the padding": Fault(
+                "positions = self._key_offsets + (", "positions = 0 * self._key_offsets + ("
+            ),
+            "batch: the round is not counted": Fault("self.num_rounds += 1", "self.num_rounds += 0"),
+            "batch: one token of room too many": Fault("[most - length for", "[most - length + 1 for"),
+            "batch: seeds are not compacted": Fault(
+                "self.seeds = self.seeds[upload(indices, self.seeds.device)]", "self.seeds = self.seeds[: len(indices)]"
+            ),
+            "batch: what is known of rows is not compacted": Fault(
+                "[values[row] for row in indices]", "values[: len(indices)]"
+            ),
+            "batch: a row that joins counts the rounds before it": Fault(
+                "[self.num_rounds - other.num_rounds]", "[0]", "generation/test_continuous.py"
+            ),
+        },
     ),
-    Mutant(
-        "batch: the round is not counted",
-        "hf_speculate/engine/batch.py",
-        "self.num_rounds += 1",
-        "self.num_rounds += 0",
-        "engine/test_batch.py",
-    ),
-    Mutant(
-        "batch: one token of room too many",
-        "hf_speculate/engine/batch.py",
-        "[most - length for",
-        "[most - length + 1 for",
-        "engine/test_batch.py",
-    ),
-    Mutant(
-        "batch: seeds are not compacted",
-        "hf_speculate/engine/batch.py",
-        "self.seeds = self.seeds[upload(indices, self.seeds.device)]",
-        "self.seeds = self.seeds[: len(indices)]",
-        "engine/test_batch.py",
-    ),
-    Mutant(
-        "batch: what is known of rows is not compacted",
-        "hf_speculate/engine/batch.py",
-        "[values[row] for row in indices]",
-        "values[: len(indices)]",
-        "engine/test_batch.py",
-    ),
-    Mutant(
-        "batch: a row that joins counts the rounds before it",
-        "hf_speculate/engine/batch.py",
-        "[self.num_rounds - other.num_rounds]",
-        "[0]",
-        "generation/test_continuous.py",
-    ),
-    Mutant(
-        "columns: a window layer keeps its first column when rows join",
+    *mutants_of(
         "hf_speculate/cache/ragged_layer.py",
-        "min(self.base, other.base)",
-        "max(self.base, other.base)",
         "generation/test_continuous.py",
+        {
+            "columns: a window layer keeps its first column when rows join": Fault(
+                "min(self.base, other.base)", "max(self.base, other.base)"
+            )
+        },
     ),
-    Mutant(
-        "decoder: finished rows are never dropped",
+    *mutants_of(
         "hf_speculate/engine/decoder.py",
-        "if self.keeps_rows or not any",
-        "if True or not any",
-        "generation/test_greedy_exactness.py generation/test_padding.py generation/test_rollback.py "
-        "generation/test_callback.py",
+        (
+            "generation/test_greedy_exactness.py generation/test_padding.py "
+            "generation/test_rollback.py generation/test_callback.py"
+        ),
+        {
+            "decoder: finished rows are never dropped": Fault("if self.keeps_rows or not any", "if True or not any"),
+            "decoder: verification keeps dropped rows": Fault(
+                "(batch, self.target, self.drafts, self.verification)",
+                "(batch, self.target, self.drafts)",
+                "generation/test_matrix.py generation/test_outlines.py generation/test_spans.py",
+            ),
+            "decoder: the output is not truncated": Fault(
+                "self.output.truncate(end)",
+                "self.output.truncate(end + 1)",
+                "generation/test_options.py generation/test_matrix.py",
+            ),
+            "decoder: the draft is not told its end": Fault(
+                "self.drafts.end(batch)", "self.drafts.kv_cache", "generation/test_draft_state.py"
+            ),
+            "decoder: buffers are not released": Fault(
+                "kv_cache.release()",
+                "kv_cache.kind",
+                "generation/test_compiled.py cache/test_memory.py reliability/test_leaks.py",
+            ),
+        },
     ),
-    Mutant(
-        "decoder: verification keeps dropped rows",
-        "hf_speculate/engine/decoder.py",
-        "(batch, self.target, self.drafts, self.verification)",
-        "(batch, self.target, self.drafts)",
-        "generation/test_matrix.py generation/test_outlines.py generation/test_spans.py",
-    ),
-    Mutant(
-        "decoder: the output is not truncated",
-        "hf_speculate/engine/decoder.py",
-        "self.output.truncate(end)",
-        "self.output.truncate(end + 1)",
+    *mutants_of(
+        "hf_speculate/engine/target_session.py",
         "generation/test_options.py generation/test_matrix.py",
+        {
+            "target: the newest token is kept": Fault(
+                "num_query = draft.token_ids.shape[1] + 1", "num_query = draft.token_ids.shape[1]"
+            ),
+            "target: surplus tokens stay in the cache": Fault(
+                "if any(num_surplus):", "if False:", "generation/test_options.py generation/test_batch_cache.py"
+            ),
+            "target: a passed cache is not restored": Fault(
+                "self.kv_cache.restore(snapshot)", "self.kv_cache.kind", "reliability generation/test_ownership.py"
+            ),
+            "target: chunks are placed wrongly": Fault(
+                "num_ahead -= chunk.shape[1]", "num_ahead -= 0", "draft/test_custom.py engine/test_hidden_states.py"
+            ),
+            "target: ids without a meaning reach the model": Fault(
+                "draft.token_ids.clamp_min(0)",
+                "draft.token_ids.clamp_min(1)",
+                (
+                    "draft/test_custom.py generation/test_greedy_exactness.py generation/test_padding.py "
+                    "generation/test_rollback.py"
+                ),
+            ),
+        },
     ),
-    Mutant(
-        "decoder: the draft is not told its end",
-        "hf_speculate/engine/decoder.py",
-        "self.drafts.end(batch)",
-        "self.drafts.kv_cache",
-        "generation/test_draft_state.py",
-    ),
-    Mutant(
-        "decoder: buffers are not released",
-        "hf_speculate/engine/decoder.py",
-        "kv_cache.release()",
-        "kv_cache.kind",
-        "generation/test_compiled.py cache/test_memory.py reliability/test_leaks.py",
-    ),
-    Mutant(
-        "target: the newest token is kept",
-        "hf_speculate/engine/target_session.py",
-        "num_query = draft.token_ids.shape[1] + 1",
-        "num_query = draft.token_ids.shape[1]",
+    *mutants_of(
+        "hf_speculate/engine/draft_session.py",
         "generation/test_options.py generation/test_matrix.py",
+        {
+            "draft: a rejected token stays in the cache": Fault(
+                "kept = [min(num, accepted) for",
+                "kept = [num for",
+                "engine generation/test_greedy_exactness.py draft/test_hybrid.py generation/test_draft_state.py",
+            ),
+            "draft: the cache is cut one token too short": Fault(
+                "self._crop(batch, [min(seen, end) for seen, end, _ in ends])",
+                "self._crop(batch, [min(seen, end) - 1 for seen, end, _ in ends])",
+                "generation/test_faults_of_transformers.py",
+            ),
+            "draft: the drafter is told of one token less": Fault(
+                "ids = ids.masked_fill(columns >= lens.on_device()[:, None], -1)",
+                "ids = ids.masked_fill(columns >= lens.on_device()[:, None] - 1, -1)",
+                "draft/test_custom.py",
+            ),
+            "draft: dropped rows stay in the draft cache": Fault("self.kv_cache.rows(indices)", "self.kv_cache.kind"),
+            "draft: rows draft past their end": Fault(
+                "room = [max(left - 1, 0) for left",
+                "room = [max(left + 9, 0) for left",
+                (
+                    "generation/test_law.py generation/test_coupled.py generation/test_callback.py "
+                    "draft/test_custom.py generation/test_schedules.py"
+                ),
+            ),
+            "draft: seen lengths are not compacted": Fault(
+                "self._num_seen = [self._num_seen[row] for row in indices]",
+                "self._num_seen = self._num_seen[: len(indices)]",
+            ),
+        },
     ),
-    Mutant(
-        "target: surplus tokens stay in the cache",
-        "hf_speculate/engine/target_session.py",
-        "if any(num_surplus):",
-        "if False:",
-        "generation/test_options.py generation/test_batch_cache.py",
-    ),
-    Mutant(
-        "target: a passed cache is not restored",
-        "hf_speculate/engine/target_session.py",
-        "self.kv_cache.restore(snapshot)",
-        "self.kv_cache.kind",
-        "reliability generation/test_ownership.py",
-    ),
-    Mutant(
-        "target: chunks are placed wrongly",
-        "hf_speculate/engine/target_session.py",
-        "num_ahead -= chunk.shape[1]",
-        "num_ahead -= 0",
-        "draft/test_custom.py engine/test_hidden_states.py",
-    ),
-    Mutant(
-        "target: ids without a meaning reach the model",
-        "hf_speculate/engine/target_session.py",
-        "draft.token_ids.clamp_min(0)",
-        "draft.token_ids.clamp_min(1)",
-        "draft/test_custom.py generation/test_greedy_exactness.py generation/test_padding.py "
-        "generation/test_rollback.py",
-    ),
-    Mutant(
-        "draft: a rejected token stays in the cache",
-        "hf_speculate/engine/draft_session.py",
-        "kept = [min(num, accepted) for",
-        "kept = [num for",
-        "engine generation/test_greedy_exactness.py draft/test_hybrid.py generation/test_draft_state.py",
-    ),
-    Mutant(
-        "draft: the cache is cut one token too short",
-        "hf_speculate/engine/draft_session.py",
-        "self._crop(batch, [min(seen, end) for seen, end, _ in ends])",
-        "self._crop(batch, [min(seen, end) - 1 for seen, end, _ in ends])",
-        "generation/test_rollback.py generation/test_callback.py",
-    ),
-    Mutant(
-        "draft: the drafter is told of one token less",
-        "hf_speculate/engine/draft_session.py",
-        "ids = ids.masked_fill(columns >= lens.on_device()[:, None], -1)",
-        "ids = ids.masked_fill(columns >= lens.on_device()[:, None] - 1, -1)",
-        "draft/test_custom.py",
-    ),
-    Mutant(
-        "draft: dropped rows stay in the draft cache",
-        "hf_speculate/engine/draft_session.py",
-        "self.kv_cache.rows(indices)",
-        "self.kv_cache.kind",
-        "generation/test_options.py generation/test_matrix.py",
-    ),
-    Mutant(
-        "draft: rows draft past their end",
-        "hf_speculate/engine/draft_session.py",
-        "room = [max(left - 1, 0) for left",
-        "room = [max(left + 9, 0) for left",
-        "generation/test_law.py generation/test_coupled.py generation/test_callback.py draft/test_custom.py "
-        "generation/test_schedules.py",
-    ),
-    Mutant(
-        "draft: seen lengths are not compacted",
-        "hf_speculate/engine/draft_session.py",
-        "self._num_seen = [self._num_seen[row] for row in indices]",
-        "self._num_seen = self._num_seen[: len(indices)]",
-        "generation/test_options.py generation/test_matrix.py",
-    ),
-    Mutant(
-        "stops: a row stops one token late",
+    *mutants_of(
         "hf_speculate/engine/stop_tracker.py",
-        "self._num_new[row_id] + num\n",
-        "self._num_new[row_id] + num + 1\n",
         "generation/test_options.py generation/test_matrix.py",
+        {
+            "stops: a row stops one token late": Fault(
+                "self._num_new[row_id] + num\n", "self._num_new[row_id] + num + 1\n"
+            ),
+            "stops: a finished row emits on": Fault(
+                "if batch.is_finished[row] and not self._is_lock_step:", "if False:"
+            ),
+            "stops: rows without padding end at their own stop": Fault(
+                "end = min(end, max(stops))",
+                "end = min(end, min(stops))",
+                (
+                    "generation/test_greedy_exactness.py processors/test_stopping_criteria.py "
+                    "generation/test_stop_strings.py generation/test_matrix.py"
+                ),
+            ),
+            "stops: the shortest row ends the output": Fault(
+                "return max(stop for stop in",
+                "return min(stop for stop in",
+                (
+                    "generation/test_greedy_exactness.py processors/test_stopping_criteria.py "
+                    "generation/test_stop_strings.py"
+                ),
+            ),
+        },
     ),
-    Mutant(
-        "stops: a finished row emits on",
-        "hf_speculate/engine/stop_tracker.py",
-        "if batch.is_finished[row] and not self._is_lock_step:",
-        "if False:",
+    *mutants_of(
+        "hf_speculate/engine/verification.py",
         "generation/test_options.py generation/test_matrix.py",
+        {
+            "verification: flags are lost": Fault(
+                "            status |= row[-2]", "            status &= row[-2]", "reliability/test_lawless_logits.py"
+            ),
+            "verification: one token too few": Fault(
+                "new_ids = [row[: num + 1] for", "new_ids = [row[: max(num, 1)] for"
+            ),
+            "verification: processors are not rolled back": Fault(
+                "[num_positions - num for num in trimmed.num_emitted]",
+                "[0 for num in trimmed.num_emitted]",
+                "generation/test_outlines.py processors",
+            ),
+            "lock step: criteria are asked once a round": Fault(
+                "if not bool(stays.all()) or bool((is_finished != was_finished).any()):",
+                "if not bool(stays.all()):",
+                "generation/test_options.py generation/test_stop_strings.py generation/test_matrix.py",
+            ),
+            "lock step: all positions share their noise": Fault(
+                "positions=keys.positions + position)", "positions=keys.positions)", "generation/test_law.py verify"
+            ),
+            "lock step: processors write into the logits": Fault(
+                "torch.float32, copy=True))\n            verifier", "torch.float32))\n            verifier"
+            ),
+        },
     ),
-    Mutant(
-        "stops: rows without padding end at their own stop",
-        "hf_speculate/engine/stop_tracker.py",
-        "end = min(end, max(stops))",
-        "end = min(end, min(stops))",
-        "generation/test_greedy_exactness.py processors/test_stopping_criteria.py "
-        "generation/test_stop_strings.py generation/test_matrix.py",
-    ),
-    Mutant(
-        "stops: the shortest row ends the output",
-        "hf_speculate/engine/stop_tracker.py",
-        "return max(stop for stop in",
-        "return min(stop for stop in",
-        "generation/test_greedy_exactness.py processors/test_stopping_criteria.py generation/test_stop_strings.py",
-    ),
-    Mutant(
-        "verification: flags are lost",
-        "hf_speculate/engine/verification.py",
-        "            status |= row[-2]",
-        "            status &= row[-2]",
-        "reliability/test_lawless_logits.py",
-    ),
-    Mutant(
-        "verification: one token too few",
-        "hf_speculate/engine/verification.py",
-        "new_ids = [row[: num + 1] for",
-        "new_ids = [row[: max(num, 1)] for",
-        "generation/test_options.py generation/test_matrix.py",
-    ),
-    Mutant(
-        "verification: processors are not rolled back",
-        "hf_speculate/engine/verification.py",
-        "[num_positions - num for num in trimmed.num_emitted]",
-        "[0 for num in trimmed.num_emitted]",
-        "generation/test_outlines.py processors",
-    ),
-    Mutant(
-        "lock step: criteria are asked once a round",
-        "hf_speculate/engine/verification.py",
-        "if not bool(stays.all()) or bool((is_finished != was_finished).any()):",
-        "if not bool(stays.all()):",
-        "generation/test_options.py generation/test_stop_strings.py generation/test_matrix.py",
-    ),
-    Mutant(
-        "lock step: all positions share their noise",
-        "hf_speculate/engine/verification.py",
-        "positions=keys.positions + position)",
-        "positions=keys.positions)",
-        "generation/test_law.py verify",
-    ),
-    Mutant(
-        "lock step: processors write into the logits",
-        "hf_speculate/engine/verification.py",
-        "torch.float32, copy=True))\n            verifier",
-        "torch.float32))\n            verifier",
-        "generation/test_options.py generation/test_matrix.py",
-    ),
-    Mutant(
-        "output: scores of the wrong rows",
+    *mutants_of(
         "hf_speculate/engine/outputs.py",
-        "record.verified.scores[row], num)",
-        "record.verified.scores[0], num)",
         "engine/test_outputs.py generation/test_options.py generation/test_matrix.py",
+        {
+            "output: scores of the wrong rows": Fault(
+                "record.verified.scores[row], num)", "record.verified.scores[0], num)"
+            ),
+            "output: ended rows hold no score at the padding": Fault(
+                "ended[pad_token_id] = 0.0", "ended[pad_token_id] = 1.0"
+            ),
+            "output: attentions are one column short": Fault(
+                "end = layer.shape[-1] - num_query + position + 1", "end = layer.shape[-1] - num_query + position"
+            ),
+        },
     ),
-    Mutant(
-        "output: ended rows hold no score at the padding",
-        "hf_speculate/engine/outputs.py",
-        "ended[pad_token_id] = 0.0",
-        "ended[pad_token_id] = 1.0",
-        "engine/test_outputs.py generation/test_options.py generation/test_matrix.py",
-    ),
-    Mutant(
-        "output: attentions are one column short",
-        "hf_speculate/engine/outputs.py",
-        "end = layer.shape[-1] - num_query + position + 1",
-        "end = layer.shape[-1] - num_query + position",
-        "engine/test_outputs.py generation/test_options.py generation/test_matrix.py",
-    ),
-    Mutant(
-        "draft length: drafts past the last row's end",
+    *mutants_of(
         "hf_speculate/engine/draft_length.py",
-        "max(min(left - 1, limit)",
-        "max(min(left + 3, limit)",
-        "generation/test_greedy_exactness.py generation/test_padding.py generation/test_rollback.py "
-        "generation/test_schedules.py",
+        (
+            "generation/test_greedy_exactness.py generation/test_padding.py "
+            "generation/test_rollback.py generation/test_schedules.py"
+        ),
+        {
+            "draft length: drafts past the last row's end": Fault(
+                "max(min(left - 1, limit)", "max(min(left + 3, limit)"
+            ),
+            "draft length: finished rows are learned from": Fault(
+                "enumerate(record.was_live) if was_live]",
+                "enumerate(record.was_live)]",
+                "schedule generation/test_schedules.py generation/test_callback.py",
+            ),
+        },
     ),
-    Mutant(
-        "draft length: finished rows are learned from",
-        "hf_speculate/engine/draft_length.py",
-        "enumerate(record.was_live) if was_live]",
-        "enumerate(record.was_live)]",
-        "schedule generation/test_schedules.py generation/test_callback.py",
-    ),
-    Mutant(
-        "reuse: a passed state of another length is used whole",
+    *mutants_of(
         "hf_speculate/engine/draft_cache_reuse.py",
-        "return next(position for position in range(length) if one[position] != other[position])",
-        "return length",
         "generation/test_draft_state.py",
-    ),
-    Mutant(
-        "reuse: padding is not taken into account",
-        "hf_speculate/engine/draft_cache_reuse.py",
-        "columns = torch.arange(num_columns, device=device) - torch.tensor(num_pads, device=device)[:, None]",
-        "columns = torch.arange(num_columns, device=device) - 0 * torch.tensor(num_pads, device=device)[:, None]",
-        "generation/test_draft_state.py",
+        {
+            "reuse: a passed state of another length is used whole": Fault(
+                "return next(position for position in range(length) if one[position] != other[position])",
+                "return length",
+            ),
+            "reuse: padding is not taken into account": Fault(
+                ("columns = torch.arange(num_columns, device=device) - torch.tensor(num_pads, device=device)[:, None]"),
+                (
+                    "columns = torch.arange(num_columns, device=device) - 0 * torch.tensor(num_pads, "
+                    "device=device)[:, None]"
+                ),
+            ),
+        },
     ),
 )

@@ -1,315 +1,207 @@
 """Mutants of the verifiers' reference implementation and of the random numbers."""
 
-from tests.mutants.base import Mutant
+from tests.mutants.base import Fault, mutants_of
 
 MUTANTS = (
-    Mutant(
-        "chain: a draft's length does not bound it",
+    *mutants_of(
         "triton_kernels/reference/chain.py",
-        "good_ids & counted, lens",
-        "good_ids, lens",
         "triton_kernels/test_against_oracle.py triton_kernels/test_edges.py",
+        {
+            "chain: a draft's length does not bound it": Fault("good_ids & counted, lens", "good_ids, lens"),
+            "chain: one drafted token too many counts": Fault("< lens.unsqueeze(-1)", "<= lens.unsqueeze(-1)"),
+            "chain: tokens after a rejected one are accepted": Fault(
+                "chain.acceptable).cumprod(-1, dtype=torch.int64).sum(-1))",
+                "chain.acceptable).to(torch.int64).sum(-1))",
+            ),
+            "chain: tokens after the end are returned": Fault("columns > here, -1", "columns > here + 1, -1"),
+            "chain: bad ids are not reported": Fault("alpha=BAD_DRAFT_ID", "alpha=0"),
+            "chain: the status of rows is mixed up": Fault(
+                "torch.where(rows, yes.status", "torch.where(~rows, yes.status"
+            ),
+        },
     ),
-    Mutant(
-        "chain: one drafted token too many counts",
-        "triton_kernels/reference/chain.py",
-        "< lens.unsqueeze(-1)",
-        "<= lens.unsqueeze(-1)",
-        "triton_kernels/test_against_oracle.py triton_kernels/test_edges.py",
-    ),
-    Mutant(
-        "chain: tokens after a rejected one are accepted",
-        "triton_kernels/reference/chain.py",
-        "chain.acceptable).cumprod(-1, dtype=torch.int64).sum(-1))",
-        "chain.acceptable).to(torch.int64).sum(-1))",
-        "triton_kernels/test_against_oracle.py triton_kernels/test_edges.py",
-    ),
-    Mutant(
-        "chain: tokens after the end are returned",
-        "triton_kernels/reference/chain.py",
-        "columns > here, -1",
-        "columns > here + 1, -1",
-        "triton_kernels/test_against_oracle.py triton_kernels/test_edges.py",
-    ),
-    Mutant(
-        "chain: bad ids are not reported",
-        "triton_kernels/reference/chain.py",
-        "alpha=BAD_DRAFT_ID",
-        "alpha=0",
-        "triton_kernels/test_against_oracle.py triton_kernels/test_edges.py",
-    ),
-    Mutant(
-        "chain: the status of rows is mixed up",
-        "triton_kernels/reference/chain.py",
-        "torch.where(rows, yes.status",
-        "torch.where(~rows, yes.status",
-        "triton_kernels/test_against_oracle.py triton_kernels/test_edges.py",
-    ),
-    Mutant(
-        "rejection: test against q / p",
+    *mutants_of(
         "triton_kernels/reference/rejection.py",
-        "(log_u < target_of_token - draft_of_token)",
-        "(log_u < draft_of_token - target_of_token)",
-        "triton_kernels/test_rejection_distribution.py triton_kernels/test_against_oracle.py",
+        ("triton_kernels/test_rejection_distribution.py triton_kernels/test_against_oracle.py"),
+        {
+            "rejection: test against q / p": Fault(
+                "(log_u < target_of_token - draft_of_token)", "(log_u < draft_of_token - target_of_token)"
+            ),
+            "rejection: tokens of larger p may be rejected": Fault(
+                "(target_of_token >= draft_of_token) | (log_u",
+                "(target_of_token > draft_of_token + 1) | (log_u",
+                "triton_kernels/test_extreme_uniforms.py triton_kernels/test_rejection_distribution.py",
+            ),
+            "rejection: a coin of another stream": Fault(
+                "uniforms(keys, Stream.ACCEPT, offsets", "uniforms(keys, Stream.CORRECTION, offsets"
+            ),
+            "rejection: one coin for all positions": Fault(
+                "chain.token_ids.device).unsqueeze(0)\n    return uniforms",
+                "chain.token_ids.device).unsqueeze(0) * 0\n    return uniforms",
+            ),
+            "rejection: the residual is not clamped": Fault(
+                "residual.add_(scaled).clamp_(min=0.0)", "residual.add_(scaled).abs_()"
+            ),
+            "rejection: the correction is drawn from p": Fault(
+                "residual_rows = end.rejected\n", "residual_rows = end.rejected & False\n"
+            ),
+            "rejection: the residual of the wrong position": Fault(
+                "pieces.gather_at(draft.logits, end.last)", "pieces.gather_at(draft.logits, end.last * 0)"
+            ),
+            "rejection: an empty residual is not reported": Fault(
+                "empty, alpha=EMPTY_RESIDUAL",
+                "empty, alpha=0",
+                "triton_kernels/test_extreme_uniforms.py triton_kernels/test_edges.py",
+            ),
+            "rejection: the bonus shares the noise of position 0": Fault(
+                "Stream.CORRECTION, end.num_accepted)",
+                "Stream.CORRECTION, end.num_accepted * 0)",
+                (
+                    "triton_kernels/test_rejection_distribution.py triton_kernels/test_against_oracle.py "
+                    "generation/test_law.py"
+                ),
+            ),
+            "rejection: a point mass keeps its token in the residual": Fault(
+                "torch.ne(pieces.token_ids", "torch.ge(pieces.token_ids"
+            ),
+            "rejection: scores of the next position": Fault(
+                "logits_at(target.logits[:, :-1], target.warp", "logits_at(target.logits[:, 1:], target.warp"
+            ),
+        },
     ),
-    Mutant(
-        "rejection: tokens of larger p may be rejected",
-        "triton_kernels/reference/rejection.py",
-        "(target_of_token >= draft_of_token) | (log_u",
-        "(target_of_token > draft_of_token + 1) | (log_u",
-        "triton_kernels/test_extreme_uniforms.py triton_kernels/test_rejection_distribution.py",
-    ),
-    Mutant(
-        "rejection: a coin of another stream",
-        "triton_kernels/reference/rejection.py",
-        "uniforms(keys, Stream.ACCEPT, offsets",
-        "uniforms(keys, Stream.CORRECTION, offsets",
-        "triton_kernels/test_rejection_distribution.py triton_kernels/test_against_oracle.py",
-    ),
-    Mutant(
-        "rejection: one coin for all positions",
-        "triton_kernels/reference/rejection.py",
-        "chain.token_ids.device).unsqueeze(0)\n    return uniforms",
-        "chain.token_ids.device).unsqueeze(0) * 0\n    return uniforms",
-        "triton_kernels/test_rejection_distribution.py triton_kernels/test_against_oracle.py",
-    ),
-    Mutant(
-        "rejection: the residual is not clamped",
-        "triton_kernels/reference/rejection.py",
-        "residual.add_(scaled).clamp_(min=0.0)",
-        "residual.add_(scaled).abs_()",
-        "triton_kernels/test_rejection_distribution.py triton_kernels/test_against_oracle.py",
-    ),
-    Mutant(
-        "rejection: the correction is drawn from p",
-        "triton_kernels/reference/rejection.py",
-        "residual_rows = end.rejected\n",
-        "residual_rows = end.rejected & False\n",
-        "triton_kernels/test_rejection_distribution.py triton_kernels/test_against_oracle.py",
-    ),
-    Mutant(
-        "rejection: the residual of the wrong position",
-        "triton_kernels/reference/rejection.py",
-        "pieces.gather_at(draft.logits, end.last)",
-        "pieces.gather_at(draft.logits, end.last * 0)",
-        "triton_kernels/test_rejection_distribution.py triton_kernels/test_against_oracle.py",
-    ),
-    Mutant(
-        "rejection: an empty residual is not reported",
-        "triton_kernels/reference/rejection.py",
-        "empty, alpha=EMPTY_RESIDUAL",
-        "empty, alpha=0",
-        "triton_kernels/test_extreme_uniforms.py triton_kernels/test_edges.py",
-    ),
-    Mutant(
-        "rejection: the bonus shares the noise of position 0",
-        "triton_kernels/reference/rejection.py",
-        "Stream.CORRECTION, end.num_accepted)",
-        "Stream.CORRECTION, end.num_accepted * 0)",
-        "triton_kernels/test_rejection_distribution.py triton_kernels/test_against_oracle.py generation/test_law.py",
-    ),
-    Mutant(
-        "rejection: a point mass keeps its token in the residual",
-        "triton_kernels/reference/rejection.py",
-        "torch.ne(pieces.token_ids",
-        "torch.ge(pieces.token_ids",
-        "triton_kernels/test_rejection_distribution.py triton_kernels/test_against_oracle.py",
-    ),
-    Mutant(
-        "rejection: scores of the next position",
-        "triton_kernels/reference/rejection.py",
-        "logits_at(target.logits[:, :-1], target.warp",
-        "logits_at(target.logits[:, 1:], target.warp",
-        "triton_kernels/test_rejection_distribution.py triton_kernels/test_against_oracle.py",
-    ),
-    Mutant(
-        "block: log ratios are not bounded by 0",
+    *mutants_of(
         "triton_kernels/reference/block.py",
-        "return sums - sums.cummax(-1).values.clamp_(min=0.0)",
-        "return sums.clamp_(max=0.0)",
         "triton_kernels/test_block_distribution.py triton_kernels/test_against_oracle.py",
+        {
+            "block: log ratios are not bounded by 0": Fault(
+                "return sums - sums.cummax(-1).values.clamp_(min=0.0)", "return sums.clamp_(max=0.0)"
+            ),
+            "block: the shortest passing prefix": Fault(
+                "num_accepted = (counts * (passed & (counts <= lens))).amax(-1)",
+                (
+                    "num_accepted = (counts * (passed & (counts <= "
+                    "lens))).cumprod(-1).amax(-1).clamp(max=num_draft_tokens)"
+                ),
+            ),
+            "block: the residual masses are not clamped": Fault(
+                "draft_rows.sums.unsqueeze(-1))).clamp_(min=0.0)", "draft_rows.sums.unsqueeze(-1))).abs_()"
+            ),
+            "block: the residual ignores the ratio": Fault("end, kept_ratios)", "end, None)"),
+            "block: masses of the position before": Fault("target.masses[chunk, 1:-1]", "target.masses[chunk, :-2]"),
+            "block: the last position is tested like inner ones": Fault(
+                "torch.where(counts[:-1] < lens, inner",
+                "torch.where(counts[:-1] <= lens, inner",
+                (
+                    "triton_kernels/test_edges.py triton_kernels/test_invariance.py "
+                    "triton_kernels/test_block_distribution.py"
+                ),
+            ),
+        },
     ),
-    Mutant(
-        "block: the shortest passing prefix",
-        "triton_kernels/reference/block.py",
-        "num_accepted = (counts * (passed & (counts <= lens))).amax(-1)",
-        "num_accepted = (counts * (passed & (counts <= lens))).cumprod(-1).amax(-1).clamp(max=num_draft_tokens)",
-        "triton_kernels/test_block_distribution.py triton_kernels/test_against_oracle.py",
-    ),
-    Mutant(
-        "block: the residual masses are not clamped",
-        "triton_kernels/reference/block.py",
-        "draft_rows.sums.unsqueeze(-1))).clamp_(min=0.0)",
-        "draft_rows.sums.unsqueeze(-1))).abs_()",
-        "triton_kernels/test_block_distribution.py triton_kernels/test_against_oracle.py",
-    ),
-    Mutant(
-        "block: the residual ignores the ratio",
-        "triton_kernels/reference/block.py",
-        "end, kept_ratios)",
-        "end, None)",
-        "triton_kernels/test_block_distribution.py triton_kernels/test_against_oracle.py",
-    ),
-    Mutant(
-        "block: masses of the position before",
-        "triton_kernels/reference/block.py",
-        "target.masses[chunk, 1:-1]",
-        "target.masses[chunk, :-2]",
-        "triton_kernels/test_block_distribution.py triton_kernels/test_against_oracle.py",
-    ),
-    Mutant(
-        "block: the last position is tested like inner ones",
-        "triton_kernels/reference/block.py",
-        "torch.where(counts[:-1] < lens, inner",
-        "torch.where(counts[:-1] <= lens, inner",
-        "triton_kernels/test_edges.py triton_kernels/test_invariance.py triton_kernels/test_block_distribution.py",
-    ),
-    Mutant(
-        "typical: the entropy has the wrong sign",
+    *mutants_of(
         "triton_kernels/reference/typical.py",
-        "(-entropy).exp_()",
-        "entropy.exp_()",
         "triton_kernels/test_against_oracle.py triton_kernels/test_edges.py",
+        {
+            "typical: the entropy has the wrong sign": Fault("(-entropy).exp_()", "entropy.exp_()"),
+            "typical: the larger of the two bounds": Fault("clamp_(max=rule.threshold)", "clamp_(min=rule.threshold)"),
+            "typical: a probability equal to the bound is accepted": Fault(
+                "return masses > thresholds", "return masses >= thresholds", "verify/test_verifiers.py"
+            ),
+            "typical: the final token is sampled in greedy calls": Fault(
+                "if rule.samples and keys is not None", "if keys is not None", "verify/test_verifiers.py"
+            ),
+        },
     ),
-    Mutant(
-        "typical: the larger of the two bounds",
-        "triton_kernels/reference/typical.py",
-        "clamp_(max=rule.threshold)",
-        "clamp_(min=rule.threshold)",
-        "triton_kernels/test_against_oracle.py triton_kernels/test_edges.py",
-    ),
-    Mutant(
-        "typical: a probability equal to the bound is accepted",
-        "triton_kernels/reference/typical.py",
-        "return masses > thresholds",
-        "return masses >= thresholds",
-        "verify/test_verifiers.py",
-    ),
-    Mutant(
-        "typical: the final token is sampled in greedy calls",
-        "triton_kernels/reference/typical.py",
-        "if rule.samples and keys is not None",
-        "if keys is not None",
-        "verify/test_verifiers.py",
-    ),
-    Mutant(
-        "coupled: noise of another stream",
+    *mutants_of(
         "triton_kernels/reference/coupled.py",
-        "keys, Stream.RACE, offsets",
-        "keys, Stream.CORRECTION, offsets",
-        "triton_kernels/test_against_oracle.py triton_kernels/test_edges.py generation/test_coupled.py",
+        ("triton_kernels/test_against_oracle.py triton_kernels/test_edges.py generation/test_coupled.py"),
+        {
+            "coupled: noise of another stream": Fault("keys, Stream.RACE, offsets", "keys, Stream.CORRECTION, offsets"),
+            "coupled: one noise for all positions": Fault(
+                "masses.device).unsqueeze(0)",
+                "masses.device).unsqueeze(0) * 0",
+                (
+                    "triton_kernels/test_against_oracle.py triton_kernels/test_edges.py "
+                    "triton_kernels/test_coupled_distribution.py"
+                ),
+            ),
+            "coupled: invalid rows are accepted": Fault(
+                "chain.token_ids) & is_valid[:, :-1]",
+                "chain.token_ids)",
+                "triton_kernels/test_against_oracle.py triton_kernels/test_edges.py",
+            ),
+        },
     ),
-    Mutant(
-        "coupled: one noise for all positions",
-        "triton_kernels/reference/coupled.py",
-        "masses.device).unsqueeze(0)",
-        "masses.device).unsqueeze(0) * 0",
-        "triton_kernels/test_against_oracle.py triton_kernels/test_edges.py "
-        "triton_kernels/test_coupled_distribution.py",
-    ),
-    Mutant(
-        "coupled: invalid rows are accepted",
-        "triton_kernels/reference/coupled.py",
-        "chain.token_ids) & is_valid[:, :-1]",
-        "chain.token_ids)",
-        "triton_kernels/test_against_oracle.py triton_kernels/test_edges.py",
-    ),
-    Mutant(
-        "greedy: the next position's argmax",
+    *mutants_of(
         "triton_kernels/reference/greedy.py",
-        "best.indices[:, :-1] == chain.token_ids",
-        "best.indices[:, 1:] == chain.token_ids",
         "triton_kernels/test_against_oracle.py triton_kernels/test_edges.py",
+        {
+            "greedy: the next position's argmax": Fault(
+                "best.indices[:, :-1] == chain.token_ids", "best.indices[:, 1:] == chain.token_ids"
+            ),
+            "greedy: rows at temperature 0 are sampled": Fault(
+                "warp.temperature == 0",
+                "warp.temperature < 0",
+                "triton_kernels/test_against_oracle.py triton_kernels/test_edges.py triton_kernels/test_warps.py",
+            ),
+        },
     ),
-    Mutant(
-        "greedy: rows at temperature 0 are sampled",
-        "triton_kernels/reference/greedy.py",
-        "warp.temperature == 0",
-        "warp.temperature < 0",
-        "triton_kernels/test_against_oracle.py triton_kernels/test_edges.py triton_kernels/test_warps.py",
-    ),
-    Mutant(
-        "sampling: rows at temperature 0 keep a random token",
+    *mutants_of(
         "triton_kernels/reference/sampling.py",
-        "torch.where(argmax_rows, best.indices, token_ids)",
-        "torch.where(argmax_rows, token_ids, token_ids)",
         "triton_kernels/test_sample.py",
+        {
+            "sampling: rows at temperature 0 keep a random token": Fault(
+                "torch.where(argmax_rows, best.indices, token_ids)", "torch.where(argmax_rows, token_ids, token_ids)"
+            ),
+            "sampling: noise is not divided by": Fault(
+                "].div_(noise))", "].mul_(noise))", "triton_kernels/test_draws.py triton_kernels/test_sample.py"
+            ),
+        },
     ),
-    Mutant(
-        "sampling: noise is not divided by",
-        "triton_kernels/reference/sampling.py",
-        "].div_(noise))",
-        "].mul_(noise))",
-        "triton_kernels/test_draws.py triton_kernels/test_sample.py",
-    ),
-    Mutant(
-        "race: the smallest score wins",
+    *mutants_of(
         "triton_kernels/reference/races.py",
-        "pieces.scatter(scores.amax(-1)).argmax(",
-        "pieces.scatter(scores.amax(-1)).argmin(",
         "triton_kernels/test_edges.py triton_kernels/test_sample.py",
+        {
+            "race: the smallest score wins": Fault(
+                "pieces.scatter(scores.amax(-1)).argmax(", "pieces.scatter(scores.amax(-1)).argmin("
+            ),
+            "race: weights are multiplied by the noise": Fault(
+                "weights.div_(exponentials_of",
+                "weights.mul_(exponentials_of",
+                "triton_kernels/test_rejection_distribution.py triton_kernels/test_against_oracle.py",
+            ),
+        },
     ),
-    Mutant(
-        "race: weights are multiplied by the noise",
-        "triton_kernels/reference/races.py",
-        "weights.div_(exponentials_of",
-        "weights.mul_(exponentials_of",
-        "triton_kernels/test_rejection_distribution.py triton_kernels/test_against_oracle.py",
-    ),
-    Mutant(
-        "noise: the round is ignored",
+    *mutants_of(
         "triton_kernels/noise.py",
-        "alpha=ROUND_FACTOR",
-        "alpha=0",
-        "triton_kernels/test_noise.py generation/test_law.py",
-    ),
-    Mutant(
-        "noise: the race depends on the round",
-        "triton_kernels/noise.py",
-        "if stream != Stream.RACE:",
-        "if True:",
-        "triton_kernels/test_noise.py generation/test_coupled.py",
-    ),
-    Mutant(
-        "noise: the position is ignored",
-        "triton_kernels/noise.py",
-        "alpha=POSITION_FACTOR",
-        "alpha=0",
         "triton_kernels/test_noise.py",
+        {
+            "noise: the round is ignored": Fault(
+                "alpha=ROUND_FACTOR", "alpha=0", "triton_kernels/test_noise.py generation/test_law.py"
+            ),
+            "noise: the race depends on the round": Fault(
+                "if stream != Stream.RACE:", "if True:", "triton_kernels/test_noise.py generation/test_coupled.py"
+            ),
+            "noise: the position is ignored": Fault("alpha=POSITION_FACTOR", "alpha=0"),
+            "noise: all rows share a seed": Fault("rows == 0, base, _mix64", "rows >= 0, base, _mix64"),
+            "noise: uniforms reach 0": Fault(
+                ".add_(0.5).mul_(scale)",
+                ".mul_(scale)",
+                "triton_kernels/test_noise.py triton_kernels/test_extreme_uniforms.py",
+            ),
+            "noise: exponentials of u in place of 1 - u": Fault(
+                "-UNIFORM_SCALE).log1p_().neg_()", "UNIFORM_SCALE).log_().neg_()"
+            ),
+        },
     ),
-    Mutant(
-        "noise: all rows share a seed",
-        "triton_kernels/noise.py",
-        "rows == 0, base, _mix64",
-        "rows >= 0, base, _mix64",
-        "triton_kernels/test_noise.py",
-    ),
-    Mutant(
-        "noise: uniforms reach 0",
-        "triton_kernels/noise.py",
-        ".add_(0.5).mul_(scale)",
-        ".mul_(scale)",
-        "triton_kernels/test_noise.py triton_kernels/test_extreme_uniforms.py",
-    ),
-    Mutant(
-        "noise: exponentials of u in place of 1 - u",
-        "triton_kernels/noise.py",
-        "-UNIFORM_SCALE).log1p_().neg_()",
-        "UNIFORM_SCALE).log_().neg_()",
-        "triton_kernels/test_noise.py",
-    ),
-    Mutant(
-        "draws: every draw at the first position",
+    *mutants_of(
         "triton_kernels/draws.py",
-        "positions=self._positions[step]",
-        "positions=self._positions[0]",
         "triton_kernels/test_draws.py",
-    ),
-    Mutant(
-        "draws: shared noise of the first draw",
-        "triton_kernels/draws.py",
-        "noise = self._noise[:, step]",
-        "noise = self._noise[:, 0]",
-        "triton_kernels/test_draws.py",
+        {
+            "draws: every draw at the first position": Fault(
+                "positions=self._positions[step]", "positions=self._positions[0]"
+            ),
+            "draws: shared noise of the first draw": Fault("noise = self._noise[:, step]", "noise = self._noise[:, 0]"),
+        },
     ),
 )

@@ -209,24 +209,6 @@ def test_only_rows_with_a_tie_at_the_border_are_sorted_with_their_indices(monkey
     assert sum(num_rows) == 1
 
 
-@pytest.mark.parametrize("lens", [[LONGEST_LEN] * 4, RAGGED_LENS], ids=["even", "ragged"])
-def test_a_mixed_list_runs_in_its_own_order(lens: list[int]) -> None:
-    names = [
-        "SequenceBiasLogitsProcessor",
-        "TemperatureLogitsWarper",
-        "RepetitionPenaltyLogitsProcessor",
-        "MinLengthLogitsProcessor",
-        "TopKLogitsWarper",
-        "LogitNormalization",
-        "NoRepeatNGramLogitsProcessor",
-        "InfNanRemoveLogitsProcessor",
-    ]
-    block = make_block(lens)
-    for order in (names, names[::-1]):
-        make = lambda order=order: [EXAMPLES[name]() for name in order]  # noqa: E731
-        assert_same_bits(run_block(make(), block), run_by_position(make, block))
-
-
 def prepare_as_generate_does(
     config: GenerationConfig, input_ids: Tensor, attention_mask: Tensor
 ) -> LogitsProcessorList:
@@ -392,10 +374,6 @@ class FavoursFrequent(LogitsProcessor):
         return scores
 
 
-class FavoursFrequentToo(FavoursFrequent):
-    pass
-
-
 @register_row_wise
 class AddsRegisteredBonus(AddsBonus):
     pass
@@ -454,10 +432,6 @@ def test_keywords_reach_the_processors_of_a_block() -> None:
     assert_same_bits(ours, block.scores + 0.5)
 
 
-def test_registration_covers_the_exact_class() -> None:
-    assert BlockLogitsProcessorList([FavoursFrequentToo()]).foreign_names == ["FavoursFrequentToo"]
-
-
 @pytest.mark.parametrize("wrong", [int, add_nothing, "TopK", FavoursFrequent()], ids=lambda wrong: type(wrong).__name__)
 def test_registering_anything_but_a_class_of_theirs_raises(wrong: Any) -> None:
     with pytest.raises(ConfigError, match="LogitsProcessor or StoppingCriteria"):
@@ -467,11 +441,6 @@ def test_registering_anything_but_a_class_of_theirs_raises(wrong: Any) -> None:
 def test_registering_what_is_known_to_be_foreign_raises_with_the_reason() -> None:
     with pytest.raises(ConfigError, match="history of contexts"):
         register_row_wise(transformers.SynthIDTextWatermarkLogitsProcessor)
-
-
-def test_registering_what_is_known_to_be_row_wise_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert register_row_wise(transformers.MinLengthLogitsProcessor) is transformers.MinLengthLogitsProcessor
-    test_ragged_rows_share_calls("MinLengthLogitsProcessor", 2, monkeypatch)
 
 
 @pytest.mark.parametrize(

@@ -139,12 +139,6 @@ def test_verdicts_equal_token_by_token(name: str) -> None:
         assert ours == run_token_by_token(criteria, token_ids, prefix_lens, num_new)
 
 
-def test_eos_inside_the_block_ends_the_row_there() -> None:
-    criterion = BlockStoppingCriteria([EosTokenCriteria([IDS["e"], IDS["d"]])])
-    blocks = write((["a"], ["b", "e", "c"]), (["a", "e"], ["b"]), (["a"], ["d", "e"]), (["a"], ["b", "c", "e"]))
-    assert ask(criterion, *blocks) == StopVerdict([2, 1, 1, 3], [True, False, True, True])
-
-
 def test_a_row_emits_one_token_even_past_its_maximal_length() -> None:
     token_ids = torch.zeros(3, 12, dtype=torch.int64)
     verdict = ask(BlockStoppingCriteria([MaxLengthCriteria(6)]), token_ids, [5, 6, 8], [4, 4, 4])
@@ -263,11 +257,6 @@ def test_every_criterion_of_transformers_is_placed_knowingly() -> None:
         if isinstance(cls, type) and issubclass(cls, StoppingCriteria) and cls is not StoppingCriteria
     }
     assert found == own | (found & set(NOT_ROW_WISE_REASONS))
-
-
-def test_registering_what_is_known_already_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert register_row_wise(MaxTimeCriteria) is MaxTimeCriteria
-    test_the_clock_is_read_once_a_block(monkeypatch)
 
 
 def test_registering_the_confidence_criterion_raises() -> None:

@@ -100,16 +100,6 @@ def test_a_foreign_processor_that_forbids_everything_ends_the_draw():
         target.generate(torch.tensor([[5, 9]]), **own)
 
 
-def test_invalid_values_may_be_removed():
-    target, draft = pair("llama")
-    inputs = ragged_prompts(3, seed=4)
-    options = {"do_sample": True, "verifier": "coupled", "seed": 3, "remove_invalid_values": True}
-    with spoiled(target, NAN):
-        alone = target.generate(**inputs, **options, max_new_tokens=12)
-        ours = target.generate(**inputs, **options_of(draft, **options))
-    assert_equal_ids(alone, ours)
-
-
 def test_a_row_that_has_ended_before_is_not_looked_at():
     target, draft = pair("llama")
     text = target.generate(torch.tensor([[5, 9]]), max_new_tokens=4)[0].tolist()

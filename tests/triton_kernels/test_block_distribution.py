@@ -8,11 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_speculate.triton_kernels import NoiseKeys, Stream, Verdict
-from hf_speculate.triton_kernels.reference import rejection as shared
-from hf_speculate.triton_kernels.reference.chain import Chain, End
-from hf_speculate.triton_kernels.reference.rejection import Draft, FinalDistribution, Target
-from tests.triton_kernels.controls import residual_of_logits
+from hf_speculate.triton_kernels import NoiseKeys, Verdict
+from tests.triton_kernels.controls import CONTROLS
 from tests.triton_kernels.distributions import (
     FAIL_P_VALUE,
     PASS_P_VALUE,
@@ -119,44 +116,15 @@ def test_control_a_proposal_other_than_the_one_drawn_from_is_caught() -> None:
     assert_caught(lambda target, ids, draft, keys: verify(target, ids, draft / 1.5, keys))
 
 
-def test_control_correction_noise_shared_with_the_draft_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    race = twin.race
-    monkeypatch.setattr(
-        twin, "race", lambda weights, pieces, keys, _, at: race(weights, pieces, keys, Stream.DRAFT, at)
-    )
-    assert_caught()
-
-
-def test_control_coins_shared_with_the_draft_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    uniforms = shared.uniforms
-    monkeypatch.setattr(shared, "uniforms", lambda keys, _, at, ids: uniforms(keys, Stream.DRAFT, at, ids))
+@pytest.mark.parametrize("name", CONTROLS)
+def test_control_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    CONTROLS[name](monkeypatch, twin)
     assert_caught()
 
 
 def test_control_one_coin_for_the_whole_block_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     coins = twin.acceptance_uniforms
     monkeypatch.setattr(twin, "acceptance_uniforms", lambda chain, keys: coins(chain, keys)[:, :1].repeat(1, 2))
-    assert_caught()
-
-
-def test_control_an_epsilon_in_the_residual_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    race, epsilon = twin.race, 1e-4
-    monkeypatch.setattr(twin, "race", lambda weights, *rest: race(weights + epsilon, *rest))
-    assert_caught()
-
-
-def test_control_a_residual_of_logits_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(twin, "final_distribution", residual_of_logits)
-    assert_caught()
-
-
-def test_control_the_target_in_place_of_the_residual_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    final_distribution = twin.final_distribution
-
-    def without_residual(target: Target, draft: Draft, chain: Chain, end: End, ratios: Tensor) -> FinalDistribution:
-        return final_distribution(target, draft, chain, end._replace(rejected=torch.zeros_like(end.rejected)), ratios)
-
-    monkeypatch.setattr(twin, "final_distribution", without_residual)
     assert_caught()
 
 

@@ -4,10 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_speculate.triton_kernels import NoiseKeys, Stream, Verdict, verify_rejection
+from hf_speculate.triton_kernels import NoiseKeys, Verdict, verify_rejection
 from hf_speculate.triton_kernels.reference import rejection as twin
-from hf_speculate.triton_kernels.reference.chain import Chain, End
-from tests.triton_kernels.controls import residual_of_logits
+from tests.triton_kernels.controls import CONTROLS
 from tests.triton_kernels.distributions import (
     FAIL_P_VALUE,
     PASS_P_VALUE,
@@ -102,44 +101,7 @@ def test_control_a_proposal_other_than_the_one_drawn_from_is_caught() -> None:
     assert rejection_p_value(target, draft, NUM_CONTROL_TRIALS, with_wrong_draft) < FAIL_P_VALUE
 
 
-def test_control_correction_noise_shared_with_the_draft_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, draft = rank_reversed_laws(16, 2)
-    race = twin.race
-    monkeypatch.setattr(
-        twin, "race", lambda weights, pieces, keys, _, at: race(weights, pieces, keys, Stream.DRAFT, at)
-    )
-    assert rejection_p_value(target, draft, NUM_CONTROL_TRIALS, verify) < FAIL_P_VALUE
-
-
-def test_control_coins_shared_with_the_draft_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, draft = rank_reversed_laws(16, 2)
-    uniforms = twin.uniforms
-    monkeypatch.setattr(twin, "uniforms", lambda keys, _, at, ids: uniforms(keys, Stream.DRAFT, at, ids))
-    assert rejection_p_value(target, draft, NUM_CONTROL_TRIALS, verify) < FAIL_P_VALUE
-
-
-def test_control_an_epsilon_in_the_residual_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, draft = rank_reversed_laws(16, 2)
-    race = twin.race
-    epsilon = 1e-4
-    monkeypatch.setattr(twin, "race", lambda weights, *rest: race(weights + epsilon, *rest))
-    assert rejection_p_value(target, draft, NUM_CONTROL_TRIALS, verify) < FAIL_P_VALUE
-
-
-def test_control_the_target_in_place_of_the_residual_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, draft = rank_reversed_laws(16, 2)
-    final_distribution = twin.final_distribution
-
-    def without_residual(
-        target: twin.Target, draft: twin.Draft | None, chain: Chain, end: End
-    ) -> twin.FinalDistribution:
-        return final_distribution(target, draft, chain, end._replace(rejected=torch.zeros_like(end.rejected)))
-
-    monkeypatch.setattr(twin, "final_distribution", without_residual)
-    assert rejection_p_value(target, draft, NUM_CONTROL_TRIALS, verify) < FAIL_P_VALUE
-
-
-def test_control_a_residual_of_logits_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, draft = rank_reversed_laws(16, 2)
-    monkeypatch.setattr(twin, "final_distribution", residual_of_logits)
-    assert rejection_p_value(target, draft, NUM_CONTROL_TRIALS, verify) < FAIL_P_VALUE
+@pytest.mark.parametrize("name", CONTROLS)
+def test_control_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    CONTROLS[name](monkeypatch, twin)
+    assert rejection_p_value(*rank_reversed_laws(16, 2), NUM_CONTROL_TRIALS, verify) < FAIL_P_VALUE

@@ -8,7 +8,7 @@ import torch
 import hf_speculate
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.types import DraftOut, Status
-from hf_speculate.verify import GreedyVerifier, base, keep_prefix
+from hf_speculate.verify import GreedyVerifier, keep_prefix
 from hf_speculate.verify.base import make_verifier
 from tests.cases import each_value
 from tests.verify.test_verifiers import VOCAB_SIZE, VerifierContract, assert_whole, make_keys, make_round
@@ -83,10 +83,9 @@ def test_a_token_to_follow_that_is_no_id_is_moved_into_the_vocabulary():
     assert verdict.token_ids.tolist() == [[0, -1], [VOCAB_SIZE - 1, -1]]
 
 
-def test_the_rule_in_the_guide_is_a_whole_one(monkeypatch):
+def test_the_rule_in_the_guide_is_a_whole_one(registry):
     text = (Path(__file__).resolve().parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"^```python\n(.*?register_verifier.*?)^```$", text, re.M | re.S)
-    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
     exec(code, {})
     verifier = make_verifier(SpeculationConfig(verifier="near"))
     target, draft = make_round(64, 3, has_law=False)

@@ -11,7 +11,6 @@ from hf_speculate.verify import (
     GreedyVerifier,
     RejectionVerifier,
     TypicalVerifier,
-    base,
     register_verifier,
     spans,
 )
@@ -60,11 +59,15 @@ class Restricted:
 
 
 class TestSpanVerifier(VerifierContract):
+    reads_keys = ("seeds",)
+
     def make(self):
         return Restricted(TypicalVerifier(), GreedyVerifier())
 
 
 class TestSpanVerifierThatSamples(VerifierContract):
+    reads_keys = NoiseKeys._fields
+
     def make(self):
         return Restricted(TypicalVerifier(correction="sample"), RejectionVerifier())
 
@@ -194,8 +197,7 @@ def test_drafts_keep_their_law_for_the_exact_one():
 
 
 @pytest.mark.parametrize("name", ["greedy", "rejection", "block", "coupled"])
-def test_an_exact_verifier_has_nothing_to_relax(name, monkeypatch):
-    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
+def test_an_exact_verifier_has_nothing_to_relax(name, registry):
     register_verifier("mine", lambda config: TypicalVerifier(), lossless=False)
     message = (
         rf"relax_only_inside must come with a lossy verifier, one of mine, typical, got '{name}', which is lossless"

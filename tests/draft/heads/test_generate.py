@@ -30,7 +30,6 @@ from tests.draft.heads.fitting import fitted_weights
 from tests.draft.heads.kinds import KINDS
 from tests.draft.test_custom import own_id
 from tests.generation.test_law import SIGNIFICANCE, draw, joint_law, p_value
-from tests.generation.test_schedules import ScriptedSchedule
 from tests.tiny import PAD_TOKEN_ID, make_law_model, make_model, ragged_prompts
 from tests.tiny_tokenizers import byte_level_tokenizer
 
@@ -117,8 +116,7 @@ def test_rounds_of_every_length_come(pair):
 
 
 @each_value(ends=[(3, 9), (0, 3)], stays=[False, True])
-def test_rows_end_and_plain_steps_come_between(pair, ends, stays, monkeypatch):
-    monkeypatch.setattr("hf_speculate.engine.builder.build_schedule", lambda *_: ScriptedSchedule())
+def test_rows_end_and_plain_steps_come_between(pair, ends, stays, scripted):
     target, _ = pair
     text = target.generate(**prompts(), max_new_tokens=NUM_NEW)
     eos = [own_id(text[:, -NUM_NEW:], row, begin) for row, begin in zip((1, 2), ends, strict=True)]

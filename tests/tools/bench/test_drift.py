@@ -55,8 +55,3 @@ def test_greedy_text_agrees_with_itself_and_another_does_not():
     assert changed.num_best < changed.num_tokens == 80
     assert changed.log_likelihood < greedy.log_likelihood
     assert changed == pytest.approx(Drift(*direct(model, prompt[0], other), 80))
-
-
-def test_drifts_add_up():
-    assert Drift(-1.0, 2, 3) + Drift(-2.0, 1, 1) == Drift(-3.0, 3, 4)
-    assert (Drift(-3.0, 3, 4).log_likelihood_per_token, Drift(-3.0, 3, 4).agreement) == (-0.75, 0.75)

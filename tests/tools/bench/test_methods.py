@@ -82,13 +82,6 @@ def test_alpha_goes_along_with_the_threshold_unless_it_is_set():
     assert alphas({"posterior_alpha": 0.6}) == [0.6] * 3
 
 
-def test_a_verifier_that_cannot_be_is_refused_before_anything_runs():
-    with pytest.raises(ConfigError, match="verifier must be a sampling one with do_sample=True, got 'greedy'"):
-        our_methods(["greedy"], LENS, True, {})
-    with pytest.raises(ConfigError, match="verifier must be one of block, coupled"):
-        our_methods(["no such"], LENS, False, {})
-
-
 def test_assisted_generation_takes_its_defaults_and_the_first_constant_number():
     assert [method.name for method in assisted_methods([*LENS, DraftLen(8, False)], False)] == [
         "transformers, defaults",

@@ -5,8 +5,7 @@ import torch
 from transformers import LogitsProcessor
 
 import hf_speculate
-from hf_speculate.verify import base
-from tests.cases import pair
+from tests.cases import KeepsAll, pair
 from tests.tiny import PAD_TOKEN_ID, make_model, noisy_copy, ragged_prompts
 from tests.tiny_encoders import (
     IMAGE_TOKEN_ID,
@@ -26,14 +25,6 @@ NUM_NEW = 24
 TWIN, TWIN_OF = 41, 17  # two tokens that are made to tie
 
 
-class _KeepsAll:
-    """A wrong verifier: every drafted token stays."""
-
-    def verify(self, target_logits, draft, keys):
-        accepted = torch.ones_like(draft.token_ids, dtype=torch.bool)
-        return hf_speculate.keep_prefix(target_logits, draft, accepted, target_logits.argmax(-1))
-
-
 class _TakesTwin:
     """Greedy, but where the best token has a twin it takes that one."""
 
@@ -44,9 +35,8 @@ class _TakesTwin:
 
 
 @pytest.fixture(autouse=True)
-def _verifiers(monkeypatch):
-    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
-    hf_speculate.register_verifier("keeps all", lambda config: _KeepsAll(), lossless=True)
+def _verifiers(registry):
+    hf_speculate.register_verifier("keeps all", lambda config: KeepsAll(), lossless=True)
     hf_speculate.register_verifier("takes the twin", lambda config: _TakesTwin(), lossless=True)
 
 
@@ -319,18 +309,6 @@ def test_a_twin_is_a_tie_with_pictures(kind):
     twins = [row for row in report.rows if (row.plain_id, row.speculative_id) == (TWIN_OF, TWIN)]
     assert twins
     assert {row.verdict for row in twins} == {"tie"}
-
-
-def test_pictures_may_be_options():
-    target, draft, inputs = MORE_THAN_TEXT["llava"]()
-    ids = inputs.pop("input_ids")
-    report = hf_speculate.check_parity(target, draft, ids, max_new_tokens=FEW_NEW, verifier="keeps all", **inputs)
-    plain = target.generate(ids, **inputs, max_new_tokens=FEW_NEW, return_dict_in_generate=True, output_logits=True)
-    bugs = [row for row in report.rows if row.verdict == "bug"]
-    assert bugs
-    for row in bugs:
-        top = plain.logits[row.position][row.index].topk(2).values
-        assert row.top_gap == pytest.approx(float(top[0] - top[1]))
 
 
 def test_a_model_that_reads_sound_is_refused_before_it_runs():

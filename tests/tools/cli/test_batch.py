@@ -1,13 +1,10 @@
 """`hf-speculate batch` on a tiny pair, and what it says when it cannot."""
 
 import io
-import json
 
 import pytest
 from rich.console import Console
 
-import hf_speculate
-from hf_speculate.tools.cli import batch
 from hf_speculate.tools.cli.batch import _Progress
 from hf_speculate.tools.cli.main import main
 from hf_speculate.tools.dataset.ranks import Ranks
@@ -51,11 +48,6 @@ def test_texts_are_those_of_plain_decoding_and_remarks_stand_apart(more, folder,
     assert f"6 rows in {output}; {sum(num for _, num, _ in expected)} tokens in" in " ".join(err.split())
 
 
-def test_acceptance_is_said(folder, tmp_path, capsys):
-    assert main(words(folder, tmp_path / "out.jsonl", "-k", "3")) == 0
-    assert "of drafted tokens accepted" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_progress_is_a_bar_on_a_terminal_and_a_line_a_minute_elsewhere(is_terminal, tmp_path):
     report = DatasetReport(tmp_path, 8, num_finished=4, num_tokens=90, num_drafted=4, num_accepted=3, seconds=9.0)
@@ -70,16 +62,6 @@ def test_progress_is_a_bar_on_a_terminal_and_a_line_a_minute_elsewhere(is_termin
     assert "10.0 tokens/s, 75% of drafted tokens accepted" in shown
     assert ("4/8" in shown) is is_terminal
     assert shown.count("4 of 8 rows") == (not is_terminal)
-
-
-def test_the_bar_is_there_while_prompts_are_read(folder, tmp_path, monkeypatch):
-    seen, read = [], batch.batches_of
-    for name in ("start", "load", "show"):
-        monkeypatch.setattr(_Progress, name, lambda *_, name=name: seen.append(name))
-    monkeypatch.setattr(batch, "batches_of", lambda *given: seen.append("read") or read(*given))
-    assert main(words(folder, tmp_path / "out.jsonl", "-k", "3", "--rows", "6")) == 0
-    assert list(dict.fromkeys(seen)) == ["start", "read", "load", "show"]
-    assert seen[:3] == ["start", "read", "load"]
 
 
 def test_a_second_run_goes_on(folder, tmp_path, capsys):
@@ -99,16 +81,6 @@ def test_other_settings_are_refused_unless_told(folder, tmp_path, capsys):
     assert main(words(folder, output, "-k", "2")) == 2
     assert "num_assistant_tokens (2, was 3)" in one_error(capsys)
     assert main(words(folder, output, "-k", "2", "--if-changed", "keep")) == 0
-
-
-def test_drawn_texts_are_repeated_by_their_seed(folder, tmp_path):
-    found = []
-    for number, (seed, size) in enumerate([(1, "4"), (1, "1"), (2, "4")]):
-        output = tmp_path / f"{number}.jsonl"
-        options = ["--sample", "-t", "0.9", "--seed", str(seed), "-b", size]
-        assert main(words(folder, output, *options, draft=False)) == 0
-        found.append(texts_in(output))
-    assert found[0] == found[1] != found[2]
 
 
 @pytest.mark.parametrize(
@@ -151,19 +123,3 @@ def test_ray_is_started_once(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("hf_speculate.tools.cli.batch.find_ranks", lambda is_cpu: Ranks(0, 2))
     assert main(words(folder, tmp_path / "out.jsonl", "--engine", "ray")) == 2
     assert "--engine ray must be started once, got 2 ranks" in one_error(capsys)
-
-
-def test_debug_shows_the_error_itself(tmp_path):
-    with pytest.raises(hf_speculate.ConfigError, match="the file of prompts must exist"):
-        main(["--debug", "batch", "x", str(tmp_path / "none"), "-o", str(tmp_path / "out")])
-
-
-def test_other_fields_go_on(folder, tmp_path):
-    file = tmp_path / "p.jsonl"
-    file.write_text(json.dumps({"question_id": 81, "category": "writing", "turns": [TEXTS[0], "second"]}))
-    line = words(folder, tmp_path / "out.jsonl", "-k", "3")
-    line[2] = str(file)
-    assert main(line) == 0
-    (found,) = results_in(tmp_path / "out.jsonl").values()
-    text, num, reason = plain_results(folder / "target", TEXTS[:1])[0]
-    assert found == {"id": 81, "text": text, "num_tokens": num, "finish_reason": reason, "category": "writing"}

@@ -1,7 +1,6 @@
 """`hf-speculate bench` on a tiny pair, and what it says when it cannot."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ import hf_speculate
 from hf_speculate.tools.bench.decoding import Decoder
 from hf_speculate.tools.cli.main import main
 from hf_speculate.tools.cli.prompts import read_prompts
-from hf_speculate.verify import base
+from tests.cases import KeepsAll
 from tests.tiny import make_model
 from tests.tiny_tokenizers import byte_level_tokenizer
 from tests.tools.bench.fakes import EOS, save_pair
@@ -200,17 +199,8 @@ def test_a_draft_with_another_tokenizer_is_measured_too(pair, questions, tmp_pat
     assert {one["num_prompts"] for one in result["categories"]} == {1}
 
 
-class _KeepsAll:
-    """A wrong verifier: every drafted token stays."""
-
-    def verify(self, target_logits, draft, keys):
-        accepted = torch.ones_like(draft.token_ids, dtype=torch.bool)
-        return hf_speculate.keep_prefix(target_logits, draft, accepted, target_logits.argmax(-1))
-
-
-def test_no_figure_is_shown_of_a_method_that_writes_another_text(questions, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
-    hf_speculate.register_verifier("keeps all", lambda config: _KeepsAll(), lossless=True)
+def test_no_figure_is_shown_of_a_method_that_writes_another_text(questions, tmp_path, registry, capsys):
+    hf_speculate.register_verifier("keeps all", lambda config: KeepsAll(), lossless=True)
     pair = save_pair(tmp_path, noise=0.5)
     status, result = run(pair, questions, "-v", "greedy,keeps all", "-k", "3")
     assert status == 1
@@ -249,10 +239,3 @@ def test_an_error_is_one_line_and_status_two(arguments, message, pair, tmp_path,
     assert message in err
     assert len(err.strip().splitlines()) == 1
     assert err.startswith("hf-speculate: ")
-
-
-def test_a_model_that_is_not_there_is_said(tmp_path, capsys):
-    file = tmp_path / "prompts.txt"
-    file.write_text("def main\n")
-    assert main(["bench", str(Path("no/such-model")), str(file), "-d", "no/such-draft"]) == 2
-    assert "no/such-model" in capsys.readouterr().err

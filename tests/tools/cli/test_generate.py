@@ -165,12 +165,6 @@ def test_an_error_is_one_line_and_status_two(arguments, message, monkeypatch, ca
     assert err.startswith("hf-speculate: ")
 
 
-def test_debug_shows_the_error_itself(monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.StringIO(""))
-    with pytest.raises(hf_speculate.ConfigError):
-        main(["--debug", "generate", TARGET])
-
-
 @pytest.mark.parametrize("words", [[], ["-"]])
 def test_a_piped_prompt_is_decoded_to_json(words, plain_texts, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO(PROMPTS[0]))

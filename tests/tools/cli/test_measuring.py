@@ -1,7 +1,6 @@
 """What users see while methods are timed, and after."""
 
 import io
-import json
 import re
 
 import pytest
@@ -10,8 +9,7 @@ from rich.console import Console
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.bench.measuring import Run, Step
 from hf_speculate.tools.bench.methods import Method
-from hf_speculate.tools.cli.console import write_json
-from hf_speculate.tools.cli.measuring import progress, show, shown
+from hf_speculate.tools.cli.measuring import progress
 
 
 @pytest.mark.parametrize("num_steps", [2, 3])
@@ -37,41 +35,3 @@ def test_without_a_terminal_each_call_is_a_line(capsys):
         on_step(Step(method, None))
         on_step(Step(method, Run(0, 0, 2.0, [[1] * 20], None)))
     assert capsys.readouterr() == ("", "1/2 warming up: plain, greedy\n2/2 plain, greedy 10 tokens/s\n")
-
-
-def test_figures_stand_on_the_right_and_words_on_the_left(capsys):
-    show(
-        "title",
-        ["method", "speed", "checked", "empty"],
-        [["a", "2.00 (1.00-3.00)", "2 of 2 rows equal", "-"], ["b", "-", "lossy", "-"]],
-    )
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.strip() for line in lines if line.strip(" ─")] == [
-        "title",
-        "method             speed  checked",
-        "a       2.00 (1.00-3.00)  2 of 2 rows equal",
-        "b                      -  lossy",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("value", "form", "text"),
-    [
-        (None, ".2f", "-"),
-        (0.5, ".0%", "50%"),
-        ({"min": 1.0, "median": 1.5, "max": 2.0}, ".1f", "1.5 (1.0-2.0)"),
-    ],
-)
-def test_a_figure_as_text(value, form, text):
-    assert shown(value, form) == text
-
-
-def test_a_result_is_written_whole(tmp_path):
-    path = tmp_path / "out.json"
-    path.write_text("before")
-    with pytest.raises(TypeError):
-        write_json(path, {"not": object()})
-    assert path.read_text() == "before"
-    write_json(path, {"methods": []})
-    assert json.loads(path.read_text()) == {"methods": []}
-    assert list(tmp_path.iterdir()) == [path]

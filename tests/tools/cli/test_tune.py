@@ -105,12 +105,6 @@ def test_nothing_is_written_where_plain_decoding_wins(pair, prompts, seconds, tm
     assert "do not speculate: plain decoding is as fast as any method; nothing is written" in capsys.readouterr().out
 
 
-def test_nothing_is_written_where_the_rule_lets_nothing_through(pair, prompts, seconds, capsys):
-    extra = ["-k", "2", "-v", "typical", "--thresholds", "0.01", "--quality", "drop=0", "--sample"]
-    assert main(["tune", pair[0], prompts, "-d", pair[1], *COMMON, *extra]) == 1
-    assert "do not speculate: no method has the required quality; nothing is written" in capsys.readouterr().out
-
-
 def test_a_method_may_win_by_its_real_seconds(pair, prompts, capsys):
     status = main(["tune", pair[0], prompts, "-d", pair[1], *COMMON, "-k", "2,adaptive", "-b", "2"])
     shown = capsys.readouterr().out

@@ -170,15 +170,6 @@ def test_an_ordered_output_is_in_the_order_of_the_prompts(tokenizer, tmp_path):
     assert (report.num_resumed, report.num_tokens) == (11, 0)
 
 
-def test_progress_is_told_after_each_batch(tokenizer, tmp_path):
-    reports = []
-    final, _ = decode(tmp_path, tokenizer, on_batch=reports.append, static_batches=True)
-    assert [report.num_finished for report in reports] == [4, 8, 11]
-    assert reports[-1].num_tokens == final.num_tokens
-    assert 0 < reports[0].acceptance_rate <= 1
-    assert reports[0].tokens_per_s > 0
-
-
 @pytest.mark.parametrize("num_bytes", [0, 1, 40, -1, None])
 def test_what_is_finished_is_not_decoded_again(num_bytes, tokenizer, tmp_path):
     _, output = decode(tmp_path, tokenizer)
@@ -191,20 +182,6 @@ def test_what_is_finished_is_not_decoded_again(num_bytes, tokenizer, tmp_path):
     assert texts_in(output) == whole
     assert sorted(again) == sorted(str(key) for key in set(whole) - set(kept))
     assert report.num_resumed == len(kept)
-
-
-def test_a_finished_output_needs_no_forward(tokenizer, tmp_path):
-    decode(tmp_path, tokenizer)
-    target, _ = pair("llama")
-    calls = []
-    handle = target.register_forward_pre_hook(lambda *_: calls.append(1))
-    try:
-        decode(tmp_path, tokenizer)
-        assert not calls
-        decode(tmp_path, tokenizer, if_changed="restart", seed=1)
-        assert calls
-    finally:
-        handle.remove()
 
 
 CHANGES = {
@@ -354,12 +331,6 @@ def test_bad_rows_are_named_before_anything_is_decoded(row, message, tokenizer, 
     with pytest.raises(ConfigError, match=message):
         decode(tmp_path, tokenizer, [*TEXTS, row])
     assert not (tmp_path / "out.jsonl").exists()
-
-
-def test_a_chat_that_its_template_refuses_is_named(tokenizer, tmp_path):
-    tokenizer.chat_template = "{{ raise_exception('no system') }}"
-    with pytest.raises(ConfigError, match=r"chat template, got .*no system.* at prompt 1;"):
-        decode(tmp_path, tokenizer, [{"messages": [{"role": "system", "content": "a"}]}])
 
 
 @pytest.mark.parametrize(

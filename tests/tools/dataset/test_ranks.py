@@ -145,13 +145,6 @@ def test_a_model_that_is_spread_over_ranks_is_refused(monkeypatch):
     check_model(model, ranks.Ranks())
 
 
-def test_one_process_is_one_rank(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    alone = ranks.find_ranks()
-    assert (alone.index, alone.num, alone.is_main, alone.device) == (0, 1, True, None)
-    assert alone.sums([3, 4]) == [3, 4]
-
-
 def test_several_ranks_need_accelerate(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setitem(sys.modules, "accelerate", None)

@@ -124,12 +124,6 @@ def test_what_users_can_mend_is_one_line(cluster, folder, tmp_path, capsys):
     assert len([line for line in err.splitlines() if line.startswith("hf-speculate: ")]) == 1
 
 
-@pytest.mark.parametrize("name", ["num_workers", "cpus_per_worker", "gpus_per_worker", "num_attempts"])
-def test_numbers_have_a_least_value(name):
-    with pytest.raises(ConfigError, match=f"{name} must be at least"):
-        RayOptions(**{name: -1})
-
-
 @pytest.mark.parametrize(
     ("cluster_has", "options", "reserved", "num_workers"),
     [

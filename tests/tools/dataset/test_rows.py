@@ -32,11 +32,6 @@ def test_lines_of_every_kind_are_rows(tmp_path):
     assert rows[1].source == "question.jsonl:3"
 
 
-def test_values_are_rows_too():
-    rows = read_rows(iter(["a", {"prompt": "b", "id": "x"}]))
-    assert [(row.id, row.content) for row in rows] == [(1, "a"), ("x", "b")]
-
-
 def test_the_digest_follows_what_is_decoded():
     one = read_rows([{"id": "x", "prompt": "a"}, {"id": "y", "prompt": "b"}])
     same = read_rows([{"prompt": "a", "id": "x"}, {"id": "y", "text": "b"}])

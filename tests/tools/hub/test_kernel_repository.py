@@ -111,9 +111,3 @@ def test_what_is_loaded_decides_as_the_library_does(
     assert_same(moved(mine, "cpu"), rejection)
     assert_same(moved(kernels.verify_greedy(moved(target), moved(ids), backend=backend), "cpu"), greedy)
     assert not [name for name in sys.modules if name.startswith("hf_speculate.")]
-
-
-def test_make_builds_it() -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    assert re.search(r"^kernel-repo: .*\n\t.*-m hf_speculate\.tools\.hub\.kernel_repository$", makefile, re.M)
-    assert "build/" in (ROOT / ".gitignore").read_text()

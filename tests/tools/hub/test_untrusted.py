@@ -174,14 +174,3 @@ def test_a_config_brings_no_model_and_no_code(trap, tmp_path, name):
             assert way in (from_repository, from_draft)
             assert f"`{name}` is not a valid argument of `GenerationConfig`" in str(error)
     assert torch.equal(from_file(target, None, path), plain)
-
-
-@pytest.mark.parametrize("name", HELD_BY_JSON)
-def test_a_large_number_is_a_number(trap, tmp_path, name):
-    target = hf_speculate.enable(make_model("llama"))
-    draft = noisy_copy(target)
-    for value in HELD_BY_JSON[name]:
-        path = saved(tmp_path, **{name: value, "prompt_lookup_num_tokens": 3})
-        for do_sample in (False, True):
-            text = from_repository(target, draft, path, num_assistant_tokens=2, do_sample=do_sample)
-            assert 0 <= int(text.min()) <= int(text.max()) < 64

@@ -2,7 +2,6 @@
 
 import io
 import itertools
-import json
 import math
 import shutil
 from collections.abc import Iterator
@@ -14,8 +13,6 @@ from PIL import Image
 
 from hf_speculate.stats import STAGES
 from hf_speculate.tools.bench.report import write_html
-from hf_speculate.tools.cli.main import main
-from tests.tools.bench.fakes import save_pair
 from tests.tools.bench.report.results import make_result, method
 
 pytestmark = pytest.mark.browser
@@ -28,8 +25,6 @@ MIN_DIFFERENCE = 15.0  # of two colours, CIE 1976; a just noticeable one is abou
 NUM_PLOTS = (
     3 * 5 + 1 + 1 + 4 + 4 + 3
 )  # three bars a method, positions, rounds, a stack a method, a line a category, drift
-# Likewise; stacks of our four methods alone. Rounds are shown only if the adaptive schedule changed its mind.
-NUM_MEASURED_PLOTS = (3 * 7 + 1 + 4 + 2 + 3, 3 * 7 + 1 + 1 + 4 + 2 + 3)
 
 # Everything that can be measured on a page, in one call.
 LOOK = """() => {
@@ -169,30 +164,6 @@ def test_the_page_is_drawn_and_read(browser: Any, report: Path, width: int, sche
     assert len(seen.measured["plots"]) == NUM_PLOTS
 
 
-@pytest.fixture(scope="module")
-def measured_report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page of a whole `hf-speculate bench`, two prompts in each of two categories."""
-    folder = tmp_path_factory.mktemp("bench")
-    questions = [
-        {"question_id": place, "category": "code" if place % 2 else "text", "turns": [text]}
-        for place, text in enumerate(("def main", "class Stack", "x = ", "import"))
-    ]
-    (folder / "question.jsonl").write_text("\n".join(map(json.dumps, questions)))
-    target, draft = save_pair(folder)
-    words = ["bench", target, str(folder / "question.jsonl"), "-d", draft, "-n", "8", "-k", "3,adaptive"]
-    words += ["--thresholds", "0.05,0.2", "--device", "cpu", "--html", str(folder / "report.html")]
-    assert main(words) == 0
-    return folder / "report.html"
-
-
-@pytest.mark.parametrize("width", [PHONE, DESKTOP])
-def test_the_page_of_a_real_run_is_drawn_and_read(browser: Any, measured_report: Path, width: int) -> None:
-    seen = look_at(browser, measured_report, width)
-    assert seen.asked_for == [measured_report.as_uri()]
-    assert seen.problems(width) == []
-    assert len(seen.measured["plots"]) in NUM_MEASURED_PLOTS
-
-
 def colours(browser: Any, path: Path, selector: str, scheme: str, vision: str) -> list[tuple[int, ...]]:
     """What a reader with that vision sees in the middle of each element."""
     page = browser.new_page(viewport={"width": PHONE, "height": 800}, color_scheme=scheme)
@@ -242,12 +213,6 @@ def test_confusable_colours_are_found(browser: Any, tmp_path: Path) -> None:
     path.write_text(f"<!DOCTYPE html>{swatches}")
     assert least_difference(colours(browser, path, "p", "light", "none")) > MIN_DIFFERENCE
     assert least_difference(colours(browser, path, "p", "light", "deuteranopia")) < MIN_DIFFERENCE
-
-
-def test_wide_tables_scroll_inside_their_boxes(browser: Any, report: Path) -> None:
-    scrolls = look_at(browser, report, PHONE).measured["scrolls"]
-    assert len(scrolls) == 4
-    assert all(one["moves"] and one["wider"] for one in scrolls)
 
 
 def test_the_page_follows_the_readers_colours(browser: Any, report: Path) -> None:

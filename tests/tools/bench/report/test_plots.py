@@ -1,7 +1,5 @@
 """What is drawn lies where the figures say."""
 
-import itertools
-
 import pytest
 
 from hf_speculate.tools.bench.report.plots import (
@@ -75,15 +73,3 @@ def test_thresholds_are_joined_in_order_beside_what_has_none() -> None:
     assert [point.y for point in points] == sorted((point.y for point in points), reverse=True)
     assert plot.references == [(points[-1].y, Style.of(1))]
     assert [(key.name, key.is_dashed) for key in plot.keys] == [("typical", False), ("plain greedy", True)]
-
-
-def test_names_beside_curves_keep_apart_and_inside() -> None:
-    names = [f"m{index}" for index in range(8)]
-    for values in ([0.0] * 8, [1.0] * 8, [0.5, 0.51, 0.9, 0.1, 0.1, 0.1, 1.0, 0.0]):
-        curves = {name: [value] for name, value in zip(names, values, strict=True)}
-        plot = plot_positions("", "", curves, {name: Style.of(index) for index, name in enumerate(names)})
-        tops = [key.top for key in plot.keys]
-        assert all(later - earlier >= 17.99 for earlier, later in itertools.pairwise(tops))
-        assert tops[0] >= 8
-        assert tops[-1] <= 172
-        assert [curves[key.name] for key in plot.keys] == sorted(curves.values(), reverse=True)

@@ -44,11 +44,6 @@ def test_labels_are_round(values: list[float], labels: list[str]) -> None:
     assert [tick.label for tick in rounded_axis(values, 0.0, 100.0).ticks()] == labels
 
 
-def test_an_axis_may_run_upwards() -> None:
-    axis = rounded_axis([0.0, 1.0], 172.0, 8.0)
-    assert (axis.place(0.0), axis.place(1.0), axis.place(0.5)) == (172.0, 8.0, 90.0)
-
-
 @pytest.mark.parametrize(
     ("highest", "labels"),
     [
