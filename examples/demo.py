@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import transformers
@@ -34,13 +35,23 @@ EXAMPLES = Path(__file__).resolve().parent
 BATCH_SIZES = (8, 4, 2)  # rows decoded together: the most that the time allows
 MIN_PASSES = 3
 WARM_UP_SHARE = 0.2  # of the time: at most
-MEASURING_SHARE = 0.8  # of the time; texts and the other dtype get the rest
+MEASURING_SHARE = 0.8  # of the time; the other dtype gets the rest
 NUM_WARM_UP_TOKENS = 16  # of each prompt
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 INTERRUPTED = 130
 BAR = "{desc} {percentage:3.0f}% |{bar:20}| {n_fmt} of at most {total_fmt} s{postfix}"
 OURS_GREEDY = Method("hf_speculate", "greedy", 1, False)
-Loaded = tuple[dict[str, Pair], PreTrainedTokenizerBase, list[str]]
+
+
+class Loaded(NamedTuple):
+    """What is decoded, and by what."""
+
+    pairs: dict[str, Pair]  # by dtype
+    tokenizer: PreTrainedTokenizerBase
+    questions: list[str]
+    prompts: list[str]  # the questions as the model reads them
+
+
 Loader = Callable[[argparse.Namespace], Loaded]
 
 
@@ -50,11 +61,14 @@ def run_method(
     """Decode one batch and add what was seen to `tally`."""
     pair.num_target_calls = 0
     begin = time.perf_counter()
-    token_ids, stats = decode(method, pair, inputs, max_new_tokens, seed)
+    reports: list[hf_speculate.RoundReport] = []
+    callback = reports.append if method == OURS_GREEDY else None
+    token_ids, stats = decode(method, pair, inputs, max_new_tokens, seed, callback)
     seconds = time.perf_counter() - begin
     num_tokens = count_tokens(token_ids, pair.target.generation_config.eos_token_id)
     tally.tokens_per_s.append(num_tokens / seconds)
     tally.outputs.append((inputs, token_ids))
+    tally.rounds.append([(report.num_accepted[0], report.num_emitted[0]) for report in reports])
     tally.num_tokens += num_tokens
     tally.num_target_calls += pair.num_target_calls
     if stats is not None:
@@ -67,12 +81,12 @@ def run_method(
 def time_plain(pair: Pair, inputs: dict[str, Tensor]) -> Timing:
     """Time plain greedy decoding by two short runs; the first one also warms up."""
     seconds = []
-    for num_tokens in (4, 4, 24):
+    for num_tokens in (2, 2, 12):
         begin = time.perf_counter()
         decode(Method("plain", "greedy", 1, False), pair, inputs, num_tokens, seed=0)
         seconds.append(time.perf_counter() - begin)
-    token_s = max(seconds[2] - seconds[1], 0.0) / 20
-    return Timing(max(seconds[1] - 4 * token_s, 0.0), token_s)
+    token_s = max(seconds[2] - seconds[1], 0.0) / 10
+    return Timing(max(seconds[1] - 2 * token_s, 0.0), token_s)
 
 
 def choose_methods(timing: Timing, num_prompts: int, num_tokens: int, budget_s: float, has_head: bool) -> list[Method]:
@@ -87,10 +101,13 @@ def choose_methods(timing: Timing, num_prompts: int, num_tokens: int, budget_s: 
 
 
 def measure(
-    tallies: dict[Method, Tally], pair: Pair, batches: dict[int, list[dict[str, Tensor]]], args: argparse.Namespace
+    tallies: dict[Method, Tally],
+    pair: Pair,
+    batches: dict[int, list[dict[str, Tensor]]],
+    args: argparse.Namespace,
+    begin: float,
 ) -> None:
-    """Passes over all methods, each on the next batch of its size, until they or the time are used up."""
-    begin = time.perf_counter()
+    """Passes over all methods, each on the next batch of its size, until they or the time since `begin` is used up."""
     for method in tqdm(tallies, desc="warming up", leave=False):
         short = {name: tensor[:, -NUM_WARM_UP_TOKENS:] for name, tensor in batches[method.batch_size][0].items()}
         decode(method, pair, short, 4, seed=0)
@@ -139,18 +156,13 @@ def compare_until(end: float, pair: Pair, batches: list[dict[str, Tensor]], max_
     return comparison
 
 
-def print_texts(
-    pair: Pair, tokenizer: PreTrainedTokenizerBase, prompts: list[str], max_new_tokens: int, end: float
-) -> None:
-    """Two texts, or one if the time is over."""
-    print("\nGenerated text, with the drafted tokens that were accepted in green:")
-    for prompt, inputs in zip(prompts[:2], encode(tokenizer, prompts[:2], 1), strict=True):
-        if prompt is not prompts[0] and time.perf_counter() > end:
-            break
-        reports: list[hf_speculate.RoundReport] = []
-        token_ids, _ = decode(OURS_GREEDY, pair, inputs, max_new_tokens, seed=0, callback=reports.append)
-        rounds = [(report.num_accepted[0], report.num_emitted[0]) for report in reports]
-        print_text(tokenizer, prompt, token_ids[0].tolist(), rounds)
+def print_texts(tallies: dict[Method, Tally], tokenizer: PreTrainedTokenizerBase, questions: list[str]) -> None:
+    """The texts of the first two passes."""
+    tally = tallies[OURS_GREEDY]
+    if tally.rounds:
+        print("\nGenerated text, with the drafted tokens that were accepted in green:")
+    for question, (_, token_ids), rounds in list(zip(questions, tally.outputs, tally.rounds, strict=False))[:2]:
+        print_text(tokenizer, question, token_ids[0].tolist(), rounds)
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -167,12 +179,12 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--dtype", choices=["auto", *DTYPES], default="auto", help="auto: faster for plain decoding")
     parser.add_argument("--passes", type=int, default=24)
-    parser.add_argument("--budget-s", type=float, default=130.0, help="for all that is decoded")
+    parser.add_argument("--budget-s", type=float, default=120.0, help="for all that is decoded")
     return parser.parse_args(arguments)
 
 
 def load(args: argparse.Namespace) -> Loaded:
-    """The models by dtype, the tokenizer, and the prompts."""
+    """The models, the tokenizer, and the prompts."""
     num, folder = args.num_assistant_tokens, args.pair or PAIR
     if args.pair is None and not args.tiny:
         models = load_models(dtype=torch.float32)
@@ -180,21 +192,22 @@ def load(args: argparse.Namespace) -> Loaded:
             halved = load_models(dtype=torch.bfloat16)
             pairs = {"float32": as_pair(models, num), "bfloat16": as_pair(halved, num)}
             questions = read_questions(args.prompts_file or EXAMPLES / "questions.jsonl", args.prompts)
-            return pairs, models.tokenizer, models.prompts(questions)
+            return Loaded(pairs, models.tokenizer, questions, models.prompts(questions))
     if not (folder / "target").is_dir():
         raise SystemExit(f"{folder / 'target'} is missing; make it with examples/train_pair.py, or name another --pair")
     pairs = {name: load_pair(folder, dtype, num) for name, dtype in DTYPES.items()}
     prompts = read_questions(args.prompts_file or EXAMPLES / "prompts.jsonl", args.prompts)
-    return pairs, AutoTokenizer.from_pretrained(folder / "target"), prompts
+    return Loaded(pairs, AutoTokenizer.from_pretrained(folder / "target"), prompts, prompts)
 
 
 def run(args: argparse.Namespace, load: Loader) -> None:
-    pairs, tokenizer, prompts = load(args)
-    end = time.perf_counter() + args.budget_s
+    pairs, tokenizer, questions, prompts = load(args)
+    begin = time.perf_counter()
     singles = encode(tokenizer, prompts, 1)
     timings = {name: time_plain(pairs[name], singles[0]) for name in DTYPES if args.dtype in ("auto", name)}
     dtype = min(timings, key=lambda name: timings[name].token_s)
-    pair, budget_s = pairs[dtype], args.budget_s * MEASURING_SHARE
+    pair = pairs[dtype]
+    budget_s = args.budget_s * MEASURING_SHARE - (time.perf_counter() - begin)
     lines = choose_methods(timings[dtype], len(prompts), args.max_new_tokens, budget_s, pair.head is not None)
     num_rows = lines[-1].batch_size
     length = args.num_assistant_tokens or f"adaptive (transformers: {ASSISTED_K})"
@@ -204,16 +217,16 @@ def run(args: argparse.Namespace, load: Loader) -> None:
     tallies = {method: Tally() for method in lines}
     batches = {1: singles, num_rows: encode(tokenizer, prompts, num_rows)}
     try:
-        measure(tallies, pair, batches, args)
+        measure(tallies, pair, batches, args, begin)
     except KeyboardInterrupt:
         print_table(tallies)
         raise
-    print_texts(pair, tokenizer, prompts, args.max_new_tokens, end)
+    print_texts(tallies, tokenizer, questions)
     print_table(tallies)
     compare_measured(tallies, pair).print(dtype)
     for name in pairs:
         if name != dtype:
-            compare_until(end, pairs[name], singles, args.max_new_tokens).print(name)
+            compare_until(begin + args.budget_s, pairs[name], singles, args.max_new_tokens).print(name)
     print_summary(tallies)
 
 

@@ -45,6 +45,7 @@ class Tally:
     num_verified: int = 0
     num_accepted: int = 0
     outputs: list[tuple[dict[str, Tensor], Tensor]] = field(default_factory=list)  # inputs and new tokens, per pass
+    rounds: list[list[tuple[int, int]]] = field(default_factory=list)  # accepted and emitted, where they are shown
 
 
 @dataclass
@@ -109,7 +110,7 @@ def print_table(tallies: dict[Method, Tally]) -> None:
         spread = f"{median(ratios):.2f}x ({min(ratios):.2f}, {max(ratios):.2f})"
         speed = median(tally.tokens_per_s)
         print(f"{method.batch_size:>4}  {method.name:<36}{speed:>8.1f}  {spread:<20}{length:>7}")
-    num_passes = min(len(tally.tokens_per_s) for tally in tallies.values())
+    num_passes = min(len(tallies[method].tokens_per_s) for method in measured)
     print(f"medians of alternating passes ({num_passes}); length: mean acceptance length\n")
     factor = busy_factor(tallies)
     if num_passes < 3 or factor > MAX_SPREAD:

@@ -30,9 +30,9 @@ class Keyboard:
 @pytest.mark.parametrize(("token_s", "num_rows"), [(0.001, 8), (0.034, 4), (10.0, 2)])
 def test_a_slow_machine_decodes_fewer_rows_with_all_methods(demo: ModuleType, token_s: float, num_rows: int) -> None:
     timing = demo.Timing(prompt_s=9 * token_s, token_s=token_s)
-    lines = demo.choose_methods(timing, 8, 32, budget_s=104, has_head=False)
+    lines = demo.choose_methods(timing, 8, 32, budget_s=96, has_head=False)
     assert [line.batch_size for line in lines[-5:]] == [num_rows] * 5
-    assert len(lines) == len(demo.choose_methods(demo.Timing(0, 0), 8, 32, budget_s=104, has_head=False))
+    assert len(lines) == len(demo.choose_methods(demo.Timing(0, 0), 8, 32, budget_s=96, has_head=False))
 
 
 @pytest.mark.parametrize("num_forwards", [1, 110])
@@ -40,10 +40,10 @@ def test_ctrl_c_prints_the_measured_methods(
     demo: ModuleType, capsys: pytest.CaptureFixture[str], num_forwards: int
 ) -> None:
     args = argparse.Namespace(tiny=True, pair=None, prompts=2, prompts_file=None, num_assistant_tokens=5)
-    pairs, tokenizer, prompts = demo.load(args)
-    for one in pairs.values():
+    loaded = demo.load(args)
+    for one in loaded.pairs.values():
         one.target.register_forward_hook(Keyboard(num_forwards))
-    status = demo.main(["--dtype", "float32", "--max-new-tokens", "4"], load=lambda args: (pairs, tokenizer, prompts))
+    status = demo.main(["--dtype", "float32", "--max-new-tokens", "4"], load=lambda args: loaded)
     printed = capsys.readouterr()
     assert status == 130
     assert printed.err.splitlines()[-1] == "demo: interrupted"
