@@ -1,4 +1,4 @@
-"""Tokens per round of copying, of the bundled draft model, and of both together, by category of prompts.
+"""Mean acceptance length of prompt lookup, of the bundled draft model, and of both together, by category of prompts.
 
     python benchmarks/drafters.py
 
@@ -71,11 +71,11 @@ def measure(models: tuple[Any, Any], calls: Calls, category: str, mode: str, dra
 COLUMNS = {
     "mode": lambda row: row["mode"],
     "category": lambda row: row["category"],
-    "drafter": lambda row: row["drafter"],
-    "tokens a round": lambda row: row["mean_acceptance_length"],
-    "drafted a round": lambda row: row["num_drafted"] / row["num_rounds"],
-    "draft model's forwards a round": lambda row: row["draft_forwards_per_round"],
-    "target forwards' worth a token": lambda row: cost_per_token(row),
+    "drafter": lambda row: {"copying": "prompt lookup", "model": "draft model"}.get(row["drafter"], "both"),
+    "mean acceptance length": lambda row: row["mean_acceptance_length"],
+    "drafted per round": lambda row: row["num_drafted"] / row["num_rounds"],
+    "draft model's forwards per round": lambda row: row["draft_forwards_per_round"],
+    "target forwards per token, in time": lambda row: cost_per_token(row),
 }
 
 
@@ -90,7 +90,7 @@ def table(content: dict[str, Any]) -> str:
 
 
 def over_better(rows: list[dict[str, Any]]) -> list[float]:
-    """By mode and category, the hybrid's tokens a round over those of the better of the two."""
+    """By mode and category, the hybrid's mean acceptance length over those of the better of the two."""
     cells = _by_cell(rows, lambda row: row["mean_acceptance_length"])
     return [of["hybrid"] / max(of["copying"], of["model"]) for of in cells]
 

@@ -153,7 +153,7 @@ COLUMNS = {
     "compiled": lambda row: compiled_note(row),
     "a": lambda row: row.get("verified_acceptance_rate"),
     "K": lambda row: row.get("realised_k"),
-    "tokens a round": lambda row: row.get("mean_acceptance_length"),
+    "mean acceptance length": lambda row: row.get("mean_acceptance_length"),
     "c": lambda row: row.get("c") if has_bound(row) else None,
     "v": lambda row: row.get("v") if has_bound(row) else None,
     "efficiency": lambda row: row.get("efficiency"),
@@ -162,10 +162,11 @@ COLUMNS = {
     "checked": lambda row: row["checked"] if row["method"] == PLAIN_METHOD.name else None,
 }
 NOTES = """\
-K, acceptance a (accepted over verified) and tokens a round are as realised. c is a draft's step and v a target's
-forward of K+1 tokens, timed directly with the library's own forwards, over the time per token of plain `generate()`.
-Efficiency is the speed-up after the prompt over tokens a round / (K c + v); the bound is the largest of these over
-constant K, for a loop without any work of its own and the default verifier. "transformers" is its assisted generation,
+K, a (the verified acceptance rate) and the mean acceptance length are measured. c is the time of a draft step, and v
+the time of a target forward over K+1 tokens, timed directly with the library's own forwards, over the time per token of
+plain `generate()`. The expected speed-up is the mean acceptance length / (K c + v). Efficiency is the speed-up after
+the prompt over the expected one; the bound is the largest expected one over constant K, for a loop without any work of
+its own and the default verifier. "transformers" is its assisted generation,
 a batch row by row. "after the prompt" leaves the target's first forward out on both sides. Other verifiers are
 measured at one K. Compiled methods run over a static cache (`cache_implementation="static"`, `compile_config`);
 "compiled" says how long compiling took, before anything was timed. c, v and the bound are of eager forwards.

@@ -79,7 +79,7 @@ COLUMNS = {
     "default over it": lambda row: row["over_best_constant"] and row["over_best_constant"]["median"],
     "a": lambda row: row["verified_acceptance_rate"],
     "K": lambda row: row["realised_k"],
-    "tokens a round": lambda row: row["mean_acceptance_length"],
+    "mean acceptance length": lambda row: row["mean_acceptance_length"],
     "c": lambda row: row["c"],
     "v": lambda row: row["v"],
     "efficiency": lambda row: row["efficiency"],

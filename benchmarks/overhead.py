@@ -61,7 +61,7 @@ COLUMNS = {
     ),
     "a": lambda row: row["verified_acceptance_rate"],
     "K": lambda row: row["realised_k"],
-    "tokens a round": lambda row: row["mean_acceptance_length"],
+    "mean acceptance length": lambda row: row["mean_acceptance_length"],
     "c": lambda row: row["c"],
     "v": lambda row: row["v"],
     "efficiency": lambda row: row["efficiency"],

@@ -47,7 +47,7 @@ SECTIONS = (
     Section("Acceptance", "acceptance", acceptance.table),
     Section("Throughput of a data set", throughput.NAME, throughput.table),
     Section("Drafts without a model", suffix.NAME, suffix.table),
-    Section("A draft model and copies together", drafters.NAME, drafters.table),
+    Section("A draft model and prompt lookup together", drafters.NAME, drafters.table),
     Section("Draft heads of real shape", heads.NAME, heads.table),
     Section("Recurrent layers", hybrids.NAME, hybrids.table),
 )
@@ -61,7 +61,7 @@ BOUNDS = {
     "verify factor": "float32 products of 48 query rows; three runs gave 1.58, 1.66 and 1.81",
     "bookkeeping": "sampling: drawing drafts and warping K+1 rows pass over the vocabulary, beside a small target",
     "drafts without a model": "most of one row's is handing lists and tensors over, which the rows of a batch share",
-    "forwards a token": "copies alone need none of the draft's forwards, which a row takes where they keep more",
+    "forwards per token": "prompt lookup alone needs no forwards of the draft model, which both together run",
     "best constant": "what the schedule tries out in a short call, on a clock that varies by a fifth",
     "bound": "as efficiency; with the default schedule, also what it tries out in a short call",
     "efficiency": "forwards between others take longer than when timed alone, and what a round costs besides them",
@@ -218,7 +218,7 @@ def memory_targets(rows: list[Row], where: str) -> list[Target]:
 
 
 def suffix_targets(rows: list[Row], where: str) -> list[Target]:
-    figure, targets = "drafts without a model: microseconds a row and round", []
+    figure, targets = "drafts without a model: microseconds per row and round", []
     for row in rows:
         if row["length"] != suffix.TARGET_LEN:
             continue
@@ -231,10 +231,10 @@ def suffix_targets(rows: list[Row], where: str) -> list[Target]:
 
 def drafters_targets(rows: list[Row], where: str) -> list[Target]:
     greedy = [row for row in rows if row["mode"] == "greedy"]
-    figure = "hybrid over the better of copying and the draft model"
+    figure = "prompt lookup and draft model over the better of the two"
     return [
-        line(f"{figure}, tokens a round, worst category{where}", 1.0, drafters.over_better(greedy)),
-        line(f"{figure}, forwards a token, worst category{where}", 1.0, drafters.cost_over_better(greedy), True),
+        line(f"{figure}, mean acceptance length, worst category{where}", 1.0, drafters.over_better(greedy)),
+        line(f"{figure}, forwards per token, worst category{where}", 1.0, drafters.cost_over_better(greedy), True),
     ]
 
 

@@ -139,11 +139,11 @@ COLUMNS = {
     "dtype": lambda row: row["dtype"],
     "method": lambda row: row["method"],
     "tokens/s": lambda row: f"{row['tokens_per_s']:.1f}",
-    "ms a token": lambda row: row["step_s"]["median"] * 1e3,
+    "ms per token": lambda row: row["step_s"]["median"] * 1e3,
     "times plain": lambda row: row["decode_over_plain"],
     "a": lambda row: row.get("verified_acceptance_rate"),
     "K": lambda row: row.get("realised_k"),
-    "tokens a round": lambda row: row.get("mean_acceptance_length"),
+    "mean acceptance length": lambda row: row.get("mean_acceptance_length"),
     "c": lambda row: row.get("c"),
     "v": lambda row: row.get("v"),
     "efficiency": lambda row: row.get("efficiency"),
@@ -176,7 +176,7 @@ def picture(rows: list[Row], path: Any) -> None:
             if row["varies"] == varies:
                 times = {name: value * 1e3 for name, value in row["step_s"].items()}
                 series.setdefault(row["method"], []).append((row[key], times))
-        panels.append(Panel(f"time per token over {varies}", "ms a token", series, xlabel=varies, is_log=True))
+        panels.append(Panel(f"time per token over {varies}", "ms per token", series, xlabel=varies, is_log=True))
     draw(path.with_suffix(".png"), panels)
 
 

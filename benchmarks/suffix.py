@@ -137,12 +137,12 @@ def shown(us: dict[str, float]) -> str:
 COLUMNS = {
     "rows": lambda row: row["batch_size"],
     "tokens": lambda row: row["length"],
-    "us a row and round (min to max)": lambda row: shown(row["us_per_row_and_round"]),
+    "us per row and round (min to max)": lambda row: shown(row["us_per_row_and_round"]),
     "of these the index": lambda row: shown(row["us_of_the_index"]),
     "after other work": lambda row: shown(row["us_after_other_work"]),
-    "transformers, us a round": lambda row: shown(row["transformers_us_per_round"]),
+    "transformers, us per round": lambda row: shown(row["transformers_us_per_round"]),
     "us to index a token": lambda row: row["build_us_per_token"],
-    "bytes a token": lambda row: f"{row['index_bytes_per_token']:.0f}",
+    "bytes per token": lambda row: f"{row['index_bytes_per_token']:.0f}",
 }
 
 

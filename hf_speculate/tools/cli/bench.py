@@ -107,7 +107,7 @@ def _show(result: dict[str, Any], log: Console) -> None:
     if result["methods"]:
         show("speed", _METHOD_HEADS, [_method_cells(method) for method in result["methods"]])
         for line in _remarks(result["methods"]):
-            answer(line)
+            answer(f"{line}\n")
         show("latency", _LATENCY_HEADS, [_latency_cells(method) for method in result["methods"]])
     if result["categories"]:
         entries = sorted(result["categories"], key=lambda entry: entry["category"])
