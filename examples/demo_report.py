@@ -101,6 +101,7 @@ def print_table(tallies: dict[Method, Tally]) -> None:
     """A line for each method that was measured."""
     measured = {method: ratios for method in tallies if (ratios := speedups(tallies, method))}
     if not measured:
+        print("\nNothing was measured in time: the machine is too busy or too slow; set a longer --budget-s\n")
         return
     print(f"\n{'rows':>4}  {'method':<36}{'tokens/s':>8}  {'speed-up (min, max)':<20}{'length':>7}")
     for method, ratios in measured.items():
