@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from transformers import (
     DynamicCache,
     GenerationConfig,
@@ -19,7 +18,6 @@ from transformers.generation.candidate_generator import (
     DFlashTokenCandidateGenerator,
     MTPCandidateGenerator,
 )
-from transformers.modeling_layers import MtpModel
 
 import hf_speculate
 from hf_speculate.draft.base import DraftRequest
@@ -32,45 +30,13 @@ from hf_speculate.draft.from_candidate_generator import (
 from hf_speculate.errors import ShapeError, UnsupportedGenerationError
 from hf_speculate.types import Kept, SampleStrategy
 from tests.cases import assert_equal_ids
+from tests.draft.heads.test_mtp import make_checkpoint
 from tests.generation.test_law import PROMPT, SIGNIFICANCE, joint_law, p_value
 from tests.tiny import INITIALIZER_RANGE, make_model, ragged_prompts
 
 NUM_NEW = 24
 NUM_CALLS = 60  # of one row each
 BLOCK_SIZE = 4  # of DFlash: the token that is known, and three drafted ones
-
-
-def make_mtp_target(folder, num_mtp_layers: int, dtype=torch.float64, vocab_size: int = 64):
-    """A DeepSeek of one layer, and beside it a checkpoint whose MTP layers nearly repeat that layer.
-
-    They read the token's embedding and nothing of the hidden state, at its usual scale, and lack the first token. The
-    checkpoint holds nothing else: the model's own weights are in memory.
-    """
-    target = make_model(
-        "deepseek_v3",
-        dtype=dtype,
-        vocab_size=vocab_size,
-        num_hidden_layers=1,
-        first_k_dense_replace=0,
-        num_mtp_layers=num_mtp_layers,
-    )
-    drafts = MtpModel(target, num_mtp_layers).to(dtype).requires_grad_(False)
-    for layer in drafts.layers:
-        layer.mtp_block.load_state_dict(target.model.layers[0].state_dict())
-        layer.post_norm.load_state_dict(target.model.norm.state_dict())
-        layer.enorm.weight.fill_(INITIALIZER_RANGE)
-        layer.eh_proj.weight.copy_(torch.eye(*layer.eh_proj.weight.shape, dtype=dtype))
-    weights = {}
-    for name, weight in drafts.state_dict().items():
-        if name.startswith("layers."):
-            _, depth, rest = name.split(".", 2)
-            rest = rest.removeprefix("mtp_block.").replace("post_norm.weight", "shared_head.norm.weight")
-            weights[f"model.layers.{1 + int(depth)}.{rest}"] = weight.contiguous()
-    save_file(weights, folder / "model.safetensors")
-    target.config.name_or_path = str(folder)
-    target._keys_to_ignore_on_load_unexpected = [r"model\.layers\.[1-9].*"]  # the real ones name layers 61 and on
-    target._weight_conversions = []  # as from_pretrained leaves it where names are those of the modules
-    return hf_speculate.enable(target)
 
 
 def make_dflash(target):
@@ -109,7 +75,7 @@ def case(request, tmp_path_factory):
         draft = make_dflash(target)
         theirs = {"assistant_model": draft, "speculation_type": "dflash"}
         return SimpleNamespace(target=target, source=dflash_of(target, draft), theirs=theirs, vocab_size=6)
-    target = make_mtp_target(tmp_path_factory.mktemp("mtp"), 1 if "one" in request.param else 2)
+    target = make_checkpoint(tmp_path_factory.mktemp("mtp"), "deepseek_v3", 1 if "one" in request.param else 2)
     source = partial(MTPCandidateGenerator, target)
     return SimpleNamespace(target=target, source=source, theirs={"use_mtp": True}, vocab_size=64)
 
@@ -197,7 +163,7 @@ def test_a_passed_cache_and_an_end_of_text(case):
 @pytest.mark.parametrize("kind", ["MTP", "DFlash"])
 def test_sampled_tokens_follow_the_targets_law(kind, tmp_path):
     if kind == "MTP":
-        target = make_mtp_target(tmp_path, 1, torch.float32, vocab_size=8)
+        target = make_checkpoint(tmp_path, "deepseek_v3", 1, vocab_size=8)
         factory = partial(MTPCandidateGenerator, target)
     else:
         target = hf_speculate.enable(make_model("llama", dtype=torch.float32, vocab_size=8))
