@@ -340,12 +340,7 @@ ARGUMENTS = (
 )
 
 FIELDS = (
-    supported(
-        "max_length",
-        HERE,
-        options={"max_length": 20, "max_new_tokens": None},
-        changes=False,
-    ),
+    supported("max_length", HERE, options={"max_length": 20, "max_new_tokens": None}, changes=False),
     supported("max_new_tokens", f"{OPTIONS}::test_max_new_tokens_is_exact", options={"max_new_tokens": 5}),
     supported("min_length", HERE, options=lambda text: {"min_length": 16, "eos_token_id": text[3]}),
     supported("min_new_tokens", AS_PLAIN, options=lambda text: {"min_new_tokens": 9, "eos_token_id": text[3]}),

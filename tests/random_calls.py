@@ -8,13 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    DynamicCache,
-    EncoderDecoderCache,
-    LogitsProcessor,
-    PreTrainedModel,
-    StoppingCriteria,
-)
+from transformers import DynamicCache, EncoderDecoderCache, LogitsProcessor, PreTrainedModel, StoppingCriteria
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 import hf_speculate

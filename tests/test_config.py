@@ -150,10 +150,7 @@ def test_a_schedule_beside_the_number_of_tokens_counts(models):
 
 
 def test_a_schedule_in_a_stronger_source_counts(models):
-    sources = {
-        "keyword": {"num_assistant_tokens_schedule": "heuristic"},
-        "model": {"num_assistant_tokens": 2},
-    }
+    sources = {"keyword": {"num_assistant_tokens_schedule": "heuristic"}, "model": {"num_assistant_tokens": 2}}
     assert longest_draft(models.generate_from(sources)) > 2
 
 

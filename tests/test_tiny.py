@@ -42,10 +42,7 @@ def test_padding_changes_nothing(kind: str) -> None:
     batched = model.generate(**prompts, max_new_tokens=8, output_logits=True, return_dict_in_generate=True)
     for row, mask in enumerate(prompts["attention_mask"].bool()):
         alone = model.generate(
-            prompts["input_ids"][row, mask][None],
-            max_new_tokens=8,
-            output_logits=True,
-            return_dict_in_generate=True,
+            prompts["input_ids"][row, mask][None], max_new_tokens=8, output_logits=True, return_dict_in_generate=True
         )
         for ours, theirs in zip(batched.logits, alone.logits, strict=True):
             torch.testing.assert_close(ours[row], theirs[0], atol=LOGIT_TOLERANCE, rtol=0)

@@ -287,12 +287,7 @@ class TestModelDrafter(DrafterContract):
 
     def test_other_seeds_rounds_and_positions_draw_other_tokens(self):
         query = torch.tensor([[5, 6, 7]]).expand(32, -1)
-        every = [
-            make_keys([3] * 32),
-            make_keys([3] * 32, seed=8),
-            make_keys([3] * 32, rounds=2),
-            make_keys([4] * 32),
-        ]
+        every = [make_keys([3] * 32), make_keys([3] * 32, seed=8), make_keys([3] * 32, rounds=2), make_keys([4] * 32)]
         drawn = []
         for keys in every:
             drafter, kv_cache = self.make(32)

@@ -5,24 +5,14 @@ import functools
 import pytest
 import torch
 from peft import PromptTuningConfig, get_peft_model
-from transformers import (
-    AutoModelForCausalLM,
-    DynamicCache,
-    OpenAIGPTConfig,
-    RwkvConfig,
-)
+from transformers import AutoModelForCausalLM, DynamicCache, OpenAIGPTConfig, RwkvConfig
 from transformers.generation.candidate_generator import (
     PromptLookupCandidateGenerator,
     SinglePositionMultiTokenCandidateGenerator,
 )
 
 import hf_speculate
-from hf_speculate.errors import (
-    ConfigError,
-    KernelUnavailableError,
-    UnsupportedGenerationError,
-    UnsupportedModelError,
-)
+from hf_speculate.errors import ConfigError, KernelUnavailableError, UnsupportedGenerationError, UnsupportedModelError
 from tests.cases import assert_equal_ids, each_value, pair, plain_and_ours
 from tests.generation.test_encoder_decoder import encoder_pair
 from tests.generation.test_encoder_decoder import inputs_of as encoder_inputs

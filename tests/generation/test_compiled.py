@@ -315,8 +315,7 @@ def test_a_second_call_finds_its_buffers_where_they_were(addresses, runs):
     num_graphs = runs[-1][1]
     others = ragged_prompts(3, max_len=16)
     assert_equal_ids(
-        target.generate(**others, **options),
-        target.generate(**others, **options, compile_config=compile_config()),
+        target.generate(**others, **options), target.generate(**others, **options, compile_config=compile_config())
     )
     again = target.generate(**inputs, **options, compile_config=compile_config())
     assert_equal_ids(eager, first)

@@ -180,10 +180,7 @@ def test_an_encoder_reads_embeddings_for_drafts_that_share_it_or_read_text():
             {"attention_mask": torch.ones(1, 1, 6, 6, dtype=torch.int64)},
             r"must be \[B, P\] over inputs_embeds .* got \[1, 1,",
         ),
-        (
-            {"input_ids": torch.ones(1, 3, dtype=torch.int64)},
-            "3 input_ids, got none; pass a mask over",
-        ),
+        ({"input_ids": torch.ones(1, 3, dtype=torch.int64)}, "3 input_ids, got none; pass a mask over"),
         ({"input_ids": torch.full((1, 6), -200)}, "ids of the prompt must be below 64 .* got -200"),
         ({"inputs_embeds": torch.zeros(1, 0, 32, dtype=torch.float64)}, "past_key_values must hold fewer tokens than"),
     ],

@@ -16,15 +16,7 @@ from hf_speculate.errors import UnsupportedGenerationError, UnsupportedModelErro
 from tests.cases import DRAFT_NOISE, assert_equal_ids, each_value, pair, plain_and_ours
 from tests.generation.test_law import p_value
 from tests.tiny import make_model, noisy_copy, ragged_prompts
-from tests.tiny_encoders import (
-    NUM_FRAMES,
-    START_TOKEN_ID,
-    decoder_of,
-    make_bart,
-    make_t5,
-    make_whisper,
-    speech,
-)
+from tests.tiny_encoders import NUM_FRAMES, START_TOKEN_ID, decoder_of, make_bart, make_t5, make_whisper, speech
 
 NUM_NEW = 24
 MAKERS = {"t5": make_t5, "bart": make_bart, "whisper": make_whisper}

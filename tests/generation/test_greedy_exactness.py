@@ -18,12 +18,7 @@ def test_greedy_equals_plain(kind):
     inputs = ragged_prompts(3, seed=3)
     stats = hf_speculate.SpeculationStats()
     plain, ours = plain_and_ours(
-        target,
-        draft,
-        inputs,
-        max_new_tokens=NUM_NEW,
-        num_assistant_tokens=3,
-        speculation_stats=stats,
+        target, draft, inputs, max_new_tokens=NUM_NEW, num_assistant_tokens=3, speculation_stats=stats
     )
     assert_equal_ids(plain, ours)
     assert 0 < stats.num_accepted < stats.num_verified

@@ -87,10 +87,7 @@ def test_greedy_text_and_scores_are_those_of_plain(models, name):
 
 def negative_prompts(batch_size: int) -> dict[str, torch.Tensor]:
     prompts = ragged_prompts(batch_size, seed=17, max_len=6)
-    return {
-        "negative_prompt_ids": prompts["input_ids"],
-        "negative_prompt_attention_mask": prompts["attention_mask"],
-    }
+    return {"negative_prompt_ids": prompts["input_ids"], "negative_prompt_attention_mask": prompts["attention_mask"]}
 
 
 @pytest.fixture

@@ -275,10 +275,7 @@ class NoiseOfTheDraftUsedAgain:
 
 @pytest.mark.parametrize(
     ("control", "draft_sampling"),
-    [
-        (ArgmaxPassedOffAsSampled, "argmax"),
-        pytest.param(NoiseOfTheDraftUsedAgain, "sample", marks=pytest.mark.slow),
-    ],
+    [(ArgmaxPassedOffAsSampled, "argmax"), pytest.param(NoiseOfTheDraftUsedAgain, "sample", marks=pytest.mark.slow)],
 )
 def test_a_wrong_verifier_fails_the_same_test(models, control, draft_sampling, registry):
     target, draft = models

@@ -79,17 +79,12 @@ def test_the_adaptive_schedule_serves_it_and_is_the_default():
     plain = target.generate(**inputs, max_new_tokens=NUM_NEW)
     stats = SpeculationStats()
     assert_equal_ids(
-        plain,
-        target.generate(**inputs, max_new_tokens=NUM_NEW, prompt_lookup_num_tokens=5, speculation_stats=stats),
+        plain, target.generate(**inputs, max_new_tokens=NUM_NEW, prompt_lookup_num_tokens=5, speculation_stats=stats)
     )
     assert stats.num_drafted > 0
     assert max(stats.rounds_by_draft_len) <= 5
     ours = target.generate(
-        **inputs,
-        max_new_tokens=NUM_NEW,
-        prompt_lookup_num_tokens=5,
-        assistant_model=draft,
-        speculation_stats=stats,
+        **inputs, max_new_tokens=NUM_NEW, prompt_lookup_num_tokens=5, assistant_model=draft, speculation_stats=stats
     )
     assert_equal_ids(plain, ours)
     assert any("as large as its target" in reason for reason in stats.fallbacks)

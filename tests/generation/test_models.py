@@ -2,14 +2,7 @@
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    CpmAntConfig,
-    DynamicCache,
-    GenerationConfig,
-    MoshiConfig,
-    MoshiForCausalLM,
-)
+from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, MoshiConfig, MoshiForCausalLM
 
 import hf_speculate
 from hf_speculate.errors import UnsupportedModelError
@@ -55,14 +48,6 @@ def test_models_that_keep_recurrent_states_elsewhere_are_refused_by_name(kind):
         with pytest.raises(UnsupportedModelError, match=f"got {type(model).__name__} with recurrent state"):
             hf_speculate.generate(one, **ragged_prompts(1, seed=1), assistant_model=other, max_new_tokens=4)
     assert torch.is_grad_enabled()
-
-
-def test_a_model_that_reads_the_whole_text_anew_is_refused_by_name():
-    config = CpmAntConfig(vocab_size=64, hidden_size=32, num_attention_heads=4, dim_head=8, dim_ff=48)
-    config.num_hidden_layers = 1
-    model = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(UnsupportedModelError, match="got CpmAntForCausalLM, whose layers read the whole text anew"):
-        hf_speculate.generate(model, **ragged_prompts(1, seed=1), prompt_lookup_num_tokens=3, max_new_tokens=4)
 
 
 def test_window_layers_that_read_all_that_a_cache_holds_get_buffers_with_masks():

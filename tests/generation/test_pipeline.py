@@ -95,11 +95,7 @@ def test_a_streamer_is_given_the_plain_pipelines_pieces(pipelines, prompt, do_sa
 
 CHATS = [
     [{"role": "user", "content": "bcd"}],
-    [
-        {"role": "user", "content": "efgh"},
-        {"role": "assistant", "content": "ij"},
-        {"role": "user", "content": "kl"},
-    ],
+    [{"role": "user", "content": "efgh"}, {"role": "assistant", "content": "ij"}, {"role": "user", "content": "kl"}],
 ]
 
 

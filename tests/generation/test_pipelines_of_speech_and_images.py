@@ -6,13 +6,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import (
-    CLIPImageProcessorPil,
-    LlavaProcessor,
-    WhisperFeatureExtractor,
-    WhisperTokenizer,
-    pipeline,
-)
+from transformers import CLIPImageProcessorPil, LlavaProcessor, WhisperFeatureExtractor, WhisperTokenizer, pipeline
 
 import hf_speculate
 from tests.tiny import noisy_copy

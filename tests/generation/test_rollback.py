@@ -59,11 +59,7 @@ def test_a_grammar_gives_the_greedy_text_of_plain(kind, batch_size, eos_token_id
     for keeps_rows in (False, True):
         stats = hf_speculate.SpeculationStats()
         ours = decode(
-            RollbackGrammar(Brackets()),
-            inputs,
-            **options,
-            speculation_stats=stats,
-            return_dict_in_generate=keeps_rows,
+            RollbackGrammar(Brackets()), inputs, **options, speculation_stats=stats, return_dict_in_generate=keeps_rows
         )
         assert_equal_ids(plain, ours.sequences if keeps_rows else ours)
         assert not stats.lock_step

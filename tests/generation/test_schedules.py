@@ -162,10 +162,7 @@ def test_adaptive_is_the_default_and_a_number_bounds_it():
     target = pair("llama")[0]
     draft = noisy_copy(target, 0.0).float()  # half the bytes
     inputs = ragged_prompts(2, seed=3)
-    for options, most in (
-        ({}, 10),
-        ({"num_assistant_tokens_schedule": "adaptive", "num_assistant_tokens": 3}, 3),
-    ):
+    for options, most in (({}, 10), ({"num_assistant_tokens_schedule": "adaptive", "num_assistant_tokens": 3}, 3)):
         stats = hf_speculate.SpeculationStats()
         ids = target.generate(**inputs, max_new_tokens=24, assistant_model=draft, speculation_stats=stats, **options)
         assert_equal_ids(target.generate(**inputs, max_new_tokens=24), ids)

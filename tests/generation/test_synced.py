@@ -41,12 +41,7 @@ SAMPLED = {"do_sample": True, "seed": 3, "verifier": "coupled"}
 # What a call is given beside its prompt; "draft" names a model, "ends" which token of each row of rank 1 ends it.
 CALLS = {
     "constant": {"num_assistant_tokens": 4, "ends": (3, 3)},
-    "window": {
-        "kind": "mistral_window",
-        "num_assistant_tokens": 4,
-        "speculation_cache": "dynamic",
-        "ends": (3, 3),
-    },
+    "window": {"kind": "mistral_window", "num_assistant_tokens": 4, "speculation_cache": "dynamic", "ends": (3, 3)},
     "rows of rank 1 end apart": {"num_assistant_tokens": NUM_NEW, "draft": "same", "ends": (3, 7)},
     "rank 1 ends at its first token": {"num_assistant_tokens": 3, "one_token": True},
     "adaptive": {"draft": "small", "num_assistant_tokens_schedule": "adaptive", "ends": (3, 3)},

@@ -201,11 +201,7 @@ def own_drafts(models, rank):
         ids = run_apart(models, rank, **K, **SEED, **draft_of(whole, "each its own", rank))
     inputs = ragged_prompts(3, seed=1)
     first = whole.generate(**inputs, max_new_tokens=NUM_NEW, **K, **SEED, **draft_of(whole, "each its own", 0))
-    return {
-        "ids": ids,
-        "is_same_text": torch.equal(ids, first),
-        "differ": [drafts.differ, verdicts.differ],
-    }
+    return {"ids": ids, "is_same_text": torch.equal(ids, first), "differ": [drafts.differ, verdicts.differ]}
 
 
 def own_times(models, rank, first_is_due):

@@ -4,13 +4,7 @@ import copy
 import pickle
 
 import pytest
-from transformers import (
-    CLIPVisionConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-)
+from transformers import CLIPVisionConfig, LlamaConfig, LlamaForCausalLM, LlavaConfig, LlavaForConditionalGeneration
 
 from hf_speculate.models.attention_switch import folded_attention_for
 from hf_speculate.models.folded_attention import FOLDED, STANDS_FOR

@@ -9,12 +9,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    WatermarkLogitsProcessor,
-)
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, WatermarkLogitsProcessor
 from transformers.generation import logits_process
 
 from hf_speculate.errors import ConfigError, ShapeError, UnsupportedGenerationError

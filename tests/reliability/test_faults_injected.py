@@ -141,12 +141,7 @@ def assert_error_arrives_alone(case: Case, setup: Setup, error: BaseException) -
     inside, options = put_in(case.place, Fault(case.at, error), target, draft)
     with inside, pytest.raises(type(error)) as caught:
         target.generate(
-            **inputs,
-            past_key_values=cache,
-            max_new_tokens=NUM_NEW,
-            speculation_stats=stats,
-            **options,
-            **setup.options,
+            **inputs, past_key_values=cache, max_new_tokens=NUM_NEW, speculation_stats=stats, **options, **setup.options
         )
     assert caught.value is error
     assert (error.args, error.__cause__) == (args, cause)

@@ -7,13 +7,7 @@ from hf_speculate.cache.token_buffer import TokenBuffer
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.errors import ConfigError
 from hf_speculate.types import DraftOut, NoiseKeys, Status
-from hf_speculate.verify import (
-    GreedyVerifier,
-    RejectionVerifier,
-    TypicalVerifier,
-    register_verifier,
-    spans,
-)
+from hf_speculate.verify import GreedyVerifier, RejectionVerifier, TypicalVerifier, register_verifier, spans
 from hf_speculate.verify.base import check_verifier, reads_draft_logits
 from hf_speculate.verify.spans import Span, Spans, SpanVerifier, make_spans
 from tests.cases import each_value

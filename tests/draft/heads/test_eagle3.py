@@ -7,14 +7,7 @@ import torch
 
 from hf_speculate.draft.heads.load import load_drafter
 from hf_speculate.types import SampleStrategy
-from tests.draft.heads.designs import (
-    EAGLE3,
-    NUM_TARGET_LAYERS,
-    Design,
-    make_weights,
-    write_original,
-    write_speculators,
-)
+from tests.draft.heads.designs import EAGLE3, NUM_TARGET_LAYERS, Design, make_weights, write_original, write_speculators
 from tests.draft.heads.reference import Reference
 from tests.draft.heads.rounds import Rounds, random_texts, target_of
 

@@ -64,11 +64,7 @@ def test_a_kind_is_recognised(config, names, found):
             "MTP layers of a quantised checkpoint",
         ),
         ({"model_type": "qwen3_next", "mtp_num_hidden_layers": 1}, NO_NAMES, "model_type 'qwen3_next'"),
-        (
-            {"model_type": "llama"},
-            {"fc.weight", "layers.0.self_attn.q_proj.weight"},
-            "an EAGLE-1 or EAGLE-2 head",
-        ),
+        ({"model_type": "llama"}, {"fc.weight", "layers.0.self_attn.q_proj.weight"}, "an EAGLE-1 or EAGLE-2 head"),
         ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, NO_NAMES, "model_type 'llama'"),
         ({"model_type": "deepseek_v3", "num_nextn_predict_layers": 0}, NO_NAMES, "model_type 'deepseek_v3'"),
     ],

@@ -43,10 +43,7 @@ def _texts(report, level):
 
 def _check(target, draft, words=None, draft_words=None):
     return hf_speculate.check_pair(
-        target,
-        draft,
-        target_tokenizer=word_tokenizer(64, words),
-        draft_tokenizer=word_tokenizer(64, draft_words),
+        target, draft, target_tokenizer=word_tokenizer(64, words), draft_tokenizer=word_tokenizer(64, draft_words)
     )
 
 
@@ -67,10 +64,7 @@ def _save(folder, config, *, words=None, eos_token_id=2, chat_template=None):
 
 @pytest.fixture
 def folders(tmp_path):
-    return (
-        _save(tmp_path / "target", make_config("llama")),
-        _save(tmp_path / "draft", make_config("llama", **SMALL)),
-    )
+    return (_save(tmp_path / "target", make_config("llama")), _save(tmp_path / "draft", make_config("llama", **SMALL)))
 
 
 def test_a_fitting_pair_is_ok_as_models_configs_and_paths(folders):

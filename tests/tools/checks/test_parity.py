@@ -82,12 +82,7 @@ def test_a_target_that_reads_wrong_states_is_a_bug(dtype):
     draft = noisy_copy(model)
     model.register_forward_pre_hook(_read_wrong_states, with_kwargs=True)
     report = hf_speculate.check_parity(
-        model,
-        draft,
-        ragged_prompts(3),
-        max_new_tokens=NUM_NEW,
-        num_assistant_tokens=4,
-        speculation_cache="dynamic",
+        model, draft, ragged_prompts(3), max_new_tokens=NUM_NEW, num_assistant_tokens=4, speculation_cache="dynamic"
     )
     assert not report.ok
     assert any("in float64 too" in row.reason for row in report.rows)

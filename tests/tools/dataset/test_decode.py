@@ -184,11 +184,7 @@ def test_what_is_finished_is_not_decoded_again(num_bytes, tokenizer, tmp_path):
     assert report.num_resumed == len(kept)
 
 
-CHANGES = {
-    "prompts": {"texts": [*TEXTS[:-1], "zzz"]},
-    "settings": {"num_assistant_tokens": 2},
-    "seed": {"seed": 5},
-}
+CHANGES = {"prompts": {"texts": [*TEXTS[:-1], "zzz"]}, "settings": {"num_assistant_tokens": 2}, "seed": {"seed": 5}}
 
 
 @pytest.mark.parametrize("changed", CHANGES)

@@ -14,15 +14,7 @@ from hf_speculate.tools.dataset.ranks import Ranks
 from hf_speculate.tools.dataset.rows import read_rows
 from hf_speculate.tools.dataset.run import Job, run
 from tests.tiny_tokenizers import letters_tokenizer
-from tests.tools.dataset.common import (
-    LETTERS,
-    NUM_NEW,
-    plain_results,
-    prompts,
-    save_pair,
-    texts_in,
-    write_prompts,
-)
+from tests.tools.dataset.common import LETTERS, NUM_NEW, plain_results, prompts, save_pair, texts_in, write_prompts
 from tests.tools.dataset.workers import fatal_decoder, pids
 
 ray = pytest.importorskip("ray", reason="needs Ray")

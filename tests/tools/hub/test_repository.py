@@ -79,25 +79,6 @@ def test_a_card_explains_every_field_and_its_file_says_how_to_install():
         exec(compile(code, "generate.py", "exec"), {})
 
 
-@pytest.mark.parametrize("name", FIELDS)
-def test_the_examples_decode_through_custom_generate(name):
-    target, draft = make_model("llama"), make_model("llama", seed=1)
-    stats = hf_speculate.SpeculationStats()
-    inputs = ragged_prompts(2, seed=6)
-    output = target.generate(
-        **inputs,
-        custom_generate=str(EXAMPLES / name),
-        trust_remote_code=True,
-        assistant_model=draft,
-        do_sample=name != "greedy",
-        max_new_tokens=8,
-        speculation_stats=stats,
-    )
-    assert output.shape == (2, inputs["input_ids"].shape[1] + 8)
-    assert stats.verifier == name
-    assert stats.num_rounds > 0
-
-
 def test_a_models_folder_picks_the_fields_up_and_keeps_its_own(tmp_path):
     folder = tmp_path / "target"
     shutil.copytree(ROOT / "examples" / "pair" / "target", folder)
