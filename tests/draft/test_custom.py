@@ -1,8 +1,6 @@
 """Drafters that callers bring: what they are told, what may come back, and that the text stays the target's."""
 
 import functools
-import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -606,24 +604,3 @@ def test_a_good_drafter_is_used_by_the_adaptive_schedule():
     )
     assert_equal_ids(target.generate(**inputs, max_new_tokens=40), ours)
     assert max(stats.rounds_by_draft_len) > 1
-
-
-def test_the_guides_drafter_runs():
-    target, _ = pair("llama")
-    guide = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
-    (code,) = (block for block in re.findall(r"^```python\n(.*?)^```$", guide, re.M | re.S) if "class OneHead" in block)
-    inputs, stats = ragged_prompts(2, seed=8), hf_speculate.SpeculationStats()
-    options = {"max_new_tokens": 12, "speculation_stats": stats}
-    exec(
-        code.replace("generate(**inputs,", "generate(**inputs, **options,"),
-        {
-            "torch": torch,
-            "functools": functools,
-            "model": target,
-            "inputs": inputs,
-            "options": options,
-            "head": target.get_output_embeddings(),
-        },
-    )
-    assert stats.num_drafted > 0
-    assert max(stats.rounds_by_draft_len) == 1

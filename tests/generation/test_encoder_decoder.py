@@ -218,20 +218,29 @@ def test_passed_encoder_outputs():
     assert_equal_ids(plain, ours)
 
 
-@each_value(timestamps=[False, True], batch_size=[1, 3])
-def test_whispers_processors(timestamps, batch_size):
-    target, draft = encoder_pair("whisper")
-    options = {"return_timestamps": timestamps, "max_new_tokens": 40}
-    plain, ours = plain_and_ours(target, draft, inputs_of("whisper", batch_size), **options, num_assistant_tokens=3)
-    assert_equal_ids(plain, ours)
-    assert not torch.isin(ours, torch.tensor([5, 9])).any()
+WHISPER_CALLS = {
+    "processors": {"max_new_tokens": 40, "return_timestamps": False},
+    "timestamps": {"max_new_tokens": 40, "return_timestamps": True},
+    "prompt ids": {"max_new_tokens": NUM_NEW, "prompt_ids": torch.tensor([44, 11, 12])},
+    "silence detection": {  # asked as in plain decoding
+        "max_new_tokens": 16,
+        "return_timestamps": True,
+        "no_speech_threshold": 0.01,
+        "logprob_threshold": 0.0,
+        "temperature": 0.0,
+    },
+}
 
 
-def test_whispers_prompt_ids():
+@pytest.mark.parametrize("name", WHISPER_CALLS)
+def test_calls_of_whisper_alone_are_plains(name):
     target, draft = encoder_pair("whisper")
-    inputs = {**inputs_of("whisper", 2), "prompt_ids": torch.tensor([44, 11, 12])}
-    plain, ours = plain_and_ours(target, draft, inputs, max_new_tokens=NUM_NEW, num_assistant_tokens=3)
+    inputs, stats = inputs_of("whisper", 1 if name == "processors" else 2), hf_speculate.SpeculationStats()
+    options = {**WHISPER_CALLS[name], "num_assistant_tokens": 3, "speculation_stats": stats}
+    plain, ours = plain_and_ours(target, draft, inputs, **options)
     assert_equal_ids(plain, ours)
+    assert stats.lock_step == (name == "silence detection")
+    assert name == "prompt ids" or not torch.isin(ours, torch.tensor([5, 9])).any()
 
 
 @pytest.mark.parametrize(("batch_size", "conditioned"), [(1, True), (2, False)])
@@ -270,22 +279,6 @@ def test_whispers_fallback_over_temperatures_draws_anew():
     texts = [target.generate(**inputs_of("whisper", 2), **options, seed=seed) for seed in (1, 1, 2)]
     assert_equal_ids(texts[0], texts[1])
     assert texts[0].shape != texts[2].shape or not torch.equal(texts[0], texts[2])
-
-
-def test_whispers_silence_detection_is_asked_as_in_plain():
-    target, draft = encoder_pair("whisper")
-    options = {
-        "return_timestamps": True,
-        "no_speech_threshold": 0.01,
-        "logprob_threshold": 0.0,
-        "temperature": 0.0,
-        "max_new_tokens": 16,
-    }
-    inputs = inputs_of("whisper", 2)
-    stats = hf_speculate.SpeculationStats()
-    plain, ours = plain_and_ours(target, draft, inputs, **options, num_assistant_tokens=3, speculation_stats=stats)
-    assert_equal_ids(plain, ours)
-    assert stats.lock_step
 
 
 def test_whispers_output_object_has_statistics():
