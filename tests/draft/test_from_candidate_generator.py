@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import GenerationConfig, StoppingCriteria
+from transformers import GenerationConfig
 from transformers.generation.candidate_generator import (
     AssistantToTargetTranslator,
     AssistedCandidateGenerator,
@@ -253,31 +253,6 @@ def test_a_sampled_proposal_is_judged_by_the_law_it_was_drawn_from():
     assert p_value_of(target, source, NUM_CALLS) > SIGNIFICANCE
     assert len(made) == NUM_CALLS
     assert all(samples_its_logits(generator) for generator in made)
-
-
-class EndsWith(StoppingCriteria):
-    """A user's own criterion, which moves the loop in lock step."""
-
-    def __init__(self, token_id: int):
-        self.token_id = token_id
-
-    def __call__(self, input_ids, scores, **kwargs):
-        return input_ids[:, -1] == self.token_id
-
-
-def test_stopping_and_statistics_are_ours(target):
-    inputs = ragged_prompts(1, seed=3)
-    text = target.generate(**inputs, max_new_tokens=NUM_NEW)
-    stop = EndsWith(int(text[0, inputs["input_ids"].shape[1] + 9]))
-    options = {"max_new_tokens": NUM_NEW, "stopping_criteria": [stop]}
-    plain = target.generate(**inputs, **options)
-    ours = target.generate(
-        **inputs, **options, candidate_generator=SOURCES["assisted"](target), return_dict_in_generate=True
-    )
-    assert_equal_ids(plain, ours.sequences)
-    assert plain.shape[1] < text.shape[1]
-    assert ours.speculation.lock_step
-    assert ours.past_key_values.get_seq_length() == plain.shape[1] - 1
 
 
 def test_the_draft_models_config_is_not_written_to(target):

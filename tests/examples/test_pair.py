@@ -1,8 +1,6 @@
 """Tests the committed model pair, its prompts and its measurements, all offline."""
 
 import json
-import keyword
-import string
 from collections import Counter
 from pathlib import Path
 
@@ -14,8 +12,6 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 PAIR = EXAMPLES / "pair"
 MAX_PAIR_BYTES = 40_000_000
 CATEGORIES = {"code completion", "docstring", "edit", "repetitive table"}
-CODE_PROMPT = "class Reader:\n    def __init__(self, path):\n        self.path = path\n\n    def read(self):"
-CODE_MARKS = set("()[]=:.")
 
 
 @pytest.fixture(scope="module")
@@ -86,31 +82,6 @@ def test_held_out_modules_were_not_trained_on(import_example):
     assert len(sources["held_out"]) >= 15
     assert set(sources["held_out"]) <= held_out
     assert held_out.isdisjoint(sources["training"])
-
-
-def test_greedy_text_reads_like_python(models, tokenizer):
-    """Catches broken weights or a broken tokenizer; uniform random tokens score below 0.1 on keywords and self."""
-    batch = tokenizer(CODE_PROMPT, return_tensors="pt")
-    ids = models["target"].generate(**batch, max_new_tokens=160, do_sample=False)
-    text = tokenizer.decode(ids[0, batch["input_ids"].shape[1] :])
-    lines = [line for line in text.splitlines() if line.strip()]
-    words = "".join(each if each.isalnum() or each == "_" else " " for each in text).split()
-    known = [word for word in words if keyword.iskeyword(word) or word == "self"]
-    assert set(text) <= set(string.printable)
-    assert len(lines) >= 4
-    assert len(known) >= 0.15 * len(words)
-    assert sum(line.startswith("    ") for line in lines) >= 0.5 * len(lines)
-    assert sum(bool(CODE_MARKS.intersection(line)) for line in lines) >= 0.5 * len(lines)
-
-
-def test_target_predicts_held_out_prompts_far_better_than_chance(models, tokenizer, prompts):
-    """Chance is log 4096 = 8.3 nats per token; unigram frequencies alone give about 6."""
-    losses = []
-    with torch.inference_mode():
-        for prompt in prompts[::4]:
-            ids = tokenizer(prompt["turns"][0], return_tensors="pt")["input_ids"]
-            losses.append(models["target"](input_ids=ids, labels=ids).loss.item())
-    assert sum(losses) / len(losses) < 4.5
 
 
 def test_draft_agrees_with_the_target_far_above_chance(models, tokenizer, prompts):

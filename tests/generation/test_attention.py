@@ -168,21 +168,6 @@ def test_a_plain_call_meanwhile_gives_exactly_its_usual_result(folds, in_thread)
     assert num_folds[0] == num_folds[1] < len(folds)
 
 
-def test_a_nested_speculative_call_leaves_the_name_to_the_outer_one():
-    target, draft = make_pair()
-    inputs = ragged_prompts(2, seed=2)
-    names, inner = [], []
-
-    def nested():
-        inner.append(run(target, draft, inputs))
-        names.append(target.config._attn_implementation)
-
-    outer = run(target, draft, inputs, nested)
-    assert names == [FOLDED]
-    assert target.config._attn_implementation == STANDS_FOR
-    assert_equal_ids(inner[0], outer)
-
-
 def own_attention(module, query, key, value, attention_mask, **kwargs):
     """A user's attention: as sdpa, which takes rows without a mask to be the first ones of the text."""
     return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)

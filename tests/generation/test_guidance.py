@@ -162,15 +162,6 @@ def test_a_users_function_of_allowed_tokens_is_called_row_by_row_as_in_plain(bat
     assert calls[0] == calls[1]
 
 
-def test_a_forced_first_token_comes_first():
-    target, draft = pair("llama")
-    options = {"forced_bos_token_id": 33, "begin_suppress_tokens": [5, 6, 7], "max_new_tokens": 12}
-    inputs = {"input_ids": torch.tensor([[11], [12], [13]])}
-    plain, ours = plain_and_ours(target, draft, inputs, **options, num_assistant_tokens=K)
-    assert_equal_ids(plain, ours)
-    assert (ours[:, 1] == 33).all()
-
-
 @pytest.mark.parametrize(("value", "batch_size"), [(torch.nan, 3), (torch.inf, 1), (-torch.inf, 3)])
 def test_invalid_values_are_removed(batch_size, value):
     target = make_model("llama")

@@ -49,21 +49,6 @@ def test_greedy_text_is_plain_whatever_number_of_tokens_is_accepted(kind, batch_
     assert not hooks_of(target)
 
 
-@pytest.mark.parametrize("kind", FEW_KINDS)
-def test_outputs_and_the_returned_cache_are_those_of_plain_decoding(kind):
-    target, inputs = target_of(kind), ragged_prompts(1, seed=1)
-    options = {"max_new_tokens": 12, "return_dict_in_generate": True, "output_hidden_states": True}
-    plain = target.generate(**inputs, **options, output_logits=True)
-    own = {"assistant_model": draft_of(kind), "num_assistant_tokens": 4}
-    ours = target.generate(**inputs, **options, output_logits=True, **own)
-    assert_equal_ids(plain.sequences, ours.sequences)
-    for states, others in zip(plain.hidden_states, ours.hidden_states, strict=True):
-        assert all(torch.allclose(*pair, atol=FLOAT32_TOLERANCE) for pair in zip(states, others, strict=True))
-    assert torch.allclose(torch.stack(plain.logits), torch.stack(ours.logits), atol=10 * FLOAT32_TOLERANCE)
-    if cache_name(target) == "past_key_values":  # plain decoding returns no cache under the other name
-        assert_equal_caches(plain.past_key_values, ours.past_key_values)
-
-
 @each_value(batch_size=[1, 3], kind=FEW_KINDS)
 def test_a_passed_cache_goes_on_from_call_to_call(kind, batch_size):
     target, inputs = target_of(kind), ragged_prompts(batch_size, seed=batch_size)

@@ -56,7 +56,7 @@ MUTANTS = (
             "decoder: buffers are not released": Fault(
                 "kv_cache.release()",
                 "kv_cache.kind",
-                "generation/test_compiled.py cache/test_memory.py reliability/test_leaks.py",
+                "reliability/test_faults_compiled.py cache/test_memory.py",
             ),
         },
     ),
