@@ -348,3 +348,22 @@ def test_states_that_are_handed_back_are_not_the_buffers(addresses):
     assert not {part.data_ptr() for part in states} & set(addresses[0])
     target.generate(**ragged_prompts(2), **options, num_assistant_tokens=K, compile_config=compile_config())
     assert all(torch.equal(one, other) for one, other in zip(states, before, strict=True))
+
+
+def test_a_call_that_fails_gives_its_buffers_back(addresses):
+    target, draft = fresh_pair()
+    inputs = ragged_prompts(2, max_len=20)
+    options = {"assistant_model": draft, "num_assistant_tokens": K, "max_new_tokens": 12}
+    fails = iter([False, True])
+
+    def criterion(ids, scores, **kwargs):
+        if next(fails):
+            raise KeyError("the user's")
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+    with pytest.raises(KeyError):
+        target.generate(**inputs, **options, compile_config=compile_config(), stopping_criteria=[criterion])
+    plain = target.generate(**inputs, **options)
+    ids = target.generate(**inputs, **options, compile_config=compile_config())
+    assert_equal_ids(plain, ids)
+    assert addresses[0] == addresses[-2]

@@ -56,7 +56,7 @@ MUTANTS = (
             "decoder: buffers are not released": Fault(
                 "kv_cache.release()",
                 "kv_cache.kind",
-                "reliability/test_faults_compiled.py cache/test_memory.py",
+                "generation/test_compiled.py cache/test_memory.py",
             ),
         },
     ),
