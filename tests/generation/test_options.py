@@ -139,10 +139,11 @@ hf_speculate.register_row_wise(StopsByRegisteredNumber := type("StopsByRegistere
 )
 def test_criteria_may_answer_with_numbers(answer, criterion, batch_size):
     target, draft = pair("llama")
-    inputs = ragged_prompts(batch_size, seed=16)
+    inputs = ragged_prompts(batch_size, seed=14)
     criteria = StoppingCriteriaList([criterion(answer)])
     options = {"max_new_tokens": NUM_NEW, "eos_token_id": 17, "stopping_criteria": criteria}
     plain, ours = plain_and_ours(target, draft, inputs, **options, num_assistant_tokens=K)
+    assert plain.shape[1] > inputs["input_ids"].shape[1] + 1  # else to stop at once is right
     assert_equal_ids(plain, ours)
 
 
@@ -151,7 +152,7 @@ def test_without_eos_ended_rows_go_on_until_all_have_ended_as_in_plain(batch_siz
     target, draft = pair("llama")
     options = {"max_new_tokens": NUM_NEW, "eos_token_id": eos_token_id, "stopping_criteria": [PureStop()]}
     options |= {"num_assistant_tokens": K, "speculation_stats": (stats := hf_speculate.SpeculationStats())}
-    inputs = ragged_prompts(batch_size, seed=11)
+    inputs = ragged_prompts(batch_size, seed=41)  # of 4 rows some run ahead of the end, and some lag behind it
     plain, ours = plain_and_ours(target, draft, inputs, return_dict_in_generate=True, **options)
     assert_equal_ids(plain.sequences, ours.sequences)
     assert plain.sequences.shape[1] < inputs["input_ids"].shape[1] + NUM_NEW  # else no row may run ahead of the end
