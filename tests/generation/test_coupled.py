@@ -198,7 +198,7 @@ def test_once_without_enabling():
         ({"use_cache": False}, "use_cache must be True with verifier='coupled', got False; set verifier='rejection'"),
         (
             {"cache_implementation": "offloaded_static"},
-            "StaticCache on one .* verifier='coupled', got an offloaded StaticCache",
+            "StaticCache of .* on one .* verifier='coupled', got an offloaded StaticCache",
         ),
         ({"cache_implementation": "paged"}, "cache_implementation must be left out with verifier='coupled', got 'pag"),
         ({"use_mtp": True}, "use_mtp must be left out with verifier='coupled', got one; set verifier='rejection'"),
