@@ -48,7 +48,10 @@ def models(monkeypatch):
         ({"entropy_epsilon": -1e-5}, "entropy_epsilon must be >= 0"),
         ({"typical_correction": "best"}, "typical_correction must be one of argmax, sample, got 'best'"),
         ({"draft_sampling": "beam"}, "draft_sampling must be one of argmax, sample"),
-        ({"num_assistant_tokens": 0}, r"num_assistant_tokens must be in 1\.\.128, or .* per output row, got 0; leave assistant_model out"),
+        (
+            {"num_assistant_tokens": 0},
+            r"num_assistant_tokens must be in 1\.\.128, or .* per output row, got 0; leave assistant_model out",
+        ),
         ({"num_assistant_tokens": 129}, r"num_assistant_tokens must be in 1\.\.128, or .* per output row, got 129"),
         ({"num_assistant_tokens": 2.5}, r"num_assistant_tokens must be in 1\.\.128, or .* per output row, got 2.5"),
         ({"assistant_confidence_threshold": 1.5}, r"assistant_confidence_threshold must be in \[0, 1\], got 1.5"),
