@@ -85,6 +85,8 @@ if REPOSITORY is not None:
 # Pages that lie elsewhere in the repository, by the name of the page here that shows each.
 ELSEWHERE = {
     "project/examples": ROOT / "examples" / "README.md",
+    "project/bundled-head": ROOT / "examples" / "heads" / "README.md",
+    "project/smollm2-head": ROOT / "examples" / "smollm2_head" / "README.md",
     "project/results": ROOT / "benchmarks" / "RESULTS.md",
     "project/contributing": ROOT / "CONTRIBUTING.md",
     "project/changes": ROOT / "CHANGELOG.md",
