@@ -25,6 +25,10 @@ class KVCache(Protocol):
     def num_columns(self) -> int:
         """Columns of the longest row, padding included."""
 
+    @property
+    def num_real_tokens(self) -> list[int]:
+        """[B] real tokens in each row."""
+
     def mask(self, num_query: int) -> Tensor | dict[str, Tensor] | None:
         """The attention mask for a forward of `num_query` tokens, which is announced hereby."""
 
@@ -39,12 +43,15 @@ class KVCache(Protocol):
 
     def advance(self, num_query: int) -> None:
         """Count the tokens of a forward that went well."""
+        return
 
     def get_num_tokens(self) -> int:
-        """Real tokens in the longest row."""
+        """Real tokens in the longest row; 0 before the first update."""
+        return max(self.num_real_tokens, default=0)
 
     def get_lens(self) -> Tensor:
-        """[B] int64, real tokens in each row."""
+        """[B] int64 on the host, real tokens in each row."""
+        return torch.tensor(self.num_real_tokens, device="cpu")
 
     def get_kv_states(self) -> list[KVState]:
         """One entry per layer; empty before the first update."""
@@ -56,12 +63,9 @@ class KVCache(Protocol):
         """Append states from elsewhere, one [B, H, N, D] pair per layer."""
 
     def crop(self, num_tokens_crop: int | Sequence[int] | Tensor, like: RowLens | None = None) -> None:
-        """Drop the newest tokens of each row, in place.
+        """Drop the newest tokens of each row, in place: one count for all, or [B] counts, each in 0..the row's length.
 
-        Args:
-            num_tokens_crop: one count for all rows, or [B] counts, each in 0..the row's length.
-            like: lengths, padding included, that differ by one number from those of the rows after the crop; their
-                tensor on the device then spares an upload. None if there are none.
+        The rows' lengths, padding included, may differ by one number from those `like`, whose tensor spares an upload.
 
         Raises:
             ShapeError: a count is out of range, or there is not one per row.
@@ -71,14 +75,11 @@ class KVCache(Protocol):
         """Keep the named rows, in place."""
 
     def join(self, other: Any) -> None:
-        """Add the rows of another cache of the same kind behind these.
-
-        Raises:
-            UnsupportedModelError: caches of this kind cannot be joined.
-        """
+        """Add the rows of another cache of the same kind behind these, or raise an `UnsupportedModelError`."""
 
     def begin_recording(self) -> None:
         """Called once the prompt is in, before the first `crop`."""
+        return
 
     def snapshot(self) -> Any:
         """What `restore` needs to bring the user's cache back after an error."""
@@ -91,6 +92,7 @@ class KVCache(Protocol):
 
     def release(self) -> None:
         """Called last, also after an error; nothing else is called after it."""
+        return
 
 
 def bounded(positions: Tensor, largest: int, max_position: int | None) -> Tensor:

@@ -23,7 +23,6 @@ class LayerBuffers(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of both buffers."""
         return sum(part.untyped_storage().nbytes() for part in self)
 
 
@@ -35,10 +34,7 @@ class PooledBuffers(NamedTuple):
 
 
 class BufferStore:
-    """The buffers of one model that no call uses; the ones that were used last are kept.
-
-    Buffers that a call has taken are in no store until it gives them back.
-    """
+    """The buffers of one model that no call has taken; the ones that were used last are kept."""
 
     def __init__(self, max_bytes: int = MIN_POOLED_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -59,12 +55,10 @@ class BufferStore:
                 self._idle.popitem(last=False)
 
     def clear(self) -> None:
-        """Drop all buffers."""
         with self._lock:
             self._idle.clear()
 
     def addresses(self) -> list[int]:
-        """The addresses of all buffers."""
         with self._lock:
             return [part.data_ptr() for kept in self._idle.values() for layer in kept.layers for part in layer]
 

@@ -35,15 +35,13 @@ class Coming:
 
     @property
     def num_left(self) -> int:
-        """Tokens that no forward has read."""
         return self.num_tokens - self.num_done
 
 
 class Columns:
-    """Where each row ends in the buffers, and where the coming forward writes; all layers share it.
+    """Where each row ends in the buffers, padding included, and where the coming forward writes; for all layers.
 
-    A row's columns are its prompt's padding, then its tokens. With a `capacity` every buffer has so many from the start
-    and never grows, moves or leaves any out.
+    With a `capacity` every buffer has so many columns from the start and never grows, moves or leaves any out.
     """
 
     def __init__(
@@ -70,12 +68,10 @@ class Columns:
 
     @property
     def device(self) -> torch.device:
-        """Where columns are computed."""
         return self.row_lens.ruler.device
 
     @property
     def is_even(self) -> bool:
-        """Whether all rows end at one column."""
         return self.row_lens.is_even
 
     @property
@@ -98,19 +94,16 @@ class Columns:
         return first
 
     def expect(self, num_tokens: int) -> None:
-        """Announce that forwards will read so many tokens of each row before any is rolled back."""
         self._num_expected = num_tokens
         self.coming = Coming(self.row_lens.copy(), 0)
 
     def begin(self, num_query: int) -> None:
-        """Announce a forward of `num_query` tokens a row."""
         self.num_query, self.is_masked, self._places = num_query, False, {}
         if self.coming.num_left < num_query:
             self.coming = Coming(self.row_lens.copy(), max(num_query, self._num_expected))
             self._num_expected = 0
 
     def advance(self, num_query: int) -> None:
-        """Count the tokens of a forward that went well."""
         self.row_lens.add(num_query)
         self.coming.num_done += num_query
 
@@ -129,7 +122,6 @@ class Columns:
         self.expect(0)
 
     def join(self, other: "Columns") -> None:
-        """Add the rows of `other` behind these."""
         self.row_lens.join(other.row_lens)
         bounds = self.max_columns, other.max_columns
         self.max_columns = None if None in bounds else max(bound for bound in bounds if bound is not None)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer, EncoderDecoderCache
 
-from hf_speculate.cache.base import bounded, checked_drops, leading
+from hf_speculate.cache.base import KVCache, bounded, checked_drops, leading
 from hf_speculate.cache.layers import (
     ATTENTION_LAYERS,
     LayerSnapshot,
@@ -34,8 +34,8 @@ class CacheSnapshot(NamedTuple):
     encoder_layers: tuple[LayerSnapshot, ...]  # what an encoder gave
 
 
-class DynamicKVCache:
-    """`KVCache` over a `DynamicCache`: rows stay right-aligned, so a 2D attention mask says all there is to say.
+class DynamicKVCache(KVCache):
+    """`KVCache` over a `DynamicCache`: rows stay right-aligned, so a 2D attention mask is enough.
 
     Of an `EncoderDecoderCache` only the part that holds the text is rolled back.
 
@@ -46,13 +46,9 @@ class DynamicKVCache:
     Args:
         cache: the transformers cache, which may hold states already.
         batch_size: B.
-        attention_mask: [B, T] int64, 1 for real tokens, over the states that the cache holds *and* the prompt tokens
-            about to come; None where nothing is padded.
-        device: where masks and position ids are made.
-        fixed_layers: numbers of the layers that hold what the prompt's pictures gave, which is never rolled back.
-
-    Raises:
-        UnsupportedModelError: a layer of the cache is of a kind that cannot be rolled back by row.
+        attention_mask: [B, T] int64 over the states that the cache holds *and* the prompt tokens about to come.
+        device: of masks and position ids.
+        fixed_layers: numbers of layers that hold what the prompt's pictures gave, which is never rolled back.
     """
 
     kind = "dynamic"
@@ -106,48 +102,32 @@ class DynamicKVCache:
 
     @property
     def num_columns(self) -> int:
-        """Columns of the states, padding included."""
         return int(self.cache.get_seq_length())
 
     @property
     def num_real_tokens(self) -> list[int]:
-        """[B] real tokens in each row."""
         if self._mask is not None:
             return [int(length) for length in self._mask[:, : self.num_columns].sum(1).tolist()]
         num_columns = self.num_columns
         return [max(num_columns - pad, 0) for pad in self._padding.pads]
-
-    def get_num_tokens(self) -> int:
-        """Real tokens in the longest row; 0 before the first update."""
-        return max(self.num_real_tokens, default=0)
-
-    def get_lens(self) -> Tensor:
-        """[B] int64 on the host, real tokens in each row."""
-        return torch.tensor(self.num_real_tokens, device="cpu")
 
     def get_kv_states(self) -> list[KVState]:
         """One `KVState` [B, H, T, D] per layer (window layers hold their window); empty before the first update."""
         return [KVState(layer.keys, layer.values) for layer in self._held] if self.num_columns else []
 
     def first_tokens(self, counts: Sequence[int]) -> list[KVState] | None:
-        """See `KVCache.first_tokens`; there are none of window layers."""
         if self._mask is not None or any(isinstance(layer, DynamicSlidingWindowLayer) for layer in self._held):
             return None
         return [leading(state, self._padding.pads, max(counts)) for state in self.get_kv_states()]
 
     def update(self, states: Sequence[KVState]) -> None:
-        """Append one `KVState` [B, H, N, D] per layer to every row."""
         self.mask(states[0].keys.shape[2] if states else 0)  # the new columns are real tokens
         for index, state in enumerate(states):
             self._text_cache.update(state.keys, state.values, index)
 
     def begin_recording(self) -> None:
-        """Keep past window states from here on. Call it once the prompt is in, before the first `crop`."""
         self.cache.activate_past_recording()
         self._is_recording = True
-
-    def advance(self, num_query: int) -> None:
-        """Nothing to count: the cache knows what it holds."""
 
     def hand_back(self) -> None:
         """Leave the cache as plain `generate` would: window layers hold their window only."""
@@ -160,9 +140,6 @@ class DynamicKVCache:
         raise UnsupportedModelError(
             f"caches that are joined must be preallocated, got {self.kind}; decode static batches"
         )
-
-    def release(self) -> None:
-        """Nothing to release."""
 
     def mask(self, num_query: int) -> Tensor | None:
         """[B, T + num_query] int64 mask for a forward of `num_query` tokens; None where nothing is padded."""
@@ -202,7 +179,6 @@ class DynamicKVCache:
         self.expect(0)
 
     def rows(self, indices: Sequence[int]) -> None:
-        """Keep the rows `indices`, in place, and only the padding that they need."""
         self._prompt_end -= self._padding.rows(indices, self.num_columns)
         devices = {layer.keys.device for layer in (*self._held, *self._encoder_layers) if layer.is_initialized}
         # of several devices, none has an index for all
@@ -220,7 +196,6 @@ class DynamicKVCache:
         return CacheSnapshot(self.num_columns, layers, snapshot_layers(self._encoder_layers, only_grows=False))
 
     def restore(self, snapshot: CacheSnapshot) -> None:
-        """Bring the cache back to what it held at `snapshot`, also from the middle of a forward."""
         restore_layers(self._layers, snapshot.layers)
         restore_layers(self._encoder_layers, snapshot.encoder_layers)
         if isinstance(self.cache, EncoderDecoderCache):
@@ -230,18 +205,15 @@ class DynamicKVCache:
         self.hand_back()
 
     def _shift_right(self, shift: RowShift) -> None:
-        """Move rows right, in every layer. What they leave on the left is padding."""
         if self._mask is not None:
             source = shift.sources(self.num_columns)  # [B, T]
             self._mask = torch.where(source < 0, 0, self._mask[:, : self.num_columns].gather(1, source.clamp_min(0)))
         shift_rows(self._held, shift)
 
     def _select_rows(self, index: Tensor) -> None:
-        """Keep the rows `index` [N] int64 of all layers."""
         self.cache.batch_select_indices(index)
 
     def _drop_last(self, num: int) -> None:
-        """Crop `num` columns from the right."""
         for layer in self._held:
             crop_attention(layer, num)
 

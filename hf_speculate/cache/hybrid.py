@@ -38,17 +38,6 @@ class HybridKVCache(DynamicKVCache):
 
     A row can return to its states after any token since the last `crop`. A row that drops more tokens keeps its states;
     the next forward then begins with tokens that the row holds already, and these do not change its states.
-
-    Args:
-        cache: the transformers cache, which may hold states already.
-        states: its recurrent states.
-        reader: hooks on the model's recurrent modules.
-        batch_size: B.
-        attention_mask: see `DynamicKVCache`.
-        device: where masks and position ids are made.
-
-    Raises:
-        UnsupportedModelError: a layer of the cache is of a kind that cannot be rolled back by row.
     """
 
     kind = "hybrid"
@@ -74,23 +63,21 @@ class HybridKVCache(DynamicKVCache):
 
     @property
     def num_columns(self) -> int:
-        """Columns of the states, padding included; counted here, because recurrent layers have no columns."""
         return self._num_columns
 
     @property
     def num_real_tokens(self) -> list[int]:
-        """[B] real tokens in each row."""
         return [num - again for num, again in zip(super().num_real_tokens, self._num_reread, strict=True)]
 
     def first_tokens(self, counts: Sequence[int]) -> None:
-        """See `KVCache.first_tokens`; None, because earlier recurrent states are not kept."""
+        """None, because earlier recurrent states are not kept."""
 
     def update(self, states: Sequence[KVState]) -> None:
         """Not supported: keys and values do not determine recurrent states."""
         raise UnsupportedModelError("recurrent states must come from a forward, got keys and values; feed the tokens")
 
     def mask(self, num_query: int) -> Tensor | None:
-        """See `DynamicKVCache.mask`. Without attention layers, only the prompt has a mask, as wide as the query."""
+        """Without attention layers, only the prompt has a mask, as wide as the query."""
         self._announce(num_query)
         mask = super().mask(num_query)
         if not self._has_attention:
@@ -110,7 +97,6 @@ class HybridKVCache(DynamicKVCache):
         return (positions - torch.tensor(self._num_reread, device=self.device)[:, None]).clamp_min(0)
 
     def advance(self, num_query: int) -> None:
-        """Count the tokens of a forward that succeeded."""
         self.states.end(num_query)
         self._num_announced = 0
         num_before, self._num_columns = self._num_columns, self._num_columns + num_query
@@ -122,7 +108,6 @@ class HybridKVCache(DynamicKVCache):
             self._drop_common_padding()
 
     def begin_recording(self) -> None:
-        """Keep the states after each token from here on; called after the prompt, before the first `crop`."""
         self._is_recording = True
         self._num_passed = [0] * self.batch_size
         self.states.restart()
@@ -142,27 +127,22 @@ class HybridKVCache(DynamicKVCache):
         self._num_reread = [num - gone for num, gone in zip(wanted, dropped, strict=True)]
 
     def rows(self, indices: Sequence[int]) -> None:
-        """Keep the rows `indices`, in place, and only the padding that they need."""
         self._num_reread = [self._num_reread[row] for row in indices]
         self._num_passed = [0] * len(indices)
         super().rows(indices)
 
     def snapshot(self) -> HybridSnapshot:  # type: ignore[override]  # only `restore` reads it
-        """The states that `restore` returns to."""
         return HybridSnapshot(super().snapshot(), self.states.snapshot())
 
     def restore(self, snapshot: HybridSnapshot) -> None:  # type: ignore[override]
-        """Return to the states of `snapshot`, also from the middle of a forward."""
         super().restore(snapshot.attention)
         self.states.restore(snapshot.recurrent)
 
     def hand_back(self) -> None:
-        """Leave the cache as plain `generate` would."""
         super().hand_back()
         self.states.finish()
 
     def release(self) -> None:
-        """Remove the hooks."""
         self._reader.detach()
 
     def _announce(self, num_query: int) -> None:

@@ -80,12 +80,7 @@ def window_of(layer: Any) -> int | None:
 
 
 def windows_of(config: PreTrainedConfig, cache: Cache) -> list[int | None]:
-    """What each of the model's layers attends to: one that reads another's states, as others of its type.
-
-    Args:
-        config: of the model that reads the text.
-        cache: its states.
-    """
+    """What each of the model's layers attends to: one that reads another's states, as others of its type."""
     layers = text_cache(cache).layers
     if is_recurrent(cache):
         return [window_of(layer) for layer in attention_layers(layers)]

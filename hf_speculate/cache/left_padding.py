@@ -21,7 +21,7 @@ class Positions(NamedTuple):
 class LeftPadding:
     """Columns of padding before each row, with the masks and position ids that follow from them.
 
-    Rows gain padding when they drop more tokens than others, for they are then moved to the right.
+    A row gains padding when it drops more tokens than others, because it is then moved to the right.
     """
 
     def __init__(self, pads: Sequence[int], device: torch.device | str):
@@ -103,16 +103,7 @@ class LeftPadding:
         return self._lens
 
     def _make_positions(self, first_column: int, num_columns: int, num: int) -> Tensor:
-        """[B or 1, num] int64, in memory of their own: models are handed them."""
-        lens, offset = self._lens_at(num_columns), first_column - num_columns
-        if any(self.own):
-            return lens.columns(num, offset) - self._own_pads_there()
-        if lens.is_even:
-            first = lens.on_host[0] + offset
-            return torch.arange(first, first + num, device=lens.ruler.device)[None]
-        return lens.columns(num, offset)
-
-    def _own_pads_there(self) -> Tensor:
-        if self._own_there is None:
+        """[B or 1, num] int64."""
+        if any(self.own) and self._own_there is None:
             self._own_there = upload(self.own, self._lens.ruler.device)[:, None]
-        return self._own_there
+        return self._lens_at(num_columns).positions(num, first_column - num_columns, self._own_there)

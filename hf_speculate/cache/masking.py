@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from hf_speculate.cache.columns import MASK_UNIT, Columns, Mask
-from hf_speculate.cache.row_lens import RowLens
 from hf_speculate.transfers import upload
 
 _PADDING = torch.iinfo(torch.int64).max  # as a column's position: after all tokens
@@ -31,9 +30,9 @@ class Masking:
         """[B or 1, Q] int64: real tokens before each of the next ones; negative in padding."""
         coming = self.columns.coming
         if coming.num_left < num_query:  # not announced
-            return self._make_positions(self.columns.row_lens, num_query)
+            return self.columns.row_lens.positions(num_query, pads=self._pads_if_any())
         if coming.positions is None:
-            coming.positions = self._make_positions(coming.lens, coming.num_tokens)
+            coming.positions = coming.lens.positions(coming.num_tokens, pads=self._pads_if_any())
         return coming.positions[:, coming.num_done : coming.num_done + num_query]
 
     def mask(self, window: int | None) -> Tensor:
@@ -65,14 +64,6 @@ class Masking:
             )
         return Mask(torch.where(is_hidden, *self._border)[:, None], coming.num_done, first)
 
-    def _make_positions(self, lens: RowLens, num: int) -> Tensor:
-        """Of the next columns of rows [B or 1, N], in memory of their own: models are handed them."""
-        if any(self.pads):
-            return lens.columns(num) - self._pads_on_device()
-        if lens.is_even:
-            return torch.arange(lens.on_host[0], lens.on_host[0] + num, device=self.columns.device)[None]
-        return lens.columns(num)
-
     def _positions_of(self, first: int, width: int) -> Tensor:
         """[B or 1, W] int64: of a range of columns; those of padding come after all tokens."""
         ruler, end = self.columns.row_lens.ruler, first + width
@@ -83,7 +74,30 @@ class Masking:
             self._column_positions = positions.masked_fill_(positions < 0, _PADDING)
         return self._column_positions[:, first:end]
 
+    def _pads_if_any(self) -> Tensor | None:
+        return self._pads_on_device() if any(self.pads) else None
+
     def _pads_on_device(self) -> Tensor:
         if self._pads is None:
             self._pads = upload(self.pads, self.columns.device)[:, None]
         return self._pads
+
+
+def additive_mask(places: Tensor, seen: Tensor, pads: Tensor | None, window: int | None, dtype: torch.dtype) -> Tensor:
+    """[B or 1, 1, Q, T]: 0 where the query at a column of `places` [B or 1, Q] sees one of `seen` [T], -inf elsewhere.
+
+    A row's first `pads` [B] columns are padding; a query sees `window` tokens, itself among them, or all.
+    """
+    at = places[:, :, None]
+    is_hidden = seen > at
+    if window is not None:
+        is_hidden = is_hidden | (seen <= at - window)
+    if pads is not None:
+        is_hidden = is_hidden | (seen < pads[:, None, None])
+    return additive(is_hidden, dtype)
+
+
+def additive(is_hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """[B, 1, N, T]: -inf where [B, N, T] bool is set, 0 elsewhere."""
+    mask = torch.zeros(is_hidden.shape, dtype=dtype, device=is_hidden.device)
+    return mask.masked_fill_(is_hidden, -torch.inf)[:, None]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
-from hf_speculate.cache.base import bounded, checked_drops, leading
+from hf_speculate.cache.base import KVCache, bounded, checked_drops, leading
 from hf_speculate.cache.buffer_pool import BufferPool, LayerBuffers, PooledBuffers
 from hf_speculate.cache.columns import Columns
 from hf_speculate.cache.layers import LayerSnapshot, holding, restore_layers, snapshot_layers
@@ -42,7 +42,7 @@ class KeptCacheSnapshot(NamedTuple):
     layers: tuple[LayerSnapshot, ...]
 
 
-class PreallocatedKVCache:
+class PreallocatedKVCache(KVCache):
     """`KVCache` over buffers of its own, left-aligned: a row's next token goes where that row ends.
 
     Rolling a row back lowers its length. What lies behind is hidden by explicit masks, [B, 1, Q, T] additive, and
@@ -51,14 +51,12 @@ class PreallocatedKVCache:
     Args:
         kinds: what the layers attend to.
         batch_size: B.
-        attention_mask: [B, T] int64, 1 for real tokens, over the states that `kept_cache` holds *and* the prompt
-            tokens about to come; padding is on the left. None where nothing is padded.
-        device: where masks and position ids are made.
-        max_columns: the longest that a row can become, padding included; None: unknown.
-        kept_cache: the transformers cache whose states come first, and which `hand_back` brings up to date; None if no
-            cache outlives the call.
-        capacity: columns of buffers that never grow or move, as compiled forwards need them; None: buffers grow.
-        pool: where buffers of that capacity come from, and go to with `release`; None: they are made.
+        attention_mask: [B, T] int64, left-padded, over the states in `kept_cache` *and* the prompt about to come.
+        device: of masks and position ids.
+        max_columns: the longest that a row can become, padding included, if that is known.
+        kept_cache: the transformers cache whose states come first, and which `hand_back` brings up to date.
+        capacity: columns of buffers that never grow or move, as compiled forwards need them.
+        pool: where buffers of that capacity come from, and go to with `release`.
     """
 
     kind = "preallocated"
@@ -93,39 +91,27 @@ class PreallocatedKVCache:
 
     @property
     def batch_size(self) -> int:
-        """B."""
         return len(self.pads)
 
     @property
     def num_columns(self) -> int:
-        """Columns of the longest row, padding included."""
         return self.columns.num_held
 
     @property
     def num_real_tokens(self) -> list[int]:
-        """[B] real tokens in each row."""
         return [max(length - pad, 0) for length, pad in zip(self.columns.lens, self.pads, strict=True)]
-
-    def get_num_tokens(self) -> int:
-        """Real tokens in the longest row; 0 before the first update."""
-        return max(self.num_real_tokens, default=0)
-
-    def get_lens(self) -> Tensor:
-        """[B] int64 on the host, real tokens in each row."""
-        return torch.tensor(self.num_real_tokens, device="cpu")
 
     def get_kv_states(self) -> list[KVState]:
         """One `KVState` [B, H, T, D] per layer, rows right-aligned (window layers: their window); empty at first."""
         return [self._states(layer) for layer in self._layers] if self.num_columns else []
 
     def first_tokens(self, counts: Sequence[int]) -> list[KVState] | None:
-        """See `KVCache.first_tokens`; there are none once a window layer has dropped some."""
+        """None once a window layer has dropped some."""
         if not self.num_columns or any(layer.base for layer in self._layers):
             return None
         return [leading(KVState(*layer.buffers), self.pads, max(counts)) for layer in self._layers]
 
     def update(self, states: Sequence[KVState]) -> None:
-        """Append one `KVState` [B, H, N, D] per layer to every row."""
         num_query = states[0].keys.shape[2] if states else 0
         self.columns.begin(num_query)
         for index, state in enumerate(states):
@@ -133,10 +119,9 @@ class PreallocatedKVCache:
         self.advance(num_query)
 
     def mask(self, num_query: int) -> Tensor | dict[str, Tensor] | None:
-        """What hides the other columns from a forward of `num_query` tokens, which is announced hereby.
+        """The mask of a forward; None where every query sees all before it and itself.
 
-        None where every query sees all before it and itself; [B, T + Q] int64 for prompts; else [B or 1, 1, Q, T]
-        additive, or one such mask per kind of layer.
+        [B, T + Q] int64 for prompts; otherwise [B or 1, 1, Q, T] additive, or one such mask per kind of layer.
         """
         columns = self.columns
         columns.begin(num_query)
@@ -162,7 +147,6 @@ class PreallocatedKVCache:
         self.columns.expect(num_tokens)
 
     def advance(self, num_query: int) -> None:
-        """Count the tokens of a forward that went well."""
         self.columns.advance(num_query)
 
     def crop(self, num_tokens_crop: int | Sequence[int] | Tensor, like: RowLens | None = None) -> None:
@@ -170,7 +154,6 @@ class PreallocatedKVCache:
         self.columns.cut([length - drop for length, drop in zip(self.columns.lens, drops, strict=True)], like)
 
     def rows(self, indices: Sequence[int]) -> None:
-        """Keep the rows `indices`, in place, and only the padding that they need."""
         self.pads = [self.pads[row] for row in indices]
         surplus = min(self.pads, default=0) if self.num_columns else 0
         self.pads = [pad - surplus for pad in self.pads]
@@ -187,9 +170,6 @@ class PreallocatedKVCache:
         self.columns.join(other.columns)
         self.pads = self.pads + other.pads
         self._masking = Masking(self.columns, self.pads, self.kinds.mask_dtype)
-
-    def begin_recording(self) -> None:
-        """Nothing to do: what a row may be rolled back to is kept."""
 
     def snapshot(self) -> KeptCacheSnapshot | None:
         """Note what `kept_cache` holds, which is left alone until `hand_back`."""
@@ -251,23 +231,3 @@ class PreallocatedKVCache:
             buffer.gather(2, index.expand(*buffer.shape[:2], -1, buffer.shape[3])) for buffer in layer.buffers
         )
         return KVState(keys, values)
-
-
-def additive_mask(places: Tensor, seen: Tensor, pads: Tensor | None, window: int | None, dtype: torch.dtype) -> Tensor:
-    """[B or 1, 1, Q, T]: 0 where the query at a place sees a column, -inf elsewhere.
-
-    Args:
-        places: [B or 1, Q] int64, the queries' columns.
-        seen: [T] int64, the columns that attention is handed.
-        pads: [B] int64, columns of padding before a row's first token; None: none.
-        window: how many tokens a query attends to, itself among them; None: all.
-        dtype: of the mask.
-    """
-    at = places[:, :, None]
-    is_hidden = seen > at
-    if window is not None:
-        is_hidden = is_hidden | (seen <= at - window)
-    if pads is not None:
-        is_hidden = is_hidden | (seen < pads[:, None, None])
-    mask = torch.zeros(is_hidden.shape, dtype=dtype, device=seen.device)
-    return mask.masked_fill_(is_hidden, -torch.inf)[:, None]

@@ -25,11 +25,7 @@ class RaggedLayer(CacheLayerMixin):
     """A layer of a transformers `Cache` over one growing buffer.
 
     `keys` and `values` are [B, H, capacity, D]; their first entry is column `base`, which is 0 unless the layer has a
-    window. Entries that no row has written are 0, so that what a mask hides cannot be a NaN.
-
-    Args:
-        columns: shared with the other layers.
-        window: how many tokens a query attends to, itself among them; None: all.
+    window, of that many tokens with the query itself. Entries that no row has written are 0: they cannot be NaN.
     """
 
     is_croppable = True
@@ -45,14 +41,12 @@ class RaggedLayer(CacheLayerMixin):
 
     @property
     def buffers(self) -> tuple[Tensor, Tensor]:
-        """Keys and values, once there are some."""
         if self.keys is None or self.values is None:
             raise RuntimeError("a layer's buffers must have been made, got none; update it first")
         return self.keys, self.values
 
     @property
     def capacity(self) -> int:
-        """Columns that the buffer has room for."""
         return 0 if self.keys is None else self.keys.shape[2]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -99,14 +93,9 @@ class RaggedLayer(CacheLayerMixin):
             buffer[:, :, held] = states
 
     def select(self, indices: Sequence[int], index: Tensor, num_dropped: int) -> None:
-        """Keep the rows `indices`, without the first `num_dropped` columns of each.
+        """Keep the rows `indices`, on a device `index` [N], without the first `num_dropped` columns of each.
 
         Rows move up in place; memory is freed once fewer than half of them are left.
-
-        Args:
-            indices: [N] rows.
-            index: [N] int64, the same on a device.
-            num_dropped: columns.
         """
         if not self.is_initialized:
             return
@@ -176,19 +165,12 @@ class RaggedLayer(CacheLayerMixin):
         return self.columns.num_held + query_length - first, first
 
     def get_seq_length(self) -> int:
-        """Columns of the longest row."""
         return self.columns.num_held if self.is_initialized else 0
 
     def get_max_length(self) -> int:
-        """No bound: the buffer grows."""
-        return -1
-
-    def get_max_cache_shape(self) -> int:
-        """As `get_max_length`, under the name of older versions of transformers."""
-        return -1
+        return -1  # no bound: the buffer grows
 
     def _write(self, buffer: Tensor, states: Tensor) -> None:
-        """Put the coming tokens' states [B, H, Q, D] into `buffer`."""
         columns = self.columns
         if columns.is_even:
             start = columns.num_held - self.base
@@ -225,10 +207,9 @@ class RaggedLayer(CacheLayerMixin):
 
 
 def even_capacity(num_columns: int) -> int:
-    """Columns of a buffer on a GPU: one of few numbers, so that strides do not follow the length of a prompt.
+    """Columns of a buffer on a GPU: one of few numbers, so that kernels and graphs of some strides serve later calls.
 
-    Kernels and graphs that were made for some strides then serve later calls too. It is the next power of two, and from
-    4,096 on the next multiple of that, which leaves at most as many without use.
+    It is the next power of two, and from 4,096 on the next multiple of that.
     """
     if num_columns > EVEN_UNIT:
         return -(-num_columns // EVEN_UNIT) * EVEN_UNIT

@@ -69,7 +69,6 @@ class LayerHistory:
 
     @property
     def current(self) -> States:
-        """The states after the last token."""
         return self._tokens[-1].states if self._tokens else self._base
 
     def restart(self) -> None:
@@ -136,14 +135,10 @@ class RecurrentSnapshot(NamedTuple):
 
 
 class RecurrentStates:
-    """The recurrent layers of a cache.
+    """The recurrent layers of a cache; `begin` is called before each forward and `end` after it.
 
-    `begin` is called before each forward and `end` after it; there may be several between two rollbacks.
-
-    Args:
-        cache: whose layers.
-        max_kept_bytes: states after each token are kept if they take no more than this; otherwise a rollback computes
-            them again from recorded projections.
+    States after each token are kept if they take no more than `max_kept_bytes`; otherwise a rollback computes them
+    again from recorded projections.
     """
 
     def __init__(self, cache: Cache, max_kept_bytes: int):
@@ -163,12 +158,10 @@ class RecurrentStates:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the states after one token."""
         states = [state for history in self.histories.values() for state in history.current.values()]
         return sum(state.numel() * state.element_size() for state in states)
 
     def restart(self) -> None:
-        """Forget the tokens; no rollback goes behind the current states."""
         for history in self.histories.values():
             history.restart()
         self.num_tokens = 0
@@ -191,7 +184,6 @@ class RecurrentStates:
                 history.detach()
 
     def end(self, num_query: int) -> None:
-        """Count a forward that succeeded."""
         for history, records_past in zip(self.histories.values(), self._recorded_past, strict=True):
             history.layer.record_past = records_past
             if self._is_prompt:
@@ -208,7 +200,6 @@ class RecurrentStates:
         self.num_tokens = 0
 
     def rows(self, indices: Tensor) -> None:
-        """Keep the rows `indices` [N] int64."""
         for history in self.histories.values():
             history.rows(indices)
         self.num_tokens = 0
@@ -257,7 +248,6 @@ def mixed_rows(found: Mapping[int, States], counts: Sequence[int]) -> dict[Slot,
 
 
 def _copy_rows(source: Tensor, target: Tensor, rows: list[int]) -> None:
-    """Write rows of `source` over those of `target`."""
     if len(rows) <= _MAX_SINGLE_ROWS:
         for row in rows:
             target[row].copy_(source[row])

@@ -54,7 +54,6 @@ class RowLens:
 
     @property
     def is_even(self) -> bool:
-        """Whether all rows are of one length."""
         return all(length == self.on_host[0] for length in self.on_host)
 
     @property
@@ -91,13 +90,21 @@ class RowLens:
         varying = self._tensor()[:, None]  # may set what rows share
         return varying + self.ruler.span(self._shared + offset, num)
 
+    def positions(self, num: int, offset: int = 0, pads: Tensor | None = None) -> Tensor:
+        """[B or 1, num] int64: `columns` less the padding [B, 1], in memory of their own: models are handed them."""
+        if pads is not None:
+            return self.columns(num, offset) - pads
+        if self.is_even:
+            first = self.on_host[0] + offset
+            return torch.arange(first, first + num, device=self.ruler.device)[None]
+        return self.columns(num, offset)
+
     def add(self, num: int) -> None:
         """Lengthen all rows by `num`; shorten them where it is negative."""
         self.on_host = [length + num for length in self.on_host]
         self._shared += num
 
     def add_counts(self, counts: RowCounts | Sequence[int]) -> None:
-        """Lengthen each row by its own count."""
         if not isinstance(counts, RowCounts):
             counts = RowCounts(counts)
         was_even, before = self.is_even, self.on_host
@@ -122,14 +129,11 @@ class RowLens:
         """Keep the rows `indices` in their new order; `index`, the same on the device, spares an upload."""
         self.on_host = [self.on_host[row] for row in indices]
         if self._varying is not None:
-            self._varying = None if self.is_even else self._varying[self._index(indices, index)]
+            index = upload(indices, self.ruler.device) if index is None and not self.is_even else index
+            self._varying = None if self.is_even else self._varying[index]
 
     def join(self, other: "RowLens") -> None:
-        """Add the rows of `other` behind these."""
         self.on_host, self._varying = self.on_host + other.on_host, None
-
-    def _index(self, indices: Sequence[int], index: Tensor | None) -> Tensor:
-        return upload(indices, self.ruler.device) if index is None else index
 
     def _tensor(self) -> Tensor:
         """[B] int64, the lengths less what rows share."""

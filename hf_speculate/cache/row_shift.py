@@ -74,10 +74,7 @@ def _flat_index(source: Tensor, num_heads: int) -> Tensor:
 
 
 def _take(states: Sequence[Tensor], index: Tensor) -> Sequence[Tensor]:
-    """States [B, H, T, D] rebuilt.
-
-    A CPU copies whole rows by a flat index, in half of the time of a gather; elsewhere the index is [B, 1, T, 1].
-    """
+    """States [B, H, T, D] rebuilt: a CPU copies whole rows by a flat index, in half of the time of a gather."""
     if index.dim() == 1:
         return [one.reshape(-1, one.shape[-1]).index_select(0, index).view(one.shape) for one in states]
     if len(states) == 1:

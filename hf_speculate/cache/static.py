@@ -60,10 +60,7 @@ def dynamic_copy(cache: Cache, config: PreTrainedConfig) -> Cache:
 
 
 def static_copy(cache: Cache, config: PreTrainedConfig, max_cache_len: int) -> Cache:
-    """The states of a dynamic cache, or a pair of them, in a new static one.
-
-    It has room for `max_cache_len` tokens of the text; what an encoder gave gets the room that it needs.
-    """
+    """The states of a dynamic cache in a new static one, with room for `max_cache_len` tokens of the text."""
     lens = [max_cache_len, *(int(part.get_seq_length()) for part in _parts(cache)[1:])]
     copies = [StaticCache(config=config, max_cache_len=length) for length in lens]
     copy = copies[0] if len(copies) == 1 else EncoderDecoderCache(*copies)

@@ -10,12 +10,7 @@ from hf_speculate.transfers import upload
 
 
 class TokenBuffer:
-    """B rows of token ids, each with its own length.
-
-    Args:
-        token_ids: [B, T] int64, the rows to begin with, padding included; copied.
-        capacity: columns to reserve; the buffer grows when that is not enough.
-    """
+    """B rows of token ids, each with its own length, that begin with copies of `token_ids` [B, T] int64."""
 
     def __init__(self, token_ids: Tensor, capacity: int = 0):
         batch_size, length = token_ids.shape
@@ -25,12 +20,10 @@ class TokenBuffer:
 
     @property
     def lens(self) -> list[int]:
-        """[B] lengths, padding included."""
         return self.row_lens.on_host
 
     @property
     def is_even(self) -> bool:
-        """Whether all rows are of one length."""
         return self.row_lens.is_even
 
     def append(self, token_ids: Tensor, counts: RowCounts | Sequence[int] | None = None) -> None:
@@ -66,21 +59,17 @@ class TokenBuffer:
         return longer
 
     def drop(self, num: int) -> None:
-        """Shorten all rows by `num`."""
         self.row_lens.add(-num)
 
     def truncate(self, lens: Sequence[int]) -> None:
-        """Shorten the rows to `lens` [B]."""
         self.row_lens.set(lens)
 
     def rows(self, indices: Sequence[int]) -> None:
-        """Keep the rows `indices`, in place."""
         index = upload(indices, self.token_ids.device)
         self.token_ids = self.token_ids[index]
         self.row_lens.rows(indices, index)
 
     def join(self, other: "TokenBuffer") -> None:
-        """Add the rows of `other` behind these."""
         self._reserve(other.token_ids.shape[1])
         more = other.token_ids.new_zeros(len(other.lens), self.token_ids.shape[1])
         more[:, : other.token_ids.shape[1]] = other.token_ids

@@ -37,13 +37,9 @@ class AcceptanceCounts:
 
 
 class RowAcceptanceRates:
-    """Acceptance rates of each row by kind of token.
+    """Acceptance rates of each row by kind of token, from `priors` by kind on.
 
     Rows do not share counts, because the sample of a seed must not depend on the other rows of the batch.
-
-    Args:
-        priors: [kinds] rates before any observation, in (0, 1).
-        num_rows: B.
     """
 
     def __init__(self, priors: Sequence[float], num_rows: int):
@@ -66,11 +62,9 @@ class RowAcceptanceRates:
         return total
 
     def join(self, other: "RowAcceptanceRates") -> None:
-        """Add the rows of `other` behind these."""
         self._rows = self._rows + other._rows
 
     def rows(self, indices: Sequence[int]) -> None:
-        """Keep the rows `indices`, in that order; there are no rows before the first call."""
         self._rows = [self._rows[row] for row in indices] if self._rows else []
 
 

@@ -11,12 +11,10 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_speculate.draft.early_exit import early_exit_model
 from hf_speculate.draft.vocab_intersection import intersect_vocabularies
-from hf_speculate.draft.vocab_mapping import VocabMapping, padding_mapping
+from hf_speculate.draft.vocab_mapping import MAX_PADDING, VocabMapping, padding_mapping
 from hf_speculate.errors import UnsupportedModelError
+from hf_speculate.models.language_model import vocab_size_of
 from hf_speculate.stats import SpeculationStats
-
-# Embedding tables are padded to multiples of 64 to 1,024 rows, for matrix kernels.
-MAX_PADDING = 1024
 
 # With another tokenizer, one token in hundreds is accepted by coincidence; a poor draft of the same one has a tenth.
 _LOW_ACCEPTANCE = 0.02
@@ -92,7 +90,7 @@ def map_vocabularies(
     Equal sizes count as equal vocabularies unless both tokenizers say otherwise. Where sizes differ and a tokenizer is
     not given, it is looked up in local files under its model's `name_or_path`.
     """
-    num_target, num_draft = (_num_ids(model) for model in (target, draft))
+    num_target, num_draft = (vocab_size_of(model) for model in (target, draft))
     if tokenizer is not None and assistant_tokenizer is not None:
         if tokenizer.get_vocab() != assistant_tokenizer.get_vocab():
             return intersect_vocabularies(tokenizer, assistant_tokenizer, num_target, num_draft)
@@ -130,10 +128,6 @@ def warn_of_low_acceptance(target: PreTrainedModel, draft: PreTrainedModel) -> N
         f"{names[1]} have the same size but may differ: pass tokenizer= and assistant_tokenizer= if they do",
         stacklevel=4,
     )
-
-
-def _num_ids(model: PreTrainedModel) -> int:
-    return int(model.config.get_text_config(decoder=True).vocab_size)
 
 
 def _eos_ids(model: PreTrainedModel) -> set[int]:

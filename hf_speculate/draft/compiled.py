@@ -81,7 +81,6 @@ class CompiledDrafter(ModelDrafter):
         self.language_model = language_model
 
     def draft(self, request: DraftRequest) -> DraftOut:
-        """See `Drafter.draft`; `kv_cache` is required."""
         kv_cache, num_draft_tokens = request.kv_cache, request.num_draft_tokens
         target_device = request.query_token_ids.device
         chooses_plainly = not len(self.processors) and not self.settings.confidence_threshold

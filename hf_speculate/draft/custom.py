@@ -14,10 +14,6 @@ from hf_speculate.types import DraftOut, SampleStrategy
 class CustomDrafter(DrafterDefaults):
     """A `Drafter` around a user's drafter; its optional attributes get default values, its proposals are checked.
 
-    Args:
-        factory: makes the user's drafter.
-        setup: passed to the factory.
-
     Raises:
         ConfigError: the factory returns no drafter, or an attribute has a wrong value.
     """
@@ -51,7 +47,7 @@ class CustomDrafter(DrafterDefaults):
         self._vocab_size = setup.vocab_size
 
     def draft(self, request: DraftRequest) -> DraftOut:
-        """See `Drafter.draft`; ids outside the vocabulary become -1, which no verifier accepts."""
+        """Ids outside the vocabulary become -1, which no verifier accepts."""
         request.check()
         draft = self.drafter.draft(request)
         self._check(draft, request.query_token_ids.shape[0], request.num_draft_tokens)

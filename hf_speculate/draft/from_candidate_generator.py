@@ -28,18 +28,14 @@ GeneratorFactory = Callable[..., CandidateGenerator]
 
 
 def make_generator(source: CandidateGenerator | GeneratorFactory | None, **prepared: Any) -> CandidateGenerator | None:
-    """The call's generator.
+    """The call's generator; None if it has none.
 
-    Args:
-        source: a generator, or what makes one from those of `prepared` that it takes; None: the call has none.
-        **prepared: `input_ids`, `generation_config`, `model_kwargs`, `inputs_tensor`, `logits_processor` and
-            `vocab_size`, as transformers hands them to its own generators; of the processors it gets those that are
-            pure and row-wise, for others follow the text and must not be shown drafts.
+    `prepared` holds what transformers hands to its own generators, of which a function gets those that it takes. Of the
+    processors it gets those that are pure and row-wise, because others follow the text and must not be shown drafts.
 
     Raises:
-        UnsupportedGenerationError: it is no generator, or one that reads more than the text and hidden states of
-            layers that it names; or one that reads states and was made before the call; or its draft model has
-            recurrent layers alone.
+        UnsupportedGenerationError: it is no generator, or reads more than the text and hidden states of layers that it
+            names; or it reads states and was made before the call; or its draft model has recurrent layers alone.
     """
     if source is None:
         return None
@@ -51,9 +47,7 @@ def make_generator(source: CandidateGenerator | GeneratorFactory | None, **prepa
             "return an instance of a subclass"
         )
     name = type(generator).__name__
-    draft = getattr(
-        generator, "assistant_model", None
-    )  # transformers 5.17's MTP generator has none, though its base has
+    draft = getattr(generator, "assistant_model", None)  # transformers 5.17's MTP generator has none
     if isinstance(generator, AssistedCandidateGenerator) and draft is not None:
         _check_draft_model(name, draft)
     if layers_read(generator) is None:
@@ -128,13 +122,9 @@ def samples_its_logits(generator: CandidateGenerator) -> bool:
 class CandidateGeneratorDrafter(DrafterDefaults):
     """A `Drafter` for one row over a `CandidateGenerator`, which is shown what transformers' own loop would show it.
 
-    The generator's first prefix is the prompt, so its first proposal counts from its second token on, if the first
-    one is the token that followed. The generator decides how many tokens it drafts, up to `num_draft_tokens`, and
-    samples with its own randomness, not from `keys`.
-
-    Args:
-        generator: proposes tokens; it is told about each round as by transformers, but with scores [1, K+1, 0], which
-            hold nothing but their number.
+    The generator's first prefix is the prompt, so its first proposal counts from its second token on, if the first one
+    is the token that followed. The generator decides how many tokens it drafts, up to `num_draft_tokens`, and samples
+    with its own randomness. It is told about each round with scores [1, K+1, 0], which hold nothing but their number.
     """
 
     def __init__(self, generator: CandidateGenerator):
@@ -145,11 +135,8 @@ class CandidateGeneratorDrafter(DrafterDefaults):
         self._num_proposed = 0  # for that prefix
 
     def draft(self, request: DraftRequest) -> DraftOut:
-        """See `Drafter.draft`; `kv_cache` is not read, and K is 0 if the generator proposes nothing."""
-        request.check()
-        query, kept, num_draft_tokens = request.query_token_ids, request.kept, request.num_draft_tokens
-        if query.shape[0] != 1:
-            raise ShapeError(f"query_token_ids must be [1, Q] for candidates, got {list(query.shape)}")
+        """K is 0 if the generator proposes nothing."""
+        query, kept, num_draft_tokens = _checked(request), request.kept, request.num_draft_tokens
         if self._text is None:
             return self._first_draft(query, num_draft_tokens)
         if kept is None:
@@ -193,6 +180,14 @@ class CandidateGeneratorDrafter(DrafterDefaults):
         self.generator.update_candidate_strategy(text, scores, num_matches)
 
 
+def _checked(request: DraftRequest) -> Tensor:
+    request.check()
+    query = request.query_token_ids
+    if query.shape[0] != 1:
+        raise ShapeError(f"query_token_ids must be [1, Q] for candidates, got {list(query.shape)}")
+    return query
+
+
 def _without_first(draft: DraftOut) -> DraftOut:
     """The proposal from its second token on."""
     logits, sums = (None if part is None else part[:, 1:] for part in (draft.token_logits, draft.logsumexp))
@@ -200,14 +195,11 @@ def _without_first(draft: DraftOut) -> DraftOut:
 
 
 class StateReadingGeneratorDrafter(CandidateGeneratorDrafter):
-    """A `Drafter` for one row over a generator such as transformers' for MTP or DFlash.
+    """A `Drafter` for one row over a generator such as transformers' for MTP or DFlash, made for this sequence.
 
     The generator is shown the tokens that the target has read in this call, without padding. After each round it is
-    told, as by transformers, the states of the emitted tokens and how many drafted tokens were among them.
-
-    Args:
-        generator: proposes tokens; made for this sequence.
-        layers: layers whose states it reads, numbered as in the target's `output_hidden_states`.
+    told, as by transformers, the states of the emitted tokens and how many drafted tokens were among them. Layers are
+    numbered as in the target's `output_hidden_states`.
     """
 
     def __init__(self, generator: CandidateGenerator, layers: Sequence[int]):
@@ -216,11 +208,7 @@ class StateReadingGeneratorDrafter(CandidateGeneratorDrafter):
         self.hidden_layers = self._layers
 
     def draft(self, request: DraftRequest) -> DraftOut:
-        """See `CandidateGeneratorDrafter.draft`; `kept` holds the states of the layers, concatenated along D."""
-        request.check()
-        query, kept = request.query_token_ids, request.kept
-        if query.shape[0] != 1:
-            raise ShapeError(f"query_token_ids must be [1, Q] for candidates, got {list(query.shape)}")
+        query, kept = _checked(request), request.kept
         if kept is None or kept.hidden_states is None:
             raise ShapeError("kept must hold hidden states, got none; pass the emitted tokens with them")
         num = int(kept.num_emitted[0])

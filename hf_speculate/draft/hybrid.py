@@ -24,12 +24,6 @@ class HybridDrafter(DrafterDefaults):
     catches up when it runs next. The choice depends on past tokens only, so each row's proposal keeps its distribution;
     in a mixed round under sampling, the distribution of a matched token is a point mass.
 
-    Args:
-        model: drafts for rows that do not use a match.
-        settings: how rows are continued after a match.
-        max_model_tokens: tokens that the model drafts at most, >= 1.
-        device: the device of the drafts.
-
     Source:
         Oliaro et al., "SuffixDecoding" (arXiv:2411.04975), section 4.
     """

@@ -34,11 +34,8 @@ class DraftSettings:
 class ModelDrafter(DrafterDefaults):
     """A `Drafter` over a draft model: K forwards a round, no nested `generate()`.
 
-    Args:
-        inferencer: runs the draft model.
-        processors: row-wise logits processors, applied to the draft's logits so that its distribution is near the
-            target's. Each draft starts with new forks of those that have state.
-        settings: see `DraftSettings`.
+    The row-wise logits processors are applied to the draft's logits, so that its distribution is near the target's.
+    Each draft starts with new forks of those that have state.
     """
 
     def __init__(
@@ -111,7 +108,6 @@ class ModelDrafter(DrafterDefaults):
             self._history.join(other._history)
 
     def rows(self, indices: Sequence[int]) -> None:
-        """Keep what belongs to the named rows."""
         self.inferencer.language_model.rows(indices)
         self.processors = self.processors.rows(indices)
         if self._history is not None:

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -50,7 +51,6 @@ class SuffixRow:
             reader.follow(index.token_ids[-index.max_match_len :].tolist())
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Append tokens."""
         self.index.extend(token_ids)
         if self._reader is not None:
             self._reader.follow(token_ids)
@@ -84,7 +84,7 @@ class SuffixRows:
     def follow(self, query_token_ids: Tensor, kept: Kept | None) -> Sequence[list[int]] | None:
         """Append new tokens; [B] those of each row, or None in the first call, whose query holds whole sequences."""
         if kept is None:
-            self._begin(query_token_ids.tolist())
+            self.begin(query_token_ids)
             return None
         counts = kept.num_emitted.tolist()
         gained = [ids[:num] for ids, num in zip(kept.token_ids.tolist(), counts, strict=True)]
@@ -92,23 +92,18 @@ class SuffixRows:
             row.extend(ids)
         return gained
 
-    def begin(self, token_ids: Tensor) -> None:
-        """Read the prompts [B, T] int64."""
-        self._begin(token_ids.tolist())
-
     def join(self, other: "SuffixRows") -> None:
-        """Add the rows of `other`, which has begun too, behind these."""
         self.rows += other.rows
 
     def select(self, indices: Sequence[int]) -> None:
-        """Keep the rows `indices`, in that order; a row may leave before the first call."""
         if self._num_pads is not None:
             self._num_pads = [self._num_pads[row] for row in indices]
         if self.rows:
             self.rows = [self.rows[row] for row in indices]
 
-    def _begin(self, texts: list[list[int]]) -> None:
-        settings = self._settings
+    def begin(self, token_ids: Tensor) -> None:
+        """Read the prompts [B, T] int64."""
+        texts, settings = token_ids.tolist(), self._settings
         pads = self._num_pads or [0] * len(texts)
         most = min(settings.max_match_len or MAX_MATCH_LEN, MAX_MATCH_LEN)
         made: dict[tuple[int, ...], SuffixIndex] = {}  # rows with the same prompt share its index
@@ -131,10 +126,6 @@ class SuffixDrafter(DrafterDefaults):
     Drafts are point masses. Longer matches give longer drafts. A row without a match drafts nothing, and a round in
     which no row drafts has K = 0.
 
-    Args:
-        settings: see `SuffixSettings`.
-        device: the device of the drafts.
-
     Source:
         Saxena, "Prompt lookup decoding" (2023); Oliaro et al., "SuffixDecoding" (arXiv:2411.04975).
     """
@@ -148,15 +139,11 @@ class SuffixDrafter(DrafterDefaults):
         self.device = torch.device(device)
 
     def draft(self, request: DraftRequest) -> DraftOut:
-        """See `Drafter.draft`; `kv_cache` is not used."""
         request.check()
         gained, num_draft_tokens = self.texts.follow(request.query_token_ids, request.kept), request.num_draft_tokens
-        rows = self.texts.rows
-        if gained is None or all(gained):
-            proposals = [row.propose(num_draft_tokens).token_ids for row in rows]
-        else:  # a row without new tokens is finished
-            pairs = zip(rows, gained, strict=True)
-            proposals = [row.propose(num_draft_tokens).token_ids if ids else [] for row, ids in pairs]
+        # a row without new tokens is finished
+        pairs = zip(self.texts.rows, gained or repeat(True), strict=False)
+        proposals = [row.propose(num_draft_tokens).token_ids if is_live else [] for row, is_live in pairs]
         return point_masses(proposals, self.device)
 
     def begin(self, token_ids: Tensor) -> None:

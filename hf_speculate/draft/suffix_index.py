@@ -117,13 +117,10 @@ class SuffixIndex:
         self.extend([_FIRST_SEPARATOR + 1 - self._num_separators])
 
     def continuation(self, end: int, num: int, is_repeated: bool = True) -> list[int]:
-        """The `num` tokens, or fewer, after the first `end` ones.
+        """The `num` tokens, or fewer, after the first `end` ones; separators end them.
 
-        Args:
-            end: at most the text's length.
-            num: how many.
-            is_repeated: past the text's end, go on with what was found, so that a text that has begun to repeat itself
-                is continued with its period. Else the continuation ends there, as it does at a separator.
+        Past the text's end, if `is_repeated`, what was found goes on, so that a text that has begun to repeat itself is
+        continued with its period.
         """
         found = self.token_ids[end : end + num].tolist()
         if self._num_separators and found and min(found) < 0:
@@ -165,12 +162,10 @@ class SuffixIndex:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the text, separators left out."""
         return len(self.token_ids) - self._num_separators
 
     @property
     def num_bytes(self) -> int:
-        """Memory in use, as an estimate."""
         in_lists = len(self._lens) * _STATE_BYTES + len(self.token_ids) * _TEXT_BYTES
         in_dicts = sys.getsizeof(self._more) + len(self._more) * _DICT_BYTES + self._num_more * _ENTRY_BYTES
         return in_lists * 9 // 8 + in_dicts  # lists grow by an eighth

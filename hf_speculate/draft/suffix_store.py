@@ -3,11 +3,11 @@
 import threading
 from array import array
 from collections.abc import Sequence
-from numbers import Integral
 from typing import NamedTuple
 
 from hf_speculate.draft.suffix_index import EMPTY_MATCH, Match, SuffixIndex
 from hf_speculate.errors import ConfigError
+from hf_speculate.field_checks import is_int
 
 MIN_BYTES = 1 << 20
 _CHUNK_TOKENS = 256  # appended between two looks at the size
@@ -35,7 +35,7 @@ class SuffixStore:
     """
 
     def __init__(self, max_bytes: int = 64 << 20):
-        if not _is_int(max_bytes) or max_bytes < MIN_BYTES:
+        if not is_int(max_bytes) or max_bytes < MIN_BYTES:
             raise ConfigError(f"max_bytes must be an int of at least {MIN_BYTES}, got {max_bytes!r}; leave it out")
         self.max_bytes = max_bytes
         self._lock = threading.Lock()
@@ -101,7 +101,6 @@ class StoreReader:
         self._found = [(index, EMPTY_MATCH) for index in indices]  # where the row's end stands in each
 
     def follow(self, token_ids: Sequence[int]) -> None:
-        """Append tokens to the row."""
         with self._lock:
             self._found = [(index, index.advance(place, token_ids)) for index, place in self._whole()]
 
@@ -124,7 +123,3 @@ class StoreReader:
     def _whole(self) -> list[tuple[SuffixIndex, Match]]:
         """The indices that nobody was interrupted in growing, with the row's places."""
         return [(index, place) for index, place in self._found if index.is_consistent]
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)

@@ -38,12 +38,6 @@ def intersect_vocabularies(
     together, and the newest letters are the ones that the next token depends on most. Where there is no such encoding
     it is fed its unknown token. The target's distribution depends on neither.
 
-    Args:
-        target: the target's tokenizer.
-        draft: the draft's.
-        num_target: V, the target model's ids.
-        num_draft: the draft model's ids.
-
     Raises:
         UnsupportedModelError: fewer than `MIN_OVERLAP` of the smaller vocabulary's tokens are shared.
 

@@ -12,6 +12,9 @@ from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.models.language_model import LanguageModel
 from hf_speculate.types import Scored
 
+# Embedding tables are padded to multiples of 64 to 1,024 rows, for matrix kernels.
+MAX_PADDING = 1024
+
 
 @dataclass(frozen=True)
 class VocabMapping:
@@ -23,11 +26,9 @@ class VocabMapping:
 
     @property
     def num_shared(self) -> int:
-        """Ids that the draft may propose."""
         return int(self.is_shared.sum())
 
     def to(self, device: torch.device) -> "VocabMapping":
-        """The same with its tensors on a device."""
         return replace(self, draft_ids=self.draft_ids.to(device), is_shared=self.is_shared.to(device))
 
     def target_logits(self, logits: Tensor) -> Tensor:
@@ -43,11 +44,8 @@ class VocabMapping:
 
 
 def padding_mapping(num_target: int, num_draft: int) -> VocabMapping:
-    """One tokenizer, and two models whose tables end at different lengths.
-
-    An id that only the target has is fed to the draft as its last one, which nobody reads: both lie in the padding.
-    """
-    ids = torch.arange(num_target, device="cpu")
+    """The mapping of one tokenizer and two models whose tables end at different lengths."""
+    ids = torch.arange(num_target, device="cpu")  # those of the target alone lie in the padding and are never read
     return VocabMapping(ids.clamp_max(num_draft - 1), ids < num_draft, is_padded=True)
 
 
@@ -73,7 +71,7 @@ class TranslatedLanguageModel(LanguageModel):
         logits_to_keep: int | None = None,
         **forward_options: Any,
     ) -> Scored:
-        """See `LanguageModel.run`; query [B, Q] and logits [B, Q', V] are in the target's ids."""
+        """Query [B, Q] and logits [B, Q', V] are in the target's ids."""
         query = self.vocabulary.draft_ids[query_token_ids]  # [B, Q]
         scored = super().run(query, kv_cache, logits_to_keep=logits_to_keep, **forward_options)
         return scored._replace(logits=self.vocabulary.target_logits(scored.logits))

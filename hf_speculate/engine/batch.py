@@ -29,22 +29,14 @@ _FIRST_CAPACITY = 1024  # new tokens for which a row's buffer has room; it grows
 class Batch:
     """B rows of prompt and new tokens.
 
+    If nobody reads the keys of the noise, `keys` gives those of no round. The output numbers rows from `first_row`.
+
     Args:
         input_ids: [B, T] int64, the left-padded prompts, on the target's device.
         seeds: [B] int64 row seeds.
         max_length: columns of the output at most.
         num_prompt_tokens: [B] tokens of each prompt, padding excluded, those of a passed cache included.
         num_pads: [B] padding tokens before each prompt.
-        reads_keys: whether the keys of the noise are read; if not, `keys` gives those of no round.
-        first_row: number of the first output row.
-        draft_limits: [B] tokens that a round may draft in each row; None for any number.
-
-    Attributes:
-        tokens: the rows, on the target's device.
-        host_tokens: the rows on the host; the same object if the target is there.
-        row_ids: the output row of each row.
-        is_finished: whether each row needs no further token.
-        num_rounds: rounds begun.
     """
 
     def __init__(
@@ -60,7 +52,7 @@ class Batch:
     ):
         self.prompt_len = input_ids.shape[1]
         capacity = min(max_length, self.prompt_len + _FIRST_CAPACITY)
-        self.tokens = TokenBuffer(input_ids, capacity)
+        self.tokens = TokenBuffer(input_ids, capacity)  # on the target's device
         self.host_tokens = self.tokens if input_ids.device.type == "cpu" else TokenBuffer(input_ids.cpu())
         self.seeds = seeds
         self.num_prompt_tokens = list(num_prompt_tokens)
@@ -80,7 +72,6 @@ class Batch:
 
     @property
     def num_rows(self) -> int:
-        """B."""
         return len(self.row_ids)
 
     @property
@@ -89,7 +80,6 @@ class Batch:
         return [most - length for most, length in zip(self.max_lengths, self.tokens.lens, strict=True)]
 
     def begin_round(self) -> NoiseKeys:
-        """Count a round; the keys of its noise."""
         self.num_rounds += 1
         return self.keys()
 
@@ -124,7 +114,6 @@ class Batch:
         return was_live
 
     def rows(self, indices: Sequence[int]) -> None:
-        """Keep the rows `indices`, in that order."""
         self.tokens.rows(indices)
         if self.host_tokens is not self.tokens:
             self.host_tokens.rows(indices)

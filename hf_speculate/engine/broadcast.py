@@ -1,7 +1,6 @@
 """Broadcasts: wrappers that make distributed ranks agree on schedules, drafts, verdicts and stops."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,10 +21,7 @@ Criteria = Callable[[Tensor, tuple[Tensor, ...] | None], Tensor]
 
 
 class SyncedDraftLength(DraftLength):
-    """A `DraftLength` on ranks that must run equally many forwards: every rank uses the largest K of all ranks.
-
-    A rank whose rows are all finished goes on with rounds that emit nothing, until all ranks are finished.
-    """
+    """Ranks that must run equally many forwards use the largest K of all; finished ranks go on until all are."""
 
     def __init__(
         self,
@@ -42,10 +38,8 @@ class SyncedDraftLength(DraftLength):
         return self._ranks.max(super().next(batch))
 
 
-class SyncedVerification:
+class SyncedVerification(Verification):
     """A verification that verifies nothing once all rows of this rank are finished."""
-
-    can_join = False
 
     def __init__(self, verification: Verification):
         self._verification = verification
@@ -71,9 +65,6 @@ class SyncedVerification:
 
     def rows(self, indices: Sequence[int]) -> None:
         self._verification.rows(indices)
-
-    def join(self, other: Any) -> None:
-        """Does nothing: rows of synced ranks do not join."""
 
 
 class BroadcastSchedule:
@@ -101,10 +92,9 @@ class BroadcastSchedule:
 
 
 class BroadcastDrafter(DrafterDefaults):
-    """A drafter on a tensor-parallel group: rank 0's draft counts.
+    """A drafter on a tensor-parallel group: rank 0's draft counts, for drafters may read a store of their own.
 
     Every rank drafts, so that the draft cache is up to date everywhere and the draft model may be tensor-parallel too.
-    Drafters that match against a store of their own may draft something else on each rank.
     """
 
     def __init__(self, drafter: Drafter, group: TensorParallelGroup):

@@ -23,7 +23,7 @@ from hf_speculate.engine.broadcast import (
     broadcast_stopping,
 )
 from hf_speculate.engine.call import Call
-from hf_speculate.engine.compile_plan import target_language_model
+from hf_speculate.engine.compile_plan import make_language_model
 from hf_speculate.engine.decoder import SpeculativeDecoder
 from hf_speculate.engine.draft_cache_reuse import make_draft_cache_reuse
 from hf_speculate.engine.draft_length import DraftLength
@@ -69,14 +69,6 @@ def build_decoder(
 ) -> tuple[SpeculativeDecoder, Batch]:
     """The decoder and the batch that it is to decode.
 
-    Args:
-        target: scores the drafts.
-        draft: proposes tokens; None if no model does.
-        config: resolved settings.
-        call: the prepared call.
-        stats: written to.
-        clock: times the stages.
-
     Raises:
         ConfigError: the verifier is unknown, or there is not one seed or draft length per row.
         KernelUnavailableError: the backend was asked for by name and cannot run on a model's device.
@@ -99,8 +91,8 @@ def build_decoder(
     target_cache = _make_cache(plan.target_cache, target, call, call.input_ids.device, is_draft=False)
     keeps_states = call.is_cache_kept or call.ranks is not None or call.group is not None
     capture = _make_capture(target, plan, call)
-    language_model = target_language_model(
-        target, plan.compile, call.max_position, call.target_inputs, keeps_states, capture, forget_compiled
+    language_model = make_language_model(
+        "target", target, plan.compile, call.max_position, call.target_inputs, keeps_states, forget_compiled, capture
     )
     batch = _make_batch(plan, call)
     drafter = custom or make_drafter(target, plan, call, forget_compiled)
@@ -137,14 +129,7 @@ def build_decoder(
 
 
 def build_schedule(plan: Plan, draft_cost: float, history: ScheduleHistory | None, batch_size: int) -> Schedule:
-    """The schedule that the settings name.
-
-    Args:
-        plan: of the call.
-        draft_cost: the cost of a draft step, in plain steps of the target.
-        history: estimates of earlier calls; None keeps nothing.
-        batch_size: B.
-    """
+    """The schedule that the settings name; a draft step costs `draft_cost` plain steps of the target."""
     config = plan.config
     match config.schedule:
         case "adaptive":
@@ -195,12 +180,9 @@ def _make_padding(plan: Plan, call: Call) -> EndPadding:
 
 
 def _make_capture(target: PreTrainedModel, plan: Plan, call: Call) -> LayerCapture | None:
-    """What keeps the target's states for the drafter; None if it reads none, or if the forward's output holds them.
-
-    Candidate generators number layers as `output_hidden_states` of their transformers version does.
-    """
-    layers = plan.hidden_layers
-    is_eager = plan.compile.target is None and "target" not in plan.compile.graphed
+    """What keeps the target's states for the drafter; None if it reads none, or if the forward's output holds them."""
+    layers = plan.hidden_layers  # numbered for candidate generators as `output_hidden_states` numbers them
+    is_eager = "target" not in (*plan.compile.compiled, *plan.compile.graphed)
     is_returned = call.generator is not None or (layers == (FINAL_STATE,) and is_eager)
     return None if layers is None or is_returned else LayerCapture(target, layers)
 

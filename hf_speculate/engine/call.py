@@ -51,12 +51,10 @@ class Call:
 
     @property
     def row_ids(self) -> range:
-        """[B] numbers of the output rows."""
         return range(self.first_row, self.first_row + self.batch_size)
 
     @property
     def batch_size(self) -> int:
-        """B."""
         return self.input_ids.shape[0]
 
     @property
@@ -89,7 +87,6 @@ class Call:
 
     @property
     def num_pads(self) -> list[int]:
-        """[B] padding tokens before each prompt."""
         mask = self.text_mask
         if mask is None:
             return [0] * self.batch_size

@@ -1,8 +1,8 @@
 """Compile plan: which of a call's forwards run compiled or from device graphs, and why the others do not."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -28,8 +28,7 @@ CAPACITY_UNIT = 128
 class StaticRequest(NamedTuple):
     """A call's request for buffers that never grow, and for compiled forwards over them."""
 
-    target: CompileSettings | None  # None to run eagerly
-    draft: CompileSettings | None
+    settings: dict[str, CompileSettings]  # of the models to compile, "target" and "draft"
     eager_reason: str  # what stays eager though it was to be compiled, and why; empty if nothing does
     min_columns: int  # columns that buffers have at least
 
@@ -40,28 +39,30 @@ def static_request(
     """The request of a call; None if it asks for neither. What plain `generate` would not compile is not compiled."""
     if not is_static and config.compile_config is None:
         return None
-    found = [compile_config_of(one, config) for one in (model, model if assistant is None else assistant)]
-    target, draft = (None if one is None else _settings(one) for one in found)
+    models = {"target": model} if assistant is None else {"target": model, "draft": assistant}
+    found = {part: compile_config_of(one, config) for part, one in models.items()}
+    settings = {part: _settings(one) for part, one in found.items() if one is not None}
     reason = ""
-    if config.compile_config is not None and target is None:
+    if config.compile_config is not None and "target" not in settings:
         reason = (
             f"eager forwards, because plain generate() would not compile with this compile_config on {model.device}"
         )
     if config.output_hidden_states or config.output_attentions:
-        reason = "eager forwards, because hidden states or attentions are returned" if target or reason else ""
-        target = draft = None
-    if target is not None and tensor_parallel_size(model) > 1:
-        target, reason = None, "eager forwards of the target, which is split over processes"
-    if draft is not None and assistant is not None and tensor_parallel_size(assistant) > 1:
-        draft, reason = None, "eager forwards of the draft, which is split over processes"
-    return StaticRequest(target, draft, reason, getattr(config, "max_cache_len", None) or 0)
+        if "target" in settings or reason:
+            reason = "eager forwards, because hidden states or attentions are returned"
+        settings = {}
+    for part in [part for part in settings if tensor_parallel_size(models[part]) > 1]:
+        del settings[part]
+        reason = f"eager forwards of the {part}, which is split over processes"
+    return StaticRequest(settings, reason, getattr(config, "max_cache_len", None) or 0)
 
 
 def with_eager_draft(request: StaticRequest | None, reason: str) -> StaticRequest | None:
     """The same request without compiled forwards of the draft; an empty reason leaves it as it is."""
-    if request is None or request.draft is None or not reason:
+    if request is None or "draft" not in request.settings or not reason:
         return request
-    return request._replace(draft=None, eager_reason=f"eager forwards of the draft: {reason}")
+    settings = {part: one for part, one in request.settings.items() if part != "draft"}
+    return request._replace(settings=settings, eager_reason=f"eager forwards of the draft: {reason}")
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,7 @@ class CompilePlan:
     """The forwards of a call that run compiled or from device graphs."""
 
     is_static: bool = False  # whether buffers never grow
-    target: CompileSettings | None = None  # settings of `torch.compile`; None to run eagerly
-    draft: CompileSettings | None = None  # settings of `torch.compile`; None to run eagerly
+    settings: dict[str, CompileSettings] = field(default_factory=dict)  # of the compiled models, "target" and "draft"
     # draft lengths K, ascending, the largest last; where a length is fixed, others are rounded up to these
     lens: tuple[int, ...] = ()
     min_columns: int = 0  # columns that buffers have at least
@@ -84,8 +84,7 @@ class CompilePlan:
 
     @property
     def compiled(self) -> list[str]:
-        """The models whose forwards run compiled, "target" and "draft"."""
-        return [part for part, settings in (("target", self.target), ("draft", self.draft)) if settings is not None]
+        return list(self.settings)
 
     def capacity(self, max_columns: int, device: torch.device) -> int | None:
         """Columns of fixed buffers for rows of `max_columns` and what a round writes after them; None if they grow."""
@@ -120,81 +119,51 @@ def make_compile_plan(
     if request is None:
         return CompilePlan()
     reasons = [request.eager_reason] if request.eager_reason else []
-    wanted = {"target": request.target, "draft": request.draft}
-    found: dict[str, CompileSettings | None] = {"target": None, "draft": None}
-    for candidate in candidates:
-        settings = wanted[candidate.part]
-        if settings is None:
-            continue
-        reason = _eager_reason(candidate, settings)
-        if reason:
-            reasons.append(reason)
-        else:
-            found[candidate.part] = settings
+    wanted = [candidate for candidate in candidates if candidate.part in request.settings]
+    eager = {one.part: _eager_reason(one, request.settings[one.part]) for one in wanted}
+    reasons += filter(None, eager.values())
     for reason in reasons:
         warn_once(reason)
-    return CompilePlan(True, found["target"], found["draft"], lens, request.min_columns, tuple(reasons))
+    settings = {part: request.settings[part] for part, reason in eager.items() if not reason}
+    return CompilePlan(True, settings, lens, request.min_columns, tuple(reasons))
 
 
 def draft_lens(config: SpeculationConfig) -> tuple[int, ...]:
-    """The draft lengths K to which others are rounded up where a length is fixed, ascending.
-
-    A constant K is the only one; the last round is rounded up to it as well. If K varies, as it always does with suffix
-    matches, powers of two and the largest K leave at most half of a draft unused.
-    """
+    """The draft lengths K to which others are rounded up where a length is fixed, ascending."""
     num = config.max_draft_tokens
     if config.schedule == "constant" and config.prompt_lookup_num_tokens is None:
         return (num,)
-    return (*(1 << power for power in range(1, 8) if 1 << power < num), num)
+    return (*(1 << power for power in range(1, 8) if 1 << power < num), num)  # at most half of a draft is unused
 
 
-def target_language_model(
+def make_language_model(
+    part: str,
     model: PreTrainedModel,
     plan: CompilePlan,
     max_position: int | None,
     extra_inputs: ExtraInputs,
     keeps_states: bool,
-    capture: LayerCapture | None,
     on_failure: Callable[[str, str], None],
+    capture: LayerCapture | None = None,
 ) -> LanguageModel:
-    """The target as a `LanguageModel`, compiled or run from graphs if the plan says so.
+    """The "target" or "draft" as a `LanguageModel`, compiled or run from graphs if the plan says so.
 
-    `on_failure` is called with "target" and the reason, if it cannot be compiled or captured.
+    `on_failure` is called with the part and the reason, if it cannot be compiled or captured.
     """
-    runner = _runner("target", model, plan.target, plan, on_failure)
+    runner, is_draft = _runner(part, model, plan, on_failure), part == "draft"
     if runner is None:
-        return LanguageModel(model, max_position, keeps_states, extra_inputs, capture=capture)
-    query_lens = _query_lens(plan.lens, runner.varies and model.device.type != "cuda")
+        return LanguageModel(model, max_position, keeps_states, extra_inputs, is_draft, capture)
+    query_lens: tuple[int, ...] = (STEP_QUERY_LEN,)
+    if not is_draft:
+        query_lens = _query_lens(plan.lens, runner.varies and model.device.type != "cuda")
     return CompiledLanguageModel(model, max_position, runner, query_lens, extra_inputs, capture)
 
 
-def draft_language_model(
-    model: PreTrainedModel,
-    plan: CompilePlan,
-    max_position: int | None,
-    extra_inputs: ExtraInputs,
-    keeps_states: bool,
-    on_failure: Callable[[str, str], None],
-) -> LanguageModel:
-    """The draft model as a `LanguageModel`, compiled or run from graphs if the plan says so.
-
-    `on_failure` is called with "draft" and the reason, if it cannot be compiled or captured.
-    """
-    runner = _runner("draft", model, plan.draft, plan, on_failure)
-    if runner is None:
-        return LanguageModel(model, max_position, keeps_states, extra_inputs, is_draft=True)
-    return CompiledLanguageModel(model, max_position, runner, (STEP_QUERY_LEN,))
-
-
 def _query_lens(lens: Sequence[int], varies: bool) -> tuple[int, ...]:
-    """The lengths Q of the target's queries; others are rounded up.
-
-    If one compilation serves every Q from 2 on, plain steps are rounded up to 2, for a single token would be compiled
-    anew. CUDA graphs are recorded for each Q, so few are better there.
-    """
+    """The lengths Q of the target's queries, to which others are rounded up; CUDA graphs are recorded for each."""
     if not lens:
         return (1,)
-    if varies:
+    if varies:  # one compilation serves every Q from 2 on; a single token would be compiled anew
         return tuple(range(2, max(lens) + 2))
     # If K varies, plain steps are rounds of their own; after a constant K the last one is rounded up.
     return (*(() if len(lens) == 1 else (2,)), *(num + 1 for num in lens))
@@ -218,19 +187,12 @@ def _eager_reason(candidate: CompileCandidate, settings: CompileSettings) -> str
 
 
 def _runner(
-    part: str,
-    model: PreTrainedModel,
-    settings: CompileSettings | None,
-    plan: CompilePlan,
-    on_failure: Callable[[str, str], None],
+    part: str, model: PreTrainedModel, plan: CompilePlan, on_failure: Callable[[str, str], None]
 ) -> Runner | None:
-    """What runs a model's forwards; None to run them eagerly."""
-    units = model_state(model).units
-    if settings is not None:
-        return Compilation(model, settings, units, lambda reason: on_failure(part, reason))
-    if part in plan.graphed:
-        return Graphing(model, units, lambda reason: on_failure(part, reason))
-    return None
+    units, fail = model_state(model).units, partial(on_failure, part)
+    if part in plan.settings:
+        return Compilation(model, plan.settings[part], units, fail)
+    return Graphing(model, units, fail) if part in plan.graphed else None
 
 
 @cache

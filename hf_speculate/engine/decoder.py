@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from hf_speculate.engine.batch import Batch
-from hf_speculate.engine.draft_length import DraftLengthSource
+from hf_speculate.engine.draft_length import DraftLength
 from hf_speculate.engine.draft_session import DraftSession
 from hf_speculate.engine.observers import Observer
 from hf_speculate.engine.outputs import OutputRecorder
@@ -19,16 +19,7 @@ from hf_speculate.types import DraftOut, RoundRecord, Scored, Trimmed, Verified
 class SpeculativeDecoder:
     """Decodes a batch: a drafter proposes tokens, the target scores them, the verifier keeps a prefix.
 
-    Args:
-        target: scores the drafts, and keeps the target's KV cache.
-        drafts: proposes tokens, and keeps the draft's KV cache.
-        verification: decides which tokens are accepted.
-        stops: trims rounds to where rows stop.
-        draft_length: chooses how many tokens to draft.
-        output: collects the tokens, and what else `generate()` returns.
-        observers: read the record of every round, in this order.
-        clock: times the stages.
-        keeps_rows: whether finished rows stay in the batch.
+    The observers read the record of every round, in their order. Finished rows stay in the batch if `keeps_rows`.
     """
 
     def __init__(
@@ -37,7 +28,7 @@ class SpeculativeDecoder:
         drafts: DraftSession,
         verification: Verification,
         stops: StopTracker,
-        draft_length: DraftLengthSource,
+        draft_length: DraftLength,
         output: OutputRecorder,
         observers: Sequence[Observer],
         clock: StageClock,
@@ -120,7 +111,6 @@ class SpeculativeDecoder:
         verified: Verified,
         trimmed: Trimmed,
     ) -> None:
-        """Let the observers read what the round did."""
         stopped = zip(batch.num_left, trimmed.is_stopped, strict=True)
         record = RoundRecord(
             batch.num_rounds,

@@ -26,10 +26,7 @@ class SyncedRanks:
 
 
 def synced_ranks(wanted: bool | None, models: Iterable[nn.Module], device: torch.device) -> SyncedRanks | None:
-    """The ranks that must run equally many forwards; None if there are none, or this is the only one.
-
-    `wanted` is the call's `synced_gpus`; None decides by ZeRO-3 and FSDP.
-    """
+    """The ranks that must run equally many forwards: as `synced_gpus` says, else by ZeRO-3 and FSDP; or None."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() < 2:
         return None
     if wanted is None:

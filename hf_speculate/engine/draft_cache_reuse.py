@@ -18,10 +18,7 @@ from hf_speculate.types import KVState
 
 
 class DraftCacheReuse:
-    """Fills a call's draft cache from a `DraftState`, and the state from the cache when the call ends.
-
-    In such a call, rows stay in the batch when they are finished.
-    """
+    """Fills a call's draft cache from a `DraftState`, and the state at the end; finished rows stay in the batch."""
 
     def __init__(self, state: DraftState, draft: PreTrainedModel, vocabulary: VocabMapping | None):
         self.state = state
@@ -49,15 +46,9 @@ class DraftCacheReuse:
         return num_columns
 
     def note(self, batch: Batch, kv_cache: KVCache, certain: Sequence[int], was_live: Sequence[bool]) -> None:
-        """Note how much of each row the draft cache holds after a round.
+        """Note how much of each row the draft cache, cut back to the emitted tokens, holds after a round.
 
-        A finished row is fed tokens that are not its own, so it can only lose.
-
-        Args:
-            batch: the rows.
-            kv_cache: cut back to the emitted tokens.
-            certain: [B] tokens of each row, padding included, that the cache held before.
-            was_live: [B] rows that were not finished when they were drafted.
+        It held `certain` [B] columns of each row before. A finished row is fed tokens that are not its own.
         """
         rows = zip(self._num_valid, certain, batch.num_pads, was_live, strict=True)
         valid = [max(num - pad, 0) if live else known for known, num, pad, live in rows]
@@ -90,8 +81,7 @@ def make_draft_cache_reuse(
 def draft_cache_choice(choice: str, state: DraftState | None, draft: PreTrainedModel) -> str:
     """The value of `speculation_cache` for a draft model whose states are kept.
 
-    Growing buffers of sliding-window layers drop what lies behind the window, and a state could not be cut back to what
-    a later prompt shares; the dynamic cache of a draft keeps all states.
+    Growing buffers drop what lies behind a sliding window; the dynamic cache of a draft keeps all states.
     """
     if state is None or choice != "auto":
         return choice

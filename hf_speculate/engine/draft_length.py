@@ -1,39 +1,16 @@
 """Draft length: how many tokens the next round drafts, from the schedule and the room that rows have left."""
 
-from typing import Protocol
-
 from hf_speculate.engine.batch import Batch
 from hf_speculate.engine.observers import Observer
 from hf_speculate.engine.stage_clock import Stage
 from hf_speculate.schedule import RoundOutcome, Schedule
-from hf_speculate.types import RoundRecord, StageSeconds
+from hf_speculate.types import RoundRecord
 
 
-class DraftLengthSource(Observer, Protocol):
-    """Chooses K for the next round, and observes what came of it."""
+class DraftLength(Observer):
+    """Asks a schedule for K, and tells it about every round; in lock step, all rows count as one, the slowest.
 
-    def begin(self, prompt_s: float, num_read: int, num_unread: int) -> None:
-        """Prepare for the first round.
-
-        Args:
-            prompt_s: seconds that the target took to read its part of the prompt.
-            num_read: tokens of each row that it read.
-            num_unread: tokens of each row that the drafter has yet to read.
-        """
-
-    def next(self, batch: Batch) -> int | None:
-        """Tokens to draft; None if no round follows."""
-
-
-class DraftLength:
-    """Asks a schedule for K, and tells it about every round.
-
-    Args:
-        schedule: chooses K.
-        max_new_tokens: tokens that a row may emit, the one that follows the prompt included.
-        is_lock_step: whether all rows advance by the same number of tokens; they then count as one, the slowest.
-        counts_drafted: whether the schedule is told the tokens that were drafted as the K that was asked for, because
-            the drafter may draft fewer.
+    If the drafter may draft fewer tokens than K (`counts_drafted`), the schedule is told what was drafted instead of K.
     """
 
     stage = Stage.RECORD
@@ -47,15 +24,12 @@ class DraftLength:
         self._counts_drafted = counts_drafted
 
     def begin(self, prompt_s: float, num_read: int, num_unread: int) -> None:
-        """See `DraftLengthSource.begin`."""
+        """Prepare for the first round, from the seconds and columns of the target's prompt."""
         num_unread = min(num_unread, num_read)
         self.schedule.begin(prompt_s * num_unread / num_read, num_unread, self._max_new_tokens - 1)
 
     def next(self, batch: Batch) -> int | None:
-        """What the schedule asks for, but not past the rows' limits and the last row's end; None at the end.
-
-        In lock step the row with the lowest limit decides.
-        """
+        """What the schedule asks for, within the rows' limits and the room that they have left; None at the end."""
         rows = zip(batch.num_left, batch.draft_limits, batch.is_finished, strict=True)
         live = [(left, limit) for left, limit, is_finished in rows if not is_finished]
         if not live:
@@ -67,7 +41,6 @@ class DraftLength:
         return max(min(self.schedule.num_draft_tokens, most), 0)
 
     def on_round(self, record: RoundRecord) -> None:
-        """See `Observer.on_round`."""
         if not record.num_round:
             return
         live = [row for row, was_live in enumerate(record.was_live) if was_live]
@@ -96,6 +69,3 @@ class DraftLength:
                 seconds.verify + seconds.bookkeeping,
             )
         )
-
-    def on_end(self, num_new_tokens: int, seconds: StageSeconds) -> None:
-        """Does nothing: the schedule has seen the last round."""

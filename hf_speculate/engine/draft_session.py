@@ -20,16 +20,8 @@ _MOST_DROPPED = 16  # tokens that a joining row reads again, so that the others 
 class DraftSession:
     """Feeds the drafter what it has not seen, and rolls its KV cache back to the tokens that were emitted.
 
-    Args:
-        drafter: proposes tokens; None if nothing is drafted.
-        kv_cache: the draft model's states; None for drafters without one.
-        strategy: how the drafter proposes.
-        num_rows: B.
-        padding_id: token that finished rows are drafted in lock step; None if their drafts do not matter.
-        reuse: fills the cache from an earlier call, and keeps it for later ones; None if it is not reused.
-        placeless_id: a token after which the target reads others of the same forward at wrong positions, so that drafts
-            after it do not count; None if there is none.
-        hidden_states: the target's states that the drafter has not read; None if it reads none.
+    In lock step finished rows are drafted `padding_id`. After a `placeless_id` the target reads other tokens of the
+    same forward at wrong positions, so drafts after it do not count.
     """
 
     def __init__(
@@ -69,26 +61,14 @@ class DraftSession:
         return max(batch.prompt_len - self._num_seen[0], 0)
 
     def read_prompt(self, batch: Batch, scored: Scored, num_ahead: int) -> None:
-        """Keep the target's hidden states of a part of the prompt, if the drafter reads them.
-
-        Args:
-            batch: the rows.
-            scored: of the forward over that part.
-            num_ahead: columns of the prompt from the part's first one on.
-        """
+        """Keep the target's hidden states of a part of the prompt, whose last `num_ahead` columns begin with it."""
         if self.hidden_states is not None:
             # a prompt of embeddings may have more tokens than ids
             num_tokens = [min(num, batch.prompt_len + 1) for num in batch.num_prompt_tokens]
             self.hidden_states.add_prompt(scored, num_tokens, num_ahead)
 
     def propose(self, batch: Batch, num_draft_tokens: int, keys: NoiseKeys) -> DraftOut:
-        """Draft up to `num_draft_tokens` tokens per row; none if that is 0.
-
-        Args:
-            batch: the rows.
-            num_draft_tokens: K at most.
-            keys: of the round's noise.
-        """
+        """Draft up to `num_draft_tokens` tokens per row; none if that is 0."""
         self.num_fed = 0
         if num_draft_tokens == 0 or self.drafter is None:
             return batch.no_draft()
@@ -113,15 +93,7 @@ class DraftSession:
         return draft
 
     def commit(self, batch: Batch, draft: DraftOut, scored: Scored, verified: Verified, trimmed: Trimmed) -> None:
-        """Roll the draft cache back to the emitted tokens.
-
-        Args:
-            batch: the rows, with the emitted tokens.
-            draft: of the round.
-            scored: the target's outputs.
-            verified: the verdict on the draft.
-            trimmed: the emitted part of it.
-        """
+        """Roll the draft cache back to the emitted tokens, which the batch holds by now."""
         if self.hidden_states is not None:
             self.hidden_states.add(scored, trimmed.num_emitted)
         if not draft.token_ids.shape[1]:
@@ -149,11 +121,7 @@ class DraftSession:
         return is_simple and (self.drafter is None or self.drafter.can_join)
 
     def read_ahead(self, batch: Batch) -> None:
-        """Let the drafter read the prompts before the first round, so that the rows may join others.
-
-        Args:
-            batch: the rows, with the token that follows their prompts.
-        """
+        """Let the drafter read the prompts before the first round, so that the rows may join others."""
         if self.drafter is None:
             return
         tokens = batch.host_tokens if self.drafter.reads_host_tokens else batch.tokens
@@ -162,12 +130,7 @@ class DraftSession:
         self._catch_up(batch)
 
     def join(self, other: "DraftSession", batch: Batch) -> None:
-        """Add the rows of `other`, which has read ahead, behind these.
-
-        Args:
-            other: the session of the new rows.
-            batch: the rows of this session, all of them live.
-        """
+        """Add the rows of `other`, which has read ahead, behind these, which are all live."""
         if not other._fall_behind(self._num_unseen(batch)):
             self._catch_up(batch)
         if self.drafter is not None and other.drafter is not None:
@@ -199,7 +162,6 @@ class DraftSession:
         self._num_seen = [length - min(num_unseen, num_query) for length in batch.tokens.lens]
 
     def rows(self, indices: Sequence[int]) -> None:
-        """Keep the rows `indices`, in that order."""
         if self.drafter is not None:
             self.drafter.rows(indices)
         if self.kv_cache is not None:
@@ -211,15 +173,13 @@ class DraftSession:
             self._seen_lens.rows(indices)
 
     def end(self, batch: Batch) -> None:
-        """Keep the draft cache for later calls."""
         if self._reuse is not None and self.kv_cache is not None:
             self._reuse.remember(batch, self.kv_cache)
 
     def _num_unseen(self, batch: Batch) -> int:
         """Tokens at the end of the live rows that the drafter has not seen; the same number for every row.
 
-        Plain steps add one token to it. Finished rows that stay are fed as many tokens as the others. If no row is
-        live, all rows are fed what they lack: other ranks take part in the forwards.
+        If no row is live, all rows are fed what they lack: other ranks take part in the forwards.
         """
         no_live = all(batch.is_finished)
         rows = zip(batch.tokens.lens, self._num_seen, batch.is_finished, strict=True)
@@ -236,11 +196,7 @@ class DraftSession:
         return draft._replace(lens=torch.minimum(draft.lens, most))
 
     def _kept(self, batch: Batch, tokens: TokenBuffer) -> Kept | None:
-        """The tokens emitted since the drafter's last call; None before the first one.
-
-        With hidden states it holds the tokens that they belong to, also before the first call; the states are handed
-        over and forgotten.
-        """
+        """The tokens emitted since the drafter's last call, with their hidden states; None if it gets none."""
         lens, seen, states = tokens.row_lens, self._seen_lens, None
         if self.hidden_states is not None:
             seen_lens = [length - num for length, num in zip(tokens.lens, self.hidden_states.counts, strict=True)]
@@ -260,9 +216,7 @@ class DraftSession:
     def _crop(self, batch: Batch, num_valid: list[int]) -> None:
         """Leave the drafter equally far behind in every row, so that its next query is rectangular.
 
-        Args:
-            batch: the rows, with the emitted tokens.
-            num_valid: [B] tokens of each row that the drafter has seen and that were emitted.
+        It has seen `num_valid` [B] emitted tokens of each row.
         """
         lens = batch.tokens.lens
         behind = max(length - seen for length, seen in zip(lens, num_valid, strict=True))

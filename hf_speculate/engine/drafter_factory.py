@@ -1,6 +1,7 @@
 """Drafter factory: makes the drafter that a call's plan names."""
 
 from collections.abc import Callable
+from functools import partial
 
 from transformers import PreTrainedModel
 
@@ -18,12 +19,12 @@ from hf_speculate.draft.model import DraftSettings, ModelDrafter
 from hf_speculate.draft.suffix import SuffixDrafter, SuffixSettings
 from hf_speculate.draft.vocab_mapping import TranslatedLanguageModel
 from hf_speculate.engine.call import Call
-from hf_speculate.engine.compile_plan import draft_language_model, draft_lens
+from hf_speculate.engine.compile_plan import draft_lens, make_language_model
 from hf_speculate.engine.plan import Plan
 from hf_speculate.models.compilation import CompiledUnits
 from hf_speculate.models.compiled import CompiledLanguageModel
 from hf_speculate.models.inferencer import Inferencer, draft_chunk_size
-from hf_speculate.models.language_model import device_of, last_position
+from hf_speculate.models.language_model import LanguageModel, device_of, last_position, vocab_size_of
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.processors.fused_warpers import fuse_warpers
 from hf_speculate.processors.row_groups import ProcessorGroups
@@ -36,10 +37,7 @@ from hf_speculate.verify.base import draft_stream, reads_draft_logits
 def make_custom_drafter(
     target: PreTrainedModel, config: SpeculationConfig, call: Call, on_failure: Callable[[str, str], None]
 ) -> Drafter | None:
-    """The user's own drafter, or an adapter of a candidate generator; None if the call has neither.
-
-    `on_failure` is called with "draft" and the reason, if the drafter asked for compiled drafts and has none.
-    """
+    """The user's own drafter, or an adapter of a candidate generator; None if the call has neither."""
     if config.drafter is not None:
         return CustomDrafter(config.drafter, _setup(target, config, call, on_failure))
     if call.generator is None:
@@ -53,10 +51,7 @@ def make_custom_drafter(
 def make_drafter(
     target: PreTrainedModel, plan: Plan, call: Call, on_failure: Callable[[str, str], None]
 ) -> Drafter | None:
-    """The drafter of a plan, unless it is a custom one; None if nothing is drafted.
-
-    `on_failure` is called with "draft" and the reason, if the draft model cannot be compiled.
-    """
+    """The drafter of a plan, unless it is a custom one; None if nothing is drafted."""
     draft, num_lookup, device = plan.draft_model, plan.config.prompt_lookup_num_tokens, call.input_ids.device
     if draft is None:
         return None if num_lookup is None else SuffixDrafter(_suffix_settings(target, plan, call, num_lookup), device)
@@ -71,17 +66,16 @@ def _setup(
     target: PreTrainedModel, config: SpeculationConfig, call: Call, on_failure: Callable[[str, str], None]
 ) -> DrafterSetup:
     compilation = None
-    if call.static is not None and call.static.target is not None and call.static.draft is not None:
-        compilation = DraftCompilation(
-            call.static.draft, draft_lens(config), CompiledUnits(), lambda reason: on_failure("draft", reason)
-        )
+    if call.static is not None and "target" in call.static.settings:
+        settings = call.static.settings["target"]
+        compilation = DraftCompilation(settings, draft_lens(config), CompiledUnits(), partial(on_failure, "draft"))
     return DrafterSetup(
         target=target,
         batch_size=call.batch_size,
         num_pads=tuple(call.num_pads),
         max_length=call.max_length,
         max_draft_tokens=config.max_draft_tokens,
-        vocab_size=_vocab_size(target),
+        vocab_size=vocab_size_of(target),
         eos_token_ids=BlockStoppingCriteria(call.criteria).eos_token_ids or frozenset(),
         device=call.input_ids.device,
         processors=BlockLogitsProcessorList(call.processors).for_draft(),
@@ -98,7 +92,7 @@ def _suffix_settings(target: PreTrainedModel, plan: Plan, call: Call, num: int) 
         max_draft_tokens=num,
         max_match_len=plan.config.max_matching_ngram_size,
         eos_token_ids=plan.eos_token_ids or frozenset(),
-        vocab_size=_vocab_size(target),
+        vocab_size=vocab_size_of(target),
         store=plan.config.suffix_store,
         num_pads=call.num_pads,
     )
@@ -129,13 +123,13 @@ def _model_drafter(
         backend=config.verifier_backend,
     )
     if call.vocabulary is not None:
-        translated = TranslatedLanguageModel(draft, call.vocabulary, max_position, call.draft_inputs, is_synced)
-        return ModelDrafter(Inferencer(translated, None, chunk_size, not is_synced), of_rows, settings)
-    language_model = draft_language_model(draft, plan.compile, max_position, call.draft_inputs, is_synced, on_failure)
+        language_model: LanguageModel = TranslatedLanguageModel(
+            draft, call.vocabulary, max_position, call.draft_inputs, is_synced
+        )
+    else:
+        language_model = make_language_model(
+            "draft", draft, plan.compile, max_position, call.draft_inputs, is_synced, on_failure
+        )
     if isinstance(language_model, CompiledLanguageModel):
         return CompiledDrafter(language_model, processors, settings, chunk_size)
     return ModelDrafter(Inferencer(language_model, None, chunk_size, not is_synced), of_rows, settings)
-
-
-def _vocab_size(target: PreTrainedModel) -> int:
-    return int(target.config.get_text_config(decoder=True).vocab_size)

@@ -20,12 +20,7 @@ class EndPadding:
 
     Plain `generate` feeds a finished row its last token, then padding, until the longest row is finished. Here such a
     row reads these tokens in place of drafts, in the rounds of the other rows. What it still lacks after the last round
-    is fed in forwards of its own, from which the other rows are rolled back.
-
-    Args:
-        pad_token_id: of the padding; None if nothing is fed.
-        max_query: tokens of each row in a forward that reads padding alone.
-        ranks: the ranks that must run as many forwards, or None.
+    is fed in forwards of its own, of `max_query` tokens a row, from which the other rows are rolled back.
     """
 
     def __init__(self, pad_token_id: int | None, max_query: int = MAX_PADDING_QUERY, ranks: SyncedRanks | None = None):

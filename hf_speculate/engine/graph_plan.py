@@ -12,10 +12,7 @@ from hf_speculate.models.quirks import growing_rope
 def with_graphs(
     plan: CompilePlan, lens: tuple[int, ...], candidates: list[CompileCandidate], graphs: str
 ) -> CompilePlan:
-    """The plan of a call, in which what is not compiled runs from graphs if it can.
-
-    "auto" is "off" until graphs have been tested on a device.
-    """
+    """The plan of a call, in which what is not compiled runs from graphs if it can; "auto" is "off" until tested."""
     if graphs != "on":
         return plan
     found = {candidate.part: _eager_reason(candidate, plan) for candidate in candidates}

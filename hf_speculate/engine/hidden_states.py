@@ -22,17 +22,11 @@ class _Piece(NamedTuple):
 
 
 class HiddenStates:
-    """The hidden states that the drafter has not read, row by row.
+    """The hidden states that the drafter has not read, row by row: those from which an emitted token was chosen.
 
-    A row keeps the states of real tokens from which an emitted token was chosen. Counts stay on the host and states
-    on the target's device: neither adding nor taking waits for an accelerator.
-
-    Args:
-        layers: layers whose states are wanted, concatenated along D in this order, numbered as in the target's
-            `output_hidden_states`; -1 is the last one, as the head reads it.
-        is_captured: whether `Scored.captured` holds the states of these layers; otherwise they are read from
-            `Scored.hidden_states`.
-        project: maps states [B, Q, D] to those that are kept; None to keep them as they are.
+    Counts stay on the host and states on the target's device: neither adding nor taking waits for an accelerator. The
+    layers are concatenated along D in their order. Their states come from `Scored.captured` if `is_captured`, otherwise
+    from `Scored.hidden_states`, and are kept as `project` maps them.
     """
 
     def __init__(
@@ -53,10 +47,9 @@ class HiddenStates:
         return [sum(counts) for counts in zip(*(piece.counts for piece in self._pieces), strict=True)]
 
     def add_prompt(self, output: Scored, num_tokens: Sequence[int], num_ahead: int) -> None:
-        """Append the states of a part of the left-padded prompt.
+        """Append the states of a part of the left-padded prompt, from `num_ahead` columns before its end on.
 
-        The prompt has `num_ahead` columns from the part's first one on. Of each prompt, the last `num_tokens` [B] are
-        wanted at most: those of its real tokens.
+        Of each row the last `num_tokens` [B] are wanted at most: those of its real tokens.
         """
         states = self._states(output)
         width = states.shape[1]
@@ -69,10 +62,7 @@ class HiddenStates:
         self._pieces.append(_Piece(states, [0] * len(counts), list(counts)))
 
     def take(self, device: torch.device) -> Tensor:
-        """[B, N, D] of all states on a device, which are then forgotten; undefined past a row's count.
-
-        N is the largest count, D covers all wanted layers.
-        """
+        """[B, N, D] of all states on a device, which are then forgotten; undefined past a row's count, N at most."""
         pieces, counts = self._pieces, self.counts
         # Always a copy: the drafter could not write into a tensor made in inference mode.
         states = torch.cat([piece.states for piece in pieces], dim=1)  # [B, S, D]
@@ -84,8 +74,7 @@ class HiddenStates:
         self._pieces = []
         return states.to(device)
 
-    def _states(self, output: Scored) -> Tensor:
-        """[B, Q, D], what is kept of a forward's states."""
+    def _states(self, output: Scored) -> Tensor:  # [B, Q, D]
         states = self._returned(output) if output.captured is None else output.captured
         return states if self._project is None else self._project(states)
 
@@ -102,7 +91,6 @@ class HiddenStates:
         return states[0] if len(states) == 1 else torch.cat([one.to(states[0].device) for one in states], dim=-1)
 
     def rows(self, indices: Sequence[int]) -> None:
-        """Keep the rows `indices`, in that order."""
         kept = list(indices)
         self._pieces = [
             _Piece(

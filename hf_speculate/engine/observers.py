@@ -1,7 +1,6 @@
 """Observers: what learns from each round besides the loop itself."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from hf_speculate.engine.stage_clock import Stage
 from hf_speculate.engine.stop_tracker import StopTracker
@@ -11,7 +10,7 @@ from hf_speculate.types import RoundRecord, RoundReport, StageSeconds
 from hf_speculate.verify.bad_logits import BAD_LOGITS, bad_logits_error
 
 
-class Observer(Protocol):
+class Observer:
     """Reads every round's record after the batch and the caches were updated."""
 
     stage: Stage
@@ -21,22 +20,11 @@ class Observer(Protocol):
         """Read a round; the token that follows the prompt is round 0."""
 
     def on_end(self, num_new_tokens: int, seconds: StageSeconds) -> None:
-        """Called after the last round.
-
-        Args:
-            num_new_tokens: of the longest row of the output.
-            seconds: since the last record.
-        """
+        """Called after the last round, with the new tokens of the longest row and the seconds since the last record."""
 
 
-class StatsObserver:
-    """Adds every round to a call's statistics.
-
-    Args:
-        stats: written to.
-        num_user_host_syncs: calls of user code per round that may wait for the device, besides those of verification.
-        counts_rows: whether each output row is counted by itself too.
-    """
+class StatsObserver(Observer):
+    """Adds every round to a call's statistics; user code may wait for the device `num_user_host_syncs` times each."""
 
     stage = Stage.RECORD
 
@@ -46,7 +34,6 @@ class StatsObserver:
         self._num_user_host_syncs = num_user_host_syncs
 
     def on_round(self, record: RoundRecord) -> None:
-        """See `Observer.on_round`."""
         stats, verified = self._stats, record.verified
         stats.add_seconds(record.seconds)
         if not any(record.was_live):
@@ -80,19 +67,14 @@ class StatsObserver:
                     stats.add_to_row(record.row_ids[row], verified.num_drafted[row], num_accepted)
 
     def on_end(self, num_new_tokens: int, seconds: StageSeconds) -> None:
-        """See `Observer.on_end`."""
         self._stats.add_seconds(seconds)
         self._stats.num_longest += num_new_tokens - 1
 
 
-class BadLogitsObserver:
+class BadLogitsObserver(Observer):
     """Raises an error if a token was sampled from logits that define no distribution, as plain `generate` does.
 
     An error past a row's stop is kept until the end: plain `generate` may have stopped before it.
-
-    Args:
-        stops: where rows stop.
-        row_ids: [B] of the output.
     """
 
     stage = Stage.VERIFY
@@ -103,7 +85,6 @@ class BadLogitsObserver:
         self._late: list[tuple[int, BadLogitsError]] = []  # by the number of new tokens before it
 
     def on_round(self, record: RoundRecord) -> None:
-        """See `Observer.on_round`."""
         for row, row_id in enumerate(record.row_ids):
             ids, num = record.verified.new_ids[row], record.trimmed.num_emitted[row]
             before, self._num_new[row_id] = self._num_new[row_id], self._num_new[row_id] + num
@@ -118,18 +99,13 @@ class BadLogitsObserver:
                 self._late.append((num_new, error))
 
     def on_end(self, num_new_tokens: int, seconds: StageSeconds) -> None:
-        """See `Observer.on_end`."""
         for num_new, error in self._late:
             if num_new < num_new_tokens:
                 raise error
 
 
-class StreamObserver:
-    """Passes the new tokens of a single row on to a streamer.
-
-    Args:
-        on_tokens: called with the ids of each round.
-    """
+class StreamObserver(Observer):
+    """Passes the new tokens of a single row on to a streamer."""
 
     stage = Stage.EMIT
 
@@ -137,19 +113,11 @@ class StreamObserver:
         self._on_tokens = on_tokens
 
     def on_round(self, record: RoundRecord) -> None:
-        """See `Observer.on_round`."""
         self._on_tokens(record.verified.new_ids[0][: record.trimmed.num_emitted[0]])
 
-    def on_end(self, num_new_tokens: int, seconds: StageSeconds) -> None:
-        """Does nothing: the streamer is ended with the call."""
 
-
-class CallbackObserver:
-    """Calls `speculation_callback` with a `RoundReport` after every round.
-
-    Args:
-        callback: the user's function.
-    """
+class CallbackObserver(Observer):
+    """Calls `speculation_callback` with a `RoundReport` after every round."""
 
     stage = Stage.REPORT
 
@@ -157,7 +125,6 @@ class CallbackObserver:
         self._callback = callback
 
     def on_round(self, record: RoundRecord) -> None:
-        """See `Observer.on_round`."""
         live = [row for row, was_live in enumerate(record.was_live) if was_live]
         if not record.num_round or not live:
             return
@@ -175,6 +142,3 @@ class CallbackObserver:
                 total_s=record.total_s,
             )
         )
-
-    def on_end(self, num_new_tokens: int, seconds: StageSeconds) -> None:
-        """Does nothing."""

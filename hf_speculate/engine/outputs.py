@@ -10,8 +10,9 @@ from transformers import GenerationConfig
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
+from hf_speculate.engine.observers import Observer
 from hf_speculate.engine.stage_clock import Stage
-from hf_speculate.types import RoundRecord, Scored, StageSeconds
+from hf_speculate.types import RoundRecord, Scored
 
 LayerStates = tuple[Tensor, ...]
 GenerateOutput = GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput  # of plain decoding
@@ -32,13 +33,10 @@ class Recorded:
         return "hidden states or attentions are returned" if self.hidden_states or self.attentions else ""
 
 
-class OutputRecorder:
-    """An observer that keeps each row's new tokens, and the scores and states that `generate()` returns with them.
+class OutputRecorder(Observer):
+    """Keeps each row's new tokens, and the scores and states that `generate()` returns with them.
 
-    Args:
-        row_ids: [B] of the output.
-        recorded: what to keep besides the tokens.
-        windows: gives each layer's sliding window, None for layers that attend to everything; needed for attentions.
+    Returned attentions need `windows`, which gives the sliding window of each layer, None for full attention.
     """
 
     stage = Stage.EMIT
@@ -69,21 +67,13 @@ class OutputRecorder:
             self._add_states(record.scored, record.trimmed.num_emitted[0], record.draft.token_ids.shape[1] + 1)
 
     def join(self, other: "OutputRecorder") -> None:
-        """Add the rows of `other`."""
         self.new_ids |= other.new_ids
 
     def take(self, row_id: int) -> list[int]:
-        """The tokens of an output row, which is forgotten."""
         return self.new_ids.pop(row_id)
 
-    def on_end(self, num_new_tokens: int, seconds: StageSeconds) -> None:
-        """Does nothing: `truncate` has run."""
-
     def _add_states(self, scored: Scored, num_tokens: int, num_query: int) -> None:
-        """Append one row's hidden states and attentions, token by token as plain `generate` returns them.
-
-        The first `num_tokens` positions of the forward over `num_query` tokens chose the new tokens.
-        """
+        """Append one row's states at the positions that chose the first `num_tokens` of `num_query` tokens."""
         windows = self._windows() if self._windows is not None and self.recorded.attentions else []
         for position in range(num_tokens):
             if self.recorded.hidden_states and scored.hidden_states is not None:
@@ -95,7 +85,6 @@ class OutputRecorder:
                 )
 
     def _add_prompt_states(self, scored: Scored) -> None:
-        """Append the prompt's own forward as one entry."""
         if self.recorded.hidden_states and scored.hidden_states is not None:
             self.hidden_states.append(scored.hidden_states)
         if self.recorded.attentions and scored.attentions is not None:

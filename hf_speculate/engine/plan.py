@@ -17,7 +17,7 @@ from hf_speculate.engine.draft_cache_reuse import draft_cache_choice
 from hf_speculate.engine.graph_plan import with_graphs
 from hf_speculate.engine.hidden_states import unread_reason
 from hf_speculate.models.cache_selection import CacheChoice, CacheRequest
-from hf_speculate.models.language_model import counts_columns, device_of
+from hf_speculate.models.language_model import counts_columns, device_of, vocab_size_of
 from hf_speculate.models.quirks import placeless_id
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
@@ -158,8 +158,7 @@ def _beside_lookup(
 def _lock_step_reason(call: Call, foreign: Sequence[str], goes_on: bool, models: Sequence[PreTrainedModel]) -> str:
     """Why all rows must advance together; empty if they need not.
 
-    `foreign` are class names of processors and criteria that are not known to be row-wise. `goes_on` says that rows
-    go on until the last one has stopped.
+    `foreign` names what is not row-wise; with `goes_on`, rows go on until the last one has stopped.
     """
     if foreign:
         return f"lock step, because of {', '.join(foreign)}; declare row-wise classes with register_row_wise"
@@ -180,7 +179,7 @@ def _end_padding_id(target: PreTrainedModel, call: Call, *, ends_apart: bool) ->
     """The token that fills a kept cache after finished rows; None if rows end together or the cache is not kept."""
     if not ends_apart or not call.is_cache_kept or call.batch_size < 2:
         return None
-    pad, vocab_size = call.pad_token_id or 0, target.config.get_text_config(decoder=True).vocab_size
+    pad, vocab_size = call.pad_token_id or 0, vocab_size_of(target)
     return pad if pad < vocab_size else 0  # without an embedding plain generate() fails; here any id keeps the columns
 
 

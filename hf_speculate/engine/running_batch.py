@@ -6,12 +6,12 @@ from typing import NamedTuple
 from hf_speculate.engine.batch import Batch
 from hf_speculate.engine.call import Call
 from hf_speculate.engine.decoder import SpeculativeDecoder
-from hf_speculate.engine.observers import StatsObserver
+from hf_speculate.engine.observers import Observer, StatsObserver
 from hf_speculate.engine.stage_clock import Stage, StageClock
 from hf_speculate.errors import BadLogitsError
 from hf_speculate.processors.registry import Reads, find_reads
 from hf_speculate.stats import SpeculationStats
-from hf_speculate.types import RoundRecord, StageSeconds
+from hf_speculate.types import RoundRecord
 from hf_speculate.verify.bad_logits import BAD_LOGITS, bad_logits_error
 
 
@@ -29,12 +29,7 @@ class FinishedRow(NamedTuple):
 class RunningBatch:
     """Decodes rows of several calls together; each row gets the tokens that it gets alone.
 
-    Args:
-        decoder: of the first rows, which have read their prompts; its parts are taken over.
-        batch: the first rows.
-        stats: of all rows; written to.
-        clock: times the stages.
-        samples: whether tokens are sampled, so that logits without a distribution end their row with an error.
+    If tokens are sampled, logits that define no distribution end their row with an error.
     """
 
     def __init__(
@@ -56,7 +51,6 @@ class RunningBatch:
 
     @property
     def row_ids(self) -> list[int]:
-        """The rows that are not finished."""
         rows = zip(self._batch.row_ids, self._batch.is_finished, strict=True)
         return [row_id for row_id, is_finished in rows if not is_finished]
 
@@ -83,7 +77,6 @@ class RunningBatch:
         return self._decoder.output.new_ids[row_id]
 
     def cancel(self, row_ids: Sequence[int]) -> list[FinishedRow]:
-        """Remove rows between two rounds."""
         flags = zip(self._batch.row_ids, self._batch.is_finished, strict=True)
         self._batch.is_finished = [row_id in row_ids or is_finished for row_id, is_finished in flags]
         self._decoder.drop_finished_rows(self._batch)
@@ -96,7 +89,7 @@ class RunningBatch:
         return FinishedRow(row_id, token_ids, num_rounds, num_drafted, num_accepted, error)
 
 
-class _RowObserver:
+class _RowObserver(Observer):
     """Counts each row's rounds, and ends a row whose token was sampled from logits that define no distribution."""
 
     stage = Stage.RECORD
@@ -107,11 +100,9 @@ class _RowObserver:
         self._errors: dict[int, BadLogitsError] = {}
 
     def take(self, row_id: int) -> tuple[list[int], BadLogitsError | None]:
-        """A row's counts and its error; both are forgotten."""
         return self._counts.pop(row_id, [0, 0, 0]), self._errors.pop(row_id, None)
 
     def on_round(self, record: RoundRecord) -> None:
-        """See `Observer.on_round`; the batch holds the same rows."""
         verified = record.verified
         for row, row_id in enumerate(record.row_ids):
             num = record.trimmed.num_emitted[row]
@@ -126,18 +117,9 @@ class _RowObserver:
                 if error is not None:
                     self._errors[row_id], self._batch.is_finished[row] = error, True
 
-    def on_end(self, num_new_tokens: int, seconds: StageSeconds) -> None:
-        """Does nothing: the batch has no last round."""
-
 
 def join_obstacle(decoder: SpeculativeDecoder, call: Call, stats: SpeculationStats) -> str:
-    """Why rows of a call cannot join a running batch; empty if they can.
-
-    Args:
-        decoder: of the call.
-        call: prepared with `rows_leave`.
-        stats: of the call, with its fallbacks.
-    """
+    """Why rows of a call, which was prepared with `rows_leave`, cannot join a running batch; empty if they can."""
     if stats.lock_step:
         return stats.fallbacks[-1] if stats.fallbacks else "rows move in lock step"
     if stats.compiled:

@@ -36,9 +36,8 @@ _BOOKKEEPING = 4
 class StageClock:
     """The stage of a call, and the seconds spent in each stage.
 
-    Used in a `with` statement, it adds a note with the current stage to an error that leaves the block. The error stays
-    the same object. An error that has such a note already, for example from a call inside this one, gets no second
-    one; neither does a refusal, which is raised while the call is prepared and says all there is to say.
+    Used in a `with` statement, it adds a note with the current stage to an error that leaves the block. An error with
+    such a note, as from a call inside this one, gets no second one; an error about the arguments gets none.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter):

@@ -17,13 +17,6 @@ class StopTracker:
 
     A row that stops is finished if ended rows are filled with padding. Without an EOS token, rows go on decoding until
     the last one has stopped, as in plain `generate`; the surplus is dropped at the end of the call.
-
-    Args:
-        stopping: the call's stopping criteria.
-        row_ids: [B] of the output.
-        max_new_tokens: tokens that a row may emit at most.
-        pads_ended_rows: whether ended rows are filled with padding.
-        is_lock_step: whether all rows advance by the same number of tokens.
     """
 
     def __init__(

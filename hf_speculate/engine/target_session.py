@@ -17,10 +17,7 @@ class TargetSession:
     """Scores drafts with the target, and rolls its KV cache back to the tokens that were emitted.
 
     Args:
-        model: the target.
-        kv_cache: its states, of a passed cache perhaps.
         query_ids: [B, Q] int64, the prompt tokens that the cache does not hold.
-        prefill_chunk_size: prompt tokens per forward; None for all at once.
         forward_options: further arguments of every forward, `output_hidden_states` for example.
         padding: fills the cache after finished rows; None if it does not outlive the call.
     """
@@ -42,10 +39,7 @@ class TargetSession:
         self._padding = padding or EndPadding(None)
 
     def prefill(self, on_chunk: Callable[[Scored, int], None]) -> Scored:
-        """Read the prompt, in chunks; returns the outputs of the last chunk, with the last logits only.
-
-        `on_chunk` is called with each chunk's outputs, and the prompt's columns from the chunk's first one on.
-        """
+        """Read the prompt in chunks, each passed to `on_chunk` with the columns from its first one on."""
         num_ahead = self.num_read
         for chunk in self.query_ids.split(self._chunk_size, dim=1):
             scored = self.model.run(chunk, self.kv_cache, logits_to_keep=1, **self._options)
@@ -62,7 +56,6 @@ class TargetSession:
 
     @property
     def num_read(self) -> int:
-        """Prompt tokens of each row that the target reads."""
         return self.query_ids.shape[1]
 
     def commit(self, batch: Batch, draft: DraftOut, trimmed: Trimmed) -> None:
@@ -78,7 +71,6 @@ class TargetSession:
         self._padding.finish(self.model, self.kv_cache, batch)
 
     def rows(self, indices: Sequence[int]) -> None:
-        """Keep the rows `indices`, in that order."""
         self.kv_cache.rows(indices)
         self.model.rows(indices)
 
@@ -89,7 +81,6 @@ class TargetSession:
 
     @contextmanager
     def restored_on_error(self, is_cache_passed: bool) -> Iterator[None]:
-        """Restore the user's cache if the block fails."""
         snapshot = self.kv_cache.snapshot() if is_cache_passed else None
         try:
             yield

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,15 +18,17 @@ from hf_speculate.verify.base import Verifier
 from hf_speculate.verify.spans import Spans
 
 
-class Verification(Protocol):
+class Verification:
     """Decides which tokens of a round are accepted."""
 
     def verify(self, batch: Batch, logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verified:
         """Verify a round: the drafted tokens against the target's logits [B, K+1, V]; the batch is only read."""
+        raise NotImplementedError
 
     @property
     def can_join(self) -> bool:
         """Whether rows of another verification may join this one."""
+        return False
 
     def join(self, other: Any) -> None:
         """Add the rows of `other` behind these."""
@@ -39,7 +41,7 @@ class Verification(Protocol):
 
 
 @dataclass
-class RowWiseVerification:
+class RowWiseVerification(Verification):
     """Verifies all positions of all rows at once; every row advances by its own number of tokens."""
 
     verifier: Verifier  # the verification rule
@@ -51,7 +53,6 @@ class RowWiseVerification:
         return isinstance(self.processors, ProcessorGroups) and self.spans is None
 
     def verify(self, batch: Batch, logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verified:
-        """See `Verification.verify`; one copy to the host."""
         tokens, scores = batch.tokens, logits
         if len(self.processors):
             scores = self.processors(tokens.token_ids, scores, draft.token_ids, prefix_lens=tokens.lens)
@@ -76,29 +77,25 @@ class RowWiseVerification:
         )
 
     def commit(self, draft: DraftOut, trimmed: Trimmed) -> None:
-        """See `Verification.commit`; processors with state take calls back."""
         num_positions = draft.token_ids.shape[1] + 1
         self.processors.rollback([num_positions - num for num in trimmed.num_emitted])
 
     def rows(self, indices: Sequence[int]) -> None:
-        """See `Verification.rows`; some processors hold a number per row."""
         self.processors = self.processors.rows(indices)
         if self.spans is not None:
             self.spans.rows(indices)
 
     def join(self, other: "RowWiseVerification") -> None:
-        """Add the rows of `other`, whose processors are `ProcessorGroups` too, behind these."""
         if isinstance(self.processors, ProcessorGroups) and isinstance(other.processors, ProcessorGroups):
             self.processors.join(other.processors)
 
 
 @dataclass
-class LockStepVerification:
+class LockStepVerification(Verification):
     """Verifies position by position, with processors and criteria that must see what plain `generate` shows them.
 
-    They are called for all rows in list order, on rows of equal length, once per new token, from left to right, and
-    never on a rejected prefix. A round ends at the first position at which a live row rejects its draft or a row
-    finishes.
+    They are called once per new token, on rows of equal length, never on a rejected prefix. A round ends at the first
+    position at which a live row rejects its draft or a row finishes.
     """
 
     verifier: Verifier  # the verification rule; it sees one position at a time
@@ -112,7 +109,6 @@ class LockStepVerification:
     _scores: list[Tensor] = field(default_factory=list)  # each [B, V], one per new token
 
     def verify(self, batch: Batch, logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verified:
-        """See `Verification.verify`; the stopping criteria run here too, between positions."""
         tokens, num_positions = batch.tokens, logits.shape[1]
         input_ids: Any = tokens.token_ids[:, : tokens.lens[0]]  # [B, T]; transformers types it as a LongTensor
         was_finished = self._finished(input_ids)
@@ -155,17 +151,6 @@ class LockStepVerification:
             num_host_syncs=len(columns) + 1,
             num_user_host_syncs=len(columns),
         )
-
-    def commit(self, draft: DraftOut, trimmed: Trimmed) -> None:
-        """Does nothing: no processor was shown a rejected position."""
-
-    can_join = False
-
-    def rows(self, indices: Sequence[int]) -> None:
-        """Does nothing: in lock step finished rows stay."""
-
-    def join(self, other: Any) -> None:
-        """Does nothing: rows in lock step do not join."""
 
     def _finished(self, input_ids: Tensor) -> Tensor:
         if self._is_finished is None:

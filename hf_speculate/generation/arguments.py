@@ -2,7 +2,7 @@
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -53,7 +53,7 @@ def samples(model: PreTrainedModel, plain: Callable[..., Any], call: dict[str, A
         return True
     if "do_sample" in call:
         return bool(call["do_sample"])
-    return bool(_setting(model, call, "do_sample"))
+    return bool(setting(model, call, "do_sample"))
 
 
 def unwrapped(assistant: Any) -> Any:
@@ -70,7 +70,7 @@ def unwrapped(assistant: Any) -> Any:
 
 def own_stop_strings(model: PreTrainedModel, call: dict[str, Any]) -> None:
     """Turn `stop_strings` into a criterion, in place: transformers drops the tokenizer before it would."""
-    stop_strings = _setting(model, call, "stop_strings")
+    stop_strings = setting(model, call, "stop_strings")
     if stop_strings is None:
         return
     tokenizer = call.get("tokenizer")
@@ -84,7 +84,7 @@ def own_stop_strings(model: PreTrainedModel, call: dict[str, Any]) -> None:
 
 def own_static_cache(model: PreTrainedModel, call: dict[str, Any]) -> bool:
     """Whether a call asks for a static cache, which cannot roll back by row; transformers is kept from making it."""
-    if _setting(model, call, "cache_implementation") != "static" or call.get("past_key_values") is not None:
+    if setting(model, call, "cache_implementation") != "static" or call.get("past_key_values") is not None:
         return False
     call["cache_implementation"] = "dynamic"
     return True
@@ -102,31 +102,25 @@ def own_prompt_lookup(model: PreTrainedModel, call: dict[str, Any]) -> None:
 
 def own_early_exit(model: PreTrainedModel, call: dict[str, Any]) -> int | None:
     """Number of layers after which the target drafts for itself; transformers would do so for one row only."""
-    num_layers: int | None = _setting(model, call, "assistant_early_exit")
+    num_layers: int | None = setting(model, call, "assistant_early_exit")
     if num_layers is not None:
         call["assistant_early_exit"] = None
     return num_layers
 
 
 def own_mtp(model: PreTrainedModel, call: dict[str, Any]) -> bool:
-    """Whether the target's MTP layers are to draft; transformers is kept from doing it, one row at a time.
-
-    False for families whose layers `load_drafter` does not load: transformers drafts with them.
-    """
-    if model.config.model_type not in SERVED_TARGETS or not _setting(model, call, "use_mtp"):
+    """Whether the target's MTP layers are to draft: transformers is kept from it if `load_drafter` loads them."""
+    if model.config.model_type not in SERVED_TARGETS or not setting(model, call, "use_mtp"):
         return False
     call["use_mtp"] = False
     return True
 
 
 def uncached(input_ids: Tensor, cache: Cache, passed_mask_len: int | None, embeds: Tensor | None = None) -> Tensor:
-    """[B, Q] int64, the prompt tokens that the cache does not hold; zeros in place of embeddings.
+    """[B, Q] int64, the prompt tokens that the cache does not hold; zeros in place of embeddings [B, P, hidden].
 
-    Args:
-        input_ids: [B, T] int64, the whole text or only what is new; with `embeds`, what stands in the output for them.
-        cache: empty or prefilled.
-        passed_mask_len: columns of the mask that the user passed; None if there is none.
-        embeds: [B, P, hidden], the whole text where it is passed as embeddings; None if it is not.
+    The input ids [B, T] int64 are the whole text or what is new; with embeddings they stand in the output for them. The
+    user's mask, if any, has `passed_mask_len` columns.
     """
     num_before = num_held(cache)
     num_prompt = input_ids.shape[1]
@@ -153,8 +147,8 @@ def uncached(input_ids: Tensor, cache: Cache, passed_mask_len: int | None, embed
     return query
 
 
-def _setting(model: PreTrainedModel, call: dict[str, Any], name: str) -> Any:
-    """A field by the keyword, be it None, the passed config, the model's; None where nobody set it."""
+def setting(model: PreTrainedModel, call: Mapping[str, Any], name: str) -> Any:
+    """A field by the keyword, even if that is None, the passed config, or the model's; None if nobody set it."""
     if name in call:
         return call[name]
     value = None

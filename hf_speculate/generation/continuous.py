@@ -24,20 +24,12 @@ _Kind = tuple[bool, str]  # whether a running batch samples, and with which veri
 
 @dataclass(frozen=True)
 class RowPrompt:
-    """One prompt of a source.
-
-    Args:
-        token_ids: [T] of the prompt, without padding.
-        seed: of the row when sampling; None to draw one.
-        arguments: of `generate()` for this row, beside those of the decoder: its length limit, stop strings and
-            logits processing.
-        key: handed on to the result.
-    """
+    """One prompt [T] of a source, without padding."""
 
     token_ids: Sequence[int]
-    seed: int | None = None
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    key: Any = None
+    seed: int | None = None  # of the row when sampling; None to draw one
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # of `generate()` for this row, beside the decoder's
+    key: Any = None  # passed on to the result
 
 
 class RowSource(Protocol):
@@ -103,7 +95,6 @@ class ContinuousDecoder:
 
     @property
     def num_live(self) -> int:
-        """Rows in flight."""
         return len(self._prompts)
 
     def obstacle(self, prompt: RowPrompt) -> str:
@@ -131,7 +122,6 @@ class ContinuousDecoder:
                     yield finished
 
     def _step(self) -> list[RowResult]:
-        """One round of each running batch."""
         return [result for kind in list(self._running) for result in self._step_of(kind)]
 
     def _step_of(self, kind: _Kind) -> list[RowResult]:
@@ -212,7 +202,6 @@ class ContinuousDecoder:
         return finished
 
     def _count(self, prepared: Prepared, seconds: StageSeconds) -> None:
-        """Add the seconds of a prefill, and what the first plan says."""
         stats, read = self.stats, prepared.stats
         stats.add_seconds(StageSeconds(*read.seconds_by_stage.values()))
         stats.add_seconds(seconds)

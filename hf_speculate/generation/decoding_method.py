@@ -45,7 +45,7 @@ from hf_speculate.generation.validate_models import (
 )
 from hf_speculate.models.attention_switch import folded_attention_for
 from hf_speculate.models.extra_inputs import ExtraInputs
-from hf_speculate.models.language_model import CACHE_NAMES, cache_name, text_prefix
+from hf_speculate.models.language_model import CACHE_NAMES, cache_name, text_prefix, vocab_size_of
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.verify.base import check_verifier
 
@@ -73,22 +73,10 @@ class _Text(NamedTuple):
 
 
 class SpeculativeDecoding:
-    """A `custom_generate` function that decodes for one `generate()` call.
+    """A `custom_generate` function that decodes for one `generate()` call, with fixed buffers if `is_static`.
 
     A model's own `generate`, such as Whisper's, may call it several times: for parts of the input, or to try again.
-
-    Args:
-        assistant: the model that drafts, and its vocabulary.
-        config: the call's settings.
-        call: all arguments of `generate()`, by name.
-        is_static: whether fixed buffers were asked for.
-        source: what drafts, in the words of error messages.
-        preparation: takes the decoder instead of running it; None to decode.
-
-    Attributes:
-        stats: of all runs.
-        num_runs: runs so far.
-        clock: names the current stage in a note on an error.
+    With a `preparation`, the decoder is handed over to that instead of run.
     """
 
     def __init__(
@@ -251,14 +239,12 @@ class SpeculativeDecoding:
         return _Text(query, mask, cache, static_cache, model_kwargs)
 
     def _draft_inputs(self, run: _Run, text: _Text) -> ExtraInputs:
-        """What the draft model reads beside tokens."""
         reads_tensor = not self.has_encoder_outputs and text.model_kwargs.get("inputs_embeds") is None
         inputs = run.inputs_tensor if reads_tensor else None
         draft, batch_size = self.assistant.model, run.input_ids.shape[0]
         return draft_inputs(draft, run.model, inputs, text.model_kwargs, batch_size, self.assistant.vocabulary)
 
     def _generator(self, run: _Run, text: _Text, config: SpeculationConfig) -> CandidateGenerator | None:
-        """The user's candidate generator, if the call has one."""
         return make_generator(
             config.candidate_generator,
             input_ids=run.input_ids,
@@ -266,7 +252,7 @@ class SpeculativeDecoding:
             model_kwargs=text.model_kwargs,
             inputs_tensor=run.input_ids if run.inputs_tensor is None else run.inputs_tensor,
             logits_processor=run.logits_processor,
-            vocab_size=run.model.config.get_text_config(decoder=True).vocab_size,
+            vocab_size=vocab_size_of(run.model),
         )
 
     def _returned_cache(self, model: PreTrainedModel, call: Call, generation_config: GenerationConfig) -> Cache:

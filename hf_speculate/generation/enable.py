@@ -91,7 +91,7 @@ def _enabled_class(plain: type[PreTrainedModel]) -> type:
                 "__qualname__": plain.__qualname__,
                 "__reduce_ex__": _reduce_as_plain,
                 "__copy__": _copy_enabled,
-                "__deepcopy__": _deepcopy_enabled,
+                "__deepcopy__": _copy_enabled,
             }
             enabled = type(plain.__name__, (SpeculativeGenerationMixin, plain), body)
             _ENABLED_CLASSES[plain] = enabled
@@ -106,21 +106,13 @@ def _reduce_as_plain(self: PreTrainedModel, protocol: Any) -> Any:
     return object.__new__, (_PLAIN_CLASSES[enabled],), reduced[2]
 
 
-def _copy_enabled(self: PreTrainedModel) -> PreTrainedModel:
-    """A shallow copy that is enabled too."""
-    make, args, state, *_ = super(SpeculativeGenerationMixin, self).__reduce_ex__(4)  # type: ignore[misc]
-    return _with_state(make(*args), state)
-
-
-def _deepcopy_enabled(self: PreTrainedModel, memo: dict[int, Any]) -> PreTrainedModel:
-    """A deep copy that is enabled too."""
+def _copy_enabled(self: PreTrainedModel, memo: dict[int, Any] | None = None) -> PreTrainedModel:
+    """A copy that is enabled too, a deep one with a memo."""
     make, args, state, *_ = super(SpeculativeGenerationMixin, self).__reduce_ex__(4)  # type: ignore[misc]
     twin: PreTrainedModel = make(*args)
-    memo[id(self)] = twin
-    return _with_state(twin, copy.deepcopy(state, memo))
-
-
-def _with_state(twin: PreTrainedModel, state: dict[str, Any]) -> PreTrainedModel:
+    if memo is not None:
+        memo[id(self)] = twin
+        state = copy.deepcopy(state, memo)
     if hasattr(twin, "__setstate__"):
         twin.__setstate__(state)
     else:

@@ -1,4 +1,4 @@
-"""The door: `generate()` of an enabled model."""
+"""`generate()` of an enabled model, and the function `generate`."""
 
 import logging
 import warnings
@@ -7,16 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import (
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
-from hf_speculate.compat import (
-    check_private_names,
-    comes_from_model_config,
-    stateful_names,
-)
+from hf_speculate.compat import check_private_names, comes_from_model_config, stateful_names
 from hf_speculate.config import FIELD_NAMES
 from hf_speculate.draft.assistant import resolve_assistant, warn_of_low_acceptance
 from hf_speculate.draft.heads.head import DraftHead, warn_of_low_first_acceptance
@@ -36,7 +30,7 @@ from hf_speculate.generation.arguments import (
 )
 from hf_speculate.generation.config_sources import fields_in, fields_of, read_config
 from hf_speculate.generation.decoding_method import SpeculativeDecoding
-from hf_speculate.generation.draft_heads import named_head, own_mtp_head, with_head
+from hf_speculate.generation.draft_heads import with_head
 from hf_speculate.generation.draft_source import ASSISTED, COUPLED_ALONE, MTP, NO_DRAFTS, find_draft_source
 from hf_speculate.generation.preparation import Preparation, Prepared
 from hf_speculate.generation.token_healing import TokenHealingMixin, provide_tokenizer
@@ -131,7 +125,9 @@ def _generate(
     if isinstance(call.get("custom_generate"), str):
         return plain(*args, **kwargs)  # the repository's function comes back through `generate` above
     keywords = {name: call.pop(name) for name in FIELD_NAMES if name in call}
-    assistant = named_head(model, unwrapped(call.pop("assistant_model", None)))
+    assistant = unwrapped(call.pop("assistant_model", None))
+    if isinstance(assistant, str | Path):  # a draft head's folder or id
+        assistant = model_state(model).heads.get(assistant, model)
     sources = [keywords, fields_of(call.get("generation_config")), saved, fields_of(model.generation_config)]
     if assistant is not None:
         sources.append(fields_of(getattr(assistant, "generation_config", None)))
@@ -139,7 +135,7 @@ def _generate(
     early_exit = own_early_exit(model, call)
     source = find_draft_source(assistant, early_exit, config, samples(model, plain, call))
     if source in (None, COUPLED_ALONE) and own_mtp(model, call):
-        source, assistant = MTP, own_mtp_head(model)
+        source, assistant = MTP, model_state(model).heads.get(str(model.config.name_or_path), model)
     head = assistant if isinstance(assistant, DraftHead) else None
     if head is not None:
         config, assistant = with_head(config, head, source or ASSISTED), None

@@ -13,20 +13,11 @@ from hf_speculate.errors import UnsupportedGenerationError
 from hf_speculate.models.extra_inputs import ExtraInputs, mapped
 from hf_speculate.models.language_model import device_of, takes_positions, text_prefix
 
-# Arguments that our own loop gives itself, or to nobody.
-_OWN = {
-    "attention_mask",
-    "cache_params",
-    "input_ids",
-    "inputs_embeds",
-    "labels",
-    "logits_to_keep",
-    "output_attentions",
-    "output_hidden_states",
-    "past_key_values",
-    "return_dict",
-    "use_cache",
-}
+_OWN_NAMES = """
+attention_mask cache_params input_ids inputs_embeds labels logits_to_keep output_attentions output_hidden_states
+past_key_values return_dict use_cache
+"""
+_OWN = set(_OWN_NAMES.split())  # arguments that our own loop gives itself, or to nobody
 _OF_ENCODERS = ("global_attention_mask", "pixel_values")  # which an encoder reads beside its main input
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 _BY_COLUMN = {"cross_attention_mask"}  # masks with an entry for each token, of which the prompt's last one goes on
@@ -74,8 +65,8 @@ def draft_inputs(
 ) -> ExtraInputs:
     """What the draft model reads besides the text: an encoder's output, its own or the target's, and nothing else.
 
-    What the target's side has made is read in the draft's dtype and on its device; the target's own stays as it is. The
-    draft's encoder runs once on `inputs`, those of the target's encoder, unless both are one.
+    It is read in the draft's dtype and on its device. The draft's encoder runs once on `inputs`, those of the target's
+    encoder, unless both are one.
     """
     if draft is None:
         return ExtraInputs()

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import GenerationMixin, PreTrainedModel
 
 from hf_speculate.errors import UnsupportedGenerationError
+from hf_speculate.generation.arguments import setting
 
 _tokenizer: ContextVar[Any] = ContextVar("hf_speculate_healing_tokenizer", default=None)
 
@@ -27,7 +28,7 @@ class TokenHealingMixin(GenerationMixin):
 @contextmanager
 def provide_tokenizer(model: PreTrainedModel, call: Mapping[str, Any]) -> Iterator[None]:
     """Make the tokenizer of a call available to `heal_tokens` while transformers prepares the call."""
-    if _heals(model, call) and not isinstance(model, TokenHealingMixin):
+    if setting(model, call, "token_healing") and not isinstance(model, TokenHealingMixin):
         raise UnsupportedGenerationError(
             "token_healing must be left out for a model that is not enabled, got True; call enable(model), or "
             "model.heal_tokens(input_ids, tokenizer) beforehand"
@@ -37,11 +38,3 @@ def provide_tokenizer(model: PreTrainedModel, call: Mapping[str, Any]) -> Iterat
         yield
     finally:
         _tokenizer.reset(token)
-
-
-def _heals(model: PreTrainedModel, call: Mapping[str, Any]) -> bool:
-    """Whether healing is asked for: a keyword, even None, goes before the passed config and the model's."""
-    if "token_healing" in call:
-        return bool(call["token_healing"])
-    values = [getattr(one, "token_healing", None) for one in (call.get("generation_config"), model.generation_config)]
-    return bool(next((value for value in values if value is not None), False))

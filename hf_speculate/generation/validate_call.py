@@ -14,57 +14,24 @@ from hf_speculate.draft.vocab_mapping import VocabMapping
 from hf_speculate.errors import ConfigError, UnsupportedGenerationError
 from hf_speculate.generation.draft_source import COUPLED_ALONE, GENERATOR, LOOKUP, DraftSource
 from hf_speculate.models.extra_inputs import ExtraInputs
-from hf_speculate.models.language_model import CACHE_NAMES
+from hf_speculate.models.language_model import CACHE_NAMES, vocab_size_of
 
-_COMMON_KWARGS = {
-    "attention_mask",
-    "cache_params",
-    "logits_to_keep",
-    "output_attentions",
-    "output_hidden_states",
-    "past_key_values",
-    "use_cache",
-}
-_ENCODER_DECODER_KWARGS = _COMMON_KWARGS | {
-    "decoder_attention_mask",
-    "encoder_outputs",
-    "global_attention_mask",
-    "inputs_embeds",
-    "pixel_values",
-}
-# What a decoder-only model reads with its prompt, and its tokens' types.
-_DECODER_KWARGS = _COMMON_KWARGS | {
-    "aspect_ratio_ids",
-    "aspect_ratio_mask",
-    "audio_attention_mask",
-    "audio_embed_sizes",
-    "audio_input_features",
-    "cross_attention_mask",
-    "feature_attention_mask",
-    "image_attention_mask",
-    "image_grid_thw",
-    "image_patches",
-    "image_patches_indices",
-    "image_pixel_values",
-    "image_sizes",
-    "input_features",
-    "input_features_mask",
-    "input_values",
-    "input_values_mask",
-    "inputs_embeds",
-    "mm_encoder_outputs",
-    "mm_token_type_ids",
-    "padding_mask",
-    "pixel_attention_mask",
-    "pixel_values",
-    "pixel_values_videos",
-    "position_ids",
-    "second_per_grid_ts",
-    "token_type_ids",
-    "video_grid_thw",
-    "vision_feature_layer",
-    "vision_feature_select_strategy",
-}
+# Arguments of forwards; an encoder-decoder's, and those that a decoder-only model reads with its prompt.
+_COMMON_NAMES = """
+attention_mask cache_params logits_to_keep output_attentions output_hidden_states past_key_values use_cache
+"""
+_ENCODER_DECODER_NAMES = """
+decoder_attention_mask encoder_outputs global_attention_mask inputs_embeds pixel_values
+"""
+_DECODER_NAMES = """
+aspect_ratio_ids aspect_ratio_mask audio_attention_mask audio_embed_sizes audio_input_features cross_attention_mask
+feature_attention_mask image_attention_mask image_grid_thw image_patches image_patches_indices image_pixel_values
+image_sizes input_features input_features_mask input_values input_values_mask inputs_embeds mm_encoder_outputs
+mm_token_type_ids padding_mask pixel_attention_mask pixel_values pixel_values_videos position_ids second_per_grid_ts
+token_type_ids video_grid_thw vision_feature_layer vision_feature_select_strategy
+"""
+_ENCODER_DECODER_KWARGS = {*_COMMON_NAMES.split(), *_ENCODER_DECODER_NAMES.split()}
+_DECODER_KWARGS = {*_COMMON_NAMES.split(), *_DECODER_NAMES.split()}
 
 # Plain generation never hands labels to the model, Seq2SeqTrainer passes them; the routers' logits go nowhere.
 _PASSED_OVER = {"labels", "output_router_logits"}
@@ -164,7 +131,7 @@ def check_mask(mask_shape: tuple[int, ...] | None, query: Tensor, num_cached: in
 
 def check_span_ids(config: SpeculationConfig, model: PreTrainedModel) -> None:
     """Refuse spans of tokens that the target does not have."""
-    size = model.config.get_text_config(decoder=True).vocab_size
+    size = vocab_size_of(model)
     if config.relax_only_inside is not None and max(config.relax_only_inside) >= size:
         raise ConfigError(
             f"relax_only_inside must be ids below {size}, the size of the target's vocabulary, got "

@@ -51,12 +51,8 @@ class CacheRequest:
     ) -> CacheChoice:
         """Selects the KV cache: hybrid for recurrent layers, preallocated if supported, otherwise dynamic.
 
-        Args:
-            model: whose states.
-            cache: what transformers made or the user passed; its layers tell what each attends to. None for a draft
-                model, whose states nobody else reads.
-            attention_mask: [B, T] int64 over the states in `cache` and the prompt; None if nothing is padded.
-            device: of masks and position ids.
+        The layers of `cache` tell what each attends to; None for a draft model. The mask is [B, T] int64 over its
+        states and the prompt.
         """
         layers = _layers_of(model, cache)
         if is_recurrent(layers):

@@ -14,10 +14,9 @@ LOGGER = logging.getLogger(__name__)
 
 
 class CompiledUnits:
-    """The functions compiled for one model, and why some could not be compiled.
+    """The functions compiled for one model, and why some could not be compiled, for all calls.
 
-    They outlive a call, because compiling takes longer than decoding most sequences. Compiled functions take the model
-    as an argument: one that they held would never be freed.
+    Compiled functions take the model as an argument: one that they held would never be freed.
     """
 
     def __init__(self) -> None:
@@ -26,7 +25,6 @@ class CompiledUnits:
         self._failures: dict[Hashable, str] = {}
 
     def function(self, key: Hashable, compile_it: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
-        """The compiled function under a key; it is compiled on first use."""
         with self._lock:
             if key not in self._functions:
                 self._functions[key] = compile_it()
@@ -86,17 +84,15 @@ class Compilation:
 
     @property
     def varies(self) -> bool:
-        """Whether sizes may be compiled as numbers that vary."""
         return self.settings.dynamic is not False
 
     def bind(self, graphs: dict[Hashable, Any]) -> None:
-        """Nothing to do: compiled functions serve all buffers."""
+        """Does nothing: compiled functions serve all buffers."""
 
     def run(self, name: Hashable, function: Callable[..., Any], *args: Any) -> Any | None:
-        """The result of a function of the model and `args`; None if it cannot be compiled.
+        """See `Runner.run`; functions of the same name are compiled once for a model.
 
-        Functions of the same name are compiled once for a model and return a tensor, or nested tuples of tensors or
-        None. What they write to is undefined after a failure.
+        They return a tensor, or nested tuples of tensors or None. What they write to is undefined after a failure.
         """
         if not self.is_working:
             return None
@@ -120,10 +116,6 @@ class Compilation:
     def repeat(
         self, name: Hashable, step: Callable[..., Any], num_steps: int, carry: Any, *args: Any
     ) -> list[Any] | None:
-        """The results of `num_steps` steps that feed one another; None if one cannot be compiled.
-
-        A step is a function of the model, `carry` and `args`; it returns its result and the next step's `carry`.
-        """
         results = []
         for _ in range(num_steps):
             done = self.run(name, step, carry, *args)
@@ -155,16 +147,14 @@ def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _cause_of(error: Exception) -> str:
-    """One line that says why something could not be compiled.
-
-    Graph breaks say it in their first line. Errors of a backend wrap another one, whose last line says it.
-    """
+    """One line that says why something could not be compiled."""
     if _is_recompile_limit(error):
         return "torch.compile reached its recompile limit; raise torch._dynamo.config.recompile_limit"
     cause = getattr(error, "inner_exception", None) or error.__cause__
     lines = [line.strip() for line in str(cause or error).splitlines() if line.strip()]
     if not lines:
         return type(cause or error).__name__
+    # graph breaks say it in their first line, a backend's error in the last line of the one that it wraps
     return lines[0] if cause is None else f"{type(cause).__name__}: {lines[-1]}"
 
 

@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from hf_speculate.cache.base import KVCache
-from hf_speculate.cache.preallocated import LayerKinds, PreallocatedKVCache, additive_mask
+from hf_speculate.cache.masking import additive_mask
+from hf_speculate.cache.preallocated import LayerKinds, PreallocatedKVCache
 from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.models.language_model import LanguageModel
 from hf_speculate.models.layer_capture import LayerCapture
@@ -44,7 +45,10 @@ class Runner(Protocol):
     def repeat(
         self, name: Hashable, step: Callable[..., Any], num_steps: int, carry: Any, *args: Any
     ) -> list[Any] | None:
-        """The results of steps that feed one another; None if they cannot be run."""
+        """The results of `num_steps` steps that feed one another; None if they cannot be run.
+
+        A step is a function of the model, `carry` and `args`; it returns its result and the next step's `carry`.
+        """
 
 
 class Rows(NamedTuple):
@@ -63,12 +67,9 @@ class States(NamedTuple):
 
 
 class PlacedLayer(CacheLayerMixin):
-    """A layer of a transformers `Cache` for one forward, whose places are a tensor.
+    """A layer of a transformers `Cache` for one forward over buffers [B, H, capacity, D].
 
-    Args:
-        keys, values: [B, H, capacity, D] buffers, written to.
-        places: [B, Q] int64, the columns of the coming tokens.
-        width: columns that attention reads.
+    The coming tokens are written to the columns `places` [B, Q] int64; attention reads the first `width` columns.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, places: Tensor, width: int):
@@ -79,10 +80,9 @@ class PlacedLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to make."""
+        """Does nothing: the buffers are there."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write the coming tokens' states [B, H, Q, D]; the columns that attention reads, as views."""
         rows = torch.arange(self.places.shape[0], device=self.places.device)[:, None]
         seen = []
         for buffer, states in ((self.keys, key_states), (self.values, value_states)):
@@ -92,7 +92,6 @@ class PlacedLayer(CacheLayerMixin):
         return seen[0], seen[1]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Columns that attention reads, and the first of them."""
         return self.width, 0
 
     def get_seq_length(self) -> int:
@@ -100,11 +99,6 @@ class PlacedLayer(CacheLayerMixin):
         return self.width
 
     def get_max_length(self) -> int:
-        """As `get_seq_length`."""
-        return self.width
-
-    def get_max_cache_shape(self) -> int:
-        """As `get_max_length`, under the name of older versions of transformers."""
         return self.width
 
 
@@ -169,13 +163,10 @@ def width_for(num_columns: int, capacity: int, num_steps: int = 2) -> int:
 
 
 class FixedBuffers:
-    """The arguments that compiled forwards take of a cache.
+    """The arguments that compiled forwards take of a cache, whose fixed buffers hold states already.
 
-    Args:
-        kv_cache: with fixed buffers that hold states already.
-        max_position: upper bound of position ids; None: none.
-        varies: whether rows, columns and the width that attention reads are compiled as numbers that vary, so that one
-            compilation serves them all; a single row is a case of its own.
+    If sizes may vary, rows, columns and the width that attention reads are compiled as numbers that vary, so that one
+    compilation serves them all; a single row is a case of its own.
     """
 
     def __init__(self, kv_cache: PreallocatedKVCache, max_position: int | None, varies: bool):

@@ -49,21 +49,17 @@ class ExtraInputs:
 
     @property
     def crosses(self) -> bool:
-        """Whether layers attend to an encoder's output."""
         return "encoder_outputs" in self._every
 
     @property
     def prompt_names(self) -> list[str]:
-        """Arguments of the prompt's forward alone, sorted."""
         return sorted(self._prompt)
 
     def arguments(self, text: Mapping[str, Tensor], num_held: int = 0) -> dict[str, Any]:
-        """The arguments of the next forward.
+        """The arguments of the next forward, before which the KV cache has `num_held` columns.
 
-        Args:
-            text: `input_ids` [B, Q] int64 and, if the model takes them, `attention_mask` and `position_ids`
-                [B or 1, Q] int64, which count each row's real tokens; without a prefix.
-            num_held: columns of the KV cache before it.
+        `text` holds `input_ids` [B, Q] int64 and, if the model takes them, `attention_mask` and `position_ids` [B or 1,
+        Q], which count each row's real tokens; without a prefix.
         """
         arguments = {f"{self.prefix}{name}": value for name, value in text.items()}
         arguments |= self._every
@@ -84,7 +80,6 @@ class ExtraInputs:
         return arguments
 
     def rows(self, indices: Sequence[int]) -> None:
-        """Keep the rows `indices`."""
         index = torch.tensor(list(indices), dtype=torch.int64, device="cpu")
         self._every = {name: _rows_of(value, index) for name, value in self._every.items()}
         self._types = {name: _rows_of(types, index) for name, types in self._types.items()}

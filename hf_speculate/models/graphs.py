@@ -92,17 +92,13 @@ class Graphing:
         self._graphs = graphs
 
     def run(self, name: Hashable, function: Callable[..., Any], *args: Any) -> Any | None:
-        """The result of a function of the model and `args`; None if it cannot be captured.
-
-        Functions of the same name are captured once for inputs of the same shapes.
-        """
+        """See `Runner.run`; functions of the same name are captured once for inputs of the same shapes."""
         recorded = self._recorded(name, function, args)
         return None if recorded is None else self._replay(recorded)
 
     def repeat(
         self, name: Hashable, step: Callable[..., Any], num_steps: int, carry: Any, *args: Any
     ) -> list[Any] | None:
-        """The results of steps that feed one another; see `Compilation.repeat`."""
 
         def advance(model: PreTrainedModel, carry: Any, *args: Any) -> Any:
             result, following = step(model, carry, *args)

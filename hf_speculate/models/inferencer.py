@@ -35,13 +35,8 @@ ChooseToken = Callable[[Tensor, int], Choice]
 class Inferencer:
     """Runs a `LanguageModel` step by step.
 
-    Args:
-        language_model: the model.
-        generator: for RANDOM draws; torch's global one when None.
-        chunk_size: tokens of each row per forward at most, where only the last position's logits are read; None: any
-            number.
-        stops_early: whether decoding ends once every row is done, where that can be read for nothing; else it takes
-            as many steps as it is asked for.
+    Where only the last logits are read, a forward takes at most `chunk_size` tokens of each row. Decoding ends once
+    every row is done, if `stops_early` and if that can be read for nothing. RANDOM draws come from the generator.
     """
 
     def __init__(
@@ -65,16 +60,10 @@ class Inferencer:
         *,
         logits_to_keep: int | None = None,
     ) -> PrefillOutput:
-        """Feed a prompt and choose the token after it; `kv_cache` is advanced by Q tokens, in place.
-
-        Args:
-            query_token_ids: [B, Q] int64, Q >= 1.
-            kv_cache: holds the states of all tokens before the query.
-            sample_strategy: how the token is chosen.
-            logits_to_keep: only the last so many positions' logits; all unless told.
+        """Feed a prompt [B, Q] int64 and choose the token after it; `kv_cache` is advanced by Q tokens, in place.
 
         Returns:
-            The token [B, 1] and the logits [B, Q', V].
+            The token [B, 1] and the last `logits_to_keep` logits [B, Q', V], all of them if that is None.
 
         Raises:
             ShapeError: the query is empty.
@@ -103,22 +92,14 @@ class Inferencer:
         choose: ChooseToken | None = None,
         stop_ids: Tensor | None = None,
     ) -> DecodeOutput:
-        """Decode up to `max_new_tokens` tokens; `kv_cache` is advanced by all tokens fed, in place.
+        """Decode up to `max_new_tokens` tokens; `kv_cache` is advanced by all of them but the last, in place.
 
-        The last token decoded is not fed. A row is done after its EOS. The loop ends when every row is, where that can
-        be read without waiting; elsewhere ends are looked for once, in all tokens together.
-
-        Args:
-            query_token_ids: [B, Q] int64, tokens that are not in the cache yet, Q >= 1.
-            kv_cache: holds the states of all tokens before the query.
-            max_new_tokens: N at most, >= 1.
-            sample_strategy: how tokens are chosen.
-            choose: replaces `sample_strategy` and the EOS rule with the caller's own; logits that it withholds are not
-                returned.
-            stop_ids: [E] int64 on the model's device, ids after which a row is done too; None: none.
+        A row is done after its EOS. The loop ends when every row is, where that can be read without waiting; elsewhere
+        ends are looked for once, in all tokens together. The query is [B, Q] int64. `choose` replaces `sample_strategy`
+        and the EOS rule; rows are then done after one of `stop_ids` [E] int64 too.
 
         Returns:
-            Ids [B, N], logits [B, N, V] and how many of a row's tokens count [B].
+            Ids [B, N], logits [B, N, V] unless `choose` withholds them, and how many of a row's tokens count [B].
 
         Raises:
             ConfigError: `max_new_tokens` is below 1.
@@ -210,8 +191,7 @@ def num_until(token_ids: Tensor, stop_ids: Tensor, counts: Tensor) -> Tensor:
 def draft_chunk_size(target: PreTrainedModel, draft: PreTrainedModel, num_query: int) -> int:
     """Tokens of each row per forward of the draft, for activations that are no larger than the target's.
 
-    The draft's prompt is fed while the target's states are held, so activations larger than those of the target's
-    own prompt of `num_query` tokens would raise the peak of the call. The widest layer stands for all of them.
+    The draft's prompt is fed while the target's states are held. The widest layer stands for all activations.
     """
     draft_bytes = widest_bytes(draft)
     if not draft_bytes:

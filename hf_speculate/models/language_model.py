@@ -24,13 +24,11 @@ class LanguageModel:
     """Calls a transformers model with the mask and position ids that its cache's rows need.
 
     Args:
-        model: a model with a language modelling head.
         max_position: upper bound of position ids, for tokens drafted past the end of the text.
-        keeps_states: whether states, hidden states or attentions outlive the call. Where they do not, forwards run in
-            torch's inference mode, which takes 6-8 % off a forward of small layers (2-core CPU, 16 of width 192).
-        extra_inputs: what the model reads besides its text; None: nothing.
+        keeps_states: whether states, hidden states or attentions outlive the call. If not, forwards run in torch's
+            inference mode, which takes 6-8 % off a forward of small layers (2-core CPU, 16 of width 192).
         is_draft: see `takes_positions`.
-        capture: of hidden states that every forward returns in `Scored.captured`; None to capture none.
+        capture: of hidden states that every forward returns in `Scored.captured`.
     """
 
     def __init__(
@@ -70,15 +68,9 @@ class LanguageModel:
         return int(eos[0] if isinstance(eos, list) else eos)
 
     def forward(self, query_token_ids: Tensor, kv_cache: KVCache, *, logits_to_keep: int | None = None) -> Tensor:
-        """Score the query tokens; `kv_cache` is advanced by them, in place.
+        """The logits [B, Q', V] of query tokens [B, Q] int64, the last `logits_to_keep` of them or all.
 
-        Args:
-            query_token_ids: [B, Q] int64, Q >= 1.
-            kv_cache: holds the states of all tokens before the query.
-            logits_to_keep: only the last so many positions; all Q unless told.
-
-        Returns:
-            Logits [B, Q', V] in the model's dtype.
+        `kv_cache` holds the states of all tokens before the query, and is advanced by it, in place.
 
         Raises:
             ShapeError: the query is empty.
@@ -125,7 +117,6 @@ class LanguageModel:
         return torch.arange(num_query - num, num_query, device=self.device) if is_view else num
 
     def rows(self, indices: Sequence[int]) -> None:
-        """Keep the named rows of what the model reads besides its text."""
         self.extra_inputs.rows(indices)
 
     def join(self, other: "LanguageModel") -> None:
@@ -184,6 +175,11 @@ def last_position(model: PreTrainedModel) -> int | None:
         if getattr(config, name, None):
             return int(getattr(config, name)) - 1
     return None
+
+
+def vocab_size_of(model: PreTrainedModel) -> int:
+    """V of a model's text."""
+    return int(model.config.get_text_config(decoder=True).vocab_size)
 
 
 def text_prefix(model: PreTrainedModel) -> str:

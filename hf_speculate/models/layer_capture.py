@@ -24,12 +24,9 @@ _NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "norm_f")
 class LayerCapture:
     """A context in which the hidden states of chosen layers are kept, forward by forward.
 
-    Forwards of other threads are passed over. The model's hooks are as before when the context ends.
-
-    Args:
-        model: whose decoder layers are hooked while the context lasts.
-        layers: ids of states: i is the input of decoder layer i, the number of layers is the output of the last one
-            before the final norm, and `FINAL_STATE` is the state after that norm.
+    Forwards of other threads are passed over. The model's hooks are as before when the context ends. Layer i is the
+    input of decoder layer i, the number of layers is the output of the last one before the final norm, and
+    `FINAL_STATE` is the state after that norm.
 
     Raises:
         UnsupportedModelError: the model's layers or its final norm are not found.

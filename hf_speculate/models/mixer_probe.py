@@ -112,7 +112,6 @@ def _run(mixer: Mixer, module: nn.Module, hidden: Tensor, layer: LinearAttention
 
 
 def _loaded(states: States, num_states: int) -> StepLayer:
-    """A layer with copies of `states`."""
     layer = StepLayer(num_states)
     layer.load({slot: state.clone() for slot, state in states.items()})
     return layer

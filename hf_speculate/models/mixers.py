@@ -26,7 +26,6 @@ class SteppedModel(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all states of one row."""
         return sum(protocol.num_bytes for _, protocol in self.mixers)
 
 

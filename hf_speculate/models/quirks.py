@@ -152,8 +152,7 @@ def is_shown(model: PreTrainedModel) -> bool:
 def growing_rope(model: PreTrainedModel) -> tuple[str, int] | None:
     """The kind of rotary embedding that changes past a border, with that border in tokens; None for all others.
 
-    Past the border the frequencies change for tokens whose states are cached already, and the model is given new
-    buffers by its own forward.
+    Past it the frequencies change for cached tokens too, and the model's own forward gives it new buffers.
     """
     config = model.config.get_text_config(decoder=True)
     parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}

@@ -91,7 +91,6 @@ class BlockLogitsProcessorList(LogitsProcessorList):
 
     @property
     def is_row_wise(self) -> bool:
-        """Whether every processor may run on a whole block."""
         return not self.foreign_names
 
     @property
@@ -199,13 +198,9 @@ def _run(processor: Any, prefixes: Prefixes, block: Tensor, kwargs: dict[str, An
 
 
 def _run_by_position(processor: Any, aligned_ids: Tensor, block: Tensor, kwargs: dict[str, Any]) -> Tensor:
-    """Calls a processor once per position, on all rows.
+    """Calls a processor for all rows once per position of the block [B, K+1, V] float32, which is not written to.
 
-    Args:
-        processor: for all rows.
-        aligned_ids: [B, T'+K] int64, position j of every row ending at column T'+j.
-        block: [B, K+1, V] float32, not written to; the result is a new tensor.
-        kwargs: handed on.
+    Position j of every row ends at column T'+j of the aligned ids [B, T'+K] int64.
     """
     processed = torch.empty_like(block)
     num_positions = block.shape[1]
@@ -221,10 +216,7 @@ def _run_by_position(processor: Any, aligned_ids: Tensor, block: Tensor, kwargs:
 def _run_by_group(
     processor: Any, prefixes: Prefixes, groups: dict[int, list[int]], block: Tensor, kwargs: dict[str, Any]
 ) -> Tensor:
-    """[B, K+1, V] float32 of a processor that is called once per group of pairs with equally many tokens.
-
-    Groups map the number of tokens to the flat indices of the pairs; the block [B, K+1, V] is not written to.
-    """
+    """[B, K+1, V] of a processor that is called once per group of flat indices with equally many tokens."""
     flat = block.flatten(0, 1)  # [B*(K+1), V]
     reads_ids = find_reads(processor) is Reads.PREFIX
     if len(groups) == 1 and not reads_ids:

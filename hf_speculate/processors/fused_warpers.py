@@ -33,10 +33,7 @@ class FusedWarpers(LogitsProcessor):
 
 
 def fuse_warpers(processors: Iterable[Any], backend: str = "auto") -> list[Any]:
-    """The processors of a draft, with one `FusedWarpers` in place of each run of warpers in the usual order.
-
-    The distribution may differ a little from the one that the target's warpers give.
-    """
+    """The processors of a draft, with one `FusedWarpers`, which may round differently, for each run of warpers."""
     fused: list[Any] = []
     run: list[Any] = []
     for processor in processors:

@@ -20,12 +20,10 @@ class Prefixes:
 
     @property
     def num_positions(self) -> int:
-        """K+1."""
         return self.draft_token_ids.shape[1] + 1
 
     @cached_property
     def is_even(self) -> bool:
-        """Whether all rows are equally long."""
         return min(self.lens) == max(self.lens)
 
     @cached_property
@@ -44,10 +42,7 @@ class Prefixes:
         return full_ids.scatter_(1, slots, drafts)
 
     def align(self, fill: Tensor | int) -> Tensor:
-        """[B, T'+K] int64, the rows pushed to the right, so that position j of every row ends at column T'+j.
-
-        The id `fill`, one for all or [B, 1], goes before each row.
-        """
+        """[B, T'+K] int64, `fill` before each row, so that position j of every row ends at column T'+j."""
         if self.is_even:
             return self.full_ids
         places = torch.arange(self.full_ids.shape[1], device=self.full_ids.device) - self.shifts  # [B, T'+K]
@@ -61,7 +56,6 @@ class Prefixes:
         return groups
 
     def len_of(self, flat_index: int) -> int:
-        """A pair's prefix length."""
         row, position = divmod(flat_index, self.num_positions)
         return self.lens[row] + position
 

@@ -3,7 +3,7 @@
 Rows whose processors or criteria are equal form a group, which is processed together.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -15,7 +15,7 @@ from hf_speculate.processors.block import BlockLogitsProcessorList
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria, StopVerdict, TokenRows
 from hf_speculate.transfers import upload
 
-Settings = TypeVar("Settings", bound=Sequence[Any])
+Settings = TypeVar("Settings", bound=Iterable[Any])
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,6 @@ class ProcessorGroups:
         """Does nothing: no processor has state."""
 
     def rows(self, indices: Sequence[int]) -> "ProcessorGroups":
-        """The groups of the rows `indices`."""
         places = {row: place for place, row in enumerate(indices)}
         kept = []
         for group in self._groups:
@@ -80,7 +79,6 @@ class ProcessorGroups:
         return self
 
     def join(self, other: "ProcessorGroups") -> None:
-        """Add the rows of `other` behind these."""
         self._groups = _joined(self._groups, other._groups, self._num_rows)
         self._num_rows += other._num_rows
 
@@ -90,17 +88,16 @@ class StoppingGroups:
 
     def __init__(self, criteria: BlockStoppingCriteria, max_lengths: Sequence[int]):
         self._max_lengths = list(max_lengths)
-        rest = BlockStoppingCriteria(one for one in criteria.criteria if type(one) is not MaxLengthCriteria)
-        self._groups = [_Group(rest.criteria, list(range(len(max_lengths))))]
-        self._blocks = [rest]  # by group
+        rest = BlockStoppingCriteria(one for one in criteria if type(one) is not MaxLengthCriteria)
+        self._groups = [_Group(rest, list(range(len(max_lengths))))]
 
     def __call__(self, tokens: TokenRows, new_ids: Sequence[list[int]]) -> StopVerdict:
         num_emitted, is_done = [len(ids) for ids in new_ids], [False] * len(new_ids)
-        for block, group in zip(self._blocks, self._groups, strict=True):
+        for group in self._groups:
             rows = group.rows
             is_whole = len(rows) == len(new_ids)
             part = tokens if is_whole else _SomeRows(tokens, rows)
-            verdict = block(part, new_ids if is_whole else [new_ids[row] for row in rows])
+            verdict = group.settings(part, new_ids if is_whole else [new_ids[row] for row in rows])
             for row, num, done in zip(rows, *verdict, strict=True):
                 num_emitted[row], is_done[row] = num, done
         for row, (length, most, ids) in enumerate(zip(tokens.lens, self._max_lengths, new_ids, strict=True)):
@@ -109,22 +106,13 @@ class StoppingGroups:
         return StopVerdict(num_emitted, is_done)
 
     def rows(self, indices: Sequence[int]) -> None:
-        """Keep the rows `indices`."""
         places = {row: place for place, row in enumerate(indices)}
-        kept = [
-            (group, block, group.renumbered(places)) for group, block in zip(self._groups, self._blocks, strict=True)
-        ]
-        kept = [entry for entry in kept if entry[2]]
-        self._groups = [_Group(group.settings, [row for row, _ in pairs]) for group, _, pairs in kept]
-        self._blocks = [block for _, block, _ in kept]
+        kept = [(group.settings, [row for row, _ in group.renumbered(places)]) for group in self._groups]
+        self._groups = [_Group(settings, rows) for settings, rows in kept if rows]
         self._max_lengths = [self._max_lengths[row] for row in indices]
 
     def join(self, other: "StoppingGroups") -> None:
-        """Add the rows of `other` behind these."""
-        blocks = {id(group.settings): block for group, block in zip(self._groups, self._blocks, strict=True)}
-        blocks |= {id(group.settings): block for group, block in zip(other._groups, other._blocks, strict=True)}
         self._groups = _joined(self._groups, other._groups, len(self._max_lengths))
-        self._blocks = [blocks[id(group.settings)] for group in self._groups]
         self._max_lengths += other._max_lengths
 
 

@@ -52,7 +52,7 @@ class BlockStoppingCriteria:
 
     def __init__(self, criteria: Iterable[Any]) -> None:
         """Sorts the criteria; later changes to their list are not seen."""
-        self.criteria = listed = list(criteria)
+        self._criteria = listed = list(criteria)
         self._max_length_criteria = [c for c in listed if type(c) is MaxLengthCriteria]
         self._max_time_criteria = [c for c in listed if type(c) is MaxTimeCriteria]
         self._stop_string_criteria = [c for c in listed if type(c) is StopStringCriteria]
@@ -66,9 +66,11 @@ class BlockStoppingCriteria:
         # The new token itself is one of the tokens that a stop string may need.
         self._tail_len = max([1, *(c.maximum_token_len for c in self._stop_string_criteria)])
 
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._criteria)
+
     @property
     def is_row_wise(self) -> bool:
-        """Whether every criterion may be asked about a whole block."""
         return not self._foreign
 
     @property
@@ -169,14 +171,12 @@ class BlockStoppingCriteria:
     def _find_registered(
         self, token_ids: Tensor, prefix_lens: Sequence[int], num_kept: Sequence[int]
     ) -> list[tuple[int, int]]:
-        """Asks about the prefixes that nothing else has ended before, those of one length together.
-
-        No generator: what the user's code raises goes through it, and a StopIteration would not.
-        """
+        """Asks about the prefixes that nothing else has ended before, those of one length together."""
         rows_by_len: dict[int, list[int]] = {}
         for row, (prefix_len, num) in enumerate(zip(prefix_lens, num_kept, strict=True)):
             for at in range(1, num + 1):
                 rows_by_len.setdefault(prefix_len + at, []).append(row)
+        # no generator: an error of the user's code goes through it, and a StopIteration would not
         answers = [_ask(self._registered, token_ids[rows, :length]) for length, rows in rows_by_len.items()]
         is_hit = torch.cat(answers).tolist()  # one per pair, in the order of the pairs
         pairs = [(length, row) for length, rows in rows_by_len.items() for row in rows]
@@ -196,10 +196,7 @@ def as_flags(answers: Tensor) -> Tensor:
 
 
 def _windows(tokens: TokenRows, new_ids: Sequence[list[int]], tail_len: int) -> Tensor:
-    """[B, L-1+N] int64, each row's block with the L-1 tokens just before it; column L-1 holds its first token.
-
-    Columns before a row's first token or after its block hold an id that is in no vocabulary.
-    """
+    """[B, L-1+N] int64, each row's block after the L-1 tokens before it; other columns hold an id of no vocabulary."""
     width = max(map(len, new_ids))
     rows = []
     for ids, length, new in zip(tokens.token_ids, tokens.lens, new_ids, strict=True):

@@ -42,7 +42,7 @@ MUTANTS = (
                 "shifts = [drop - smallest for drop in drops]", "shifts = [max(drops) - drop for drop in drops]"
             ),
             "dynamic cache: padding is not counted in positions": Fault(
-                "return lens.columns(num, offset) - self._own_pads_there()", "return lens.columns(num, offset)"
+                "first_column - num_columns, self._own_there)", "first_column - num_columns)"
             ),
             "dynamic cache: padding is not compacted": Fault(
                 "self.pads = [self.pads[row] for row in indices]", "self.pads = self.pads[: len(indices)]"

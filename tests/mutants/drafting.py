@@ -27,9 +27,7 @@ MUTANTS = (
                 "token_ids = token_ids[: end + 1]", "token_ids = token_ids[: end + 9]"
             ),
             "suffix: padding is part of the text": Fault("key = tuple(text[num:])", "key = tuple(text)"),
-            "suffix: finished rows draft": Fault(
-                "token_ids if ids else [] for row, ids in pairs", "token_ids for row, ids in pairs"
-            ),
+            "suffix: finished rows draft": Fault("token_ids if is_live else [] for row", "token_ids for row"),
             "suffix: rows are not compacted": Fault(
                 "self.rows = [self.rows[row] for row in indices]", "self.rows = self.rows[: len(indices)]"
             ),

@@ -69,7 +69,7 @@ def chain_steps(
 ) -> Unrolled:
     """Draft tokens one after another with a network of one depth; the last one is not fed.
 
-    Keys and values, by layer [B, heads, capacity, D], are written to `buffers`. Without noise keys the argmax is taken.
+    Keys and values are written to `buffers`, by layer. Without noise keys the argmax is taken.
     """
     vocabulary, width = network.vocabulary, inputs.seen.shape[0]
     ids, kept_logits, sums = [], [], []
@@ -107,7 +107,6 @@ class CompiledChain:
 
     @property
     def is_working(self) -> bool:
-        """Whether nothing has failed to compile."""
         return self._compilation.is_working
 
     def draft(
@@ -170,7 +169,6 @@ class ChainDrafter(HeadDrafter[ChainNetwork]):
             drafted.append(proposal.add(logits))
 
     def _read(self, new: NewTokens) -> None:
-        """Run true pairs through every depth."""
         states = new.states
         if states is None or not new.width:
             return

@@ -141,12 +141,9 @@ class MarkovHead(nn.Module):
         return self.markov_w1(token_ids)  # type: ignore[no-any-return]
 
     def forward(self, embeddings: Tensor, states: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """A slot's bias [B, Vd], and the memory for the next slot.
+        """The bias [B, Vd] of a slot with states [B, H], and the memory for the next slot.
 
-        Args:
-            embeddings: [B, r] of the previous tokens.
-            states: [B, H] of the slot.
-            memory: [B, r] of the recurrent unit; None at the block's first slot, and for other kinds.
+        `embeddings` [B, r] are those of the previous tokens; `memory` [B, r] is that of the recurrent unit, or None.
         """
         if self.gate_proj is not None:
             gate = torch.sigmoid(self.gate_proj(torch.cat([states, embeddings], dim=-1)))

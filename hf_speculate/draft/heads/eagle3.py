@@ -132,6 +132,5 @@ class Eagle3Network(nn.Module):
         return self._scored(self.norm(outputs), parts)
 
     def _scored(self, normed: Tensor, parts: TargetParts) -> Tensor:
-        """[..., Vd] of states [..., H] after the final norm."""
         logits: Tensor = parts.logits(normed) if self.lm_head is None else self.lm_head(normed)
         return logits if self.options.logit_scale == 1.0 else logits * self.options.logit_scale

@@ -6,10 +6,8 @@ from typing import Any, NamedTuple
 
 from hf_speculate.draft.heads.head import HeadSpec
 from hf_speculate.draft.heads.target_parts import TargetShape
+from hf_speculate.draft.vocab_mapping import MAX_PADDING
 from hf_speculate.errors import UnsupportedModelError
-
-# Tables are padded to multiples of 64 to 1,024 rows for the sake of matrix kernels.
-_MAX_PADDING = 1024
 
 
 class HeadFit(NamedTuple):
@@ -59,7 +57,7 @@ def problems_of(spec: HeadSpec, shape: TargetShape) -> list[str]:
     if spec.num_target_layers not in (None, shape.num_layers):
         problems.append(f"it is for {spec.num_target_layers} layers, and the target has {shape.num_layers}")
     difference = abs(spec.vocab_size - shape.vocab_size)
-    if difference > (_MAX_PADDING if spec.is_vocab_padded else 0):
+    if difference > (MAX_PADDING if spec.is_vocab_padded else 0):
         problems.append(f"its vocabulary has {spec.vocab_size} tokens, and the target's {shape.vocab_size}")
     return problems
 

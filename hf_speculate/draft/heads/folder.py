@@ -23,10 +23,7 @@ _WEIGHT_FILES = (
 
 
 class HeadFolder:
-    """A draft head on disk or on the Hub. Weights are looked up and downloaded only when they are needed.
-
-    Args:
-        source: a folder, or the id of a Hub repository.
+    """A draft head in a folder or a Hub repository. Weights are downloaded only when they are needed.
 
     Raises:
         ConfigError: there is no `config.json`, or it does not hold an object.

@@ -1,9 +1,8 @@
 """A loaded draft head: what `load_drafter` returns and `generate(assistant_model=head)` takes."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -44,24 +43,15 @@ class HeadSpec:
     notes: tuple[str, ...] = ()  # doubts about the config, each a sentence
 
 
-class HeadDrafterFactory(Protocol):
-    """Makes the drafter of one call."""
-
-    def __call__(self, spec: HeadSpec, setup: DrafterSetup, device: torch.device, dtype: torch.dtype) -> Drafter:
-        """The drafter of a head whose weights are on a device in a dtype."""
+HeadDrafterFactory = Callable[[HeadSpec, DrafterSetup, torch.device, torch.dtype], Drafter]
+"""Makes the drafter of one call for a head whose weights are on a device in a dtype."""
 
 
 class DraftHead:
     """A draft head for one kind of target; pass it as `assistant_model`, to this target or a copy of it.
 
-    The head holds its own weights. Embeddings and a language modelling head that it shares are taken from the target
-    of each call.
-
-    Args:
-        spec: what it is.
-        network: its own weights, in eval mode.
-        config: of the target that it was loaded for; pipelines compare its special tokens with their model's.
-        factory: makes the drafter of a call.
+    The head holds its own weights. Embeddings and a language modelling head that it shares are taken from the target of
+    each call.
     """
 
     def __init__(self, spec: HeadSpec, network: nn.Module, config: PreTrainedConfig, factory: HeadDrafterFactory):

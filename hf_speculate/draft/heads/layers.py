@@ -62,10 +62,7 @@ class Rotation(NamedTuple):
 
 
 class Rotary:
-    """The rotary embedding of a head, from transformers, so that scaled variants mean the same.
-
-    Its frequencies stay in float32 whatever the head's dtype.
-    """
+    """The rotary embedding of a head, from transformers, scaled variants included; its frequencies stay in float32."""
 
     def __init__(self, config: LayerConfig, device: torch.device):
         self._embedding = LlamaRotaryEmbedding(config.rope_config()).to(device)
@@ -121,14 +118,8 @@ class Attention(nn.Module):
 def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
     """Attention of grouped queries, without copies of keys and values for short queries.
 
-    Args:
-        queries: [B, g * num_kv_heads, N, D].
-        keys: [B, num_kv_heads, T, D].
-        values: [B, num_kv_heads, T, D].
-        mask: [B, 1, N, T] additive; None if every query sees every key.
-
-    Returns:
-        [B, g * num_kv_heads, N, D].
+    Queries and outputs are [B, g * num_kv_heads, N, D], keys and values [B, num_kv_heads, T, D]. The mask is [B, 1, N,
+    T] additive.
     """
     groups, num_query = queries.shape[1] // keys.shape[1], queries.shape[2]
     if groups == 1 or num_query * groups > _MOST_FOLDED_ROWS:

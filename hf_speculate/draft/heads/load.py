@@ -88,11 +88,7 @@ def load_drafter(
 
 
 def check_head(head: str | Path, target: str | Path | PreTrainedConfig) -> HeadFit:
-    """Whether a head fits a target, without loading weights of either.
-
-    Args:
-        head: a folder, or the id of a Hub repository.
-        target: the same of the target, or its config.
+    """Whether a head fits a target, without loading weights of either; both by folder or id, the target also by config.
 
     Raises:
         ConfigError: there is no config, or its fields exclude each other.

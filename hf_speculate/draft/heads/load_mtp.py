@@ -93,7 +93,6 @@ def load_mtp(request: LoadRequest) -> DraftHead:
 
 
 def _of_transformers(request: LoadRequest) -> MtpModel:
-    """The layers as transformers loads them."""
     target = request.target
     try:
         model: MtpModel = MtpModel.from_pretrained(

@@ -88,7 +88,6 @@ class LoadRequest(NamedTuple):
     device: torch.device
 
     def head(self, spec: HeadSpec, network: nn.Module, drafter: Callable[..., Drafter]) -> DraftHead:
-        """The head of a network; `drafter` takes the network first."""
         return DraftHead(spec, network, self.target.config, partial(drafter, network))
 
 

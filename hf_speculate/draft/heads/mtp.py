@@ -47,10 +47,7 @@ class MtpModules(NamedTuple):
 
 
 class CheckpointMtpNetwork(nn.Module):
-    """The MTP layers of a target's checkpoint; a `ChainNetwork` of as many depths.
-
-    A layer's output, behind its own norm, is what the next depth reads and what the target's head scores.
-    """
+    """The MTP layers of a target's checkpoint; the next depth and the head read a layer's normalised output."""
 
     def __init__(self, model: MtpModel | MtpModules, vocab_size: int):
         super().__init__()

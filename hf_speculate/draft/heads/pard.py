@@ -34,7 +34,6 @@ class PardNetwork(nn.Module):
         self._last_id = int(model.config.vocab_size) - 1
 
     def project(self, states: Tensor) -> Tensor:
-        """See `SlotNetwork.project`; there are no states."""
         return states
 
     def fill(self, inputs: SlotInputs, cache: RowCache, parts: TargetParts) -> Tensor:

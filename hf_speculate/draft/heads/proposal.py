@@ -72,7 +72,6 @@ class TokenChooser:
         return Proposal(self, self.processors.forked(), draws)
 
     def rows(self, indices: Sequence[int]) -> None:
-        """Keep the rows `indices`."""
         self.processors = self.processors.rows(indices)
         if self.history is not None:
             self.history.rows(indices)

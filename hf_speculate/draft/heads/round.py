@@ -31,7 +31,6 @@ class NewTokens(NamedTuple):
 
     @property
     def width(self) -> int:
-        """N."""
         return self.token_ids.shape[1]
 
     def chunks(self, size: int = CHUNK_SIZE) -> Iterator["NewTokens"]:
@@ -58,10 +57,7 @@ NetworkT = TypeVar("NetworkT", bound=HeadNetwork)
 
 
 class HeadDrafter(DrafterDefaults, ABC, Generic[NetworkT]):
-    """A `Drafter` over a head's network, with a cache of its own for B rows of different lengths.
-
-    It reads the target's states of the layers `hidden_layers`, mapped by `project_states`, in `kept.hidden_states`.
-    """
+    """A `Drafter` over a head's network, with a cache of its own for B rows of different lengths."""
 
     def __init__(
         self, network: NetworkT, spec: HeadSpec, setup: DrafterSetup, device: torch.device, dtype: torch.dtype
@@ -88,7 +84,6 @@ class HeadDrafter(DrafterDefaults, ABC, Generic[NetworkT]):
 
     @torch.no_grad()
     def draft(self, request: DraftRequest) -> DraftOut:
-        """See `Drafter.draft`; `kv_cache` is not read, and `kept` holds projected states if the head reads states."""
         request.check()
         query, kept = request.query_token_ids, request.kept
         if self.hidden_layers and (kept is None or kept.hidden_states is None):

@@ -7,6 +7,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from hf_speculate.cache.masking import additive
+
 # Buffers grow by this factor, so that copying them costs a constant share.
 _GROWTH = 2
 # Columns are read in multiples of this, which GPU kernels load as vectors.
@@ -87,9 +89,9 @@ class RowCache:
         firsts: Sequence[int] = (),
         is_causal: Sequence[bool] = (),
     ) -> Placed:
-        """Make room for N tokens at the end of every row; see `Placed`.
+        """Make room for N tokens, `offset` columns behind the end of every row; see `Placed`.
 
-        The room begins `offset` columns behind the end: those were written in this round already and are read too.
+        Columns before the offset were written in this round already, and are read too.
         """
         longest = max(self.lens, default=0) + offset + num_tokens
         is_bare = num_tokens == 1 and min(self.lens, default=0) == max(self.lens, default=0)
@@ -118,7 +120,6 @@ class RowCache:
         self.ends = self.ends + on_device
 
     def rows(self, indices: Sequence[int]) -> None:
-        """Keep the rows `indices`, in that order."""
         index = torch.tensor(list(indices), dtype=torch.int64, device=self.device)
         self.lens, self.ends = [self.lens[row] for row in indices], self.ends[index]
         self._row_ids = self._row_ids[: len(index)]
@@ -156,12 +157,6 @@ def _written(
     for buffer, states in zip(buffers, (keys, values), strict=True):
         buffer[row_ids, :, placed.columns] = states.transpose(1, 2)  # [B, N, heads, D]
     return buffers[0][:, :, : placed.width], buffers[1][:, :, : placed.width]
-
-
-def additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """[B, 1, N, T]: -inf where [B, N, T] bool is set, 0 elsewhere."""
-    mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
-    return mask.masked_fill_(hidden, -torch.inf)[:, None]
 
 
 def _aligned(num_columns: int) -> int:

@@ -7,11 +7,9 @@ from hf_speculate.errors import UnsupportedModelError
 
 
 class DraftVocabulary:
-    """Maps the columns of a head's logits to ids of the target.
+    """Maps the columns of a head's logits to ids of the target, of which there are `size`.
 
-    Args:
-        size: V, the target's ids.
-        target_ids: [Vd] int64, the target's id of every column, increasing; None if column j is id j.
+    `target_ids` [Vd] int64 are those of the columns, increasing; None if column j is id j.
     """
 
     def __init__(self, size: int, target_ids: Tensor | None = None):
@@ -19,7 +17,6 @@ class DraftVocabulary:
         self.target_ids = target_ids
 
     def ids(self, columns: Tensor) -> Tensor:
-        """The target's ids of columns [...] int64."""
         return columns if self.target_ids is None else self.target_ids[columns]
 
     def scattered(self, logits: Tensor) -> Tensor:
@@ -33,20 +30,14 @@ class DraftVocabulary:
         return full.index_copy_(-1, self.target_ids, logits)
 
     def to(self, device: torch.device) -> "DraftVocabulary":
-        """The same with its table on a device."""
         return DraftVocabulary(self.size, None if self.target_ids is None else self.target_ids.to(device))
 
 
 def read_offsets(d2t: Tensor, t2d: Tensor | None, size: int) -> Tensor:
-    """[Vd] int64, the target's ids of the draft's columns.
+    """[Vd] int64, the target's ids of the draft's columns: `d2t` [Vd] is added to a column's number.
 
-    Args:
-        d2t: [Vd], what is added to a column's number.
-        t2d: [V] bool, which ids have a column; None if the file has none.
-        size: V.
-
-    Raises:
-        UnsupportedModelError: the ids do not increase, lie outside of the vocabulary, or contradict `t2d`.
+    `t2d` [V] bool marks the ids that have a column, if the file has it. Ids that do not increase, lie outside of the
+    vocabulary, or contradict `t2d` raise an `UnsupportedModelError`.
     """
     ids = torch.arange(len(d2t), device="cpu") + d2t.cpu().long()
     if bool((ids[1:] <= ids[:-1]).any()) or int(ids[0]) < 0 or int(ids[-1]) >= size:

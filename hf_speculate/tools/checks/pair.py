@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from hf_speculate.compat import stateful_names
-from hf_speculate.draft.assistant import MAX_PADDING
 from hf_speculate.draft.vocab_intersection import intersect_vocabularies
+from hf_speculate.draft.vocab_mapping import MAX_PADDING
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.generation.draft_source import ASSISTED
 from hf_speculate.generation.validate_models import check_models
