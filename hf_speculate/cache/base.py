@@ -104,9 +104,13 @@ def leading(state: KVState, starts: Sequence[int], width: int) -> KVState:
     """Copies [B, H, width, D] of the columns of [B, H, T, D] from each row's start on; the last one fills up."""
     device, last = state.keys.device, state.keys.shape[2] - 1
     columns = upload(starts, device)[:, None] + torch.arange(width, device=device)  # [B, width]
-    index = columns.clamp_max(last)[:, None, :, None]
-    keys, values = (part.gather(2, index.expand(-1, part.shape[1], -1, part.shape[3])) for part in state)
-    return KVState(keys, values)
+    return KVState(*(gathered(part, columns.clamp_max(last)) for part in state))
+
+
+def gathered(states: Tensor, columns: Tensor) -> Tensor:
+    """[B, H, T, D]: the columns [B or 1, T] int64 of states [B, H, N, D]."""
+    index = columns[:, None, :, None]
+    return states.gather(2, index.expand(*states.shape[:2], -1, states.shape[3]))
 
 
 def checked_drops(num_tokens_crop: int | Sequence[int] | Tensor, lens: Sequence[int]) -> list[int]:

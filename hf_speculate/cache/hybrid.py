@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
-from hf_speculate.cache.base import checked_drops
+from hf_speculate.cache.base import checked_drops, gathered
 from hf_speculate.cache.dynamic import CacheSnapshot, DynamicKVCache
 from hf_speculate.cache.layers import ATTENTION_LAYERS, RECURRENT_LAYERS, attention_layers, num_held
 from hf_speculate.cache.recurrent import RecurrentSnapshot, RecurrentStates
@@ -178,10 +178,7 @@ class HybridKVCache(DynamicKVCache):
         if self._mask is not None:
             self._mask = torch.where(source < 0, 0, self._mask[:, : self.num_columns].gather(1, source.clamp_min(0)))
         for layer in self._held:
-            index = source.clamp_min(0).to(layer.keys.device)[:, None, :, None]
-            layer.keys, layer.values = (
-                states.gather(2, index.expand(-1, states.shape[1], -1, states.shape[3]))
-                for states in (layer.keys, layer.values)
-            )
+            there = source.clamp_min(0).to(layer.keys.device)
+            layer.keys, layer.values = gathered(layer.keys, there), gathered(layer.values, there)
         self._padding.pads = [pad + num for pad, num in zip(self._padding.pads, widths, strict=True)]
         self.expect(0)

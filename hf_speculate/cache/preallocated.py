@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
-from hf_speculate.cache.base import KVCache, bounded, checked_drops, leading
+from hf_speculate.cache.base import KVCache, bounded, checked_drops, gathered, leading
 from hf_speculate.cache.buffer_pool import BufferPool, LayerBuffers, PooledBuffers
 from hf_speculate.cache.columns import Columns
 from hf_speculate.cache.layers import LayerSnapshot, holding, restore_layers, snapshot_layers
@@ -226,8 +226,5 @@ class PreallocatedKVCache(KVCache):
         width = self.num_columns
         first = 0 if layer.window is None else max(width - layer.window + 1, 0)
         source = self.columns.row_lens.columns(width - first, first - width - layer.base)  # [B or 1, T]
-        index = source.to(layer.device).clamp_min(0)[:, None, :, None]
-        keys, values = (
-            buffer.gather(2, index.expand(*buffer.shape[:2], -1, buffer.shape[3])) for buffer in layer.buffers
-        )
-        return KVState(keys, values)
+        columns = source.to(layer.device).clamp_min(0)
+        return KVState(*(gathered(buffer, columns) for buffer in layer.buffers))

@@ -4,9 +4,8 @@ from collections.abc import Sequence
 
 _DECAY = 0.97  # of the counts, per verified token: sequences change
 _PRIOR_WEIGHT = 4.0  # of the prior, in tokens
-_SUFFIX_PRIORS = (0.5, 0.6, 0.7, 0.8, 0.9)  # by doubling match lengths: 1, 2-3, 4-7, 8-15, 16 and more
-_MODEL_PRIOR = 0.7
-_MODEL_POSITIONS = 4  # the first, second and third token of a draft, and all later ones
+SUFFIX_PRIORS = (0.5, 0.6, 0.7, 0.8, 0.9)  # by doubling match lengths: 1, 2-3, 4-7, 8-15, 16 and more
+MODEL_PRIORS = (0.7,) * 4  # the first, second and third token of a draft, and all later ones
 
 
 class AcceptanceCounts:
@@ -36,54 +35,37 @@ class AcceptanceCounts:
         return (self.accepted[kind] + prior_weight * prior) / (self.verified[kind] + prior_weight)
 
 
-class RowAcceptanceRates:
-    """Acceptance rates of each row by kind of token, from `priors` by kind on.
+class AcceptanceRates(AcceptanceCounts):
+    """Acceptance rates of one row by kind of token, from `priors` in (0, 1) by kind on.
 
     Rows do not share counts, because the sample of a seed must not depend on the other rows of the batch.
     """
 
-    def __init__(self, priors: Sequence[float], num_rows: int):
+    def __init__(self, priors: Sequence[float]):
+        super().__init__(len(priors))
         self._priors = priors
-        self._rows = [AcceptanceCounts(len(priors)) for _ in range(num_rows)]
 
-    def observe(self, row: int, kinds: Sequence[int], num_accepted: int) -> None:
-        """Count the verified tokens of one row's draft; all but the last one at most were accepted."""
-        counts = self._rows[row]
+    def observe(self, kinds: Sequence[int], num_accepted: int) -> None:
+        """Count the verified tokens of a draft; all but the last one at most were accepted."""
         for position, kind in enumerate(kinds):
-            counts.decay_kind(kind, _DECAY)
-            counts.add(kind, position < num_accepted)
+            self.decay_kind(kind, _DECAY)
+            self.add(kind, position < num_accepted)
 
-    def expected(self, row: int, kinds: Sequence[int]) -> float:
-        """The expected number of accepted tokens in a row's draft."""
+    def expected(self, kinds: Sequence[int]) -> float:
+        """The expected number of accepted tokens in a draft."""
         total, prefix = 0.0, 1.0
         for kind in kinds:
-            prefix *= self._rows[row].rate(kind, self._priors[kind], _PRIOR_WEIGHT)
+            prefix *= self.rate(kind, self._priors[kind], _PRIOR_WEIGHT)
             total += prefix
         return total
-
-    def join(self, other: "RowAcceptanceRates") -> None:
-        self._rows = self._rows + other._rows
-
-    def rows(self, indices: Sequence[int]) -> None:
-        self._rows = [self._rows[row] for row in indices] if self._rows else []
-
-
-def suffix_rates(num_rows: int) -> RowAcceptanceRates:
-    """Rates of tokens drafted by a suffix match; kinds are those of `suffix_kinds`."""
-    return RowAcceptanceRates(_SUFFIX_PRIORS, num_rows)
-
-
-def model_rates(num_rows: int) -> RowAcceptanceRates:
-    """Rates of a draft model's tokens; kinds are those of `model_kinds`."""
-    return RowAcceptanceRates((_MODEL_PRIOR,) * _MODEL_POSITIONS, num_rows)
 
 
 def suffix_kinds(match_len: int, num: int) -> list[int]:
     """[num] kinds of tokens after a match; each accepted token lengthens the match of the next one."""
-    last = len(_SUFFIX_PRIORS)
+    last = len(SUFFIX_PRIORS)
     return [min((match_len + position).bit_length(), last) - 1 for position in range(num)]
 
 
 def model_kinds(num: int) -> list[int]:
     """[num] kinds of a draft model's tokens, by position."""
-    return [min(position, _MODEL_POSITIONS - 1) for position in range(num)]
+    return [min(position, len(MODEL_PRIORS) - 1) for position in range(num)]

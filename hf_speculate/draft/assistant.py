@@ -85,10 +85,10 @@ def map_vocabularies(
     tokenizer: PreTrainedTokenizerBase | None = None,
     assistant_tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> VocabMapping | None:
-    """How the draft's ids stand to the target's; None where they are the same.
+    """How the draft's ids stand to the target's; None if they are the same.
 
-    Equal sizes count as equal vocabularies unless both tokenizers say otherwise. Where sizes differ and a tokenizer is
-    not given, it is looked up in local files under its model's `name_or_path`.
+    Equal sizes count as equal vocabularies unless both tokenizers say otherwise. If sizes differ and a tokenizer is not
+    given, it is looked up in local files under its model's `name_or_path`.
     """
     num_target, num_draft = (vocab_size_of(model) for model in (target, draft))
     if tokenizer is not None and assistant_tokenizer is not None:

@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 from hf_speculate.cache.base import KVCache
 from hf_speculate.cache.preallocated import LayerKinds
 from hf_speculate.draft.base import DraftRequest
-from hf_speculate.draft.model import DraftSettings, ModelDrafter
+from hf_speculate.draft.model import ModelDrafter
+from hf_speculate.draft.token_choice import DraftSettings
 from hf_speculate.models.compiled import CompiledLanguageModel, Rows, States, forward_rows
 from hf_speculate.models.inferencer import Inferencer, num_until
 from hf_speculate.processors import BlockLogitsProcessorList
@@ -51,7 +52,7 @@ def draft_step(
 ) -> tuple[Chosen, Carry]:
     """Choose one token per row; the cache's buffers `states` are written to."""
     query, ends, keys = carry
-    logits = forward_rows(model, query, ends, rows, states, kinds)[:, -1]  # [B, V]
+    logits = forward_rows(model, query, ends, rows, states, kinds).logits[:, -1]  # [B, V]
     if keys is None:
         chosen = Chosen(logits.argmax(dim=-1), None, None)
     else:
@@ -83,9 +84,8 @@ class CompiledDrafter(ModelDrafter):
     def draft(self, request: DraftRequest) -> DraftOut:
         kv_cache, num_draft_tokens = request.kv_cache, request.num_draft_tokens
         target_device = request.query_token_ids.device
-        chooses_plainly = not len(self.processors) and not self.settings.confidence_threshold
         query = request.query_token_ids.to(self.language_model.device)
-        if kv_cache is not None and chooses_plainly:
+        if kv_cache is not None and self.chooser.is_plain:
             request.check()
             query = self._catch_up(query, kv_cache)
             keys = request.keys if request.sample_strategy is SampleStrategy.RANDOM else None

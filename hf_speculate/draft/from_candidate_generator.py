@@ -104,8 +104,8 @@ def _taken(source: GeneratorFactory, prepared: dict[str, Any]) -> dict[str, Any]
 def samples_its_logits(generator: CandidateGenerator) -> bool:
     """Whether the logits that a generator returns are the distribution that its tokens were sampled from.
 
-    This is known for some classes only: a generator that takes its argmax may return logits all the same. The proposals
-    of others count as point masses, which is lossless whatever they were sampled from, but accepts fewer tokens.
+    This is known for some classes only. The proposals of others count as point masses, which is lossless whatever they
+    were sampled from, but accepts fewer tokens.
     """
     if type(generator) is DraftModelCandidateGenerator:
         return generator.sample_strategy is SampleStrategy.RANDOM

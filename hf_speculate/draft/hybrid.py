@@ -6,14 +6,43 @@ import torch
 from torch import Tensor
 
 from hf_speculate.cache.base import KVCache
-from hf_speculate.draft.acceptance_rates import model_kinds, model_rates, suffix_kinds, suffix_rates
+from hf_speculate.draft.acceptance_rates import MODEL_PRIORS, SUFFIX_PRIORS, AcceptanceRates, model_kinds, suffix_kinds
 from hf_speculate.draft.base import DrafterDefaults, DraftRequest
 from hf_speculate.draft.model import ModelDrafter
-from hf_speculate.draft.suffix import NO_PROPOSAL, Proposal, SuffixRows, SuffixSettings, point_masses
+from hf_speculate.draft.suffix import NO_PROPOSAL, SuffixRows, SuffixSettings, point_masses
 from hf_speculate.transfers import send, upload
 from hf_speculate.types import CachedDraft, DraftOut, Kept
 
 MAX_BEHIND = 64  # tokens that the draft model may lag behind before it runs in any case
+
+
+class HybridRow:
+    """What one row has gained from matches and the model, and what was proposed for it in the last call."""
+
+    def __init__(self) -> None:
+        self.suffix_rates, self.model_rates = AcceptanceRates(SUFFIX_PRIORS), AcceptanceRates(MODEL_PRIORS)
+        self.proposal = NO_PROPOSAL  # the suffix match
+        self.num_model = 0  # tokens of the model that were proposed
+        self.unread: list[int] = []  # tokens emitted since the model ran
+
+    def prefers_match(self, num_model: int) -> bool:
+        """Whether the suffix match is expected to gain at least as many tokens as the model."""
+        if not self.proposal.token_ids:
+            return False
+        kinds = suffix_kinds(self.proposal.match_len, len(self.proposal.token_ids))
+        return self.suffix_rates.expected(kinds) >= self.model_rates.expected(model_kinds(num_model))
+
+    def learn(self, ids: Sequence[int], num_rounds: int) -> None:
+        """Learn from the last call's proposals: the tokens emitted since, in one round and then plain ones."""
+        self.unread += ids
+        agrees = [one == other for one, other in zip(self.proposal.token_ids, ids, strict=False)]
+        if agrees:
+            num_verified = agrees.index(False) + 1 if False in agrees else len(agrees)
+            num_accepted = num_verified - (False in agrees)
+            self.suffix_rates.observe(suffix_kinds(self.proposal.match_len, num_verified), num_accepted)
+        if ids and self.num_model:
+            num_accepted = min(len(ids) - num_rounds, self.num_model)
+            self.model_rates.observe(model_kinds(min(num_accepted + 1, self.num_model)), num_accepted)
 
 
 class HybridDrafter(DrafterDefaults):
@@ -44,10 +73,8 @@ class HybridDrafter(DrafterDefaults):
         self.texts = SuffixRows(settings)
         self.max_model_tokens = max_model_tokens
         self.device = torch.device(device)
-        self._suffix_rates, self._model_rates = suffix_rates(0), model_rates(0)
-        self._proposals: list[Proposal] = []  # [B] suffix matches of the last call
-        self._num_model: list[int] = []  # [B] tokens of the model that were proposed in the last call
-        self._unread: list[list[int]] | None = None  # [B] tokens emitted since the model ran
+        self._rows: list[HybridRow] = []  # [B], once there was a call
+        self._has_run = False  # whether the model's cache holds all but the tokens that rows call unread
         self._resumed: Tensor | None = None  # [B, N] int64 on the host, what the cache held before the first call
 
     def draft(self, request: DraftRequest) -> DraftOut:
@@ -58,23 +85,25 @@ class HybridDrafter(DrafterDefaults):
         if self._resumed is not None and kept is None:
             text = torch.cat([self._resumed, text], dim=1)
         gained = self.texts.follow(text, kept)
-        rows = self.texts.rows
+        texts = self.texts.rows
         if gained is None or kept is None:
-            self._suffix_rates, self._model_rates = suffix_rates(len(rows)), model_rates(len(rows))
-            is_live = [True] * len(rows)
+            self._rows, is_live = [HybridRow() for _ in texts], [True] * len(texts)
         else:
-            self._learn(gained, kept.num_rounds)
+            for row, ids in zip(self._rows, gained, strict=True):
+                row.learn(ids, kept.num_rounds)
             is_live = [bool(ids) for ids in gained]  # a row without new tokens is finished
         # The model reads matched tokens later, the same number in every row: the shortest row must have as many.
-        most = num_draft_tokens if len(rows) == 1 else min(num_draft_tokens, max(self._shortest_len() - 1, 1))
-        self._proposals = [row.propose(most) if live else NO_PROPOSAL for row, live in zip(rows, is_live, strict=True)]
-        uses_match = [self._prefers_match(row, num_model) for row in range(len(rows))]
+        most = num_draft_tokens if len(texts) == 1 else min(num_draft_tokens, max(self._shortest_len() - 1, 1))
+        for row, source, live in zip(self._rows, texts, is_live, strict=True):
+            row.proposal = source.propose(most) if live else NO_PROPOSAL
+        uses_match = [row.prefers_match(num_model) for row in self._rows]
         asks = [live and not match for live, match in zip(is_live, uses_match, strict=True)]
-        self._num_model = [num_model if ask else 0 for ask in asks]
+        for row, ask in zip(self._rows, asks, strict=True):
+            row.num_model = num_model if ask else 0
         num_query = query.shape[1]
-        chosen = [one.token_ids if match else [] for one, match in zip(self._proposals, uses_match, strict=True)]
-        if self._unread is not None and not any(asks) and not self._is_far_behind(num_query + num_draft_tokens):
-            cached = CachedDraft(-num_query, [False] * len(rows))
+        chosen = [row.proposal.token_ids if match else [] for row, match in zip(self._rows, uses_match, strict=True)]
+        if self._has_run and not any(asks) and not self._is_far_behind(num_query + num_draft_tokens):
+            cached = CachedDraft(-num_query, [False] * len(texts))
             return point_masses(chosen, self.device)._replace(cached=cached)
         drafted = self.model.draft(
             request._replace(
@@ -83,7 +112,9 @@ class HybridDrafter(DrafterDefaults):
                 kept=self._unread_by_model(),
             )
         )
-        self._unread = [[] for _ in rows]
+        self._has_run = True
+        for row in self._rows:
+            row.unread = []
         if not any(uses_match):
             return drafted
         cached = CachedDraft(drafted.token_ids.shape[1] - 1, [not match for match in uses_match])
@@ -97,11 +128,8 @@ class HybridDrafter(DrafterDefaults):
         self.model.resume(token_ids)
 
     def begin(self, token_ids: Tensor) -> None:
-        num_rows = token_ids.shape[0]
         self.texts.begin(token_ids)
-        self._suffix_rates, self._model_rates = suffix_rates(num_rows), model_rates(num_rows)
-        self._proposals, self._num_model = [NO_PROPOSAL] * num_rows, [0] * num_rows
-        self._unread = [[] for _ in range(num_rows)]
+        self._rows, self._has_run = [HybridRow() for _ in range(token_ids.shape[0])], True
         self.model.begin(token_ids)
 
     def read(self, token_ids: Tensor, kv_cache: KVCache) -> None:
@@ -109,49 +137,15 @@ class HybridDrafter(DrafterDefaults):
 
     def join(self, other: "HybridDrafter") -> None:
         self.texts.join(other.texts)
-        self._suffix_rates.join(other._suffix_rates)
-        self._model_rates.join(other._model_rates)
-        self._proposals, self._num_model = self._proposals + other._proposals, self._num_model + other._num_model
-        self._unread = (self._unread or []) + (other._unread or [])
+        self._rows = self._rows + other._rows
         self.model.join(other.model)
 
     def rows(self, indices: Sequence[int]) -> None:
         if self._resumed is not None:
             self._resumed = self._resumed[torch.tensor(list(indices), device="cpu")]
-        if self.texts.rows:  # before the first call there are none
-            self._suffix_rates.rows(indices)
-            self._model_rates.rows(indices)
         self.texts.select(indices)
         self.model.rows(indices)
-        self._proposals = [self._proposals[row] for row in indices] if self._proposals else []
-        self._num_model = [self._num_model[row] for row in indices] if self._num_model else []
-        if self._unread is not None:
-            self._unread = [self._unread[row] for row in indices]
-
-    def _prefers_match(self, row: int, num_model: int) -> bool:
-        """Whether a row's suffix match is expected to gain at least as many tokens as the model."""
-        proposal = self._proposals[row]
-        if not proposal.token_ids:
-            return False
-        expected = self._suffix_rates.expected(row, suffix_kinds(proposal.match_len, len(proposal.token_ids)))
-        return expected >= self._model_rates.expected(row, model_kinds(num_model))
-
-    def _learn(self, gained: Sequence[list[int]], num_rounds: int) -> None:
-        """Learn from the last call's proposals: `gained` [B] tokens since, in one round and then plain ones."""
-        for row, ids in enumerate(gained):
-            if self._unread is not None:
-                self._unread[row] += ids
-            if not ids:
-                continue
-            proposal, num_model = self._proposals[row], self._num_model[row]
-            agrees = [one == other for one, other in zip(proposal.token_ids, ids, strict=False)]
-            if agrees:
-                num_verified = agrees.index(False) + 1 if False in agrees else len(agrees)
-                num_accepted = num_verified - (False in agrees)
-                self._suffix_rates.observe(row, suffix_kinds(proposal.match_len, num_verified), num_accepted)
-            if num_model:
-                num_accepted = min(len(ids) - num_rounds, num_model)
-                self._model_rates.observe(row, model_kinds(min(num_accepted + 1, num_model)), num_accepted)
+        self._rows = [self._rows[row] for row in indices] if self._rows else []
 
     def _is_far_behind(self, num_query: int) -> bool:
         """Whether the next query could be so long that the draft model must run now.
@@ -165,10 +159,10 @@ class HybridDrafter(DrafterDefaults):
 
     def _unread_by_model(self) -> Kept | None:
         """Tokens emitted since the model ran; None before its first run."""
-        if self._unread is None:
+        if not self._has_run:
             return None
-        counts = [len(ids) for ids in self._unread]
-        ids = [ids + [-1] * (max(counts) - len(ids)) for ids in self._unread]
+        counts = [len(row.unread) for row in self._rows]
+        ids = [row.unread + [-1] * (max(counts) - len(row.unread)) for row in self._rows]
         return Kept(
             torch.tensor(ids, dtype=torch.int64, device="cpu"), torch.tensor(counts, dtype=torch.int32, device="cpu")
         )

@@ -32,24 +32,15 @@ class SuffixIndex:
     tokens has at most 2n states and 3n transitions, and none is ever removed. A state stands for strings that end at
     the same places; most have one transition, so the first one lies in arrays and only further ones in dicts.
 
-    Args:
-        max_match_len: matches of more tokens count as of that many, >= 1.
-
-    Attributes:
-        token_ids: all tokens; separators are negative.
-        match_len: tokens at the text's end that stood before, 0..max_match_len.
-        match_end: how many tokens came up to their latest earlier occurrence: `token_ids[match_end]` followed it.
-        is_consistent: set to False by who was interrupted in a call of `extend`, after which nothing here holds.
-
     Source:
         Blumer et al., "The smallest automaton recognizing the subwords of a text", 1985.
     """
 
     def __init__(self, max_match_len: int = MAX_MATCH_LEN):
-        self.max_match_len = max_match_len
-        self.token_ids = array("i")
-        self.match_len = 0
-        self.match_end = 0
+        self.max_match_len = max_match_len  # longer matches count as of that many tokens
+        self.token_ids = array("i")  # separators are negative
+        self.match_len = 0  # tokens at the text's end that stood before, at most max_match_len
+        self.match_end = 0  # tokens up to their latest earlier occurrence
         # By state; 0 is the root, whose string is empty. Arrays would be smaller, and slower by a third.
         self._lens = [0]  # of the longest string
         self._links = [-1]  # the state of the longest suffix that also ends elsewhere
@@ -61,7 +52,7 @@ class SuffixIndex:
         self._last = 0  # the state of the whole text
         self._matched = 0  # the state of the match
         self._num_separators = 0
-        self.is_consistent = True
+        self.is_consistent = True  # until a call of `extend` is interrupted
 
     def extend(self, token_ids: Iterable[int]) -> None:
         """Append tokens, and find the match of the new end."""

@@ -35,7 +35,7 @@ class Batch:
         input_ids: [B, T] int64, the left-padded prompts, on the target's device.
         seeds: [B] int64 row seeds.
         max_length: columns of the output at most.
-        num_prompt_tokens: [B] tokens of each prompt, padding excluded, those of a passed cache included.
+        num_prompt_tokens: [B] real tokens of each prompt, those of a passed cache included.
         num_pads: [B] padding tokens before each prompt.
     """
 

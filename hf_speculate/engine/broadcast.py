@@ -92,7 +92,7 @@ class BroadcastSchedule:
 
 
 class BroadcastDrafter(DrafterDefaults):
-    """A drafter on a tensor-parallel group: rank 0's draft counts, for drafters may read a store of their own.
+    """A drafter on a tensor-parallel group: rank 0's draft counts, because drafters may read a store of their own.
 
     Every rank drafts, so that the draft cache is up to date everywhere and the draft model may be tensor-parallel too.
     """

@@ -1,4 +1,4 @@
-"""Compile plan: which of a call's forwards run compiled or from device graphs, and why the others do not."""
+"""Compile plan: which forwards of a call run compiled, and why the others do not."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -129,7 +129,7 @@ def make_compile_plan(
 
 
 def draft_lens(config: SpeculationConfig) -> tuple[int, ...]:
-    """The draft lengths K to which others are rounded up where a length is fixed, ascending."""
+    """The draft lengths K of compiled forwards, ascending; other lengths are rounded up to these."""
     num = config.max_draft_tokens
     if config.schedule == "constant" and config.prompt_lookup_num_tokens is None:
         return (num,)

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from hf_speculate.cache.base import KVCache
+from hf_speculate.cache.base import KVCache, gathered
 from hf_speculate.draft.state import DraftCacheKey, DraftState, SavedDraftCache
 from hf_speculate.draft.vocab_mapping import VocabMapping
 from hf_speculate.engine.batch import Batch
@@ -103,11 +103,5 @@ def _placed(state: KVState, num_pads: Sequence[int], num_columns: int) -> KVStat
         return KVState(*(part[:, :, :num_columns] for part in state))
     device = state.keys.device
     columns = torch.arange(num_columns, device=device) - torch.tensor(num_pads, device=device)[:, None]
-    index = columns.clamp(0, state.keys.shape[2] - 1)[:, None, :, None]  # padding is masked, whatever it holds
-    keys, values = (_gathered(part, index) for part in state)
-    return KVState(keys, values)
-
-
-def _gathered(part: Tensor, index: Tensor) -> Tensor:
-    """The columns `index` [B, 1, T, 1] of [B, H, N, D]."""
-    return part.gather(2, index.expand(-1, part.shape[1], -1, part.shape[3]))
+    columns = columns.clamp(0, state.keys.shape[2] - 1)  # padding is masked, whatever it holds
+    return KVState(*(gathered(part, columns) for part in state))

@@ -105,10 +105,8 @@ class DraftSession:
         kept = [min(num, accepted) for num, accepted in zip(most, verified.num_accepted, strict=True)]
         # nobody uses the drafts of finished rows, so their cache may hold anything
         followed = [most[row] if done else kept[row] for row, done in enumerate(batch.is_finished)]
-        rows = zip(self._num_seen, before, strict=True)
-        ends = [
-            (seen, start + num, start + sure) for (seen, start), num, sure in zip(rows, followed, kept, strict=True)
-        ]
+        rows = zip(self._num_seen, before, followed, kept, strict=True)
+        ends = [(seen, start + num, start + sure) for seen, start, num, sure in rows]
         self._crop(batch, [min(seen, end) for seen, end, _ in ends])
         if self._reuse is not None and self.kv_cache is not None:
             certain = [min(seen, end) for seen, _, end in ends]
@@ -236,7 +234,7 @@ class DraftSession:
 
 
 def _within_room(draft: DraftOut, batch: Batch) -> DraftOut:
-    """Let no row count drafts past its own end or limit, so that what it samples does not depend on the other rows."""
+    """Limit drafts to each row's room and limit, so that its sample does not depend on the other rows."""
     if min(batch.draft_limits) < draft.token_ids.shape[1]:
         limits = upload(batch.draft_limits, draft.lens.device, draft.lens.dtype)
         draft = draft._replace(lens=torch.minimum(draft.lens, limits))

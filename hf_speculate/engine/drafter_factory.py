@@ -1,4 +1,4 @@
-"""Drafter factory: makes the drafter that a call's plan names."""
+"""Drafter factory: makes the drafter of a planned call."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,8 +15,9 @@ from hf_speculate.draft.from_candidate_generator import (
     layers_read,
 )
 from hf_speculate.draft.hybrid import HybridDrafter
-from hf_speculate.draft.model import DraftSettings, ModelDrafter
+from hf_speculate.draft.model import ModelDrafter
 from hf_speculate.draft.suffix import SuffixDrafter, SuffixSettings
+from hf_speculate.draft.token_choice import DraftSettings
 from hf_speculate.draft.vocab_mapping import TranslatedLanguageModel
 from hf_speculate.engine.call import Call
 from hf_speculate.engine.compile_plan import draft_lens, make_language_model

@@ -19,8 +19,8 @@ class EndPadding:
     """Brings the KV cache of finished rows to the length of the longest row.
 
     Plain `generate` feeds a finished row its last token, then padding, until the longest row is finished. Here such a
-    row reads these tokens in place of drafts, in the rounds of the other rows. What it still lacks after the last round
-    is fed in forwards of its own, of `max_query` tokens a row, from which the other rows are rolled back.
+    row reads these tokens instead of drafts, in the rounds of the other rows. Tokens that it still lacks after the last
+    round are fed in forwards of their own, of `max_query` tokens a row, from which the other rows are rolled back.
     """
 
     def __init__(self, pad_token_id: int | None, max_query: int = MAX_PADDING_QUERY, ranks: SyncedRanks | None = None):
@@ -33,7 +33,7 @@ class EndPadding:
         self._device_starts: Tensor  # the same on the query's device
 
     def fill(self, batch: Batch, query: Tensor) -> Tensor:
-        """The query [B, Q] int64 of a forward, with the padding of finished rows in place of their drafts."""
+        """The query [B, Q] int64 of a forward, with padding instead of the drafts of finished rows."""
         if self._pad_token_id is None or not any(batch.is_finished):
             self._was_finished = []
             return query

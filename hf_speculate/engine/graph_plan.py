@@ -1,4 +1,4 @@
-"""Graph plan: which of a call's forwards run from device graphs, and why the others do not."""
+"""Graph plan: which forwards of a call run from device graphs, and why the others do not."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from hf_speculate.models.quirks import growing_rope
 def with_graphs(
     plan: CompilePlan, lens: tuple[int, ...], candidates: list[CompileCandidate], graphs: str
 ) -> CompilePlan:
-    """The plan of a call, in which what is not compiled runs from graphs if it can; "auto" is "off" until tested."""
+    """The plan of a call, in which eager forwards run from graphs if they can; "auto" is "off" until tested."""
     if graphs != "on":
         return plan
     found = {candidate.part: _eager_reason(candidate, plan) for candidate in candidates}

@@ -1,4 +1,4 @@
-"""Model state: what outlives a `generate()` call, in one object per model that is held weakly."""
+"""Model state: the data of a model that outlive a `generate()` call, in one weakly held object."""
 
 import threading
 from collections.abc import Hashable

@@ -1,4 +1,4 @@
-"""Observers: what learns from each round besides the loop itself."""
+"""Observers: read the record of each round."""
 
 from collections.abc import Callable, Sequence
 
@@ -43,28 +43,21 @@ class StatsObserver(Observer):
         stats.num_user_host_syncs += verified.num_user_host_syncs + self._num_user_host_syncs
         if not record.num_round:
             return
-        num_drafted = record.draft.token_ids.shape[1]
+        draft_len = record.draft.token_ids.shape[1]
         stats.num_batch_rounds += 1
-        stats.add_draft_len(num_drafted)
-        if not num_drafted:
+        stats.add_draft_len(draft_len)
+        if not draft_len:
             stats.add_plain_step(sum(record.seconds))
         for row, was_live in enumerate(record.was_live):
             if was_live:
-                num_emitted = record.trimmed.num_emitted[row]
+                num_emitted, num_drafted = record.trimmed.num_emitted[row], verified.num_drafted[row]
                 num_accepted = min(verified.num_accepted[row], num_emitted)  # a criterion may stop before the last
+                most_verified = min(num_emitted, num_drafted, len(verified.new_ids[row]))
                 stats.add_row(
-                    verified.num_drafted[row],
-                    num_accepted,
-                    num_emitted,
-                    min(
-                        verified.num_accepted[row] + 1,
-                        verified.num_drafted[row],
-                        len(verified.new_ids[row]),
-                        num_emitted,
-                    ),
+                    num_drafted, num_accepted, num_emitted, min(verified.num_accepted[row] + 1, most_verified)
                 )
                 if self._counts_rows:
-                    stats.add_to_row(record.row_ids[row], verified.num_drafted[row], num_accepted)
+                    stats.add_to_row(record.row_ids[row], num_drafted, num_accepted)
 
     def on_end(self, num_new_tokens: int, seconds: StageSeconds) -> None:
         self._stats.add_seconds(seconds)

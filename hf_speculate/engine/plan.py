@@ -1,4 +1,4 @@
-"""The plan of a call: everything that its arguments and models decide, before anything is built."""
+"""The plan of a call: what follows from its arguments and models, before anything is built."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -186,7 +186,7 @@ def _end_padding_id(target: PreTrainedModel, call: Call, *, ends_apart: bool) ->
 def _without_useless_block(
     config: SpeculationConfig, strategy: SampleStrategy, is_lock_step: bool, fallbacks: list[str]
 ) -> SpeculationConfig:
-    """The settings with rejection in place of block, if block verification gains nothing."""
+    """The settings, with rejection instead of block verification if block gains nothing."""
     if config.verifier != "block":
         return config
     if is_lock_step:

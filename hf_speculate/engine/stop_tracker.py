@@ -35,7 +35,7 @@ class StopTracker:
         self._stop_lens: dict[int, int | None] = dict.fromkeys(row_ids)  # new tokens at which an output row stopped
 
     def trim(self, batch: Batch, verified: Verified) -> Trimmed:
-        """How many of the verified tokens each row emits, and which rows are finished after them."""
+        """How many verified tokens each row emits, and which rows are finished after them."""
         counts, is_stopped = self._first_stops(batch, verified)
         goes_on = not self._pads or self._is_lock_step
         num_emitted = []

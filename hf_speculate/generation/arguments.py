@@ -1,4 +1,4 @@
-"""Settles arguments of `generate()`."""
+"""Arguments of `generate()`: binds them to names, and takes out those that speculation handles itself."""
 
 import copy
 import inspect

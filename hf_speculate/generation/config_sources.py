@@ -15,9 +15,9 @@ _SHUTS_OUT = {"num_assistant_tokens": "num_assistant_tokens_schedule", "seed": "
 
 
 def read_config(sources: Iterable[Mapping[str, Any]]) -> SpeculationConfig:
-    """Settle every field by the first of the sources, the strongest, that sets it.
+    """Read each field from the first source that sets it; the strongest source comes first.
 
-    A weaker schedule than `num_assistant_tokens` does not count: a call that asks for K tokens gets K.
+    A schedule from a weaker source than `num_assistant_tokens` does not count: a call that asks for K tokens gets K.
     """
     settled: dict[str, Any] = {}
     for source in sources:

@@ -1,4 +1,4 @@
-"""Continuous batching: a finished row's place is given to the next prompt of a source."""
+"""Continuous batching: a finished row is replaced by the next prompt of a source."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -140,7 +140,7 @@ class ContinuousDecoder:
         return [self._result(row) for row in finished]
 
     def _cancelled(self, running: RunningBatch) -> list[FinishedRow]:
-        """Hand on the new tokens of rows; the rows that are cancelled."""
+        """Pass on the new tokens of rows; returns the rows that are cancelled."""
         on_tokens, prompts = self._on_tokens, self._prompts
         if on_tokens is None:
             return []
@@ -148,7 +148,7 @@ class ContinuousDecoder:
         return running.cancel([one for one in ids if not on_tokens(prompts[one], running.new_ids(one))])
 
     def _admit(self, source: RowSource) -> list[RowResult]:
-        """Have free rows read the next prompts; the rows that are finished by then."""
+        """Read the next prompts into free rows; returns the rows that are finished by then."""
         results: list[RowResult] = []
         while not results and len(self._prompts) < self._num_rows:
             waiting: list[RowPrompt] = []
@@ -163,7 +163,7 @@ class ContinuousDecoder:
         return results
 
     def _begin(self, prompts: Sequence[RowPrompt]) -> list[RowResult]:
-        """Have prompts read together; the rows that are finished by then."""
+        """Read prompts together; returns the rows that are finished by then."""
         self._prompts |= dict(enumerate(prompts, self._num_begun))
         try:
             prepared = self._prepare(prompts)
@@ -180,7 +180,7 @@ class ContinuousDecoder:
         return [self._result(row) for row in finished]
 
     def _read(self, prepared: Prepared) -> list[FinishedRow]:
-        """Read prompts, and let the rows that go on join a running batch."""
+        """Read prompts, and let the rows that are not finished join a running batch."""
         decoder, batch, call = prepared.decoder, prepared.batch, prepared.call
         with torch.no_grad(), decoder.clock:
             decoder.prefill(batch)

@@ -1,4 +1,4 @@
-"""The decoding method of a call, which transformers runs after it has prepared the inputs."""
+"""The decoding method of a call, which transformers runs once it has prepared the inputs."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -167,7 +167,7 @@ class SpeculativeDecoding:
         return recorder.sequences(call.input_ids, pad_id)
 
     def _prepared(self, run: _Run, config: SpeculationConfig) -> Call:
-        """What is decoded, if nothing speaks against it."""
+        """The prepared call, after all checks."""
         model, draft, generation_config = run.model, self.assistant.model, run.generation_config
         text = self._text(run)
         context = target_inputs(
@@ -256,7 +256,7 @@ class SpeculativeDecoding:
         )
 
     def _returned_cache(self, model: PreTrainedModel, call: Call, generation_config: GenerationConfig) -> Cache:
-        """The cache that plain `generate` returns: the one that was passed, or of the kind that was asked for."""
+        """The cache that plain `generate` returns: the passed one, or one of the requested kind."""
         if call.static_cache is not None:
             return call.static_cache
         if not self.is_static or not call.is_cache_kept:
@@ -266,7 +266,7 @@ class SpeculativeDecoding:
         return static_copy(call.cache, model.config.get_text_config(decoder=True), max_cache_len)
 
     def _shape_of_ones(self, prompt: Tensor) -> tuple[int, ...] | None:
-        """The shape of a mask of ones, which transformers may drop, for the rows of a prompt [B, P, ...]; or None."""
+        """The shape of a passed mask of ones, which transformers may drop, for a prompt [B, P, ...]; or None."""
         shape, passed = self.passed_mask_shape, self.passed_prompt_shape
         if shape is None or passed is None or passed[1] != prompt.shape[1]:
             return None  # none was passed, or the model's own generate() has made another prompt

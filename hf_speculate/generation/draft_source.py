@@ -1,4 +1,4 @@
-"""Draft sources: what drafts in a call, in the words of error messages."""
+"""Draft sources: what drafts in a call, as error messages name it."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ from hf_speculate.errors import ConfigError, UnsupportedGenerationError
 
 
 class DraftSource(NamedTuple):
-    """What makes a call speculative, in the words of error messages."""
+    """What makes a call speculative, as error messages name it."""
 
     cause: str
     hint: str

@@ -1,4 +1,4 @@
-"""Gives one model object speculative `generate()`, and takes it away again."""
+"""Enables and disables speculative `generate()` for one model object."""
 
 import copy
 import threading
@@ -69,7 +69,7 @@ def is_enabled(model: object) -> bool:
 
 
 def _base_model(model: object) -> PreTrainedModel:
-    """The transformers model itself, out of a PEFT wrapper where there is one."""
+    """The transformers model, without a PEFT wrapper."""
     get_base_model = getattr(model, "get_base_model", None)
     base = get_base_model() if callable(get_base_model) and not isinstance(model, PreTrainedModel) else model
     if not isinstance(base, PreTrainedModel) or not isinstance(base, GenerationMixin):

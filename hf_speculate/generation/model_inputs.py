@@ -1,4 +1,4 @@
-"""Finds out what the models of a call read besides its text."""
+"""Model inputs besides the text: encoder outputs, images, and positions of a model's own."""
 
 import inspect
 from typing import Any

@@ -1,4 +1,4 @@
-"""Preparation: what a call hands over whose rows join those of other calls."""
+"""Prepared calls, whose rows join those of other calls."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -22,7 +22,7 @@ class Prepared(NamedTuple):
 
 @dataclass
 class Preparation:
-    """Has a call prepared instead of decoded."""
+    """A request to prepare a call instead of decoding it."""
 
     first_row: int  # number of the first output row
     prepared: list[Prepared] = field(default_factory=list)  # the result, once there is one

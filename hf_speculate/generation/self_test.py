@@ -1,16 +1,12 @@
 """Compares a model's forwards of several tokens with plain decoding, once for each kind of call of a model.
 
-Model types in `hf_speculate.models.quirks.SHOWN` are compared by the test suite. Any other model decodes `NUM_TOKENS`
-tokens plainly, in the loop of `GenerationMixin`; then it reads the same tokens in one forward after the same prompt, is
-rolled back, and reads the last of them again. Both on caches that are thrown away.
+A model whose type is not in `hf_speculate.models.quirks.SHOWN` decodes `NUM_TOKENS` tokens plainly; then it reads the
+same tokens in one forward after the same prompt, is rolled back, and reads the last of them again.
 
-The difference of a row is the mean, over its positions, of
-
-    |ours - plain| / |plain - mean(plain)|
-
-with the Euclidean norm over the vocabulary and without what all logits of a position have in common, which changes no
-probability. Round-off of one layer is near the resolution of the dtype and grows with depth; a token that is read at a
-wrong place, or with a wrong mask, gives 0.05 to 1.5.
+The difference of a row is the mean, over its positions, of |ours - plain| / |plain - mean(plain)|, with the Euclidean
+norm over the vocabulary and without what all logits of a position have in common. Round-off of one layer is near the
+resolution of the dtype and grows with depth; a token that is read at a wrong place, or with a wrong mask, gives 0.05 to
+1.5.
 """
 
 import copy
@@ -66,10 +62,10 @@ def check_decoding(
     model_kwargs: Mapping[str, Any],
     source: DraftSource,
 ) -> str:
-    """Compare a model of unknown type with plain decoding, at its first call of this kind.
+    """Compare a model of unknown type with plain decoding, at its first call of this kind; the call is left alone.
 
-    The call and its cache are left alone. The result is in words, empty if the type of the model is known to agree;
-    a model that gives other logits is refused.
+    The result is in words, empty if the type of the model is known to agree; a model that gives other logits is
+    refused.
     """
     num_tokens = min(NUM_TOKENS, call.max_new_tokens - 1)
     if is_shown(model) or num_tokens < 1:
@@ -205,7 +201,7 @@ def _num_placed(token_ids: Tensor, placeless: int | None) -> int:
 
 
 def _same_randomness(model: PreTrainedModel) -> AbstractContextManager[None]:
-    """Brings torch's generators back at the end: some encoders draw noise."""
+    """Restores torch's generators at the end: some encoders draw noise."""
     device = model.device
     devices = [] if device.type in ("cpu", "meta") else [device.index or 0]
     return torch.random.fork_rng(devices, device_type=device.type if devices else "cuda")
@@ -227,7 +223,7 @@ def _situation(model: PreTrainedModel, call: Call, config: SpeculationConfig, nu
 
 
 def _dtype(model: PreTrainedModel) -> torch.dtype:
-    """What the model computes in: autocast's, or what stands for float32 where matrix products may be coarser."""
+    """The dtype that the model computes in; bfloat16 if float32 matrix products may be coarser."""
     kind = model.device.type
     if torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)

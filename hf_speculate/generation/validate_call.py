@@ -1,4 +1,4 @@
-"""Refuses calls that cannot be decoded speculatively, from their arguments and from what transformers made of them."""
+"""Validates calls: refuses arguments that cannot be decoded speculatively."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ _OF_TARGETS_STATES = ("speculation_type", "use_mtp")
 
 
 def check_call(call: dict[str, Any], reason: DraftSource) -> None:
-    """Refuse what the arguments alone show."""
+    """Refuse arguments, before transformers prepares the call."""
     refused = {
         "custom_generate": call.get("custom_generate"),
         "inputs_embeds": call.get("inputs_embeds") if reason is GENERATOR else None,
@@ -71,7 +71,7 @@ def check_prepared(
     streamer: object,
     reason: DraftSource,
 ) -> None:
-    """Refuse what only the call shows that transformers has prepared."""
+    """Refuse arguments, after transformers has prepared the call."""
     for name in _OF_TARGETS_STATES:
         if getattr(generation_config, name, None):
             raise _left_out(name, reason)
@@ -142,7 +142,7 @@ def check_span_ids(config: SpeculationConfig, model: PreTrainedModel) -> None:
 def check_synced(
     config: SpeculationConfig, generation_config: GenerationConfig, is_static: bool, reason: DraftSource
 ) -> None:
-    """Refuse what would run other numbers of forwards on the ranks of one call."""
+    """Refuse arguments with which synced ranks would run different numbers of forwards."""
     refused = {
         "candidate_generator": reason is GENERATOR,
         "drafter": config.drafter is not None,
@@ -165,7 +165,7 @@ def check_context(
     assistant: PreTrainedModel | None,
     vocabulary: VocabMapping | None,
 ) -> None:
-    """Refuse what does not go with inputs beside the text."""
+    """Refuse arguments that exclude inputs besides the text."""
     if not context.prompt_names:
         return
     if generation_config.prefill_chunk_size is not None:
@@ -210,5 +210,5 @@ def check_room(room: int | None, num_columns: int) -> None:
 
 
 def checked_mask(mask: Tensor | None) -> Tensor | None:
-    """The attention mask [B, P] of any dtype as int64, or None where nothing is padded."""
+    """The attention mask [B, P] of any dtype as int64; None if nothing is padded."""
     return None if mask is None or bool((mask != 0).all()) else (mask != 0).to(torch.int64)

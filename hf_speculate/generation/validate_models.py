@@ -1,4 +1,4 @@
-"""Refuses models that cannot decode speculatively, or not with each other."""
+"""Validates models: refuses those that cannot decode speculatively, or not with each other."""
 
 import inspect
 from collections.abc import Sequence
@@ -135,10 +135,9 @@ def check_decoder_prompt(target: PreTrainedModel, attention_mask: Tensor | None,
 
 
 def check_chunks(target: PreTrainedModel, generation_config: GenerationConfig, reason: DraftSource) -> None:
-    """Refuse chunked prefill for models whose path for several tokens ignores earlier states.
+    """Refuse chunked prefill for models without attention layers whose path for several tokens ignores earlier states.
 
-    Only models without attention layers are checked, because plain `generate` reads their prompts at once. Others are
-    read in chunks as in plain `generate`.
+    Plain `generate` reads their prompts at once; others are read in chunks there too.
     """
     cache = None if generation_config.prefill_chunk_size is None else recurrent_cache(target)
     if cache is None or attention_layers(cache.layers):
@@ -152,7 +151,7 @@ def check_chunks(target: PreTrainedModel, generation_config: GenerationConfig, r
 
 
 def check_assistant(assistant: object) -> None:
-    """Refuse what cannot draft."""
+    """Refuse an assistant that is no transformers model that can generate."""
     if not isinstance(assistant, PreTrainedModel) or not assistant.can_generate():
         raise UnsupportedModelError(
             f"assistant_model must be a transformers model that can generate, got {type(assistant).__name__}; "

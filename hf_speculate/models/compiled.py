@@ -103,53 +103,36 @@ class PlacedLayer(CacheLayerMixin):
 
 
 def forward_rows(
-    model: PreTrainedModel, query: Tensor, ends: Tensor, rows: Rows, states: States, kinds: LayerKinds
-) -> Tensor:
-    """Logits [B, Q, V] of query tokens [B, Q] int64, whose states are written from the columns `ends` [B] int64 on."""
-    logits: Tensor = _outputs(model, query, ends, rows, states, kinds).logits
-    return logits
-
-
-class ScoredRows(NamedTuple):
-    """Logits, and hidden states that a drafter reads."""
-
-    logits: Tensor  # [B, Q, V]
-    captured: Tensor  # [B, Q, A * D]
-
-
-def forward_rows_with_states(
     model: PreTrainedModel,
     query: Tensor,
     ends: Tensor,
     rows: Rows,
     states: States,
     kinds: LayerKinds,
-    layers: tuple[int, ...],
-) -> ScoredRows:
-    """As `forward_rows`, with the inputs of decoder layers; -1 is the state after the final norm."""
-    output = _outputs(model, query, ends, rows, states, kinds, output_hidden_states=True)
-    return ScoredRows(output.logits, torch.cat([output.hidden_states[layer] for layer in layers], dim=-1))
+    layers: tuple[int, ...] = (),
+) -> Scored:
+    """Score query tokens [B, Q] int64, whose states are written from the columns `ends` [B] int64 on.
 
-
-def _outputs(
-    model: PreTrainedModel, query: Tensor, ends: Tensor, rows: Rows, states: States, kinds: LayerKinds, **options: Any
-) -> Any:
+    The inputs of the decoder layers `layers` are captured; -1 is the state after the final norm.
+    """
     offsets = torch.arange(query.shape[1], device=query.device)
     places = ends[:, None] + offsets  # [B, Q]
     positions = torch.minimum((places - rows.pads[:, None]).clamp_min(0), rows.last_position)
     mask = kinds.masks(lambda window: additive_mask(places, rows.seen, rows.pads, window, kinds.mask_dtype))
     width = rows.seen.shape[0]
-    layers: list[Any] = [PlacedLayer(keys, values, places, width) for keys, values in zip(*states, strict=True)]
-    cache = Cache(layers=layers)
-    return model(
+    placed: list[Any] = [PlacedLayer(keys, values, places, width) for keys, values in zip(*states, strict=True)]
+    options = {"output_hidden_states": True} if layers else {}
+    output: Any = model(
         input_ids=query,
         attention_mask=mask,
         position_ids=positions,
-        past_key_values=cache,
+        past_key_values=Cache(layers=placed),
         use_cache=True,
         return_dict=True,
         **options,
     )
+    captured = torch.cat([output.hidden_states[layer] for layer in layers], dim=-1) if layers else None
+    return Scored(output.logits, captured=captured)
 
 
 def width_for(num_columns: int, capacity: int, num_steps: int = 2) -> int:
@@ -241,23 +224,17 @@ class CompiledLanguageModel(LanguageModel):
         num_query = query_token_ids.shape[1]
         padded_len = next((length for length in self.query_lens if length >= num_query), None)
         buffers = None if self.extra_inputs.awaits_prompt else self.buffers(kv_cache)
-        scored: ScoredRows | Scored | None = None
+        scored: Scored | None = None
         if buffers is not None and padded_len is not None and num_query and not forward_options:
             padded = query_token_ids.new_zeros(query_token_ids.shape[0], padded_len)  # [B, Q]
             padded[:, :num_query] = query_token_ids
-            scored = self._run_compiled(buffers.vary(padded, 0, 1), *buffers.arguments(padded_len))
+            layers = () if self.capture is None else self.capture.layers
+            name = f"forward with {layers}" if layers else "forward"
+            arguments = buffers.vary(padded, 0, 1), *buffers.arguments(padded_len), layers
+            scored = self.runner.run(name, forward_rows, *arguments)
         if scored is None:
             return super().run(query_token_ids, kv_cache, logits_to_keep=logits_to_keep, **forward_options)
         kv_cache.advance(num_query)
         first = 0 if logits_to_keep is None else num_query - logits_to_keep
         captured = None if scored.captured is None else scored.captured[:, :num_query]
         return Scored(scored.logits[:, first:num_query], captured=captured)
-
-    def _run_compiled(self, query: Tensor, *arguments: Any) -> ScoredRows | Scored | None:
-        name, run = "forward", self.runner.run
-        if self.capture is None:
-            logits = run(name, forward_rows, query, *arguments)
-            return None if logits is None else Scored(logits)
-        layers = self.capture.layers
-        scored: ScoredRows | None = run(f"{name} with {layers}", forward_rows_with_states, query, *arguments, layers)
-        return scored

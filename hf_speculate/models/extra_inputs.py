@@ -15,8 +15,7 @@ class ExtraInputs:
 
     Args:
         every: arguments of all forwards by name; tensors are [B, ...].
-        prompt: arguments of the first forward only, which then reads the whole prompt; its position ids, if any, are
-            [..., B or 1, Q] int64, and its `inputs_embeds`, if any, [B, Q, hidden] replace the ids.
+        prompt: arguments of the first forward only, which then reads the whole prompt.
         types: arguments of later forwards that are the same for all tokens of a row, [B, 1].
         prefix: of the names of a model's text inputs; "decoder_" if an encoder has the plain names.
         columns: arguments of later forwards that repeat one entry [B, 1, ...] for every column, cached or queried.

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from hf_speculate.cache.base import KVCache
 from hf_speculate.cache.row_lens import Ruler
-from hf_speculate.errors import ConfigError, ShapeError
+from hf_speculate.errors import ConfigError
 from hf_speculate.models.language_model import LanguageModel
 from hf_speculate.types import DecodeOutput, PrefillOutput, SampleStrategy
 
@@ -107,8 +107,6 @@ class Inferencer:
         """
         if max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens must be at least 1, got {max_new_tokens}; ask for a token")
-        if query_token_ids.shape[1] < 1:
-            raise ShapeError(f"query_token_ids must be [B, Q] with Q >= 1, got {list(query_token_ids.shape)}")
         if choose is None:
             choose, stop_ids = self._chooser(sample_strategy), self._eos_ids()
         reads_are_free = query_token_ids.device.type == "cpu"

@@ -108,7 +108,7 @@ class LanguageModel:
         return Scored(logits, hidden_states, output.get("attentions"), captured)
 
     def _kept(self, num_query: int, num: int) -> int | Tensor:
-        """What tells the model to give the logits of the last `num` positions.
+        """What tells the model to give the logits of the last `num` positions: a count, or places [num] int64.
 
         A count makes a view of the hidden states, which CPUs take three times as long to multiply by the head's weights
         in float32 with 8 rows, and 20 to 100 times in bfloat16. Places make a compact copy.
@@ -138,10 +138,9 @@ def device_of(model: PreTrainedModel) -> torch.device:
 
 
 def takes_positions(model: PreTrainedModel, is_draft: bool = False) -> bool:
-    """Whether a model's forward is told the positions of its tokens.
+    """Whether a model's forward is told the positions of its tokens; a draft may be told through its decoder alone.
 
-    A draft may be told through its decoder alone. Plain `generate` tells none where the head does not name them, so
-    padding counts there, and a target has to read what it would read there.
+    Plain `generate` tells none if the head does not name them: padding counts there, and so it does for a target.
     """
     parameters = inspect.signature(type(model).forward).parameters
     if f"{text_prefix(model)}position_ids" in parameters:
@@ -155,10 +154,7 @@ def takes_positions(model: PreTrainedModel, is_draft: bool = False) -> bool:
 
 
 def counts_columns(model: PreTrainedModel, is_draft: bool = False) -> bool:
-    """Whether a model places tokens by their column in the cache, so that no row may be moved.
-
-    Models that know places by biases of the attention alone do not mind: only distances count.
-    """
+    """Whether a model places tokens by their column in the cache, so that no row may be moved."""
     config = model.config.get_text_config(decoder=True)
     if cache_name(model) == "cache_params":  # models without attention layers have no positions
         return False

@@ -29,33 +29,22 @@ class Reads(Enum):
     HISTORY = "history"  # what earlier calls showed it; it can take calls back
 
 
-READS_BY_NAME: dict[str, Reads] = {
-    "BarkEosPrioritizerLogitsProcessor": Reads.NOTHING,
-    "EpsilonLogitsWarper": Reads.NOTHING,
-    "EtaLogitsWarper": Reads.NOTHING,
-    "InfNanRemoveLogitsProcessor": Reads.NOTHING,
-    "LogitNormalization": Reads.NOTHING,
-    "MinPLogitsWarper": Reads.NOTHING,
-    "SuppressTokensLogitsProcessor": Reads.NOTHING,
-    "TemperatureLogitsWarper": Reads.NOTHING,
-    "TopHLogitsWarper": Reads.NOTHING,
-    "TopKLogitsWarper": Reads.NOTHING,
-    "TopPLogitsWarper": Reads.NOTHING,
-    "TypicalLogitsWarper": Reads.NOTHING,
-    "AlternatingCodebooksLogitsProcessor": Reads.LENGTH,
-    "ExponentialDecayLengthPenalty": Reads.LENGTH,
-    "ForcedBOSTokenLogitsProcessor": Reads.LENGTH,
-    "ForcedEOSTokenLogitsProcessor": Reads.LENGTH,
-    "MinLengthLogitsProcessor": Reads.LENGTH,
-    "MinNewTokensLengthLogitsProcessor": Reads.LENGTH,
-    "SuppressTokensAtBeginLogitsProcessor": Reads.LENGTH,
-    "NoBadWordsLogitsProcessor": Reads.PREFIX,
-    "NoRepeatNGramLogitsProcessor": Reads.PREFIX,
-    "RepetitionPenaltyLogitsProcessor": Reads.PREFIX,  # may hold one number per row: see rows() in block.py
-    "SequenceBiasLogitsProcessor": Reads.PREFIX,
-    "WatermarkLogitsProcessor": Reads.PREFIX,  # seeds its generator anew from the prefix before every draw
-    "WhisperTimeStampLogitsProcessor": Reads.PREFIX,
+# RepetitionPenaltyLogitsProcessor may hold one number per row: see rows() in block.py. WatermarkLogitsProcessor seeds
+# its generator anew from the prefix before every draw.
+_NAMES_BY_READS = {
+    Reads.NOTHING: """
+        BarkEosPrioritizerLogitsProcessor EpsilonLogitsWarper EtaLogitsWarper InfNanRemoveLogitsProcessor
+        LogitNormalization MinPLogitsWarper SuppressTokensLogitsProcessor TemperatureLogitsWarper TopHLogitsWarper
+        TopKLogitsWarper TopPLogitsWarper TypicalLogitsWarper""",
+    Reads.LENGTH: """
+        AlternatingCodebooksLogitsProcessor ExponentialDecayLengthPenalty ForcedBOSTokenLogitsProcessor
+        ForcedEOSTokenLogitsProcessor MinLengthLogitsProcessor MinNewTokensLengthLogitsProcessor
+        SuppressTokensAtBeginLogitsProcessor""",
+    Reads.PREFIX: """
+        NoBadWordsLogitsProcessor NoRepeatNGramLogitsProcessor RepetitionPenaltyLogitsProcessor
+        SequenceBiasLogitsProcessor WatermarkLogitsProcessor WhisperTimeStampLogitsProcessor""",
 }
+READS_BY_NAME = {name: reads for reads, names in _NAMES_BY_READS.items() for name in names.split()}
 
 
 def _at(length: int, prefix_len: int) -> int:

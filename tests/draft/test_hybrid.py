@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_speculate.draft.acceptance_rates import RowAcceptanceRates, model_rates, suffix_kinds, suffix_rates
+from hf_speculate.draft.acceptance_rates import AcceptanceRates, suffix_kinds
 from hf_speculate.draft.base import DraftRequest
 from hf_speculate.draft.hybrid import MAX_BEHIND, HybridDrafter, _mixed
 from hf_speculate.draft.suffix import SuffixSettings, point_masses
@@ -90,38 +90,36 @@ def test_each_row_takes_what_promises_more(llama):
     """One row's copies fail and its model's tokens hold, the other way round in the other: each turns to its own."""
     drafter, kv_cache = make(llama, 2)
     drafter.draft(DraftRequest(torch.tensor([[1, 2, 3, 1], [1, 2, 3, 1]]), kv_cache, 4, GREEDY))
-    drafter._suffix_rates, drafter._model_rates = suffix_rates(2), model_rates(2)
+    models, copies = drafter._rows
     for _ in range(8):
-        for rates, good in ((drafter._model_rates, 0), (drafter._suffix_rates, 1)):
-            rates.observe(good, [0, 1, 2, 3], 4)
-            rates.observe(1 - good, [0], 0)
-    assert [drafter._prefers_match(row, 4) for row in (0, 1)] == [False, True]
+        for good, poor in ((models.model_rates, models.suffix_rates), (copies.suffix_rates, copies.model_rates)):
+            good.observe([0, 1, 2, 3], 4)
+            poor.observe([0], 0)
+    assert [row.prefers_match(4) for row in drafter._rows] == [False, True]
 
 
 def test_copies_are_learnt_from_in_every_round_and_the_models_tokens_where_they_were_proposed(llama):
     drafter, kv_cache = make(llama, 1)
     drafter.draft(DraftRequest(torch.tensor([[1, 2, 3, 1]]), kv_cache, 4, GREEDY))
-    assert drafter._num_model == [4]  # the model's tokens: a match of one promises less
-    assert drafter._proposals[0].token_ids == [2, 3, 1, 2]
-    drafter._learn([[2, 3, 9]], num_rounds=1)
-    copied, modelled = drafter._suffix_rates._rows[0], drafter._model_rates._rows[0]
+    (row,) = drafter._rows
+    assert row.num_model == 4  # the model's tokens: a match of one promises less
+    assert row.proposal.token_ids == [2, 3, 1, 2]
+    row.learn([2, 3, 9], num_rounds=1)
+    copied, modelled = row.suffix_rates, row.model_rates
     assert (copied.accepted, copied.verified) == ([1.0, 0.97, 0.0, 0.0, 0.0], [1.0, 1.97, 0.0, 0.0, 0.0])
     assert (modelled.accepted, modelled.verified) == ([1.0, 1.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0])
-    drafter._learn([[2, 3]], num_rounds=2)  # one rejected at once, and a plain step: the sequence still agrees
+    row.learn([2, 3], num_rounds=2)  # one rejected at once, and a plain step: the sequence still agrees
     assert (modelled.accepted[0], modelled.verified[0]) == (0.97, 1.97)
 
 
-def test_each_row_has_rates_of_its_own():
-    rates = RowAcceptanceRates([0.5], 2)
+def test_rates_go_from_their_prior_to_what_was_accepted():
+    poor, good = AcceptanceRates([0.5]), AcceptanceRates([0.5])
+    assert good.expected([0, 0]) == pytest.approx(0.75)
     for _ in range(50):
-        rates.observe(0, [0], 0)
-    assert rates.expected(0, [0]) < 0.1
-    assert rates.expected(1, [0, 0]) == pytest.approx(0.75)
-    for _ in range(50):
-        rates.observe(1, [0], 1)
-    assert rates.expected(1, [0]) > 0.8
-    rates.rows([1])
-    assert rates.expected(0, [0]) > 0.8
+        poor.observe([0], 0)
+        good.observe([0], 1)
+    assert poor.expected([0]) < 0.1
+    assert good.expected([0]) > 0.8
 
 
 def test_an_accepted_copy_makes_the_next_tokens_match_longer():

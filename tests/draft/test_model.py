@@ -15,7 +15,8 @@ from transformers import (
 
 from hf_speculate.cache.dynamic import DynamicKVCache
 from hf_speculate.draft.base import Drafter, DraftRequest
-from hf_speculate.draft.model import DraftSettings, ModelDrafter
+from hf_speculate.draft.model import ModelDrafter
+from hf_speculate.draft.token_choice import DraftSettings
 from hf_speculate.errors import ConfigError, ShapeError
 from hf_speculate.models.inferencer import Inferencer
 from hf_speculate.models.language_model import LanguageModel

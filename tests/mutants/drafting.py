@@ -40,11 +40,9 @@ MUTANTS = (
             "hybrid: the model's cache counts matched tokens": Fault(
                 "[not match for match in uses_match]", "[True for match in uses_match]"
             ),
-            "hybrid: the model is not told of matched tokens": Fault(
-                "self._unread[row] += ids", "self._unread[row] = list(ids)"
-            ),
+            "hybrid: the model is not told of matched tokens": Fault("self.unread += ids", "self.unread = list(ids)"),
             "hybrid: the rates of matches and model are swapped": Fault(
-                "return expected >= self._model_rates", "return expected < self._model_rates"
+                "expected(kinds) >= self.model_rates", "expected(kinds) < self.model_rates"
             ),
             "hybrid: a matched token has no probability": Fault(
                 "[..., None], 0.0)\n    logits[:, :num_drafted]", "[..., None], -1.0)\n    logits[:, :num_drafted]"
@@ -52,15 +50,15 @@ MUTANTS = (
         },
     ),
     *mutants_of(
-        "hf_speculate/draft/model.py",
+        "hf_speculate/draft/token_choice.py",
         "draft/test_model.py processors",
         {
             "model drafter: processors see no drafted token": Fault(
-                "self._history.append(token_ids[:, None])",
-                "self._history.append(token_ids[:, None], [0] * len(token_ids))",
+                "chooser.history.append(token_ids[:, None])",
+                "chooser.history.append(token_ids[:, None], [0] * len(token_ids))",
             ),
             "model drafter: sure tokens end a draft": Fault(
-                "return chosen.exp() < threshold", "return chosen.exp() > threshold", "draft/test_model.py"
+                "is_unsure = chosen.exp() < settings", "is_unsure = chosen.exp() > settings", "draft/test_model.py"
             ),
         },
     ),

@@ -6,7 +6,7 @@ the whole context and, in layers that are not causal, each other.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -185,7 +185,8 @@ class BlockDrafter(HeadDrafter[DFlashNetwork]):
         super().__init__(network, spec, setup, device, dtype)
         self._threshold = 0.0
         if network.confidence_head is not None:
-            self._threshold, self.chooser.threshold = self.chooser.threshold, 0.0
+            self._threshold = setup.confidence_threshold
+            self.chooser.settings = replace(self.chooser.settings, confidence_threshold=0.0)
 
     def propose(self, new: NewTokens, num_draft_tokens: int, proposal: Proposal) -> Tensor | None:
         network, options = self.network, self.network.options

@@ -1,8 +1,7 @@
 """Loads MTP layers: those in a target's checkpoint, and speculators "mtp" heads.
 
-transformers loads the layers of some families. It ignores those under "mtp." (Qwen3.5, Qwen3-Next), which are attention
-layers of the target's own class. Their inputs are projections of the normalised embedding and the normalised state,
-concatenated in this order; the projection and all norms are shared by the layers.
+transformers loads the layers of some families, and ignores those under "mtp." (Qwen3.5, Qwen3-Next), which are
+attention layers of the target's own class. The input projection and all norms are shared by these layers.
 """
 
 import copy

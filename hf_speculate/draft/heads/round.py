@@ -9,10 +9,11 @@ from torch import Tensor
 
 from hf_speculate.draft.base import DrafterDefaults, DrafterSetup, DraftRequest
 from hf_speculate.draft.heads.head import HeadSpec
-from hf_speculate.draft.heads.proposal import Proposal, TokenChooser
+from hf_speculate.draft.heads.proposal import Proposal
 from hf_speculate.draft.heads.row_cache import RowCache
 from hf_speculate.draft.heads.target_parts import TargetParts
 from hf_speculate.draft.heads.vocabulary import DraftVocabulary
+from hf_speculate.draft.token_choice import DraftSettings, TokenChooser
 from hf_speculate.errors import ShapeError
 from hf_speculate.types import DraftOut, Kept
 
@@ -67,11 +68,12 @@ class HeadDrafter(DrafterDefaults, ABC, Generic[NetworkT]):
         self.max_draft_tokens = spec.max_draft_tokens
         self.device, self.dtype = device, dtype
         self.parts = TargetParts(setup.target, device, dtype)
-        self.chooser = TokenChooser(setup, network.vocabulary, device)
+        eos = torch.tensor(sorted(setup.eos_token_ids), device=device) if setup.eos_token_ids else None
+        settings = DraftSettings(eos, setup.confidence_threshold, setup.keeps_logits, setup.stream, setup.backend)
+        self.chooser = TokenChooser(setup.processors, settings, device, network.vocabulary.to(device))
         self.cache = RowCache(len(network.windows), setup.batch_size, device)
         self._tokens_device = setup.device
         self._num_pads = list(setup.num_pads)
-        self._is_first = True
         self.newest_outputs: dict[int, Tensor] = {}  # by depth, [B, H], the output at each row's newest token
 
     def project_states(self, states: Tensor) -> Tensor:
@@ -91,10 +93,9 @@ class HeadDrafter(DrafterDefaults, ABC, Generic[NetworkT]):
                 "kept must hold hidden states for a draft head, got none; pass the emitted tokens with them"
             )
         num = min(request.num_draft_tokens, self.max_draft_tokens or request.num_draft_tokens)
-        self.chooser.read(query, None if self._is_first else kept)
-        proposal = self.chooser.begin(num, request.sample_strategy, request.keys)
+        self.chooser.read(query, kept)
+        proposal = Proposal(self.chooser, num, request.sample_strategy, request.keys)
         most = self.propose(self._new_tokens(query, kept), num, proposal)
-        self._is_first = False
         return proposal.finish(self._tokens_device, most)
 
     @torch.no_grad()
