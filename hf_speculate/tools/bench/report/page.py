@@ -10,7 +10,7 @@ from hf_speculate.errors import ConfigError
 from hf_speculate.tools.bench.report import sections
 from hf_speculate.tools.bench.report.plots import Style
 from hf_speculate.tools.bench.report.sections import name_of
-from hf_speculate.tools.bench.report.values import TIMES, Result, rows, spread, text
+from hf_speculate.tools.bench.report.values import Result, Spread, rows, short, spread, text
 
 _PLAIN = "plain"  # methods without drafts are named so, up to a comma
 _ELSEWHERE = ("command", "drift_num_assistant_tokens", "left_out")  # settings that are shown in other places
@@ -20,18 +20,9 @@ _TOP = ("target", "draft", "device", "threads", "dtype", "date")  # of the envir
 class Headline(NamedTuple):
     """The figure that the page begins with."""
 
-    figure: str
+    speedup: Spread
     method: str
-    spread: str  # empty if there was one run
     checked: str  # empty if nothing was compared
-    is_faster: bool
-
-
-class Sample(NamedTuple):
-    """A text, and the methods that wrote it."""
-
-    methods: list[tuple[str, Style]]
-    text: str
 
 
 def write_html(result: Mapping[str, Any], path: str | Path) -> Path:
@@ -60,40 +51,45 @@ def write_html(result: Mapping[str, Any], path: str | Path) -> Path:
         ConfigError: the result has no methods.
         OSError: the file cannot be written.
     """
-    methods = [method for method in rows(result, "methods") if method.get("name")]
+    methods = _methods(result)
     if not methods:
         raise ConfigError(
             "result must have at least one entry with a name under 'methods', got none; "
             "pass the JSON of hf-speculate bench"
         )
-    names = _names(methods, result)
-    styles = method_styles(result)
+    names, styles = _names(methods, result), method_styles(result)
     settings: Result = result.get("settings") or {}
     where: Result = result.get("environment") or {}
     found = [
-        sections.speed(methods, styles, _remarks(methods, settings)),
-        sections.latency(methods, styles),
-        sections.rounds(methods, styles),
-        sections.categories(result, names, styles),
-        sections.drift(result, styles),
+        sections.speed(methods, _remarks(methods, settings)),
+        sections.latency(methods),
+        sections.rounds(methods),
+        sections.categories(result, names, list(styles)),
+        sections.drift(result),
     ]
-    template = Environment(
+    samples: dict[str, list[str]] = {}  # names of the methods that wrote a text
+    for method in methods:
+        if method.get("sample"):
+            samples.setdefault(str(method["sample"]), []).append(name_of(method))
+    environment = Environment(
         loader=PackageLoader("hf_speculate.tools.bench.report", ""),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-    ).get_template("page.html")
-    page = template.render(
+    )
+    environment.filters["short"] = short
+    page = environment.get_template("page.html").render(
         title=_title(where),
         headline=_headline(methods),
         doubts=[str(reason) for reason in (result.get("reliability") or {}).get("reasons") or ()],
         environment=[(name, text(where[name])) for name in _TOP if where.get(name) is not None]
         + [(name, text(value)) for name, value in where.items() if name not in _TOP],
         command=str(settings.get("command") or ""),
-        sections=[section for section in found if not section.is_empty],
+        sections=[section for section in found if section.plots or section.table],
+        styles=styles,
         prompt=str(result.get("prompt") or ""),
-        samples=_samples(methods, styles),
+        samples=samples,
         settings=[(str(name), text(value)) for name, value in settings.items() if name not in _ELSEWHERE],
     )
     written = Path(path)
@@ -103,7 +99,7 @@ def write_html(result: Mapping[str, Any], path: str | Path) -> Path:
 
 def method_styles(result: Mapping[str, Any]) -> dict[str, Style]:
     """Colour and marker of each method; a verifier under drift has those of its method."""
-    methods = [method for method in rows(result, "methods") if method.get("name")]
+    methods = _methods(result)
     ordered = dict.fromkeys([*(name_of(method) for method in methods), *_names(methods, result).values()])
     styles = {name: Style.of(index) for index, name in enumerate(ordered)}
     label = (result.get("settings") or {}).get("drift_num_assistant_tokens")
@@ -112,6 +108,10 @@ def method_styles(result: Mapping[str, Any]) -> dict[str, Style]:
         exact = [one for one in same if label is not None and one.endswith(str(label))]
         styles.setdefault(name, styles[(exact or same)[0]] if same else Style.of(len(styles)))
     return styles
+
+
+def _methods(result: Result) -> list[Result]:
+    return [method for method in rows(result, "methods") if method.get("name")]
 
 
 def _names(methods: list[Result], result: Result) -> dict[str, str]:
@@ -129,26 +129,12 @@ def _title(where: Result) -> str:
 def _headline(methods: list[Result]) -> Headline | None:
     """The fastest lossless method that is not flagged as noise; None if there is only plain decoding."""
     found = [
-        (method, speedup)
+        Headline(speedup, name_of(method), text(method["checked"]) if method.get("checked") else "")
         for method in methods
-        if not method.get("is_lossy") and not method.get("is_noise") and _drafts(method)
-        if (speedup := spread(method.get("speedup"))) is not None
+        if not method.get("is_lossy") and not method.get("is_noise")
+        if str(method["name"]).partition(",")[0] != _PLAIN and (speedup := spread(method.get("speedup"))) is not None
     ]
-    if not found:
-        return None
-    method, speedup = max(found, key=lambda one: one[1].middle)
-    low, middle, high = (f"{value:.2f}" for value in speedup)
-    return Headline(
-        f"{middle}{TIMES}",
-        name_of(method),
-        f"{low} to {high}" if speedup.low != speedup.high else "",
-        text(method["checked"]) if method.get("checked") else "",
-        speedup.middle > 1,
-    )
-
-
-def _drafts(method: Result) -> bool:
-    return str(method["name"]).partition(",")[0] != _PLAIN
+    return max(found, key=lambda one: one.speedup.middle, default=None)
 
 
 def _remarks(methods: list[Result], settings: Result) -> list[str]:
@@ -158,12 +144,3 @@ def _remarks(methods: list[Result], settings: Result) -> list[str]:
     if isinstance(left_out, Mapping):
         remarks += [f"{name}: left out, {text(reason)}" for name, reason in left_out.items()]
     return remarks
-
-
-def _samples(methods: list[Result], styles: Mapping[str, Style]) -> list[Sample]:
-    """The methods' texts, each shown once."""
-    by_text: dict[str, list[tuple[str, Style]]] = {}
-    for method in methods:
-        if method.get("sample"):
-            by_text.setdefault(str(method["sample"]), []).append((name_of(method), styles[name_of(method)]))
-    return [Sample(of_it, sample) for sample, of_it in by_text.items()]

@@ -1,14 +1,14 @@
-"""Lays out the plots: what is drawn where.
+"""Plots of the report: values, axes and names, which `page.html` draws.
 
-Widths are percents of the plot's width, so that a plot fills a screen of any size and its text keeps its size; heights
-are pixels. `page.html` draws the layout.
+Places on the horizontal axis are percents of the plot's width, so that a plot fills a screen of any size and its text
+keeps its size; places on the vertical axis are pixels.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from hf_speculate.tools.bench.report.scales import Axis, Tick, axis_of_counts, axis_of_values, rounded_axis
-from hf_speculate.tools.bench.report.values import TIMES, Spread, short
+from hf_speculate.tools.bench.report.scales import Axis, axis_of_counts, axis_of_values, rounded_axis
+from hf_speculate.tools.bench.report.values import TIMES, Spread
 
 NUM_HUES = 8  # classes c0, c1, ... of page.html
 _SHAPES = (  # paths around (0, 0): circle, square, triangle, diamond, plus, inverted triangle, pentagon, cross
@@ -23,10 +23,10 @@ _SHAPES = (  # paths around (0, 0): circle, square, triangle, diamond, plus, inv
 )
 _LABEL_HEIGHT = 18.0  # pixels, of a name beside a curve
 _MAX_POINTS = 160  # of a curve; more are averaged
-_MAX_DOTS = 25  # of a curve; more are a line alone
 _LEFT, _RIGHT = 13.0, 95.0  # of a plot with numbers beside it
 _TOP, _BOTTOM = 8.0, 172.0
 _PLAIN = 1.0  # plain decoding's speed, in times itself
+_PERCENT = Axis(0.0, 100.0, 0.0, 100.0, tuple((float(value), str(value)) for value in range(0, 101, 25)))
 
 
 class Style(NamedTuple):
@@ -45,210 +45,92 @@ class Key(NamedTuple):
     """Name of a series, beside the end of its curve (`top`, pixels) or in a legend."""
 
     name: str
-    style: Style
     is_dashed: bool = False
     top: float = 0.0
-
-
-class Part(NamedTuple):
-    """A piece of a stacked bar; its shade is an index."""
-
-    start: float
-    width: float
-    shade: int
-    label: str
 
 
 class Bar(NamedTuple):
     """A length with its spread."""
 
     name: str
-    value: str
-    style: Style
+    method: str
+    value: Spread
     is_open: bool  # drawn as an outline
-    end: float
-    low: float
-    high: float
 
 
-class BarPlot(NamedTuple):
-    """Bars from 0 on."""
+class Plot(NamedTuple):
+    """Values of one kind of plot with their axes.
 
+    `values` is a list of `Bar` for "bars", seconds of each part by name for "stacks", (method, value) by group for
+    "dots" and (x, y) by method for "curves". `references` are values of lines across, by method.
+    """
+
+    kind: str
     title: str
     note: str
-    bars: list[Bar]
-    ticks: list[Tick]
-    reference: float | None
-    kind: str = "bars"
+    values: Any
+    x: Axis
+    y: Axis | None = None
+    unit: str = ""
+    decimals: int = 2
+    keys: Sequence[Key] = ()
+    x_label: str = ""
+    references: Mapping[str, float] = {}
+    parts: Sequence[str] = ()
 
 
-class Stack(NamedTuple):
-    """A bar of pieces that fill it."""
-
-    name: str
-    value: str
-    parts: list[Part]
+Points = Mapping[str, Sequence[tuple[float, float]]]  # name -> (x, y)
 
 
-class StackPlot(NamedTuple):
-    """Bars of pieces."""
-
-    title: str
-    note: str
-    names: Sequence[str]  # of the parts, by shade
-    stacks: list[Stack]
-    ticks: list[Tick]
-    kind: str = "stacks"
-
-
-class Dot(NamedTuple):
-    """A value on a line."""
-
-    place: float
-    style: Style
-    label: str
-
-
-class DotRow(NamedTuple):
-    """The values of one group."""
-
-    name: str
-    dots: list[Dot]
-
-
-class DotPlot(NamedTuple):
-    """Groups below one another, a dot for each value."""
-
-    title: str
-    note: str
-    keys: list[Key]
-    rows: list[DotRow]
-    ticks: list[Tick]
-    reference: float
-    kind: str = "dots"
-
-
-class Point(NamedTuple):
-    """A place of a curve."""
-
-    x: float  # percent
-    y: float  # pixels
-    label: str
-
-
-class Curve(NamedTuple):
-    """Points that are joined."""
-
-    style: Style
-    points: list[Point]
-    has_dots: bool
-
-
-class CurvePlot(NamedTuple):
-    """Curves over one axis."""
-
-    title: str
-    note: str
-    keys: list[Key]
-    curves: list[Curve]
-    references: list[tuple[float, Style]]  # pixels: lines across
-    x_ticks: list[Tick]
-    y_ticks: list[Tick]
-    x_label: str
-    kind: str = "curves"
-
-
-Plot = BarPlot | StackPlot | DotPlot | CurvePlot
-Series = Mapping[str, Sequence[tuple[float, float]]]  # name -> (x, y)
-
-
-def plot_bars(
-    title: str, note: str, bars: Sequence[tuple[str, Spread, Style, bool]], unit: str = TIMES, decimals: int = 2
-) -> BarPlot:
+def plot_bars(title: str, note: str, bars: Sequence[Bar], unit: str = TIMES, decimals: int = 2) -> Plot:
     """Bars from 0; a line marks plain decoding where values are speed-ups."""
-    is_speedup = unit == TIMES
-    known = [0.0, *([_PLAIN] if is_speedup else []), *(value.high for _, value, _, _ in bars)]
-    axis = rounded_axis(known, 0.0, 100.0)
-    drawn = [
-        Bar(name, value.text(decimals, unit), style, is_open, *map(axis.place, (value.middle, value.low, value.high)))
-        for name, value, style, is_open in bars
-    ]
-    return BarPlot(title, note, drawn, axis.ticks(unit), axis.place(_PLAIN) if is_speedup else None)
+    known = [0.0, *([_PLAIN] if unit == TIMES else []), *(bar.value.high for bar in bars)]
+    return Plot("bars", title, note, bars, rounded_axis(known, 0.0, 100.0), unit=unit, decimals=decimals)
 
 
-def plot_stacks(title: str, note: str, parts: Sequence[str], stacks: Mapping[str, Sequence[float]]) -> StackPlot:
+def plot_stacks(title: str, note: str, parts: Sequence[str], seconds: Mapping[str, Sequence[float]]) -> Plot:
     """Shares of a whole."""
-    drawn = []
-    for name, seconds in stacks.items():
-        total, start, pieces = sum(seconds), 0.0, []
-        for shade, (part, taken) in enumerate(zip(parts, seconds, strict=True)):
-            width = 100 * taken / total
-            pieces.append(Part(round(start, 2), round(width, 2), shade, f"{part}: {short(taken)} s, {width:.1f} %"))
-            start += width
-        drawn.append(Stack(name, f"{short(total)} s", pieces))
-    ticks = [Tick(float(place), f"{place} %") for place in range(0, 101, 25)]
-    return StackPlot(title, note, parts, drawn, ticks)
+    return Plot("stacks", title, note, seconds, _PERCENT, unit=" %", parts=parts)
 
 
-def plot_dots(
-    title: str, note: str, groups: Mapping[str, Sequence[tuple[str, float]]], styles: Mapping[str, Style]
-) -> DotPlot:
+def plot_dots(title: str, note: str, groups: Mapping[str, Sequence[tuple[str, float]]], methods: Sequence[str]) -> Plot:
     """Speed-ups by group."""
-    values = [value for dots in groups.values() for _, value in dots]
-    axis = rounded_axis([_PLAIN, *values], 6.0, 94.0)
-    drawn = [
-        DotRow(
-            name,
-            [Dot(axis.place(value), styles[method], f"{method}: {value:.2f}{TIMES}") for method, value in dots],
-        )
-        for name, dots in groups.items()
-    ]
-    used = {method for dots in groups.values() for method, _ in dots}
-    keys = [Key(method, style) for method, style in styles.items() if method in used]
-    return DotPlot(title, note, keys, drawn, axis.ticks(TIMES), axis.place(_PLAIN))
+    dots = [dot for group in groups.values() for dot in group]
+    used = {method for method, _ in dots}
+    axis = rounded_axis([_PLAIN, *(value for _, value in dots)], 6.0, 94.0)
+    return Plot("dots", title, note, groups, axis, unit=TIMES, keys=[Key(name) for name in methods if name in used])
 
 
-def plot_positions(
-    title: str, note: str, curves: Mapping[str, Sequence[float]], styles: Mapping[str, Style]
-) -> CurvePlot:
+def plot_positions(title: str, note: str, curves: Mapping[str, Sequence[float]]) -> Plot:
     """Shares of one by position in the draft, the first position being 1."""
-    series = {name: [(float(place), value) for place, value in enumerate(values, 1)] for name, values in curves.items()}
-    x_axis = axis_of_counts(max(map(len, curves.values())), _LEFT, _RIGHT)
-    y_axis = rounded_axis([0.0, 1.0], _BOTTOM, _TOP, num_ticks=5)
-    return _curves(title, note, series, styles, x_axis, y_axis, "position in the draft")
+    points = {name: [(float(place), value) for place, value in enumerate(values, 1)] for name, values in curves.items()}
+    x = axis_of_counts(max(map(len, curves.values())), _LEFT, _RIGHT)
+    y = rounded_axis([0.0, 1.0], _BOTTOM, _TOP, num_ticks=5)
+    return _curves(title, note, points, x, y, "position in the draft")
 
 
-def plot_rounds(title: str, note: str, curves: Mapping[str, Sequence[float]], styles: Mapping[str, Style]) -> CurvePlot:
+def plot_rounds(title: str, note: str, curves: Mapping[str, Sequence[float]]) -> Plot:
     """Counts by round, long calls averaged over neighbouring rounds."""
-    series = {name: _thinned(values) for name, values in curves.items()}
-    x_axis = axis_of_counts(max(map(len, curves.values())), _LEFT, _RIGHT)
-    y_axis = rounded_axis([0.0, 1.0, *(value for values in curves.values() for value in values)], _BOTTOM, _TOP)
-    return _curves(title, note, series, styles, x_axis, y_axis, "round")
+    points = {name: _thinned(values) for name, values in curves.items()}
+    x = axis_of_counts(max(map(len, curves.values())), _LEFT, _RIGHT)
+    y = rounded_axis([0.0, 1.0, *(value for values in curves.values() for value in values)], _BOTTOM, _TOP)
+    return _curves(title, note, points, x, y, "round")
 
 
-def plot_thresholds(
-    title: str, note: str, curves: Series, references: Mapping[str, float], styles: Mapping[str, Style], x_label: str
-) -> CurvePlot:
+def plot_thresholds(title: str, note: str, curves: Points, references: Mapping[str, float], x_label: str) -> Plot:
     """Values over a threshold, with lines across for methods without one."""
-    x_axis = axis_of_values([x for points in curves.values() for x, _ in points], _LEFT, _RIGHT)
-    values = [y for points in curves.values() for _, y in points]
-    y_axis = rounded_axis([*values, *references.values()], _BOTTOM, _TOP)
-    series = {name: sorted(points) for name, points in curves.items()}
-    plot = _curves(title, note, series, styles, x_axis, y_axis, x_label)
-    lines = [(y_axis.place(value), styles[name]) for name, value in references.items()]
-    keys = [Key(name, styles[name], True, y_axis.place(value)) for name, value in references.items()]
-    return plot._replace(references=lines, keys=_apart(plot.keys + keys))
+    points = {name: sorted(pairs) for name, pairs in curves.items()}
+    x = axis_of_values([x for pairs in points.values() for x, _ in pairs], _LEFT, _RIGHT)
+    y = rounded_axis([*(y for pairs in points.values() for _, y in pairs), *references.values()], _BOTTOM, _TOP)
+    return _curves(title, note, points, x, y, x_label, references)
 
 
 def _curves(
-    title: str, note: str, series: Series, styles: Mapping[str, Style], x_axis: Axis, y_axis: Axis, x_label: str
-) -> CurvePlot:
-    curves, keys = [], []
-    for name, points in series.items():
-        places = [Point(x_axis.place(x), y_axis.place(y), f"{name}, {x_label} {x:g}: {short(y)}") for x, y in points]
-        curves.append(Curve(styles[name], places, len(places) <= _MAX_DOTS))
-        keys.append(Key(name, styles[name], top=places[-1].y))
-    return CurvePlot(title, note, _apart(keys), curves, [], x_axis.ticks(), y_axis.ticks(), x_label)
+    title: str, note: str, points: Points, x: Axis, y: Axis, x_label: str, references: Mapping[str, float] | None = None
+) -> Plot:
+    keys = [Key(name, top=y.place(pairs[-1][1])) for name, pairs in points.items()]
+    keys += [Key(name, is_dashed=True, top=y.place(value)) for name, value in (references or {}).items()]
+    return Plot("curves", title, note, points, x, y, keys=_apart(keys), x_label=x_label, references=references or {})
 
 
 def _apart(keys: Sequence[Key]) -> list[Key]:

@@ -1,4 +1,4 @@
-"""Reads values out of a result, where any of them may be missing."""
+"""Reads values out of a result, where any of them may be missing, and writes them as text."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -21,10 +21,6 @@ class Spread(NamedTuple):
         low, middle, high = (f"{value:,.{decimals}f}" for value in (self.low, self.middle, self.high))
         return f"{middle}{unit}" if self.low == self.high else f"{middle}{unit} ({low} to {high})"
 
-    def scaled(self, factor: float) -> "Spread":
-        """In another unit."""
-        return Spread(*(factor * value for value in self))
-
 
 def number(value: Any) -> float | None:
     """A finite number; None for anything else."""
@@ -44,16 +40,14 @@ def numbers(value: Any) -> list[float]:
     return found
 
 
-def spread(value: Any) -> Spread | None:
+def spread(value: Any, factor: float = 1.0) -> Spread | None:
     """Minimum, median and maximum, or one number three times; None where the median is missing."""
-    if not isinstance(value, Mapping):
-        read = number(value)
-        return None if read is None else Spread(read, read, read)
-    middle = number(value.get("median"))
+    given = value if isinstance(value, Mapping) else {"median": value}
+    middle = number(given.get("median"))
     if middle is None:
         return None
-    low, high = number(value.get("min")), number(value.get("max"))
-    return Spread(middle if low is None else low, middle, middle if high is None else high)
+    low, high = number(given.get("min")), number(given.get("max"))
+    return Spread(*(factor * (middle if one is None else one) for one in (low, middle, high)))
 
 
 def rows(result: Result, name: str) -> list[Result]:
@@ -62,23 +56,21 @@ def rows(result: Result, name: str) -> list[Result]:
     return [row for row in table if isinstance(row, Mapping)] if isinstance(table, Sequence) else []
 
 
-def short(value: float | None) -> str:
+def short(value: float) -> str:
     """Three significant digits."""
-    if value is None:
-        return MISSING
-    if abs(value) >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:#.3g}".removesuffix(".")
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:#.3g}".removesuffix(".")
 
 
-def share(value: float | None) -> str:
+def share(value: Any) -> str:
     """A share of one in percent."""
-    return MISSING if value is None else f"{100 * value:.1f} %"
+    read = number(value)
+    return MISSING if read is None else f"{100 * read:.1f} %"
 
 
-def fixed(value: float | None, decimals: int = 2) -> str:
-    """A number with a fixed number of decimals."""
-    return MISSING if value is None else f"{value:,.{decimals}f}"
+def fixed(value: Any, decimals: int = 2, factor: float = 1.0) -> str:
+    """A number, or the median of a spread with minimum and maximum, with a fixed number of decimals."""
+    read = spread(value, factor)
+    return MISSING if read is None else read.text(decimals)
 
 
 def text(value: Any) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from hf_speculate.errors import ConfigError
+from hf_speculate.stats import STAGES
 from hf_speculate.tools.bench.report import write_html
 from hf_speculate.tools.bench.report.page import method_styles
 from hf_speculate.tools.bench.report.plots import Style
@@ -238,3 +239,11 @@ def test_no_name_is_read_as_html(tmp_path: Path) -> None:
     assert "<script" not in source
     said = "".join(attacked.texts)
     assert [text for text in nested(hostile) if text not in said and text != "ours"] == []
+
+
+def test_a_stack_is_filled_by_its_parts(tmp_path: Path) -> None:
+    taken = dict(zip(STAGES, (0.0, 1.0, 2.0, 1.0, 0.0), strict=True))
+    source, _ = written({"methods": [method("a", 1.0, seconds=taken)]}, tmp_path)
+    parts = re.findall(r'class="mark part s(\d)" x="([\d.]+)%" y="2" width="([\d.]+)%"', source)
+    assert parts == [("1", "0.0", "25.0"), ("2", "25.0", "50.0"), ("3", "75.0", "25.0")]
+    assert f"<title>{STAGES[2]}: 2.00 s, 50.0 %</title>" in source
