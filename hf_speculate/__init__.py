@@ -4,115 +4,80 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hf_speculate.draft.base import Drafter, DrafterSetup, DraftRequest
-    from hf_speculate.draft.heads.head import DraftHead
-    from hf_speculate.draft.heads.load import load_drafter
-    from hf_speculate.draft.state import DraftState
-    from hf_speculate.draft.suffix_store import SuffixStore
-    from hf_speculate.draft.to_candidate_generator import DraftModelCandidateGenerator
-    from hf_speculate.errors import (
-        BadLogitsError,
-        ConfigError,
-        KernelUnavailableError,
-        MissingExtraError,
-        ShapeError,
-        SpeculateError,
-        UnsupportedGenerationError,
-        UnsupportedModelError,
-    )
-    from hf_speculate.generation.enable import disable, enable, is_enabled
-    from hf_speculate.generation.mixin import SpeculativeGenerationMixin, generate
-    from hf_speculate.processors.block import BlockLogitsProcessorList
-    from hf_speculate.processors.registry import register_row_wise
-    from hf_speculate.processors.rollback import RollbackProcessor
-    from hf_speculate.stats import SpeculationStats
-    from hf_speculate.tools.checks.pair import PairReport, check_pair
-    from hf_speculate.tools.checks.parity import ParityReport, check_parity
-    from hf_speculate.tools.dataset.decode import decode_dataset
-    from hf_speculate.tools.dataset.run import DatasetReport
-    from hf_speculate.tools.hub.repository import save_config
-    from hf_speculate.types import RoundReport
-    from hf_speculate.verify.base import register_verifier
-    from hf_speculate.verify.prefix import keep_prefix
+    from hf_speculate.draft.base import Drafter as Drafter
+    from hf_speculate.draft.base import DrafterSetup as DrafterSetup
+    from hf_speculate.draft.base import DraftRequest as DraftRequest
+    from hf_speculate.draft.heads.head import DraftHead as DraftHead
+    from hf_speculate.draft.heads.load import load_drafter as load_drafter
+    from hf_speculate.draft.state import DraftState as DraftState
+    from hf_speculate.draft.suffix_store import SuffixStore as SuffixStore
+    from hf_speculate.draft.to_candidate_generator import DraftModelCandidateGenerator as DraftModelCandidateGenerator
+    from hf_speculate.errors import BadLogitsError as BadLogitsError
+    from hf_speculate.errors import ConfigError as ConfigError
+    from hf_speculate.errors import KernelUnavailableError as KernelUnavailableError
+    from hf_speculate.errors import MissingExtraError as MissingExtraError
+    from hf_speculate.errors import ShapeError as ShapeError
+    from hf_speculate.errors import SpeculateError as SpeculateError
+    from hf_speculate.errors import UnsupportedGenerationError as UnsupportedGenerationError
+    from hf_speculate.errors import UnsupportedModelError as UnsupportedModelError
+    from hf_speculate.generation.enable import disable as disable
+    from hf_speculate.generation.enable import enable as enable
+    from hf_speculate.generation.enable import is_enabled as is_enabled
+    from hf_speculate.generation.mixin import SpeculativeGenerationMixin as SpeculativeGenerationMixin
+    from hf_speculate.generation.mixin import generate as generate
+    from hf_speculate.processors.block import BlockLogitsProcessorList as BlockLogitsProcessorList
+    from hf_speculate.processors.registry import register_row_wise as register_row_wise
+    from hf_speculate.processors.rollback import RollbackProcessor as RollbackProcessor
+    from hf_speculate.stats import SpeculationStats as SpeculationStats
+    from hf_speculate.tools.checks.pair import PairReport as PairReport
+    from hf_speculate.tools.checks.pair import check_pair as check_pair
+    from hf_speculate.tools.checks.parity import ParityReport as ParityReport
+    from hf_speculate.tools.checks.parity import check_parity as check_parity
+    from hf_speculate.tools.dataset.decode import decode_dataset as decode_dataset
+    from hf_speculate.tools.dataset.run import DatasetReport as DatasetReport
+    from hf_speculate.tools.hub.repository import save_config as save_config
+    from hf_speculate.types import RoundReport as RoundReport
+    from hf_speculate.verify.base import register_verifier as register_verifier
+    from hf_speculate.verify.prefix import keep_prefix as keep_prefix
 
 __version__ = "0.1.0"
 
-# Module that defines each public name. Names are imported on first use, so `import hf_speculate` loads none of them.
-_MODULES = {
-    "BadLogitsError": "errors",
-    "BlockLogitsProcessorList": "processors.block",
-    "ConfigError": "errors",
-    "DatasetReport": "tools.dataset.run",
-    "DraftHead": "draft.heads.head",
-    "DraftModelCandidateGenerator": "draft.to_candidate_generator",
-    "DraftState": "draft.state",
-    "Drafter": "draft.base",
-    "DraftRequest": "draft.base",
-    "DrafterSetup": "draft.base",
-    "KernelUnavailableError": "errors",
-    "MissingExtraError": "errors",
-    "PairReport": "tools.checks.pair",
-    "ParityReport": "tools.checks.parity",
-    "RollbackProcessor": "processors.rollback",
-    "RoundReport": "types",
-    "ShapeError": "errors",
-    "SpeculateError": "errors",
-    "SpeculationStats": "stats",
-    "SpeculativeGenerationMixin": "generation.mixin",
-    "SuffixStore": "draft.suffix_store",
-    "UnsupportedGenerationError": "errors",
-    "UnsupportedModelError": "errors",
-    "check_pair": "tools.checks.pair",
-    "check_parity": "tools.checks.parity",
-    "decode_dataset": "tools.dataset.decode",
-    "disable": "generation.enable",
-    "enable": "generation.enable",
-    "generate": "generation.mixin",
-    "is_enabled": "generation.enable",
-    "keep_prefix": "verify.prefix",
-    "load_drafter": "draft.heads.load",
-    "register_row_wise": "processors.registry",
-    "register_verifier": "verify.base",
-    "save_config": "tools.hub.repository",
+# Public names by the module that defines them. They are imported on first use, so `import hf_speculate` loads none.
+_NAMES = {
+    "draft.base": ("DraftRequest", "Drafter", "DrafterSetup"),
+    "draft.heads.head": ("DraftHead",),
+    "draft.heads.load": ("load_drafter",),
+    "draft.state": ("DraftState",),
+    "draft.suffix_store": ("SuffixStore",),
+    "draft.to_candidate_generator": ("DraftModelCandidateGenerator",),
+    "errors": (
+        "BadLogitsError",
+        "ConfigError",
+        "KernelUnavailableError",
+        "MissingExtraError",
+        "ShapeError",
+        "SpeculateError",
+        "UnsupportedGenerationError",
+        "UnsupportedModelError",
+    ),
+    "generation.enable": ("disable", "enable", "is_enabled"),
+    "generation.mixin": ("SpeculativeGenerationMixin", "generate"),
+    "processors.block": ("BlockLogitsProcessorList",),
+    "processors.registry": ("register_row_wise",),
+    "processors.rollback": ("RollbackProcessor",),
+    "stats": ("SpeculationStats",),
+    "tools.checks.pair": ("PairReport", "check_pair"),
+    "tools.checks.parity": ("ParityReport", "check_parity"),
+    "tools.dataset.decode": ("decode_dataset",),
+    "tools.dataset.run": ("DatasetReport",),
+    "tools.hub.repository": ("save_config",),
+    "types": ("RoundReport",),
+    "verify.base": ("register_verifier",),
+    "verify.prefix": ("keep_prefix",),
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
-__all__ = [
-    "BadLogitsError",
-    "BlockLogitsProcessorList",
-    "ConfigError",
-    "DatasetReport",
-    "DraftHead",
-    "DraftModelCandidateGenerator",
-    "DraftRequest",
-    "DraftState",
-    "Drafter",
-    "DrafterSetup",
-    "KernelUnavailableError",
-    "MissingExtraError",
-    "PairReport",
-    "ParityReport",
-    "RollbackProcessor",
-    "RoundReport",
-    "ShapeError",
-    "SpeculateError",
-    "SpeculationStats",
-    "SpeculativeGenerationMixin",
-    "SuffixStore",
-    "UnsupportedGenerationError",
-    "UnsupportedModelError",
-    "check_pair",
-    "check_parity",
-    "decode_dataset",
-    "disable",
-    "enable",
-    "generate",
-    "is_enabled",
-    "keep_prefix",
-    "load_drafter",
-    "register_row_wise",
-    "register_verifier",
-    "save_config",
-]
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:

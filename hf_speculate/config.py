@@ -1,4 +1,4 @@
-"""What a call asked of speculation: the fields, where they were set, whether they can hold."""
+"""Settings of speculative decoding: fields, checks and what follows from them."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -10,29 +10,29 @@ from torch import Tensor
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_speculate.errors import ConfigError
-from hf_speculate.field_checks import (
-    Check,
-    called,
-    check_draft_lens,
-    check_generator_source,
-    check_seed,
-    check_span,
-    count,
-    instance,
-    one_of,
-    real,
-)
+from hf_speculate.field_checks import Check, integer, is_int, is_list, one_of, real
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.triton_kernels.noise import row_seeds
 from hf_speculate.types import RoundReport
 
 MAX_ASSISTANT_TOKENS = 128
-DEFAULT_ASSISTANT_TOKENS = 5  # of the schedules that start from a number
-DEFAULT_MAX_ASSISTANT_TOKENS = 10  # of the adaptive one
+DEFAULT_ASSISTANT_TOKENS = 5  # of all schedules but "adaptive"
+DEFAULT_MAX_ASSISTANT_TOKENS = 10  # of "adaptive"
 
-_RUN_FACTOR = 0x3C6EF372FE94F82B  # odd, without structure: apart from what parts the rows
-_GREEDY_AT_ZERO = ("rejection", "block", "coupled")  # verifiers of sampling that are greedy at temperature 0
+_RUN_FACTOR = 0x3C6EF372FE94F82B  # odd and irregular: seeds of later runs differ from those of other rows
+_GREEDY_AT_ZERO = ("rejection", "block", "coupled")  # sampling verifiers that are greedy at temperature 0
 _LARGEST = sys.float_info.max
+
+
+def _is_draft_len(value: Any) -> bool:
+    if is_int(value):
+        return bool(1 <= value <= MAX_ASSISTANT_TOKENS)
+    return is_list(value, lambda one: is_int(one) and 0 <= one <= MAX_ASSISTANT_TOKENS) and len(value) > 0
+
+
+def _is_span(value: Any) -> bool:
+    return is_list(value, lambda one: is_int(one) and one >= 0) and len(value) == 2 and value[0] != value[1]
+
 
 _CHECKS: dict[str, Check] = {
     "typical_correction": one_of("argmax", "sample"),
@@ -45,20 +45,47 @@ _CHECKS: dict[str, Check] = {
     "posterior_alpha": real("> 0 and finite", lambda x: 0 < x <= _LARGEST),
     "entropy_epsilon": real(">= 0 and finite", lambda x: 0 <= x <= _LARGEST),
     "assistant_confidence_threshold": real("in [0, 1]", lambda x: 0 <= x <= 1),
-    "num_assistant_tokens": check_draft_lens(MAX_ASSISTANT_TOKENS),
-    "prompt_lookup_num_tokens": count(
-        f"in 1..{MAX_ASSISTANT_TOKENS}", MAX_ASSISTANT_TOKENS, "leave it out to copy none"
+    "num_assistant_tokens": Check(
+        f"be in 1..{MAX_ASSISTANT_TOKENS}, or a list of one number in 0..{MAX_ASSISTANT_TOKENS} per output row",
+        _is_draft_len,
+        "leave assistant_model out to decode without speculation",
     ),
-    "max_matching_ngram_size": count("at least 1", torch.inf, "leave it out for the longest match"),
-    "relax_only_inside": check_span,
-    "seed": check_seed,
-    "generator": instance(torch.Generator, "pass seed= for an int"),
-    "speculation_stats": instance(SpeculationStats, "pass hf_speculate.SpeculationStats()"),
-    "candidate_generator": check_generator_source,
-    "drafter": called(
-        "make a Drafter when called with a DrafterSetup", "pass a class, a function or a functools.partial"
+    "prompt_lookup_num_tokens": integer(
+        f"in 1..{MAX_ASSISTANT_TOKENS}", 1, MAX_ASSISTANT_TOKENS, "leave it out to copy none"
     ),
-    "speculation_callback": called("be called after every round", "pass a function of one RoundReport"),
+    "max_matching_ngram_size": integer("at least 1", 1, torch.inf, "leave it out for the longest match"),
+    "relax_only_inside": Check(
+        "be two different token ids, one that opens a span and one that closes it",
+        _is_span,
+        "pass those of <think> and </think>, for example",
+    ),
+    "seed": Check(
+        "be an int or one int per output row",
+        lambda value: is_int(value) or is_list(value, is_int),
+        "leave it out for a random one",
+    ),
+    "generator": Check(
+        "be a torch.Generator", lambda value: isinstance(value, torch.Generator), "pass seed= for an int", True
+    ),
+    "speculation_stats": Check(
+        "be a SpeculationStats",
+        lambda value: isinstance(value, SpeculationStats),
+        "pass hf_speculate.SpeculationStats()",
+        True,
+    ),
+    "candidate_generator": Check(
+        "be a CandidateGenerator or make one",
+        lambda value: isinstance(value, CandidateGenerator) or callable(value),
+        "pass an instance, a class or a functools.partial of one",
+        True,
+    ),
+    "drafter": Check(
+        "make a Drafter when called with a DrafterSetup",
+        callable,
+        "pass a class, a function or a functools.partial",
+        True,
+    ),
+    "speculation_callback": Check("be called after every round", callable, "pass a function of one RoundReport", True),
 }
 
 
@@ -138,52 +165,45 @@ class SpeculationConfig:
                 _CHECKS[entry.name](entry.name, value)
         if self.suffix_store is not None and self.prompt_lookup_num_tokens is None:
             raise ConfigError(
-                "suffix_store must come with prompt_lookup_num_tokens, got none; set prompt_lookup_num_tokens=10, say"
+                "suffix_store must come with prompt_lookup_num_tokens, got none; set prompt_lookup_num_tokens=10, for "
+                "example"
             )
         if self.seed is not None and self.generator is not None:
             raise ConfigError("seed and generator must not both be set, got both; a generator only draws the seed")
-        if isinstance(self.num_assistant_tokens, Sequence) and self.num_assistant_tokens_schedule not in (
-            None,
-            "constant",
-        ):
-            raise ConfigError(
-                "num_assistant_tokens_schedule must be 'constant' with a number of num_assistant_tokens per row, got "
-                f"{self.num_assistant_tokens_schedule!r}; leave it out, or pass one number"
-            )
-        if self.candidate_generator is not None and self.num_assistant_tokens_schedule not in (None, "constant"):
-            raise ConfigError(
-                "num_assistant_tokens_schedule must be 'constant' with candidate_generator, got "
-                f"{self.num_assistant_tokens_schedule!r}; the generator decides how many tokens it drafts"
-            )
+        constant_for = {
+            "a number of num_assistant_tokens per row": isinstance(self.num_assistant_tokens, Sequence),
+            "candidate_generator": self.candidate_generator is not None,
+        }
+        for other, is_set in constant_for.items():
+            if is_set and self.num_assistant_tokens_schedule not in (None, "constant"):
+                raise ConfigError(
+                    f"num_assistant_tokens_schedule must be 'constant' with {other}, got "
+                    f"{self.num_assistant_tokens_schedule!r}; leave it out, or leave {other} out"
+                )
 
     @property
     def schedule(self) -> str:
-        """The schedule's name: a number of tokens alone means exactly that number, nothing means "adaptive"."""
+        """Name of the schedule; "generator" if a candidate generator chooses the draft length."""
         if self.candidate_generator is not None:
             return "generator"
         return self.num_assistant_tokens_schedule or ("adaptive" if self.num_assistant_tokens is None else "constant")
 
     @property
     def max_draft_tokens(self) -> int:
-        """The largest K that the schedule may ask for."""
+        """Largest K of a round."""
         return max(self.max_model_tokens, self.prompt_lookup_num_tokens or 0)
 
     @property
     def max_model_tokens(self) -> int:
-        """The most tokens that a draft model is asked for."""
-        match self.schedule:
-            case "adaptive":
-                return self._most_tokens or DEFAULT_MAX_ASSISTANT_TOKENS
-            case "constant":
-                return self._most_tokens or DEFAULT_ASSISTANT_TOKENS
-            case "generator":
-                return self._most_tokens or MAX_ASSISTANT_TOKENS
-            case _:
-                return MAX_ASSISTANT_TOKENS
+        """Largest number of tokens that a draft model drafts per round."""
+        default = {"adaptive": DEFAULT_MAX_ASSISTANT_TOKENS, "constant": DEFAULT_ASSISTANT_TOKENS}
+        if self.schedule in (*default, "generator"):
+            return self._most_tokens or default.get(self.schedule, MAX_ASSISTANT_TOKENS)
+        return MAX_ASSISTANT_TOKENS
 
     @property
     def first_tokens(self) -> int:
-        """The number that schedules start from."""
+        """Draft length of the first round."""
         return self._most_tokens or DEFAULT_ASSISTANT_TOKENS
 
     @property
@@ -193,18 +213,14 @@ class SpeculationConfig:
         return max(1, *num) if isinstance(num, Sequence) else num
 
     def for_lookup_alone(self) -> "SpeculationConfig":
-        """The same settings where nothing but copies is drafted: `prompt_lookup_num_tokens` is the most of them."""
+        """The settings of a call without a draft model: `prompt_lookup_num_tokens` is the largest draft length."""
         num, most = self.num_assistant_tokens, self.prompt_lookup_num_tokens
         if isinstance(num, Sequence):
             return replace(self, num_assistant_tokens=[min(one, most or one) for one in num])
         return replace(self, num_assistant_tokens=most, num_assistant_tokens_schedule=self.schedule)
 
     def for_run(self, index: int) -> "SpeculationConfig":
-        """The settings of one run among several of a call: each draws with seeds of its own.
-
-        Args:
-            index: 0 for the first run, which has the seeds that were asked for.
-        """
+        """The settings of one run of a call that decodes in several; run 0 has the call's seeds, others their own."""
         if self.seed is None or index == 0:
             return self
         seeds = self.seed if isinstance(self.seed, Sequence) else [self.seed]
@@ -212,11 +228,7 @@ class SpeculationConfig:
         return replace(self, seed=later if isinstance(self.seed, Sequence) else later[0])
 
     def row_seeds(self, batch_size: int, do_sample: bool) -> Tensor:
-        """[B] int64; torch's generator is left alone where nothing is drawn.
-
-        Args:
-            batch_size: B, of the output.
-            do_sample: whether the call samples.
+        """Seeds [B] int64 of the output rows; torch's generator is used only if noise is needed.
 
         Raises:
             ConfigError: there is not one seed per row.
@@ -230,18 +242,11 @@ class SpeculationConfig:
             seed = int(torch.randint(2**62, (), generator=self.generator, device=device))
         if not isinstance(seed, Sequence):
             return row_seeds(int(seed), batch_size)
-        if len(seed) != batch_size:
-            raise ConfigError(
-                f"seed must be an int or one int per output row, {batch_size} of them, got {len(seed)}; "
-                "pass one int, from which every row gets its own"
-            )
+        _check_one_per_row("seed", seed, batch_size, "pass one int, from which every row gets its own")
         return torch.cat([row_seeds(int(value), 1) for value in seed])
 
     def draft_limits(self, batch_size: int) -> list[int]:
-        """[B] tokens that a round may draft in each row at most.
-
-        Args:
-            batch_size: B, of the output.
+        """Largest draft lengths [B] of the output rows.
 
         Raises:
             ConfigError: `num_assistant_tokens` is a list without one number per row.
@@ -249,15 +254,11 @@ class SpeculationConfig:
         num = self.num_assistant_tokens
         if not isinstance(num, Sequence):
             return [MAX_ASSISTANT_TOKENS] * batch_size
-        if len(num) != batch_size:
-            raise ConfigError(
-                f"num_assistant_tokens must be an int or one int per output row, {batch_size} of them, got {len(num)}; "
-                "pass one int for all rows"
-            )
+        _check_one_per_row("num_assistant_tokens", num, batch_size, "pass one int for all rows")
         return [int(one) for one in num]
 
     def resolve(self, do_sample: bool) -> "SpeculationConfig":
-        """The same settings with what depends on `do_sample` filled in.
+        """The settings with defaults that depend on `do_sample` filled in.
 
         Raises:
             ConfigError: the verifier is greedy and the call samples.
@@ -274,14 +275,14 @@ class SpeculationConfig:
         return replace(self, verifier=verifier, typical_correction=correction)
 
 
+def _check_one_per_row(name: str, values: Sequence[int], batch_size: int, hint: str) -> None:
+    if len(values) != batch_size:
+        raise ConfigError(
+            f"{name} must be an int or one int per output row, {batch_size} of them, got {len(values)}; {hint}"
+        )
+
+
 FIELD_NAMES = tuple(field.name for field in fields(SpeculationConfig))
-_OBJECTS = {
-    "candidate_generator",
-    "draft_state",
-    "drafter",
-    "generator",
-    "speculation_callback",
-    "speculation_stats",
-    "suffix_store",
-}
+_OBJECTS = {"candidate_generator", "draft_state", "drafter", "generator", "speculation_callback"}
+_OBJECTS |= {"speculation_stats", "suffix_store"}
 PLAIN_NAMES = tuple(sorted(set(FIELD_NAMES) - _OBJECTS))  # fields that a file or a command line can set

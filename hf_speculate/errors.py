@@ -1,11 +1,9 @@
 """Every error the library raises on purpose."""
 
-from hf_speculate.triton_kernels.errors import (
-    ConfigError,
-    KernelUnavailableError,
-    ShapeError,
-    SpeculateError,
-)
+from hf_speculate.triton_kernels.errors import ConfigError as ConfigError
+from hf_speculate.triton_kernels.errors import KernelUnavailableError as KernelUnavailableError
+from hf_speculate.triton_kernels.errors import ShapeError as ShapeError
+from hf_speculate.triton_kernels.errors import SpeculateError as SpeculateError
 
 
 class UnsupportedModelError(SpeculateError, TypeError, ValueError):
@@ -25,15 +23,3 @@ class MissingExtraError(SpeculateError, ImportError):
 
 class BadLogitsError(SpeculateError, RuntimeError):
     """Logits define no distribution: they hold a NaN or a +inf, or only -inf."""
-
-
-__all__ = [
-    "BadLogitsError",
-    "ConfigError",
-    "KernelUnavailableError",
-    "MissingExtraError",
-    "ShapeError",
-    "SpeculateError",
-    "UnsupportedGenerationError",
-    "UnsupportedModelError",
-]

@@ -17,6 +17,10 @@ from hf_speculate.types import StageSeconds
 STAGES = StageSeconds._fields
 MAX_DRAFT_LENS = 16_384  # rounds whose draft lengths are kept in order: 128 KiB
 MAX_PLAIN_STEPS = 256  # plain steps whose seconds are kept
+_DERIVED = (  # properties in `as_dict`
+    *("speedup", "mean_acceptance_length", "acceptance_rate", "acceptance_rate_per_position"),
+    *("verified_acceptance_rate", "verified_acceptance_rate_per_position", "tokens_per_s", "total_s"),
+)
 
 
 @dataclass
@@ -203,17 +207,8 @@ class SpeculationStats:
 
     def as_dict(self) -> dict[str, Any]:
         """Every count, and the rates that follow from them, as values that JSON can hold."""
-        return asdict(self) | {
-            "rounds_by_draft_len": {str(num): count for num, count in sorted(self.rounds_by_draft_len.items())},
-            "speedup": self.speedup,
-            "mean_acceptance_length": self.mean_acceptance_length,
-            "acceptance_rate": self.acceptance_rate,
-            "acceptance_rate_per_position": self.acceptance_rate_per_position,
-            "verified_acceptance_rate": self.verified_acceptance_rate,
-            "verified_acceptance_rate_per_position": self.verified_acceptance_rate_per_position,
-            "tokens_per_s": self.tokens_per_s,
-            "total_s": self.total_s,
-        }
+        lens = {str(num): count for num, count in sorted(self.rounds_by_draft_len.items())}
+        return asdict(self) | {"rounds_by_draft_len": lens} | {name: getattr(self, name) for name in _DERIVED}
 
     def to_pandas(self) -> Any:
         """A data frame of one row: `as_dict()` with a column per position, and lists of strings joined.

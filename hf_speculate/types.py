@@ -6,7 +6,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from hf_speculate.triton_kernels.types import NoiseKeys, Sampled, Status, Stream, Verdict
+from hf_speculate.triton_kernels.types import NoiseKeys as NoiseKeys
+from hf_speculate.triton_kernels.types import Sampled as Sampled
+from hf_speculate.triton_kernels.types import Status as Status
+from hf_speculate.triton_kernels.types import Stream as Stream
+from hf_speculate.triton_kernels.types import Verdict as Verdict
 
 
 class SampleStrategy(Enum):
@@ -151,25 +155,3 @@ class DecodeOutput(NamedTuple):
     token_ids: Tensor  # [B, N] int64
     token_logits: Tensor | None  # [B, N, V]; None if the caller's own choice returned none
     lens: Tensor  # [B] int32, tokens of each row that count
-
-
-__all__ = [
-    "CachedDraft",
-    "DecodeOutput",
-    "DraftOut",
-    "KVState",
-    "Kept",
-    "NoiseKeys",
-    "PrefillOutput",
-    "RoundRecord",
-    "RoundReport",
-    "SampleStrategy",
-    "Sampled",
-    "Scored",
-    "StageSeconds",
-    "Status",
-    "Stream",
-    "Trimmed",
-    "Verdict",
-    "Verified",
-]
