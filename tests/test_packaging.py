@@ -80,7 +80,9 @@ def test_the_wheel_holds_the_package_with_its_kernels_inside(wheel_names: set[st
         for package, folder in folders.items()
         for path in folder.rglob("*.py")
     }
-    assert expected | {"hf_speculate/py.typed", "hf_speculate/tools/bench/report/page.html"} == wheel_names
+    templates = {"bench/report/page.html", "hub/card.md.jinja", "hub/generate.py.jinja"}
+    expected |= {"hf_speculate/py.typed", *(f"hf_speculate/tools/{name}" for name in templates)}
+    assert expected == wheel_names
 
 
 IN_A_FRESH_ENVIRONMENT = """

@@ -7,8 +7,8 @@ shrinks with a wider dtype. A gap within the noise measured at that position is 
 
 import copy
 import inspect
-from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,37 +49,19 @@ class LogitNoise(NamedTuple):
     magnitude: float  # of the largest finite logit
 
 
-class Difference(Protocol):
-    """Position at which two sequences differ."""
-
-    @property
-    def plain_id(self) -> int:
-        """Next token of the plain sequence."""
-
-    @property
-    def speculative_id(self) -> int:
-        """Next token of the speculative sequence."""
-
-    @property
-    def gap(self) -> float:
-        """Score of the plain token minus that of the other one, after all logits processors, in the plain run."""
-
-    def measured_on(self, model: PreTrainedModel) -> LogitNoise:
-        """Run forwards of the target, or of its copy in another dtype."""
-
-
 class TextDifference(NamedTuple):
     """Difference between two sequences of a decoder that reads token ids only."""
 
     token_ids: Tensor  # [T] int64, the common prefix, unpadded
     plain_id: int  # the tokens that follow
     speculative_id: int
-    gap: float  # see `Difference`
+    gap: float  # score of the plain token minus the other's, after all logits processors, in the plain run
     block_len: int  # K+1, the tokens that one verification scored
     num_rows: int  # B of the speculative call
 
     @torch.no_grad()
     def measured_on(self, model: PreTrainedModel) -> LogitNoise:
+        """Run forwards of the target, or of its copy in another dtype."""
         ids = self.token_ids[None].to(model.device)  # [1, T]
         single = _last_logits(model, ids, 1)  # [V]
         rows = ids.expand(self.num_rows, -1)  # [B, T]
@@ -87,7 +69,9 @@ class TextDifference(NamedTuple):
         return noise_between(single, others, (self.plain_id, self.speculative_id))
 
 
-def classify(model: PreTrainedModel, exact: PreTrainedModel | None, difference: Difference) -> Evidence:
+def classify(
+    model: PreTrainedModel, exact: PreTrainedModel | None, difference: "TextDifference | ReplayedDifference"
+) -> Evidence:
     """Decide whether rounding explains a difference.
 
     The bound is the larger of 4 units in the last place of the largest logit and twice the noise. Noise above 64 such
@@ -119,6 +103,35 @@ def float64_copy(model: PreTrainedModel) -> PreTrainedModel | None:
         return None
     exact: PreTrainedModel = copy.deepcopy(model).to(torch.float64)  # type: ignore[arg-type]
     return exact
+
+
+class GapRecorder(LogitsProcessor):
+    """Records at each step of a plain run how far the tokens of `token_ids` [B, T] are from the best."""
+
+    def __init__(self, token_ids: Tensor):
+        self.token_ids = token_ids
+        self.prompt_len = 0  # of the decoder
+        self.best_ids: list[Tensor] = []  # of [B]
+        self.gaps: list[Tensor] = []  # of [B] float64
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        column = input_ids.shape[1]
+        if not self.gaps:
+            self.prompt_len = column
+        best = scores.max(-1)  # of [B, V]
+        self.best_ids.append(best.indices)
+        if column < self.token_ids.shape[1]:
+            other = scores.gather(-1, self.token_ids[:, column, None])[:, 0]
+            self.gaps.append(best.values.double() - other.double())
+        else:
+            self.gaps.append(torch.full_like(best.values, torch.inf, dtype=torch.float64))
+        return scores
+
+
+def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """Position at which two sequences differ, or the shorter one ends; None if they are equal."""
+    end = min(len(one), len(other))
+    return next((at for at in range(end) if one[at] != other[at]), None if len(one) == len(other) else end)
 
 
 def noise_between(single: Tensor, others: Tensor, token_ids: tuple[int, int]) -> LogitNoise:
@@ -155,11 +168,11 @@ class ReplayedDifference(NamedTuple):
     position: int  # number of new tokens before the difference
     plain_id: int  # the tokens that follow
     speculative_id: int
-    gap: float  # see `Difference`
+    gap: float  # see `TextDifference`
     block_len: int  # K+1, the tokens that one verification scored
 
     def measured_on(self, model: PreTrainedModel) -> LogitNoise:
-        """See `Difference`: the plain sequence is decoded again, token by token and with drafts."""
+        """See `TextDifference`: the plain sequence is decoded again, token by token and with drafts."""
         options = {name: _in_dtype(value, model.dtype) for name, value in self.options.items()}
         processors = [*(options.get("logits_processor") or []), _ForcedTokens(self.token_ids)]
         options |= {"logits_processor": LogitsProcessorList(processors), "return_dict_in_generate": True}

@@ -1,9 +1,11 @@
 """Checks before anything large is loaded whether a draft model goes with a target."""
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_speculate.compat import stateful_names
 from hf_speculate.draft.vocab_intersection import intersect_vocabularies
@@ -153,8 +155,8 @@ def check_pair(
     overlap = None
     if pair[0].tokenizer is not None and pair[1].tokenizer is not None:
         overlap = vocabulary_overlap(pair[0].tokenizer, pair[1].tokenizer)
-    findings = (*model_findings(*pair), *vocabulary_findings(*pair, overlap), *text_findings(*pair))
-    findings = tuple(dict.fromkeys((*findings, *size_findings(*pair))))  # both models may have the same one
+    found = (model_findings(*pair), vocabulary_findings(*pair, overlap), text_findings(*pair), size_findings(*pair))
+    findings = tuple(dict.fromkeys(chain.from_iterable(found)))  # both models may have the same one
     sizes = [one.size for one in pair]
     memory = [Memory(one.dtype, one.size.num_bytes, one.size.kv_bytes_per_token) for one in pair]
     return PairReport(
@@ -180,117 +182,104 @@ def vocabulary_overlap(target: PreTrainedTokenizerBase, draft: PreTrainedTokeniz
     return Overlap(len(target_ids), len(draft_ids), len(shared), num_same_id)
 
 
-def model_findings(target: Described, draft: Described) -> list[Finding]:
+def model_findings(target: Described, draft: Described) -> Iterator[Finding]:
     """Models that `generate()` does not support, always or for long sequences."""
-    found: list[Finding] = []
-    for models in ([target.model], [draft.model], [target.model, draft.model]):
-        if len(models) == 2 and found:
-            break  # the check of both would repeat what was found
-        try:
-            check_models(models, stateful_names(models), ASSISTED)
-        except UnsupportedModelError as error:
-            found.append(Finding("not supported" if len(models) == 1 else "does not fit", str(error)))
+    unsupported = [_unsupported([one.model]) for one in (target, draft)]
+    yield from (Finding("not supported", text) for text in unsupported if text)
+    together = "" if any(unsupported) else _unsupported([target.model, draft.model])
+    if together:
+        yield Finding("does not fit", together)
     if not draft.model.can_generate():
-        found.append(
-            Finding("not supported", f"assistant_model must be able to generate, got {type(draft.model).__name__}")
-        )
-    found += [finding for one in (target, draft) for finding in _recurrent_findings(one)]
+        text = f"assistant_model must be able to generate, got {type(draft.model).__name__}"
+        yield Finding("not supported", text)
+    for one in (target, draft):
+        cache = recurrent_cache(one.model)
+        stepped = None if cache is None else stepped_model(one.model, cache)
+        if stepped is not None and not stepped.obstacle:
+            size = f"{stepped.num_bytes / 2**20:.3g} MiB a row, for each token of a round"
+            text = f"the {one.role} has recurrent layers: its cache is hybrid, and its states take {size}"
+            yield Finding("ok", text)
     rope = growing_rope(target.model)
     if rope is not None:
         text = f"sequences of more than {rope[1]} tokens are not supported: the target has {rope[0]} rotary embeddings"
-        found.append(Finding("warning", text))
+        yield Finding("warning", text)
     lens = [getattr(one.config, "max_position_embeddings", None) or 0 for one in (target, draft)]
     if 0 < lens[1] < lens[0]:
         text = (
             f"the draft's context is {lens[1]} tokens, the target's {lens[0]}: beyond the draft's, few drafted tokens "
             "are accepted"
         )
-        found.append(Finding("warning", text))
-    return found
+        yield Finding("warning", text)
 
 
-def _recurrent_findings(one: Described) -> list[Finding]:
-    """What recurrent states of a model take; nothing if it has none, or if they cannot be rolled back."""
-    cache = recurrent_cache(one.model)
-    found = None if cache is None else stepped_model(one.model, cache)
-    if found is None or found.obstacle:
-        return []
-    text = (
-        f"the {one.role} has recurrent layers: its cache is hybrid, and its states take {found.num_bytes / 2**20:.3g} "
-        "MiB a row, for each token of a round"
-    )
-    return [Finding("ok", text)]
+def _unsupported(models: list[PreTrainedModel]) -> str:
+    try:
+        check_models(models, stateful_names(models), ASSISTED)
+    except UnsupportedModelError as error:
+        return str(error)
+    return ""
 
 
-def vocabulary_findings(target: Described, draft: Described, overlap: Overlap | None) -> list[Finding]:
+def vocabulary_findings(target: Described, draft: Described, overlap: Overlap | None) -> Iterator[Finding]:
     """Consequences of the tokenizers and of the vocabulary sizes."""
     sizes = target.config.vocab_size, draft.config.vocab_size
-    if overlap is None:
-        return _findings_without_tokenizers(target, draft, sizes)
-    if not overlap.is_same and target.tokenizer is not None and draft.tokenizer is not None:
+    if target.tokenizer is None or draft.tokenizer is None or overlap is None:
+        missing = " and ".join(one.role for one in (target, draft) if one.tokenizer is None)
+        unknown = f"no tokenizer was found for {missing}: whether token ids mean the same is unknown"
+        counts = f"{sizes[0]} and {sizes[1]} tokens"
+        if sizes[0] == sizes[1]:
+            yield Finding("warning", unknown)
+        elif abs(sizes[0] - sizes[1]) <= MAX_PADDING and target.eos_token_ids == draft.eos_token_ids:
+            yield Finding("warning", f"{unknown}; vocabularies of {counts} count as padding")
+        else:
+            text = f"{unknown}, and {counts} differ by more than padding; pass both tokenizers"
+            yield Finding("does not fit", text)
+    elif not overlap.is_same:
         try:
             vocabulary = intersect_vocabularies(target.tokenizer, draft.tokenizer, *sizes)
         except UnsupportedModelError as error:
-            return [Finding("does not fit", str(error))]
-        text = (
-            f"different tokenizers: {int(vocabulary.is_shared.sum())} of the target's {overlap.num_target} tokens can "
-            "be drafted; pass tokenizer= and assistant_tokenizer= to generate()"
-        )
-        return [Finding("warning", text)]
-    if sizes[0] != sizes[1]:
-        return [Finding("warning", f"one tokenizer, but vocabularies padded to {sizes[0]} and {sizes[1]} tokens")]
-    return []
+            yield Finding("does not fit", str(error))
+            return
+        shared = f"{int(vocabulary.is_shared.sum())} of the target's {overlap.num_target} tokens can be drafted"
+        text = f"different tokenizers: {shared}; pass tokenizer= and assistant_tokenizer= to generate()"
+        yield Finding("warning", text)
+    elif sizes[0] != sizes[1]:
+        yield Finding("warning", f"one tokenizer, but vocabularies padded to {sizes[0]} and {sizes[1]} tokens")
 
 
-def _findings_without_tokenizers(target: Described, draft: Described, sizes: tuple[int, int]) -> list[Finding]:
-    missing = " and ".join(one.role for one in (target, draft) if one.tokenizer is None)
-    unknown = f"no tokenizer was found for {missing}: whether token ids mean the same is unknown"
-    if sizes[0] == sizes[1]:
-        return [Finding("warning", unknown)]
-    if abs(sizes[0] - sizes[1]) <= MAX_PADDING and target.eos_token_ids == draft.eos_token_ids:
-        return [Finding("warning", f"{unknown}; vocabularies of {sizes[0]} and {sizes[1]} tokens count as padding")]
-    text = f"{unknown}, and {sizes[0]} and {sizes[1]} tokens differ by more than padding; pass both tokenizers"
-    return [Finding("does not fit", text)]
-
-
-def text_findings(target: Described, draft: Described) -> list[Finding]:
+def text_findings(target: Described, draft: Described) -> Iterator[Finding]:
     """Reasons why the two models continue one text differently."""
-    found = []
     if target.eos_token_ids != draft.eos_token_ids:
         ids = [", ".join(map(str, sorted(one.eos_token_ids))) or "none" for one in (target, draft)]
         text = f"EOS token ids differ: {ids[0]} in the target, {ids[1]} in the draft; the target's end the output"
-        found.append(Finding("warning", text))
+        yield Finding("warning", text)
     templates = [getattr(one.tokenizer, "chat_template", None) for one in (target, draft)]
     if target.tokenizer is not None and draft.tokenizer is not None and templates[0] != templates[1]:
         text = "chat templates differ: prompts follow the target's, on which the draft may not be trained"
-        found.append(Finding("warning", text))
-    return found
+        yield Finding("warning", text)
 
 
-def size_findings(target: Described, draft: Described) -> list[Finding]:
+def size_findings(target: Described, draft: Described) -> Iterator[Finding]:
     """Limits of the speed-up that follow from the models' sizes."""
-    found = []
     for one in (target, draft):
         if one.quantisation:
             text = (
                 f"the {one.role} is quantised ({one.quantisation}): its kernels may take longer than its bytes "
                 "suggest, and a forward over several tokens may round differently from one over a single token"
             )
-            found.append(Finding("warning", text))
+            yield Finding("warning", text)
     if target.size.num_experts > 1:
         text = (
             f"the target routes each token to {target.size.num_chosen} of {target.size.num_experts} experts: verifying "
             "several tokens reads more experts, which the bounds below include"
         )
-        found.append(Finding("warning", text))
+        yield Finding("warning", text)
     if draft.size.num_bytes >= target.size.num_bytes:
-        text = "the draft has as many bytes as the target: the adaptive schedule never calls it"
-        found.append(Finding("warning", text))
+        yield Finding("warning", "the draft has as many bytes as the target: the adaptive schedule never calls it")
     elif all(gain.num_draft_tokens == 0 for gain in estimate_gains(target.size, draft.size)):
         most = max(ACCEPTANCE_PROBABILITIES)
         text = f"the draft is too large for a speed-up while at most {most:.0%} of its tokens are accepted"
-        found.append(Finding("warning", text))
-    return found
+        yield Finding("warning", text)
 
 
 def _count(num_params: int) -> str:

@@ -1,18 +1,26 @@
 """Compares greedy speculative decoding with plain greedy decoding, row by row."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_speculate.config import DEFAULT_ASSISTANT_TOKENS, FIELD_NAMES, SpeculationConfig
 from hf_speculate.errors import ConfigError, UnsupportedModelError
 from hf_speculate.generation.mixin import generate
 from hf_speculate.stats import SpeculationStats
-from hf_speculate.tools.checks.near_ties import Difference, ReplayedDifference, TextDifference, classify, float64_copy
+from hf_speculate.tools.checks.near_ties import (
+    GapRecorder,
+    ReplayedDifference,
+    TextDifference,
+    classify,
+    first_difference,
+    float64_copy,
+)
 from hf_speculate.verify.base import is_lossless
 
 Prompts = str | Tensor | Mapping[str, Tensor] | Sequence[str | Tensor | Mapping[str, Tensor]]
@@ -127,11 +135,9 @@ def check_parity(
     stats = options.pop("speculation_stats", None) or SpeculationStats()
     num_drafted = 0
     rows: list[ParityRow] = []
-    exact: list[PreTrainedModel | None] = []  # made at the first difference
+    exact = cache(lambda: float64_copy(model))  # made at the first difference
     for inputs in _calls(prompts, tokenizer, model.device):
         for difference in _differences(model, assistant, inputs, options, stats):
-            if difference is not None and difference.is_choice and not exact:
-                exact.append(float64_copy(model))
             rows.append(_row(len(rows), difference, model, exact))
         num_drafted += stats.num_verified
     return ParityReport(tuple(rows), str(model.dtype).removeprefix("torch."), num_drafted)
@@ -142,30 +148,7 @@ class _FirstDifference(NamedTuple):
 
     position: int
     is_choice: bool
-    difference: Difference
-
-
-class _GapRecorder(LogitsProcessor):
-    """Records at each step of a plain run how far the tokens of `token_ids` [B, T] are from the best."""
-
-    def __init__(self, token_ids: Tensor):
-        self.token_ids = token_ids
-        self.prompt_len = 0  # of the decoder
-        self.best_ids: list[Tensor] = []  # of [B]
-        self.gaps: list[Tensor] = []  # of [B] float64
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        column = input_ids.shape[1]
-        if not self.gaps:
-            self.prompt_len = column
-        best = scores.max(-1)  # of [B, V]
-        self.best_ids.append(best.indices)
-        if column < self.token_ids.shape[1]:
-            other = scores.gather(-1, self.token_ids[:, column, None])[:, 0]
-            self.gaps.append(best.values.double() - other.double())
-        else:
-            self.gaps.append(torch.full_like(best.values, torch.inf, dtype=torch.float64))
-        return scores
+    difference: TextDifference | ReplayedDifference
 
 
 def _check_arguments(model: PreTrainedModel, assistant: object, kwargs: Mapping[str, Any]) -> None:
@@ -242,7 +225,7 @@ def _differences(
     """Decode a batch with and without drafts; the first difference of each row, or None. Fills `stats`."""
     speculation = {"assistant_model": assistant, "speculation_stats": stats}
     ours: Any = generate(model, **{**options, **speculation, **inputs})
-    recorder = _GapRecorder(ours)
+    recorder = GapRecorder(ours)
     plain_options = {name: value for name, value in options.items() if name not in FIELD_NAMES} | inputs
     processors = LogitsProcessorList([*(options.get("logits_processor") or []), recorder])
     plain: Any = generate(model, **{**plain_options, "logits_processor": processors})
@@ -251,7 +234,7 @@ def _differences(
     for row in range(len(ours)):
         new_ids = [ids[row, prompt_len:].tolist() for ids in (plain, ours)]
         new_ids = [ids + [pad] * (num_new - len(ids)) for ids in new_ids]
-        position = next((at for at, (one, other) in enumerate(zip(*new_ids, strict=True)) if one != other), None)
+        position = first_difference(*new_ids)
         if position is None:
             yield None
             continue
@@ -259,7 +242,7 @@ def _differences(
         is_choice = not any(has_ended) and int(recorder.best_ids[position][row]) == new_ids[0][position]
         gap = float(recorder.gaps[position][row]) if is_choice else torch.inf
         tokens = new_ids[0][position], new_ids[1][position]
-        difference: Difference
+        difference: TextDifference | ReplayedDifference
         if _reads_only_token_ids(model, inputs, options):
             mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])) != 0
             before = torch.cat([inputs["input_ids"][row][mask[row]], ours[row, prompt_len : prompt_len + position]])
@@ -289,7 +272,7 @@ def _pad_token_id(model: PreTrainedModel, options: Mapping[str, Any]) -> int:
 
 
 def _row(
-    index: int, first: _FirstDifference | None, model: PreTrainedModel, exact: list[PreTrainedModel | None]
+    index: int, first: _FirstDifference | None, model: PreTrainedModel, exact: Callable[[], PreTrainedModel | None]
 ) -> ParityRow:
     if first is None:
         return ParityRow(index)
@@ -297,4 +280,4 @@ def _row(
     row = ParityRow(index, "bug", first.position, difference.plain_id, difference.speculative_id)
     if not first.is_choice:
         return replace(row, reason="one of the outputs had ended before")
-    return replace(row, gap=difference.gap, **classify(model, exact[0], difference)._asdict())
+    return replace(row, gap=difference.gap, **classify(model, exact(), difference)._asdict())

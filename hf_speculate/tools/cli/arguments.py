@@ -1,8 +1,7 @@
 """Turns command-line options into arguments of `generate()`, and checks them before a model is loaded."""
 
 import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,17 +11,12 @@ from hf_speculate.config import PLAIN_NAMES, SpeculationConfig
 from hf_speculate.errors import ConfigError
 from hf_speculate.tools.bench.methods import parse_draft_len
 from hf_speculate.tools.cli.options import Generation, Speculation
+from hf_speculate.tools.dataset.rows import ROW_SETTINGS
 from hf_speculate.verify.base import check_verifier
 
 _OWN_OPTIONS = {"do_sample", "max_new_tokens", "repetition_penalty", "temperature", "top_k", "top_p"}
 # These change what `generate()` returns, or how many rows.
 _OTHER_OUTPUT = {"num_return_sequences", "return_dict_in_generate", "transformers_version"}
-_BOUNDS = {  # (lowest value, whether it is allowed, highest value)
-    "temperature": (0.0, False, math.inf),
-    "top_p": (0.0, False, 1.0),
-    "top_k": (0.0, True, math.inf),
-    "repetition_penalty": (0.0, False, math.inf),
-}
 
 
 class Decoding(NamedTuple):
@@ -47,12 +41,10 @@ class Decoding(NamedTuple):
 
 def decoding_of(generation: Generation, speculation: Speculation | None = None, max_new_tokens: int = 256) -> Decoding:
     """Check and translate options."""
-    num = max_new_tokens if generation.max_new_tokens is None else generation.max_new_tokens
-    if num < 1:
-        raise ConfigError(f"--max-new-tokens must be at least 1, got {num}; leave it out for the default")
-    given = {name: getattr(generation, name) for name in _BOUNDS}
-    given = {name: value for name, value in given.items() if value is not None}
-    _check_bounds(given)
+    given = {name: value for name, value in vars(generation).items() if name in _OWN_OPTIONS and value is not None}
+    for name, value in given.items():
+        ROW_SETTINGS[name](_option(name), value)
+    num = given.pop("max_new_tokens", max_new_tokens)
     penalty = {name: given.pop(name) for name in ("repetition_penalty",) if name in given}
     if given and not generation.sample:
         raise ConfigError(f"{_option(min(given))} must come with --sample, got it alone; add --sample")
@@ -103,16 +95,6 @@ def _settings_of(settings: Sequence[str] | None) -> tuple[dict[str, Any], dict[s
             value = text  # a bare word, as in typical_correction=sample
         (fields if name in PLAIN_NAMES else options)[name] = value
     return fields, options
-
-
-def _check_bounds(given: Mapping[str, float]) -> None:
-    for name, value in given.items():
-        low, is_allowed, high = _BOUNDS[name]
-        if not (low < value or (is_allowed and value == low)) or not value <= high or value == math.inf:
-            bounds = (
-                "at least 0" if is_allowed else "above 0 and finite" if high == math.inf else f"in ({low:g}, {high:g}]"
-            )
-            raise ConfigError(f"{_option(name)} must be {bounds}, got {value}; leave it out for the model's own")
 
 
 def _option(name: str) -> str:

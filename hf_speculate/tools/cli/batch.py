@@ -16,7 +16,6 @@ from hf_speculate.tools.cli.console import INTERRUPTED, OK, notes
 from hf_speculate.tools.cli.loading import check_placement, load_pair, load_tokenizer
 from hf_speculate.tools.cli.options import Generation, Models, Ray, Speculation
 from hf_speculate.tools.cli.prompts import read_json_prompts
-from hf_speculate.tools.dataset.decode import check_batch_size, check_seed
 from hf_speculate.tools.dataset.encoding import batches_of
 from hf_speculate.tools.dataset.on_ray import RayOptions, on_ray
 from hf_speculate.tools.dataset.ranks import find_ranks
@@ -45,8 +44,6 @@ def run(
     """Decode prompts, resuming an interrupted run."""
     arguments = decoding_of(generation, speculation).arguments
     seed = arguments.pop("seed", None)
-    check_seed(seed)
-    check_batch_size(batch_size)
     check_writable(output)
     ray_options = _ray_options(ray)
     if engine == "local":

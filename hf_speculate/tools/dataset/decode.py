@@ -1,5 +1,6 @@
 """Decodes a data set with a loaded model."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,8 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_speculate.engine.distributed import synced_ranks
-from hf_speculate.errors import ConfigError, UnsupportedModelError
+from hf_speculate.errors import UnsupportedModelError
+from hf_speculate.field_checks import integer
 from hf_speculate.tools.dataset.encoding import batches_of
 from hf_speculate.tools.dataset.ranks import Ranks, find_ranks
 from hf_speculate.tools.dataset.row_decoder import RowDecoder
@@ -71,8 +73,7 @@ def decode_dataset(
         UnsupportedModelError: there are several processes, and the model is distributed over them.
     """
     rows = read_rows(prompts)
-    check_batch_size(batch_size)
-    check_seed(seed)
+    integer("at least 1", 1, math.inf, "leave it out for 8")("batch_size", batch_size)
     decoder = RowDecoder(model, tokenizer, max_new_tokens, arguments, is_chat)
     ranks = find_ranks(is_cpu=model.device.type == "cpu")
     check_model(model, ranks)
@@ -86,18 +87,6 @@ def decode_dataset(
     return run(
         job, make_batches, in_this_process(lambda: decoder, 0 if static_batches else batch_size), ranks, on_batch
     )
-
-
-def check_batch_size(batch_size: int) -> None:
-    """Raise `ConfigError` unless the batch size is an int >= 1."""
-    if not isinstance(batch_size, int) or batch_size < 1:
-        raise ConfigError(f"batch_size must be at least 1, got {batch_size!r}; leave it out for 8")
-
-
-def check_seed(seed: Any) -> None:
-    """Raise `ConfigError` unless the seed is an int or None."""
-    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
-        raise ConfigError(f"seed must be an int, got {seed!r}; leave it out for a random one")
 
 
 def check_model(model: PreTrainedModel, ranks: Ranks) -> None:

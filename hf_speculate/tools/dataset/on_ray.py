@@ -5,9 +5,12 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from operator import le
 from typing import Any
 
 from hf_speculate.errors import ConfigError, SpeculateError
+from hf_speculate.field_checks import Check
 from hf_speculate.optional_imports import import_extra
 from hf_speculate.tools.dataset.row_decoder import Decoded, RowDecoder
 from hf_speculate.tools.dataset.rows import Row
@@ -34,8 +37,8 @@ class RayOptions:
     def __post_init__(self) -> None:
         for name, least in (("num_workers", 1), ("cpus_per_worker", 0), ("gpus_per_worker", 0), ("num_attempts", 1)):
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise ConfigError(f"{name} must be at least {least}, got {value}; leave it out for the default")
+            if value is not None:
+                Check(f"be at least {least}", partial(le, least))(name, value)
 
 
 def on_ray(make_decoder: Callable[[], RowDecoder], options: RayOptions) -> Engine:

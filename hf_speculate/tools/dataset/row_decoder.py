@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -40,16 +41,20 @@ RESERVED_ARGUMENTS = (
 
 
 class Decoded(NamedTuple):
-    """Results of a batch, one JSON object per row, and counts of new, drafted and accepted tokens."""
+    """Results of a batch, one JSON object per row, and counts of drafted and accepted tokens."""
 
     results: list[dict[str, Any]]
-    num_tokens: int
     num_drafted: int
     num_accepted: int
-    num_rounds: int = 0
+    num_rounds: int
     num_failed: int = 0
     num_in_flight: int = 0  # rows that were not finished
     fallback: str = ""  # why rows were decoded in static batches though they were to be refilled
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens of all rows."""
+        return sum(result["num_tokens"] for result in self.results)
 
 
 @dataclass(frozen=True)
@@ -103,37 +108,42 @@ class RowDecoder:
             self._pad_token_id(),
             on_begin=lambda prompts: on_begin([prompt.key for prompt in prompts]),
         )
-        source = _Source(self, rows, seed)
-        obstacle = decoder.obstacle(source.first)
-        return obstacle or self._refilled(decoder, source, num_rows)
+        prompts = (self._prompt(row, seed) for row in rows)
+        first = next(prompts)
+        return decoder.obstacle(first) or self._refilled(decoder, _Source(chain([first], prompts)), num_rows)
 
     def _refilled(self, decoder: ContinuousDecoder, source: "_Source", num_rows: int) -> Iterator[Decoded]:
         try:
             for results in decoder.decode(source):
-                lines = [self.for_row(result.prompt.key)._line_of(result.prompt.key, result) for result in results]
-                yield Decoded(
-                    lines,
-                    sum(len(result.token_ids) for result in results),
-                    sum(result.num_drafted for result in results),
-                    sum(result.num_accepted for result in results),
-                    sum(result.num_rounds for result in results),
-                    sum(result.error is not None for result in results),
-                    decoder.num_live,
-                )
+                lines = [self.for_row(result.prompt.key)._line_of(result) for result in results]
+                counts = (sum(column) for column in zip(*(result[2:5] for result in results), strict=True))
+                num_rounds, num_drafted, num_accepted = counts
+                num_failed = sum(result.error is not None for result in results)
+                yield Decoded(lines, num_drafted, num_accepted, num_rounds, num_failed, decoder.num_live)
         except torch.OutOfMemoryError as error:
             raise ConfigError(
                 f"the rows must fit into memory, got {num_rows} rows at once; choose fewer, finished rows are kept"
             ) from error
 
-    def _line_of(self, row: Row, result: RowResult) -> dict[str, Any]:
+    def _prompt(self, row: Row, seed: int) -> RowPrompt:
+        (token_ids,) = token_ids_of([row], self.tokenizer, self.is_chat)
+        own = {name: value for name, value in row.settings.items() if name != "seed"}
+        return RowPrompt(token_ids, seed_of(row, seed), {"max_new_tokens": self.max_new_tokens, **own}, key=row)
+
+    def _line_of(self, result: RowResult) -> dict[str, Any]:
         prompt, ids = list(result.prompt.token_ids), result.token_ids
-        reason, error = "error", {"error": f"{type(result.error).__name__}: {result.error}"}
-        if result.error is None:
-            ends = RowEnds(self._eos_token_ids(), self._stop_strings, self.arguments.get("stopping_criteria"))
-            (num,) = ends.find(torch.tensor([prompt + ids], device="cpu"), len(prompt))
-            (ids, reason), error = self._ended(ids, num), {}
+        if result.error is not None:
+            error = {"error": f"{type(result.error).__name__}: {result.error}"}
+            return self._line(result.prompt.key, ids, "error") | error
+        (num,) = self._ends().find(torch.tensor([prompt + ids], device="cpu"), len(prompt))
+        return self._line(result.prompt.key, *self._ended(ids, num))
+
+    def _line(self, row: Row, ids: list[int], reason: str) -> dict[str, Any]:
         text = self.tokenizer.decode(ids, skip_special_tokens=True)
-        return {"id": row.id, "text": text, "num_tokens": len(ids), "finish_reason": reason, **row.extras, **error}
+        return {"id": row.id, "text": text, "num_tokens": len(ids), "finish_reason": reason, **row.extras}
+
+    def _ends(self) -> RowEnds:
+        return RowEnds(self._eos_token_ids(), self._stop_strings, self.arguments.get("stopping_criteria"))
 
     @property
     def _own(self) -> dict[str, Any]:
@@ -143,7 +153,7 @@ class RowDecoder:
         prompts = token_ids_of(rows, self.tokenizer, self.is_chat)
         input_ids, attention_mask = padded(prompts, self._pad_token_id(), self.model.device)
         stats = SpeculationStats()
-        ends = RowEnds(self._eos_token_ids(), self._stop_strings, self.arguments.get("stopping_criteria"))
+        ends = self._ends()
         decode: Any = self.model.generate if is_enabled(self.model) else partial(generate, self.model)
         try:
             output = decode(
@@ -162,24 +172,9 @@ class RowDecoder:
                 "tokens; choose a smaller batch size, finished rows are kept"
             ) from error
         prompt_len = input_ids.shape[1]
-        return self._decoded(rows, output[:, prompt_len:].tolist(), ends.find(output, prompt_len), stats)
-
-    def _decoded(
-        self,
-        rows: Sequence[Row],
-        token_ids: Sequence[list[int]],
-        num_new: Sequence[int | None],
-        stats: SpeculationStats,
-    ) -> Decoded:
-        results, num_tokens = [], 0
-        for row, new_ids, num in zip(rows, token_ids, num_new, strict=True):
-            ids, finish_reason = self._ended(new_ids, num)
-            num_tokens += len(ids)
-            text = self.tokenizer.decode(ids, skip_special_tokens=True)
-            results.append(
-                {"id": row.id, "text": text, "num_tokens": len(ids), "finish_reason": finish_reason, **row.extras}
-            )
-        return Decoded(results, num_tokens, stats.num_drafted, stats.num_accepted, stats.num_rounds)
+        found = zip(rows, output[:, prompt_len:].tolist(), ends.find(output, prompt_len), strict=True)
+        lines = [self._line(row, *self._ended(ids, num)) for row, ids, num in found]
+        return Decoded(lines, stats.num_drafted, stats.num_accepted, stats.num_rounds)
 
     def _ended(self, ids: list[int], num_new: int | None) -> tuple[list[int], str]:
         """A row's tokens without padding, and its finish reason."""
@@ -245,25 +240,13 @@ class RowDecoder:
 
 
 class _Source:
-    """A `RowSource` of a data set's rows."""
+    """A `RowSource` of prompts."""
 
-    def __init__(self, decoder: RowDecoder, rows: Iterable[Row], seed: int):
-        self._decoder, self._rows, self._seed = decoder, iter(rows), seed
-        self.first = self._prompt(next(self._rows))
-        self._is_first = True
+    def __init__(self, prompts: Iterator[RowPrompt]):
+        self._prompts = prompts
 
     def next(self) -> RowPrompt | None:
-        if self._is_first:
-            self._is_first = False
-            return self.first
-        row = next(self._rows, None)
-        return None if row is None else self._prompt(row)
-
-    def _prompt(self, row: Row) -> RowPrompt:
-        (token_ids,) = token_ids_of([row], self._decoder.tokenizer, self._decoder.is_chat)
-        own = {name: value for name, value in row.settings.items() if name != "seed"}
-        arguments = {"max_new_tokens": self._decoder.max_new_tokens, **own}
-        return RowPrompt(token_ids, seed_of(row, self._seed), arguments, key=row)
+        return next(self._prompts, None)
 
 
 def seed_of(row: Row, seed: int) -> int:

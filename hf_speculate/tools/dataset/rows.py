@@ -3,47 +3,42 @@
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hf_speculate.errors import ConfigError
+from hf_speculate.field_checks import Check, integer, is_list, real
 
 PROMPT_NAMES = ("messages", "prompt", "text", "turns")
 ID_NAMES = ("id", "question_id")
 RESULT_NAMES = ("finish_reason", "id", "num_tokens", "text")  # names of a result that no extra field may have
 
 
-def _is_int_from(least: int) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, int) and value >= least
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and 0 < value < math.inf
-
-
-def _is_share(value: Any) -> bool:
-    return _is_number(value) and value <= 1
-
-
-def _is_text(value: Any) -> bool:
-    listed = value if isinstance(value, list) else [value]
-    return bool(listed) and all(isinstance(one, str) and one for one in listed)
-
-
-# Fields of a line that are arguments of `generate()` for its row: what is allowed, in words and as a function.
-ROW_SETTINGS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "max_new_tokens": ("an int of at least 1", _is_int_from(1)),
-    "stop_strings": ("a string or a list of strings", _is_text),
-    "seed": ("an int of at least 0", _is_int_from(0)),
-    "temperature": ("a number above 0", _is_number),
-    "top_k": ("an int of at least 0", _is_int_from(0)),
-    "top_p": ("in (0, 1]", _is_share),
-    "min_p": ("in (0, 1]", _is_share),
-    "typical_p": ("in (0, 1]", _is_share),
-    "repetition_penalty": ("a number above 0", _is_number),
-    "no_repeat_ngram_size": ("an int of at least 0", _is_int_from(0)),
+_LEFT_OUT = "leave it out for the default"
+_FROM_1 = integer("an int of at least 1", 1, math.inf, _LEFT_OUT)
+_FROM_0 = integer("an int of at least 0", 0, math.inf, _LEFT_OUT)
+_POSITIVE = real("above 0 and finite", lambda value: 0 < value < math.inf)
+_SHARE = real("in (0, 1]", lambda value: 0 < value <= 1)
+# Fields of a line that are arguments of `generate()` for its row.
+ROW_SETTINGS: dict[str, Check] = {
+    "max_new_tokens": _FROM_1,
+    "stop_strings": Check(
+        "be a string or a list of strings",
+        lambda value: (
+            bool(value) and (isinstance(value, str) or is_list(value, lambda one: one and isinstance(one, str)))
+        ),
+        _LEFT_OUT,
+    ),
+    "seed": _FROM_0,
+    "temperature": _POSITIVE,
+    "top_k": _FROM_0,
+    "top_p": _SHARE,
+    "min_p": _SHARE,
+    "typical_p": _SHARE,
+    "repetition_penalty": _POSITIVE,
+    "no_repeat_ngram_size": _FROM_0,
 }
 
 
@@ -135,9 +130,7 @@ def _settings_in(extras: Mapping[str, Any], source: str) -> dict[str, Any]:
     """The settings among a line's fields."""
     settings = {name: value for name, value in extras.items() if name in ROW_SETTINGS and value is not None}
     for name, value in settings.items():
-        allowed, is_allowed = ROW_SETTINGS[name]
-        if isinstance(value, bool) or not is_allowed(value):
-            raise ConfigError(f"{name} must be {allowed}, got {value!r} at {source}; leave it out for the run's own")
+        ROW_SETTINGS[name](name, value, f" at {source}")
     return settings
 
 

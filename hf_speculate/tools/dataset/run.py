@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from hf_speculate.errors import ConfigError
+from hf_speculate.field_checks import Check, is_int, one_of
 from hf_speculate.tools.dataset.files import append_results, spans_of
 from hf_speculate.tools.dataset.ranks import Ranks
 from hf_speculate.tools.dataset.row_decoder import Decoded, RowDecoder
 from hf_speculate.tools.dataset.rows import Row
 from hf_speculate.tools.dataset.run_folder import IF_CHANGED, RunFolder
 
+_SEED = Check("be an int", lambda seed: seed is None or is_int(seed), "leave it out for a random one")
 _COUNTS = ("num_tokens", "num_drafted", "num_accepted", "num_rounds", "num_failed")
 Engine = Callable[[Sequence[Sequence[Row]], int, Callable[[Sequence[Row]], None]], Iterator[Decoded]]
 
@@ -76,7 +78,7 @@ class Job:
     """A data set to decode.
 
     Raises:
-        ConfigError: `if_changed` is none of these.
+        ConfigError: the seed or `if_changed` has a wrong value.
     """
 
     rows: Sequence[Row]  # in the order of the prompts
@@ -87,10 +89,8 @@ class Job:
     if_changed: str = "refuse"  # "refuse", "keep" or "restart" finished rows if prompts or settings have changed
 
     def __post_init__(self) -> None:
-        if self.if_changed not in IF_CHANGED:
-            raise ConfigError(
-                f"if_changed must be one of {', '.join(IF_CHANGED)}, got {self.if_changed!r}; leave it out to refuse"
-            )
+        _SEED("seed", self.seed)
+        one_of(*IF_CHANGED)("if_changed", self.if_changed)
 
 
 def in_this_process(make_decoder: Callable[[], RowDecoder], num_refilled: int = 0) -> Engine:

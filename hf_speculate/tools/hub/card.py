@@ -7,6 +7,8 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.verify.base import is_lossless
 
@@ -88,70 +90,29 @@ def is_replaceable(card: bytes) -> bool:
 def model_card(fields: Mapping[str, Any], name: str) -> str:
     """The README of a repository."""
     verifier = fields.get("verifier") or _DEFAULT
-    about, meanings = _ABOUT[verifier], _meanings()
-    rows = "\n".join(f"| `{key}` | `{json.dumps(fields[key])}` | {meanings.get(key, '')} |" for key in sorted(fields))
-    what = _filled(
+    about = _ABOUT[verifier]
+    what = (
         "A `custom_generate` repository with settings of speculative decoding. A small draft model proposes several "
         f"tokens and the target model verifies them in one forward pass: {about.rule}. Works for single prompts and "
         "for left-padded batches."
     )
     expect = _LOSSLESS if is_lossless(SpeculationConfig(verifier=verifier)) else _LOSSY
-    expect = _filled(f"{expect} {_GREEDY}" if verifier == "greedy" else expect)
-    example = f"\n    {about.example}" if about.example else ""
-    return f"""---
-library_name: transformers
-license: apache-2.0
-pipeline_tag: text-generation
-tags:
-  - custom_generate
-  - speculative-decoding
-  - assisted-generation
----
+    expect = f"{expect} {_GREEDY}" if verifier == "greedy" else expect
+    texts = {"what": _filled(what), "expect": _filled(expect), "meanings": _meanings(), "mark": CARD_MARK}
+    return render("card.md.jinja", about=about, name=name, fields=sorted(fields.items()), **texts)
 
-{CARD_MARK}
 
-# Speculative decoding with {about.title}
-
-{what}
-
-## Use
-
-Needs the Python package hf_speculate: run `pip install .` in a clone of its repository.
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained(target_name, padding_side="left")
-model = AutoModelForCausalLM.from_pretrained(target_name)
-draft = AutoModelForCausalLM.from_pretrained(draft_name)
-
-inputs = tokenizer(["def fibonacci(n):"], return_tensors="pt")
-output = model.generate(
-    **inputs,
-    custom_generate="{name}",  # this folder, or its name on the Hub
-    trust_remote_code=True,
-    assistant_model=draft,{example}
-    max_new_tokens=64,
-)
-```
-
-## Fields
-
-Arguments of the call override these fields.
-
-| field | value | meaning |
-|---|---|---|
-{rows}
-
-The fields are in `generation_config.json`, which `from_pretrained` reads from a folder that also holds weights, and in
-`custom_generate/generate.py`, which transformers runs on its own. Change both.
-
-## Output
-
-{expect}
-
-Source: {about.source}
-"""
+def render(template: str, **values: Any) -> str:
+    """Fill in a template of this package."""
+    environment = Environment(
+        loader=PackageLoader("hf_speculate.tools.hub", ""),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {"json": json.dumps, "repr": repr}
+    return environment.get_template(template).render(values)
 
 
 def _meanings() -> dict[str, str]:

@@ -1,6 +1,5 @@
 """Writes a repository with a `generation_config.json` and a `custom_generate` function that decode speculatively."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from hf_speculate.config import FIELD_NAMES, PLAIN_NAMES, SpeculationConfig
 from hf_speculate.errors import ConfigError
 from hf_speculate.generation.config_sources import fields_of
-from hf_speculate.tools.hub.card import documented_verifiers, is_replaceable, model_card, title_of
+from hf_speculate.tools.hub.card import documented_verifiers, is_replaceable, model_card, render, title_of
 
 _CARD = "README.md"
 _CONFIG = "generation_config.json"
@@ -71,24 +70,7 @@ def save_config(
 
 def function_source(fields: dict[str, Any]) -> str:
     """The content of `custom_generate/generate.py` for a repository that sets `fields`."""
-    title = title_of(fields.get("verifier"))
-    lines = "".join(f"    {json.dumps(name)}: {_literal(fields[name])},\n" for name in sorted(fields))
-    return f'''"""Speculative decoding with {title}, as a `custom_generate` function."""
-
-try:
-    import hf_speculate
-except ImportError as error:
-    raise ImportError("hf_speculate is not installed; run pip install . in a clone of its repository") from error
-
-# transformers copies this file alone, so it repeats the fields of ../generation_config.json.
-FIELDS = {{
-{lines}}}
-
-
-def generate(model, **kwargs):
-    """Run `model.generate(**kwargs)` with `assistant_model` and {title}."""
-    return hf_speculate.generate(model, fields_from=FIELDS, **kwargs)
-'''
+    return render("generate.py.jinja", title=title_of(fields.get("verifier")), fields=sorted(fields.items()))
 
 
 def _check(fields: dict[str, Any]) -> None:
@@ -119,10 +101,6 @@ def _settings(model: PreTrainedModel | None, fields: dict[str, Any]) -> Generati
     for name in ("_from_model_config", "transformers_version"):
         settings.pop(name, None)
     return GenerationConfig(**(settings | fields))
-
-
-def _literal(value: Any) -> str:
-    return json.dumps(value) if isinstance(value, str) else repr(value)
 
 
 def _upload(folder: Path, files: list[str], repo_id: str, private: bool | None, api: HfApi | None) -> None:

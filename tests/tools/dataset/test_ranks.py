@@ -108,7 +108,7 @@ def run_alone(place: ranks.Ranks, output: Path, decoded: list[str]) -> None:
     def engine(batches, seed, on_begin):
         for batch in batches:
             decoded.extend(row.key for row in batch)
-            yield Decoded([{"id": row.id, "text": ""} for row in batch], 1, 0, 0)
+            yield Decoded([{"id": row.id, "text": "", "num_tokens": 1} for row in batch], 0, 0, 0)
 
     run(job, lambda rows: [[row] for row in rows], engine, place)
 
