@@ -1,4 +1,4 @@
-"""Every use of a private name of transformers, in one place, with the versions they were tested with."""
+"""Uses of transformers' private names, with the versions that they were tested with."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -30,12 +30,8 @@ _OF_PREPARED_CONFIGS = ("_pad_token_tensor",)  # which `generate` gives its copy
 
 
 def check_private_names(model: PreTrainedModel) -> None:
-    """See that the model, about to be enabled or to decode, has what is read of it here."""
-    _check(
-        (model, _OF_MODELS),
-        (model.config, _OF_CONFIGS),
-        (model.generation_config, _OF_GENERATION_CONFIGS),
-    )
+    """Raise `UnsupportedModelError` if a private name that this module reads is missing."""
+    _check((model, _OF_MODELS), (model.config, _OF_CONFIGS), (model.generation_config, _OF_GENERATION_CONFIGS))
 
 
 def _check(*holders: tuple[object, Sequence[str]]) -> None:
@@ -48,7 +44,7 @@ def _check(*holders: tuple[object, Sequence[str]]) -> None:
 
 
 def is_tested_since(version: str) -> bool:
-    """Whether the installed transformers is of the minor version `version` or later, up to the newest tested."""
+    """Whether transformers has at least this minor version and at most the newest tested one."""
     return _minor(version) <= _minor(transformers.__version__) <= _minor(_NEWEST)
 
 
@@ -57,16 +53,16 @@ def _minor(version: str) -> tuple[int, ...]:
 
 
 def has_own_loop(model: PreTrainedModel) -> bool:
-    """Whether the model's class decodes in a loop of its own, in place of that of `GenerationMixin`."""
+    """Whether the model's class overrides the decoding loop of `GenerationMixin`."""
     model_class: Any = type(model)
     return model_class._sample is not GenerationMixin._sample
 
 
 class PlainSteps(NamedTuple):
-    """What plain greedy decoding gave."""
+    """Output of plain greedy decoding."""
 
     token_ids: Tensor  # [B, N + 1] int64, new ones
-    logits: Tensor  # [B, N + 1, V] float32, of which each was chosen
+    logits: Tensor  # [B, N + 1, V] float32, from which each token was chosen
 
 
 def plain_steps(
@@ -76,9 +72,9 @@ def plain_steps(
     model_kwargs: Mapping[str, Any],
     num_steps: int,
 ) -> PlainSteps:
-    """The prompt and `num_steps` tokens one by one, in the loop of `GenerationMixin`.
+    """Decode `num_steps` tokens after prompts [B, T] int64, in the loop of `GenerationMixin`.
 
-    The prompts are [B, T] int64. The passed config is left alone; the cache in `model_kwargs` is written to.
+    The passed config is not changed; the cache in `model_kwargs` is advanced.
     """
     config = copy.copy(generation_config)
     for name in ("do_sample", "output_scores", "output_hidden_states", "output_attentions"):
@@ -97,36 +93,36 @@ def plain_steps(
 
 
 def stateful_names(models: Sequence[PreTrainedModel]) -> list[str]:
-    """Class names of the models that transformers calls stateful."""
+    """Class names of the models that transformers marks as stateful."""
     return [type(one).__name__ for one in models if one._is_stateful]
 
 
 def adapters_by_row(model: PreTrainedModel) -> bool:
-    """Whether PEFT has hooks in the model that give each row of the batch its own adapter."""
+    """Whether PEFT hooks in the model give each row of the batch its own adapter."""
     hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
     return any("adapter_names" in getattr(hook, "keywords", ()) for hook in hooks)
 
 
 def forward_hook_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    """The ids of all forward hooks in the model, which no two hooks of a process share."""
+    """Ids of all forward hooks in the model; no two hooks of a process share one."""
     modules = list(model.modules())
     hooks = (hook_id for one in modules for held in (one._forward_pre_hooks, one._forward_hooks) for hook_id in held)
     return tuple(hooks)
 
 
 def attention_name(config: PreTrainedConfig) -> str | None:
-    """The attention implementation that layers with this config look up at every forward."""
+    """Attention implementation that layers with this config use."""
     name: str | None = config._attn_implementation
     return name
 
 
 def set_attention_name(config: PreTrainedConfig, name: str) -> None:
-    """Set it on this config alone; the public setter would write to nested configs too."""
+    """Set the attention implementation of this config; the public setter also writes to nested configs."""
     config._attn_implementation_internal = name
 
 
 def compile_config_of(model: PreTrainedModel, config: GenerationConfig) -> CompileConfig | None:
-    """The compile config of plain `generate` with a static cache; None if it would not compile the model."""
+    """Compile config of plain `generate` with a static cache; None if it does not compile the model."""
     probe = StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=1)
     is_valid: Any = model._valid_auto_compile_criteria
     default: Any = model._default_compile_config
@@ -137,12 +133,12 @@ def compile_config_of(model: PreTrainedModel, config: GenerationConfig) -> Compi
 
 
 def pad_token_id(config: GenerationConfig) -> int | None:
-    """What ended rows are filled with, as `generate` settled it for the call."""
+    """Padding token of finished rows, as `generate` prepared it; None if there is none."""
     _check((config, _OF_PREPARED_CONFIGS))
     pad = config._pad_token_tensor
     return None if pad is None else int(pad)
 
 
 def comes_from_model_config(config: GenerationConfig) -> bool:
-    """Whether transformers made it from a model's config, and will again when it is loaded."""
+    """Whether transformers derived the generation config from a model's config."""
     return bool(config._from_model_config)

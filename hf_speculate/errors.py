@@ -1,4 +1,4 @@
-"""Every error the library raises on purpose."""
+"""Errors that the library raises."""
 
 from hf_speculate.triton_kernels.errors import ConfigError as ConfigError
 from hf_speculate.triton_kernels.errors import KernelUnavailableError as KernelUnavailableError
@@ -7,9 +7,9 @@ from hf_speculate.triton_kernels.errors import SpeculateError as SpeculateError
 
 
 class UnsupportedModelError(SpeculateError, TypeError, ValueError):
-    """A model cannot take part: its cache cannot roll back, its kind is not supported, or it cannot draft.
+    """A model is not supported, for example because its cache cannot be rolled back.
 
-    A `ValueError` too, because transformers raises one for an unfit assistant.
+    Also a `ValueError`, because transformers raises one for an assistant that does not fit.
     """
 
 

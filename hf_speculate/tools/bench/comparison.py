@@ -5,11 +5,13 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from hf_speculate.tools.bench.batches import Batch
 from hf_speculate.tools.bench.decoding import Decoder
 from hf_speculate.tools.bench.drift import drift_of_runs
 from hf_speculate.tools.bench.equality import TextCheck
-from hf_speculate.tools.bench.measuring import Measured, Run, Step, measure, plain_of
+from hf_speculate.tools.bench.measuring import Measured, Step, measure
 from hf_speculate.tools.bench.methods import OURS, PLAIN, Method, plain_method
 from hf_speculate.tools.bench.reliability import doubts, draft_cost
 from hf_speculate.tools.bench.results import category_entries, drift_entry, method_entry
@@ -65,7 +67,7 @@ class Comparison:
         )
         batches = {batch.number: batch for batch in self.batches}
         check, cost = TextCheck(decoder), draft_cost(decoder.target, decoder.draft)
-        base = plain_of(self.all_methods, self.do_sample)
+        base = self.all_methods[0]
         plain = measured.runs.get(base.name, [])
         left_out = dict(measured.left_out)
         entries, categories, is_interrupted = [], [], measured.is_interrupted
@@ -84,7 +86,7 @@ class Comparison:
                     if not compared.ok:
                         left_out[method.name] = f"its output differs from plain decoding's: {checked}"
                         continue
-            sample = {"sample": _sample(decoder, runs[0])}
+            sample = {"sample": _text(decoder, runs[0].texts[0][:_SAMPLE_TOKENS])}
             entries.append(method_entry(method, runs, plain, checked, cost) | sample)
             if method is not base:
                 categories += category_entries(method, runs, plain, batches)
@@ -92,17 +94,15 @@ class Comparison:
         return {
             "methods": entries,
             "categories": categories,
-            "drift": [] if is_interrupted else self._drift(decoder, measured, batches),
+            "drift": [] if is_interrupted or not self.drift_methods else self._drift(decoder, measured, batches),
             "reliability": {"is_reliable": not reasons, "reasons": reasons},
-            "prompt": _prompt(decoder, self.batches[0]),
+            "prompt": _text(decoder, self.batches[0].rows[0][-_SAMPLE_TOKENS:]),
             "is_interrupted": is_interrupted,
             "left_out": left_out,
         }
 
     def _drift(self, decoder: Decoder, measured: Measured, batches: dict[int, Batch]) -> list[dict[str, Any]]:
-        if not self.drift_methods:
-            return []
-        plain = measured.runs[plain_method(self.do_sample).name]
+        plain = measured.runs[self.all_methods[0].name]
         methods = [method for method in self.all_methods if method.engine == PLAIN or method in self.drift_methods]
         return [
             drift_entry(method, runs, plain, drift_of_runs(decoder.target, runs, batches))
@@ -116,14 +116,6 @@ def wrong_methods(left_out: Container[str], methods: Sequence[Method]) -> list[s
     return [method.name for method in methods if method.engine == OURS and method.name in left_out]
 
 
-def _sample(decoder: Decoder, run: Run) -> str | None:
-    """Beginning of the first output of a call."""
-    if decoder.tokenizer is None:
-        return None
-    return str(decoder.tokenizer.decode(run.texts[0][:_SAMPLE_TOKENS], skip_special_tokens=True))
-
-
-def _prompt(decoder: Decoder, batch: Batch) -> str | None:
-    if decoder.tokenizer is None:
-        return None
-    return str(decoder.tokenizer.decode(batch.rows[0][-_SAMPLE_TOKENS:], skip_special_tokens=True))
+def _text(decoder: Decoder, token_ids: list[int] | Tensor) -> str | None:
+    tokenizer = decoder.tokenizer
+    return None if tokenizer is None else str(tokenizer.decode(token_ids, skip_special_tokens=True))

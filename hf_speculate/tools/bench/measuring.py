@@ -2,13 +2,13 @@
 
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.bench.batches import Batch
-from hf_speculate.tools.bench.decoding import Decoded
+from hf_speculate.tools.bench.decoding import Decoded, Decoder
 from hf_speculate.tools.bench.methods import PLAIN, TRANSFORMERS, Method
 
 _WARM_UP_TOKENS = 8
@@ -46,17 +46,6 @@ class Run(NamedTuple):
         return 1000 * (self.seconds - self.first_token_s) / num_later
 
 
-class Decode(Protocol):
-    """See `Decoder`."""
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        """Tokens that end a row."""
-
-    def __call__(self, method: Method, batch: Batch, seed: int, max_new_tokens: int | None = None) -> Decoded:
-        """Decode a batch."""
-
-
 class Step(NamedTuple):
     """A call that has ended; `run` is None for a warm-up."""
 
@@ -78,7 +67,7 @@ class Measured(NamedTuple):
 def measure(
     methods: Sequence[Method],
     batches: Sequence[Batch],
-    decode: Decode,
+    decode: Decoder,
     *,
     repeats: int = 1,
     is_warm: bool = False,
@@ -132,11 +121,6 @@ def measure(
         except KeyboardInterrupt:
             return Measured(_comparable(runs, methods), left_out, is_interrupted=True)
     return Measured(runs, left_out)
-
-
-def plain_of(methods: Sequence[Method], do_sample: bool) -> Method:
-    """The method without drafts that samples, or does not."""
-    return next(method for method in methods if method.engine == PLAIN and method.do_sample == do_sample)
 
 
 def ratios(runs: Sequence[Run], plain: Sequence[Run]) -> list[float]:

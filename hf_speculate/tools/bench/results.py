@@ -69,7 +69,9 @@ def method_entry(
 ) -> dict[str, Any]:
     """Entry of one method; values that its engine does not count are None."""
     stats, first = total_stats(runs), runs[0].stats
-    speedups = ratios(runs, plain)
+    speedups, bound = ratios(runs, plain), None
+    if stats is not None:
+        bound = speedup_bound(stats, 0.0 if "prompt_lookup_num_tokens" in method.fields else cost)
     entry: dict[str, Any] = {
         "name": method.name,
         "engine": method.engine,
@@ -78,33 +80,25 @@ def method_entry(
         "is_lossy": method.is_lossy,
         "tokens_per_s": spread(run.tokens_per_s for run in runs),
         "speedup": spread(speedups),
-        "speedup_bound": None,
-        "is_noise": False,
+        "speedup_bound": bound,
+        "is_noise": bound is not None and median(speedups) > NOISE_MARGIN * bound,
         "first_token_s": spread(run.first_token_s for run in runs),
         "ms_per_token": spread(run.ms_per_token for run in runs),
         "peak_bytes": max((run.peak_bytes for run in runs if run.peak_bytes is not None), default=None),
         "num_tokens": sum(run.num_tokens for run in runs),
-        "mean_acceptance_length": None,
-        "acceptance_rate": None,
-        "acceptance_rate_per_position": [],
-        "seconds": None,
+        "mean_acceptance_length": None if stats is None else stats.mean_acceptance_length,
+        "acceptance_rate": None if stats is None else stats.acceptance_rate,
+        "acceptance_rate_per_position": [] if stats is None else stats.acceptance_rate_per_position,
+        "seconds": None if stats is None else stats.seconds_by_stage,
         "checked": checked,
     }
-    if stats is None or first is None:
-        return entry
-    bound = speedup_bound(stats, 0.0 if "prompt_lookup_num_tokens" in method.fields else cost)
-    if first.draft_lens:
+    if first is not None and first.draft_lens:
         entry["draft_lens"] = list(first.draft_lens)
-    return entry | {
-        "speedup_bound": bound,
-        "is_noise": bound is not None and median(speedups) > NOISE_MARGIN * bound,
-        "mean_acceptance_length": stats.mean_acceptance_length,
-        "acceptance_rate": stats.acceptance_rate,
-        "acceptance_rate_per_position": stats.acceptance_rate_per_position,
-        "rounds_by_draft_len": {str(num): count for num, count in sorted(stats.rounds_by_draft_len.items())},
-        "seconds": stats.seconds_by_stage,
-        "fallbacks": stats.fallbacks,
-    }
+    if stats is not None:
+        lens = sorted(stats.rounds_by_draft_len.items())
+        entry["rounds_by_draft_len"] = {str(num): count for num, count in lens}
+        entry["fallbacks"] = stats.fallbacks
+    return entry
 
 
 def category_entries(

@@ -8,9 +8,10 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from hf_speculate.tools.bench.batches import Batch
+from hf_speculate.tools.bench.decoding import Decoder
 from hf_speculate.tools.bench.drift import Drift
 from hf_speculate.tools.bench.equality import Compared
-from hf_speculate.tools.bench.measuring import Decode, Run, Runs, Step, measure, ratios
+from hf_speculate.tools.bench.measuring import Run, Runs, Step, measure, ratios
 from hf_speculate.tools.bench.methods import (
     DraftLen,
     Method,
@@ -38,7 +39,7 @@ Read = Callable[[Sequence[Run], Mapping[int, Batch]], Drift]  # drift of a metho
 class Instruments(NamedTuple):
     """Functions that tuning measures with."""
 
-    decode: Decode  # decodes a batch
+    decode: Decoder  # decodes a batch
     check: Check  # compares greedy outputs of lossless methods
     read: Read  # measures drift
     clock: Callable[[], float] = time.perf_counter  # returns seconds

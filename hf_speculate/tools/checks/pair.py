@@ -1,4 +1,4 @@
-"""Checks before anything large is loaded whether a draft model goes with a target."""
+"""Checks whether a draft model fits a target, before weights are loaded."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass

@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -12,9 +11,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from hf_speculate.errors import ConfigError
 from hf_speculate.tools.cli.arguments import check_writable, decoding_of
+from hf_speculate.tools.cli.commands import Batch
 from hf_speculate.tools.cli.console import INTERRUPTED, OK, notes
 from hf_speculate.tools.cli.loading import check_placement, load_pair, load_tokenizer
-from hf_speculate.tools.cli.options import Generation, Models, Ray, Speculation
+from hf_speculate.tools.cli.options import Models, Ray
 from hf_speculate.tools.cli.prompts import read_json_prompts
 from hf_speculate.tools.dataset.encoding import batches_of
 from hf_speculate.tools.dataset.on_ray import RayOptions, on_ray
@@ -27,52 +27,39 @@ from hf_speculate.tools.dataset.run import run as run_job
 _LINE_EVERY_S = 60.0
 
 
-def run(
-    models: Models,
-    prompts: Path,
-    output: Path,
-    batch_size: int,
-    static_batches: bool,
-    is_chat: bool,
-    ordered: bool,
-    if_changed: str,
-    engine: str,
-    generation: Generation,
-    speculation: Speculation,
-    ray: Ray,
-) -> int:
+def run(options: Batch) -> int:
     """Decode prompts, resuming an interrupted run."""
-    arguments = decoding_of(generation, speculation).arguments
+    models, prompts, output, is_chat = options.models, options.prompts, options.output, options.chat
+    arguments = decoding_of(options.generation, options.speculation).arguments
     seed = arguments.pop("seed", None)
     check_writable(output)
-    ray_options = _ray_options(ray)
-    if engine == "local":
-        _check_without_ray(ray)
+    ray_options, is_on_ray = _ray_options(options.ray), options.engine == "ray"
+    if not is_on_ray:
+        _check_without_ray(options.ray)
         check_placement(models.dtype, models.device)  # with Ray, actors check their own machines
     rows = read_json_prompts(prompts)
     if output.exists() and prompts.exists() and output.samefile(prompts):
         raise ConfigError(f"the output must not be the file of prompts, got {output} twice; choose another output")
+    given = {"target": models.target, "draft": models.draft, "dtype": models.dtype, "chat": is_chat, **arguments}
+    job = Job(rows, output, given, seed, options.ordered, options.if_changed)
     ranks = find_ranks(is_cpu=True if models.device == "cpu" else None)
-    if engine == "ray" and ranks.num > 1:
+    if is_on_ray and ranks.num > 1:
         raise ConfigError(
             f"--engine ray must be started once, got {ranks.num} ranks; leave the launcher out, Ray has its own workers"
         )
-    given = {"target": models.target, "draft": models.draft, "dtype": models.dtype, "chat": is_chat, **arguments}
     if ranks.device is not None and models.device == "auto":
         models = replace(models, device=ranks.device)
-    job = Job(rows, output, given, seed, ordered, if_changed)
     log = notes()
     load = partial(make_decoder, models, arguments, is_chat)
-    decode = (
-        on_ray(load, ray_options) if engine == "ray" else in_this_process(load, 0 if static_batches else batch_size)
-    )
+    num_refilled = 0 if options.static_batches else options.rows
+    decode = on_ray(load, ray_options) if is_on_ray else in_this_process(load, num_refilled)
     progress = _Progress(log)
 
     def make_batches(left: Sequence[Row]) -> list[list[Row]]:
         tokenizer = load_tokenizer(models)
         if ranks.is_main:
             progress.start()
-        batches = batches_of(left, batch_size, tokenizer, is_chat)
+        batches = batches_of(left, options.rows, tokenizer, is_chat)
         progress.load()
         return batches
 

@@ -1,7 +1,6 @@
 """`hf-speculate check`: checks whether a draft model or a draft head fits a target."""
 
 import json
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from hf_speculate.draft.heads.fit import HeadFit
@@ -10,9 +9,9 @@ from hf_speculate.errors import ConfigError, UnsupportedModelError
 from hf_speculate.tools.checks.pair import PairReport, check_pair
 from hf_speculate.tools.checks.sources import ModelReader
 from hf_speculate.tools.cli.arguments import check_writable
+from hf_speculate.tools.cli.commands import Check
 from hf_speculate.tools.cli.console import OK, REFUSED, answer, write_json
 from hf_speculate.tools.cli.loading import names_head
-from hf_speculate.tools.cli.options import Models
 
 
 class Unsupported(NamedTuple):
@@ -35,24 +34,25 @@ class Unsupported(NamedTuple):
         return f"not supported: {self.draft} as a draft for {self.target}\n  not supported: {self.reason}"
 
 
-def run(models: Models, as_json: bool, output: Path | None) -> int:
+def run(options: Check) -> int:
     """Print a report on a pair."""
+    models = options.models
     if models.draft is None:
         raise ConfigError("--draft must name a draft model, got none; add --draft")
-    check_writable(output)
-    options: dict[str, Any] = {} if models.revision is None else {"revision": models.revision}
+    check_writable(options.output)
+    read: dict[str, Any] = {} if models.revision is None else {"revision": models.revision}
     if models.trust_remote_code:
-        options["trust_remote_code"] = True
+        read["trust_remote_code"] = True
     dtype = None if models.dtype == "auto" else models.dtype
     report: PairReport | HeadFit | Unsupported
     try:
         if names_head(models):
-            report = check_head(models.draft, ModelReader(options).config("target", models.target))
+            report = check_head(models.draft, ModelReader(read).config("target", models.target))
         else:
-            report = check_pair(models.target, models.draft, dtype=dtype, **options)
+            report = check_pair(models.target, models.draft, dtype=dtype, **read)
     except UnsupportedModelError as error:
         report = Unsupported(models.target, models.draft, str(error))
-    answer(json.dumps(report.as_dict(), indent=2) if as_json else str(report))
-    if output is not None:
-        write_json(output, report.as_dict())
+    answer(json.dumps(report.as_dict(), indent=2) if options.as_json else str(report))
+    if options.output is not None:
+        write_json(options.output, report.as_dict())
     return OK if report.ok else REFUSED

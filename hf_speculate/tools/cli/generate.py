@@ -13,9 +13,9 @@ from transformers import TextStreamer
 from hf_speculate.errors import ConfigError
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.cli.arguments import check_writable, decoding_of
+from hf_speculate.tools.cli.commands import ChatInTerminal, Generate
 from hf_speculate.tools.cli.console import INTERRUPTED, OK, answer, notes, write_json
 from hf_speculate.tools.cli.loading import Pair, load_pair
-from hf_speculate.tools.cli.options import Generation, Models, Speculation
 from hf_speculate.tools.cli.prompts import read_prompts
 from hf_speculate.tools.dataset.encoding import check_chat_template, token_ids_of
 from hf_speculate.tools.dataset.rows import Row
@@ -57,50 +57,42 @@ class _Printer(TextStreamer):
             super().on_finalized_text(text, stream_end=stream_end)
 
 
-def run(
-    models: Models,
-    prompt: str | None,
-    file: Path | None,
-    is_chat: bool,
-    as_json: bool,
-    output: Path | None,
-    generation: Generation,
-    speculation: Speculation,
-) -> int:
+def run(options: Generate) -> int:
     """Decode prompts one after the other."""
-    arguments = decoding_of(generation, speculation).arguments
-    check_writable(output)
-    prompts = _prompts(prompt, file)
+    arguments = decoding_of(options.generation, options.speculation).arguments
+    check_writable(options.output)
+    prompts = _prompts(options.prompt, options.file)
+    is_silent = options.as_json
     log = notes()
-    pair = load_pair(models, log)
+    pair = load_pair(options.models, log)
     results: list[dict[str, Any]] = []
     try:
-        for row, token_ids in zip(prompts, token_ids_of(prompts, pair.tokenizer, is_chat), strict=True):
-            if results and not as_json:
+        for row, token_ids in zip(prompts, token_ids_of(prompts, pair.tokenizer, options.chat), strict=True):
+            if results and not is_silent:
                 answer("")
-            if len(prompts) > 1 and not as_json:
+            if len(prompts) > 1 and not is_silent:
                 log.print(f"prompt {row.key}:", style="bold")
-            found = _decode(pair, token_ids, arguments, _Printer(pair.tokenizer, is_silent=as_json))
+            found = _decode(pair, token_ids, arguments, _Printer(pair.tokenizer, is_silent))
             results.append(found.as_dict(row))
-            if as_json:
+            if is_silent:
                 answer(json.dumps(results[-1]))
             log.print(found.line, style="dim", soft_wrap=True)
     except KeyboardInterrupt:
-        where = "" if output is None else f", written to {output}"
+        where = "" if options.output is None else f", written to {options.output}"
         line = f"\ninterrupted: {len(results)} of {len(prompts)} prompts are finished{where}"
         log.print(line, markup=False, soft_wrap=True)
-    if output is not None:
-        write_json(output, {"results": results})
+    if options.output is not None:
+        write_json(options.output, {"results": results})
     return OK if len(results) == len(prompts) else INTERRUPTED
 
 
-def run_chat(models: Models, system: str | None, generation: Generation, speculation: Speculation) -> int:
+def run_chat(options: ChatInTerminal) -> int:
     """Answer lines of the standard input until it ends."""
-    arguments = decoding_of(generation, speculation).arguments
+    arguments = decoding_of(options.generation, options.speculation).arguments
     log = notes()
-    pair = load_pair(models, log)
+    pair = load_pair(options.models, log)
     check_chat_template(pair.tokenizer, "the chat")
-    start: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
+    start = [] if options.system is None else [{"role": "system", "content": options.system}]
     messages = list(start)
     while (line := _line(log)) is not None and line.strip() != "/exit":
         if line.strip() == "/clear":

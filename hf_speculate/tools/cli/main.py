@@ -10,9 +10,8 @@ from typing import Annotated
 import typer
 from typer.main import get_command
 
-from hf_speculate.tools.cli.commands import COMMANDS
+from hf_speculate.tools.cli.commands import Interrupted, add_commands
 from hf_speculate.tools.cli.console import INTERRUPTED, OK, WRONG_USE, answer, first_line, notes
-from hf_speculate.tools.cli.options import Interrupted
 
 app = typer.Typer(
     help="Faster generate() for Hugging Face transformers with speculative decoding.",
@@ -20,8 +19,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in COMMANDS:
-    app.command()(command)
+add_commands(app)
 _NAME, _DEBUG = "hf-speculate", "--debug"
 # Loggers of torchao, which transformers imports if it is installed, and of torch on torchao's enums.
 _NOISY_LOGGERS = ("torch.utils._pytree", "torchao")

@@ -4,8 +4,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, cast
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -20,14 +19,15 @@ from hf_speculate.tools.bench.measuring import Step
 from hf_speculate.tools.bench.results import environment
 from hf_speculate.tools.bench.saving import TUNED_NAMES
 from hf_speculate.tools.cli.arguments import Decoding
+from hf_speculate.tools.cli.commands import Bench, Tune
 from hf_speculate.tools.cli.console import answer, write_json
-from hf_speculate.tools.cli.loading import Pair
+from hf_speculate.tools.cli.loading import load_pair
 from hf_speculate.tools.cli.options import Grid, Models, PromptSet
 from hf_speculate.tools.cli.prompts import read_prompts
 from hf_speculate.tools.dataset.encoding import token_ids_of
-from hf_speculate.tools.dataset.rows import Row
 
 _NUMBER = re.compile(r"-?\d[\d.]*( \(|%?$)|-$")
+Cell = Callable[[dict[str, Any]], str]
 _PIPED_WIDTH = 160  # of tables without a terminal
 
 
@@ -45,28 +45,33 @@ def shared_fields(decoding: Decoding, models: Models, grid: Grid) -> dict[str, A
     return fields
 
 
-def prompts_of(prompt_set: PromptSet, log: Console) -> list[Row]:
-    """The prompts of a measurement."""
+class Setup(NamedTuple):
+    """What a measurement runs on."""
+
+    environment: dict[str, Any]  # versions, device, models and dtype, for JSON
+    batches: list[Batch]  # of prompts, on the target's device
+    decoder: Decoder
+
+
+def load(options: Bench | Tune, decoding: Decoding, log: Console) -> Setup:
+    """Read the prompts, then load the models."""
+    models, prompt_set = options.models, options.prompt_set
     prompts = read_prompts(prompt_set.prompts, by_line=True)
     prompts = take_in_turn(prompts, [prompt.category for prompt in prompts], prompt_set.num_prompts)
     num_cut = sum(prompt.num_turns > 1 for prompt in prompts)
     if num_cut:
         log.print(f"{num_cut} of {len(prompts)} prompts have several turns; the first one is used", style="dim")
-    return prompts
-
-
-def encode(prompts: list[Row], prompt_set: PromptSet, pair: Pair) -> list[Batch]:
-    """Batches of the prompts on the target's device."""
+    pair = load_pair(models, log)
+    target = pair.target
     token_ids = token_ids_of(prompts, pair.tokenizer, is_chat=prompt_set.chat)
-    categories = [prompt.category for prompt in prompts]
-    pad_token_id: Any = pair.tokenizer.pad_token_id
-    return make_batches(token_ids, categories, pad_token_id, prompt_set.batch_size, pair.target.device)
-
-
-def environment_of(pair: Pair, models: Models) -> dict[str, Any]:
-    """Versions, device, models and dtype of a measurement."""
-    dtype = str(pair.target.dtype).removeprefix("torch.")
-    return {**environment(pair.target.device), "dtype": dtype, "target": models.target, "draft": models.draft}
+    categories, pad_token_id = [prompt.category for prompt in prompts], cast(int, pair.tokenizer.pad_token_id)
+    batches = make_batches(token_ids, categories, pad_token_id, prompt_set.batch_size, target.device)
+    dtype = str(target.dtype).removeprefix("torch.")
+    where = {**environment(target.device), "dtype": dtype, "target": models.target, "draft": models.draft}
+    logging.set_verbosity_error()  # warnings would break the progress bar
+    num, sampling, others = decoding.max_new_tokens, decoding.sampling, decoding.options
+    decoder = Decoder(target, pair.arguments, max_new_tokens=num, sampling=sampling, options=others)
+    return Setup(where, batches, decoder)
 
 
 def settings_of(decoding: Decoding, prompt_set: PromptSet, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,18 +79,6 @@ def settings_of(decoding: Decoding, prompt_set: PromptSet, fields: Mapping[str, 
     own = {"max_new_tokens": decoding.max_new_tokens, "do_sample": decoding.do_sample}
     own |= decoding.sampling | decoding.options
     return {**own, "batch_size": prompt_set.batch_size, "prompts": str(prompt_set.prompts), "fields": dict(fields)}
-
-
-def decoder_of(pair: Pair, decoding: Decoding) -> Decoder:
-    """A decoder of the pair."""
-    logging.set_verbosity_error()  # warnings would break the progress bar
-    return Decoder(
-        pair.target,
-        pair.arguments,
-        max_new_tokens=decoding.max_new_tokens,
-        sampling=decoding.sampling,
-        options=decoding.options,
-    )
 
 
 @contextmanager
@@ -120,42 +113,44 @@ def progress(log: Console, num_steps: int) -> Iterator[Callable[[Step], None]]:
         yield on_step
 
 
-def show(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def show(title: str, columns: Mapping[str, Cell], entries: Sequence[dict[str, Any]]) -> None:
     """Print a table without empty columns; columns of numbers are aligned on the right."""
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    kept = [index for index in range(len(heads)) if any(cells[index] != "-" for cells in rows)]
-    for index in kept:
-        is_number = all(_NUMBER.match(cells[index]) for cells in rows)
-        justify: Literal["left", "right"] = "right" if is_number else "left"
-        table.add_column(heads[index], justify=justify, overflow="fold", no_wrap=index == 0)
-    for cells in rows:
-        table.add_row(*(cells[index] for index in kept))
+    cells = {head: [cell(entry) for entry in entries] for head, cell in columns.items()}
+    cells = {head: column for head, column in cells.items() if set(column) - {"-"}}
+    for index, (head, column) in enumerate(cells.items()):
+        justify: Literal["left", "right"] = "right" if all(map(_NUMBER.match, column)) else "left"
+        table.add_column(head, justify=justify, overflow="fold", no_wrap=index == 0)
+    for row in zip(*cells.values(), strict=True):
+        table.add_row(*row)
     output = Console(highlight=False, markup=False)
     if not output.is_terminal:
         output.width = _PIPED_WIDTH
     output.print(table)
 
 
-def shown(value: Any, form: str = ".2f") -> str:
-    """A number as text, a spread with minimum and maximum, None as a dash."""
+def field(name: str, form: str = ".2f", scale: float = 1) -> Cell:
+    """A function that returns an entry's field as text; see `shown`."""
+    return lambda entry: shown(entry[name], form, scale)
+
+
+def shown(value: Any, form: str = ".2f", scale: float = 1) -> str:
+    """A value as text, a spread with minimum and maximum, None as a dash."""
     if value is None:
         return "-"
     if isinstance(value, dict):
-        return f"{value['median']:{form}} ({value['min']:{form}}-{value['max']:{form}})"
-    return f"{value:{form}}"
+        low, middle, high = (f"{scale * value[name]:{form}}" for name in ("min", "median", "max"))
+        return f"{middle} ({low}-{high})"
+    return f"{value if scale == 1 else scale * value:{form}}"
 
 
-def show_doubts(result: Mapping[str, Any], log: Console) -> None:
-    """Print why a measurement is not reliable, and that it was interrupted."""
+def finish(result: dict[str, Any], options: Bench | Tune, log: Console) -> None:
+    """Print why results are not reliable or not complete, then write them as JSON."""
     for reason in result["reliability"]["reasons"]:
         log.print(f"warning: {reason}", style="bold yellow", markup=False, soft_wrap=True)
     if result["is_interrupted"]:
         log.print("interrupted: the results cover the calls so far", style="bold", soft_wrap=True)
-
-
-def write_results(result: dict[str, Any], as_json: bool, output: Path | None) -> None:
-    """Print the results as JSON, and write them to a file."""
-    if as_json:
+    if options.as_json:
         answer(json.dumps(result, indent=1))
-    if output is not None:
-        write_json(output, result)
+    if options.output is not None:
+        write_json(options.output, result)

@@ -1,18 +1,11 @@
 """Command-line options that several commands share; imports neither torch nor transformers."""
 
-import inspect
-from collections.abc import Callable
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
-from functools import partial, wraps
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated
 
 import typer
-
-
-class Interrupted(Exception):
-    """Ctrl-C."""
-
 
 _models = partial(typer.Option, rich_help_panel="Models")
 _generation = partial(typer.Option, rich_help_panel="Generation")
@@ -164,36 +157,3 @@ class Ray:
     cpus_per_worker: Annotated[float | None, _ray(help="CPUs of an actor without a GPU; default: 1.")] = None
     gpus_per_worker: Annotated[float | None, _ray(help="GPUs of an actor; default: 1 if there are any.")] = None
     ray_address: Annotated[str | None, _ray(help="Address of a running cluster.")] = None
-
-
-def grouped(command: Callable[..., int]) -> Callable[..., int]:
-    """Give a command one option for each field of its dataclass parameters."""
-    parameters: list[inspect.Parameter] = []
-    groups: dict[str, Any] = {}
-    for name, parameter in inspect.signature(command, eval_str=True).parameters.items():
-        if not is_dataclass(parameter.annotation):
-            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
-            continue
-        groups[name] = parameter.annotation
-        hints = get_type_hints(parameter.annotation, include_extras=True)
-        parameters += [_parameter_of(entry, hints[entry.name]) for entry in fields(parameter.annotation)]
-
-    @wraps(command)
-    def flat(**values: Any) -> int:
-        objects = {
-            name: group(**{entry.name: values.pop(entry.name) for entry in fields(group)})
-            for name, group in groups.items()
-        }
-        try:
-            return command(**objects, **values)
-        except KeyboardInterrupt as error:  # typer would end without a word
-            raise Interrupted from error
-
-    vars(flat)["__signature__"] = inspect.Signature(parameters)
-    flat.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return flat
-
-
-def _parameter_of(entry: Field[Any], annotation: Any) -> inspect.Parameter:
-    default = inspect.Parameter.empty if entry.default is MISSING else entry.default
-    return inspect.Parameter(entry.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)

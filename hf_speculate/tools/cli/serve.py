@@ -8,28 +8,27 @@ from typing import Any
 from hf_speculate.errors import ConfigError
 from hf_speculate.optional_imports import import_extra
 from hf_speculate.tools.cli.arguments import decoding_of
+from hf_speculate.tools.cli.commands import Serve
 from hf_speculate.tools.cli.console import OK, notes
 from hf_speculate.tools.cli.loading import load_pair
-from hf_speculate.tools.cli.options import Drafting, Generation, Models, Speculation
+from hf_speculate.tools.cli.options import Generation, Speculation
 from hf_speculate.tools.server.engine import Engine
 
 EXTRA = "serve"
 _GRACE_S = 10  # that requests in flight have after Ctrl-C
 
 
-def run(
-    models: Models, drafting: Drafting, num_rows: int, max_queued: int, host: str, port: int, name: str | None
-) -> int:
+def run(options: Serve) -> int:
     """Serve a pair until Ctrl-C."""
-    options = decoding_of(Generation(), Speculation(drafting.num_assistant_tokens, drafting.lookup)).fields
+    models, drafting = options.models, options.drafting
+    fields = decoding_of(Generation(), Speculation(drafting.num_assistant_tokens, drafting.lookup)).fields
 
     def load() -> Engine:
-        pair = load_pair(models, notes())
-        return Engine(
-            pair.target, pair.tokenizer, name or models.target, pair.arguments | options, num_rows, max_queued
-        )
+        pair, name = load_pair(models, notes()), options.name or models.target
+        arguments = pair.arguments | fields
+        return Engine(pair.target, pair.tokenizer, name, arguments, options.rows, options.max_queued)
 
-    return serve(load, host, port)
+    return serve(load, options.host, options.port)
 
 
 def serve(load: Callable[[], Engine], host: str, port: int) -> int:

@@ -2,7 +2,6 @@
 
 import json
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from hf_speculate.errors import ConfigError
@@ -14,25 +13,16 @@ from hf_speculate.tools.bench.saving import settings_in, write_fields
 from hf_speculate.tools.bench.tuning import Instruments, Tuned, candidates, num_steps, tune
 from hf_speculate.tools.cli import measuring
 from hf_speculate.tools.cli.arguments import check_writable, decoding_of
+from hf_speculate.tools.cli.commands import Tune
 from hf_speculate.tools.cli.console import INTERRUPTED, OK, REFUSED, answer, notes
-from hf_speculate.tools.cli.loading import load_pair
-from hf_speculate.tools.cli.measuring import show, shown
-from hf_speculate.tools.cli.options import Generation, Models, PromptSet, TuneGrid
+from hf_speculate.tools.cli.measuring import field, show
 
 
-def run(
-    models: Models,
-    prompt_set: PromptSet,
-    quality: str,
-    write: Path | None,
-    as_json: bool,
-    output: Path | None,
-    generation: Generation,
-    grid: TuneGrid,
-) -> int:
+def run(options: Tune) -> int:
     """Try methods on prompts."""
-    rule, decoding = parse_rule(quality), decoding_of(generation, max_new_tokens=128)
-    fields, sample = measuring.shared_fields(decoding, models, grid), decoding.do_sample
+    grid, write = options.grid, options.write
+    rule, decoding = parse_rule(options.quality), decoding_of(options.generation, max_new_tokens=128)
+    fields, sample = measuring.shared_fields(decoding, options.models, grid), decoding.do_sample
     lens = parse_draft_lens(grid.num_assistant_tokens)
     methods = candidates(rule, lens, parse_thresholds(grid.thresholds), sample, fields, grid.verifiers or "")
     if not methods:
@@ -40,49 +30,41 @@ def run(
             f"--verifiers must name one that --quality {rule} allows, got {grid.verifiers}; "
             "leave it out, or set bounds such as agreement=0.95"
         )
-    check_writable(output)
+    check_writable(options.output)
     if write is not None:
         settings_in(write)
     log = notes()
-    prompts = measuring.prompts_of(prompt_set, log)
-    pair = load_pair(models, log)
-    batches = measuring.encode(prompts, prompt_set, pair)
-    decoder = measuring.decoder_of(pair, decoding)
+    setup = measuring.load(options, decoding, log)
+    decoder, batches = setup.decoder, setup.batches
     with measuring.progress(log, num_steps(len(methods), len(batches))) as on_step:
         instruments = Instruments(decoder, TextCheck(decoder), partial(drift_of_runs, decoder.target), on_step=on_step)
-        tuned = tune(methods, batches, rule, instruments, do_sample=sample, seed=generation.seed or 0)
-    settings = measuring.settings_of(decoding, prompt_set, fields) | {"quality": str(rule)}
-    result = {"environment": measuring.environment_of(pair, models), "settings": settings, **tuned.as_dict()}
-    if not as_json:
+        tuned = tune(methods, batches, rule, instruments, do_sample=sample, seed=options.generation.seed or 0)
+    settings = measuring.settings_of(decoding, options.prompt_set, fields) | {"quality": str(rule)}
+    result = {"environment": setup.environment, "settings": settings, **tuned.as_dict()}
+    if not options.as_json:
         _show(result, rule)
-    measuring.show_doubts(result, log)
-    measuring.write_results(result, as_json, output)
+    measuring.finish(result, options, log)
     if tuned.is_interrupted:
         return INTERRUPTED
     for line in _verdict(tuned):
-        (notes().print if as_json else answer)(line)
+        (notes().print if options.as_json else answer)(line)
     if tuned.winner is not None and write is not None:
         log.print(f"written to {write_fields(write, tuned.fields)}", markup=False, soft_wrap=True)
     return REFUSED if tuned.winner is None else OK
 
 
 def _show(result: dict[str, Any], rule: Rule) -> None:
-    heads = ["method", "prompts", "tokens/s", "speed-up", "acceptance rate"]
+    columns = {
+        "method": field("name", ""),
+        "prompts": field("num_prompts", "d"),
+        "tokens/s": field("tokens_per_s", ".0f"),
+        "speed-up": field("speedup"),
+        "acceptance rate": field("acceptance_rate", ".0%"),
+    }
     if not rule.is_exact:
-        heads += ["agreement", "drop"]
-    rows = []
-    for one in result["tried"]:
-        cells = [
-            one["name"],
-            str(one["num_prompts"]),
-            shown(one["tokens_per_s"], ".0f"),
-            shown(one["speedup"]),
-            shown(one["acceptance_rate"], ".0%"),
-        ]
-        if not rule.is_exact:
-            cells += [shown(one["agreement_with_greedy"], ".1%"), shown(one["drop"], ".3f")]
-        rows.append([*cells, one["out"] or ("best" if one["name"] == result["winner"] else "-")])
-    show(f"methods tried with quality: {rule}", [*heads, "result"], rows)
+        columns |= {"agreement": field("agreement_with_greedy", ".1%"), "drop": field("drop", ".3f")}
+    columns["result"] = lambda one: one["out"] or ("best" if one["name"] == result["winner"] else "-")
+    show(f"methods tried with quality: {rule}", columns, result["tried"])
 
 
 def _verdict(tuned: Tuned) -> list[str]:

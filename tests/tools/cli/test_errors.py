@@ -169,7 +169,7 @@ def test_options_of_ray_come_with_ray(option, refused, tmp_path):
 
 @pytest.mark.parametrize("command", [BENCH, TUNE], ids=lambda words: words[0])
 def test_results_go_into_a_file(command, refused, monkeypatch):
-    monkeypatch.setattr(f"hf_speculate.tools.cli.{command[0]}.load_pair", None)  # nothing is loaded for it
+    monkeypatch.setattr("hf_speculate.tools.cli.measuring.load_pair", None)  # nothing is loaded for it
     options = ["--output", "--html"] if command is BENCH else ["--output"]
     for option in options:
         assert "results must go into a file, got the folder" in refused([*command, option, "{out}"])
