@@ -228,11 +228,7 @@ class SpeculationConfig:
         return replace(self, seed=later if isinstance(self.seed, Sequence) else later[0])
 
     def row_seeds(self, batch_size: int, do_sample: bool) -> Tensor:
-        """Seeds [B] int64 of the output rows; torch's generator is used only if noise is needed.
-
-        Raises:
-            ConfigError: there is not one seed per row.
-        """
+        """Seeds [B] int64 of the output rows; torch's generator is used only if noise is needed."""
         seed = self.seed
         needs_noise = do_sample or not (self.verifier == "greedy" or self.typical_correction == "argmax")
         if seed is None and not needs_noise:
@@ -246,11 +242,7 @@ class SpeculationConfig:
         return torch.cat([row_seeds(int(value), 1) for value in seed])
 
     def draft_limits(self, batch_size: int) -> list[int]:
-        """Largest draft lengths [B] of the output rows.
-
-        Raises:
-            ConfigError: `num_assistant_tokens` is a list without one number per row.
-        """
+        """Largest draft lengths [B] of the output rows."""
         num = self.num_assistant_tokens
         if not isinstance(num, Sequence):
             return [MAX_ASSISTANT_TOKENS] * batch_size
@@ -258,11 +250,7 @@ class SpeculationConfig:
         return [int(one) for one in num]
 
     def resolve(self, do_sample: bool) -> "SpeculationConfig":
-        """The settings with defaults that depend on `do_sample` filled in.
-
-        Raises:
-            ConfigError: the verifier is greedy and the call samples.
-        """
+        """The settings with defaults that depend on `do_sample` filled in."""
         if do_sample and self.verifier == "greedy":
             raise ConfigError(
                 "verifier must be a sampling one with do_sample=True, got 'greedy'; "

@@ -106,14 +106,7 @@ class SpeculationStats:
             self.fallbacks.append(reason)
 
     def add_row(self, num_drafted: int, num_accepted: int, num_emitted: int, num_verified: int | None = None) -> None:
-        """Count one row's round.
-
-        Args:
-            num_drafted: tokens drafted for the row.
-            num_accepted: drafted tokens that were accepted and emitted.
-            num_emitted: tokens added to the output, after stopping.
-            num_verified: drafted tokens that were verified; None for those up to and including the first rejected one.
-        """
+        """Count one row's round; by default tokens up to and including the first rejected one were verified."""
         if num_verified is None:
             num_verified = min(num_accepted + 1, num_drafted)
         self.num_rounds += 1

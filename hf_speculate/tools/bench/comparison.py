@@ -50,11 +50,8 @@ class Comparison:
     ) -> dict[str, Any]:
         """Time all methods, compare greedy outputs with plain decoding's, and measure the drift of lossy ones.
 
-        Returns:
-            "methods", "categories", "drift" and "reliability" as `hf-speculate bench` writes them, and "left_out" with
-            the reason by name of the method. A method is left out if its greedy output differs from plain decoding's
-            other than at near-ties. After Ctrl-C, "is_interrupted" is true, outputs are not compared and drift is not
-            measured.
+        A method is left out if its greedy output differs from plain decoding's other than at near-ties. After Ctrl-C,
+        outputs are not compared and drift is not measured.
         """
         measured = measure(
             self.all_methods,

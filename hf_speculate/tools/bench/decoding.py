@@ -3,6 +3,7 @@
 import copy
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from hf_speculate.config import FIELD_NAMES
 from hf_speculate.generation.mixin import generate
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.bench.batches import Batch
-from hf_speculate.tools.bench.methods import OURS, PLAIN, Method
+from hf_speculate.tools.bench.methods import OURS, TRANSFORMERS, Method
 
 
 class Decoded(NamedTuple):
@@ -80,29 +81,24 @@ class Decoder:
             torch.cuda.reset_peak_memory_stats(device)
         first_forward = FirstForward(self.target)
         try:
-            if method.engine == PLAIN:
-                new_ids = self._plain(batch, options)
-            elif method.engine == OURS:
-                stats = SpeculationStats()
-                new_ids = self._ours(method, batch, options | {"speculation_stats": stats}, seed)
-            else:
+            if method.engine == TRANSFORMERS:
                 new_ids = self._assisted(method, batch, options)
+            else:
+                decode: Any = self.target.generate
+                arguments: dict[str, Any] = {"tokenizer": self.tokenizer}
+                if method.engine == OURS:
+                    stats = SpeculationStats()
+                    seeded = {"seed": seed} if method.do_sample else {}
+                    decode = partial(generate, self.target)
+                    arguments = {"speculation_stats": stats, **self._draft_arguments, **seeded, **method.fields}
+                output = decode(**batch.inputs, **{**options, **arguments})
+                new_ids = list(output[:, batch.input_ids.shape[1] :])
         finally:
             first_forward.close()
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
         peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
         return Decoded(new_ids, stats, first_forward.seconds, peak_bytes)
-
-    def _plain(self, batch: Batch, options: dict[str, Any]) -> list[Tensor]:
-        output: Any = self.target.generate(**batch.inputs, tokenizer=self.tokenizer, **options)  # type: ignore[operator]
-        return list(output[:, batch.input_ids.shape[1] :])
-
-    def _ours(self, method: Method, batch: Batch, options: dict[str, Any], seed: int) -> list[Tensor]:
-        seeded = {"seed": seed} if method.do_sample else {}
-        arguments = {**options, **self._draft_arguments, **seeded, **method.fields}
-        output: Any = generate(self.target, **batch.inputs, **arguments)
-        return list(output[:, batch.input_ids.shape[1] :])
 
     def _assisted(self, method: Method, batch: Batch, options: dict[str, Any]) -> list[Tensor]:
         """Assisted generation of transformers, row by row, because it takes one row."""

@@ -8,6 +8,7 @@ shrinks with a wider dtype. A gap within the noise measured at that position is 
 import copy
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -25,24 +26,38 @@ _EXACT_BYTES = 2**31  # largest copy in float64
 _SOURCES = ("drafter", "prompt_lookup_num_tokens", "max_matching_ngram_size")
 
 
-class Evidence(NamedTuple):
-    """Whether a difference is a "tie" or a "bug", with the measurements behind it in units of logits.
+@dataclass(frozen=True)
+class ParityRow:
+    """Comparison of one prompt's two outputs; all but `index` and `verdict` describe the first difference, if any.
 
-    `top_gap` is the largest logit minus the second largest in the target's dtype, `exact_top_gap` the same in float64
-    (None if not computed). `noise` is how much the logits of the two tokens change between a forward over one token
-    of one row and forwards over one and K+1 tokens of B rows. `bound` is the largest gap that rounding explains.
+    Args:
+        index: of the prompt, over all calls.
+        verdict: "equal", "tie" or "bug".
+        position: number of new tokens before the difference.
+        plain_id, speculative_id: the two tokens.
+        top_gap: the target's largest logit minus the second largest, in its own dtype.
+        exact_top_gap: the same in float64, if it was computed.
+        gap: score of the plain token minus that of the speculative one, after all logits processors.
+        noise: change of the two logits between forwards over one row and the batch, one token and K+1.
+        bound: the largest gap that rounding explains.
+        reason: of the verdict.
     """
 
-    verdict: str
-    top_gap: float
-    exact_top_gap: float | None
-    noise: float
-    bound: float
-    reason: str
+    index: int = 0
+    verdict: str = "equal"
+    position: int | None = None
+    plain_id: int | None = None
+    speculative_id: int | None = None
+    top_gap: float | None = None
+    exact_top_gap: float | None = None
+    gap: float | None = None
+    noise: float | None = None
+    bound: float | None = None
+    reason: str = ""
 
 
 class LogitNoise(NamedTuple):
-    """Measurement of the target's logits at a difference, in one dtype; `top_gap` and `noise` as in `Evidence`."""
+    """Measurement of the target's logits at a difference, in one dtype; see `ParityRow`."""
 
     top_gap: float
     noise: float
@@ -71,7 +86,7 @@ class TextDifference(NamedTuple):
 
 def classify(
     model: PreTrainedModel, exact: PreTrainedModel | None, difference: "TextDifference | ReplayedDifference"
-) -> Evidence:
+) -> ParityRow:
     """Decide whether rounding explains a difference.
 
     The bound is the larger of 4 units in the last place of the largest logit and twice the noise. Noise above 64 such
@@ -89,8 +104,17 @@ def classify(
         verdict, reason = "bug", "in float64 too, a forward over several tokens gives other logits than one over one"
     elif not difference.gap <= bound:  # NaN is not a tie
         verdict, reason = "bug", "the gap is larger than rounding explains"
-    exact_top_gap = None if exactly is None else exactly.top_gap
-    return Evidence(verdict, measured.top_gap, exact_top_gap, measured.noise, bound, reason)
+    return ParityRow(
+        verdict=verdict,
+        plain_id=difference.plain_id,
+        speculative_id=difference.speculative_id,
+        top_gap=measured.top_gap,
+        exact_top_gap=None if exactly is None else exactly.top_gap,
+        gap=difference.gap,
+        noise=measured.noise,
+        bound=bound,
+        reason=reason,
+    )
 
 
 def float64_copy(model: PreTrainedModel) -> PreTrainedModel | None:

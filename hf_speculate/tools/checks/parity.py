@@ -15,6 +15,7 @@ from hf_speculate.generation.mixin import generate
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.checks.near_ties import (
     GapRecorder,
+    ParityRow,
     ReplayedDifference,
     TextDifference,
     classify,
@@ -25,36 +26,6 @@ from hf_speculate.verify.base import is_lossless
 
 Prompts = str | Tensor | Mapping[str, Tensor] | Sequence[str | Tensor | Mapping[str, Tensor]]
 _REFUSED = ("past_key_values", "return_dict_in_generate", "streamer", "num_return_sequences", "assistant_model")
-
-
-@dataclass(frozen=True)
-class ParityRow:
-    """Comparison of one prompt's two outputs; all but `index` and `verdict` describe the first difference, if any.
-
-    Args:
-        index: of the prompt, over all calls.
-        verdict: "equal", "tie" or "bug".
-        position: number of new tokens before the difference.
-        plain_id, speculative_id: the two tokens.
-        top_gap: the target's largest logit minus the second largest, in its own dtype.
-        exact_top_gap: the same in float64, if it was computed.
-        gap: score of the plain token minus that of the speculative one, after all logits processors.
-        noise: change of the two logits between forwards over one row and the batch, one token and K+1.
-        bound: the largest gap that rounding explains.
-        reason: of the verdict.
-    """
-
-    index: int
-    verdict: str = "equal"
-    position: int | None = None
-    plain_id: int | None = None
-    speculative_id: int | None = None
-    top_gap: float | None = None
-    exact_top_gap: float | None = None
-    gap: float | None = None
-    noise: float | None = None
-    bound: float | None = None
-    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -277,7 +248,7 @@ def _row(
     if first is None:
         return ParityRow(index)
     difference = first.difference
-    row = ParityRow(index, "bug", first.position, difference.plain_id, difference.speculative_id)
-    if not first.is_choice:
-        return replace(row, reason="one of the outputs had ended before")
-    return replace(row, gap=difference.gap, **classify(model, exact(), difference)._asdict())
+    if first.is_choice:
+        return replace(classify(model, exact(), difference), index=index, position=first.position)
+    reason = "one of the outputs had ended before"
+    return ParityRow(index, "bug", first.position, difference.plain_id, difference.speculative_id, reason=reason)

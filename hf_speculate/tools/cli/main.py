@@ -35,14 +35,7 @@ def _common(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command.
-
-    Args:
-        arguments: of the command line; None for those of this process.
-
-    Returns:
-        The exit status: 0; 1 if the answer is no; 2 for wrong use or an error; 130 after Ctrl-C.
-    """
+    """Run a command; the exit status is 0, 1 if the answer is no, 2 for wrong use or an error, 130 after Ctrl-C."""
     words, is_debugged = _without_debug(sys.argv[1:] if arguments is None else arguments)
     if words[:1] in (["--version"], ["-V"]):
         answer(_versions())

@@ -22,11 +22,7 @@ _UNITS = 10_000  # per resource: Ray counts in these units
 
 @dataclass(frozen=True)
 class RayOptions:
-    """Resources of a Ray cluster that a run uses.
-
-    Raises:
-        ConfigError: a number is too small.
-    """
+    """Resources of a Ray cluster that a run uses."""
 
     num_workers: int | None = None  # actors, each with its own models; None for one per GPU, or one without GPUs
     cpus_per_worker: float = 1.0  # reserved for each actor without a GPU; also its number of threads

@@ -62,9 +62,6 @@ class RowDecoder:
     """Decodes batches with one model.
 
     When sampling, each row has its own seed. Without a draft source, `verifier="coupled"` samples by seeds.
-
-    Raises:
-        ConfigError: an argument is reserved, or tokens would be sampled without seeds of the rows.
     """
 
     model: PreTrainedModel  # the target, enabled or not

@@ -67,6 +67,17 @@ class DatasetReport:
         """New tokens per second of this run; 0 before the first batch."""
         return self.num_tokens / self.seconds if self.seconds else 0.0
 
+    def _after(self, decoded: Decoded, seconds: float) -> "DatasetReport":
+        """The progress with the results of a batch."""
+        return replace(
+            self,
+            num_finished=self.num_finished + len(decoded.results),
+            num_in_flight=decoded.num_in_flight,
+            fallback=decoded.fallback,
+            seconds=seconds,
+            **{name: getattr(self, name) + getattr(decoded, name) for name in _COUNTS},
+        )
+
     def results(self) -> Iterator[dict[str, Any]]:
         """Lines of the output, in its order."""
         with self.path.open(encoding="utf-8") as file:
@@ -75,11 +86,7 @@ class DatasetReport:
 
 @dataclass(frozen=True)
 class Job:
-    """A data set to decode.
-
-    Raises:
-        ConfigError: the seed or `if_changed` has a wrong value.
-    """
+    """A data set to decode."""
 
     rows: Sequence[Row]  # in the order of the prompts
     output: Path  # file for the results, one line each
@@ -137,56 +144,26 @@ def run(
         left = [row for row in job.rows if row.key not in finished]
         batches = list(make_batches(left))[ranks.index :: ranks.num] if left else []
         num_resumed = len(finished) if ranks.num == 1 else 0  # a rank knows its own share only
-        report = _decode(job, folder, batches, num_resumed, seed, engine, ranks, on_batch)
-        sums = ranks.sums([getattr(report, name) for name in _COUNTS])
+        num_rows = num_resumed + sum(map(len, batches))
+        report = DatasetReport(job.output, num_rows, num_resumed, num_finished=num_resumed)
+        path = job.output if ranks.num == 1 else folder.part(ranks.index)
+        begin = time.perf_counter()
+
+        def on_begin(batch: Sequence[Row]) -> None:
+            folder.record_begun(ranks.index, [row.key for row in batch])
+
+        for decoded in engine(batches, seed, on_begin) if batches else ():
+            append_results(path, decoded.results)
+            report = report._after(decoded, time.perf_counter() - begin)
+            if on_batch is not None:
+                on_batch(report)
+        sums: dict[str, Any] = dict(zip(_COUNTS, ranks.sums([getattr(report, name) for name in _COUNTS]), strict=True))
         ranks.wait()
         if ranks.is_main:
             _complete(job, folder)
         ranks.wait()
-    return DatasetReport(
-        job.output,
-        len(job.rows),
-        num_resumed=len(finished),
-        num_finished=len(job.rows),
-        fallback=report.fallback,
-        seconds=report.seconds,
-        **dict(zip(_COUNTS, sums, strict=True)),
-    )
-
-
-def _decode(
-    job: Job,
-    folder: RunFolder,
-    batches: Sequence[Sequence[Row]],
-    num_resumed: int,
-    seed: int,
-    engine: Engine,
-    ranks: Ranks,
-    on_batch: Callable[[DatasetReport], None] | None,
-) -> DatasetReport:
-    num_rows = num_resumed + sum(map(len, batches))
-    report = DatasetReport(job.output, num_rows, num_resumed, num_finished=num_resumed)
-    if not batches:
-        return report
-    path = job.output if ranks.num == 1 else folder.part(ranks.index)
-    begin = time.perf_counter()
-
-    def on_begin(batch: Sequence[Row]) -> None:
-        folder.record_begun(ranks.index, [row.key for row in batch])
-
-    for decoded in engine(batches, seed, on_begin):
-        append_results(path, decoded.results)
-        report = replace(
-            report,
-            num_finished=report.num_finished + len(decoded.results),
-            num_in_flight=decoded.num_in_flight,
-            fallback=decoded.fallback,
-            seconds=time.perf_counter() - begin,
-            **{name: getattr(report, name) + getattr(decoded, name) for name in _COUNTS},
-        )
-        if on_batch is not None:
-            on_batch(report)
-    return report
+    num, num_before = len(job.rows), len(finished)
+    return replace(report, num_rows=num, num_resumed=num_before, num_finished=num, num_in_flight=0, **sums)
 
 
 def _complete(job: Job, folder: RunFolder) -> None:

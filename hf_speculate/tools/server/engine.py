@@ -96,14 +96,9 @@ class Engine:
     async def stream(
         self, request: DecodeRequest, is_gone: Callable[[], Awaitable[bool]]
     ) -> AsyncGenerator[str | DecodeResult, None]:
-        """Yield pieces of the text, then the result; closing the iterator frees the request's row.
+        """Yield pieces of the text, then the result; it ends without one if the client `is_gone`.
 
-        Args:
-            request: to decode.
-            is_gone: whether the client has left; the iterator then ends without a result.
-
-        Raises:
-            RequestError: the queue is full, or the request fails.
+        Closing the iterator frees the request's row.
         """
         answer = self._submit(request)
         text, num_read = TextStream(self.tokenizer, request.stop_strings), 0

@@ -17,13 +17,7 @@ _ERRORS = (SpeculateError, ArithmeticError, AttributeError, LookupError, Runtime
 
 
 class OneByOneDecoder:
-    """Decodes prompts of a source with `generate()`, one after the other.
-
-    Args:
-        model: an enabled model.
-        arguments: of `generate()` for all prompts.
-        on_tokens: see `ContinuousDecoder`.
-    """
+    """Decodes prompts of a source with `generate()` of an enabled model; `on_tokens` as in `ContinuousDecoder`."""
 
     def __init__(
         self,

@@ -134,11 +134,7 @@ class CompletionRequest(Request):
 
 
 def decode_request(request: Request, engine: Engine) -> DecodeRequest:
-    """Translate a request.
-
-    Raises:
-        RequestError: it is not supported.
-    """
+    """Translate a request, or raise `RequestError` if it is not supported."""
     if request.model is not None:
         check_model(request.model, engine)
     stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
@@ -165,11 +161,7 @@ def decode_request(request: Request, engine: Engine) -> DecodeRequest:
 
 
 def check_model(name: str, engine: Engine) -> None:
-    """Check that a name is the served model's: in full, or its last part.
-
-    Raises:
-        RequestError: it is another one.
-    """
+    """Check that a name is the served model's, in full or its last part."""
     if name not in (engine.name, engine.name.rstrip("/").rpartition("/")[2]):
         raise RequestError(f"model must be {engine.name!r}, got {name!r}", "model", "model_not_found", 404)
 

@@ -10,12 +10,7 @@ _PARTIAL_CHARACTER = "\N{REPLACEMENT CHARACTER}"  # what decode() makes of bytes
 class TextStream:
     """Gives text as soon as it is final: whole characters, and no beginning of a stop string.
 
-    Args:
-        tokenizer: decodes.
-        stop_strings: the text ends before the first of them.
-
-    Attributes:
-        is_cut: whether a stop string has ended the text.
+    The text ends before the first stop string; `is_cut` is then True.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_strings: Sequence[str]):

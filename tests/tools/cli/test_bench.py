@@ -222,7 +222,7 @@ def test_no_figure_is_shown_of_a_method_that_writes_another_text(questions, tmp_
         (["{file}", "-v", ","], "--verifiers must name at least one"),
         (["{file}", "--thresholds", "2"], "posterior_threshold must be in (0, 1)"),
         (["{file}", "-t", "0.5"], "--temperature must come with --sample"),
-        (["{file}", "-n", "0"], "--max-new-tokens must be at least 1"),
+        (["{file}", "-n", "0"], "--max-new-tokens must be an int of at least 1"),
         (
             ["{file}", "--set", "verifier=block"],
             "--set must leave out the fields in which methods differ, got verifier",
