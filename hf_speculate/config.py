@@ -65,27 +65,32 @@ _CHECKS: dict[str, Check] = {
         "leave it out for a random one",
     ),
     "generator": Check(
-        "be a torch.Generator", lambda value: isinstance(value, torch.Generator), "pass seed= for an int", True
+        "be a torch.Generator",
+        lambda value: isinstance(value, torch.Generator),
+        "pass seed= for an int",
+        shows_type=True,
     ),
     "speculation_stats": Check(
         "be a SpeculationStats",
         lambda value: isinstance(value, SpeculationStats),
         "pass hf_speculate.SpeculationStats()",
-        True,
+        shows_type=True,
     ),
     "candidate_generator": Check(
         "be a CandidateGenerator or make one",
         lambda value: isinstance(value, CandidateGenerator) or callable(value),
         "pass an instance, a class or a functools.partial of one",
-        True,
+        shows_type=True,
     ),
     "drafter": Check(
         "make a Drafter when called with a DrafterSetup",
         callable,
         "pass a class, a function or a functools.partial",
-        True,
+        shows_type=True,
     ),
-    "speculation_callback": Check("be called after every round", callable, "pass a function of one RoundReport", True),
+    "speculation_callback": Check(
+        "be called after every round", callable, "pass a function of one RoundReport", shows_type=True
+    ),
 }
 
 

@@ -43,7 +43,7 @@ def decoding_of(generation: Generation, speculation: Speculation | None = None, 
     """Check and translate options."""
     given = {name: value for name, value in vars(generation).items() if name in _OWN_OPTIONS and value is not None}
     for name, value in given.items():
-        ROW_SETTINGS[name](_option(name), value)
+        ROW_SETTINGS[name]._replace(hint="leave it out for the default")(_option(name), value)
     num = given.pop("max_new_tokens", max_new_tokens)
     penalty = {name: given.pop(name) for name in ("repetition_penalty",) if name in given}
     if given and not generation.sample:

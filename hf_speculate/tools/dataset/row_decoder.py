@@ -113,10 +113,12 @@ class RowDecoder:
         try:
             for results in decoder.decode(source):
                 lines = [self.for_row(result.prompt.key)._line_of(result) for result in results]
-                counts = (sum(column) for column in zip(*(result[2:5] for result in results), strict=True))
-                num_rounds, num_drafted, num_accepted = counts
+                counts = {
+                    name: sum(getattr(result, name) for result in results)
+                    for name in ("num_drafted", "num_accepted", "num_rounds")
+                }
                 num_failed = sum(result.error is not None for result in results)
-                yield Decoded(lines, num_drafted, num_accepted, num_rounds, num_failed, decoder.num_live)
+                yield Decoded(lines, **counts, num_failed=num_failed, num_in_flight=decoder.num_live)
         except torch.OutOfMemoryError as error:
             raise ConfigError(
                 f"the rows must fit into memory, got {num_rows} rows at once; choose fewer, finished rows are kept"

@@ -16,11 +16,11 @@ ID_NAMES = ("id", "question_id")
 RESULT_NAMES = ("finish_reason", "id", "num_tokens", "text")  # names of a result that no extra field may have
 
 
-_LEFT_OUT = "leave it out for the default"
+_LEFT_OUT = "leave it out for the run's own"
 _FROM_1 = integer("an int of at least 1", 1, math.inf, _LEFT_OUT)
 _FROM_0 = integer("an int of at least 0", 0, math.inf, _LEFT_OUT)
-_POSITIVE = real("above 0 and finite", lambda value: 0 < value < math.inf)
-_SHARE = real("in (0, 1]", lambda value: 0 < value <= 1)
+_POSITIVE = real("above 0 and finite", lambda value: 0 < value < math.inf, _LEFT_OUT)
+_SHARE = real("in (0, 1]", lambda value: 0 < value <= 1, _LEFT_OUT)
 # Fields of a line that are arguments of `generate()` for its row.
 ROW_SETTINGS: dict[str, Check] = {
     "max_new_tokens": _FROM_1,
