@@ -4,15 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_speculate.triton_kernels import (
-    ConfigError,
-    Draws,
-    NoiseKeys,
-    ShapeError,
-    Stream,
-    draws,
-    sample,
-)
+from hf_speculate.triton_kernels import ConfigError, Draws, NoiseKeys, ShapeError, Stream, draws, sample
 from hf_speculate.triton_kernels.noise import exponentials
 from tests.triton_kernels.distributions import make_keys
 

@@ -70,10 +70,7 @@ def test_a_row_that_is_no_law_gives_no_token(hostile: float) -> None:
     dists = torch.tensor([[0.25, 0.75], [0.5, 0.5]])
     dists[1, 0] = hostile
     proposal = dists[:1]
-    for at, token in (
-        greedy_match(dists, torch.tensor([1])),
-        speculative_sampling(dists, proposal, torch.tensor([1])),
-    ):
+    for at, token in (greedy_match(dists, torch.tensor([1])), speculative_sampling(dists, proposal, torch.tensor([1]))):
         assert (int(at), int(token)) == (1, -1)
     dists[1] = 0.0
     assert int(speculative_sampling(dists, proposal, torch.tensor([1]))[1]) == -1
