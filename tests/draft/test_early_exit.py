@@ -1,7 +1,6 @@
 """A model's first layers as its own draft."""
 
 import copy
-from collections import Counter
 
 import pytest
 import torch
@@ -10,8 +9,7 @@ import hf_speculate
 from hf_speculate.draft.early_exit import early_exit_model
 from hf_speculate.errors import UnsupportedModelError
 from tests.cases import assert_equal_ids
-from tests.generation.test_law import SIGNIFICANCE, joint_law, p_value
-from tests.tiny import make_law_model, make_model, ragged_prompts
+from tests.tiny import make_model, ragged_prompts
 
 KINDS = ("llama", "qwen2", "mistral_window", "gemma2")
 NUM_DRAWS = 20_000
@@ -62,24 +60,6 @@ def test_copies_go_beside_it(batch_size):
     assert_equal_ids(plain, target.generate(**inputs, max_new_tokens=40, assistant_early_exit=3, **options))
     assert stats.rounds_by_draft_len[2] > 0  # of the model
     assert max(stats.rounds_by_draft_len) > 2  # of copies
-
-
-def test_the_law_is_the_models():
-    target = hf_speculate.enable(make_law_model(8, seed=0, dtype=torch.float32, num_hidden_layers=2))
-    prompt = torch.tensor([[1, 5, 2, 7]])
-    drawn = target.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        do_sample=True,
-        top_k=0,
-        num_return_sequences=NUM_DRAWS,
-        max_new_tokens=3,
-        num_assistant_tokens=2,
-        assistant_early_exit=1,
-        seed=1,
-    )
-    counts = Counter(map(tuple, drawn[:, 4:].tolist()))
-    assert p_value(counts, joint_law(target, 3)) > SIGNIFICANCE
 
 
 def test_the_generation_config_may_ask_for_it():

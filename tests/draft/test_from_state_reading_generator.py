@@ -31,6 +31,7 @@ from hf_speculate.errors import ShapeError, UnsupportedGenerationError
 from hf_speculate.types import Kept, SampleStrategy
 from tests.cases import assert_equal_ids
 from tests.draft.heads.test_mtp import make_checkpoint
+from tests.draft.heads.watching import watch_generators
 from tests.generation.test_law import PROMPT, SIGNIFICANCE, joint_law, p_value
 from tests.tiny import INITIALIZER_RANGE, make_model, ragged_prompts
 
@@ -84,48 +85,21 @@ def prompt_of(case, length: int = 9):
     return ragged_prompts(1, seed=3, min_len=length, max_len=length, vocab_size=case.vocab_size)
 
 
-def proposals(monkeypatch):
-    """What every generator of these kinds is shown and proposes from here on."""
-    made: list[tuple[int, list[int]]] = []
-    for kind in (MTPCandidateGenerator, DFlashTokenCandidateGenerator):
-        original = kind.get_candidates
-
-        def get_candidates(self, input_ids, *args, original=original, **kwargs):
-            ids, logits = original(self, input_ids, *args, **kwargs)
-            if ids.shape[1] > input_ids.shape[1]:
-                made.append((input_ids.shape[1], ids[0, input_ids.shape[1] :].tolist()))
-            return ids, logits
-
-        monkeypatch.setattr(kind, "get_candidates", get_candidates)
-    return made
-
-
-def test_greedy_is_plain_greedy(case):
-    stats = hf_speculate.SpeculationStats()
-    inputs = prompt_of(case)
-    plain = case.target.generate(**inputs, max_new_tokens=NUM_NEW)
-    ours = case.target.generate(
-        **inputs, max_new_tokens=NUM_NEW, candidate_generator=case.source, speculation_stats=stats
-    )
-    assert_equal_ids(plain, ours)
-    assert stats.num_accepted > 0
-    assert stats.num_accepted < stats.num_verified
-
-
 def test_the_generator_proposes_what_it_does_in_transformers_own_loop(case, monkeypatch):
-    inputs, made = prompt_of(case), proposals(monkeypatch)
+    inputs, made = prompt_of(case), watch_generators(monkeypatch, MTPCandidateGenerator, DFlashTokenCandidateGenerator)
     theirs = GenerationMixin.generate(case.target, **inputs, max_new_tokens=NUM_NEW, **case.theirs)
     in_theirs, made[:] = list(made), []
-    ours = case.target.generate(**inputs, max_new_tokens=NUM_NEW, candidate_generator=case.source)
-    assert_equal_ids(theirs, ours)
+    stats = hf_speculate.SpeculationStats()
+    options = {"candidate_generator": case.source, "speculation_stats": stats}
+    assert_equal_ids(theirs, case.target.generate(**inputs, max_new_tokens=NUM_NEW, **options))
+    assert 0 < stats.num_accepted < stats.num_verified
     num = len(made) - 1  # at the end of the text transformers may ask once more, or for fewer
     assert num > 4
     assert made[:num] == in_theirs[:num]
 
 
-@pytest.mark.parametrize("num", [1, 2])
-def test_a_proposal_that_is_cut_off_leaves_the_text_as_it_is(case, num):
-    inputs = prompt_of(case)
+def test_a_proposal_that_is_cut_off_leaves_the_text_as_it_is(case):
+    inputs, num = prompt_of(case), 1
     plain = case.target.generate(**inputs, max_new_tokens=NUM_NEW)
     stats = hf_speculate.SpeculationStats()
     options = {"candidate_generator": case.source, "num_assistant_tokens": num, "speculation_stats": stats}
@@ -135,7 +109,7 @@ def test_a_proposal_that_is_cut_off_leaves_the_text_as_it_is(case, num):
 
 
 def test_a_padded_row_and_a_prompt_in_chunks(case, monkeypatch):
-    inputs, made = prompt_of(case), proposals(monkeypatch)
+    inputs, made = prompt_of(case), watch_generators(monkeypatch, MTPCandidateGenerator, DFlashTokenCandidateGenerator)
     options = {"max_new_tokens": NUM_NEW, "candidate_generator": case.source}
     plain = case.target.generate(**inputs, **options)
     expected, made[:] = list(made), []

@@ -48,18 +48,6 @@ def test_rows_of_a_batch_are_single_rows(loaded):
         assert_same(draft, row, singles[own].draft(K, SampleStrategy.RANDOM, seeds=[own]))
 
 
-def test_after_refused_rounds_a_fresh_head_drafts_the_same(loaded):
-    head, target = loaded
-    rounds = Rounds(head, target, random_texts([5, 8], seed=2))
-    for number in range(3):
-        rounds.accept(rounds.draft(K), (0, number), seed=number)
-    fresh = Rounds(head, target, rounds.texts)
-    fresh.num_rounds = rounds.num_rounds  # the noise is of the round
-    ours, theirs = (one.draft(K, SampleStrategy.RANDOM) for one in (rounds, fresh))
-    torch.testing.assert_close(ours.token_logits, theirs.token_logits, rtol=0, atol=TOLERANCE)
-    assert torch.equal(ours.token_ids, theirs.token_ids)
-
-
 def test_a_row_may_leave_before_the_first_draft(loaded):
     head, target = loaded
     texts = random_texts([6, 4, 9], seed=3)

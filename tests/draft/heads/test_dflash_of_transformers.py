@@ -9,6 +9,7 @@ import hf_speculate
 from hf_speculate.draft.heads.dflash import BlockDrafter
 from hf_speculate.draft.heads.load import load_drafter
 from tests.cases import assert_equal_ids
+from tests.draft.heads.watching import watch_drafter, watch_generators
 from tests.draft.test_from_state_reading_generator import BLOCK_SIZE, make_dflash
 from tests.tiny import make_model, ragged_prompts
 
@@ -24,22 +25,8 @@ def test_the_drafts_are_those_of_transformers(window, tmp_path, monkeypatch):
     for layer in draft.layers:
         layer.self_attn.sliding_window = window
     draft.save_pretrained(tmp_path)
-    theirs, ours = [], []
-    get_candidates, our_draft = DFlashTokenCandidateGenerator.get_candidates, BlockDrafter.draft
-
-    def watched_candidates(self, input_ids, *args, **kwargs):
-        ids, logits = get_candidates(self, input_ids, *args, **kwargs)
-        if ids.shape[1] > input_ids.shape[1]:
-            theirs.append(ids[0, input_ids.shape[1] :].tolist())
-        return ids, logits
-
-    def watched_draft(self, *args, **kwargs):
-        out = our_draft(self, *args, **kwargs)
-        ours.append(out.token_ids[0].tolist())
-        return out
-
-    monkeypatch.setattr(DFlashTokenCandidateGenerator, "get_candidates", watched_candidates)
-    monkeypatch.setattr(BlockDrafter, "draft", watched_draft)
+    theirs = watch_generators(monkeypatch, DFlashTokenCandidateGenerator)
+    ours = watch_drafter(monkeypatch, BlockDrafter)
     inputs = ragged_prompts(1, seed=3, min_len=11, max_len=11, vocab_size=6)  # longer than the window
     options = {"max_new_tokens": NUM_NEW}
     text = GenerationMixin.generate(target, **inputs, **options, assistant_model=draft, speculation_type="dflash")
@@ -52,6 +39,6 @@ def test_the_drafts_are_those_of_transformers(window, tmp_path, monkeypatch):
     assert_equal_ids(text, target.generate(**inputs, **options))
     num = min(len(ours), len(theirs)) - BLOCK_SIZE  # at the end of the text it may ask for more than we do
     assert num > 3
-    assert ours[:num] == theirs[:num]
+    assert ours[:num] == [ids for _, ids in theirs[:num]]
     assert torch.tensor(ours[:num]).unique().numel() > 2
     assert stats.num_accepted > 0

@@ -50,19 +50,6 @@ def assert_drafts_are_the_references(rounds, reference, draft, vocab_size, draft
         assert set(drafted) <= set(ids)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_drafts_are_those_of_the_cacheless_reference(name, tmp_path):
-    design, target = VARIANTS[name], target_of()
-    weights = make_weights(design)
-    head = load_drafter(write_speculators(tmp_path, design, weights), target)
-    reference = reference_of(design, weights, target)
-    rounds = Rounds(head, target, random_texts([7, 3, 2], seed=1))
-    for number, accepted in enumerate([(2, 0, 4), (4, 1, 3), (0, 2, None), (1, 4, None)]):
-        draft = rounds.draft(K, SampleStrategy.RANDOM)
-        assert_drafts_are_the_references(rounds, reference, draft, design.vocab_size, design.draft_ids)
-        rounds.accept(draft, accepted, seed=number)
-
-
 def test_greedy_drafts_are_the_references_argmax(tmp_path):
     target, weights = target_of(), make_weights(EAGLE3)
     head = load_drafter(write_speculators(tmp_path, EAGLE3, weights), target)

@@ -16,6 +16,7 @@ from hf_speculate.errors import ConfigError, UnsupportedGenerationError, Unsuppo
 from hf_speculate.types import SampleStrategy
 from tests.cases import assert_equal_ids
 from tests.draft.heads.rounds import Rounds, random_texts
+from tests.draft.heads.watching import watch_drafter, watch_generators
 from tests.tiny import INITIALIZER_RANGE, LOGIT_SCALE, clamp_masks, make_model, ragged_prompts
 
 NUM_NEW = 24
@@ -99,22 +100,8 @@ def checkpoint(tmp_path_factory):
 )
 def test_the_drafts_are_those_of_transformers(kind, num_layers, seed, checkpoint, monkeypatch):
     target, folder = checkpoint(kind, num_layers, seed)
-    theirs, ours = [], []
-    get_candidates, draft = MTPCandidateGenerator.get_candidates, ChainDrafter.draft
-
-    def watched_candidates(self, input_ids, *args, **kwargs):
-        ids, logits = get_candidates(self, input_ids, *args, **kwargs)
-        if ids.shape[1] > input_ids.shape[1]:
-            theirs.append(ids[0, input_ids.shape[1] :].tolist())
-        return ids, logits
-
-    def watched_draft(self, *args, **kwargs):
-        out = draft(self, *args, **kwargs)
-        ours.append(out.token_ids[0].tolist())
-        return out
-
-    monkeypatch.setattr(MTPCandidateGenerator, "get_candidates", watched_candidates)
-    monkeypatch.setattr(ChainDrafter, "draft", watched_draft)
+    theirs = watch_generators(monkeypatch, MTPCandidateGenerator)
+    ours = watch_drafter(monkeypatch, ChainDrafter)
     inputs = ragged_prompts(1, seed=3, min_len=9, max_len=9)
     text = GenerationMixin.generate(target, **inputs, max_new_tokens=NUM_NEW, use_mtp=True)
     head = load_drafter(folder, target)
@@ -123,7 +110,7 @@ def test_the_drafts_are_those_of_transformers(kind, num_layers, seed, checkpoint
     assert_equal_ids(text, target.generate(**inputs, max_new_tokens=NUM_NEW, **options))
     num = min(len(ours), len(theirs)) - num_layers  # at the end of the text it may ask for more than we do
     assert num > 5
-    assert ours[:num] == theirs[:num]
+    assert ours[:num] == [ids for _, ids in theirs[:num]]
     assert stats.num_accepted > 0 or seed is not None
 
 

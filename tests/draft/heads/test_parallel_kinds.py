@@ -1,4 +1,4 @@
-"""P-EAGLE, DFlash, DSpark and speculators MTP heads against the cacheless float64 reference over forced rounds."""
+"""Heads of all kinds but PARD and checkpoint MTP against the cacheless float64 reference over forced rounds."""
 
 from dataclasses import replace
 
@@ -25,6 +25,7 @@ from tests.draft.heads.designs import (
     write_z_lab,
 )
 from tests.draft.heads.rounds import Rounds, random_texts, target_of
+from tests.draft.heads.test_eagle3 import VARIANTS as EAGLE3_VARIANTS
 from tests.draft.heads.test_eagle3 import assert_drafts_are_the_references, reference_of
 
 K = 4
@@ -32,6 +33,7 @@ SOME_IDS = EAGLE3.draft_ids
 MIXED = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 4}
 
 VARIANTS: dict[str, Design] = {
+    **{f"EAGLE-3, {name}": design for name, design in EAGLE3_VARIANTS.items()},
     "P-EAGLE": PEAGLE,
     "P-EAGLE, fc_norm": PEAGLE.with_options(fc_norm=True, norm_before_residual=True),
     "DFlash": DFLASH,
