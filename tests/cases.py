@@ -1,6 +1,6 @@
 """What the tests of whole calls share: pairs with partial acceptance, and calls beside their plain twin."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 
@@ -154,6 +154,34 @@ def plain_and_ours(
     plain = target.generate(**inputs, **options)
     ours = target.generate(**inputs, assistant_model=draft, **own, **options)
     return plain, ours
+
+
+OWN_FIELDS = (
+    "num_assistant_tokens",
+    "num_assistant_tokens_schedule",
+    "assistant_confidence_threshold",
+    "assistant_early_exit",
+    "prompt_lookup_num_tokens",
+    "suffix_store",
+    "draft_state",
+    "speculation_cache",
+    "speculation_callback",
+)
+
+
+def assert_decodes_as_plain(
+    target: PreTrainedModel, draft: PreTrainedModel | None, inputs: Mapping[str, Any], **options: Any
+) -> hf_speculate.SpeculationStats:
+    """The statistics of a call with `draft`, whose ids must be those of plain decoding, which is given no `OWN_FIELDS`.
+
+    As in `plain_and_ours`, 5 tokens are drafted unless told.
+    """
+    stats = hf_speculate.SpeculationStats()
+    own = {"num_assistant_tokens": 5, "speculation_stats": stats, "assistant_model": draft}
+    own |= {name: options.pop(name) for name in OWN_FIELDS if name in options}
+    texts = [target.generate(**inputs, **options, **more) for more in ({}, own)]
+    assert_equal_ids(*(text if isinstance(text, Tensor) else text.sequences for text in texts))
+    return stats
 
 
 def assert_equal_ids(plain: Tensor, ours: Tensor) -> None:

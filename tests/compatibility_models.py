@@ -8,6 +8,7 @@ from hf_speculate.compat import stateful_names
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.generation.draft_source import ASSISTED
 from hf_speculate.generation.validate_models import check_models
+from tests.compatibility_rows import AS_PLAIN
 from tests.generation.test_models import DYNAMIC_ONLY
 from tests.generation.test_preallocated import FITTING
 from tests.tiny import KINDS, MORE_KINDS, make_config
@@ -68,5 +69,4 @@ def _cache_kind(kind: str) -> str:
 def _shown_by(kind: str) -> str:
     if kind in RECURRENT_KINDS:
         return "generation/test_recurrent.py::test_greedy_text_is_plain_whatever_number_of_tokens_is_accepted"
-    file = "test_models" if kind in MORE_KINDS else "test_greedy_exactness"
-    return f"generation/{file}.py::test_greedy_equals_plain"
+    return "generation/test_models.py::test_greedy_equals_plain" if kind in MORE_KINDS else AS_PLAIN

@@ -188,7 +188,7 @@ ARGUMENTS = (
         "generation/test_synced.py::test_ranks_run_the_same_forwards_and_get_their_own_texts",
         "not with every source of drafts, see [calls](calls.md#ranks-of-a-distributed-call)",
     ),
-    supported("assistant_model", f"{EXACT}::test_greedy_equals_plain"),
+    supported("assistant_model", AS_PLAIN),
     refused(
         "assistant_model",
         {"assistant_early_exit": 1},
@@ -235,8 +235,8 @@ ARGUMENTS = (
         options={"assistant_tokenizer": TOKENIZER, "tokenizer": TOKENIZER},
         changes=False,
     ),
-    supported("input_ids", f"{EXACT}::test_greedy_equals_plain"),
-    supported("attention_mask", f"{EXACT}::test_greedy_equals_plain", options={}, batch_size=3, changes=False),
+    supported("input_ids", AS_PLAIN),
+    supported("attention_mask", AS_PLAIN, options={}, batch_size=3, changes=False),
     refused(
         "attention_mask", {"attention_mask": torch.ones(1, 3, dtype=torch.int64)}, "of another shape than the prompt"
     ),
@@ -367,7 +367,7 @@ FIELDS = (
         "use_mtp", "draft/heads/test_mtp.py::test_use_mtp_drafts_for_batches", "for DeepSeek-V3 and GLM-4 MoE targets"
     ),
     refused("use_mtp", {"use_mtp": True}),
-    supported("use_cache", f"{EXACT}::test_greedy_equals_plain", "`True`", {"use_cache": True}, changes=False),
+    supported("use_cache", AS_PLAIN, "`True`", {"use_cache": True}, changes=False),
     refused("use_cache", {"use_cache": False}),
     *(
         supported("cache_implementation", shown_by, note, {"cache_implementation": kind}, changes=False)

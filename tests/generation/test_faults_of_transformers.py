@@ -17,7 +17,7 @@ from hf_speculate.draft.base import DraftRequest
 from hf_speculate.draft.suffix import SuffixDrafter, SuffixSettings
 from hf_speculate.generation import decoding_method as speculation
 from hf_speculate.types import Kept, SampleStrategy
-from tests.cases import ACCEPTED_ALL, assert_equal_ids, each_value, pair
+from tests.cases import ACCEPTED_ALL, assert_decodes_as_plain, assert_equal_ids, each_value, pair
 from tests.draft.test_suffix_index import MAX_GROWTH, markov_text
 from tests.generation.test_ownership import prefilled
 from tests.generation.test_stop_strings import CHARACTERS, tokenizer  # noqa: F401  # a fixture
@@ -210,8 +210,7 @@ def test_fault_i_one_request_does_not_change_the_next(schedule):
     options = {"max_new_tokens": 40, "num_assistant_tokens_schedule": schedule, "num_assistant_tokens": 3}
     rounds = []
     for _ in range(2):
-        stats = SpeculationStats()
-        target.generate(**ragged_prompts(1, seed=7), assistant_model=draft, speculation_stats=stats, **options)
+        stats = assert_decodes_as_plain(target, draft, ragged_prompts(1, seed=7), **options)
         rounds.append(stats.rounds_by_draft_len)
     assert rounds[0] == rounds[1]
     assert len(rounds[0]) > 2  # the schedule did move

@@ -60,13 +60,13 @@ def step_law(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: fl
 
 
 @torch.no_grad()
-def joint_law(target, num_tokens: int = NUM_TOKENS, **warpers) -> Tensor:
-    """[V, V, ...] float64: the law of `num_tokens` tokens after the prompt."""
+def joint_law(target, num_tokens: int = NUM_TOKENS, prompt: Tensor | None = None, **warpers) -> Tensor:
+    """[V, V, ...] float64: the law of `num_tokens` tokens after the prompt; `target` may be any function of ids."""
     law = torch.ones(1, dtype=torch.float64)
-    prefixes, vocab_size = prompt_of(target), target.config.vocab_size
+    prefixes = prompt_of(target) if prompt is None else prompt
     for _ in range(num_tokens):
         step = step_law(target(prefixes).logits[:, -1], **warpers)  # [N, V]
-        law = (law[:, None] * step).flatten()
+        law, vocab_size = (law[:, None] * step).flatten(), step.shape[1]
         tokens = torch.arange(vocab_size).repeat(len(prefixes))[:, None]
         prefixes = torch.cat([prefixes.repeat_interleave(vocab_size, 0), tokens], dim=1)
     return law.view((vocab_size,) * num_tokens)
