@@ -4,12 +4,12 @@ import time
 
 import pytest
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import LogitsProcessor, StoppingCriteria
 
 import hf_speculate
 from hf_speculate.cache.token_buffer import TokenBuffer
 from hf_speculate.engine.batch import Batch
-from tests.cases import Streamed, Unchanged, assert_equal_ids, each_value, pair, plain_and_ours
+from tests.cases import Streamed, Unchanged, assert_decodes_as_plain, assert_equal_ids, each_value, pair, plain_and_ours
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 
 K = 4
@@ -27,23 +27,17 @@ def common_ids(kind: str, inputs: dict, count: int) -> list[int]:
 
 @each_value(batch_size=[1, 4], num_eos=[1, 3], pad_is_eos=[False, True])
 def test_eos_inside_a_block_ends_rows_where_plain_does(batch_size, num_eos, pad_is_eos):
-    target, draft = pair("llama")
     inputs = ragged_prompts(batch_size, seed=11)
     eos = common_ids("llama", inputs, num_eos)
-    pad = eos[0] if pad_is_eos else 0
-    plain, ours = plain_and_ours(
-        target, draft, inputs, max_new_tokens=NUM_NEW, eos_token_id=eos, pad_token_id=pad, num_assistant_tokens=K
-    )
-    assert_equal_ids(plain, ours)
-    assert any(token in ours[:, inputs["input_ids"].shape[1] :] for token in eos)
+    options = {"max_new_tokens": NUM_NEW, "eos_token_id": eos, "pad_token_id": eos[0] if pad_is_eos else 0}
+    ids = pair("llama")[0].generate(**inputs, **options)
+    assert any(token in ids[:, inputs["input_ids"].shape[1] :] for token in eos)
+    assert_decodes_as_plain(*pair("llama"), inputs, **options, num_assistant_tokens=K)
 
 
 @pytest.mark.parametrize("num_new", [1, 2, 3, 7])
 def test_max_new_tokens_is_exact(num_new):
-    target, draft = pair("qwen2")
-    inputs = ragged_prompts(2, seed=13)
-    plain, ours = plain_and_ours(target, draft, inputs, max_new_tokens=num_new, num_assistant_tokens=K)
-    assert_equal_ids(plain, ours)
+    assert_decodes_as_plain(*pair("qwen2"), ragged_prompts(2, seed=13), max_new_tokens=num_new, num_assistant_tokens=K)
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
@@ -92,8 +86,8 @@ def test_foreign_processors_and_criteria_are_called_exactly_as_in_plain(batch_si
                 **inputs,
                 max_new_tokens=NUM_NEW,
                 eos_token_id=eos_token_id,
-                logits_processor=LogitsProcessorList([processor]),
-                stopping_criteria=StoppingCriteriaList([criterion]),
+                logits_processor=[processor],
+                stopping_criteria=[criterion],
                 **own,
             )
         )
@@ -138,13 +132,10 @@ hf_speculate.register_row_wise(StopsByRegisteredNumber := type("StopsByRegistere
     ],
 )
 def test_criteria_may_answer_with_numbers(answer, criterion, batch_size):
-    target, draft = pair("llama")
     inputs = ragged_prompts(batch_size, seed=14)
-    criteria = StoppingCriteriaList([criterion(answer)])
-    options = {"max_new_tokens": NUM_NEW, "eos_token_id": 17, "stopping_criteria": criteria}
-    plain, ours = plain_and_ours(target, draft, inputs, **options, num_assistant_tokens=K)
-    assert plain.shape[1] > inputs["input_ids"].shape[1] + 1  # else to stop at once is right
-    assert_equal_ids(plain, ours)
+    options = {"max_new_tokens": NUM_NEW, "eos_token_id": 17, "stopping_criteria": [criterion(answer)]}
+    stats = assert_decodes_as_plain(*pair("llama"), inputs, **options, num_assistant_tokens=K)
+    assert stats.num_rounds > 1  # else to stop at once is right
 
 
 @each_value(batch_size=[1, 4], eos_token_id=[17, None])
@@ -205,17 +196,10 @@ def test_an_attention_that_gives_no_weights_returns_none_as_in_plain():
 def test_a_streamer_gets_the_same_tokens_as_in_plain_one_by_one():
     target, draft = pair("llama")
     inputs = ragged_prompts(1, seed=21)
-    eos = common_ids("llama", inputs, 1)
+    options = {"max_new_tokens": NUM_NEW, "eos_token_id": common_ids("llama", inputs, 1)}
     streams = [Streamed(), Streamed()]
-    target.generate(**inputs, max_new_tokens=NUM_NEW, eos_token_id=eos, streamer=streams[0])
-    target.generate(
-        **inputs,
-        max_new_tokens=NUM_NEW,
-        eos_token_id=eos,
-        streamer=streams[1],
-        assistant_model=draft,
-        num_assistant_tokens=5,
-    )
+    target.generate(**inputs, **options, streamer=streams[0])
+    target.generate(**inputs, **options, streamer=streams[1], assistant_model=draft, num_assistant_tokens=5)
     assert streams[0].values == streams[1].values
     assert streams[1].has_ended
 
@@ -258,10 +242,9 @@ def test_speculation_comes_with_the_output_object():
 
 
 def test_prefill_in_chunks_gives_the_same_text():
-    target, draft = pair("mistral_window")
     inputs = ragged_prompts(2, seed=26, min_len=10, max_len=20)
-    plain, ours = plain_and_ours(target, draft, inputs, max_new_tokens=12, prefill_chunk_size=4, num_assistant_tokens=3)
-    assert_equal_ids(plain, ours)
+    options = {"max_new_tokens": 12, "prefill_chunk_size": 4, "num_assistant_tokens": 3}
+    assert_decodes_as_plain(*pair("mistral_window"), inputs, **options)
 
 
 def test_a_pad_id_outside_the_vocabulary_is_no_trouble():
@@ -276,14 +259,8 @@ def test_a_pad_id_outside_the_vocabulary_is_no_trouble():
 
 def test_a_large_bound_on_the_length_reserves_no_memory():
     target, draft = pair("llama")
-    output = target.generate(
-        **ragged_prompts(1, seed=1),
-        max_new_tokens=10**12,
-        assistant_model=draft,
-        num_assistant_tokens=5,
-        stopping_criteria=StoppingCriteriaList([StopAtSum()]),
-    )
-    assert output.shape[1] < 200
+    options = {"max_new_tokens": 10**12, "assistant_model": draft, "stopping_criteria": [StopAtSum()]}
+    assert target.generate(**ragged_prompts(1, seed=1), **options, num_assistant_tokens=5).shape[1] < 200
 
 
 def test_a_separate_copy_of_the_rows_on_the_host_gives_the_same_text(monkeypatch):
@@ -322,9 +299,7 @@ def test_lock_step_of_one_row_counts_what_a_row_on_its_own_counts():
     options = {"max_new_tokens": 20, "assistant_model": draft, "num_assistant_tokens": K}
     inputs = ragged_prompts(1, seed=29)
     target.generate(**inputs, **options, speculation_stats=alone)
-    target.generate(
-        **inputs, **options, speculation_stats=lock_step, logits_processor=LogitsProcessorList([Unchanged()])
-    )
+    target.generate(**inputs, **options, speculation_stats=lock_step, logits_processor=[Unchanged()])
     assert (lock_step.lock_step, alone.lock_step) == (True, False)
     assert lock_step.verified_per_position == alone.verified_per_position
     assert lock_step.accepted_per_position == alone.accepted_per_position
@@ -337,10 +312,7 @@ def test_lock_step_does_not_judge_what_a_neighbour_cut_off():
     options = {"max_new_tokens": 20, "assistant_model": draft, "num_assistant_tokens": K}
     alone, lock_step = hf_speculate.SpeculationStats(), hf_speculate.SpeculationStats()
     target.generate(**inputs, **options, speculation_stats=alone)
-    target.generate(
-        **inputs, **options, speculation_stats=lock_step, logits_processor=LogitsProcessorList([Unchanged()])
-    )
-    assert (
-        abs(lock_step.verified_acceptance_rate - alone.verified_acceptance_rate) < 0.2
-    )  # 8 rows of 20 tokens; it was a third lower when wrong
+    target.generate(**inputs, **options, speculation_stats=lock_step, logits_processor=[Unchanged()])
+    # 8 rows of 20 tokens; it was a third lower when wrong
+    assert abs(lock_step.verified_acceptance_rate - alone.verified_acceptance_rate) < 0.2
     assert lock_step.num_host_syncs > 0

@@ -9,7 +9,7 @@ from transformers import DynamicCache
 
 import hf_speculate
 from hf_speculate.errors import UnsupportedGenerationError
-from tests.cases import assert_equal_ids, each_value, pair, plain_and_ours
+from tests.cases import assert_decodes_as_plain, assert_equal_ids, each_value, pair, plain_and_ours
 from tests.tiny import make_model, ragged_prompts
 from tests.tiny_encoders import make_llava, make_qwen2_vl, make_qwen3_5_vl, picture_prompts, text_draft
 from tests.tiny_pictures import READINGS
@@ -25,44 +25,31 @@ def picture_pair(kind):
     return target, text_draft(target)
 
 
-@each_value(cache_kind=["auto", "dynamic"], kind=MAKERS)
-@pytest.mark.parametrize(("batch_size", "num_assistant_tokens"), [(1, 5), (3, 3)])
-def test_greedy_equals_plain(kind, batch_size, num_assistant_tokens, cache_kind):
+@each_value(cache_kind=["auto", "dynamic"], kind=[*MAKERS, *MAKERS], batch_size=[1, 3])
+def test_greedy_equals_plain(kind, batch_size, cache_kind):
     target, draft = picture_pair(kind)
-    inputs = picture_prompts(target, batch_size)
-    stats = hf_speculate.SpeculationStats()
-    plain = target.generate(**inputs, max_new_tokens=NUM_NEW)
-    ours = target.generate(
-        **inputs,
-        max_new_tokens=NUM_NEW,
-        assistant_model=draft,
-        num_assistant_tokens=num_assistant_tokens,
-        speculation_stats=stats,
-        speculation_cache=cache_kind,
-    )
-    assert_equal_ids(plain, ours)
+    inputs, options = picture_prompts(target, batch_size), {"max_new_tokens": NUM_NEW}
+    stats = assert_decodes_as_plain(target, draft, inputs, **options, speculation_cache=cache_kind)
     assert 0 < stats.num_accepted < stats.num_verified
-    blind = target.generate(
-        input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=NUM_NEW
-    )
-    assert not torch.equal(blind, ours)  # the picture was seen
+    blind = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+    assert not torch.equal(*(target.generate(**some, **options) for some in (inputs, blind)))  # the picture was seen
 
 
 def test_videos_are_read_as_images_are():
     target, draft = picture_pair("qwen2_vl")
-    pictures = picture_prompts(target, 2)
-    input_ids = pictures["input_ids"].masked_fill(
-        pictures["input_ids"] == target.config.image_token_id, target.config.video_token_id
+    pictures, (image_id, video_id) = (
+        picture_prompts(target, 2),
+        (target.config.image_token_id, target.config.video_token_id),
     )
+    input_ids = pictures["input_ids"].masked_fill(pictures["input_ids"] == image_id, video_id)
     text = {"input_ids": input_ids, "attention_mask": pictures["attention_mask"]}
     video = {
         "pixel_values_videos": pictures["pixel_values"],
         "video_grid_thw": pictures["image_grid_thw"],
         "mm_token_type_ids": 2 * pictures["mm_token_type_ids"],
     }
-    plain, ours = plain_and_ours(target, draft, {**text, **video}, max_new_tokens=NUM_NEW)
-    assert_equal_ids(plain, ours)
-    assert not torch.equal(target.generate(**text, max_new_tokens=NUM_NEW), ours)
+    assert_decodes_as_plain(target, draft, {**text, **video}, max_new_tokens=NUM_NEW)
+    assert not torch.equal(*(target.generate(**text, **more, max_new_tokens=NUM_NEW) for more in (video, {})))
 
 
 @pytest.mark.parametrize(
@@ -118,10 +105,7 @@ def test_positions_after_an_image_fall_behind_the_number_of_tokens():
 def test_coupled_sampling_of_several_sequences_is_the_same_with_and_without_a_draft(kind):
     target, draft = picture_pair(kind)
     options = {"do_sample": True, "verifier": "coupled", "seed": 7, "max_new_tokens": 16, "num_return_sequences": 2}
-    inputs = picture_prompts(target, 2)
-    alone = target.generate(**inputs, **options)
-    ours = target.generate(**inputs, **options, assistant_model=draft, num_assistant_tokens=4)
-    assert_equal_ids(alone, ours)
+    assert_decodes_as_plain(target, draft, picture_prompts(target, 2), **options, num_assistant_tokens=4)
 
 
 def test_rows_that_end_leave_with_their_positions():
@@ -129,8 +113,7 @@ def test_rows_that_end_leave_with_their_positions():
     inputs = picture_prompts(target, 3)
     text = target.generate(**inputs, max_new_tokens=NUM_NEW)
     options = {"max_new_tokens": NUM_NEW, "eos_token_id": [int(text[0, -20]), int(text[2, -12])]}
-    plain, ours = plain_and_ours(target, draft, inputs, **options, num_assistant_tokens=3)
-    assert_equal_ids(plain, ours)
+    assert_decodes_as_plain(target, draft, inputs, **options, num_assistant_tokens=3)
 
 
 def test_a_second_turn_goes_on_from_the_cache():
@@ -197,24 +180,20 @@ def test_what_is_refused():
 
 
 def test_token_types_repeat_the_prompts_last():
-    target, draft = pair("gpt2")
     inputs = ragged_prompts(3, seed=3)
-    inputs["token_type_ids"] = torch.randint(0, 64, inputs["input_ids"].shape)
-    plain, ours = plain_and_ours(target, draft, inputs, max_new_tokens=NUM_NEW, num_assistant_tokens=3)
-    assert_equal_ids(plain, ours)
-    untyped = target.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=NUM_NEW)
-    assert not torch.equal(untyped, ours)
+    types = {"token_type_ids": torch.randint(0, 64, inputs["input_ids"].shape)}
+    assert_read("gpt2", inputs, types)
+
+
+def assert_read(kind, inputs, read, **own):
+    """The text with what is read beside the prompt is plain decoding's, and another one without."""
+    target, draft = pair(kind)
+    assert_decodes_as_plain(target, draft, inputs | read, max_new_tokens=NUM_NEW, num_assistant_tokens=3, **own)
+    assert not torch.equal(*(target.generate(**some, max_new_tokens=NUM_NEW) for some in (inputs, inputs | read)))
 
 
 @pytest.mark.parametrize("cache_kind", ["auto", "dynamic"])
 def test_positions_that_the_user_passes_go_on_from_the_last(cache_kind):
-    target, draft = pair("gpt2")
     inputs = ragged_prompts(3, seed=4)
-    inputs["position_ids"] = 2 * torch.arange(inputs["input_ids"].shape[1])[None] + torch.tensor([[0], [5], [9]])
-    plain = target.generate(**inputs, max_new_tokens=NUM_NEW)
-    ours = target.generate(
-        **inputs, max_new_tokens=NUM_NEW, assistant_model=draft, num_assistant_tokens=3, speculation_cache=cache_kind
-    )
-    assert_equal_ids(plain, ours)
-    counted = target.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=NUM_NEW)
-    assert not torch.equal(counted, ours)
+    positions = 2 * torch.arange(inputs["input_ids"].shape[1])[None] + torch.tensor([[0], [5], [9]])
+    assert_read("gpt2", inputs, {"position_ids": positions}, speculation_cache=cache_kind)
