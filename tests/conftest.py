@@ -92,13 +92,16 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def scripted(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Puts a schedule of changing draft lengths, plain steps among them, into each coming call; the list of them."""
+def scripted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Puts a schedule of changing draft lengths, plain steps among them, into each coming call; the list of them.
+
+    The lengths may be given, as parameters of a test that has `indirect=["scripted"]`.
+    """
     made: list[object] = []
-    schedule = importlib.import_module("tests.schedule.scripted").ScriptedSchedule
+    module = importlib.import_module("tests.schedule.scripted")
 
     def build_schedule(*_: object) -> object:
-        made.append(schedule())
+        made.append(module.ScriptedSchedule(getattr(request, "param", module.LENS)))
         return made[-1]
 
     monkeypatch.setattr("hf_speculate.engine.builder.build_schedule", build_schedule)

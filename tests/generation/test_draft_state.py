@@ -9,11 +9,11 @@ from transformers import DynamicCache, GenerationConfig
 
 import hf_speculate
 from hf_speculate import DraftState, SpeculationStats
-from hf_speculate.engine import builder as build
 from hf_speculate.errors import ConfigError
 from hf_speculate.models.inferencer import Inferencer
 from tests.cases import assert_equal_ids, pair
 from tests.generation.test_compiled import compile_config, small_pair
+from tests.generation.test_ownership import FailingStreamer
 from tests.tiny import PAD_TOKEN_ID, SLIDING_WINDOW, make_model, noisy_copy, ragged_prompts
 
 NUM_NEW = 12
@@ -123,26 +123,10 @@ def test_rows_that_end_early_are_carried_as_far_as_they_were_read(cache_kind, sc
     assert_turns_are_the_same(*pair("llama"), 3, state, end_after=4, **options)
 
 
-class Alternating:
-    """Plain steps between drafted rounds, in which ended rows fall behind those that go on."""
-
-    def __init__(self):
-        self._num_rounds = 0
-
-    @property
-    def num_draft_tokens(self):
-        return (K, 0, 0)[self._num_rounds % 3]
-
-    def begin(self, prompt_s, num_prompt_tokens, num_left):
-        pass
-
-    def update(self, outcome):
-        self._num_rounds += 1
-
-
+@pytest.mark.parametrize("scripted", [(K, 0, 0)], indirect=True)
 @pytest.mark.parametrize("cache_kind", ["dynamic", "preallocated"])
-def test_what_ended_rows_are_fed_is_not_taken_for_their_text(cache_kind, monkeypatch):
-    monkeypatch.setattr(build, "build_schedule", lambda *models_and_config: Alternating())
+def test_what_ended_rows_are_fed_is_not_taken_for_their_text(cache_kind, scripted):
+    """In plain steps between drafted rounds, ended rows fall behind those that go on."""
     assert_turns_are_the_same(*pair("llama"), 3, DraftState(), end_after=4, speculation_cache=cache_kind)
 
 
@@ -317,20 +301,8 @@ def test_it_is_empty_after_a_call_that_failed():
     state = DraftState()
     ids, _, _ = say(target, draft, padded([[5, 6, 7]]), state)
     assert state.num_tokens > 3
-
-    class Broken:
-        def put(self, value):
-            if value.numel() == 1 and self.count > 3:
-                raise RuntimeError("broken")
-            self.count += 1
-
-        def end(self):
-            pass
-
-        count = 0
-
-    with pytest.raises(RuntimeError, match="broken"):
-        say(target, draft, padded([ids[0].tolist()]), state, streamer=Broken())
+    with pytest.raises(RuntimeError, match="on purpose"):
+        say(target, draft, padded([ids[0].tolist()]), state, streamer=FailingStreamer(6, RuntimeError))
     assert (state.num_tokens, state.num_bytes) == (0, 0)
 
 

@@ -6,10 +6,9 @@ from transformers import GenerationConfig
 
 import hf_speculate
 from hf_speculate import SpeculationStats, SuffixStore
-from hf_speculate.draft import hybrid
-from hf_speculate.draft.model import ModelDrafter
-from tests.cases import Streamed, assert_equal_ids, each_value, pair
+from tests.cases import Streamed, assert_decodes_as_plain, assert_equal_ids, each_value, pair
 from tests.generation.test_law import SIGNIFICANCE, draw, joint_law, p_value
+from tests.generation.test_ownership import FailingStreamer
 from tests.generation.test_stop_strings import CHARACTERS, tokenizer  # noqa: F401  # a fixture
 from tests.tiny import make_law_model, ragged_prompts
 
@@ -38,31 +37,14 @@ def test_a_row_may_end_before_anything_is_drafted(way):
     assert_equal_ids(plain, target.generate(**inputs, **options, **both_ways(draft)[way]))
 
 
-@pytest.mark.parametrize("cache", ["preallocated", "dynamic"])
-@pytest.mark.parametrize(("kind", "batch_size"), [("llama", 1), ("mistral_window", 4)])
-def test_greedy_text_is_plain(kind, batch_size, cache):
-    target, draft = pair(kind)
-    inputs = few_words(batch_size)
-    plain = target.generate(**inputs, max_new_tokens=NUM_NEW)
-    for options in both_ways(draft):
-        stats = SpeculationStats()
-        ours = target.generate(
-            **inputs, max_new_tokens=NUM_NEW, speculation_cache=cache, speculation_stats=stats, **options
-        )
-        assert_equal_ids(plain, ours)
-        assert 0 < stats.num_accepted <= stats.num_drafted
-
-
 def test_long_copies_after_prompts_of_one_token():
     """The draft model is fed what was copied, as many tokens of every row."""
     target, draft = pair("llama")
-    prompts = torch.arange(1, 5)[:, None]
+    prompts, store = torch.arange(1, 5)[:, None], SuffixStore()
     inputs = {"input_ids": prompts, "attention_mask": torch.ones_like(prompts)}
-    plain = target.generate(**inputs, max_new_tokens=NUM_NEW)
-    store = SuffixStore()
-    store.add(plain[0].tolist())
-    options = {**LOOKUP, "suffix_store": store, "assistant_model": draft, "num_assistant_tokens": 2}
-    assert_equal_ids(plain, target.generate(**inputs, max_new_tokens=NUM_NEW, **options))
+    store.add(target.generate(**inputs, max_new_tokens=NUM_NEW)[0].tolist())
+    options = {**LOOKUP, "suffix_store": store, "num_assistant_tokens": 2, "max_new_tokens": NUM_NEW}
+    assert_decodes_as_plain(target, draft, inputs, **options)
 
 
 def test_a_round_in_which_no_row_copies_is_a_plain_step():
@@ -96,13 +78,16 @@ def test_end_of_text_and_stop_strings_end_it_where_plain_ends(tokenizer, batch_s
     inputs = few_words(batch_size, seed=2)
     text = target.generate(**inputs, max_new_tokens=NUM_NEW)[0, inputs["input_ids"].shape[1] :].tolist()
     for ends in (
+        {},
         {"eos_token_id": text[12]},
         {"stop_strings": [CHARACTERS[text[14]] + CHARACTERS[text[15]]], "tokenizer": tokenizer, "eos_token_id": 63},
     ):
         plain = target.generate(**inputs, max_new_tokens=NUM_NEW, pad_token_id=0, **ends)
         for options in both_ways(draft):
-            ours = target.generate(**inputs, max_new_tokens=NUM_NEW, pad_token_id=0, **ends, **options)
-            assert_equal_ids(plain, ours)
+            stats = SpeculationStats()
+            options = {**options, "max_new_tokens": NUM_NEW, "pad_token_id": 0, "speculation_stats": stats}
+            assert_equal_ids(plain, target.generate(**inputs, **ends, **options))
+            assert 0 < stats.num_accepted <= stats.num_drafted
 
 
 def test_a_streamer_and_several_sequences_of_a_prompt():
@@ -138,21 +123,6 @@ def test_the_joint_law_is_the_targets(law_models, verifier, drafts):
     counts = draw(target, None if drafts == "copying" else draft, NUM_DRAWS, speculation_stats=stats, **options)
     assert stats.num_accepted > 0
     assert p_value(counts, joint_law(target)) > SIGNIFICANCE
-
-
-def test_a_copied_token_with_the_models_law_fails_the_same_test(law_models, monkeypatch):
-    mixed = hybrid._mixed
-
-    def wrong(copied, drafted, copies):
-        right, num = mixed(copied, drafted, copies), drafted.token_ids.shape[1]
-        logits = right.token_logits.clone()
-        logits[:, :num] = drafted.token_logits
-        return right._replace(token_logits=logits, logsumexp=logits.logsumexp(-1).float())
-
-    monkeypatch.setattr(hybrid, "_mixed", wrong)
-    target, draft = law_models
-    options = {**LOOKUP, "prompt_lookup_num_tokens": 3, "num_assistant_tokens": 2, "verifier": "rejection"}
-    assert p_value(draw(target, draft, NUM_DRAWS, **options), joint_law(target)) < SIGNIFICANCE
 
 
 def test_fields_of_configs_count_and_configs_stay_as_they_are():
@@ -209,29 +179,20 @@ def test_a_store_carries_texts_from_call_to_call():
 
 
 def test_a_call_that_fails_adds_nothing_to_the_store():
-    target, _ = pair("llama")
     store = SuffixStore()
-
-    class Broken:
-        def put(self, value):
-            if value.numel() == 1:
-                raise RuntimeError("gone")
-
-        def end(self):
-            pass
-
-    with pytest.raises(RuntimeError, match="gone"):
-        target.generate(**few_words(1), streamer=Broken(), suffix_store=store, **LOOKUP)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        pair("llama")[0].generate(
+            **few_words(1), streamer=FailingStreamer(2, RuntimeError), suffix_store=store, **LOOKUP
+        )
     assert store.num_tokens == 0
 
 
-def test_rounds_in_which_all_rows_copy_do_not_run_the_draft_model(monkeypatch):
+def test_rounds_in_which_all_rows_copy_do_not_run_the_draft_model():
     target, draft = pair("llama", 10.0)  # a draft of which nothing is accepted
-    calls, run = [], ModelDrafter.draft
-    monkeypatch.setattr(ModelDrafter, "draft", lambda *args, **kwargs: calls.append(1) or run(*args, **kwargs))
+    calls = []
+    handle = draft.register_forward_pre_hook(lambda *_: calls.append(1))
     inputs = {"input_ids": torch.tensor([[3, 4] * 20])}
-    stats = SpeculationStats()
-    plain = target.generate(**inputs, max_new_tokens=100)
-    ours = target.generate(**inputs, max_new_tokens=100, speculation_stats=stats, **both_ways(draft)[1])
-    assert_equal_ids(plain, ours)
-    assert 0 < len(calls) < stats.num_batch_rounds
+    options = {**LOOKUP, "num_assistant_tokens": 3, "max_new_tokens": 100}
+    stats = assert_decodes_as_plain(target, draft, inputs, **options)
+    handle.remove()
+    assert 0 < len(calls) < 3 * stats.num_batch_rounds
