@@ -5,7 +5,9 @@ import torch
 from transformers import DynamicCache
 
 import hf_speculate
+from hf_speculate.cache.columns import Columns
 from hf_speculate.cache.layers import check_layers, holding, windows_of
+from hf_speculate.cache.ragged_layer import WINDOW_SLACK, RaggedLayer
 from tests.cases import assert_equal_ids, each_value, pair
 from tests.tiny import SLIDING_WINDOW, make_model, noisy_copy, ragged_prompts
 
@@ -113,3 +115,18 @@ def test_compiled_buffers_hold_none_for_them(kind):
     )
     assert_equal_ids(plain, ours)
     assert stats.cache == "preallocated"
+
+
+def test_a_row_joins_one_whose_window_has_moved():
+    written = [torch.randn(1, 1, num, 4) for num in (WINDOW_SLACK + SLIDING_WINDOW + 3, SLIDING_WINDOW + 1)]
+    layers = [RaggedLayer(Columns(1), SLIDING_WINDOW) for _ in written]
+    for layer, tokens in zip(layers, written, strict=True):
+        layer.columns.begin(tokens.shape[2])
+        layer.update(tokens, tokens)
+        layer.columns.advance(tokens.shape[2])
+    assert [layer.base for layer in layers] == [3, 0]
+    layers[0].join(layers[1])
+    for row, (tokens, first) in enumerate(zip(written, (3, 0), strict=True)):
+        held = slice(first - layers[0].base, tokens.shape[2] - layers[0].base)
+        for buffer in layers[0].buffers:
+            assert torch.equal(buffer[row, :, held], tokens[0, :, first:])

@@ -25,7 +25,7 @@ MUTANTS = (
     ),
     *mutants_of(
         "hf_speculate/cache/ragged_layer.py",
-        "generation/test_continuous.py",
+        "cache/test_layers.py",
         {
             "columns: a window layer keeps its first column when rows join": Fault(
                 "min(self.base, other.base)", "max(self.base, other.base)"
