@@ -7,7 +7,7 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 
 import hf_speculate
 from hf_speculate.errors import UnsupportedGenerationError
-from tests.cases import assert_equal_ids, each_value, pair
+from tests.cases import assert_decodes_as_plain, assert_equal_ids, each_value, pair
 from tests.generation.test_compiled import compile_config, compiled_and_eager, small_pair
 from tests.generation.test_encoder_decoder import encoder_pair, inputs_of
 from tests.generation.test_ownership import assert_same_contents, cache_contents
@@ -29,13 +29,6 @@ def embedded(target, inputs, *, with_ids, noise=0.3):
     return {**kept, "inputs_embeds": embeds}
 
 
-def both(target, inputs, own, **options):
-    """A call plainly, and with a source of drafts; `max_new_tokens` is `NUM_NEW` unless lengths are given."""
-    if not {"max_new_tokens", "max_length"} & options.keys():
-        options["max_new_tokens"] = NUM_NEW
-    return target.generate(**inputs, **options), target.generate(**inputs, **options, **own)
-
-
 @pytest.mark.parametrize("with_ids", [True, False])
 @pytest.mark.parametrize(
     ("kind", "cache_kind", "batch_size"),
@@ -50,28 +43,20 @@ def both(target, inputs, own, **options):
 def test_greedy_equals_plain(kind, batch_size, with_ids, cache_kind):
     target, draft = pair(kind)
     prompts = ragged_prompts(batch_size, seed=1, max_len=2 * SLIDING_WINDOW)
-    inputs = embedded(target, prompts, with_ids=with_ids)
-    stats = hf_speculate.SpeculationStats()
-    own = {
-        "assistant_model": draft,
-        "num_assistant_tokens": K,
-        "speculation_cache": cache_kind,
-        "speculation_stats": stats,
-    }
-    plain, ours = both(target, inputs, own)
-    assert_equal_ids(plain, ours)
-    assert ours.shape[1] == NUM_NEW + (prompts["input_ids"].shape[1] if with_ids else 0)
+    inputs, options = embedded(target, prompts, with_ids=with_ids), {"max_new_tokens": NUM_NEW}
+    stats = assert_decodes_as_plain(target, draft, inputs, **options, speculation_cache=cache_kind)
     assert stats.num_accepted < stats.num_verified
     assert stats.num_accepted or not with_ids  # without them the draft lacks the prompt
-    blind = target.generate(**prompts, max_new_tokens=NUM_NEW)
-    assert not torch.equal(blind[:, -NUM_NEW:], ours[:, -NUM_NEW:])  # the embeddings were read, not the ids
+    texts = [target.generate(**some, **options) for some in (inputs, prompts)]
+    assert texts[0].shape[1] == NUM_NEW + (prompts["input_ids"].shape[1] if with_ids else 0)
+    assert not torch.equal(*(ids[:, -NUM_NEW:] for ids in texts))  # the embeddings were read, not the ids
 
 
 WAYS = {
-    "model": {"assistant_model": None, "num_assistant_tokens": K},
-    "adaptive model": {"assistant_model": None},
+    "model": {"num_assistant_tokens": K},
+    "adaptive model": {"num_assistant_tokens": None},
     "copying": {"prompt_lookup_num_tokens": 4},
-    "hybrid": {"assistant_model": None, "prompt_lookup_num_tokens": 4, "num_assistant_tokens": 2},
+    "hybrid": {"prompt_lookup_num_tokens": 4, "num_assistant_tokens": 2},
     "early exit": {"assistant_early_exit": 1, "num_assistant_tokens": K},
 }
 
@@ -79,12 +64,11 @@ WAYS = {
 @each_value(with_ids=[True, False], way=WAYS)
 def test_every_source_of_drafts_gives_plain_text(way, with_ids):
     target, draft = pair("llama")
-    own = {name: draft if name == "assistant_model" else value for name, value in WAYS[way].items()}
     inputs = embedded(target, ragged_prompts(3, seed=4), with_ids=with_ids)
     free = target.generate(**inputs, max_new_tokens=NUM_NEW)[:, -NUM_NEW:]
-    ends = [int(free[0, 4]), int(free[1, 9])]  # rows end at different times
-    plain, ours = both(target, inputs, own, eos_token_id=ends)
-    assert_equal_ids(plain, ours)
+    options = {"max_new_tokens": NUM_NEW, "eos_token_id": [int(free[0, 4]), int(free[1, 9])]}  # rows end apart
+    assistant = None if way in ("copying", "early exit") else draft
+    assert_decodes_as_plain(target, assistant, inputs, **options, **WAYS[way])
 
 
 @pytest.mark.parametrize("own", [{}, {"num_assistant_tokens": K}, {"prompt_lookup_num_tokens": 4}])
@@ -105,11 +89,10 @@ def test_embeddings_of_ids_are_drawn_as_the_ids_are(own):
 def test_ids_may_be_fewer_or_more_than_the_embeddings_where_a_mask_says_what_is_padding(num_ids, batch_size):
     target, draft = pair("llama")
     inputs = embedded(target, ragged_prompts(batch_size, seed=8, min_len=6, max_len=10), with_ids=False)
-    ids = torch.randint(1, 64, (batch_size, num_ids), generator=torch.Generator().manual_seed(1))
-    for own in ({"assistant_model": draft, "num_assistant_tokens": K}, {"prompt_lookup_num_tokens": 4}):
-        plain, ours = both(target, {**inputs, "input_ids": ids}, own)
-        assert_equal_ids(plain, ours)
-        assert torch.equal(ours[:, :num_ids], ids)
+    inputs["input_ids"] = torch.randint(1, 64, (batch_size, num_ids), generator=torch.Generator().manual_seed(1))
+    assert_decodes_as_plain(target, draft, inputs, max_new_tokens=NUM_NEW)
+    assert_decodes_as_plain(target, None, inputs, max_new_tokens=NUM_NEW, prompt_lookup_num_tokens=4)
+    assert torch.equal(target.generate(**inputs, max_new_tokens=NUM_NEW)[:, :num_ids], inputs["input_ids"])
 
 
 @each_value(cache_kind=["dynamic", "preallocated"], num_held=[4, SLIDING_WINDOW + 2], with_ids=[True, False])
@@ -117,16 +100,13 @@ def test_a_passed_cache_holds_the_beginning_of_the_embeddings(with_ids, num_held
     target, draft = pair("mistral_window")
     ids = torch.randint(1, 64, (1, 2 * SLIDING_WINDOW), generator=torch.Generator().manual_seed(1))
     inputs = embedded(target, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, with_ids=with_ids)
-    caches = []
-    for _ in range(2):
+    caches, texts = [], []
+    for own in ({}, {"assistant_model": draft, "num_assistant_tokens": K, "speculation_cache": cache_kind}):
         caches.append(DynamicCache(config=target.config))
-        if num_held:
-            with torch.no_grad():
-                target(inputs_embeds=inputs["inputs_embeds"][:, :num_held], past_key_values=caches[-1], use_cache=True)
-    plain = target.generate(**inputs, past_key_values=caches[0], max_new_tokens=NUM_NEW)
-    own = {"assistant_model": draft, "num_assistant_tokens": K, "speculation_cache": cache_kind}
-    ours = target.generate(**inputs, past_key_values=caches[1], max_new_tokens=NUM_NEW, **own)
-    assert_equal_ids(plain, ours)
+        with torch.no_grad():
+            target(inputs_embeds=inputs["inputs_embeds"][:, :num_held], past_key_values=caches[-1], use_cache=True)
+        texts.append(target.generate(**inputs, past_key_values=caches[-1], max_new_tokens=NUM_NEW, **own))
+    assert_equal_ids(*texts)
     assert_same_contents(*(cache_contents(cache) for cache in caches), STATE_TOLERANCE)
 
 
@@ -134,11 +114,9 @@ def test_a_passed_cache_holds_the_beginning_of_the_embeddings(with_ids, num_held
 def test_compiled_rounds_follow_a_prompt_of_embeddings(with_ids):
     target, draft = small_pair("llama")
     inputs = embedded(target, ragged_prompts(2, seed=12), with_ids=with_ids)
-    ids, eager, stats = compiled_and_eager(target, draft, inputs, compile_config())
-    assert_equal_ids(eager, ids)
+    ids, _, stats = compiled_and_eager(target, draft, inputs, compile_config())
     assert stats.compiled == ["target", "draft"]
-    plain = target.generate(**inputs, max_new_tokens=24)
-    assert_equal_ids(plain, ids)
+    assert_equal_ids(target.generate(**inputs, max_new_tokens=24), ids)
 
 
 def test_an_encoder_reads_embeddings_for_drafts_that_share_it_or_read_text():
@@ -146,10 +124,8 @@ def test_an_encoder_reads_embeddings_for_drafts_that_share_it_or_read_text():
     inputs = inputs_of("t5", 2)
     embeds = target.get_input_embeddings()(inputs["input_ids"]) * 1.5
     inputs = {"inputs_embeds": embeds, "attention_mask": inputs["attention_mask"]}
-    plain, ours = both(target, inputs, {"assistant_model": make_model("llama"), "num_assistant_tokens": 3})
-    assert_equal_ids(plain, ours)
-    plain, ours = both(target, inputs, {"prompt_lookup_num_tokens": 3})
-    assert_equal_ids(plain, ours)
+    assert_decodes_as_plain(target, pair("llama")[1], inputs, max_new_tokens=NUM_NEW)
+    assert_decodes_as_plain(target, None, inputs, max_new_tokens=NUM_NEW, prompt_lookup_num_tokens=3)
     with pytest.raises(UnsupportedGenerationError, match="inputs_embeds must be left out for a draft with an encoder"):
         target.generate(**inputs, assistant_model=draft, max_new_tokens=3)
 
@@ -192,8 +168,7 @@ def test_a_row_may_end_with_its_first_token_while_other_rows_accept_whole_drafts
     if prompt == "embeddings":
         inputs = {"inputs_embeds": target.get_input_embeddings()(ids)}
     first = int(target.generate(**inputs, max_new_tokens=1)[0, -1])
-    options = {"eos_token_id": first, "pad_token_id": 0}
-    own = {"draft_state": hf_speculate.DraftState(), "speculation_cache": cache_kind, "num_assistant_tokens": K}
-    plain, ours = both(target, inputs, own | {"assistant_model": noisy_copy(target, 0.0)}, **options)
-    assert plain[1].count_nonzero() > K + 2
-    assert_equal_ids(plain, ours)
+    options = {"eos_token_id": first, "pad_token_id": 0, "max_new_tokens": NUM_NEW, "num_assistant_tokens": K}
+    options |= {"draft_state": hf_speculate.DraftState(), "speculation_cache": cache_kind}
+    stats = assert_decodes_as_plain(target, noisy_copy(target, 0.0), inputs, **options)
+    assert stats.num_accepted > K

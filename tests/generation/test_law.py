@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 import hf_speculate
-from hf_speculate.engine.batch import Batch
 from hf_speculate.triton_kernels import sample
 from hf_speculate.types import DraftOut, Stream
 from hf_speculate.verify import RejectionVerifier
@@ -144,15 +143,8 @@ def p_value(counts: Counter, law: Tensor) -> float:
 def test_rejection_keeps_the_joint_law(models, warpers, draft_sampling, num_draws):
     target, draft = models
     stats = hf_speculate.SpeculationStats()
-    counts = draw(
-        target,
-        draft,
-        num_draws,
-        num_assistant_tokens=K,
-        draft_sampling=draft_sampling,
-        speculation_stats=stats,
-        **WARPERS[warpers],
-    )
+    options = {"num_assistant_tokens": K, "draft_sampling": draft_sampling, **WARPERS[warpers]}
+    counts = draw(target, draft, num_draws, **options, speculation_stats=stats)
     assert len(stats.verified_per_position) == K
     assert p_value(counts, joint_law(target, **WARPERS[warpers])) > SIGNIFICANCE
 
@@ -163,15 +155,8 @@ def test_rejection_keeps_the_joint_law(models, warpers, draft_sampling, num_draw
 def test_the_other_lossless_verifiers_keep_it_too(models, verifier, warpers):
     target, draft = models
     stats = hf_speculate.SpeculationStats()
-    counts = draw(
-        target,
-        draft,
-        FEWER_DRAWS,
-        verifier=verifier,
-        num_assistant_tokens=K,
-        speculation_stats=stats,
-        **WARPERS[warpers],
-    )
+    options = {"num_assistant_tokens": K, "verifier": verifier, **WARPERS[warpers]}
+    counts = draw(target, draft, FEWER_DRAWS, **options, speculation_stats=stats)
     assert stats.verifier == verifier
     assert p_value(counts, joint_law(target, **WARPERS[warpers])) > SIGNIFICANCE
 
@@ -191,35 +176,17 @@ def models_of_three_words():
     return hf_speculate.enable(target), make_law_model(3, seed=5, sharpness=1.5, dtype=torch.float32)
 
 
-def p_value_over_rounds(models, verifier: str) -> float:
-    """Of the joint law of five tokens with three drafted a round: the last four come from one to four rounds."""
-    target, draft = models
-    stats = hf_speculate.SpeculationStats()
-    options = {"verifier": verifier, "num_assistant_tokens": 3, "max_new_tokens": 5}
-    counts = draw(target, draft, DRAWS_OVER_ROUNDS, speculation_stats=stats, **options)
-    assert stats.verifier == verifier
-    assert len(stats.verified_per_position) == 3
-    assert stats.num_batch_rounds >= 3
-    return p_value(counts, joint_law(target, num_tokens=5))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("verifier", ["rejection", "block", "coupled"])
 def test_the_joint_law_over_several_rounds_is_the_targets(models_of_three_words, verifier):
-    assert p_value_over_rounds(models_of_three_words, verifier) > SIGNIFICANCE
-
-
-@pytest.mark.slow
-def test_block_without_the_round_in_the_keys_fails_the_same_test(models_of_three_words, monkeypatch):
-    """Else what one round refused is drafted again with the noise that was refused. Block judges past that place."""
-    keys_of = Batch.keys
-
-    def keys_without_the_round(batch):
-        keys = keys_of(batch)
-        return keys._replace(rounds=torch.zeros_like(keys.rounds))
-
-    monkeypatch.setattr(Batch, "keys", keys_without_the_round)
-    assert p_value_over_rounds(models_of_three_words, "block") < SIGNIFICANCE
+    """Of five tokens with three drafted a round: the last four come from one to four rounds."""
+    target, draft = models_of_three_words
+    stats = hf_speculate.SpeculationStats()
+    options = {"verifier": verifier, "num_assistant_tokens": 3, "max_new_tokens": 5, "speculation_stats": stats}
+    counts = draw(target, draft, DRAWS_OVER_ROUNDS, **options)
+    assert (stats.verifier, len(stats.verified_per_position)) == (verifier, 3)
+    assert stats.num_batch_rounds >= 3
+    assert p_value(counts, joint_law(target, num_tokens=5)) > SIGNIFICANCE
 
 
 @pytest.mark.slow
