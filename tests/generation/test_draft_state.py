@@ -13,11 +13,10 @@ from hf_speculate.errors import ConfigError
 from hf_speculate.models.inferencer import Inferencer
 from tests.cases import assert_equal_ids, pair
 from tests.generation.test_compiled import compile_config, small_pair
-from tests.generation.test_ownership import FailingStreamer
+from tests.generation.test_ownership import STATE_TOLERANCE, FailingStreamer
 from tests.tiny import PAD_TOKEN_ID, SLIDING_WINDOW, make_model, noisy_copy, ragged_prompts
 
 NUM_NEW = 12
-STATE_TOLERANCE = 1e-9  # float64 round-off between forwards of different widths
 K = 3
 SAID = [[41, 42, 43], [44], [45, 46]]  # what follows each row's answer in the next turn
 

@@ -10,14 +10,12 @@ from hf_speculate.errors import UnsupportedGenerationError
 from tests.cases import assert_decodes_as_plain, assert_equal_ids, each_value, pair
 from tests.generation.test_compiled import compile_config, compiled_and_eager, small_pair
 from tests.generation.test_encoder_decoder import encoder_pair, inputs_of
-from tests.generation.test_ownership import assert_same_contents, cache_contents
+from tests.generation.test_ownership import STATE_TOLERANCE, assert_same_contents, cache_contents
 from tests.generation.test_stop_strings import tokenizer  # noqa: F401  # a fixture
 from tests.tiny import SLIDING_WINDOW, make_model, noisy_copy, ragged_prompts
 
 NUM_NEW = 16
 K = 4
-STATE_TOLERANCE = 1e-9  # float64 round-off between a forward of one token and one of several
-SCORE_TOLERANCE = 1e-5  # scores are rounded to float32
 
 
 def embedded(target, inputs, *, with_ids, noise=0.3):

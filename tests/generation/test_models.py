@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, M
 
 import hf_speculate
 from hf_speculate.errors import UnsupportedModelError
-from tests.cases import assert_equal_ids, pair
+from tests.cases import assert_decodes_as_plain, assert_equal_ids, pair
 from tests.tiny import INITIALIZER_RANGE, MORE_KINDS, SLIDING_WINDOW, noisy_copy, ragged_prompts
 from tests.tiny_recurrent import UNSUPPORTED_RECURRENT, unsupported_config
 
@@ -18,18 +18,9 @@ DYNAMIC_ONLY = ("falcon_alibi", "gpt_neo", "llama4", "mpt")
 @pytest.mark.parametrize("cache_kind", ["auto", pytest.param("dynamic", marks=pytest.mark.slow)])
 def test_greedy_equals_plain(kind, cache_kind):
     # MPT fills what it masks with the lowest float64 and takes the softmax in float32, where padding becomes NaN.
-    target, draft = pair(kind, dtype=torch.float32 if kind == "mpt" else torch.float64)
-    inputs = ragged_prompts(3, seed=3)
-    stats = hf_speculate.SpeculationStats()
-    ours = target.generate(
-        **inputs,
-        max_new_tokens=NUM_NEW,
-        assistant_model=draft,
-        num_assistant_tokens=3,
-        speculation_cache=cache_kind,
-        speculation_stats=stats,
-    )
-    assert_equal_ids(target.generate(**inputs, max_new_tokens=NUM_NEW), ours)
+    models = pair(kind, dtype=torch.float32 if kind == "mpt" else torch.float64)
+    options = {"max_new_tokens": NUM_NEW, "num_assistant_tokens": 3, "speculation_cache": cache_kind}
+    stats = assert_decodes_as_plain(*models, ragged_prompts(3, seed=3), **options)
     assert 0 < stats.num_accepted < stats.num_verified
     assert stats.cache == ("dynamic" if cache_kind == "dynamic" or kind in DYNAMIC_ONLY else "preallocated")
     assert not stats.lock_step

@@ -3,7 +3,7 @@
 import pytest
 
 import hf_speculate
-from tests.cases import assert_equal_ids, each_value, pair
+from tests.cases import assert_decodes_as_plain, each_value, pair
 from tests.tiny import noisy_copy, ragged_prompts
 from tests.tiny_encoders import decoder_of, make_whisper
 
@@ -29,24 +29,14 @@ def masked(batch_size, place):
 
 @each_value(place=["end", "last", "midst", "row"], kind=["llama", "gpt2", "mistral_window", "bloom"])
 @pytest.mark.parametrize("options", [{}, pytest.param({"prefill_chunk_size": 3}, marks=pytest.mark.slow)])
-def test_text_equals_plain(kind, place, options):
-    target, draft = pair(kind)
-    inputs = masked(3, place)
-    plain = target.generate(**inputs, max_new_tokens=NUM_NEW, **options)  # a masked row reads its chunk alone
-    stats = hf_speculate.SpeculationStats()
-    options = {**options, "assistant_model": draft, "num_assistant_tokens": 4, "speculation_stats": stats}
-    assert_equal_ids(plain, target.generate(**inputs, max_new_tokens=NUM_NEW, **options))
+def test_text_equals_plain(kind, place, options):  # with chunks, a masked row reads its chunk alone
+    stats = assert_decodes_as_plain(*pair(kind), masked(3, place), max_new_tokens=NUM_NEW, **options)
     assert stats.num_accepted > 0
 
 
 def test_a_head_that_names_no_positions_counts_padding_as_in_plain_decoding():
-    target = decoder_of(make_whisper())
-    draft = noisy_copy(target)
+    target = hf_speculate.enable(decoder_of(make_whisper()))
     inputs = ragged_prompts(3, seed=3, vocab_size=48)
-    plain = target.generate(**inputs, max_new_tokens=NUM_NEW)
-    stats = hf_speculate.SpeculationStats()
-    options = {"assistant_model": draft, "num_assistant_tokens": 4, "speculation_stats": stats}
-    ours = hf_speculate.generate(target, **inputs, max_new_tokens=NUM_NEW, **options)
-    assert_equal_ids(plain, ours)
+    stats = assert_decodes_as_plain(target, noisy_copy(target), inputs, max_new_tokens=NUM_NEW)
     assert stats.num_accepted > 0
     assert stats.lock_step

@@ -9,7 +9,7 @@ import hf_speculate
 from hf_speculate.draft.model import ModelDrafter
 from hf_speculate.engine.stage_clock import StageClock
 from hf_speculate.schedule import AdaptiveSchedule
-from tests.cases import assert_equal_ids, each_value, pair
+from tests.cases import assert_decodes_as_plain, assert_equal_ids, each_value, pair
 from tests.schedule.scripted import LENS
 from tests.tiny import noisy_copy, ragged_prompts
 
@@ -37,12 +37,7 @@ def histories(monkeypatch):
 
 @each_value(options=[{}, PROCESSED], batch_size=[1, 3], kind=["llama", "mistral_window", "gpt2"])
 def test_plain_steps_between_drafts_leave_greedy_text_as_it_is(scripted, kind, batch_size, options):
-    target, draft = pair(kind)
-    inputs = ragged_prompts(batch_size, seed=3)
-    plain = target.generate(**inputs, max_new_tokens=NUM_NEW, **options)
-    stats = hf_speculate.SpeculationStats()
-    ours = target.generate(**inputs, max_new_tokens=NUM_NEW, assistant_model=draft, speculation_stats=stats, **options)
-    assert_equal_ids(plain, ours)
+    stats = assert_decodes_as_plain(*pair(kind), ragged_prompts(batch_size, seed=3), max_new_tokens=NUM_NEW, **options)
     assert stats.rounds_by_draft_len[0] > 3
     assert stats.num_accepted > 0
 
@@ -64,19 +59,12 @@ def test_rows_that_end_early_do_not_disturb_plain_steps(scripted, keeps_rows):
     inputs = ragged_prompts(4, seed=5)
     text = target.generate(**inputs, max_new_tokens=NUM_NEW)[:, -NUM_NEW:]
     options = {"eos_token_id": [int(text[0, 1]), int(text[2, 7])], "pad_token_id": 0, "max_new_tokens": NUM_NEW}
-    plain = target.generate(**inputs, **options)
-    ours = target.generate(**inputs, **options, assistant_model=draft, return_dict_in_generate=keeps_rows)
-    assert_equal_ids(plain, ours.sequences if keeps_rows else ours)
+    assert_decodes_as_plain(target, draft, inputs, **options, return_dict_in_generate=keeps_rows)
 
 
 def test_lock_step_takes_plain_steps_too(scripted):
-    target, draft = pair("llama")
-    inputs = ragged_prompts(3, seed=4)
     options = {"max_new_tokens": NUM_NEW, "logits_processor": [lambda ids, scores: scores + (ids[:, -1:] % 3)]}
-    stats = hf_speculate.SpeculationStats()
-    plain = target.generate(**inputs, **options)
-    assert_equal_ids(plain, target.generate(**inputs, **options, assistant_model=draft, speculation_stats=stats))
-    assert stats.lock_step
+    assert assert_decodes_as_plain(*pair("llama"), ragged_prompts(3, seed=4), **options).lock_step
     assert all(len(outcome.row_ids) == 1 and outcome.num_rows == 3 for outcome in scripted[0].outcomes)
 
 
@@ -147,13 +135,11 @@ def test_a_useless_draft_costs_little(adaptive, draft_s):
 
 def test_a_draft_as_large_as_the_target_is_never_called():
     target, draft = pair("llama", 0.0)
-    stats, calls = hf_speculate.SpeculationStats(), []
+    calls: list[int] = []
     handle = draft.register_forward_pre_hook(lambda *_: calls.append(1))
-    ids = target.generate(
-        **ragged_prompts(2, seed=3), max_new_tokens=12, assistant_model=draft, speculation_stats=stats
-    )
+    options = {"max_new_tokens": 12, "num_assistant_tokens": None}
+    stats = assert_decodes_as_plain(target, draft, ragged_prompts(2, seed=3), **options)
     handle.remove()
-    assert_equal_ids(target.generate(**ragged_prompts(2, seed=3), max_new_tokens=12), ids)
     assert not calls
     assert set(stats.rounds_by_draft_len) == {0}
 
@@ -161,9 +147,7 @@ def test_a_draft_as_large_as_the_target_is_never_called():
 def test_adaptive_is_the_default_and_a_number_bounds_it():
     target = pair("llama")[0]
     draft = noisy_copy(target, 0.0).float()  # half the bytes
-    inputs = ragged_prompts(2, seed=3)
-    for options, most in (({}, 10), ({"num_assistant_tokens_schedule": "adaptive", "num_assistant_tokens": 3}, 3)):
-        stats = hf_speculate.SpeculationStats()
-        ids = target.generate(**inputs, max_new_tokens=24, assistant_model=draft, speculation_stats=stats, **options)
-        assert_equal_ids(target.generate(**inputs, max_new_tokens=24), ids)
+    for schedule, num, most in ((None, None, 10), ("adaptive", 3, 3)):
+        options = {"num_assistant_tokens_schedule": schedule, "num_assistant_tokens": num, "max_new_tokens": 24}
+        stats = assert_decodes_as_plain(target, draft, ragged_prompts(2, seed=3), **options)
         assert 0 < max(stats.rounds_by_draft_len) <= most

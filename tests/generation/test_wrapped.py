@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_speculate
 from hf_speculate.errors import UnsupportedModelError
-from tests.cases import assert_equal_ids, each_value, pair, plain_and_ours
+from tests.cases import assert_decodes_as_plain, assert_equal_ids, each_value, pair
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 
 NUM_NEW = 16
@@ -49,22 +49,11 @@ def test_every_row_may_have_its_own_adapter():
     target.to(torch.float64)
     hf_speculate.enable(target)
     inputs = {**ragged_prompts(3, seed=2), "adapter_names": ["default", "other", "__base__"]}
-    text = target.generate(**inputs, max_new_tokens=NUM_NEW)
-    new_ids = text[:, -NUM_NEW:]
+    new_ids = target.generate(**inputs, max_new_tokens=NUM_NEW)[:, -NUM_NEW:]
     assert len({tuple(row) for row in new_ids.tolist()}) == 3
     ends = [int(new_ids[0, 3]), int(new_ids[1, 8])]  # rows end at different times
-    stats = hf_speculate.SpeculationStats()
-    plain, ours = plain_and_ours(
-        target,
-        draft,
-        inputs,
-        max_new_tokens=NUM_NEW,
-        eos_token_id=ends,
-        num_assistant_tokens=3,
-        speculation_stats=stats,
-    )
-    assert_equal_ids(plain, ours)
-    assert not stats.lock_step
+    options = {"max_new_tokens": NUM_NEW, "eos_token_id": ends, "num_assistant_tokens": 3}
+    assert not assert_decodes_as_plain(target, draft, inputs, **options).lock_step
 
 
 @each_value(on_disk=["model.layers.1", "model.embed_tokens"], part=["target", "draft"])
@@ -117,9 +106,5 @@ def test_weights_may_be_integers(parts, batch_size):
         if parts in (name, "both"):
             quantize_(model, Int8WeightOnlyConfig())
     hf_speculate.enable(target)
-    stats = hf_speculate.SpeculationStats()
-    plain, ours = plain_and_ours(
-        target, draft, ragged_prompts(batch_size, seed=4), max_new_tokens=NUM_NEW, speculation_stats=stats
-    )
-    assert_equal_ids(plain, ours)
+    stats = assert_decodes_as_plain(target, draft, ragged_prompts(batch_size, seed=4), max_new_tokens=NUM_NEW)
     assert stats.num_accepted > 0
