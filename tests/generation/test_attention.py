@@ -13,7 +13,7 @@ from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.models import folded_attention as attention
 from hf_speculate.models.attention_switch import folded_attention_for
 from hf_speculate.models.folded_attention import FOLDED, STANDS_FOR, folding
-from tests.cases import assert_equal_ids, each_value
+from tests.cases import assert_decodes_as_plain, assert_equal_ids, each_value
 from tests.tiny import SLIDING_WINDOW, make_model, noisy_copy, ragged_prompts
 
 LOGIT_TOLERANCE = 1e-9  # float64 round-off through the layers; a wrong mask moves logits by 1e-2 and more
@@ -173,29 +173,26 @@ def own_attention(module, query, key, value, attention_mask, **kwargs):
     return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
 
-@pytest.mark.parametrize(
-    "drafts", [{"num_assistant_tokens": 3}, {"prompt_lookup_num_tokens": 3, "assistant_model": None}]
-)
+@pytest.mark.parametrize("drafts", [{"num_assistant_tokens": 3}, {"prompt_lookup_num_tokens": 3}])
 def test_an_attention_that_is_handed_no_mask_is_refused_with_the_line_to_add(drafts):
-    name = f"own_unmasked_{len(drafts)}"
+    name = f"own_unmasked_{'_'.join(drafts)}"
     AttentionInterface.register(name, own_attention)
     target = hf_speculate.enable(make_model("llama", attn_implementation=name))
-    inputs = ragged_prompts(1, seed=3)
-    own = {"assistant_model": noisy_copy(make_model("llama")), "num_assistant_tokens": 3, **drafts}
+    draft = None if "prompt_lookup_num_tokens" in drafts else noisy_copy(make_model("llama"))
+    inputs, options = ragged_prompts(1, seed=3), {"max_new_tokens": 12, **drafts}
     plain = target.generate(**inputs, max_new_tokens=12)
     with pytest.raises(UnsupportedModelError) as refused:
-        target.generate(**inputs, max_new_tokens=12, **own)
+        target.generate(**inputs, **options, assistant_model=draft)
     line = f"transformers.AttentionMaskInterface.register({name!r}, transformers.masking_utils.sdpa_mask)"
     assert f"{name!r}" in str(refused.value)
     assert line in str(refused.value)
     exec(line, {"transformers": transformers})
     for batch_size in (1, 3):
-        inputs = ragged_prompts(batch_size, seed=3)
-        stats = hf_speculate.SpeculationStats()
-        ours = target.generate(**inputs, max_new_tokens=12, **own, speculation_stats=stats)
-        assert_equal_ids(make_model("llama").generate(**inputs, max_new_tokens=12), ours)
-        assert stats.num_drafted > 0
-    assert_equal_ids(plain, target.generate(**ragged_prompts(1, seed=3), max_new_tokens=12))
+        prompts = ragged_prompts(batch_size, seed=3)
+        assert assert_decodes_as_plain(target, draft, prompts, **options).num_drafted > 0
+        texts = [model.generate(**prompts, max_new_tokens=12) for model in (make_model("llama"), target)]
+        assert_equal_ids(*texts)
+    assert_equal_ids(plain, target.generate(**inputs, max_new_tokens=12))
 
 
 def test_an_attention_without_masks_may_draft_and_decode_without_drafts():

@@ -9,7 +9,7 @@ from transformers.generation.logits_process import UnbatchedClassifierFreeGuidan
 
 import hf_speculate
 from hf_speculate.errors import UnsupportedGenerationError
-from tests.cases import Streamed, assert_equal_ids, pair, plain_and_ours
+from tests.cases import Streamed, assert_decodes_as_plain, assert_equal_ids, pair, plain_and_ours
 from tests.generation.test_options import SCORE_TOLERANCE
 from tests.tiny import make_law_model, make_model, noisy_copy, ragged_prompts
 from tests.tiny_tokenizers import byte_level_tokenizer
@@ -122,23 +122,13 @@ def test_guidance_runs_the_model_on_what_plain_shows_it(guided, kind, batch_size
 
 def test_guidance_runs_in_inference_mode_and_over_a_passed_cache():
     target, draft = pair("llama")
-    inputs = ragged_prompts(1, seed=19)
-    texts = []
-    for assistant in ({}, {"assistant_model": draft, "num_assistant_tokens": K}):
+    inputs, texts = ragged_prompts(1, seed=19), []
+    options = {"guidance_scale": 1.8, "max_new_tokens": 12}
+    for own in ({}, {"assistant_model": draft, "num_assistant_tokens": K}):
         with torch.inference_mode():
-            first = target.generate(
-                **inputs,
-                **negative_prompts(1),
-                **assistant,
-                guidance_scale=1.8,
-                max_new_tokens=12,
-                return_dict_in_generate=True,
-            )
+            first = target.generate(**inputs, **negative_prompts(1), **own, **options, return_dict_in_generate=True)
             longer = torch.cat([first.sequences, torch.tensor([[5, 6]])], dim=1)
-            second = target.generate(
-                longer, **assistant, guidance_scale=1.8, max_new_tokens=12, past_key_values=first.past_key_values
-            )
-        texts.append(second)
+            texts.append(target.generate(longer, **own, **options, past_key_values=first.past_key_values))
     assert_equal_ids(*texts)
 
 
@@ -164,16 +154,13 @@ def test_a_users_function_of_allowed_tokens_is_called_row_by_row_as_in_plain(bat
 
 @pytest.mark.parametrize(("value", "batch_size"), [(torch.nan, 3), (torch.inf, 1), (-torch.inf, 3)])
 def test_invalid_values_are_removed(batch_size, value):
-    target = make_model("llama")
+    target, inputs = hf_speculate.enable(make_model("llama")), ragged_prompts(batch_size, seed=21)
     draft = noisy_copy(target, 0.05)
-    clean = target.generate(**ragged_prompts(batch_size, seed=21), max_new_tokens=NUM_NEW)
-    target.get_output_embeddings().weight[5] = value  # gives NaN, or infinities of either sign
-    hf_speculate.enable(target)
-    inputs = ragged_prompts(batch_size, seed=21)
     options = {"remove_invalid_values": True, "max_new_tokens": NUM_NEW, "repetition_penalty": 1.2}
-    plain, ours = plain_and_ours(target, draft, inputs, **options, num_assistant_tokens=K)
-    assert_equal_ids(plain, ours)
-    assert not torch.equal(plain, clean)
+    clean = target.generate(**inputs, **options)
+    target.get_output_embeddings().weight[clean[-1, -3]] = value  # gives NaN, or infinities of either sign
+    assert_decodes_as_plain(target, draft, inputs, **options)
+    assert not torch.equal(target.generate(**inputs, **options), clean)
 
 
 @pytest.fixture(scope="module")
@@ -198,28 +185,19 @@ HEALED_PROMPTS = {
 def test_a_healed_prompt_is_that_of_plain(healed, name):
     tokenizer, target, draft = healed
     inputs = dict(tokenizer(HEALED_PROMPTS[name], return_tensors="pt", padding=True))
-    options = {"token_healing": True, "tokenizer": tokenizer, "max_new_tokens": 12}
-    plain, ours = plain_and_ours(target, draft, inputs, **options, num_assistant_tokens=3)
-    assert_equal_ids(plain, ours)
+    options = {"token_healing": True, "tokenizer": tokenizer, "max_new_tokens": 12, "num_assistant_tokens": 3}
+    assert_decodes_as_plain(target, draft, inputs, **options)
+    assert_decodes_as_plain(target, None, inputs, **options, prompt_lookup_num_tokens=3)
     if name in ("one row", "rows"):
-        assert not torch.equal(plain[:, : inputs["input_ids"].shape[1]], inputs["input_ids"])
-    lookup = target.generate(**inputs, **options, prompt_lookup_num_tokens=3)
-    assert_equal_ids(plain, lookup)
+        prompt = target.generate(**inputs, **options)[:, : inputs["input_ids"].shape[1]]
+        assert not torch.equal(prompt, inputs["input_ids"])
 
 
 def test_a_streamer_is_given_the_healed_prompt(healed):
     tokenizer, target, draft = healed
-    inputs = dict(tokenizer(["go to http"], return_tensors="pt"))
-    streamed = Streamed()
-    ids = target.generate(
-        **inputs,
-        token_healing=True,
-        tokenizer=tokenizer,
-        max_new_tokens=8,
-        assistant_model=draft,
-        num_assistant_tokens=3,
-        streamer=streamed,
-    )
+    inputs, streamed = dict(tokenizer(["go to http"], return_tensors="pt")), Streamed()
+    options = {"token_healing": True, "tokenizer": tokenizer, "max_new_tokens": 8, "streamer": streamed}
+    ids = target.generate(**inputs, **options, assistant_model=draft, num_assistant_tokens=3)
     assert streamed.ids == ids[0].tolist()
 
 

@@ -9,7 +9,7 @@ from transformers import DynamicCache, PreTrainedModel
 import hf_speculate
 from hf_speculate.errors import ConfigError, UnsupportedModelError
 from hf_speculate.models.language_model import cache_name
-from tests.cases import assert_equal_ids, each_value
+from tests.cases import assert_decodes_as_plain, assert_equal_ids, each_value
 from tests.generation.test_law import SIGNIFICANCE, draw, joint_law, p_value
 from tests.oracle import Oracle
 from tests.recurrent_cases import FLOAT32_TOLERANCE, assert_equal_caches, hooks_of
@@ -85,8 +85,7 @@ def test_rows_that_end_early_leave_the_states_of_plain_decoding(kind):
 def test_prompts_are_read_in_chunks_where_several_tokens_are_read_right():
     inputs, options = ragged_prompts(3, seed=3), {"max_new_tokens": 8, "prefill_chunk_size": 4}
     for kind in ("qwen3_5", "jamba"):  # the latter reads a chunk as if nothing were before it, in plain decoding too
-        ours = target_of(kind).generate(**inputs, **options, assistant_model=draft_of(kind), num_assistant_tokens=3)
-        assert_equal_ids(target_of(kind).generate(**inputs, **options), ours)
+        assert_decodes_as_plain(target_of(kind), draft_of(kind), inputs, **options, num_assistant_tokens=3)
     ours = target_of("mamba2").generate(**inputs, **options, prompt_lookup_num_tokens=3)
     assert_equal_ids(target_of("mamba2").generate(**inputs, max_new_tokens=8), ours)  # plain decoding cuts no prompt
     with pytest.raises(UnsupportedModelError, match="prefill_chunk_size must be left out for MambaForCausalLM"):
@@ -111,20 +110,17 @@ def test_rows_of_a_draft_whose_modules_of_one_class_write_several_states():
     if "inkling" not in RECURRENT_KINDS:
         pytest.skip("transformers has no Inkling")
     inputs = ragged_prompts(3, seed=1)
-    plain = target_of("inkling").generate(**inputs, max_new_tokens=8)
-    own = {"assistant_model": draft_of("inkling"), "num_assistant_tokens": 3}
-    assert_equal_ids(plain, target_of("inkling").generate(**inputs, max_new_tokens=8, **own))
+    assert_decodes_as_plain(target_of("inkling"), draft_of("inkling"), inputs, max_new_tokens=8, num_assistant_tokens=3)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5", "mamba"])
 def test_an_unknown_class_is_compared_with_plain_decoding_and_no_hook_stays(kind):
     model = make_model(kind)
-    model.__class__ = type(
-        f"My{type(model).__name__}", (type(model),), {}
-    )  # transformers looks for "mamba" in the name
-    target, inputs, stats = hf_speculate.enable(model), ragged_prompts(3, seed=3), hf_speculate.SpeculationStats()
-    ours = target.generate(**inputs, max_new_tokens=8, prompt_lookup_num_tokens=3, speculation_stats=stats)
-    assert_equal_ids(target.generate(**inputs, max_new_tokens=8), ours)
+    model.__class__ = type(f"My{type(model).__name__}", (type(model),), {})  # transformers looks for "mamba" in it
+    target = hf_speculate.enable(model)
+    stats = assert_decodes_as_plain(
+        target, None, ragged_prompts(3, seed=3), max_new_tokens=8, prompt_lookup_num_tokens=3
+    )
     assert "self-test: passed" in stats.plan
     assert not hooks_of(target)
 
@@ -142,9 +138,7 @@ def test_attentions_are_those_of_plain_decoding(kind):
 def test_the_first_layers_draft_if_an_attention_layer_is_among_them():
     inputs, options = ragged_prompts(3, seed=3), {"max_new_tokens": 12, "num_assistant_tokens": 3}
     for kind, num_layers in (("qwen3_5", 2), ("mamba", 1), ("jamba", 2)):
-        target = target_of(kind)
-        ours = target.generate(**inputs, **options, assistant_early_exit=num_layers)
-        assert_equal_ids(target.generate(**inputs, max_new_tokens=12), ours)
+        assert_decodes_as_plain(target_of(kind), None, inputs, **options, assistant_early_exit=num_layers)
     with pytest.raises(ConfigError, match="assistant_early_exit must leave an attention layer in Qwen3_5ForCausalLM"):
         target_of("qwen3_5").generate(**inputs, **options, assistant_early_exit=1)
 

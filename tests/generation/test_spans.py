@@ -8,7 +8,7 @@ from scipy.stats import chi2
 from transformers import LogitsProcessorList
 
 import hf_speculate
-from tests.cases import DRAFTERS, KeepsAll, Unchanged, assert_equal_ids, each_value
+from tests.cases import DRAFTERS, KeepsAll, Unchanged, assert_decodes_as_plain, assert_equal_ids, each_value
 from tests.generation.test_law import MIN_EXPECTED, PROMPT, SIGNIFICANCE, draw
 from tests.tiny import make_law_model, noisy_copy, ragged_prompts
 
@@ -104,27 +104,20 @@ def test_every_drafter_keeps_it_and_rows_are_what_they_are_alone(models, prompts
 
 def test_where_no_span_opens_the_text_is_plain_greedy(models):
     target, _ = models
-    draft = noisy_copy(target)
     prompts = ragged_prompts(6, seed=2, vocab_size=VOCAB_SIZE)
     prompts["input_ids"] = prompts["input_ids"].masked_fill(prompts["input_ids"] == OPEN, CLOSE)
-    options = {"max_new_tokens": NUM_NEW, "suppress_tokens": [OPEN]}
-    plain = target.generate(**prompts, **options)
-    ours = target.generate(**prompts, **options, assistant_model=draft, num_assistant_tokens=5, **INSIDE)
-    assert_equal_ids(plain, ours)
+    options = {"max_new_tokens": NUM_NEW, "suppress_tokens": [OPEN], **INSIDE}
+    assert_decodes_as_plain(target, noisy_copy(target), prompts, **options)
 
 
 def test_a_span_that_never_closes_is_typical_to_the_end(models):
     target, draft = models
-    options = {
-        "assistant_model": draft,
-        "num_assistant_tokens": 5,
-        "max_new_tokens": NUM_NEW,
-        "suppress_tokens": [CLOSE],
-    }
+    options = {"assistant_model": draft, "num_assistant_tokens": 5, "max_new_tokens": NUM_NEW}
+    options |= {"suppress_tokens": [CLOSE]}
     prompt = torch.tensor([[3, OPEN, 5]])
-    assert_equal_ids(target.generate(prompt, **options, **LAX), target.generate(prompt, **options, **INSIDE))
-    exact = target.generate(prompt, **options)
-    assert not torch.equal(exact, target.generate(prompt, **options, **INSIDE))
+    exact, lax, inside = (target.generate(prompt, **options, **own) for own in ({}, LAX, INSIDE))
+    assert_equal_ids(lax, inside)
+    assert not torch.equal(exact, inside)
 
 
 def pooled(observed: list[float], expected: list[float]) -> tuple[float, int]:
