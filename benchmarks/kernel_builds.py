@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks._harness import ROOT, read_results, write_between, write_results
 from benchmarks._sass import comparison, counts
 from hf_speculate.triton_kernels import NoiseKeys, Stream
-from hf_speculate.triton_kernels._inputs import Cut, Proposal, Round, TypicalRule, Warp
-from hf_speculate.triton_kernels.kernels import launch, operations
+from hf_speculate.triton_kernels._inputs import Attention, Cut, Proposal, Round, TypicalRule, Warp
+from hf_speculate.triton_kernels.kernels import attention, launch, operations
 
 
 class Target(NamedTuple):
@@ -57,6 +57,7 @@ TYPE_NAMES = {
     torch.int64: "*i64",
     torch.int32: "*i32",
     torch.int8: "*i8",
+    torch.uint8: "*u8",
 }
 
 
@@ -77,23 +78,42 @@ class Build(NamedTuple):
         return " ".join([self.kernel.__name__, *flags, *(["without", *left_out] if left_out else [])])
 
 
+def build_of(case: str, kernel: Any, given: dict[str, Any], num_warps: int) -> Build:
+    """The build that a launch with arguments `given`, some of which may be another kernel's, needs."""
+    signature, constants = {}, {}
+    for name in kernel.arg_names:
+        value = given[name]
+        if isinstance(value, torch.Tensor):
+            signature[name] = TYPE_NAMES[value.dtype]
+        elif value is None or name.isupper():
+            signature[name], constants[name] = "constexpr", value
+        else:
+            signature[name] = "fp32" if isinstance(value, float) else "i32"
+    return Build(case, kernel, signature, constants, num_warps)
+
+
+def attention_builds(dtype: torch.dtype) -> Iterator[Build]:
+    """Attention of heads of several widths, with either kind of mask, of few and of many query rows."""
+    num_keys = 512
+    for width, num_query, mask_dtype, num_splits in (
+        (64, 6, torch.bool, 2), (80, 6, dtype, 2), (128, 1, None, 2), (128, 6, dtype, 1), (128, 6, dtype, 2),
+        (128, 16, dtype, 2), (256, 6, torch.bool, 2), (256, 16, dtype, 2),
+    ):  # fmt: skip
+        query = torch.zeros(1, 4, num_query, width, dtype=dtype)
+        key = torch.zeros(1, 1, num_keys, width, dtype=dtype)
+        mask = None if mask_dtype is None else torch.zeros(1, 4, num_query, num_keys, dtype=mask_dtype)
+        for call in attention.kernel_calls(Attention(query, key, key, mask, 1.0), query.transpose(1, 2), num_splits):
+            case = f"attention, width {width}, {num_query} tokens, {mask_dtype or 'no mask'}"
+            yield build_of(case, call.kernel, call.arguments, attention.NUM_WARPS)
+
+
 def launches(dtype: torch.dtype, has_atomics: bool) -> Iterator[Build]:
     """Every launch of every operation with all options in use, recorded in place of being run."""
     recorded: list[Build] = []
     case = ""
 
     def record(self: launch.Launch, kernel: Any, grid: tuple[int, ...], **own: Any) -> None:
-        given = {name: value for name, value in self.shared.items() if name in kernel.arg_names} | own
-        signature, constants = {}, {}
-        for name in kernel.arg_names:
-            value = given[name]
-            if isinstance(value, torch.Tensor):
-                signature[name] = TYPE_NAMES[value.dtype]
-            elif value is None or name.isupper():
-                signature[name], constants[name] = "constexpr", value
-            else:
-                signature[name] = "fp32" if isinstance(value, float) else "i32"
-        recorded.append(Build(case, kernel, signature, constants, launch.NUM_WARPS))
+        recorded.append(build_of(case, kernel, self.shared | own, launch.NUM_WARPS))
 
     batch_size, num_draft_tokens, vocab_size = 2, 3, 8192
     target = torch.zeros(batch_size, num_draft_tokens + 1, vocab_size, dtype=dtype)
@@ -134,7 +154,7 @@ def launches(dtype: torch.dtype, has_atomics: bool) -> Iterator[Build]:
         launch.Launch.run = run  # type: ignore[method-assign]
         operations.has_atomics = operations_has_atomics
     seen = set()
-    for build in recorded:
+    for build in (*recorded, *attention_builds(dtype)):
         key = (build.name, *build.signature.values())
         if key not in seen:
             seen.add(key)

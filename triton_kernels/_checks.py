@@ -27,10 +27,10 @@ def check_dtype(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype]) -> Non
         raise ShapeError(f"{name} must be one of {choices}, got {str(tensor.dtype).removeprefix('torch.')}")
 
 
-def check_device(name: str, tensor: Tensor, logits: Tensor) -> None:
-    """Raise unless `tensor` is on the device of the logits."""
-    if tensor.device != logits.device:
-        raise ShapeError(f"{name} must be on {logits.device}, like the logits, got {tensor.device}")
+def check_device(name: str, tensor: Tensor, other: Tensor, other_name: str = "the logits") -> None:
+    """Raise unless both tensors are on one device."""
+    if tensor.device != other.device:
+        raise ShapeError(f"{name} must be on {other.device}, like {other_name}, got {tensor.device}")
 
 
 def check_logits(name: str, logits: Tensor, legend: str) -> None:
