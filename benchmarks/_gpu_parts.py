@@ -16,13 +16,21 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import hf_speculate
-from hf_speculate.models.attention_backends import chooses_backend
+from hf_speculate.models.attention_backends import additive, attend_masked, chooses_backend
 from hf_speculate.models.folded_attention import folded_attention, folding, register_folded_attention
-from hf_speculate.triton_kernels import NoiseKeys, Stream, sample, verify_greedy, verify_rejection
+from hf_speculate.triton_kernels import (
+    NoiseKeys,
+    Stream,
+    sample,
+    split_key_attention,
+    verify_greedy,
+    verify_rejection,
+)
 
 K = 5
 SHAPES = tuple(itertools.product((1, 8), (1, K + 1, 96)))  # B and query tokens of attention
 NUM_HEADS, NUM_KV_HEADS, WIDTH, NUM_KEYS = 32, 8, 128, 2048
+MANY_KEYS = (512, 1024, 2048, 4096, 8192, 16384)  # of verifications
 ATTENTION_TOLERANCE = 2e-2  # of outputs of about 1 in bfloat16, whose step is 2^-8 there
 # How far below the largest logit of another attention backend an emitted token may lie: two steps of bfloat16 at 16.
 MAX_GAP = 0.25
@@ -118,8 +126,36 @@ def round_costs(report: Any, device: Device) -> None:
             report.check(f"{name}: launches", typical <= MOST_LAUNCHES[drafter, batch_size], typical)
 
 
+def attention_times(report: Any, device: Device) -> None:
+    """Microseconds of a verification's attention: memory-efficient as it is called now, and with split keys."""
+    groups = NUM_HEADS // NUM_KV_HEADS
+    for batch_size in (1,) if device.is_dry else (1, 8):
+        slower: list[int] = []
+        for num_keys in (160,) if device.is_dry else MANY_KEYS:
+            name = f"split keys, B={batch_size}, T={num_keys}"
+            if not report.begins(name):
+                return
+            query, key, value, mask = _attention_inputs(batch_size, K + 1, num_keys)
+            folded = query.reshape(batch_size, NUM_KV_HEADS, -1, WIDTH)
+            rows = additive(mask, groups, query.dtype)
+            runs: dict[str, Callable[[], Tensor]] = {
+                "memory-efficient": lambda: attend_masked(folded, key, value, rows, None),  # noqa: B023
+                "split keys": lambda: split_key_attention(query, key, value, mask),  # noqa: B023
+            }
+            results = [run().reshape(query.shape).float() for run in runs.values()]
+            gap = float((results[0] - results[1]).abs().max())
+            report.check(f"{name}: close to memory-efficient attention", gap < ATTENTION_TOLERANCE, gap)
+            us = {method: device.seconds(device.graphed(run), 200) * 1e6 for method, run in runs.items()}
+            report.cell(what="attention", batch_size=batch_size, num_keys=num_keys, us=us)
+            if us["split keys"] >= us["memory-efficient"]:
+                slower.append(num_keys)
+        faster_from = next((number for number in MANY_KEYS if number > max(slower, default=0)), None)
+        report.cell(what="split_keys_from", batch_size=batch_size, num_keys=None if device.is_dry else faster_from)
+
+
 def kernel_times(report: Any, device: Device) -> None:
-    """Part 4: microseconds of a verification and of sampling, replayed from CUDA graphs."""
+    """Part 4: microseconds of attention, of a verification and of sampling, replayed from CUDA graphs."""
+    attention_times(report, device)
     sizes = [(1, 64)] if device.is_dry else list(itertools.product(BATCH_SIZES, VOCAB_SIZES))
     for batch_size, vocab_size in sizes:
         if not report.begins(f"kernels, B={batch_size}, V={vocab_size}"):

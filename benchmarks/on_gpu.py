@@ -4,8 +4,8 @@
     python benchmarks/on_gpu.py --part 1 --out FOLDER --dry-run  # tiny models on a simulated device, no figures
 
 Parts: 1 versions, attention backends, copy rate and the tests that need a GPU; 2 exactness in half precision, with
-cuDNN attention allowed and not; 3 waits and launches of a round; 4 times of the kernels in CUDA graphs; 5 an 8B target
-with a 1B draft whose acceptance an oracle fixes; 6 seconds of compilation.
+cuDNN attention allowed and not; 3 waits and launches of a round; 4 times of attention and the kernels in CUDA graphs; 5
+an 8B target with a 1B draft whose acceptance an oracle fixes; 6 seconds of compilation.
 
 `FOLDER/on_gpu_<part>.json` is written after every cell and check. The exit status is 1 if a check failed. No network is
 needed.

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import hf_speculate
+from hf_speculate.models.attention_backends import split_keys_from
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 
 pytestmark = pytest.mark.gpu
@@ -49,6 +50,22 @@ def test_greedy_tokens_are_those_of_plain_decoding_but_for_ties(
     assistant = None if kind == "lookup" else draft
     options = {**GREEDY[kind], **COMPILED[is_compiled], "max_new_tokens": 40}
     report = hf_speculate.check_parity(target, assistant, [prompts(batch_size)], **options)
+    assert report.ok, report
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("batch_size", [1, 5])
+@pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}, {"speculation_graphs": "on"}])
+def test_split_keys_give_the_greedy_tokens_of_plain_decoding_but_for_ties(
+    dtype: torch.dtype, batch_size: int, options: dict[str, Any]
+) -> None:
+    target, draft = make_model("llama", dtype=dtype, seed=1), noisy_copy(make_model("llama", dtype=dtype, seed=1))
+    target, draft = hf_speculate.enable(target.to("cuda:0")), draft.to("cuda:0")  # of which nothing is compiled yet
+    split_keys_from(1)
+    try:
+        report = hf_speculate.check_parity(target, draft, [prompts(batch_size)], **options, max_new_tokens=40)
+    finally:
+        split_keys_from(None)
     assert report.ok, report
 
 
