@@ -32,7 +32,8 @@ _MIN_KEYS_FLOAT32 = _ROWS_FLOAT32 = 16  # float32 is multiplied without tensor c
 _MULTIPROCESSORS = 132  # where no device can be asked
 
 _RUN_TIME = [
-    *(f"{name}_stride_{axis}" for name in ("query", "key", "value", "mask") for axis in "bhqt"),
+    *(f"{name}_stride_{axis}" for name in ("query", "mask") for axis in "bhq"),
+    *(f"{name}_stride_{axis}" for name in ("key", "value") for axis in "bht"),
     "scaling", "num_kv_heads", "groups", "num_query", "num_keys", "keys_per_split", "num_outputs", "num_splits",
 ]  # fmt: skip
 _jit = partial(triton.jit, do_not_specialize=_RUN_TIME, do_not_specialize_on_alignment=["mask_ptr"])
