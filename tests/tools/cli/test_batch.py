@@ -83,24 +83,6 @@ def test_other_settings_are_refused_unless_told(folder, tmp_path, capsys):
     assert main(words(folder, output, "-k", "2", "--if-changed", "keep")) == 0
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--set", "seed=[1, 2]"], "seed must be an int"),
-        (["--set", "verifierr=typical"], "--set must be name=value"),
-        (["-t", "0.5"], "--temperature must come with --sample"),
-        (["-b", "0"], "Invalid value for '--rows' / '--batch-size'"),
-        (["--engine", "ray", "--workers", "0"], "num_workers must be at least 1"),
-        (["--draft", "no/such-model"], "no/such-model"),
-        (["-v", "nonsense"], "verifier must be one of block, coupled"),
-    ],
-)
-def test_an_error_is_one_line_and_status_two(more, message, folder, tmp_path, capsys):
-    assert main(words(folder, tmp_path / "out.jsonl", *more)) == 2
-    assert message in one_error(capsys)
-    assert not (tmp_path / "out.jsonl").exists()
-
-
 def test_a_bad_line_is_named_before_any_model_is_loaded(tmp_path, capsys):
     file = tmp_path / "bad.jsonl"
     file.write_text('"good"\n{"id": 1}\n')

@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_speculate
 from hf_speculate.tools.bench.decoding import Decoder
@@ -14,7 +13,6 @@ from tests.cases import KeepsAll
 from tests.tiny import make_model
 from tests.tiny_tokenizers import byte_level_tokenizer
 from tests.tools.bench.fakes import EOS, save_pair
-from tests.tools.bench.test_drift import direct
 
 TEXTS = ["def main", "class Stack", "x = ", "import"]
 QUESTIONS = [
@@ -22,7 +20,6 @@ QUESTIONS = [
     for index, text in enumerate(TEXTS)
 ]
 NUM_NEW = 8
-_TYPICAL = {"verifier": "typical", "posterior_threshold": 0.04, "posterior_alpha": 0.2}
 COMMON = ["-n", str(NUM_NEW), "-k", "3,adaptive", "--device", "cpu"]
 
 
@@ -101,25 +98,6 @@ def test_greedy_methods_are_compared_with_plain_decoding_and_lossy_ones_with_the
     assert "4 of 4 rows equal" in out
     assert "agreement with greedy" in out
     assert all(name in out for name in names)
-
-
-def test_drift_is_that_of_the_text_that_was_written(pair, questions):
-    _, result = run(pair, questions, "--thresholds", "0.04", "-v", "typical")
-    tokenizer = AutoTokenizer.from_pretrained(pair[0])
-    target, draft = (AutoModelForCausalLM.from_pretrained(name, dtype=torch.float64) for name in pair)
-    for name, fields in (("plain, greedy", {}), ("typical", _TYPICAL)):
-        total, num_best = 0.0, 0
-        for text in TEXTS:
-            ids = tokenizer(text, return_tensors="pt")["input_ids"]
-            speculation = {"assistant_model": draft, "num_assistant_tokens": 3, **fields} if fields else {}
-            output = hf_speculate.generate(
-                target, ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_NEW, do_sample=False, **speculation
-            )
-            found = direct(target, ids[0], output[0, ids.shape[1] :].tolist())
-            total, num_best = total + found[0], num_best + found[1]
-        line = next(one for one in result["drift"] if one["verifier"] == name)
-        assert line["log_likelihood_per_token"] == pytest.approx(total / (4 * NUM_NEW), abs=1e-9)
-        assert line["agreement_with_greedy"] == pytest.approx(num_best / (4 * NUM_NEW))
 
 
 def test_prompt_lookup_needs_no_draft(pair, questions, capsys):
@@ -210,32 +188,3 @@ def test_no_figure_is_shown_of_a_method_that_writes_another_text(questions, tmp_
     out, err = capsys.readouterr()
     assert "keeps all" not in out
     assert "left out: keeps all, K = 3" in err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["no-such.jsonl"], "the file of prompts must exist"),
-        (["{file}", "-k", "many"], "--num-assistant-tokens must be a number"),
-        (["{file}", "-v", "nonsense"], "verifier must be one of block, coupled"),
-        (["{file}", "-v", "greedy", "--sample"], "verifier must be a sampling one"),
-        (["{file}", "-v", ","], "--verifiers must name at least one"),
-        (["{file}", "--thresholds", "2"], "posterior_threshold must be in (0, 1)"),
-        (["{file}", "-t", "0.5"], "--temperature must come with --sample"),
-        (["{file}", "-n", "0"], "--max-new-tokens must be an int of at least 1"),
-        (
-            ["{file}", "--set", "verifier=block"],
-            "--set must leave out the fields in which methods differ, got verifier",
-        ),
-        (["{file}", "--output", "no/such/folder/out.json"], "the folder of no/such/folder/out.json must exist"),
-        (["{file}", "--chat"], "the tokenizer must have a chat template"),
-    ],
-)
-def test_an_error_is_one_line_and_status_two(arguments, message, pair, tmp_path, capsys):
-    file = tmp_path / "prompts.txt"
-    file.write_text("def main\n")
-    assert main(["bench", pair[0], *[word.format(file=file) for word in arguments], "-d", pair[1]]) == 2
-    err = capsys.readouterr().err
-    assert message in err
-    assert len(err.strip().splitlines()) == 1
-    assert err.startswith("hf-speculate: ")

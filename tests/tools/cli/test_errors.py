@@ -106,6 +106,34 @@ def test_options_and_files_are_checked_before_a_model_is_loaded(words, message, 
     assert message in refused(words)
 
 
+@pytest.mark.parametrize(
+    ("command", "options", "message"),
+    [
+        (GENERATE, ["--file", "y"], "there must be one prompt or --file, got both"),
+        (GENERATE, ["--set", "speculation_stats=1"], "--set must be name=value with a plain field"),
+        (GENERATE, ["--dtype", "int8"], "dtype must be one of auto, bfloat16"),
+        (GENERATE, ["--chat"], "the tokenizer must have a chat template"),
+        (GENERATE, ["-v", "nonsense"], "verifier must be one of block, coupled"),
+        (BATCH, ["--set", "seed=[1, 2]"], "seed must be an int"),
+        (BATCH, ["-b", "0"], "Invalid value for '--rows' / '--batch-size'"),
+        (BATCH, ["--engine", "ray", "--workers", "0"], "num_workers must be at least 1"),
+        (BENCH, ["-k", "many"], "--num-assistant-tokens must be a number"),
+        (BENCH, ["-v", "greedy", "--sample"], "verifier must be a sampling one"),
+        (BENCH, ["-v", ","], "--verifiers must name at least one"),
+        (BENCH, ["--thresholds", "2"], "posterior_threshold must be in (0, 1)"),
+        (BENCH, ["--set", "verifier=block"], "leave out the fields in which methods differ, got verifier"),
+        (BENCH, ["--output", "no/such/out.json"], "the folder of no/such/out.json must exist"),
+        (TUNE, ["--quality", "agreement"], "--quality must be exact, or bounds such as agreement>=0.95"),
+        (TUNE, ["--write", "{out}"], "the folder of --write must hold a generation_config.json"),
+        (TUNE, ["-v", "typical"], "--verifiers must name one that --quality exact allows, got typical"),
+        (TUNE, ["-v", "block", "-k", "0"], "num_assistant_tokens must be in 1..128"),
+    ],
+)
+def test_what_one_command_cannot_do_is_named(command, options, message, refused, tmp_path):
+    assert message in refused([*command, *options])
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_gpu_that_is_not_there_is_named(refused):
     assert "--device must be one of auto, cpu, map here, got 'cuda'" in refused([*GENERATE, "--device", "cuda"])
 

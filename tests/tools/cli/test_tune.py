@@ -110,22 +110,3 @@ def test_a_method_may_win_by_its_real_seconds(pair, prompts, capsys):
     shown = capsys.readouterr().out
     assert ("best: greedy" in shown) is (status == 0)
     assert status in (0, 1)
-
-
-@pytest.mark.parametrize(
-    ("extra", "message"),
-    [
-        (["--quality", "agreement"], "--quality must be exact, or bounds such as agreement>=0.95"),
-        (["--write", "{folder}"], "the folder of --write must hold a generation_config.json"),
-        (["-v", "typical"], "--verifiers must name one that --quality exact allows, got typical"),
-        (["-v", "block", "-k", "0"], "num_assistant_tokens must be in 1..128"),
-        (["--set", "posterior_threshold=0.1"], "--set must leave out the fields in which methods differ"),
-    ],
-)
-def test_an_error_is_one_line_and_status_two(extra, message, pair, prompts, tmp_path, capsys):
-    assert (
-        main(["tune", pair[0], prompts, "-d", pair[1], *COMMON, *[word.format(folder=tmp_path) for word in extra]]) == 2
-    )
-    err = capsys.readouterr().err
-    assert message in err
-    assert len(err.strip().splitlines()) == 1
