@@ -1,6 +1,7 @@
 """Imports the examples as their own scripts do."""
 
 import importlib
+import runpy
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,3 +20,16 @@ def import_example() -> Iterator[Callable[[str], ModuleType]]:
         yield importlib.import_module
     finally:
         sys.path.remove(str(EXAMPLES))
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs a script of the examples as `python examples/<name>` does; returns what it printed."""
+
+    def run_script(name: str, *arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        monkeypatch.syspath_prepend(EXAMPLES)
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run_script

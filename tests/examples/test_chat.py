@@ -1,8 +1,7 @@
 """The chat example: the answers of a chat that reads everything anew, and far fewer tokens read."""
 
+import io
 import string
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -68,13 +67,6 @@ def test_a_kept_cache_gives_the_answers_of_a_fresh_one(import_example, models, r
 
 
 @pytest.mark.slow
-def test_the_script_answers_every_line():
-    result = subprocess.run(
-        [sys.executable, SCRIPT, "--tiny", "--max-new-tokens", "8"],
-        input="a function that sorts\nand its test\n",
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("mean acceptance length") == 2
+def test_the_script_answers_every_line(run, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("a function that sorts\nand its test\n"))
+    assert run("chat.py", "--tiny", "--max-new-tokens", "8").count("mean acceptance length") == 2

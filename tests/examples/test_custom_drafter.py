@@ -1,9 +1,6 @@
 """The drafter example: what it learns, what it proposes, and that texts are those of plain decoding."""
 
 import re
-import runpy
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +11,6 @@ from hf_speculate.types import Kept, SampleStrategy
 from tests.cases import assert_equal_ids, pair
 from tests.tiny import ragged_prompts
 
-SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "custom_drafter.py"
 GREEDY = SampleStrategy.GREEDY
 NUM_NEW = 24
 
@@ -78,9 +74,7 @@ def test_greedy_texts_are_plain(drafter_class, batch_size):
     assert stats.num_drafted > 0
 
 
-def test_the_script_keeps_some_of_what_it_proposes(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--max-new-tokens", "24"])
-    runpy.run_path(str(SCRIPT), run_name="__main__")
-    printed = capsys.readouterr().out
+def test_the_script_keeps_some_of_what_it_proposes(run):
+    printed = run("custom_drafter.py", "--max-new-tokens", "24")
     assert float(re.search(r"^mean acceptance length (\S+),", printed, re.M)[1]) > 1.1
     assert "texts equal plain decoding's: True" in printed

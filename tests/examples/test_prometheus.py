@@ -1,7 +1,5 @@
 """The Prometheus example: its counters are the statistics', and its own scrape shows them."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -57,11 +55,9 @@ def test_the_counters_are_the_statistics_of_all_calls(example):
 
 
 @pytest.mark.slow
-def test_the_script_prints_a_scrape_of_its_own():
-    arguments = ["--num-prompts", "1", "--max-new-tokens", "8"]
-    result = subprocess.run([sys.executable, SCRIPT, *arguments], cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    lines = dict(line.rsplit(" ", 1) for line in result.stdout.splitlines() if line and not line.startswith("#"))
+def test_the_script_prints_a_scrape_of_its_own(run):
+    printed = run("prometheus.py", "--num-prompts", "1", "--max-new-tokens", "8")
+    lines = dict(line.rsplit(" ", 1) for line in printed.splitlines() if line and not line.startswith("#"))
     assert float(lines['speculation_emitted_tokens_total{model="bundled"}']) == 7
     assert float(lines['speculation_rounds_total{model="bundled"}']) >= 2
     assert float(lines['speculation_seconds_total{model="bundled",stage="score"}']) > 0

@@ -2,26 +2,9 @@
 
 import ast
 import re
-import runpy
-import sys
 from pathlib import Path
 
-import pytest
-
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    """Runs a script of the examples as `python examples/<name>` does; returns what it printed."""
-
-    def run_script(name: str, *arguments: str) -> str:
-        monkeypatch.setattr(sys, "argv", [name, *arguments])
-        monkeypatch.syspath_prepend(EXAMPLES)
-        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
-        return capsys.readouterr().out
-
-    return run_script
 
 
 def mean_acceptance_length(printed: str) -> list[float]:

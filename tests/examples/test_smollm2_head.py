@@ -12,7 +12,6 @@ from tests.generation.test_law import SIGNIFICANCE, draw, joint_law, p_value
 from tests.tiny import make_law_model, make_model, ragged_prompts
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-FOLDER = EXAMPLES / "smollm2_head"
 MAX_BYTES = 24_000_000
 AUX_LAYERS = [1, 2]
 NUM_NEW = 24
@@ -71,61 +70,66 @@ def recording(import_example):
     return Recording
 
 
+def last_output(head, ids, states):
+    """[1, D] after all pairs of ids [1, N] and states [1, M, D]; the pairs' own outputs stand in for the rest."""
+    while True:
+        count = states.shape[1]
+        heads, residual = head.attend_from(ids[:, :count], states, head.turns(torch.arange(count)[None]))
+        groups = heads.query.shape[1] // heads.key.shape[1]
+        key, value = (part.repeat_interleave(groups, 1) for part in (heads.key, heads.value))
+        mixed = torch.nn.functional.scaled_dot_product_attention(heads.query, key, value, is_causal=True)
+        output = head.finish(residual, mixed)[:, -1:]
+        if count == ids.shape[1]:
+            return output[:, 0]
+        states = torch.cat([states, output], dim=1)
+
+
 def drafted_without_cache(head, target, text, num_tokens):
     """The greedy draft after `text`, every attention computed anew over all pairs."""
     states = target(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states
     states = head.project(torch.cat([states[layer] for layer in head.hidden_layers], dim=-1))  # [1, N, D]
     ids = list(text[1:])
     for _ in range(num_tokens):
-        turns = head.turns(torch.arange(len(ids))[None])
-        heads, residual = head.attend_from(torch.tensor([ids]), states, turns)
-        groups = heads.query.shape[1] // heads.key.shape[1]
-        key, value = (part.repeat_interleave(groups, 1) for part in (heads.key, heads.value))
-        mixed = torch.nn.functional.scaled_dot_product_attention(heads.query, key, value, is_causal=True)
-        output = head.finish(residual, mixed)[:, -1:]
-        ids.append(int(head.target_ids[head.logits(output)[0, -1].argmax()]))
-        states = torch.cat([states, output], dim=1)
+        output = last_output(head, torch.tensor([ids]), states)
+        ids.append(int(head.target_ids[head.logits(output)[0].argmax()]))
     return ids[-num_tokens:]
 
 
-@pytest.mark.parametrize("num_rows", [1, 3])
-def test_drafts_are_those_of_a_forward_without_a_cache(target, head, recording, num_rows):
-    inputs, seen = ragged_prompts(num_rows, seed=4), []
-    drafter = functools.partial(recording, head, seen=seen)
-    ours = target.generate(**inputs, max_new_tokens=NUM_NEW, drafter=drafter, num_assistant_tokens=K)
-    assert_equal_ids(target.generate(**inputs, max_new_tokens=NUM_NEW), ours)
+@pytest.fixture
+def drafts(target, recording):
+    """Decodes with a recorded head; returns its proposals beside the texts that they were made for."""
+
+    def decode(head, inputs, eos_token_id=None, **options):
+        seen, common = [], {"max_new_tokens": NUM_NEW, "eos_token_id": eos_token_id}
+        drafter = functools.partial(recording, head, seen=seen, **options)
+        ours = target.generate(**inputs, **common, drafter=drafter, num_assistant_tokens=K)
+        assert_equal_ids(target.generate(**inputs, **common), ours)
+        return seen
+
+    return decode
+
+
+@pytest.mark.parametrize(("num_rows", "has_end"), [(1, False), (3, False), (3, True)])
+def test_drafts_are_those_of_a_forward_without_a_cache(target, head, drafts, num_rows, has_end):
+    inputs, eos = ragged_prompts(num_rows, seed=4), None
+    if has_end:  # a row ends early
+        eos = int(target.generate(**inputs, max_new_tokens=6)[0, -1])
+    seen = drafts(head, inputs, eos)
     assert len(seen) > num_rows * 4
     for text, ids in seen:
-        assert ids == drafted_without_cache(head, target, text, len(ids))
-
-
-def test_rows_that_end_early_leave_the_others_drafts_alone(target, head, recording):
-    inputs, seen = ragged_prompts(3, seed=4), []
-    plain = target.generate(**inputs, max_new_tokens=NUM_NEW)
-    eos = int(plain[0, inputs["input_ids"].shape[1] + 5])
-    options = {"max_new_tokens": NUM_NEW, "eos_token_id": eos}
-    drafter = functools.partial(recording, head, seen=seen)
-    ours = target.generate(**inputs, **options, drafter=drafter, num_assistant_tokens=K)
-    assert_equal_ids(target.generate(**inputs, **options), ours)
-    assert all(ids == drafted_without_cache(head, target, text, len(ids)) for text, ids in seen if eos not in text[-K:])
+        assert eos in text[-K:] or ids == drafted_without_cache(head, target, text, len(ids))
 
 
 @pytest.mark.parametrize(("confidence", "lens"), [(0.1, {1, K}), (0.99, {0})])
-def test_an_unsure_draft_is_shorter(target, head, recording, confidence, lens):
-    inputs, seen = ragged_prompts(2, seed=4), []
-    drafter = functools.partial(recording, head, seen=seen, confidence=confidence)
-    ours = target.generate(**inputs, max_new_tokens=NUM_NEW, drafter=drafter, num_assistant_tokens=K)
-    assert_equal_ids(target.generate(**inputs, max_new_tokens=NUM_NEW), ours)
+def test_an_unsure_draft_is_shorter(target, head, drafts, confidence, lens):
+    seen = drafts(head, ragged_prompts(2, seed=4), confidence=confidence)
     assert {len(ids) for _, ids in seen} >= lens
     assert all(ids == drafted_without_cache(head, target, text, len(ids)) for text, ids in seen if ids)
 
 
-def test_a_row_that_repeats_itself_copies_and_the_others_draft(target, head, recording):
+def test_a_row_that_repeats_itself_copies_and_the_others_draft(target, head, drafts):
     prompts = torch.tensor([[5, 9, 7, 8, 5, 9, 7, 8, 5, 9], [1, 2, 3, 4, 6, 10, 11, 12, 13, 14]])
-    inputs, seen = {"input_ids": prompts, "attention_mask": torch.ones_like(prompts)}, []
-    drafter = functools.partial(recording, head, seen=seen, min_match_len=2)
-    ours = target.generate(**inputs, max_new_tokens=NUM_NEW, drafter=drafter, num_assistant_tokens=K)
-    assert_equal_ids(target.generate(**inputs, max_new_tokens=NUM_NEW), ours)
+    seen = drafts(head, {"input_ids": prompts, "attention_mask": torch.ones_like(prompts)}, min_match_len=2)
     num_copied = 0
     for text, ids in seen:
         if ids != drafted_without_cache(head, target, text, len(ids)):
@@ -173,21 +177,6 @@ def test_training_runs_the_head_as_it_drafts(import_example, target, head):
         steps.append(heads)
         outputs = head.finish(residual, training.attend(steps, groups))
         for last in range(step, 11):
-            expected = teacher_forced(head, pair_ids[:, : last + 1], aux, num_true=last + 1 - step)
+            expected = last_output(head, pair_ids[:, : last + 1], head.project(aux[:, : last + 1 - step]))
             torch.testing.assert_close(outputs[:, last], expected, rtol=0, atol=TOLERANCE)
         states = torch.nn.functional.pad(outputs, (0, 0, 1, 0))[:, :-1]
-
-
-def teacher_forced(head, pair_ids, aux, num_true):
-    """[1, D] the last pair's output where only the first `num_true` pairs have the target's states."""
-    states = head.project(aux[:, :num_true])
-    while True:
-        count = states.shape[1]
-        heads, residual = head.attend_from(pair_ids[:, :count], states, head.turns(torch.arange(count)[None]))
-        groups = heads.query.shape[1] // heads.key.shape[1]
-        key, value = (part.repeat_interleave(groups, 1) for part in (heads.key, heads.value))
-        mixed = torch.nn.functional.scaled_dot_product_attention(heads.query, key, value, is_causal=True)
-        output = head.finish(residual, mixed)[:, -1:]
-        if count == pair_ids.shape[1]:
-            return output[:, 0]
-        states = torch.cat([states, output], dim=1)

@@ -10,7 +10,7 @@ from transformers import CompileConfig
 import hf_speculate
 from hf_speculate.engine.model_state import model_state
 from hf_speculate.models import attention_switch
-from tests.cases import assert_equal_ids
+from tests.cases import assert_equal_ids, each_value
 from tests.reliability.faults import ERRORS, Fault, put_in
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 
@@ -74,21 +74,12 @@ def run_after(error: BaseException, at: int, **options: Any) -> None:
     assert (stats.compiled, stats.fallbacks) == (["target", "draft"], [])
 
 
-@pytest.mark.parametrize(
-    "place", ["target again", *(pytest.param(one, marks=pytest.mark.slow) for one in list(PLACES)[:3])]
-)
-def test_an_error_in_a_compiled_forward(place):
+@each_value(place=PLACES, name=ERRORS)
+def test_an_error_in_a_compiled_forward(place, name):
     at, note = PLACES[place]
-    error = ERRORS["out of memory"]()
+    error = ERRORS[name]()
     run_after(error, at)
     assert error.__notes__ == [f"hf_speculate: raised while {note}"]
-
-
-@pytest.mark.parametrize("name", ERRORS)
-def test_errors_of_every_class_in_a_compiled_forward(name):
-    error = ERRORS[name]()
-    run_after(error, PLACES["target again"][0])
-    assert error.__notes__ == ["hf_speculate: raised while the target scored tokens, round 3"]
 
 
 @pytest.mark.parametrize("place", ["foreign processor", "row-wise criterion"])

@@ -116,18 +116,6 @@ def test_two_calls_at_a_time_give_the_texts_that_each_gives_alone(shift, alone):
     assert attention_switch._HOLDERS == {}
 
 
-def test_calls_that_do_not_wait_for_each_other(alone):
-    before = configs()
-    repeated = 2 * NAMES
-    first, second = together(
-        lambda _: [call(name) for name in repeated], lambda _: [call(name) for name in reversed(repeated)]
-    )
-    assert first == [alone[name] for name in repeated]
-    assert second == [alone[name] for name in reversed(repeated)]
-    assert configs() == before
-    assert attention_switch._HOLDERS == {}
-
-
 def test_a_call_that_fails_leaves_the_other_threads_alone(alone):
     target, draft = models()
     before = configs()

@@ -4,10 +4,13 @@ Node 0 is the empty text and node n followed by token x is node n * V + x + 1, s
 of one length lie side by side.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from hf_speculate.triton_kernels import NoiseKeys, Stream, sample
+from tests.triton_kernels.distributions import chunks, p_value
 from tests.triton_kernels.operations import Operation
 
 
@@ -71,7 +74,6 @@ def decode(
     stream: Stream = Stream.DRAFT,
     end_token_id: int | None = None,
     with_rounds: bool = True,
-    with_positions: bool = True,
 ) -> Tensor:
     """Texts [B] of `length` tokens, drafted and verified round after round.
 
@@ -85,14 +87,13 @@ def decode(
         stream: of the draft.
         end_token_id: after which the drafter stops, so that what it drafts says how much of it counts.
         with_rounds: whether the keys count the rounds, as they should.
-        with_positions: whether the keys count the tokens, as they should.
     """
     vocab_size = target.shape[1]
     nodes, lens = torch.zeros_like(seeds), torch.zeros_like(seeds)
     rounds = 0
     while (rows := (lens < length).nonzero().squeeze(-1)).numel():
         begun = torch.full_like(rows, rounds if with_rounds else 0)
-        keys = NoiseKeys(seeds[rows], begun, lens[rows] if with_positions else torch.zeros_like(rows))
+        keys = NoiseKeys(seeds[rows], begun, lens[rows])
         ids, path = draft_chain(draft, nodes[rows], keys, num_draft_tokens, stream)
         draft_lens = torch.full_like(rows, num_draft_tokens)
         if end_token_id is not None:
@@ -104,3 +105,13 @@ def decode(
             lens[rows] += grows
         rounds += 1
     return nodes
+
+
+def text_p_value(verify: Operation, num_texts: int, **options: Any) -> float:
+    """The first four tokens of a model over three letters, three drafted a round, against their exact distribution."""
+    target, draft = make_tables(3, 4 + 3)
+    counts = torch.zeros(81, dtype=torch.int64)
+    for keys in chunks(num_texts):
+        texts = decode(target, draft, keys.seeds, verify, length=4, num_draft_tokens=3, **options)
+        counts += count_texts(texts, 3, 4)
+    return p_value(counts, text_law(target, 4))

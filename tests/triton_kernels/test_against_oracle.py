@@ -1,10 +1,13 @@
 """The vectorised twins decide as plain loops in float64 do, on the same noise."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
 from hf_speculate.triton_kernels import (
+    NoiseKeys,
     Stream,
     Verdict,
     sample,
@@ -42,77 +45,55 @@ def assert_decided(verdict: Verdict, row: int, decision: oracle.Decision) -> int
     return 1
 
 
-@pytest.mark.parametrize("vocab_size", [2, 37, 500])
-@pytest.mark.parametrize("dense", [True, False])
-def test_rejection_decides_as_float64_does(vocab_size: int, dense: bool) -> None:
-    target, draft, ids = make_round(vocab_size)
-    keys = make_keys(NUM_ROWS, seed=5, rounds=4, positions=99)
-    verdict = verify_rejection(target, ids, draft if dense else None, keys=keys)
-    compared = 0
-    for row in range(NUM_ROWS):
-        keys_of_row = keys.rows(torch.tensor([row]))
-        decision = oracle.reject(target[row], ids[row].tolist(), draft[row] if dense else None, keys_of_row)
-        compared += assert_decided(verdict, row, decision)
-    assert compared > 0.9 * NUM_ROWS
+# What verifies rounds, and what decides one row of target, ids and draft by its keys, temperature and cutoffs.
+DECIDERS: dict[str, tuple[Callable[..., Verdict], Callable[..., oracle.Decision]]] = {
+    "rejection": (lambda *round_, keys, **warp: verify_rejection(*round_, keys=keys, **warp), oracle.reject),
+    "point mass": (
+        lambda target, ids, _, **options: verify_rejection(target, ids, **options),
+        lambda target, ids, _, *rest: oracle.reject(target, ids, None, *rest),
+    ),
+    "block": (lambda *round_, keys, **warp: verify_block(*round_, keys=keys, **warp), oracle.verify_block),
+    "coupled": (
+        lambda target, ids, _, **options: verify_coupled(target, ids, **options),
+        lambda target, ids, _, *rest: oracle.verify_coupled(target, ids, *rest),
+    ),
+}
 
 
-@pytest.mark.parametrize("name", ["rejection", "block", "coupled"])
-def test_temperatures_and_cutoffs_decide_as_in_float64(name: str) -> None:
-    target, draft, ids = make_round(50)
-    keys = make_keys(NUM_ROWS, seed=6)
-    temperature = torch.linspace(0.3, 2.0, NUM_ROWS)
-    cutoffs = (target / temperature.view(-1, 1, 1)).kthvalue(30, dim=-1).values
-    warp = {"temperature": temperature, "row_cutoffs": cutoffs}
-    if name == "coupled":
-        verdict = verify_coupled(target, ids, keys=keys, **warp)
-    else:
-        verify = verify_rejection if name == "rejection" else verify_block
-        verdict = verify(target, ids, draft, keys=keys, **warp)
-    compared = 0
+def assert_all_decided(name: str, round_: tuple[Tensor, ...], keys: NoiseKeys, **warp: Tensor) -> None:
+    verify, decide = DECIDERS[name]
+    verdict, compared = verify(*round_, keys=keys, **warp), 0
     for row in range(NUM_ROWS):
-        keys_of_row, drafted = keys.rows(torch.tensor([row])), ids[row].tolist()
-        row_warp = (float(temperature[row]), cutoffs[row])
-        if name == "coupled":
-            decision = oracle.verify_coupled(target[row], drafted, keys_of_row, *row_warp)
-        else:
-            decide = oracle.reject if name == "rejection" else oracle.verify_block
-            decision = decide(target[row], drafted, draft[row], keys_of_row, *row_warp)
+        target, ids, draft = (part[row] for part in round_)
+        row_warp = [float(warp["temperature"][row]), warp["row_cutoffs"][row]] if warp else []
+        decision = decide(target, ids.tolist(), draft, keys.rows(torch.tensor([row])), *row_warp)
         compared += assert_decided(verdict, row, decision)
     assert compared > 0.9 * NUM_ROWS
 
 
 @pytest.mark.parametrize("vocab_size", [2, 37, 500])
-@pytest.mark.parametrize("distance", [0.1, 0.7, 3.0])
-def test_block_decides_as_float64_does(vocab_size: int, distance: float) -> None:
+@pytest.mark.parametrize(
+    ("name", "distance"),
+    [("rejection", 0.7), ("point mass", 0.7), ("block", 0.1), ("block", 0.7), ("block", 3.0), ("coupled", 0.7)],
+)
+def test_verifiers_decide_as_float64_does(name: str, distance: float, vocab_size: int) -> None:
     target, draft, ids = make_round(vocab_size, distance=distance)
     keys = make_keys(NUM_ROWS, seed=5, rounds=4, positions=99)
-    verdict = verify_block(target, ids, draft, keys=keys)
-    compared = 0
-    for row in range(NUM_ROWS):
-        keys_of_row = keys.rows(torch.tensor([row]))
-        decision = oracle.verify_block(target[row], ids[row].tolist(), draft[row], keys_of_row)
-        compared += assert_decided(verdict, row, decision)
-    assert compared > 0.9 * NUM_ROWS
+    if name == "coupled":
+        at = range(NUM_DRAFT_TOKENS)
+        keys_at = [keys._replace(positions=keys.positions + position) for position in at]
+        raced = [sample(draft[:, j], keys=keys_at[j], stream=Stream.RACE).token_ids for j in at]
+        ids = torch.where(torch.arange(NUM_ROWS)[:, None] % 2 == 0, torch.stack(raced, dim=-1), ids)
+    assert_all_decided(name, (target, ids, draft), keys)
 
 
-@pytest.mark.parametrize("vocab_size", [2, 37, 500])
-@pytest.mark.parametrize("stream", [Stream.DRAFT, Stream.RACE])
-def test_coupled_decides_as_float64_does(vocab_size: int, stream: Stream) -> None:
-    target, draft, _ = make_round(vocab_size)
-    keys = make_keys(NUM_ROWS, seed=5, rounds=4, positions=99)
-    ids = torch.stack(
-        [
-            sample(draft[:, at], keys=keys._replace(positions=keys.positions + at), stream=stream).token_ids
-            for at in range(NUM_DRAFT_TOKENS)
-        ],
-        dim=-1,
-    )
-    verdict = verify_coupled(target, ids, keys=keys)
-    compared = 0
-    for row in range(NUM_ROWS):
-        decision = oracle.verify_coupled(target[row], ids[row].tolist(), keys.rows(torch.tensor([row])))
-        compared += assert_decided(verdict, row, decision)
-    assert compared > 0.9 * NUM_ROWS
+@pytest.mark.parametrize("name", DECIDERS)
+def test_temperatures_and_cutoffs_decide_as_in_float64(name: str) -> None:
+    target, draft, ids = make_round(50)
+    temperature = torch.linspace(0.3, 2.0, NUM_ROWS)
+    cutoffs = (target / temperature.view(-1, 1, 1)).kthvalue(30, dim=-1).values
+    keys = make_keys(NUM_ROWS, seed=6)
+    assert_all_decided(name, (target, ids, draft), keys, temperature=temperature, row_cutoffs=cutoffs)
 
 
 def test_sample_decides_as_float64_does() -> None:

@@ -2,7 +2,6 @@
 
 import importlib
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -16,14 +15,12 @@ from tests.triton_kernels.distributions import (
     acceptance_law,
     block_law,
     block_p_value,
-    chunks,
     count_rounds,
-    p_value,
     rank_reversed_laws,
     rejection_law,
 )
 from tests.triton_kernels.operations import OPERATIONS
-from tests.triton_kernels.tables import count_texts, decode, make_tables, text_law
+from tests.triton_kernels.tables import text_p_value
 
 # The package names the function of the same name.
 twin = importlib.import_module("hf_speculate.triton_kernels.reference.block")
@@ -37,13 +34,6 @@ NUM_SIGMAS = 4.0
 EXACT = 1e-12
 
 verify = OPERATIONS["block"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("vocab_size", "num_draft_tokens"), [(3, 3), (8, 3), (16, 2)])
-def test_joint_law_of_a_round_is_exact_for_a_rank_reversed_draft(vocab_size: int, num_draft_tokens: int) -> None:
-    target, draft = rank_reversed_laws(vocab_size, num_draft_tokens)
-    assert block_p_value(target, draft, NUM_TRIALS, verify) > PASS_P_VALUE
 
 
 @pytest.mark.slow
@@ -87,24 +77,14 @@ def test_more_tokens_are_kept_than_by_rejection_and_as_many_as_enumerated() -> N
         assert mean > float(kept @ rejected / NUM_CONTROL_TRIALS)
 
 
-def text_p_value(**options: Any) -> float:
-    """The first four tokens of a table model over three letters, three drafted a round, against their exact law."""
-    target, draft = make_tables(3, 4 + 3)
-    counts = torch.zeros(81, dtype=torch.int64)
-    for keys in chunks(NUM_TEXTS):
-        texts = decode(target, draft, keys.seeds, verify, length=4, num_draft_tokens=3, **options)
-        counts += count_texts(texts, 3, 4)
-    return p_value(counts, text_law(target, 4))
-
-
 @pytest.mark.parametrize("end_token_id", [None, pytest.param(1, marks=pytest.mark.slow)])
 def test_joint_law_of_four_tokens_over_several_rounds_is_the_targets(end_token_id: int | None) -> None:
-    assert text_p_value(end_token_id=end_token_id) > PASS_P_VALUE
+    assert text_p_value(verify, NUM_TEXTS, end_token_id=end_token_id) > PASS_P_VALUE
 
 
 @pytest.mark.slow
 def test_control_keys_without_the_round_are_caught() -> None:
-    assert text_p_value(with_rounds=False) < FAIL_P_VALUE
+    assert text_p_value(verify, NUM_TEXTS, with_rounds=False) < FAIL_P_VALUE
 
 
 def assert_caught(control: Callable[[Tensor, Tensor, Tensor, NoiseKeys], Verdict] = verify) -> None:

@@ -2,28 +2,23 @@
 
 import pytest
 import torch
-from torch import Tensor
 
-from hf_speculate.triton_kernels import NoiseKeys, Stream, Verdict, sample
+from hf_speculate.triton_kernels import Stream, sample
 from tests.triton_kernels.distributions import (
-    FAIL_P_VALUE,
     PASS_P_VALUE,
     acceptance_law,
-    chunks,
     count_rounds,
     coupled_law,
-    joint_law,
     make_keys,
     p_value,
     rank_reversed_laws,
 )
 from tests.triton_kernels.operations import OPERATIONS, make_round, warp_of
-from tests.triton_kernels.tables import count_texts, decode, decode_plainly, make_tables, text_law
+from tests.triton_kernels.tables import decode, decode_plainly, make_tables
 
 NUM_TRIALS = 1_000_000
 # A quarter is enough for a control: each fails by many more orders of magnitude than are asked.
 NUM_CONTROL_TRIALS = 250_000
-NUM_TEXTS = 400_000
 NUM_SIGMAS = 4.0
 # Rounding of sums of float64 probabilities.
 EXACT = 1e-12
@@ -37,15 +32,6 @@ def test_joint_law_of_a_round_is_exact_for_a_raced_rank_reversed_draft(vocab_siz
     target, draft = rank_reversed_laws(vocab_size, num_draft_tokens)
     counts = count_rounds(target, draft, NUM_TRIALS, verify, Stream.RACE)
     assert p_value(counts, coupled_law(target, draft)) > PASS_P_VALUE
-
-
-@pytest.mark.slow
-def test_joint_law_of_a_round_is_exact_for_a_draft_with_noise_of_its_own() -> None:
-    target, draft = rank_reversed_laws(8, 3)
-    probs, proposed = target.double().softmax(-1), draft.double().softmax(-1)
-    reject = torch.cat((probs[:-1] * (1 - proposed), probs[-1:]))
-    counts = count_rounds(target, draft, NUM_TRIALS, verify, Stream.DRAFT)
-    assert p_value(counts, joint_law(probs[:-1] * proposed, reject)) > PASS_P_VALUE
 
 
 @pytest.mark.parametrize("name", ["coupled", "coupled, warped"])
@@ -79,47 +65,6 @@ def test_the_text_is_the_same_whatever_is_drafted() -> None:
                     target, drafter, seeds, verify, length=4, num_draft_tokens=num_draft_tokens, stream=stream
                 )
                 assert torch.equal(texts, plain)
-
-
-def text_p_value(*, with_positions: bool) -> float:
-    """The first four tokens of a table model over three letters, three drafted a round, against their exact law."""
-    target, draft = make_tables(3, 4 + 3)
-    counts = torch.zeros(81, dtype=torch.int64)
-    for keys in chunks(NUM_TEXTS):
-        texts = decode(
-            target,
-            draft,
-            keys.seeds,
-            verify,
-            length=4,
-            num_draft_tokens=3,
-            stream=Stream.RACE,
-            with_positions=with_positions,
-        )
-        counts += count_texts(texts, 3, 4)
-    return p_value(counts, text_law(target, 4))
-
-
-def test_joint_law_of_four_tokens_over_several_rounds_is_the_targets() -> None:
-    assert text_p_value(with_positions=True) > PASS_P_VALUE
-
-
-@pytest.mark.slow
-def test_control_keys_without_the_position_are_caught() -> None:
-    assert text_p_value(with_positions=False) < FAIL_P_VALUE
-
-
-def test_control_a_correction_drawn_afresh_is_caught() -> None:
-    def with_fresh_correction(target: Tensor, ids: Tensor, draft: Tensor, keys: NoiseKeys) -> Verdict:
-        verdict = verify(target, ids, draft, keys)
-        at = verdict.num_accepted.long()
-        rows = target[torch.arange(len(at)), at]
-        fresh = sample(rows, keys=keys._replace(positions=keys.positions + at), stream=Stream.CORRECTION).token_ids
-        return verdict._replace(token_ids=verdict.token_ids.scatter(1, at.unsqueeze(-1), fresh.unsqueeze(-1)))
-
-    target, draft = rank_reversed_laws(16, 2)
-    counts = count_rounds(target, draft, NUM_CONTROL_TRIALS, with_fresh_correction, Stream.RACE)
-    assert p_value(counts, coupled_law(target, draft)) < FAIL_P_VALUE
 
 
 @pytest.mark.parametrize(("vocab_size", "distance"), [(8, 0.1), (64, 0.5), (8, 2.0), (64, None)])

@@ -55,26 +55,6 @@ def test_uniforms_fill_their_range_evenly(axis: str) -> None:
 
 
 @pytest.mark.parametrize("axis", AXES)
-def test_single_rows_and_single_tokens_are_neither_uneven_nor_too_even(axis: str) -> None:
-    values = noise_along(axis)
-    for lines in (values, values.T):
-        cells = (lines * 16).long()
-        counts = torch.zeros(len(lines), 16).scatter_add_(1, cells, torch.ones_like(lines))
-        expected = lines.shape[1] / 16
-        statistics = ((counts - expected) ** 2 / expected).sum(-1).double()
-        # The mean of n chi-squares of 15 degrees has mean 15 and variance 30 / n.
-        assert abs(float(statistics.mean()) - 15) < NUM_SIGMAS * (30 / len(lines)) ** 0.5
-
-
-@pytest.mark.parametrize("axis", AXES)
-def test_neighbours_are_uncorrelated(axis: str) -> None:
-    values = noise_along(axis)
-    for lag in (1, 2, 3, 16, 64, 256):
-        assert sigmas(values[:, :-lag], values[:, lag:]) < NUM_SIGMAS
-        assert sigmas(values[:-lag], values[lag:]) < NUM_SIGMAS
-
-
-@pytest.mark.parametrize("axis", AXES)
 def test_pairs_of_neighbours_fill_the_square(axis: str) -> None:
     coarse = (noise_along(axis) * 16).long()
     assert cells_p_value(coarse[:, :-1] * 16 + coarse[:, 1:], 256) > PASS_P_VALUE

@@ -65,17 +65,6 @@ def test_temperature_zero_is_the_argmax_with_probability_one() -> None:
         assert drawn.logsumexp.tolist() == [3.0, 0.0]
 
 
-def test_race_leaves_the_round_out_while_draft_does_not() -> None:
-    logits = torch.zeros(64, 1000)
-    drawn = {
-        (stream, rounds): sample(logits, keys=make_keys(64, rounds=rounds), stream=stream).token_ids
-        for stream in (Stream.DRAFT, Stream.RACE)
-        for rounds in (0, 1)
-    }
-    assert torch.equal(drawn[Stream.RACE, 0], drawn[Stream.RACE, 1])
-    assert (drawn[Stream.DRAFT, 0] == drawn[Stream.DRAFT, 1]).sum() < 8  # 0.064 expected by chance
-
-
 @pytest.mark.slow
 @pytest.mark.compiler
 @pytest.mark.parametrize("vocab_size", [64, 8192])

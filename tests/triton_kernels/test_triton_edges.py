@@ -184,12 +184,6 @@ def test_every_vocabulary_size_keeps_in_range(vocab_size: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("vocab_size", LARGE_VOCAB_SIZES)
-def test_large_vocabularies_keep_in_range(vocab_size: int) -> None:
-    assert_serves_vocabulary(vocab_size, ["greedy", "point mass"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("vocab_size", LARGE_VOCAB_SIZES)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_large_vocabularies_keep_in_range_in_every_verifier(name: str, vocab_size: int) -> None:
     assert_serves_vocabulary(vocab_size, [name])

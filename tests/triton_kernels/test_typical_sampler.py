@@ -82,13 +82,6 @@ def test_the_bonus_token_is_the_callers_where_all_stay(shape: tuple[int, ...], d
     assert without(target, bonus, target[:, :-1], ids).tolist() == [[2, 2, -1], *expected[1:]]
 
 
-def test_a_batch_of_one_is_a_batch() -> None:
-    target, bonus, ids = make_batch(8, 30)
-    together = SAMPLER(target, bonus, None, ids)
-    for row in range(8):
-        assert torch.equal(SAMPLER(target[[row]], bonus[[row]], None, ids[[row]]), together[[row]])
-
-
 def test_the_most_probable_token_is_found_where_a_logarithm_would_round_it_away() -> None:
     small, large = 0.25, 0.25 + 2.0**-25
     target = torch.tensor([[[small, large, 0.25, 0.25], [1.0, 0.0, 0.0, 0.0]]])
@@ -113,13 +106,6 @@ def test_a_row_that_is_no_law_gives_no_token(entries: float) -> None:
     target[:, 1] = entries
     ids = torch.full((4, 3), 2)
     assert SAMPLER(target, torch.zeros(4, dtype=torch.int64), None, ids).tolist() == [[2, -1, -1, -1]] * 4
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_other_precisions_are_taken(dtype: torch.dtype) -> None:
-    target, bonus, ids = make_batch(20, 30)
-    exact = target.to(dtype).float()
-    assert torch.equal(SAMPLER(target.to(dtype), bonus, None, ids), SAMPLER(exact, bonus, None, ids))
 
 
 def test_no_rows_and_no_drafted_tokens_are_fine() -> None:

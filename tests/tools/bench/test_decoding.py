@@ -1,7 +1,6 @@
 """Every method decodes as its own `generate()` does, whatever the models' configs say."""
 
 import copy
-import dataclasses
 import functools
 import time
 
@@ -11,14 +10,7 @@ from hf_speculate.errors import ConfigError
 from hf_speculate.generation.enable import enable, is_enabled
 from hf_speculate.tools.bench.batches import Batch
 from hf_speculate.tools.bench.decoding import Decoder
-from hf_speculate.tools.bench.methods import (
-    DraftLen,
-    Method,
-    assisted_methods,
-    lookup_method,
-    our_methods,
-    plain_method,
-)
+from hf_speculate.tools.bench.methods import DraftLen, Method, assisted_methods, our_methods, plain_method
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 
 NUM_NEW = 12
@@ -83,14 +75,6 @@ def test_a_call_that_fails_leaves_no_hook(target, batch):
     with pytest.raises(ConfigError, match="verifier must be one of"):
         decoder(Method("wrong", "ours", {"verifier": "wrong"}), batch, 0)
     assert not target._forward_hooks
-
-
-@pytest.mark.parametrize("method", [lookup_method(4, False), *our_methods(["greedy"], [DraftLen(3, False)], False, {})])
-def test_prompt_lookup_needs_no_draft_model(method, target, batch, plain_ids):
-    if method.engine == "ours":
-        method = dataclasses.replace(method, fields=method.fields | {"prompt_lookup_num_tokens": 4})
-    decoded = Decoder(target, {}, max_new_tokens=NUM_NEW)(method, batch, 0)
-    assert [ids.tolist() for ids in decoded.new_ids] == plain_ids
 
 
 def test_options_reach_every_method(target, batch):

@@ -6,7 +6,6 @@ from hf_speculate import ConfigError
 from hf_speculate.tools.bench.methods import (
     DraftLen,
     assisted_methods,
-    drift_len,
     our_methods,
     parse_draft_lens,
     parse_thresholds,
@@ -66,13 +65,6 @@ def test_every_verifier_meets_every_number_of_tokens():
     }
 
 
-def test_thresholds_are_for_lossy_verifiers_alone():
-    methods = threshold_methods(["rejection", "typical"], [0.05, 0.2], LENS[1:], True, {})
-    assert [method.name for method in methods] == ["typical 0.05, K = 5", "typical 0.2, K = 5"]
-    assert [method.fields["posterior_threshold"] for method in methods] == [0.05, 0.2]
-    assert all(method.is_lossy and method.do_sample for method in methods)
-
-
 def test_alpha_goes_along_with_the_threshold_unless_it_is_set():
     def alphas(fields):
         methods = threshold_methods(["typical"], [0.04, 0.09, 0.25], LENS[1:], True, fields)
@@ -88,8 +80,3 @@ def test_assisted_generation_takes_its_defaults_and_the_first_constant_number():
         "transformers, K = 5",
     ]
     assert [method.name for method in assisted_methods(LENS[:1], False)] == ["transformers, defaults"]
-
-
-def test_drift_is_looked_at_with_a_constant_number_where_there_is_one():
-    assert drift_len(LENS) == DraftLen(5, False)
-    assert drift_len(LENS[:1]) == DraftLen(None, True)

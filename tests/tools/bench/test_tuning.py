@@ -52,14 +52,6 @@ def test_later_prompts_count_too():
     assert tuned.winner.name == GREEDY[1]
 
 
-def test_plain_decoding_wins_where_nothing_is_faster():
-    times = FakeTimes(dict(zip([PLAIN, *GREEDY], [1.0, 1.0, 1.1, 1.2, 1.3], strict=True)))
-    tuned = tune(greedy_methods(), empty_batches(NUM_BATCHES), Rule(), instruments(times))
-    assert tuned.winner is None
-    assert tuned.fields == {}
-    assert tuned.as_dict()["winner"] is None
-
-
 def test_a_method_with_another_text_is_out_however_fast():
     times = FakeTimes(dict(zip([PLAIN, *GREEDY], [1.0, 0.1, 0.5, 0.7, 0.6], strict=True)))
     tuned = tune(greedy_methods(), empty_batches(NUM_BATCHES), Rule(), instruments(times, wrong=[GREEDY[0]]))

@@ -9,7 +9,7 @@ from hf_speculate.tools.cli.batch import _Progress
 from hf_speculate.tools.cli.main import main
 from hf_speculate.tools.dataset.ranks import Ranks
 from hf_speculate.tools.dataset.run import DatasetReport
-from tests.tools.dataset.common import NUM_NEW, plain_results, prompts, results_in, save_pair, texts_in, write_prompts
+from tests.tools.dataset.common import NUM_NEW, plain_results, prompts, results_in, save_pair, write_prompts
 
 TEXTS = prompts(6)
 
@@ -62,16 +62,6 @@ def test_progress_is_a_bar_on_a_terminal_and_a_line_a_minute_elsewhere(is_termin
     assert "10.0 tokens/s, 75% of drafted tokens accepted" in shown
     assert ("4/8" in shown) is is_terminal
     assert shown.count("4 of 8 rows") == (not is_terminal)
-
-
-def test_a_second_run_goes_on(folder, tmp_path, capsys):
-    output = tmp_path / "out.jsonl"
-    assert main(words(folder, output, "-k", "3")) == 0
-    whole = texts_in(output)
-    output.write_bytes(output.read_bytes()[:-3])
-    assert main(words(folder, output, "-k", "3", "-b", "1")) == 0
-    assert texts_in(output) == whole
-    assert "5 of them from earlier runs" in capsys.readouterr().err
 
 
 def test_other_settings_are_refused_unless_told(folder, tmp_path, capsys):

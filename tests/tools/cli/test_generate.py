@@ -85,15 +85,6 @@ def test_stop_strings_of_a_saved_config_end_the_text(with_draft, stopping_pair, 
     assert capsys.readouterr().out.strip() == expected.strip()
 
 
-def test_drawn_texts_are_repeated_by_their_seed(capsys):
-    texts = []
-    for seed in (1, 1, 2):
-        options = ["--sample", "-t", "0.9", "--seed", str(seed), "-v", "coupled"]
-        assert main(["generate", TARGET, PROMPTS[0], "-d", DRAFT, *options, *COMMON]) == 0
-        texts.append(capsys.readouterr().out)
-    assert texts[0] == texts[1] != texts[2]
-
-
 @pytest.fixture
 def chat_target(tmp_path) -> str:
     """A tiny model whose tokenizer begins every text with a token, as its chat template does too."""

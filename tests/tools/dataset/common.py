@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.tiny import make_model, noisy_copy
 from tests.tiny_tokenizers import letters_tokenizer
@@ -63,15 +63,18 @@ def begun_in(output: Path, rank: int = 0) -> list[list[str]]:
     return [json.loads(line)["ids"] for line in lines]
 
 
-def plain_results(target_folder: Path, texts: list[str], num_new: int = NUM_NEW) -> list[tuple[str, int, str]]:
+def plain_results(
+    target: PreTrainedModel | Path, texts: list[str], num_new: int = NUM_NEW
+) -> list[tuple[str, int, str]]:
     """Text, number of tokens and reason of the end, of plain greedy decoding row by row."""
-    target = AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float64)
+    if isinstance(target, Path):
+        target = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64)
     eos = LETTERS.index(EOS)
+    options = {"max_new_tokens": num_new, "eos_token_id": eos, "pad_token_id": 0}
     results = []
     for text in texts:
         ids = torch.tensor([[LETTERS.index(letter) for letter in text]])
-        new = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_new)[0, ids.shape[1] :]
-        is_ended = int(new[-1]) == eos
+        new = target.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, ids.shape[1] :]
         shown = "".join(LETTERS[token_id] for token_id in new.tolist() if token_id not in (0, eos))
-        results.append((shown, len(new), "stop" if is_ended else "length"))
+        results.append((shown, len(new), "stop" if int(new[-1]) == eos else "length"))
     return results

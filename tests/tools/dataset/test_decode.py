@@ -20,6 +20,7 @@ from tests.tools.dataset.common import (
     NUM_NEW,
     PAD,
     begun_in,
+    plain_results,
     prompts,
     results_in,
     texts_in,
@@ -38,13 +39,7 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def plain():
     """Text, number of tokens and reason of the end, of each text alone."""
-    target, _ = pair("llama")
-    found = []
-    for text in TEXTS:
-        ids = torch.tensor([[LETTERS.index(letter) for letter in text]])
-        new = target.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **COMMON)[0, ids.shape[1] :]
-        shown = "".join(LETTERS[token_id] for token_id in new.tolist() if token_id not in (0, EOS_ID))
-        found.append((shown, len(new), "stop" if int(new[-1]) == EOS_ID else "length"))
+    found = plain_results(pair("llama")[0], TEXTS)
     assert {reason for *_, reason in found} == {"stop", "length"}
     return found
 
@@ -144,20 +139,15 @@ def test_batches_hold_rows_of_like_length_the_longest_first(tokenizer, tmp_path)
     assert lens == sorted(map(len, TEXTS), reverse=True)
 
 
-def test_a_model_that_is_not_enabled_stays_so(plain, tokenizer, tmp_path):
-    target = make_model("llama")
-    _, draft = pair("llama")
-    hf_speculate.decode_dataset(target, tokenizer, TEXTS, tmp_path / "out.jsonl", assistant_model=draft, **COMMON)
-    assert not hf_speculate.is_enabled(target)
-    assert texts_in(tmp_path / "out.jsonl") == {place: text for place, (text, *_) in enumerate(plain, 1)}
-
-
-def test_the_tokenizer_stays_as_it_is(plain, tmp_path):
-    bare = letters_tokenizer(LETTERS)
+def test_the_model_and_the_tokenizer_stay_as_they_are(plain, tmp_path):
+    target, bare = make_model("llama"), letters_tokenizer(LETTERS)
     bare.padding_side = "right"
-    _, output = decode(tmp_path, bare, pad_token_id=0)
+    options = {**COMMON, "assistant_model": pair("llama")[1], "pad_token_id": 0}
+    hf_speculate.decode_dataset(target, bare, TEXTS, tmp_path / "out.jsonl", **options)
+    assert not hf_speculate.is_enabled(target)
     assert (bare.padding_side, bare.pad_token) == ("right", None)
-    assert [results_in(output)[key]["num_tokens"] for key in range(1, 12)] == [num for _, num, _ in plain]
+    found = results_in(tmp_path / "out.jsonl")
+    assert [found[key]["num_tokens"] for key in range(1, 12)] == [num for _, num, _ in plain]
 
 
 def test_an_ordered_output_is_in_the_order_of_the_prompts(tokenizer, tmp_path):

@@ -160,12 +160,6 @@ def test_a_users_card_stays_byte_for_byte_and_at_home(card, tmp_path):
         assert set(api.uploaded["someone/rule"]) == FILES - {"README.md"}
 
 
-def test_nothing_is_uploaded_unasked(tmp_path):
-    api = Api()
-    save_config(None, tmp_path, api=api, verifier="typical")
-    assert api.repositories == {}
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

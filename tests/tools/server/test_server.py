@@ -97,15 +97,6 @@ def test_the_answer_ends_with_its_eos(client, engine, text):
     assert answer["choices"][0]["message"]["content"] == text[: text.index(text[5]) + 1]
 
 
-def test_a_seed_repeats_its_text(client):
-    def drawn(seed):
-        options = {"temperature": 1.0, "top_p": 0.9, "seed": seed}
-        return client.post(PATH, json=body(**options)).json()["choices"][0]["message"]["content"]
-
-    texts = [drawn(seed) for seed in (1, 1, 2)]
-    assert texts[0] == texts[1] != texts[2]
-
-
 @pytest.mark.parametrize(
     ("options", "status", "param", "words"),
     [
