@@ -30,13 +30,7 @@ COUPLED = {"do_sample": True, "verifier": "coupled", "seed": 5}
 
 
 class Watcher:
-    """Follows each row, holds every state that it is told to a plain forward, and drafts what comes next with slips.
-
-    Args:
-        target: plain.
-        request: of the call.
-        num_cached: tokens of the prompt that a passed cache held.
-    """
+    """Follows each row, holds every state that it is told to a plain forward, and drafts what comes next with slips."""
 
     hidden_layers = (-1,)
 
@@ -376,13 +370,7 @@ def test_ids_outside_the_vocabulary_are_never_kept(options, wrong_id):
 
 
 class FromTable:
-    """Draws each token from a law that depends on the one before; hands that law over, or another one.
-
-    Args:
-        table: [V, V] logits.
-        told: [V, V] logits that it says it drew from.
-        request: of the call.
-    """
+    """Draws each token from a law that depends on the one before; hands that law over, or another one."""
 
     def __init__(self, table, told, request: DrafterSetup):
         self.table, self.told, self.stream = table, told, request.stream

@@ -17,12 +17,7 @@ GREEDY = SampleStrategy.GREEDY
 
 
 class Oracle(DrafterDefaults):
-    """In place of a draft model: proposes what comes, but for tokens at which it errs.
-
-    Args:
-        text: the whole text.
-        acceptance: how many of a hundred tokens it knows.
-    """
+    """In place of a draft model: proposes what comes, but for tokens at which it errs."""
 
     def __init__(self, text: list[int], acceptance: int):
         generator = random.Random(7)

@@ -168,36 +168,6 @@ class DrafterContract:
             with pytest.raises(error, match=message):
                 drafter.draft(request._replace(**changes))
 
-    @pytest.mark.parametrize("num_draft_tokens", [1, 5])
-    def test_the_cache_is_advanced_by_all_but_the_last_drafted_token(self, num_draft_tokens):
-        texts = self.texts(3)
-        lens = torch.tensor([len(ids) for ids in texts.real_ids])
-        draft = texts.draft(num_draft_tokens)
-        if texts.kv_cache is not None:
-            assert torch.equal(texts.kv_cache.get_lens(), lens + draft.token_ids.shape[1] - 1)
-
-    def test_the_query_is_left_as_it_was(self):
-        drafter, kv_cache = self.make(2)
-        query = torch.tensor([[5, 6, 7], [8, 9, 10]])
-        drafter.draft(DraftRequest(query, kv_cache, K, GREEDY))
-        assert query.tolist() == [[5, 6, 7], [8, 9, 10]]
-
-    @pytest.mark.parametrize("strategy", [GREEDY, RANDOM])
-    def test_asking_for_fewer_tokens_gives_the_first_of_them(self, strategy):
-        few, many = self.texts(3).draft(2, strategy), self.texts(3).draft(6, strategy)
-        num = few.token_ids.shape[1]
-        assert torch.equal(few.token_ids, many.token_ids[:, :num])
-        assert torch.equal(few.lens, many.lens.clamp_max(2))
-
-    @each_value(strategy=[GREEDY, RANDOM], num_accepted=range(K + 1))
-    def test_a_row_drafts_on_as_if_it_read_the_whole_text_afresh(self, strategy, num_accepted):
-        texts = self.texts(1)
-        for _ in range(3):
-            num = texts.draft(K, strategy).token_ids.shape[1]
-            num_query = texts.keep([min(num_accepted, num)])
-            assert num_query == (2 if num_accepted >= num else 1)
-        self.assert_as_afresh(texts, strategy)
-
     @pytest.mark.parametrize("strategy", [GREEDY, RANDOM])
     def test_rows_of_a_batch_draft_on_as_if_each_read_its_text_afresh(self, strategy):
         texts = self.texts(3)

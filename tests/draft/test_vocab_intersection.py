@@ -1,7 +1,6 @@
 """Which tokens two tokenizers share, and what is fed for the others."""
 
 import pytest
-import torch
 from tokenizers import decoders
 
 from hf_speculate.draft.vocab_intersection import intersect_vocabularies
@@ -117,11 +116,3 @@ def test_a_pair_is_compared_once_until_a_token_is_added():
     assert table(target, draft) is first
     target.add_tokens(["da"])
     assert len(table(target, draft).is_shared) == 5
-
-
-def test_every_entry_is_an_id_of_the_draft():
-    target = byte_level_tokenizer(["string", " the"], eos_token="</s>")
-    draft = metaspace_tokenizer(["ring"], LETTERS, pad_token="<pad>")
-    found = table(target, draft, num_target=400)
-    assert found.draft_ids.dtype == torch.int64
-    assert 0 <= found.draft_ids.min() <= found.draft_ids.max() < len(draft)

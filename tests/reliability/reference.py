@@ -32,25 +32,14 @@ class Request:
 
 @dataclass
 class Reference:
-    """The decoder.
-
-    Args:
-        model: gives logits.
-        letters: what each id is written as.
-    """
+    """The decoder."""
 
     model: Any
     letters: str
     _logits: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
 
     def decode(self, lines: Sequence[Line], pads: Sequence[int], request: Request) -> tuple[list[Line], list[int]]:
-        """The rows' lines after the call, all of one length, and how many new tokens each row has that count.
-
-        Args:
-            lines: B rows of one length, padded on the left.
-            pads: B tokens of padding.
-            request: the call.
-        """
+        """The rows' lines after the call, all of one length, and how many new tokens each row has that count."""
         rows = [list(line) for line in lines]
         prompt_len = len(rows[0])
         seeds = None if request.seed is None else row_seeds(request.seed, len(rows))

@@ -195,22 +195,23 @@ def test_an_error_of_a_call_inside_a_call_gets_one_note():
     assert error.__notes__ == [f"hf_speculate: raised while {VERIFIED}"]
 
 
-def test_notes_of_the_users_own_stay():
+@pytest.mark.parametrize(
+    ("notes", "stages", "found"),
+    [
+        (["their own"], [(Stage.SCORE, 4)], ["their own", f"hf_speculate: raised while {SCORED}, round 4"]),
+        ([], [(Stage.RETURN, 4), (None,)], []),  # outside of ours
+        ("no list", [(Stage.SCORE,)], "no list"),  # it cannot be noted, and arrives all the same
+    ],
+)
+def test_a_note_is_added_to_the_users_own_where_a_stage_runs(notes, stages, found):
     clock, error = StageClock(), Mistake("on purpose")
-    error.add_note("their own")
-    clock.enter(Stage.SCORE, 4)
-    with pytest.raises(Mistake), clock:
+    error.__notes__ = notes
+    for stage in stages:
+        clock.enter(*stage)
+    with pytest.raises(Mistake) as caught, clock:
         raise error
-    assert error.__notes__ == ["their own", f"hf_speculate: raised while {SCORED}, round 4"]
-
-
-def test_an_error_outside_of_ours_gets_no_note():
-    clock, error = StageClock(), Mistake("on purpose")
-    clock.enter(Stage.RETURN, 4)
-    clock.enter(None)
-    with pytest.raises(Mistake), clock:
-        raise error
-    assert not hasattr(error, "__notes__")
+    assert caught.value is error
+    assert error.__notes__ == found
 
 
 def test_a_refusal_gets_no_note_and_an_error_of_ours_in_a_round_gets_one():
@@ -223,16 +224,6 @@ def test_a_refusal_gets_no_note_and_an_error_of_ours_in_a_round_gets_one():
     with pytest.raises(hf_speculate.ShapeError):
         target.generate(torch.tensor([[5, 6]]), assistant_model=draft, max_new_tokens=3, logits_processor=processors)
     assert error.__notes__ == [f"hf_speculate: raised while {VERIFIED}"]
-
-
-def test_an_error_that_cannot_be_noted_arrives_all_the_same():
-    clock, error = StageClock(), Mistake("on purpose")
-    error.__notes__ = "no list"
-    clock.enter(Stage.SCORE)
-    with pytest.raises(Mistake) as caught, clock:
-        raise error
-    assert caught.value is error
-    assert error.__notes__ == "no list"
 
 
 def test_preparing_that_fails_is_noted():

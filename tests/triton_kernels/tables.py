@@ -75,19 +75,7 @@ def decode(
     end_token_id: int | None = None,
     with_rounds: bool = True,
 ) -> Tensor:
-    """Texts [B] of `length` tokens, drafted and verified round after round.
-
-    Args:
-        target: [N, V] logits after every text shorter than `length + num_draft_tokens`.
-        draft: [N, V].
-        seeds: [B] int64.
-        verify: the verifier.
-        length: tokens to decode; what a round emits past them is dropped.
-        num_draft_tokens: per round.
-        stream: of the draft.
-        end_token_id: after which the drafter stops, so that what it drafts says how much of it counts.
-        with_rounds: whether the keys count the rounds, as they should.
-    """
+    """Texts [B] of `length` tokens, drafted and verified round after round."""
     vocab_size = target.shape[1]
     nodes, lens = torch.zeros_like(seeds), torch.zeros_like(seeds)
     rounds = 0

@@ -19,17 +19,7 @@ DRAFT_TOKENS = 4
 
 @dataclass(frozen=True)
 class Design:
-    """What a head of tests looks like.
-
-    Args:
-        kind: as `HeadKind.kind`.
-        hidden_size: H.
-        target_hidden_size: Ht.
-        vocab_size: V.
-        draft_ids: the target's ids of the draft's columns; None: all.
-        num_layers: of the head.
-        options: fields of the config that change the forward.
-    """
+    """What a head of tests looks like."""
 
     kind: str = "eagle3"
     hidden_size: int = TARGET_WIDTH

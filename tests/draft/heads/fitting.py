@@ -17,11 +17,7 @@ RIDGE = 1e-4
 def fitted_weights(
     design: Design, target: PreTrainedModel, texts: Sequence[list[int]], num_steps: int = 3
 ) -> dict[str, Tensor]:
-    """Weights of a design whose `lm_head` is the ridge regression of the target's logits along the texts.
-
-    The features are those of random layers at each of the first draft steps, so a width of about the number of tokens
-    gives a head that continues the texts nearly without mistakes, and a smaller one makes some.
-    """
+    """Weights of a design whose `lm_head` is the ridge regression of the target's logits along the texts."""
     weights = make_weights(design)
     tables = target.get_input_embeddings().weight, target.get_output_embeddings().weight
     reference = Reference(design, weights, *tables)

@@ -18,14 +18,7 @@ def norm(states: Tensor, weight: Tensor) -> Tensor:
 
 
 class Reference:
-    """A head's distributions, recomputed from the whole text.
-
-    Args:
-        design: of the head.
-        weights: as made by `make_weights`.
-        table: [V, Ht] the target's embeddings.
-        head: [V, Ht] the target's language modelling head.
-    """
+    """A head's distributions, recomputed from the whole text."""
 
     def __init__(self, design: Design, weights: dict[str, Tensor], table: Tensor, head: Tensor):
         self.design = design
@@ -33,14 +26,7 @@ class Reference:
         self.table, self.head = table.double(), head.double()
 
     def logits(self, text: list[int], states: Tensor, drafted: list[int], num: int) -> Tensor:
-        """[num, Vd], what draft step k scores, given the tokens drafted before it.
-
-        Args:
-            text: t_0 .. t_n.
-            states: [n, A * Ht], the target's of t_0 .. t_{n-1}.
-            drafted: at least num - 1 tokens.
-            num: K.
-        """
+        """[num, Vd], what draft step k scores, given the tokens drafted before it."""
         match self.design.kind:
             case "eagle3":
                 return self._chain(text, self._fused(states), drafted, num, self._eagle)

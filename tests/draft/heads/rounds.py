@@ -65,15 +65,7 @@ def random_texts(lens: Sequence[int], seed: int = 0, vocab_size: int = VOCAB_SIZ
 
 @dataclass
 class Rounds:
-    """Rows that a drafter is led through, token by token as the decoder would.
-
-    Args:
-        head: a loaded head, or anything that makes a drafter.
-        target: whose states are read.
-        texts: [B] prompts with the first emitted token.
-        layers: whose states; of the head unless told.
-        changes: of what the drafter is told of the call.
-    """
+    """Rows that a drafter is led through, token by token as the decoder would."""
 
     head: object
     target: PreTrainedModel

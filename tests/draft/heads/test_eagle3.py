@@ -119,18 +119,3 @@ def test_a_head_may_read_the_targets_last_state_alone(tmp_path):
     assert_drafts_are_the_references(
         rounds, reference_of(design, weights, target), draft, design.vocab_size, design.draft_ids
     )
-
-
-def test_only_distances_between_positions_count(tmp_path):
-    """A constant shift of all positions changes nothing, over rounds that refuse drafts."""
-    target, weights = target_of(), make_weights(EAGLE3)
-    folder = write_speculators(tmp_path, EAGLE3, weights)
-    heads = [load_drafter(folder, target) for _ in range(2)]
-    rotary = heads[1].network._rotary
-    heads[1].network._rotary = lambda positions, dtype: rotary(positions + 7, dtype)
-    rounds = [Rounds(head, target, random_texts([5, 9], seed=2)) for head in heads]
-    for number in range(2):
-        drafts = [one.draft(K, SampleStrategy.RANDOM) for one in rounds]
-        torch.testing.assert_close(drafts[0].token_logits, drafts[1].token_logits, rtol=0, atol=1e-4)  # float32 angles
-        for one in rounds:
-            one.accept(drafts[0], (1, 0), seed=number)

@@ -9,15 +9,7 @@ from safetensors.torch import save_file
 from hf_speculate.draft.heads.kinds import HeadKind, recognise
 from hf_speculate.draft.heads.load import check_head, load_drafter
 from hf_speculate.errors import ConfigError, UnsupportedModelError
-from tests.draft.heads.designs import (
-    DFLASH,
-    EAGLE3,
-    PEAGLE,
-    make_weights,
-    write_original,
-    write_speculators,
-    write_z_lab,
-)
+from tests.draft.heads.designs import DFLASH, EAGLE3, make_weights, write_original, write_speculators, write_z_lab
 from tests.draft.heads.rounds import target_of
 from tests.tiny import make_config
 
@@ -118,51 +110,34 @@ def test_another_targets_name_is_noted(tmp_path):
     )
 
 
-def test_a_head_that_does_not_fit_is_not_loaded(tmp_path):
-    folder = write_speculators(tmp_path, EAGLE3, make_weights(EAGLE3), target_hidden_size=48)
-    with pytest.raises(UnsupportedModelError, match=r"must fit its target, got .*it reads states of width 48"):
-        load_drafter(folder, target_of())
-
-
 def changed(weights, **changes):
     kept = {name: weight for name, weight in weights.items() if name not in changes}
     return kept | {name: weight for name, weight in changes.items() if weight is not None}
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("weights", "fields", "message"),
     [
-        ({"norm.weight": None}, r"got no norm\.weight"),
-        ({"extra.weight": torch.zeros(1)}, r"got extra\.weight that has no place"),
-        ({"norm.weight": torch.ones(7)}, r"norm\.weight of shape \[7\] for \[24\]"),
-        ({"fc.weight_scale": torch.ones(1)}, r"quantised weights \(fc\.weight_scale\)"),
-        ({"d2t": torch.zeros(12, dtype=torch.int64) - 1}, "d2t must hold offsets that give increasing ids below 32"),
-        ({"t2d": torch.ones(32, dtype=torch.bool)}, "t2d must mark the 12 ids"),
-        ({"lm_head.weight": None}, r"lm_head\.weight of .* must have a row for each of the 12 tokens"),
+        ({"norm.weight": None}, {}, r"got no norm\.weight"),
+        ({"extra.weight": torch.zeros(1)}, {}, r"got extra\.weight that has no place"),
+        ({"norm.weight": torch.ones(7)}, {}, r"norm\.weight of shape \[7\] for \[24\]"),
+        ({"fc.weight_scale": torch.ones(1)}, {}, r"quantised weights \(fc\.weight_scale\)"),
+        (
+            {"d2t": torch.zeros(12, dtype=torch.int64) - 1},
+            {},
+            "d2t must hold offsets that give increasing ids below 32",
+        ),
+        ({"t2d": torch.ones(32, dtype=torch.bool)}, {}, "t2d must mark the 12 ids"),
+        ({"lm_head.weight": None}, {}, r"lm_head\.weight of .* must have a row for each of the 12 tokens"),
+        ({}, {"eagle_aux_hidden_state_layer_ids": [1, 3]}, "must read as many target states as fc.weight joins, 3 of"),
+        ({}, {"norm_before_fc": True, "fc_norm": True}, "norm_before_fc and fc_norm must not both be set"),
+        ({}, {"target_hidden_size": 48}, r"must fit its target, got .*it reads states of width 48"),
+        ({}, {"speculators_model_type": "peagle"}, "mask_token_id must be set for a P-EAGLE head"),
     ],
 )
-def test_weights_that_do_not_fit_are_named(changes, message, tmp_path):
-    folder = write_speculators(tmp_path, EAGLE3, changed(make_weights(EAGLE3), **changes))
-    with pytest.raises(UnsupportedModelError, match=message):
-        load_drafter(folder, target_of())
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"eagle_aux_hidden_state_layer_ids": [1, 3]}, "must read as many target states as fc.weight joins, 3 of"),
-        ({"norm_before_fc": True, "fc_norm": True}, "norm_before_fc and fc_norm must not both be set"),
-    ],
-)
-def test_configs_that_contradict_the_weights_are_named(fields, message, tmp_path):
-    folder = write_speculators(tmp_path, EAGLE3, make_weights(EAGLE3), **fields)
-    with pytest.raises(ConfigError, match=message):
-        load_drafter(folder, target_of())
-
-
-def test_a_mask_token_must_be_named(tmp_path):
-    folder = write_speculators(tmp_path / "peagle", PEAGLE, make_weights(PEAGLE), mask_token_id=None)
-    with pytest.raises(ConfigError, match="mask_token_id must be set for a P-EAGLE head"):
+def test_weights_and_configs_that_do_not_fit_are_named(weights, fields, message, tmp_path):
+    folder = write_speculators(tmp_path, EAGLE3, changed(make_weights(EAGLE3), **weights), **fields)
+    with pytest.raises((ConfigError, UnsupportedModelError), match=message):
         load_drafter(folder, target_of())
 
 

@@ -37,13 +37,7 @@ def empty_batches(num: int, category: str = "") -> list[Batch]:
 
 
 class FakeTimes:
-    """Decodes nothing; a method takes the seconds that were written down for it, and so does the clock.
-
-    Args:
-        seconds: of a call, by the method's name; a list has one entry per batch.
-        texts: new ids, by the method's name; ten tokens where there are none.
-        interrupted_at: number of the timed call in which Ctrl-C is pressed, from 0.
-    """
+    """Decodes nothing; a method takes the seconds that were written down for it, and so does the clock."""
 
     def __init__(self, seconds, texts=None, eos_token_ids=frozenset(), interrupted_at=None):
         self.seconds, self.texts, self.eos_token_ids = seconds, texts or {}, eos_token_ids
@@ -68,13 +62,7 @@ class FakeTimes:
 
 
 def instruments(times: FakeTimes, drifts=None, wrong=()) -> Instruments:
-    """As a tuning takes them.
-
-    Args:
-        times: of the methods.
-        drifts: of one token, by the first id of a text.
-        wrong: names of methods whose texts differ from plain decoding's.
-    """
+    """As a tuning takes them."""
 
     def check(method, runs, plain_runs, batches):
         assert len(plain_runs) >= len(runs)

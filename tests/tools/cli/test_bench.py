@@ -152,15 +152,12 @@ def test_batches_and_draws(pair, questions, capsys):
     assert "drift" not in capsys.readouterr().out
 
 
-def test_lines_of_a_text_are_prompts(pair, tmp_path):
+def test_lines_of_a_text_are_prompts(tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_text("def main\n\nclass Stack\n")
     rows = read_prompts(file, by_line=True)
     assert [(row.key, row.content) for row in rows] == [("1", "def main"), ("3", "class Stack")]
-    status, result = run(pair, file, "-v", "greedy")
-    assert status == 0
-    assert result["settings"]["num_prompts"] == 2
-    assert result["categories"] == []
+    assert [row.content for row in read_prompts(file)] == [file.read_text()]
 
 
 def test_a_draft_with_another_tokenizer_is_measured_too(pair, questions, tmp_path):

@@ -19,17 +19,7 @@ TIMEOUT_S = 120
 def fatal_decoder(
     target: str, draft: str, num_new: int, marked_ids: Sequence[int], notes: str, max_deaths: int, num_others: int = 0
 ) -> RowDecoder:
-    """A decoder that kills its process where a prompt is met, as often as told.
-
-    Args:
-        target: folder.
-        draft: folder.
-        num_new: tokens of each row.
-        marked_ids: the prompt.
-        notes: a folder that gets an empty file `died-<pid>` at every death, and `decoded-<pid>` after a batch.
-        max_deaths: how often.
-        num_others: other processes that must have decoded a batch before one dies.
-    """
+    """A decoder that kills its process where a prompt is met, as often as told."""
     arguments = {"max_new_tokens": num_new, "do_sample": False, "num_assistant_tokens": 3}
     decoder = make_decoder(Models(target, draft, dtype="float64", device="cpu"), arguments, False)
     marked = torch.tensor(marked_ids)
