@@ -66,21 +66,6 @@ class TestTopKVerifierThatSamples(VerifierContract):
         assert len(self.make().verify(target, draft, make_keys(64)).token_ids.unique()) > 1
 
 
-@pytest.mark.parametrize("do_sample", [False, True])
-def test_it_runs_through_generate_in_a_batch_and_alone(registry, do_sample):
-    example.register(2)
-    target, draft = pair("llama")
-    inputs, stats = ragged_prompts(3, seed=1), hf_speculate.SpeculationStats()
-    options = {"do_sample": do_sample, "verifier": "top_k", "max_new_tokens": 14, "num_assistant_tokens": 3}
-    ids = target.generate(**inputs, **options, assistant_model=draft, seed=[1, 2, 3], speculation_stats=stats)
-    assert stats.verifier == "top_k"
-    assert 0 < stats.num_accepted < stats.num_verified
-    alone = target.generate(
-        inputs["input_ids"][1:2][:, inputs["attention_mask"][1].bool()], **options, assistant_model=draft, seed=2
-    )
-    assert torch.equal(ids[1, -14:], alone[0, -14:])
-
-
 @pytest.mark.slow
 def test_the_script_compares_it_with_greedy(registry, run):
     printed = run("custom_verifier.py", "--max-new-tokens", "8", "--num-assistant-tokens", "3")

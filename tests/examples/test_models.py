@@ -27,21 +27,16 @@ def write_gguf(path: Path) -> dict[str, numpy.ndarray]:
     letters = [chr(code) for code in range(33, 127)]
     tokens = ["<end>", *letters, "ab", "cd"]
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(64)
-    writer.add_embedding_length(WIDTH)
-    writer.add_block_count(NUM_LAYERS)
-    writer.add_feed_forward_length(FFN_WIDTH)
-    writer.add_head_count(NUM_HEADS)
-    writer.add_head_count_kv(NUM_HEADS)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(len(tokens))
+    sizes = {"context_length": 64, "embedding_length": WIDTH, "block_count": NUM_LAYERS, "vocab_size": len(tokens)}
+    sizes |= {"feed_forward_length": FFN_WIDTH, "head_count": NUM_HEADS, "head_count_kv": NUM_HEADS}
+    for name, value in (sizes | {"layer_norm_rms_eps": 1e-5, "rope_freq_base": 10000.0}).items():
+        getattr(writer, f"add_{name}")(value)
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(tokens)
     writer.add_token_types([3] + [1] * (len(tokens) - 1))
     writer.add_token_merges(["a b", "c d"])
-    for add in (writer.add_bos_token_id, writer.add_eos_token_id, writer.add_pad_token_id, writer.add_unk_token_id):
-        add(0)
+    for name in ("bos", "eos", "pad", "unk"):
+        getattr(writer, f"add_{name}_token_id")(0)
     writer.add_chat_template(TEMPLATE)
     shapes = {"token_embd": (len(tokens), WIDTH), "output_norm": (WIDTH,)}
     for layer in range(NUM_LAYERS):

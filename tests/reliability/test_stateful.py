@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import Phase, event, settings
+from hypothesis import event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
@@ -15,8 +15,6 @@ import hf_speculate
 from hf_speculate.draft.early_exit import early_exit_model
 from hf_speculate.engine.stage_clock import StageClock
 from hf_speculate.generation import decoding_method
-from hf_speculate.types import DraftOut, Verdict
-from hf_speculate.verify.greedy import GreedyVerifier
 from tests.reliability.faults import Fault, Mistake, put_in
 from tests.reliability.reference import PAD, Line, Reference, Request
 from tests.tiny import make_law_model, noisy_copy
@@ -240,14 +238,3 @@ TestChats.settings = settings(max_examples=NUM_EXAMPLES, stateful_step_count=NUM
 def test_many_long_chats():
     many = settings(max_examples=MANY_EXAMPLES, stateful_step_count=MANY_STEPS, deadline=None)
     run_state_machine_as_test(Chat, settings=many)
-
-
-def test_a_verifier_that_keeps_everything_is_found(monkeypatch):
-    def keep_all(self, target_logits, draft: DraftOut, keys) -> Verdict:
-        ids = torch.cat([draft.token_ids, target_logits[:, -1].argmax(-1, keepdim=True)], dim=1)
-        return Verdict(ids, torch.full_like(draft.lens, draft.token_ids.shape[1]), torch.zeros_like(draft.lens))
-
-    monkeypatch.setattr(GreedyVerifier, "verify", keep_all)
-    few = settings(max_examples=10, stateful_step_count=4, deadline=None, phases=[Phase.generate])
-    with pytest.raises(AssertionError):
-        run_state_machine_as_test(Chat, settings=few)

@@ -6,7 +6,6 @@ from torch import Tensor
 
 from hf_speculate.triton_kernels import NoiseKeys, Stream, Verdict, row_seeds, sample
 from tests.triton_kernels.distributions import (
-    FAIL_P_VALUE,
     PASS_P_VALUE,
     block_law,
     count_cells,
@@ -25,8 +24,8 @@ NUM_GPU_TRIALS = 40_960
 LAWS = {"rejection": rejection_law, "block": block_law, "coupled": coupled_law}
 
 
-def draw(name: str, target: Tensor, draft: Tensor, num_trials: int, *, believed: Tensor | None = None) -> Verdict:
-    """Verdicts of trials whose drafts the kernels drew from `draft` [K, V]; `believed`: what the verifier is told."""
+def draw(name: str, target: Tensor, draft: Tensor, num_trials: int) -> Verdict:
+    """Verdicts of trials whose drafts the kernels drew from `draft` [K, V]."""
     seeds = row_seeds(7, num_trials)
     keys = NoiseKeys(seeds, torch.full_like(seeds, 3), torch.full_like(seeds, 17))
     stream = Stream.RACE if name == "coupled" else Stream.DRAFT
@@ -36,9 +35,8 @@ def draw(name: str, target: Tensor, draft: Tensor, num_trials: int, *, believed:
         ).token_ids
         for place, law in enumerate(draft)
     ]
-    told = draft if believed is None else believed
     rows = (num_trials, -1, -1)
-    return verify_on_triton(name, target.expand(*rows), torch.stack(ids, dim=1), told.expand(*rows), keys)
+    return verify_on_triton(name, target.expand(*rows), torch.stack(ids, dim=1), draft.expand(*rows), keys)
 
 
 @pytest.mark.slow
@@ -47,14 +45,6 @@ def test_joint_law_of_a_round_is_exact(name: str) -> None:
     target, draft = rank_reversed_laws(VOCAB_SIZE, 2 if name == "block" else 1)
     counts = count_cells(draw(name, target, draft, NUM_TRIALS), VOCAB_SIZE)
     assert p_value(counts, LAWS[name](target, draft)) > PASS_P_VALUE
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["rejection", "block"])
-def test_a_wrong_proposal_law_fails_the_same_test(name: str) -> None:
-    target, draft = rank_reversed_laws(VOCAB_SIZE, 2 if name == "block" else 1)
-    counts = count_cells(draw(name, target, 2 * draft, NUM_TRIALS, believed=-2 * draft), VOCAB_SIZE)
-    assert p_value(counts, LAWS[name](target, 2 * draft)) < FAIL_P_VALUE
 
 
 @pytest.mark.gpu

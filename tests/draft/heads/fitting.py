@@ -1,12 +1,13 @@
 """A head that is right often enough for rounds of all lengths: it knows some texts by heart."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tests.draft.heads.designs import Design, make_weights
+from tests.draft.heads.designs import Design, make_weights, write_speculators
 from tests.draft.heads.reference import Reference
 from tests.draft.heads.rounds import states_of
 
@@ -33,3 +34,14 @@ def fitted_weights(
     penalty = RIDGE * len(x) * torch.eye(x.shape[1], dtype=torch.float64)
     weights["lm_head.weight"] = torch.linalg.solve(x.T @ x + penalty, x.T @ y).T.float()
     return weights
+
+
+def write_fitted(
+    folder: Path, design: Design, target: PreTrainedModel, inputs: dict[str, Tensor], num_new: int
+) -> tuple[Path, dict[str, Tensor]]:
+    """The folder of a head that knows the target's greedy texts by heart, but for some tokens; and these texts."""
+    texts = target.generate(**inputs, max_new_tokens=num_new)
+    mask = torch.nn.functional.pad(inputs["attention_mask"], (0, num_new), value=1)
+    rows = [text[own.argmax() :].tolist() for text, own in zip(texts, mask, strict=True)]
+    weights = fitted_weights(design, target, rows)
+    return write_speculators(folder, design, weights), {"input_ids": texts, "attention_mask": mask}

@@ -8,7 +8,7 @@ import hf_speculate
 from hf_speculate.draft.heads.load import load_drafter
 from tests.cases import assert_equal_ids
 from tests.draft.heads.designs import EAGLE3, MTP, VOCAB_SIZE, make_weights, write_speculators
-from tests.draft.heads.fitting import fitted_weights
+from tests.draft.heads.fitting import write_fitted
 from tests.draft.heads.rounds import NUM_TARGET_LAYERS, TARGET_WIDTH
 from tests.draft.heads.test_generate import FITTED, prompts
 from tests.generation.test_compiled import compile_config, runs  # noqa: F401  # a fixture
@@ -35,9 +35,8 @@ SAMPLING = {"do_sample": True, "top_k": 0, "seed": 5}
 @pytest.mark.parametrize("sampling", [{}, SAMPLING, {**SAMPLING, "verifier": "coupled"}], ids=["greedy", "", "coupled"])
 def test_compiled_rounds_are_those_of_eager_ones(target, tmp_path, sampling, runs):  # noqa: F811
     plain = target.generate(**prompts(), max_new_tokens=24)
-    rows = [text[mask.argmax() :].tolist() for text, mask in zip(plain, prompts()["attention_mask"], strict=True)]
     design = replace(FITTED, aux_layers=(0, 3, 5))
-    head = load_drafter(write_speculators(tmp_path, design, fitted_weights(design, target, rows)), target)
+    head = load_drafter(write_fitted(tmp_path, design, target, prompts(), 24)[0], target)
     eager, before = stats_of(target, head, **sampling)
     ids, after = stats_of(target, head, **sampling, compile_config=compile_config())
     assert_equal_ids(eager, ids)

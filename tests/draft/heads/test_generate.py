@@ -25,7 +25,7 @@ from tests.draft.heads.designs import (
     make_weights,
     write_speculators,
 )
-from tests.draft.heads.fitting import fitted_weights
+from tests.draft.heads.fitting import write_fitted
 from tests.draft.heads.kinds import KINDS
 from tests.generation.test_law import SIGNIFICANCE, draw, joint_law, p_value
 from tests.tiny import make_law_model, make_model, ragged_prompts
@@ -43,11 +43,7 @@ def pair(tmp_path_factory):
     """A target, and a head that knows its greedy texts of `prompts()` by heart, but for some tokens."""
     target = make_model("llama", vocab_size=VOCAB_SIZE, hidden_size=TARGET_WIDTH, num_hidden_layers=NUM_TARGET_LAYERS)
     target = hf_speculate.enable(target)
-    inputs = prompts()
-    texts = target.generate(**inputs, max_new_tokens=NUM_NEW)
-    rows = [text[mask.argmax() :].tolist() for text, mask in zip(texts, inputs["attention_mask"], strict=True)]
-    weights = fitted_weights(FITTED, target, rows)
-    folder = write_speculators(tmp_path_factory.mktemp("fitted"), FITTED, weights)
+    folder, _ = write_fitted(tmp_path_factory.mktemp("fitted"), FITTED, target, prompts(), NUM_NEW)
     return target, load_drafter(folder, target)
 
 

@@ -10,8 +10,7 @@ from hf_speculate.draft.heads.head import warn_of_low_first_acceptance
 from hf_speculate.draft.heads.load import load_drafter
 from hf_speculate.errors import ConfigError
 from hf_speculate.stats import SpeculationStats
-from tests.draft.heads.designs import write_speculators
-from tests.draft.heads.fitting import fitted_weights
+from tests.draft.heads.fitting import write_fitted
 from tests.draft.heads.rounds import target_of
 from tests.draft.heads.test_generate import FITTED, NUM_NEW, prompts
 from tests.draft.heads.test_pard import write_pard
@@ -20,12 +19,7 @@ from tests.draft.heads.test_pard import write_pard
 @pytest.fixture(scope="module")
 def fitted(tmp_path_factory):
     """A folder with a fitted head, and the texts that it was fitted to."""
-    target, inputs = target_of(), prompts()
-    texts = target.generate(**inputs, max_new_tokens=NUM_NEW)
-    mask = torch.nn.functional.pad(inputs["attention_mask"], (0, NUM_NEW), value=1)
-    rows = [text[own.argmax() :].tolist() for text, own in zip(texts, mask, strict=True)]
-    folder = write_speculators(tmp_path_factory.mktemp("head"), FITTED, fitted_weights(FITTED, target, rows))
-    return folder, {"input_ids": texts, "attention_mask": mask}
+    return write_fitted(tmp_path_factory.mktemp("head"), FITTED, target_of(), prompts(), NUM_NEW)
 
 
 def test_the_right_layers_are_the_best(fitted):

@@ -77,22 +77,14 @@ def test_a_call_that_fails_leaves_no_hook(target, batch):
     assert not target._forward_hooks
 
 
-def test_options_reach_every_method(target, batch):
-    options = {"repetition_penalty": 1.8}
-    output = target.generate(**batch.inputs, max_new_tokens=NUM_NEW, do_sample=False, **options)
-    decoder = Decoder(target, {"assistant_model": draft_of(target)}, max_new_tokens=NUM_NEW, options=options)
-    for method in greedy_methods():
-        new_ids = [ids.tolist() for ids in decoder(method, batch, 0).new_ids]
-        assert new_ids == output[:, batch.input_ids.shape[1] :].tolist()
-
-
 @pytest.mark.parametrize("method", greedy_methods(), ids=lambda method: method.name)
-@pytest.mark.parametrize("enabled", [False, True])
-def test_greedy_methods_write_the_same_text(method, enabled, target, batch, plain_ids):
+@pytest.mark.parametrize(("enabled", "options"), [(False, {}), (True, {"repetition_penalty": 1.8})])
+def test_greedy_methods_write_the_same_text(method, enabled, options, target, batch):
+    plain = target.generate(**batch.inputs, max_new_tokens=NUM_NEW, do_sample=False, **options)
     model = enable(copy.deepcopy(target)) if enabled else target
-    decoder = Decoder(model, {"assistant_model": draft_of(target)}, max_new_tokens=NUM_NEW)
+    decoder = Decoder(model, {"assistant_model": draft_of(target)}, max_new_tokens=NUM_NEW, options=options)
     decoded = decoder(method, batch, 0)
-    assert [ids.tolist() for ids in decoded.new_ids] == plain_ids
+    assert [ids.tolist() for ids in decoded.new_ids] == plain[:, batch.input_ids.shape[1] :].tolist()
     assert is_enabled(model) is enabled
     assert (decoded.stats is not None) is (method.engine == "ours")
     if method.num_assistant_tokens and decoded.stats is not None:
@@ -129,24 +121,19 @@ def test_transformers_drafts_what_it_is_told(target, batch):
     assert max(seen) == 4  # the drafted tokens and the one before them
 
 
-def test_draws_are_repeated_by_their_seed(target, batch):
-    decoder = Decoder(
-        target, {"assistant_model": draft_of(target)}, max_new_tokens=NUM_NEW, sampling={"temperature": 0.8}
-    )
-    for method in [plain_method(True), *our_methods(["coupled"], [DraftLen(3, False)], True, {})]:
-        texts = [[ids.tolist() for ids in decoder(method, batch, seed).new_ids] for seed in (1, 1, 2)]
-        assert texts[0] == texts[1] != texts[2]
+@pytest.mark.parametrize("verifier", [None, "coupled"])
+def test_seeds_and_the_temperature_reach_methods_that_draw(verifier, target, batch, plain_ids):
+    draft, method = draft_of(target), plain_method(True)
+    if verifier is not None:
+        (method,) = our_methods([verifier], [DraftLen(3, False)], True, {})
 
+    def texts(temperature, seed):
+        sampling = {"temperature": temperature}
+        decoder = Decoder(target, {"assistant_model": draft}, max_new_tokens=NUM_NEW, sampling=sampling)
+        return [ids.tolist() for ids in decoder(method, batch, seed).new_ids]
 
-def test_the_temperature_reaches_methods_that_draw(target, batch):
-    decoder = Decoder(target, {"assistant_model": draft_of(target)}, max_new_tokens=NUM_NEW)
-    cold = Decoder(
-        target, {"assistant_model": draft_of(target)}, max_new_tokens=NUM_NEW, sampling={"temperature": 1e-4}
-    )
-    (method,) = our_methods(["rejection"], [DraftLen(3, False)], True, {})
-    greedy = [ids.tolist() for ids in decoder(plain_method(False), batch, 0).new_ids]
-    assert [ids.tolist() for ids in cold(method, batch, 0).new_ids] == greedy
-    assert [ids.tolist() for ids in cold(plain_method(True), batch, 0).new_ids] == greedy
+    assert texts(1e-4, 0) == plain_ids
+    assert texts(0.8, 1) == texts(0.8, 1) != texts(0.8, 2)
 
 
 def test_the_ids_that_end_a_row_are_the_targets(target):

@@ -9,7 +9,8 @@ from hf_speculate.tools.bench.reliability import doubts, draft_cost, speedup_bou
 from hf_speculate.tools.bench.results import method_entry
 from tests.tiny import make_model
 
-PLAIN, OURS = Method("plain, greedy", "plain"), Method("greedy, K = 4", "ours")
+OURS = Method("greedy, K = 4", "ours")
+COPIES = Method("copies", "ours", {"prompt_lookup_num_tokens": 4})  # drafts cost nothing
 
 
 def plain_runs(*ms_per_token):
@@ -47,18 +48,15 @@ def test_a_round_takes_at_least_a_plain_step_and_its_draft_steps():
     assert speedup_bound(SpeculationStats(), 0.25) is None
 
 
-@pytest.mark.parametrize(("seconds", "is_noise"), [(0.5, False), (0.47, False), (0.4, True)])
-def test_a_speed_up_above_the_bound_is_noise(seconds, is_noise):
+@pytest.mark.parametrize(
+    ("method", "seconds", "bound", "is_noise"),
+    [(OURS, 0.5, 2, False), (OURS, 0.47, 2, False), (OURS, 0.4, 2, True), (COPIES, 0.4, 4, False)],
+)
+def test_a_speed_up_above_the_bound_is_noise(method, seconds, bound, is_noise):
     texts = [[1] * 40]
     run = Run(0, 0, seconds, texts, stats_of(10, 4, 3))
-    entry = method_entry(OURS, [run], [Run(0, 0, 1.0, texts, None)], None, cost=0.25)
-    assert (entry["speedup_bound"], entry["is_noise"]) == (2, is_noise)
-
-
-def test_copied_drafts_cost_no_draft_steps():
-    method = Method("copies", "ours", {"prompt_lookup_num_tokens": 4})
-    run = Run(0, 0, 0.4, [[1] * 40], stats_of(10, 4, 3))
-    assert method_entry(method, [run], [Run(0, 0, 1.0, [[1] * 40], None)], None, cost=0.25)["speedup_bound"] == 4
+    entry = method_entry(method, [run], [Run(0, 0, 1.0, texts, None)], None, cost=0.25)
+    assert (entry["speedup_bound"], entry["is_noise"]) == (bound, is_noise)
 
 
 def test_the_cost_of_a_draft_is_its_share_of_the_bytes():
