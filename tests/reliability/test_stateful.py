@@ -1,5 +1,6 @@
-"""Chats of any calls, in any order, give token for token what decoding by the definitions gives."""
+"""Chats of any calls, in any order, give token for token what plain calls without a cache give."""
 
+import itertools
 import random
 from functools import cache, partial
 from typing import Any
@@ -16,10 +17,10 @@ from hf_speculate.draft.early_exit import early_exit_model
 from hf_speculate.engine.stage_clock import StageClock
 from hf_speculate.generation import decoding_method
 from tests.reliability.faults import Fault, Mistake, put_in
-from tests.reliability.reference import PAD, Line, Reference, Request
 from tests.tiny import make_law_model, noisy_copy
 from tests.tiny_tokenizers import letters_tokenizer
 
+PAD = 0
 LETTERS = "_abcdefgh"
 VOCAB_SIZE = len(LETTERS)
 MAX_LEN = 32  # of a text; a longer one begins anew
@@ -34,24 +35,16 @@ CACHE_KINDS = ("auto", "dynamic", "preallocated")
 CACHES = ("none", "passed", "returned")
 
 
-def ends_here(row: Line) -> bool:
-    return (row[-1] + 2 * row[-2] if len(row) > 1 else 1) % 7 == 0
-
-
-def bias_here(row: Line) -> torch.Tensor:
-    bias = torch.zeros(VOCAB_SIZE)
-    bias[(row[-1] + len(row)) % VOCAB_SIZE] = 1.5
-    return bias
-
-
 class Ends(StoppingCriteria):
     def __call__(self, input_ids, scores, **kwargs):
-        return torch.tensor([ends_here(row) for row in input_ids.tolist()])
+        last, before = input_ids[:, -1], input_ids[:, -2:].sum(1) - input_ids[:, -1]
+        return (last + 2 * before) % 7 == 0
 
 
 class Biases(LogitsProcessor):
     def __call__(self, input_ids, scores):
-        return scores + torch.stack([bias_here(row) for row in input_ids.tolist()])
+        biased = (input_ids[:, -1:] + input_ids.shape[1]) % VOCAB_SIZE
+        return scores.scatter_add(1, biased, torch.full_like(scores[:, :1], 1.5))
 
 
 class RowWiseEnds(Ends):
@@ -71,10 +64,10 @@ BIASES = {"none": None, "foreign": Biases, "row-wise": RowWiseBiases}
 
 @cache
 def tools(seed: int):
-    """A target, a draft of its first layer, the reference, the tokenizer."""
+    """A target, a draft of its first layer, the tokenizer."""
     target = make_law_model(VOCAB_SIZE, seed=seed, sharpness=2.0, num_hidden_layers=2)
     draft = noisy_copy(early_exit_model(target, 1), seed=seed)
-    return hf_speculate.enable(target), draft, Reference(target, LETTERS), letters_tokenizer(list(LETTERS))
+    return hf_speculate.enable(target), draft, letters_tokenizer(list(LETTERS))
 
 
 class Clock:
@@ -88,42 +81,36 @@ class Clock:
         return self.now
 
 
+# What plain decoding is not told.
+OURS = {"speculation_cache", "num_assistant_tokens", "num_assistant_tokens_schedule", "prompt_lookup_num_tokens"}
+
+
 @st.composite
-def requests(draw: st.DrawFn) -> tuple[Request, dict[str, Any], str]:
-    """A call for the reference, the same in keywords of `generate()`, and what becomes of the cache."""
-    samples = draw(st.booleans())
-    ends, bias = draw(st.sampled_from(list(ENDS))), draw(st.sampled_from(list(BIASES)))
+def requests(draw: st.DrawFn) -> tuple[dict[str, Any], str]:
+    """A call in keywords of `generate()`, and what becomes of the cache."""
     max_new_tokens = draw(st.integers(1, 9))
-    request = Request(
-        max_new_tokens=max_new_tokens,
-        min_new_tokens=min(draw(st.sampled_from([0, 0, 3])), max_new_tokens),
-        eos_ids=draw(st.lists(TOKENS, max_size=2, unique=True)),
-        stop_strings=draw(st.lists(st.text(LETTERS[1:], min_size=1, max_size=2), max_size=1)),
-        is_end=None if ends == "none" else ends_here,
-        bias=None if bias == "none" else bias_here,
-        ngram_size=draw(st.sampled_from([0, 0, 3])),
-        seed=draw(st.integers(0, 9)) if samples else None,
-        temperature=draw(st.sampled_from([1.0, 0.7])) if samples else 1.0,
-        top_k=draw(st.sampled_from([0, 4])) if samples else 0,
-    )
-    own: dict[str, Any] = {"speculation_cache": draw(st.sampled_from(CACHE_KINDS))}
+    own: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "min_new_tokens": min(draw(st.sampled_from([0, 0, 3])), max_new_tokens) or None,
+        "eos_token_id": draw(st.lists(TOKENS, max_size=2, unique=True)) or None,
+        "stop_strings": draw(st.lists(st.text(LETTERS[1:], min_size=1, max_size=2), max_size=1)) or None,
+        "no_repeat_ngram_size": draw(st.sampled_from([0, 0, 3])) or None,
+        "speculation_cache": draw(st.sampled_from(CACHE_KINDS)),
+    }
     way = draw(st.sampled_from(WAYS))
     if way != "copies":
         schedule = draw(st.sampled_from(SCHEDULES))
         own |= {"num_assistant_tokens": draw(st.integers(1, 5)), "num_assistant_tokens_schedule": schedule}
     if way != "model":
         own["prompt_lookup_num_tokens"] = draw(st.integers(1, 4))
-    if samples:
-        own |= {"do_sample": True, "verifier": "coupled", "seed": request.seed}
-        own |= {"temperature": request.temperature, "top_k": request.top_k}
-    own |= {"max_new_tokens": request.max_new_tokens, "min_new_tokens": request.min_new_tokens or None}
-    own |= {"eos_token_id": list(request.eos_ids) or None, "stop_strings": list(request.stop_strings) or None}
-    own |= {"no_repeat_ngram_size": request.ngram_size or None}
-    if ends != "none":
+    if draw(st.booleans()):
+        own |= {"do_sample": True, "verifier": "coupled", "seed": draw(st.integers(0, 9))}
+        own |= {"temperature": draw(st.sampled_from([1.0, 0.7])), "top_k": draw(st.sampled_from([0, 4]))}
+    if (ends := draw(st.sampled_from(list(ENDS)))) != "none":
         own["stopping_criteria"] = StoppingCriteriaList([ENDS[ends]()])
-    if bias != "none":
+    if (bias := draw(st.sampled_from(list(BIASES)))) != "none":
         own["logits_processor"] = LogitsProcessorList([BIASES[bias]()])
-    return request, own, draw(st.sampled_from(CACHES))
+    return own, draw(st.sampled_from(CACHES))
 
 
 class Chat(RuleBasedStateMachine):
@@ -131,7 +118,7 @@ class Chat(RuleBasedStateMachine):
 
     @initialize(seed=st.integers(0, 2), texts=st.lists(TEXTS, min_size=1, max_size=3))
     def begin(self, seed, texts):
-        self.target, self.draft, self.reference, self.tokenizer = tools(seed)
+        self.target, self.draft, self.tokenizer = tools(seed)
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(decoding_method, "StageClock", partial(StageClock, Clock(seed)))
         self._set(texts)
@@ -144,8 +131,9 @@ class Chat(RuleBasedStateMachine):
     def answer(self, call):
         self._answer(*call)
 
-    def _answer(self, request: Request, own: dict[str, Any], cache_use: str) -> None:
-        expected, counts = self.reference.decode(self.lines, self.pads, request)
+    def _answer(self, own: dict[str, Any], cache_use: str) -> None:
+        plain = {name: value for name, value in own.items() if name not in OURS}
+        expected = self.target.generate(**self._inputs(), **plain, tokenizer=self.tokenizer).tolist()
         cache = self.cache
         if cache is None and cache_use == "passed":
             cache = DynamicCache(config=self.target.config)
@@ -169,11 +157,12 @@ class Chat(RuleBasedStateMachine):
         event(f"cache {cache_use}, {stats.cache}, {'held' if self.cache else 'new'}")
         event("lock step" if stats.lock_step else "rows apart")
         prompt_len = len(self.lines[0])
-        if min(counts) == max(counts):
+        if all(PAD not in line[prompt_len:] for line in expected):
             self.lines, self.cache = expected, cache
         else:  # padding between texts is no chat that goes on
-            rows = zip(expected, self.pads, counts, strict=True)
-            self._set([line[num_pads : prompt_len + num] for line, num_pads, num in rows])
+            new = [itertools.takewhile(bool, line[prompt_len:]) for line in expected]
+            rows = zip(expected, self.pads, new, strict=True)
+            self._set([[*line[num_pads:prompt_len], *ids] for line, num_pads, ids in rows])
         if len(self.lines[0]) > MAX_LEN:
             self._set([line[num_pads:][-3:] for line, num_pads in zip(self.lines, self.pads, strict=True)])
 
@@ -215,7 +204,7 @@ class Chat(RuleBasedStateMachine):
             layers = self.cache.layers
             assert all(torch.equal(keys, layer.keys) for keys, layer in zip(held, layers, strict=True))
 
-    def _set(self, texts: list[Line]) -> None:
+    def _set(self, texts: list[list[int]]) -> None:
         """Begin with these texts, padded on the left, and no cache."""
         width = max(map(len, texts))
         self.pads = [width - len(text) for text in texts]

@@ -14,7 +14,6 @@ from tests.triton_kernels.distributions import (
     rank_reversed_laws,
 )
 from tests.triton_kernels.operations import OPERATIONS, make_round, warp_of
-from tests.triton_kernels.tables import decode, decode_plainly, make_tables
 
 NUM_TRIALS = 1_000_000
 # A quarter is enough for a control: each fails by many more orders of magnitude than are asked.
@@ -52,19 +51,6 @@ def test_every_emitted_token_is_the_one_that_sample_races_for(name: str, vocab_s
         assert torch.equal(verdict.token_ids, torch.where(emitted, plain, -1))
         agrees = (ids == plain[:, :-1]).long().cumprod(-1).sum(-1)
         assert torch.equal(verdict.num_accepted.long(), agrees)
-
-
-def test_the_text_is_the_same_whatever_is_drafted() -> None:
-    target, draft = make_tables(5, 4 + 3)
-    seeds = make_keys(2000, seed=3).seeds
-    plain = decode_plainly(target, seeds, 4)
-    for num_draft_tokens, stream in [(0, Stream.RACE), (1, Stream.RACE), (3, Stream.RACE), (3, Stream.DRAFT)]:
-        for drafter in (target, draft):
-            if num_draft_tokens:
-                texts = decode(
-                    target, drafter, seeds, verify, length=4, num_draft_tokens=num_draft_tokens, stream=stream
-                )
-                assert torch.equal(texts, plain)
 
 
 @pytest.mark.parametrize(("vocab_size", "distance"), [(8, 0.1), (64, 0.5), (8, 2.0), (64, None)])

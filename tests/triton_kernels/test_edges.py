@@ -55,19 +55,6 @@ def test_a_chain_counts_up_to_its_first_fault(name: str) -> None:
     assert (~reached)[positions > 0].view(-1, 80).any(1).all()
 
 
-@pytest.mark.parametrize("name", DENSE)
-def test_a_hostile_draft_row_refuses_and_the_target_is_drawn_from(name: str) -> None:
-    target, ids, draft = make_round(64 * len(HOSTILE), 2, 5)
-    target[:, 0, 1:] = -torch.inf
-    for index, kind in enumerate(HOSTILE):
-        spoil(draft[64 * index : 64 * index + 64, 0], kind)
-    verdict = OPERATIONS[name](target, ids.fill_(0), draft, make_keys(len(target)))
-    assert not verdict.token_ids[:, 0].any()
-    assert not verdict.num_accepted.any()
-    flags = torch.tensor([flag for _, flag in HOSTILE.values()])
-    assert torch.equal(verdict.status.long(), flags.repeat_interleave(64))
-
-
 @pytest.mark.parametrize("vocab_size", [1, 3, 8193])
 def test_sample_of_a_hostile_row_stays_in_range_and_shows_it(vocab_size: int) -> None:
     logits = torch.randn(len(HOSTILE), vocab_size, generator=torch.Generator().manual_seed(0))

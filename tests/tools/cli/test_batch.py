@@ -9,7 +9,7 @@ from hf_speculate.tools.cli.batch import _Progress
 from hf_speculate.tools.cli.main import main
 from hf_speculate.tools.dataset.ranks import Ranks
 from hf_speculate.tools.dataset.run import DatasetReport
-from tests.tools.dataset.common import NUM_NEW, plain_results, prompts, results_in, save_pair, write_prompts
+from tests.tools.dataset.common import batch_words, plain_results, prompts, results_in, save_pair, write_prompts
 
 TEXTS = prompts(6)
 
@@ -22,12 +22,6 @@ def folder(tmp_path_factory):
     return folder
 
 
-def words(folder, output, *more, draft=True):
-    models = ["--draft", str(folder / "draft")] if draft else []
-    sizes = ["-n", str(NUM_NEW), "-b", "4", "--dtype", "float64", "--device", "cpu"]
-    return ["batch", str(folder / "target"), str(folder / "prompts.jsonl"), "-o", str(output), *models, *sizes, *more]
-
-
 def one_error(capsys):
     err = capsys.readouterr().err
     (line,) = [line for line in err.splitlines() if line.startswith("hf-speculate: ")]
@@ -38,7 +32,7 @@ def one_error(capsys):
 @pytest.mark.parametrize("more", [["-k", "3"], ["--lookup", "4"], []], ids=["draft", "hybrid", "adaptive"])
 def test_texts_are_those_of_plain_decoding_and_remarks_stand_apart(more, folder, tmp_path, capsys):
     output = tmp_path / "out.jsonl"
-    assert main(words(folder, output, "--ordered", *more)) == 0
+    assert main(batch_words(folder, output, "--ordered", *more)) == 0
     found = list(results_in(output).values())
     expected = plain_results(folder / "target", TEXTS)
     assert [(line["text"], line["num_tokens"], line["finish_reason"]) for line in found] == expected
@@ -66,11 +60,11 @@ def test_progress_is_a_bar_on_a_terminal_and_a_line_a_minute_elsewhere(is_termin
 
 def test_other_settings_are_refused_unless_told(folder, tmp_path, capsys):
     output = tmp_path / "out.jsonl"
-    assert main(words(folder, output, "-k", "3")) == 0
+    assert main(batch_words(folder, output, "-k", "3")) == 0
     capsys.readouterr()
-    assert main(words(folder, output, "-k", "2")) == 2
+    assert main(batch_words(folder, output, "-k", "2")) == 2
     assert "num_assistant_tokens (2, was 3)" in one_error(capsys)
-    assert main(words(folder, output, "-k", "2", "--if-changed", "keep")) == 0
+    assert main(batch_words(folder, output, "-k", "2", "--if-changed", "keep")) == 0
 
 
 def test_a_bad_line_is_named_before_any_model_is_loaded(tmp_path, capsys):
@@ -93,5 +87,5 @@ def test_the_prompts_are_not_written_over(folder, capsys):
 def test_ray_is_started_once(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr("hf_speculate.tools.cli.batch.find_ranks", lambda is_cpu: Ranks(0, 2))
-    assert main(words(folder, tmp_path / "out.jsonl", "--engine", "ray")) == 2
+    assert main(batch_words(folder, tmp_path / "out.jsonl", "--engine", "ray")) == 2
     assert "--engine ray must be started once, got 2 ranks" in one_error(capsys)

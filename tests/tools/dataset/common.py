@@ -43,6 +43,13 @@ def write_prompts(path: Path, texts: list[str]) -> list[str]:
     return ids
 
 
+def batch_words(folder: Path, output: Path, *more: str, draft: bool = True) -> list[str]:
+    """A command that decodes the prompts of a folder of `save_pair`."""
+    models = ["--draft", str(folder / "draft")] if draft else []
+    sizes = ["-n", str(NUM_NEW), "-b", "4", "--dtype", "float64", "--device", "cpu"]
+    return ["batch", str(folder / "target"), str(folder / "prompts.jsonl"), "-o", str(output), *models, *sizes, *more]
+
+
 def results_in(path: Path) -> dict[str, dict[str, Any]]:
     """The output's lines by id, each of which comes once."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]

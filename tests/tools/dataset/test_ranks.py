@@ -18,19 +18,13 @@ from hf_speculate.tools.dataset.row_decoder import Decoded
 from hf_speculate.tools.dataset.rows import read_rows
 from hf_speculate.tools.dataset.run import Job, run
 from tests.tiny import make_model
-from tests.tools.dataset.common import NUM_NEW, begun_in, prompts, save_pair, texts_in, write_prompts
+from tests.tools.dataset.common import batch_words, begun_in, prompts, save_pair, texts_in, write_prompts
 
 ROOT = Path(__file__).parents[3]
-NUM_ROWS, BATCH_SIZE = 48, 4
+NUM_ROWS, OPTIONS = 48, ["-k", "3", "--ordered"]
 TIMEOUT_S = 200
 LAUNCH = ["--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--main_process_port", "0"]
 LAUNCH += ["--mixed_precision", "no", "--dynamo_backend", "no"]
-
-
-def words(folder: Path, output: Path) -> list[str]:
-    options = ["-d", str(folder / "draft"), "-k", "3", "--device", "cpu"]
-    sizes = ["-b", str(BATCH_SIZE), "-n", str(NUM_NEW), "--dtype", "float64", "--ordered"]
-    return ["batch", str(folder / "target"), str(folder / "prompts.jsonl"), "-o", str(output), *options, *sizes]
 
 
 def launched(*arguments: str) -> subprocess.Popen[str]:
@@ -61,9 +55,9 @@ def test_two_processes_share_the_rows_and_lose_nothing_when_one_is_killed(tmp_pa
     save_pair(tmp_path)
     ids = write_prompts(tmp_path / "prompts.jsonl", prompts(NUM_ROWS))
     alone, output = tmp_path / "alone.jsonl", tmp_path / "out.jsonl"
-    assert main(words(tmp_path, alone)) == 0
+    assert main(batch_words(tmp_path, alone, *OPTIONS)) == 0
 
-    first = launched(*words(tmp_path, output))
+    first = launched(*batch_words(tmp_path, output, *OPTIONS))
     deadline = time.monotonic() + TIMEOUT_S
     while len(begun_in(output, 1)) < 2:
         assert first.poll() is None, first.communicate()[1]
@@ -80,7 +74,7 @@ def test_two_processes_share_the_rows_and_lose_nothing_when_one_is_killed(tmp_pa
     assert kept
     assert kept < set(ids)
 
-    second = launched(*words(tmp_path, output))
+    second = launched(*batch_words(tmp_path, output, *OPTIONS))
     _, err = second.communicate(timeout=TIMEOUT_S)
     assert second.returncode == 0, err
     again = [key for rank in (0, 1) for batch in begun_in(output, rank)[num_begun[rank] :] for key in batch]

@@ -14,7 +14,16 @@ from hf_speculate.tools.dataset.ranks import Ranks
 from hf_speculate.tools.dataset.rows import read_rows
 from hf_speculate.tools.dataset.run import Job, run
 from tests.tiny_tokenizers import letters_tokenizer
-from tests.tools.dataset.common import LETTERS, NUM_NEW, plain_results, prompts, save_pair, texts_in, write_prompts
+from tests.tools.dataset.common import (
+    LETTERS,
+    NUM_NEW,
+    batch_words,
+    plain_results,
+    prompts,
+    save_pair,
+    texts_in,
+    write_prompts,
+)
 from tests.tools.dataset.workers import fatal_decoder, pids
 
 ray = pytest.importorskip("ray", reason="needs Ray")
@@ -88,12 +97,9 @@ def test_a_batch_that_always_ends_its_actor_is_named_and_the_rest_goes_on_later(
 
 @pytest.mark.slow
 def test_the_command_goes_on_with_actors_where_one_process_was_ended(cluster, folder, tmp_path, capsys):
-    ids = write_prompts(tmp_path / "prompts.jsonl", TEXTS)
+    ids = write_prompts(folder / "prompts.jsonl", TEXTS)
     output = tmp_path / "out.jsonl"
-    options = ["-d", str(folder / "draft"), "-k", "3", "--device", "cpu"]
-    words = ["batch", str(folder / "target"), str(tmp_path / "prompts.jsonl"), "-o", str(output), *options]
-    words += ["-n", str(NUM_NEW), "-b", "4"]
-    words += ["--dtype", "float64"]
+    words = batch_words(folder, output, "-k", "3")
     assert main(words) == 0
     whole = texts_in(output)
     output.write_bytes(b"".join(output.read_bytes().splitlines(keepends=True)[:9]))
@@ -105,9 +111,8 @@ def test_the_command_goes_on_with_actors_where_one_process_was_ended(cluster, fo
 
 @pytest.mark.slow
 def test_what_users_can_mend_is_one_line(cluster, folder, tmp_path, capsys):
-    write_prompts(tmp_path / "prompts.jsonl", TEXTS[:2])
-    words = ["batch", str(folder / "target"), str(tmp_path / "prompts.jsonl"), "-o", str(tmp_path / "out.jsonl")]
-    words += ["--engine", "ray"]
+    write_prompts(folder / "prompts.jsonl", TEXTS[:2])
+    words = batch_words(folder, tmp_path / "out.jsonl", "--engine", "ray", draft=False)
     assert main([*words, "--workers", "9"]) == 2
     assert "all workers must fit into the cluster, got 9 of 1 CPU each with 2 CPU" in capsys.readouterr().err
     assert main([*words, "-d", str(folder / "none"), "--workers", "1"]) == 2
