@@ -15,6 +15,7 @@ from hf_speculate.errors import ConfigError, ShapeError, UnsupportedGenerationEr
 from hf_speculate.triton_kernels import Draws
 from hf_speculate.types import DraftOut, SampleStrategy, Stream
 from tests.cases import assert_equal_ids, each_value, pair
+from tests.draft.heads.rounds import states_of
 from tests.generation.test_encoder_decoder import encoder_pair, inputs_of
 from tests.generation.test_law import SIGNIFICANCE, draw, joint_law, p_value
 from tests.tiny import PAD_TOKEN_ID, make_law_model, make_model, ragged_prompts
@@ -32,10 +33,8 @@ COUPLED = {"do_sample": True, "verifier": "coupled", "seed": 5}
 class Watcher:
     """Follows each row, holds every state that it is told to a plain forward, and drafts what comes next with slips."""
 
-    hidden_layers = (-1,)
-
-    def __init__(self, target, request: DrafterSetup, num_cached: int = 0):
-        self.target, self.request, self.num_cached = target, request, num_cached
+    def __init__(self, target, request: DrafterSetup, num_cached: int = 0, layers: tuple[int, ...] = (-1,)):
+        self.target, self.request, self.num_cached, self.hidden_layers = target, request, num_cached, layers
         self.pads = [] if request is None else list(request.num_pads)
         self.texts: list[list[int]] = []
         self.told: list[list[int]] = []  # per call, how many tokens each row gained
@@ -55,7 +54,8 @@ class Watcher:
         for row, (text, count) in enumerate(zip(self.texts, counts, strict=True)):
             num_known = min(query_token_ids.shape[1], len(text))
             assert query_token_ids[row, -num_known:].tolist() == text[-num_known:]
-            states = self.states(text)[len(text) - 1 - count : -1]  # of the tokens before those that it gained
+            states = self.project_states(states_of(self.target, text, self.hidden_layers))
+            states = states[len(text) - 1 - count : -1]  # of the tokens before those that it gained
             tolerance = SOFTMAX_TOLERANCE if self.target.config.model_type == "gemma2" else STATE_TOLERANCE
             torch.testing.assert_close(kept.hidden_states[row, :count], states, rtol=0, atol=tolerance)
         self.told.append(counts)
@@ -66,9 +66,8 @@ class Watcher:
         self.pads = [self.pads[row] for row in indices]
         self.texts = [self.texts[row] for row in indices] if self.told else []
 
-    def states(self, text: list[int]):
-        """[T, D] of a plain forward over one row without padding."""
-        return self.target(torch.tensor([text]), output_hidden_states=True).hidden_states[-1][0]
+    def project_states(self, states):
+        return states.roll(1, dims=-1)
 
     def continued(self, row: int, text: list[int], num: int) -> list[int]:
         """What greedy decoding goes on with, wrong at every fourth place or so."""
@@ -91,30 +90,37 @@ def watched(target, **options):
     return factory, made
 
 
+def followed(target, inputs, num_draft_tokens=4, num_cached=0, layers=(-1,), cache="auto", **options):
+    """The `Watcher` of a call, whose text must be that of plain decoding, the call's output and its statistics."""
+    factory, made = watched(target, num_cached=num_cached, layers=layers)
+    stats, passed = hf_speculate.SpeculationStats(), options.pop("past_key_values", None)
+    own = {"drafter": factory, "speculation_stats": stats, "speculation_cache": cache, "past_key_values": passed}
+    options = {"max_new_tokens": NUM_NEW, "return_dict_in_generate": True, **options}
+    ours = target.generate(**inputs, **options, **own, num_assistant_tokens=num_draft_tokens)
+    assert_equal_ids(target.generate(**inputs, **options).sequences, ours.sequences)
+    (watcher,) = made
+    return watcher, ours, stats
+
+
 @pytest.mark.parametrize(
-    ("kind", "batch_size", "cache"),
+    ("kind", "batch_size", "cache", "layers"),
     [
-        ("llama", 1, "preallocated"),
-        ("llama", 3, "preallocated"),
-        ("llama", 3, "dynamic"),
-        ("gpt2", 3, "preallocated"),
-        ("mistral_window", 3, "preallocated"),
-        ("mistral_window", 3, "dynamic"),
-        ("gemma2", 3, "auto"),
+        ("llama", 1, "preallocated", (-1,)),
+        ("llama", 3, "preallocated", (0, 1, 2, -1)),  # 2: before the final norm
+        ("llama", 3, "dynamic", (1,)),
+        ("gpt2", 3, "preallocated", (-1,)),
+        ("mistral_window", 3, "preallocated", (-1,)),
+        ("mistral_window", 3, "dynamic", (-1,)),
+        ("gemma2", 3, "auto", (-1,)),
     ],
 )
-def test_a_reader_is_told_every_state_and_greedy_text_is_plain(kind, batch_size, cache):
-    target, _ = pair(kind)
-    inputs, stats = ragged_prompts(batch_size, seed=3), hf_speculate.SpeculationStats()
-    factory, made = watched(target)
-    options = {"drafter": factory, "num_assistant_tokens": 4, "speculation_stats": stats, "speculation_cache": cache}
-    ours = target.generate(**inputs, max_new_tokens=NUM_NEW, **options)
-    assert_equal_ids(target.generate(**inputs, max_new_tokens=NUM_NEW), ours)
+def test_a_reader_is_told_every_state_and_greedy_text_is_plain(kind, batch_size, cache, layers):
+    inputs = ragged_prompts(batch_size, seed=3)
+    watcher, _, stats = followed(pair(kind)[0], inputs, cache=cache, layers=layers)
     assert 0.5 < stats.verified_acceptance_rate < 1
-    assert len(made) == 1
-    assert sum(made[0].told[0]) == int(inputs["attention_mask"].sum())
+    assert sum(watcher.told[0]) == int(inputs["attention_mask"].sum())
     if batch_size > 1:
-        assert any(len(set(counts)) > 1 for counts in made[0].told[1:])
+        assert any(len(set(counts)) > 1 for counts in watcher.told[1:])
 
 
 def own_id(text, row: int, begin: int) -> int:
@@ -127,18 +133,16 @@ def own_id(text, row: int, begin: int) -> int:
 @each_value(ends=[(), (3, 9), (0, 3)], options=[{}, COUPLED, {"prefill_chunk_size": 5}])
 def test_states_of_plain_steps_are_told_too(scripted, options, ends):
     target, _ = pair("llama")
-    inputs = ragged_prompts(3, seed=4)
-    options = {**options, "max_new_tokens": NUM_NEW}
-    plain = target.generate(**inputs, **options)
+    inputs, eos = ragged_prompts(3, seed=4), None
     if ends:
-        eos = [own_id(plain[:, -NUM_NEW:], row, begin) for row, begin in zip((0, 2), ends, strict=True)]
-        options |= {"eos_token_id": eos, "pad_token_id": PAD_TOKEN_ID}
-        plain = target.generate(**inputs, **options)
-        assert (plain[:, -1] == PAD_TOKEN_ID).sum() == 2
+        text = target.generate(**inputs, **options, max_new_tokens=NUM_NEW)[:, -NUM_NEW:]
+        eos = [own_id(text, row, begin) for row, begin in zip((0, 2), ends, strict=True)]
     factory, made = watched(target)
     stats = hf_speculate.SpeculationStats()
+    options = {**options, "max_new_tokens": NUM_NEW, "eos_token_id": eos, "pad_token_id": PAD_TOKEN_ID}
     ours = target.generate(**inputs, **options, drafter=factory, speculation_stats=stats)
-    assert_equal_ids(plain, ours)
+    assert_equal_ids(target.generate(**inputs, **options), ours)
+    assert not ends or (ours[:, -1] == PAD_TOKEN_ID).sum() == 2
     assert stats.rounds_by_draft_len[0] > 2
     assert max(max(counts) for counts in made[0].told[1:]) > 3
     assert len(made[0].told[0]) == (2 if 0 in ends else 3)
@@ -147,108 +151,27 @@ def test_states_of_plain_steps_are_told_too(scripted, options, ends):
 def test_rows_that_have_ended_and_stay_gain_nothing():
     target, _ = pair("llama")
     inputs = ragged_prompts(3, seed=4)
-    text = target.generate(**inputs, max_new_tokens=NUM_NEW)
-    options = {
-        "max_new_tokens": NUM_NEW,
-        "eos_token_id": own_id(text[:, -NUM_NEW:], 1, 3),
-        "pad_token_id": PAD_TOKEN_ID,
-    }
-    factory, made = watched(target)
-    ours = target.generate(**inputs, **options, drafter=factory, num_assistant_tokens=4, return_dict_in_generate=True)
-    assert_equal_ids(target.generate(**inputs, **options), ours.sequences)
-    assert 0 in made[0].told[-1]
+    eos = own_id(target.generate(**inputs, max_new_tokens=NUM_NEW)[:, -NUM_NEW:], 1, 3)
+    watcher, ours, _ = followed(target, inputs, eos_token_id=eos, pad_token_id=PAD_TOKEN_ID)
+    assert 0 in watcher.told[-1]
     assert ours.hidden_states is None
     assert ours.past_key_values.get_seq_length() == ours.sequences.shape[1] - 1
 
 
 def test_rows_in_lock_step():
-    target, _ = pair("llama")
-    inputs, stats = ragged_prompts(3, seed=4), hf_speculate.SpeculationStats()
-    options = {"max_new_tokens": NUM_NEW, "logits_processor": [lambda ids, scores: scores + (ids[:, -1:] % 3)]}
-    factory, made = watched(target)
-    ours = target.generate(**inputs, **options, drafter=factory, num_assistant_tokens=4, speculation_stats=stats)
-    assert_equal_ids(target.generate(**inputs, **options), ours)
+    processors = [lambda ids, scores: scores + (ids[:, -1:] % 3)]
+    watcher, _, stats = followed(pair("llama")[0], ragged_prompts(3, seed=4), logits_processor=processors)
     assert stats.lock_step
-    assert all(len(set(counts)) == 1 for counts in made[0].told[1:])
+    assert all(len(set(counts)) == 1 for counts in watcher.told[1:])
 
 
 @pytest.mark.parametrize("num_cached", [1, 4])
 def test_of_a_passed_cache_there_are_no_states(num_cached):
     target, _ = pair("llama")
-    inputs = ragged_prompts(1, seed=3, min_len=8)
-    plain = target.generate(**inputs, max_new_tokens=NUM_NEW)
-    cache = DynamicCache()
+    inputs, cache = ragged_prompts(1, seed=3, min_len=8), DynamicCache()
     target(inputs["input_ids"][:, :num_cached], past_key_values=cache)
-    factory, made = watched(target, num_cached=num_cached)
-    ours = target.generate(
-        **inputs, max_new_tokens=NUM_NEW, past_key_values=cache, drafter=factory, num_assistant_tokens=3
-    )
-    assert_equal_ids(plain, ours)
-    assert made[0].told[0] == [inputs["input_ids"].shape[1] - num_cached]
-
-
-@each_value(batch_size=[1, 3], num_ids=[0, 2, 12])
-def test_of_embeddings_it_is_told_of_the_tokens_that_have_ids(num_ids, batch_size):
-    target, _ = pair("llama")
-    prompts = ragged_prompts(batch_size, seed=2, min_len=4 if batch_size > 1 else 12)
-    width = prompts["input_ids"].shape[1]
-    embeds = target.get_input_embeddings()(prompts["input_ids"])
-    inputs = {"inputs_embeds": embeds, "attention_mask": prompts["attention_mask"]}
-    if num_ids:
-        inputs["input_ids"] = prompts["input_ids"][:, width - num_ids :]
-    made = []
-
-    class Reader(Watcher):
-        def draft(self, request):
-            query_token_ids, num_draft_tokens, kept = request.query_token_ids, request.num_draft_tokens, request.kept
-            self.told.append(kept)
-            ids = query_token_ids[:, -1:].repeat(1, num_draft_tokens)
-            return DraftOut(ids, torch.full((len(ids),), num_draft_tokens), None, None)
-
-    def factory(request):
-        made.append(Reader(target, request))
-        return made[-1]
-
-    plain = target.generate(**inputs, max_new_tokens=NUM_NEW)
-    ours = target.generate(**inputs, max_new_tokens=NUM_NEW, drafter=factory, num_assistant_tokens=3)
-    assert_equal_ids(plain, ours)
-    first = made[0].told[0]
-    for row, (text, mask) in enumerate(zip(prompts["input_ids"], prompts["attention_mask"], strict=True)):
-        text = text[mask.bool()]
-        count = min(len(text), num_ids + 1)
-        assert first.num_emitted[row] == count
-        assert first.token_ids[row, :count].tolist() == [*text.tolist(), int(plain[row, num_ids])][-count:]
-        states = made[0].states(text.tolist())[-count:]
-        torch.testing.assert_close(first.hidden_states[row, :count], states, rtol=0, atol=STATE_TOLERANCE)
-
-
-@pytest.mark.parametrize("kind", ["t5", "bart"])
-def test_an_encoder_decoders_states_are_its_decoders(kind):
-    target, _ = encoder_pair(kind)
-    seen = []
-
-    class Reader(Repeats):
-        hidden_layers = (-1,)
-
-        def draft(self, request):
-            seen.append((request.kept.hidden_states, request.kept.token_ids))
-            return super().draft(request)
-
-    inputs = inputs_of(kind, 2)
-    ours = target.generate(**inputs, max_new_tokens=12, drafter=Reader, num_assistant_tokens=2)
-    assert_equal_ids(target.generate(**inputs, max_new_tokens=12), ours)
-    for states, ids in seen:
-        chosen = target.get_output_embeddings()(states).argmax(-1)
-        assert torch.equal(chosen[ids >= 0], ids[ids >= 0])
-
-
-@pytest.mark.parametrize("layers", [(), ("2",), (True,)])
-def test_layers_that_are_no_numbers_are_an_error(layers):
-    class Reader(Repeats):
-        hidden_layers = layers
-
-    with pytest.raises(ConfigError, match="hidden_layers of a drafter must be one or more ints"):
-        hf_speculate.enable(make_model("llama")).generate(**ragged_prompts(1, seed=1), drafter=Reader)
+    watcher, _, _ = followed(target, inputs, num_cached=num_cached, past_key_values=cache)
+    assert watcher.told[0] == [inputs["input_ids"].shape[1] - num_cached]
 
 
 class Repeats:
@@ -264,6 +187,60 @@ class Repeats:
 
     def rows(self, indices):
         pass
+
+
+@pytest.fixture
+def reader():
+    """A class of drafters that keep what they are told in `seen`."""
+
+    class Reader(Repeats):
+        hidden_layers, seen = (-1,), []
+
+        def draft(self, request):
+            self.seen.append(request.kept)
+            return super().draft(request)
+
+    return Reader
+
+
+@each_value(batch_size=[1, 3], num_ids=[0, 2, 12])
+def test_of_embeddings_it_is_told_of_the_tokens_that_have_ids(num_ids, batch_size, reader):
+    target, _ = pair("llama")
+    prompts = ragged_prompts(batch_size, seed=2, min_len=4 if batch_size > 1 else 12)
+    embeds = target.get_input_embeddings()(prompts["input_ids"])
+    inputs = {"inputs_embeds": embeds, "attention_mask": prompts["attention_mask"]}
+    if num_ids:
+        inputs["input_ids"] = prompts["input_ids"][:, -num_ids:]
+    plain = target.generate(**inputs, max_new_tokens=NUM_NEW)
+    assert_equal_ids(plain, target.generate(**inputs, max_new_tokens=NUM_NEW, drafter=reader, num_assistant_tokens=3))
+    first = reader.seen[0]
+    for row, (text, mask) in enumerate(zip(prompts["input_ids"], prompts["attention_mask"], strict=True)):
+        text = text[mask.bool()].tolist()
+        count = min(len(text), num_ids + 1)
+        assert first.num_emitted[row] == count
+        assert first.token_ids[row, :count].tolist() == [*text, int(plain[row, num_ids])][-count:]
+        states = states_of(target, text, (-1,))[-count:]
+        torch.testing.assert_close(first.hidden_states[row, :count], states, rtol=0, atol=STATE_TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", ["t5", "bart"])
+def test_an_encoder_decoders_states_are_its_decoders(kind, reader):
+    target, _ = encoder_pair(kind)
+    inputs = inputs_of(kind, 2)
+    ours = target.generate(**inputs, max_new_tokens=12, drafter=reader, num_assistant_tokens=2)
+    assert_equal_ids(target.generate(**inputs, max_new_tokens=12), ours)
+    for kept in reader.seen:
+        chosen = target.get_output_embeddings()(kept.hidden_states).argmax(-1)
+        assert torch.equal(chosen[kept.token_ids >= 0], kept.token_ids[kept.token_ids >= 0])
+
+
+@pytest.mark.parametrize("layers", [(), ("2",), (True,)])
+def test_layers_that_are_no_numbers_are_an_error(layers):
+    class Reader(Repeats):
+        hidden_layers = layers
+
+    with pytest.raises(ConfigError, match="hidden_layers of a drafter must be one or more ints"):
+        hf_speculate.enable(make_model("llama")).generate(**ragged_prompts(1, seed=1), drafter=Reader)
 
 
 def test_the_maker_is_told_of_each_call_once():

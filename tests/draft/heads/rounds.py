@@ -1,5 +1,6 @@
 """An engine that forces what is accepted: it feeds drafters what the decoder would, round by round."""
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -29,15 +30,13 @@ def target_of(dtype: torch.dtype = torch.float64, vocab_size: int = VOCAB_SIZE) 
 @torch.no_grad()
 def states_of(target: PreTrainedModel, text: Sequence[int], layers: Sequence[int]) -> Tensor:
     """[T, A * Ht] of a plain forward: inputs of layers, or the last layer's output before the final norm, or after."""
-    kept = []
-    handle = target.model.layers[-1].register_forward_hook(
-        lambda module, args, output: kept.append(output[0] if isinstance(output, tuple) else output)
-    )
-    try:
+    kept, num_layers = [], target.config.num_hidden_layers
+    with contextlib.ExitStack() as stack:
+        if num_layers in layers:
+            handle = target.model.layers[-1].register_forward_hook(lambda module, args, output: kept.append(output))
+            stack.callback(handle.remove)
         given = target(torch.tensor([list(text)]), output_hidden_states=True).hidden_states
-    finally:
-        handle.remove()
-    num_layers = target.config.num_hidden_layers
+    kept = [output[0] if isinstance(output, tuple) else output for output in kept]
     parts = [kept[0][0] if layer == num_layers else given[layer][0] for layer in layers]
     return torch.cat(parts, -1) if parts else given[0][0][:, :0]
 
