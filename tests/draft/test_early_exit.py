@@ -16,21 +16,14 @@ NUM_DRAWS = 20_000
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_is_the_model_with_fewer_layers(kind):
+def test_it_is_the_model_with_fewer_layers_and_the_model_stays_as_it_is(kind):
     model = make_model(kind, num_hidden_layers=4)
+    config, layers = copy.deepcopy(model.config.to_dict()), list(model.model.layers)
     small = make_model(kind, num_hidden_layers=2, seed=5)
     small.load_state_dict({name: weight for name, weight in model.state_dict().items() if name in small.state_dict()})
     ids = ragged_prompts(1, seed=1)["input_ids"]
-    assert torch.equal(early_exit_model(model, 2)(ids).logits, small(ids).logits)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_model_stays_as_it_is(kind):
-    model = make_model(kind, num_hidden_layers=4)
-    config, layers = copy.deepcopy(model.config.to_dict()), list(model.model.layers)
-    ids = ragged_prompts(1, seed=1)["input_ids"]
-    before = model(ids).logits
-    draft = early_exit_model(model, 1)
+    before, draft = model(ids).logits, early_exit_model(model, 2)
+    assert torch.equal(draft(ids).logits, small(ids).logits)
     assert torch.equal(model(ids).logits, before)
     assert model.config.to_dict() == config
     assert all(one is other for one, other in zip(model.model.layers, layers, strict=True))

@@ -38,14 +38,6 @@ def test_a_texts_end_yields_to_what_goes_on_in_the_older_half():
     assert found(store, [4]) == (1, [])
 
 
-def test_texts_do_not_run_into_each_other():
-    store = SuffixStore()
-    store.add([1, 2])
-    store.add([3, 4])
-    assert found(store, [1, 2, 3]) == (1, [4])
-    assert found(store, [1]) == (1, [2])
-
-
 def test_resetting_forgets():
     store = SuffixStore()
     store.add([1, 2, 3])

@@ -10,6 +10,7 @@ from types import ModuleType
 
 import pytest
 
+from hf_speculate.tools.hub import kernel_repository as tool
 from hf_speculate.triton_kernels import verify_greedy, verify_rejection
 from tests.triton_kernels.distributions import make_keys
 from tests.triton_kernels.on_triton import assert_same, moved
@@ -61,9 +62,6 @@ def test_the_variant_holds_the_sources_alone(build: Path) -> None:
 
 def test_other_sources_get_another_name(build: Path, tmp_path: Path) -> None:
     """The library keys loaded modules by it."""
-    spec = importlib.util.spec_from_file_location("kernel_repo", SCRIPT)
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
     same, changed = tool.write_repository(tmp_path / "same"), tool.write_repository(tmp_path / "changed")
     (changed / PACKAGE / "greedy.py").write_text("")
     before = json.loads((build / "torch-universal" / "metadata.json").read_text())["id"]
