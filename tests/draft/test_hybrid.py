@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from transformers import LogitsProcessor
 
+import hf_speculate
 from hf_speculate.draft.acceptance_rates import AcceptanceRates, suffix_kinds
 from hf_speculate.draft.base import DraftRequest
 from hf_speculate.draft.hybrid import MAX_BEHIND, HybridDrafter, _mixed
@@ -19,8 +21,16 @@ def llama():
     return make_model("llama")
 
 
-def make(llama, batch_size, num=4):
-    model, kv_cache = make_drafter(llama, batch_size)
+@hf_speculate.register_row_wise
+class ByLength(LogitsProcessor):
+    """Prefers a token by the number of tokens before it."""
+
+    def __call__(self, input_ids, scores):
+        return scores.index_fill(1, torch.tensor([input_ids.shape[1] % 64]), 1e3)
+
+
+def make(llama, batch_size, num=4, processors=None):
+    model, kv_cache = make_drafter(llama, batch_size, processors=processors)
     return HybridDrafter(model, SuffixSettings(max_draft_tokens=8), num), kv_cache
 
 
@@ -52,24 +62,25 @@ def test_a_mixed_round_says_which_rows_the_cache_follows(llama):
     assert list(draft.cached.is_own) == [False, True]
 
 
-def test_a_round_in_which_all_rows_copy_leaves_the_cache_and_the_next_run_reads_what_was_missed(llama):
-    drafter, kv_cache = make(llama, 1)
+def test_rounds_in_which_all_rows_copy_leave_the_cache_and_the_next_run_reads_what_was_missed(llama):
+    drafter, kv_cache = make(llama, 1, processors=[ByLength()])
     text = [1, 2, 3, 4, 5, 6, 7] * 8
     first = drafter.draft(DraftRequest(torch.tensor([text]), kv_cache, 4, GREEDY))
     assert first.cached.num_ahead == 0  # run for the prompt only
-    num_held = kv_cache.num_columns
-    text += [1, 2, 3]
-    second = drafter.draft(DraftRequest(torch.tensor([text[-3:]]), kv_cache, 4, GREEDY, kept=kept([1, 2, 3])))
-    assert second.token_ids.tolist() == [[4, 5, 6, 7]]
-    assert second.cached.num_ahead == -3
-    assert kv_cache.num_columns == num_held
+    num_held, num_behind = kv_cache.num_columns, 0
+    for new in ([1, 2, 3], [4, 5, 6]):
+        text, num_behind = text + new, num_behind + 3
+        draft = drafter.draft(DraftRequest(torch.tensor([text[-num_behind:]]), kv_cache, 4, GREEDY, kept=kept(new)))
+        assert draft.token_ids.tolist() == [text[-7:][:4]]
+        assert draft.cached.num_ahead == -num_behind
+        assert kv_cache.num_columns == num_held
     text += [50]  # stood nowhere
-    third = drafter.draft(DraftRequest(torch.tensor([text[-4:]]), kv_cache, 4, GREEDY, kept=kept([50])))
-    assert third.cached is None
-    alone, other_cache = make_drafter(llama, 1)
-    assert torch.equal(
-        third.token_ids, alone.draft(DraftRequest(torch.tensor([text]), other_cache, 4, GREEDY)).token_ids
-    )
+    last = drafter.draft(DraftRequest(torch.tensor([text[-7:]]), kv_cache, 4, GREEDY, kept=kept([50])))
+    assert last.cached is None
+    alone, other_cache = make_drafter(llama, 1, processors=[ByLength()])
+    expected = alone.draft(DraftRequest(torch.tensor([text]), other_cache, 4, GREEDY)).token_ids
+    assert torch.equal(last.token_ids, expected)
+    assert last.token_ids.tolist() == [[(len(text) + at) % 64 for at in range(4)]]
 
 
 def test_the_model_is_run_before_it_lags_too_far(llama):
