@@ -70,7 +70,7 @@ class SpeculativeDecoder:
         was_live = batch.commit(verified, trimmed)
         self.target.commit(batch, draft, trimmed)
         self.verification.commit(draft, trimmed)
-        self.drafts.commit(batch, draft, scored, verified, trimmed)
+        self.drafts.commit(batch, draft, scored, trimmed)
         self._observe(batch, was_live, num_draft_tokens, draft, scored, verified, trimmed)
         self.drop_finished_rows(batch)
         return True

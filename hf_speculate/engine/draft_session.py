@@ -12,7 +12,7 @@ from hf_speculate.engine.batch import Batch
 from hf_speculate.engine.draft_cache_reuse import DraftCacheReuse
 from hf_speculate.engine.hidden_states import HiddenStates
 from hf_speculate.transfers import upload
-from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy, Scored, Trimmed, Verified
+from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy, Scored, Trimmed
 
 _MOST_DROPPED = 16  # tokens that a joining row reads again, so that the others need no forward of their own
 
@@ -92,25 +92,20 @@ class DraftSession:
             draft = draft._replace(token_ids=draft.token_ids.masked_fill(finished, self._padding_id))
         return draft
 
-    def commit(self, batch: Batch, draft: DraftOut, scored: Scored, verified: Verified, trimmed: Trimmed) -> None:
+    def commit(self, batch: Batch, draft: DraftOut, scored: Scored, trimmed: Trimmed) -> None:
         """Roll the draft cache back to the emitted tokens, which the batch holds by now."""
         if self.hidden_states is not None:
             self.hidden_states.add(scored, trimmed.num_emitted)
         if not draft.token_ids.shape[1]:
             return
-        lens, num_emitted = batch.tokens.lens, trimmed.num_emitted
-        before = [length - num for length, num in zip(lens, num_emitted, strict=True)]
-        is_own = [True] * len(before) if draft.cached is None else draft.cached.is_own
-        most = [max(num - 1, 0) if own else 0 for num, own in zip(num_emitted, is_own, strict=True)]
-        kept = [min(num, accepted) for num, accepted in zip(most, verified.num_accepted, strict=True)]
-        # nobody uses the drafts of finished rows, so their cache may hold anything
-        followed = [most[row] if done else kept[row] for row, done in enumerate(batch.is_finished)]
-        rows = zip(self._num_seen, before, followed, kept, strict=True)
-        ends = [(seen, start + num, start + sure) for seen, start, num, sure in rows]
-        self._crop(batch, [min(seen, end) for seen, end, _ in ends])
+        lens = batch.tokens.lens
+        is_own = [True] * len(lens) if draft.cached is None else draft.cached.is_own
+        # the draft has not read the newest token, nor any that another source drafted
+        rows = zip(self._num_seen, lens, trimmed.num_emitted, is_own, strict=True)
+        ends = [min(seen, length - (min(num, 1) if own else num)) for seen, length, num, own in rows]
+        self._crop(batch, ends)
         if self._reuse is not None and self.kv_cache is not None:
-            certain = [min(seen, end) for seen, _, end in ends]
-            self._reuse.note(batch, self.kv_cache, certain, self._was_live)
+            self._reuse.note(batch, self.kv_cache, ends, self._was_live)
 
     @property
     def can_join(self) -> bool:

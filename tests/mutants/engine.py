@@ -43,7 +43,7 @@ MUTANTS = (
             "decoder: verification keeps dropped rows": Fault(
                 "(batch, self.target, self.drafts, self.verification)",
                 "(batch, self.target, self.drafts)",
-                "generation/test_matrix.py generation/test_outlines.py generation/test_spans.py",
+                "generation/test_outlines.py generation/test_spans.py generation/test_matrix.py",
             ),
             "decoder: the output is not truncated": Fault(
                 "self.output.truncate(end)",
@@ -91,13 +91,11 @@ MUTANTS = (
         "generation/test_options.py generation/test_matrix.py",
         {
             "draft: a rejected token stays in the cache": Fault(
-                "kept = [min(num, accepted) for",
-                "kept = [num for",
-                "engine generation/test_greedy_exactness.py draft/test_hybrid.py generation/test_draft_state.py",
+                "min(num, 1) if own else num", "0 if own else num", "generation/test_draft_state.py"
             ),
             "draft: the cache is cut one token too short": Fault(
-                "self._crop(batch, [min(seen, end) for seen, end, _ in ends])",
-                "self._crop(batch, [min(seen, end) - 1 for seen, end, _ in ends])",
+                "self._crop(batch, ends)",
+                "self._crop(batch, [end - 1 for end in ends])",
                 "generation/test_faults_of_transformers.py",
             ),
             "draft: the drafter is told of one token less": Fault(
@@ -117,6 +115,7 @@ MUTANTS = (
             "draft: seen lengths are not compacted": Fault(
                 "self._num_seen = [self._num_seen[row] for row in indices]",
                 "self._num_seen = self._num_seen[: len(indices)]",
+                "generation/test_row_lens.py",
             ),
         },
     ),
@@ -164,7 +163,7 @@ MUTANTS = (
                 "generation/test_options.py generation/test_stop_strings.py generation/test_matrix.py",
             ),
             "lock step: all positions share their noise": Fault(
-                "positions=keys.positions + position)", "positions=keys.positions)", "generation/test_law.py verify"
+                "positions=keys.positions + position)", "positions=keys.positions)", "generation/test_coupled.py"
             ),
             "lock step: processors write into the logits": Fault(
                 "torch.float32, copy=True))\n            verifier", "torch.float32))\n            verifier"
@@ -188,10 +187,7 @@ MUTANTS = (
     ),
     *mutants_of(
         "hf_speculate/engine/draft_length.py",
-        (
-            "generation/test_greedy_exactness.py generation/test_padding.py "
-            "generation/test_rollback.py generation/test_schedules.py"
-        ),
+        "engine/test_draft_length.py",
         {
             "draft length: drafts past the last row's end": Fault(
                 "max(min(left - 1, limit)", "max(min(left + 3, limit)"
@@ -199,7 +195,6 @@ MUTANTS = (
             "draft length: finished rows are learned from": Fault(
                 "enumerate(record.was_live) if was_live]",
                 "enumerate(record.was_live)]",
-                "schedule generation/test_schedules.py generation/test_callback.py",
             ),
         },
     ),
