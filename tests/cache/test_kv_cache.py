@@ -141,6 +141,9 @@ def test_logits_after_ragged_rollbacks_equal_each_row_decoded_alone(kind, choice
         assert cache.get_lens().tolist() == [len(text) for text in texts]
         num_pads = (mask == 0).sum(1).tolist()
         assert cache.num_columns == max(num + len(text) for num, text in zip(num_pads, texts, strict=True))
+    shortest = num_pads.index(max(num_pads))
+    cache.rows([shortest])
+    assert cache.num_columns == len(texts[shortest])  # its padding was for longer prompts
 
 
 @each_value(kind=["llama", "mistral_window"], batch_size=[1, 2])

@@ -6,7 +6,7 @@ from transformers import GenerationConfig
 
 import hf_speculate
 from hf_speculate.errors import UnsupportedGenerationError, UnsupportedModelError
-from tests.cases import ACCEPTED_ALL, Streamed, assert_equal_ids, pair
+from tests.cases import ACCEPTED_ALL, Streamed, Unchanged, assert_decodes_as_plain, assert_equal_ids, pair
 from tests.tiny import make_law_model, make_model, noisy_copy, ragged_prompts
 
 NUM_SEQUENCES = 1000
@@ -120,6 +120,11 @@ def test_a_draft_draws_with_the_noise_of_the_target():
     options = {**COUPLED, "seed": 1, "max_new_tokens": NUM_NEW, "speculation_stats": stats}
     target.generate(**ragged_prompts(4, seed=1), **options, assistant_model=draft, num_assistant_tokens=5)
     assert stats.num_accepted == stats.num_verified > 0
+
+
+def test_rows_in_lock_step_draw_what_the_target_draws_alone(models):
+    options = {**COUPLED, "seed": [1, 2, 3], "max_new_tokens": NUM_NEW, "logits_processor": [Unchanged()]}
+    assert assert_decodes_as_plain(models["target"], models["near"], ragged_prompts(3, seed=1), **options).lock_step
 
 
 def test_a_streamer_gets_the_same_text(models):

@@ -152,6 +152,22 @@ def test_without_eos_ended_rows_go_on_until_all_have_ended_as_in_plain(batch_siz
         torch.testing.assert_close(other.keys, one.keys)
 
 
+class WritesInPlace(LogitsProcessor):
+    """A user's own processor, which changes what it is shown."""
+
+    def __call__(self, input_ids, scores):
+        return scores.clamp_(max=1.0)
+
+
+def test_a_processor_that_writes_into_its_scores_leaves_the_logits():
+    """In float32, since logits of other dtypes are copied anyway."""
+    target, draft = pair("llama", dtype=torch.float32)
+    options = {"max_new_tokens": 6, "return_dict_in_generate": True, "output_logits": True, "output_scores": True}
+    options |= {"logits_processor": [WritesInPlace()], "assistant_model": draft, "num_assistant_tokens": K}
+    ours = target.generate(**ragged_prompts(2, seed=17), **options)
+    assert torch.stack(ours.scores).max() == 1.0 < torch.stack(ours.logits).max()
+
+
 def test_max_time_stops_soon():
     target, draft = pair("llama")
     inputs = ragged_prompts(1, seed=18)
