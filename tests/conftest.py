@@ -95,7 +95,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> None:
 def scripted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Puts a schedule of changing draft lengths, plain steps among them, into each coming call; the list of them.
 
-    The lengths may be given, as parameters of a test that has `indirect=["scripted"]`.
+    `parametrize("scripted", [lengths], indirect=True)` gives other lengths.
     """
     made: list[object] = []
     module = importlib.import_module("tests.schedule.scripted")

@@ -37,11 +37,9 @@ def test_greedy_equals_plain(kind, batch_size, cache_kind):
 
 def test_videos_are_read_as_images_are():
     target, draft = picture_pair("qwen2_vl")
-    pictures, (image_id, video_id) = (
-        picture_prompts(target, 2),
-        (target.config.image_token_id, target.config.video_token_id),
-    )
-    input_ids = pictures["input_ids"].masked_fill(pictures["input_ids"] == image_id, video_id)
+    pictures, config = picture_prompts(target, 2), target.config
+    ids = pictures["input_ids"]
+    input_ids = ids.masked_fill(ids == config.image_token_id, config.video_token_id)
     text = {"input_ids": input_ids, "attention_mask": pictures["attention_mask"]}
     video = {
         "pixel_values_videos": pictures["pixel_values"],

@@ -44,6 +44,9 @@ MUTANTS = (
             "hybrid: the rates of matches and model are swapped": Fault(
                 "expected(kinds) >= self.model_rates", "expected(kinds) < self.model_rates"
             ),
+            "hybrid: a matched token has the model's probabilities": Fault(
+                "torch.where(uses_match[:, None, None], logits[:, :num_drafted], model_logits)", "model_logits"
+            ),
             "hybrid: a matched token has no probability": Fault(
                 "[..., None], 0.0)\n    logits[:, :num_drafted]", "[..., None], -1.0)\n    logits[:, :num_drafted]"
             ),
