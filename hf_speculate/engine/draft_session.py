@@ -100,9 +100,8 @@ class DraftSession:
             return
         lens = batch.tokens.lens
         is_own = [True] * len(lens) if draft.cached is None else draft.cached.is_own
-        # the draft has not read the newest token, nor any that another source drafted
         rows = zip(self._num_seen, lens, trimmed.num_emitted, is_own, strict=True)
-        ends = [min(seen, length - (min(num, 1) if own else num)) for seen, length, num, own in rows]
+        ends = [min(seen, length if own else length - num) for seen, length, num, own in rows]
         self._crop(batch, ends)
         if self._reuse is not None and self.kv_cache is not None:
             self._reuse.note(batch, self.kv_cache, ends, self._was_live)

@@ -91,7 +91,9 @@ MUTANTS = (
         "generation/test_options.py generation/test_matrix.py",
         {
             "draft: a rejected token stays in the cache": Fault(
-                "min(num, 1) if own else num", "0 if own else num", "generation/test_draft_state.py"
+                "keep = [length - num_query for length in lens]",
+                "keep = [length - num_query + 1 for length in lens]",
+                "generation/test_draft_state.py",
             ),
             "draft: the cache is cut one token too short": Fault(
                 "self._crop(batch, ends)",
