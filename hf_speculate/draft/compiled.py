@@ -14,6 +14,7 @@ from hf_speculate.draft.model import ModelDrafter
 from hf_speculate.draft.token_choice import DraftSettings
 from hf_speculate.models.compiled import CompiledLanguageModel, Rows, States, forward_rows
 from hf_speculate.models.inferencer import Inferencer, num_until
+from hf_speculate.models.language_model import LanguageModel
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.triton_kernels import sample
 from hf_speculate.types import DraftOut, NoiseKeys, SampleStrategy, Stream
@@ -99,7 +100,11 @@ class CompiledDrafter(ModelDrafter):
         """Feed a query that is longer than a step's, such as the prompt; returns what is left to feed, [B, Q]."""
         if query.shape[1] < STEP_QUERY_LEN or (query.shape[1] == STEP_QUERY_LEN and kv_cache.num_columns):
             return query
-        self.inferencer.feed(query[:, :-1], kv_cache)
+        ahead, model = query[:, :-1], self.language_model
+        if ahead.shape[1] <= STEP_QUERY_LEN and model.runner.varies:  # after plain steps
+            LanguageModel.run(model, ahead, kv_cache, logits_to_keep=1)  # compiled, it would be one more graph
+        else:
+            self.inferencer.feed(ahead, kv_cache)
         kv_cache.crop(1)  # it is fed again: a prompt may be a single token
         return query[:, -STEP_QUERY_LEN:]
 

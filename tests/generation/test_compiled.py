@@ -152,6 +152,17 @@ def test_four_graphs_serve_every_batch_size_draft_length_and_length(mode):
     assert counters["stats"]["unique_graphs"] == 4
 
 
+def test_a_draft_that_follows_plain_steps_compiles_no_further_graph(scripted):
+    target, draft = fresh_pair()
+    torch._dynamo.reset()
+    counters.clear()
+    inputs = ragged_prompts(3)
+    ids, _, stats = compiled_and_eager(target, draft, inputs, compile_config(), num_assistant_tokens=5)
+    assert_equal_ids(target.generate(**inputs, max_new_tokens=24), ids)
+    assert (stats.compiled, stats.fallbacks) == (["target", "draft"], [])
+    assert counters["stats"]["unique_graphs"] == 2
+
+
 @each_value(kind=["llama", "gemma2", "gpt2"], batch_size=[1, 3])
 def test_a_static_cache_without_a_compiler_means_fixed_buffers(kind, batch_size, monkeypatch):
     target, draft = small_pair(kind)
