@@ -9,8 +9,11 @@ _DECAY = 0.92
 _SLOW_DECAY = 0.98  # of the long-run rate of the first position
 _PRIOR_ACCEPTANCE = 0.8  # of the first position, before any observation; optimistic, so that drafting is tried
 _PRIOR_WEIGHT = 1.0  # of the prior, in observations
+_NO_WEIGHT = 1e-9  # of a prior that counts only without observations
 _NEIGHBOUR_WEIGHT = 4.0  # of the previous position's rate, as the prior of a position
 _OTHER_CALL = 0.5  # observations that an earlier call counts as
+_ALIKE_CALL = 3.0  # the same, if the call before it was accepted about as often: one rejection then ends no drafting
+_ALIKE_RATE = 0.25  # largest difference of rates that are about the same
 _ROW_WEIGHT = 2.0  # rejections that a row must show before it counts for more than the batch
 
 
@@ -25,6 +28,7 @@ class AcceptanceModel:
     def __init__(self, max_draft_tokens: int):
         self._positions = AcceptanceCounts(max_draft_tokens)
         self._long_run = AcceptanceCounts(1)  # of the first position
+        self._rate_before: float | None = None  # of the first position in the call before
         self._row_rejections: dict[int, tuple[float, float]] = {}  # by row id: seen, and expected at the batch's rate
 
     def observe(self, row_ids: Sequence[int], num_accepted: Sequence[int], num_draft_tokens: int) -> None:
@@ -44,12 +48,15 @@ class AcceptanceModel:
             self._row_rejections[row_id] = seen, _DECAY * expected + sum(rejections[:num_verified])
 
     def recent(self) -> "AcceptanceModel":
-        """A copy for the next call, in which this one counts as half an observation."""
-        copy = AcceptanceModel(len(self._positions.verified))
+        """A copy for the next call, in which this one counts as few observations: more after a call like it."""
+        copy, before = AcceptanceModel(len(self._positions.verified)), self._rate_before
+        copy._rate_before = rate = self._long_run.rate(0, _PRIOR_ACCEPTANCE, _NO_WEIGHT)
+        is_alike = before is not None and abs(rate - before) < _ALIKE_RATE
+        weight = _ALIKE_CALL if is_alike else _OTHER_CALL
         pairs = ((self._positions, copy._positions), (self._long_run, copy._long_run))
         for source, target in pairs:
             target.accepted, target.verified = source.accepted, source.verified
-            target.decay(_OTHER_CALL / max(source.verified[0], _OTHER_CALL))
+            target.decay(weight / max(source.verified[0], weight))
         return copy
 
     def soften(self, share: float) -> None:

@@ -55,6 +55,18 @@ def constant_rates(calls: list[list[Trace]], machine: Machine) -> list[float]:
     return [rate_of(calls, machine, lambda num=num: ConstantSchedule(num)) for num in range(MAX_DRAFT_TOKENS + 1)]
 
 
+def test_two_rejections_do_not_stop_what_paid_in_the_two_calls_before():
+    history, machine = history_of(HistoryStore(), DRAFT, "short"), Machine(step_s=0.3)
+    for rows in traces("good")[:2]:
+        run(AdaptiveSchedule(MAX_DRAFT_TOKENS, 0.3, history), rows, machine, SHORT)
+    schedule = AdaptiveSchedule(MAX_DRAFT_TOKENS, 0.3, history)
+    for _ in range(2):
+        num = schedule.num_draft_tokens
+        assert num > 0
+        schedule.update(RoundOutcome([0], [num], [0], num, 1, [SHORT], 1, 0.3 * num, machine.forward_s(num + 1)))
+    assert schedule.num_draft_tokens > 0
+
+
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("num_rows", NUM_ROWS)
 @pytest.mark.parametrize("name", ["high", "zero"])
