@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
+_INF = torch.tensor(torch.inf, device="cpu")
+
 
 class Cutoffs(NamedTuple):
     """The smallest score that each row keeps."""
@@ -29,10 +31,22 @@ def supports_cutoff(processor: Any, scores: Tensor) -> bool:
 def apply_cutoff(processor: Any, scores: Tensor) -> Tensor:
     """The processor's result for scores [N, V] float32 on a CPU, bitwise equal, as a new tensor."""
     lowest, is_split = _FIND[type(processor)](processor, scores.detach())
-    processed = scores.masked_fill(scores < lowest, processor.filter_value)
+    processed = _drop_below(scores, lowest, processor.filter_value)
     if is_split is not None and bool(is_split.any()):
         processed[is_split] = processor(None, scores[is_split])
     return processed
+
+
+def _drop_below(scores: Tensor, lowest: Tensor, filter_value: float) -> Tensor:
+    """Scores [N, V] with `filter_value` in place of those below `lowest` [N, 1], as a new tensor.
+
+    The smaller of a score and +inf or -inf takes a third of the time of a comparison and a masked fill.
+    """
+    if filter_value != -torch.inf or not bool(lowest.isfinite().all()):
+        return scores.masked_fill(scores < lowest, filter_value)
+    bounds = torch.add(scores, 0.0 - lowest)  # +0.0 for equal scores, also for zeros of both signs
+    torch.copysign(_INF, bounds, out=bounds)
+    return torch.minimum(scores, bounds, out=bounds)
 
 
 def _find_top_k(processor: Any, scores: Tensor) -> Cutoffs:
@@ -45,7 +59,10 @@ def _find_top_p(processor: Any, scores: Tensor) -> Cutoffs:
     ascending = torch.from_numpy(np.sort(scores.numpy(), axis=-1))
     sums = ascending.softmax(-1).cumsum(-1)  # [N, V], these two as transformers calls them
     max_dropped = max(scores.shape[-1] - processor.min_tokens_to_keep, 0)
-    num_dropped = (sums[:, :max_dropped] <= 1 - processor.top_p).sum(-1, keepdim=True)  # [N, 1]
+    mass = torch.full((len(sums), 1), 1 - processor.top_p, dtype=torch.float32)
+    # as many as transformers counts with `sums <= mass`, because sums never fall; none if they are NaN
+    num_dropped = torch.searchsorted(sums, mass, right=True).clamp_(max=max_dropped)  # [N, 1]
+    num_dropped.masked_fill_(sums[:, :1].isnan(), 0)
     lowest = ascending.gather(-1, num_dropped)
     is_split = (num_dropped > 0) & (ascending.gather(-1, (num_dropped - 1).clamp(min=0)) == lowest)
     return Cutoffs(lowest, is_split[:, 0])

@@ -465,3 +465,13 @@ def test_a_block_on_the_gpu_equals_the_one_on_the_cpu(name: str) -> None:
     block.draft_token_ids = block.draft_token_ids.cuda()
     # Tokens are only divided, masked or compared: float32 division is correctly rounded on both devices.
     assert_same_bits(run_block([EXAMPLES[name]()], block).cpu(), twin)
+
+
+@pytest.mark.parametrize("name", ["TopKLogitsWarper", "TopPLogitsWarper"])
+def test_cutoffs_keep_zeros_of_both_signs_and_what_is_not_finite(name):
+    inf, nan = float("inf"), float("nan")
+    rows = [[-0.0, 0.0, -9.0, -9.0], [0.0, -0.0, -9.0, -9.0], [inf, 1.0, -inf, 0.0], [nan, 1.0, 2.0, 0.0], [-inf] * 4]
+    warper = getattr(logits_process, name)(2 if name == "TopKLogitsWarper" else 0.9)
+    scores = torch.tensor(rows)
+    processed = BlockLogitsProcessorList([warper])(torch.zeros(5, 0, dtype=torch.int64), scores[:, None])
+    torch.testing.assert_close(processed[:, 0], warper(None, scores), rtol=0, atol=0, equal_nan=True)

@@ -52,11 +52,11 @@ def piece_masses(pieces: Pieces, raw: Tensor, warp: Warp, bases: Tensor) -> Tens
     if isinstance(temperature, Tensor):
         leading = pieces.shape[:-1]
         temperature = pieces.expand(temperature.view((-1,) + (1,) * (len(leading) - 1)).expand(leading))
-    scaled = scale(raw, temperature, rows[..., : raw.shape[-1]])
+    scaled = _scaled(raw, temperature, rows)
     cutoffs = None if warp.row_cutoffs is None else pieces.expand(warp.row_cutoffs.to(torch.float32))
     dropped = _to_exponents(rows, scaled, cutoffs, pieces.expand(bases))
-    rows.exp2_()
-    return scaled if dropped is None else scaled.addcmul_(scaled, dropped, value=-1)
+    masses = rows.exp2_()[..., : raw.shape[-1]]
+    return masses if dropped is None else masses.addcmul_(masses, dropped, value=-1)
 
 
 def _kept_masses(logits: Tensor, warp: Warp) -> KeptMasses | None:
@@ -73,7 +73,7 @@ def write_masses(rows: Tensor, logits: Tensor, warp: Warp) -> tuple[Tensor, Tens
 
 def _write_exponents(rows: Tensor, logits: Tensor, warp: Warp) -> tuple[Tensor, Tensor | None]:
     """Write log2 of the masses into `rows` from `padded_like`; returns the row maxima and a mask (1.0 = masked)."""
-    scaled = scale(logits, warp.temperature, rows[..., : logits.shape[-1]])
+    scaled = _scaled(logits, warp.temperature, rows)
     tops = scaled.amax(-1)
     cutoffs = None if warp.row_cutoffs is None else warp.row_cutoffs.to(torch.float32)
     if cutoffs is not None:
@@ -81,14 +81,25 @@ def _write_exponents(rows: Tensor, logits: Tensor, warp: Warp) -> tuple[Tensor, 
     return tops, _to_exponents(rows, scaled, cutoffs, tops)
 
 
+def _scaled(logits: Tensor, temperature: float | Tensor, rows: Tensor) -> Tensor:
+    """Logits over temperature: the logits themselves if nothing changes, otherwise the front of `rows`."""
+    is_plain = not isinstance(temperature, Tensor) and temperature == 1.0 and logits.dtype == torch.float32
+    if is_plain and not torch.compiler.is_compiling():  # a compiler takes no `out` that is part of another tensor
+        return logits
+    return scale(logits, temperature, rows[..., : logits.shape[-1]])
+
+
 def _to_exponents(rows: Tensor, scaled: Tensor, cutoffs: Tensor | None, bases: Tensor) -> Tensor | None:
-    """Convert `scaled` [..., V], the front of `rows` [..., W], to log2(exp(x - base)); returns a mask (1.0 = masked).
+    """Write log2(exp(x - base)) of `scaled` [..., V] to the front of `rows` [..., W]; returns a mask (1.0 = masked).
 
     The mask is float, because a multiplication takes a tenth of the time of a bool mask with masked_fill on a CPU
     (V = 151,936).
     """
     dropped = None if cutoffs is None else torch.lt(scaled, cutoffs.unsqueeze(-1), out=torch.empty_like(scaled))
-    scaled.sub_(bases.unsqueeze(-1))
+    if torch.compiler.is_compiling():
+        scaled.sub_(bases.unsqueeze(-1))  # the front itself, see `_scaled`
+    else:
+        torch.sub(scaled, bases.unsqueeze(-1), out=rows[..., : scaled.shape[-1]])
     rows.mul_(LOG2_E)
     return dropped
 
