@@ -145,7 +145,7 @@ MUTANTS = (
         "processors/test_processors.py",
         {
             "processors: top-p drops one token too few": Fault(
-                "<= 1 - processor.top_p", "< 1 - processor.top_p - 1e-3"
+                "1 - processor.top_p, dtype", "1 - processor.top_p - 1e-3, dtype"
             ),
             "processors: top-k keeps one token more": Fault(
                 "rank = width - min(processor.top_k, width)", "rank = max(width - min(processor.top_k, width) - 1, 0)"
