@@ -13,6 +13,7 @@ import triton
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks._harness import markdown
+from hf_speculate.triton_kernels.kernels import launch
 
 NVDISASM = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
 # An H200: multiprocessors, schedulers of each, clock; and the share of cycles in which a scheduler issues.
@@ -20,14 +21,20 @@ MULTIPROCESSORS, SCHEDULERS, CYCLES_PER_US, ISSUE_SHARE = 132, 4, 1755.0, 0.72
 
 
 class Counts(NamedTuple):
-    """Instructions of a thread; `loop` is the longest loop that holds no other, the one over a row's entries."""
+    """Instructions of a thread; `loop` is the loop over a row's entries.
+
+    It is the first of the loops with the widest loads. A race that cannot be decided from bounds runs a later one; such
+    loops are `rare`.
+    """
 
     instructions: int
+    rare_instructions: int
     barriers: int
     loop_instructions: int
     loop_barriers: int
     loop_shuffles: int
     loop_loads: str  # of global memory, by width in bits
+    waits: int  # for loads of global memory before the loop, one after another
 
 
 def counts(cubin: bytes) -> Counts:
@@ -45,18 +52,41 @@ def counts(cubin: bytes) -> Counts:
     targets = [(labels.get(match[1]), end) for end, text in enumerate(instructions)
                if (match := re.match(r"BRA.*`\((\.L_x_\d+)\)", text))]  # fmt: skip
     loops = [(start, end + 1) for start, end in targets if start is not None and start < end]
-    inner = [one for one in loops if not any(_holds(one, other) for other in loops)]
-    loop = max((instructions[start:end] for start, end in inner), key=len, default=[])
-    loads = [re.search(r"\.(128|64|U?16|U?8)(?=[. ])", text) for text in loop if text.startswith("LDG")]
-    widths = [load[1].strip("U") if load else "32" for load in loads]
+    inner = sorted(one for one in loops if not any(_holds(one, other) for other in loops))
+    widths = [max(map(int, _load_widths(instructions[start:end])), default=0) for start, end in inner]
+    (start, end), *rare = [one for one, width in zip(inner, widths, strict=True) if width == max(widths)] or [(0, 0)]
+    loop = instructions[start:end]
     return Counts(
         len(instructions) - _starting(instructions, "NOP"),
+        sum(last - first for first, last in rare if max(widths) > 32),
         _starting(instructions, "BAR"),
         len(loop),
         _starting(loop, "BAR"),
         _starting(loop, "SHFL", "REDUX"),
-        " + ".join(f"{widths.count(width)} x {width}" for width in sorted(set(widths), key=int)),
+        " + ".join(
+            f"{_load_widths(loop).count(width)} x {width}" for width in sorted(set(_load_widths(loop)), key=int)
+        ),
+        _waits(instructions[:start]),
     )
+
+
+def _load_widths(instructions: Sequence[str]) -> list[str]:
+    """Bits of every load of global memory."""
+    loads = [re.search(r"\.(128|64|U?16|U?8)(?=[. ])", text) for text in instructions if text.startswith("LDG")]
+    return [load[1].strip("U") if load else "32" for load in loads]
+
+
+def _waits(instructions: Sequence[str]) -> int:
+    """How often instructions in this order stop for loads: the longest chain of loads that wait for one another."""
+    num_waits, arrivals = 0, dict[int, int]()  # by register, how many waits end with its load
+    for text in instructions:
+        registers = [(int(match[1]), ".64" in match[2]) for match in re.finditer(r"\bR(\d+)((?:\.\w+)*)", text)]
+        used = {number + half for number, is_pair in registers for half in range(1 + is_pair)}
+        num_waits = max([num_waits, *(arrivals.get(number, 0) for number in used)])
+        if text.startswith(("LDG", "ATOM")):
+            words = max(1, int(_load_widths([text.replace("ATOM", "LDG")])[0]) // 32)
+            arrivals |= {registers[0][0] + word: num_waits + 1 for word in range(words)}
+    return num_waits
 
 
 def _holds(outer: tuple[int, int], inner: tuple[int, int]) -> bool:
@@ -67,7 +97,6 @@ def _starting(instructions: Sequence[str], *names: str) -> int:
     return sum(text.startswith(names) for text in instructions)
 
 
-THREADS = 256
 TABLED = (
     "greedy", "rejection, saved sums", "rejection", "rejection, temperature", "rejection, temperatures and cutoffs",
     "point mass", "typical", "typical, sampled", "block", "coupled",
@@ -77,35 +106,42 @@ ROW_KERNELS = ("row_stats_kernel", "decide_kernel")
 NUM_DRAFT_TOKENS, VOCAB_SIZE = 5, 151_936
 # Cycles of an iteration that loads and reduces, and of one that only loads.
 CHUNK_CYCLES, PIECE_CYCLES = 2000, 1500
-# Of a launch, of testing the chain, and of merging the programs of a sequence.
-LAUNCH_US, CHAIN_US, END_US = 1.5, 3.5, 1.8
+# Of a launch, of testing the chain, and of merging the programs of a sequence. CHAIN_US is that of a kernel that waits
+# CHAIN_WAITS times for memory before its race, and is scaled with the waits of others.
+LAUNCH_US, CHAIN_US, CHAIN_WAITS, END_US = 1.5, 3.5, 9, 1.8
+BYTES_PER_US = 4.3e6  # the copy rate of an H200
+LOGIT_BYTES = 2
 
 
 class Grid(NamedTuple):
-    """Programs of a launch, and iterations of the loop of each."""
+    """Programs of a launch, iterations of the loop of each, and rows of logits that all read."""
 
     programs: int
     iterations: int
+    rows: int
 
 
 def _grids(batch_size: int, is_dense: bool, race: dict[str, Any]) -> tuple[Grid, Grid]:
     """Grids of the first and the last launch."""
     rows = batch_size * (NUM_DRAFT_TOKENS + 1 + NUM_DRAFT_TOKENS * is_dense)
-    chunks = 1 if rows <= 24 else 2 if rows <= 192 else 4
-    first = Grid(rows * -(-38 // chunks), chunks)
+    chunks = launch.chunks_per_program(rows)
     pieces = -(-VOCAB_SIZE // race["loop_entries"])
-    per_program = race["pieces_per_chunk"] * chunks if "pieces_per_chunk" in race else -(-pieces // (264 // batch_size))
-    return first, Grid(batch_size * -(-pieces // per_program), per_program)
+    is_old = "pieces_per_chunk" in race
+    per_program = race["pieces_per_chunk"] * chunks if is_old else launch.pieces_per_program(batch_size, pieces)
+    first = Grid(rows * -(-38 // chunks), chunks, rows)
+    return first, Grid(batch_size * -(-pieces // per_program), per_program, 2 * batch_size)
 
 
 def _us(row: dict[str, Any], grid: Grid, cycles: int, fixed_us: float) -> float:
-    """The longer of issuing all instructions and of the waves of programs one after another."""
-    warps = THREADS // 32
-    outside = row["instructions"] - row["loop_instructions"]
+    """The longest of issuing all instructions, the waves of programs one after another, and reading all rows."""
+    warps = row["num_warps"]
+    outside = row["instructions"] - row["loop_instructions"] - row.get("rare_instructions", 0)
     issued = grid.programs * warps * (outside + grid.iterations * row["loop_instructions"])
-    waves = -(-grid.programs // (MULTIPROCESSORS * min(8, 65536 // (THREADS * row["registers"]))))
+    resident = min(64 // warps, 32, 65536 // (32 * warps * row["registers"]))
+    waves = -(-grid.programs // (MULTIPROCESSORS * resident))
     return max(issued / (MULTIPROCESSORS * SCHEDULERS * ISSUE_SHARE * CYCLES_PER_US),
-               fixed_us + waves * grid.iterations * cycles / CYCLES_PER_US)  # fmt: skip
+               fixed_us + waves * grid.iterations * cycles / CYCLES_PER_US,
+               LAUNCH_US + grid.rows * VOCAB_SIZE * LOGIT_BYTES / BYTES_PER_US)  # fmt: skip
 
 
 def estimates_us(rows: Sequence[dict[str, Any]], case: str, batch_size: int) -> tuple[float, float]:
@@ -113,7 +149,8 @@ def estimates_us(rows: Sequence[dict[str, Any]], case: str, batch_size: int) -> 
     counted = [row for row in rows if row["case"] == case and "loop_entries" in row]
     stats, race = (next(row for row in counted if row["kernel"].startswith(kernel)) for kernel in ROW_KERNELS)
     first, last = _grids(batch_size, "saved" not in case, race)
-    return _us(stats, first, CHUNK_CYCLES, LAUNCH_US), _us(race, last, PIECE_CYCLES, LAUNCH_US + CHAIN_US + END_US)
+    chain_us = CHAIN_US * race.get("waits", CHAIN_WAITS) / CHAIN_WAITS
+    return _us(stats, first, CHUNK_CYCLES, LAUNCH_US), _us(race, last, PIECE_CYCLES, LAUNCH_US + chain_us + END_US)
 
 
 def comparison(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> str:
@@ -130,7 +167,7 @@ def comparison(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]
         return lambda pair: f"{cell(pair['old'])} -> {cell(pair['new'])}"
 
     def per_thousand(name: str) -> Any:
-        return lambda row: row[name] * 4096 // row["loop_entries"]
+        return lambda row: row[name] * 4096 * row["num_warps"] // (row["loop_entries"] * 8)
 
     counted = markdown({
         "call": lambda pair: pair["case"],
@@ -140,6 +177,7 @@ def comparison(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]
         "barriers": both(per_thousand("loop_barriers")),
         "shuffles": both(per_thousand("loop_shuffles")),
         "loads, bits": both(lambda row: row["loop_loads"]),
+        "waits": lambda pair: pair["new"]["waits"],
     }, pairs)  # fmt: skip
     cells = [{"case": case, "B": size, "us": [estimates_us(rows, case, size) for rows in (before, after)]}
              for case in ("rejection, saved sums", "rejection") for size in (1, 8, 32)]  # fmt: skip
@@ -151,15 +189,19 @@ def comparison(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]
         "both": lambda cell: " -> ".join(f"{first + last:.1f}" for first, last in cell["us"]),
     }, cells)  # fmt: skip
     return f"""Machine instructions of a thread in the loop over a row, per 4,096 entries of the row, for cuda 90 and
-bf16, before and after the race was cut down to one distribution and one reduction. With a temperature and a draft the
-loop of the first launch holds the code of target rows and of draft rows, of which an iteration runs one.
+bf16, as if eight warps shared these. Before, a race reduced every piece of 512 entries twice. After, every thread keeps
+the entry with the largest upper bound of its key, and computes the keys of these entries only. Left out is the loop
+that computes all keys, which runs if another bound exceeds the best key: in 0.1 % of the programs of simulated rows.
+With a temperature and a draft the loop of the first launch holds the code of target rows and of draft rows, of which an
+iteration runs one. Waits are loads before the loop that wait for one another.
 
 {counted}
 
 Estimated microseconds on an H200, before and after, for K = {NUM_DRAFT_TOKENS} and V = {VOCAB_SIZE:,}, from a CUDA
-graph. These are not measurements: a launch takes the longer of issuing its counted instructions ({ISSUE_SHARE:.0%} of
-the cycles) and of its waves of programs ({CHUNK_CYCLES:,} cycles per chunk, {PIECE_CYCLES:,} per piece of a race,
-{LAUNCH_US} us per launch, {CHAIN_US} us to test the chain, {END_US} us to finish).
+graph. These are not measurements: a launch takes the longest of issuing its counted instructions ({ISSUE_SHARE:.0%} of
+the cycles), of its waves of programs ({CHUNK_CYCLES:,} cycles per chunk, {PIECE_CYCLES:,} per piece of a race,
+{LAUNCH_US} us per launch, {CHAIN_US} us per {CHAIN_WAITS} waits to test the chain, {END_US} us to finish), and of
+reading its rows ({BYTES_PER_US / 1e6} TB/s).
 
 {times}
 

@@ -64,6 +64,16 @@ def test_hostile_target_rows_bad_ids_and_short_chains(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
+def test_a_chain_as_long_as_the_positions_tested_at_once_ends_in_its_bonus_row(name: str) -> None:
+    target, ids, draft = sure_round(2, 8, 50)
+    spoil(target[0, 8], torch.inf)
+    verdict = verify_on_triton(name, target, ids, draft, make_keys(2))
+    assert verdict.num_accepted.tolist() == [8, 8]
+    assert verdict.status.tolist() == [int(Status.POSITIVE_INF), 0]
+    assert verdict.token_ids[1].tolist() == [*ids[1].tolist(), int(target[1, 8].argmax())]
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
 def test_what_stands_after_the_end_is_not_named(name: str) -> None:
     target, _, draft = make_round(3, 2, 50)
     ids = target[:, :-1].argmin(-1)

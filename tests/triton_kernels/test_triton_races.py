@@ -1,9 +1,9 @@
-"""The packed race of the kernels: order of keys and ids, and a residual that is empty in a row of several pieces."""
+"""The race of the kernels: packed keys, bounds of keys, and a residual that is empty in a row of several pieces."""
 
 import pytest
 import torch
 
-from hf_speculate.triton_kernels import Status, verify_rejection
+from hf_speculate.triton_kernels import NoiseKeys, Status, Stream, exponentials, noise, uniforms, verify_rejection
 from tests.triton_kernels.distributions import make_keys
 from tests.triton_kernels.on_triton import DEVICE, assert_same, on_triton
 
@@ -11,7 +11,8 @@ pytest.importorskip("triton", reason="needs Triton")
 import triton
 import triton.language as tl
 
-from hf_speculate.triton_kernels.kernels import launch, rows
+from hf_speculate.triton_kernels.kernels import acceptance, launch, race, rows
+from hf_speculate.triton_kernels.kernels import noise as kernel_noise
 
 PIECE = launch.CHUNK // launch.PIECES_PER_CHUNK
 
@@ -61,3 +62,73 @@ def test_an_empty_residual_is_drawn_from_the_target_over_all_pieces() -> None:
     assert int(mine.token_ids[-1, 0]) == vocab_size - 2
     assert (mine.token_ids[:-1, 0] >= PIECE).any()
     assert_same(mine, verify_rejection(target, ids, draft, **options, backend="torch"))
+
+
+STREAM = noise.stream_offset(Stream.CORRECTION)
+HERE = torch.zeros(1, 1, dtype=torch.int64)
+
+
+def seeded(num_seeds: int) -> NoiseKeys:
+    """Keys that differ in their seed."""
+    seeds = torch.arange(num_seeds)
+    return NoiseKeys(seeds, torch.zeros_like(seeds), torch.zeros_like(seeds))
+
+
+@triton.jit
+def bounds_kernel(seeds_ptr, ids_ptr, weights_ptr, bounds_ptr, keys_ptr, STREAM: tl.constexpr, WIDTH: tl.constexpr):
+    zero = tl.zeros([], tl.int64)
+    state = kernel_noise.noise_states(tl.load(seeds_ptr + tl.program_id(0)), zero, zero, STREAM)
+    at = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    ids, weights = tl.load(ids_ptr + at), tl.load(weights_ptr + at)
+    tl.store(bounds_ptr + at, kernel_noise.key_bounds(weights, state, ids))
+    tl.store(keys_ptr + at, weights / kernel_noise.exponentials(state, ids))
+
+
+def test_bounds_are_further_from_zero_than_keys_for_the_least_and_the_greatest_words() -> None:
+    keys, width = seeded(8), 1024
+    coins = uniforms(keys, Stream.CORRECTION, HERE, torch.arange(1 << 18))
+    order = coins.argsort(-1)
+    ids = torch.cat([order[:, : width // 2], order[:, -width // 2 :]], dim=-1).to(torch.int32)
+    weights = torch.randn(ids.shape, generator=torch.Generator().manual_seed(0)) * torch.logspace(-30, 0, width)
+    bounds, exact = torch.empty(2, *ids.shape, device=DEVICE)
+    inputs = [tensor.to(DEVICE) for tensor in (keys.seeds, ids, weights)]
+    bounds_kernel[(8,)](*inputs, bounds, exact, STREAM=STREAM, WIDTH=width)
+    assert (bounds.abs() > exact.abs()).all()
+    assert torch.equal(bounds.sign(), exact.sign())
+
+
+@triton.jit
+def row_kernel(
+    target_ptr, draft_ptr, seeds_ptr, fast_ptr, full_ptr, vocab_size, num_pieces,
+    STREAM: tl.constexpr, RULE: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    zero = tl.zeros([], tl.int64)
+    state = kernel_noise.noise_states(tl.load(seeds_ptr + tl.program_id(0)), zero, zero, STREAM)
+    fast = race.race_row(target_ptr, 1, draft_ptr, 1, None, None, 0.0, 0.0, 1.0, -1, vocab_size > 0, state, 0,
+                           num_pieces, vocab_size, RULE, False, PIECE)  # fmt: skip
+    full = race.race_all(target_ptr, 1, draft_ptr, 1, None, None, 0.0, 0.0, 1.0, -1, vocab_size > 0, state, 0,
+                           num_pieces, vocab_size, RULE, False, PIECE)  # fmt: skip
+    tl.store(fast_ptr + tl.program_id(0), fast)
+    tl.store(full_ptr + tl.program_id(0), full)
+
+
+@pytest.mark.parametrize("rule", ["target", "residual"])
+def test_entries_of_one_lane_whose_bounds_and_keys_are_in_different_order_win_by_their_keys(rule: str) -> None:
+    piece, many = 16, seeded(3000)
+    probs = torch.zeros(3 * piece)
+    probs[[5, 5 + piece, 5 + 2 * piece]] = torch.tensor([0.9, 0.06, 0.04])  # all in one lane
+    draft = torch.tensor([0.0, 0.01, 0.0]).repeat_interleave(piece)
+    weights = probs if rule == "target" else probs - draft
+    clocks = exponentials(many, Stream.CORRECTION, HERE, torch.arange(3 * piece))
+    coins = uniforms(many, Stream.CORRECTION, HERE, torch.arange(3 * piece))
+    winners = (weights / clocks).argmax(-1)
+    differ = (weights / coins).argmax(-1) != winners  # the bounds alone would be wrong
+    keys = many.rows(torch.cat([differ.nonzero()[:6, 0], torch.arange(3)]))
+    num_seeds = len(keys.seeds)
+    assert num_seeds == 9
+    inputs = [tensor.to(DEVICE) for tensor in (probs.log(), draft.log(), keys.seeds)]
+    fast, full = torch.empty(2, num_seeds, dtype=torch.int64, device=DEVICE)
+    number = int(acceptance.TYPICAL if rule == "target" else acceptance.REJECTION)
+    row_kernel[(num_seeds,)](*inputs, fast, full, 3 * piece, 3, STREAM=STREAM, RULE=number, PIECE=piece)
+    assert torch.equal(fast, full)
+    assert (2**31 - 1 - (fast & (2**31 - 1))).tolist() == winners[keys.seeds].tolist()

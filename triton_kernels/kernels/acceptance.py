@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .noise import ACCEPT, noise_states, uniforms
-from .rows import is_finite, logsumexps, merge_maxes, merge_plain_sums, merge_spreads, merge_sums
+from .rows import is_finite, logsumexps, merge_plain_sums, merge_rows, merge_spreads
 
 # Verification rules that a kernel is compiled for.
 GREEDY = tl.constexpr(0)
@@ -37,24 +37,22 @@ def load_tokens(logits_ptr, stride_b, stride_i, stride_v, sequence, positions, i
 
 
 @triton.jit
-def merge_row_stats(floats_ptr, ints_ptr, rows, mask, num_chunks, plane):
-    """Maximum, its token id, sum of masses and log-sum-exp, each [P], of rows with SUMS."""
-    tops, top_ids = merge_maxes(floats_ptr, ints_ptr, rows, mask, num_chunks)
-    sums = merge_sums(floats_ptr, floats_ptr + plane, rows, mask, num_chunks, tops)
-    return tops, top_ids, sums, logsumexps(tops, sums)
+def merge_logsumexps(floats_ptr, ints_ptr, plane, first_row, lanes, mask, num_chunks):
+    """Log-sum-exps [P] of rows `first_row` + `lanes` [P]."""
+    tops, _, sums = merge_rows(floats_ptr, ints_ptr, plane, first_row, lanes, mask, num_chunks, True)
+    return logsumexps(tops, sums)
 
 
 @triton.jit
-def draft_logsumexps(floats_ptr, ints_ptr, draft_lse_ptr, sequence, positions, mask, num_sequences, num_draft_tokens,
-                     num_chunks, plane):  # fmt: skip
+def draft_logsumexps(floats_ptr, ints_ptr, plane, draft_lse_ptr, sequence, positions, mask, num_sequences,
+                     num_draft_tokens, num_chunks):  # fmt: skip
     """Log-sum-exp [P] of draft rows: saved, or merged from their chunks, which follow those of the target."""
-    rows = sequence.to(tl.int64) * num_draft_tokens + positions
+    row = sequence.to(tl.int64) * num_draft_tokens
     if draft_lse_ptr is not None:
-        return tl.load(draft_lse_ptr + rows, mask=mask, other=0.0)
+        return tl.load(draft_lse_ptr + row + positions, mask=mask, other=0.0)
     else:
-        rows += num_sequences.to(tl.int64) * (num_draft_tokens + 1)
-        _, _, _, lse = merge_row_stats(floats_ptr, ints_ptr, rows, mask, num_chunks, plane)
-        return lse
+        row += num_sequences.to(tl.int64) * (num_draft_tokens + 1)
+        return merge_logsumexps(floats_ptr, ints_ptr, plane, row, positions, mask, num_chunks)
 
 
 @triton.jit
@@ -72,14 +70,14 @@ def passes_rejection(log_u, target_logprobs, draft_logprobs, draft_lse):
 
 
 @triton.jit
-def passes_typical(floats_ptr, plane, entropy_sums_ptr, rows, mask, num_chunks, tops, sums, target_logprobs, threshold,
-                   alpha):  # fmt: skip
+def passes_typical(floats_ptr, plane, entropy_sums_ptr, first_row, lanes, mask, num_chunks, tops, sums, target_logprobs,
+                   threshold, alpha):  # fmt: skip
     """Whether the target probability is above the typical-acceptance threshold of its row, [P] bool."""
     if entropy_sums_ptr is None:
-        spreads = merge_spreads(floats_ptr, floats_ptr + plane, floats_ptr + 2 * plane, rows, mask, num_chunks, tops)
+        spreads = merge_spreads(floats_ptr, plane, first_row, lanes, mask, num_chunks, tops)
         entropies = tl.log(sums) - spreads / sums
     else:
-        entropies = -merge_plain_sums(entropy_sums_ptr, rows, mask, num_chunks)
+        entropies = -merge_plain_sums(entropy_sums_ptr, first_row, lanes, mask, num_chunks)
     return tl.exp(target_logprobs) > tl.minimum(threshold, alpha * tl.exp(-entropies))
 
 
@@ -103,8 +101,7 @@ def block_end(ids_ptr, ratios_ptr, block_lens_ptr, masses_ptr, seed, round_, pos
         ids, _ = load_ids(ids_ptr, sequence, positions, length, num_draft_tokens, vocab_size)
         u = uniforms(noise_states(seed, round_, position + positions, ACCEPT), ids)
         log_ratios = tl.load(ratios_ptr + sequence.to(tl.int64) * num_draft_tokens + positions, mask=counts, other=0.0)
-        pairs = sequence.to(tl.int64) * (num_draft_tokens - 1) + positions
-        masses = merge_plain_sums(masses_ptr, pairs, is_inner, num_chunks)
+        masses = merge_plain_sums(masses_ptr, sequence * (num_draft_tokens - 1), positions, is_inner, num_chunks)
         passed = tl.where(
             is_inner, u * (masses + one_minus_exp(log_ratios)) < masses, u < tl.exp(log_ratios)
         )  # fmt: skip

@@ -8,7 +8,6 @@ from .acceptance import (
     BLOCK,
     COUPLED,
     GREEDY,
-    POINT_MASS,
     POSITIONS_AT_ONCE,
     REJECTION,
     TYPICAL,
@@ -16,23 +15,22 @@ from .acceptance import (
     draft_logsumexps,
     load_ids,
     load_tokens,
+    merge_logsumexps,
     passes_rejection,
     passes_typical,
 )
 from .entry import entry_point
-from .noise import ACCEPT, CORRECTION, exponentials, noise_states, uniforms
+from .noise import ACCEPT, CORRECTION, noise_states, uniforms
+from .race import race_row
 from .rows import (
     CHUNKS_AT_ONCE,
     is_finite,
-    load_chunk,
     load_cutoff,
     load_cutoffs,
     load_temperature,
     logsumexps,
-    merge_maxes,
     merge_races,
-    merge_sums,
-    pack_race,
+    merge_rows,
     row_offset,
     row_status,
     unpack_race,
@@ -45,9 +43,9 @@ EMPTY_RESIDUAL = tl.constexpr(int(Status.EMPTY_RESIDUAL))
 
 
 @triton.jit
-def first_lane(values):
-    """First entry of [P], as a scalar."""
-    return tl.sum(tl.where(tl.arange(0, POSITIONS_AT_ONCE) == 0, values, tl.zeros_like(values)), axis=0)
+def lane_of(values, is_lane):
+    """Entry of [P] at the lane with `is_lane`, as a scalar; 0 if no lane has it."""
+    return tl.sum(tl.where(is_lane, values, tl.zeros_like(values)), axis=0)
 
 
 @triton.jit
@@ -83,88 +81,88 @@ def finish(
 
 
 @triton.jit
-def first_rejection(
+def walk_chain(
     target_ptr, target_stride_b, target_stride_i, target_stride_v,
     draft_ptr, draft_stride_b, draft_stride_i, draft_stride_v,
     ids_ptr, takes_argmax, temperature, cutoffs_ptr, seed, round_, position,
     floats_ptr, ints_ptr, plane, draft_lse_ptr, entropy_sums_ptr, threshold, alpha, passed_ptr,
     sequence, length, num_sequences, num_draft_tokens, vocab_size, num_chunks, RULE: tl.constexpr,
 ):  # fmt: skip
-    """Position of the first drafted token that RULE rejects; `length` if all pass."""
+    """Position of the first drafted token that RULE (BLOCK: GREEDY) rejects, or `length`, and what its row gives.
+
+    These are the log-sum-exp (GREEDY: the maximum) of the target, that of the draft, the id of the maximum (COUPLED: of
+    the winner), and the drafted id, -1 if it is not in the vocabulary.
+    """
     end = length
-    for first in range(0, length, POSITIONS_AT_ONCE):
+    target_lse = 0.0
+    draft_lse = 0.0
+    final_id = 0
+    last_id = -1
+    row = sequence * (num_draft_tokens + 1)
+    for first in range(0, length + 1, POSITIONS_AT_ONCE):
         positions = first + tl.arange(0, POSITIONS_AT_ONCE)
         counts = positions < length
+        is_row = positions <= length
         ids, is_good = load_ids(ids_ptr, sequence, positions, length, num_draft_tokens, vocab_size)
-        rows = sequence.to(tl.int64) * (num_draft_tokens + 1) + positions
-        tops, top_ids = merge_maxes(floats_ptr, ints_ptr, rows, counts, num_chunks)
-        is_argmax = (top_ids == ids) & is_finite(tops)
-        if RULE == GREEDY:
+        tops, top_ids, sums = merge_rows(floats_ptr, ints_ptr, plane, row, positions, is_row, num_chunks,
+                                         RULE != GREEDY)  # fmt: skip
+        lses = tops
+        if RULE != GREEDY:
+            lses = logsumexps(tops, sums)
+        is_argmax = (top_ids == ids) & is_finite(lses)
+        final_ids = top_ids
+        draft_lses = tl.zeros_like(tops)
+        if RULE == GREEDY or RULE == BLOCK:  # noqa: SIM109, Triton compares with one value at a time
             passed = is_argmax
         elif RULE == COUPLED:
-            winners = merge_races(floats_ptr, floats_ptr + 2 * plane, ints_ptr + plane, rows, counts, num_chunks, tops)
-            passed = (winners == ids) & is_finite(tops)
+            winners = merge_races(floats_ptr, ints_ptr, plane, row, positions, is_row, num_chunks, tops)
+            passed = (winners == ids) & is_finite(lses)
+            final_ids = tl.where(takes_argmax, top_ids, winners)
         else:
-            sums = merge_sums(floats_ptr, floats_ptr + plane, rows, counts, num_chunks, tops)
             x = load_tokens(target_ptr, target_stride_b, target_stride_i, target_stride_v, sequence, positions, ids,
                             is_good)  # fmt: skip
-            target_logprobs = warp(x, temperature, load_cutoffs(cutoffs_ptr, rows, counts))
-            target_logprobs -= logsumexps(tops, sums)
+            target_logprobs = warp(x, temperature, load_cutoffs(cutoffs_ptr, row + positions, counts)) - lses
             if RULE == TYPICAL:
-                passed = passes_typical(floats_ptr, plane, entropy_sums_ptr, rows, counts, num_chunks, tops, sums,
-                                        target_logprobs, threshold, alpha)  # fmt: skip
+                passed = passes_typical(floats_ptr, plane, entropy_sums_ptr, row, positions, counts, num_chunks, tops,
+                                        sums, target_logprobs, threshold, alpha)  # fmt: skip
             else:
                 log_u = tl.log(uniforms(noise_states(seed, round_, position + positions, ACCEPT), ids))
                 passed = log_u < target_logprobs
                 if RULE == REJECTION:
-                    draft_lse = draft_logsumexps(floats_ptr, ints_ptr, draft_lse_ptr, sequence, positions, counts,
-                                                 num_sequences, num_draft_tokens, num_chunks, plane)  # fmt: skip
+                    draft_lses = draft_logsumexps(floats_ptr, ints_ptr, plane, draft_lse_ptr, sequence, positions,
+                                                  counts, num_sequences, num_draft_tokens, num_chunks)  # fmt: skip
                     d = load_tokens(draft_ptr, draft_stride_b, draft_stride_i, draft_stride_v, sequence, positions, ids,
                                     is_good)  # fmt: skip
-                    passed = passes_rejection(log_u, target_logprobs, d - draft_lse, draft_lse)
+                    passed = passes_rejection(log_u, target_logprobs, d - draft_lses, draft_lses)
         passed = tl.where(takes_argmax, is_argmax, passed) & is_good
         if passed_ptr is not None:
             at = sequence.to(tl.int64) * num_draft_tokens + positions
             tl.store(passed_ptr + at, passed.to(tl.int8), mask=counts)
         end = tl.minimum(end, tl.min(tl.where(counts & ~passed, positions, length), axis=0))
-    return end
+        is_end = positions == end
+        is_here = (end >= first) & (end < first + POSITIONS_AT_ONCE)
+        target_lse = tl.where(is_here, lane_of(lses, is_end), target_lse)
+        draft_lse = tl.where(is_here, lane_of(draft_lses, is_end), draft_lse)
+        final_id = tl.where(is_here, lane_of(final_ids, is_end), final_id)
+        last_id = tl.where(is_here, lane_of(tl.where(is_good, ids, -1), is_end), last_id)
+    return end, target_lse, draft_lse, final_id, last_id
 
 
 @triton.jit
-def race_row(
-    target_row_ptr, target_stride_v, draft_row_ptr, draft_stride_v, temperature, cutoff,
-    target_lse, draft_lse, ratio, last_id, uses_residual, state, first_piece, last_piece, vocab_size,
-    RULE: tl.constexpr, ALIGNED: tl.constexpr, PIECE: tl.constexpr,
+def row_at(
+    ids_ptr, floats_ptr, ints_ptr, plane, draft_lse_ptr, sequence, end, length,
+    num_sequences, num_draft_tokens, vocab_size, num_chunks,
 ):  # fmt: skip
-    """Exponential race over some pieces of one row, packed by `pack_race`.
-
-    The race is that of the residual or, unless `uses_residual`, of the target distribution. Entries without a residual
-    take part with their negated key under the target: one of them wins if the residual is empty. Every thread keeps the
-    best of its entries, and one reduction at the end merges them.
-    """
-    lanes = tl.arange(0, PIECE)
-    best_bits = tl.full([PIECE], -(2**31), tl.int32)
-    best_ids = lanes
-    excluded_id = tl.where(uses_residual, last_id, -1)
-    for piece in range(first_piece, last_piece):
-        token_ids = piece * PIECE + lanes
-        x = load_chunk(target_row_ptr, target_stride_v, token_ids, vocab_size, ALIGNED)
-        weights = tl.exp(warp(x, temperature, cutoff) - target_lse)
-        is_left = token_ids >= 0
-        if RULE == POINT_MASS:
-            is_left = (token_ids != excluded_id) & (weights > 0.0)
-        elif RULE != TYPICAL:  # noqa: SIM102, the one is a constant, the other a tensor
-            if uses_residual:
-                d = load_chunk(draft_row_ptr, draft_stride_v, token_ids, vocab_size, ALIGNED)
-                residual = weights * ratio - tl.exp(d - draft_lse)
-                is_left = residual > 0.0
-                weights = tl.where(is_left, residual, weights)
-        keys = weights / exponentials(state, token_ids)
-        bits = tl.where(is_left, keys, -keys).to(tl.int32, bitcast=True)
-        is_better = bits > best_bits
-        best_ids = tl.where(is_better, token_ids, best_ids)
-        best_bits = tl.where(is_better, bits, best_bits)
-    return tl.max(pack_race(best_bits.to(tl.float32, bitcast=True), best_ids), axis=0)
+    """Log-sum-exps of target and draft at position `end`, and the drafted id, -1 if it is not in the vocabulary."""
+    lanes = tl.arange(0, POSITIONS_AT_ONCE)
+    is_lane = lanes == 0
+    positions = end + lanes
+    ids, is_good = load_ids(ids_ptr, sequence, positions, length, num_draft_tokens, vocab_size)
+    row = sequence * (num_draft_tokens + 1)
+    lses = merge_logsumexps(floats_ptr, ints_ptr, plane, row, positions, is_lane, num_chunks)
+    draft_lses = draft_logsumexps(floats_ptr, ints_ptr, plane, draft_lse_ptr, sequence, positions, is_lane & is_good,
+                                  num_sequences, num_draft_tokens, num_chunks)  # fmt: skip
+    return lane_of(lses, is_lane), lane_of(draft_lses, is_lane), lane_of(tl.where(is_good, ids, -1), is_lane)
 
 
 @entry_point
@@ -194,16 +192,13 @@ def decide_kernel(
     if temperatures_ptr is not None:
         takes_argmax = this_temperature == 0.0
     seed, round_, position = load_keys(seeds_ptr, rounds_ptr, positions_ptr, sequence)
-    end = length * 0
-    position_rule: tl.constexpr = GREEDY if RULE == BLOCK else RULE
-    if RULE != BLOCK or temperatures_ptr is not None:  # block verification tests only rows at temperature 0 here
-        end = first_rejection(
-            target_ptr, target_stride_b, target_stride_i, target_stride_v,
-            draft_ptr, draft_stride_b, draft_stride_i, draft_stride_v,
-            ids_ptr, takes_argmax, this_temperature, cutoffs_ptr, seed, round_, position,
-            floats_ptr, ints_ptr, plane, draft_lse_ptr, entropy_sums_ptr, threshold, alpha, passed_ptr,
-            sequence, length, num_sequences, num_draft_tokens, vocab_size, num_chunks, position_rule,
-        )  # fmt: skip
+    end, target_lse, draft_lse, final_id, last_id = walk_chain(
+        target_ptr, target_stride_b, target_stride_i, target_stride_v,
+        draft_ptr, draft_stride_b, draft_stride_i, draft_stride_v,
+        ids_ptr, takes_argmax, this_temperature, cutoffs_ptr, seed, round_, position,
+        floats_ptr, ints_ptr, plane, draft_lse_ptr, entropy_sums_ptr, threshold, alpha, passed_ptr,
+        sequence, length, num_sequences, num_draft_tokens, vocab_size, num_chunks, RULE,
+    )  # fmt: skip
     ratio = 1.0
     if RULE == BLOCK:
         block_len = block_end(ids_ptr, ratios_ptr, block_lens_ptr, masses_ptr, seed, round_, position, sequence,
@@ -211,32 +206,20 @@ def decide_kernel(
         end = tl.where(takes_argmax, end, block_len)
         at = sequence.to(tl.int64) * num_draft_tokens + tl.maximum(end - 1, 0)
         ratio = tl.exp(tl.load(ratios_ptr + at, mask=end > 0, other=0.0))
-
-    lanes = tl.arange(0, POSITIONS_AT_ONCE)
-    last = end + tl.zeros_like(lanes)
-    row = sequence * (num_draft_tokens + 1) + end
-    rows = row.to(tl.int64) + tl.zeros_like(lanes)
-    tops, top_ids = merge_maxes(floats_ptr, ints_ptr, rows, lanes == 0, num_chunks)
-    top = first_lane(tops)
-    final_id = first_lane(top_ids)
-    last_ids, are_good = load_ids(ids_ptr, sequence, last, length, num_draft_tokens, vocab_size)
-    is_rejected = first_lane(are_good.to(tl.int32)) > 0
-    status = row_status(top) | tl.where((end < length) & ~is_rejected, BAD_DRAFT_ID, 0)
-    if RULE == COUPLED:
-        winners = merge_races(floats_ptr, floats_ptr + 2 * plane, ints_ptr + plane, rows, lanes == 0, num_chunks, tops)
-        final_id = tl.where(takes_argmax, final_id, first_lane(winners))
+        target_lse, draft_lse, last_id = row_at(
+            ids_ptr, floats_ptr, ints_ptr, plane, draft_lse_ptr, sequence, end, length,
+            num_sequences, num_draft_tokens, vocab_size, num_chunks,
+        )  # fmt: skip
+    is_rejected = last_id >= 0
+    status = row_status(target_lse) | tl.where((end < length) & ~is_rejected, BAD_DRAFT_ID, 0)
     if not RACES:
         write_verdict(ids_ptr, out_ids_ptr, out_num_ptr, out_status_ptr, sequence, num_draft_tokens, end, final_id,
                       status)  # fmt: skip
     else:
-        sums = merge_sums(floats_ptr, floats_ptr + plane, rows, lanes == 0, num_chunks, tops)
-        uses_residual = is_rejected & is_finite(top) & ~takes_argmax
-        draft_lse = 0.0
+        row = sequence * (num_draft_tokens + 1) + end
+        uses_residual = is_rejected & is_finite(target_lse) & ~takes_argmax
         draft_row_ptr = target_ptr
         if RULE == REJECTION or RULE == BLOCK:  # noqa: SIM109, Triton compares with one value at a time
-            lses = draft_logsumexps(floats_ptr, ints_ptr, draft_lse_ptr, sequence, last, (lanes == 0) & are_good,
-                                    num_sequences, num_draft_tokens, num_chunks, plane)  # fmt: skip
-            draft_lse = first_lane(lses)
             status |= tl.where(is_rejected & ~takes_argmax, row_status(draft_lse), 0)
             uses_residual = uses_residual & is_finite(draft_lse)
             draft_row_ptr = draft_ptr + row_offset(sequence, end, draft_stride_b, draft_stride_i, ALIGNED)
@@ -248,8 +231,7 @@ def decide_kernel(
         best = race_row(
             target_ptr + row_offset(sequence, end, target_stride_b, target_stride_i, ALIGNED), target_stride_v,
             draft_row_ptr, draft_stride_v, this_temperature, load_cutoff(cutoffs_ptr, row),
-            first_lane(logsumexps(tops, sums)),
-            draft_lse, ratio, first_lane(last_ids), uses_residual,
+            target_lse, draft_lse, ratio, last_id, uses_residual,
             noise_states(seed, round_, position + end, CORRECTION), first_piece, last_piece, vocab_size,
             RULE, ALIGNED, PIECE,
         )  # fmt: skip

@@ -12,14 +12,14 @@ from ..types import NoiseKeys
 
 # Entries per chunk of a row; fixed, because it determines the rounding of sums.
 CHUNK = 4096
-# Pieces of a chunk that a race reads at once. Larger pieces give wider loads of a bf16 row (16 bytes instead of 8),
-# but take 93 to 100 registers instead of 45 to 64 on cuda 90, which halves the programs that a multiprocessor holds.
+# Pieces of a chunk that a race reads at once: eight entries per thread, which are 16 bytes of a bf16 row.
 PIECES_PER_CHUNK = 4
-# Programs of a race over all sequences. An estimate, not measured yet: two on each of 132 multiprocessors. Every
-# program tests the chain before it races, so that more programs of a large batch cost more than they hide.
-RACE_PROGRAMS = 264
-# The same for all kernels, so that all merge rows in the same order. Eight warps hold a chunk without spilling.
-NUM_WARPS = 8
+# Programs of a race over all sequences. An estimate, not measured yet: four on each of 132 multiprocessors, which hold
+# five. Every program tests the chain before it races, so that more programs of a large batch cost more than they hide.
+RACE_PROGRAMS = 528
+# The same for all kernels, so that all merge rows in the same order. Four warps hold a chunk without spilling, and
+# spend fewer instructions on reductions than eight.
+NUM_WARPS = 4
 
 
 def chunks_per_program(num_rows: int) -> int:

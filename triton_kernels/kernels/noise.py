@@ -30,6 +30,7 @@ _WORD_SHIFT_2 = tl.constexpr(WORD_SHIFTS[2])
 _WORD_MASK_0 = tl.constexpr((1 << (32 - WORD_SHIFTS[0])) - 1)
 _WORD_MASK_1 = tl.constexpr((1 << (32 - WORD_SHIFTS[1])) - 1)
 _UNIFORM_SCALE = tl.constexpr(UNIFORM_SCALE)
+_BOUND_SCALE = tl.constexpr(UNIFORM_SCALE * (1.0 - 2.0**-16))
 # Below this, -log1p(-u) is a series whose first omitted term is 5e-9 of it; above, 1 - u has enough digits.
 _SERIES_BELOW = tl.constexpr(0.03125)
 
@@ -50,15 +51,29 @@ def noise_states(seeds, rounds, positions, STREAM: tl.constexpr):
 
 
 @triton.jit
-def uniforms(states, token_ids):
-    """Uniform random numbers in (0, 1), float32, from int64 states and int32 ids; see `..noise.uniforms`."""
+def words(states, token_ids):
+    """32 random bits as float32, which rounds them, from int64 states and int32 ids; see `..noise.words`."""
     x = (token_ids + states.to(tl.int32)) * _WORD_FACTOR_0
     x = x ^ ((x >> _WORD_SHIFT_0) & _WORD_MASK_0)
     x = x * _WORD_FACTOR_1 + (states >> 32).to(tl.int32)
     x = x ^ ((x >> _WORD_SHIFT_1) & _WORD_MASK_1)
     x = x * _WORD_FACTOR_2
     x = x + (x >> _WORD_SHIFT_2)
-    return (x.to(tl.uint32, bitcast=True).to(tl.float32) + 0.5) * _UNIFORM_SCALE
+    return x.to(tl.uint32, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def uniforms(states, token_ids):
+    """Uniform random numbers in (0, 1), float32, from int64 states and int32 ids; see `..noise.uniforms`."""
+    return (words(states, token_ids) + 0.5) * _UNIFORM_SCALE
+
+
+@triton.jit
+def key_bounds(weights, states, token_ids):
+    """Numbers further from 0 than weights / `exponentials`, with their signs: u < -log(1 - u), u being rounded down."""
+    u = words(states, token_ids) * _BOUND_SCALE + 0.5 * _BOUND_SCALE
+    root = tl.rsqrt(u)  # its square is a reciprocal in two instructions
+    return weights * root * root
 
 
 @triton.jit

@@ -9,6 +9,13 @@ import triton.language as tl
 
 CHUNKS_AT_ONCE = tl.constexpr(64)  # chunks merged in one step; one step is enough for V up to 262,144
 NO_ID = tl.constexpr(2**31 - 1)
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def exp(x):
+    """Exponential function, 0 below 2**-126; `tl.exp` takes three more instructions to return such small numbers."""
+    return tl.exp2(x * LOG2_E)
 
 
 @triton.jit
@@ -88,7 +95,7 @@ def first_id(is_there, token_ids, vocab_size):
 @triton.jit
 def chunk_masses(x, top):
     """exp(x - top) of [CHUNK]; exp(x) if the maximum `top` is not finite."""
-    return tl.exp(x - tl.where(is_finite(top), top, 0.0))
+    return exp(x - tl.where(is_finite(top), top, 0.0))
 
 
 @triton.jit
@@ -115,85 +122,87 @@ def chunk_race(weights, noise, token_ids, vocab_size):
 
 
 @triton.jit
-def merge_maxes(floats_ptr, ints_ptr, rows, mask, num_chunks):
-    """Maximum [P] and its lowest token id [P] of rows `rows` [P] int64; NaN if any chunk has a NaN."""
+def merge_rows(floats_ptr, ints_ptr, plane, first_row, lanes, mask, num_chunks, SUMS: tl.constexpr):
+    """Maximum, its lowest token id and, with SUMS, the sum of exp(x - maximum), each [P], of rows `first_row` + lanes.
+
+    The chunk sums are relative to the chunk maxima. If a chunk has a NaN, so has the sum, or without SUMS the maximum.
+    """
+    start = first_row.to(tl.int64) * num_chunks
     top = tl.where(mask, float("-inf"), 0.0)
-    has_nan = rows < 0
-    best_id = tl.zeros_like(top).to(tl.int32)
-    for first in range(0, num_chunks, CHUNKS_AT_ONCE):
-        chunks = first + tl.arange(0, CHUNKS_AT_ONCE)
-        inside = mask[:, None] & (chunks < num_chunks)[None, :]
-        at = rows[:, None] * num_chunks + chunks[None, :]
-        tops = tl.load(floats_ptr + at, mask=inside, other=float("-inf"))  # [P, C]
-        has_nan = has_nan | (tl.max((tops != tops).to(tl.int32), axis=1) > 0)
-        tops = tl.where(tops != tops, float("-inf"), tops)
-        here = tl.max(tops, axis=1)
-        chunk = tl.min(tl.where(tops == here[:, None], chunks[None, :], NO_ID), axis=1)
-        chunk_id = tl.load(ints_ptr + rows * num_chunks + chunk, mask=mask & (chunk < num_chunks), other=0)
-        best_id = tl.where((here > top) | (first == 0), chunk_id, best_id)
-        top = tl.maximum(top, here)
-    return tl.where(has_nan, float("nan"), top), best_id
-
-
-@triton.jit
-def merge_sums(floats_ptr, sums_ptr, rows, mask, num_chunks, top):
-    """Sum [P] of exp(x - top) from the chunk sums, which are relative to the chunk maxima."""
-    base = tl.where(is_finite(top), top, 0.0)
+    has_nan = lanes < 0
+    best_id = tl.zeros_like(lanes)
     total = tl.zeros_like(top)
     for first in range(0, num_chunks, CHUNKS_AT_ONCE):
         chunks = first + tl.arange(0, CHUNKS_AT_ONCE)
         inside = mask[:, None] & (chunks < num_chunks)[None, :]
-        at = rows[:, None] * num_chunks + chunks[None, :]
-        tops = tl.load(floats_ptr + at, mask=inside, other=float("-inf"))  # [P, C]
-        sums = tl.load(sums_ptr + at, mask=inside, other=0.0)
-        total += tl.sum(sums * tl.exp(tops - base[:, None]), axis=1)
-    return total
+        at = lanes[:, None] * num_chunks + chunks[None, :]
+        tops = tl.load(floats_ptr + start + at, mask=inside, other=float("-inf"))  # [P, C]
+        if SUMS:
+            sums = tl.load(floats_ptr + plane + start + at, mask=inside, other=0.0)
+        else:
+            has_nan = has_nan | (tl.max((tops != tops).to(tl.int32), axis=1) > 0)
+            tops = tl.where(tops != tops, float("-inf"), tops)
+        here = tl.max(tops, axis=1)
+        chunk = tl.min(tl.where(tops == here[:, None], chunks[None, :], NO_ID), axis=1)
+        at = lanes * num_chunks + chunk
+        chunk_id = tl.load(ints_ptr + start + at, mask=mask & (chunk < num_chunks), other=0)
+        best_id = tl.where((here > top) | (first == 0), chunk_id, best_id)
+        if SUMS:
+            base = tl.maximum(top, here)
+            base = tl.where(is_finite(base), base, 0.0)
+            total = total * exp(top - base) + tl.sum(sums * exp(tops - base[:, None]), axis=1)
+        top = tl.maximum(top, here)
+    return tl.where(has_nan, float("nan"), top), best_id, total
 
 
 @triton.jit
-def merge_plain_sums(sums_ptr, rows, mask, num_chunks):
-    """Sum [P] of the chunk sums of rows [P]."""
+def merge_plain_sums(sums_ptr, first_row, lanes, mask, num_chunks):
+    """Sum [P] of the chunk sums of rows `first_row` + `lanes` [P]."""
+    start = first_row.to(tl.int64) * num_chunks
     total = tl.where(mask, 0.0, 0.0)
     for first in range(0, num_chunks, CHUNKS_AT_ONCE):
         chunks = first + tl.arange(0, CHUNKS_AT_ONCE)
         inside = mask[:, None] & (chunks < num_chunks)[None, :]
-        at = rows[:, None] * num_chunks + chunks[None, :]
-        total += tl.sum(tl.load(sums_ptr + at, mask=inside, other=0.0), axis=1)
+        at = lanes[:, None] * num_chunks + chunks[None, :]
+        total += tl.sum(tl.load(sums_ptr + start + at, mask=inside, other=0.0), axis=1)
     return total
 
 
 @triton.jit
-def merge_spreads(floats_ptr, sums_ptr, spreads_ptr, rows, mask, num_chunks, top):
+def merge_spreads(floats_ptr, plane, first_row, lanes, mask, num_chunks, top):
     """Sum [P] of (x - top) exp(x - top), from the chunk sums and spreads, which are relative to the chunk maxima."""
+    start = first_row.to(tl.int64) * num_chunks
     base = tl.where(is_finite(top), top, 0.0)
     total = tl.zeros_like(top)
     for first in range(0, num_chunks, CHUNKS_AT_ONCE):
         chunks = first + tl.arange(0, CHUNKS_AT_ONCE)
         inside = mask[:, None] & (chunks < num_chunks)[None, :]
-        at = rows[:, None] * num_chunks + chunks[None, :]
-        tops = tl.load(floats_ptr + at, mask=inside, other=float("-inf"))  # [P, C]
-        sums = tl.load(sums_ptr + at, mask=inside, other=0.0)
-        spreads = tl.load(spreads_ptr + at, mask=inside, other=0.0)
+        at = lanes[:, None] * num_chunks + chunks[None, :]
+        tops = tl.load(floats_ptr + start + at, mask=inside, other=float("-inf"))  # [P, C]
+        sums = tl.load(floats_ptr + plane + start + at, mask=inside, other=0.0)
+        spreads = tl.load(floats_ptr + 2 * plane + start + at, mask=inside, other=0.0)
         shifts = tl.maximum(tops - base[:, None], -200.0)  # exp(-200) is 0 in float32; 0 * -inf would be NaN
-        total += tl.sum((spreads + shifts * sums) * tl.exp(shifts), axis=1)
+        total += tl.sum((spreads + shifts * sums) * exp(shifts), axis=1)
     return total
 
 
 @triton.jit
-def merge_races(floats_ptr, keys_ptr, winners_ptr, rows, mask, num_chunks, top):
+def merge_races(floats_ptr, ints_ptr, plane, first_row, lanes, mask, num_chunks, top):
     """Token id [P] with the largest key of each row; the keys of a chunk are rescaled from its maximum to `top` [P]."""
+    start = first_row.to(tl.int64) * num_chunks
     base = tl.where(is_finite(top), top, 0.0)
     best = tl.where(mask, -1.0, 0.0)
-    best_id = tl.zeros_like(top).to(tl.int32)
+    best_id = tl.zeros_like(lanes)
     for first in range(0, num_chunks, CHUNKS_AT_ONCE):
         chunks = first + tl.arange(0, CHUNKS_AT_ONCE)
         inside = mask[:, None] & (chunks < num_chunks)[None, :]
-        at = rows[:, None] * num_chunks + chunks[None, :]
-        tops = tl.load(floats_ptr + at, mask=inside, other=float("-inf"))  # [P, C]
-        keys = tl.load(keys_ptr + at, mask=inside, other=-1.0) * tl.exp(tops - base[:, None])
+        at = lanes[:, None] * num_chunks + chunks[None, :]
+        tops = tl.load(floats_ptr + start + at, mask=inside, other=float("-inf"))  # [P, C]
+        keys = tl.load(floats_ptr + 2 * plane + start + at, mask=inside, other=-1.0) * exp(tops - base[:, None])
         here = tl.max(keys, axis=1)
         chunk = tl.min(tl.where(keys == here[:, None], chunks[None, :], NO_ID), axis=1)
-        chunk_id = tl.load(winners_ptr + rows * num_chunks + chunk, mask=mask & (chunk < num_chunks), other=0)
+        at = lanes * num_chunks + chunk
+        chunk_id = tl.load(ints_ptr + plane + start + at, mask=mask & (chunk < num_chunks), other=0)
         best_id = tl.where(here > best, chunk_id, best_id)
         best = tl.maximum(best, here)
     return best_id
@@ -202,7 +211,7 @@ def merge_races(floats_ptr, keys_ptr, winners_ptr, rows, mask, num_chunks, top):
 @triton.jit
 def logsumexps(top, total):
     """Log-sum-exp of rows; NaN, +inf or -inf for a row with a NaN, with a +inf or of only -inf."""
-    return tl.where(is_finite(top), top + tl.log(total), top)
+    return tl.where(is_finite(top) | (total != total), top + tl.log(total), top)
 
 
 @triton.jit

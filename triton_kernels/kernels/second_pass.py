@@ -9,10 +9,10 @@ from .acceptance import (
     draft_logsumexps,
     load_ids,
     load_tokens,
-    merge_row_stats,
+    merge_logsumexps,
 )
 from .entry import entry_point
-from .rows import is_finite, load_chunk, load_cutoff, load_cutoffs, load_temperature, row_offset, warp
+from .rows import exp, is_finite, load_chunk, load_cutoff, load_cutoffs, load_temperature, row_offset, warp
 from .stats import chain_len
 
 
@@ -39,13 +39,13 @@ def block_ratios_kernel(
         positions = first + tl.arange(0, POSITIONS_AT_ONCE)
         counts = positions < length
         ids, is_good = load_ids(ids_ptr, sequence, positions, length, num_draft_tokens, vocab_size)
-        rows = sequence.to(tl.int64) * (num_draft_tokens + 1) + positions
-        _, _, _, target_lse = merge_row_stats(floats_ptr, ints_ptr, rows, counts, num_chunks, plane)
-        draft_lse = draft_logsumexps(floats_ptr, ints_ptr, draft_lse_ptr, sequence, positions, counts, num_sequences,
-                                     num_draft_tokens, num_chunks, plane)  # fmt: skip
+        row = sequence * (num_draft_tokens + 1)
+        target_lse = merge_logsumexps(floats_ptr, ints_ptr, plane, row, positions, counts, num_chunks)
+        draft_lse = draft_logsumexps(floats_ptr, ints_ptr, plane, draft_lse_ptr, sequence, positions, counts,
+                                     num_sequences, num_draft_tokens, num_chunks)  # fmt: skip
         x = load_tokens(target_ptr, target_stride_b, target_stride_i, target_stride_v, sequence, positions, ids,
                         is_good)  # fmt: skip
-        x = warp(x, this_temperature, load_cutoffs(cutoffs_ptr, rows, counts))
+        x = warp(x, this_temperature, load_cutoffs(cutoffs_ptr, row + positions, counts))
         d = load_tokens(draft_ptr, draft_stride_b, draft_stride_i, draft_stride_v, sequence, positions, ids, is_good)
         is_good = is_good & is_finite(target_lse) & is_finite(draft_lse)
         gains = tl.minimum((x - target_lse) - (d - draft_lse), MAX_LOG_RATIO)
@@ -96,7 +96,7 @@ def block_masses_kernel(
         x = load_chunk(target_row_ptr, target_stride_v, token_ids, vocab_size, ALIGNED)
         x = warp(x, this_temperature, cutoff)
         d = load_chunk(draft_row_ptr, draft_stride_v, token_ids, vocab_size, ALIGNED)
-        residuals = tl.maximum(ratio * tl.exp(x - target_lse) - tl.exp(d - draft_lse), 0.0)
+        residuals = tl.maximum(ratio * exp(x - target_lse) - exp(d - draft_lse), 0.0)
         mass = tl.sum(tl.where(is_inside, residuals, 0.0), axis=0)
         tl.store(masses_ptr + pair.to(tl.int64) * num_chunks + chunk, mass)
 
@@ -119,8 +119,7 @@ def entropies_kernel(
         return
     this_temperature = load_temperature(temperature, temperatures_ptr, sequence)
     lanes = tl.arange(0, POSITIONS_AT_ONCE)
-    rows = row.to(tl.int64) + tl.zeros_like(lanes)
-    _, _, _, lses = merge_row_stats(floats_ptr, ints_ptr, rows, lanes == 0, num_chunks, plane)
+    lses = merge_logsumexps(floats_ptr, ints_ptr, plane, row, lanes, lanes == 0, num_chunks)
     lse = tl.sum(tl.where(lanes == 0, lses, 0.0), axis=0)
     cutoff = load_cutoff(cutoffs_ptr, row)
     row_ptr = target_ptr + row_offset(sequence, position, target_stride_b, target_stride_i, ALIGNED)
@@ -130,6 +129,6 @@ def entropies_kernel(
         is_inside = token_ids < vocab_size
         x = load_chunk(row_ptr, target_stride_v, token_ids, vocab_size, ALIGNED)
         x = warp(x, this_temperature, cutoff)
-        probs = tl.exp(x - lse)
+        probs = exp(x - lse)
         terms = tl.where(is_inside, probs * tl.log(probs + epsilon), 0.0)
         tl.store(sums_ptr + row.to(tl.int64) * num_chunks + chunk, tl.sum(terms, axis=0))

@@ -54,8 +54,8 @@ def store_chunk(
         top = tl.max(x, axis=0)
         masses = chunk_masses(x, top)
         total = tl.sum(masses, axis=0)
-        tl.store(floats_ptr + plane + at, total)
-        tl.store(floats_ptr + at, tl.where(total != total, float("nan"), top))  # a NaN in the chunk makes its sum NaN
+        tl.store(floats_ptr + plane + at, total)  # NaN if the chunk has a NaN
+        tl.store(floats_ptr + at, top)
     else:
         top = chunk_max(x)
         tl.store(floats_ptr + at, top)

@@ -1,0 +1,112 @@
+"""Exponential race over one row: the entry with the largest weight / exponential random number."""
+
+import triton
+import triton.language as tl
+
+from .acceptance import POINT_MASS, TYPICAL
+from .noise import exponentials, key_bounds
+from .rows import NO_ID, exp, load_chunk, pack_race, warp
+
+# Lanes of a race that one thread holds, if a load is 16 bytes of half precision.
+LANES_AT_ONCE = tl.constexpr(8)
+
+
+@triton.jit
+def signed_weights(
+    target_row_ptr, target_stride_v, draft_row_ptr, draft_stride_v, temperature, cutoff,
+    target_lse, draft_lse, ratio, excluded_id, uses_residual, token_ids, vocab_size,
+    RULE: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Weights of `token_ids` in the race: the residual, or the target's probability if not `uses_residual`.
+
+    Entries without a residual take part with their negated probability: one of them wins if the residual is empty.
+    """
+    x = load_chunk(target_row_ptr, target_stride_v, token_ids, vocab_size, ALIGNED)
+    weights = exp(warp(x, temperature, cutoff) - target_lse)
+    if RULE == POINT_MASS:
+        weights = tl.where((token_ids != excluded_id) & (weights > 0.0), weights, -weights)
+    elif RULE != TYPICAL:  # noqa: SIM102, the one is a constant, the other a tensor
+        if uses_residual:
+            d = load_chunk(draft_row_ptr, draft_stride_v, token_ids, vocab_size, ALIGNED)
+            residual = weights * ratio - exp(d - draft_lse)
+            weights = tl.where(residual > 0.0, residual, -weights)
+    return weights
+
+
+@triton.jit
+def race_row(
+    target_row_ptr, target_stride_v, draft_row_ptr, draft_stride_v, temperature, cutoff,
+    target_lse, draft_lse, ratio, last_id, uses_residual, state, first_piece, last_piece, vocab_size,
+    RULE: tl.constexpr, ALIGNED: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """Exponential race over some pieces of one row, packed by `pack_race`.
+
+    A key is a weight over an exponential number, which takes a logarithm and a division. Every lane therefore computes
+    upper bounds of the keys, and keeps the entry with the largest bound and the second largest bound. The keys of the
+    kept entries decide, unless another bound exceeds them; then all keys are computed.
+    """
+    lanes = tl.arange(0, PIECE)
+    excluded_id = tl.where(uses_residual, last_id, -1)
+    best_bounds = tl.full([PIECE], -(2**31), tl.int32)
+    other_bounds = best_bounds
+    best_weights = tl.full([PIECE], -0.0, tl.float32)  # its key is below all others
+    best_ids = lanes
+    for piece in range(first_piece, last_piece):
+        token_ids = piece * PIECE + lanes
+        weights = signed_weights(
+            target_row_ptr, target_stride_v, draft_row_ptr, draft_stride_v, temperature, cutoff,
+            target_lse, draft_lse, ratio, excluded_id, uses_residual, token_ids, vocab_size, RULE, ALIGNED,
+        )  # fmt: skip
+        bounds = key_bounds(weights, state, token_ids).to(tl.int32, bitcast=True)
+        is_better = bounds > best_bounds
+        other_bounds = tl.maximum(other_bounds, tl.minimum(bounds, best_bounds))
+        best_weights = tl.where(is_better, weights, best_weights)
+        best_ids = tl.where(is_better, token_ids, best_ids)
+        best_bounds = tl.maximum(bounds, best_bounds)
+    ids, weights, other = merge_lanes(best_bounds, best_ids, best_weights, other_bounds, PIECE)
+    best = tl.max(pack_race(weights / exponentials(state, ids), ids), axis=0)
+    best_bits = (best >> 32).to(tl.int32)
+    if (other >= best_bits) & ((other & NO_ID) != 0):
+        best = race_all(
+            target_row_ptr, target_stride_v, draft_row_ptr, draft_stride_v, temperature, cutoff,
+            target_lse, draft_lse, ratio, excluded_id, uses_residual, state, first_piece, last_piece, vocab_size,
+            RULE, ALIGNED, PIECE,
+        )  # fmt: skip
+    return best
+
+
+@triton.jit
+def race_all(
+    target_row_ptr, target_stride_v, draft_row_ptr, draft_stride_v, temperature, cutoff,
+    target_lse, draft_lse, ratio, excluded_id, uses_residual, state, first_piece, last_piece, vocab_size,
+    RULE: tl.constexpr, ALIGNED: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """`race_row` from the keys of all entries."""
+    lanes = tl.arange(0, PIECE)
+    best_bits = tl.full([PIECE], -(2**31), tl.int32)
+    best_ids = lanes
+    for piece in range(first_piece, last_piece):
+        token_ids = piece * PIECE + lanes
+        weights = signed_weights(
+            target_row_ptr, target_stride_v, draft_row_ptr, draft_stride_v, temperature, cutoff,
+            target_lse, draft_lse, ratio, excluded_id, uses_residual, token_ids, vocab_size, RULE, ALIGNED,
+        )  # fmt: skip
+        bits = (weights / exponentials(state, token_ids)).to(tl.int32, bitcast=True)
+        is_better = bits > best_bits
+        best_ids = tl.where(is_better, token_ids, best_ids)
+        best_bits = tl.where(is_better, bits, best_bits)
+    return tl.max(pack_race(best_bits.to(tl.float32, bitcast=True), best_ids), axis=0)
+
+
+@triton.jit
+def merge_lanes(bounds, ids, weights, other_bounds, PIECE: tl.constexpr):
+    """Id and weight, each [PIECE / 8], of the largest of eight neighbouring bounds, and the largest of all others."""
+    bounds = tl.reshape(bounds, [PIECE // LANES_AT_ONCE, LANES_AT_ONCE])
+    ids = tl.reshape(ids, [PIECE // LANES_AT_ONCE, LANES_AT_ONCE])
+    weight_bits = tl.reshape(weights.to(tl.int32, bitcast=True), [PIECE // LANES_AT_ONCE, LANES_AT_ONCE])
+    best = tl.max(bounds, axis=1)
+    best_ids = tl.min(tl.where(bounds == best[:, None], ids, NO_ID), axis=1)
+    is_best = ids == best_ids[:, None]
+    best_bits = tl.max(tl.where(is_best, weight_bits, -(2**31)), axis=1)  # a sum would make 0 of -0
+    other = tl.max(tl.max(tl.where(is_best, -(2**31), bounds), axis=1), axis=0)
+    return best_ids, best_bits.to(tl.float32, bitcast=True), tl.maximum(other, tl.max(other_bounds, axis=0))
