@@ -49,8 +49,7 @@ def race_row(
     excluded_id = tl.where(uses_residual, last_id, -1)
     best_bounds = tl.full([PIECE], -(2**31), tl.int32)
     other_bounds = best_bounds
-    best_weights = tl.full([PIECE], -0.0, tl.float32)  # its key is below all others
-    best_ids = lanes
+    best_ids = first_piece * PIECE + lanes
     for piece in range(first_piece, last_piece):
         token_ids = piece * PIECE + lanes
         weights = signed_weights(
@@ -60,10 +59,13 @@ def race_row(
         bounds = key_bounds(weights, state, token_ids).to(tl.int32, bitcast=True)
         is_better = bounds > best_bounds
         other_bounds = tl.maximum(other_bounds, tl.minimum(bounds, best_bounds))
-        best_weights = tl.where(is_better, weights, best_weights)
         best_ids = tl.where(is_better, token_ids, best_ids)
         best_bounds = tl.maximum(bounds, best_bounds)
-    ids, weights, other = merge_lanes(best_bounds, best_ids, best_weights, other_bounds, PIECE)
+    ids, other = merge_lanes(best_bounds, best_ids, other_bounds, PIECE)
+    weights = signed_weights(
+        target_row_ptr, target_stride_v, draft_row_ptr, draft_stride_v, temperature, cutoff,
+        target_lse, draft_lse, ratio, excluded_id, uses_residual, ids, vocab_size, RULE, ALIGNED,
+    )  # fmt: skip
     best = tl.max(pack_race(weights / exponentials(state, ids), ids), axis=0)
     best_bits = (best >> 32).to(tl.int32)
     if (other >= best_bits) & ((other & NO_ID) != 0):
@@ -99,14 +101,12 @@ def race_all(
 
 
 @triton.jit
-def merge_lanes(bounds, ids, weights, other_bounds, PIECE: tl.constexpr):
-    """Id and weight, each [PIECE / 8], of the largest of eight neighbouring bounds, and the largest of all others."""
+def merge_lanes(bounds, ids, other_bounds, PIECE: tl.constexpr):
+    """Ids [PIECE / 8] of the largest of eight neighbouring bounds, and the largest of all other bounds."""
     bounds = tl.reshape(bounds, [PIECE // LANES_AT_ONCE, LANES_AT_ONCE])
     ids = tl.reshape(ids, [PIECE // LANES_AT_ONCE, LANES_AT_ONCE])
-    weight_bits = tl.reshape(weights.to(tl.int32, bitcast=True), [PIECE // LANES_AT_ONCE, LANES_AT_ONCE])
     best = tl.max(bounds, axis=1)
     best_ids = tl.min(tl.where(bounds == best[:, None], ids, NO_ID), axis=1)
     is_best = ids == best_ids[:, None]
-    best_bits = tl.max(tl.where(is_best, weight_bits, -(2**31)), axis=1)  # a sum would make 0 of -0
     other = tl.max(tl.max(tl.where(is_best, -(2**31), bounds), axis=1), axis=0)
-    return best_ids, best_bits.to(tl.float32, bitcast=True), tl.maximum(other, tl.max(other_bounds, axis=0))
+    return best_ids, tl.maximum(other, tl.max(other_bounds, axis=0))
