@@ -83,7 +83,7 @@ def _waits(instructions: Sequence[str]) -> int:
         registers = [(int(match[1]), ".64" in match[2]) for match in re.finditer(r"\bR(\d+)((?:\.\w+)*)", text)]
         used = {number + half for number, is_pair in registers for half in range(1 + is_pair)}
         num_waits = max([num_waits, *(arrivals.get(number, 0) for number in used)])
-        if text.startswith(("LDG", "ATOM")):
+        if text.startswith(("LDG.", "ATOM")):  # not LDGSTS, which loads into shared memory
             words = max(1, int(_load_widths([text.replace("ATOM", "LDG")])[0]) // 32)
             arrivals |= {registers[0][0] + word: num_waits + 1 for word in range(words)}
     return num_waits

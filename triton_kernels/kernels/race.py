@@ -49,7 +49,7 @@ def race_row(
     excluded_id = tl.where(uses_residual, last_id, -1)
     best_bounds = tl.full([PIECE], -(2**31), tl.int32)
     other_bounds = best_bounds
-    best_ids = first_piece * PIECE + lanes
+    best_ids = lanes
     for piece in range(first_piece, last_piece):
         token_ids = piece * PIECE + lanes
         weights = signed_weights(
@@ -86,7 +86,7 @@ def race_all(
     """`race_row` from the keys of all entries."""
     lanes = tl.arange(0, PIECE)
     best_bits = tl.full([PIECE], -(2**31), tl.int32)
-    best_ids = lanes
+    best_pieces = tl.zeros([PIECE], tl.int32)
     for piece in range(first_piece, last_piece):
         token_ids = piece * PIECE + lanes
         weights = signed_weights(
@@ -95,9 +95,9 @@ def race_all(
         )  # fmt: skip
         bits = (weights / exponentials(state, token_ids)).to(tl.int32, bitcast=True)
         is_better = bits > best_bits
-        best_ids = tl.where(is_better, token_ids, best_ids)
+        best_pieces = tl.where(is_better, piece, best_pieces)
         best_bits = tl.where(is_better, bits, best_bits)
-    return tl.max(pack_race(best_bits.to(tl.float32, bitcast=True), best_ids), axis=0)
+    return tl.max(pack_race(best_bits.to(tl.float32, bitcast=True), best_pieces * PIECE + lanes), axis=0)
 
 
 @triton.jit
