@@ -59,7 +59,7 @@ def _find_top_p(processor: Any, scores: Tensor) -> Cutoffs:
     ascending = torch.from_numpy(np.sort(scores.numpy(), axis=-1))
     sums = ascending.softmax(-1).cumsum(-1)  # [N, V], these two as transformers calls them
     max_dropped = max(scores.shape[-1] - processor.min_tokens_to_keep, 0)
-    mass = torch.full((len(sums), 1), 1 - processor.top_p, dtype=torch.float32)
+    mass = torch.full((len(sums), 1), 1 - processor.top_p, dtype=torch.float32, device=sums.device)
     # as many as transformers counts with `sums <= mass`, because sums never fall; none if they are NaN
     num_dropped = torch.searchsorted(sums, mass, right=True).clamp_(max=max_dropped)  # [N, 1]
     num_dropped.masked_fill_(sums[:, :1].isnan(), 0)

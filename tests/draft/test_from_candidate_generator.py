@@ -92,7 +92,7 @@ def test_a_prompt_of_one_token_has_no_prefix_to_ask_for():
     assert generator.shown == [[5]]
 
 
-def test_logits_of_an_unknown_generator_are_not_taken_for_its_distribution():
+def test_fault_f_logits_of_an_unknown_generator_are_not_taken_for_its_distribution():
     class Reports(Scripted):
         def get_candidates(self, input_ids, **kwargs):
             ids, _ = super().get_candidates(input_ids)

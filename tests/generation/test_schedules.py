@@ -24,11 +24,11 @@ def histories(monkeypatch):
 
     def checking(self, request):
         out, query = draft(self, request), request.query_token_ids
-        lens = self._history.lens
+        lens = self.chooser.history.lens
         for row, length in enumerate(lens):
             num = min(query.shape[1], length)
-            assert torch.equal(self._history.token_ids[row, length - num : length], query[row, -num:])
-        checked.append([self._history.token_ids[row, :length].tolist() for row, length in enumerate(lens)])
+            assert torch.equal(self.chooser.history.token_ids[row, length - num : length], query[row, -num:])
+        checked.append([self.chooser.history.token_ids[row, :length].tolist() for row, length in enumerate(lens)])
         return out
 
     monkeypatch.setattr(ModelDrafter, "draft", checking)

@@ -3,6 +3,7 @@
 import importlib
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from hf_speculate.errors import ConfigError
@@ -44,8 +45,8 @@ def serve(load: Callable[[], Engine], host: str, port: int) -> int:
         line = f"serving {engine.name} on {address}/v1, {rows}{reason}; Ctrl-C stops"
         notes().print(line, markup=False, soft_wrap=True)
         try:
-            graceful.GracefulServer(engine, _GRACE_S).run(sockets=[listener])
-        except KeyboardInterrupt:
+            with suppress(KeyboardInterrupt):
+                graceful.GracefulServer(engine, _GRACE_S).run(sockets=[listener])
             notes().print("stopped", markup=False)
         finally:
             engine.close()
