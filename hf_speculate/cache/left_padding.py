@@ -45,7 +45,8 @@ class LeftPadding:
         if self._mask is None or self._mask.shape[1] < end:
             positions = self._make_positions(0, num_columns, num_columns + max(num_query, self._num_expected))
             self._positions = Positions(positions, 0)
-            self._mask = torch.ge(positions, 0, out=torch.empty_like(positions))  # [B, T+N]
+            is_real = torch.ge(positions, 0, out=torch.empty_like(positions))  # [B or 1, T+N]
+            self._mask = is_real.expand(len(self.pads), -1)
         return self._mask[:, :end]
 
     def positions(self, num_columns: int, num_query: int) -> Tensor:

@@ -176,6 +176,12 @@ def test_a_mask_with_holes_gives_the_positions_of_plain_generate():
     assert cache.position_ids(2).tolist() == [[3, 4], [5, 6]]
 
 
+def test_rows_of_equal_padding_that_stay_before_the_first_forward_keep_a_mask_each():
+    cache = DynamicKVCache(DynamicCache(), 3, torch.tensor([[0, 0, 1], [0, 0, 1], [1, 1, 1]]))
+    cache.rows([0, 1])
+    assert cache.mask(4).tolist() == [[0, 0, 1, 1]] * 2
+
+
 def test_a_cache_of_another_kind_is_refused():
     model = make_model("llama")
     with pytest.raises(UnsupportedModelError, match="got StaticLayer"):
