@@ -91,7 +91,7 @@ class DynamicKVCache(KVCache):
 
     @property
     def _held(self) -> list[Any]:
-        """The layers with states of the text: a config may promise more layers than a decoder has."""
+        """The layers with states of the text: a config may name more layers than a decoder has."""
         layers = [layer for place, layer in enumerate(self._layers) if place not in self._fixed_layers]
         return [layer for layer in attention_layers(layers) if layer.is_initialized]
 

@@ -186,7 +186,7 @@ class AdaptiveSchedule:
         return min(max(round(surplus_s / max(seconds[0], _LEAST_S) / _PROBE_BUDGET * self._rarer), 0), _LONGEST_WAIT)
 
     def _untried(self, work: RemainingWork, num_rows: int, best_rate: float) -> int:
-        """The untried K with the highest optimistic rate; 0 if none promises a gain or another was tried recently."""
+        """The untried K with the highest optimistic rate; 0 if none may gain or another was tried recently."""
         self._num_since_untried += 1
         untried = [num for num in range(1, self._max + 1) if not self._costs.is_tried(num_rows, num)]
         least_s = self._costs.best_case_s(num_rows, self._max)

@@ -347,7 +347,7 @@ def test_ids_outside_the_vocabulary_are_never_kept(options, wrong_id):
 
 
 class FromTable:
-    """Draws each token from a law that depends on the one before; hands that law over, or another one."""
+    """Draws each token from a distribution that depends on the last token, and returns it or another one."""
 
     def __init__(self, table, told, request: DrafterSetup):
         self.table, self.told, self.stream = table, told, request.stream

@@ -31,8 +31,6 @@ from tests.tiny_tokenizers import letters_tokenizer
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,"
 NUM_NEW = 24
-NUM_ROWS = 20_000
-MISTAKEN = 1e-12  # what the negative control stays below
 
 
 class Scripted(CandidateGenerator):

@@ -113,7 +113,7 @@ def test_copies_are_learnt_from_in_every_round_and_the_models_tokens_where_they_
     drafter, kv_cache = make(llama, 1)
     drafter.draft(DraftRequest(torch.tensor([[1, 2, 3, 1]]), kv_cache, 4, GREEDY))
     (row,) = drafter._rows
-    assert row.num_model == 4  # the model's tokens: a match of one promises less
+    assert row.num_model == 4  # the model's tokens: a match of one token is expected to gain less
     assert row.proposal.token_ids == [2, 3, 1, 2]
     row.learn([2, 3, 9], num_rounds=1)
     copied, modelled = row.suffix_rates, row.model_rates

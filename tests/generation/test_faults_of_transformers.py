@@ -33,7 +33,7 @@ FAULTS = {
     "c": (HERE, "stop_strings with an assistant raise"),
     "d": ("generation/test_vocabularies.py", "a vocabulary padded to another size raises under sampling"),
     "e": ("generation/test_vocabularies.py", "another tokenizer under sampling replaces layers of the draft model"),
-    "f": ("draft/test_from_candidate_generator.py", "an argmax that is handed over with logits biases the law"),
+    "f": ("draft/test_from_candidate_generator.py", "an argmax that is handed over with logits biases the text"),
     "g": (HERE, "num_assistant_tokens is ignored, and a threshold of None turns into 0.4"),
     "h": ("generation/test_pipeline.py", "a pipeline whose draft has another EOS, PAD or BOS raises"),
     "i": (HERE, "the heuristic schedule writes into the draft model's config"),

@@ -60,7 +60,7 @@ def step_law(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: fl
 
 @torch.no_grad()
 def joint_law(target, num_tokens: int = NUM_TOKENS, prompt: Tensor | None = None, **warpers) -> Tensor:
-    """[V, V, ...] float64: the law of `num_tokens` tokens after the prompt; `target` may be any function of ids."""
+    """[V, V, ...] float64: distribution of `num_tokens` tokens after the prompt; `target` is any function of ids."""
     law = torch.ones(1, dtype=torch.float64)
     prefixes = prompt_of(target) if prompt is None else prompt
     for _ in range(num_tokens):
