@@ -106,12 +106,12 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     args = parse_arguments()
     transformers.logging.set_verbosity_error()
-    target = load_model(PAIR / "target", torch.float32, "cpu")
+    target = load_model(PAIR / "target")
     tokenizer, prompts = load_tokenizer(PAIR / "target"), read_questions(PROMPTS, args.prompts)
     rows = [encoded(tokenizer, [prompt]) for prompt in prompts[: args.timed_prompts]]
     drafts = {
         "EAGLE-3 head": hf_speculate.load_drafter(args.head, target),
-        "draft model": load_model(PAIR / "draft", torch.float32, "cpu"),
+        "draft model": load_model(PAIR / "draft"),
     }
     results = {
         "num_prompts": len(prompts),

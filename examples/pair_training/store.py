@@ -34,7 +34,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def load_model(folder: Path, dtype: torch.dtype, device: str) -> LlamaForCausalLM:
+def load_model(folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> LlamaForCausalLM:
     """Load a saved model in evaluation mode."""
     model = LlamaForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
     return model.to(device).eval()

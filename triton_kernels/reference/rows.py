@@ -4,14 +4,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .._inputs import Warp
 from ..types import Status
 
-# torch.argmax takes about 1 ns per element on a CPU; a block-wise maximum takes a twentieth (V = 151,936).
-BLOCK_SIZE = 512
-# With fewer entries one argmax is faster than the ten operations of the block-wise one.
-MIN_BLOCKED_NUMEL = 1 << 17
 # Wider rows are padded to a multiple of this. torch splits a sum between threads from eight tiles on.
 TILE_SIZE = 4096
 # Narrower rows are padded to a multiple of two vectors of the widest CPU.
@@ -61,17 +58,12 @@ def logits_at(logits: Tensor, warp: Warp, token_ids: Tensor) -> Tensor:
 
 def first_argmax(logits: Tensor) -> Tensor:
     """Lowest index [...] int64 of the largest entry of [..., V] in float32; NaN counts as the largest."""
-    width = logits.shape[-1]
-    if width < BLOCK_SIZE or logits.numel() < MIN_BLOCKED_NUMEL:
-        return logits.to(torch.float32).argmax(-1)
-    num_full = width // BLOCK_SIZE
-    peaks = torch.unflatten(logits[..., : num_full * BLOCK_SIZE], -1, (num_full, BLOCK_SIZE)).amax(-1)
-    if width % BLOCK_SIZE:
-        peaks = torch.cat((peaks, logits[..., num_full * BLOCK_SIZE :].amax(-1, keepdim=True)), dim=-1)
-    starts = peaks.to(torch.float32).argmax(-1) * BLOCK_SIZE
-    inside = torch.arange(BLOCK_SIZE, device=logits.device)
-    block = logits.gather(-1, (starts.unsqueeze(-1) + inside).clamp_(max=width - 1))  # [..., BLOCK_SIZE]
-    return block.to(torch.float32).argmax(-1).add_(starts)
+    entries = logits.detach().to(torch.float32)
+    is_observed = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()  # both must see torch's operations
+    if type(entries) is not Tensor or entries.device.type != "cpu" or is_observed:
+        return entries.argmax(-1)
+    # A fifth of the time of torch.argmax or less (V = 4,096 and 151,936), with ties broken in the same way.
+    return torch.from_numpy(entries.numpy().argmax(-1))
 
 
 def first_max(logits: Tensor) -> FirstMax:
