@@ -16,7 +16,6 @@ _PLAIN_AGAIN_AT = 12  # round after which it is measured once more if both rates
 _PLAIN_STALE = 200  # drafted rounds, including those of earlier calls, after which it is measured again
 _CLOSE = 2.5  # ratio of the rates below which they are close
 _LEAST_TOKENS = 1.04  # expected tokens of a round with K = 1, below which a gain is measurement noise
-_HYSTERESIS = 1.03  # gain that changes the draft length
 _EXPLORE_GAIN = 1.2  # optimistic gain from which an untried K is tried
 _EXPLORE_EVERY = 0.2  # rounds between two untried Ks, divided by the optimistic gain: 2 for a gain of 0.1, then 1
 _FIRST_WAIT = 2  # plain steps before the first probe
@@ -88,7 +87,6 @@ class AdaptiveSchedule:
         self._num_plain_rounds = 0  # in a row
         self._num_since_untried = 0
         self._wait = _FIRST_WAIT
-        self._settled = 0  # the K that the estimate chose last
         self._ratio = draft_cost_ratio
         self._is_probe = False
         self._probe_s = 0.0  # seconds of the last probe, in which the draft first read the tokens of the plain steps
@@ -143,9 +141,6 @@ class AdaptiveSchedule:
         best = rates.index(max(rates))
         if max(tokens[1] for tokens in work.tokens) < _LEAST_TOKENS:
             best = 0
-        if best and self._settled and rates[self._settled] * _HYSTERESIS >= rates[best]:
-            best = self._settled
-        self._settled = best
         untried = self._untried(work, num_rows, rates[best])
         if best == 0 and not untried:
             return self._plain_or_probe(rates, num_rows)

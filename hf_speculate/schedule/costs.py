@@ -9,13 +9,12 @@ from collections.abc import Iterable, Sequence
 from hf_speculate.schedule.base import RoundOutcome
 
 _NUM_SAMPLES = 12  # newest rounds of one kind that are kept
-_NUM_RECENT = 4  # of them, newest rounds that a later call starts with
 _FEW_FED = 2  # tokens that the drafter reads in a round that follows a drafted one
 _MANY_ROWS = 16  # query rows from which CPUs use their matrix kernels in float32
 _ALIKE = 2.0  # factor in the number of rows within which plain steps of one count serve for another
 _OTHER_WEIGHT = 0.4  # of a round of another kind, at most
 _BANDWIDTH = 0.3  # of the logarithm of query rows, within which one kind says much about another
-_FADE = 0.95  # of a kind's weight, for every drafted round by which another kind is newer
+_FADE = 0.99  # of a kind's weight, for every drafted round by which another kind is newer
 
 
 class _Kind:
@@ -30,13 +29,6 @@ class _Kind:
         self.samples.append(seconds)
         self.median = _lower_median(self.samples)
         self.newest = num_drafted
-
-    def recent(self) -> "_Kind":
-        """A copy with the newest samples only."""
-        kind = _Kind()
-        kind.samples.extend(list(self.samples)[-_NUM_RECENT:])
-        kind.median, kind.newest = _lower_median(kind.samples), self.newest
-        return kind
 
 
 class CostModel:
@@ -59,15 +51,6 @@ class CostModel:
         self._step: dict[int, _Kind] = {}  # by B: of a draft's steps, from rounds in which the drafter read little
         self._step_bound_s: float | None = None  # of a draft's step, from rounds in which it read much
         self._known_s: dict[tuple[int, int], list[float]] = {}  # results of `rounds_s` since the newest round
-
-    def recent(self) -> "CostModel":
-        """A copy for the next call, with the newest samples only."""
-        copy = CostModel(self._ratio)
-        copy._num_drafted, copy._step_bound_s = self._num_drafted, self._step_bound_s
-        copy._verify = {key: kind.recent() for key, kind in self._verify.items()}
-        copy._plain = {num_rows: kind.recent() for num_rows, kind in self._plain.items()}
-        copy._step = {num_rows: kind.recent() for num_rows, kind in self._step.items()}
-        return copy
 
     def observe(self, outcome: RoundOutcome) -> None:
         """Add a round's seconds."""

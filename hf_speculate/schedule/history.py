@@ -1,5 +1,6 @@
 """Schedule history: acceptance and cost estimates kept for the next call of the same kind."""
 
+import copy
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable
@@ -22,7 +23,7 @@ class ScheduleEstimates(NamedTuple):
 
     def recent(self) -> "ScheduleEstimates":
         """A copy for later calls, in which old observations weigh less."""
-        return self._replace(acceptance=self.acceptance.recent(), costs=self.costs.recent())
+        return self._replace(acceptance=self.acceptance.recent(), costs=copy.deepcopy(self.costs))
 
 
 class HistoryStore:
