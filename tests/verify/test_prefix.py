@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 
-import hf_speculate
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.types import DraftOut, Status
 from hf_speculate.verify import GreedyVerifier, keep_prefix
@@ -58,16 +57,6 @@ def test_a_rule_over_it_answers_hostile_rows_as_the_kernels_do(kind, dtype):
     assert ((last >= 0) & (last < VOCAB_SIZE)).all()
 
 
-def test_it_keeps_up_to_the_first_refusal_whatever_follows():
-    target, draft = make_round(3, 3, has_law=False)
-    accepted = torch.tensor([[True, False, True], [False, True, True], [True, True, True]])
-    following = torch.arange(4).repeat(3, 1)
-    verdict = keep_prefix(target, draft, accepted, following)
-    assert_whole(verdict, draft)
-    assert verdict.num_accepted.tolist() == [1, 0, 3]
-    assert [row[num].item() for row, num in zip(verdict.token_ids, [1, 0, 3], strict=True)] == [1, 0, 3]
-
-
 def test_a_token_that_the_target_forbids_is_refused_though_accepted():
     target, draft = make_round(2, 2, has_law=False)
     target[0, 1, draft.token_ids[0, 1]] = -torch.inf
@@ -94,7 +83,3 @@ def test_the_rule_in_the_guide_is_a_whole_one(registry):
     greedy = GreedyVerifier().verify(target, draft, make_keys(64))
     assert (verdict.num_accepted >= greedy.num_accepted).all()
     assert (verdict.num_accepted > greedy.num_accepted).any()
-
-
-def test_it_stands_at_the_front_door():
-    assert hf_speculate.keep_prefix is keep_prefix

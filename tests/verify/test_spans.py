@@ -10,7 +10,6 @@ from hf_speculate.types import DraftOut, NoiseKeys, Status
 from hf_speculate.verify import GreedyVerifier, RejectionVerifier, TypicalVerifier, register_verifier, spans
 from hf_speculate.verify.base import check_verifier, reads_draft_logits
 from hf_speculate.verify.spans import Span, Spans, SpanVerifier, make_spans
-from tests.cases import each_value
 from tests.triton_kernels.host_syncs import NoHostSync
 from tests.verify.test_verifiers import VOCAB_SIZE, VerifierContract, make_keys, make_round
 
@@ -53,28 +52,10 @@ class Restricted:
 
 
 class TestSpanVerifier(VerifierContract):
-    reads_keys = ("seeds",)
-
-    def make(self):
-        return Restricted(TypicalVerifier(), GreedyVerifier())
-
-
-class TestSpanVerifierThatSamples(VerifierContract):
     reads_keys = NoiseKeys._fields
 
     def make(self):
         return Restricted(TypicalVerifier(correction="sample"), RejectionVerifier())
-
-
-@pytest.mark.parametrize("has_law", [True, False])
-@pytest.mark.parametrize(("lossy", "exact"), PAIRS)
-def test_rows_without_a_border_are_judged_by_one_of_the_two_bit_for_bit(lossy, exact, has_law):
-    target, draft = make_round(64, 4, has_law=has_law, lens=[row % 5 for row in range(64)])
-    keys, is_open = make_keys(64), torch.arange(64) % 3 == 0
-    verdict = SpanVerifier(lossy, exact, NEVER, is_open).verify(target, draft, keys)
-    for verifier, rows in ((lossy, is_open), (exact, ~is_open)):
-        for ours, theirs in zip(verdict, verifier.verify(target, draft, keys), strict=True):
-            assert torch.equal(ours[rows], theirs[rows])
 
 
 def one_after_the_other(lossy, exact, target, draft, keys, was_open):
@@ -133,22 +114,12 @@ def test_on_an_accelerator_rounds_are_judged_the_same_without_telling_them_apart
         assert torch.equal(one, same)
 
 
-def test_both_decide_something_the_other_would_not():
-    target, draft = make_round(64, 4, has_law=False)
-    keys = make_keys(64)
-    nums = [
-        SpanVerifier(LOSSY["argmax"], EXACT["greedy"], NEVER, torch.full((64,), is_open)).verify(target, draft, keys)
-        for is_open in (True, False)
-    ]
-    assert not torch.equal(nums[0].num_accepted, nums[1].num_accepted)
-
-
-@each_value(is_open=[True, False], bad_id=[-1, VOCAB_SIZE])
-def test_an_id_outside_the_vocabulary_is_refused_and_named(bad_id, is_open):
+@pytest.mark.parametrize("is_open", [True, False])
+def test_an_id_outside_the_vocabulary_is_refused_and_named(is_open):
     target, draft = make_round(2, 3, has_law=False)
     target.scatter_(2, target.argmax(-1, keepdim=True), 60.0)
     ids = target[:, :-1].argmax(-1)
-    ids[1, 1] = bad_id
+    ids[1, 1] = VOCAB_SIZE
     verifier = SpanVerifier(TypicalVerifier(), GreedyVerifier(), NEVER, torch.tensor([is_open, is_open]))
     verdict = verifier.verify(target, draft._replace(token_ids=ids), make_keys(2))
     assert verdict.num_accepted.tolist() == [3, 1]
@@ -156,7 +127,7 @@ def test_an_id_outside_the_vocabulary_is_refused_and_named(bad_id, is_open):
 
 
 def test_the_text_is_read_once_from_the_padding_on_and_rows_may_leave():
-    tokens = TokenBuffer(torch.tensor([[1, 1, 9], [1, 4, 9], [9, 9, 9]]))
+    tokens = TokenBuffer(torch.tensor([[1, 1, 9], [1, 4, 9], [1, 1, 9]]))
     reader = Spans(SPAN, GreedyVerifier(), num_pads=[0, 0, 2])
     none = torch.zeros(3, 0, dtype=torch.int64)
     assert reader.around(TypicalVerifier(), tokens, none).is_open.tolist() == [True, False, False]
@@ -170,32 +141,19 @@ def test_the_text_is_read_once_from_the_padding_on_and_rows_may_leave():
     assert reader.around(TypicalVerifier(), tokens, none[:2]).is_open.tolist() == [False, True]
 
 
-def test_padding_opens_nothing():
-    tokens = TokenBuffer(torch.tensor([[1, 1, 9]]))
-    reader = Spans(SPAN, GreedyVerifier(), num_pads=[2])
-    assert reader.around(TypicalVerifier(), tokens, torch.zeros(1, 0, dtype=torch.int64)).is_open.tolist() == [False]
-
-
 @pytest.mark.parametrize(("do_sample", "exact"), [(False, GreedyVerifier), (True, RejectionVerifier)])
 def test_the_exact_one_is_that_of_the_mode(do_sample, exact):
     config = SpeculationConfig(verifier="typical", relax_only_inside=[5, 6]).resolve(do_sample)
     made = make_spans(config, do_sample, [0])
     assert isinstance(made.exact, exact)
     assert made.span == (5, 6)
+    assert reads_draft_logits(config)
+    assert not reads_draft_logits(SpeculationConfig(verifier="typical"))
     assert make_spans(SpeculationConfig(verifier="typical"), do_sample, [0]) is None
 
 
-def test_drafts_keep_their_law_for_the_exact_one():
-    assert not reads_draft_logits(SpeculationConfig(verifier="typical"))
-    assert reads_draft_logits(SpeculationConfig(verifier="typical", relax_only_inside=(5, 6)))
-
-
-@pytest.mark.parametrize("name", ["greedy", "rejection", "block", "coupled"])
-def test_an_exact_verifier_has_nothing_to_relax(name, registry):
+def test_an_exact_verifier_has_nothing_to_relax(registry):
     register_verifier("mine", lambda config: TypicalVerifier(), lossless=False)
-    message = (
-        rf"relax_only_inside must come with a lossy verifier, one of mine, typical, got '{name}', which is lossless"
-    )
-    with pytest.raises(ConfigError, match=message):
-        check_verifier(SpeculationConfig(verifier=name, relax_only_inside=(5, 6)))
+    with pytest.raises(ConfigError, match="relax_only_inside must come with a lossy verifier, one of mine, typical"):
+        check_verifier(SpeculationConfig(verifier="block", relax_only_inside=(5, 6)))
     check_verifier(SpeculationConfig(verifier="mine", relax_only_inside=(5, 6)))
