@@ -1,18 +1,11 @@
 """Idle buffers serve one call at a time, of one shape, and go with their model."""
 
-import threading
-
 import pytest
 import torch
 
 from hf_speculate.cache.buffer_pool import BufferPool, BufferStore, LayerBuffers, PooledBuffers, max_pooled_bytes
 
 SHAPE = (2, 1, 128, 4)  # [B, H, capacity, D]
-
-
-@pytest.fixture
-def store():
-    return BufferStore()
 
 
 def pool_of(store, batch_size=2, capacity=128, dtype=torch.float64):
@@ -27,53 +20,27 @@ def addresses(buffers):
     return [part.data_ptr() for layer in buffers.layers for part in layer]
 
 
-def test_buffers_come_back_at_their_addresses_and_empty(store):
-    pool, made = pool_of(store, 2, 128), buffers()
+def test_buffers_come_back_at_their_addresses_and_empty_to_one_call_at_a_time():
+    pool, made = pool_of(BufferStore(), 2, 128), buffers()
     assert pool.take(1) is None
     pool.give_back(made)
     taken = pool.take(1)
     assert addresses(taken) == addresses(made)
     assert not any(part.any() for layer in taken.layers for part in layer)
     assert taken.graphs is made.graphs
-
-
-def test_what_a_call_uses_is_in_no_pool(store):
-    pool = pool_of(store, 2, 128)
-    pool.give_back(buffers())
-    assert pool.take(1) is not None
+    assert pool.take(1) is None  # in use
+    pool.give_back(buffers((1, 1, 128, 4)))  # which rows have left
     assert pool.take(1) is None
 
 
-def test_two_threads_never_get_the_same(store):
-    pool, taken = pool_of(store, 2, 128), []
-    pool.give_back(buffers())
-    start = threading.Barrier(4)
-
-    def take():
-        start.wait()
-        taken.append(pool.take(1))
-
-    threads = [threading.Thread(target=take) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sum(one is not None for one in taken) == 1
-
-
 @pytest.mark.parametrize(("batch_size", "capacity"), [(1, 128), (2, 256)])
-def test_other_shapes_are_other_entries(store, batch_size, capacity):
+def test_other_shapes_are_other_entries(batch_size, capacity):
+    store = BufferStore()
     pool_of(store, 2, 128).give_back(buffers())
     assert pool_of(store, batch_size, capacity).take(1) is None
     with torch.inference_mode():  # tensors made outside may be written here, but not the other way round
         assert pool_of(store, 2, 128).take(1) is None
     assert pool_of(store, 2, 128, torch.float32).take(1) is None
-
-
-def test_buffers_that_rows_have_left_are_not_kept(store):
-    pool = pool_of(store, 2, 128)
-    pool.give_back(buffers((1, 1, 128, 4)))
-    assert pool.take(1) is None
 
 
 def test_the_longest_unused_go_past_the_limit_of_bytes():

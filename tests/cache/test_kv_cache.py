@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache
 
 from hf_speculate.cache.base import KVCache
 from hf_speculate.cache.dynamic import DynamicKVCache
@@ -31,14 +31,9 @@ class KVCacheContract:
     def make(self, batch_size: int) -> KVCache:
         raise AssertionError("a subclass makes the cache")
 
-    def test_is_empty_before_the_first_update(self):
-        cache = self.make(2)
-        assert cache.get_num_tokens() == 0
-        assert cache.get_lens().tolist() == [0, 0]
-        assert cache.get_kv_states() == []
-
     def test_update_appends(self):
         cache, first, second = self.make(2), states(2, 3), states(2, 2, seed=1)
+        assert (cache.get_num_tokens(), cache.get_lens().tolist(), cache.get_kv_states()) == (0, [0, 0], [])
         cache.update(first)
         cache.update(second)
         assert cache.get_num_tokens() == 5
@@ -46,28 +41,18 @@ class KVCacheContract:
             assert torch.equal(cache.get_kv_states()[layer].keys, torch.cat([one.keys, two.keys], dim=2))
             assert torch.equal(cache.get_kv_states()[layer].values, torch.cat([one.values, two.values], dim=2))
 
-    @pytest.mark.parametrize("num", [0, 1, 4, 5])
-    def test_crop_by_one_number_drops_the_newest(self, num):
+    @pytest.mark.parametrize("drops", [0, 4, 5, [0, 3], [5, 0], torch.tensor([1, 4])])
+    def test_crop_keeps_each_rows_oldest(self, drops):
         cache, held = self.make(2), states(2, 5)
         cache.update(held)
-        cache.crop(num)
-        assert cache.get_lens().tolist() == [5 - num] * 2
-        for layer, state in zip(cache.get_kv_states(), held, strict=False):
-            assert torch.equal(layer.keys, state.keys[:, :, : 5 - num])
-
-    @each_value(drops=[[0, 3], [2, 2], [5, 0], [1, 4]], as_tensor=[False, True])
-    def test_crop_by_row_keeps_each_rows_oldest(self, drops, as_tensor):
-        cache, held = self.make(2), states(2, 5)
-        cache.update(held)
-        cache.crop(torch.tensor(drops) if as_tensor else drops)
-        lens = [5 - drop for drop in drops]
+        cache.crop(drops)
+        lens = (5 - torch.as_tensor(drops).expand(2)).tolist()
         assert cache.get_lens().tolist() == lens
         assert cache.get_num_tokens() == max(lens)
         for row, length in enumerate(lens):
-            for layer, state in zip(cache.get_kv_states(), held, strict=True):
-                if length:
-                    assert torch.equal(layer.keys[row, :, -length:], state.keys[row, :, :length])
-                    assert torch.equal(layer.values[row, :, -length:], state.values[row, :, :length])
+            for layer, state in zip(cache.get_kv_states() if length else [], held, strict=bool(length)):
+                assert torch.equal(layer.keys[row, :, -length:], state.keys[row, :, :length])
+                assert torch.equal(layer.values[row, :, -length:], state.values[row, :, :length])
 
     def test_rows_keeps_the_named_ones(self):
         cache, held = self.make(3), states(3, 4)
@@ -77,18 +62,12 @@ class KVCacheContract:
         assert cache.get_lens().tolist() == [2, 3]
         assert torch.equal(cache.get_kv_states()[0].keys[0, :, -2:], held[0].keys[1, :, :2])
 
-    @pytest.mark.parametrize("drops", [-1, 6, [0, 6], [-1, 0]])
+    @pytest.mark.parametrize("drops", [-1, [0, 6], [0, 0, 0]])
     def test_crop_out_of_range_is_refused(self, drops):
         cache = self.make(2)
         cache.update(states(2, 5))
-        with pytest.raises(ShapeError, match=r"num_tokens_crop must be in 0\.\.5"):
+        with pytest.raises(ShapeError, match="num_tokens_crop"):
             cache.crop(drops)
-
-    def test_crop_of_another_batch_size_is_refused(self):
-        cache = self.make(2)
-        cache.update(states(2, 5))
-        with pytest.raises(ShapeError, match=r"one count or \[B\] = \[2\], got \[3\]"):
-            cache.crop([0, 0, 0])
 
 
 class TestDynamicKVCache(KVCacheContract):
@@ -146,46 +125,10 @@ def test_logits_after_ragged_rollbacks_equal_each_row_decoded_alone(kind, choice
     assert cache.num_columns == len(texts[shortest])  # its padding was for longer prompts
 
 
-@each_value(kind=["llama", "mistral_window"], batch_size=[1, 2])
-def test_restore_brings_back_a_prefilled_cache_after_rollbacks(kind, batch_size):
-    model = make_model(kind)
-    ids = torch.randint(1, 64, (batch_size, 2 * SLIDING_WINDOW), generator=torch.Generator().manual_seed(2))
-    passed = DynamicCache(config=model.config)
-    model(input_ids=ids, past_key_values=passed, use_cache=True)
-    before = [(layer.keys.clone(), layer.values.clone(), layer.get_seq_length()) for layer in passed.layers]
-    cache = DynamicKVCache(passed, batch_size)
-    snapshot = cache.snapshot()
-    cache.begin_recording()
-    language_model = LanguageModel(model)
-    for drops in ([1, 3], [0, 2], [3, 0]):
-        language_model.forward(ids[:, :4], cache)
-        cache.crop(drops[:batch_size])
-    cache.restore(snapshot)
-    for layer, (keys, values, length) in zip(passed.layers, before, strict=True):
-        assert torch.equal(layer.keys, keys)
-        assert torch.equal(layer.values, values)
-        assert layer.get_seq_length() == length
-        assert not getattr(layer, "record_past", False)
-
-
-def test_a_mask_with_holes_gives_the_positions_of_plain_generate():
-    mask = torch.tensor([[0, 1, 0, 1, 1], [1, 1, 1, 1, 1]])
-    cache = DynamicKVCache(DynamicCache(), 2, mask)
-    cache.update(states(2, 5))
-    assert cache.get_lens().tolist() == [3, 5]
-    assert cache.position_ids(2).tolist() == [[3, 4], [5, 6]]
-
-
 def test_rows_of_equal_padding_that_stay_before_the_first_forward_keep_a_mask_each():
     cache = DynamicKVCache(DynamicCache(), 3, torch.tensor([[0, 0, 1], [0, 0, 1], [1, 1, 1]]))
     cache.rows([0, 1])
     assert cache.mask(4).tolist() == [[0, 0, 1, 1]] * 2
-
-
-def test_a_cache_of_another_kind_is_refused():
-    model = make_model("llama")
-    with pytest.raises(UnsupportedModelError, match="got StaticLayer"):
-        DynamicKVCache(StaticCache(config=model.config, max_cache_len=8), 1)
 
 
 def test_rows_join_in_the_places_of_rows_that_left_whatever_these_held():

@@ -16,7 +16,6 @@ from hf_speculate.models.hybrid_cache import make_hybrid_cache, rollback_text
 from hf_speculate.models.language_model import LanguageModel, cache_name
 from tests.recurrent_cases import FLOAT32_TOLERANCE, TOLERANCE, error, hooks_of, recurrent_states
 from tests.tiny import make_model, ragged_prompts
-from tests.tiny_recurrent import RECURRENT_KINDS
 
 KEEP_ALL, KEEP_NONE = 1 << 60, -1  # bytes that states after each token may take
 IN_FLOAT64 = ("lfm2", "lfm2_moe", "lfm3", "zaya")
@@ -36,7 +35,7 @@ def random_tokens(batch_size: int, num: int, seed: int) -> Tensor:
     return torch.randint(1, 64, (batch_size, num), generator=torch.Generator().manual_seed(seed))
 
 
-def make(kind: str, mask: Tensor | None, batch_size: int, max_kept_bytes: int = KEEP_ALL) -> HybridKVCache:
+def make(kind: str, mask: Tensor | None, batch_size: int, max_kept_bytes: int) -> HybridKVCache:
     model = model_of(kind)
     cache = DynamicCache(config=model.config)
     return make_hybrid_cache(model, cache, batch_size, mask, torch.device("cpu"), max_kept_bytes)
@@ -78,39 +77,10 @@ def assert_row_equals(kv_cache: HybridKVCache, row: int, expected: list[States],
             assert error(state[row], others[slot][row]) <= most, slot
 
 
-@pytest.mark.parametrize(
-    ("kind", "max_kept_bytes"),
-    [*((kind, KEEP_ALL) for kind in RECURRENT_KINDS), *((kind, KEEP_NONE) for kind in FEW_KINDS)],
-)
-def test_rows_are_rolled_back_to_the_states_of_plain_decoding(kind, max_kept_bytes):
-    """Two rounds; of the drafted tokens every row keeps another number."""
-    prompt = ragged_prompts(3, seed=3)
-    kv_cache, model = make(kind, prompt["attention_mask"], 3, max_kept_bytes), LanguageModel(model_of(kind))
-    model.forward(prompt["input_ids"], kv_cache)
-    kv_cache.begin_recording()
-    drafted, counts = [random_tokens(3, 5, seed=0), random_tokens(3, 4, seed=1)], [[5, 3, 1], [0, 4, 2]]
-    texts = [torch.cat([drafted[0][row, : counts[0][row]], drafted[1][row]]) for row in range(3)]
-    expected = [step_by_step(kind, prompt, text) for text in texts]
-    num_read = [0, 0, 0]
-    for token_ids, num_kept in zip(drafted, counts, strict=True):
-        logits = model.forward(token_ids, kv_cache)
-        kv_cache.crop([token_ids.shape[1] - num for num in num_kept])
-        for row, num in enumerate(num_kept):
-            for place in range(num):
-                other = expected[row].logits[num_read[row] + place]
-                assert error(logits[row, place], other[row]) <= tolerance(kind)
-            num_read[row] += num
-            assert_row_equals(kv_cache, row, expected[row].states[num_read[row]], tolerance(kind))
-    assert kv_cache.get_lens().tolist() == (prompt["attention_mask"].sum(1) + torch.tensor(num_read)).tolist()
-    kv_cache.release()
-    assert not hooks_of(model_of(kind))
-
-
 def test_states_that_exceed_their_share_of_the_memory_are_computed_again():
     model, cpu = model_of("qwen3_5"), torch.device("cpu")
-    layers = DynamicCache(config=model.config)
-    assert rollback_text(model, layers, 5, cpu).startswith("keeps ")
-    assert rollback_text(model, layers, 1 << 40, cpu).startswith("computes states again from recorded projections")
+    texts = [rollback_text(model, DynamicCache(config=model.config), num, cpu) for num in (5, 1 << 40)]
+    assert [text.split()[0] for text in texts] == ["keeps", "computes"]
 
 
 def test_hooks_ignore_forwards_that_meet_them_half_registered():
@@ -130,12 +100,14 @@ def test_hooks_ignore_forwards_that_meet_them_half_registered():
     assert torch.equal(logits, model(token).logits)
 
 
-@pytest.mark.parametrize("kind", FEW_KINDS)
-def test_tokens_that_a_row_holds_already_are_passed_over(kind):
+@pytest.mark.parametrize(
+    ("kind", "max_kept_bytes"), [(kind, most) for kind in FEW_KINDS for most in (KEEP_ALL, KEEP_NONE)]
+)
+def test_rows_are_rolled_back_and_pass_over_tokens_that_they_hold_already(kind, max_kept_bytes):
     """A draft's rows are fed equally many tokens, and drop more than they were fed since the last rollback."""
     prompt, text = ragged_prompts(3, seed=3), random_tokens(1, 16, seed=2)[0]
     model = LanguageModel(model_of(kind), is_draft=True)
-    kv_cache = make(kind, prompt["attention_mask"], 3)
+    kv_cache = make(kind, prompt["attention_mask"], 3, max_kept_bytes)
     model.forward(prompt["input_ids"], kv_cache)
     for token_ids in text[:3]:
         model.forward(token_ids.expand(3, 1), kv_cache)
@@ -155,3 +127,4 @@ def test_tokens_that_a_row_holds_already_are_passed_over(kind):
             assert error(logits[row, -1], expected.logits[num - 1][row]) <= tolerance(kind)
             assert_row_equals(kv_cache, row, expected.states[num], tolerance(kind))
     kv_cache.release()
+    assert not hooks_of(model_of(kind))

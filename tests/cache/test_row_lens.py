@@ -6,8 +6,6 @@ import pytest
 import torch
 
 from hf_speculate.cache.row_lens import RowCounts, RowLens, Ruler
-from hf_speculate.transfers import Download, upload
-from tests.fake_cuda import DEVICE, FakeCuda
 
 
 def check(lens: RowLens) -> None:
@@ -50,31 +48,3 @@ def test_any_course_of_growing_shrinking_following_and_leaving(seed: int) -> Non
         lens.add(1)
         check(twin)
         check(lens)
-
-
-def test_lengths_that_a_verdict_decides_are_never_uploaded() -> None:
-    with FakeCuda() as gpu:
-        lens, cache = RowLens([7, 7, 7], Ruler(DEVICE)), RowLens([6, 6, 6], Ruler(DEVICE))
-        for counts in ([1, 3, 2], [2, 2, 2], [4, 1, 1]):
-            there = torch.tensor(counts).to(DEVICE) - 1
-            gpu.log.clear()
-            lens.add_counts(RowCounts(counts, there, 1))
-            cache.set([length - 1 for length in lens.on_host], lens)
-            columns = cache.columns(4)
-            assert not gpu.log.uploads
-            assert not gpu.log.waits
-            assert columns[:, 0].tolist() == cache.on_host
-
-
-def test_an_upload_waits_for_nothing_and_a_download_for_itself_alone() -> None:
-    with FakeCuda() as gpu:
-        there = upload([3, 1, 2], DEVICE)
-        assert (gpu.log.uploads, gpu.log.waits) == (["pinned"], {})
-        download = Download(there * 2)
-        assert not gpu.log.waits
-        later = there.to("cpu", non_blocking=True)
-        assert download.tolist() == [6, 2, 4]
-        assert gpu.log.waits == {"": ["event"]}
-        assert later.tolist() != [3, 1, 2]  # launched after the copy that was waited for: still garbage
-        torch.cuda.synchronize()
-        assert later.tolist() == [3, 1, 2]
