@@ -1,10 +1,9 @@
 """Configs hold the folded attention's name while a call needs it, and exactly what they held before after the last."""
 
 import copy
-import pickle
 
 import pytest
-from transformers import CLIPVisionConfig, LlamaConfig, LlamaForCausalLM, LlavaConfig, LlavaForConditionalGeneration
+from transformers import CLIPVisionConfig, LlamaForCausalLM, LlavaConfig, LlavaForConditionalGeneration
 
 from hf_speculate.models.attention_switch import folded_attention_for
 from hf_speculate.models.folded_attention import FOLDED, STANDS_FOR
@@ -25,21 +24,16 @@ def test_the_name_is_held_inside_and_restored_after():
     assert vars(model.config) == before
 
 
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_an_error_restores_the_name_and_arrives(error):
+def test_an_error_restores_the_name():
     model = make_model("llama")
-    with pytest.raises(error, match="on purpose"), folded_attention_for([model]):
-        raise error("on purpose")
+    with pytest.raises(KeyboardInterrupt), folded_attention_for([model]):
+        raise KeyboardInterrupt
     assert name_in(model) == STANDS_FOR
 
 
 def test_the_last_of_several_calls_restores_the_name():
     one, other = make_model("llama"), make_model("qwen2")
-    first, second, third = (
-        folded_attention_for([one, one]),
-        folded_attention_for([one, other]),
-        folded_attention_for([other]),
-    )
+    first, second, third = (folded_attention_for(models) for models in ([one, one], [one, other], [other]))
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
@@ -77,13 +71,7 @@ def test_what_the_user_sets_meanwhile_stays():
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [
-        ("llama", {"attn_implementation": "eager"}),
-        ("llama", {"num_key_value_heads": 4}),
-        ("gpt2", {}),
-        ("bloom", {}),
-        ("gemma2", {}),
-    ],
+    [("llama", {"attn_implementation": "eager"}), ("llama", {"num_key_value_heads": 4}), ("gpt2", {}), ("gemma2", {})],
 )
 def test_other_models_are_left_alone(kind, options):
     model = make_model(kind, **options)
@@ -107,26 +95,6 @@ def test_a_model_whose_code_compares_the_name_is_left_alone():
         assert name_in(model) == STANDS_FOR
 
 
-class FrozenConfig(LlamaConfig):
-    """Refuses to be written to once it is complete."""
-
-    def __setattr__(self, name, value):
-        if vars(self).get("is_complete"):
-            raise AttributeError(f"cannot assign to field {name!r}")
-        super().__setattr__(name, value)
-
-
-def test_a_frozen_config_is_left_alone():
-    model = make_model("llama")
-    config = FrozenConfig(**model.config.to_dict(), attn_implementation=STANDS_FOR)
-    config.is_complete = True
-    for layer in model.model.layers:
-        layer.self_attn.config = config
-    with folded_attention_for([model]):
-        assert config._attn_implementation == STANDS_FOR
-    assert config._attn_implementation == STANDS_FOR
-
-
 def test_only_the_config_of_the_grouped_layers_changes_in_a_nested_one():
     vision = CLIPVisionConfig(
         hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
@@ -143,7 +111,7 @@ def test_copies_are_models_of_their_own():
     model = make_model("llama")
     with folded_attention_for([model]):
         held = copy.deepcopy(model)
-    for twin in (held, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+    for twin in (held, copy.deepcopy(model)):
         with folded_attention_for([twin]):
             assert (name_in(twin), name_in(model)) == (FOLDED, STANDS_FOR)
         assert (name_in(twin), name_in(model)) == (STANDS_FOR, STANDS_FOR)

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import threading
 
 import pytest
 import torch
@@ -92,45 +91,27 @@ def test_the_result_is_that_of_transformers(folds, mask, groups, num_query):
     assert all(torch.equal(*one) for one in zip(before, (query, key, value), strict=True))
 
 
-def test_arguments_that_transformers_ignores_are_ignored(folds):
-    query, key, value = states(2, 3, 2)
-    ours, expected = both(
-        Layer(2), query, key, value, make_mask("bool", 2, 3), is_causal=True, sliding_window=4, softcap=None
-    )
-    assert torch.allclose(ours, expected, atol=TOLERANCE, rtol=0)
-    assert folds
+_MOST = attention._MOST_QUERY_TOKENS + 1
+PASSED_ON = {
+    "a long prompt": (torch.ones(2, 1, _MOST, _MOST, dtype=torch.bool).tril(), {}),
+    "a mask by head": (torch.zeros(2, 4, 3, T, dtype=torch.float64), {}),
+    "a position bias": (
+        make_mask("bool", 2, 3),
+        {"position_bias": torch.linspace(-2, 2, 132, dtype=torch.float64).view(1, 4, 3, T)},
+    ),
+    "dropout": (make_mask("bool", 2, 3), {"dropout": 0.5}),
+}
 
 
-@pytest.mark.parametrize("mask", ["bool", "none"])
-def test_a_long_prompt_is_passed_on(folds, mask):
-    num_query = attention._MOST_QUERY_TOKENS + 1
-    query, key, value = states(2, num_query, 2, num_states=num_query)
-    given = None if mask == "none" else torch.ones(2, 1, num_query, num_query, dtype=torch.bool).tril()
-    assert torch.equal(*both(Layer(2), query, key, value, given))
-    assert not folds
-
-
-@pytest.mark.parametrize("shape", [(2, 4, 3, T), (2, 1, 1, T)])
-def test_masks_of_other_shapes_are_passed_on(folds, shape):
-    query, key, value = states(2, 3, 2)
-    assert torch.equal(*both(Layer(2), query, key, value, torch.zeros(shape, dtype=torch.float64)))
-    assert not folds
-
-
-def test_a_position_bias_is_passed_on(folds):
-    query, key, value = states(2, 3, 2)
-    bias = torch.linspace(-2, 2, 4 * 3 * T, dtype=torch.float64).view(1, 4, 3, T)
-    assert torch.equal(*both(Layer(2), query, key, value, make_mask("bool", 2, 3), position_bias=bias))
-    assert not folds
-
-
-def test_dropout_is_passed_on(folds):
-    query, key, value = states(2, 3, 2)
+@pytest.mark.parametrize("name", PASSED_ON)
+def test_what_it_cannot_fold_is_passed_on(folds, name):
+    mask, options = PASSED_ON[name]
+    query, key, value = states(2, mask.shape[2], 2, num_states=mask.shape[3])
     results = []
     for function in (sdpa_attention_forward, folded_attention):
         torch.manual_seed(0)
         with folding():
-            results.append(function(Layer(2), query, key, value, make_mask("bool", 2, 3), dropout=0.5)[0])
+            results.append(function(Layer(2), query, key, value, mask, **options)[0])
     assert torch.equal(*results)
     assert not folds
 
@@ -147,41 +128,6 @@ def test_another_function_under_the_name_is_called_in_place_of_folding(folds, mo
     assert torch.equal(*both(Layer(2), query, key, value, make_mask("bool", 2, 3), scaling=0.7))
     assert calls == [{"dropout": 0.0, "scaling": 0.7, "is_causal": None}]
     assert not folds
-
-
-def test_it_passes_on_outside_folding_and_in_other_threads(folds):
-    query, key, value = states(2, 3, 2)
-    arguments = (Layer(2), query, key, value, make_mask("bool", 2, 3))
-    expected, _ = sdpa_attention_forward(*arguments)
-    results = [folded_attention(*arguments)[0]]
-    with folding():
-        thread = threading.Thread(target=lambda: results.append(folded_attention(*arguments)[0]))
-        thread.start()
-        thread.join()
-        assert not folds
-        with folding():
-            pass
-        folded_attention(*arguments)
-        assert len(folds) == 1
-    results.append(folded_attention(*arguments)[0])
-    assert len(folds) == 1
-    assert all(torch.equal(result, expected) for result in results)
-
-
-@pytest.mark.parametrize("mask", ["bool", "none"])
-@pytest.mark.parametrize("num_query", [1, 5])
-def test_it_compiles_as_one_graph(mask, num_query):
-    layer, (query, key, value) = Layer(2), states(2, num_query, 2, num_states=T if mask == "bool" else num_query)
-
-    def attend(query, key, value, mask):
-        return folded_attention(layer, query, key, value, mask, scaling=0.7)[0]
-
-    given = make_mask(mask, 2, num_query)
-    expected, _ = sdpa_attention_forward(layer, query, key, value, given, scaling=0.7)
-    torch.compiler.reset()
-    with folding():
-        ours = torch.compile(attend, backend="eager", fullgraph=True)(query, key, value, given)
-    assert torch.allclose(ours, expected, atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ MUTANTS = (
     ),
     *mutants_of(
         "hf_speculate/draft/hybrid.py",
-        "draft/test_hybrid.py draft/test_hybrid_gains.py",
+        "draft/test_hybrid.py",
         {
             "hybrid: the model's cache counts matched tokens": Fault(
                 "[not match for match in uses_match]", "[True for match in uses_match]"
@@ -75,12 +75,12 @@ MUTANTS = (
             "inferencer: rows count tokens after their EOS": Fault(
                 "torch.where(self.are_live & is_done, num_tokens, self._lens)",
                 "torch.where(is_done, num_tokens, self._lens)",
-                "models/test_inferencer.py",
+                "models/test_language_model.py",
             ),
             "inferencer: only the last chunk is read": Fault(
                 "in query_token_ids.tensor_split(num_chunks, dim=1):",
                 "in query_token_ids.tensor_split(num_chunks, dim=1)[-1:]:",
-                "models/test_inferencer.py cache/test_memory.py",
+                "models/test_language_model.py cache/test_memory.py",
             ),
         },
     ),
