@@ -1,8 +1,16 @@
-"""What a batch keeps of its rows."""
+"""What a batch keeps of its rows, what a draft session feeds its drafter, and what bounds draft lengths."""
 
+from types import SimpleNamespace
+
+import pytest
 import torch
 
+from hf_speculate.draft.base import DrafterDefaults
 from hf_speculate.engine.batch import Batch
+from hf_speculate.engine.draft_length import DraftLength
+from hf_speculate.engine.draft_session import DraftSession
+from hf_speculate.types import DraftOut, SampleStrategy, StageSeconds
+from tests.schedule.scripted import ScriptedSchedule
 
 
 def test_rows_that_stay_keep_what_belongs_to_them():
@@ -16,3 +24,53 @@ def test_rows_that_stay_keep_what_belongs_to_them():
     assert batch.tokens.token_ids[:, :3].tolist() == [[0, 0, 9], [0, 5, 6]]
     keys = batch.begin_round()
     assert (keys.seeds.tolist(), keys.rounds.tolist(), keys.positions.tolist()) == ([13, 11], [2, 2], [1, 2])
+
+
+@pytest.mark.parametrize("is_lock_step", [False, True])
+def test_no_token_is_drafted_past_the_end_of_the_last_row(is_lock_step):
+    batch = SimpleNamespace(num_left=[2, 5, 9], draft_limits=[8, 8, 8], is_finished=[False, False, True])
+    assert DraftLength(ScriptedSchedule([8]), 10, is_lock_step).next(batch) == 4
+
+
+def test_finished_rows_are_not_learned_from():
+    schedule = ScriptedSchedule([3])
+    record = SimpleNamespace(
+        num_round=1,
+        was_live=[False, True],
+        row_ids=[4, 6],
+        verified=SimpleNamespace(num_drafted=[3, 2], num_accepted=[0, 1]),
+        num_left=[0, 7],
+        seconds=StageSeconds(*[0.0] * len(StageSeconds._fields)),
+        draft=SimpleNamespace(token_ids=torch.zeros(2, 3)),
+        num_draft_tokens=3,
+        num_fed=1,
+    )
+    DraftLength(schedule, 10).on_round(record)
+    (outcome,) = schedule.outcomes
+    assert (outcome.row_ids, outcome.num_drafted, outcome.num_accepted, outcome.num_left) == ([6], [2], [1], [7])
+    assert outcome.num_rows == 2
+
+
+class ProposesNothing(DrafterDefaults):
+    """A drafter without a model that finds no match; it notes what it is fed."""
+
+    def __init__(self):
+        self.queries = []
+
+    def draft(self, request):
+        self.queries.append(request.query_token_ids)
+        num_rows = len(request.query_token_ids)
+        return DraftOut(
+            torch.zeros(num_rows, 0, dtype=torch.int64), torch.zeros(num_rows, dtype=torch.int32), None, None
+        )
+
+
+def test_finished_rows_that_go_on_for_other_ranks_feed_their_last_token():
+    drafter = ProposesNothing()
+    batch = Batch(torch.tensor([[5, 6, 7]]), torch.tensor([0]), 8, [3], [0])
+    drafts = DraftSession(drafter, None, SampleStrategy.GREEDY, 1)
+    drafts.propose(batch, 2, batch.begin_round())
+    batch.is_finished = [True]
+    for _ in range(2):
+        drafts.propose(batch, 2, batch.begin_round())
+    assert [query.tolist() for query in drafter.queries] == [[[5, 6, 7]], [[7]], [[7]]]

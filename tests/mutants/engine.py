@@ -74,7 +74,7 @@ MUTANTS = (
                 "self.kv_cache.restore(snapshot)", "self.kv_cache.kind", "reliability generation/test_ownership.py"
             ),
             "target: chunks are placed wrongly": Fault(
-                "num_ahead -= chunk.shape[1]", "num_ahead -= 0", "draft/test_custom.py engine/test_hidden_states.py"
+                "num_ahead -= chunk.shape[1]", "num_ahead -= 0", "draft/test_custom.py"
             ),
             "target: ids without a meaning reach the model": Fault(
                 "draft.token_ids.clamp_min(0)",
@@ -174,7 +174,7 @@ MUTANTS = (
     ),
     *mutants_of(
         "hf_speculate/engine/outputs.py",
-        "engine/test_outputs.py generation/test_options.py generation/test_matrix.py",
+        "generation/test_options.py generation/test_matrix.py",
         {
             "output: scores of the wrong rows": Fault(
                 "record.verified.scores[row], num)", "record.verified.scores[0], num)"
@@ -189,7 +189,7 @@ MUTANTS = (
     ),
     *mutants_of(
         "hf_speculate/engine/draft_length.py",
-        "engine/test_draft_length.py",
+        "engine/test_batch.py",
         {
             "draft length: drafts past the last row's end": Fault(
                 "max(min(left - 1, limit)", "max(min(left + 3, limit)"
