@@ -11,11 +11,8 @@ from hf_speculate.errors import UnsupportedModelError
 from tests.cases import assert_equal_ids
 from tests.tiny import make_model, ragged_prompts
 
-KINDS = ("llama", "qwen2", "mistral_window", "gemma2")
-NUM_DRAWS = 20_000
 
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
 def test_it_is_the_model_with_fewer_layers_and_the_model_stays_as_it_is(kind):
     model = make_model(kind, num_hidden_layers=4)
     config, layers = copy.deepcopy(model.config.to_dict()), list(model.model.layers)
@@ -34,25 +31,6 @@ def test_it_is_the_model_with_fewer_layers_and_the_model_stays_as_it_is(kind):
 def test_a_model_whose_layers_share_states_is_refused():
     with pytest.raises(UnsupportedModelError, match="got Gemma3nForCausalLM: its layers share states"):
         early_exit_model(make_model("gemma3n"), 2)
-
-
-@pytest.mark.parametrize("batch_size", [1, 3])
-def test_copies_go_beside_it(batch_size):
-    target = hf_speculate.enable(make_model("llama", num_hidden_layers=4))
-    inputs = ragged_prompts(batch_size, seed=2)
-    stats = hf_speculate.SpeculationStats()
-    plain = target.generate(**inputs, max_new_tokens=40)
-    store = hf_speculate.SuffixStore()
-    store.add(plain[0, -20:].tolist())  # what comes late is known
-    options = {
-        "prompt_lookup_num_tokens": 5,
-        "suffix_store": store,
-        "num_assistant_tokens": 2,
-        "speculation_stats": stats,
-    }
-    assert_equal_ids(plain, target.generate(**inputs, max_new_tokens=40, assistant_early_exit=3, **options))
-    assert stats.rounds_by_draft_len[2] > 0  # of the model
-    assert max(stats.rounds_by_draft_len) > 2  # of copies
 
 
 def test_the_generation_config_may_ask_for_it():

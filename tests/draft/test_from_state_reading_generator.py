@@ -19,18 +19,17 @@ from transformers.generation.candidate_generator import (
 )
 
 import hf_speculate
-from hf_speculate.draft.base import DraftRequest
 from hf_speculate.draft.from_candidate_generator import (
-    StateReadingGeneratorDrafter,
     layers_read,
     make_generator,
     samples_its_logits,
 )
-from hf_speculate.errors import ShapeError, UnsupportedGenerationError
-from hf_speculate.types import Kept, SampleStrategy
+from hf_speculate.draft.heads.dflash import BlockDrafter
+from hf_speculate.draft.heads.load import load_drafter
+from hf_speculate.errors import UnsupportedGenerationError
 from tests.cases import assert_equal_ids
 from tests.draft.heads.test_mtp import make_checkpoint
-from tests.draft.heads.watching import watch_generators
+from tests.draft.heads.watching import watch_drafter, watch_generators
 from tests.tiny import INITIALIZER_RANGE, make_model, ragged_prompts
 
 NUM_NEW = 24
@@ -95,16 +94,6 @@ def test_the_generator_proposes_what_it_does_in_transformers_own_loop(case, monk
     assert made[:num] == in_theirs[:num]
 
 
-def test_a_proposal_that_is_cut_off_leaves_the_text_as_it_is(case):
-    inputs, num = prompt_of(case), 1
-    plain = case.target.generate(**inputs, max_new_tokens=NUM_NEW)
-    stats = hf_speculate.SpeculationStats()
-    options = {"candidate_generator": case.source, "num_assistant_tokens": num, "speculation_stats": stats}
-    assert_equal_ids(plain, case.target.generate(**inputs, max_new_tokens=NUM_NEW, **options))
-    assert max(stats.rounds_by_draft_len) <= num
-    assert stats.num_accepted > 0
-
-
 def test_a_padded_row_and_a_prompt_in_chunks(case, monkeypatch):
     inputs, made = prompt_of(case), watch_generators(monkeypatch, MTPCandidateGenerator, DFlashTokenCandidateGenerator)
     options = {"max_new_tokens": NUM_NEW, "candidate_generator": case.source}
@@ -143,66 +132,52 @@ def test_drawn_proposals_come_with_their_distribution(case):
 
 
 class Reader(CandidateGenerator):
-    """Proposes nothing much, and writes down what it is told."""
+    """Asks for the states of some layers."""
 
     requires_model_outputs = True
 
     def __init__(self, asked):
         self.model_kwargs_overrides = asked
-        self.told = []
 
-    def get_candidates(self, input_ids, model_kwargs, model_outputs, is_first_iteration, n_last_matches):
-        states = model_outputs.hidden_states
-        self.told.append((input_ids.tolist(), [states[layer].tolist() for layer in (2, 0)], n_last_matches))
-        assert model_kwargs["position_ids"].shape == model_kwargs["attention_mask"].shape == input_ids.shape
-        assert not is_first_iteration
-        return torch.cat([input_ids, torch.tensor([[7, 8]])], dim=1), None
-
-    def update_candidate_strategy(self, input_ids, scores, num_matches):
-        pass  # older versions of transformers ask for one
+    get_candidates = update_candidate_strategy = None
 
 
-def kept(ids, states):
-    num = torch.tensor([len(ids)], dtype=torch.int32)
-    return Kept(torch.tensor([ids]), num, torch.tensor([states], dtype=torch.float32))
-
-
-def test_what_a_generator_is_told_of_each_round():
-    generator = Reader({"output_hidden_states": [2, 0]})
-    drafter = StateReadingGeneratorDrafter(generator, layers_read(generator))
-    text, greedy = torch.tensor([[0, 0, 4, 5, 6]]), SampleStrategy.GREEDY  # padded
-    first = drafter.draft(DraftRequest(text, None, 5, greedy, kept=kept([5, 6], [[0.1, 1.0], [0.2, 2.0]])))
-    assert first.token_ids.tolist() == [[7, 8]]
-    drafter.draft(DraftRequest(text, None, 5, greedy, kept=kept([7, 9], [[0.3, 3.0], [0.4, 4.0]])))
-    (shown, states, num), (later, more, num_later) = generator.told
-    assert (shown, num) == ([[4, 5, 6]], 0)
-    assert (later, num_later) == ([[4, 5, 6, 7, 9]], 1)
-    assert torch.tensor(states).flatten().tolist() == pytest.approx([0.1, 0.2, 1.0, 2.0])
-    assert torch.tensor(more).flatten().tolist() == pytest.approx([0.3, 0.4, 3.0, 4.0])
-    with pytest.raises(ShapeError, match="kept must hold hidden states"):
-        drafter.draft(DraftRequest(text, None, 5, greedy))
-    with pytest.raises(ShapeError, match=r"must be \[1, Q\] for candidates"):
-        drafter.draft(DraftRequest(text.expand(2, -1), None, 5, greedy))
-
-
-@pytest.mark.parametrize(
-    ("asked", "named"),
-    [
-        ({}, "reads the hidden states of all layers"),
-        ({"output_hidden_states": True}, "reads the hidden states of all layers"),
-        ({"output_hidden_states": [1], "return_shared_kv_states": True}, "Reader, which reads return_shared_kv_states"),
-    ],
-)
-def test_a_generator_that_reads_more_is_refused(asked, named):
-    with pytest.raises(UnsupportedGenerationError, match=named):
-        layers_read(Reader(asked))
-
-
-def test_a_generator_that_remembers_a_text_is_made_in_the_call():
+def test_what_a_generator_that_reads_states_may_not_ask_for():
+    for asked in ({}, {"output_hidden_states": True}, {"output_hidden_states": [1], "return_shared_kv_states": True}):
+        with pytest.raises(UnsupportedGenerationError, match="reads"):
+            layers_read(Reader(asked))
     prepared = {"logits_processor": [], "generation_config": GenerationConfig()}
     with pytest.raises(UnsupportedGenerationError, match="must be what makes a generator that reads hidden states"):
-        make_generator(Reader({"output_hidden_states": -1}), **prepared)
+        make_generator(Reader({"output_hidden_states": -1}), **prepared)  # it remembers the text of another call
     assert layers_read(make_generator(lambda: Reader({"output_hidden_states": -1}), **prepared)) == [-1]
     prepared["generation_config"].output_hidden_states = True
     with pytest.raises(UnsupportedGenerationError, match="output_hidden_states must be left out with Reader"):
         make_generator(lambda: Reader({"output_hidden_states": -1}), **prepared)
+
+
+@pytest.mark.parametrize("window", [8, 64])
+def test_a_dflash_head_drafts_what_transformers_own_class_does(window, tmp_path, monkeypatch):
+    # few tokens, that some drafts are right
+    target = hf_speculate.enable(make_model("llama", vocab_size=6, num_hidden_layers=3))
+    draft = make_dflash(target)
+    draft.config.sliding_window = window
+    for layer in draft.layers:
+        layer.self_attn.sliding_window = window
+    draft.save_pretrained(tmp_path)
+    theirs = watch_generators(monkeypatch, DFlashTokenCandidateGenerator)
+    ours = watch_drafter(monkeypatch, BlockDrafter)
+    inputs = ragged_prompts(1, seed=3, min_len=11, max_len=11, vocab_size=6)  # longer than the window
+    options = {"max_new_tokens": NUM_NEW}
+    text = GenerationMixin.generate(target, **inputs, **options, assistant_model=draft, speculation_type="dflash")
+    head = load_drafter(tmp_path, target)
+    assert head.hidden_layers == (1, 2)
+    assert head.spec.max_draft_tokens == BLOCK_SIZE - 1
+    assert head.network.windows == (window + 1, window + 1)
+    stats = hf_speculate.SpeculationStats()
+    options |= {"assistant_model": head, "num_assistant_tokens": BLOCK_SIZE - 1, "speculation_stats": stats}
+    assert_equal_ids(text, target.generate(**inputs, **options))
+    num = min(len(ours), len(theirs)) - BLOCK_SIZE  # at the end of the text it may ask for more than we do
+    assert num > 3
+    assert ours[:num] == [ids for _, ids in theirs[:num]]
+    assert torch.tensor(ours[:num]).unique().numel() > 2
+    assert stats.num_accepted > 0

@@ -5,7 +5,6 @@ import torch
 from transformers import LogitsProcessor
 
 import hf_speculate
-from hf_speculate.draft.acceptance_rates import AcceptanceRates, suffix_kinds
 from hf_speculate.draft.base import DraftRequest
 from hf_speculate.draft.hybrid import MAX_BEHIND, HybridDrafter, _mixed
 from hf_speculate.draft.suffix import SuffixSettings, point_masses
@@ -38,17 +37,6 @@ def kept(*rows, num_rounds=1):
     width = max(map(len, rows))
     ids = torch.tensor([list(row) + [-1] * (width - len(row)) for row in rows])
     return Kept(ids, torch.tensor([len(row) for row in rows], dtype=torch.int32), num_rounds=num_rounds)
-
-
-def test_the_first_call_reads_the_prompt_and_asks_the_model_where_nothing_is_copied(llama):
-    drafter, kv_cache = make(llama, 2)
-    alone, other_cache = make_drafter(llama, 2)
-    text = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
-    draft = drafter.draft(DraftRequest(text, kv_cache, 8, GREEDY))
-    expected = alone.draft(DraftRequest(text, other_cache, 4, GREEDY))
-    assert torch.equal(draft.token_ids, expected.token_ids)
-    assert draft.cached is None
-    assert kv_cache.get_lens().tolist() == [7, 7]
 
 
 def test_a_mixed_round_says_which_rows_the_cache_follows(llama):
@@ -121,21 +109,6 @@ def test_copies_are_learnt_from_in_every_round_and_the_models_tokens_where_they_
     assert (modelled.accepted, modelled.verified) == ([1.0, 1.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0])
     row.learn([2, 3], num_rounds=2)  # one rejected at once, and a plain step: the sequence still agrees
     assert (modelled.accepted[0], modelled.verified[0]) == (0.97, 1.97)
-
-
-def test_rates_go_from_their_prior_to_what_was_accepted():
-    poor, good = AcceptanceRates([0.5]), AcceptanceRates([0.5])
-    assert good.expected([0, 0]) == pytest.approx(0.75)
-    for _ in range(50):
-        poor.observe([0], 0)
-        good.observe([0], 1)
-    assert poor.expected([0]) < 0.1
-    assert good.expected([0]) > 0.8
-
-
-def test_an_accepted_copy_makes_the_next_tokens_match_longer():
-    assert suffix_kinds(1, 8) == [0, 1, 1, 2, 2, 2, 2, 3]
-    assert suffix_kinds(40, 2) == [4, 4]
 
 
 def test_a_copied_tokens_law_in_a_mixed_round_is_all_on_it():

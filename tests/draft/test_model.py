@@ -31,8 +31,6 @@ VOCAB_SIZE = 64
 K = 4
 LOGIT_TOLERANCE = 1e-9  # float64 round-off of attention over masked columns; wrong states differ by 1e-2 and more
 FLOAT32_TOLERANCE = 1e-5  # laws and sums are rounded to float32, whose resolution at these magnitudes is 2e-6
-CHANCE_MARGIN = 1e-6  # above a chance that the library rounds to float32; no other chance is that near
-
 Made = tuple[Drafter, DynamicKVCache | None]
 
 
@@ -139,20 +137,10 @@ class DrafterContract:
         assert (draft.lens >= 0).all()
         for ids, length in zip(draft.token_ids, draft.lens.tolist(), strict=True):
             assert ((ids[:length] >= 0) & (ids[:length] < VOCAB_SIZE)).all()
-
-    def test_greedy_is_a_point_mass_without_logits(self):
-        draft = self.texts(2).draft(K, GREEDY)
-        assert draft.token_logits is None
-        assert draft.logsumexp is None
-
-    def test_random_hands_over_its_law_and_that_laws_logsumexp(self):
-        draft = self.texts(2).draft(K, RANDOM)
-        if draft.token_logits is None:
-            assert draft.logsumexp is None  # a drafter that never draws stays a point mass
+        if strategy is GREEDY or draft.token_logits is None:  # a drafter that never draws stays a point mass
+            assert draft.token_logits is draft.logsumexp is None
             return
-        num = draft.token_ids.shape[1]
-        assert draft.token_logits.shape == (2, num, VOCAB_SIZE)
-        assert draft.logsumexp.shape == (2, num)
+        assert draft.token_logits.shape == (batch_size, num, VOCAB_SIZE)
         assert draft.logsumexp.dtype == torch.float32
         expected = draft.token_logits.double().logsumexp(-1)
         assert torch.allclose(draft.logsumexp.double(), expected, atol=FLOAT32_TOLERANCE, rtol=0)
@@ -160,12 +148,12 @@ class DrafterContract:
     def test_requests_that_cannot_be_are_refused(self):
         drafter, kv_cache = self.make(1)
         request = DraftRequest(torch.ones(1, 3, dtype=torch.int64), kv_cache, K, GREEDY)
-        for changes, error, message in (
-            ({"num_draft_tokens": 0}, ConfigError, "num_draft_tokens must be at least 1, got 0"),
-            ({"query_token_ids": torch.zeros(2, 0)}, ShapeError, r"must be \[B, Q\] with Q >= 1, got \[2, 0\]"),
-            ({"sample_strategy": RANDOM}, ConfigError, r"keys must be given for SampleStrategy\.RANDOM, got None"),
+        for changes, error, name in (
+            ({"num_draft_tokens": 0}, ConfigError, "num_draft_tokens"),
+            ({"query_token_ids": torch.zeros(2, 0)}, ShapeError, r"\[B, Q\]"),
+            ({"sample_strategy": RANDOM}, ConfigError, "keys must be given"),
         ):
-            with pytest.raises(error, match=message):
+            with pytest.raises(error, match=name):
                 drafter.draft(request._replace(**changes))
 
     @pytest.mark.parametrize("strategy", [GREEDY, RANDOM])
@@ -219,11 +207,6 @@ def equal_prompts(batch_size: int) -> dict[str, Tensor]:
     return ragged_prompts(batch_size, seed=9, min_len=6, max_len=6)
 
 
-def first_end(is_end: Tensor) -> list[int]:
-    """Tokens of each row [B, K] up to and with the first marked one; all K where none is."""
-    return [row.index(True) + 1 if True in row else len(row) for row in is_end.tolist()]
-
-
 class TestModelDrafter(DrafterContract):
     @pytest.fixture(autouse=True)
     def _model(self, llama):
@@ -231,19 +214,6 @@ class TestModelDrafter(DrafterContract):
 
     def make(self, batch_size, attention_mask=None):
         return make_drafter(self.model, batch_size, attention_mask)
-
-    def test_without_a_cache_it_refuses(self):
-        drafter, _ = self.make(1)
-        with pytest.raises(ConfigError, match="kv_cache must be given to a draft model, got None"):
-            drafter.draft(DraftRequest(torch.ones(1, 3, dtype=torch.int64), None, K, GREEDY))
-
-    def test_the_law_handed_over_is_the_models(self):
-        texts = self.texts(2)
-        draft = texts.draft(K, RANDOM)
-        for row, ids in enumerate(texts.real_ids):
-            whole = torch.tensor([ids + draft.token_ids[row].tolist()])
-            expected = self.model(whole).logits[0, -K - 1 : -1]
-            assert torch.allclose(draft.token_logits[row], expected, atol=LOGIT_TOLERANCE, rtol=0)
 
     def test_the_noise_of_a_token_is_that_of_its_position(self):
         query = torch.tensor([[5, 6, 7]]).expand(32, -1)
@@ -253,14 +223,6 @@ class TestModelDrafter(DrafterContract):
         text = torch.cat([query, both[:, :1]], dim=1)
         second = drafter.draft(DraftRequest(text, kv_cache, 1, RANDOM, keys=make_keys([4] * 32))).token_ids
         assert torch.equal(second[:, 0], both[:, 1])
-
-    def test_laws_are_dropped_for_verifiers_that_do_not_read_them(self):
-        prompts = ragged_prompts(2, seed=3)
-        made = make_drafter(self.model, 2, prompts["attention_mask"], keeps_logits=False)
-        draft = Texts(made, prompts).draft(K, RANDOM)
-        assert draft.token_logits is None
-        assert draft.logsumexp is None
-        assert torch.equal(draft.token_ids, self.texts(2).draft(K, RANDOM).token_ids)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -272,27 +234,10 @@ def test_greedy_drafts_equal_the_models_own_generate(kind):
     assert torch.equal(draft.token_ids, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_law_keeps_the_models_dtype(dtype):
-    prompts = ragged_prompts(2, seed=3)
-    made = make_drafter(make_model("llama", dtype=dtype), 2, prompts["attention_mask"])
-    draft = Texts(made, prompts).draft(K, RANDOM)
-    assert draft.token_logits.dtype == dtype
-    assert draft.logsumexp.dtype == torch.float32
-
-
-@pytest.mark.parametrize(
-    ("options", "make_processor"),
-    [
-        ({"repetition_penalty": 1.6}, lambda: RepetitionPenaltyLogitsProcessor(1.6)),
-        ({"no_repeat_ngram_size": 1}, lambda: NoRepeatNGramLogitsProcessor(1)),
-    ],
-    ids=["repetition_penalty", "no_repeat_ngram"],
-)
 @pytest.mark.parametrize("is_compacted", [False, True])
-def test_processors_read_the_text_that_was_kept_in_all_rounds(llama, options, make_processor, is_compacted):
-    prompts = equal_prompts(3)
-    texts = Texts(make_drafter(llama, 3, processors=[make_processor()]), prompts)
+def test_processors_read_the_text_that_was_kept_in_all_rounds(llama, is_compacted):
+    options = {"no_repeat_ngram_size": 1}
+    texts = Texts(make_drafter(llama, 3, processors=[NoRepeatNGramLogitsProcessor(1)]), equal_prompts(3))
     for num_accepted in ([0, 2, K], [K, 1, 0], [3, K, 2]):
         texts.draft()
         texts.keep(num_accepted)
@@ -342,16 +287,6 @@ def test_drafting_ends_early_only_when_every_row_has_met_its_eos(llama):
     assert one_meets.lens[1:].tolist() == [8, 8]
 
 
-def probabilities(model: PreTrainedModel, prompts: dict[str, Tensor], token_ids: Tensor) -> Tensor:
-    """[B, K] of each drafted token, by one plain forward per row."""
-    rows = []
-    for ids, mask, drafted in zip(prompts["input_ids"], prompts["attention_mask"], token_ids, strict=True):
-        text = torch.cat([ids[mask.bool()], drafted])[None]
-        laws = model(text).logits[0, -len(drafted) - 1 : -1].softmax(-1)
-        rows.append(laws.gather(1, drafted[:, None])[:, 0])
-    return torch.stack(rows)
-
-
 def test_the_confidence_is_that_of_the_processed_law(llama):
     prompts = ragged_prompts(2, seed=4)
     sure = greedy_draft(llama, prompts, 4, confidence_threshold=0.9, processors=[TopKLogitsWarper(1)])
@@ -359,14 +294,3 @@ def test_the_confidence_is_that_of_the_processed_law(llama):
     unsure = greedy_draft(llama, prompts, 4, confidence_threshold=0.9, processors=[TemperatureLogitsWarper(1e3)])
     assert unsure.lens.tolist() == [1, 1]
     assert unsure.token_ids.shape[1] == 1
-
-
-def test_whichever_comes_first_ends_a_row_eos_or_the_threshold(llama):
-    prompts = ragged_prompts(4, seed=4)
-    whole = greedy_draft(llama, prompts, 8).token_ids
-    chances = probabilities(llama, prompts, whole)
-    lowest, eos = float(chances.min()), whole[:2, 3]
-    by_eos, by_threshold = torch.isin(whole, eos), chances <= lowest
-    draft = greedy_draft(llama, prompts, 8, confidence_threshold=lowest + CHANCE_MARGIN, eos_token_ids=eos)
-    assert draft.lens.tolist() == first_end(by_eos | by_threshold)
-    assert draft.lens.tolist() not in (first_end(by_eos), first_end(by_threshold))

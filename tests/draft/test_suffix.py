@@ -1,6 +1,5 @@
 """Copying drafts: the Drafter contract, what is copied, and how much."""
 
-import pytest
 import torch
 
 from hf_speculate.draft.base import DraftRequest
@@ -42,25 +41,15 @@ def test_what_followed_the_latest_longest_match_is_copied():
     assert draft_of([[1, 2, 3, 4, 9, 2, 3, 5, 8, 3, 6, 7, 2, 3]], max_match_len=1) == [[6, 7, 2, 3]]
 
 
-def test_the_longer_the_match_the_longer_the_draft():
-    text = [*range(1, 30)]
-    lens = [len(draft_of([text + text[20 - num : 20]], num=99, max_draft_tokens=9)[0]) for num in range(6)]
-    assert lens == [0, 4, 6, 8, 9, 9]
-    assert len(draft_of([text + text[10:20]], num=3)[0]) == 3
-
-
-def test_rows_without_a_match_draft_nothing_beside_rows_that_do():
+def test_a_row_without_a_match_drafts_nothing_and_a_longer_match_more():
     draft = SuffixDrafter(SuffixSettings(10)).draft(
         DraftRequest(torch.tensor([[1, 2, 3, 4], [5, 6, 7, 5]]), None, 10, GREEDY)
     )
     assert draft.lens.tolist() == [0, 4]
     assert draft.token_ids.tolist() == [[0, 0, 0, 0], [6, 7, 5, 6]]
-
-
-def test_a_round_without_any_match_drafts_no_token():
-    draft = SuffixDrafter(SuffixSettings(10)).draft(DraftRequest(torch.tensor([[1, 2], [3, 4]]), None, 10, GREEDY))
-    assert draft.token_ids.shape == (2, 0)
-    assert draft.lens.tolist() == [0, 0]
+    text = [*range(1, 30)]
+    lens = [len(draft_of([text + text[20 - num : 20]], num=99, max_draft_tokens=9)[0]) for num in range(6)]
+    assert lens == [0, 4, 6, 8, 9, 9]
 
 
 def test_padding_is_not_text():
@@ -102,13 +91,3 @@ def test_the_store_is_followed_over_rounds():
     store.reset()  # what was there when the call began stays
     kept = Kept(torch.tensor([[2, 3, 4]]), torch.tensor([3], dtype=torch.int32))
     assert counted(drafter.draft(DraftRequest(torch.tensor([[4]]), None, 2, GREEDY, kept=kept))) == [[5, 6]]
-
-
-@pytest.mark.parametrize("num", [2, 3])
-def test_sequences_of_one_prompt_grow_apart(num):
-    drafter = SuffixDrafter(SuffixSettings(10))
-    text = [1, 2, 3, 1, 4]
-    drafter.draft(DraftRequest(torch.tensor([text] * num), None, 4, GREEDY))
-    ids = torch.tensor([[1, 2], [1, 4], [2, 3]][:num])
-    draft = counted(drafter.draft(DraftRequest(ids, None, 4, GREEDY, kept=Kept(ids, torch.tensor([2] * num)))))
-    assert draft == [[3, 1, 4, 1], [1, 4, 1, 4], [1, 4, 2, 3]][:num]

@@ -1,18 +1,13 @@
-"""The suffix index against its definition, and what its work grows with."""
+"""The suffix index against its definition."""
 
 import random
-import sys
-import tracemalloc
 
 import pytest
 
-from hf_speculate.draft import suffix_index
 from hf_speculate.draft.suffix_index import EMPTY_MATCH, MAX_MATCH_LEN, SuffixIndex
 from tests.cases import each_value
 
-SHORT, LONG = 512, 131_072  # tokens
 MAX_GROWTH = 2.0  # of the steps of a round, from short to long
-MAX_STEPS = 100  # lines run per appended token; about 50 are, each of 30 to 50 ns on a quiet core
 
 
 def latest_longest(text: list[int], end: list[int], most: int, last: int) -> tuple[int, int]:
@@ -34,28 +29,6 @@ def markov_text(length: int, seed: int = 0) -> list[int]:
             text += text[start : start + generator.randrange(2, 20)]
         text += [min(int(generator.expovariate(0.002)), 4999) for _ in range(generator.randrange(1, 4))]
     return text[:length]
-
-
-def num_steps(index: SuffixIndex, token_ids: list[int], num_each: int) -> float:
-    """Lines of the index that run per round of `num_each` appended tokens and a draft."""
-    steps = 0
-
-    def count(frame, event, arg):
-        nonlocal steps
-        if frame.f_code.co_filename != suffix_index.__file__:
-            return None
-        steps += event == "line"
-        return count
-
-    before = sys.gettrace()
-    sys.settrace(count)
-    try:
-        for begin in range(0, len(token_ids), num_each):
-            index.extend(token_ids[begin : begin + num_each])
-            index.continuation(index.match_end, 10)
-    finally:
-        sys.settrace(before)
-    return steps / (len(token_ids) / num_each)
 
 
 @each_value(most=[1, 2, 5, MAX_MATCH_LEN], vocab_size=[1, 2, 3, 6])
@@ -135,43 +108,3 @@ def test_a_copy_grows_by_itself():
     assert index.match_len == 0
     index.extend([1, 2])
     assert (index.match_len, index.match_end) == (2, 2)
-
-
-@pytest.fixture(scope="module")
-def indices():
-    text = markov_text(LONG + 300)
-    index = SuffixIndex()
-    index.extend(text[:SHORT])
-    made = {SHORT: index.copy()}
-    index.extend(text[SHORT:LONG])
-    return text, made | {LONG: index}
-
-
-@pytest.mark.parametrize("num_each", [1, 3, 10])
-def test_the_steps_of_a_round_do_not_grow_with_the_text(indices, num_each):
-    text, by_length = indices
-    steps = {
-        length: num_steps(index.copy(), text[length : length + 300], num_each) for length, index in by_length.items()
-    }
-    assert steps[LONG] < MAX_GROWTH * steps[SHORT]
-    assert steps[LONG] < MAX_STEPS * num_each + 20
-
-
-@pytest.mark.parametrize("text", [[7] * 4000, [1, 2] * 2000, [1, 1, 2] * 1300], ids=["one word", "two", "three"])
-def test_one_phrase_for_ever_costs_no_more_than_its_longest_match(text):
-    """Every suffix of such a text stood before: an index that looked at each would take thousands of steps."""
-    index = SuffixIndex()
-    index.extend(text[:-100])
-    assert num_steps(index, text[-100:], 1) < 3 * MAX_MATCH_LEN + MAX_STEPS
-
-
-def test_the_estimate_of_memory_is_not_below_it():
-    text = markov_text(20_000)
-    tracemalloc.start()
-    try:
-        index = SuffixIndex()
-        index.extend(iter(text))
-        used = tracemalloc.get_traced_memory()[0]
-    finally:
-        tracemalloc.stop()
-    assert used <= index.num_bytes <= 2.5 * used

@@ -1,7 +1,6 @@
 """Which tokens two tokenizers share, and what is fed for the others."""
 
 import pytest
-from tokenizers import decoders
 
 from hf_speculate.draft.vocab_intersection import intersect_vocabularies
 from hf_speculate.errors import UnsupportedModelError
@@ -27,15 +26,6 @@ def pairs_of(target, draft) -> dict[str, str]:
     )
 
 
-def test_letters_are_found_wherever_they_lie():
-    target, draft = letters_tokenizer("abcdef"), letters_tokenizer("xfbqc")
-    found = table(target, draft)
-    assert found.is_shared.tolist() == [False, True, True, False, False, True]
-    assert found.draft_ids[found.is_shared].tolist() == [2, 4, 1]
-    assert found.num_shared == 3
-    assert not found.is_padded
-
-
 def test_spaces_and_bytes_are_the_same_however_they_are_written():
     target = byte_level_tokenizer([" the", "ing", "é"])
     draft = metaspace_tokenizer([" the", " rain", "ing"], LETTERS + "é")
@@ -47,17 +37,6 @@ def test_spaces_and_bytes_are_the_same_however_they_are_written():
     assert pairs["Ċ"] == "<0x0A>"  # a line feed, which only bytes spell
     assert pairs["a"] == "a"  # not <0x61>
     assert pairs_of(draft, target) == {theirs: ours for ours, theirs in pairs.items()}
-
-
-def test_every_byte_is_found():
-    pairs = pairs_of(byte_level_tokenizer([]), metaspace_tokenizer([], LETTERS))
-    spelled = {character: theirs for character, theirs in pairs.items() if theirs.startswith("<0x")}
-    decoder = decoders.ByteLevel()
-    for byte in range(128):
-        (character,) = [one for one in pairs if decoder.decode([one]) == chr(byte)]
-        assert pairs[character] in (f"<0x{byte:02X}>", chr(byte), WORD_MARK)
-    assert len(pairs) == 256
-    assert len(spelled) == 256 - len(LETTERS) - 1
 
 
 def test_special_tokens_pair_by_name_then_by_role():

@@ -48,17 +48,6 @@ def test_rows_of_a_batch_are_single_rows(loaded):
         assert_same(draft, row, singles[own].draft(K, SampleStrategy.RANDOM, seeds=[own]))
 
 
-def test_a_row_may_leave_before_the_first_draft(loaded):
-    head, target = loaded
-    texts = random_texts([6, 4, 9], seed=3)
-    batch = Rounds(head, target, texts)
-    batch.rows([2, 0])
-    draft = batch.draft(K, SampleStrategy.RANDOM, seeds=[2, 0])
-    for row, own in enumerate((2, 0)):
-        single = Rounds(head, target, [texts[own]])
-        assert_same(draft, row, single.draft(K, SampleStrategy.RANDOM, seeds=[own]))
-
-
 def test_a_long_prompt_is_read_in_pieces(loaded):
     head, target = loaded
     texts = random_texts([LONG, 40], seed=4)
@@ -69,14 +58,6 @@ def test_a_long_prompt_is_read_in_pieces(loaded):
     at_once.num_rounds = pieces.num_rounds  # the noise is of the round
     ours, theirs = (one.draft(K, SampleStrategy.RANDOM) for one in (at_once, pieces))
     torch.testing.assert_close(ours.token_logits, theirs.token_logits, rtol=0, atol=TOLERANCE)
-
-
-def test_one_token_is_drafted_if_one_is_asked_for(loaded):
-    head, target = loaded
-    texts = random_texts([6, 4], seed=5)
-    one, more = (Rounds(head, target, texts).draft(num) for num in (1, K))
-    assert one.token_ids.tolist() == more.token_ids[:, :1].tolist()
-    assert one.lens.tolist() == [1, 1]
 
 
 def test_processors_see_the_text_and_the_drafts_before(loaded):
@@ -116,18 +97,3 @@ def test_drafts_end_with_what_ends_a_row(loaded, strategy):
         expected = ids.index(ends) + 1 if ends in ids else K
         assert draft.lens[row] == expected
         assert draft.token_ids[row, :expected].tolist() == ids[:expected]
-
-
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith(("MTP", "PARD"))])
-def test_layers_are_checked_by_drafting(kind, tmp_path):
-    """One token at a time along a text, as a call with K = 1 would whose drafts are all refused."""
-    head, target = KINDS[kind](tmp_path)
-    text = random_texts([14], seed=8)[0]
-    check = head.check_layers(target, torch.tensor([text]))
-    rounds, hits = Rounds(head, target, [text[:8]]), []
-    choices = target(torch.tensor([text])).logits[0].argmax(-1).tolist()
-    for end in range(8, len(text) + 1):
-        rounds.texts = [text[:end]]
-        hits.append(rounds.draft(1).token_ids[0, 0] == choices[end - 1])
-    assert check.num_tokens == len(hits)
-    assert check.accuracies[0] == pytest.approx(float(torch.tensor(hits).double().mean()))

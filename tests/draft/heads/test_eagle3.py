@@ -50,19 +50,6 @@ def assert_drafts_are_the_references(rounds, reference, draft, vocab_size, draft
         assert set(drafted) <= set(ids)
 
 
-def test_greedy_drafts_are_the_references_argmax(tmp_path):
-    target, weights = target_of(), make_weights(EAGLE3)
-    head = load_drafter(write_speculators(tmp_path, EAGLE3, weights), target)
-    reference = reference_of(EAGLE3, weights, target)
-    rounds = Rounds(head, target, random_texts([5, 9], seed=2))
-    draft = rounds.draft(K)
-    assert draft.token_logits is None
-    for row, text in enumerate(rounds.texts):
-        drafted = draft.token_ids[row].tolist()
-        best = reference.logits(text, rounds.states(row), drafted, K).argmax(-1)
-        assert drafted == [EAGLE3.draft_ids[column] for column in best.tolist()]
-
-
 FORMATS = {
     "original": lambda folder, weights: write_original(folder, EAGLE3, weights),
     "original, bin": lambda folder, weights: write_original(folder, EAGLE3, weights, container="bin"),
@@ -70,41 +57,39 @@ FORMATS = {
     "original, model. in names": lambda folder, weights: write_original(
         folder, EAGLE3, {f"model.{name}": weight for name, weight in weights.items()}
     ),
-    "original, ids of inputs nested": lambda folder, weights: write_original(
-        folder,
-        EAGLE3,
-        weights,
-        eagle_aux_hidden_state_layer_ids=None,
-        eagle_config={"eagle_aux_hidden_state_layer_ids": [3, 5, 6]},
+    "original, ids of inputs nested": lambda folder, weights: nested(folder, weights, [3, 5, 6]),
+    "original, ids of outputs nested": lambda folder, weights: nested(folder, weights, [1, 3, 5]),
+    "original, no ids": lambda folder, weights: write_original(
+        folder, EAGLE3, weights, eagle_aux_hidden_state_layer_ids=None
     ),
-    "original, ids of outputs nested": lambda folder, weights: write_original(
-        folder,
-        EAGLE3,
-        weights,
-        eagle_aux_hidden_state_layer_ids=None,
-        eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 3, 5]},
-    ),
+}
+
+
+def nested(folder, weights, ids):
+    fields = {
+        "eagle_aux_hidden_state_layer_ids": None,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": ids},
+    }
+    return write_original(folder, EAGLE3, weights, **fields)
+
+
+AUX_LAYERS = {  # where they are not those of the design
+    "original, ids of inputs nested": (3, 5, 6),
+    "original, ids of outputs nested": (2, 4, 6),
+    "original, no ids": (2, NUM_TARGET_LAYERS // 2, NUM_TARGET_LAYERS - 3),
 }
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_equal_weights_draft_the_same_in_every_format(name, tmp_path):
     target, weights = target_of(), make_weights(EAGLE3)
-    ids = {"original, ids of inputs nested": (3, 5, 6), "original, ids of outputs nested": (2, 4, 6)}
-    design = replace(EAGLE3, aux_layers=ids.get(name, EAGLE3.aux_layers))
+    design = replace(EAGLE3, aux_layers=AUX_LAYERS.get(name, EAGLE3.aux_layers))
     expected = load_drafter(write_speculators(tmp_path / "speculators", design, weights), target)
     found = load_drafter(FORMATS[name](tmp_path / "original", weights), target)
     assert found.hidden_layers == design.aux_layers
     texts = random_texts([6, 4], seed=3)
     drafts = [Rounds(head, target, texts).draft(K, SampleStrategy.RANDOM) for head in (expected, found)]
     assert torch.equal(drafts[0].token_logits, drafts[1].token_logits)
-    assert torch.equal(drafts[0].token_ids, drafts[1].token_ids)
-
-
-def test_without_ids_the_states_are_the_usual_ones(tmp_path):
-    design = replace(EAGLE3, aux_layers=(2, NUM_TARGET_LAYERS // 2, NUM_TARGET_LAYERS - 3))
-    folder = write_original(tmp_path, design, make_weights(design), eagle_aux_hidden_state_layer_ids=None)
-    assert load_drafter(folder, target_of()).hidden_layers == (2, 3, 3)
 
 
 def test_a_head_may_read_the_targets_last_state_alone(tmp_path):

@@ -1,19 +1,15 @@
 """What is recognised in a folder, what is refused by name, and whether a head fits a target."""
 
-import json
-
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from hf_speculate.draft.heads.kinds import HeadKind, recognise
 from hf_speculate.draft.heads.load import check_head, load_drafter
 from hf_speculate.errors import ConfigError, UnsupportedModelError
-from tests.draft.heads.designs import DFLASH, EAGLE3, make_weights, write_original, write_speculators, write_z_lab
+from tests.draft.heads.designs import EAGLE3, make_weights, write_original, write_speculators
 from tests.draft.heads.rounds import target_of
 from tests.tiny import make_config
 
-NO_NAMES: set[str] = set()
 EAGLE3_NAMES = {"fc.weight", "midlayer.hidden_norm.weight", "d2t", "lm_head.weight"}
 
 
@@ -21,17 +17,17 @@ EAGLE3_NAMES = {"fc.weight", "midlayer.hidden_norm.weight", "d2t", "lm_head.weig
     ("config", "names", "found"),
     [
         *(
-            ({"speculators_model_type": kind}, NO_NAMES, (kind, "speculators"))
+            ({"speculators_model_type": kind}, set(), (kind, "speculators"))
             for kind in ("eagle3", "peagle", "dflash", "dspark", "mtp")
         ),
-        ({"dflash_config": {}}, NO_NAMES, ("dflash", "z-lab")),
-        ({"architectures": ["DFlashDraftModel"]}, NO_NAMES, ("dflash", "z-lab")),
-        ({"block_size": 16, "mask_token_id": 3, "target_layer_ids": [1]}, NO_NAMES, ("dflash", "z-lab")),
-        ({"pard_token": 5, "model_type": "qwen2"}, NO_NAMES, ("pard", "original")),
-        ({"draft_vocab_size": 8, "architectures": ["LlamaForCausalLM"]}, NO_NAMES, ("eagle3", "original")),
-        ({"architectures": ["LlamaForCausalLMEagle3"]}, NO_NAMES, ("eagle3", "original")),
+        ({"dflash_config": {}}, set(), ("dflash", "z-lab")),
+        ({"architectures": ["DFlashDraftModel"]}, set(), ("dflash", "z-lab")),
+        ({"block_size": 16, "mask_token_id": 3, "target_layer_ids": [1]}, set(), ("dflash", "z-lab")),
+        ({"pard_token": 5, "model_type": "qwen2"}, set(), ("pard", "original")),
+        ({"draft_vocab_size": 8, "architectures": ["LlamaForCausalLM"]}, set(), ("eagle3", "original")),
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, set(), ("eagle3", "original")),
         ({"architectures": ["LlamaForCausalLM"]}, EAGLE3_NAMES, ("eagle3", "original")),
-        ({"model_type": "deepseek_v3", "num_nextn_predict_layers": 1}, NO_NAMES, ("mtp", "transformers")),
+        ({"model_type": "deepseek_v3", "num_nextn_predict_layers": 1}, set(), ("mtp", "transformers")),
     ],
 )
 def test_a_kind_is_recognised(config, names, found):
@@ -41,24 +37,14 @@ def test_a_kind_is_recognised(config, names, found):
 @pytest.mark.parametrize(
     ("config", "names", "got"),
     [
-        ({"speculators_model_type": "eagle"}, NO_NAMES, "the speculators model type 'eagle'"),
-        ({"draft_vocab_size": 8, "kv_lora_rank": 4}, NO_NAMES, "latent attention"),
-        ({"architectures": ["Eagle3DeepseekV2ForCausalLM"], "kv_lora_rank": 4}, NO_NAMES, "latent attention"),
-        ({"draft_vocab_size": 8, "num_experts": 4}, NO_NAMES, "a draft with experts"),
-        ({"draft_vocab_size": 8, "quantization_config": {"bits": 4}}, NO_NAMES, "a quantised head"),
-        ({"dflash_config": {"projector_type": "domino"}}, NO_NAMES, "projector_type 'domino'"),
-        ({"dflash_config": {"selector_rank": 4}}, NO_NAMES, "a DFlash 2 head"),
-        ({"dflash_config": {"attention_sink_bias": True}}, NO_NAMES, "attention sinks"),
-        ({"architectures": ["Qwen3DSparkModel"]}, NO_NAMES, "a DSpark head outside the speculators format"),
-        (
-            {"model_type": "deepseek_v3", "num_nextn_predict_layers": 1, "quantization_config": {"bits": 8}},
-            NO_NAMES,
-            "MTP layers of a quantised checkpoint",
-        ),
-        ({"model_type": "qwen3_next", "mtp_num_hidden_layers": 1}, NO_NAMES, "model_type 'qwen3_next'"),
+        ({"speculators_model_type": "eagle"}, set(), "the speculators model type 'eagle'"),
+        ({"draft_vocab_size": 8, "kv_lora_rank": 4}, set(), "latent attention"),
+        ({"draft_vocab_size": 8, "num_experts": 4}, set(), "a draft with experts"),
+        ({"draft_vocab_size": 8, "quantization_config": {"bits": 4}}, set(), "a quantised head"),
+        ({"dflash_config": {"projector_type": "domino"}}, set(), "projector_type 'domino'"),
+        ({"architectures": ["Qwen3DSparkModel"]}, set(), "a DSpark head outside the speculators format"),
         ({"model_type": "llama"}, {"fc.weight", "layers.0.self_attn.q_proj.weight"}, "an EAGLE-1 or EAGLE-2 head"),
-        ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, NO_NAMES, "model_type 'llama'"),
-        ({"model_type": "deepseek_v3", "num_nextn_predict_layers": 0}, NO_NAMES, "model_type 'deepseek_v3'"),
+        ({"model_type": "deepseek_v3", "num_nextn_predict_layers": 0}, set(), "model_type 'deepseek_v3'"),
     ],
 )
 def test_what_is_not_served_is_named_with_what_is(config, names, got):
@@ -93,23 +79,6 @@ def test_a_fit_is_seen_from_configs_alone(changes, problem, tmp_path):
     assert fit.spec.hidden_layers == EAGLE3.aux_layers
 
 
-def test_a_block_head_for_another_depth_does_not_fit(tmp_path):
-    fit = check_head(write_z_lab(tmp_path, DFLASH, make_weights(DFLASH)), target_config(num_hidden_layers=8))
-    assert fit.problems == ("it is for 6 layers, and the target has 8",)
-
-
-def test_another_targets_name_is_noted(tmp_path):
-    proposal = {"speculators_config": {"verifier": {"name_or_path": "somebody/Big-8B"}}}
-    folder = write_speculators(tmp_path, EAGLE3, make_weights(EAGLE3), **proposal)
-    config = target_config()
-    config.name_or_path = "somebody/big-8b"
-    assert check_head(folder, config).notes == ()
-    config.name_or_path = "/models/Small-1B"
-    assert check_head(folder, config).notes == (
-        "it was trained for Big-8B, and the target is Small-1B; the acceptance rate may be low",
-    )
-
-
 def changed(weights, **changes):
     kept = {name: weight for name, weight in weights.items() if name not in changes}
     return kept | {name: weight for name, weight in changes.items() if weight is not None}
@@ -122,17 +91,11 @@ def changed(weights, **changes):
         ({"extra.weight": torch.zeros(1)}, {}, r"got extra\.weight that has no place"),
         ({"norm.weight": torch.ones(7)}, {}, r"norm\.weight of shape \[7\] for \[24\]"),
         ({"fc.weight_scale": torch.ones(1)}, {}, r"quantised weights \(fc\.weight_scale\)"),
-        (
-            {"d2t": torch.zeros(12, dtype=torch.int64) - 1},
-            {},
-            "d2t must hold offsets that give increasing ids below 32",
-        ),
+        ({"d2t": torch.zeros(12, dtype=torch.int64) - 1}, {}, "d2t must hold offsets"),
         ({"t2d": torch.ones(32, dtype=torch.bool)}, {}, "t2d must mark the 12 ids"),
         ({"lm_head.weight": None}, {}, r"lm_head\.weight of .* must have a row for each of the 12 tokens"),
         ({}, {"eagle_aux_hidden_state_layer_ids": [1, 3]}, "must read as many target states as fc.weight joins, 3 of"),
-        ({}, {"norm_before_fc": True, "fc_norm": True}, "norm_before_fc and fc_norm must not both be set"),
         ({}, {"target_hidden_size": 48}, r"must fit its target, got .*it reads states of width 48"),
-        ({}, {"speculators_model_type": "peagle"}, "mask_token_id must be set for a P-EAGLE head"),
     ],
 )
 def test_weights_and_configs_that_do_not_fit_are_named(weights, fields, message, tmp_path):
@@ -141,32 +104,15 @@ def test_weights_and_configs_that_do_not_fit_are_named(weights, fields, message,
         load_drafter(folder, target_of())
 
 
-def test_aux_layers_take_the_place_of_the_configs(tmp_path):
-    folder = write_speculators(tmp_path, EAGLE3, make_weights(EAGLE3))
-    assert load_drafter(folder, target_of(), aux_layers=[2, 4, 6]).hidden_layers == (2, 4, 6)
-    with pytest.raises(ConfigError, match=r"aux_layers must be ids in 0\.\.6, got \[2, 4, 7\]"):
-        load_drafter(folder, target_of(), aux_layers=[2, 4, 7])
-
-
-def test_norm_output_without_fc_norm_is_doubted(tmp_path):
-    folder = write_original(tmp_path, EAGLE3.with_options(norm_output=True), make_weights(EAGLE3))
-    with pytest.warns(UserWarning, match="the draft head .*: it sets norm_output without fc_norm"):
-        load_drafter(folder, target_of())
-
-
 def test_folders_without_config_or_weights_are_named(tmp_path):
     with pytest.raises(ConfigError, match=r"must have a config\.json, got the folder"):
         load_drafter(tmp_path, target_of())
     with pytest.raises(ConfigError, match="must be a folder or a Hub repository"):
         load_drafter("nobody/nothing-here", target_of())
-    (tmp_path / "config.json").write_text(json.dumps({"speculators_model_type": "eagle3"} | _layers()))
+    write_speculators(tmp_path, EAGLE3, make_weights(EAGLE3))
+    (tmp_path / "model.safetensors").unlink()
     with pytest.raises(UnsupportedModelError, match=r"must hold one of model\.safetensors, .*pytorch_model\.bin"):
         load_drafter(tmp_path, target_of())
-
-
-def _layers():
-    fields = {"hidden_size": 24, "num_attention_heads": 4, "intermediate_size": 40, "vocab_size": 32}
-    return {"transformer_layer_config": fields}
 
 
 def test_a_head_says_what_it_is(tmp_path):
@@ -177,6 +123,7 @@ def test_a_head_says_what_it_is(tmp_path):
         "parameters in bfloat16 on cpu; default K 4)"
     )
     others = load_drafter(folder, target_of(), aux_layers=[2, 4, 6])
+    assert others.hidden_layers == (2, 4, 6)
     assert "reads layers 2, 4, 6 (before the final norm)" in repr(others)
 
 
@@ -188,17 +135,4 @@ def test_a_pickled_file_cannot_run_code(tmp_path):
     folder = write_original(tmp_path, EAGLE3, make_weights(EAGLE3), container="bin")
     torch.save({"fc.weight": Evil()}, folder / "pytorch_model.bin")
     with pytest.raises(Exception, match=r"weights_only|Weights only"):
-        load_drafter(folder, target_of())
-
-
-def test_names_of_weights_come_from_headers(tmp_path):
-    """Recognising a checkpoint of many gigabytes reads none of them."""
-    weights = make_weights(EAGLE3)
-    folder = write_original(tmp_path, EAGLE3, weights)
-    config = json.loads((folder / "config.json").read_text())
-    del config["draft_vocab_size"], config["architectures"]
-    (folder / "config.json").write_text(json.dumps(config))
-    assert load_drafter(folder, target_of()).spec.kind == "eagle3"
-    save_file({"model.layers.0.weight": torch.zeros(2)}, folder / "model.safetensors")
-    with pytest.raises(UnsupportedModelError, match="got model_type 'llama'"):
         load_drafter(folder, target_of())

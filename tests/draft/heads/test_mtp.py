@@ -13,14 +13,11 @@ import hf_speculate
 from hf_speculate.draft.heads.chain import ChainDrafter
 from hf_speculate.draft.heads.load import load_drafter
 from hf_speculate.errors import ConfigError, UnsupportedGenerationError, UnsupportedModelError
-from hf_speculate.types import SampleStrategy
 from tests.cases import assert_equal_ids
-from tests.draft.heads.rounds import Rounds, random_texts
 from tests.draft.heads.watching import watch_drafter, watch_generators
 from tests.tiny import INITIALIZER_RANGE, LOGIT_SCALE, clamp_masks, make_model, ragged_prompts
 
 NUM_NEW = 24
-TOLERANCE = 1e-6  # DeepSeek's layers compute their norms and the softmax in float32
 _SIZES = {"num_hidden_layers": 1, "first_k_dense_replace": 0}
 
 
@@ -120,69 +117,21 @@ def test_use_mtp_drafts_for_batches(checkpoint):
     options = {"use_mtp": True, "num_assistant_tokens": 3, "speculation_stats": stats}
     ours = target.generate(**inputs, max_new_tokens=NUM_NEW, **options)
     assert_equal_ids(target.generate(**inputs, max_new_tokens=NUM_NEW), ours)
-    assert stats.rounds_by_draft_len[3] > 0 < stats.num_accepted
+    assert min(stats.accepted_per_position) > 0  # the third token comes from the first layer again
     with pytest.raises(ConfigError, match="draft_state must come with"):
         target.generate(**inputs, use_mtp=True, draft_state=hf_speculate.DraftState())
     with pytest.raises(UnsupportedGenerationError, match="use_mtp must be left out with prompt_lookup_num_tokens"):
         target.generate(**inputs, use_mtp=True, prompt_lookup_num_tokens=2)
 
 
-@pytest.mark.parametrize("num_layers", [1, 2])
-def test_longer_drafts_take_the_layers_in_turns(num_layers, checkpoint):
-    """Depth k mod n drafts token k; with one layer, against a reference without cache."""
-    target, folder = checkpoint("deepseek_v3", num_layers, 5)
-    head = load_drafter(folder, target)
-    rounds = Rounds(head, target, random_texts([7, 3, 2], seed=1, vocab_size=64))
-    for number, accepted in enumerate([(2, 0, 4), (4, 1, 3), (0, 2, None)]):
-        draft = rounds.draft(4, SampleStrategy.RANDOM)
-        assert draft.token_ids.shape == (3, 4)
-        if num_layers == 1:
-            for row, text in enumerate(rounds.texts):
-                expected = recursive_logits(head, target, text, rounds.states(row), draft.token_ids[row].tolist())
-                torch.testing.assert_close(draft.token_logits[row], expected, rtol=0, atol=TOLERANCE)
-        rounds.accept(draft, accepted, seed=number)
-
-
-@torch.no_grad()
-def recursive_logits(head, target, text, states, drafted):
-    """[K, V] of one layer applied to its own outputs, over the whole text from scratch in every step."""
-    model, scores, own = head.network._shared[0], [], []
-    for step in range(len(drafted)):
-        ids = torch.tensor([text[1:] + drafted[:step]])
-        pairs = torch.cat([states, *own])[None]
-        positions = torch.arange(ids.shape[1])[None]
-        mask = torch.full((ids.shape[1],) * 2, -1e300, dtype=torch.float64).triu(1)[None, None]
-        embeddings = target.get_input_embeddings()(ids)
-        outputs = model.layers[0](
-            embeddings,
-            pairs,
-            position_embeddings=model.rotary_emb(embeddings, position_ids=positions),
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=None,
-        )
-        scores.append(target.get_output_embeddings()(outputs[0, -1]))
-        own.append(outputs[0, -1:])
-    return torch.stack(scores)
-
-
-def test_layers_share_the_targets_tables_and_leave_the_target_alone(checkpoint):
-    target, folder = checkpoint("deepseek_v3", 2)
+def test_the_target_stays_as_it_is_and_what_cannot_be_loaded_is_named(checkpoint, tmp_path):
+    target, folder = checkpoint()
     before = target.config.to_dict()
     head = load_drafter(str(folder), target)
     assert target.config.to_dict() == before
-    num = sum(weight.numel() for weight in head.network.layers.parameters())
-    assert head.num_parameters == num
-    assert "after the final norm" in repr(head)
     assert head.network._shared[0].embed_tokens is target.get_input_embeddings()
-
-
-def test_what_cannot_be_loaded_is_named(checkpoint, tmp_path):
-    target, folder = checkpoint()
     with pytest.raises(ConfigError, match="dtype and device must be the target's for MTP layers"):
         load_drafter(folder, target, dtype=torch.float32)
-    with pytest.raises(ConfigError, match="aux_layers must be left out for MTP layers"):
-        load_drafter(folder, target, aux_layers=[1])
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     save_file({"model.embed_tokens.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
     with pytest.raises(UnsupportedModelError, match="must hold the weights of the target's MTP layers"):

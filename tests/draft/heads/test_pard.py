@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 
-import hf_speculate
 from hf_speculate.draft.heads.load import load_drafter
 from hf_speculate.errors import ConfigError, UnsupportedModelError
 from hf_speculate.types import SampleStrategy
@@ -48,18 +47,6 @@ def test_drafts_are_those_of_a_plain_forward(vocab_size, tmp_path):
             expected = expected_logits(model, text, vocab_size)
             torch.testing.assert_close(draft.token_logits[row], expected, rtol=0, atol=TOLERANCE)
         rounds.accept(draft, accepted, seed=number)
-
-
-def test_one_forward_a_round(tmp_path):
-    write_pard(tmp_path)
-    target, forwards = hf_speculate.enable(make_model("llama", vocab_size=VOCAB_SIZE)), []
-    head = load_drafter(tmp_path, target)
-    head.network.model.get_decoder().register_forward_hook(lambda *_: forwards.append(1))
-    stats = hf_speculate.SpeculationStats()
-    ids = torch.tensor([[3, 5, 8, 2]])
-    options = {"assistant_model": head, "num_assistant_tokens": 3, "max_new_tokens": 12, "speculation_stats": stats}
-    assert torch.equal(target.generate(ids, **options), target.generate(ids, max_new_tokens=12))
-    assert len(forwards) == stats.num_batch_rounds - stats.rounds_by_draft_len.get(0, 0)
 
 
 def test_what_is_not_served_is_named(tmp_path):
