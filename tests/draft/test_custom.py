@@ -11,7 +11,7 @@ from hf_speculate import DrafterSetup
 from hf_speculate.engine.hidden_states import HiddenStates
 from hf_speculate.errors import ConfigError, ShapeError, UnsupportedGenerationError, UnsupportedModelError
 from hf_speculate.triton_kernels import Draws
-from hf_speculate.types import DraftOut, SampleStrategy, Scored, Stream
+from hf_speculate.types import DraftOut, Scored, Stream
 from tests.cases import assert_equal_ids, each_value, pair
 from tests.draft.heads.rounds import states_of
 from tests.generation.test_encoder_decoder import encoder_pair, inputs_of
@@ -290,35 +290,24 @@ def test_drafts_of_any_form_leave_the_text(change, options):
     assert "ids" not in change or stats.accepted_per_position[1:] == [0] * 3
 
 
-class FromTable:
-    """Draws each token from a distribution that depends on the last token, and returns it or another one."""
-
-    def __init__(self, table, told, request: DrafterSetup):
-        self.table, self.told, self.stream = table, told, request.stream
-
-    def draft(self, request):
-        assert request.sample_strategy is SampleStrategy.RANDOM
-        num_draft_tokens, newest = request.num_draft_tokens, request.query_token_ids[:, -1]
-        draws = Draws(request.keys, self.stream, num_draft_tokens)
-        ids, laws = [], []
-        for _ in range(num_draft_tokens):
-            laws.append(self.told[newest])
-            newest = draws.draw(self.table[newest])
-            ids.append(newest)
-        lens = torch.full((len(newest),), num_draft_tokens)
-        return DraftOut(torch.stack(ids, 1), lens, torch.stack(laws, 1), None)
-
-    def rows(self, indices):
-        pass
-
-
 @pytest.mark.parametrize("verifier", ["rejection", "block"])
 def test_sampled_drafts_leave_the_joint_distribution_as_it_is(verifier):
+    """Each is drawn from a table by the token before it; wrong distributions, if told, would be seen."""
     target = hf_speculate.enable(make_law_model(8, seed=0, dtype=torch.float32))
     table, other = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(1)) * 1.5
 
     def p_of(told) -> float:
-        options = {"drafter": functools.partial(FromTable, table, told), "num_assistant_tokens": 2}
+        def draft(self, request):
+            newest, ids, logits = request.query_token_ids[:, -1], [], []
+            draws = Draws(request.keys, self.request.stream, request.num_draft_tokens)
+            for _ in range(request.num_draft_tokens):
+                logits.append(told[newest])
+                newest = draws.draw(table[newest])
+                ids.append(newest)
+            lens = torch.full((len(newest),), request.num_draft_tokens)
+            return DraftOut(torch.stack(ids, 1), lens, torch.stack(logits, 1), None)
+
+        options = {"drafter": type("FromTable", (Repeats,), {"draft": draft}), "num_assistant_tokens": 2}
         counts = draw(target, None, NUM_DRAWS, max_new_tokens=NUM_DRAWN, verifier=verifier, **options)
         return p_value(counts, joint_law(target, NUM_DRAWN))
 

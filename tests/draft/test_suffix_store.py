@@ -1,7 +1,6 @@
 """The store of earlier texts: what it finds, its bound, and that threads may share it."""
 
 import random
-import threading
 import tracemalloc
 
 import pytest
@@ -66,29 +65,19 @@ def test_memory_stays_within_the_bound(vocab_size):
     assert found(store, [9, 1, 2, 3], num=1) == (3, [4])
 
 
-def test_texts_may_be_added_while_others_are_followed():
-    store = SuffixStore(MIN_BYTES)
-    generator = random.Random(0)
-    texts = [[generator.randrange(4) for _ in range(200)] for _ in range(40)]
-    wrong = []
-
-    def read() -> None:
-        for text in texts:
-            reader = store.reader(64)
-            for token in text:
-                reader.follow([token])
-                match_len, ids = reader.find(3)
-                if not (0 <= match_len <= 64 and len(ids) <= 3 and all(0 <= one < 4 for one in ids)):
-                    wrong.append((match_len, ids))
-
-    threads = [threading.Thread(target=read) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for text in texts:
-        store.add(text)
-    for thread in threads:
-        thread.join()
-    assert not wrong
+def test_contexts_with_thousands_of_continuations_stay_within_it_too():
+    """A new word before such a context splits the states of all its ends, and each copies what leads on from it."""
+    store, largest = SuffixStore(16 << 20), 0
+    for first in (1, 11, 21):
+        context = list(range(first, first + 9))
+        text = [
+            token for word in range(3106) for token in (*context, 10_000 * first + word)
+        ]  # nearly half of the bound
+        ends = [token for length in range(8, 0, -1) for token in (500 + first, *context[-length:])]
+        for added in (text, ends):
+            store.add(added)
+            largest = max(largest, store.num_bytes)
+    assert MIN_BYTES < largest <= store.max_bytes
 
 
 @pytest.mark.parametrize("at", [1, 4, 9])

@@ -3,35 +3,26 @@
 import pytest
 import torch
 
-from hf_speculate.draft.heads.kinds import HeadKind, recognise
+from hf_speculate.draft.heads.kinds import recognise
 from hf_speculate.draft.heads.load import check_head, load_drafter
 from hf_speculate.errors import ConfigError, UnsupportedModelError
 from tests.draft.heads.designs import EAGLE3, make_weights, write_original, write_speculators
 from tests.draft.heads.rounds import target_of
 from tests.tiny import make_config
 
-EAGLE3_NAMES = {"fc.weight", "midlayer.hidden_norm.weight", "d2t", "lm_head.weight"}
-
 
 @pytest.mark.parametrize(
-    ("config", "names", "found"),
+    ("config", "names", "kind"),
     [
-        *(
-            ({"speculators_model_type": kind}, set(), (kind, "speculators"))
-            for kind in ("eagle3", "peagle", "dflash", "dspark", "mtp")
-        ),
-        ({"dflash_config": {}}, set(), ("dflash", "z-lab")),
-        ({"architectures": ["DFlashDraftModel"]}, set(), ("dflash", "z-lab")),
-        ({"block_size": 16, "mask_token_id": 3, "target_layer_ids": [1]}, set(), ("dflash", "z-lab")),
-        ({"pard_token": 5, "model_type": "qwen2"}, set(), ("pard", "original")),
-        ({"draft_vocab_size": 8, "architectures": ["LlamaForCausalLM"]}, set(), ("eagle3", "original")),
-        ({"architectures": ["LlamaForCausalLMEagle3"]}, set(), ("eagle3", "original")),
-        ({"architectures": ["LlamaForCausalLM"]}, EAGLE3_NAMES, ("eagle3", "original")),
-        ({"model_type": "deepseek_v3", "num_nextn_predict_layers": 1}, set(), ("mtp", "transformers")),
+        ({"architectures": ["DFlashDraftModel"]}, [], "dflash"),
+        ({"block_size": 16, "mask_token_id": 3, "target_layer_ids": [1]}, [], "dflash"),
+        ({"draft_vocab_size": 8, "architectures": ["LlamaForCausalLM"]}, [], "eagle3"),
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, [], "eagle3"),
+        ({"architectures": ["LlamaForCausalLM"]}, ["fc.weight", "midlayer.hidden_norm.weight", "d2t"], "eagle3"),
     ],
 )
-def test_a_kind_is_recognised(config, names, found):
-    assert recognise(config, lambda: names, "deepseek_v3") == HeadKind(*found)
+def test_folders_without_a_name_of_their_kind_are_recognised(config, names, kind):
+    assert recognise(config, lambda: set(names), "deepseek_v3").kind == kind
 
 
 @pytest.mark.parametrize(
@@ -117,14 +108,15 @@ def test_folders_without_config_or_weights_are_named(tmp_path):
 
 def test_a_head_says_what_it_is(tmp_path):
     folder = write_speculators(tmp_path / "my-head", EAGLE3, make_weights(EAGLE3))
-    head = load_drafter(folder, target_of(), dtype=torch.bfloat16)
-    assert repr(head) == (
-        "DraftHead(my-head: eagle3, speculators format; reads layers 1, 3, 5; proposes 12 of 32 tokens; 8,832 "
-        "parameters in bfloat16 on cpu; default K 4)"
-    )
-    others = load_drafter(folder, target_of(), aux_layers=[2, 4, 6])
-    assert others.hidden_layers == (2, 4, 6)
-    assert "reads layers 2, 4, 6 (before the final norm)" in repr(others)
+    head = load_drafter(folder, target_of(), dtype=torch.bfloat16, aux_layers=[2, 4, 6])
+    for part in (
+        "my-head: eagle3",
+        "layers 2, 4, 6 (before the final norm)",
+        "12 of 32 tokens",
+        "bfloat16 on cpu",
+        "K 4",
+    ):
+        assert part in repr(head)
 
 
 def test_a_pickled_file_cannot_run_code(tmp_path):

@@ -29,35 +29,23 @@ def one_layer(target):
 
 def by_expert(name, weight):
     """The weights of the experts one by one, as checkpoints of Qwen3-Next hold them."""
-    head = name.rpartition(".")[0]
+    head, own = name.rpartition(".")[0], ("gate_proj", "up_proj") if "gate_up" in name else ("down_proj",)
     for number, part in enumerate(weight):
-        parts = (
-            {"gate_proj": part.chunk(2)[0], "up_proj": part.chunk(2)[1]} if "gate_up" in name else {"down_proj": part}
-        )
-        for own, values in parts.items():
-            yield f"{head}.{number}.{own}.weight", values
+        for one, values in zip(own, part.chunk(len(own)), strict=True):
+            yield f"{head}.{number}.{one}.weight", values
 
 
 def write(folder, target, seed, is_fused):
     """Weights that nearly repeat the target's attention layer, or random ones with a seed."""
     config, width = target.config, target.config.hidden_size
     generator = torch.Generator().manual_seed(seed or 0)
-    layer = dict(target.model.layers[1].named_parameters())
-    shapes = {
-        "fc": (width, 2 * width),
-        "pre_fc_norm_embedding": (width,),
-        "pre_fc_norm_hidden": (width,),
-        "norm": (width,),
-    }
-    weights = {f"mtp.layers.0.{name}": weight for name, weight in layer.items()}
-    weights |= {f"mtp.{name}.weight": torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
-    if seed is None:
-        weights["mtp.fc.weight"] = torch.eye(width, dtype=torch.float64).repeat(1, 2) * INITIALIZER_RANGE
-    else:
-        weights = {
-            name: torch.empty_like(weight).normal_(0, INITIALIZER_RANGE, generator=generator)
-            for name, weight in weights.items()
-        }
+    weights = {f"mtp.layers.0.{name}": weight for name, weight in target.model.layers[1].named_parameters()}
+    norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+    weights |= {f"mtp.{name}.weight": torch.zeros(width, dtype=torch.float64) for name in norms}
+    weights["mtp.fc.weight"] = torch.eye(width, dtype=torch.float64).repeat(1, 2) * INITIALIZER_RANGE
+    if seed is not None:
+        for name, weight in weights.items():
+            weights[name] = torch.empty_like(weight).normal_(0, INITIALIZER_RANGE, generator=generator)
     if not is_fused:
         experts = {name: weight for name, weight in weights.items() if ".experts." in name}
         weights = {name: weight for name, weight in weights.items() if name not in experts}

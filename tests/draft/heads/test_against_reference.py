@@ -1,0 +1,200 @@
+"""Heads of all kinds but PARD and checkpoint MTP against the cacheless float64 reference, and in every format."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hf_speculate.draft.heads.load import load_drafter
+from hf_speculate.types import SampleStrategy
+from tests.draft.heads.designs import (
+    DFLASH,
+    DSPARK,
+    EAGLE3,
+    MTP,
+    NUM_TARGET_LAYERS,
+    PEAGLE,
+    Design,
+    make_weights,
+    write_original,
+    write_speculators,
+    write_z_lab,
+)
+from tests.draft.heads.reference import Reference
+from tests.draft.heads.rounds import Rounds, random_texts, target_of
+
+TOLERANCE = 1e-9  # float64; sums over all pairs and over new ones round differently
+K = 4
+MIXED = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 4}
+VARIANTS: dict[str, Design] = {
+    "EAGLE-3": EAGLE3,
+    "own embeddings": replace(EAGLE3, has_embeddings=True),
+    "whole vocabulary": replace(EAGLE3, draft_ids=None),
+    "head norms": replace(EAGLE3, has_head_norms=True),
+    "biases": replace(EAGLE3, has_bias=True),
+    "norm_before_residual": EAGLE3.with_options(norm_before_residual=True),
+    "norm_before_fc": EAGLE3.with_options(norm_before_fc=True, norm_before_residual=True),
+    "EAGLE-3.1": EAGLE3.with_options(fc_norm=True, norm_output=True),
+    "two layers": replace(EAGLE3, num_layers=2),
+    "window": replace(EAGLE3, num_layers=2, **MIXED),
+    "another width": replace(EAGLE3, hidden_size=16),
+    "last layer": replace(EAGLE3, aux_layers=(0, 4, NUM_TARGET_LAYERS)),
+    "two states": replace(EAGLE3, aux_layers=(2, 5)),
+    "partial rotary": replace(EAGLE3, rope={"rope_theta": 1000.0, "partial_rotary_factor": 0.5}),
+    "logit_scale": EAGLE3.with_options(logit_scale=0.5),
+    "P-EAGLE": PEAGLE,
+    "P-EAGLE, fc_norm": PEAGLE.with_options(fc_norm=True, norm_before_residual=True),
+    "DFlash": DFLASH,
+    "DFlash, own tables": replace(DFLASH, draft_ids=EAGLE3.draft_ids, has_embeddings=True),
+    "DFlash, windows": replace(DFLASH, **MIXED),
+    "DFlash, windows that see ahead": replace(DFLASH, **MIXED).with_options(sliding_window_non_causal=True),
+    "DFlash, from the anchor": DFLASH.with_options(sample_from_anchor=True),
+    "DSpark": DSPARK,
+    "DSpark, some ids": replace(DSPARK, draft_ids=EAGLE3.draft_ids),
+    "DSpark, gated": DSPARK.with_options(markov_head_type="gated"),
+    "DSpark, rnn": DSPARK.with_options(markov_head_type="rnn", sample_from_anchor=False),
+    "MTP": MTP,
+    "MTP of Llama": replace(MTP, has_head_norms=False),
+}
+
+
+def reference_of(design, weights, target):
+    tables = target.get_input_embeddings().weight, target.get_output_embeddings().weight
+    return Reference(design, weights, *tables)
+
+
+def assert_drafts_are_the_references(rounds, reference, draft):
+    """The proposed distributions are the reference's, -inf outside of the draft vocabulary."""
+    vocab_size, draft_ids = reference.design.vocab_size, reference.design.draft_ids
+    for row, text in enumerate(rounds.texts):
+        drafted, num = draft.token_ids[row].tolist(), draft.token_ids.shape[1]
+        logits = reference.logits(text, rounds.states(row), drafted, num)
+        ids = list(range(vocab_size)) if draft_ids is None else list(draft_ids)
+        expected = torch.full((num, vocab_size), -torch.inf, dtype=torch.float64)
+        expected[:, ids] = logits
+        torch.testing.assert_close(draft.token_logits[row], expected, rtol=0, atol=TOLERANCE)
+        assert set(drafted) <= set(ids)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_drafts_are_those_of_the_cacheless_reference(name, tmp_path):
+    design, target = VARIANTS[name], target_of()
+    weights = make_weights(design)
+    head = load_drafter(write_speculators(tmp_path, design, weights), target)
+    assert (head.spec.kind, head.spec.format) == (design.kind, "speculators")
+    layers = (-1,) if design.kind == "mtp" else design.aux_layers
+    assert head.default_draft_tokens == K
+    assert head.hidden_layers == layers
+    reference = reference_of(design, weights, target)
+    rounds = Rounds(head, target, random_texts([7, 3, 2], seed=1))
+    for number, accepted in enumerate([(2, 0, 4), (4, 1, 3), (0, 2, None), (1, 4, None)]):
+        draft = rounds.draft(K, SampleStrategy.RANDOM)
+        assert_drafts_are_the_references(rounds, reference, draft)
+        rounds.accept(draft, accepted, seed=number)
+
+
+Z_LAB = {  # options of the folder, and the logits that it gives for those of the speculators format
+    "z-lab": ({}, lambda logits: logits),
+    "softcap": (
+        {"output_multiplier": 0.5, "final_logit_softcapping": 3.0, "input_embedding_scale": 1.0},
+        lambda logits: 3 * torch.tanh(logits * 0.5 / 3),
+    ),
+    "names of an encoder": ({}, lambda logits: logits),
+    "mask embedding": ({"mask_token_id": 7}, lambda logits: logits),
+}
+
+
+@pytest.mark.parametrize("name", Z_LAB)
+def test_z_lab_and_speculators_draft_the_same(name, tmp_path):
+    target, weights = target_of(), make_weights(DFLASH)
+    texts, (options, expected) = random_texts([6, 4], seed=3), Z_LAB[name]
+    given = dict(weights)
+    if name == "names of an encoder":
+        given["encoder.fc.weight"], given["encoder.output_norm_enc.weight"] = (
+            given.pop(old) for old in ("fc.weight", "hidden_norm.weight")
+        )
+    elif name == "mask embedding":  # takes the place of another token's
+        given["mask_embedding"] = target.get_input_embeddings().weight[DFLASH.options["mask_token_id"]].float()
+    folders = [
+        write_speculators(tmp_path / "speculators", DFLASH, weights),
+        write_z_lab(tmp_path / "z-lab", DFLASH.with_options(**options), given),
+    ]
+    heads = [load_drafter(folder, target) for folder in folders]
+    assert [head.hidden_layers for head in heads] == [DFLASH.aux_layers] * 2
+    plain, ours = (Rounds(head, target, texts).draft(16, SampleStrategy.RANDOM).token_logits for head in heads)
+    assert plain.shape[1] == DFLASH.block_size - 1 == heads[0].spec.max_draft_tokens  # a block bounds the draft
+    torch.testing.assert_close(ours, expected(plain), rtol=0, atol=1e-5)  # the table rounded to float32
+
+
+@pytest.mark.parametrize("reads_markov", [True, False])
+def test_confidence_ends_drafts_where_the_product_of_estimates_falls_below(reads_markov, tmp_path):
+    design = DSPARK.with_options(enable_confidence_head=True, confidence_head_with_markov=reads_markov)
+    target, weights = target_of(), make_weights(design, seed=5)
+    head = load_drafter(write_speculators(tmp_path, design, weights), target)
+    reference = reference_of(design, weights, target)
+    threshold = 0.2
+
+    texts = random_texts([7, 3, 5, 9], seed=1)
+    assert head.spec.max_draft_tokens == DSPARK.block_size
+    rounds = Rounds(head, target, texts, changes={"confidence_threshold": threshold})
+    whole = Rounds(head, target, texts).draft(K)
+    draft = rounds.draft(K)
+    lens = []
+    for row, text in enumerate(rounds.texts):
+        estimates = reference.confidences(text, rounds.states(row), whole.token_ids[row].tolist(), K)
+        lens.append(int((estimates.cumprod(0) >= threshold).sum()))
+    assert len(set(lens)) > 1
+    assert draft.lens.tolist() == lens
+    assert draft.token_ids.shape[1] == max(lens)
+    assert torch.equal(draft.token_ids, whole.token_ids[:, : max(lens)])
+
+
+FORMATS = {
+    "original": lambda folder, weights: write_original(folder, EAGLE3, weights),
+    "original, bin": lambda folder, weights: write_original(folder, EAGLE3, weights, container="bin"),
+    "original, sharded": lambda folder, weights: write_original(folder, EAGLE3, weights, container="sharded"),
+    "original, model. in names": lambda folder, weights: write_original(
+        folder, EAGLE3, {f"model.{name}": weight for name, weight in weights.items()}
+    ),
+    "original, ids of inputs nested": lambda folder, weights: nested(folder, weights, [3, 5, 6]),
+    "original, ids of outputs nested": lambda folder, weights: nested(folder, weights, [1, 3, 5]),
+    "original, no ids": lambda folder, weights: write_original(
+        folder, EAGLE3, weights, eagle_aux_hidden_state_layer_ids=None
+    ),
+}
+
+
+def nested(folder, weights, ids):
+    name = "eagle_aux_hidden_state_layer_ids"
+    return write_original(folder, EAGLE3, weights, **{name: None, "eagle_config": {name: ids}})
+
+
+AUX_LAYERS = {  # where they are not those of the design
+    "original, ids of inputs nested": (3, 5, 6),
+    "original, ids of outputs nested": (2, 4, 6),
+    "original, no ids": (2, NUM_TARGET_LAYERS // 2, NUM_TARGET_LAYERS - 3),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_equal_weights_draft_the_same_in_every_format(name, tmp_path):
+    target, weights = target_of(), make_weights(EAGLE3)
+    design = replace(EAGLE3, aux_layers=AUX_LAYERS.get(name, EAGLE3.aux_layers))
+    expected = load_drafter(write_speculators(tmp_path / "speculators", design, weights), target)
+    found = load_drafter(FORMATS[name](tmp_path / "original", weights), target)
+    assert found.hidden_layers == design.aux_layers
+    texts = random_texts([6, 4], seed=3)
+    drafts = [Rounds(head, target, texts).draft(K, SampleStrategy.RANDOM) for head in (expected, found)]
+    assert torch.equal(drafts[0].token_logits, drafts[1].token_logits)
+
+
+def test_a_head_may_read_the_targets_last_state_alone(tmp_path):
+    """As heads with use_aux_hidden_state false do: no fc, the state after the final norm."""
+    design = replace(EAGLE3, aux_layers=(-1,)).with_options(use_aux_hidden_state=False)
+    weights, target = make_weights(design), target_of()
+    fields = {"eagle_aux_hidden_state_layer_ids": None, "eagle_config": {"use_aux_hidden_state": False}}
+    head = load_drafter(write_original(tmp_path, design, weights, **fields), target)
+    assert head.hidden_layers == (-1,)
+    rounds = Rounds(head, target, random_texts([5, 3], seed=4))
+    draft = rounds.draft(K, SampleStrategy.RANDOM)
+    assert_drafts_are_the_references(rounds, reference_of(design, weights, target), draft)
