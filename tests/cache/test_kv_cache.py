@@ -7,7 +7,7 @@ from transformers import DynamicCache
 from hf_speculate.cache.base import KVCache
 from hf_speculate.cache.dynamic import DynamicKVCache
 from hf_speculate.cache.preallocated import LayerKinds, PreallocatedKVCache
-from hf_speculate.errors import ShapeError, UnsupportedModelError
+from hf_speculate.errors import ShapeError
 from hf_speculate.models.cache_selection import CacheRequest
 from hf_speculate.models.language_model import LanguageModel
 from hf_speculate.types import KVState
@@ -80,28 +80,15 @@ class TestPreallocatedKVCache(KVCacheContract):
         return PreallocatedKVCache(LayerKinds((None, None), {"full_attention": None}, torch.float32), batch_size)
 
 
-def tolerance(kind: str) -> float:
-    return FLOAT32_TOLERANCE if kind in SOFTMAX_FLOAT32 else STEP_TOLERANCE
-
-
-def make_home(model, choice, batch_size, mask=None, **settings):
-    cache = DynamicCache(config=model.config)
-    request, device = CacheRequest(choice, model.config._attn_implementation, **settings), torch.device("cpu")
-    return request.make(request.choose(model, cache, mask, device), model, cache, batch_size, mask, device)
-
-
 @each_value(choice=["dynamic", "preallocated"], kind=KINDS)
 def test_logits_after_ragged_rollbacks_equal_each_row_decoded_alone(kind, choice):
     """Several rounds of feeding four tokens and dropping a different count per row, past the window."""
-    model = make_model(kind)
-    if kind == "bloom" and choice == "preallocated":
-        with pytest.raises(UnsupportedModelError, match="speculation_cache must be auto or dynamic for Bloom"):
-            make_home(model, choice, 3)
-        return
+    model, passed, device = make_model(kind), DynamicCache(config=make_model(kind).config), torch.device("cpu")
     prompts = ragged_prompts(3, seed=1, min_len=4, max_len=2 * SLIDING_WINDOW)
     ids, mask = prompts["input_ids"], prompts["attention_mask"]
     language_model = LanguageModel(model)
-    cache = make_home(model, choice, 3, mask)
+    request = CacheRequest("dynamic" if kind == "bloom" else choice, model.config._attn_implementation)
+    cache = request.make(request.choose(model, passed, mask, device), model, passed, 3, mask, device)
     language_model.forward(ids, cache, logits_to_keep=1)
     cache.begin_recording()
     make = torch.Generator().manual_seed(5)
@@ -113,7 +100,8 @@ def test_logits_after_ragged_rollbacks_equal_each_row_decoded_alone(kind, choice
             alone = DynamicKVCache(DynamicCache(config=model.config), 1)
             text = torch.tensor([texts[row] + query[row].tolist()])
             expected = language_model.forward(text, alone)[0, -4:]
-            assert torch.allclose(logits[row], expected, atol=tolerance(kind), rtol=0)
+            tolerance = FLOAT32_TOLERANCE if kind in SOFTMAX_FLOAT32 else STEP_TOLERANCE
+            assert torch.allclose(logits[row], expected, atol=tolerance, rtol=0)
         cache.crop(drops)
         for row, drop in enumerate(drops):
             texts[row] += query[row].tolist()[: 4 - drop]

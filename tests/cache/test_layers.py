@@ -1,12 +1,11 @@
 """Layers that read the states of earlier ones: nothing is put into them, and they see what others of their type do."""
 
-import pytest
 import torch
 from transformers import DynamicCache
 
 import hf_speculate
 from hf_speculate.cache.columns import Columns
-from hf_speculate.cache.layers import check_layers, holding, windows_of
+from hf_speculate.cache.layers import holding
 from hf_speculate.cache.ragged_layer import WINDOW_SLACK, RaggedLayer
 from tests.cases import assert_equal_ids, each_value, pair
 from tests.tiny import SLIDING_WINDOW, ragged_prompts
@@ -21,15 +20,6 @@ def new_cache(model):
 
 def states(cache):
     return [(layer.keys, layer.get_seq_length()) for layer in holding(cache.layers) if layer.is_initialized]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_their_windows_are_those_of_their_type(kind):
-    target, _ = pair(kind)
-    cache = new_cache(target)
-    check_layers(cache)
-    assert len(holding(cache.layers)) == 2
-    assert windows_of(target.config, cache) == [SLIDING_WINDOW, None] * 2
 
 
 @each_value(kind=KINDS, cache_kind=["dynamic", "preallocated"])

@@ -115,11 +115,6 @@ def test_padded_decoder_prompts_that_plain_reads_otherwise_are_refused(model_typ
         hf_speculate.generate(make_family(model_type), **inputs, prompt_lookup_num_tokens=3, max_new_tokens=NUM_NEW)
 
 
-def test_a_reader_of_pictures_decodes_text_alone():
-    target = READERS["aspect_ratio_ids"]().target
-    assert_decodes_as_plain(target, ragged_prompts(3, seed=1, vocab_size=60))
-
-
 def test_attentions_of_falcon_need_the_eager_implementation():
     options = {"max_new_tokens": 8, "return_dict_in_generate": True, "output_attentions": True}
     inputs = ragged_prompts(1, seed=1)

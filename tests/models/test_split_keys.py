@@ -4,13 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import nn
 
 import hf_speculate
 from hf_speculate.models.attention_backends import split_keys_from
-from hf_speculate.models.folded_attention import folded_attention, folding
 from tests.cases import assert_equal_ids
-from tests.fake_cuda import FakeCuda
 from tests.gpu_rounds import counted, on_gpu
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 
@@ -41,29 +38,3 @@ def test_verification_gives_the_text_and_logits_of_plain(kind: str, batch_size: 
     assert_equal_ids(plain.sequences, ids)
     torch.testing.assert_close(logits, torch.stack(plain.logits), atol=TOLERANCE, rtol=0)
     assert num_launches >= 2 * 2  # layers of rounds
-
-
-@pytest.mark.parametrize(
-    ("num_query", "num_keys", "dtype", "is_masked", "is_split"),
-    [
-        (16, 40, torch.bfloat16, True, True),
-        (1, 40, torch.float32, True, True),
-        (17, 40, torch.bfloat16, True, False),
-        (5, 39, torch.bfloat16, True, False),
-        (1, 40, torch.bfloat16, False, False),  # flash attention splits keys itself
-    ],
-)
-def test_few_masked_query_tokens_over_many_keys_are_split(
-    num_query: int, num_keys: int, dtype: torch.dtype, is_masked: bool, is_split: bool
-) -> None:
-    module = nn.Module()
-    module.num_key_value_groups = 2
-    split_keys_from(40)
-    with FakeCuda() as gpu, folding():
-        query, key = (torch.randn(2, *sizes, 16, dtype=dtype, device="cuda:0")
-                      for sizes in ((4, num_query), (2, num_keys)))  # fmt: skip
-        mask = torch.zeros(2, 1, num_query, num_keys, dtype=dtype, device="cuda:0") if is_masked else None
-        output, _ = folded_attention(module, query, key, key, mask)
-        assert output.shape == (2, num_query, 4, 16)
-        assert output.is_contiguous()
-        assert (KERNEL in gpu.log.launches[""]) == is_split

@@ -204,13 +204,6 @@ def test_half_precision_is_processed_as_float32() -> None:
     assert_same_bits(run_block(make(), block), run_by_position(make, block))
 
 
-def test_an_empty_list_copies_nothing() -> None:
-    block = make_block(RAGGED_LENS)
-    assert run_block([], block) is block.scores
-    block.scores = block.scores.to(torch.float16)
-    assert_same_bits(run_block([], block), block.scores.to(torch.float32))
-
-
 class AddsBonus(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor, bonus: float) -> Tensor:
         return scores + bonus

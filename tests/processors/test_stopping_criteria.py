@@ -1,6 +1,5 @@
 """Blocks against transformers' own criteria, asked after every token."""
 
-import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -95,14 +94,9 @@ class EndsAtLengthAsOneBool(StoppingCriteria):
 
 
 CRITERIA: dict[str, Callable[[], list[Any]]] = {
-    "nothing": list,
-    "eos": lambda: [EosTokenCriteria(IDS["e"])],
     "several eos": lambda: [EosTokenCriteria([IDS["e"], IDS["ab"]]), EosTokenCriteria(torch.tensor([IDS["c"]]))],
-    "max length": lambda: [MaxLengthCriteria(9)],
     "two max lengths": lambda: [MaxLengthCriteria(11), MaxLengthCriteria(8)],
-    "stop string": lambda: [StopStringCriteria(TOKENIZERS["text"], "stop")],
     "stop bytes": lambda: [StopStringCriteria(TOKENIZERS["bytes"], ["stop", "aba"])],
-    "one letter": lambda: [StopStringCriteria(TOKENIZERS["text"], ["p"])],
     "two widths": lambda: [
         StopStringCriteria(TOKENIZERS["text"], ["abababab"]),
         StopStringCriteria(TOKENIZERS["text"], ["ops", "tt"]),
@@ -171,20 +165,6 @@ def test_registered_criteria_are_asked_about_rows_of_one_length_together_and_not
     criterion.shapes.clear()
     ask(BlockStoppingCriteria([criterion, EosTokenCriteria(IDS["e"])]), *write((["b"], ["b", "e", "b", "b"])))
     assert sorted(criterion.shapes) == [(1, 2), (1, 3)]
-
-
-def test_past_the_trained_length_transformers_own_warning_appears(caplog: pytest.LogCaptureFixture) -> None:
-    logger = logging.getLogger(stopping_criteria.__name__)
-    logger.addHandler(caplog.handler)
-    try:
-        with caplog.at_level(logging.WARNING, logger.name):  # whatever transformers was told before
-            criterion = BlockStoppingCriteria([MaxLengthCriteria(300, max_position_embeddings=217)])
-            ask(criterion, torch.zeros(1, 220, dtype=torch.int64), [210], [5])
-            assert "217" not in caplog.text
-            ask(criterion, torch.zeros(1, 220, dtype=torch.int64), [214], [5])
-            assert "217" in caplog.text
-    finally:
-        logger.removeHandler(caplog.handler)
 
 
 class SubclassedEos(EosTokenCriteria):
