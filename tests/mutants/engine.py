@@ -25,7 +25,7 @@ MUTANTS = (
     ),
     *mutants_of(
         "hf_speculate/cache/ragged_layer.py",
-        "cache/test_layers.py",
+        "cache/test_kv_cache.py",
         {
             "columns: a window layer keeps its first column when rows join": Fault(
                 "min(self.base, other.base)", "max(self.base, other.base)"

@@ -10,7 +10,7 @@ from hf_speculate.types import DraftOut, Status
 from hf_speculate.verify import GreedyVerifier, keep_prefix
 from hf_speculate.verify.base import make_verifier
 from tests.cases import each_value
-from tests.verify.test_verifiers import VOCAB_SIZE, VerifierContract, assert_whole, make_keys, make_round
+from tests.verify.test_verifiers import VOCAB_SIZE, assert_whole, make_keys, make_round
 
 
 class GreedyByHand:
@@ -19,11 +19,6 @@ class GreedyByHand:
     def verify(self, target_logits, draft, keys):
         best = target_logits.argmax(-1)  # [B, K+1]
         return keep_prefix(target_logits, draft, best[:, :-1] == draft.token_ids, best)
-
-
-class TestARuleOverKeepPrefix(VerifierContract):
-    def make(self):
-        return GreedyByHand()
 
 
 def hostile_round(kind: str) -> tuple[torch.Tensor, DraftOut]:
