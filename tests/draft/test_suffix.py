@@ -91,3 +91,10 @@ def test_the_store_is_followed_over_rounds():
     store.reset()  # what was there when the call began stays
     kept = Kept(torch.tensor([[2, 3, 4]]), torch.tensor([3], dtype=torch.int32))
     assert counted(drafter.draft(DraftRequest(torch.tensor([[4]]), None, 2, GREEDY, kept=kept))) == [[5, 6]]
+
+
+def test_sequences_of_one_prompt_grow_apart():
+    drafter, ids = SuffixDrafter(SuffixSettings(10)), torch.tensor([[1, 2], [1, 4], [2, 3]])
+    drafter.draft(DraftRequest(torch.tensor([[1, 2, 3, 1, 4]] * 3), None, 4, GREEDY))
+    draft = counted(drafter.draft(DraftRequest(ids, None, 4, GREEDY, kept=Kept(ids, torch.tensor([2] * 3)))))
+    assert draft == [[3, 1, 4, 1], [1, 4, 1, 4], [1, 4, 2, 3]]

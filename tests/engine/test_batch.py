@@ -1,4 +1,4 @@
-"""What a batch keeps of its rows, what a draft session feeds its drafter, and what bounds draft lengths."""
+"""What a batch keeps of its rows, feeds its drafter and returns of rows that ended, and what bounds draft lengths."""
 
 from types import SimpleNamespace
 
@@ -10,7 +10,9 @@ from hf_speculate.engine.batch import Batch
 from hf_speculate.engine.draft_length import DraftLength
 from hf_speculate.engine.draft_session import DraftSession
 from hf_speculate.types import DraftOut, SampleStrategy, StageSeconds
+from tests.cases import pair
 from tests.schedule.scripted import ScriptedSchedule
+from tests.tiny import ragged_prompts
 
 
 def test_rows_that_stay_keep_what_belongs_to_them():
@@ -74,3 +76,14 @@ def test_finished_rows_that_go_on_for_other_ranks_feed_their_last_token():
     for _ in range(2):
         drafts.propose(batch, 2, batch.begin_round())
     assert [query.tolist() for query in drafter.queries] == [[[5, 6, 7]], [[7]], [[7]]]
+
+
+def test_of_an_ended_row_the_padding_alone_has_a_score():
+    (target, draft), inputs, pad = pair("llama"), ragged_prompts(3, seed=4), 5
+    first = target.generate(**inputs, max_new_tokens=1)[0, -1]
+    options = {"eos_token_id": int(first), "pad_token_id": pad, "output_scores": True, "return_dict_in_generate": True}
+    ours = target.generate(**inputs, **options, assistant_model=draft, num_assistant_tokens=3, max_new_tokens=6)
+    assert ours.sequences[0, -5:].tolist() == [pad] * 5
+    for scores in ours.scores[1:]:
+        assert scores[0, pad] == 0
+        assert scores[0].isneginf().sum() == len(scores[0]) - 1

@@ -3,7 +3,7 @@
 import copy
 
 import pytest
-from transformers import CLIPVisionConfig, LlamaForCausalLM, LlavaConfig, LlavaForConditionalGeneration
+from transformers import CLIPVisionConfig, LlamaConfig, LlamaForCausalLM, LlavaConfig, LlavaForConditionalGeneration
 
 from hf_speculate.models.attention_switch import folded_attention_for
 from hf_speculate.models.folded_attention import FOLDED, STANDS_FOR
@@ -69,6 +69,23 @@ class ComparesName(LlamaForCausalLM):
 
 def test_a_model_whose_code_compares_the_name_is_left_alone():
     model = ComparesName(make_config("llama"))
+    with folded_attention_for([model]):
+        assert name_in(model) == STANDS_FOR
+
+
+class FrozenConfig(LlamaConfig):
+    """Refuses to be written to once it is complete."""
+
+    def __setattr__(self, name, value):
+        if vars(self).get("is_complete"):
+            raise AttributeError(f"cannot assign to field {name!r}")
+        super().__setattr__(name, value)
+
+
+def test_a_frozen_config_is_left_alone():
+    config = FrozenConfig(**make_config("llama").to_dict(), attn_implementation=STANDS_FOR)
+    model = LlamaForCausalLM(config)
+    config.is_complete = True
     with folded_attention_for([model]):
         assert name_in(model) == STANDS_FOR
 

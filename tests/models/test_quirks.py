@@ -11,7 +11,7 @@ import hf_speculate
 from hf_speculate import compat
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.models import quirks
-from hf_speculate.models.quirks import SHOWN, is_shown, may_compare_attention, model_types
+from hf_speculate.models.quirks import QUIRKS, SHOWN, Limit, is_shown, may_compare_attention, model_types
 from tests.cases import assert_equal_ids
 from tests.tiny import KINDS, MORE_KINDS, make_config, make_model, noisy_copy, ragged_prompts
 from tests.tiny_encoders import make_bart, make_llava, make_qwen2_vl, make_qwen3_5_vl, make_t5, make_whisper
@@ -22,6 +22,21 @@ from tests.tiny_recurrent import RECURRENT_KINDS
 
 NUM_NEW = 20
 QUIRKY = ("ctrl", "imagegpt", "m2m_100", "trocr", "xglm")  # one of each limit at least, and a mask of its own
+
+# Of types that are refused, one class each: models of its default config, without weights.
+REFUSED = {
+    "blt": "BltForCausalLM",
+    "cpmant": "CpmAntForCausalLM",
+    "fsmt": "FSMTForConditionalGeneration",
+    "git": "GitForCausalLM",
+    "glm_image": "GlmImageForConditionalGeneration",
+    "idefics": "IdeficsForVisionText2Text",
+    "kosmos-2": "Kosmos2ForConditionalGeneration",
+    "kosmos-2.5": "Kosmos2_5ForConditionalGeneration",
+    "prophetnet": "ProphetNetForConditionalGeneration",
+    "qwen2_5_omni_talker": "Qwen2_5OmniTalkerForConditionalGeneration",
+}
+OWN_LOOPS = ("CsmForConditionalGeneration", "HiggsAudioV2ForConditionalGeneration")
 
 
 def without_weights(class_name):
@@ -125,10 +140,9 @@ def test_attentions_of_falcon_need_the_eager_implementation():
     assert_equal_ids(target.generate(**inputs, **options).sequences, ours.sequences)
 
 
-@pytest.mark.parametrize(
-    "class_name", ["GitForCausalLM", "Kosmos2ForConditionalGeneration", "CsmForConditionalGeneration"]
-)
+@pytest.mark.parametrize("class_name", [*REFUSED.values(), *OWN_LOOPS])
 def test_a_type_that_cannot_take_part_or_has_its_own_loop_is_refused_by_name(class_name):
+    assert {quirk.model_type for quirk in QUIRKS if quirk.limit is Limit.NOT_SUPPORTED} == set(REFUSED)
     with pytest.raises(UnsupportedModelError, match=f"got {class_name}"):
         hf_speculate.generate(
             without_weights(class_name), torch.tensor([[3, 4]]), prompt_lookup_num_tokens=3, max_new_tokens=4

@@ -180,7 +180,7 @@ MUTANTS = (
                 "record.verified.scores[row], num)", "record.verified.scores[0], num)"
             ),
             "output: ended rows hold no score at the padding": Fault(
-                "ended[pad_token_id] = 0.0", "ended[pad_token_id] = 1.0"
+                "ended[pad_token_id] = 0.0", "ended[pad_token_id] = 1.0", "engine/test_batch.py"
             ),
             "output: attentions are one column short": Fault(
                 "end = layer.shape[-1] - num_query + position + 1", "end = layer.shape[-1] - num_query + position"
