@@ -111,7 +111,7 @@ def test_copies_are_learnt_from_in_every_round_and_the_models_tokens_where_they_
     assert (modelled.accepted[0], modelled.verified[0]) == (0.97, 1.97)
 
 
-def test_a_copied_tokens_law_in_a_mixed_round_is_all_on_it():
+def test_a_copied_tokens_distribution_in_a_mixed_round_is_all_on_it():
     laws = torch.randn(2, 2, 5)
     drafted = DraftOut(torch.tensor([[1, 2], [3, 4]]), torch.tensor([2, 2]), laws, laws.logsumexp(-1))
     mixed = _mixed(point_masses([[4, 0, 2], []], torch.device("cpu")), drafted, torch.tensor([True, False]))

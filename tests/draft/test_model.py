@@ -238,7 +238,7 @@ def test_processors_read_the_text_that_was_kept_in_all_rounds(llama):
     assert num_changed > 0
 
 
-def test_the_law_handed_over_is_the_processed_one(llama):
+def test_the_distribution_handed_over_is_the_processed_one(llama):
     warp = LogitsProcessorList([TemperatureLogitsWarper(0.6), TopKLogitsWarper(5)])
     texts = Texts(make_drafter(llama, 2, processors=list(warp)), equal_prompts(2))
     draft = texts.draft(K, RANDOM)
@@ -270,7 +270,7 @@ def test_drafting_ends_early_only_when_every_row_has_met_its_eos(llama):
     assert one_meets.lens[1:].tolist() == [8, 8]
 
 
-def test_the_confidence_is_that_of_the_processed_law(llama):
+def test_the_confidence_is_that_of_the_processed_distribution(llama):
     prompts = ragged_prompts(2, seed=4)
     sure = greedy_draft(llama, prompts, 4, confidence_threshold=0.9, processors=[TopKLogitsWarper(1)])
     assert sure.lens.tolist() == [4, 4]

@@ -312,7 +312,7 @@ def test_a_users_verifier_decides_in_generate(registry):
 
 
 @pytest.mark.parametrize("reads", [True, False])
-def test_drafts_keep_their_law_for_verifiers_that_read_it_only(registry, reads):
+def test_drafts_keep_their_distribution_for_verifiers_that_read_it_only(registry, reads):
     verifier = KeepNothing()
     register_verifier("nothing", lambda config: verifier, lossless=False, reads_draft_logits=reads)
     target, draft = pair("llama")
