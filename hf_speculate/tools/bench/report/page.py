@@ -10,7 +10,7 @@ from hf_speculate.errors import ConfigError
 from hf_speculate.tools.bench.report import sections
 from hf_speculate.tools.bench.report.plots import Style
 from hf_speculate.tools.bench.report.sections import name_of
-from hf_speculate.tools.bench.report.values import Result, Spread, rows, short, spread, text
+from hf_speculate.tools.bench.report.values import Result, Spread, short, spread, text
 
 _PLAIN = "plain"  # methods without drafts are named so, up to a comma
 _ELSEWHERE = ("command", "drift_num_assistant_tokens", "left_out")  # settings that are shown in other places
@@ -26,38 +26,21 @@ class Headline(NamedTuple):
 
 
 def write_html(result: Mapping[str, Any], path: str | Path) -> Path:
-    """Write a result as one page with tables and plots, without scripts or external files.
+    """Write a result as one page with tables and plots, without scripts or external files; returns the path.
 
     Names and texts in the result are shown as they are, never read as HTML. Missing values are left out.
 
     Args:
-        result: what `hf-speculate bench --json` prints. `methods`, a list with at least one entry, holds for each
-            method `name`, `engine`, `verifier`, `num_assistant_tokens`, `is_lossy`, `tokens_per_s` and `speedup`
-            (`min`, `median`, `max`), `is_noise`, `first_token_s`, `ms_per_token`, `peak_bytes`,
-            `mean_acceptance_length`, `acceptance_rate`, `acceptance_rate_per_position`, `draft_lens` (tokens drafted in
-            each round), `seconds` (by stage), `checked` (the comparison with plain decoding, in words), `sample` (a
-            text) and `fallbacks` (what ran otherwise than requested). Names of methods without drafts begin with
-            "plain". `categories` holds `category`, `method`, `speedup`, `acceptance_rate`, `num_prompts`; `drift` holds
-            `verifier`, `posterior_threshold` (None for plain decoding), `tokens_per_s`, `speedup`,
-            `log_likelihood_per_token` (nats), `agreement_with_greedy` (0 to 1), `num_tokens`; `environment` and
-            `settings` hold plain values by name, with `command` and the reasons `left_out` among the settings;
-            `reliability` holds `reasons`; `prompt` is the prompt of the samples.
+        result: as `hf-speculate bench --json` prints it, with at least one method.
         path: of the file, which is replaced if it exists.
-
-    Returns:
-        The path.
-
-    Raises:
-        ConfigError: the result has no methods.
-        OSError: the file cannot be written.
     """
-    methods = _methods(result)
+    methods: list[Result] = result.get("methods") or []
     if not methods:
         raise ConfigError(
             "result must have at least one entry with a name under 'methods', got none; "
             "pass the JSON of hf-speculate bench"
         )
-    names, styles = _names(methods, result), method_styles(result)
+    names, styles = {method["name"]: name_of(method) for method in methods}, method_styles(result)
     settings: Result = result.get("settings") or {}
     where: Result = result.get("environment") or {}
     found = [
@@ -99,25 +82,14 @@ def write_html(result: Mapping[str, Any], path: str | Path) -> Path:
 
 def method_styles(result: Mapping[str, Any]) -> dict[str, Style]:
     """Colour and marker of each method; a verifier under drift has those of its method."""
-    methods = _methods(result)
-    ordered = dict.fromkeys([*(name_of(method) for method in methods), *_names(methods, result).values()])
-    styles = {name: Style.of(index) for index, name in enumerate(ordered)}
+    methods: list[Result] = result["methods"]
+    styles = {name: Style.of(index) for index, name in enumerate(dict.fromkeys(map(name_of, methods)))}
     label = (result.get("settings") or {}).get("drift_num_assistant_tokens")
     for name in sections.drift_names(result):
         same = [name_of(one) for one in methods if name == (one.get("verifier") or one["name"])]
         exact = [one for one in same if label is not None and one.endswith(str(label))]
         styles.setdefault(name, styles[(exact or same)[0]] if same else Style.of(len(styles)))
     return styles
-
-
-def _methods(result: Result) -> list[Result]:
-    return [method for method in rows(result, "methods") if method.get("name")]
-
-
-def _names(methods: list[Result], result: Result) -> dict[str, str]:
-    """Name in the report for each name in the result."""
-    names = {str(row.get("method")): str(row.get("method")) for row in rows(result, "categories")}
-    return names | {str(method["name"]): name_of(method) for method in methods}
 
 
 def _title(where: Result) -> str:
@@ -140,7 +112,5 @@ def _headline(methods: list[Result]) -> Headline | None:
 def _remarks(methods: list[Result], settings: Result) -> list[str]:
     """What ran otherwise than requested, or was left out."""
     remarks = [f"{name_of(method)}: {text(reason)}" for method in methods for reason in method.get("fallbacks") or ()]
-    left_out = settings.get("left_out")
-    if isinstance(left_out, Mapping):
-        remarks += [f"{name}: left out, {text(reason)}" for name, reason in left_out.items()]
-    return remarks
+    left_out = settings.get("left_out") or {}
+    return remarks + [f"{name}: left out, {text(reason)}" for name, reason in left_out.items()]

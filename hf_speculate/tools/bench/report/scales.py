@@ -31,7 +31,6 @@ class Axis(NamedTuple):
         return round(self.start + min(max(part, 0.0), 1.0) * (self.end - self.start), 2)
 
     def ticks(self, unit: str = "") -> list[Tick]:
-        """The named numbers with their places."""
         return [Tick(self.place(value), label + unit) for value, label in self.labels]
 
 

@@ -1,6 +1,6 @@
 """Sections of the report: plots of one question, with a table."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from hf_speculate.stats import STAGES
@@ -14,7 +14,7 @@ from hf_speculate.tools.bench.report.plots import (
     plot_stacks,
     plot_thresholds,
 )
-from hf_speculate.tools.bench.report.values import MISSING, Result, fixed, number, numbers, rows, share, spread, text
+from hf_speculate.tools.bench.report.values import MISSING, Result, fixed, share, spread, text
 
 _SPEEDUP = "Speed-up over plain decoding"
 _DRIFT_PLOTS = (  # field, title, note
@@ -24,13 +24,16 @@ _DRIFT_PLOTS = (  # field, title, note
 )
 
 
+Columns = Mapping[str, Callable[[Result], str]]  # head -> cell of an entry
+
+
 class Table(NamedTuple):
     """Rows of text; the first `num_names` columns are words."""
 
     title: str
     note: str
     head: list[str]
-    lines: list[list[str]]
+    lines: list[tuple[str, ...]]
     num_names: int
 
 
@@ -52,28 +55,21 @@ def name_of(method: Result) -> str:
 
 def speed(methods: list[Result], remarks: Sequence[str]) -> Section:
     """Speed-ups, with a table of all methods."""
+    columns: Columns = {
+        "method": name_of,
+        "verifier": lambda one: text(one.get("verifier")),
+        "output": lambda one: "lossy" if one.get("is_lossy") else "exact",
+        "K": lambda one: text(one.get("num_assistant_tokens")),
+        "tokens/s": _tokens_per_s,
+        "speed-up": lambda one: fixed(one.get("speedup")) + (" (noise)" if one.get("is_noise") else ""),
+        "acceptance length": lambda one: fixed(one.get("mean_acceptance_length")),
+        "acceptance rate": lambda one: share(one.get("acceptance_rate")),
+        "compared with plain": lambda one: text(one.get("checked")),
+    }
+    note = "Median (minimum to maximum). K: drafted tokens per round, if constant."
+    table = _table("All methods", note, columns, methods, 3)
     note = "Median; the thin line goes from minimum to maximum. Dashed bars: lossy verifiers."
     bars = _bars(methods, "speedup")
-    head = "method, verifier, output, K, tokens/s, speed-up, acceptance length, acceptance rate, compared with plain"
-    lines = []
-    for method in methods:
-        tokens_per_s = spread(method.get("tokens_per_s"))
-        lines.append(
-            [
-                name_of(method),
-                text(method.get("verifier")),
-                "lossy" if method.get("is_lossy") else "exact",
-                text(method.get("num_assistant_tokens")),
-                MISSING if tokens_per_s is None else tokens_per_s.text(1 if tokens_per_s.low < 10 else 0),
-                fixed(method.get("speedup")) + (" (noise)" if method.get("is_noise") else ""),
-                fixed(method.get("mean_acceptance_length")),
-                share(method.get("acceptance_rate")),
-                text(method.get("checked")),
-            ]
-        )
-    table = _table(
-        "All methods", "Median (minimum to maximum). K: drafted tokens per round, if constant.", head, lines, 3
-    )
     return Section("Speed", "", [plot_bars(_SPEEDUP, note, bars)] if bars else [], table, remarks)
 
 
@@ -82,20 +78,15 @@ def latency(methods: list[Result]) -> Section:
     first, later = _bars(methods, "first_token_s", 1000.0), _bars(methods, "ms_per_token")
     plots = [plot_bars("Time to first token", "Lower is better.", first, " ms", 1)] if first else []
     plots += [plot_bars("Time per token", "Lower is better.", later, " ms")] if later else []
-    lines = [
-        [
-            name_of(method),
-            fixed(method.get("first_token_s"), 1, 1000.0),
-            fixed(method.get("ms_per_token")),
-            fixed(method.get("peak_bytes"), factor=2.0**-30),
-        ]
-        for method in methods
-    ]
-    head = "method, time to first token (ms), ms per token, peak memory (GiB)"
-    has_values = any(cell != MISSING for line in lines for cell in line[1:])
-    table = _table(
-        "Latency and memory", "Peak memory is measured on CUDA devices.", head, lines if has_values else [], 1
-    )
+    columns: Columns = {
+        "method": name_of,
+        "time to first token (ms)": lambda one: fixed(one.get("first_token_s"), 1, 1000.0),
+        "ms per token": lambda one: fixed(one.get("ms_per_token")),
+        "peak memory (GiB)": lambda one: fixed(one.get("peak_bytes"), factor=2.0**-30),
+    }
+    names = ("first_token_s", "ms_per_token", "peak_bytes")
+    measured = methods if any(one.get(name) is not None for one in methods for name in names) else []
+    table = _table("Latency and memory", "Peak memory is measured on CUDA devices.", columns, measured, 1)
     return Section("Latency and memory", "", plots, table)
 
 
@@ -103,14 +94,13 @@ def rounds(methods: list[Result]) -> Section:
     """Acceptance by position, draft lengths of adaptive schedules, and time by stage."""
     positions, lens, seconds = {}, {}, {}
     for method in methods:
-        name, values, taken = name_of(method), numbers(method.get("draft_lens")), method.get("seconds")
-        if rates := numbers(method.get("acceptance_rate_per_position")):
-            positions[name] = rates
-        if method.get("num_assistant_tokens") is None and len(set(values)) > 1:
-            lens[name] = values
-        stages = [max(number(taken.get(stage)) or 0.0, 0.0) for stage in STAGES] if isinstance(taken, Mapping) else []
-        if sum(stages) > 0:
-            seconds[name] = stages
+        name, drafted, taken = name_of(method), method.get("draft_lens") or [], method.get("seconds") or {}
+        if method.get("acceptance_rate_per_position"):
+            positions[name] = method["acceptance_rate_per_position"]
+        if method.get("num_assistant_tokens") is None and len(set(drafted)) > 1:
+            lens[name] = drafted
+        if any(taken.values()):
+            seconds[name] = [taken[stage] for stage in STAGES]
     plots: list[Plot] = []
     if positions:
         note = "Accepted tokens over drafted tokens at each position of the draft."
@@ -126,24 +116,28 @@ def rounds(methods: list[Result]) -> Section:
 
 def categories(result: Result, names: Mapping[str, str], methods: Sequence[str]) -> Section:
     """Speed-ups by category of prompts."""
+    found: list[Result] = result.get("categories") or []
+    columns: Columns = {
+        "category": lambda one: text(one.get("category")),
+        "method": lambda one: names[one["method"]],
+        "speed-up": lambda one: fixed(one.get("speedup")),
+        "acceptance rate": lambda one: share(one.get("acceptance_rate")),
+        "prompts": lambda one: text(one.get("num_prompts")),
+    }
     groups: dict[str, list[tuple[str, float]]] = {}
-    lines = []
-    for row in rows(result, "categories"):
-        category, num_prompts = text(row.get("category")), row.get("num_prompts")
-        method, value = names[str(row.get("method"))], spread(row.get("speedup"))
-        of_them = "" if num_prompts is None else f" ({text(num_prompts)} {'prompt' if num_prompts == 1 else 'prompts'})"
+    for one in found:
+        num, value = one.get("num_prompts"), spread(one.get("speedup"))
+        of_them = "" if num is None else f" ({num} {'prompt' if num == 1 else 'prompts'})"
         if value is not None:
-            groups.setdefault(category + of_them, []).append((method, value.middle))
-        numbers_of_it = [fixed(row.get("speedup")), share(row.get("acceptance_rate")), text(num_prompts)]
-        lines.append([category, method, *numbers_of_it])
+            groups.setdefault(text(one.get("category")) + of_them, []).append((names[one["method"]], value.middle))
     note = "A marker for each method; the dotted line is plain decoding."
-    table = _table("All categories", "", "category, method, speed-up, acceptance rate, prompts", lines, 2)
-    return Section("By category", "", [plot_dots(_SPEEDUP, note, groups, methods)] if groups else [], table)
+    plots = [plot_dots(_SPEEDUP, note, groups, methods)] if groups else []
+    return Section("By category", "", plots, _table("All categories", "", columns, found, 2))
 
 
 def drift(result: Result) -> Section:
     """Speed of lossy verifiers, and the difference of their output from plain decoding's."""
-    found = rows(result, "drift")
+    found: list[Result] = result.get("drift") or []
     note = (
         "A lossy verifier also accepts drafted tokens that plain decoding would not have chosen. These plots show the "
         "difference of its output for several thresholds; rows without a threshold are plain decoding."
@@ -151,26 +145,22 @@ def drift(result: Result) -> Section:
     label = (result.get("settings") or {}).get("drift_num_assistant_tokens")
     if label is not None:
         note = f"{note} Draft length: {text(label)}."
-    head = "verifier, threshold, tokens/s, speed-up, log-likelihood per token, agreement with greedy, tokens"
-    lines = [
-        [
-            text(row.get("verifier")),
-            text(row.get("posterior_threshold")),
-            fixed(row.get("tokens_per_s"), 0),
-            fixed(row.get("speedup")),
-            fixed(row.get("log_likelihood_per_token"), 3),
-            share(row.get("agreement_with_greedy")),
-            text(row.get("num_tokens")),
-        ]
-        for row in found
-    ]
-    table = _table("All thresholds", "", head, lines, 1)
+    columns: Columns = {
+        "verifier": lambda one: text(one.get("verifier")),
+        "threshold": lambda one: text(one.get("posterior_threshold")),
+        "tokens/s": lambda one: fixed(one.get("tokens_per_s"), 0),
+        "speed-up": lambda one: fixed(one.get("speedup")),
+        "log-likelihood per token": lambda one: fixed(one.get("log_likelihood_per_token"), 3),
+        "agreement with greedy": lambda one: share(one.get("agreement_with_greedy")),
+        "tokens": lambda one: text(one.get("num_tokens")),
+    }
+    table = _table("All thresholds", "", columns, found, 1)
     return Section("Drift of lossy verifiers", note if found else "", _drift_plots(found), table)
 
 
 def drift_names(result: Result) -> list[str]:
     """Names of the series of the drift plots."""
-    return list(dict.fromkeys(text(row.get("verifier")) for row in rows(result, "drift")))
+    return list(dict.fromkeys(row["verifier"] for row in result.get("drift") or ()))
 
 
 def _drift_plots(found: list[Result]) -> list[Plot]:
@@ -179,8 +169,7 @@ def _drift_plots(found: list[Result]) -> list[Plot]:
         curves: dict[str, list[tuple[float, float]]] = {}
         references: dict[str, float] = {}
         for row in found:
-            name, threshold = text(row.get("verifier")), number(row.get("posterior_threshold"))
-            value = spread(row.get(field))
+            name, threshold, value = row["verifier"], row.get("posterior_threshold"), spread(row.get(field))
             if value is not None and threshold is not None:
                 curves.setdefault(name, []).append((threshold, value.middle))
             elif value is not None:
@@ -200,15 +189,19 @@ def _bars(methods: list[Result], field: str, factor: float = 1.0) -> list[Bar]:
     return found
 
 
-def _table(title: str, note: str, head: str, lines: list[list[str]], num_names: int) -> Table | None:
+def _tokens_per_s(method: Result) -> str:
+    value = spread(method.get("tokens_per_s"))
+    return MISSING if value is None else value.text(1 if value.low < 10 else 0)
+
+
+def _table(title: str, note: str, columns: Columns, entries: list[Result], num_names: int) -> Table | None:
     """A table without columns that are the same in all of several lines; the note has their value."""
-    if not lines:
+    if not entries:
         return None
-    names = head.split(", ")
-    kept = [at for at in range(len(names)) if len(lines) == 1 or len({line[at] for line in lines}) > 1]
-    constant = [
-        f"{name}: {lines[0][at]}" for at, name in enumerate(names) if at not in kept and lines[0][at] != MISSING
-    ]
-    note = " ".join(filter(None, [note, f"The same for all: {'; '.join(constant)}." if constant else ""]))
-    num_names = sum(at < num_names for at in kept)
-    return Table(title, note, [names[at] for at in kept], [[line[at] for at in kept] for line in lines], num_names)
+    cells = {head: [cell(entry) for entry in entries] for head, cell in columns.items()}
+    constant = [head for head, column in cells.items() if len(entries) > 1 and len(set(column)) == 1]
+    same = [f"{head}: {cells[head][0]}" for head in constant if cells[head][0] != MISSING]
+    note = " ".join(filter(None, [note, f"The same for all: {'; '.join(same)}." if same else ""]))
+    num_names -= len(set(constant) & set(list(columns)[:num_names]))
+    kept = {head: column for head, column in cells.items() if head not in constant}
+    return Table(title, note, list(kept), list(zip(*kept.values(), strict=True)), num_names)

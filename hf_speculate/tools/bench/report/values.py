@@ -1,7 +1,6 @@
-"""Reads values out of a result, where any of them may be missing, and writes them as text."""
+"""Writes values of a result as text; each may be missing."""
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 Result = Mapping[str, Any]
@@ -22,38 +21,14 @@ class Spread(NamedTuple):
         return f"{middle}{unit}" if self.low == self.high else f"{middle}{unit} ({low} to {high})"
 
 
-def number(value: Any) -> float | None:
-    """A finite number; None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return float(value)
-
-
-def numbers(value: Any) -> list[float]:
-    """The finite numbers of a list, up to the first entry that is none."""
-    found = []
-    for entry in value if isinstance(value, Sequence) and not isinstance(value, str) else ():
-        read = number(entry)
-        if read is None:
-            break
-        found.append(read)
-    return found
-
-
 def spread(value: Any, factor: float = 1.0) -> Spread | None:
-    """Minimum, median and maximum, or one number three times; None where the median is missing."""
-    given = value if isinstance(value, Mapping) else {"median": value}
-    middle = number(given.get("median"))
-    if middle is None:
+    """Minimum, median and maximum, or one number three times; None where there is no value."""
+    if value is None:
         return None
-    low, high = number(given.get("min")), number(given.get("max"))
-    return Spread(*(factor * (middle if one is None else one) for one in (low, middle, high)))
-
-
-def rows(result: Result, name: str) -> list[Result]:
-    """The entries of one of the result's tables; none where there is no such table."""
-    table = result.get(name)
-    return [row for row in table if isinstance(row, Mapping)] if isinstance(table, Sequence) else []
+    low, middle, high = (
+        (value[name] for name in ("min", "median", "max")) if isinstance(value, Mapping) else [value] * 3
+    )
+    return Spread(factor * low, factor * middle, factor * high)
 
 
 def short(value: float) -> str:
@@ -61,10 +36,9 @@ def short(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:#.3g}".removesuffix(".")
 
 
-def share(value: Any) -> str:
+def share(value: float | None) -> str:
     """A share of one in percent."""
-    read = number(value)
-    return MISSING if read is None else f"{100 * read:.1f} %"
+    return MISSING if value is None else f"{100 * value:.1f} %"
 
 
 def fixed(value: Any, decimals: int = 2, factor: float = 1.0) -> str:

