@@ -13,7 +13,7 @@ from hf_speculate.tools.bench.batches import Batch
 from hf_speculate.tools.bench.decoding import Decoder
 from hf_speculate.tools.bench.measuring import Run
 from hf_speculate.tools.bench.methods import OURS, Method
-from hf_speculate.tools.checks.near_ties import GapRecorder, TextDifference, classify, first_difference, float64_copy
+from hf_speculate.tools.checks.near_ties import GapRecorder, TextDifference, classify, float64_copy
 
 _TRANSFORMERS_TOKENS = 20  # default of its assisted generation
 
@@ -59,15 +59,15 @@ class TextCheck:
 
     def _verdicts(self, method: Method, run: Run, plain: Sequence[list[int]], batch: Batch) -> Iterator[str]:
         """Yield "equal", "tie" or "bug" for each row."""
-        found = [(ids, texts, first_difference(ids, texts)) for ids, texts in zip(plain, run.texts, strict=True)]
-        is_choice = [at is not None and at < min(len(ids), len(texts)) for ids, texts, at in found]
-        last = max(
-            (at for (_, _, at), chosen in zip(found, is_choice, strict=True) if at is not None and chosen), default=-1
-        )
+        places: list[int | None] = []  # of the first differing tokens
+        for ids, texts in zip(plain, run.texts, strict=True):
+            pairs = enumerate(zip(ids, texts, strict=False))
+            places.append(next((at for at, (one, other) in pairs if one != other), None))
+        last = max((at for at in places if at is not None), default=-1)
         gaps = self._gaps(run, batch, last + 1) if last >= 0 else []
-        for row, (ids, texts, at) in enumerate(found):
-            if at is None or not is_choice[row]:
-                yield "equal" if at is None else "bug"
+        for row, (ids, texts, at) in enumerate(zip(plain, run.texts, places, strict=True)):
+            if at is None:
+                yield "equal" if len(ids) == len(texts) else "bug"
                 continue
             before = torch.tensor(texts[:at], dtype=torch.int64, device=batch.input_ids.device)
             difference = TextDifference(
@@ -76,7 +76,7 @@ class TextCheck:
                 texts[at],
                 float(gaps[at][row]),
                 _block_len(method, run),
-                len(found) if method.engine == OURS else 1,
+                len(plain) if method.engine == OURS else 1,
             )
             yield classify(self._target, self._exact, difference).verdict
 

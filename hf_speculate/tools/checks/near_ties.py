@@ -7,7 +7,7 @@ shrinks with a wider dtype. A gap within the noise measured at that position is 
 
 import copy
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -152,12 +152,6 @@ class GapRecorder(LogitsProcessor):
         return scores
 
 
-def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """Position at which two sequences differ, or the shorter one ends; None if they are equal."""
-    end = min(len(one), len(other))
-    return next((at for at in range(end) if one[at] != other[at]), None if len(one) == len(other) else end)
-
-
 def noise_between(single: Tensor, others: Tensor, token_ids: tuple[int, int]) -> LogitNoise:
     """Compare the logits that forwards of several shapes gave for one position, at the two tokens of the difference.
 
@@ -210,7 +204,6 @@ class ReplayedDifference(NamedTuple):
         return noise_between(single, other[None], (self.plain_id, self.speculative_id))
 
     def _logits(self, model: PreTrainedModel, options: Mapping[str, Any]) -> Tensor:
-        """[V] float64, the row's logits at the difference."""
         output: Any = generate(model, **options)
         logits: Tensor = output.logits[self.position][self.row].double()
         return logits

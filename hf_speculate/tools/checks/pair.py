@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -30,6 +31,9 @@ class Finding(NamedTuple):
 
     level: str
     text: str
+
+
+_warning = partial(Finding, "warning")
 
 
 class Overlap(NamedTuple):
@@ -184,32 +188,29 @@ def vocabulary_overlap(target: PreTrainedTokenizerBase, draft: PreTrainedTokeniz
 
 def model_findings(target: Described, draft: Described) -> Iterator[Finding]:
     """Models that `generate()` does not support, always or for long sequences."""
-    unsupported = [_unsupported([one.model]) for one in (target, draft)]
-    yield from (Finding("not supported", text) for text in unsupported if text)
-    together = "" if any(unsupported) else _unsupported([target.model, draft.model])
-    if together:
-        yield Finding("does not fit", together)
+    unsupported = [text for one in (target, draft) if (text := _unsupported([one.model]))]
+    yield from (Finding("not supported", text) for text in unsupported)
+    if not unsupported and (text := _unsupported([target.model, draft.model])):
+        yield Finding("does not fit", text)
     if not draft.model.can_generate():
-        text = f"assistant_model must be able to generate, got {type(draft.model).__name__}"
-        yield Finding("not supported", text)
+        yield Finding("not supported", f"assistant_model must be able to generate, got {type(draft.model).__name__}")
     for one in (target, draft):
         cache = recurrent_cache(one.model)
         stepped = None if cache is None else stepped_model(one.model, cache)
         if stepped is not None and not stepped.obstacle:
             size = f"{stepped.num_bytes / 2**20:.3g} MiB a row, for each token of a round"
-            text = f"the {one.role} has recurrent layers: its cache is hybrid, and its states take {size}"
-            yield Finding("ok", text)
+            yield Finding("ok", f"the {one.role} has recurrent layers: its cache is hybrid, and its states take {size}")
     rope = growing_rope(target.model)
     if rope is not None:
-        text = f"sequences of more than {rope[1]} tokens are not supported: the target has {rope[0]} rotary embeddings"
-        yield Finding("warning", text)
+        yield _warning(
+            f"sequences of more than {rope[1]} tokens are not supported: the target has {rope[0]} rotary embeddings"
+        )
     lens = [getattr(one.config, "max_position_embeddings", None) or 0 for one in (target, draft)]
     if 0 < lens[1] < lens[0]:
-        text = (
+        yield _warning(
             f"the draft's context is {lens[1]} tokens, the target's {lens[0]}: beyond the draft's, few drafted tokens "
             "are accepted"
         )
-        yield Finding("warning", text)
 
 
 def _unsupported(models: list[PreTrainedModel]) -> str:
@@ -228,12 +229,11 @@ def vocabulary_findings(target: Described, draft: Described, overlap: Overlap | 
         unknown = f"no tokenizer was found for {missing}: whether token ids mean the same is unknown"
         counts = f"{sizes[0]} and {sizes[1]} tokens"
         if sizes[0] == sizes[1]:
-            yield Finding("warning", unknown)
+            yield _warning(unknown)
         elif abs(sizes[0] - sizes[1]) <= MAX_PADDING and target.eos_token_ids == draft.eos_token_ids:
-            yield Finding("warning", f"{unknown}; vocabularies of {counts} count as padding")
+            yield _warning(f"{unknown}; vocabularies of {counts} count as padding")
         else:
-            text = f"{unknown}, and {counts} differ by more than padding; pass both tokenizers"
-            yield Finding("does not fit", text)
+            yield Finding("does not fit", f"{unknown}, and {counts} differ by more than padding; pass both tokenizers")
     elif not overlap.is_same:
         try:
             vocabulary = intersect_vocabularies(target.tokenizer, draft.tokenizer, *sizes)
@@ -241,45 +241,41 @@ def vocabulary_findings(target: Described, draft: Described, overlap: Overlap | 
             yield Finding("does not fit", str(error))
             return
         shared = f"{int(vocabulary.is_shared.sum())} of the target's {overlap.num_target} tokens can be drafted"
-        text = f"different tokenizers: {shared}; pass tokenizer= and assistant_tokenizer= to generate()"
-        yield Finding("warning", text)
+        yield _warning(f"different tokenizers: {shared}; pass tokenizer= and assistant_tokenizer= to generate()")
     elif sizes[0] != sizes[1]:
-        yield Finding("warning", f"one tokenizer, but vocabularies padded to {sizes[0]} and {sizes[1]} tokens")
+        yield _warning(f"one tokenizer, but vocabularies padded to {sizes[0]} and {sizes[1]} tokens")
 
 
 def text_findings(target: Described, draft: Described) -> Iterator[Finding]:
     """Reasons why the two models continue one text differently."""
     if target.eos_token_ids != draft.eos_token_ids:
         ids = [", ".join(map(str, sorted(one.eos_token_ids))) or "none" for one in (target, draft)]
-        text = f"EOS token ids differ: {ids[0]} in the target, {ids[1]} in the draft; the target's end the output"
-        yield Finding("warning", text)
+        yield _warning(
+            f"EOS token ids differ: {ids[0]} in the target, {ids[1]} in the draft; the target's end the output"
+        )
     templates = [getattr(one.tokenizer, "chat_template", None) for one in (target, draft)]
     if target.tokenizer is not None and draft.tokenizer is not None and templates[0] != templates[1]:
-        text = "chat templates differ: prompts follow the target's, on which the draft may not be trained"
-        yield Finding("warning", text)
+        yield _warning("chat templates differ: prompts follow the target's, on which the draft may not be trained")
 
 
 def size_findings(target: Described, draft: Described) -> Iterator[Finding]:
     """Limits of the speed-up that follow from the models' sizes."""
     for one in (target, draft):
         if one.quantisation:
-            text = (
+            yield _warning(
                 f"the {one.role} is quantised ({one.quantisation}): its kernels may take longer than its bytes "
                 "suggest, and a forward over several tokens may round differently from one over a single token"
             )
-            yield Finding("warning", text)
     if target.size.num_experts > 1:
-        text = (
+        yield _warning(
             f"the target routes each token to {target.size.num_chosen} of {target.size.num_experts} experts: verifying "
             "several tokens reads more experts, which the bounds below include"
         )
-        yield Finding("warning", text)
     if draft.size.num_bytes >= target.size.num_bytes:
-        yield Finding("warning", "the draft has as many bytes as the target: the adaptive schedule never calls it")
+        yield _warning("the draft has as many bytes as the target: the adaptive schedule never calls it")
     elif all(gain.num_draft_tokens == 0 for gain in estimate_gains(target.size, draft.size)):
         most = max(ACCEPTANCE_PROBABILITIES)
-        text = f"the draft is too large for a speed-up while at most {most:.0%} of its tokens are accepted"
-        yield Finding("warning", text)
+        yield _warning(f"the draft is too large for a speed-up while at most {most:.0%} of its tokens are accepted")
 
 
 def _count(num_params: int) -> str:

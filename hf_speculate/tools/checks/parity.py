@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, NamedTuple
+from itertools import zip_longest
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,6 @@ from hf_speculate.tools.checks.near_ties import (
     ReplayedDifference,
     TextDifference,
     classify,
-    first_difference,
     float64_copy,
 )
 from hf_speculate.verify.base import is_lossless
@@ -108,18 +108,10 @@ def check_parity(
     rows: list[ParityRow] = []
     exact = cache(lambda: float64_copy(model))  # made at the first difference
     for inputs in _calls(prompts, tokenizer, model.device):
-        for difference in _differences(model, assistant, inputs, options, stats):
-            rows.append(_row(len(rows), difference, model, exact))
+        for row in _compared(model, assistant, inputs, options, stats, exact):
+            rows.append(replace(row, index=len(rows)))
         num_drafted += stats.num_verified
     return ParityReport(tuple(rows), str(model.dtype).removeprefix("torch."), num_drafted)
-
-
-class _FirstDifference(NamedTuple):
-    """First difference of a row; `is_choice`: both had a token to choose, and plain decoding chose its best."""
-
-    position: int
-    is_choice: bool
-    difference: TextDifference | ReplayedDifference
 
 
 def _check_arguments(model: PreTrainedModel, assistant: object, kwargs: Mapping[str, Any]) -> None:
@@ -167,7 +159,14 @@ def _calls(
         if isinstance(prompt, Tensor):
             yield {"input_ids": (prompt if prompt.ndim == 2 else prompt[None]).to(device)}
         elif isinstance(prompt, Mapping):
-            _check_mapping(prompt)
+            if "input_ids" not in prompt:
+                names = ", ".join(sorted(prompt))
+                raise ConfigError(f"a prompt that is a mapping must hold input_ids, got {names}; add them")
+            others = ", ".join(sorted(name for name, value in prompt.items() if not isinstance(value, Tensor)))
+            if others:
+                raise ConfigError(
+                    f"a prompt that is a mapping must hold tensors, got other values in {others}; convert them"
+                )
             yield {name: value.to(device) for name, value in prompt.items()}
         elif not isinstance(prompt, str):
             raise ConfigError(
@@ -176,24 +175,15 @@ def _calls(
             )
 
 
-def _check_mapping(prompt: Mapping[str, Any]) -> None:
-    if "input_ids" not in prompt:
-        raise ConfigError(f"a prompt that is a mapping must hold input_ids, got {', '.join(sorted(prompt))}; add them")
-    others = sorted(name for name, value in prompt.items() if not isinstance(value, Tensor))
-    if others:
-        raise ConfigError(
-            f"a prompt that is a mapping must hold tensors, got other values in {', '.join(others)}; convert them"
-        )
-
-
-def _differences(
+def _compared(
     model: PreTrainedModel,
     assistant: PreTrainedModel | None,
     inputs: dict[str, Tensor],
     options: dict[str, Any],
     stats: SpeculationStats,
-) -> Iterator[_FirstDifference | None]:
-    """Decode a batch with and without drafts; the first difference of each row, or None. Fills `stats`."""
+    exact: Callable[[], PreTrainedModel | None],
+) -> Iterator[ParityRow]:
+    """Decode a batch with and without drafts, and compare the rows. Fills `stats`."""
     speculation = {"assistant_model": assistant, "speculation_stats": stats}
     ours: Any = generate(model, **{**options, **speculation, **inputs})
     recorder = GapRecorder(ours)
@@ -201,18 +191,19 @@ def _differences(
     processors = LogitsProcessorList([*(options.get("logits_processor") or []), recorder])
     plain: Any = generate(model, **{**plain_options, "logits_processor": processors})
     prompt_len, block_len = recorder.prompt_len, max(stats.rounds_by_draft_len, default=0) + 1
-    num_new, pad = max(plain.shape[1], ours.shape[1]) - prompt_len, _pad_token_id(model, options)
+    num_both, pad = min(plain.shape[1], ours.shape[1]) - prompt_len, _pad_token_id(model, options)
     for row in range(len(ours)):
-        new_ids = [ids[row, prompt_len:].tolist() for ids in (plain, ours)]
-        new_ids = [ids + [pad] * (num_new - len(ids)) for ids in new_ids]
-        position = first_difference(*new_ids)
-        if position is None:
-            yield None
+        plain_ids, our_ids = (ids[row, prompt_len:].tolist() for ids in (plain, ours))
+        pairs = enumerate(zip_longest(plain_ids, our_ids, fillvalue=pad))
+        found = next(((at, ids) for at, ids in pairs if ids[0] != ids[1]), None)
+        if found is None:
+            yield ParityRow()
             continue
-        has_ended = [position >= ids.shape[1] - prompt_len for ids in (plain, ours)]
-        is_choice = not any(has_ended) and int(recorder.best_ids[position][row]) == new_ids[0][position]
-        gap = float(recorder.gaps[position][row]) if is_choice else torch.inf
-        tokens = new_ids[0][position], new_ids[1][position]
+        position, tokens = found
+        if position >= num_both or int(recorder.best_ids[position][row]) != tokens[0]:
+            yield ParityRow(0, "bug", position, *tokens, reason="one of the outputs had ended before")
+            continue
+        gap = float(recorder.gaps[position][row])
         difference: TextDifference | ReplayedDifference
         if _reads_only_token_ids(model, inputs, options):
             mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])) != 0
@@ -222,7 +213,7 @@ def _differences(
             before = plain[:, : prompt_len + position]
             fields = {**options, "assistant_model": assistant}
             difference = ReplayedDifference(plain_options, fields, before, row, position, *tokens, gap, block_len)
-        yield _FirstDifference(position, is_choice, difference)
+        yield replace(classify(model, exact(), difference), position=position)
 
 
 def _reads_only_token_ids(model: PreTrainedModel, inputs: Mapping[str, Tensor], options: Mapping[str, Any]) -> bool:
@@ -240,15 +231,3 @@ def _pad_token_id(model: PreTrainedModel, options: Mapping[str, Any]) -> int:
             if value is not None:
                 return int(value[0] if isinstance(value, list | tuple) else value)
     return -1
-
-
-def _row(
-    index: int, first: _FirstDifference | None, model: PreTrainedModel, exact: Callable[[], PreTrainedModel | None]
-) -> ParityRow:
-    if first is None:
-        return ParityRow(index)
-    difference = first.difference
-    if first.is_choice:
-        return replace(classify(model, exact(), difference), index=index, position=first.position)
-    reason = "one of the outputs had ended before"
-    return ParityRow(index, "bug", first.position, difference.plain_id, difference.speculative_id, reason=reason)

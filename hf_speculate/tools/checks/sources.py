@@ -48,7 +48,6 @@ class Described:
 
     @property
     def config(self) -> PreTrainedConfig:
-        """The decoder's config."""
         config: PreTrainedConfig = self.model.config.get_text_config(decoder=True)
         return config
 
@@ -88,7 +87,6 @@ class ModelReader:
         )
 
     def config(self, role: str, source: object) -> PreTrainedConfig:
-        """The config of a name, a path or itself."""
         if isinstance(source, PreTrainedConfig):
             return source
         if not isinstance(source, str | Path):
