@@ -16,7 +16,7 @@ from hf_speculate.verify.base import is_lossless
 CARD_MARK = "<!-- hf_speculate.save_config wrote this card and replaces it; remove this line to keep your changes. -->"
 
 
-class _About(NamedTuple):
+class About(NamedTuple):
     """Description of a verifier."""
 
     title: str
@@ -25,33 +25,33 @@ class _About(NamedTuple):
     source: str
 
 
-_ABOUT = {
-    "greedy": _About(
+ABOUT = {
+    "greedy": About(
         "greedy verification",
         "a drafted token stays if it is the target's most likely token",
         "",
         "Stern et al., *Blockwise Parallel Decoding*, arXiv:1811.03115.",
     ),
-    "rejection": _About(
+    "rejection": About(
         "rejection sampling",
         "a drafted token stays with probability min(1, p/q) under the target p and the draft q",
         "do_sample=True,",
         "Leviathan et al., arXiv:2211.17192; Chen et al., arXiv:2302.01318.",
     ),
-    "block": _About(
+    "block": About(
         "block verification",
         "the tokens of a round are verified jointly, which on average keeps at least as many as rejection sampling",
         "do_sample=True,",
         "Sun et al., *Block Verification Accelerates Speculative Decoding*, arXiv:2403.10444.",
     ),
-    "coupled": _About(
+    "coupled": About(
         "coupled sampling",
         "a drafted token stays if the target samples the same one from noise that both models share, so a seed gives "
         "the same text with every draft model",
         "do_sample=True,\n    seed=1,",
         "Daliri et al., *Coupling without Communication and Drafter-Invariant Speculative Decoding*, arXiv:2408.07978.",
     ),
-    "typical": _About(
+    "typical": About(
         "typical acceptance",
         "a drafted token stays if its probability under the target is above min(posterior_threshold, posterior_alpha * "
         "exp(-entropy))",
@@ -59,7 +59,7 @@ _ABOUT = {
         "Cai et al., *Medusa*, arXiv:2401.10774, section 3.3.1.",
     ),
 }
-_DEFAULT = "rejection"  # described if no verifier is set
+DEFAULT = "rejection"  # described if no verifier is set
 _LOSSLESS = (
     "Lossless: with `do_sample=True` the text has the distribution of plain sampling from the target after "
     "temperature, top-k, top-p and all other settings, whatever the draft model proposes. With `do_sample=False` it is "
@@ -72,25 +72,10 @@ _LOSSY = (
 _GREEDY = "With `do_sample=True` it is not supported; leave `verifier` out of the fields to allow both."
 
 
-def documented_verifiers() -> list[str]:
-    """Names of the verifiers that a card can describe, sorted."""
-    return sorted(_ABOUT)
-
-
-def title_of(verifier: str | None) -> str:
-    """Title of a verifier, in words."""
-    return _ABOUT[verifier or _DEFAULT].title
-
-
-def is_replaceable(card: bytes) -> bool:
-    """Whether `model_card` wrote a README, not a user."""
-    return CARD_MARK.encode() in card.splitlines()
-
-
 def model_card(fields: Mapping[str, Any], name: str) -> str:
     """The README of a repository."""
-    verifier = fields.get("verifier") or _DEFAULT
-    about = _ABOUT[verifier]
+    verifier = fields.get("verifier") or DEFAULT
+    about = ABOUT[verifier]
     what = (
         "A `custom_generate` repository with settings of speculative decoding. A small draft model proposes several "
         f"tokens and the target model verifies them in one forward pass: {about.rule}. Works for single prompts and "

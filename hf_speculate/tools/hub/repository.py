@@ -9,7 +9,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from hf_speculate.config import FIELD_NAMES, PLAIN_NAMES, SpeculationConfig
 from hf_speculate.errors import ConfigError
 from hf_speculate.generation.config_sources import fields_of
-from hf_speculate.tools.hub.card import documented_verifiers, is_replaceable, model_card, render, title_of
+from hf_speculate.tools.hub.card import ABOUT, CARD_MARK, DEFAULT, model_card, render
 
 _CARD = "README.md"
 _CONFIG = "generation_config.json"
@@ -59,7 +59,7 @@ def save_config(
     _settings(model, saved).save_pretrained(folder)
     written = {_FUNCTION: function_source(saved), _REQUIREMENTS: "transformers>=5.17\n"}
     card = folder / _CARD
-    if not card.exists() or is_replaceable(card.read_bytes()):
+    if not card.exists() or CARD_MARK.encode() in card.read_bytes().splitlines():
         written[_CARD] = model_card(saved, name)
     for path, text in written.items():
         (folder / path).write_text(text, encoding="utf-8")
@@ -70,7 +70,9 @@ def save_config(
 
 def function_source(fields: dict[str, Any]) -> str:
     """The content of `custom_generate/generate.py` for a repository that sets `fields`."""
-    return render("generate.py.jinja", title=title_of(fields.get("verifier")), fields=sorted(fields.items()))
+    return render(
+        "generate.py.jinja", title=ABOUT[fields.get("verifier") or DEFAULT].title, fields=sorted(fields.items())
+    )
 
 
 def _check(fields: dict[str, Any]) -> None:
@@ -88,9 +90,9 @@ def _check(fields: dict[str, Any]) -> None:
             )
     SpeculationConfig(**fields)
     verifier = fields.get("verifier")
-    if verifier is not None and verifier not in documented_verifiers():
+    if verifier is not None and verifier not in ABOUT:
         raise ConfigError(
-            f"verifier must be one of {', '.join(documented_verifiers())} to be saved, got {verifier!r}; "
+            f"verifier must be one of {', '.join(sorted(ABOUT))} to be saved, got {verifier!r}; "
             "see examples/hub/top_k for a repository that registers a verifier of its own"
         )
 
