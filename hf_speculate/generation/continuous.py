@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_speculate.draft.suffix_store import SuffixStore
@@ -243,26 +244,26 @@ class ContinuousDecoder:
 
     def _prepare(self, prompts: Sequence[RowPrompt]) -> Prepared:
         """The prepared call of prompts with equal arguments, left-padded."""
-        width, first_row = max(len(prompt.token_ids) for prompt in prompts), self._num_begun
+        first_row = self._num_begun
         self._num_begun += len(prompts)
-        input_ids = torch.full((len(prompts), width), self._pad_token_id, dtype=torch.int64, device="cpu")  # [B, T]
-        attention_mask = torch.zeros_like(input_ids)
-        for row, prompt in enumerate(prompts):
-            start = width - len(prompt.token_ids)
-            input_ids[row, start:] = torch.tensor(prompt.token_ids, device="cpu")
-            attention_mask[row, start:] = 1
-        device = device_of(self._model)
+        token_ids = [prompt.token_ids for prompt in prompts]
+        input_ids, attention_mask = left_padded(token_ids, self._pad_token_id, device_of(self._model))
         seeds = {} if prompts[0].seed is None else {"seed": [prompt.seed for prompt in prompts]}
         arguments = {"pad_token_id": self._pad_token_id, **self._arguments, **prompts[0].arguments, **seeds}
-        prepared = prepare(
-            self._model,
-            first_row,
-            input_ids=input_ids.to(device),
-            attention_mask=attention_mask.to(device),
-            **arguments,
-        )
+        prepared = prepare(self._model, first_row, input_ids=input_ids, attention_mask=attention_mask, **arguments)
         self._suffix_store = prepared.config.suffix_store
         return prepared
+
+
+def left_padded(prompts: Sequence[Sequence[int]], pad_token_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Left-pad B prompts; returns `input_ids` and `attention_mask`, both [B, T] int64."""
+    width = max(map(len, prompts))
+    input_ids = torch.full((len(prompts), width), pad_token_id, dtype=torch.int64, device="cpu")  # [B, T]
+    attention_mask = torch.zeros_like(input_ids)
+    for row, ids in enumerate(prompts):
+        input_ids[row, width - len(ids) :] = torch.tensor(ids, device="cpu")
+        attention_mask[row, width - len(ids) :] = 1
+    return input_ids.to(device), attention_mask.to(device)
 
 
 def _alike(prompts: Sequence[RowPrompt]) -> list[list[RowPrompt]]:

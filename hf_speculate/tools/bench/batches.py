@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from hf_speculate.tools.dataset.encoding import padded
+from hf_speculate.generation.continuous import left_padded
 
 ItemT = TypeVar("ItemT")
 
@@ -26,7 +26,6 @@ class Batch(NamedTuple):
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """Arguments of `generate()`."""
         return {"input_ids": self.input_ids, "attention_mask": self.attention_mask}
 
 
@@ -60,5 +59,6 @@ def make_batches(
         found = {category for category, _ in some}
         full.append((found.pop() if len(found) == 1 else "", [ids for _, ids in some]))
     return [
-        Batch(number, *padded(group, pad_token_id, device), category) for number, (category, group) in enumerate(full)
+        Batch(number, *left_padded(group, pad_token_id, device), category)
+        for number, (category, group) in enumerate(full)
     ]

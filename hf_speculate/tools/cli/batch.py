@@ -7,14 +7,13 @@ from functools import partial
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from hf_speculate.errors import ConfigError
 from hf_speculate.tools.cli.arguments import check_writable, decoding_of
 from hf_speculate.tools.cli.commands import Batch
-from hf_speculate.tools.cli.console import INTERRUPTED, OK, notes
+from hf_speculate.tools.cli.console import INTERRUPTED, OK, notes, progress_bar
 from hf_speculate.tools.cli.loading import check_placement, load_pair, load_tokenizer
-from hf_speculate.tools.cli.options import Models, Ray
+from hf_speculate.tools.cli.options import Models
 from hf_speculate.tools.cli.prompts import read_json_prompts
 from hf_speculate.tools.dataset.encoding import batches_of
 from hf_speculate.tools.dataset.on_ray import RayOptions, on_ray
@@ -33,9 +32,14 @@ def run(options: Batch) -> int:
     arguments = decoding_of(options.generation, options.speculation).arguments
     seed = arguments.pop("seed", None)
     check_writable(output)
-    ray_options, is_on_ray = _ray_options(options.ray), options.engine == "ray"
+    ray, is_on_ray = options.ray, options.engine == "ray"
+    cpus = 1.0 if ray.cpus_per_worker is None else ray.cpus_per_worker
+    ray_options = RayOptions(ray.workers, cpus, ray.gpus_per_worker, ray.ray_address)
     if not is_on_ray:
-        _check_without_ray(options.ray)
+        for name, value in vars(ray).items():
+            if value is not None:
+                option = "--" + name.replace("_", "-")
+                raise ConfigError(f"{option} must come with --engine ray, got --engine local; add --engine ray")
         check_placement(models.dtype, models.device)  # with Ray, actors check their own machines
     rows = read_json_prompts(prompts)
     if output.exists() and prompts.exists() and output.samefile(prompts):
@@ -52,7 +56,7 @@ def run(options: Batch) -> int:
     log = notes()
     load = partial(make_decoder, models, arguments, is_chat)
     num_refilled = 0 if options.static_batches else options.rows
-    decode = on_ray(load, ray_options) if is_on_ray else in_this_process(load, num_refilled)
+    engine = on_ray(load, ray_options) if is_on_ray else in_this_process(load, num_refilled)
     progress = _Progress(log)
 
     def make_batches(left: Sequence[Row]) -> list[list[Row]]:
@@ -64,7 +68,7 @@ def run(options: Batch) -> int:
         return batches
 
     try:
-        report = run_job(job, make_batches, decode, ranks, progress.show if ranks.is_main else None)
+        report = run_job(job, make_batches, engine, ranks, progress.show if ranks.is_main else None)
     except KeyboardInterrupt:
         progress.stop()
         if ranks.is_main:
@@ -82,20 +86,7 @@ def run(options: Batch) -> int:
 def make_decoder(models: Models, arguments: Mapping[str, Any], is_chat: bool) -> RowDecoder:
     """Load the decoder, in this process or in an actor."""
     pair = load_pair(models)
-    rest = {name: value for name, value in arguments.items() if name != "max_new_tokens"}
-    return RowDecoder(pair.target, pair.tokenizer, arguments["max_new_tokens"], pair.arguments | rest, is_chat)
-
-
-def _ray_options(ray: Ray) -> RayOptions:
-    cpus = 1.0 if ray.cpus_per_worker is None else ray.cpus_per_worker
-    return RayOptions(ray.workers, cpus, ray.gpus_per_worker, ray.ray_address)
-
-
-def _check_without_ray(ray: Ray) -> None:
-    name = next((name for name, value in vars(ray).items() if value is not None), None)
-    if name is not None:
-        option = "--" + name.replace("_", "-")
-        raise ConfigError(f"{option} must come with --engine ray, got --engine local; add --engine ray")
+    return RowDecoder(pair.target, pair.tokenizer, {**pair.arguments, **arguments}, is_chat)
 
 
 class _Progress:
@@ -103,30 +94,20 @@ class _Progress:
 
     def __init__(self, log: Console, clock: Callable[[], float] = time.monotonic):
         self.log, self.clock = log, clock
-        self.bar = Progress(
-            BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn(), console=log
-        )
-        self.task = self.bar.add_task("reading prompts", total=None)
+        self.bar = progress_bar(log)
+        self.task = self.bar.add_task("reading prompts", total=None, numbers="")
+        self.start, self.stop = self.bar.start, self.bar.stop
         self.shown_s = clock()
-
-    def start(self) -> None:
-        if self.log.is_terminal:
-            self.bar.start()
 
     def load(self) -> None:
         self.bar.update(self.task, description="loading")
 
     def show(self, report: DatasetReport) -> None:
-        self.bar.update(self.task, total=report.num_rows, completed=report.num_finished, description=_speed(report))
+        num, speed = report.num_finished, _speed(report)
+        self.bar.update(self.task, total=report.num_rows, completed=num, description="", numbers=speed)
         if not self.log.is_terminal and self.clock() - self.shown_s >= _LINE_EVERY_S:
             self.shown_s = self.clock()
-            self.log.print(
-                f"{report.num_finished} of {report.num_rows} rows, {_speed(report)}", style="dim", soft_wrap=True
-            )
-
-    def stop(self) -> None:
-        if self.log.is_terminal:
-            self.bar.stop()
+            self.log.print(f"{num} of {report.num_rows} rows, {speed}", style="dim", soft_wrap=True)
 
 
 def _speed(report: DatasetReport) -> str:

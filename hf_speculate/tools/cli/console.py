@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from hf_speculate.tools.atomic_file import replace_text
 
@@ -15,6 +16,13 @@ OK, REFUSED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130  # exit statuses; 130 is 128 
 def notes() -> Console:
     """Console for progress and notes, so that answers can be piped."""
     return Console(stderr=True, highlight=False)
+
+
+def progress_bar(log: Console) -> Progress:
+    """A bar with a description before it and the field `numbers` after it; it is only shown on a terminal."""
+    description, numbers = TextColumn("{task.description}"), TextColumn("{task.fields[numbers]}")
+    columns = (description, BarColumn(), MofNCompleteColumn(), numbers, TimeRemainingColumn())
+    return Progress(*columns, console=log, transient=True, disable=not log.is_terminal)
 
 
 def answer(text: str) -> None:

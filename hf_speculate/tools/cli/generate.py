@@ -65,9 +65,10 @@ def run(options: Generate) -> int:
     is_silent = options.as_json
     log = notes()
     pair = load_pair(options.models, log)
+    all_ids = [token_ids_of(row, pair.tokenizer, options.chat) for row in prompts]
     results: list[dict[str, Any]] = []
     try:
-        for row, token_ids in zip(prompts, token_ids_of(prompts, pair.tokenizer, options.chat), strict=True):
+        for row, token_ids in zip(prompts, all_ids, strict=True):
             if results and not is_silent:
                 answer("")
             if len(prompts) > 1 and not is_silent:
@@ -99,7 +100,7 @@ def run_chat(options: ChatInTerminal) -> int:
             messages = list(start)
             continue
         messages.append({"role": "user", "content": line})
-        [token_ids] = token_ids_of([Row.of(messages, source="the chat")], pair.tokenizer, is_chat=True)
+        token_ids = token_ids_of(Row.of(messages, source="the chat"), pair.tokenizer, is_chat=True)
         printer = _Printer(pair.tokenizer)
         try:
             log.print(_decode(pair, token_ids, arguments, printer).line, style="dim", soft_wrap=True)

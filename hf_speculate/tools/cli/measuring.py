@@ -8,7 +8,6 @@ from typing import Any, Literal, NamedTuple, cast
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from transformers.utils import logging
 
@@ -20,7 +19,7 @@ from hf_speculate.tools.bench.results import environment
 from hf_speculate.tools.bench.saving import TUNED_NAMES
 from hf_speculate.tools.cli.arguments import Decoding
 from hf_speculate.tools.cli.commands import Bench, Tune
-from hf_speculate.tools.cli.console import answer, write_json
+from hf_speculate.tools.cli.console import answer, progress_bar, write_json
 from hf_speculate.tools.cli.loading import load_pair
 from hf_speculate.tools.cli.options import Grid, Models, PromptSet
 from hf_speculate.tools.cli.prompts import read_prompts
@@ -63,7 +62,7 @@ def load(options: Bench | Tune, decoding: Decoding, log: Console) -> Setup:
         log.print(f"{num_cut} of {len(prompts)} prompts have several turns; the first one is used", style="dim")
     pair = load_pair(models, log)
     target = pair.target
-    token_ids = token_ids_of(prompts, pair.tokenizer, is_chat=prompt_set.chat)
+    token_ids = [token_ids_of(prompt, pair.tokenizer, is_chat=prompt_set.chat) for prompt in prompts]
     categories, pad_token_id = [prompt.category for prompt in prompts], cast(int, pair.tokenizer.pad_token_id)
     batches = make_batches(token_ids, categories, pad_token_id, prompt_set.batch_size, target.device)
     dtype = str(target.dtype).removeprefix("torch.")
@@ -84,14 +83,7 @@ def settings_of(decoding: Decoding, prompt_set: PromptSet, fields: Mapping[str, 
 @contextmanager
 def progress(log: Console, num_steps: int) -> Iterator[Callable[[Step], None]]:
     """Show at most `num_steps` calls as a bar on a terminal, else as lines; yields a function to call after each."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[numbers]}"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=log, transient=True, disable=not log.is_terminal) as bar:
+    with progress_bar(log) as bar:
         task = bar.add_task("warming up", total=num_steps, numbers="")
         num_done = 0
 

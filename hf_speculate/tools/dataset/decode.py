@@ -1,7 +1,8 @@
 """Decodes a data set with a loaded model."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from hf_speculate.field_checks import integer
 from hf_speculate.tools.dataset.encoding import batches_of
 from hf_speculate.tools.dataset.ranks import Ranks, find_ranks
 from hf_speculate.tools.dataset.row_decoder import RowDecoder
-from hf_speculate.tools.dataset.rows import Row, read_rows
+from hf_speculate.tools.dataset.rows import read_rows
 from hf_speculate.tools.dataset.run import DatasetReport, Job, in_this_process, run
 
 
@@ -74,19 +75,14 @@ def decode_dataset(
     """
     rows = read_rows(prompts)
     integer("at least 1", 1, math.inf, "leave it out for 8")("batch_size", batch_size)
-    decoder = RowDecoder(model, tokenizer, max_new_tokens, arguments, is_chat)
+    decoder = RowDecoder(model, tokenizer, {"max_new_tokens": max_new_tokens, **arguments}, is_chat)
     ranks = find_ranks(is_cpu=model.device.type == "cpu")
     check_model(model, ranks)
-    settings = {"target": _described(model), "max_new_tokens": max_new_tokens, "is_chat": is_chat}
-    settings |= {name: _described(value) for name, value in arguments.items()}
+    settings = {"target": _described(model), "is_chat": is_chat, **_described(decoder.arguments)}
     job = Job(rows, Path(output), settings, seed, is_ordered, if_changed)
-
-    def make_batches(left: Sequence[Row]) -> list[list[Row]]:
-        return batches_of(left, batch_size, tokenizer, is_chat)
-
-    return run(
-        job, make_batches, in_this_process(lambda: decoder, 0 if static_batches else batch_size), ranks, on_batch
-    )
+    make_batches = partial(batches_of, batch_size=batch_size, tokenizer=tokenizer, is_chat=is_chat)
+    engine = in_this_process(lambda: decoder, 0 if static_batches else batch_size)
+    return run(job, make_batches, engine, ranks, on_batch)
 
 
 def check_model(model: PreTrainedModel, ranks: Ranks) -> None:

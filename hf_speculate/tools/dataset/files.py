@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from hf_speculate.errors import ConfigError
 from hf_speculate.tools.atomic_file import sync_folder
 
-_BLOCK_BYTES = 1 << 16
 _BEGIN = b'{"id'  # of every line
 
 
@@ -42,26 +41,18 @@ def cut_torn_line(path: Path) -> int:
     if not path.exists():
         return 0
     with path.open("r+b") as file:
-        num_bytes = file.seek(0, os.SEEK_END)
-        end = num_bytes
-        while end:
-            begin = max(end - _BLOCK_BYTES, 0)
-            file.seek(begin)
-            newline = file.read(end - begin).rfind(b"\n")
-            if newline >= 0:
-                end = begin + newline + 1
-                break
-            end = begin
+        end = 0
+        for line in file:
+            end += len(line) * line.endswith(b"\n")
+        num_bytes = file.tell()
+        file.seek(end)
+        if not _BEGIN.startswith(file.read(len(_BEGIN))):
+            raise ConfigError(
+                f"each line of the output must be a result, got another one at the end of {path}; repair or remove "
+                "that line, or choose another output"
+            )
         if end < num_bytes:
-            file.seek(end)
-            beginning = file.read(len(_BEGIN))
-            if not _BEGIN.startswith(beginning):
-                raise ConfigError(
-                    f"each line of the output must be a result, got another one at the end of {path}; repair or remove "
-                    "that line, or choose another output"
-                )
             file.truncate(end)
-            file.flush()
             os.fsync(file.fileno())
     return num_bytes - end
 

@@ -65,7 +65,10 @@ def on_ray(make_decoder: Callable[[], RowDecoder], options: RayOptions) -> Engin
             **resources,
         )
         for block in decoded.iter_batches(batch_size=1, prefetch_batches=0, batch_format="numpy"):
-            yield _decoded(json.loads(str(block["decoded"][0])))
+            content = json.loads(str(block["decoded"][0]))
+            if "problem" in content:
+                raise ConfigError(content["problem"])
+            yield Decoded(**content)
 
     return decode
 
@@ -97,31 +100,24 @@ class _Worker:
             self.problem = str(error)
 
     def __call__(self, block: dict[str, Any]) -> dict[str, Any]:
+        try:
+            content = self._decode([Row(**fields) for fields in json.loads(str(block["rows"][0]))])._asdict()
+        except SpeculateError as error:
+            content = {"problem": str(error)}
+        return {"decoded": [json.dumps(content)]}
+
+    def _decode(self, rows: list[Row]) -> Decoded:
         ray = import_extra("ray", "ray", _PACKAGE)
-        rows = [Row(**fields) for fields in json.loads(str(block["rows"][0]))]
         num_begun = ray.get(self.attempts.begin.remote(rows[0].key))
         if self.decoder is None:
-            return _answer({"problem": self.problem})
+            raise ConfigError(self.problem)
         if num_begun > self.num_attempts:
             keys = ", ".join(row.key for row in rows[:3])
-            problem = (
-                f"a batch must not kill its actor, got {len(rows)} rows ({keys}) on which {self.num_attempts} died"
+            raise ConfigError(
+                f"a batch must not kill its actor, got {len(rows)} rows ({keys}) on which {self.num_attempts} died; "
+                "choose a smaller batch size, or remove these prompts"
             )
-            return _answer({"problem": f"{problem}; choose a smaller batch size, or remove these prompts"})
-        try:
-            return _answer(self.decoder.decode(rows, self.seed)._asdict())
-        except SpeculateError as error:
-            return _answer({"problem": str(error)})
-
-
-def _answer(content: dict[str, Any]) -> dict[str, Any]:
-    return {"decoded": [json.dumps(content)]}
-
-
-def _decoded(content: dict[str, Any]) -> Decoded:
-    if "problem" in content:
-        raise ConfigError(content["problem"])
-    return Decoded(**content)
+        return self.decoder.decode(rows, self.seed)
 
 
 def _connected(address: str | None) -> Any:

@@ -29,19 +29,16 @@ class Ranks:
         return self.index == 0
 
     def wait(self) -> None:
-        """Wait for all processes."""
         if self.state is not None:
             self.state.wait_for_everyone()
 
     def sums(self, numbers: Sequence[int]) -> list[int]:
-        """Sum of each number over all processes."""
         if self.state is None:
             return list(numbers)
         gathered = import_extra("accelerate.utils", "ranks").gather_object([list(numbers)])
         return [sum(column) for column in zip(*gathered, strict=True)]
 
     def close(self) -> None:
-        """Leave the process group."""
         if self.state is not None:
             self.state.destroy_process_group()
 

@@ -1,8 +1,8 @@
-"""Decodes one batch of rows, each with its own seed."""
+"""Decodes rows of a data set, each with its own seed."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -13,12 +13,12 @@ from transformers import MaxTimeCriteria, PreTrainedModel, PreTrainedTokenizerBa
 from hf_speculate.config import FIELD_NAMES
 from hf_speculate.errors import ConfigError
 from hf_speculate.generation.config_sources import fields_of, read_config
-from hf_speculate.generation.continuous import ContinuousDecoder, RowPrompt, RowResult
+from hf_speculate.generation.continuous import ContinuousDecoder, RowPrompt, RowResult, left_padded
 from hf_speculate.generation.draft_source import find_draft_source
 from hf_speculate.generation.enable import is_enabled
 from hf_speculate.generation.mixin import generate
 from hf_speculate.stats import SpeculationStats
-from hf_speculate.tools.dataset.encoding import padded, token_ids_of
+from hf_speculate.tools.dataset.encoding import token_ids_of
 from hf_speculate.tools.dataset.row_ends import RowEnds
 from hf_speculate.tools.dataset.rows import Row
 
@@ -30,7 +30,6 @@ RESERVED_ARGUMENTS = (
     "inputs",
     "inputs_embeds",
     "max_length",
-    "max_new_tokens",
     "num_return_sequences",
     "past_key_values",
     "return_dict_in_generate",
@@ -53,7 +52,6 @@ class Decoded(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """New tokens of all rows."""
         return sum(result["num_tokens"] for result in self.results)
 
 
@@ -66,8 +64,7 @@ class RowDecoder:
 
     model: PreTrainedModel  # the target, enabled or not
     tokenizer: PreTrainedTokenizerBase  # the target's; not changed
-    max_new_tokens: int  # of each row
-    arguments: Mapping[str, Any] = field(default_factory=dict)  # of `generate()`, without `RESERVED_ARGUMENTS`
+    arguments: Mapping[str, Any]  # of `generate()`, `max_new_tokens` among them, without `RESERVED_ARGUMENTS`
     is_chat: bool = False  # whether texts also pass through the chat template
 
     def __post_init__(self) -> None:
@@ -80,16 +77,8 @@ class RowDecoder:
         self._verifier()
 
     def decode(self, rows: Sequence[Row], seed: int) -> Decoded:
-        """Decode B rows in one left-padded batch."""
-        return self.for_row(rows[0])._decode(rows, seed)
-
-    def for_row(self, row: Row) -> "RowDecoder":
-        """The decoder with a row's own settings, apart from its seed."""
-        settings = {name: value for name, value in row.settings.items() if name != "seed"}
-        if not settings:
-            return self
-        num = settings.pop("max_new_tokens", self.max_new_tokens)
-        return replace(self, max_new_tokens=num, arguments={**self.arguments, **settings})
+        """Decode B rows of equal settings in one left-padded batch."""
+        return self._for_row(rows[0])._decode(rows, seed)
 
     def refilled(
         self, rows: Iterable[Row], seed: int, num_rows: int, on_begin: Callable[[Sequence[Row]], None]
@@ -101,41 +90,71 @@ class RowDecoder:
         decoder = ContinuousDecoder(
             self.model,
             num_rows,
-            {**self._own, **self.arguments, **self._verifier(), "return_dict_in_generate": False},
+            {**self._all_arguments(), "return_dict_in_generate": False},
             self._pad_token_id(),
             on_begin=lambda prompts: on_begin([prompt.key for prompt in prompts]),
         )
-        prompts = (self._prompt(row, seed) for row in rows)
+        prompts = (RowPrompt(self._token_ids(row), _seed_of(row, seed), row.settings, key=row) for row in rows)
         first = next(prompts)
         return decoder.obstacle(first) or self._refilled(decoder, _Source(chain([first], prompts)), num_rows)
 
     def _refilled(self, decoder: ContinuousDecoder, source: "_Source", num_rows: int) -> Iterator[Decoded]:
         try:
             for results in decoder.decode(source):
-                lines = [self.for_row(result.prompt.key)._line_of(result) for result in results]
-                counts = {
-                    name: sum(getattr(result, name) for result in results)
-                    for name in ("num_drafted", "num_accepted", "num_rounds")
-                }
-                num_failed = sum(result.error is not None for result in results)
-                yield Decoded(lines, **counts, num_failed=num_failed, num_in_flight=decoder.num_live)
+                yield Decoded(
+                    [self._for_row(one.prompt.key)._line_of(one) for one in results],
+                    sum(one.num_drafted for one in results),
+                    sum(one.num_accepted for one in results),
+                    sum(one.num_rounds for one in results),
+                    sum(one.error is not None for one in results),
+                    decoder.num_live,
+                )
         except torch.OutOfMemoryError as error:
             raise ConfigError(
                 f"the rows must fit into memory, got {num_rows} rows at once; choose fewer, finished rows are kept"
             ) from error
 
-    def _prompt(self, row: Row, seed: int) -> RowPrompt:
-        (token_ids,) = token_ids_of([row], self.tokenizer, self.is_chat)
-        own = {name: value for name, value in row.settings.items() if name != "seed"}
-        return RowPrompt(token_ids, seed_of(row, seed), {"max_new_tokens": self.max_new_tokens, **own}, key=row)
+    def _decode(self, rows: Sequence[Row], seed: int) -> Decoded:
+        prompts = [self._token_ids(row) for row in rows]
+        input_ids, attention_mask = left_padded(prompts, self._pad_token_id(), self.model.device)
+        stats, ends, prompt_len = SpeculationStats(), self._ends(), input_ids.shape[1]
+        decode: Any = self.model.generate if is_enabled(self.model) else partial(generate, self.model)
+        try:
+            output = decode(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                num_return_sequences=1,
+                return_dict_in_generate=False,
+                seed=[_seed_of(row, seed) for row in rows],
+                speculation_stats=stats,
+                **{**self._all_arguments(), "stopping_criteria": ends.criteria},
+            )
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"a batch must fit into memory, got {len(rows)} rows of {prompt_len} and "
+                f"{self.arguments['max_new_tokens']} tokens; choose a smaller batch size, finished rows are kept"
+            ) from error
+        found = zip(rows, output[:, prompt_len:].tolist(), ends.find(output, prompt_len), strict=True)
+        lines = [self._line(row, *self._ended(ids, num)) for row, ids, num in found]
+        return Decoded(lines, stats.num_drafted, stats.num_accepted, stats.num_rounds)
+
+    def _for_row(self, row: Row) -> "RowDecoder":
+        """The decoder with a row's own settings."""
+        return replace(self, arguments={**self.arguments, **row.settings}) if row.settings else self
+
+    def _token_ids(self, row: Row) -> list[int]:
+        return token_ids_of(row, self.tokenizer, self.is_chat)
+
+    def _all_arguments(self) -> dict[str, Any]:
+        own = {"pad_token_id": self._pad_token_id(), "tokenizer": self.tokenizer}
+        return {**own, **self.arguments, **self._verifier()}
 
     def _line_of(self, result: RowResult) -> dict[str, Any]:
-        prompt, ids = list(result.prompt.token_ids), result.token_ids
+        row, prompt, ids = result.prompt.key, list(result.prompt.token_ids), result.token_ids
         if result.error is not None:
-            error = {"error": f"{type(result.error).__name__}: {result.error}"}
-            return self._line(result.prompt.key, ids, "error") | error
+            return self._line(row, ids, "error") | {"error": f"{type(result.error).__name__}: {result.error}"}
         (num,) = self._ends().find(torch.tensor([prompt + ids], device="cpu"), len(prompt))
-        return self._line(result.prompt.key, *self._ended(ids, num))
+        return self._line(row, *self._ended(ids, num))
 
     def _line(self, row: Row, ids: list[int], reason: str) -> dict[str, Any]:
         text = self.tokenizer.decode(ids, skip_special_tokens=True)
@@ -144,82 +163,39 @@ class RowDecoder:
     def _ends(self) -> RowEnds:
         return RowEnds(self._eos_token_ids(), self._stop_strings, self.arguments.get("stopping_criteria"))
 
-    @property
-    def _own(self) -> dict[str, Any]:
-        return {"pad_token_id": self._pad_token_id(), "tokenizer": self.tokenizer}
-
-    def _decode(self, rows: Sequence[Row], seed: int) -> Decoded:
-        prompts = token_ids_of(rows, self.tokenizer, self.is_chat)
-        input_ids, attention_mask = padded(prompts, self._pad_token_id(), self.model.device)
-        stats = SpeculationStats()
-        ends = self._ends()
-        decode: Any = self.model.generate if is_enabled(self.model) else partial(generate, self.model)
-        try:
-            output = decode(
-                input_ids=input_ids,
-                attention_mask=attention_mask,
-                max_new_tokens=self.max_new_tokens,
-                num_return_sequences=1,
-                return_dict_in_generate=False,
-                seed=[seed_of(row, seed) for row in rows],
-                speculation_stats=stats,
-                **{**self._own, **self.arguments, **self._verifier(), "stopping_criteria": ends.criteria},
-            )
-        except torch.OutOfMemoryError as error:
-            raise ConfigError(
-                f"a batch must fit into memory, got {len(rows)} rows of {input_ids.shape[1]} and {self.max_new_tokens} "
-                "tokens; choose a smaller batch size, finished rows are kept"
-            ) from error
-        prompt_len = input_ids.shape[1]
-        found = zip(rows, output[:, prompt_len:].tolist(), ends.find(output, prompt_len), strict=True)
-        lines = [self._line(row, *self._ended(ids, num)) for row, ids, num in found]
-        return Decoded(lines, stats.num_drafted, stats.num_accepted, stats.num_rounds)
-
     def _ended(self, ids: list[int], num_new: int | None) -> tuple[list[int], str]:
         """A row's tokens without padding, and its finish reason."""
         if num_new is not None:
             return ids[:num_new], "stop"
-        if self._has_time_limit():
-            pad_id, num_tokens = self._pad_token_id(), len(ids)
+        criteria = self.arguments.get("stopping_criteria") or ()
+        if self._setting("max_time") is not None or any(isinstance(one, MaxTimeCriteria) for one in criteria):
+            pad_id, num_tokens = self._pad_token_id(), len(ids)  # rows that a clock ended are padded
             while num_tokens and ids[num_tokens - 1] == pad_id:
                 num_tokens -= 1
             ids = ids[:num_tokens]
-        return ids, "length" if len(ids) >= self.max_new_tokens else "stop"
-
-    def _has_time_limit(self) -> bool:
-        """Whether a clock may end rows, which are padded then."""
-        criteria = self.arguments.get("stopping_criteria") or ()
-        return self._setting("max_time") is not None or any(isinstance(one, MaxTimeCriteria) for one in criteria)
+        return ids, "length" if len(ids) >= self.arguments["max_new_tokens"] else "stop"
 
     @cached_property
     def _stop_strings(self) -> StopStringCriteria | None:
-        """The criterion of the stop strings; None without any."""
         stop_strings = self._setting("stop_strings")
         tokenizer = self.arguments.get("tokenizer") or self.tokenizer
         return None if stop_strings is None else StopStringCriteria(tokenizer, stop_strings)
 
     def _eos_token_ids(self) -> set[int]:
         eos = self._setting("eos_token_id")
-        if eos is None:
-            return set()
-        return {int(eos)} if isinstance(eos, int) else {int(one) for one in eos}
+        return set() if eos is None else {int(eos)} if isinstance(eos, int) else set(map(int, eos))
 
     def _pad_token_id(self) -> int:
-        given = self._setting("pad_token_id")
-        for token_id in (given, self.tokenizer.pad_token_id, *self._eos_token_ids()):
-            if token_id is not None:
-                return int(token_id)
-        return 0
+        candidates = (self._setting("pad_token_id"), self.tokenizer.pad_token_id, *self._eos_token_ids(), 0)
+        return int(next(token_id for token_id in candidates if token_id is not None))
 
     def _setting(self, name: str) -> Any:
         """A field of the arguments (even None), the passed generation config or the model's; None if it is not set."""
         if name in self.arguments:
             return self.arguments[name]
-        value = None
-        for config in (self.arguments.get("generation_config"), self.model.generation_config):
-            if value is None and config is not None:
-                value = getattr(config, name, None)
-        return value
+        configs = self.arguments.get("generation_config"), self.model.generation_config
+        values = (getattr(config, name, None) for config in configs)
+        return next((value for value in values if value is not None), None)
 
     def _verifier(self) -> dict[str, str]:
         """The verifier that samples with a seed per row if there is no draft source."""
@@ -248,9 +224,8 @@ class _Source:
         return next(self._prompts, None)
 
 
-def seed_of(row: Row, seed: int) -> int:
-    """Seed of one row: its own, or one that follows from the data set's."""
-    return int(row.settings["seed"]) if "seed" in row.settings else row_seed(seed, row.key)
+def _seed_of(row: Row, seed: int) -> int:
+    return row_seed(seed, row.key) if row.seed is None else row.seed
 
 
 def row_seed(seed: int, key: str) -> int:

@@ -52,7 +52,8 @@ class Row:
     extras: dict[str, Any]  # fields that are copied to the result
     source: str  # file and line, for error messages
     num_turns: int = 1  # number of turns in the data set; `content` is the first
-    settings: dict[str, Any] = field(default_factory=dict)  # arguments of `generate()` for this row, `seed` among them
+    settings: dict[str, Any] = field(default_factory=dict)  # other arguments of `generate()` for this row
+    seed: int | None = None  # of this row when sampling
 
     @classmethod
     def of(cls, content: str | list[dict[str, Any]], number: int = 1, source: str = "the prompt") -> "Row":
@@ -72,7 +73,10 @@ def read_rows(prompts: str | Path | Iterable[str | Mapping[str, Any]]) -> list[R
     whose first entry is the prompt, as in Spec-Bench's `question.jsonl`), and optionally "id" or "question_id".
     """
     if isinstance(prompts, str | Path):
-        entries = _lines_of(Path(prompts))
+        path = Path(prompts)
+        if not path.is_file():
+            raise ConfigError(f"the file of prompts must exist, got {path}; write one JSON object per line into it")
+        entries = read_json_lines(path.read_bytes().split(b"\n"), path.name)
     else:
         entries = ((number, entry, f"prompt {number}") for number, entry in enumerate(prompts, 1))
     rows: list[Row] = []
@@ -119,25 +123,10 @@ def _json(row: Row) -> str:
     return json.dumps([row.id, row.content, row.extras], ensure_ascii=False, sort_keys=True)
 
 
-def _lines_of(path: Path) -> Iterator[tuple[int, Any, str]]:
-    if not path.is_file():
-        raise ConfigError(f"the file of prompts must exist, got {path}; write one JSON object per line into it")
-    with path.open("rb") as file:
-        yield from read_json_lines(file, path.name)
-
-
-def _settings_in(extras: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """The settings among a line's fields."""
-    settings = {name: value for name, value in extras.items() if name in ROW_SETTINGS and value is not None}
-    for name, value in settings.items():
-        ROW_SETTINGS[name](name, value, f" at {source}")
-    return settings
-
-
 def _row_of(entry: Any, number: int, source: str) -> Row:
-    fields: dict[str, Any] = {"prompt": entry} if isinstance(entry, str) else {}
-    if isinstance(entry, Mapping):
-        fields = dict(entry)
+    fields: dict[str, Any] = (
+        {"prompt": entry} if isinstance(entry, str) else dict(entry) if isinstance(entry, Mapping) else {}
+    )
     given = [name for name in PROMPT_NAMES if fields.get(name) is not None]
     content: Any = fields[given[0]] if len(given) == 1 else None
     num_turns = 1
@@ -163,7 +152,13 @@ def _row_of(entry: Any, number: int, source: str) -> Row:
             f"extra fields must not have a name of the result ({', '.join(RESULT_NAMES)}), got {taken[0]} at "
             f"{source}; rename it"
         )
-    row = Row(str(row_id), row_id, content, extras, source, num_turns, _settings_in(extras, source))
+    settings: dict[str, Any] = {
+        name: value for name, value in extras.items() if name in ROW_SETTINGS and value is not None
+    }
+    for name, value in settings.items():
+        ROW_SETTINGS[name](name, value, f" at {source}")
+    seed = settings.pop("seed", None)
+    row = Row(str(row_id), row_id, content, extras, source, num_turns, settings, seed)
     try:
         _json(row).encode()
     except UnicodeEncodeError:

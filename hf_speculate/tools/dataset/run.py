@@ -11,7 +11,7 @@ from typing import Any
 
 from hf_speculate.errors import ConfigError
 from hf_speculate.field_checks import Check, is_int, one_of
-from hf_speculate.tools.dataset.files import append_results, spans_of
+from hf_speculate.tools.dataset.files import append_results, put_in_order, spans_of
 from hf_speculate.tools.dataset.ranks import Ranks
 from hf_speculate.tools.dataset.row_decoder import Decoded, RowDecoder
 from hf_speculate.tools.dataset.rows import Row
@@ -68,7 +68,6 @@ class DatasetReport:
         return self.num_tokens / self.seconds if self.seconds else 0.0
 
     def _after(self, decoded: Decoded, seconds: float) -> "DatasetReport":
-        """The progress with the results of a batch."""
         return replace(
             self,
             num_finished=self.num_finished + len(decoded.results),
@@ -177,4 +176,4 @@ def _complete(job: Job, folder: RunFolder) -> None:
             "output on a file system that all ranks share"
         )
     if job.is_ordered:
-        folder.put_in_order(job.rows)
+        put_in_order(job.output, (row.key for row in job.rows), folder.folder / "sorted.jsonl")

@@ -11,13 +11,7 @@ import filelock
 
 from hf_speculate.errors import ConfigError
 from hf_speculate.tools.atomic_file import replace_text
-from hf_speculate.tools.dataset.files import (
-    append_lines,
-    cut_torn_line,
-    move_results,
-    put_in_order,
-    spans_of,
-)
+from hf_speculate.tools.dataset.files import append_lines, cut_torn_line, move_results, spans_of
 from hf_speculate.tools.dataset.rows import Row, digest_of
 
 IF_CHANGED = ("keep", "refuse", "restart")
@@ -103,25 +97,15 @@ class RunFolder:
         return int(manifest["seed"])
 
     def part(self, rank: int) -> Path:
-        """File of one rank's results."""
         return self.folder / f"rank-{rank}.jsonl"
 
     def record_begun(self, rank: int, keys: Sequence[str]) -> None:
-        """Record that a batch has started."""
         line = json.dumps({"ids": list(keys)}, ensure_ascii=False)
         append_lines(self.folder / f"begun-{rank}.jsonl", f"{line}\n".encode())
 
     def gather_parts(self) -> None:
-        """Move the ranks' results to the output."""
-        for part in self._parts():
+        for part in sorted(self.folder.glob("rank-*.jsonl")):
             move_results(part, self.output)
-
-    def put_in_order(self, rows: Sequence[Row]) -> None:
-        """Sort the output like the prompts."""
-        put_in_order(self.output, (row.key for row in rows), self.folder / "sorted.jsonl")
-
-    def _parts(self) -> list[Path]:
-        return sorted(self.folder.glob("rank-*.jsonl"))
 
     def _journals(self) -> list[Path]:
         return sorted(self.folder.glob("begun-*.jsonl"))
@@ -143,7 +127,6 @@ class RunFolder:
 def _changes(before: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
     """Names of what differs, with both values."""
     changes = ["prompts"] if before["prompts"] != wanted["prompts"] else []
-    pairs = {"seed": (before["seed"], wanted["seed"])}
-    for name in sorted(before["settings"].keys() | wanted["settings"].keys()):
-        pairs[name] = (before["settings"].get(name), wanted["settings"].get(name))
-    return changes + [f"{name} ({new!r}, was {old!r})" for name, (old, new) in pairs.items() if old != new]
+    old, new = ({"seed": one["seed"], **one["settings"]} for one in (before, wanted))
+    names = [name for name in sorted({*old, *new}) if old.get(name) != new.get(name)]
+    return changes + [f"{name} ({new.get(name)!r}, was {old.get(name)!r})" for name in names]

@@ -4,7 +4,7 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, NamedTuple
 
@@ -27,34 +27,24 @@ Answer = AsyncGenerator[str | DecodeResult, None]
 
 
 class _Form(NamedTuple):
-    """JSON of an endpoint's answers: names of objects, and their choices from text and finish reason."""
+    """JSON of an endpoint's answers: the names of its objects, and its choices."""
 
     id_prefix: str
     whole: str
     chunk: str
-    choice_of: Callable[[str, str], dict[str, Any]]
-    delta_of: Callable[[str, str | None], dict[str, Any]]
-    first_deltas: tuple[dict[str, Any], ...]
+    is_chat: bool
+
+    def choice(self, text: str, reason: str | None, is_delta: bool = False) -> dict[str, Any]:
+        content: dict[str, Any] = {"text": text}
+        if self.is_chat and is_delta:
+            content = {"delta": {"content": text} if text else {}}
+        elif self.is_chat:
+            content = {"message": {"role": "assistant", "content": text}}
+        return {"index": 0, **content, "logprobs": None, "finish_reason": reason}
 
 
-def _chat_choice(text: str, reason: str) -> dict[str, Any]:
-    message = {"role": "assistant", "content": text}
-    return {"index": 0, "message": message, "logprobs": None, "finish_reason": reason}
-
-
-def _chat_delta(text: str, reason: str | None) -> dict[str, Any]:
-    return {"index": 0, "delta": {"content": text} if text else {}, "logprobs": None, "finish_reason": reason}
-
-
-def _completion_choice(text: str, reason: str | None) -> dict[str, Any]:
-    return {"index": 0, "text": text, "logprobs": None, "finish_reason": reason}
-
-
-_FIRST_DELTA = _chat_delta("", None) | {"delta": {"role": "assistant", "content": ""}}
-_CHAT = _Form(
-    "chatcmpl", "chat.completion", "chat.completion.chunk", _chat_choice, _chat_delta, first_deltas=(_FIRST_DELTA,)
-)
-_COMPLETION = _Form("cmpl", "text_completion", "text_completion", _completion_choice, _completion_choice, ())
+_CHAT = _Form("chatcmpl", "chat.completion", "chat.completion.chunk", is_chat=True)
+_COMPLETION = _Form("cmpl", "text_completion", "text_completion", is_chat=False)
 
 
 def make_app(engine: Engine) -> FastAPI:
@@ -98,25 +88,18 @@ async def _answer(engine: Engine, body: ChatRequest | CompletionRequest, http: R
     answer = engine.stream(request, http.is_disconnected)
     head = {"id": f"{form.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": engine.name}
     if not body.stream:
-        return await _whole(answer, request, head | {"object": form.whole}, form)
+        pieces = [piece async for piece in answer]
+        if not pieces or isinstance(pieces[-1], str):
+            return None  # the client has left
+        text, result = "".join(map(str, pieces[:-1])), pieces[-1]
+        choice, usage = form.choice(text, result.finish_reason), _usage(request, result)
+        return {**head, "object": form.whole, "choices": [choice], "usage": usage}
     first = await anext(answer, None)  # an error of generate() is then an error response, not a broken stream
     if first is None:
         return None
     has_usage = body.stream_options is not None and body.stream_options.include_usage
     events = _events(answer, first, request, head | {"object": form.chunk}, form, has_usage)
     return StreamingResponse(events, media_type="text/event-stream")
-
-
-async def _whole(answer: Answer, request: DecodeRequest, head: dict[str, Any], form: _Form) -> dict[str, Any] | None:
-    """An answer in one piece; None if the client has left."""
-    text = ""
-    async with aclosing(answer):
-        async for piece in answer:
-            if isinstance(piece, str):
-                text += piece
-                continue
-            return {**head, "choices": [form.choice_of(text, piece.finish_reason)], "usage": _usage(request, piece)}
-    return None
 
 
 async def _events(
@@ -133,19 +116,19 @@ async def _events(
         return f"data: {json.dumps({**head, 'choices': choices, **more})}\n\n"
 
     async with aclosing(answer):
-        for delta in form.first_deltas:
-            yield event(delta)
+        if form.is_chat:
+            yield event(form.choice("", None, is_delta=True) | {"delta": {"role": "assistant", "content": ""}})
         piece: str | DecodeResult | None = first
         try:
             while isinstance(piece, str):
-                yield event(form.delta_of(piece, None))
+                yield event(form.choice(piece, None, is_delta=True))
                 piece = await anext(answer, None)
         except RequestError as error:  # the status is sent already
             yield f"data: {json.dumps(_error_body(error))}\n\n"
             return
         if piece is None:
             return
-        yield event(form.delta_of("", piece.finish_reason))
+        yield event(form.choice("", piece.finish_reason, is_delta=True))
         if has_usage:
             yield event(usage=_usage(request, piece))
         yield "data: [DONE]\n\n"

@@ -85,12 +85,10 @@ class Engine:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for a row."""
         return len(self._waiting)
 
     @property
     def num_running(self) -> int:
-        """Requests in flight."""
         return len(self._open) - len(self._waiting)
 
     async def stream(
@@ -130,7 +128,6 @@ class Engine:
             self._end_all(_closing())
 
     def close(self) -> None:
-        """End all requests, and wait for the decoder's thread."""
         self.end_requests()
         self._thread.shutdown()
 

@@ -71,11 +71,9 @@ class Request(BaseModel):
 
     @property
     def num_tokens(self) -> int | None:
-        """Largest number of new tokens."""
         return self.max_tokens
 
     def token_ids(self, engine: Engine) -> list[int]:
-        """Token ids of the prompt."""
         raise NotImplementedError
 
 
@@ -168,7 +166,6 @@ def check_model(name: str, engine: Engine) -> None:
 
 def _encoded(content: str | list[dict[str, str]], param: str, engine: Engine) -> list[int]:
     try:
-        [token_ids] = token_ids_of([Row.of(content, source=param)], engine.tokenizer, is_chat=param == "messages")
+        return token_ids_of(Row.of(content, source=param), engine.tokenizer, is_chat=param == "messages")
     except ConfigError as error:
         raise RequestError(str(error), param) from error
-    return token_ids
