@@ -1,7 +1,7 @@
 """Compares decoding methods with plain decoding: speed, equality of outputs and drift."""
 
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from hf_speculate.tools.bench.decoding import Decoder
 from hf_speculate.tools.bench.drift import drift_of_runs
 from hf_speculate.tools.bench.equality import TextCheck
 from hf_speculate.tools.bench.measuring import Measured, Step, measure
-from hf_speculate.tools.bench.methods import OURS, PLAIN, Method, plain_method
+from hf_speculate.tools.bench.methods import PLAIN, Method, plain_method
 from hf_speculate.tools.bench.reliability import doubts, draft_cost
 from hf_speculate.tools.bench.results import category_entries, drift_entry, method_entry
 
@@ -100,17 +100,12 @@ class Comparison:
 
     def _drift(self, decoder: Decoder, measured: Measured, batches: dict[int, Batch]) -> list[dict[str, Any]]:
         plain = measured.runs[self.all_methods[0].name]
-        methods = [method for method in self.all_methods if method.engine == PLAIN or method in self.drift_methods]
-        return [
-            drift_entry(method, runs, plain, drift_of_runs(decoder.target, runs, batches))
-            for method in methods
-            for runs in [measured.runs[method.name]]
-        ]
-
-
-def wrong_methods(left_out: Container[str], methods: Sequence[Method]) -> list[str]:
-    """Names of our methods whose output differs from plain decoding's."""
-    return [method.name for method in methods if method.engine == OURS and method.name in left_out]
+        entries = []
+        for method in self.all_methods:
+            if method.engine == PLAIN or method in self.drift_methods:
+                runs = measured.runs[method.name]
+                entries.append(drift_entry(method, runs, plain, drift_of_runs(decoder.target, runs, batches)))
+        return entries
 
 
 def _text(decoder: Decoder, token_ids: list[int] | Tensor) -> str | None:

@@ -2,7 +2,8 @@
 
 import copy
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -60,12 +61,10 @@ class Decoder:
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """The target's tokenizer, if it was passed."""
         return self._draft_arguments.get("tokenizer")
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """Tokens that end a row."""
         ids = getattr(self.target.generation_config, "eos_token_id", None)
         return frozenset() if ids is None else frozenset(ids if isinstance(ids, list | tuple) else [ids])
 
@@ -79,26 +78,21 @@ class Decoder:
         device, stats = self.target.device, None
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        first_forward = FirstForward(self.target)
-        try:
+        with _timed_first_forward(self.target) as first_s:
             if method.engine == TRANSFORMERS:
                 new_ids = self._assisted(method, batch, options)
             else:
                 decode: Any = self.target.generate
-                arguments: dict[str, Any] = {"tokenizer": self.tokenizer}
+                options["tokenizer"] = self.tokenizer
                 if method.engine == OURS:
-                    stats = SpeculationStats()
+                    decode, stats = partial(generate, self.target), SpeculationStats()
                     seeded = {"seed": seed} if method.do_sample else {}
-                    decode = partial(generate, self.target)
-                    arguments = {"speculation_stats": stats, **self._draft_arguments, **seeded, **method.fields}
-                output = decode(**batch.inputs, **{**options, **arguments})
+                    options |= {**self._draft_arguments, **seeded, **method.fields, "speculation_stats": stats}
+                output = decode(**batch.inputs, **options)
                 new_ids = list(output[:, batch.input_ids.shape[1] :])
-        finally:
-            first_forward.close()
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
+        _synchronize(device)
         peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-        return Decoded(new_ids, stats, first_forward.seconds, peak_bytes)
+        return Decoded(new_ids, stats, first_s[0] if first_s else None, peak_bytes)
 
     def _assisted(self, method: Method, batch: Batch, options: dict[str, Any]) -> list[Tensor]:
         """Assisted generation of transformers, row by row, because it takes one row."""
@@ -125,23 +119,27 @@ class Decoder:
         return self._assistants[method.name]
 
 
-class FirstForward:
-    """Times the first forward of a model, from the creation of this object to the end of the forward."""
+@contextmanager
+def _timed_first_forward(model: PreTrainedModel) -> Iterator[list[float]]:
+    """Yield a list for the seconds from now to the end of the model's first forward."""
+    seconds: list[float] = []
+    began = time.perf_counter()
 
-    def __init__(self, model: PreTrainedModel):
-        self.seconds: float | None = None
-        self._device, self._began = model.device, time.perf_counter()
-        self._handle = model.register_forward_hook(self._ended)
+    def end(*_: Any) -> None:
+        handle.remove()  # later forwards may be compiled
+        _synchronize(model.device)
+        seconds.append(time.perf_counter() - began)
 
-    def close(self) -> None:
-        """Remove the hook."""
-        self._handle.remove()
+    handle = model.register_forward_hook(end)
+    try:
+        yield seconds
+    finally:
+        handle.remove()
 
-    def _ended(self, *_: Any) -> None:
-        self._handle.remove()  # later forwards may be compiled
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
-        self.seconds = time.perf_counter() - self._began
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def _view(model: PreTrainedModel) -> PreTrainedModel:

@@ -29,12 +29,10 @@ class Run(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """New tokens of all rows."""
         return sum(map(len, self.texts))
 
     @property
     def tokens_per_s(self) -> float:
-        """New tokens of all rows per second."""
         return self.num_tokens / self.seconds
 
     @property
@@ -96,10 +94,7 @@ def measure(
             del runs[method.name]
             return None
 
-    def report(step: Step) -> None:
-        if on_step is not None:
-            on_step(step)
-
+    report = on_step or (lambda step: None)
     with torch.random.fork_rng(devices=_gpus(batches)):
         try:
             for method in () if is_warm else tuple(order):

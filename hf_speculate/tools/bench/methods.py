@@ -21,14 +21,12 @@ class DraftLen(NamedTuple):
 
     @property
     def label(self) -> str:
-        """Label in the name of a method."""
         if not self.is_adaptive:
             return f"K = {self.num}"
         return _ADAPTIVE if self.num is None else f"{_ADAPTIVE} up to {self.num}"
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Fields of `SpeculationConfig`."""
         schedule = {"num_assistant_tokens_schedule": _ADAPTIVE if self.is_adaptive else "constant"}
         return schedule if self.num is None else {"num_assistant_tokens": self.num} | schedule
 

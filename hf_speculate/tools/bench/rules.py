@@ -23,7 +23,6 @@ class Rule(NamedTuple):
 
     @property
     def is_exact(self) -> bool:
-        """Whether only lossless methods are allowed."""
         return self.min_agreement is None and self.max_drop is None
 
     def complaint(self, drift: Drift, plain: Drift, do_sample: bool) -> str:

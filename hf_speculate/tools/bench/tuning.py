@@ -78,7 +78,6 @@ class Tuned:
         return fields
 
     def as_dict(self) -> dict[str, Any]:
-        """Values for JSON."""
         reasons = doubts(self.plain_runs, 1, sum(len(run.texts) for run in self.plain_runs))
         return {
             "winner": None if self.winner is None else self.winner.name,

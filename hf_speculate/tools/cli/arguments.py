@@ -34,7 +34,6 @@ class Decoding(NamedTuple):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Arguments of one call without the models."""
         own = {"max_new_tokens": self.max_new_tokens, "do_sample": self.do_sample}
         return own | self.sampling | self.options | self.fields
 
@@ -50,7 +49,11 @@ def decoding_of(generation: Generation, speculation: Speculation | None = None, 
         raise ConfigError(f"{_option(min(given))} must come with --sample, got it alone; add --sample")
     fields, options = _settings_of(generation.settings)
     if speculation is not None:
-        fields = _fields_of(speculation) | ({} if generation.seed is None else {"seed": generation.seed}) | fields
+        lookup, num_tokens = speculation.lookup, speculation.num_assistant_tokens
+        named = {"verifier": speculation.verifier, "prompt_lookup_num_tokens": lookup, "seed": generation.seed}
+        fields = {name: value for name, value in named.items() if value is not None} | fields
+        if num_tokens is not None:
+            fields = parse_draft_len(num_tokens).fields | fields
         check_verifier(SpeculationConfig(**fields).resolve(generation.sample))
     return Decoding(num, generation.sample, given, penalty | options, fields)
 
@@ -61,17 +64,6 @@ def check_writable(path: Path | None) -> None:
         raise ConfigError(f"results must go into a file, got the folder {path}; name a file in it")
     if path is not None and not path.resolve().parent.is_dir():
         raise ConfigError(f"the folder of {path} must exist, got none; create it, or name another file")
-
-
-def _fields_of(speculation: Speculation) -> dict[str, Any]:
-    fields: dict[str, Any] = {}
-    if speculation.num_assistant_tokens is not None:
-        fields |= parse_draft_len(speculation.num_assistant_tokens).fields
-    if speculation.verifier is not None:
-        fields["verifier"] = speculation.verifier
-    if speculation.lookup is not None:
-        fields["prompt_lookup_num_tokens"] = speculation.lookup
-    return fields
 
 
 def _settings_of(settings: Sequence[str] | None) -> tuple[dict[str, Any], dict[str, Any]]:

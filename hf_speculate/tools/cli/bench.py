@@ -6,8 +6,9 @@ from typing import Any
 from rich.console import Console
 
 from hf_speculate.errors import ConfigError
-from hf_speculate.tools.bench.comparison import Comparison, wrong_methods
+from hf_speculate.tools.bench.comparison import Comparison
 from hf_speculate.tools.bench.methods import (
+    OURS,
     DraftLen,
     Method,
     assisted_methods,
@@ -94,7 +95,8 @@ def run(options: Bench) -> int:
         log.print(f"report: {options.html}", style="dim", markup=False, soft_wrap=True)
     if result["is_interrupted"]:
         return INTERRUPTED
-    return REFUSED if wrong_methods(settings["left_out"], methods) else OK
+    is_wrong = any(method.engine == OURS and method.name in settings["left_out"] for method in methods)
+    return REFUSED if is_wrong else OK
 
 
 def _theirs(models: Models, grid: Grid, lens: list[DraftLen], sample: bool) -> list[Method]:

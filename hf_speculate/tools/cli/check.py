@@ -1,7 +1,7 @@
 """`hf-speculate check`: checks whether a draft model or a draft head fits a target."""
 
 import json
-from typing import Any, NamedTuple
+from typing import Any
 
 from hf_speculate.draft.heads.fit import HeadFit
 from hf_speculate.draft.heads.load import check_head
@@ -14,26 +14,6 @@ from hf_speculate.tools.cli.console import OK, REFUSED, answer, write_json
 from hf_speculate.tools.cli.loading import names_head
 
 
-class Unsupported(NamedTuple):
-    """A report on a model or a head that hf_speculate does not support with any other."""
-
-    target: str
-    draft: str
-    reason: str
-
-    @property
-    def ok(self) -> bool:
-        """Always False."""
-        return False
-
-    def as_dict(self) -> dict[str, Any]:
-        """The report as values that JSON can hold."""
-        return {**self._asdict(), "ok": False, "level": "not supported"}
-
-    def __str__(self) -> str:
-        return f"not supported: {self.draft} as a draft for {self.target}\n  not supported: {self.reason}"
-
-
 def run(options: Check) -> int:
     """Print a report on a pair."""
     models = options.models
@@ -44,15 +24,18 @@ def run(options: Check) -> int:
     if models.trust_remote_code:
         read["trust_remote_code"] = True
     dtype = None if models.dtype == "auto" else models.dtype
-    report: PairReport | HeadFit | Unsupported
+    report: PairReport | HeadFit
     try:
         if names_head(models):
             report = check_head(models.draft, ModelReader(read).config("target", models.target))
         else:
             report = check_pair(models.target, models.draft, dtype=dtype, **read)
-    except UnsupportedModelError as error:
-        report = Unsupported(models.target, models.draft, str(error))
-    answer(json.dumps(report.as_dict(), indent=2) if options.as_json else str(report))
+        ok, text, result = report.ok, str(report), report.as_dict()
+    except UnsupportedModelError as error:  # of a model or a head that is not supported with any other
+        ok, text = False, f"not supported: {models.draft} as a draft for {models.target}\n  not supported: {error}"
+        result = {"target": models.target, "draft": models.draft, "reason": str(error)}
+        result |= {"ok": False, "level": "not supported"}
+    answer(json.dumps(result, indent=2) if options.as_json else text)
     if options.output is not None:
-        write_json(options.output, report.as_dict())
-    return OK if report.ok else REFUSED
+        write_json(options.output, result)
+    return OK if ok else REFUSED

@@ -1,10 +1,8 @@
 """Loads the models that a command names."""
 
 import textwrap
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -57,8 +55,8 @@ def load_pair(models: Models, log: Console | None = None) -> Pair:
     with log.status(f"loading {models.draft}") if log is not None else nullcontext():
         if names_head(models):
             return Pair(target, load_drafter(models.draft, target), tokenizer, None)
-        draft = _load(models, models.draft, None)
-        draft_tokenizer = _read_tokenizer(models, models.draft, None)
+        draft = _load(models, models.draft)
+        draft_tokenizer = _read_tokenizer(models, models.draft)
     is_same = draft_tokenizer.get_vocab() == tokenizer.get_vocab()
     return Pair(target, draft, tokenizer, None if is_same else draft_tokenizer)
 
@@ -105,35 +103,28 @@ def load_tokenizer(models: Models) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _options(models: Models, revision: str | None) -> dict[str, Any]:
-    options = {"revision": revision, "trust_remote_code": models.trust_remote_code or None}
-    return {name: value for name, value in options.items() if value is not None}
-
-
-def _read_tokenizer(models: Models, name: str, revision: str | None) -> PreTrainedTokenizerBase:
-    read = partial(AutoTokenizer.from_pretrained, name, **_options(models, revision))
-    tokenizer: PreTrainedTokenizerBase = _read(name, "a tokenizer", "save one beside the model", read)
+def _read_tokenizer(models: Models, name: str, revision: str | None = None) -> PreTrainedTokenizerBase:
+    hint = "save one beside the model"
+    tokenizer: PreTrainedTokenizerBase = _read(AutoTokenizer, models, name, "a tokenizer", hint, revision=revision)
     return tokenizer
 
 
-def _load(models: Models, name: str, revision: str | None) -> PreTrainedModel:
-    options = _options(models, revision)
-    if models.attn_implementation is not None:
-        options["attn_implementation"] = models.attn_implementation
-    if models.device == "map":
-        options["device_map"] = "auto"
-    read = partial(AutoModelForCausalLM.from_pretrained, name, dtype=models.dtype, **options)
-    model: PreTrainedModel = _read(name, "a model", "name a causal language model", read).eval()
+def _load(models: Models, name: str, revision: str | None = None) -> PreTrainedModel:
+    options = {"attn_implementation": models.attn_implementation, "dtype": models.dtype, "revision": revision}
+    options["device_map"] = "auto" if models.device == "map" else None
+    hint = "name a causal language model"
+    model: PreTrainedModel = _read(AutoModelForCausalLM, models, name, "a model", hint, **options).eval()
     if models.device == "map":
         return model
     automatic = "cuda" if torch.cuda.is_available() else "cpu"
     return model.to(automatic if models.device == "auto" else models.device)  # type: ignore[arg-type,no-any-return]
 
 
-def _read(name: str, what: str, hint: str, read: Callable[[], Any]) -> Any:
-    """The result of `read`, which raises errors of all types for unreadable files."""
+def _read(auto_class: Any, models: Models, name: str, what: str, hint: str, **options: Any) -> Any:
+    """Call `from_pretrained`, which raises errors of all types for unreadable files."""
+    options["trust_remote_code"] = models.trust_remote_code or None
     try:
-        return read()
+        return auto_class.from_pretrained(name, **{key: value for key, value in options.items() if value is not None})
     except OSError as error:
         raise ConfigError(
             f"a model must be a folder, or a name on the Hub that can be reached, got {name!r} ({_reason(error)}); "
