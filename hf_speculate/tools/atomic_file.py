@@ -1,15 +1,16 @@
 """Replaces files atomically."""
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Replace a file; after a crash it holds the old text or the new one."""
+def replace_file(path: Path, chunks: Iterable[bytes]) -> None:
+    """Replace a file's content; after a crash it holds the old one or the new one."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with scratch.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with scratch.open("wb") as file:
+            file.writelines(chunks)
             file.flush()
             os.fsync(file.fileno())
         os.replace(scratch, path)

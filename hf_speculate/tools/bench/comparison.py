@@ -13,16 +13,13 @@ from hf_speculate.tools.bench.drift import drift_of_runs
 from hf_speculate.tools.bench.equality import TextCheck
 from hf_speculate.tools.bench.measuring import Measured, Step, measure
 from hf_speculate.tools.bench.methods import PLAIN, Method, plain_method
-from hf_speculate.tools.bench.reliability import doubts, draft_cost
-from hf_speculate.tools.bench.results import category_entries, drift_entry, method_entry
+from hf_speculate.tools.bench.results import category_entries, doubts, draft_cost, drift_entry, method_entry
 
 _SAMPLE_TOKENS = 120  # of the text that is shown for each method
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Methods and batches to compare."""
-
     methods: Sequence[Method]  # besides plain decoding; all sample, or none does
     drift_methods: Sequence[Method]  # lossy ones, measured for speed and drift only
     batches: Sequence[Batch]  # of prompts, at least one

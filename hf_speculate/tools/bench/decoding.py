@@ -19,8 +19,6 @@ from hf_speculate.tools.bench.methods import OURS, TRANSFORMERS, Method
 
 
 class Decoded(NamedTuple):
-    """Output of one call."""
-
     new_ids: list[Tensor]  # [N] int64 for each row, with padding after its end
     stats: SpeculationStats | None  # of the call; None for other engines
     first_token_s: float | None = None  # time to the first token: until the target's first forward has ended

@@ -1,6 +1,7 @@
 """Drift of lossy outputs: how likely the target finds them, and how often it agrees with them."""
 
 import inspect
+import operator
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -21,14 +22,8 @@ class Drift(NamedTuple):
     num_best: int = 0  # tokens that are the target's most likely ones after the text before them
     num_tokens: int = 0  # of the outputs
 
-    def __add__(self, other: object) -> "Drift":
-        if not isinstance(other, Drift):
-            return NotImplemented
-        return Drift(
-            self.log_likelihood + other.log_likelihood,
-            self.num_best + other.num_best,
-            self.num_tokens + other.num_tokens,
-        )
+    def __add__(self, other: "Drift") -> "Drift":  # type: ignore[override]  # tuples are joined
+        return Drift(*map(operator.add, self, other))
 
     @property
     def log_likelihood_per_token(self) -> float:
@@ -60,7 +55,6 @@ def drift_of_text(model: PreTrainedModel, prompt_ids: Tensor, new_ids: list[int]
 
 
 def drift_of_runs(model: PreTrainedModel, runs: Iterable[Run], batches: Mapping[int, Batch]) -> Drift:
-    """Drift of all outputs of a method."""
     total = Drift()
     for run in runs:
         for prompt_ids, new_ids in zip(batches[run.batch].rows, run.texts, strict=True):

@@ -65,6 +65,9 @@ class TextCheck:
             places.append(next((at for at, (one, other) in pairs if one != other), None))
         last = max((at for at in places if at is not None), default=-1)
         gaps = self._gaps(run, batch, last + 1) if last >= 0 else []
+        num_drafted = method.num_assistant_tokens or _TRANSFORMERS_TOKENS
+        if run.stats is not None:
+            num_drafted = max(run.stats.rounds_by_draft_len, default=0)
         for row, (ids, texts, at) in enumerate(zip(plain, run.texts, places, strict=True)):
             if at is None:
                 yield "equal" if len(ids) == len(texts) else "bug"
@@ -75,7 +78,7 @@ class TextCheck:
                 ids[at],
                 texts[at],
                 float(gaps[at][row]),
-                _block_len(method, run),
+                num_drafted + 1,
                 len(plain) if method.engine == OURS else 1,
             )
             yield classify(self._target, self._exact, difference).verdict
@@ -88,10 +91,3 @@ class TextCheck:
         processors = LogitsProcessorList([recorder])
         self._target.generate(**batch.inputs, **options, logits_processor=processors)  # type: ignore[operator]
         return recorder.gaps
-
-
-def _block_len(method: Method, run: Run) -> int:
-    """Tokens that one verification scored."""
-    if run.stats is not None:
-        return max(run.stats.rounds_by_draft_len, default=0) + 1
-    return (method.num_assistant_tokens or _TRANSFORMERS_TOKENS) + 1

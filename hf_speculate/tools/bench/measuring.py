@@ -17,8 +17,6 @@ _ASSISTED_ERRORS = (AttributeError, IndexError, KeyError, NotImplementedError, R
 
 
 class Run(NamedTuple):
-    """One timed call."""
-
     batch: int  # number of the batch
     repeat: int  # number of the repetition
     seconds: float  # of the call
@@ -95,7 +93,8 @@ def measure(
             return None
 
     report = on_step or (lambda step: None)
-    with torch.random.fork_rng(devices=_gpus(batches)):
+    devices = {batch.input_ids.device for batch in batches}
+    with torch.random.fork_rng(devices=[device for device in devices if device.type == "cuda"]):
         try:
             for method in () if is_warm else tuple(order):
                 attempt(method, batches[0], 0, _WARM_UP_TOKENS)
@@ -130,10 +129,6 @@ def _comparable(runs: Runs, methods: Sequence[Method]) -> Runs:
     done = set.intersection(*plain) if plain else set()
     kept = {name: [run for run in of_it if (run.batch, run.repeat) in done] for name, of_it in runs.items()}
     return {name: of_it for name, of_it in kept.items() if of_it}
-
-
-def _gpus(batches: Sequence[Batch]) -> list[torch.device]:
-    return list({batch.input_ids.device for batch in batches if batch.input_ids.device.type == "cuda"})
 
 
 def _up_to_eos(ids: list[int], eos_token_ids: frozenset[int]) -> list[int]:

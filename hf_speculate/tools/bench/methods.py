@@ -1,5 +1,6 @@
 """Decoding methods that are compared: plain decoding, transformers' assisted generation and this library's."""
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,8 +34,6 @@ class DraftLen(NamedTuple):
 
 @dataclass(frozen=True)
 class Method:
-    """A decoding method."""
-
     name: str  # unique among the methods of a comparison
     engine: str  # `PLAIN`, `TRANSFORMERS` (its assisted generation or prompt lookup) or `OURS`
     # of `SpeculationConfig`; for transformers only draft length and prompt lookup
@@ -97,7 +96,6 @@ def split(text: str) -> list[str]:
 
 
 def default_verifier(do_sample: bool) -> str:
-    """The default verifier, which is lossless."""
     return "rejection" if do_sample else "greedy"
 
 
@@ -108,10 +106,9 @@ def plain_method(do_sample: bool) -> Method:
 
 def assisted_methods(lens: Iterable[DraftLen], do_sample: bool) -> list[Method]:
     """Assisted generation of transformers with its defaults, and with the first constant draft length."""
-    constant = [
-        Method(f"transformers, {one.label}", TRANSFORMERS, one.fields, do_sample) for one in _constant(lens)[:1]
-    ]
-    return [Method("transformers, defaults", TRANSFORMERS, {}, do_sample), *constant]
+    found = [Method("transformers, defaults", TRANSFORMERS, {}, do_sample)]
+    constant = [one for one in lens if not one.is_adaptive]
+    return found + [Method(f"transformers, {one.label}", TRANSFORMERS, one.fields, do_sample) for one in constant[:1]]
 
 
 def lookup_method(num_tokens: int, do_sample: bool) -> Method:
@@ -140,22 +137,18 @@ def threshold_methods(
     0.3; with one alpha for all, a threshold above it would have no effect.
     """
     found = []
-    for verifier in verifiers:
-        for threshold in thresholds:
-            alpha = {"posterior_alpha": round(math.sqrt(threshold), 6)}
-            with_it = {**alpha, **fields, "posterior_threshold": threshold}
-            methods = [our_method(verifier, one, do_sample, with_it) for one in lens]
-            found += [method for method in methods if method.is_lossy]
-    return found
+    for verifier, threshold in itertools.product(verifiers, thresholds):
+        alpha = {"posterior_alpha": round(math.sqrt(threshold), 6)}
+        found += our_methods([verifier], lens, do_sample, {**alpha, **fields, "posterior_threshold": threshold})
+    return [method for method in found if method.is_lossy]
 
 
 def drift_len(lens: Sequence[DraftLen]) -> DraftLen:
     """Draft length for measuring drift: a constant one if there is one, because lossy texts depend on it."""
-    return next(iter(_constant(lens)), lens[0])
+    return next((one for one in lens if not one.is_adaptive), lens[0])
 
 
 def our_method(verifier: str, draft_len: DraftLen, do_sample: bool, fields: Mapping[str, Any]) -> Method:
-    """One of our methods; see `our_methods`."""
     fields = {**fields, "verifier": verifier, **draft_len.fields}
     config = SpeculationConfig(**fields).resolve(do_sample)
     check_verifier(config)
@@ -163,7 +156,3 @@ def our_method(verifier: str, draft_len: DraftLen, do_sample: bool, fields: Mapp
     is_lossy = not is_lossless(config)
     name = verifier if threshold is None or not is_lossy else f"{verifier} {threshold:g}"
     return Method(f"{name}, {draft_len.label}", OURS, fields, do_sample, is_lossy)
-
-
-def _constant(lens: Iterable[DraftLen]) -> list[DraftLen]:
-    return [one for one in lens if not one.is_adaptive]

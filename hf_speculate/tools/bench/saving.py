@@ -8,7 +8,7 @@ from typing import Any
 from transformers import AutoConfig, GenerationConfig
 
 from hf_speculate.errors import ConfigError
-from hf_speculate.tools.atomic_file import replace_text
+from hf_speculate.tools.atomic_file import replace_file
 
 FILE = "generation_config.json"
 # Fields that tuning sets. Old values of these are removed.
@@ -49,7 +49,6 @@ def write_fields(folder: Path, fields: Mapping[str, Any]) -> Path:
     """
     settings = {name: value for name, value in settings_in(folder).items() if name not in TUNED_NAMES}
     settings.pop(_FROM_MODEL, None)
-    text = json.dumps(settings | dict(fields), indent=2, sort_keys=True) + "\n"
     path = folder / FILE
-    replace_text(path, text)
+    replace_file(path, [json.dumps(settings | dict(fields), indent=2, sort_keys=True).encode(), b"\n"])
     return path

@@ -21,8 +21,7 @@ from hf_speculate.tools.bench.methods import (
     split,
     threshold_methods,
 )
-from hf_speculate.tools.bench.reliability import doubts
-from hf_speculate.tools.bench.results import finite, spread, total_stats
+from hf_speculate.tools.bench.results import doubts, finite, spread, total_stats
 from hf_speculate.tools.bench.rules import Rule, drop_of
 
 EXACT_VERIFIERS = {False: ("greedy",), True: ("rejection", "block", "coupled")}  # by do_sample
@@ -37,8 +36,6 @@ Read = Callable[[Sequence[Run], Mapping[int, Batch]], Drift]  # drift of a metho
 
 
 class Instruments(NamedTuple):
-    """Functions that tuning measures with."""
-
     decode: Decoder  # decodes a batch
     check: Check  # compares greedy outputs of lossless methods
     read: Read  # measures drift
@@ -48,8 +45,6 @@ class Instruments(NamedTuple):
 
 @dataclass
 class Trial:
-    """Measurements of one method."""
-
     method: Method  # that is tried
     runs: list[Run] = field(default_factory=list)  # its calls so far
     drift: Drift | None = None  # of its outputs, if the rule has bounds
@@ -58,8 +53,6 @@ class Trial:
 
 @dataclass(frozen=True)
 class Tuned:
-    """Result of tuning."""
-
     winner: Method | None  # the fastest allowed method; None if plain decoding is at least as fast
     trials: list[Trial]  # of all methods, best first
     plain_runs: list[Run]  # plain decoding's calls

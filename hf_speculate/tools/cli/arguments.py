@@ -39,7 +39,6 @@ class Decoding(NamedTuple):
 
 
 def decoding_of(generation: Generation, speculation: Speculation | None = None, max_new_tokens: int = 256) -> Decoding:
-    """Check and translate options."""
     given = {name: value for name, value in vars(generation).items() if name in _OWN_OPTIONS and value is not None}
     for name, value in given.items():
         ROW_SETTINGS[name]._replace(hint="leave it out for the default")(_option(name), value)

@@ -27,7 +27,6 @@ _LINE_EVERY_S = 60.0
 
 
 def run(options: Batch) -> int:
-    """Decode prompts, resuming an interrupted run."""
     models, prompts, output, is_chat = options.models, options.prompts, options.output, options.chat
     arguments = decoding_of(options.generation, options.speculation).arguments
     seed = arguments.pop("seed", None)

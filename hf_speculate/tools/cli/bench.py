@@ -9,8 +9,6 @@ from hf_speculate.errors import ConfigError
 from hf_speculate.tools.bench.comparison import Comparison
 from hf_speculate.tools.bench.methods import (
     OURS,
-    DraftLen,
-    Method,
     assisted_methods,
     default_verifier,
     drift_len,
@@ -28,7 +26,6 @@ from hf_speculate.tools.cli.commands import Bench
 from hf_speculate.tools.cli.console import INTERRUPTED, OK, REFUSED, answer, notes
 from hf_speculate.tools.cli.loading import names_head
 from hf_speculate.tools.cli.measuring import field, show, shown
-from hf_speculate.tools.cli.options import Grid, Models
 
 _LOSSY = "typical"
 # Cells by the head of the column.
@@ -64,12 +61,17 @@ _DRIFT = {
 
 
 def run(options: Bench) -> int:
-    """Compare methods on prompts."""
     models, grid, seed = options.models, options.grid, options.generation.seed or 0
     decoding = decoding_of(options.generation, max_new_tokens=128)
     fields, sample = measuring.shared_fields(decoding, models, grid), decoding.do_sample
-    lens, names = parse_draft_lens(grid.num_assistant_tokens), _verifiers(grid.verifiers, sample)
-    methods = [*_theirs(models, grid, lens, sample), *our_methods(names, lens, sample, fields)]
+    lens = parse_draft_lens(grid.num_assistant_tokens)
+    names = [default_verifier(sample), _LOSSY] if grid.verifiers is None else split(grid.verifiers)
+    if not names:
+        raise ConfigError("--verifiers must name at least one, got none; leave it out for the default ones")
+    takes_draft = models.draft is not None and not names_head(models)  # transformers takes no heads
+    methods = assisted_methods(lens, sample) if takes_draft else []
+    methods += [] if grid.lookup is None else [lookup_method(grid.lookup, sample)]
+    methods += our_methods(names, lens, sample, fields)
     drift_methods = threshold_methods(names, parse_thresholds(grid.thresholds), [drift_len(lens)], sample, fields)
     for path in (options.output, options.html):
         check_writable(path)
@@ -97,19 +99,6 @@ def run(options: Bench) -> int:
         return INTERRUPTED
     is_wrong = any(method.engine == OURS and method.name in settings["left_out"] for method in methods)
     return REFUSED if is_wrong else OK
-
-
-def _theirs(models: Models, grid: Grid, lens: list[DraftLen], sample: bool) -> list[Method]:
-    lookup = [] if grid.lookup is None else [lookup_method(grid.lookup, sample)]
-    takes_draft = models.draft is not None and not names_head(models)  # transformers takes no heads
-    return [*(assisted_methods(lens, sample) if takes_draft else []), *lookup]
-
-
-def _verifiers(names: str | None, sample: bool) -> list[str]:
-    found = [default_verifier(sample), _LOSSY] if names is None else split(names)
-    if not found:
-        raise ConfigError("--verifiers must name at least one, got none; leave it out for the default ones")
-    return found
 
 
 def _show(result: dict[str, Any], log: Console) -> None:

@@ -15,7 +15,6 @@ from hf_speculate.tools.cli.loading import names_head
 
 
 def run(options: Check) -> int:
-    """Print a report on a pair."""
     models = options.models
     if models.draft is None:
         raise ConfigError("--draft must name a draft model, got none; add --draft")

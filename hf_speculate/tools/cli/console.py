@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from hf_speculate.tools.atomic_file import replace_text
+from hf_speculate.tools.atomic_file import replace_file
 
 OK, REFUSED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130  # exit statuses; 130 is 128 and the number of SIGINT
 
@@ -26,16 +26,13 @@ def progress_bar(log: Console) -> Progress:
 
 
 def answer(text: str) -> None:
-    """Print a line of the answer."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 
 
 def first_line(error: BaseException) -> str:
-    """First line of an error's message, or an empty string."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), "")
 
 
 def write_json(path: Path, result: dict[str, Any]) -> None:
-    """Replace a file by a JSON value, atomically."""
-    replace_text(path, json.dumps(result, indent=1) + "\n")
+    replace_file(path, [json.dumps(result, indent=1).encode(), b"\n"])

@@ -58,7 +58,6 @@ class _Printer(TextStreamer):
 
 
 def run(options: Generate) -> int:
-    """Decode prompts one after the other."""
     arguments = decoding_of(options.generation, options.speculation).arguments
     check_writable(options.output)
     prompts = _prompts(options.prompt, options.file)

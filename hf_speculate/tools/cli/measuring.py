@@ -45,8 +45,6 @@ def shared_fields(decoding: Decoding, models: Models, grid: Grid) -> dict[str, A
 
 
 class Setup(NamedTuple):
-    """What a measurement runs on."""
-
     environment: dict[str, Any]  # versions, device, models and dtype, for JSON
     batches: list[Batch]  # of prompts, on the target's device
     decoder: Decoder
@@ -74,7 +72,6 @@ def load(options: Bench | Tune, decoding: Decoding, log: Console) -> Setup:
 
 
 def settings_of(decoding: Decoding, prompt_set: PromptSet, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a measurement, for JSON."""
     own = {"max_new_tokens": decoding.max_new_tokens, "do_sample": decoding.do_sample}
     own |= decoding.sampling | decoding.options
     return {**own, "batch_size": prompt_set.batch_size, "prompts": str(prompt_set.prompts), "fields": dict(fields)}

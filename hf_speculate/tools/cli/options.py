@@ -41,8 +41,6 @@ Output = Annotated[Path | None, typer.Option("--output", "-o", help="Also write 
 
 @dataclass(frozen=True)
 class Models:
-    """Options that name models and say how to load them."""
-
     target: Annotated[str, typer.Argument(help="Model to decode with: a folder, or a name on the Hugging Face Hub.")]
     draft: Annotated[
         str | None, _models("--draft", "-d", help="Draft model or head: a folder, or a name on the Hub.")
@@ -58,8 +56,6 @@ class Models:
 
 @dataclass(frozen=True)
 class Generation:
-    """Options that say how tokens are chosen."""
-
     max_new_tokens: Annotated[
         int | None,
         _generation(
@@ -87,8 +83,6 @@ class Generation:
 
 @dataclass(frozen=True)
 class Drafting:
-    """Options that say how tokens are drafted."""
-
     num_assistant_tokens: Annotated[
         str | None,
         _speculation(
@@ -103,8 +97,6 @@ class Drafting:
 
 @dataclass(frozen=True)
 class Speculation(Drafting):
-    """Options that say how tokens are drafted and verified."""
-
     verifier: Annotated[
         str | None,
         _speculation("--verifier", "-v", help="greedy, rejection, block, coupled (all lossless) or typical (lossy)."),
@@ -138,8 +130,6 @@ class TuneGrid(Grid):
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Options that choose the prompts of a measurement."""
-
     prompts: Prompts
     num_prompts: Annotated[
         int | None,

@@ -36,7 +36,7 @@ def serve(load: Callable[[], Engine], host: str, port: int) -> int:
     """Load an engine and serve it, after checking that packages and port are there."""
     for package in ("fastapi", "uvicorn"):
         import_extra(package, EXTRA)
-    graceful: Any = importlib.import_module("hf_speculate.tools.server.graceful")
+    app: Any = importlib.import_module("hf_speculate.tools.server.app")
     with _listen(host, port) as listener:
         engine = load()
         address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
@@ -46,7 +46,7 @@ def serve(load: Callable[[], Engine], host: str, port: int) -> int:
         notes().print(line, markup=False, soft_wrap=True)
         try:
             with suppress(KeyboardInterrupt):
-                graceful.GracefulServer(engine, _GRACE_S).run(sockets=[listener])
+                app.GracefulServer(engine, _GRACE_S).run(sockets=[listener])
             notes().print("stopped", markup=False)
         finally:
             engine.close()

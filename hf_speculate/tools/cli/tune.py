@@ -10,7 +10,7 @@ from hf_speculate.tools.bench.equality import TextCheck
 from hf_speculate.tools.bench.methods import parse_draft_lens, parse_thresholds
 from hf_speculate.tools.bench.rules import Rule, parse_rule
 from hf_speculate.tools.bench.saving import settings_in, write_fields
-from hf_speculate.tools.bench.tuning import Instruments, Tuned, candidates, num_steps, tune
+from hf_speculate.tools.bench.tuning import Instruments, candidates, num_steps, tune
 from hf_speculate.tools.cli import measuring
 from hf_speculate.tools.cli.arguments import check_writable, decoding_of
 from hf_speculate.tools.cli.commands import Tune
@@ -19,7 +19,6 @@ from hf_speculate.tools.cli.measuring import field, show
 
 
 def run(options: Tune) -> int:
-    """Try methods on prompts."""
     grid, write = options.grid, options.write
     rule, decoding = parse_rule(options.quality), decoding_of(options.generation, max_new_tokens=128)
     fields, sample = measuring.shared_fields(decoding, options.models, grid), decoding.do_sample
@@ -46,11 +45,17 @@ def run(options: Tune) -> int:
     measuring.finish(result, options, log)
     if tuned.is_interrupted:
         return INTERRUPTED
-    for line in _verdict(tuned):
-        (notes().print if options.as_json else answer)(line)
-    if tuned.winner is not None and write is not None:
+    say = notes().print if options.as_json else answer
+    if tuned.winner is None:
+        is_allowed = any(not trial.complaint for trial in tuned.trials)
+        why = "plain decoding is as fast as any method" if is_allowed else "no method has the required quality"
+        say(f"do not speculate: {why}; nothing is written")
+        return REFUSED
+    say(f"best: {tuned.winner.name}")
+    say(json.dumps(tuned.fields, indent=2, sort_keys=True))
+    if write is not None:
         log.print(f"written to {write_fields(write, tuned.fields)}", markup=False, soft_wrap=True)
-    return REFUSED if tuned.winner is None else OK
+    return OK
 
 
 def _show(result: dict[str, Any], rule: Rule) -> None:
@@ -65,11 +70,3 @@ def _show(result: dict[str, Any], rule: Rule) -> None:
         columns |= {"agreement": field("agreement_with_greedy", ".1%"), "drop": field("drop", ".3f")}
     columns["result"] = lambda one: one["out"] or ("best" if one["name"] == result["winner"] else "-")
     show(f"methods tried with quality: {rule}", columns, result["tried"])
-
-
-def _verdict(tuned: Tuned) -> list[str]:
-    if tuned.winner is not None:
-        return [f"best: {tuned.winner.name}", json.dumps(tuned.fields, indent=2, sort_keys=True)]
-    is_allowed = any(not trial.complaint for trial in tuned.trials)
-    why = "plain decoding is as fast as any method" if is_allowed else "no method has the required quality"
-    return [f"do not speculate: {why}; nothing is written"]

@@ -42,7 +42,6 @@ def batches_of(
 
 
 def check_chat_template(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
-    """Check that a tokenizer has a chat template."""
     if tokenizer.chat_template is None:
         raise ConfigError(f"the tokenizer must have a chat template for {source}, got none; give prompts as plain text")
 

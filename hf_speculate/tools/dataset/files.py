@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hf_speculate.errors import ConfigError
-from hf_speculate.tools.atomic_file import sync_folder
+from hf_speculate.tools.atomic_file import replace_file, sync_folder
 
 _BEGIN = b'{"id'  # of every line
 
@@ -90,19 +90,13 @@ def move_results(part: Path, whole: Path) -> None:
     part.unlink()
 
 
-def put_in_order(path: Path, keys: Iterable[str], scratch: Path) -> None:
+def put_in_order(path: Path, keys: Iterable[str]) -> None:
     """Sort the lines of a file by their ids; the file is whole at any time."""
     spans = spans_of(path)
     order = [key for key in keys if key in spans]
-    if order == list(spans):
-        return
-    with path.open("rb") as file, scratch.open("wb") as sorted_file:
-        for key in order:
-            sorted_file.write(_line(file, spans[key]))
-        sorted_file.flush()
-        os.fsync(sorted_file.fileno())
-    os.replace(scratch, path)
-    sync_folder(path.parent)
+    if order != list(spans):
+        with path.open("rb") as file:
+            replace_file(path, (_line(file, spans[key]) for key in order))
 
 
 def _line(file: Any, span: Span) -> bytes:

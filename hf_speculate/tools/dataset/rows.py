@@ -44,8 +44,6 @@ ROW_SETTINGS: dict[str, Check] = {
 
 @dataclass(frozen=True)
 class Row:
-    """One prompt."""
-
     key: str  # the id as a string; unique
     id: str | int  # as given, else the line's number
     content: str | list[dict[str, Any]]  # text, or chat messages

@@ -85,8 +85,6 @@ class DatasetReport:
 
 @dataclass(frozen=True)
 class Job:
-    """A data set to decode."""
-
     rows: Sequence[Row]  # in the order of the prompts
     output: Path  # file for the results, one line each
     settings: Mapping[str, Any]  # that determine the texts, as JSON values; a run only resumes with the same settings
@@ -176,4 +174,4 @@ def _complete(job: Job, folder: RunFolder) -> None:
             "output on a file system that all ranks share"
         )
     if job.is_ordered:
-        put_in_order(job.output, (row.key for row in job.rows), folder.folder / "sorted.jsonl")
+        put_in_order(job.output, (row.key for row in job.rows))

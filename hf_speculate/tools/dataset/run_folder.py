@@ -10,7 +10,7 @@ from typing import Any
 import filelock
 
 from hf_speculate.errors import ConfigError
-from hf_speculate.tools.atomic_file import replace_text
+from hf_speculate.tools.atomic_file import replace_file
 from hf_speculate.tools.dataset.files import append_lines, cut_torn_line, move_results, spans_of
 from hf_speculate.tools.dataset.rows import Row, digest_of
 
@@ -84,7 +84,7 @@ class RunFolder:
                 f"ids in {self.output} must be ids of the prompts, got {', '.join(unknown[:3])}; choose another "
                 "output, or remove those lines"
             )
-        replace_text(self.manifest, json.dumps(wanted, indent=2, ensure_ascii=False) + "\n")
+        replace_file(self.manifest, [json.dumps(wanted, indent=2, ensure_ascii=False).encode(), b"\n"])
 
     def seed(self) -> int:
         """Seed of the data set, after `begin`."""

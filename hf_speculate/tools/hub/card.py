@@ -17,8 +17,6 @@ CARD_MARK = "<!-- hf_speculate.save_config wrote this card and replaces it; remo
 
 
 class About(NamedTuple):
-    """Description of a verifier."""
-
     title: str
     rule: str  # when a drafted token stays
     example: str  # arguments of the example call
@@ -73,7 +71,6 @@ _GREEDY = "With `do_sample=True` it is not supported; leave `verifier` out of th
 
 
 def model_card(fields: Mapping[str, Any], name: str) -> str:
-    """The README of a repository."""
     verifier = fields.get("verifier") or DEFAULT
     about = ABOUT[verifier]
     what = (

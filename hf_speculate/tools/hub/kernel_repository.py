@@ -55,7 +55,6 @@ def digest(variant: Path) -> str:
 
 
 def main() -> None:
-    """Write the repository."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--folder", type=Path, default=ROOT / "build", help="where torch-universal/ is written")
     sys.stdout.write(f"written: {write_repository(parser.parse_args().folder)}\n")

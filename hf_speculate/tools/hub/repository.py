@@ -64,7 +64,10 @@ def save_config(
     for path, text in written.items():
         (folder / path).write_text(text, encoding="utf-8")
     if push_to_hub:
-        _upload(folder, [_CONFIG, *written], name, private, api)
+        api, title = api or HfApi(), "Decode speculatively with hf_speculate"
+        api.create_repo(name, private=private, exist_ok=True)
+        files = [_CONFIG, *written]
+        api.upload_folder(repo_id=name, folder_path=str(folder), allow_patterns=files, commit_message=title)
     return folder
 
 
@@ -103,14 +106,3 @@ def _settings(model: PreTrainedModel | None, fields: dict[str, Any]) -> Generati
     for name in ("_from_model_config", "transformers_version"):
         settings.pop(name, None)
     return GenerationConfig(**(settings | fields))
-
-
-def _upload(folder: Path, files: list[str], repo_id: str, private: bool | None, api: HfApi | None) -> None:
-    api = api or HfApi()
-    api.create_repo(repo_id, private=private, exist_ok=True)
-    api.upload_folder(
-        repo_id=repo_id,
-        folder_path=str(folder),
-        allow_patterns=files,
-        commit_message="Decode speculatively with hf_speculate",
-    )

@@ -1,20 +1,21 @@
-"""FastAPI application with OpenAI's endpoints over an engine."""
+"""FastAPI application with OpenAI's endpoints over an engine, and the server that runs it."""
 
 import asyncio
 import json
+import socket
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, NamedTuple
 
+import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 
-from hf_speculate.tools.server.engine import DecodeRequest, DecodeResult, Engine
-from hf_speculate.tools.server.errors import RequestError
+from hf_speculate.tools.server.engine import DecodeRequest, DecodeResult, Engine, RequestError
 from hf_speculate.tools.server.schemas import (
     NEUTRAL,
     ChatRequest,
@@ -24,6 +25,7 @@ from hf_speculate.tools.server.schemas import (
 )
 
 Answer = AsyncGenerator[str | DecodeResult, None]
+_ANSWER_S = 5  # at a shutdown, for the error answers of the requests that were not finished
 
 
 class _Form(NamedTuple):
@@ -81,6 +83,20 @@ def make_app(engine: Engine) -> FastAPI:
 
     _handle_errors(app)
     return app
+
+
+class GracefulServer(uvicorn.Server):
+    """Serves an engine; after `grace_s` seconds of a shutdown, requests in flight end with an error."""
+
+    def __init__(self, engine: Engine, grace_s: float):
+        timeout = int(grace_s) + _ANSWER_S
+        super().__init__(uvicorn.Config(make_app(engine), log_level="warning", timeout_graceful_shutdown=timeout))
+        self._engine, self._grace_s = engine, grace_s
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """See `uvicorn.Server.shutdown`."""
+        asyncio.get_running_loop().call_later(self._grace_s, self._engine.end_requests)
+        await super().shutdown(sockets)
 
 
 async def _answer(engine: Engine, body: ChatRequest | CompletionRequest, http: Request, form: _Form) -> Any:

@@ -14,12 +14,19 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_speculate.errors import BadLogitsError, SpeculateError
 from hf_speculate.generation.continuous import ContinuousDecoder, RowPrompt, RowResult
-from hf_speculate.tools.server.errors import RequestError
 from hf_speculate.tools.server.one_by_one import OneByOneDecoder
 from hf_speculate.tools.server.text_stream import TextStream
 
 LOGGER = logging.getLogger("hf_speculate")
 _POLL_S = 0.2  # between two checks for a client that has left, while no text comes
+
+
+class RequestError(Exception):
+    """A request that is not answered with text; `param`, `code` and `status` are those of OpenAI's errors."""
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None, status: int = 400):
+        super().__init__(message)
+        self.param, self.code, self.status = param, code, status
 
 
 class DecodeRequest(NamedTuple):

@@ -8,8 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from hf_speculate.errors import ConfigError
 from hf_speculate.tools.dataset.encoding import token_ids_of
 from hf_speculate.tools.dataset.rows import Row
-from hf_speculate.tools.server.engine import DecodeRequest, Engine
-from hf_speculate.tools.server.errors import RequestError
+from hf_speculate.tools.server.engine import DecodeRequest, Engine, RequestError
 
 _DEFAULT_NUM_TOKENS = 256  # of an answer whose request names no number
 _MAX_STOPS = 4
@@ -85,8 +84,6 @@ class Part(BaseModel):
 
 
 class Message(BaseModel):
-    """A message of a chat."""
-
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[Part]
 

@@ -5,8 +5,7 @@ import pytest
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.bench.measuring import Run
 from hf_speculate.tools.bench.methods import Method
-from hf_speculate.tools.bench.reliability import doubts, draft_cost, speedup_bound
-from hf_speculate.tools.bench.results import method_entry
+from hf_speculate.tools.bench.results import doubts, draft_cost, method_entry, speedup_bound
 from tests.tiny import make_model
 
 OURS = Method("greedy, K = 4", "ours")

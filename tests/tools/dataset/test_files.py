@@ -64,7 +64,7 @@ def test_a_move_that_was_killed_is_done_again(num_moved, torn, tmp_path):
 def test_lines_are_sorted_into_a_new_file(tmp_path):
     path = tmp_path / "out.jsonl"
     files.append_results(path, RESULTS)
-    files.put_in_order(path, ["c", "a", "2"], tmp_path / "scratch")
+    files.put_in_order(path, ["c", "a", "2"])
     assert list(files.spans_of(path)) == ["c", "a", "2"]
     assert sorted(path.read_bytes().splitlines()) == sorted(WHOLE.splitlines())
     assert [each.name for each in tmp_path.iterdir()] == ["out.jsonl"]

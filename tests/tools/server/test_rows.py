@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import hf_speculate
-from hf_speculate.tools.server.engine import DecodeRequest, Engine
-from hf_speculate.tools.server.errors import RequestError
+from hf_speculate.tools.server.engine import DecodeRequest, Engine, RequestError
 from tests.tiny import make_model, noisy_copy
 from tests.tiny_tokenizers import letters_tokenizer
 from tests.tools.server.serving import MANY, NUM_ROWS, WAIT_S, wait_until

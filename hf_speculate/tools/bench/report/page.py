@@ -18,8 +18,6 @@ _TOP = ("target", "draft", "device", "threads", "dtype", "date")  # of the envir
 
 
 class Headline(NamedTuple):
-    """The figure that the page begins with."""
-
     speedup: Spread
     method: str
     checked: str  # empty if nothing was compared

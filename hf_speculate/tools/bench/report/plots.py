@@ -50,8 +50,6 @@ class Key(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """A length with its spread."""
-
     name: str
     method: str
     value: Spread

@@ -8,8 +8,6 @@ _STEPS = (1, 2, 5, 10)  # what an axis counts in, times a power of ten
 
 
 class Tick(NamedTuple):
-    """A number that stands beside an axis."""
-
     place: float  # where, in the axis' own unit
     label: str
 

@@ -9,8 +9,6 @@ TIMES = "\u00d7"  # the sign of multiplication
 
 
 class Spread(NamedTuple):
-    """Result of several runs."""
-
     low: float
     middle: float  # the median
     high: float
