@@ -110,10 +110,9 @@ class Decoder:
     def _assistant(self, method: Method, draft: PreTrainedModel) -> PreTrainedModel:
         """View of the draft with the method's draft length, which transformers reads from its generation config."""
         if method.name not in self._assistants:
-            view = _view(draft)
+            view = self._assistants[method.name] = _view(draft)
             if method.fields:
                 view.generation_config.update(**method.fields, assistant_confidence_threshold=0.0)
-            self._assistants[method.name] = view
         return self._assistants[method.name]
 
 

@@ -225,9 +225,6 @@ def _reads_only_token_ids(model: PreTrainedModel, inputs: Mapping[str, Tensor], 
 def _pad_token_id(model: PreTrainedModel, options: Mapping[str, Any]) -> int:
     """The token that pads finished rows; -1, which is no token, if nothing is set."""
     passed = [options, vars(options.get("generation_config") or model.generation_config)]
-    for name in ("pad_token_id", "eos_token_id"):
-        for fields in passed:
-            value = fields.get(name)
-            if value is not None:
-                return int(value[0] if isinstance(value, list | tuple) else value)
-    return -1
+    values = [fields.get(name) for name in ("pad_token_id", "eos_token_id") for fields in passed]
+    value = next((value for value in values if value is not None), -1)
+    return int(value[0] if isinstance(value, list | tuple) else value)

@@ -71,7 +71,7 @@ class ModelReader:
             config = self.config(role, source)
             name = str(source) if isinstance(source, str | Path) else config.name_or_path or type(config).__name__
             model = meta_model(role, config, **self.options)
-            generation_config = self._generation_config(name) or model.generation_config
+            generation_config = self._found(GenerationConfig, name) or model.generation_config
             dtype = self._dtype(config)
             bytes_per_param = _bytes_per_param(config, dtype)
         decoder_config = config.get_text_config(decoder=True)
@@ -82,7 +82,7 @@ class ModelReader:
             size_of(model, decoder_config, bytes_per_param, dtype.itemsize),
             str(dtype).removeprefix("torch."),
             str(_quantisation(config).get("quant_method", "")),
-            tokenizer if tokenizer is not None else self._tokenizer(name),
+            tokenizer if tokenizer is not None else self._found(AutoTokenizer, name),
             _eos_token_ids(generation_config, decoder_config),
         )
 
@@ -109,18 +109,11 @@ class ModelReader:
             ) from error
         return config
 
-    def _generation_config(self, name: str) -> GenerationConfig | None:
+    def _found(self, kind: Any, name: str) -> Any:
         try:
-            return GenerationConfig.from_pretrained(name, **self.options)
-        except (OSError, ValueError):
-            return None
-
-    def _tokenizer(self, name: str) -> PreTrainedTokenizerBase | None:
-        try:
-            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, **self.options)
+            return kind.from_pretrained(name, **self.options)
         except (OSError, ValueError, KeyError, ImportError):  # no files, or none that this machine can read
             return None
-        return tokenizer
 
     def _dtype(self, config: PreTrainedConfig) -> torch.dtype:
         dtype = getattr(config, "dtype", None) if self.dtype in (None, "auto") else self.dtype

@@ -44,17 +44,15 @@ class _Answer(NamedTuple):
 
 
 class _Printer(TextStreamer):
-    """Prints text as it comes, unless `is_silent`, and keeps it."""
+    """Prints text as it comes, and keeps it."""
 
-    def __init__(self, tokenizer: Any, is_silent: bool = False):
+    def __init__(self, tokenizer: Any):
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.is_silent = is_silent
         self.printed = ""
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         self.printed += text
-        if not self.is_silent:
-            super().on_finalized_text(text, stream_end=stream_end)
+        super().on_finalized_text(text, stream_end=stream_end)
 
 
 def run(options: Generate) -> int:
@@ -72,7 +70,7 @@ def run(options: Generate) -> int:
                 answer("")
             if len(prompts) > 1 and not is_silent:
                 log.print(f"prompt {row.key}:", style="bold")
-            found = _decode(pair, token_ids, arguments, _Printer(pair.tokenizer, is_silent))
+            found = _decode(pair, token_ids, arguments, None if is_silent else _Printer(pair.tokenizer))
             results.append(found.as_dict(row))
             if is_silent:
                 answer(json.dumps(results[-1]))
@@ -130,7 +128,7 @@ def _prompts(prompt: str | None, file: Path | None) -> list[Row]:
     return [Row.of(text)]
 
 
-def _decode(pair: Pair, token_ids: list[int], arguments: dict[str, Any], printer: _Printer) -> _Answer:
+def _decode(pair: Pair, token_ids: list[int], arguments: dict[str, Any], printer: _Printer | None) -> _Answer:
     input_ids = torch.tensor([token_ids], device=pair.target.device)  # [1, T]
     stats = SpeculationStats()
     begin = time.perf_counter()

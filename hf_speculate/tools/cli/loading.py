@@ -2,8 +2,7 @@
 
 import textwrap
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -12,7 +11,6 @@ from transformers.utils import logging
 from transformers.utils.import_utils import is_accelerate_available
 
 from hf_speculate.draft.heads.folder import HeadFolder
-from hf_speculate.draft.heads.head import DraftHead
 from hf_speculate.draft.heads.kinds import is_head, is_mtp_checkpoint
 from hf_speculate.draft.heads.load import load_drafter
 from hf_speculate.errors import ConfigError, MissingExtraError
@@ -24,23 +22,12 @@ DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
 _REASON_LEN = 200  # characters; some messages of transformers list all its models
 
 
-@dataclass(frozen=True)
-class Pair:
-    """A target that is enabled, its draft model or draft head if there is one, and their tokenizers.
-
-    The target's tokenizer pads on the left. `draft_tokenizer` is None if both share a vocabulary.
-    """
+class Pair(NamedTuple):
+    """An enabled target, its tokenizer, which pads on the left, and arguments of `generate()`: what drafts for it."""
 
     target: PreTrainedModel
-    draft: PreTrainedModel | DraftHead | None
     tokenizer: PreTrainedTokenizerBase
-    draft_tokenizer: PreTrainedTokenizerBase | None
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """Arguments of `generate()`: draft model and tokenizers; `stop_strings` need the target's."""
-        draft = {"assistant_model": self.draft, "assistant_tokenizer": self.draft_tokenizer}
-        return {"tokenizer": self.tokenizer} | {name: value for name, value in draft.items() if value is not None}
+    arguments: dict[str, Any]
 
 
 def load_pair(models: Models, log: Console | None = None) -> Pair:
@@ -50,15 +37,18 @@ def load_pair(models: Models, log: Console | None = None) -> Pair:
     with log.status(f"loading {models.target}") if log is not None else nullcontext():
         target = enable(_load(models, models.target, models.revision))
         tokenizer = load_tokenizer(models)
+    arguments: dict[str, Any] = {"tokenizer": tokenizer}  # of stop strings
     if models.draft is None:
-        return Pair(target, None, tokenizer, None)
+        return Pair(target, tokenizer, arguments)
     with log.status(f"loading {models.draft}") if log is not None else nullcontext():
         if names_head(models):
-            return Pair(target, load_drafter(models.draft, target), tokenizer, None)
-        draft = _load(models, models.draft)
-        draft_tokenizer = _read_tokenizer(models, models.draft)
-    is_same = draft_tokenizer.get_vocab() == tokenizer.get_vocab()
-    return Pair(target, draft, tokenizer, None if is_same else draft_tokenizer)
+            arguments["assistant_model"] = load_drafter(models.draft, target)
+        else:
+            arguments["assistant_model"] = _load(models, models.draft)
+            draft_tokenizer = _read_tokenizer(models, models.draft)
+            if draft_tokenizer.get_vocab() != tokenizer.get_vocab():
+                arguments["assistant_tokenizer"] = draft_tokenizer
+    return Pair(target, tokenizer, arguments)
 
 
 def names_head(models: Models) -> bool:

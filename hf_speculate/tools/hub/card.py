@@ -3,7 +3,6 @@
 import inspect
 import json
 import re
-import textwrap
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -58,30 +57,14 @@ ABOUT = {
     ),
 }
 DEFAULT = "rejection"  # described if no verifier is set
-_LOSSLESS = (
-    "Lossless: with `do_sample=True` the text has the distribution of plain sampling from the target after "
-    "temperature, top-k, top-p and all other settings, whatever the draft model proposes. With `do_sample=False` it is "
-    "that of greedy decoding, up to near-ties of the two largest logits in float32 and half precision."
-)
-_LOSSY = (
-    "Lossy: the text follows the draft model wherever the rule allows, so its distribution is not the target's. The "
-    "token after the accepted ones is sampled from the target with `do_sample=True`, and its most likely one otherwise."
-)
-_GREEDY = "With `do_sample=True` it is not supported; leave `verifier` out of the fields to allow both."
 
 
 def model_card(fields: Mapping[str, Any], name: str) -> str:
     verifier = fields.get("verifier") or DEFAULT
     about = ABOUT[verifier]
-    what = (
-        "A `custom_generate` repository with settings of speculative decoding. A small draft model proposes several "
-        f"tokens and the target model verifies them in one forward pass: {about.rule}. Works for single prompts and "
-        "for left-padded batches."
-    )
-    expect = _LOSSLESS if is_lossless(SpeculationConfig(verifier=verifier)) else _LOSSY
-    expect = f"{expect} {_GREEDY}" if verifier == "greedy" else expect
-    texts = {"what": _filled(what), "expect": _filled(expect), "meanings": _meanings(), "mark": CARD_MARK}
-    return render("card.md.jinja", about=about, name=name, fields=sorted(fields.items()), **texts)
+    values = {"about": about, "name": name, "fields": sorted(fields.items()), "meanings": _meanings()}
+    keeps = is_lossless(SpeculationConfig(verifier=verifier))
+    return render("card.md.jinja", **values, mark=CARD_MARK, is_greedy=verifier == "greedy", is_lossless=keeps)
 
 
 def render(template: str, **values: Any) -> str:
@@ -102,7 +85,3 @@ def _meanings() -> dict[str, str]:
     arguments = (inspect.getdoc(SpeculationConfig) or "").partition("Args:\n")[2].partition("\n\n")[0]
     entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", arguments, re.M)
     return {name: " ".join(text.split()).split(". ")[0].removesuffix(".") for name, text in entries}
-
-
-def _filled(text: str) -> str:
-    return textwrap.fill(text, width=120, break_long_words=False, break_on_hyphens=False)
