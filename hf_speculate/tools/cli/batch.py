@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -59,23 +60,18 @@ def run(options: Batch) -> int:
     progress = _Progress(log)
 
     def make_batches(left: Sequence[Row]) -> list[list[Row]]:
-        tokenizer = load_tokenizer(models)
-        if ranks.is_main:
-            progress.start()
-        batches = batches_of(left, options.rows, tokenizer, is_chat)
+        batches = batches_of(left, options.rows, load_tokenizer(models), is_chat)
         progress.load()
         return batches
 
     try:
-        report = run_job(job, make_batches, engine, ranks, progress.show if ranks.is_main else None)
+        with progress.bar if ranks.is_main else nullcontext():
+            report = run_job(job, make_batches, engine, ranks, progress.show if ranks.is_main else None)
     except KeyboardInterrupt:
-        progress.stop()
         if ranks.is_main:
             line = f"interrupted: finished rows are in {output}; run the same command to resume"
             log.print(line, markup=False, soft_wrap=True)
         return INTERRUPTED
-    finally:
-        progress.stop()
     if ranks.is_main:
         log.print(_line(report), style="dim", soft_wrap=True)
     ranks.close()
@@ -95,7 +91,6 @@ class _Progress:
         self.log, self.clock = log, clock
         self.bar = progress_bar(log)
         self.task = self.bar.add_task("reading prompts", total=None, numbers="")
-        self.start, self.stop = self.bar.start, self.bar.stop
         self.shown_s = clock()
 
     def load(self) -> None:

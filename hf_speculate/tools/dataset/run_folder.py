@@ -2,8 +2,8 @@
 
 import json
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -31,22 +31,16 @@ class RunFolder:
         self.folder = output.with_name(f"{output.name}.run")
         self.manifest = self.folder / "manifest.json"
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> AbstractContextManager[Any]:
         """Lock the output against other runs; the lock of a killed process is released."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        lock = filelock.FileLock(self.folder / "lock")
         try:
-            lock.acquire(timeout=0)
+            return filelock.FileLock(self.folder / "lock").acquire(timeout=0)
         except filelock.Timeout:
             raise ConfigError(
                 f"an output must have one run at a time, got another one for {self.output}; wait for it, or choose "
                 "another output"
             ) from None
-        try:
-            yield
-        finally:
-            lock.release()
 
     def begin(self, rows: Sequence[Row], settings: Mapping[str, Any], seed: int | None, if_changed: str) -> None:
         """Repair files of a killed run, and check that it had the same prompts and settings."""

@@ -47,11 +47,10 @@ def test_progress_is_a_bar_on_a_terminal_and_a_line_a_minute_elsewhere(is_termin
     report = DatasetReport(tmp_path, 8, num_finished=4, num_tokens=90, num_drafted=4, num_accepted=3, seconds=9.0)
     log = Console(file=io.StringIO(), force_terminal=is_terminal, width=100)
     progress = _Progress(log, clock=iter([0.0, 30.0, 61.0, 61.0, 90.0]).__next__)
-    progress.start()
-    progress.load()
-    for _ in range(3):
-        progress.show(report)
-    progress.stop()
+    with progress.bar:
+        progress.load()
+        for _ in range(3):
+            progress.show(report)
     shown = log.file.getvalue()
     assert "10.0 tokens/s, 75% of drafted tokens accepted" in shown
     assert ("4/8" in shown) is is_terminal
