@@ -11,7 +11,7 @@ from hf_speculate.tools.bench.batches import Batch
 from hf_speculate.tools.bench.decoding import Decoder
 from hf_speculate.tools.bench.drift import Drift
 from hf_speculate.tools.bench.equality import Compared
-from hf_speculate.tools.bench.measuring import Run, Runs, Step, measure, ratios
+from hf_speculate.tools.bench.measuring import Run, Step, measure, ratios
 from hf_speculate.tools.bench.methods import (
     DraftLen,
     Method,
@@ -167,45 +167,43 @@ def tune(
             on_step=instruments.on_step,
         )
         used += size
+        new_plain = measured.runs.get(plain.name, [])
+        plain_runs += new_plain
+        for trial in ranked:
+            trial.runs += measured.runs.get(trial.method.name, [])
         if measured.is_interrupted:
             is_interrupted = True
-            plain_runs += measured.runs.get(plain.name, [])
-            for trial in ranked:
-                trial.runs += measured.runs.get(trial.method.name, [])
             break
-        new_plain = measured.runs[plain.name]
-        plain_runs += new_plain
         if not rule.is_exact:
             plain_drift = (plain_drift or Drift()) + instruments.read(new_plain, by_number)
         for trial in ranked:
-            _evaluate(trial, measured.runs, new_plain, rule, instruments, by_number, plain_drift)
+            new = measured.runs[trial.method.name]
+            trial.complaint = _complaint(trial, new, new_plain, rule, instruments, by_number, plain_drift)
         unfit = [trial for trial in ranked if trial.complaint]
         ranked = [trial for trial in ranked if not trial.complaint]
         ranked.sort(key=lambda trial: median(ratios(trial.runs, plain_runs)), reverse=True)
         out = unfit + out
     trials = [trial for trial in ranked + out if trial.runs]
-    best = ranked[0] if ranked and not is_interrupted else None
-    wins = best is not None and median(ratios(best.runs, plain_runs)) > 1
-    winner = best.method if best is not None and wins else None
+    winner = None
+    if ranked and not is_interrupted and median(ratios(ranked[0].runs, plain_runs)) > 1:
+        winner = ranked[0].method
     return Tuned(winner, trials, plain_runs, plain_drift, do_sample, is_interrupted)
 
 
-def _evaluate(
+def _complaint(
     trial: Trial,
-    runs: Runs,
+    new: Sequence[Run],
     plain_runs: Sequence[Run],
     rule: Rule,
     instruments: Instruments,
     batches: Mapping[int, Batch],
     plain_drift: Drift | None,
-) -> None:
-    """Add a rung's calls to a trial, and set its complaint."""
-    new = runs[trial.method.name]
-    trial.runs += new
+) -> str:
+    """Why a trial is dropped after a rung's calls, whose drift is added; empty if it stays."""
     if trial.method.is_lossy and plain_drift is not None:
         trial.drift = (trial.drift or Drift()) + instruments.read(new, batches)
-        trial.complaint = rule.complaint(trial.drift, plain_drift, trial.method.do_sample)
-    elif not trial.method.do_sample:
+        return rule.complaint(trial.drift, plain_drift, trial.method.do_sample)
+    if not trial.method.do_sample:
         compared = instruments.check(trial.method, new, plain_runs, batches)
-        if not compared.ok:
-            trial.complaint = f"differs from plain decoding: {compared}"
+        return "" if compared.ok else f"differs from plain decoding: {compared}"
+    return ""
