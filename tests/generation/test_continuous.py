@@ -210,11 +210,11 @@ def test_many_rows_leave_nothing_behind():
     source.next = lambda: next(prompts)
     decoder = ContinuousDecoder(target, 8, {"assistant_model": draft})
     rounds = itertools.islice(decoder.decode(source), 80)
-    sizes = [num_held() for number, _ in enumerate(rounds) if number % 25 == 24]
-    (num_tensors, num_elements, num_objects), *_, last = sizes
-    assert last[0] <= num_tensors + 5, sizes
-    assert last[1] <= 1.5 * num_elements, sizes
-    assert last[2] <= num_objects + 50, sizes  # about a hundred rows later
+    sizes = [num_held() for number, _ in enumerate(rounds) if number % 10 == 9]
+    early, late = ([max(column) for column in zip(*half, strict=True)] for half in (sizes[:4], sizes[4:]))
+    assert late[0] <= early[0] + 5, sizes
+    assert late[1] <= 1.5 * early[1], sizes
+    assert late[2] <= early[2] + 50, sizes  # samples differ by the rows in flight; half is about a hundred rows later
 
 
 @pytest.mark.slow
