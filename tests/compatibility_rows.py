@@ -356,7 +356,7 @@ FIELDS = (
     refused("stop_strings", {"stop_strings": ["a"]}, "without `tokenizer`"),
     supported(
         "do_sample",
-        "generation/test_law.py::test_rejection_keeps_the_joint_law",
+        "generation/test_distribution.py::test_lossless_verifiers_keep_the_joint_distribution",
         options={},
         samples=True,
         changes=False,
@@ -620,7 +620,7 @@ OWN_FIELDS = (
     refused("relax_only_inside", {"relax_only_inside": (3, 5)}),
     supported(
         "draft_sampling",
-        "generation/test_law.py::test_other_ways_of_a_round_keep_the_joint_law",
+        "generation/test_distribution.py::test_other_kinds_of_rounds_keep_the_joint_distribution",
         "under `do_sample=True`",
         {"draft_sampling": "argmax"},
         samples=True,

@@ -14,8 +14,8 @@ from hf_speculate.triton_kernels import Draws
 from hf_speculate.types import DraftOut, Scored, Stream
 from tests.cases import assert_equal_ids, each_value, pair
 from tests.draft.heads.rounds import states_of
+from tests.generation.test_distribution import SIGNIFICANCE, draw, joint_distribution, p_value
 from tests.generation.test_encoder_decoder import encoder_pair, inputs_of
-from tests.generation.test_law import SIGNIFICANCE, draw, joint_law, p_value
 from tests.tiny import PAD_TOKEN_ID, make_law_model, ragged_prompts
 
 NUM_NEW = 24
@@ -309,7 +309,7 @@ def test_sampled_drafts_leave_the_joint_distribution_as_it_is(verifier):
 
         options = {"drafter": type("FromTable", (Repeats,), {"draft": draft}), "num_assistant_tokens": 2}
         counts = draw(target, None, NUM_DRAWS, max_new_tokens=NUM_DRAWN, verifier=verifier, **options)
-        return p_value(counts, joint_law(target, NUM_DRAWN))
+        return p_value(counts, joint_distribution(target, NUM_DRAWN))
 
     assert p_of(table) > SIGNIFICANCE
     assert p_of(other) < MISTAKEN

@@ -8,7 +8,7 @@ import torch
 
 import hf_speculate
 from tests.cases import assert_equal_ids
-from tests.generation.test_law import SIGNIFICANCE, draw, joint_law, p_value
+from tests.generation.test_distribution import SIGNIFICANCE, draw, joint_distribution, p_value
 from tests.tiny import make_law_model, make_model, ragged_prompts
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -160,7 +160,7 @@ def test_sampled_tokens_keep_the_targets_distribution(import_example, confidence
         "verifier": "rejection",
     }
     counts = draw(model, None, 20_000, **options, num_assistant_tokens=2, speculation_stats=stats)
-    assert p_value(counts, joint_law(model)) > SIGNIFICANCE
+    assert p_value(counts, joint_distribution(model)) > SIGNIFICANCE
     assert 0 < stats.num_accepted < stats.num_drafted
 
 

@@ -1,19 +1,23 @@
 """Hybrid and recurrent models: greedy text equals plain `generate`, whatever is accepted and whoever drafts."""
 
+import itertools
 from functools import cache
 
 import pytest
 import torch
+import transformers
 from transformers import DynamicCache, PreTrainedModel
 
 import hf_speculate
 from hf_speculate.errors import ConfigError, UnsupportedModelError
 from hf_speculate.models.language_model import cache_name
-from tests.cases import assert_decodes_as_plain, assert_equal_ids, each_value
-from tests.generation.test_law import SIGNIFICANCE, draw, joint_law, p_value
+from tests.cases import assert_decodes_as_plain, assert_equal_ids, each_value, plain_and_ours
+from tests.generation.test_distribution import SIGNIFICANCE, draw, joint_distribution, p_value
 from tests.oracle import Oracle
-from tests.recurrent_cases import FLOAT32_TOLERANCE, assert_equal_caches, hooks_of
-from tests.tiny import make_model, noisy_copy, ragged_prompts
+from tests.recurrent_cases import FLOAT32_TOLERANCE, assert_equal_caches, hooks_of, recurrent_states
+from tests.reliability.faults import Mistake
+from tests.reliability.test_threads import together
+from tests.tiny import INITIALIZER_RANGE, make_model, noisy_copy, ragged_prompts
 from tests.tiny_recurrent import RECURRENT_KINDS
 
 NUM_NEW = 24  # with 5 drafted tokens a row accepts every number of them
@@ -30,13 +34,8 @@ def draft_of(kind: str) -> PreTrainedModel:
     return noisy_copy(target_of(kind))
 
 
-@pytest.mark.parametrize("kind", RECURRENT_KINDS)
-@pytest.mark.parametrize(
-    ("batch_size", "num_drafted"),
-    [(3, 5), *(pytest.param(*size, marks=pytest.mark.slow) for size in ((1, 1), (1, 3), (1, 5), (3, 1), (3, 3)))],
-)
-def test_greedy_text_is_plain_whatever_number_of_tokens_is_accepted(kind, batch_size, num_drafted):
-    target, inputs = target_of(kind), ragged_prompts(batch_size, seed=batch_size)
+def assert_plain_whatever_is_accepted(target, batch_size, num_drafted):
+    inputs = ragged_prompts(batch_size, seed=batch_size)
     plain = target.generate(**inputs, max_new_tokens=NUM_NEW)
     oracle, stats = Oracle(plain[:, inputs["input_ids"].shape[1] :]), hf_speculate.SpeculationStats()
     own = {"drafter": oracle, "num_assistant_tokens": num_drafted, "speculation_stats": stats}
@@ -49,36 +48,69 @@ def test_greedy_text_is_plain_whatever_number_of_tokens_is_accepted(kind, batch_
     assert not hooks_of(target)
 
 
+@pytest.mark.parametrize("kind", RECURRENT_KINDS)
+@pytest.mark.parametrize(
+    ("batch_size", "num_drafted"),
+    [(3, 5), *(pytest.param(*size, marks=pytest.mark.slow) for size in ((1, 1), (1, 3), (1, 5), (3, 1), (3, 3)))],
+)
+def test_greedy_text_is_plain_whatever_number_of_tokens_is_accepted(kind, batch_size, num_drafted):
+    assert_plain_whatever_is_accepted(target_of(kind), batch_size, num_drafted)
+
+
+@pytest.mark.skipif(not hasattr(transformers, "Inkling2TextConfig"), reason="transformers has no Inkling 2")
+def test_greedy_text_of_inkling2_is_plain():
+    """In float32, for its router stays in float32."""
+    config = transformers.Inkling2TextConfig(
+        vocab_size=64,
+        unpadded_vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        layer_types=["hybrid_sliding", "hybrid", "hybrid_sliding", "hybrid"],
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        swa_num_attention_heads=4,
+        swa_num_key_value_heads=2,
+        swa_head_dim=8,
+        sliding_window_size=8,
+        d_rel=4,
+        rel_extent=32,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        n_layers_per_attn_res_block=2,
+        log_scaling_n_floor=4,  # the temperature of attention grows with the position
+        log_scaling_alpha=2.0,
+        initializer_range=INITIALIZER_RANGE,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+
+    torch.manual_seed(0)
+    target = hf_speculate.enable(transformers.Inkling2ForCausalLM(config).eval().requires_grad_(False))
+    assert_plain_whatever_is_accepted(target, 3, 5)
+
+
 @each_value(batch_size=[1, 3], kind=FEW_KINDS)
 def test_a_passed_cache_goes_on_from_call_to_call(kind, batch_size):
+    """Rows end early in the first call."""
     target, inputs = target_of(kind), ragged_prompts(batch_size, seed=batch_size)
+    new_ids = target.generate(**inputs, max_new_tokens=14)[:, inputs["input_ids"].shape[1] :]
+    ends = [int(new_ids[0, 4]), int(new_ids[-1, 9])] if batch_size > 1 else None
     caches, texts = [], []
     for own in ({}, {"assistant_model": draft_of(kind), "num_assistant_tokens": 4}):
-        kv_cache = DynamicCache(config=target.config)
-        caches.append(kv_cache)
-        options = {"max_new_tokens": 8, cache_name(target): kv_cache, **own}
-        first = target.generate(**inputs, **options)
+        caches.append(DynamicCache(config=target.config))
+        options = {"max_new_tokens": 14, cache_name(target): caches[-1], **own}
+        first = target.generate(**inputs, **options, eos_token_id=ends)
         more = torch.cat([first, torch.full((batch_size, 3), 7)], dim=1)
         mask = torch.ones_like(more)
         mask[:, : inputs["input_ids"].shape[1]] = inputs["attention_mask"]
         if cache_name(target) == "cache_params":  # which does not tell how much it holds
             more, mask = more[:, -4:], mask[:, -4:]
-        texts.append(target.generate(more, attention_mask=mask, **options))
-    assert_equal_ids(*texts)
-    assert_equal_caches(*caches)
-
-
-@pytest.mark.parametrize("kind", FEW_KINDS)
-def test_rows_that_end_early_leave_the_states_of_plain_decoding(kind):
-    target, inputs = target_of(kind), ragged_prompts(3, seed=3)
-    new_ids = target.generate(**inputs, max_new_tokens=14)[:, inputs["input_ids"].shape[1] :]
-    ends = [int(new_ids[0, 4]), int(new_ids[1, 9])]
-    caches, texts = [], []
-    for own in ({}, {"assistant_model": draft_of(kind), "num_assistant_tokens": 4}):
-        caches.append(DynamicCache(config=target.config))
-        options = {"max_new_tokens": 14, "eos_token_id": ends, cache_name(target): caches[-1], **own}
-        texts.append(target.generate(**inputs, **options))
-    assert_equal_ids(*texts)
+        texts += [first, target.generate(more, attention_mask=mask, **options)]
+    assert_equal_ids(texts[0], texts[2])
+    assert_equal_ids(texts[1], texts[3])
     assert_equal_caches(*caches)
 
 
@@ -92,25 +124,14 @@ def test_prompts_are_read_in_chunks_where_several_tokens_are_read_right():
         target_of("mamba").generate(**inputs, **options, prompt_lookup_num_tokens=3)
 
 
+@pytest.mark.skipif("inkling" not in RECURRENT_KINDS, reason="transformers has no Inkling")
 def test_rows_move_in_lock_step_where_attention_counts_columns():
-    """Inkling's temperature grows with the column."""
-    if "inkling" not in RECURRENT_KINDS:
-        pytest.skip("transformers has no Inkling")
+    """Inkling's temperature grows with the column; the rows of its draft hold four convolutions a layer."""
     target = hf_speculate.enable(make_model("inkling", log_scaling_n_floor=4, log_scaling_alpha=2.0))
-    inputs, stats = ragged_prompts(3, seed=3), hf_speculate.SpeculationStats()
-    plain = target.generate(**inputs, max_new_tokens=NUM_NEW)
-    oracle = Oracle(plain[:, inputs["input_ids"].shape[1] :])
-    own = {"drafter": oracle, "num_assistant_tokens": 3, "speculation_stats": stats}
-    assert_equal_ids(plain, target.generate(**inputs, max_new_tokens=NUM_NEW, **own))
-    assert stats.lock_step
-
-
-def test_rows_of_a_draft_whose_modules_of_one_class_write_several_states():
-    """Inkling's layers hold four convolutions; the draft model's rows pass over tokens that they hold already."""
-    if "inkling" not in RECURRENT_KINDS:
-        pytest.skip("transformers has no Inkling")
-    inputs = ragged_prompts(3, seed=1)
-    assert_decodes_as_plain(target_of("inkling"), draft_of("inkling"), inputs, max_new_tokens=8, num_assistant_tokens=3)
+    for one, is_lock_step in ((target, True), (target_of("inkling"), False)):
+        options = {"max_new_tokens": 8, "num_assistant_tokens": 3}
+        stats = assert_decodes_as_plain(one, draft_of("inkling"), ragged_prompts(3, seed=1), **options)
+        assert stats.lock_step == is_lock_step
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5", "mamba"])
@@ -127,10 +148,9 @@ def test_an_unknown_class_is_compared_with_plain_decoding_and_no_hook_stays(kind
 
 @pytest.mark.parametrize("kind", ["qwen3_5", "falcon_h1"])
 def test_attentions_are_those_of_plain_decoding(kind):
-    target, inputs = hf_speculate.enable(make_model(kind, attn_implementation="eager")), ragged_prompts(1, seed=1)
+    target = hf_speculate.enable(make_model(kind, attn_implementation="eager"))
     options = {"max_new_tokens": 8, "return_dict_in_generate": True, "output_attentions": True}
-    own = {"assistant_model": draft_of(kind), "num_assistant_tokens": 3}
-    plain, ours = target.generate(**inputs, **options), target.generate(**inputs, **options, **own)
+    plain, ours = plain_and_ours(target, draft_of(kind), ragged_prompts(1, seed=1), **options)
     for layers, others in zip(plain.attentions, ours.attentions, strict=True):
         assert all(torch.allclose(*pair, atol=FLOAT32_TOLERANCE) for pair in zip(layers, others, strict=True))
 
@@ -172,5 +192,51 @@ def test_the_joint_distribution_of_three_sampled_tokens_is_the_targets(kind, ver
         model.get_output_embeddings().weight.mul_(0.25)  # no text is certain
     options = {"max_new_tokens": 3, "num_assistant_tokens": 2, "draft_sampling": "sample", "verifier": verifier}
     counts = draw(target, draft, 10_000, num_rows=1000, **options)
-    assert p_value(counts, joint_law(target, 3)) > SIGNIFICANCE
-    assert p_value(counts, joint_law(draft, 3)) < SIGNIFICANCE
+    assert p_value(counts, joint_distribution(target, 3)) > SIGNIFICANCE
+    assert p_value(counts, joint_distribution(draft, 3)) < SIGNIFICANCE
+
+
+@each_value(error=[Mistake("on purpose"), KeyboardInterrupt("on purpose")], kind=["qwen3_5", "mamba2"])
+def test_an_error_within_a_mixer_leaves_no_hook_and_the_cache_as_it_was(kind, error):
+    target, prompt = target_of(kind), ragged_prompts(3, seed=3)
+    caches = [DynamicCache(config=target.config) for _ in range(2)]
+    for kv_cache in caches:
+        text = target.generate(**prompt, max_new_tokens=8, **{cache_name(target): kv_cache})
+    before = recurrent_states(caches[0])
+    ids = text[:, -1:] if cache_name(target) == "cache_params" else text
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 8}
+    mixer = next(module for module in reversed(list(target.modules())) if hasattr(module, "conv1d"))
+    calls = itertools.count()
+
+    def fail(module, args, output):
+        if next(calls) == 2 * 4:  # in the second round, after some of its tokens
+            raise error
+
+    handle = mixer.norm.register_forward_hook(fail)
+    drafts = {"assistant_model": draft_of(kind), "num_assistant_tokens": 4}
+    try:
+        with pytest.raises(type(error)):
+            target.generate(**inputs, **drafts, **{cache_name(target): caches[0]})
+    finally:
+        handle.remove()
+    assert not hooks_of(target)
+    for states, others in zip(before, recurrent_states(caches[0]), strict=True):
+        assert all(torch.equal(states[slot], others[slot]) for slot in states)
+    assert_equal_ids(*(target.generate(**inputs, **{cache_name(target): kv_cache}) for kv_cache in caches))
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "mamba"])
+def test_calls_on_one_model_in_several_threads_give_their_own_texts(kind):
+    target, drafts = target_of(kind), {"assistant_model": draft_of(kind), "num_assistant_tokens": 4}
+
+    def decode(seed: int, **drafts):
+        return [target.generate(**ragged_prompts(3, seed=seed), max_new_tokens=12, **drafts) for _ in range(3)]
+
+    expected = [decode(seed)[0] for seed in range(3)]
+    found = together(
+        lambda _: decode(0, **drafts), lambda _: decode(1, prompt_lookup_num_tokens=4), lambda _: decode(2)
+    )
+    for plain, texts in zip(expected, found, strict=True):
+        for text in texts:
+            assert_equal_ids(plain, text)
+    assert not hooks_of(target)

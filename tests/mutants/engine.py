@@ -110,7 +110,7 @@ MUTANTS = (
                 "room = [max(left - 1, 0) for left",
                 "room = [max(left + 9, 0) for left",
                 (
-                    "generation/test_law.py generation/test_coupled.py generation/test_callback.py "
+                    "generation/test_distribution.py generation/test_coupled.py generation/test_callback.py "
                     "draft/test_custom.py generation/test_schedules.py"
                 ),
             ),
@@ -149,7 +149,7 @@ MUTANTS = (
         "generation/test_options.py generation/test_matrix.py",
         {
             "verification: flags are lost": Fault(
-                "            status |= row[-2]", "            status &= row[-2]", "reliability/test_lawless_logits.py"
+                "            status |= row[-2]", "            status &= row[-2]", "reliability/test_bad_logits.py"
             ),
             "verification: one token too few": Fault(
                 "new_ids = [row[: num + 1] for", "new_ids = [row[: max(num, 1)] for"

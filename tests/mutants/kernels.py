@@ -58,7 +58,7 @@ MUTANTS = (
                 "Stream.CORRECTION, end.num_accepted * 0)",
                 (
                     "triton_kernels/test_rejection_distribution.py triton_kernels/test_against_oracle.py "
-                    "generation/test_law.py"
+                    "generation/test_distribution.py"
                 ),
             ),
             "rejection: a point mass keeps its token in the residual": Fault(
@@ -177,7 +177,7 @@ MUTANTS = (
         "triton_kernels/test_noise.py",
         {
             "noise: the round is ignored": Fault(
-                "alpha=ROUND_FACTOR", "alpha=0", "triton_kernels/test_noise.py generation/test_law.py"
+                "alpha=ROUND_FACTOR", "alpha=0", "triton_kernels/test_noise.py generation/test_distribution.py"
             ),
             "noise: the race depends on the round": Fault(
                 "if stream != Stream.RACE:", "if True:", "triton_kernels/test_noise.py generation/test_coupled.py"

@@ -30,7 +30,7 @@ from tests.draft.heads.kinds import KINDS
 from tests.draft.heads.rounds import target_of
 from tests.draft.heads.test_pard import write_pard
 from tests.generation.test_compiled import compile_config, runs  # noqa: F401  # a fixture
-from tests.generation.test_law import SIGNIFICANCE, draw, joint_law, p_value
+from tests.generation.test_distribution import SIGNIFICANCE, draw, joint_distribution, p_value
 from tests.tiny import make_law_model, make_model, ragged_prompts
 from tests.tiny_tokenizers import byte_level_tokenizer
 
@@ -107,7 +107,7 @@ def test_the_joint_distribution_is_the_targets_with_a_smaller_vocabulary(design,
     stats = hf_speculate.SpeculationStats()
     options = {"num_assistant_tokens": 2, "max_new_tokens": NUM_DRAWN, "verifier": verifier, "speculation_stats": stats}
     counts = draw(target, head, NUM_DRAWS, **options)
-    assert p_value(counts, joint_law(target, NUM_DRAWN)) > SIGNIFICANCE
+    assert p_value(counts, joint_distribution(target, NUM_DRAWN)) > SIGNIFICANCE
     assert min(stats.accepted_per_position) > 0
 
 

@@ -1,0 +1,209 @@
+"""The joint distribution of the first new tokens is the target's, computed exactly from every prefix.
+
+The first token comes with the prompt's forward. A round of K drafted tokens and a bonus can give K + 1 more; after a
+refusal the rest comes from further rounds, on a draft cache that was rolled back.
+"""
+
+import itertools
+from collections import Counter
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from torch import Tensor
+from transformers import LogitsProcessorList
+
+import hf_speculate
+from hf_speculate.types import DraftOut
+from hf_speculate.verify import RejectionVerifier
+from tests.cases import Unchanged
+from tests.tiny import make_law_model
+
+VOCAB_SIZE = 8
+NUM_TOKENS = 4
+K = 2
+NUM_DRAWS, MANY_DRAWS = 40_000, 200_000  # of 4096 texts; the second find a bias of a few per cent
+DRAWS_OVER_ROUNDS = 60_000  # 243 texts
+ROWS_PER_CALL = 20_000
+SIGNIFICANCE = 1e-4  # a right sampler fails one run in ten thousand; the controls come out below 1e-12
+MIN_EXPECTED = 5.0  # the usual bound below which chi-square cells are pooled
+PROMPT = torch.tensor([[1, 5, 2, 7]])
+
+WARPERS = {
+    "plain": {},
+    "temperature": {"temperature": 0.6},
+    "top_k": {"temperature": 1.3, "top_k": 4},
+    "top_p": {"top_p": 0.8},
+}
+
+
+@pytest.fixture(scope="module")
+def models():
+    target = make_law_model(VOCAB_SIZE, seed=0, dtype=torch.float32)
+    draft = make_law_model(VOCAB_SIZE, seed=1, sharpness=1.5, dtype=torch.float32)
+    return hf_speculate.enable(target), draft
+
+
+def step_distribution(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> Tensor:
+    """[N, V] float64: the distribution of one token after the warpers, by their definitions."""
+    probs = (logits.double() / temperature).softmax(-1)
+    if top_k:
+        probs = torch.where(probs >= probs.topk(top_k).values[:, -1:], probs, 0)
+    if top_p < 1:
+        order = probs.sort(descending=True)
+        before = order.values.cumsum(-1) - order.values
+        probs = torch.zeros_like(probs).scatter(1, order.indices, torch.where(before < top_p, order.values, 0))
+    return probs / probs.sum(-1, keepdim=True)
+
+
+@torch.no_grad()
+def joint_distribution(target, num_tokens: int = NUM_TOKENS, prompt: Tensor | None = None, **warpers) -> Tensor:
+    """[V, V, ...] float64: distribution of `num_tokens` tokens after the prompt; `target` is any function of ids."""
+    joint = torch.ones(1, dtype=torch.float64)
+    prefixes = prompt_of(target) if prompt is None else prompt
+    for _ in range(num_tokens):
+        step = step_distribution(target(prefixes).logits[:, -1], **warpers)  # [N, V]
+        joint, vocab_size = (joint[:, None] * step).flatten(), step.shape[1]
+        tokens = torch.arange(vocab_size).repeat(len(prefixes))[:, None]
+        prefixes = torch.cat([prefixes.repeat_interleave(vocab_size, 0), tokens], dim=1)
+    return joint.view((vocab_size,) * num_tokens)
+
+
+def prompt_of(target) -> Tensor:
+    """The prompt in the model's vocabulary."""
+    return PROMPT % target.config.vocab_size
+
+
+def texts_of(joint: Tensor) -> itertools.product:
+    """Every text, in the order of the flattened entries of its distribution."""
+    return itertools.product(range(len(joint)), repeat=joint.ndim)
+
+
+def with_eos(joint: Tensor, eos_token_id: int) -> Tensor:
+    """The distribution of texts that are padded with `eos_token_id` after the first one."""
+    ended = torch.zeros_like(joint)
+    for text in texts_of(joint):
+        end = text.index(eos_token_id) + 1 if eos_token_id in text else len(text)
+        ended[text[:end] + (eos_token_id,) * (len(text) - end)] += joint[text]
+    return ended
+
+
+def draw(target, draft, num_draws: int, num_rows: int = ROWS_PER_CALL, **options) -> Counter:
+    """Counts of the drawn texts, from calls of many rows that each have a seed of their own."""
+    prompt = prompt_of(target)
+    counts: Counter = Counter()
+    for begin in range(0, num_draws, num_rows):
+        sequences = target.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            do_sample=True,
+            num_return_sequences=min(num_rows, num_draws - begin),
+            assistant_model=draft,
+            seed=begin,
+            **{"top_k": 0, "max_new_tokens": NUM_TOKENS, **options},
+        )
+        counts.update(map(tuple, sequences[:, prompt.shape[1] :].tolist()))
+    return counts
+
+
+def p_value(counts: Counter, distribution: Tensor) -> float:
+    """Chi-square over all texts, rare ones pooled; 0 when an impossible one was drawn."""
+    total = sum(counts.values())
+    observed, expected = [], []
+    rare_observed, rare_expected = 0, 0.0
+    for text, probability in zip(texts_of(distribution), distribution.flatten().tolist(), strict=True):
+        mean = probability * total
+        if mean == 0 and counts[text]:
+            return 0.0
+        if mean < MIN_EXPECTED:
+            rare_observed, rare_expected = rare_observed + counts[text], rare_expected + mean
+        else:
+            observed.append(counts[text])
+            expected.append(mean)
+    if rare_expected >= MIN_EXPECTED:
+        observed.append(rare_observed)
+        expected.append(rare_expected)
+    scale = sum(observed) / sum(expected)
+    return float(chisquare(observed, [mean * scale for mean in expected]).pvalue)
+
+
+@pytest.mark.parametrize(
+    ("warpers", "verifier", "draft_sampling", "num_draws"),
+    [
+        ("temperature", "rejection", "sample", NUM_DRAWS),
+        ("top_p", "rejection", "argmax", NUM_DRAWS),
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in (
+                *itertools.product(WARPERS, ["block", "coupled"], ["sample"], [NUM_DRAWS]),
+                *itertools.product(WARPERS, ["rejection"], ["sample", "argmax"], [MANY_DRAWS]),
+            )
+        ),
+    ],
+)
+def test_lossless_verifiers_keep_the_joint_distribution(models, warpers, verifier, draft_sampling, num_draws):
+    target, draft = models
+    stats = hf_speculate.SpeculationStats()
+    options = {"num_assistant_tokens": K, "verifier": verifier, "draft_sampling": draft_sampling, **WARPERS[warpers]}
+    counts = draw(target, draft, num_draws, **options, speculation_stats=stats)
+    assert (stats.verifier, len(stats.verified_per_position)) == (verifier, K)
+    assert p_value(counts, joint_distribution(target, **WARPERS[warpers])) > SIGNIFICANCE
+    if warpers != "plain":
+        assert p_value(counts, joint_distribution(target)) < SIGNIFICANCE  # the warpers are told apart
+
+
+def test_coupled_keeps_it_without_an_assistant(models):
+    target, _ = models
+    stats = hf_speculate.SpeculationStats()
+    counts = draw(target, None, NUM_DRAWS, verifier="coupled", speculation_stats=stats)
+    assert (stats.verifier, stats.num_drafted) == ("coupled", 0)
+    assert p_value(counts, joint_distribution(target)) > SIGNIFICANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verifier", ["rejection", "block", "coupled"])
+def test_the_joint_distribution_over_several_rounds_is_the_targets(verifier):
+    """Of five tokens with three drafted a round: the last four come from one to four rounds."""
+    target = hf_speculate.enable(make_law_model(3, seed=4, dtype=torch.float32))
+    draft = make_law_model(3, seed=5, sharpness=1.5, dtype=torch.float32)  # of which 0.8 is accepted
+    stats = hf_speculate.SpeculationStats()
+    options = {"verifier": verifier, "num_assistant_tokens": 3, "max_new_tokens": 5, "speculation_stats": stats}
+    counts = draw(target, draft, DRAWS_OVER_ROUNDS, **options)
+    assert (stats.verifier, len(stats.verified_per_position)) == (verifier, 3)
+    assert stats.num_batch_rounds >= 3
+    assert p_value(counts, joint_distribution(target, num_tokens=5)) > SIGNIFICANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"logits_processor": LogitsProcessorList([Unchanged()])},
+        {"assistant_confidence_threshold": 0.3},
+        {"eos_token_id": 3, "pad_token_id": 3},
+    ],
+    ids=["lock step", "confidence threshold", "eos"],
+)
+def test_other_kinds_of_rounds_keep_the_joint_distribution(models, options):
+    target, draft = models
+    num_rows = 200 if "logits_processor" in options else ROWS_PER_CALL  # many rows in lock step advance by one token
+    counts = draw(target, draft, NUM_DRAWS, num_rows, num_assistant_tokens=K, **options)
+    joint = joint_distribution(target)
+    if "eos_token_id" in options:
+        joint = with_eos(joint, options["eos_token_id"])
+    assert p_value(counts, joint) > SIGNIFICANCE
+
+
+class ArgmaxPassedOffAsSampled:
+    """A control: takes a point-mass draft for one that was drawn from its logits."""
+
+    def verify(self, target_logits, draft, keys):
+        biased = DraftOut(draft.token_ids, draft.lens, torch.zeros_like(target_logits[:, :-1]), None)
+        return RejectionVerifier().verify(target_logits, biased, keys)
+
+
+def test_a_wrong_verifier_fails_the_same_test(models, registry):
+    target, draft = models
+    hf_speculate.register_verifier("control", lambda config: ArgmaxPassedOffAsSampled(), lossless=False)
+    counts = draw(target, draft, NUM_DRAWS, verifier="control", num_assistant_tokens=K, draft_sampling="argmax")
+    assert p_value(counts, joint_distribution(target)) < SIGNIFICANCE
