@@ -11,13 +11,14 @@ from transformers import PreTrainedModel
 
 import hf_speculate
 from hf_speculate.models.graphs import GRAPH_BACKENDS
-from tests.cases import assert_equal_ids
+from tests.cases import assert_equal_ids, each_value
 from tests.draft.heads.kinds import KINDS
 from tests.recorded_graphs import RecordedGraphs
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 
 ENDS = [17, 3, 40, 9]
 GRAPHS: dict[str, Any] = {"speculation_graphs": "on", "num_assistant_tokens": 3}
+CONSTANT = {"num_assistant_tokens": None, "num_assistant_tokens_schedule": "constant"}  # or times decide on lengths
 
 
 @pytest.fixture
@@ -39,56 +40,36 @@ def decode(target: PreTrainedModel, inputs: dict[str, Tensor], **options: Any) -
     return target.generate(**inputs, **options, speculation_stats=stats), stats
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma2"])
-@pytest.mark.parametrize("batch_size", [1, 3])
+@each_value(kind=["llama", "gemma2"], batch_size=[1, 3])
 def test_a_draft_model_gives_the_plain_text_and_later_calls_capture_nothing(
     backend: Any, kind: str, batch_size: int
 ) -> None:
     target, draft = pair(kind)
-    inputs, others = ragged_prompts(batch_size, max_len=20), ragged_prompts(batch_size, seed=3, max_len=17)
-    ids, stats = decode(target, inputs, assistant_model=draft, eos_token_id=ENDS)
-    assert_equal_ids(target.generate(**inputs, max_new_tokens=24, eos_token_id=ENDS), ids)
-    assert (stats.graphed, stats.fallbacks, stats.cache) == (["target", "draft"], [], "preallocated")
+    for seed, max_len in ((0, 20), (3, 17)):
+        inputs = ragged_prompts(batch_size, seed=seed, max_len=max_len)
+        ids, stats = decode(target, inputs, assistant_model=draft, eos_token_id=ENDS)
+        assert_equal_ids(target.generate(**inputs, max_new_tokens=24, eos_token_id=ENDS), ids)
+        assert (stats.graphed, stats.fallbacks, stats.cache) == (["target", "draft"], [], "preallocated")
+        assert backend.num_captures == 2  # a verification and a draft step
+        assert backend.num_replays > 2 * stats.num_batch_rounds
     assert "from graphs: target, draft" in stats.plan
-    assert backend.num_captures == 2  # a verification and a draft step
-    assert backend.num_replays > 2 * stats.num_batch_rounds
-    ids, _ = decode(target, others, assistant_model=draft, eos_token_id=ENDS)
-    assert_equal_ids(target.generate(**others, max_new_tokens=24, eos_token_id=ENDS), ids)
-    assert backend.num_captures == 2
-
-
-def test_graphs_follow_widths_and_draft_lengths(backend: Any) -> None:
-    target, draft = pair()
-    inputs = ragged_prompts(2, min_len=250, max_len=250)
-    own = {"num_assistant_tokens": 4, "num_assistant_tokens_schedule": "heuristic"}
-    ids, stats = decode(target, inputs, assistant_model=draft, **own)
-    assert_equal_ids(target.generate(**inputs, max_new_tokens=24), ids)
-    assert stats.graphed == ["target", "draft"]
-    assert len(stats.rounds_by_draft_len) > 2
-    assert backend.num_captures <= 2 * (1 + len(stats.rounds_by_draft_len))
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"top_k": 0}, {"top_k": 10, "temperature": 0.7}, {"top_k": 0, "verifier": "coupled"}],
+    [
+        {"top_k": 10, "temperature": 0.7},
+        {"top_k": 0, "verifier": "coupled"},
+        {"assistant_model": None, "prompt_lookup_num_tokens": 4, **CONSTANT},
+    ],
 )
 def test_sampled_text_is_that_of_eager_rounds(backend: Any, options: dict[str, Any]) -> None:
     target, draft = pair()
-    options = {**options, "do_sample": True, "seed": 5, "assistant_model": draft, "eos_token_id": ENDS}
+    options = {"assistant_model": draft, "do_sample": True, "seed": 5, "eos_token_id": ENDS, **options}
     inputs = ragged_prompts(3, max_len=20)
     ids, stats = decode(target, inputs, **options)
-    eager, _ = decode(target, inputs, **options, speculation_graphs="off")
-    assert_equal_ids(eager, ids)
-    assert stats.graphed == ["target", "draft"]
-
-
-def test_prompt_lookup_runs_the_target_from_graphs(backend: Any) -> None:
-    target, _ = pair()
-    inputs = {"input_ids": torch.tensor([[5, 6, 7, 8, 9] * 4])}
-    ids, stats = decode(target, inputs, prompt_lookup_num_tokens=4, num_assistant_tokens=None)
-    assert_equal_ids(target.generate(**inputs, max_new_tokens=24), ids)
-    assert (stats.graphed, stats.fallbacks) == (["target"], [])
-    assert stats.num_drafted > 0
+    assert_equal_ids(decode(target, inputs, **options, speculation_graphs="off")[0], ids)
+    assert (stats.graphed, stats.fallbacks) == (["target", "draft"][: 1 + bool(options["assistant_model"])], [])
     assert backend.num_replays >= stats.num_batch_rounds
 
 
@@ -150,33 +131,12 @@ def test_what_cannot_be_captured_says_why(backend: Any, options: dict[str, Any],
     assert f"no graphs of the target LlamaForCausalLM: {reason}" in stats.fallbacks
 
 
-@pytest.mark.parametrize("graphs", ["auto", "on"])
-def test_on_a_cpu_rounds_are_eager(graphs: str) -> None:
+def test_on_a_cpu_rounds_are_eager() -> None:
     target, draft = pair()
-    stats = decode(target, ragged_prompts(2), assistant_model=draft, max_new_tokens=4, speculation_graphs=graphs)[1]
-    assert stats.graphed == []
-    assert stats.fallbacks == [
-        f"no graphs of the {part} LlamaForCausalLM: graphs need a CUDA device, and it is on cpu"
-        for part in ("target", "draft")
-        if graphs == "on"
-    ]
-
-
-def test_the_stand_in_fails_where_a_graph_would_be_wrong() -> None:
-    graphs, source, hidden = RecordedGraphs(torch.device("cpu")), torch.ones(3), [torch.ones(3)]
-    graph = graphs.capture(lambda: (source * 2).relu_() + hidden[0])
-    source.fill_(4)
-    graph.replay()
-    assert torch.equal(graph.outputs, torch.full((3,), 9.0))
-    with pytest.raises(RuntimeError, match="the host was read"):
-        graphs.capture(source.tolist)
-    source.data = torch.ones(4)
-    with pytest.raises(AssertionError, match="a tensor that a graph reads was"):
-        graph.replay()
-    source.data = torch.ones(3)
-    hidden.clear()
-    with pytest.raises(AssertionError, match="a tensor that a graph reads was"):
-        graph.replay()
+    for graphs, num_reasons in (("auto", 0), ("on", 2)):
+        stats = decode(target, ragged_prompts(2), assistant_model=draft, speculation_graphs=graphs)[1]
+        assert stats.graphed == []
+        assert ["graphs need a CUDA device" in reason for reason in stats.fallbacks] == [True] * num_reasons
 
 
 @pytest.mark.gpu
@@ -185,19 +145,15 @@ def test_the_stand_in_fails_where_a_graph_would_be_wrong() -> None:
 @pytest.mark.parametrize("options", [{}, {"do_sample": True, "top_k": 0, "seed": 1}])
 def test_graphs_on_a_device_give_the_eager_text(dtype: torch.dtype, batch_size: int, options: dict[str, Any]) -> None:
     target = hf_speculate.enable(make_model("llama", dtype=dtype).cuda())
-    draft = noisy_copy(target, 0.1)
+    options = {**options, "assistant_model": noisy_copy(target, 0.1), "max_new_tokens": 40}
     for seed in (4, 5, 4):
         prompts = ragged_prompts(batch_size, seed=seed, min_len=8, max_len=24)
         inputs = {name: value.cuda() for name, value in prompts.items()}
-        ids, stats = decode(target, inputs, assistant_model=draft, max_new_tokens=40, **options)
+        ids, stats = decode(target, inputs, **options)
         assert (stats.graphed, stats.fallbacks) == (["target", "draft"], [])
         if dtype == torch.float32:
-            eager, _ = decode(
-                target, inputs, assistant_model=draft, max_new_tokens=40, speculation_graphs="off", **options
-            )
-            assert_equal_ids(eager, ids)
-        elif not options:
-            report = hf_speculate.check_parity(
-                target, draft, [inputs], max_new_tokens=40, speculation_graphs="on", num_assistant_tokens=3
-            )
+            assert_equal_ids(decode(target, inputs, **options, speculation_graphs="off")[0], ids)
+        elif "do_sample" not in options:
+            draft = options["assistant_model"]
+            report = hf_speculate.check_parity(target, draft, [inputs], max_new_tokens=40, **GRAPHS)
             assert report.ok, report

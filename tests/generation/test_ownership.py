@@ -11,17 +11,11 @@ K = 4
 STATE_TOLERANCE = 1e-9  # float64 round-off between a forward of one token and one of several
 
 
+@torch.no_grad()
 def prefilled(target, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> DynamicCache:
+    positions = None if attention_mask is None else (attention_mask.cumsum(-1) - 1).clamp_min(0)
     cache = DynamicCache(config=target.config)
-    position_ids = None if attention_mask is None else (attention_mask.cumsum(-1) - 1).clamp_min(0)
-    with torch.no_grad():
-        target(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=cache,
-            use_cache=True,
-        )
+    target(input_ids=input_ids, attention_mask=attention_mask, position_ids=positions, past_key_values=cache)
     return cache
 
 
@@ -45,16 +39,12 @@ def assert_same_contents(one: list[tuple], other: list[tuple], tolerance: float 
 def test_a_passed_cache_advances_in_place_as_in_plain(kind, num_held, cache_kind):
     target, draft = pair(kind)
     ids = torch.randint(1, 64, (1, 2 * SLIDING_WINDOW + 4), generator=torch.Generator().manual_seed(1))
-    caches = [
-        prefilled(target, ids[:, :num_held]) if num_held else DynamicCache(config=target.config) for _ in range(2)
-    ]
-    plain = target.generate(ids, past_key_values=caches[0], max_new_tokens=15)
-    own = {"assistant_model": draft, "num_assistant_tokens": K, "speculation_cache": cache_kind}
-    ours = target.generate(ids, past_key_values=caches[1], max_new_tokens=15, **own)
-    assert_equal_ids(plain, ours)
-    assert caches[1].get_seq_length() == ours.shape[1] - 1
-    tolerance = 1e-4 if kind == "gemma2" else STATE_TOLERANCE
-    assert_same_contents(cache_contents(caches[0]), cache_contents(caches[1]), tolerance)
+    caches, texts = [], []
+    for own in ({}, {"assistant_model": draft, "num_assistant_tokens": K, "speculation_cache": cache_kind}):
+        caches.append(prefilled(target, ids[:, :num_held]) if num_held else DynamicCache(config=target.config))
+        texts.append(target.generate(ids, past_key_values=caches[-1], max_new_tokens=15, **own))
+    assert_equal_ids(*texts)
+    assert_same_contents(*map(cache_contents, caches), 1e-4 if kind == "gemma2" else STATE_TOLERANCE)
 
 
 @pytest.mark.parametrize("cache_kind", ["dynamic", "preallocated"])

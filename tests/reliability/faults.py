@@ -75,15 +75,8 @@ hf_speculate.register_row_wise(RowWiseCriterion)
 
 class FaultyStreamer:
     def __init__(self, fault: Fault, method: str):
-        self.fault, self.method = fault, method
-
-    def put(self, value):
-        if self.method == "put":
-            self.fault.tick()
-
-    def end(self):
-        if self.method == "end":
-            self.fault.tick()
+        self.put = self.end = lambda *_: None
+        setattr(self, method, fault.tick)
 
 
 class FaultyCandidates(CandidateGenerator):
@@ -141,36 +134,27 @@ def patch(owner: object, name: str, fault: Fault):
 
 def put_in(place: str, fault: Fault, target: Any, draft: Any) -> tuple[AbstractContextManager, dict[str, Any]]:
     """What to run a call in, and its options, so that `fault` ticks at `place`."""
-    drafted = {"assistant_model": draft, "num_assistant_tokens": 2}
-    copied = {
-        "prompt_lookup_num_tokens": 2,
-        "num_assistant_tokens_schedule": "constant",
-    }  # else a first round may be plain
-    match place:
-        case "foreign processor":
-            return ExitStack(), drafted | {"logits_processor": LogitsProcessorList([FaultyProcessor(fault)])}
-        case "row-wise processor":
-            return ExitStack(), drafted | {"logits_processor": LogitsProcessorList([RowWiseProcessor(fault)])}
-        case "foreign criterion":
-            return ExitStack(), drafted | {"stopping_criteria": StoppingCriteriaList([FaultyCriterion(fault)])}
-        case "row-wise criterion":
-            return ExitStack(), drafted | {"stopping_criteria": StoppingCriteriaList([RowWiseCriterion(fault)])}
-        case "streamer put" | "streamer end":
-            return ExitStack(), drafted | {"streamer": FaultyStreamer(fault, place.split()[1])}
-        case "callback":
-            return ExitStack(), drafted | {"speculation_callback": fault.tick}
-        case "target forward":
-            return hook(target, fault), drafted
-        case "target layer":
-            return hook(target.model.layers[1].self_attn, fault), drafted
-        case "draft forward":
-            return hook(draft, fault), drafted
-        case "candidates":
-            return ExitStack(), {"candidate_generator": FaultyCandidates(fault)}
-        case "store reader" | "store add":
-            return ExitStack(), copied | {"suffix_store": FaultyStore(fault, place.split()[1])}
-        case "allocation":
-            return patch(ragged_layer, "_zeros", fault), drafted
-        case "handing back":
-            return patch(PreallocatedKVCache, "_states", fault), drafted
-    raise ValueError(f"no such place: {place}")
+    inside: dict[str, Callable[[], AbstractContextManager]] = {
+        "target forward": lambda: hook(target, fault),
+        "target layer": lambda: hook(target.model.layers[1].self_attn, fault),
+        "draft forward": lambda: hook(draft, fault),
+        "allocation": lambda: patch(ragged_layer, "_zeros", fault),
+        "handing back": lambda: patch(PreallocatedKVCache, "_states", fault),
+    }
+    schedule = {"prompt_lookup_num_tokens": 2, "num_assistant_tokens_schedule": "constant"}  # or round 1 may be plain
+    given: dict[str, dict[str, Any]] = {
+        "foreign processor": {"logits_processor": LogitsProcessorList([FaultyProcessor(fault)])},
+        "row-wise processor": {"logits_processor": LogitsProcessorList([RowWiseProcessor(fault)])},
+        "foreign criterion": {"stopping_criteria": StoppingCriteriaList([FaultyCriterion(fault)])},
+        "row-wise criterion": {"stopping_criteria": StoppingCriteriaList([RowWiseCriterion(fault)])},
+        "streamer put": {"streamer": FaultyStreamer(fault, "put")},
+        "streamer end": {"streamer": FaultyStreamer(fault, "end")},
+        "callback": {"speculation_callback": fault.tick},
+        "candidates": {"candidate_generator": FaultyCandidates(fault)},
+        "store reader": {**schedule, "suffix_store": FaultyStore(fault, "reader")},
+        "store add": {**schedule, "suffix_store": FaultyStore(fault, "add")},
+    }
+    options = given.get(place, {})
+    if not {"candidate_generator", "suffix_store"} & options.keys():
+        options |= {"assistant_model": draft, "num_assistant_tokens": 2}
+    return inside.get(place, ExitStack)(), options

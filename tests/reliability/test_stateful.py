@@ -1,8 +1,8 @@
 """Chats of any calls, in any order, give token for token what plain calls without a cache give."""
 
 import itertools
-import random
 from functools import cache, partial
+from random import Random
 from typing import Any
 
 import pytest
@@ -10,7 +10,7 @@ import torch
 from hypothesis import event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
-from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import DynamicCache, LogitsProcessor, StoppingCriteria
 
 import hf_speculate
 from hf_speculate.draft.early_exit import early_exit_model
@@ -29,7 +29,6 @@ MANY_EXAMPLES, MANY_STEPS = 300, 20
 
 TOKENS = st.integers(1, VOCAB_SIZE - 1)
 TEXTS = st.lists(TOKENS, min_size=1, max_size=6)
-WAYS = ("model", "copies", "both")
 SCHEDULES = ("constant", "heuristic", "adaptive")
 CACHE_KINDS = ("auto", "dynamic", "preallocated")
 CACHES = ("none", "passed", "returned")
@@ -47,19 +46,8 @@ class Biases(LogitsProcessor):
         return scores.scatter_add(1, biased, torch.full_like(scores[:, :1], 1.5))
 
 
-class RowWiseEnds(Ends):
-    """Declared to look at each row by itself."""
-
-
-class RowWiseBiases(Biases):
-    """Declared to look at each row by itself."""
-
-
-hf_speculate.register_row_wise(RowWiseEnds)
-hf_speculate.register_row_wise(RowWiseBiases)
-
-ENDS = {"none": None, "foreign": Ends, "row-wise": RowWiseEnds}
-BIASES = {"none": None, "foreign": Biases, "row-wise": RowWiseBiases}
+RowWiseEnds = hf_speculate.register_row_wise(type("RowWiseEnds", (Ends,), {}))
+RowWiseBiases = hf_speculate.register_row_wise(type("RowWiseBiases", (Biases,), {}))
 
 
 @cache
@@ -70,15 +58,11 @@ def tools(seed: int):
     return hf_speculate.enable(target), draft, letters_tokenizer(list(LETTERS))
 
 
-class Clock:
+def clock_of(seed: int):
     """Steps of any size, so that the adaptive schedule sees machines of every kind."""
-
-    def __init__(self, seed: int):
-        self.now, self.chance = 0.0, random.Random(seed)
-
-    def __call__(self) -> float:
-        self.now += self.chance.choice([0.0, 1e-4, 1e-3, 1e-2])
-        return self.now
+    random = Random(seed)
+    steps = iter(lambda: random.choice([0.0, 1e-4, 1e-3, 1e-2]), None)
+    return partial(next, itertools.accumulate(steps))
 
 
 # What plain decoding is not told.
@@ -97,19 +81,17 @@ def requests(draw: st.DrawFn) -> tuple[dict[str, Any], str]:
         "no_repeat_ngram_size": draw(st.sampled_from([0, 0, 3])) or None,
         "speculation_cache": draw(st.sampled_from(CACHE_KINDS)),
     }
-    way = draw(st.sampled_from(WAYS))
-    if way != "copies":
+    source = draw(st.sampled_from(["model", "lookup", "both"]))
+    if source != "lookup":
         schedule = draw(st.sampled_from(SCHEDULES))
         own |= {"num_assistant_tokens": draw(st.integers(1, 5)), "num_assistant_tokens_schedule": schedule}
-    if way != "model":
+    if source != "model":
         own["prompt_lookup_num_tokens"] = draw(st.integers(1, 4))
     if draw(st.booleans()):
         own |= {"do_sample": True, "verifier": "coupled", "seed": draw(st.integers(0, 9))}
         own |= {"temperature": draw(st.sampled_from([1.0, 0.7])), "top_k": draw(st.sampled_from([0, 4]))}
-    if (ends := draw(st.sampled_from(list(ENDS)))) != "none":
-        own["stopping_criteria"] = StoppingCriteriaList([ENDS[ends]()])
-    if (bias := draw(st.sampled_from(list(BIASES)))) != "none":
-        own["logits_processor"] = LogitsProcessorList([BIASES[bias]()])
+    own["stopping_criteria"] = [kind() for kind in draw(st.sampled_from([[], [Ends], [RowWiseEnds]]))]
+    own["logits_processor"] = [kind() for kind in draw(st.sampled_from([[], [Biases], [RowWiseBiases]]))]
     return own, draw(st.sampled_from(CACHES))
 
 
@@ -120,7 +102,7 @@ class Chat(RuleBasedStateMachine):
     def begin(self, seed, texts):
         self.target, self.draft, self.tokenizer = tools(seed)
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(decoding_method, "StageClock", partial(StageClock, Clock(seed)))
+        self.patch.setattr(decoding_method, "StageClock", partial(StageClock, clock_of(seed)))
         self._set(texts)
 
     def teardown(self):
@@ -138,14 +120,10 @@ class Chat(RuleBasedStateMachine):
         if cache is None and cache_use == "passed":
             cache = DynamicCache(config=self.target.config)
         stats = hf_speculate.SpeculationStats()
-        output = self.target.generate(
-            **self._inputs(),
-            **self._drafts(own),
-            past_key_values=cache,
-            tokenizer=self.tokenizer,
-            return_dict_in_generate=cache_use == "returned",
-            speculation_stats=stats,
-        )
+        more = {"past_key_values": cache, "tokenizer": self.tokenizer, "speculation_stats": stats}
+        drafts = {"assistant_model": self.draft} if "num_assistant_tokens" in own else {}
+        more["return_dict_in_generate"] = cache_use == "returned"
+        output = self.target.generate(**self._inputs(), **own, **drafts, **more)
         ids = output.sequences if cache_use == "returned" else output
         assert ids.tolist() == expected
         if cache_use == "returned":
@@ -214,9 +192,6 @@ class Chat(RuleBasedStateMachine):
     def _inputs(self) -> dict[str, torch.Tensor]:
         mask = [[0] * num_pads + [1] * (len(self.lines[0]) - num_pads) for num_pads in self.pads]
         return {"input_ids": torch.tensor(self.lines), "attention_mask": torch.tensor(mask)}
-
-    def _drafts(self, own: dict[str, Any]) -> dict[str, Any]:
-        return own | {"assistant_model": self.draft} if "num_assistant_tokens" in own else own
 
 
 TestChats = Chat.TestCase

@@ -9,15 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CompileConfig, DynamicCache, LogitsProcessorList, StoppingCriteriaList
+from transformers import CompileConfig, DynamicCache
 
 import hf_speculate
 from hf_speculate.engine.model_state import model_state
 from hf_speculate.models import attention_switch
-from tests.reliability.faults import Fault, FaultyCriterion, FaultyProcessor, Mistake
+from tests.reliability.faults import Fault, FaultyProcessor, Mistake
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 
-NEVER = 10**9  # a call that no fault waits for
 SWITCH_S = 1e-5  # between threads, 500 times as often as Python's own 5 ms
 TIMEOUT_S = 60.0
 NUM_NEW = 9
@@ -52,7 +51,7 @@ ASSISTED: dict[str, Callable[[], dict[str, Any]]] = {
     "static": lambda: {"num_assistant_tokens": 2, "cache_implementation": "static"},
     "compiled": lambda: {"num_assistant_tokens": 2, "compile_config": static_config()},
     "own cache": lambda: {"num_assistant_tokens": 2, "past_key_values": DynamicCache(config=models()[0].config)},
-    "lock step": lambda: {"stopping_criteria": StoppingCriteriaList([FaultyCriterion(Fault(NEVER, Mistake()))])},
+    "lock step": lambda: {"stopping_criteria": [lambda ids, scores: torch.zeros(len(ids), dtype=torch.bool)]},
 }
 
 
@@ -78,12 +77,6 @@ def together(*jobs: Callable[[threading.Barrier], Any]) -> list[Any]:
         sys.setswitchinterval(interval)
 
 
-def configs() -> list[Any]:
-    return [
-        (one.config.to_dict(), one.config._attn_implementation, one.generation_config.to_dict()) for one in models()
-    ]
-
-
 @pytest.fixture(scope="module")
 def alone() -> dict[str, list[list[int]]]:
     texts = {name: call(name) for name in NAMES if name != "compiled"}
@@ -97,38 +90,25 @@ def alone() -> dict[str, list[list[int]]]:
     "shift", [0, *(pytest.param(shift, marks=pytest.mark.slow) for shift in range(4, len(NAMES), 4))]
 )
 def test_two_calls_at_a_time_give_the_texts_that_each_gives_alone(shift, alone):
-    before = configs()
+    before = [(one.config.to_dict(), one.generation_config.to_dict()) for one in models()]
 
     def walk(names: list[str]) -> Callable[[threading.Barrier], dict[str, list[list[int]]]]:
-        def run(barrier: threading.Barrier) -> dict[str, list[list[int]]]:
-            texts = {}
-            for name in names:
-                barrier.wait()
-                texts[name] = call(name)
-            return texts
-
-        return run
+        return lambda barrier: {name: (barrier.wait(), call(name))[1] for name in names}
 
     first, second = together(walk(NAMES), walk(NAMES[shift:] + NAMES[:shift]))
-    assert first == alone
-    assert second == alone
-    assert configs() == before
+    assert first == second == alone
+    assert [(one.config.to_dict(), one.generation_config.to_dict()) for one in models()] == before
     assert attention_switch._HOLDERS == {}
 
 
 def test_a_call_that_fails_leaves_the_other_threads_alone(alone):
     target, draft = models()
-    before = configs()
 
     def fail(at: int) -> list[str]:
-        error = Mistake("on purpose", at)
-        processors = LogitsProcessorList([FaultyProcessor(Fault(at, error))])
+        processors, inputs = [FaultyProcessor(Fault(at, Mistake("on purpose")))], ragged_prompts(3)
         with pytest.raises(Mistake) as caught:
-            target.generate(
-                **ragged_prompts(3), max_new_tokens=NUM_NEW, assistant_model=draft, logits_processor=processors
-            )
-        assert caught.value is error
-        return error.__notes__
+            target.generate(**inputs, max_new_tokens=NUM_NEW, assistant_model=draft, logits_processor=processors)
+        return caught.value.__notes__
 
     names = [name for name in NAMES if name != "plain"]
     texts, notes = together(
@@ -136,39 +116,24 @@ def test_a_call_that_fails_leaves_the_other_threads_alone(alone):
     )
     assert texts == {name: alone[name] for name in names}
     assert [len(some) for some in notes] == [1] * NUM_NEW
-    assert configs() == before
     assert attention_switch._HOLDERS == {}
 
 
 def test_calls_at_the_same_time_share_no_buffers():
     target, draft = models()
-    inputs = ragged_prompts(3, seed=1)
+    inputs, own = ragged_prompts(3, seed=1), {"assistant_model": draft, **ASSISTED["compiled"]()}
     plain = target.generate(**inputs, max_new_tokens=NUM_NEW).tolist()
     met = threading.Barrier(2, timeout=TIMEOUT_S)
 
-    class Meets(FaultyCriterion):
+    def meet(input_ids, scores, **kwargs):
         """Makes the calls wait for each other after every token, so that both hold buffers all the time."""
-
-        def __call__(self, input_ids, scores, **kwargs):
-            met.wait()
-            return super().__call__(input_ids, scores)
+        met.wait()
+        return torch.zeros(len(input_ids), dtype=torch.bool)
 
     def decode(_: threading.Barrier) -> list[list[int]]:
-        ids: torch.Tensor = target.generate(
-            **inputs,
-            max_new_tokens=NUM_NEW,
-            assistant_model=draft,
-            num_assistant_tokens=2,
-            compile_config=static_config(),
-            stopping_criteria=StoppingCriteriaList([Meets(Fault(NEVER, Mistake()))]),
-        )
+        ids: torch.Tensor = target.generate(**inputs, max_new_tokens=NUM_NEW, **own, stopping_criteria=[meet])
         return ids.tolist()
 
-    for _ in range(3):
-        assert together(decode, decode) == [plain, plain]
-    stats = hf_speculate.SpeculationStats()
-    own = {"assistant_model": draft, "num_assistant_tokens": 2, "compile_config": static_config()}
-    target.generate(**inputs, max_new_tokens=NUM_NEW, speculation_stats=stats, **own)
-    assert (stats.compiled, stats.fallbacks) == (["target", "draft"], [])
+    assert together(decode, decode) == [plain, plain]
     kept = model_state(target).buffers.addresses()
     assert len(set(kept)) == len(kept)
