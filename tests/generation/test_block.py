@@ -11,39 +11,23 @@ from tests.tiny import make_law_model, ragged_prompts
 OPTIONS = {"do_sample": True, "top_k": 0, "seed": 3, "max_new_tokens": 24, "num_assistant_tokens": 4}
 
 
-def run(verifier: str | None, **options) -> tuple[torch.Tensor, hf_speculate.SpeculationStats]:
+def run(verifier: str, **options) -> tuple[torch.Tensor, hf_speculate.SpeculationStats]:
     target, draft = pair("llama")
     stats = hf_speculate.SpeculationStats()
-    own = {} if verifier is None else {"verifier": verifier}
-    options = {**OPTIONS, **own, "speculation_stats": stats, **options}
+    options = {**OPTIONS, "verifier": verifier, "speculation_stats": stats, **options}
     return target.generate(**ragged_prompts(3, seed=2), assistant_model=draft, **options), stats
 
 
-def test_it_runs_where_the_draft_samples():
-    ids, stats = run("block")
-    assert (stats.verifier, stats.fallbacks) == ("block", [])
-    assert not torch.equal(ids, run("rejection")[0])
-
-
 @pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"draft_sampling": "argmax"}, "rejection in place of block, which is the same if the draft takes its arg"),
-        (
-            {"logits_processor": LogitsProcessorList([Unchanged()])},
-            "rejection in place of block, because rows in lock step are verified token by token",
-        ),
-    ],
-    ids=["point mass", "lock step"],
+    "options", [{"draft_sampling": "argmax"}, {"logits_processor": LogitsProcessorList([Unchanged()])}]
 )
-def test_it_gives_way_to_rejection_where_it_gains_nothing(options, reason):
+def test_it_gives_way_to_rejection_where_it_gains_nothing(options):
     ids, stats = run("block", **options)
     rejected, expected = run("rejection", **options)
     assert_equal_ids(rejected, ids)
     assert stats.verifier == "rejection"
     (added,) = set(stats.fallbacks) - set(expected.fallbacks)
-    assert added.startswith(reason)
-    assert f"fallback: {reason}" in str(stats)
+    assert f"fallback: {added}" in str(stats)
 
 
 def test_its_rounds_are_longer_than_those_of_rejection():
@@ -55,5 +39,6 @@ def test_its_rounds_are_longer_than_those_of_rejection():
         stats = hf_speculate.SpeculationStats()
         options = {**OPTIONS, "verifier": verifier, "num_return_sequences": 2000, "speculation_stats": stats}
         target.generate(torch.tensor([[1, 2, 2, 1]]), assistant_model=draft, **options)
+        assert (stats.verifier, stats.fallbacks) == (verifier, [])
         lens.append(stats.mean_acceptance_length)
     assert lens[1] > 1.02 * lens[0]

@@ -72,24 +72,15 @@ def index():
 @each_value(do_sample=[False, True], batch_size=[1, 3])
 def test_a_guide_gives_the_text_of_plain(index, batch_size, do_sample):
     target = hf_speculate.enable(make_law_model(VOCAB_SIZE, seed=0))
-    draft = noisy_copy(target, 0.1)
-    inputs = ragged_prompts(batch_size, seed=3)
+    inputs, acceptance = ragged_prompts(batch_size, seed=3), []
     options = {"max_new_tokens": 24, "eos_token_id": EOS, "pad_token_id": 0}
     if do_sample:
         options |= {"do_sample": True, "verifier": "coupled", "seed": 2, "top_k": 0}
     plain = target.generate(**inputs, **options, logits_processor=[InLockStep(index)])
-    acceptance = []
-    for make, is_lock_step in ((InLockStep, True), (TakesBack, False)):
+    for make in (InLockStep, TakesBack):
         stats = hf_speculate.SpeculationStats()
-        ours = target.generate(
-            **inputs,
-            **options,
-            assistant_model=draft,
-            num_assistant_tokens=K,
-            logits_processor=[make(index)],
-            speculation_stats=stats,
-        )
-        assert_equal_ids(plain, ours)
-        assert stats.lock_step == is_lock_step
+        own = {"assistant_model": noisy_copy(target, 0.1), "num_assistant_tokens": K, "speculation_stats": stats}
+        assert_equal_ids(plain, target.generate(**inputs, **options, **own, logits_processor=[make(index)]))
+        assert stats.lock_step == (make is InLockStep)
         acceptance.append(stats.verified_acceptance_rate)
     assert acceptance[0] < acceptance[1]

@@ -1,11 +1,9 @@
 """Stop strings end the text where token-by-token decoding would have ended it."""
 
-import copy
-
 import pytest
 
 from hf_speculate import SpeculationStats
-from tests.cases import assert_decodes_as_plain, assert_equal_ids, each_value, pair
+from tests.cases import assert_decodes_as_plain, each_value, pair
 from tests.tiny import noisy_copy, ragged_prompts
 from tests.tiny_tokenizers import letters_tokenizer
 
@@ -39,13 +37,3 @@ def test_drafts_that_a_stop_cuts_off_did_not_stay(tokenizer):
     target.generate(**inputs, **options, speculation_stats=stats)
     # the prompt's token, a whole round of 6 drafts and a token of the target's, and 2 of the next 6 drafts
     assert (stats.num_emitted, stats.num_accepted, stats.num_verified, stats.num_rounds) == (9, 8, 8, 2)
-
-
-def test_a_none_in_the_call_keeps_the_configs_stop_strings_out():
-    target, draft = pair("llama")
-    prompts = ragged_prompts(2, seed=1)
-    config = copy.deepcopy(target.generation_config)
-    plain = target.generate(**prompts, max_new_tokens=12)
-    config.update(stop_strings=[*CHARACTERS], max_new_tokens=12)
-    ours = target.generate(**prompts, generation_config=config, stop_strings=None, assistant_model=draft)
-    assert_equal_ids(plain, ours)
