@@ -145,20 +145,6 @@ def test_states_of_compiled_rounds_are_copied_out_of_the_pool():
     assert 4 < num_held[0] < num_held[1]
 
 
-def test_the_adaptive_schedule_keeps_what_it_never_reads():
-    """A draft of the target's size is never called; the state goes on holding what it held."""
-    target, draft = pair("llama")
-    state = DraftState()
-    ids, _, _ = say(target, draft, padded([[5, 6, 7]]), state)
-    num_held = state.num_tokens
-    text = [*ids[0].tolist(), 8]
-    ids, stats, widths = say(target, draft, padded([text]), state, num_assistant_tokens_schedule="adaptive")
-    assert widths == [] and not stats.num_drafted
-    assert state.num_tokens == num_held
-    say(target, draft, padded([[*ids[0].tolist(), 9]]), state)
-    assert state.num_tokens > num_held
-
-
 def test_an_edited_prompt_is_read_from_the_edit_on():
     target, draft = pair("mistral_window")
     state, text = DraftState(), list(range(1, 4 * SLIDING_WINDOW))

@@ -12,7 +12,6 @@ import hf_speculate
 from hf_speculate.errors import ConfigError, UnsupportedModelError
 from hf_speculate.models.language_model import cache_name
 from tests.cases import assert_decodes_as_plain, assert_equal_ids, each_value, plain_and_ours
-from tests.generation.test_distribution import SIGNIFICANCE, draw, joint_distribution, p_value
 from tests.oracle import Oracle
 from tests.recurrent_cases import FLOAT32_TOLERANCE, assert_equal_caches, hooks_of, recurrent_states
 from tests.reliability.faults import Mistake
@@ -180,20 +179,6 @@ def test_what_cannot_be_rolled_back_is_refused_by_name():
     model.compile(backend="eager")
     with pytest.raises(UnsupportedModelError, match="Qwen3_5ForCausalLM with recurrent state and compiled in place"):
         model.generate(**inputs, **drafts)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "verifier"), [("qwen3_5", "rejection"), ("mamba2", "block")])
-def test_the_joint_distribution_of_three_sampled_tokens_is_the_targets(kind, verifier):
-    small = {"vocab_size": 6, "dtype": torch.float32}
-    target = hf_speculate.enable(make_model(kind, **small))
-    draft = make_model(kind, seed=1, **small)
-    for model in (target, draft):
-        model.get_output_embeddings().weight.mul_(0.25)  # no text is certain
-    options = {"max_new_tokens": 3, "num_assistant_tokens": 2, "draft_sampling": "sample", "verifier": verifier}
-    counts = draw(target, draft, 10_000, num_rows=1000, **options)
-    assert p_value(counts, joint_distribution(target, 3)) > SIGNIFICANCE
-    assert p_value(counts, joint_distribution(draft, 3)) < SIGNIFICANCE
 
 
 @each_value(error=[Mistake("on purpose"), KeyboardInterrupt("on purpose")], kind=["qwen3_5", "mamba2"])

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
-from transformers.generation.candidate_generator import CandidateGenerator
 
 import hf_speculate
 from hf_speculate.cache import ragged_layer
@@ -79,36 +78,6 @@ class FaultyStreamer:
         setattr(self, method, fault.tick)
 
 
-class FaultyCandidates(CandidateGenerator):
-    """Repeats the last token twice."""
-
-    def __init__(self, fault: Fault):
-        self.fault = fault
-
-    def get_candidates(self, input_ids, **kwargs):
-        self.fault.tick()
-        return torch.cat([input_ids, input_ids[:, -1:], input_ids[:, -1:]], dim=1), None
-
-    def update_candidate_strategy(self, input_ids, scores, num_matches):
-        pass
-
-
-class FaultyStore(hf_speculate.SuffixStore):
-    def __init__(self, fault: Fault, method: str):
-        super().__init__()
-        self.fault, self.method = fault, method
-
-    def add(self, token_ids):
-        if self.method == "add":
-            self.fault.tick()
-        super().add(token_ids)
-
-    def reader(self, max_match_len):
-        if self.method == "reader":
-            self.fault.tick()
-        return super().reader(max_match_len)
-
-
 @contextmanager
 def hook(module: torch.nn.Module, fault: Fault):
     handle = module.register_forward_hook(fault.tick)
@@ -141,7 +110,6 @@ def put_in(place: str, fault: Fault, target: Any, draft: Any) -> tuple[AbstractC
         "allocation": lambda: patch(ragged_layer, "_zeros", fault),
         "handing back": lambda: patch(PreallocatedKVCache, "_states", fault),
     }
-    schedule = {"prompt_lookup_num_tokens": 2, "num_assistant_tokens_schedule": "constant"}  # or round 1 may be plain
     given: dict[str, dict[str, Any]] = {
         "foreign processor": {"logits_processor": LogitsProcessorList([FaultyProcessor(fault)])},
         "row-wise processor": {"logits_processor": LogitsProcessorList([RowWiseProcessor(fault)])},
@@ -150,11 +118,6 @@ def put_in(place: str, fault: Fault, target: Any, draft: Any) -> tuple[AbstractC
         "streamer put": {"streamer": FaultyStreamer(fault, "put")},
         "streamer end": {"streamer": FaultyStreamer(fault, "end")},
         "callback": {"speculation_callback": fault.tick},
-        "candidates": {"candidate_generator": FaultyCandidates(fault)},
-        "store reader": {**schedule, "suffix_store": FaultyStore(fault, "reader")},
-        "store add": {**schedule, "suffix_store": FaultyStore(fault, "add")},
     }
-    options = given.get(place, {})
-    if not {"candidate_generator", "suffix_store"} & options.keys():
-        options |= {"assistant_model": draft, "num_assistant_tokens": 2}
-    return inside.get(place, ExitStack)(), options
+    drafts = {"assistant_model": draft, "num_assistant_tokens": 2}
+    return inside.get(place, ExitStack)(), drafts | given.get(place, {})

@@ -53,15 +53,12 @@ USER_CODE = [
     Case("foreign criterion", 9, VERIFIED + LATER),
     Case("row-wise criterion", 1, STOPS + PROMPT),
     Case("row-wise criterion", 2, STOPS + ROUND_1),
-    Case("store reader", 1, DRAFTED + ROUND_1),
-    Case("store add", 1, OUTPUT + LATER),
     Case("callback", 3, REPORTED + ROUND_3),
 ]
 ONE_ROW = [
     Case("streamer put", 2, HANDED_ON + PROMPT),
     Case("streamer put", 8, HANDED_ON + LATER),
     Case("streamer end", 1, OUTPUT + LATER),
-    Case("candidates", 4, DRAFTED + LATER),
 ]
 PREALLOCATED = [
     Case("allocation", 7, READ + PROMPT),
@@ -140,9 +137,7 @@ def assert_error_arrives_alone(case: Case, setup: Setup, error: BaseException) -
     assert "acceptance rate" in str(stats)
     if cache is not None:
         assert_same_contents(before[1], cache_contents(cache))
-    store = options.get("suffix_store")
-    again = {"prompt_lookup_num_tokens": 2, "suffix_store": store} if store else {"num_assistant_tokens": 2}
-    ours = target.generate(**inputs, **own, max_new_tokens=NUM_AFTER, assistant_model=draft, **again)
+    ours = target.generate(**inputs, **own, max_new_tokens=NUM_AFTER, assistant_model=draft, num_assistant_tokens=2)
     assert_equal_ids(text_after(setup), ours)
 
 
