@@ -231,6 +231,7 @@ def test_a_call_that_fails_gives_its_buffers_back(error):
     given = target, draft, ragged_prompts(2), own["compile_config"]
     compiled_and_eager(*given)
     places = addresses_of(target, draft)
+    assert places
     with pytest.raises(error):
         target.generate(**ragged_prompts(2), **own, max_new_tokens=24, stopping_criteria=[FailingCriterion(5, error)])
     ids, eager, stats = compiled_and_eager(*given)

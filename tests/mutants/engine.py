@@ -152,7 +152,9 @@ MUTANTS = (
                 "            status |= row[-2]", "            status &= row[-2]", "reliability/test_bad_logits.py"
             ),
             "verification: one token too few": Fault(
-                "new_ids = [row[: num + 1] for", "new_ids = [row[: max(num, 1)] for"
+                "new_ids = [row[: num + 1] for",
+                "new_ids = [row[: max(num, 1)] for",
+                "generation/test_stop_strings.py generation/test_options.py",
             ),
             "verification: processors are not rolled back": Fault(
                 "[num_positions - num for num in trimmed.num_emitted]",
