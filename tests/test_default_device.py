@@ -8,7 +8,7 @@ import torch
 from transformers import DynamicCache
 
 import hf_speculate
-from hf_speculate.draft.base import DrafterDefaults
+from hf_speculate.draft.base import Drafter
 from hf_speculate.triton_kernels import Draws, sample
 from hf_speculate.types import DraftOut, NoiseKeys, Stream
 from tests.cases import Unchanged, assert_equal_ids, pair
@@ -84,7 +84,7 @@ def test_a_batch_is_decoded_where_it_lies(name):
     assert_equal_ids(*(getattr(one, "sequences", one) for one in (expected, ours)))
 
 
-class ReadsStates(DrafterDefaults):
+class ReadsStates(Drafter):
     """A drafter that reads hidden states, and proposes the first tokens of its query."""
 
     hidden_layers = (-1,)

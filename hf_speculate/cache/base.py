@@ -36,10 +36,7 @@ class KVCache(Protocol):
         """[B or 1, num_query] int64: how many real tokens stand before each next token, at most `max_position`."""
 
     def expect(self, num_tokens: int) -> None:
-        """Announce that forwards will read so many tokens of each row before any is rolled back.
-
-        Masks and positions are then made for all of them at once.
-        """
+        """Announce the tokens of each row before the next rollback: masks and positions are made for all at once."""
 
     def advance(self, num_query: int) -> None:
         """Count the tokens of a forward that went well."""
@@ -66,9 +63,6 @@ class KVCache(Protocol):
         """Drop the newest tokens of each row, in place: one count for all, or [B] counts, each in 0..the row's length.
 
         The rows' lengths, padding included, may differ by one number from those `like`, whose tensor spares an upload.
-
-        Raises:
-            ShapeError: a count is out of range, or there is not one per row.
         """
 
     def rows(self, indices: Sequence[int]) -> None:

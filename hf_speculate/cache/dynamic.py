@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicSlidingWindowLayer, EncoderDecoderCache
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
 
 from hf_speculate.cache.base import KVCache, bounded, checked_drops, leading
 from hf_speculate.cache.layers import (
@@ -13,7 +13,6 @@ from hf_speculate.cache.layers import (
     LayerSnapshot,
     attention_layers,
     check_layers,
-    crop_attention,
     restore_layers,
     snapshot_layers,
     text_cache,
@@ -42,13 +41,6 @@ class DynamicKVCache(KVCache):
     A row that drops more than its neighbours first moves right by the difference, under its padding; then
     `Cache.crop` takes the columns that every row drops. Padding that all rows have gained goes too, so there are
     as many columns as plain `generate` would have.
-
-    Args:
-        cache: the transformers cache, which may hold states already.
-        batch_size: B.
-        attention_mask: [B, T] int64 over the states that the cache holds *and* the prompt tokens about to come.
-        device: of masks and position ids.
-        fixed_layers: numbers of layers that hold what the prompt's pictures gave, which is never rolled back.
     """
 
     kind = "dynamic"
@@ -57,11 +49,11 @@ class DynamicKVCache(KVCache):
 
     def __init__(
         self,
-        cache: Cache,
+        cache: Cache,  # the transformers cache, which may hold states already
         batch_size: int,
-        attention_mask: Tensor | None = None,
-        device: torch.device | str = "cpu",
-        fixed_layers: Sequence[int] = (),
+        attention_mask: Tensor | None = None,  # [B, T] int64 over the cache's states and the prompt about to come
+        device: torch.device | str = "cpu",  # of masks and position ids
+        fixed_layers: Sequence[int] = (),  # layers of what the prompt's pictures gave, which is never rolled back
     ):
         self._fixed_layers = frozenset(fixed_layers)
         self._text_cache = text_cache(cache)
@@ -214,8 +206,9 @@ class DynamicKVCache(KVCache):
         self.cache.batch_select_indices(index)
 
     def _drop_last(self, num: int) -> None:
-        for layer in self._held:
-            crop_attention(layer, num)
+        for layer in self._held:  # a mixed layer's own `crop` would crop recurrent states too
+            kind = DynamicSlidingWindowLayer if isinstance(layer, DynamicSlidingWindowLayer) else DynamicLayer
+            kind.crop(layer, -num)
 
     def _drop_common_padding(self) -> None:
         """Cut from the left the padding that all rows have gained since the prompt."""

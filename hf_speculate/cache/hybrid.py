@@ -49,8 +49,8 @@ class HybridKVCache(DynamicKVCache):
         states: RecurrentStates,
         reader: TokenReader,
         batch_size: int,
-        attention_mask: Tensor | None = None,
-        device: torch.device | str = "cpu",
+        attention_mask: Tensor | None,
+        device: torch.device,
     ):
         super().__init__(cache, batch_size, attention_mask, device)
         self.states = states

@@ -67,12 +67,6 @@ def num_held(cache: Cache) -> int:
     return int(cache.get_seq_length())
 
 
-def crop_attention(layer: Any, num: int) -> None:
-    """Crop the last `num` columns of a layer's keys and values; recurrent states stay."""
-    kind = DynamicSlidingWindowLayer if isinstance(layer, DynamicSlidingWindowLayer) else DynamicLayer
-    kind.crop(layer, -num)
-
-
 def window_of(layer: Any) -> int | None:
     """Tokens that a layer of a cache attends to, itself included; None: all."""
     window: int | None = getattr(layer, "sliding_window", None)

@@ -47,16 +47,6 @@ class PreallocatedKVCache(KVCache):
 
     Rolling a row back lowers its length. What lies behind is hidden by explicit masks, [B, 1, Q, T] additive, and
     overwritten later. Attention is handed views of the columns in use.
-
-    Args:
-        kinds: what the layers attend to.
-        batch_size: B.
-        attention_mask: [B, T] int64, left-padded, over the states in `kept_cache` *and* the prompt about to come.
-        device: of masks and position ids.
-        max_columns: the longest that a row can become, padding included, if that is known.
-        kept_cache: the transformers cache whose states come first, and which `hand_back` brings up to date.
-        capacity: columns of buffers that never grow or move, as compiled forwards need them.
-        pool: where buffers of that capacity come from, and go to with `release`.
     """
 
     kind = "preallocated"
@@ -65,12 +55,12 @@ class PreallocatedKVCache(KVCache):
         self,
         kinds: LayerKinds,
         batch_size: int,
-        attention_mask: Tensor | None = None,
-        device: torch.device | str = "cpu",
-        max_columns: int | None = None,
-        kept_cache: Cache | None = None,
-        capacity: int | None = None,
-        pool: BufferPool | None = None,
+        attention_mask: Tensor | None = None,  # [B, T] int64 over the states in `kept_cache` and the prompt to come
+        device: torch.device | str = "cpu",  # of masks and position ids
+        max_columns: int | None = None,  # the longest that a row can become, padding included, if that is known
+        kept_cache: Cache | None = None,  # its states come first, and `hand_back` brings it up to date
+        capacity: int | None = None,  # columns of buffers that never grow or move, as compiled forwards need them
+        pool: BufferPool | None = None,  # where buffers of that capacity come from, and go to with `release`
     ):
         self.columns = Columns(batch_size, max_columns, capacity, device)
         self.cache = Cache(layers=[RaggedLayer(self.columns, window) for window in kinds.windows])
@@ -175,9 +165,8 @@ class PreallocatedKVCache(KVCache):
         """Note what `kept_cache` holds, which is left alone until `hand_back`."""
         if self._kept_cache is None:
             return None
-        return KeptCacheSnapshot(
-            self._kept_cache, snapshot_layers(self._kept_cache.layers, only_grows=self.batch_size == 1)
-        )
+        layers = snapshot_layers(self._kept_cache.layers, only_grows=self.batch_size == 1)
+        return KeptCacheSnapshot(self._kept_cache, layers)
 
     def restore(self, snapshot: KeptCacheSnapshot | None) -> None:
         """Bring `kept_cache` back to what it held, also from the middle of `hand_back`."""

@@ -64,8 +64,8 @@ def resolve_assistant(
     target: PreTrainedModel,
     assistant: PreTrainedModel | None,
     early_exit: int | None,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    assistant_tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    assistant_tokenizer: PreTrainedTokenizerBase | None,
 ) -> ResolvedAssistant:
     """The model that drafts: the assistant, or the first `early_exit` layers of the target; tokenizers may be None."""
     if assistant is None:

@@ -101,8 +101,8 @@ class DraftRequest(NamedTuple):
 class Drafter(Protocol):
     """Proposes the next tokens of every row.
 
-    A drafter passed to `generate(drafter=...)` needs `draft` and `rows` only; the attributes are optional, with the
-    defaults of `DrafterDefaults`.
+    A drafter passed to `generate(drafter=...)` needs `draft` and `rows` only; all else is optional, and a subclass
+    inherits the defaults.
 
     A drafter with heads on the last hidden state, such as Medusa, needs no cache. A drafter that continues from hidden
     states by itself, such as EAGLE, creates its own cache. In each call it first drops what it cached for its last
@@ -111,23 +111,23 @@ class Drafter(Protocol):
     different counts (`kept.num_emitted`), so its cache keeps a length per row.
     """
 
-    hidden_layers: Sequence[int] | None
+    hidden_layers: Sequence[int] | None = None
     """Layers of the target whose hidden states `kept` holds, concatenated along D: i is the input of decoder layer i,
     the number of layers is the output of the last one before the final norm, and -1 is the state after that norm, as
     the language modelling head reads it. None if the drafter reads no hidden states."""
-    max_draft_tokens: int | None
+    max_draft_tokens: int | None = None
     """The most tokens that it drafts; None for any number."""
-    reads_host_tokens: bool
+    reads_host_tokens: bool = False
     """Whether it reads tokens on the host, where `query_token_ids` and `kept` are then handed over."""
-    reads_kept: bool
+    reads_kept: bool = True
     """Whether it reads `kept`; if not, it may be None in every call."""
-    min_query_len: int
+    min_query_len: int = 1
     """Tokens of each row that it is fed at least, some of them again."""
-    is_compiled: bool
+    is_compiled: bool = False
     """Whether it drafts with compiled units, as `DrafterSetup.compilation` asks."""
-    can_join: bool
+    can_join: bool = False
     """Whether rows of another drafter of its kind may join it; `begin`, `read` and `join` are called only then."""
-    drafts_fewer: bool
+    drafts_fewer: bool = False
     """Whether it may draft fewer tokens than requested for reasons other than the end of all rows."""
 
     def draft(self, request: DraftRequest) -> DraftOut:
@@ -148,8 +148,9 @@ class Drafter(Protocol):
             states: [B, Q, A * D], the states of the A layers in `hidden_layers`; undefined at padding.
 
         Returns:
-            [B, Q, D'], the states as they are if the drafter needs no projection.
+            [B, Q, D'], by default the states as they are.
         """
+        return states
 
     def resume(self, token_ids: Tensor) -> None:
         """Called before the first `draft` if the draft cache already holds the rows' first tokens.
@@ -157,6 +158,7 @@ class Drafter(Protocol):
         Args:
             token_ids: [B, N] int64, those tokens; the first query is what follows them.
         """
+        return
 
     def begin(self, token_ids: Tensor) -> None:
         """Called before the first `draft` with the prompts; every token after them is then in a `kept`.
@@ -164,47 +166,21 @@ class Drafter(Protocol):
         Args:
             token_ids: [B, T] int64, with their padding.
         """
+        return
 
     def read(self, token_ids: Tensor, kv_cache: KVCache) -> None:
         """Let the draft cache hold the next tokens of each row, [B, Q] int64, without drafting."""
+        return
 
     def join(self, other: Any) -> None:
         """Add the rows of `other`, which has begun too, behind these; the caller does the same to the draft cache."""
+        return
 
     def rows(self, indices: Sequence[int]) -> None:
         """Keep the rows `indices`, in that order; a row may leave before the first call.
 
         The caller does the same to the draft cache.
         """
-
-
-class DrafterDefaults:
-    """Default values of a drafter's optional attributes."""
-
-    hidden_layers: Sequence[int] | None = None
-    max_draft_tokens: int | None = None
-    reads_host_tokens = False
-    reads_kept = True
-    min_query_len = 1
-    can_join = False
-    drafts_fewer = False
-    is_compiled = False
-
-    def project_states(self, states: Tensor) -> Tensor:
-        """Returns the states as they are."""
-        return states
-
-    def resume(self, token_ids: Tensor) -> None:
-        """Does nothing."""
-
-    def begin(self, token_ids: Tensor) -> None:
-        """Does nothing."""
-
-    def read(self, token_ids: Tensor, kv_cache: KVCache) -> None:
-        """Does nothing."""
-
-    def join(self, other: Any) -> None:
-        """Does nothing."""
 
 
 DrafterFactory = Callable[[DrafterSetup], Drafter]

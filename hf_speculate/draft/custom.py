@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_speculate.draft.base import DrafterDefaults, DrafterFactory, DrafterSetup, DraftRequest
+from hf_speculate.draft.base import Drafter, DrafterFactory, DrafterSetup, DraftRequest
 from hf_speculate.errors import ConfigError, ShapeError
 from hf_speculate.types import DraftOut, SampleStrategy
 
 
-class CustomDrafter(DrafterDefaults):
+class CustomDrafter(Drafter):
     """A `Drafter` around a user's drafter; its optional attributes get default values, its proposals are checked.
 
     Raises:
@@ -66,9 +66,6 @@ class CustomDrafter(DrafterDefaults):
 
     def rows(self, indices: Sequence[int]) -> None:
         self.drafter.rows(indices)
-
-    def resume(self, token_ids: Tensor) -> None:
-        """Does nothing: a custom drafter has no draft cache of ours."""
 
     def _check(self, draft: DraftOut, num_rows: int, num_draft_tokens: int) -> None:
         if not isinstance(draft, DraftOut):

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import (
     AssistedCandidateGenerator,
     CandidateGenerator,
@@ -17,7 +16,7 @@ from transformers.generation.candidate_generator import (
 )
 
 from hf_speculate.cache.layers import attention_layers
-from hf_speculate.draft.base import DrafterDefaults, DraftRequest
+from hf_speculate.draft.base import Drafter, DraftRequest
 from hf_speculate.draft.to_candidate_generator import DraftModelCandidateGenerator
 from hf_speculate.errors import ShapeError, UnsupportedGenerationError
 from hf_speculate.models.mixers import recurrent_cache
@@ -32,10 +31,6 @@ def make_generator(source: CandidateGenerator | GeneratorFactory | None, **prepa
 
     `prepared` holds what transformers hands to its own generators, of which a function gets those that it takes. Of the
     processors it gets those that are pure and row-wise, because others follow the text and must not be shown drafts.
-
-    Raises:
-        UnsupportedGenerationError: it is no generator, or reads more than the text and hidden states of layers that it
-            names; or it reads states and was made before the call; or its draft model has recurrent layers alone.
     """
     if source is None:
         return None
@@ -49,7 +44,12 @@ def make_generator(source: CandidateGenerator | GeneratorFactory | None, **prepa
     name = type(generator).__name__
     draft = getattr(generator, "assistant_model", None)  # transformers 5.17's MTP generator has none
     if isinstance(generator, AssistedCandidateGenerator) and draft is not None:
-        _check_draft_model(name, draft)
+        cache = recurrent_cache(draft)
+        if cache is not None and not attention_layers(cache.layers):  # it does not tell transformers what it holds
+            raise UnsupportedGenerationError(
+                f"candidate_generator must draft with a model that has attention layers, got {name} with "
+                f"{type(draft).__name__}; pass the model as assistant_model"
+            )
     if layers_read(generator) is None:
         return generator
     if generator is source:
@@ -62,16 +62,6 @@ def make_generator(source: CandidateGenerator | GeneratorFactory | None, **prepa
             f"output_hidden_states must be left out with {name}, got True; it reads the states of some layers only"
         )
     return generator
-
-
-def _check_draft_model(name: str, draft: PreTrainedModel) -> None:
-    """Refuse draft models without attention layers, whose cache does not tell transformers what it holds."""
-    cache = recurrent_cache(draft)
-    if cache is not None and not attention_layers(cache.layers):
-        raise UnsupportedGenerationError(
-            f"candidate_generator must draft with a model that has attention layers, got {name} with "
-            f"{type(draft).__name__}; pass the model as assistant_model"
-        )
 
 
 def layers_read(generator: CandidateGenerator) -> list[int] | None:
@@ -119,7 +109,7 @@ def samples_its_logits(generator: CandidateGenerator) -> bool:
     return False
 
 
-class CandidateGeneratorDrafter(DrafterDefaults):
+class CandidateGeneratorDrafter(Drafter):
     """A `Drafter` for one row over a `CandidateGenerator`, which is shown what transformers' own loop would show it.
 
     The generator's first prefix is the prompt, so its first proposal counts from its second token on, if the first one
@@ -153,12 +143,16 @@ class CandidateGeneratorDrafter(DrafterDefaults):
             first = self._draft(text[:, :-1], num_draft_tokens + 1)
             if first.token_ids.shape[1] > 1 and int(first.token_ids[0, 0]) == int(text[0, -1]):
                 self._text = text
-                return _without_first(first)
+                logits, sums = (None if part is None else part[:, 1:] for part in (first.token_logits, first.logsumexp))
+                return DraftOut(first.token_ids[:, 1:], first.lens - 1, logits, sums)
         return self._draft(text, num_draft_tokens)
 
     def _draft(self, text: Any, num_draft_tokens: int, **told: Any) -> DraftOut:
         """Ask for what follows a sequence [1, T] int64; candidates beyond K are cut off."""
-        self._tell(text)
+        if self._text is not None:  # report the previous round
+            num_matches = min(text.shape[1] - self._shown_len - 1, self._num_proposed)
+            scores = torch.empty(1, self._num_proposed + 1, 0, device=text.device)
+            self.generator.update_candidate_strategy(text, scores, num_matches)
         with torch.no_grad():
             candidate_ids, logits = self.generator.get_candidates(text, **told)
         token_ids = candidate_ids[:, text.shape[1] :][:, :num_draft_tokens].to(text.device, torch.int64)  # [1, K]
@@ -171,14 +165,6 @@ class CandidateGeneratorDrafter(DrafterDefaults):
         kept_logits = logits[:, :num].to(text.device)  # [1, K, V]
         return DraftOut(token_ids, lens, kept_logits, kept_logits.float().logsumexp(-1))
 
-    def _tell(self, text: Any) -> None:
-        """Report the previous round, if there was one."""
-        if self._text is None:
-            return
-        num_matches = min(text.shape[1] - self._shown_len - 1, self._num_proposed)
-        scores = torch.empty(1, self._num_proposed + 1, 0, device=text.device)
-        self.generator.update_candidate_strategy(text, scores, num_matches)
-
 
 def _checked(request: DraftRequest) -> Tensor:
     request.check()
@@ -186,12 +172,6 @@ def _checked(request: DraftRequest) -> Tensor:
     if query.shape[0] != 1:
         raise ShapeError(f"query_token_ids must be [1, Q] for candidates, got {list(query.shape)}")
     return query
-
-
-def _without_first(draft: DraftOut) -> DraftOut:
-    """The proposal from its second token on."""
-    logits, sums = (None if part is None else part[:, 1:] for part in (draft.token_logits, draft.logsumexp))
-    return DraftOut(draft.token_ids[:, 1:], draft.lens - 1, logits, sums)
 
 
 class StateReadingGeneratorDrafter(CandidateGeneratorDrafter):

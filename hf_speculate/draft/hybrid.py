@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hf_speculate.cache.base import KVCache
 from hf_speculate.draft.acceptance_rates import MODEL_PRIORS, SUFFIX_PRIORS, AcceptanceRates, model_kinds, suffix_kinds
-from hf_speculate.draft.base import DrafterDefaults, DraftRequest
+from hf_speculate.draft.base import Drafter, DraftRequest
 from hf_speculate.draft.model import ModelDrafter
 from hf_speculate.draft.suffix import NO_PROPOSAL, SuffixRows, SuffixSettings, point_masses
 from hf_speculate.transfers import send, upload
@@ -45,7 +45,7 @@ class HybridRow:
             self.model_rates.observe(model_kinds(min(num_accepted + 1, self.num_model)), num_accepted)
 
 
-class HybridDrafter(DrafterDefaults):
+class HybridDrafter(Drafter):
     """A `Drafter` that uses suffix matches or a draft model, row by row, by expected accepted tokens.
 
     Every round tells what a suffix match would have gained, from the tokens alone; what the model gains is learned from

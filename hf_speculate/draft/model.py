@@ -6,7 +6,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_speculate.cache.base import KVCache
-from hf_speculate.draft.base import DrafterDefaults, DraftRequest
+from hf_speculate.draft.base import Drafter, DraftRequest
 from hf_speculate.draft.token_choice import DraftSettings, TokenChooser
 from hf_speculate.errors import ConfigError
 from hf_speculate.models.inferencer import Inferencer
@@ -15,7 +15,7 @@ from hf_speculate.processors.row_groups import ProcessorGroups
 from hf_speculate.types import DraftOut
 
 
-class ModelDrafter(DrafterDefaults):
+class ModelDrafter(Drafter):
     """A `Drafter` over a draft model: K forwards a round, no nested `generate()`.
 
     The row-wise logits processors are applied to the draft's logits, so that its distribution is near the target's.

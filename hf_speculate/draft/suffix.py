@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_speculate.draft.base import DrafterDefaults, DraftRequest
+from hf_speculate.draft.base import Drafter, DraftRequest
 from hf_speculate.draft.suffix_index import MAX_MATCH_LEN, SuffixIndex
 from hf_speculate.draft.suffix_store import StoreReader, SuffixStore
 from hf_speculate.transfers import upload
@@ -120,7 +120,7 @@ class SuffixRows:
         self._num_pads = None
 
 
-class SuffixDrafter(DrafterDefaults):
+class SuffixDrafter(Drafter):
     """A `Drafter` that drafts the continuation of the latest of the longest earlier matches of a row's last tokens.
 
     Drafts are point masses. Longer matches give longer drafts. A row without a match drafts nothing, and a round in

@@ -78,8 +78,11 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         num = min(self.num_draft_tokens, self.max_length - length - 1)
         if num < 1:
             return input_ids, None
-        query = input_ids[:, self._roll_back(input_ids) :]
-        keys, kept = self._keys(length), self._kept(input_ids)
+        query, kept = input_ids[:, self._roll_back(input_ids) :], None
+        keys = NoiseKeys(self._seeds, *torch.tensor([[self._num_rounds], [length]], device="cpu"))
+        if self._shown is not None:
+            new_ids = input_ids[:, self._shown.shape[1] :]
+            kept = Kept(new_ids, torch.tensor([new_ids.shape[1]], dtype=torch.int32, device="cpu"))
         request = DraftRequest(query, self._kv_cache, num, self.sample_strategy, keys, kept)
         try:
             draft = self.drafter.draft(request)
@@ -111,17 +114,6 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         num_valid = int(differs[0]) if len(differs) else num
         self._kv_cache.crop(self._seen.shape[1] - num_valid)
         return num_valid
-
-    def _keys(self, length: int) -> NoiseKeys:
-        return NoiseKeys(
-            self._seeds, torch.tensor([self._num_rounds], device="cpu"), torch.tensor([length], device="cpu")
-        )
-
-    def _kept(self, input_ids: Tensor) -> Kept | None:
-        if self._shown is None:
-            return None
-        new_ids = input_ids[:, self._shown.shape[1] :]
-        return Kept(new_ids, torch.tensor([new_ids.shape[1]], dtype=torch.int32, device="cpu"))
 
 
 def _new_cache(drafter: Drafter, device: torch.device) -> KVCache:

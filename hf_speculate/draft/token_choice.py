@@ -107,8 +107,11 @@ class RoundChoices:
         chooser, settings, vocabulary = self._chooser, self._chooser.settings, self._chooser.vocabulary
         is_mapped = vocabulary is not None and (self.draws is not None or len(self._processors) > 0)
         scores = vocabulary.scattered(logits) if vocabulary is not None and is_mapped else logits
-        if len(self._processors):
-            scores = self._processed(scores)
+        history = chooser.history
+        if len(self._processors) and history is not None:
+            scores = self._processors(history.token_ids, scores[:, None], prefix_lens=history.lens)[:, 0]  # [B, V]
+        elif len(self._processors):  # none of them reads token ids
+            scores = self._processors(scores.new_empty(len(scores), 0, dtype=torch.int64), scores[:, None])[:, 0]
         best = scores.argmax(dim=-1) if self.draws is None else self.draws.draw(scores)
         token_ids = best if vocabulary is None or is_mapped else vocabulary.ids(best)
         if chooser.history is not None:
@@ -125,11 +128,3 @@ class RoundChoices:
         """Forget the tokens of the round."""
         if self._chooser.history is not None:
             self._chooser.history.drop(self._num_recorded)
-
-    def _processed(self, scores: Tensor) -> Tensor:
-        history = self._chooser.history
-        if history is None:  # no processor reads token ids
-            block = self._processors(scores.new_empty(len(scores), 0, dtype=torch.int64), scores[:, None])
-        else:
-            block = self._processors(history.token_ids, scores[:, None], prefix_lens=history.lens)
-        return block[:, 0]  # [B, V]

@@ -38,9 +38,6 @@ def intersect_vocabularies(
     together, and the newest letters are the ones that the next token depends on most. Where there is no such encoding
     it is fed its unknown token. The target's distribution depends on neither.
 
-    Raises:
-        UnsupportedModelError: fewer than `MIN_OVERLAP` of the smaller vocabulary's tokens are shared.
-
     Source:
         Token-level intersection: Timor et al. (arXiv:2502.05202), section 3.
     """

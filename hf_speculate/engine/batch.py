@@ -27,43 +27,33 @@ _FIRST_CAPACITY = 1024  # new tokens for which a row's buffer has room; it grows
 
 
 class Batch:
-    """B rows of prompt and new tokens.
-
-    If nobody reads the keys of the noise, `keys` gives those of no round. The output numbers rows from `first_row`.
-
-    Args:
-        input_ids: [B, T] int64, the left-padded prompts, on the target's device.
-        seeds: [B] int64 row seeds.
-        max_length: columns of the output at most.
-        num_prompt_tokens: [B] real tokens of each prompt, those of a passed cache included.
-        num_pads: [B] padding tokens before each prompt.
-    """
+    """B rows of prompt and new tokens."""
 
     def __init__(
         self,
-        input_ids: Tensor,
-        seeds: Tensor,
-        max_length: int,
-        num_prompt_tokens: Sequence[int],
-        num_pads: Sequence[int],
-        reads_keys: bool = True,
-        first_row: int = 0,
-        draft_limits: Sequence[int] | None = None,
+        input_ids: Tensor,  # [B, T] int64, the left-padded prompts, on the target's device
+        seeds: Tensor,  # [B] int64 row seeds
+        max_length: int,  # columns of the output at most
+        num_prompt_tokens: Sequence[int],  # [B] real tokens of each prompt, those of a passed cache included
+        num_pads: Sequence[int],  # [B] padding tokens before each prompt
+        reads_keys: bool = True,  # if nobody reads the keys of the noise, `keys` gives those of no round
+        first_row: int = 0,  # number of the first output row
+        draft_limits: Sequence[int] | None = None,  # [B] tokens that a round drafts at most
     ):
-        self.prompt_len = input_ids.shape[1]
+        num_rows, self.prompt_len = input_ids.shape
         capacity = min(max_length, self.prompt_len + _FIRST_CAPACITY)
         self.tokens = TokenBuffer(input_ids, capacity)  # on the target's device
         self.host_tokens = self.tokens if input_ids.device.type == "cpu" else TokenBuffer(input_ids.cpu())
         self.seeds = seeds
         self.num_prompt_tokens = list(num_prompt_tokens)
         self.num_pads = list(num_pads)
-        self.max_lengths = [max_length] * input_ids.shape[0]
-        self.row_ids = list(range(first_row, first_row + input_ids.shape[0]))
-        self.is_finished = [False] * input_ids.shape[0]
+        self.max_lengths = [max_length] * num_rows
+        self.row_ids = list(range(first_row, first_row + num_rows))
+        self.is_finished = [False] * num_rows
         self.num_rounds = 0
-        self.prompt_lens = [self.prompt_len] * input_ids.shape[0]
-        self.draft_limits = list(draft_limits or [MAX_ASSISTANT_TOKENS] * input_ids.shape[0])
-        self._rounds_before = [0] * input_ids.shape[0]  # rounds of the batch before each row joined it
+        self.prompt_lens = [self.prompt_len] * num_rows
+        self.draft_limits = list(draft_limits or [MAX_ASSISTANT_TOKENS] * num_rows)
+        self._rounds_before = [0] * num_rows  # rounds of the batch before each row joined it
         self._num_hidden = [num - self.prompt_len for num in num_prompt_tokens]  # real tokens less columns
         self._reads_keys = reads_keys
         self._rounds: Tensor | None = None  # [N, B] int64, each round's number in every row

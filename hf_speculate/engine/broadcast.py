@@ -1,15 +1,15 @@
 """Broadcasts: wrappers that make distributed ranks agree on schedules, drafts, verdicts and stops."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hf_speculate.cache.token_buffer import TokenBuffer
-from hf_speculate.draft.base import Drafter, DrafterDefaults, DraftRequest
+from hf_speculate.draft.base import Drafter, DraftRequest
 from hf_speculate.engine.batch import Batch
-from hf_speculate.engine.distributed import SyncedRanks, TensorParallelGroup
-from hf_speculate.engine.draft_length import DraftLength
+from hf_speculate.engine.distributed import TensorParallelGroup
 from hf_speculate.engine.stop_tracker import BlockStopping
 from hf_speculate.engine.verification import Verification
 from hf_speculate.processors.stopping_criteria import StopVerdict, as_flags
@@ -20,33 +20,15 @@ from hf_speculate.verify.base import Verifier
 Criteria = Callable[[Tensor, tuple[Tensor, ...] | None], Tensor]
 
 
-class SyncedDraftLength(DraftLength):
-    """Ranks that must run equally many forwards use the largest K of all; finished ranks go on until all are."""
-
-    def __init__(
-        self,
-        ranks: SyncedRanks,
-        schedule: Schedule,
-        max_new_tokens: int,
-        is_lock_step: bool = False,
-        counts_drafted: bool = False,
-    ):
-        super().__init__(schedule, max_new_tokens, is_lock_step, counts_drafted)
-        self._ranks = ranks
-
-    def next(self, batch: Batch) -> int | None:
-        return self._ranks.max(super().next(batch))
-
-
+@dataclass
 class SyncedVerification(Verification):
     """A verification that verifies nothing once all rows of this rank are finished."""
 
-    def __init__(self, verification: Verification):
-        self._verification = verification
+    verification: Verification
 
     def verify(self, batch: Batch, logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verified:
         if not all(batch.is_finished):
-            return self._verification.verify(batch, logits, draft, keys)
+            return self.verification.verify(batch, logits, draft, keys)
         nothing = [0] * batch.num_rows
         return Verified(
             draft.token_ids.new_full((batch.num_rows, 1), -1),
@@ -61,10 +43,10 @@ class SyncedVerification(Verification):
 
     def commit(self, draft: DraftOut, trimmed: Trimmed) -> None:
         if any(trimmed.num_emitted):
-            self._verification.commit(draft, trimmed)
+            self.verification.commit(draft, trimmed)
 
     def rows(self, indices: Sequence[int]) -> None:
-        self._verification.rows(indices)
+        self.verification.rows(indices)
 
 
 class BroadcastSchedule:
@@ -91,7 +73,7 @@ class BroadcastSchedule:
         return int(self._group.broadcast(torch.tensor(self.schedule.num_draft_tokens, device="cpu")))
 
 
-class BroadcastDrafter(DrafterDefaults):
+class BroadcastDrafter(Drafter):
     """A drafter on a tensor-parallel group: rank 0's draft counts, because drafters may read a store of their own.
 
     Every rank drafts, so that the draft cache is up to date everywhere and the draft model may be tensor-parallel too.
@@ -132,17 +114,17 @@ class BroadcastDrafter(DrafterDefaults):
         self.drafter.rows(indices)
 
 
+@dataclass
 class BroadcastVerifier:
     """A verifier on a tensor-parallel group: rank 0's verdict counts."""
 
-    def __init__(self, verifier: Verifier, group: TensorParallelGroup):
-        self.verifier = verifier
-        self._group = group
+    verifier: Verifier
+    group: TensorParallelGroup
 
     def verify(self, target_logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verdict:
         own = self.verifier.verify(target_logits, draft, keys)
         counts = torch.stack([own.num_accepted, own.status], dim=1).to(torch.int64)  # [B, 2]
-        agreed = self._group.broadcast(torch.cat([own.token_ids, counts], dim=1))
+        agreed = self.group.broadcast(torch.cat([own.token_ids, counts], dim=1))
         return Verdict(agreed[:, :-2], agreed[:, -2].to(torch.int32), agreed[:, -1].to(torch.int32))
 
 

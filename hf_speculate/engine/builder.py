@@ -1,7 +1,6 @@
 """The builder: makes the decoder and the batch of a planned call."""
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -17,7 +16,6 @@ from hf_speculate.engine.broadcast import (
     BroadcastSchedule,
     BroadcastVerifier,
     Criteria,
-    SyncedDraftLength,
     SyncedVerification,
     broadcast_criteria,
     broadcast_stopping,
@@ -67,12 +65,7 @@ def build_decoder(
     stats: SpeculationStats,
     clock: StageClock,
 ) -> tuple[SpeculativeDecoder, Batch]:
-    """The decoder and the batch that it is to decode.
-
-    Raises:
-        ConfigError: the verifier is unknown, or there is not one seed or draft length per row.
-        KernelUnavailableError: the backend was asked for by name and cannot run on a model's device.
-    """
+    """The decoder and the batch that it is to decode."""
     for model in (target, draft):
         if model is not None:
             check_backend(config.verifier_backend, device_of(model))
@@ -101,10 +94,11 @@ def build_decoder(
         hidden_states = HiddenStates(plan.hidden_layers, capture is not None, drafter.project_states)
     drafts = _make_draft_session(plan, call, drafter, hidden_states)
     schedule = _make_schedule(target, plan, call, drafter)
+    drafts_fewer = drafter is not None and drafter.drafts_fewer
     pads_ended_rows = plan.pad_token_id is not None
     stops = StopTracker(_stopping(call), call.row_ids, call.max_new_tokens, pads_ended_rows, plan.is_lock_step)
-    windows_config = target.config.get_text_config(decoder=True)
-    output = OutputRecorder(call.row_ids, call.recorded, lambda: windows_of(windows_config, target_cache.cache))
+    max_query = min(call.prefill_chunk_size or MAX_PADDING_QUERY, plan.compile.max_query or MAX_PADDING_QUERY)
+    padding = EndPadding(plan.end_padding_id, max_query, call.ranks)
     options: dict[str, bool | list[int]] = {}
     if call.recorded.hidden_states:
         options["output_hidden_states"] = True
@@ -112,15 +106,14 @@ def build_decoder(
         options["output_attentions"] = True
     if hidden_states is not None and hidden_states.wanted:
         options["output_hidden_states"] = hidden_states.wanted
+    text_config = target.config.get_text_config(decoder=True)
     decoder = SpeculativeDecoder(
-        target=TargetSession(
-            language_model, target_cache, call.query_ids, call.prefill_chunk_size, options, _make_padding(plan, call)
-        ),
+        target=TargetSession(language_model, target_cache, call.query_ids, call.prefill_chunk_size, options, padding),
         drafts=drafts,
         verification=_make_verification(plan, call),
         stops=stops,
-        draft_length=_make_draft_length(schedule, plan, call, drafter),
-        output=output,
+        draft_length=DraftLength(schedule, call.max_new_tokens, plan.is_lock_step, drafts_fewer, call.ranks),
+        output=OutputRecorder(call.row_ids, call.recorded, lambda: windows_of(text_config, target_cache.cache)),
         observers=_make_observers(plan, call, stats, stops),
         clock=clock,
         keeps_rows=plan.keeps_rows,
@@ -173,12 +166,6 @@ def _make_batch(plan: Plan, call: Call) -> Batch:
     )
 
 
-def _make_padding(plan: Plan, call: Call) -> EndPadding:
-    longest = MAX_PADDING_QUERY
-    max_query = min(call.prefill_chunk_size or longest, plan.compile.max_query or longest)
-    return EndPadding(plan.end_padding_id, max_query, call.ranks)
-
-
 def _make_capture(target: PreTrainedModel, plan: Plan, call: Call) -> LayerCapture | None:
     """What keeps the target's states for the drafter; None if it reads none, or if the forward's output holds them."""
     layers = plan.hidden_layers  # numbered for candidate generators as `output_hidden_states` numbers them
@@ -193,21 +180,12 @@ def _make_draft_session(
     draft, kv_cache, reuse = plan.draft_model, None, None
     if draft is not None and plan.draft_cache is not None:
         kv_cache = _make_cache(plan.draft_cache, draft, call, device_of(draft), is_draft=True)
-        if call.draft_inputs.is_empty:
-            reuse = make_draft_cache_reuse(plan.config.draft_state, draft, call.vocabulary, call.text_mask)
+        reuse = make_draft_cache_reuse(plan.config.draft_state, draft, kv_cache, call)
     if drafter is not None and call.group is not None:
         drafter = BroadcastDrafter(drafter, call.group)
     padding_id = plan.pad_token_id if plan.is_lock_step else None
-    return DraftSession(
-        drafter,
-        kv_cache,
-        plan.draft_strategy,
-        call.batch_size,
-        padding_id,
-        reuse,
-        plan.placeless_id,
-        hidden_states,
-    )
+    strategy, num_rows = plan.draft_strategy, call.batch_size
+    return DraftSession(drafter, kv_cache, strategy, num_rows, padding_id, reuse, plan.placeless_id, hidden_states)
 
 
 def _make_schedule(target: PreTrainedModel, plan: Plan, call: Call, drafter: Drafter | None) -> Schedule:
@@ -240,18 +218,11 @@ def _make_schedule(target: PreTrainedModel, plan: Plan, call: Call, drafter: Dra
     return schedule
 
 
-def _make_draft_length(schedule: Schedule, plan: Plan, call: Call, drafter: Drafter | None) -> DraftLength:
-    drafts_fewer = drafter is not None and drafter.drafts_fewer
-    arguments = (schedule, call.max_new_tokens, plan.is_lock_step, drafts_fewer)
-    return DraftLength(*arguments) if call.ranks is None else SyncedDraftLength(call.ranks, *arguments)
-
-
 def _stopping(call: Call) -> BlockStopping:
     stopping = BlockStoppingCriteria(call.criteria)
     if call.rows_leave and stopping.is_row_wise:
-        return StoppingGroups(
-            stopping, [min(call.max_length, stopping.max_length or call.max_length)] * call.batch_size
-        )
+        max_length = min(call.max_length, stopping.max_length or call.max_length)
+        return StoppingGroups(stopping, [max_length] * call.batch_size)
     if call.group is None or stopping.reads_text_alone:
         return stopping
     return broadcast_stopping(stopping, call.group)
@@ -273,22 +244,17 @@ def _make_verification(plan: Plan, call: Call) -> Verification:
         pad = plan.pad_token_id if plan.eos_token_ids is not None else None
         verification = LockStepVerification(verifier, call.processors, criteria, pad, call.recorded.scores, spans)
     else:
-        verification = RowWiseVerification(verifier, _processors(call), spans)
+        listed = BlockLogitsProcessorList(call.processors)
+        processors = ProcessorGroups(listed, call.batch_size) if call.rows_leave else listed
+        verification = RowWiseVerification(verifier, processors, spans)
     return verification if call.ranks is None else SyncedVerification(verification)
 
 
-def _processors(call: Call) -> BlockLogitsProcessorList | ProcessorGroups:
-    listed = BlockLogitsProcessorList(call.processors)
-    return ProcessorGroups(listed, call.batch_size) if call.rows_leave else listed
-
-
 def _make_observers(plan: Plan, call: Call, stats: SpeculationStats, stops: StopTracker) -> list[Observer]:
-    callback: Callable[..., object] | None = plan.config.speculation_callback
-    observers: list[Observer] = [StatsObserver(stats, num_user_host_syncs=int(call.on_tokens is not None))]
-    if call.do_sample:
-        observers.insert(0, BadLogitsObserver(stops, call.row_ids))
+    observers: list[Observer] = [BadLogitsObserver(stops, call.row_ids)] if call.do_sample else []
+    observers.append(StatsObserver(stats, num_user_host_syncs=int(call.on_tokens is not None)))
     if call.on_tokens is not None:
         observers.append(StreamObserver(call.on_tokens))
-    if callback is not None:
-        observers.append(CallbackObserver(callback))
+    if plan.config.speculation_callback is not None:
+        observers.append(CallbackObserver(plan.config.speculation_callback))
     return observers

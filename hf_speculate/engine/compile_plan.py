@@ -17,9 +17,10 @@ from hf_speculate.engine.model_state import model_state
 from hf_speculate.models.compilation import LOGGER, Compilation, CompileSettings
 from hf_speculate.models.compiled import UNREAD_COLUMNS, CompiledLanguageModel, Runner
 from hf_speculate.models.extra_inputs import ExtraInputs
-from hf_speculate.models.graphs import Graphing
+from hf_speculate.models.graphs import FAILURE_KEY, GRAPH_BACKENDS, Graphing
 from hf_speculate.models.language_model import LanguageModel
 from hf_speculate.models.layer_capture import LayerCapture
+from hf_speculate.models.quirks import growing_rope
 
 # Fixed buffers are a multiple of this long, so that calls of about one length have buffers of one length.
 CAPACITY_UNIT = 128
@@ -34,7 +35,11 @@ class StaticRequest(NamedTuple):
 
 
 def static_request(
-    model: PreTrainedModel, assistant: PreTrainedModel | None, config: GenerationConfig, is_static: bool
+    model: PreTrainedModel,
+    assistant: PreTrainedModel | None,
+    config: GenerationConfig,
+    is_static: bool,
+    eager_draft: str,  # why the assistant is not compiled; empty if it may be
 ) -> StaticRequest | None:
     """The request of a call; None if it asks for neither. What plain `generate` would not compile is not compiled."""
     if not is_static and config.compile_config is None:
@@ -54,15 +59,9 @@ def static_request(
     for part in [part for part in settings if tensor_parallel_size(models[part]) > 1]:
         del settings[part]
         reason = f"eager forwards of the {part}, which is split over processes"
+    if eager_draft and settings.pop("draft", None) is not None:
+        reason = f"eager forwards of the draft: {eager_draft}"
     return StaticRequest(settings, reason, getattr(config, "max_cache_len", None) or 0)
-
-
-def with_eager_draft(request: StaticRequest | None, reason: str) -> StaticRequest | None:
-    """The same request without compiled forwards of the draft; an empty reason leaves it as it is."""
-    if request is None or "draft" not in request.settings or not reason:
-        return request
-    settings = {part: one for part, one in request.settings.items() if part != "draft"}
-    return request._replace(settings=settings, eager_reason=f"eager forwards of the draft: {reason}")
 
 
 @dataclass(frozen=True)
@@ -113,19 +112,27 @@ class CompileCandidate(NamedTuple):
 
 
 def make_compile_plan(
-    request: StaticRequest | None, lens: tuple[int, ...], candidates: list[CompileCandidate]
+    request: StaticRequest | None,
+    lens: tuple[int, ...],
+    candidates: list[CompileCandidate],  # the target and, if there is one, the draft model
+    graphs: str,  # with "on", eager forwards run from graphs if they can; "auto" is "off" until tested
 ) -> CompilePlan:
-    """The plan of a call, without graphs; `candidates` are the target and, if there is one, the draft model."""
-    if request is None:
-        return CompilePlan()
-    reasons = [request.eager_reason] if request.eager_reason else []
-    wanted = [candidate for candidate in candidates if candidate.part in request.settings]
-    eager = {one.part: _eager_reason(one, request.settings[one.part]) for one in wanted}
-    reasons += filter(None, eager.values())
-    for reason in reasons:
-        warn_once(reason)
-    settings = {part: request.settings[part] for part, reason in eager.items() if not reason}
-    return CompilePlan(True, settings, lens, request.min_columns, tuple(reasons))
+    """The plan of a call."""
+    settings: dict[str, CompileSettings] = {}
+    reasons = [] if request is None else [request.eager_reason]
+    for candidate in candidates:
+        if request is not None and candidate.part in request.settings:
+            reason = _eager_reason(candidate, request.settings[candidate.part])
+            reasons.append(reason)
+            if not reason:
+                settings[candidate.part] = request.settings[candidate.part]
+    ungraphed = {one.part: _ungraphed_reason(one, one.part in settings) for one in candidates if graphs == "on"}
+    graphed = tuple(part for part, reason in ungraphed.items() if not reason)
+    given = tuple(filter(None, (*reasons, *ungraphed.values())))
+    for reason in given:
+        _warn_once(reason)
+    is_static, min_columns = request is not None or bool(graphed), 0 if request is None else request.min_columns
+    return CompilePlan(is_static, settings, lens if is_static else (), min_columns, given, graphed)
 
 
 def draft_lens(config: SpeculationConfig) -> tuple[int, ...]:
@@ -143,15 +150,16 @@ def make_language_model(
     max_position: int | None,
     extra_inputs: ExtraInputs,
     keeps_states: bool,
-    on_failure: Callable[[str, str], None],
+    on_failure: Callable[[str, str], None],  # called with the part and the reason if it cannot be compiled or captured
     capture: LayerCapture | None = None,
 ) -> LanguageModel:
-    """The "target" or "draft" as a `LanguageModel`, compiled or run from graphs if the plan says so.
-
-    `on_failure` is called with the part and the reason, if it cannot be compiled or captured.
-    """
-    runner, is_draft = _runner(part, model, plan, on_failure), part == "draft"
-    if runner is None:
+    """The "target" or "draft" as a `LanguageModel`, compiled or run from graphs if the plan says so."""
+    units, fail, is_draft = model_state(model).units, partial(on_failure, part), part == "draft"
+    if part in plan.settings:
+        runner: Runner = Compilation(model, plan.settings[part], units, fail)
+    elif part in plan.graphed:
+        runner = Graphing(model, units, fail)
+    else:
         return LanguageModel(model, max_position, keeps_states, extra_inputs, is_draft, capture)
     query_lens: tuple[int, ...] = (STEP_QUERY_LEN,)
     if not is_draft:
@@ -186,16 +194,31 @@ def _eager_reason(candidate: CompileCandidate, settings: CompileSettings) -> str
     return "" if failure is None else f"{candidate.part}: {failure}"
 
 
-def _runner(
-    part: str, model: PreTrainedModel, plan: CompilePlan, on_failure: Callable[[str, str], None]
-) -> Runner | None:
-    units, fail = model_state(model).units, partial(on_failure, part)
-    if part in plan.settings:
-        return Compilation(model, plan.settings[part], units, fail)
-    return Graphing(model, units, fail) if part in plan.graphed else None
+def _ungraphed_reason(candidate: CompileCandidate, is_compiled: bool) -> str:
+    """Why a model cannot run from device graphs; empty if it can."""
+    part, model = candidate.part, candidate.model
+    failure = model_state(model).units.failure(FAILURE_KEY)
+    if failure is not None:
+        return f"{part}: {failure}"
+    name = f"no graphs of the {part} {type(model).__name__}"
+    if candidate.eager_reason:
+        return f"{name}, {candidate.eager_reason}"
+    obstacles = {
+        candidate.ungraphed: bool(candidate.ungraphed),
+        "it runs compiled": is_compiled,
+        f"graphs need a CUDA device, and it is on {model.device.type}": model.device.type not in GRAPH_BACKENDS,
+        "its weights lie on several devices": len({weight.device for weight in model.parameters()}) > 1,
+        "its states are not preallocated": candidate.cache_kind != "preallocated",
+        "it reads more than its text": not candidate.extra_inputs.is_empty,
+        "it is split over processes": tensor_parallel_size(model) > 1,
+        "its rotary embedding changes with the length": growing_rope(model) is not None,
+        "PEFT can switch its adapters": any(type(one).__module__.startswith("peft.") for one in model.modules()),
+    }
+    reason = next((reason for reason, holds in obstacles.items() if holds), "")
+    return f"{name}: {reason}" if reason else ""
 
 
 @cache
-def warn_once(text: str) -> None:
+def _warn_once(text: str) -> None:
     """Log a reason, the first time that it is met."""
     LOGGER.warning(text)

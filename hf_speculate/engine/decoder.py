@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 from hf_speculate.engine.batch import Batch
@@ -16,33 +17,19 @@ from hf_speculate.engine.verification import Verification
 from hf_speculate.types import DraftOut, RoundRecord, Scored, Trimmed, Verified
 
 
+@dataclass(frozen=True)
 class SpeculativeDecoder:
-    """Decodes a batch: a drafter proposes tokens, the target scores them, the verifier keeps a prefix.
+    """Decodes a batch: a drafter proposes tokens, the target scores them, the verifier keeps a prefix."""
 
-    The observers read the record of every round, in their order. Finished rows stay in the batch if `keeps_rows`.
-    """
-
-    def __init__(
-        self,
-        target: TargetSession,
-        drafts: DraftSession,
-        verification: Verification,
-        stops: StopTracker,
-        draft_length: DraftLength,
-        output: OutputRecorder,
-        observers: Sequence[Observer],
-        clock: StageClock,
-        keeps_rows: bool,
-    ):
-        self.target = target
-        self.drafts = drafts
-        self.verification = verification
-        self.stops = stops
-        self.draft_length = draft_length
-        self.output = output
-        self.observers = (*observers, output, draft_length)
-        self.clock = clock
-        self.keeps_rows = keeps_rows
+    target: TargetSession
+    drafts: DraftSession
+    verification: Verification
+    stops: StopTracker
+    draft_length: DraftLength
+    output: OutputRecorder
+    observers: Sequence[Observer]  # read the record of every round, in their order, before the two parts above
+    clock: StageClock
+    keeps_rows: bool  # whether finished rows stay in the batch
 
     def decode(self, batch: Batch) -> None:
         """Decode to the end; `output` then holds the tokens, and the target's cache all but the last one."""
@@ -126,7 +113,7 @@ class SpeculativeDecoder:
             self.clock.lap(),
             self.clock.total_s,
         )
-        for observer in self.observers:
+        for observer in (*self.observers, self.output, self.draft_length):
             self.clock.enter(observer.stage)
             observer.on_round(record)
         self.clock.enter(Stage.COMMIT)
@@ -148,6 +135,6 @@ class SpeculativeDecoder:
         self.target.finish(batch, self.stops.surplus(batch.row_ids))
         self.drafts.end(batch)
         seconds = self.clock.lap()
-        for observer in self.observers:
+        for observer in (*self.observers, self.output, self.draft_length):
             self.clock.enter(observer.stage)
             observer.on_end(end, seconds)

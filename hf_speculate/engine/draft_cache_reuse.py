@@ -5,14 +5,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from hf_speculate.cache.base import KVCache, gathered
 from hf_speculate.draft.state import DraftCacheKey, DraftState, SavedDraftCache
-from hf_speculate.draft.vocab_mapping import VocabMapping
 from hf_speculate.engine.batch import Batch
+from hf_speculate.engine.call import Call
 from hf_speculate.models.language_model import device_of
 from hf_speculate.types import KVState
 
@@ -20,19 +19,13 @@ from hf_speculate.types import KVState
 class DraftCacheReuse:
     """Fills a call's draft cache from a `DraftState`, and the state at the end; finished rows stay in the batch."""
 
-    def __init__(self, state: DraftState, draft: PreTrainedModel, vocabulary: VocabMapping | None):
-        self.state = state
-        innermost = (module for module in draft.modules() if next(module.children(), None) is None)
-        parts = tuple(weakref.ref(module) for module in innermost)
-        ids = None if vocabulary is None else vocabulary.draft_ids
-        adapted: list[Any] = [module for module in draft.modules() if hasattr(module, "merged_adapters")]
-        adapters = tuple((*one.active_adapters, one.disable_adapters, *one.merged_adapters) for one in adapted)
-        self._key = DraftCacheKey(parts, device_of(draft), draft.dtype, adapters, ids)
+    def __init__(self, state: DraftState, key: DraftCacheKey, kv_cache: KVCache):
+        self._state, self._key, self._kv_cache = state, key, kv_cache
         self._num_valid: list[int] = []  # [B] real tokens of each row that the draft cache holds for sure
 
-    def recall(self, batch: Batch, kv_cache: KVCache) -> int:
-        """Fill an empty draft cache with the longest common beginning of all rows; the columns of every row then."""
-        held, pads = self.state.take(), batch.num_pads
+    def recall(self, batch: Batch) -> int:
+        """Fill the empty draft cache with the longest common beginning of all rows; the columns of every row then."""
+        held, pads = self._state.take(), batch.num_pads
         self._num_valid = [0] * len(pads)
         if held is None or not held.key.matches(self._key) or len(held.token_ids) != len(pads):
             return 0
@@ -41,41 +34,44 @@ class DraftCacheReuse:
         num_columns = min(num + _num_shared(*pair) for num, *pair in zip(pads, held.token_ids, texts, strict=True))
         if num_columns <= min(pads):
             return 0  # nothing is left of any row
-        kv_cache.update([_placed(state, pads, num_columns) for state in held.kv_states])
+        self._kv_cache.update([_placed(state, pads, num_columns) for state in held.kv_states])
         self._num_valid = [max(num_columns - num, 0) for num in pads]
         return num_columns
 
-    def note(self, batch: Batch, kv_cache: KVCache, certain: Sequence[int], was_live: Sequence[bool]) -> None:
+    def note(self, batch: Batch, certain: Sequence[int], was_live: Sequence[bool]) -> None:
         """Note how much of each row the draft cache, cut back to the emitted tokens, holds after a round.
 
         It held `certain` [B] columns of each row before. A finished row is fed tokens that are not its own.
         """
         rows = zip(self._num_valid, certain, batch.num_pads, was_live, strict=True)
         valid = [max(num - pad, 0) if live else known for known, num, pad, live in rows]
-        lens = kv_cache.get_lens().tolist()
+        lens = self._kv_cache.num_real_tokens
         self._num_valid = [min(num, length) for num, length in zip(valid, lens, strict=True)]
 
-    def remember(self, batch: Batch, kv_cache: KVCache) -> None:
+    def remember(self, batch: Batch) -> None:
         """Put the states of the rows' tokens into the state, if they are all there."""
         counts = self._num_valid
-        if not any(counts):
-            return
-        states = kv_cache.first_tokens(counts)
-        if states is None:
-            return
-        spans = zip(batch.tokens.token_ids.tolist(), batch.num_pads, counts, strict=True)
-        self.state.put(SavedDraftCache(self._key, [row[pad : pad + num] for row, pad, num in spans], states))
+        states = self._kv_cache.first_tokens(counts) if any(counts) else None
+        if states is not None:
+            spans = zip(batch.tokens.token_ids.tolist(), batch.num_pads, counts, strict=True)
+            self._state.put(SavedDraftCache(self._key, [row[pad : pad + num] for row, pad, num in spans], states))
 
 
 def make_draft_cache_reuse(
-    state: DraftState | None, draft: PreTrainedModel | None, vocabulary: VocabMapping | None, text_mask: Tensor | None
+    state: DraftState | None, draft: PreTrainedModel, kv_cache: KVCache, call: Call
 ) -> DraftCacheReuse | None:
-    """The reuse of a call; None if there is nothing to reuse, or if the mask [B, T] of the text has holes."""
-    if state is None or draft is None:
+    """The reuse of a call; None if there is nothing to reuse, or if the mask of the text has holes."""
+    mask = call.text_mask
+    if state is None or not call.draft_inputs.is_empty:
         return None
-    if text_mask is not None and bool((text_mask[:, 1:] < text_mask[:, :-1]).any()):
+    if mask is not None and bool((mask[:, 1:] < mask[:, :-1]).any()):
         return None
-    return DraftCacheReuse(state, draft, vocabulary)
+    innermost = (module for module in draft.modules() if next(module.children(), None) is None)
+    parts = tuple(weakref.ref(module) for module in innermost)
+    adapted: list[Any] = [module for module in draft.modules() if hasattr(module, "merged_adapters")]
+    adapters = tuple((*one.active_adapters, one.disable_adapters, *one.merged_adapters) for one in adapted)
+    ids = None if call.vocabulary is None else call.vocabulary.draft_ids
+    return DraftCacheReuse(state, DraftCacheKey(parts, device_of(draft), draft.dtype, adapters, ids), kv_cache)
 
 
 def draft_cache_choice(choice: str, state: DraftState | None, draft: PreTrainedModel) -> str:

@@ -1,60 +1,56 @@
 """Draft length: how many tokens the next round drafts, from the schedule and the room that rows have left."""
 
+from dataclasses import dataclass
+
 from hf_speculate.engine.batch import Batch
+from hf_speculate.engine.distributed import SyncedRanks
 from hf_speculate.engine.observers import Observer
 from hf_speculate.engine.stage_clock import Stage
 from hf_speculate.schedule import RoundOutcome, Schedule
 from hf_speculate.types import RoundRecord
 
 
+@dataclass
 class DraftLength(Observer):
-    """Asks a schedule for K, and tells it about every round; in lock step, all rows count as one, the slowest.
-
-    If the drafter may draft fewer tokens than K (`counts_drafted`), the schedule is told what was drafted instead of K.
-    """
+    """Asks a schedule for K, and tells it about every round; in lock step, all rows count as one, the slowest."""
 
     stage = Stage.RECORD
-
-    def __init__(
-        self, schedule: Schedule, max_new_tokens: int, is_lock_step: bool = False, counts_drafted: bool = False
-    ):
-        self.schedule = schedule
-        self._max_new_tokens = max_new_tokens
-        self._is_lock_step = is_lock_step
-        self._counts_drafted = counts_drafted
+    schedule: Schedule
+    max_new_tokens: int
+    is_lock_step: bool = False
+    counts_drafted: bool = False  # whether the drafter may draft fewer tokens than K, and the schedule is told of these
+    ranks: SyncedRanks | None = None  # the largest K of all ranks counts; finished ranks go on until all are
 
     def begin(self, prompt_s: float, num_read: int, num_unread: int) -> None:
         """Prepare for the first round, from the seconds and columns of the target's prompt."""
         num_unread = min(num_unread, num_read)
-        self.schedule.begin(prompt_s * num_unread / num_read, num_unread, self._max_new_tokens - 1)
+        self.schedule.begin(prompt_s * num_unread / num_read, num_unread, self.max_new_tokens - 1)
 
     def next(self, batch: Batch) -> int | None:
         """What the schedule asks for, within the rows' limits and the room that they have left; None at the end."""
         rows = zip(batch.num_left, batch.draft_limits, batch.is_finished, strict=True)
         live = [(left, limit) for left, limit, is_finished in rows if not is_finished]
-        if not live:
-            return None
-        if self._is_lock_step:
-            most = min(max(left for left, _ in live) - 1, min(limit for _, limit in live))
-        else:
+        num = None
+        if live:
             most = max(min(left - 1, limit) for left, limit in live)
-        return max(min(self.schedule.num_draft_tokens, most), 0)
+            if self.is_lock_step:
+                most = min(max(left for left, _ in live) - 1, min(limit for _, limit in live))
+            num = max(min(self.schedule.num_draft_tokens, most), 0)
+        return num if self.ranks is None else self.ranks.max(num)
 
     def on_round(self, record: RoundRecord) -> None:
-        if not record.num_round:
-            return
         live = [row for row, was_live in enumerate(record.was_live) if was_live]
-        if not live:
+        if not record.num_round or not live:
             return
         verified, seconds = record.verified, record.seconds
         row_ids = [record.row_ids[row] for row in live]
         num_drafted = [verified.num_drafted[row] for row in live]
         num_accepted = [verified.num_accepted[row] for row in live]
         num_left = [record.num_left[row] for row in live]
-        if self._is_lock_step:
+        if self.is_lock_step:
             row_ids, num_left = row_ids[:1], [max(num_left)]
             num_drafted, num_accepted = [min(num_drafted)], [min(num_accepted)]
-        num_asked = record.draft.token_ids.shape[1] if self._counts_drafted else record.num_draft_tokens
+        num_asked = record.draft.token_ids.shape[1] if self.counts_drafted else record.num_draft_tokens
         self.schedule.update(
             RoundOutcome(
                 row_ids,

@@ -1,6 +1,7 @@
 """Draft session: the drafter, its KV cache, and what both have seen of each row."""
 
 from collections.abc import Sequence
+from dataclasses import InitVar, dataclass, field
 
 import torch
 
@@ -17,32 +18,22 @@ from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy, Scored
 _MOST_DROPPED = 16  # tokens that a joining row reads again, so that the others need no forward of their own
 
 
+@dataclass
 class DraftSession:
-    """Feeds the drafter what it has not seen, and rolls its KV cache back to the tokens that were emitted.
+    """Feeds the drafter what it has not seen, and rolls its KV cache back to the tokens that were emitted."""
 
-    In lock step finished rows are drafted `padding_id`. After a `placeless_id` the target reads other tokens of the
-    same forward at wrong positions, so drafts after it do not count.
-    """
+    drafter: Drafter | None
+    kv_cache: KVCache | None  # of the draft model
+    strategy: SampleStrategy
+    num_rows: InitVar[int]
+    padding_id: int | None = None  # drafted for finished rows in lock step
+    reuse: DraftCacheReuse | None = None
+    # drafts after this id do not count: the target reads other tokens of the same forward at wrong positions
+    placeless_id: int | None = None
+    hidden_states: HiddenStates | None = None
+    num_fed: int = field(default=0, init=False)  # tokens of each row that the drafter read in the last round
 
-    def __init__(
-        self,
-        drafter: Drafter | None,
-        kv_cache: KVCache | None,
-        strategy: SampleStrategy,
-        num_rows: int,
-        padding_id: int | None = None,
-        reuse: DraftCacheReuse | None = None,
-        placeless_id: int | None = None,
-        hidden_states: HiddenStates | None = None,
-    ):
-        self.drafter = drafter
-        self.kv_cache = kv_cache
-        self.num_fed = 0  # tokens of each row that the drafter read in the last round
-        self._strategy = strategy
-        self._padding_id = padding_id
-        self._reuse = reuse
-        self._placeless_id = placeless_id
-        self.hidden_states = hidden_states
+    def __post_init__(self, num_rows: int) -> None:
         self._num_seen = [0] * num_rows  # tokens of each row that the drafter has seen
         self._seen_lens: RowLens | None = None  # each row's length at the drafter's last call
         self._seen_round = 0  # the round of that call
@@ -50,11 +41,10 @@ class DraftSession:
 
     def begin(self, batch: Batch) -> None:
         """Fill the draft cache from an earlier call."""
-        if self._reuse is not None and self.kv_cache is not None:
-            num_columns = self._reuse.recall(batch, self.kv_cache)
-            if num_columns and self.drafter is not None:
-                self._num_seen = [num_columns] * batch.num_rows
-                self.drafter.resume(batch.tokens.token_ids[:, :num_columns])
+        num_columns = 0 if self.reuse is None else self.reuse.recall(batch)
+        if num_columns and self.drafter is not None:
+            self._num_seen = [num_columns] * batch.num_rows
+            self.drafter.resume(batch.tokens.token_ids[:, :num_columns])
 
     def num_unread(self, batch: Batch) -> int:
         """Prompt tokens of each row that the drafter has yet to read; none if nothing is drafted."""
@@ -79,7 +69,7 @@ class DraftSession:
         num_held = [max(length - num_fed, seen) for length, seen in zip(lens, self._num_seen, strict=True)]
         tokens = batch.host_tokens if self.drafter.reads_host_tokens else batch.tokens
         kept = self._kept(batch, tokens) if self.drafter.reads_kept else None
-        request = DraftRequest(tokens.last(num_fed), self.kv_cache, num_draft_tokens, self._strategy, keys, kept)
+        request = DraftRequest(tokens.last(num_fed), self.kv_cache, num_draft_tokens, self.strategy, keys, kept)
         draft = self.drafter.draft(request)
         self._seen_lens, self._seen_round = tokens.row_lens.copy(), batch.num_rounds
         draft = self._before_placeless(batch, _within_room(draft, batch))
@@ -87,9 +77,9 @@ class DraftSession:
         if draft.cached is not None:
             num_ahead = draft.cached.num_ahead
         self._num_seen = [num + num_fed + num_ahead for num in num_held]
-        if self._padding_id is not None and any(batch.is_finished):
+        if self.padding_id is not None and any(batch.is_finished):
             finished = upload(batch.is_finished, draft.token_ids.device, torch.bool)[:, None]
-            draft = draft._replace(token_ids=draft.token_ids.masked_fill(finished, self._padding_id))
+            draft = draft._replace(token_ids=draft.token_ids.masked_fill(finished, self.padding_id))
         return draft
 
     def commit(self, batch: Batch, draft: DraftOut, scored: Scored, trimmed: Trimmed) -> None:
@@ -103,13 +93,13 @@ class DraftSession:
         rows = zip(self._num_seen, lens, trimmed.num_emitted, is_own, strict=True)
         ends = [min(seen, length if own else length - num) for seen, length, num, own in rows]
         self._crop(batch, ends)
-        if self._reuse is not None and self.kv_cache is not None:
-            self._reuse.note(batch, self.kv_cache, ends, self._was_live)
+        if self.reuse is not None:
+            self.reuse.note(batch, ends, self._was_live)
 
     @property
     def can_join(self) -> bool:
         """Whether rows may join: nothing but the drafter and its cache follows them."""
-        is_simple = self._reuse is None and self.hidden_states is None
+        is_simple = self.reuse is None and self.hidden_states is None
         return is_simple and (self.drafter is None or self.drafter.can_join)
 
     def read_ahead(self, batch: Batch) -> None:
@@ -165,8 +155,8 @@ class DraftSession:
             self._seen_lens.rows(indices)
 
     def end(self, batch: Batch) -> None:
-        if self._reuse is not None and self.kv_cache is not None:
-            self._reuse.remember(batch, self.kv_cache)
+        if self.reuse is not None:
+            self.reuse.remember(batch)
 
     def _num_unseen(self, batch: Batch) -> int:
         """Tokens at the end of the live rows that the drafter has not seen; the same number for every row.
@@ -180,10 +170,10 @@ class DraftSession:
 
     def _before_placeless(self, batch: Batch, draft: DraftOut) -> DraftOut:
         """The draft, of which tokens after the first `placeless_id` do not count."""
-        if self._placeless_id is None:
+        if self.placeless_id is None:
             return draft
         newest = batch.tokens.last(1).to(draft.token_ids.device)
-        is_placeless = torch.cat([newest, draft.token_ids], dim=1) == self._placeless_id  # [B, K+1]
+        is_placeless = torch.cat([newest, draft.token_ids], dim=1) == self.placeless_id  # [B, K+1]
         most = (is_placeless.cumsum(1)[:, :-1] == 0).sum(1).to(draft.lens)
         return draft._replace(lens=torch.minimum(draft.lens, most))
 
@@ -206,10 +196,7 @@ class DraftSession:
         return Kept(ids, num_emitted, states, num_rounds=batch.num_rounds - self._seen_round)
 
     def _crop(self, batch: Batch, num_valid: list[int]) -> None:
-        """Leave the drafter equally far behind in every row, so that its next query is rectangular.
-
-        It has seen `num_valid` [B] emitted tokens of each row.
-        """
+        """Leave the drafter, which has seen `num_valid` [B] emitted tokens, equally far behind in every row."""
         lens = batch.tokens.lens
         behind = max(length - seen for length, seen in zip(lens, num_valid, strict=True))
         num_query = max(behind, 1 if self.drafter is None else self.drafter.min_query_len)
@@ -220,7 +207,7 @@ class DraftSession:
         if self.kv_cache is not None:
             if any(num < prompt for num, prompt in zip(keep, batch.prompt_lens, strict=True)):
                 # padding stays too: a row shorter than the query reads some of its padding as text
-                held = zip(keep, self._num_seen, self.kv_cache.get_lens().tolist(), strict=True)
+                held = zip(keep, self._num_seen, self.kv_cache.num_real_tokens, strict=True)
                 keep = [max(num, seen - num_real) for num, seen, num_real in held]
             drops = [seen - num for seen, num in zip(self._num_seen, keep, strict=True)]
             self.kv_cache.crop(drops, batch.tokens.row_lens)

@@ -23,7 +23,7 @@ class EndPadding:
     round are fed in forwards of their own, of `max_query` tokens a row, from which the other rows are rolled back.
     """
 
-    def __init__(self, pad_token_id: int | None, max_query: int = MAX_PADDING_QUERY, ranks: SyncedRanks | None = None):
+    def __init__(self, pad_token_id: int | None, max_query: int, ranks: SyncedRanks | None):
         self._pad_token_id = pad_token_id
         self._max_query = max_query
         self._ranks = ranks

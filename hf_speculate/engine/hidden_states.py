@@ -5,9 +5,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from hf_speculate.engine.call import Call
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.transfers import send, upload
 from hf_speculate.types import Scored
@@ -100,15 +98,6 @@ class HiddenStates:
             )
             for piece in self._pieces
         ]
-
-
-def unread_reason(target: PreTrainedModel, call: Call, hidden_layers: tuple[int, ...]) -> str:
-    """Why a drafter cannot read hidden states of compiled forwards; empty if it can or reads none."""
-    if hidden_layers and call.generator is not None:
-        return "whose hidden states a candidate generator reads"
-    if target.config.get_text_config(decoder=True).num_hidden_layers in hidden_layers:
-        return "whose state before the final norm the drafter reads"
-    return ""
 
 
 def _own_first(pieces: Sequence[_Piece]) -> Tensor:

@@ -1,6 +1,7 @@
 """Observers: read the record of each round."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from hf_speculate.engine.stage_clock import Stage
 from hf_speculate.engine.stop_tracker import StopTracker
@@ -23,24 +24,23 @@ class Observer:
         """Called after the last round, with the new tokens of the longest row and the seconds since the last record."""
 
 
+@dataclass
 class StatsObserver(Observer):
-    """Adds every round to a call's statistics; user code may wait for the device `num_user_host_syncs` times each."""
+    """Adds every round to a call's statistics."""
 
     stage = Stage.RECORD
-
-    def __init__(self, stats: SpeculationStats, num_user_host_syncs: int = 0, counts_rows: bool = True):
-        self._stats = stats
-        self._counts_rows = counts_rows
-        self._num_user_host_syncs = num_user_host_syncs
+    stats: SpeculationStats
+    num_user_host_syncs: int = 0  # times that user code may wait for the device in a round
+    counts_rows: bool = True  # whether output rows are counted by themselves too
 
     def on_round(self, record: RoundRecord) -> None:
-        stats, verified = self._stats, record.verified
+        stats, verified = self.stats, record.verified
         stats.add_seconds(record.seconds)
         if not any(record.was_live):
             return
         stats.status |= verified.status
         stats.num_host_syncs += verified.num_host_syncs
-        stats.num_user_host_syncs += verified.num_user_host_syncs + self._num_user_host_syncs
+        stats.num_user_host_syncs += verified.num_user_host_syncs + self.num_user_host_syncs
         if not record.num_round:
             return
         draft_len = record.draft.token_ids.shape[1]
@@ -56,12 +56,12 @@ class StatsObserver(Observer):
                 stats.add_row(
                     num_drafted, num_accepted, num_emitted, min(verified.num_accepted[row] + 1, most_verified)
                 )
-                if self._counts_rows:
+                if self.counts_rows:
                     stats.add_to_row(record.row_ids[row], num_drafted, num_accepted)
 
     def on_end(self, num_new_tokens: int, seconds: StageSeconds) -> None:
-        self._stats.add_seconds(seconds)
-        self._stats.num_longest += num_new_tokens - 1
+        self.stats.add_seconds(seconds)
+        self.stats.num_longest += num_new_tokens - 1
 
 
 class BadLogitsObserver(Observer):
@@ -97,32 +97,30 @@ class BadLogitsObserver(Observer):
                 raise error
 
 
+@dataclass
 class StreamObserver(Observer):
     """Passes the new tokens of a single row on to a streamer."""
 
     stage = Stage.EMIT
-
-    def __init__(self, on_tokens: Callable[[list[int]], None]):
-        self._on_tokens = on_tokens
+    on_tokens: Callable[[list[int]], None]
 
     def on_round(self, record: RoundRecord) -> None:
-        self._on_tokens(record.verified.new_ids[0][: record.trimmed.num_emitted[0]])
+        self.on_tokens(record.verified.new_ids[0][: record.trimmed.num_emitted[0]])
 
 
+@dataclass
 class CallbackObserver(Observer):
     """Calls `speculation_callback` with a `RoundReport` after every round."""
 
     stage = Stage.REPORT
-
-    def __init__(self, callback: Callable[[RoundReport], object]):
-        self._callback = callback
+    callback: Callable[[RoundReport], object]
 
     def on_round(self, record: RoundRecord) -> None:
         live = [row for row, was_live in enumerate(record.was_live) if was_live]
         if not record.num_round or not live:
             return
         seconds = record.seconds
-        self._callback(
+        self.callback(
             RoundReport(
                 num_round=record.num_round,
                 row_ids=tuple(record.row_ids[row] for row in live),

@@ -14,8 +14,6 @@ from hf_speculate.engine.call import Call
 from hf_speculate.engine.compile_plan import CompileCandidate, CompilePlan, draft_lens, make_compile_plan
 from hf_speculate.engine.distributed import tensor_parallel_size
 from hf_speculate.engine.draft_cache_reuse import draft_cache_choice
-from hf_speculate.engine.graph_plan import with_graphs
-from hf_speculate.engine.hidden_states import unread_reason
 from hf_speculate.models.cache_selection import CacheChoice, CacheRequest
 from hf_speculate.models.language_model import counts_columns, device_of, vocab_size_of
 from hf_speculate.models.quirks import placeless_id
@@ -88,7 +86,10 @@ def make_plan(
     """Decide what a call does."""
     fallbacks: list[str] = []
     if config.prompt_lookup_num_tokens is not None:
-        draft, config = _beside_lookup(target, draft, config, fallbacks)
+        if draft is not None and config.schedule == "adaptive" and cost_ratio(target, draft) >= 1:
+            fallbacks.append("prompt lookup alone, because a draft model as large as its target gains nothing")
+            draft = None
+        config = config.for_lookup_alone() if draft is None else config
     processors, stopping = BlockLogitsProcessorList(call.processors), BlockStoppingCriteria(call.criteria)
     goes_on = stopping.eos_token_ids is None and call.batch_size > 1 and not call.rows_leave
     foreign = [*processors.foreign_names, *stopping.foreign_names]
@@ -100,7 +101,7 @@ def make_plan(
     drafter = _drafter_text(draft, config, call)
     lens = draft_lens(config) if drafter != "none" else ()
     hidden_layers = None if custom is None or custom.hidden_layers is None else tuple(custom.hidden_layers)
-    caches, compile_plan = _plan_caches(target, draft, config, call, lens, hidden_layers)
+    target_cache, draft_cache, compile_plan = _plan_caches(target, draft, config, call, lens, hidden_layers)
     fallbacks += compile_plan.reasons
     reuses_draft_cache = config.draft_state is not None and draft is not None and call.draft_inputs.is_empty
     return Plan(
@@ -108,8 +109,8 @@ def make_plan(
         draft_model=draft,
         drafter=drafter,
         draft_strategy=strategy,
-        target_cache=caches[0],
-        draft_cache=caches[1] if draft is not None else None,
+        target_cache=target_cache,
+        draft_cache=draft_cache,
         compile=compile_plan,
         reads_keys=custom is not None or strategy is SampleStrategy.RANDOM or reads_keys(config),
         hidden_layers=hidden_layers,
@@ -143,16 +144,6 @@ def target_cache_request(config: SpeculationConfig, call: Call) -> CacheRequest:
 def cost_ratio(target: PreTrainedModel, draft: PreTrainedModel) -> float:
     """The draft's parameter bytes in one process over the target's."""
     return _num_bytes(draft) / max(_num_bytes(target), 1)
-
-
-def _beside_lookup(
-    target: PreTrainedModel, draft: PreTrainedModel | None, config: SpeculationConfig, fallbacks: list[str]
-) -> tuple[PreTrainedModel | None, SpeculationConfig]:
-    """The draft model to use besides prompt lookup, if it can gain anything, and the settings for that."""
-    if draft is not None and config.schedule == "adaptive" and cost_ratio(target, draft) >= 1:
-        fallbacks.append("prompt lookup alone, because a draft model as large as its target gains nothing")
-        draft = None
-    return draft, config.for_lookup_alone() if draft is None else config
 
 
 def _lock_step_reason(call: Call, foreign: Sequence[str], goes_on: bool, models: Sequence[PreTrainedModel]) -> str:
@@ -226,11 +217,15 @@ def _plan_caches(
     call: Call,
     lens: tuple[int, ...],
     hidden_layers: tuple[int, ...] | None,
-) -> tuple[list[CachePlan], CompilePlan]:
+) -> tuple[CachePlan, CachePlan | None, CompilePlan]:
     """The KV caches of the target and the draft model, and what runs compiled over them."""
     requests = [target_cache_request(config, call)]
     choices = [requests[0].choose(target, call.cache, call.attention_mask, call.input_ids.device)]
-    eager_reason = unread_reason(target, call, hidden_layers or ())
+    eager_reason = ""
+    if hidden_layers and call.generator is not None:
+        eager_reason = "whose hidden states a candidate generator reads"
+    elif target.config.get_text_config(decoder=True).num_hidden_layers in (hidden_layers or ()):
+        eager_reason = "whose state before the final norm the drafter reads"
     ungraphed = "rows of the batch are refilled" if call.rows_leave else call.recorded.ungraphed
     candidates = [CompileCandidate("target", target, choices[0].kind, call.target_inputs, eager_reason, ungraphed)]
     if draft is not None:
@@ -247,14 +242,13 @@ def _plan_caches(
         choices.append(requests[1].choose(draft, None, draft_mask, device_of(draft)))
         ungraphed = ungraphed if call.vocabulary is None else "its vocabulary is another one"
         candidates.append(CompileCandidate("draft", draft, choices[1].kind, call.draft_inputs, ungraphed=ungraphed))
-    compiled = make_compile_plan(call.static, lens, candidates)
-    compiled = with_graphs(compiled, lens, candidates, config.speculation_graphs)
+    compiled = make_compile_plan(call.static, lens, candidates, config.speculation_graphs)
     devices = [call.input_ids.device, *([] if draft is None else [device_of(draft)])]
-    fixed = [
-        replace(one, capacity=compiled.capacity(one.max_columns or 0, device), is_pooled=compiled.keeps_buffers)
-        for one, device in zip(requests, devices, strict=True)
-    ]
-    return [CachePlan(request, choice) for request, choice in zip(fixed, choices, strict=True)], compiled
+    plans = []
+    for one, choice, device in zip(requests, choices, devices, strict=True):
+        capacity = compiled.capacity(one.max_columns or 0, device)
+        plans.append(CachePlan(replace(one, capacity=capacity, is_pooled=compiled.keeps_buffers), choice))
+    return plans[0], plans[1] if draft is not None else None, compiled
 
 
 def _cache_text(plan: CachePlan) -> str:

@@ -1,8 +1,10 @@
 """Running batch: rows join it once they have read their prompts, and leave it one by one."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from hf_speculate.config import SpeculationConfig
 from hf_speculate.engine.batch import Batch
 from hf_speculate.engine.call import Call
 from hf_speculate.engine.decoder import SpeculativeDecoder
@@ -13,6 +15,24 @@ from hf_speculate.processors.registry import Reads, find_reads
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.types import RoundRecord
 from hf_speculate.verify.bad_logits import BAD_LOGITS, bad_logits_error
+
+
+class Prepared(NamedTuple):
+    """A call up to its decoder, which has not read the prompts."""
+
+    decoder: SpeculativeDecoder
+    batch: Batch
+    call: Call
+    config: SpeculationConfig
+    stats: SpeculationStats
+
+
+@dataclass
+class Preparation:
+    """A request to prepare a call instead of decoding it."""
+
+    first_row: int  # number of the first output row
+    prepared: list[Prepared] = field(default_factory=list)  # the result, once there is one
 
 
 class FinishedRow(NamedTuple):
@@ -32,37 +52,26 @@ class RunningBatch:
     If tokens are sampled, logits that define no distribution end their row with an error.
     """
 
-    def __init__(
-        self, decoder: SpeculativeDecoder, batch: Batch, stats: SpeculationStats, clock: StageClock, samples: bool
-    ):
-        self._batch = batch
-        self._rows = _RowObserver(batch, samples)
-        self._decoder = SpeculativeDecoder(
-            decoder.target,
-            decoder.drafts,
-            decoder.verification,
-            decoder.stops,
-            decoder.draft_length,
-            decoder.output,
-            [StatsObserver(stats, counts_rows=False), self._rows],
-            clock,
-            keeps_rows=False,
-        )
+    def __init__(self, first: Prepared, stats: SpeculationStats, clock: StageClock):
+        self._batch = first.batch
+        self._rows = _RowObserver(first.batch, first.call.do_sample)
+        observers = [StatsObserver(stats, counts_rows=False), self._rows]
+        self._decoder = replace(first.decoder, observers=observers, clock=clock)
 
     @property
     def row_ids(self) -> list[int]:
         rows = zip(self._batch.row_ids, self._batch.is_finished, strict=True)
         return [row_id for row_id, is_finished in rows if not is_finished]
 
-    def join(self, decoder: SpeculativeDecoder, batch: Batch) -> None:
+    def join(self, others: Prepared) -> None:
         """Add rows that have read their prompts; the parts of their decoder are not used after that."""
-        mine = self._decoder
-        mine.drafts.join(decoder.drafts, self._batch)  # reads the present rows
-        mine.target.join(decoder.target)
-        mine.verification.join(decoder.verification)
-        mine.stops.join(decoder.stops)
-        mine.output.join(decoder.output)
-        self._batch.join(batch)
+        mine, theirs = self._decoder, others.decoder
+        mine.drafts.join(theirs.drafts, self._batch)  # reads the present rows
+        mine.target.join(theirs.target)
+        mine.verification.join(theirs.verification)
+        mine.stops.join(theirs.stops)
+        mine.output.join(theirs.output)
+        self._batch.join(others.batch)
 
     def decode_round(self) -> list[FinishedRow]:
         """Decode one round; the rows that it finished."""
@@ -118,8 +127,9 @@ class _RowObserver(Observer):
                     self._errors[row_id], self._batch.is_finished[row] = error, True
 
 
-def join_obstacle(decoder: SpeculativeDecoder, call: Call, stats: SpeculationStats) -> str:
-    """Why rows of a call, which was prepared with `rows_leave`, cannot join a running batch; empty if they can."""
+def join_obstacle(prepared: Prepared) -> str:
+    """Why the rows of a call cannot join a running batch; empty if they can."""
+    decoder, call, stats = prepared.decoder, prepared.call, prepared.stats
     if stats.lock_step:
         return stats.fallbacks[-1] if stats.fallbacks else "rows move in lock step"
     if stats.compiled:

@@ -1,6 +1,7 @@
 """Stop tracker: where each row stops, and which rows are finished."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import InitVar, dataclass
 
 from hf_speculate.cache.token_buffer import TokenBuffer
 from hf_speculate.engine.batch import Batch
@@ -12,6 +13,7 @@ BlockStopping = Callable[[TokenBuffer, Sequence[list[int]]], StopVerdict]
 """Stopping criteria on blocks of new tokens, such as `BlockStoppingCriteria`."""
 
 
+@dataclass
 class StopTracker:
     """Trims each round to the tokens that token-by-token decoding would have emitted.
 
@@ -19,31 +21,29 @@ class StopTracker:
     the last one has stopped, as in plain `generate`; the surplus is dropped at the end of the call.
     """
 
-    def __init__(
-        self,
-        stopping: BlockStopping,
-        row_ids: Sequence[int],
-        max_new_tokens: int,
-        pads_ended_rows: bool,
-        is_lock_step: bool,
-    ):
-        self._stopping = stopping
-        self._max_new_tokens = max_new_tokens
-        self._pads = pads_ended_rows
-        self._is_lock_step = is_lock_step
+    stopping: BlockStopping
+    row_ids: InitVar[Sequence[int]]
+    max_new_tokens: int
+    pads_ended_rows: bool
+    is_lock_step: bool
+
+    def __post_init__(self, row_ids: Sequence[int]) -> None:
         self._num_new = dict.fromkeys(row_ids, 0)  # by output row
         self._stop_lens: dict[int, int | None] = dict.fromkeys(row_ids)  # new tokens at which an output row stopped
 
     def trim(self, batch: Batch, verified: Verified) -> Trimmed:
         """How many verified tokens each row emits, and which rows are finished after them."""
-        counts, is_stopped = self._first_stops(batch, verified)
-        goes_on = not self._pads or self._is_lock_step
+        if verified.is_stopped is None:
+            counts, is_stopped = self.stopping(batch.host_tokens, verified.new_ids)
+        else:  # the criteria ran between positions
+            counts, is_stopped = [len(ids) for ids in verified.new_ids], verified.is_stopped
+        goes_on = not self.pads_ended_rows or self.is_lock_step
         num_emitted = []
         for row, (num, stops) in enumerate(zip(counts, is_stopped, strict=True)):
             row_id = batch.row_ids[row]
             if stops and self._stop_lens[row_id] is None:
                 self._stop_lens[row_id] = self._num_new[row_id] + num
-            if batch.is_finished[row] and not self._is_lock_step:
+            if batch.is_finished[row] and not self.is_lock_step:
                 num = 0
             elif goes_on:
                 num = len(verified.new_ids[row])
@@ -53,18 +53,18 @@ class StopTracker:
 
     def rows(self, indices: Sequence[int], row_ids: Sequence[int]) -> None:
         """Keep the rows `indices` of those with output rows `row_ids`; the others are forgotten if that is safe."""
-        if isinstance(self._stopping, StoppingGroups):  # else the end of the call depends on all rows
+        if isinstance(self.stopping, StoppingGroups):  # else the end of the call depends on all rows
             kept = [row_ids[row] for row in indices]
             self._num_new = {row_id: self._num_new[row_id] for row_id in kept}
             self._stop_lens = {row_id: self._stop_lens[row_id] for row_id in kept}
-            self._stopping.rows(indices)
+            self.stopping.rows(indices)
 
     def join(self, other: "StopTracker") -> None:
         """Add the rows of `other`, whose criteria are `StoppingGroups` too, behind these."""
         self._num_new |= other._num_new
         self._stop_lens |= other._stop_lens
-        if isinstance(self._stopping, StoppingGroups) and isinstance(other._stopping, StoppingGroups):
-            self._stopping.join(other._stopping)
+        if isinstance(self.stopping, StoppingGroups) and isinstance(other.stopping, StoppingGroups):
+            self.stopping.join(other.stopping)
 
     def stop_len(self, row_id: int) -> int | None:
         """The number of new tokens at which an output row stopped; None if it has not."""
@@ -79,17 +79,11 @@ class StopTracker:
         end = self.end()
         return [max(self._num_new[row_id] - end, 0) for row_id in row_ids]
 
-    def _first_stops(self, batch: Batch, verified: Verified) -> tuple[list[int], list[bool]]:
-        """[B] tokens of each row up to its first stop, and whether it stops there."""
-        if verified.is_stopped is not None:  # the criteria ran between positions
-            return [len(ids) for ids in verified.new_ids], verified.is_stopped
-        return self._stopping(batch.host_tokens, verified.new_ids)
-
     def _finished(self, row_ids: Sequence[int]) -> list[bool]:
-        if self._pads:
+        if self.pads_ended_rows:
             return [self._stop_lens[row_id] is not None for row_id in row_ids]
         stops = [stop for stop in self._stop_lens.values() if stop is not None]
-        end = self._max_new_tokens
+        end = self.max_new_tokens
         if len(stops) == len(self._stop_lens):
             end = min(end, max(stops))  # rows go on until the last one has stopped
         return [self._num_new[row_id] >= end for row_id in row_ids]

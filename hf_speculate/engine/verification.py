@@ -58,9 +58,7 @@ class RowWiseVerification(Verification):
             scores = self.processors(tokens.token_ids, scores, draft.token_ids, prefix_lens=tokens.lens)
         verdict = _verifier_at(batch, draft, 0, self.verifier, self.spans).verify(scores, draft, keys)
         counts = torch.stack([verdict.num_accepted, verdict.status, draft.lens.to(torch.int32)], dim=1)  # [B, 3]
-        packed = Download(
-            torch.cat([verdict.token_ids, counts.to(torch.int64)], dim=1)
-        ).tolist()  # the round's one wait
+        packed = Download(torch.cat([verdict.token_ids, counts.to(torch.int64)], dim=1)).tolist()  # the one wait
         num_accepted = [row[-3] for row in packed]
         status = 0
         for row in packed:
@@ -111,7 +109,9 @@ class LockStepVerification(Verification):
     def verify(self, batch: Batch, logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verified:
         tokens, num_positions = batch.tokens, logits.shape[1]
         input_ids: Any = tokens.token_ids[:, : tokens.lens[0]]  # [B, T]; transformers types it as a LongTensor
-        was_finished = self._finished(input_ids)
+        was_finished = self._is_finished
+        if was_finished is None:
+            was_finished = torch.zeros(batch.num_rows, dtype=torch.bool, device=input_ids.device)
         num_accepted = torch.zeros(batch.num_rows, dtype=torch.int64, device=input_ids.device)
         status, columns, scores = 0, [], []
         for position in range(num_positions):
@@ -151,11 +151,6 @@ class LockStepVerification(Verification):
             num_host_syncs=len(columns) + 1,
             num_user_host_syncs=len(columns),
         )
-
-    def _finished(self, input_ids: Tensor) -> Tensor:
-        if self._is_finished is None:
-            self._is_finished = torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
-        return self._is_finished
 
 
 def _verifier_at(batch: Batch, draft: DraftOut, position: int, verifier: Verifier, spans: Spans | None) -> Verifier:

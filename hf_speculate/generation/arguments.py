@@ -10,7 +10,7 @@ from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList,
 from transformers.cache_utils import Cache
 
 from hf_speculate.cache.layers import attention_layers, num_held, text_cache
-from hf_speculate.draft.heads.load_mtp import SERVED_TARGETS
+from hf_speculate.draft.heads.mtp import SERVED_TARGETS
 from hf_speculate.errors import ConfigError, UnsupportedGenerationError, UnsupportedModelError
 
 _SIGNATURE = inspect.signature(GenerationMixin.generate)

@@ -9,11 +9,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_speculate.draft.suffix_store import SuffixStore
-from hf_speculate.engine.running_batch import FinishedRow, RunningBatch, join_obstacle
+from hf_speculate.engine.running_batch import FinishedRow, Prepared, RunningBatch, join_obstacle
 from hf_speculate.engine.stage_clock import Stage, StageClock
 from hf_speculate.errors import BadLogitsError, SpeculateError, UnsupportedGenerationError
 from hf_speculate.generation.mixin import prepare
-from hf_speculate.generation.preparation import Prepared
 from hf_speculate.models.attention_switch import folded_attention_for
 from hf_speculate.models.language_model import device_of
 from hf_speculate.stats import SpeculationStats
@@ -54,44 +53,31 @@ class RowResult(NamedTuple):
     error: Exception | None = None  # that ended the row
 
 
+@dataclass
 class ContinuousDecoder:
     """Decodes prompts of a source in a batch whose rows are refilled as they finish.
 
     A row gets the tokens that its prompt gets alone: greedy ones, and with a fixed draft length also those sampled with
     its seed. A row that fails ends alone, with its error in the result. Rows whose arguments choose another verifier,
     such as greedy ones among sampled ones, run in a batch of their own; the batches take turns, round by round.
-
-    Args:
-        model: the target, enabled or not.
-        num_rows: rows that are decoded at once, >= 1.
-        arguments: of `generate()` for all rows, `assistant_model` for example.
-        pad_token_id: pads prompts that are read together.
-        stats: of all rows; written to.
-        on_begin: called with prompts before they are read.
-        on_tokens: called after each round with the prompt of each row that goes on, and all of its new tokens; a row
-            for which it returns False is cancelled. The tokens begin anew if a row is decoded again, see `RowResult`.
-        ends_rows: whether wrong arguments and a lack of memory end the row, too, instead of the run.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        num_rows: int,
-        arguments: Mapping[str, Any],
-        pad_token_id: int = 0,
-        stats: SpeculationStats | None = None,
-        on_begin: Callable[[Sequence[RowPrompt]], object] | None = None,
-        on_tokens: Callable[[RowPrompt, Sequence[int]], bool] | None = None,
-        ends_rows: bool = False,
-    ):
-        self.stats = stats or SpeculationStats()
-        self._model, self._num_rows, self._pad_token_id = model, num_rows, pad_token_id
-        self._arguments = dict(arguments)
+    model: PreTrainedModel  # the target, enabled or not
+    num_rows: int  # rows that are decoded at once, >= 1
+    arguments: Mapping[str, Any]  # of `generate()` for all rows, `assistant_model` for example
+    pad_token_id: int = 0  # pads prompts that are read together
+    stats: SpeculationStats = field(default_factory=SpeculationStats)  # of all rows; written to
+    on_begin: Callable[[Sequence[RowPrompt]], object] | None = None  # called with prompts before they are read
+    # called after each round with the prompt of each row that goes on, and all of its new tokens; a row for which it
+    # returns False is cancelled. The tokens begin anew if a row is decoded again, see `RowResult`
+    on_tokens: Callable[[RowPrompt, Sequence[int]], bool] | None = None
+    ends_rows: bool = False  # whether wrong arguments and a lack of memory end the row, too, instead of the run
+
+    def __post_init__(self) -> None:
         self._clock = StageClock()
         self._running: dict[_Kind, RunningBatch] = {}
         self._prompts: dict[int, RowPrompt] = {}  # of the rows that are not finished
         self._num_begun = 0
-        self._on_begin, self._on_tokens, self._ends_rows = on_begin, on_tokens, ends_rows
         self._suffix_store: SuffixStore | None = None
 
     @property
@@ -100,19 +86,12 @@ class ContinuousDecoder:
 
     def obstacle(self, prompt: RowPrompt) -> str:
         """Why rows like this one can only be decoded in static batches; empty if they can join."""
-        prepared = self._prepare([prompt])
-        return join_obstacle(prepared.decoder, prepared.call, prepared.stats)
+        return join_obstacle(self._prepare([prompt]))
 
     def decode(self, source: RowSource) -> Iterator[list[RowResult]]:
-        """Decode until no row is left and the source has none; the results of each round that finishes rows.
-
-        Raises:
-            ConfigError: an argument is wrong.
-            UnsupportedGenerationError: rows with these arguments cannot join; see `obstacle`.
-            UnsupportedModelError: a model cannot take part.
-        """
-        assistant = self._arguments.get("assistant_model")
-        models = [one for one in (self._model, assistant) if isinstance(one, PreTrainedModel)]
+        """Decode until no row is left and the source has none; the results of each round that finishes rows."""
+        assistant = self.arguments.get("assistant_model")
+        models = [one for one in (self.model, assistant) if isinstance(one, PreTrainedModel)]
         with folded_attention_for(models):
             while True:
                 finished = self._admit(source)
@@ -123,42 +102,38 @@ class ContinuousDecoder:
                     yield finished
 
     def _step(self) -> list[RowResult]:
-        return [result for kind in list(self._running) for result in self._step_of(kind)]
-
-    def _step_of(self, kind: _Kind) -> list[RowResult]:
-        running = self._running[kind]
-        try:
-            with torch.no_grad(), self._clock:
-                finished = running.decode_round()
-        except Exception as error:
-            if not self._ends_a_row(error):
-                raise
-            del self._running[kind]
-            return self._isolate(error)
-        finished += self._cancelled(running)
-        if not running.row_ids:
-            del self._running[kind]
-        return [self._result(row) for row in finished]
-
-    def _cancelled(self, running: RunningBatch) -> list[FinishedRow]:
-        """Pass on the new tokens of rows; returns the rows that are cancelled."""
-        on_tokens, prompts = self._on_tokens, self._prompts
-        if on_tokens is None:
-            return []
-        ids = running.row_ids
-        return running.cancel([one for one in ids if not on_tokens(prompts[one], running.new_ids(one))])
+        results: list[RowResult] = []
+        for kind, running in list(self._running.items()):
+            try:
+                with torch.no_grad(), self._clock:
+                    finished = running.decode_round()
+            except Exception as error:
+                if not self._ends_a_row(error):
+                    raise
+                del self._running[kind]
+                results += self._isolate(error)
+                continue
+            if self.on_tokens is not None:
+                ids, prompts = running.row_ids, self._prompts
+                finished += running.cancel(
+                    [one for one in ids if not self.on_tokens(prompts[one], running.new_ids(one))]
+                )
+            if not running.row_ids:
+                del self._running[kind]
+            results += [self._result(row) for row in finished]
+        return results
 
     def _admit(self, source: RowSource) -> list[RowResult]:
         """Read the next prompts into free rows; returns the rows that are finished by then."""
         results: list[RowResult] = []
-        while not results and len(self._prompts) < self._num_rows:
+        while not results and len(self._prompts) < self.num_rows:
             waiting: list[RowPrompt] = []
-            while len(self._prompts) + len(waiting) < self._num_rows and (prompt := source.next()) is not None:
+            while len(self._prompts) + len(waiting) < self.num_rows and (prompt := source.next()) is not None:
                 waiting.append(prompt)
             if not waiting:
                 break
-            if self._on_begin is not None:
-                self._on_begin(waiting)
+            if self.on_begin is not None:
+                self.on_begin(waiting)
             for group in _alike(waiting):
                 results += self._begin(group)
         return results
@@ -168,8 +143,7 @@ class ContinuousDecoder:
         self._prompts |= dict(enumerate(prompts, self._num_begun))
         try:
             prepared = self._prepare(prompts)
-            obstacle = join_obstacle(prepared.decoder, prepared.call, prepared.stats)
-            if obstacle:
+            if obstacle := join_obstacle(prepared):
                 raise UnsupportedGenerationError(
                     f"rows must be able to join others, got {obstacle}; use static batches"
                 )
@@ -194,21 +168,18 @@ class ContinuousDecoder:
                 kind = call.do_sample, prepared.stats.verifier
                 running = self._running.pop(kind, None)  # an error leaves it half joined
                 if running is None:
-                    running = RunningBatch(decoder, batch, self.stats, self._clock, call.do_sample)
+                    running = RunningBatch(prepared, self.stats, self._clock)
                 else:
-                    running.join(decoder, batch)
+                    running.join(prepared)
                 self._running[kind] = running
             decoder.clock.enter(None)
-        self._count(prepared, decoder.clock.lap())
-        return finished
-
-    def _count(self, prepared: Prepared, seconds: StageSeconds) -> None:
         stats, read = self.stats, prepared.stats
         stats.add_seconds(StageSeconds(*read.seconds_by_stage.values()))
-        stats.add_seconds(seconds)
+        stats.add_seconds(decoder.clock.lap())
         if not stats.plan:
             stats.plan, stats.verifier, stats.cache = read.plan, read.verifier, read.cache
             stats.fallbacks = list(read.fallbacks)
+        return finished
 
     def _isolate(self, error: Exception) -> list[RowResult]:
         """Decode the rows that are in no running batch from their beginning, one by one, after an error among them.
@@ -231,7 +202,7 @@ class ContinuousDecoder:
 
     def _ends_a_row(self, error: Exception) -> bool:
         """Whether an error is a row's own: not a wrong argument, nor a lack of memory, unless these end rows too."""
-        if self._ends_rows:
+        if self.ends_rows:
             return True
         if isinstance(error, torch.OutOfMemoryError):
             return False
@@ -247,10 +218,10 @@ class ContinuousDecoder:
         first_row = self._num_begun
         self._num_begun += len(prompts)
         token_ids = [prompt.token_ids for prompt in prompts]
-        input_ids, attention_mask = left_padded(token_ids, self._pad_token_id, device_of(self._model))
+        input_ids, attention_mask = left_padded(token_ids, self.pad_token_id, device_of(self.model))
         seeds = {} if prompts[0].seed is None else {"seed": [prompt.seed for prompt in prompts]}
-        arguments = {"pad_token_id": self._pad_token_id, **self._arguments, **prompts[0].arguments, **seeds}
-        prepared = prepare(self._model, first_row, input_ids=input_ids, attention_mask=attention_mask, **arguments)
+        arguments = {"pad_token_id": self.pad_token_id, **self.arguments, **prompts[0].arguments, **seeds}
+        prepared = prepare(self.model, first_row, input_ids=input_ids, attention_mask=attention_mask, **arguments)
         self._suffix_store = prepared.config.suffix_store
         return prepared
 

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import Cache
-from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_speculate.cache.layers import num_held
 from hf_speculate.cache.static import dynamic_copy, is_static, room_in, static_copy, write_back
@@ -17,15 +16,14 @@ from hf_speculate.draft.assistant import ResolvedAssistant
 from hf_speculate.draft.from_candidate_generator import make_generator
 from hf_speculate.engine.builder import build_decoder
 from hf_speculate.engine.call import Call
-from hf_speculate.engine.compile_plan import static_request, with_eager_draft
-from hf_speculate.engine.decoder import SpeculativeDecoder
+from hf_speculate.engine.compile_plan import static_request
 from hf_speculate.engine.distributed import synced_ranks, tensor_parallel_group
 from hf_speculate.engine.outputs import GenerateOutput, recorded_of
+from hf_speculate.engine.running_batch import Preparation, Prepared
 from hf_speculate.engine.stage_clock import Stage, StageClock
 from hf_speculate.generation.arguments import uncached
 from hf_speculate.generation.draft_source import DraftSource
 from hf_speculate.generation.model_inputs import draft_inputs, encoder_hidden_states, target_inputs
-from hf_speculate.generation.preparation import Preparation, Prepared
 from hf_speculate.generation.self_test import check_decoding
 from hf_speculate.generation.validate_call import (
     check_context,
@@ -103,7 +101,6 @@ class SpeculativeDecoding:
         self.has_positions = call.get("position_ids") is not None
         self.has_encoder_outputs = call.get("encoder_outputs") is not None
         mask = call.get("attention_mask")
-        self.passed_mask_len = None if mask is None else mask.shape[-1]
         self.passed_mask_shape = None if mask is None else tuple(mask.shape)
         prompts = [call.get(name) for name in ("inputs_embeds", "input_ids", "inputs")]
         self.passed_prompt_shape = next((tuple(prompt.shape[:2]) for prompt in prompts if prompt is not None), None)
@@ -140,7 +137,15 @@ class SpeculativeDecoding:
         with folded, decoder.released(), decoder.target.restored_on_error(call.is_cache_passed):
             decoder.decode(batch)
             self.clock.enter(Stage.RETURN)
-            output = self._output(decoder, model, call, generation_config, encoder_hidden_states(model_kwargs))
+            decoder.target.kv_cache.hand_back()
+            cache, pad_id = self._returned_cache(model, call, generation_config), call.pad_token_id or 0
+            if self.streamer is not None:
+                self.streamer.end()
+            output: GenerateOutput | Tensor
+            if generation_config.return_dict_in_generate:
+                output = decoder.output.output(input_ids, pad_id, cache, encoder_hidden_states(model_kwargs))
+            else:
+                output = decoder.output.sequences(input_ids, pad_id)
             if config.suffix_store is not None:
                 for ids in decoder.output.new_ids.values():
                     config.suffix_store.add(ids)
@@ -148,23 +153,6 @@ class SpeculativeDecoding:
                 write_back(call.cache, call.static_cache)  # the last step, which nothing would undo
         self.clock.enter(None)
         return output
-
-    def _output(
-        self,
-        decoder: SpeculativeDecoder,
-        model: PreTrainedModel,
-        call: Call,
-        generation_config: GenerationConfig,
-        encoder_states: tuple[Tensor, ...] | None,
-    ) -> GenerateOutput | Tensor:
-        decoder.target.kv_cache.hand_back()
-        cache = self._returned_cache(model, call, generation_config)
-        recorder, pad_id = decoder.output, call.pad_token_id or 0
-        if self.streamer is not None:
-            self.streamer.end()
-        if generation_config.return_dict_in_generate:
-            return recorder.output(call.input_ids, pad_id, cache, encoder_states)
-        return recorder.sequences(call.input_ids, pad_id)
 
     def _prepared(self, run: _Run, config: SpeculationConfig) -> Call:
         """The prepared call, after all checks."""
@@ -174,7 +162,8 @@ class SpeculativeDecoding:
             model, run.input_ids, text.query_ids.shape[1], text.model_kwargs, has_positions=self.has_positions
         )
         check_context(context, run.input_ids, generation_config, draft, self.assistant.vocabulary)
-        static = static_request(model, draft, generation_config, self.is_static or text.static_cache is not None)
+        is_static = self.is_static or text.static_cache is not None
+        static = static_request(model, draft, generation_config, is_static, self.assistant.eager_reason)
         device = run.input_ids.device
         ranks = synced_ranks(self.synced_gpus, self._models(model), device)
         if ranks is not None:
@@ -198,11 +187,19 @@ class SpeculativeDecoding:
             on_tokens=self._stream if self.streamer is not None else None,
             target_attention=_attention(model),
             draft_attention=_attention(draft),
-            static=with_eager_draft(static, self.assistant.eager_reason),
+            static=static,
             target_inputs=context,
             draft_inputs=self._draft_inputs(run, text),
             vocabulary=self.assistant.vocabulary,
-            generator=self._generator(run, text, config),
+            generator=make_generator(
+                config.candidate_generator,
+                input_ids=run.input_ids,
+                generation_config=generation_config,
+                model_kwargs=text.model_kwargs,
+                inputs_tensor=run.input_ids if run.inputs_tensor is None else run.inputs_tensor,
+                logits_processor=run.logits_processor,
+                vocab_size=vocab_size_of(model),
+            ),
             ranks=ranks,
             group=tensor_parallel_group(self._models(model), device),
         )
@@ -218,17 +215,17 @@ class SpeculativeDecoding:
         mask = run.model_kwargs.get("decoder_attention_mask" if has_encoder else "attention_mask")
         if has_encoder:
             check_decoder_prompt(model, mask, self.source)
-            self.passed_mask_len = None if mask is None else mask.shape[-1]
         cache, static_cache, model_kwargs = run.model_kwargs[cache_name(model)], None, run.model_kwargs
         text_config = model.config.get_text_config(decoder=True)
         if is_static(cache):
             static_cache, cache = cache, dynamic_copy(cache, text_config)
             model_kwargs = {**model_kwargs, "past_key_values": cache}
         embeds = model_kwargs.get("inputs_embeds")
-        query = uncached(input_ids, cache, self.passed_mask_len, None if has_encoder else embeds)
-        masks_nothing = not has_encoder and (mask is None or bool((mask != 0).all()))
         mask_shape = None if mask is None else tuple(mask.shape)
-        if masks_nothing:
+        passed_shape = mask_shape if has_encoder else self.passed_mask_shape
+        passed_len = None if passed_shape is None else passed_shape[-1]
+        query = uncached(input_ids, cache, passed_len, None if has_encoder else embeds)
+        if not has_encoder and (mask is None or bool((mask != 0).all())):
             mask_shape = self._shape_of_ones(input_ids if embeds is None else embeds)
         check_mask(mask_shape, query, num_held(cache), text_prefix(model))
         max_tokens = generation_config.max_length + num_held(cache) + query.shape[1] - input_ids.shape[1]
@@ -243,17 +240,6 @@ class SpeculativeDecoding:
         inputs = run.inputs_tensor if reads_tensor else None
         draft, batch_size = self.assistant.model, run.input_ids.shape[0]
         return draft_inputs(draft, run.model, inputs, text.model_kwargs, batch_size, self.assistant.vocabulary)
-
-    def _generator(self, run: _Run, text: _Text, config: SpeculationConfig) -> CandidateGenerator | None:
-        return make_generator(
-            config.candidate_generator,
-            input_ids=run.input_ids,
-            generation_config=run.generation_config,
-            model_kwargs=text.model_kwargs,
-            inputs_tensor=run.input_ids if run.inputs_tensor is None else run.inputs_tensor,
-            logits_processor=run.logits_processor,
-            vocab_size=vocab_size_of(run.model),
-        )
 
     def _returned_cache(self, model: PreTrainedModel, call: Call, generation_config: GenerationConfig) -> Cache:
         """The cache that plain `generate` returns: the passed one, or one of the requested kind."""

@@ -1,8 +1,10 @@
 """Draft sources: what drafts in a call, as error messages name it."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from hf_speculate.config import SpeculationConfig
+from hf_speculate.draft.heads.head import DraftHead
 from hf_speculate.errors import ConfigError, UnsupportedGenerationError
 
 
@@ -50,3 +52,17 @@ def find_draft_source(
     if given:
         return given[0]
     return COUPLED_ALONE if config.verifier == "coupled" and samples else None
+
+
+def with_head(config: SpeculationConfig, head: DraftHead, source: DraftSource) -> SpeculationConfig:
+    """The settings of a call that drafts with a head; if they set no number of tokens, its default K bounds it."""
+    for name in ("prompt_lookup_num_tokens", "draft_state"):
+        if getattr(config, name) is not None:
+            raise UnsupportedGenerationError(
+                f"{name} must be left out with a draft head, got one with {source.cause}; leave it out, or "
+                f"{source.hint}"
+            )
+    num = head.default_draft_tokens
+    if config.num_assistant_tokens is None and num is not None:
+        config = replace(config, num_assistant_tokens=num, num_assistant_tokens_schedule=config.schedule)
+    return replace(config, drafter=head)

@@ -16,6 +16,7 @@ from hf_speculate.draft.assistant import resolve_assistant, warn_of_low_acceptan
 from hf_speculate.draft.heads.head import DraftHead, warn_of_low_first_acceptance
 from hf_speculate.engine.model_state import model_state
 from hf_speculate.engine.outputs import GenerateOutput
+from hf_speculate.engine.running_batch import Preparation, Prepared
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.generation.arguments import (
     bind,
@@ -30,9 +31,7 @@ from hf_speculate.generation.arguments import (
 )
 from hf_speculate.generation.config_sources import fields_in, fields_of, read_config
 from hf_speculate.generation.decoding_method import SpeculativeDecoding
-from hf_speculate.generation.draft_heads import with_head
-from hf_speculate.generation.draft_source import ASSISTED, COUPLED_ALONE, MTP, NO_DRAFTS, find_draft_source
-from hf_speculate.generation.preparation import Preparation, Prepared
+from hf_speculate.generation.draft_source import ASSISTED, COUPLED_ALONE, MTP, NO_DRAFTS, find_draft_source, with_head
 from hf_speculate.generation.token_healing import TokenHealingMixin, provide_tokenizer
 from hf_speculate.generation.validate_call import check_call
 from hf_speculate.generation.validate_models import check_assistant, check_models

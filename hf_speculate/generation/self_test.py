@@ -12,8 +12,8 @@ resolution of the dtype and grows with depth; a token that is read at a wrong pl
 import copy
 import math
 import threading
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -62,10 +62,9 @@ def check_decoding(
     model_kwargs: Mapping[str, Any],
     source: DraftSource,
 ) -> str:
-    """Compare a model of unknown type with plain decoding, at its first call of this kind; the call is left alone.
+    """Compare a model of unknown type with plain decoding, at its first call of this kind, and refuse it if it differs.
 
-    The result is in words, empty if the type of the model is known to agree; a model that gives other logits is
-    refused.
+    The result is in words, empty if the type of the model is known to agree.
     """
     num_tokens = min(NUM_TOKENS, call.max_new_tokens - 1)
     if is_shown(model) or num_tokens < 1:
@@ -142,12 +141,9 @@ def _measure(
     del plain_kwargs  # before the second cache is made
     ours = replace(call, cache=copy.deepcopy(call.cache), target_inputs=copy.copy(call.target_inputs))
     try:
-        with (
-            torch.no_grad(),
-            _same_randomness(model),
-            folded_attention_for([] if call.recorded.attentions else [model]),
-        ):
-            return _difference_to(plain, model, ours, config, num_tokens)
+        folded = folded_attention_for([] if call.recorded.attentions else [model])
+        with torch.no_grad(), _same_randomness(model), folded, _cache_of(model, ours, config) as cache:
+            return _difference_to(plain, model, ours, cache, num_tokens)
     except (SpeculateError, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -157,20 +153,18 @@ def _measure(
         ) from error
 
 
-def _difference_to(
-    plain: PlainSteps, model: PreTrainedModel, call: Call, config: SpeculationConfig, num_tokens: int
-) -> float:
-    batch_size, device = call.batch_size, call.input_ids.device
-    request = target_cache_request(config, call)
+@contextmanager
+def _cache_of(model: PreTrainedModel, call: Call, config: SpeculationConfig) -> Iterator[KVCache]:
+    device, request = call.input_ids.device, target_cache_request(config, call)
     choice = request.choose(model, call.cache, call.attention_mask, device)
-    cache = request.make(choice, model, call.cache, batch_size, call.attention_mask, device)
+    cache = request.make(choice, model, call.cache, call.batch_size, call.attention_mask, device)
     try:
-        return _difference_on(cache, plain, model, call, num_tokens)
+        yield cache
     finally:
         cache.release()
 
 
-def _difference_on(cache: KVCache, plain: PlainSteps, model: PreTrainedModel, call: Call, num_tokens: int) -> float:
+def _difference_to(plain: PlainSteps, model: PreTrainedModel, call: Call, cache: KVCache, num_tokens: int) -> float:
     batch_size, device = call.batch_size, call.input_ids.device
     language_model = LanguageModel(model, call.max_position, extra_inputs=call.target_inputs)
     for chunk in call.query_ids.split(call.prefill_chunk_size or call.query_ids.shape[1], dim=1):

@@ -40,26 +40,26 @@ _PASSED_OVER = {"labels", "output_router_logits"}
 _OF_TARGETS_STATES = ("speculation_type", "use_mtp")
 
 
-def check_call(call: dict[str, Any], reason: DraftSource) -> None:
+def check_call(call: dict[str, Any], source: DraftSource) -> None:
     """Refuse arguments, before transformers prepares the call."""
     refused = {
         "custom_generate": call.get("custom_generate"),
-        "inputs_embeds": call.get("inputs_embeds") if reason is GENERATOR else None,
+        "inputs_embeds": call.get("inputs_embeds") if source is GENERATOR else None,
         "return_token_timestamps": call.get("return_token_timestamps") or None,
         **{name: call.get(name) or None for name in _OF_TARGETS_STATES},
     }
     for name, value in refused.items():
         if value is not None:
-            raise _left_out(name, reason)
+            raise _left_out(name, source)
     mask = call.get("attention_mask")
     if call.get("inputs_embeds") is not None and mask is not None and mask.ndim != 2:
         raise UnsupportedGenerationError(
-            f"attention_mask must be [B, P] over inputs_embeds with {reason.cause}, got {list(mask.shape)}; "
+            f"attention_mask must be [B, P] over inputs_embeds with {source.cause}, got {list(mask.shape)}; "
             "pass which of them are padding"
         )
     if call.get("cache_implementation") == "paged":  # transformers would batch continuously, past our loop
         raise UnsupportedGenerationError(
-            f"cache_implementation must be left out with {reason.cause}, got 'paged'; {reason.hint}"
+            f"cache_implementation must be left out with {source.cause}, got 'paged'; {source.hint}"
         )
 
 
@@ -69,21 +69,21 @@ def check_prepared(
     model_kwargs: dict[str, Any],
     has_encoder: bool,
     streamer: object,
-    reason: DraftSource,
+    source: DraftSource,
 ) -> None:
     """Refuse arguments, after transformers has prepared the call."""
     for name in _OF_TARGETS_STATES:
         if getattr(generation_config, name, None):
-            raise _left_out(name, reason)
+            raise _left_out(name, source)
     mode = generation_config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         hint = "pass num_beams=1, or " if generation_config.num_beams != 1 else ""  # pipelines of speech set 5
         raise UnsupportedGenerationError(
-            f"the generation mode must be greedy or sampling with {reason.cause}, got {mode.value}; {hint}{reason.hint}"
+            f"the generation mode must be greedy or sampling with {source.cause}, got {mode.value}; {hint}{source.hint}"
         )
     if not generation_config.use_cache:
-        raise UnsupportedGenerationError(f"use_cache must be True with {reason.cause}, got False; {reason.hint}")
-    if reason is not COUPLED_ALONE and getattr(generation_config, "assistant_ensemble_weight", None) is not None:
+        raise UnsupportedGenerationError(f"use_cache must be True with {source.cause}, got False; {source.hint}")
+    if source is not COUPLED_ALONE and getattr(generation_config, "assistant_ensemble_weight", None) is not None:
         raise UnsupportedGenerationError(
             "assistant_ensemble_weight must be left out, got one; choose verifier='typical' for a lossy rule"
         )
@@ -92,19 +92,19 @@ def check_prepared(
     extra = sorted(name for name, value in model_kwargs.items() if value is not None and name not in taken)
     if extra:
         raise UnsupportedGenerationError(
-            f"model arguments must be among {', '.join(sorted(known))}, got {', '.join(extra)}; {reason.hint}"
+            f"model arguments must be among {', '.join(sorted(known))}, got {', '.join(extra)}; {source.hint}"
         )
     if has_encoder and generation_config.output_attentions:
         raise UnsupportedGenerationError(
-            f"output_attentions must be left out for an encoder-decoder with {reason.cause}, got True; {reason.hint}"
+            f"output_attentions must be left out for an encoder-decoder with {source.cause}, got True; {source.hint}"
         )
     for name in CACHE_NAMES:
         if model_kwargs.get(name) is not None:
-            _check_cache(model_kwargs[name], reason)
+            _check_cache(model_kwargs[name], source)
     if input_ids.shape[1] == 0 and model_kwargs.get("inputs_embeds") is None:
-        raise UnsupportedGenerationError(f"the prompt must hold at least one token, got an empty one; {reason.hint}")
+        raise UnsupportedGenerationError(f"the prompt must hold at least one token, got an empty one; {source.hint}")
     one_row_only = {
-        "candidate_generator": reason is GENERATOR,
+        "candidate_generator": source is GENERATOR,
         "streamer": streamer is not None,
         "output_hidden_states": bool(generation_config.output_hidden_states),
         "output_attentions": bool(generation_config.output_attentions),
@@ -140,20 +140,20 @@ def check_span_ids(config: SpeculationConfig, model: PreTrainedModel) -> None:
 
 
 def check_synced(
-    config: SpeculationConfig, generation_config: GenerationConfig, is_static: bool, reason: DraftSource
+    config: SpeculationConfig, generation_config: GenerationConfig, is_static: bool, source: DraftSource
 ) -> None:
     """Refuse arguments with which synced ranks would run different numbers of forwards."""
     refused = {
-        "candidate_generator": reason is GENERATOR,
+        "candidate_generator": source is GENERATOR,
         "drafter": config.drafter is not None,
-        "prompt_lookup_num_tokens": config.prompt_lookup_num_tokens is not None and reason is not LOOKUP,
+        "prompt_lookup_num_tokens": config.prompt_lookup_num_tokens is not None and source is not LOOKUP,
         "prefill_chunk_size": generation_config.prefill_chunk_size is not None,
         "cache_implementation and compile_config": is_static,
     }
     for name, is_wanted in refused.items():
         if is_wanted:
             raise UnsupportedGenerationError(
-                f"{name} must be left out with synced_gpus and {reason.cause}, got one; ranks of different texts would "
+                f"{name} must be left out with synced_gpus and {source.cause}, got one; ranks of different texts would "
                 "run different numbers of forwards"
             )
 
@@ -184,18 +184,18 @@ def check_context(
             )
 
 
-def _left_out(name: str, reason: DraftSource) -> UnsupportedGenerationError:
-    return UnsupportedGenerationError(f"{name} must be left out with {reason.cause}, got one; {reason.hint}")
+def _left_out(name: str, source: DraftSource) -> UnsupportedGenerationError:
+    return UnsupportedGenerationError(f"{name} must be left out with {source.cause}, got one; {source.hint}")
 
 
-def _check_cache(cache: Any, reason: DraftSource) -> None:
+def _check_cache(cache: Any, source: DraftSource) -> None:
     """Check that a cache is a dynamic or static one, or a pair of these, on one device."""
     is_pair = isinstance(cache, EncoderDecoderCache)
     parts = [cache.self_attention_cache, cache.cross_attention_cache] if is_pair else [cache]
     if not is_static(cache) and any(type(part) is not DynamicCache or part.offloading for part in parts):
         raise UnsupportedGenerationError(
             "the cache must be a DynamicCache, or a StaticCache of attention layers, on one device with "
-            f"{reason.cause}, got {described(cache)}; pass a DynamicCache, or leave past_key_values and "
+            f"{source.cause}, got {described(cache)}; pass a DynamicCache, or leave past_key_values and "
             "cache_implementation out"
         )
 

@@ -20,12 +20,12 @@ _SERVED_LAYERS = {"chunked_attention", "full_attention", "sliding_attention"}
 _SERVED_BESIDE_RECURRENT_LAYERS = {"conv", "hybrid", "hybrid_sliding", "linear_attention", "mlp", "moe"}
 
 
-def check_models(models: Sequence[PreTrainedModel], stateful: Sequence[str], reason: DraftSource) -> None:
+def check_models(models: Sequence[PreTrainedModel], stateful: Sequence[str], source: DraftSource) -> None:
     """Refuse models that cannot decode, from the configs alone; the target comes first, then the draft."""
     if has_own_loop(models[0]):
         raise UnsupportedModelError(
             f"the target must decode in the loop of GenerationMixin, got {type(models[0]).__name__} with a loop "
-            f"(_sample) of its own; {reason.hint}"
+            f"(_sample) of its own; {source.hint}"
         )
     for model in models:
         config = model.config.get_text_config(decoder=True)
@@ -33,40 +33,40 @@ def check_models(models: Sequence[PreTrainedModel], stateful: Sequence[str], rea
         if obstacle:
             raise UnsupportedModelError(
                 f"models must be able to roll back, got {type(model).__name__} with recurrent state {obstacle}; "
-                f"{reason.hint}"
+                f"{source.hint}"
             )
         if not cache_name(model):
             raise UnsupportedModelError(
-                f"models must take past_key_values, got {type(model).__name__} without; {reason.hint}"
+                f"models must take past_key_values, got {type(model).__name__} without; {source.hint}"
             )
         quirk = limit_reason(model, Limit.NOT_SUPPORTED)
         if quirk:
             raise UnsupportedModelError(
                 f"models must read several tokens after a cached text, got {type(model).__name__}, whose layers "
-                f"{quirk}; {reason.hint}"
+                f"{quirk}; {source.hint}"
             )
         if model.training and any(getattr(part, "gradient_checkpointing", False) for part in model.modules()):
             raise UnsupportedModelError(
                 f"models must keep their states, got {type(model).__name__} in training mode with gradient "
-                f"checkpointing, which drops them; call eval() or gradient_checkpointing_disable(), or {reason.hint}"
+                f"checkpointing, which drops them; call eval() or gradient_checkpointing_disable(), or {source.hint}"
             )
         if "prepare_inputs_for_generation" in vars(model):
             raise UnsupportedModelError(
                 f"models must prepare their inputs as their class does, got {type(model).__name__} with a "
-                f"prepare_inputs_for_generation of its own (prompt or prefix tuning); {reason.hint}"
+                f"prepare_inputs_for_generation of its own (prompt or prefix tuning); {source.hint}"
             )
         num_stages = getattr(getattr(model.config, "distributed_config", None), "pp_size", None) or 1
         if num_stages > 1:
             raise UnsupportedModelError(
                 f"models must lie whole in every process or be split by tensor parallelism, got {type(model).__name__} "
-                f"in {num_stages} stages (pp_size); load it with tp_size, or {reason.hint}"
+                f"in {num_stages} stages (pp_size); load it with tp_size, or {source.hint}"
             )
         served = _SERVED_LAYERS | (_SERVED_BESIDE_RECURRENT_LAYERS if recurrent_cache(model) is not None else set())
         unserved = sorted(set(getattr(config, "layer_types", None) or ()) - served)
         if unserved:
             raise UnsupportedModelError(
                 f"layer_types must be among {', '.join(sorted(served))}, got {', '.join(unserved)} in "
-                f"{type(model).__name__}; {reason.hint}"
+                f"{type(model).__name__}; {source.hint}"
             )
     _check_encoders(models[0], models[-1])
 
@@ -92,25 +92,25 @@ def _check_encoders(target: PreTrainedModel, draft: PreTrainedModel) -> None:
             )
 
 
-def check_rope(target: PreTrainedModel, max_length: int, reason: DraftSource) -> None:
+def check_rope(target: PreTrainedModel, max_length: int, source: DraftSource) -> None:
     """Refuse rotary embeddings of a target that change for tokens already cached once the text grows past a border."""
     rope = growing_rope(target)
     if rope is not None and max_length > rope[1]:
         raise UnsupportedModelError(
             f"max_length must be at most {rope[1]} for {type(target).__name__} with {rope[0]} rotary embeddings, "
-            f"got {max_length}; {reason.hint}"
+            f"got {max_length}; {source.hint}"
         )
 
 
-def check_attention(target: PreTrainedModel, name: str, reason: DraftSource) -> None:
+def check_attention(target: PreTrainedModel, name: str, source: DraftSource) -> None:
     """Check that the target's attention function gets a mask; without one, drafts would see wrong columns."""
-    if reason is COUPLED_ALONE or name not in ALL_ATTENTION_FUNCTIONS or name in AttentionMaskInterface():
+    if source is COUPLED_ALONE or name not in ALL_ATTENTION_FUNCTIONS or name in AttentionMaskInterface():
         return
     raise UnsupportedModelError(
         f"the attention implementation must have a mask function to score drafts, got {name!r} without one in "
         f"{type(target).__name__}; call transformers.AttentionMaskInterface.register({name!r}, "
         f"transformers.masking_utils.sdpa_mask), or with another function that makes the masks it reads, or "
-        f"{reason.hint}"
+        f"{source.hint}"
     )
 
 
@@ -134,7 +134,7 @@ def check_decoder_prompt(target: PreTrainedModel, attention_mask: Tensor | None,
         )
 
 
-def check_chunks(target: PreTrainedModel, generation_config: GenerationConfig, reason: DraftSource) -> None:
+def check_chunks(target: PreTrainedModel, generation_config: GenerationConfig, source: DraftSource) -> None:
     """Refuse chunked prefill for models without attention layers whose path for several tokens ignores earlier states.
 
     Plain `generate` reads their prompts at once; others are read in chunks there too.
@@ -146,7 +146,7 @@ def check_chunks(target: PreTrainedModel, generation_config: GenerationConfig, r
         raise UnsupportedModelError(
             f"prefill_chunk_size must be left out for {type(target).__name__}, got "
             f"{generation_config.prefill_chunk_size}: its path for several tokens ignores earlier states; "
-            f"leave it out, or {reason.hint}"
+            f"leave it out, or {source.hint}"
         )
 
 

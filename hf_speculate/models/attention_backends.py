@@ -85,17 +85,9 @@ def chooses_backend(query: Tensor, value: Tensor) -> bool:
 
 
 def attend_all(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scaling: float | None) -> Tensor:
-    """Attention without a mask.
+    """Attention [B, g*H, Q, D'] without a mask of [B, g*H, Q, D] to [B, H, T, D or D'], in memory [B, Q, g*H, D'].
 
-    Args:
-        query: [B, g*H, Q, D].
-        key: [B, H, T, D].
-        value: [B, H, T, D'].
-        is_causal: whether query i sees the keys up to i only; Q is T then.
-        scaling: of the scores; None: 1 / sqrt(D).
-
-    Returns:
-        [B, g*H, Q, D'], in memory ordered as [B, Q, g*H, D'].
+    If `is_causal`, query i sees the keys up to i only, and Q is T.
     """
     outputs: Sequence[Tensor]
     if query.shape[-1] == value.shape[-1] <= _MAX_FLASH_WIDTH:
@@ -110,18 +102,7 @@ def attend_all(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scali
 
 
 def attend_masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
-    """Attention under a mask that `additive` has made.
-
-    Args:
-        query: [B, H, Q, D].
-        key: [B, H, T, D].
-        value: [B, H, T, D'].
-        mask: [B or 1, H or 1, Q or 1, T].
-        scaling: of the scores; None: 1 / sqrt(D).
-
-    Returns:
-        [B, H, Q, D'], in memory ordered as [B, Q, H, D'].
-    """
+    """Attention [B, H, Q, D'], in memory [B, Q, H, D'], under a mask [B or 1, H or 1, Q or 1, T] from `additive`."""
     shape = (*query.shape[:3], key.shape[2])
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
     outputs: Sequence[Tensor] = efficient(query, key, value, mask.expand(shape), False, 0.0, False, scale=scaling)
@@ -129,15 +110,9 @@ def attend_masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scali
 
 
 def additive(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
-    """A mask as memory-efficient attention takes it: added to the scores, of aligned rows.
+    """A mask [B or 1, H or 1, g*Q, T] as memory-efficient attention takes it: added to the scores, of aligned rows.
 
-    Args:
-        mask: [B or 1, H or 1, Q, T], bool (True: seen) or floating (added).
-        groups: g, how many times the rows of each head come one after the other.
-        dtype: of the query.
-
-    Returns:
-        [B or 1, H or 1, g*Q, T]; the mask itself where it is such a one.
+    The given one is [B or 1, H or 1, Q, T], bool (True: seen) or floating (added); it is returned if it is such a mask.
     """
     if mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask.logical_not(), -torch.inf)

@@ -47,23 +47,27 @@ class CacheRequest:
     num_recurrent_states: int = 1  # states of one row that a round keeps at most, B * (K + 1)
 
     def choose(
-        self, model: PreTrainedModel, cache: Cache | None, attention_mask: Tensor | None, device: torch.device
+        self,
+        model: PreTrainedModel,
+        cache: Cache | None,  # its layers tell what each attends to; None for a draft model
+        attention_mask: Tensor | None,  # [B, T] int64 over the cache's states and the prompt
+        device: torch.device,
     ) -> CacheChoice:
-        """Selects the KV cache: hybrid for recurrent layers, preallocated if supported, otherwise dynamic.
-
-        The layers of `cache` tell what each attends to; None for a draft model. The mask is [B, T] int64 over its
-        states and the prompt.
-        """
+        """Selects the KV cache: hybrid for recurrent layers, preallocated if supported, otherwise dynamic."""
         layers = _layers_of(model, cache)
-        if is_recurrent(layers):
-            return self._choose_hybrid(model, layers, device)
+        is_hybrid = is_recurrent(layers)
         wants = self.choice == "preallocated" or (self.choice == "auto" and not self.is_cache_passed)
-        reason = self._obstacle(model, layers, attention_mask, device) if wants else ""
+        if is_hybrid:
+            reason = "it has recurrent layers"
+        else:
+            reason = self._obstacle(model, layers, attention_mask, device) if wants else ""
         if reason and self.choice == "preallocated":
             raise UnsupportedModelError(
                 f"speculation_cache must be auto or dynamic for {type(model).__name__}, got 'preallocated': {reason}; "
                 "leave it out"
             )
+        if is_hybrid:
+            return CacheChoice("hybrid", rollback_text(model, layers, self.num_recurrent_states, device))
         if wants and not reason:
             return CacheChoice("preallocated", "")
         quirk = "" if cache is None else limit_reason(model, Limit.ONLY_PREALLOCATED)
@@ -89,9 +93,10 @@ class CacheRequest:
             return make_hybrid_cache(model, cache, batch_size, attention_mask, device)
         if choice.kind == "dynamic":
             # A draft's layers are all full ones, so that K forwards in a row can be rolled back at once.
+            if cache is None:
+                cache = EncoderDecoderCache(DynamicCache(), DynamicCache()) if self.crosses else DynamicCache()
             fixed = getattr(model.config.get_text_config(decoder=True), "cross_attention_layers", None) or ()
-            kept = self._new_cache() if cache is None else cache
-            return DynamicKVCache(kept, batch_size, attention_mask, device, fixed_layers=fixed)
+            return DynamicKVCache(cache, batch_size, attention_mask, device, fixed_layers=fixed)
         kept_cache = cache if self.is_cache_kept else None
         kinds = layer_kinds(model, _layers_of(model, cache))
         pool = None
@@ -100,17 +105,6 @@ class CacheRequest:
         return PreallocatedKVCache(
             kinds, batch_size, attention_mask, device, self.max_columns, kept_cache, self.capacity, pool
         )
-
-    def _choose_hybrid(self, model: PreTrainedModel, layers: Cache, device: torch.device) -> CacheChoice:
-        if self.choice == "preallocated":
-            raise UnsupportedModelError(
-                f"speculation_cache must be auto or dynamic for {type(model).__name__}, got 'preallocated': it has "
-                "recurrent layers; leave it out"
-            )
-        return CacheChoice("hybrid", rollback_text(model, layers, self.num_recurrent_states, device))
-
-    def _new_cache(self) -> Cache:
-        return EncoderDecoderCache(DynamicCache(), DynamicCache()) if self.crosses else DynamicCache()
 
     def _obstacle(
         self, model: PreTrainedModel, cache: Cache, attention_mask: Tensor | None, device: torch.device

@@ -12,21 +12,15 @@ class ExtraInputs:
     """The arguments of a model's forwards besides tokens, mask and positions; empty for a text-only model.
 
     Tokens after the prompt get the positions of plain `generate`: each one after the previous token, on every axis.
-
-    Args:
-        every: arguments of all forwards by name; tensors are [B, ...].
-        prompt: arguments of the first forward only, which then reads the whole prompt.
-        types: arguments of later forwards that are the same for all tokens of a row, [B, 1].
-        prefix: of the names of a model's text inputs; "decoder_" if an encoder has the plain names.
-        columns: arguments of later forwards that repeat one entry [B, 1, ...] for every column, cached or queried.
     """
 
     def __init__(
         self,
-        every: Mapping[str, Any] | None = None,
-        prompt: Mapping[str, Any] | None = None,
-        types: Mapping[str, Tensor] | None = None,
-        prefix: str = "",
+        every: Mapping[str, Any] | None = None,  # of all forwards by name; tensors are [B, ...]
+        prompt: Mapping[str, Any] | None = None,  # of the first forward only, which then reads the whole prompt
+        types: Mapping[str, Tensor] | None = None,  # of later forwards, [B, 1], the same for all tokens of a row
+        prefix: str = "",  # of the names of a model's text inputs; "decoder_" if an encoder has the plain names
+        # of later forwards, an entry [B, 1, ...] that is repeated for every column, cached or queried
         columns: Mapping[str, Tensor] | None = None,
     ):
         self.prefix = prefix

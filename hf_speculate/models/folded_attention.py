@@ -80,33 +80,19 @@ def folding() -> Iterator[None]:
 
 def folded_attention(
     module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
+    query: Tensor,  # [B, g*H, Q, D]
+    key: Tensor,  # [B, H, T, D]
+    value: Tensor,  # [B, H, T, D']
+    attention_mask: Tensor | None,  # [B or 1, 1, Q, T], bool (True: seen) or floating (added); None for causal rows
     dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
+    scaling: float | None = None,  # of the scores; None for 1 / sqrt(D)
+    is_causal: bool | None = None,  # whether a missing mask means causal rows; None for what `module.is_causal` says
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention as transformers' `sdpa` computes it, without copies of keys and values where it would make them.
 
     It folds inside `folding()` and in code that `torch.compile` traces, which knows no context; whatever it cannot
-    compute it passes on to what is registered as "sdpa".
-
-    Args:
-        module: the attention layer; its `num_key_value_groups` is g.
-        query: [B, g*H, Q, D] floating.
-        key: [B, H, T, D] floating.
-        value: [B, H, T, D'] floating.
-        attention_mask: [B or 1, 1, Q, T], bool (True: seen) or floating (added); None: the rows are causal.
-        dropout: in [0, 1), of the attention weights.
-        scaling: of the scores; None: 1 / sqrt(D).
-        is_causal: whether a missing mask means causal rows; None: as `module.is_causal` says.
-        **kwargs: for the function that this stands for.
-
-    Returns:
-        [B, Q, g*H, D'] contiguous, and None in place of the weights.
+    compute it passes on to what is registered as "sdpa". Returns [B, Q, g*H, D'] contiguous, and None for the weights.
     """
     passed_on: Any = ALL_ATTENTION_FUNCTIONS[STANDS_FOR]
     masks = None if torch.compiler.is_compiling() else _masks.get()

@@ -60,22 +60,12 @@ class Inferencer:
         *,
         logits_to_keep: int | None = None,
     ) -> PrefillOutput:
-        """Feed a prompt [B, Q] int64 and choose the token after it; `kv_cache` is advanced by Q tokens, in place.
-
-        Returns:
-            The token [B, 1] and the last `logits_to_keep` logits [B, Q', V], all of them if that is None.
-
-        Raises:
-            ShapeError: the query is empty.
-        """
+        """Feed a prompt [B, Q] int64 and choose the token after it; `kv_cache` is advanced by Q tokens, in place."""
         logits = self.language_model.forward(query_token_ids, kv_cache, logits_to_keep=logits_to_keep)
         return PrefillOutput(self._choose(logits[:, -1], sample_strategy)[:, None], logits)
 
     def feed(self, query_token_ids: Tensor, kv_cache: KVCache) -> Tensor:
-        """Logits [B, V] after the query tokens [B, Q] int64; `kv_cache` is advanced by them, in place.
-
-        A query longer than `chunk_size` goes in as few forwards of nearly equal length as that takes.
-        """
+        """Logits [B, V] after query tokens [B, Q] int64, in as few chunks of about one length as `chunk_size` takes."""
         num_query = query_token_ids.shape[1]
         num_chunks = 1 if self.chunk_size is None else max(-(-num_query // self.chunk_size), 1)
         for chunk in query_token_ids.tensor_split(num_chunks, dim=1):
@@ -97,20 +87,16 @@ class Inferencer:
         A row is done after its EOS. The loop ends when every row is, where that can be read without waiting; elsewhere
         ends are looked for once, in all tokens together. The query is [B, Q] int64. `choose` replaces `sample_strategy`
         and the EOS rule; rows are then done after one of `stop_ids` [E] int64 too.
-
-        Returns:
-            Ids [B, N], logits [B, N, V] unless `choose` withholds them, and how many of a row's tokens count [B].
-
-        Raises:
-            ConfigError: `max_new_tokens` is below 1.
-            ShapeError: the query is empty.
         """
         if max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens must be at least 1, got {max_new_tokens}; ask for a token")
         if choose is None:
-            choose, stop_ids = self._chooser(sample_strategy), self._eos_ids()
+            choose = self._chooser(sample_strategy)
+            eos = self.language_model.model.generation_config.eos_token_id
+            stop_ids = None if eos is None else torch.tensor(eos, device=self.language_model.device).reshape(-1)
         reads_are_free = query_token_ids.device.type == "cpu"
-        rows = _LiveRows()
+        are_live: Tensor | None = None  # [B] bool, rows that need further tokens; None until one may have ended
+        lens: Tensor  # [B] int32, of the rows that are done
         ids: list[Tensor] = []
         logits: list[Tensor] = []
         query = query_token_ids
@@ -130,22 +116,25 @@ class Inferencer:
                 is_done = is_end if is_done is None else is_done | is_end
             if is_done is None or (reads_are_free and not bool(is_done.any())):
                 continue
-            rows.end(is_done, len(ids))
-            if reads_are_free and self.stops_early and not bool(rows.are_live.any()):
+            if are_live is None:
+                are_live = torch.ones_like(is_done)
+                lens = torch.zeros(is_done.shape, dtype=torch.int32, device=is_done.device)
+            lens = torch.where(are_live & is_done, len(ids), lens)
+            are_live = are_live & ~is_done
+            if reads_are_free and self.stops_early and not bool(are_live.any()):
                 break
         token_ids = torch.stack(ids, dim=1)
-        stacked = torch.stack(logits, dim=1) if logits else None
-        if stop_ids is None or reads_are_free:
-            return DecodeOutput(token_ids, stacked, rows.lens(token_ids))
-        lens = num_until(token_ids, stop_ids, self._counts.span(1, len(ids)))
-        return DecodeOutput(token_ids, stacked, torch.minimum(lens, rows.lens(token_ids)) if rows.has_ended else lens)
+        if are_live is not None:
+            lens = torch.where(are_live, len(ids), lens)
+        if stop_ids is not None and not reads_are_free:
+            ends = num_until(token_ids, stop_ids, self._counts.span(1, len(ids)))
+            lens = ends if are_live is None else torch.minimum(ends, lens)
+        elif are_live is None:
+            lens = torch.full(token_ids.shape[:1], len(ids), dtype=torch.int32, device=token_ids.device)
+        return DecodeOutput(token_ids, torch.stack(logits, dim=1) if logits else None, lens)
 
     def _chooser(self, sample_strategy: SampleStrategy) -> ChooseToken:
         return lambda logits, step: Choice(self._choose(logits, sample_strategy), logits, None)
-
-    def _eos_ids(self) -> Tensor | None:
-        eos = self.language_model.model.generation_config.eos_token_id
-        return None if eos is None else torch.tensor(eos, device=self.language_model.device).reshape(-1)
 
     def _choose(self, logits: Tensor, sample_strategy: SampleStrategy) -> Tensor:
         """[B] int64 from logits [B, V]."""
@@ -153,30 +142,6 @@ class Inferencer:
             return logits.float().argmax(dim=-1)
         probs = logits.float().softmax(dim=-1)
         return torch.multinomial(probs, 1, generator=self.generator)[:, 0]
-
-
-class _LiveRows:
-    """Which rows need further tokens, and after how many the others were done."""
-
-    def __init__(self) -> None:
-        self.has_ended = False
-        self.are_live: Tensor  # [B] bool, once a row may have ended
-        self._lens: Tensor  # [B] int32, of those that are done
-
-    def end(self, is_done: Tensor, num_tokens: int) -> None:
-        """Note the rows [B] bool that are done after so many tokens."""
-        if not self.has_ended:
-            self.has_ended, self.are_live = True, torch.ones_like(is_done)
-            self._lens = torch.zeros(is_done.shape, dtype=torch.int32, device=is_done.device)
-        self._lens = torch.where(self.are_live & is_done, num_tokens, self._lens)
-        self.are_live = self.are_live & ~is_done
-
-    def lens(self, token_ids: Tensor) -> Tensor:
-        """[B] int32, how many of the tokens [B, N] of each row count."""
-        batch_size, num_tokens = token_ids.shape
-        if not self.has_ended:
-            return torch.full((batch_size,), num_tokens, dtype=torch.int32, device=token_ids.device)
-        return torch.where(self.are_live, num_tokens, self._lens)
 
 
 def num_until(token_ids: Tensor, stop_ids: Tensor, counts: Tensor) -> Tensor:
@@ -200,11 +165,6 @@ def draft_chunk_size(target: PreTrainedModel, draft: PreTrainedModel, num_query:
 def widest_bytes(model: PreTrainedModel) -> int:
     """Bytes of one token's activations behind the widest layer; 0 where layers do not tell. The head is left out."""
     head = model.get_output_embeddings()
-    widths = [_width(module) for module in model.modules() if module is not head]
-    return max(widths, default=0) * model.dtype.itemsize
-
-
-def _width(module: object) -> int:
-    """Features that a layer gives out, under torch's name for a linear layer or transformers' for GPT-2's."""
-    width = getattr(module, "out_features", None) or getattr(module, "nf", None) or 0
-    return width if isinstance(width, int) else 0
+    # torch's name in a linear layer, or transformers' in GPT-2's
+    widths = [getattr(one, "out_features", None) or getattr(one, "nf", 0) for one in model.modules() if one is not head]
+    return max((width for width in widths if isinstance(width, int)), default=0) * model.dtype.itemsize

@@ -23,22 +23,18 @@ CACHE_NAMES = ("past_key_values", "cache_params")  # under which models take the
 class LanguageModel:
     """Calls a transformers model with the mask and position ids that its cache's rows need.
 
-    Args:
-        max_position: upper bound of position ids, for tokens drafted past the end of the text.
-        keeps_states: whether states, hidden states or attentions outlive the call. If not, forwards run in torch's
-            inference mode, which takes 6-8 % off a forward of small layers (2-core CPU, 16 of width 192).
-        is_draft: see `takes_positions`.
-        capture: of hidden states that every forward returns in `Scored.captured`.
+    If nothing outlives the call (`keeps_states`), forwards run in torch's inference mode, which takes 6-8 % off a
+    forward of small layers (2-core CPU, 16 of width 192).
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
-        max_position: int | None = None,
-        keeps_states: bool = True,
+        max_position: int | None = None,  # upper bound of position ids, for tokens drafted past the end of the text
+        keeps_states: bool = True,  # whether states, hidden states or attentions outlive the call
         extra_inputs: ExtraInputs | None = None,
-        is_draft: bool = False,
-        capture: LayerCapture | None = None,
+        is_draft: bool = False,  # see `takes_positions`
+        capture: LayerCapture | None = None,  # of hidden states that forwards return in `Scored.captured`
     ):
         self.model = model
         self.capture = capture
@@ -57,24 +53,14 @@ class LanguageModel:
 
     @property
     def eos_token_id(self) -> int:
-        """The model's (first) end-of-sequence id.
-
-        Raises:
-            ValueError: the model has none.
-        """
+        """The model's (first) end-of-sequence id, or a `ValueError`."""
         eos = self.model.generation_config.eos_token_id
         if eos is None or eos == []:
             raise ValueError("eos_token_id must be set in the model's generation config, got None; set it there")
         return int(eos[0] if isinstance(eos, list) else eos)
 
     def forward(self, query_token_ids: Tensor, kv_cache: KVCache, *, logits_to_keep: int | None = None) -> Tensor:
-        """The logits [B, Q', V] of query tokens [B, Q] int64, the last `logits_to_keep` of them or all.
-
-        `kv_cache` holds the states of all tokens before the query, and is advanced by it, in place.
-
-        Raises:
-            ShapeError: the query is empty.
-        """
+        """The last `logits_to_keep` logits [B, Q', V] or all, of query tokens [B, Q] int64, which advance the cache."""
         return self.run(query_token_ids, kv_cache, logits_to_keep=logits_to_keep).logits
 
     def run(

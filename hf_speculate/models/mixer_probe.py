@@ -13,8 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from hf_speculate.cache.recurrent import RecurrentStates, States, states_of
-from hf_speculate.models.mixer_steps import Mixer, StepLayer, SteppedMixer, StepProtocol
-from hf_speculate.models.stand_in import StandIn
+from hf_speculate.models.mixer_steps import Mixer, StandIn, StepLayer, SteppedMixer, StepProtocol
 
 _NUM_ROWS, _NUM_PREFIX, _NUM_STEPS = 2, 2, 3
 # Relative to the largest number. A projection of several tokens rounds differently from one of a single token, and some
@@ -36,10 +35,7 @@ class _Steps(NamedTuple):
 
 
 def probed(mixer: Mixer, num_states: int) -> StepProtocol | str:
-    """The protocol of a mixer, found by running it on a few synthetic tokens; a reason if there is none.
-
-    On the meta device values are not compared. `num_states` is how many of each kind the cache's layer may hold.
-    """
+    """The protocol of a mixer whose cache layer may hold `num_states` of each kind; a reason if there is none."""
     with _lock:
         known = _known.get(mixer.module)
     if known is not None:
@@ -70,7 +66,7 @@ def _probe(mixer: Mixer, num_states: int) -> StepProtocol | str:
     protocol = _with_children(protocol, mixer, tokens[:, :1], before)
     if hidden.is_meta:
         return protocol
-    at_once = _flat(_run(mixer, mixer.module, tokens, _loaded(before, num_states)))
+    at_once = _flat(_run(mixer, mixer.module, tokens, _loaded(before)))
     reads_at_once = _is_close(at_once, torch.cat(list(steps.outputs), dim=1))
     protocol = protocol._replace(
         writes_recurrent=steps.writes_recurrent,
@@ -111,8 +107,9 @@ def _run(mixer: Mixer, module: nn.Module, hidden: Tensor, layer: LinearAttention
     return type(mixer.module).forward(module, **arguments)
 
 
-def _loaded(states: States, num_states: int) -> StepLayer:
-    layer = StepLayer(num_states)
+def _loaded(states: States) -> StepLayer:
+    """A cache layer with copies of states."""
+    layer = StepLayer(1 + max(slot.number for slot in states))
     layer.load({slot: state.clone() for slot, state in states.items()})
     return layer
 
@@ -121,7 +118,7 @@ def _step_by_step(mixer: Mixer, tokens: Tensor, before: States) -> _Steps:
     outputs, states = [], []
     writes_recurrent = False
     for token in tokens.split(1, dim=1):
-        layer = _loaded(before, 1 + max(slot.number for slot in before))
+        layer = _loaded(before)
         given = states_of(layer)
         outputs.append(_flat(_run(mixer, mixer.module, token, layer)))
         for slot, state in given.items():
@@ -138,7 +135,7 @@ def _with_children(protocol: StepProtocol, mixer: Mixer, token: Tensor, before: 
     calls: list[tuple[str, Any, Any]] = []
     watched = {name: _Watched(name, child, calls) for name, child in mixer.module.named_children()}
     vars(twin)["_modules"] = {**vars(twin)["_modules"], **watched}
-    result = _run(mixer, twin, token, _loaded(before, 1 + max(slot.number for slot in before)))
+    result = _run(mixer, twin, token, _loaded(before))
     counts = Counter(name for name, _, _ in calls)
     single = [call for call in calls if counts[call[0]] == 1 and all(isinstance(part, Tensor) for part in call[1:])]
     shared = {id(token)}
@@ -162,7 +159,7 @@ def _hooked(
     """The mixer's output under hooks, and its states after the first and after the last token."""
     states: dict[int, States] = {}
     for number in (0, _NUM_STEPS - 1):
-        layer = _loaded(before, 1 + max(slot.number for slot in before))
+        layer = _loaded(before)
         cache = Cache(layers=[*[StepLayer(0)] * mixer.layer_index, layer])
         recurrent = RecurrentStates(cache, max_kept_bytes)
         handles: list[RemovableHandle] = []

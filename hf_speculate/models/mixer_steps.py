@@ -13,7 +13,6 @@ from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from hf_speculate.cache.recurrent import ModuleStates, RecurrentStates, Slot, States, put_states, states_of
-from hf_speculate.models.stand_in import Held, Reached, Seen
 
 
 class Mixer(NamedTuple):
@@ -37,6 +36,51 @@ class StepProtocol(NamedTuple):
     reads_at_once: bool  # whether several tokens at once give the states of single ones
     reads_columns: bool  # whether it only has convolution states, which can be cropped
     num_bytes: int  # of the states of one row
+
+
+class StandIn(nn.Module):
+    """Replaces a child in a copy of its parent; other attributes are the child's."""
+
+    def __init__(self, child: nn.Module):
+        super().__init__()
+        vars(self)["child"] = child  # not a child of this module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["child"], name)
+
+
+class Reached(Exception):  # no error
+    """Ends a forward at a projection."""
+
+    def __init__(self, given: Tensor):
+        super().__init__()
+        self.given = given
+
+
+class Held(StandIn):
+    """Returns `output`; if there is none, it ends the forward."""
+
+    output: Tensor | None = None
+
+    def forward(self, inputs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self.output is None:
+            raise Reached(inputs)
+        return self.output
+
+
+class Seen(StandIn):
+    """Keeps its input."""
+
+    seen: Tensor | None = None
+
+    def forward(self, inputs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self.seen = inputs
+        return inputs
+
+    def taken(self) -> Tensor | None:
+        """Its last input, which is released."""
+        seen, self.seen = self.seen, None
+        return seen
 
 
 class StepLayer(LinearAttentionLayer):

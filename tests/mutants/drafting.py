@@ -73,8 +73,8 @@ MUTANTS = (
                 "is_end = (query == stop_ids).any(1)", "is_end = (query == stop_ids).all(1)"
             ),
             "inferencer: rows count tokens after their EOS": Fault(
-                "torch.where(self.are_live & is_done, num_tokens, self._lens)",
-                "torch.where(is_done, num_tokens, self._lens)",
+                "torch.where(are_live & is_done, len(ids), lens)",
+                "torch.where(is_done, len(ids), lens)",
                 "models/test_language_model.py",
             ),
             "inferencer: only the last chunk is read": Fault(

@@ -129,7 +129,7 @@ MUTANTS = (
                 "self._num_new[row_id] + num\n", "self._num_new[row_id] + num + 1\n"
             ),
             "stops: a finished row emits on": Fault(
-                "if batch.is_finished[row] and not self._is_lock_step:", "if False:"
+                "if batch.is_finished[row] and not self.is_lock_step:", "if False:"
             ),
             "stops: rows without padding end at their own stop": Fault(
                 "end = min(end, max(stops))", "end = min(end, min(stops))"

@@ -62,15 +62,12 @@ class ChainInputs(NamedTuple):
 def chain_steps(
     network: ChainNetwork,
     inputs: ChainInputs,
-    buffers: tuple[tuple[Tensor, Tensor], ...],
+    buffers: tuple[tuple[Tensor, Tensor], ...],  # keys and values by layer, which are written to
     parts: TargetParts,
     choosing: Choosing,
     keys: NoiseKeys | None,
 ) -> Unrolled:
-    """Draft tokens one after another with a network of one depth; the last one is not fed.
-
-    Keys and values are written to `buffers`, by layer. Without noise keys the argmax is taken.
-    """
+    """Draft tokens one after another with a network of one depth; without noise keys the argmax is taken."""
     vocabulary, width = network.vocabulary, inputs.seen.shape[0]
     ids, kept_logits, sums = [], [], []
     logits, states = network.read(inputs.outputs, parts)
@@ -128,10 +125,8 @@ class CompiledChain:
 class ChainDrafter(HeadDrafter[ChainNetwork]):
     """Drafts one token after another with a `ChainNetwork`; the call may ask for compiled drafts."""
 
-    def __init__(
-        self, network: ChainNetwork, spec: HeadSpec, setup: DrafterSetup, device: torch.device, dtype: torch.dtype
-    ):
-        super().__init__(network, spec, setup, device, dtype)
+    def __init__(self, network: ChainNetwork, spec: HeadSpec, setup: DrafterSetup):
+        super().__init__(network, spec, setup)
         self._compiled: CompiledChain | None = None
         # where the target is not compiled, rows leave the batch, and each number of rows would be compiled
         is_target_eager = shape_of(setup.target.config).num_layers in spec.hidden_layers
@@ -162,8 +157,11 @@ class ChainDrafter(HeadDrafter[ChainNetwork]):
                 token_ids, first = torch.stack(drafted, dim=1), 0
             else:
                 states, token_ids, first = feedback[:, None], drafted[-1][:, None], step - 1
-            given = self._run_own(depth, token_ids, states, ends + first, num_own[depth])
-            num_own[depth] += token_ids.shape[1]
+            num = token_ids.shape[1]
+            positions = (ends + first)[:, None] + torch.arange(num, device=self.device)
+            pairs = Pairs(token_ids, states, positions, self._place(num, num_own[depth]))
+            given = self.network.run(depth, pairs, self.cache, self.parts)  # [B, N, H]
+            num_own[depth] += num
             outputs[depth] += given.unbind(1)
             logits, feedback = self.network.read(given[:, -1], self.parts)
             drafted.append(proposal.add(logits))
@@ -182,13 +180,6 @@ class ChainDrafter(HeadDrafter[ChainNetwork]):
                 head = torch.zeros_like(outputs[:, 0]) if before is None else before
                 states = torch.cat([head[:, None], outputs[:, :-1]], dim=1)  # each of the pair before
         self.cache.advance(new.counts, new.lens)
-
-    def _run_own(self, depth: int, token_ids: Tensor, states: Tensor, first: Tensor, num_own: int) -> Tensor:
-        """[B, N, H] of pairs with drafted tokens, from positions `first` [B] on."""
-        num = token_ids.shape[1]
-        placed = self._place(num, num_own)
-        positions = first[:, None] + torch.arange(num, device=self.device)
-        return self.network.run(depth, Pairs(token_ids, states, positions, placed), self.cache, self.parts)
 
     def _place(self, num_tokens: int, offset: int = 0) -> Placed:
         network = self.network

@@ -2,26 +2,34 @@
 
 Context states go into the keys and values of every layer as they are, without the layer's norm, at the positions of
 their tokens. The block holds the newest token, whose state is not known yet, and mask tokens after it; its slots see
-the whole context and, in layers that are not causal, each other.
+the whole context and, in layers that are not causal, each other. Heads are read in z-lab's and the speculators format.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hf_speculate.draft.base import DrafterSetup
-from hf_speculate.draft.heads.head import HeadSpec
-from hf_speculate.draft.heads.layer_config import LayerConfig
+from hf_speculate.draft.heads.head import DraftHead, HeadSpec
+from hf_speculate.draft.heads.kinds import HeadKind, unserved
+from hf_speculate.draft.heads.layer_config import LayerConfig, read_layer_config
 from hf_speculate.draft.heads.layers import DecoderLayer, RMSNorm, Rotary
+from hf_speculate.draft.heads.load_network import ConfigSource, HeadConfig, LoadRequest, load_network
 from hf_speculate.draft.heads.proposal import Proposal
 from hf_speculate.draft.heads.round import HeadDrafter, NewTokens
 from hf_speculate.draft.heads.row_cache import Placed, RowCache
-from hf_speculate.draft.heads.target_parts import TargetParts
+from hf_speculate.draft.heads.target_parts import TargetParts, TargetShape
 from hf_speculate.draft.heads.vocabulary import DraftVocabulary
+from hf_speculate.errors import ConfigError
 
 _TABLE, _HEAD, _MASK = "embed_tokens.weight", "lm_head.weight", "mask_embedding"
+_CONFIDENCE = "confidence_head.proj.weight"
+_DEFAULT_BLOCK_SIZE = {"z-lab": 16, "speculators": 8}
+_DEFAULT_THETA = {"z-lab": 1e6, "speculators": 1e4}
+_MUSE_GLIMMER = "muse_glimmer_assistant"  # transformers' own class of z-lab's network
 
 
 @dataclass(frozen=True)
@@ -46,6 +54,8 @@ class DFlashOptions:
 class DFlashNetwork(nn.Module):
     """The network of a DFlash or DSpark head; the weights' names say what it has of its own."""
 
+    layers: Any  # an `nn.ModuleList` of `DecoderLayer`
+
     def __init__(
         self,
         config: LayerConfig,
@@ -67,8 +77,7 @@ class DFlashNetwork(nn.Module):
         self.lm_head = nn.Linear(width, shapes[_HEAD][0], bias=False) if _HEAD in shapes else None
         self.mask_embedding = nn.Parameter(torch.empty(*shapes[_MASK], device="meta")) if _MASK in shapes else None
         self.markov_head = None if options.markov_head is None else MarkovHead(options.markov_head, width, shapes)
-        has_confidence = "confidence_head.proj.weight" in shapes
-        self.confidence_head = ConfidenceHead(shapes["confidence_head.proj.weight"][1]) if has_confidence else None
+        self.confidence_head = ConfidenceHead(shapes[_CONFIDENCE][1]) if _CONFIDENCE in shapes else None
         self._rotary = rotary
 
     def project(self, states: Tensor) -> Tensor:
@@ -78,7 +87,7 @@ class DFlashNetwork(nn.Module):
     def read(self, context: Tensor, cache: RowCache, placed: Placed) -> None:
         """Put context states [B, N, H] into the keys and values of every layer."""
         rotation = self._rotary(placed.columns, context.dtype)
-        for index, layer in enumerate(self._layers):
+        for index, layer in enumerate(self.layers):
             keys, values = layer.self_attn.keys_values(context, rotation)
             cache.write(index, keys, values, placed)
 
@@ -86,7 +95,7 @@ class DFlashNetwork(nn.Module):
         """[B, b, H] of a block after the final norm, behind the context, that begins with the newest ids [B] int64."""
         states = self._embedded(newest_ids, parts)
         rotation = self._rotary(placed.columns, states.dtype)
-        for index, layer in enumerate(self._layers):
+        for index, layer in enumerate(self.layers):
             states = layer(states, rotation, cache, index, placed)
         return self.norm(states)  # type: ignore[no-any-return]
 
@@ -97,11 +106,6 @@ class DFlashNetwork(nn.Module):
             logits = logits * self.options.logit_scale
         cap = self.options.softcapping
         return logits if cap is None else torch.tanh(logits / cap) * cap
-
-    @property
-    def _layers(self) -> list[DecoderLayer]:
-        layers: list[DecoderLayer] = list(self.layers)  # type: ignore[arg-type]  # __init__ made them
-        return layers
 
     def _embedded(self, newest_ids: Tensor, parts: TargetParts) -> Tensor:
         """[B, b, H] embeddings of a block."""
@@ -136,15 +140,8 @@ class MarkovHead(nn.Module):
         self.gate_proj = nn.Linear(width + rank, rank, bias=False) if kind == "gated" else None
         self.joint_proj = nn.Linear(width + 2 * rank, 3 * rank, bias=False) if kind == "rnn" else None
 
-    def embedded(self, token_ids: Tensor) -> Tensor:
-        """[B, r] of the previous tokens [B] int64."""
-        return self.markov_w1(token_ids)  # type: ignore[no-any-return]
-
     def forward(self, embeddings: Tensor, states: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The bias [B, Vd] of a slot with states [B, H], and the memory for the next slot.
-
-        `embeddings` [B, r] are those of the previous tokens; `memory` [B, r] is that of the recurrent unit, or None.
-        """
+        """The bias [B, Vd] of a slot with states [B, H] after tokens [B, r], and a recurrent unit's memory [B, r]."""
         if self.gate_proj is not None:
             gate = torch.sigmoid(self.gate_proj(torch.cat([states, embeddings], dim=-1)))
             return self.markov_w2(gate * embeddings), None
@@ -179,10 +176,8 @@ class BlockDrafter(HeadDrafter[DFlashNetwork]):
     estimates falls below it; otherwise the threshold is on the probability of the drafted token, as for draft models.
     """
 
-    def __init__(
-        self, network: DFlashNetwork, spec: HeadSpec, setup: DrafterSetup, device: torch.device, dtype: torch.dtype
-    ):
-        super().__init__(network, spec, setup, device, dtype)
+    def __init__(self, network: DFlashNetwork, spec: HeadSpec, setup: DrafterSetup):
+        super().__init__(network, spec, setup)
         self._threshold = 0.0
         if network.confidence_head is not None:
             self._threshold = setup.confidence_threshold
@@ -195,7 +190,7 @@ class BlockDrafter(HeadDrafter[DFlashNetwork]):
             self.cache.advance(new.counts, new.lens)
         placed = self.cache.place(options.block_size, network.windows, self.dtype, is_causal=options.is_causal)
         block = network.fill(new.newest_ids, self.cache, placed, self.parts)  # [B, b, H]
-        first = 0 if options.samples_from_anchor else 1
+        first = int(not options.samples_from_anchor)
         states = block[:, first : first + num_draft_tokens]  # [B, K, H]
         logits = network.logits(states, self.parts)  # [B, K, Vd]
         if network.markov_head is None and not self._threshold:
@@ -214,7 +209,7 @@ class BlockDrafter(HeadDrafter[DFlashNetwork]):
         for step in range(logits.shape[1]):
             scores, features = logits[:, step], states[:, step]
             if network.markov_head is not None:
-                embeddings = network.markov_head.embedded(previous)
+                embeddings = network.markov_head.markov_w1(previous)  # [B, r]
                 bias, memory = network.markov_head(embeddings, features, memory)
                 scores = scores + bias
                 if network.options.markov_reaches_confidence:
@@ -224,3 +219,102 @@ class BlockDrafter(HeadDrafter[DFlashNetwork]):
                 product = product * network.confidence_head(features)
                 lens += (product >= self._threshold).to(torch.int32)
         return lens if self._threshold else None
+
+
+def read_dflash(source: ConfigSource) -> HeadConfig[DFlashOptions]:
+    """The DFlash or DSpark head that a config describes."""
+    config, found = source.config, source.found
+    fields: dict[str, Any] = {**config, **(config.get("dflash_config") or {})}
+    layers = read_layer_config(source.layer_fields, 5e5 if _is_muse(config) else _DEFAULT_THETA[found.format])
+    layers = _with_windows(layers, config, fields)
+    block_size = int(fields.get("block_size") or _DEFAULT_BLOCK_SIZE[found.format])
+    if fields.get("mask_token_id") is None:
+        raise ConfigError(
+            f"mask_token_id must be set for a DFlash head, got none; add it to config.json of {source.name}"
+        )
+    ids = source.hidden_layers or _layer_ids(fields, found, layers.num_layers, source.shape)
+    samples_from_anchor = bool(fields.get("sample_from_anchor", found.kind == "dspark"))
+    scale = fields.get("input_embedding_scale")
+    options = DFlashOptions(
+        block_size=block_size,
+        mask_token_id=int(fields["mask_token_id"]),
+        num_states=len(ids),
+        is_causal=_causal_layers(config, fields, layers),
+        samples_from_anchor=samples_from_anchor,
+        embedding_scale=None if scale is None else float(scale),
+        logit_scale=float(fields.get("output_multiplier") or 1.0),
+        softcapping=float(fields.get("final_logit_softcapping") or 0.0) or None,
+        markov_head=_markov_head(fields) if found.kind == "dspark" else None,
+        markov_reaches_confidence=bool(fields.get("confidence_head_with_markov", False)),
+    )
+    most = block_size if samples_from_anchor else block_size - 1
+    spec = source.spec(layers, ids, max_draft_tokens=most, num_target_layers=config.get("num_target_layers"))
+    spec = replace(spec, default_draft_tokens=min(spec.default_draft_tokens or most, most))
+    return HeadConfig(spec, layers, options)
+
+
+def _layer_ids(fields: dict[str, Any], found: HeadKind, num_layers: int, shape: TargetShape) -> tuple[int, ...]:
+    """Ids of target states as inputs of layers: z-lab names layers by their outputs, speculators by their inputs."""
+    if found.format == "speculators":
+        given = fields.get("aux_hidden_state_layer_ids")
+        if not given:
+            raise ConfigError(
+                "aux_hidden_state_layer_ids must be set for a speculators DFlash head, got none; pass aux_layers="
+            )
+        return tuple(int(layer) for layer in given)
+    given = fields.get("target_layer_ids")
+    if given is None:
+        first, last = 1, shape.num_layers - 3
+        steps = max(num_layers - 1, 1)
+        given = [round(first + index * (last - first) / steps) for index in range(num_layers)]
+    return tuple(int(layer) + 1 for layer in given)
+
+
+def _with_windows(layers: LayerConfig, config: dict[str, Any], fields: dict[str, Any]) -> LayerConfig:
+    """The layers with the windows that DFlash's own fields name."""
+    types = config.get("layer_types") or (config.get("transformer_layer_config") or {}).get("layer_types")
+    window = fields.get("swa_window_size")
+    if _is_muse(config):  # whose windows count the tokens before a query without the query itself
+        windows = layers.windows if types else (int(config.get("sliding_window") or 2048),) * layers.num_layers
+        return replace(layers, windows=tuple(None if one is None else one + 1 for one in windows))
+    if fields.get("use_swa") and "sliding_attention" not in (types or ()):
+        window = window or config.get("sliding_window")
+        if window is None:
+            raise ConfigError("swa_window_size must be set with use_swa, got none; add it to dflash_config")
+        return replace(layers, windows=(int(window),) * layers.num_layers)
+    if window is not None:
+        return replace(layers, windows=tuple(None if one is None else int(window) for one in layers.windows))
+    return layers
+
+
+def _causal_layers(config: dict[str, Any], fields: dict[str, Any], layers: LayerConfig) -> tuple[bool, ...]:
+    """By layer: what the config says for all; otherwise layers with a window are causal, and others are not."""
+    for given in (
+        config.get("is_causal"),
+        fields.get("causal"),
+        False if _is_muse(config) else None,
+    ):
+        if given is not None:
+            return (bool(given),) * layers.num_layers
+    if fields.get("sliding_window_non_causal"):
+        return (False,) * layers.num_layers
+    return tuple(window is not None for window in layers.windows)
+
+
+def _markov_head(fields: dict[str, Any]) -> str | None:
+    if not fields.get("markov_rank"):
+        return None
+    kind = str(fields.get("markov_head_type") or "vanilla")
+    if kind not in ("vanilla", "gated", "rnn"):
+        raise unserved(f"a DSpark head with markov_head_type {kind!r}", "'vanilla', 'gated' or 'rnn'")
+    return kind
+
+
+def _is_muse(config: dict[str, Any]) -> bool:
+    return bool(config.get("model_type") == _MUSE_GLIMMER)
+
+
+def load_dflash(request: LoadRequest) -> DraftHead:
+    """A DFlash or DSpark head."""
+    config = read_dflash(request.source)
+    return request.head(config.spec, load_network(request, DFlashNetwork, config), BlockDrafter)

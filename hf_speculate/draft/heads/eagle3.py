@@ -1,23 +1,29 @@
-"""EAGLE-3 and 3.1 heads: a layer that reads embeddings beside fused states of three target layers.
+"""EAGLE-3, EAGLE-3.1 and P-EAGLE heads: a layer that reads embeddings beside fused states of three target layers.
+
+They are read in the original and the speculators format.
 
 Source:
     EAGLE-3: Li et al. (arXiv:2503.01840).
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hf_speculate.draft.heads.chain import Pairs
-from hf_speculate.draft.heads.layer_config import LayerConfig
-from hf_speculate.draft.heads.layers import MLP, Attention, DecoderLayer, RMSNorm, Rotary, Rotation
-from hf_speculate.draft.heads.parallel import SlotInputs
+from hf_speculate.draft.heads.chain import ChainDrafter, Pairs
+from hf_speculate.draft.heads.head import DraftHead
+from hf_speculate.draft.heads.layer_config import LayerConfig, read_layer_config
+from hf_speculate.draft.heads.layers import DecoderLayer, RMSNorm, Rotary, Rotation
+from hf_speculate.draft.heads.load_network import ConfigSource, HeadConfig, LoadRequest, load_network, shapes_of
+from hf_speculate.draft.heads.parallel import ParallelDrafter, SlotInputs
 from hf_speculate.draft.heads.row_cache import Placed, StateStore
 from hf_speculate.draft.heads.target_parts import TargetParts
 from hf_speculate.draft.heads.vocabulary import DraftVocabulary
-from hf_speculate.errors import ShapeError
+from hf_speculate.errors import ConfigError, ShapeError
+from hf_speculate.models.layer_capture import FINAL_STATE
 
 _TABLE, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _QUERY_NORM = "layers.0.self_attn.q_norm.weight"
@@ -39,19 +45,15 @@ class Eagle3Options:
     mask_token_id: int | None = None  # of P-EAGLE's slots; None for other heads
 
 
-class FirstLayer(nn.Module):
+class FirstLayer(DecoderLayer):
     """The layer that joins embeddings with states: its attention reads both, its residual stream the states."""
 
     def __init__(self, config: LayerConfig, has_norms: bool, norm_before_residual: bool):
-        super().__init__()
+        super().__init__(config, has_norms, 2 * config.hidden_size)
         self.norm_before_residual = norm_before_residual
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, 2 * config.hidden_size, has_norms)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config)
 
-    def forward(
+    def forward(  # type: ignore[override]  # reads embeddings too
         self, embeddings: Tensor, states: Tensor, rotation: Rotation, cache: StateStore, layer: int, placed: Placed
     ) -> Tensor:
         """[B, N, H] of embeddings [B, N, H] and states [B, N, H]."""
@@ -134,3 +136,70 @@ class Eagle3Network(nn.Module):
     def _scored(self, normed: Tensor, parts: TargetParts) -> Tensor:
         logits: Tensor = parts.logits(normed) if self.lm_head is None else self.lm_head(normed)
         return logits if self.options.logit_scale == 1.0 else logits * self.options.logit_scale
+
+
+def read_eagle3(source: ConfigSource) -> HeadConfig[Eagle3Options]:
+    """The EAGLE-3 or P-EAGLE head that a config describes."""
+    config, found = source.config, source.found
+    if found.kind == "peagle" and config.get("mask_token_id") is None:
+        raise ConfigError("mask_token_id must be set for a P-EAGLE head, got none; add it to its config.json")
+    eagle: dict[str, Any] = config.get("eagle_config") or {}
+    reads_aux = bool(eagle.get("use_aux_hidden_state", True))
+    ids = source.hidden_layers or _layer_ids(config, eagle, source.shape.num_layers)
+    options = Eagle3Options(
+        num_states=len(ids) if reads_aux else 1,
+        reads_aux=reads_aux,
+        norm_before_residual=bool(config.get("norm_before_residual", False)),
+        norm_before_fc=_flag(config, eagle, "norm_before_fc"),
+        fc_norm=_flag(config, eagle, "fc_norm"),
+        norm_output=_flag(config, eagle, "norm_output"),
+        logit_scale=float(config.get("logit_scale") or 1.0),
+        mask_token_id=int(config["mask_token_id"]) if found.kind == "peagle" else None,
+    )
+    if options.norm_before_fc and options.fc_norm:
+        raise ConfigError(
+            f"norm_before_fc and fc_norm must not both be set, got both in {source.name}; keep the one that the "
+            "head was trained with"
+        )
+    notes = []
+    if options.norm_output and found.format == "original" and not (options.fc_norm or options.norm_before_fc):
+        notes.append(
+            "it sets norm_output without fc_norm, as some trainers wrote for heads that do not feed back the "
+            "normalised state; if the acceptance rate is low, set norm_output to false in its config.json"
+        )
+    layers = read_layer_config(source.layer_fields)
+    spec = source.spec(layers, ids if reads_aux else (FINAL_STATE,), notes=tuple(notes))
+    return HeadConfig(spec, layers, options)
+
+
+def _layer_ids(config: dict[str, Any], eagle: dict[str, Any], num_layers: int) -> tuple[int, ...]:
+    """Ids of target states as inputs of layers.
+
+    At the top level they are that already. Nested in `eagle_config` they name layers by their outputs if the first id
+    is 1, and by their inputs otherwise: trainers differ, and this rule is right for the heads that are published.
+    """
+    name = "eagle_aux_hidden_state_layer_ids"
+    if config.get(name):
+        return tuple(int(layer) for layer in config[name])
+    if eagle.get(name):
+        ids = [int(layer) for layer in eagle[name]]
+        return tuple(layer + 1 for layer in ids) if ids[0] == 1 else tuple(ids)
+    return (2, num_layers // 2, num_layers - 3)
+
+
+def _flag(config: dict[str, Any], eagle: dict[str, Any], name: str) -> bool:
+    return bool(config.get(name, eagle.get(name, False)))
+
+
+def load_eagle3(request: LoadRequest) -> DraftHead:
+    """An EAGLE-3, EAGLE-3.1 or P-EAGLE head."""
+    spec, layers, options = read_eagle3(request.source)
+    shapes = shapes_of(request.folder)
+    options = replace(
+        options,
+        fc_norm=options.fc_norm or "fc_norm.0.weight" in shapes,
+        norm_before_fc=options.norm_before_fc or "input_norm.weight" in shapes,
+    )
+    network = load_network(request, Eagle3Network, HeadConfig(spec, layers, options))
+    drafter = ChainDrafter if options.mask_token_id is None else ParallelDrafter
+    return request.head(spec, network, drafter)

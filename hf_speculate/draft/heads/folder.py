@@ -84,7 +84,14 @@ class HeadFolder:
         return [self.path / shard for shard in dict.fromkeys(shards)]
 
     def _read_config(self) -> dict[str, Any]:
-        path = Path(self.source) / "config.json" if self.is_local else _downloaded_config(self.source)
+        try:
+            local = Path(self.source) / "config.json"
+            path = local if self.is_local else Path(hf_hub_download(self.source, "config.json"))
+        except (OSError, ValueError) as error:  # whatever the Hub, the network or the id is to blame for
+            raise ConfigError(
+                f"a draft head must be a folder or a Hub repository with a config.json, got {self.source!r}; check the "
+                f"path or the id ({type(error).__name__}: {error})"
+            ) from error
         if not path.is_file():
             raise ConfigError(f"a draft head must have a config.json, got the folder {self.source!r}; check the path")
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -93,16 +100,6 @@ class HeadFolder:
                 f"config.json of {self.source} must hold an object, got {type(config).__name__}; check the file"
             )
         return config
-
-
-def _downloaded_config(source: str) -> Path:
-    try:
-        return Path(hf_hub_download(source, "config.json"))
-    except (OSError, ValueError) as error:  # whatever the Hub, the network or the id is to blame for
-        raise ConfigError(
-            f"a draft head must be a folder or a Hub repository with a config.json, got {source!r}; check the path or "
-            f"the id ({type(error).__name__}: {error})"
-        ) from error
 
 
 def _read(path: Path, prefix: str) -> dict[str, Tensor]:

@@ -43,8 +43,8 @@ class HeadSpec:
     notes: tuple[str, ...] = ()  # doubts about the config, each a sentence
 
 
-HeadDrafterFactory = Callable[[HeadSpec, DrafterSetup, torch.device, torch.dtype], Drafter]
-"""Makes the drafter of one call for a head whose weights are on a device in a dtype."""
+HeadDrafterFactory = Callable[[HeadSpec, DrafterSetup], Drafter]
+"""Makes the drafter of one call."""
 
 
 class DraftHead:
@@ -109,7 +109,7 @@ class DraftHead:
             )
         if setup.compilation is not None:
             setup = replace(setup, compilation=setup.compilation._replace(units=self._units))
-        return self._factory(self.spec, setup, self.device, self.dtype)
+        return self._factory(self.spec, setup)
 
     def check_layers(
         self, target: PreTrainedModel, prompts: Tensor | Mapping[str, Tensor], num_tokens: int = 200

@@ -2,19 +2,22 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_speculate.draft.base import Drafter, DrafterSetup, DraftRequest
+from hf_speculate.draft.base import DrafterSetup, DraftRequest
 from hf_speculate.draft.heads.target_parts import shape_of
 from hf_speculate.errors import ConfigError
 from hf_speculate.models.language_model import device_of
 from hf_speculate.models.layer_capture import FINAL_STATE, LayerCapture
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.types import Kept, Stream
+
+if TYPE_CHECKING:
+    from hf_speculate.draft.heads.head import DraftHead
 
 _SHIFTS = (0, 1, -1)
 _FEWEST_READ = 8  # tokens before the first that is predicted, if the prompts are that long
@@ -35,20 +38,6 @@ class LayerCheck(NamedTuple):
         return tuple(layer + best for layer in self.layers)
 
 
-class ReadsLayers(Protocol):
-    """A head that reads hidden states."""
-
-    @property
-    def hidden_layers(self) -> tuple[int, ...]:
-        """See `Drafter.hidden_layers`."""
-
-    def with_layers(self, hidden_layers: tuple[int, ...]) -> "ReadsLayers":
-        """The same head reading others."""
-
-    def __call__(self, setup: DrafterSetup) -> Drafter:
-        """The drafter of one call."""
-
-
 class _Text(NamedTuple):
     """A prompt with what the target makes of it."""
 
@@ -58,7 +47,7 @@ class _Text(NamedTuple):
 
 
 def check_layers(
-    head: ReadsLayers, target: PreTrainedModel, prompts: Tensor | Mapping[str, Tensor], num_tokens: int = 200
+    head: "DraftHead", target: PreTrainedModel, prompts: Tensor | Mapping[str, Tensor], num_tokens: int = 200
 ) -> LayerCheck:
     """Predict the next tokens of texts with the ids of a head and shifted by one, see `DraftHead.check_layers`."""
     if not head.hidden_layers or FINAL_STATE in head.hidden_layers:
@@ -103,7 +92,7 @@ def _read(target: PreTrainedModel, token_ids: Tensor, layers: Sequence[int]) -> 
     return _Text(token_ids, states, output.logits[0].argmax(-1).cpu())
 
 
-def _hits(head: ReadsLayers, target: PreTrainedModel, text: _Text) -> Tensor:
+def _hits(head: "DraftHead", target: PreTrainedModel, text: _Text) -> Tensor:
     """[N] bool: whether the first drafted token was the target's choice, token by token of a text."""
     length = len(text.token_ids)
     drafter = head(_setup(target, length))

@@ -101,15 +101,11 @@ class Attention(nn.Module):
             keys = self.k_norm(keys)
         return rotation.turn(keys.transpose(1, 2)), values.transpose(1, 2)
 
-    def attended(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        """[B, N, H] of queries [B, num_heads, N, D] over keys and values [B, num_kv_heads, T, D]."""
-        output: Tensor = self.o_proj(attend(queries, keys, values, mask).transpose(1, 2).flatten(2))
-        return output
-
     def forward(self, states: Tensor, rotation: Rotation, cache: StateStore, layer: int, placed: Placed) -> Tensor:
         """[B, N, H]; the keys and values of the states [B, N, in_width] go into the cache."""
         keys, values = cache.write(layer, *self.keys_values(states, rotation), placed)
-        return self.attended(self.queries(states, rotation), keys, values, placed.mask(layer))
+        attended = attend(self.queries(states, rotation), keys, values, placed.mask(layer))
+        return self.o_proj(attended.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
     def _heads(self, states: Tensor) -> Tensor:
         return states.view(*states.shape[:2], -1, self.head_dim)  # [B, N, heads, D]
@@ -133,11 +129,11 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -
 
 
 class DecoderLayer(nn.Module):
-    """An ordinary pre-norm layer of Llama or Qwen 3."""
+    """An ordinary pre-norm layer of Llama or Qwen 3, whose attention may read more than its residual stream."""
 
-    def __init__(self, config: LayerConfig, has_norms: bool):
+    def __init__(self, config: LayerConfig, has_norms: bool, in_width: int | None = None):
         super().__init__()
-        self.self_attn = Attention(config, config.hidden_size, has_norms)
+        self.self_attn = Attention(config, in_width or config.hidden_size, has_norms)
         self.mlp = MLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)

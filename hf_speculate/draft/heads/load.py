@@ -8,14 +8,14 @@ from typing import NamedTuple
 import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from hf_speculate.draft.heads.dflash import load_dflash, read_dflash
+from hf_speculate.draft.heads.eagle3 import load_eagle3, read_eagle3
 from hf_speculate.draft.heads.fit import HeadFit, check_fit, notes_of, problems_of
 from hf_speculate.draft.heads.folder import HeadFolder
 from hf_speculate.draft.heads.head import DraftHead, HeadSpec
 from hf_speculate.draft.heads.kinds import recognise
-from hf_speculate.draft.heads.load_dflash import load_dflash, read_dflash
-from hf_speculate.draft.heads.load_eagle3 import load_eagle3, read_eagle3
-from hf_speculate.draft.heads.load_mtp import describe_mtp, load_mtp
 from hf_speculate.draft.heads.load_network import ConfigSource, LoadRequest
+from hf_speculate.draft.heads.mtp import describe_mtp, load_mtp
 from hf_speculate.draft.heads.pard import describe_pard, load_pard
 from hf_speculate.draft.heads.target_parts import TargetShape, known_name, shape_of
 from hf_speculate.errors import ConfigError

@@ -11,13 +11,22 @@ from transformers import PreTrainedModel
 from hf_speculate.draft.base import Drafter
 from hf_speculate.draft.heads.folder import HeadFolder
 from hf_speculate.draft.heads.head import DraftHead, HeadSpec
-from hf_speculate.draft.heads.kinds import HeadKind
+from hf_speculate.draft.heads.kinds import HeadKind, check_weight_names
 from hf_speculate.draft.heads.layer_config import LayerConfig
 from hf_speculate.draft.heads.layers import Rotary
 from hf_speculate.draft.heads.target_parts import TargetShape
 from hf_speculate.draft.heads.vocabulary import DraftVocabulary, read_offsets
-from hf_speculate.draft.heads.weights import load_into, shapes_of, weights_of
 from hf_speculate.errors import ConfigError, UnsupportedModelError
+
+# Names of the same weight in other trainers' files.
+_RENAMED = (
+    ("midlayer.", "layers.0."),
+    ("mtp_layers.", "layers."),
+    ("encoder.fc.", "fc."),
+    ("encoder.output_norm_enc.", "hidden_norm."),
+)
+_IGNORED = ("verifier_lm_head.", "verifier_norm.")
+_SHOWN = 5  # names in an error message
 
 _Network = TypeVar("_Network", bound=nn.Module)
 OptionsT = TypeVar("OptionsT")
@@ -102,19 +111,15 @@ def load_network(request: LoadRequest, make: Callable[..., _Network], config: He
             f"{spec.target_hidden_size}, got layers {list(spec.hidden_layers)}; pass aux_layers="
         )
     weights = weights_of(folder)
-    vocabulary = _take_vocabulary(weights, request.source.shape.vocab_size).to(request.device)
+    vocab_size, d2t, t2d = request.source.shape.vocab_size, weights.pop("d2t", None), weights.pop("t2d", None)
+    target_ids = None if d2t is None else read_offsets(d2t, t2d, vocab_size)
+    vocabulary = DraftVocabulary(vocab_size, target_ids).to(request.device)
     _check_shared_tables(spec, shapes, vocabulary)
     rotary = Rotary(layers, request.device)
     with torch.device("meta"):
         network = make(layers, options, shapes, spec.target_hidden_size, vocabulary, rotary)
     load_into(network, weights, folder.source, request.device, request.dtype)
     return network
-
-
-def _take_vocabulary(weights: dict[str, Tensor], vocab_size: int) -> DraftVocabulary:
-    """The draft vocabulary that `d2t` and `t2d` describe; both are taken out of the weights."""
-    d2t, t2d = weights.pop("d2t", None), weights.pop("t2d", None)
-    return DraftVocabulary(vocab_size, None if d2t is None else read_offsets(d2t, t2d, vocab_size))
 
 
 def _check_shared_tables(spec: HeadSpec, shapes: Mapping[str, Sequence[int]], vocabulary: DraftVocabulary) -> None:
@@ -132,3 +137,56 @@ def _check_shared_tables(spec: HeadSpec, shapes: Mapping[str, Sequence[int]], vo
             f"lm_head.weight of {spec.name} must have a row for each of the {num_ids} tokens that it proposes, got "
             f"{num_columns}; save the head with its lm_head and d2t"
         )
+
+
+def renamed(name: str) -> str | None:
+    """The name of a stored weight in our networks; None for what no network needs."""
+    name = name.removeprefix("model.")
+    for old, new in _RENAMED:
+        if name.startswith(old):
+            name = new + name.removeprefix(old)
+    if name.startswith(_IGNORED) or name.endswith("rotary_emb.inv_freq"):
+        return None
+    return name
+
+
+def shapes_of(folder: HeadFolder) -> dict[str, tuple[int, ...]]:
+    """The shapes of a head's weights under the names of our networks."""
+    check_weight_names(folder.weight_shapes)
+    pairs = ((renamed(name), shape) for name, shape in folder.weight_shapes.items())
+    return {name: shape for name, shape in pairs if name is not None}
+
+
+def weights_of(folder: HeadFolder) -> dict[str, Tensor]:
+    """A head's weights on the CPU under the names of our networks."""
+    pairs = ((renamed(name), weight) for name, weight in folder.weights.items())
+    return {name: weight for name, weight in pairs if name is not None}
+
+
+def load_into(
+    network: nn.Module, weights: Mapping[str, Tensor], source: str, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Give a network on the meta device its weights; linear layers get a bias if there are weights for one."""
+    modules = dict(network.named_modules())
+    for name, weight in weights.items():
+        owner = modules.get(name.removesuffix(".bias")) if name.endswith(".bias") else None
+        if isinstance(owner, nn.Linear) and owner.bias is None:
+            owner.bias = nn.Parameter(torch.empty(weight.shape, device="meta"))
+    wanted = {name: tuple(parameter.shape) for name, parameter in network.named_parameters()}
+    given = {name: tuple(weight.shape) for name, weight in weights.items()}
+    problems = [
+        *(f"no {name}" for name in sorted(wanted.keys() - given.keys())),
+        *(f"{name} that has no place" for name in sorted(given.keys() - wanted.keys())),
+        *(
+            f"{name} of shape {list(given[name])} for {list(wanted[name])}"
+            for name in sorted(wanted.keys() & given.keys())
+            if given[name] != wanted[name]
+        ),
+    ]
+    if problems:
+        more = "" if len(problems) <= _SHOWN else f" and {len(problems) - _SHOWN} more"
+        raise UnsupportedModelError(
+            f"the weights of {source} must be those of the network that its config describes, got "
+            f"{', '.join(problems[:_SHOWN])}{more}; check that config.json belongs to these weights"
+        )
+    network.load_state_dict({name: weight.to(device, dtype) for name, weight in weights.items()}, assign=True)

@@ -1,37 +1,37 @@
-"""MTP layers: those in a target's checkpoint, run by transformers' own modules, and speculators "mtp" heads."""
+"""MTP layers: those in a target's checkpoint, run by transformers' own modules, and speculators "mtp" heads.
 
+transformers loads the layers of some families, and ignores those under "mtp." (Qwen3.5, Qwen3-Next), which are
+attention layers of the target's own class. The input projection and all norms are shared by these layers.
+"""
+
+import copy
+import re
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache
-from transformers.modeling_layers import MtpModel
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import MtpLayer, MtpModel
 
-from hf_speculate.draft.heads.chain import Pairs
-from hf_speculate.draft.heads.layer_config import LayerConfig
-from hf_speculate.draft.heads.layers import DecoderLayer, RMSNorm, Rotary, Rotation
-from hf_speculate.draft.heads.row_cache import Placed, StateStore
+from hf_speculate.compat import attention_name, set_attention_name
+from hf_speculate.draft.heads.chain import ChainDrafter, Pairs
+from hf_speculate.draft.heads.head import DraftHead, HeadSpec
+from hf_speculate.draft.heads.kinds import check_weight_names, text_fields, unserved
+from hf_speculate.draft.heads.layer_config import LayerConfig, read_layer_config
+from hf_speculate.draft.heads.layers import DecoderLayer, RMSNorm, Rotary
+from hf_speculate.draft.heads.load_network import (
+    ConfigSource,
+    HeadConfig,
+    LoadRequest,
+    load_into,
+    shapes_of,
+    weights_of,
+)
+from hf_speculate.draft.heads.row_cache import PlacedCache, StateStore
 from hf_speculate.draft.heads.target_parts import TargetParts
 from hf_speculate.draft.heads.vocabulary import DraftVocabulary
-
-
-class PlacedCache(Cache):
-    """A transformers `Cache` for one forward over a `RowCache`."""
-
-    def __init__(self, cache: StateStore, placed: Placed):
-        super().__init__(layers=[])
-        self._cache, self._placed = cache, placed
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Store states [B, H, N, D]; those of all columns that attention reads."""
-        return self._cache.write(layer_idx, key_states, value_states, self._placed)
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns that attention reads: a row's own length is in no Python number."""
-        return self._placed.width
+from hf_speculate.errors import ConfigError, UnsupportedModelError
+from hf_speculate.models.layer_capture import FINAL_STATE
 
 
 class MtpModules(NamedTuple):
@@ -87,30 +87,21 @@ class CheckpointMtpNetwork(nn.Module):
         return parts.logits(outputs), outputs
 
 
-class MtpLayer(nn.Module):
-    """A speculators MTP layer: a projection of embedding and state, an ordinary decoder layer, a norm."""
+class SpeculatorsMtpLayer(DecoderLayer):
+    """A decoder layer after a projection of embedding and state, and before a norm."""
 
     def __init__(self, config: LayerConfig, has_norms: bool):
-        super().__init__()
+        super().__init__(config, has_norms)
         width, eps = config.hidden_size, config.rms_norm_eps
-        block = DecoderLayer(config, has_norms)
         self.token_layernorm = RMSNorm(width, eps)
         self.hidden_layernorm = RMSNorm(width, eps)
         self.input_proj = nn.Linear(2 * width, width, bias=False)
         self.final_layernorm = RMSNorm(width, eps)
-        # in the checkpoint, the decoder layer's parts lie beside the projection
-        self.self_attn, self.mlp = block.self_attn, block.mlp
-        self.input_layernorm, self.post_attention_layernorm = block.input_layernorm, block.post_attention_layernorm
 
-    def forward(
-        self, embeddings: Tensor, states: Tensor, rotation: Rotation, cache: StateStore, placed: Placed
-    ) -> Tensor:
-        """[B, N, H] of embeddings [B, N, H] and states [B, N, H]."""
+    def joined(self, embeddings: Tensor, states: Tensor) -> Tensor:
+        """[B, N, H], what the decoder layer reads of embeddings [B, N, H] and states [B, N, H]."""
         joined = torch.cat([self.token_layernorm(embeddings), self.hidden_layernorm(states)], dim=-1)
-        output: Tensor = self.input_proj(joined)
-        output = output + self.self_attn(self.input_layernorm(output), rotation, cache, 0, placed)
-        output = output + self.mlp(self.post_attention_layernorm(output))
-        return self.final_layernorm(output)  # type: ignore[no-any-return]
+        return self.input_proj(joined)  # type: ignore[no-any-return]
 
 
 class SpeculatorsMtpNetwork(nn.Module):
@@ -120,7 +111,7 @@ class SpeculatorsMtpNetwork(nn.Module):
 
     def __init__(self, config: LayerConfig, has_norms: bool, vocab_size: int, rotary: Rotary):
         super().__init__()
-        self.layers = nn.ModuleList([MtpLayer(config, has_norms)])
+        self.layers = nn.ModuleList([SpeculatorsMtpLayer(config, has_norms)])
         self.vocabulary, self.windows = DraftVocabulary(vocab_size), config.windows
         self._rotary = rotary
 
@@ -130,7 +121,9 @@ class SpeculatorsMtpNetwork(nn.Module):
     def run(self, depth: int, pairs: Pairs, cache: StateStore, parts: TargetParts) -> Tensor:
         embeddings = parts.embedded(pairs.token_ids)
         rotation = self._rotary(pairs.positions, embeddings.dtype)
-        return self.layers[0](embeddings, pairs.states, rotation, cache, pairs.placed)  # type: ignore[no-any-return]
+        layer: Any = self.layers[0]
+        output = layer(layer.joined(embeddings, pairs.states), rotation, cache, 0, pairs.placed)
+        return layer.final_layernorm(output)  # type: ignore[no-any-return]
 
     def read(self, outputs: Tensor, parts: TargetParts) -> tuple[Tensor, Tensor]:
         return parts.logits(outputs), outputs
@@ -141,3 +134,166 @@ def _window_of(config: Any, depth: int) -> int | None:
     types = getattr(config, "layer_types", None)
     is_sliding = types is not None and types[depth] == "sliding_attention"
     return int(config.sliding_window) if is_sliding else None
+
+
+# Families whose MTP layers lie under "mtp." in the checkpoint; transformers ignores them.
+PREFIXED_TARGETS = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
+# The others' drafts are compared with those of transformers in our tests.
+SERVED_TARGETS = ("deepseek_v3", "glm4_moe", *PREFIXED_TARGETS)
+_DENSE_LAYERS = ("llama", "mistral", "qwen2", "qwen3")
+_SHARED_TABLES = ("embed_tokens.weight", "lm_head.weight")
+MASKED_ATTENTIONS = ("eager", "sdpa")  # implementations that take our additive masks
+_PREFIX = "mtp."
+# Name in the checkpoint -> in each of transformers' layers.
+_SHARED = {
+    "fc.weight": "eh_proj.weight",
+    "pre_fc_norm_embedding.weight": "enorm.weight",
+    "pre_fc_norm_hidden.weight": "hnorm.weight",
+    "norm.weight": "post_norm.weight",
+}
+_OF_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+
+
+def describe_mtp(source: ConfigSource) -> HeadSpec:
+    """The spec of MTP layers in either format."""
+    source.check_no_layers("MTP layers, which read the last state")
+    if source.found.format == "speculators":
+        return read_mtp(source).spec
+    config = source.config
+    model_type = config.get("model_type")
+    if model_type not in SERVED_TARGETS:
+        raise unserved(f"MTP layers of {model_type!r}", f"MTP layers of {' or '.join(SERVED_TARGETS)}")
+    text = text_fields(config)
+    return HeadSpec(
+        kind="mtp",
+        format=source.found.format,
+        name=source.name,
+        hidden_layers=(FINAL_STATE,),
+        hidden_size=int(text["hidden_size"]),
+        target_hidden_size=int(text["hidden_size"]),
+        vocab_size=int(text["vocab_size"]),
+        draft_vocab_size=int(text["vocab_size"]),
+        num_target_layers=int(text["num_hidden_layers"]),
+    )
+
+
+def read_mtp(source: ConfigSource) -> HeadConfig[None]:
+    """The speculators "mtp" head that a config describes."""
+    fields = source.layer_fields
+    if fields.get("model_type") not in _DENSE_LAYERS:
+        raise unserved(f"an MTP layer of {fields.get('model_type')!r}", f"a layer of {', '.join(_DENSE_LAYERS)}")
+    layers = read_layer_config({**fields, "num_hidden_layers": 1})
+    return HeadConfig(source.spec(layers, (FINAL_STATE,)), layers, None)
+
+
+def load_mtp(request: LoadRequest) -> DraftHead:
+    """MTP layers in either format; the target's own layers have its dtype and device."""
+    if request.source.found.format == "speculators":
+        return _load_speculators(request)
+    target = request.target
+    if request.dtype != target.dtype or request.device != target.device:
+        raise ConfigError(
+            f"dtype and device must be the target's for MTP layers of its checkpoint, {target.dtype} and "
+            f"{target.device}, got {request.dtype} and {request.device}; leave both out"
+        )
+    spec = describe_mtp(request.source)
+    is_prefixed = request.folder.config.get("model_type") in PREFIXED_TARGETS
+    model = load_prefixed_mtp(request) if is_prefixed else _of_transformers(request)
+    network = CheckpointMtpNetwork(model, request.source.shape.vocab_size)
+    return request.head(spec, network, ChainDrafter)
+
+
+def _of_transformers(request: LoadRequest) -> MtpModel:
+    target = request.target
+    try:
+        model: MtpModel = MtpModel.from_pretrained(
+            _renamed(target, request.folder.source), device_map={"": request.device}
+        )
+    except (OSError, RuntimeError, ValueError) as error:  # transformers' words for weights that are not there
+        raise UnsupportedModelError(
+            f"{request.folder.source} must hold the weights of the target's MTP layers, got none that load; use "
+            f"another head ({error})"
+        ) from error
+    if attention_name(model.config) not in MASKED_ATTENTIONS:
+        set_attention_name(model.config, "sdpa")  # its own copy
+    return model
+
+
+def _renamed(target: PreTrainedModel, source: str) -> PreTrainedModel:
+    """A shallow copy of the target that says it was loaded from a folder; the target stays as it is."""
+    twin = copy.copy(target)
+    config = copy.copy(target.config)
+    config.name_or_path = source
+    twin.config = config
+    return twin
+
+
+def _load_speculators(request: LoadRequest) -> DraftHead:
+    folder, config = request.folder, read_mtp(request.source)
+    names = shapes_of(folder)
+    rotary = Rotary(config.layers, request.device)
+    with torch.device("meta"):
+        has_norms = "layers.0.self_attn.q_norm.weight" in names
+        network = SpeculatorsMtpNetwork(config.layers, has_norms, request.source.shape.vocab_size, rotary)
+    weights = {name: weight for name, weight in weights_of(folder).items() if name not in _SHARED_TABLES}
+    load_into(network, weights, folder.source, request.device, request.dtype)
+    return request.head(config.spec, network, ChainDrafter)
+
+
+def load_prefixed_mtp(request: LoadRequest) -> MtpModules:
+    """The layers, with the target's embeddings and rotary embedding."""
+    found = request.folder.weights_under(_PREFIX)
+    check_weight_names(found)
+    weights = {name.removeprefix(_PREFIX): weight for name, weight in found.items()}
+    num_layers = len({name.split(".")[1] for name in weights if name.startswith("layers.")})
+    if not num_layers:
+        raise UnsupportedModelError(
+            f"{request.folder.source} must hold the weights of the target's MTP layers, got no {_PREFIX}layers; use "
+            "another head"
+        )
+    decoder = request.target.get_decoder()
+    config = _layers_config(request.target.config.get_text_config(decoder=True), num_layers)
+    kinds = type(decoder.layers[0]), type(decoder.norm)
+    with torch.device("meta"):
+        layers = nn.ModuleList([MtpLayer(config, *kinds, index) for index in range(num_layers)])
+    load_into(layers, _by_layer(_fused(weights), num_layers), request.folder.source, request.device, request.dtype)
+    return MtpModules(layers, config, request.target.get_input_embeddings(), decoder.rotary_emb)
+
+
+def _layers_config(target_config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
+    """A copy of the target's config for layers that are all attention layers."""
+    config = copy.deepcopy(target_config)
+    config.layer_types = ["full_attention"] * num_layers
+    config.num_hidden_layers = num_layers
+    if attention_name(config) not in MASKED_ATTENTIONS:
+        set_attention_name(config, "sdpa")
+    return config
+
+
+def _by_layer(weights: dict[str, Tensor], num_layers: int) -> dict[str, Tensor]:
+    """Under the names of the modules; every layer has the shared weights."""
+    named: dict[str, Tensor] = {}
+    for name, weight in weights.items():
+        if name in _SHARED:
+            named |= {f"{index}.{_SHARED[name]}": weight for index in range(num_layers)}
+        else:
+            _, index, rest = name.split(".", 2) if name.startswith("layers.") else ("", "0", name)
+            named[f"{index}.mtp_block.{rest}"] = weight
+    return named
+
+
+def _fused(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights of single experts stacked as in transformers' modules; others as they are."""
+    experts: dict[str, dict[int, dict[str, Tensor]]] = {}
+    fused = {}
+    for name, weight in weights.items():
+        match = _OF_EXPERT.fullmatch(name)
+        if match is None:
+            fused[name] = weight
+        else:
+            experts.setdefault(match[1], {}).setdefault(int(match[2]), {})[match[3]] = weight
+    for name, by_number in experts.items():
+        parts = [by_number[number] for number in sorted(by_number)]
+        fused[f"{name}.gate_up_proj"] = torch.stack([torch.cat([part["gate"], part["up"]]) for part in parts])
+        fused[f"{name}.down_proj"] = torch.stack([part["down"] for part in parts])
+    return fused

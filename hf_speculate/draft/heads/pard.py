@@ -13,9 +13,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hf_speculate.draft.heads.head import DraftHead, HeadSpec
 from hf_speculate.draft.heads.kinds import unserved
 from hf_speculate.draft.heads.load_network import ConfigSource, LoadRequest
-from hf_speculate.draft.heads.mtp import PlacedCache
 from hf_speculate.draft.heads.parallel import ParallelDrafter, SlotInputs
-from hf_speculate.draft.heads.row_cache import RowCache
+from hf_speculate.draft.heads.row_cache import PlacedCache, RowCache
 from hf_speculate.draft.heads.target_parts import TargetParts
 from hf_speculate.draft.heads.vocabulary import DraftVocabulary
 

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from hf_speculate.draft.base import DrafterDefaults, DrafterSetup, DraftRequest
+from hf_speculate.draft.base import Drafter, DrafterSetup, DraftRequest
 from hf_speculate.draft.heads.head import HeadSpec
 from hf_speculate.draft.heads.proposal import Proposal
 from hf_speculate.draft.heads.row_cache import RowCache
@@ -50,6 +50,9 @@ class HeadNetwork(Protocol):
     """By layer that writes to the cache: how many tokens it attends to; None if all."""
     vocabulary: DraftVocabulary
 
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Its weights, of one device and dtype."""
+
     def project(self, states: Tensor) -> Tensor:
         """[B, N, H] of the target's concatenated states [B, N, A * Ht]."""
 
@@ -57,16 +60,15 @@ class HeadNetwork(Protocol):
 NetworkT = TypeVar("NetworkT", bound=HeadNetwork)
 
 
-class HeadDrafter(DrafterDefaults, ABC, Generic[NetworkT]):
+class HeadDrafter(Drafter, ABC, Generic[NetworkT]):
     """A `Drafter` over a head's network, with a cache of its own for B rows of different lengths."""
 
-    def __init__(
-        self, network: NetworkT, spec: HeadSpec, setup: DrafterSetup, device: torch.device, dtype: torch.dtype
-    ):
+    def __init__(self, network: NetworkT, spec: HeadSpec, setup: DrafterSetup):
+        weight = next(network.parameters())
+        self.device, self.dtype = device, dtype = weight.device, weight.dtype
         self.network = network
         self.hidden_layers = spec.hidden_layers or None
         self.max_draft_tokens = spec.max_draft_tokens
-        self.device, self.dtype = device, dtype
         self.parts = TargetParts(setup.target, device, dtype)
         eos = torch.tensor(sorted(setup.eos_token_ids), device=device) if setup.eos_token_ids else None
         settings = DraftSettings(eos, setup.confidence_threshold, setup.keeps_logits, setup.stream, setup.backend)

@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache
 
 from hf_speculate.cache.masking import additive
 
@@ -57,13 +58,6 @@ class Placed:
         return hidden
 
 
-class StateStore(Protocol):
-    """What a layer writes its keys and values to."""
-
-    def write(self, layer: int, keys: Tensor, values: Tensor, placed: Placed) -> tuple[Tensor, Tensor]:
-        """Store states [B, heads, N, D], and return those of the columns that attention reads."""
-
-
 class RowCache:
     """Keys and values of B rows by layer; a row's next token goes where that row ends.
 
@@ -89,10 +83,7 @@ class RowCache:
         firsts: Sequence[int] = (),
         is_causal: Sequence[bool] = (),
     ) -> Placed:
-        """Make room for N tokens, `offset` columns behind the end of every row; see `Placed`.
-
-        Columns before the offset were written in this round already, and are read too.
-        """
+        """Make room for N tokens behind each row's end and the `offset` columns that this round wrote; see `Placed`."""
         longest = max(self.lens, default=0) + offset + num_tokens
         is_bare = num_tokens == 1 and min(self.lens, default=0) == max(self.lens, default=0)
         width = longest if is_bare else _aligned(longest)
@@ -104,8 +95,8 @@ class RowCache:
         """Store states [B, heads, N, D], and return those of the columns that attention reads, as views."""
         buffers = self._buffers[layer]
         if buffers is None:
-            buffers = self._zeros(keys), self._zeros(values)
-            self._buffers[layer] = buffers
+            key_shape, value_shape = ((*states.shape[:2], self.capacity, states.shape[3]) for states in (keys, values))
+            buffers = self._buffers[layer] = keys.new_zeros(key_shape), values.new_zeros(value_shape)
         return _written(buffers, keys, values, self._row_ids, placed)
 
     @property
@@ -124,10 +115,6 @@ class RowCache:
         self.lens, self.ends = [self.lens[row] for row in indices], self.ends[index]
         self._row_ids = self._row_ids[: len(index)]
         self._buffers = [None if pair is None else (pair[0][index], pair[1][index]) for pair in self._buffers]
-
-    def _zeros(self, states: Tensor) -> Tensor:
-        batch_size, heads, _, head_dim = states.shape
-        return states.new_zeros(batch_size, heads, self.capacity, head_dim)
 
     def reserve(self, num_columns: int) -> None:
         """Make the buffers hold so many columns or more."""
@@ -149,6 +136,27 @@ class FixedColumns:
     def write(self, layer: int, keys: Tensor, values: Tensor, placed: Placed) -> tuple[Tensor, Tensor]:
         row_ids = torch.arange(keys.shape[0], device=keys.device)[:, None]
         return _written(self._buffers[layer], keys, values, row_ids, placed)
+
+
+StateStore = RowCache | FixedColumns
+"""What a layer writes its keys and values to."""
+
+
+class PlacedCache(Cache):
+    """A transformers `Cache` for one forward over a `RowCache`."""
+
+    def __init__(self, cache: StateStore, placed: Placed):
+        super().__init__(layers=[])
+        self._cache, self._placed = cache, placed
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        return self._cache.write(layer_idx, key_states, value_states, self._placed)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns that attention reads: a row's own length is in no Python number."""
+        return self._placed.width
 
 
 def _written(
