@@ -27,8 +27,7 @@ from hf_speculate.draft.base import Drafter, DrafterSetup, DraftRequest
 from hf_speculate.draft.heads.chain import ChainDrafter
 from hf_speculate.draft.heads.eagle3 import Eagle3Network, Eagle3Options
 from hf_speculate.draft.heads.head import DraftHead, HeadSpec
-from hf_speculate.draft.heads.layer_config import read_layer_config
-from hf_speculate.draft.heads.layers import Rotary
+from hf_speculate.draft.heads.layers import Rotary, read_layer_config
 from hf_speculate.draft.heads.vocabulary import DraftVocabulary
 from hf_speculate.types import DraftOut
 

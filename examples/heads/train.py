@@ -20,8 +20,7 @@ from transformers import LlamaForCausalLM
 from heads.rollout import rollout
 from heads.rows import AUX_LAYERS, READ_LEN, Rows, draw_rows, write_rows
 from hf_speculate.draft.heads.eagle3 import Eagle3Network, Eagle3Options
-from hf_speculate.draft.heads.layer_config import read_layer_config
-from hf_speculate.draft.heads.layers import Rotary
+from hf_speculate.draft.heads.layers import Rotary, read_layer_config
 from hf_speculate.draft.heads.vocabulary import DraftVocabulary
 from pair_training.clock import Budget, warm_then_linear
 from pair_training.corpus import list_sources, read_source, stdlib_root

@@ -17,9 +17,8 @@ from hf_speculate.cache.layers import (
     snapshot_layers,
     text_cache,
 )
-from hf_speculate.cache.left_padding import LeftPadding
+from hf_speculate.cache.left_padding import LeftPadding, RowShift, shift_rows
 from hf_speculate.cache.row_lens import RowLens
-from hf_speculate.cache.row_shift import RowShift, shift_rows
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.transfers import upload
 from hf_speculate.types import KVState
@@ -28,7 +27,6 @@ from hf_speculate.types import KVState
 class CacheSnapshot(NamedTuple):
     """What brings a cache back after an error: references, and lengths where cropping is enough."""
 
-    num_columns: int
     layers: tuple[LayerSnapshot, ...]
     encoder_layers: tuple[LayerSnapshot, ...]  # what an encoder gave
 
@@ -185,7 +183,7 @@ class DynamicKVCache(KVCache):
     def snapshot(self) -> CacheSnapshot:
         """Note what `restore` needs. Full layers of a single row are cropped back, so only their length is kept."""
         layers = snapshot_layers(self._layers, only_grows=self.batch_size == 1)
-        return CacheSnapshot(self.num_columns, layers, snapshot_layers(self._encoder_layers, only_grows=False))
+        return CacheSnapshot(layers, snapshot_layers(self._encoder_layers, only_grows=False))
 
     def restore(self, snapshot: CacheSnapshot) -> None:
         restore_layers(self._layers, snapshot.layers)

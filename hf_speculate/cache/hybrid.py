@@ -1,7 +1,7 @@
 """Hybrid KV cache: keys and values in transformers' dynamic cache, and recurrent states, rolled back per row."""
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,13 +24,6 @@ class TokenReader(Protocol):
 
     def detach(self) -> None:
         """Remove the hooks."""
-
-
-class HybridSnapshot(NamedTuple):
-    """The states of both kinds, for `HybridKVCache.restore`."""
-
-    attention: CacheSnapshot
-    recurrent: RecurrentSnapshot
 
 
 class HybridKVCache(DynamicKVCache):
@@ -131,12 +124,12 @@ class HybridKVCache(DynamicKVCache):
         self._num_passed = [0] * len(indices)
         super().rows(indices)
 
-    def snapshot(self) -> HybridSnapshot:  # type: ignore[override]  # only `restore` reads it
-        return HybridSnapshot(super().snapshot(), self.states.snapshot())
+    def snapshot(self) -> tuple[CacheSnapshot, RecurrentSnapshot]:  # type: ignore[override]  # only `restore` reads it
+        return super().snapshot(), self.states.snapshot()
 
-    def restore(self, snapshot: HybridSnapshot) -> None:  # type: ignore[override]
-        super().restore(snapshot.attention)
-        self.states.restore(snapshot.recurrent)
+    def restore(self, snapshot: tuple[CacheSnapshot, RecurrentSnapshot]) -> None:  # type: ignore[override]
+        super().restore(snapshot[0])
+        self.states.restore(snapshot[1])
 
     def hand_back(self) -> None:
         super().hand_back()

@@ -35,13 +35,6 @@ class LayerKinds(NamedTuple):
         return next(iter(masks.values())) if len(masks) == 1 else masks
 
 
-class KeptCacheSnapshot(NamedTuple):
-    """What brings the user's cache back after an error."""
-
-    kept_cache: Cache
-    layers: tuple[LayerSnapshot, ...]
-
-
 class PreallocatedKVCache(KVCache):
     """`KVCache` over buffers of its own, left-aligned: a row's next token goes where that row ends.
 
@@ -161,17 +154,18 @@ class PreallocatedKVCache(KVCache):
         self.pads = self.pads + other.pads
         self._masking = Masking(self.columns, self.pads, self.kinds.mask_dtype)
 
-    def snapshot(self) -> KeptCacheSnapshot | None:
+    def snapshot(self) -> tuple[Cache, tuple[LayerSnapshot, ...]] | None:
         """Note what `kept_cache` holds, which is left alone until `hand_back`."""
         if self._kept_cache is None:
             return None
         layers = snapshot_layers(self._kept_cache.layers, only_grows=self.batch_size == 1)
-        return KeptCacheSnapshot(self._kept_cache, layers)
+        return self._kept_cache, layers
 
-    def restore(self, snapshot: KeptCacheSnapshot | None) -> None:
+    def restore(self, snapshot: tuple[Cache, tuple[LayerSnapshot, ...]] | None) -> None:
         """Bring `kept_cache` back to what it held, also from the middle of `hand_back`."""
         if snapshot is not None:
-            restore_layers(snapshot.kept_cache.layers, snapshot.layers)
+            kept_cache, layers = snapshot
+            restore_layers(kept_cache.layers, layers)
 
     def hand_back(self) -> None:
         """Bring `kept_cache` to what plain `generate` would leave in it, freeing unpooled buffers layer by layer."""

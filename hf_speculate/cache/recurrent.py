@@ -242,15 +242,12 @@ def mixed_rows(found: Mapping[int, States], counts: Sequence[int]) -> dict[Slot,
             state = state.clone(memory_format=torch.contiguous_format)
         with torch.inference_mode(state.is_inference()):  # only inference mode may write to its tensors
             for count, indices in rows.items():
-                _copy_rows(found[count][slot], state, indices)
+                source = found[count][slot]
+                if len(indices) <= _MAX_SINGLE_ROWS:
+                    for row in indices:
+                        state[row].copy_(source[row])
+                else:
+                    index = torch.tensor(indices, device=state.device)
+                    state.index_copy_(0, index, source.index_select(0, index))
         mixed[slot] = state
     return mixed
-
-
-def _copy_rows(source: Tensor, target: Tensor, rows: list[int]) -> None:
-    if len(rows) <= _MAX_SINGLE_ROWS:
-        for row in rows:
-            target[row].copy_(source[row])
-    else:
-        index = torch.tensor(rows, device=target.device)
-        target.index_copy_(0, index, source.index_select(0, index))

@@ -34,8 +34,6 @@ class ResolvedAssistant(NamedTuple):
 
 @dataclass
 class _Tally:
-    """Verified and accepted draft tokens of a pair in all calls so far."""
-
     num_verified: int = 0  # tokens after a rejected one were not verified
     num_accepted: int = 0
     has_warned: bool = False

@@ -4,7 +4,6 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from hf_speculate.draft.base import Drafter, DraftRequest
 from hf_speculate.draft.suffix_index import MAX_MATCH_LEN, SuffixIndex
-from hf_speculate.draft.suffix_store import StoreReader, SuffixStore
+from hf_speculate.draft.suffix_store import Proposal, StoreReader, SuffixStore
 from hf_speculate.transfers import upload
 from hf_speculate.types import DraftOut, Kept
 
@@ -29,14 +28,7 @@ class SuffixSettings:
     num_pads: Sequence[int] | None = None  # [B] padding tokens before each prompt; None for none
 
 
-class Proposal(NamedTuple):
-    """A possible continuation of one row."""
-
-    token_ids: list[int]
-    match_len: int  # last tokens of the row that matched
-
-
-NO_PROPOSAL = Proposal([], 0)
+NO_PROPOSAL = Proposal(0, [])
 _HOST = torch.device("cpu")
 
 
@@ -61,16 +53,15 @@ class SuffixRow:
         num = min(num, settings.max_draft_tokens)
         match_len = index.match_len
         token_ids = index.continuation(index.match_end, _within(num, match_len)) if match_len else []
-        if self._reader is not None:
-            found = self._reader.find(num)
-            if found.match_len > match_len and found.token_ids:
-                known = _below(found.token_ids[: _within(num, found.match_len)], settings.vocab_size)
-                if known:
-                    match_len, token_ids = found.match_len, known
+        found = NO_PROPOSAL if self._reader is None else self._reader.find(num)
+        if found.match_len > match_len and found.token_ids:
+            known = _below(found.token_ids[: _within(num, found.match_len)], settings.vocab_size)
+            if known:
+                match_len, token_ids = found.match_len, known
         if settings.eos_token_ids and not settings.eos_token_ids.isdisjoint(token_ids):
             end = next(at for at, token in enumerate(token_ids) if token in settings.eos_token_ids)
             token_ids = token_ids[: end + 1]
-        return Proposal(token_ids, match_len) if token_ids else NO_PROPOSAL
+        return Proposal(match_len, token_ids) if token_ids else NO_PROPOSAL
 
 
 class SuffixRows:

@@ -14,10 +14,10 @@ _CHUNK_TOKENS = 256  # appended between two looks at the size
 _TOKEN_BYTES = 1024  # more than one takes on average: two states, three transitions, each in a dict of its own
 
 
-class Found(NamedTuple):
-    """A continuation from the store."""
+class Proposal(NamedTuple):
+    """A possible continuation of a row."""
 
-    match_len: int  # tokens of the row's end that stood before
+    match_len: int  # last tokens of the row that matched
     token_ids: list[int]  # what followed them
 
 
@@ -104,7 +104,7 @@ class StoreReader:
         with self._lock:
             self._found = [(index, index.advance(place, token_ids)) for index, place in self._whole()]
 
-    def find(self, num: int) -> Found:
+    def find(self, num: int) -> Proposal:
         """The `num` tokens, or fewer, that followed the longest match; the newer text's where two are as long.
 
         What was found at a text's end yields to a shorter match elsewhere that something followed.
@@ -117,8 +117,8 @@ class StoreReader:
                 end = index.end_of(place._replace(length=length))
                 token_ids = index.continuation(end, num, is_repeated=False) if length else []
                 if token_ids:
-                    return Found(length, token_ids)
-            return Found(longest, [])
+                    return Proposal(length, token_ids)
+            return Proposal(longest, [])
 
     def _whole(self) -> list[tuple[SuffixIndex, Match]]:
         """The indices that nobody was interrupted in growing, with the row's places."""

@@ -13,7 +13,7 @@ from hf_speculate.cache.dynamic import DynamicKVCache
 from hf_speculate.compat import stateful_names
 from hf_speculate.draft.base import Drafter, DraftRequest
 from hf_speculate.errors import ShapeError, UnsupportedModelError
-from hf_speculate.models.hybrid_cache import make_hybrid_cache
+from hf_speculate.models.cache_selection import make_hybrid_cache
 from hf_speculate.models.mixers import recurrent_cache, rollback_obstacle
 from hf_speculate.triton_kernels.noise import row_seeds
 from hf_speculate.types import Kept, NoiseKeys, SampleStrategy
@@ -117,7 +117,6 @@ class DraftModelCandidateGenerator(CandidateGenerator):
 
 
 def _new_cache(drafter: Drafter, device: torch.device) -> KVCache:
-    """An empty KV cache of one row for a drafter's model."""
     model: PreTrainedModel | None = getattr(drafter, "draft_model", None)
     obstacle = "" if model is None else rollback_obstacle(model, bool(stateful_names([model])))
     if obstacle:

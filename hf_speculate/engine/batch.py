@@ -125,7 +125,6 @@ class Batch:
         self._rounds_before[-other.num_rows :] = [self.num_rounds - other.num_rounds] * other.num_rows
 
     def _counts(self, verified: Verified, trimmed: Trimmed) -> RowCounts:
-        """Tokens that rows gain, with the device's own copy of them if it has one."""
         counts, on_device = trimmed.num_emitted, verified.device_num_accepted
         if on_device is None or len(counts) == 1:
             return RowCounts(counts)

@@ -27,7 +27,6 @@ from hf_speculate.engine.draft_cache_reuse import make_draft_cache_reuse
 from hf_speculate.engine.draft_length import DraftLength
 from hf_speculate.engine.draft_session import DraftSession
 from hf_speculate.engine.drafter_factory import make_custom_drafter, make_drafter
-from hf_speculate.engine.end_padding import MAX_PADDING_QUERY, EndPadding
 from hf_speculate.engine.hidden_states import HiddenStates
 from hf_speculate.engine.model_state import model_state
 from hf_speculate.engine.observers import (
@@ -41,7 +40,7 @@ from hf_speculate.engine.outputs import OutputRecorder
 from hf_speculate.engine.plan import CachePlan, Plan, cost_ratio, make_plan
 from hf_speculate.engine.stage_clock import StageClock
 from hf_speculate.engine.stop_tracker import BlockStopping, StopTracker
-from hf_speculate.engine.target_session import TargetSession
+from hf_speculate.engine.target_session import MAX_PADDING_QUERY, EndPadding, TargetSession
 from hf_speculate.engine.verification import LockStepVerification, RowWiseVerification, Verification
 from hf_speculate.models.language_model import device_of
 from hf_speculate.models.layer_capture import FINAL_STATE, LayerCapture

@@ -6,7 +6,7 @@ from functools import cache, partial
 from typing import NamedTuple
 
 import torch
-from transformers import CompileConfig, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from hf_speculate.cache.ragged_layer import even_capacity
 from hf_speculate.compat import compile_config_of
@@ -45,8 +45,11 @@ def static_request(
     if not is_static and config.compile_config is None:
         return None
     models = {"target": model} if assistant is None else {"target": model, "draft": assistant}
-    found = {part: compile_config_of(one, config) for part, one in models.items()}
-    settings = {part: _settings(one) for part, one in found.items() if one is not None}
+    settings: dict[str, CompileSettings] = {}
+    for part, one in models.items():
+        found = compile_config_of(one, config)
+        if found is not None:
+            settings[part] = CompileSettings(found.backend, found.mode, found.dynamic, found.options)
     reason = ""
     if config.compile_config is not None and "target" not in settings:
         reason = (
@@ -177,12 +180,7 @@ def _query_lens(lens: Sequence[int], varies: bool) -> tuple[int, ...]:
     return (*(() if len(lens) == 1 else (2,)), *(num + 1 for num in lens))
 
 
-def _settings(config: CompileConfig) -> CompileSettings:
-    return CompileSettings(config.backend, config.mode, config.dynamic, config.options)
-
-
 def _eager_reason(candidate: CompileCandidate, settings: CompileSettings) -> str:
-    """Why a model cannot run compiled; empty if it can."""
     name = f"eager forwards of the {candidate.part} {type(candidate.model).__name__}"
     if candidate.cache_kind != "preallocated":
         return f"{name}, whose states are not preallocated"
@@ -195,7 +193,6 @@ def _eager_reason(candidate: CompileCandidate, settings: CompileSettings) -> str
 
 
 def _ungraphed_reason(candidate: CompileCandidate, is_compiled: bool) -> str:
-    """Why a model cannot run from device graphs; empty if it can."""
     part, model = candidate.part, candidate.model
     failure = model_state(model).units.failure(FAILURE_KEY)
     if failure is not None:
@@ -220,5 +217,4 @@ def _ungraphed_reason(candidate: CompileCandidate, is_compiled: bool) -> str:
 
 @cache
 def _warn_once(text: str) -> None:
-    """Log a reason, the first time that it is met."""
     LOGGER.warning(text)

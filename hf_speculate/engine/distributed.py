@@ -1,6 +1,7 @@
 """Distributed calls: ranks that must run equally many forwards, and tensor-parallel groups that must agree."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,11 +12,11 @@ from transformers.distributed.fsdp import is_fsdp_managed_module
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 
+@dataclass(frozen=True)
 class SyncedRanks:
     """The ranks that must run as many forwards as this one, because each forward gathers weights from all of them."""
 
-    def __init__(self, device: torch.device):
-        self.device = device
+    device: torch.device
 
     def max(self, num: int | None) -> int | None:
         """The largest number of any rank; None if every rank passes None."""
@@ -34,6 +35,7 @@ def synced_ranks(wanted: bool | None, models: Iterable[nn.Module], device: torch
     return SyncedRanks(device) if wanted else None
 
 
+@dataclass(frozen=True)
 class TensorParallelGroup:
     """The processes that compute one tensor-parallel model together; all of them use what rank 0 decides.
 
@@ -41,9 +43,8 @@ class TensorParallelGroup:
     differently would add up parts of different forwards, or wait for one that never comes.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device):
-        self.group = group
-        self.device = device
+    group: dist.ProcessGroup
+    device: torch.device
 
     def broadcast(self, numbers: Tensor) -> Tensor:
         """Rank 0's numbers, of one shape and dtype on all ranks, on every rank; `numbers` is left as it is."""

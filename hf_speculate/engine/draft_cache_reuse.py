@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache
 
 from hf_speculate.cache.base import KVCache, gathered
 from hf_speculate.draft.state import DraftCacheKey, DraftState, SavedDraftCache
@@ -72,17 +71,6 @@ def make_draft_cache_reuse(
     adapters = tuple((*one.active_adapters, one.disable_adapters, *one.merged_adapters) for one in adapted)
     ids = None if call.vocabulary is None else call.vocabulary.draft_ids
     return DraftCacheReuse(state, DraftCacheKey(parts, device_of(draft), draft.dtype, adapters, ids), kv_cache)
-
-
-def draft_cache_choice(choice: str, state: DraftState | None, draft: PreTrainedModel) -> str:
-    """The value of `speculation_cache` for a draft model whose states are kept.
-
-    Growing buffers drop what lies behind a sliding window; the dynamic cache of a draft keeps all states.
-    """
-    if state is None or choice != "auto":
-        return choice
-    layers = DynamicCache(config=draft.config.get_text_config(decoder=True))
-    return "dynamic" if any(layers.is_sliding) else choice
 
 
 def _num_shared(one: Sequence[int], other: Sequence[int]) -> int:

@@ -169,7 +169,6 @@ class DraftSession:
         return max(num_unseen, 1)  # a finished row without a draft gains nothing to read
 
     def _before_placeless(self, batch: Batch, draft: DraftOut) -> DraftOut:
-        """The draft, of which tokens after the first `placeless_id` do not count."""
         if self.placeless_id is None:
             return draft
         newest = batch.tokens.last(1).to(draft.token_ids.device)

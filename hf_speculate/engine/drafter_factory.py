@@ -54,12 +54,19 @@ def make_drafter(
 ) -> Drafter | None:
     """The drafter of a plan, unless it is a custom one; None if nothing is drafted."""
     draft, num_lookup, device = plan.draft_model, plan.config.prompt_lookup_num_tokens, call.input_ids.device
-    if draft is None:
-        return None if num_lookup is None else SuffixDrafter(_suffix_settings(target, plan, call, num_lookup), device)
-    model = _model_drafter(target, plan, call, draft, on_failure)
+    model = None if draft is None else _model_drafter(target, plan, call, draft, on_failure)
     if num_lookup is None:
         return model
-    settings = _suffix_settings(target, plan, call, num_lookup)
+    settings = SuffixSettings(
+        max_draft_tokens=num_lookup,
+        max_match_len=plan.config.max_matching_ngram_size,
+        eos_token_ids=plan.eos_token_ids or frozenset(),
+        vocab_size=vocab_size_of(target),
+        store=plan.config.suffix_store,
+        num_pads=call.num_pads,
+    )
+    if model is None:
+        return SuffixDrafter(settings, device)
     return HybridDrafter(model, settings, plan.config.max_model_tokens, device)
 
 
@@ -88,17 +95,6 @@ def _setup(
     )
 
 
-def _suffix_settings(target: PreTrainedModel, plan: Plan, call: Call, num: int) -> SuffixSettings:
-    return SuffixSettings(
-        max_draft_tokens=num,
-        max_match_len=plan.config.max_matching_ngram_size,
-        eos_token_ids=plan.eos_token_ids or frozenset(),
-        vocab_size=vocab_size_of(target),
-        store=plan.config.suffix_store,
-        num_pads=call.num_pads,
-    )
-
-
 def _model_drafter(
     target: PreTrainedModel,
     plan: Plan,
@@ -108,8 +104,7 @@ def _model_drafter(
 ) -> ModelDrafter:
     config, eos, device = plan.config, plan.eos_token_ids, device_of(draft)
     is_synced = call.ranks is not None or call.group is not None
-    last = last_position(draft)
-    max_position = call.max_position if last is None else min(call.max_position, last)
+    max_position = min(call.max_position, last_position(draft, call.max_position))
     num_query = call.prefill_chunk_size or call.query_ids.shape[1]
     chunk_size = None if call.ranks else draft_chunk_size(target, draft, num_query)
     processors = BlockLogitsProcessorList(call.processors).for_draft()

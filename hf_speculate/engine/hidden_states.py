@@ -12,8 +12,6 @@ from hf_speculate.types import Scored
 
 
 class _Piece(NamedTuple):
-    """The states of one forward."""
-
     states: Tensor  # [B, Q, D]
     starts: list[int]  # [B] first column of each row's states
     counts: list[int]  # [B] number of columns
@@ -89,14 +87,13 @@ class HiddenStates:
         return states[0] if len(states) == 1 else torch.cat([one.to(states[0].device) for one in states], dim=-1)
 
     def rows(self, indices: Sequence[int]) -> None:
-        kept = list(indices)
         self._pieces = [
             _Piece(
-                piece.states[upload(kept, piece.states.device)],
-                [piece.starts[row] for row in kept],
-                [piece.counts[row] for row in kept],
+                states[upload(indices, states.device)],
+                [starts[row] for row in indices],
+                [counts[row] for row in indices],
             )
-            for piece in self._pieces
+            for states, starts, counts in self._pieces
         ]
 
 

@@ -12,7 +12,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEnc
 
 from hf_speculate.engine.observers import Observer
 from hf_speculate.engine.stage_clock import Stage
-from hf_speculate.types import RoundRecord, Scored
+from hf_speculate.types import RoundRecord
 
 LayerStates = tuple[Tensor, ...]
 GenerateOutput = GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput  # of plain decoding
@@ -61,10 +61,8 @@ class OutputRecorder(Observer):
                 self._scores[row_id] += _float_rows(record.verified.scores[row], num)
             if wants.logits and record.was_live[row]:
                 self._logits[row_id] += _float_rows(record.scored.logits[row], num)
-        if not record.num_round:
-            self._add_prompt_states(record.scored)
-        elif wants.hidden_states or wants.attentions:
-            self._add_states(record.scored, record.trimmed.num_emitted[0], record.draft.token_ids.shape[1] + 1)
+        if wants.hidden_states or wants.attentions:
+            self._add_states(record)
 
     def join(self, other: "OutputRecorder") -> None:
         self.new_ids |= other.new_ids
@@ -72,23 +70,24 @@ class OutputRecorder(Observer):
     def take(self, row_id: int) -> list[int]:
         return self.new_ids.pop(row_id)
 
-    def _add_states(self, scored: Scored, num_tokens: int, num_query: int) -> None:
-        """Append one row's states at the positions that chose the first `num_tokens` of `num_query` tokens."""
-        windows = self._windows() if self._windows is not None and self.recorded.attentions else []
-        for position in range(num_tokens):
-            if self.recorded.hidden_states and scored.hidden_states is not None:
-                self.hidden_states.append(tuple(layer.narrow(-2, position, 1) for layer in scored.hidden_states))
-            if self.recorded.attentions and scored.attentions is not None:
-                layers = zip(scored.attentions, windows if scored.attentions else [], strict=True)  # SDPA returns none
+    def _add_states(self, record: RoundRecord) -> None:
+        """Append the states of the prompt, or those of the one row at the positions that chose the emitted tokens."""
+        hidden_states = record.scored.hidden_states if self.recorded.hidden_states else None
+        attentions = record.scored.attentions if self.recorded.attentions else None
+        if not record.num_round:
+            self.hidden_states += [] if hidden_states is None else [hidden_states]
+            self.attentions += [] if attentions is None else [attentions]
+            return
+        windows = self._windows() if self._windows is not None and attentions else []  # SDPA returns no attentions
+        num_query = record.draft.token_ids.shape[1] + 1
+        for position in range(record.trimmed.num_emitted[0]):
+            if hidden_states is not None:
+                self.hidden_states.append(tuple(layer.narrow(-2, position, 1) for layer in hidden_states))
+            if attentions is not None:
+                layers = zip(attentions, windows, strict=True)
                 self.attentions.append(
                     tuple(_attention_row(layer, position, num_query, window) for layer, window in layers)
                 )
-
-    def _add_prompt_states(self, scored: Scored) -> None:
-        if self.recorded.hidden_states and scored.hidden_states is not None:
-            self.hidden_states.append(scored.hidden_states)
-        if self.recorded.attentions and scored.attentions is not None:
-            self.attentions.append(scored.attentions)
 
     def truncate(self, num_new_tokens: int) -> None:
         """Keep at most `num_new_tokens` of every row."""

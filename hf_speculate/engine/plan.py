@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from transformers import MaxLengthCriteria, MaxTimeCriteria, PreTrainedModel
+from transformers.cache_utils import DynamicCache
 
 from hf_speculate.cache.layers import is_recurrent
 from hf_speculate.config import SpeculationConfig
@@ -13,7 +14,6 @@ from hf_speculate.draft.from_candidate_generator import samples_its_logits
 from hf_speculate.engine.call import Call
 from hf_speculate.engine.compile_plan import CompileCandidate, CompilePlan, draft_lens, make_compile_plan
 from hf_speculate.engine.distributed import tensor_parallel_size
-from hf_speculate.engine.draft_cache_reuse import draft_cache_choice
 from hf_speculate.models.cache_selection import CacheChoice, CacheRequest
 from hf_speculate.models.language_model import counts_columns, device_of, vocab_size_of
 from hf_speculate.models.quirks import placeless_id
@@ -218,7 +218,6 @@ def _plan_caches(
     lens: tuple[int, ...],
     hidden_layers: tuple[int, ...] | None,
 ) -> tuple[CachePlan, CachePlan | None, CompilePlan]:
-    """The KV caches of the target and the draft model, and what runs compiled over them."""
     requests = [target_cache_request(config, call)]
     choices = [requests[0].choose(target, call.cache, call.attention_mask, call.input_ids.device)]
     eager_reason = ""
@@ -229,9 +228,14 @@ def _plan_caches(
     ungraphed = "rows of the batch are refilled" if call.rows_leave else call.recorded.ungraphed
     candidates = [CompileCandidate("target", target, choices[0].kind, call.target_inputs, eager_reason, ungraphed)]
     if draft is not None:
+        kind = config.speculation_cache
+        if kind == "auto" and config.draft_state is not None and call.static is None:
+            # growing buffers drop what lies behind a sliding window; the dynamic cache of a draft keeps all states
+            layers = DynamicCache(config=draft.config.get_text_config(decoder=True))
+            kind = "dynamic" if any(layers.is_sliding) else kind
         requests.append(
             CacheRequest(
-                draft_cache_choice(config.speculation_cache, None if call.static else config.draft_state, draft),
+                kind,
                 call.draft_attention,
                 crosses=call.draft_inputs.crosses,
                 max_columns=call.max_length,

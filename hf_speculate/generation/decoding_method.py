@@ -38,7 +38,6 @@ from hf_speculate.generation.validate_models import (
     check_attention,
     check_chunks,
     check_decoder_prompt,
-    check_returned_attentions,
     check_rope,
 )
 from hf_speculate.models.attention_switch import folded_attention_for
@@ -49,8 +48,6 @@ from hf_speculate.verify.base import check_verifier
 
 
 class _Run(NamedTuple):
-    """What transformers has prepared for one run."""
-
     model: PreTrainedModel
     input_ids: Tensor  # [B, P] int64
     logits_processor: LogitsProcessorList
@@ -61,8 +58,6 @@ class _Run(NamedTuple):
 
 
 class _Text(NamedTuple):
-    """The text that a run decodes from."""
-
     query_ids: Tensor  # [B, Q] int64, the tokens that the cache does not hold
     mask: Tensor | None
     cache: Cache
@@ -155,7 +150,6 @@ class SpeculativeDecoding:
         return output
 
     def _prepared(self, run: _Run, config: SpeculationConfig) -> Call:
-        """The prepared call, after all checks."""
         model, draft, generation_config = run.model, self.assistant.model, run.generation_config
         text = self._text(run)
         context = target_inputs(
@@ -208,9 +202,7 @@ class SpeculativeDecoding:
         """The text that is decoded from, after the checks of models, cache and mask."""
         model, generation_config, input_ids = run.model, run.generation_config, run.input_ids
         has_encoder = bool(model.config.is_encoder_decoder)
-        check_attention(model, _attention(model), self.source)
-        if generation_config.output_attentions:
-            check_returned_attentions(model, _attention(model), self.source)
+        check_attention(model, _attention(model), bool(generation_config.output_attentions), self.source)
         check_prepared(input_ids, generation_config, run.model_kwargs, has_encoder, self.streamer, self.source)
         mask = run.model_kwargs.get("decoder_attention_mask" if has_encoder else "attention_mask")
         if has_encoder:

@@ -69,7 +69,6 @@ def is_enabled(model: object) -> bool:
 
 
 def _base_model(model: object) -> PreTrainedModel:
-    """The transformers model, without a PEFT wrapper."""
     get_base_model = getattr(model, "get_base_model", None)
     base = get_base_model() if callable(get_base_model) and not isinstance(model, PreTrainedModel) else model
     if not isinstance(base, PreTrainedModel) or not isinstance(base, GenerationMixin):
@@ -82,7 +81,6 @@ def _base_model(model: object) -> PreTrainedModel:
 
 
 def _enabled_class(plain: type[PreTrainedModel]) -> type:
-    """The subclass of `plain` that speculates; made once."""
     with _LOCK:
         if plain not in _ENABLED_CLASSES:
             body = {

@@ -2,12 +2,14 @@
 
 import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from hf_speculate.compat import check_private_names, comes_from_model_config, stateful_names
@@ -17,7 +19,7 @@ from hf_speculate.draft.heads.head import DraftHead, warn_of_low_first_acceptanc
 from hf_speculate.engine.model_state import model_state
 from hf_speculate.engine.outputs import GenerateOutput
 from hf_speculate.engine.running_batch import Preparation, Prepared
-from hf_speculate.errors import UnsupportedModelError
+from hf_speculate.errors import UnsupportedGenerationError, UnsupportedModelError
 from hf_speculate.generation.arguments import (
     bind,
     own_early_exit,
@@ -27,17 +29,18 @@ from hf_speculate.generation.arguments import (
     own_stop_strings,
     run,
     samples,
+    setting,
     unwrapped,
 )
 from hf_speculate.generation.config_sources import fields_in, fields_of, read_config
 from hf_speculate.generation.decoding_method import SpeculativeDecoding
 from hf_speculate.generation.draft_source import ASSISTED, COUPLED_ALONE, MTP, NO_DRAFTS, find_draft_source, with_head
-from hf_speculate.generation.token_healing import TokenHealingMixin, provide_tokenizer
 from hf_speculate.generation.validate_call import check_call
 from hf_speculate.generation.validate_models import check_assistant, check_models
 from hf_speculate.verify.base import check_verifier
 
 LOGGER = logging.getLogger("hf_speculate")
+_healing_tokenizer: ContextVar[Any] = ContextVar("hf_speculate_healing_tokenizer", default=None)
 _TRANSFORMERS_FIELDS = (
     "num_assistant_tokens",
     "num_assistant_tokens_schedule",
@@ -47,7 +50,7 @@ _TRANSFORMERS_FIELDS = (
 )
 
 
-class SpeculativeGenerationMixin(TokenHealingMixin):
+class SpeculativeGenerationMixin(GenerationMixin):
     """Gives a model class speculative `generate()`; put it before the model in a class's bases.
 
     `generate()` takes all that transformers' takes, and the fields of `SpeculationConfig` as keywords or from a
@@ -65,6 +68,15 @@ class SpeculativeGenerationMixin(TokenHealingMixin):
         """
         plain = super().generate  # type: ignore[misc]  # self is a model wherever the mixin is used
         return _generate(self, plain, args, kwargs, {})  # type: ignore[arg-type]
+
+    def heal_tokens(self, input_ids: Any, tokenizer: Any = None) -> Any:
+        """See transformers; without a tokenizer, that of the current call, which transformers does not hand on."""
+        tokenizer = _healing_tokenizer.get() if tokenizer is None else tokenizer
+        token = _healing_tokenizer.set(None)  # heal_tokens calls `generate` itself
+        try:
+            return super().heal_tokens(input_ids, tokenizer)
+        finally:
+            _healing_tokenizer.reset(token)
 
 
 def generate(
@@ -103,8 +115,22 @@ def prepare(model: PreTrainedModel, first_row: int, **kwargs: Any) -> Prepared:
     return preparation.prepared[0]
 
 
+@contextmanager
+def _provide_tokenizer(model: PreTrainedModel, call: Mapping[str, Any]) -> Iterator[None]:
+    """Make the tokenizer of a call available to `heal_tokens` while transformers prepares the call."""
+    if setting(model, call, "token_healing") and not isinstance(model, SpeculativeGenerationMixin):
+        raise UnsupportedGenerationError(
+            "token_healing must be left out for a model that is not enabled, got True; call enable(model), or "
+            "model.heal_tokens(input_ids, tokenizer) beforehand"
+        )
+    token = _healing_tokenizer.set(call.get("tokenizer"))
+    try:
+        yield
+    finally:
+        _healing_tokenizer.reset(token)
+
+
 def _plain_generate(model: PreTrainedModel) -> Any:
-    """The `generate` of the model's class, without speculation."""
     if isinstance(model, SpeculativeGenerationMixin):
         return super(SpeculativeGenerationMixin, model).generate  # type: ignore[misc]
     plain_class: Any = type(model)
@@ -158,7 +184,7 @@ def _generate(
     own_prompt_lookup(model, call)
     is_static = own_static_cache(model, call)
     decoding = SpeculativeDecoding(resolved, config, call, is_static, source, preparation)
-    with decoding.clock, provide_tokenizer(model, call):
+    with decoding.clock, _provide_tokenizer(model, call):
         call["custom_generate"] = decoding
         output: GenerateOutput | Tensor = run(plain, bound)
     if not decoding.num_runs:

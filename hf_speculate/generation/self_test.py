@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,18 +42,6 @@ _LARGEST_LOGIT = 1e30  # what models put in place of -inf is no number to compar
 _lock = threading.Lock()
 
 
-class Situation(NamedTuple):
-    """What a result is remembered for: calls that agree in this are decoded alike."""
-
-    num_tokens: int
-    has_rows: bool  # more than one
-    padding: str  # "no", "left" or "inner", which is on the right too
-    arguments: tuple[str, ...]  # of the prompt's forward, besides the text
-    cache: str  # as `speculation_cache` names it, passed or not
-    attention: str
-    dtype: torch.dtype
-
-
 def check_decoding(
     model: PreTrainedModel,
     call: Call,
@@ -71,7 +59,19 @@ def check_decoding(
         return ""
     if model.training:  # dropout draws anew in every forward
         return "skipped, for the model is in training mode"
-    situation = _situation(model, call, config, num_tokens)
+    mask = call.attention_mask
+    padding = "no" if mask is None else "inner" if has_holes(mask) else "left"
+    # Calls that agree in this are decoded alike.
+    situation = (
+        num_tokens,
+        call.batch_size > 1,
+        padding,
+        tuple(call.target_inputs.prompt_names),
+        config.speculation_cache,
+        call.is_cache_passed,
+        call.target_attention,
+        _dtype(model),
+    )
     with _lock:
         difference = model_state(model).self_tests.get(situation, torch.nan)
     is_due = math.isnan(difference)
@@ -90,7 +90,7 @@ def check_decoding(
     if call.ranks is not None and call.ranks.max(int(has_failed)) and not has_failed:
         raise _refusal(model, "another difference on another rank", source)
     if has_failed:
-        rows = f"with {situation.padding} padding and {call.batch_size} rows"
+        rows = f"with {padding} padding and {call.batch_size} rows"
         raise _refusal(model, f"a difference of {difference:.2g} {rows}", source)
     return f"passed, difference {difference:.1e} of {tolerance:g} allowed"
 
@@ -199,21 +199,6 @@ def _same_randomness(model: PreTrainedModel) -> AbstractContextManager[None]:
     device = model.device
     devices = [] if device.type in ("cpu", "meta") else [device.index or 0]
     return torch.random.fork_rng(devices, device_type=device.type if devices else "cuda")
-
-
-def _situation(model: PreTrainedModel, call: Call, config: SpeculationConfig, num_tokens: int) -> Situation:
-    mask, padding = call.attention_mask, "no"
-    if mask is not None:
-        padding = "inner" if has_holes(mask) else "left"
-    return Situation(
-        num_tokens,
-        call.batch_size > 1,
-        padding,
-        tuple(call.target_inputs.prompt_names),
-        f"{config.speculation_cache}, {'passed' if call.is_cache_passed else 'new'}",
-        call.target_attention,
-        _dtype(model),
-    )
 
 
 def _dtype(model: PreTrainedModel) -> torch.dtype:

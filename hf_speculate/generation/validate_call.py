@@ -189,7 +189,6 @@ def _left_out(name: str, source: DraftSource) -> UnsupportedGenerationError:
 
 
 def _check_cache(cache: Any, source: DraftSource) -> None:
-    """Check that a cache is a dynamic or static one, or a pair of these, on one device."""
     is_pair = isinstance(cache, EncoderDecoderCache)
     parts = [cache.self_attention_cache, cache.cross_attention_cache] if is_pair else [cache]
     if not is_static(cache) and any(type(part) is not DynamicCache or part.offloading for part in parts):

@@ -28,46 +28,31 @@ def check_models(models: Sequence[PreTrainedModel], stateful: Sequence[str], sou
             f"(_sample) of its own; {source.hint}"
         )
     for model in models:
-        config = model.config.get_text_config(decoder=True)
-        obstacle = rollback_obstacle(model, type(model).__name__ in stateful)
-        if obstacle:
-            raise UnsupportedModelError(
-                f"models must be able to roll back, got {type(model).__name__} with recurrent state {obstacle}; "
-                f"{source.hint}"
-            )
-        if not cache_name(model):
-            raise UnsupportedModelError(
-                f"models must take past_key_values, got {type(model).__name__} without; {source.hint}"
-            )
+        name, config = type(model).__name__, model.config
+        recurrent = rollback_obstacle(model, name in stateful)
         quirk = limit_reason(model, Limit.NOT_SUPPORTED)
-        if quirk:
-            raise UnsupportedModelError(
-                f"models must read several tokens after a cached text, got {type(model).__name__}, whose layers "
-                f"{quirk}; {source.hint}"
-            )
-        if model.training and any(getattr(part, "gradient_checkpointing", False) for part in model.modules()):
-            raise UnsupportedModelError(
-                f"models must keep their states, got {type(model).__name__} in training mode with gradient "
-                f"checkpointing, which drops them; call eval() or gradient_checkpointing_disable(), or {source.hint}"
-            )
-        if "prepare_inputs_for_generation" in vars(model):
-            raise UnsupportedModelError(
-                f"models must prepare their inputs as their class does, got {type(model).__name__} with a "
-                f"prepare_inputs_for_generation of its own (prompt or prefix tuning); {source.hint}"
-            )
-        num_stages = getattr(getattr(model.config, "distributed_config", None), "pp_size", None) or 1
-        if num_stages > 1:
-            raise UnsupportedModelError(
-                f"models must lie whole in every process or be split by tensor parallelism, got {type(model).__name__} "
-                f"in {num_stages} stages (pp_size); load it with tp_size, or {source.hint}"
-            )
+        drops_states = model.training and any(
+            getattr(part, "gradient_checkpointing", False) for part in model.modules()
+        )
+        num_stages = getattr(getattr(config, "distributed_config", None), "pp_size", None) or 1
         served = _SERVED_LAYERS | (_SERVED_BESIDE_RECURRENT_LAYERS if recurrent_cache(model) is not None else set())
-        unserved = sorted(set(getattr(config, "layer_types", None) or ()) - served)
-        if unserved:
-            raise UnsupportedModelError(
-                f"layer_types must be among {', '.join(sorted(served))}, got {', '.join(unserved)} in "
-                f"{type(model).__name__}; {source.hint}"
-            )
+        unserved = sorted(set(getattr(config.get_text_config(decoder=True), "layer_types", None) or ()) - served)
+        obstacles = {
+            f"models must be able to roll back, got {name} with recurrent state {recurrent}; ": bool(recurrent),
+            f"models must take past_key_values, got {name} without; ": not cache_name(model),
+            f"models must read several tokens after a cached text, got {name}, whose layers {quirk}; ": bool(quirk),
+            f"models must keep their states, got {name} in training mode with gradient checkpointing, which drops "
+            "them; call eval() or gradient_checkpointing_disable(), or ": drops_states,
+            f"models must prepare their inputs as their class does, got {name} with a prepare_inputs_for_generation of "
+            "its own (prompt or prefix tuning); ": "prepare_inputs_for_generation" in vars(model),
+            f"models must lie whole in every process or be split by tensor parallelism, got {name} in {num_stages} "
+            "stages (pp_size); load it with tp_size, or ": num_stages > 1,
+            f"layer_types must be among {', '.join(sorted(served))}, got {', '.join(unserved)} in {name}; ": unserved
+            != [],
+        }
+        for obstacle, holds in obstacles.items():
+            if holds:
+                raise UnsupportedModelError(f"{obstacle}{source.hint}")
     _check_encoders(models[0], models[-1])
 
 
@@ -102,22 +87,18 @@ def check_rope(target: PreTrainedModel, max_length: int, source: DraftSource) ->
         )
 
 
-def check_attention(target: PreTrainedModel, name: str, source: DraftSource) -> None:
-    """Check that the target's attention function gets a mask; without one, drafts would see wrong columns."""
-    if source is COUPLED_ALONE or name not in ALL_ATTENTION_FUNCTIONS or name in AttentionMaskInterface():
-        return
-    raise UnsupportedModelError(
-        f"the attention implementation must have a mask function to score drafts, got {name!r} without one in "
-        f"{type(target).__name__}; call transformers.AttentionMaskInterface.register({name!r}, "
-        f"transformers.masking_utils.sdpa_mask), or with another function that makes the masks it reads, or "
-        f"{source.hint}"
-    )
-
-
-def check_returned_attentions(target: PreTrainedModel, name: str, source: DraftSource) -> None:
-    """Check that the target can return attention weights."""
+def check_attention(target: PreTrainedModel, name: str, returns_weights: bool, source: DraftSource) -> None:
+    """Check that the target's attention gets a mask, without which drafts see wrong columns, and gives its weights."""
+    has_mask = source is COUPLED_ALONE or name not in ALL_ATTENTION_FUNCTIONS or name in AttentionMaskInterface()
+    if not has_mask:
+        raise UnsupportedModelError(
+            f"the attention implementation must have a mask function to score drafts, got {name!r} without one in "
+            f"{type(target).__name__}; call transformers.AttentionMaskInterface.register({name!r}, "
+            f"transformers.masking_utils.sdpa_mask), or with another function that makes the masks it reads, or "
+            f"{source.hint}"
+        )
     quirk = limit_reason(target, Limit.NO_ATTENTIONS_FROM_SDPA)
-    if quirk and name != "eager":
+    if returns_weights and quirk and name != "eager":
         raise UnsupportedModelError(
             f"output_attentions of {type(target).__name__} must come with eager attention, because {quirk}, got "
             f"{name!r}; load the model with attn_implementation='eager', or {source.hint}"

@@ -93,5 +93,4 @@ def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _rows_of(value: Any, index: Tensor) -> Any:
-    """The rows `index` of a tensor [B, ...], or of all tensors in an output; anything else as it is."""
     return mapped(value, lambda tensor: tensor.index_select(0, index.to(tensor.device)))

@@ -50,8 +50,6 @@ _MOST_MASKS = 4  # kept in a forward: one for each kind of layer
 
 
 class _Masks:
-    """The masks of one forward, as its layers' attention takes them."""
-
     def __init__(self) -> None:
         self._made: list[tuple[Tensor, int, Tensor]] = []
 
@@ -169,7 +167,6 @@ def register_folded_attention() -> None:
 
 
 def _covers(mask: Tensor, query: Tensor, key: Tensor) -> bool:
-    """Whether a mask has an entry for each query token and key."""
     return mask.ndim == 4 and mask.shape[2:] == (query.shape[2], key.shape[2]) and mask.shape[1] in (1, query.shape[1])
 
 

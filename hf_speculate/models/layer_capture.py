@@ -89,5 +89,4 @@ class LayerCapture:
 
 
 def _parts(decoder: nn.Module, names: Sequence[str]) -> list[Any]:
-    """The parts of a decoder that have one of the names."""
     return [part for name in names if (part := getattr(decoder, name, None)) is not None]

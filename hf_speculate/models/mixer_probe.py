@@ -27,8 +27,6 @@ _known: "WeakKeyDictionary[nn.Module, StepProtocol | str]" = WeakKeyDictionary()
 
 
 class _Steps(NamedTuple):
-    """Outputs and states of a mixer that read tokens one by one."""
-
     outputs: Sequence[Tensor]  # by token, [B, 1, ...]; parts of a tuple are concatenated
     states: Sequence[States]
     writes_recurrent: bool
@@ -101,14 +99,12 @@ def _made_up(module: nn.Module) -> Tensor:
 
 
 def _run(mixer: Mixer, module: nn.Module, hidden: Tensor, layer: LinearAttentionLayer) -> Any:
-    """The output of a mixer, or of a copy of it, for tokens that follow a layer's states."""
     cache = Cache(layers=[layer] * (mixer.layer_index + 1))
     arguments = {mixer.hidden_name: hidden, mixer.cache_name: cache, **dict.fromkeys(mixer.mask_names)}
     return type(mixer.module).forward(module, **arguments)
 
 
 def _loaded(states: States) -> StepLayer:
-    """A cache layer with copies of states."""
     layer = StepLayer(1 + max(slot.number for slot in states))
     layer.load({slot: state.clone() for slot, state in states.items()})
     return layer
@@ -177,8 +173,6 @@ def _hooked(
 
 
 class _Watched(StandIn):
-    """Runs the child that it replaces, and records its input and output."""
-
     def __init__(self, name: str, child: nn.Module, calls: list[tuple[str, Any, Any]]):
         super().__init__(child)
         self.name = name
@@ -197,7 +191,6 @@ def _flat(output: Any) -> Tensor:
 
 
 def _is_close(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors differ by no more than rounding."""
     if not one.is_floating_point():
         return torch.equal(one, other)
     tolerance = max(_TOLERANCE, _ROUNDINGS * torch.finfo(one.dtype).eps)

@@ -107,8 +107,6 @@ class StepLayer(LinearAttentionLayer):
 
 
 class _Reading:
-    """One forward of a mixer over Q tokens."""
-
     def __init__(self, hidden: Tensor, arguments: dict[str, Any], layer: StepLayer, before: States):
         self.tokens = _by_token(hidden)
         self.arguments = arguments  # without the hidden states
@@ -189,7 +187,6 @@ class SteppedMixer:
         return (), {mixer.hidden_name: reading.tokens[0], **arguments}
 
     def _widen(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Let an input projection read all tokens."""
         reading = self._own_reading
         if reading is None or not args:
             return None
@@ -200,7 +197,6 @@ class SteppedMixer:
         return whole, *args[1:]
 
     def _narrow(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
-        """Return the projection of the first token to the mixer."""
         reading = self._own_reading
         if reading is None or reading.widened != name:
             return None
@@ -242,7 +238,6 @@ class SteppedMixer:
         return found
 
     def _step(self, reading: _Reading, number: int) -> Any:
-        """Let the copy read one token after the layer's states."""
         for name, stand_in in self._inputs.items():
             stand_in.output = reading.held[name][number]
         arguments = {self.mixer.hidden_name: reading.tokens[number], **reading.arguments}

@@ -17,8 +17,16 @@ from torch import Tensor
 
 from hf_speculate.draft.base import DraftCompilation, DrafterSetup
 from hf_speculate.draft.heads.head import HeadSpec
-from hf_speculate.draft.heads.proposal import MAX_UNROLLED_STEPS, Choosing, Proposal, Unrolled
-from hf_speculate.draft.heads.round import HeadDrafter, HeadNetwork, NewTokens, last_of
+from hf_speculate.draft.heads.round import (
+    MAX_UNROLLED_STEPS,
+    Choosing,
+    HeadDrafter,
+    HeadNetwork,
+    NewTokens,
+    Proposal,
+    Unrolled,
+    last_of,
+)
 from hf_speculate.draft.heads.row_cache import FixedColumns, Placed, RowCache, StateStore
 from hf_speculate.draft.heads.target_parts import TargetParts, shape_of
 from hf_speculate.models.compilation import Compilation

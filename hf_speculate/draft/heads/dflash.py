@@ -15,11 +15,9 @@ from torch import Tensor, nn
 from hf_speculate.draft.base import DrafterSetup
 from hf_speculate.draft.heads.head import DraftHead, HeadSpec
 from hf_speculate.draft.heads.kinds import HeadKind, unserved
-from hf_speculate.draft.heads.layer_config import LayerConfig, read_layer_config
-from hf_speculate.draft.heads.layers import DecoderLayer, RMSNorm, Rotary
+from hf_speculate.draft.heads.layers import DecoderLayer, LayerConfig, RMSNorm, Rotary, read_layer_config
 from hf_speculate.draft.heads.load_network import ConfigSource, HeadConfig, LoadRequest, load_network
-from hf_speculate.draft.heads.proposal import Proposal
-from hf_speculate.draft.heads.round import HeadDrafter, NewTokens
+from hf_speculate.draft.heads.round import HeadDrafter, NewTokens, Proposal
 from hf_speculate.draft.heads.row_cache import Placed, RowCache
 from hf_speculate.draft.heads.target_parts import TargetParts, TargetShape
 from hf_speculate.draft.heads.vocabulary import DraftVocabulary
@@ -29,7 +27,6 @@ _TABLE, _HEAD, _MASK = "embed_tokens.weight", "lm_head.weight", "mask_embedding"
 _CONFIDENCE = "confidence_head.proj.weight"
 _DEFAULT_BLOCK_SIZE = {"z-lab": 16, "speculators": 8}
 _DEFAULT_THETA = {"z-lab": 1e6, "speculators": 1e4}
-_MUSE_GLIMMER = "muse_glimmer_assistant"  # transformers' own class of z-lab's network
 
 
 @dataclass(frozen=True)
@@ -248,7 +245,8 @@ def read_dflash(source: ConfigSource) -> HeadConfig[DFlashOptions]:
         markov_reaches_confidence=bool(fields.get("confidence_head_with_markov", False)),
     )
     most = block_size if samples_from_anchor else block_size - 1
-    spec = source.spec(layers, ids, max_draft_tokens=most, num_target_layers=config.get("num_target_layers"))
+    num_target_layers = config.get("num_target_layers")
+    spec = source.spec(source.layer_fields, ids, max_draft_tokens=most, num_target_layers=num_target_layers)
     spec = replace(spec, default_draft_tokens=min(spec.default_draft_tokens or most, most))
     return HeadConfig(spec, layers, options)
 
@@ -311,7 +309,7 @@ def _markov_head(fields: dict[str, Any]) -> str | None:
 
 
 def _is_muse(config: dict[str, Any]) -> bool:
-    return bool(config.get("model_type") == _MUSE_GLIMMER)
+    return bool(config.get("model_type") == "muse_glimmer_assistant")  # transformers' own class of z-lab's network
 
 
 def load_dflash(request: LoadRequest) -> DraftHead:

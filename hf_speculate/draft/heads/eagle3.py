@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from hf_speculate.draft.heads.chain import ChainDrafter, Pairs
 from hf_speculate.draft.heads.head import DraftHead
-from hf_speculate.draft.heads.layer_config import LayerConfig, read_layer_config
-from hf_speculate.draft.heads.layers import DecoderLayer, RMSNorm, Rotary, Rotation
+from hf_speculate.draft.heads.layers import DecoderLayer, LayerConfig, RMSNorm, Rotary, Rotation, read_layer_config
 from hf_speculate.draft.heads.load_network import ConfigSource, HeadConfig, LoadRequest, load_network, shapes_of
 from hf_speculate.draft.heads.parallel import ParallelDrafter, SlotInputs
 from hf_speculate.draft.heads.row_cache import Placed, StateStore
@@ -167,8 +166,8 @@ def read_eagle3(source: ConfigSource) -> HeadConfig[Eagle3Options]:
             "it sets norm_output without fc_norm, as some trainers wrote for heads that do not feed back the "
             "normalised state; if the acceptance rate is low, set norm_output to false in its config.json"
         )
-    layers = read_layer_config(source.layer_fields)
-    spec = source.spec(layers, ids if reads_aux else (FINAL_STATE,), notes=tuple(notes))
+    layers, ids = read_layer_config(source.layer_fields), ids if reads_aux else (FINAL_STATE,)
+    spec = source.spec(source.layer_fields, ids, notes=tuple(notes))
     return HeadConfig(spec, layers, options)
 
 

@@ -41,7 +41,6 @@ class HeadFolder:
 
     @cached_property
     def path(self) -> Path:
-        """The folder that holds the weights."""
         if self.is_local:
             return Path(self.source)
         return Path(snapshot_download(self.source, allow_patterns=_WEIGHT_PATTERNS))
@@ -71,7 +70,6 @@ class HeadFolder:
 
     @cached_property
     def weight_files(self) -> list[Path]:
-        """The files that hold the weights."""
         name = next((name for name in _WEIGHT_FILES if (self.path / name).is_file()), None)
         if name is None:
             raise UnsupportedModelError(

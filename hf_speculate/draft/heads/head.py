@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_speculate.draft.base import Drafter, DrafterSetup
 from hf_speculate.draft.heads.layer_check import LayerCheck, check_layers
-from hf_speculate.draft.heads.target_parts import TargetShape, layer_names, shape_of
+from hf_speculate.draft.heads.target_parts import TargetShape, shape_of
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.models.compilation import CompiledUnits
 from hf_speculate.models.layer_capture import FINAL_STATE
@@ -139,7 +139,9 @@ class DraftHead:
 
     def __repr__(self) -> str:
         spec = self.spec
-        reads = layer_names(spec.hidden_layers, self.shape.num_layers) or "no hidden states"
+        num_layers = self.shape.num_layers
+        words = {FINAL_STATE: "after the final norm", num_layers: f"{num_layers} (before the final norm)"}
+        reads = ", ".join(words.get(layer, str(layer)) for layer in spec.hidden_layers) or "no hidden states"
         share = "" if spec.draft_vocab_size == spec.vocab_size else f" of {spec.vocab_size:,}"
         most = "" if spec.max_draft_tokens is None else f", at most {spec.max_draft_tokens}"
         return (

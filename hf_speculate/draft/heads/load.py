@@ -23,8 +23,6 @@ from hf_speculate.models.language_model import device_of
 
 
 class _Kind(NamedTuple):
-    """How a kind of head is described and loaded."""
-
     describe: Callable[[ConfigSource], HeadSpec]
     load: Callable[[LoadRequest], DraftHead]
 

@@ -12,8 +12,7 @@ from hf_speculate.draft.base import Drafter
 from hf_speculate.draft.heads.folder import HeadFolder
 from hf_speculate.draft.heads.head import DraftHead, HeadSpec
 from hf_speculate.draft.heads.kinds import HeadKind, check_weight_names
-from hf_speculate.draft.heads.layer_config import LayerConfig
-from hf_speculate.draft.heads.layers import Rotary
+from hf_speculate.draft.heads.layers import LayerConfig, Rotary, max_length_of
 from hf_speculate.draft.heads.target_parts import TargetShape
 from hf_speculate.draft.heads.vocabulary import DraftVocabulary, read_offsets
 from hf_speculate.errors import ConfigError, UnsupportedModelError
@@ -51,32 +50,28 @@ class ConfigSource(NamedTuple):
         if self.hidden_layers is not None:
             raise ConfigError(f"aux_layers must be left out for {head}, got {list(self.hidden_layers)}; leave it out")
 
-    def spec(self, layers: LayerConfig, hidden_layers: tuple[int, ...], **others: Any) -> HeadSpec:
-        """The spec of a head with layers of its own; `others` are fields that only its kind has."""
-        config = self.config
+    def spec(self, fields: dict[str, Any], hidden_layers: tuple[int, ...], **others: Any) -> HeadSpec:
+        """The spec of a head whose sizes are in `fields`; `others` are what only its kind has."""
+        config, hidden_size = self.config, int(fields["hidden_size"])
         speculators: dict[str, Any] = config.get("speculators_config") or {}
         num_draft_tokens = (speculators.get("proposal_methods") or [{}])[0].get("speculative_tokens")
         target = str((speculators.get("verifier") or {}).get("name_or_path") or "")
         # Muse-Glimmer's assistant has no table, so its config says nothing of a vocabulary.
-        vocab_size = int(self.layer_fields.get("vocab_size") or self.shape.vocab_size)
+        vocab_size = int(fields.get("vocab_size") or self.shape.vocab_size)
         draft_vocab_size = config.get("draft_vocab_size") or config.get("truncated_vocab_size")
-        fields = {
+        given: dict[str, Any] = {
+            "kind": self.found.kind,
+            "format": self.found.format,
+            "name": self.name,
+            "hidden_size": hidden_size,
+            "target_hidden_size": int(config.get("target_hidden_size") or hidden_size),
+            "vocab_size": vocab_size,
+            "draft_vocab_size": int(draft_vocab_size or vocab_size),
+            "max_position_embeddings": max_length_of(fields),
             "default_draft_tokens": None if num_draft_tokens is None else int(num_draft_tokens),
             "target_name": target.rstrip("/").rpartition("/")[2],
-            **others,
         }
-        return HeadSpec(
-            kind=self.found.kind,
-            format=self.found.format,
-            name=self.name,
-            hidden_layers=hidden_layers,
-            hidden_size=layers.hidden_size,
-            target_hidden_size=int(config.get("target_hidden_size") or layers.hidden_size),
-            vocab_size=vocab_size,
-            draft_vocab_size=int(draft_vocab_size or vocab_size),
-            max_position_embeddings=layers.max_position_embeddings,
-            **fields,
-        )
+        return HeadSpec(hidden_layers=hidden_layers, **(given | others))
 
 
 class HeadConfig(NamedTuple, Generic[OptionsT]):

@@ -17,8 +17,7 @@ from hf_speculate.compat import attention_name, set_attention_name
 from hf_speculate.draft.heads.chain import ChainDrafter, Pairs
 from hf_speculate.draft.heads.head import DraftHead, HeadSpec
 from hf_speculate.draft.heads.kinds import check_weight_names, text_fields, unserved
-from hf_speculate.draft.heads.layer_config import LayerConfig, read_layer_config
-from hf_speculate.draft.heads.layers import DecoderLayer, RMSNorm, Rotary
+from hf_speculate.draft.heads.layers import DecoderLayer, LayerConfig, RMSNorm, Rotary, read_layer_config
 from hf_speculate.draft.heads.load_network import (
     ConfigSource,
     HeadConfig,
@@ -164,17 +163,8 @@ def describe_mtp(source: ConfigSource) -> HeadSpec:
     if model_type not in SERVED_TARGETS:
         raise unserved(f"MTP layers of {model_type!r}", f"MTP layers of {' or '.join(SERVED_TARGETS)}")
     text = text_fields(config)
-    return HeadSpec(
-        kind="mtp",
-        format=source.found.format,
-        name=source.name,
-        hidden_layers=(FINAL_STATE,),
-        hidden_size=int(text["hidden_size"]),
-        target_hidden_size=int(text["hidden_size"]),
-        vocab_size=int(text["vocab_size"]),
-        draft_vocab_size=int(text["vocab_size"]),
-        num_target_layers=int(text["num_hidden_layers"]),
-    )
+    num_layers = int(text["num_hidden_layers"])
+    return source.spec(text, (FINAL_STATE,), num_target_layers=num_layers, max_position_embeddings=None)
 
 
 def read_mtp(source: ConfigSource) -> HeadConfig[None]:
@@ -183,7 +173,7 @@ def read_mtp(source: ConfigSource) -> HeadConfig[None]:
     if fields.get("model_type") not in _DENSE_LAYERS:
         raise unserved(f"an MTP layer of {fields.get('model_type')!r}", f"a layer of {', '.join(_DENSE_LAYERS)}")
     layers = read_layer_config({**fields, "num_hidden_layers": 1})
-    return HeadConfig(source.spec(layers, (FINAL_STATE,)), layers, None)
+    return HeadConfig(source.spec(fields, (FINAL_STATE,)), layers, None)
 
 
 def load_mtp(request: LoadRequest) -> DraftHead:
@@ -261,7 +251,6 @@ def load_prefixed_mtp(request: LoadRequest) -> MtpModules:
 
 
 def _layers_config(target_config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
-    """A copy of the target's config for layers that are all attention layers."""
     config = copy.deepcopy(target_config)
     config.layer_types = ["full_attention"] * num_layers
     config.num_hidden_layers = num_layers

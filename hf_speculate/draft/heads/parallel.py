@@ -9,8 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from hf_speculate.draft.heads.proposal import Proposal
-from hf_speculate.draft.heads.round import HeadDrafter, HeadNetwork, NewTokens, last_of
+from hf_speculate.draft.heads.round import HeadDrafter, HeadNetwork, NewTokens, Proposal, last_of
 from hf_speculate.draft.heads.row_cache import Placed, RowCache
 from hf_speculate.draft.heads.target_parts import TargetParts
 

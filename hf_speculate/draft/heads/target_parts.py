@@ -1,6 +1,5 @@
 """Embeddings, language modelling head and sizes of the target that a draft head is used with."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,9 +60,3 @@ class TargetParts:
 
     def _read(self, states: Tensor) -> Tensor:
         return states.to(self.device, self.dtype)
-
-
-def layer_names(layers: Sequence[int], num_layers: int) -> str:
-    """Hidden layers in words: an id is the layer whose input is read."""
-    words = {-1: "after the final norm", num_layers: f"{num_layers} (before the final norm)"}
-    return ", ".join(words.get(layer, str(layer)) for layer in layers)

@@ -1,20 +1,19 @@
 """The draft vocabulary of a head: which ids of the target it can propose."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from hf_speculate.errors import UnsupportedModelError
 
 
+@dataclass(frozen=True)
 class DraftVocabulary:
-    """Maps the columns of a head's logits to ids of the target, of which there are `size`.
+    """Maps the columns of a head's logits to ids of the target."""
 
-    `target_ids` [Vd] int64 are those of the columns, increasing; None if column j is id j.
-    """
-
-    def __init__(self, size: int, target_ids: Tensor | None = None):
-        self.size = size
-        self.target_ids = target_ids
+    size: int  # V, of the target
+    target_ids: Tensor | None = None  # [Vd] int64, those of the columns, increasing; None if column j is id j
 
     def ids(self, columns: Tensor) -> Tensor:
         return columns if self.target_ids is None else self.target_ids[columns]
