@@ -92,8 +92,8 @@ def build_decoder(
     if drafter is not None and plan.hidden_layers is not None:
         hidden_states = HiddenStates(plan.hidden_layers, capture is not None, drafter.project_states)
     drafts = _make_draft_session(plan, call, drafter, hidden_states)
-    schedule = _make_schedule(target, plan, call, drafter)
-    drafts_fewer = drafter is not None and drafter.drafts_fewer
+    schedule, drafts_fewer = _make_schedule(target, plan, call, drafter), drafter is not None and drafter.drafts_fewer
+    draft_length = DraftLength(schedule, call.max_new_tokens, plan.is_lock_step, drafts_fewer, call.ranks)
     pads_ended_rows = plan.pad_token_id is not None
     stops = StopTracker(_stopping(call), call.row_ids, call.max_new_tokens, pads_ended_rows, plan.is_lock_step)
     max_query = min(call.prefill_chunk_size or MAX_PADDING_QUERY, plan.compile.max_query or MAX_PADDING_QUERY)
@@ -106,14 +106,15 @@ def build_decoder(
     if hidden_states is not None and hidden_states.wanted:
         options["output_hidden_states"] = hidden_states.wanted
     text_config = target.config.get_text_config(decoder=True)
+    output = OutputRecorder(call.row_ids, call.recorded, lambda: windows_of(text_config, target_cache.cache))
     decoder = SpeculativeDecoder(
         target=TargetSession(language_model, target_cache, call.query_ids, call.prefill_chunk_size, options, padding),
         drafts=drafts,
         verification=_make_verification(plan, call),
         stops=stops,
-        draft_length=DraftLength(schedule, call.max_new_tokens, plan.is_lock_step, drafts_fewer, call.ranks),
-        output=OutputRecorder(call.row_ids, call.recorded, lambda: windows_of(text_config, target_cache.cache)),
-        observers=_make_observers(plan, call, stats, stops),
+        draft_length=draft_length,
+        output=output,
+        observers=[*_make_observers(plan, call, stats, stops), output, draft_length],
         clock=clock,
         keeps_rows=plan.keeps_rows,
     )

@@ -27,7 +27,7 @@ class SpeculativeDecoder:
     stops: StopTracker
     draft_length: DraftLength
     output: OutputRecorder
-    observers: Sequence[Observer]  # read the record of every round, in their order, before the two parts above
+    observers: Sequence[Observer]  # read the record of every round, in their order; the two parts above among them
     clock: StageClock
     keeps_rows: bool  # whether finished rows stay in the batch
 
@@ -113,7 +113,7 @@ class SpeculativeDecoder:
             self.clock.lap(),
             self.clock.total_s,
         )
-        for observer in (*self.observers, self.output, self.draft_length):
+        for observer in self.observers:
             self.clock.enter(observer.stage)
             observer.on_round(record)
         self.clock.enter(Stage.COMMIT)
@@ -135,6 +135,6 @@ class SpeculativeDecoder:
         self.target.finish(batch, self.stops.surplus(batch.row_ids))
         self.drafts.end(batch)
         seconds = self.clock.lap()
-        for observer in (*self.observers, self.output, self.draft_length):
+        for observer in self.observers:
             self.clock.enter(observer.stage)
             observer.on_end(end, seconds)

@@ -55,8 +55,9 @@ class RunningBatch:
     def __init__(self, first: Prepared, stats: SpeculationStats, clock: StageClock):
         self._batch = first.batch
         self._rows = _RowObserver(first.batch, first.call.do_sample)
-        observers = [StatsObserver(stats, counts_rows=False), self._rows]
-        self._decoder = replace(first.decoder, observers=observers, clock=clock)
+        given = first.decoder
+        observers = [StatsObserver(stats, counts_rows=False), self._rows, given.output, given.draft_length]
+        self._decoder = replace(given, observers=observers, clock=clock)
 
     @property
     def row_ids(self) -> list[int]:
