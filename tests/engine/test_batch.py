@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hf_speculate.draft.base import DrafterDefaults
+from hf_speculate.draft.base import Drafter
 from hf_speculate.engine.batch import Batch
 from hf_speculate.engine.draft_length import DraftLength
 from hf_speculate.engine.draft_session import DraftSession
@@ -53,7 +53,7 @@ def test_finished_rows_are_not_learned_from():
     assert outcome.num_rows == 2
 
 
-class ProposesNothing(DrafterDefaults):
+class ProposesNothing(Drafter):
     """A drafter without a model that finds no match; it notes what it is fed."""
 
     def __init__(self):

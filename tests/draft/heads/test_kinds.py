@@ -6,8 +6,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from hf_speculate.draft.heads.kinds import recognise
-from hf_speculate.draft.heads.layer_config import read_layer_config
-from hf_speculate.draft.heads.layers import Rotary
+from hf_speculate.draft.heads.layers import Rotary, read_layer_config
 from hf_speculate.draft.heads.load import check_head, load_drafter
 from hf_speculate.errors import ConfigError, UnsupportedModelError
 from tests.draft.heads.designs import EAGLE3, make_weights, write_original, write_speculators
