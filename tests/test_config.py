@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,15 +10,14 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 import hf_speculate
-from hf_speculate.config import FIELD_NAMES, PLAIN_NAMES, SpeculationConfig
+from hf_speculate.config import PLAIN_NAMES, SpeculationConfig
 from hf_speculate.errors import ConfigError
-from hf_speculate.generation.config_sources import fields_of, read_config
+from hf_speculate.generation.config_sources import read_config
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.types import Verdict
 from hf_speculate.verify import register_verifier
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 
-NUM_NEW = 24
 SOURCES = ("keyword", "passed", "model", "draft")  # the strongest first
 # One value for each of them, neighbours different, then the default.
 VALUES = {
@@ -32,6 +32,7 @@ VALUES = {
     "assistant_confidence_threshold": (0.1, 0.2, 0.3, 0.4, None),
     "prompt_lookup_num_tokens": (5, 6, 7, 8, None),
     "max_matching_ngram_size": (2, 3, 4, 5, None),
+    "verifier": ("rejection", "seeing", "rejection", "seeing", "rejection"),
     "verifier_backend": ("auto", "torch", "auto", "torch", "auto"),
     "speculation_cache": ("auto", "dynamic", "auto", "dynamic", "auto"),
     "speculation_graphs": ("off", "on", "off", "on", "auto"),
@@ -40,19 +41,16 @@ VALUES = {
 
 
 class Pair:
-    """An enabled model and a draft equal to it, so that every drafted token is judged and accepted."""
+    """An enabled model and a draft equal to it, so that every drafted token is verified and accepted."""
 
     def __init__(self):
         self.target = hf_speculate.enable(make_model("llama"))
         self.draft = noisy_copy(self.target, 0.0)
 
     def generate(self, **options) -> SpeculationStats:
-        stats = SpeculationStats()
-        options = {"max_new_tokens": NUM_NEW, **options}
-        self.target.generate(
-            **ragged_prompts(1, seed=1), assistant_model=self.draft, speculation_stats=stats, **options
-        )
-        return stats
+        options = {"max_new_tokens": 24, "speculation_stats": SpeculationStats(), **options}
+        hf_speculate.generate(self.target, **ragged_prompts(1, seed=1), assistant_model=self.draft, **options)
+        return options["speculation_stats"]
 
     def generate_from(self, sources: dict[str, dict], **options) -> SpeculationStats:
         """One call with fields set in the named sources."""
@@ -77,7 +75,7 @@ def longest_draft(stats: SpeculationStats) -> int:
 
 @pytest.fixture
 def seen(registry):
-    """The resolved settings of each call with `verifier="seeing"`, a verifier that keeps nothing."""
+    """The resolved settings of each call with the verifier "seeing" or "rejection", which accept nothing here."""
     configs: list[SpeculationConfig] = []
 
     class KeepNothing:
@@ -91,42 +89,22 @@ def seen(registry):
         return KeepNothing()
 
     register_verifier("seeing", factory, lossless=False)
+    register_verifier("rejection", factory, lossless=False, replace=True)
     return configs
 
 
 @pytest.mark.parametrize("strongest", range(len(SOURCES) + 1))
 def test_every_field_is_taken_from_the_strongest_source_that_sets_it(models, seen, strongest):
+    assert set(VALUES) == set(PLAIN_NAMES)
+    assert all(one != other for values in VALUES.values() for one, other in itertools.pairwise(values))
     sources = {
         source: {name: values[place] for name, values in VALUES.items()}
         for place, source in enumerate(SOURCES)
         if place >= strongest
     }
-    models.generate_from(sources, do_sample=True, verifier="seeing", max_new_tokens=3)
+    models.generate_from(sources, do_sample=True, max_new_tokens=3)
     expected = {name: values[strongest] for name, values in VALUES.items()}
-    assert {name: getattr(seen[-1], name) for name in VALUES} == expected
-
-
-def test_the_values_above_tell_neighbours_apart_for_every_field_that_a_saved_config_can_hold():
-    assert set(VALUES) == set(PLAIN_NAMES) - {"verifier"}
-    assert set(FIELD_NAMES) - set(PLAIN_NAMES) == {
-        "candidate_generator",
-        "draft_state",
-        "drafter",
-        "generator",
-        "speculation_callback",
-        "speculation_stats",
-        "suffix_store",
-    }
-    for name, values in VALUES.items():
-        assert len(values) == len(SOURCES) + 1, name
-        assert all(one != other for one, other in itertools.pairwise(values)), name
-
-
-@pytest.mark.parametrize("strongest", range(len(SOURCES)))
-def test_the_verifier_that_runs_is_the_strongest_sources(models, strongest):
-    names = ["typical", "rejection", "typical", "rejection"]
-    sources = {source: {"verifier": names[place]} for place, source in enumerate(SOURCES) if place >= strongest}
-    assert models.generate_from(sources, do_sample=True).verifier == names[strongest]
+    assert expected in [{name: getattr(config, name) for name in VALUES} for config in seen]
 
 
 @pytest.mark.parametrize(("do_sample", "verifier"), [(False, "greedy"), (True, "rejection")])
@@ -144,14 +122,10 @@ def test_drafts_are_as_long_as_the_strongest_source_says(models, strongest):
     assert longest_draft(models.generate_from(sources, **constant)) == [*nums, 5][strongest]
 
 
-def test_a_schedule_beside_the_number_of_tokens_counts(models):
-    stats = models.generate_from({"model": {"num_assistant_tokens": 2, "num_assistant_tokens_schedule": "heuristic"}})
-    assert longest_draft(stats) > 2
-
-
 def test_a_schedule_in_a_stronger_source_counts(models):
-    sources = {"keyword": {"num_assistant_tokens_schedule": "heuristic"}, "model": {"num_assistant_tokens": 2}}
-    assert longest_draft(models.generate_from(sources)) > 2
+    schedule, num = {"num_assistant_tokens_schedule": "heuristic"}, {"num_assistant_tokens": 2}
+    for sources in ({"keyword": schedule, "model": num}, {"model": schedule | num}):
+        assert longest_draft(models.generate_from(sources)) > 2
 
 
 @pytest.mark.parametrize("weaker", SOURCES[1:])
@@ -190,31 +164,16 @@ def test_models_and_configs_are_left_as_they_were(models):
     assert [config.to_dict() for config in configs] == before
 
 
-SAVED = {"verifier": "typical", "posterior_alpha": 0.2, "num_assistant_tokens": 3, "seed": 4}
-
-
-def test_a_span_is_saved_as_json_holds_it(models, tmp_path, seen):
-    GenerationConfig(relax_only_inside=(3, 5), verifier="seeing").save_pretrained(tmp_path)
-    models.target.generation_config = GenerationConfig.from_pretrained(tmp_path)
-    models.generate(max_new_tokens=3)
-    assert seen[-1].relax_only_inside == [3, 5]
-
-
-def test_saved_fields_arrive(tmp_path):
-    GenerationConfig(**SAVED).save_pretrained(tmp_path)
-    assert fields_of(GenerationConfig.from_pretrained(tmp_path)) == SAVED
-
-
 @pytest.mark.parametrize("owner", ["target", "draft"])
-def test_fields_saved_with_a_model_count_when_it_is_loaded(models, tmp_path, owner):
+def test_fields_saved_with_a_model_count_when_it_is_loaded(models, seen, tmp_path, owner):
     model = getattr(models, owner)
-    model.generation_config = GenerationConfig(pad_token_id=0, **SAVED)
+    saved = {"verifier": "seeing", "num_assistant_tokens": 3, "relax_only_inside": [3, 5]}
+    model.generation_config = GenerationConfig(pad_token_id=0, **saved)
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
     setattr(models, owner, hf_speculate.enable(loaded))
-    stats = models.generate()
-    assert stats.verifier == "typical"
-    assert longest_draft(stats) == 3
+    models.generate(max_new_tokens=3)
+    assert {name: getattr(seen[-1], name) for name in saved} == saved
 
 
 @pytest.mark.parametrize("form", ["file", "mapping"])
@@ -223,63 +182,27 @@ def test_a_repositorys_fields_stand_between_the_call_and_the_model(models, tmp_p
     path = tmp_path / "generation_config.json"
     path.write_text(json.dumps(fields), encoding="utf-8")
     models.target.generation_config = GenerationConfig(pad_token_id=0, num_assistant_tokens=7, verifier="rejection")
-
-    def generate(**options) -> SpeculationStats:
-        stats = SpeculationStats()
-        hf_speculate.generate(
-            models.target,
-            **ragged_prompts(1, seed=1),
-            assistant_model=models.draft,
-            fields_from=path if form == "file" else fields,
-            max_new_tokens=NUM_NEW,
-            speculation_stats=stats,
-            **options,
-        )
-        return stats
-
-    stats = generate()
+    saved = {"fields_from": path if form == "file" else fields}
+    stats = models.generate(**saved)
     assert stats.verifier == "typical"
     assert longest_draft(stats) == 3
-    assert longest_draft(generate(generation_config=GenerationConfig(num_assistant_tokens=4))) == 4
-    assert longest_draft(generate(num_assistant_tokens=2)) == 2
+    assert longest_draft(models.generate(**saved, generation_config=GenerationConfig(num_assistant_tokens=4))) == 4
+    assert longest_draft(models.generate(**saved, num_assistant_tokens=2)) == 2
 
 
-def test_read_config_settles_each_field_by_itself():
-    config = read_config([{"verifier": "typical"}, {"verifier": "rejection", "seed": 3}, {"posterior_alpha": 0.5}])
-    assert config == SpeculationConfig(verifier="typical", seed=3, posterior_alpha=0.5)
-
-
-def test_read_config_of_nothing_is_the_defaults():
-    assert read_config([]) == read_config([{}, {}]) == SpeculationConfig()
-
-
-def test_read_config_passes_over_what_is_not_ours():
-    assert read_config([{"temperature": 0.5, "verifier": "typical"}]) == SpeculationConfig(verifier="typical")
-
-
-def test_read_config_lets_an_explicit_none_mean_the_default():
-    weaker = {"posterior_alpha": 0.5, "assistant_confidence_threshold": 0.4}
-    assert read_config([dict.fromkeys(weaker), weaker]) == SpeculationConfig()
-
-
-def test_read_config_drops_a_schedule_weaker_than_the_number_of_tokens():
-    schedule, num = {"num_assistant_tokens_schedule": "heuristic"}, {"num_assistant_tokens": 3}
-    assert read_config([num, schedule]).num_assistant_tokens_schedule is None
-    assert read_config([schedule, num]).num_assistant_tokens_schedule == "heuristic"
-    assert read_config([{**num, **schedule}]).num_assistant_tokens_schedule == "heuristic"
+def test_read_config_takes_the_defaults_for_what_no_source_sets():
+    assert read_config([]) == read_config([{"temperature": 0.5}, {}]) == SpeculationConfig()
 
 
 def test_read_config_lets_a_stronger_seed_or_generator_shut_out_the_other():
     seed, generator = {"seed": 3}, {"generator": torch.Generator()}
     assert read_config([generator, seed]) == SpeculationConfig(**generator)
     assert read_config([seed, generator]) == SpeculationConfig(**seed)
-    with pytest.raises(ConfigError, match="seed and generator must not both be set, got both"):
-        read_config([{**seed, **generator}])
 
 
 def test_read_config_checks_what_it_settled_only():
     assert read_config([{"posterior_alpha": 0.5}, {"posterior_alpha": -1}]).posterior_alpha == 0.5
-    with pytest.raises(ConfigError, match=r"posterior_alpha must be > 0 and finite, got -1; leave it out"):
+    with pytest.raises(ConfigError, match="posterior_alpha must be"):
         read_config([{}, {"posterior_alpha": -1}])
 
 
@@ -295,9 +218,7 @@ def test_read_config_checks_what_it_settled_only():
         {"relax_only_inside": (1,)},
         {"relax_only_inside": (1, 1)},
         {"relax_only_inside": (1, -2)},
-        {"relax_only_inside": (1, 2.0)},
         {"relax_only_inside": (1, True)},
-        {"relax_only_inside": (1, 2, 3)},
         {"relax_only_inside": {1, 2}},
         {"relax_only_inside": "12"},
         {"speculation_callback": "print"},
@@ -316,58 +237,27 @@ def test_values_at_the_edge_are_taken(fields):
     assert getattr(SpeculationConfig(**fields), name) == fields[name]
 
 
-@pytest.mark.parametrize("field", ["seed", "num_assistant_tokens"])
-def test_a_numpy_integer_decodes_as_the_int_that_it_is(models, field):
+def test_numpy_integers_decode_as_the_ints_that_they_are(models):
     texts = [
         models.target.generate(
             **ragged_prompts(1, seed=1),
             assistant_model=models.draft,
             do_sample=True,
             max_new_tokens=8,
-            **{"seed": 3, "num_assistant_tokens": 4, field: number},
+            seed=kind(3),
+            num_assistant_tokens=kind(2),
         )
-        for number in (2, np.int64(2))
+        for kind in (int, np.int64)
     ]
     assert torch.equal(*texts)
 
 
-@pytest.mark.parametrize(
-    ("verifier", "do_sample", "resolved"),
-    [
-        (None, False, "greedy"),
-        (None, True, "rejection"),
-        ("greedy", False, "greedy"),
-        ("rejection", False, "greedy"),
-        ("rejection", True, "rejection"),
-        ("block", False, "greedy"),
-        ("block", True, "block"),
-        ("coupled", False, "greedy"),
-        ("coupled", True, "coupled"),
-        ("typical", False, "typical"),
-        ("typical", True, "typical"),
-        ("mine", True, "mine"),
-    ],
-)
-def test_resolve_fills_the_verifier_in(verifier, do_sample, resolved):
-    assert SpeculationConfig(verifier=verifier).resolve(do_sample).verifier == resolved
-
-
-@pytest.mark.parametrize(
-    ("correction", "do_sample", "resolved"),
-    [(None, False, "argmax"), (None, True, "sample"), ("sample", False, "sample"), ("argmax", True, "argmax")],
-)
-def test_resolve_fills_the_correction_in(correction, do_sample, resolved):
-    assert SpeculationConfig(typical_correction=correction).resolve(do_sample).typical_correction == resolved
-
-
-def test_resolve_leaves_everything_else_and_the_original():
-    config = SpeculationConfig(seed=3, num_assistant_tokens=4)
-    resolved = config.resolve(True)
-    assert config == SpeculationConfig(seed=3, num_assistant_tokens=4)
-    kept = set(FIELD_NAMES) - {"verifier", "typical_correction"}
-    assert {name: getattr(resolved, name) for name in kept} == {name: getattr(config, name) for name in kept}
-
-
-def test_resolve_refuses_greedy_with_sampling():
-    with pytest.raises(ConfigError, match="verifier must be a sampling one with do_sample=True, got 'greedy'"):
-        SpeculationConfig(verifier="greedy").resolve(True)
+@pytest.mark.parametrize("name", ["rejection", "block", "coupled", "typical", "mine"])
+def test_resolve_fills_in_what_depends_on_sampling_and_leaves_the_rest(name):
+    config = SpeculationConfig(verifier=name, seed=3, num_assistant_tokens=4)
+    greedy = name if name in ("typical", "mine") else "greedy"
+    for do_sample, verifier, correction in ((True, name, "sample"), (False, greedy, "argmax")):
+        assert config.resolve(do_sample) == replace(config, verifier=verifier, typical_correction=correction)
+    assert config == SpeculationConfig(verifier=name, seed=3, num_assistant_tokens=4)
+    for correction, do_sample in (("argmax", True), ("sample", False)):
+        assert SpeculationConfig(typical_correction=correction).resolve(do_sample).typical_correction == correction

@@ -22,7 +22,7 @@ MUTANTS = (
     ),
     *mutants_of(
         "triton_kernels/reference/rejection.py",
-        ("triton_kernels/test_rejection_distribution.py triton_kernels/test_against_oracle.py"),
+        ("triton_kernels/test_distributions.py triton_kernels/test_against_oracle.py"),
         {
             "rejection: test against q / p": Fault(
                 "(log_u < target_of_token - draft_of_token)", "(log_u < draft_of_token - target_of_token)"
@@ -30,7 +30,7 @@ MUTANTS = (
             "rejection: tokens of larger p may be rejected": Fault(
                 "(target_of_token >= draft_of_token) | (log_u",
                 "(target_of_token > draft_of_token + 1) | (log_u",
-                "triton_kernels/test_extreme_uniforms.py triton_kernels/test_rejection_distribution.py",
+                "triton_kernels/test_extreme_uniforms.py triton_kernels/test_distributions.py",
             ),
             "rejection: a coin of another stream": Fault(
                 "uniforms(keys, Stream.ACCEPT, offsets", "uniforms(keys, Stream.CORRECTION, offsets"
@@ -56,10 +56,7 @@ MUTANTS = (
             "rejection: the bonus shares the noise of position 0": Fault(
                 "Stream.CORRECTION, end.num_accepted)",
                 "Stream.CORRECTION, end.num_accepted * 0)",
-                (
-                    "triton_kernels/test_rejection_distribution.py triton_kernels/test_against_oracle.py "
-                    "generation/test_distribution.py"
-                ),
+                ("triton_kernels/test_distributions.py triton_kernels/test_against_oracle.py generation/test_distribution.py"),
             ),
             "rejection: a point mass keeps its token in the residual": Fault(
                 "torch.ne(pieces.token_ids", "torch.ge(pieces.token_ids"
@@ -71,7 +68,7 @@ MUTANTS = (
     ),
     *mutants_of(
         "triton_kernels/reference/block.py",
-        "triton_kernels/test_block_distribution.py triton_kernels/test_against_oracle.py",
+        "triton_kernels/test_distributions.py triton_kernels/test_against_oracle.py",
         {
             "block: log ratios are not bounded by 0": Fault(
                 "return sums - sums.cummax(-1).values.clamp_(min=0.0)", "return sums.clamp_(max=0.0)"
@@ -91,10 +88,7 @@ MUTANTS = (
             "block: the last position is tested like inner ones": Fault(
                 "torch.where(counts[:-1] < lens, inner",
                 "torch.where(counts[:-1] <= lens, inner",
-                (
-                    "triton_kernels/test_edges.py triton_kernels/test_invariance.py "
-                    "triton_kernels/test_block_distribution.py"
-                ),
+                ("triton_kernels/test_edges.py triton_kernels/test_invariance.py triton_kernels/test_distributions.py"),
             ),
         },
     ),
@@ -122,7 +116,7 @@ MUTANTS = (
                 "masses.device).unsqueeze(0) * 0",
                 (
                     "triton_kernels/test_against_oracle.py triton_kernels/test_edges.py "
-                    "triton_kernels/test_coupled_distribution.py"
+                    "triton_kernels/test_distributions.py"
                 ),
             ),
             "coupled: invalid rows are accepted": Fault(
@@ -168,7 +162,7 @@ MUTANTS = (
             "race: weights are multiplied by the noise": Fault(
                 "weights.div_(exponentials_of",
                 "weights.mul_(exponentials_of",
-                "triton_kernels/test_rejection_distribution.py triton_kernels/test_against_oracle.py",
+                "triton_kernels/test_distributions.py triton_kernels/test_against_oracle.py",
             ),
         },
     ),

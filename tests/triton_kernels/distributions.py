@@ -1,23 +1,23 @@
-"""Exact laws of one round, and the chi-square that holds a verifier to them."""
+"""Exact distributions of one round, and the chi-square test of a verifier against them."""
 
 from collections.abc import Callable, Iterator
 from itertools import product
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from scipy.stats import chi2
 from torch import Tensor
 
-from hf_speculate.triton_kernels import NoiseKeys, Stream, Verdict, row_seeds, sample
+from hf_speculate.triton_kernels import NoiseKeys, Sampled, Stream, Verdict, row_seeds, sample
 
-# Seeds are fixed, so a verdict never flickers; a right law falls below PASS once in 10,000 choices of seed.
+# Seeds are fixed, so no result ever changes; a right distribution falls below PASS once in 10,000 choices of seed.
 PASS_P_VALUE = 1e-4
-# What a negative control must fall below: no right law gets there.
+# What a negative control must fall below: no right distribution gets there.
 FAIL_P_VALUE = 1e-9
-# Cells that expect fewer counts than this share one cell, where the chi-square law would not hold.
+# Cells that expect fewer counts than this share one cell, where chi-square would not hold.
 MIN_EXPECTED = 10.0
-# Laws that were computed from float32 probabilities sum to 1 this closely.
+# Distributions that were computed from float32 probabilities sum to 1 this closely.
 WHOLE = 1e-5
 CHUNK_ROWS = 125_000
 
@@ -30,7 +30,7 @@ def make_keys(num_rows: int, *, seed: int = 0, first_row: int = 0, rounds: int =
     return NoiseKeys(seeds, torch.full_like(seeds, rounds), torch.full_like(seeds, positions))
 
 
-def rank_reversed_laws(vocab_size: int, num_draft_tokens: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:
+def rank_reversed_logits(vocab_size: int, num_draft_tokens: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Target logits [K+1, V] and draft logits [K, V] whose likeliest token is the target's least likely."""
     generator = torch.Generator().manual_seed(seed)
     target = torch.randn(num_draft_tokens + 1, vocab_size, generator=generator)
@@ -40,15 +40,14 @@ def rank_reversed_laws(vocab_size: int, num_draft_tokens: int, *, seed: int = 0)
     return target, draft
 
 
-def draw_drafts(draft_logits: Tensor, keys: NoiseKeys, stream: Stream = Stream.DRAFT) -> Tensor:
-    """Draft ids [B, K] from laws [K, V], each drawn as a drafter draws it."""
-    num_rows = keys.seeds.shape[0]
-    columns = [
-        sample(
-            law.expand(num_rows, -1), keys=keys._replace(positions=keys.positions + position), stream=stream
-        ).token_ids
-        for position, law in enumerate(draft_logits)
-    ]
+def draw_drafts(
+    draft_logits: Tensor, keys: NoiseKeys, stream: Stream = Stream.DRAFT, draw: Callable[..., Sampled] = sample
+) -> Tensor:
+    """Draft ids [B, K] from logits [K, V] or [B, K, V], each drawn as a drafter draws it."""
+    columns = []
+    for position, logits in enumerate(draft_logits.unbind(-2)):
+        keys_here = keys._replace(positions=keys.positions + position)
+        columns.append(draw(logits.expand(keys.seeds.shape[0], -1), keys=keys_here, stream=stream).token_ids)
     return torch.stack(columns, dim=-1)
 
 
@@ -60,7 +59,7 @@ def chunks(num_trials: int) -> Iterator[NoiseKeys]:
 
 
 def count_cells(verdict: Verdict, vocab_size: int) -> Tensor:
-    """How often each (num_accepted, ids) occurred; cells are numbered as in `joint_law`."""
+    """How often each (num_accepted, ids) occurred; cells are numbered as in `joint_distribution`."""
     num_columns = verdict.token_ids.shape[1]
     place = vocab_size ** torch.arange(num_columns)
     code = (verdict.token_ids.clamp(min=0) * place).sum(-1)
@@ -69,12 +68,12 @@ def count_cells(verdict: Verdict, vocab_size: int) -> Tensor:
     return torch.bincount(starts[verdict.num_accepted.long()] + code, minlength=int(sizes.sum()))
 
 
-def joint_law(accept: Tensor, reject: Tensor) -> Tensor:
+def joint_distribution(accept: Tensor, reject: Tensor) -> Tensor:
     """Probability of every (num_accepted, ids).
 
     Args:
-        accept: [K, V] float64, chance to draft and keep this token here.
-        reject: [K+1, V] float64, chance to end here with this token, given that the tokens before were kept.
+        accept: [K, V] float64, probability to draft and accept this token here.
+        reject: [K+1, V] float64, probability to end here with this token, given that the tokens before were accepted.
 
     Returns:
         [V + V^2 + ... + V^(K+1)] float64, first by num_accepted, then by ids, the first id fastest.
@@ -88,45 +87,45 @@ def joint_law(accept: Tensor, reject: Tensor) -> Tensor:
     return torch.cat(blocks)
 
 
-def rejection_law(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
-    """Joint law of rejection sampling with drafts drawn from `draft_logits` [K, V], target [K+1, V]."""
+def rejection_distribution(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
+    """Joint distribution of rejection sampling, drafts drawn from `draft_logits` [K, V], target [K+1, V]."""
     target = target_logits.double().softmax(-1)
     draft = draft_logits.double().softmax(-1)
     residual = (target[:-1] - draft).clamp(min=0)
-    return joint_law(torch.minimum(target[:-1], draft), torch.cat((residual, target[-1:])))
+    return joint_distribution(torch.minimum(target[:-1], draft), torch.cat((residual, target[-1:])))
 
 
-def block_law(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
-    """Joint law of block verification, arguments and cells as for `rejection_law`: every drafted path by itself."""
+def block_distribution(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
+    """Joint distribution of block verification, path by path; arguments as for `rejection_distribution`."""
     target = target_logits.double().softmax(-1)
     draft = draft_logits.double().softmax(-1)
     num_draft_tokens, vocab_size = draft.shape
     blocks = [torch.zeros(vocab_size ** (kept + 1), dtype=torch.float64) for kept in range(num_draft_tokens + 1)]
     for path in product(range(vocab_size), repeat=num_draft_tokens):
         ratio, weight = 1.0, 1.0
-        chances, residuals = [1.0], [(target[0] - draft[0]).clamp(min=0)]
+        accepted, residuals = [1.0], [(target[0] - draft[0]).clamp(min=0)]
         for position, token_id in enumerate(path, start=1):
             weight *= float(draft[position - 1, token_id])
             ratio = min(ratio * float(target[position - 1, token_id] / draft[position - 1, token_id]), 1.0)
             if position == num_draft_tokens:
-                chances.append(ratio)
+                accepted.append(ratio)
                 residuals.append(target[-1])
                 continue
             residuals.append((ratio * target[position] - draft[position]).clamp(min=0))
             mass = float(residuals[-1].sum())
-            chances.append(mass / (mass + 1.0 - ratio))
+            accepted.append(mass / (mass + 1.0 - ratio))
         for kept in range(num_draft_tokens, -1, -1):
-            if chances[kept] == 0.0:
-                continue  # a residual without mass has no law
+            if accepted[kept] == 0.0:
+                continue  # a residual without mass is never drawn from
             code = sum(token_id * vocab_size**place for place, token_id in enumerate(path[:kept]))
-            law = residuals[kept] / residuals[kept].sum()
-            blocks[kept].view(vocab_size, -1)[:, code] += weight * chances[kept] * law
-            weight *= 1.0 - chances[kept]
+            emitted = residuals[kept] / residuals[kept].sum()
+            blocks[kept].view(vocab_size, -1)[:, code] += weight * accepted[kept] * emitted
+            weight *= 1.0 - accepted[kept]
     return torch.cat(blocks)
 
 
-def coupled_law(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
-    """Joint law of coupled verification of drafts raced with the same noise; arguments as for `rejection_law`.
+def coupled_distribution(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
+    """Joint distribution of coupled verification; arguments as for `rejection_distribution`, drafts of the same noise.
 
     Token x wins both races iff every other clock E_y exceeds E_x * max(p_y / p_x, q_y / q_x).
     """
@@ -135,68 +134,58 @@ def coupled_law(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
     of_target = target[:-1].unsqueeze(1) / target[:-1].unsqueeze(2)  # [K, V, V]: [k, x, y] is p_y / p_x
     of_draft = draft.unsqueeze(1) / draft.unsqueeze(2)
     accept = 1.0 / torch.maximum(of_target, of_draft).sum(-1)  # [K, V]
-    return joint_law(accept, torch.cat((target[:-1] - accept, target[-1:])))
+    return joint_distribution(accept, torch.cat((target[:-1] - accept, target[-1:])))
 
 
-def acceptance_law(law: Tensor, vocab_size: int) -> Tensor:
-    """Probability of every num_accepted, [K+1] float64, of a joint law or counts in its cells."""
-    sizes = []
-    while sum(sizes) < len(law):
-        sizes.append(vocab_size ** (len(sizes) + 1))
-    return torch.stack([block.double().sum() for block in law.split(sizes)])
-
-
-class ChiSquare(NamedTuple):
-    """How far counts lie from a law."""
-
-    statistic: float
-    num_degrees: int
-
-
-def chi_square(counts: Tensor, law: Tensor) -> ChiSquare:
-    """Chi-square of `counts` under `law`; infinite when something impossible happened."""
-    assert abs(float(law.sum()) - 1.0) < WHOLE, "not a law: every test against it would pass"
-    observed, expected = counts.double().numpy(), law.numpy() * float(counts.sum())
-    small = expected < MIN_EXPECTED
-    num_degrees = int((~small).sum() + (expected[small].sum() >= MIN_EXPECTED)) - 1
+def p_value(counts: Tensor, distribution: Tensor) -> float:
+    """Chi-square p-value of `counts` under `distribution`; 0 when something impossible happened."""
+    assert abs(float(distribution.sum()) - 1.0) < WHOLE, "no distribution: every test against it would pass"
+    observed, expected = counts.double().numpy(), distribution.numpy() * float(counts.sum())
     if observed[expected == 0].any():
-        return ChiSquare(float("inf"), num_degrees)
+        return 0.0
+    small = expected < MIN_EXPECTED
     observed = np.append(observed[~small], observed[small].sum())
     expected = np.append(expected[~small], expected[small].sum())
     kept = expected >= MIN_EXPECTED
-    return ChiSquare(float(((observed[kept] - expected[kept]) ** 2 / expected[kept]).sum()), num_degrees)
-
-
-def p_value(counts: Tensor, law: Tensor) -> float:
-    """Chi-square p-value of `counts` under `law`; 0 when something impossible happened."""
-    statistic, num_degrees = chi_square(counts, law)
-    return float(chi2.sf(statistic, num_degrees))
+    statistic = ((observed[kept] - expected[kept]) ** 2 / expected[kept]).sum()
+    return float(chi2.sf(statistic, int(kept.sum()) - 1))
 
 
 def count_rounds(
-    target_logits: Tensor, draft_logits: Tensor, num_trials: int, verify: Verify, stream: Stream = Stream.DRAFT
+    target_logits: Tensor,
+    draft_logits: Tensor,
+    num_trials: int,
+    verify: Verify,
+    *,
+    stream: Stream = Stream.DRAFT,
+    drawn_from: Tensor | None = None,
+    draw: Callable[..., Sampled] = sample,
 ) -> Tensor:
-    """Draft from `draft_logits` [K, V] with `stream`, verify against `target_logits` [K+1, V], count every cell."""
+    """Verify drafts against `target_logits` [K+1, V], and count every cell.
+
+    `draw` draws them with `stream` from `draft_logits` [K, V], or from `drawn_from` [K, V].
+    """
     counts = torch.zeros((), dtype=torch.int64)
     for keys in chunks(num_trials):
-        num_rows = keys.seeds.shape[0]
-        verdict = verify(
-            target_logits.expand(num_rows, -1, -1),
-            draw_drafts(draft_logits, keys, stream),
-            draft_logits.expand(num_rows, -1, -1),
-            keys,
-        )
+        rows = (keys.seeds.shape[0], -1, -1)
+        ids = draw_drafts(draft_logits if drawn_from is None else drawn_from, keys, stream, draw)
+        verdict = verify(target_logits.expand(*rows), ids, draft_logits.expand(*rows), keys)
         counts = counts + count_cells(verdict, target_logits.shape[-1])
     return counts
 
 
-def rejection_p_value(target_logits: Tensor, draft_logits: Tensor, num_trials: int, verify: Verify) -> float:
-    """Draft from `draft_logits`, verify, and compare with the exact joint law of rejection sampling."""
-    counts = count_rounds(target_logits, draft_logits, num_trials, verify)
-    return p_value(counts, rejection_law(target_logits, draft_logits))
+# Exact joint distribution of a round by verifier, and the stream of its drafts.
+EXACT: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Stream]] = {
+    "rejection": (rejection_distribution, Stream.DRAFT),
+    "block": (block_distribution, Stream.DRAFT),
+    "coupled": (coupled_distribution, Stream.RACE),
+}
 
 
-def block_p_value(target_logits: Tensor, draft_logits: Tensor, num_trials: int, verify: Verify) -> float:
-    """Draft from `draft_logits`, verify, and compare with the exact joint law of block verification."""
-    counts = count_rounds(target_logits, draft_logits, num_trials, verify)
-    return p_value(counts, block_law(target_logits, draft_logits))
+def round_p_value(
+    name: str, target_logits: Tensor, draft_logits: Tensor, num_trials: int, verify: Verify, **options: Any
+) -> float:
+    """p-value of rounds of one of `EXACT` under its exact joint distribution; `options` are those of `count_rounds`."""
+    exact, stream = EXACT[name]
+    counts = count_rounds(target_logits, draft_logits, num_trials, verify, stream=stream, **options)
+    return p_value(counts, exact(target_logits, draft_logits))

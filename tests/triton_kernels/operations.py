@@ -19,7 +19,7 @@ from hf_speculate.triton_kernels import (
 
 
 class Operation(Protocol):
-    """One way to verify a round: target [B, K+1, V], ids [B, K], draft [B, K, V], keys, lengths [B] or None."""
+    """A verifier of one round: target [B, K+1, V], ids [B, K], draft [B, K, V], keys, lengths [B] or None."""
 
     def __call__(
         self,
@@ -55,7 +55,7 @@ def _greedy(
 
 
 def _dense(verify: Any, *, with_sums: bool = False, warped: bool = False) -> Operation:
-    """A verifier that reads the draft's laws."""
+    """A verifier that reads the draft's logits."""
 
     def run(
         target: Tensor,
@@ -75,7 +75,7 @@ def _dense(verify: Any, *, with_sums: bool = False, warped: bool = False) -> Ope
 
 
 def _draftless(verify: Any, *, warped: bool = False, **settings: Any) -> Operation:
-    """A verifier that needs no law of the draft."""
+    """A verifier that reads no logits of the draft."""
 
     def run(
         target: Tensor,
@@ -121,6 +121,17 @@ def make_round(
     ids = target[:, :-1].argmax(-1)
     strays = torch.randint(0, vocab_size, ids.shape, generator=generator)
     return target, torch.where(torch.rand(ids.shape, generator=generator) < 0.2, strays, ids), draft
+
+
+def make_contested_round(
+    num_rows: int, num_draft_tokens: int, vocab_size: int, *, distance: float = 0.7
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Target, ids and draft of which every position rejects some: the ids are drawn from the draft."""
+    generator = torch.Generator().manual_seed(vocab_size)
+    target = 2 * torch.randn(num_rows, num_draft_tokens + 1, vocab_size, generator=generator)
+    draft = target[:, :-1] + distance * torch.randn(num_rows, num_draft_tokens, vocab_size, generator=generator)
+    ids = torch.multinomial(draft.softmax(-1).flatten(0, 1), 1, generator=generator).view(num_rows, -1)
+    return target, ids, draft
 
 
 def assert_well_formed(verdict: Verdict, vocab_size: int, lens: Tensor) -> None:

@@ -16,7 +16,7 @@ class Decision(NamedTuple):
     margin: float  # how far the closest comparison was from going the other way
 
 
-def _law(logits: Tensor, temperature: float, cutoff: float) -> Tensor:
+def _scaled(logits: Tensor, temperature: float, cutoff: float) -> Tensor:
     scaled = logits.float() / temperature
     return scaled.masked_fill(scaled < cutoff, -torch.inf).double()
 
@@ -28,16 +28,18 @@ def _race(weights: Tensor, keys: NoiseKeys, stream: Stream, offset: int) -> tupl
     return int((weights / clocks).argmax()), (first - second) / first if first > 0.0 else 0.0
 
 
-def draw(law: Tensor, keys: NoiseKeys, stream: Stream) -> Decision:
+def draw(logits: Tensor, keys: NoiseKeys, stream: Stream) -> Decision:
     """One draw from float64 logits [V]; `keys` of one row."""
-    token_id, margin = _race(law.softmax(-1), keys, stream, 0)
+    token_id, margin = _race(logits.softmax(-1), keys, stream, 0)
     return Decision([token_id], margin)
 
 
-def _laws(target_logits: Tensor, temperature: float, cutoffs: Tensor | None) -> list[Tensor]:
-    """The K+1 laws of one row, float64 probabilities [V] each."""
+def _target_probs(target_logits: Tensor, temperature: float, cutoffs: Tensor | None) -> list[Tensor]:
+    """Target probabilities of one row, K+1 times [V] float64."""
     cutoff_list = [-torch.inf] * target_logits.shape[0] if cutoffs is None else cutoffs.tolist()
-    return [_law(row, temperature, cutoff).softmax(-1) for row, cutoff in zip(target_logits, cutoff_list, strict=True)]
+    return [
+        _scaled(row, temperature, cutoff).softmax(-1) for row, cutoff in zip(target_logits, cutoff_list, strict=True)
+    ]
 
 
 def _coin(keys: NoiseKeys, position: int, token_id: int) -> float:
@@ -62,9 +64,9 @@ def reject(
 ) -> Decision:
     """One row of rejection sampling: target [K+1, V], draft [K, V] or a point mass; `keys` of one row."""
     margin = 1.0
-    laws = _laws(target_logits, temperature, cutoffs)
+    probs = _target_probs(target_logits, temperature, cutoffs)
     for position, token_id in enumerate(draft_token_ids):
-        coin, target = _coin(keys, position, token_id), laws[position]
+        coin, target = _coin(keys, position, token_id), probs[position]
         if draft_logits is None:
             draft = torch.zeros_like(target)
             draft[token_id] = 1.0
@@ -75,7 +77,7 @@ def reject(
         if coin >= ratio:
             winner, lead = _race((target - draft).clamp(min=0), keys, Stream.CORRECTION, position)
             return Decision([*draft_token_ids[:position], winner], min(margin, lead))
-    winner, lead = _race(laws[-1], keys, Stream.CORRECTION, len(draft_token_ids))
+    winner, lead = _race(probs[-1], keys, Stream.CORRECTION, len(draft_token_ids))
     return Decision([*draft_token_ids, winner], min(margin, lead))
 
 
@@ -88,7 +90,7 @@ def verify_block(
     cutoffs: Tensor | None = None,
 ) -> Decision:
     """One row of block verification, arguments as for `reject`; algorithm 2 of the paper, line by line."""
-    target = _laws(target_logits, temperature, cutoffs)
+    target = _target_probs(target_logits, temperature, cutoffs)
     draft = [row.float().double().softmax(-1) for row in draft_logits]
     kept, ratio, margin = 0, 1.0, 1.0
     ratios = [ratio]
@@ -101,7 +103,7 @@ def verify_block(
             mass, shortfall = ratio, 1.0 - ratio
         else:
             mass, shortfall = float((ratio * target[count] - draft[count]).clamp(min=0).sum()), 1.0 - ratio
-        if ratio < 1.0:  # else the chance is 1
+        if ratio < 1.0:  # else it is accepted
             margin = min(margin, abs(coin * (mass + shortfall) - mass))
         if ratio == 1.0 or coin * (mass + shortfall) < mass:
             kept = count
@@ -122,7 +124,7 @@ def verify_coupled(
     """One row of coupled verification: target [K+1, V]; `keys` of one row."""
     margin = 1.0
     emitted: list[int] = []
-    for position, weights in enumerate(_laws(target_logits, temperature, cutoffs)):
+    for position, weights in enumerate(_target_probs(target_logits, temperature, cutoffs)):
         winner, lead = _race(weights, keys, Stream.RACE, position)
         emitted.append(winner)
         margin = min(margin, lead)

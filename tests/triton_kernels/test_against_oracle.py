@@ -1,4 +1,4 @@
-"""The vectorised twins decide as plain loops in float64 do, on the same noise."""
+"""The vectorised twins decide as plain loops in float64 do, with the same noise."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,6 @@ from hf_speculate.triton_kernels import (
     NoiseKeys,
     Stream,
     Verdict,
-    sample,
     verify_block,
     verify_coupled,
     verify_greedy,
@@ -18,20 +17,12 @@ from hf_speculate.triton_kernels import (
     verify_typical,
 )
 from tests.triton_kernels import oracle
-from tests.triton_kernels.distributions import make_keys
+from tests.triton_kernels.distributions import draw_drafts, make_keys
+from tests.triton_kernels.operations import make_contested_round
 
 # Float32 logits near 10 carry errors of 1e-6 into a log-probability; closer decisions may go either way.
 BORDER = 1e-5
 NUM_ROWS, NUM_DRAFT_TOKENS = 150, 4
-
-
-def make_round(vocab_size: int, *, spread: float = 2.0, distance: float = 0.7) -> tuple[Tensor, Tensor, Tensor]:
-    """Target [B, K+1, V], a draft near it [B, K, V], and tokens of which most are likely [B, K]."""
-    generator = torch.Generator().manual_seed(vocab_size)
-    target = torch.randn(NUM_ROWS, NUM_DRAFT_TOKENS + 1, vocab_size, generator=generator) * spread
-    draft = target[:, :-1] + distance * torch.randn(NUM_ROWS, NUM_DRAFT_TOKENS, vocab_size, generator=generator)
-    ids = torch.multinomial(draft.softmax(-1).flatten(0, 1), 1, generator=generator).view(NUM_ROWS, -1)
-    return target, draft, ids
 
 
 def assert_decided(verdict: Verdict, row: int, decision: oracle.Decision) -> int:
@@ -77,67 +68,53 @@ def assert_all_decided(name: str, round_: tuple[Tensor, ...], keys: NoiseKeys, *
     [("rejection", 0.7), ("point mass", 0.7), ("block", 0.1), ("block", 0.7), ("block", 3.0), ("coupled", 0.7)],
 )
 def test_verifiers_decide_as_float64_does(name: str, distance: float, vocab_size: int) -> None:
-    target, draft, ids = make_round(vocab_size, distance=distance)
+    target, ids, draft = make_contested_round(NUM_ROWS, NUM_DRAFT_TOKENS, vocab_size, distance=distance)
     keys = make_keys(NUM_ROWS, seed=5, rounds=4, positions=99)
     if name == "coupled":
-        at = range(NUM_DRAFT_TOKENS)
-        keys_at = [keys._replace(positions=keys.positions + position) for position in at]
-        raced = [sample(draft[:, j], keys=keys_at[j], stream=Stream.RACE).token_ids for j in at]
-        ids = torch.where(torch.arange(NUM_ROWS)[:, None] % 2 == 0, torch.stack(raced, dim=-1), ids)
+        raced = draw_drafts(draft, keys, Stream.RACE)
+        ids = torch.where(torch.arange(NUM_ROWS)[:, None] % 2 == 0, raced, ids)
     assert_all_decided(name, (target, ids, draft), keys)
 
 
 @pytest.mark.parametrize("name", DECIDERS)
 def test_temperatures_and_cutoffs_decide_as_in_float64(name: str) -> None:
-    target, draft, ids = make_round(50)
+    target, ids, draft = make_contested_round(NUM_ROWS, NUM_DRAFT_TOKENS, 50)
     temperature = torch.linspace(0.3, 2.0, NUM_ROWS)
     cutoffs = (target / temperature.view(-1, 1, 1)).kthvalue(30, dim=-1).values
     keys = make_keys(NUM_ROWS, seed=6)
     assert_all_decided(name, (target, ids, draft), keys, temperature=temperature, row_cutoffs=cutoffs)
 
 
-def test_sample_decides_as_float64_does() -> None:
-    logits = torch.randn(300, 211, generator=torch.Generator().manual_seed(0)) * 3
-    keys = make_keys(300, seed=9)
-    drawn = sample(logits, keys=keys, stream=Stream.RACE).token_ids.tolist()
-    for row in range(300):
-        decision = oracle.draw(logits[row].double(), keys.rows(torch.tensor([row])), Stream.RACE)
-        assert decision.margin < BORDER or decision.token_ids == [drawn[row]]
-
-
 @pytest.mark.parametrize("vocab_size", [2, 37, 500])
 @pytest.mark.parametrize("epsilon", [0.0, 1e-5])
-def test_typical_is_the_rule_of_the_paper(vocab_size: int, epsilon: float) -> None:
-    target, _, ids = make_round(vocab_size)
-    verdict = verify_typical(target, ids, posterior_threshold=0.2, posterior_alpha=0.4, entropy_epsilon=epsilon)
-    compared = sum(
-        assert_decided(verdict, row, oracle.accept_typical(target[row], ids[row].tolist(), 0.2, 0.4, epsilon))
-        for row in range(NUM_ROWS)
-    )
-    assert compared > 0.9 * NUM_ROWS
-
-
-def test_typical_draws_its_correction_from_the_target() -> None:
-    target, _, ids = make_round(37)
+def test_typical_is_the_rule_of_the_paper_and_draws_its_correction_from_the_target(
+    vocab_size: int, epsilon: float
+) -> None:
+    target, ids, _ = make_contested_round(NUM_ROWS, NUM_DRAFT_TOKENS, vocab_size)
+    rule = {"posterior_threshold": 0.2, "posterior_alpha": 0.4, "entropy_epsilon": epsilon}
     keys = make_keys(NUM_ROWS, seed=2)
-    argmax = verify_typical(target, ids)
-    drawn = verify_typical(target, ids, correction="sample", keys=keys)
+    argmax = verify_typical(target, ids, **rule)
+    drawn = verify_typical(target, ids, **rule, correction="sample", keys=keys)
     assert torch.equal(argmax.num_accepted, drawn.num_accepted)
-    for row in range(NUM_ROWS):
-        at = int(drawn.num_accepted[row])
+    compared = 0
+    for row, at in enumerate(drawn.num_accepted.tolist()):
+        compared += assert_decided(
+            argmax, row, oracle.accept_typical(target[row], ids[row].tolist(), 0.2, 0.4, epsilon)
+        )
         keys_there = keys.rows(torch.tensor([row]))
         keys_there = keys_there._replace(positions=keys_there.positions + at)
         decision = oracle.draw(target[row, at].double(), keys_there, Stream.CORRECTION)
         assert decision.margin < BORDER or decision.token_ids == [int(drawn.token_ids[row, at])]
+    assert compared > 0.9 * NUM_ROWS
 
 
 @pytest.mark.parametrize("vocab_size", [2, 37, 5000])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_greedy_matches_a_plain_loop(vocab_size: int, dtype: torch.dtype) -> None:
-    target = make_round(vocab_size)[0][:40].to(dtype)
-    generator = torch.Generator().manual_seed(1)
+    target = make_contested_round(40, NUM_DRAFT_TOKENS, vocab_size)[0].to(dtype)
     ids = target[:, :-1].float().argmax(-1)
-    ids = torch.where(torch.rand(ids.shape, generator=generator) < 0.2, torch.zeros_like(ids), ids)
+    ids[::2, 2] = 0
+    ids[::3, 1] = 0
     verdict = verify_greedy(target, ids)
-    for row in range(len(target)):
+    for row in range(40):
         assert_decided(verdict, row, oracle.Decision(oracle.match_greedy(target[row], ids[row].tolist()), 1.0))

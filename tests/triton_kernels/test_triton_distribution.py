@@ -1,66 +1,51 @@
-"""The kernels' own laws. In the interpreter a trial takes a tenth of a second, so few trials and laws far apart."""
+"""The kernels' distributions. In the interpreter a trial takes a tenth of a second, so trials are few there."""
+
+from functools import partial
 
 import pytest
 import torch
-from torch import Tensor
 
-from hf_speculate.triton_kernels import NoiseKeys, Stream, Verdict, row_seeds, sample
+from hf_speculate.triton_kernels import sample
 from tests.triton_kernels.distributions import (
+    EXACT,
     PASS_P_VALUE,
-    block_law,
-    count_cells,
-    coupled_law,
+    draw_drafts,
+    make_keys,
     p_value,
-    rank_reversed_laws,
-    rejection_law,
+    rank_reversed_logits,
+    round_p_value,
 )
 from tests.triton_kernels.on_triton import DEVICE, on_triton, verify_on_triton
 
 pytest.importorskip("triton", reason="needs Triton")
 
-VOCAB_SIZE = 3
-NUM_TRIALS = 150  # a wrong proposal law needs fewer than a hundred
+NUM_TRIALS = 150  # drafts of another distribution need fewer than a hundred
 NUM_GPU_TRIALS = 40_960
-LAWS = {"rejection": rejection_law, "block": block_law, "coupled": coupled_law}
-
-
-def draw(name: str, target: Tensor, draft: Tensor, num_trials: int) -> Verdict:
-    """Verdicts of trials whose drafts the kernels drew from `draft` [K, V]."""
-    seeds = row_seeds(7, num_trials)
-    keys = NoiseKeys(seeds, torch.full_like(seeds, 3), torch.full_like(seeds, 17))
-    stream = Stream.RACE if name == "coupled" else Stream.DRAFT
-    ids = [
-        on_triton(
-            sample, law.expand(num_trials, -1), keys=keys._replace(positions=keys.positions + place), stream=stream
-        ).token_ids
-        for place, law in enumerate(draft)
-    ]
-    rows = (num_trials, -1, -1)
-    return verify_on_triton(name, target.expand(*rows), torch.stack(ids, dim=1), draft.expand(*rows), keys)
+draw = partial(on_triton, sample)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["rejection", "block", "coupled"])
-def test_joint_law_of_a_round_is_exact(name: str) -> None:
-    target, draft = rank_reversed_laws(VOCAB_SIZE, 2 if name == "block" else 1)
-    counts = count_cells(draw(name, target, draft, NUM_TRIALS), VOCAB_SIZE)
-    assert p_value(counts, LAWS[name](target, draft)) > PASS_P_VALUE
+@pytest.mark.parametrize("name", EXACT)
+def test_joint_distribution_of_a_round_is_exact(name: str) -> None:
+    logits = rank_reversed_logits(3, 2 if name == "block" else 1)
+    assert round_p_value(name, *logits, NUM_TRIALS, partial(verify_on_triton, name), draw=draw) > PASS_P_VALUE
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", LAWS)
-def test_joint_law_of_a_round_is_exact_on_a_gpu(name: str) -> None:
-    target, draft = rank_reversed_laws(VOCAB_SIZE, 2)
-    counts = count_cells(draw(name, target, draft, NUM_GPU_TRIALS), VOCAB_SIZE)
-    assert p_value(counts, LAWS[name](target, draft)) > PASS_P_VALUE
+@pytest.mark.parametrize("name", EXACT)
+def test_joint_distribution_of_a_round_is_exact_on_a_gpu(name: str) -> None:
+    logits = rank_reversed_logits(3, 2)
+    assert round_p_value(name, *logits, NUM_GPU_TRIALS, partial(verify_on_triton, name), draw=draw) > PASS_P_VALUE
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", LAWS)
-def test_first_token_law_is_the_target_on_a_gpu(name: str) -> None:
+@pytest.mark.parametrize("name", EXACT)
+def test_first_token_has_the_targets_distribution_on_a_gpu(name: str) -> None:
     generator = torch.Generator().manual_seed(3)
     target = 3 * torch.randn(3, 4096, generator=generator)
     draft = target[:2] + torch.randn(2, 4096, generator=generator)
-    verdict = draw(name, target.to(DEVICE), draft.to(DEVICE), NUM_GPU_TRIALS)
+    keys, rows = make_keys(NUM_GPU_TRIALS, seed=7), (NUM_GPU_TRIALS, -1, -1)
+    ids = draw_drafts(draft.to(DEVICE), keys, EXACT[name][1], draw)
+    verdict = verify_on_triton(name, target.to(DEVICE).expand(*rows), ids, draft.to(DEVICE).expand(*rows), keys)
     counts = torch.bincount(verdict.token_ids[:, 0], minlength=4096)
     assert p_value(counts, target[0].double().softmax(-1)) > PASS_P_VALUE
