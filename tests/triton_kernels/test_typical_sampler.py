@@ -1,8 +1,5 @@
 """`TypicalAcceptanceSampler` means what vLLM's class of this name means."""
 
-import re
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -39,7 +36,7 @@ def by_hand(probs: Tensor, bonus: int, ids: list[int], threshold: float, alpha: 
 
 
 @pytest.mark.parametrize(("threshold", "alpha"), [(0.09, 0.3), (0.3, 0.9)])
-@pytest.mark.parametrize("vocab_size", [5, 300, 20_000])
+@pytest.mark.parametrize("vocab_size", [5, 20_000])
 def test_every_row_is_the_rule_by_hand(vocab_size: int, threshold: float, alpha: float) -> None:
     target, bonus, ids = make_batch(60, vocab_size)
     token_ids = TypicalAcceptanceSampler(threshold, alpha)(target, bonus, target[:, :-1], ids)
@@ -90,22 +87,14 @@ def test_the_most_probable_token_is_found_where_a_logarithm_would_round_it_away(
     ]
 
 
-@pytest.mark.parametrize("bad_id", [-1, 30, 2**31 - 1])
-def test_ids_outside_the_vocabulary_are_refused(bad_id: int) -> None:
-    target = torch.zeros(4, 4, 30)
+def test_bad_ids_and_rows_without_a_distribution_end_the_chain() -> None:
+    target = torch.zeros(6, 4, 30)
     target[..., 2] = 1.0
-    ids = torch.full((4, 3), 2)
-    ids[:, 1] = bad_id
-    assert SAMPLER(target, torch.zeros(4, dtype=torch.int64), None, ids).tolist() == [[2, 2, -1, -1]] * 4
-
-
-@pytest.mark.parametrize("entries", [torch.nan, torch.inf, 0.0])
-def test_a_row_that_is_no_law_gives_no_token(entries: float) -> None:
-    target = torch.zeros(4, 4, 30)
-    target[..., 2] = 1.0
-    target[:, 1] = entries
-    ids = torch.full((4, 3), 2)
-    assert SAMPLER(target, torch.zeros(4, dtype=torch.int64), None, ids).tolist() == [[2, -1, -1, -1]] * 4
+    target[3:, 1] = torch.tensor([torch.nan, torch.inf, 0.0]).unsqueeze(-1)
+    ids = torch.full((6, 3), 2)
+    ids[:3, 1] = torch.tensor([-1, 30, 2**31 - 1])
+    expected = [[2, 2, -1, -1]] * 3 + [[2, -1, -1, -1]] * 3
+    assert SAMPLER(target, torch.zeros(6, dtype=torch.int64), None, ids).tolist() == expected
 
 
 def test_no_rows_and_no_drafted_tokens_are_fine() -> None:
@@ -128,37 +117,38 @@ def test_only_strict_mode_waits_for_the_device() -> None:
 
 def test_strict_mode_names_ids_out_of_range_and_other_devices() -> None:
     target, bonus, ids = make_batch(3, 30)
-    with pytest.raises(ConfigError, match=re.escape("draft_token_ids must be in [0, V) = [0, 30), got -1..")):
+    with pytest.raises(ConfigError, match="draft_token_ids must be"):
         STRICT(target, bonus, None, ids.index_fill(1, torch.tensor([1]), -1))
-    with pytest.raises(ConfigError, match=re.escape("bonus_token_ids must be in [0, V) = [0, 30), got 30..30")):
+    with pytest.raises(ConfigError, match="bonus_token_ids must be"):
         STRICT(target, torch.full_like(bonus, 30), None, ids)
-    with pytest.raises(ShapeError, match="draft_token_ids must be on cpu like target_with_bonus_probs, got meta"):
+    with pytest.raises(ShapeError, match="draft_token_ids must be on cpu"):
         STRICT(target, bonus, None, ids.to("meta"))
-    with pytest.raises(ShapeError, match=re.escape("draft_probs must be [B, K, V] = [3, 3, 30], got [3, 4, 30]")):
+    with pytest.raises(ShapeError, match="draft_probs must be"):
         STRICT(target, bonus, target, ids)
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("name", "value"),
     [
-        ({"target_with_bonus_probs": torch.zeros(3, 4)}, "target_with_bonus_probs must be [B, K+1, V] with V >= 1"),
-        ({"draft_token_ids": torch.zeros(3, 4, dtype=torch.int64)}, "draft_token_ids must be [B, K] = [3, 3]"),
-        ({"draft_token_ids": torch.zeros(3, 3)}, "draft_token_ids must be one of int32, int64, got float32"),
-        ({"bonus_token_ids": torch.zeros(2, dtype=torch.int64)}, "bonus_token_ids must be [B] = [3], got [2]"),
-        ({"bonus_token_ids": torch.zeros(3, 2, dtype=torch.int64)}, "bonus_token_ids must be [B, 1] = [3, 1], got"),
+        ("target_with_bonus_probs", torch.zeros(3, 4)),
+        ("draft_token_ids", torch.zeros(3, 4, dtype=torch.int64)),
+        ("draft_token_ids", torch.zeros(3, 3)),
+        ("bonus_token_ids", torch.zeros(2, dtype=torch.int64)),
+        ("bonus_token_ids", torch.zeros(3, 2, dtype=torch.int64)),
     ],
 )
-def test_what_does_not_fit_is_named(changes: dict[str, Any], words: str) -> None:
+def test_an_argument_that_does_not_fit_is_named(name: str, value: Tensor) -> None:
     target, bonus, ids = make_batch(3, 30)
     fitting = {"target_with_bonus_probs": target, "bonus_token_ids": bonus, "draft_probs": None, "draft_token_ids": ids}
-    with pytest.raises(ShapeError, match=re.escape(words)):
-        SAMPLER(**fitting | changes)
+    with pytest.raises(ShapeError, match=f"{name} must be"):
+        SAMPLER(**fitting | {name: value})  # type: ignore[arg-type]
 
 
 def test_settings_out_of_range_are_named() -> None:
-    with pytest.raises(ConfigError, match=re.escape("posterior_threshold must be in (0, 1), got 0.0")):
+    with pytest.raises(ConfigError, match="posterior_threshold must be"):
         TypicalAcceptanceSampler(0.0, 0.3)
-    with pytest.raises(ConfigError, match="posterior_alpha must be finite and > 0, got -1"):
+    with pytest.raises(ConfigError, match="posterior_alpha must be"):
         TypicalAcceptanceSampler(0.09, -1.0)
-    with pytest.raises(ConfigError, match="backend must be one of"):
-        TypicalAcceptanceSampler(0.09, 0.3, backend="cuda")(*make_batch(1, 4)[:2], None, make_batch(1, 4)[2])
+    target, bonus, ids = make_batch(1, 4)
+    with pytest.raises(ConfigError, match="backend must be"):
+        TypicalAcceptanceSampler(0.09, 0.3, backend="cuda")(target, bonus, None, ids)
