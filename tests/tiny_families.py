@@ -51,60 +51,26 @@ _TEXT: dict[str, Any] = {
 }
 
 # What a family needs beside the fields above.
+_PLAIN_DECODERS = (
+    "apertus arcee biogpt codegen cohere ctrl ernie4_5 gemma glm glm4 gpt_bigcode gpt_neox gptj granite "
+    "granitemoe helium imagegpt nemotron olmo olmo2 olmo3 olmoe persimmon phimoe seed_oss smollm3 "
+    "stablelm starcoder2 trocr xglm"
+).split()
 DECODERS: dict[str, dict[str, Any]] = {
-    "apertus": {},
-    "arcee": {},
-    "biogpt": {},
-    "codegen": {},
-    "cohere": {},
-    "ctrl": {},
-    "ernie4_5": {},
+    **{name: {} for name in _PLAIN_DECODERS},
     "exaone4": {"sliding_window_pattern": 2},
-    "gemma": {},
-    "glm": {},
-    "glm4": {},
-    "gpt_bigcode": {},
-    "gpt_neox": {},
-    "gptj": {},
-    "granite": {},
-    "granitemoe": {},
-    "helium": {},
     "hunyuan_v1_dense": {"head_dim": _HEAD_WIDTH},
-    "imagegpt": {},
     "jetmoe": {"kv_channels": _HEAD_WIDTH},
     "ministral": {"head_dim": _HEAD_WIDTH},
-    "nemotron": {},
-    "olmo": {},
-    "olmo2": {},
-    "olmo3": {},
-    "olmoe": {},
-    "persimmon": {},
-    "phimoe": {},
-    "seed_oss": {},
-    "smollm3": {},
-    "stablelm": {},
-    "starcoder2": {},
-    "trocr": {},
-    "xglm": {},
 }
+_PLAIN_ENCODER_DECODERS = (
+    "bigbird_pegasus blenderbot blenderbot-small longt5 m2m_100 marian mbart mt5 mvp nllb-moe pegasus "
+    "pegasus_x plbart switch_transformers umt5"
+).split()
 ENCODER_DECODERS: dict[str, dict[str, Any]] = {
-    "bigbird_pegasus": {},
-    "blenderbot": {},
-    "blenderbot-small": {},
+    **{name: {} for name in _PLAIN_ENCODER_DECODERS},
     "led": {"max_encoder_position_embeddings": MAX_LEN, "attention_window": 8},
-    "longt5": {},
-    "m2m_100": {},
-    "marian": {},
-    "mbart": {},
-    "mt5": {},
-    "mvp": {},
-    "nllb-moe": {},
-    "pegasus": {},
-    "pegasus_x": {},
-    "plbart": {},
-    "switch_transformers": {},
     "t5gemma": {"encoder": _TEXT, "decoder": _TEXT},
-    "umt5": {},
 }
 FAMILIES = DECODERS | ENCODER_DECODERS
 _NO_FLOAT64 = ("xglm",)  # it makes a float32 number of float64's lowest

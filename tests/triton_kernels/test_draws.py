@@ -12,7 +12,7 @@ NUM_ROWS, NUM_DRAWS = 3, 5
 
 
 def make_logits(vocab_size: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """[NUM_ROWS, NUM_DRAWS, V], rows without a law among them."""
+    """[NUM_ROWS, NUM_DRAWS, V], rows without a distribution among them."""
     logits = torch.randn(NUM_ROWS, NUM_DRAWS, vocab_size, generator=torch.Generator().manual_seed(4)) * 3
     logits[0, 1, 0] = torch.nan
     logits[1, 2] = -torch.inf

@@ -1,4 +1,4 @@
-"""`sample` draws from the law that it names."""
+"""`sample` draws from the distribution of its logits."""
 
 import operator
 
@@ -8,46 +8,33 @@ import torch
 from hf_speculate.triton_kernels import NoiseKeys, Sampled, Stream, row_seeds, sample
 from tests.triton_kernels.distributions import PASS_P_VALUE, chunks, make_keys, p_value
 
-NUM_TRIALS = 1_000_000
+NUM_TRIALS = 250_000
 # Float32 against float64 log-sum-exp of values near 10: a few units in the last place.
 LOGSUMEXP_TOLERANCE = 4e-6
 
 
 @pytest.mark.parametrize("stream", [Stream.DRAFT, Stream.RACE])
-@pytest.mark.parametrize("vocab_size", [8, 64])
-def test_the_law_of_the_token_is_softmax(vocab_size: int, stream: Stream) -> None:
+@pytest.mark.parametrize(("vocab_size", "temperature"), [(64, 1.0), (12, 0.7)])
+def test_tokens_are_drawn_from_the_softmax_of_what_temperature_and_cutoff_leave(
+    vocab_size: int, temperature: float, stream: Stream
+) -> None:
     logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(vocab_size)) * 2
     logits[3] = -torch.inf
+    scaled = logits / temperature
+    cutoff = scaled.sort().values[4]
+    left = scaled.masked_fill(scaled < cutoff, -torch.inf).double()
     counts = torch.zeros(vocab_size, dtype=torch.int64)
-    for keys in chunks(NUM_TRIALS // 2):
-        ids = sample(logits.expand(keys.seeds.shape[0], -1), keys=keys, stream=stream).token_ids
-        counts += torch.bincount(ids, minlength=vocab_size)
-    assert counts[3] == 0
-    assert p_value(counts, logits.double().softmax(-1)) > PASS_P_VALUE
+    for keys in chunks(NUM_TRIALS):
+        rows = logits.expand(keys.seeds.shape[0], -1)
+        cutoffs = cutoff.expand(len(rows))
+        drawn = sample(rows, keys=keys, stream=stream, temperature=temperature, row_cutoffs=cutoffs)
+        counts += torch.bincount(drawn.token_ids, minlength=vocab_size)
+        expected = left.logsumexp(-1).expand(len(rows))
+        torch.testing.assert_close(drawn.logsumexp.double(), expected, atol=LOGSUMEXP_TOLERANCE, rtol=0)
+    assert p_value(counts, left.softmax(-1)) > PASS_P_VALUE
 
 
-def test_temperature_and_cutoff_shape_the_law_and_its_logsumexp() -> None:
-    logits = torch.randn(12, generator=torch.Generator().manual_seed(1)) * 2
-    cutoff = (logits / 0.7).sort().values[4]
-    law = (logits / 0.7).masked_fill(logits / 0.7 < cutoff, -torch.inf)
-    counts = torch.zeros(12, dtype=torch.int64)
-    for keys in chunks(NUM_TRIALS // 4):
-        num_rows = keys.seeds.shape[0]
-        drawn = sample(
-            logits.expand(num_rows, -1),
-            keys=keys,
-            stream=Stream.DRAFT,
-            temperature=0.7,
-            row_cutoffs=cutoff.expand(num_rows),
-        )
-        counts += torch.bincount(drawn.token_ids, minlength=12)
-        torch.testing.assert_close(
-            drawn.logsumexp.double(), law.double().logsumexp(-1).expand(num_rows), atol=LOGSUMEXP_TOLERANCE, rtol=0
-        )
-    assert p_value(counts, law.double().softmax(-1)) > PASS_P_VALUE
-
-
-@pytest.mark.parametrize("vocab_size", [1, 7, 127, 8193, 50257])
+@pytest.mark.parametrize("vocab_size", [1, 127, 8193])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_logsumexp_is_that_of_the_float32_logits(vocab_size: int, dtype: torch.dtype) -> None:
     logits = (torch.randn(3, vocab_size, generator=torch.Generator().manual_seed(2)) * 4).to(dtype)

@@ -80,7 +80,7 @@ def test_cutoffs_act_as_masked_logits(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", VERIFIERS)
-def test_a_cutoff_above_everything_leaves_no_law(name: str) -> None:
+def test_a_cutoff_above_everything_leaves_no_distribution(name: str) -> None:
     target, ids, draft = make_round(6, 3, 40)
     cutoffs = torch.full((6, 4), 1e9)
     verdict = run(name, target, ids, draft, make_keys(6), row_cutoffs=cutoffs)
