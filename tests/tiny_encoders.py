@@ -38,7 +38,7 @@ from tests.tiny import (
 
 VOCAB_SIZE = 64
 START_TOKEN_ID = 1
-IMAGE_TOKEN_ID = 60
+IMAGE_TOKEN_ID, VIDEO_TOKEN_ID = 60, 61
 NUM_MEL_BINS, NUM_FRAMES = 8, 20  # of one Whisper window
 _IDS: dict[str, Any] = {
     "pad_token_id": PAD_TOKEN_ID,
@@ -76,6 +76,15 @@ VISION: dict[str, Any] = {
     "image_size": 8,
 }
 
+QWEN_IDS: dict[str, Any] = {
+    "image_token_id": IMAGE_TOKEN_ID,
+    "video_token_id": VIDEO_TOKEN_ID,
+    "vision_start_token_id": 62,
+    "vision_end_token_id": 63,
+    "tie_word_embeddings": False,
+}
+QWEN_ROPE = {"rope_type": "default", "type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
+
 # What an encoder gives is much the same in every column: weaker, it leaves the text to depend on its prefix.
 _T5_GAINS = {"EncDecAttention.o.": 0.5, "SelfAttention.o.": 6.0, "relative_attention_bias": 8.0, ".wo.": 3.0}
 _BART_GAINS = {"encoder_attn.out_proj": 0.1}
@@ -102,6 +111,13 @@ def filled(model: PreTrainedModel, seed: int, gains: dict[str, float] | None = N
     model.get_output_embeddings().weight.mul_(LOGIT_SCALE)
     model.config.dtype = torch.float64
     clamp_masks(model)
+    return model
+
+
+def ready(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
+    """The model with weights of a seed, for greedy decoding."""
+    model = filled(model, seed)
+    model.generation_config = GenerationConfig(pad_token_id=PAD_TOKEN_ID, do_sample=False)
     return model
 
 
@@ -175,9 +191,7 @@ def make_llava(*, seed: int = 0) -> PreTrainedModel:
         image_token_id=IMAGE_TOKEN_ID,
         tie_word_embeddings=False,
     )
-    model = filled(LlavaForConditionalGeneration(config), seed)
-    model.generation_config = GenerationConfig(pad_token_id=PAD_TOKEN_ID, do_sample=False)
-    return model
+    return ready(LlavaForConditionalGeneration(config), seed)
 
 
 def make_qwen2_vl(*, seed: int = 0) -> PreTrainedModel:
@@ -192,19 +206,12 @@ def make_qwen2_vl(*, seed: int = 0) -> PreTrainedModel:
         "spatial_merge_size": 2,
         "temporal_patch_size": 2,
     }
-    rope = {"rope_type": "default", "type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
     config = Qwen2VLConfig(
         vision_config=vision,
-        text_config={**TEXT, "rope_parameters": rope, "rope_scaling": rope},
-        image_token_id=IMAGE_TOKEN_ID,
-        video_token_id=61,
-        vision_start_token_id=62,
-        vision_end_token_id=63,
-        tie_word_embeddings=False,
+        text_config={**TEXT, "rope_parameters": QWEN_ROPE, "rope_scaling": QWEN_ROPE},
+        **QWEN_IDS,
     )
-    model = filled(Qwen2VLForConditionalGeneration(config), seed)
-    model.generation_config = GenerationConfig(pad_token_id=PAD_TOKEN_ID, do_sample=False)
-    return model
+    return ready(Qwen2VLForConditionalGeneration(config), seed)
 
 
 def make_qwen3_5_vl(*, seed: int = 0) -> PreTrainedModel:
@@ -225,15 +232,9 @@ def make_qwen3_5_vl(*, seed: int = 0) -> PreTrainedModel:
     config = Qwen3_5Config(
         vision_config=vision,
         text_config={**text, "rope_parameters": rope},
-        image_token_id=IMAGE_TOKEN_ID,
-        video_token_id=61,
-        vision_start_token_id=62,
-        vision_end_token_id=63,
-        tie_word_embeddings=False,
+        **QWEN_IDS,
     )
-    model = filled(Qwen3_5ForConditionalGeneration(config), seed)
-    model.generation_config = GenerationConfig(pad_token_id=PAD_TOKEN_ID, do_sample=False)
-    return model
+    return ready(Qwen3_5ForConditionalGeneration(config), seed)
 
 
 def text_draft(target: PreTrainedModel, noise: float = 0.01) -> PreTrainedModel:
@@ -249,15 +250,19 @@ def text_draft(target: PreTrainedModel, noise: float = 0.01) -> PreTrainedModel:
 def picture_prompts(target: PreTrainedModel, batch_size: int = 1, *, seed: int = 0) -> dict[str, Tensor]:
     """Left-padded prompts with one picture each, four tokens of it in the text, as keywords of `generate()`."""
     generator = torch.Generator().manual_seed(seed)
-    picture = [62, *[IMAGE_TOKEN_ID] * 4, 63]
-    rows = [[3 + row, 4, *picture, *range(8, 8 + 3 * row)] for row in range(batch_size)]
-    width = max(map(len, rows))
-    input_ids = torch.tensor([[PAD_TOKEN_ID] * (width - len(row)) + row for row in rows])
-    inputs = {"input_ids": input_ids, "attention_mask": (input_ids != PAD_TOKEN_ID).long()}
+    inputs = prompts_with(batch_size, IMAGE_TOKEN_ID, 4)
     if target.config.model_type == "llava":
         pixels = torch.randn(batch_size, 3, 8, 8, generator=generator, dtype=torch.float64)
         return {**inputs, "pixel_values": pixels}
     patches = torch.randn(batch_size * 16, 3 * 2 * 4 * 4, generator=generator, dtype=torch.float64)
     grid = torch.tensor([[1, 4, 4]] * batch_size)
-    types = (input_ids == IMAGE_TOKEN_ID).int()
+    types = (inputs["input_ids"] == IMAGE_TOKEN_ID).int()
     return {**inputs, "pixel_values": patches, "image_grid_thw": grid, "mm_token_type_ids": types}
+
+
+def prompts_with(batch_size: int, token_id: int, num_tokens: int) -> dict[str, Tensor]:
+    """Left-padded prompts in which a picture takes `num_tokens` places."""
+    rows = [[3 + row, 4, 62, *[token_id] * num_tokens, 63, *range(8, 8 + 3 * row)] for row in range(batch_size)]
+    width = max(map(len, rows))
+    input_ids = torch.tensor([[PAD_TOKEN_ID] * (width - len(row)) + row for row in rows])
+    return {"input_ids": input_ids, "attention_mask": (input_ids != PAD_TOKEN_ID).long()}

@@ -52,10 +52,11 @@ _TEXT: dict[str, Any] = {
 
 # What a family needs beside the fields above.
 _PLAIN_DECODERS = (
-    "apertus arcee biogpt codegen cohere ctrl ernie4_5 gemma glm glm4 gpt_bigcode gpt_neox gptj granite "
-    "granitemoe helium imagegpt nemotron olmo olmo2 olmo3 olmoe persimmon phimoe seed_oss smollm3 "
-    "stablelm starcoder2 trocr xglm"
-).split()
+    *("apertus", "arcee", "biogpt", "codegen", "cohere", "ctrl", "ernie4_5", "gemma", "glm", "glm4"),
+    *("gpt_bigcode", "gpt_neox", "gptj", "granite", "granitemoe", "helium", "imagegpt", "nemotron", "olmo"),
+    *("olmo2", "olmo3", "olmoe", "persimmon", "phimoe", "seed_oss", "smollm3", "stablelm", "starcoder2"),
+    *("trocr", "xglm"),
+)
 DECODERS: dict[str, dict[str, Any]] = {
     **{name: {} for name in _PLAIN_DECODERS},
     "exaone4": {"sliding_window_pattern": 2},
@@ -64,9 +65,9 @@ DECODERS: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": _HEAD_WIDTH},
 }
 _PLAIN_ENCODER_DECODERS = (
-    "bigbird_pegasus blenderbot blenderbot-small longt5 m2m_100 marian mbart mt5 mvp nllb-moe pegasus "
-    "pegasus_x plbart switch_transformers umt5"
-).split()
+    *("bigbird_pegasus", "blenderbot", "blenderbot-small", "longt5", "m2m_100", "marian", "mbart", "mt5", "mvp"),
+    *("nllb-moe", "pegasus", "pegasus_x", "plbart", "switch_transformers", "umt5"),
+)
 ENCODER_DECODERS: dict[str, dict[str, Any]] = {
     **{name: {} for name in _PLAIN_ENCODER_DECODERS},
     "led": {"max_encoder_position_embeddings": MAX_LEN, "attention_window": 8},

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from transformers import (
     CLIPVisionConfig,
-    GenerationConfig,
     Idefics3Config,
     Idefics3ForConditionalGeneration,
     LlamaConfig,
@@ -19,9 +18,18 @@ from transformers import (
 )
 
 from tests.tiny import PAD_TOKEN_ID
-from tests.tiny_encoders import IMAGE_TOKEN_ID, TEXT, VISION, filled, make_llava, picture_prompts
-
-VIDEO_TOKEN_ID = 61
+from tests.tiny_encoders import (
+    IMAGE_TOKEN_ID,
+    QWEN_IDS,
+    QWEN_ROPE,
+    TEXT,
+    VIDEO_TOKEN_ID,
+    VISION,
+    make_llava,
+    picture_prompts,
+    prompts_with,
+    ready,
+)
 
 
 class Reading(NamedTuple):
@@ -82,15 +90,10 @@ def seconds_of_videos() -> Reading:
         "out_hidden_size": 32,
         "fullatt_block_indexes": [1],
     }
-    rope = {"rope_type": "default", "type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
     config = Qwen2_5_VLConfig(
         vision_config=vision,
-        text_config={**TEXT, "rope_parameters": rope, "rope_scaling": rope},
-        image_token_id=IMAGE_TOKEN_ID,
-        video_token_id=VIDEO_TOKEN_ID,
-        vision_start_token_id=62,
-        vision_end_token_id=63,
-        tie_word_embeddings=False,
+        text_config={**TEXT, "rope_parameters": QWEN_ROPE, "rope_scaling": QWEN_ROPE},
+        **QWEN_IDS,
     )
     target = ready(Qwen2_5_VLForConditionalGeneration(config))
     inputs = prompts_with(2, VIDEO_TOKEN_ID, 8)  # 2 times 4 x 4 patches, merged by four
@@ -122,21 +125,6 @@ if "mm_encoder_outputs" in inspect.signature(type(make_llava()).forward).paramet
     READINGS["mm_encoder_outputs"] = encoded_images
 
 
-def ready(model: PreTrainedModel) -> PreTrainedModel:
-    """The model with weights of seed 0, for greedy decoding."""
-    model = filled(model, 0)
-    model.generation_config = GenerationConfig(pad_token_id=PAD_TOKEN_ID, do_sample=False)
-    return model
-
-
 def noise(*shape: int) -> Tensor:
     """The same random numbers for the same shape, float64."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-
-
-def prompts_with(batch_size: int, token_id: int, num_tokens: int) -> dict[str, Tensor]:
-    """Left-padded prompts in which a picture takes `num_tokens` places."""
-    rows = [[3 + row, 4, 62, *[token_id] * num_tokens, 63, *range(8, 8 + 3 * row)] for row in range(batch_size)]
-    width = max(map(len, rows))
-    input_ids = torch.tensor([[PAD_TOKEN_ID] * (width - len(row)) + row for row in rows])
-    return {"input_ids": input_ids, "attention_mask": (input_ids != PAD_TOKEN_ID).long()}

@@ -21,9 +21,9 @@ from transformers import (
 )
 
 from tests.tiny import SLIDING_WINDOW, ragged_prompts
-from tests.tiny_encoders import IMAGE_TOKEN_ID, NUM_MEL_BINS, START_TOKEN_ID, TEXT, VISION
+from tests.tiny_encoders import IMAGE_TOKEN_ID, NUM_MEL_BINS, START_TOKEN_ID, TEXT, VISION, prompts_with, ready
 from tests.tiny_families import make_family
-from tests.tiny_pictures import Reading, noise, prompts_with, ready
+from tests.tiny_pictures import Reading, noise
 
 BATCH_SIZE = 2
 _AUDIO_TOKEN_ID = 61
