@@ -18,6 +18,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 import hf_speculate
 from hf_speculate.config import FIELD_NAMES
+from hf_speculate.errors import SpeculateError
 from tests.compatibility_models import family_rows, refused_rows
 from tests.compatibility_rows import (
     ARGUMENTS,
@@ -26,10 +27,7 @@ from tests.compatibility_rows import (
     OWN_FIELDS,
     SOURCES,
     Call,
-    NotApplicable,
-    Refused,
     Row,
-    Supported,
 )
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 
@@ -145,12 +143,7 @@ def decode(model: PreTrainedModel, given: dict[str, Any], where: str = "keyword"
 
 
 def decode_plainly(call: Call, without: str | None = None) -> Tensor:
-    """The ids without a draft: transformers' own, but for sampling, which is `coupled` of an enabled model.
-
-    Args:
-        call: the call.
-        without: a name to leave out.
-    """
+    """The ids without a draft: transformers' own, but for sampling, which is `coupled` of an enabled model."""
     plain, enabled, _ = models(call.kind)
     given = {name: value for name, value in keywords(call).items() if name != without}
     if call.samples:
@@ -164,13 +157,13 @@ def decode_with_draft(call: Call, where: str = "keyword", **more: Any) -> Tensor
     return decode(enabled, {"assistant_model": draft, "num_assistant_tokens": 4, **keywords(call), **more}, where)
 
 
-def refusal(refused: Refused, where: str = "keyword") -> str:
+def refusal(call: Call, where: str = "keyword") -> str:
     """The message that the call raises."""
     try:
-        decode_with_draft(refused.call, where)
-    except refused.error as error:
+        decode_with_draft(call, where)
+    except SpeculateError as error:
         return str(error)
-    raise AssertionError(f"not refused: {refused.call.options}")
+    raise AssertionError(f"not refused: {call.options}")
 
 
 def pinned_version() -> str:
@@ -188,9 +181,7 @@ def render() -> str:
         _section("Fields of `GenerationConfig`", FIELDS),
         _section("Fields of hf_speculate", OWN_FIELDS),
         MODELS,
-        _table(
-            ("model", "KV cache", "shown by"), [(as_code(name), kind, _test(by)) for name, kind, by in family_rows()]
-        ),
+        _table(("model", "KV cache", "shown by"), [(as_code(one), kind, _test(by)) for one, kind, by in family_rows()]),
         "Not supported:\n",
         _table(("model", "message"), [(as_code(name), as_code(message)) for name, message in refused_rows()]),
         "## Where a field is set\n",
@@ -204,8 +195,8 @@ def render() -> str:
 
 def render_tests() -> str:
     """The page of tests."""
-    rows = [(row, row.state) for row in (*ARGUMENTS, *FIELDS, *OWN_FIELDS)]
-    named = [(_name(row), state.note, _test(state.shown_by)) for row, state in rows if isinstance(state, Supported)]
+    rows = (*ARGUMENTS, *FIELDS, *OWN_FIELDS)
+    named = [(_name(row), row.note, _test(row.shown_by)) for row in rows if row.state == "supported"]
     named += [(where, "", _test(shown_by)) for where, _, shown_by in (*SOURCES, *DRAFT_LENGTHS)]
     parts = [
         TESTS_INTRODUCTION,
@@ -216,7 +207,7 @@ def render_tests() -> str:
 
 
 def _section(title: str, rows: Sequence[Row]) -> str:
-    cells = [(_name(row), *_cells(row)) for row in rows]
+    cells = [(_name(row), row.state, _note(row)) for row in rows]
     return f"## {title}\n\n" + _table(("name", "state", "note, error or reason"), cells)
 
 
@@ -224,16 +215,11 @@ def _name(row: Row) -> str:
     return f"`{row.name}`" if " " not in row.name else row.name
 
 
-def _cells(row: Row) -> tuple[str, str]:
-    match row.state:
-        case Supported(_, note):
-            return "supported", note
-        case Refused(call, when) as state:
-            cause = when or as_code(f"{row.name}={keywords(call)[row.name]!r}")
-            return "not supported", f"{cause}: {as_code(refusal(state))}"
-        case NotApplicable(why):
-            return "no effect", why
-    raise TypeError(f"no state: {row}")
+def _note(row: Row) -> str:
+    if row.state != "not supported" or row.call is None:
+        return row.note
+    cause = row.note or as_code(f"{row.name}={keywords(row.call)[row.name]!r}")
+    return f"{cause}: {as_code(refusal(row.call))}"
 
 
 def as_code(text: str) -> str:

@@ -35,23 +35,19 @@ from tests.compatibility_rows import (
     FIELDS,
     OWN_FIELDS,
     SOURCES,
-    NotApplicable,
-    Refused,
-    Supported,
 )
 
 ROWS = (*ARGUMENTS, *FIELDS, *OWN_FIELDS)
-TESTS_NAMED = {row.state.shown_by for row in ROWS if isinstance(row.state, Supported)} | {
-    row[2] for row in (*SOURCES, *DRAFT_LENGTHS, *family_rows())
-}
+TESTS_NAMED = {row.shown_by for row in ROWS if row.state == "supported"}
+TESTS_NAMED |= {row[2] for row in (*SOURCES, *DRAFT_LENGTHS, *family_rows())}
 
 
 def with_places(state, in_configs):
     """Each row of a state that has a call, and the place of its name: the places take turns."""
     found = [
-        (row, in_configs if row.state.call.in_configs and row not in ARGUMENTS else WHERE[:1])
+        (row, in_configs if row.call.in_configs and row not in ARGUMENTS else WHERE[:1])
         for row in ROWS
-        if isinstance(row.state, state) and row.state.call is not None
+        if row.state == state and row.call is not None
     ]
     return [
         pytest.param(row, where, id=f"{row.name}-{number}-{where}")
@@ -64,17 +60,11 @@ def names(rows):
     return {row.name for row in rows}
 
 
-def test_every_field_of_this_transformers_has_a_row():
-    assert names(FIELDS) == set(CONFIG_FIELDS)
-
-
-def test_every_argument_of_this_transformers_has_a_row():
+def test_every_field_and_argument_of_this_transformers_and_of_ours_has_a_row():
     served = calls._DECODER_KWARGS | calls._ENCODER_DECODER_KWARGS
-    assert {*SIGNATURE, *served} - names(FIELDS) <= names(ARGUMENTS)
-
-
-def test_every_field_of_ours_has_a_row():
+    assert names(FIELDS) == set(CONFIG_FIELDS)
     assert names(OWN_FIELDS) == set(FIELD_NAMES) - set(CONFIG_FIELDS)
+    assert {*SIGNATURE, *served} - names(FIELDS) <= names(ARGUMENTS)
 
 
 @cache
@@ -92,14 +82,14 @@ def test_every_test_that_is_named_exists():
     assert [(path, name) for path, name in named if name not in names_of_tests(path)] == []
 
 
-@pytest.mark.parametrize(("row", "where"), with_places(Refused, WHERE))
+@pytest.mark.parametrize(("row", "where"), with_places("not supported", WHERE))
 def test_a_refused_value_raises_the_message_of_the_page_before_any_model_runs(row, where):
     def fail(*args):
         raise AssertionError("a model ran before the refusal")
 
-    handles = [model.register_forward_pre_hook(fail) for model in models(row.state.call.kind)[1:]]
+    handles = [model.register_forward_pre_hook(fail) for model in models(row.call.kind)[1:]]
     try:
-        message = refusal(row.state, where)
+        message = refusal(row.call, where)
     finally:
         for handle in handles:
             handle.remove()
@@ -109,12 +99,12 @@ def test_a_refused_value_raises_the_message_of_the_page_before_any_model_runs(ro
 @cache
 def plain_ids(number):
     """As `decode_plainly`, once for all places of a row."""
-    return decode_plainly(ROWS[number].state.call)
+    return decode_plainly(ROWS[number].call)
 
 
-@pytest.mark.parametrize(("row", "where"), with_places(Supported, WHERE[:2]))
+@pytest.mark.parametrize(("row", "where"), with_places("supported", WHERE[:2]))
 def test_a_supported_value_gives_the_text_of_plain_decoding(row, where):
-    call, stats = row.state.call, hf_speculate.SpeculationStats()
+    call, stats = row.call, hf_speculate.SpeculationStats()
     plain = plain_ids(ROWS.index(row))
     assert_equal_ids(plain, decode_with_draft(call, where, speculation_stats=stats))
     assert stats.num_rounds > 0
@@ -123,9 +113,9 @@ def test_a_supported_value_gives_the_text_of_plain_decoding(row, where):
         assert plain.shape != without.shape or not torch.equal(plain, without), "the value has no effect here"
 
 
-@pytest.mark.parametrize(("row", "where"), with_places(NotApplicable, WHERE[:2]))
+@pytest.mark.parametrize(("row", "where"), with_places("no effect", WHERE[:2]))
 def test_a_value_that_does_not_apply_changes_nothing(row, where):
-    call, stats = row.state.call, hf_speculate.SpeculationStats()
+    call, stats = row.call, hf_speculate.SpeculationStats()
     without = decode_plainly(call, without=row.name)
     assert_equal_ids(without, plain_ids(ROWS.index(row)))
     assert_equal_ids(without, decode_with_draft(call, where, speculation_stats=stats))
