@@ -20,15 +20,7 @@ import hf_speculate
 from hf_speculate.config import FIELD_NAMES
 from hf_speculate.errors import SpeculateError
 from tests.compatibility_models import family_rows, refused_rows
-from tests.compatibility_rows import (
-    ARGUMENTS,
-    DRAFT_LENGTHS,
-    FIELDS,
-    OWN_FIELDS,
-    SOURCES,
-    Call,
-    Row,
-)
+from tests.compatibility_rows import ARGUMENTS, DRAFT_LENGTHS, FIELDS, OWN_FIELDS, SOURCES, Call, Row
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 
 ROOT = Path(__file__).parents[1]
@@ -198,12 +190,8 @@ def render_tests() -> str:
     rows = (*ARGUMENTS, *FIELDS, *OWN_FIELDS)
     named = [(_name(row), row.note, _test(row.shown_by)) for row in rows if row.state == "supported"]
     named += [(where, "", _test(shown_by)) for where, _, shown_by in (*SOURCES, *DRAFT_LENGTHS)]
-    parts = [
-        TESTS_INTRODUCTION,
-        MADE_BY.format(version=transformers.__version__, command=COMMAND),
-        _table(("name", "note", "test"), named),
-    ]
-    return "\n".join(parts)
+    made_by = MADE_BY.format(version=transformers.__version__, command=COMMAND)
+    return "\n".join([TESTS_INTRODUCTION, made_by, _table(("name", "note", "test"), named)])
 
 
 def _section(title: str, rows: Sequence[Row]) -> str:

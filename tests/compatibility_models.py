@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
 from hf_speculate.compat import stateful_names
 from hf_speculate.errors import UnsupportedModelError
@@ -39,20 +39,12 @@ def refused_rows() -> Iterator[tuple[str, str]]:
     """Class of a model with recurrent states, and the message that refuses it."""
     for kind in UNSUPPORTED_RECURRENT:
         model = AutoModelForCausalLM.from_config(unsupported_config(kind))
-        yield type(model).__name__, refusal_of(model)
-
-
-def refusal_of(model: PreTrainedModel) -> str:
-    """The message for a target.
-
-    Raises:
-        AssertionError: the model is supported.
-    """
-    try:
-        check_models([model], stateful_names([model]), ASSISTED)
-    except UnsupportedModelError as error:
-        return str(error)
-    raise AssertionError(f"not refused: {type(model).__name__}")
+        try:
+            check_models([model], stateful_names([model]), ASSISTED)
+        except UnsupportedModelError as error:
+            yield type(model).__name__, str(error)
+        else:
+            raise AssertionError(f"not refused: {type(model).__name__}")
 
 
 def _class_name(kind: str) -> str:

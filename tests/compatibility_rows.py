@@ -32,43 +32,29 @@ Options = Mapping[str, Any] | Callable[[list[int]], Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Call:
-    """A call with a draft model, on tiny models in float64.
+    """A call with a draft model, on tiny models in float64."""
 
-    Args:
-        options: keywords of the call, or what makes them from the new ids of the plain greedy text.
-        batch_size: rows; 0 leaves the prompt out.
-        kind: of the models, see `tests.tiny.KINDS`.
-        samples: sample, with `verifier="coupled"`, whose text without a draft is the one to be equal to; else greedy.
-        changes: the text is another one without the row's name, so that a name without effect is noticed.
-        in_configs: the name is met in a `GenerationConfig` too.
-    """
-
-    options: Options
-    batch_size: int = 1
-    kind: str = "llama"
-    samples: bool = False
-    changes: bool = True
-    in_configs: bool = True
+    options: Options  # keywords, or what makes them from the new ids of the plain greedy text
+    batch_size: int = 1  # 0 leaves the prompt out
+    kind: str = "llama"  # of the models, see `tests.tiny.KINDS`
+    samples: bool = False  # with `verifier="coupled"`, whose text is that without a draft; else greedy
+    changes: bool = True  # the text is another one without the row's name, so that a name without effect is noticed
+    in_configs: bool = True  # the name is met in a `GenerationConfig` too
 
 
 @dataclass(frozen=True)
 class Row:
     """One name in one state; a name may have several rows.
 
-    Args:
-        name: of an argument or a field.
-        state: "supported": as in plain decoding, or as the README says for fields of ours; "not supported": raises
-            before the first forward; "no effect": changes nothing, in plain decoding or with a draft.
-        note: what to know, which calls raise (empty: the call itself), or why there is no effect.
-        call: one whose text is plain decoding's, which raises, or whose text is the same without the name.
-        shown_by: the test that shows that it is supported, as `file::name` below `tests/`.
+    What is "supported" is as in plain decoding, or as the README says for fields of ours; what is "not supported"
+    raises before the first forward; what has "no effect" changes nothing, in plain decoding or with a draft.
     """
 
     name: str
     state: str
-    note: str
-    call: Call | None
-    shown_by: str
+    note: str  # what to know, which calls raise (empty: the call itself), or why there is no effect
+    call: Call | None  # its text is plain decoding's, it raises, or its text is the same without the name
+    shown_by: str  # the test that shows that it is supported, as `file::name` below `tests/`
 
 
 def _row(state: str, name: str, note: str = "", value: Any = None, shown_by: str = "", **more: Any) -> Row:

@@ -29,13 +29,7 @@ from tests.compatibility import (
     render_tests,
 )
 from tests.compatibility_models import family_rows
-from tests.compatibility_rows import (
-    ARGUMENTS,
-    DRAFT_LENGTHS,
-    FIELDS,
-    OWN_FIELDS,
-    SOURCES,
-)
+from tests.compatibility_rows import ARGUMENTS, DRAFT_LENGTHS, FIELDS, OWN_FIELDS, SOURCES
 
 ROWS = (*ARGUMENTS, *FIELDS, *OWN_FIELDS)
 TESTS_NAMED = {row.shown_by for row in ROWS if row.state == "supported"}
@@ -56,15 +50,11 @@ def with_places(state, in_configs):
     ]
 
 
-def names(rows):
-    return {row.name for row in rows}
-
-
 def test_every_field_and_argument_of_this_transformers_and_of_ours_has_a_row():
+    arguments, fields, ours = ({row.name for row in rows} for rows in (ARGUMENTS, FIELDS, OWN_FIELDS))
     served = calls._DECODER_KWARGS | calls._ENCODER_DECODER_KWARGS
-    assert names(FIELDS) == set(CONFIG_FIELDS)
-    assert names(OWN_FIELDS) == set(FIELD_NAMES) - set(CONFIG_FIELDS)
-    assert {*SIGNATURE, *served} - names(FIELDS) <= names(ARGUMENTS)
+    assert (fields, ours) == (set(CONFIG_FIELDS), set(FIELD_NAMES) - set(CONFIG_FIELDS))
+    assert {*SIGNATURE, *served} - fields <= arguments
 
 
 @cache
