@@ -21,9 +21,8 @@ def save_pair(folder: Path, *, noise: float = 0.05, dtype: torch.dtype = torch.f
     """A tiny target and a draft that is right most of the time, with a tokenizer of bytes."""
     tokenizer = byte_level_tokenizer([], eos_token=EOS, pad_token="<pad>")
     target = make_model("llama", vocab_size=len(tokenizer), dtype=dtype)
-    target.generation_config = GenerationConfig(
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=False
-    )
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    target.generation_config = GenerationConfig(**ends, do_sample=False)
     models = {"target": target, "draft": noisy_copy(target, noise)}
     for name, model in models.items():
         model.save_pretrained(folder / name)

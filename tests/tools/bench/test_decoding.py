@@ -1,20 +1,23 @@
-"""Every method decodes as its own `generate()` does, whatever the models' configs say."""
+"""Every method decodes as its own `generate()` does, and its texts are compared with plain decoding's, or with what the
+target says of them."""
 
 import copy
-import functools
 import time
 
 import pytest
+import torch
 
-from hf_speculate.errors import ConfigError
 from hf_speculate.generation.enable import enable, is_enabled
+from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.bench.batches import Batch
 from hf_speculate.tools.bench.decoding import Decoder
+from hf_speculate.tools.bench.drift import Drift, drift_of_runs, drift_of_text
+from hf_speculate.tools.bench.equality import Compared, TextCheck
+from hf_speculate.tools.bench.measuring import Run
 from hf_speculate.tools.bench.methods import DraftLen, Method, assisted_methods, our_methods, plain_method
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 
 NUM_NEW = 12
-EOS = 11
 
 
 @pytest.fixture(scope="module")
@@ -28,11 +31,8 @@ def batch():
     return Batch(0, inputs["input_ids"], inputs["attention_mask"])
 
 
-@pytest.fixture(scope="module")
-def plain_ids(target, batch):
-    output = target.generate(
-        input_ids=batch.input_ids, attention_mask=batch.attention_mask, max_new_tokens=NUM_NEW, do_sample=False
-    )
+def plain_texts(target, batch, **options):
+    output = target.generate(**batch.inputs, max_new_tokens=NUM_NEW, do_sample=False, **options)
     return output[:, batch.input_ids.shape[1] :].tolist()
 
 
@@ -51,78 +51,32 @@ def draft_of(target):
 
 
 @pytest.mark.parametrize("method", greedy_methods(), ids=lambda method: method.name)
-def test_the_first_token_is_there_after_the_first_forward(method, target, batch):
-    forward, seconds = type(target).forward, []
-
-    def slow(model, *args, **kwargs):
-        time.sleep(0 if seconds else 0.1)  # the first forward alone
-        output = forward(model, *args, **kwargs)
-        seconds.append(1)
-        return output
-
-    draft = draft_of(target)
-    target.forward = functools.partial(slow, target)
-    try:
-        decoded = Decoder(target, {"assistant_model": draft}, max_new_tokens=NUM_NEW)(method, batch, 0)
-    finally:
-        del target.forward
-    assert 0.1 < decoded.first_token_s < 2
-    assert not target._forward_hooks
-
-
-def test_a_call_that_fails_leaves_no_hook(target, batch):
-    decoder = Decoder(target, {"assistant_model": draft_of(target)}, max_new_tokens=NUM_NEW)
-    with pytest.raises(ConfigError, match="verifier must be one of"):
-        decoder(Method("wrong", "ours", {"verifier": "wrong"}), batch, 0)
-    assert not target._forward_hooks
-
-
-@pytest.mark.parametrize("method", greedy_methods(), ids=lambda method: method.name)
 @pytest.mark.parametrize(("enabled", "options"), [(False, {}), (True, {"repetition_penalty": 1.8})])
-def test_greedy_methods_write_the_same_text(method, enabled, options, target, batch):
-    plain = target.generate(**batch.inputs, max_new_tokens=NUM_NEW, do_sample=False, **options)
-    model = enable(copy.deepcopy(target)) if enabled else target
-    decoder = Decoder(model, {"assistant_model": draft_of(target)}, max_new_tokens=NUM_NEW, options=options)
+def test_greedy_methods_write_the_same_text_whatever_the_models_carry(method, enabled, options, target, batch):
+    model, draft, lens = copy.deepcopy(target), draft_of(target), []
+    ours = {"verifier": "typical", "posterior_threshold": 0.5, "num_assistant_tokens": 7}
+    for config in (model.generation_config, draft.generation_config) if enabled else ():
+        vars(config).update(ours, prompt_lookup_num_tokens=4)
+    decoder = Decoder(model, {"assistant_model": draft}, max_new_tokens=NUM_NEW, options=options)
+    if enabled:
+        enable(model)
+    model.register_forward_pre_hook(lambda *args: time.sleep(0.1 * (not lens)))  # before the first token alone
+    model.register_forward_hook(lambda module, args, output: lens.append(output.logits.shape[1]))
     decoded = decoder(method, batch, 0)
-    assert [ids.tolist() for ids in decoded.new_ids] == plain[:, batch.input_ids.shape[1] :].tolist()
+    assert [ids.tolist() for ids in decoded.new_ids] == plain_texts(target, batch, **options)
+    assert 0.1 < decoded.first_token_s < 2
     assert is_enabled(model) is enabled
     assert (decoded.stats is not None) is (method.engine == "ours")
-    if method.num_assistant_tokens and decoded.stats is not None:
-        assert max(decoded.stats.rounds_by_draft_len) == 3
-
-
-def test_fields_that_the_models_carry_count_for_no_method(target, batch, plain_ids):
-    model, draft = copy.deepcopy(target), draft_of(target)
-    for config in (model.generation_config, draft.generation_config):
-        config.verifier = "typical"
-        config.posterior_threshold = 0.5
-        config.num_assistant_tokens = 7
-        config.num_assistant_tokens_schedule = "constant"
-        config.prompt_lookup_num_tokens = 4
-    before = [copy.deepcopy(config.to_dict()) for config in (model.generation_config, draft.generation_config)]
-    decoder = Decoder(enable(model), {"assistant_model": draft}, max_new_tokens=NUM_NEW)
-    for method in greedy_methods():
-        decoded = decoder(method, batch, 0)
-        assert [ids.tolist() for ids in decoded.new_ids] == plain_ids
-        if decoded.stats is not None:
-            assert decoded.stats.verifier == "greedy"
-            assert 7 not in decoded.stats.rounds_by_draft_len
-    assert [config.to_dict() for config in (model.generation_config, draft.generation_config)] == before
-
-
-def test_transformers_drafts_what_it_is_told(target, batch):
-    seen = []
-    handle = target.register_forward_hook(lambda module, args, output: seen.append(output.logits.shape[1]))
-    try:
-        decoder = Decoder(target, {"assistant_model": draft_of(target)}, max_new_tokens=NUM_NEW)
-        decoder(Method("k", "transformers", DraftLen(3, False).fields), batch, 0)
-    finally:
-        handle.remove()
-    assert max(seen) == 4  # the drafted tokens and the one before them
+    assert decoded.stats is None or decoded.stats.verifier == "greedy"
+    assert 8 not in lens[1:]
+    if method.num_assistant_tokens:
+        assert max(lens[1:]) == 4  # the drafted tokens and the one before them
+    model.generation_config.eos_token_id = [11, 12]
+    assert Decoder(model, {}, max_new_tokens=1).eos_token_ids == {11, 12}
 
 
 @pytest.mark.parametrize("verifier", [None, "coupled"])
-def test_seeds_and_the_temperature_reach_methods_that_draw(verifier, target, batch, plain_ids):
+def test_seeds_and_the_temperature_reach_methods_that_draw(verifier, target, batch):
     draft, method = draft_of(target), plain_method(True)
     if verifier is not None:
         (method,) = our_methods([verifier], [DraftLen(3, False)], True, {})
@@ -132,12 +86,94 @@ def test_seeds_and_the_temperature_reach_methods_that_draw(verifier, target, bat
         decoder = Decoder(target, {"assistant_model": draft}, max_new_tokens=NUM_NEW, sampling=sampling)
         return [ids.tolist() for ids in decoder(method, batch, seed).new_ids]
 
-    assert texts(1e-4, 0) == plain_ids
+    assert texts(1e-4, 0) == plain_texts(target, batch)
     assert texts(0.8, 1) == texts(0.8, 1) != texts(0.8, 2)
 
 
-def test_the_ids_that_end_a_row_are_the_targets(target):
-    model = copy.deepcopy(target)
-    for value, expected in ((None, set()), (EOS, {EOS}), ([EOS, 12], {EOS, 12})):
-        model.generation_config.eos_token_id = value
-        assert Decoder(model, {"assistant_model": model}, max_new_tokens=1).eos_token_ids == expected
+GREEDY = [
+    Method("ours", "ours", {"verifier": "greedy", **DraftLen(3, False).fields}),
+    Method("theirs", "transformers", DraftLen(3, False).fields),
+]
+
+
+def compare(model, method, batch, plain, texts):
+    """Of two calls, which plain decoding made in another order, once with an empty text."""
+    stats = SpeculationStats()
+    stats.add_draft_len(3)
+    runs = [
+        Run(0, at, 1.0, one, stats if method.engine == "ours" else None) for at, one in enumerate((texts, [[]] * 3))
+    ]
+    others = [Run(0, 1, 1.0, [[]] * 3, None), Run(0, 0, 1.0, plain, None)]
+    found = TextCheck(Decoder(model, {}, max_new_tokens=NUM_NEW))(method, runs, others, {0: batch})
+    return found._replace(num_equal=found.num_equal - 3)
+
+
+@pytest.mark.parametrize("method", GREEDY, ids=lambda method: method.engine)
+def test_another_token_or_length_is_wrong(method, batch):
+    model = make_model("llama", dtype=torch.bfloat16)
+    plain = plain_texts(model, batch)
+    assert compare(model, method, batch, plain, plain) == Compared(num_equal=3)
+    least = [list(text) for text in plain]
+    logits = model(input_ids=torch.cat([batch.rows[1], torch.tensor(plain[1][:4])])[None]).logits[0, -1]
+    least[1][4] = int(logits.argmin())
+    found = compare(model, method, batch, plain, least)
+    assert found == Compared(num_equal=2, num_wrong=1)
+    assert not found.ok
+    cut = [plain[0], plain[1][:5], plain[2]]  # a row that ends elsewhere
+    assert compare(model, method, batch, plain, cut) == Compared(num_equal=2, num_wrong=1)
+
+
+def test_a_token_that_ties_is_a_near_tie(batch):
+    model = make_model("llama", dtype=torch.bfloat16)
+    plain = plain_texts(model, batch)
+    row = next(row for row, text in enumerate(plain) if len(set(text)) > 1)
+    seen = {one for text in plain for one in text}
+    best, twin = plain[row][0], next(one for one in range(1, 64) if one not in seen)
+    head = model.get_output_embeddings().weight
+    head[twin] = head[best]  # as likely wherever the best token is
+    plain = plain_texts(model, batch)
+    assert plain[row][0] in (best, twin)
+    other = [list(text) for text in plain]
+    other[row][0] = twin if plain[row][0] == best else best
+    found = compare(model, GREEDY[0], batch, plain, other)
+    assert found == Compared(num_equal=2, num_ties=1)
+    assert found.ok
+
+
+TOLERANCE = 1e-10  # of a logit in float64: one forward here, one per prefix there
+TEXTS = [[3, 9, 41], [7, 7, 20, 33, 1], [5]]
+
+
+@torch.no_grad()
+def direct(model, prompt_ids, new_ids):
+    """Log-likelihood and the number of argmaxes, one forward per token."""
+    total, num_best = 0.0, 0
+    for place, chosen in enumerate(new_ids):
+        prefix = torch.cat([prompt_ids, torch.tensor(new_ids[:place], dtype=torch.int64)])
+        logits = model(input_ids=prefix[None]).logits[0, -1].double()
+        probs = logits.exp() / logits.exp().sum()
+        total += float(probs[chosen].log())
+        num_best += int(logits.argmax()) == chosen
+    return total, num_best
+
+
+def test_drift_is_the_log_likelihood_of_every_token_given_its_prefix(batch):
+    model = make_model("gpt2")
+    found = drift_of_runs(model, [Run(0, 0, 1.0, TEXTS, None)], {0: batch})
+    expected = [direct(model, row, text) for row, text in zip(batch.rows, TEXTS, strict=True)]
+    assert found.num_tokens == 9
+    assert found.log_likelihood == pytest.approx(sum(one for one, _ in expected), abs=9 * TOLERANCE)
+    assert found.num_best == sum(num for _, num in expected)
+    assert found.log_likelihood_per_token == pytest.approx(found.log_likelihood / 9)
+
+
+def test_greedy_text_agrees_with_itself_and_another_does_not():
+    model = make_model("llama")
+    prompt = ragged_prompts(1, seed=1)["input_ids"]
+    output = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=80, do_sample=False)
+    text = output[0, prompt.shape[1] :].tolist()  # longer than what is held at once
+    assert drift_of_text(model, prompt[0], text).agreement == 1.0
+    other = [*text[:70], (text[70] + 1) % 64, *text[71:]]
+    changed = drift_of_text(model, prompt[0], other)
+    assert changed.num_best < changed.num_tokens == 80
+    assert changed == pytest.approx(Drift(*direct(model, prompt[0], other), 80))
