@@ -1,12 +1,16 @@
-"""`hf-speculate batch` on a tiny pair, and what it says when it cannot."""
+"""`hf-speculate batch` on a tiny pair, and what users see while data sets are decoded and methods are timed."""
 
 import io
 
 import pytest
 from rich.console import Console
 
+from hf_speculate.stats import SpeculationStats
+from hf_speculate.tools.bench.measuring import Run, Step
+from hf_speculate.tools.bench.methods import Method
 from hf_speculate.tools.cli.batch import _Progress
 from hf_speculate.tools.cli.main import main
+from hf_speculate.tools.cli.measuring import progress
 from hf_speculate.tools.dataset.ranks import Ranks
 from hf_speculate.tools.dataset.run import DatasetReport
 from tests.tools.dataset.common import batch_words, plain_results, prompts, results_in, save_pair, write_prompts
@@ -22,14 +26,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-def one_error(capsys):
-    err = capsys.readouterr().err
-    (line,) = [line for line in err.splitlines() if line.startswith("hf-speculate: ")]
-    assert err.rstrip().endswith(line)
-    return line
-
-
-@pytest.mark.parametrize("more", [["-k", "3"], ["--lookup", "4"], []], ids=["draft", "hybrid", "adaptive"])
+@pytest.mark.parametrize("more", [["-k", "3"], ["--lookup", "4"]], ids=["draft", "hybrid"])
 def test_texts_are_those_of_plain_decoding_and_remarks_stand_apart(more, folder, tmp_path, capsys):
     output = tmp_path / "out.jsonl"
     assert main(batch_words(folder, output, "--ordered", *more)) == 0
@@ -57,34 +54,31 @@ def test_progress_is_a_bar_on_a_terminal_and_a_line_a_minute_elsewhere(is_termin
     assert shown.count("4 of 8 rows") == (not is_terminal)
 
 
-def test_other_settings_are_refused_unless_told(folder, tmp_path, capsys):
-    output = tmp_path / "out.jsonl"
-    assert main(batch_words(folder, output, "-k", "3")) == 0
-    capsys.readouterr()
-    assert main(batch_words(folder, output, "-k", "2")) == 2
-    assert "num_assistant_tokens (2, was 3)" in one_error(capsys)
-    assert main(batch_words(folder, output, "-k", "2", "--if-changed", "keep")) == 0
-
-
-def test_a_bad_line_is_named_before_any_model_is_loaded(tmp_path, capsys):
-    file = tmp_path / "bad.jsonl"
+def test_what_cannot_be_is_named_before_any_model_is_loaded(folder, tmp_path, monkeypatch, capsys):
+    file, prompts, output = tmp_path / "bad.jsonl", folder / "prompts.jsonl", tmp_path / "out.jsonl"
     file.write_text('"good"\n{"id": 1}\n')
-    assert main(["batch", "no/such-model", str(file), "-o", str(tmp_path / "out.jsonl")]) == 2
-    assert "at bad.jsonl:2" in one_error(capsys)
-    assert main(["batch", "no/such-model", str(file), "-o", str(file)]) == 2
+    before = prompts.read_bytes()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("hf_speculate.tools.cli.batch.find_ranks", lambda is_cpu: Ranks(0, 2))
+    for words, message in (
+        (["batch", "no/such-model", str(file), "-o", str(output)], "at bad.jsonl:2"),
+        (["batch", "no/such-model", str(prompts), "-o", str(prompts)], "the output must not be the file of prompts"),
+        (batch_words(folder, output, "--engine", "ray"), "--engine ray must be started once, got 2 ranks"),
+    ):
+        assert main(words) == 2
+        assert message in capsys.readouterr().err
+    assert prompts.read_bytes() == before
     assert not (tmp_path / "out.jsonl.run").exists()
 
 
-def test_the_prompts_are_not_written_over(folder, capsys):
-    file = folder / "prompts.jsonl"
-    before = file.read_bytes()
-    assert main(["batch", str(folder / "target"), str(file), "-o", str(file)]) == 2
-    assert "the output must not be the file of prompts" in one_error(capsys)
-    assert file.read_bytes() == before
-
-
-def test_ray_is_started_once(folder, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr("hf_speculate.tools.cli.batch.find_ranks", lambda is_cpu: Ranks(0, 2))
-    assert main(batch_words(folder, tmp_path / "out.jsonl", "--engine", "ray")) == 2
-    assert "--engine ray must be started once, got 2 ranks" in one_error(capsys)
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_bar_or_lines_show_tokens_per_second_and_acceptance(is_terminal):
+    stats, screen = SpeculationStats(), io.StringIO()
+    stats.add_row(4, 3, 4)
+    with progress(Console(file=screen, force_terminal=is_terminal, width=120, color_system=None), 2) as on_step:
+        on_step(Step(Method("plain, greedy", "plain"), None))
+        on_step(Step(Method("greedy, K = 4", "ours"), Run(0, 0, 1.0, [[1] * 30], stats)))
+    shown = screen.getvalue()
+    assert all(words in shown for words in ("2/2", "greedy, K = 4", "30 tokens/s, 75% accepted"))
+    assert ("1/2 warming up: plain, greedy\n" in shown) is not is_terminal
+    assert ("; comparing outputs" in shown) is is_terminal

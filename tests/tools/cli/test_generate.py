@@ -1,9 +1,10 @@
-"""`hf-speculate generate` on the bundled pair, and what it says when it cannot."""
+"""`hf-speculate generate` on the bundled pair, and commands with a draft head in place of a draft model."""
 
 import io
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,11 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_speculate.generation.mixin import SpeculativeGenerationMixin
-from hf_speculate.tools.cli import main as cli
 from hf_speculate.tools.cli.arguments import decoding_of
+from hf_speculate.tools.cli.loading import names_head
 from hf_speculate.tools.cli.main import main
-from hf_speculate.tools.cli.options import Generation, Speculation
+from hf_speculate.tools.cli.options import Generation, Models, Speculation
+from tests.draft.heads.designs import EAGLE3, make_weights, write_speculators
 from tests.tiny import make_model
 from tests.tiny_tokenizers import byte_level_tokenizer
 from tests.tools.dataset.common import save_pair
@@ -23,7 +25,6 @@ from tests.tools.dataset.common import save_pair
 PAIR = Path(__file__).parents[3] / "examples" / "pair"
 TARGET, DRAFT = str(PAIR / "target"), str(PAIR / "draft")
 PROMPTS = ["def main():\n", "class Stack:\n"]
-LETTERS_PROMPT = "bcdefg"
 NUM_TOKENS = 12
 COMMON = ["-n", str(NUM_TOKENS), "--dtype", "float64", "--device", "cpu"]
 
@@ -32,14 +33,9 @@ COMMON = ["-n", str(NUM_TOKENS), "--dtype", "float64", "--device", "cpu"]
 def plain_texts() -> list[str]:
     tokenizer = AutoTokenizer.from_pretrained(TARGET)
     target = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float64)
-    texts = []
-    for prompt in PROMPTS:
-        inputs = tokenizer(prompt, return_tensors="pt")
-        output = target.generate(
-            inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=NUM_TOKENS
-        )
-        texts.append(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
-    return texts
+    inputs = [tokenizer(prompt, return_tensors="pt")["input_ids"] for prompt in PROMPTS]
+    outputs = [target.generate(ids, max_new_tokens=NUM_TOKENS)[0, ids.shape[1] :] for ids in inputs]
+    return [tokenizer.decode(output, skip_special_tokens=True) for output in outputs]
 
 
 @pytest.mark.parametrize("extra", [["-d", DRAFT, "-k", "3"], ["--lookup", "4"], []], ids=["draft", "lookup", "plain"])
@@ -51,103 +47,55 @@ def test_the_text_is_that_of_plain_decoding_and_the_remarks_stand_apart(extra, p
     assert ("accepted" in err) is bool(extra)
 
 
-def test_the_prompts_of_a_file_are_decoded_in_order(plain_texts, tmp_path, capsys):
-    file = tmp_path / "prompts.jsonl"
-    file.write_text(
-        "\n".join(json.dumps({"prompt": prompt, "id": f"p{index}"}) for index, prompt in enumerate(PROMPTS))
-    )
-    assert main(["generate", TARGET, "--file", str(file), "-d", DRAFT, *COMMON]) == 0
-    out, err = capsys.readouterr()
-    assert [text in out for text in plain_texts] == [True, True]
-    assert out.index(plain_texts[0]) < out.index(plain_texts[1])
-    assert err.index("p0") < err.index("p1")
+def test_stop_strings_of_a_saved_config_end_the_text(tmp_path, capsys):
+    words = ["generate", str(save_pair(tmp_path)[0]), "bcdefg", "-d", str(tmp_path / "draft"), *COMMON]
+
+    def text_with(config):
+        (tmp_path / "target" / "generation_config.json").write_text(json.dumps(config))
+        assert main(words) == 0
+        return capsys.readouterr().out.strip()
+
+    whole = text_with({})
+    stop = whole[4:6]
+    assert text_with({"stop_strings": [stop]}) == whole[: whole.index(stop) + 2]
 
 
-@pytest.fixture
-def stopping_pair(tmp_path) -> tuple[str, str, str]:
-    """A tiny pair whose target's generation config has a stop string, with that string."""
-    save_pair(tmp_path)
-    target = AutoModelForCausalLM.from_pretrained(tmp_path / "target", dtype=torch.float64)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "target")
-    target.generation_config.eos_token_id = None
-    ids = tokenizer(LETTERS_PROMPT, return_tensors="pt")["input_ids"]
-    text = tokenizer.decode(target.generate(ids, max_new_tokens=NUM_TOKENS)[0, ids.shape[1] :])
-    stop = text[4:6]
-    target.generation_config.stop_strings = [stop]
-    target.generation_config.save_pretrained(tmp_path / "target")
-    return str(tmp_path / "target"), str(tmp_path / "draft"), text[: text.index(stop) + len(stop)]
-
-
-@pytest.mark.parametrize("with_draft", [True, False])
-def test_stop_strings_of_a_saved_config_end_the_text(with_draft, stopping_pair, capsys):
-    target, draft, expected = stopping_pair
-    assert main(["generate", target, LETTERS_PROMPT, *(["-d", draft] if with_draft else []), *COMMON]) == 0
-    assert capsys.readouterr().out.strip() == expected.strip()
-
-
-@pytest.fixture
-def chat_target(tmp_path) -> str:
-    """A tiny model whose tokenizer begins every text with a token, as its chat template does too."""
-    tokenizer = byte_level_tokenizer([], eos_token="<end>", bos_token="<begin>", pad_token="<pad>")
-    begin = tokenizer.bos_token_id
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single="<begin> $A", special_tokens=[("<begin>", begin)]
-    )
+def test_a_template_begins_the_text_itself_and_a_chat_remembers(tmp_path, monkeypatch, capsys):
+    tokenizer, texts, generate = byte_level_tokenizer([], bos_token="<begin>"), [], SpeculativeGenerationMixin.generate
+    begin = [("<begin>", tokenizer.bos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<begin> $A", special_tokens=begin)
     tokenizer.chat_template = "<begin>{% for message in messages %}[{{ message.content }}]{% endfor %}"
-    make_model("llama", vocab_size=len(tokenizer)).save_pretrained(tmp_path / "chat")
-    tokenizer.save_pretrained(tmp_path / "chat")
-    return str(tmp_path / "chat")
-
-
-@pytest.fixture
-def read_texts(monkeypatch) -> list[str]:
-    """What models are given to read, as text."""
-    texts, generate = [], SpeculativeGenerationMixin.generate
+    make_model("llama", vocab_size=len(tokenizer)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
 
     def noted(model, input_ids, **arguments):
-        texts.append(AutoTokenizer.from_pretrained(model.name_or_path).decode(input_ids[0]))
+        texts.append(tokenizer.decode(input_ids[0]))
         return generate(model, input_ids=input_ids, **arguments)
 
     monkeypatch.setattr(SpeculativeGenerationMixin, "generate", noted)
-    return texts
-
-
-def test_a_chat_answers_every_line_and_remembers(chat_target, monkeypatch, read_texts, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO("def main():\nclass Stack:\n"))
-    assert main(["chat", chat_target, "--lookup", "4", *COMMON]) == 0
-    first, second = read_texts
-    assert first == "<begin>[def main():]"
-    assert second.startswith(first)
-    assert second.endswith("[class Stack:]")
-    answer = second[len(first) : -len("[class Stack:]")].strip("[]")
-    assert answer
-    assert answer in capsys.readouterr().out
+    for words in (["generate", "hi", "--chat"], ["generate", "hi"], ["chat"]):
+        assert main([words[0], str(tmp_path), *words[1:], "--lookup", "4", *COMMON]) == 0
+    assert texts[:3] == ["<begin>[hi]", "<begin>hi", "<begin>[def main():]"]
+    assert texts[3].startswith(texts[2]) and texts[3].endswith("[class Stack:]")
+    answer = texts[3][len(texts[2]) : -len("[class Stack:]")].strip("[]")
+    assert answer and answer in capsys.readouterr().out
 
 
-def test_a_template_begins_the_text_itself_and_the_tokenizer_a_bare_prompt(chat_target, read_texts):
-    assert main(["generate", chat_target, "hi", "--chat", "--lookup", "4", *COMMON]) == 0
-    assert main(["generate", chat_target, "hi", "--lookup", "4", *COMMON]) == 0
-    assert read_texts == ["<begin>[hi]", "<begin>hi"]
-
-
-@pytest.mark.parametrize("words", [[], ["-"]])
-def test_a_piped_prompt_is_decoded_to_json(words, plain_texts, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr("sys.stdin", io.StringIO(PROMPTS[0]))
-    output = tmp_path / "out.json"
-    options = ["-d", DRAFT, "-k", "adaptive:3", "--json", "--output", str(output)]
-    assert main(["generate", TARGET, *words, *options, *COMMON]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["id"], found["text"], found["num_tokens"]) == (1, plain_texts[0], NUM_TOKENS)
-    assert 0 <= found["acceptance_rate"] <= 1
-    assert json.loads(output.read_text()) == {"results": [found]}
-
-
-def test_prompts_come_from_a_pipe_as_json_lines(plain_texts, monkeypatch, capsys):
-    lines = "\n".join(json.dumps({"prompt": prompt, "id": f"p{place}"}) for place, prompt in enumerate(PROMPTS))
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(lines.encode())))
-    assert main(["generate", TARGET, "--file", "-", "--lookup", "4", "--json", *COMMON]) == 0
+def test_prompts_come_from_a_pipe(plain_texts, monkeypatch, tmp_path, capsys):
+    output, lines = tmp_path / "out.json", [{"prompt": prompt, "id": f"p{at}"} for at, prompt in enumerate(PROMPTS)]
+    words = ["generate", TARGET, "-d", DRAFT, "-k", "adaptive:3", "--json", "--output", str(output), *COMMON]
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("\n".join(map(json.dumps, lines)).encode())))
+    assert main([*words, "--file", "-"]) == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(one["id"], one["text"]) for one in found] == [("p0", plain_texts[0]), ("p1", plain_texts[1])]
+    assert json.loads(output.read_text()) == {"results": found}
+    monkeypatch.setattr("sys.stdin", io.StringIO(PROMPTS[0]))
+    assert main(words) == 0
+    assert json.loads(capsys.readouterr().out)["text"] == plain_texts[0]
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert main(words) == 2
+    assert "there must be a prompt, got an empty one" in capsys.readouterr().err
 
 
 def test_sampling_options_and_settings_of_generation_configs_reach_the_model():
@@ -174,47 +122,57 @@ def test_help_and_version_load_neither_torch_nor_transformers():
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_a_prompt_must_be_given(monkeypatch, capsys):
-    monkeypatch.setattr("sys.stdin", io.StringIO(""))
-    assert main(["generate", TARGET]) == 2
-    assert "there must be a prompt, got an empty one" in capsys.readouterr().err
-
-
-def test_every_command_is_helped_with(capsys):
-    for name in [command.name or command.callback.__name__ for command in cli.app.registered_commands]:
-        assert main([name, "--help"]) == 0
-        assert f"Usage: hf-speculate {name}" in capsys.readouterr().out
-
-
-class _Screen(io.StringIO):
-    """A standard output that notes what is written, and when among other events."""
-
-    def __init__(self, events: list[str]):
-        super().__init__()
-        self.events = events
-
-    def write(self, text: str) -> int:
-        if text:
-            self.events.append(text)
-        return super().write(text)
-
-
 def test_text_is_written_as_it_comes(monkeypatch):
-    events, outputs, generate = [], [], SpeculativeGenerationMixin.generate
-    returned, told = "generate() has returned", "a round has ended"
+    events, generate, told = [], SpeculativeGenerationMixin.generate, "a round has ended"
+
+    class Screen(io.StringIO):
+        def write(self, text: str) -> int:
+            events.extend([text] if text else [])
+            return super().write(text)
 
     def noted(model, **arguments):
-        output = generate(model, speculation_callback=lambda report: events.append(told), **arguments)
-        outputs.append(output[0, arguments["input_ids"].shape[1] :])
-        events.append(returned)
-        return output
+        return generate(model, speculation_callback=lambda report: events.append(told), **arguments)
 
     monkeypatch.setattr(SpeculativeGenerationMixin, "generate", noted)
-    screen = _Screen(events)
-    monkeypatch.setattr("sys.stdout", screen)
+    monkeypatch.setattr("sys.stdout", Screen())
     assert main(["generate", TARGET, PROMPTS[0], "-d", DRAFT, "-k", "2", *COMMON, "-n", "48"]) == 0
-    assert screen.getvalue().strip() == AutoTokenizer.from_pretrained(TARGET).decode(outputs[0]).strip()
-    before = events[: events.index(returned)]
-    rounds_at_pieces = {before[:place].count(told) for place, event in enumerate(before) if event != told}
-    assert len(rounds_at_pieces) >= 3, events  # pieces in several rounds, not all at the end
-    assert events[len(before) + 1 :] == []
+    rounds_at_pieces = {events[:place].count(told) for place, event in enumerate(events) if event != told}
+    assert len(rounds_at_pieces) >= 4, events  # pieces in several rounds, not all at the end
+
+
+DESIGN = replace(
+    EAGLE3, hidden_size=64, target_hidden_size=192, vocab_size=4096, has_embeddings=True, aux_layers=(2, 8, 13)
+)
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory):
+    return str(write_speculators(tmp_path_factory.mktemp("head") / "eagle", DESIGN, make_weights(DESIGN)))
+
+
+def test_a_head_is_timed_without_transformers_own_methods(head, tmp_path):
+    prompts, result = tmp_path / "prompts.txt", tmp_path / "out.json"
+    prompts.write_text(PROMPTS[0])
+    words = ["bench", TARGET, str(prompts), "-d", head, "-k", "2", "-v", "greedy", "--thresholds", "", *COMMON]
+    assert main([*words, "--output", str(result)]) == 0
+    found = json.loads(result.read_text())
+    assert [method["name"] for method in found["methods"]] == ["plain, greedy", "greedy, K = 2"]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "glm4_moe", "num_mtp_layers": 1}))
+    assert names_head(Models(str(tmp_path), str(tmp_path)))  # MTP layers of the target itself
+
+
+def test_whether_a_head_fits_is_said_from_its_config(head, tmp_path, capsys):
+    assert main(["check", TARGET, "-d", head]) == 0
+    out = capsys.readouterr().out
+    assert f"ok: eagle as a draft head for {TARGET}" in out
+    assert "reads hidden states of layers: 2, 8, 13" in out
+    assert main(["check", DRAFT, "-d", head, "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert (report["ok"], report["level"]) == (False, "does not fit")
+    assert report["problems"] == ["it reads the states of layers [2, 8, 13], and the target has layers 0 to 1"]
+    assert report["spec"]["kind"] == "eagle3"
+    (tmp_path / "config.json").write_text('{"speculators_model_type": "medusa"}')
+    assert main(["check", TARGET, "-d", str(tmp_path), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["level"] == "not supported"
+    assert main(["check", "no/such-model", "-d", head]) == 2
+    assert "target must be a folder with a config.json" in capsys.readouterr().err

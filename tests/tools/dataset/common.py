@@ -70,14 +70,12 @@ def begun_in(output: Path, rank: int = 0) -> list[list[str]]:
     return [json.loads(line)["ids"] for line in lines]
 
 
-def plain_results(
-    target: PreTrainedModel | Path, texts: list[str], num_new: int = NUM_NEW
-) -> list[tuple[str, int, str]]:
+def plain_results(target: PreTrainedModel | Path, texts: list[str]) -> list[tuple[str, int, str]]:
     """Text, number of tokens and reason of the end, of plain greedy decoding row by row."""
     if isinstance(target, Path):
         target = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64)
     eos = LETTERS.index(EOS)
-    options = {"max_new_tokens": num_new, "eos_token_id": eos, "pad_token_id": 0}
+    options = {"max_new_tokens": NUM_NEW, "eos_token_id": eos, "pad_token_id": 0}
     results = []
     for text in texts:
         ids = torch.tensor([[LETTERS.index(letter) for letter in text]])

@@ -1,11 +1,13 @@
-"""Lines of every kind are rows, and a bad one is named before anything is decoded."""
+"""Lines of every kind are rows, and a bad one is named; a file of results is whole after every kill."""
 
 import json
 
 import pytest
 
 from hf_speculate.errors import ConfigError
-from hf_speculate.tools.dataset.rows import digest_of, read_rows
+from hf_speculate.tools.cli.prompts import read_prompts
+from hf_speculate.tools.dataset import files
+from hf_speculate.tools.dataset.rows import read_rows
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 
@@ -32,29 +34,15 @@ def test_lines_of_every_kind_are_rows(tmp_path):
     assert rows[1].source == "question.jsonl:3"
 
 
-def test_the_digest_follows_what_is_decoded():
-    one = read_rows([{"id": "x", "prompt": "a"}, {"id": "y", "prompt": "b"}])
-    same = read_rows([{"prompt": "a", "id": "x"}, {"id": "y", "text": "b"}])
-    other = read_rows([{"id": "x", "prompt": "a"}, {"id": "y", "prompt": "c"}])
-    assert digest_of(one) == digest_of(same)
-    assert digest_of(one) != digest_of(other)
-    assert digest_of(one) != digest_of(one[::-1])
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         (b"{", "each line must be JSON, got .* at p.jsonl:2"),
         (b'"\xff"', "each line must be UTF-8, got other bytes at p.jsonl:2"),
-        (b"7", "one of messages, prompt, text, turns, got 7 at p.jsonl:2"),
         (b'{"a": 1}', "one of messages, prompt, text, turns, got a at p.jsonl:2"),
         (b'{"prompt": "a", "text": "b"}', "one of messages, prompt, text, turns, got prompt, text at p.jsonl:2"),
-        (b'{"messages": ["a"]}', "got messages at p.jsonl:2"),
         (b'{"messages": []}', "got messages at p.jsonl:2"),
-        (b'{"turns": []}', "got turns at p.jsonl:2"),
-        (b'{"prompt": "a", "id": 1.5}', "id must be a string or an integer, got 1.5 at p.jsonl:2"),
         (b'{"prompt": "a", "id": true}', "id must be a string or an integer, got True at p.jsonl:2"),
-        (b'{"prompt": "a", "id": null}', "id must be a string or an integer, got None at p.jsonl:2"),
         (b'{"prompt": "a", "num_tokens": 3}', "got num_tokens at p.jsonl:2; rename it"),
         (b'{"prompt": "a", "id": 1}', "ids must be unique, got '1' at p.jsonl:1 and at p.jsonl:2"),
         (b'{"prompt": "\\ud800"}', "an unpaired surrogate at p.jsonl:2"),
@@ -66,16 +54,58 @@ def test_a_bad_line_is_named(line, message, tmp_path):
         read_rows(tmp_path / "p.jsonl")
 
 
-def test_bad_values_are_named():
-    with pytest.raises(ConfigError, match=r"must be JSON, got .* at prompt 2"):
-        read_rows(["a", {"prompt": "b", "where": {1, 2}}])
-    with pytest.raises(ConfigError, match="at least one prompt"):
-        read_rows([])
-
-
-def test_a_missing_or_empty_file_is_said(tmp_path):
-    with pytest.raises(ConfigError, match="must exist, got"):
-        read_rows(tmp_path / "none.jsonl")
+def test_a_file_without_prompts_is_named(tmp_path):
     (tmp_path / "empty.jsonl").write_text("\n \n")
-    with pytest.raises(ConfigError, match="at least one prompt"):
-        read_rows(tmp_path / "empty.jsonl")
+    bad = [({1, 2}, "must be JSON, got .* at prompt 1"), ([], "at least one prompt")]
+    bad += [(tmp_path / "none.jsonl", "must exist, got"), (tmp_path / "empty.jsonl", "at least one prompt")]
+    for prompts, message in bad:
+        with pytest.raises(ConfigError, match=message):
+            read_rows([{"prompt": "b", "where": prompts}] if isinstance(prompts, set) else prompts)
+
+
+def test_lines_of_a_text_are_prompts(tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("def main\n\nclass Stack\n")
+    rows = [(row.key, row.content) for row in read_prompts(file, by_line=True)]
+    assert rows == [("1", "def main"), ("3", "class Stack")]
+    assert [row.content for row in read_prompts(file)] == [file.read_text()]
+
+
+RESULTS = [{"id": "a", "text": "1"}, {"id": 2, "text": "ü\u2028\n"}, {"id": "c", "text": "3"}]
+WHOLE = "".join(json.dumps(result, ensure_ascii=False) + "\n" for result in RESULTS).encode()
+
+
+def test_a_file_cut_anywhere_keeps_its_whole_lines(tmp_path):
+    path = tmp_path / "out.jsonl"
+    for num_bytes in range(len(WHOLE) + 1):
+        path.write_bytes(WHOLE[:num_bytes])
+        kept = WHOLE[:num_bytes].rpartition(b"\n")
+        assert files.cut_torn_line(path) == len(kept[2])
+        assert path.read_bytes() == kept[0] + kept[1]
+        assert len(files.spans_of(path)) == path.read_bytes().count(b"\n")
+    torn = b'{"id": "' + b"x" * (3 << 16)  # longer than a block
+    path.write_bytes(WHOLE + torn)
+    assert files.cut_torn_line(path) == len(torn)
+    assert path.read_bytes() == WHOLE
+    path.write_bytes(WHOLE + b"notes")
+    with pytest.raises(ConfigError, match="got another one at the end"):
+        files.cut_torn_line(path)
+
+
+@pytest.mark.parametrize("num_moved", [0, 1, 3])
+def test_a_move_that_was_killed_is_done_again(num_moved, tmp_path):
+    part, whole = tmp_path / "part.jsonl", tmp_path / "whole.jsonl"
+    part.write_bytes(WHOLE + b'{"id": "to')
+    if num_moved:
+        files.append_results(whole, RESULTS[:num_moved])
+    files.move_results(part, whole)
+    assert whole.read_bytes() == WHOLE
+    assert not part.exists()
+
+
+@pytest.mark.parametrize("line", [b"{}", b"\0\0", b"[]", b'{"id": "a"}'])
+def test_a_line_that_is_no_result_or_comes_again_is_named(line, tmp_path):
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(WHOLE + line + b"\n")
+    with pytest.raises(ConfigError, match=r"at out\.jsonl:4"):
+        files.spans_of(path)
