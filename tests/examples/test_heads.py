@@ -1,6 +1,6 @@
-"""The EAGLE-3 head of the examples: its training sees what it will do when it drafts, and what it learnt."""
+"""The draft heads of the examples: how they draft, with and without a cache, and what they learnt."""
 
-from pathlib import Path
+import functools
 
 import pytest
 import torch
@@ -11,9 +11,9 @@ from hf_speculate.types import SampleStrategy
 from tests.cases import assert_equal_ids
 from tests.draft.heads.designs import EAGLE3, make_weights, write_speculators
 from tests.draft.heads.rounds import Rounds, random_texts, states_of, target_of
-from tests.tiny import make_model
+from tests.generation.test_law import SIGNIFICANCE, draw, joint_law, p_value
+from tests.tiny import make_law_model, make_model, ragged_prompts
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 MAX_BYTES = 8_000_000
 MIN_LENGTH = 3.0  # mean acceptance length at K = 5
 NUM_STEPS = 4
@@ -34,43 +34,6 @@ def test_a_rollout_gives_the_logits_of_drafts(import_example, tmp_path):
             torch.testing.assert_close(logits[0, len(text) - 2], expected, rtol=0, atol=TOLERANCE)
 
 
-@pytest.fixture
-def training(import_example, tmp_path):
-    """Makes trainings of one head, which share their folder."""
-    train, rows = import_example("heads.train"), import_example("heads.rows")
-    target = make_model(
-        "llama", dtype=torch.float32, vocab_size=64, hidden_size=16, num_hidden_layers=14, tie_word_embeddings=True
-    )
-    ids = torch.randint(64, (rows.BATCH_SIZE, 12), generator=torch.Generator().manual_seed(0))
-    batches = [rows.read_rows(target, ids)] * 2
-    settings = train.Settings(draft_vocab_size=32, intermediate_size=16)
-
-    def make(minutes):
-        network = train.new_head(target, train.frequent_ids(batches, 64, 32), settings, seed=0)
-        return train.HeadTraining(network, target, batches, settings, 0, minutes, tmp_path)
-
-    make.save = lambda network, folder: train.save_head(network, target, settings, folder)
-    make.target = target
-    return make
-
-
-def test_training_goes_on_where_it_was_and_saves_what_load_drafter_reads(training, tmp_path):
-    first = training(minutes=0.02)
-    first.run()
-    before = first.lowest
-    second = training(minutes=first.budget.spent_s / 60 + 0.02)
-    assert second.num_steps == first.num_steps > 0
-    network = second.run()
-    assert second.num_steps > first.num_steps
-    assert second.lowest < before
-    training.save(network, tmp_path / "head")
-    head = load_drafter(tmp_path / "head", training.target)
-    assert head.spec.kind == "eagle3"
-    assert head.spec.draft_vocab_size == 32
-    saved = network.lm_head.weight.to(torch.bfloat16).float()
-    assert torch.equal(head.network.lm_head.weight, saved)
-
-
 def test_the_saved_head_drafts_long_greedy_texts(import_example):
     measure, models = import_example("heads.measure"), import_example("models")
     files = list(models.EAGLE3.iterdir())
@@ -85,3 +48,93 @@ def test_the_saved_head_drafts_long_greedy_texts(import_example):
     ours = hf_speculate.generate(target, **inputs, assistant_model=head, max_new_tokens=48, do_sample=False, **options)
     assert_equal_ids(plain, ours)
     assert stats.mean_acceptance_length > MIN_LENGTH
+
+
+AUX_LAYERS = [1, 2]
+K = 3
+
+
+def make_head(import_example, target, draft_ids):
+    """A random head that proposes `draft_ids`."""
+    torch.manual_seed(1)
+    head = import_example("smollm2_head.head").DraftHead(target.config, AUX_LAYERS, draft_ids, target)
+    head = head.to(target.dtype).requires_grad_(False)
+    for weight in head.parameters():
+        weight.normal_(std=0.5)
+    return head
+
+
+@pytest.fixture(scope="module")
+def target():
+    return hf_speculate.enable(make_model("llama", num_hidden_layers=3))
+
+
+@pytest.fixture(scope="module")
+def head(import_example, target):
+    return make_head(import_example, target, torch.arange(0, 64, 2))
+
+
+def drafted_without_cache(head, target, text, num_tokens):
+    """The greedy draft after `text`, every attention computed anew; outputs of pairs stand in for later states."""
+    states = target(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states
+    states = head.project(torch.cat([states[layer] for layer in head.hidden_layers], dim=-1))  # [1, N, D]
+    ids = list(text[1:])
+    for _ in range(num_tokens):
+        for count in range(states.shape[1], len(ids) + 1):
+            heads, residual = head.attend_from(
+                torch.tensor([ids[:count]]), states, head.turns(torch.arange(count)[None])
+            )
+            groups = heads.query.shape[1] // heads.key.shape[1]
+            key, value = (part.repeat_interleave(groups, 1) for part in (heads.key, heads.value))
+            mixed = torch.nn.functional.scaled_dot_product_attention(heads.query, key, value, is_causal=True)
+            output = head.finish(residual, mixed)[:, -1:]
+            states = torch.cat([states, output], dim=1) if count < len(ids) else states
+        ids.append(int(head.target_ids[head.logits(output[:, 0])[0].argmax()]))
+    return ids[-num_tokens:]
+
+
+@pytest.mark.parametrize(("confidence", "lens"), [(0.0, {K}), (0.1, {1, K})])
+def test_drafts_are_those_of_a_forward_without_a_cache(import_example, target, head, confidence, lens):
+    inputs, seen = ragged_prompts(3, seed=4), []
+    eos = int(target.generate(**inputs, max_new_tokens=6)[0, -1])  # a row ends early
+    pads = (inputs["attention_mask"] == 0).sum(1).tolist()
+
+    class Recording(import_example("smollm2_head.drafter").HeadDrafter):
+        texts = None
+
+        def draft(self, request):
+            if self.texts is None:
+                self.texts = [row[pad:] for row, pad in zip(request.query_token_ids.tolist(), pads, strict=True)]
+            else:
+                emitted = zip(self.texts, request.kept.token_ids.tolist(), request.kept.num_emitted, strict=True)
+                self.texts = [text + ids[:count] for text, ids, count in emitted]
+            draft = super().draft(request)
+            drafted = zip(self.texts, draft.token_ids.tolist(), draft.lens, strict=True)
+            seen.extend((text, ids[:length]) for text, ids, length in drafted)
+            return draft
+
+        def rows(self, indices):
+            super().rows(indices)
+            self.texts = [self.texts[row] for row in indices]
+
+    options = {"max_new_tokens": 24, "eos_token_id": eos}
+    drafter = functools.partial(Recording, head, confidence=confidence)
+    ours = target.generate(**inputs, **options, drafter=drafter, num_assistant_tokens=K)
+    assert_equal_ids(target.generate(**inputs, **options), ours)
+    assert len(seen) > 12
+    assert {len(ids) for _, ids in seen} >= lens
+    for text, ids in seen:
+        assert not ids or eos in text[-K:] or ids == drafted_without_cache(head, target, text, len(ids))
+
+
+def test_sampled_tokens_keep_the_targets_distribution(import_example):
+    model = hf_speculate.enable(make_law_model(8, num_hidden_layers=3, dtype=torch.float32))
+    head = make_head(import_example, model, torch.tensor([0, 2, 3, 5, 6]))
+    stats = hf_speculate.SpeculationStats()
+    drafter = functools.partial(
+        import_example("smollm2_head.drafter").HeadDrafter, head, confidence=0.4, min_match_len=1
+    )
+    options = {"drafter": drafter, "verifier": "rejection", "num_assistant_tokens": 2, "speculation_stats": stats}
+    counts = draw(model, None, 20_000, **options)
+    assert p_value(counts, joint_law(model)) > SIGNIFICANCE
+    assert 0 < stats.num_accepted < stats.num_drafted
