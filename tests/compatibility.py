@@ -102,9 +102,9 @@ def prompts_of(batch_size: int) -> dict[str, Tensor]:
 
 def keywords(call: Call) -> dict[str, Any]:
     """All that the call gives to `generate()`, but the draft."""
-    options = call.options if not callable(call.options) else call.options(plain_text(call.kind, call.batch_size))
+    options = call.options if not callable(call.options) else call.options(plain_text(call.kind, call.rows))
     sampling = {"do_sample": True, "verifier": "coupled", "seed": 5} if call.samples else {}
-    return {**prompts_of(call.batch_size), "max_new_tokens": NUM_NEW, **sampling, **options}
+    return {**prompts_of(call.rows), "max_new_tokens": NUM_NEW, **sampling, **options}
 
 
 @contextmanager
@@ -228,7 +228,6 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 if __name__ == "__main__":
     if transformers.__version__ != pinned_version():
         raise SystemExit(f"the page is for transformers {pinned_version()}, this is {transformers.__version__}")
-    PAGE.parent.mkdir(exist_ok=True)
     for page, text in ((PAGE, render()), (TESTS_PAGE, render_tests())):
         page.write_text(text, encoding="utf-8")
         print(f"wrote {page.relative_to(ROOT)}")

@@ -35,7 +35,7 @@ class Call:
     """A call with a draft model, on tiny models in float64."""
 
     options: Options  # keywords, or what makes them from the new ids of the plain greedy text
-    batch_size: int = 1  # 0 leaves the prompt out
+    rows: int = 1  # 0 leaves the prompt out
     kind: str = "llama"  # of the models, see `tests.tiny.KINDS`
     samples: bool = False  # with `verifier="coupled"`, whose text is that without a draft; else greedy
     changes: bool = True  # the text is another one without the row's name, so that a name without effect is noticed
@@ -186,6 +186,8 @@ TESTS = {
 SHOWN_BY = {name: test for test, names in TESTS.items() for name in names.split()}
 LOCK_STEP = "rows move in lock step"
 UNDECLARED = f"{LOCK_STEP} for one that is not declared with `register_row_wise`"
+COMPILED = '`"static"`, see [calls](calls.md#compiled-rounds)'
+PAGED = '`"paged"` as a keyword; a config with it decodes plainly in transformers too'
 QUANTIZED = '`"quantized"`, whatever the `cache_config`; transformers makes the cache first, if it can'
 MAPPED = (
     "transformers encodes the text's end again for a draft of another tokenizer; here ids are mapped to ids, and no "
@@ -196,20 +198,23 @@ BEAMS = (
 )
 
 
+SYNTH_ID = SynthIDTextWatermarkingConfig(keys=[3, 5, 7], ngram_len=3)
+
+
 def _ids(*ids):
     return torch.tensor([ids])
 
 
 ARGUMENTS = (
-    supported("inputs", "the same as `input_ids`", _ids(5, 3, 11, 7, 2), batch_size=0, changes=False),
+    supported("inputs", "the same as `input_ids`", _ids(5, 3, 11, 7, 2), rows=0, changes=False),
     supported("generation_config", "see below"),
-    supported("logits_processor", UNDECLARED, LogitsProcessorList([Shift()]), batch_size=3, changes=False),
-    supported("stopping_criteria", UNDECLARED, StoppingCriteriaList([StopAtSum()]), batch_size=3, changes=False),
+    supported("logits_processor", UNDECLARED, LogitsProcessorList([Shift()]), rows=3, changes=False),
+    supported("stopping_criteria", UNDECLARED, StoppingCriteriaList([StopAtSum()]), rows=3, changes=False),
     supported(
         "prefix_allowed_tokens_fn",
         LOCK_STEP,
         {"prefix_allowed_tokens_fn": lambda row, ids: list(range(row, 64, 2))},
-        batch_size=3,
+        rows=3,
     ),
     supported("synced_gpus", "not with every source of drafts, see [calls](calls.md#ranks-of-a-distributed-call)"),
     supported("assistant_model"),
@@ -217,7 +222,7 @@ ARGUMENTS = (
         "assistant_model", "beside `assistant_early_exit`, `drafter` or `candidate_generator`", assistant_early_exit=1
     ),
     supported("streamer", value=Streamed(), changes=False),
-    refused("streamer", "more than one row", Streamed(), batch_size=2),
+    refused("streamer", "more than one row", Streamed(), rows=2),
     supported("negative_prompt_ids", f"with `guidance_scale`; {LOCK_STEP}", _ids(9, 8, 7), guidance_scale=1.7),
     supported(
         "negative_prompt_attention_mask",
@@ -232,7 +237,7 @@ ARGUMENTS = (
     supported("tokenizer", "for `stop_strings` and drafts of other vocabularies"),
     supported("assistant_tokenizer", value=TOKENIZER, tokenizer=TOKENIZER, changes=False),
     supported("input_ids"),
-    supported("attention_mask", value={}, batch_size=3, changes=False),
+    supported("attention_mask", value={}, rows=3, changes=False),
     refused("attention_mask", "of another shape than the prompt", torch.ones(1, 3, dtype=torch.int64)),
     supported("position_ids"),
     supported("token_type_ids"),
@@ -240,19 +245,17 @@ ARGUMENTS = (
         "inputs_embeds",
         "with or without `input_ids`, which are all that a draft model reads of the prompt",
         torch.ones(1, 3, 32).double() / 8,
-        batch_size=0,
+        rows=0,
         changes=False,
     ),
-    refused(
-        "inputs_embeds", "with `prefill_chunk_size`", torch.zeros(1, 3, 32).double(), prefill_chunk_size=2, batch_size=0
-    ),
+    refused("inputs_embeds", "with `prefill_chunk_size`", torch.zeros(1, 3, 32).double(), prefill_chunk_size=2, rows=0),
     supported(
         "past_key_values",
         "a `DynamicCache` or a `StaticCache`, or an `EncoderDecoderCache` of two; rows that end early hold their "
         "padding, as in plain",
     ),
     supported("cache_params", "the name of `past_key_values` in models with recurrent layers alone"),
-    ignored("logits_to_keep", "only the last position of a prompt is used", 3, batch_size=3, in_configs=False),
+    ignored("logits_to_keep", "only the last position of a prompt is used", 3, rows=3, in_configs=False),
     supported("encoder_outputs", "for drafts without an encoder"),
     supported("decoder_input_ids"),
     supported("decoder_attention_mask"),
@@ -296,21 +299,10 @@ FIELDS = (
     supported("use_cache", "`True`", True, changes=False),
     refused("use_cache", value=False),
     supported("cache_implementation", '`"dynamic"`', "dynamic", changes=False, shown_by=DYNAMIC),
-    supported(
-        "cache_implementation",
-        '`"static"`, see [calls](calls.md#compiled-rounds)',
-        "static",
-        changes=False,
-        shown_by=STATIC,
-    ),
+    supported("cache_implementation", COMPILED, "static", changes=False, shown_by=STATIC),
     refused("cache_implementation", value="offloaded"),
     refused("cache_implementation", value="offloaded_static"),
-    refused(
-        "cache_implementation",
-        '`"paged"` as a keyword; a config with it decodes plainly in transformers too',
-        "paged",
-        in_configs=False,
-    ),
+    refused("cache_implementation", PAGED, "paged", in_configs=False),
     *(  # older versions have no backend without a package
         refused("cache_implementation", QUANTIZED, "quantized", cache_config={"backend": "fp8"})
         for _ in range(hasattr(cache_utils, "Fp8QuantizedLayer"))
@@ -331,13 +323,13 @@ FIELDS = (
         supported(name, value=value, samples=True)
         for name, value in {"typical_p": 0.3, "epsilon_cutoff": 0.2, "eta_cutoff": 0.5}.items()
     ),
-    supported("repetition_penalty", value=1.6, batch_size=3),
-    supported("encoder_repetition_penalty", LOCK_STEP, 3.0, batch_size=3),
+    supported("repetition_penalty", value=1.6, rows=3),
+    supported("encoder_repetition_penalty", LOCK_STEP, 3.0, rows=3),
     ignored("length_penalty", BEAMS, 2.0),
-    supported("no_repeat_ngram_size", value=1, batch_size=3),
+    supported("no_repeat_ngram_size", value=1, rows=3),
     supported("bad_words_ids", value=lambda text: {"bad_words_ids": [[text[3]], [text[5], text[6]]]}),
     supported("renormalize_logits", value=True, samples=True, changes=False),
-    supported("forced_bos_token_id", "after a prompt of one token", 9, bos_token_id=5, batch_size=0),
+    supported("forced_bos_token_id", "after a prompt of one token", 9, bos_token_id=5, rows=0),
     supported("forced_eos_token_id", value=9),
     supported("remove_invalid_values", value=True, changes=False),
     supported(
@@ -346,33 +338,26 @@ FIELDS = (
     ),
     supported("suppress_tokens", value=lambda text: {"suppress_tokens": [text[2]]}),
     supported("begin_suppress_tokens", value=lambda text: {"begin_suppress_tokens": [text[0]]}),
-    supported("sequence_bias", value={"sequence_bias": {(3,): 9.0, (4, 5): -3.0}}, batch_size=3),
+    supported("sequence_bias", value={"sequence_bias": {(3,): 9.0, (4, 5): -3.0}}, rows=3),
     supported("token_healing", "needs `tokenizer`"),
     supported("guidance_scale", LOCK_STEP, 1.7),
-    supported("watermarking_config", value=WatermarkingConfig(bias=9.0), batch_size=3),
-    supported(
-        "watermarking_config",
-        f"SynthID; {LOCK_STEP}",
-        SynthIDTextWatermarkingConfig(keys=[3, 5, 7], ngram_len=3),
-        batch_size=3,
-        changes=False,
-        shown_by=HERE,
-    ),
+    supported("watermarking_config", value=WatermarkingConfig(bias=9.0), rows=3),
+    supported("watermarking_config", f"SynthID; {LOCK_STEP}", SYNTH_ID, shown_by=HERE, rows=3, changes=False),
     supported("num_return_sequences", value=3, samples=True),
     *(supported(name, "one row, decoder-only") for name in ("output_attentions", "output_hidden_states")),
     supported("output_hidden_states", "one row, encoder-decoders too", shown_by=STATES_OF_ENCODERS),
     *(
-        refused(name, "more than one row", True, return_dict_in_generate=True, batch_size=2)
+        refused(name, "more than one row", True, return_dict_in_generate=True, rows=2)
         for name in ("output_attentions", "output_hidden_states")
     ),
     *(
-        supported(name, value=True, return_dict_in_generate=True, batch_size=3, changes=False)
+        supported(name, value=True, return_dict_in_generate=True, rows=3, changes=False)
         for name in ("output_scores", "output_logits", "return_dict_in_generate")
     ),
-    supported("pad_token_id", value=lambda text: {"pad_token_id": 5, "eos_token_id": text[3]}, batch_size=3),
-    supported("bos_token_id", "the prompt of a call without one", 5, batch_size=0, changes=False),
+    supported("pad_token_id", value=lambda text: {"pad_token_id": 5, "eos_token_id": text[3]}, rows=3),
+    supported("bos_token_id", "the prompt of a call without one", 5, rows=0, changes=False),
     supported("eos_token_id", value=lambda text: {"eos_token_id": [text[3], text[7]]}),
-    supported("encoder_no_repeat_ngram_size", LOCK_STEP, 1, batch_size=3, changes=False),
+    supported("encoder_no_repeat_ngram_size", LOCK_STEP, 1, rows=3, changes=False),
     supported("decoder_start_token_id"),
     supported(
         "is_assistant",
@@ -385,17 +370,17 @@ FIELDS = (
     ),
     supported("num_assistant_tokens", "see below", 3, changes=False),
     supported("num_assistant_tokens_schedule", "see below", "heuristic", changes=False),
-    supported("assistant_confidence_threshold", "see below", 0.9, batch_size=3, changes=False),
+    supported("assistant_confidence_threshold", "see below", 0.9, rows=3, changes=False),
     supported(
         "prompt_lookup_num_tokens",
         "alone, or beside `assistant_model`",
         3,
         assistant_model=None,
-        batch_size=3,
+        rows=3,
         changes=False,
     ),
     supported("max_matching_ngram_size", "64 where unset", 1, prompt_lookup_num_tokens=3, changes=False),
-    supported("assistant_early_exit", value=1, assistant_model=None, batch_size=3, changes=False),
+    supported("assistant_early_exit", value=1, assistant_model=None, rows=3, changes=False),
     *(ignored(name, MAPPED, 3) for name in ("assistant_lookbehind", "target_lookbehind")),
     refused("assistant_ensemble_weight", value=0.5),
     refused("speculation_type", value="dflash"),
@@ -410,7 +395,7 @@ FIELDS = (
     ignored("num_beam_groups", BEAMS, 2),
     refused("constraints", value=[]),
     refused("force_words_ids", value=[[3]]),
-    supported("prefill_chunk_size", "not supported with images", 4, batch_size=3, changes=False),
+    supported("prefill_chunk_size", "not supported with images", 4, rows=3, changes=False),
     ignored("transformers_version", "says which version saved the config", "5.0.0"),
 )
 
@@ -428,7 +413,7 @@ OWN_FIELDS = (
     supported("draft_sampling", "under `do_sample=True`", "argmax", samples=True, changes=False),
     supported("suffix_store", "an object, never in JSON"),
     supported("verifier_backend", value="torch", samples=True, changes=False),
-    supported("speculation_cache", value="dynamic", batch_size=3, changes=False),
+    supported("speculation_cache", value="dynamic", rows=3, changes=False),
     supported("seed", value=7, samples=True),
     supported("speculation_graphs", "CUDA graphs on a GPU", "on", changes=False),
     supported("generator", "an object, never in JSON"),

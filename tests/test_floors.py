@@ -181,9 +181,7 @@ def test_every_module_keeps_the_rules() -> None:
 BAD = [
     ("engine.decoder", "from hf_speculate.generation.enable import enable", "imports up"),
     ("types", "import hf_speculate.transfers", "imports sideways"),
-    ("engine.builder", "from hf_speculate import enable", "imports up"),
     ("newpackage", "import torch", "has no floor"),
-    ("engine.builder", "from hf_speculate.newpackage import x", "has no floor"),
     ("cache.base", "def f():\n    from hf_speculate.types import KVState", "inside a function"),
     ("engine.builder", "import triton_kernels", "is installed as"),
     ("engine.decoder", "def f():\n    import triton", "inside triton_kernels only"),
@@ -201,7 +199,6 @@ BAD = [
     ("stats", "x = 1\n" * (MAX_LINES + 1), "at most"),
 ]
 GOOD = [
-    ("draft.model", "from hf_speculate.draft.base import Drafter\nfrom hf_speculate.cache.base import KVCache"),
     ("engine.decoder", "from hf_speculate import errors, types"),
     ("triton_kernels.rejection", "from .types import Verdict\ndef f():\n    import triton"),
     ("compat", "from transformers.utils import _x\ndef f(model):\n    return model._is_stateful"),

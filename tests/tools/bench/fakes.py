@@ -30,9 +30,9 @@ def save_pair(folder: Path, *, noise: float = 0.05, dtype: torch.dtype = torch.f
     return str(folder / "target"), str(folder / "draft")
 
 
-def empty_batches(num: int, category: str = "") -> list[Batch]:
+def empty_batches(num: int) -> list[Batch]:
     ids = torch.ones(1, 2, dtype=torch.int64)
-    return [Batch(index, ids, torch.ones_like(ids), category) for index in range(num)]
+    return [Batch(index, ids, torch.ones_like(ids)) for index in range(num)]
 
 
 class FakeTimes:
@@ -40,8 +40,7 @@ class FakeTimes:
 
     def __init__(self, seconds, texts=None, eos_token_ids=frozenset(), interrupted_at=None):
         self.seconds, self.texts, self.eos_token_ids = seconds, texts or {}, eos_token_ids
-        self.interrupted_at = interrupted_at
-        self.now = 0.0
+        self.interrupted_at, self.now = interrupted_at, 0.0
         self.calls: list[tuple[str, int]] = []
 
     def clock(self) -> float:

@@ -75,24 +75,12 @@ DRAFTS = Method("greedy, K = 4", "ours")
 COPIES = Method("copies", "ours", {"prompt_lookup_num_tokens": 4})  # drafts cost nothing
 
 
-def plain_runs(*ms_per_token):
-    texts = [[1] * 11]
-    return [Run(at, 0, 1.0 + ms / 100, texts, None, first_token_s=1.0) for at, ms in enumerate(ms_per_token)]
-
-
-def stats_of(num_rounds, draft_len, num_accepted):
-    stats = SpeculationStats(num_batch_rounds=num_rounds, num_longest=num_rounds * (num_accepted + 1))
-    for _ in range(num_rounds):
-        stats.add_row(draft_len, num_accepted, num_accepted + 1)
-        stats.add_draft_len(draft_len)
-    return stats
-
-
 def test_few_and_scattered_measurements_are_doubted():
-    assert doubts(plain_runs(20, 21, 22, 23, 24), 1, 2) == []
-    few, scattered = doubts(plain_runs(20, 40), 2, 2)
+    runs = [Run(at, 0, 1.2 + 0.2 * (at == 1), [[1] * 11], None, first_token_s=1.0) for at in range(5)]
+    few, scattered = doubts(runs[:2], 2, 2)
     assert "2 prompts, 2 repeats" in few
     assert "20 to 40 ms per token" in scattered
+    assert doubts([*runs[2:], *runs[2:]], 1, 2) == []
 
 
 @pytest.mark.parametrize(
@@ -100,7 +88,10 @@ def test_few_and_scattered_measurements_are_doubted():
     [(DRAFTS, 0.47, 2, False), (DRAFTS, 0.4, 2, True), (COPIES, 0.4, 4, False)],
 )
 def test_a_speed_up_above_the_bound_is_noise(method, seconds, bound, is_noise):
-    texts = [[1] * 40]
-    run = Run(0, 0, seconds, texts, stats_of(10, 4, 3))
+    stats, texts = SpeculationStats(num_batch_rounds=10, num_longest=40), [[1] * 40]
+    for _ in range(10):
+        stats.add_row(4, 3, 4)
+        stats.add_draft_len(4)
+    run = Run(0, 0, seconds, texts, stats)
     entry = method_entry(method, [run], [Run(0, 0, 1.0, texts, None)], None, cost=0.25)
     assert (entry["speedup_bound"], entry["is_noise"]) == (bound, is_noise)

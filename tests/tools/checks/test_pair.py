@@ -22,8 +22,9 @@ from hf_speculate.tools.checks.sources import meta_model
 from hf_speculate.tools.cli.main import main
 from tests.recurrent_cases import recurrent_states
 from tests.tiny import make_config, make_model
-from tests.tools.checks.tokenizers import word_tokenizer
+from tests.tiny_tokenizers import letters_tokenizer
 
+LETTERS, OTHERS = ([chr(first + token) for token in range(64)] for first in (ord("0"), 300))
 SMALL = {"hidden_size": 16, "intermediate_size": 24}
 HEADS = {"num_attention_heads": 64, "num_key_value_heads": 8}
 HUGE = LlamaConfig(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, vocab_size=128256, **HEADS)
@@ -34,14 +35,17 @@ def texts_of(report, level):
 
 
 def check(target, draft, draft_words=None):
-    tokenizers = {"target_tokenizer": word_tokenizer(64), "draft_tokenizer": word_tokenizer(64, draft_words)}
+    tokenizers = {
+        "target_tokenizer": letters_tokenizer(LETTERS),
+        "draft_tokenizer": letters_tokenizer(draft_words or LETTERS),
+    }
     return hf_speculate.check_pair(target, draft, **tokenizers)
 
 
 def _save(folder, config, *, words=None, eos_token_id=2, chat_template=None):
     """A repository of small files, as a download without weights leaves it."""
     config.save_pretrained(folder)
-    tokenizer = word_tokenizer(64, words)
+    tokenizer = letters_tokenizer(words or LETTERS)
     tokenizer.chat_template = chat_template
     tokenizer.save_pretrained(folder)
     GenerationConfig(eos_token_id=eos_token_id).save_pretrained(folder)
@@ -107,16 +111,15 @@ def test_models_with_recurrent_layers_are_ok_and_their_states_are_counted():
 def test_other_tables_and_other_tokens_are_said():
     report = check(make_config("llama"), make_config("llama", vocab_size=72))
     assert "vocabularies padded to 64 and 72" in texts_of(report, "warning")
-    report = check(make_config("llama"), make_config("llama"), draft_words=[f"v{token}" for token in range(64)])
+    report = check(make_config("llama"), make_config("llama"), draft_words=OTHERS)
     assert report.level == "does not fit"
     assert report.overlap.share == 0
-    half = [f"{'w' if token < 32 else 'v'}{token}" for token in range(64)]
-    report = check(make_config("llama"), make_config("llama"), draft_words=half)
+    report = check(make_config("llama"), make_config("llama"), draft_words=LETTERS[:32] + OTHERS[32:])
     assert "different tokenizers: 32 of the target's 64 tokens can be drafted" in texts_of(report, "warning")
     assert "never calls it" in texts_of(report, "warning")  # a draft as large as its target
     assert all((gain.num_draft_tokens, gain.speedup) == (0, 1.0) for gain in report.gains)
-    swapped = [f"w{token}" for token in [0, 1, 3, 2, *range(4, 64)]]
-    overlap = vocabulary_overlap(word_tokenizer(64), word_tokenizer(64, swapped))
+    swapped = [LETTERS[token] for token in (0, 1, 3, 2, *range(4, 64))]
+    overlap = vocabulary_overlap(letters_tokenizer(LETTERS), letters_tokenizer(swapped))
     assert (overlap.num_shared, overlap.num_same_id, overlap.share, overlap.is_same) == (64, 62, 1.0, False)
     far = hf_speculate.check_pair(make_config("llama"), make_config("llama", vocab_size=64 + 1025))
     assert "differ by more than padding; pass both tokenizers" in texts_of(far, "does not fit")
@@ -167,7 +170,7 @@ def test_quantised_and_routed_models_are_weighed_as_they_are_loaded():
 def test_the_command_answers_in_text_json_and_status(folders, tmp_path, capsys):
     assert main(["check", folders[0], "--draft", folders[1]]) == 0
     assert capsys.readouterr().out == f"{hf_speculate.check_pair(*folders)}\n"
-    stranger = _save(tmp_path / "other", make_config("llama"), words=[f"v{token}" for token in range(64)])
+    stranger = _save(tmp_path / "other", make_config("llama"), words=OTHERS)
     assert main(["check", folders[0], "-d", stranger, "--json"]) == 1
     answer = json.loads(capsys.readouterr().out)
     assert answer["level"] == "does not fit"

@@ -40,8 +40,6 @@ def test_lines_of_every_kind_are_rows(tmp_path):
         (b"{", "each line must be JSON, got .* at p.jsonl:2"),
         (b'"\xff"', "each line must be UTF-8, got other bytes at p.jsonl:2"),
         (b'{"a": 1}', "one of messages, prompt, text, turns, got a at p.jsonl:2"),
-        (b'{"prompt": "a", "text": "b"}', "one of messages, prompt, text, turns, got prompt, text at p.jsonl:2"),
-        (b'{"messages": []}', "got messages at p.jsonl:2"),
         (b'{"prompt": "a", "id": true}', "id must be a string or an integer, got True at p.jsonl:2"),
         (b'{"prompt": "a", "num_tokens": 3}', "got num_tokens at p.jsonl:2; rename it"),
         (b'{"prompt": "a", "id": 1}', "ids must be unique, got '1' at p.jsonl:1 and at p.jsonl:2"),

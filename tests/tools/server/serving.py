@@ -8,10 +8,9 @@ from hf_speculate import register_row_wise
 
 NUM_NEW = 24
 QUESTION = [{"role": "user", "content": "a word"}]
-TEMPLATE = "{% for message in messages %}# {{ message['content'] }}\n{% endfor %}"
 PATH = "/v1/chat/completions"
 WAIT_S = 30  # for what takes a moment, on a busy machine too
-NUM_ROWS, MAX_QUEUED = 4, 32
+NUM_ROWS = 4
 SLOW_S = 0.02  # of a forward, for answers that somebody can interrupt
 MANY = 400  # tokens, which take several seconds so
 
@@ -37,14 +36,14 @@ class Forwards:
 
     def stop_growing(self):
         """Whether they come to an end before the answer would."""
-        for _ in range(int(WAIT_S / 0.5)):
+        before = -1
+        while before < self.num < MANY:
             before = self.num
             time.sleep(0.5)
-            if self.num == before:
-                return True
-        return False
+        return self.num == before
 
 
+@register_row_wise
 class Raising(LogitsProcessor):
     """Raises an error for rows with a token, once a test has chosen one."""
 
@@ -54,9 +53,6 @@ class Raising(LogitsProcessor):
         if self.bad is not None and (input_ids == self.bad).any():
             raise ValueError("not allowed")
         return scores
-
-
-register_row_wise(Raising)
 
 
 def wait_until(condition):

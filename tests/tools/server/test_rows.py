@@ -32,19 +32,12 @@ def prompts_of(engine, num, most):
 
 def alone(engine, request):
     """The text of a request in a call of its own."""
-    ids = torch.tensor([request["prompt"]])
-    options = {name: value for name, value in request.items() if name in ("top_p", "seed")}
+    ids, options = torch.tensor([request["prompt"]]), {"do_sample": False}
     if request["temperature"]:
-        options |= {"temperature": request["temperature"], "verifier": "coupled", "top_k": 0}
-    output = engine.target.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=request["max_tokens"],
-        do_sample=bool(request["temperature"]),
-        pad_token_id=0,
-        assistant_model=engine.options["assistant_model"],
-        **options,
-    )
+        options = {"do_sample": True, "verifier": "coupled", "top_k": 0}
+        options |= {name: request[name] for name in ("temperature", "top_p", "seed")}
+    options |= {"max_new_tokens": request["max_tokens"], "assistant_model": engine.options["assistant_model"]}
+    output = engine.target.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **options)
     return engine.tokenizer.decode(output[0, ids.shape[1] :])
 
 
@@ -110,87 +103,51 @@ def test_a_full_queue_answers_429_until_a_client_leaves(client, engine, slow, mo
         return caught.value, answer
 
     error, answer = asks(client, ask)
-    assert error.status_code == 429
-    assert error.body == {
-        "message": "at most 1 requests may wait, got one more; try again later",
-        "type": "rate_limit_error",
-        "param": None,
-        "code": "rate_limit_exceeded",
-    }
+    assert (error.status_code, error.body["code"]) == (429, "rate_limit_exceeded")
     assert answer.usage.completion_tokens == 2
 
 
 def test_a_row_that_fails_answers_its_own_client(client, engine, monkeypatch):
-    requests = [{**one, "prompt": one["prompt"][:3], "max_tokens": 12} for one in prompts_of(engine, 6, most=2)]
-    texts = [alone(engine, one) for one in requests]
-    used = [{*engine.tokenizer.decode(one["prompt"]), *text} for one, text in zip(requests, texts, strict=True)]
-    bad = next(one for one in texts[0][4:] if one not in texts[0][:4] and sum(one in chars for chars in used) < 4)
-    fails = [bad in chars for chars in used]
-    (processor,) = engine.options["logits_processor"]
+    good, bad = ({"prompt": prompt, "max_tokens": 12, "temperature": 0} for prompt in ([5, 6], [7, 8]))
+    text, (processor,) = alone(engine, good), engine.options["logits_processor"]
+    assert engine.tokenizer.decode([7]) not in text
+    monkeypatch.setattr(processor, "bad", 7)
 
     async def ask(openai, asked):
-        async def one(request, is_streamed):
-            text = ""
-            try:
-                answer = await asked.completions.create(model="tiny", **request, stream=is_streamed)
-                if not is_streamed:
-                    return answer.choices[0].text
-                async for chunk in answer:
-                    text += chunk.choices[0].text
-            except openai.APIError as error:
-                return error
-            return text
+        both = (asked.completions.create(model="tiny", **request) for request in (good, bad))
+        return await asyncio.gather(*both, return_exceptions=True)
 
-        return await asyncio.gather(*(one(request, index % 2 == 0) for index, request in enumerate(requests)))
-
-    monkeypatch.setattr(processor, "bad", engine.tokenizer.convert_tokens_to_ids(bad))
-    answers = asks(client, ask)
-    assert fails[0]
-    assert [not isinstance(one, str) for one in answers] == fails
-    for answer, text, is_error in zip(answers, texts, fails, strict=True):
-        assert "not allowed" in str(answer) if is_error else answer == text
+    answer, error = asks(client, ask)
+    assert answer.choices[0].text == text
+    assert "not allowed" in str(error)
 
 
-def collect(engine, request, most=None):
-    """What an engine's stream yields."""
+def collect(engine, request, most=None, on_piece=lambda: None):
+    """What an engine's stream yields to a client that leaves after `most` pieces."""
+    found = []
 
     async def run():
         async def is_gone():
             return most is not None and len(found) >= most
 
-        found = []
         async for piece in engine.stream(request, is_gone):
             found.append(piece)
-        return found
+            await asyncio.to_thread(on_piece)
 
-    return asyncio.run(run())
-
-
-def test_what_generate_refuses_is_an_error_of_the_request(engine):
-    request = DecodeRequest([3], [], {"max_new_tokens": 2, "do_sample": False, "speculation_cache": "none"}, None)
-    with pytest.raises(RequestError, match="speculation_cache must be") as caught:
-        collect(engine, request)
-    assert caught.value.status == 400
+    asyncio.run(run())
+    return found
 
 
-def test_closing_ends_requests(engine):
+def test_closing_ends_requests_and_what_generate_refuses_is_an_error_of_the_request(engine):
     engine = Engine(engine.target, engine.tokenizer, "tiny", engine.options, NUM_ROWS)
-    request, pieces = DecodeRequest([3], [], {"max_new_tokens": MANY, "do_sample": False}, None), []
-
-    async def run():
-        async def is_gone():
-            return False
-
-        async for piece in engine.stream(request, is_gone):
-            if not pieces:
-                await asyncio.to_thread(engine.close)
-            pieces.append(piece)
-
+    request = DecodeRequest([3], [], {"max_new_tokens": 2, "do_sample": False, "speculation_cache": "none"}, None)
+    with pytest.raises(RequestError, match="speculation_cache must be"):
+        collect(engine, request)
+    request = DecodeRequest([3], [], {"max_new_tokens": MANY, "do_sample": False}, None)
     for _ in range(2):  # also a request that comes later
         with pytest.raises(RequestError, match="shutting down") as caught:
-            asyncio.run(run())
+            collect(engine, request, on_piece=engine.close)
         assert caught.value.status == 503
-    assert len("".join(pieces)) < MANY
 
 
 def test_what_cannot_be_refilled_is_decoded_one_by_one():

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from hf_speculate.errors import ConfigError
 from hf_speculate.tools.bench.report import write_html
-from hf_speculate.tools.bench.report.page import method_styles
-from hf_speculate.tools.bench.report.plots import Bar, Style, plot_bars, plot_rounds
+from hf_speculate.tools.bench.report.plots import Bar, plot_bars
 from hf_speculate.tools.bench.report.scales import axis_of_counts, axis_of_values, rounded_axis
 from hf_speculate.tools.bench.report.values import Spread
 from tests.tools.bench.report.results import FALLBACK, make_result, method
@@ -70,13 +69,6 @@ def test_the_headline_is_the_fastest_exact_method_beside_doubts_and_what_ran_oth
     assert page.row("hf_speculate, greedy, K = 5")[4] == "2.13 (1.70 to 2.56) (noise)"
     result["methods"] = [result["methods"][0], method("slow", 0.7), method("lossy", 3.0, is_lossy=True)]
     assert re.search(r"0\.70\u00d7\s+No lossless method was faster than plain", Page(tmp_path, result).text)
-
-
-def test_a_method_has_one_colour_and_one_marker_in_all_plots():
-    styles = method_styles(make_result())
-    assert styles["typical"] == styles["hf_speculate, typical, K = 5"]
-    assert styles["plain, sampling"] not in [style for name, style in styles.items() if name != "plain, sampling"]
-    assert len({Style.of(index) for index in range(64)}) == 64
 
 
 def test_a_plot_without_data_is_left_out(tmp_path):
@@ -174,10 +166,3 @@ def test_bars_begin_at_zero_and_leave_room_for_plain_decoding() -> None:
     plot = plot_bars("", "", [Bar("a", "a", Spread(1.0, 2.0, 4.0), False), Bar("b", "b", Spread(0.5, 0.5, 0.5), True)])
     assert [plot.x.place(value) for value in (0.0, 0.5, 1.0, 2.0, 4.0)] == [0.0, 12.5, 25.0, 50.0, 100.0]
     assert [tick.label for tick in plot.x.ticks(plot.unit)] == ["0\u00d7", "1\u00d7", "2\u00d7", "3\u00d7", "4\u00d7"]
-
-
-def test_long_calls_are_averaged() -> None:
-    lens = [float(index % 4) for index in range(1000)]  # seven rounds each but the last
-    values = [value for _, value in plot_rounds("", "", {"a": lens}).values["a"]]
-    assert len(values) == 143
-    assert (values[0], values[-1]) == (sum(lens[:7]) / 7, sum(lens[994:]) / 6)
