@@ -14,7 +14,6 @@ from tests.draft.heads.rounds import Rounds, random_texts, states_of, target_of
 from tests.generation.test_law import SIGNIFICANCE, draw, joint_law, p_value
 from tests.tiny import make_law_model, make_model, ragged_prompts
 
-MAX_BYTES = 8_000_000
 MIN_LENGTH = 3.0  # mean acceptance length at K = 5
 NUM_STEPS = 4
 TOLERANCE = 1e-9
@@ -36,8 +35,6 @@ def test_a_rollout_gives_the_logits_of_drafts(import_example, tmp_path):
 
 def test_the_saved_head_drafts_long_greedy_texts(import_example):
     measure, models = import_example("heads.measure"), import_example("models")
-    files = list(models.EAGLE3.iterdir())
-    assert sum(path.stat().st_size for path in files) <= MAX_BYTES
     target = measure.load_model(models.PAIR / "target", torch.float32, "cpu")
     head, stats = load_drafter(models.EAGLE3, target), hf_speculate.SpeculationStats()
     tokenizer = measure.load_tokenizer(models.PAIR / "target")

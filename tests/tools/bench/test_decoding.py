@@ -65,6 +65,7 @@ def test_greedy_methods_write_the_same_text_whatever_the_models_carry(method, en
     decoded = decoder(method, batch, 0)
     assert [ids.tolist() for ids in decoded.new_ids] == plain_texts(target, batch, **options)
     assert 0.1 < decoded.first_token_s < 2
+    assert len(model._forward_hooks) == 1  # the one above
     assert is_enabled(model) is enabled
     assert (decoded.stats is not None) is (method.engine == "ours")
     assert decoded.stats is None or decoded.stats.verifier == "greedy"

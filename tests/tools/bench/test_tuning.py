@@ -167,6 +167,9 @@ def test_the_grid_holds_what_the_rule_allows():
     lens = LENS[:1]
     exact = candidates(Rule(), lens, [0.1], True, {})
     assert [method.verifier for method in exact] == ["rejection", "block", "coupled"]
+    times = FakeTimes({"plain, sampling": 1.0, "rejection, K = 2": 0.5, "block, K = 2": 0.9, "coupled, K = 2": 0.9})
+    tuned = tune(exact, empty_batches(2), Rule(), instruments(times), do_sample=True)
+    assert "verifier" not in tuned.fields  # of the default when tokens are drawn
     bounded = candidates(Rule(max_drop=0.1), lens, [0.1, 0.2], True, {"draft_sampling": "argmax"})
     assert [method.name for method in bounded if method.is_lossy] == ["typical 0.1, K = 2", "typical 0.2, K = 2"]
     assert all(method.fields["draft_sampling"] == "argmax" for method in bounded)

@@ -16,6 +16,7 @@ from transformers import (
 
 import hf_speculate
 from hf_speculate.models.language_model import cache_name
+from hf_speculate.tools.bench.reliability import draft_cost
 from hf_speculate.tools.checks.cost_model import ModelSize, estimate_gains, expected_speedup, size_of
 from hf_speculate.tools.checks.pair import vocabulary_overlap
 from hf_speculate.tools.checks.sources import meta_model
@@ -68,7 +69,7 @@ def test_a_fitting_pair_is_ok_as_models_configs_and_paths(folders):
         assert report.draft_params == sum(one.numel() for one in models[1].parameters())
         embeddings = [model.get_input_embeddings().weight.numel() for model in models]  # a step reads one row of each
         num_read = [report.target_params - embeddings[0], report.draft_params - embeddings[1]]
-        assert report.size_ratio == pytest.approx(num_read[1] / num_read[0])
+        assert report.size_ratio == draft_cost(*models) == pytest.approx(num_read[1] / num_read[0])
 
 
 def test_a_model_of_70_billion_parameters_takes_no_memory_and_its_config_stays():
@@ -185,7 +186,9 @@ def test_the_command_answers_in_text_json_and_status(folders, tmp_path, capsys):
 def test_gains_are_the_best_of_the_cost_model():
     a, k, c, v = 0.8, 5, 0.1, 1.25
     assert expected_speedup(a, k, c, v) == pytest.approx((1 - a ** (k + 1)) / ((1 - a) * (k * c + v)))
-    for gain in estimate_gains(ModelSize(100, 200), ModelSize(10, 20)):
+    gains, routed = (estimate_gains(ModelSize(100, 200, *more), ModelSize(10, 20)) for more in ((), (0, 160, 8, 2)))
+    assert all(one.speedup < other.speedup for one, other in zip(routed, gains, strict=True))
+    for gain in gains:
         rates = [expected_speedup(gain.acceptance_probability, num, 0.1) for num in range(11)]
         assert gain.speedup == pytest.approx(max(rates)) == pytest.approx(rates[gain.num_draft_tokens])
 
