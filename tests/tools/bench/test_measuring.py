@@ -6,8 +6,7 @@ import torch
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.bench.measuring import Run, measure, ratios
 from hf_speculate.tools.bench.methods import Method
-from hf_speculate.tools.bench.reliability import doubts
-from hf_speculate.tools.bench.results import method_entry
+from hf_speculate.tools.bench.results import doubts, method_entry
 from tests.tools.bench.fakes import FakeTimes, empty_batches
 
 PLAIN, OURS, THEIRS = Method("plain", "plain"), Method("ours", "ours"), Method("theirs", "transformers")

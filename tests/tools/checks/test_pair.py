@@ -16,7 +16,7 @@ from transformers import (
 
 import hf_speculate
 from hf_speculate.models.language_model import cache_name
-from hf_speculate.tools.bench.reliability import draft_cost
+from hf_speculate.tools.bench.results import draft_cost
 from hf_speculate.tools.checks.cost_model import ModelSize, estimate_gains, expected_speedup, size_of
 from hf_speculate.tools.checks.pair import vocabulary_overlap
 from hf_speculate.tools.checks.sources import meta_model
