@@ -186,7 +186,8 @@ def test_the_command_answers_in_text_json_and_status(folders, tmp_path, capsys):
 def test_gains_are_the_best_of_the_cost_model():
     a, k, c, v = 0.8, 5, 0.1, 1.25
     assert expected_speedup(a, k, c, v) == pytest.approx((1 - a ** (k + 1)) / ((1 - a) * (k * c + v)))
-    gains, routed = (estimate_gains(ModelSize(100, 200, *more), ModelSize(10, 20)) for more in ((), (0, 160, 8, 2)))
+    gains = estimate_gains(ModelSize(100, 200), ModelSize(10, 20))
+    routed = estimate_gains(ModelSize(100, 200, 0, 160, 8, 2), ModelSize(4, 8))  # a draft of the same cost
     assert all(one.speedup < other.speedup for one, other in zip(routed, gains, strict=True))
     for gain in gains:
         rates = [expected_speedup(gain.acceptance_probability, num, 0.1) for num in range(11)]
