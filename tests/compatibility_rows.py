@@ -138,7 +138,7 @@ TESTS = {
     "generation/test_wrapped.py::test_every_row_may_have_its_own_adapter": "adapter_names",
     f"{OPTIONS}::test_max_new_tokens_is_exact": "max_new_tokens",
     f"{OPTIONS}::test_max_time_stops_soon": "max_time",
-    "generation/test_law.py::test_rejection_keeps_the_joint_law": "do_sample",
+    "generation/test_distribution.py::test_lossless_verifiers_keep_the_joint_distribution": "do_sample",
     "draft/heads/test_mtp.py::test_use_mtp_drafts_for_batches": "use_mtp",
     "generation/test_compiled.py::test_buffers_of_another_length_are_others": "max_cache_len",
     "processors/test_processors.py::test_block_equals_position_by_position": (
@@ -164,7 +164,7 @@ TESTS = {
     f"{TYPICAL}_settings_reach_the_kernel_through_generate": "posterior_threshold posterior_alpha entropy_epsilon",
     f"{TYPICAL}_correction_is_the_argmax_or_a_draw": "typical_correction",
     "generation/test_spans.py::test_outside_of_spans_greedy_tokens_are_the_argmax": "relax_only_inside",
-    "generation/test_law.py::test_other_ways_of_a_round_keep_the_joint_law": "draft_sampling",
+    "generation/test_distribution.py::test_other_kinds_of_rounds_keep_the_joint_distribution": "draft_sampling",
     f"{LOOKUP}::test_a_store_carries_texts_from_call_to_call": "suffix_store",
     "generation/test_bad_input.py::test_triton_by_name_where_it_cannot_run": "verifier_backend",
     f"{BUFFERS}::test_text_equals_plain_and_the_dynamic_cache_while_buffers_grow_and_windows_move": "speculation_cache",

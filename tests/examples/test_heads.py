@@ -11,7 +11,7 @@ from hf_speculate.types import SampleStrategy
 from tests.cases import assert_equal_ids
 from tests.draft.heads.designs import EAGLE3, make_weights, write_speculators
 from tests.draft.heads.rounds import Rounds, random_texts, states_of, target_of
-from tests.generation.test_law import SIGNIFICANCE, draw, joint_law, p_value
+from tests.generation.test_distribution import SIGNIFICANCE, draw, joint_distribution, p_value
 from tests.tiny import make_law_model, make_model, ragged_prompts
 
 MIN_LENGTH = 3.0  # mean acceptance length at K = 5
@@ -133,5 +133,5 @@ def test_sampled_tokens_keep_the_targets_distribution(import_example):
     )
     options = {"drafter": drafter, "verifier": "rejection", "num_assistant_tokens": 2, "speculation_stats": stats}
     counts = draw(model, None, 20_000, **options)
-    assert p_value(counts, joint_law(model)) > SIGNIFICANCE
+    assert p_value(counts, joint_distribution(model)) > SIGNIFICANCE
     assert 0 < stats.num_accepted < stats.num_drafted

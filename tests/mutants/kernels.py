@@ -56,7 +56,10 @@ MUTANTS = (
             "rejection: the bonus shares the noise of position 0": Fault(
                 "Stream.CORRECTION, end.num_accepted)",
                 "Stream.CORRECTION, end.num_accepted * 0)",
-                ("triton_kernels/test_distributions.py triton_kernels/test_against_oracle.py generation/test_distribution.py"),
+                (
+                    "triton_kernels/test_distributions.py triton_kernels/test_against_oracle.py "
+                    "generation/test_distribution.py"
+                ),
             ),
             "rejection: a point mass keeps its token in the residual": Fault(
                 "torch.ne(pieces.token_ids", "torch.ge(pieces.token_ids"
