@@ -14,7 +14,7 @@ from tests.triton_kernels.distributions import (
 )
 from tests.triton_kernels.operations import OPERATIONS, make_round, warp_of
 
-NUM_TRIALS = 8_000_000
+NUM_TRIALS = 2_000_000
 # Enough for a control, which fails by many more orders of magnitude than are asked.
 NUM_CONTROL_TRIALS = 250_000
 
