@@ -79,7 +79,7 @@ demo: $(STAMP)
 	HF_HUB_OFFLINE=1 $(BIN)/python examples/demo.py $(DEMO_ARGS)
 
 test: $(DEV_STAMP)
-	@echo "make test: the library, about 4 minutes on two cores; make test-all has the rest"
+	@echo "make test: the library, about 3 minutes on two cores; make test-all has the rest"
 	$(PYTEST) -m "not slow" $(patsubst %,--ignore-glob=%,$(KERNEL_TESTS) $(TOOL_TESTS)) $(PYTEST_ARGS) tests
 
 test-kernels: $(DEV_STAMP)
@@ -99,7 +99,7 @@ test-all: $(DEV_STAMP)
 	$(PYTEST) $(PYTEST_ARGS) tests
 
 mutants: $(DEV_STAMP)
-	@echo "make mutants: faults one by one, each against the tests that it names, about 15 minutes on one quiet core"
+	@echo "make mutants: faults one by one, each against the tests that it names, about 7 minutes on one quiet core"
 	$(BIN)/python -m tests.mutants --all-tests
 
 # The same environment, with a few packages in front of its own.
