@@ -1,40 +1,13 @@
 """Tiny random models built in code, so that no test needs a download."""
 
 import copy
-from collections.abc import Callable
+import dataclasses
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    BloomConfig,
-    Cohere2Config,
-    DeepseekV3Config,
-    FalconConfig,
-    Gemma2Config,
-    Gemma3nTextConfig,
-    Gemma3TextConfig,
-    Gemma4TextConfig,
-    GenerationConfig,
-    GPT2Config,
-    GPTNeoConfig,
-    GptOssConfig,
-    Llama4TextConfig,
-    LlamaConfig,
-    MistralConfig,
-    MixtralConfig,
-    MptConfig,
-    OPTConfig,
-    Phi3Config,
-    PhiConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2MoeConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from tests.tiny_recurrent import RECURRENT_KINDS, RECURRENT_WITH_EXPERTS, recurrent_configs
 
@@ -55,145 +28,88 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": PAD_TOKEN_ID,
 }
-_ROPE: dict[str, Any] = {
+# Of attention models; a config class takes those that it knows, by its own name or another one for it.
+_SIZES: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,
+    "ffn_dim": 48,
+    "word_embed_proj_dim": 32,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+    "head_dim": 8,
+    "query_pre_attn_scalar": 8,
     "max_position_embeddings": MAX_LEN,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "init_std": INITIALIZER_RANGE,
 }
+_WINDOW: dict[str, Any] = {"sliding_window": SLIDING_WINDOW}
+_ALTERNATING: dict[str, Any] = {**_WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+_SHARED: dict[str, Any] = {  # the last two layers read the states of the first two
+    **_WINDOW,
+    "num_hidden_layers": 4,
+    "layer_types": _ALTERNATING["layer_types"] * 2,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 64,
+}
+_LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+_SOFTCAPS = {"attn_logit_softcapping": 20.0, "final_logit_softcapping": 30.0}
 
-_CONFIGS: dict[str, tuple[Callable[..., PreTrainedConfig], dict[str, Any]]] = {
-    "llama": (LlamaConfig, _ROPE),
-    "qwen2": (Qwen2Config, _ROPE),
-    "mistral_window": (MistralConfig, {**_ROPE, "sliding_window": SLIDING_WINDOW}),
-    "gemma2": (
-        Gemma2Config,
-        {
-            **_ROPE,
-            "num_hidden_layers": 4,  # sliding, full, sliding, full
-            "head_dim": 8,
-            "query_pre_attn_scalar": 8,
-            "sliding_window": SLIDING_WINDOW,
-            "attn_logit_softcapping": 20.0,
-            "final_logit_softcapping": 30.0,
-        },
-    ),
-    "gpt2": (GPT2Config, {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": MAX_LEN}),
-    "bloom": (BloomConfig, {"hidden_size": 32, "n_layer": 2, "n_head": 4}),
+_CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "llama": (transformers.LlamaConfig, {}),
+    "qwen2": (transformers.Qwen2Config, {}),
+    "mistral_window": (transformers.MistralConfig, _WINDOW),
+    "gemma2": (transformers.Gemma2Config, {**_WINDOW, **_SOFTCAPS, "num_hidden_layers": 4}),  # two of each sort
+    "gpt2": (transformers.GPT2Config, {}),
+    "bloom": (transformers.BloomConfig, {}),
 }
 
 # Kinds for which each test of a whole call runs; `MORE_KINDS` are met in `tests/generation/test_models.py` only.
 KINDS: tuple[str, ...] = tuple(_CONFIGS)
 
-_SHARED: dict[str, Any] = {  # the last two layers read the states of the first two
-    **_ROPE,
-    "num_hidden_layers": 4,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-    "num_kv_shared_layers": 2,
-    "head_dim": 8,
-    "sliding_window": SLIDING_WINDOW,
-    "hidden_size_per_layer_input": 8,
-    "vocab_size_per_layer_input": 64,
-}
-_EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _CONFIGS |= {
-    "cohere2": (
-        Cohere2Config,
-        {**_ROPE, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": SLIDING_WINDOW},
-    ),
+    "cohere2": (transformers.Cohere2Config, _ALTERNATING),
     "deepseek_v3": (
-        DeepseekV3Config,
-        {
-            **_ROPE,
-            "num_key_value_heads": 4,
-            "q_lora_rank": 16,
-            "kv_lora_rank": 16,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 8,
-            "v_head_dim": 8,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 24,
-            "n_group": 2,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
-        },
+        transformers.DeepseekV3Config,
+        {**_LATENT, "num_key_value_heads": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
     ),
-    "falcon": (FalconConfig, {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}),
-    "falcon_alibi": (
-        FalconConfig,
-        {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "alibi": True},
-    ),
-    "gemma3": (
-        Gemma3TextConfig,
-        {
-            **_ROPE,
-            "head_dim": 8,
-            "query_pre_attn_scalar": 8,
-            "sliding_window": SLIDING_WINDOW,
-            "layer_types": ["sliding_attention", "full_attention"],
-        },
-    ),
+    "falcon": (transformers.FalconConfig, {}),
+    "falcon_alibi": (transformers.FalconConfig, {"alibi": True}),
+    "gemma3": (transformers.Gemma3TextConfig, _ALTERNATING),
     "gemma3n": (
-        Gemma3nTextConfig,
+        transformers.Gemma3nTextConfig,
         {**_SHARED, "activation_sparsity_pattern": [0.0] * 4, "laurel_rank": 4, "altup_num_inputs": 2},
     ),
-    "gemma4": (Gemma4TextConfig, {**_SHARED, "global_head_dim": 8}),
+    "gemma4": (transformers.Gemma4TextConfig, {**_SHARED, "global_head_dim": 8}),
     "gpt_neo": (
-        GPTNeoConfig,
-        {
-            "hidden_size": 32,
-            "num_layers": 2,
-            "num_heads": 4,
-            "max_position_embeddings": MAX_LEN,
-            "attention_types": [[["global", "local"], 1]],
-            "window_size": SLIDING_WINDOW,
-        },
+        transformers.GPTNeoConfig,
+        {"attention_types": [[["global", "local"], 1]], "window_size": SLIDING_WINDOW},
     ),
-    "gpt_oss": (
-        GptOssConfig,
-        {
-            **_ROPE,
-            "head_dim": 8,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "sliding_window": SLIDING_WINDOW,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-        },
-    ),
+    "gpt_oss": (transformers.GptOssConfig, {**_WINDOW, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
     "llama4": (
-        Llama4TextConfig,
+        transformers.Llama4TextConfig,
         {
-            **_ROPE,
-            "head_dim": 8,
             "intermediate_size_mlp": 48,
             "num_local_experts": 2,
+            "num_experts_per_tok": 1,
             "attention_chunk_size": SLIDING_WINDOW,
             "layer_types": ["chunked_attention", "full_attention"],
             "no_rope_layers": [1, 0],
         },
     ),
-    "mixtral": (MixtralConfig, {**_ROPE, "num_local_experts": 4, "sliding_window": SLIDING_WINDOW}),
-    "mpt": (MptConfig, {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": MAX_LEN}),
-    "opt": (
-        OPTConfig,
-        {
-            "hidden_size": 32,
-            "ffn_dim": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "max_position_embeddings": MAX_LEN,
-            "word_embed_proj_dim": 32,
-            "init_std": INITIALIZER_RANGE,
-        },
-    ),
-    "phi": (PhiConfig, _ROPE),
-    "phi3": (Phi3Config, {**_ROPE, "sliding_window": SLIDING_WINDOW}),
-    "qwen2_moe": (Qwen2MoeConfig, {**_ROPE, **_EXPERTS, "shared_expert_intermediate_size": 24}),
-    "qwen3": (Qwen3Config, {**_ROPE, "head_dim": 8}),
-    "qwen3_moe": (Qwen3MoeConfig, {**_ROPE, **_EXPERTS, "head_dim": 8}),
+    "mixtral": (transformers.MixtralConfig, _WINDOW),
+    "mpt": (transformers.MptConfig, {"max_seq_len": MAX_LEN}),
+    "opt": (transformers.OPTConfig, {}),
+    "phi": (transformers.PhiConfig, {}),
+    "phi3": (transformers.Phi3Config, _WINDOW),
+    "qwen2_moe": (transformers.Qwen2MoeConfig, {"shared_expert_intermediate_size": 24}),
+    "qwen3": (transformers.Qwen3Config, {}),
+    "qwen3_moe": (transformers.Qwen3MoeConfig, {}),
 }
 MORE_KINDS: tuple[str, ...] = tuple(kind for kind in _CONFIGS if kind not in KINDS)
 _WITH_EXPERTS = ("deepseek_v3", "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe", *RECURRENT_WITH_EXPERTS)
@@ -205,7 +121,9 @@ def make_config(kind: str, *, vocab_size: int = 64, **overrides: Any) -> PreTrai
     if kind not in _CONFIGS:
         raise ValueError(f"kind must be one of {sorted(_CONFIGS)}, got {kind!r}")
     config_class, fields = _CONFIGS[kind]
-    return config_class(**{**_COMMON, **fields, "vocab_size": vocab_size, **overrides})
+    names = {field.name for field in dataclasses.fields(config_class)} | config_class.attribute_map.keys()
+    sizes = {name: value for name, value in _SIZES.items() if name in names and kind not in RECURRENT_KINDS}
+    return config_class(**{**_COMMON, **sizes, **fields, "vocab_size": vocab_size, **overrides})
 
 
 def _clamp_mask(
@@ -290,14 +208,9 @@ def make_law_model(
     dtype: torch.dtype = torch.float64,
     num_hidden_layers: int = 1,
 ) -> PreTrainedModel:
-    """A Llama of width 16, small enough that the joint law of a few tokens is computed from every prefix.
+    """A Llama of width 16, small enough to compute the joint distribution of a few tokens from every prefix.
 
-    Args:
-        vocab_size: V.
-        seed: of the weights.
-        sharpness: factor on the logits; 0 makes every law uniform, 1 leaves an entropy of 1 to 1.6 nats at V = 8.
-        dtype: of the weights.
-        num_hidden_layers: L.
+    `sharpness` multiplies the logits: 0 makes distributions uniform, 1 leaves an entropy of 1 to 1.6 nats at V = 8.
     """
     model = make_model(
         "llama",
