@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -54,39 +55,23 @@ class FakeCudaTensor(Tensor):
     def __init__(self, data: Tensor):
         self.data_on_host = data
 
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        """What everybody is told."""
-        return DEVICE
-
-    @property
-    def is_cuda(self) -> bool:  # type: ignore[override]
-        """As of a tensor on a GPU."""
-        return True
-
-    @property
-    def is_meta(self) -> bool:  # type: ignore[override]
-        """As of a tensor on a GPU."""
-        return False
+    device = property(lambda self: DEVICE)  # type: ignore[assignment]
+    is_cuda = property(lambda self: True)  # type: ignore[assignment]
+    is_meta = property(lambda self: False)  # type: ignore[assignment]
 
     def get_device(self) -> int:
-        """As of a tensor on a GPU."""
         return 0
 
     def data_ptr(self) -> int:
-        """Where the data lie."""
         return self.data_on_host.data_ptr()
 
     def tolist(self) -> Any:
-        """Waits."""
         return self.to("cpu").tolist()
 
     def cpu(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Waits."""
         return self.to("cpu")
 
     def cuda(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Nothing to do."""
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -413,12 +398,7 @@ def _check_devices(name: str, on_device: Sequence[Tensor], on_host: Sequence[Ten
         )
 
 
-class _Properties(NamedTuple):
-    name: str = "fake H200"
-    major: int = 9
-    minor: int = 0
-    multi_processor_count: int = 132
-    total_memory: int = 139 << 30
+_PROPERTIES = SimpleNamespace(name="fake H200", major=9, minor=0, multi_processor_count=132, total_memory=139 << 30)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -434,8 +414,8 @@ _STANDS_FOR: list[tuple[Any, str, Any]] = [
     (torch.cuda, "_exchange_device", lambda device: 0),
     (torch.cuda, "_maybe_exchange_device", lambda device: 0),
     (torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
-    (torch.cuda, "get_device_name", lambda device=None: _Properties().name),
-    (torch.cuda, "get_device_properties", lambda device=None: _Properties()),
+    (torch.cuda, "get_device_name", lambda device=None: _PROPERTIES.name),
+    (torch.cuda, "get_device_properties", lambda device=None: _PROPERTIES),
     (torch.cuda, "mem_get_info", lambda device=None: (130 << 30, 139 << 30)),
     (torch.cuda, "max_memory_allocated", lambda device=None: 0),
     (torch.cuda, "reset_peak_memory_stats", _nothing),
