@@ -21,7 +21,7 @@ from hf_speculate.engine.broadcast import (
     broadcast_stopping,
 )
 from hf_speculate.engine.call import Call
-from hf_speculate.engine.compile_plan import make_language_model
+from hf_speculate.engine.compile_plan import ModelPlan, make_language_model
 from hf_speculate.engine.decoder import SpeculativeDecoder
 from hf_speculate.engine.draft_cache_reuse import make_draft_cache_reuse
 from hf_speculate.engine.draft_length import DraftLength
@@ -37,13 +37,14 @@ from hf_speculate.engine.observers import (
     StreamObserver,
 )
 from hf_speculate.engine.outputs import OutputRecorder
-from hf_speculate.engine.plan import CachePlan, Plan, cost_ratio, make_plan
+from hf_speculate.engine.plan import Plan, cost_ratio, make_plan
 from hf_speculate.engine.stage_clock import StageClock
 from hf_speculate.engine.stop_tracker import BlockStopping, StopTracker
 from hf_speculate.engine.target_session import MAX_PADDING_QUERY, EndPadding, TargetSession
 from hf_speculate.engine.verification import LockStepVerification, RowWiseVerification, Verification
 from hf_speculate.models.language_model import device_of
 from hf_speculate.models.layer_capture import FINAL_STATE, LayerCapture
+from hf_speculate.models.quirks import placeless_id
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.processors.row_groups import ProcessorGroups, StoppingGroups
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
@@ -80,19 +81,17 @@ def build_decoder(
     _report_plan(plan, stats)
     if custom is not None and custom.is_compiled:
         stats.compiled.append("draft")
-    target_cache = _make_cache(plan.target_cache, target, call, call.input_ids.device, is_draft=False)
+    target_cache = _make_cache(plan.target, plan, call)
     keeps_states = call.is_cache_kept or call.ranks is not None or call.group is not None
-    capture = _make_capture(target, plan, call)
+    capture = _make_capture(plan, call)
     language_model = make_language_model(
-        "target", target, plan.compile, call.max_position, call.target_inputs, keeps_states, forget_compiled, capture
+        plan.target, plan.compile, call.max_position, keeps_states, forget_compiled, capture
     )
-    batch = _make_batch(plan, call)
-    drafter = custom or make_drafter(target, plan, call, forget_compiled)
+    drafter = custom or make_drafter(plan, call, forget_compiled)
     hidden_states = None
     if drafter is not None and plan.hidden_layers is not None:
         hidden_states = HiddenStates(plan.hidden_layers, capture is not None, drafter.project_states)
-    drafts = _make_draft_session(plan, call, drafter, hidden_states)
-    schedule, drafts_fewer = _make_schedule(target, plan, call, drafter), drafter is not None and drafter.drafts_fewer
+    schedule, drafts_fewer = _make_schedule(plan, call, drafter), drafter is not None and drafter.drafts_fewer
     draft_length = DraftLength(schedule, call.max_new_tokens, plan.is_lock_step, drafts_fewer, call.ranks)
     pads_ended_rows = plan.pad_token_id is not None
     stops = StopTracker(_stopping(call), call.row_ids, call.max_new_tokens, pads_ended_rows, plan.is_lock_step)
@@ -109,7 +108,7 @@ def build_decoder(
     output = OutputRecorder(call.row_ids, call.recorded, lambda: windows_of(text_config, target_cache.cache))
     decoder = SpeculativeDecoder(
         target=TargetSession(language_model, target_cache, call.query_ids, call.prefill_chunk_size, options, padding),
-        drafts=drafts,
+        drafts=_make_draft_session(plan, call, drafter, hidden_states),
         verification=_make_verification(plan, call),
         stops=stops,
         draft_length=draft_length,
@@ -118,12 +117,13 @@ def build_decoder(
         clock=clock,
         keeps_rows=plan.keeps_rows,
     )
-    return decoder, batch
+    return decoder, _make_batch(plan, call)
 
 
-def build_schedule(plan: Plan, draft_cost: float, history: ScheduleHistory | None, batch_size: int) -> Schedule:
+def build_schedule(
+    config: SpeculationConfig, draft_cost: float, history: ScheduleHistory | None, batch_size: int
+) -> Schedule:
     """The schedule that the settings name; a draft step costs `draft_cost` plain steps of the target."""
-    config = plan.config
     match config.schedule:
         case "adaptive":
             return AdaptiveSchedule(config.max_draft_tokens, draft_cost, history, batch_size)
@@ -136,18 +136,22 @@ def build_schedule(plan: Plan, draft_cost: float, history: ScheduleHistory | Non
 def _report_plan(plan: Plan, stats: SpeculationStats) -> None:
     stats.plan = repr(plan)
     stats.verifier = plan.config.verifier or ""
-    stats.cache = plan.target_cache.choice.kind
-    stats.compiled, stats.graphed = plan.compile.compiled, list(plan.compile.graphed)
+    stats.cache = plan.target.cache.kind
+    stats.compiled, stats.graphed = list(plan.compile.settings), list(plan.compile.graphed)
     stats.lock_step = plan.is_lock_step
     for reason in plan.fallbacks:
         stats.add_fallback(reason)
     LOGGER.debug("%s", stats.plan)
 
 
-def _make_cache(plan: CachePlan, model: PreTrainedModel, call: Call, device: torch.device, is_draft: bool) -> KVCache:
-    mask, cache = (call.text_mask, None) if is_draft else (call.attention_mask, call.cache)
-    mask = mask if mask is None else mask.to(device)
-    return plan.request.make(plan.choice, model, cache, call.batch_size, mask, device, model_state(model).buffers)
+def _make_cache(one: ModelPlan, plan: Plan, call: Call) -> KVCache:
+    is_target = one is plan.target
+    mask = call.attention_mask if is_target else call.text_mask
+    mask = None if mask is None else mask.to(one.device)
+    capacity = plan.compile.capacity(one.request.max_columns or 0, one.device)
+    request = replace(one.request, capacity=capacity, is_pooled=plan.compile.keeps_buffers)
+    cache, buffers = call.cache if is_target else None, model_state(one.model).buffers
+    return request.make(one.cache, one.model, cache, call.batch_size, mask, one.device, buffers)
 
 
 def _make_batch(plan: Plan, call: Call) -> Batch:
@@ -166,53 +170,47 @@ def _make_batch(plan: Plan, call: Call) -> Batch:
     )
 
 
-def _make_capture(target: PreTrainedModel, plan: Plan, call: Call) -> LayerCapture | None:
+def _make_capture(plan: Plan, call: Call) -> LayerCapture | None:
     """What keeps the target's states for the drafter; None if it reads none, or if the forward's output holds them."""
     layers = plan.hidden_layers  # numbered for candidate generators as `output_hidden_states` numbers them
-    is_eager = "target" not in (*plan.compile.compiled, *plan.compile.graphed)
+    is_eager = "target" not in (*plan.compile.settings, *plan.compile.graphed)
     is_returned = call.generator is not None or (layers == (FINAL_STATE,) and is_eager)
-    return None if layers is None or is_returned else LayerCapture(target, layers)
+    return None if layers is None or is_returned else LayerCapture(plan.target.model, layers)
 
 
 def _make_draft_session(
     plan: Plan, call: Call, drafter: Drafter | None, hidden_states: HiddenStates | None
 ) -> DraftSession:
-    draft, kv_cache, reuse = plan.draft_model, None, None
-    if draft is not None and plan.draft_cache is not None:
-        kv_cache = _make_cache(plan.draft_cache, draft, call, device_of(draft), is_draft=True)
-        reuse = make_draft_cache_reuse(plan.config.draft_state, draft, kv_cache, call)
+    kv_cache, reuse = None, None
+    if plan.draft is not None:
+        kv_cache = _make_cache(plan.draft, plan, call)
+        reuse = make_draft_cache_reuse(plan.config.draft_state, plan.draft.model, kv_cache, call)
     if drafter is not None and call.group is not None:
         drafter = BroadcastDrafter(drafter, call.group)
     padding_id = plan.pad_token_id if plan.is_lock_step else None
-    strategy, num_rows = plan.draft_strategy, call.batch_size
-    return DraftSession(drafter, kv_cache, strategy, num_rows, padding_id, reuse, plan.placeless_id, hidden_states)
+    return DraftSession(
+        drafter, kv_cache, plan.draft_strategy, padding_id, reuse, placeless_id(plan.target.model), hidden_states
+    )
 
 
-def _make_schedule(target: PreTrainedModel, plan: Plan, call: Call, drafter: Drafter | None) -> Schedule:
+def _make_schedule(plan: Plan, call: Call, drafter: Drafter | None) -> Schedule:
     if drafter is None:
         return ConstantSchedule(0)
-    config, most, draft = plan.config, drafter.max_draft_tokens, plan.draft_model
+    config, target, most = plan.config, plan.target.model, drafter.max_draft_tokens
+    draft = None if plan.draft is None else plan.draft.model
     if most is not None and most < config.max_draft_tokens:  # a round asks for no more than the drafter proposes
         config = replace(config, num_assistant_tokens=most, num_assistant_tokens_schedule=config.schedule)
-        plan = replace(plan, config=config)
     history = None
     is_known = config.drafter is None or description_of(config.drafter) is not None
     if is_known and call.generator is None:  # of other drafters nothing is known
-        machine = (target.device, target.dtype, torch.get_num_threads())
-        is_lookup = config.prompt_lookup_num_tokens is not None
         kind = (
-            config.verifier,
-            plan.target_cache.choice.kind,
-            *plan.compile.compiled,
-            plan.compile.graphed,
-            is_lookup,
-            plan.is_lock_step,
+            *(target.device, target.dtype, torch.get_num_threads()),
+            *(config.verifier, plan.target.cache.kind, *plan.compile.settings, plan.compile.graphed),
+            *(config.prompt_lookup_num_tokens is not None, plan.is_lock_step, config.max_draft_tokens),
+            call.max_length.bit_length(),  # within a factor of two a forward's time changes little
         )
-        length = call.max_length.bit_length()  # within a factor of two a forward's time changes little
-        history = ScheduleHistory(
-            model_state(target).history, draft or config.drafter, (*machine, *kind, length, config.max_draft_tokens)
-        )
-    schedule = build_schedule(plan, 0.0 if draft is None else cost_ratio(target, draft), history, call.batch_size)
+        history = ScheduleHistory(model_state(target).history, draft or config.drafter, kind)
+    schedule = build_schedule(config, 0.0 if draft is None else cost_ratio(target, draft), history, call.batch_size)
     if call.group is not None and config.schedule == "adaptive":  # others do not read the clock
         schedule = BroadcastSchedule(schedule, call.group)
     return schedule

@@ -10,7 +10,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_speculate.cache.layers import num_held
 from hf_speculate.draft.vocab_mapping import VocabMapping
-from hf_speculate.engine.compile_plan import StaticRequest
+from hf_speculate.engine.compile_plan import CompilePlan
 from hf_speculate.engine.distributed import SyncedRanks, TensorParallelGroup
 from hf_speculate.engine.outputs import Recorded
 from hf_speculate.models.extra_inputs import ExtraInputs
@@ -38,7 +38,7 @@ class Call:
     target_attention: str  # name of the target's attention implementation
     draft_attention: str  # the same of the draft model
     static_cache: Cache | None = None  # the static cache that the user passed and `cache` is a copy of, or None
-    static: StaticRequest | None = None  # the request for fixed buffers and compiled forwards, or None
+    static: CompilePlan = field(default_factory=CompilePlan)  # the fixed buffers and compiled forwards asked for
     vocabulary: VocabMapping | None = None  # maps the target's ids to the draft's; None if they are the same
     generator: CandidateGenerator | None = None  # a candidate generator that drafts, or None
     target_inputs: ExtraInputs = field(default_factory=ExtraInputs)  # what the target reads besides tokens

@@ -14,6 +14,7 @@ from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.compiled import STEP_QUERY_LEN
 from hf_speculate.engine.distributed import tensor_parallel_size
 from hf_speculate.engine.model_state import model_state
+from hf_speculate.models.cache_selection import CacheChoice, CacheRequest
 from hf_speculate.models.compilation import LOGGER, Compilation, CompileSettings
 from hf_speculate.models.compiled import UNREAD_COLUMNS, CompiledLanguageModel, Runner
 from hf_speculate.models.extra_inputs import ExtraInputs
@@ -26,12 +27,49 @@ from hf_speculate.models.quirks import growing_rope
 CAPACITY_UNIT = 128
 
 
-class StaticRequest(NamedTuple):
-    """A call's request for buffers that never grow, and for compiled forwards over them."""
+@dataclass(frozen=True)
+class CompilePlan:
+    """The forwards of a call that run compiled or from device graphs: those requested, then those that can be."""
 
-    settings: dict[str, CompileSettings]  # of the models to compile, "target" and "draft"
-    eager_reason: str  # what stays eager though it was to be compiled, and why; empty if nothing does
-    min_columns: int  # columns that buffers have at least
+    is_static: bool = False  # whether buffers never grow
+    settings: dict[str, CompileSettings] = field(default_factory=dict)  # of the compiled models, "target" and "draft"
+    # draft lengths K, ascending, the largest last; where a length is fixed, others are rounded up to these
+    lens: tuple[int, ...] = ()
+    min_columns: int = 0  # columns that buffers have at least
+    reasons: tuple[str, ...] = ()  # why what was to be compiled or captured runs eagerly
+    graphed: tuple[str, ...] = ()  # the models whose forwards run from device graphs, "target" and "draft"
+
+    @property
+    def keeps_buffers(self) -> bool:
+        """Whether buffers outlive the call, and rows must stay where they are in them."""
+        return bool(self.settings or self.graphed)
+
+    def capacity(self, max_columns: int, device: torch.device) -> int | None:
+        """Columns of fixed buffers for rows of `max_columns` and what a round writes after them; None if they grow."""
+        if not self.is_static:
+            return None
+        num_columns = max(max_columns, self.min_columns) + max(self.lens, default=0) + 1 + UNREAD_COLUMNS
+        if device.type == "cuda":
+            return even_capacity(num_columns)
+        return -(-num_columns // CAPACITY_UNIT) * CAPACITY_UNIT
+
+    @property
+    def max_query(self) -> int | None:
+        """Tokens of each row that a forward may write after the longest row; None for any number."""
+        return max(self.lens, default=0) + 1 if self.is_static else None
+
+
+class ModelPlan(NamedTuple):
+    """One model of a call: its KV cache, and what keeps its forwards from being compiled or captured."""
+
+    part: str  # "target" or "draft"
+    model: PreTrainedModel
+    device: torch.device  # of its KV cache
+    inputs: ExtraInputs  # what it reads besides tokens
+    request: CacheRequest
+    cache: CacheChoice
+    eager_reason: str = ""  # why the drafter cannot read hidden states of compiled forwards; empty if it can
+    ungraphed: str = ""  # why it cannot run from graphs, if the call says so
 
 
 def static_request(
@@ -40,10 +78,10 @@ def static_request(
     config: GenerationConfig,
     is_static: bool,
     eager_draft: str,  # why the assistant is not compiled; empty if it may be
-) -> StaticRequest | None:
-    """The request of a call; None if it asks for neither. What plain `generate` would not compile is not compiled."""
+) -> CompilePlan:
+    """The fixed buffers and compiled forwards that a call asks for: no more than plain `generate` would compile."""
     if not is_static and config.compile_config is None:
-        return None
+        return CompilePlan()
     models = {"target": model} if assistant is None else {"target": model, "draft": assistant}
     settings: dict[str, CompileSettings] = {}
     for part, one in models.items():
@@ -64,78 +102,27 @@ def static_request(
         reason = f"eager forwards of the {part}, which is split over processes"
     if eager_draft and settings.pop("draft", None) is not None:
         reason = f"eager forwards of the draft: {eager_draft}"
-    return StaticRequest(settings, reason, getattr(config, "max_cache_len", None) or 0)
-
-
-@dataclass(frozen=True)
-class CompilePlan:
-    """The forwards of a call that run compiled or from device graphs."""
-
-    is_static: bool = False  # whether buffers never grow
-    settings: dict[str, CompileSettings] = field(default_factory=dict)  # of the compiled models, "target" and "draft"
-    # draft lengths K, ascending, the largest last; where a length is fixed, others are rounded up to these
-    lens: tuple[int, ...] = ()
-    min_columns: int = 0  # columns that buffers have at least
-    reasons: tuple[str, ...] = ()  # why what was to be compiled or captured runs eagerly
-    graphed: tuple[str, ...] = ()  # the models whose forwards run from device graphs, "target" and "draft"
-
-    @property
-    def keeps_buffers(self) -> bool:
-        """Whether buffers outlive the call, and rows must stay where they are in them."""
-        return bool(self.compiled or self.graphed)
-
-    @property
-    def compiled(self) -> list[str]:
-        return list(self.settings)
-
-    def capacity(self, max_columns: int, device: torch.device) -> int | None:
-        """Columns of fixed buffers for rows of `max_columns` and what a round writes after them; None if they grow."""
-        if not self.is_static:
-            return None
-        num_columns = max(max_columns, self.min_columns) + max(self.lens, default=0) + 1 + UNREAD_COLUMNS
-        if device.type == "cuda":
-            return even_capacity(num_columns)
-        return -(-num_columns // CAPACITY_UNIT) * CAPACITY_UNIT
-
-    @property
-    def max_query(self) -> int | None:
-        """Tokens of each row that a forward may write after the longest row; None for any number."""
-        return max(self.lens, default=0) + 1 if self.is_static else None
-
-
-class CompileCandidate(NamedTuple):
-    """One model that may run compiled."""
-
-    part: str  # "target" or "draft"
-    model: PreTrainedModel
-    cache_kind: str
-    extra_inputs: ExtraInputs
-    eager_reason: str = ""  # why the drafter cannot read hidden states of compiled forwards; empty if it can
-    ungraphed: str = ""  # why it cannot run from graphs, if the call says so
+    min_columns = getattr(config, "max_cache_len", None) or 0
+    return CompilePlan(True, settings, min_columns=min_columns, reasons=(reason,) if reason else ())
 
 
 def make_compile_plan(
-    request: StaticRequest | None,
+    requested: CompilePlan,
     lens: tuple[int, ...],
-    candidates: list[CompileCandidate],  # the target and, if there is one, the draft model
+    models: Sequence[ModelPlan],
     graphs: str,  # with "on", eager forwards run from graphs if they can; "auto" is "off" until tested
 ) -> CompilePlan:
-    """The plan of a call."""
-    settings: dict[str, CompileSettings] = {}
-    reasons = [] if request is None else [request.eager_reason]
-    for candidate in candidates:
-        if request is not None and candidate.part in request.settings:
-            reason = _eager_reason(candidate, request.settings[candidate.part])
-            reasons.append(reason)
-            if not reason:
-                settings[candidate.part] = request.settings[candidate.part]
-    ungraphed = {one.part: _ungraphed_reason(one, one.part in settings) for one in candidates if graphs == "on"}
+    """What can run compiled or from graphs."""
+    wanted = [one for one in models if one.part in requested.settings]
+    uncompiled = {one.part: _eager_reason(one, requested.settings[one.part]) for one in wanted}
+    settings = {part: requested.settings[part] for part, reason in uncompiled.items() if not reason}
+    ungraphed = {one.part: _ungraphed_reason(one, one.part in settings) for one in models if graphs == "on"}
     graphed = tuple(part for part, reason in ungraphed.items() if not reason)
-    given = tuple(filter(None, (*reasons, *ungraphed.values())))
-    for reason in given:
+    reasons = tuple(filter(None, (*requested.reasons, *uncompiled.values(), *ungraphed.values())))
+    for reason in reasons:
         _warn_once(reason)
-    is_static, min_columns = request is not None or bool(graphed), 0 if request is None else request.min_columns
-    return CompilePlan(is_static, settings, lens if is_static else (), min_columns, given, graphed)
+    is_static = requested.is_static or bool(graphed)
+    return CompilePlan(is_static, settings, lens if is_static else (), requested.min_columns, reasons, graphed)
 
 
 def draft_lens(config: SpeculationConfig) -> tuple[int, ...]:
@@ -147,27 +134,25 @@ def draft_lens(config: SpeculationConfig) -> tuple[int, ...]:
 
 
 def make_language_model(
-    part: str,
-    model: PreTrainedModel,
+    one: ModelPlan,
     plan: CompilePlan,
     max_position: int | None,
-    extra_inputs: ExtraInputs,
     keeps_states: bool,
     on_failure: Callable[[str, str], None],  # called with the part and the reason if it cannot be compiled or captured
     capture: LayerCapture | None = None,
 ) -> LanguageModel:
-    """The "target" or "draft" as a `LanguageModel`, compiled or run from graphs if the plan says so."""
-    units, fail, is_draft = model_state(model).units, partial(on_failure, part), part == "draft"
-    if part in plan.settings:
-        runner: Runner = Compilation(model, plan.settings[part], units, fail)
-    elif part in plan.graphed:
-        runner = Graphing(model, units, fail)
+    """A model of the call as a `LanguageModel`, compiled or run from graphs if the plan says so."""
+    units, fail, is_draft = model_state(one.model).units, partial(on_failure, one.part), one.part == "draft"
+    if one.part in plan.settings:
+        runner: Runner = Compilation(one.model, plan.settings[one.part], units, fail)
+    elif one.part in plan.graphed:
+        runner = Graphing(one.model, units, fail)
     else:
-        return LanguageModel(model, max_position, keeps_states, extra_inputs, is_draft, capture)
+        return LanguageModel(one.model, max_position, keeps_states, one.inputs, is_draft, capture)
     query_lens: tuple[int, ...] = (STEP_QUERY_LEN,)
     if not is_draft:
-        query_lens = _query_lens(plan.lens, runner.varies and model.device.type != "cuda")
-    return CompiledLanguageModel(model, max_position, runner, query_lens, extra_inputs, capture)
+        query_lens = _query_lens(plan.lens, runner.varies and one.model.device.type != "cuda")
+    return CompiledLanguageModel(one.model, max_position, runner, query_lens, one.inputs, capture)
 
 
 def _query_lens(lens: Sequence[int], varies: bool) -> tuple[int, ...]:
@@ -180,36 +165,36 @@ def _query_lens(lens: Sequence[int], varies: bool) -> tuple[int, ...]:
     return (*(() if len(lens) == 1 else (2,)), *(num + 1 for num in lens))
 
 
-def _eager_reason(candidate: CompileCandidate, settings: CompileSettings) -> str:
-    name = f"eager forwards of the {candidate.part} {type(candidate.model).__name__}"
-    if candidate.cache_kind != "preallocated":
+def _eager_reason(one: ModelPlan, settings: CompileSettings) -> str:
+    name = f"eager forwards of the {one.part} {type(one.model).__name__}"
+    if one.cache.kind != "preallocated":
         return f"{name}, whose states are not preallocated"
-    if not candidate.extra_inputs.is_empty:
+    if not one.inputs.is_empty:
         return f"{name}, which reads more than its text"
-    if candidate.eager_reason:
-        return f"{name}, {candidate.eager_reason}"
-    failure = model_state(candidate.model).units.failure(settings.key)
-    return "" if failure is None else f"{candidate.part}: {failure}"
+    if one.eager_reason:
+        return f"{name}, {one.eager_reason}"
+    failure = model_state(one.model).units.failure(settings.key)
+    return "" if failure is None else f"{one.part}: {failure}"
 
 
-def _ungraphed_reason(candidate: CompileCandidate, is_compiled: bool) -> str:
-    part, model = candidate.part, candidate.model
+def _ungraphed_reason(one: ModelPlan, is_compiled: bool) -> str:
+    model = one.model
     failure = model_state(model).units.failure(FAILURE_KEY)
     if failure is not None:
-        return f"{part}: {failure}"
-    name = f"no graphs of the {part} {type(model).__name__}"
-    if candidate.eager_reason:
-        return f"{name}, {candidate.eager_reason}"
+        return f"{one.part}: {failure}"
+    name = f"no graphs of the {one.part} {type(model).__name__}"
+    if one.eager_reason:
+        return f"{name}, {one.eager_reason}"
     obstacles = {
-        candidate.ungraphed: bool(candidate.ungraphed),
+        one.ungraphed: bool(one.ungraphed),
         "it runs compiled": is_compiled,
         f"graphs need a CUDA device, and it is on {model.device.type}": model.device.type not in GRAPH_BACKENDS,
         "its weights lie on several devices": len({weight.device for weight in model.parameters()}) > 1,
-        "its states are not preallocated": candidate.cache_kind != "preallocated",
-        "it reads more than its text": not candidate.extra_inputs.is_empty,
+        "its states are not preallocated": one.cache.kind != "preallocated",
+        "it reads more than its text": not one.inputs.is_empty,
         "it is split over processes": tensor_parallel_size(model) > 1,
         "its rotary embedding changes with the length": growing_rope(model) is not None,
-        "PEFT can switch its adapters": any(type(one).__module__.startswith("peft.") for one in model.modules()),
+        "PEFT can switch its adapters": any(type(part).__module__.startswith("peft.") for part in model.modules()),
     }
     reason = next((reason for reason, holds in obstacles.items() if holds), "")
     return f"{name}: {reason}" if reason else ""

@@ -1,7 +1,7 @@
 """Draft session: the drafter, its KV cache, and what both have seen of each row."""
 
 from collections.abc import Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 
 import torch
 
@@ -25,7 +25,6 @@ class DraftSession:
     drafter: Drafter | None
     kv_cache: KVCache | None  # of the draft model
     strategy: SampleStrategy
-    num_rows: InitVar[int]
     padding_id: int | None = None  # drafted for finished rows in lock step
     reuse: DraftCacheReuse | None = None
     # drafts after this id do not count: the target reads other tokens of the same forward at wrong positions
@@ -33,8 +32,8 @@ class DraftSession:
     hidden_states: HiddenStates | None = None
     num_fed: int = field(default=0, init=False)  # tokens of each row that the drafter read in the last round
 
-    def __post_init__(self, num_rows: int) -> None:
-        self._num_seen = [0] * num_rows  # tokens of each row that the drafter has seen
+    def __post_init__(self) -> None:
+        self._num_seen: list[int] = []  # tokens of each row that the drafter has seen
         self._seen_lens: RowLens | None = None  # each row's length at the drafter's last call
         self._seen_round = 0  # the round of that call
         self._was_live: list[bool] = []  # [B] at the last draft
@@ -42,8 +41,8 @@ class DraftSession:
     def begin(self, batch: Batch) -> None:
         """Fill the draft cache from an earlier call."""
         num_columns = 0 if self.reuse is None else self.reuse.recall(batch)
+        self._num_seen = [num_columns] * batch.num_rows
         if num_columns and self.drafter is not None:
-            self._num_seen = [num_columns] * batch.num_rows
             self.drafter.resume(batch.tokens.token_ids[:, :num_columns])
 
     def num_unread(self, batch: Batch) -> int:
@@ -215,17 +214,13 @@ class DraftSession:
 
 def _within_room(draft: DraftOut, batch: Batch) -> DraftOut:
     """Limit drafts to each row's room and limit, so that its sample does not depend on the other rows."""
-    if min(batch.draft_limits) < draft.token_ids.shape[1]:
-        limits = upload(batch.draft_limits, draft.lens.device, draft.lens.dtype)
-        draft = draft._replace(lens=torch.minimum(draft.lens, limits))
-    room = [max(left - 1, 0) for left in batch.num_left]
-    if min(room) >= draft.token_ids.shape[1]:
+    rows = zip(batch.num_left, batch.draft_limits, strict=True)
+    most = [max(min(left - 1, limit), 0) for left, limit in rows]
+    lens, num = draft.lens, draft.token_ids.shape[1]
+    if min(most) >= num:
         return draft
-    if min(room) == max(room):
-        return draft._replace(lens=draft.lens.clamp_max(room[0]))
-    if len(set(batch.max_lengths)) == 1:
-        most = (batch.max_lengths[0] - 1 - batch.tokens.row_lens.on_device()).clamp_min_(0)  # [B]
-        most = most.to(draft.lens.device, draft.lens.dtype)
+    if min(batch.draft_limits) < num or len(set(batch.max_lengths)) > 1:
+        on_device = upload(most, lens.device)
     else:
-        most = upload(room, draft.lens.device, draft.lens.dtype)
-    return draft._replace(lens=torch.minimum(draft.lens, most))
+        on_device = (batch.max_lengths[0] - 1 - batch.tokens.row_lens.on_device()).clamp_min_(0)  # [B]
+    return draft._replace(lens=torch.minimum(lens, on_device.to(lens)))

@@ -20,12 +20,12 @@ from hf_speculate.draft.suffix import SuffixDrafter, SuffixSettings
 from hf_speculate.draft.token_choice import DraftSettings
 from hf_speculate.draft.vocab_mapping import TranslatedLanguageModel
 from hf_speculate.engine.call import Call
-from hf_speculate.engine.compile_plan import draft_lens, make_language_model
+from hf_speculate.engine.compile_plan import ModelPlan, draft_lens, make_language_model
 from hf_speculate.engine.plan import Plan
 from hf_speculate.models.compilation import CompiledUnits
 from hf_speculate.models.compiled import CompiledLanguageModel
 from hf_speculate.models.inferencer import Inferencer, draft_chunk_size
-from hf_speculate.models.language_model import LanguageModel, device_of, last_position, vocab_size_of
+from hf_speculate.models.language_model import LanguageModel, last_position, vocab_size_of
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.processors.fused_warpers import fuse_warpers
 from hf_speculate.processors.row_groups import ProcessorGroups
@@ -49,19 +49,17 @@ def make_custom_drafter(
     return StateReadingGeneratorDrafter(call.generator, layers)
 
 
-def make_drafter(
-    target: PreTrainedModel, plan: Plan, call: Call, on_failure: Callable[[str, str], None]
-) -> Drafter | None:
+def make_drafter(plan: Plan, call: Call, on_failure: Callable[[str, str], None]) -> Drafter | None:
     """The drafter of a plan, unless it is a custom one; None if nothing is drafted."""
-    draft, num_lookup, device = plan.draft_model, plan.config.prompt_lookup_num_tokens, call.input_ids.device
-    model = None if draft is None else _model_drafter(target, plan, call, draft, on_failure)
+    num_lookup, device = plan.config.prompt_lookup_num_tokens, call.input_ids.device
+    model = None if plan.draft is None else _model_drafter(plan, call, plan.draft, on_failure)
     if num_lookup is None:
         return model
     settings = SuffixSettings(
         max_draft_tokens=num_lookup,
         max_match_len=plan.config.max_matching_ngram_size,
         eos_token_ids=plan.eos_token_ids or frozenset(),
-        vocab_size=vocab_size_of(target),
+        vocab_size=vocab_size_of(plan.target.model),
         store=plan.config.suffix_store,
         num_pads=call.num_pads,
     )
@@ -74,8 +72,8 @@ def _setup(
     target: PreTrainedModel, config: SpeculationConfig, call: Call, on_failure: Callable[[str, str], None]
 ) -> DrafterSetup:
     compilation = None
-    if call.static is not None and "target" in call.static.settings:
-        settings = call.static.settings["target"]
+    settings = call.static.settings.get("target")
+    if settings is not None:
         compilation = DraftCompilation(settings, draft_lens(config), CompiledUnits(), partial(on_failure, "draft"))
     return DrafterSetup(
         target=target,
@@ -95,18 +93,12 @@ def _setup(
     )
 
 
-def _model_drafter(
-    target: PreTrainedModel,
-    plan: Plan,
-    call: Call,
-    draft: PreTrainedModel,
-    on_failure: Callable[[str, str], None],
-) -> ModelDrafter:
-    config, eos, device = plan.config, plan.eos_token_ids, device_of(draft)
+def _model_drafter(plan: Plan, call: Call, draft: ModelPlan, on_failure: Callable[[str, str], None]) -> ModelDrafter:
+    config, eos, device = plan.config, plan.eos_token_ids, draft.device
     is_synced = call.ranks is not None or call.group is not None
-    max_position = min(call.max_position, last_position(draft, call.max_position))
+    max_position = min(call.max_position, last_position(draft.model, call.max_position))
     num_query = call.prefill_chunk_size or call.query_ids.shape[1]
-    chunk_size = None if call.ranks else draft_chunk_size(target, draft, num_query)
+    chunk_size = None if call.ranks else draft_chunk_size(plan.target.model, draft.model, num_query)
     processors = BlockLogitsProcessorList(call.processors).for_draft()
     if device.type == "cuda" and runs_kernels(config.verifier_backend, device):
         processors = BlockLogitsProcessorList(fuse_warpers(processors, config.verifier_backend))
@@ -118,14 +110,11 @@ def _model_drafter(
         stream=draft_stream(config),
         backend=config.verifier_backend,
     )
+    language_model: LanguageModel
     if call.vocabulary is not None:
-        language_model: LanguageModel = TranslatedLanguageModel(
-            draft, call.vocabulary, max_position, call.draft_inputs, is_synced
-        )
+        language_model = TranslatedLanguageModel(draft.model, call.vocabulary, max_position, draft.inputs, is_synced)
     else:
-        language_model = make_language_model(
-            "draft", draft, plan.compile, max_position, call.draft_inputs, is_synced, on_failure
-        )
+        language_model = make_language_model(draft, plan.compile, max_position, is_synced, on_failure)
     if isinstance(language_model, CompiledLanguageModel):
         return CompiledDrafter(language_model, processors, settings, chunk_size)
     return ModelDrafter(Inferencer(language_model, None, chunk_size, not is_synced), of_rows, settings)

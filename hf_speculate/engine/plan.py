@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from transformers import MaxLengthCriteria, MaxTimeCriteria, PreTrainedModel
 from transformers.cache_utils import DynamicCache
@@ -12,22 +11,14 @@ from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.base import Drafter, description_of
 from hf_speculate.draft.from_candidate_generator import samples_its_logits
 from hf_speculate.engine.call import Call
-from hf_speculate.engine.compile_plan import CompileCandidate, CompilePlan, draft_lens, make_compile_plan
+from hf_speculate.engine.compile_plan import CompilePlan, ModelPlan, draft_lens, make_compile_plan
 from hf_speculate.engine.distributed import tensor_parallel_size
-from hf_speculate.models.cache_selection import CacheChoice, CacheRequest
+from hf_speculate.models.cache_selection import CacheRequest
 from hf_speculate.models.language_model import counts_columns, device_of, vocab_size_of
-from hf_speculate.models.quirks import placeless_id
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
 from hf_speculate.types import SampleStrategy
 from hf_speculate.verify.base import reads_keys
-
-
-class CachePlan(NamedTuple):
-    """The KV cache of one model."""
-
-    request: CacheRequest
-    choice: CacheChoice
 
 
 @dataclass(frozen=True)
@@ -35,11 +26,10 @@ class Plan:
     """What a call decides."""
 
     config: SpeculationConfig  # resolved settings, with the fallbacks applied
-    draft_model: PreTrainedModel | None  # the model that drafts; None if none does
+    target: ModelPlan
+    draft: ModelPlan | None  # the model that drafts; None if none does
     drafter: str  # what drafts, in words; "none" if nothing is drafted
     draft_strategy: SampleStrategy  # how the drafter proposes tokens
-    target_cache: CachePlan  # the target's KV cache
-    draft_cache: CachePlan | None  # the draft model's KV cache, or None
     compile: CompilePlan  # the forwards that run compiled or from device graphs
     reads_keys: bool  # whether the drafter or the verifier reads the keys of the noise
     hidden_layers: tuple[int, ...] | None  # layers of the target whose hidden states the drafter reads, or None
@@ -49,7 +39,6 @@ class Plan:
     keeps_rows: bool  # whether finished rows stay in the batch
     end_padding_id: int | None  # fills a kept target cache after finished rows, see `EndPadding`; None if nothing does
     eos_token_ids: frozenset[int] | None  # tokens that end a row, or None
-    placeless_id: int | None  # drafted tokens after this one do not count, see `DraftSession`; None if all count
     self_test: str  # how the target compares with plain decoding; empty if its type is known to agree
     fallbacks: tuple[str, ...]  # what runs otherwise than requested, with the reasons
 
@@ -64,9 +53,9 @@ class Plan:
             "verifier": self.config.verifier,
             "draft length": f"{self.config.schedule}, at most {self.config.max_draft_tokens}",
             "drafts": "sampled" if self.draft_strategy is SampleStrategy.RANDOM else "argmax",
-            "target cache": _cache_text(self.target_cache),
-            "draft cache": "" if self.draft_cache is None else _cache_text(self.draft_cache),
-            "compiled": ", ".join(self.compile.compiled),
+            "target cache": _cache_text(self.target),
+            "draft cache": "" if self.draft is None else _cache_text(self.draft),
+            "compiled": ", ".join(self.compile.settings),
             "from graphs": ", ".join(self.compile.graphed),
             "hidden layers": "" if self.hidden_layers is None else str(list(self.hidden_layers)),
             "rows": "lock step" if self.lock_step else "each at its own pace",
@@ -101,16 +90,16 @@ def make_plan(
     drafter = _drafter_text(draft, config, call)
     lens = draft_lens(config) if drafter != "none" else ()
     hidden_layers = None if custom is None or custom.hidden_layers is None else tuple(custom.hidden_layers)
-    target_cache, draft_cache, compile_plan = _plan_caches(target, draft, config, call, lens, hidden_layers)
+    models = _plan_models(target, draft, config, call, hidden_layers)
+    compile_plan = make_compile_plan(call.static, lens, models, config.speculation_graphs)
     fallbacks += compile_plan.reasons
     reuses_draft_cache = config.draft_state is not None and draft is not None and call.draft_inputs.is_empty
     return Plan(
         config=config,
-        draft_model=draft,
+        target=models[0],
+        draft=models[1] if draft is not None else None,
         drafter=drafter,
         draft_strategy=strategy,
-        target_cache=target_cache,
-        draft_cache=draft_cache,
         compile=compile_plan,
         reads_keys=custom is not None or strategy is SampleStrategy.RANDOM or reads_keys(config),
         hidden_layers=hidden_layers,
@@ -121,7 +110,6 @@ def make_plan(
         ),
         end_padding_id=_end_padding_id(target, call, ends_apart=not goes_on and not lock_step),
         eos_token_ids=stopping.eos_token_ids,
-        placeless_id=placeless_id(target),
         self_test=call.self_test,
         fallbacks=tuple(fallbacks),
     )
@@ -210,53 +198,44 @@ def _drafter_text(draft: PreTrainedModel | None, config: SpeculationConfig, call
     return " and ".join(parts) or "none"
 
 
-def _plan_caches(
+def _plan_models(
     target: PreTrainedModel,
     draft: PreTrainedModel | None,
     config: SpeculationConfig,
     call: Call,
-    lens: tuple[int, ...],
     hidden_layers: tuple[int, ...] | None,
-) -> tuple[CachePlan, CachePlan | None, CompilePlan]:
-    requests = [target_cache_request(config, call)]
-    choices = [requests[0].choose(target, call.cache, call.attention_mask, call.input_ids.device)]
+) -> list[ModelPlan]:
+    """The target and, if there is one, the draft model."""
     eager_reason = ""
     if hidden_layers and call.generator is not None:
         eager_reason = "whose hidden states a candidate generator reads"
     elif target.config.get_text_config(decoder=True).num_hidden_layers in (hidden_layers or ()):
         eager_reason = "whose state before the final norm the drafter reads"
     ungraphed = "rows of the batch are refilled" if call.rows_leave else call.recorded.ungraphed
-    candidates = [CompileCandidate("target", target, choices[0].kind, call.target_inputs, eager_reason, ungraphed)]
+    request, device = target_cache_request(config, call), call.input_ids.device
+    cache = request.choose(target, call.cache, call.attention_mask, device)
+    plans = [ModelPlan("target", target, device, call.target_inputs, request, cache, eager_reason, ungraphed)]
     if draft is not None:
-        kind = config.speculation_cache
-        if kind == "auto" and config.draft_state is not None and call.static is None:
+        kind, device = config.speculation_cache, device_of(draft)
+        if kind == "auto" and config.draft_state is not None and not call.static.is_static:
             # growing buffers drop what lies behind a sliding window; the dynamic cache of a draft keeps all states
             layers = DynamicCache(config=draft.config.get_text_config(decoder=True))
             kind = "dynamic" if any(layers.is_sliding) else kind
-        requests.append(
-            CacheRequest(
-                kind,
-                call.draft_attention,
-                crosses=call.draft_inputs.crosses,
-                max_columns=call.max_length,
-                num_recurrent_states=requests[0].num_recurrent_states,
-            )
+        request = CacheRequest(
+            kind,
+            call.draft_attention,
+            crosses=call.draft_inputs.crosses,
+            max_columns=call.max_length,
+            num_recurrent_states=request.num_recurrent_states,
         )
-        draft_mask = None if call.text_mask is None else call.text_mask.to(device_of(draft))
-        choices.append(requests[1].choose(draft, None, draft_mask, device_of(draft)))
+        cache = request.choose(draft, None, None if call.text_mask is None else call.text_mask.to(device), device)
         ungraphed = ungraphed if call.vocabulary is None else "its vocabulary is another one"
-        candidates.append(CompileCandidate("draft", draft, choices[1].kind, call.draft_inputs, ungraphed=ungraphed))
-    compiled = make_compile_plan(call.static, lens, candidates, config.speculation_graphs)
-    devices = [call.input_ids.device, *([] if draft is None else [device_of(draft)])]
-    plans = []
-    for one, choice, device in zip(requests, choices, devices, strict=True):
-        capacity = compiled.capacity(one.max_columns or 0, device)
-        plans.append(CachePlan(replace(one, capacity=capacity, is_pooled=compiled.keeps_buffers), choice))
-    return plans[0], plans[1] if draft is not None else None, compiled
+        plans.append(ModelPlan("draft", draft, device, call.draft_inputs, request, cache, ungraphed=ungraphed))
+    return plans
 
 
-def _cache_text(plan: CachePlan) -> str:
-    return f"{plan.choice.kind} ({plan.choice.reason})" if plan.choice.reason else plan.choice.kind
+def _cache_text(plan: ModelPlan) -> str:
+    return f"{plan.cache.kind} ({plan.cache.reason})" if plan.cache.reason else plan.cache.kind
 
 
 def _num_bytes(model: PreTrainedModel) -> int:

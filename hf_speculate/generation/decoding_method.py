@@ -161,7 +161,7 @@ class SpeculativeDecoding:
         device = run.input_ids.device
         ranks = synced_ranks(self.synced_gpus, self._models(model), device)
         if ranks is not None:
-            check_synced(config, generation_config, static is not None, self.source)
+            check_synced(config, generation_config, static.is_static, self.source)
         return Call(
             input_ids=run.input_ids,
             query_ids=text.query_ids,

@@ -70,7 +70,8 @@ class ProposesNothing(Drafter):
 def test_finished_rows_that_go_on_for_other_ranks_feed_their_last_token():
     drafter = ProposesNothing()
     batch = Batch(torch.tensor([[5, 6, 7]]), torch.tensor([0]), 8, [3], [0])
-    drafts = DraftSession(drafter, None, SampleStrategy.GREEDY, 1)
+    drafts = DraftSession(drafter, None, SampleStrategy.GREEDY)
+    drafts.begin(batch)
     drafts.propose(batch, 2, batch.begin_round())
     batch.is_finished = [True]
     for _ in range(2):

@@ -107,8 +107,8 @@ MUTANTS = (
             ),
             "draft: dropped rows stay in the draft cache": Fault("self.kv_cache.rows(indices)", "self.kv_cache.kind"),
             "draft: rows draft past their end": Fault(
-                "room = [max(left - 1, 0) for left",
-                "room = [max(left + 9, 0) for left",
+                "most = [max(min(left - 1, limit), 0)",
+                "most = [max(min(left + 9, limit), 0)",
                 (
                     "generation/test_distribution.py generation/test_coupled.py generation/test_callback.py "
                     "draft/test_custom.py generation/test_schedules.py"
