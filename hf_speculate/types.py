@@ -110,6 +110,7 @@ class RoundRecord(NamedTuple):
     was_live: tuple[bool, ...]  # [B] rows that were not finished before the round
     num_draft_tokens: int  # K, the number that the drafter was asked for
     num_fed: int  # tokens of each row that the drafter read
+    num_new: tuple[int, ...]  # [B] tokens that each row has emitted since its prompt
     num_left: tuple[int, ...]  # [B] tokens that each row may still emit, 0 if it stopped
     draft: DraftOut
     scored: Scored
@@ -117,6 +118,11 @@ class RoundRecord(NamedTuple):
     trimmed: Trimmed
     seconds: StageSeconds  # since the last record
     total_s: float  # since the run began
+
+    @property
+    def live_rows(self) -> list[int]:
+        """The rows that were not finished before the round."""
+        return [row for row, was_live in enumerate(self.was_live) if was_live]
 
 
 class RoundReport(NamedTuple):

@@ -50,6 +50,7 @@ class Batch:
         self.max_lengths = [max_length] * num_rows
         self.row_ids = list(range(first_row, first_row + num_rows))
         self.is_finished = [False] * num_rows
+        self.was_live = (True,) * num_rows  # rows that were not finished before the last commit
         self.num_rounds = 0
         self.prompt_lens = [self.prompt_len] * num_rows
         self.draft_limits = list(draft_limits or [MAX_ASSISTANT_TOKENS] * num_rows)
@@ -92,16 +93,15 @@ class Batch:
         empty = torch.zeros(self.num_rows, 0, dtype=torch.int64, device=device)
         return DraftOut(empty, torch.zeros(self.num_rows, dtype=torch.int32, device=device), None, None)
 
-    def commit(self, verified: Verified, trimmed: Trimmed) -> tuple[bool, ...]:
-        """Append the emitted tokens of a round, and note which rows are finished; [B] whether they were not before."""
-        was_live = tuple(not is_finished for is_finished in self.is_finished)
+    def commit(self, verified: Verified, trimmed: Trimmed) -> None:
+        """Append the emitted tokens of a round, and note which rows are finished."""
+        self.was_live = tuple(not is_finished for is_finished in self.is_finished)
         self.tokens.append(verified.token_ids, self._counts(verified, trimmed))
         if self.host_tokens is not self.tokens:
             width = verified.token_ids.shape[1]
             ids = [row + [0] * (width - len(row)) for row in verified.new_ids]
             self.host_tokens.append(torch.tensor(ids, device="cpu"), trimmed.num_emitted)
         self.is_finished = list(trimmed.is_finished)
-        return was_live
 
     def rows(self, indices: Sequence[int]) -> None:
         self.tokens.rows(indices)

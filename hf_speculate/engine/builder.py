@@ -11,18 +11,17 @@ from hf_speculate.cache.layers import windows_of
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.base import Drafter, description_of
 from hf_speculate.engine.batch import Batch
-from hf_speculate.engine.broadcast import (
+from hf_speculate.engine.call import Call
+from hf_speculate.engine.compile_plan import ModelPlan, make_language_model
+from hf_speculate.engine.decoder import SpeculativeDecoder
+from hf_speculate.engine.distributed import (
     BroadcastDrafter,
     BroadcastSchedule,
     BroadcastVerifier,
     Criteria,
-    SyncedVerification,
     broadcast_criteria,
     broadcast_stopping,
 )
-from hf_speculate.engine.call import Call
-from hf_speculate.engine.compile_plan import ModelPlan, make_language_model
-from hf_speculate.engine.decoder import SpeculativeDecoder
 from hf_speculate.engine.draft_cache_reuse import make_draft_cache_reuse
 from hf_speculate.engine.draft_length import DraftLength
 from hf_speculate.engine.draft_session import DraftSession
@@ -89,14 +88,14 @@ def build_decoder(
     )
     drafter = custom or make_drafter(plan, call, forget_compiled)
     hidden_states = None
-    if drafter is not None and plan.hidden_layers is not None:
+    if plan.hidden_layers is not None:
         hidden_states = HiddenStates(plan.hidden_layers, capture is not None, drafter.project_states)
-    schedule, drafts_fewer = _make_schedule(plan, call, drafter), drafter is not None and drafter.drafts_fewer
-    draft_length = DraftLength(schedule, call.max_new_tokens, plan.is_lock_step, drafts_fewer, call.ranks)
+    schedule = _make_schedule(plan, call, drafter)
+    draft_length = DraftLength(schedule, call.max_new_tokens, plan.is_lock_step, drafter.drafts_fewer, call.ranks)
     pads_ended_rows = plan.pad_token_id is not None
     stops = StopTracker(_stopping(call), call.row_ids, call.max_new_tokens, pads_ended_rows, plan.is_lock_step)
     max_query = min(call.prefill_chunk_size or MAX_PADDING_QUERY, plan.compile.max_query or MAX_PADDING_QUERY)
-    padding = EndPadding(plan.end_padding_id, max_query, call.ranks)
+    padding = EndPadding(plan.end_padding_id, max_query, call.batch_size, call.ranks)
     options: dict[str, bool | list[int]] = {}
     if call.recorded.hidden_states:
         options["output_hidden_states"] = True
@@ -178,14 +177,12 @@ def _make_capture(plan: Plan, call: Call) -> LayerCapture | None:
     return None if layers is None or is_returned else LayerCapture(plan.target.model, layers)
 
 
-def _make_draft_session(
-    plan: Plan, call: Call, drafter: Drafter | None, hidden_states: HiddenStates | None
-) -> DraftSession:
+def _make_draft_session(plan: Plan, call: Call, drafter: Drafter, hidden_states: HiddenStates | None) -> DraftSession:
     kv_cache, reuse = None, None
     if plan.draft is not None:
         kv_cache = _make_cache(plan.draft, plan, call)
         reuse = make_draft_cache_reuse(plan.config.draft_state, plan.draft.model, kv_cache, call)
-    if drafter is not None and call.group is not None:
+    if call.group is not None:
         drafter = BroadcastDrafter(drafter, call.group)
     padding_id = plan.pad_token_id if plan.is_lock_step else None
     return DraftSession(
@@ -193,10 +190,10 @@ def _make_draft_session(
     )
 
 
-def _make_schedule(plan: Plan, call: Call, drafter: Drafter | None) -> Schedule:
-    if drafter is None:
-        return ConstantSchedule(0)
+def _make_schedule(plan: Plan, call: Call, drafter: Drafter) -> Schedule:
     config, target, most = plan.config, plan.target.model, drafter.max_draft_tokens
+    if most == 0:
+        return ConstantSchedule(0)
     draft = None if plan.draft is None else plan.draft.model
     if most is not None and most < config.max_draft_tokens:  # a round asks for no more than the drafter proposes
         config = replace(config, num_assistant_tokens=most, num_assistant_tokens_schedule=config.schedule)
@@ -234,22 +231,18 @@ def _make_verification(plan: Plan, call: Call) -> Verification:
 
     verifier = on_all_ranks(make_verifier(config))
     spans = make_spans(config, call.do_sample, call.num_pads, on_all_ranks)
-    verification: Verification
     if plan.is_lock_step:
         criteria: Criteria = call.criteria
         if group is not None and not BlockStoppingCriteria(call.criteria).reads_text_alone:
             criteria = broadcast_criteria(criteria, group)
         pad = plan.pad_token_id if plan.eos_token_ids is not None else None
-        verification = LockStepVerification(verifier, call.processors, criteria, pad, call.recorded.scores, spans)
-    else:
-        listed = BlockLogitsProcessorList(call.processors)
-        processors = ProcessorGroups(listed, call.batch_size) if call.rows_leave else listed
-        verification = RowWiseVerification(verifier, processors, spans)
-    return verification if call.ranks is None else SyncedVerification(verification)
+        return LockStepVerification(verifier, call.processors, criteria, pad, call.recorded.scores, spans)
+    listed = BlockLogitsProcessorList(call.processors)
+    return RowWiseVerification(verifier, ProcessorGroups(listed, call.batch_size) if call.rows_leave else listed, spans)
 
 
 def _make_observers(plan: Plan, call: Call, stats: SpeculationStats, stops: StopTracker) -> list[Observer]:
-    observers: list[Observer] = [BadLogitsObserver(stops, call.row_ids)] if call.do_sample else []
+    observers: list[Observer] = [BadLogitsObserver(stops)] if call.do_sample else []
     observers.append(StatsObserver(stats, num_user_host_syncs=int(call.on_tokens is not None)))
     if call.on_tokens is not None:
         observers.append(StreamObserver(call.on_tokens))

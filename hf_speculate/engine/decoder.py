@@ -54,11 +54,11 @@ class SpeculativeDecoder:
         enter(Stage.TRIM)
         trimmed = self.stops.trim(batch, verified)
         enter(Stage.COMMIT)
-        was_live = batch.commit(verified, trimmed)
+        batch.commit(verified, trimmed)
         self.target.commit(batch, draft, trimmed)
         self.verification.commit(draft, trimmed)
         self.drafts.commit(batch, draft, scored, trimmed)
-        self._observe(batch, was_live, num_draft_tokens, draft, scored, verified, trimmed)
+        self._observe(batch, num_draft_tokens, draft, scored, verified, trimmed)
         self.drop_finished_rows(batch)
         return True
 
@@ -83,28 +83,22 @@ class SpeculativeDecoder:
         self.clock.enter(Stage.TRIM)
         trimmed = self.stops.trim(batch, verified)
         self.clock.enter(Stage.COMMIT)
-        was_live = batch.commit(verified, trimmed)
+        batch.commit(verified, trimmed)
         self.draft_length.begin(self.clock.prefill_s, self.target.num_read, self.drafts.num_unread(batch))
-        self._observe(batch, was_live, 0, draft, scored, verified, trimmed)
+        self._observe(batch, 0, draft, scored, verified, trimmed)
         self.drop_finished_rows(batch)
 
     def _observe(
-        self,
-        batch: Batch,
-        was_live: tuple[bool, ...],
-        num_draft_tokens: int,
-        draft: DraftOut,
-        scored: Scored,
-        verified: Verified,
-        trimmed: Trimmed,
+        self, batch: Batch, num_draft_tokens: int, draft: DraftOut, scored: Scored, verified: Verified, trimmed: Trimmed
     ) -> None:
         stopped = zip(batch.num_left, trimmed.is_stopped, strict=True)
         record = RoundRecord(
             batch.num_rounds,
             tuple(batch.row_ids),
-            was_live,
+            batch.was_live,
             num_draft_tokens,
             self.drafts.num_fed,
+            tuple(self.stops.num_new[row_id] for row_id in batch.row_ids),
             tuple(0 if is_stopped else left for left, is_stopped in stopped),
             draft,
             scored,

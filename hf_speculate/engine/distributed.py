@@ -1,6 +1,6 @@
-"""Distributed calls: ranks that must run equally many forwards, and tensor-parallel groups that must agree."""
+"""Distributed calls: ranks that must run equally many forwards, and tensor-parallel groups that follow rank 0."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.distributed.fsdp import is_fsdp_managed_module
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+
+from hf_speculate.cache.token_buffer import TokenBuffer
+from hf_speculate.draft.base import Drafter, DraftRequest
+from hf_speculate.engine.stop_tracker import BlockStopping
+from hf_speculate.processors.stopping_criteria import StopVerdict, as_flags
+from hf_speculate.schedule import RoundOutcome, Schedule
+from hf_speculate.types import CachedDraft, DraftOut, NoiseKeys, Verdict
+from hf_speculate.verify.base import Verifier
+
+Criteria = Callable[[Tensor, tuple[Tensor, ...] | None], Tensor]
+"""Stopping criteria on single tokens, such as `StoppingCriteriaList`."""
 
 
 @dataclass(frozen=True)
@@ -67,3 +78,96 @@ def tensor_parallel_group(models: Iterable[PreTrainedModel], device: torch.devic
         if "tp" in names:
             return TensorParallelGroup(mesh.get_group(names.index("tp")), device)
     return None
+
+
+class BroadcastSchedule:
+    """A schedule that reads the clock, on a tensor-parallel group: rank 0's choice counts."""
+
+    def __init__(self, schedule: Schedule, group: TensorParallelGroup):
+        self.schedule = schedule
+        self._group = group
+        self._num = self._agreed()
+
+    @property
+    def num_draft_tokens(self) -> int:
+        return self._num
+
+    def begin(self, prompt_s: float, num_prompt_tokens: int, num_left: int) -> None:
+        self.schedule.begin(prompt_s, num_prompt_tokens, num_left)
+        self._num = self._agreed()
+
+    def update(self, outcome: RoundOutcome) -> None:
+        self.schedule.update(outcome)
+        self._num = self._agreed()
+
+    def _agreed(self) -> int:
+        return int(self._group.broadcast(torch.tensor(self.schedule.num_draft_tokens, device="cpu")))
+
+
+class BroadcastDrafter(Drafter):
+    """A drafter on a tensor-parallel group: rank 0's draft counts, because drafters may read a store of their own.
+
+    Every rank drafts, so that the draft cache is up to date everywhere and the draft model may be tensor-parallel too.
+    """
+
+    def __init__(self, drafter: Drafter, group: TensorParallelGroup):
+        self.drafter, self._group = drafter, group
+        self.reads_host_tokens, self.reads_kept = drafter.reads_host_tokens, drafter.reads_kept
+        self.min_query_len = drafter.min_query_len
+
+    def draft(self, request: DraftRequest) -> DraftOut:
+        own = self.drafter.draft(request)
+        num_own = own.token_ids.shape[1]
+        packed = own.token_ids.new_full((len(own.token_ids), request.num_draft_tokens + 2), -1)  # [B, K' + 2]
+        packed[:, :num_own] = own.token_ids
+        packed[:, -2] = own.lens
+        packed[:, -1] = num_own
+        agreed = self._group.broadcast(packed)
+        num = int(agreed[0, -1])
+        draft = own._replace(token_ids=agreed[:, :num], lens=agreed[:, -2].to(own.lens.dtype))
+        if num == num_own:
+            return draft
+        cached = own.cached or CachedDraft(num_own - 1 if request.kv_cache is not None else 0, [False] * len(agreed))
+        return draft._replace(token_logits=None, logsumexp=None, cached=cached)
+
+    def resume(self, token_ids: Tensor) -> None:
+        self.drafter.resume(token_ids)
+
+    def rows(self, indices: Sequence[int]) -> None:
+        self.drafter.rows(indices)
+
+
+@dataclass
+class BroadcastVerifier:
+    """A verifier on a tensor-parallel group: rank 0's verdict counts."""
+
+    verifier: Verifier
+    group: TensorParallelGroup
+
+    def verify(self, target_logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verdict:
+        own = self.verifier.verify(target_logits, draft, keys)
+        counts = torch.stack([own.num_accepted, own.status], dim=1).to(torch.int64)  # [B, 2]
+        agreed = self.group.broadcast(torch.cat([own.token_ids, counts], dim=1))
+        return Verdict(agreed[:, :-2], agreed[:, -2].to(torch.int32), agreed[:, -1].to(torch.int32))
+
+
+def broadcast_stopping(stopping: BlockStopping, group: TensorParallelGroup) -> BlockStopping:
+    """Stopping criteria on blocks of which rank 0's verdict counts: another rank's may read another clock."""
+
+    def stop(tokens: TokenBuffer, new_ids: Sequence[list[int]]) -> StopVerdict:
+        own = stopping(tokens, new_ids)
+        verdict = torch.tensor([own.num_emitted, own.is_done], dtype=torch.int64, device="cpu")  # [2, B]
+        num_emitted, is_done = group.broadcast(verdict).tolist()
+        return StopVerdict(num_emitted, [bool(done) for done in is_done])
+
+    return stop
+
+
+def broadcast_criteria(criteria: Criteria, group: TensorParallelGroup) -> Criteria:
+    """Stopping criteria on single tokens of which rank 0's answer counts."""
+
+    def stop(input_ids: Tensor, scores: tuple[Tensor, ...] | None) -> Tensor:
+        flags = as_flags(criteria(input_ids, scores))
+        return group.broadcast(flags.to(torch.uint8)).bool()  # [B]; not every backend sends bool
+
+    return stop

@@ -37,12 +37,12 @@ class DraftCacheReuse:
         self._num_valid = [max(num_columns - num, 0) for num in pads]
         return num_columns
 
-    def note(self, batch: Batch, certain: Sequence[int], was_live: Sequence[bool]) -> None:
+    def note(self, batch: Batch, certain: Sequence[int]) -> None:
         """Note how much of each row the draft cache, cut back to the emitted tokens, holds after a round.
 
         It held `certain` [B] columns of each row before. A finished row is fed tokens that are not its own.
         """
-        rows = zip(self._num_valid, certain, batch.num_pads, was_live, strict=True)
+        rows = zip(self._num_valid, certain, batch.num_pads, batch.was_live, strict=True)
         valid = [max(num - pad, 0) if live else known for known, num, pad, live in rows]
         lens = self._kv_cache.num_real_tokens
         self._num_valid = [min(num, length) for num, length in zip(valid, lens, strict=True)]

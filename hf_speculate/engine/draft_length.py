@@ -39,7 +39,7 @@ class DraftLength(Observer):
         return num if self.ranks is None else self.ranks.max(num)
 
     def on_round(self, record: RoundRecord) -> None:
-        live = [row for row, was_live in enumerate(record.was_live) if was_live]
+        live = record.live_rows
         if not record.num_round or not live:
             return
         verified, seconds = record.verified, record.seconds

@@ -22,7 +22,7 @@ _MOST_DROPPED = 16  # tokens that a joining row reads again, so that the others 
 class DraftSession:
     """Feeds the drafter what it has not seen, and rolls its KV cache back to the tokens that were emitted."""
 
-    drafter: Drafter | None
+    drafter: Drafter
     kv_cache: KVCache | None  # of the draft model
     strategy: SampleStrategy
     padding_id: int | None = None  # drafted for finished rows in lock step
@@ -36,13 +36,12 @@ class DraftSession:
         self._num_seen: list[int] = []  # tokens of each row that the drafter has seen
         self._seen_lens: RowLens | None = None  # each row's length at the drafter's last call
         self._seen_round = 0  # the round of that call
-        self._was_live: list[bool] = []  # [B] at the last draft
 
     def begin(self, batch: Batch) -> None:
         """Fill the draft cache from an earlier call."""
         num_columns = 0 if self.reuse is None else self.reuse.recall(batch)
         self._num_seen = [num_columns] * batch.num_rows
-        if num_columns and self.drafter is not None:
+        if num_columns:
             self.drafter.resume(batch.tokens.token_ids[:, :num_columns])
 
     def num_unread(self, batch: Batch) -> int:
@@ -59,10 +58,9 @@ class DraftSession:
     def propose(self, batch: Batch, num_draft_tokens: int, keys: NoiseKeys) -> DraftOut:
         """Draft up to `num_draft_tokens` tokens per row; none if that is 0."""
         self.num_fed = 0
-        if num_draft_tokens == 0 or self.drafter is None:
+        if num_draft_tokens == 0:
             return batch.no_draft()
         self.num_fed = num_fed = self._num_unseen(batch)
-        self._was_live = [not is_finished for is_finished in batch.is_finished]
         lens = batch.tokens.lens
         # a finished row may lack fewer tokens than are fed
         num_held = [max(length - num_fed, seen) for length, seen in zip(lens, self._num_seen, strict=True)]
@@ -93,18 +91,15 @@ class DraftSession:
         ends = [min(seen, length if own else length - num) for seen, length, num, own in rows]
         self._crop(batch, ends)
         if self.reuse is not None:
-            self.reuse.note(batch, ends, self._was_live)
+            self.reuse.note(batch, ends)
 
     @property
     def can_join(self) -> bool:
         """Whether rows may join: nothing but the drafter and its cache follows them."""
-        is_simple = self.reuse is None and self.hidden_states is None
-        return is_simple and (self.drafter is None or self.drafter.can_join)
+        return self.reuse is None and self.hidden_states is None and self.drafter.can_join
 
     def read_ahead(self, batch: Batch) -> None:
         """Let the drafter read the prompts before the first round, so that the rows may join others."""
-        if self.drafter is None:
-            return
         tokens = batch.host_tokens if self.drafter.reads_host_tokens else batch.tokens
         self.drafter.begin(tokens.token_ids[:, : batch.prompt_len])
         self._seen_lens = RowLens([batch.prompt_len] * batch.num_rows, tokens.row_lens.ruler)
@@ -114,8 +109,7 @@ class DraftSession:
         """Add the rows of `other`, which has read ahead, behind these, which are all live."""
         if not other._fall_behind(self._num_unseen(batch)):
             self._catch_up(batch)
-        if self.drafter is not None and other.drafter is not None:
-            self.drafter.join(other.drafter)
+        self.drafter.join(other.drafter)
         if self.kv_cache is not None:
             self.kv_cache.join(other.kv_cache)
         self._num_seen = self._num_seen + other._num_seen
@@ -124,7 +118,7 @@ class DraftSession:
 
     def _fall_behind(self, num_unseen: int) -> bool:
         """Leave the drafter `num_unseen` tokens behind after `read_ahead`; False if that saves no forward."""
-        if self.drafter is None or self.kv_cache is None:
+        if self.kv_cache is None:
             return False
         num_dropped = num_unseen - self.drafter.min_query_len
         if not 0 <= num_dropped < min(_MOST_DROPPED, *self._num_seen):
@@ -135,16 +129,13 @@ class DraftSession:
 
     def _catch_up(self, batch: Batch) -> None:
         """Leave the drafter as far behind as its shortest query allows, in every row."""
-        if self.drafter is None:
-            return
         num_query, num_unseen = self.drafter.min_query_len, self._num_unseen(batch)
         if self.kv_cache is not None and num_unseen > num_query:
             self.drafter.read(batch.tokens.last(num_unseen)[:, : num_unseen - num_query], self.kv_cache)
         self._num_seen = [length - min(num_unseen, num_query) for length in batch.tokens.lens]
 
     def rows(self, indices: Sequence[int]) -> None:
-        if self.drafter is not None:
-            self.drafter.rows(indices)
+        self.drafter.rows(indices)
         if self.kv_cache is not None:
             self.kv_cache.rows(indices)
         if self.hidden_states is not None:
@@ -197,7 +188,7 @@ class DraftSession:
         """Leave the drafter, which has seen `num_valid` [B] emitted tokens, equally far behind in every row."""
         lens = batch.tokens.lens
         behind = max(length - seen for length, seen in zip(lens, num_valid, strict=True))
-        num_query = max(behind, 1 if self.drafter is None else self.drafter.min_query_len)
+        num_query = max(behind, self.drafter.min_query_len)
         keep = [length - num_query for length in lens]
         # a finished row may have fewer tokens than the query: its prompt stays, and is followed by tokens fed again
         rows = zip(keep, self._num_seen, batch.prompt_lens, batch.is_finished, strict=True)

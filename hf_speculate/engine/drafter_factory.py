@@ -1,12 +1,12 @@
 """Drafter factory: makes the drafter of a planned call."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from transformers import PreTrainedModel
 
 from hf_speculate.config import SpeculationConfig
-from hf_speculate.draft.base import DraftCompilation, Drafter, DrafterSetup
+from hf_speculate.draft.base import DraftCompilation, Drafter, DrafterSetup, DraftRequest
 from hf_speculate.draft.compiled import CompiledDrafter
 from hf_speculate.draft.custom import CustomDrafter
 from hf_speculate.draft.from_candidate_generator import (
@@ -32,6 +32,7 @@ from hf_speculate.processors.row_groups import ProcessorGroups
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
 from hf_speculate.transfers import upload
 from hf_speculate.triton_kernels.backends import runs_kernels
+from hf_speculate.types import DraftOut
 from hf_speculate.verify.base import draft_stream, reads_draft_logits
 
 
@@ -49,12 +50,25 @@ def make_custom_drafter(
     return StateReadingGeneratorDrafter(call.generator, layers)
 
 
-def make_drafter(plan: Plan, call: Call, on_failure: Callable[[str, str], None]) -> Drafter | None:
-    """The drafter of a plan, unless it is a custom one; None if nothing is drafted."""
+class NoDrafter(Drafter):
+    """The drafter of a call that decodes token by token."""
+
+    max_draft_tokens = 0
+    can_join = True
+
+    def draft(self, request: DraftRequest) -> DraftOut:
+        raise NotImplementedError
+
+    def rows(self, indices: Sequence[int]) -> None:
+        return
+
+
+def make_drafter(plan: Plan, call: Call, on_failure: Callable[[str, str], None]) -> Drafter:
+    """The drafter of a plan, unless it is a custom one."""
     num_lookup, device = plan.config.prompt_lookup_num_tokens, call.input_ids.device
     model = None if plan.draft is None else _model_drafter(plan, call, plan.draft, on_failure)
     if num_lookup is None:
-        return model
+        return model or NoDrafter()
     settings = SuffixSettings(
         max_draft_tokens=num_lookup,
         max_match_len=plan.config.max_matching_ngram_size,

@@ -1,6 +1,6 @@
 """Observers: read the record of each round."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from hf_speculate.engine.stage_clock import Stage
@@ -48,20 +48,27 @@ class StatsObserver(Observer):
         stats.add_draft_len(draft_len)
         if not draft_len:
             stats.add_plain_step(sum(record.seconds))
-        for row, was_live in enumerate(record.was_live):
-            if was_live:
-                num_emitted, num_drafted = record.trimmed.num_emitted[row], verified.num_drafted[row]
-                num_accepted = min(verified.num_accepted[row], num_emitted)  # a criterion may stop before the last
-                most_verified = min(num_emitted, num_drafted, len(verified.new_ids[row]))
-                stats.add_row(
-                    num_drafted, num_accepted, num_emitted, min(verified.num_accepted[row] + 1, most_verified)
-                )
-                if self.counts_rows:
-                    stats.add_to_row(record.row_ids[row], num_drafted, num_accepted)
+        for row in record.live_rows:
+            num_emitted, num_drafted = record.trimmed.num_emitted[row], verified.num_drafted[row]
+            num_accepted = min(verified.num_accepted[row], num_emitted)  # a criterion may stop before the last
+            num_verified = min(verified.num_accepted[row] + 1, num_emitted, num_drafted, len(verified.new_ids[row]))
+            stats.add_row(num_drafted, num_accepted, num_emitted, num_verified)
+            if self.counts_rows:
+                stats.add_to_row(record.row_ids[row], num_drafted, num_accepted)
 
     def on_end(self, num_new_tokens: int, seconds: StageSeconds) -> None:
         self.stats.add_seconds(seconds)
         self.stats.num_longest += num_new_tokens - 1
+
+
+def bad_logits_errors(record: RoundRecord) -> Iterator[tuple[int, int, BadLogitsError]]:
+    """Of rows whose last token was sampled from logits that define no distribution: row id, tokens before it, error."""
+    for row in record.live_rows if record.verified.status & BAD_LOGITS else ():
+        row_id, num, num_new = record.row_ids[row], record.trimmed.num_emitted[row], record.num_new[row] - 1
+        if num and num == len(record.verified.new_ids[row]):
+            error = bad_logits_error(record.verified.scores[row, num - 1], row_id, num_new)
+            if error is not None:
+                yield row_id, num_new, error
 
 
 class BadLogitsObserver(Observer):
@@ -72,24 +79,16 @@ class BadLogitsObserver(Observer):
 
     stage = Stage.VERIFY
 
-    def __init__(self, stops: StopTracker, row_ids: Sequence[int]):
+    def __init__(self, stops: StopTracker):
         self._stops = stops
-        self._num_new = dict.fromkeys(row_ids, 0)  # by output row
         self._late: list[tuple[int, BadLogitsError]] = []  # by the number of new tokens before it
 
     def on_round(self, record: RoundRecord) -> None:
-        for row, row_id in enumerate(record.row_ids):
-            ids, num = record.verified.new_ids[row], record.trimmed.num_emitted[row]
-            before, self._num_new[row_id] = self._num_new[row_id], self._num_new[row_id] + num
-            is_last_kept = num and num == len(ids) and record.was_live[row]
-            if not is_last_kept or not record.verified.status & BAD_LOGITS:
-                continue
-            num_new, stop = before + num - 1, self._stops.stop_len(row_id)
-            error = bad_logits_error(record.verified.scores[row, num - 1], row_id, num_new)
-            if error is not None and (stop is None or num_new < stop):
+        for row_id, num_new, error in bad_logits_errors(record):
+            stop = self._stops.stop_lens[row_id]
+            if stop is None or num_new < stop:
                 raise error
-            if error is not None:
-                self._late.append((num_new, error))
+            self._late.append((num_new, error))
 
     def on_end(self, num_new_tokens: int, seconds: StageSeconds) -> None:
         for num_new, error in self._late:
@@ -116,7 +115,7 @@ class CallbackObserver(Observer):
     callback: Callable[[RoundReport], object]
 
     def on_round(self, record: RoundRecord) -> None:
-        live = [row for row, was_live in enumerate(record.was_live) if was_live]
+        live = record.live_rows
         if not record.num_round or not live:
             return
         seconds = record.seconds

@@ -58,9 +58,9 @@ class OutputRecorder(Observer):
             row_id = record.row_ids[row]
             self.new_ids[row_id] += record.verified.new_ids[row][:num]
             if wants.scores and record.was_live[row]:
-                self._scores[row_id] += _float_rows(record.verified.scores[row], num)
+                self._scores[row_id] += record.verified.scores[row, :num].to(torch.float32, copy=True)
             if wants.logits and record.was_live[row]:
-                self._logits[row_id] += _float_rows(record.scored.logits[row], num)
+                self._logits[row_id] += record.scored.logits[row, :num].to(torch.float32, copy=True)
         if wants.hidden_states or wants.attentions:
             self._add_states(record)
 
@@ -105,17 +105,13 @@ class OutputRecorder(Observer):
         return torch.cat([input_ids, new_ids], dim=1)
 
     def output(
-        self,
-        input_ids: Tensor,
-        pad_token_id: int,
-        cache: Cache,
-        encoder_hidden_states: LayerStates | None = None,
+        self, input_ids: Tensor, pad_token_id: int, cache: Cache, encoder_hidden_states: LayerStates | None = None
     ) -> GenerateOutput:
         """The output object, as plain `generate` returns it."""
         parts: dict[str, Any] = {
             "sequences": self.sequences(input_ids, pad_token_id),
-            "scores": self.scores(pad_token_id),
-            "logits": self.logits(pad_token_id),
+            "scores": _by_position(self._scores, pad_token_id) if self.recorded.scores else None,
+            "logits": _by_position(self._logits, pad_token_id) if self.recorded.logits else None,
             "past_key_values": cache,
         }
         hidden_states: Any = tuple(self.hidden_states) if self.recorded.hidden_states else None
@@ -127,21 +123,10 @@ class OutputRecorder(Observer):
             )
         return GenerateDecoderOnlyOutput(**parts, attentions=attentions, hidden_states=hidden_states)
 
-    def scores(self, pad_token_id: int) -> tuple[Tensor, ...] | None:
-        """One [B, V] float32 per new token; an ended row holds 0 at the pad id and -inf elsewhere."""
-        return _by_position([*self._scores.values()], pad_token_id) if self.recorded.scores else None
 
-    def logits(self, pad_token_id: int) -> tuple[Tensor, ...] | None:
-        """As `scores`, for the model's own logits."""
-        return _by_position([*self._logits.values()], pad_token_id) if self.recorded.logits else None
-
-
-def _float_rows(scores: Tensor, num: int) -> list[Tensor]:
-    """Copies of the first `num` rows of [N, V], each [V] float32."""
-    return list(scores[:num].to(torch.float32, copy=True).unbind(0))
-
-
-def _by_position(rows: list[list[Tensor]], pad_token_id: int) -> tuple[Tensor, ...]:
+def _by_position(by_row: dict[int, list[Tensor]], pad_token_id: int) -> tuple[Tensor, ...]:
+    """One [B, V] float32 per new token; a row that has ended holds 0 at the pad id and -inf elsewhere."""
+    rows = list(by_row.values())
     ended = torch.full_like(rows[0][0], -torch.inf)
     if pad_token_id < len(ended):  # a pad token may have been added without resizing the model
         ended[pad_token_id] = 0.0

@@ -8,13 +8,12 @@ from hf_speculate.config import SpeculationConfig
 from hf_speculate.engine.batch import Batch
 from hf_speculate.engine.call import Call
 from hf_speculate.engine.decoder import SpeculativeDecoder
-from hf_speculate.engine.observers import Observer, StatsObserver
+from hf_speculate.engine.observers import Observer, StatsObserver, bad_logits_errors
 from hf_speculate.engine.stage_clock import Stage, StageClock
 from hf_speculate.errors import BadLogitsError
 from hf_speculate.processors.registry import Reads, find_reads
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.types import RoundRecord
-from hf_speculate.verify.bad_logits import BAD_LOGITS, bad_logits_error
 
 
 class Prepared(NamedTuple):
@@ -114,23 +113,19 @@ class _RowObserver(Observer):
 
     def on_round(self, record: RoundRecord) -> None:
         verified = record.verified
-        for row, row_id in enumerate(record.row_ids):
-            num = record.trimmed.num_emitted[row]
-            if not record.was_live[row]:
-                continue
-            counts = self._counts.setdefault(row_id, [0, 0, 0])
-            gained = 1, verified.num_drafted[row], min(verified.num_accepted[row], num)
+        for row in record.live_rows:
+            row_id = record.row_ids[row]
+            num_accepted = min(verified.num_accepted[row], record.trimmed.num_emitted[row])
+            gained = 1, verified.num_drafted[row], num_accepted
+            counts = self._counts.get(row_id, [0, 0, 0])
             self._counts[row_id] = [count + more for count, more in zip(counts, gained, strict=True)]
-            if self._samples and num == len(verified.new_ids[row]) and verified.status & BAD_LOGITS:
-                num_new = self._batch.tokens.lens[row] - self._batch.prompt_lens[row] - 1
-                error = bad_logits_error(verified.scores[row, num - 1], row_id, num_new)
-                if error is not None:
-                    self._errors[row_id], self._batch.is_finished[row] = error, True
+        for row_id, _, error in bad_logits_errors(record) if self._samples else ():
+            self._errors[row_id], self._batch.is_finished[self._batch.row_ids.index(row_id)] = error, True
 
 
 def join_obstacle(prepared: Prepared) -> str:
     """Why the rows of a call cannot join a running batch; empty if they can."""
-    decoder, call, stats = prepared.decoder, prepared.call, prepared.stats
+    decoder, _, call, config, stats = prepared
     if stats.lock_step:
         return stats.fallbacks[-1] if stats.fallbacks else "rows move in lock step"
     if stats.compiled:
@@ -144,6 +139,7 @@ def join_obstacle(prepared: Prepared) -> str:
         return "a logits processor has state"
     if not decoder.drafts.can_join:
         return "the drafter has states that cannot be joined"
-    if decoder.keeps_rows or not decoder.verification.can_join or call.ranks is not None or call.group is not None:
+    is_distributed = call.ranks is not None or call.group is not None
+    if decoder.keeps_rows or is_distributed or config.relax_only_inside is not None:
         return "the call depends on its rows staying together"
     return ""

@@ -26,38 +26,34 @@ class EndPadding:
     round are fed in forwards of their own, of `max_query` tokens a row, from which the other rows are rolled back.
     """
 
-    def __init__(self, pad_token_id: int | None, max_query: int, ranks: SyncedRanks | None):
+    def __init__(self, pad_token_id: int | None, max_query: int, num_rows: int, ranks: SyncedRanks | None):
         self._pad_token_id = pad_token_id
         self._max_query = max_query
         self._ranks = ranks
-        self._num_fed: list[int] = []  # [B] tokens that the cache holds after all but the last token of each row
-        self._was_finished: list[bool] = []  # [B] at the last query
+        self._num_fed = [0] * num_rows  # tokens that the cache holds after all but the last token of each row
+        self._was_finished = [False] * num_rows  # at the last query
         self._starts: list[int] = []  # [B] column of the query from which a row reads padding
         self._device_starts: Tensor  # the same on the query's device
 
     def fill(self, batch: Batch, query: Tensor) -> Tensor:
         """The query [B, Q] int64 of a forward, with padding instead of the drafts of finished rows."""
         if self._pad_token_id is None or not any(batch.is_finished):
-            self._was_finished = []
             return query
-        self._num_fed = self._num_fed or [0] * batch.num_rows
-        self._was_finished = list(batch.is_finished)
+        self._was_finished = batch.is_finished
         rows = zip(batch.is_finished, self._num_fed, strict=True)
         starts = [int(num_fed == 0) if is_finished else _NEVER for is_finished, num_fed in rows]
         if starts != self._starts:
             self._starts, self._device_starts = starts, upload(starts, query.device)[:, None]  # [B, 1]
         columns = torch.arange(query.shape[1], device=query.device)
-        is_padding = columns >= self._device_starts  # [B, Q]
-        return query.masked_fill(is_padding, self._pad_token_id)
+        return query.masked_fill(columns >= self._device_starts, self._pad_token_id)
 
     def num_dropped(self, batch: Batch, num_emitted: Sequence[int], num_query: int) -> list[int]:
         """[B] tokens of the last query, Q of each row, that the KV cache does not keep."""
         kept = list(num_emitted)
         if any(self._was_finished):
-            num_lacking = self._num_lacking(batch)
-            for row, was_finished in enumerate(self._was_finished):
-                if was_finished:
-                    kept[row] = min(num_lacking[row], num_query)
+            for row, num_lacking in enumerate(self._num_lacking(batch)):
+                if self._was_finished[row]:
+                    kept[row] = min(num_lacking, num_query)
                     self._num_fed[row] += kept[row]
         return [num_query - num for num in kept]
 
@@ -76,8 +72,8 @@ class EndPadding:
         """[B] tokens that the KV cache lacks in each row."""
         if self._pad_token_id is None:
             return [0] * batch.num_rows
-        longest, num_fed = max(batch.tokens.lens), self._num_fed or [0] * batch.num_rows
-        return [longest - length - num for length, num in zip(batch.tokens.lens, num_fed, strict=True)]
+        longest = max(batch.tokens.lens)
+        return [longest - length - num for length, num in zip(batch.tokens.lens, self._num_fed, strict=True)]
 
 
 @dataclass(frozen=True)

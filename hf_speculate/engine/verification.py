@@ -23,12 +23,15 @@ class Verification:
 
     def verify(self, batch: Batch, logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verified:
         """Verify a round: the drafted tokens against the target's logits [B, K+1, V]; the batch is only read."""
-        raise NotImplementedError
+        if not all(batch.is_finished):
+            return self._verify(batch, logits, draft, keys)
+        # The forwards go on for other ranks; no processor or criterion is called any more.
+        nothing = [0] * batch.num_rows
+        token_ids, is_stopped = draft.token_ids.new_full((batch.num_rows, 1), -1), [False] * batch.num_rows
+        return Verified(token_ids, [[] for _ in nothing], nothing, nothing, 0, logits, is_stopped, num_host_syncs=0)
 
-    @property
-    def can_join(self) -> bool:
-        """Whether rows of another verification may join this one."""
-        return False
+    def _verify(self, batch: Batch, logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verified:
+        raise NotImplementedError
 
     def join(self, other: Any) -> None:
         """Add the rows of `other` behind these."""
@@ -48,11 +51,7 @@ class RowWiseVerification(Verification):
     processors: BlockLogitsProcessorList | ProcessorGroups  # the call's logits processors, all of them row-wise
     spans: Spans | None = None  # restricts a lossy verifier to spans; None if it decides everywhere
 
-    @property
-    def can_join(self) -> bool:
-        return isinstance(self.processors, ProcessorGroups) and self.spans is None
-
-    def verify(self, batch: Batch, logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verified:
+    def _verify(self, batch: Batch, logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verified:
         tokens, scores = batch.tokens, logits
         if len(self.processors):
             scores = self.processors(tokens.token_ids, scores, draft.token_ids, prefix_lens=tokens.lens)
@@ -75,8 +74,9 @@ class RowWiseVerification(Verification):
         )
 
     def commit(self, draft: DraftOut, trimmed: Trimmed) -> None:
-        num_positions = draft.token_ids.shape[1] + 1
-        self.processors.rollback([num_positions - num for num in trimmed.num_emitted])
+        if any(trimmed.num_emitted):
+            num_positions = draft.token_ids.shape[1] + 1
+            self.processors.rollback([num_positions - num for num in trimmed.num_emitted])
 
     def rows(self, indices: Sequence[int]) -> None:
         self.processors = self.processors.rows(indices)
@@ -106,7 +106,7 @@ class LockStepVerification(Verification):
     _is_finished: Tensor | None = None  # [B] bool
     _scores: list[Tensor] = field(default_factory=list)  # each [B, V], one per new token
 
-    def verify(self, batch: Batch, logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verified:
+    def _verify(self, batch: Batch, logits: Tensor, draft: DraftOut, keys: NoiseKeys) -> Verified:
         tokens, num_positions = batch.tokens, logits.shape[1]
         input_ids: Any = tokens.token_ids[:, : tokens.lens[0]]  # [B, T]; transformers types it as a LongTensor
         was_finished = self._is_finished

@@ -9,7 +9,7 @@ from hf_speculate.draft.base import Drafter
 from hf_speculate.engine.batch import Batch
 from hf_speculate.engine.draft_length import DraftLength
 from hf_speculate.engine.draft_session import DraftSession
-from hf_speculate.types import DraftOut, SampleStrategy, StageSeconds
+from hf_speculate.types import DraftOut, RoundRecord, SampleStrategy, Scored, StageSeconds, Trimmed, Verified
 from tests.cases import pair
 from tests.schedule.scripted import ScriptedSchedule
 from tests.tiny import ragged_prompts
@@ -36,16 +36,11 @@ def test_no_token_is_drafted_past_the_end_of_the_last_row(is_lock_step):
 
 def test_finished_rows_are_not_learned_from():
     schedule = ScriptedSchedule([3])
-    record = SimpleNamespace(
-        num_round=1,
-        was_live=[False, True],
-        row_ids=[4, 6],
-        verified=SimpleNamespace(num_drafted=[3, 2], num_accepted=[0, 1]),
-        num_left=[0, 7],
-        seconds=StageSeconds(*[0.0] * len(StageSeconds._fields)),
-        draft=SimpleNamespace(token_ids=torch.zeros(2, 3)),
-        num_draft_tokens=3,
-        num_fed=1,
+    ids = torch.zeros(2, 3, dtype=torch.int64)
+    draft, verified = DraftOut(ids, ids[:, 0], None, None), Verified(ids, [[1], [2, 5]], [3, 2], [0, 1], 0, ids)
+    trimmed = Trimmed([0, 2], [False, False], [True, False])
+    record = RoundRecord(
+        1, (4, 6), (False, True), 3, 1, (9, 3), (0, 7), draft, Scored(ids), verified, trimmed, StageSeconds(), 0.0
     )
     DraftLength(schedule, 10).on_round(record)
     (outcome,) = schedule.outcomes

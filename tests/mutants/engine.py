@@ -126,10 +126,10 @@ MUTANTS = (
         "generation/test_options.py generation/test_matrix.py",
         {
             "stops: a row stops one token late": Fault(
-                "self._num_new[row_id] + num\n", "self._num_new[row_id] + num + 1\n"
+                "self.num_new[row_id] + num\n", "self.num_new[row_id] + num + 1\n"
             ),
             "stops: a finished row emits on": Fault(
-                "if batch.is_finished[row] and not self.is_lock_step:", "if False:"
+                "if batch.is_finished[row] and not self._is_lock_step:", "if False:"
             ),
             "stops: rows without padding end at their own stop": Fault(
                 "end = min(end, max(stops))", "end = min(end, min(stops))"
@@ -179,7 +179,7 @@ MUTANTS = (
         "generation/test_options.py generation/test_matrix.py",
         {
             "output: scores of the wrong rows": Fault(
-                "record.verified.scores[row], num)", "record.verified.scores[0], num)"
+                "record.verified.scores[row, :num]", "record.verified.scores[0, :num]"
             ),
             "output: ended rows hold no score at the padding": Fault(
                 "ended[pad_token_id] = 0.0", "ended[pad_token_id] = 1.0", "engine/test_batch.py"
@@ -190,15 +190,20 @@ MUTANTS = (
         },
     ),
     *mutants_of(
+        "hf_speculate/types.py",
+        "engine/test_batch.py",
+        {
+            "draft length: finished rows are learned from": Fault(
+                "enumerate(self.was_live) if was_live]", "enumerate(self.was_live)]"
+            )
+        },
+    ),
+    *mutants_of(
         "hf_speculate/engine/draft_length.py",
         "engine/test_batch.py",
         {
             "draft length: drafts past the last row's end": Fault(
                 "max(min(left - 1, limit)", "max(min(left + 3, limit)"
-            ),
-            "draft length: finished rows are learned from": Fault(
-                "enumerate(record.was_live) if was_live]",
-                "enumerate(record.was_live)]",
             ),
         },
     ),
