@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_speculate.errors import ConfigError
-from hf_speculate.field_checks import Check, integer, is_int, is_list, one_of, real
+from hf_speculate.field_checks import Check, function, instance, integer, is_int, is_list, one_of, real
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.triton_kernels.noise import row_seeds
 from hf_speculate.types import RoundReport
@@ -32,6 +32,10 @@ def _is_draft_len(value: Any) -> bool:
 
 def _is_span(value: Any) -> bool:
     return is_list(value, lambda one: is_int(one) and one >= 0) and len(value) == 2 and value[0] != value[1]
+
+
+def _is_seed(value: Any) -> bool:
+    return is_int(value) or is_list(value, is_int)
 
 
 _CHECKS: dict[str, Check] = {
@@ -59,38 +63,19 @@ _CHECKS: dict[str, Check] = {
         _is_span,
         "pass those of <think> and </think>, for example",
     ),
-    "seed": Check(
-        "be an int or one int per output row",
-        lambda value: is_int(value) or is_list(value, is_int),
-        "leave it out for a random one",
-    ),
-    "generator": Check(
-        "be a torch.Generator",
-        lambda value: isinstance(value, torch.Generator),
-        "pass seed= for an int",
-        shows_type=True,
-    ),
-    "speculation_stats": Check(
-        "be a SpeculationStats",
-        lambda value: isinstance(value, SpeculationStats),
-        "pass hf_speculate.SpeculationStats()",
-        shows_type=True,
-    ),
+    "seed": Check("be an int or one int per output row", _is_seed, "leave it out for a random one"),
+    "generator": instance("torch.Generator", torch.Generator, "pass seed= for an int"),
+    "speculation_stats": instance("SpeculationStats", SpeculationStats, "pass hf_speculate.SpeculationStats()"),
     "candidate_generator": Check(
         "be a CandidateGenerator or make one",
         lambda value: isinstance(value, CandidateGenerator) or callable(value),
         "pass an instance, a class or a functools.partial of one",
         shows_type=True,
     ),
-    "drafter": Check(
-        "make a Drafter when called with a DrafterSetup",
-        callable,
-        "pass a class, a function or a functools.partial",
-        shows_type=True,
+    "drafter": function(
+        "make a Drafter when called with a DrafterSetup", "pass a class, a function or a functools.partial"
     ),
-    "speculation_callback": Check(
-        "be called after every round", callable, "pass a function of one RoundReport", shows_type=True
-    ),
+    "speculation_callback": function("be called after every round", "pass a function of one RoundReport"),
 }
 
 
@@ -170,8 +155,7 @@ class SpeculationConfig:
                 _CHECKS[entry.name](entry.name, value)
         if self.suffix_store is not None and self.prompt_lookup_num_tokens is None:
             raise ConfigError(
-                "suffix_store must come with prompt_lookup_num_tokens, got none; set prompt_lookup_num_tokens=10, for "
-                "example"
+                "suffix_store must come with prompt_lookup_num_tokens, got none; set it to 10, for example"
             )
         if self.seed is not None and self.generator is not None:
             raise ConfigError("seed and generator must not both be set, got both; a generator only draws the seed")
@@ -201,10 +185,10 @@ class SpeculationConfig:
     @property
     def max_model_tokens(self) -> int:
         """Largest number of tokens that a draft model drafts per round."""
+        if self.schedule in ("heuristic", "heuristic_transient"):
+            return MAX_ASSISTANT_TOKENS
         default = {"adaptive": DEFAULT_MAX_ASSISTANT_TOKENS, "constant": DEFAULT_ASSISTANT_TOKENS}
-        if self.schedule in (*default, "generator"):
-            return self._most_tokens or default.get(self.schedule, MAX_ASSISTANT_TOKENS)
-        return MAX_ASSISTANT_TOKENS
+        return self._most_tokens or default.get(self.schedule, MAX_ASSISTANT_TOKENS)
 
     @property
     def first_tokens(self) -> int:
@@ -261,7 +245,7 @@ class SpeculationConfig:
                 "verifier must be a sampling one with do_sample=True, got 'greedy'; "
                 "set do_sample=False, or leave verifier out"
             )
-        verifier = "rejection" if self.verifier is None else self.verifier
+        verifier = self.verifier or "rejection"
         if not do_sample and verifier in _GREEDY_AT_ZERO:
             verifier = "greedy"
         correction = self.typical_correction or ("sample" if do_sample else "argmax")

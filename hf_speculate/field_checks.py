@@ -50,3 +50,13 @@ def real(allowed: str, holds: Callable[[Any], bool], hint: str = "leave it out f
 def integer(allowed: str, least: int, most: float, hint: str) -> Check:
     """An integer in least..most."""
     return Check(f"be {allowed}", lambda value: is_int(value) and least <= value <= most, hint)
+
+
+def instance(name: str, of: type, hint: str) -> Check:
+    """An object of a class."""
+    return Check(f"be a {name}", lambda value: isinstance(value, of), hint, shows_type=True)
+
+
+def function(allowed: str, hint: str) -> Check:
+    """Something that can be called."""
+    return Check(allowed, callable, hint, shows_type=True)

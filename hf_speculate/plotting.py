@@ -1,30 +1,12 @@
-"""Tables and plots of speculation statistics."""
+"""Plots of speculation statistics."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from html import escape
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-import rich.markup
-import rich.table
 
 from hf_speculate.optional_imports import import_extra
 
 _SIZE = (12.0, 3.5)  # inches
 _COLOR = "#0072B2"  # blue of the Okabe-Ito palette
-
-
-def text_table(headline: str, lines: Iterable[tuple[str, str]]) -> rich.table.Table:
-    """A table of names and values for rich."""
-    table = rich.table.Table(title=headline, show_header=False)
-    for name, value in lines:
-        table.add_row(name, rich.markup.escape(value))
-    return table
-
-
-def html_table(headline: str, lines: Iterable[tuple[str, str]]) -> str:
-    """A table of names and values as HTML."""
-    rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in lines)
-    return f"<table><caption>{escape(headline)}</caption><tbody>{rows}</tbody></table>"
 
 
 def make_figure(

@@ -8,10 +8,12 @@ from itertools import zip_longest
 from statistics import median
 from typing import Any
 
+import rich.jupyter
+import rich.markup
 import rich.table
 
 from hf_speculate.optional_imports import import_extra
-from hf_speculate.plotting import html_table, make_figure, text_table
+from hf_speculate.plotting import make_figure
 from hf_speculate.types import StageSeconds
 
 STAGES = StageSeconds._fields
@@ -24,7 +26,7 @@ _DERIVED = (  # properties in `as_dict`
 
 
 @dataclass
-class SpeculationStats:
+class SpeculationStats(rich.jupyter.JupyterMixin):
     """Counts and seconds of one `generate()` call, all runs of it if a model decodes in several; each call resets it.
 
     Times are measured on the host. On an accelerator, the cost of work shows up in the stage that waits for it.
@@ -89,16 +91,11 @@ class SpeculationStats:
 
     def reset(self) -> None:
         """Reset every field, in place."""
-        fresh = SpeculationStats()
-        for entry in fields(self):
-            setattr(self, entry.name, getattr(fresh, entry.name))
+        vars(self).update(vars(SpeculationStats()))
 
     def __add__(self, other: "SpeculationStats") -> "SpeculationStats":
         """Counts and seconds of both calls; names that differ are left empty."""
-        total = SpeculationStats()
-        for entry in fields(self):
-            setattr(total, entry.name, _ADD[entry.name](getattr(self, entry.name), getattr(other, entry.name)))
-        return total
+        return SpeculationStats(**{name: add(getattr(self, name), getattr(other, name)) for name, add in _ADD.items()})
 
     def add_fallback(self, reason: str) -> None:
         """Record once what ran otherwise than requested."""
@@ -238,7 +235,10 @@ class SpeculationStats:
 
     def as_table(self) -> rich.table.Table:
         """A table for rich; `rich.print(stats)` shows it."""
-        return text_table(self.headline, self._lines())
+        table = rich.table.Table(title=self.headline, show_header=False)
+        for name, value in self._lines():
+            table.add_row(name, rich.markup.escape(value))
+        return table
 
     def plot(self) -> Any:
         """A `matplotlib.figure.Figure` of acceptance rate per position, draft length by round, and seconds by stage.
@@ -251,9 +251,6 @@ class SpeculationStats:
 
     def __rich__(self) -> rich.table.Table:
         return self.as_table()
-
-    def _repr_html_(self) -> str:
-        return html_table(self.headline, self._lines())
 
     def __str__(self) -> str:
         return "\n".join([self.headline, *(f"{name}: {value}" for name, value in self._lines())])

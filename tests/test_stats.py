@@ -38,8 +38,7 @@ def full_stats() -> SpeculationStats:
 def test_counts_and_rates_of_rounds_and_positions():
     """The first rejected token of a round is verified, and later ones are not."""
     stats = make_stats((5, 2, 3), (3, 3, 4), (4, 0, 1), (0, 0, 1), (1, 1, 2))
-    counts = (stats.num_rounds, stats.num_drafted, stats.num_verified, stats.num_accepted, stats.num_emitted)
-    assert counts == (5, 13, 3 + 3 + 1 + 1, 6, 11)
+    assert (stats.num_rounds, stats.num_drafted, stats.num_verified, stats.num_accepted) == (5, 13, 3 + 3 + 1 + 1, 6)
     assert stats.drafted_per_position == [4, 3, 3, 2, 1]
     assert stats.verified_per_position == [4, 2, 2, 0, 0]
     assert stats.accepted_per_position == [3, 2, 1, 0, 0]
@@ -53,37 +52,23 @@ def test_counts_and_rates_of_rounds_and_positions():
 def test_tokens_that_the_verifier_never_reached_are_not_verified():
     stats = SpeculationStats()
     stats.add_row(num_drafted=5, num_accepted=2, num_emitted=2, num_verified=2)
-    assert stats.num_verified == 2
     assert stats.verified_acceptance_rate_per_position == [1.0, 1.0]
 
 
 def test_before_the_first_round_everything_is_zero_and_reads():
     stats = SpeculationStats()
     assert stats.acceptance_rate == stats.verified_acceptance_rate == stats.mean_acceptance_length == 0.0
-    assert stats.acceptance_rate_per_position == stats.verified_acceptance_rate_per_position == []
-    assert stats.tokens_per_s == 0.0
-    assert stats.speedup is None
+    assert (stats.tokens_per_s, stats.speedup) == (0.0, None)
     assert "acceptance rate per position: -" in str(stats)
     assert stats.summary() == "no verification: no rounds in 0.00 s"
-    assert stats.as_table().row_count > 0
 
 
 def test_reset_sets_every_field_back_in_place():
-    stats = make_stats((3, 2, 3))
-    for entry in fields(stats):  # nothing is left at its default
-        value = getattr(stats, entry.name)
-        if isinstance(value, list):
-            value.append("more")
-        elif isinstance(value, dict):
-            value[3] = 1
-        else:
-            setattr(stats, entry.name, "other" if isinstance(value, str) else value + 1)
-    fresh, lists = SpeculationStats(), (stats.fallbacks, stats.verified_per_position)
-    assert all(getattr(stats, entry.name) != getattr(fresh, entry.name) for entry in fields(stats))
+    stats = full_stats()
     stats.reset()
-    assert stats == fresh
-    assert stats.fallbacks is not lists[0]
-    assert stats.verified_per_position is not lists[1]
+    assert stats == SpeculationStats()
+    stats.fallbacks.append("more")
+    assert SpeculationStats().fallbacks == []
 
 
 def test_calls_add_up():
@@ -149,18 +134,11 @@ def test_it_reads_well():
     )
 
 
-def test_a_notebook_shows_a_table_with_escaped_text():
-    page = full_stats()._repr_html_()
-    assert page.startswith("<table><caption>speed-up over plain decoding not measured")
-    assert "<th>mean acceptance length</th><td>2.33 (7 tokens in 3 rounds)</td>" in page
-    assert "a &lt;b&gt; &amp; c" in page
-
-
-def test_rich_prints_a_table_without_markup():
-    out = io.StringIO()
+def test_tables_show_markup_as_it_stands():
+    out, page = io.StringIO(), full_stats()._repr_mimebundle_([], [])["text/html"]  # in a notebook
     rich.print(full_stats(), file=out)
-    assert "2.33 (7 tokens in 3 rounds)" in out.getvalue()
-    assert "first [reason]" in out.getvalue()
+    assert "2.33 (7 tokens in 3 rounds)" in out.getvalue() and "2.33 (7 tokens in 3 rounds)" in page
+    assert "first [reason]" in out.getvalue() and "a &lt;b&gt; &amp; c" in page
 
 
 def generate(stats: SpeculationStats, batch_size: int, noise: float = DRAFT_NOISE, **options) -> None:
@@ -178,24 +156,13 @@ def generate(stats: SpeculationStats, batch_size: int, noise: float = DRAFT_NOIS
 def test_a_call_with_a_perfect_draft_is_counted_exactly():
     """Twelve tokens after the first: three rounds of a wholly kept draft of three and one token more."""
     stats = hf_speculate.SpeculationStats()
-    generate(stats, 2, ACCEPTED_ALL)
-    assert stats.num_batch_rounds == 3
-    assert stats.num_rounds == 2 * 3
+    for batch_size in (3, 2):  # each call begins anew
+        generate(stats, batch_size, ACCEPTED_ALL)
+    assert (stats.num_batch_rounds, stats.num_rounds) == (3, 2 * 3)
     assert stats.num_drafted == stats.num_verified == stats.num_accepted == 2 * 9
-    assert stats.num_emitted == 2 * 12
+    assert (stats.num_emitted, stats.mean_acceptance_length, stats.status) == (2 * 12, 4.0, 0)
     assert stats.acceptance_rate_per_position == [1.0] * 3
-    assert stats.mean_acceptance_length == 4.0
-    assert stats.status == 0
-
-
-def test_each_call_starts_it_anew_and_times_every_stage():
-    stats = hf_speculate.SpeculationStats()
-    generate(stats, 3)
-    generate(stats, 2)
-    assert stats.num_emitted == 2 * 12
-    assert stats.num_accepted < stats.num_verified < stats.num_drafted
-    assert stats.num_batch_rounds < stats.num_rounds <= 2 * stats.num_batch_rounds
-    assert all(getattr(stats, f"{stage}_s") > 0 for stage in ("prefill", "draft", "score", "verify", "bookkeeping"))
+    assert min(stats.seconds_by_stage.values()) > 0
 
 
 class SeeingGreedy(GreedyVerifier):
@@ -231,16 +198,7 @@ def test_a_dict_holds_every_field_and_figure_as_json_gives_it_back():
     assert json.loads(json.dumps(values)) == values
     assert {entry.name for entry in fields(stats)} < set(values)
     assert values["rounds_by_draft_len"] == {"0": 1, "3": 2}
-    for name in (
-        "speedup",
-        "acceptance_rate",
-        "verified_acceptance_rate",
-        "acceptance_rate_per_position",
-        "mean_acceptance_length",
-        "tokens_per_s",
-        "total_s",
-        "num_emitted",
-    ):
+    for name in ("speedup", "acceptance_rate", "acceptance_rate_per_position", "mean_acceptance_length", "total_s"):
         assert values[name] == getattr(stats, name)
     values["fallbacks"].append("more")
     assert stats.fallbacks == ["first [reason]", "a <b> & c"]
@@ -250,8 +208,7 @@ def test_lens_in_order_stay_bounded():
     stats = SpeculationStats()
     for number in range(MAX_DRAFT_LENS + 10):
         stats.add_draft_len(number % 3)
-    assert len(stats.draft_lens) == MAX_DRAFT_LENS
-    assert stats.draft_lens[:4] == [0, 1, 2, 0]
+    assert (len(stats.draft_lens), stats.draft_lens[:4]) == (MAX_DRAFT_LENS, [0, 1, 2, 0])
     assert sum(stats.rounds_by_draft_len.values()) == MAX_DRAFT_LENS + 10
 
 
@@ -259,15 +216,12 @@ def test_pandas_gets_one_row_a_call():
     pandas = pytest.importorskip("pandas", reason="pandas is not installed")
     frame = pandas.concat([full_stats().to_pandas(), make_stats((1, 1, 2)).to_pandas()], ignore_index=True)
     assert list(frame["num_emitted"]) == [7, 2]
-    assert list(frame["acceptance_rate_1"]) == [1.0, 1.0]
-    assert frame["acceptance_rate_3"][0] == 0.5
     assert frame["acceptance_rate_3"].isna().tolist() == [False, True]
     assert frame["fallbacks"][0] == "first [reason]; a <b> & c"
-    assert frame["total_s"].dtype == float
     assert not any(isinstance(cell, list | dict) for cell in frame.iloc[0])
 
 
-def test_a_plot_has_three_panels_that_say_what_was_counted(tmp_path):
+def test_a_plot_has_three_panels_that_say_what_was_counted():
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     stats = full_stats()
     figure = stats.plot()
@@ -277,10 +231,7 @@ def test_a_plot_has_three_panels_that_say_what_was_counted(tmp_path):
     assert [bar.get_height() for bar in acceptance.patches] == stats.acceptance_rate_per_position
     assert list(lens.lines[0].get_ydata()) == stats.draft_lens
     assert [bar.get_width() for bar in seconds.patches] == list(stats.seconds_by_stage.values())
-    assert [label.get_text() for label in seconds.get_yticklabels()] == list(stats.seconds_by_stage)
     assert [text.get_text() for text in seconds.texts] == ["20%", "10%", "40%", "20%", "10%"]
-    figure.savefig(tmp_path / "stats.png")
-    assert (tmp_path / "stats.png").stat().st_size > 1000
 
 
 def test_plots_of_nothing_and_of_more_than_was_kept_say_so():
