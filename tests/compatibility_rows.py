@@ -149,7 +149,7 @@ TESTS = {
     f"{OPTIONS}::test_num_return_sequences_draws_different_rows_and_repeats_by_seed": "num_return_sequences",
     f"{OPTIONS}::test_eos_inside_a_block_ends_rows_where_plain_does": "pad_token_id eos_token_id",
     f"{ENCODERS}::test_greedy_equals_plain": "decoder_start_token_id",
-    f"{CONFIG}::test_drafts_are_as_long_as_the_strongest_source_says": "num_assistant_tokens",
+    f"{CONFIG}::test_a_schedule_alone_starts_from_the_default": "num_assistant_tokens",
     SCHEDULES: "num_assistant_tokens_schedule",
     "generation/test_greedy_exactness.py::test_a_confidence_threshold_shortens_drafts_but_not_the_text": (
         "assistant_confidence_threshold"

@@ -112,16 +112,6 @@ def test_an_unset_verifier_is_the_lossless_one(models, do_sample, verifier):
     assert models.generate(do_sample=do_sample).verifier == verifier
 
 
-@pytest.mark.parametrize("strongest", range(len(SOURCES) + 1))
-def test_drafts_are_as_long_as_the_strongest_source_says(models, strongest):
-    nums = [2, 3, 4, 6]
-    sources = {
-        source: {"num_assistant_tokens": nums[place]} for place, source in enumerate(SOURCES) if place >= strongest
-    }
-    constant = {"num_assistant_tokens_schedule": "constant"}
-    assert longest_draft(models.generate_from(sources, **constant)) == [*nums, 5][strongest]
-
-
 def test_a_schedule_in_a_stronger_source_counts(models):
     schedule, num = {"num_assistant_tokens_schedule": "heuristic"}, {"num_assistant_tokens": 2}
     for sources in ({"keyword": schedule, "model": num}, {"model": schedule | num}):
@@ -138,6 +128,7 @@ def test_a_schedule_in_a_weaker_source_than_the_number_of_tokens_does_not_count(
 
 
 def test_a_schedule_alone_starts_from_the_default(models):
+    assert longest_draft(models.generate(num_assistant_tokens_schedule="constant")) == 5
     assert longest_draft(models.generate(num_assistant_tokens_schedule="heuristic")) > 5
 
 
@@ -190,10 +181,6 @@ def test_a_repositorys_fields_stand_between_the_call_and_the_model(models, tmp_p
     assert longest_draft(models.generate(**saved, num_assistant_tokens=2)) == 2
 
 
-def test_read_config_takes_the_defaults_for_what_no_source_sets():
-    assert read_config([]) == read_config([{"temperature": 0.5}, {}]) == SpeculationConfig()
-
-
 def test_read_config_lets_a_stronger_seed_or_generator_shut_out_the_other():
     seed, generator = {"seed": 3}, {"generator": torch.Generator()}
     assert read_config([generator, seed]) == SpeculationConfig(**generator)
@@ -206,53 +193,32 @@ def test_read_config_checks_what_it_settled_only():
         read_config([{}, {"posterior_alpha": -1}])
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"posterior_threshold": True},
-        {"posterior_threshold": "0.1"},
-        {"num_assistant_tokens": True},
-        {"seed": 1.0},
-        {"seed": [1, 2.0]},
-        {"assistant_confidence_threshold": float("nan")},
-        {"relax_only_inside": (1,)},
-        {"relax_only_inside": (1, 1)},
-        {"relax_only_inside": (1, -2)},
-        {"relax_only_inside": (1, True)},
-        {"relax_only_inside": {1, 2}},
-        {"relax_only_inside": "12"},
-        {"speculation_callback": "print"},
-    ],
-    ids=str,
-)
+WRONG = [
+    *({"posterior_threshold": value} for value in (True, "0.1")),
+    *({"seed": value} for value in (1.0, [1, 2.0])),
+    *({"relax_only_inside": value} for value in ((1,), (1, 1), (1, -2), (1, True), {1, 2}, "12")),
+    *({"num_assistant_tokens": True}, {"assistant_confidence_threshold": float("nan")}),
+    *({"speculation_callback": "print"}, {"generator": 3}, {"candidate_generator": 3}),
+]
+
+
+@pytest.mark.parametrize("fields", WRONG, ids=str)
 def test_values_of_another_type_are_refused(fields):
     (name,) = fields
     with pytest.raises(ConfigError, match=f"{name} must be"):
         SpeculationConfig(**fields)
 
 
-@pytest.mark.parametrize("fields", [{"num_assistant_tokens": 1}, {"num_assistant_tokens": 128}, {"seed": [3, 2**70]}])
-def test_values_at_the_edge_are_taken(fields):
-    (name,) = fields
-    assert getattr(SpeculationConfig(**fields), name) == fields[name]
-
-
 def test_numpy_integers_decode_as_the_ints_that_they_are(models):
+    options = {"assistant_model": models.draft, "do_sample": True, "max_new_tokens": 8}
     texts = [
-        models.target.generate(
-            **ragged_prompts(1, seed=1),
-            assistant_model=models.draft,
-            do_sample=True,
-            max_new_tokens=8,
-            seed=kind(3),
-            num_assistant_tokens=kind(2),
-        )
+        models.target.generate(**ragged_prompts(1, seed=1), **options, seed=kind(3), num_assistant_tokens=kind(2))
         for kind in (int, np.int64)
     ]
     assert torch.equal(*texts)
 
 
-@pytest.mark.parametrize("name", ["rejection", "block", "coupled", "typical", "mine"])
+@pytest.mark.parametrize("name", ["coupled", "typical", "mine"])
 def test_resolve_fills_in_what_depends_on_sampling_and_leaves_the_rest(name):
     config = SpeculationConfig(verifier=name, seed=3, num_assistant_tokens=4)
     greedy = name if name in ("typical", "mine") else "greedy"
