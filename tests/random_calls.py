@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -75,7 +75,7 @@ class EndsAtSum(StoppingCriteria):
         return input_ids[:, -3:].sum(1) % 11 == 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Case:
     """One call; every field has the plainest value as its default, to which a difference is shrunk."""
 
@@ -107,23 +107,19 @@ class Case:
 
     def simpler(self) -> list["Case"]:
         """The same case with one field at its default each, or one entry less."""
-        cases = []
-        for name, value in asdict(self).items():
-            default = type(self).__dataclass_fields__[name].default
-            if name == "family" or value == default:
+        cases, plain = [], Case(self.family)
+        for name, value in vars(self).items():
+            if value == getattr(plain, name):
                 continue
             if isinstance(value, tuple):
                 cases += [replace(self, **{name: value[:at] + value[at + 1 :]}) for at in range(len(value))]
-            cases.append(replace(self, **{name: default}))
+            cases.append(replace(self, **{name: getattr(plain, name)}))
         return cases
 
-    def __str__(self) -> str:
-        changed = [
-            f"{name}={value!r}"
-            for name, value in asdict(self).items()
-            if name == "family" or value != type(self).__dataclass_fields__[name].default
-        ]
-        return f"Case({', '.join(changed)})"
+    def __repr__(self) -> str:
+        plain = Case(self.family)
+        changed = (f"{name}={value!r}" for name, value in vars(self).items() if value != getattr(plain, name))
+        return f"Case({self.family!r}, {', '.join(changed)})"
 
 
 def draw_case(seed: int, index: int, families: tuple[str, ...] = FAMILY_NAMES) -> Case:
@@ -239,45 +235,38 @@ def options_of(case: Case, eos_token_ids: list[int]) -> dict[str, Any]:
         options["num_return_sequences"] = case.num_return_sequences
     elif case.verifier:
         options["verifier"] = case.verifier
-    return (
-        options
-        | {"return_dict_in_generate": True, "output_logits": True}
-        | {f"output_{name}": True for name in case.outputs}
-    )
+    outputs = {f"output_{name}": True for name in ("logits", *case.outputs)}
+    return options | outputs | {"return_dict_in_generate": True}
 
 
 def draft_options(case: Case) -> dict[str, Any]:
     """What makes the call speculative."""
     options: dict[str, Any] = {"num_assistant_tokens": case.num_assistant_tokens}
-    options["num_assistant_tokens_schedule"] = case.schedule
-    if case.cache == "static":
-        options["cache_implementation"] = "static"
-    elif case.cache != "auto":
-        options["speculation_cache"] = case.cache
+    if case.drafter != "generator":
+        options["num_assistant_tokens_schedule"] = case.schedule
+    if case.cache != "auto":
+        options["cache_implementation" if case.cache == "static" else "speculation_cache"] = case.cache
     if case.draft_sampling:
         options["draft_sampling"] = case.draft_sampling
     if case.confidence:
         options["assistant_confidence_threshold"] = case.confidence
     lookup = {"prompt_lookup_num_tokens": case.num_assistant_tokens}
-    model = {"assistant_model": draft_of(case.family, case.noise)}
-    match case.drafter:
-        case "lookup":
-            return options | lookup
-        case "store":
-            return options | lookup | {"suffix_store": hf_speculate.SuffixStore()}
-        case "model and lookup":
-            return options | lookup | model
-        case "other model":
-            return options | {"assistant_model": other_draft()}
-        case "early exit":
-            return options | {"assistant_early_exit": 1}
-        case "state":
-            return options | model | {"draft_state": hf_speculate.DraftState()}
-        case "generator":
-            del options["num_assistant_tokens_schedule"]
-            generator = PromptLookupCandidateGenerator(num_output_tokens=case.num_assistant_tokens)
-            return options | {"candidate_generator": generator}
-    return options | model
+    sources: dict[str, Callable[[], dict[str, Any]]] = {
+        "lookup": lambda: lookup,
+        "store": lambda: lookup | {"suffix_store": hf_speculate.SuffixStore()},
+        "model and lookup": lambda: lookup | model(),
+        "other model": lambda: {"assistant_model": other_draft()},
+        "early exit": lambda: {"assistant_early_exit": 1},
+        "state": lambda: model() | {"draft_state": hf_speculate.DraftState()},
+        "generator": lambda: {
+            "candidate_generator": PromptLookupCandidateGenerator(num_output_tokens=case.num_assistant_tokens)
+        },
+    }
+
+    def model() -> dict[str, Any]:
+        return {"assistant_model": draft_of(case.family, case.noise)}
+
+    return options | sources.get(case.drafter, model)()
 
 
 def cache_of(case: Case) -> Any:
