@@ -106,8 +106,7 @@ def adapters_by_row(model: PreTrainedModel) -> bool:
 def forward_hook_ids(model: PreTrainedModel) -> tuple[int, ...]:
     """Ids of all forward hooks in the model; no two hooks of a process share one."""
     modules = list(model.modules())
-    hooks = (hook_id for one in modules for held in (one._forward_pre_hooks, one._forward_hooks) for hook_id in held)
-    return tuple(hooks)
+    return tuple(found for one in modules for held in (one._forward_pre_hooks, one._forward_hooks) for found in held)
 
 
 def attention_name(config: PreTrainedConfig) -> str | None:

@@ -25,9 +25,6 @@ class Download:
 
     On a CUDA device the copy goes to pinned memory, and reading it waits for that copy alone, not for what was launched
     after it.
-
-    Args:
-        tensor: on any device.
     """
 
     def __init__(self, tensor: Tensor):

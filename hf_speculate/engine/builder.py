@@ -96,13 +96,11 @@ def build_decoder(
     stops = StopTracker(_stopping(call), call.row_ids, call.max_new_tokens, pads_ended_rows, plan.is_lock_step)
     max_query = min(call.prefill_chunk_size or MAX_PADDING_QUERY, plan.compile.max_query or MAX_PADDING_QUERY)
     padding = EndPadding(plan.end_padding_id, max_query, call.batch_size, call.ranks)
-    options: dict[str, bool | list[int]] = {}
-    if call.recorded.hidden_states:
-        options["output_hidden_states"] = True
-    if call.recorded.attentions:
-        options["output_attentions"] = True
-    if hidden_states is not None and hidden_states.wanted:
-        options["output_hidden_states"] = hidden_states.wanted
+    wanted = {
+        "output_hidden_states": (hidden_states is not None and hidden_states.wanted) or call.recorded.hidden_states,
+        "output_attentions": call.recorded.attentions,
+    }
+    options = {name: value for name, value in wanted.items() if value}
     text_config = target.config.get_text_config(decoder=True)
     output = OutputRecorder(call.row_ids, call.recorded, lambda: windows_of(text_config, target_cache.cache))
     decoder = SpeculativeDecoder(

@@ -83,16 +83,15 @@ def static_request(
     if not is_static and config.compile_config is None:
         return CompilePlan()
     models = {"target": model} if assistant is None else {"target": model, "draft": assistant}
-    settings: dict[str, CompileSettings] = {}
-    for part, one in models.items():
-        found = compile_config_of(one, config)
-        if found is not None:
-            settings[part] = CompileSettings(found.backend, found.mode, found.dynamic, found.options)
+    found = {part: compile_config_of(one, config) for part, one in models.items()}
+    settings = {
+        part: CompileSettings(one.backend, one.mode, one.dynamic, one.options)
+        for part, one in found.items()
+        if one is not None
+    }
     reason = ""
     if config.compile_config is not None and "target" not in settings:
-        reason = (
-            f"eager forwards, because plain generate() would not compile with this compile_config on {model.device}"
-        )
+        reason = f"eager forwards: plain generate() would not compile with this compile_config on {model.device}"
     if config.output_hidden_states or config.output_attentions:
         if "target" in settings or reason:
             reason = "eager forwards, because hidden states or attentions are returned"
@@ -149,9 +148,8 @@ def make_language_model(
         runner = Graphing(one.model, units, fail)
     else:
         return LanguageModel(one.model, max_position, keeps_states, one.inputs, is_draft, capture)
-    query_lens: tuple[int, ...] = (STEP_QUERY_LEN,)
-    if not is_draft:
-        query_lens = _query_lens(plan.lens, runner.varies and one.model.device.type != "cuda")
+    varies = runner.varies and one.model.device.type != "cuda"
+    query_lens = (STEP_QUERY_LEN,) if is_draft else _query_lens(plan.lens, varies)
     return CompiledLanguageModel(one.model, max_position, runner, query_lens, one.inputs, capture)
 
 
@@ -166,13 +164,13 @@ def _query_lens(lens: Sequence[int], varies: bool) -> tuple[int, ...]:
 
 
 def _eager_reason(one: ModelPlan, settings: CompileSettings) -> str:
-    name = f"eager forwards of the {one.part} {type(one.model).__name__}"
+    reason = one.eager_reason
     if one.cache.kind != "preallocated":
-        return f"{name}, whose states are not preallocated"
-    if not one.inputs.is_empty:
-        return f"{name}, which reads more than its text"
-    if one.eager_reason:
-        return f"{name}, {one.eager_reason}"
+        reason = "whose states are not preallocated"
+    elif not one.inputs.is_empty:
+        reason = "which reads more than its text"
+    if reason:
+        return f"eager forwards of the {one.part} {type(one.model).__name__}, {reason}"
     failure = model_state(one.model).units.failure(settings.key)
     return "" if failure is None else f"{one.part}: {failure}"
 

@@ -25,12 +25,7 @@ class HiddenStates:
     from `Scored.hidden_states`, and are kept as `project` maps them.
     """
 
-    def __init__(
-        self,
-        layers: Sequence[int] = (-1,),
-        is_captured: bool = False,
-        project: Callable[[Tensor], Tensor] | None = None,
-    ):
+    def __init__(self, layers: Sequence[int], is_captured: bool, project: Callable[[Tensor], Tensor]):
         self._layers = list(layers)
         self._project = project
         # the value of `output_hidden_states` in the target's forward: a list names the first layers only
@@ -71,8 +66,7 @@ class HiddenStates:
         return states.to(device)
 
     def _states(self, output: Scored) -> Tensor:  # [B, Q, D]
-        states = self._returned(output) if output.captured is None else output.captured
-        return states if self._project is None else self._project(states)
+        return self._project(self._returned(output) if output.captured is None else output.captured)
 
     def _returned(self, output: Scored) -> Tensor:
         """[B, Q, D] of the wanted layers, from the forward's output."""
@@ -87,14 +81,9 @@ class HiddenStates:
         return states[0] if len(states) == 1 else torch.cat([one.to(states[0].device) for one in states], dim=-1)
 
     def rows(self, indices: Sequence[int]) -> None:
-        self._pieces = [
-            _Piece(
-                states[upload(indices, states.device)],
-                [starts[row] for row in indices],
-                [counts[row] for row in indices],
-            )
-            for states, starts, counts in self._pieces
-        ]
+        for at, (states, starts, counts) in enumerate(self._pieces):
+            kept = [starts[row] for row in indices], [counts[row] for row in indices]
+            self._pieces[at] = _Piece(states[upload(indices, states.device)], *kept)
 
 
 def _own_first(pieces: Sequence[_Piece]) -> Tensor:

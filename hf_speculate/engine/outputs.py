@@ -91,10 +91,9 @@ class OutputRecorder(Observer):
 
     def truncate(self, num_new_tokens: int) -> None:
         """Keep at most `num_new_tokens` of every row."""
-        by_row: list[dict[int, list[Any]]] = [self.new_ids, self._scores, self._logits]
-        for kept in by_row:
-            for row in kept.values():
-                del row[num_new_tokens:]
+        rows: list[list[Any]] = [*self.new_ids.values(), *self._scores.values(), *self._logits.values()]
+        for row in rows:
+            del row[num_new_tokens:]
         del self.hidden_states[num_new_tokens:], self.attentions[num_new_tokens:]
 
     def sequences(self, input_ids: Tensor, pad_token_id: int) -> Tensor:

@@ -169,11 +169,12 @@ def _without_useless_block(
     if config.verifier != "block":
         return config
     if is_lock_step:
-        fallbacks.append("rejection in place of block, because rows in lock step are verified token by token")
+        reason = "because rows in lock step are verified token by token"
     elif strategy is SampleStrategy.GREEDY:
-        fallbacks.append("rejection in place of block, which is the same if the draft takes its argmax")
+        reason = "which is the same if the draft takes its argmax"
     else:
         return config
+    fallbacks.append(f"rejection in place of block, {reason}")
     return replace(config, verifier="rejection")
 
 

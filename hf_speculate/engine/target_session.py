@@ -1,6 +1,6 @@
 """Target session: the target model, its KV cache, and how the cache follows the batch."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -84,7 +84,7 @@ class TargetSession:
     kv_cache: KVCache
     query_ids: Tensor  # [B, Q] int64, the prompt tokens that the cache does not hold
     chunk_size: int | None  # prompt tokens per forward; None for all at once
-    options: dict[str, bool | list[int]]  # further arguments of every forward, `output_hidden_states` for example
+    options: Mapping[str, bool | list[int]]  # further arguments of every forward, `output_hidden_states` for example
     padding: EndPadding  # fills the cache after finished rows
 
     def prefill(self, on_chunk: Callable[[Scored, int], None]) -> Scored:

@@ -167,7 +167,7 @@ def test_rows_in_lock_step_gain_alike_and_of_a_passed_cache_there_are_no_states(
 
 def test_a_model_without_states_for_every_token_is_refused():
     with pytest.raises(UnsupportedModelError, match="hidden state"):
-        HiddenStates().add(Scored(torch.zeros(1, 2, 5), (torch.zeros(1, 1, 4),)), [1])
+        HiddenStates([-1], False, torch.nn.Identity()).add(Scored(torch.zeros(1, 2, 5), (torch.zeros(1, 1, 4),)), [1])
 
 
 class Repeats:
