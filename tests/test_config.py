@@ -97,11 +97,8 @@ def seen(registry):
 def test_every_field_is_taken_from_the_strongest_source_that_sets_it(models, seen, strongest):
     assert set(VALUES) == set(PLAIN_NAMES)
     assert all(one != other for values in VALUES.values() for one, other in itertools.pairwise(values))
-    sources = {
-        source: {name: values[place] for name, values in VALUES.items()}
-        for place, source in enumerate(SOURCES)
-        if place >= strongest
-    }
+    places = [place for place in range(len(SOURCES)) if place >= strongest]
+    sources = {SOURCES[place]: {name: values[place] for name, values in VALUES.items()} for place in places}
     models.generate_from(sources, do_sample=True, max_new_tokens=3)
     expected = {name: values[strongest] for name, values in VALUES.items()}
     assert expected in [{name: getattr(config, name) for name in VALUES} for config in seen]
@@ -120,10 +117,8 @@ def test_a_schedule_in_a_stronger_source_counts(models):
 
 @pytest.mark.parametrize("weaker", SOURCES[1:])
 def test_a_schedule_in_a_weaker_source_than_the_number_of_tokens_does_not_count(models, weaker):
-    sources = {
-        "keyword": {"num_assistant_tokens": 2},
-        weaker: {"num_assistant_tokens_schedule": "heuristic", "num_assistant_tokens": 7},
-    }
+    weak = {"num_assistant_tokens_schedule": "heuristic", "num_assistant_tokens": 7}
+    sources = {"keyword": {"num_assistant_tokens": 2}, weaker: weak}
     assert longest_draft(models.generate_from(sources)) == 2
 
 

@@ -36,12 +36,8 @@ def test_an_example_prints_nothing_of_other_packages():
 
 
 def test_commands_print_nothing_of_other_packages_even_beside_torchao():
-    commands = (
-        ["--help"],
-        ["generate", "--help"],
-        ["generate", TARGET, "def f():", "--draft", DRAFT, "-n", "8"],
-        ["check", TARGET, "--draft", DRAFT],
-    )
+    pair = [TARGET, "--draft", DRAFT]
+    commands = ["--help"], ["generate", "--help"], ["generate", *pair, "def f():", "-n", "8"], ["check", *pair]
     out, errors = lines_of_errors(
         f"from hf_speculate.tools.cli.main import main\nassert [main(words) for words in {commands!r}] == [0] * 4"
     )

@@ -28,25 +28,19 @@ def test_any_course_of_appending_truncating_and_leaving(seed: int) -> None:
     buffer = TokenBuffer(torch.tensor(rows), make.choice([0, 3, 64]))
     for _ in range(20):
         match make.choice(["whole", "counted", "counted", "truncate", "rows"]):
-            case "whole":
-                width = make.randint(1, 3)
-                counts = [width] * len(rows)
-                block = [[make.randrange(64) for _ in range(width)] for _ in rows]
-                buffer.append(torch.tensor(block))
-            case "counted":
-                counts = [make.randint(0, 3) for _ in rows]
-                block = [[make.randrange(64) for _ in range(count)] + [FREE] * (3 - count) for count in counts]
-                buffer.append(torch.tensor(block), counts)
             case "truncate":
-                block, counts = [[] for _ in rows], [0] * len(rows)
                 rows = [row[: make.randint(1, len(row))] for row in rows]
                 buffer.truncate([len(row) for row in rows])
             case "rows":
                 kept = make.sample(range(len(rows)), make.randint(1, len(rows)))
                 rows = [rows[row] for row in kept]
-                block, counts = [[] for _ in rows], [0] * len(rows)
                 buffer.rows(kept)
-        rows = [row + new[:count] for row, new, count in zip(rows, block, counts, strict=True)]
+            case kind:
+                counts = [3 if kind == "whole" else make.randint(0, 3) for _ in rows]
+                new = [[make.randrange(64) for _ in range(count)] for count in counts]
+                block = torch.tensor([ids + [FREE] * (3 - len(ids)) for ids in new])
+                buffer.append(block, None if kind == "whole" else counts)
+                rows = [row + ids for row, ids in zip(rows, new, strict=True)]
         check(buffer, rows)
 
 
