@@ -80,6 +80,7 @@ def build_decoder(
     _report_plan(plan, stats)
     if custom is not None and custom.is_compiled:
         stats.compiled.append("draft")
+    batch = _make_batch(plan, call)
     target_cache = _make_cache(plan.target, plan, call)
     keeps_states = call.is_cache_kept or call.ranks is not None or call.group is not None
     capture = _make_capture(plan, call)
@@ -114,7 +115,7 @@ def build_decoder(
         clock=clock,
         keeps_rows=plan.keeps_rows,
     )
-    return decoder, _make_batch(plan, call)
+    return decoder, batch
 
 
 def build_schedule(

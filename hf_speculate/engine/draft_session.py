@@ -210,8 +210,10 @@ def _within_room(draft: DraftOut, batch: Batch) -> DraftOut:
     lens, num = draft.lens, draft.token_ids.shape[1]
     if min(most) >= num:
         return draft
-    if min(batch.draft_limits) < num or len(set(batch.max_lengths)) > 1:
-        on_device = upload(most, lens.device)
+    row_lens = batch.tokens.row_lens
+    is_equal = min(batch.draft_limits) >= num and len(set(batch.max_lengths)) == 1
+    if is_equal and row_lens.ruler.device == lens.device:  # nothing is uploaded
+        on_device = (batch.max_lengths[0] - 1 - row_lens.on_device()).clamp_min_(0)  # [B]
     else:
-        on_device = (batch.max_lengths[0] - 1 - batch.tokens.row_lens.on_device()).clamp_min_(0)  # [B]
-    return draft._replace(lens=torch.minimum(lens, on_device.to(lens)))
+        on_device = upload(most, lens.device)
+    return draft._replace(lens=torch.minimum(lens, on_device.to(lens.dtype)))
