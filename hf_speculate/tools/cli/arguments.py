@@ -1,8 +1,7 @@
 """Turns command-line options into arguments of `generate()`, and checks them before a model is loaded."""
 
 import json
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from transformers import GenerationConfig
@@ -10,70 +9,71 @@ from transformers import GenerationConfig
 from hf_speculate.config import PLAIN_NAMES, SpeculationConfig
 from hf_speculate.errors import ConfigError
 from hf_speculate.tools.bench.methods import parse_draft_len
-from hf_speculate.tools.cli.options import Generation, Speculation
+from hf_speculate.tools.cli.options import Drafting, Generation, Speculation
 from hf_speculate.tools.dataset.rows import ROW_SETTINGS
 from hf_speculate.verify.base import check_verifier
 
-_OWN_OPTIONS = {"do_sample", "max_new_tokens", "repetition_penalty", "temperature", "top_k", "top_p"}
-# These change what `generate()` returns, or how many rows.
-_OTHER_OUTPUT = {"num_return_sequences", "return_dict_in_generate", "transformers_version"}
+_OWN_OPTIONS = {"max_new_tokens", "repetition_penalty", "temperature", "top_k", "top_p"}
+# Left out of `--set`: these have an option, or change what `generate()` returns, or how many rows.
+_OTHERS = {*_OWN_OPTIONS, "do_sample", "num_return_sequences", "return_dict_in_generate", "transformers_version"}
 
 
 class Decoding(NamedTuple):
-    """Arguments of `generate()`.
-
-    `sampling` holds those that only sampling reads, `options` others of `GenerationConfig`, and `fields` those of
-    `SpeculationConfig`.
-    """
+    """Arguments of `generate()`."""
 
     max_new_tokens: int
     do_sample: bool
-    sampling: dict[str, Any]
-    options: dict[str, Any]
-    fields: dict[str, Any]
+    sampling: dict[str, Any]  # those that only sampling reads
+    options: dict[str, Any]  # others of `GenerationConfig`
+    fields: dict[str, Any]  # of `SpeculationConfig`
 
     @property
-    def arguments(self) -> dict[str, Any]:
+    def plain(self) -> dict[str, Any]:
+        """All but the fields."""
         own = {"max_new_tokens": self.max_new_tokens, "do_sample": self.do_sample}
-        return own | self.sampling | self.options | self.fields
+        return own | self.sampling | self.options
 
 
-def decoding_of(generation: Generation, speculation: Speculation | None = None, max_new_tokens: int = 256) -> Decoding:
-    given = {name: value for name, value in vars(generation).items() if name in _OWN_OPTIONS and value is not None}
+def decoding_of(options: Generation, max_new_tokens: int = 256) -> Decoding:
+    given = {name: value for name in sorted(_OWN_OPTIONS) if (value := getattr(options, name)) is not None}
     for name, value in given.items():
         ROW_SETTINGS[name]._replace(hint="leave it out for the default")(_option(name), value)
     num = given.pop("max_new_tokens", max_new_tokens)
     penalty = {name: given.pop(name) for name in ("repetition_penalty",) if name in given}
-    if given and not generation.sample:
+    if given and not options.sample:
         raise ConfigError(f"{_option(min(given))} must come with --sample, got it alone; add --sample")
-    fields, options = _settings_of(generation.settings)
-    if speculation is not None:
-        lookup, num_tokens = speculation.lookup, speculation.num_assistant_tokens
-        named = {"verifier": speculation.verifier, "prompt_lookup_num_tokens": lookup, "seed": generation.seed}
-        fields = {name: value for name, value in named.items() if value is not None} | fields
-        if num_tokens is not None:
-            fields = parse_draft_len(num_tokens).fields | fields
-        check_verifier(SpeculationConfig(**fields).resolve(generation.sample))
-    return Decoding(num, generation.sample, given, penalty | options, fields)
+    fields, others = _settings_of(options.settings or ())
+    return Decoding(num, options.sample, given, penalty | others, fields)
 
 
-def check_writable(path: Path | None) -> None:
-    """Check before models are loaded that a file can be written."""
-    if path is not None and path.is_dir():
-        raise ConfigError(f"results must go into a file, got the folder {path}; name a file in it")
-    if path is not None and not path.resolve().parent.is_dir():
-        raise ConfigError(f"the folder of {path} must exist, got none; create it, or name another file")
+def arguments_of(options: Speculation) -> dict[str, Any]:
+    """Arguments of `generate()`, also of speculative decoding."""
+    decoding = decoding_of(options)
+    named = {"verifier": options.verifier, "seed": options.seed}
+    fields = {name: value for name, value in named.items() if value is not None} | drafting_of(options)
+    fields |= decoding.fields
+    check_verifier(SpeculationConfig(**fields).resolve(options.sample))
+    return decoding.plain | fields
 
 
-def _settings_of(settings: Sequence[str] | None) -> tuple[dict[str, Any], dict[str, Any]]:
+def drafting_of(options: Drafting) -> dict[str, Any]:
+    """Fields of `SpeculationConfig` that set the draft length and prompt lookup."""
+    num_tokens = options.num_assistant_tokens
+    fields = {} if num_tokens is None else parse_draft_len(num_tokens).fields
+    if options.lookup is not None:
+        fields |= {"prompt_lookup_num_tokens": options.lookup}
+    SpeculationConfig(**fields)
+    return fields
+
+
+def _settings_of(settings: Iterable[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Fields of `SpeculationConfig`, and of `GenerationConfig`, that `--set` names."""
     fields: dict[str, Any] = {}
     options: dict[str, Any] = {}
-    theirs = {name for name in vars(GenerationConfig()) if not name.startswith(("_", "output_"))}
-    theirs -= _OWN_OPTIONS | _OTHER_OUTPUT
-    for setting in settings or ():
+    theirs = {name for name in vars(GenerationConfig()) if not name.startswith(("_", "output_"))} - _OTHERS
+    for setting in settings:
         name, equals, text = setting.partition("=")
-        if name in _OWN_OPTIONS:
+        if name in {*_OWN_OPTIONS, "do_sample"}:
             raise ConfigError(f"--set must leave out what has an option, got {name}; use {_option(name)}")
         if not equals or name not in {*PLAIN_NAMES, *theirs}:
             raise ConfigError(

@@ -3,60 +3,57 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
 from rich.console import Console
 
 from hf_speculate.errors import ConfigError
-from hf_speculate.tools.cli.arguments import check_writable, decoding_of
-from hf_speculate.tools.cli.commands import Batch
+from hf_speculate.tools.cli.arguments import arguments_of
 from hf_speculate.tools.cli.console import INTERRUPTED, OK, notes, progress_bar
-from hf_speculate.tools.cli.loading import check_placement, load_pair, load_tokenizer
-from hf_speculate.tools.cli.options import Models
+from hf_speculate.tools.cli.loading import check_device, load_pair, load_tokenizer
+from hf_speculate.tools.cli.options import Batch, Models, Ray
 from hf_speculate.tools.cli.prompts import read_json_prompts
 from hf_speculate.tools.dataset.encoding import batches_of
-from hf_speculate.tools.dataset.on_ray import RayOptions, on_ray
+from hf_speculate.tools.dataset.on_ray import on_ray
 from hf_speculate.tools.dataset.ranks import find_ranks
 from hf_speculate.tools.dataset.row_decoder import RowDecoder
 from hf_speculate.tools.dataset.rows import Row
-from hf_speculate.tools.dataset.run import DatasetReport, Job, in_this_process
+from hf_speculate.tools.dataset.run import DatasetReport, in_this_process
 from hf_speculate.tools.dataset.run import run as run_job
+from hf_speculate.tools.dataset.run_folder import Job
 
 _LINE_EVERY_S = 60.0
 
 
 def run(options: Batch) -> int:
-    models, prompts, output, is_chat = options.models, options.prompts, options.output, options.chat
-    arguments = decoding_of(options.generation, options.speculation).arguments
+    prompts, output, is_chat = options.prompts, options.output, options.chat
+    arguments, models = arguments_of(options), options
     seed = arguments.pop("seed", None)
-    check_writable(output)
-    ray, is_on_ray = options.ray, options.engine == "ray"
-    cpus = 1.0 if ray.cpus_per_worker is None else ray.cpus_per_worker
-    ray_options = RayOptions(ray.workers, cpus, ray.gpus_per_worker, ray.ray_address)
+    on_ray_with = {one.name: value for one in fields(Ray) if (value := getattr(options, one.name)) is not None}
+    is_on_ray = options.engine == "ray"
     if not is_on_ray:
-        for name, value in vars(ray).items():
-            if value is not None:
-                option = "--" + name.replace("_", "-")
-                raise ConfigError(f"{option} must come with --engine ray, got --engine local; add --engine ray")
-        check_placement(models.dtype, models.device)  # with Ray, actors check their own machines
+        if on_ray_with:
+            name = min(on_ray_with).replace("_", "-")
+            raise ConfigError(f"--{name} must come with --engine ray, got --engine local; add --engine ray")
+        check_device(options.device)  # with Ray, actors check their own machines
     rows = read_json_prompts(prompts)
     if output.exists() and prompts.exists() and output.samefile(prompts):
         raise ConfigError(f"the output must not be the file of prompts, got {output} twice; choose another output")
-    given = {"target": models.target, "draft": models.draft, "dtype": models.dtype, "chat": is_chat, **arguments}
+    given = {name: getattr(options, name) for name in ("target", "draft", "dtype", "chat")} | arguments
     job = Job(rows, output, given, seed, options.ordered, options.if_changed)
-    ranks = find_ranks(is_cpu=True if models.device == "cpu" else None)
+    ranks = find_ranks(is_cpu=True if options.device == "cpu" else None)
     if is_on_ray and ranks.num > 1:
         raise ConfigError(
             f"--engine ray must be started once, got {ranks.num} ranks; leave the launcher out, Ray has its own workers"
         )
-    if ranks.device is not None and models.device == "auto":
-        models = replace(models, device=ranks.device)
+    if ranks.device is not None and options.device == "auto":
+        models = replace(options, device=ranks.device)
     log = notes()
     load = partial(make_decoder, models, arguments, is_chat)
     num_refilled = 0 if options.static_batches else options.rows
-    engine = on_ray(load, ray_options) if is_on_ray else in_this_process(load, num_refilled)
+    engine = on_ray(load, **on_ray_with) if is_on_ray else in_this_process(load, num_refilled)
     progress = _Progress(log)
 
     def make_batches(left: Sequence[Row]) -> list[list[Row]]:

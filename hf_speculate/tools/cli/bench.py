@@ -21,11 +21,11 @@ from hf_speculate.tools.bench.methods import (
 )
 from hf_speculate.tools.bench.report import write_html
 from hf_speculate.tools.cli import measuring
-from hf_speculate.tools.cli.arguments import check_writable, decoding_of
-from hf_speculate.tools.cli.commands import Bench
+from hf_speculate.tools.cli.arguments import decoding_of
 from hf_speculate.tools.cli.console import INTERRUPTED, OK, REFUSED, answer, notes
 from hf_speculate.tools.cli.loading import names_head
 from hf_speculate.tools.cli.measuring import field, show, shown
+from hf_speculate.tools.cli.options import Bench
 
 _LOSSY = "typical"
 # Cells by the head of the column.
@@ -61,26 +61,22 @@ _DRIFT = {
 
 
 def run(options: Bench) -> int:
-    models, grid, seed = options.models, options.grid, options.generation.seed or 0
-    decoding = decoding_of(options.generation, max_new_tokens=128)
-    fields, sample = measuring.shared_fields(decoding, models, grid), decoding.do_sample
-    lens = parse_draft_lens(grid.num_assistant_tokens)
-    names = [default_verifier(sample), _LOSSY] if grid.verifiers is None else split(grid.verifiers)
+    decoding, sample, seed = decoding_of(options, max_new_tokens=128), options.sample, options.seed or 0
+    fields, lens = measuring.shared_fields(decoding, options), parse_draft_lens(options.num_assistant_tokens)
+    names = [default_verifier(sample), _LOSSY] if options.verifiers is None else split(options.verifiers)
     if not names:
         raise ConfigError("--verifiers must name at least one, got none; leave it out for the default ones")
-    takes_draft = models.draft is not None and not names_head(models)  # transformers takes no heads
+    takes_draft = options.draft is not None and not names_head(options)  # transformers takes no heads
     methods = assisted_methods(lens, sample) if takes_draft else []
-    methods += [] if grid.lookup is None else [lookup_method(grid.lookup, sample)]
+    methods += [] if options.lookup is None else [lookup_method(options.lookup, sample)]
     methods += our_methods(names, lens, sample, fields)
-    drift_methods = threshold_methods(names, parse_thresholds(grid.thresholds), [drift_len(lens)], sample, fields)
-    for path in (options.output, options.html):
-        check_writable(path)
+    drift_methods = threshold_methods(names, parse_thresholds(options.thresholds), [drift_len(lens)], sample, fields)
     log = notes()
     setup = measuring.load(options, decoding, log)
     comparison = Comparison(methods, drift_methods, setup.batches, sample, options.repeats, seed)
     with measuring.progress(log, comparison.num_steps) as on_step:
         found = comparison.run(setup.decoder, on_step=on_step)
-    settings = measuring.settings_of(decoding, options.prompt_set, fields) | {
+    settings = measuring.settings_of(decoding, options, fields) | {
         "num_prompts": sum(len(batch.input_ids) for batch in setup.batches),
         "repeats": options.repeats,
         "seed": seed,

@@ -3,7 +3,6 @@
 import json
 import sys
 import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -12,12 +11,12 @@ from transformers import TextStreamer
 
 from hf_speculate.errors import ConfigError
 from hf_speculate.stats import SpeculationStats
-from hf_speculate.tools.cli.arguments import check_writable, decoding_of
-from hf_speculate.tools.cli.commands import ChatInTerminal, Generate
+from hf_speculate.tools.cli.arguments import arguments_of
 from hf_speculate.tools.cli.console import INTERRUPTED, OK, answer, notes, write_json
 from hf_speculate.tools.cli.loading import Pair, load_pair
+from hf_speculate.tools.cli.options import ChatInTerminal, Generate
 from hf_speculate.tools.cli.prompts import read_prompts
-from hf_speculate.tools.dataset.encoding import check_chat_template, token_ids_of
+from hf_speculate.tools.dataset.encoding import token_ids_of
 from hf_speculate.tools.dataset.rows import Row
 
 
@@ -56,12 +55,9 @@ class _Printer(TextStreamer):
 
 
 def run(options: Generate) -> int:
-    arguments = decoding_of(options.generation, options.speculation).arguments
-    check_writable(options.output)
-    prompts = _prompts(options.prompt, options.file)
-    is_silent = options.as_json
-    log = notes()
-    pair = load_pair(options.models, log)
+    arguments, prompts = arguments_of(options), _prompts(options)
+    is_silent, log = options.as_json, notes()
+    pair = load_pair(options, log)
     all_ids = [token_ids_of(row, pair.tokenizer, options.chat) for row in prompts]
     results: list[dict[str, Any]] = []
     try:
@@ -86,10 +82,8 @@ def run(options: Generate) -> int:
 
 def run_chat(options: ChatInTerminal) -> int:
     """Answer lines of the standard input until it ends."""
-    arguments = decoding_of(options.generation, options.speculation).arguments
-    log = notes()
-    pair = load_pair(options.models, log)
-    check_chat_template(pair.tokenizer, "the chat")
+    arguments, log = arguments_of(options), notes()
+    pair = load_pair(options, log)
     start = [] if options.system is None else [{"role": "system", "content": options.system}]
     messages = list(start)
     while (line := _line(log)) is not None and line.strip() != "/exit":
@@ -115,17 +109,17 @@ def _line(log: Console) -> str | None:
     return line.rstrip("\n") if line else None
 
 
-def _prompts(prompt: str | None, file: Path | None) -> list[Row]:
-    if prompt is not None and file is not None:
-        raise ConfigError("there must be one prompt or --file, got both; leave one out")
-    if file is not None:
-        return read_prompts(file)
-    if prompt is None and sys.stdin.isatty():
+def _prompts(options: Generate) -> list[Row]:
+    prompt = options.prompt
+    if options.file is not None:
+        if prompt is not None:
+            raise ConfigError("there must be one prompt or --file, got both; leave one out")
+        return read_prompts(options.file)
+    if prompt in (None, "-"):
+        prompt = "" if prompt is None and sys.stdin.isatty() else sys.stdin.read()
+    if not prompt:
         raise ConfigError("there must be a prompt, got none; write one, pipe it in, or name a --file")
-    text = sys.stdin.read() if prompt in (None, "-") else prompt
-    if not text:
-        raise ConfigError("there must be a prompt, got an empty one; write one, pipe it in, or name a --file")
-    return [Row.of(text)]
+    return [Row.of(prompt)]
 
 
 def _decode(pair: Pair, token_ids: list[int], arguments: dict[str, Any], printer: _Printer | None) -> _Answer:

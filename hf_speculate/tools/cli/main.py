@@ -1,6 +1,7 @@
 """Entry point of the command `hf-speculate`."""
 
 import logging
+import pkgutil
 import platform
 import sys
 from collections.abc import Sequence
@@ -10,8 +11,8 @@ from typing import Annotated
 import typer
 from typer.main import get_command
 
-from hf_speculate.tools.cli.commands import Interrupted, add_commands
 from hf_speculate.tools.cli.console import INTERRUPTED, OK, WRONG_USE, answer, first_line, notes
+from hf_speculate.tools.cli.options import COMMANDS, Models
 
 app = typer.Typer(
     help="Faster generate() for Hugging Face transformers with speculative decoding.",
@@ -19,33 +20,50 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-add_commands(app)
+for _command, _options in COMMANDS.items():
+    app.command(_command)(_options)
 _NAME, _DEBUG = "hf-speculate", "--debug"
 # Loggers of torchao, which transformers imports if it is installed, and of torch on torchao's enums.
 _NOISY_LOGGERS = ("torch.utils._pytree", "torchao")
-_USER_ERRORS = ("SpeculateError",)  # by name, because importing the class imports torch
+
+
+def _print_versions(is_asked: bool) -> None:
+    if not is_asked:
+        return
+    found = []
+    for name in (_NAME, "transformers", "torch"):
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            found.append(f"{name} (not installed)")
+    answer(f"{', '.join(found)}, Python {platform.python_version()}")
+    raise typer.Exit
 
 
 @app.callback()
 def _common(
-    show_version: Annotated[bool, typer.Option("--version", "-V", help="Print versions and exit.")] = False,
+    show_version: Annotated[
+        bool,
+        typer.Option("--version", "-V", is_eager=True, callback=_print_versions, help="Print versions and exit."),
+    ] = False,
     debug: Annotated[bool, typer.Option(_DEBUG, help="Print the traceback of an error.")] = False,
 ) -> None:
-    """Options of all commands; `main` handles them."""
+    """Options of all commands; `main` handles `--debug`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; the exit status is 0, 1 if the answer is no, 2 for wrong use or an error, 130 after Ctrl-C."""
     words, is_debugged = _without_debug(sys.argv[1:] if arguments is None else arguments)
-    if words[:1] in (["--version"], ["-V"]):
-        answer(_versions())
-        return OK
-    quiet_other_packages()
+    for name in _NOISY_LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
     try:
-        status = get_command(app)(args=words or ["--help"], prog_name=_NAME, standalone_mode=False, obj=words)
+        options = get_command(app)(args=words or ["--help"], prog_name=_NAME, standalone_mode=False, obj=words)
+        if isinstance(options, Models):
+            return int(pkgutil.resolve_name(f"hf_speculate.tools.cli.{options.program}")(options))
+        return OK if words else WRONG_USE
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else OK
-    except Interrupted:
+    except KeyboardInterrupt:
         notes().print("hf-speculate: interrupted")
         return INTERRUPTED
     except Exception as error:
@@ -53,31 +71,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         notes().print(f"hf-speculate: {_line_of(error)}", markup=False, emoji=False, soft_wrap=True)
         return WRONG_USE
-    if not words:
-        return WRONG_USE
-    return status if isinstance(status, int) else OK
-
-
-def quiet_other_packages() -> None:
-    """Hide warnings that torchao and torch log when transformers imports them; errors are still shown."""
-    for name in _NOISY_LOGGERS:
-        logger = logging.getLogger(name)
-        if _is_error not in logger.filters:
-            logger.addFilter(_is_error)
-
-
-def _is_error(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.ERROR
-
-
-def _versions() -> str:
-    found = []
-    for name in ("hf-speculate", "transformers", "torch"):
-        try:
-            found.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            found.append(f"{name} (not installed)")
-    return f"{', '.join(found)}, Python {platform.python_version()}"
 
 
 def _without_debug(words: Sequence[str]) -> tuple[list[str], bool]:
@@ -89,19 +82,13 @@ def _without_debug(words: Sequence[str]) -> tuple[list[str], bool]:
 
 def _line_of(error: Exception) -> str:
     """One line about an error; the line about an unexpected error names its type."""
-    if isinstance(error, typer.Abort) and error.__cause__ is not None:
-        return _unexpected(error.__cause__)
     format_message = getattr(error, "format_message", None)  # of typer's and click's errors
     if callable(format_message):
         return " ".join(str(format_message()).split())
-    is_expected = any(one.__name__ in _USER_ERRORS for one in type(error).__mro__)
-    if is_expected or isinstance(error, OSError):
-        return first_line(error) or type(error).__name__
-    return _unexpected(error)
-
-
-def _unexpected(error: BaseException) -> str:
     kind, line = type(error).__name__, first_line(error)
+    expected = pkgutil.resolve_name("hf_speculate.errors:SpeculateError")  # imports torch
+    if isinstance(error, OSError | expected):
+        return line or kind
     return f"{kind}: {line} ({_DEBUG} prints the traceback)" if line else f"{kind} ({_DEBUG} prints the traceback)"
 
 

@@ -18,10 +18,9 @@ from hf_speculate.tools.bench.measuring import Step
 from hf_speculate.tools.bench.results import environment
 from hf_speculate.tools.bench.saving import TUNED_NAMES
 from hf_speculate.tools.cli.arguments import Decoding
-from hf_speculate.tools.cli.commands import Bench, Tune
 from hf_speculate.tools.cli.console import answer, progress_bar, write_json
 from hf_speculate.tools.cli.loading import load_pair
-from hf_speculate.tools.cli.options import Grid, Models, PromptSet
+from hf_speculate.tools.cli.options import Measurement
 from hf_speculate.tools.cli.prompts import read_prompts
 from hf_speculate.tools.dataset.encoding import token_ids_of
 
@@ -30,7 +29,7 @@ Cell = Callable[[dict[str, Any]], str]
 _PIPED_WIDTH = 160  # of tables without a terminal
 
 
-def shared_fields(decoding: Decoding, models: Models, grid: Grid) -> dict[str, Any]:
+def shared_fields(decoding: Decoding, options: Measurement) -> dict[str, Any]:
     """Fields of all methods of ours: those of `--set` and `--lookup`."""
     varied = sorted(set(decoding.fields) & set(TUNED_NAMES) - {"posterior_alpha"})
     if varied:
@@ -38,8 +37,8 @@ def shared_fields(decoding: Decoding, models: Models, grid: Grid) -> dict[str, A
             f"--set must leave out the fields in which methods differ, got {', '.join(varied)}; "
             "use --verifiers, --num-assistant-tokens and --thresholds"
         )
-    fields = decoding.fields | ({} if grid.lookup is None else {"prompt_lookup_num_tokens": grid.lookup})
-    if models.draft is None and fields.get("prompt_lookup_num_tokens") is None:
+    fields = decoding.fields | ({} if options.lookup is None else {"prompt_lookup_num_tokens": options.lookup})
+    if options.draft is None and fields.get("prompt_lookup_num_tokens") is None:
         raise ConfigError("there must be --draft or --lookup, got neither; name a draft model, or add --lookup 10")
     return fields
 
@@ -50,31 +49,28 @@ class Setup(NamedTuple):
     decoder: Decoder
 
 
-def load(options: Bench | Tune, decoding: Decoding, log: Console) -> Setup:
+def load(options: Measurement, decoding: Decoding, log: Console) -> Setup:
     """Read the prompts, then load the models."""
-    models, prompt_set = options.models, options.prompt_set
-    prompts = read_prompts(prompt_set.prompts, by_line=True)
-    prompts = take_in_turn(prompts, [prompt.category for prompt in prompts], prompt_set.num_prompts)
+    prompts = read_prompts(options.prompts, by_line=True)
+    prompts = take_in_turn(prompts, [prompt.category for prompt in prompts], options.num_prompts)
     num_cut = sum(prompt.num_turns > 1 for prompt in prompts)
     if num_cut:
         log.print(f"{num_cut} of {len(prompts)} prompts have several turns; the first one is used", style="dim")
-    pair = load_pair(models, log)
-    target = pair.target
-    token_ids = [token_ids_of(prompt, pair.tokenizer, is_chat=prompt_set.chat) for prompt in prompts]
-    categories, pad_token_id = [prompt.category for prompt in prompts], cast(int, pair.tokenizer.pad_token_id)
-    batches = make_batches(token_ids, categories, pad_token_id, prompt_set.batch_size, target.device)
+    target, tokenizer, draft_arguments = load_pair(options, log)
+    token_ids = [token_ids_of(prompt, tokenizer, is_chat=options.chat) for prompt in prompts]
+    categories, pad_token_id = [prompt.category for prompt in prompts], cast(int, tokenizer.pad_token_id)
+    batches = make_batches(token_ids, categories, pad_token_id, options.batch_size, target.device)
     dtype = str(target.dtype).removeprefix("torch.")
-    where = {**environment(target.device), "dtype": dtype, "target": models.target, "draft": models.draft}
+    where = {**environment(target.device), "dtype": dtype, "target": options.target, "draft": options.draft}
     logging.set_verbosity_error()  # warnings would break the progress bar
     num, sampling, others = decoding.max_new_tokens, decoding.sampling, decoding.options
-    decoder = Decoder(target, pair.arguments, max_new_tokens=num, sampling=sampling, options=others)
+    decoder = Decoder(target, draft_arguments, max_new_tokens=num, sampling=sampling, options=others)
     return Setup(where, batches, decoder)
 
 
-def settings_of(decoding: Decoding, prompt_set: PromptSet, fields: Mapping[str, Any]) -> dict[str, Any]:
-    own = {"max_new_tokens": decoding.max_new_tokens, "do_sample": decoding.do_sample}
-    own |= decoding.sampling | decoding.options
-    return {**own, "batch_size": prompt_set.batch_size, "prompts": str(prompt_set.prompts), "fields": dict(fields)}
+def settings_of(decoding: Decoding, options: Measurement, fields: Mapping[str, Any]) -> dict[str, Any]:
+    given = {"batch_size": options.batch_size, "prompts": str(options.prompts), "fields": dict(fields)}
+    return decoding.plain | given
 
 
 @contextmanager
@@ -133,7 +129,7 @@ def shown(value: Any, form: str = ".2f", scale: float = 1) -> str:
     return f"{value if scale == 1 else scale * value:{form}}"
 
 
-def finish(result: dict[str, Any], options: Bench | Tune, log: Console) -> None:
+def finish(result: dict[str, Any], options: Measurement, log: Console) -> None:
     """Print why results are not reliable or not complete, then write them as JSON."""
     for reason in result["reliability"]["reasons"]:
         log.print(f"warning: {reason}", style="bold yellow", markup=False, soft_wrap=True)

@@ -1,19 +1,39 @@
-"""Command-line options that several commands share; imports neither torch nor transformers."""
+"""Commands of `hf-speculate` as dataclasses of their options; imports neither torch nor transformers.
+
+typer builds a command from each class. Its instance is passed to the function that `program` names.
+"""
 
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar, Literal
 
 import typer
+
+
+def _readable(path: Path | None) -> Path | None:
+    if path is not None and str(path) != "-" and not path.is_file():
+        raise typer.BadParameter(f"the file of prompts must exist, got {path}; write one prompt per line into it")
+    return path
+
+
+def _writable(path: Path | None) -> Path | None:
+    if path is not None and not path.resolve().parent.is_dir():
+        raise typer.BadParameter(f"the folder of {path} must exist, got none; create it, or name another file")
+    return path
+
 
 _models = partial(typer.Option, rich_help_panel="Models")
 _generation = partial(typer.Option, rich_help_panel="Generation")
 _speculation = partial(typer.Option, rich_help_panel="Speculation")
 _ray = partial(typer.Option, rich_help_panel="Ray")
+_output = partial(typer.Option, dir_okay=False, callback=_writable)  # checked before models are loaded
 
 Prompts = Annotated[
-    Path, typer.Argument(help="Prompts: a .jsonl file (also Spec-Bench's), a text file with one per line, or -.")
+    Path,
+    typer.Argument(
+        callback=_readable, help="Prompts: a .jsonl file (also Spec-Bench's), a text file with one per line, or -."
+    ),
 ]
 Lookup = Annotated[
     int | None, _speculation("--lookup", help="Tokens to copy per round from earlier text (prompt lookup).")
@@ -30,23 +50,22 @@ Thresholds = Annotated[
     str, _speculation("--thresholds", help="Values of posterior_threshold for lossy verifiers, separated by commas.")
 ]
 Chat = Annotated[bool, typer.Option("--chat", help="Apply the tokenizer's chat template to prompts that are text.")]
-BatchSize = Annotated[int, typer.Option("--batch-size", "-b", min=1, help="Prompts that are decoded together.")]
-Rows = Annotated[int, typer.Option("--rows", "--batch-size", "-b", min=1, help="Prompts that are decoded at once.")]
-StaticBatches = Annotated[
-    bool, typer.Option("--static-batches", help="Decode one batch after another, each until its slowest row ends.")
-]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-Output = Annotated[Path | None, typer.Option("--output", "-o", help="Also write the results as JSON to this file.")]
+Output = Annotated[Path | None, _output("--output", "-o", help="Also write the results as JSON to this file.")]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Models:
+    program: ClassVar[str] = ""  # of a command: module of this package and function, with a colon between
+
     target: Annotated[str, typer.Argument(help="Model to decode with: a folder, or a name on the Hugging Face Hub.")]
     draft: Annotated[
         str | None, _models("--draft", "-d", help="Draft model or head: a folder, or a name on the Hub.")
     ] = None
     revision: Annotated[str | None, _models(help="Branch, tag or commit of the target on the Hub.")] = None
-    dtype: Annotated[str, _models(help="auto, bfloat16, float16, float32 or float64.")] = "auto"
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float16", "float32", "float64"], _models(help="auto: the checkpoint's.")
+    ] = "auto"
     device: Annotated[str, _models(help="cpu, cuda, ..., or map to spread over all devices.")] = "auto"
     attn_implementation: Annotated[str | None, _models(help="eager, sdpa, flash_attention_2, ...")] = None
     trust_remote_code: Annotated[
@@ -54,7 +73,7 @@ class Models:
     ] = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Generation:
     max_new_tokens: Annotated[
         int | None,
@@ -81,7 +100,7 @@ class Generation:
     ] = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Drafting:
     num_assistant_tokens: Annotated[
         str | None,
@@ -95,18 +114,98 @@ class Drafting:
     lookup: Lookup = None
 
 
-@dataclass(frozen=True)
-class Speculation(Drafting):
+@dataclass(frozen=True, kw_only=True)
+class Speculation(Drafting, Generation, Models):
     verifier: Annotated[
         str | None,
         _speculation("--verifier", "-v", help="greedy, rejection, block, coupled (all lossless) or typical (lossy)."),
     ] = None
 
 
-@dataclass(frozen=True)
-class Grid:
+@dataclass(frozen=True, kw_only=True)
+class Generate(Speculation):
+    """Decode a prompt, or the prompts of a file, and print tokens as they come."""
+
+    program = "generate:run"
+
+    prompt: Annotated[
+        str | None, typer.Argument(help="Prompt; - or none reads it from a pipe on the standard input.")
+    ] = None
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            "--file",
+            "-f",
+            callback=_readable,
+            help="Prompts: a .jsonl file, a text file as one prompt, or - for JSON lines.",
+        ),
+    ] = None
+    chat: Chat = False
+    as_json: AsJson = False
+    output: Output = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatInTerminal(Speculation):
+    """Chat with a model in the terminal.
+
+    Ctrl-C ends an answer. /clear starts over, /exit or Ctrl-D ends the chat.
+    """
+
+    program = "generate:run_chat"
+
+    system: Annotated[str | None, typer.Option("--system", "-s", help="System prompt.")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ray:
+    """Options of `batch --engine ray`."""
+
+    workers: Annotated[int | None, _ray(min=1, help="Actors; default: one per GPU, or one.")] = None
+    cpus_per_worker: Annotated[float | None, _ray(min=0, help="CPUs of an actor without a GPU; default: 1.")] = None
+    gpus_per_worker: Annotated[float | None, _ray(min=0, help="GPUs of an actor; default: 1 if there are any.")] = None
+    ray_address: Annotated[str | None, _ray(help="Address of a running cluster.")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch(Ray, Speculation):
+    """Decode a file of prompts into a file of results; an interrupted run resumes.
+
+    `accelerate launch` and `torchrun` split the prompts over their processes.
+    """
+
+    program = "batch:run"
+
+    prompts: Prompts
+    output: Annotated[
+        Path, _output("--output", "-o", help="File for results, one JSON object per line; resumed if it exists.")
+    ]
+    rows: Annotated[int, typer.Option("--rows", "--batch-size", "-b", min=1, help="Prompts decoded at once.")] = 8
+    static_batches: Annotated[
+        bool, typer.Option("--static-batches", help="Decode one batch after another, each until its slowest row ends.")
+    ] = False
+    chat: Chat = False
+    ordered: Annotated[bool, typer.Option("--ordered", help="Sort the finished output like the prompts.")] = False
+    if_changed: Annotated[
+        Literal["refuse", "keep", "restart"],
+        typer.Option("--if-changed", help="What to do with finished rows if prompts or settings have changed."),
+    ] = "refuse"
+    engine: Annotated[
+        Literal["local", "ray"], typer.Option("--engine", help="Decode in this process, or on actors of Ray Data.")
+    ] = "local"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement(Generation, Models):
     """Options of commands that measure several methods."""
 
+    prompts: Prompts
+    num_prompts: Annotated[
+        int | None,
+        typer.Option("--num-prompts", min=1, help="Largest number of prompts, taken from each category in turn."),
+    ] = None
+    batch_size: Annotated[int, typer.Option("--batch-size", "-b", min=1, help="Prompts decoded together.")] = 1
+    chat: Chat = False
     num_assistant_tokens: DraftLens = "adaptive,5"
     verifiers: Annotated[
         str | None,
@@ -118,32 +217,92 @@ class Grid:
     ] = None
     thresholds: Thresholds = "0.01,0.04,0.09,0.16,0.25,0.5"
     lookup: Lookup = None
+    as_json: AsJson = False
+    output: Output = None
 
 
-@dataclass(frozen=True)
-class TuneGrid(Grid):
-    """Options of `tune`, with defaults of its own."""
+@dataclass(frozen=True, kw_only=True)
+class Bench(Measurement):
+    """Compare the speed of plain, assisted (transformers) and speculative decoding on your prompts.
+
+    Exit status 1: the output of a lossless method differs from plain decoding's.
+    """
+
+    program = "bench:run"
+
+    context: typer.Context
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Repetitions of each prompt and method.")] = 1
+    html: Annotated[Path | None, _output("--html", help="Write a report with plots to this file.")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tune(Measurement):
+    """Find the fastest verifier, draft length and threshold for your prompts.
+
+    Exit status 1: plain decoding is as fast.
+    """
+
+    program = "tune:run"
 
     num_assistant_tokens: DraftLens = "2,3,5,8,12,adaptive:5,adaptive,adaptive:16"
     thresholds: Thresholds = "0.04,0.09,0.25"
-
-
-@dataclass(frozen=True)
-class PromptSet:
-    prompts: Prompts
-    num_prompts: Annotated[
-        int | None,
-        typer.Option("--num-prompts", min=1, help="Largest number of prompts, taken from each category in turn."),
+    quality: Annotated[
+        str,
+        typer.Option(
+            "--quality",
+            "-q",
+            help="exact for lossless methods only, or bounds for lossy ones: agreement=0.95 (share of greedy tokens), "
+            "drop=0.05 (nats per token).",
+        ),
+    ] = "exact"
+    write: Annotated[
+        Path | None, typer.Option("--write", help="Write the best fields to generation_config.json in this folder.")
     ] = None
-    batch_size: BatchSize = 1
-    chat: Chat = False
 
 
-@dataclass(frozen=True)
-class Ray:
-    """Options of `batch --engine ray`."""
+@dataclass(frozen=True, kw_only=True)
+class Check(Models):
+    """Check whether a draft model fits a target, with estimates of memory and speed-up.
 
-    workers: Annotated[int | None, _ray(help="Actors; default: one per GPU, or one.")] = None
-    cpus_per_worker: Annotated[float | None, _ray(help="CPUs of an actor without a GPU; default: 1.")] = None
-    gpus_per_worker: Annotated[float | None, _ray(help="GPUs of an actor; default: 1 if there are any.")] = None
-    ray_address: Annotated[str | None, _ray(help="Address of a running cluster.")] = None
+    Downloads configs and tokenizers, but no weights. Exit status 0: "ok" or "warning"; 1: "does not fit" (another draft
+    may fit) or "not supported" (one of the models is not, with any other); 2: a model or its config was not found.
+    """
+
+    program = "check:run"
+
+    as_json: AsJson = False
+    output: Output = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serve(Drafting, Models):
+    """Answer requests in OpenAI's format over HTTP, several at once.
+
+    Endpoints: /v1/chat/completions, /v1/completions, /v1/models, /health. Sampling settings come with each request.
+    """
+
+    program = "serve:run"
+
+    rows: Annotated[int, typer.Option("--rows", min=1, help="Requests that are decoded at once.")] = 8
+    max_queued: Annotated[
+        int, typer.Option("--max-queued", min=0, help="Requests that wait for a row; further ones get status 429.")
+    ] = 64
+    host: Annotated[
+        str, typer.Option("--host", help="Address to listen on. There is no authentication: 0.0.0.0 opens it to all.")
+    ] = "127.0.0.1"
+    port: Annotated[int, typer.Option("--port", "-p", min=0, max=65535, help="Port; 0 takes a free one.")] = 8000
+    name: Annotated[
+        str | None, typer.Option("--served-model-name", help="Name in requests. [dim]\\[default: TARGET][/dim]")
+    ] = None
+
+
+# In the order of the help.
+COMMANDS: dict[str, type[Models]] = {
+    "generate": Generate,
+    "chat": ChatInTerminal,
+    "serve": Serve,
+    "batch": Batch,
+    "bench": Bench,
+    "tune": Tune,
+    "check": Check,
+}

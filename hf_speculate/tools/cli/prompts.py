@@ -23,16 +23,11 @@ def read_prompts(path: Path, *, by_line: bool = False) -> list[Row]:
     """
     if path.suffix == ".jsonl" or path == STDIN:
         return read_json_prompts(path)
-    if not path.is_file():
-        raise ConfigError(f"the file of prompts must exist, got {path}; write one prompt per line into a .jsonl file")
     try:
         content = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        number = error.object.count(b"\n", 0, error.start) + 1
-        raise ConfigError(
-            f"each line must be UTF-8, got other bytes at {path.name}:{number}; save the file as UTF-8"
-        ) from None
-    texts = list(enumerate(content.split("\n"), 1)) if by_line else [(1, content)]
+        raise ConfigError(f"prompts must be UTF-8, got other bytes in {path} ({error}); save it as UTF-8") from error
+    texts = enumerate(content.split("\n") if by_line else [content], 1)
     found = [Row.of(text, number, f"{path.name}:{number}") for number, text in texts if text.strip()]
     if not found:
         raise ConfigError(f"the file of prompts must hold at least one, got none in {path}; write one prompt per line")

@@ -8,11 +8,10 @@ from typing import Any
 
 from hf_speculate.errors import ConfigError
 from hf_speculate.optional_imports import import_extra
-from hf_speculate.tools.cli.arguments import decoding_of
-from hf_speculate.tools.cli.commands import Serve
+from hf_speculate.tools.cli.arguments import drafting_of
 from hf_speculate.tools.cli.console import OK, notes
 from hf_speculate.tools.cli.loading import load_pair
-from hf_speculate.tools.cli.options import Generation, Speculation
+from hf_speculate.tools.cli.options import Serve
 from hf_speculate.tools.server.engine import Engine
 
 EXTRA = "serve"
@@ -21,13 +20,11 @@ _GRACE_S = 10  # that requests in flight have after Ctrl-C
 
 def run(options: Serve) -> int:
     """Serve a pair until Ctrl-C."""
-    models, drafting = options.models, options.drafting
-    fields = decoding_of(Generation(), Speculation(drafting.num_assistant_tokens, drafting.lookup)).fields
+    fields = drafting_of(options)
 
     def load() -> Engine:
-        pair, name = load_pair(models, notes()), options.name or models.target
-        arguments = pair.arguments | fields
-        return Engine(pair.target, pair.tokenizer, name, arguments, options.rows, options.max_queued)
+        pair, name = load_pair(options, notes()), options.name or options.target
+        return Engine(pair.target, pair.tokenizer, name, pair.arguments | fields, options.rows, options.max_queued)
 
     return serve(load, options.host, options.port)
 

@@ -12,24 +12,22 @@ from hf_speculate.tools.bench.rules import Rule, parse_rule
 from hf_speculate.tools.bench.saving import settings_in, write_fields
 from hf_speculate.tools.bench.tuning import Instruments, candidates, num_steps, tune
 from hf_speculate.tools.cli import measuring
-from hf_speculate.tools.cli.arguments import check_writable, decoding_of
-from hf_speculate.tools.cli.commands import Tune
+from hf_speculate.tools.cli.arguments import decoding_of
 from hf_speculate.tools.cli.console import INTERRUPTED, OK, REFUSED, answer, notes
 from hf_speculate.tools.cli.measuring import field, show
+from hf_speculate.tools.cli.options import Tune
 
 
 def run(options: Tune) -> int:
-    grid, write = options.grid, options.write
-    rule, decoding = parse_rule(options.quality), decoding_of(options.generation, max_new_tokens=128)
-    fields, sample = measuring.shared_fields(decoding, options.models, grid), decoding.do_sample
-    lens = parse_draft_lens(grid.num_assistant_tokens)
-    methods = candidates(rule, lens, parse_thresholds(grid.thresholds), sample, fields, grid.verifiers or "")
+    write, rule, decoding = options.write, parse_rule(options.quality), decoding_of(options, max_new_tokens=128)
+    fields, sample = measuring.shared_fields(decoding, options), options.sample
+    lens, thresholds = parse_draft_lens(options.num_assistant_tokens), parse_thresholds(options.thresholds)
+    methods = candidates(rule, lens, thresholds, sample, fields, options.verifiers or "")
     if not methods:
         raise ConfigError(
-            f"--verifiers must name one that --quality {rule} allows, got {grid.verifiers}; "
+            f"--verifiers must name one that --quality {rule} allows, got {options.verifiers}; "
             "leave it out, or set bounds such as agreement=0.95"
         )
-    check_writable(options.output)
     if write is not None:
         settings_in(write)
     log = notes()
@@ -37,8 +35,8 @@ def run(options: Tune) -> int:
     decoder, batches = setup.decoder, setup.batches
     with measuring.progress(log, num_steps(len(methods), len(batches))) as on_step:
         instruments = Instruments(decoder, TextCheck(decoder), partial(drift_of_runs, decoder.target), on_step=on_step)
-        tuned = tune(methods, batches, rule, instruments, do_sample=sample, seed=options.generation.seed or 0)
-    settings = measuring.settings_of(decoding, options.prompt_set, fields) | {"quality": str(rule)}
+        tuned = tune(methods, batches, rule, instruments, do_sample=sample, seed=options.seed or 0)
+    settings = measuring.settings_of(decoding, options, fields) | {"quality": str(rule)}
     result = {"environment": setup.environment, "settings": settings, **tuned.as_dict()}
     if not options.as_json:
         _show(result, rule)

@@ -15,7 +15,8 @@ from hf_speculate.tools.dataset.encoding import batches_of
 from hf_speculate.tools.dataset.ranks import Ranks, find_ranks
 from hf_speculate.tools.dataset.row_decoder import RowDecoder
 from hf_speculate.tools.dataset.rows import read_rows
-from hf_speculate.tools.dataset.run import DatasetReport, Job, in_this_process, run
+from hf_speculate.tools.dataset.run import DatasetReport, in_this_process, run
+from hf_speculate.tools.dataset.run_folder import Job
 
 
 def decode_dataset(

@@ -2,27 +2,20 @@
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from hf_speculate.errors import ConfigError
 from hf_speculate.tools.atomic_file import replace_file, sync_folder
 
 _BEGIN = b'{"id'  # of every line
+_REPAIR = "repair or remove that line, or choose another output"
 
 
-class Span(NamedTuple):
-    """Position of a line in its file, in bytes."""
-
-    begin: int
-    num_bytes: int
-
-
-def append_results(path: Path, results: Sequence[Mapping[str, Any]]) -> None:
-    """Append one line per result and flush them to the disk."""
-    text = "".join(f"{json.dumps(result, ensure_ascii=False)}\n" for result in results)
-    append_lines(path, text.encode())
+def append_json(path: Path, values: Iterable[Mapping[str, Any]]) -> None:
+    """Append one line per value and flush them to the disk."""
+    append_lines(path, "".join(f"{json.dumps(value, ensure_ascii=False)}\n" for value in values).encode())
 
 
 def append_lines(path: Path, lines: bytes) -> None:
@@ -41,64 +34,53 @@ def cut_torn_line(path: Path) -> int:
     if not path.exists():
         return 0
     with path.open("r+b") as file:
-        end = 0
-        for line in file:
-            end += len(line) * line.endswith(b"\n")
-        num_bytes = file.tell()
+        end = sum(len(line) for line in file if line.endswith(b"\n"))
         file.seek(end)
-        if not _BEGIN.startswith(file.read(len(_BEGIN))):
+        torn = file.read()
+        if not _BEGIN.startswith(torn[: len(_BEGIN)]):
             raise ConfigError(
-                f"each line of the output must be a result, got another one at the end of {path}; repair or remove "
-                "that line, or choose another output"
+                f"each line of the output must be a result, got another one at the end of {path}; {_REPAIR}"
             )
-        if end < num_bytes:
+        if torn:
             file.truncate(end)
             os.fsync(file.fileno())
-    return num_bytes - end
+    return len(torn)
 
 
-def spans_of(path: Path) -> dict[str, Span]:
-    """Position of the result of each id, in the order of the file; empty if the file does not exist."""
-    spans: dict[str, Span] = {}
+def read_results(path: Path) -> Iterator[tuple[str, bytes]]:
+    """Id and line of each result, in the order of the file; nothing if the file does not exist."""
+    seen: set[str] = set()
     if not path.exists():
-        return spans
-    begin = 0
+        return
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
                 key = str(json.loads(line)["id"])
             except (ValueError, KeyError, TypeError):
                 raise ConfigError(
-                    f"each line of the output must be a result, got another one at {path.name}:{number}; repair or "
-                    "remove that line, or choose another output"
+                    f"each line of the output must be a result, got another one at {path.name}:{number}; {_REPAIR}"
                 ) from None
-            if key in spans:
+            if key in seen:
                 raise ConfigError(f"ids must be unique, got {key!r} again at {path.name}:{number}; remove that line")
-            spans[key] = Span(begin, len(line))
-            begin += len(line)
-    return spans
+            seen.add(key)
+            yield key, line
+
+
+def ids_in(path: Path) -> set[str]:
+    return {key for key, _ in read_results(path)}
 
 
 def move_results(part: Path, whole: Path) -> None:
     """Move the results of one file to the end of another; may be killed at any time and repeated."""
     cut_torn_line(part)
-    known = spans_of(whole)
-    spans = spans_of(part)
-    if spans:
-        with part.open("rb") as file:
-            append_lines(whole, b"".join(_line(file, span) for key, span in spans.items() if key not in known))
+    known = ids_in(whole)
+    append_lines(whole, b"".join(line for key, line in read_results(part) if key not in known))
     part.unlink()
 
 
 def put_in_order(path: Path, keys: Iterable[str]) -> None:
     """Sort the lines of a file by their ids; the file is whole at any time."""
-    spans = spans_of(path)
-    order = [key for key in keys if key in spans]
-    if order != list(spans):
-        with path.open("rb") as file:
-            replace_file(path, (_line(file, spans[key]) for key in order))
-
-
-def _line(file: Any, span: Span) -> bytes:
-    file.seek(span.begin)
-    return bytes(file.read(span.num_bytes))
+    lines = dict(read_results(path))
+    order = [key for key in keys if key in lines]
+    if order != list(lines):
+        replace_file(path, [lines[key] for key in order])

@@ -4,13 +4,10 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
-from operator import le
+from dataclasses import asdict
 from typing import Any
 
 from hf_speculate.errors import ConfigError, SpeculateError
-from hf_speculate.field_checks import Check
 from hf_speculate.optional_imports import import_extra
 from hf_speculate.tools.dataset.row_decoder import Decoded, RowDecoder
 from hf_speculate.tools.dataset.rows import Row
@@ -20,35 +17,34 @@ _PACKAGE = "ray[data]"
 _UNITS = 10_000  # per resource: Ray counts in these units
 
 
-@dataclass(frozen=True)
-class RayOptions:
-    """Resources of a Ray cluster that a run uses."""
-
-    num_workers: int | None = None  # actors, each with its own models; None for one per GPU, or one without GPUs
-    cpus_per_worker: float = 1.0  # reserved for each actor without a GPU; also its number of threads
-    gpus_per_worker: float | None = None  # reserved for each actor; None for 1 if the cluster has GPUs, else 0
-    address: str | None = None  # of the cluster; None for RAY_ADDRESS, a running local cluster, or a new one
-    num_attempts: int = 3  # how often a batch is started; it is restarted if its actor dies
-
-    def __post_init__(self) -> None:
-        for name, least in (("num_workers", 1), ("cpus_per_worker", 0), ("gpus_per_worker", 0), ("num_attempts", 1)):
-            value = getattr(self, name)
-            if value is not None:
-                Check(f"be at least {least}", partial(le, least))(name, value)
-
-
-def on_ray(make_decoder: Callable[[], RowDecoder], options: RayOptions) -> Engine:
+def on_ray(
+    make_decoder: Callable[[], RowDecoder],
+    *,
+    workers: int | None = None,
+    cpus_per_worker: float = 1.0,
+    gpus_per_worker: float | None = None,
+    ray_address: str | None = None,
+    num_attempts: int = 3,
+) -> Engine:
     """Engine that decodes batches on actors and yields results as they arrive.
 
     Ray Data gives an actor few batches ahead, and none while results wait. An actor that dies is restarted with its
     batch.
+
+    Args:
+        make_decoder: called by each actor.
+        workers: actors, each with its own models; None for one per GPU, or one without GPUs.
+        cpus_per_worker: reserved for each actor without a GPU; also its number of threads.
+        gpus_per_worker: reserved for each actor; None for 1 if the cluster has GPUs, else 0.
+        ray_address: of the cluster; None for RAY_ADDRESS, a running local cluster, or a new one.
+        num_attempts: how often a batch is started.
     """
 
     def decode(
         batches: Sequence[Sequence[Row]], seed: int, on_begin: Callable[[Sequence[Row]], None]
     ) -> Iterator[Decoded]:
-        ray: Any = _connected(options.address)
-        resources, num_workers = resources_of(ray.cluster_resources(), options)
+        ray: Any = _connected(ray_address)
+        resources, num_workers = resources_of(ray.cluster_resources(), workers, cpus_per_worker, gpus_per_worker)
         attempts = _counter(ray)
         items = [{"rows": json.dumps([asdict(row) for row in batch])} for batch in batches]
         context = ray.data.DataContext.get_current()
@@ -59,7 +55,7 @@ def on_ray(make_decoder: Callable[[], RowDecoder], options: RayOptions) -> Engin
             context.enable_progress_bars = shows_progress
         decoded = dataset.map_batches(
             _Worker,
-            fn_constructor_args=(make_decoder, seed, attempts, options.num_attempts),
+            fn_constructor_args=(make_decoder, seed, attempts, num_attempts),
             batch_size=1,
             compute=ray.data.ActorPoolStrategy(size=min(num_workers, len(items))),
             **resources,
@@ -135,26 +131,22 @@ def _connected(address: str | None) -> Any:
     return ray
 
 
-def resources_of(cluster: Mapping[str, float], options: RayOptions) -> tuple[dict[str, float], int]:
+def resources_of(
+    cluster: Mapping[str, float], workers: int | None, cpus_per_worker: float, gpus_per_worker: float | None
+) -> tuple[dict[str, float], int]:
     """Resources that each actor reserves, and the number of actors."""
-    num_gpus = cluster.get("GPU", 0.0)
-    each = options.gpus_per_worker if options.gpus_per_worker is not None else min(num_gpus, 1.0)
-    name, needed = ("GPU", each) if each else ("CPU", options.cpus_per_worker)
+    gpus = min(cluster.get("GPU", 0.0), 1.0) if gpus_per_worker is None else gpus_per_worker
+    name, needed = ("GPU", gpus) if gpus else ("CPU", cpus_per_worker)
     available = cluster.get(name, 0.0)
-    num_fitting = _num_fitting(available, needed, name == "GPU")
-    num_workers = options.num_workers or (max(num_fitting, 1) if each else 1)
+    # Counted in Ray's units: 1 / 0.2 in floating point is less than 5.
+    there, each = round(available * _UNITS), max(round(needed * _UNITS), 1)
+    num_fitting = there // each
+    if gpus and each < _UNITS:  # a share of a GPU is on one GPU
+        num_fitting = there // _UNITS * (_UNITS // each) + there % _UNITS // each
+    num_workers = workers or (max(num_fitting, 1) if gpus else 1)
     if needed and num_fitting < num_workers:
         raise ConfigError(
             f"all workers must fit into the cluster, got {num_workers} of {needed:g} {name} each with "
             f"{available:g} {name}, enough for {num_fitting}; choose fewer"
         )
-    return ({"num_gpus": each} if each else {"num_cpus": options.cpus_per_worker}), num_workers
-
-
-def _num_fitting(available: float, needed: float, is_gpu: bool) -> int:
-    """Number of actors that fit, counted in Ray's units: 1 / 0.2 in floating point is less than 5."""
-    there, each = round(available * _UNITS), max(round(needed * _UNITS), 1)
-    if is_gpu and each < _UNITS:  # a share of a GPU is on one GPU
-        whole, rest = divmod(there, _UNITS)
-        return whole * (_UNITS // each) + rest // each
-    return there // each
+    return {f"num_{name.lower()}s": needed}, num_workers

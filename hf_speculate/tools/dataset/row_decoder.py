@@ -91,7 +91,7 @@ class RowDecoder:
             self.model,
             num_rows,
             {**self._all_arguments(), "return_dict_in_generate": False},
-            self._pad_token_id(),
+            self._pad_token_id,
             on_begin=lambda prompts: on_begin([prompt.key for prompt in prompts]),
         )
         prompts = (RowPrompt(self._token_ids(row), _seed_of(row, seed), row.settings, key=row) for row in rows)
@@ -110,13 +110,11 @@ class RowDecoder:
                     decoder.num_live,
                 )
         except torch.OutOfMemoryError as error:
-            raise ConfigError(
-                f"the rows must fit into memory, got {num_rows} rows at once; choose fewer, finished rows are kept"
-            ) from error
+            raise _out_of_memory(num_rows, "rows at once") from error
 
     def _decode(self, rows: Sequence[Row], seed: int) -> Decoded:
         prompts = [self._token_ids(row) for row in rows]
-        input_ids, attention_mask = left_padded(prompts, self._pad_token_id(), self.model.device)
+        input_ids, attention_mask = left_padded(prompts, self._pad_token_id, self.model.device)
         stats, ends, prompt_len = SpeculationStats(), self._ends(), input_ids.shape[1]
         decode: Any = self.model.generate if is_enabled(self.model) else partial(generate, self.model)
         try:
@@ -130,10 +128,8 @@ class RowDecoder:
                 **{**self._all_arguments(), "stopping_criteria": ends.criteria},
             )
         except torch.OutOfMemoryError as error:
-            raise ConfigError(
-                f"a batch must fit into memory, got {len(rows)} rows of {prompt_len} and "
-                f"{self.arguments['max_new_tokens']} tokens; choose a smaller batch size, finished rows are kept"
-            ) from error
+            sizes = f"rows of {prompt_len} and {self.arguments['max_new_tokens']} tokens"
+            raise _out_of_memory(len(rows), sizes) from error
         found = zip(rows, output[:, prompt_len:].tolist(), ends.find(output, prompt_len), strict=True)
         lines = [self._line(row, *self._ended(ids, num)) for row, ids, num in found]
         return Decoded(lines, stats.num_drafted, stats.num_accepted, stats.num_rounds)
@@ -146,7 +142,7 @@ class RowDecoder:
         return token_ids_of(row, self.tokenizer, self.is_chat)
 
     def _all_arguments(self) -> dict[str, Any]:
-        own = {"pad_token_id": self._pad_token_id(), "tokenizer": self.tokenizer}
+        own = {"pad_token_id": self._pad_token_id, "tokenizer": self.tokenizer}
         return {**own, **self.arguments, **self._verifier()}
 
     def _line_of(self, result: RowResult) -> dict[str, Any]:
@@ -161,7 +157,7 @@ class RowDecoder:
         return {"id": row.id, "text": text, "num_tokens": len(ids), "finish_reason": reason, **row.extras}
 
     def _ends(self) -> RowEnds:
-        return RowEnds(self._eos_token_ids(), self._stop_strings, self.arguments.get("stopping_criteria"))
+        return RowEnds(self._eos_token_ids, self._stop_strings, self.arguments.get("stopping_criteria"))
 
     def _ended(self, ids: list[int], num_new: int | None) -> tuple[list[int], str]:
         """A row's tokens without padding, and its finish reason."""
@@ -169,10 +165,9 @@ class RowDecoder:
             return ids[:num_new], "stop"
         criteria = self.arguments.get("stopping_criteria") or ()
         if self._setting("max_time") is not None or any(isinstance(one, MaxTimeCriteria) for one in criteria):
-            pad_id, num_tokens = self._pad_token_id(), len(ids)  # rows that a clock ended are padded
-            while num_tokens and ids[num_tokens - 1] == pad_id:
-                num_tokens -= 1
-            ids = ids[:num_tokens]
+            ids = list(ids)
+            while ids and ids[-1] == self._pad_token_id:  # rows that a clock ended are padded
+                del ids[-1]
         return ids, "length" if len(ids) >= self.arguments["max_new_tokens"] else "stop"
 
     @cached_property
@@ -181,12 +176,14 @@ class RowDecoder:
         tokenizer = self.arguments.get("tokenizer") or self.tokenizer
         return None if stop_strings is None else StopStringCriteria(tokenizer, stop_strings)
 
-    def _eos_token_ids(self) -> set[int]:
+    @property
+    def _eos_token_ids(self) -> list[int]:
         eos = self._setting("eos_token_id")
-        return set() if eos is None else {int(eos)} if isinstance(eos, int) else set(map(int, eos))
+        return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
 
+    @property
     def _pad_token_id(self) -> int:
-        candidates = (self._setting("pad_token_id"), self.tokenizer.pad_token_id, *self._eos_token_ids(), 0)
+        candidates = (self._setting("pad_token_id"), self.tokenizer.pad_token_id, *self._eos_token_ids, 0)
         return int(next(token_id for token_id in candidates if token_id is not None))
 
     def _setting(self, name: str) -> Any:
@@ -222,6 +219,10 @@ class _Source:
 
     def next(self) -> RowPrompt | None:
         return next(self._prompts, None)
+
+
+def _out_of_memory(num_rows: int, what: str) -> ConfigError:
+    return ConfigError(f"the batch must fit into memory, got {num_rows} {what}; choose fewer rows, results are kept")
 
 
 def _seed_of(row: Row, seed: int) -> int:

@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,19 +44,32 @@ ROW_SETTINGS: dict[str, Check] = {
 
 @dataclass(frozen=True)
 class Row:
-    key: str  # the id as a string; unique
     id: str | int  # as given, else the line's number
     content: str | list[dict[str, Any]]  # text, or chat messages
     extras: dict[str, Any]  # fields that are copied to the result
     source: str  # file and line, for error messages
     num_turns: int = 1  # number of turns in the data set; `content` is the first
-    settings: dict[str, Any] = field(default_factory=dict)  # other arguments of `generate()` for this row
-    seed: int | None = None  # of this row when sampling
 
     @classmethod
     def of(cls, content: str | list[dict[str, Any]], number: int = 1, source: str = "the prompt") -> "Row":
         """A row with a number as its id."""
-        return cls(str(number), number, content, {}, source)
+        return cls(number, content, {}, source)
+
+    @property
+    def key(self) -> str:
+        """The id as a string; unique."""
+        return str(self.id)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Arguments of `generate()` for this row; the seed is apart."""
+        given = {name: self.extras.get(name) for name in ROW_SETTINGS if name != "seed"}
+        return {name: value for name, value in given.items() if value is not None}
+
+    @property
+    def seed(self) -> int | None:
+        """Of this row when sampling."""
+        return self.extras.get("seed")
 
     @property
     def category(self) -> str:
@@ -77,90 +90,81 @@ def read_rows(prompts: str | Path | Iterable[str | Mapping[str, Any]]) -> list[R
         entries = read_json_lines(path.read_bytes().split(b"\n"), path.name)
     else:
         entries = ((number, entry, f"prompt {number}") for number, entry in enumerate(prompts, 1))
-    rows: list[Row] = []
-    sources: dict[str, str] = {}
+    rows: dict[str, Row] = {}
     for number, entry, source in entries:
         row = _row_of(entry, number, source)
-        if row.key in sources:
+        if row.key in rows:
             raise ConfigError(
-                f"ids must be unique, got {row.key!r} at {sources[row.key]} and at {source}; give each prompt its own "
-                "id, or none of them"
+                f"ids must be unique, got {row.key!r} at {rows[row.key].source} and at {source}; give each prompt its "
+                "own id, or none of them"
             )
-        sources[row.key] = source
-        rows.append(row)
+        rows[row.key] = row
     if not rows:
         raise ConfigError("there must be at least one prompt, got none; write one JSON object per line")
-    return rows
+    return list(rows.values())
 
 
 def read_json_lines(lines: Iterable[bytes], name: str) -> Iterator[tuple[int, Any, str]]:
     """Number, JSON value and source of each line that is not blank."""
     for number, line in enumerate(lines, 1):
         source = f"{name}:{number}"
-        if not line.strip():
-            continue
-        try:
-            yield number, json.loads(line.decode("utf-8")), source
-        except UnicodeDecodeError:
-            raise ConfigError(f"each line must be UTF-8, got other bytes at {source}; save the file as UTF-8") from None
-        except json.JSONDecodeError as error:
-            raise ConfigError(
-                f"each line must be JSON, got {error.msg} at {source}; write one object per line"
-            ) from None
+        if line.strip():
+            try:
+                yield number, json.loads(line), source
+            except ValueError as error:
+                raise ConfigError(
+                    f"each line must be JSON in UTF-8, got {error} at {source}; write one object per line"
+                ) from None
 
 
 def digest_of(rows: Sequence[Row]) -> str:
     """Digest of the rows' ids, contents and extra fields, in order."""
     digest = hashlib.sha256()
     for row in rows:
-        digest.update(f"{_json(row)}\n".encode())
+        digest.update(_encoded(row) + b"\n")
     return digest.hexdigest()
 
 
-def _json(row: Row) -> str:
-    return json.dumps([row.id, row.content, row.extras], ensure_ascii=False, sort_keys=True)
+def _encoded(row: Row) -> bytes:
+    return json.dumps([row.id, row.content, row.extras], ensure_ascii=False, sort_keys=True).encode()
 
 
 def _row_of(entry: Any, number: int, source: str) -> Row:
-    fields: dict[str, Any] = (
-        {"prompt": entry} if isinstance(entry, str) else dict(entry) if isinstance(entry, Mapping) else {}
-    )
-    given = [name for name in PROMPT_NAMES if fields.get(name) is not None]
-    content: Any = fields[given[0]] if len(given) == 1 else None
+    fields: dict[str, Any] = {"prompt": entry} if isinstance(entry, str) else {}
+    if isinstance(entry, Mapping):
+        fields = dict(entry)
+    contents = {name: fields.pop(name) for name in PROMPT_NAMES if name in fields}
+    given = {name: value for name, value in contents.items() if value is not None}
+    content: Any = None
+    name, content = given.popitem() if len(given) == 1 else ("", None)
     num_turns = 1
-    if given == ["turns"] and isinstance(content, list) and content:
+    if name == "turns" and isinstance(content, list) and content:
         content, num_turns = content[0], len(content)
     is_chat = isinstance(content, list) and content and all(isinstance(message, dict) for message in content)
     if not isinstance(content, str) and not is_chat:
+        got = ", ".join(sorted({**fields, **contents})) or repr(entry)[:40]
         raise ConfigError(
-            f"each line must hold one of {', '.join(PROMPT_NAMES)}, "
-            f"got {', '.join(sorted(fields)) or repr(entry)[:40]} "
-            f'at {source}; write {{"prompt": "..."}}, for example'
+            f"each line must hold one of {', '.join(PROMPT_NAMES)}, got {got} at {source}; "
+            'write {"prompt": "..."}, for example'
         )
-    id_name = next((name for name in ID_NAMES if name in fields), None)
-    row_id = number if id_name is None else fields[id_name]
+    id_name = next((name for name in ID_NAMES if name in fields), "id")
+    row_id = fields.pop(id_name, number)
     if isinstance(row_id, bool) or not isinstance(row_id, str | int):
         raise ConfigError(
             f"{id_name} must be a string or an integer, got {row_id!r} at {source}; leave it out for the line's number"
         )
-    extras = {name: value for name, value in fields.items() if name not in (id_name, *PROMPT_NAMES)}
-    taken = sorted(set(extras) & set(RESULT_NAMES))
+    taken = sorted(set(fields) & set(RESULT_NAMES))
     if taken:
         raise ConfigError(
             f"extra fields must not have a name of the result ({', '.join(RESULT_NAMES)}), got {taken[0]} at "
             f"{source}; rename it"
         )
-    settings: dict[str, Any] = {
-        name: value for name, value in extras.items() if name in ROW_SETTINGS and value is not None
-    }
-    for name, value in settings.items():
-        ROW_SETTINGS[name](name, value, f" at {source}")
-    seed = settings.pop("seed", None)
-    row = Row(str(row_id), row_id, content, extras, source, num_turns, settings, seed)
+    for name, check in ROW_SETTINGS.items():
+        if fields.get(name) is not None:
+            check(name, fields[name], f" at {source}")
+    row = Row(row_id, content, fields, source, num_turns)
     try:
-        _json(row).encode()
-    except UnicodeEncodeError:
-        raise ConfigError(f"each line must be Unicode, got an unpaired surrogate at {source}; repair it") from None
-    except TypeError as error:
-        raise ConfigError(f"each value must be JSON, got {error} at {source}; convert it") from None
+        _encoded(row)
+    except (UnicodeEncodeError, TypeError) as error:  # an unpaired surrogate, or an object of Python
+        raise ConfigError(f"each line must be JSON in UTF-8, got {error} at {source}; repair it") from None
     return row

@@ -2,22 +2,21 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from hf_speculate.errors import ConfigError
-from hf_speculate.field_checks import Check, is_int, one_of
-from hf_speculate.tools.dataset.files import append_results, put_in_order, spans_of
+from hf_speculate.tools.dataset.files import append_json, ids_in, put_in_order
 from hf_speculate.tools.dataset.ranks import Ranks
 from hf_speculate.tools.dataset.row_decoder import Decoded, RowDecoder
 from hf_speculate.tools.dataset.rows import Row
-from hf_speculate.tools.dataset.run_folder import IF_CHANGED, RunFolder
+from hf_speculate.tools.dataset.run_folder import Job, RunFolder
 
-_SEED = Check("be an int", lambda seed: seed is None or is_int(seed), "leave it out for a random one")
 _COUNTS = ("num_tokens", "num_drafted", "num_accepted", "num_rounds", "num_failed")
 Engine = Callable[[Sequence[Sequence[Row]], int, Callable[[Sequence[Row]], None]], Iterator[Decoded]]
 
@@ -83,20 +82,6 @@ class DatasetReport:
             yield from map(json.loads, file)
 
 
-@dataclass(frozen=True)
-class Job:
-    rows: Sequence[Row]  # in the order of the prompts
-    output: Path  # file for the results, one line each
-    settings: Mapping[str, Any]  # that determine the texts, as JSON values; a run only resumes with the same settings
-    seed: int | None = None  # of the data set; None to draw one and keep it for later runs
-    is_ordered: bool = False  # whether to sort the finished output like the prompts
-    if_changed: str = "refuse"  # "refuse", "keep" or "restart" finished rows if prompts or settings have changed
-
-    def __post_init__(self) -> None:
-        _SEED("seed", self.seed)
-        one_of(*IF_CHANGED)("if_changed", self.if_changed)
-
-
 def in_this_process(make_decoder: Callable[[], RowDecoder], num_refilled: int = 0) -> Engine:
     """Engine of this process, which loads the models before the first row.
 
@@ -132,12 +117,12 @@ def run(
 
     Results are on the disk before further rows start: a killed process loses the rows in flight.
     """
-    folder = RunFolder(job.output)
+    folder = RunFolder(job)
     with folder.locked() if ranks.is_main else nullcontext():
         if ranks.is_main:
-            folder.begin(job.rows, job.settings, job.seed, job.if_changed)
+            folder.begin()
         ranks.wait()
-        seed, finished = folder.seed(), set(spans_of(job.output))
+        seed, finished = folder.seed(), ids_in(job.output)
         left = [row for row in job.rows if row.key not in finished]
         batches = list(make_batches(left))[ranks.index :: ranks.num] if left else []
         num_resumed = len(finished) if ranks.num == 1 else 0  # a rank knows its own share only
@@ -145,12 +130,8 @@ def run(
         report = DatasetReport(job.output, num_rows, num_resumed, num_finished=num_resumed)
         path = job.output if ranks.num == 1 else folder.part(ranks.index)
         begin = time.perf_counter()
-
-        def on_begin(batch: Sequence[Row]) -> None:
-            folder.record_begun(ranks.index, [row.key for row in batch])
-
-        for decoded in engine(batches, seed, on_begin) if batches else ():
-            append_results(path, decoded.results)
+        for decoded in engine(batches, seed, partial(folder.record_begun, ranks.index)) if batches else ():
+            append_json(path, decoded.results)
             report = report._after(decoded, time.perf_counter() - begin)
             if on_batch is not None:
                 on_batch(report)
@@ -166,12 +147,13 @@ def run(
 def _complete(job: Job, folder: RunFolder) -> None:
     """Collect the results of all ranks."""
     folder.gather_parts()
-    spans = spans_of(job.output)
-    missing = [row.key for row in job.rows if row.key not in spans]
+    keys = [row.key for row in job.rows]
+    found = ids_in(job.output)
+    missing = [key for key in keys if key not in found]
     if missing:
         raise ConfigError(
             f"every prompt must have a result, got none for {len(missing)} ({', '.join(missing[:3])}); choose an "
             "output on a file system that all ranks share"
         )
     if job.is_ordered:
-        put_in_order(job.output, (row.key for row in job.rows))
+        put_in_order(job.output, keys)

@@ -4,18 +4,35 @@ import json
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import filelock
 
 from hf_speculate.errors import ConfigError
+from hf_speculate.field_checks import Check, is_int, one_of
 from hf_speculate.tools.atomic_file import replace_file
-from hf_speculate.tools.dataset.files import append_lines, cut_torn_line, move_results, spans_of
+from hf_speculate.tools.dataset.files import append_json, cut_torn_line, ids_in, move_results
 from hf_speculate.tools.dataset.rows import Row, digest_of
 
-IF_CHANGED = ("keep", "refuse", "restart")
+_IF_CHANGED = one_of("keep", "refuse", "restart")
+_SEED = Check("be an int", lambda seed: seed is None or is_int(seed), "leave it out for a random one")
 _FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Job:
+    rows: Sequence[Row]  # in the order of the prompts
+    output: Path  # file for the results, one line each
+    settings: Mapping[str, Any]  # that determine the texts, as JSON values; a run only resumes with the same settings
+    seed: int | None = None  # of the data set; None to draw one and keep it for later runs
+    is_ordered: bool = False  # whether to sort the finished output like the prompts
+    if_changed: str = "refuse"  # "refuse", "keep" or "restart" finished rows if prompts or settings have changed
+
+    def __post_init__(self) -> None:
+        _SEED("seed", self.seed)
+        _IF_CHANGED("if_changed", self.if_changed)
 
 
 class RunFolder:
@@ -26,9 +43,9 @@ class RunFolder:
     last line is the batch that was running.
     """
 
-    def __init__(self, output: Path):
-        self.output = output
-        self.folder = output.with_name(f"{output.name}.run")
+    def __init__(self, job: Job):
+        self.job, self.output = job, job.output
+        self.folder = self.output.with_name(f"{self.output.name}.run")
         self.manifest = self.folder / "manifest.json"
 
     def locked(self) -> AbstractContextManager[Any]:
@@ -42,37 +59,34 @@ class RunFolder:
                 "another output"
             ) from None
 
-    def begin(self, rows: Sequence[Row], settings: Mapping[str, Any], seed: int | None, if_changed: str) -> None:
+    def begin(self) -> None:
         """Repair files of a killed run, and check that it had the same prompts and settings."""
-        before = self._read_manifest()
+        job, before = self.job, self._read_manifest()
         if before is None and self.output.exists():
             raise ConfigError(
                 f"the output must be new or written by an earlier run, got {self.output} without {self.manifest}; "
                 "choose another output, or remove it"
             )
+        seed = job.seed
         if seed is None:
-            seed = before["seed"] if before is not None else secrets.randbits(62)
-        wanted = {
-            "format": _FORMAT,
-            "prompts": digest_of(rows),
-            "settings": json.loads(json.dumps(dict(settings))),
-            "seed": seed,
-        }
+            seed = secrets.randbits(62) if before is None else before["seed"]
+        settings = json.loads(json.dumps(dict(job.settings)))
+        wanted = {"format": _FORMAT, "prompts": digest_of(job.rows), "settings": settings, "seed": seed}
         changes = [] if before is None else _changes(before, wanted)
-        for path in (self.output, *self._journals()):
+        begun = sorted(self.folder.glob("begun-*.jsonl"))
+        for path in (self.output, *begun):
             cut_torn_line(path)
         self.gather_parts()
-        finished = set(spans_of(self.output))
-        if changes and finished and if_changed == "refuse":
+        if changes and job.if_changed == "restart":
+            for path in (*begun, self.output):
+                path.unlink(missing_ok=True)
+        finished = ids_in(self.output)
+        if changes and finished and job.if_changed == "refuse":
             raise ConfigError(
                 f"{self.output} must be resumed with the same prompts and settings, got other {', '.join(changes)}; "
                 "choose another output, or set --if-changed (if_changed in Python) to keep or to restart"
             )
-        if changes and if_changed == "restart":
-            for path in (*self._journals(), self.output):
-                path.unlink(missing_ok=True)
-            finished = set()
-        unknown = sorted(finished - {row.key for row in rows})
+        unknown = sorted(finished - {row.key for row in job.rows})
         if unknown:
             raise ConfigError(
                 f"ids in {self.output} must be ids of the prompts, got {', '.join(unknown[:3])}; choose another "
@@ -93,16 +107,12 @@ class RunFolder:
     def part(self, rank: int) -> Path:
         return self.folder / f"rank-{rank}.jsonl"
 
-    def record_begun(self, rank: int, keys: Sequence[str]) -> None:
-        line = json.dumps({"ids": list(keys)}, ensure_ascii=False)
-        append_lines(self.folder / f"begun-{rank}.jsonl", f"{line}\n".encode())
+    def record_begun(self, rank: int, rows: Sequence[Row]) -> None:
+        append_json(self.folder / f"begun-{rank}.jsonl", [{"ids": [row.key for row in rows]}])
 
     def gather_parts(self) -> None:
         for part in sorted(self.folder.glob("rank-*.jsonl")):
             move_results(part, self.output)
-
-    def _journals(self) -> list[Path]:
-        return sorted(self.folder.glob("begun-*.jsonl"))
 
     def _read_manifest(self) -> dict[str, Any] | None:
         if not self.manifest.exists():

@@ -13,10 +13,10 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_speculate.generation.mixin import SpeculativeGenerationMixin
-from hf_speculate.tools.cli.arguments import decoding_of
+from hf_speculate.tools.cli.arguments import arguments_of
 from hf_speculate.tools.cli.loading import names_head
 from hf_speculate.tools.cli.main import main
-from hf_speculate.tools.cli.options import Generation, Models, Speculation
+from hf_speculate.tools.cli.options import Models, Speculation
 from tests.draft.heads.designs import EAGLE3, make_weights, write_speculators
 from tests.tiny import make_model
 from tests.tiny_tokenizers import byte_level_tokenizer
@@ -95,19 +95,16 @@ def test_prompts_come_from_a_pipe(plain_texts, monkeypatch, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["text"] == plain_texts[0]
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     assert main(words) == 2
-    assert "there must be a prompt, got an empty one" in capsys.readouterr().err
+    assert "there must be a prompt, got none" in capsys.readouterr().err
 
 
 def test_sampling_options_and_settings_of_generation_configs_reach_the_model():
-    generation = Generation(
-        sample=True, top_p=0.9, top_k=7, repetition_penalty=1.2, seed=3, settings=["min_p=0.1", "verifier=block"]
-    )
-    decoding = decoding_of(generation, Speculation(num_assistant_tokens="adaptive:9", lookup=5))
-    assert decoding.sampling == {"top_p": 0.9, "top_k": 7}
-    assert decoding.options == {"repetition_penalty": 1.2, "min_p": 0.1}
-    speculation = {"num_assistant_tokens": 9, "num_assistant_tokens_schedule": "adaptive", "seed": 3}
-    assert decoding.fields == speculation | {"prompt_lookup_num_tokens": 5, "verifier": "block"}
-    assert decoding.arguments["max_new_tokens"] == 256
+    settings = {"top_p": 0.9, "top_k": 7, "repetition_penalty": 1.2, "seed": 3, "lookup": 5}
+    given = {"num_assistant_tokens": "adaptive:9", "settings": ["min_p=0.1", "verifier=block"]}
+    found = arguments_of(Speculation(target="", sample=True, **settings, **given))
+    settings["prompt_lookup_num_tokens"] = settings.pop("lookup")
+    schedule = {"num_assistant_tokens": 9, "num_assistant_tokens_schedule": "adaptive"}
+    assert found == {"max_new_tokens": 256, "do_sample": True, "min_p": 0.1, "verifier": "block"} | settings | schedule
 
 
 def test_help_and_version_load_neither_torch_nor_transformers():
@@ -158,7 +155,7 @@ def test_a_head_is_timed_without_transformers_own_methods(head, tmp_path):
     found = json.loads(result.read_text())
     assert [method["name"] for method in found["methods"]] == ["plain, greedy", "greedy, K = 2"]
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "glm4_moe", "num_mtp_layers": 1}))
-    assert names_head(Models(str(tmp_path), str(tmp_path)))  # MTP layers of the target itself
+    assert names_head(Models(target=str(tmp_path), draft=str(tmp_path)))  # MTP layers of the target itself
 
 
 def test_whether_a_head_fits_is_said_from_its_config(head, tmp_path, capsys):

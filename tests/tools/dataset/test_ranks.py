@@ -17,7 +17,8 @@ from hf_speculate.tools.dataset.decode import check_model
 from hf_speculate.tools.dataset.files import cut_torn_line
 from hf_speculate.tools.dataset.row_decoder import Decoded
 from hf_speculate.tools.dataset.rows import read_rows
-from hf_speculate.tools.dataset.run import Job, run
+from hf_speculate.tools.dataset.run import run
+from hf_speculate.tools.dataset.run_folder import Job
 from tests.tiny import make_model
 from tests.tools.dataset.common import batch_words, begun_in, prompts, save_pair, texts_in, write_prompts
 

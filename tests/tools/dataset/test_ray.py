@@ -9,10 +9,11 @@ import pytest
 from hf_speculate.errors import ConfigError, MissingExtraError
 from hf_speculate.tools.cli.main import main
 from hf_speculate.tools.dataset.encoding import batches_of
-from hf_speculate.tools.dataset.on_ray import RayOptions, on_ray, resources_of
+from hf_speculate.tools.dataset.on_ray import on_ray, resources_of
 from hf_speculate.tools.dataset.ranks import Ranks
 from hf_speculate.tools.dataset.rows import read_rows
-from hf_speculate.tools.dataset.run import Job, run
+from hf_speculate.tools.dataset.run import run
+from hf_speculate.tools.dataset.run_folder import Job
 from tests.tiny_tokenizers import letters_tokenizer
 from tests.tools.dataset.common import (
     LETTERS,
@@ -53,10 +54,10 @@ def folder(tmp_path_factory):
     return folder
 
 
-def decode(make, output, options, on_batch=None):
+def decode(make, output, on_batch=None, **options):
     tokenizer = letters_tokenizer(LETTERS)
     job = Job(read_rows(TEXTS), output, {"name": "test"})
-    return run(job, lambda rows: batches_of(rows, 2, tokenizer, False), on_ray(make, options), Ranks(), on_batch)
+    return run(job, lambda rows: batches_of(rows, 2, tokenizer, False), on_ray(make, **options), Ranks(), on_batch)
 
 
 @pytest.fixture
@@ -67,7 +68,7 @@ def notes(tmp_path_factory):
 @pytest.mark.slow
 def test_every_row_comes_once_though_an_actor_dies(cluster, folder, notes, tmp_path):
     make, reports = functools.partial(fatal_decoder, folder, NUM_NEW, notes, 1), []
-    report = decode(make, tmp_path / "out.jsonl", RayOptions(num_workers=2), reports.append)
+    report = decode(make, tmp_path / "out.jsonl", reports.append, workers=2)
     assert list(notes.iterdir())
     expected = plain_results(folder / "target", TEXTS)
     assert texts_in(tmp_path / "out.jsonl") == {place: text for place, (text, *_) in enumerate(expected, 1)}
@@ -79,7 +80,7 @@ def test_every_row_comes_once_though_an_actor_dies(cluster, folder, notes, tmp_p
 def test_a_batch_that_always_ends_its_actor_is_named(cluster, folder, notes, tmp_path):
     make = functools.partial(fatal_decoder, folder, NUM_NEW, notes, 99)
     with pytest.raises(ConfigError, match=r"must not kill its actor, got 2 rows \(.*\) on which 1 died"):
-        decode(make, tmp_path / "out.jsonl", RayOptions(num_workers=1, num_attempts=1))
+        decode(make, tmp_path / "out.jsonl", workers=1, num_attempts=1)
 
 
 @pytest.mark.slow
@@ -101,20 +102,21 @@ def test_the_command_goes_on_with_actors_where_one_process_was_ended(cluster, fo
 @pytest.mark.parametrize(
     ("cluster_has", "options", "reserved", "num_workers"),
     [
-        ({"CPU": 8.0}, {"num_workers": 4, "cpus_per_worker": 2.0}, {"num_cpus": 2.0}, 4),
-        ({"CPU": 2.0}, {"num_workers": 5, "cpus_per_worker": 0.4}, {"num_cpus": 0.4}, 5),
+        ({"CPU": 8.0}, {"workers": 4, "cpus_per_worker": 2.0}, {"num_cpus": 2.0}, 4),
+        ({"CPU": 2.0}, {"workers": 5, "cpus_per_worker": 0.4}, {"num_cpus": 0.4}, 5),
         ({"CPU": 8.0, "GPU": 4.0}, {}, {"num_gpus": 1.0}, 4),
         ({"CPU": 8.0, "GPU": 4.0}, {"gpus_per_worker": 0}, {"num_cpus": 1.0}, 1),
         ({"GPU": 2.0}, {"gpus_per_worker": 0.4}, {"num_gpus": 0.4}, 4),  # no GPU's rest is joined with another's
     ],
 )
 def test_gpus_are_taken_before_cpus_and_all_of_them(cluster_has, options, reserved, num_workers):
-    assert resources_of(cluster_has, RayOptions(**options)) == (reserved, num_workers)
+    options = {"workers": None, "cpus_per_worker": 1.0, "gpus_per_worker": None} | options
+    assert resources_of(cluster_has, **options) == (reserved, num_workers)
     with pytest.raises(ConfigError, match="got 99 of"):
-        resources_of(cluster_has, RayOptions(**{**options, "num_workers": 99}))
+        resources_of(cluster_has, **{**options, "workers": 99})
 
 
 def test_ray_is_named_where_it_is_missing(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MissingExtraError, match=r'pip install "ray\[data\]", or pip install "\.\[ray\]"'):
-        decode(None, tmp_path / "out.jsonl", RayOptions())
+        decode(None, tmp_path / "out.jsonl")

@@ -37,13 +37,13 @@ def test_lines_of_every_kind_are_rows(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b"{", "each line must be JSON, got .* at p.jsonl:2"),
-        (b'"\xff"', "each line must be UTF-8, got other bytes at p.jsonl:2"),
+        (b"{", "must be JSON in UTF-8, got .* at p.jsonl:2"),
+        (b'"\xff"', "must be JSON in UTF-8, got .*codec.* at p.jsonl:2"),
         (b'{"a": 1}', "one of messages, prompt, text, turns, got a at p.jsonl:2"),
         (b'{"prompt": "a", "id": true}', "id must be a string or an integer, got True at p.jsonl:2"),
         (b'{"prompt": "a", "num_tokens": 3}', "got num_tokens at p.jsonl:2; rename it"),
         (b'{"prompt": "a", "id": 1}', "ids must be unique, got '1' at p.jsonl:1 and at p.jsonl:2"),
-        (b'{"prompt": "\\ud800"}', "an unpaired surrogate at p.jsonl:2"),
+        (b'{"prompt": "\\ud800"}', "surrogates not allowed at p.jsonl:2"),
     ],
 )
 def test_a_bad_line_is_named(line, message, tmp_path):
@@ -54,7 +54,7 @@ def test_a_bad_line_is_named(line, message, tmp_path):
 
 def test_a_file_without_prompts_is_named(tmp_path):
     (tmp_path / "empty.jsonl").write_text("\n \n")
-    bad = [({1, 2}, "must be JSON, got .* at prompt 1"), ([], "at least one prompt")]
+    bad = [({1, 2}, "must be JSON in UTF-8, got .*set.* at prompt 1"), ([], "at least one prompt")]
     bad += [(tmp_path / "none.jsonl", "must exist, got"), (tmp_path / "empty.jsonl", "at least one prompt")]
     for prompts, message in bad:
         with pytest.raises(ConfigError, match=message):
@@ -80,7 +80,7 @@ def test_a_file_cut_anywhere_keeps_its_whole_lines(tmp_path):
         kept = WHOLE[:num_bytes].rpartition(b"\n")
         assert files.cut_torn_line(path) == len(kept[2])
         assert path.read_bytes() == kept[0] + kept[1]
-        assert len(files.spans_of(path)) == path.read_bytes().count(b"\n")
+        assert len(files.ids_in(path)) == path.read_bytes().count(b"\n")
     torn = b'{"id": "' + b"x" * (3 << 16)  # longer than a block
     path.write_bytes(WHOLE + torn)
     assert files.cut_torn_line(path) == len(torn)
@@ -95,7 +95,7 @@ def test_a_move_that_was_killed_is_done_again(num_moved, tmp_path):
     part, whole = tmp_path / "part.jsonl", tmp_path / "whole.jsonl"
     part.write_bytes(WHOLE + b'{"id": "to')
     if num_moved:
-        files.append_results(whole, RESULTS[:num_moved])
+        files.append_json(whole, RESULTS[:num_moved])
     files.move_results(part, whole)
     assert whole.read_bytes() == WHOLE
     assert not part.exists()
@@ -106,4 +106,4 @@ def test_a_line_that_is_no_result_or_comes_again_is_named(line, tmp_path):
     path = tmp_path / "out.jsonl"
     path.write_bytes(WHOLE + line + b"\n")
     with pytest.raises(ConfigError, match=r"at out\.jsonl:4"):
-        files.spans_of(path)
+        files.ids_in(path)

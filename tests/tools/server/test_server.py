@@ -155,7 +155,7 @@ def test_the_command_checks_before_it_loads(monkeypatch, capsys):
     for options, words in (
         (["-k", "0"], "num_assistant_tokens"),
         (["--host", "203.0.113.1"], "--host and --port must be free on this machine"),
-        (["--port", "0"], "a model must be a folder"),
+        (["--port", "0"], "a causal language model must be in a folder"),
         ([], "uvicorn must be installed for this, got none; run pip install"),
     ):
         if not options:
