@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -15,38 +15,22 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 
-from hf_speculate.tools.server.engine import DecodeRequest, DecodeResult, Engine, RequestError
+from hf_speculate.tools.server.engine import DecodeResult, Engine, RequestError, request_error
 from hf_speculate.tools.server.schemas import (
     NEUTRAL,
     ChatRequest,
     CompletionRequest,
     check_model,
-    decode_request,
+    row_prompt,
 )
 
 Answer = AsyncGenerator[str | DecodeResult, None]
+# Begin of an answer's id, and names of a whole answer and of a chunk of a streamed one.
+_NAMES = {
+    ChatRequest: ("chatcmpl", "chat.completion", "chat.completion.chunk"),
+    CompletionRequest: ("cmpl", "text_completion", "text_completion"),
+}
 _ANSWER_S = 5  # at a shutdown, for the error answers of the requests that were not finished
-
-
-class _Form(NamedTuple):
-    """JSON of an endpoint's answers: the names of its objects, and its choices."""
-
-    id_prefix: str
-    whole: str
-    chunk: str
-    is_chat: bool
-
-    def choice(self, text: str, reason: str | None, is_delta: bool = False) -> dict[str, Any]:
-        content: dict[str, Any] = {"text": text}
-        if self.is_chat and is_delta:
-            content = {"delta": {"content": text} if text else {}}
-        elif self.is_chat:
-            content = {"message": {"role": "assistant", "content": text}}
-        return {"index": 0, **content, "logprobs": None, "finish_reason": reason}
-
-
-_CHAT = _Form("chatcmpl", "chat.completion", "chat.completion.chunk", is_chat=True)
-_COMPLETION = _Form("cmpl", "text_completion", "text_completion", is_chat=False)
 
 
 def make_app(engine: Engine) -> FastAPI:
@@ -75,13 +59,14 @@ def make_app(engine: Engine) -> FastAPI:
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, http: Request) -> Any:
-        return await _answer(engine, body, http, _CHAT)
+        return await _answer(engine, body, http)
 
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, http: Request) -> Any:
-        return await _answer(engine, body, http, _COMPLETION)
+        return await _answer(engine, body, http)
 
-    _handle_errors(app)
+    for kind in (RequestError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, _error_response)
     return app
 
 
@@ -99,32 +84,25 @@ class GracefulServer(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-async def _answer(engine: Engine, body: ChatRequest | CompletionRequest, http: Request, form: _Form) -> Any:
-    request = decode_request(body, engine)
-    answer = engine.stream(request, http.is_disconnected)
-    head = {"id": f"{form.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": engine.name}
+async def _answer(engine: Engine, body: ChatRequest | CompletionRequest, http: Request) -> Any:
+    answer = engine.stream(row_prompt(body, engine), http.is_disconnected)
+    prefix, whole, chunk = _NAMES[type(body)]
+    head: dict[str, Any] = {"id": f"{prefix}-{uuid.uuid4().hex}", "object": chunk if body.stream else whole}
+    head |= {"created": int(time.time()), "model": engine.name}
     if not body.stream:
         pieces = [piece async for piece in answer]
         if not pieces or isinstance(pieces[-1], str):
             return None  # the client has left
         text, result = "".join(map(str, pieces[:-1])), pieces[-1]
-        choice, usage = form.choice(text, result.finish_reason), _usage(request, result)
-        return {**head, "object": form.whole, "choices": [choice], "usage": usage}
+        return {**head, "choices": [_choice(body, text, result.finish_reason)], "usage": _usage(result)}
     first = await anext(answer, None)  # an error of generate() is then an error response, not a broken stream
     if first is None:
         return None
-    has_usage = body.stream_options is not None and body.stream_options.include_usage
-    events = _events(answer, first, request, head | {"object": form.chunk}, form, has_usage)
-    return StreamingResponse(events, media_type="text/event-stream")
+    return StreamingResponse(_events(answer, first, head, body), media_type="text/event-stream")
 
 
 async def _events(
-    answer: Answer,
-    first: str | DecodeResult,
-    request: DecodeRequest,
-    head: dict[str, Any],
-    form: _Form,
-    has_usage: bool,
+    answer: Answer, first: str | DecodeResult, head: dict[str, Any], body: ChatRequest | CompletionRequest
 ) -> AsyncIterator[str]:
     """Server-sent events of an answer whose first piece is known."""
 
@@ -132,32 +110,41 @@ async def _events(
         return f"data: {json.dumps({**head, 'choices': choices, **more})}\n\n"
 
     async with aclosing(answer):
-        if form.is_chat:
-            yield event(form.choice("", None, is_delta=True) | {"delta": {"role": "assistant", "content": ""}})
+        if isinstance(body, ChatRequest):
+            yield event(_choice(body) | {"delta": {"role": "assistant", "content": ""}})
         piece: str | DecodeResult | None = first
         try:
             while isinstance(piece, str):
-                yield event(form.choice(piece, None, is_delta=True))
+                yield event(_choice(body, piece))
                 piece = await anext(answer, None)
         except RequestError as error:  # the status is sent already
             yield f"data: {json.dumps(_error_body(error))}\n\n"
             return
         if piece is None:
             return
-        yield event(form.choice("", piece.finish_reason, is_delta=True))
-        if has_usage:
-            yield event(usage=_usage(request, piece))
+        yield event(_choice(body, reason=piece.finish_reason))
+        if body.stream_options is not None and body.stream_options.include_usage:
+            yield event(usage=_usage(piece))
         yield "data: [DONE]\n\n"
 
 
-def _usage(request: DecodeRequest, result: DecodeResult) -> dict[str, Any]:
+def _choice(body: ChatRequest | CompletionRequest, text: str = "", reason: str | None = None) -> dict[str, Any]:
+    content: dict[str, Any] = {"text": text}
+    if isinstance(body, ChatRequest):
+        delta = {"delta": {"content": text} if text else {}}
+        content = delta if body.stream else {"message": {"role": "assistant", "content": text}}
+    return {"index": 0, **content, "logprobs": None, "finish_reason": reason}
+
+
+def _usage(result: DecodeResult) -> dict[str, Any]:
     """OpenAI's counts, and statistics of speculative decoding."""
-    num_prompt, num_new = len(request.token_ids), result.num_new_tokens
-    num_in_rounds = num_new - 1  # the first token follows the prompt
+    row = result.row
+    num_prompt, num_new = len(row.prompt.token_ids), len(row.token_ids)
     speculation = {
-        "rounds": result.num_rounds,
-        "acceptance_rate": round(result.num_accepted / max(result.num_drafted, 1), 4),
-        "mean_acceptance_length": round(num_in_rounds / max(result.num_rounds, 1), 4),
+        "rounds": row.num_rounds,
+        "acceptance_rate": round(row.num_accepted / max(row.num_drafted, 1), 4),
+        # The first token follows the prompt.
+        "mean_acceptance_length": round((num_new - 1) / max(row.num_rounds, 1), 4),
     }
     counts = {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
     return {**counts, "speculation": speculation}
@@ -170,31 +157,22 @@ def _error_body(error: RequestError) -> dict[str, Any]:
     return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
 
 
-def _handle_errors(app: FastAPI) -> None:
-    """Answer errors in OpenAI's form."""
+async def _error_response(_: Request, error: Exception) -> JSONResponse:
+    """Answer an error in OpenAI's form."""
+    if isinstance(error, RequestValidationError):
+        found = _validation_error(error.errors()[0])
+    elif isinstance(error, HTTPException):
+        found = RequestError(str(error.detail), status=error.status_code)
+    else:
+        found = error if isinstance(error, RequestError) else request_error(error)
+    headers = {"Retry-After": "1"} if found.status == 429 else None
+    return JSONResponse(_error_body(found), found.status, headers)
 
-    def response(error: RequestError) -> JSONResponse:
-        headers = {"Retry-After": "1"} if error.status == 429 else None
-        return JSONResponse(_error_body(error), error.status, headers)
 
-    @app.exception_handler(RequestError)
-    async def not_answered(_: Request, error: RequestError) -> JSONResponse:
-        return response(error)
-
-    @app.exception_handler(RequestValidationError)
-    async def not_valid(_: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        param = ".".join(str(part) for part in first["loc"][1:])
-        message = f"{param}: {first['msg']}"
-        if first["type"] == "extra_forbidden" and param in NEUTRAL:
-            values = " or ".join(map(json.dumps, NEUTRAL[param]))
-            message = f"{param} must be {values}, got {json.dumps(first['input'])}; other values are not supported"
-        return response(RequestError(message, param or None))
-
-    @app.exception_handler(HTTPException)
-    async def not_found(_: Request, error: HTTPException) -> JSONResponse:
-        return response(RequestError(str(error.detail), status=error.status_code))
-
-    @app.exception_handler(Exception)
-    async def failed(_: Request, error: Exception) -> JSONResponse:
-        return response(RequestError(f"{type(error).__name__}: {error}", status=500))
+def _validation_error(first: dict[str, Any]) -> RequestError:
+    param = ".".join(str(part) for part in first["loc"][1:])
+    message = f"{param}: {first['msg']}"
+    if first["type"] == "extra_forbidden" and param in NEUTRAL:
+        values = " or ".join(map(json.dumps, NEUTRAL[param]))
+        message = f"{param} must be {values}, got {json.dumps(first['input'])}; other values are not supported"
+    return RequestError(message, param or None)

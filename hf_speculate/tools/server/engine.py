@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import secrets
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -29,23 +28,11 @@ class RequestError(Exception):
         self.param, self.code, self.status = param, code, status
 
 
-class DecodeRequest(NamedTuple):
-    """A prompt, the strings that end its text, arguments of `generate()`, and the seed of the row if it is given."""
-
-    token_ids: list[int]
-    stop_strings: list[str]
-    options: dict[str, Any]
-    seed: int | None
-
-
 class DecodeResult(NamedTuple):
-    """Why a text ended, with its length and counts of its rounds."""
+    """Why a text ended, and the row with its tokens and counts of its rounds."""
 
     finish_reason: Literal["stop", "length"]
-    num_new_tokens: int
-    num_rounds: int
-    num_drafted: int
-    num_accepted: int
+    row: RowResult
 
 
 class Engine:
@@ -99,14 +86,14 @@ class Engine:
         return len(self._open) - len(self._waiting)
 
     async def stream(
-        self, request: DecodeRequest, is_gone: Callable[[], Awaitable[bool]]
+        self, prompt: RowPrompt, is_gone: Callable[[], Awaitable[bool]]
     ) -> AsyncGenerator[str | DecodeResult, None]:
         """Yield pieces of the text, then the result; it ends without one if the client `is_gone`.
 
         Closing the iterator frees the request's row.
         """
-        answer = self._submit(request)
-        text, num_read = TextStream(self.tokenizer, request.stop_strings), 0
+        answer = self._submit(prompt)
+        text, num_read = TextStream(self.tokenizer, prompt.arguments.get("stop_strings", ())), 0
         try:
             while not await is_gone():
                 try:
@@ -117,10 +104,12 @@ class Engine:
                     raise new
                 if isinstance(new, RowResult):
                     if new.error is not None:
-                        raise _request_error(new.error)
+                        raise request_error(new.error)
                     if piece := text.add(new.token_ids[num_read:]) + text.end():
                         yield piece
-                    yield self._result(new, text.is_cut)
+                    eos: Any = self.target.generation_config.eos_token_id
+                    has_ended = text.is_cut or new.token_ids[-1] in (eos if isinstance(eos, list) else [eos])
+                    yield DecodeResult("stop" if has_ended else "length", new)
                     return
                 num_read += len(new)
                 if piece := text.add(new):
@@ -152,7 +141,7 @@ class Engine:
             self.target, self.num_rows, self.options, pad_id, on_tokens=_add_tokens, ends_rows=True
         )
 
-    def _submit(self, request: DecodeRequest) -> "_Answer":
+    def _submit(self, prompt: RowPrompt) -> "_Answer":
         with self._lock:
             if self._is_closed:
                 raise _closing()
@@ -162,7 +151,7 @@ class Engine:
                     code="rate_limit_exceeded",
                     status=429,
                 )
-            answer = _Answer(self._prompt(request))
+            answer = _Answer(prompt)
             self._open.add(answer)
             self._waiting.append(answer)
             if not self._is_decoding:
@@ -170,29 +159,12 @@ class Engine:
                 self._thread.submit(self._decode).add_done_callback(self._on_end)
             return answer
 
-    def _prompt(self, request: DecodeRequest) -> RowPrompt:
-        """Sampled rows share a batch, so that all of them use the `coupled` verifier; it needs a seed."""
-        options, seed = dict(request.options), request.seed
-        if options["do_sample"] and seed is None and self.num_rows > 1:
-            seed = secrets.randbits(63)
-        if seed is not None:  # only this verifier gives the same text whatever was drafted
-            options["verifier"] = "coupled"
-        if request.stop_strings:
-            options |= {"stop_strings": request.stop_strings, "tokenizer": self.tokenizer}
-        return RowPrompt(request.token_ids, seed, options)
-
     def _leave(self, answer: "_Answer") -> None:
         with self._lock:
             answer.is_wanted = False
             self._open.discard(answer)
             if answer in self._waiting:
                 self._waiting.remove(answer)
-
-    def _result(self, result: RowResult, is_cut: bool) -> DecodeResult:
-        eos: Any = self.target.generation_config.eos_token_id
-        has_ended = is_cut or result.token_ids[-1] in (eos if isinstance(eos, list) else [eos])
-        counts = len(result.token_ids), result.num_rounds, result.num_drafted, result.num_accepted
-        return DecodeResult("stop" if has_ended else "length", *counts)
 
     def _decode(self) -> None:
         """Decode until no request is left; runs in the decoder's thread."""
@@ -211,7 +183,7 @@ class Engine:
         if error is not None:
             with self._lock:
                 self._decoder, self._is_decoding = self._make_decoder(), False
-                self._end_all(_request_error(error))
+                self._end_all(request_error(error))
 
     def _end_all(self, error: RequestError) -> None:
         for answer in self._open:
@@ -260,7 +232,7 @@ def _closing() -> RequestError:
     return RequestError("the server is shutting down", status=503)
 
 
-def _request_error(error: BaseException) -> RequestError:
+def request_error(error: BaseException) -> RequestError:
     """Status 400 for arguments that cannot be decoded, 500 for all else."""
     if isinstance(error, SpeculateError) and not isinstance(error, BadLogitsError):
         return RequestError(str(error))

@@ -1,14 +1,16 @@
 """Requests of OpenAI's endpoints, and their translation into arguments of `generate()`."""
 
+import secrets
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from hf_speculate.errors import ConfigError
+from hf_speculate.generation.continuous import RowPrompt
 from hf_speculate.tools.dataset.encoding import token_ids_of
 from hf_speculate.tools.dataset.rows import Row
-from hf_speculate.tools.server.engine import DecodeRequest, Engine, RequestError
+from hf_speculate.tools.server.engine import Engine, RequestError
 
 _DEFAULT_NUM_TOKENS = 256  # of an answer whose request names no number
 _MAX_STOPS = 4
@@ -128,14 +130,14 @@ class CompletionRequest(Request):
         return list(prompt)
 
 
-def decode_request(request: Request, engine: Engine) -> DecodeRequest:
+def row_prompt(request: Request, engine: Engine) -> RowPrompt:
     """Translate a request, or raise `RequestError` if it is not supported."""
     if request.model is not None:
         check_model(request.model, engine)
     stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
     if not all(stops) or len(stops) > _MAX_STOPS:
         raise RequestError(f"stop must be up to {_MAX_STOPS} strings, none of them empty, got {stops}", "stop")
-    token_ids, param = request.token_ids(engine), "messages" if isinstance(request, ChatRequest) else "prompt"
+    token_ids = request.token_ids(engine)
     num, room = request.num_tokens, _DEFAULT_NUM_TOKENS
     if engine.max_length is not None:
         room = engine.max_length - len(token_ids)
@@ -143,7 +145,7 @@ def decode_request(request: Request, engine: Engine) -> DecodeRequest:
             raise RequestError(
                 f"prompt and answer must have at most {engine.max_length} tokens, got {len(token_ids)} + {num or 1}; "
                 "send less text, or ask for fewer tokens",
-                param,
+                "messages" if isinstance(request, ChatRequest) else "prompt",
                 "context_length_exceeded",
             )
     options: dict[str, Any] = {"max_new_tokens": num or min(room, _DEFAULT_NUM_TOKENS), "do_sample": False}
@@ -152,7 +154,13 @@ def decode_request(request: Request, engine: Engine) -> DecodeRequest:
         temperature, top_p = (1.0 if value is None else value for value in (request.temperature, request.top_p))
         options |= {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": request.top_k or 0}
         seed = request.seed
-    return DecodeRequest(token_ids, stops, options, seed)
+        if seed is None and engine.num_rows > 1:
+            seed = secrets.randbits(63)  # sampled rows share a batch, so that all of them use one verifier
+        if seed is not None:  # only this verifier gives the same text whatever was drafted
+            options["verifier"] = "coupled"
+    if stops:
+        options |= {"stop_strings": stops, "tokenizer": engine.tokenizer}
+    return RowPrompt(token_ids, seed, options)
 
 
 def check_model(name: str, engine: Engine) -> None:

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import hf_speculate
-from hf_speculate.tools.server.engine import DecodeRequest, Engine, RequestError
+from hf_speculate.generation.continuous import RowPrompt
+from hf_speculate.tools.server.engine import Engine, RequestError
 from tests.tiny import make_model, noisy_copy
 from tests.tiny_tokenizers import letters_tokenizer
 from tests.tools.server.serving import MANY, NUM_ROWS, WAIT_S, wait_until
@@ -140,10 +141,10 @@ def collect(engine, request, most=None, on_piece=lambda: None):
 
 def test_closing_ends_requests_and_what_generate_refuses_is_an_error_of_the_request(engine):
     engine = Engine(engine.target, engine.tokenizer, "tiny", engine.options, NUM_ROWS)
-    request = DecodeRequest([3], [], {"max_new_tokens": 2, "do_sample": False, "speculation_cache": "none"}, None)
+    request = RowPrompt([3], None, {"max_new_tokens": 2, "do_sample": False, "speculation_cache": "none"})
     with pytest.raises(RequestError, match="speculation_cache must be"):
         collect(engine, request)
-    request = DecodeRequest([3], [], {"max_new_tokens": MANY, "do_sample": False}, None)
+    request = RowPrompt([3], None, {"max_new_tokens": MANY, "do_sample": False})
     for _ in range(2):  # also a request that comes later
         with pytest.raises(RequestError, match="shutting down") as caught:
             collect(engine, request, on_piece=engine.close)
@@ -156,11 +157,11 @@ def test_what_cannot_be_refilled_is_decoded_one_by_one():
     engine = Engine(target, tokenizer, "bloom", {"assistant_model": noisy_copy(target), "num_assistant_tokens": 3})
     assert "dynamic" in engine.obstacle
     assert engine.num_rows == 1
-    request = DecodeRequest([3, 4, 5], [], {"max_new_tokens": 12, "do_sample": False}, None)
+    request = RowPrompt([3, 4, 5], None, {"max_new_tokens": 12, "do_sample": False})
     *pieces, result = collect(engine, request)
     ids = target.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=12, do_sample=False)
     assert "".join(pieces) == tokenizer.decode(ids[0, 3:])
-    assert (result.num_new_tokens, result.finish_reason) == (12, "length")
-    assert result.num_accepted > 0
+    assert (len(result.row.token_ids), result.finish_reason) == (12, "length")
+    assert result.row.num_accepted > 0
     assert collect(engine, request, most=1) == pieces[:1]
     engine.close()
