@@ -1,20 +1,17 @@
 """`hf-speculate batch`: decodes a file of prompts into a file of results."""
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
-from rich.console import Console
-
 from hf_speculate.errors import ConfigError
 from hf_speculate.tools.cli.arguments import arguments_of
-from hf_speculate.tools.cli.console import INTERRUPTED, OK, notes, progress_bar
+from hf_speculate.tools.cli.console import INTERRUPTED, OK, ProgressNotes, notes
 from hf_speculate.tools.cli.loading import check_device, load_pair, load_tokenizer
 from hf_speculate.tools.cli.options import Batch, Models, Ray
-from hf_speculate.tools.cli.prompts import read_json_prompts
+from hf_speculate.tools.cli.prompts import read_prompts
 from hf_speculate.tools.dataset.encoding import batches_of
 from hf_speculate.tools.dataset.on_ray import on_ray
 from hf_speculate.tools.dataset.ranks import find_ranks
@@ -38,7 +35,7 @@ def run(options: Batch) -> int:
             name = min(on_ray_with).replace("_", "-")
             raise ConfigError(f"--{name} must come with --engine ray, got --engine local; add --engine ray")
         check_device(options.device)  # with Ray, actors check their own machines
-    rows = read_json_prompts(prompts)
+    rows = read_prompts(prompts, text_as=None)
     if output.exists() and prompts.exists() and output.samefile(prompts):
         raise ConfigError(f"the output must not be the file of prompts, got {output} twice; choose another output")
     given = {name: getattr(options, name) for name in ("target", "draft", "dtype", "chat")} | arguments
@@ -54,16 +51,17 @@ def run(options: Batch) -> int:
     load = partial(make_decoder, models, arguments, is_chat)
     num_refilled = 0 if options.static_batches else options.rows
     engine = on_ray(load, **on_ray_with) if is_on_ray else in_this_process(load, num_refilled)
-    progress = _Progress(log)
+    progress = ProgressNotes(log, "loading", _LINE_EVERY_S)
 
     def make_batches(left: Sequence[Row]) -> list[list[Row]]:
-        batches = batches_of(left, options.rows, load_tokenizer(models), is_chat)
-        progress.load()
-        return batches
+        return batches_of(left, options.rows, load_tokenizer(models), is_chat)
+
+    def show(report: DatasetReport) -> None:
+        progress.show(report.num_finished, report.num_rows, "rows", _speed(report))
 
     try:
         with progress.bar if ranks.is_main else nullcontext():
-            report = run_job(job, make_batches, engine, ranks, progress.show if ranks.is_main else None)
+            report = run_job(job, make_batches, engine, ranks, show if ranks.is_main else None)
     except KeyboardInterrupt:
         if ranks.is_main:
             line = f"interrupted: finished rows are in {output}; run the same command to resume"
@@ -79,26 +77,6 @@ def make_decoder(models: Models, arguments: Mapping[str, Any], is_chat: bool) ->
     """Load the decoder, in this process or in an actor."""
     pair = load_pair(models)
     return RowDecoder(pair.target, pair.tokenizer, {**pair.arguments, **arguments}, is_chat)
-
-
-class _Progress:
-    """Shows finished rows, rows in flight, speed and acceptance: a bar on a terminal, otherwise a line per minute."""
-
-    def __init__(self, log: Console, clock: Callable[[], float] = time.monotonic):
-        self.log, self.clock = log, clock
-        self.bar = progress_bar(log)
-        self.task = self.bar.add_task("reading prompts", total=None, numbers="")
-        self.shown_s = clock()
-
-    def load(self) -> None:
-        self.bar.update(self.task, description="loading")
-
-    def show(self, report: DatasetReport) -> None:
-        num, speed = report.num_finished, _speed(report)
-        self.bar.update(self.task, total=report.num_rows, completed=num, description="", numbers=speed)
-        if not self.log.is_terminal and self.clock() - self.shown_s >= _LINE_EVERY_S:
-            self.shown_s = self.clock()
-            self.log.print(f"{num} of {report.num_rows} rows, {speed}", style="dim", soft_wrap=True)
 
 
 def _speed(report: DatasetReport) -> str:

@@ -2,6 +2,8 @@
 
 import json
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,27 @@ def notes() -> Console:
     return Console(stderr=True, highlight=False)
 
 
-def progress_bar(log: Console) -> Progress:
-    """A bar with a description before it and the field `numbers` after it; it is only shown on a terminal."""
-    description, numbers = TextColumn("{task.description}"), TextColumn("{task.fields[numbers]}")
-    columns = (description, BarColumn(), MofNCompleteColumn(), numbers, TimeRemainingColumn())
-    return Progress(*columns, console=log, transient=True, disable=not log.is_terminal)
+class ProgressNotes:
+    """Shows progress as a bar on a terminal, otherwise as lines, at most one per `every_s` seconds."""
+
+    def __init__(self, log: Console, task: str, every_s: float = 0.0, clock: Callable[[], float] = time.monotonic):
+        texts = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[numbers]}"),
+        )
+        self.bar = Progress(*texts, TimeRemainingColumn(), console=log, transient=True, disable=not log.is_terminal)
+        self._task = self.bar.add_task(task, total=None, numbers="")
+        self._log, self._every_s, self._clock = log, every_s, clock
+        self._shown_s = clock()
+
+    def show(self, num_done: int, num: int, task: str, numbers: str) -> None:
+        self.bar.update(self._task, completed=num_done, total=num, description=task, numbers=numbers)
+        if not self._log.is_terminal and self._clock() - self._shown_s >= self._every_s:
+            self._shown_s = self._clock()
+            line = f"{num_done}/{num} {task} {numbers}".rstrip()
+            self._log.print(line, style="dim", markup=False, soft_wrap=True)
 
 
 def answer(text: str) -> None:

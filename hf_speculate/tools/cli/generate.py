@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -18,28 +18,6 @@ from hf_speculate.tools.cli.options import ChatInTerminal, Generate
 from hf_speculate.tools.cli.prompts import read_prompts
 from hf_speculate.tools.dataset.encoding import token_ids_of
 from hf_speculate.tools.dataset.rows import Row
-
-
-class _Answer(NamedTuple):
-    """Decoded text of one prompt, with its speed."""
-
-    text: str
-    num_tokens: int
-    seconds: float
-    stats: SpeculationStats
-
-    @property
-    def line(self) -> str:
-        line = f"{self.num_tokens} tokens in {self.seconds:.1f} s, {self.num_tokens / self.seconds:.1f} tokens/s"
-        if not self.stats.num_rounds:
-            return f"{line}, nothing was drafted"
-        length, rate = self.stats.mean_acceptance_length, self.stats.acceptance_rate
-        return f"{line}; mean acceptance length {length:.2f}, {rate:.0%} of drafted tokens accepted"
-
-    def as_dict(self, row: Row) -> dict[str, Any]:
-        speed = {"num_tokens": self.num_tokens, "seconds": self.seconds}
-        rates = {name: getattr(self.stats, name) for name in ("mean_acceptance_length", "acceptance_rate")}
-        return {"id": row.id, "text": self.text, **speed, **(rates if self.stats.num_rounds else {})}
 
 
 class _Printer(TextStreamer):
@@ -66,11 +44,11 @@ def run(options: Generate) -> int:
                 answer("")
             if len(prompts) > 1 and not is_silent:
                 log.print(f"prompt {row.key}:", style="bold")
-            found = _decode(pair, token_ids, arguments, None if is_silent else _Printer(pair.tokenizer))
-            results.append(found.as_dict(row))
+            found, line = _decode(pair, token_ids, arguments, None if is_silent else _Printer(pair.tokenizer))
+            results.append({"id": row.id, **found})
             if is_silent:
                 answer(json.dumps(results[-1]))
-            log.print(found.line, style="dim", soft_wrap=True)
+            log.print(line, style="dim", soft_wrap=True)
     except KeyboardInterrupt:
         where = "" if options.output is None else f", written to {options.output}"
         line = f"\ninterrupted: {len(results)} of {len(prompts)} prompts are finished{where}"
@@ -94,7 +72,8 @@ def run_chat(options: ChatInTerminal) -> int:
         token_ids = token_ids_of(Row.of(messages, source="the chat"), pair.tokenizer, is_chat=True)
         printer = _Printer(pair.tokenizer)
         try:
-            log.print(_decode(pair, token_ids, arguments, printer).line, style="dim", soft_wrap=True)
+            _, speed = _decode(pair, token_ids, arguments, printer)
+            log.print(speed, style="dim", soft_wrap=True)
         except KeyboardInterrupt:
             log.print("\ninterrupted; /exit ends the chat", style="dim")
         messages.append({"role": "assistant", "content": printer.printed})
@@ -122,7 +101,10 @@ def _prompts(options: Generate) -> list[Row]:
     return [Row.of(prompt)]
 
 
-def _decode(pair: Pair, token_ids: list[int], arguments: dict[str, Any], printer: _Printer | None) -> _Answer:
+def _decode(
+    pair: Pair, token_ids: list[int], arguments: dict[str, Any], printer: _Printer | None
+) -> tuple[dict[str, Any], str]:
+    """Text and speed of one prompt, as values and as a line."""
     input_ids = torch.tensor([token_ids], device=pair.target.device)  # [1, T]
     stats = SpeculationStats()
     begin = time.perf_counter()
@@ -136,5 +118,11 @@ def _decode(pair: Pair, token_ids: list[int], arguments: dict[str, Any], printer
     )
     seconds = time.perf_counter() - begin
     new_ids = output[0, len(token_ids) :]
-    text = str(pair.tokenizer.decode(new_ids, skip_special_tokens=True))
-    return _Answer(text, len(new_ids), seconds, stats)
+    num, text = len(new_ids), str(pair.tokenizer.decode(new_ids, skip_special_tokens=True))
+    found = {"text": text, "num_tokens": num, "seconds": seconds}
+    line = f"{num} tokens in {seconds:.1f} s, {num / seconds:.1f} tokens/s"
+    if not stats.num_rounds:
+        return found, f"{line}, nothing was drafted"
+    length, rate = stats.mean_acceptance_length, stats.acceptance_rate
+    line = f"{line}; mean acceptance length {length:.2f}, {rate:.0%} of drafted tokens accepted"
+    return found | {"mean_acceptance_length": length, "acceptance_rate": rate}, line

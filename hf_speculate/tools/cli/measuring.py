@@ -1,5 +1,6 @@
 """Parts of the commands that measure: prompts, progress and tables."""
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from hf_speculate.tools.bench.measuring import Step
 from hf_speculate.tools.bench.results import environment
 from hf_speculate.tools.bench.saving import TUNED_NAMES
 from hf_speculate.tools.cli.arguments import Decoding
-from hf_speculate.tools.cli.console import answer, progress_bar, write_json
+from hf_speculate.tools.cli.console import ProgressNotes, answer, write_json
 from hf_speculate.tools.cli.loading import load_pair
 from hf_speculate.tools.cli.options import Measurement
 from hf_speculate.tools.cli.prompts import read_prompts
@@ -51,7 +52,7 @@ class Setup(NamedTuple):
 
 def load(options: Measurement, decoding: Decoding, log: Console) -> Setup:
     """Read the prompts, then load the models."""
-    prompts = read_prompts(options.prompts, by_line=True)
+    prompts = read_prompts(options.prompts, text_as="lines")
     prompts = take_in_turn(prompts, [prompt.category for prompt in prompts], options.num_prompts)
     num_cut = sum(prompt.num_turns > 1 for prompt in prompts)
     if num_cut:
@@ -75,26 +76,21 @@ def settings_of(decoding: Decoding, options: Measurement, fields: Mapping[str, A
 
 @contextmanager
 def progress(log: Console, num_steps: int) -> Iterator[Callable[[Step], None]]:
-    """Show at most `num_steps` calls as a bar on a terminal, else as lines; yields a function to call after each."""
-    with progress_bar(log) as bar:
-        task = bar.add_task("warming up", total=num_steps, numbers="")
-        num_done = 0
+    """Show at most `num_steps` calls; yields a function to call after each."""
+    steps, notes = itertools.count(1), ProgressNotes(log, "warming up")
 
-        def on_step(step: Step) -> None:
-            nonlocal num_done
-            num_done += 1
-            name, numbers = f"warming up: {step.method.name}", ""
-            if step.run is not None:
-                name, numbers = step.method.name, f"{step.run.tokens_per_s:.0f} tokens/s"
-                if step.run.stats is not None:
-                    numbers += f", {step.run.stats.acceptance_rate:.0%} accepted"
-            if log.is_terminal:
-                ending = "; comparing outputs" if num_done >= num_steps else ""  # takes time, but no calls
-                bar.update(task, advance=1, description=name, numbers=numbers + ending)
-            else:
-                line = f"{num_done}/{num_steps} {name} {numbers}".rstrip()
-                log.print(line, style="dim", markup=False, soft_wrap=True)
+    def on_step(step: Step) -> None:
+        num_done = next(steps)
+        name, numbers = f"warming up: {step.method.name}", ""
+        if step.run is not None:
+            name, numbers = step.method.name, f"{step.run.tokens_per_s:.0f} tokens/s"
+            if step.run.stats is not None:
+                numbers += f", {step.run.stats.acceptance_rate:.0%} accepted"
+        if log.is_terminal and num_done >= num_steps:
+            numbers += "; comparing outputs"  # takes time, but no calls
+        notes.show(num_done, num_steps, name, numbers)
 
+    with notes.bar:
         yield on_step
 
 

@@ -8,11 +8,10 @@ from rich.console import Console
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.bench.measuring import Run, Step
 from hf_speculate.tools.bench.methods import Method
-from hf_speculate.tools.cli.batch import _Progress
+from hf_speculate.tools.cli.console import ProgressNotes
 from hf_speculate.tools.cli.main import main
 from hf_speculate.tools.cli.measuring import progress
 from hf_speculate.tools.dataset.ranks import Ranks
-from hf_speculate.tools.dataset.run import DatasetReport
 from tests.tools.dataset.common import batch_words, plain_results, prompts, results_in, save_pair, write_prompts
 
 TEXTS = prompts(6)
@@ -39,19 +38,12 @@ def test_texts_are_those_of_plain_decoding_and_remarks_stand_apart(more, folder,
     assert f"6 rows in {output}; {sum(num for _, num, _ in expected)} tokens in" in " ".join(err.split())
 
 
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_progress_is_a_bar_on_a_terminal_and_a_line_a_minute_elsewhere(is_terminal, tmp_path):
-    report = DatasetReport(tmp_path, 8, num_finished=4, num_tokens=90, num_drafted=4, num_accepted=3, seconds=9.0)
-    log = Console(file=io.StringIO(), force_terminal=is_terminal, width=100)
-    progress = _Progress(log, clock=iter([0.0, 30.0, 61.0, 61.0, 90.0]).__next__)
-    with progress.bar:
-        progress.load()
-        for _ in range(3):
-            progress.show(report)
-    shown = log.file.getvalue()
-    assert "10.0 tokens/s, 75% of drafted tokens accepted" in shown
-    assert ("4/8" in shown) is is_terminal
-    assert shown.count("4 of 8 rows") == (not is_terminal)
+def test_lines_come_at_most_once_in_a_while():
+    log = Console(file=io.StringIO())
+    notes = ProgressNotes(log, "loading", every_s=60, clock=iter([0.0, 30.0, 61.0, 61.0, 90.0]).__next__)
+    for num_done in (1, 2, 3):
+        notes.show(num_done, 8, "rows", "10 tokens/s")
+    assert log.file.getvalue() == "2/8 rows 10 tokens/s\n"
 
 
 def test_what_cannot_be_is_named_before_any_model_is_loaded(folder, tmp_path, monkeypatch, capsys):

@@ -64,7 +64,7 @@ def test_a_file_without_prompts_is_named(tmp_path):
 def test_lines_of_a_text_are_prompts(tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_text("def main\n\nclass Stack\n")
-    rows = [(row.key, row.content) for row in read_prompts(file, by_line=True)]
+    rows = [(row.key, row.content) for row in read_prompts(file, text_as="lines")]
     assert rows == [("1", "def main"), ("3", "class Stack")]
     assert [row.content for row in read_prompts(file)] == [file.read_text()]
 
