@@ -25,10 +25,9 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("more", [["-k", "3"], ["--lookup", "4"]], ids=["draft", "hybrid"])
-def test_texts_are_those_of_plain_decoding_and_remarks_stand_apart(more, folder, tmp_path, capsys):
+def test_texts_are_those_of_plain_decoding_and_remarks_stand_apart(folder, tmp_path, capsys):
     output = tmp_path / "out.jsonl"
-    assert main(batch_words(folder, output, "--ordered", *more)) == 0
+    assert main(batch_words(folder, output, "--ordered", "-k", "3")) == 0
     found = list(results_in(output).values())
     expected = plain_results(folder / "target", TEXTS)
     assert [(line["text"], line["num_tokens"], line["finish_reason"]) for line in found] == expected
