@@ -31,7 +31,13 @@ def test_lines_of_every_kind_are_rows(tmp_path):
         ("q", "q", "first", {"category": "writing"}),
         ("", "", "one\u2028line", {}),
     ]
-    assert rows[1].source == "question.jsonl:3"
+    text = tmp_path / "prompts.txt"
+    text.write_text("def main\n\nclass Stack\n")
+    assert [(row.key, row.content) for row in read_prompts(text, text_as="lines")] == [
+        ("1", "def main"),
+        ("3", "class Stack"),
+    ]
+    assert [row.content for row in read_prompts(text)] == [text.read_text()]
 
 
 @pytest.mark.parametrize(
@@ -39,11 +45,11 @@ def test_lines_of_every_kind_are_rows(tmp_path):
     [
         (b"{", "must be JSON in UTF-8, got .* at p.jsonl:2"),
         (b'"\xff"', "must be JSON in UTF-8, got .*codec.* at p.jsonl:2"),
+        (b'{"prompt": "\\ud800"}', "surrogates not allowed at p.jsonl:2"),
         (b'{"a": 1}', "one of messages, prompt, text, turns, got a at p.jsonl:2"),
         (b'{"prompt": "a", "id": true}', "id must be a string or an integer, got True at p.jsonl:2"),
         (b'{"prompt": "a", "num_tokens": 3}', "got num_tokens at p.jsonl:2; rename it"),
         (b'{"prompt": "a", "id": 1}', "ids must be unique, got '1' at p.jsonl:1 and at p.jsonl:2"),
-        (b'{"prompt": "\\ud800"}', "surrogates not allowed at p.jsonl:2"),
     ],
 )
 def test_a_bad_line_is_named(line, message, tmp_path):
@@ -52,21 +58,17 @@ def test_a_bad_line_is_named(line, message, tmp_path):
         read_rows(tmp_path / "p.jsonl")
 
 
-def test_a_file_without_prompts_is_named(tmp_path):
-    (tmp_path / "empty.jsonl").write_text("\n \n")
-    bad = [({1, 2}, "must be JSON in UTF-8, got .*set.* at prompt 1"), ([], "at least one prompt")]
-    bad += [(tmp_path / "none.jsonl", "must exist, got"), (tmp_path / "empty.jsonl", "at least one prompt")]
-    for prompts, message in bad:
-        with pytest.raises(ConfigError, match=message):
-            read_rows([{"prompt": "b", "where": prompts}] if isinstance(prompts, set) else prompts)
-
-
-def test_lines_of_a_text_are_prompts(tmp_path):
-    file = tmp_path / "prompts.txt"
-    file.write_text("def main\n\nclass Stack\n")
-    rows = [(row.key, row.content) for row in read_prompts(file, text_as="lines")]
-    assert rows == [("1", "def main"), ("3", "class Stack")]
-    assert [row.content for row in read_prompts(file)] == [file.read_text()]
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([{"prompt": "b", "where": {1, 2}}], "must be JSON in UTF-8, got .*set.* at prompt 1"),
+        ([], "at least one prompt"),
+        ("none.jsonl", "must exist, got none.jsonl"),
+    ],
+)
+def test_prompts_that_are_none_are_named(prompts, message):
+    with pytest.raises(ConfigError, match=message):
+        read_rows(prompts)
 
 
 RESULTS = [{"id": "a", "text": "1"}, {"id": 2, "text": "ü\u2028\n"}, {"id": "c", "text": "3"}]
@@ -81,10 +83,6 @@ def test_a_file_cut_anywhere_keeps_its_whole_lines(tmp_path):
         assert files.cut_torn_line(path) == len(kept[2])
         assert path.read_bytes() == kept[0] + kept[1]
         assert len(files.ids_in(path)) == path.read_bytes().count(b"\n")
-    torn = b'{"id": "' + b"x" * (3 << 16)  # longer than a block
-    path.write_bytes(WHOLE + torn)
-    assert files.cut_torn_line(path) == len(torn)
-    assert path.read_bytes() == WHOLE
     path.write_bytes(WHOLE + b"notes")
     with pytest.raises(ConfigError, match="got another one at the end"):
         files.cut_torn_line(path)

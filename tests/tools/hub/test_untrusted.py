@@ -16,45 +16,21 @@ from tests.tiny import make_model, noisy_copy, ragged_prompts
 TRAP = "hf_speculate_trap"  # a module that can be imported while a test runs, and must not be
 HUGE = 10**400  # past every float
 OTHERS = [{"_target_": f"{TRAP}.make"}, [f"{TRAP}:make", 3], {}, math.nan, -math.inf, HUGE, -1, True]
-HOSTILE = [
-    f"{TRAP}:make",
-    f"{TRAP}.make",
-    TRAP,
-    "os.system",
-    "__import__('os').abort()",
-    "../greedy",
-    "GREEDY",
-    "",
-    *OTHERS,
-]
-HELD_BY_JSON = {"seed": [HUGE, -1], "max_matching_ngram_size": [HUGE]}  # hostile as they look, values of their fields
+HOSTILE = [f"{TRAP}:make", f"{TRAP}.make", TRAP, "__import__('os').abort()", "../greedy", "GREEDY", "", *OTHERS]
+ALLOWED = {"seed": [HUGE, -1], "max_matching_ngram_size": [HUGE]}  # hostile as they look, values of their fields
 
 
 @pytest.fixture
-def trap(tmp_path, monkeypatch):
-    """Makes the module importable, and looks afterwards whether it was."""
+def models(tmp_path, monkeypatch):
+    """A pair whose configs set nothing of ours, beside a module that must not be imported."""
     (tmp_path / f"{TRAP}.py").write_text("def make(*args, **kwargs):\n    raise SystemExit('ran')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    yield
-    assert TRAP not in sys.modules
-
-
-@pytest.fixture(scope="module")
-def blocked_pair():
-    """A pair whose forwards fail the test."""
     target = hf_speculate.enable(make_model("llama"))
     pair = target, noisy_copy(target)
     for model in pair:
-        model.register_forward_pre_hook(lambda *args: pytest.fail("a model ran before the refusal"))
-    return pair
-
-
-@pytest.fixture
-def models(trap, blocked_pair):
-    """The blocked pair, with configs that set nothing of ours."""
-    for model in blocked_pair:
         model.generation_config = GenerationConfig(pad_token_id=0)
-    return blocked_pair
+    yield pair
+    assert TRAP not in sys.modules
 
 
 def call(target, draft, fields_from=None, **options):
@@ -74,7 +50,7 @@ def from_draft(target, draft, path, **options):
     return call(target, draft, **options)
 
 
-WAYS = [from_repository, from_draft, call]
+SOURCES = [from_repository, from_draft, call]
 
 
 def saved(folder, **fields):
@@ -83,13 +59,17 @@ def saved(folder, **fields):
     return path
 
 
-@pytest.mark.parametrize(("way", "values"), [(call, HOSTILE), *((way, OTHERS[:3]) for way in WAYS)])
-@pytest.mark.parametrize("name", FIELD_NAMES)
-def test_a_value_that_is_none_of_the_fields_is_refused(models, tmp_path, way, values, name):
-    for value in values:
-        if value not in HELD_BY_JSON.get(name, []):
-            with pytest.raises(ConfigError, match=rf"^{name} must (be|make) "):
-                way(*models, saved(tmp_path, **{name: value}))
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_wrong_value_of_a_field_is_refused_before_a_model_runs(models, tmp_path, source):
+    for model in models:
+        model.register_forward_pre_hook(lambda *args: pytest.fail("a model ran before the refusal"))
+    for name in FIELD_NAMES:
+        for value in HOSTILE if source is call else OTHERS[:3]:
+            if value not in ALLOWED.get(name, []):
+                with pytest.raises(ConfigError, match=rf"^{name} must (be|make) "):
+                    source(*models, saved(tmp_path, **{name: value}))
+                for model in models:
+                    model.generation_config = GenerationConfig(pad_token_id=0)
 
 
 @pytest.mark.parametrize("content", ["[1, 2]", "null", "{", "", "\x00", "[" * 100_000], ids=range(6))
@@ -101,14 +81,13 @@ def test_a_file_without_an_object_is_refused(models, tmp_path, content):
 
 
 @pytest.mark.parametrize("name", ["assistant_model", "custom_generate", "logits_processor", "tokenizer"])
-def test_a_config_brings_no_model_and_no_code(trap, tmp_path, name):
+def test_a_config_brings_no_model_and_no_code(models, tmp_path, name):
     """These are arguments, and none is read from a config; some transformers refuses there."""
-    target = hf_speculate.enable(make_model("llama"))
-    draft, path = noisy_copy(target), saved(tmp_path, **{name: f"{TRAP}:make"})
-    plain = target.generate(**ragged_prompts(1, seed=1), max_new_tokens=4)
-    for way in WAYS:
+    path = saved(tmp_path, **{name: f"{TRAP}:make"})
+    plain = models[0].generate(**ragged_prompts(1, seed=1), max_new_tokens=4)
+    for source in SOURCES:
         try:
-            assert torch.equal(way(target, draft, path, num_assistant_tokens=2), plain)
+            assert torch.equal(source(*models, path, num_assistant_tokens=2), plain)
         except ValueError as error:
-            assert way in (from_repository, from_draft)
+            assert source is not call
             assert f"`{name}` is not a valid argument of `GenerationConfig`" in str(error)

@@ -16,18 +16,16 @@ pytest.importorskip("fastapi", reason="fastapi is not installed")
 pytest.importorskip("uvicorn", reason="uvicorn is not installed")
 
 
-def prompts_of(engine, num, most):
+def requests_of(engine, num):
     """Requests of different lengths, every second one sampled with a seed."""
-    random = torch.Generator().manual_seed(5)
-    lens = torch.randint(1, 40, (num,), generator=random).tolist()
-    size = engine.target.config.vocab_size
+    random, size = torch.Generator().manual_seed(5), engine.target.config.vocab_size
     return [
         {
-            "prompt": torch.randint(1, size, (length,), generator=random).tolist(),
-            "max_tokens": 1 + (7 * index) % most,
+            "prompt": torch.randint(1, size, (1 + 7 * index % 40,), generator=random).tolist(),
+            "max_tokens": 1 + (7 * index) % 30,
             **({"temperature": 0.9, "top_p": 0.8, "seed": index} if index % 2 else {"temperature": 0}),
         }
-        for index, length in enumerate(lens)
+        for index in range(num)
     ]
 
 
@@ -58,7 +56,7 @@ def asks(client, ask):
 
 
 def test_requests_at_once_get_the_texts_that_they_get_alone(client, engine):
-    requests = prompts_of(engine, 32, most=30)
+    requests = requests_of(engine, 32)
 
     async def ask(openai, asked):
         async def one(index, request):

@@ -27,9 +27,9 @@ def text(engine):
     return engine.tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :])
 
 
-def streamed(client, **options):
+def streamed(client, path=PATH, **options):
     """The events of a streamed answer, without the last one, which says that it is done."""
-    with client.stream("POST", PATH, json=body(stream=True, **options)) as response:
+    with client.stream("POST", path, json=body(stream=True, **options)) as response:
         assert response.status_code == 200
         assert response.headers["content-type"].startswith("text/event-stream")
         lines = [line for line in response.iter_lines() if line]
@@ -45,14 +45,13 @@ def test_a_whole_answer_is_that_of_generate(client, text):
     answer = client.post(PATH, json=body()).json()
     assert (answer["object"], answer["model"]) == ("chat.completion", "org/tiny")
     (choice,) = answer["choices"]
-    assert choice["message"] == {"role": "assistant", "content": text}
-    assert choice["finish_reason"] == "length"
-    usage = answer["usage"]
+    assert (choice["message"], choice["finish_reason"]) == ({"role": "assistant", "content": text}, "length")
+    usage, num_prompt = answer["usage"], len("# a word\n")
     counts = [usage[f"{name}_tokens"] for name in ("prompt", "completion", "total")]
-    assert counts == [len("# a word\n"), NUM_NEW, len("# a word\n") + NUM_NEW]
-    assert 0 < usage["speculation"]["rounds"] < NUM_NEW
-    assert 0 < usage["speculation"]["acceptance_rate"] <= 1
-    assert usage["speculation"]["mean_acceptance_length"] > 1
+    assert counts == [num_prompt, NUM_NEW, num_prompt + NUM_NEW]
+    speculation = usage["speculation"]
+    assert 0 < speculation["rounds"] < NUM_NEW
+    assert 0 < speculation["acceptance_rate"] <= 1 < speculation["mean_acceptance_length"]
 
 
 def test_streamed_pieces_join_to_the_same_answer_and_are_counted_when_asked(client, text):
@@ -61,8 +60,7 @@ def test_streamed_pieces_join_to_the_same_answer_and_are_counted_when_asked(clie
     assert joined(events) == text
     assert len(events) > 3
     assert last["choices"][0]["finish_reason"] == "length"
-    assert {event["object"] for event in (*events, last)} == {"chat.completion.chunk"}
-    assert len({event["id"] for event in (*events, last)}) == 1
+    assert {(event["object"], event["id"]) for event in events} == {("chat.completion.chunk", last["id"])}
     assert (usage["choices"], usage["usage"]["completion_tokens"]) == ([], NUM_NEW)
     assert "usage" not in streamed(client)[-1]
 
@@ -70,11 +68,10 @@ def test_streamed_pieces_join_to_the_same_answer_and_are_counted_when_asked(clie
 def test_the_text_ends_before_a_stop_string_and_with_its_eos(client, engine, text, monkeypatch):
     stop = text[9:12]
     cut = text[: text.index(stop)]
-    for given in (stop, [stop, "never in the text"]):
-        answer = client.post(PATH, json=body(stop=given)).json()
-        assert answer["choices"][0]["message"]["content"] == cut
-        assert answer["choices"][0]["finish_reason"] == "stop"
-        assert answer["usage"]["completion_tokens"] == len(cut) + len(stop)  # a token is a character here
+    answer = client.post(PATH, json=body(stop=[stop, "never in the text"])).json()
+    assert answer["choices"][0]["message"]["content"] == cut
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["usage"]["completion_tokens"] == len(cut) + len(stop)  # a token is a character here
     *events, last = streamed(client, stop=stop)
     assert joined(events) == cut
     assert last["choices"][0]["finish_reason"] == "stop"
@@ -135,9 +132,7 @@ def test_the_model_is_listed_and_found_by_its_full_and_its_short_name(client):
     assert (model["id"], model["object"]) == ("org/tiny", "model")
     for name in ("org/tiny", "tiny"):
         assert client.get(f"/v1/models/{name}").json() == model
-        assert client.post(PATH, json=body(model=name, max_tokens=1)).status_code == 200
     assert client.get("/v1/models/other").json()["error"]["code"] == "model_not_found"
-    assert client.get("/health").status_code == 200
 
 
 def test_completions_continue_a_prompt(client, engine, text):
@@ -146,9 +141,8 @@ def test_completions_continue_a_prompt(client, engine, text):
         answer = client.post("/v1/completions", json=options | {"prompt": prompt}).json()
         assert answer["object"] == "text_completion"
         assert answer["choices"] == [{"index": 0, "text": text, "logprobs": None, "finish_reason": "length"}]
-    with client.stream("POST", "/v1/completions", json=options | {"prompt": prompt, "stream": True}) as response:
-        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
-    assert "".join(json.loads(line)["choices"][0]["text"] for line in lines[:-1]) == text
+    events = streamed(client, "/v1/completions", messages=None, prompt=prompt)
+    assert "".join(event["choices"][0]["text"] for event in events) == text
 
 
 def test_the_command_checks_before_it_loads(monkeypatch, capsys):
