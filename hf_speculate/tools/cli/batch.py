@@ -40,7 +40,7 @@ def run(options: Batch) -> int:
         raise ConfigError(f"the output must not be the file of prompts, got {output} twice; choose another output")
     given = {name: getattr(options, name) for name in ("target", "draft", "dtype", "chat")} | arguments
     job = Job(rows, output, given, seed, options.ordered, options.if_changed)
-    ranks = find_ranks(is_cpu=True if options.device == "cpu" else None)
+    ranks = find_ranks(is_cpu=options.device == "cpu")
     if is_on_ray and ranks.num > 1:
         raise ConfigError(
             f"--engine ray must be started once, got {ranks.num} ranks; leave the launcher out, Ray has its own workers"

@@ -20,24 +20,16 @@ _UNITS = 10_000  # per resource: Ray counts in these units
 def on_ray(
     make_decoder: Callable[[], RowDecoder],
     *,
-    workers: int | None = None,
-    cpus_per_worker: float = 1.0,
-    gpus_per_worker: float | None = None,
-    ray_address: str | None = None,
-    num_attempts: int = 3,
+    workers: int | None = None,  # actors, each with its own models; None for one per GPU, or one without GPUs
+    cpus_per_worker: float = 1.0,  # reserved for each actor without a GPU; also its number of threads
+    gpus_per_worker: float | None = None,  # reserved for each actor; None for 1 if the cluster has GPUs, else 0
+    ray_address: str | None = None,  # None for RAY_ADDRESS, a running local cluster, or a new one
+    num_attempts: int = 3,  # how often a batch is started
 ) -> Engine:
     """Engine that decodes batches on actors and yields results as they arrive.
 
     Ray Data gives an actor few batches ahead, and none while results wait. An actor that dies is restarted with its
     batch.
-
-    Args:
-        make_decoder: called by each actor.
-        workers: actors, each with its own models; None for one per GPU, or one without GPUs.
-        cpus_per_worker: reserved for each actor without a GPU; also its number of threads.
-        gpus_per_worker: reserved for each actor; None for 1 if the cluster has GPUs, else 0.
-        ray_address: of the cluster; None for RAY_ADDRESS, a running local cluster, or a new one.
-        num_attempts: how often a batch is started.
     """
 
     def decode(
@@ -47,13 +39,8 @@ def on_ray(
         resources, num_workers = resources_of(ray.cluster_resources(), workers, cpus_per_worker, gpus_per_worker)
         attempts = _counter(ray)
         items = [{"rows": json.dumps([asdict(row) for row in batch])} for batch in batches]
-        context = ray.data.DataContext.get_current()
-        shows_progress, context.enable_progress_bars = context.enable_progress_bars, False
-        try:  # the data set copies these settings
-            dataset = ray.data.from_items(items, override_num_blocks=len(items))
-        finally:
-            context.enable_progress_bars = shows_progress
-        decoded = dataset.map_batches(
+        ray.data.DataContext.get_current().enable_progress_bars = False
+        decoded = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
             _Worker,
             fn_constructor_args=(make_decoder, seed, attempts, num_attempts),
             batch_size=1,

@@ -1,7 +1,6 @@
 """Finds the ranks of a launcher, over which the rows of a data set are split."""
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -20,7 +19,6 @@ class Ranks:
 
     index: int = 0  # of this process; 0 is the main one
     num: int = 1  # number of processes
-    device: str | None = None  # of this process; None for any
     state: Any = None  # accelerate's `PartialState`; None for a single process
 
     @property
@@ -28,14 +26,19 @@ class Ranks:
         """Whether this process does what is done once for all."""
         return self.index == 0
 
+    @property
+    def device(self) -> str | None:
+        """Of this process; None for any."""
+        return None if self.state is None else str(self.state.device)
+
     def wait(self) -> None:
         if self.state is not None:
             self.state.wait_for_everyone()
 
-    def sums(self, numbers: Sequence[int]) -> list[int]:
+    def sums(self, numbers: list[int]) -> list[int]:
         if self.state is None:
-            return list(numbers)
-        gathered = import_extra("accelerate.utils", "ranks").gather_object([list(numbers)])
+            return numbers
+        gathered = import_extra("accelerate.utils", "ranks").gather_object([numbers])
         return [sum(column) for column in zip(*gathered, strict=True)]
 
     def close(self) -> None:
@@ -43,12 +46,10 @@ class Ranks:
             self.state.destroy_process_group()
 
 
-def find_ranks(is_cpu: bool | None = None) -> Ranks:
+def find_ranks(is_cpu: bool = False) -> Ranks:
     """The ranks that `accelerate launch` or `torchrun` started, or a single one."""
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         return Ranks()
     partial_state = import_extra("accelerate", "ranks").PartialState
-    if is_cpu is None:
-        is_cpu = not torch.accelerator.is_available()
-    state = partial_state(cpu=is_cpu, timeout=_TIMEOUT)
-    return Ranks(state.process_index, state.num_processes, str(state.device), state)
+    state = partial_state(cpu=is_cpu or not torch.accelerator.is_available(), timeout=_TIMEOUT)
+    return Ranks(state.process_index, state.num_processes, state)

@@ -93,7 +93,7 @@ class Engine:
         Closing the iterator frees the request's row.
         """
         answer = self._submit(prompt)
-        text, num_read = TextStream(self.tokenizer, prompt.arguments.get("stop_strings", ())), 0
+        text = TextStream(self.tokenizer, prompt.arguments.get("stop_strings", ()))
         try:
             while not await is_gone():
                 try:
@@ -102,18 +102,18 @@ class Engine:
                     continue
                 if isinstance(new, RequestError):
                     raise new
-                if isinstance(new, RowResult):
-                    if new.error is not None:
-                        raise request_error(new.error)
-                    if piece := text.add(new.token_ids[num_read:]) + text.end():
+                if not isinstance(new, RowResult):
+                    if piece := text.read(new):
                         yield piece
-                    eos: Any = self.target.generation_config.eos_token_id
-                    has_ended = text.is_cut or new.token_ids[-1] in (eos if isinstance(eos, list) else [eos])
-                    yield DecodeResult("stop" if has_ended else "length", new)
-                    return
-                num_read += len(new)
-                if piece := text.add(new):
+                    continue
+                if new.error is not None:
+                    raise request_error(new.error)
+                if piece := text.read(new.token_ids, is_end=True):
                     yield piece
+                eos: Any = self.target.generation_config.eos_token_id
+                has_ended = text.is_cut or new.token_ids[-1] in (eos if isinstance(eos, list) else [eos])
+                yield DecodeResult("stop" if has_ended else "length", new)
+                return
         finally:
             self._leave(answer)
 
@@ -200,14 +200,6 @@ class _Answer:
         self.queue: asyncio.Queue[Sequence[int] | RowResult | RequestError] = asyncio.Queue()
         self.is_wanted = True
         self._loop = asyncio.get_running_loop()
-        self._num_put = 0
-
-    def add(self, token_ids: Sequence[int]) -> bool:
-        """Put those of all new tokens that are not put yet; whether the request is still wanted."""
-        if len(token_ids) > self._num_put:  # fewer if the row is decoded again
-            self.put(list(token_ids[self._num_put :]))
-            self._num_put = len(token_ids)
-        return self.is_wanted
 
     def put(self, item: Sequence[int] | RowResult | RequestError) -> None:
         """Put an item, unless nobody waits for it."""
@@ -216,8 +208,9 @@ class _Answer:
 
 
 def _add_tokens(prompt: RowPrompt, token_ids: Sequence[int]) -> bool:
-    is_wanted: bool = prompt.key.add(token_ids)
-    return is_wanted
+    answer: _Answer = prompt.key
+    answer.put(list(token_ids))
+    return answer.is_wanted
 
 
 def _obstacle(decoder: ContinuousDecoder) -> str:

@@ -20,16 +20,11 @@ class TextStream:
         self._begin = self._read = 0  # the tokens in between are decoded again: a first token may lose its space
         self._held = ""
 
-    def add(self, token_ids: Sequence[int]) -> str:
-        """The text that is final with these tokens."""
-        self._ids += token_ids
-        return self._release(is_end=False)
-
-    def end(self) -> str:
-        """The rest of the text."""
-        return self._release(is_end=True)
-
-    def _release(self, is_end: bool) -> str:
+    def read(self, token_ids: Sequence[int], is_end: bool = False) -> str:
+        """The text that is final with these tokens, all so far; at the end all of the rest."""
+        if len(token_ids) <= len(self._ids) and not is_end:
+            return ""  # the row is decoded again
+        self._ids = list(token_ids)
         before = self._decode(self._ids[self._begin : self._read])
         now = self._decode(self._ids[self._begin :])
         if now.endswith(_PARTIAL_CHARACTER) and not is_end:

@@ -177,16 +177,16 @@ def test_a_client_that_leaves_ends_its_generation(client, slow, text, is_streame
 
 def test_pieces_hold_whole_characters_and_no_beginning_of_a_stop_string():
     tokenizer = byte_level_tokenizer(["st"])
-    stops, text = ["stop", "zz"], ""
-    stream = TextStream(tokenizer, stops)
+    stops, text, stream = ["stop", "zz"], "", TextStream(tokenizer, ["stop", "zz"])
     whole = "naïve s sto 日本 stip stop, and more"
-    for token_id in tokenizer(whole)["input_ids"]:
-        text += stream.add([token_id])
+    ids = tokenizer(whole)["input_ids"]
+    for num_ids in range(1, len(ids) + 1):
+        text += stream.read(ids[:num_ids])
+        assert stream.read(ids[: num_ids - 1]) == ""  # a row that is decoded again
         assert whole.startswith(text)
         assert not any(text.endswith(stop[:num]) for stop in stops for num in range(1, len(stop)))
-    assert text + stream.end() == "naïve s sto 日本 stip "
+    assert text + stream.read(ids, is_end=True) == "naïve s sto 日本 stip "
     assert stream.is_cut
-    stream = TextStream(byte_level_tokenizer([]), ["stop"])
-    assert "".join(stream.add([token_id]) for token_id in byte_level_tokenizer([])("a sto")["input_ids"]) == "a "
-    assert stream.end() == "sto"  # the end gives what was held
+    stream, ids = TextStream(tokenizer, ["stop"]), tokenizer("a sto")["input_ids"]
+    assert (stream.read(ids), stream.read(ids, is_end=True)) == ("a ", "sto")  # the end gives what was held
     assert not stream.is_cut
