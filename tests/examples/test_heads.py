@@ -100,10 +100,11 @@ def test_drafts_are_those_of_a_forward_without_a_cache(import_example, target, h
         texts = None
 
         def draft(self, request):
+            kept = request.kept
             if self.texts is None:
                 self.texts = [row[pad:] for row, pad in zip(request.query_token_ids.tolist(), pads, strict=True)]
             else:
-                emitted = zip(self.texts, request.kept.token_ids.tolist(), request.kept.num_emitted, strict=True)
+                emitted = zip(self.texts, kept.token_ids.tolist(), kept.num_emitted, strict=True)
                 self.texts = [text + ids[:count] for text, ids, count in emitted]
             draft = super().draft(request)
             drafted = zip(self.texts, draft.token_ids.tolist(), draft.lens, strict=True)
