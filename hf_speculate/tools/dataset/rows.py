@@ -135,7 +135,7 @@ def _row_of(entry: Any, number: int, source: str) -> Row:
         fields = dict(entry)
     contents = {name: fields.pop(name) for name in PROMPT_NAMES if name in fields}
     given = {name: value for name, value in contents.items() if value is not None}
-    content: Any = None
+    content: Any
     name, content = given.popitem() if len(given) == 1 else ("", None)
     num_turns = 1
     if name == "turns" and isinstance(content, list) and content:

@@ -115,24 +115,6 @@ def test_help_and_version_load_neither_torch_nor_transformers():
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_text_is_written_as_it_comes(monkeypatch):
-    events, generate, round_end = [], SpeculativeGenerationMixin.generate, "a round has ended"
-
-    def recorded(model, **arguments):
-        return generate(model, speculation_callback=lambda report: events.append(round_end), **arguments)
-
-    class Screen(io.StringIO):
-        def write(self, text: str) -> int:
-            events.extend([text] if text else [])
-            return len(text)
-
-    monkeypatch.setattr(SpeculativeGenerationMixin, "generate", recorded)
-    monkeypatch.setattr("sys.stdout", Screen())
-    assert main(["generate", TARGET, PROMPTS[0], "-d", DRAFT, "-k", "2", *COMMON, "-n", "48"]) == 0
-    rounds_at_pieces = {events[:place].count(round_end) for place, event in enumerate(events) if event != round_end}
-    assert len(rounds_at_pieces) >= 4, events  # pieces in several rounds, not all at the end
-
-
 DESIGN = replace(
     EAGLE3, hidden_size=64, target_hidden_size=192, vocab_size=4096, has_embeddings=True, aux_layers=(2, 8, 13)
 )

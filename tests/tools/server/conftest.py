@@ -7,13 +7,12 @@ import threading
 
 import httpx
 import pytest
-from transformers import LogitsProcessorList
 
 import hf_speculate
 from hf_speculate.tools.server.engine import Engine
 from tests.tiny import make_model, noisy_copy
 from tests.tiny_tokenizers import letters_tokenizer
-from tests.tools.server.serving import MANY, NUM_ROWS, PATH, SLOW_S, WAIT_S, Forwards, Raising, body, wait_until
+from tests.tools.server.serving import MANY, NUM_ROWS, PATH, SLOW_S, WAIT_S, Forwards, body, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -22,8 +21,7 @@ def engine():
     tokenizer.chat_template = "{% for message in messages %}# {{ message['content'] }}\n{% endfor %}"
     target = hf_speculate.enable(make_model("llama", vocab_size=len(tokenizer)))
     target.generation_config.num_assistant_tokens = 3  # the adaptive schedule never calls a draft of the target's size
-    options = {"assistant_model": noisy_copy(target), "logits_processor": LogitsProcessorList([Raising()])}
-    engine = Engine(target, tokenizer, "org/tiny", options, NUM_ROWS, max_queued=32)
+    engine = Engine(target, tokenizer, "org/tiny", {"assistant_model": noisy_copy(target)}, NUM_ROWS, max_queued=32)
     engine.forwards = Forwards()
     target.register_forward_pre_hook(engine.forwards.begin)
     target.register_forward_hook(engine.forwards.end)

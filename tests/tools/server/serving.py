@@ -2,10 +2,6 @@
 
 import time
 
-from transformers import LogitsProcessor
-
-from hf_speculate import register_row_wise
-
 NUM_NEW = 24
 QUESTION = [{"role": "user", "content": "a word"}]
 PATH = "/v1/chat/completions"
@@ -41,18 +37,6 @@ class Forwards:
             before = self.num
             time.sleep(0.5)
         return self.num == before
-
-
-@register_row_wise
-class Raising(LogitsProcessor):
-    """Raises an error for rows with a token, once a test has chosen one."""
-
-    bad = None
-
-    def __call__(self, input_ids, scores):
-        if self.bad is not None and (input_ids == self.bad).any():
-            raise ValueError("not allowed")
-        return scores
 
 
 def wait_until(condition):

@@ -106,21 +106,6 @@ def test_a_full_queue_answers_429_until_a_client_leaves(client, engine, slow, mo
     assert answer.usage.completion_tokens == 2
 
 
-def test_a_row_that_fails_answers_its_own_client(client, engine, monkeypatch):
-    good, bad = ({"prompt": prompt, "max_tokens": 12, "temperature": 0} for prompt in ([5, 6], [7, 8]))
-    text, (processor,) = alone(engine, good), engine.options["logits_processor"]
-    assert engine.tokenizer.decode([7]) not in text
-    monkeypatch.setattr(processor, "bad", 7)
-
-    async def ask(openai, asked):
-        both = (asked.completions.create(model="tiny", **request) for request in (good, bad))
-        return await asyncio.gather(*both, return_exceptions=True)
-
-    answer, error = asks(client, ask)
-    assert answer.choices[0].text == text
-    assert "not allowed" in str(error)
-
-
 def collect(engine, request, most=None, on_piece=lambda: None):
     """What an engine's stream yields to a client that leaves after `most` pieces."""
     found = []
