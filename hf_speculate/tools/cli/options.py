@@ -35,9 +35,7 @@ Prompts = Annotated[
         callback=_readable, help="Prompts: a .jsonl file (also Spec-Bench's), a text file with one per line, or -."
     ),
 ]
-Lookup = Annotated[
-    int | None, _speculation("--lookup", help="Tokens to copy per round from earlier text (prompt lookup).")
-]
+Lookup = Annotated[int | None, _speculation(help="Tokens to copy per round from earlier text (prompt lookup).")]
 DraftLens = Annotated[
     str,
     _speculation(
@@ -47,7 +45,7 @@ DraftLens = Annotated[
     ),
 ]
 Thresholds = Annotated[
-    str, _speculation("--thresholds", help="Values of posterior_threshold for lossy verifiers, separated by commas.")
+    str, _speculation(help="Values of posterior_threshold for lossy verifiers, separated by commas.")
 ]
 Chat = Annotated[bool, typer.Option("--chat", help="Apply the tokenizer's chat template to prompts that are text.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
@@ -64,7 +62,8 @@ class Models:
     ] = None
     revision: Annotated[str | None, _models(help="Branch, tag or commit of the target on the Hub.")] = None
     dtype: Annotated[
-        Literal["auto", "bfloat16", "float16", "float32", "float64"], _models(help="auto: the checkpoint's.")
+        Literal["auto", "bfloat16", "float16", "float32", "float64"],
+        _models(help="auto (the checkpoint's), bfloat16, float16, float32 or float64."),
     ] = "auto"
     device: Annotated[str, _models(help="cpu, cuda, ..., or map to spread over all devices.")] = "auto"
     attn_implementation: Annotated[str | None, _models(help="eager, sdpa, flash_attention_2, ...")] = None
@@ -188,10 +187,10 @@ class Batch(Ray, Speculation):
     ordered: Annotated[bool, typer.Option("--ordered", help="Sort the finished output like the prompts.")] = False
     if_changed: Annotated[
         Literal["refuse", "keep", "restart"],
-        typer.Option("--if-changed", help="What to do with finished rows if prompts or settings have changed."),
+        typer.Option(help="What to do with finished rows if prompts or settings have changed."),
     ] = "refuse"
     engine: Annotated[
-        Literal["local", "ray"], typer.Option("--engine", help="Decode in this process, or on actors of Ray Data.")
+        Literal["local", "ray"], typer.Option(help="Decode in this process, or on actors of Ray Data.")
     ] = "local"
 
 
@@ -202,7 +201,7 @@ class Measurement(Generation, Models):
     prompts: Prompts
     num_prompts: Annotated[
         int | None,
-        typer.Option("--num-prompts", min=1, help="Largest number of prompts, taken from each category in turn."),
+        typer.Option(min=1, help="Largest number of prompts, taken from each category in turn."),
     ] = None
     batch_size: Annotated[int, typer.Option("--batch-size", "-b", min=1, help="Prompts decoded together.")] = 1
     chat: Chat = False
@@ -231,8 +230,8 @@ class Bench(Measurement):
     program = "bench:run"
 
     context: typer.Context
-    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Repetitions of each prompt and method.")] = 1
-    html: Annotated[Path | None, _output("--html", help="Write a report with plots to this file.")] = None
+    repeats: Annotated[int, typer.Option(min=1, help="Repetitions of each prompt and method.")] = 1
+    html: Annotated[Path | None, _output(help="Write a report with plots to this file.")] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,7 +255,7 @@ class Tune(Measurement):
         ),
     ] = "exact"
     write: Annotated[
-        Path | None, typer.Option("--write", help="Write the best fields to generation_config.json in this folder.")
+        Path | None, typer.Option(help="Write the best fields to generation_config.json in this folder.")
     ] = None
 
 
@@ -283,12 +282,12 @@ class Serve(Drafting, Models):
 
     program = "serve:run"
 
-    rows: Annotated[int, typer.Option("--rows", min=1, help="Requests that are decoded at once.")] = 8
+    rows: Annotated[int, typer.Option(min=1, help="Requests that are decoded at once.")] = 8
     max_queued: Annotated[
-        int, typer.Option("--max-queued", min=0, help="Requests that wait for a row; further ones get status 429.")
+        int, typer.Option(min=0, help="Requests that wait for a row; further ones get status 429.")
     ] = 64
     host: Annotated[
-        str, typer.Option("--host", help="Address to listen on. There is no authentication: 0.0.0.0 opens it to all.")
+        str, typer.Option(help="Address to listen on. There is no authentication: 0.0.0.0 opens it to all.")
     ] = "127.0.0.1"
     port: Annotated[int, typer.Option("--port", "-p", min=0, max=65535, help="Port; 0 takes a free one.")] = 8000
     name: Annotated[

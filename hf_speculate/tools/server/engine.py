@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -35,38 +35,24 @@ class DecodeResult(NamedTuple):
     row: RowResult
 
 
+@dataclass(eq=False)
 class Engine:
     """Decodes up to `num_rows` requests at once; a finished row's place is given to the next request.
 
-    Requests are decoded one by one with `num_rows=1`, and if `obstacle` is not empty.
-
-    Args:
-        target: an enabled model.
-        tokenizer: the target's.
-        name: under which the target is served.
-        options: arguments of `generate()` for all requests, such as the draft model.
-        num_rows: requests that are decoded at once, >= 1.
-        max_queued: requests that wait for a row at most, >= 0.
-
-    Raises:
-        SpeculateError: the target cannot be decoded with the options.
+    Requests are decoded one by one with `num_rows=1`, and if `obstacle` is not empty. Raises `SpeculateError` if the
+    target cannot be decoded with the options.
     """
 
-    def __init__(
-        self,
-        target: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        name: str,
-        options: dict[str, Any],
-        num_rows: int = 8,
-        max_queued: int = 64,
-    ):
-        self.target, self.tokenizer, self.name = target, tokenizer, name
-        self.max_length: int | None = getattr(target.config.get_text_config(), "max_position_embeddings", None)
-        self.max_queued = max_queued
-        self.options = dict(options)
-        self.num_rows = num_rows
-        self.obstacle = _obstacle(self._refilling()) if num_rows > 1 else ""
+    target: PreTrainedModel  # enabled
+    tokenizer: PreTrainedTokenizerBase  # the target's
+    name: str  # under which the target is served
+    options: dict[str, Any]  # arguments of `generate()` for all requests, such as the draft model
+    num_rows: int = 8  # requests that are decoded at once, >= 1
+    max_queued: int = 64  # requests that wait for a row at most, >= 0
+
+    def __post_init__(self) -> None:
+        self.max_length: int | None = getattr(self.target.config.get_text_config(), "max_position_embeddings", None)
+        self.obstacle = _obstacle(self._refilling()) if self.num_rows > 1 else ""
         """Why requests are decoded one by one; empty if they are not, or if that is asked for."""
         if self.obstacle:
             self.num_rows = 1

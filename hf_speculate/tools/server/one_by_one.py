@@ -1,6 +1,7 @@
 """Decodes one prompt after the other, for models and drafters whose rows cannot be refilled."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,16 +17,13 @@ from hf_speculate.stats import SpeculationStats
 _ERRORS = (SpeculateError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
+@dataclass(frozen=True)
 class OneByOneDecoder:
-    """Decodes prompts of a source with `generate()` of an enabled model; `on_tokens` as in `ContinuousDecoder`."""
+    """Decodes prompts of a source with `generate()` of an enabled model."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        arguments: Mapping[str, Any],
-        on_tokens: Callable[[RowPrompt, Sequence[int]], bool],
-    ):
-        self._model, self._arguments, self._on_tokens = model, dict(arguments), on_tokens
+    model: PreTrainedModel
+    arguments: Mapping[str, Any]  # of `generate()` for all prompts
+    on_tokens: Callable[[RowPrompt, Sequence[int]], bool]  # as in `ContinuousDecoder`
 
     def decode(self, source: RowSource) -> Iterator[list[RowResult]]:
         """Decode until the source has no prompt; each result."""
@@ -33,15 +31,15 @@ class OneByOneDecoder:
             yield [self._decode(prompt)]
 
     def _decode(self, prompt: RowPrompt) -> RowResult:
-        stats, streamer = SpeculationStats(), _Streamer(prompt, self._on_tokens)
-        input_ids = torch.tensor([prompt.token_ids], device=self._model.device)  # [1, T]
+        stats, streamer = SpeculationStats(), _Streamer(prompt, self.on_tokens)
+        input_ids = torch.tensor([prompt.token_ids], device=self.model.device)  # [1, T]
         seed = {} if prompt.seed is None else {"seed": prompt.seed}
         error: Exception | None = None
         try:
-            self._model.generate(  # type: ignore[operator]
+            self.model.generate(  # type: ignore[operator]
                 input_ids,
                 attention_mask=torch.ones_like(input_ids),
-                **{**self._arguments, **prompt.arguments, **seed},
+                **{**self.arguments, **prompt.arguments, **seed},
                 streamer=streamer,
                 speculation_stats=stats,
             )
