@@ -62,6 +62,8 @@ def run_chat(options: ChatInTerminal) -> int:
     """Answer lines of the standard input until it ends."""
     arguments, log = arguments_of(options), notes()
     pair = load_pair(options, log)
+    if pair.tokenizer.chat_template is None:
+        raise ConfigError("the tokenizer must have a chat template to chat, got none; use generate for plain text")
     start = [] if options.system is None else [{"role": "system", "content": options.system}]
     messages = list(start)
     while (line := _line(log)) is not None and line.strip() != "/exit":

@@ -3,8 +3,10 @@
 import json
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import cached_property
 from typing import Any
 
 from hf_speculate.errors import ConfigError, SpeculateError
@@ -61,10 +63,10 @@ def _counter(ray: Any) -> Any:
 
     class Attempts:  # local, so that it is pickled by value and its process does not import torch
         def __init__(self) -> None:
-            self.counts: dict[str, int] = {}
+            self.counts: Counter[str] = Counter()
 
         def begin(self, key: str) -> int:
-            self.counts[key] = self.counts.get(key, 0) + 1
+            self.counts[key] += 1
             return self.counts[key]
 
     return ray.remote(num_cpus=0)(Attempts).remote()
@@ -74,27 +76,22 @@ class _Worker:
     """Models of one actor. Errors that a user can fix are returned as text; others are raised in Ray."""
 
     def __init__(self, make_decoder: Callable[[], RowDecoder], seed: int, attempts: Any, num_attempts: int):
-        self.seed, self.attempts, self.num_attempts = seed, attempts, num_attempts
-        self.decoder: RowDecoder | None = None
-        self.problem = ""
-        try:
-            self.decoder = make_decoder()
-        except (SpeculateError, OSError) as error:
-            self.problem = str(error)
+        self.make_decoder, self.seed, self.attempts, self.num_attempts = make_decoder, seed, attempts, num_attempts
+
+    @cached_property
+    def decoder(self) -> RowDecoder:
+        return self.make_decoder()
 
     def __call__(self, block: dict[str, Any]) -> dict[str, Any]:
         try:
             content = self._decode([Row(**fields) for fields in json.loads(str(block["rows"][0]))])._asdict()
-        except SpeculateError as error:
+        except (SpeculateError, OSError) as error:
             content = {"problem": str(error)}
         return {"decoded": [json.dumps(content)]}
 
     def _decode(self, rows: list[Row]) -> Decoded:
         ray = import_extra("ray", "ray", _PACKAGE)
-        num_begun = ray.get(self.attempts.begin.remote(rows[0].key))
-        if self.decoder is None:
-            raise ConfigError(self.problem)
-        if num_begun > self.num_attempts:
+        if ray.get(self.attempts.begin.remote(rows[0].key)) > self.num_attempts:
             keys = ", ".join(row.key for row in rows[:3])
             raise ConfigError(
                 f"a batch must not kill its actor, got {len(rows)} rows ({keys}) on which {self.num_attempts} died; "
