@@ -94,7 +94,7 @@ ENCODERS = "generation/test_encoder_decoder.py"
 STATES_OF_ENCODERS = f"{ENCODERS}::test_hidden_states_are_those_of_plain"
 BUFFERS = "generation/test_preallocated.py"
 DYNAMIC = f"{BUFFERS}::test_the_dynamic_cache_serves_what_cannot_be_preallocated"
-STATIC = "generation/test_static_cache.py::test_the_cache_that_is_returned_is_that_of_plain"
+STATIC = "generation/test_passed_caches.py::test_the_static_cache_that_is_returned_is_that_of_plain"
 PICTURES = "generation/test_vision_language.py"
 SOURCE_OF_FIELDS = f"{CONFIG}::test_every_field_is_taken_from_the_strongest_source_that_sets_it"
 SCHEDULES = "generation/test_schedules.py::test_adaptive_is_the_default_and_a_number_bounds_it"
@@ -128,7 +128,7 @@ TESTS = {
     f"{PICTURES}::test_positions_that_the_user_passes_go_on_from_the_last": "position_ids",
     f"{PICTURES}::test_token_types_repeat_the_prompts_last": "token_type_ids",
     "generation/test_embeddings.py::test_greedy_equals_plain": "inputs_embeds",
-    "generation/test_ownership.py::test_a_passed_cache_advances_in_place_as_in_plain": "past_key_values",
+    "generation/test_passed_caches.py::test_a_passed_cache_advances_in_place_over_two_turns": "past_key_values",
     "generation/test_recurrent.py::test_a_passed_cache_goes_on_from_call_to_call": "cache_params",
     f"{ENCODERS}::test_passed_encoder_outputs": "encoder_outputs",
     f"{ENCODERS}::test_prompts_of_the_decoder_may_be_padded": "decoder_input_ids decoder_attention_mask",

@@ -12,7 +12,7 @@ import hf_speculate
 from hf_speculate.engine.model_state import model_state
 from hf_speculate.models.compilation import Compilation
 from tests.cases import assert_decodes_as_plain, assert_equal_ids, pair
-from tests.generation.test_ownership import FailingCriterion
+from tests.reliability.faults import Fault, FaultyCriterion
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 
 K = 2
@@ -233,7 +233,12 @@ def test_a_call_that_fails_gives_its_buffers_back(error):
     places = addresses_of(target, draft)
     assert places
     with pytest.raises(error):
-        target.generate(**ragged_prompts(2), **own, max_new_tokens=24, stopping_criteria=[FailingCriterion(5, error)])
+        target.generate(
+            **ragged_prompts(2),
+            **own,
+            max_new_tokens=24,
+            stopping_criteria=[FaultyCriterion(Fault(5, error("on purpose")))],
+        )
     ids, eager, stats = compiled_and_eager(*given)
     assert_equal_ids(eager, ids)
     assert (stats.compiled, addresses_of(target, draft)) == (["target", "draft"], places)

@@ -11,7 +11,8 @@ from hf_speculate import DraftState, SpeculationStats
 from hf_speculate.errors import ConfigError
 from tests.cases import assert_equal_ids, each_value, pair
 from tests.generation.test_compiled import compile_config, small_pair
-from tests.generation.test_ownership import STATE_TOLERANCE, FailingStreamer
+from tests.generation.test_passed_caches import STATE_TOLERANCE
+from tests.reliability.faults import Fault, FaultyStreamer
 from tests.tiny import PAD_TOKEN_ID, SLIDING_WINDOW, make_model, noisy_copy, ragged_prompts
 
 NUM_NEW = 12
@@ -204,7 +205,13 @@ def test_it_counts_its_bytes_and_is_empty_after_a_reset_and_a_call_that_failed()
         assert (state.num_tokens, state.num_bytes) == (0, 0)
     say(target, draft, padded([[5, 6, 7]]), state)
     with pytest.raises(RuntimeError, match="on purpose"):
-        say(target, draft, padded([ids[0].tolist()]), state, streamer=FailingStreamer(6, RuntimeError))
+        say(
+            target,
+            draft,
+            padded([ids[0].tolist()]),
+            state,
+            streamer=FaultyStreamer(Fault(6, RuntimeError("on purpose")), "put"),
+        )
     assert (state.num_tokens, state.num_bytes) == (0, 0)
 
 

@@ -10,7 +10,7 @@ from transformers import DynamicCache, EncoderDecoderCache, Seq2SeqTrainer, Seq2
 import hf_speculate
 from hf_speculate.errors import SpeculateError
 from tests.cases import DRAFT_NOISE, assert_decodes_as_plain, assert_equal_ids, pair, plain_and_ours
-from tests.generation.test_ownership import FailingCriterion
+from tests.reliability.faults import Fault, FaultyCriterion
 from tests.tiny import noisy_copy, ragged_prompts
 from tests.tiny_encoders import NUM_FRAMES, decoder_of, make_bart, make_t5, make_whisper, speech
 
@@ -88,7 +88,7 @@ def test_a_passed_cache_is_brought_back_after_an_error():
     cache, inputs = EncoderDecoderCache(DynamicCache(), DynamicCache()), inputs_of("t5", 1)
     options = {"max_new_tokens": 12, "assistant_model": draft, "num_assistant_tokens": 4, "past_key_values": cache}
     with pytest.raises(RuntimeError, match="on purpose"):
-        target.generate(**inputs, **options, stopping_criteria=[FailingCriterion(5, RuntimeError)])
+        target.generate(**inputs, **options, stopping_criteria=[FaultyCriterion(Fault(5, RuntimeError("on purpose")))])
     assert cache.get_seq_length() == cache.cross_attention_cache.get_seq_length() == 0
     assert not any(cache.is_updated.values())
     assert_equal_ids(target.generate(**inputs, max_new_tokens=12), target.generate(**inputs, **options))

@@ -8,7 +8,7 @@ import hf_speculate
 from hf_speculate import SpeculationStats, SuffixStore
 from tests.cases import assert_decodes_as_plain, assert_equal_ids, each_value, pair
 from tests.generation.test_distribution import SIGNIFICANCE, draw, joint_distribution, p_value
-from tests.generation.test_ownership import FailingStreamer
+from tests.reliability.faults import Fault, FaultyStreamer
 from tests.tiny import make_law_model, ragged_prompts
 
 LOOKUP = {"prompt_lookup_num_tokens": 5, "num_assistant_tokens_schedule": "constant"}
@@ -115,6 +115,9 @@ def test_a_call_that_fails_adds_nothing_to_the_store():
     store = SuffixStore()
     with pytest.raises(RuntimeError, match="on purpose"):
         pair("llama")[0].generate(
-            **few_words(1), streamer=FailingStreamer(2, RuntimeError), suffix_store=store, **LOOKUP
+            **few_words(1),
+            streamer=FaultyStreamer(Fault(2, RuntimeError("on purpose")), "put"),
+            suffix_store=store,
+            **LOOKUP,
         )
     assert store.num_tokens == 0

@@ -8,7 +8,7 @@ import hf_speculate
 from hf_speculate.cache import ragged_layer
 from hf_speculate.errors import UnsupportedModelError
 from tests.cases import assert_decodes_as_plain, assert_equal_ids, each_value, pair
-from tests.generation.test_ownership import assert_same_contents, cache_contents
+from tests.generation.test_passed_caches import assert_same_contents, cache_contents
 from tests.tiny import KINDS, SLIDING_WINDOW, make_model, noisy_copy, ragged_prompts
 
 K = 4

@@ -15,7 +15,7 @@ import hf_speculate
 from hf_speculate.errors import UnsupportedGenerationError, UnsupportedModelError
 from hf_speculate.generation.self_test import NUM_TOKENS
 from tests.cases import ACCEPTED_ALL, DRAFT_NOISE, Unchanged, assert_equal_ids, pair
-from tests.generation.test_ownership import STATE_TOLERANCE, assert_same_contents, cache_contents
+from tests.generation.test_passed_caches import STATE_TOLERANCE, assert_same_contents, cache_contents
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 
 NUM_RANKS = 2

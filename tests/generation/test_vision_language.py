@@ -9,7 +9,7 @@ from transformers import DynamicCache
 import hf_speculate
 from hf_speculate.errors import UnsupportedGenerationError
 from tests.cases import assert_decodes_as_plain, assert_equal_ids, each_value, pair, plain_and_ours
-from tests.generation.test_ownership import FailingCriterion
+from tests.reliability.faults import Fault, FaultyCriterion
 from tests.reliability.test_threads import together
 from tests.tiny import make_model, ragged_prompts
 from tests.tiny_encoders import make_llava, make_qwen2_vl, make_qwen3_5_vl, picture_prompts, text_draft
@@ -125,7 +125,12 @@ def test_a_failed_run_leaves_the_model_as_plain_generate_would():
     for own in ({}, {"assistant_model": draft, "num_assistant_tokens": 3}):
         target.generate(torch.tensor([[3, 4]]), max_new_tokens=1)  # another state to start from
         with pytest.raises(RuntimeError, match="on purpose"):
-            target.generate(**inputs, **own, stopping_criteria=[FailingCriterion(1, RuntimeError)], max_new_tokens=8)
+            target.generate(
+                **inputs,
+                **own,
+                stopping_criteria=[FaultyCriterion(Fault(1, RuntimeError("on purpose")))],
+                max_new_tokens=8,
+            )
         left.append(target.model.rope_deltas)
     assert torch.equal(*left)
 

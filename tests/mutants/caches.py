@@ -18,14 +18,14 @@ MUTANTS = (
                 "        if True:\n",
                 (
                     "cache/test_kv_cache.py generation/test_rollback.py generation/test_padding.py "
-                    "generation/test_ownership.py"
+                    "generation/test_passed_caches.py"
                 ),
             ),
             "dynamic cache: windows keep what is past them": Fault(
                 "layer.record_past = False",
                 "layer.record_past = True",
                 (
-                    "generation/test_ownership.py cache/test_kv_cache.py generation/test_rollback.py "
+                    "generation/test_passed_caches.py cache/test_kv_cache.py generation/test_rollback.py "
                     "generation/test_padding.py"
                 ),
             ),
@@ -67,7 +67,7 @@ MUTANTS = (
                 "max(width - layer.window, 0)",
                 (
                     "generation/test_preallocated.py cache/test_kv_cache.py generation/test_rollback.py "
-                    "generation/test_padding.py generation/test_ownership.py"
+                    "generation/test_padding.py generation/test_passed_caches.py"
                 ),
             ),
             "preallocated cache: padding stays after rows are dropped": Fault(

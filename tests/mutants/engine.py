@@ -68,10 +68,10 @@ MUTANTS = (
                 "num_query = draft.token_ids.shape[1] + 1", "num_query = draft.token_ids.shape[1]"
             ),
             "target: surplus tokens stay in the cache": Fault(
-                "if any(num_surplus):", "if False:", "generation/test_options.py generation/test_batch_cache.py"
+                "if any(num_surplus):", "if False:", "generation/test_options.py generation/test_passed_caches.py"
             ),
             "target: a passed cache is not restored": Fault(
-                "self.kv_cache.restore(snapshot)", "self.kv_cache.kind", "reliability generation/test_ownership.py"
+                "self.kv_cache.restore(snapshot)", "self.kv_cache.kind", "reliability generation/test_passed_caches.py"
             ),
             "target: chunks are placed wrongly": Fault(
                 "num_ahead -= chunk.shape[1]", "num_ahead -= 0", "draft/test_custom.py"

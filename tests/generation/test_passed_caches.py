@@ -1,0 +1,251 @@
+"""Caches that the user passes, or that come back with the output, hold what plain `generate` leaves in them."""
+
+import copy
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, StaticCache
+from transformers.cache_utils import Cache, EncoderDecoderCache, StaticSlidingWindowLayer
+
+from hf_speculate.errors import UnsupportedGenerationError
+from tests.cases import ACCEPTED_ALL, Unchanged, assert_equal_ids, each_value, pair, plain_and_ours
+from tests.generation.test_encoder_decoder import encoder_pair, inputs_of
+from tests.reliability.faults import Fault, FaultyCriterion, FaultyStreamer, Mistake, hook
+from tests.tiny import SLIDING_WINDOW, ragged_prompts
+
+K = 4
+NUM_NEW = 24
+BATCH_SIZE = 4
+PAD = 2  # not the id of the padding before the prompts: plain `generate` feeds it like any other token
+ROOM = 96  # tokens, more than two turns have
+STATE_TOLERANCE = 1e-9  # float64 round-off between a forward of one token and one of several
+FLOAT32_TOLERANCE = 1e-4  # attention of Gemma 2 and Bloom takes its softmax in float32, whatever the dtype
+SAID = torch.tensor([[9, 8], [7, 6], [5, 4], [3, 11]])
+ONE_ROW = {"input_ids": torch.tensor([[5, 6, 7, 9]]), "attention_mask": torch.ones(1, 4, dtype=torch.int64)}
+DRAFTS: dict[str, dict[str, Any]] = {
+    "model": {"num_assistant_tokens": K},
+    "long drafts": {"num_assistant_tokens": 2 * NUM_NEW},
+    "adaptive": {"num_assistant_tokens_schedule": "adaptive"},
+    "hybrid": {"prompt_lookup_num_tokens": K},
+    "copying": {"prompt_lookup_num_tokens": K, "assistant_model": None},
+    "chunked": {"num_assistant_tokens": K, "prefill_chunk_size": 3},
+    "lock step": {"num_assistant_tokens": K, "logits_processor": [Unchanged()]},
+}
+
+
+@torch.no_grad()
+def prefilled(target, input_ids: Tensor, attention_mask: Tensor | None = None) -> DynamicCache:
+    positions = None if attention_mask is None else (attention_mask.cumsum(-1) - 1).clamp_min(0)
+    cache = DynamicCache(config=target.config)
+    target(input_ids=input_ids, attention_mask=attention_mask, position_ids=positions, past_key_values=cache)
+    return cache
+
+
+def parts_of(cache: Cache) -> list[Any]:
+    is_pair = isinstance(cache, EncoderDecoderCache)
+    return [cache.self_attention_cache, cache.cross_attention_cache] if is_pair else [cache]
+
+
+def cache_contents(cache: Cache) -> list[tuple]:
+    """Copies of each layer's keys and values, and what else goes on from them.
+
+    The oldest column of a full static window, which is never read, is left out.
+    """
+    found = []
+    for layer in (layer for part in parts_of(cache) for layer in part.layers if layer.is_initialized):
+        length = int(layer.get_seq_length())
+        first = int(isinstance(layer, StaticSlidingWindowLayer) and length >= layer.max_cache_len)
+        states = (states[:, :, first:].clone() for states in (layer.keys, layer.values))
+        found.append((*states, type(layer), length, getattr(layer, "record_past", None)))
+    return found
+
+
+def assert_same_contents(one: list[tuple], other: list[tuple], tolerance: float = 0.0) -> None:
+    assert len(one) == len(other) > 0
+    for (keys, values, *rest), (other_keys, other_values, *other_rest) in zip(one, other, strict=True):
+        assert rest == other_rest
+        torch.testing.assert_close(keys, other_keys, atol=tolerance, rtol=0)
+        torch.testing.assert_close(values, other_values, atol=tolerance, rtol=0)
+
+
+def tolerance_of(kind: str) -> float:
+    return FLOAT32_TOLERANCE if kind in ("gemma2", "bloom") else STATE_TOLERANCE
+
+
+def prompts() -> dict[str, Tensor]:
+    return ragged_prompts(BATCH_SIZE, seed=12, min_len=3, max_len=11)
+
+
+@cache
+def ends(kind: str) -> list[int]:
+    """Ids in the plain texts that end rows one after the other."""
+    target, _ = pair(kind)
+    inputs = prompts()
+    text = target.generate(**inputs, max_new_tokens=NUM_NEW)[:, inputs["input_ids"].shape[1] :]
+    return [int(text[row, 3 + 5 * row]) for row in range(BATCH_SIZE - 1)]
+
+
+@each_value(
+    kind=["llama", "mistral_window", "gemma2"], cache_kind=["dynamic", "preallocated"], num_held=[3, SLIDING_WINDOW + 4]
+)
+def test_a_passed_cache_advances_in_place_over_two_turns(kind, cache_kind, num_held):
+    target, draft = pair(kind)
+    ids = torch.randint(1, 64, (1, 2 * SLIDING_WINDOW + 4), generator=torch.Generator().manual_seed(1))
+    caches, texts = [], []
+    for own in ({}, {"assistant_model": draft, "num_assistant_tokens": K, "speculation_cache": cache_kind}):
+        caches.append(prefilled(target, ids[:, :num_held]))
+        options = {"past_key_values": caches[-1], "max_new_tokens": 9, **own}
+        text = torch.cat([target.generate(ids, **options), SAID[:1]], dim=1)
+        new, mask = text[:, caches[-1].get_seq_length() :], torch.ones_like(text)
+        texts += [text, target.generate(new, attention_mask=mask, **options)]
+    assert_equal_ids(texts[0], texts[2])
+    assert_equal_ids(texts[1], texts[3])
+    assert_same_contents(*map(cache_contents, caches), tolerance_of(kind))
+
+
+@each_value(
+    drafts=DRAFTS, kind=["llama", "mistral_window", "gemma2", "bloom"], cache_kind=["dynamic", "preallocated", "auto"]
+)
+def test_rows_that_end_apart_leave_the_cache_of_plain_with_their_padding(kind, cache_kind, drafts):
+    target, draft = pair(kind)
+    inputs, eos = prompts(), ends(kind)
+    options = {"max_new_tokens": NUM_NEW, "eos_token_id": eos, "pad_token_id": PAD}
+    caches = [DynamicCache(config=target.config) for _ in range(2)]
+    own = {"assistant_model": draft, "speculation_cache": cache_kind, **DRAFTS[drafts]}
+    plain = target.generate(**inputs, **options, past_key_values=caches[0])
+    ours = target.generate(**inputs, **options, past_key_values=caches[1], **own)
+    assert_equal_ids(plain, ours)
+    new = plain[:, inputs["input_ids"].shape[1] :]
+    num_live = [next((at for at, token_id in enumerate(row) if token_id in eos), NUM_NEW) for row in new.tolist()]
+    assert max(num_live) - min(num_live) > K  # or nothing is shown
+    assert_same_contents(*map(cache_contents, caches), tolerance_of(kind))
+
+
+def test_an_error_while_padding_is_read_brings_a_passed_cache_back():
+    target, same = pair("mistral_window", ACCEPTED_ALL)  # so that all rows end in the first round
+    inputs, error = prompts(), Mistake("on purpose")
+    cache = prefilled(target, *(part[:, :3] for part in inputs.values()))
+    before = cache_contents(cache)
+    options = {"max_new_tokens": NUM_NEW, "eos_token_id": ends("mistral_window"), "pad_token_id": PAD}
+    options |= {"assistant_model": same, "past_key_values": cache, **DRAFTS["long drafts"]}
+    with hook(target, Fault(3, error)), pytest.raises(Mistake):
+        target.generate(**inputs, **options)
+    assert error.__notes__ == ["hf_speculate: raised while the target read the padding of finished rows, round 1"]
+    assert_same_contents(before, cache_contents(cache))
+
+
+def test_a_pad_id_without_an_embedding_leaves_every_row_as_long():
+    """Plain `generate` cannot feed it."""
+    target, draft = pair("llama")
+    options = {"max_new_tokens": NUM_NEW, "eos_token_id": ends("llama"), "return_dict_in_generate": True}
+    plain = target.generate(**prompts(), **options, pad_token_id=PAD)
+    ours = target.generate(**prompts(), **options, pad_token_id=64, assistant_model=draft, num_assistant_tokens=K)
+    assert_equal_ids(plain.sequences, ours.sequences.where(ours.sequences != 64, PAD))
+    assert ours.past_key_values.get_seq_length() == plain.past_key_values.get_seq_length()
+
+
+@pytest.mark.parametrize(
+    ("kind", "batch_size", "max_cache_len"),
+    [("llama", 1, None), ("llama", 4, ROOM), ("mistral_window", 4, None), ("gemma2", 4, None)],
+)
+def test_the_static_cache_that_is_returned_is_that_of_plain(kind, batch_size, max_cache_len):
+    target, draft = pair(kind)
+    inputs = prompts() if batch_size > 1 else ONE_ROW
+    options = {"cache_implementation": "static", "max_cache_len": max_cache_len, "max_new_tokens": NUM_NEW}
+    options |= {"return_dict_in_generate": True, "eos_token_id": ends(kind), "pad_token_id": PAD}
+    plain_target = copy.deepcopy(target)
+    vars(plain_target).pop("_previous_max_cache_length", None)  # which plain calls leave, and later ones use
+    plain = plain_target.generate(**inputs, **options)
+    before = vars(target).copy()
+    ours = target.generate(**inputs, **options, assistant_model=draft, num_assistant_tokens=K)
+    assert vars(target) == before
+    assert_equal_ids(plain.sequences, ours.sequences)
+    assert_same_contents(*(cache_contents(one.past_key_values) for one in (plain, ours)), tolerance_of(kind))
+
+
+def test_recurrent_states_are_returned_in_a_static_cache_and_may_not_be_passed():
+    target, draft = pair("jamba")
+    options = {"cache_implementation": "static", "max_new_tokens": NUM_NEW, "return_dict_in_generate": True}
+    plain, ours = plain_and_ours(target, draft, ONE_ROW, **options)
+    assert_equal_ids(plain.sequences, ours.sequences)
+    for expected, layer in zip(plain.past_key_values.layers, ours.past_key_values.layers, strict=True):
+        assert type(layer) is type(expected)
+        for name in ("conv_states", "recurrent_states", "has_previous_state", "keys", "values"):
+            torch.testing.assert_close(getattr(layer, name, None), getattr(expected, name, None), atol=1e-5, rtol=0)
+    cache = StaticCache(target.config, ROOM)
+    with pytest.raises(UnsupportedGenerationError, match="got one of LinearAttentionLayer, StaticLayer"):
+        target.generate(**ONE_ROW, assistant_model=draft, max_new_tokens=2, past_key_values=cache)
+
+
+def turns(first: dict[str, Any], second: dict[str, Any], kind: str, inputs: dict[str, Tensor]) -> tuple[Tensor, Cache]:
+    """Two turns of a chat on one static cache: the text, and the cache."""
+    target, _ = pair(kind)
+    options = {"max_new_tokens": NUM_NEW, "eos_token_id": ends(kind), "pad_token_id": PAD}
+    static = {"cache_implementation": "static", "max_cache_len": ROOM, "return_dict_in_generate": True}
+    output = copy.deepcopy(target).generate(**inputs, **options, **first, **static)
+    ids = torch.cat([output.sequences, SAID[: len(output.sequences)]], dim=1)
+    mask = torch.ones_like(ids)
+    mask[:, : inputs["attention_mask"].shape[1]] = inputs["attention_mask"]
+    held = output.past_key_values
+    before = [layer.keys.data_ptr() for layer in held.layers]
+    text = target.generate(ids, attention_mask=mask, **options, **second, past_key_values=held)
+    assert [layer.keys.data_ptr() for layer in held.layers] == before
+    return text, held
+
+
+@each_value(batch_size=[1, 4], kind=["llama", "mistral_window"])
+def test_a_static_cache_may_be_passed_back_in_whoever_returned_it(kind, batch_size):
+    own = {"assistant_model": pair(kind)[1], "num_assistant_tokens": K}
+    inputs = prompts() if batch_size > 1 else ONE_ROW
+    text, held = turns({}, {}, kind, inputs)
+    for first, second in (({}, own), (own, {}), (own, {**own, "speculation_cache": "dynamic"})):
+        ours, ours_held = turns(first, second, kind, inputs)
+        assert_equal_ids(text, ours)
+        assert_same_contents(cache_contents(held), cache_contents(ours_held), STATE_TOLERANCE)
+
+
+def test_the_static_caches_of_an_encoder_decoder():
+    target, draft = encoder_pair("t5")
+    options = {"cache_implementation": "static", "max_cache_len": ROOM, "max_new_tokens": NUM_NEW, **inputs_of("t5", 2)}
+    plain = copy.deepcopy(target).generate(**options, return_dict_in_generate=True).past_key_values
+    ours = target.generate(**options, return_dict_in_generate=True, assistant_model=draft)
+    assert all(type(part) is StaticCache for part in parts_of(ours.past_key_values))
+    assert_same_contents(cache_contents(plain), cache_contents(ours.past_key_values), STATE_TOLERANCE)
+    del options["cache_implementation"], options["max_cache_len"]
+    options["decoder_input_ids"] = ours.sequences
+    fresh = target.generate(**options)  # plain feeds a passed cache the whole text again
+    assert_equal_ids(fresh, target.generate(**options, assistant_model=draft, past_key_values=plain))
+    assert [int(part.get_seq_length()) for part in parts_of(plain)] == [fresh.shape[1] - 1, 12]
+
+
+@each_value(kind=["llama", "mistral_window"], is_at_end=[False, True])
+def test_a_passed_static_cache_stays_as_it_was_in_a_call_that_fails(kind, is_at_end):
+    target, draft = pair(kind)
+    cache, fault = StaticCache(config=target.config, max_cache_len=ROOM), Fault(1 if is_at_end else 5, Mistake())
+    ids = target.generate(ONE_ROW["input_ids"], max_new_tokens=2 * SLIDING_WINDOW, past_key_values=cache)
+    before = cache_contents(cache)
+    options = (
+        {"streamer": FaultyStreamer(fault, "end")} if is_at_end else {"stopping_criteria": [FaultyCriterion(fault)]}
+    )
+    with pytest.raises(Mistake):
+        target.generate(ids, max_new_tokens=9, past_key_values=cache, assistant_model=draft, **options)
+    assert_same_contents(before, cache_contents(cache))
+
+
+def test_a_static_cache_without_room_is_refused_with_the_room_that_it_takes():
+    inputs = ragged_prompts(1, seed=1, min_len=6)
+    num_columns = inputs["input_ids"].shape[1] + 9 - 1
+    for kind, max_cache_len, num_new in (("llama", num_columns, 9), ("mistral_window", ROOM, 2 * ROOM)):
+        target, draft = pair(kind)  # windows keep what they read of a text of any length
+        options = {"assistant_model": draft, "num_assistant_tokens": K, "max_new_tokens": num_new}
+        if kind == "llama":
+            cache = StaticCache(config=target.config, max_cache_len=max_cache_len - 1)
+            with pytest.raises(UnsupportedGenerationError, match=f"make it with max_cache_len={num_columns}"):
+                target.generate(**inputs, **options, past_key_values=cache)
+            assert not cache.layers[0].is_initialized
+        cache = StaticCache(config=target.config, max_cache_len=max_cache_len)
+        plain = target.generate(**inputs, max_new_tokens=num_new)
+        assert_equal_ids(plain, target.generate(**inputs, **options, past_key_values=cache))
