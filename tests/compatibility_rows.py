@@ -123,7 +123,7 @@ TESTS = {
     "generation/test_enable.py::test_the_hub_repository_runs_through_custom_generate": (
         "custom_generate trust_remote_code"
     ),
-    "generation/test_stop_strings.py::test_text_ends_where_plain_ends_it": "tokenizer stop_strings",
+    f"{OPTIONS}::test_stop_strings_end_the_text_where_plain_ends_it": "tokenizer stop_strings",
     "generation/test_vocabularies.py::test_another_tokenizer_greedy_is_plain_greedy": "assistant_tokenizer",
     f"{PICTURES}::test_positions_that_the_user_passes_go_on_from_the_last": "position_ids",
     f"{PICTURES}::test_token_types_repeat_the_prompts_last": "token_type_ids",
@@ -136,7 +136,7 @@ TESTS = {
         f"cross_attention_mask {READ_WITH_PROMPT}"
     ),
     "generation/test_wrapped.py::test_every_row_may_have_its_own_adapter": "adapter_names",
-    f"{OPTIONS}::test_max_new_tokens_is_exact": "max_new_tokens",
+    f"{OPTIONS}::test_max_new_tokens_is_exact_and_prompts_of_int32_are_taken": "max_new_tokens",
     f"{OPTIONS}::test_max_time_stops_soon": "max_time",
     "generation/test_distribution.py::test_lossless_verifiers_keep_the_joint_distribution": "do_sample",
     "draft/heads/test_mtp.py::test_use_mtp_drafts_for_batches": "use_mtp",
@@ -145,9 +145,7 @@ TESTS = {
         "renormalize_logits forced_bos_token_id remove_invalid_values begin_suppress_tokens watermarking_config "
         "temperature top_k top_p min_p top_h typical_p epsilon_cutoff eta_cutoff"
     ),
-    "generation/test_guidance.py::test_a_healed_prompt_is_that_of_plain": "token_healing",
-    f"{OPTIONS}::test_num_return_sequences_draws_different_rows_and_repeats_by_seed": "num_return_sequences",
-    f"{OPTIONS}::test_eos_inside_a_block_ends_rows_where_plain_does": "pad_token_id eos_token_id",
+    f"{OPTIONS}::test_a_healed_prompt_is_that_of_plain": "token_healing",
     f"{ENCODERS}::test_greedy_equals_plain": "decoder_start_token_id",
     f"{CONFIG}::test_a_schedule_alone_starts_from_the_default": "num_assistant_tokens",
     SCHEDULES: "num_assistant_tokens_schedule",
@@ -159,7 +157,6 @@ TESTS = {
     "draft/test_early_exit.py::test_the_generation_config_may_ask_for_it": "assistant_early_exit",
     "generation/test_compiled.py::test_text_equals_plain_and_rows_that_end_stay": "compile_config",
     "generation/test_compiled.py::test_where_plain_generate_would_not_compile_we_do_not_and_say_so": "disable_compile",
-    f"{OPTIONS}::test_prefill_in_chunks_gives_the_same_text": "prefill_chunk_size",
     "generation/test_matrix.py::test_a_row_of_a_batch_is_drawn_as_alone_and_every_token_is_counted": "verifier seed",
     f"{TYPICAL}_settings_reach_the_kernel_through_generate": "posterior_threshold posterior_alpha entropy_epsilon",
     f"{TYPICAL}_correction_is_the_argmax_or_a_draw": "typical_correction",

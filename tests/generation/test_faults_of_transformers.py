@@ -17,10 +17,10 @@ FAULTS = {
         "a prefilled past_key_values is fed the whole prompt again",
     ),
     "b": (
-        "test_stop_strings.py::test_drafts_that_a_stop_cuts_off",
+        "test_options.py::test_drafts_that_a_stop_cuts_off",
         "criteria are looked at when a block ends, so text runs on",
     ),
-    "c": ("test_stop_strings.py::test_text_ends_where_plain_ends_it", "stop_strings with an assistant raise"),
+    "c": ("test_options.py::test_stop_strings_end_the_text", "stop_strings with an assistant raise"),
     "d": ("test_vocabularies.py::test_fault_d", "a vocabulary padded to another size raises under sampling"),
     "e": ("test_vocabularies.py::test_fault_e", "another tokenizer under sampling replaces layers of the draft model"),
     "f": (

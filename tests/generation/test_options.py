@@ -1,39 +1,63 @@
-"""What `generate()` users rely on goes on working with an assistant, equal to plain decoding."""
+"""Options that steer a text, end it or add to the output act with an assistant as in plain `generate`."""
 
 import time
+from typing import Any
 
 import pytest
 import torch
-from transformers import LogitsProcessor, StoppingCriteria
+from transformers import LogitsProcessor, StoppingCriteria, SynthIDTextWatermarkingConfig, WatermarkingConfig
 
 import hf_speculate
-from tests.cases import Streamed, Unchanged, assert_decodes_as_plain, assert_equal_ids, each_value, pair, plain_and_ours
-from tests.tiny import make_model, noisy_copy, ragged_prompts
+from hf_speculate.errors import UnsupportedGenerationError
+from tests.cases import Streamed, assert_decodes_as_plain, assert_equal_ids, each_value, pair, plain_and_ours
+from tests.compatibility_rows import CHARACTERS, TOKENIZER
+from tests.tiny import make_law_model, make_model, noisy_copy, ragged_prompts
+from tests.tiny_tokenizers import byte_level_tokenizer
 
 K = 4
 NUM_NEW = 24
 SCORE_TOLERANCE = 1e-5  # scores are rounded to float32, whose resolution at these magnitudes is 1e-6
 
 
-def common_ids(kind: str, inputs: dict, count: int) -> list[int]:
-    """Ids that appear in the middle of the greedy texts, so that an EOS of them ends rows at different places."""
-    target, _ = pair(kind)
-    text = target.generate(**inputs, max_new_tokens=NUM_NEW)[:, inputs["input_ids"].shape[1] :]
-    middles = text[:, 5:15].flatten().tolist()
-    return list(dict.fromkeys(middles))[:count]
+def new_ids(inputs: dict, row: int = 0) -> list[int]:
+    """The greedy text of a row that nothing ends."""
+    return pair("llama")[0].generate(**inputs, max_new_tokens=NUM_NEW)[row, inputs["input_ids"].shape[1] :].tolist()
 
 
-@each_value(batch_size=[1, 4], num_eos=[1, 3], pad_is_eos=[False, True])
-def test_eos_inside_a_block_ends_rows_where_plain_does(batch_size, num_eos, pad_is_eos):
-    inputs = ragged_prompts(batch_size, seed=11)
-    eos = common_ids("llama", inputs, num_eos)
-    options = {"max_new_tokens": NUM_NEW, "eos_token_id": eos, "pad_token_id": eos[0] if pad_is_eos else 0}
-    assert_decodes_as_plain(*pair("llama"), inputs, **options, num_assistant_tokens=K)
+@pytest.mark.parametrize("num_new", [1, 2, 7])
+def test_max_new_tokens_is_exact_and_prompts_of_int32_are_taken(num_new):
+    inputs = ragged_prompts(2, seed=13)
+    inputs["input_ids"] = inputs["input_ids"].int()
+    plain, ours = plain_and_ours(*pair("qwen2"), inputs, max_new_tokens=num_new, num_assistant_tokens=K)
+    assert_equal_ids(plain, ours)
+    assert plain.dtype == ours.dtype
 
 
-@pytest.mark.parametrize("num_new", [1, 2, 3, 7])
-def test_max_new_tokens_is_exact(num_new):
-    assert_decodes_as_plain(*pair("qwen2"), ragged_prompts(2, seed=13), max_new_tokens=num_new, num_assistant_tokens=K)
+def test_max_time_stops_soon():
+    target, draft = pair("llama")
+    inputs, begin = ragged_prompts(1, seed=18), time.monotonic()
+    ours = target.generate(**inputs, max_new_tokens=480, max_time=0.05, assistant_model=draft, num_assistant_tokens=2)
+    assert inputs["input_ids"].shape[1] < ours.shape[1] < inputs["input_ids"].shape[1] + 480
+    assert time.monotonic() - begin < 30
+
+
+@each_value(batch_size=[1, 3], num_assistant_tokens=[2, 8], eos_token_id=[None, 63])
+def test_stop_strings_end_the_text_where_plain_ends_it(batch_size, num_assistant_tokens, eos_token_id):
+    inputs = ragged_prompts(batch_size, seed=31)
+    stop = "".join(CHARACTERS[token_id] for token_id in new_ids(inputs)[8:10])  # spans two tokens
+    options = {"max_new_tokens": NUM_NEW, "stop_strings": [stop], "tokenizer": TOKENIZER, "eos_token_id": eos_token_id}
+    options |= {"num_assistant_tokens": num_assistant_tokens, "pad_token_id": 0}
+    assert_decodes_as_plain(*pair("llama"), inputs, **options)
+
+
+def test_drafts_that_a_stop_cuts_off_did_not_stay():
+    target, _ = pair("llama")
+    inputs, stats = ragged_prompts(1, seed=31), hf_speculate.SpeculationStats()
+    stop = "".join(CHARACTERS[token_id] for token_id in new_ids(inputs)[8:10])
+    options = {"max_new_tokens": NUM_NEW, "stop_strings": [stop], "tokenizer": TOKENIZER, "num_assistant_tokens": 6}
+    target.generate(**inputs, **options, assistant_model=noisy_copy(target, 0.0), speculation_stats=stats)
+    # the prompt's token, a whole round of 6 drafts and a token of the target's, and 2 of the next 6 drafts
+    assert (stats.num_emitted, stats.num_accepted, stats.num_verified, stats.num_rounds) == (9, 8, 8, 2)
 
 
 class Recorder(LogitsProcessor):
@@ -111,14 +135,6 @@ def test_a_processor_that_writes_into_its_scores_leaves_the_logits():
     assert torch.stack(ours.scores).max() == 1.0 < torch.stack(ours.logits).max()
 
 
-def test_max_time_stops_soon():
-    target, draft = pair("llama")
-    inputs, begin = ragged_prompts(1, seed=18), time.monotonic()
-    ours = target.generate(**inputs, max_new_tokens=480, max_time=0.05, assistant_model=draft, num_assistant_tokens=2)
-    assert inputs["input_ids"].shape[1] < ours.shape[1] < inputs["input_ids"].shape[1] + 480
-    assert time.monotonic() - begin < 30
-
-
 @pytest.mark.parametrize("kind", ["llama", "mistral_window", "gemma3n"])
 def test_hidden_states_and_attentions_are_those_of_plain(kind):
     target = hf_speculate.enable(make_model(kind, attn_implementation="eager"))
@@ -134,21 +150,12 @@ def test_hidden_states_and_attentions_are_those_of_plain(kind):
 def test_a_streamer_gets_the_same_tokens_as_in_plain_one_by_one():
     target, draft = pair("llama")
     inputs = ragged_prompts(1, seed=21)
-    options = {"max_new_tokens": NUM_NEW, "eos_token_id": common_ids("llama", inputs, 1)}
+    options = {"max_new_tokens": NUM_NEW, "eos_token_id": new_ids(inputs)[9]}
     streams = [Streamed(), Streamed()]
     target.generate(**inputs, **options, streamer=streams[0])
     target.generate(**inputs, **options, streamer=streams[1], assistant_model=draft, num_assistant_tokens=5)
     assert streams[0].values == streams[1].values
     assert streams[1].has_ended
-
-
-def test_num_return_sequences_draws_different_rows_and_repeats_by_seed():
-    target, draft = pair("llama")
-    options = {"do_sample": True, "num_return_sequences": 4, "max_new_tokens": 10, "assistant_model": draft}
-    first, again, other = (target.generate(torch.tensor([[5, 6]]), **options, seed=seed) for seed in (3, 3, 4))
-    assert len({tuple(row) for row in first.tolist()}) == 4
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
 
 
 def test_speculation_comes_with_the_output_object():
@@ -157,28 +164,10 @@ def test_speculation_comes_with_the_output_object():
     options = {"max_new_tokens": 12, "return_dict_in_generate": True, "speculation_stats": stats}
     output = target.generate(**ragged_prompts(2, seed=25), **options, assistant_model=draft, num_assistant_tokens=3)
     assert output.speculation is stats
-    assert stats.num_emitted == 2 * 11  # the first token of each row comes with the prompt's own forward
     assert stats.num_host_syncs == stats.num_batch_rounds + 1
     assert "verifier: greedy" in str(stats)
     target.generate(**ragged_prompts(1), max_new_tokens=3, speculation_stats=stats)
     assert stats.num_rounds == 0
-
-
-def test_prefill_in_chunks_gives_the_same_text():
-    inputs = ragged_prompts(2, seed=26, min_len=10, max_len=20)
-    options = {"max_new_tokens": 12, "prefill_chunk_size": 4, "num_assistant_tokens": 3}
-    assert_decodes_as_plain(*pair("mistral_window"), inputs, **options)
-
-
-def test_a_pad_id_outside_the_vocabulary_and_prompts_of_int32_are_taken():
-    inputs = ragged_prompts(1, seed=27)
-    options = {"max_new_tokens": 14, "eos_token_id": common_ids("llama", inputs, 1), "pad_token_id": 64}
-    options |= {"return_dict_in_generate": True, "output_scores": True}
-    inputs["input_ids"] = inputs["input_ids"].int()
-    plain, ours = plain_and_ours(*pair("llama"), inputs, **options)
-    assert_equal_ids(plain.sequences, ours.sequences)
-    assert ours.sequences.dtype == plain.sequences.dtype
-    assert len(ours.scores) == len(plain.scores)
 
 
 def test_a_large_bound_on_the_length_reserves_no_memory():
@@ -187,22 +176,67 @@ def test_a_large_bound_on_the_length_reserves_no_memory():
     assert target.generate(**ragged_prompts(1, seed=1), **options, num_assistant_tokens=5).shape[1] < 200
 
 
-@pytest.mark.parametrize("batch_size", [1, 8])
-def test_lock_step_does_not_count_what_a_neighbour_cut_off_as_verified(batch_size):
-    """A row that was cut because its neighbour refused has accepted all that was verified of it."""
-    target, draft = pair("llama")
-    options = {
-        "max_new_tokens": 20,
-        "assistant_model": draft,
-        "num_assistant_tokens": K,
-        **ragged_prompts(batch_size, seed=30),
-    }
-    alone, lock_step = hf_speculate.SpeculationStats(), hf_speculate.SpeculationStats()
-    target.generate(**options, speculation_stats=alone)
-    target.generate(**options, speculation_stats=lock_step, logits_processor=[Unchanged()])
-    assert (lock_step.lock_step, alone.lock_step) == (True, False)
-    if batch_size == 1:
-        assert lock_step.verified_per_position == alone.verified_per_position
-        assert lock_step.accepted_per_position == alone.accepted_per_position
-    # 8 rows of 20 tokens; it was a third lower when wrong
-    assert abs(lock_step.verified_acceptance_rate - alone.verified_acceptance_rate) < 0.2
+# Options of which `tests/compatibility_rows.py` has the text alone, and whether rows move in lock step.
+STEERED: dict[str, tuple[bool, dict[str, Any]]] = {
+    "guidance": (True, {"guidance_scale": 0.4}),
+    "watermarking of the left": (False, {"watermarking_config": WatermarkingConfig(bias=4.0, context_width=2)}),
+    "synthid, late": (
+        True,
+        {
+            "watermarking_config": SynthIDTextWatermarkingConfig(
+                keys=[3, 14, 15], ngram_len=4, context_history_size=2, skip_first_ngram_calls=True
+            )
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STEERED)
+def test_steered_texts_and_scores_are_those_of_plain(name):
+    target = hf_speculate.enable(make_law_model(64, seed=0))
+    draft, (is_lock_step, steering), inputs = noisy_copy(target, 0.1), STEERED[name], ragged_prompts(3, seed=15)
+    options = {"max_new_tokens": 16, "pad_token_id": 0, "return_dict_in_generate": True, "output_scores": True}
+    unsteered = target.generate(**inputs, **options)
+    options |= {"eos_token_id": int(unsteered.sequences[-1, -8]), **steering}
+    plain, ours = plain_and_ours(target, draft, inputs, **options, num_assistant_tokens=K)
+    assert_equal_ids(plain.sequences, ours.sequences)
+    steps = zip(plain.scores, unsteered.scores, strict=False)
+    assert not all(torch.equal(one.float(), other) for one, other in steps)  # the option does something
+    assert ours.speculation.lock_step == is_lock_step
+    is_live = torch.ones(3, dtype=torch.bool)
+    for position, (one, other) in enumerate(zip(plain.scores, ours.scores, strict=True)):
+        # guidance over a float64 model gives float64 scores
+        assert torch.allclose(one[is_live].float(), other[is_live], rtol=SCORE_TOLERANCE, atol=SCORE_TOLERANCE)
+        is_live &= ours.sequences[:, inputs["input_ids"].shape[1] + position] != options["eos_token_id"]
+
+
+@pytest.fixture(scope="module")
+def healed():
+    """A tokenizer in which words begin with others, and models of its size."""
+    words = ["http", "https", "https:", "hell", "hello", "help", " se", " see", " the", " their"]
+    tokenizer = byte_level_tokenizer(words, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    target = make_law_model(len(tokenizer), seed=6)
+    target.generation_config.pad_token_id = tokenizer.pad_token_id
+    return tokenizer, hf_speculate.enable(target), noisy_copy(target, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "is_healed"), [(["go to http", "say hell", "I see the"], True), (["x y z"], False)]
+)
+def test_a_healed_prompt_is_that_of_plain(healed, prompts, is_healed):
+    tokenizer, target, draft = healed
+    inputs = dict(tokenizer(prompts, return_tensors="pt", padding=True))
+    options = {"token_healing": True, "tokenizer": tokenizer, "max_new_tokens": 12, "num_assistant_tokens": 3}
+    assert_decodes_as_plain(target, draft, inputs, **options)
+    prompt = target.generate(**inputs, **options)[:, : inputs["input_ids"].shape[1]]
+    assert torch.equal(prompt, inputs["input_ids"]) != is_healed
+
+
+def test_healing_asks_for_an_enabled_model_and_streams_what_it_healed(healed):
+    tokenizer, target, draft = healed
+    inputs, streamed = dict(tokenizer(["go to http"], return_tensors="pt")), Streamed()
+    options = {"token_healing": True, "tokenizer": tokenizer, "max_new_tokens": 8, "assistant_model": draft}
+    ids = target.generate(**inputs, **options, streamer=streamed)
+    assert streamed.ids == ids[0].tolist()
+    with pytest.raises(UnsupportedGenerationError, match="token_healing must be left out for a model that is not"):
+        hf_speculate.generate(make_law_model(len(tokenizer), seed=6), **inputs, **options)

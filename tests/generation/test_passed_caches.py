@@ -141,10 +141,12 @@ def test_a_pad_id_without_an_embedding_leaves_every_row_as_long():
     """Plain `generate` cannot feed it."""
     target, draft = pair("llama")
     options = {"max_new_tokens": NUM_NEW, "eos_token_id": ends("llama"), "return_dict_in_generate": True}
+    options["output_scores"] = True
     plain = target.generate(**prompts(), **options, pad_token_id=PAD)
     ours = target.generate(**prompts(), **options, pad_token_id=64, assistant_model=draft, num_assistant_tokens=K)
     assert_equal_ids(plain.sequences, ours.sequences.where(ours.sequences != 64, PAD))
     assert ours.past_key_values.get_seq_length() == plain.past_key_values.get_seq_length()
+    assert len(ours.scores) == len(plain.scores)
 
 
 @pytest.mark.parametrize(
