@@ -4,8 +4,7 @@ import functools
 
 import pytest
 import torch
-from peft import PromptTuningConfig, get_peft_model
-from transformers import AutoModelForCausalLM, DynamicCache, OpenAIGPTConfig, RwkvConfig
+from transformers import DynamicCache, OpenAIGPTConfig, OpenAIGPTLMHeadModel
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator as ReadsStates
 
@@ -42,8 +41,6 @@ def models(monkeypatch):
         ({"speculation_cache": "paged"}, "got 'paged'"),
         ({"num_assistant_tokens_schedule": "fastest"}, "got 'fastest'"),
         ({"posterior_threshold": 0.0}, "got 0.0"),
-        ({"posterior_threshold": 1.0}, "got 1.0"),
-        ({"posterior_alpha": 0}, "got 0"),
         ({"entropy_epsilon": -1e-5}, "must be >= 0"),
         ({"typical_correction": "best"}, "got 'best'"),
         ({"draft_sampling": "beam"}, "got 'beam'"),
@@ -53,7 +50,6 @@ def models(monkeypatch):
         ({"posterior_alpha": -1.0, "assistant_model": None}, "must be > 0"),
         ({"assistant_confidence_threshold": 1.5}, "got 1.5"),
         ({"prompt_lookup_num_tokens": 0}, "got 0; leave it out"),
-        ({"prompt_lookup_num_tokens": 129}, "got 129"),
         ({"max_matching_ngram_size": 0}, "got 0"),
         ({"suffix_store": {}, "prompt_lookup_num_tokens": 3}, "got dict"),
         ({"suffix_store": hf_speculate.SuffixStore()}, "must come with prompt_lookup_num_tokens"),
@@ -62,7 +58,6 @@ def models(monkeypatch):
         ({"seed": 1, "generator": torch.Generator()}, "must not both be set"),
         ({"generator": 5}, "got int"),
         ({"speculation_stats": {}}, "got dict"),
-        ({"assistant_early_exit": 0, "assistant_model": None}, "got 0"),
         ({"assistant_early_exit": 2, "assistant_model": None}, "in 1..1 for 2 layers, got 2"),
         ({"assistant_early_exit": True, "assistant_model": None}, "got True"),
         ({"candidate_generator": 3, "assistant_model": None}, "got int"),
@@ -81,7 +76,6 @@ def test_wrong_fields(models, fields, message):
     ("make", "message"),
     [
         (lambda: {"assistant_model": torch.compile(pair("llama")[1])}, "got OptimizedModule"),
-        (lambda: {"assistant_model": make_model("qwen2", vocab_size=2000)}, "vocabulary of 64 tokens, or .* got 2000"),
         (lambda: {"assistant_model": object()}, "must be a transformers model that can generate"),
         (
             lambda: {"tokenizer": letters_tokenizer("ab"), "assistant_tokenizer": letters_tokenizer("xyz")},
@@ -102,19 +96,8 @@ def test_wrong_sources_of_drafts(models, make, message):
         target.generate(**ragged_prompts(1, seed=1), max_new_tokens=3, **options)
 
 
-def without_a_cache(model):
-    config = OpenAIGPTConfig(vocab_size=64, n_embd=16, n_layer=1, n_head=2, n_positions=32)
-    return AutoModelForCausalLM.from_config(config)
-
-
-def with_recurrent_state(model):
-    config = RwkvConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2, context_length=32)
-    return AutoModelForCausalLM.from_config(config)
-
-
-def of_another_type(model):
-    model.config.model_type = "prophetnet"
-    return model
+def without_a_cache(_):
+    return OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=64, n_embd=16, n_layer=1, n_head=2, n_positions=32))
 
 
 def with_gradient_checkpointing(model):
@@ -131,8 +114,6 @@ def with_indexed_attention(model):
     ("change", "message"),
     [
         (without_a_cache, "must take past_key_values, got OpenAIGPTLMHeadModel"),
-        (with_recurrent_state, "with recurrent state"),
-        (of_another_type, "must read several tokens after a cached text"),
         (with_gradient_checkpointing, "in training mode with gradient checkpoint"),
         (with_indexed_attention, "got indexed_attention in LlamaForCausalLM"),
     ],
@@ -143,14 +124,6 @@ def test_models_that_cannot_take_part(models, change, message):
     for one, another in ((other, draft), (target, other)):
         with pytest.raises(UnsupportedModelError, match=message):
             hf_speculate.generate(one, **ragged_prompts(1, seed=1), assistant_model=another)
-
-
-def test_prompt_tuning():
-    target, draft = make_model("llama"), pair("llama")[1]
-    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    wrapped = hf_speculate.enable(get_peft_model(target, config).eval())
-    with pytest.raises(UnsupportedModelError, match="a prepare_inputs_for_generation of its own"):
-        wrapped.generate(**ragged_prompts(1, seed=1), assistant_model=draft, max_new_tokens=3)
 
 
 def test_rotary_embeddings_that_change_past_a_border():
@@ -177,7 +150,6 @@ def held(model, num_rows, num_tokens):
         (ONES, (1, 3), {}, "for 2 rows, got 3 of 6 tokens for 1 rows"),
         (ONES, (2, 3), {"attention_mask": torch.ones(2, 4)}, r"must be \[2, 9\] for 2 rows of 3 cached and 6 more"),
         (ONES, (), {"attention_mask": torch.ones(2, 4)}, r"attention_mask must be \[2, 6\] .* got \[2, 4\]"),
-        (ONES, (), {"attention_mask": 1 - torch.eye(6)[:3]}, r"must be \[2, 6\] .* got \[3, 6\]"),
         (ONES, (), {"attention_mask": 1 - torch.eye(6)[:1]}, r"must be \[2, 6\] .* got \[1, 6\]"),
         (None, (), {"inputs_embeds": torch.ones(2, 6, 32), "attention_mask": torch.ones(2, 4)}, r"must be \[B, 6\]"),
     ],
