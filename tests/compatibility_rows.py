@@ -135,7 +135,7 @@ TESTS = {
     "generation/test_prompt_arguments.py::test_a_reader_decodes_as_in_plain": (
         f"cross_attention_mask {READ_WITH_PROMPT}"
     ),
-    "generation/test_wrapped.py::test_every_row_may_have_its_own_adapter": "adapter_names",
+    "generation/test_models.py::test_every_row_may_have_its_own_adapter": "adapter_names",
     f"{OPTIONS}::test_max_new_tokens_is_exact_and_prompts_of_int32_are_taken": "max_new_tokens",
     f"{OPTIONS}::test_max_time_stops_soon": "max_time",
     "generation/test_distribution.py::test_lossless_verifiers_keep_the_joint_distribution": "do_sample",

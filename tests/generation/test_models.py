@@ -1,17 +1,20 @@
-"""Kinds of decoder-only models beyond those of every test: greedy text equals plain `generate`, past their windows."""
+"""Kinds of decoder-only models, and models that other libraries have wrapped: greedy text equals plain `generate`."""
 
 import pytest
 import torch
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, MoshiConfig, MoshiForCausalLM
 
 import hf_speculate
 from hf_speculate.errors import UnsupportedModelError
-from tests.cases import assert_decodes_as_plain, assert_equal_ids, pair
-from tests.tiny import INITIALIZER_RANGE, MORE_KINDS, SLIDING_WINDOW, noisy_copy, ragged_prompts
+from tests.cases import assert_decodes_as_plain, assert_equal_ids, each_value, pair
+from tests.tiny import INITIALIZER_RANGE, MORE_KINDS, SLIDING_WINDOW, make_model, noisy_copy, ragged_prompts
 from tests.tiny_recurrent import UNSUPPORTED_RECURRENT, unsupported_config
 
 NUM_NEW = 3 * SLIDING_WINDOW  # past the window or chunk of the models that have one
+FEW_NEW = 16
 DYNAMIC_ONLY = ("falcon_alibi", "gpt_neo", "llama4", "mpt")
+_LORA = LoraConfig(target_modules=["q_proj", "v_proj"], r=2, init_lora_weights=False, task_type="CAUSAL_LM")
 
 
 @pytest.mark.parametrize("kind", MORE_KINDS)
@@ -57,3 +60,71 @@ def test_window_layers_that_read_all_that_a_cache_holds_get_buffers_with_masks()
         model.generate(**inputs, **options, speculation_cache="dynamic")
     with pytest.raises(UnsupportedModelError, match="must be preallocated, for its window layers read all"):
         model.generate(**inputs, **options, past_key_values=DynamicCache(config=config))
+
+
+def adapted(model):
+    """The model in a PEFT wrapper, with a LoRA that changes its text."""
+    torch.manual_seed(0)
+    return get_peft_model(model, _LORA).eval().to(torch.float64)
+
+
+def test_a_lora_draft_drafts_with_its_adapter():
+    draft, options = adapted(make_model("llama")), {"max_new_tokens": FEW_NEW, "num_assistant_tokens": 3}
+    stats = assert_decodes_as_plain(pair("llama")[0], draft, ragged_prompts(3, seed=1), **options)
+    with draft.disable_adapter():  # without it the draft is the target
+        same = assert_decodes_as_plain(pair("llama")[0], draft, ragged_prompts(3, seed=1), **options)
+    assert stats.verified_acceptance_rate < same.verified_acceptance_rate == 1.0
+
+
+def test_a_learned_prompt_is_refused():
+    target, draft = pair("llama")
+    learned = get_peft_model(
+        make_model("llama"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    ).eval()
+    options = {**ragged_prompts(1, seed=1), "max_new_tokens": 4}
+    with pytest.raises(UnsupportedModelError, match="must read the text alone, got PeftModelForCausalLM"):
+        target.generate(**options, assistant_model=learned)
+    with pytest.raises(UnsupportedModelError, match="a prepare_inputs_for_generation of its own"):
+        hf_speculate.enable(learned).generate(**options, assistant_model=draft)
+
+
+def test_every_row_may_have_its_own_adapter():
+    target, draft = adapted(make_model("llama")), pair("llama")[1]
+    target.add_adapter("other", _LORA)
+    target.to(torch.float64)
+    hf_speculate.enable(target)
+    inputs = {**ragged_prompts(3, seed=2), "adapter_names": ["default", "other", "__base__"]}
+    new_ids = target.generate(**inputs, max_new_tokens=FEW_NEW)[:, -FEW_NEW:]
+    assert len({tuple(row) for row in new_ids.tolist()}) == 3
+    ends = [int(new_ids[0, 3]), int(new_ids[1, 8])]  # rows end at different times
+    options = {"max_new_tokens": FEW_NEW, "eos_token_id": ends, "num_assistant_tokens": 3}
+    assert not assert_decodes_as_plain(target, draft, inputs, **options).lock_step
+
+
+@pytest.mark.parametrize("part", ["target", "draft"])
+def test_device_map_auto_may_leave_layers_on_disk(part, tmp_path):
+    target = make_model("llama")
+    models = {"target": target, "draft": noisy_copy(target)}
+    models[part].save_pretrained(tmp_path / "model")
+    num_bytes = sum(weight.numel() * weight.element_size() for weight in target.parameters())
+    places = {"device_map": "auto", "max_memory": {"cpu": num_bytes // 2}, "offload_folder": tmp_path / "rest"}
+    models[part] = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64, **places)
+    assert set(models[part].hf_device_map.values()) == {"cpu", "disk"}
+    options = {**ragged_prompts(3, seed=3), "max_new_tokens": FEW_NEW}
+    ours = hf_speculate.generate(models["target"], **options, assistant_model=models["draft"], num_assistant_tokens=3)
+    assert_equal_ids(target.generate(**options), ours)
+
+
+@pytest.mark.torchao
+@each_value(parts=["target", "draft", "both"], batch_size=[1, 3])
+def test_weights_may_be_integers(parts, batch_size):
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    target = make_model("llama", dtype=torch.float32)
+    draft = noisy_copy(target)
+    for name, model in (("target", target), ("draft", draft)):
+        if parts in (name, "both"):
+            quantize_(model, Int8WeightOnlyConfig())
+    hf_speculate.enable(target)
+    stats = assert_decodes_as_plain(target, draft, ragged_prompts(batch_size, seed=4), max_new_tokens=FEW_NEW)
+    assert stats.num_accepted > 0
