@@ -127,7 +127,7 @@ TESTS = {
     "generation/test_vocabularies.py::test_another_tokenizer_greedy_is_plain_greedy": "assistant_tokenizer",
     f"{PICTURES}::test_positions_that_the_user_passes_go_on_from_the_last": "position_ids",
     f"{PICTURES}::test_token_types_repeat_the_prompts_last": "token_type_ids",
-    "generation/test_embeddings.py::test_greedy_equals_plain": "inputs_embeds",
+    "generation/test_prompts.py::test_greedy_text_of_embeddings_is_plain": "inputs_embeds",
     "generation/test_passed_caches.py::test_a_passed_cache_advances_in_place_over_two_turns": "past_key_values",
     "generation/test_recurrent.py::test_a_passed_cache_goes_on_from_call_to_call": "cache_params",
     f"{ENCODERS}::test_passed_encoder_outputs": "encoder_outputs",
@@ -149,7 +149,7 @@ TESTS = {
     f"{ENCODERS}::test_greedy_equals_plain": "decoder_start_token_id",
     f"{CONFIG}::test_a_schedule_alone_starts_from_the_default": "num_assistant_tokens",
     SCHEDULES: "num_assistant_tokens_schedule",
-    "generation/test_greedy_exactness.py::test_a_confidence_threshold_shortens_drafts_but_not_the_text": (
+    "generation/test_schedules.py::test_a_confidence_threshold_shortens_drafts_but_not_the_text": (
         "assistant_confidence_threshold"
     ),
     f"{LOOKUP}::test_fields_of_configs_count_and_configs_stay_as_they_are": "prompt_lookup_num_tokens",

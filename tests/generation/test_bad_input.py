@@ -178,10 +178,3 @@ def test_triton_by_name_where_it_cannot_run(models, is_assisted, options, monkey
 def test_enabling_is_for_models_that_generate(function):
     with pytest.raises(UnsupportedModelError, match="must be a transformers model that can generate, got Linear"):
         function(torch.nn.Linear(1, 1))
-
-
-def test_one_row_of_ones_masks_nothing_in_any_row():
-    ids = ragged_prompts(3, seed=1, min_len=6, max_len=6)["input_ids"]
-    inputs = {"input_ids": ids, "attention_mask": torch.ones(1, ids.shape[1], dtype=torch.int64)}
-    for more in ({}, {"num_return_sequences": 2, "do_sample": True, "verifier": "coupled", "seed": 1}):
-        assert_decodes_as_plain(*pair("llama"), inputs, max_new_tokens=6, **more)

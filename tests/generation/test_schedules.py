@@ -1,6 +1,12 @@
-"""Rounds of changing length, plain steps among them, decode what plain `generate` does."""
+"""Rounds of changing length, and of another length in every row, decode what plain `generate` does."""
 
-from tests.cases import Unchanged, assert_decodes_as_plain, each_value, pair
+import pytest
+import torch
+from transformers import GenerationConfig
+
+import hf_speculate
+from hf_speculate.errors import ConfigError
+from tests.cases import Unchanged, assert_decodes_as_plain, assert_equal_ids, each_value, pair
 from tests.schedule.scripted import LENS
 from tests.tiny import noisy_copy, ragged_prompts
 
@@ -41,7 +47,93 @@ def test_the_schedule_is_told_what_a_round_was(scripted):
 def test_adaptive_is_the_default_and_a_number_bounds_it():
     target = pair("llama")[0]
     draft = noisy_copy(target, 0.0).float()  # half the bytes
-    for schedule, num, most in ((None, None, 10), ("adaptive", 3, 3)):
+    for schedule, num, most, cache_kind in ((None, None, 10, "auto"), ("adaptive", 3, 3, "dynamic")):
         options = {"num_assistant_tokens_schedule": schedule, "num_assistant_tokens": num, "max_new_tokens": 24}
-        stats = assert_decodes_as_plain(target, draft, ragged_prompts(2, seed=3), **options)
+        inputs = ragged_prompts(2, seed=3)
+        stats = assert_decodes_as_plain(target, draft, inputs, **options, speculation_cache=cache_kind)
         assert 0 < max(stats.rounds_by_draft_len) <= most
+
+
+def test_a_confidence_threshold_shortens_drafts_but_not_the_text():
+    options = {"max_new_tokens": NUM_NEW, **ragged_prompts(2, seed=9)}
+    sure, unsure = (
+        assert_decodes_as_plain(*pair("llama"), options, assistant_confidence_threshold=threshold)
+        for threshold in (None, 0.9)
+    )
+    assert unsure.num_drafted / unsure.num_rounds < sure.num_drafted / sure.num_rounds
+
+
+LENS_OF_ROWS = [0, 2, 5]
+LOCK_STEP = {"logits_processor": [Unchanged()]}
+
+
+def decoded(kind, lens, inputs, **options):
+    """The new tokens, and the statistics."""
+    target, draft = pair(kind)
+    stats = hf_speculate.SpeculationStats()
+    options = {"assistant_model": draft, "max_new_tokens": NUM_NEW, **options}
+    own = {} if lens is None else {"num_assistant_tokens": lens}
+    output = target.generate(**inputs, **own, speculation_stats=stats, **options)
+    return output[:, inputs["input_ids"].shape[1] :], stats
+
+
+@pytest.mark.parametrize(
+    ("kind", "own", "options"),
+    [
+        ("llama", {}, {"eos_token_id": [5, 9]}),  # rows leave the batch
+        ("llama", {}, LOCK_STEP),
+        ("gpt2", {"assistant_model": None, "prompt_lookup_num_tokens": 4}, {}),
+        ("mistral_window", {"prompt_lookup_num_tokens": 4}, {}),
+        ("falcon_h1", {}, {}),
+    ],
+)
+def test_greedy_rows_are_plain_ones_and_draft_no_more_than_their_number(kind, own, options):
+    inputs = ragged_prompts(3, seed=3)
+    plain = pair(kind)[0].generate(**inputs, max_new_tokens=NUM_NEW, **options)
+    ours, stats = decoded(kind, LENS_OF_ROWS, inputs, **own, **options)
+    assert_equal_ids(plain[:, inputs["input_ids"].shape[1] :], ours)
+    longest = own["prompt_lookup_num_tokens"] if "assistant_model" in own else max(LENS_OF_ROWS)
+    most = [0] * 3 if options is LOCK_STEP else [min(num, longest) for num in LENS_OF_ROWS]
+    for drafted, rounds, num in zip(stats.drafted_per_row, stats.rounds_per_row, most, strict=True):
+        assert drafted <= rounds * num
+        assert (drafted > 0) == (num > 0)
+    assert sum(stats.drafted_per_row) == stats.num_drafted
+    assert sum(stats.accepted_per_row) == stats.num_accepted
+    assert stats.num_accepted or options is LOCK_STEP
+
+
+@pytest.mark.parametrize("verifier", ["rejection", "block", "coupled", "typical"])
+def test_sampled_rows_are_those_of_their_own_number(verifier):
+    inputs = ragged_prompts(3, seed=4)
+    options = {"do_sample": True, "verifier": verifier, "eos_token_id": [5, 9, 13, 21, 33, 47], "pad_token_id": 0}
+    ours, stats = decoded("llama", LENS_OF_ROWS, inputs, seed=[7, 8, 9], **options)
+    assert stats.num_accepted > 0
+    lens = []
+    for row, num in enumerate(LENS_OF_ROWS):
+        one = {name: tensor[row : row + 1] for name, tensor in inputs.items()}
+        (alone,), _ = decoded("llama", num or [0], one, seed=[7 + row], **options)
+        assert torch.equal(alone, ours[row, : len(alone)])
+        lens.append(len(alone))
+    assert len(set(lens)) > 1  # rows leave the batch
+
+
+def test_a_list_in_a_config_counts_for_the_outputs_of_each_prompt():
+    config = GenerationConfig(num_assistant_tokens=[0, 3, 2, 0], max_new_tokens=NUM_NEW)
+    options = {"do_sample": True, "num_return_sequences": 2, "seed": [1, 2, 3, 4]}
+    _, stats = decoded("llama", None, ragged_prompts(2, seed=5), generation_config=config, **options)
+    assert [num > 0 for num in stats.drafted_per_row] == [False, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("lens", "message"),
+    [
+        ([1, 2], "one int per output row, 3 of them, got 2"),
+        ([1, 2, 129], r"in 0..128 per output row, got \[1, 2, 129\]"),
+        ([], "a list of one number"),
+    ],
+)
+def test_a_list_that_cannot_count_raises(lens, message):
+    with pytest.raises(ConfigError, match=message):
+        decoded("llama", lens, ragged_prompts(3, seed=1))
+    with pytest.raises(ConfigError, match="must be 'constant' with a number of num_assistant_tokens per row"):
+        decoded("llama", [1, 2, 3], ragged_prompts(3, seed=1), num_assistant_tokens_schedule="adaptive")

@@ -5,7 +5,7 @@ from tests.mutants.base import Fault, mutants_of
 MUTANTS = (
     *mutants_of(
         "hf_speculate/cache/dynamic.py",
-        "cache/test_kv_cache.py generation/test_rollback.py generation/test_padding.py",
+        "cache/test_kv_cache.py generation/test_rollback.py generation/test_prompts.py",
         {
             "dynamic cache: too little is dropped": Fault(
                 "self._drop_last(min(drops, default=0))", "self._drop_last(max(min(drops, default=0) - 1, 0))"
@@ -17,7 +17,7 @@ MUTANTS = (
                 "        if surplus <= 0:\n",
                 "        if True:\n",
                 (
-                    "cache/test_kv_cache.py generation/test_rollback.py generation/test_padding.py "
+                    "cache/test_kv_cache.py generation/test_rollback.py generation/test_prompts.py "
                     "generation/test_passed_caches.py"
                 ),
             ),
@@ -26,7 +26,7 @@ MUTANTS = (
                 "layer.record_past = True",
                 (
                     "generation/test_passed_caches.py cache/test_kv_cache.py generation/test_rollback.py "
-                    "generation/test_padding.py"
+                    "generation/test_prompts.py"
                 ),
             ),
             "dynamic cache: a window's length is not shortened": Fault(
@@ -36,7 +36,7 @@ MUTANTS = (
     ),
     *mutants_of(
         "hf_speculate/cache/left_padding.py",
-        "cache/test_kv_cache.py generation/test_rollback.py generation/test_padding.py",
+        "cache/test_kv_cache.py generation/test_rollback.py generation/test_prompts.py",
         {
             "dynamic cache: rows move the wrong way": Fault(
                 "shifts = [drop - smallest for drop in drops]", "shifts = [max(drops) - drop for drop in drops]"
@@ -53,7 +53,7 @@ MUTANTS = (
         "hf_speculate/cache/preallocated.py",
         (
             "generation/test_preallocated.py cache/test_kv_cache.py "
-            "generation/test_rollback.py generation/test_padding.py"
+            "generation/test_rollback.py generation/test_prompts.py"
         ),
         {
             "preallocated cache: rows keep rejected tokens": Fault(
@@ -67,7 +67,7 @@ MUTANTS = (
                 "max(width - layer.window, 0)",
                 (
                     "generation/test_preallocated.py cache/test_kv_cache.py generation/test_rollback.py "
-                    "generation/test_padding.py generation/test_passed_caches.py"
+                    "generation/test_prompts.py generation/test_passed_caches.py"
                 ),
             ),
             "preallocated cache: padding stays after rows are dropped": Fault(
@@ -79,7 +79,7 @@ MUTANTS = (
         "hf_speculate/cache/columns.py",
         (
             "generation/test_preallocated.py cache/test_kv_cache.py "
-            "generation/test_rollback.py generation/test_padding.py"
+            "generation/test_rollback.py generation/test_prompts.py"
         ),
         {
             "ragged layer: tokens are written one column late": Fault(

@@ -34,10 +34,7 @@ MUTANTS = (
     ),
     *mutants_of(
         "hf_speculate/engine/decoder.py",
-        (
-            "generation/test_greedy_exactness.py generation/test_padding.py "
-            "generation/test_rollback.py generation/test_callback.py"
-        ),
+        ("generation/test_prompts.py generation/test_rollback.py generation/test_callback.py"),
         {
             "decoder: finished rows are never dropped": Fault("if self.keeps_rows or not any", "if True or not any"),
             "decoder: verification keeps dropped rows": Fault(
@@ -79,10 +76,7 @@ MUTANTS = (
             "target: ids without a meaning reach the model": Fault(
                 "draft.token_ids.clamp_min(0)",
                 "draft.token_ids.clamp_min(1)",
-                (
-                    "draft/test_custom.py generation/test_greedy_exactness.py generation/test_padding.py "
-                    "generation/test_rollback.py"
-                ),
+                ("draft/test_custom.py generation/test_prompts.py generation/test_rollback.py"),
             ),
         },
     ),
@@ -117,7 +111,7 @@ MUTANTS = (
             "draft: seen lengths are not compacted": Fault(
                 "self._num_seen = [self._num_seen[row] for row in indices]",
                 "self._num_seen = self._num_seen[: len(indices)]",
-                "generation/test_row_lens.py",
+                "generation/test_schedules.py",
             ),
         },
     ),
@@ -137,7 +131,7 @@ MUTANTS = (
             "stops: the shortest row ends the output": Fault(
                 "return max(stop for stop in",
                 "return min(stop for stop in",
-                ("generation/test_greedy_exactness.py processors/test_stopping_criteria.py generation/test_options.py"),
+                ("processors/test_stopping_criteria.py generation/test_options.py"),
             ),
         },
     ),

@@ -1,4 +1,4 @@
-"""A prompt of embeddings is decoded as plain `generate` decodes it, whatever the draft can read of it."""
+"""Prompts of embeddings, and masks of any form, are read as plain `generate` reads them."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def embedded(target, inputs, *, with_ids, noise=0.3):
     cache_kind=["auto", "dynamic", "auto"],
     with_ids=[True, False, True, False, True],
 )
-def test_greedy_equals_plain(kind, batch_size, with_ids, cache_kind):
+def test_greedy_text_of_embeddings_is_plain(kind, batch_size, with_ids, cache_kind):
     target, draft = pair(kind)
     prompts = ragged_prompts(batch_size, seed=1, max_len=2 * SLIDING_WINDOW)
     inputs, options = embedded(target, prompts, with_ids=with_ids), {"max_new_tokens": NUM_NEW}
@@ -106,7 +106,6 @@ def test_an_encoder_reads_embeddings_for_drafts_that_share_it_or_read_text():
     ("options", "message"),
     [
         ({"candidate_generator": PromptLookupCandidateGenerator(), "assistant_model": None}, "inputs_embeds must be"),
-        ({"attention_mask": torch.ones(1, 4)}, r"must be \[B, 6\]"),
         ({"attention_mask": torch.ones(1, 1, 6, 6)}, r"must be \[B, P\]"),
         ({"input_ids": torch.ones(1, 3, dtype=torch.int64)}, "3 input_ids, got none"),
         ({"input_ids": torch.full((1, 6), -200)}, "ids of the prompt must be below 64 .* got -200"),
@@ -138,3 +137,19 @@ def test_a_row_may_end_with_its_first_token_while_other_rows_accept_whole_drafts
     options |= {"draft_state": hf_speculate.DraftState(), "speculation_cache": cache_kind}
     stats = assert_decodes_as_plain(target, noisy_copy(target, 0.0), inputs, **options)
     assert stats.num_accepted > K
+
+
+@each_value(kind=["llama", "gpt2", "mistral_window", "bloom"], chunk_size=[None, 3])
+def test_a_row_may_be_masked_as_a_whole(kind, chunk_size):
+    """The rows of `tests/pairs.json` mask tokens on either side and in the midst."""
+    inputs = ragged_prompts(3, seed=4, min_len=6, max_len=10)
+    inputs["attention_mask"][1] = 0
+    stats = assert_decodes_as_plain(*pair(kind), inputs, max_new_tokens=NUM_NEW, prefill_chunk_size=chunk_size)
+    assert stats.num_accepted > 0
+
+
+def test_one_row_of_ones_masks_nothing_in_any_row():
+    ids = ragged_prompts(3, seed=1, min_len=6, max_len=6)["input_ids"]
+    inputs = {"input_ids": ids, "attention_mask": torch.ones(1, ids.shape[1], dtype=torch.int64)}
+    for more in ({}, {"num_return_sequences": 2, "do_sample": True, "verifier": "coupled", "seed": 1}):
+        assert_decodes_as_plain(*pair("llama"), inputs, max_new_tokens=6, **more)
