@@ -1,6 +1,7 @@
 """With `synced_gpus` all ranks run equally many forwards of each model, and each gets the text it would get alone."""
 
 import datetime
+import os
 import socket
 from contextlib import contextmanager
 
@@ -19,8 +20,31 @@ from tests.generation.test_passed_caches import STATE_TOLERANCE, assert_same_con
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 
 NUM_RANKS = 2
-NUM_NEW = 12
+NUM_NEW = 16
 TIMEOUT_S = 60  # a rank that waits so long for another waits for a forward that never comes
+K = {"num_assistant_tokens": 3}
+SAMPLED = {"do_sample": True, "seed": 3}
+
+
+def join(rank, port):
+    """Make this process one of the group."""
+    torch.set_num_threads(1)
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": NUM_RANKS, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT_S))
+
+
+def run_in_every_rank(run, *args):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    multiprocessing.spawn(run, args=(port, *args), nprocs=NUM_RANKS, join=True)
+
+
+def of_all_ranks(value):
+    values = [None] * NUM_RANKS
+    dist.all_gather_object(values, value)
+    return values
 
 
 class Own(LlamaForCausalLM):
@@ -38,20 +62,21 @@ class FailsInBatches(LlamaForCausalLM):
 
 
 NUM_TEST_FORWARDS = 1 + NUM_TOKENS + 3
-SAMPLED = {"do_sample": True, "seed": 3, "verifier": "coupled"}
+COUPLED = {**SAMPLED, "verifier": "coupled"}
 # What a call is given beside its prompt; "draft" names a model, "ends" which token of each row of rank 1 ends it.
 CALLS = {
     "constant": {"num_assistant_tokens": 4, "ends": (3, 3)},
     "window": {"kind": "mistral_window", "num_assistant_tokens": 4, "speculation_cache": "dynamic", "ends": (3, 3)},
     "rows of rank 1 end apart": {"num_assistant_tokens": NUM_NEW, "draft": "same", "ends": (3, 7)},
-    "rank 1 ends at its first token": {"num_assistant_tokens": 3, "most": 1},
+    "rank 1 ends at its first token": {**K, "most": 1},
     "adaptive": {"draft": "small", "num_assistant_tokens_schedule": "adaptive", "ends": (3, 3)},
     "heuristic, unsure": {"num_assistant_tokens_schedule": "heuristic", "assistant_confidence_threshold": 0.6},
-    "lock step": {"num_assistant_tokens": 3, "logits_processor": [Unchanged()], "ends": (3, 3)},
-    "early exit": {"draft": None, "assistant_early_exit": 1, "num_assistant_tokens": 3},
+    "lock step": {**K, "logits_processor": [Unchanged()], "ends": (3, 3)},
+    "early exit": {**K, "draft": None, "assistant_early_exit": 1},
     "copying": {"draft": None, "prompt_lookup_num_tokens": 4, "ends": (3, 3)},
-    "alone": {"draft": None, **SAMPLED, "ends": (3, 3)},
-    "unknown type": {"num_assistant_tokens": 3, "model_class": Own},
+    "alone": {"draft": None, **COUPLED, "ends": (3, 3)},
+    "unknown type": {**K, "model_class": Own},
+    "draft state": {**K, "draft_state": hf_speculate.DraftState(), "ends": (3, 3)},
 }
 REFUSED = {
     "prompt_lookup_num_tokens": {"prompt_lookup_num_tokens": 3},
@@ -97,7 +122,7 @@ def run_call(rank, name):
     noise = {"noisy": DRAFT_NOISE, "same": ACCEPTED_ALL}
     assistant = noisy_copy(target, noise[draft]) if draft in noise else make_model(kind, num_hidden_layers=1)
     inputs = prompts_of(rank)
-    shared = {key: own.pop(key) for key in list(own) if key in SAMPLED or key == "logits_processor"}
+    shared = {key: own.pop(key) for key in list(own) if key in COUPLED or key == "logits_processor"}
     shared |= {"max_new_tokens": most if rank else NUM_NEW, "return_dict_in_generate": True}
     if ends and rank:
         free = target.generate(**inputs, **shared).sequences
@@ -105,12 +130,13 @@ def run_call(rank, name):
     alone = target.generate(**inputs, **shared)
     if draft is not None:
         own["assistant_model"] = assistant
-    with gathering(target, assistant) as num_forwards:
-        ours = target.generate(**inputs, **shared, **own, synced_gpus=True)
+    for _ in range(1 + ("draft_state" in own)):  # in the second call the draft has read its prompt
+        with gathering(target, assistant) as num_forwards:
+            ours = target.generate(**inputs, **shared, **own, synced_gpus=True)
     assert torch.equal(alone.sequences, ours.sequences), name
     assert_same_contents(*(cache_contents(one.past_key_values) for one in (alone, ours)), STATE_TOLERANCE)
-    num_rounds, stats = [0] * NUM_RANKS, ours.speculation
-    dist.all_gather_object(num_rounds, stats.num_batch_rounds)
+    stats = ours.speculation
+    num_rounds = of_all_ranks(stats.num_batch_rounds)
     if name != "early exit":  # its draft is a copy of the target, which is counted as such
         num_more = NUM_TEST_FORWARDS * (name == "unknown type")
         num_more += name == "rows of rank 1 end apart"  # all in one round, so that one lacks what follows its end
@@ -121,28 +147,10 @@ def run_call(rank, name):
         assert num_rounds[1] < num_rounds[0], name  # rank 1 went on for the sake of rank 0
 
 
-def run_turns(rank):
-    """Two turns of a chat with a `DraftState`, whose ranks end apart."""
-    target, draft = pair("llama")
-    inputs, state, options = prompts_of(rank), hf_speculate.DraftState(), {"max_new_tokens": NUM_NEW - 4 * rank}
-    for _ in range(2):
-        alone = target.generate(**inputs, **options)
-        own = {"assistant_model": draft, "num_assistant_tokens": 3, "draft_state": state, "synced_gpus": True}
-        with gathering(target, draft):
-            assert torch.equal(alone, target.generate(**inputs, **options, **own))
-        mask = torch.ones_like(alone)
-        mask[:, : inputs["attention_mask"].shape[1]] = inputs["attention_mask"]
-        inputs = {"input_ids": alone, "attention_mask": mask}
-    assert state.num_tokens > 2 * (NUM_NEW - 5)
-
-
 def run_rank(rank, port):
-    torch.set_num_threads(1)
-    address, timeout = f"tcp://127.0.0.1:{port}", datetime.timedelta(seconds=TIMEOUT_S)
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=NUM_RANKS, timeout=timeout)
+    join(rank, port)
     for name in CALLS:
         run_call(rank, name)
-    run_turns(rank)
     target, draft = pair("llama")
     for name, options in REFUSED.items():  # no rank may have waited for another by then
         with pytest.raises(UnsupportedGenerationError, match=f"^{name} must be left out with synced_gpus and "):
@@ -156,11 +164,8 @@ def run_rank(rank, port):
 
 
 @pytest.mark.slow
-def test_ranks_run_the_same_forwards_and_get_their_own_texts():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    multiprocessing.spawn(run_rank, args=(port,), nprocs=NUM_RANKS, join=True)
+def test_synced_ranks_run_the_same_forwards_and_get_their_own_texts():
+    run_in_every_rank(run_rank)
 
 
 @pytest.mark.parametrize("has_group", [False, True])

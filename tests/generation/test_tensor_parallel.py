@@ -1,15 +1,12 @@
 """A target split over processes decodes as one process would, and no process ever chooses otherwise than the others."""
 
 import functools
-import os
 import random
-import socket
 import types
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import multiprocessing
 from transformers import AutoModelForCausalLM, StoppingCriteria
 from transformers.generation import stopping_criteria
 
@@ -21,15 +18,12 @@ from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.generation import decoding_method
 from tests.cases import Unchanged
 from tests.generation.test_compiled import compile_config
+from tests.generation.test_passed_caches import STATE_TOLERANCE
+from tests.generation.test_synced import COUPLED, NUM_NEW, NUM_RANKS, SAMPLED, K, join, of_all_ranks, run_in_every_rank
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 
-NUM_RANKS = 2
-NUM_NEW = 16
 KINDS = ("llama", "mistral_window", "qwen2_moe")
 SMALL = {"num_hidden_layers": 1, "intermediate_size": 16}  # below half of the target, which is what a process holds
-STATE_TOLERANCE = 1e-9  # float64 round-off between sums of different order
-SEED = {"do_sample": True, "seed": 3}
-K = {"num_assistant_tokens": 3}
 ADAPTIVE = {"num_assistant_tokens_schedule": "adaptive", "num_assistant_tokens": 5}
 
 # What a call is given beside its prompt. Names that begin with "is_" or say whose they are belong to the test:
@@ -40,11 +34,11 @@ CALLS = {
     "dynamic": {**K, "speculation_cache": "dynamic", "ends": True},
     "window": {**K, "kind": "mistral_window", "ends": True},
     "experts": {**K, "kind": "qwen2_moe"},
-    "rejection": {**K, **SEED},
-    "block": {**K, **SEED, "verifier": "block"},
-    "typical": {**K, **SEED, "verifier": "typical"},
-    "coupled": {**K, **SEED, "verifier": "coupled"},
-    "alone": {**SEED, "verifier": "coupled", "draft": None},
+    "rejection": {**K, **SAMPLED},
+    "block": {**K, **SAMPLED, "verifier": "block"},
+    "typical": {**K, **SAMPLED, "verifier": "typical"},
+    "coupled": {**K, **COUPLED},
+    "alone": {**COUPLED, "draft": None},
     "adaptive": {**ADAPTIVE, "draft": "small", "ends": True},
     "lock step": {**K, "logits_processor": [Unchanged()], "ends": True},
     "early exit": {**K, "draft": None, "assistant_early_exit": 1},
@@ -84,12 +78,16 @@ def clock(rank, is_due):
 APART = {
     "clocks": lambda rank: {**ADAPTIVE, "draft": "small"},
     "seeds": lambda rank: {**K, "do_sample": True},
-    "drafts": lambda rank: {**K, **SEED, "draft": "each its own"},
+    "drafts": lambda rank: {**K, **SAMPLED, "draft": "each its own"},
     "time never": lambda rank: {**K, "max_time": 100.0, "time": clock(rank, rank == 1)},
     "time at once": lambda rank: {**K, "max_time": 100.0, "time": clock(rank, rank == 0)},
     "criteria": lambda rank: {**K, "stopping_criteria": [Until(6 if rank == 0 else 2)]},
     "compiled": lambda rank: {**K, "draft": "small", "compile_config": compile_config()},
 }
+
+
+def assert_equal_everywhere(ids, name):
+    assert all(torch.equal(ids, other) for other in of_all_ranks(ids)), name
 
 
 def run_apart(models, rank, name):
@@ -107,7 +105,7 @@ def run_apart(models, rank, name):
     assert_equal_everywhere(ids, name)
     assert_equal_everywhere(torch.tensor(sorted(stats.rounds_by_draft_len.items())), name)
     first = draft_of(whole, "each its own" if name == "drafts" else "noisy", 0)
-    alone = whole.generate(**inputs, max_new_tokens=NUM_NEW, **K, **(SEED if name == "drafts" else {}), **first)
+    alone = whole.generate(**inputs, max_new_tokens=NUM_NEW, **K, **(SAMPLED if name == "drafts" else {}), **first)
     if name in ("clocks", "drafts", "time never", "compiled"):
         assert torch.equal(ids, alone), name
     num_new = ids.shape[1] - inputs["input_ids"].shape[1]
@@ -128,12 +126,6 @@ def draft_of(target, draft, rank):
     if draft == "small":
         return {"assistant_model": make_model("llama", **SMALL)}
     return {"assistant_model": noisy_copy(target, seed=1 + rank * (draft == "each its own"))} if draft else {}
-
-
-def assert_equal_everywhere(ids, name):
-    everywhere = [None] * NUM_RANKS
-    dist.all_gather_object(everywhere, ids)
-    assert all(torch.equal(ids, other) for other in everywhere), name
 
 
 def run_call(models, name):
@@ -157,10 +149,7 @@ def run_call(models, name):
 
 
 def run_rank(rank, port, folder):
-    torch.set_num_threads(1)
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": NUM_RANKS, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
-    dist.init_process_group("gloo")
+    join(rank, port)
     models = {kind: loaded(folder, kind) for kind in KINDS}
     for name in CALLS:
         run_call(models, name)
@@ -172,13 +161,10 @@ def run_rank(rank, port, folder):
 
 
 @pytest.mark.slow
-def test_every_process_decodes_what_one_would_and_does_what_the_first_one_chose(tmp_path):
+def test_ranks_of_a_split_target_decode_what_one_would_and_do_what_the_first_one_chose(tmp_path):
     for kind in KINDS:
         make_model(kind).save_pretrained(tmp_path / kind)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    multiprocessing.spawn(run_rank, args=(port, tmp_path), nprocs=NUM_RANKS, join=True)
+    run_in_every_rank(run_rank, tmp_path)
 
 
 def test_a_target_in_stages_is_not_supported():
