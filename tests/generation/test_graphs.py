@@ -140,20 +140,15 @@ def test_on_a_cpu_rounds_are_eager() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("batch_size", [1, 5])
 @pytest.mark.parametrize("options", [{}, {"do_sample": True, "top_k": 0, "seed": 1}])
-def test_graphs_on_a_device_give_the_eager_text(dtype: torch.dtype, batch_size: int, options: dict[str, Any]) -> None:
-    target = hf_speculate.enable(make_model("llama", dtype=dtype).cuda())
+def test_graphs_on_a_device_give_the_eager_text(batch_size: int, options: dict[str, Any]) -> None:
+    """Half precision is decoded in test_half_precision_on_gpu.py."""
+    target = hf_speculate.enable(make_model("llama", dtype=torch.float32).cuda())
     options = {**options, "assistant_model": noisy_copy(target, 0.1), "max_new_tokens": 40}
     for seed in (4, 5, 4):
         prompts = ragged_prompts(batch_size, seed=seed, min_len=8, max_len=24)
         inputs = {name: value.cuda() for name, value in prompts.items()}
         ids, stats = decode(target, inputs, **options)
         assert (stats.graphed, stats.fallbacks) == (["target", "draft"], [])
-        if dtype == torch.float32:
-            assert_equal_ids(decode(target, inputs, **options, speculation_graphs="off")[0], ids)
-        elif "do_sample" not in options:
-            draft = options["assistant_model"]
-            report = hf_speculate.check_parity(target, draft, [inputs], max_new_tokens=40, **GRAPHS)
-            assert report.ok, report
+        assert_equal_ids(decode(target, inputs, **options, speculation_graphs="off")[0], ids)

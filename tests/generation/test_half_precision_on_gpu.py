@@ -22,6 +22,7 @@ GREEDY: dict[str, dict[str, Any]] = {
     "lookup": {"prompt_lookup_num_tokens": K},
     "processors": {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3},
     "dynamic": {"speculation_cache": "dynamic"},
+    "graphs": {"speculation_graphs": "on"},
 }
 
 
@@ -39,31 +40,19 @@ def prompts(batch_size: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("batch_size", [1, 5])
+@pytest.mark.parametrize("splits_keys", [False, True])
 @pytest.mark.parametrize(
-    ("is_compiled", "kind"),
-    [(is_compiled, kind) for is_compiled in COMPILED for kind in GREEDY if not (is_compiled and kind == "dynamic")],
+    ("is_compiled", "kind"), [*((False, kind) for kind in GREEDY), (True, "plain"), (True, "lookup")]
 )
 def test_greedy_tokens_are_those_of_plain_decoding_but_for_ties(
-    dtype: torch.dtype, batch_size: int, is_compiled: bool, kind: str
+    dtype: torch.dtype, batch_size: int, splits_keys: bool, is_compiled: bool, kind: str
 ) -> None:
-    target, draft = pair(dtype)
+    target, draft = pair.__wrapped__(dtype) if splits_keys else pair(dtype)  # of which nothing is compiled yet
     assistant = None if kind == "lookup" else draft
     options = {**GREEDY[kind], **COMPILED[is_compiled], "max_new_tokens": 40}
-    report = hf_speculate.check_parity(target, assistant, [prompts(batch_size)], **options)
-    assert report.ok, report
-
-
-@pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("batch_size", [1, 5])
-@pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}, {"speculation_graphs": "on"}])
-def test_split_keys_give_the_greedy_tokens_of_plain_decoding_but_for_ties(
-    dtype: torch.dtype, batch_size: int, options: dict[str, Any]
-) -> None:
-    target, draft = make_model("llama", dtype=dtype, seed=1), noisy_copy(make_model("llama", dtype=dtype, seed=1))
-    target, draft = hf_speculate.enable(target.to("cuda:0")), draft.to("cuda:0")  # of which nothing is compiled yet
-    split_keys_from(1)
+    split_keys_from(1 if splits_keys else None)
     try:
-        report = hf_speculate.check_parity(target, draft, [prompts(batch_size)], **options, max_new_tokens=40)
+        report = hf_speculate.check_parity(target, assistant, [prompts(batch_size)], **options)
     finally:
         split_keys_from(None)
     assert report.ok, report

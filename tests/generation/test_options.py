@@ -135,7 +135,7 @@ def test_a_processor_that_writes_into_its_scores_leaves_the_logits():
     assert torch.stack(ours.scores).max() == 1.0 < torch.stack(ours.logits).max()
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral_window", "gemma3n"])
+@pytest.mark.parametrize("kind", ["llama", "mistral_window", "gemma3n", "qwen3_5", "falcon_h1"])
 def test_hidden_states_and_attentions_are_those_of_plain(kind):
     target = hf_speculate.enable(make_model(kind, attn_implementation="eager"))
     draft, inputs = noisy_copy(target, 0.02, seed=1), ragged_prompts(1, seed=20, min_len=10)

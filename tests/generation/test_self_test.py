@@ -12,8 +12,10 @@ from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.generation.self_test import NUM_TOKENS
 from tests.cases import assert_decodes_as_plain, assert_equal_ids, each_value
 from tests.generation.test_passed_caches import assert_same_contents, cache_contents, prefilled
+from tests.recurrent_cases import hooks_of
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 from tests.tiny_encoders import decoder_of, make_bart, make_t5, make_whisper
+from tests.tiny_recurrent import RECURRENT_KINDS
 
 NUM_NEW = 9
 NUM_FORWARDS = (1 + NUM_TOKENS) + 3  # plain steps after the prompt; ours: the prompt, a block, a block after a rollback
@@ -137,10 +139,21 @@ def test_nothing_is_left_behind(model_class):
     assert model.generation_config.to_dict() == config
 
 
-@pytest.mark.parametrize("make", [make_t5, make_bart, lambda: decoder_of(make_whisper())])
-def test_every_kind_of_model_can_be_tested(make):
-    model = make()
-    model.__class__ = type("Own", (type(model),), {})
+MAKERS = {
+    "t5": make_t5,
+    "bart": make_bart,
+    "whisper's decoder": lambda: decoder_of(make_whisper()),
+    "qwen3_5": lambda: make_model("qwen3_5"),
+    "mamba": lambda: make_model("mamba"),
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_every_kind_of_model_can_be_tested(name):
+    model = MAKERS[name]()
+    model.__class__ = type(f"My{type(model).__name__}", (type(model),), {})  # transformers looks for "mamba" in it
     inputs, draft = ragged_prompts(3, seed=1, vocab_size=48), noisy_copy(model)
     stats = assert_decodes_as_plain(hf_speculate.enable(model), draft, inputs, max_new_tokens=NUM_NEW)
     assert "self-test: passed, difference " in stats.plan
+    assert stats.lock_step == (name in ("bart", "whisper's decoder"))  # positions are columns
+    assert name not in RECURRENT_KINDS or not hooks_of(model)
