@@ -49,25 +49,6 @@ class Brackets:
         return kind < 7 or not state
 
 
-class Table:
-    """Any automaton: `table[state][kind]` is the next state or -1, an id's kind its remainder of the row's length."""
-
-    start = 0
-
-    def __init__(self, table: Sequence[Sequence[int]]):
-        self.table = table
-
-    def step(self, state: Any, token_id: int) -> Any:
-        if state is None:
-            return None
-        following = self.table[state][token_id % len(self.table[state])]
-        return None if following < 0 else following
-
-    def allowed(self, state: Any, vocab_size: int) -> list[bool]:
-        row = self.table[state]
-        return [row[token_id % len(row)] >= 0 for token_id in range(vocab_size)]
-
-
 def masked(machine: Machine, states: Sequence[Any], scores: Tensor) -> Tensor:
     """[B, V], -inf where a row's state forbids an id; rows of which nothing is said stay as they are."""
     size = scores.shape[1]

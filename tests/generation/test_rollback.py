@@ -1,26 +1,28 @@
 """Processors with state that can take calls back run inside a block, on the draft too, equal to plain decoding."""
 
+import copy
 import itertools
 import re
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList
 
 import hf_speculate
 from tests.cases import DRAFTERS, VERIFIERS, assert_equal_ids, each_value, pair
+from tests.compatibility_rows import CHARACTERS
 from tests.generation.test_options import Recorder
-from tests.grammars import Brackets, Grammar, PureGrammar, RollbackGrammar, Table, WatchedGrammar
+from tests.grammars import Brackets, Grammar, PureGrammar, RollbackGrammar, WatchedGrammar
 from tests.tiny import make_law_model, noisy_copy, ragged_prompts
 
 K = 4
 NUM_NEW = 20
 VOCAB_SIZE = 64
+END = VOCAB_SIZE - 1
 EOS = [token_id for token_id in range(VOCAB_SIZE) if token_id % 8 == 7]  # outside of brackets only
 
 
@@ -118,29 +120,6 @@ def test_what_is_returned_after_a_forbidden_token_does_not_count(verifier):
     assert ForbidsAllWhenLost.num_lost > num_lost
 
 
-@st.composite
-def tables(draw):
-    """Transitions of 1 to 4 states over 2 to 5 kinds of ids; every state can go on."""
-    num_states, num_kinds = draw(st.integers(1, 4)), draw(st.integers(2, 5))
-    rows = []
-    for _ in range(num_states):
-        row = draw(st.lists(st.integers(-1, num_states - 1), min_size=num_kinds, max_size=num_kinds))
-        if max(row) < 0:
-            row[draw(st.integers(0, num_kinds - 1))] = 0
-        rows.append(row)
-    return rows
-
-
-@settings(max_examples=12, deadline=None)
-@given(table=tables(), num_draft_tokens=st.integers(1, 6), eos=st.sets(st.integers(1, VOCAB_SIZE - 1), max_size=12))
-def test_any_automaton_gives_the_greedy_text_of_plain(table, num_draft_tokens, eos):
-    inputs = ragged_prompts(3, seed=2, min_len=1, max_len=4)
-    options = {"max_new_tokens": 12, "eos_token_id": sorted(eos) or None}
-    plain = decode(Grammar(Table(table)), inputs, False, **options)
-    ours = decode(RollbackGrammar(Table(table)), inputs, num_assistant_tokens=num_draft_tokens, **options)
-    assert_equal_ids(plain, ours)
-
-
 def test_the_processor_in_the_guide_is_a_whole_one():
     text = (Path(__file__).resolve().parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"^```python\n(from transformers import LogitsProcessor\n.*?)^```$", text, re.M | re.S)
@@ -150,4 +129,61 @@ def test_the_processor_in_the_guide_is_a_whole_one():
     plain = decode(names["NoIdTwice"](), inputs, False)
     assert all(len(set(row)) == NUM_NEW for row in plain[:, -NUM_NEW:].tolist())
     assert_equal_ids(plain, decode(names["NoIdTwice"](), inputs, speculation_stats=stats))
+    assert not stats.lock_step
+
+
+class OfGuides(LogitsProcessor):
+    """One guide of outlines-core a row, which follows the row's tokens until one does not fit, as EOS never does."""
+
+    def __init__(self, make_guide: Callable[[], Any]):
+        self.make_guide = make_guide
+        self.guides: list[Any] = []  # [B]
+        self.num_lost: list[int] = []  # [B] last calls whose token the guide did not take
+
+    def __call__(self, input_ids, scores):
+        if not self.guides:
+            self.guides = [self.make_guide() for _ in input_ids]
+            self.num_lost = [0] * len(input_ids)
+        else:
+            for row, token_id in enumerate(input_ids[:, -1].tolist()):
+                if self.num_lost[row] or token_id not in self.guides[row].get_tokens() or token_id == END:
+                    self.num_lost[row] += 1
+                else:
+                    self.guides[row].advance(token_id, return_tokens=False)
+        mask = torch.zeros_like(scores, dtype=torch.bool)
+        for row, guide in enumerate(self.guides):
+            if not self.num_lost[row]:
+                mask[row] = True
+                mask[row, guide.get_tokens()] = False
+        return scores.masked_fill(mask, -torch.inf)
+
+    def rollback(self, num_calls: Sequence[int]) -> None:
+        for row, num in enumerate(num_calls):
+            num_lost = min(num, self.num_lost[row])
+            self.num_lost[row] -= num_lost
+            self.guides[row].rollback_state(num - num_lost)
+
+    def rows(self, indices: Sequence[int]) -> None:
+        self.guides = [self.guides[row] for row in indices]
+        self.num_lost = [self.num_lost[row] for row in indices]
+
+    def fork(self) -> "OfGuides":
+        fork = OfGuides(self.make_guide)
+        fork.guides, fork.num_lost = copy.deepcopy(self.guides), list(self.num_lost)
+        return fork
+
+
+@each_value(sampling=[{}, {"do_sample": True, "verifier": "coupled", "seed": 2, "top_k": 0}], batch_size=[1, 3])
+def test_a_guide_of_outlines_gives_the_text_of_plain(batch_size, sampling):
+    outlines_core = pytest.importorskip("outlines_core", reason="outlines-core is not installed")
+    vocabulary = outlines_core.Vocabulary(END, {letter: [place] for place, letter in enumerate(CHARACTERS[:END])})
+    index = outlines_core.Index(r"[a-z]+([0-9]{2,3}[A-Z]*\.)+", vocabulary)
+    inputs, stats = ragged_prompts(batch_size, seed=3), hf_speculate.SpeculationStats()
+    options = {"max_new_tokens": 24, "eos_token_id": END, **sampling}
+    plain, ours = (
+        decode(OfGuides(lambda: outlines_core.Guide(index, K + 1)), inputs, is_assisted, **options, **own)
+        for is_assisted, own in ((False, {}), (True, {"speculation_stats": stats}))
+    )
+    assert_equal_ids(plain, ours)
+    assert stats.num_accepted > 0
     assert not stats.lock_step

@@ -136,7 +136,7 @@ MUTANTS = (
             "processors: the draft model changes the target's": Fault(
                 "parts = [ForkedProcessor(p) if _has_state(p) else p",
                 "parts = [p if _has_state(p) else p",
-                "processors generation/test_outlines.py",
+                "processors generation/test_rollback.py",
             ),
         },
     ),

@@ -40,7 +40,7 @@ MUTANTS = (
             "decoder: verification keeps dropped rows": Fault(
                 "(batch, self.target, self.drafts, self.verification)",
                 "(batch, self.target, self.drafts)",
-                "generation/test_outlines.py generation/test_spans.py generation/test_matrix.py",
+                "generation/test_rollback.py generation/test_spans.py generation/test_matrix.py",
             ),
             "decoder: the output is not truncated": Fault(
                 "self.output.truncate(end)",
@@ -150,7 +150,7 @@ MUTANTS = (
             "verification: processors are not rolled back": Fault(
                 "[num_positions - num for num in trimmed.num_emitted]",
                 "[0 for num in trimmed.num_emitted]",
-                "generation/test_outlines.py processors",
+                "generation/test_rollback.py processors",
             ),
             "lock step: criteria are asked once a round": Fault(
                 "if not bool(stays.all()) or bool((is_finished != was_finished).any()):",
