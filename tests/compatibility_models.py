@@ -24,7 +24,7 @@ _READERS = {  # what attends to an encoder or reads images
     "Qwen3_5ForConditionalGeneration": "hybrid",
 }
 _ENCODER = "generation/test_encoder_decoder.py::test_greedy_equals_plain"
-_PICTURES = "generation/test_vision_language.py::test_greedy_equals_plain"
+_PICTURES = "generation/test_prompt_arguments.py::test_readers_of_images_decode_as_in_plain"
 
 
 def family_rows() -> list[tuple[str, str, str]]:

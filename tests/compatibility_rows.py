@@ -95,7 +95,7 @@ STATES_OF_ENCODERS = f"{ENCODERS}::test_hidden_states_are_those_of_plain"
 BUFFERS = "generation/test_preallocated.py"
 DYNAMIC = f"{BUFFERS}::test_the_dynamic_cache_serves_what_cannot_be_preallocated"
 STATIC = "generation/test_passed_caches.py::test_the_static_cache_that_is_returned_is_that_of_plain"
-PICTURES = "generation/test_vision_language.py"
+PICTURES = "generation/test_prompt_arguments.py"
 SOURCE_OF_FIELDS = f"{CONFIG}::test_every_field_is_taken_from_the_strongest_source_that_sets_it"
 SCHEDULES = "generation/test_schedules.py::test_adaptive_is_the_default_and_a_number_bounds_it"
 TYPICAL = "verify/test_verifiers.py::test_typical"
@@ -106,14 +106,14 @@ READ_WITH_PROMPT = (
     "input_features input_features_mask input_values input_values_mask padding_mask"
 )
 BESIDE_PIXELS = "image_sizes mm_encoder_outputs pixel_attention_mask second_per_grid_ts"
-ENCODED = "generation/test_prompt_arguments.py::test_what_an_encoder_reads_beside_its_text"
+ENCODED = f"{PICTURES}::test_what_an_encoder_reads_beside_its_text"
 # The test that shows a supported name, and the names that it shows; for others it is HERE.
 TESTS = {
     SOURCE_OF_FIELDS: "generation_config",
     f"{OPTIONS}::test_foreign_processors_and_criteria_are_called_exactly_as_in_plain": (
         "logits_processor stopping_criteria"
     ),
-    "generation/test_synced.py::test_ranks_run_the_same_forwards_and_get_their_own_texts": "synced_gpus",
+    "generation/test_synced.py::test_synced_ranks_run_the_same_forwards_and_get_their_own_texts": "synced_gpus",
     AS_PLAIN: (
         "assistant_model input_ids attention_mask min_new_tokens use_cache repetition_penalty no_repeat_ngram_size "
         "bad_words_ids forced_eos_token_id exponential_decay_length_penalty suppress_tokens sequence_bias "
@@ -132,15 +132,13 @@ TESTS = {
     "generation/test_recurrent.py::test_a_passed_cache_goes_on_from_call_to_call": "cache_params",
     f"{ENCODERS}::test_passed_encoder_outputs": "encoder_outputs",
     f"{ENCODERS}::test_prompts_of_the_decoder_may_be_padded": "decoder_input_ids decoder_attention_mask",
-    "generation/test_prompt_arguments.py::test_a_reader_decodes_as_in_plain": (
-        f"cross_attention_mask {READ_WITH_PROMPT}"
-    ),
+    f"{PICTURES}::test_a_reader_decodes_as_in_plain": f"cross_attention_mask {BESIDE_PIXELS} {READ_WITH_PROMPT}",
     "generation/test_models.py::test_every_row_may_have_its_own_adapter": "adapter_names",
     f"{OPTIONS}::test_max_new_tokens_is_exact_and_prompts_of_int32_are_taken": "max_new_tokens",
     f"{OPTIONS}::test_max_time_stops_soon": "max_time",
     "generation/test_distribution.py::test_lossless_verifiers_keep_the_joint_distribution": "do_sample",
     "draft/heads/test_mtp.py::test_use_mtp_drafts_for_batches": "use_mtp",
-    "generation/test_compiled.py::test_buffers_of_another_length_are_others": "max_cache_len",
+    STATIC: "max_cache_len",
     "processors/test_processors.py::test_block_equals_position_by_position": (
         "renormalize_logits forced_bos_token_id remove_invalid_values begin_suppress_tokens watermarking_config "
         "temperature top_k top_p min_p top_h typical_p epsilon_cutoff eta_cutoff"
@@ -168,16 +166,15 @@ TESTS = {
     "generation/test_graphs.py::test_a_draft_model_gives_the_plain_text_and_later_calls_capture_nothing": (
         "speculation_graphs"
     ),
-    "generation/test_coupled.py::test_a_generator_draws_the_seed_and_moves_on": "generator",
+    "generation/test_coupled.py::test_a_generator_draws_the_seed_and_moves_on_and_torchs_is_the_default": "generator",
     f"{OPTIONS}::test_speculation_comes_with_the_output_object": "speculation_stats",
     "generation/test_callback.py::test_it_is_told_every_round_as_the_statistics_count_it": "speculation_callback",
     "draft/test_from_candidate_generator.py::test_greedy_is_plain_greedy": "candidate_generator",
     "draft/test_custom.py::test_a_reader_is_told_every_state_and_greedy_text_is_plain": "drafter",
     "generation/test_draft_state.py::test_turns_are_the_same_and_the_draft_reads_what_is_new": "draft_state",
-    f"{PICTURES}::test_greedy_equals_plain": "image_grid_thw mm_token_type_ids pixel_values",
+    f"{PICTURES}::test_readers_of_images_decode_as_in_plain": "image_grid_thw mm_token_type_ids pixel_values",
     f"{PICTURES}::test_videos_are_read_as_images_are": "pixel_values_videos video_grid_thw",
     f"{PICTURES}::test_features_are_chosen_as_the_call_says": "vision_feature_layer vision_feature_select_strategy",
-    f"{PICTURES}::test_arguments_beside_the_pixels_are_read_with_the_prompt": BESIDE_PIXELS,
     f"{OPTIONS}::test_hidden_states_and_attentions_are_those_of_plain": "output_attentions output_hidden_states",
 }
 SHOWN_BY = {name: test for test, names in TESTS.items() for name in names.split()}

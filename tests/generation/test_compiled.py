@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from transformers import CompileConfig, GenerationConfig
+from transformers import CompileConfig
 
 import hf_speculate
 from hf_speculate.engine.model_state import model_state
@@ -88,22 +88,6 @@ def test_text_equals_plain_and_rows_that_end_stay(kind, batch_size):
     assert (stats.cache, stats.compiled, stats.fallbacks) == ("preallocated", ["target", "draft"], [])
 
 
-SAMPLED = [
-    {"verifier": "coupled"},
-    {},
-    {"top_k": 10, "assistant_confidence_threshold": 0.2},
-]  # the last steps one by one
-
-
-@pytest.mark.parametrize("options", [SAMPLED[0], *(pytest.param(one, marks=pytest.mark.slow) for one in SAMPLED[1:])])
-def test_sampling_equals_the_eager_path(options):
-    target, draft = small_pair("llama")
-    inputs, options = ragged_prompts(3, max_len=20), {"do_sample": True, "top_k": 0, "eos_token_id": ENDS, **options}
-    ids, eager, stats = compiled_and_eager(target, draft, inputs, compile_config(), seed=5, **options)
-    assert_equal_ids(eager, ids)
-    assert stats.compiled == ["target", "draft"]
-
-
 @pytest.mark.slow
 @pytest.mark.compiler
 def test_inductor_compiles_every_shape_once_while_the_text_outgrows_its_width(runs):
@@ -137,19 +121,6 @@ def test_four_graphs_serve_every_batch_size_draft_length_and_length(mode):
     assert counters["stats"]["unique_graphs"] == 4
 
 
-def test_output_and_cache_are_those_of_plain_and_stay_what_they_are():
-    target, draft = small_pair("llama")
-    options = {"max_new_tokens": 12, "return_dict_in_generate": True, "output_logits": True, **ragged_prompts(2)}
-    own = {"assistant_model": draft, "num_assistant_tokens": K, "compile_config": compile_config()}
-    ours, plain = target.generate(**options, **own), target.generate(**options)
-    target.generate(**options, **own)  # in the same buffers
-    assert_equal_ids(plain.sequences, ours.sequences)
-    assert type(ours.past_key_values) is type(plain.past_key_values)
-    for one, other in zip(plain.past_key_values.layers, ours.past_key_values.layers, strict=True):
-        torch.testing.assert_close(other.keys, one.keys)
-    torch.testing.assert_close(ours.logits, plain.logits)
-
-
 def test_where_plain_generate_would_not_compile_we_do_not_and_say_so():
     for kind, config, more, cache_kind, reasons in (
         ("llama", CompileConfig(), {}, "preallocated", ["plain generate() would not compile"]),
@@ -163,14 +134,22 @@ def test_where_plain_generate_would_not_compile_we_do_not_and_say_so():
         assert all(reason in said for reason, said in zip(reasons, stats.fallbacks, strict=True))
 
 
-@pytest.mark.slow
-def test_coupled_sampling_without_an_assistant_compiles_single_steps():
-    options = {"do_sample": True, "verifier": "coupled", "seed": 2, "num_assistant_tokens": None}
-    ids, eager, stats = compiled_and_eager(
-        small_pair("llama")[0], None, ragged_prompts(2), compile_config(), max_new_tokens=10, **options
-    )
+@pytest.mark.parametrize(
+    ("has_draft", "options"),
+    [
+        (True, {"verifier": "coupled"}),
+        pytest.param(True, {"top_k": 10, "assistant_confidence_threshold": 0.2}, marks=pytest.mark.slow),
+        pytest.param(False, {"verifier": "coupled", "num_assistant_tokens": None}, marks=pytest.mark.slow),
+    ],
+)
+def test_sampling_equals_the_eager_path(has_draft, options):
+    """With a confidence threshold the last steps of a draft are taken one by one."""
+    target, draft = small_pair("llama")
+    inputs, options = ragged_prompts(3, max_len=20), {"do_sample": True, "top_k": 0, "eos_token_id": ENDS, **options}
+    models = target, draft if has_draft else None
+    ids, eager, stats = compiled_and_eager(*models, inputs, compile_config(), seed=5, **options)
     assert_equal_ids(eager, ids)
-    assert stats.compiled == ["target"]
+    assert stats.compiled == ["target", "draft"][: 1 + has_draft]
 
 
 def breaks_graphs(module, args):
@@ -211,34 +190,20 @@ def addresses_of(*models):
     return {address for model in models for address in model_state(model).buffers.addresses()}
 
 
-@pytest.mark.slow
-def test_buffers_of_another_length_are_others():
-    """And a call of the first length finds its own where they were."""
+def test_the_cache_is_that_of_plain_and_a_call_that_fails_gives_its_buffers_back():
     target, draft = fresh_pair()
-    options = {"assistant_model": draft, "num_assistant_tokens": K, "max_new_tokens": 12, **ragged_prompts(2)}
-    places = []
-    for length in (60, 300, 60):
-        config = GenerationConfig(max_cache_len=length, pad_token_id=0)
-        target.generate(**options, generation_config=config, compile_config=compile_config())
-        places.append(addresses_of(target, draft))
-    assert places[0] < places[1] == places[2]
-
-
-@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
-def test_a_call_that_fails_gives_its_buffers_back(error):
-    target, draft = fresh_pair()
+    options = {"max_new_tokens": 12, "return_dict_in_generate": True, "output_logits": True, **ragged_prompts(2)}
     own = {"assistant_model": draft, "num_assistant_tokens": K, "compile_config": compile_config()}
-    given = target, draft, ragged_prompts(2), own["compile_config"]
-    compiled_and_eager(*given)
+    ours, plain = target.generate(**options, **own), target.generate(**options)
     places = addresses_of(target, draft)
     assert places
-    with pytest.raises(error):
-        target.generate(
-            **ragged_prompts(2),
-            **own,
-            max_new_tokens=24,
-            stopping_criteria=[FaultyCriterion(Fault(5, error("on purpose")))],
-        )
-    ids, eager, stats = compiled_and_eager(*given)
-    assert_equal_ids(eager, ids)
-    assert (stats.compiled, addresses_of(target, draft)) == (["target", "draft"], places)
+    with pytest.raises(KeyboardInterrupt):  # in the same buffers
+        target.generate(**options, **own, stopping_criteria=[FaultyCriterion(Fault(5, KeyboardInterrupt()))])
+    again = target.generate(**options, **own)
+    assert (again.speculation.compiled, addresses_of(target, draft)) == (["target", "draft"], places)
+    for one in (ours, again):
+        assert_equal_ids(plain.sequences, one.sequences)
+        torch.testing.assert_close(one.logits, plain.logits)
+        assert type(one.past_key_values) is type(plain.past_key_values)
+        for layer, expected in zip(one.past_key_values.layers, plain.past_key_values.layers, strict=True):
+            torch.testing.assert_close(layer.keys, expected.keys)

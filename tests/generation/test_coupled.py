@@ -84,23 +84,16 @@ def test_rows_in_lock_step_draw_what_the_target_draws_alone(models):
     assert assert_decodes_as_plain(models["target"], models["near"], ragged_prompts(3, seed=1), **options).lock_step
 
 
-def test_a_generator_draws_the_seed_and_moves_on(models):
-    prompt = ragged_prompts(1, seed=6)["input_ids"]
-    texts = []
-    for assistant in ({}, {"assistant_model": models["far"], "num_assistant_tokens": 5}):
-        options = {**COUPLED, **assistant, "generator": torch.Generator().manual_seed(5), "max_new_tokens": 12}
-        texts += [models["target"].generate(prompt, **options) for _ in range(2)]
-    assert_equal_ids(texts[0], texts[2])
-    assert_equal_ids(texts[1], texts[3])
-    assert not torch.equal(*texts[:2])
-
-
-def test_an_unset_seed_is_drawn_from_torchs_generator(models):
-    texts = []
+def test_a_generator_draws_the_seed_and_moves_on_and_torchs_is_the_default(models):
+    prompt, texts = ragged_prompts(1, seed=6)["input_ids"], []
     for assistant in ({}, {"assistant_model": models["far"], "num_assistant_tokens": 5}):
         torch.manual_seed(3)
-        texts.append(models["target"].generate(**ragged_prompts(1), **COUPLED, **assistant, max_new_tokens=12))
-    assert_equal_ids(*texts)
+        generator = torch.Generator().manual_seed(5)
+        options = {**COUPLED, **assistant, "max_new_tokens": 12}
+        texts += [models["target"].generate(prompt, **options, generator=one) for one in (generator, generator, None)]
+    for alone, assisted in zip(texts[:3], texts[3:], strict=True):
+        assert_equal_ids(alone, assisted)
+    assert not torch.equal(*texts[:2])
 
 
 @pytest.mark.parametrize(
@@ -124,14 +117,7 @@ def test_do_sample_is_settled_as_transformers_settles_it(keyword, passed, own, s
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"num_beams": 2},
-        {"use_cache": False},
-        {"cache_implementation": "offloaded_static"},
-        {"use_mtp": True},
-        {"output_attentions": True, "return_dict_in_generate": True},
-    ],
+    "options", [{"num_beams": 2}, {"use_cache": False}, {"output_attentions": True, "return_dict_in_generate": True}]
 )
 def test_what_is_not_supported_without_an_assistant_raises(models, options):
     with pytest.raises(UnsupportedGenerationError):

@@ -1,49 +1,179 @@
-"""Model arguments that are read with the prompt only, by decoders or by an encoder."""
+"""Images, sounds, types, positions and what else is read with the prompt only, by decoders or by an encoder."""
+
+from functools import cache
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 import hf_speculate
-from tests.cases import assert_equal_ids
-from tests.tiny import noisy_copy
+from hf_speculate.errors import UnsupportedGenerationError
+from tests.cases import assert_decodes_as_plain, assert_equal_ids, each_value, pair, plain_and_ours
+from tests.reliability.faults import Fault, FaultyCriterion
+from tests.reliability.test_threads import together
+from tests.tiny import make_model, noisy_copy, ragged_prompts
+from tests.tiny_encoders import make_llava, make_qwen2_vl, make_qwen3_5_vl, picture_prompts, text_draft
+from tests.tiny_pictures import READINGS
 from tests.tiny_readers import ENCODERS, READERS
 
-NUM_NEW = 14
-DRAFT_NOISE = 0.01  # the draft has not read what the target has
+NUM_NEW = 24
+LITTLE_NOISE = 0.01  # the draft has not read what the target has
+MAKERS = {"llava": make_llava, "qwen2_vl": make_qwen2_vl, "qwen3_5": make_qwen3_5_vl}
+
+
+@cache
+def picture_pair(kind):
+    """An enabled target and a draft of text alone. Shared between tests: change neither."""
+    target = hf_speculate.enable(MAKERS[kind]())
+    return target, text_draft(target)
+
+
+@each_value(cache_kind=["auto", "dynamic"], kind=[*MAKERS, *MAKERS], batch_size=[1, 3])
+def test_readers_of_images_decode_as_in_plain(kind, batch_size, cache_kind):
+    target, draft = picture_pair(kind)
+    inputs, options = picture_prompts(target, batch_size), {"max_new_tokens": NUM_NEW}
+    stats = assert_decodes_as_plain(target, draft, inputs, **options, speculation_cache=cache_kind)
+    assert 0 < stats.num_accepted < stats.num_verified
+    blind = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+    assert not torch.equal(*(target.generate(**some, **options) for some in (inputs, blind)))  # the picture was seen
+
+
+def test_videos_are_read_as_images_are():
+    target, draft = picture_pair("qwen2_vl")
+    inputs, config = picture_prompts(target, 2), target.config
+    ids = inputs["input_ids"].masked_fill(inputs["input_ids"] == config.image_token_id, config.video_token_id)
+    text = {"input_ids": ids, "attention_mask": inputs["attention_mask"]}
+    video = {"pixel_values_videos": inputs["pixel_values"], "video_grid_thw": inputs["image_grid_thw"]}
+    video["mm_token_type_ids"] = 2 * inputs["mm_token_type_ids"]
+    assert_decodes_as_plain(target, draft, {**text, **video}, max_new_tokens=NUM_NEW)
+    assert not torch.equal(*(target.generate(**text, **more, max_new_tokens=NUM_NEW) for more in (video, {})))
+
+
+@pytest.mark.parametrize(
+    ("options", "num_tokens"), [({"vision_feature_layer": -1}, 4), ({"vision_feature_select_strategy": "full"}, 5)]
+)
+def test_features_are_chosen_as_the_call_says(options, num_tokens):
+    target, draft = picture_pair("llava")
+    pictures = picture_prompts(target, 1)
+    image = [target.config.image_token_id] * num_tokens
+    inputs = {"input_ids": torch.tensor([[3, 62, *image, 63, 8]]), "pixel_values": pictures["pixel_values"]}
+    plain, ours = plain_and_ours(target, draft, {**inputs, **options}, max_new_tokens=NUM_NEW)
+    assert_equal_ids(plain, ours)
+    if num_tokens == 4:  # else the default cannot read the prompt
+        assert not torch.equal(target.generate(**inputs, max_new_tokens=NUM_NEW), ours)
 
 
 def decode(model, inputs, **options):
     torch.manual_seed(0)  # some readers draw noise
-    return model.generate(**inputs, max_new_tokens=NUM_NEW, return_dict_in_generate=True, output_logits=True, **options)
+    options |= {"max_new_tokens": NUM_NEW, "return_dict_in_generate": True, "output_logits": True}
+    return model.generate(**inputs, **options)
 
 
-@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("name", [*READERS, *READINGS])
 def test_a_reader_decodes_as_in_plain(name):
-    target, inputs, other = READERS[name]()
-    draft = noisy_copy(target, DRAFT_NOISE)
+    target, inputs, other = (READERS | READINGS)[name]()
+    draft = noisy_copy(target, LITTLE_NOISE) if name in READERS else text_draft(target)
     plain = decode(target, inputs)
     hf_speculate.enable(target)
-    stats = hf_speculate.SpeculationStats()
-    options = {"assistant_model": draft, "num_assistant_tokens": 3, "speculation_stats": stats}
+    options = {"assistant_model": draft, "num_assistant_tokens": 3}
     ours = decode(target, inputs, **options)
     assert_equal_ids(plain.sequences, ours.sequences)
     for layer, expected in zip(ours.past_key_values.layers, plain.past_key_values.layers, strict=True):
         assert torch.allclose(layer.keys, expected.keys)
         assert torch.allclose(layer.values, expected.values)
-    assert stats.num_accepted > 0
-    assert not torch.equal(decode(target, {**inputs, name: other}, **options).sequences, ours.sequences)
+    assert ours.speculation.num_accepted > 0
+    if other is not None:  # else the prompt has no other reading
+        assert not torch.equal(decode(target, {**inputs, name: other}, **options).sequences, ours.sequences)
 
 
 @pytest.mark.parametrize("name", ENCODERS)
 def test_what_an_encoder_reads_beside_its_text(name):
     target, inputs, other = ENCODERS[name]()
-    draft, stats = noisy_copy(target, DRAFT_NOISE), hf_speculate.SpeculationStats()
-    seen = []
+    draft, seen = noisy_copy(target, LITTLE_NOISE), []
     draft.get_encoder().register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs), with_kwargs=True)
     plain = decode(target, inputs)
     hf_speculate.enable(target)
-    options = {"assistant_model": draft, "num_assistant_tokens": 3, "speculation_stats": stats}
-    assert_equal_ids(plain.sequences, decode(target, inputs, **options).sequences)
-    assert stats.num_accepted > 0
+    ours = decode(target, inputs, assistant_model=draft, num_assistant_tokens=3)
+    assert_equal_ids(plain.sequences, ours.sequences)
+    assert ours.speculation.num_accepted > 0
     assert torch.equal(seen[0][name], inputs[name])
     assert not torch.equal(decode(target, {**inputs, name: other}).logits[0], plain.logits[0])
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_sampled_rows_that_end_leave_with_their_positions(kind):
+    target, draft = picture_pair(kind)
+    inputs = picture_prompts(target, 2)
+    options = {"do_sample": True, "verifier": "coupled", "seed": 7, "max_new_tokens": 16, "num_return_sequences": 2}
+    text = target.generate(**inputs, **options)
+    options["eos_token_id"] = [int(text[0, -12]), int(text[2, -6])]
+    assert_decodes_as_plain(target, draft, inputs, **options, num_assistant_tokens=3)
+
+
+def test_a_second_turn_goes_on_from_the_cache():
+    target, draft = picture_pair("qwen2_vl")
+    texts = []
+    for own in ({}, {"assistant_model": draft, "num_assistant_tokens": 3}):
+        own["past_key_values"] = DynamicCache(config=target.config.get_text_config())
+        first = target.generate(**picture_prompts(target, 1), **own, max_new_tokens=6)
+        more = torch.cat([first, torch.tensor([[9, 8, 7]])], dim=1)
+        texts.append(target.generate(more, attention_mask=torch.ones_like(more), **own, max_new_tokens=NUM_NEW))
+    assert_equal_ids(*texts)
+
+
+def test_threads_do_not_read_each_others_positions():
+    target, draft = picture_pair("qwen2_vl")
+    calls = [picture_prompts(target, batch_size, seed=batch_size) for batch_size in (1, 2, 3, 2)]
+    calls[3] = {name: calls[3][name] for name in ("input_ids", "attention_mask")}  # no picture, so another delta
+    own = {"assistant_model": draft, "num_assistant_tokens": 3, "max_new_tokens": 12}
+    wanted = [target.generate(**inputs, max_new_tokens=12) for inputs in calls]
+    found = together(*(lambda _, inputs=inputs: target.generate(**inputs, **own) for inputs in calls))
+    for plain, ours in zip(wanted, found, strict=True):
+        assert_equal_ids(plain, ours)
+
+
+def test_a_failed_run_leaves_the_model_as_plain_generate_would():
+    target, draft = picture_pair("qwen2_vl")
+    inputs, left = picture_prompts(target, 2), []
+    for own in ({}, {"assistant_model": draft, "num_assistant_tokens": 3}):
+        target.generate(torch.tensor([[3, 4]]), max_new_tokens=1)  # another state to start from
+        with pytest.raises(RuntimeError, match="on purpose"):
+            target.generate(
+                **inputs,
+                **own,
+                stopping_criteria=[FaultyCriterion(Fault(1, RuntimeError("on purpose")))],
+                max_new_tokens=8,
+            )
+        left.append(target.model.rope_deltas)
+    assert torch.equal(*left)
+
+
+def test_what_cannot_be_read_is_not_supported():
+    target, draft = picture_pair("llava")
+    small = make_model("llama", vocab_size=64)
+    small.set_input_embeddings(torch.nn.Embedding(60, 32, dtype=torch.float64))
+    for own, message in (
+        ({"assistant_model": draft, "prefill_chunk_size": 2}, "prefill_chunk_size must be left out with "),
+        ({"assistant_model": small}, "ids of the prompt must be below 60 for assistant_model"),
+    ):
+        with pytest.raises(UnsupportedGenerationError, match=message):
+            target.generate(**picture_prompts(target, 1), **own, max_new_tokens=4)
+
+
+def assert_read(kind, inputs, read, **own):
+    """The text with what is read beside the prompt is plain decoding's, and another one without."""
+    target, draft = pair(kind)
+    assert_decodes_as_plain(target, draft, inputs | read, max_new_tokens=NUM_NEW, num_assistant_tokens=3, **own)
+    assert not torch.equal(*(target.generate(**some, max_new_tokens=NUM_NEW) for some in (inputs, inputs | read)))
+
+
+def test_token_types_repeat_the_prompts_last():
+    inputs = ragged_prompts(3, seed=3)
+    assert_read("gpt2", inputs, {"token_type_ids": torch.randint(0, 64, inputs["input_ids"].shape)})
+
+
+@pytest.mark.parametrize("cache_kind", ["auto", "dynamic"])
+def test_positions_that_the_user_passes_go_on_from_the_last(cache_kind):
+    inputs = ragged_prompts(3, seed=4)
+    positions = 2 * torch.arange(inputs["input_ids"].shape[1])[None] + torch.tensor([[0], [5], [9]])
+    assert_read("gpt2", inputs, {"position_ids": positions}, speculation_cache=cache_kind)
