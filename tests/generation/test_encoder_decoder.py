@@ -103,24 +103,13 @@ def test_passed_encoder_outputs():
         target.generate(**given, assistant_model=draft, max_new_tokens=4)
 
 
-@pytest.mark.parametrize(
-    ("batch_size", "options", "is_lock_step"),
-    [
-        (1, {"return_timestamps": False}, False),
-        (2, {"return_timestamps": True}, False),
-        (2, {"prompt_ids": torch.tensor([44, 11, 12])}, False),
-        (
-            2,
-            {"return_timestamps": True, "no_speech_threshold": 0.01, "logprob_threshold": 0.0, "temperature": 0.0},
-            True,
-        ),
-    ],
-    ids=["processors", "timestamps", "prompt ids", "silence detection"],
-)
-def test_calls_of_whisper_alone_are_plains(batch_size, options, is_lock_step):
-    target, draft = encoder_pair("whisper")
-    stats = assert_decodes_as_plain(target, draft, inputs_of("whisper", batch_size), max_new_tokens=24, **options)
-    assert stats.lock_step == is_lock_step
+SILENCE = {"return_timestamps": True, "no_speech_threshold": 0.01, "logprob_threshold": 0.0, "temperature": 0.0}
+
+
+@pytest.mark.parametrize("options", [{"prompt_ids": torch.tensor([44, 11, 12])}, SILENCE])
+def test_options_that_whisper_alone_has(options):
+    stats = assert_decodes_as_plain(*encoder_pair("whisper"), inputs_of("whisper", 2), max_new_tokens=24, **options)
+    assert stats.lock_step == (options is SILENCE)
 
 
 @pytest.mark.parametrize(("batch_size", "conditioned"), [(1, True), (2, False)])
@@ -138,14 +127,6 @@ def test_whispers_long_form(batch_size, conditioned):
 @pytest.mark.parametrize(
     ("kind", "make_draft", "options", "message"),
     [
-        (
-            "t5",
-            None,
-            {"output_attentions": True, "return_dict_in_generate": True},
-            "output_attentions must be left out",
-        ),
-        ("t5", None, {"num_beams": 2}, "the generation mode must be"),
-        ("t5", None, {"speculation_cache": "preallocated"}, "speculation_cache must be auto or dynamic"),
         ("t5", make_whisper, {}, "must read what the target T5ForConditionalGeneration reads, got .* Whisper"),
         ("whisper", None, {"return_token_timestamps": True}, "return_token_timestamps must be left out"),
         ("whisper", lambda: make_whisper(num_mel_bins=4), {}, "must read what the target Whisper"),
@@ -172,10 +153,9 @@ def test_matches_in_the_decoders_text_are_drafted(kind):
         assert stats.num_accepted > 0
 
 
-@pytest.mark.parametrize("size", [62, 72])
-def test_a_draft_with_an_encoder_whose_table_ends_elsewhere(size):
-    target, draft = encoder_pair("t5")[0], make_t5(vocab_size=size)
-    with pytest.warns(UserWarning, match=f"the target has 64 ids and the draft {size}"):
+def test_a_draft_with_an_encoder_whose_table_ends_elsewhere():
+    target, draft = encoder_pair("t5")[0], make_t5(vocab_size=62)
+    with pytest.warns(UserWarning, match="the target has 64 ids and the draft 62"):
         stats = assert_decodes_as_plain(target, draft, inputs_of("t5", 2), max_new_tokens=NUM_NEW)
     assert stats.num_drafted > 0
 

@@ -2,10 +2,6 @@
 
 import copy
 import functools
-import re
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -63,22 +59,9 @@ def test_fault_h_a_draft_of_other_special_ids_drafts(pipelines, field, sampling)
         assert stats.num_accepted > 0
 
 
-@pytest.mark.slow
-def test_the_example_runs():
-    example = Path(__file__).parents[2] / "examples" / "pipeline.py"
-    result = subprocess.run([sys.executable, example, "--tiny"], capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr
-    labels = re.findall(r"^(a batch|drawn|a chat): .*plain decoding", result.stdout, re.M)
-    verifiers = re.findall(r"^verifier: (\w+)$", result.stdout, re.M)
-    assert dict(zip(labels, verifiers, strict=True)) == {"a batch": "greedy", "drawn": "coupled", "a chat": "greedy"}
-    lengths = re.findall(r"^mean acceptance length: ([\d.]+) ", result.stdout, re.M)
-    assert [float(length) > 1 for length in lengths] == [True] * 3
-
-
 HOP_LEN = 160
 SAMPLING_RATE = NUM_FRAMES * HOP_LEN  # a window lasts a second
 NO_TIMES_ID = 49
-LOOSE = {"verifier": "typical", "posterior_threshold": 1e-9}  # keeps all drafted tokens
 LETTERS = CHARACTERS[:48]
 
 
@@ -106,25 +89,17 @@ def sounds(num: int) -> list[dict]:
     return [{"raw": rng.normal(size=size).astype(np.float32), "sampling_rate": SAMPLING_RATE} for size in lens]
 
 
-def assert_as_without_a_draft_unless_loosely(decode, expected):
-    """`decode` takes fields, and gives what a pipeline says."""
-    for fields in ({"verifier": "greedy"}, LOOSE):
-        stats = hf_speculate.SpeculationStats()
-        found = decode({"num_assistant_tokens": 3, "speculation_stats": stats, **fields})
-        assert (found == expected) is (fields is not LOOSE)
-        assert stats.verifier == fields["verifier"]
-        assert stats.num_accepted > 0
-        assert (stats.num_accepted == stats.num_verified) or fields is not LOOSE
-
-
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_speech_is_read_as_without_a_draft_unless_loosely(transcribers, batch_size):
+def test_speech_is_read_as_without_a_draft(transcribers, batch_size):
     plain, ours = transcribers
     options = {"max_new_tokens": 16, "num_beams": 1}  # the pipeline would search beams
-    assert_as_without_a_draft_unless_loosely(
-        lambda own: ours(sounds(3), batch_size=batch_size, generate_kwargs=options | own),
-        plain(sounds(3), batch_size=batch_size, generate_kwargs=dict(options)),
-    )
+    stats = hf_speculate.SpeculationStats()
+    own = {**options, "num_assistant_tokens": 3, "speculation_stats": stats}
+    texts = [
+        decode(sounds(3), batch_size=batch_size, generate_kwargs=one) for decode, one in ((plain, options), (ours, own))
+    ]
+    assert texts[0] == texts[1]
+    assert stats.num_accepted > 0
 
 
 @pytest.fixture(scope="module")
@@ -138,12 +113,14 @@ def reader_of_images():
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])
-def test_images_are_described_as_without_a_draft_unless_loosely(reader_of_images, batch_size):
-    rng, draft = np.random.default_rng(0), text_draft(reader_of_images.model)
+def test_images_are_described_as_without_a_draft(reader_of_images, batch_size):
+    rng, stats = np.random.default_rng(0), hf_speculate.SpeculationStats()
     images = [Image.fromarray(rng.integers(0, 255, (8, 8, 3), dtype=np.uint8)) for _ in range(2)]
     inputs = {"images": images, "text": ["a<image>bc", "defg<image>h"], "batch_size": batch_size}
-    options = {"max_new_tokens": 12, "do_sample": False}
-    assert_as_without_a_draft_unless_loosely(
-        lambda own: reader_of_images(**inputs, generate_kwargs=options | own | {"assistant_model": draft}),
-        reader_of_images(**inputs, generate_kwargs=dict(options)),
+    own = {"assistant_model": text_draft(reader_of_images.model), "num_assistant_tokens": 3, "speculation_stats": stats}
+    plain, ours = (
+        reader_of_images(**inputs, generate_kwargs={"max_new_tokens": 12, "do_sample": False, **one})
+        for one in ({}, own)
     )
+    assert plain == ours
+    assert stats.num_accepted > 0
