@@ -3,14 +3,14 @@
 import pytest
 import torch
 import transformers
-from transformers import AttentionInterface, StoppingCriteria
+from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import hf_speculate
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.models import folded_attention as attention
 from hf_speculate.models.folded_attention import STANDS_FOR
-from tests.cases import assert_decodes_as_plain, assert_equal_ids, each_value
+from tests.cases import assert_decodes_as_plain, each_value
 from tests.tiny import SLIDING_WINDOW, make_model, noisy_copy, ragged_prompts
 
 MODELS = {
@@ -47,31 +47,16 @@ def folds(monkeypatch):
     return rows
 
 
-class Once(StoppingCriteria):
-    """Runs `action` at its first call, and stops nothing."""
-
-    def __init__(self, action):
-        self.action = action
-
-    def __call__(self, input_ids, scores, **kwargs):
-        action, self.action = self.action, None
-        if action is not None:
-            action()
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
-
-
-def run(target, draft, inputs, action=None, **options):
-    options |= {"assistant_model": draft, "num_assistant_tokens": 4, "max_new_tokens": 12}
-    return target.generate(**inputs, **options, stopping_criteria=[] if action is None else [Once(action)])
+OPTIONS = {"num_assistant_tokens": 4, "max_new_tokens": 12}
 
 
 @each_value(batch_size=[1, 3], name=MODELS)
 def test_a_speculative_call_folds_and_gives_the_ids_of_plain(folds, name, batch_size):
     target, draft = make_pair(name)
     inputs = ragged_prompts(batch_size, seed=2)
-    plain = target.generate(**inputs, max_new_tokens=12)
+    target.generate(**inputs, max_new_tokens=12)
     assert not folds
-    assert_equal_ids(plain, run(target, draft, inputs))
+    assert_decodes_as_plain(target, draft, inputs, **OPTIONS)
     groups = target.config.num_attention_heads // target.config.num_key_value_heads
     assert {groups, 5 * groups} <= set(folds)  # draft steps, and verifications of four drafts
     assert target.config._attn_implementation == draft.config._attn_implementation == STANDS_FOR
@@ -88,8 +73,10 @@ def test_a_plain_call_meanwhile_gives_exactly_its_usual_result(folds):
         num_folds.append(len(folds))
 
     plain()
-    run(target, draft, ragged_prompts(2, seed=2), plain)
-    assert torch.equal(*logits)
+    target.generate(
+        **ragged_prompts(2, seed=2), **OPTIONS, assistant_model=draft, speculation_callback=lambda report: plain()
+    )
+    assert all(torch.equal(logits[0], others) for others in logits)
     assert num_folds[2] == num_folds[3] < len(folds)
 
 
