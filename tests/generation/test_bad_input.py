@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from transformers import DynamicCache, OpenAIGPTConfig, OpenAIGPTLMHeadModel
+from transformers import DynamicCache, OpenAIGPTConfig, OpenAIGPTLMHeadModel, RwkvConfig, RwkvForCausalLM
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator as ReadsStates
 
@@ -46,14 +46,12 @@ def models(monkeypatch):
         ({"draft_sampling": "beam"}, "got 'beam'"),
         ({"num_assistant_tokens": 0}, "got 0; leave assistant_model out"),
         ({"num_assistant_tokens": 129}, "got 129"),
-        ({"num_assistant_tokens": 2.5}, "got 2.5"),
         ({"posterior_alpha": -1.0, "assistant_model": None}, "must be > 0"),
         ({"assistant_confidence_threshold": 1.5}, "got 1.5"),
         ({"prompt_lookup_num_tokens": 0}, "got 0; leave it out"),
         ({"max_matching_ngram_size": 0}, "got 0"),
         ({"suffix_store": {}, "prompt_lookup_num_tokens": 3}, "got dict"),
         ({"suffix_store": hf_speculate.SuffixStore()}, "must come with prompt_lookup_num_tokens"),
-        ({"seed": "x"}, "got 'x'"),
         ({"seed": [1, 2], "do_sample": True}, "got 2"),
         ({"seed": 1, "generator": torch.Generator()}, "must not both be set"),
         ({"generator": 5}, "got int"),
@@ -100,6 +98,10 @@ def without_a_cache(_):
     return OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=64, n_embd=16, n_layer=1, n_head=2, n_positions=32))
 
 
+def with_recurrent_state(_):
+    return RwkvForCausalLM(RwkvConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2, context_length=32))
+
+
 def with_gradient_checkpointing(model):
     model.train().gradient_checkpointing_enable()
     return model
@@ -114,6 +116,7 @@ def with_indexed_attention(model):
     ("change", "message"),
     [
         (without_a_cache, "must take past_key_values, got OpenAIGPTLMHeadModel"),
+        (with_recurrent_state, "got RwkvForCausalLM with recurrent state"),
         (with_gradient_checkpointing, "in training mode with gradient checkpoint"),
         (with_indexed_attention, "got indexed_attention in LlamaForCausalLM"),
     ],

@@ -67,22 +67,10 @@ def test_sampling_is_a_function_of_the_seed(
 ) -> None:
     target, draft = pair(dtype)
     stats = hf_speculate.SpeculationStats()
-
-    def decode(seed: int) -> Tensor:
-        options = {"temperature": 0.9, "top_p": 0.9, "top_k": 20, "seed": seed, "verifier": verifier}
-        ids: Tensor = target.generate(
-            **prompts(batch_size),
-            **options,
-            **COMPILED[is_compiled],
-            do_sample=True,
-            assistant_model=draft,
-            num_assistant_tokens=K,
-            max_new_tokens=40,
-            speculation_stats=stats,
-        )
-        return ids
-
-    first, again, other = decode(1), decode(1), decode(2)
+    options: dict[str, Any] = {"temperature": 0.9, "top_p": 0.9, "top_k": 20, "do_sample": True, "verifier": verifier}
+    options |= {"assistant_model": draft, "num_assistant_tokens": K, "max_new_tokens": 40, "speculation_stats": stats}
+    options |= {**prompts(batch_size), **COMPILED[is_compiled]}
+    first, again, other = (target.generate(**options, seed=seed) for seed in (1, 1, 2))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
     assert 0 <= int(first.min()) <= int(first.max()) < target.config.vocab_size

@@ -9,7 +9,6 @@ import hf_speculate
 from hf_speculate.errors import UnsupportedModelError
 from tests.cases import assert_decodes_as_plain, assert_equal_ids, each_value, pair
 from tests.tiny import INITIALIZER_RANGE, MORE_KINDS, SLIDING_WINDOW, make_model, noisy_copy, ragged_prompts
-from tests.tiny_recurrent import UNSUPPORTED_RECURRENT, unsupported_config
 
 NUM_NEW = 3 * SLIDING_WINDOW  # past the window or chunk of the models that have one
 FEW_NEW = 16
@@ -27,21 +26,6 @@ def test_greedy_equals_plain(kind, cache_kind):
     assert 0 < stats.num_accepted < stats.num_verified
     assert stats.cache == ("dynamic" if cache_kind == "dynamic" or kind in DYNAMIC_ONLY else "preallocated")
     assert not stats.lock_step
-
-
-@pytest.mark.parametrize("kind", UNSUPPORTED_RECURRENT)
-def test_models_that_keep_recurrent_states_elsewhere_are_refused_by_name(kind):
-    model = AutoModelForCausalLM.from_config(unsupported_config(kind))
-
-    def run(*_):
-        raise AssertionError("a model ran before the refusal")
-
-    model.register_forward_pre_hook(run)
-    target, draft = pair("llama")
-    for one, other in ((model, draft), (target, model)):
-        with pytest.raises(UnsupportedModelError, match=f"got {type(model).__name__} with recurrent state"):
-            hf_speculate.generate(one, **ragged_prompts(1, seed=1), assistant_model=other, max_new_tokens=4)
-    assert torch.is_grad_enabled()
 
 
 def test_window_layers_that_read_all_that_a_cache_holds_get_buffers_with_masks():
