@@ -7,6 +7,7 @@ refusal the rest comes from further rounds, on a draft cache that was rolled bac
 import itertools
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from scipy.stats import chisquare
@@ -107,23 +108,14 @@ def draw(target, draft, num_draws: int, num_rows: int = ROWS_PER_CALL, **options
 
 def p_value(counts: Counter, distribution: Tensor) -> float:
     """Chi-square over all texts, rare ones pooled; 0 when an impossible one was drawn."""
-    total = sum(counts.values())
-    observed, expected = [], []
-    rare_observed, rare_expected = 0, 0.0
-    for text, probability in zip(texts_of(distribution), distribution.flatten().tolist(), strict=True):
-        mean = probability * total
-        if mean == 0 and counts[text]:
-            return 0.0
-        if mean < MIN_EXPECTED:
-            rare_observed, rare_expected = rare_observed + counts[text], rare_expected + mean
-        else:
-            observed.append(counts[text])
-            expected.append(mean)
-    if rare_expected >= MIN_EXPECTED:
-        observed.append(rare_observed)
-        expected.append(rare_expected)
-    scale = sum(observed) / sum(expected)
-    return float(chisquare(observed, [mean * scale for mean in expected]).pvalue)
+    observed = np.array([counts[text] for text in texts_of(distribution)])
+    expected = distribution.flatten().numpy() * observed.sum()
+    if observed[expected == 0].any():
+        return 0.0
+    is_rare = expected < MIN_EXPECTED
+    cells = [np.append(part[~is_rare], part[is_rare].sum()) for part in (observed, expected)]
+    observed, expected = (cell[: len(cell) - (cells[1][-1] < MIN_EXPECTED)] for cell in cells)
+    return float(chisquare(observed, expected * observed.sum() / expected.sum()).pvalue)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Hybrid and recurrent models: greedy text equals plain `generate`, whatever is accepted and whoever drafts."""
 
-import itertools
 from functools import cache
 
 import pytest
@@ -14,7 +13,7 @@ from hf_speculate.models.language_model import cache_name
 from tests.cases import assert_decodes_as_plain, assert_equal_ids, each_value
 from tests.oracle import Oracle
 from tests.recurrent_cases import assert_equal_caches, hooks_of, recurrent_states
-from tests.reliability.faults import Mistake
+from tests.reliability.faults import Fault, Mistake, hook
 from tests.reliability.test_threads import together
 from tests.tiny import INITIALIZER_RANGE, make_model, noisy_copy, ragged_prompts
 from tests.tiny_recurrent import RECURRENT_KINDS
@@ -170,19 +169,10 @@ def test_an_error_within_a_mixer_leaves_no_hook_and_the_cache_as_it_was(kind, er
     ids = text[:, -1:] if cache_name(target) == "cache_params" else text
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 8}
     mixer = next(module for module in reversed(list(target.modules())) if hasattr(module, "conv1d"))
-    calls = itertools.count()
-
-    def fail(module, args, output):
-        if next(calls) == 2 * 4:  # in the second round, after some of its tokens
-            raise error
-
-    handle = mixer.norm.register_forward_hook(fail)
     drafts = {"assistant_model": draft_of(kind), "num_assistant_tokens": 4}
-    try:
-        with pytest.raises(type(error)):
-            target.generate(**inputs, **drafts, **{cache_name(target): caches[0]})
-    finally:
-        handle.remove()
+    fault = Fault(2 * 4 + 1, error)  # in the second round, after some of its tokens
+    with hook(mixer.norm, fault), pytest.raises(type(error)):
+        target.generate(**inputs, **drafts, **{cache_name(target): caches[0]})
     assert not hooks_of(target)
     for states, others in zip(before, recurrent_states(caches[0]), strict=True):
         assert all(torch.equal(states[slot], others[slot]) for slot in states)
