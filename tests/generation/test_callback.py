@@ -43,7 +43,8 @@ def test_it_is_told_every_round_as_the_statistics_count_it(options):
     assert all(report.draft_s > 0 and report.score_s > 0 and report.other_s > 0 for report in reports)
     assert all(report.round_s == report.draft_s + report.score_s + report.other_s for report in reports)
     assert sum(report.score_s for report in reports) == pytest.approx(stats.score_s)
-    assert reports[-1].total_s == pytest.approx(stats.total_s, rel=0.05)  # what follows the last round is not in it
+    assert reports[-1].total_s <= stats.total_s  # what follows the last round is not in it
+    assert options or reports[-1].total_s == pytest.approx(stats.total_s, rel=0.05)
 
 
 def test_rows_are_named_by_their_place_in_the_output():

@@ -117,7 +117,14 @@ def test_do_sample_is_settled_as_transformers_settles_it(keyword, passed, own, s
 
 
 @pytest.mark.parametrize(
-    "options", [{"num_beams": 2}, {"use_cache": False}, {"output_attentions": True, "return_dict_in_generate": True}]
+    "options",
+    [
+        {"num_beams": 2},
+        {"use_cache": False},
+        {"cache_implementation": "offloaded_static"},
+        {"use_mtp": True},
+        {"output_attentions": True, "return_dict_in_generate": True},
+    ],
 )
 def test_what_is_not_supported_without_an_assistant_raises(models, options):
     with pytest.raises(UnsupportedGenerationError):

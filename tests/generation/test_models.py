@@ -97,6 +97,7 @@ def test_device_map_auto_may_leave_layers_on_disk(part, tmp_path):
     options = {**ragged_prompts(3, seed=3), "max_new_tokens": FEW_NEW}
     ours = hf_speculate.generate(models["target"], **options, assistant_model=models["draft"], num_assistant_tokens=3)
     assert_equal_ids(target.generate(**options), ours)
+    assert not hf_speculate.is_enabled(models["target"])
 
 
 @pytest.mark.torchao

@@ -11,22 +11,24 @@ from tests.schedule.scripted import LENS
 from tests.tiny import noisy_copy, ragged_prompts
 
 NUM_NEW = 40
+PROCESSED = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}
 
 
 @each_value(
     kind=["llama", "mistral_window", "gpt2", "qwen2"],
-    batch_size=[1, 3, 4],
-    options=[{"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}, {}, {"logits_processor": [Unchanged()]}],
-    keeps_rows=[False, True],
+    batch_size=[1, 3, 4, 4, 3],
+    options=[PROCESSED, {}, {"logits_processor": [Unchanged()]}, {}],
+    keeps_rows=[False, False, False, True],
 )
 def test_plain_steps_between_drafts_leave_greedy_text_as_it_is(scripted, kind, batch_size, options, keeps_rows):
     target, draft = pair(kind)
     inputs = ragged_prompts(batch_size, seed=5)
     text = target.generate(**inputs, max_new_tokens=NUM_NEW)[:, -NUM_NEW:]
-    ends = {"eos_token_id": [int(text[0, 30]), int(text[-1, 7])], "pad_token_id": 0} if batch_size > 1 else {}
+    ends = {"eos_token_id": [int(text[0, 1]), int(text[2, 7])], "pad_token_id": 0} if batch_size > 1 else {}
     options = {"max_new_tokens": NUM_NEW, "return_dict_in_generate": keeps_rows, **options, **ends}
     stats = assert_decodes_as_plain(target, draft, inputs, **options)
-    assert stats.rounds_by_draft_len[0] > 2
+    assert stats.rounds_by_draft_len[0] > (1 if ends else 3)
+    assert stats.num_accepted or stats.lock_step
     if stats.lock_step:  # its rows count as one
         assert all(len(one.row_ids) == 1 and one.num_rows == batch_size for one in scripted[0].outcomes)
 
