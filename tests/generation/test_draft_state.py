@@ -12,7 +12,7 @@ from hf_speculate.errors import ConfigError
 from tests.cases import assert_equal_ids, pair
 from tests.generation.test_compiled import compile_config, small_pair
 from tests.generation.test_passed_caches import STATE_TOLERANCE
-from tests.reliability.faults import Fault, FaultyStreamer
+from tests.reliability.faults import Fault, FaultyStreamer, Mistake
 from tests.tiny import PAD_TOKEN_ID, SLIDING_WINDOW, noisy_copy, ragged_prompts
 
 NUM_NEW = 12
@@ -189,14 +189,9 @@ def test_it_counts_its_bytes_and_is_empty_after_a_reset_and_a_call_that_failed()
         state.reset()
         assert (state.num_tokens, state.num_bytes) == (0, 0)
     say(target, draft, padded([[5, 6, 7]]), state)
-    with pytest.raises(RuntimeError, match="on purpose"):
-        say(
-            target,
-            draft,
-            padded([ids[0].tolist()]),
-            state,
-            streamer=FaultyStreamer(Fault(6, RuntimeError("on purpose")), "put"),
-        )
+    streamer = FaultyStreamer(Fault(6, Mistake("on purpose")), "put")
+    with pytest.raises(Mistake):
+        say(target, draft, padded([ids[0].tolist()]), state, streamer=streamer)
     assert (state.num_tokens, state.num_bytes) == (0, 0)
 
 

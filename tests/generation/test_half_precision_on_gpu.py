@@ -47,7 +47,7 @@ def prompts(batch_size: int) -> dict[str, Tensor]:
 def test_greedy_tokens_are_those_of_plain_decoding_but_for_ties(
     dtype: torch.dtype, batch_size: int, splits_keys: bool, is_compiled: bool, kind: str
 ) -> None:
-    target, draft = pair.__wrapped__(dtype) if splits_keys else pair(dtype)  # of which nothing is compiled yet
+    target, draft = pair.__wrapped__(dtype) if splits_keys else pair(dtype)  # nothing compiled without split keys
     assistant = None if kind == "lookup" else draft
     options = {**GREEDY[kind], **COMPILED[is_compiled], "max_new_tokens": 40}
     split_keys_from(1 if splits_keys else None)
