@@ -27,7 +27,8 @@ from hf_speculate.draft.base import Drafter, DrafterSetup, DraftRequest
 from hf_speculate.draft.heads.chain import ChainDrafter
 from hf_speculate.draft.heads.eagle3 import Eagle3Network, Eagle3Options
 from hf_speculate.draft.heads.head import DraftHead, HeadSpec
-from hf_speculate.draft.heads.layers import Rotary, read_layer_config
+from hf_speculate.draft.heads.layers import read_layer_config
+from hf_speculate.draft.heads.network import NetworkPlan
 from hf_speculate.draft.heads.vocabulary import DraftVocabulary
 from hf_speculate.types import DraftOut
 
@@ -67,12 +68,11 @@ def make_target(shape: dict[str, int], dtype: str, device: torch.device) -> PreT
 def make_head(shape: dict[str, int], target: PreTrainedModel) -> DraftHead:
     """A random EAGLE-3 head for a target."""
     width, vocab_size, num_ids = shape["hidden_size"], shape["vocab_size"], shape["draft_vocab_size"]
-    layers, device = read_layer_config(shape), target.device
+    options, device = Eagle3Options(read_layer_config(shape)), target.device
     ids = torch.arange(num_ids, device=device) * (vocab_size // num_ids)
     shapes, vocabulary = {"lm_head.weight": (num_ids, width)}, DraftVocabulary(vocab_size, ids)
-    rotary = Rotary(layers, device)
     with torch.device("meta"):
-        network = Eagle3Network(layers, Eagle3Options(), shapes, width, vocabulary, rotary)
+        network = Eagle3Network(NetworkPlan(options, shapes, width, vocabulary, device))
     network = network.to_empty(device=device).to(target.dtype)
     for weight in network.parameters():
         torch.nn.init.ones_(weight) if weight.dim() == 1 else torch.nn.init.normal_(weight, std=0.02)

@@ -32,7 +32,7 @@ def rollout(network: Eagle3Network, table: Tensor, ids: Tensor, states: Tensor, 
         num = ids.shape[1] - step
         states, keys, values = states[:, :num], [one[:, :, :num] for one in keys], [one[:, :, :num] for one in values]
         positions = torch.arange(step - 1, step - 1 + num).expand(len(ids), -1)
-        rotation = network._rotary(positions, states.dtype)
+        rotation = network.rotary(positions, states.dtype)
         states = _layer(network.layers[0], embedding(ids[:, step:], table), states, rotation, keys, values)
         all_logits.append(network.lm_head(network.norm(states)))
     return all_logits

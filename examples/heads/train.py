@@ -20,7 +20,8 @@ from transformers import LlamaForCausalLM
 from heads.rollout import rollout
 from heads.rows import AUX_LAYERS, READ_LEN, Rows, draw_rows, write_rows
 from hf_speculate.draft.heads.eagle3 import Eagle3Network, Eagle3Options
-from hf_speculate.draft.heads.layers import Rotary, read_layer_config
+from hf_speculate.draft.heads.layers import read_layer_config
+from hf_speculate.draft.heads.network import NetworkPlan
 from hf_speculate.draft.heads.vocabulary import DraftVocabulary
 from pair_training.clock import Budget, warm_then_linear
 from pair_training.corpus import list_sources, read_source, stdlib_root
@@ -83,10 +84,9 @@ def new_head(target: LlamaForCausalLM, target_ids: Tensor, settings: Settings, s
     torch.manual_seed(seed)
     layers, width = read_layer_config(layer_fields(target, settings)), target.config.hidden_size
     vocabulary = DraftVocabulary(target.config.vocab_size, target_ids)
-    options = Eagle3Options(num_states=len(AUX_LAYERS))
-    shapes, rotary = {"lm_head.weight": (len(target_ids), width)}, Rotary(layers, target.device)
+    options, shapes = Eagle3Options(layers, num_states=len(AUX_LAYERS)), {"lm_head.weight": (len(target_ids), width)}
     with torch.device("meta"):
-        network = Eagle3Network(layers, options, shapes, width, vocabulary, rotary)
+        network = Eagle3Network(NetworkPlan(options, shapes, width, vocabulary, target.device))
     network = network.to_empty(device=target.device)
     for name, weight in network.named_parameters():
         if weight.dim() == 1:

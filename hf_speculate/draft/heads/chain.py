@@ -10,29 +10,25 @@ the pair before, so that its pair at position p joins t_{p+1} with a state of de
 at positions below d. Draft step k runs depth (k - 1) mod n, which first catches up on the tokens drafted before.
 """
 
-from typing import Any, NamedTuple, Protocol
+from abc import abstractmethod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hf_speculate.draft.base import DraftCompilation, DrafterSetup
+from hf_speculate.draft.base import DrafterSetup
 from hf_speculate.draft.heads.head import HeadSpec
-from hf_speculate.draft.heads.round import (
-    MAX_UNROLLED_STEPS,
-    Choosing,
-    HeadDrafter,
-    HeadNetwork,
-    NewTokens,
-    Proposal,
-    Unrolled,
-    last_of,
-)
-from hf_speculate.draft.heads.row_cache import FixedColumns, Placed, RowCache, StateStore
+from hf_speculate.draft.heads.network import HeadNetwork
+from hf_speculate.draft.heads.round import HeadDrafter, NewTokens, Proposal, Unrolled, last_of
+from hf_speculate.draft.heads.row_cache import Placed
 from hf_speculate.draft.heads.target_parts import TargetParts, shape_of
 from hf_speculate.models.compilation import Compilation
 from hf_speculate.models.compiled import UNREAD_COLUMNS, width_for
 from hf_speculate.triton_kernels import sample
-from hf_speculate.types import NoiseKeys
+from hf_speculate.types import NoiseKeys, Stream
+
+# Longer drafts would take long to compile; they run step by step.
+_MAX_UNROLLED_STEPS = 16
 
 
 class Pairs(NamedTuple):
@@ -44,19 +40,19 @@ class Pairs(NamedTuple):
     placed: Placed
 
 
-class ChainNetwork(HeadNetwork, Protocol):
+class ChainNetwork(HeadNetwork):
     """A network that a chain is drafted with."""
 
-    num_depths: int
-    """How many layers of it take turns; each has pairs and caches of its own."""
-    is_traceable: bool
-    """Whether its forwards can be compiled."""
+    num_depths: int = 1  # layers that take turns; each has pairs and caches of its own
+    is_traceable: bool = True  # whether its forwards can be compiled
 
-    def run(self, depth: int, pairs: Pairs, cache: StateStore, parts: TargetParts) -> Tensor:
+    @abstractmethod
+    def run(self, depth: int, pairs: Pairs, parts: TargetParts) -> Tensor:
         """[B, N, H], what a depth makes of pairs; their keys and values go into the cache."""
 
     def read(self, outputs: Tensor, parts: TargetParts) -> tuple[Tensor, Tensor]:
         """Logits [B, Vd] of outputs [B, H], and the states [B, H] for the next pairs."""
+        return self.logits(outputs, parts), outputs
 
 
 class ChainInputs(NamedTuple):
@@ -65,18 +61,23 @@ class ChainInputs(NamedTuple):
     outputs: Tensor  # [B, H] at each row's last true pair
     ends: Tensor  # [B] int64, each row's first position without a true pair
     seen: Tensor  # [W] int64, the columns 0..W-1 that attention reads
+    buffers: tuple[tuple[Tensor, Tensor], ...]  # keys and values by layer, which are written to
+
+
+class Choosing(NamedTuple):
+    """How a chain chooses its tokens, the same in all steps."""
+
+    num_steps: int
+    stream: Stream
+    keeps_logits: bool
 
 
 def chain_steps(
-    network: ChainNetwork,
-    inputs: ChainInputs,
-    buffers: tuple[tuple[Tensor, Tensor], ...],  # keys and values by layer, which are written to
-    parts: TargetParts,
-    choosing: Choosing,
-    keys: NoiseKeys | None,
+    network: ChainNetwork, inputs: ChainInputs, parts: TargetParts, choosing: Choosing, keys: NoiseKeys | None
 ) -> Unrolled:
     """Draft tokens one after another with a network of one depth; without noise keys the argmax is taken."""
     vocabulary, width = network.vocabulary, inputs.seen.shape[0]
+    row_ids = torch.arange(len(inputs.ends), device=inputs.ends.device)[:, None]
     ids, kept_logits, sums = [], [], []
     logits, states = network.read(inputs.outputs, parts)
     for step in range(choosing.num_steps):
@@ -91,43 +92,12 @@ def chain_steps(
         ids.append(token_ids)
         if step + 1 < choosing.num_steps:
             columns = (inputs.ends + step)[:, None]
-            placed = Placed(columns, width, network.windows, inputs.outputs.dtype)
+            placed = Placed(list(inputs.buffers), 0, row_ids, columns, width, network.windows, inputs.outputs.dtype)
             pairs = Pairs(token_ids[:, None], states[:, None], columns, placed)
-            logits, states = network.read(network.run(0, pairs, FixedColumns(buffers), parts)[:, -1], parts)
+            logits, states = network.read(network.run(0, pairs, parts)[:, -1], parts)
     if keys is None or not choosing.keeps_logits:
         return Unrolled(torch.stack(ids, dim=1), None, None)
     return Unrolled(torch.stack(ids, dim=1), torch.stack(kept_logits, dim=1), torch.stack(sums, dim=1))
-
-
-class CompiledChain:
-    """The compiled chains of one call; the cache gets columns for the whole call."""
-
-    def __init__(self, network: ChainNetwork, setup: DrafterSetup, request: DraftCompilation, cache: RowCache):
-        self._stream, self._keeps_logits = setup.stream, setup.keeps_logits
-        self._lens = tuple(num for num in request.lens if num <= MAX_UNROLLED_STEPS)
-        module: Any = network  # every network is one
-        self._compilation = Compilation(module, request.settings, request.units, request.on_failure)
-        self._cache = cache
-        cache.reserve(setup.max_length + max(request.lens) + 1 + UNREAD_COLUMNS)
-
-    @property
-    def is_working(self) -> bool:
-        return self._compilation.is_working
-
-    def draft(
-        self, outputs: Tensor, parts: TargetParts, num_draft_tokens: int, keys: NoiseKeys | None
-    ) -> Unrolled | None:
-        """K or more tokens after outputs [B, H] of the rows' last true pairs; None if drafted step by step."""
-        num_steps = next((num for num in self._lens if num >= num_draft_tokens), None)
-        buffers = self._cache.buffers
-        if num_steps is None or buffers is None or not self.is_working:
-            return None
-        width = width_for(max(self._cache.lens) + num_steps, self._cache.capacity)
-        inputs = ChainInputs(outputs.contiguous(), self._cache.ends, torch.arange(width, device=outputs.device))
-        choosing = Choosing(num_steps, self._stream, self._keeps_logits)
-        name = f"chain of {num_steps}, {'greedy' if keys is None else choosing}"
-        result: Unrolled | None = self._compilation.run(name, chain_steps, inputs, buffers, parts, choosing, keys)
-        return result
 
 
 class ChainDrafter(HeadDrafter[ChainNetwork]):
@@ -135,32 +105,34 @@ class ChainDrafter(HeadDrafter[ChainNetwork]):
 
     def __init__(self, network: ChainNetwork, spec: HeadSpec, setup: DrafterSetup):
         super().__init__(network, spec, setup)
-        self._compiled: CompiledChain | None = None
+        self._compilation: Compilation | None = None
+        self._compiled_lens: tuple[int, ...] = ()
+        request = setup.compilation
         # where the target is not compiled, rows leave the batch, and each number of rows would be compiled
         is_target_eager = shape_of(setup.target.config).num_layers in spec.hidden_layers
-        if setup.compilation is not None and network.is_traceable and self.chooser.is_plain and not is_target_eager:
-            self._compiled = CompiledChain(network, setup, setup.compilation, self.cache)
-            self.is_compiled = self._compiled.is_working
+        if request is not None and network.is_traceable and self.chooser.is_plain and not is_target_eager:
+            self._compilation = Compilation(network, request.settings, request.units, request.on_failure)
+            self._compiled_lens = tuple(num for num in request.lens if num <= _MAX_UNROLLED_STEPS)
+            self.is_compiled = self._compilation.is_working
+            self.cache.reserve(setup.max_length + max(request.lens) + 1 + UNREAD_COLUMNS)  # for the whole call
 
     def propose(self, new: NewTokens, num_draft_tokens: int, proposal: Proposal) -> None:
         for chunk in new.chunks():
             self._read(chunk)
-        if self._compiled is not None:
-            unrolled = self._compiled.draft(self.newest_outputs[0], self.parts, num_draft_tokens, proposal.keys)
-            if unrolled is not None:
-                proposal.add_unrolled(unrolled, num_draft_tokens)
-                return
-        ends = self.cache.ends  # [B], each row's first position without a true pair
-        outputs = [[self.newest_outputs[depth]] for depth in range(self.network.num_depths)]  # each [B, H]
-        drafted: list[Tensor] = []  # each [B]
+        unrolled = self._draft_compiled(num_draft_tokens, proposal.keys)
+        if unrolled is not None:
+            proposal.add_unrolled(unrolled, num_draft_tokens)
+            return
+        num_depths, ends = self.network.num_depths, self.cache.ends
+        outputs = [[self.newest_outputs[depth]] for depth in range(num_depths)]  # each [B, H]
         logits, feedback = self.network.read(outputs[0][0], self.parts)
-        drafted.append(proposal.add(logits))
-        num_own = [0] * self.network.num_depths  # columns behind the rows' ends that a depth has written
+        drafted = [proposal.add(logits)]  # each [B]
+        num_own = [0] * num_depths  # columns behind the rows' ends that a depth has written
         for step in range(1, num_draft_tokens):
             if proposal.is_over:
                 break
-            depth = step % self.network.num_depths
-            if step < self.network.num_depths:  # the depth's first turn: it catches up
+            depth = step % num_depths
+            if step < num_depths:  # the depth's first turn: it catches up
                 states = torch.stack(outputs[depth - 1][:step], dim=1)  # [B, step, H]
                 token_ids, first = torch.stack(drafted, dim=1), 0
             else:
@@ -168,11 +140,26 @@ class ChainDrafter(HeadDrafter[ChainNetwork]):
             num = token_ids.shape[1]
             positions = (ends + first)[:, None] + torch.arange(num, device=self.device)
             pairs = Pairs(token_ids, states, positions, self._place(num, num_own[depth]))
-            given = self.network.run(depth, pairs, self.cache, self.parts)  # [B, N, H]
+            given = self.network.run(depth, pairs, self.parts)  # [B, N, H]
             num_own[depth] += num
             outputs[depth] += given.unbind(1)
             logits, feedback = self.network.read(given[:, -1], self.parts)
             drafted.append(proposal.add(logits))
+
+    def _draft_compiled(self, num_draft_tokens: int, keys: NoiseKeys | None) -> Unrolled | None:
+        """K or more tokens after the rows' last true pairs; None if they are to be drafted step by step."""
+        num_steps = next((num for num in self._compiled_lens if num >= num_draft_tokens), None)
+        buffers = tuple(pair for pair in self.cache.buffers if pair is not None)
+        if self._compilation is None or num_steps is None or len(buffers) < len(self.cache.buffers):
+            return None
+        outputs, settings = self.newest_outputs[0], self.chooser.settings
+        width = width_for(max(self.cache.lens) + num_steps, self.cache.capacity)
+        seen = torch.arange(width, device=self.device)
+        inputs = ChainInputs(outputs.contiguous(), self.cache.ends, seen, buffers)
+        choosing = Choosing(num_steps, settings.stream, settings.keeps_logits)
+        name = f"chain of {num_steps}, {'greedy' if keys is None else choosing}"
+        result: Unrolled | None = self._compilation.run(name, chain_steps, inputs, self.parts, choosing, keys)
+        return result
 
     def _read(self, new: NewTokens) -> None:
         states = new.states
@@ -180,8 +167,7 @@ class ChainDrafter(HeadDrafter[ChainNetwork]):
             return
         for depth in range(self.network.num_depths):
             placed = self._place(new.width)
-            pairs = Pairs(new.token_ids, states, placed.columns, placed)
-            outputs = self.network.run(depth, pairs, self.cache, self.parts)
+            outputs = self.network.run(depth, Pairs(new.token_ids, states, placed.columns, placed), self.parts)
             before = self.newest_outputs.get(depth)
             self.newest_outputs[depth] = last_of(outputs, new, before)
             if depth + 1 < self.network.num_depths:
@@ -192,4 +178,4 @@ class ChainDrafter(HeadDrafter[ChainNetwork]):
     def _place(self, num_tokens: int, offset: int = 0) -> Placed:
         network = self.network
         firsts = range(network.num_depths) if network.num_depths > 1 else ()
-        return self.cache.place(num_tokens, network.windows, self.dtype, offset=offset, firsts=list(firsts))
+        return self.cache.place(num_tokens, network.windows, self.dtype, offset, firsts=list(firsts))

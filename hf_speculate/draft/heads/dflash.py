@@ -11,20 +11,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import Qwen3Config
 
 from hf_speculate.draft.base import DrafterSetup
-from hf_speculate.draft.heads.head import DraftHead, HeadSpec
-from hf_speculate.draft.heads.kinds import HeadKind, unserved
-from hf_speculate.draft.heads.layers import DecoderLayer, LayerConfig, RMSNorm, Rotary, read_layer_config
-from hf_speculate.draft.heads.load_network import ConfigSource, HeadConfig, LoadRequest, load_network
+from hf_speculate.draft.heads.head import HeadSpec
+from hf_speculate.draft.heads.kinds import unserved
+from hf_speculate.draft.heads.layers import DecoderLayer, read_layer_config, windows_of
+from hf_speculate.draft.heads.load_network import ConfigSource, HeadConfig
+from hf_speculate.draft.heads.network import FusingNetwork, NetworkPlan
 from hf_speculate.draft.heads.round import HeadDrafter, NewTokens, Proposal
-from hf_speculate.draft.heads.row_cache import Placed, RowCache
-from hf_speculate.draft.heads.target_parts import TargetParts, TargetShape
-from hf_speculate.draft.heads.vocabulary import DraftVocabulary
+from hf_speculate.draft.heads.row_cache import Placed
+from hf_speculate.draft.heads.target_parts import TargetParts
 from hf_speculate.errors import ConfigError
 
-_TABLE, _HEAD, _MASK = "embed_tokens.weight", "lm_head.weight", "mask_embedding"
-_CONFIDENCE = "confidence_head.proj.weight"
+_MASK, _CONFIDENCE = "mask_embedding", "confidence_head.proj.weight"
 _DEFAULT_BLOCK_SIZE = {"z-lab": 16, "speculators": 8}
 _DEFAULT_THETA = {"z-lab": 1e6, "speculators": 1e4}
 
@@ -33,6 +33,7 @@ _DEFAULT_THETA = {"z-lab": 1e6, "speculators": 1e4}
 class DFlashOptions:
     """How a head's forward differs from the plain one."""
 
+    layers: Qwen3Config
     block_size: int  # b, tokens of a block, the newest one included
     mask_token_id: int  # id of the other tokens of a block
     num_states: int  # A, target states that are concatenated for each token
@@ -48,60 +49,45 @@ class DFlashOptions:
     markov_reaches_confidence: bool = False  # whether the confidence head reads the previous token's embedding too
 
 
-class DFlashNetwork(nn.Module):
+class DFlashNetwork(FusingNetwork):
     """The network of a DFlash or DSpark head; the weights' names say what it has of its own."""
 
     layers: Any  # an `nn.ModuleList` of `DecoderLayer`
 
-    def __init__(
-        self,
-        config: LayerConfig,
-        options: DFlashOptions,
-        shapes: Mapping[str, Sequence[int]],
-        target_hidden_size: int,
-        vocabulary: DraftVocabulary,
-        rotary: Rotary,
-    ):
-        super().__init__()
-        self.options, self.vocabulary, self.windows = options, vocabulary, config.windows
-        width, eps = config.hidden_size, config.rms_norm_eps
-        self.fc = nn.Linear(options.num_states * target_hidden_size, width, bias=False)
-        self.hidden_norm = RMSNorm(width, eps)
-        has_norms = "layers.0.self_attn.q_norm.weight" in shapes
-        self.layers = nn.ModuleList([DecoderLayer(config, has_norms) for _ in range(config.num_layers)])
-        self.norm = RMSNorm(width, eps)
-        self.embed_tokens = nn.Embedding(shapes[_TABLE][0], width) if _TABLE in shapes else None
-        self.lm_head = nn.Linear(width, shapes[_HEAD][0], bias=False) if _HEAD in shapes else None
-        self.mask_embedding = nn.Parameter(torch.empty(*shapes[_MASK], device="meta")) if _MASK in shapes else None
-        self.markov_head = None if options.markov_head is None else MarkovHead(options.markov_head, width, shapes)
+    def __init__(self, plan: NetworkPlan):
+        super().__init__(plan)
+        self.options: DFlashOptions = plan.options
+        layers, shapes = plan.options.layers, plan.shapes
+        width = layers.hidden_size
+        self.fc = nn.Linear(self.options.num_states * plan.target_hidden_size, width, bias=False)
+        self.hidden_norm = nn.RMSNorm(width, layers.rms_norm_eps)
+        self.layers = nn.ModuleList(
+            [DecoderLayer(layers, plan.has_head_norms) for _ in range(layers.num_hidden_layers)]
+        )
+        self.mask_embedding = nn.Parameter(torch.empty(*shapes[_MASK])) if _MASK in shapes else None
+        kind = self.options.markov_head
+        self.markov_head = None if kind is None else MarkovHead(kind, width, shapes)
         self.confidence_head = ConfidenceHead(shapes[_CONFIDENCE][1]) if _CONFIDENCE in shapes else None
-        self._rotary = rotary
 
     def project(self, states: Tensor) -> Tensor:
-        """[B, N, H], context states of the target's concatenated states [B, N, A * Ht]."""
         return self.hidden_norm(self.fc(states))  # type: ignore[no-any-return]
 
-    def read(self, context: Tensor, cache: RowCache, placed: Placed) -> None:
+    def read(self, context: Tensor, placed: Placed) -> None:
         """Put context states [B, N, H] into the keys and values of every layer."""
-        rotation = self._rotary(placed.columns, context.dtype)
+        rotation = self.rotary(placed.columns, context.dtype)
         for index, layer in enumerate(self.layers):
-            keys, values = layer.self_attn.keys_values(context, rotation)
-            cache.write(index, keys, values, placed)
+            placed.write(index, *layer.self_attn.keys_values(context, rotation))
 
-    def fill(self, newest_ids: Tensor, cache: RowCache, placed: Placed, parts: TargetParts) -> Tensor:
+    def fill(self, newest_ids: Tensor, placed: Placed, parts: TargetParts) -> Tensor:
         """[B, b, H] of a block after the final norm, behind the context, that begins with the newest ids [B] int64."""
         states = self._embedded(newest_ids, parts)
-        rotation = self._rotary(placed.columns, states.dtype)
+        rotation = self.rotary(placed.columns, states.dtype)
         for index, layer in enumerate(self.layers):
-            states = layer(states, rotation, cache, index, placed)
+            states = layer(states, rotation, placed, index)
         return self.norm(states)  # type: ignore[no-any-return]
 
-    def logits(self, states: Tensor, parts: TargetParts) -> Tensor:
-        """[..., Vd] of states [..., H] after the final norm."""
-        logits: Tensor = parts.logits(states) if self.lm_head is None else self.lm_head(states)
-        if self.options.logit_scale != 1.0:
-            logits = logits * self.options.logit_scale
-        cap = self.options.softcapping
+    def logits(self, normed: Tensor, parts: TargetParts) -> Tensor:
+        logits, cap = super().logits(normed, parts), self.options.softcapping
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def _embedded(self, newest_ids: Tensor, parts: TargetParts) -> Tensor:
@@ -183,10 +169,10 @@ class BlockDrafter(HeadDrafter[DFlashNetwork]):
     def propose(self, new: NewTokens, num_draft_tokens: int, proposal: Proposal) -> Tensor | None:
         network, options = self.network, self.network.options
         if new.states is not None and new.width:
-            network.read(new.states, self.cache, self.cache.place(new.width, network.windows, self.dtype))
+            network.read(new.states, self.cache.place(new.width, network.windows, self.dtype))
             self.cache.advance(new.counts, new.lens)
         placed = self.cache.place(options.block_size, network.windows, self.dtype, is_causal=options.is_causal)
-        block = network.fill(new.newest_ids, self.cache, placed, self.parts)  # [B, b, H]
+        block = network.fill(new.newest_ids, placed, self.parts)  # [B, b, H]
         first = int(not options.samples_from_anchor)
         states = block[:, first : first + num_draft_tokens]  # [B, K, H]
         logits = network.logits(states, self.parts)  # [B, K, Vd]
@@ -218,25 +204,27 @@ class BlockDrafter(HeadDrafter[DFlashNetwork]):
         return lens if self._threshold else None
 
 
-def read_dflash(source: ConfigSource) -> HeadConfig[DFlashOptions]:
+def read_dflash(source: ConfigSource) -> HeadConfig:
     """The DFlash or DSpark head that a config describes."""
     config, found = source.config, source.found
     fields: dict[str, Any] = {**config, **(config.get("dflash_config") or {})}
-    layers = read_layer_config(source.layer_fields, 5e5 if _is_muse(config) else _DEFAULT_THETA[found.format])
-    layers = _with_windows(layers, config, fields)
-    block_size = int(fields.get("block_size") or _DEFAULT_BLOCK_SIZE[found.format])
     if fields.get("mask_token_id") is None:
         raise ConfigError(
             f"mask_token_id must be set for a DFlash head, got none; add it to config.json of {source.name}"
         )
-    ids = source.hidden_layers or _layer_ids(fields, found, layers.num_layers, source.shape)
+    is_muse = config.get("model_type") == "muse_glimmer_assistant"  # transformers' own class of z-lab's network
+    layer_fields = source.layer_fields | _windows(source.layer_fields, fields, is_muse)
+    layers = read_layer_config(layer_fields, 5e5 if is_muse else _DEFAULT_THETA[found.format])
+    block_size = int(fields.get("block_size") or _DEFAULT_BLOCK_SIZE[found.format])
+    ids = source.hidden_layers or _layer_ids(fields, found.format, layers.num_hidden_layers, source.shape.num_layers)
     samples_from_anchor = bool(fields.get("sample_from_anchor", found.kind == "dspark"))
     scale = fields.get("input_embedding_scale")
     options = DFlashOptions(
+        layers=layers,
         block_size=block_size,
         mask_token_id=int(fields["mask_token_id"]),
         num_states=len(ids),
-        is_causal=_causal_layers(config, fields, layers),
+        is_causal=_causal_layers(fields, layers, is_muse),
         samples_from_anchor=samples_from_anchor,
         embedding_scale=None if scale is None else float(scale),
         logit_scale=float(fields.get("output_multiplier") or 1.0),
@@ -246,14 +234,13 @@ def read_dflash(source: ConfigSource) -> HeadConfig[DFlashOptions]:
     )
     most = block_size if samples_from_anchor else block_size - 1
     num_target_layers = config.get("num_target_layers")
-    spec = source.spec(source.layer_fields, ids, max_draft_tokens=most, num_target_layers=num_target_layers)
-    spec = replace(spec, default_draft_tokens=min(spec.default_draft_tokens or most, most))
-    return HeadConfig(spec, layers, options)
+    spec = source.spec(layer_fields, ids, max_draft_tokens=most, num_target_layers=num_target_layers)
+    return HeadConfig(replace(spec, default_draft_tokens=min(spec.default_draft_tokens or most, most)), options)
 
 
-def _layer_ids(fields: dict[str, Any], found: HeadKind, num_layers: int, shape: TargetShape) -> tuple[int, ...]:
+def _layer_ids(fields: dict[str, Any], head_format: str, num_layers: int, num_target_layers: int) -> tuple[int, ...]:
     """Ids of target states as inputs of layers: z-lab names layers by their outputs, speculators by their inputs."""
-    if found.format == "speculators":
+    if head_format == "speculators":
         given = fields.get("aux_hidden_state_layer_ids")
         if not given:
             raise ConfigError(
@@ -262,41 +249,34 @@ def _layer_ids(fields: dict[str, Any], found: HeadKind, num_layers: int, shape: 
         return tuple(int(layer) for layer in given)
     given = fields.get("target_layer_ids")
     if given is None:
-        first, last = 1, shape.num_layers - 3
+        first, last = 1, num_target_layers - 3
         steps = max(num_layers - 1, 1)
         given = [round(first + index * (last - first) / steps) for index in range(num_layers)]
     return tuple(int(layer) + 1 for layer in given)
 
 
-def _with_windows(layers: LayerConfig, config: dict[str, Any], fields: dict[str, Any]) -> LayerConfig:
-    """The layers with the windows that DFlash's own fields name."""
-    types = config.get("layer_types") or (config.get("transformer_layer_config") or {}).get("layer_types")
-    window = fields.get("swa_window_size")
-    if _is_muse(config):  # whose windows count the tokens before a query without the query itself
-        windows = layers.windows if types else (int(config.get("sliding_window") or 2048),) * layers.num_layers
-        return replace(layers, windows=tuple(None if one is None else one + 1 for one in windows))
-    if fields.get("use_swa") and "sliding_attention" not in (types or ()):
-        window = window or config.get("sliding_window")
-        if window is None:
-            raise ConfigError("swa_window_size must be set with use_swa, got none; add it to dflash_config")
-        return replace(layers, windows=(int(window),) * layers.num_layers)
-    if window is not None:
-        return replace(layers, windows=tuple(None if one is None else int(window) for one in layers.windows))
-    return layers
+def _windows(layer_fields: dict[str, Any], fields: dict[str, Any], is_muse: bool) -> dict[str, Any]:
+    """`layer_types` and `sliding_window` of the layers, where DFlash's own fields name others."""
+    types, window = layer_fields.get("layer_types") or (), layer_fields.get("sliding_window")
+    all_sliding = ["sliding_attention"] * int(layer_fields.get("num_hidden_layers") or 1)
+    if is_muse:  # whose windows count the tokens before a query without the query itself
+        return {"layer_types": types or all_sliding, "sliding_window": int(window or 2048) + 1}
+    window = fields.get("swa_window_size") or window or fields.get("sliding_window")
+    if not fields.get("use_swa") or "sliding_attention" in types:
+        return {"sliding_window": window}
+    if window is None:
+        raise ConfigError("swa_window_size must be set with use_swa, got none; add it to dflash_config")
+    return {"layer_types": all_sliding, "sliding_window": window}
 
 
-def _causal_layers(config: dict[str, Any], fields: dict[str, Any], layers: LayerConfig) -> tuple[bool, ...]:
+def _causal_layers(fields: dict[str, Any], layers: Qwen3Config, is_muse: bool) -> tuple[bool, ...]:
     """By layer: what the config says for all; otherwise layers with a window are causal, and others are not."""
-    for given in (
-        config.get("is_causal"),
-        fields.get("causal"),
-        False if _is_muse(config) else None,
-    ):
+    windows = windows_of(layers)
+    for given in (fields.get("is_causal"), fields.get("causal")):
         if given is not None:
-            return (bool(given),) * layers.num_layers
-    if fields.get("sliding_window_non_causal"):
-        return (False,) * layers.num_layers
-    return tuple(window is not None for window in layers.windows)
+            return (bool(given),) * len(windows)
+    hides_all = not is_muse and not fields.get("sliding_window_non_causal")
+    return tuple(window is not None and hides_all for window in windows)
 
 
 def _markov_head(fields: dict[str, Any]) -> str | None:
@@ -306,13 +286,3 @@ def _markov_head(fields: dict[str, Any]) -> str | None:
     if kind not in ("vanilla", "gated", "rnn"):
         raise unserved(f"a DSpark head with markov_head_type {kind!r}", "'vanilla', 'gated' or 'rnn'")
     return kind
-
-
-def _is_muse(config: dict[str, Any]) -> bool:
-    return bool(config.get("model_type") == "muse_glimmer_assistant")  # transformers' own class of z-lab's network
-
-
-def load_dflash(request: LoadRequest) -> DraftHead:
-    """A DFlash or DSpark head."""
-    config = read_dflash(request.source)
-    return request.head(config.spec, load_network(request, DFlashNetwork, config), BlockDrafter)

@@ -1,13 +1,11 @@
 """Why a draft head does not fit a target, from its spec and the target's shape alone."""
 
-import warnings
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from hf_speculate.draft.heads.head import HeadSpec
 from hf_speculate.draft.heads.target_parts import TargetShape
 from hf_speculate.draft.vocab_mapping import MAX_PADDING
-from hf_speculate.errors import UnsupportedModelError
 
 
 class HeadFit(NamedTuple):
@@ -46,9 +44,9 @@ class HeadFit(NamedTuple):
         return "\n".join([*lines, *(f"  warning: {text}" for text in self.notes)])
 
 
-def problems_of(spec: HeadSpec, shape: TargetShape) -> list[str]:
-    """Reasons why a head cannot be used with a target; empty if it can."""
-    problems = []
+def fit_of(spec: HeadSpec, shape: TargetShape, target: str) -> HeadFit:
+    """Whether a head fits a target of this shape and name."""
+    problems, notes = [], list(spec.notes)
     if spec.hidden_layers and spec.target_hidden_size != shape.hidden_size:
         problems.append(f"it reads states of width {spec.target_hidden_size}, and the target's are {shape.hidden_size}")
     outside = [layer for layer in spec.hidden_layers if not -1 <= layer <= shape.num_layers]
@@ -56,29 +54,10 @@ def problems_of(spec: HeadSpec, shape: TargetShape) -> list[str]:
         problems.append(f"it reads the states of layers {outside}, and the target has layers 0 to {shape.num_layers}")
     if spec.num_target_layers not in (None, shape.num_layers):
         problems.append(f"it is for {spec.num_target_layers} layers, and the target has {shape.num_layers}")
-    difference = abs(spec.vocab_size - shape.vocab_size)
-    if difference > (MAX_PADDING if spec.is_vocab_padded else 0):
+    if abs(spec.vocab_size - shape.vocab_size) > (MAX_PADDING if spec.is_vocab_padded else 0):
         problems.append(f"its vocabulary has {spec.vocab_size} tokens, and the target's {shape.vocab_size}")
-    return problems
-
-
-def notes_of(spec: HeadSpec, shape: TargetShape) -> list[str]:
-    """Reasons why a head that fits may have a low acceptance rate."""
-    notes = list(spec.notes)
     if spec.target_name and shape.name and spec.target_name.lower() != shape.name.lower():
         notes.append(
             f"it was trained for {spec.target_name}, and the target is {shape.name}; the acceptance rate may be low"
         )
-    return notes
-
-
-def check_fit(spec: HeadSpec, shape: TargetShape) -> None:
-    """Refuse a head that does not fit, and warn of what may lower its acceptance."""
-    problems = problems_of(spec, shape)
-    if problems:
-        raise UnsupportedModelError(
-            f"a draft head must fit its target, got {spec.name} ({spec.kind}): {'; '.join(problems)}; load the head "
-            "that was trained for this target"
-        )
-    for note in notes_of(spec, shape):
-        warnings.warn(f"the draft head {spec.name}: {note}", stacklevel=3)
+    return HeadFit(spec, target, tuple(problems), tuple(notes))

@@ -22,9 +22,7 @@ class HeadKind(NamedTuple):
     format: str  # "original", "speculators" or "z-lab"; "transformers" for layers inside a target's checkpoint
 
 
-def recognise(
-    config: dict[str, Any], weight_names: Callable[[], Collection[str]] | None, target_type: str | None = None
-) -> HeadKind:
+def recognise(config: dict[str, Any], weight_names: Callable[[], Collection[str]], target_type: str | None) -> HeadKind:
     """The kind of head that a folder holds, by its config first and by its weights where that does not tell.
 
     `architectures` is not relied on: trainers write a dozen different names for the same network. The folder may be the
@@ -47,7 +45,7 @@ def recognise(
         if config.get("quantization_config"):
             raise unserved("MTP layers of a quantised checkpoint (quantization_config)", _PLAIN_WEIGHTS)
         return HeadKind("mtp", "transformers")
-    return _by_weights(config, set() if weight_names is None else set(weight_names()))
+    return _by_weights(config, weight_names())
 
 
 def is_head(config: dict[str, Any]) -> bool:
@@ -90,7 +88,7 @@ def text_fields(config: dict[str, Any]) -> dict[str, Any]:
     return nested if isinstance(nested, dict) else config
 
 
-def _by_weights(config: dict[str, Any], names: set[str]) -> HeadKind:
+def _by_weights(config: dict[str, Any], names: Collection[str]) -> HeadKind:
     short = {name.removeprefix("model.") for name in names}
     if "fc.weight" in short and ("d2t" in short or any(name.startswith("midlayer.") for name in short)):
         return HeadKind("eagle3", "original")

@@ -1,71 +1,44 @@
 """Decoder layers of draft heads, read from a config in any format, for tokens that stand at the end of their rows.
 
-Module names are those of the checkpoints, so a head's state dict is its file. Keys and values go into a `RowCache`.
+Module names are those of the checkpoints, so a head's state dict is its file.
 """
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm, scaled_dot_product_attention
-from transformers import LlamaConfig
-from transformers.activations import ACT2FN
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import Qwen3Config
+from transformers.models.phi.modeling_phi import PhiRotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
-from hf_speculate.draft.heads.row_cache import Placed, StateStore
+from hf_speculate.draft.heads.row_cache import Placed
 
-_ROPE_FIELDS = ("rope_theta", "rope_scaling", "rope_parameters")
-
-
-@dataclass(frozen=True)
-class LayerConfig:
-    """Sizes and options of a head's decoder layers."""
-
-    hidden_size: int  # H, the head's own width
-    intermediate_size: int  # I of the MLP
-    num_layers: int  # decoder layers of the head
-    num_heads: int  # query heads
-    num_kv_heads: int  # key-value heads
-    head_dim: int  # width of a head
-    rms_norm_eps: float  # epsilon of every norm
-    hidden_act: str  # name of the MLP's activation
-    # by layer, how many tokens a query attends to, itself included; None if it attends to all
-    windows: tuple[int | None, ...]
-    rotary_dim: int  # leading numbers of a head that are rotated
-    max_position_embeddings: int  # length that the head was trained for
-    rope: dict[str, Any]  # `rope_theta`, `rope_scaling` or `rope_parameters`, as the config has them
-
-    def rope_config(self) -> LlamaConfig:
-        """A config from which transformers builds the rotary embedding, scaled variants included."""
-        return LlamaConfig(
-            hidden_size=self.rotary_dim,
-            num_attention_heads=1,
-            head_dim=self.rotary_dim,
-            max_position_embeddings=self.max_position_embeddings,
-            **self.rope,
-        )
+# The heads of a group are folded into query rows up to this many rows; see `models.folded_attention`.
+_MOST_FOLDED_ROWS = 64
 
 
-def read_layer_config(config: dict[str, Any], default_theta: float = 10000.0) -> LayerConfig:
+def read_layer_config(config: dict[str, Any], default_theta: float = 10000.0) -> Qwen3Config:
     """The layers that a config describes; missing fields mean what they mean to the trainers of the format."""
-    hidden_size, num_heads = int(config["hidden_size"]), int(config["num_attention_heads"])
-    head_dim = int(config.get("head_dim") or hidden_size // num_heads)
-    num_layers = int(config.get("num_hidden_layers") or 1)
-    rope, factor = _rope_of(config, default_theta)
-    return LayerConfig(
+    hidden_size, num_heads = config["hidden_size"], config["num_attention_heads"]
+    num_layers, types = config.get("num_hidden_layers") or 1, list(config.get("layer_types") or ())
+    rope = _flat(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    for name, default in (("rope_theta", default_theta), ("partial_rotary_factor", 1.0)):
+        rope.setdefault(name, config.get(name) or default)
+    return Qwen3Config(
         hidden_size=hidden_size,
-        intermediate_size=int(config["intermediate_size"]),
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
-        head_dim=head_dim,
-        rms_norm_eps=float(config.get("rms_norm_eps") or 1e-6),
-        hidden_act=str(config.get("hidden_act") or "silu"),
-        windows=_windows_of(config, num_layers),
-        rotary_dim=int(head_dim * factor),
+        intermediate_size=config["intermediate_size"],
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=config.get("num_key_value_heads") or num_heads,
+        head_dim=config.get("head_dim") or hidden_size // num_heads,
+        rms_norm_eps=config.get("rms_norm_eps") or 1e-6,
+        hidden_act=config.get("hidden_act") or "silu",
+        use_sliding_window=True,  # in layers whose type says so
+        sliding_window=config.get("sliding_window"),
+        layer_types=(types + ["full_attention"] * num_layers)[:num_layers],
         max_position_embeddings=max_length_of(config),
-        rope=rope,
+        rope_parameters=rope,
     )
 
 
@@ -74,67 +47,16 @@ def max_length_of(config: dict[str, Any]) -> int:
     return int(config.get("max_position_embeddings") or 2048)
 
 
-def _windows_of(config: dict[str, Any], num_layers: int) -> tuple[int | None, ...]:
-    """By layer: what its type says; without types, no layer has a window."""
-    types = list(config.get("layer_types") or ())[:num_layers]
-    types += ["full_attention"] * (num_layers - len(types))
-    window = config.get("sliding_window")
-    return tuple(int(window) if kind == "sliding_attention" and window else None for kind in types)
-
-
-def _rope_of(config: dict[str, Any], default_theta: float) -> tuple[dict[str, Any], float]:
-    """The rotary fields without the share of a head that is rotated, and that share."""
-    rope = {name: config[name] for name in _ROPE_FIELDS if config.get(name) is not None}
-    factor = config.get("partial_rotary_factor")
-    for name in ("rope_parameters", "rope_scaling"):
-        if name in rope:
-            rope[name] = dict(_flat(rope[name]))
-            factor = rope[name].pop("partial_rotary_factor", factor)
-    if "rope_parameters" in rope and "rope_theta" not in rope["rope_parameters"]:
-        rope["rope_parameters"]["rope_theta"] = rope.pop("rope_theta", default_theta)
-    elif "rope_parameters" not in rope:
-        rope.setdefault("rope_theta", default_theta)
-    if "rope_parameters" in rope:
-        rope = {"rope_parameters": rope["rope_parameters"]}
-    return rope, float(factor or 1.0)
+def windows_of(config: Qwen3Config) -> tuple[int | None, ...]:
+    """By layer, how many tokens a query attends to, itself included; None if it attends to all."""
+    window, types = config.sliding_window, config.layer_types or ()
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
 def _flat(parameters: dict[str, Any]) -> dict[str, Any]:
     """The parameters of full attention if they are given by type of layer; a head has one rotary embedding."""
     nested = {name: value for name, value in parameters.items() if isinstance(value, dict)}
-    return nested.get("full_attention") or next(iter(nested.values()), None) or parameters
-
-
-# The heads of a group are folded into query rows up to this many rows; see `models.folded_attention`.
-_MOST_FOLDED_ROWS = 64
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square norm, computed in float32 or wider."""
-
-    def __init__(self, width: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(width, device="meta"))
-        self.eps = eps
-
-    def forward(self, states: Tensor) -> Tensor:
-        return rms_norm(states, (states.shape[-1],), self.weight, self.eps)
-
-
-class MLP(nn.Module):
-    """The gated MLP of Llama and Qwen 3."""
-
-    def __init__(self, config: LayerConfig):
-        super().__init__()
-        width, inner = config.hidden_size, config.intermediate_size
-        self.gate_proj = nn.Linear(width, inner, bias=False)
-        self.up_proj = nn.Linear(width, inner, bias=False)
-        self.down_proj = nn.Linear(inner, width, bias=False)
-        self.act = ACT2FN[config.hidden_act]
-
-    def forward(self, states: Tensor) -> Tensor:
-        output: Tensor = self.down_proj(self.act(self.gate_proj(states)) * self.up_proj(states))
-        return output
+    return dict(nested.get("full_attention") or next(iter(nested.values()), None) or parameters)
 
 
 class Rotation(NamedTuple):
@@ -155,8 +77,9 @@ class Rotation(NamedTuple):
 class Rotary:
     """The rotary embedding of a head, from transformers, scaled variants included; its frequencies stay in float32."""
 
-    def __init__(self, config: LayerConfig, device: torch.device):
-        self._embedding = LlamaRotaryEmbedding(config.rope_config()).to(device)
+    def __init__(self, config: Qwen3Config, device: torch.device):
+        with torch.device(device):
+            self._embedding = PhiRotaryEmbedding(config)  # type: ignore[arg-type]  # reads common fields alone
 
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
         """The rotation of tokens at positions [B, N] int64."""
@@ -168,15 +91,16 @@ class Rotary:
 class Attention(nn.Module):
     """Grouped-query attention over a `RowCache`; with `has_norms`, queries and keys are normalised head by head."""
 
-    def __init__(self, config: LayerConfig, in_width: int, has_norms: bool):
+    def __init__(self, config: Qwen3Config, has_norms: bool, in_width: int):
         super().__init__()
-        self.head_dim = config.head_dim
-        self.q_proj = nn.Linear(in_width, config.num_heads * config.head_dim, bias=False)
-        self.k_proj = nn.Linear(in_width, config.num_kv_heads * config.head_dim, bias=False)
-        self.v_proj = nn.Linear(in_width, config.num_kv_heads * config.head_dim, bias=False)
-        self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if has_norms else None
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if has_norms else None
+        self.head_dim, eps = config.head_dim, config.rms_norm_eps
+        query_width, num_kv_heads = config.num_attention_heads * self.head_dim, config.num_key_value_heads or 1
+        self.q_proj = nn.Linear(in_width, query_width, bias=False)
+        self.k_proj = nn.Linear(in_width, num_kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(in_width, num_kv_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(query_width, config.hidden_size, bias=False)
+        self.q_norm = nn.RMSNorm(self.head_dim, eps) if has_norms else None
+        self.k_norm = nn.RMSNorm(self.head_dim, eps) if has_norms else None
 
     def queries(self, states: Tensor, rotation: Rotation) -> Tensor:
         """[B, num_heads, N, D] of states [B, N, in_width]."""
@@ -192,9 +116,9 @@ class Attention(nn.Module):
             keys = self.k_norm(keys)
         return rotation.turn(keys.transpose(1, 2)), values.transpose(1, 2)
 
-    def forward(self, states: Tensor, rotation: Rotation, cache: StateStore, layer: int, placed: Placed) -> Tensor:
+    def forward(self, states: Tensor, rotation: Rotation, placed: Placed, layer: int) -> Tensor:
         """[B, N, H]; the keys and values of the states [B, N, in_width] go into the cache."""
-        keys, values = cache.write(layer, *self.keys_values(states, rotation), placed)
+        keys, values = placed.write(layer, *self.keys_values(states, rotation))
         attended = attend(self.queries(states, rotation), keys, values, placed.mask(layer))
         return self.o_proj(attended.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
@@ -222,15 +146,18 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -
 class DecoderLayer(nn.Module):
     """An ordinary pre-norm layer of Llama or Qwen 3, whose attention may read more than its residual stream."""
 
-    def __init__(self, config: LayerConfig, has_norms: bool, in_width: int | None = None):
+    def __init__(self, config: Qwen3Config, has_norms: bool, in_width: int | None = None):
         super().__init__()
-        self.self_attn = Attention(config, in_width or config.hidden_size, has_norms)
-        self.mlp = MLP(config)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, has_norms, in_width or config.hidden_size)
+        self.mlp = Qwen3MLP(config)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, states: Tensor, rotation: Rotation, cache: StateStore, layer: int, placed: Placed) -> Tensor:
+    def forward(self, states: Tensor, rotation: Rotation, placed: Placed, layer: int) -> Tensor:
         """[B, N, H] of states [B, N, H]."""
-        states = states + self.self_attn(self.input_layernorm(states), rotation, cache, layer, placed)
-        output: Tensor = states + self.mlp(self.post_attention_layernorm(states))
-        return output
+        return self.finish(states, self.self_attn(self.input_layernorm(states), rotation, placed, layer))
+
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """[B, N, H] of the residual stream [B, N, H] and what attention adds to it."""
+        residual = residual + attended
+        return residual + self.mlp(self.post_attention_layernorm(residual))  # type: ignore[no-any-return]

@@ -1,41 +1,46 @@
 """Loads a draft head of any served kind, or says from configs alone whether it fits."""
 
 import threading
+import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from hf_speculate.draft.heads.dflash import load_dflash, read_dflash
-from hf_speculate.draft.heads.eagle3 import load_eagle3, read_eagle3
-from hf_speculate.draft.heads.fit import HeadFit, check_fit, notes_of, problems_of
+from hf_speculate.draft.base import Drafter, DrafterSetup
+from hf_speculate.draft.heads.chain import ChainDrafter
+from hf_speculate.draft.heads.dflash import BlockDrafter, DFlashNetwork, read_dflash
+from hf_speculate.draft.heads.eagle3 import Eagle3Network, read_eagle3
+from hf_speculate.draft.heads.fit import HeadFit, fit_of
 from hf_speculate.draft.heads.folder import HeadFolder
 from hf_speculate.draft.heads.head import DraftHead, HeadSpec
 from hf_speculate.draft.heads.kinds import recognise
-from hf_speculate.draft.heads.load_network import ConfigSource, LoadRequest
-from hf_speculate.draft.heads.mtp import describe_mtp, load_mtp
-from hf_speculate.draft.heads.pard import describe_pard, load_pard
+from hf_speculate.draft.heads.load_network import ConfigSource, HeadConfig, LoadRequest, load_network
+from hf_speculate.draft.heads.mtp import load_mtp, read_mtp
+from hf_speculate.draft.heads.network import HeadNetwork
+from hf_speculate.draft.heads.parallel import ParallelDrafter
+from hf_speculate.draft.heads.pard import load_pard, read_pard
 from hf_speculate.draft.heads.target_parts import TargetShape, known_name, shape_of
-from hf_speculate.errors import ConfigError
+from hf_speculate.errors import ConfigError, UnsupportedModelError
 from hf_speculate.models.language_model import device_of
 
 
 class _Kind(NamedTuple):
-    describe: Callable[[ConfigSource], HeadSpec]
-    load: Callable[[LoadRequest], DraftHead]
+    read: Callable[[ConfigSource], HeadConfig]
+    load: Callable[[LoadRequest], HeadNetwork]
+    drafter: Callable[[Any, HeadSpec, DrafterSetup], Drafter]  # of the network
 
 
-_EAGLE3 = _Kind(lambda source: read_eagle3(source).spec, load_eagle3)
-_DFLASH = _Kind(lambda source: read_dflash(source).spec, load_dflash)
 _KINDS = {
-    "eagle3": _EAGLE3,
-    "peagle": _EAGLE3,
-    "dflash": _DFLASH,
-    "dspark": _DFLASH,
-    "mtp": _Kind(describe_mtp, load_mtp),
-    "pard": _Kind(describe_pard, load_pard),
+    "eagle3": _Kind(read_eagle3, partial(load_network, Eagle3Network), ChainDrafter),
+    "peagle": _Kind(read_eagle3, partial(load_network, Eagle3Network), ParallelDrafter),
+    "dflash": _Kind(read_dflash, partial(load_network, DFlashNetwork), BlockDrafter),
+    "dspark": _Kind(read_dflash, partial(load_network, DFlashNetwork), BlockDrafter),
+    "mtp": _Kind(read_mtp, load_mtp, ChainDrafter),
+    "pard": _Kind(read_pard, load_pard, ParallelDrafter),
 }
 
 
@@ -74,15 +79,19 @@ def load_drafter(
     if aux_layers is not None:
         source = source._replace(hidden_layers=_checked(aux_layers, shape.num_layers))
     kind = _KINDS[source.found.kind]
-    check_fit(kind.describe(source), shape)
-    request = LoadRequest(
-        folder=folder,
-        source=source,
-        target=target,
-        dtype=target.dtype if dtype is None else dtype,
-        device=device_of(target) if device is None else torch.device(device),
-    )
-    return kind.load(request)
+    config = kind.read(source)
+    fit = fit_of(config.spec, shape, shape.name)
+    if fit.problems:
+        raise UnsupportedModelError(
+            f"a draft head must fit its target, got {folder.name} ({source.found.kind}): {'; '.join(fit.problems)}; "
+            "load the head that was trained for this target"
+        )
+    for note in fit.notes:
+        warnings.warn(f"the draft head {folder.name}: {note}", stacklevel=2)
+    dtype = target.dtype if dtype is None else dtype
+    device = device_of(target) if device is None else torch.device(device)
+    network = kind.load(LoadRequest(folder, config, target, shape.vocab_size, dtype, device))
+    return DraftHead(config.spec, network, target.config, partial(kind.drafter, network))
 
 
 def check_head(head: str | Path, target: str | Path | PreTrainedConfig) -> HeadFit:
@@ -93,17 +102,15 @@ def check_head(head: str | Path, target: str | Path | PreTrainedConfig) -> HeadF
         UnsupportedModelError: the kind of head is not known or not served.
     """
     config = target if isinstance(target, PreTrainedConfig) else AutoConfig.from_pretrained(target)
-    folder, shape = HeadFolder(head), shape_of(config)
+    folder, shape, name = HeadFolder(head), shape_of(config), str(config.name_or_path or config.model_type)
     if not isinstance(target, PreTrainedConfig):
-        shape = shape._replace(name=known_name(str(target)))
+        shape, name = shape._replace(name=known_name(str(target))), str(target)
     source = _source_of(folder, shape)
-    spec = _KINDS[source.found.kind].describe(source)
-    name = str(config.name_or_path or config.model_type) if isinstance(target, PreTrainedConfig) else str(target)
-    return HeadFit(spec, name, tuple(problems_of(spec, shape)), tuple(notes_of(spec, shape)))
+    return fit_of(_KINDS[source.found.kind].read(source).spec, shape, name)
 
 
 def _source_of(folder: HeadFolder, shape: TargetShape) -> ConfigSource:
-    found = recognise(folder.config, lambda: folder.weight_shapes, shape.model_type)
+    found = recognise(folder.config, folder.weights, shape.model_type)
     return ConfigSource(folder.config, found, folder.name, shape)
 
 

@@ -1,18 +1,17 @@
 """What the loaders of all kinds of draft heads share: the config, the request, and a network with its weights."""
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_speculate.draft.base import Drafter
 from hf_speculate.draft.heads.folder import HeadFolder
-from hf_speculate.draft.heads.head import DraftHead, HeadSpec
-from hf_speculate.draft.heads.kinds import HeadKind, check_weight_names
-from hf_speculate.draft.heads.layers import LayerConfig, Rotary, max_length_of
+from hf_speculate.draft.heads.head import HeadSpec
+from hf_speculate.draft.heads.kinds import HeadKind
+from hf_speculate.draft.heads.layers import max_length_of
+from hf_speculate.draft.heads.network import HeadNetwork, NetworkPlan
 from hf_speculate.draft.heads.target_parts import TargetShape
 from hf_speculate.draft.heads.vocabulary import DraftVocabulary, read_offsets
 from hf_speculate.errors import ConfigError, UnsupportedModelError
@@ -25,10 +24,7 @@ _RENAMED = (
     ("encoder.output_norm_enc.", "hidden_norm."),
 )
 _IGNORED = ("verifier_lm_head.", "verifier_norm.")
-_SHOWN = 5  # names in an error message
-
-_Network = TypeVar("_Network", bound=nn.Module)
-OptionsT = TypeVar("OptionsT")
+SHARED_TABLES = ("embed_tokens.weight", "lm_head.weight")
 
 
 class ConfigSource(NamedTuple):
@@ -74,52 +70,53 @@ class ConfigSource(NamedTuple):
         return HeadSpec(hidden_layers=hidden_layers, **(given | others))
 
 
-class HeadConfig(NamedTuple, Generic[OptionsT]):
+class HeadConfig(NamedTuple):
     """The config of a head, normalised."""
 
     spec: HeadSpec
-    layers: LayerConfig
-    options: OptionsT  # of its network
+    options: Any = None  # of a network that `load_network` makes
 
 
 class LoadRequest(NamedTuple):
     """A head that is to be loaded."""
 
     folder: HeadFolder
-    source: ConfigSource
+    config: HeadConfig
     target: PreTrainedModel
+    vocab_size: int  # V of the target
     dtype: torch.dtype
     device: torch.device
 
-    def head(self, spec: HeadSpec, network: nn.Module, drafter: Callable[..., Drafter]) -> DraftHead:
-        return DraftHead(spec, network, self.target.config, partial(drafter, network))
 
-
-def load_network(request: LoadRequest, make: Callable[..., _Network], config: HeadConfig[Any]) -> _Network:
-    """A network with the weights of a folder; `options.num_states` says how many target states it joins."""
-    spec, layers, options = config
-    folder, shapes = request.folder, shapes_of(request.folder)
-    num = shapes["fc.weight"][1] / spec.target_hidden_size if "fc.weight" in shapes else options.num_states
-    if num != options.num_states:
-        raise ConfigError(
-            f"{folder.source} must read as many target states as fc.weight joins, {num:g} of width "
-            f"{spec.target_hidden_size}, got layers {list(spec.hidden_layers)}; pass aux_layers="
-        )
-    weights = weights_of(folder)
-    vocab_size, d2t, t2d = request.source.shape.vocab_size, weights.pop("d2t", None), weights.pop("t2d", None)
-    target_ids = None if d2t is None else read_offsets(d2t, t2d, vocab_size)
-    vocabulary = DraftVocabulary(vocab_size, target_ids).to(request.device)
-    _check_shared_tables(spec, shapes, vocabulary)
-    rotary = Rotary(layers, request.device)
+def load_network(
+    make: Callable[[NetworkPlan], HeadNetwork], request: LoadRequest, ignored: Collection[str] = ()
+) -> HeadNetwork:
+    """A network with the weights of a folder, but for those `ignored`."""
+    spec, options = request.config
+    renamed = ((_renamed(name), weight) for name, weight in request.folder.weights().items())
+    weights = {name: weight for name, weight in renamed if name is not None and name not in ignored}
+    d2t, t2d = weights.pop("d2t", None), weights.pop("t2d", None)
+    target_ids = None if d2t is None else read_offsets(d2t, t2d, request.vocab_size)
+    vocabulary = DraftVocabulary(request.vocab_size, target_ids).to(request.device)
+    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+    _check_shapes(spec, options, shapes, vocabulary)
     with torch.device("meta"):
-        network = make(layers, options, shapes, spec.target_hidden_size, vocabulary, rotary)
-    load_into(network, weights, folder.source, request.device, request.dtype)
+        network = make(NetworkPlan(options, shapes, spec.target_hidden_size, vocabulary, request.device))
+    load_into(network, weights, request)
     return network
 
 
-def _check_shared_tables(spec: HeadSpec, shapes: Mapping[str, Sequence[int]], vocabulary: DraftVocabulary) -> None:
-    """Refuse a head that lacks a table which its target cannot lend."""
-    missing = [name for name in ("embed_tokens.weight", "lm_head.weight") if name not in shapes]
+def _check_shapes(
+    spec: HeadSpec, options: Any, shapes: Mapping[str, tuple[int, ...]], vocabulary: DraftVocabulary
+) -> None:
+    """Refuse a head whose config names other states than its weights join, or whose target cannot lend it a table."""
+    num = shapes["fc.weight"][1] / spec.target_hidden_size if "fc.weight" in shapes else None
+    if num is not None and num != options.num_states:
+        raise ConfigError(
+            f"{spec.name} must read as many target states as fc.weight joins, {num:g} of width "
+            f"{spec.target_hidden_size}, got layers {list(spec.hidden_layers)}; pass aux_layers="
+        )
+    missing = [name for name in SHARED_TABLES if name not in shapes]
     if missing and spec.hidden_size != spec.target_hidden_size:
         raise UnsupportedModelError(
             f"{spec.name} of width {spec.hidden_size} must have {' and '.join(missing)} of its own, for the target's "
@@ -134,54 +131,27 @@ def _check_shared_tables(spec: HeadSpec, shapes: Mapping[str, Sequence[int]], vo
         )
 
 
-def renamed(name: str) -> str | None:
+def _renamed(name: str) -> str | None:
     """The name of a stored weight in our networks; None for what no network needs."""
     name = name.removeprefix("model.")
     for old, new in _RENAMED:
         if name.startswith(old):
             name = new + name.removeprefix(old)
-    if name.startswith(_IGNORED) or name.endswith("rotary_emb.inv_freq"):
-        return None
-    return name
+    return None if name.startswith(_IGNORED) or name.endswith("rotary_emb.inv_freq") else name
 
 
-def shapes_of(folder: HeadFolder) -> dict[str, tuple[int, ...]]:
-    """The shapes of a head's weights under the names of our networks."""
-    check_weight_names(folder.weight_shapes)
-    pairs = ((renamed(name), shape) for name, shape in folder.weight_shapes.items())
-    return {name: shape for name, shape in pairs if name is not None}
-
-
-def weights_of(folder: HeadFolder) -> dict[str, Tensor]:
-    """A head's weights on the CPU under the names of our networks."""
-    pairs = ((renamed(name), weight) for name, weight in folder.weights.items())
-    return {name: weight for name, weight in pairs if name is not None}
-
-
-def load_into(
-    network: nn.Module, weights: Mapping[str, Tensor], source: str, device: torch.device, dtype: torch.dtype
-) -> None:
+def load_into(network: nn.Module, weights: Mapping[str, Tensor], request: LoadRequest) -> None:
     """Give a network on the meta device its weights; linear layers get a bias if there are weights for one."""
     modules = dict(network.named_modules())
     for name, weight in weights.items():
         owner = modules.get(name.removesuffix(".bias")) if name.endswith(".bias") else None
         if isinstance(owner, nn.Linear) and owner.bias is None:
             owner.bias = nn.Parameter(torch.empty(weight.shape, device="meta"))
-    wanted = {name: tuple(parameter.shape) for name, parameter in network.named_parameters()}
-    given = {name: tuple(weight.shape) for name, weight in weights.items()}
-    problems = [
-        *(f"no {name}" for name in sorted(wanted.keys() - given.keys())),
-        *(f"{name} that has no place" for name in sorted(given.keys() - wanted.keys())),
-        *(
-            f"{name} of shape {list(given[name])} for {list(wanted[name])}"
-            for name in sorted(wanted.keys() & given.keys())
-            if given[name] != wanted[name]
-        ),
-    ]
-    if problems:
-        more = "" if len(problems) <= _SHOWN else f" and {len(problems) - _SHOWN} more"
+    on_device = {name: weight.to(request.device, request.dtype) for name, weight in weights.items()}
+    try:
+        network.load_state_dict(on_device, assign=True)
+    except RuntimeError as error:  # torch's words name missing and unknown weights, and those of another shape
         raise UnsupportedModelError(
-            f"the weights of {source} must be those of the network that its config describes, got "
-            f"{', '.join(problems[:_SHOWN])}{more}; check that config.json belongs to these weights"
-        )
-    network.load_state_dict({name: weight.to(device, dtype) for name, weight in weights.items()}, assign=True)
+            f"the weights of {request.folder.source} must be those of the network that its config describes, got "
+            f"others; check that config.json belongs to these weights ({error})"
+        ) from error

@@ -14,19 +14,19 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import MtpLayer, MtpModel
 
 from hf_speculate.compat import attention_name, set_attention_name
-from hf_speculate.draft.heads.chain import ChainDrafter, Pairs
-from hf_speculate.draft.heads.head import DraftHead, HeadSpec
-from hf_speculate.draft.heads.kinds import check_weight_names, text_fields, unserved
-from hf_speculate.draft.heads.layers import DecoderLayer, LayerConfig, RMSNorm, Rotary, read_layer_config
+from hf_speculate.draft.heads.chain import ChainNetwork, Pairs
+from hf_speculate.draft.heads.kinds import text_fields, unserved
+from hf_speculate.draft.heads.layers import DecoderLayer, Rotary, Rotation, read_layer_config, windows_of
 from hf_speculate.draft.heads.load_network import (
+    SHARED_TABLES,
     ConfigSource,
     HeadConfig,
     LoadRequest,
     load_into,
-    shapes_of,
-    weights_of,
+    load_network,
 )
-from hf_speculate.draft.heads.row_cache import PlacedCache, StateStore
+from hf_speculate.draft.heads.network import HeadNetwork, NetworkPlan
+from hf_speculate.draft.heads.row_cache import Placed, PlacedCache
 from hf_speculate.draft.heads.target_parts import TargetParts
 from hf_speculate.draft.heads.vocabulary import DraftVocabulary
 from hf_speculate.errors import ConfigError, UnsupportedModelError
@@ -45,22 +45,20 @@ class MtpModules(NamedTuple):
     has_per_layer_rope: bool = False
 
 
-class CheckpointMtpNetwork(nn.Module):
+class CheckpointMtpNetwork(ChainNetwork):
     """The MTP layers of a target's checkpoint; the next depth and the head read a layer's normalised output."""
 
+    is_traceable = False
+
     def __init__(self, model: MtpModel | MtpModules, vocab_size: int):
-        super().__init__()
+        self.num_depths = len(model.layers)
+        windows = [_window_of(model.config, depth) for depth in range(self.num_depths)]
+        super().__init__(DraftVocabulary(vocab_size), windows)
         self.layers = model.layers
         self.shared_post_norm = model.shared_post_norm if model.use_shared_post_norm else None
-        self.num_depths, self.is_traceable = len(model.layers), False
-        self.vocabulary = DraftVocabulary(vocab_size)
-        self.windows = tuple(_window_of(model.config, depth) for depth in range(self.num_depths))
         self._shared = (model,)  # in a tuple, so that the target's modules are none of ours
 
-    def project(self, states: Tensor) -> Tensor:
-        return states
-
-    def run(self, depth: int, pairs: Pairs, cache: StateStore, parts: TargetParts) -> Tensor:
+    def run(self, depth: int, pairs: Pairs, parts: TargetParts) -> Tensor:
         model: Any = self._shared[0]
         embeddings = model.embed_tokens(pairs.token_ids)
         rotary = {}
@@ -78,54 +76,42 @@ class CheckpointMtpNetwork(nn.Module):
             position_embeddings=rotation,
             attention_mask=pairs.placed.mask(depth),
             position_ids=pairs.positions,
-            past_key_values=PlacedCache(cache, pairs.placed),
+            past_key_values=PlacedCache(pairs.placed),
         )
         return states if self.shared_post_norm is None else self.shared_post_norm(states)
-
-    def read(self, outputs: Tensor, parts: TargetParts) -> tuple[Tensor, Tensor]:
-        return parts.logits(outputs), outputs
 
 
 class SpeculatorsMtpLayer(DecoderLayer):
     """A decoder layer after a projection of embedding and state, and before a norm."""
 
-    def __init__(self, config: LayerConfig, has_norms: bool):
-        super().__init__(config, has_norms)
-        width, eps = config.hidden_size, config.rms_norm_eps
-        self.token_layernorm = RMSNorm(width, eps)
-        self.hidden_layernorm = RMSNorm(width, eps)
+    def __init__(self, plan: NetworkPlan):
+        super().__init__(plan.options, plan.has_head_norms)
+        width, eps = plan.options.hidden_size, plan.options.rms_norm_eps
+        self.token_layernorm = nn.RMSNorm(width, eps)
+        self.hidden_layernorm = nn.RMSNorm(width, eps)
         self.input_proj = nn.Linear(2 * width, width, bias=False)
-        self.final_layernorm = RMSNorm(width, eps)
+        self.final_layernorm = nn.RMSNorm(width, eps)
 
-    def joined(self, embeddings: Tensor, states: Tensor) -> Tensor:
-        """[B, N, H], what the decoder layer reads of embeddings [B, N, H] and states [B, N, H]."""
-        joined = torch.cat([self.token_layernorm(embeddings), self.hidden_layernorm(states)], dim=-1)
-        return self.input_proj(joined)  # type: ignore[no-any-return]
+    def forward(  # type: ignore[override]  # reads embeddings too
+        self, embeddings: Tensor, states: Tensor, rotation: Rotation, placed: Placed
+    ) -> Tensor:
+        """[B, N, H] of embeddings [B, N, H] and states [B, N, H]."""
+        joined = torch.cat([self.token_layernorm(embeddings), self.hidden_layernorm(states)], dim=-1)  # [B, N, 2H]
+        return self.final_layernorm(super().forward(self.input_proj(joined), rotation, placed, 0))  # type: ignore[no-any-return]
 
 
-class SpeculatorsMtpNetwork(nn.Module):
+class SpeculatorsMtpNetwork(ChainNetwork):
     """The network of a speculators "mtp" head: one layer, applied again to its own output."""
 
-    num_depths, is_traceable = 1, True
+    def __init__(self, plan: NetworkPlan):
+        super().__init__(plan.vocabulary, windows_of(plan.options))
+        self.layers = nn.ModuleList([SpeculatorsMtpLayer(plan)])
+        self.rotary = Rotary(plan.options, plan.device)
 
-    def __init__(self, config: LayerConfig, has_norms: bool, vocab_size: int, rotary: Rotary):
-        super().__init__()
-        self.layers = nn.ModuleList([SpeculatorsMtpLayer(config, has_norms)])
-        self.vocabulary, self.windows = DraftVocabulary(vocab_size), config.windows
-        self._rotary = rotary
-
-    def project(self, states: Tensor) -> Tensor:
-        return states
-
-    def run(self, depth: int, pairs: Pairs, cache: StateStore, parts: TargetParts) -> Tensor:
+    def run(self, depth: int, pairs: Pairs, parts: TargetParts) -> Tensor:
         embeddings = parts.embedded(pairs.token_ids)
-        rotation = self._rotary(pairs.positions, embeddings.dtype)
-        layer: Any = self.layers[0]
-        output = layer(layer.joined(embeddings, pairs.states), rotation, cache, 0, pairs.placed)
-        return layer.final_layernorm(output)  # type: ignore[no-any-return]
-
-    def read(self, outputs: Tensor, parts: TargetParts) -> tuple[Tensor, Tensor]:
-        return parts.logits(outputs), outputs
+        rotation = self.rotary(pairs.positions, embeddings.dtype)
+        return self.layers[0](embeddings, pairs.states, rotation, pairs.placed)  # type: ignore[no-any-return]
 
 
 def _window_of(config: Any, depth: int) -> int | None:
@@ -140,7 +126,6 @@ PREFIXED_TARGETS = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"
 # The others' drafts are compared with those of transformers in our tests.
 SERVED_TARGETS = ("deepseek_v3", "glm4_moe", *PREFIXED_TARGETS)
 _DENSE_LAYERS = ("llama", "mistral", "qwen2", "qwen3")
-_SHARED_TABLES = ("embed_tokens.weight", "lm_head.weight")
 MASKED_ATTENTIONS = ("eager", "sdpa")  # implementations that take our additive masks
 _PREFIX = "mtp."
 # Name in the checkpoint -> in each of transformers' layers.
@@ -153,47 +138,38 @@ _SHARED = {
 _OF_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
-def describe_mtp(source: ConfigSource) -> HeadSpec:
-    """The spec of MTP layers in either format."""
+def read_mtp(source: ConfigSource) -> HeadConfig:
+    """The MTP layers that the config of a speculators head or of a target describes."""
     source.check_no_layers("MTP layers, which read the last state")
+    fields = source.layer_fields
     if source.found.format == "speculators":
-        return read_mtp(source).spec
-    config = source.config
-    model_type = config.get("model_type")
+        if fields.get("model_type") not in _DENSE_LAYERS:
+            raise unserved(f"an MTP layer of {fields.get('model_type')!r}", f"a layer of {', '.join(_DENSE_LAYERS)}")
+        return HeadConfig(source.spec(fields, (FINAL_STATE,)), read_layer_config({**fields, "num_hidden_layers": 1}))
+    model_type, text = fields.get("model_type"), text_fields(fields)
     if model_type not in SERVED_TARGETS:
         raise unserved(f"MTP layers of {model_type!r}", f"MTP layers of {' or '.join(SERVED_TARGETS)}")
-    text = text_fields(config)
     num_layers = int(text["num_hidden_layers"])
-    return source.spec(text, (FINAL_STATE,), num_target_layers=num_layers, max_position_embeddings=None)
+    return HeadConfig(source.spec(text, (FINAL_STATE,), num_target_layers=num_layers, max_position_embeddings=None))
 
 
-def read_mtp(source: ConfigSource) -> HeadConfig[None]:
-    """The speculators "mtp" head that a config describes."""
-    fields = source.layer_fields
-    if fields.get("model_type") not in _DENSE_LAYERS:
-        raise unserved(f"an MTP layer of {fields.get('model_type')!r}", f"a layer of {', '.join(_DENSE_LAYERS)}")
-    layers = read_layer_config({**fields, "num_hidden_layers": 1})
-    return HeadConfig(source.spec(fields, (FINAL_STATE,)), layers, None)
-
-
-def load_mtp(request: LoadRequest) -> DraftHead:
+def load_mtp(request: LoadRequest) -> HeadNetwork:
     """MTP layers in either format; the target's own layers have its dtype and device."""
-    if request.source.found.format == "speculators":
-        return _load_speculators(request)
+    if request.config.options is not None:
+        return load_network(SpeculatorsMtpNetwork, request, ignored=SHARED_TABLES)
     target = request.target
     if request.dtype != target.dtype or request.device != target.device:
         raise ConfigError(
             f"dtype and device must be the target's for MTP layers of its checkpoint, {target.dtype} and "
             f"{target.device}, got {request.dtype} and {request.device}; leave both out"
         )
-    spec = describe_mtp(request.source)
     is_prefixed = request.folder.config.get("model_type") in PREFIXED_TARGETS
-    model = load_prefixed_mtp(request) if is_prefixed else _of_transformers(request)
-    network = CheckpointMtpNetwork(model, request.source.shape.vocab_size)
-    return request.head(spec, network, ChainDrafter)
+    return CheckpointMtpNetwork(
+        _load_prefixed(request) if is_prefixed else _load_by_transformers(request), request.vocab_size
+    )
 
 
-def _of_transformers(request: LoadRequest) -> MtpModel:
+def _load_by_transformers(request: LoadRequest) -> MtpModel:
     target = request.target
     try:
         model: MtpModel = MtpModel.from_pretrained(
@@ -218,23 +194,9 @@ def _renamed(target: PreTrainedModel, source: str) -> PreTrainedModel:
     return twin
 
 
-def _load_speculators(request: LoadRequest) -> DraftHead:
-    folder, config = request.folder, read_mtp(request.source)
-    names = shapes_of(folder)
-    rotary = Rotary(config.layers, request.device)
-    with torch.device("meta"):
-        has_norms = "layers.0.self_attn.q_norm.weight" in names
-        network = SpeculatorsMtpNetwork(config.layers, has_norms, request.source.shape.vocab_size, rotary)
-    weights = {name: weight for name, weight in weights_of(folder).items() if name not in _SHARED_TABLES}
-    load_into(network, weights, folder.source, request.device, request.dtype)
-    return request.head(config.spec, network, ChainDrafter)
-
-
-def load_prefixed_mtp(request: LoadRequest) -> MtpModules:
+def _load_prefixed(request: LoadRequest) -> MtpModules:
     """The layers, with the target's embeddings and rotary embedding."""
-    found = request.folder.weights_under(_PREFIX)
-    check_weight_names(found)
-    weights = {name.removeprefix(_PREFIX): weight for name, weight in found.items()}
+    weights = {name.removeprefix(_PREFIX): weight for name, weight in request.folder.weights(_PREFIX).items()}
     num_layers = len({name.split(".")[1] for name in weights if name.startswith("layers.")})
     if not num_layers:
         raise UnsupportedModelError(
@@ -246,7 +208,7 @@ def load_prefixed_mtp(request: LoadRequest) -> MtpModules:
     kinds = type(decoder.layers[0]), type(decoder.norm)
     with torch.device("meta"):
         layers = nn.ModuleList([MtpLayer(config, *kinds, index) for index in range(num_layers)])
-    load_into(layers, _by_layer(_fused(weights), num_layers), request.folder.source, request.device, request.dtype)
+    load_into(layers, _by_layer(_fused(weights), num_layers), request)
     return MtpModules(layers, config, request.target.get_input_embeddings(), decoder.rotary_emb)
 
 

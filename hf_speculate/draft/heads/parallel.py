@@ -4,13 +4,15 @@ The slots follow each row's newest tokens; the last of these gives the first dra
 depends on none of the others, so sampling them one by one is sampling from the product of their distributions.
 """
 
-from typing import NamedTuple, Protocol
+from abc import abstractmethod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hf_speculate.draft.heads.round import HeadDrafter, HeadNetwork, NewTokens, Proposal, last_of
-from hf_speculate.draft.heads.row_cache import Placed, RowCache
+from hf_speculate.draft.heads.network import HeadNetwork
+from hf_speculate.draft.heads.round import HeadDrafter, NewTokens, Proposal, last_of
+from hf_speculate.draft.heads.row_cache import Placed
 from hf_speculate.draft.heads.target_parts import TargetParts
 
 
@@ -23,14 +25,12 @@ class SlotInputs(NamedTuple):
     placed: Placed  # columns are positions
 
 
-class SlotNetwork(HeadNetwork, Protocol):
+class SlotNetwork(HeadNetwork):
     """A network that fills slots."""
 
-    def fill(self, inputs: SlotInputs, cache: RowCache, parts: TargetParts) -> Tensor:
-        """[B, N, H], what the network makes of tokens and slots; keys and values go into the cache."""
-
-    def logits(self, outputs: Tensor, parts: TargetParts) -> Tensor:
-        """[B, K, Vd] of outputs [B, K, H]."""
+    @abstractmethod
+    def fill(self, inputs: SlotInputs, parts: TargetParts) -> Tensor:
+        """[B, N, H], what the network makes of tokens and slots, after its final norm."""
 
 
 class ParallelDrafter(HeadDrafter[SlotNetwork]):
@@ -55,6 +55,6 @@ class ParallelDrafter(HeadDrafter[SlotNetwork]):
         token_ids = torch.nn.functional.pad(new.token_ids, (0, num_slots))
         states = None if new.states is None else torch.nn.functional.pad(new.states, (0, 0, 0, num_slots))
         placed = self.cache.place(width, self.network.windows, self.dtype)
-        outputs = self.network.fill(SlotInputs(token_ids, states, is_slot, placed), self.cache, self.parts)
+        outputs = self.network.fill(SlotInputs(token_ids, states, is_slot, placed), self.parts)
         self.cache.advance(new.counts, new.lens)
         return outputs

@@ -7,50 +7,44 @@ Source:
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hf_speculate.draft.heads.head import DraftHead, HeadSpec
 from hf_speculate.draft.heads.kinds import unserved
-from hf_speculate.draft.heads.load_network import ConfigSource, LoadRequest
-from hf_speculate.draft.heads.parallel import ParallelDrafter, SlotInputs
-from hf_speculate.draft.heads.row_cache import PlacedCache, RowCache
+from hf_speculate.draft.heads.load_network import ConfigSource, HeadConfig, LoadRequest
+from hf_speculate.draft.heads.parallel import SlotInputs, SlotNetwork
+from hf_speculate.draft.heads.row_cache import PlacedCache
 from hf_speculate.draft.heads.target_parts import TargetParts
 from hf_speculate.draft.heads.vocabulary import DraftVocabulary
 
 _SERVED = ("llama", "qwen2", "qwen3")
 
 
-class PardNetwork(nn.Module):
-    """A `SlotNetwork` over a transformers model, whose layers share one attention mask."""
+class PardNetwork(SlotNetwork):
+    """A transformers model, whose layers share one attention mask."""
 
     def __init__(self, model: PreTrainedModel, pard_token: int, vocab_size: int):
-        super().__init__()
+        super().__init__(DraftVocabulary(vocab_size), [None] * model.config.num_hidden_layers)
         self.model = model
         self.pard_token = pard_token
-        self.vocabulary = DraftVocabulary(vocab_size)
-        self.windows: tuple[int | None, ...] = (None,) * model.config.num_hidden_layers
         self._last_id = int(model.config.vocab_size) - 1
 
-    def project(self, states: Tensor) -> Tensor:
-        return states
-
-    def fill(self, inputs: SlotInputs, cache: RowCache, parts: TargetParts) -> Tensor:
+    def fill(self, inputs: SlotInputs, parts: TargetParts) -> Tensor:
         token_ids = inputs.token_ids.clamp_max(self._last_id).masked_fill(inputs.is_slot, self.pard_token)
         decoder: Any = self.model.get_decoder()
         output = decoder(
             input_ids=token_ids,
             attention_mask=self._mask(inputs),
             position_ids=inputs.placed.columns,
-            past_key_values=PlacedCache(cache, inputs.placed),
+            past_key_values=PlacedCache(inputs.placed),
             use_cache=True,
         )
         states: Tensor = output.last_hidden_state
         return states
 
-    def logits(self, outputs: Tensor, parts: TargetParts) -> Tensor:
+    def logits(self, normed: Tensor, parts: TargetParts) -> Tensor:
         head: Any = self.model.get_output_embeddings()
-        logits: Tensor = head(outputs)
+        logits: Tensor = head(normed)
         return logits
 
     def _mask(self, inputs: SlotInputs) -> Tensor:
@@ -63,29 +57,27 @@ class PardNetwork(nn.Module):
         return torch.zeros(batch_size, 1, num, inputs.placed.width, dtype=self.model.dtype, device=device)
 
 
-def describe_pard(source: ConfigSource) -> HeadSpec:
-    """The spec of a PARD draft, which needs the target's vocabulary and none of its states."""
+def read_pard(source: ConfigSource) -> HeadConfig:
+    """A PARD draft, which needs the target's vocabulary and none of its states."""
     source.check_no_layers("a PARD draft, which reads no hidden states")
     config = source.config
-    return source.spec(
+    model_type = config.get("model_type")
+    if model_type not in _SERVED or "sliding_attention" in (config.get("layer_types") or ()):
+        raise unserved(f"a PARD draft of model_type {model_type!r}", f"full attention and one of {', '.join(_SERVED)}")
+    spec = source.spec(
         config,
         (),
         draft_vocab_size=min(int(config["vocab_size"]), source.shape.vocab_size),
         max_position_embeddings=config.get("max_position_embeddings"),
         is_vocab_padded=True,
     )
+    return HeadConfig(spec)
 
 
-def load_pard(request: LoadRequest) -> DraftHead:
+def load_pard(request: LoadRequest) -> PardNetwork:
     """A PARD draft."""
-    config = request.folder.config
-    model_type = config.get("model_type")
-    if model_type not in _SERVED or "sliding_attention" in (config.get("layer_types") or ()):
-        raise unserved(f"a PARD draft of model_type {model_type!r}", f"full attention and one of {', '.join(_SERVED)}")
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         request.folder.source, dtype=request.dtype, trust_remote_code=False, attn_implementation="sdpa"
     )
     model.to(request.device)  # type: ignore[arg-type]  # transformers wraps torch's own method
-    network = PardNetwork(model, int(config["pard_token"]), request.source.shape.vocab_size)
-    spec = describe_pard(request.source)
-    return request.head(spec, network, ParallelDrafter)
+    return PardNetwork(model, int(request.folder.config["pard_token"]), request.vocab_size)

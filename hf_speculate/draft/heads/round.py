@@ -2,22 +2,19 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_speculate.draft.base import Drafter, DrafterSetup, DraftRequest
 from hf_speculate.draft.heads.head import HeadSpec
+from hf_speculate.draft.heads.network import HeadNetwork
 from hf_speculate.draft.heads.row_cache import RowCache
 from hf_speculate.draft.heads.target_parts import TargetParts
-from hf_speculate.draft.heads.vocabulary import DraftVocabulary
 from hf_speculate.draft.token_choice import DraftSettings, TokenChooser
 from hf_speculate.errors import ShapeError
-from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy, Stream
-
-# Longer drafts would take long to compile; they run step by step.
-MAX_UNROLLED_STEPS = 16
+from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy
 
 
 class Unrolled(NamedTuple):
@@ -26,14 +23,6 @@ class Unrolled(NamedTuple):
     token_ids: Tensor  # [B, K] int64
     token_logits: Tensor | None  # [B, K, V] if the verifier reads them
     logsumexp: Tensor | None  # [B, K] float32
-
-
-class Choosing(NamedTuple):
-    """How such a unit chooses tokens, the same in all steps."""
-
-    num_steps: int
-    stream: Stream
-    keeps_logits: bool
 
 
 class Proposal:
@@ -141,20 +130,6 @@ class NewTokens(NamedTuple):
             counts = [min(max(count - start, 0), size) for count in self.counts]
             lens = (self.lens - start).clamp(0, size)
             yield NewTokens(self.token_ids[:, start : start + size], states, counts, lens, self.newest_ids)
-
-
-class HeadNetwork(Protocol):
-    """What every network of a head has."""
-
-    windows: tuple[int | None, ...]
-    """By layer that writes to the cache: how many tokens it attends to; None if all."""
-    vocabulary: DraftVocabulary
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Its weights, of one device and dtype."""
-
-    def project(self, states: Tensor) -> Tensor:
-        """[B, N, H] of the target's concatenated states [B, N, A * Ht]."""
 
 
 NetworkT = TypeVar("NetworkT", bound=HeadNetwork)

@@ -10,6 +10,9 @@ from transformers.cache_utils import Cache
 
 from hf_speculate.cache.masking import additive
 
+Buffers = list[tuple[Tensor, Tensor] | None]
+"""Keys and values by layer, each [B, heads, capacity, D]; None before a layer is written to."""
+
 # Buffers grow by this factor, so that copying them costs a constant share.
 _GROWTH = 2
 # Columns are read in multiples of this, which GPU kernels load as vectors.
@@ -18,12 +21,14 @@ _ALIGNMENT = 8
 
 @dataclass
 class Placed:
-    """Where the tokens of one forward stand, and what they attend to."""
+    """Where the tokens of one forward are written, and what they attend to."""
 
+    buffers: Buffers
+    capacity: int  # columns of the buffers
+    row_ids: Tensor  # [B, 1] int64
     columns: Tensor  # [B, N] int64, the columns that they are written to
     width: int  # columns that attention reads
-    # by layer of the head, how many tokens a query attends to; None if it attends to all before it
-    windows: Sequence[int | None]
+    windows: Sequence[int | None]  # by layer, how many tokens a query attends to; None if to all before it
     dtype: torch.dtype  # of the masks
     # by layer, the first column that holds a token of this layer; empty if it is column 0 in all
     firsts: Sequence[int] = ()
@@ -32,6 +37,15 @@ class Placed:
     # whether each token sees all `width` columns, so that no mask is needed in layers without a window
     is_bare: bool = False
     masks: dict[tuple[int | None, int, bool], Tensor] = field(default_factory=dict)  # those made so far
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store states [B, heads, N, D], and return those of the columns that attention reads, as views."""
+        buffers = self.buffers[layer]
+        if buffers is None:
+            buffers = self.buffers[layer] = self._zeros(keys), self._zeros(values)
+        for buffer, states in zip(buffers, (keys, values), strict=True):
+            buffer[self.row_ids, :, self.columns] = states.transpose(1, 2)  # [B, N, heads, D]
+        return buffers[0][:, :, : self.width], buffers[1][:, :, : self.width]
 
     def mask(self, layer: int) -> Tensor | None:
         """[B, 1, N, width] additive; None if the layer's tokens see every column."""
@@ -57,6 +71,9 @@ class Placed:
             hidden = hidden | ((seen < first) & (seen != at))
         return hidden
 
+    def _zeros(self, states: Tensor) -> Tensor:
+        return states.new_zeros(*states.shape[:2], self.capacity, states.shape[3])
+
 
 class RowCache:
     """Keys and values of B rows by layer; a row's next token goes where that row ends.
@@ -68,42 +85,21 @@ class RowCache:
     def __init__(self, num_layers: int, batch_size: int, device: torch.device):
         self.lens = [0] * batch_size  # on the host, for widths
         self.ends = torch.zeros(batch_size, dtype=torch.int64, device=device)  # the same where columns are computed
-        self.device = device
-        self._row_ids = torch.arange(batch_size, device=device)[:, None]  # [B, 1]
-        self._buffers: list[tuple[Tensor, Tensor] | None] = [None] * num_layers
+        self.buffers: Buffers = [None] * num_layers
         self.capacity = 0
+        self._row_ids = torch.arange(batch_size, device=device)[:, None]  # [B, 1]
 
     def place(
-        self,
-        num_tokens: int,
-        windows: Sequence[int | None],
-        dtype: torch.dtype,
-        *,
-        offset: int = 0,
-        firsts: Sequence[int] = (),
-        is_causal: Sequence[bool] = (),
+        self, num_tokens: int, windows: Sequence[int | None], dtype: torch.dtype, offset: int = 0, **others: Any
     ) -> Placed:
         """Make room for N tokens behind each row's end and the `offset` columns that this round wrote; see `Placed`."""
         longest = max(self.lens, default=0) + offset + num_tokens
         is_bare = num_tokens == 1 and min(self.lens, default=0) == max(self.lens, default=0)
         width = longest if is_bare else _aligned(longest)
         self.reserve(_aligned(longest))
-        columns = self.ends[:, None] + torch.arange(offset, offset + num_tokens, device=self.device)  # [B, N]
-        return Placed(columns, width, windows, dtype, firsts, is_causal, is_bare)
-
-    def write(self, layer: int, keys: Tensor, values: Tensor, placed: Placed) -> tuple[Tensor, Tensor]:
-        """Store states [B, heads, N, D], and return those of the columns that attention reads, as views."""
-        buffers = self._buffers[layer]
-        if buffers is None:
-            key_shape, value_shape = ((*states.shape[:2], self.capacity, states.shape[3]) for states in (keys, values))
-            buffers = self._buffers[layer] = keys.new_zeros(key_shape), values.new_zeros(value_shape)
-        return _written(buffers, keys, values, self._row_ids, placed)
-
-    @property
-    def buffers(self) -> tuple[tuple[Tensor, Tensor], ...] | None:
-        """Keys and values by layer, each [B, heads, capacity, D]; None before all layers have been written to."""
-        made = tuple(pair for pair in self._buffers if pair is not None)
-        return made if len(made) == len(self._buffers) else None
+        columns = self.ends[:, None] + torch.arange(offset, offset + num_tokens, device=self.ends.device)  # [B, N]
+        store = self.buffers, self.capacity, self._row_ids
+        return Placed(*store, columns, width, windows, dtype, is_bare=is_bare, **others)
 
     def advance(self, counts: Sequence[int], on_device: Tensor) -> None:
         """Keep the first `counts` [B] tokens of those that were written last; `on_device` is the same as [B] int64."""
@@ -111,10 +107,10 @@ class RowCache:
         self.ends = self.ends + on_device
 
     def rows(self, indices: Sequence[int]) -> None:
-        index = torch.tensor(list(indices), dtype=torch.int64, device=self.device)
+        index = torch.tensor(list(indices), dtype=torch.int64, device=self.ends.device)
         self.lens, self.ends = [self.lens[row] for row in indices], self.ends[index]
         self._row_ids = self._row_ids[: len(index)]
-        self._buffers = [None if pair is None else (pair[0][index], pair[1][index]) for pair in self._buffers]
+        self.buffers = [None if pair is None else (pair[0][index], pair[1][index]) for pair in self.buffers]
 
     def reserve(self, num_columns: int) -> None:
         """Make the buffers hold so many columns or more."""
@@ -122,49 +118,26 @@ class RowCache:
             return
         more = max(num_columns, _GROWTH * self.capacity) - self.capacity
         self.capacity += more
-        self._buffers = [
-            None if pair is None else (_longer(pair[0], more), _longer(pair[1], more)) for pair in self._buffers
+        self.buffers = [
+            None if pair is None else (_longer(pair[0], more), _longer(pair[1], more)) for pair in self.buffers
         ]
-
-
-class FixedColumns:
-    """Writes to the buffers of a `RowCache` inside a compiled unit."""
-
-    def __init__(self, buffers: tuple[tuple[Tensor, Tensor], ...]):
-        self._buffers = buffers
-
-    def write(self, layer: int, keys: Tensor, values: Tensor, placed: Placed) -> tuple[Tensor, Tensor]:
-        row_ids = torch.arange(keys.shape[0], device=keys.device)[:, None]
-        return _written(self._buffers[layer], keys, values, row_ids, placed)
-
-
-StateStore = RowCache | FixedColumns
-"""What a layer writes its keys and values to."""
 
 
 class PlacedCache(Cache):
     """A transformers `Cache` for one forward over a `RowCache`."""
 
-    def __init__(self, cache: StateStore, placed: Placed):
+    def __init__(self, placed: Placed):
         super().__init__(layers=[])
-        self._cache, self._placed = cache, placed
+        self._placed = placed
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        return self._cache.write(layer_idx, key_states, value_states, self._placed)
+        return self._placed.write(layer_idx, key_states, value_states)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns that attention reads: a row's own length is in no Python number."""
         return self._placed.width
-
-
-def _written(
-    buffers: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, row_ids: Tensor, placed: Placed
-) -> tuple[Tensor, Tensor]:
-    for buffer, states in zip(buffers, (keys, values), strict=True):
-        buffer[row_ids, :, placed.columns] = states.transpose(1, 2)  # [B, N, heads, D]
-    return buffers[0][:, :, : placed.width], buffers[1][:, :, : placed.width]
 
 
 def _aligned(num_columns: int) -> int:
@@ -172,4 +145,4 @@ def _aligned(num_columns: int) -> int:
 
 
 def _longer(buffer: Tensor, num_columns: int) -> Tensor:
-    return torch.cat([buffer, buffer.new_zeros(*buffer.shape[:2], num_columns, buffer.shape[3])], dim=2)
+    return torch.nn.functional.pad(buffer, (0, 0, 0, num_columns))

@@ -1,0 +1,63 @@
+"""Base classes of the networks of draft heads, whose modules have the checkpoints' names."""
+
+from abc import ABC
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hf_speculate.draft.heads.layers import Rotary, windows_of
+from hf_speculate.draft.heads.target_parts import TargetParts
+from hf_speculate.draft.heads.vocabulary import DraftVocabulary
+
+_TABLE, _HEAD = "embed_tokens.weight", "lm_head.weight"
+
+
+class HeadNetwork(nn.Module, ABC):
+    """What a `HeadDrafter` drafts with."""
+
+    def __init__(self, vocabulary: DraftVocabulary, windows: Sequence[int | None]):
+        super().__init__()
+        self.vocabulary = vocabulary
+        self.windows = tuple(windows)  # by layer that writes to the cache, how many tokens it attends to; None if all
+
+    def project(self, states: Tensor) -> Tensor:
+        """[B, N, H] of the target's concatenated states [B, N, A * Ht]."""
+        return states
+
+    def logits(self, normed: Tensor, parts: TargetParts) -> Tensor:
+        """[..., Vd] of states [..., H] after the final norm."""
+        return parts.logits(normed)
+
+
+class NetworkPlan(NamedTuple):
+    """What a network is built from."""
+
+    options: Any  # of the kind of head
+    shapes: Mapping[str, Sequence[int]]  # of the checkpoint's weights by name, which say what it has of its own
+    target_hidden_size: int  # Ht
+    vocabulary: DraftVocabulary
+    device: torch.device
+
+    @property
+    def has_head_norms(self) -> bool:
+        return "layers.0.self_attn.q_norm.weight" in self.shapes
+
+
+class FusingNetwork(HeadNetwork):
+    """A network that fuses several states of the target; tables that its checkpoint lacks are the target's."""
+
+    def __init__(self, plan: NetworkPlan):
+        layers, shapes = plan.options.layers, plan.shapes
+        width = layers.hidden_size
+        super().__init__(plan.vocabulary, windows_of(layers))
+        self.rotary = Rotary(layers, plan.device)
+        self.norm = nn.RMSNorm(width, layers.rms_norm_eps)
+        self.embed_tokens = nn.Embedding(shapes[_TABLE][0], width) if _TABLE in shapes else None
+        self.lm_head = nn.Linear(width, shapes[_HEAD][0], bias=False) if _HEAD in shapes else None
+        self.logit_scale: float = plan.options.logit_scale
+
+    def logits(self, normed: Tensor, parts: TargetParts) -> Tensor:
+        logits: Tensor = parts.logits(normed) if self.lm_head is None else self.lm_head(normed)
+        return logits if self.logit_scale == 1.0 else logits * self.logit_scale
