@@ -67,7 +67,9 @@ class DFlashNetwork(FusingNetwork):
         self.mask_embedding = nn.Parameter(torch.empty(*shapes[_MASK])) if _MASK in shapes else None
         kind = self.options.markov_head
         self.markov_head = None if kind is None else MarkovHead(kind, width, shapes)
-        self.confidence_head = ConfidenceHead(shapes[_CONFIDENCE][1]) if _CONFIDENCE in shapes else None
+        # its sigmoid estimates the probability that the target keeps a slot's token
+        confidence = nn.Linear(shapes[_CONFIDENCE][1], 1, bias=False) if _CONFIDENCE in shapes else None
+        self.confidence_head = None if confidence is None else nn.ModuleDict({"proj": confidence})
 
     def project(self, states: Tensor) -> Tensor:
         return self.hidden_norm(self.fc(states))  # type: ignore[no-any-return]
@@ -138,18 +140,6 @@ class MarkovHead(nn.Module):
         return self.markov_w2(torch.tanh(output)), memory
 
 
-class ConfidenceHead(nn.Module):
-    """Estimates the probability that the target keeps a slot's token."""
-
-    def __init__(self, in_width: int):
-        super().__init__()
-        self.proj = nn.Linear(in_width, 1, bias=False)
-
-    def forward(self, states: Tensor) -> Tensor:
-        """[B] in (0, 1) of [B, in_width]."""
-        return torch.sigmoid(self.proj(states)[:, 0].float())
-
-
 class BlockDrafter(HeadDrafter[DFlashNetwork]):
     """Drafts with one block a round, whatever K is; a shorter draft is the beginning of the block's.
 
@@ -199,7 +189,7 @@ class BlockDrafter(HeadDrafter[DFlashNetwork]):
                     features = torch.cat([features, embeddings], dim=-1)
             previous = proposal.add(scores)
             if self._threshold and network.confidence_head is not None:
-                product = product * network.confidence_head(features)
+                product = product * network.confidence_head["proj"](features)[:, 0].float().sigmoid()
                 lens += (product >= self._threshold).to(torch.int32)
         return lens if self._threshold else None
 

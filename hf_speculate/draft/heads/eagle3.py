@@ -120,16 +120,17 @@ def read_eagle3(source: ConfigSource) -> HeadConfig:
     if found.kind == "peagle" and config.get("mask_token_id") is None:
         raise ConfigError("mask_token_id must be set for a P-EAGLE head, got none; add it to its config.json")
     eagle: dict[str, Any] = config.get("eagle_config") or {}
+    flags = eagle | config
     reads_aux = bool(eagle.get("use_aux_hidden_state", True))
     ids = source.hidden_layers or _layer_ids(config, eagle, source.shape.num_layers)
     options = Eagle3Options(
         layers=read_layer_config(source.layer_fields),
         num_states=len(ids) if reads_aux else 1,
         reads_aux=reads_aux,
-        norm_before_residual=bool(config.get("norm_before_residual", False)),
-        norm_before_fc=_flag(config, eagle, "norm_before_fc"),
-        fc_norm=_flag(config, eagle, "fc_norm"),
-        norm_output=_flag(config, eagle, "norm_output"),
+        norm_before_residual=bool(config.get("norm_before_residual")),
+        norm_before_fc=bool(flags.get("norm_before_fc")),
+        fc_norm=bool(flags.get("fc_norm")),
+        norm_output=bool(flags.get("norm_output")),
         logit_scale=float(config.get("logit_scale") or 1.0),
         mask_token_id=int(config["mask_token_id"]) if found.kind == "peagle" else None,
     )
@@ -161,7 +162,3 @@ def _layer_ids(config: dict[str, Any], eagle: dict[str, Any], num_layers: int) -
         ids = [int(layer) for layer in eagle[name]]
         return tuple(layer + 1 for layer in ids) if ids[0] == 1 else tuple(ids)
     return (2, num_layers // 2, num_layers - 3)
-
-
-def _flag(config: dict[str, Any], eagle: dict[str, Any], name: str) -> bool:
-    return bool(config.get(name, eagle.get(name, False)))

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_speculate.draft.base import Drafter, DrafterSetup
 from hf_speculate.draft.heads.layer_check import LayerCheck, check_layers
-from hf_speculate.draft.heads.target_parts import TargetShape, shape_of
+from hf_speculate.draft.heads.target_parts import shape_of
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.models.compilation import CompiledUnits
 from hf_speculate.models.layer_capture import FINAL_STATE
@@ -52,6 +52,11 @@ class DraftHead:
 
     The head holds its own weights. Embeddings and a language modelling head that it shares are taken from the target of
     each call.
+
+    Attributes:
+        hidden_layers: ids of the target's states that it reads, see `Drafter.hidden_layers`.
+        default_draft_tokens: K that its config recommends; None if it names none.
+        num_parameters: numbers in its own weights.
     """
 
     def __init__(self, spec: HeadSpec, network: nn.Module, config: PreTrainedConfig, factory: HeadDrafterFactory):
@@ -59,28 +64,11 @@ class DraftHead:
         self.network = network.eval().requires_grad_(False)
         self.config = config
         self.shape = shape_of(config)
+        self.description = f"{spec.kind} head {spec.name}"
+        self.hidden_layers, self.default_draft_tokens = spec.hidden_layers, spec.default_draft_tokens
+        self.num_parameters = sum(weight.numel() for weight in self.network.parameters())
         self._factory = factory
         self._units = CompiledUnits()
-
-    @property
-    def hidden_layers(self) -> tuple[int, ...]:
-        """Ids of the target's states that it reads, see `Drafter.hidden_layers`."""
-        return self.spec.hidden_layers
-
-    @property
-    def default_draft_tokens(self) -> int | None:
-        """K that its config recommends; None if it names none."""
-        return self.spec.default_draft_tokens
-
-    @property
-    def num_parameters(self) -> int:
-        """Numbers in its own weights."""
-        return sum(weight.numel() for weight in self.network.parameters())
-
-    @property
-    def description(self) -> str:
-        """Kind and name, as `SpeculationStats.plan` shows them."""
-        return f"{self.spec.kind} head {self.spec.name}"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -94,11 +82,11 @@ class DraftHead:
 
     def __call__(self, setup: DrafterSetup) -> Drafter:
         """The drafter of one call."""
-        shape = shape_of(setup.target.config)
-        if shape[:3] != self.shape[:3]:
+        wanted, found = self.shape.sizes, shape_of(setup.target.config).sizes
+        if found != wanted:
             raise UnsupportedModelError(
-                f"the target of {self.spec.name} must have {_sizes(self.shape)}, got {_sizes(shape)} in "
-                f"{type(setup.target).__name__}; load the head for this target with load_drafter"
+                f"the target of {self.spec.name} must have {wanted}, got {found} in {type(setup.target).__name__}; "
+                "load the head for this target with load_drafter"
             )
         longest = self.spec.max_position_embeddings
         if longest is not None and setup.max_length > longest:
@@ -138,9 +126,8 @@ class DraftHead:
         return DraftHead(spec, self.network, self.config, self._factory)
 
     def __repr__(self) -> str:
-        spec = self.spec
-        num_layers = self.shape.num_layers
-        words = {FINAL_STATE: "after the final norm", num_layers: f"{num_layers} (before the final norm)"}
+        spec, last = self.spec, self.shape.num_layers
+        words = {FINAL_STATE: "after the final norm", last: f"{last} (before the final norm)"}
         reads = ", ".join(words.get(layer, str(layer)) for layer in spec.hidden_layers) or "no hidden states"
         share = "" if spec.draft_vocab_size == spec.vocab_size else f" of {spec.vocab_size:,}"
         most = "" if spec.max_draft_tokens is None else f", at most {spec.max_draft_tokens}"
@@ -150,10 +137,6 @@ class DraftHead:
             f"{str(self.dtype).removeprefix('torch.')} on {self.device}; "
             f"default K {spec.default_draft_tokens or 'as the schedule says'}{most})"
         )
-
-
-def _sizes(shape: TargetShape) -> str:
-    return f"hidden size {shape.hidden_size}, {shape.num_layers} layers and {shape.vocab_size} tokens"
 
 
 def warn_of_low_first_acceptance(spec: HeadSpec, stats: SpeculationStats) -> None:

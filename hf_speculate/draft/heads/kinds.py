@@ -8,6 +8,7 @@ from hf_speculate.errors import UnsupportedModelError
 SERVED = "EAGLE-3 and 3.1, P-EAGLE, DFlash, DSpark, PARD, and MTP layers"
 SPECULATORS_KINDS = ("eagle3", "peagle", "dflash", "dspark", "mtp")
 _PLAIN_WEIGHTS = "weights in float16, bfloat16 or float32"
+_DENSE = "dense Llama or Qwen 3 layers"
 _QUANTISED = ("_scale", ".scales", "qweight", "weight_packed")
 _MTP_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 _UNCOUNTED_MTP = ("qwen3_next",)  # families with one MTP layer that their configs do not name
@@ -105,18 +106,20 @@ def _check_served(config: dict[str, Any]) -> None:
     dflash = config.get("dflash_config") or {}
     architectures = " ".join(config.get("architectures") or ())
     is_head = "speculators_model_type" in config or "draft_vocab_size" in config or "Eagle3" in architectures
-    if is_head and layer.get("kv_lora_rank"):
-        raise unserved("a draft with latent attention (MLA, kv_lora_rank)", "Llama or Qwen 3 layers")
-    if is_head and (layer.get("num_experts") or layer.get("num_local_experts")):
-        raise unserved("a draft with experts", "dense Llama or Qwen 3 layers")
-    if config.get("quantization_config") and (is_head or dflash):
-        raise unserved("a quantised head (quantization_config)", _PLAIN_WEIGHTS)
     projector = dflash.get("projector_type") or config.get("projector_type") or "dflash"
-    if projector != "dflash":
-        raise unserved(f"a DFlash variant with projector_type {projector!r}", "projector_type 'dflash'")
-    if "DFlash2" in architectures or "selector_rank" in dflash:
-        raise unserved("a DFlash 2 head (candidate selector and convolutions)", "DFlash's plain layers")
-    if dflash.get("attention_sink_bias") or config.get("add_swa_attention_sink_bias"):
-        raise unserved("a DFlash head with attention sinks", "attention without sinks")
-    if "DSpark" in architectures and "speculators_model_type" not in config:
-        raise unserved("a DSpark head outside the speculators format", "speculators_model_type 'dspark'")
+    has_experts = layer.get("num_experts") or layer.get("num_local_experts")
+    has_sinks = dflash.get("attention_sink_bias") or config.get("add_swa_attention_sink_bias")
+    is_dflash2 = "DFlash2" in architectures or "selector_rank" in dflash
+    is_dspark = "DSpark" in architectures and "speculators_model_type" not in config
+    is_quantised = config.get("quantization_config") and (is_head or dflash)
+    for is_found, found, allowed in (
+        (is_head and layer.get("kv_lora_rank"), "a draft with latent attention (MLA, kv_lora_rank)", _DENSE),
+        (is_head and has_experts, "a draft with experts", _DENSE),
+        (is_quantised, "a quantised head (quantization_config)", _PLAIN_WEIGHTS),
+        (projector != "dflash", f"a DFlash variant with projector_type {projector!r}", "projector_type 'dflash'"),
+        (is_dflash2, "a DFlash 2 head (candidate selector and convolutions)", "DFlash's plain layers"),
+        (has_sinks, "a DFlash head with attention sinks", "attention without sinks"),
+        (is_dspark, "a DSpark head outside the speculators format", "speculators_model_type 'dspark'"),
+    ):
+        if is_found:
+            raise unserved(found, allowed)

@@ -1,7 +1,7 @@
 """Measures whether a draft head reads the layers that it was trained on."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -9,7 +9,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_speculate.draft.base import DrafterSetup, DraftRequest
-from hf_speculate.draft.heads.target_parts import shape_of
 from hf_speculate.errors import ConfigError
 from hf_speculate.models.language_model import device_of
 from hf_speculate.models.layer_capture import FINAL_STATE, LayerCapture
@@ -38,16 +37,9 @@ class LayerCheck(NamedTuple):
         return tuple(layer + best for layer in self.layers)
 
 
-class _Text(NamedTuple):
-    """A prompt with what the target makes of it."""
-
-    token_ids: Tensor  # [T] int64
-    states: dict[int, Tensor]  # by id, [T, Ht]
-    choices: Tensor  # [T] int64, the target's next token after each
-
-
+@torch.no_grad()
 def check_layers(
-    head: "DraftHead", target: PreTrainedModel, prompts: Tensor | Mapping[str, Tensor], num_tokens: int = 200
+    head: "DraftHead", target: PreTrainedModel, prompts: Tensor | Mapping[str, Tensor], num_tokens: int
 ) -> LayerCheck:
     """Predict the next tokens of texts with the ids of a head and shifted by one, see `DraftHead.check_layers`."""
     if not head.hidden_layers or FINAL_STATE in head.hidden_layers:
@@ -55,70 +47,54 @@ def check_layers(
             "check_layers needs a head that reads the states of layers, got one that reads "
             f"{head.hidden_layers or 'none'}; there is nothing to shift"
         )
-    num_layers = shape_of(target.config).num_layers
     shifted = {shift: tuple(layer + shift for layer in head.hidden_layers) for shift in _SHIFTS}
-    shifted = {shift: ids for shift, ids in shifted.items() if min(ids) >= 0 and max(ids) <= num_layers}
-    wanted = sorted({layer for ids in shifted.values() for layer in ids})
-    texts = [_read(target, row, wanted) for row in _rows_of(prompts, num_tokens)]
+    shifted = {shift: ids for shift, ids in shifted.items() if min(ids) >= 0 and max(ids) <= head.shape.num_layers}
+    batch = {"input_ids": prompts} if isinstance(prompts, Tensor) else prompts
+    masks = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
+    texts = [row[mask.bool()].to(device_of(target)) for row, mask in zip(batch["input_ids"], masks, strict=True)]
+    longest = _FEWEST_READ + -(-num_tokens // max(len(texts), 1))
+    texts = [text[:longest] for text in texts if len(text) > 2]
     if not texts:
         raise ConfigError("prompts must hold a text of at least three tokens, got none; pass some lines of text")
-    counts = {shift: [_hits(head.with_layers(ids), target, text) for text in texts] for shift, ids in shifted.items()}
-    total = sum(len(hits) for hits in counts[0])
-    accuracies = {shift: float(torch.cat(hits).double().mean()) for shift, hits in counts.items()}
-    check = LayerCheck(head.hidden_layers, accuracies, total)
+    hits: dict[int, list[bool]] = {shift: [] for shift in shifted}
+    with LayerCapture(target, sorted({layer for ids in shifted.values() for layer in ids})) as capture:
+        for text in texts:
+            choices = target(text[None], use_cache=False).logits[0].argmax(-1)  # [T]
+            for shift, ids in shifted.items():
+                states = torch.cat([capture.state(layer).to(target.device) for layer in ids], dim=-1)  # [1, T, A * Ht]
+                hits[shift] += _hits(head.with_layers(ids), target, text, states, choices)
+    accuracies = {shift: sum(found) / len(found) for shift, found in hits.items()}
+    check = LayerCheck(head.hidden_layers, accuracies, len(hits[0]))
     if accuracies[0] + _MARGIN < max(accuracies.values()):
         warnings.warn(
-            f"the head predicts {max(accuracies.values()):.0%} of {total} tokens from layers {check.best_layers}, and "
-            f"{accuracies[0]:.0%} from {head.hidden_layers}; load it with aux_layers={list(check.best_layers)}",
-            stacklevel=3,
+            f"the head predicts {max(accuracies.values()):.0%} of {len(hits[0])} tokens from layers "
+            f"{check.best_layers}, and {accuracies[0]:.0%} from {head.hidden_layers}; load it with "
+            f"aux_layers={list(check.best_layers)}",
+            stacklevel=4,
         )
     return check
 
 
-def _rows_of(prompts: Tensor | Mapping[str, Tensor], num_tokens: int) -> list[Tensor]:
-    """The texts without padding, cut so that they hold little more than is predicted."""
-    ids = prompts if isinstance(prompts, Tensor) else prompts["input_ids"]
-    mask = None if isinstance(prompts, Tensor) else prompts.get("attention_mask")
-    rows = [row if mask is None else row[mask[index].bool()] for index, row in enumerate(ids)]
-    longest = _FEWEST_READ + -(-num_tokens // max(len(rows), 1))
-    return [row[:longest] for row in rows if len(row) > 2]
-
-
-@torch.no_grad()
-def _read(target: PreTrainedModel, token_ids: Tensor, layers: Sequence[int]) -> _Text:
-    with LayerCapture(target, layers) as capture:
-        output = target(token_ids[None].to(device_of(target)), use_cache=False)
-        states = {layer: capture.state(layer)[0] for layer in layers}
-    return _Text(token_ids, states, output.logits[0].argmax(-1).cpu())
-
-
-def _hits(head: "DraftHead", target: PreTrainedModel, text: _Text) -> Tensor:
-    """[N] bool: whether the first drafted token was the target's choice, token by token of a text."""
-    length = len(text.token_ids)
-    drafter = head(_setup(target, length))
-    states = torch.cat([text.states[layer].to(target.device) for layer in head.hidden_layers], dim=-1)[None]
-    states = drafter.project_states(states)  # [1, T, D]
-    ids, hits, told = text.token_ids[None].to(target.device), [], 1
-    for num_read in range(min(_FEWEST_READ, length // 2) + 1, length + 1):
-        new = ids[:, told:num_read]
-        count = torch.tensor([num_read - told], dtype=torch.int32, device="cpu")
-        kept = Kept(new, count, states[:, told - 1 : num_read - 1])
-        draft = drafter.draft(DraftRequest(ids[:, :num_read], None, 1, kept=kept))
-        hits.append(draft.token_ids[0, 0].cpu() == text.choices[num_read - 1])
-        told = num_read
-    return torch.stack(hits)
-
-
-def _setup(target: PreTrainedModel, length: int) -> DrafterSetup:
-    return DrafterSetup(
+def _hits(head: "DraftHead", target: PreTrainedModel, text: Tensor, states: Tensor, choices: Tensor) -> list[bool]:
+    """Whether the first drafted token was the target's choice, token by token of a text."""
+    setup = DrafterSetup(
         target=target,
         batch_size=1,
         num_pads=(0,),
-        max_length=length + 1,
+        max_length=len(text) + 1,
         max_draft_tokens=1,
-        vocab_size=shape_of(target.config).vocab_size,
+        vocab_size=head.shape.vocab_size,
         eos_token_ids=frozenset(),
         device=target.device,
         processors=BlockLogitsProcessorList(),
         stream=Stream.DRAFT,
     )
+    drafter, ids, hits, told = head(setup), text[None], [], 1
+    states = drafter.project_states(states)
+    for num_read in range(min(_FEWEST_READ, len(text) // 2) + 1, len(text) + 1):
+        count = torch.tensor([num_read - told], dtype=torch.int32, device="cpu")
+        kept = Kept(ids[:, told:num_read], count, states[:, told - 1 : num_read - 1])
+        draft = drafter.draft(DraftRequest(ids[:, :num_read], None, 1, kept=kept))
+        hits.append(bool(draft.token_ids[0, 0] == choices[num_read - 1]))
+        told = num_read
+    return hits

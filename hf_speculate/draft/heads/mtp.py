@@ -6,11 +6,12 @@ attention layers of the target's own class. The input projection and all norms a
 
 import copy
 import re
+from collections import defaultdict
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 from transformers.modeling_layers import MtpLayer, MtpModel
 
 from hf_speculate.compat import attention_name, set_attention_name
@@ -122,11 +123,11 @@ def _window_of(config: Any, depth: int) -> int | None:
 
 
 # Families whose MTP layers lie under "mtp." in the checkpoint; transformers ignores them.
-PREFIXED_TARGETS = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
+_PREFIXED_TARGETS = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
 # The others' drafts are compared with those of transformers in our tests.
-SERVED_TARGETS = ("deepseek_v3", "glm4_moe", *PREFIXED_TARGETS)
+SERVED_TARGETS = ("deepseek_v3", "glm4_moe", *_PREFIXED_TARGETS)
 _DENSE_LAYERS = ("llama", "mistral", "qwen2", "qwen3")
-MASKED_ATTENTIONS = ("eager", "sdpa")  # implementations that take our additive masks
+_MASKED_ATTENTIONS = ("eager", "sdpa")  # implementations that take our additive masks
 _PREFIX = "mtp."
 # Name in the checkpoint -> in each of transformers' layers.
 _SHARED = {
@@ -163,35 +164,24 @@ def load_mtp(request: LoadRequest) -> HeadNetwork:
             f"dtype and device must be the target's for MTP layers of its checkpoint, {target.dtype} and "
             f"{target.device}, got {request.dtype} and {request.device}; leave both out"
         )
-    is_prefixed = request.folder.config.get("model_type") in PREFIXED_TARGETS
-    return CheckpointMtpNetwork(
-        _load_prefixed(request) if is_prefixed else _load_by_transformers(request), request.vocab_size
-    )
+    is_prefixed = request.folder.config.get("model_type") in _PREFIXED_TARGETS
+    model = _load_prefixed(request) if is_prefixed else _load_by_transformers(request)
+    if attention_name(model.config) not in _MASKED_ATTENTIONS:
+        set_attention_name(model.config, "sdpa")  # its own copy
+    return CheckpointMtpNetwork(model, request.vocab_size)
 
 
 def _load_by_transformers(request: LoadRequest) -> MtpModel:
-    target = request.target
+    twin, config = copy.copy(request.target), copy.copy(request.target.config)  # the target stays as it is
+    twin.config, config.name_or_path = config, request.folder.source
     try:
-        model: MtpModel = MtpModel.from_pretrained(
-            _renamed(target, request.folder.source), device_map={"": request.device}
-        )
+        model: MtpModel = MtpModel.from_pretrained(twin, device_map={"": request.device})
     except (OSError, RuntimeError, ValueError) as error:  # transformers' words for weights that are not there
         raise UnsupportedModelError(
             f"{request.folder.source} must hold the weights of the target's MTP layers, got none that load; use "
             f"another head ({error})"
         ) from error
-    if attention_name(model.config) not in MASKED_ATTENTIONS:
-        set_attention_name(model.config, "sdpa")  # its own copy
     return model
-
-
-def _renamed(target: PreTrainedModel, source: str) -> PreTrainedModel:
-    """A shallow copy of the target that says it was loaded from a folder; the target stays as it is."""
-    twin = copy.copy(target)
-    config = copy.copy(target.config)
-    config.name_or_path = source
-    twin.config = config
-    return twin
 
 
 def _load_prefixed(request: LoadRequest) -> MtpModules:
@@ -204,21 +194,13 @@ def _load_prefixed(request: LoadRequest) -> MtpModules:
             "another head"
         )
     decoder = request.target.get_decoder()
-    config = _layers_config(request.target.config.get_text_config(decoder=True), num_layers)
+    config = copy.deepcopy(request.target.config.get_text_config(decoder=True))
+    config.layer_types, config.num_hidden_layers = ["full_attention"] * num_layers, num_layers
     kinds = type(decoder.layers[0]), type(decoder.norm)
     with torch.device("meta"):
         layers = nn.ModuleList([MtpLayer(config, *kinds, index) for index in range(num_layers)])
     load_into(layers, _by_layer(_fused(weights), num_layers), request)
     return MtpModules(layers, config, request.target.get_input_embeddings(), decoder.rotary_emb)
-
-
-def _layers_config(target_config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
-    config = copy.deepcopy(target_config)
-    config.layer_types = ["full_attention"] * num_layers
-    config.num_hidden_layers = num_layers
-    if attention_name(config) not in MASKED_ATTENTIONS:
-        set_attention_name(config, "sdpa")
-    return config
 
 
 def _by_layer(weights: dict[str, Tensor], num_layers: int) -> dict[str, Tensor]:
@@ -235,16 +217,16 @@ def _by_layer(weights: dict[str, Tensor], num_layers: int) -> dict[str, Tensor]:
 
 def _fused(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Weights of single experts stacked as in transformers' modules; others as they are."""
-    experts: dict[str, dict[int, dict[str, Tensor]]] = {}
+    experts: dict[tuple[str, str], dict[int, Tensor]] = defaultdict(dict)
     fused = {}
     for name, weight in weights.items():
         match = _OF_EXPERT.fullmatch(name)
         if match is None:
             fused[name] = weight
         else:
-            experts.setdefault(match[1], {}).setdefault(int(match[2]), {})[match[3]] = weight
-    for name, by_number in experts.items():
-        parts = [by_number[number] for number in sorted(by_number)]
-        fused[f"{name}.gate_up_proj"] = torch.stack([torch.cat([part["gate"], part["up"]]) for part in parts])
-        fused[f"{name}.down_proj"] = torch.stack([part["down"] for part in parts])
+            experts[match[1], match[3]][int(match[2])] = weight
+    stacked = {key: torch.stack([parts[number] for number in sorted(parts)]) for key, parts in experts.items()}
+    for name in {name for name, _ in stacked}:
+        fused[f"{name}.gate_up_proj"] = torch.cat([stacked[name, "gate"], stacked[name, "up"]], dim=1)
+        fused[f"{name}.down_proj"] = stacked[name, "down"]
     return fused

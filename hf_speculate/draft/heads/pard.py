@@ -4,9 +4,9 @@ Source:
     PARD: An et al. (arXiv:2504.18583).
 """
 
+from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -31,10 +31,12 @@ class PardNetwork(SlotNetwork):
 
     def fill(self, inputs: SlotInputs, parts: TargetParts) -> Tensor:
         token_ids = inputs.token_ids.clamp_max(self._last_id).masked_fill(inputs.is_slot, self.pard_token)
+        # given in any case, or the model would make one from the cache's length
+        mask = replace(inputs.placed, is_bare=False).mask(0)  # [B, 1, N, T]
         decoder: Any = self.model.get_decoder()
         output = decoder(
             input_ids=token_ids,
-            attention_mask=self._mask(inputs),
+            attention_mask=mask,
             position_ids=inputs.placed.columns,
             past_key_values=PlacedCache(inputs.placed),
             use_cache=True,
@@ -46,15 +48,6 @@ class PardNetwork(SlotNetwork):
         head: Any = self.model.get_output_embeddings()
         logits: Tensor = head(normed)
         return logits
-
-    def _mask(self, inputs: SlotInputs) -> Tensor:
-        """[B, 1, N, T] additive; given in any case, or the model would make one from the cache's length."""
-        mask = inputs.placed.mask(0)
-        if mask is not None:
-            return mask
-        batch_size, num = inputs.token_ids.shape
-        device = inputs.token_ids.device
-        return torch.zeros(batch_size, 1, num, inputs.placed.width, dtype=self.model.dtype, device=device)
 
 
 def read_pard(source: ConfigSource) -> HeadConfig:

@@ -18,6 +18,10 @@ class TargetShape(NamedTuple):
     model_type: str
     name: str  # last part of `name_or_path`; empty if it is a local folder
 
+    @property
+    def sizes(self) -> str:
+        return f"hidden size {self.hidden_size}, {self.num_layers} layers and {self.vocab_size} tokens"
+
 
 def shape_of(config: PreTrainedConfig) -> TargetShape:
     """The shape of a target, from its config alone."""
@@ -43,7 +47,8 @@ class TargetParts:
         """[..., Ht] embeddings of ids [...] int64, a scale of the family included and a norm left out."""
         if hasattr(self._embeddings, "embed_norm"):
             return self._rows(token_ids)
-        return self._read(self._embeddings(token_ids.to(self._embeddings.weight.device)))
+        embeddings: Tensor = self._embeddings(token_ids.to(self._embeddings.weight.device))
+        return embeddings.to(self.device, self.dtype)
 
     def raw_embedded(self, token_ids: Tensor) -> Tensor:
         """[..., Ht] rows of the embedding table, without the scale that some families apply."""
@@ -52,11 +57,9 @@ class TargetParts:
     def logits(self, states: Tensor) -> Tensor:
         """[..., V] of states [..., Ht] after a final norm."""
         weight = self._head.weight
-        return self._read(self._head(states.to(weight.device, weight.dtype)))
+        logits: Tensor = self._head(states.to(weight.device, weight.dtype))
+        return logits.to(self.device, self.dtype)
 
     def _rows(self, token_ids: Tensor) -> Tensor:
         weight = self._embeddings.weight
-        return self._read(embedding(token_ids.to(weight.device), weight))
-
-    def _read(self, states: Tensor) -> Tensor:
-        return states.to(self.device, self.dtype)
+        return embedding(token_ids.to(weight.device), weight).to(self.device, self.dtype)
