@@ -62,56 +62,13 @@ MTP = Design(kind="mtp", has_head_norms=True, draft_ids=None, aux_layers=(NUM_TA
 
 def make_weights(design: Design, seed: int = 0) -> dict[str, Tensor]:
     """Weights in float32 under the names of the speculators format."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def drawn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator) * WEIGHT_SCALE
-
-    def norm(width: int) -> Tensor:
-        return 1 + drawn(width)
-
-    width, inner = design.hidden_size, design.intermediate_size
-    q_width, kv_width = design.num_heads * design.head_dim, design.num_kv_heads * design.head_dim
-    is_eagle = design.kind in ("eagle3", "peagle")
-    weights = {"norm.weight": norm(width)}
-    for index in range(design.num_layers):
-        in_width = 2 * width if is_eagle and index == 0 else width
-        layer = {
-            "self_attn.q_proj.weight": drawn(q_width, in_width),
-            "self_attn.k_proj.weight": drawn(kv_width, in_width),
-            "self_attn.v_proj.weight": drawn(kv_width, in_width),
-            "self_attn.o_proj.weight": drawn(width, q_width),
-            "mlp.gate_proj.weight": drawn(inner, width),
-            "mlp.up_proj.weight": drawn(inner, width),
-            "mlp.down_proj.weight": drawn(width, inner),
-            "input_layernorm.weight": norm(width),
-            "post_attention_layernorm.weight": norm(width),
-        }
-        if design.has_head_norms:
-            layer |= {f"self_attn.{name}_norm.weight": norm(design.head_dim) for name in "qk"}
-        if design.has_bias:
-            layer |= {f"self_attn.{name}_proj.bias": drawn(q_width if name == "q" else kv_width) for name in "qkv"}
-        if is_eagle and index == 0:
-            layer["hidden_norm.weight"] = norm(width)
-        weights |= {f"layers.{index}.{name}": weight for name, weight in layer.items()}
-    if design.kind == "mtp":
-        return _as_mtp(weights, drawn(width, 2 * width), norm(width), norm(width))
-    if design.options.get("use_aux_hidden_state", True):
-        weights["fc.weight"] = drawn(width, design.joined_width)
-    if design.options.get("norm_before_fc"):
-        weights["input_norm.weight"] = norm(design.joined_width)
-    if design.options.get("fc_norm"):
-        names = [f"fc_norm.{index}.weight" for index in range(len(design.aux_layers))]
-        weights |= {name: norm(design.target_hidden_size) for name in names}
-    if design.kind == "peagle":
-        weights["mask_hidden"] = drawn(1, 1, design.joined_width)
-    if not is_eagle:
-        weights["hidden_norm.weight"] = norm(width)
-        weights |= _markov(design, drawn)
-    if design.has_embeddings or width != design.target_hidden_size:
-        weights["embed_tokens.weight"] = drawn(design.vocab_size, width)
-    if design.draft_ids is not None or width != design.target_hidden_size:
-        weights["lm_head.weight"] = drawn(design.num_draft_ids, width) * 4  # apart, so that the argmax is certain
+    generator, weights = torch.Generator().manual_seed(seed), {}
+    for name, shape in _shapes(design).items():
+        weights[name] = torch.randn(*shape, generator=generator) * WEIGHT_SCALE
+        if "norm" in name:
+            weights[name] += 1
+        if name.startswith(("lm_head", "markov_head.markov_w")):
+            weights[name] *= 4  # apart, so that the argmax is certain
     if design.draft_ids is not None:
         ids = torch.tensor(design.draft_ids)
         weights["d2t"] = ids - torch.arange(len(ids))
@@ -119,35 +76,68 @@ def make_weights(design: Design, seed: int = 0) -> dict[str, Tensor]:
     return weights
 
 
-def _markov(design: Design, drawn: Any) -> dict[str, Tensor]:
-    rank = design.options.get("markov_rank")
-    if not rank:
-        return {}
-    weights = {
-        "markov_head.markov_w1.weight": drawn(design.vocab_size, rank) * 4,
-        "markov_head.markov_w2.weight": drawn(design.num_draft_ids, rank) * 4,
+def _shapes(design: Design) -> dict[str, tuple[int, ...]]:
+    width, joined, options = design.hidden_size, design.joined_width, design.options
+    is_eagle, is_mtp = design.kind in ("eagle3", "peagle"), design.kind == "mtp"
+    shapes: dict[str, tuple[int, ...]] = {}
+    for index in range(design.num_layers):
+        prefix = f"mtp_layers.{index}." if is_mtp else f"layers.{index}."
+        in_width = 2 * width if is_eagle and index == 0 else width
+        shapes |= {prefix + name: shape for name, shape in _layer_shapes(design, in_width).items()}
+    if is_mtp:
+        norms = ("token_layernorm", "hidden_layernorm", "final_layernorm")
+        shapes |= {f"mtp_layers.0.{name}.weight": (width,) for name in norms}
+        return shapes | {"mtp_layers.0.input_proj.weight": (width, 2 * width)}
+    shapes |= {"norm.weight": (width,), "layers.0.hidden_norm.weight" if is_eagle else "hidden_norm.weight": (width,)}
+    if options.get("use_aux_hidden_state", True):
+        shapes["fc.weight"] = (width, joined)
+    if options.get("norm_before_fc"):
+        shapes["input_norm.weight"] = (joined,)
+    if options.get("fc_norm"):
+        names = [f"fc_norm.{index}.weight" for index in range(len(design.aux_layers))]
+        shapes |= dict.fromkeys(names, (design.target_hidden_size,))
+    if design.kind == "peagle":
+        shapes["mask_hidden"] = (1, 1, joined)
+    if options.get("markov_rank"):
+        shapes |= _markov_shapes(design, options["markov_rank"])
+    if design.has_embeddings or width != design.target_hidden_size:
+        shapes["embed_tokens.weight"] = (design.vocab_size, width)
+    if design.draft_ids is not None or width != design.target_hidden_size:
+        shapes["lm_head.weight"] = (design.num_draft_ids, width)
+    return shapes
+
+
+def _layer_shapes(design: Design, in_width: int) -> dict[str, tuple[int, ...]]:
+    width, inner, head_dim = design.hidden_size, design.intermediate_size, design.head_dim
+    rows = {"q": design.num_heads * head_dim, "k": design.num_kv_heads * head_dim, "v": design.num_kv_heads * head_dim}
+    shapes: dict[str, tuple[int, ...]] = {
+        f"self_attn.{name}_proj.weight": (num, in_width) for name, num in rows.items()
     }
-    width = design.hidden_size
+    shapes["self_attn.o_proj.weight"] = (width, rows["q"])
+    shapes |= {"mlp.gate_proj.weight": (inner, width), "mlp.up_proj.weight": (inner, width)}
+    shapes |= {"mlp.down_proj.weight": (width, inner), "input_layernorm.weight": (width,)}
+    shapes["post_attention_layernorm.weight"] = (width,)
+    if design.has_head_norms:
+        shapes |= {f"self_attn.{name}_norm.weight": (head_dim,) for name in "qk"}
+    if design.has_bias:
+        shapes |= {f"self_attn.{name}_proj.bias": (num,) for name, num in rows.items()}
+    return shapes
+
+
+def _markov_shapes(design: Design, rank: int) -> dict[str, tuple[int, ...]]:
+    width, prefix = design.hidden_size, "markov_head."
+    shapes = {f"{prefix}markov_w1.weight": (design.vocab_size, rank)}
+    shapes[f"{prefix}markov_w2.weight"] = (design.num_draft_ids, rank)
     match design.options.get("markov_head_type"):
         case "gated":
-            weights["markov_head.gate_proj.weight"] = drawn(rank, width + rank)
-            weights["markov_head.gate_proj.bias"] = drawn(rank)
+            shapes |= {f"{prefix}gate_proj.weight": (rank, width + rank), f"{prefix}gate_proj.bias": (rank,)}
         case "rnn":
-            weights["markov_head.joint_proj.weight"] = drawn(3 * rank, width + 2 * rank)
-            weights["markov_head.joint_proj.bias"] = drawn(3 * rank)
+            shapes |= {f"{prefix}joint_proj.weight": (3 * rank, width + 2 * rank)}
+            shapes |= {f"{prefix}joint_proj.bias": (3 * rank,)}
     if design.options.get("enable_confidence_head"):
-        reads_markov = design.options.get("confidence_head_with_markov")
-        weights["confidence_head.proj.weight"] = drawn(1, width + (rank if reads_markov else 0))
-        weights["confidence_head.proj.bias"] = drawn(1)
-    return weights
-
-
-def _as_mtp(weights: dict[str, Tensor], projection: Tensor, *norms: Tensor) -> dict[str, Tensor]:
-    layer = {name.replace("layers.", "mtp_layers."): weight for name, weight in weights.items() if "layers." in name}
-    layer["mtp_layers.0.final_layernorm.weight"] = weights["norm.weight"]
-    layer["mtp_layers.0.input_proj.weight"] = projection
-    layer["mtp_layers.0.token_layernorm.weight"], layer["mtp_layers.0.hidden_layernorm.weight"] = norms
-    return layer
+        in_width = width + (rank if design.options.get("confidence_head_with_markov") else 0)
+        shapes |= {"confidence_head.proj.weight": (1, in_width), "confidence_head.proj.bias": (1,)}
+    return shapes
 
 
 def layer_fields(design: Design) -> dict[str, Any]:

@@ -28,28 +28,23 @@ K = 4
 MIXED = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 4}
 VARIANTS: dict[str, Design] = {
     "EAGLE-3": EAGLE3,
-    "own embeddings": replace(EAGLE3, has_embeddings=True),
-    "whole vocabulary": replace(EAGLE3, draft_ids=None),
-    "head norms": replace(EAGLE3, has_head_norms=True),
-    "biases": replace(EAGLE3, has_bias=True),
-    "norm_before_residual": EAGLE3.with_options(norm_before_residual=True),
+    "own embeddings, biases": replace(EAGLE3, has_embeddings=True, has_bias=True),
+    "whole vocabulary, head norms": replace(EAGLE3, draft_ids=None, has_head_norms=True),
     "norm_before_fc": EAGLE3.with_options(norm_before_fc=True, norm_before_residual=True),
     "EAGLE-3.1": EAGLE3.with_options(fc_norm=True, norm_output=True),
-    "two layers": replace(EAGLE3, num_layers=2),
-    "window": replace(EAGLE3, num_layers=2, **MIXED),
+    "two layers, window": replace(EAGLE3, num_layers=2, **MIXED),
     "another width": replace(EAGLE3, hidden_size=16),
-    "last layer": replace(EAGLE3, aux_layers=(0, 4, NUM_TARGET_LAYERS)),
-    "two states": replace(EAGLE3, aux_layers=(2, 5)),
-    "partial rotary": replace(EAGLE3, rope={"rope_theta": 1000.0, "partial_rotary_factor": 0.5}),
-    "logit_scale": EAGLE3.with_options(logit_scale=0.5),
-    "P-EAGLE": PEAGLE,
-    "P-EAGLE, fc_norm": PEAGLE.with_options(fc_norm=True, norm_before_residual=True),
+    "two states, last layer": replace(EAGLE3, aux_layers=(0, NUM_TARGET_LAYERS)),
+    "partial rotary, scaled": replace(
+        EAGLE3, rope={"rope_theta": 1000.0, "partial_rotary_factor": 0.5}, options={"logit_scale": 0.5}
+    ),
+    "P-EAGLE": PEAGLE.with_options(fc_norm=True, norm_before_residual=True),
     "DFlash": DFLASH,
-    "DFlash, own tables": replace(DFLASH, draft_ids=EAGLE3.draft_ids, has_embeddings=True),
     "DFlash, windows": replace(DFLASH, **MIXED),
     "DFlash, windows that see ahead": replace(DFLASH, **MIXED).with_options(sliding_window_non_causal=True),
-    "DFlash, from the anchor": DFLASH.with_options(sample_from_anchor=True),
-    "DSpark": DSPARK,
+    "DFlash, own tables, from the anchor": replace(
+        DFLASH, draft_ids=EAGLE3.draft_ids, has_embeddings=True
+    ).with_options(sample_from_anchor=True),
     "DSpark, some ids": replace(DSPARK, draft_ids=EAGLE3.draft_ids),
     "DSpark, gated": DSPARK.with_options(markov_head_type="gated"),
     "DSpark, rnn": DSPARK.with_options(markov_head_type="rnn", sample_from_anchor=False),
@@ -81,10 +76,8 @@ def test_drafts_are_those_of_the_cacheless_reference(name, tmp_path):
     design, target = VARIANTS[name], target_of()
     weights = make_weights(design)
     head = load_drafter(write_speculators(tmp_path, design, weights), target)
-    assert (head.spec.kind, head.spec.format) == (design.kind, "speculators")
-    layers = (-1,) if design.kind == "mtp" else design.aux_layers
-    assert head.default_draft_tokens == K
-    assert head.hidden_layers == layers
+    assert (head.spec.kind, head.spec.format, head.default_draft_tokens) == (design.kind, "speculators", K)
+    assert head.hidden_layers == ((-1,) if design.kind == "mtp" else design.aux_layers)
     reference = reference_of(design, weights, target)
     rounds = Rounds(head, target, random_texts([7, 3, 2], seed=1))
     for number, accepted in enumerate([(2, 0, 4), (4, 1, 3), (0, 2, None), (1, 4, None)]):
@@ -132,9 +125,7 @@ def test_confidence_ends_drafts_where_the_product_of_estimates_falls_below(reads
     target, weights = target_of(), make_weights(design, seed=5)
     head = load_drafter(write_speculators(tmp_path, design, weights), target)
     reference = reference_of(design, weights, target)
-    threshold = 0.2
-
-    texts = random_texts([7, 3, 5, 9], seed=1)
+    threshold, texts = 0.2, random_texts([7, 3, 5, 9], seed=1)
     assert head.spec.max_draft_tokens == DSPARK.block_size
     rounds = Rounds(head, target, texts, changes={"confidence_threshold": threshold})
     whole = Rounds(head, target, texts).draft(K)
@@ -149,40 +140,36 @@ def test_confidence_ends_drafts_where_the_product_of_estimates_falls_below(reads
     assert torch.equal(draft.token_ids, whole.token_ids[:, : max(lens)])
 
 
-FORMATS = {
-    "original": lambda folder, weights: write_original(folder, EAGLE3, weights),
-    "original, bin": lambda folder, weights: write_original(folder, EAGLE3, weights, container="bin"),
-    "original, sharded": lambda folder, weights: write_original(folder, EAGLE3, weights, container="sharded"),
-    "original, model. in names": lambda folder, weights: write_original(
-        folder, EAGLE3, {f"model.{name}": weight for name, weight in weights.items()}
-    ),
-    "original, ids of inputs nested": lambda folder, weights: nested(folder, weights, [3, 5, 6]),
-    "original, ids of outputs nested": lambda folder, weights: nested(folder, weights, [1, 3, 5]),
-    "original, no ids": lambda folder, weights: write_original(
-        folder, EAGLE3, weights, eagle_aux_hidden_state_layer_ids=None
-    ),
-}
-
-
 def nested(folder, weights, ids):
     name = "eagle_aux_hidden_state_layer_ids"
     return write_original(folder, EAGLE3, weights, **{name: None, "eagle_config": {name: ids}})
 
 
-AUX_LAYERS = {  # where they are not those of the design
-    "original, ids of inputs nested": (3, 5, 6),
-    "original, ids of outputs nested": (2, 4, 6),
-    "original, no ids": (2, NUM_TARGET_LAYERS // 2, NUM_TARGET_LAYERS - 3),
+FORMATS = {  # how a head is written, and which layers it then reads
+    "bin": (lambda folder, weights: write_original(folder, EAGLE3, weights, container="bin"), EAGLE3.aux_layers),
+    "sharded": (
+        lambda folder, weights: write_original(folder, EAGLE3, weights, container="sharded"),
+        EAGLE3.aux_layers,
+    ),
+    "model. in names": (
+        lambda folder, weights: write_original(folder, EAGLE3, {f"model.{name}": one for name, one in weights.items()}),
+        EAGLE3.aux_layers,
+    ),
+    "ids of inputs nested": (lambda folder, weights: nested(folder, weights, [3, 5, 6]), (3, 5, 6)),
+    "ids of outputs nested": (lambda folder, weights: nested(folder, weights, [1, 3, 5]), (2, 4, 6)),
+    "no ids": (
+        lambda folder, weights: nested(folder, weights, None),
+        (2, NUM_TARGET_LAYERS // 2, NUM_TARGET_LAYERS - 3),
+    ),
 }
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_equal_weights_draft_the_same_in_every_format(name, tmp_path):
-    target, weights = target_of(), make_weights(EAGLE3)
-    design = replace(EAGLE3, aux_layers=AUX_LAYERS.get(name, EAGLE3.aux_layers))
-    expected = load_drafter(write_speculators(tmp_path / "speculators", design, weights), target)
-    found = load_drafter(FORMATS[name](tmp_path / "original", weights), target)
-    assert found.hidden_layers == design.aux_layers
+    target, weights, (write, layers) = target_of(), make_weights(EAGLE3), FORMATS[name]
+    folder = write_speculators(tmp_path / "speculators", replace(EAGLE3, aux_layers=layers), weights)
+    expected, found = load_drafter(folder, target), load_drafter(write(tmp_path / "original", weights), target)
+    assert found.hidden_layers == layers
     texts = random_texts([6, 4], seed=3)
     drafts = [Rounds(head, target, texts).draft(K, SampleStrategy.RANDOM) for head in (expected, found)]
     assert torch.equal(drafts[0].token_logits, drafts[1].token_logits)

@@ -17,10 +17,8 @@ from tests.tiny import make_config
 @pytest.mark.parametrize(
     ("config", "names", "kind"),
     [
-        ({"architectures": ["DFlashDraftModel"]}, [], "dflash"),
         ({"block_size": 16, "mask_token_id": 3, "target_layer_ids": [1]}, [], "dflash"),
         ({"draft_vocab_size": 8, "architectures": ["LlamaForCausalLM"]}, [], "eagle3"),
-        ({"architectures": ["LlamaForCausalLMEagle3"]}, [], "eagle3"),
         ({"architectures": ["LlamaForCausalLM"]}, ["fc.weight", "midlayer.hidden_norm.weight", "d2t"], "eagle3"),
     ],
 )
@@ -47,11 +45,6 @@ def test_what_is_not_served_is_named_with_what_is(config, names, got):
     assert got in str(caught.value)
 
 
-def target_config(**changes):
-    fields = {"vocab_size": EAGLE3.vocab_size, "hidden_size": 24, "num_hidden_layers": 6, **changes}
-    return make_config("llama", **fields)
-
-
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
@@ -65,17 +58,11 @@ def test_a_fit_is_seen_from_configs_alone(changes, problem, tmp_path):
     folder = write_speculators(tmp_path / "head", EAGLE3, make_weights(EAGLE3))
     (folder / "model.safetensors").unlink()
     (tmp_path / "target").mkdir()
-    target_config(**changes).save_pretrained(tmp_path / "target")
+    fields = {"vocab_size": EAGLE3.vocab_size, "hidden_size": 24, "num_hidden_layers": 6, **changes}
+    make_config("llama", **fields).save_pretrained(tmp_path / "target")
     fit = check_head(folder, tmp_path / "target")
-    assert fit.problems == (() if problem is None else (problem,))
-    assert fit.notes == ()
-    assert fit.spec.kind == "eagle3"
-    assert fit.spec.hidden_layers == EAGLE3.aux_layers
-
-
-def changed(weights, **changes):
-    kept = {name: weight for name, weight in weights.items() if name not in changes}
-    return kept | {name: weight for name, weight in changes.items() if weight is not None}
+    assert (fit.problems, fit.notes) == (() if problem is None else (problem,), ())
+    assert (fit.spec.kind, fit.spec.hidden_layers) == ("eagle3", EAGLE3.aux_layers)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +80,8 @@ def changed(weights, **changes):
     ],
 )
 def test_weights_and_configs_that_do_not_fit_are_named(weights, fields, message, tmp_path):
-    folder = write_speculators(tmp_path, EAGLE3, changed(make_weights(EAGLE3), **weights), **fields)
+    weights = {name: one for name, one in (make_weights(EAGLE3) | weights).items() if one is not None}
+    folder = write_speculators(tmp_path, EAGLE3, weights, **fields)
     with pytest.raises((ConfigError, UnsupportedModelError), match=message):
         load_drafter(folder, target_of())
 
@@ -111,14 +99,8 @@ def test_folders_without_config_or_weights_are_named(tmp_path):
 def test_a_head_says_what_it_is(tmp_path):
     folder = write_speculators(tmp_path / "my-head", EAGLE3, make_weights(EAGLE3))
     head = load_drafter(folder, target_of(), dtype=torch.bfloat16, aux_layers=[2, 4, 6])
-    for part in (
-        "my-head: eagle3",
-        "layers 2, 4, 6 (before the final norm)",
-        "12 of 32 tokens",
-        "bfloat16 on cpu",
-        "K 4",
-    ):
-        assert part in repr(head)
+    parts = ("my-head: eagle3", "layers 2, 4, 6 (before the final norm)", "12 of 32 tokens", "bfloat16 on cpu", "K 4")
+    assert all(part in repr(head) for part in parts)
 
 
 def test_a_pickled_file_cannot_run_code(tmp_path):
@@ -133,13 +115,8 @@ def test_a_pickled_file_cannot_run_code(tmp_path):
 
 
 FIELDS = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 64}
 
 
 def test_windows_are_those_of_the_layers_types():
@@ -149,19 +126,18 @@ def test_windows_are_those_of_the_layers_types():
     assert (windows_of(config), config.num_key_value_heads, config.head_dim) == ((None,), 4, 8)
 
 
+BY_LAYER = {"full_attention": {"rope_theta": 500.0}, "sliding_attention": {"rope_theta": 9.0}}
+
+
 @pytest.mark.parametrize(
     ("fields", "rope"),
     [
         ({"rope_theta": 500.0, "rope_scaling": LLAMA3}, {**LLAMA3, "rope_theta": 500.0}),
-        ({"rope_parameters": {**LLAMA3, "rope_theta": 500.0}}, {**LLAMA3, "rope_theta": 500.0}),
         ({"rope_theta": 500.0, "rope_parameters": LLAMA3}, {**LLAMA3, "rope_theta": 500.0}),
-        ({"rope_theta": 500.0, "rope_scaling": None}, {"rope_type": "default", "rope_theta": 500.0}),
-        (
-            {"rope_parameters": {"full_attention": {"rope_theta": 500.0}, "sliding_attention": {"rope_theta": 9.0}}},
-            {"rope_type": "default", "rope_theta": 500.0},
-        ),
+        ({"rope_scaling": None}, {"rope_type": "default", "rope_theta": 10000.0}),
+        ({"rope_parameters": BY_LAYER}, {"rope_type": "default", "rope_theta": 500.0}),
     ],
-    ids=["scaling", "parameters", "parameters without theta", "theta", "parameters by layer"],
+    ids=["scaling", "parameters without theta", "none", "parameters by layer"],
 )
 def test_rotary_embeddings_are_those_of_transformers(fields, rope):
     config = read_layer_config({**FIELDS, "max_position_embeddings": 512, **fields})
