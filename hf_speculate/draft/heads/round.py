@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from functools import reduce
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -65,17 +66,14 @@ class Proposal:
     @property
     def is_over(self) -> bool:
         """Whether no row needs another token; False where finding out would wait for an accelerator."""
-        if self._chosen[0].token_ids.device.type != "cpu":
-            return False
-        is_done = self._is_done(self._token_ids())
+        is_done = self._is_done() if self._chosen[0].token_ids.device.type == "cpu" else None
         return is_done is not None and bool(is_done.any(dim=1).all())
 
     def finish(self, device: torch.device, most: Tensor | None = None) -> DraftOut:
         """The proposal on a device; `most` [B] int bounds the tokens that count."""
-        ids = self._token_ids()
+        ids, is_done = self._token_ids(), self._is_done()
         num = ids.shape[1]
         lens = torch.full((ids.shape[0],), num, dtype=torch.int32, device=ids.device)
-        is_done = self._is_done(ids)
         if is_done is not None:
             lens = torch.where(is_done.any(1), is_done.int().argmax(1) + 1, lens).to(torch.int32)
         if most is not None:
@@ -93,15 +91,13 @@ class Proposal:
     def _token_ids(self) -> Tensor:
         return torch.stack([choice.token_ids for choice in self._chosen], dim=1)  # [B, K]
 
-    def _is_done(self, token_ids: Tensor) -> Tensor | None:
+    def _is_done(self) -> Tensor | None:
         """[B, K] bool, the tokens after which a row needs no other; None if nothing ends rows."""
         eos = self._chooser.settings.eos_token_ids
-        is_done = None if eos is None else (token_ids[:, :, None] == eos).any(-1)
+        ends = [] if eos is None else [(self._token_ids()[:, :, None] == eos).any(-1)]
         is_unsure = [choice.is_done for choice in self._chosen if choice.is_done is not None]
-        if not is_unsure:
-            return is_done
-        stacked = torch.stack(is_unsure, dim=1)
-        return stacked if is_done is None else is_done | stacked
+        ends += [torch.stack(is_unsure, dim=1)] if is_unsure else []
+        return reduce(torch.logical_or, ends) if ends else None
 
 
 # Tokens of each row per forward of a head, so that the mask of a long prompt stays small.
