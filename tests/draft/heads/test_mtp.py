@@ -18,39 +18,31 @@ from hf_speculate.types import SampleStrategy
 from tests.cases import assert_equal_ids
 from tests.draft.heads.rounds import Rounds, random_texts
 from tests.draft.heads.watching import watch_drafter, watch_generators
-from tests.tiny import INITIALIZER_RANGE, LOGIT_SCALE, clamp_masks, make_model, ragged_prompts
+from tests.tiny import INITIALIZER_RANGE, clamp_masks, make_model, ragged_prompts
 
 NUM_NEW = 24
 HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next")  # whose checkpoints hold the layer under `mtp.`
 TOLERANCE = 1e-4  # the target's states round at 1e-5, by where its delta rule cuts a text; swapped weights differ by 1
-_SIZES = {"num_hidden_layers": 1, "first_k_dense_replace": 0}
 
 
 def make_target(kind: str, num_mtp_layers: int, vocab_size: int):
+    sizes = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "num_mtp_layers": num_mtp_layers}
+    sizes |= {"vocab_size": vocab_size}
     if kind == "deepseek_v3":
-        return make_model("deepseek_v3", num_mtp_layers=num_mtp_layers, vocab_size=vocab_size, **_SIZES)
-    config = Glm4MoeConfig(
-        vocab_size=vocab_size,
-        hidden_size=32,
-        intermediate_size=48,
-        moe_intermediate_size=24,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        num_mtp_layers=num_mtp_layers,
-        initializer_range=INITIALIZER_RANGE,
-        tie_word_embeddings=False,
-        eos_token_id=None,
-        pad_token_id=0,
-        **_SIZES,
-    )
+        return make_model("deepseek_v3", **sizes)
+    sizes |= {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "moe_intermediate_size": 24,
+        "initializer_range": INITIALIZER_RANGE,
+    }
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    sizes |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "eos_token_id": None, "pad_token_id": 0}
     torch.manual_seed(0)
+    config = Glm4MoeConfig(**sizes, tie_word_embeddings=False)
     model = Glm4MoeForCausalLM._from_config(config, dtype=torch.float64, experts_implementation="eager").eval()
-    model.requires_grad_(False).get_output_embeddings().weight.mul_(LOGIT_SCALE)
     clamp_masks(model)
-    return model
+    return model.requires_grad_(False)
 
 
 def make_checkpoint(folder, kind: str, num_mtp_layers: int, seed: int | None = None, vocab_size: int = 64):
@@ -143,14 +135,6 @@ def test_the_target_stays_as_it_is_and_what_cannot_be_loaded_is_named(checkpoint
         load_drafter(tmp_path, target)
 
 
-def one_layer(target):
-    """A model of one attention layer, whose inputs are what `mtp.fc` gives."""
-    model = make_model(
-        target.config.model_type.removesuffix("_text"), num_hidden_layers=1, layer_types=["full_attention"]
-    )
-    return model.model
-
-
 def by_expert(name, weight):
     """The weights of the experts one by one, as checkpoints of Qwen3-Next hold them."""
     head, own = name.rpartition(".")[0], ("gate_proj", "up_proj") if "gate_up" in name else ("down_proj",)
@@ -197,21 +181,22 @@ def hybrid(tmp_path_factory):
 @torch.no_grad()
 def reference(target, folder, text, states, drafted):
     """[K, V] of the layer applied to its own outputs, from the file's weights over the whole text in every step."""
-    weights = load_file(folder / "model.safetensors")
-    block, norms = one_layer(target), {name: 1 + weight for name, weight in weights.items() if "pre_fc" in name}
-    block.layers[0].load_state_dict(
-        {name.removeprefix("mtp.layers.0."): w for name, w in weights.items() if "mtp.layers" in name}
-    )
-    block.norm.weight.copy_(weights["mtp.norm.weight"])
-    width, eps, scores, own = target.config.hidden_size, target.config.rms_norm_eps, [], []
+    weights = {name.removeprefix("mtp."): one for name, one in load_file(folder / "model.safetensors").items()}
+    kind = target.config.model_type.removesuffix("_text")
+    block = make_model(kind, num_hidden_layers=1, layer_types=["full_attention"]).model
+    of_layer = {name.removeprefix("layers.0."): one for name, one in weights.items() if name.startswith("layers.")}
+    block.layers[0].load_state_dict(of_layer)
+    block.norm.weight.copy_(weights["norm.weight"])
+
+    def normed(values, name):
+        weight = 1 + weights[f"pre_fc_norm_{name}.weight"]
+        return rms_norm(values, values.shape[-1:], weight, target.config.rms_norm_eps)
+
+    scores, own = [], []
     for step in range(len(drafted)):
-        ids = torch.tensor([text[1:] + drafted[:step]])
-        embeddings = rms_norm(
-            target.get_input_embeddings()(ids), (width,), norms["mtp.pre_fc_norm_embedding.weight"], eps
-        )
-        read = rms_norm(torch.cat([states, *own])[None], (width,), norms["mtp.pre_fc_norm_hidden.weight"], eps)
-        inputs = torch.cat([embeddings, read], dim=-1) @ weights["mtp.fc.weight"].T
-        outputs = block(inputs_embeds=inputs, use_cache=False).last_hidden_state
+        embeddings = target.get_input_embeddings()(torch.tensor(text[1:] + drafted[:step]))
+        joined = torch.cat([normed(embeddings, "embedding"), normed(torch.cat([states, *own]), "hidden")], dim=-1)
+        outputs = block(inputs_embeds=(joined @ weights["fc.weight"].T)[None], use_cache=False).last_hidden_state
         scores.append(target.get_output_embeddings()(outputs[0, -1]))
         own.append(outputs[0, -1:])
     return torch.stack(scores)
