@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -10,7 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_speculate.draft.base import Drafter, DrafterSetup, DraftRequest
+from hf_speculate.draft.base import DrafterSetup, DraftRequest
+from hf_speculate.draft.heads.head import DraftHead
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.types import DraftOut, Kept, NoiseKeys, SampleStrategy, Stream
 from tests.draft.heads.designs import NUM_TARGET_LAYERS, TARGET_WIDTH, VOCAB_SIZE
@@ -30,15 +30,14 @@ def target_of(dtype: torch.dtype = torch.float64, vocab_size: int = VOCAB_SIZE) 
 @torch.no_grad()
 def states_of(target: PreTrainedModel, text: Sequence[int], layers: Sequence[int]) -> Tensor:
     """[T, A * Ht] of a plain forward: inputs of layers, or the last layer's output before the final norm, or after."""
-    kept, num_layers = [], target.config.num_hidden_layers
+    num_layers, kept = target.config.num_hidden_layers, []
     with contextlib.ExitStack() as stack:
         if num_layers in layers:
             handle = target.model.layers[-1].register_forward_hook(lambda module, args, output: kept.append(output))
             stack.callback(handle.remove)
         given = target(torch.tensor([list(text)]), output_hidden_states=True).hidden_states
-    kept = [output[0] if isinstance(output, tuple) else output for output in kept]
     parts = [kept[0][0] if layer == num_layers else given[layer][0] for layer in layers]
-    return torch.cat(parts, -1) if parts else given[0][0][:, :0]
+    return torch.cat([given[0][0][:, :0], *parts], -1)
 
 
 def setup_of(target: PreTrainedModel, num_pads: Sequence[int], **changes) -> DrafterSetup:
@@ -62,24 +61,16 @@ def random_texts(lens: Sequence[int], seed: int = 0, vocab_size: int = VOCAB_SIZ
     return [torch.randint(1, vocab_size, (length,), generator=generator).tolist() for length in lens]
 
 
-@dataclass
 class Rounds:
     """Rows that a drafter is led through, token by token as the decoder would."""
 
-    head: object
-    target: PreTrainedModel
-    texts: list[list[int]]
-    layers: Sequence[int] = ()
-    changes: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        longest = max(map(len, self.texts))
-        self.pads = [longest - len(text) for text in self.texts]
-        self.texts = [list(text) for text in self.texts]
-        self.layers = self.layers or self.head.hidden_layers
-        self.drafter: Drafter = self.head(setup_of(self.target, self.pads, **self.changes))
-        self.told = [0] * len(self.texts)  # tokens of each row that the drafter was told
-        self.is_first = True
+    def __init__(self, head: DraftHead, target: PreTrainedModel, texts: Sequence[Sequence[int]], **changes: Any):
+        longest = max(map(len, texts))
+        self.pads = [longest - len(text) for text in texts]
+        self.texts = [list(text) for text in texts]
+        self.target, self.layers = target, head.hidden_layers
+        self.drafter = head(setup_of(target, self.pads, **changes))
+        self.told = [0] * len(texts)  # tokens of each row that the drafter was told
         self.num_rounds = 0
 
     def draft(
@@ -87,35 +78,25 @@ class Rounds:
     ) -> DraftOut:
         """One call of the drafter, with everything that rows have gained since the last one."""
         self.num_rounds += 1
-        begins = [told or 1 for told in self.told]
-        counts = [len(text) - begin for text, begin in zip(self.texts, begins, strict=True)]
-        width = max(counts)
+        is_first, begins = not any(self.told), [told or 1 for told in self.told]
         new = [text[begin:] for text, begin in zip(self.texts, begins, strict=True)]
-        ids = torch.tensor([row + [-1] * (width - len(row)) for row in new], dtype=torch.int64)
-        kept = Kept(ids, torch.tensor(counts, dtype=torch.int32), self._states(begins, counts, width))
-        if self.is_first:
-            query = torch.tensor([[PAD] * pad + text for pad, text in zip(self.pads, self.texts, strict=True)])
-        else:
-            query = torch.tensor([([PAD] * width + text)[-max(width, 1) :] for text in self.texts])
-        if self.is_first and not self.layers:
-            kept = None
+        counts = [len(row) for row in new]
+        ids = torch.tensor([row + [-1] * (max(counts) - len(row)) for row in new], dtype=torch.int64)
+        kept = Kept(ids, torch.tensor(counts, dtype=torch.int32), self._states(begins, counts))
+        size = max(map(len, self.texts)) if is_first else max(*counts, 1)
+        query = torch.tensor([([PAD] * size + text)[-size:] for text in self.texts])
         seeds = torch.tensor(range(len(self.texts)) if seeds is None else seeds)
         positions = torch.tensor([len(text) for text in self.texts])
         keys = NoiseKeys(seeds, torch.full_like(seeds, self.num_rounds), positions)
-        out = self.drafter.draft(DraftRequest(query, None, num, strategy, keys, kept))
-        self.told, self.is_first = [len(text) for text in self.texts], False
-        return out
+        self.told = [len(text) for text in self.texts]
+        kept = None if is_first and not self.layers else kept
+        return self.drafter.draft(DraftRequest(query, None, num, strategy, keys, kept))
 
     def accept(self, draft: DraftOut, counts: Sequence[int | None], seed: int) -> None:
         """Keep so many drafted tokens of each row and one more that was not drafted; None: the row gains nothing."""
         for row, (text, count) in enumerate(zip(self.texts, counts, strict=True)):
             if count is not None:
                 text += draft.token_ids[row, :count].tolist() + random_texts([1], seed=seed * 31 + row)[0]
-
-    def gain(self, num: int, seed: int) -> None:
-        """Plain steps: every row gains tokens without a draft."""
-        for row, text in enumerate(self.texts):
-            text += random_texts([num], seed=seed * 17 + row)[0]
 
     def rows(self, indices: Sequence[int]) -> None:
         self.drafter.rows(indices)
@@ -126,12 +107,12 @@ class Rounds:
         """[n, A * Ht] of all tokens of a row but the newest."""
         return states_of(self.target, self.texts[row][:-1], self.layers)
 
-    def _states(self, begins: Sequence[int], counts: Sequence[int], width: int) -> Tensor | None:
+    def _states(self, begins: Sequence[int], counts: Sequence[int]) -> Tensor | None:
         if not self.layers:
             return None
         rows = []
         for text, begin, count in zip(self.texts, begins, counts, strict=True):
             own = states_of(self.target, text, self.layers)[begin - 1 : begin - 1 + count]
-            junk = own.new_full((width - count, own.shape[1]), torch.nan)  # nothing may be read of it
+            junk = own.new_full((max(counts) - count, own.shape[1]), torch.nan)  # nothing may be read of it
             rows.append(self.drafter.project_states(torch.cat([own, junk])[None])[0])
         return torch.stack(rows)

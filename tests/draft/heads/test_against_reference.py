@@ -127,7 +127,7 @@ def test_confidence_ends_drafts_where_the_product_of_estimates_falls_below(reads
     reference = reference_of(design, weights, target)
     threshold, texts = 0.2, random_texts([7, 3, 5, 9], seed=1)
     assert head.spec.max_draft_tokens == DSPARK.block_size
-    rounds = Rounds(head, target, texts, changes={"confidence_threshold": threshold})
+    rounds = Rounds(head, target, texts, confidence_threshold=threshold)
     whole = Rounds(head, target, texts).draft(K)
     draft = rounds.draft(K)
     lens = []

@@ -39,7 +39,7 @@ def test_rows_of_a_batch_are_single_rows(loaded):
             assert_same(draft, row, single.draft(K, SampleStrategy.RANDOM, seeds=[row]))
         batch.accept(draft, accepted, seed=number)
         if number == 1:
-            batch.gain(2, seed=number)  # plain steps, of which the drafter is told in the next round
+            batch.texts = [[*text, 3, 7] for text in batch.texts]  # plain steps, which the next round tells of
         for single, text in zip(singles, batch.texts, strict=True):
             single.texts = [list(text)]
     batch.rows([2, 0])
@@ -65,7 +65,7 @@ def test_processors_see_the_text_and_the_drafts_before(loaded):
     head, target = loaded
     texts = random_texts([6, 4, 9], seed=6)
     penalty = RepetitionPenaltyLogitsProcessor(1.5)
-    processed = Rounds(head, target, texts, changes={"processors": BlockLogitsProcessorList([penalty])})
+    processed = Rounds(head, target, texts, processors=BlockLogitsProcessorList([penalty]))
     plain = Rounds(head, target, texts)
     for number, accepted in enumerate([(0, 2, 1), (1, 0)]):
         draft, without = (
@@ -92,7 +92,7 @@ def test_drafts_end_with_what_ends_a_row(loaded, strategy):
     texts = random_texts([6, 4, 9], seed=7)
     whole = Rounds(head, target, texts).draft(K, strategy)
     ends = int(whole.token_ids[1, 1])
-    draft = Rounds(head, target, texts, changes={"eos_token_ids": frozenset({ends})}).draft(K, strategy)
+    draft = Rounds(head, target, texts, eos_token_ids=frozenset({ends})).draft(K, strategy)
     for row, ids in enumerate(whole.token_ids.tolist()):
         expected = ids.index(ends) + 1 if ends in ids else K
         assert draft.lens[row] == expected
