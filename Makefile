@@ -11,7 +11,7 @@ OLDEST_STAMP := $(OLDEST)/.installed
 OLDEST_TESTS := tests/draft tests/generation tests/reliability tests/test_compatibility.py
 WORKERS ?= logical
 # What `make test` leaves out: kernels in Triton's interpreter, and what users run beside generate().
-KERNEL_TESTS := tests/triton_kernels/test_triton_*.py tests/triton_kernels/test_warps.py tests/triton_kernels/test_property.py
+KERNEL_TESTS := tests/triton_kernels/test_triton_*.py tests/triton_kernels/test_property.py
 TOOL_TESTS := tests/tools tests/examples tests/test_pages.py tests/test_packaging.py tests/test_import.py tests/test_noise.py tests/test_mutants.py
 PYTEST_ARGS ?=
 DEMO_ARGS ?=

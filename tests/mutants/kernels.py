@@ -7,8 +7,12 @@ MUTANTS = (
         "triton_kernels/reference/chain.py",
         "triton_kernels/test_against_oracle.py triton_kernels/test_edges.py",
         {
-            "chain: a draft's length does not bound it": Fault("good_ids & counted, lens", "good_ids, lens"),
-            "chain: one drafted token too many counts": Fault("< lens.unsqueeze(-1)", "<= lens.unsqueeze(-1)"),
+            "chain: a draft's length does not bound it": Fault(
+                "good_ids & counted, lens", "good_ids, lens", "triton_kernels/test_invariance.py"
+            ),
+            "chain: one drafted token too many counts": Fault(
+                "< lens.unsqueeze(-1)", "<= lens.unsqueeze(-1)", "triton_kernels/test_invariance.py"
+            ),
             "chain: tokens after a rejected one are accepted": Fault(
                 "chain.acceptable).cumprod(-1, dtype=torch.int64).sum(-1))",
                 "chain.acceptable).to(torch.int64).sum(-1))",
@@ -131,7 +135,7 @@ MUTANTS = (
     ),
     *mutants_of(
         "triton_kernels/reference/greedy.py",
-        "triton_kernels/test_against_oracle.py triton_kernels/test_edges.py",
+        "triton_kernels/test_distributions.py",
         {
             "greedy: the next position's argmax": Fault(
                 "best.indices[:, :-1] == chain.token_ids", "best.indices[:, 1:] == chain.token_ids"
@@ -139,7 +143,7 @@ MUTANTS = (
             "greedy: rows at temperature 0 are sampled": Fault(
                 "warp.temperature == 0",
                 "warp.temperature < 0",
-                "triton_kernels/test_against_oracle.py triton_kernels/test_edges.py triton_kernels/test_warps.py",
+                "triton_kernels/test_warps.py",
             ),
         },
     ),

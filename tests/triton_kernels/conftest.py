@@ -1,8 +1,9 @@
-"""Makes Triton's interpreter fast enough for tests of whole operations."""
+"""What tests of kernels share: a quick interpreter, and memory at its worst."""
 
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from tests.triton_kernels.interpreter import quick_interpreter
 
@@ -11,3 +12,17 @@ from tests.triton_kernels.interpreter import quick_interpreter
 def _quick_interpreter() -> Iterator[None]:
     with quick_interpreter():
         yield
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """Fresh memory holds NaN and the largest integers, as torch fills it in deterministic mode."""
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        assert torch.empty(3).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = fills

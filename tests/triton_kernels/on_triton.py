@@ -1,14 +1,17 @@
 """Runs an operation on the Triton kernels: on a GPU where there is one, else in Triton's interpreter."""
 
+import importlib.util
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-from hf_speculate.triton_kernels import NoiseKeys, Sampled, Verdict
-from tests.triton_kernels.operations import OPERATIONS, Operation
+from hf_speculate.triton_kernels import Sampled, Verdict
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NEEDS_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+BACKENDS = ["torch", pytest.param("triton", marks=NEEDS_TRITON)]
 
 
 def moved(value: Any, device: str = DEVICE) -> Any:
@@ -23,17 +26,14 @@ def moved(value: Any, device: str = DEVICE) -> Any:
 
 def on_triton(operation: Any, *args: Any, **options: Any) -> Any:
     """What an operation gives with backend="triton", on the CPU."""
-    options = {name: moved(value) for name, value in options.items()}
-    return moved(operation(*moved(args), backend="triton", **options), "cpu")
+    return on("triton", operation, *args, **options)
 
 
-def verify_on_triton(
-    name: str, target: Tensor, ids: Tensor, draft: Tensor, keys: NoiseKeys, lens: Tensor | None = None
-) -> Verdict:
-    """The kernels' verdict of one of OPERATIONS."""
-    operation: Operation = OPERATIONS[name]
-    rest = () if lens is None else (moved(lens),)
-    return moved(operation(moved(target), moved(ids), moved(draft), moved(keys), *rest, backend="triton"), "cpu")
+def on(backend: str, operation: Any, *args: Any, **options: Any) -> Any:
+    """What an operation gives with a backend, on the CPU."""
+    device = DEVICE if backend == "triton" else "cpu"
+    options = {name: moved(value, device) for name, value in options.items()}
+    return moved(operation(*moved(args, device), backend=backend, **options), "cpu")
 
 
 def assert_same(mine: Verdict | Sampled, yours: Verdict | Sampled) -> None:

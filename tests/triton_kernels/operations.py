@@ -1,12 +1,15 @@
 """Every operation behind one signature, so that one test can run them all."""
 
-from typing import Any, Protocol
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_speculate.triton_kernels import (
     NoiseKeys,
+    Status,
     Stream,
     Verdict,
     sample,
@@ -17,20 +20,8 @@ from hf_speculate.triton_kernels import (
     verify_typical,
 )
 
-
-class Operation(Protocol):
-    """A verifier of one round: target [B, K+1, V], ids [B, K], draft [B, K, V], keys, lengths [B] or None."""
-
-    def __call__(
-        self,
-        target: Tensor,
-        ids: Tensor,
-        draft: Tensor,
-        keys: NoiseKeys,
-        lens: Tensor | None = None,
-        *,
-        backend: str = "auto",
-    ) -> Verdict: ...
+# A verifier of one round: target [B, K+1, V], ids [B, K], draft [B, K, V], keys, lengths [B] or None, and options.
+Operation = Callable[..., Verdict]
 
 
 def warp_of(target: Tensor, keys: NoiseKeys) -> dict[str, Tensor]:
@@ -42,20 +33,14 @@ def warp_of(target: Tensor, keys: NoiseKeys) -> dict[str, Tensor]:
 
 def sums_of(draft: Tensor, keys: NoiseKeys, backend: str) -> Tensor:
     """Log-sum-exps [B, K] of the drafts, as a drafter keeps them."""
-    sums = [
-        sample(draft[:, j], keys=keys, stream=Stream.DRAFT, backend=backend).logsumexp for j in range(draft.shape[1])
-    ]
+    sums = [sample(row, keys=keys, stream=Stream.DRAFT, backend=backend).logsumexp for row in draft.unbind(1)]
     return torch.stack(sums, dim=-1) if sums else draft.new_empty(draft.shape[:2], dtype=torch.float32)
 
 
-def _greedy(
-    target: Tensor, ids: Tensor, draft: Tensor, keys: NoiseKeys, lens: Tensor | None = None, *, backend: str = "auto"
-) -> Verdict:
-    return verify_greedy(target, ids, draft_lens=lens, backend=backend)
-
-
-def _dense(verify: Any, *, with_sums: bool = False, warped: bool = False) -> Operation:
-    """A verifier that reads the draft's logits."""
+def _operation(
+    verify: Any, *, is_dense: bool = False, with_sums: bool = False, is_warped: bool = False, **settings: Any
+) -> Operation:
+    """`verify` as an `Operation`; dense: it reads the draft's logits."""
 
     def run(
         target: Tensor,
@@ -65,50 +50,36 @@ def _dense(verify: Any, *, with_sums: bool = False, warped: bool = False) -> Ope
         lens: Tensor | None = None,
         *,
         backend: str = "auto",
+        **warp: Any,
     ) -> Verdict:
-        options: dict[str, Any] = warp_of(target, keys) if warped else {}
+        options = settings | (warp_of(target, keys) if is_warped else warp)
         if with_sums:
             options["draft_logsumexp"] = sums_of(draft, keys, backend)
-        return verify(target, ids, draft, keys=keys, draft_lens=lens, backend=backend, **options)
-
-    return run
-
-
-def _draftless(verify: Any, *, warped: bool = False, **settings: Any) -> Operation:
-    """A verifier that reads no logits of the draft."""
-
-    def run(
-        target: Tensor,
-        ids: Tensor,
-        draft: Tensor,
-        keys: NoiseKeys,
-        lens: Tensor | None = None,
-        *,
-        backend: str = "auto",
-    ) -> Verdict:
-        options = settings | (warp_of(target, keys) if warped else {})
-        return verify(target, ids, keys=keys, draft_lens=lens, backend=backend, **options)
+        drafted = (draft,) if is_dense else ()
+        return verify(target, ids, *drafted, keys=keys, draft_lens=lens, backend=backend, **options)
 
     return run
 
 
 OPERATIONS: dict[str, Operation] = {
-    "greedy": _greedy,
-    "rejection": _dense(verify_rejection),
-    "rejection with draft sums": _dense(verify_rejection, with_sums=True),
-    "rejection, warped": _dense(verify_rejection, warped=True),
-    "point mass": _draftless(verify_rejection),
-    "block": _dense(verify_block),
-    "block with draft sums": _dense(verify_block, with_sums=True),
-    "block, warped": _dense(verify_block, warped=True),
-    "coupled": _draftless(verify_coupled),
-    "coupled, warped": _draftless(verify_coupled, warped=True),
-    "typical": _draftless(verify_typical),
-    "typical, sampled": _draftless(verify_typical, correction="sample", entropy_epsilon=1e-5),
+    "greedy": _operation(lambda *round_, keys, **options: verify_greedy(*round_, **options)),
+    "rejection": _operation(verify_rejection, is_dense=True),
+    "rejection with draft sums": _operation(verify_rejection, is_dense=True, with_sums=True),
+    "rejection, warped": _operation(verify_rejection, is_dense=True, is_warped=True),
+    "point mass": _operation(verify_rejection),
+    "block": _operation(verify_block, is_dense=True),
+    "block with draft sums": _operation(verify_block, is_dense=True, with_sums=True),
+    "block, warped": _operation(verify_block, is_dense=True, is_warped=True),
+    "coupled": _operation(verify_coupled),
+    "coupled, warped": _operation(verify_coupled, is_warped=True),
+    "typical": _operation(verify_typical),
+    "typical, sampled": _operation(verify_typical, correction="sample", entropy_epsilon=1e-5),
 }
 DENSE = ["rejection", "rejection with draft sums", "block", "block with draft sums"]
-# Whose last token is drawn, whatever the temperature of the row.
-SAMPLING = [*DENSE, "point mass", "coupled", "typical, sampled"]
+# That take a temperature and cutoffs as options.
+WARPABLE = ["rejection", "point mass", "block", "coupled", "typical", "typical, sampled"]
+# What a row may hold in place of a distribution, and the status that names it.
+HOSTILE = {torch.nan: Status.NAN, -torch.inf: Status.ALL_MASKED, torch.inf: Status.POSITIVE_INF}
 
 
 def make_round(
@@ -134,8 +105,59 @@ def make_contested_round(
     return target, ids, draft
 
 
+def spoil(rows: Tensor, value: float) -> None:
+    """Make rows [..., V] hostile in place: wholly by -inf, else by one entry in the middle."""
+    rows[..., slice(None) if value == -torch.inf else rows.shape[-1] // 2] = value
+
+
+class FaultyRound(NamedTuple):
+    """A round of which each row has one fault: a hostile row of target or draft, or bad ids from a position on."""
+
+    target: Tensor
+    ids: Tensor
+    draft: Tensor
+    positions: Tensor  # [B] int64, of the fault
+    flags: Tensor  # [B] int64, status that names it
+    is_target: Tensor  # [B] bool, whether the target's row is hostile: the token there is then any one
+
+
+def make_faulty_round(name: str, rows_per_fault: int, num_draft_tokens: int, vocab_size: int) -> FaultyRound:
+    """Every fault at every position, each in `rows_per_fault` rows; `name` is that of the operation."""
+    places: list[tuple[str, float]] = [("id", 0.0), *itertools.product(("target", "draft"), HOSTILE)]
+    places = [place for place in places if place[0] != "draft" or name in DENSE]
+    faults = [(*place, position) for place in places for position in range(num_draft_tokens)]
+    target, ids, draft = make_round(rows_per_fault * len(faults), num_draft_tokens, vocab_size)
+    target, draft = 4 * target, 4 * draft  # half of the tokens are kept
+    bad_ids = torch.tensor([-1, vocab_size, 2**31 - 1, -(2**31), 2**40, -(2**63)]).repeat(
+        rows_per_fault + num_draft_tokens
+    )
+    for index, (place, value, position) in enumerate(faults):
+        rows = slice(rows_per_fault * index, rows_per_fault * (index + 1))
+        if place == "id":
+            ids[rows, position:] = bad_ids[index : index + rows_per_fault, None]
+        else:
+            spoil((target if place == "target" else draft)[rows, position], value)
+    positions, flags, is_target = (
+        torch.tensor(values).repeat_interleave(rows_per_fault)
+        for values in (
+            [position for _, _, position in faults],
+            [HOSTILE.get(value, Status.BAD_DRAFT_ID) for _, value, _ in faults],
+            [place == "target" for place, _, _ in faults],
+        )
+    )
+    return FaultyRound(target, ids, draft, positions, flags, is_target)
+
+
+def layouts(tensor: Tensor) -> Iterator[Tensor]:
+    """The same [B, N, V] values, transposed in memory, and as a view that leaves out rows and columns."""
+    yield tensor.permute(2, 1, 0).contiguous().permute(2, 1, 0)
+    wide = tensor.new_full((tensor.shape[0], 2 * tensor.shape[1], 2 * tensor.shape[2] + 3), torch.nan)
+    view = wide[:, ::2, 3::2]
+    yield view.copy_(tensor)
+
+
 def assert_well_formed(verdict: Verdict, vocab_size: int, lens: Tensor) -> None:
-    """Ids in range up to the last one, -1 beyond, counts within the lengths, dtypes as promised."""
+    """Ids in range up to the last one, -1 beyond, counts within the lengths, dtypes as documented."""
     assert verdict.token_ids.dtype == torch.int64
     assert verdict.num_accepted.dtype == verdict.status.dtype == torch.int32
     columns = torch.arange(verdict.token_ids.shape[1])
@@ -143,3 +165,9 @@ def assert_well_formed(verdict: Verdict, vocab_size: int, lens: Tensor) -> None:
     in_range = (verdict.token_ids >= 0) & (verdict.token_ids < vocab_size)
     assert torch.where(emitted, in_range, verdict.token_ids == -1).all()
     assert ((verdict.num_accepted >= 0) & (verdict.num_accepted <= lens)).all()
+
+
+def assert_equal(one: Verdict, other: Verdict) -> None:
+    """Ids, counts and status are the same."""
+    for field, mine, yours in zip(one._fields, one, other, strict=True):
+        assert torch.equal(mine, yours), field

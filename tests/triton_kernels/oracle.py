@@ -146,14 +146,3 @@ def accept_typical(
         if float(probs[token_id]) <= bound:
             return Decision([*draft_token_ids[:position], int(target_logits[position].float().argmax())], margin)
     return Decision([*draft_token_ids, int(target_logits[-1].float().argmax())], margin)
-
-
-def match_greedy(target_logits: Tensor, draft_token_ids: list[int]) -> list[int]:
-    """One row of greedy matching; ties go to the lowest index."""
-    for position, token_id in enumerate(draft_token_ids):
-        row = target_logits[position].float().tolist()
-        best = row.index(max(row))
-        if token_id != best:
-            return [*draft_token_ids[:position], best]
-    row = target_logits[-1].float().tolist()
-    return [*draft_token_ids, row.index(max(row))]

@@ -12,7 +12,6 @@ from hf_speculate.triton_kernels import (
     Verdict,
     verify_block,
     verify_coupled,
-    verify_greedy,
     verify_rejection,
     verify_typical,
 )
@@ -106,15 +105,3 @@ def test_typical_is_the_rule_of_the_paper_and_draws_its_correction_from_the_targ
         decision = oracle.draw(target[row, at].double(), keys_there, Stream.CORRECTION)
         assert decision.margin < BORDER or decision.token_ids == [int(drawn.token_ids[row, at])]
     assert compared > 0.9 * NUM_ROWS
-
-
-@pytest.mark.parametrize("vocab_size", [2, 37, 5000])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_greedy_matches_a_plain_loop(vocab_size: int, dtype: torch.dtype) -> None:
-    target = make_contested_round(40, NUM_DRAFT_TOKENS, vocab_size)[0].to(dtype)
-    ids = target[:, :-1].float().argmax(-1)
-    ids[::2, 2] = 0
-    ids[::3, 1] = 0
-    verdict = verify_greedy(target, ids)
-    for row in range(40):
-        assert_decided(verdict, row, oracle.Decision(oracle.match_greedy(target[row], ids[row].tolist()), 1.0))

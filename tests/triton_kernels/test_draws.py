@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_speculate.triton_kernels import ConfigError, Draws, NoiseKeys, ShapeError, Stream, draws, sample
+from hf_speculate.triton_kernels import ConfigError, Draws, ShapeError, Stream, draws, sample
 from hf_speculate.triton_kernels.noise import exponentials
 from tests.triton_kernels.distributions import make_keys
 
 NUM_ROWS, NUM_DRAWS = 3, 5
 
 
-def make_logits(vocab_size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def make_logits(vocab_size: int, dtype: torch.dtype) -> Tensor:
     """[NUM_ROWS, NUM_DRAWS, V], rows without a distribution among them."""
     logits = torch.randn(NUM_ROWS, NUM_DRAWS, vocab_size, generator=torch.Generator().manual_seed(4)) * 3
     logits[0, 1, 0] = torch.nan
@@ -22,58 +22,34 @@ def make_logits(vocab_size: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return logits.to(dtype)
 
 
-def assert_as_sample(logits: Tensor, keys: NoiseKeys, stream: Stream) -> None:
-    """Draw all positions, and hold ids and log-sum-exps against single draws, bit for bit."""
+@pytest.mark.parametrize("stream", [Stream.DRAFT, Stream.RACE])
+@pytest.mark.parametrize("is_shared", [True, False])
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype"),
+    [(1, torch.float32), (37, torch.float16), (100, torch.float64), (4099, torch.bfloat16), (40_000, torch.float32)],
+)
+def test_every_draw_is_that_of_sample_and_shared_noise_is_made_once(
+    vocab_size: int, dtype: torch.dtype, is_shared: bool, stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits, keys, calls = make_logits(vocab_size, dtype), make_keys(NUM_ROWS, rounds=2, positions=11), []
+    monkeypatch.setattr(draws, "exponentials", lambda *args: calls.append(args) or exponentials(*args))
+    monkeypatch.setattr(draws, "MAX_SHARED_NUMEL", logits.numel() - (not is_shared))
     round_ = Draws(keys, stream, NUM_DRAWS, backend="torch")
     for draw in range(NUM_DRAWS):
         ids = round_.draw(logits[:, draw])
-        here = keys._replace(positions=keys.positions + draw)
-        alone = sample(logits[:, draw], keys=here, stream=stream, backend="torch")
+        alone = sample(
+            logits[:, draw], keys=keys._replace(positions=keys.positions + draw), stream=stream, backend="torch"
+        )
         assert torch.equal(ids, alone.token_ids)
         sums = round_.logsumexps()
-        assert sums.shape == (NUM_ROWS, draw + 1)
-        assert sums.dtype == torch.float32
-        assert torch.equal(sums[:, draw].contiguous().view(torch.int32), alone.logsumexp.view(torch.int32))
+        assert (sums.shape, sums.dtype) == ((NUM_ROWS, draw + 1), torch.float32)
+        assert torch.equal(sums[:, draw].contiguous().view(torch.int32), alone.logsumexp.view(torch.int32))  # NaN too
+    assert len(calls) == is_shared
+    with pytest.raises(ConfigError, match=f"num_draws must cover every draw, got {NUM_DRAWS}"):
+        round_.draw(logits[:, 0])
 
 
-@pytest.mark.parametrize("limit", [draws.MAX_SHARED_NUMEL, 0])
-@pytest.mark.parametrize("vocab_size", [1, 37, 4096, 4099, 8192, 40_000])
-def test_every_draw_is_that_of_sample(vocab_size: int, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draws, "MAX_SHARED_NUMEL", limit)
-    for stream in (Stream.DRAFT, Stream.RACE):
-        assert_as_sample(make_logits(vocab_size), make_keys(NUM_ROWS, rounds=2, positions=11), stream)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_any_dtype_draws_as_sample_does(dtype: torch.dtype) -> None:
-    assert_as_sample(make_logits(100, dtype), make_keys(NUM_ROWS), Stream.DRAFT)
-
-
-@pytest.mark.parametrize(("limit", "num_passes"), [(NUM_ROWS * NUM_DRAWS * 50, 1), (NUM_ROWS * NUM_DRAWS * 50 - 1, 0)])
-def test_noise_is_made_once_up_to_the_limit(limit: int, num_passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-
-    def count(*args: Tensor) -> Tensor:
-        calls.append(args)
-        return exponentials(*args)
-
-    monkeypatch.setattr(draws, "exponentials", count)
-    monkeypatch.setattr(draws, "MAX_SHARED_NUMEL", limit)
-    assert_as_sample(make_logits(50), make_keys(NUM_ROWS), Stream.DRAFT)
-    assert len(calls) == num_passes
-
-
-def test_one_draw_more_than_announced_raises() -> None:
-    for limit in (draws.MAX_SHARED_NUMEL, 0):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(draws, "MAX_SHARED_NUMEL", limit)
-            round_ = Draws(make_keys(2), Stream.DRAFT, 1)
-            round_.draw(torch.zeros(2, 9))
-            with pytest.raises(ConfigError, match="num_draws must cover every draw, got 1"):
-                round_.draw(torch.zeros(2, 9))
-
-
-def test_what_does_not_fit_raises() -> None:
+def test_logits_that_do_not_fit_raise() -> None:
     round_ = Draws(make_keys(2), Stream.DRAFT, 3)
     with pytest.raises(ShapeError, match=r"keys\.seeds must be"):
         round_.draw(torch.zeros(3, 9))

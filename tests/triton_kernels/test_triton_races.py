@@ -1,4 +1,4 @@
-"""The race of the kernels: packed keys, bounds of keys, and a residual that is empty in a row of several pieces."""
+"""Noise and races of the kernels: equal numbers, packed keys, bounds of keys, an empty residual of several pieces."""
 
 import pytest
 import torch
@@ -15,6 +15,40 @@ from hf_speculate.triton_kernels.kernels import acceptance, launch, race, rows
 from hf_speculate.triton_kernels.kernels import noise as kernel_noise
 
 PIECE = launch.CHUNK // launch.PIECES_PER_CHUNK
+
+WIDTH = 1024
+# Series and logarithm meet at 2**-5; both are good to a few units in the last place of float32.
+CLOCK_TOLERANCE = 2e-6
+HERE = torch.zeros(1, 1, dtype=torch.int64)
+
+
+@triton.jit
+def noise_kernel(
+    seeds_ptr, rounds_ptr, positions_ptr, coins_ptr, clocks_ptr, STREAM: tl.constexpr, WIDTH: tl.constexpr
+):
+    row = tl.program_id(0)
+    token_ids = tl.arange(0, WIDTH)
+    state = kernel_noise.noise_states(
+        tl.load(seeds_ptr + row), tl.load(rounds_ptr + row), tl.load(positions_ptr + row), STREAM
+    )  # fmt: skip
+    tl.store(coins_ptr + row * WIDTH + token_ids, kernel_noise.uniforms(state, token_ids))
+    tl.store(clocks_ptr + row * WIDTH + token_ids, kernel_noise.exponentials(state, token_ids))
+
+
+@pytest.mark.parametrize("stream", Stream)
+def test_kernels_draw_the_same_numbers(stream: Stream) -> None:
+    generator = torch.Generator().manual_seed(1)
+    keys = NoiseKeys(*(torch.randint(-(2**63), 2**63 - 1, (40,), generator=generator) for _ in range(3)))
+    coins = torch.full((40, WIDTH), torch.nan, device=DEVICE)
+    clocks = torch.full((40, WIDTH), torch.nan, device=DEVICE)
+    noise_kernel[(40,)](
+        *(key.to(DEVICE) for key in keys), coins, clocks, STREAM=noise.stream_offset(stream), WIDTH=WIDTH
+    )
+    token_ids = torch.arange(WIDTH)
+    assert torch.equal(coins.cpu(), uniforms(keys, stream, HERE, token_ids))
+    wanted = exponentials(keys, stream, HERE, token_ids)
+    assert torch.allclose(clocks.cpu(), wanted, rtol=CLOCK_TOLERANCE, atol=0.0)
+    assert wanted.min() < 2**-5 < wanted.max()  # both branches were taken
 
 
 @triton.jit
@@ -53,10 +87,8 @@ def test_an_empty_residual_is_drawn_from_the_target_over_all_pieces() -> None:
     ids = target[:, 0].argmin(-1, keepdim=True)
     draft = target[:, :1].clone()
     draft[-1, 0, vocab_size - 2] = -torch.inf
-    options = {
-        "keys": make_keys(num_rows),
-        "draft_logsumexp": target[:, :1].logsumexp(-1) - 40.0,
-    }  # e^40 times too sure
+    too_sure = target[:, :1].logsumexp(-1) - 40.0  # e^40 times
+    options = {"keys": make_keys(num_rows), "draft_logsumexp": too_sure}
     mine = on_triton(verify_rejection, target, ids, draft, **options)
     assert mine.status.tolist() == [int(Status.EMPTY_RESIDUAL)] * (num_rows - 1) + [0]
     assert int(mine.token_ids[-1, 0]) == vocab_size - 2
@@ -65,7 +97,6 @@ def test_an_empty_residual_is_drawn_from_the_target_over_all_pieces() -> None:
 
 
 STREAM = noise.stream_offset(Stream.CORRECTION)
-HERE = torch.zeros(1, 1, dtype=torch.int64)
 
 
 def seeded(num_seeds: int) -> NoiseKeys:
