@@ -224,7 +224,7 @@ def check(runner: Runner, methods: list[Method], batch: Batch, max_new_tokens: i
     for method in methods:
         if method.engine != OURS and method != PLAIN_COMPILED:
             continue
-        found = Run(batch.number, 0, 1.0, texts(method), None)
+        found = Run(batch, 0, 1.0, texts(method), None)
         if runner.do_sample and method.verifier == "coupled":
             plain = texts(Method("coupled, no draft", OURS, {"assistant_model": None, "verifier": "coupled"}))
             equal = sum(one == other for one, other in zip(plain, found.texts, strict=True))
@@ -235,9 +235,7 @@ def check(runner: Runner, methods: list[Method], batch: Batch, max_new_tokens: i
         elif runner.do_sample or method.is_lossy:
             continue
         else:
-            compared = compare(
-                method, [found], [Run(batch.number, 0, 1.0, texts(PLAIN_METHOD), None)], {batch.number: batch}
-            )
+            compared = compare(method, [found], [Run(batch, 0, 1.0, texts(PLAIN_METHOD), None)])
             if not compared.ok:
                 raise SystemExit(f"{method.name}: {compared}")
             equal = compared.num_equal

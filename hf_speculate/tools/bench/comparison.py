@@ -59,7 +59,6 @@ class Comparison:
             clock=clock,
             on_step=on_step,
         )
-        batches = {batch.number: batch for batch in self.batches}
         check, cost = TextCheck(decoder), draft_cost(decoder.target, decoder.draft)
         base = self.all_methods[0]
         plain = measured.runs.get(base.name, [])
@@ -72,7 +71,7 @@ class Comparison:
             checked = None
             if not (self.do_sample or method.is_lossy or method is base or is_interrupted):
                 try:
-                    compared = check(method, runs, plain, batches)
+                    compared = check(method, runs, plain)
                 except KeyboardInterrupt:
                     is_interrupted = True
                 else:
@@ -83,25 +82,25 @@ class Comparison:
             sample = {"sample": _text(decoder, runs[0].texts[0][:_SAMPLE_TOKENS])}
             entries.append(method_entry(method, runs, plain, checked, cost) | sample)
             if method is not base:
-                categories += category_entries(method, runs, plain, batches)
+                categories += category_entries(method, runs, plain)
         reasons = doubts(plain, self.repeats, sum(len(batch.rows) for batch in self.batches))
         return {
             "methods": entries,
             "categories": categories,
-            "drift": [] if is_interrupted or not self.drift_methods else self._drift(decoder, measured, batches),
+            "drift": [] if is_interrupted or not self.drift_methods else self._drift(decoder, measured),
             "reliability": {"is_reliable": not reasons, "reasons": reasons},
             "prompt": _text(decoder, self.batches[0].rows[0][-_SAMPLE_TOKENS:]),
             "is_interrupted": is_interrupted,
             "left_out": left_out,
         }
 
-    def _drift(self, decoder: Decoder, measured: Measured, batches: dict[int, Batch]) -> list[dict[str, Any]]:
+    def _drift(self, decoder: Decoder, measured: Measured) -> list[dict[str, Any]]:
         plain = measured.runs[self.all_methods[0].name]
         entries = []
         for method in self.all_methods:
             if method.engine == PLAIN or method in self.drift_methods:
                 runs = measured.runs[method.name]
-                entries.append(drift_entry(method, runs, plain, drift_of_runs(decoder.target, runs, batches)))
+                entries.append(drift_entry(method, runs, plain, drift_of_runs(decoder.target, runs)))
         return entries
 
 

@@ -2,14 +2,13 @@
 
 import inspect
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_speculate.tools.bench.batches import Batch
 from hf_speculate.tools.bench.measuring import Run
 
 _CHUNK = 64  # positions whose log-probabilities are in memory at once
@@ -54,9 +53,6 @@ def drift_of_text(model: PreTrainedModel, prompt_ids: Tensor, new_ids: list[int]
     return Drift(log_likelihood, num_best, num)
 
 
-def drift_of_runs(model: PreTrainedModel, runs: Iterable[Run], batches: Mapping[int, Batch]) -> Drift:
-    total = Drift()
-    for run in runs:
-        for prompt_ids, new_ids in zip(batches[run.batch].rows, run.texts, strict=True):
-            total += drift_of_text(model, prompt_ids, new_ids)
-    return total
+def drift_of_runs(model: PreTrainedModel, runs: Iterable[Run]) -> Drift:
+    texts = (pair for run in runs for pair in zip(run.batch.rows, run.texts, strict=True))
+    return sum((drift_of_text(model, *pair) for pair in texts), Drift())

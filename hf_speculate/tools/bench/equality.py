@@ -1,7 +1,7 @@
 """Compares greedy outputs with plain decoding's before their speed counts."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
 
-from hf_speculate.tools.bench.batches import Batch
 from hf_speculate.tools.bench.decoding import Decoder
 from hf_speculate.tools.bench.measuring import Run
 from hf_speculate.tools.bench.methods import OURS, Method
@@ -43,28 +42,26 @@ class TextCheck:
     def __init__(self, decoder: Decoder):
         self._target, self._options = decoder.target, decoder.options
 
-    def __call__(
-        self, method: Method, runs: Sequence[Run], plain_runs: Sequence[Run], batches: Mapping[int, Batch]
-    ) -> Compared:
+    def __call__(self, method: Method, runs: Sequence[Run], plain_runs: Sequence[Run]) -> Compared:
         """Compare the calls of a greedy, lossless method with plain decoding's of the same batches."""
-        plain = {(run.batch, run.repeat): run.texts for run in plain_runs}
+        plain = {run.key: run.texts for run in plain_runs}
         verdicts: Counter[str] = Counter()
         for run in runs:
-            verdicts.update(self._verdicts(method, run, plain[run.batch, run.repeat], batches[run.batch]))
+            verdicts.update(self._verdicts(method, run, plain[run.key]))
         return Compared(verdicts["equal"], verdicts["tie"], verdicts["bug"])
 
     @cached_property
     def _exact(self) -> PreTrainedModel | None:
         return float64_copy(self._target)
 
-    def _verdicts(self, method: Method, run: Run, plain: Sequence[list[int]], batch: Batch) -> Iterator[str]:
+    def _verdicts(self, method: Method, run: Run, plain: Sequence[list[int]]) -> Iterator[str]:
         """Yield "equal", "tie" or "bug" for each row."""
         places: list[int | None] = []  # of the first differing tokens
         for ids, texts in zip(plain, run.texts, strict=True):
             pairs = enumerate(zip(ids, texts, strict=False))
             places.append(next((at for at, (one, other) in pairs if one != other), None))
         last = max((at for at in places if at is not None), default=-1)
-        gaps = self._gaps(run, batch, last + 1) if last >= 0 else []
+        gaps = self._gaps(run, last + 1) if last >= 0 else []
         num_drafted = method.num_assistant_tokens or _TRANSFORMERS_TOKENS
         if run.stats is not None:
             num_drafted = max(run.stats.rounds_by_draft_len, default=0)
@@ -72,9 +69,9 @@ class TextCheck:
             if at is None:
                 yield "equal" if len(ids) == len(texts) else "bug"
                 continue
-            before = torch.tensor(texts[:at], dtype=torch.int64, device=batch.input_ids.device)
+            before = torch.tensor(texts[:at], dtype=torch.int64, device=run.batch.input_ids.device)
             difference = TextDifference(
-                torch.cat([batch.rows[row], before]),
+                torch.cat([run.batch.rows[row], before]),
                 ids[at],
                 texts[at],
                 float(gaps[at][row]),
@@ -83,11 +80,11 @@ class TextCheck:
             )
             yield classify(self._target, self._exact, difference).verdict
 
-    def _gaps(self, run: Run, batch: Batch, num_steps: int) -> list[Tensor]:
+    def _gaps(self, run: Run, num_steps: int) -> list[Tensor]:
         """Gaps [B] of plain decoding's tokens to those of a run, for each step."""
         ids = [text[:num_steps] + [0] * (num_steps - len(text)) for text in run.texts]
-        recorder = GapRecorder(torch.cat([batch.input_ids, torch.tensor(ids, device=batch.input_ids.device)], 1))
+        recorder = GapRecorder(torch.cat([run.batch.input_ids, run.batch.input_ids.new_tensor(ids)], 1))
         options = self._options | {"max_new_tokens": num_steps, "do_sample": False}
         processors = LogitsProcessorList([recorder])
-        self._target.generate(**batch.inputs, **options, logits_processor=processors)  # type: ignore[operator]
+        self._target.generate(**run.batch.inputs, **options, logits_processor=processors)  # type: ignore[operator]
         return recorder.gaps

@@ -17,13 +17,18 @@ _ASSISTED_ERRORS = (AttributeError, IndexError, KeyError, NotImplementedError, R
 
 
 class Run(NamedTuple):
-    batch: int  # number of the batch
+    batch: Batch
     repeat: int  # number of the repetition
     seconds: float  # of the call
     texts: list[list[int]]  # new token ids of each row up to its end
     stats: SpeculationStats | None  # of our engine
     first_token_s: float | None = None  # see `Decoded`, as for `peak_bytes`
     peak_bytes: int | None = None
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """What other methods decoded at the same turn has the same key."""
+        return self.batch.number, self.repeat
 
     @property
     def num_tokens(self) -> int:
@@ -109,9 +114,8 @@ def measure(
                         if decoded is None:
                             continue
                         texts = [_up_to_eos(ids.tolist(), decode.eos_token_ids) for ids in decoded.new_ids]
-                        run = Run(batch.number, repeat, seconds, texts, *decoded[1:])
-                        runs[method.name].append(run)
-                        report(Step(method, run))
+                        runs[method.name].append(Run(batch, repeat, seconds, texts, *decoded[1:]))
+                        report(Step(method, runs[method.name][-1]))
         except KeyboardInterrupt:
             return Measured(_comparable(runs, methods), left_out, is_interrupted=True)
     return Measured(runs, left_out)
@@ -119,15 +123,15 @@ def measure(
 
 def ratios(runs: Sequence[Run], plain: Sequence[Run]) -> list[float]:
     """Tokens per second over plain decoding's on the same batch and repetition."""
-    speeds = {(run.batch, run.repeat): run.tokens_per_s for run in plain}
-    return [run.tokens_per_s / speeds[run.batch, run.repeat] for run in runs]
+    speeds = {run.key: run.tokens_per_s for run in plain}
+    return [run.tokens_per_s / speeds[run.key] for run in runs]
 
 
 def _comparable(runs: Runs, methods: Sequence[Method]) -> Runs:
     """Calls on batches that all plain methods have decoded; methods without any are left out."""
-    plain = [{(run.batch, run.repeat) for run in runs[one.name]} for one in methods if one.engine == PLAIN]
+    plain = [{run.key for run in runs[one.name]} for one in methods if one.engine == PLAIN]
     done = set.intersection(*plain) if plain else set()
-    kept = {name: [run for run in of_it if (run.batch, run.repeat) in done] for name, of_it in runs.items()}
+    kept = {name: [run for run in of_it if run.key in done] for name, of_it in runs.items()}
     return {name: of_it for name, of_it in kept.items() if of_it}
 
 

@@ -121,7 +121,15 @@ def our_methods(
     verifiers: Iterable[str], lens: Sequence[DraftLen], do_sample: bool, fields: Mapping[str, Any]
 ) -> list[Method]:
     """Each verifier with each draft length; `fields` of `SpeculationConfig` apply to all."""
-    return [our_method(verifier, one, do_sample, fields) for verifier in verifiers for one in lens]
+    found = []
+    for verifier, draft_len in itertools.product(verifiers, lens):
+        own = {**fields, "verifier": verifier, **draft_len.fields}
+        config = SpeculationConfig(**own).resolve(do_sample)
+        check_verifier(config)
+        is_lossy, threshold = not is_lossless(config), own.get("posterior_threshold")
+        name = verifier if threshold is None or not is_lossy else f"{verifier} {threshold:g}"
+        found.append(Method(f"{name}, {draft_len.label}", OURS, own, do_sample, is_lossy))
+    return found
 
 
 def threshold_methods(
@@ -146,13 +154,3 @@ def threshold_methods(
 def drift_len(lens: Sequence[DraftLen]) -> DraftLen:
     """Draft length for measuring drift: a constant one if there is one, because lossy texts depend on it."""
     return next((one for one in lens if not one.is_adaptive), lens[0])
-
-
-def our_method(verifier: str, draft_len: DraftLen, do_sample: bool, fields: Mapping[str, Any]) -> Method:
-    fields = {**fields, "verifier": verifier, **draft_len.fields}
-    config = SpeculationConfig(**fields).resolve(do_sample)
-    check_verifier(config)
-    threshold = fields.get("posterior_threshold")
-    is_lossy = not is_lossless(config)
-    name = verifier if threshold is None or not is_lossy else f"{verifier} {threshold:g}"
-    return Method(f"{name}, {draft_len.label}", OURS, fields, do_sample, is_lossy)

@@ -4,7 +4,7 @@ import functools
 import math
 import operator
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,7 +16,6 @@ import transformers
 from transformers import PreTrainedModel
 
 from hf_speculate.stats import SpeculationStats
-from hf_speculate.tools.bench.batches import Batch
 from hf_speculate.tools.bench.drift import Drift
 from hf_speculate.tools.bench.measuring import Run, ratios
 from hf_speculate.tools.bench.methods import Method
@@ -57,7 +56,7 @@ def spread(values: Iterable[float | None]) -> dict[str, float] | None:
 
 
 def finite(value: float) -> float | None:
-    """The value, or None if it is infinite or NaN, which JSON cannot hold."""
+    """None if the value is infinite or NaN, which JSON cannot hold."""
     return value if math.isfinite(value) else None
 
 
@@ -104,15 +103,11 @@ def method_entry(
     return entry
 
 
-def category_entries(
-    method: Method, runs: Sequence[Run], plain: Sequence[Run], batches: Mapping[int, Batch]
-) -> list[dict[str, Any]]:
+def category_entries(method: Method, runs: Sequence[Run], plain: Sequence[Run]) -> list[dict[str, Any]]:
     """Entries of one method by category of prompts; empty if prompts have no category."""
     entries = []
-    for category in sorted({batch.category for batch in batches.values()} - {""}):
-        of_it = [run for run in runs if batches[run.batch].category == category]
-        if not of_it:
-            continue
+    for category in sorted({run.batch.category for run in runs} - {""}):
+        of_it = [run for run in runs if run.batch.category == category]
         stats = total_stats(of_it)
         entries.append(
             {

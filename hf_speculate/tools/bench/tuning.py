@@ -30,15 +30,10 @@ _FIRST_BATCHES = 2
 _MIN_LEFT = 2  # methods that decode all batches
 
 
-# Compares greedy outputs of a method with plain decoding's, see `TextCheck`.
-Check = Callable[[Method, Sequence[Run], Sequence[Run], Mapping[int, Batch]], Compared]
-Read = Callable[[Sequence[Run], Mapping[int, Batch]], Drift]  # drift of a method's calls
-
-
 class Instruments(NamedTuple):
-    decode: Decoder  # decodes a batch
-    check: Check  # compares greedy outputs of lossless methods
-    read: Read  # measures drift
+    decode: Decoder
+    check: Callable[[Method, Sequence[Run], Sequence[Run]], Compared]  # see `TextCheck`
+    read: Callable[[Sequence[Run]], Drift]  # see `drift_of_runs`
     clock: Callable[[], float] = time.perf_counter  # returns seconds
     on_step: Callable[[Step], None] | None = None  # is called after each call
 
@@ -144,17 +139,16 @@ def tune(
 
     Methods are ranked by the median over batches of their tokens per second over plain decoding's.
     """
-    plain, by_number = plain_method(do_sample), {batch.number: batch for batch in batches}
+    plain = plain_method(do_sample)
     plain_runs: list[Run] = []
     plain_drift: Drift | None = None
     ranked = [Trial(method) for method in methods]
     out: list[Trial] = []  # the last one dropped first
     used, is_interrupted = 0, False
     for number, (num_methods, size) in enumerate(rungs(len(methods), len(batches))):
-        slower, ranked = ranked[num_methods:], ranked[:num_methods]
-        for trial in slower:
+        for trial in ranked[num_methods:]:
             trial.complaint = "slower"
-        out = slower + out
+        ranked, out = ranked[:num_methods], ranked[num_methods:] + out
         if not ranked:
             break
         measured = measure(
@@ -175,10 +169,10 @@ def tune(
             is_interrupted = True
             break
         if not rule.is_exact:
-            plain_drift = (plain_drift or Drift()) + instruments.read(new_plain, by_number)
+            plain_drift = (plain_drift or Drift()) + instruments.read(new_plain)
         for trial in ranked:
             new = measured.runs[trial.method.name]
-            trial.complaint = _complaint(trial, new, new_plain, rule, instruments, by_number, plain_drift)
+            trial.complaint = _complaint(trial, new, new_plain, rule, instruments, plain_drift)
         unfit = [trial for trial in ranked if trial.complaint]
         ranked = [trial for trial in ranked if not trial.complaint]
         ranked.sort(key=lambda trial: median(ratios(trial.runs, plain_runs)), reverse=True)
@@ -196,14 +190,13 @@ def _complaint(
     plain_runs: Sequence[Run],
     rule: Rule,
     instruments: Instruments,
-    batches: Mapping[int, Batch],
     plain_drift: Drift | None,
 ) -> str:
     """Why a trial is dropped after a rung's calls, whose drift is added; empty if it stays."""
     if trial.method.is_lossy and plain_drift is not None:
-        trial.drift = (trial.drift or Drift()) + instruments.read(new, batches)
+        trial.drift = (trial.drift or Drift()) + instruments.read(new)
         return rule.complaint(trial.drift, plain_drift, trial.method.do_sample)
     if not trial.method.do_sample:
-        compared = instruments.check(trial.method, new, plain_runs, batches)
+        compared = instruments.check(trial.method, new, plain_runs)
         return "" if compared.ok else f"differs from plain decoding: {compared}"
     return ""

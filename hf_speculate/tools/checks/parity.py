@@ -25,7 +25,14 @@ from hf_speculate.tools.checks.near_ties import (
 from hf_speculate.verify.base import is_lossless
 
 Prompts = str | Tensor | Mapping[str, Tensor] | Sequence[str | Tensor | Mapping[str, Tensor]]
-_REFUSED = ("past_key_values", "return_dict_in_generate", "streamer", "num_return_sequences", "assistant_model")
+_REFUSED = [
+    "assistant_model",
+    "do_sample",
+    "num_return_sequences",
+    "past_key_values",
+    "return_dict_in_generate",
+    "streamer",
+]
 
 
 @dataclass(frozen=True)
@@ -131,14 +138,12 @@ def _check_arguments(model: PreTrainedModel, assistant: object, kwargs: Mapping[
                 "prompt_lookup_num_tokens must be a keyword here, got it in a generation config, which plain decoding "
                 "reads too; unset it there"
             )
-    refused = sorted(name for name in _REFUSED if kwargs.get(name) is not None)
+    refused = [name for name in _REFUSED if kwargs.get(name) not in (None, False)]
     if refused:
         raise ConfigError(
-            f"arguments of check_parity must not include {', '.join(sorted(_REFUSED))}, got {', '.join(refused)}; "
-            "leave them out"
+            f"arguments of check_parity must not include {', '.join(_REFUSED)}, got {', '.join(refused)}; "
+            "leave them out: it compares whole greedy calls"
         )
-    if kwargs.get("do_sample"):
-        raise ConfigError("do_sample must be False, got True; leave it out, for sampled outputs differ anyway")
     verifier = kwargs.get("verifier")
     if verifier is not None and not is_lossless(SpeculationConfig(verifier=verifier)):
         raise ConfigError(f"verifier must be lossless, got {verifier!r}; leave it out")
@@ -152,20 +157,17 @@ def _calls(
     if texts and tokenizer is None:
         raise ConfigError("tokenizer must be the target's for prompts that are strings, got None; pass it")
     if tokenizer is not None and texts:
-        batches = [texts] if tokenizer.pad_token is not None else [[text] for text in texts]
-        for batch in batches:
+        for batch in [texts] if tokenizer.pad_token is not None else [[text] for text in texts]:
             yield dict(tokenizer(batch, return_tensors="pt", padding=len(batch) > 1, padding_side="left").to(device))
     for prompt in several:
         if isinstance(prompt, Tensor):
             yield {"input_ids": (prompt if prompt.ndim == 2 else prompt[None]).to(device)}
         elif isinstance(prompt, Mapping):
-            if "input_ids" not in prompt:
-                names = ", ".join(sorted(prompt))
-                raise ConfigError(f"a prompt that is a mapping must hold input_ids, got {names}; add them")
-            others = ", ".join(sorted(name for name, value in prompt.items() if not isinstance(value, Tensor)))
-            if others:
+            if "input_ids" not in prompt or not all(isinstance(value, Tensor) for value in prompt.values()):
+                kinds = ", ".join(f"{name} ({type(value).__name__})" for name, value in prompt.items())
                 raise ConfigError(
-                    f"a prompt that is a mapping must hold tensors, got other values in {others}; convert them"
+                    f"a prompt that is a mapping must hold input_ids, and tensors only, got {kinds}; "
+                    'tokenise with return_tensors="pt"'
                 )
             yield {name: value.to(device) for name, value in prompt.items()}
         elif not isinstance(prompt, str):

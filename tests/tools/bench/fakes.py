@@ -62,11 +62,11 @@ class FakeTimes:
 def instruments(times: FakeTimes, drifts=None, wrong=()) -> Instruments:
     """As a tuning takes them."""
 
-    def check(method, runs, plain_runs, batches):
+    def check(method, runs, plain_runs):
         assert len(plain_runs) >= len(runs)
         return Compared(num_wrong=len(runs)) if method.name in wrong else Compared(num_equal=len(runs))
 
-    def read(runs, batches):
+    def read(runs):
         return sum((drifts[run.texts[0][0]] for run in runs), Drift())
 
     return Instruments(times, check, read, times.clock)

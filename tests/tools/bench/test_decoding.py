@@ -102,10 +102,10 @@ def compare(model, method, batch, plain, texts):
     stats = SpeculationStats()
     stats.add_draft_len(3)
     runs = [
-        Run(0, at, 1.0, one, stats if method.engine == "ours" else None) for at, one in enumerate((texts, [[]] * 3))
+        Run(batch, at, 1.0, one, stats if method.engine == "ours" else None) for at, one in enumerate((texts, [[]] * 3))
     ]
-    others = [Run(0, 1, 1.0, [[]] * 3, None), Run(0, 0, 1.0, plain, None)]
-    found = TextCheck(Decoder(model, {}, max_new_tokens=NUM_NEW))(method, runs, others, {0: batch})
+    others = [Run(batch, 1, 1.0, [[]] * 3, None), Run(batch, 0, 1.0, plain, None)]
+    found = TextCheck(Decoder(model, {}, max_new_tokens=NUM_NEW))(method, runs, others)
     return found._replace(num_equal=found.num_equal - 3)
 
 
@@ -160,7 +160,7 @@ def direct(model, prompt_ids, new_ids):
 
 def test_drift_is_the_log_likelihood_of_every_token_given_its_prefix(batch):
     model = make_model("gpt2")
-    found = drift_of_runs(model, [Run(0, 0, 1.0, TEXTS, None)], {0: batch})
+    found = drift_of_runs(model, [Run(batch, 0, 1.0, TEXTS, None)])
     expected = [direct(model, row, text) for row, text in zip(batch.rows, TEXTS, strict=True)]
     assert found.num_tokens == 9
     assert found.log_likelihood == pytest.approx(sum(one for one, _ in expected), abs=9 * TOLERANCE)

@@ -10,6 +10,7 @@ from hf_speculate.tools.bench.results import doubts, method_entry
 from tests.tools.bench.fakes import FakeTimes, empty_batches
 
 PLAIN, OURS, THEIRS = Method("plain", "plain"), Method("ours", "ours"), Method("theirs", "transformers")
+BATCH = empty_batches(1)[0]
 
 
 def test_methods_take_turns_batch_by_batch_and_time():
@@ -22,7 +23,7 @@ def test_methods_take_turns_batch_by_batch_and_time():
     assert [name for name, _ in times.calls] == there + back + there + back
     assert [index for _, index in times.calls] == [0] * 3 + [1] * 3 + [0] * 3 + [1] * 3
     assert [step.method.name for step in steps if step.run is None] == there
-    assert [(step.method.name, step.run.batch) for step in steps if step.run is not None] == times.calls
+    assert [(step.method.name, step.run.batch.number) for step in steps if step.run is not None] == times.calls
     assert [run.seconds for run in measured.runs["ours"]] == [1.0, 0.5, 1.0, 0.5]
     assert ratios(measured.runs["ours"], measured.runs["plain"]) == [2.0, 4.0, 2.0, 4.0]
     assert measured.left_out == {}
@@ -75,7 +76,8 @@ COPIES = Method("copies", "ours", {"prompt_lookup_num_tokens": 4})  # drafts cos
 
 
 def test_few_and_scattered_measurements_are_doubted():
-    runs = [Run(at, 0, 1.2 + 0.2 * (at == 1), [[1] * 11], None, first_token_s=1.0) for at in range(5)]
+    seconds = [1.2, 1.4, 1.2, 1.2, 1.2]
+    runs = [Run(BATCH, at, one, [[1] * 11], None, first_token_s=1.0) for at, one in enumerate(seconds)]
     few, scattered = doubts(runs[:2], 2, 2)
     assert "2 prompts, 2 repeats" in few
     assert "20 to 40 ms per token" in scattered
@@ -91,6 +93,6 @@ def test_a_speed_up_above_the_bound_is_noise(method, seconds, bound, is_noise):
     for _ in range(10):
         stats.add_row(4, 3, 4)
         stats.add_draft_len(4)
-    run = Run(0, 0, seconds, texts, stats)
-    entry = method_entry(method, [run], [Run(0, 0, 1.0, texts, None)], None, cost=0.25)
+    run = Run(BATCH, 0, seconds, texts, stats)
+    entry = method_entry(method, [run], [Run(BATCH, 0, 1.0, texts, None)], None, cost=0.25)
     assert (entry["speedup_bound"], entry["is_noise"]) == (bound, is_noise)

@@ -151,7 +151,9 @@ def test_exact_decoding_is_equal_and_a_wrong_verifier_is_a_bug(kind, dtype):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"prompts": {"inputs_embeds": torch.zeros(1, 3, 32)}}, "must hold input_ids, got inputs_embeds"),
+        ({"prompts": {"inputs_embeds": torch.zeros(1, 3, 32)}}, "must hold input_ids"),
+        ({"prompts": {"input_ids": [[1, 2]]}}, r"got input_ids \(list\)"),
+        ({"do_sample": True}, "got do_sample"),
         ({"verifier": "typical"}, "lossless"),
         ({"assistant": None}, "prompt_lookup_num_tokens"),
         ({"prompts": "words"}, "tokenizer must be the target's"),

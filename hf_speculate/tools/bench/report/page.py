@@ -1,8 +1,9 @@
 """Writes a benchmark's result as one HTML page that loads nothing."""
 
 from collections.abc import Mapping
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -10,17 +11,11 @@ from hf_speculate.errors import ConfigError
 from hf_speculate.tools.bench.report import sections
 from hf_speculate.tools.bench.report.plots import Style
 from hf_speculate.tools.bench.report.sections import name_of
-from hf_speculate.tools.bench.report.values import Result, Spread, short, spread, text
+from hf_speculate.tools.bench.report.values import Result, short, spread, text
 
 _PLAIN = "plain"  # methods without drafts are named so, up to a comma
 _ELSEWHERE = ("command", "drift_num_assistant_tokens", "left_out")  # settings that are shown in other places
 _TOP = ("target", "draft", "device", "threads", "dtype", "date")  # of the environment, in this order
-
-
-class Headline(NamedTuple):
-    speedup: Spread
-    method: str
-    checked: str  # empty if nothing was compared
 
 
 def write_html(result: Mapping[str, Any], path: str | Path) -> Path:
@@ -59,10 +54,10 @@ def write_html(result: Mapping[str, Any], path: str | Path) -> Path:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["short"] = short
+    environment.filters |= {"short": short, "spread": spread, "name_of": name_of}
     page = environment.get_template("page.html").render(
         title=_title(where),
-        headline=_headline(methods),
+        fastest=_fastest(methods),
         doubts=[str(reason) for reason in (result.get("reliability") or {}).get("reasons") or ()],
         environment=[(name, text(where[name])) for name in _TOP if where.get(name) is not None]
         + [(name, text(value)) for name, value in where.items() if name not in _TOP],
@@ -96,15 +91,15 @@ def _title(where: Result) -> str:
     return ", ".join(filter(None, [models, *rest]))
 
 
-def _headline(methods: list[Result]) -> Headline | None:
+def _fastest(methods: list[Result]) -> Result | None:
     """The fastest lossless method that is not flagged as noise; None if there is only plain decoding."""
     found = [
-        Headline(speedup, name_of(method), text(method["checked"]) if method.get("checked") else "")
+        (speedup.middle, method)
         for method in methods
         if not method.get("is_lossy") and not method.get("is_noise")
         if str(method["name"]).partition(",")[0] != _PLAIN and (speedup := spread(method.get("speedup"))) is not None
     ]
-    return max(found, key=lambda one: one.speedup.middle, default=None)
+    return max(found, key=itemgetter(0), default=(0.0, None))[1]
 
 
 def _remarks(methods: list[Result], settings: Result) -> list[str]:

@@ -99,20 +99,12 @@ def plot_dots(title: str, note: str, groups: Mapping[str, Sequence[tuple[str, fl
     return Plot("dots", title, note, groups, axis, unit=TIMES, keys=[Key(name) for name in methods if name in used])
 
 
-def plot_positions(title: str, note: str, curves: Mapping[str, Sequence[float]]) -> Plot:
-    """Shares of one by position in the draft, the first position being 1."""
-    points = {name: [(float(place), value) for place, value in enumerate(values, 1)] for name, values in curves.items()}
-    x = axis_of_counts(max(map(len, curves.values())), _LEFT, _RIGHT)
-    y = rounded_axis([0.0, 1.0], _BOTTOM, _TOP, num_ticks=5)
-    return _curves(title, note, points, x, y, "position in the draft")
-
-
-def plot_rounds(title: str, note: str, curves: Mapping[str, Sequence[float]]) -> Plot:
-    """Counts by round, long calls averaged over neighbouring rounds."""
+def plot_counts(title: str, note: str, curves: Mapping[str, Sequence[float]], x_label: str, num_ticks: int = 4) -> Plot:
+    """Values by position or round, counted from 1; many are averaged over neighbours."""
     points = {name: _thinned(values) for name, values in curves.items()}
     x = axis_of_counts(max(map(len, curves.values())), _LEFT, _RIGHT)
-    y = rounded_axis([0.0, 1.0, *(value for values in curves.values() for value in values)], _BOTTOM, _TOP)
-    return _curves(title, note, points, x, y, "round")
+    known = [0.0, 1.0, *(value for values in curves.values() for value in values)]
+    return _curves(title, note, points, x, rounded_axis(known, _BOTTOM, _TOP, num_ticks), x_label)
 
 
 def plot_thresholds(title: str, note: str, curves: Points, references: Mapping[str, float], x_label: str) -> Plot:

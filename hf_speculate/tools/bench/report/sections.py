@@ -8,9 +8,8 @@ from hf_speculate.tools.bench.report.plots import (
     Bar,
     Plot,
     plot_bars,
+    plot_counts,
     plot_dots,
-    plot_positions,
-    plot_rounds,
     plot_stacks,
     plot_thresholds,
 )
@@ -104,10 +103,10 @@ def rounds(methods: list[Result]) -> Section:
     plots: list[Plot] = []
     if positions:
         note = "Accepted tokens over drafted tokens at each position of the draft."
-        plots.append(plot_positions("Acceptance rate by position", note, positions))
+        plots.append(plot_counts("Acceptance rate by position", note, positions, "position in the draft", 5))
     if lens:
         note = "Tokens drafted in each round of one call; 0 is a plain step. Long calls show means over rounds."
-        plots.append(plot_rounds("Draft length over time", note, lens))
+        plots.append(plot_counts("Draft length over time", note, lens, "round"))
     if seconds:
         note = "Share of the measured time; score and prefill are the target's forwards."
         plots.append(plot_stacks("Time by stage", note, STAGES, seconds))
