@@ -56,8 +56,10 @@ def test_the_last_id_of_a_vocabulary_is_drawn(vocab_size: int, backend: str) -> 
     last[:, -1] = 0.0
     drawn = on(backend, sample, last, keys=make_keys(2), stream=Stream.DRAFT)
     assert drawn.token_ids.tolist() == [vocab_size - 1] * 2
-    verdict = on(backend, verify_greedy, last[:, None], torch.zeros(2, 0, dtype=torch.int64))
-    assert verdict.token_ids.tolist() == [[vocab_size - 1]] * 2
+    for name in ("greedy", "rejection", "coupled"):
+        round_ = last[:, None], torch.zeros(2, 0, dtype=torch.int64), last[:, None][:, :0]
+        verdict = on(backend, OPERATIONS[name], *round_, make_keys(2))
+        assert verdict.token_ids.tolist() == [[vocab_size - 1]] * 2
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -1,6 +1,5 @@
 """The operations inside of `torch.compile(fullgraph=True)`, with both backends."""
 
-import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,10 +9,8 @@ from torch import Tensor
 
 from hf_speculate.triton_kernels import Stream, custom_ops, sample, verify_rejection, warp_logits
 from tests.triton_kernels.distributions import make_keys
-from tests.triton_kernels.on_triton import assert_same, moved
+from tests.triton_kernels.on_triton import BACKENDS, NEEDS_TRITON, assert_same, moved
 from tests.triton_kernels.operations import OPERATIONS, make_round
-
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 @pytest.fixture(autouse=True)
@@ -25,9 +22,6 @@ def _fresh_compiler() -> Iterator[None]:
 
 def whole(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, fullgraph=True, backend="eager")
-
-
-BACKENDS = ["torch", pytest.param("triton", marks=pytest.mark.skipif(not HAS_TRITON, reason="needs Triton"))]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -60,7 +54,7 @@ def test_auto_compiles_whole_without_naming_a_backend() -> None:
     assert_same(mine, verify_rejection(target, ids, draft, keys=keys))
 
 
-@pytest.mark.parametrize("is_triton", [False, pytest.param(True, marks=BACKENDS[1].marks)])
+@pytest.mark.parametrize("is_triton", [False, pytest.param(True, marks=NEEDS_TRITON)])
 def test_operators_are_registered_as_torch_asks(is_triton: bool) -> None:
     target, ids, draft, keys = moved((*make_round(2, 2, 40), make_keys(2)))
     seeds = list(keys)

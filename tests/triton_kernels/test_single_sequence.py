@@ -75,9 +75,5 @@ def test_an_argument_that_does_not_fit_is_named() -> None:
         greedy_match(dists, ids[:1])
     with pytest.raises(ShapeError, match="proposal_dists must be"):
         speculative_sampling(dists, dists, ids)
-    for call in (
-        lambda: greedy_match(dists, ids, backend="a"),
-        lambda: speculative_sampling(dists, dists[:2], ids, backend="a"),
-    ):
-        with pytest.raises(ConfigError, match="backend must be one of"):
-            call()
+    with pytest.raises(ConfigError, match="backend must be one of"):
+        greedy_match(dists, ids, backend="a")

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from hf_speculate.triton_kernels import ConfigError, ShapeError, split_key_attention
-from tests.triton_kernels.on_triton import moved, on_triton
+from tests.triton_kernels.on_triton import moved, on, on_triton
 
 pytest.importorskip("triton", reason="needs Triton")
 
@@ -69,45 +69,34 @@ def make_mask(case: Case) -> Tensor | None:
 
 
 CASES = {
-    "padded, keys that fill no block": Case(),
     "window, splits without a visible key": Case(mask="window", num_splits=5, num_keys=331),
     "a row that sees nothing": Case(mask="hidden"),
     "added in float16": Case(mask="added", dtype=torch.float16),
-    "added in bfloat16, bfloat16": Case(mask="added", dtype=torch.bfloat16, batch_size=3, num_keys=280),
-    "one mask for all": Case(mask="shared", groups=1),
-    "a mask for each head": Case(mask="heads"),
+    "added in bfloat16": Case(mask="added", dtype=torch.bfloat16, batch_size=3, num_keys=280),
+    "one mask for all, one split": Case(mask="shared", groups=1, num_splits=1),
+    "a mask for each head, more splits than blocks": Case(mask="heads", num_splits=64),
     "no mask, one token, one row": Case(mask="none", batch_size=1, num_query=1, groups=8, num_kv_heads=1),
     "more rows than a block": Case(num_query=16, groups=7, num_kv_heads=1),
     "odd width, wider values": Case(width=80, value_width=96),
     "wide": Case(width=256, value_width=256, num_splits=2),
-    "one split": Case(num_splits=1),
-    "more splits than blocks": Case(num_splits=64),
     "splits as the library takes them": Case(num_splits=None, batch_size=1, num_keys=400),
     "a single key": Case(num_keys=1, num_query=1, mask="none", num_splits=4),
 }
-
-
-def expected_of(case: Case) -> Tensor:
-    """What torch computes in float64."""
-    wide = [one.double() for one in inputs(case)]
-    mask = make_mask(case)
-    if mask is not None and mask.dtype != torch.bool:
-        mask = mask.double()
-    return scaled_dot_product_attention(*wide, mask, scale=0.3, enable_gqa=True)
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_attention(name: str, backend: str) -> None:
     case = CASES[name]
-    options: dict[str, Any] = {"mask": make_mask(case), "scaling": 0.3}
-    if backend == "triton":
-        ours = on_triton(split_key_attention, *inputs(case), num_splits=case.num_splits, **options)
-    else:
-        ours = split_key_attention(*inputs(case), backend="torch", **options)
+    splits = {"num_splits": case.num_splits} if backend == "triton" else {}
+    ours = on(backend, split_key_attention, *inputs(case), mask=make_mask(case), scaling=0.3, **splits)
     assert ours.dtype == case.dtype
     assert ours.transpose(1, 2).is_contiguous()
-    torch.testing.assert_close(ours.double(), expected_of(case), atol=TOLERANCE[case.dtype], rtol=0)
+    mask = make_mask(case)
+    mask = mask if mask is None or mask.dtype == torch.bool else mask.double()
+    wide = [one.double() for one in inputs(case)]
+    expected = scaled_dot_product_attention(*wide, mask, scale=0.3, enable_gqa=True)
+    torch.testing.assert_close(ours.double(), expected, atol=TOLERANCE[case.dtype], rtol=0)
 
 
 def test_the_scale_is_that_of_torch_unless_told() -> None:

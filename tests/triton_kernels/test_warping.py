@@ -9,7 +9,7 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 
 from hf_speculate.triton_kernels import ConfigError, ShapeError, warp_logits
 from hf_speculate.triton_kernels._inputs import BINS_PER_NAT
-from tests.triton_kernels.on_triton import on_triton
+from tests.triton_kernels.on_triton import BACKENDS, on, on_triton
 
 pytest.importorskip("triton", reason="needs Triton")
 
@@ -71,22 +71,20 @@ def test_logits_of_every_dtype_and_stride_give_the_float32_result(dtype: torch.d
     assert torch.equal(on_triton(warp_logits, strided, **rule), wanted)
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_rows_without_a_distribution_are_left_as_they_are(backend: str) -> None:
     logits = make_logits(3, 50)
     logits[0, 7], logits[1, 7] = torch.nan, torch.inf
     logits[2] = -torch.inf
-    warped = (
-        warp_logits(logits, top_k=3, backend=backend) if backend == "torch" else on_triton(warp_logits, logits, top_k=3)
-    )
+    warped = on(backend, warp_logits, logits, top_k=3)
     assert torch.equal(warped.nan_to_num(5.0), logits.nan_to_num(5.0))
 
 
-def test_a_single_token_outweighs_all_others() -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_single_token_outweighs_all_others(backend: str) -> None:
     logits = torch.full((1, 4096), -40.0)
     logits[0, 9] = 0.0
-    for warped in (warp_logits(logits, top_p=0.5, backend="torch"), on_triton(warp_logits, logits, top_p=0.5)):
-        assert (warped > -torch.inf).nonzero().tolist() == [[0, 9]]
+    assert (on(backend, warp_logits, logits, top_p=0.5) > -torch.inf).nonzero().tolist() == [[0, 9]]
 
 
 @pytest.mark.parametrize(
