@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from itertools import product
-from typing import Any
 
 import numpy as np
 import torch
@@ -151,29 +150,6 @@ def p_value(counts: Tensor, distribution: Tensor) -> float:
     return float(chi2.sf(statistic, int(kept.sum()) - 1))
 
 
-def count_rounds(
-    target_logits: Tensor,
-    draft_logits: Tensor,
-    num_trials: int,
-    verify: Verify,
-    *,
-    stream: Stream = Stream.DRAFT,
-    drawn_from: Tensor | None = None,
-    draw: Callable[..., Sampled] = sample,
-) -> Tensor:
-    """Verify drafts against `target_logits` [K+1, V], and count every cell.
-
-    `draw` draws them with `stream` from `draft_logits` [K, V], or from `drawn_from` [K, V].
-    """
-    counts = torch.zeros((), dtype=torch.int64)
-    for keys in chunks(num_trials):
-        rows = (keys.seeds.shape[0], -1, -1)
-        ids = draw_drafts(draft_logits if drawn_from is None else drawn_from, keys, stream, draw)
-        verdict = verify(target_logits.expand(*rows), ids, draft_logits.expand(*rows), keys)
-        counts = counts + count_cells(verdict, target_logits.shape[-1])
-    return counts
-
-
 # Exact joint distribution of a round by verifier, and the stream of its drafts.
 EXACT: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Stream]] = {
     "rejection": (rejection_distribution, Stream.DRAFT),
@@ -183,9 +159,24 @@ EXACT: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Stream]] = {
 
 
 def round_p_value(
-    name: str, target_logits: Tensor, draft_logits: Tensor, num_trials: int, verify: Verify, **options: Any
+    name: str,
+    target_logits: Tensor,
+    draft_logits: Tensor,
+    num_trials: int,
+    verify: Verify,
+    *,
+    drawn_from: Tensor | None = None,
+    draw: Callable[..., Sampled] = sample,
 ) -> float:
-    """p-value of rounds of one of `EXACT` under its exact joint distribution; `options` are those of `count_rounds`."""
+    """p-value of rounds of one of `EXACT`, target [K+1, V] and draft [K, V], under its exact joint distribution.
+
+    `draw` draws the drafts from `draft_logits`, or from `drawn_from` [K, V].
+    """
     exact, stream = EXACT[name]
-    counts = count_rounds(target_logits, draft_logits, num_trials, verify, stream=stream, **options)
+    counts = torch.zeros((), dtype=torch.int64)
+    for keys in chunks(num_trials):
+        rows = (keys.seeds.shape[0], -1, -1)
+        ids = draw_drafts(draft_logits if drawn_from is None else drawn_from, keys, stream, draw)
+        verdict = verify(target_logits.expand(*rows), ids, draft_logits.expand(*rows), keys)
+        counts = counts + count_cells(verdict, target_logits.shape[-1])
     return p_value(counts, exact(target_logits, draft_logits))

@@ -16,11 +16,6 @@ class Decision(NamedTuple):
     margin: float  # how far the closest comparison was from going the other way
 
 
-def _scaled(logits: Tensor, temperature: float, cutoff: float) -> Tensor:
-    scaled = logits.float() / temperature
-    return scaled.masked_fill(scaled < cutoff, -torch.inf).double()
-
-
 def _race(weights: Tensor, keys: NoiseKeys, stream: Stream, offset: int) -> tuple[int, float]:
     """Winner of one row's race, and by which part it won; by nothing where no weight is positive."""
     clocks = exponentials(keys, stream, torch.tensor([[offset]]), torch.arange(len(weights)))[0].double()
@@ -34,12 +29,12 @@ def draw(logits: Tensor, keys: NoiseKeys, stream: Stream) -> Decision:
     return Decision([token_id], margin)
 
 
-def _target_probs(target_logits: Tensor, temperature: float, cutoffs: Tensor | None) -> list[Tensor]:
-    """Target probabilities of one row, K+1 times [V] float64."""
-    cutoff_list = [-torch.inf] * target_logits.shape[0] if cutoffs is None else cutoffs.tolist()
-    return [
-        _scaled(row, temperature, cutoff).softmax(-1) for row, cutoff in zip(target_logits, cutoff_list, strict=True)
-    ]
+def _target_probs(target_logits: Tensor, temperature: float, cutoffs: Tensor | None) -> Tensor:
+    """Target probabilities of one row, [K+1, V] float64."""
+    scaled = target_logits.float() / temperature
+    if cutoffs is not None:
+        scaled = scaled.masked_fill(scaled < cutoffs[:, None], -torch.inf)
+    return scaled.double().softmax(-1)
 
 
 def _coin(keys: NoiseKeys, position: int, token_id: int) -> float:
@@ -117,11 +112,12 @@ def verify_block(
 def verify_coupled(
     target_logits: Tensor,
     draft_token_ids: list[int],
+    draft_logits: Tensor,
     keys: NoiseKeys,
     temperature: float = 1.0,
     cutoffs: Tensor | None = None,
 ) -> Decision:
-    """One row of coupled verification: target [K+1, V]; `keys` of one row."""
+    """One row of coupled verification, arguments as for `reject`; `draft_logits` are not read."""
     margin = 1.0
     emitted: list[int] = []
     for position, weights in enumerate(_target_probs(target_logits, temperature, cutoffs)):

@@ -6,18 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_speculate.triton_kernels import (
-    NoiseKeys,
-    Stream,
-    Verdict,
-    verify_block,
-    verify_coupled,
-    verify_rejection,
-    verify_typical,
-)
+from hf_speculate.triton_kernels import NoiseKeys, Stream, Verdict, verify_typical
 from tests.triton_kernels import oracle
 from tests.triton_kernels.distributions import draw_drafts, make_keys
-from tests.triton_kernels.operations import make_contested_round
+from tests.triton_kernels.operations import OPERATIONS, make_contested_round
 
 # Float32 logits near 10 carry errors of 1e-6 into a log-probability; closer decisions may go either way.
 BORDER = 1e-5
@@ -35,28 +27,21 @@ def assert_decided(verdict: Verdict, row: int, decision: oracle.Decision) -> int
     return 1
 
 
-# What verifies rounds, and what decides one row of target, ids and draft by its keys, temperature and cutoffs.
-DECIDERS: dict[str, tuple[Callable[..., Verdict], Callable[..., oracle.Decision]]] = {
-    "rejection": (lambda *round_, keys, **warp: verify_rejection(*round_, keys=keys, **warp), oracle.reject),
-    "point mass": (
-        lambda target, ids, _, **options: verify_rejection(target, ids, **options),
-        lambda target, ids, _, *rest: oracle.reject(target, ids, None, *rest),
-    ),
-    "block": (lambda *round_, keys, **warp: verify_block(*round_, keys=keys, **warp), oracle.verify_block),
-    "coupled": (
-        lambda target, ids, _, **options: verify_coupled(target, ids, **options),
-        lambda target, ids, _, *rest: oracle.verify_coupled(target, ids, *rest),
-    ),
+# What decides one row of target, ids and draft by its keys, temperature and cutoffs.
+DECIDERS: dict[str, Callable[..., oracle.Decision]] = {
+    "rejection": oracle.reject,
+    "point mass": lambda target, ids, _, *rest: oracle.reject(target, ids, None, *rest),
+    "block": oracle.verify_block,
+    "coupled": oracle.verify_coupled,
 }
 
 
 def assert_all_decided(name: str, round_: tuple[Tensor, ...], keys: NoiseKeys, **warp: Tensor) -> None:
-    verify, decide = DECIDERS[name]
-    verdict, compared = verify(*round_, keys=keys, **warp), 0
+    verdict, compared = OPERATIONS[name](*round_, keys, **warp), 0
     for row in range(NUM_ROWS):
         target, ids, draft = (part[row] for part in round_)
         row_warp = [float(warp["temperature"][row]), warp["row_cutoffs"][row]] if warp else []
-        decision = decide(target, ids.tolist(), draft, keys.rows(torch.tensor([row])), *row_warp)
+        decision = DECIDERS[name](target, ids.tolist(), draft, keys.rows(torch.tensor([row])), *row_warp)
         compared += assert_decided(verdict, row, decision)
     assert compared > 0.9 * NUM_ROWS
 
