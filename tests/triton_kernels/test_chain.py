@@ -85,11 +85,10 @@ def test_counters_are_added_to_in_place(dtype: torch.dtype) -> None:
     _, accepted, emitted = chain_speculative_sampling(draft, ids, target, seed=1)
     counters = torch.full((40,), 100, dtype=dtype), torch.full((40,), 1000, dtype=dtype)
     for calls in (1, 2):
-        _, one, other = chain_speculative_sampling(draft, ids, target, *counters, seed=1)
-        assert one is counters[0]
-        assert other is counters[1]
-        assert torch.equal(one, (100 + calls * accepted).to(dtype))
-        assert torch.equal(other, (1000 + calls * emitted).to(dtype))
+        returned = chain_speculative_sampling(draft, ids, target, *counters, seed=1)[1:]
+        assert all(one is other for one, other in zip(returned, counters, strict=True))
+        assert torch.equal(counters[0], (100 + calls * accepted).to(dtype))
+        assert torch.equal(counters[1], (1000 + calls * emitted).to(dtype))
 
 
 def test_a_row_depends_on_its_own_seed_and_offset_alone() -> None:
@@ -120,16 +119,14 @@ def test_without_a_seed_the_generator_draws_one() -> None:
     target = torch.full((4, 1, 5000), 1 / 5000)
     draft, ids = target[:, :0], torch.zeros(4, 0, dtype=torch.int64)
 
-    def calls(**options: Any) -> Tensor:
+    def calls(seeded: torch.Generator, **options: Any) -> Tensor:
+        seeded.manual_seed(4)
         return torch.cat([chain_speculative_sampling(draft, ids, target, **options)[0] for _ in range(3)])
 
-    assert len(calls().unique()) == 12
-    one, other = (calls(generator=torch.Generator().manual_seed(4)) for _ in range(2))
-    assert torch.equal(one, other)
-    torch.manual_seed(4)
-    one = calls()
-    torch.manual_seed(4)
-    assert torch.equal(one, calls())
+    own = torch.Generator()
+    for seeded, options in ((own, {"generator": own}), (torch.default_generator, {})):
+        assert len(calls(seeded, **options).unique()) == 12
+        assert torch.equal(calls(seeded, **options), calls(seeded, **options))
 
 
 def test_bad_ids_and_rows_without_a_distribution_end_the_chain() -> None:
@@ -148,23 +145,17 @@ def test_bad_ids_and_rows_without_a_distribution_end_the_chain() -> None:
     assert (token_ids[:, 2:] == -1).all()
 
 
-@pytest.mark.parametrize(("num_rows", "num_draft_tokens"), [(0, 3), (0, 0), (3, 0)])
-def test_no_rows_and_no_drafted_tokens_are_fine(num_rows: int, num_draft_tokens: int) -> None:
+@pytest.mark.parametrize(("num_rows", "num_draft_tokens"), [(0, 3), (0, 0), (3, 0), (3, 3)])
+def test_empty_rounds_are_fine_and_nothing_waits_for_the_device(num_rows: int, num_draft_tokens: int) -> None:
     target = torch.full((num_rows, num_draft_tokens + 1, 7), 1 / 7)
-    ids = torch.zeros(num_rows, num_draft_tokens, dtype=torch.int32)
+    ids, counters = torch.zeros(num_rows, num_draft_tokens, dtype=torch.int32), torch.zeros(2, num_rows).int()
     for seed in (None, 4, torch.tensor([4]), torch.arange(num_rows)):
-        token_ids, accepted, emitted = chain_speculative_sampling(target[:, :-1], ids, target, seed=seed)
-        assert token_ids.shape == (num_rows, num_draft_tokens + 1)
-        assert accepted.tolist() == emitted.tolist() == [0] * num_rows
+        with NoHostSync():
+            options = {"seed": seed, "offset": torch.tensor([1])}
+            token_ids, _, emitted = chain_speculative_sampling(target[:, :-1], ids, target, *counters, **options)
         assert ((token_ids >= 0) & (token_ids < 7)).all()
-
-
-def test_nothing_waits_for_the_device() -> None:
-    draft, ids, target = make_batch(3)
-    counters = torch.zeros(3, dtype=torch.int32), torch.zeros(3, dtype=torch.int64)
-    with NoHostSync():
-        for seed in (None, 4, torch.tensor([4]), torch.arange(3)):
-            chain_speculative_sampling(draft, ids, target, *counters, seed=seed, offset=torch.tensor([1]))
+        assert token_ids.shape == (num_rows, num_draft_tokens + 1)
+    assert emitted.tolist() == [4 * num_draft_tokens] * num_rows
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,8 @@ def make_batch(num_rows: int, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("vocab_size", [5, 2000])
 def test_every_row_is_the_rule_by_hand(vocab_size: int, threshold: float, alpha: float) -> None:
     target, bonus, ids = make_batch(60, vocab_size)
-    token_ids = TypicalAcceptanceSampler(threshold, alpha)(target, bonus, target[:, :-1], ids)
+    with NoHostSync():
+        token_ids = TypicalAcceptanceSampler(threshold, alpha)(target, bonus, target[:, :-1], ids)
     assert token_ids.dtype == torch.int64
     lengths = []
     for row in range(60):
@@ -80,14 +81,6 @@ def test_no_rows_and_no_drafted_tokens_are_fine(num_rows: int, num_draft_tokens:
     for sampler in (SAMPLER, STRICT):
         token_ids = sampler(target, torch.full((num_rows,), 6), target[:, :-1], ids)
         assert token_ids.tolist() == [[6]] * num_rows
-
-
-def test_only_strict_mode_waits_for_the_device() -> None:
-    target, bonus, ids = make_batch(3, 30)
-    with NoHostSync():
-        SAMPLER(target, bonus, target[:, :-1], ids)
-    with NoHostSync(), pytest.raises(AssertionError, match="waits"):
-        STRICT(target, bonus, target[:, :-1], ids)
 
 
 def test_an_argument_that_does_not_fit_is_named() -> None:
