@@ -1,6 +1,5 @@
 """Compares decoding methods with plain decoding: speed, equality of outputs and drift."""
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,26 +37,14 @@ class Comparison:
         """Calls, warm-ups included."""
         return len(self.all_methods) * (1 + len(self.batches) * self.repeats)
 
-    def run(
-        self,
-        decoder: Decoder,
-        *,
-        clock: Callable[[], float] = time.perf_counter,
-        on_step: Callable[[Step], None] | None = None,
-    ) -> dict[str, Any]:
+    def run(self, decoder: Decoder, *, on_step: Callable[[Step], None] | None = None) -> dict[str, Any]:
         """Time all methods, compare greedy outputs with plain decoding's, and measure the drift of lossy ones.
 
         A method is left out if its greedy output differs from plain decoding's other than at near-ties. After Ctrl-C,
         outputs are not compared and drift is not measured.
         """
         measured = measure(
-            self.all_methods,
-            self.batches,
-            decoder,
-            repeats=self.repeats,
-            seed=self.seed,
-            clock=clock,
-            on_step=on_step,
+            self.all_methods, self.batches, decoder, repeats=self.repeats, seed=self.seed, on_step=on_step
         )
         check, cost = TextCheck(decoder), draft_cost(decoder.target, decoder.draft)
         base = self.all_methods[0]

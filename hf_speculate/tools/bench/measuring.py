@@ -27,7 +27,7 @@ class Run(NamedTuple):
 
     @property
     def key(self) -> tuple[int, int]:
-        """What other methods decoded at the same turn has the same key."""
+        """Number of the batch and repetition, by which runs of several methods are compared."""
         return self.batch.number, self.repeat
 
     @property
