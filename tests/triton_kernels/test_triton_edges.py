@@ -9,7 +9,7 @@ from hf_speculate.triton_kernels import NoiseKeys, Stream, uniforms
 from hf_speculate.triton_kernels.noise import row_seeds
 from tests.triton_kernels.distributions import make_keys
 from tests.triton_kernels.on_triton import DEVICE, assert_same, on_triton
-from tests.triton_kernels.operations import DENSE, OPERATIONS, assert_well_formed, make_faulty_round, make_round
+from tests.triton_kernels.operations import DENSE, OPERATIONS, assert_well_formed, make_faulty_round, make_round, spoil
 
 pytest.importorskip("triton", reason="needs Triton")
 
@@ -18,6 +18,8 @@ pytest.importorskip("triton", reason="needs Triton")
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_hostile_rows_and_bad_ids_are_named_as_by_the_twin(name: str, num_draft_tokens: int, step: int) -> None:
     faulty = make_faulty_round(name, 1, num_draft_tokens, 50)
+    for row in faulty.is_target.nonzero()[::2, 0]:  # both models' rows are hostile
+        spoil(faulty.draft[row, faulty.positions[row]], torch.nan)
     rows = torch.arange(0, len(faulty.positions), step)  # the interpreter is slow
     lens = torch.full_like(rows, num_draft_tokens)
     lens[5::7], lens[6::7] = 100, -5  # as the nearest in range
