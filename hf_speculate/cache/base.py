@@ -1,6 +1,6 @@
 """What a batch's key-value states must be able to do: grow with a forward, and be rolled back row by row."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -75,11 +75,8 @@ class KVCache(Protocol):
         """Called once the prompt is in, before the first `crop`."""
         return
 
-    def snapshot(self) -> Any:
-        """What `restore` needs to bring the user's cache back after an error."""
-
-    def restore(self, snapshot: Any) -> None:
-        """Bring the user's cache back to what it held at `snapshot`, also from the middle of a forward."""
+    def snapshot(self) -> Callable[[], None]:
+        """A function that brings the user's cache back to what it holds now, also from the middle of a forward."""
 
     def hand_back(self) -> None:
         """Leave the user's cache as plain `generate` would."""

@@ -9,28 +9,27 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hf_speculate.types import KVState
+
 # Of one model's idle buffers: a quarter of its weights, which is 32,768 tokens of a Llama with 8 billion parameters in
 # half precision, and at least as much as for 8,192 of them.
 MIN_POOLED_BYTES = 1 << 30
 POOLED_SHARE = 4
 
 
-class LayerBuffers(NamedTuple):
-    """The buffers of one layer."""
-
-    keys: Tensor  # [B, H, capacity, D]
-    values: Tensor
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(part.untyped_storage().nbytes() for part in self)
-
-
 class PooledBuffers(NamedTuple):
     """The buffers of all layers, with what goes with them."""
 
-    layers: list[LayerBuffers]
+    layers: list[KVState]  # each [B, H, capacity, D]
     graphs: dict[Hashable, Any]  # captured over these buffers, so that they are of no use without them
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [part for layer in self.layers for part in layer]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors)
 
 
 class BufferStore:
@@ -51,7 +50,7 @@ class BufferStore:
         with self._lock:
             self._idle.setdefault(key, buffers)
             self._idle.move_to_end(key)
-            while sum(layer.num_bytes for kept in self._idle.values() for layer in kept.layers) > self._max_bytes:
+            while sum(kept.num_bytes for kept in self._idle.values()) > self._max_bytes:
                 self._idle.popitem(last=False)
 
     def clear(self) -> None:
@@ -60,7 +59,7 @@ class BufferStore:
 
     def addresses(self) -> list[int]:
         with self._lock:
-            return [part.data_ptr() for kept in self._idle.values() for layer in kept.layers for part in layer]
+            return [tensor.data_ptr() for kept in self._idle.values() for tensor in kept.tensors]
 
 
 def max_pooled_bytes(num_weight_bytes: int) -> int:
@@ -83,14 +82,13 @@ class BufferPool:
         found = self.store.take(self._key)
         if found is None or len(found.layers) != num_layers:
             return None
-        for buffer in (part for layer in found.layers for part in layer):
+        for buffer in found.tensors:
             buffer.zero_()  # masked columns must not be NaN
         return found
 
     def give_back(self, buffers: PooledBuffers) -> None:
         """Keep buffers for a later call, unless rows have left the batch."""
-        shapes = {(part.shape[0], part.shape[2]) for layer in buffers.layers for part in layer}
-        if shapes == {(self.batch_size, self.capacity)}:
+        if {(tensor.shape[0], tensor.shape[2]) for tensor in buffers.tensors} == {(self.batch_size, self.capacity)}:
             self.store.give_back(self._key, buffers)
 
     @property

@@ -1,7 +1,7 @@
 """A batch's key-value states with rollback by row, over transformers' dynamic cache."""
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,11 +10,9 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 from hf_speculate.cache.base import KVCache, bounded, checked_drops, leading
 from hf_speculate.cache.layers import (
     ATTENTION_LAYERS,
-    LayerSnapshot,
     attention_layers,
     check_layers,
-    restore_layers,
-    snapshot_layers,
+    layers_snapshot,
     text_cache,
 )
 from hf_speculate.cache.left_padding import LeftPadding, RowShift, shift_rows
@@ -22,13 +20,6 @@ from hf_speculate.cache.row_lens import RowLens
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.transfers import upload
 from hf_speculate.types import KVState
-
-
-class CacheSnapshot(NamedTuple):
-    """What brings a cache back after an error: references, and lengths where cropping is enough."""
-
-    layers: tuple[LayerSnapshot, ...]
-    encoder_layers: tuple[LayerSnapshot, ...]  # what an encoder gave
 
 
 class DynamicKVCache(KVCache):
@@ -180,19 +171,21 @@ class DynamicKVCache(KVCache):
             self._mask = self._mask[index.to(self._mask.device)]
         self._drop_common_padding()
 
-    def snapshot(self) -> CacheSnapshot:
-        """Note what `restore` needs. Full layers of a single row are cropped back, so only their length is kept."""
-        layers = snapshot_layers(self._layers, only_grows=self.batch_size == 1)
-        return CacheSnapshot(layers, snapshot_layers(self._encoder_layers, only_grows=False))
+    def snapshot(self) -> Callable[[], None]:
+        """Full layers of a single row are cropped back, so only their length is kept."""
+        restore_text = layers_snapshot(self._layers, only_grows=self.batch_size == 1)
+        restore_encoder = layers_snapshot(self._encoder_layers, only_grows=False)
 
-    def restore(self, snapshot: CacheSnapshot) -> None:
-        restore_layers(self._layers, snapshot.layers)
-        restore_layers(self._encoder_layers, snapshot.encoder_layers)
-        if isinstance(self.cache, EncoderDecoderCache):
-            held = [bool(kept.num_columns) for kept in snapshot.encoder_layers]
-            self.cache.is_updated.clear()
-            self.cache.is_updated.update(enumerate(held))
-        self.hand_back()
+        def restore() -> None:
+            restore_text()
+            restore_encoder()
+            if isinstance(self.cache, EncoderDecoderCache):
+                held = [bool(layer.get_seq_length()) for layer in self._encoder_layers]
+                self.cache.is_updated.clear()
+                self.cache.is_updated.update(enumerate(held))
+            self.hand_back()
+
+        return restore
 
     def _shift_right(self, shift: RowShift) -> None:
         if self._mask is not None:

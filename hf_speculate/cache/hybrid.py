@@ -1,29 +1,19 @@
 """Hybrid KV cache: keys and values in transformers' dynamic cache, and recurrent states, rolled back per row."""
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
 from hf_speculate.cache.base import checked_drops, gathered
-from hf_speculate.cache.dynamic import CacheSnapshot, DynamicKVCache
+from hf_speculate.cache.dynamic import DynamicKVCache
 from hf_speculate.cache.layers import ATTENTION_LAYERS, RECURRENT_LAYERS, attention_layers, num_held
-from hf_speculate.cache.recurrent import RecurrentSnapshot, RecurrentStates
+from hf_speculate.cache.recurrent import RecurrentStates
 from hf_speculate.cache.row_lens import RowLens
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.types import KVState
-
-
-class TokenReader(Protocol):
-    """Hooks that let a model's recurrent modules read the tokens of a forward one by one."""
-
-    def attach(self) -> None:
-        """Register the hooks; a second call does nothing."""
-
-    def detach(self) -> None:
-        """Remove the hooks."""
 
 
 class HybridKVCache(DynamicKVCache):
@@ -40,14 +30,15 @@ class HybridKVCache(DynamicKVCache):
         self,
         cache: Cache,
         states: RecurrentStates,
-        reader: TokenReader,
+        add_hooks: Callable[[list[RemovableHandle]], None],  # that let modules read tokens one by one; appends them
         batch_size: int,
         attention_mask: Tensor | None,
         device: torch.device,
     ):
         super().__init__(cache, batch_size, attention_mask, device)
         self.states = states
-        self._reader = reader
+        self._add_hooks = add_hooks
+        self._hooks: list[RemovableHandle] = []
         self._num_columns = num_held(cache)
         self._num_reread = [0] * batch_size  # [B] first tokens of the next forwards that a row holds already
         self._num_passed = [0] * batch_size  # [B] tokens since the last rollback that a row held already
@@ -124,19 +115,22 @@ class HybridKVCache(DynamicKVCache):
         self._num_passed = [0] * len(indices)
         super().rows(indices)
 
-    def snapshot(self) -> tuple[CacheSnapshot, RecurrentSnapshot]:  # type: ignore[override]  # only `restore` reads it
-        return super().snapshot(), self.states.snapshot()
+    def snapshot(self) -> Callable[[], None]:
+        parts = super().snapshot(), self.states.snapshot()
 
-    def restore(self, snapshot: tuple[CacheSnapshot, RecurrentSnapshot]) -> None:  # type: ignore[override]
-        super().restore(snapshot[0])
-        self.states.restore(snapshot[1])
+        def restore() -> None:
+            for restore_part in parts:
+                restore_part()
+
+        return restore
 
     def hand_back(self) -> None:
         super().hand_back()
         self.states.finish()
 
     def release(self) -> None:
-        self._reader.detach()
+        while self._hooks:
+            self._hooks.pop().remove()
 
     def _announce(self, num_query: int) -> None:
         """Prepare the states for the next forward; a second call does nothing."""
@@ -146,8 +140,8 @@ class HybridKVCache(DynamicKVCache):
         is_prompt = not self._is_recording and (num_query > 1 or not self.num_columns)
         again = [min(num, num_query) for num in self._num_reread] if any(self._num_reread) else None
         self.states.begin(num_query, is_prompt=is_prompt, num_skipped=again)
-        if self.states.is_stepping:
-            self._reader.attach()
+        if self.states.is_stepping and not self._hooks:
+            self._add_hooks(self._hooks)
 
     def _select_rows(self, index: Tensor) -> None:
         self.states.rows(index)

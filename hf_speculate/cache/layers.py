@@ -1,9 +1,8 @@
 """Which layers of a transformers cache hold states of the text, and what the model's layers see of them."""
 
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
-from torch import Tensor
 from transformers import PreTrainedConfig, cache_utils
 from transformers.cache_utils import (
     Cache,
@@ -85,37 +84,29 @@ def windows_of(config: PreTrainedConfig, cache: Cache) -> list[int | None]:
     return [by_type[kind] for kind in types]
 
 
-class LayerSnapshot(NamedTuple):
-    """One layer's states by reference; None where cropping to the length is enough."""
+def layers_snapshot(layers: list[Any], only_grows: bool) -> Callable[[], None]:
+    """A function that brings layers back to what they hold now, in place; those that came later go.
 
-    keys: Tensor | None
-    values: Tensor | None
-    num_columns: int
-
-
-def snapshot_layers(layers: Iterable[Any], only_grows: bool) -> tuple[LayerSnapshot, ...]:
-    """What `restore_layers` needs; `only_grows` if full layers keep their first columns, so that a length will do."""
-    snapshots = []
+    With `only_grows`, full layers keep their first columns, so that they are cropped back to their length.
+    """
+    held = []
     for layer in attention_layers(layers):
         is_cropped_back = only_grows and not isinstance(layer, DynamicSlidingWindowLayer)
-        keys, values = (None, None) if is_cropped_back else (layer.keys, layer.values)
-        snapshots.append(LayerSnapshot(keys, values, layer.get_seq_length()))
-    return tuple(snapshots)
+        states = None if is_cropped_back else (layer.keys, layer.values)
+        held.append((layer, states, layer.get_seq_length()))
 
+    def restore() -> None:
+        for later in attention_layers(layers)[len(held) :]:
+            layers.remove(later)
+        for layer, states, num_columns in held:
+            if not num_columns:
+                layer.keys = layer.values = None
+                layer.is_initialized = False
+            elif states is None:
+                layer.keys, layer.values = layer.keys[..., :num_columns, :], layer.values[..., :num_columns, :]
+            else:
+                layer.keys, layer.values = states
+            if isinstance(layer, DynamicSlidingWindowLayer):
+                layer.cumulative_length = num_columns
 
-def restore_layers(layers: list[Any], snapshots: Sequence[LayerSnapshot]) -> None:
-    """Bring layers back to their snapshots, in place; those that came later go."""
-    held = attention_layers(layers)
-    for later in held[len(snapshots) :]:
-        layers.remove(later)
-    for layer, kept in zip(held, snapshots, strict=False):
-        if not kept.num_columns:
-            layer.keys = layer.values = None
-            layer.is_initialized = False
-        elif kept.keys is not None:
-            layer.keys, layer.values = kept.keys, kept.values
-        else:
-            layer.keys = layer.keys[..., : kept.num_columns, :]
-            layer.values = layer.values[..., : kept.num_columns, :]
-        if isinstance(layer, DynamicSlidingWindowLayer):
-            layer.cumulative_length = kept.num_columns
+    return restore

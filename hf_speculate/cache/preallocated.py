@@ -8,9 +8,9 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
 from hf_speculate.cache.base import KVCache, bounded, checked_drops, gathered, leading
-from hf_speculate.cache.buffer_pool import BufferPool, LayerBuffers, PooledBuffers
+from hf_speculate.cache.buffer_pool import BufferPool, PooledBuffers
 from hf_speculate.cache.columns import Columns
-from hf_speculate.cache.layers import LayerSnapshot, holding, restore_layers, snapshot_layers
+from hf_speculate.cache.layers import holding, layers_snapshot
 from hf_speculate.cache.masking import Masking
 from hf_speculate.cache.ragged_layer import RaggedLayer
 from hf_speculate.cache.row_lens import RowLens
@@ -92,7 +92,7 @@ class PreallocatedKVCache(KVCache):
         """None once a window layer has dropped some."""
         if not self.num_columns or any(layer.base for layer in self._layers):
             return None
-        return [leading(KVState(*layer.buffers), self.pads, max(counts)) for layer in self._layers]
+        return [leading(layer.buffers, self.pads, max(counts)) for layer in self._layers]
 
     def update(self, states: Sequence[KVState]) -> None:
         num_query = states[0].keys.shape[2] if states else 0
@@ -154,18 +154,10 @@ class PreallocatedKVCache(KVCache):
         self.pads = self.pads + other.pads
         self._masking = Masking(self.columns, self.pads, self.kinds.mask_dtype)
 
-    def snapshot(self) -> tuple[Cache, tuple[LayerSnapshot, ...]] | None:
-        """Note what `kept_cache` holds, which is left alone until `hand_back`."""
-        if self._kept_cache is None:
-            return None
-        layers = snapshot_layers(self._kept_cache.layers, only_grows=self.batch_size == 1)
-        return self._kept_cache, layers
-
-    def restore(self, snapshot: tuple[Cache, tuple[LayerSnapshot, ...]] | None) -> None:
-        """Bring `kept_cache` back to what it held, also from the middle of `hand_back`."""
-        if snapshot is not None:
-            kept_cache, layers = snapshot
-            restore_layers(kept_cache.layers, layers)
+    def snapshot(self) -> Callable[[], None]:
+        """Of `kept_cache`, which is left alone until `hand_back`."""
+        layers = [] if self._kept_cache is None else self._kept_cache.layers
+        return layers_snapshot(layers, only_grows=self.batch_size == 1)
 
     def hand_back(self) -> None:
         """Bring `kept_cache` to what plain `generate` would leave in it, freeing unpooled buffers layer by layer."""
@@ -188,7 +180,7 @@ class PreallocatedKVCache(KVCache):
             return
         layers, self.cache = self._layers, Cache(layers=[])
         if all(layer.is_initialized for layer in layers):
-            self._pool.give_back(PooledBuffers([LayerBuffers(*layer.buffers) for layer in layers], self.graphs))
+            self._pool.give_back(PooledBuffers([layer.buffers for layer in layers], self.graphs))
         self._pool = None
 
     @property

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from hf_speculate.cache.buffer_pool import LayerBuffers
 from hf_speculate.cache.columns import Columns
+from hf_speculate.types import KVState
 
 # Room is made for this many tokens, or a twentieth of what is held where that is more: a long cache takes 5 % more
 # memory than its tokens at most, and growing copies it once in as many tokens, each of which reads all of it.
@@ -37,13 +37,13 @@ class RaggedLayer(CacheLayerMixin):
         self.is_sliding = window is not None
         self.base = 0
         # the buffers with the places of rows that have left, which lie behind the others; None if there are none
-        self._with_free: tuple[Tensor, Tensor] | None = None
+        self._with_free: KVState | None = None
 
     @property
-    def buffers(self) -> tuple[Tensor, Tensor]:
+    def buffers(self) -> KVState:
         if self.keys is None or self.values is None:
             raise RuntimeError("a layer's buffers must have been made, got none; update it first")
-        return self.keys, self.values
+        return KVState(self.keys, self.values)
 
     @property
     def capacity(self) -> int:
@@ -56,7 +56,7 @@ class RaggedLayer(CacheLayerMixin):
         self.keys, self.values = _zeros(key_states, room), _zeros(value_states, room)
         self.is_initialized = True
 
-    def take(self, buffers: LayerBuffers) -> None:
+    def take(self, buffers: KVState) -> None:
         """Use these buffers, of the fixed capacity and filled with zeros."""
         self.keys, self.values = buffers
         self.dtype, self.device = buffers.keys.dtype, buffers.keys.device
@@ -149,7 +149,7 @@ class RaggedLayer(CacheLayerMixin):
         self.keys, self.values = joined
         self.base, self._with_free = base, None
 
-    def _use(self, buffers: tuple[Tensor, Tensor], num_rows: int) -> None:
+    def _use(self, buffers: KVState, num_rows: int) -> None:
         """Hold the first rows of these buffers; the others are free."""
         self.keys, self.values = (buffer[:num_rows] for buffer in buffers)
         self._with_free = buffers

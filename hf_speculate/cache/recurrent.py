@@ -127,13 +127,6 @@ class LayerHistory:
         self.restart()
 
 
-class RecurrentSnapshot(NamedTuple):
-    """The states of the recurrent layers, for `RecurrentStates.restore`."""
-
-    states: Sequence[States]
-    had_previous: Sequence[dict[int, bool]]
-
-
 class RecurrentStates:
     """The recurrent layers of a cache; `begin` is called before each forward and `end` after it.
 
@@ -204,25 +197,25 @@ class RecurrentStates:
             history.rows(indices)
         self.num_tokens = 0
 
-    def snapshot(self) -> RecurrentSnapshot:
-        """The current states; the cache continues with copies."""
-        histories = list(self.histories.values())
-        states = [states_of(history.layer) for history in histories]
-        for history in histories:
-            history.detach()
+    def snapshot(self) -> Callable[[], None]:
+        """A function that returns to the current states, also from the middle of a forward."""
+        held = []
+        for history in self.histories.values():
+            held.append((history.layer, states_of(history.layer), dict(history.layer.has_previous_state)))
+            history.detach()  # the cache continues with copies
         self.restart()
-        return RecurrentSnapshot(states, [dict(history.layer.has_previous_state) for history in histories])
 
-    def restore(self, snapshot: RecurrentSnapshot) -> None:
-        """Return to the states of `snapshot`, also from the middle of a forward."""
-        for history, states, had_previous in zip(self.histories.values(), *snapshot, strict=True):
-            layer = history.layer
-            for index in layer.has_previous_state:
-                layer.is_conv_states_initialized[index] = Slot("conv", index) in states
-                layer.is_recurrent_states_initialized[index] = Slot("recurrent", index) in states
-                put_states(layer, {slot: states.get(slot) for slot in (Slot("conv", index), Slot("recurrent", index))})
-            layer.has_previous_state = dict(had_previous)
-        self.finish()
+        def restore() -> None:
+            for layer, states, had_previous in held:
+                for index in layer.has_previous_state:
+                    conv, recurrent = Slot("conv", index), Slot("recurrent", index)
+                    layer.is_conv_states_initialized[index] = conv in states
+                    layer.is_recurrent_states_initialized[index] = recurrent in states
+                    put_states(layer, {slot: states.get(slot) for slot in (conv, recurrent)})
+                layer.has_previous_state = dict(had_previous)
+            self.finish()
+
+        return restore
 
     def finish(self) -> None:
         """Leave the layers as plain decoding does."""

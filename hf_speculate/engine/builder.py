@@ -143,13 +143,11 @@ def _report_plan(plan: Plan, stats: SpeculationStats) -> None:
 
 
 def _make_cache(one: ModelPlan, plan: Plan, call: Call) -> KVCache:
-    is_target = one is plan.target
-    mask = call.attention_mask if is_target else call.text_mask
+    mask, cache = (call.attention_mask, call.cache) if one is plan.target else (call.text_mask, None)
     mask = None if mask is None else mask.to(one.device)
-    capacity = plan.compile.capacity(one.request.max_columns or 0, one.device)
-    request = replace(one.request, capacity=capacity, is_pooled=plan.compile.keeps_buffers)
-    cache, buffers = call.cache if is_target else None, model_state(one.model).buffers
-    return request.make(one.cache, one.model, cache, call.batch_size, mask, one.device, buffers)
+    capacity = plan.compile.capacity(one.cache.max_columns or 0, one.device)
+    cache_plan = replace(one.cache, capacity=capacity, is_pooled=plan.compile.keeps_buffers)
+    return cache_plan.make(one.model, cache, call.batch_size, mask, one.device, model_state(one.model).buffers)
 
 
 def _make_batch(plan: Plan, call: Call) -> Batch:

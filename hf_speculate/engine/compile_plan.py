@@ -14,7 +14,7 @@ from hf_speculate.config import SpeculationConfig
 from hf_speculate.draft.compiled import STEP_QUERY_LEN
 from hf_speculate.engine.distributed import tensor_parallel_size
 from hf_speculate.engine.model_state import model_state
-from hf_speculate.models.cache_selection import CacheChoice, CacheRequest
+from hf_speculate.models.cache_selection import CachePlan
 from hf_speculate.models.compilation import LOGGER, Compilation, CompileSettings
 from hf_speculate.models.compiled import UNREAD_COLUMNS, CompiledLanguageModel, Runner
 from hf_speculate.models.extra_inputs import ExtraInputs
@@ -66,8 +66,7 @@ class ModelPlan(NamedTuple):
     model: PreTrainedModel
     device: torch.device  # of its KV cache
     inputs: ExtraInputs  # what it reads besides tokens
-    request: CacheRequest
-    cache: CacheChoice
+    cache: CachePlan
     eager_reason: str = ""  # why the drafter cannot read hidden states of compiled forwards; empty if it can
     ungraphed: str = ""  # why it cannot run from graphs, if the call says so
 

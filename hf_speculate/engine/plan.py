@@ -13,7 +13,7 @@ from hf_speculate.draft.from_candidate_generator import samples_its_logits
 from hf_speculate.engine.call import Call
 from hf_speculate.engine.compile_plan import CompilePlan, ModelPlan, draft_lens, make_compile_plan
 from hf_speculate.engine.distributed import tensor_parallel_size
-from hf_speculate.models.cache_selection import CacheRequest
+from hf_speculate.models.cache_selection import CachePlan
 from hf_speculate.models.language_model import counts_columns, device_of, vocab_size_of
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria
@@ -53,8 +53,8 @@ class Plan:
             "verifier": self.config.verifier,
             "draft length": f"{self.config.schedule}, at most {self.config.max_draft_tokens}",
             "drafts": "sampled" if self.draft_strategy is SampleStrategy.RANDOM else "argmax",
-            "target cache": _cache_text(self.target),
-            "draft cache": "" if self.draft is None else _cache_text(self.draft),
+            "target cache": str(self.target.cache),
+            "draft cache": "" if self.draft is None else str(self.draft.cache),
             "compiled": ", ".join(self.compile.settings),
             "from graphs": ", ".join(self.compile.graphed),
             "hidden layers": "" if self.hidden_layers is None else str(list(self.hidden_layers)),
@@ -115,9 +115,9 @@ def make_plan(
     )
 
 
-def target_cache_request(config: SpeculationConfig, call: Call) -> CacheRequest:
-    """The request for the target's KV cache, with buffers that grow."""
-    return CacheRequest(
+def target_cache_plan(config: SpeculationConfig, call: Call, target: PreTrainedModel) -> CachePlan:
+    """The target's KV cache, with buffers that grow."""
+    plan = CachePlan(
         config.speculation_cache,
         call.target_attention,
         call.is_cache_passed,
@@ -127,6 +127,7 @@ def target_cache_request(config: SpeculationConfig, call: Call) -> CacheRequest:
         max_columns=call.max_columns,
         num_recurrent_states=call.batch_size * (config.max_draft_tokens + 1),
     )
+    return plan.choose(target, call.cache, call.attention_mask, call.input_ids.device)
 
 
 def cost_ratio(target: PreTrainedModel, draft: PreTrainedModel) -> float:
@@ -213,30 +214,24 @@ def _plan_models(
     elif target.config.get_text_config(decoder=True).num_hidden_layers in (hidden_layers or ()):
         eager_reason = "whose state before the final norm the drafter reads"
     ungraphed = "rows of the batch are refilled" if call.rows_leave else call.recorded.ungraphed
-    request, device = target_cache_request(config, call), call.input_ids.device
-    cache = request.choose(target, call.cache, call.attention_mask, device)
-    plans = [ModelPlan("target", target, device, call.target_inputs, request, cache, eager_reason, ungraphed)]
+    cache = target_cache_plan(config, call, target)
+    plans = [ModelPlan("target", target, call.input_ids.device, call.target_inputs, cache, eager_reason, ungraphed)]
     if draft is not None:
         kind, device = config.speculation_cache, device_of(draft)
         if kind == "auto" and config.draft_state is not None and not call.static.is_static:
             # growing buffers drop what lies behind a sliding window; the dynamic cache of a draft keeps all states
             layers = DynamicCache(config=draft.config.get_text_config(decoder=True))
             kind = "dynamic" if any(layers.is_sliding) else kind
-        request = CacheRequest(
+        cache = CachePlan(
             kind,
             call.draft_attention,
             crosses=call.draft_inputs.crosses,
             max_columns=call.max_length,
-            num_recurrent_states=request.num_recurrent_states,
-        )
-        cache = request.choose(draft, None, None if call.text_mask is None else call.text_mask.to(device), device)
+            num_recurrent_states=cache.num_recurrent_states,
+        ).choose(draft, None, None if call.text_mask is None else call.text_mask.to(device), device)
         ungraphed = ungraphed if call.vocabulary is None else "its vocabulary is another one"
-        plans.append(ModelPlan("draft", draft, device, call.draft_inputs, request, cache, ungraphed=ungraphed))
+        plans.append(ModelPlan("draft", draft, device, call.draft_inputs, cache, ungraphed=ungraphed))
     return plans
-
-
-def _cache_text(plan: ModelPlan) -> str:
-    return f"{plan.cache.kind} ({plan.cache.reason})" if plan.cache.reason else plan.cache.kind
 
 
 def _num_bytes(model: PreTrainedModel) -> int:

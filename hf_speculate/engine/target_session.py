@@ -130,10 +130,10 @@ class TargetSession:
 
     @contextmanager
     def restored_on_error(self, is_cache_passed: bool) -> Iterator[None]:
-        snapshot = self.kv_cache.snapshot() if is_cache_passed else None
+        restore = self.kv_cache.snapshot() if is_cache_passed else None
         try:
             yield
         except BaseException:
-            if is_cache_passed:
-                self.kv_cache.restore(snapshot)
+            if restore is not None:
+                restore()
             raise

@@ -26,7 +26,7 @@ from hf_speculate.compat import PlainSteps, plain_steps
 from hf_speculate.config import SpeculationConfig
 from hf_speculate.engine.call import Call
 from hf_speculate.engine.model_state import model_state
-from hf_speculate.engine.plan import target_cache_request
+from hf_speculate.engine.plan import target_cache_plan
 from hf_speculate.errors import SpeculateError, UnsupportedModelError
 from hf_speculate.generation.draft_source import DraftSource
 from hf_speculate.models.attention_switch import folded_attention_for
@@ -155,9 +155,8 @@ def _measure(
 
 @contextmanager
 def _cache_of(model: PreTrainedModel, call: Call, config: SpeculationConfig) -> Iterator[KVCache]:
-    device, request = call.input_ids.device, target_cache_request(config, call)
-    choice = request.choose(model, call.cache, call.attention_mask, device)
-    cache = request.make(choice, model, call.cache, call.batch_size, call.attention_mask, device)
+    plan = target_cache_plan(config, call, model)
+    cache = plan.make(model, call.cache, call.batch_size, call.attention_mask, call.input_ids.device)
     try:
         yield cache
     finally:

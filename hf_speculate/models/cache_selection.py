@@ -3,9 +3,7 @@
 import inspect
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -41,18 +39,11 @@ MAX_STATE_SHARE = 0.05
 _UNKNOWN_MEMORY_BYTES = 8 << 30
 
 
-class CacheChoice(NamedTuple):
-    """The kind of KV cache that a model's states get."""
-
-    kind: str  # "dynamic", "preallocated" or "hybrid"
-    reason: str  # why "preallocated" was not chosen though it was preferred, or how "hybrid" rolls back; may be empty
-
-
 @dataclass(frozen=True)
-class CacheRequest:
-    """What the choice of a model's KV cache depends on."""
+class CachePlan:
+    """The KV cache of one model: what its kind depends on, and the kind once `choose` has found it."""
 
-    choice: str  # "auto", "dynamic" or "preallocated"
+    requested: str  # "auto", "dynamic" or "preallocated"
     attention: str  # name of the model's attention implementation
     is_cache_passed: bool = False  # whether the user passed the cache; "auto" then makes no second copy of it
     is_cache_kept: bool = False  # whether the cache outlives the call
@@ -62,6 +53,11 @@ class CacheRequest:
     capacity: int | None = None  # columns of preallocated buffers that never grow; None if buffers grow
     is_pooled: bool = False  # whether such buffers outlive the call, for later calls of the same shapes
     num_recurrent_states: int = 1  # states of one row that a round keeps at most, B * (K + 1)
+    kind: str = ""  # "dynamic", "preallocated" or "hybrid"; empty before `choose`
+    reason: str = ""  # why "preallocated" was not chosen though it was preferred, or how "hybrid" rolls back
+
+    def __str__(self) -> str:
+        return f"{self.kind} ({self.reason})" if self.reason else self.kind
 
     def choose(
         self,
@@ -69,35 +65,35 @@ class CacheRequest:
         cache: Cache | None,  # its layers tell what each attends to; None for a draft model
         attention_mask: Tensor | None,  # [B, T] int64 over the cache's states and the prompt
         device: torch.device,
-    ) -> CacheChoice:
-        """Selects the KV cache: hybrid for recurrent layers, preallocated if supported, otherwise dynamic."""
+    ) -> "CachePlan":
+        """The plan with the kind: hybrid for recurrent layers, preallocated if supported, otherwise dynamic."""
         layers = _layers_of(model, cache)
         is_hybrid = is_recurrent(layers)
-        wants = self.choice == "preallocated" or (self.choice == "auto" and not self.is_cache_passed)
+        wants = self.requested == "preallocated" or (self.requested == "auto" and not self.is_cache_passed)
         if is_hybrid:
             reason = "it has recurrent layers"
         else:
             reason = self._obstacle(model, layers, attention_mask, device) if wants else ""
-        if reason and self.choice == "preallocated":
+        if reason and self.requested == "preallocated":
             raise UnsupportedModelError(
                 f"speculation_cache must be auto or dynamic for {type(model).__name__}, got 'preallocated': {reason}; "
                 "leave it out"
             )
         if is_hybrid:
-            return CacheChoice("hybrid", rollback_text(model, layers, self.num_recurrent_states, device))
+            text = rollback_text(model, layers, self.num_recurrent_states, device)
+            return replace(self, kind="hybrid", reason=text)
         if wants and not reason:
-            return CacheChoice("preallocated", "")
+            return replace(self, kind="preallocated")
         quirk = "" if cache is None else limit_reason(model, Limit.ONLY_PREALLOCATED)
         if quirk and _windows(layers) != {None}:
             raise UnsupportedModelError(
                 f"states of {type(model).__name__} must be preallocated, for {quirk}, got "
                 f"{reason or 'a dynamic cache'}; leave past_key_values and speculation_cache out, or decode plainly"
             )
-        return CacheChoice("dynamic", reason)
+        return replace(self, kind="dynamic", reason=reason)
 
     def make(
         self,
-        choice: CacheChoice,
         model: PreTrainedModel,
         cache: Cache | None,
         batch_size: int,
@@ -105,17 +101,19 @@ class CacheRequest:
         device: torch.device,
         buffers: BufferStore | None = None,
     ) -> KVCache:
-        """The KV cache that `choose` chose with the same arguments; `buffers` holds pooled ones between calls."""
-        if choice.kind == "hybrid":
+        """The KV cache of the kind chosen with the same arguments; `buffers` holds pooled ones between calls."""
+        if self.kind == "hybrid":
             return make_hybrid_cache(model, cache, batch_size, attention_mask, device)
-        if choice.kind == "dynamic":
+        if self.kind == "dynamic":
             # A draft's layers are all full ones, so that K forwards in a row can be rolled back at once.
             if cache is None:
                 cache = EncoderDecoderCache(DynamicCache(), DynamicCache()) if self.crosses else DynamicCache()
             fixed = getattr(model.config.get_text_config(decoder=True), "cross_attention_layers", None) or ()
             return DynamicKVCache(cache, batch_size, attention_mask, device, fixed_layers=fixed)
         kept_cache = cache if self.is_cache_kept else None
-        kinds = layer_kinds(model, _layers_of(model, cache))
+        windows = tuple(window_of(layer) for layer in holding(_layers_of(model, cache).layers))
+        by_name: dict[str, int | None] = {_MASK_NAMES[window is not None]: window for window in windows}
+        kinds = LayerKinds(windows, by_name, model.dtype, bool(limit_reason(model, Limit.MASK_PER_ROW)))
         pool = None
         if self.is_pooled and self.capacity and buffers is not None:
             pool = BufferPool(buffers, batch_size, self.capacity, model.dtype, model.device)
@@ -159,13 +157,6 @@ def _layers_of(model: PreTrainedModel, cache: Cache | None) -> Cache:
     return DynamicCache(config=model.config.get_text_config(decoder=True)) if cache is None else text_cache(cache)
 
 
-def layer_kinds(model: PreTrainedModel, cache: Cache) -> LayerKinds:
-    """What the layers of a fitting model attend to, by the layers of its cache."""
-    windows = tuple(window_of(layer) for layer in holding(cache.layers))
-    by_name: dict[str, int | None] = {_MASK_NAMES[window is not None]: window for window in windows}
-    return LayerKinds(windows, by_name, model.dtype, bool(limit_reason(model, Limit.MASK_PER_ROW)))
-
-
 def _windows(cache: Cache) -> set[int | None]:
     return {window_of(layer) for layer in holding(cache.layers)}
 
@@ -175,24 +166,6 @@ def has_holes(attention_mask: Tensor | None) -> bool:
     if attention_mask is None:
         return False
     return bool((attention_mask[:, 1:] < attention_mask[:, :-1]).any() or not attention_mask[:, -1].all())
-
-
-class MixerHooks:
-    """`TokenReader` of a model's mixers; hooks of other calls on the same model are independent."""
-
-    def __init__(self, mixers: Sequence[SteppedMixer]):
-        self._mixers = mixers
-        self._handles: list[RemovableHandle] = []
-
-    def attach(self) -> None:
-        if self._handles:
-            return
-        for mixer in self._mixers:
-            mixer.attach(self._handles)
-
-    def detach(self) -> None:
-        while self._handles:
-            self._handles.pop().remove()
 
 
 def make_hybrid_cache(
@@ -214,8 +187,13 @@ def make_hybrid_cache(
             "decode plainly"
         )
     states = RecurrentStates(cache, _max_kept_bytes(device) if max_kept_bytes is None else max_kept_bytes)
-    hooks = MixerHooks([SteppedMixer(mixer, protocol, states) for mixer, protocol in found.mixers])
-    return HybridKVCache(cache, states, hooks, batch_size, attention_mask, device)
+    stepped = [SteppedMixer(mixer, protocol, states) for mixer, protocol in found.mixers]
+
+    def add_hooks(handles: list[RemovableHandle]) -> None:
+        for mixer in stepped:
+            mixer.attach(handles)
+
+    return HybridKVCache(cache, states, add_hooks, batch_size, attention_mask, device)
 
 
 def rollback_text(model: PreTrainedModel, cache: Cache, num_states: int, device: torch.device) -> str:

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from hf_speculate.cache.buffer_pool import BufferPool, BufferStore, LayerBuffers, PooledBuffers, max_pooled_bytes
+from hf_speculate.cache.buffer_pool import BufferPool, BufferStore, PooledBuffers, max_pooled_bytes
+from hf_speculate.types import KVState
 
 SHAPE = (2, 1, 128, 4)  # [B, H, capacity, D]
 
@@ -13,11 +14,7 @@ def pool_of(store, batch_size=2, capacity=128, dtype=torch.float64):
 
 
 def buffers(shape=SHAPE):
-    return PooledBuffers([LayerBuffers(torch.ones(shape), torch.ones(shape))], {"graph": shape})
-
-
-def addresses(buffers):
-    return [part.data_ptr() for layer in buffers.layers for part in layer]
+    return PooledBuffers([KVState(torch.ones(shape), torch.ones(shape))], {"graph": shape})
 
 
 def test_buffers_come_back_at_their_addresses_and_empty_to_one_call_at_a_time():
@@ -25,8 +22,8 @@ def test_buffers_come_back_at_their_addresses_and_empty_to_one_call_at_a_time():
     assert pool.take(1) is None
     pool.give_back(made)
     taken = pool.take(1)
-    assert addresses(taken) == addresses(made)
-    assert not any(part.any() for layer in taken.layers for part in layer)
+    assert [one.data_ptr() for one in taken.tensors] == [one.data_ptr() for one in made.tensors]
+    assert not any(tensor.any() for tensor in taken.tensors)
     assert taken.graphs is made.graphs
     assert pool.take(1) is None  # in use
     pool.give_back(buffers((1, 1, 128, 4)))  # which rows have left
@@ -44,7 +41,7 @@ def test_other_shapes_are_other_entries(batch_size, capacity):
 
 
 def test_the_longest_unused_go_past_the_limit_of_bytes():
-    one = buffers().layers[0].num_bytes
+    one = buffers().num_bytes
     store = BufferStore(max_bytes=3 * one)
     for capacity in (128, 64, 256):  # the third is twice as large
         pool_of(store, 2, capacity).give_back(buffers((2, 1, capacity, 4)))

@@ -12,7 +12,7 @@ from hf_speculate.cache.layers import holding
 from hf_speculate.cache.preallocated import LayerKinds, PreallocatedKVCache
 from hf_speculate.cache.ragged_layer import WINDOW_SLACK, RaggedLayer
 from hf_speculate.errors import ShapeError
-from hf_speculate.models.cache_selection import CacheRequest
+from hf_speculate.models.cache_selection import CachePlan
 from hf_speculate.models.language_model import LanguageModel
 from hf_speculate.types import KVState
 from tests.cases import assert_equal_ids, each_value, pair
@@ -91,8 +91,8 @@ def test_logits_after_ragged_rollbacks_equal_each_row_decoded_alone(kind, choice
     prompts = ragged_prompts(3, seed=1, min_len=4, max_len=2 * SLIDING_WINDOW)
     ids, mask = prompts["input_ids"], prompts["attention_mask"]
     language_model = LanguageModel(model)
-    request = CacheRequest("dynamic" if kind == "bloom" else choice, model.config._attn_implementation)
-    cache = request.make(request.choose(model, passed, mask, device), model, passed, 3, mask, device)
+    plan = CachePlan("dynamic" if kind == "bloom" else choice, model.config._attn_implementation)
+    cache = plan.choose(model, passed, mask, device).make(model, passed, 3, mask, device)
     language_model.forward(ids, cache, logits_to_keep=1)
     cache.begin_recording()
     make = torch.Generator().manual_seed(5)
