@@ -92,12 +92,10 @@ MUTANTS = (
                 "torch.where(marks != 0, columns, 0)", "torch.where(marks != 0, columns - 1, 0).clamp_min(0)"
             ),
             "spans: inside and outside are swapped": Fault(
-                "[(self.lossy, inside.nonzero()[:, 0]), (self.exact, (~inside).nonzero()[:, 0])]",
-                "[(self.exact, inside.nonzero()[:, 0]), (self.lossy, (~inside).nonzero()[:, 0])]",
+                "lossy, exact = self.lossy.verify(*singles), self.exact",
+                "exact, lossy = self.lossy.verify(*singles), self.exact",
             ),
-            "spans: rows are not compacted": Fault(
-                "[self._is_open[row] for row in indices]", "self._is_open[: len(indices)]"
-            ),
+            "spans: rows are not compacted": Fault("self._is_open[list(indices)]", "self._is_open[: len(indices)]"),
         },
     ),
     *mutants_of(
