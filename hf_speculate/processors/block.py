@@ -2,9 +2,9 @@
 
 Position j of row b gets what transformers' own list would give for the prefix `input_ids[b, :prefix_lens[b]]` followed
 by `draft_token_ids[b, :j]`. The list keeps its order. A processor is called once for all (row, position) pairs that
-show it the same number of tokens: one call where it reads nothing but the scores, and where the last few tokens tell
-it everything; K+1 calls where it must see whole prefixes of rows that are, or can be made, equally long; else one
-call per prefix length. A processor with state is called K+1 times, from left to right, and must be rolled back after.
+show it the same number of tokens: one call where it reads nothing but the scores, where the last few tokens tell it
+everything, and where prefixes can be made equally long; else one call per prefix length. A processor with state is
+called K+1 times, from left to right, and must be rolled back after.
 
 The results are bit-equal to the position-by-position ones wherever torch reduces a row in the same order whatever the
 number of rows. It does not for the entropies of TypicalLogitsWarper and EtaLogitsWarper on one row of 32768 or more
@@ -28,9 +28,9 @@ from transformers import (
 
 from hf_speculate.errors import ShapeError, UnsupportedGenerationError
 from hf_speculate.processors.prefixes import Prefixes
-from hf_speculate.processors.registry import Reads, find_context_len, find_reads, is_registered, name_of
+from hf_speculate.processors.registry import Reads, find_context_len, find_reads, name_of
 from hf_speculate.processors.rollback import ForkedProcessor
-from hf_speculate.processors.top_k_top_p import apply_cutoff, supports_cutoff
+from hf_speculate.processors.top_p import apply_top_p, supports_top_p
 from hf_speculate.transfers import upload
 
 _NO_TOKEN = -1
@@ -71,27 +71,31 @@ class BlockLogitsProcessorList(LogitsProcessorList):
         if scores.dim() != 3:
             plain: Callable[..., Tensor] = super().__call__
             return plain(input_ids, scores, **kwargs)
-        self._check_row_wise()
+        if self.foreign_names:
+            raise UnsupportedGenerationError(
+                f"scores [B, K+1, V] must meet pure row-wise processors only, got {', '.join(self.foreign_names)}; "
+                "pass scores [B, V] position by position, or declare the class with register_row_wise"
+            )
         takes_half = bool(self) and getattr(self[0], "takes_half", False)
         block = scores if takes_half else scores.float()  # [B, K+1, V]
         if not self:
             return block
-        num_rows, _, vocab_size = block.shape
+        num_rows, num_positions, vocab_size = block.shape
         if draft_token_ids is None:
             draft_token_ids = input_ids.new_empty((num_rows, 0))
         lens = [input_ids.shape[1]] * num_rows if prefix_lens is None else list(prefix_lens)
-        _check_shapes(input_ids, block, draft_token_ids, lens)
-        self._check_row_numbers(num_rows)
+        shapes = [len(input_ids), *draft_token_ids.shape, len(lens)]
+        if shapes != [num_rows, num_rows, num_positions - 1, num_rows] or max(lens) > input_ids.shape[1]:
+            raise ShapeError(
+                f"input_ids [B, T], draft_token_ids [B, K] and prefix_lens [B] must fit scores {list(scores.shape)}, "
+                f"got {list(input_ids.shape)}, {list(draft_token_ids.shape)} and {lens}; pass those of the same rows"
+            )
         if draft_token_ids.shape[1] and self.reads_token_ids:
             draft_token_ids = draft_token_ids.clamp(0, vocab_size - 1)
         prefixes = Prefixes(input_ids, draft_token_ids, lens)
         for processor in self:
             block = _run(processor, prefixes, block, kwargs)
         return block
-
-    @property
-    def is_row_wise(self) -> bool:
-        return not self.foreign_names
 
     @property
     def reads_token_ids(self) -> bool:
@@ -141,94 +145,65 @@ class BlockLogitsProcessorList(LogitsProcessorList):
         kept = torch.as_tensor(indices, dtype=torch.int64, device="cpu")  # [N]
         return BlockLogitsProcessorList(_for_rows(processor, kept) for processor in self)
 
-    def _check_row_wise(self) -> None:
-        if self.foreign_names:
-            raise UnsupportedGenerationError(
-                "scores [B, K+1, V] must meet pure row-wise processors only, got "
-                f"{', '.join(self.foreign_names)}; pass scores [B, V] position by position, "
-                "or declare the class with register_row_wise"
-            )
-
-    def _check_row_numbers(self, num_rows: int) -> None:
-        """Says in our words what transformers' own list would complain about after rows were dropped."""
-        for processor in self:
-            ignored_lens = _ignored_lens_by_row(processor)
-            if ignored_lens is not None and len(ignored_lens) != num_rows:
-                raise ShapeError(
-                    f"prompt_ignore_length must hold {num_rows} rows, got {len(ignored_lens)} rows; "
-                    "take rows(indices) of the list when rows of the batch are dropped"
-                )
-
-
-def _check_shapes(input_ids: Tensor, block: Tensor, draft_token_ids: Tensor, lens: Sequence[int]) -> None:
-    num_rows, num_positions, _ = block.shape
-    if input_ids.dim() != 2 or input_ids.shape[0] != num_rows:
-        raise ShapeError(
-            f"input_ids must be [B, T] = [{num_rows}, T], got {list(input_ids.shape)}; "
-            "pass one line of ids per row of scores"
-        )
-    if draft_token_ids.shape != (num_rows, num_positions - 1):
-        raise ShapeError(
-            f"draft_token_ids must be [B, K] = [{num_rows}, {num_positions - 1}], got {list(draft_token_ids.shape)}; "
-            "scores hold one position more than there are drafted tokens"
-        )
-    if len(lens) != num_rows or not all(0 <= prefix_len <= input_ids.shape[1] for prefix_len in lens):
-        raise ShapeError(
-            f"prefix_lens must be {num_rows} lengths in 0..{input_ids.shape[1]}, got {lens}; "
-            "row b's prefix is input_ids[b, :prefix_lens[b]]"
-        )
-
 
 def _run(processor: Any, prefixes: Prefixes, block: Tensor, kwargs: dict[str, Any]) -> Tensor:
     """Runs one processor on scores [B, K+1, V] float32, which it may hand back but not write to."""
-    reads = find_reads(processor)
-    if reads is Reads.NOTHING:
-        flat = block.flatten(0, 1)  # [B*(K+1), V]
-        if supports_cutoff(processor, flat):
-            return apply_cutoff(processor, flat).view(block.shape)
-        return cast(Tensor, processor(prefixes.input_ids, flat)).view(block.shape)
+    reads, flat = find_reads(processor), block.flatten(0, 1)  # [N, V] of all N pairs of row and position
     if reads is Reads.HISTORY:
-        return _run_by_position(processor, prefixes.align(prefixes.full_ids[:, :1]), block, kwargs)
+        return _run_by_position(processor, prefixes, block, kwargs)
+    if reads is Reads.NOTHING:
+        takes_shortcut = supports_top_p(processor, flat)
+        processed = apply_top_p(processor, flat) if takes_shortcut else processor(prefixes.input_ids, flat)
+        return cast(Tensor, processed).view(block.shape)
     groups = prefixes.group_by(partial(find_context_len, processor))
-    if reads is Reads.PREFIX and len(groups) >= prefixes.num_positions:
-        aligned_ids = _align(processor, prefixes)
-        if aligned_ids is not None:
-            return _run_by_position(_realign(processor, prefixes), aligned_ids, block, kwargs)
-    return _run_by_group(processor, prefixes, groups, block, kwargs)
+    processed = _run_padded(processor, prefixes, flat, kwargs) if len(groups) > 1 else None
+    if processed is None:
+        processed = _run_by_group(processor, prefixes, groups, flat, kwargs)
+    return processed.view(block.shape)
 
 
-def _run_by_position(processor: Any, aligned_ids: Tensor, block: Tensor, kwargs: dict[str, Any]) -> Tensor:
-    """Calls a processor for all rows once per position of the block [B, K+1, V] float32, which is not written to.
-
-    Position j of every row ends at column T'+j of the aligned ids [B, T'+K] int64.
-    """
+def _run_by_position(processor: Any, prefixes: Prefixes, block: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    """Calls a processor for all rows once per position of the block [B, K+1, V], which is not written to."""
     processed = torch.empty_like(block)
-    num_positions = block.shape[1]
-    is_users = is_registered(processor) or _has_state(processor)
-    for position in range(num_positions):
-        seen_ids = aligned_ids[:, : aligned_ids.shape[1] - (num_positions - 1 - position)].contiguous()  # [B, T'+j]
-        # The user's code may write into what it is given.
-        scores = block[:, position].clone() if is_users else block[:, position]  # [B, V]
-        processed[:, position] = _apply(processor, seen_ids, scores, kwargs)
+    last, whole_rows = block.shape[1] - 1, range(len(prefixes.lens))[block.shape[1] - 1 :: block.shape[1]]
+    aligned_ids = prefixes.last_ids(whole_rows, max(prefixes.lens))  # [B, T'+K]
+    for position in range(last + 1):
+        seen_ids = aligned_ids[:, : aligned_ids.shape[1] - (last - position)].contiguous()  # [B, T'+j]
+        # the user's code may write into what it is given
+        processed[:, position] = _apply(processor, seen_ids, block[:, position].clone(), kwargs)
     return processed
 
 
+def _run_padded(processor: Any, prefixes: Prefixes, flat: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
+    """[N, V] of a processor that is called once, with ids in front of short prefixes; None if they would count."""
+    shortest, longest, fill = min(prefixes.lens), max(prefixes.lens), None
+    ignored_lens = _ignored_lens_by_row(processor)
+    if ignored_lens is not None:  # more of the prefix is ignored
+        missing = upload([longest - length for length in prefixes.lens], flat.device)
+        ignored_lens = ignored_lens.to(flat.device).repeat_interleave(prefixes.num_positions) + missing
+        processor = RepetitionPenaltyLogitsProcessor(processor.penalty, prompt_ignore_length=ignored_lens)
+    elif type(processor) is NoRepeatNGramLogitsProcessor and shortest >= processor.ngram_size > 1:
+        fill = _NO_TOKEN  # an n-gram with such an id in front repeats nothing, so its end is not looked at
+    elif type(processor) is not RepetitionPenaltyLogitsProcessor or processor.prompt_ignore_length or not shortest:
+        return None  # else the first id is repeated: a token seen twice is punished once
+    return _apply(processor, prefixes.last_ids(range(len(flat)), longest, fill), flat, kwargs)
+
+
 def _run_by_group(
-    processor: Any, prefixes: Prefixes, groups: dict[int, list[int]], block: Tensor, kwargs: dict[str, Any]
+    processor: Any, prefixes: Prefixes, groups: dict[int, list[int]], flat: Tensor, kwargs: dict[str, Any]
 ) -> Tensor:
-    """[B, K+1, V] of a processor that is called once per group of flat indices with equally many tokens."""
-    flat = block.flatten(0, 1)  # [B*(K+1), V]
+    """[N, V] of a processor that is called once per group of pairs with equally many tokens."""
     reads_ids = find_reads(processor) is Reads.PREFIX
     if len(groups) == 1 and not reads_ids:
         (seen_len,) = groups
-        return _apply(processor, _any_ids(len(flat), seen_len, flat), flat, kwargs).view(block.shape)
+        return _apply(processor, _any_ids(len(flat), seen_len, flat), flat, kwargs)
     processed = torch.empty_like(flat)
     for seen_len, pairs in groups.items():
-        indices = upload(pairs, flat.device)  # [N]
-        seen_ids = prefixes.take_last(pairs, seen_len) if reads_ids else _any_ids(len(pairs), seen_len, flat)  # [N, n]
-        scores = _apply(processor, seen_ids, flat.index_select(0, indices), kwargs)  # [N, V]
+        indices = upload(pairs, flat.device)  # [M]
+        seen_ids = prefixes.last_ids(pairs, seen_len) if reads_ids else _any_ids(len(pairs), seen_len, flat)  # [M, n]
+        scores = _apply(processor, seen_ids, flat.index_select(0, indices), kwargs)  # [M, V]
         processed.index_copy_(0, indices, scores.to(processed))
-    return processed.view(block.shape)
+    return processed
 
 
 def _apply(processor: Any, input_ids: Tensor, scores: Tensor, kwargs: dict[str, Any]) -> Tensor:
@@ -240,31 +215,6 @@ def _apply(processor: Any, input_ids: Tensor, scores: Tensor, kwargs: dict[str, 
 def _any_ids(num_rows: int, num_ids: int, scores: Tensor) -> Tensor:
     """Ids [N, n] for a processor that reads their number only; they take no memory."""
     return torch.zeros((1, 1), dtype=torch.int64, device=scores.device).expand(num_rows, num_ids)
-
-
-def _align(processor: Any, prefixes: Prefixes) -> Tensor | None:
-    """Ids [B, T'+K] of rows made equally long where that changes nothing for the processor; None where it would."""
-    if prefixes.is_even:
-        return prefixes.full_ids
-    shortest_len = min(prefixes.lens)
-    if type(processor) is NoRepeatNGramLogitsProcessor and shortest_len >= processor.ngram_size > 1:
-        return prefixes.align(
-            _NO_TOKEN
-        )  # an n-gram with such an id in front repeats nothing, so its end is not looked at
-    if _ignored_lens_by_row(processor) is not None:
-        return prefixes.align(0)  # more of the row is ignored: see _realign
-    if type(processor) is RepetitionPenaltyLogitsProcessor and processor.prompt_ignore_length is None and shortest_len:
-        return prefixes.align(prefixes.full_ids[:, :1])  # a token seen twice is punished once
-    return None
-
-
-def _realign(processor: Any, prefixes: Prefixes) -> Any:
-    """The processor for aligned ids: what it ignores of a row has moved with the row."""
-    ignored_lens = _ignored_lens_by_row(processor)
-    if ignored_lens is None or prefixes.is_even:
-        return processor
-    ignored_lens = ignored_lens.to(prefixes.shifts) + prefixes.shifts[:, 0]  # [B]
-    return RepetitionPenaltyLogitsProcessor(processor.penalty, prompt_ignore_length=ignored_lens)
 
 
 def _ignored_lens_by_row(processor: Any) -> Tensor | None:

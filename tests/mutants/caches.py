@@ -131,8 +131,11 @@ MUTANTS = (
         "processors/test_processors.py",
         {
             "processors: all positions read one prefix": Fault(
-                "- (num_positions - 1 - position)].contiguous()", "- (num_positions - 1)].contiguous()"
+                "aligned_ids.shape[1] - (last - position)",
+                "aligned_ids.shape[1] - last",
+                "processors generation/test_outlines.py",
             ),
+            "processors: an id in front ends an n-gram": Fault("fill = _NO_TOKEN", "fill = 1"),
             "processors: the draft model changes the target's": Fault(
                 "parts = [ForkedProcessor(p) if _has_state(p) else p",
                 "parts = [p if _has_state(p) else p",
@@ -141,15 +144,13 @@ MUTANTS = (
         },
     ),
     *mutants_of(
-        "hf_speculate/processors/top_k_top_p.py",
+        "hf_speculate/processors/top_p.py",
         "processors/test_processors.py",
         {
             "processors: top-p drops one token too few": Fault(
                 "1 - processor.top_p, dtype", "1 - processor.top_p - 1e-3, dtype"
             ),
-            "processors: top-k keeps one token more": Fault(
-                "rank = width - min(processor.top_k, width)", "rank = max(width - min(processor.top_k, width) - 1, 0)"
-            ),
+            "processors: top-p drops all that tie at the border": Fault("if len(rows):", "if False:"),
         },
     ),
 )
