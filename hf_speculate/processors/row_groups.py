@@ -5,7 +5,7 @@ Rows whose processors or criteria are equal form a group, which is processed tog
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -94,10 +94,10 @@ class StoppingGroups:
     def __call__(self, tokens: TokenRows, new_ids: Sequence[list[int]]) -> StopVerdict:
         num_emitted, is_done = [len(ids) for ids in new_ids], [False] * len(new_ids)
         for group in self._groups:
-            rows = group.rows
-            is_whole = len(rows) == len(new_ids)
-            part = tokens if is_whole else _SomeRows(tokens, rows)
-            verdict = group.settings(part, new_ids if is_whole else [new_ids[row] for row in rows])
+            rows, some = group.rows, tokens
+            if len(rows) < len(new_ids):
+                some = _SomeRows(tokens.token_ids[rows], [tokens.lens[row] for row in rows])
+            verdict = group.settings(some, [new_ids[row] for row in rows])
             for row, num, done in zip(rows, *verdict, strict=True):
                 num_emitted[row], is_done[row] = num, done
         for row, (length, most, ids) in enumerate(zip(tokens.lens, self._max_lengths, new_ids, strict=True)):
@@ -116,19 +116,11 @@ class StoppingGroups:
         self._max_lengths += other._max_lengths
 
 
-class _SomeRows:
+class _SomeRows(NamedTuple):
     """Some rows of `TokenRows`."""
 
-    def __init__(self, tokens: TokenRows, rows: Sequence[int]):
-        self.token_ids = tokens.token_ids[list(rows)]
-        self.lens = [tokens.lens[row] for row in rows]
-
-    def followed_by(self, new_ids: Sequence[list[int]]) -> Tensor:
-        width = max(length + len(ids) for length, ids in zip(self.lens, new_ids, strict=True))
-        longer = torch.nn.functional.pad(self.token_ids, (0, max(width - self.token_ids.shape[1], 0)))
-        for row, (length, ids) in enumerate(zip(self.lens, new_ids, strict=True)):
-            longer[row, length : length + len(ids)] = torch.tensor(ids, dtype=torch.int64, device="cpu")
-        return longer[:, :width]
+    token_ids: Tensor
+    lens: list[int]
 
 
 def _joined(mine: list[_Group[Settings]], others: list[_Group[Settings]], num_rows: int) -> list[_Group[Settings]]:

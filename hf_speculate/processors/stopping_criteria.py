@@ -1,10 +1,12 @@
 """Stopping criteria on blocks: the token of each row's block at which token-by-token decoding would have stopped."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import (
     EosTokenCriteria,
     MaxLengthCriteria,
@@ -13,7 +15,7 @@ from transformers import (
     StopStringCriteria,
 )
 
-from hf_speculate.errors import ShapeError, UnsupportedGenerationError
+from hf_speculate.errors import UnsupportedGenerationError
 from hf_speculate.processors.registry import is_registered, name_of
 
 _KNOWN_TYPES = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
@@ -30,15 +32,13 @@ class StopVerdict(NamedTuple):
 class TokenRows(Protocol):
     """B rows of token ids of different lengths, on the host, such as a `TokenBuffer`."""
 
-    token_ids: Tensor
-    """[B, C] int64; columns past a row's end are undefined."""
+    @property
+    def token_ids(self) -> Tensor:
+        """[B, C] int64; columns past a row's end are undefined."""
 
     @property
     def lens(self) -> Sequence[int]:
         """[B] the length of each row."""
-
-    def followed_by(self, new_ids: Sequence[list[int]]) -> Tensor:
-        """A copy [B, T] int64 of the rows with more tokens at their ends."""
 
 
 class BlockStoppingCriteria:
@@ -46,8 +46,7 @@ class BlockStoppingCriteria:
 
     transformers' own criteria are known by exact type: EOS, maximal length, maximal time (looked at once per block:
     when it is due, a row keeps its block), stop strings. Classes declared with `register_row_wise` are called on all
-    prefixes of one length together, with `scores=None`. Any other is foreign, ConfidenceCriteria among them: it
-    reads the scores of the batch's first row.
+    prefixes of one length together, with `scores=None`. Any other is foreign and must not be called on blocks.
     """
 
     def __init__(self, criteria: Iterable[Any]) -> None:
@@ -56,15 +55,10 @@ class BlockStoppingCriteria:
         self._max_length_criteria = [c for c in listed if type(c) is MaxLengthCriteria]
         self._max_time_criteria = [c for c in listed if type(c) is MaxTimeCriteria]
         self._stop_string_criteria = [c for c in listed if type(c) is StopStringCriteria]
-        others = [c for c in listed if type(c) not in _KNOWN_TYPES]
-        self._registered = [c for c in others if is_registered(c)]
-        self._foreign = [c for c in others if not is_registered(c)]
-        eos_criteria = [c for c in listed if type(c) is EosTokenCriteria]
-        self._eos_token_ids = frozenset(
-            token_id for c in eos_criteria for token_id in c.eos_token_id.flatten().tolist()
-        )
-        # The new token itself is one of the tokens that a stop string may need.
-        self._tail_len = max([1, *(c.maximum_token_len for c in self._stop_string_criteria)])
+        self._registered = [c for c in listed if is_registered(c)]
+        self._foreign = [c for c in listed if not is_registered(c) and type(c) not in _KNOWN_TYPES]
+        eos_ids = [c.eos_token_id.flatten().tolist() for c in listed if type(c) is EosTokenCriteria]
+        self._eos_token_ids = frozenset(chain.from_iterable(eos_ids))
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._criteria)
@@ -95,93 +89,80 @@ class BlockStoppingCriteria:
 
     def __call__(self, tokens: TokenRows, new_ids: Sequence[list[int]]) -> StopVerdict:
         """Cut each row's block of new tokens at the first prefix that any criterion ends; `tokens` lie on the host."""
-        self._check(tokens, new_ids)
-        num_emitted = [len(ids) for ids in new_ids]
-        is_done = [False] * len(num_emitted)
-        if not any(num_emitted):
-            return StopVerdict(num_emitted, is_done)
-
-        def stop(row: int, at: int) -> None:
-            """End a row after `at` of its new tokens, unless it ended earlier."""
-            num_emitted[row] = min(num_emitted[row], at)
-            is_done[row] = True
-
-        if self._is_time_up():
-            for row, num in enumerate(num_emitted):
-                if num:
-                    stop(row, num)
-        for row, at in self._find_max_length(tokens.lens, [len(ids) for ids in new_ids]):
-            stop(row, at)
-        for row, at in self._find_eos(new_ids):
-            stop(row, at)
-        if self._stop_string_criteria:
-            for row, at in self._find_stop_strings(_windows(tokens, new_ids, self._tail_len)):
-                stop(row, at)
-        if self._registered:
-            for row, at in self._find_registered(tokens.followed_by(new_ids), tokens.lens, num_emitted):
-                stop(row, at)
-        return StopVerdict(num_emitted, is_done)
-
-    def _check(self, tokens: TokenRows, new_ids: Sequence[list[int]]) -> None:
         if self._foreign:
             raise UnsupportedGenerationError(
                 f"a block must meet row-wise stopping criteria only, got {', '.join(self.foreign_names)}; "
                 "call the plain list after every token, or declare the class with register_row_wise"
             )
-        if len(tokens.lens) != len(new_ids):
-            raise ShapeError(
-                f"new_ids must have one block per row of tokens, {len(tokens.lens)}, got {len(new_ids)}; "
-                "pass an empty block for a row without new tokens"
-            )
+        num_emitted = [len(ids) for ids in new_ids]
+        is_done = [False] * len(num_emitted)
+        if not any(num_emitted):
+            return StopVerdict(num_emitted, is_done)
 
-    def _is_time_up(self) -> bool:
-        """Asks the MaxTimeCriteria, which own the clock."""
-        criteria = self._max_time_criteria
-        return bool(criteria) and bool(_ask(criteria, torch.zeros((1, 1), dtype=torch.int64, device="cpu")).any())
+        def cut(ends: Iterable[tuple[int, int]]) -> None:
+            """End rows after so many of their new tokens, unless they ended earlier."""
+            for row, at in ends:
+                num_emitted[row], is_done[row] = min(num_emitted[row], at), True
+
+        if self._max_time_criteria and bool(_ask(self._max_time_criteria, _any_ids(1)).any()):
+            cut((row, len(ids)) for row, ids in enumerate(new_ids) if ids)
+        cut(self._find_max_length(tokens.lens, [len(ids) for ids in new_ids]))
+        cut(self._find_eos(new_ids))
+        cut(self._find_stop_strings(tokens, new_ids))
+        cut(self._find_registered(tokens, new_ids, num_emitted))
+        return StopVerdict(num_emitted, is_done)
 
     def _find_max_length(self, prefix_lens: Sequence[int], num_new: Sequence[int]) -> Iterator[tuple[int, int]]:
         max_length = self.max_length
         if max_length is None:
             return
+        lens = [prefix_len + num for prefix_len, num in zip(prefix_lens, num_new, strict=True)]
         for row, (prefix_len, num) in enumerate(zip(prefix_lens, num_new, strict=True)):
-            if num and prefix_len + num >= max_length:
+            if num and lens[row] >= max_length:
                 yield row, max(1, max_length - prefix_len)
-        longest_len = max(prefix_len + num for prefix_len, num in zip(prefix_lens, num_new, strict=True))
         for criterion in self._max_length_criteria:
-            unfinished_len = min(longest_len, criterion.max_length - 1)
+            unfinished_len = min(max(lens), criterion.max_length - 1)
             if criterion.max_position_embeddings is not None and unfinished_len > criterion.max_position_embeddings:
-                ids = torch.zeros((1, 1), dtype=torch.int64, device="cpu").expand(1, unfinished_len)
-                _ask([criterion], ids)  # warns, once
+                _ask([criterion], _any_ids(unfinished_len))  # warns, once
 
     def _find_eos(self, new_ids: Sequence[list[int]]) -> Iterator[tuple[int, int]]:
         for row, ids in enumerate(new_ids):
             if not self._eos_token_ids.isdisjoint(ids):
                 yield row, next(at for at, token_id in enumerate(ids, 1) if token_id in self._eos_token_ids)
 
-    def _find_stop_strings(self, tails: Tensor) -> Iterator[tuple[int, int]]:
+    def _find_stop_strings(self, tokens: TokenRows, new_ids: Sequence[list[int]]) -> Iterator[tuple[int, int]]:
         """Asks about every prefix of the block at once: the criterion looks at its last few tokens only."""
         for criterion in self._stop_string_criteria:
             width = max(1, criterion.maximum_token_len)
-            windows = tails[:, self._tail_len - width :].unfold(1, width, 1)  # [B, N, width]
+            windows = _tails(tokens, new_ids, width).unfold(1, width, 1)  # [B, N, width]
             is_hit = _ask([criterion], windows.flatten(0, 1)).view(windows.shape[:2])  # [B, N]
             for row, hits in enumerate(is_hit.tolist()):
                 if True in hits:
                     yield row, hits.index(True) + 1
 
     def _find_registered(
-        self, token_ids: Tensor, prefix_lens: Sequence[int], num_kept: Sequence[int]
+        self, tokens: TokenRows, new_ids: Sequence[list[int]], num_kept: Sequence[int]
     ) -> list[tuple[int, int]]:
         """Asks about the prefixes that nothing else has ended before, those of one length together."""
+        if not self._registered:
+            return []
+        width = max(map(len, new_ids))
+        token_ids = pad(tokens.token_ids[:, : max(tokens.lens)], (0, width))
         rows_by_len: dict[int, list[int]] = {}
-        for row, (prefix_len, num) in enumerate(zip(prefix_lens, num_kept, strict=True)):
+        for row, (prefix_len, ids, num) in enumerate(zip(tokens.lens, new_ids, num_kept, strict=True)):
+            token_ids[row, prefix_len : prefix_len + len(ids)] = torch.tensor(ids, dtype=torch.int64, device="cpu")
             for at in range(1, num + 1):
                 rows_by_len.setdefault(prefix_len + at, []).append(row)
         # no generator: an error of the user's code goes through it, and a StopIteration would not
         answers = [_ask(self._registered, token_ids[rows, :length]) for length, rows in rows_by_len.items()]
-        is_hit = torch.cat(answers).tolist()  # one per pair, in the order of the pairs
         pairs = [(length, row) for length, rows in rows_by_len.items() for row in rows]
-        hits = zip(pairs, is_hit, strict=True)
-        return [(row, length - prefix_lens[row]) for (length, row), hit in hits if hit]
+        hits = zip(pairs, torch.cat(answers).tolist(), strict=True)
+        return [(row, length - tokens.lens[row]) for (length, row), hit in hits if hit]
+
+
+def _any_ids(num: int) -> Tensor:
+    """Ids [1, N] for a criterion that reads their number at most."""
+    return torch.zeros((1, 1), dtype=torch.int64, device="cpu").expand(1, num)
 
 
 def _ask(criteria: Iterable[Any], input_ids: Tensor) -> Tensor:
@@ -195,11 +176,11 @@ def as_flags(answers: Tensor) -> Tensor:
     return answers if answers.dtype == torch.bool else (answers & 1).bool()
 
 
-def _windows(tokens: TokenRows, new_ids: Sequence[list[int]], tail_len: int) -> Tensor:
-    """[B, L-1+N] int64, each row's block after the L-1 tokens before it; other columns hold an id of no vocabulary."""
-    width = max(map(len, new_ids))
+def _tails(tokens: TokenRows, new_ids: Sequence[list[int]], width: int) -> Tensor:
+    """[B, W-1+N] int64, each row's block after the W-1 tokens before it; other columns hold an id of no vocabulary."""
+    num_new = max(map(len, new_ids))
     rows = []
     for ids, length, new in zip(tokens.token_ids, tokens.lens, new_ids, strict=True):
-        before = ids[max(length - tail_len + 1, 0) : length].tolist()
-        rows.append([_NO_TOKEN] * (tail_len - 1 - len(before)) + before + new + [_NO_TOKEN] * (width - len(new)))
+        before = ids[max(length - width + 1, 0) : length].tolist()
+        rows.append([_NO_TOKEN] * (width - 1 - len(before)) + before + new + [_NO_TOKEN] * (num_new - len(new)))
     return torch.tensor(rows, device="cpu")

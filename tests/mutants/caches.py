@@ -117,7 +117,7 @@ MUTANTS = (
             ),
             "stops: the last stop string counts": Fault("hits.index(True) + 1", "len(hits) - hits[::-1].index(True)"),
             "stops: the last criterion counts": Fault(
-                "num_emitted[row] = min(num_emitted[row], at)", "num_emitted[row] = at"
+                "num_emitted[row], is_done[row] = min(num_emitted[row], at)", "num_emitted[row], is_done[row] = at"
             ),
             "stops: integers are read as truth": Fault(
                 "(answers & 1).bool()",
