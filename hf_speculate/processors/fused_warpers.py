@@ -15,7 +15,6 @@ _ARGUMENTS: dict[type, str] = {
     TopPLogitsWarper: "top_p",
     MinPLogitsWarper: "min_p",
 }
-_ORDER = list(_ARGUMENTS)
 
 
 class FusedWarpers(LogitsProcessor):
@@ -35,27 +34,20 @@ class FusedWarpers(LogitsProcessor):
 def fuse_warpers(processors: Iterable[Any], backend: str = "auto") -> list[Any]:
     """The processors of a draft, with one `FusedWarpers`, which may round differently, for each run of warpers."""
     fused: list[Any] = []
-    run: list[Any] = []
+    order = list(_ARGUMENTS.values())
     for processor in processors:
-        if run and not (_is_known(processor) and _rank(processor) > _rank(run[-1])):
-            fused, run = [*fused, _joined(run, backend)], []
-        if _is_known(processor):
-            run.append(processor)
-        else:
+        name = _ARGUMENTS.get(type(processor)) if _is_usual(processor) else None
+        if name is None:
             fused.append(processor)
-    return [*fused, _joined(run, backend)] if run else fused
+            continue
+        run = fused[-1].arguments if fused and isinstance(fused[-1], FusedWarpers) else None
+        if run is None or order.index(name) <= order.index(list(run)[-1]):
+            run = {}
+            fused.append(FusedWarpers(run, backend))
+        run[name] = getattr(processor, name)
+    return fused
 
 
-def _is_known(processor: Any) -> bool:
+def _is_usual(processor: Any) -> bool:
     keeps_one = getattr(processor, "min_tokens_to_keep", 1) == 1 or type(processor) is TopKLogitsWarper
-    drops = getattr(processor, "filter_value", -torch.inf) == -torch.inf
-    return type(processor) in _ARGUMENTS and keeps_one and drops
-
-
-def _rank(processor: Any) -> int:
-    return _ORDER.index(type(processor))
-
-
-def _joined(run: list[Any], backend: str) -> FusedWarpers:
-    names = [_ARGUMENTS[type(one)] for one in run]
-    return FusedWarpers({name: getattr(one, name) for name, one in zip(names, run, strict=True)}, backend)
+    return keeps_one and getattr(processor, "filter_value", -torch.inf) == -torch.inf

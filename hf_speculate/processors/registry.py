@@ -31,7 +31,7 @@ class Reads(Enum):
 
 # RepetitionPenaltyLogitsProcessor may hold one number per row: see rows() in block.py. WatermarkLogitsProcessor seeds
 # its generator anew from the prefix before every draw.
-_NAMES_BY_READS = {
+_NAMES = {
     Reads.NOTHING: """
         BarkEosPrioritizerLogitsProcessor EpsilonLogitsWarper EtaLogitsWarper InfNanRemoveLogitsProcessor
         LogitNormalization MinPLogitsWarper SuppressTokensLogitsProcessor TemperatureLogitsWarper TopHLogitsWarper
@@ -44,7 +44,10 @@ _NAMES_BY_READS = {
         NoBadWordsLogitsProcessor NoRepeatNGramLogitsProcessor RepetitionPenaltyLogitsProcessor
         SequenceBiasLogitsProcessor WatermarkLogitsProcessor WhisperTimeStampLogitsProcessor""",
 }
-READS_BY_NAME = {name: reads for reads, names in _NAMES_BY_READS.items() for name in names.split()}
+READS: dict[type, Reads] = {
+    FusedWarpers: Reads.NOTHING,
+    **{getattr(logits_process, name): reads for reads, names in _NAMES.items() for name in names.split()},
+}
 
 
 def _at(length: int, prefix_len: int) -> int:
@@ -59,42 +62,32 @@ def _from(length: int, prefix_len: int) -> int:
 
 # How many of a prefix's last tokens give the same result as the whole prefix; all of them where a class is missing.
 # Positions that need equally many share a call, whatever their lengths.
-_SEEN_LEN_BY_NAME: dict[str, Callable[[Any, int], int]] = {
-    "ExponentialDecayLengthPenalty": lambda p, n: 0 if n <= p.regulation_start else n,
-    "ForcedBOSTokenLogitsProcessor": lambda p, n: _at(1, n),
-    "ForcedEOSTokenLogitsProcessor": lambda p, n: _at(p.max_length - 1, n),
-    "MinLengthLogitsProcessor": lambda p, n: _from(p.min_length, n),
-    "MinNewTokensLengthLogitsProcessor": lambda p, n: _from(p.prompt_length_to_skip + p.min_new_tokens, n),
-    "NoBadWordsLogitsProcessor": lambda p, n: min(n, max(map(len, p.sequence_bias), default=0)),
-    "SequenceBiasLogitsProcessor": lambda p, n: min(n, max(map(len, p.sequence_bias))),
-    "SuppressTokensAtBeginLogitsProcessor": lambda p, n: _at(p.begin_index, n),
-    "WatermarkLogitsProcessor": lambda p, n: min(n, p.context_width),
+_SEEN_LEN: dict[type, Callable[[Any, int], int]] = {
+    logits_process.ExponentialDecayLengthPenalty: lambda p, n: 0 if n <= p.regulation_start else n,
+    logits_process.ForcedBOSTokenLogitsProcessor: lambda p, n: _at(1, n),
+    logits_process.ForcedEOSTokenLogitsProcessor: lambda p, n: _at(p.max_length - 1, n),
+    logits_process.MinLengthLogitsProcessor: lambda p, n: _from(p.min_length, n),
+    logits_process.MinNewTokensLengthLogitsProcessor: lambda p, n: _from(p.prompt_length_to_skip + p.min_new_tokens, n),
+    logits_process.NoBadWordsLogitsProcessor: lambda p, n: min(n, max(map(len, p.sequence_bias), default=0)),
+    logits_process.SequenceBiasLogitsProcessor: lambda p, n: min(n, max(map(len, p.sequence_bias))),
+    logits_process.SuppressTokensAtBeginLogitsProcessor: lambda p, n: _at(p.begin_index, n),
+    logits_process.WatermarkLogitsProcessor: lambda p, n: min(n, p.context_width),
 }
 
-NOT_ROW_WISE_REASONS: dict[str, str] = {
-    "ClassifierFreeGuidanceLogitsProcessor": "it mixes rows: conditional with unconditional ones",
-    "DiaClassifierFreeGuidanceLogitsProcessor": "it mixes rows: conditional with unconditional ones",
-    "DiaEOSChannelFilterLogitsProcessor": "it mixes rows: the audio channels of one sample",
-    "DiaEOSDelayPatternLogitsProcessor": "it counts its calls",
-    "EncoderNoRepeatNGramLogitsProcessor": "it holds the encoder's ids of every row, in batch order",
-    "EncoderRepetitionPenaltyLogitsProcessor": "it holds the encoder's ids of every row, in batch order",
-    "PrefixConstrainedLogitsProcessor": "it tells the user's function the row's place in the batch",
-    "SynthIDTextWatermarkLogitsProcessor": "it keeps a history of contexts from call to call",
-    "UnbatchedClassifierFreeGuidanceLogitsProcessor": "it feeds a cache of its own, one token a call",
-    "WhisperNoSpeechDetection": "it runs the model itself, then keeps the outcome",
-    "ConfidenceCriteria": "it reads the scores of the batch's first row",
+# why they must be called as plain `generate()` calls them
+NOT_ROW_WISE: dict[type, str] = {
+    logits_process.ClassifierFreeGuidanceLogitsProcessor: "it mixes rows: conditional with unconditional ones",
+    logits_process.DiaClassifierFreeGuidanceLogitsProcessor: "it mixes rows: conditional with unconditional ones",
+    logits_process.DiaEOSChannelFilterLogitsProcessor: "it mixes rows: the audio channels of one sample",
+    logits_process.DiaEOSDelayPatternLogitsProcessor: "it counts its calls",
+    logits_process.EncoderNoRepeatNGramLogitsProcessor: "it holds the encoder's ids of every row, in batch order",
+    logits_process.EncoderRepetitionPenaltyLogitsProcessor: "it holds the encoder's ids of every row, in batch order",
+    logits_process.PrefixConstrainedLogitsProcessor: "it tells the user's function the row's place in the batch",
+    logits_process.SynthIDTextWatermarkLogitsProcessor: "it keeps a history of contexts from call to call",
+    logits_process.UnbatchedClassifierFreeGuidanceLogitsProcessor: "it feeds a cache of its own, one token a call",
+    logits_process.WhisperNoSpeechDetection: "it runs the model itself, then keeps the outcome",
+    stopping_criteria.ConfidenceCriteria: "it reads the scores of the batch's first row",
 }
-
-
-def _find(name: str) -> type | None:
-    """The class of that name in this version of transformers."""
-    return getattr(logits_process, name, None) or getattr(stopping_criteria, name, None)
-
-
-_READS: dict[type, Reads] = {cls: reads for name, reads in READS_BY_NAME.items() if (cls := _find(name)) is not None}
-_READS[FusedWarpers] = Reads.NOTHING
-_FOREIGN: dict[type, str] = {cls: why for name, why in NOT_ROW_WISE_REASONS.items() if (cls := _find(name)) is not None}
-_SEEN_LEN = {cls: seen_len for name, seen_len in _SEEN_LEN_BY_NAME.items() if (cls := _find(name)) is not None}
 _REGISTERED: set[type] = set()
 
 
@@ -120,9 +113,9 @@ def register_row_wise(cls: AnyClass) -> AnyClass:
             f"cls must be a subclass of LogitsProcessor or StoppingCriteria, got {cls!r}; "
             "register the class, not an instance or a function"
         )
-    if cls in _FOREIGN:
+    if cls in NOT_ROW_WISE:
         raise ConfigError(
-            f"cls must be pure and row-wise, got {cls.__name__}: {_FOREIGN[cls]}; "
+            f"cls must be pure and row-wise, got {cls.__name__}: {NOT_ROW_WISE[cls]}; "
             "use it unregistered, it is then called token by token as plain generate() would"
         )
     _REGISTERED.add(cls)
@@ -136,7 +129,7 @@ def is_registered(obj: object) -> bool:
 
 def find_reads(processor: object) -> Reads | None:
     """What a processor reads besides the scores; None for one that is not known to fit into a block."""
-    reads = _READS.get(type(processor)) or (Reads.PREFIX if is_registered(processor) else None)
+    reads = READS.get(type(processor)) or (Reads.PREFIX if is_registered(processor) else None)
     return reads or (Reads.HISTORY if isinstance(processor, RollbackProcessor) else None)
 
 

@@ -52,21 +52,16 @@ class RollbackProcessor(Protocol):
 
 
 class ForkedProcessor:
-    """Stands among a draft model's processors for one of the target's with state."""
+    """Stands among a draft model's processors for one of the target's with state, which is rolled back there."""
 
     def __init__(self, processor: RollbackProcessor):
-        self.processor = processor
+        self.fork = processor.fork
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """See `RollbackProcessor.__call__`; a fork of now processes one position."""
         return self.fork()(input_ids, scores)
 
     def rollback(self, num_calls: Sequence[int]) -> None:
-        """Nothing to take back: the forks go on."""
+        """Does nothing."""
 
     def rows(self, indices: Sequence[int]) -> None:
-        """Nothing to forget: the target's side does it."""
-
-    def fork(self) -> RollbackProcessor:
-        """A copy of the target's processor as it stands."""
-        return self.processor.fork()
+        """Does nothing."""

@@ -14,7 +14,7 @@ from transformers.generation import logits_process
 
 from hf_speculate.errors import ConfigError, UnsupportedGenerationError
 from hf_speculate.processors import BlockLogitsProcessorList, register_row_wise
-from hf_speculate.processors.registry import NOT_ROW_WISE_REASONS, READS_BY_NAME
+from hf_speculate.processors.registry import NOT_ROW_WISE, READS
 from tests.cases import each_value
 
 VOCAB_SIZE = 41
@@ -109,9 +109,9 @@ def assert_same_bits(ours: Tensor, twin: Tensor) -> None:
 
 def test_every_class_of_transformers_is_placed_and_every_row_wise_one_has_an_example() -> None:
     classes = inspect.getmembers(logits_process, inspect.isclass)
-    names = [name for name, cls in classes if issubclass(cls, LogitsProcessor) and cls is not LogitsProcessor]
-    assert [name for name in names if (name in READS_BY_NAME) == (name in NOT_ROW_WISE_REASONS)] == []
-    assert {type(make()).__name__ for make in EXAMPLES.values()} == set(READS_BY_NAME)
+    known = {cls for _, cls in classes if issubclass(cls, LogitsProcessor) and cls is not LogitsProcessor}
+    assert {cls for cls in known if (cls in READS) == (cls in NOT_ROW_WISE)} == set()
+    assert {type(make()) for make in EXAMPLES.values()} == known & set(READS)
 
 
 @pytest.mark.parametrize("name", sorted(EXAMPLES))

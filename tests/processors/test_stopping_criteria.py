@@ -22,7 +22,7 @@ from transformers.generation import ConfidenceCriteria, stopping_criteria
 from hf_speculate.cache.token_buffer import TokenBuffer
 from hf_speculate.errors import UnsupportedGenerationError
 from hf_speculate.processors import register_row_wise
-from hf_speculate.processors.registry import NOT_ROW_WISE_REASONS
+from hf_speculate.processors.registry import NOT_ROW_WISE
 from hf_speculate.processors.stopping_criteria import BlockStoppingCriteria, StopVerdict
 
 TOKENS = [*"abcdefopst", "st", "op", "sto", "pped", "topper", "las", "stop", "ab", "bab"]
@@ -184,13 +184,13 @@ def test_foreign_criteria_are_named_and_refused() -> None:
 
 
 def test_every_criterion_of_transformers_is_placed_knowingly() -> None:
-    own = {"EosTokenCriteria", "MaxLengthCriteria", "MaxTimeCriteria", "StopStringCriteria"}
+    own = {EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria}
     found = {
-        cls.__name__
+        cls
         for cls in vars(stopping_criteria).values()
         if isinstance(cls, type) and issubclass(cls, StoppingCriteria) and cls is not StoppingCriteria
     }
-    assert found == own | (found & set(NOT_ROW_WISE_REASONS))
+    assert found == own | (found & set(NOT_ROW_WISE))
 
 
 def test_what_the_decoder_needs_to_know_is_a_property() -> None:
