@@ -3,9 +3,8 @@
 Rows whose processors or criteria are equal form a group, which is processed together.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,25 +17,18 @@ from hf_speculate.transfers import upload
 Settings = TypeVar("Settings", bound=Iterable[Any])
 
 
-@dataclass(frozen=True)
-class _Group(Generic[Settings]):
-    settings: Settings
-    rows: list[int]  # of the batch, in ascending order
-
-    def renumbered(self, places: Mapping[int, int]) -> list[tuple[int, int]]:
-        """The rows that stay, as (new number, place in the group), sorted."""
-        return sorted((places[row], at) for at, row in enumerate(self.rows) if row in places)
+_Group = tuple[Settings, list[int]]  # the rows of the batch that they are for, in ascending order
 
 
 class ProcessorGroups:
     """Runs every row's own logits processors on all K+1 positions of a round; none of them has state."""
 
     def __init__(self, processors: BlockLogitsProcessorList, num_rows: int):
-        self._groups = [_Group(processors, list(range(num_rows)))]
+        self._groups: list[_Group[BlockLogitsProcessorList]] = [(processors, list(range(num_rows)))]
         self._num_rows = num_rows
 
     def __len__(self) -> int:
-        return max((len(group.settings) for group in self._groups), default=0)
+        return max((len(processors) for processors, _ in self._groups), default=0)
 
     def __call__(
         self,
@@ -47,20 +39,19 @@ class ProcessorGroups:
     ) -> Tensor:
         """See `BlockLogitsProcessorList.__call__`, in the block form."""
         if len(self._groups) == 1:
-            return self._groups[0].settings(input_ids, scores, draft_token_ids, prefix_lens)
+            return self._groups[0][0](input_ids, scores, draft_token_ids, prefix_lens)
         processed = torch.empty(scores.shape, dtype=torch.float32, device=scores.device)
-        for group in self._groups:
-            rows = group.rows
+        for processors, rows in self._groups:
             index = upload(rows, scores.device)
             drafted = None if draft_token_ids is None else draft_token_ids[index]
             lens = None if prefix_lens is None else [prefix_lens[row] for row in rows]
-            part = group.settings(input_ids[index], scores[index], drafted, lens)
+            part = processors(input_ids[index], scores[index], drafted, lens)
             processed.index_copy_(0, index, part.to(processed))
         return processed
 
     @property
     def reads_token_ids(self) -> bool:
-        return any(group.settings.reads_token_ids for group in self._groups)
+        return any(processors.reads_token_ids for processors, _ in self._groups)
 
     def forked(self) -> "ProcessorGroups":
         return self
@@ -69,13 +60,8 @@ class ProcessorGroups:
         """Does nothing: no processor has state."""
 
     def rows(self, indices: Sequence[int]) -> "ProcessorGroups":
-        places = {row: place for place, row in enumerate(indices)}
-        kept = []
-        for group in self._groups:
-            pairs = group.renumbered(places)
-            if pairs:
-                kept.append(_Group(group.settings.rows([at for _, at in pairs]), [row for row, _ in pairs]))
-        self._groups, self._num_rows = kept, len(indices)
+        self._groups = [(processors.rows(at), rows) for processors, at, rows in _kept(self._groups, indices)]
+        self._num_rows = len(indices)
         return self
 
     def join(self, other: "ProcessorGroups") -> None:
@@ -89,15 +75,15 @@ class StoppingGroups:
     def __init__(self, criteria: BlockStoppingCriteria, max_lengths: Sequence[int]):
         self._max_lengths = list(max_lengths)
         rest = BlockStoppingCriteria(one for one in criteria if type(one) is not MaxLengthCriteria)
-        self._groups = [_Group(rest, list(range(len(max_lengths))))]
+        self._groups: list[_Group[BlockStoppingCriteria]] = [(rest, list(range(len(max_lengths))))]
 
     def __call__(self, tokens: TokenRows, new_ids: Sequence[list[int]]) -> StopVerdict:
         num_emitted, is_done = [len(ids) for ids in new_ids], [False] * len(new_ids)
-        for group in self._groups:
-            rows, some = group.rows, tokens
+        for criteria, rows in self._groups:
+            some = tokens
             if len(rows) < len(new_ids):
                 some = _SomeRows(tokens.token_ids[rows], [tokens.lens[row] for row in rows])
-            verdict = group.settings(some, [new_ids[row] for row in rows])
+            verdict = criteria(some, [new_ids[row] for row in rows])
             for row, num, done in zip(rows, *verdict, strict=True):
                 num_emitted[row], is_done[row] = num, done
         for row, (length, most, ids) in enumerate(zip(tokens.lens, self._max_lengths, new_ids, strict=True)):
@@ -106,9 +92,7 @@ class StoppingGroups:
         return StopVerdict(num_emitted, is_done)
 
     def rows(self, indices: Sequence[int]) -> None:
-        places = {row: place for place, row in enumerate(indices)}
-        kept = [(group.settings, [row for row, _ in group.renumbered(places)]) for group in self._groups]
-        self._groups = [_Group(settings, rows) for settings, rows in kept if rows]
+        self._groups = [(criteria, rows) for criteria, _, rows in _kept(self._groups, indices)]
         self._max_lengths = [self._max_lengths[row] for row in indices]
 
     def join(self, other: "StoppingGroups") -> None:
@@ -123,16 +107,28 @@ class _SomeRows(NamedTuple):
     lens: list[int]
 
 
+def _kept(
+    groups: Iterable[_Group[Settings]], indices: Sequence[int]
+) -> Iterator[tuple[Settings, list[int], list[int]]]:
+    """Of each group that keeps rows: its settings, the places of these rows in the group, and their new numbers."""
+    numbers = {row: number for number, row in enumerate(indices)}
+    for settings, rows in groups:
+        pairs = sorted((numbers[row], at) for at, row in enumerate(rows) if row in numbers)
+        if pairs:
+            yield settings, [at for _, at in pairs], [number for number, _ in pairs]
+
+
 def _joined(mine: list[_Group[Settings]], others: list[_Group[Settings]], num_rows: int) -> list[_Group[Settings]]:
     """The groups of both batches, the rows of the second one behind `num_rows` of the first."""
     groups = list(mine)
-    for other in others:
-        settings, moved = list(other.settings), [row + num_rows for row in other.rows]
-        same = next((at for at, group in enumerate(groups) if is_equal(list(group.settings), settings)), None)
-        if same is None:
-            groups.append(_Group(other.settings, moved))
+    for settings, rows in others:
+        moved = [row + num_rows for row in rows]
+        for at, (same, before) in enumerate(groups):
+            if is_equal(list(same), list(settings)):
+                groups[at] = same, before + moved
+                break
         else:
-            groups[same] = _Group(groups[same].settings, groups[same].rows + moved)
+            groups.append((settings, moved))
     return groups
 
 
