@@ -170,13 +170,13 @@ def _eager_reason(one: ModelPlan, settings: CompileSettings) -> str:
         reason = "which reads more than its text"
     if reason:
         return f"eager forwards of the {one.part} {type(one.model).__name__}, {reason}"
-    failure = model_state(one.model).units.failure(settings.key)
+    failure = model_state(one.model).units.failures.get(settings.key)
     return "" if failure is None else f"{one.part}: {failure}"
 
 
 def _ungraphed_reason(one: ModelPlan, is_compiled: bool) -> str:
     model = one.model
-    failure = model_state(model).units.failure(FAILURE_KEY)
+    failure = model_state(model).units.failures.get(FAILURE_KEY)
     if failure is not None:
         return f"{one.part}: {failure}"
     name = f"no graphs of the {one.part} {type(model).__name__}"

@@ -131,4 +131,4 @@ def _model_drafter(plan: Plan, call: Call, draft: ModelPlan, on_failure: Callabl
         language_model = make_language_model(draft, plan.compile, max_position, is_synced, on_failure)
     if isinstance(language_model, CompiledLanguageModel):
         return CompiledDrafter(language_model, processors, settings, chunk_size)
-    return ModelDrafter(Inferencer(language_model, None, chunk_size, not is_synced), of_rows, settings)
+    return ModelDrafter(Inferencer(language_model, chunk_size, not is_synced), of_rows, settings)

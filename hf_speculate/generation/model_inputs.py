@@ -5,12 +5,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from hf_speculate.draft.vocab_mapping import VocabMapping
 from hf_speculate.errors import UnsupportedGenerationError
-from hf_speculate.models.extra_inputs import ExtraInputs, mapped
+from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.models.language_model import device_of, takes_positions, text_prefix
 
 _OWN_NAMES = """
@@ -132,7 +133,9 @@ def _columns(model_kwargs: dict[str, Any], num_query: int, device: torch.device)
 def _as_read_by(model: PreTrainedModel, value: Any) -> Any:
     """A copy of a tensor, or of an output's, where the model is; numbers with a fraction in the model's dtype."""
     device, dtype = device_of(model), model.dtype
-    return mapped(value, lambda tensor: tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype))
+    return tree_map_only(
+        Tensor, lambda tensor: tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype), value
+    )
 
 
 def _counts_tokens(positions: Tensor, model_kwargs: dict[str, Any]) -> bool:

@@ -14,7 +14,7 @@ LOGGER = logging.getLogger(__name__)
 
 
 class CompiledUnits:
-    """The functions compiled for one model, and why some could not be compiled, for all calls.
+    """The functions compiled for one model, for all calls.
 
     Compiled functions take the model as an argument: one that they held would never be freed.
     """
@@ -22,21 +22,13 @@ class CompiledUnits:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._functions: dict[Hashable, Callable[..., Any]] = {}
-        self._failures: dict[Hashable, str] = {}
+        self.failures: dict[Hashable, str] = {}  # why compiling with some settings failed, which is not tried again
 
     def function(self, key: Hashable, compile_it: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
         with self._lock:
             if key not in self._functions:
                 self._functions[key] = compile_it()
             return self._functions[key]
-
-    def failure(self, key: Hashable) -> str | None:
-        """Why compiling with some settings failed; None if it has not."""
-        return self._failures.get(key)
-
-    def add_failure(self, key: Hashable, reason: str) -> None:
-        """Keep the reason why compiling with some settings failed, so that the next call does not try again."""
-        self._failures[key] = reason
 
 
 @dataclass(frozen=True)
@@ -78,7 +70,7 @@ class Compilation:
     sampling_backend: str | None = field(default="torch", init=False)  # of what is compiled
 
     def __post_init__(self) -> None:
-        failure = self.units.failure(self.settings.key)
+        failure = self.units.failures.get(self.settings.key)
         if failure is not None:
             self._give_up(failure)
 
@@ -109,7 +101,7 @@ class Compilation:
             reason = f"eager forwards of {type(self.model).__name__}, which cannot be compiled: {_cause_of(error)}"
             LOGGER.warning(reason)
             if not _is_recompile_limit(error):
-                self.units.add_failure(self.settings.key, reason)
+                self.units.failures[self.settings.key] = reason
             self._give_up(reason)
             return None
 

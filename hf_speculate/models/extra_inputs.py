@@ -1,11 +1,11 @@
 """Extra inputs: what a model reads besides tokens, such as encoder outputs, images, or positions of its own."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.utils.generic import ModelOutput
+from torch.utils._pytree import tree_map_only
 
 
 class ExtraInputs:
@@ -81,16 +81,5 @@ class ExtraInputs:
             self._offsets = self._offsets.index_select(-2, index.to(self._offsets.device))
 
 
-def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A copy of a model input (a tensor, a model's output, a tuple or list of them), with each tensor changed."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, ModelOutput):
-        return type(value)(**{name: mapped(part, change) for name, part in value.items()})
-    if isinstance(value, tuple | list):
-        return type(value)(mapped(part, change) for part in value)
-    return value
-
-
 def _rows_of(value: Any, index: Tensor) -> Any:
-    return mapped(value, lambda tensor: tensor.index_select(0, index.to(tensor.device)))
+    return tree_map_only(Tensor, lambda tensor: tensor.index_select(0, index.to(tensor.device)), value)

@@ -145,7 +145,7 @@ class Graphing:
             reason = f"eager forwards of {type(self._model).__name__}, which cannot be captured: {first_line}"
             LOGGER.warning(reason)
             if not isinstance(error, torch.OutOfMemoryError):
-                self._units.add_failure(FAILURE_KEY, reason)
+                self._units.failures[FAILURE_KEY] = reason
             self.is_working = False
             self._on_failure(reason)
             return None

@@ -1,6 +1,7 @@
 """Prefill a prompt or decode token by token with one model."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -36,18 +37,16 @@ class Inferencer:
     """Runs a `LanguageModel` step by step.
 
     Where only the last logits are read, a forward takes at most `chunk_size` tokens of each row. Decoding ends once
-    every row is done, if `stops_early` and if that can be read for nothing. RANDOM draws come from the generator.
+    every row is done, if `stops_early` and if that can be read for nothing.
     """
 
     def __init__(
         self,
         language_model: LanguageModel,
-        generator: torch.Generator | None = None,
         chunk_size: int | None = None,
         stops_early: bool = True,
     ):
         self.language_model = language_model
-        self.generator = generator
         self.chunk_size = chunk_size
         self.stops_early = stops_early
         self._counts = Ruler(language_model.device, torch.int32)
@@ -62,7 +61,7 @@ class Inferencer:
     ) -> PrefillOutput:
         """Feed a prompt [B, Q] int64 and choose the token after it; `kv_cache` is advanced by Q tokens, in place."""
         logits = self.language_model.forward(query_token_ids, kv_cache, logits_to_keep=logits_to_keep)
-        return PrefillOutput(self._choose(logits[:, -1], sample_strategy)[:, None], logits)
+        return PrefillOutput(_choice(sample_strategy, logits[:, -1]).token_ids[:, None], logits)
 
     def feed(self, query_token_ids: Tensor, kv_cache: KVCache) -> Tensor:
         """Logits [B, V] after query tokens [B, Q] int64, in as few chunks of about one length as `chunk_size` takes."""
@@ -84,64 +83,53 @@ class Inferencer:
     ) -> DecodeOutput:
         """Decode up to `max_new_tokens` tokens; `kv_cache` is advanced by all of them but the last, in place.
 
-        A row is done after its EOS. The loop ends when every row is, where that can be read without waiting; elsewhere
-        ends are looked for once, in all tokens together. The query is [B, Q] int64. `choose` replaces `sample_strategy`
-        and the EOS rule; rows are then done after one of `stop_ids` [E] int64 too.
+        A row is done after its EOS. The loop ends when every row is, where that can be read without waiting. The query
+        is [B, Q] int64. `choose` replaces `sample_strategy` and the EOS rule; rows are then done after one of
+        `stop_ids` [E] int64 too.
         """
         if max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens must be at least 1, got {max_new_tokens}; ask for a token")
         if choose is None:
-            choose = self._chooser(sample_strategy)
+            choose = partial(_choice, sample_strategy)
             eos = self.language_model.model.generation_config.eos_token_id
             stop_ids = None if eos is None else torch.tensor(eos, device=self.language_model.device).reshape(-1)
-        reads_are_free = query_token_ids.device.type == "cpu"
-        are_live: Tensor | None = None  # [B] bool, rows that need further tokens; None until one may have ended
-        lens: Tensor  # [B] int32, of the rows that are done
+        can_stop = self.stops_early and query_token_ids.device.type == "cpu"  # elsewhere reading would wait
+        is_ended = torch.zeros(query_token_ids.shape[0], dtype=torch.bool, device="cpu")
         ids: list[Tensor] = []
         logits: list[Tensor] = []
+        are_done: list[Tensor] = []
         query = query_token_ids
         if query.shape[1] <= MAX_EXPECTED_QUERY:
             kv_cache.expect(query.shape[1] + max_new_tokens - 1)
         for step in range(max_new_tokens):
             choice = choose(self.feed(query, kv_cache), step)
             ids.append(choice.token_ids)
+            query = choice.token_ids[:, None]
             if choice.token_logits is not None:
                 logits.append(choice.token_logits)
-            query = choice.token_ids[:, None]
+            if choice.is_done is not None:
+                are_done.append(choice.is_done)
             if step == 0 and query_token_ids.shape[1] > MAX_EXPECTED_QUERY:
                 kv_cache.expect(max_new_tokens - 1)
-            is_done = choice.is_done
-            if reads_are_free and stop_ids is not None:
-                is_end = (query == stop_ids).any(1)
-                is_done = is_end if is_done is None else is_done | is_end
-            if is_done is None or (reads_are_free and not bool(is_done.any())):
-                continue
-            if are_live is None:
-                are_live = torch.ones_like(is_done)
-                lens = torch.zeros(is_done.shape, dtype=torch.int32, device=is_done.device)
-            lens = torch.where(are_live & is_done, len(ids), lens)
-            are_live = are_live & ~is_done
-            if reads_are_free and self.stops_early and not bool(are_live.any()):
-                break
-        token_ids = torch.stack(ids, dim=1)
-        if are_live is not None:
-            lens = torch.where(are_live, len(ids), lens)
-        if stop_ids is not None and not reads_are_free:
-            ends = num_until(token_ids, stop_ids, self._counts.span(1, len(ids)))
-            lens = ends if are_live is None else torch.minimum(ends, lens)
-        elif are_live is None:
-            lens = torch.full(token_ids.shape[:1], len(ids), dtype=torch.int32, device=token_ids.device)
+            if can_stop:
+                if stop_ids is not None:
+                    is_ended = is_ended | (query == stop_ids).any(1)
+                if choice.is_done is not None:
+                    is_ended = is_ended | choice.is_done
+                if bool(is_ended.all()):
+                    break
+        token_ids, counts = torch.stack(ids, dim=1), self._counts.span(1, len(ids))
+        lens = counts[-1:].repeat(token_ids.shape[0]) if stop_ids is None else num_until(token_ids, stop_ids, counts)
+        if are_done:
+            lens = lens.minimum(torch.where(torch.stack(are_done, dim=1), counts, counts[-1]).amin(1))
         return DecodeOutput(token_ids, torch.stack(logits, dim=1) if logits else None, lens)
 
-    def _chooser(self, sample_strategy: SampleStrategy) -> ChooseToken:
-        return lambda logits, step: Choice(self._choose(logits, sample_strategy), logits, None)
 
-    def _choose(self, logits: Tensor, sample_strategy: SampleStrategy) -> Tensor:
-        """[B] int64 from logits [B, V]."""
-        if sample_strategy is SampleStrategy.GREEDY:
-            return logits.float().argmax(dim=-1)
-        probs = logits.float().softmax(dim=-1)
-        return torch.multinomial(probs, 1, generator=self.generator)[:, 0]
+def _choice(sample_strategy: SampleStrategy, logits: Tensor, step: int = 0) -> Choice:
+    """The argmax of logits [B, V], or a draw of torch's default generator."""
+    if sample_strategy is SampleStrategy.GREEDY:
+        return Choice(logits.float().argmax(dim=-1), logits, None)
+    return Choice(torch.multinomial(logits.float().softmax(dim=-1), 1)[:, 0], logits, None)
 
 
 def num_until(token_ids: Tensor, stop_ids: Tensor, counts: Tensor) -> Tensor:

@@ -70,11 +70,11 @@ MUTANTS = (
         "draft/test_model.py",
         {
             "model drafter: one EOS id is looked at": Fault(
-                "is_end = (query == stop_ids).any(1)", "is_end = (query == stop_ids).all(1)"
+                "[:, :, None] != stop_ids).all(-1)", "[:, :, None] != stop_ids).any(-1)"
             ),
             "inferencer: rows count tokens after their EOS": Fault(
-                "torch.where(are_live & is_done, len(ids), lens)",
-                "torch.where(is_done, len(ids), lens)",
+                "torch.where(goes_on, counts[-1], counts).amin(1)",
+                "torch.where(goes_on, counts[-1], counts).amax(1)",
                 "models/test_language_model.py",
             ),
             "inferencer: only the last chunk is read": Fault(
