@@ -15,8 +15,7 @@ import hf_speculate
 from tests.tiny import KINDS, MORE_KINDS, make_model, noisy_copy, ragged_prompts
 from tests.tiny_encoders import make_bart, make_t5, make_whisper, speech
 from tests.tiny_families import FAMILIES, make_family
-from tests.tiny_pictures import READINGS
-from tests.tiny_readers import COLUMN_COUNTERS, ENCODERS, READERS
+from tests.tiny_readers import COLUMN_COUNTERS, ENCODERS, READERS, READINGS
 from tests.tiny_recurrent import RECURRENT_KINDS
 
 LARGEST_PROMPT_ID = 48  # those above stand for pictures, sounds and Whisper's times

@@ -4,26 +4,9 @@ import copy
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import (
-    BartConfig,
-    BartForConditionalGeneration,
-    CLIPVisionConfig,
-    GenerationConfig,
-    LlamaConfig,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    PreTrainedModel,
-    Qwen2VLConfig,
-    Qwen2VLForConditionalGeneration,
-    Qwen3_5Config,
-    Qwen3_5ForConditionalGeneration,
-    T5Config,
-    T5ForConditionalGeneration,
-    WhisperConfig,
-    WhisperForCausalLM,
-    WhisperForConditionalGeneration,
-)
+from transformers import GenerationConfig, PreTrainedModel, WhisperForCausalLM, WhisperForConditionalGeneration
 
 from tests.tiny import (
     INITIALIZER_RANGE,
@@ -51,10 +34,8 @@ _STACKS: dict[str, Any] = {
     "d_model": 32,
     "encoder_layers": 3,  # more than the decoder has: a cache made for the config has layers that stay empty
     "decoder_layers": 2,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
+    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 48),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
 }
 TEXT: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -75,6 +56,16 @@ VISION: dict[str, Any] = {
     "num_attention_heads": 2,
     "image_size": 8,
 }
+MERGING_VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 32,
+}
 
 QWEN_IDS: dict[str, Any] = {
     "image_token_id": IMAGE_TOKEN_ID,
@@ -91,13 +82,7 @@ _BART_GAINS = {"encoder_attn.out_proj": 0.1}
 
 
 def filled(model: PreTrainedModel, seed: int, gains: dict[str, float] | None = None) -> PreTrainedModel:
-    """The model in float64 and eval mode, its matrices drawn anew; biases and norms are left.
-
-    Args:
-        model: changed in place.
-        seed: of the weights.
-        gains: factors on the decoder's weights with such names.
-    """
+    """The model in float64 and eval mode, its matrices drawn anew; `gains` on the decoder's weights with such names."""
     generator = torch.Generator().manual_seed(seed)
     model.to(torch.float64).eval().requires_grad_(False)
     seen: set[int] = set()
@@ -114,29 +99,31 @@ def filled(model: PreTrainedModel, seed: int, gains: dict[str, float] | None = N
     return model
 
 
-def ready(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
-    """The model with weights of a seed, for greedy decoding."""
-    model = filled(model, seed)
-    model.generation_config = GenerationConfig(pad_token_id=PAD_TOKEN_ID, do_sample=False)
+def ready(
+    model: PreTrainedModel, seed: int = 0, gains: dict[str, float] | None = None, **settings: Any
+) -> PreTrainedModel:
+    """The model with weights of a seed, for greedy decoding; `settings` of its generation config."""
+    model = filled(model, seed, gains)
+    model.generation_config = GenerationConfig(pad_token_id=PAD_TOKEN_ID, do_sample=False, **settings)
     return model
 
 
 def make_t5(*, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """A T5; `overrides` are fields of its config."""
     fields = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 3, "num_decoder_layers": 2, "num_heads": 4}
-    config = T5Config(**{"vocab_size": VOCAB_SIZE, **_IDS, **fields, **overrides})
-    model = filled(T5ForConditionalGeneration(config), seed, _T5_GAINS)
-    model.generation_config = GenerationConfig(pad_token_id=PAD_TOKEN_ID, decoder_start_token_id=START_TOKEN_ID)
-    return model
+    config = transformers.T5Config(**{"vocab_size": VOCAB_SIZE, **_IDS, **fields, **overrides})
+    return ready(
+        transformers.T5ForConditionalGeneration(config), seed, _T5_GAINS, decoder_start_token_id=START_TOKEN_ID
+    )
 
 
 def make_bart(*, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """A BART, whose positions are columns; `overrides` are fields of its config."""
     fields = {**_STACKS, "max_position_embeddings": MAX_LEN, "forced_eos_token_id": None}
-    config = BartConfig(vocab_size=VOCAB_SIZE, **_IDS, **{**fields, **overrides})
-    model = filled(BartForConditionalGeneration(config), seed, _BART_GAINS)
-    model.generation_config = GenerationConfig(pad_token_id=PAD_TOKEN_ID, decoder_start_token_id=START_TOKEN_ID)
-    return model
+    config = transformers.BartConfig(vocab_size=VOCAB_SIZE, **_IDS, **{**fields, **overrides})
+    return ready(
+        transformers.BartForConditionalGeneration(config), seed, _BART_GAINS, decoder_start_token_id=START_TOKEN_ID
+    )
 
 
 def make_whisper(*, seed: int = 0, **overrides: Any) -> WhisperForConditionalGeneration:
@@ -144,16 +131,11 @@ def make_whisper(*, seed: int = 0, **overrides: Any) -> WhisperForConditionalGen
 
     Generation settings are those of English-only checkpoints, with another id suppressed at the beginning than later.
     """
-    fields = {
-        **_STACKS,
-        "num_mel_bins": NUM_MEL_BINS,
-        "max_source_positions": NUM_FRAMES // 2,
-        "max_target_positions": 96,
-    }
-    config = WhisperConfig(vocab_size=VOCAB_SIZE, **_IDS, **{**fields, **overrides})
-    model = filled(WhisperForConditionalGeneration(config), seed)
-    model.generation_config = GenerationConfig(
-        pad_token_id=PAD_TOKEN_ID,
+    sizes = {"num_mel_bins": NUM_MEL_BINS, "max_source_positions": NUM_FRAMES // 2, "max_target_positions": 96}
+    config = transformers.WhisperConfig(vocab_size=VOCAB_SIZE, **_IDS, **{**_STACKS, **sizes, **overrides})
+    return ready(
+        WhisperForConditionalGeneration(config),
+        seed,
         eos_token_id=2,
         decoder_start_token_id=START_TOKEN_ID,
         suppress_tokens=[5, 9],
@@ -163,7 +145,6 @@ def make_whisper(*, seed: int = 0, **overrides: Any) -> WhisperForConditionalGen
         return_timestamps=False,
         max_initial_timestamp_index=5,
     )
-    return model
 
 
 def decoder_of(model: WhisperForConditionalGeneration) -> WhisperForCausalLM:
@@ -184,57 +165,33 @@ def speech(batch_size: int, *, num_frames: int = NUM_FRAMES, seed: int = 0) -> T
 
 def make_llava(*, seed: int = 0) -> PreTrainedModel:
     """A LLaVA over a Llama, four tokens an image."""
-    config = LlavaConfig(
-        vision_config=CLIPVisionConfig(**VISION, patch_size=4),
-        text_config=LlamaConfig(**TEXT),
+    config = transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(**VISION, patch_size=4),
+        text_config=transformers.LlamaConfig(**TEXT),
         image_token_index=IMAGE_TOKEN_ID,
         image_token_id=IMAGE_TOKEN_ID,
         tie_word_embeddings=False,
     )
-    return ready(LlavaForConditionalGeneration(config), seed)
+    return ready(transformers.LlavaForConditionalGeneration(config), seed)
 
 
 def make_qwen2_vl(*, seed: int = 0) -> PreTrainedModel:
     """A Qwen2-VL, whose positions have three axes and fall behind the number of tokens at every image."""
-    vision = {
-        "depth": 1,
-        "embed_dim": 16,
-        "hidden_size": 32,
-        "num_heads": 2,
-        "mlp_ratio": 2,
-        "patch_size": 4,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-    }
-    config = Qwen2VLConfig(
-        vision_config=vision,
+    config = transformers.Qwen2VLConfig(
+        vision_config={**MERGING_VISION, "embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2},
         text_config={**TEXT, "rope_parameters": QWEN_ROPE, "rope_scaling": QWEN_ROPE},
         **QWEN_IDS,
     )
-    return ready(Qwen2VLForConditionalGeneration(config), seed)
+    return ready(transformers.Qwen2VLForConditionalGeneration(config), seed)
 
 
 def make_qwen3_5_vl(*, seed: int = 0) -> PreTrainedModel:
     """A Qwen3.5 as its checkpoints have it: recurrent layers, and positions as in Qwen2-VL."""
-    vision = {
-        "depth": 1,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "out_hidden_size": 32,
-        "num_heads": 2,
-        "patch_size": 4,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        "num_position_embeddings": 16,
-    }
     text = make_config("qwen3_5").to_dict()
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1], "partial_rotary_factor": 1.0}
-    config = Qwen3_5Config(
-        vision_config=vision,
-        text_config={**text, "rope_parameters": rope},
-        **QWEN_IDS,
-    )
-    return ready(Qwen3_5ForConditionalGeneration(config), seed)
+    vision = {**MERGING_VISION, "num_position_embeddings": 16}
+    config = transformers.Qwen3_5Config(vision_config=vision, text_config={**text, "rope_parameters": rope}, **QWEN_IDS)
+    return ready(transformers.Qwen3_5ForConditionalGeneration(config), seed)
 
 
 def text_draft(target: PreTrainedModel, noise: float = 0.01) -> PreTrainedModel:

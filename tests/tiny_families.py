@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.tiny import INITIALIZER_RANGE, MAX_LEN, PAD_TOKEN_ID, SLIDING_WINDOW
-from tests.tiny_encoders import START_TOKEN_ID, VOCAB_SIZE, filled
+from tests.tiny_encoders import START_TOKEN_ID, TEXT, VOCAB_SIZE, ready
 
 _WIDTH, _INNER, _LAYERS, _HEADS, _HEAD_WIDTH = 32, 48, 2, 4, 8
 _FIELDS: dict[str, Any] = {
@@ -34,21 +34,8 @@ _FIELDS: dict[str, Any] = {
     "moe_intermediate_size": 24,
     "encoder_sparse_step": 1,
 }
-_TEXT: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": _WIDTH,
-    "intermediate_size": _INNER,
-    "num_hidden_layers": _LAYERS,
-    "num_attention_heads": _HEADS,
-    "num_key_value_heads": 2,
-    "head_dim": _HEAD_WIDTH,
-    "query_pre_attn_scalar": _HEAD_WIDTH,
-    "sliding_window": SLIDING_WINDOW,
-    "max_position_embeddings": MAX_LEN,
-    "pad_token_id": PAD_TOKEN_ID,
-    "bos_token_id": START_TOKEN_ID,
-    "eos_token_id": None,
-}
+_TEXT = {**TEXT, "head_dim": _HEAD_WIDTH, "query_pre_attn_scalar": _HEAD_WIDTH, "sliding_window": SLIDING_WINDOW}
+_TEXT |= {"bos_token_id": START_TOKEN_ID}
 
 # What a family needs beside the fields above.
 _PLAIN_DECODERS = (
@@ -78,13 +65,7 @@ _NO_FLOAT64 = ("xglm",)  # it makes a float32 number of float64's lowest
 
 
 def make_family(model_type: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """A tiny model of one of `FAMILIES`, in float64 if it can be, in eval mode.
-
-    Args:
-        model_type: as in its config.
-        seed: of the weights.
-        **overrides: fields of its config class.
-    """
+    """A tiny model of one of `FAMILIES`, in float64 if it can be; `overrides` are fields of its config."""
     config_class = CONFIG_MAPPING[model_type]
     names = {field.name for field in dataclasses.fields(config_class)}
     fields = {name: value for name, value in _FIELDS.items() if name in names}
@@ -94,13 +75,9 @@ def make_family(model_type: str, *, seed: int = 0, **overrides: Any) -> PreTrain
         model = transformers.ImageGPTForCausalImageModeling(config)
     else:
         model = auto.from_config(config, dtype=torch.float64, experts_implementation="eager")
-    model = filled(model, seed)
+    start = START_TOKEN_ID if config.is_encoder_decoder else None
+    model = ready(model, seed, decoder_start_token_id=start)
     if model_type in _NO_FLOAT64:
         model.to(torch.float32)
         model.config.dtype = torch.float32
-    model.generation_config = GenerationConfig(
-        pad_token_id=PAD_TOKEN_ID,
-        do_sample=False,
-        decoder_start_token_id=START_TOKEN_ID if config.is_encoder_decoder else None,
-    )
     return model

@@ -1,64 +1,135 @@
-"""Tiny random readers of patches, sounds and pictures beside the text, built in code, and prompts for them."""
+"""Tiny random readers of pictures, patches and sounds beside the text, built in code, and prompts for them."""
+
+import inspect
+from typing import NamedTuple
 
 import torch
 import transformers
-from transformers import (
-    Exaone4_5_Config,
-    Exaone4_5_ForConditionalGeneration,
-    FuyuConfig,
-    FuyuForCausalLM,
-    MllamaConfig,
-    MllamaForConditionalGeneration,
-    Phi4MultimodalConfig,
-    Phi4MultimodalForCausalLM,
-    PreTrainedModel,
-    Qwen2AudioConfig,
-    Qwen2AudioForConditionalGeneration,
-    T5Gemma2Config,
-    T5Gemma2ForConditionalGeneration,
-    VibeVoiceAsrConfig,
-    VibeVoiceAsrForConditionalGeneration,
-)
+from torch import Tensor
+from transformers import PreTrainedModel
 
-from tests.tiny import SLIDING_WINDOW, ragged_prompts
-from tests.tiny_encoders import IMAGE_TOKEN_ID, NUM_MEL_BINS, START_TOKEN_ID, TEXT, VISION, prompts_with, ready
+from tests.tiny import PAD_TOKEN_ID, SLIDING_WINDOW, ragged_prompts
+from tests.tiny_encoders import (
+    IMAGE_TOKEN_ID,
+    MERGING_VISION,
+    NUM_MEL_BINS,
+    QWEN_IDS,
+    QWEN_ROPE,
+    START_TOKEN_ID,
+    TEXT,
+    VIDEO_TOKEN_ID,
+    VISION,
+    make_llava,
+    picture_prompts,
+    prompts_with,
+    ready,
+)
 from tests.tiny_families import make_family
-from tests.tiny_pictures import Reading, noise
 
 BATCH_SIZE = 2
 _AUDIO_TOKEN_ID = 61
-_MERGING_VISION = {
-    "depth": 1,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_heads": 2,
-    "patch_size": 4,
-    "out_hidden_size": 32,
-    "fullatt_block_indexes": [0],
+
+
+class Reading(NamedTuple):
+    """A model, a prompt with pictures, and another value of the argument in question, which gives another text."""
+
+    target: PreTrainedModel
+    inputs: dict[str, Tensor]
+    other: object
+
+
+def noise(*shape: int) -> Tensor:
+    """The same random numbers for the same shape, float64."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def sizes_of_images() -> Reading:
+    """LLaVA-NeXT, which lays the features of its tiles out by the image's size and cannot read a prompt without."""
+    config = transformers.LlavaNextConfig(
+        vision_config=transformers.CLIPVisionConfig(**VISION, patch_size=4),
+        text_config=transformers.LlamaConfig(**TEXT),
+        image_token_index=IMAGE_TOKEN_ID,
+        image_grid_pinpoints=[[8, 16], [16, 8]],
+        tie_word_embeddings=False,
+    )
+    target = ready(transformers.LlavaNextForConditionalGeneration(config))
+    # 4 tokens of the whole image; of two tiles side by side 2 rows of 4, each with its end.
+    inputs = prompts_with(2, IMAGE_TOKEN_ID, 4 + 2 * (4 + 1))
+    inputs["pixel_values"] = noise(2, 3, 3, 8, 8)  # each image whole, and its two tiles
+    inputs["image_sizes"] = torch.tensor([[8, 16], [8, 16]])
+    return Reading(target, inputs, None)
+
+
+def masks_of_pixels() -> Reading:
+    """Idefics3, which does not look at the right half of the picture."""
+    config = transformers.Idefics3Config(
+        vision_config={**VISION, "patch_size": 2},
+        text_config={"model_type": "llama", **TEXT},
+        image_token_id=IMAGE_TOKEN_ID,
+        scale_factor=2,
+        pad_token_id=PAD_TOKEN_ID,
+    )
+    target = ready(transformers.Idefics3ForConditionalGeneration(config))
+    inputs = prompts_with(2, IMAGE_TOKEN_ID, 4)
+    inputs["pixel_values"] = noise(2, 1, 3, 8, 8)
+    mask = torch.ones(2, 1, 8, 8, dtype=torch.bool)
+    mask[..., 4:] = False
+    inputs["pixel_attention_mask"] = mask
+    return Reading(target, inputs, torch.ones_like(mask))
+
+
+def seconds_of_videos() -> Reading:
+    """Qwen2.5-VL, whose positions in time go by the seconds between frames."""
+    vision = {"depth": 2, "tokens_per_second": 2, "window_size": 16, "fullatt_block_indexes": [1]}
+    config = transformers.Qwen2_5_VLConfig(
+        vision_config={**MERGING_VISION, **vision},
+        text_config={**TEXT, "rope_parameters": QWEN_ROPE, "rope_scaling": QWEN_ROPE},
+        **QWEN_IDS,
+    )
+    target = ready(transformers.Qwen2_5_VLForConditionalGeneration(config))
+    inputs = prompts_with(2, VIDEO_TOKEN_ID, 8)  # 2 times 4 x 4 patches, merged by four
+    inputs["pixel_values_videos"] = noise(2 * 32, 3 * 2 * 4 * 4)
+    inputs["video_grid_thw"] = torch.tensor([[2, 4, 4]] * 2)
+    inputs["mm_token_type_ids"] = 2 * (inputs["input_ids"] == VIDEO_TOKEN_ID).int()
+    inputs["second_per_grid_ts"] = torch.tensor([1.0, 3.0])
+    return Reading(target, inputs, torch.tensor([8.0, 20.0]))
+
+
+def encoded_images() -> Reading:
+    """LLaVA, given what its encoder made of the images."""
+    target = make_llava()
+    inputs = picture_prompts(target, 2)
+    others = picture_prompts(target, 2, seed=1)
+    encoded, other = (
+        {"image": target.model.get_image_features(each.pop("pixel_values"), return_dict=True)}
+        for each in (inputs, others)
+    )
+    return Reading(target, {**inputs, "mm_encoder_outputs": encoded}, other)
+
+
+READINGS = {
+    "image_sizes": sizes_of_images,
+    "pixel_attention_mask": masks_of_pixels,
+    "second_per_grid_ts": seconds_of_videos,
 }
+if "mm_encoder_outputs" in inspect.signature(type(make_llava()).forward).parameters:  # not in older versions
+    READINGS["mm_encoder_outputs"] = encoded_images
 
 
 def patches() -> Reading:
     """Fuyu, which reads patches of pictures as it reads embeddings."""
     text = {"model_type": "persimmon", **TEXT}
-    config = FuyuConfig(text_config=text, hidden_size=32, patch_size=2, image_token_id=IMAGE_TOKEN_ID)
+    config = transformers.FuyuConfig(text_config=text, hidden_size=32, patch_size=2, image_token_id=IMAGE_TOKEN_ID)
     inputs = prompts_with(BATCH_SIZE, IMAGE_TOKEN_ID, 4)
     inputs["image_patches"] = noise(BATCH_SIZE, 4, 2 * 2 * 3)
-    return Reading(ready(FuyuForCausalLM(config)), inputs, inputs["image_patches"].flip(0))
+    return Reading(ready(transformers.FuyuForCausalLM(config)), inputs, inputs["image_patches"].flip(0))
 
 
 def sounds() -> Reading:
     """Qwen2-Audio: ten frames are five tokens, of which the first row hears all and the second fewer."""
-    audio = {
-        "model_type": "qwen2_audio_encoder",
-        "num_mel_bins": NUM_MEL_BINS,
-        "encoder_layers": 1,
-        "encoder_attention_heads": 2,
-        "encoder_ffn_dim": 24,
-        "d_model": 16,
-        "max_source_positions": 10,
-    }
-    config = Qwen2AudioConfig(
+    audio = {"model_type": "qwen2_audio_encoder", "num_mel_bins": NUM_MEL_BINS, "max_source_positions": 10}
+    audio |= {"encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 24, "d_model": 16}
+    config = transformers.Qwen2AudioConfig(
         audio_config=audio,
         text_config={"model_type": "qwen2", **TEXT},
         audio_token_id=_AUDIO_TOKEN_ID,
@@ -67,14 +138,16 @@ def sounds() -> Reading:
     inputs = prompts_with(BATCH_SIZE, _AUDIO_TOKEN_ID, 5)
     inputs["input_features"] = noise(BATCH_SIZE, NUM_MEL_BINS, 20)
     inputs["feature_attention_mask"] = torch.ones(BATCH_SIZE, 20, dtype=torch.int64)
-    return Reading(ready(Qwen2AudioForConditionalGeneration(config)), inputs, inputs["input_features"].flip(0))
+    return Reading(
+        ready(transformers.Qwen2AudioForConditionalGeneration(config)), inputs, inputs["input_features"].flip(0)
+    )
 
 
 def waves() -> Reading:
     """VibeVoice-ASR, which draws noise when it reads a wave."""
     encoder = {"model_type": "vibevoice_acoustic_tokenizer_encoder", "kernel_size": 3, "num_filters": 4}
     encoder |= {"downsampling_ratios": [2], "depths": [1, 1]}
-    config = VibeVoiceAsrConfig(
+    config = transformers.VibeVoiceAsrConfig(
         acoustic_tokenizer_encoder_config={**encoder, "hidden_size": 16},
         semantic_tokenizer_encoder_config={**encoder, "hidden_size": 32},
         text_config={"model_type": "qwen2", **TEXT},
@@ -83,7 +156,9 @@ def waves() -> Reading:
     inputs = prompts_with(BATCH_SIZE, _AUDIO_TOKEN_ID, 4)
     inputs["input_values"] = noise(BATCH_SIZE, 1, 8)
     inputs["padding_mask"] = torch.ones(BATCH_SIZE, 8, dtype=torch.bool)
-    return Reading(ready(VibeVoiceAsrForConditionalGeneration(config)), inputs, inputs["input_values"].flip(0))
+    return Reading(
+        ready(transformers.VibeVoiceAsrForConditionalGeneration(config)), inputs, inputs["input_values"].flip(0)
+    )
 
 
 def crops() -> Reading:
@@ -91,7 +166,7 @@ def crops() -> Reading:
     vision = {**VISION, "num_hidden_layers": 2, "hidden_size": 32, "patch_size": 4, "crop_size": 8}
     audio = {"num_blocks": 1, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 24}
     audio |= {"depthwise_separable_out_channel": 8, "nemo_conv_channels": 8, "audio_token_id": _AUDIO_TOKEN_ID}
-    config = Phi4MultimodalConfig(
+    config = transformers.Phi4MultimodalConfig(
         **TEXT, vision_config={**vision, "image_token_id": IMAGE_TOKEN_ID}, audio_config=audio
     )
     inputs = prompts_with(BATCH_SIZE, IMAGE_TOKEN_ID, 5)
@@ -100,7 +175,7 @@ def crops() -> Reading:
     mask = torch.ones(BATCH_SIZE, 2, 2, 2)
     mask[:, 0, :, 1] = 0  # of the whole picture
     inputs["image_attention_mask"] = mask
-    return Reading(ready(Phi4MultimodalForCausalLM(config)), inputs, torch.ones_like(mask))
+    return Reading(ready(transformers.Phi4MultimodalForCausalLM(config)), inputs, torch.ones_like(mask))
 
 
 def beside_the_text() -> Reading:
@@ -110,8 +185,8 @@ def beside_the_text() -> Reading:
     vision["supported_aspect_ratios"] = [[1, 1], [1, 2], [2, 1]]
     text = {**TEXT, "bos_token_id": 1, "num_hidden_layers": 3, "cross_attention_layers": [1]}
     text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4}
-    config = MllamaConfig(vision_config=vision, text_config=text, image_token_index=IMAGE_TOKEN_ID)
-    target = ready(MllamaForConditionalGeneration(config))
+    config = transformers.MllamaConfig(vision_config=vision, text_config=text, image_token_index=IMAGE_TOKEN_ID)
+    target = ready(transformers.MllamaForConditionalGeneration(config))
     for name, weight in target.named_parameters():
         if "gate" in name.rsplit(".", 1)[-1]:  # of the layers that look at pictures, shut at first
             weight.fill_(1.0)
@@ -135,17 +210,17 @@ READERS = {
 
 def make_exaone4_5() -> PreTrainedModel:
     """An EXAONE 4.5, whose `prepare_inputs_for_generation` leaves the positions out."""
-    vision = {**_MERGING_VISION, "num_key_value_heads": 1}
+    vision = {**MERGING_VISION, "fullatt_block_indexes": [0], "num_key_value_heads": 1}
     text = {"model_type": "exaone4", **TEXT, "sliding_window": SLIDING_WINDOW, "sliding_window_pattern": 2}
-    config = Exaone4_5_Config(
+    config = transformers.Exaone4_5_Config(
         vision_config=vision, text_config=text, image_token_id=IMAGE_TOKEN_ID, video_token_id=_AUDIO_TOKEN_ID
     )
-    return ready(Exaone4_5_ForConditionalGeneration(config))
+    return ready(transformers.Exaone4_5_ForConditionalGeneration(config))
 
 
 def make_hyperclovax() -> PreTrainedModel:
     """A HyperCLOVA X Vision v2, which does the same."""
-    vision = {"model_type": "qwen2_5_vl_vision", **_MERGING_VISION}
+    vision = {"model_type": "qwen2_5_vl_vision", **MERGING_VISION, "fullatt_block_indexes": [0]}
     config = transformers.HyperCLOVAXVisionV2Config(
         vision_config=vision,
         text_config={"model_type": "hyperclovax", **TEXT},
@@ -176,9 +251,10 @@ def pictures_of_an_encoder() -> Reading:
     vision = {"model_type": "siglip_vision_model", **VISION, "patch_size": 2}
     encoder = {"text_config": sizes, "vision_config": vision, "mm_tokens_per_image": 4}
     encoder |= {"image_token_index": IMAGE_TOKEN_ID, "boi_token_index": 62, "eoi_token_index": 63}
-    config = T5Gemma2Config(encoder=encoder, decoder=sizes, image_token_index=IMAGE_TOKEN_ID, tie_word_embeddings=False)
-    target = ready(T5Gemma2ForConditionalGeneration(config))
-    target.generation_config.decoder_start_token_id = START_TOKEN_ID
+    config = transformers.T5Gemma2Config(
+        encoder=encoder, decoder=sizes, image_token_index=IMAGE_TOKEN_ID, tie_word_embeddings=False
+    )
+    target = ready(transformers.T5Gemma2ForConditionalGeneration(config), decoder_start_token_id=START_TOKEN_ID)
     inputs = prompts_with(BATCH_SIZE, IMAGE_TOKEN_ID, 4)
     inputs["pixel_values"] = noise(BATCH_SIZE, 3, 8, 8)
     return Reading(target, inputs, inputs["pixel_values"].flip(0))

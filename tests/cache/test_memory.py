@@ -16,7 +16,6 @@ import hf_speculate
 from hf_speculate.cache.preallocated import LayerKinds, PreallocatedKVCache
 from hf_speculate.cache.ragged_layer import MIN_STEP
 from hf_speculate.models.inferencer import MIN_CHUNK_TOKENS
-from hf_speculate.models.language_model import LanguageModel
 from hf_speculate.types import KVState
 from tests.cases import each_value
 from tests.tiny import make_config, make_model
@@ -125,18 +124,10 @@ def test_handing_the_cache_back_does_not_hold_it_twice() -> None:
 
 
 @pytest.mark.parametrize("prefill_chunk_size", [None, 200])
-def test_a_wide_draft_is_fed_its_prompt_in_even_chunks(
-    monkeypatch: pytest.MonkeyPatch, prefill_chunk_size: int | None
-) -> None:
+def test_a_wide_draft_is_fed_its_prompt_in_even_chunks(prefill_chunk_size: int | None) -> None:
     target, draft = make_pair(80)
-    lens, forward = [], LanguageModel.forward
-
-    def noted(self: LanguageModel, query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if self.model is draft:
-            lens.append(query.shape[1])
-        return forward(self, query, *args, **kwargs)
-
-    monkeypatch.setattr(LanguageModel, "forward", noted)
+    lens: list[int] = []
+    draft.model.embed_tokens.register_forward_pre_hook(lambda _, args: lens.append(args[0].shape[1]))
     ids = torch.arange(PROMPT_LEN)[None] % 61 + 3
     options = {"max_new_tokens": 4, "prefill_chunk_size": prefill_chunk_size}
     plain = target.generate(ids, attention_mask=torch.ones_like(ids), **options)

@@ -110,12 +110,3 @@ def test_copies_are_models_of_their_own():
         with folded_attention_for([twin]):
             assert (name_in(twin), name_in(model)) == (FOLDED, STANDS_FOR)
         assert (name_in(twin), name_in(model)) == (STANDS_FOR, STANDS_FOR)
-
-
-def test_the_name_is_never_saved(tmp_path):
-    model = make_model("llama")
-    before = model.config.to_json_string(use_diff=False)
-    with folded_attention_for([model]):
-        assert model.config.to_json_string(use_diff=False) == before
-        model.config.save_pretrained(tmp_path)
-    assert FOLDED not in (tmp_path / "config.json").read_text()

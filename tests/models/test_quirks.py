@@ -16,8 +16,7 @@ from tests.cases import assert_equal_ids
 from tests.tiny import KINDS, MORE_KINDS, make_config, make_model, noisy_copy, ragged_prompts
 from tests.tiny_encoders import make_bart, make_llava, make_qwen2_vl, make_qwen3_5_vl, make_t5, make_whisper
 from tests.tiny_families import FAMILIES, make_family
-from tests.tiny_pictures import READINGS
-from tests.tiny_readers import COLUMN_COUNTERS, ENCODERS, READERS
+from tests.tiny_readers import COLUMN_COUNTERS, ENCODERS, READERS, READINGS
 from tests.tiny_recurrent import RECURRENT_KINDS
 
 NUM_NEW = 20
