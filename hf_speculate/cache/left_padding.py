@@ -71,13 +71,6 @@ def _take(states: Sequence[Tensor], index: Tensor) -> Sequence[Tensor]:
     return stacked.gather(3, index.expand(*stacked.shape[:1], -1, stacked.shape[2], -1, stacked.shape[4])).unbind()
 
 
-class Positions(NamedTuple):
-    """Real tokens before each of a range of columns."""
-
-    values: Tensor  # [B or 1, N] int64, negative in padding
-    first_column: int
-
-
 class LeftPadding:
     """Columns of padding before each row, with the masks and position ids that follow from them.
 
@@ -91,7 +84,9 @@ class LeftPadding:
         self._own_there: Tensor | None = None  # [B, 1] int64 on the device
         self._num_expected = 0
         self._mask: Tensor | None = None  # [B, T + N] int64
-        self._positions: Positions | None = None  # of the columns to come, and of those before if there is a mask
+        # [B or 1, N] int64, negative in padding: of the columns to come, and of those before if there is a mask
+        self._positions: Tensor | None = None
+        self._first_column = 0  # of these positions
 
     def expect(self, num_tokens: int) -> None:
         self._num_expected = num_tokens
@@ -104,20 +99,18 @@ class LeftPadding:
         end = num_columns + num_query
         if self._mask is None or self._mask.shape[1] < end:
             positions = self._make_positions(0, num_columns, num_columns + max(num_query, self._num_expected))
-            self._positions = Positions(positions, 0)
+            self._positions, self._first_column = positions, 0
             is_real = torch.ge(positions, 0, out=torch.empty_like(positions))  # [B or 1, T+N]
             self._mask = is_real.expand(len(self.pads), -1)
         return self._mask[:, :end]
 
     def positions(self, num_columns: int, num_query: int) -> Tensor:
         """[B or 1, Q] int64: real tokens before each of the coming ones; 0 in padding."""
-        made = self._positions
-        end = num_columns + num_query
-        if made is None or not made.first_column <= num_columns <= end <= made.first_column + made.values.shape[1]:
-            num = max(num_query, self._num_expected)
-            made = self._positions = Positions(self._make_positions(num_columns, num_columns, num), num_columns)
-        first = num_columns - made.first_column
-        positions = made.values[:, first : first + num_query]
+        made, first = self._positions, num_columns - self._first_column
+        if made is None or not 0 <= first <= first + num_query <= made.shape[1]:
+            made = self._make_positions(num_columns, num_columns, max(num_query, self._num_expected))
+            self._positions, self._first_column, first = made, num_columns, 0
+        positions = made[:, first : first + num_query]
         return positions.clamp_min(0) if max(self.pads) > num_columns else positions
 
     def drop(self, drops: Sequence[int], num_columns: int, like: RowLens | None) -> RowShift | None:

@@ -51,13 +51,11 @@ class RaggedLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Make buffers for states [B, H, Q, D] like these: of the fixed capacity, or without room."""
-        self.dtype, self.device = key_states.dtype, key_states.device
         room = self.columns.capacity or 0
-        self.keys, self.values = _zeros(key_states, room), _zeros(value_states, room)
-        self.is_initialized = True
+        self.take(KVState(_zeros(key_states, room), _zeros(value_states, room)))
 
     def take(self, buffers: KVState) -> None:
-        """Use these buffers, of the fixed capacity and filled with zeros."""
+        """Use these buffers, filled with zeros."""
         self.keys, self.values = buffers
         self.dtype, self.device = buffers.keys.dtype, buffers.keys.device
         self.is_initialized = True

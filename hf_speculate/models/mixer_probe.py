@@ -54,9 +54,8 @@ def _probe(mixer: Mixer, num_states: int) -> StepProtocol | str:
     layer = StepLayer(num_states)
     _run(mixer, mixer.module, hidden[:, :_NUM_PREFIX], layer)
     before = states_of(layer)
-    is_recurrent = any(slot.kind == "recurrent" for slot in before)
+    is_short = bool(before) and not any(slot.kind == "recurrent" for slot in before)
     num_bytes = sum(state.numel() * state.element_size() for state in before.values()) // _NUM_ROWS
-    is_short = bool(before) and not is_recurrent
     protocol = StepProtocol(frozenset(before), frozenset(), None, None, True, is_short, is_short, num_bytes)
     if not before:
         return protocol
@@ -65,11 +64,9 @@ def _probe(mixer: Mixer, num_states: int) -> StepProtocol | str:
     if hidden.is_meta:
         return protocol
     at_once = _flat(_run(mixer, mixer.module, tokens, _loaded(before)))
-    reads_at_once = _is_close(at_once, torch.cat(list(steps.outputs), dim=1))
+    agrees = _is_close(at_once, torch.cat(list(steps.outputs), dim=1))
     protocol = protocol._replace(
-        writes_recurrent=steps.writes_recurrent,
-        reads_at_once=reads_at_once,
-        reads_columns=is_short and reads_at_once,
+        writes_recurrent=steps.writes_recurrent, reads_at_once=agrees, reads_columns=is_short and agrees
     )
     if protocol.prepared is not None and not _holds(protocol, mixer, tokens, before, steps):
         protocol = protocol._replace(inputs=protocol.inputs - {protocol.prepared}, prepared=None)
