@@ -157,10 +157,14 @@ def decoder_of(model: WhisperForConditionalGeneration) -> WhisperForCausalLM:
     return decoder
 
 
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    """The same random numbers for the same shape and seed, float64."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
 def speech(batch_size: int, *, num_frames: int = NUM_FRAMES, seed: int = 0) -> Tensor:
     """Random features [B, mel bins, frames] float64."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(batch_size, NUM_MEL_BINS, num_frames, generator=generator, dtype=torch.float64)
+    return noise(batch_size, NUM_MEL_BINS, num_frames, seed=seed)
 
 
 def make_llava(*, seed: int = 0) -> PreTrainedModel:
@@ -206,12 +210,10 @@ def text_draft(target: PreTrainedModel, noise: float = 0.01) -> PreTrainedModel:
 
 def picture_prompts(target: PreTrainedModel, batch_size: int = 1, *, seed: int = 0) -> dict[str, Tensor]:
     """Left-padded prompts with one picture each, four tokens of it in the text, as keywords of `generate()`."""
-    generator = torch.Generator().manual_seed(seed)
     inputs = prompts_with(batch_size, IMAGE_TOKEN_ID, 4)
     if target.config.model_type == "llava":
-        pixels = torch.randn(batch_size, 3, 8, 8, generator=generator, dtype=torch.float64)
-        return {**inputs, "pixel_values": pixels}
-    patches = torch.randn(batch_size * 16, 3 * 2 * 4 * 4, generator=generator, dtype=torch.float64)
+        return {**inputs, "pixel_values": noise(batch_size, 3, 8, 8, seed=seed)}
+    patches = noise(batch_size * 16, 3 * 2 * 4 * 4, seed=seed)
     grid = torch.tensor([[1, 4, 4]] * batch_size)
     types = (inputs["input_ids"] == IMAGE_TOKEN_ID).int()
     return {**inputs, "pixel_values": patches, "image_grid_thw": grid, "mm_token_type_ids": types}

@@ -20,6 +20,7 @@ from tests.tiny_encoders import (
     VIDEO_TOKEN_ID,
     VISION,
     make_llava,
+    noise,
     picture_prompts,
     prompts_with,
     ready,
@@ -36,11 +37,6 @@ class Reading(NamedTuple):
     target: PreTrainedModel
     inputs: dict[str, Tensor]
     other: object
-
-
-def noise(*shape: int) -> Tensor:
-    """The same random numbers for the same shape, float64."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
 def sizes_of_images() -> Reading:

@@ -70,7 +70,9 @@ MUTANTS = (
         "draft/test_model.py",
         {
             "model drafter: one EOS id is looked at": Fault(
-                "[:, :, None] != stop_ids).all(-1)", "[:, :, None] != stop_ids).any(-1)"
+                "[:, :, None] != stop_ids).all(-1)",
+                "[:, :, None] != stop_ids).any(-1)",
+                "models/test_language_model.py",
             ),
             "inferencer: rows count tokens after their EOS": Fault(
                 "torch.where(goes_on, counts[-1], counts).amin(1)",
