@@ -13,8 +13,7 @@ from tests.reliability.faults import Fault, FaultyCriterion
 from tests.reliability.test_threads import together
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 from tests.tiny_encoders import make_llava, make_qwen2_vl, make_qwen3_5_vl, picture_prompts, text_draft
-from tests.tiny_readers import READINGS
-from tests.tiny_readers import ENCODERS, READERS
+from tests.tiny_readers import ENCODERS, READERS, READINGS
 
 NUM_NEW = 24
 LITTLE_NOISE = 0.01  # the draft has not read what the target has
