@@ -39,7 +39,12 @@ def fields_of(config: object) -> dict[str, Any]:
 
 def fields_in(saved: str | Path | Mapping[str, Any] | None) -> dict[str, Any]:
     """The fields of ours that a `generation_config.json`, or its content, sets; `None` counts as not set."""
-    values = _read(Path(saved)) if isinstance(saved, str | Path) else saved or {}
+    values: Any = saved or {}
+    if isinstance(saved, str | Path):
+        try:
+            values = json.loads(Path(saved).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ConfigError(f"fields_from must be a JSON object, got {saved}: {error}; mend the file") from error
     if not isinstance(values, Mapping):
         raise ConfigError(
             f"fields_from must be a JSON object or a mapping, got {type(values).__name__}; "
@@ -53,10 +58,3 @@ def _check_kind(name: str, value: object, kind: type) -> None:
         raise ConfigError(
             f"{name} must be a {kind.__name__}, got {type(value).__name__}; pass hf_speculate.{kind.__name__}()"
         )
-
-
-def _read(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # no JSON, or lists in lists without end
-        raise ConfigError(f"fields_from must be a JSON object, got {path}: {error}; mend the file") from error

@@ -90,15 +90,9 @@ class SpeculativeDecoding:
         self.config = replace(config, speculation_stats=self.stats)
         self.num_runs = 0
         self.clock = StageClock()
+        self.passed = {name: value for name, value in call.items() if value is not None}  # by the user
         self.streamer = call.get("streamer")
-        self.synced_gpus = call.get("synced_gpus")
-        self.is_cache_passed = any(call.get(name) is not None for name in CACHE_NAMES)
-        self.has_positions = call.get("position_ids") is not None
-        self.has_encoder_outputs = call.get("encoder_outputs") is not None
-        mask = call.get("attention_mask")
-        self.passed_mask_shape = None if mask is None else tuple(mask.shape)
-        prompts = [call.get(name) for name in ("inputs_embeds", "input_ids", "inputs")]
-        self.passed_prompt_shape = next((tuple(prompt.shape[:2]) for prompt in prompts if prompt is not None), None)
+        self.is_cache_passed = not self.passed.keys().isdisjoint(CACHE_NAMES)
 
     def __call__(
         self,
@@ -152,14 +146,13 @@ class SpeculativeDecoding:
     def _prepared(self, run: _Run, config: SpeculationConfig) -> Call:
         model, draft, generation_config = run.model, self.assistant.model, run.generation_config
         text = self._text(run)
-        context = target_inputs(
-            model, run.input_ids, text.query_ids.shape[1], text.model_kwargs, has_positions=self.has_positions
-        )
+        num_query, has_positions = text.query_ids.shape[1], "position_ids" in self.passed
+        context = target_inputs(model, run.input_ids, num_query, text.model_kwargs, has_positions=has_positions)
         check_context(context, run.input_ids, generation_config, draft, self.assistant.vocabulary)
         is_static = self.is_static or text.static_cache is not None
         static = static_request(model, draft, generation_config, is_static, self.assistant.eager_reason)
         device = run.input_ids.device
-        ranks = synced_ranks(self.synced_gpus, self._models(model), device)
+        ranks = synced_ranks(self.passed.get("synced_gpus"), self._models(model), device)
         if ranks is not None:
             check_synced(config, generation_config, static.is_static, self.source)
         return Call(
@@ -214,9 +207,10 @@ class SpeculativeDecoding:
             model_kwargs = {**model_kwargs, "past_key_values": cache}
         embeds = model_kwargs.get("inputs_embeds")
         mask_shape = None if mask is None else tuple(mask.shape)
-        passed_shape = mask_shape if has_encoder else self.passed_mask_shape
-        passed_len = None if passed_shape is None else passed_shape[-1]
-        query = uncached(input_ids, cache, passed_len, None if has_encoder else embeds)
+        passed = mask if has_encoder else self.passed.get("attention_mask")
+        query = uncached(
+            input_ids, cache, None if passed is None else passed.shape[-1], None if has_encoder else embeds
+        )
         if not has_encoder and (mask is None or bool((mask != 0).all())):
             mask_shape = self._shape_of_ones(input_ids if embeds is None else embeds)
         check_mask(mask_shape, query, num_held(cache), text_prefix(model))
@@ -228,7 +222,7 @@ class SpeculativeDecoding:
         return _Text(query, mask, cache, static_cache, model_kwargs)
 
     def _draft_inputs(self, run: _Run, text: _Text) -> ExtraInputs:
-        reads_tensor = not self.has_encoder_outputs and text.model_kwargs.get("inputs_embeds") is None
+        reads_tensor = "encoder_outputs" not in self.passed and text.model_kwargs.get("inputs_embeds") is None
         inputs = run.inputs_tensor if reads_tensor else None
         draft, batch_size = self.assistant.model, run.input_ids.shape[0]
         return draft_inputs(draft, run.model, inputs, text.model_kwargs, batch_size, self.assistant.vocabulary)
@@ -245,11 +239,12 @@ class SpeculativeDecoding:
 
     def _shape_of_ones(self, prompt: Tensor) -> tuple[int, ...] | None:
         """The shape of a passed mask of ones, which transformers may drop, for a prompt [B, P, ...]; or None."""
-        shape, passed = self.passed_mask_shape, self.passed_prompt_shape
-        if shape is None or passed is None or passed[1] != prompt.shape[1]:
+        names = ("inputs_embeds", "input_ids", "inputs")
+        mask, prompts = self.passed.get("attention_mask"), [self.passed[name] for name in names if name in self.passed]
+        if mask is None or not prompts or prompts[0].shape[1] != prompt.shape[1]:
             return None  # none was passed, or the model's own generate() has made another prompt
-        num_copies = prompt.shape[0] // passed[0]
-        return (prompt.shape[0] if shape[0] == 1 else shape[0] * num_copies, *shape[1:])
+        num_copies = prompt.shape[0] // prompts[0].shape[0]
+        return (prompt.shape[0] if len(mask) == 1 else len(mask) * num_copies, *mask.shape[1:])
 
     def _models(self, model: PreTrainedModel) -> list[PreTrainedModel]:
         return [one for one in (model, self.assistant.model) if one is not None]

@@ -106,13 +106,10 @@ def _reduce_as_plain(self: PreTrainedModel, protocol: Any) -> Any:
 
 def _copy_enabled(self: PreTrainedModel, memo: dict[int, Any] | None = None) -> PreTrainedModel:
     """A copy that is enabled too, a deep one with a memo."""
-    make, args, state, *_ = super(SpeculativeGenerationMixin, self).__reduce_ex__(4)  # type: ignore[misc]
-    twin: PreTrainedModel = make(*args)
+    twin: PreTrainedModel = object.__new__(type(self))
+    state = vars(self)
     if memo is not None:
         memo[id(self)] = twin
         state = copy.deepcopy(state, memo)
-    if hasattr(twin, "__setstate__"):
-        twin.__setstate__(state)
-    else:
-        twin.__dict__.update(state)
+    twin.__dict__.update(state)
     return twin

@@ -12,8 +12,8 @@ resolution of the dtype and grows with depth; a token that is read at a wrong pl
 import copy
 import math
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -85,19 +85,17 @@ def check_decoding(
         with _lock:
             model_state(model).self_tests[situation] = difference
         LOGGER.debug("self-test of %s in %s: difference %.2g", type(model).__name__, situation, difference)
-    tolerance = tolerance_of(model)
+    dtype = _dtype(model)
+    tolerance = TOLERANCES.get(dtype, max(TOLERANCES.values()))
     has_failed = not difference <= tolerance
-    if call.ranks is not None and call.ranks.max(int(has_failed)) and not has_failed:
-        raise _refusal(model, "another difference on another rank", source)
-    if has_failed:
-        rows = f"with {padding} padding and {call.batch_size} rows"
-        raise _refusal(model, f"a difference of {difference:.2g} {rows}", source)
+    if has_failed if call.ranks is None else call.ranks.max(int(has_failed)):
+        got = f"a difference of {difference:.2g} with {padding} padding and {call.batch_size} rows"
+        raise UnsupportedModelError(
+            f"{type(model).__name__} must give the same logits for several tokens in one forward as one by one, to "
+            f"{tolerance:g} of their spread in {str(dtype).removeprefix('torch.')}, got "
+            f"{got if has_failed else 'another difference on another rank'}; {source.hint}"
+        )
     return f"passed, difference {difference:.1e} of {tolerance:g} allowed"
-
-
-def tolerance_of(model: PreTrainedModel) -> float:
-    """The largest difference that counts as round-off, by the dtype that the model computes in."""
-    return TOLERANCES.get(_dtype(model), max(TOLERANCES.values()))
 
 
 def relative_difference(plain: Tensor, ours: Tensor) -> float:
@@ -117,14 +115,6 @@ def relative_difference(plain: Tensor, ours: Tensor) -> float:
     return float(distances.mean(dim=1).max())
 
 
-def _refusal(model: PreTrainedModel, got: str, source: DraftSource) -> UnsupportedModelError:
-    dtype = str(_dtype(model)).removeprefix("torch.")
-    return UnsupportedModelError(
-        f"{type(model).__name__} must give the same logits for several tokens in one forward as one by one, to "
-        f"{tolerance_of(model):g} of their spread in {dtype}, got {got}; {source.hint}"
-    )
-
-
 def _measure(
     model: PreTrainedModel,
     call: Call,
@@ -140,9 +130,12 @@ def _measure(
         plain = plain_steps(model, call.input_ids, generation_config, plain_kwargs, num_tokens)
     del plain_kwargs  # before the second cache is made
     ours = replace(call, cache=copy.deepcopy(call.cache), target_inputs=copy.copy(call.target_inputs))
+    folded = folded_attention_for([] if call.recorded.attentions else [model])
     try:
-        folded = folded_attention_for([] if call.recorded.attentions else [model])
-        with torch.no_grad(), _same_randomness(model), folded, _cache_of(model, ours, config) as cache:
+        plan = target_cache_plan(config, ours, model)
+        cache = plan.make(model, ours.cache, call.batch_size, call.attention_mask, call.input_ids.device)
+        with torch.no_grad(), _same_randomness(model), folded, ExitStack() as stack:
+            stack.callback(cache.release)
             return _difference_to(plain, model, ours, cache, num_tokens)
     except (SpeculateError, torch.OutOfMemoryError):
         raise
@@ -151,16 +144,6 @@ def _measure(
             f"{type(model).__name__} must read several tokens in one forward as it reads them one by one, got "
             f"{type(error).__name__}: {error}; {source.hint}"
         ) from error
-
-
-@contextmanager
-def _cache_of(model: PreTrainedModel, call: Call, config: SpeculationConfig) -> Iterator[KVCache]:
-    plan = target_cache_plan(config, call, model)
-    cache = plan.make(model, call.cache, call.batch_size, call.attention_mask, call.input_ids.device)
-    try:
-        yield cache
-    finally:
-        cache.release()
 
 
 def _difference_to(plain: PlainSteps, model: PreTrainedModel, call: Call, cache: KVCache, num_tokens: int) -> float:
