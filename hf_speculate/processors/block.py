@@ -58,7 +58,7 @@ class BlockLogitsProcessorList(LogitsProcessorList):
             draft_token_ids: [B, K] int64, in the block form; may be left out for K = 0. Past a row's draft length they
                 may be anything: the positions that follow such an id hold no meaning.
             prefix_lens: B lengths in 0..T; None for T in every row.
-            **kwargs: handed on to processors that ask for more than ids with scores.
+            **kwargs: for processors that ask for more than ids and scores, in the plain form.
 
         Returns:
             [B, V] as transformers gives it, or [B, K+1, V] float32. Where nothing had to be changed, the block result
@@ -94,7 +94,7 @@ class BlockLogitsProcessorList(LogitsProcessorList):
             draft_token_ids = draft_token_ids.clamp(0, vocab_size - 1)
         prefixes = Prefixes(input_ids, draft_token_ids, lens)
         for processor in self:
-            block = _run(processor, prefixes, block, kwargs)
+            block = _run(processor, prefixes, block)
         return block
 
     @property
@@ -146,35 +146,36 @@ class BlockLogitsProcessorList(LogitsProcessorList):
         return BlockLogitsProcessorList(_for_rows(processor, kept) for processor in self)
 
 
-def _run(processor: Any, prefixes: Prefixes, block: Tensor, kwargs: dict[str, Any]) -> Tensor:
+def _run(processor: Any, prefixes: Prefixes, block: Tensor) -> Tensor:
     """Runs one processor on scores [B, K+1, V] float32, which it may hand back but not write to."""
     reads, flat = find_reads(processor), block.flatten(0, 1)  # [N, V] of all N pairs of row and position
     if reads is Reads.HISTORY:
-        return _run_by_position(processor, prefixes, block, kwargs)
+        return _run_by_position(processor, prefixes, block)
     if reads is Reads.NOTHING:
         takes_shortcut = supports_top_p(processor, flat)
         processed = apply_top_p(processor, flat) if takes_shortcut else processor(prefixes.input_ids, flat)
         return cast(Tensor, processed).view(block.shape)
     groups = prefixes.group_by(partial(find_context_len, processor))
-    processed = _run_padded(processor, prefixes, flat, kwargs) if len(groups) > 1 else None
+    processed = _run_padded(processor, prefixes, flat) if len(groups) > 1 else None
     if processed is None:
-        processed = _run_by_group(processor, prefixes, groups, flat, kwargs)
+        processed = _run_by_group(processor, prefixes, groups, flat)
     return processed.view(block.shape)
 
 
-def _run_by_position(processor: Any, prefixes: Prefixes, block: Tensor, kwargs: dict[str, Any]) -> Tensor:
+def _run_by_position(processor: Any, prefixes: Prefixes, block: Tensor) -> Tensor:
     """Calls a processor for all rows once per position of the block [B, K+1, V], which is not written to."""
     processed = torch.empty_like(block)
-    last, whole_rows = block.shape[1] - 1, range(len(prefixes.lens))[block.shape[1] - 1 :: block.shape[1]]
+    last = prefixes.num_positions - 1
+    whole_rows = range(last, len(prefixes.lens), last + 1)
     aligned_ids = prefixes.last_ids(whole_rows, max(prefixes.lens))  # [B, T'+K]
     for position in range(last + 1):
         seen_ids = aligned_ids[:, : aligned_ids.shape[1] - (last - position)].contiguous()  # [B, T'+j]
         # the user's code may write into what it is given
-        processed[:, position] = _apply(processor, seen_ids, block[:, position].clone(), kwargs)
+        processed[:, position] = processor(seen_ids, block[:, position].clone())
     return processed
 
 
-def _run_padded(processor: Any, prefixes: Prefixes, flat: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
+def _run_padded(processor: Any, prefixes: Prefixes, flat: Tensor) -> Tensor | None:
     """[N, V] of a processor that is called once, with ids in front of short prefixes; None if they would count."""
     shortest, longest, fill = min(prefixes.lens), max(prefixes.lens), None
     ignored_lens = _ignored_lens_by_row(processor)
@@ -186,30 +187,22 @@ def _run_padded(processor: Any, prefixes: Prefixes, flat: Tensor, kwargs: dict[s
         fill = _NO_TOKEN  # an n-gram with such an id in front repeats nothing, so its end is not looked at
     elif type(processor) is not RepetitionPenaltyLogitsProcessor or processor.prompt_ignore_length or not shortest:
         return None  # else the first id is repeated: a token seen twice is punished once
-    return _apply(processor, prefixes.last_ids(range(len(flat)), longest, fill), flat, kwargs)
+    return processor(prefixes.last_ids(range(len(flat)), longest, fill), flat)
 
 
-def _run_by_group(
-    processor: Any, prefixes: Prefixes, groups: dict[int, list[int]], flat: Tensor, kwargs: dict[str, Any]
-) -> Tensor:
+def _run_by_group(processor: Any, prefixes: Prefixes, groups: dict[int, list[int]], flat: Tensor) -> Tensor:
     """[N, V] of a processor that is called once per group of pairs with equally many tokens."""
     reads_ids = find_reads(processor) is Reads.PREFIX
     if len(groups) == 1 and not reads_ids:
         (seen_len,) = groups
-        return _apply(processor, _any_ids(len(flat), seen_len, flat), flat, kwargs)
+        return processor(_any_ids(len(flat), seen_len, flat), flat)
     processed = torch.empty_like(flat)
     for seen_len, pairs in groups.items():
         indices = upload(pairs, flat.device)  # [M]
         seen_ids = prefixes.last_ids(pairs, seen_len) if reads_ids else _any_ids(len(pairs), seen_len, flat)  # [M, n]
-        scores = _apply(processor, seen_ids, flat.index_select(0, indices), kwargs)  # [M, V]
+        scores = processor(seen_ids, flat.index_select(0, indices))  # [M, V]
         processed.index_copy_(0, indices, scores.to(processed))
     return processed
-
-
-def _apply(processor: Any, input_ids: Tensor, scores: Tensor, kwargs: dict[str, Any]) -> Tensor:
-    """Runs one processor as transformers' own list does: scores [N, V] to [N, V]."""
-    plain: Callable[..., Tensor] = LogitsProcessorList([processor])
-    return plain(input_ids, scores, **kwargs)
 
 
 def _any_ids(num_rows: int, num_ids: int, scores: Tensor) -> Tensor:

@@ -15,13 +15,8 @@ from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.processors.fused_warpers import fuse_warpers
 from hf_speculate.triton_kernels import warp_logits
 
-HEAT, TOP_K, TOP_P, MIN_P = (
-    TemperatureLogitsWarper(0.7),
-    TopKLogitsWarper(5),
-    TopPLogitsWarper(0.9),
-    MinPLogitsWarper(0.1),
-)
-PENALTY, TYPICAL = RepetitionPenaltyLogitsProcessor(1.3), TypicalLogitsWarper(0.9)
+HEAT, TOP_K, TOP_P = TemperatureLogitsWarper(0.7), TopKLogitsWarper(5), TopPLogitsWarper(0.9)
+MIN_P, PENALTY, TYPICAL = MinPLogitsWarper(0.1), RepetitionPenaltyLogitsProcessor(1.3), TypicalLogitsWarper(0.9)
 
 
 @pytest.mark.parametrize(

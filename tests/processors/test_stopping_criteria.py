@@ -29,13 +29,10 @@ TOKENS = [*"abcdefopst", "st", "op", "sto", "pped", "topper", "las", "stop", "ab
 IDS = {token: token_id for token_id, token in enumerate(TOKENS)}
 
 
-def make_tokenizer(decoder: Any) -> PreTrainedTokenizerFast:
+def stops(strings: list[str], decoder: Any = decoders.Fuse) -> StopStringCriteria:
     backend = Tokenizer(models.BPE(vocab=IDS, merges=[]))
-    backend.decoder = decoder
-    return PreTrainedTokenizerFast(tokenizer_object=backend)
-
-
-TOKENIZERS = {"text": make_tokenizer(decoders.Fuse()), "bytes": make_tokenizer(decoders.ByteLevel())}
+    backend.decoder = decoder()
+    return StopStringCriteria(PreTrainedTokenizerFast(tokenizer_object=backend), strings)
 
 
 def write(*rows: tuple[list[str], list[str]]) -> tuple[Tensor, list[int], list[int]]:
@@ -96,17 +93,14 @@ class EndsAtLengthAsOneBool(StoppingCriteria):
 CRITERIA: dict[str, Callable[[], list[Any]]] = {
     "several eos": lambda: [EosTokenCriteria([IDS["e"], IDS["ab"]]), EosTokenCriteria(torch.tensor([IDS["c"]]))],
     "two max lengths": lambda: [MaxLengthCriteria(11), MaxLengthCriteria(8)],
-    "stop bytes": lambda: [StopStringCriteria(TOKENIZERS["bytes"], ["stop", "aba"])],
-    "two widths": lambda: [
-        StopStringCriteria(TOKENIZERS["text"], ["abababab"]),
-        StopStringCriteria(TOKENIZERS["text"], ["ops", "tt"]),
-    ],
+    "stop bytes": lambda: [stops(["stop", "aba"], decoders.ByteLevel)],
+    "two widths": lambda: [stops(["abababab"]), stops(["ops", "tt"])],
     "registered": lambda: [EndsOnSum()],
     "one bool": lambda: [EndsAtLengthAsOneBool()],
     "everything": lambda: [
         MaxLengthCriteria(12),
         MaxTimeCriteria(3600.0),
-        StopStringCriteria(TOKENIZERS["text"], ["stop", "ab"]),
+        stops(["stop", "ab"]),
         EosTokenCriteria([IDS["e"]]),
         EndsOnSum(11),
     ],
@@ -134,20 +128,6 @@ def test_a_row_emits_one_token_even_past_its_maximal_length() -> None:
     token_ids = torch.zeros(3, 12, dtype=torch.int64)
     verdict = ask(BlockStoppingCriteria([MaxLengthCriteria(6)]), token_ids, [5, 6, 8], [4, 4, 4])
     assert verdict == StopVerdict([1, 1, 1], [True, True, True])
-
-
-def test_stop_strings_look_at_a_bounded_tail(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[int, ...]] = []
-    original = StopStringCriteria.__call__
-
-    def look(self: Any, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        seen.append(tuple(input_ids.shape))
-        return original(self, input_ids, scores, **kwargs)
-
-    monkeypatch.setattr(StopStringCriteria, "__call__", look)
-    token_ids = torch.zeros(2, 500, dtype=torch.int64)
-    ask(BlockStoppingCriteria([StopStringCriteria(TOKENIZERS["text"], ["stop"])]), token_ids, [450, 300], [3, 2])
-    assert seen == [(2 * 3, len("stop"))]
 
 
 def test_when_the_time_is_up_every_row_keeps_its_block() -> None:
@@ -195,9 +175,6 @@ def test_every_criterion_of_transformers_is_placed_knowingly() -> None:
 
 def test_what_the_decoder_needs_to_know_is_a_property() -> None:
     criterion = BlockStoppingCriteria(CRITERIA["everything"]())
-    assert criterion.max_length == 12
-    assert criterion.eos_token_ids == {IDS["e"]}
-    assert BlockStoppingCriteria(CRITERIA["several eos"]()).eos_token_ids == {IDS["e"], IDS["ab"], IDS["c"]}
-    assert BlockStoppingCriteria(CRITERIA["two max lengths"]()).max_length == 8
+    assert (criterion.max_length, criterion.eos_token_ids) == (12, {IDS["e"]})
     nothing = BlockStoppingCriteria(StoppingCriteriaList())
     assert (nothing.max_length, nothing.eos_token_ids, nothing.is_row_wise) == (None, None, True)
