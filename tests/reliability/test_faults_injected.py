@@ -23,10 +23,9 @@ NUM_AFTER = 6
 TEXT = torch.tensor([[5, 6]])
 NUM_HELD = SLIDING_WINDOW + 2  # tokens in a passed cache, more than a window
 PROMPT, ROUND_1, ROUND_3, LATER = "$", ", round 1$", ", round 3$", r", round \d+$"
-PREPARED, READ = "the call was prepared", "the target read the prompt"
-DRAFTED, SCORED, VERIFIED = "tokens were drafted", "the target scored tokens", "tokens were verified"
-REPORTED = "speculation_callback ran"
-STOPS, HANDED_ON, OUTPUT = "stopping criteria ran", "tokens were handed on", "the output was put together"
+READ, DRAFTED, SCORED = "the target read the prompt", "tokens were drafted", "the target scored tokens"
+VERIFIED, STOPS, HANDED_ON = "tokens were verified", "stopping criteria ran", "tokens were handed on"
+OUTPUT = "the output was put together"
 
 
 class Case(NamedTuple):
@@ -53,7 +52,7 @@ USER_CODE = [
     Case("foreign criterion", 9, VERIFIED + LATER),
     Case("row-wise criterion", 1, STOPS + PROMPT),
     Case("row-wise criterion", 2, STOPS + ROUND_1),
-    Case("callback", 3, REPORTED + ROUND_3),
+    Case("callback", 3, "speculation_callback ran" + ROUND_3),
 ]
 ONE_ROW = [
     Case("streamer put", 2, HANDED_ON + PROMPT),
@@ -117,8 +116,11 @@ def configs(*models):
     return [(one.config.to_dict(), one.config._attn_implementation, one.generation_config.to_dict()) for one in models]
 
 
-def assert_error_arrives_alone(case: Case, setup: Setup, error: BaseException) -> None:
-    """One call that fails, everything it must leave, and the next call."""
+@pytest.mark.parametrize(("number", "case"), enumerate([*FORWARDS, *USER_CODE, *ONE_ROW, *PREALLOCATED]))
+def test_an_error_arrives_as_it_is_and_leaves_nothing_behind(number, case):
+    """In one of the setups that the case fits, with one class of errors: both take turns."""
+    fitting = [setup for setup in SETUPS if fits(case, setup)]
+    setup, error = fitting[number % len(fitting)], list(ERRORS.values())[number % len(ERRORS)]()
     target, draft = pair(setup.kind)
     inputs, cache = inputs_of(setup), cache_of(setup)
     before = configs(target, draft), None if cache is None else cache_contents(cache)
@@ -141,33 +143,17 @@ def assert_error_arrives_alone(case: Case, setup: Setup, error: BaseException) -
     assert_equal_ids(text_after(setup), ours)
 
 
-EVERY_CASE = [*FORWARDS, *USER_CODE, *ONE_ROW, *PREALLOCATED]
-
-
-def numbered(number: int, case: Case) -> Any:
-    """The case in one of the setups that it fits, with one class of errors: both take turns."""
-    fitting = [setup for setup in SETUPS if fits(case, setup)]
-    return case, fitting[number % len(fitting)], list(ERRORS)[number % len(ERRORS)]
-
-
-@pytest.mark.parametrize(("case", "setup", "name"), [numbered(*one) for one in enumerate(EVERY_CASE)])
-def test_an_error_arrives_as_it_is_and_leaves_nothing_behind(case, setup, name):
-    assert_error_arrives_alone(case, setup, ERRORS[name]())
-
-
 @pytest.mark.parametrize(
-    ("notes", "stages", "found"),
+    ("notes", "found"),
     [
-        (["their own"], [(Stage.SCORE, 4)], ["their own", f"hf_speculate: raised while {SCORED}, round 4"]),
-        ([], [(Stage.RETURN, 4), (None,)], []),  # outside of ours
-        ("no list", [(Stage.SCORE,)], "no list"),  # it cannot be noted, and arrives all the same
+        (["their own"], ["their own", f"hf_speculate: raised while {SCORED}, round 4"]),
+        ("no list", "no list"),  # it cannot be noted, and arrives all the same
     ],
 )
-def test_a_note_is_added_to_the_users_own_where_a_stage_runs(notes, stages, found):
+def test_a_note_is_added_to_the_users_own(notes, found):
     clock, error = StageClock(), Mistake("on purpose")
     error.__notes__ = notes
-    for stage in stages:
-        clock.enter(*stage)
+    clock.enter(Stage.SCORE, 4)
     with pytest.raises(Mistake) as caught, clock:
         raise error
     assert caught.value is error
@@ -175,7 +161,10 @@ def test_a_note_is_added_to_the_users_own_where_a_stage_runs(notes, stages, foun
 
 
 def test_an_error_while_the_call_is_prepared_gets_a_note_unless_it_is_ours():
-    for error, notes in ((Mistake("on purpose"), [f"hf_speculate: raised while {PREPARED}"]), (ShapeError("ours"), [])):
+    for error, notes in (
+        (Mistake("on purpose"), ["hf_speculate: raised while the call was prepared"]),
+        (ShapeError("ours"), []),
+    ):
         with pytest.raises(type(error)) as caught:
             pair("llama")[0].generate(TEXT, candidate_generator=Fault(1, error).tick, max_new_tokens=3)
         assert getattr(caught.value, "__notes__", []) == notes
@@ -193,35 +182,22 @@ def test_an_error_of_a_call_inside_a_call_gets_one_note_even_if_it_is_ours():
     assert caught.value.__notes__ == [f"hf_speculate: raised while {VERIFIED}"]
 
 
-def decode_windows(target, **options):
-    """A call that decodes several times: three windows of audio."""
-    num_frames = 3 * NUM_FRAMES
-    options |= {"return_timestamps": True, "max_new_tokens": 20, "num_assistant_tokens": 2}
-    inputs = {"input_features": speech(1, num_frames=num_frames, seed=4), "attention_mask": torch.ones(1, num_frames)}
-    return target.generate(**inputs, **options, assistant_model=make_whisper(seed=1))
-
-
-@pytest.mark.parametrize(("at", "note"), [(0, "the target read the prompt"), (2, "the target scored tokens, round 2")])
-def test_an_error_in_a_later_run_of_one_call_is_placed_in_that_run(at, note):
-    target, lens = hf_speculate.enable(make_whisper()), []  # rounds of each run
+@pytest.mark.parametrize("place", ["in the second run", "between runs"])
+def test_an_error_in_a_call_of_several_runs_is_placed_in_its_run(place):
+    target, fault = hf_speculate.enable(make_whisper()), Fault(2, Mistake("on purpose"))
 
     def fail(module, args, kwargs):
         if kwargs["past_key_values"].get_seq_length() == 0:
-            lens.append(-1)
-        lens[-1] += 1
-        if len(lens) == 2 and lens[-1] == at:
-            raise Mistake("on purpose")
+            fault.tick()
 
-    target.model.decoder.register_forward_pre_hook(fail, with_kwargs=True)
+    num_frames = 3 * NUM_FRAMES  # three windows
+    inputs = {"input_features": speech(1, num_frames=num_frames, seed=4), "attention_mask": torch.ones(1, num_frames)}
+    options = {"return_timestamps": True, "max_new_tokens": 20, "assistant_model": make_whisper(seed=1)}
+    if place == "between runs":
+        options["monitor_progress"] = fault.tick  # Whisper calls it before each run
+    else:
+        target.model.decoder.register_forward_pre_hook(fail, with_kwargs=True)
     with pytest.raises(Mistake) as caught:
-        decode_windows(target)
-    assert caught.value.__notes__ == [f"hf_speculate: raised while {note}"]
-
-
-def test_an_error_between_two_runs_of_one_call_gets_no_note():
-    fault = Fault(2, Mistake("on purpose"))
-    with pytest.raises(Mistake) as caught:
-        decode_windows(
-            hf_speculate.enable(make_whisper()), monitor_progress=fault.tick
-        )  # Whisper calls it before each run
-    assert not hasattr(caught.value, "__notes__")
+        target.generate(**inputs, **options)
+    notes = [] if place == "between runs" else [f"hf_speculate: raised while {READ}"]
+    assert getattr(caught.value, "__notes__", []) == notes
