@@ -1,7 +1,7 @@
 """Grammars over token ids as logits processors: with state, with state that rolls back, and without state."""
 
-from collections.abc import Hashable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,22 +10,11 @@ from transformers import LogitsProcessor
 import hf_speculate
 
 
-class Machine(Protocol):
-    """Says which tokens may follow; `None` is the state in which nothing is said any more."""
-
-    start: Hashable
-
-    def step(self, state: Any, token_id: int) -> Any:
-        """The state after a token; None where the token was forbidden."""
-
-    def allowed(self, state: Any, vocab_size: int) -> list[bool]:
-        """Which ids may follow a state that is not None."""
-
-
 class Brackets:
     """Two kinds of brackets that must match, at most four deep; outside of them a text may end.
 
     Ids by their remainder of 8: 0 and 1 open, 2 and 3 close, 4 to 6 are letters, 7 may stand outside of brackets only.
+    A state of None is that after a token that was forbidden, of which nothing is said any more.
     """
 
     start: tuple[int, ...] = ()
@@ -49,7 +38,7 @@ class Brackets:
         return kind < 7 or not state
 
 
-def masked(machine: Machine, states: Sequence[Any], scores: Tensor) -> Tensor:
+def masked(machine: Brackets, states: Sequence[Any], scores: Tensor) -> Tensor:
     """[B, V], -inf where a row's state forbids an id; rows of which nothing is said stay as they are."""
     size = scores.shape[1]
     allowed = [[True] * size if state is None else machine.allowed(state, size) for state in states]
@@ -59,7 +48,7 @@ def masked(machine: Machine, states: Sequence[Any], scores: Tensor) -> Tensor:
 class Grammar(LogitsProcessor):
     """Follows the text token by token, as processors of grammar libraries do: foreign to a block."""
 
-    def __init__(self, machine: Machine):
+    def __init__(self, machine: Brackets):
         self.machine = machine
         self.states: list[list[Any]] | None = None  # [B], the state at each call, the newest last
 
@@ -93,7 +82,7 @@ class RollbackGrammar(Grammar):
 class PureGrammar(LogitsProcessor):
     """The same without state: every call reads the new tokens from the first on."""
 
-    def __init__(self, machine: Machine, prompt_len: int):
+    def __init__(self, machine: Brackets, prompt_len: int):
         self.machine = machine
         self.prompt_len = prompt_len
 
@@ -108,14 +97,9 @@ class PureGrammar(LogitsProcessor):
 
 
 class WatchedGrammar(RollbackGrammar):
-    """Writes down, whenever a draft begins and after every rollback, which tokens each row's state has followed.
+    """Writes down, whenever a draft begins and after every rollback, which tokens each row's state has followed."""
 
-    Args:
-        machine: the grammar.
-        prompt_len: columns of the prompts.
-    """
-
-    def __init__(self, machine: Machine, prompt_len: int):
+    def __init__(self, machine: Brackets, prompt_len: int):
         super().__init__(machine)
         self.prompt_len = prompt_len
         self.row_ids: list[int] = []  # [B] each row's place in the output

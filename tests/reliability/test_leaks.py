@@ -40,18 +40,15 @@ def sample() -> tuple[int, int, int]:
 
 def slopes(run: Callable[[int], Any], num_calls: int, num_warm: int, every: int) -> dict[str, float]:
     """By what each call of `run`, which is told its number, makes memory grow after the first ones."""
-    counts: list[int] = []
+    counts = [number for number in range(1, num_calls + 1) if number >= num_warm and number % every == 0]
     columns: dict[str, list[int]] = {"traced_bytes": [], "resident_bytes": [], "num_objects": []}
     tracemalloc.start()
-    try:
-        for number in range(1, num_calls + 1):
-            run(number)
-            if number >= num_warm and number % every == 0:
-                counts.append(number)
-                for values, value in zip(columns.values(), sample(), strict=True):
-                    values.append(value)  # a number; an object for each sample would be counted by the next ones
-    finally:
-        tracemalloc.stop()
+    for number in range(1, num_calls + 1):
+        run(number)
+        if number in counts:
+            for values, value in zip(columns.values(), sample(), strict=True):
+                values.append(value)  # a number; an object for each sample would be counted by the next ones
+    tracemalloc.stop()
     return {name: linear_regression(counts, values).slope for name, values in columns.items()}
 
 

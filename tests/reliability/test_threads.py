@@ -30,18 +30,12 @@ def models():
     return target, noisy_copy(target)
 
 
-@cache
-def static_config() -> CompileConfig:
-    config = CompileConfig(backend="eager", mode="default")
-    config._compile_all_devices = True  # transformers compiles on a CPU only with this flag
-    return config
-
-
+CONFIG = CompileConfig(backend="eager", mode="default")
+CONFIG._compile_all_devices = True  # transformers compiles on a CPU only with this flag
 STORE = hf_speculate.SuffixStore()
 SAMPLES = {"do_sample": True, "num_assistant_tokens": 3}
 ASSISTED: dict[str, Callable[[], dict[str, Any]]] = {
-    "greedy": lambda: {"num_assistant_tokens": 3},
-    "greedy, ends": lambda: {"num_assistant_tokens": 4, "eos_token_id": ENDS},
+    "greedy": lambda: {"num_assistant_tokens": 4, "eos_token_id": ENDS},
     "greedy, adaptive": dict,
     "rejection": lambda: {**SAMPLES, "verifier": "rejection", "seed": 4, "top_k": 20},
     "block": lambda: {**SAMPLES, "verifier": "block", "seed": 5},
@@ -49,20 +43,19 @@ ASSISTED: dict[str, Callable[[], dict[str, Any]]] = {
     "typical": lambda: {**SAMPLES, "verifier": "typical", "seed": 9},
     "copies too": lambda: {"num_assistant_tokens": 2, "prompt_lookup_num_tokens": 3, "suffix_store": STORE},
     "static": lambda: {"num_assistant_tokens": 2, "cache_implementation": "static"},
-    "compiled": lambda: {"num_assistant_tokens": 2, "compile_config": static_config()},
+    "compiled": lambda: {"num_assistant_tokens": 2, "compile_config": CONFIG},
     "own cache": lambda: {"num_assistant_tokens": 2, "past_key_values": DynamicCache(config=models()[0].config)},
     "lock step": lambda: {"stopping_criteria": [lambda ids, scores: torch.zeros(len(ids), dtype=torch.bool)]},
 }
 
 
-def call(name: str) -> list[list[int]]:
-    target, draft = models()
-    inputs = ragged_prompts(3, seed=sorted([*ASSISTED, "plain"]).index(name))
-    own = {"assistant_model": draft, **ASSISTED[name]()} if name in ASSISTED else {}
-    return target.generate(**inputs, max_new_tokens=NUM_NEW, **own).tolist()
-
-
 NAMES = [*ASSISTED, "plain"]
+
+
+def call(name: str, is_plain: bool = False) -> list[list[int]]:
+    target, draft = models()
+    own = {} if is_plain or name == "plain" else {"assistant_model": draft, **ASSISTED[name]()}
+    return target.generate(**ragged_prompts(3, seed=NAMES.index(name)), max_new_tokens=NUM_NEW, **own).tolist()
 
 
 def together(*jobs: Callable[[threading.Barrier], Any]) -> list[Any]:
@@ -79,11 +72,7 @@ def together(*jobs: Callable[[threading.Barrier], Any]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, list[list[int]]]:
-    texts = {name: call(name) for name in NAMES if name != "compiled"}
-    target, _ = models()
-    inputs = ragged_prompts(3, seed=sorted([*ASSISTED, "plain"]).index("compiled"))
-    plain = target.generate(**inputs, max_new_tokens=NUM_NEW)  # so that the threads are the first to compile
-    return {name: texts.get(name, plain.tolist()) for name in NAMES}
+    return {name: call(name, is_plain=name == "compiled") for name in NAMES}  # the threads are the first to compile
 
 
 @pytest.mark.parametrize(
@@ -92,7 +81,7 @@ def alone() -> dict[str, list[list[int]]]:
 def test_two_calls_at_a_time_give_the_texts_that_each_gives_alone(shift, alone):
     before = [(one.config.to_dict(), one.generation_config.to_dict()) for one in models()]
 
-    def walk(names: list[str]) -> Callable[[threading.Barrier], dict[str, list[list[int]]]]:
+    def walk(names):
         return lambda barrier: {name: (barrier.wait(), call(name))[1] for name in names}
 
     first, second = together(walk(NAMES), walk(NAMES[shift:] + NAMES[:shift]))
@@ -104,17 +93,16 @@ def test_two_calls_at_a_time_give_the_texts_that_each_gives_alone(shift, alone):
 def test_a_call_that_fails_leaves_the_other_threads_alone(alone):
     target, draft = models()
 
-    def fail(at: int) -> list[str]:
+    def fail(at):
         processors, inputs = [FaultyProcessor(Fault(at, Mistake("on purpose")))], ragged_prompts(3)
         with pytest.raises(Mistake) as caught:
             target.generate(**inputs, max_new_tokens=NUM_NEW, assistant_model=draft, logits_processor=processors)
         return caught.value.__notes__
 
-    names = [name for name in NAMES if name != "plain"]
     texts, notes = together(
-        lambda _: {name: call(name) for name in names}, lambda _: [fail(at) for at in range(1, NUM_NEW + 1)]
+        lambda _: {name: call(name) for name in NAMES}, lambda _: [fail(at) for at in range(1, NUM_NEW + 1)]
     )
-    assert texts == {name: alone[name] for name in names}
+    assert texts == alone
     assert [len(some) for some in notes] == [1] * NUM_NEW
     assert attention_switch._HOLDERS == {}
 
@@ -130,10 +118,7 @@ def test_calls_at_the_same_time_share_no_buffers():
         met.wait()
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
-    def decode(_: threading.Barrier) -> list[list[int]]:
-        ids: torch.Tensor = target.generate(**inputs, max_new_tokens=NUM_NEW, **own, stopping_criteria=[meet])
-        return ids.tolist()
-
-    assert together(decode, decode) == [plain, plain]
+    decode = lambda _: target.generate(**inputs, max_new_tokens=NUM_NEW, **own, stopping_criteria=[meet])  # noqa: E731
+    assert [ids.tolist() for ids in together(decode, decode)] == [plain, plain]
     kept = model_state(target).buffers.addresses()
     assert len(set(kept)) == len(kept)
