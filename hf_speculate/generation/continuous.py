@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from hf_speculate.draft.suffix_store import SuffixStore
@@ -228,12 +229,11 @@ class ContinuousDecoder:
 
 def left_padded(prompts: Sequence[Sequence[int]], pad_token_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Left-pad B prompts; returns `input_ids` and `attention_mask`, both [B, T] int64."""
-    width = max(map(len, prompts))
-    input_ids = torch.full((len(prompts), width), pad_token_id, dtype=torch.int64, device="cpu")  # [B, T]
-    attention_mask = torch.zeros_like(input_ids)
-    for row, ids in enumerate(prompts):
-        input_ids[row, width - len(ids) :] = torch.tensor(ids, device="cpu")
-        attention_mask[row, width - len(ids) :] = 1
+    rows = [torch.tensor(ids, dtype=torch.int64, device="cpu") for ids in prompts]
+    input_ids, attention_mask = (
+        pad_sequence(padded, batch_first=True, padding_value=value, padding_side="left")  # [B, T]
+        for padded, value in ((rows, pad_token_id), ([torch.ones_like(row) for row in rows], 0))
+    )
     return input_ids.to(device), attention_mask.to(device)
 
 
@@ -241,15 +241,12 @@ def _alike(prompts: Sequence[RowPrompt]) -> list[list[RowPrompt]]:
     """Groups of prompts that are read together: of equal arguments and like length."""
     groups: list[list[RowPrompt]] = []
     for prompt in prompts:
-        if groups and _fits(groups[-1], prompt):
-            groups[-1].append(prompt)
+        group = groups[-1] if groups else [prompt]
+        lens = [len(one.token_ids) for one in (*group, prompt)]
+        has_seed = [one.seed is not None for one in (group[0], prompt)]
+        is_like = dict(group[0].arguments) == dict(prompt.arguments) and has_seed[0] == has_seed[1]
+        if groups and is_like and max(lens) * len(lens) <= _MOST_PADDING * sum(lens):
+            group.append(prompt)
         else:
             groups.append([prompt])
     return groups
-
-
-def _fits(group: Sequence[RowPrompt], prompt: RowPrompt) -> bool:
-    lens = [len(one.token_ids) for one in (*group, prompt)]
-    has_seed = prompt.seed is None, group[0].seed is None
-    is_alike = dict(group[0].arguments) == dict(prompt.arguments) and has_seed[0] == has_seed[1]
-    return is_alike and max(lens) * len(lens) <= _MOST_PADDING * sum(lens)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from hf_speculate.compat import check_private_names, comes_from_model_config, stateful_names
@@ -41,13 +41,8 @@ from hf_speculate.verify.base import check_verifier
 
 LOGGER = logging.getLogger("hf_speculate")
 _healing_tokenizer: ContextVar[Any] = ContextVar("hf_speculate_healing_tokenizer", default=None)
-_TRANSFORMERS_FIELDS = (
-    "num_assistant_tokens",
-    "num_assistant_tokens_schedule",
-    "assistant_confidence_threshold",
-    "prompt_lookup_num_tokens",
-    "max_matching_ngram_size",
-)
+# of ours alone: transformers has the others, too
+_OUR_FIELDS = {name for name in FIELD_NAMES if not hasattr(GenerationConfig(), name)}
 
 
 class SpeculativeGenerationMixin(GenerationMixin):
@@ -72,11 +67,8 @@ class SpeculativeGenerationMixin(GenerationMixin):
     def heal_tokens(self, input_ids: Any, tokenizer: Any = None) -> Any:
         """See transformers; without a tokenizer, that of the current call, which transformers does not hand on."""
         tokenizer = _healing_tokenizer.get() if tokenizer is None else tokenizer
-        token = _healing_tokenizer.set(None)  # heal_tokens calls `generate` itself
-        try:
+        with _provide_tokenizer(None):  # heal_tokens calls `generate` itself
             return super().heal_tokens(input_ids, tokenizer)
-        finally:
-            _healing_tokenizer.reset(token)
 
 
 def generate(
@@ -116,14 +108,9 @@ def prepare(model: PreTrainedModel, first_row: int, **kwargs: Any) -> Prepared:
 
 
 @contextmanager
-def _provide_tokenizer(model: PreTrainedModel, call: Mapping[str, Any]) -> Iterator[None]:
+def _provide_tokenizer(tokenizer: Any) -> Iterator[None]:
     """Make the tokenizer of a call available to `heal_tokens` while transformers prepares the call."""
-    if setting(model, call, "token_healing") and not isinstance(model, SpeculativeGenerationMixin):
-        raise UnsupportedGenerationError(
-            "token_healing must be left out for a model that is not enabled, got True; call enable(model), or "
-            "model.heal_tokens(input_ids, tokenizer) beforehand"
-        )
-    token = _healing_tokenizer.set(call.get("tokenizer"))
+    token = _healing_tokenizer.set(tokenizer)
     try:
         yield
     finally:
@@ -170,8 +157,7 @@ def _generate(
         check_verifier(config.resolve(do_sample=False))
         if config.speculation_stats is not None:
             config.speculation_stats.reset()
-        ours = set(FIELD_NAMES) - set(_TRANSFORMERS_FIELDS)
-        return plain(*args, **{name: value for name, value in kwargs.items() if name not in ours})
+        return plain(*args, **{name: value for name, value in kwargs.items() if name not in _OUR_FIELDS})
     check_call(call, source)
     if assistant is not None:
         check_assistant(assistant)
@@ -184,7 +170,12 @@ def _generate(
     own_prompt_lookup(model, call)
     is_static = own_static_cache(model, call)
     decoding = SpeculativeDecoding(resolved, config, call, is_static, source, preparation)
-    with decoding.clock, _provide_tokenizer(model, call):
+    if setting(model, call, "token_healing") and not isinstance(model, SpeculativeGenerationMixin):
+        raise UnsupportedGenerationError(
+            "token_healing must be left out for a model that is not enabled, got True; call enable(model), or "
+            "model.heal_tokens(input_ids, tokenizer) beforehand"
+        )
+    with decoding.clock, _provide_tokenizer(call.get("tokenizer")):
         call["custom_generate"] = decoding
         output: GenerateOutput | Tensor = run(plain, bound)
     if not decoding.num_runs:

@@ -17,21 +17,18 @@ from hf_speculate.models.extra_inputs import ExtraInputs
 from hf_speculate.models.language_model import CACHE_NAMES, vocab_size_of
 
 # Arguments of forwards; an encoder-decoder's, and those that a decoder-only model reads with its prompt.
-_COMMON_NAMES = """
-attention_mask cache_params logits_to_keep output_attentions output_hidden_states past_key_values use_cache
-"""
-_ENCODER_DECODER_NAMES = """
-decoder_attention_mask encoder_outputs global_attention_mask inputs_embeds pixel_values
-"""
-_DECODER_NAMES = """
-aspect_ratio_ids aspect_ratio_mask audio_attention_mask audio_embed_sizes audio_input_features cross_attention_mask
-feature_attention_mask image_attention_mask image_grid_thw image_patches image_patches_indices image_pixel_values
-image_sizes input_features input_features_mask input_values input_values_mask inputs_embeds mm_encoder_outputs
-mm_token_type_ids padding_mask pixel_attention_mask pixel_values pixel_values_videos position_ids second_per_grid_ts
-token_type_ids video_grid_thw vision_feature_layer vision_feature_select_strategy
-"""
-_ENCODER_DECODER_KWARGS = {*_COMMON_NAMES.split(), *_ENCODER_DECODER_NAMES.split()}
-_DECODER_KWARGS = {*_COMMON_NAMES.split(), *_DECODER_NAMES.split()}
+_COMMON = "attention_mask cache_params logits_to_keep output_attentions output_hidden_states past_key_values use_cache"
+_ENCODER_DECODER_KWARGS = set(
+    f"{_COMMON} decoder_attention_mask encoder_outputs global_attention_mask inputs_embeds pixel_values".split()
+)
+_DECODER_KWARGS = set(
+    f"""{_COMMON}
+    aspect_ratio_ids aspect_ratio_mask audio_attention_mask audio_embed_sizes audio_input_features cross_attention_mask
+    feature_attention_mask image_attention_mask image_grid_thw image_patches image_patches_indices image_pixel_values
+    image_sizes input_features input_features_mask input_values input_values_mask inputs_embeds mm_encoder_outputs
+    mm_token_type_ids padding_mask pixel_attention_mask pixel_values pixel_values_videos position_ids second_per_grid_ts
+    token_type_ids video_grid_thw vision_feature_layer vision_feature_select_strategy""".split()
+)
 
 # Plain generation never hands labels to the model, Seq2SeqTrainer passes them; the routers' logits go nowhere.
 _PASSED_OVER = {"labels", "output_router_logits"}
@@ -88,8 +85,7 @@ def check_prepared(
             "assistant_ensemble_weight must be left out, got one; choose verifier='typical' for a lossy rule"
         )
     known = _ENCODER_DECODER_KWARGS if has_encoder else _DECODER_KWARGS
-    taken = known | _PASSED_OVER
-    extra = sorted(name for name, value in model_kwargs.items() if value is not None and name not in taken)
+    extra = sorted({name for name, value in model_kwargs.items() if value is not None} - known - _PASSED_OVER)
     if extra:
         raise UnsupportedGenerationError(
             f"model arguments must be among {', '.join(sorted(known))}, got {', '.join(extra)}; {source.hint}"

@@ -187,7 +187,7 @@ def _run_padded(processor: Any, prefixes: Prefixes, flat: Tensor) -> Tensor | No
         fill = _NO_TOKEN  # an n-gram with such an id in front repeats nothing, so its end is not looked at
     elif type(processor) is not RepetitionPenaltyLogitsProcessor or processor.prompt_ignore_length or not shortest:
         return None  # else the first id is repeated: a token seen twice is punished once
-    return processor(prefixes.last_ids(range(len(flat)), longest, fill), flat)
+    return cast(Tensor, processor(prefixes.last_ids(range(len(flat)), longest, fill), flat))
 
 
 def _run_by_group(processor: Any, prefixes: Prefixes, groups: dict[int, list[int]], flat: Tensor) -> Tensor:
@@ -195,7 +195,7 @@ def _run_by_group(processor: Any, prefixes: Prefixes, groups: dict[int, list[int
     reads_ids = find_reads(processor) is Reads.PREFIX
     if len(groups) == 1 and not reads_ids:
         (seen_len,) = groups
-        return processor(_any_ids(len(flat), seen_len, flat), flat)
+        return cast(Tensor, processor(_any_ids(len(flat), seen_len, flat), flat))
     processed = torch.empty_like(flat)
     for seen_len, pairs in groups.items():
         indices = upload(pairs, flat.device)  # [M]

@@ -4,13 +4,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
-import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 import hf_speculate
-from hf_speculate.cache import ragged_layer
-from hf_speculate.cache.preallocated import PreallocatedKVCache
 
 
 class Mistake(RuntimeError):
@@ -87,28 +84,12 @@ def hook(module: torch.nn.Module, fault: Fault):
         handle.remove()
 
 
-@contextmanager
-def patch(owner: object, name: str, fault: Fault):
-    """Ticks before each call of a function of ours."""
-    original = getattr(owner, name)
-
-    def ticking(*args: Any, **kwargs: Any) -> Any:
-        fault.tick()
-        return original(*args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(owner, name, ticking)
-        yield
-
-
 def put_in(place: str, fault: Fault, target: Any, draft: Any) -> tuple[AbstractContextManager, dict[str, Any]]:
     """What to run a call in, and its options, so that `fault` ticks at `place`."""
     inside: dict[str, Callable[[], AbstractContextManager]] = {
         "target forward": lambda: hook(target, fault),
         "target layer": lambda: hook(target.model.layers[1].self_attn, fault),
         "draft forward": lambda: hook(draft, fault),
-        "allocation": lambda: patch(ragged_layer, "_zeros", fault),
-        "handing back": lambda: patch(PreallocatedKVCache, "_states", fault),
     }
     given: dict[str, dict[str, Any]] = {
         "foreign processor": {"logits_processor": LogitsProcessorList([FaultyProcessor(fault)])},
