@@ -88,7 +88,8 @@ def check_decoding(
     dtype = _dtype(model)
     tolerance = TOLERANCES.get(dtype, max(TOLERANCES.values()))
     has_failed = not difference <= tolerance
-    if has_failed if call.ranks is None else call.ranks.max(int(has_failed)):
+    fails_anywhere = has_failed if call.ranks is None else bool(call.ranks.max(int(has_failed)))
+    if fails_anywhere:
         got = f"a difference of {difference:.2g} with {padding} padding and {call.batch_size} rows"
         raise UnsupportedModelError(
             f"{type(model).__name__} must give the same logits for several tokens in one forward as one by one, to "

@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 
 from hf_speculate.cache.token_buffer import TokenBuffer
 from hf_speculate.config import SpeculationConfig
+from hf_speculate.transfers import send
 from hf_speculate.types import DraftOut, NoiseKeys, Verdict
 from hf_speculate.verify.base import Verifier, make_verifier
 
@@ -79,7 +80,7 @@ class Spans:
         news = host_tokens.token_ids.gather(1, columns.clamp(max=host_tokens.token_ids.shape[1] - 1))
         news = news.masked_fill(columns >= lens[:, None], -1)
         self._is_open, self._num_read = self.span.open_after_each(news, self._is_open)[:, -1], lens
-        is_open = self._is_open.to(token_ids.device)
+        is_open = send(self._is_open, token_ids.device)
         return SpanVerifier(lossy, self.exact, self.span, self.span.open_after_each(token_ids, is_open)[:, -1])
 
     def rows(self, indices: Sequence[int]) -> None:
