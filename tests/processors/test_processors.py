@@ -187,24 +187,18 @@ def test_half_precision_is_processed_as_float32() -> None:
     assert_same_bits(run_block(make(), block), run_by_position(make, block))
 
 
-class AddsBonus(LogitsProcessor):
-    def __call__(self, input_ids: Tensor, scores: Tensor, bonus: float) -> Tensor:
-        return scores + bonus
-
-
-def test_one_position_is_the_plain_list_foreign_ones_included() -> None:
-    block = Block([LONGEST_LEN] * 3)
-    processors = [EXAMPLES["RepetitionPenaltyLogitsProcessor"](), AddsBonus()]
-    ours = BlockLogitsProcessorList(processors)(block.input_ids, block.scores[:, 0], bonus=0.5)
-    assert_same_bits(ours, LogitsProcessorList(processors)(block.input_ids, block.scores[:, 0], bonus=0.5))
-
-
 class Subclassed(transformers.TemperatureLogitsWarper):
     pass
 
 
 def add_nothing(input_ids: Tensor, scores: Tensor) -> Tensor:
     return scores
+
+
+def test_one_position_is_the_plain_list_foreign_ones_included() -> None:
+    block, processors = Block([LONGEST_LEN] * 3), [EXAMPLES["RepetitionPenaltyLogitsProcessor"](), Subclassed(0.5)]
+    ours = BlockLogitsProcessorList(processors)(block.input_ids, block.scores[:, 0])
+    assert_same_bits(ours, LogitsProcessorList(processors)(block.input_ids, block.scores[:, 0]))
 
 
 def test_unknown_processors_are_named_refused_in_a_block_and_left_out_of_the_row_wise_part() -> None:
