@@ -48,16 +48,6 @@ class TokenBuffer:
         columns = self.row_lens.columns(num, offset=-num).expand(len(self.lens), -1)
         return self.token_ids.gather(1, columns if num <= min(self.lens) else columns.clamp_min(0))
 
-    def followed_by(self, new_ids: Sequence[list[int]]) -> Tensor:
-        """A copy [B, T] int64 of the rows with more tokens at their ends; columns past a row's end are undefined."""
-        num_columns = max(length + len(ids) for length, ids in zip(self.lens, new_ids, strict=True))
-        longer = self.token_ids.new_zeros(len(self.lens), num_columns)
-        held = min(max(self.lens), num_columns)
-        longer[:, :held] = self.token_ids[:, :held]
-        for row, (length, ids) in enumerate(zip(self.lens, new_ids, strict=True)):
-            longer[row, length : length + len(ids)] = torch.tensor(ids, dtype=torch.int64, device="cpu")
-        return longer
-
     def drop(self, num: int) -> None:
         self.row_lens.add(-num)
 
