@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from hf_speculate import DrafterSetup, DraftRequest
 from hf_speculate.cache.token_buffer import TokenBuffer
-from hf_speculate.draft.suffix import SuffixRows, SuffixSettings, point_masses
+from hf_speculate.draft.suffix import SuffixDrafter, SuffixSettings, point_masses
 from hf_speculate.triton_kernels import Draws
 from hf_speculate.types import DraftOut, Kept, SampleStrategy
 from smollm2_head.head import DraftHead, Heads
@@ -47,7 +47,7 @@ class HeadDrafter:
             vocab_size=setup.vocab_size,
             num_pads=list(setup.num_pads),
         )
-        self.lookup = SuffixRows(settings)
+        self.lookup = SuffixDrafter(settings)
 
     @torch.inference_mode()
     def draft(self, request: DraftRequest) -> DraftOut:
@@ -76,7 +76,7 @@ class HeadDrafter:
         kept = torch.tensor(list(indices))
         self.lens, self.states = self.lens[kept], self.states[:, kept.to(self.states.device)]
         self.processors = self.processors.rows(indices)
-        self.lookup.select(indices)
+        self.lookup.rows(indices)
         if self.text is not None:
             self.text.rows(indices)
 
@@ -84,8 +84,8 @@ class HeadDrafter:
         """[B] what each row copies; empty for those that the head drafts for."""
         if not self.min_match_len:
             return [[]] * len(query)
-        self.lookup.follow(query.cpu(), kept if self.lookup.rows else None)
-        proposals = [row.propose(num_draft_tokens) for row in self.lookup.rows]
+        self.lookup.follow(query.cpu(), kept if self.lookup.texts else None)
+        proposals = [row.propose(num_draft_tokens) for row in self.lookup.texts]
         return [one.token_ids if one.match_len >= self.min_match_len else [] for one in proposals]
 
     def _chain(self, chooser: "_Chooser", states: Tensor, num_draft_tokens: int) -> DraftOut:

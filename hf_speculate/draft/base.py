@@ -126,7 +126,7 @@ class Drafter(Protocol):
     is_compiled: bool = False
     """Whether it drafts with compiled units, as `DrafterSetup.compilation` asks."""
     can_join: bool = False
-    """Whether rows of another drafter of its kind may join it; `begin`, `read` and `join` are called only then."""
+    """Whether rows of another drafter of its kind may join it; `read` and `join` are called only then."""
     drafts_fewer: bool = False
     """Whether it may draft fewer tokens than requested for reasons other than the end of all rows."""
 
@@ -152,16 +152,10 @@ class Drafter(Protocol):
         """
         return states
 
-    def resume(self, token_ids: Tensor) -> None:
-        """Called before the first `draft` if the draft cache already holds the rows' first tokens.
-
-        Args:
-            token_ids: [B, N] int64, those tokens; the first query is what follows them.
-        """
-        return
-
     def begin(self, token_ids: Tensor) -> None:
-        """Called before the first `draft` with the prompts; every token after them is then in a `kept`.
+        """Called before the first `draft` if rows may join, or if the draft cache holds tokens of an earlier call.
+
+        Every token after the prompts is then in a `kept`.
 
         Args:
             token_ids: [B, T] int64, with their padding.

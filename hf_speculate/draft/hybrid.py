@@ -9,10 +9,11 @@ from hf_speculate.cache.base import KVCache
 from hf_speculate.draft.acceptance_rates import MODEL_PRIORS, SUFFIX_PRIORS, AcceptanceRates, model_kinds, suffix_kinds
 from hf_speculate.draft.base import Drafter, DraftRequest
 from hf_speculate.draft.model import ModelDrafter
-from hf_speculate.draft.suffix import NO_PROPOSAL, SuffixRows, SuffixSettings, point_masses
+from hf_speculate.draft.suffix import NO_PROPOSAL, SuffixDrafter, SuffixSettings, point_masses
 from hf_speculate.transfers import send, upload
 from hf_speculate.types import CachedDraft, DraftOut, Kept
 
+_HOST = torch.device("cpu")
 MAX_BEHIND = 64  # tokens that the draft model may lag behind before it runs in any case
 
 
@@ -70,51 +71,31 @@ class HybridDrafter(Drafter):
         self.model = model
         self.min_query_len = model.min_query_len
         self.can_join = model.can_join
-        self.texts = SuffixRows(settings)
+        self.matches = SuffixDrafter(settings)
         self.max_model_tokens = max_model_tokens
         self.device = torch.device(device)
-        self._rows: list[HybridRow] = []  # [B], once there was a call
-        self._has_run = False  # whether the model's cache holds all but the tokens that rows call unread
-        self._resumed: Tensor | None = None  # [B, N] int64 on the host, what the cache held before the first call
+        self._rows: list[HybridRow] = []  # [B], once the prompts were read
+        self._has_run = False  # whether the model was shown the prompts, so that it lacks only what rows call unread
 
     def draft(self, request: DraftRequest) -> DraftOut:
         request.check()
-        query, num_draft_tokens, kept = request.query_token_ids, request.num_draft_tokens, request.kept
+        query, num_draft_tokens = request.query_token_ids, request.num_draft_tokens
         num_model = min(num_draft_tokens, self.max_model_tokens)
-        text = query
-        if self._resumed is not None and kept is None:
-            text = torch.cat([self._resumed, text], dim=1)
-        gained = self.texts.follow(text, kept)
-        texts = self.texts.rows
-        if gained is None or kept is None:
-            self._rows, is_live = [HybridRow() for _ in texts], [True] * len(texts)
-        else:
-            for row, ids in zip(self._rows, gained, strict=True):
-                row.learn(ids, kept.num_rounds)
-            is_live = [bool(ids) for ids in gained]  # a row without new tokens is finished
+        is_live = self._follow(query, request.kept)
         # The model reads matched tokens later, the same number in every row: the shortest row must have as many.
-        most = num_draft_tokens if len(texts) == 1 else min(num_draft_tokens, max(self._shortest_len() - 1, 1))
-        for row, source, live in zip(self._rows, texts, is_live, strict=True):
-            row.proposal = source.propose(most) if live else NO_PROPOSAL
+        most = num_draft_tokens if len(is_live) == 1 else min(num_draft_tokens, max(self._shortest_len() - 1, 1))
+        for row, text, live in zip(self._rows, self.matches.texts, is_live, strict=True):
+            row.proposal = text.propose(most) if live else NO_PROPOSAL
         uses_match = [row.prefers_match(num_model) for row in self._rows]
         asks = [live and not match for live, match in zip(is_live, uses_match, strict=True)]
         for row, ask in zip(self._rows, asks, strict=True):
             row.num_model = num_model if ask else 0
-        num_query = query.shape[1]
         chosen = [row.proposal.token_ids if match else [] for row, match in zip(self._rows, uses_match, strict=True)]
+        num_query = query.shape[1]
         if self._has_run and not any(asks) and not self._is_far_behind(num_query + num_draft_tokens):
-            cached = CachedDraft(-num_query, [False] * len(texts))
+            cached = CachedDraft(-num_query, [False] * len(is_live))
             return point_masses(chosen, self.device)._replace(cached=cached)
-        drafted = self.model.draft(
-            request._replace(
-                query_token_ids=send(query, self.device),
-                num_draft_tokens=num_model if any(asks) else 1,
-                kept=self._unread_by_model(),
-            )
-        )
-        self._has_run = True
-        for row in self._rows:
-            row.unread = []
+        drafted = self._run_model(request, num_model if any(asks) else 1)
         if not any(uses_match):
             return drafted
         cached = CachedDraft(drafted.token_ids.shape[1] - 1, [not match for match in uses_match])
@@ -123,49 +104,60 @@ class HybridDrafter(Drafter):
             return matched._replace(cached=cached)
         return _mixed(matched, drafted, upload(uses_match, self.device, torch.bool))._replace(cached=cached)
 
-    def resume(self, token_ids: Tensor) -> None:
-        self._resumed = token_ids.cpu()
-        self.model.resume(token_ids)
-
     def begin(self, token_ids: Tensor) -> None:
-        self.texts.begin(token_ids)
-        self._rows, self._has_run = [HybridRow() for _ in range(token_ids.shape[0])], True
+        self.matches.begin(token_ids)
+        self._rows, self._has_run = [HybridRow() for _ in token_ids], True
         self.model.begin(token_ids)
 
     def read(self, token_ids: Tensor, kv_cache: KVCache) -> None:
         self.model.read(token_ids, kv_cache)
 
     def join(self, other: "HybridDrafter") -> None:
-        self.texts.join(other.texts)
+        self.matches.join(other.matches)
         self._rows = self._rows + other._rows
         self.model.join(other.model)
 
     def rows(self, indices: Sequence[int]) -> None:
-        if self._resumed is not None:
-            self._resumed = self._resumed[torch.tensor(list(indices), device="cpu")]
-        self.texts.select(indices)
+        self.matches.rows(indices)
         self.model.rows(indices)
         self._rows = [self._rows[row] for row in indices] if self._rows else []
+
+    def _follow(self, query: Tensor, kept: Kept | None) -> list[bool]:
+        """Read the new tokens; [B] whether a row has any: one without new tokens is finished."""
+        gained = self.matches.follow(query, kept)
+        if gained is None or kept is None:
+            self._rows = [HybridRow() for _ in self.matches.texts]
+            return [True] * len(self._rows)
+        for row, ids in zip(self._rows, gained, strict=True):
+            row.learn(ids, kept.num_rounds)
+        return [bool(ids) for ids in gained]
+
+    def _run_model(self, request: DraftRequest, num_draft_tokens: int) -> DraftOut:
+        """Draft with the model, which is shown the tokens emitted since its last run."""
+        kept = None  # in the first call
+        if self._has_run:
+            width = max(len(row.unread) for row in self._rows)
+            ids = [row.unread + [-1] * (width - len(row.unread)) for row in self._rows]
+            counts = [len(row.unread) for row in self._rows]
+            kept = Kept(upload(ids, _HOST), upload(counts, _HOST, torch.int32))
+        query = send(request.query_token_ids, self.device)
+        drafted = self.model.draft(
+            request._replace(query_token_ids=query, num_draft_tokens=num_draft_tokens, kept=kept)
+        )
+        self._has_run = True
+        for row in self._rows:
+            row.unread = []
+        return drafted
 
     def _is_far_behind(self, num_query: int) -> bool:
         """Whether the next query could be so long that the draft model must run now.
 
         All rows of a batch are fed the same number of tokens, and slower rows drop states for it: they must have them.
         """
-        return num_query > MAX_BEHIND or (len(self.texts.rows) > 1 and num_query >= self._shortest_len())
+        return num_query > MAX_BEHIND or (len(self._rows) > 1 and num_query >= self._shortest_len())
 
     def _shortest_len(self) -> int:
-        return min(len(row.index.token_ids) for row in self.texts.rows)
-
-    def _unread_by_model(self) -> Kept | None:
-        """Tokens emitted since the model ran; None before its first run."""
-        if not self._has_run:
-            return None
-        counts = [len(row.unread) for row in self._rows]
-        ids = [row.unread + [-1] * (max(counts) - len(row.unread)) for row in self._rows]
-        return Kept(
-            torch.tensor(ids, dtype=torch.int64, device="cpu"), torch.tensor(counts, dtype=torch.int32, device="cpu")
-        )
+        return min(len(text.index.token_ids) for text in self.matches.texts)
 
 
 def _mixed(matched: DraftOut, drafted: DraftOut, uses_match: Tensor) -> DraftOut:

@@ -62,9 +62,6 @@ class ModelDrafter(Drafter):
             logits, logsumexps = logits.to(target_device), choices.draws.logsumexps().to(target_device)
         return DraftOut(decoded.token_ids.to(target_device), decoded.lens.to(target_device), logits, logsumexps)
 
-    def resume(self, token_ids: Tensor) -> None:
-        self.chooser.resume(token_ids)
-
     def begin(self, token_ids: Tensor) -> None:
         self.chooser.begin(token_ids)
 

@@ -1,17 +1,15 @@
 """The suffix drafter: prompt lookup that drafts what followed the longest match of a row's last tokens."""
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import cycle, islice, takewhile
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from hf_speculate.draft.base import Drafter, DraftRequest
 from hf_speculate.draft.suffix_index import MAX_MATCH_LEN, SuffixIndex
-from hf_speculate.draft.suffix_store import Proposal, StoreReader, SuffixStore
+from hf_speculate.draft.suffix_store import Proposal, SuffixStore
 from hf_speculate.transfers import upload
 from hf_speculate.types import DraftOut, Kept
 
@@ -21,7 +19,7 @@ class SuffixSettings:
     """How rows are continued after a suffix match."""
 
     max_draft_tokens: int  # tokens a row is drafted at most, >= 1
-    max_match_len: int | None = None  # longest match that is told apart; None for 64
+    max_match_len: int | None = None  # longer matches count as of that length, at most 64; None for 64
     eos_token_ids: frozenset[int] = frozenset()  # ids after which a row needs no further token
     vocab_size: int | None = None  # V; larger ids from a store are not drafted
     store: SuffixStore | None = None  # sequences of earlier calls; None to search only the row itself
@@ -29,86 +27,37 @@ class SuffixSettings:
 
 
 NO_PROPOSAL = Proposal(0, [])
-_HOST = torch.device("cpu")
 
 
 class SuffixRow:
-    """One row's tokens, and the matches of its last tokens."""
+    """One row's tokens on the host, and the matches of its last tokens."""
 
-    def __init__(self, index: SuffixIndex, settings: SuffixSettings, reader: StoreReader | None):
-        self.index = index
-        self._settings = settings
-        self._reader = reader
-        if reader is not None:
-            reader.follow(index.token_ids[-index.max_match_len :].tolist())
-
-    def extend(self, token_ids: Sequence[int]) -> None:
+    def __init__(self, token_ids: Sequence[int], settings: SuffixSettings):
+        self.index = SuffixIndex()
         self.index.extend(token_ids)
-        if self._reader is not None:
-            self._reader.follow(token_ids)
+        self._settings = settings
 
     def propose(self, num: int) -> Proposal:
         """At most `num` tokens; the row itself is preferred to the store if both matches are equally long."""
-        settings, index = self._settings, self.index
-        num = min(num, settings.max_draft_tokens)
-        match_len = index.match_len
-        token_ids = index.continuation(index.match_end, _within(num, match_len)) if match_len else []
-        found = NO_PROPOSAL if self._reader is None else self._reader.find(num)
-        if found.match_len > match_len and found.token_ids:
-            known = _below(found.token_ids[: _within(num, found.match_len)], settings.vocab_size)
+        settings, num = self._settings, min(num, self._settings.max_draft_tokens)
+        text = self.index.token_ids
+        last = text[-min(settings.max_match_len or MAX_MATCH_LEN, MAX_MATCH_LEN) :]
+        match_len, end = self.index.find(last)
+        token_ids: list[int] = []
+        if match_len:
+            # A row that has begun to repeat itself goes on with its period.
+            num_own = _within(num, match_len)
+            token_ids = list(islice(cycle(text[end : end + num_own]), num_own))
+        found = NO_PROPOSAL if settings.store is None else settings.store.find(last, num)
+        if found.match_len > match_len:
+            stored, vocab_size = found.token_ids[: _within(num, found.match_len)], settings.vocab_size
+            known = list(takewhile(lambda token: vocab_size is None or token < vocab_size, stored))
             if known:
                 match_len, token_ids = found.match_len, known
-        if settings.eos_token_ids and not settings.eos_token_ids.isdisjoint(token_ids):
-            end = next(at for at, token in enumerate(token_ids) if token in settings.eos_token_ids)
-            token_ids = token_ids[: end + 1]
+        ends = [at for at, token in enumerate(token_ids) if token in settings.eos_token_ids]
+        if ends:
+            token_ids = token_ids[: ends[0] + 1]
         return Proposal(match_len, token_ids) if token_ids else NO_PROPOSAL
-
-
-class SuffixRows:
-    """The rows' tokens on the host, updated from round to round."""
-
-    def __init__(self, settings: SuffixSettings):
-        self._settings = settings
-        self._num_pads = settings.num_pads
-        self.rows: list[SuffixRow] = []
-
-    def follow(self, query_token_ids: Tensor, kept: Kept | None) -> Sequence[list[int]] | None:
-        """Append new tokens; [B] those of each row, or None in the first call, whose query holds whole sequences."""
-        if kept is None:
-            self.begin(query_token_ids)
-            return None
-        counts = kept.num_emitted.tolist()
-        gained = [ids[:num] for ids, num in zip(kept.token_ids.tolist(), counts, strict=True)]
-        for row, ids in zip(self.rows, gained, strict=True):
-            row.extend(ids)
-        return gained
-
-    def join(self, other: "SuffixRows") -> None:
-        self.rows += other.rows
-
-    def select(self, indices: Sequence[int]) -> None:
-        if self._num_pads is not None:
-            self._num_pads = [self._num_pads[row] for row in indices]
-        if self.rows:
-            self.rows = [self.rows[row] for row in indices]
-
-    def begin(self, token_ids: Tensor) -> None:
-        """Read the prompts [B, T] int64."""
-        texts, settings = token_ids.tolist(), self._settings
-        pads = self._num_pads or [0] * len(texts)
-        most = min(settings.max_match_len or MAX_MATCH_LEN, MAX_MATCH_LEN)
-        made: dict[tuple[int, ...], SuffixIndex] = {}  # rows with the same prompt share its index
-        for text, num in zip(texts, pads, strict=True):
-            key = tuple(text[num:])
-            if key not in made:
-                made[key] = SuffixIndex(most)
-                made[key].extend(key)
-                index = made[key]
-            else:
-                index = made[key].copy()
-            reader = None if settings.store is None else settings.store.reader(most)
-            self.rows.append(SuffixRow(index, settings, reader))
-        self._num_pads = None
 
 
 class SuffixDrafter(Drafter):
@@ -126,45 +75,50 @@ class SuffixDrafter(Drafter):
     can_join = True
 
     def __init__(self, settings: SuffixSettings, device: torch.device | str = "cpu"):
-        self.texts = SuffixRows(settings)
         self.device = torch.device(device)
+        self.texts: list[SuffixRow] = []  # [B], once the prompts were read
+        self._settings = settings
+        self._num_pads = settings.num_pads
 
     def draft(self, request: DraftRequest) -> DraftOut:
         request.check()
-        gained, num_draft_tokens = self.texts.follow(request.query_token_ids, request.kept), request.num_draft_tokens
-        # a row without new tokens is finished
-        pairs = zip(self.texts.rows, gained or repeat(True), strict=False)
-        proposals = [row.propose(num_draft_tokens).token_ids if is_live else [] for row, is_live in pairs]
+        gained = self.follow(request.query_token_ids, request.kept)
+        are_live = [True] * len(self.texts) if gained is None else map(bool, gained)  # without new tokens: finished
+        rows = zip(self.texts, are_live, strict=True)
+        proposals = [row.propose(request.num_draft_tokens).token_ids if is_live else [] for row, is_live in rows]
         return point_masses(proposals, self.device)
 
+    def follow(self, query_token_ids: Tensor, kept: Kept | None) -> list[list[int]] | None:
+        """Append new tokens; [B] those of each row, or None in the first call, whose query holds whole sequences."""
+        if kept is None:
+            self.begin(query_token_ids)
+            return None
+        counts = kept.num_emitted.tolist()
+        gained = [ids[:num] for ids, num in zip(kept.token_ids.tolist(), counts, strict=True)]
+        for row, ids in zip(self.texts, gained, strict=True):
+            row.index.extend(ids)
+        return gained
+
     def begin(self, token_ids: Tensor) -> None:
-        self.texts.begin(token_ids)
+        pads = self._num_pads or [0] * len(token_ids)
+        rows = zip(token_ids.tolist(), pads, strict=True)
+        self.texts, self._num_pads = [SuffixRow(ids[num:], self._settings) for ids, num in rows], None
 
     def join(self, other: "SuffixDrafter") -> None:
-        self.texts.join(other.texts)
+        self.texts = self.texts + other.texts
 
     def rows(self, indices: Sequence[int]) -> None:
-        self.texts.select(indices)
+        if self._num_pads is not None:
+            self._num_pads = [self._num_pads[row] for row in indices]
+        self.texts = [self.texts[row] for row in indices] if self.texts else []
 
 
 def point_masses(proposals: Sequence[list[int]], device: torch.device) -> DraftOut:
     """A draft [B, K] from lists of tokens; shorter rows are padded with token 0, which does not count."""
-    lens = tuple(map(len, proposals))
-    width = max(lens)
-    if min(lens) < width:
-        proposals = [ids + [0] * (width - len(ids)) for ids in proposals]
-    if device != _HOST:  # in one copy
-        rows = [[*ids, num] for ids, num in zip(proposals, lens, strict=True)]
-        packed = upload(rows, device)  # [B, K+1]
-        return DraftOut(packed[:, :width], packed[:, width].to(torch.int32), None, None)
-    # numpy reads short lists in a third of torch.tensor()'s time
-    return DraftOut(torch.from_numpy(np.array(proposals, dtype=np.int64)), _counts(lens), None, None)  # [B, K], [B]
-
-
-@functools.lru_cache(maxsize=1024)  # making it takes a fifth of a draft's time; it is never written to
-def _counts(lens: tuple[int, ...]) -> Tensor:
-    """[B] int32."""
-    return torch.tensor(lens, dtype=torch.int32, device="cpu")
+    width = max(map(len, proposals))
+    rows = [[*ids, *[0] * (width - len(ids)), len(ids)] for ids in proposals]
+    packed = upload(rows, device)  # [B, K+1], in one copy
+    return DraftOut(packed[:, :width], packed[:, width].to(torch.int32), None, None)
 
 
 def _within(num: int, match_len: int) -> int:
@@ -174,10 +128,3 @@ def _within(num: int, match_len: int) -> int:
     that always have full length, with 69 % of their drafted tokens.
     """
     return min(num, 2 * (match_len + 1))
-
-
-def _below(token_ids: list[int], vocab_size: int | None) -> list[int]:
-    """The tokens before the first one that is not in the vocabulary."""
-    if vocab_size is None or max(token_ids) < vocab_size:
-        return token_ids
-    return token_ids[: next(at for at, token in enumerate(token_ids) if token >= vocab_size)]

@@ -11,7 +11,6 @@ from hf_speculate.draft.heads.vocabulary import DraftVocabulary
 from hf_speculate.models.inferencer import Choice
 from hf_speculate.processors import BlockLogitsProcessorList
 from hf_speculate.processors.row_groups import ProcessorGroups
-from hf_speculate.transfers import upload
 from hf_speculate.triton_kernels import Draws
 from hf_speculate.types import Kept, NoiseKeys, SampleStrategy, Stream
 
@@ -50,25 +49,22 @@ class TokenChooser:
         self.can_join = isinstance(processors, ProcessorGroups)
         self.reads_kept = self.can_join or processors.reads_token_ids  # a later row may have such processors
         self._device = device
-        self._resumed: Tensor | None = None  # [B, N] int64, tokens that the cache held before the first round
 
     @property
     def is_plain(self) -> bool:
         """Whether tokens are chosen from the draft's logits alone."""
         return not len(self.processors) and not self.settings.confidence_threshold
 
-    def resume(self, token_ids: Tensor) -> None:
-        self._resumed = token_ids.to(self._device)
-
     def begin(self, token_ids: Tensor) -> None:
-        """Record the prompts [B, T] int64."""
-        self.history = TokenBuffer(token_ids.to(self._device), token_ids.shape[1] + _HISTORY_CAPACITY)
+        """Record the prompts [B, T] int64 if processors read them."""
+        if self.reads_kept:
+            self.history = TokenBuffer(token_ids.to(self._device), token_ids.shape[1] + _HISTORY_CAPACITY)
 
     def read(self, query: Tensor, kept: Kept | None) -> None:
         """Record the sequences that processors see: the first query, then what was kept of the last round."""
-        if self.reads_kept and self.history is None:
-            self.begin(query if self._resumed is None else torch.cat([self._resumed, query.to(self._device)], dim=1))
-        elif self.history is not None and kept is not None:
+        if self.history is None:
+            self.begin(query)
+        elif kept is not None:
             self.history.append(kept.token_ids.to(self._device), kept.num_emitted.tolist())
 
     def start(self, num_tokens: int, sample_strategy: SampleStrategy, keys: NoiseKeys | None) -> "RoundChoices":
@@ -89,8 +85,6 @@ class TokenChooser:
         self.processors = self.processors.rows(indices)
         if self.history is not None:
             self.history.rows(indices)
-        if self._resumed is not None:
-            self._resumed = self._resumed[upload(indices, self._resumed.device)]
 
 
 class RoundChoices:
@@ -108,14 +102,15 @@ class RoundChoices:
         is_mapped = vocabulary is not None and (self.draws is not None or len(self._processors) > 0)
         scores = vocabulary.scattered(logits) if vocabulary is not None and is_mapped else logits
         history = chooser.history
-        if len(self._processors) and history is not None:
-            scores = self._processors(history.token_ids, scores[:, None], prefix_lens=history.lens)[:, 0]  # [B, V]
-        elif len(self._processors):  # none of them reads token ids
-            scores = self._processors(scores.new_empty(len(scores), 0, dtype=torch.int64), scores[:, None])[:, 0]
+        if len(self._processors):
+            # without a history, none of them reads token ids
+            ids = scores.new_empty(len(scores), 0, dtype=torch.int64) if history is None else history.token_ids
+            prefix_lens = None if history is None else history.lens
+            scores = self._processors(ids, scores[:, None], prefix_lens=prefix_lens)[:, 0]  # [B, V]
         best = scores.argmax(dim=-1) if self.draws is None else self.draws.draw(scores)
         token_ids = best if vocabulary is None or is_mapped else vocabulary.ids(best)
-        if chooser.history is not None:
-            chooser.history.append(token_ids[:, None])
+        if history is not None:
+            history.append(token_ids[:, None])
             self._num_recorded += 1
         is_unsure = None
         if settings.confidence_threshold > 0:

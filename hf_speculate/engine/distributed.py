@@ -130,8 +130,8 @@ class BroadcastDrafter(Drafter):
         cached = own.cached or CachedDraft(num_own - 1 if request.kv_cache is not None else 0, [False] * len(agreed))
         return draft._replace(token_logits=None, logsumexp=None, cached=cached)
 
-    def resume(self, token_ids: Tensor) -> None:
-        self.drafter.resume(token_ids)
+    def begin(self, token_ids: Tensor) -> None:
+        self.drafter.begin(token_ids)
 
     def rows(self, indices: Sequence[int]) -> None:
         self.drafter.rows(indices)

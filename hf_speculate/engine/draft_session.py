@@ -42,7 +42,7 @@ class DraftSession:
         num_columns = 0 if self.reuse is None else self.reuse.recall(batch)
         self._num_seen = [num_columns] * batch.num_rows
         if num_columns:
-            self.drafter.resume(batch.tokens.token_ids[:, :num_columns])
+            self._show_prompts(batch)
 
     def num_unread(self, batch: Batch) -> int:
         """Prompt tokens of each row that the drafter has yet to read; none if nothing is drafted."""
@@ -100,9 +100,7 @@ class DraftSession:
 
     def read_ahead(self, batch: Batch) -> None:
         """Let the drafter read the prompts before the first round, so that the rows may join others."""
-        tokens = batch.host_tokens if self.drafter.reads_host_tokens else batch.tokens
-        self.drafter.begin(tokens.token_ids[:, : batch.prompt_len])
-        self._seen_lens = RowLens([batch.prompt_len] * batch.num_rows, tokens.row_lens.ruler)
+        self._show_prompts(batch)
         self._catch_up(batch)
 
     def join(self, other: "DraftSession", batch: Batch) -> None:
@@ -115,6 +113,11 @@ class DraftSession:
         self._num_seen = self._num_seen + other._num_seen
         if self._seen_lens is not None and other._seen_lens is not None:
             self._seen_lens.join(other._seen_lens)
+
+    def _show_prompts(self, batch: Batch) -> None:
+        tokens = batch.host_tokens if self.drafter.reads_host_tokens else batch.tokens
+        self.drafter.begin(tokens.token_ids[:, : batch.prompt_len])
+        self._seen_lens = RowLens([batch.prompt_len] * batch.num_rows, tokens.row_lens.ruler)
 
     def _fall_behind(self, num_unseen: int) -> bool:
         """Leave the drafter `num_unseen` tokens behind after `read_ahead`; False if that saves no forward."""

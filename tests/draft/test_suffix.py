@@ -81,20 +81,3 @@ def test_the_store_is_copied_from_where_its_match_is_longer():
     assert draft_of([[9, 2, 3]], store=store, vocab_size=5) == [[4]]
     assert draft_of([[3, 8, 2, 3]], store=store, vocab_size=4) == [[8, 2, 3, 8]]  # of the longer match nothing is known
     assert draft_of([[9, 2, 3]], store=store, eos_token_ids=frozenset([4])) == [[4]]
-
-
-def test_the_store_is_followed_over_rounds():
-    store = SuffixStore()
-    store.add([1, 2, 3, 4, 5, 6, 7])
-    drafter = SuffixDrafter(SuffixSettings(10, store=store))
-    assert counted(drafter.draft(DraftRequest(torch.tensor([[8, 1]]), None, 2, GREEDY))) == [[2, 3]]
-    store.reset()  # what was there when the call began stays
-    kept = Kept(torch.tensor([[2, 3, 4]]), torch.tensor([3], dtype=torch.int32))
-    assert counted(drafter.draft(DraftRequest(torch.tensor([[4]]), None, 2, GREEDY, kept=kept))) == [[5, 6]]
-
-
-def test_sequences_of_one_prompt_grow_apart():
-    drafter, ids = SuffixDrafter(SuffixSettings(10)), torch.tensor([[1, 2], [1, 4], [2, 3]])
-    drafter.draft(DraftRequest(torch.tensor([[1, 2, 3, 1, 4]] * 3), None, 4, GREEDY))
-    draft = counted(drafter.draft(DraftRequest(ids, None, 4, GREEDY, kept=Kept(ids, torch.tensor([2] * 3)))))
-    assert draft == [[3, 1, 4, 1], [1, 4, 1, 4], [1, 4, 2, 3]]

@@ -8,14 +8,13 @@ MUTANTS = (
         "draft/test_suffix_index.py draft/test_suffix.py generation/test_lookup.py",
         {
             "suffix index: the match is one token late": Fault(
-                "self.match_len, self.match_end = min(lens[matched], most), match_end",
-                "self.match_len, self.match_end = min(lens[matched], most), match_end + 1",
+                "Match(_match_len(text, end, last), end)", "Match(_match_len(text, end, last), end + 1)"
             ),
             "suffix index: the earliest match": Fault(
-                "                ends[suffix] = length\n", "                ends[suffix] = min(ends[suffix], length)\n"
+                "end = before[end - 1]\n", "end = before[end - 1] and before[before[end - 1] - 1]\n"
             ),
-            "suffix index: a copy shares its dictionaries": Fault(
-                "twin._more = {state: dict(others) for state, others in self._more.items()}", "twin._more = self._more"
+            "suffix index: an occurrence at the end counts": Fault(
+                "if end < len(text) and text[end] != SEPARATOR:", "if True:"
             ),
         },
     ),
@@ -23,13 +22,11 @@ MUTANTS = (
         "hf_speculate/draft/suffix.py",
         "draft/test_suffix_index.py draft/test_suffix.py generation/test_lookup.py",
         {
-            "suffix: drafts go on after EOS": Fault(
-                "token_ids = token_ids[: end + 1]", "token_ids = token_ids[: end + 9]"
-            ),
-            "suffix: padding is part of the text": Fault("key = tuple(text[num:])", "key = tuple(text)"),
-            "suffix: finished rows draft": Fault("token_ids if is_live else [] for row", "token_ids for row"),
+            "suffix: drafts go on after EOS": Fault("token_ids[: ends[0] + 1]", "token_ids[: ends[0] + 9]"),
+            "suffix: padding is part of the text": Fault("SuffixRow(ids[num:], self", "SuffixRow(ids, self"),
+            "suffix: finished rows draft": Fault(".token_ids if is_live else [] for row", ".token_ids for row"),
             "suffix: rows are not compacted": Fault(
-                "self.rows = [self.rows[row] for row in indices]", "self.rows = self.rows[: len(indices)]"
+                "[self.texts[row] for row in indices]", "self.texts[: len(indices)]"
             ),
         },
     ),
@@ -57,8 +54,7 @@ MUTANTS = (
         "draft/test_model.py processors",
         {
             "model drafter: processors see no drafted token": Fault(
-                "chooser.history.append(token_ids[:, None])",
-                "chooser.history.append(token_ids[:, None], [0] * len(token_ids))",
+                "history.append(token_ids[:, None])", "history.append(token_ids[:, None], [0] * len(token_ids))"
             ),
             "model drafter: sure tokens end a draft": Fault(
                 "is_unsure = chosen.exp() < settings", "is_unsure = chosen.exp() > settings", "draft/test_model.py"
