@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice, takewhile
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -115,10 +116,13 @@ class SuffixDrafter(Drafter):
 
 def point_masses(proposals: Sequence[list[int]], device: torch.device) -> DraftOut:
     """A draft [B, K] from lists of tokens; shorter rows are padded with token 0, which does not count."""
-    width = max(map(len, proposals))
-    rows = [[*ids, *[0] * (width - len(ids)), len(ids)] for ids in proposals]
-    packed = upload(rows, device)  # [B, K+1], in one copy
-    return DraftOut(packed[:, :width], packed[:, width].to(torch.int32), None, None)
+    lens = list(map(len, proposals))
+    rows = [ids + [0] * (max(lens) - len(ids)) for ids in proposals]
+    if device.type == "cpu":  # numpy reads short lists in a third of torch.tensor()'s time
+        token_ids = torch.from_numpy(np.array(rows, dtype=np.int64))  # [B, K]
+        return DraftOut(token_ids, torch.from_numpy(np.array(lens, dtype=np.int32)), None, None)
+    packed = upload([[*ids, num] for ids, num in zip(rows, lens, strict=True)], device)  # [B, K+1], in one copy
+    return DraftOut(packed[:, :-1], packed[:, -1].to(torch.int32), None, None)
 
 
 def _within(num: int, match_len: int) -> int:

@@ -57,18 +57,23 @@ class SuffixIndex:
 
     def find(self, last: "array[int]") -> Match:
         """The latest of the longest occurrences of the `last` tokens of a sequence that another token follows."""
-        text, longest = self.token_ids, Match(0, 0)
+        text, most, length, found = self.token_ids, len(last), 0, 0
         for num, latest, before in self._chains:
-            end = latest.get(last[-num:].tobytes(), 0) if num <= len(last) else 0
+            end = latest.get(last[-num:].tobytes(), 0) if num <= most else 0
             for _ in range(_MAX_CANDIDATES):
-                if not end or longest.length == len(last):
+                if not end or length == most:
                     break
-                if end < len(text) and text[end] != SEPARATOR:
-                    longest = max(longest, Match(_match_len(text, end, last), end))
+                # The token that a longer match needs is compared first: most occurrences end here.
+                is_longer = length < end < len(text) and text[end - 1 - length] == last[-1 - length]
+                if is_longer and text[end] != SEPARATOR:
+                    matched = _match_len(text, end, last[-most:])
+                    if matched > length:
+                        length, found = matched, end
                 end = before[end - 1]
-            if longest.length:
+            if length:
                 break
-        return longest
+            most = min(most, num - 1)  # a longer match would have been found
+        return Match(length, found)
 
     def continuation(self, end: int, num: int) -> list[int]:
         """The `num` tokens, or fewer, after the first `end` ones, up to a separator."""

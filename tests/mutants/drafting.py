@@ -8,13 +8,13 @@ MUTANTS = (
         "draft/test_suffix_index.py draft/test_suffix.py generation/test_lookup.py",
         {
             "suffix index: the match is one token late": Fault(
-                "Match(_match_len(text, end, last), end)", "Match(_match_len(text, end, last), end + 1)"
+                "length, found = matched, end", "length, found = matched, end + 1"
             ),
             "suffix index: the earliest match": Fault(
                 "end = before[end - 1]\n", "end = before[end - 1] and before[before[end - 1] - 1]\n"
             ),
             "suffix index: an occurrence at the end counts": Fault(
-                "if end < len(text) and text[end] != SEPARATOR:", "if True:"
+                "length < end < len(text) and text", "length < end <= len(text) and text"
             ),
         },
     ),
