@@ -80,25 +80,21 @@ def tensor_parallel_group(models: Iterable[PreTrainedModel], device: torch.devic
     return None
 
 
-class BroadcastSchedule:
+class BroadcastSchedule(Schedule):
     """A schedule that reads the clock, on a tensor-parallel group: rank 0's choice counts."""
 
     def __init__(self, schedule: Schedule, group: TensorParallelGroup):
         self.schedule = schedule
         self._group = group
-        self._num = self._agreed()
-
-    @property
-    def num_draft_tokens(self) -> int:
-        return self._num
+        self.num_draft_tokens = self._agreed()
 
     def begin(self, prompt_s: float, num_prompt_tokens: int, num_left: int) -> None:
         self.schedule.begin(prompt_s, num_prompt_tokens, num_left)
-        self._num = self._agreed()
+        self.num_draft_tokens = self._agreed()
 
     def update(self, outcome: RoundOutcome) -> None:
         self.schedule.update(outcome)
-        self._num = self._agreed()
+        self.num_draft_tokens = self._agreed()
 
     def _agreed(self) -> int:
         return int(self._group.broadcast(torch.tensor(self.schedule.num_draft_tokens, device="cpu")))

@@ -5,7 +5,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from hf_speculate.schedule.acceptance import AcceptanceModel
-from hf_speculate.schedule.base import RoundOutcome
+from hf_speculate.schedule.base import RoundOutcome, Schedule
 from hf_speculate.schedule.costs import CostModel
 from hf_speculate.schedule.history import ScheduleEstimates, ScheduleHistory
 
@@ -56,7 +56,7 @@ class RemainingWork(NamedTuple):
         return rates
 
 
-class AdaptiveSchedule:
+class AdaptiveSchedule(Schedule):
     """Drafts the K in 0..K_max with the most expected tokens per second, from measured seconds and acceptance.
 
     If plain steps are fastest, K is 0 until a probe of one round. The wait before a probe doubles with every probe that
@@ -91,20 +91,15 @@ class AdaptiveSchedule:
         self._is_probe = False
         self._probe_s = 0.0  # seconds of the last probe, in which the draft first read the tokens of the plain steps
         self._start_s = 0.0  # seconds of the draft's prefill of a long prompt, while it is still to come
-        self._num = 0
+        self.num_draft_tokens = 0
         if not self._never_drafts:
-            self._num = self._first(num_rows, max_draft_tokens if known else _FIRST_DRAFT_TOKENS)
-
-    @property
-    def num_draft_tokens(self) -> int:
-        """The K with the highest estimated rate, or one that is to be measured."""
-        return self._num
+            self.num_draft_tokens = self._first(num_rows, max_draft_tokens if known else _FIRST_DRAFT_TOKENS)
 
     def begin(self, prompt_s: float, num_prompt_tokens: int, num_left: int) -> None:
         """Start with a plain step if few tokens follow a long prompt: drafting may not be worth the draft's prefill."""
         if num_prompt_tokens > _LONG_PROMPT * num_left:
             self._start_s = self._ratio * prompt_s
-            self._num = 0
+            self.num_draft_tokens = 0
 
     def update(self, outcome: RoundOutcome) -> None:
         """Learn from a round and choose the next K."""
@@ -126,7 +121,7 @@ class AdaptiveSchedule:
             self._is_probe = False
             self._acceptance.observe(outcome.row_ids, outcome.num_accepted, outcome.num_draft_tokens)
         work = RemainingWork(self._acceptance.expected_tokens(list(left_of)), list(left_of.values()), self._start_s)
-        self._num = self._next(work, outcome.num_rows)
+        self.num_draft_tokens = self._next(work, outcome.num_rows)
 
     def _first(self, num_rows: int, max_draft_tokens: int) -> int:
         work = RemainingWork(self._acceptance.expected_tokens(range(num_rows)), [1] * num_rows)

@@ -22,9 +22,8 @@ class RoundOutcome(NamedTuple):
 class Schedule(Protocol):
     """Chooses the draft length K; its state lives for one call."""
 
-    @property
-    def num_draft_tokens(self) -> int:
-        """Tokens to draft in the next round, >= 0; 0 is a plain step."""
+    num_draft_tokens: int
+    """Tokens to draft in the next round, >= 0; 0 is a plain step."""
 
     def begin(self, prompt_s: float, num_prompt_tokens: int, num_left: int) -> None:
         """Prepare for the rounds of a call.
@@ -34,6 +33,8 @@ class Schedule(Protocol):
             num_prompt_tokens: prompt tokens of each row that the drafter has yet to read.
             num_left: tokens that a row may emit in rounds.
         """
+        return
 
     def update(self, outcome: RoundOutcome) -> None:
         """Learn from a round."""
+        return

@@ -4,13 +4,13 @@ import functools
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from statistics import median_low
 
 from hf_speculate.schedule.base import RoundOutcome
 
 _NUM_SAMPLES = 12  # newest rounds of one kind that are kept
 _FEW_FED = 2  # tokens that the drafter reads in a round that follows a drafted one
-_MANY_ROWS = 16  # query rows from which CPUs use their matrix kernels in float32
 _ALIKE = 2.0  # factor in the number of rows within which plain steps of one count serve for another
 _OTHER_WEIGHT = 0.4  # of a round of another kind, at most
 _BANDWIDTH = 0.3  # of the logarithm of query rows, within which one kind says much about another
@@ -27,7 +27,7 @@ class _Kind:
 
     def add(self, seconds: float, num_drafted: int) -> None:
         self.samples.append(seconds)
-        self.median = _lower_median(self.samples)
+        self.median = median_low(self.samples)
         self.newest = num_drafted
 
 
@@ -94,25 +94,17 @@ class CostModel:
     def best_case_s(self, num_rows: int, max_draft_tokens: int) -> list[float]:
         """[K_max + 1] optimistic seconds of a round: its verification takes as long as a measured one near it.
 
-        Between two measured numbers of query rows that is the faster of the two. Past the largest it is the largest,
-        and from 16 query rows on, at which CPUs change their matrix kernels, the fastest of all.
+        Between two measured numbers of query rows that is the faster of the two, past the largest the fastest of all.
         """
         step_s = self._step_s(num_rows)
         seen = {num_rows: self._plain_s(num_rows)}
         for rows, num in self._verify:
             seen.setdefault(rows * (num + 1), self._verify_s(rows, num))
-        points = sorted(seen.items())
-        least_s = min(seen.values())
-        seconds = []
+        sizes, seconds = sorted(seen), []
         for num in range(max_draft_tokens + 1):
-            num_query = num_rows * (num + 1)
-            right = bisect_left(points, (num_query, float("-inf")))
-            verify_s = least_s
-            if 0 < right < len(points):
-                verify_s = min(points[right - 1][1], points[right][1])
-            elif right and num_query < _MANY_ROWS:
-                verify_s = points[-1][1]
-            seconds.append(num * step_s + verify_s)
+            right = bisect_left(sizes, num_rows * (num + 1))
+            near = sizes[right - 1 : right + 1] if 0 < right < len(sizes) else sizes
+            seconds.append(num * step_s + min(seen[size] for size in near))
         return seconds
 
     def _nearest_plain(self, num_rows: int) -> _Kind | None:
@@ -122,9 +114,9 @@ class CostModel:
     def _plain_s(self, num_rows: int) -> float:
         """Before any plain step, the estimate of a verification of as many rows."""
         kind = self._nearest_plain(num_rows)
-        if kind is None:
-            return self._verify_s(num_rows, 0) if self._verify else 1.0
-        return kind.median
+        if kind is not None:
+            return kind.median
+        return self._verify_s(num_rows, 0) if self._verify else 1.0
 
     def _verify_s(self, num_rows: int, num_draft_tokens: int) -> float:
         if not self._verify:
@@ -158,8 +150,3 @@ def _likeness(num_query: int, other: int) -> float:
     if num_query == other:
         return 1.0
     return _OTHER_WEIGHT / (1 + (math.log(num_query / other) / _BANDWIDTH) ** 4)
-
-
-def _lower_median(values: Sequence[float]) -> float:
-    """The lower median."""
-    return sorted(values)[(len(values) - 1) // 2]

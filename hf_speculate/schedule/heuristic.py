@@ -1,10 +1,10 @@
 """The heuristic schedule: transformers' rule for the draft length."""
 
 from hf_speculate.config import MAX_ASSISTANT_TOKENS
-from hf_speculate.schedule.base import RoundOutcome
+from hf_speculate.schedule.base import RoundOutcome, Schedule
 
 
-class HeuristicSchedule:
+class HeuristicSchedule(Schedule):
     """Adds two tokens after a fully accepted draft and removes one after a rejection.
 
     A batch counts as fully accepted if at least half of its rows were. transformers carries the number over to the next
@@ -12,19 +12,10 @@ class HeuristicSchedule:
     """
 
     def __init__(self, num_draft_tokens: int):
-        self._num = num_draft_tokens
-
-    @property
-    def num_draft_tokens(self) -> int:
-        """The current K."""
-        return self._num
-
-    def begin(self, prompt_s: float, num_prompt_tokens: int, num_left: int) -> None:
-        """Does nothing."""
+        self.num_draft_tokens = num_draft_tokens
 
     def update(self, outcome: RoundOutcome) -> None:
-        """Grow or shrink K after a round."""
         pairs = zip(outcome.num_drafted, outcome.num_accepted, strict=True)
         num_full = sum(accepted >= drafted for drafted, accepted in pairs)
         step = 2 if 2 * num_full >= len(outcome.num_drafted) else -1
-        self._num = min(max(self._num + step, 1), MAX_ASSISTANT_TOKENS)
+        self.num_draft_tokens = min(max(self.num_draft_tokens + step, 1), MAX_ASSISTANT_TOKENS)

@@ -2,7 +2,6 @@
 
 import copy
 import threading
-from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -31,45 +30,34 @@ class HistoryStore:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._by_draft: WeakKeyDictionary[object, OrderedDict[Hashable, ScheduleEstimates]] = WeakKeyDictionary()
+        self._by_draft: WeakKeyDictionary[object, dict[Hashable, ScheduleEstimates]] = WeakKeyDictionary()
 
     def get(self, draft: object | None, kind: Hashable) -> ScheduleEstimates | None:
-        """The estimates of the last call of a kind; None if there was none."""
+        """A copy of the estimates of the last call of a kind; None if there was none."""
         with self._lock:
-            return self._by_draft.get(self._key(draft), OrderedDict()).get(kind)
+            estimates = self._by_draft.get(self if draft is None else draft, {}).get(kind)
+            return estimates and estimates.recent()
 
     def put(self, draft: object | None, kind: Hashable, estimates: ScheduleEstimates) -> None:
-        """Keep the estimates of a call; the kind that was used longest ago is dropped past 64 kinds."""
+        """Keep a copy of a call's estimates; the kind that was used longest ago is dropped past 64 kinds."""
         with self._lock:
-            kinds = self._by_draft.setdefault(self._key(draft), OrderedDict())
-            kinds[kind] = estimates
-            kinds.move_to_end(kind)
+            kinds = self._by_draft.setdefault(self if draft is None else draft, {})
+            kinds.pop(kind, None)  # the newest kind comes last
+            kinds[kind] = estimates.recent()
             if len(kinds) > _MAX_KINDS:
-                kinds.popitem(last=False)
-
-    def _key(self, draft: object | None) -> object:
-        return self if draft is None else draft
+                del kinds[next(iter(kinds))]
 
 
 @dataclass(frozen=True)
 class ScheduleHistory:
-    """The part of a `HistoryStore` that one kind of call reads and writes.
-
-    Args:
-        store: of the target.
-        draft: the draft model; None if no model drafts.
-        kind: what a round's seconds depend on besides rows and K: the cache, the sequence length, K_max.
-    """
+    """The part of a `HistoryStore` that one kind of call reads and writes."""
 
     store: HistoryStore
-    draft: object | None
-    kind: Hashable
+    draft: object | None  # None if no model drafts
+    kind: Hashable  # what a round's seconds depend on besides rows and K: the cache, the sequence length, K_max
 
     def recall(self) -> ScheduleEstimates | None:
-        """A copy of the last call's estimates; None if there was none."""
-        estimates = self.store.get(self.draft, self.kind)
-        return estimates and estimates.recent()
+        return self.store.get(self.draft, self.kind)
 
     def remember(self, estimates: ScheduleEstimates) -> None:
-        """Keep a copy of a call's estimates."""
-        self.store.put(self.draft, self.kind, estimates.recent())
+        self.store.put(self.draft, self.kind, estimates)
