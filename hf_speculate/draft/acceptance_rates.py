@@ -15,20 +15,15 @@ class AcceptanceCounts:
         self.accepted = [0.0] * num_kinds
         self.verified = [0.0] * num_kinds
 
-    def add(self, kind: int, is_accepted: bool) -> None:
-        """Count one verified token."""
-        self.accepted[kind] += is_accepted
-        self.verified[kind] += 1
+    def add(self, kind: int, is_accepted: bool, decay: float = 1.0) -> None:
+        """Count one verified token, after the kind's counts were multiplied by `decay`."""
+        self.accepted[kind] = decay * self.accepted[kind] + is_accepted
+        self.verified[kind] = decay * self.verified[kind] + 1
 
     def decay(self, factor: float) -> None:
         """Multiply the counts of all kinds by `factor` in [0, 1]."""
         self.accepted = [factor * count for count in self.accepted]
         self.verified = [factor * count for count in self.verified]
-
-    def decay_kind(self, kind: int, factor: float) -> None:
-        """Multiply the counts of one kind by `factor` in [0, 1]."""
-        self.accepted[kind] *= factor
-        self.verified[kind] *= factor
 
     def rate(self, kind: int, prior: float, prior_weight: float) -> float:
         """Accepted over verified tokens of a kind, with a prior that weighs `prior_weight` tokens."""
@@ -48,8 +43,7 @@ class AcceptanceRates(AcceptanceCounts):
     def observe(self, kinds: Sequence[int], num_accepted: int) -> None:
         """Count the verified tokens of a draft; all but the last one at most were accepted."""
         for position, kind in enumerate(kinds):
-            self.decay_kind(kind, _DECAY)
-            self.add(kind, position < num_accepted)
+            self.add(kind, position < num_accepted, _DECAY)
 
     def expected(self, kinds: Sequence[int]) -> float:
         """The expected number of accepted tokens in a draft."""

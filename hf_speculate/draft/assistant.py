@@ -3,7 +3,6 @@
 import functools
 import threading
 import warnings
-from dataclasses import dataclass
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -32,30 +31,24 @@ class ResolvedAssistant(NamedTuple):
     eager_reason: str = ""  # why it is never compiled; empty if it may be
 
 
-@dataclass
-class _Tally:
-    num_verified: int = 0  # tokens after a rejected one were not verified
-    num_accepted: int = 0
-    has_warned: bool = False
-
-
 class AcceptanceTallies:
-    """Counts of one target's draft models over all calls; a tally goes with its draft model."""
+    """Counts of verified and accepted tokens of one target's draft models over all calls."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._by_draft: WeakKeyDictionary[PreTrainedModel, _Tally] = WeakKeyDictionary()
+        self._by_draft: WeakKeyDictionary[PreTrainedModel, tuple[int, int]] = WeakKeyDictionary()
 
     def add(self, draft: PreTrainedModel, stats: SpeculationStats) -> bool:
-        """Count a call; whether next to nothing was accepted in all calls, the first time that this is so."""
+        """Count a call; whether next to nothing was accepted in all calls, and this was not so before it."""
         with self._lock:
-            tally = self._by_draft.setdefault(draft, _Tally())
-            tally.num_verified += stats.num_verified
-            tally.num_accepted += stats.num_accepted
-            is_low = tally.num_verified >= _NUM_VERIFIED and tally.num_accepted < _LOW_ACCEPTANCE * tally.num_verified
-            is_first = is_low and not tally.has_warned
-            tally.has_warned |= is_low
-            return is_first
+            before = self._by_draft.get(draft, (0, 0))
+            after = before[0] + stats.num_verified, before[1] + stats.num_accepted
+            self._by_draft[draft] = after
+            return _is_low(*after) and not _is_low(*before)
+
+
+def _is_low(num_verified: int, num_accepted: int) -> bool:
+    return num_verified >= _NUM_VERIFIED and num_accepted < _LOW_ACCEPTANCE * num_verified
 
 
 def resolve_assistant(
@@ -89,19 +82,16 @@ def map_vocabularies(
     given, it is looked up in local files under its model's `name_or_path`.
     """
     num_target, num_draft = (vocab_size_of(model) for model in (target, draft))
-    if tokenizer is not None and assistant_tokenizer is not None:
-        if tokenizer.get_vocab() != assistant_tokenizer.get_vocab():
-            return intersect_vocabularies(tokenizer, assistant_tokenizer, num_target, num_draft)
-        return None if num_target == num_draft else padding_mapping(num_target, num_draft)
-    if num_target == num_draft:
+    are_given = tokenizer is not None and assistant_tokenizer is not None
+    if num_target == num_draft and not are_given:
         return None
-    found = [
-        _find_tokenizer(str(model.name_or_path)) if given is None else given
-        for model, given in ((target, tokenizer), (draft, assistant_tokenizer))
-    ]
-    if found[0] is not None and found[1] is not None:
-        if found[0].get_vocab() == found[1].get_vocab():
-            return padding_mapping(num_target, num_draft)
+    ours = _find_tokenizer(str(target.name_or_path)) if tokenizer is None else tokenizer
+    theirs = _find_tokenizer(str(draft.name_or_path)) if assistant_tokenizer is None else assistant_tokenizer
+    if ours is not None and theirs is not None:
+        if ours.get_vocab() == theirs.get_vocab():
+            return None if num_target == num_draft else padding_mapping(num_target, num_draft)
+        if are_given:
+            return intersect_vocabularies(ours, theirs, num_target, num_draft)
         why = "their tokenizers differ"
     elif abs(num_target - num_draft) <= MAX_PADDING and _eos_ids(target) == _eos_ids(draft):
         warnings.warn(

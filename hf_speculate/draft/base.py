@@ -183,9 +183,3 @@ DrafterFactory = Callable[[DrafterSetup], Drafter]
 A factory that serves many calls with drafters of one kind may have a `description: str`. `stats.plan` shows it, and the
 adaptive schedule keeps its estimates for later calls with the same object.
 """
-
-
-def description_of(factory: DrafterFactory) -> str | None:
-    """What a factory's drafters are, in words; None if it does not say."""
-    description: str | None = getattr(factory, "description", None)
-    return description

@@ -100,13 +100,10 @@ def samples_its_logits(generator: CandidateGenerator) -> bool:
     if type(generator) is DraftModelCandidateGenerator:
         return generator.sample_strategy is SampleStrategy.RANDOM
     # by exact type: a subclass may translate ids and logits, or do anything else to them
+    known: Any = generator
     if type(generator) in (AssistedCandidateGenerator, EarlyExitCandidateGenerator):
-        own: Any = generator
-        return bool(own.generation_config.do_sample)
-    if type(generator) in (DFlashTokenCandidateGenerator, MTPCandidateGenerator):
-        own = generator
-        return bool(own.do_sample)
-    return False
+        return bool(known.generation_config.do_sample)
+    return type(generator) in (DFlashTokenCandidateGenerator, MTPCandidateGenerator) and bool(known.do_sample)
 
 
 class CandidateGeneratorDrafter(Drafter):
@@ -184,36 +181,24 @@ class StateReadingGeneratorDrafter(CandidateGeneratorDrafter):
 
     def __init__(self, generator: CandidateGenerator, layers: Sequence[int]):
         super().__init__(generator)
-        self._layers = list(layers)
-        self.hidden_layers = self._layers
+        self.hidden_layers = self._layers = list(layers)
 
     def draft(self, request: DraftRequest) -> DraftOut:
         query, kept = _checked(request), request.kept
         if kept is None or kept.hidden_states is None:
             raise ShapeError("kept must hold hidden states, got none; pass the emitted tokens with them")
-        num = int(kept.num_emitted[0])
-        new_ids = kept.token_ids[:, :num]
-        is_first = self._text is None
+        num, is_first = int(kept.num_emitted[0]), self._text is None
         before = query[:, -num - 1 : -num] if self._text is None else self._text
-        text = torch.cat([before, new_ids.to(before.device)], dim=1)  # [1, T]
+        text = torch.cat([before, kept.token_ids[:, :num].to(before.device)], dim=1)  # [1, T]
         states = kept.hidden_states[:, :num].chunk(len(self._layers), dim=-1)
+        by_layer = dict(zip(self._layers, states, strict=True))
+        by_layer[-1] = states[-1]  # transformers 5.17 asks for the last layer by its number
         columns = torch.arange(text.shape[1], device=text.device)[None]  # [1, T]
         return self._draft(
             text,
             request.num_draft_tokens,
             model_kwargs={"position_ids": columns, "attention_mask": torch.ones_like(columns)},
-            model_outputs=SimpleNamespace(hidden_states=_ByLayer(self._layers, states)),
+            model_outputs=SimpleNamespace(hidden_states=by_layer),
             is_first_iteration=False,  # transformers' first round drafts nothing: it has no states yet
             n_last_matches=0 if is_first else num - 1,
         )
-
-
-class _ByLayer:
-    """The hidden states of some layers, indexed like a model's tuple of all of them."""
-
-    def __init__(self, layers: Sequence[int], states: Sequence[Tensor]):
-        self._states = dict(zip(layers, states, strict=True))
-        self._states[-1] = states[-1]  # transformers 5.17 asks for the last layer by its number
-
-    def __getitem__(self, layer: int) -> Tensor:
-        return self._states[layer]

@@ -5,28 +5,19 @@ import weakref
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from hf_speculate.types import KVState
 
 
 class DraftCacheKey(NamedTuple):
-    """What the KV states depend on besides the tokens; they are valid for a draft with an equal key only."""
+    """What the KV states depend on besides the tokens; a draft with an equal key may use them."""
 
     parts: tuple[weakref.ref[Any], ...]  # the model's innermost modules
     device: torch.device
     dtype: torch.dtype
     # for each layer that PEFT adapts: active adapters, whether they are disabled, merged ones
     adapters: tuple[Any, ...]
-    draft_ids: Tensor | None  # [V] int64, the draft's id of each target id; None if the ids are the same
-
-    def matches(self, other: "DraftCacheKey") -> bool:
-        """Whether the states are valid for the other key too."""
-        if self[:4] != other[:4]:
-            return False
-        if self.draft_ids is None or other.draft_ids is None:
-            return self.draft_ids is other.draft_ids
-        return torch.equal(self.draft_ids, other.draft_ids)
+    draft_ids: bytes  # [V] int64, the draft's id of each target id; empty if the ids are the same
 
 
 class SavedDraftCache(NamedTuple):

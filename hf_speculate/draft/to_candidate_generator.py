@@ -97,13 +97,7 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         return candidates, None if draft.token_logits is None else draft.token_logits[:, :count]
 
     def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
-        """Does nothing: the draft length is constant.
-
-        Args:
-            input_ids: [1, T] int64.
-            scores: [1, K+1, V].
-            num_matches: tokens that transformers kept.
-        """
+        """Does nothing: the draft length is constant."""
 
     def _roll_back(self, input_ids: Tensor) -> int:
         """Drop the states of tokens that were rejected; returns how many tokens the cache still holds."""

@@ -1,10 +1,10 @@
 """Finds the tokens that two tokenizers share."""
 
-import threading
-from weakref import WeakKeyDictionary
+import functools
 
 import torch
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from hf_speculate.draft.vocab_mapping import VocabMapping
 from hf_speculate.errors import UnsupportedModelError
@@ -15,16 +15,8 @@ MIN_OVERLAP = 0.1
 
 _WORD_MARK = "\N{LOWER ONE EIGHTH BLOCK}"  # sentencepiece's space
 _BYTE_LEVEL_SPACE = "\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}"
-_PRINTING_BYTES = {*range(33, 127), *range(161, 173), *range(174, 256)}
 
 _Surfaces = dict[int, bytes | str]
-_Sizes = tuple[int, int, int, int]
-
-_LOCK = threading.Lock()
-# A pair's table takes a second for 150,000 ids, so it serves later calls; tokens added meanwhile make it anew.
-_TABLES: WeakKeyDictionary[
-    PreTrainedTokenizerBase, WeakKeyDictionary[PreTrainedTokenizerBase, tuple[_Sizes, VocabMapping]]
-] = WeakKeyDictionary()
 
 
 def intersect_vocabularies(
@@ -41,18 +33,16 @@ def intersect_vocabularies(
     Source:
         Token-level intersection: Timor et al. (arXiv:2502.05202), section 3.
     """
-    sizes = (len(target), len(draft), num_target, num_draft)
-    with _LOCK:
-        tables = _TABLES.setdefault(target, WeakKeyDictionary())
-        held = tables.get(draft)
-        if held is None or held[0] != sizes:
-            held = sizes, _make_table(target, draft, num_target, num_draft)
-            tables[draft] = held
-    return held[1]
+    return _make_table(target, draft, num_target, num_draft, (len(target), len(draft)))
 
 
+@functools.lru_cache(maxsize=4)  # a table takes a second for 150,000 ids
 def _make_table(
-    target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase, num_target: int, num_draft: int
+    target: PreTrainedTokenizerBase,
+    draft: PreTrainedTokenizerBase,
+    num_target: int,
+    num_draft: int,
+    sizes: tuple[int, int],  # tokens that are added later make another table
 ) -> VocabMapping:
     target_surfaces, draft_surfaces = _surfaces(target, num_target), _surfaces(draft, num_draft)
     by_surface: dict[bytes | str, int] = {}
@@ -97,7 +87,8 @@ def _surfaces(tokenizer: PreTrainedTokenizerBase, num_ids: int) -> _Surfaces:
     special = set(tokenizer.all_special_ids)
     space_ids = tokenizer(" ", add_special_tokens=False)["input_ids"]
     mark = (tokenizer.convert_ids_to_tokens(space_ids) or [""])[0][:1]
-    of_character = _bytes_of_characters() if mark == _BYTE_LEVEL_SPACE else {}
+    of_character = {character: byte for byte, character in bytes_to_unicode().items()}
+    is_byte_level = mark == _BYTE_LEVEL_SPACE
     plain: _Surfaces = {}
     single_bytes: _Surfaces = {}
     for token, token_id in tokenizer.get_vocab().items():
@@ -111,17 +102,11 @@ def _surfaces(tokenizer: PreTrainedTokenizerBase, num_ids: int) -> _Surfaces:
             single_bytes[token_id] = bytes.fromhex(token[3:5])
         elif mark == _WORD_MARK:
             plain[token_id] = token.replace(_WORD_MARK, " ").encode()
-        elif of_character and all(character in of_character for character in token):
+        elif is_byte_level and of_character.keys() >= set(token):
             plain[token_id] = bytes(of_character[character] for character in token)
         else:
             plain[token_id] = token.encode()
     return plain | single_bytes
-
-
-def _bytes_of_characters() -> dict[str, int]:
-    """The byte that each character of a byte-level token stands for: itself where it prints, else one from 256 on."""
-    others = iter(range(256, 512))
-    return {chr(byte if byte in _PRINTING_BYTES else next(others)): byte for byte in range(256)}
 
 
 def _last_tokens(draft: PreTrainedTokenizerBase, lacking: _Surfaces, num_draft: int) -> dict[int, int]:

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from hf_speculate.cache.base import KVCache
 from hf_speculate.cache.layers import windows_of
 from hf_speculate.config import SpeculationConfig
-from hf_speculate.draft.base import Drafter, description_of
+from hf_speculate.draft.base import Drafter
 from hf_speculate.engine.batch import Batch
 from hf_speculate.engine.call import Call
 from hf_speculate.engine.compile_plan import ModelPlan, make_language_model
@@ -195,7 +195,7 @@ def _make_schedule(plan: Plan, call: Call, drafter: Drafter) -> Schedule:
     if most is not None and most < config.max_draft_tokens:  # a round asks for no more than the drafter proposes
         config = replace(config, num_assistant_tokens=most, num_assistant_tokens_schedule=config.schedule)
     history = None
-    is_known = config.drafter is None or description_of(config.drafter) is not None
+    is_known = config.drafter is None or getattr(config.drafter, "description", None) is not None
     if is_known and call.generator is None:  # of other drafters nothing is known
         kind = (
             *(target.device, target.dtype, torch.get_num_threads()),

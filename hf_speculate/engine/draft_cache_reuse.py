@@ -26,7 +26,7 @@ class DraftCacheReuse:
         """Fill the empty draft cache with the longest common beginning of all rows; the columns of every row then."""
         held, pads = self._state.take(), batch.num_pads
         self._num_valid = [0] * len(pads)
-        if held is None or not held.key.matches(self._key) or len(held.token_ids) != len(pads):
+        if held is None or held.key != self._key or len(held.token_ids) != len(pads):
             return 0
         prompts = batch.tokens.token_ids[:, : batch.prompt_len]
         texts = [row[num:] for row, num in zip(prompts.tolist(), pads, strict=True)]
@@ -69,7 +69,7 @@ def make_draft_cache_reuse(
     parts = tuple(weakref.ref(module) for module in innermost)
     adapted: list[Any] = [module for module in draft.modules() if hasattr(module, "merged_adapters")]
     adapters = tuple((*one.active_adapters, one.disable_adapters, *one.merged_adapters) for one in adapted)
-    ids = None if call.vocabulary is None else call.vocabulary.draft_ids
+    ids = b"" if call.vocabulary is None else call.vocabulary.draft_ids.cpu().numpy().tobytes()
     return DraftCacheReuse(state, DraftCacheKey(parts, device_of(draft), draft.dtype, adapters, ids), kv_cache)
 
 

@@ -8,7 +8,7 @@ from transformers.cache_utils import DynamicCache
 
 from hf_speculate.cache.layers import is_recurrent
 from hf_speculate.config import SpeculationConfig
-from hf_speculate.draft.base import Drafter, description_of
+from hf_speculate.draft.base import Drafter
 from hf_speculate.draft.from_candidate_generator import samples_its_logits
 from hf_speculate.engine.call import Call
 from hf_speculate.engine.compile_plan import CompilePlan, ModelPlan, draft_lens, make_compile_plan
@@ -194,7 +194,7 @@ def _drafter_text(draft: PreTrainedModel | None, config: SpeculationConfig, call
     if config.prompt_lookup_num_tokens is not None:
         parts.append("prompt lookup")
     if config.drafter is not None:
-        parts.append(description_of(config.drafter) or "custom drafter")
+        parts.append(getattr(config.drafter, "description", None) or "custom drafter")
     if call.generator is not None:
         parts.append(f"candidate generator {type(call.generator).__name__}")
     return " and ".join(parts) or "none"
