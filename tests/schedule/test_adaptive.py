@@ -29,8 +29,7 @@ MACHINES = {
     "float32 cliff": (Machine(forward_s=cliff), 0.1),
     "noisy": (Machine(jitter=0.08), 0.1),
 }
-# Of the rate of the best K in 0..10, which was chosen in hindsight. A call of 256 tokens pays for what it measures: a
-# plain step where drafting pays, a few rounds to find where a cliff ends, noise where neighbours are alike.
+# Of the rate of the best K in 0..10, chosen in hindsight: a call of 256 tokens pays for its measurements.
 FLOOR, CLIFF_FLOOR = 0.955, 0.92
 PLAIN_FLOOR = 0.975
 RECORDED = Path(__file__).with_name("recorded.json")
@@ -48,13 +47,8 @@ def rate(schedules: list[Schedule], rows: list[list[Trace]], machine: Machine) -
     return sum(one.num_tokens for one in runs) / sum(one.seconds for one in runs)
 
 
-def rates(name: str, machine: Machine, draft_cost_ratio: float, num_rows: int = 1) -> tuple[float, float, float]:
-    """Tokens per second: adaptive, plain, and of the best constant."""
-    return compare(traces(name, num_rows), machine, draft_cost_ratio)
-
-
 def compare(rows: list[list[Trace]], machine: Machine, draft_cost_ratio: float) -> tuple[float, float, float]:
-    """What `rates` gives, of these batches."""
+    """Tokens per second of these batches: adaptive, plain, and of the best constant."""
     constant = [rate([ConstantSchedule(num)] * len(rows), rows, machine) for num in range(MAX_DRAFT_TOKENS + 1)]
     adaptive = rate([AdaptiveSchedule(MAX_DRAFT_TOKENS, draft_cost_ratio) for _ in rows], rows, machine)
     return adaptive, constant[0], max(constant)
@@ -63,7 +57,7 @@ def compare(rows: list[list[Trace]], machine: Machine, draft_cost_ratio: float) 
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("name", ["high", "low", "zero", "collapsing"])
 def test_it_comes_near_the_best_constant_and_never_far_below_plain(name, machine):
-    adaptive, plain, best = rates(name, *MACHINES[machine])
+    adaptive, plain, best = compare(traces(name), *MACHINES[machine])
     assert adaptive >= PLAIN_FLOOR * plain
     assert adaptive >= (CLIFF_FLOOR if machine == "float32 cliff" else FLOOR) * best
 
@@ -82,27 +76,21 @@ def test_it_comes_near_the_best_constant_on_recorded_text(machine, num_rows):
 @pytest.mark.parametrize("machine", ["usual draft", "float32 cliff"])
 @pytest.mark.parametrize("name", ["high", "collapsing"])
 def test_batches_whose_rows_leave_reach_the_best_constant(name, machine):
-    adaptive, plain, best = rates(name, *MACHINES[machine], num_rows=4)
+    adaptive, plain, best = compare(traces(name, 4), *MACHINES[machine])
     assert adaptive >= PLAIN_FLOOR * plain
     assert adaptive >= CLIFF_FLOOR * best
 
 
-@pytest.mark.parametrize("step_s", [0.03, 0.7])
-def test_a_useless_draft_costs_less_than_three_and_a_half_percent(step_s):
-    adaptive, plain, _ = rates("zero", Machine(step_s=step_s, prompt_s=step_s), step_s)
+@pytest.mark.parametrize(("step_s", "read_s"), [(0.03, 0.01), (0.7, 0.01), (0.1, 0.05)])
+def test_a_useless_draft_costs_less_than_three_and_a_half_percent(step_s, read_s):
+    """Also if a probe must first read many tokens: probes are then rarer."""
+    machine = Machine(step_s=step_s, prompt_s=step_s, read_s=read_s)
+    adaptive, plain, _ = compare(traces("zero"), machine, step_s)
     assert adaptive >= 0.965 * plain
 
 
-@pytest.mark.parametrize("read_s", [0.02, 0.05])
-def test_what_a_probe_reads_first_counts_for_how_rare_probes_are(read_s):
-    adaptive, plain, _ = rates("zero", Machine(step_s=0.1, read_s=read_s), 0.1)
-    assert adaptive >= 0.97 * plain
-
-
-@pytest.mark.parametrize("draft_cost_ratio", [1.0, 3.0])
-def test_a_draft_as_large_as_the_target_is_never_called(draft_cost_ratio):
-    for rows in traces("perfect"):
-        assert set(run(AdaptiveSchedule(MAX_DRAFT_TOKENS, draft_cost_ratio), rows, Machine()).draft_lens) == {0}
+def test_a_draft_as_large_as_the_target_is_never_called():
+    assert set(run(AdaptiveSchedule(MAX_DRAFT_TOKENS, 1.0), traces("perfect")[0], Machine()).draft_lens) == {0}
 
 
 def test_drafting_is_tried_at_once_and_a_plain_step_is_measured_soon():
@@ -141,35 +129,27 @@ def test_one_slow_first_call_of_every_size_does_not_decide():
     assert sum(num >= 5 for num in lens[-10:-1]) >= 8
 
 
-def test_a_row_that_is_refused_often_leaves_the_others_their_promise():
+def test_a_row_that_is_often_rejected_does_not_lower_the_estimates_of_others():
     model = AcceptanceModel(MAX_DRAFT_TOKENS)
     for _ in range(20):
         model.observe([0, 1], [5, 0], 5)
     good, bad = model.expected_tokens([0, 1])
     assert bad[5] < good[5]
-    assert good == sorted(good)
 
 
 @pytest.mark.parametrize("accepted", [0, 1])
-@pytest.mark.parametrize("max_draft_tokens", [1, 2, 128])
-def test_it_stays_within_its_bounds_with_a_clock_that_stands_still(accepted, max_draft_tokens):
-    schedule = AdaptiveSchedule(max_draft_tokens, 0.1)
-    for _ in range(300):
+def test_it_stays_within_its_bounds_with_a_clock_that_stands_still(accepted):
+    schedule = AdaptiveSchedule(2, 0.1)
+    for _ in range(100):
         num = schedule.num_draft_tokens
-        assert 0 <= num <= max_draft_tokens
+        assert 0 <= num <= 2
         schedule.update(RoundOutcome([0, 1], [num, num], [num * accepted, 0], num, 2))
+    schedule.update(RoundOutcome([], [], [], 5, 2))  # no row is live
 
 
 def test_a_step_that_was_measured_long_ago_still_counts():
     model = CostModel(0.1)
     model.observe(RoundOutcome([0], [2], [2], 2, 1, num_fed=1, draft_s=0.4, score_s=1.0))
-    for _ in range(20_000):  # copies went on, and the draft model read them before each draft of its own
+    for _ in range(2_000):  # suffix matches were drafted, which the draft model read before its own drafts
         model.observe(RoundOutcome([0], [2], [2], 2, 1, num_fed=5, draft_s=3.0, score_s=1.0))
     assert model.rounds_s(1, 2) == pytest.approx([1.0, 1.2, 1.4])
-
-
-def test_a_round_without_live_rows_is_taken():
-    schedule = AdaptiveSchedule(MAX_DRAFT_TOKENS, 0.1)
-    before = schedule.num_draft_tokens
-    schedule.update(RoundOutcome([], [], [], 5, 2))
-    assert schedule.num_draft_tokens == before
