@@ -1,4 +1,4 @@
-"""Drafters that callers bring: what they are told, what may come back, and that the text stays the target's."""
+"""Custom drafters: what they are told, what they may return, and that the text stays the target's."""
 
 import functools
 
@@ -23,42 +23,40 @@ NUM_DRAWS = 8_000  # of 512 texts
 NUM_DRAWN = 3  # tokens of each: the prompt's forward gives the first, a round the others
 VOCAB_SIZE = 64
 STATE_TOLERANCE = 1e-9  # float64; forwards over one token and over several round differently
-SOFTMAX_TOLERANCE = 1e-5  # of Gemma 2, which takes its softmax in float32
 MISTAKEN = 1e-12  # what the negative control stays below
 COUPLED = {"do_sample": True, "verifier": "coupled", "seed": 5}
 
 
 class Watcher:
-    """Follows each row, holds every state that it is told to a plain forward, and drafts what comes next with slips."""
+    """Compares each state that it is told with a plain forward, and drafts what comes next with errors."""
 
-    def __init__(self, target, request: DrafterSetup, num_cached: int = 0, layers: tuple[int, ...] = (-1,)):
-        self.target, self.request, self.num_cached, self.hidden_layers = target, request, num_cached, layers
-        self.pads = [] if request is None else list(request.num_pads)
+    def __init__(self, target, setup: DrafterSetup, num_cached: int = 0, layers: tuple[int, ...] = (-1,)):
+        self.target, self.num_cached, self.hidden_layers = target, num_cached, layers
+        self.pads = list(setup.num_pads)
         self.texts: list[list[int]] = []
         self.told: list[list[int]] = []  # per call, how many tokens each row gained
 
     def draft(self, request):
-        query_token_ids, num_draft_tokens, kept = request.query_token_ids, request.num_draft_tokens, request.kept
+        query, kept, counts = request.query_token_ids, request.kept, request.kept.num_emitted.tolist()
         assert request.kv_cache is None
-        counts = kept.num_emitted.tolist()
         assert kept.hidden_states.shape[:2] == kept.token_ids.shape == (len(counts), max(counts))
         if not self.told:
-            self.texts = [row[pad:] for row, pad in zip(query_token_ids.tolist(), self.pads, strict=True)]
+            self.texts = [row[pad:] for row, pad in zip(query.tolist(), self.pads, strict=True)]
             assert counts == [len(text) - 1 - self.num_cached for text in self.texts]
         else:
             for text, ids, count in zip(self.texts, kept.token_ids.tolist(), counts, strict=True):
                 assert ids[count:] == [-1] * (len(ids) - count)
                 text += ids[:count]
         for row, (text, count) in enumerate(zip(self.texts, counts, strict=True)):
-            num_known = min(query_token_ids.shape[1], len(text))
-            assert query_token_ids[row, -num_known:].tolist() == text[-num_known:]
+            num_known = min(query.shape[1], len(text))
+            assert query[row, -num_known:].tolist() == text[-num_known:]
             states = self.project_states(states_of(self.target, text, self.hidden_layers))
             states = states[len(text) - 1 - count : -1]  # of the tokens before those that it gained
-            tolerance = SOFTMAX_TOLERANCE if self.target.config.model_type == "gemma2" else STATE_TOLERANCE
-            torch.testing.assert_close(kept.hidden_states[row, :count], states, rtol=0, atol=tolerance)
+            torch.testing.assert_close(kept.hidden_states[row, :count], states, rtol=0, atol=STATE_TOLERANCE)
         self.told.append(counts)
-        drafts = [self.continued(row, text, num_draft_tokens) for row, text in enumerate(self.texts)]
-        return DraftOut(torch.tensor(drafts), torch.full((len(drafts),), num_draft_tokens), None, None)
+        num = request.num_draft_tokens
+        drafts = [self.continued(row, text, num) for row, text in enumerate(self.texts)]
+        return DraftOut(torch.tensor(drafts), torch.full((len(drafts),), num), None, None)
 
     def rows(self, indices):
         self.pads = [self.pads[row] for row in indices]
@@ -68,7 +66,7 @@ class Watcher:
         return states.roll(1, dims=-1)
 
     def continued(self, row: int, text: list[int], num: int) -> list[int]:
-        """What greedy decoding goes on with, wrong at every fourth place or so."""
+        """The tokens of greedy decoding, wrong at about every fourth position."""
         text, ids = list(text), []
         for _ in range(num):
             best = int(self.target(torch.tensor([text])).logits[0, -1].argmax())
@@ -77,27 +75,21 @@ class Watcher:
         return ids
 
 
-def watched(target, **options):
-    """What makes `Watcher`s, and the list of those that were made."""
+def followed(target, inputs, num_cached=0, layers=(-1,), **options):
+    """The `Watcher` of a call, whose text must be that of plain decoding, and the call's statistics."""
     made: list[Watcher] = []
 
-    def factory(request: DrafterSetup) -> Watcher:
-        made.append(Watcher(target, request, **options))
+    def factory(setup: DrafterSetup) -> Watcher:
+        made.append(Watcher(target, setup, num_cached, layers))
         return made[-1]
 
-    return factory, made
-
-
-def followed(target, inputs, num_draft_tokens=4, num_cached=0, layers=(-1,), cache="auto", **options):
-    """The `Watcher` of a call, whose text must be that of plain decoding, the call's output and its statistics."""
-    factory, made = watched(target, num_cached=num_cached, layers=layers)
-    stats, passed = hf_speculate.SpeculationStats(), options.pop("past_key_values", None)
-    own = {"drafter": factory, "speculation_stats": stats, "speculation_cache": cache, "past_key_values": passed}
-    options = {"max_new_tokens": NUM_NEW, "return_dict_in_generate": True, **options}
-    ours = target.generate(**inputs, **options, **own, num_assistant_tokens=num_draft_tokens)
-    assert_equal_ids(target.generate(**inputs, **options).sequences, ours.sequences)
+    stats, own = hf_speculate.SpeculationStats(), {"num_assistant_tokens": 4, "drafter": factory}
+    own |= {name: options.pop(name) for name in ("speculation_cache", "past_key_values") if name in options}
+    options["max_new_tokens"] = NUM_NEW
+    outputs = [target.generate(**inputs, **options, **more) for more in ({}, own | {"speculation_stats": stats})]
+    assert_equal_ids(*(getattr(output, "sequences", output) for output in outputs))
     (watcher,) = made
-    return watcher, ours, stats
+    return watcher, stats
 
 
 @pytest.mark.parametrize(
@@ -107,16 +99,14 @@ def followed(target, inputs, num_draft_tokens=4, num_cached=0, layers=(-1,), cac
         ("llama", 3, "dynamic", (1,)),
         ("gpt2", 3, "preallocated", (-1,)),
         ("mistral_window", 1, "dynamic", (-1,)),
-        ("gemma2", 3, "auto", (-1,)),
     ],
 )
 def test_a_reader_is_told_every_state_and_greedy_text_is_plain(kind, batch_size, cache, layers):
     inputs = ragged_prompts(batch_size, seed=3)
-    watcher, _, stats = followed(pair(kind)[0], inputs, cache=cache, layers=layers)
+    watcher, stats = followed(pair(kind)[0], inputs, speculation_cache=cache, layers=layers)
     assert 0.5 < stats.verified_acceptance_rate < 1
     assert sum(watcher.told[0]) == int(inputs["attention_mask"].sum())
-    if batch_size > 1:
-        assert any(len(set(counts)) > 1 for counts in watcher.told[1:])
+    assert batch_size == 1 or any(len(set(counts)) > 1 for counts in watcher.told[1:])
 
 
 def own_id(text, row: int, begin: int) -> int:
@@ -128,40 +118,34 @@ def own_id(text, row: int, begin: int) -> int:
 
 @each_value(ends=[(), (3, 9), (0, 3)], options=[{}, COUPLED, {"prefill_chunk_size": 5}])
 def test_states_of_plain_steps_are_told_too(scripted, options, ends):
-    target, _ = pair("llama")
-    inputs, eos = ragged_prompts(3, seed=4), None
+    (target, _), inputs, eos = pair("llama"), ragged_prompts(3, seed=4), None
     if ends:
         text = target.generate(**inputs, **options, max_new_tokens=NUM_NEW)[:, -NUM_NEW:]
         eos = [own_id(text, row, begin) for row, begin in zip((0, 2), ends, strict=True)]
-    factory, made = watched(target)
-    stats = hf_speculate.SpeculationStats()
-    options = {**options, "max_new_tokens": NUM_NEW, "eos_token_id": eos, "pad_token_id": PAD_TOKEN_ID}
-    ours = target.generate(**inputs, **options, drafter=factory, speculation_stats=stats)
-    assert_equal_ids(target.generate(**inputs, **options), ours)
-    assert not ends or (ours[:, -1] == PAD_TOKEN_ID).sum() == 2
+    watcher, stats = followed(target, inputs, **options, eos_token_id=eos, pad_token_id=PAD_TOKEN_ID)
     assert stats.rounds_by_draft_len[0] > 2
-    assert max(max(counts) for counts in made[0].told[1:]) > 3
-    assert len(made[0].told[0]) == (2 if 0 in ends else 3)
+    assert max(max(counts) for counts in watcher.told[1:]) > 3
+    assert len(watcher.told[0]) == (2 if 0 in ends else 3)
 
 
 def test_rows_that_have_ended_and_stay_gain_nothing():
-    target, _ = pair("llama")
-    inputs = ragged_prompts(3, seed=4)
+    (target, _), inputs = pair("llama"), ragged_prompts(3, seed=4)
     eos = own_id(target.generate(**inputs, max_new_tokens=NUM_NEW)[:, -NUM_NEW:], 1, 3)
-    watcher, ours, _ = followed(target, inputs, eos_token_id=eos, pad_token_id=PAD_TOKEN_ID)
-    assert 0 in watcher.told[-1]
-    assert ours.hidden_states is None
+    options = {"eos_token_id": eos, "pad_token_id": PAD_TOKEN_ID, "return_dict_in_generate": True}
+    assert 0 in followed(target, inputs, **options)[0].told[-1]
 
 
-def test_rows_in_lock_step_gain_alike_and_of_a_passed_cache_there_are_no_states():
-    target, _ = pair("llama")
+def test_rows_in_lock_step_gain_alike():
     processors = [lambda ids, scores: scores + (ids[:, -1:] % 3)]
-    watcher, _, stats = followed(target, ragged_prompts(3, seed=4), logits_processor=processors)
+    watcher, stats = followed(pair("llama")[0], ragged_prompts(3, seed=4), logits_processor=processors)
     assert stats.lock_step
     assert all(len(set(counts)) == 1 for counts in watcher.told[1:])
-    inputs, cache = ragged_prompts(1, seed=3, min_len=8), DynamicCache()
+
+
+def test_no_states_of_a_passed_cache_are_told():
+    (target, _), inputs, cache = pair("llama"), ragged_prompts(1, seed=3, min_len=8), DynamicCache()
     target(inputs["input_ids"][:, :4], past_key_values=cache)
-    watcher, _, _ = followed(target, inputs, num_cached=4, past_key_values=cache)
+    watcher, _ = followed(target, inputs, num_cached=4, past_key_values=cache)
     assert watcher.told[0] == [inputs["input_ids"].shape[1] - 4]
 
 
@@ -171,41 +155,33 @@ def test_a_model_without_states_for_every_token_is_refused():
 
 
 class Repeats:
-    """Drafts the newest token again; the least that a drafter needs."""
+    """Drafts the newest token again, puts each request into a list, and has the given attributes."""
 
-    def __init__(self, request: DrafterSetup):
-        self.request = request
+    def __init__(self, setup: DrafterSetup, seen: list | None = None, **attributes):
+        self.setup, self.seen = setup, [] if seen is None else seen
+        vars(self).update(attributes)
 
     def draft(self, request):
-        query_token_ids, num_draft_tokens = request.query_token_ids, request.num_draft_tokens
-        ids = query_token_ids[:, -1:].expand(-1, num_draft_tokens)
-        return DraftOut(ids, torch.full((len(ids),), num_draft_tokens, dtype=torch.int32), None, None)
+        self.seen.append(request)
+        ids = request.query_token_ids[:, -1:].expand(-1, request.num_draft_tokens)
+        return DraftOut(ids, torch.full((len(ids),), request.num_draft_tokens, dtype=torch.int32), None, None)
 
     def rows(self, indices):
         pass
 
 
-def kept_in(seen: list):
-    """Drafters that read states, and put what they are told into a list."""
-
-    def draft(self, request):
-        seen.append(request.kept)
-        return Repeats.draft(self, request)
-
-    return type("Reader", (Repeats,), {"hidden_layers": (-1,), "draft": draft})
-
-
 @each_value(batch_size=[1, 3], num_ids=[0, 2, 12])
 def test_of_embeddings_it_is_told_of_the_tokens_that_have_ids(num_ids, batch_size):
     target, _ = pair("llama")
-    prompts, reader = ragged_prompts(batch_size, seed=2, min_len=4 if batch_size > 1 else 12), []
+    prompts, seen = ragged_prompts(batch_size, seed=2, min_len=4 if batch_size > 1 else 12), []
     inputs = {"inputs_embeds": target.get_input_embeddings()(prompts["input_ids"])}
     inputs |= {"attention_mask": prompts["attention_mask"], "max_new_tokens": NUM_NEW}
     if num_ids:
         inputs["input_ids"] = prompts["input_ids"][:, -num_ids:]
     plain = target.generate(**inputs)
-    assert_equal_ids(plain, target.generate(**inputs, drafter=kept_in(reader), num_assistant_tokens=3))
-    first = reader[0]
+    drafter = functools.partial(Repeats, seen=seen, hidden_layers=(-1,))
+    assert_equal_ids(plain, target.generate(**inputs, drafter=drafter, num_assistant_tokens=3))
+    first = seen[0].kept
     for row, (text, mask) in enumerate(zip(prompts["input_ids"], prompts["attention_mask"], strict=True)):
         text = text[mask.bool()].tolist()
         count = min(len(text), num_ids + 1)
@@ -216,20 +192,21 @@ def test_of_embeddings_it_is_told_of_the_tokens_that_have_ids(num_ids, batch_siz
 
 
 def test_an_encoder_decoders_states_are_its_decoders():
-    (target, _), inputs, reader = encoder_pair("t5"), inputs_of("t5", 2), []
-    ours = target.generate(**inputs, max_new_tokens=12, drafter=kept_in(reader), num_assistant_tokens=2)
+    (target, _), inputs, seen = encoder_pair("t5"), inputs_of("t5", 2), []
+    drafter = functools.partial(Repeats, seen=seen, hidden_layers=(-1,))
+    ours = target.generate(**inputs, max_new_tokens=12, drafter=drafter, num_assistant_tokens=2)
     assert_equal_ids(target.generate(**inputs, max_new_tokens=12), ours)
-    for kept in reader:
+    for kept in (request.kept for request in seen):
         chosen = target.get_output_embeddings()(kept.hidden_states).argmax(-1)
         assert torch.equal(chosen[kept.token_ids >= 0], kept.token_ids[kept.token_ids >= 0])
 
 
-def test_the_maker_is_told_of_each_call_once():
-    (target, _), inputs, requests, asked = pair("llama"), ragged_prompts(3, seed=7), [], []
+def test_the_factory_is_told_of_each_call_once():
+    (target, _), inputs, setups, asked = pair("llama"), ragged_prompts(3, seed=7), [], []
 
-    def factory(request):
-        requests.append(request)
-        return Repeats(request)
+    def factory(setup):
+        setups.append(setup)
+        return Repeats(setup)
 
     handle = target.register_forward_pre_hook(
         lambda module, args, kwargs: asked.append(kwargs.get("output_hidden_states", False)), with_kwargs=True
@@ -238,42 +215,30 @@ def test_the_maker_is_told_of_each_call_once():
     target.generate(**inputs, **options, max_new_tokens=6, num_assistant_tokens=3, drafter=factory)
     handle.remove()
     assert not any(asked)  # no hidden states for a drafter that reads none
-    (request,) = requests
-    assert len(request.processors) == 1  # the temperature
+    (setup,) = setups
+    assert len(setup.processors) == 1  # the temperature
     pads, max_length = tuple((inputs["attention_mask"] == 0).sum(1).tolist()), inputs["input_ids"].shape[1] + 6
-    setup = (target, 3, pads, max_length, 3, VOCAB_SIZE, {2, 9}, target.device, request.processors, Stream.RACE)
-    assert request == DrafterSetup(*setup, keeps_logits=False)  # which coupled verification does not read
+    fields = (target, 3, pads, max_length, 3, VOCAB_SIZE, {2, 9}, target.device, setup.processors, Stream.RACE)
+    assert setup == DrafterSetup(*fields, keeps_logits=False)  # which coupled verification does not read
 
 
-@pytest.mark.parametrize("options", [{"num_assistant_tokens": 5}, {}], ids=["constant", "adaptive"])
+@pytest.mark.parametrize("options", [{"num_assistant_tokens": 5}, {}])
 def test_no_more_is_asked_for_than_a_drafter_proposes(options):
-    asked = []
-
-    def draft(self, request):
-        asked.append(request.num_draft_tokens)
-        return Repeats.draft(self, request)
-
-    options["drafter"] = type("Short", (Repeats,), {"max_draft_tokens": 2, "draft": draft})
-    pair("llama")[0].generate(**ragged_prompts(2, seed=8), max_new_tokens=NUM_NEW, **options)
-    assert max(asked) == 2
+    seen, inputs = [], ragged_prompts(2, seed=8)
+    drafter = functools.partial(Repeats, seen=seen, max_draft_tokens=2)
+    pair("llama")[0].generate(**inputs, max_new_tokens=NUM_NEW, drafter=drafter, **options)
+    assert max(request.num_draft_tokens for request in seen) == 2
 
 
 CHANGES = {
-    "fewer": lambda draft, number: DraftOut(
-        draft.token_ids[:, : number % 3], draft.lens.clamp(max=number % 3), None, None
-    ),
-    "uneven, 99 is all": lambda draft, number: draft._replace(lens=torch.tensor([1, 4, 99][: len(draft.lens)])),
-    "logits in greedy decoding": lambda draft, number: draft._replace(
+    "fewer": lambda draft, num: DraftOut(draft.token_ids[:, : num % 3], draft.lens.clamp(max=num % 3), None, None),
+    "uneven, 99 is all": lambda draft, num: draft._replace(lens=torch.tensor([1, 4, 99][: len(draft.lens)])),
+    "logits in greedy decoding": lambda draft, num: draft._replace(
         token_logits=torch.zeros(*draft.token_ids.shape, VOCAB_SIZE)
     ),
-    "ids below the vocabulary": lambda draft, number: with_second_id(draft, -5),
-    "ids past the vocabulary": lambda draft, number: with_second_id(draft, VOCAB_SIZE),
+    "ids below the vocabulary": lambda draft, num: draft._replace(token_ids=draft.token_ids.clone().fill_(-5)),
+    "ids past the vocabulary": lambda draft, num: draft._replace(token_ids=draft.token_ids + VOCAB_SIZE),
 }
-
-
-def with_second_id(draft, wrong_id):
-    draft.token_ids[:, 1:2] = wrong_id
-    return draft
 
 
 @each_value(change=CHANGES, options=[{}, COUPLED])
@@ -286,8 +251,7 @@ def test_drafts_of_any_form_leave_the_text(change, options):
     options = {**({} if "logits" in change else options), "max_new_tokens": NUM_NEW}
     own = {"drafter": functools.partial(Changed, target), "num_assistant_tokens": 4, "speculation_stats": stats}
     assert_equal_ids(target.generate(**inputs, **options), target.generate(**inputs, **options, **own))
-    assert stats.num_accepted > 0
-    assert "ids" not in change or stats.accepted_per_position[1:] == [0] * 3
+    assert (stats.num_accepted > 0) is ("ids" not in change)
 
 
 @pytest.mark.parametrize("verifier", ["rejection", "block"])
@@ -299,7 +263,7 @@ def test_sampled_drafts_leave_the_joint_distribution_as_it_is(verifier):
     def p_of(told) -> float:
         def draft(self, request):
             newest, ids, logits = request.query_token_ids[:, -1], [], []
-            draws = Draws(request.keys, self.request.stream, request.num_draft_tokens)
+            draws = Draws(request.keys, self.setup.stream, request.num_draft_tokens)
             for _ in range(request.num_draft_tokens):
                 logits.append(told[newest])
                 newest = draws.draw(table[newest])
@@ -316,18 +280,23 @@ def test_sampled_drafts_leave_the_joint_distribution_as_it_is(verifier):
 
 
 @pytest.mark.parametrize(
-    ("source", "error", "message"),
+    ("drafter", "message"),
     [
-        ({"drafter": "medusa"}, ConfigError, r"drafter must make a Drafter .* got str"),
-        ({"drafter": lambda request: Repeats}, ConfigError, r"draft\(\) and rows\(\), got Repeats"),
-        ({"drafter": type("Zero", (Repeats,), {"max_draft_tokens": 0})}, ConfigError, "max_draft_tokens .* got 0"),
-        ({"drafter": type("None", (Repeats,), {"hidden_layers": ()})}, ConfigError, "hidden_layers"),
-        ({"drafter": Repeats, "prompt_lookup_num_tokens": 3}, UnsupportedGenerationError, "one source of drafts"),
+        ("medusa", r"drafter must make a Drafter .* got str"),
+        (lambda setup: Repeats, r"draft\(\) and rows\(\), got Repeats"),
+        (functools.partial(Repeats, max_draft_tokens=0), "max_draft_tokens .* got 0"),
+        (functools.partial(Repeats, hidden_layers=()), "hidden_layers"),
     ],
 )
-def test_what_is_no_drafter_or_one_too_many_is_refused(source, error, message):
-    with pytest.raises(error, match=message):
-        pair("llama")[0].generate(**ragged_prompts(1, seed=1), max_new_tokens=3, **source)
+def test_wrong_drafters_are_refused(drafter, message):
+    with pytest.raises(ConfigError, match=message):
+        pair("llama")[0].generate(**ragged_prompts(1, seed=1), max_new_tokens=3, drafter=drafter)
+
+
+def test_two_sources_of_drafts_are_refused():
+    options = {"drafter": Repeats, "prompt_lookup_num_tokens": 3}
+    with pytest.raises(UnsupportedGenerationError, match="one source of drafts"):
+        pair("llama")[0].generate(**ragged_prompts(1, seed=1), max_new_tokens=3, **options)
 
 
 IDS, LENS = torch.zeros(2, 3, dtype=torch.int64), torch.full((2,), 3)
@@ -338,14 +307,12 @@ IDS, LENS = torch.zeros(2, 3, dtype=torch.int64), torch.full((2,), 3)
     [
         ((IDS, LENS), "must return a DraftOut, got tuple"),
         (DraftOut(IDS.repeat(1, 2), LENS, None, None), r"K of at most 3, got \[2, 6\]"),
-        (DraftOut(IDS.float(), LENS, None, None), r"must be \[B, K\] int64"),
         (DraftOut(IDS, LENS[:1], None, None), "lens of a draft"),
         (DraftOut(IDS, LENS, torch.zeros(2, 3, 5), None), r"\[B, K, V\] = \[2, 3, 64\], got \[2, 3, 5\]"),
     ],
 )
-def test_what_is_no_draft_is_refused(draft, message):
+def test_wrong_drafts_are_refused(draft, message):
     drafter = type("Wrong", (Repeats,), {"draft": lambda self, request: draft})
+    options = {"max_new_tokens": 9, "drafter": drafter, "num_assistant_tokens": 3}
     with pytest.raises(ShapeError, match=message):
-        pair("llama")[0].generate(
-            **ragged_prompts(2, seed=1), max_new_tokens=9, drafter=drafter, num_assistant_tokens=3
-        )
+        pair("llama")[0].generate(**ragged_prompts(2, seed=1), **options)
