@@ -73,20 +73,16 @@ def test_rounds_in_which_all_rows_copy_leave_the_cache_and_the_next_run_reads_wh
 
 def test_the_model_is_run_before_it_lags_too_far(llama):
     drafter, kv_cache = make(llama, 1)
-    text = [1, 2, 3, 4, 5, 6, 7] * 8
+    text, behind, num_ahead = [1, 2, 3, 4, 5, 6, 7] * 8, 0, -1
     drafter.draft(DraftRequest(torch.tensor([text]), kv_cache, 4, GREEDY))
-    behind = 0
-    while True:
-        text += (text[-7:])[:4]
-        behind += 4
+    while num_ahead < 0:
+        text, behind = text + text[-7:][:4], behind + 4
         draft = drafter.draft(DraftRequest(torch.tensor([text[-behind:]]), kv_cache, 4, GREEDY, kept=kept(text[-4:])))
-        if draft.cached.num_ahead >= 0:
-            break
+        num_ahead = draft.cached.num_ahead
     assert MAX_BEHIND - 8 <= behind <= MAX_BEHIND
 
 
-def test_each_row_takes_what_promises_more(llama):
-    """One row's copies fail and its model's tokens hold, the other way round in the other: each turns to its own."""
+def test_each_row_takes_the_source_with_more_expected_tokens(llama):
     drafter, kv_cache = make(llama, 2)
     drafter.draft(DraftRequest(torch.tensor([[1, 2, 3, 1], [1, 2, 3, 1]]), kv_cache, 4, GREEDY))
     models, copies = drafter._rows
@@ -97,7 +93,7 @@ def test_each_row_takes_what_promises_more(llama):
     assert [row.prefers_match(4) for row in drafter._rows] == [False, True]
 
 
-def test_copies_are_learnt_from_in_every_round_and_the_models_tokens_where_they_were_proposed(llama):
+def test_rates_of_matches_follow_every_round_and_the_models_those_in_which_it_drafted(llama):
     drafter, kv_cache = make(llama, 1)
     drafter.draft(DraftRequest(torch.tensor([[1, 2, 3, 1]]), kv_cache, 4, GREEDY))
     (row,) = drafter._rows
@@ -111,14 +107,14 @@ def test_copies_are_learnt_from_in_every_round_and_the_models_tokens_where_they_
     assert (modelled.accepted[0], modelled.verified[0]) == (0.97, 1.97)
 
 
-def test_a_copied_tokens_distribution_in_a_mixed_round_is_all_on_it():
-    laws = torch.randn(2, 2, 5)
-    drafted = DraftOut(torch.tensor([[1, 2], [3, 4]]), torch.tensor([2, 2]), laws, laws.logsumexp(-1))
+def test_the_distribution_of_a_matched_token_in_a_mixed_round_is_a_point_mass():
+    logits = torch.randn(2, 2, 5)
+    drafted = DraftOut(torch.tensor([[1, 2], [3, 4]]), torch.tensor([2, 2]), logits, logits.logsumexp(-1))
     mixed = _mixed(point_masses([[4, 0, 2], []], torch.device("cpu")), drafted, torch.tensor([True, False]))
     assert mixed.token_ids.tolist() == [[4, 0, 2], [3, 4, 0]]
     assert mixed.lens.tolist() == [3, 2]
     assert torch.equal(mixed.token_logits[0].softmax(-1), torch.eye(5)[[4, 0, 2]])
-    assert torch.equal(mixed.token_logits[1, :2], laws[1])
+    assert torch.equal(mixed.token_logits[1, :2], logits[1])
     assert torch.allclose(mixed.logsumexp, mixed.token_logits.logsumexp(-1))
 
 

@@ -30,7 +30,7 @@ GREEDY, RANDOM = SampleStrategy.GREEDY, SampleStrategy.RANDOM
 VOCAB_SIZE = 64
 K = 4
 LOGIT_TOLERANCE = 1e-9  # float64 round-off of attention over masked columns; wrong states differ by 1e-2 and more
-FLOAT32_TOLERANCE = 1e-5  # laws and sums are rounded to float32, whose resolution at these magnitudes is 2e-6
+FLOAT32_TOLERANCE = 1e-5  # distributions are rounded to float32, whose resolution at these magnitudes is 2e-6
 Made = tuple[Drafter, DynamicKVCache | None]
 
 
@@ -127,13 +127,11 @@ class DrafterContract:
     def test_shapes_and_dtypes(self, strategy, batch_size, num_draft_tokens):
         draft = self.texts(batch_size).draft(num_draft_tokens, strategy)
         num = draft.token_ids.shape[1]
-        assert draft.token_ids.shape == (batch_size, num)
-        assert draft.token_ids.dtype == torch.int64
-        assert draft.lens.shape == (batch_size,)
-        assert draft.lens.dtype == torch.int32
         assert (0 if self.may_draft_nothing else 1) <= num <= num_draft_tokens
+        assert (draft.token_ids.dtype, draft.lens.dtype) == (torch.int64, torch.int32)
+        assert (draft.token_ids.shape, draft.lens.shape) == ((batch_size, num), (batch_size,))
+        assert draft.lens.min() >= 0
         assert draft.lens.max() == num or num == num_draft_tokens
-        assert (draft.lens >= 0).all()
         for ids, length in zip(draft.token_ids, draft.lens.tolist(), strict=True):
             assert ((ids[:length] >= 0) & (ids[:length] < VOCAB_SIZE)).all()
         if strategy is GREEDY or draft.token_logits is None:  # a drafter that never draws stays a point mass
