@@ -1,7 +1,4 @@
-"""Makes the calls of `tests/compatibility_rows.py`; `python -m tests.compatibility` writes the pages.
-
-`docs/compatibility.md` is for users; `docs/compatibility-tests.md` names the test behind each row.
-"""
+"""Makes the calls of `tests/compatibility_rows.py`; `python -m tests.compatibility` writes `docs/compatibility.md`."""
 
 import inspect
 import re
@@ -20,12 +17,11 @@ import hf_speculate
 from hf_speculate.config import FIELD_NAMES
 from hf_speculate.errors import SpeculateError
 from tests.compatibility_models import family_rows, refused_rows
-from tests.compatibility_rows import ARGUMENTS, DRAFT_LENGTHS, FIELDS, OWN_FIELDS, SOURCES, Call, Row
+from tests.compatibility_rows import ARGUMENTS, FIELDS, OWN_FIELDS, Call, Row
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "compatibility.md"
-TESTS_PAGE = ROOT / "docs" / "compatibility-tests.md"
 COMMAND = "python -m tests.compatibility"
 NUM_NEW = 10
 WHERE = ("keyword", "passed config", "model's config")
@@ -51,14 +47,6 @@ version.
 - *supported*: the text is that of plain decoding, or, with sampling, has its distribution.
 - *not supported*: raises the error that is shown, before the first forward of the decoder.
 - *no effect*: changes nothing, in plain decoding neither.
-
-[Tests of compatibility](compatibility-tests.md) names the test behind each row.
-"""
-TESTS_INTRODUCTION = """\
-# Tests of compatibility
-
-The test that shows each supported row of [compatibility](compatibility.md). `tests/test_compatibility.py` also compares
-most rows with plain decoding, raises every error, and fails if a row is missing.
 """
 MODELS = """\
 ## Model families
@@ -74,9 +62,6 @@ their cache and modules follow the same protocols; `check_pair` says it from con
 Models with recurrent layers are not supported if they are compiled, offloaded, spread over devices or split by tensor
 parallelism. Neither are layers that choose by an index what they attend to (`indexed_attention`, in Qwen4-Exp and
 GLM-5-Next). Inkling 2 is compared with plain decoding in float32, because its router stays in float32.
-"""
-MADE_BY = """\
-Written by `{command}` with transformers {version}.
 """
 
 
@@ -168,30 +153,16 @@ def render() -> str:
     """The page for users; makes every call that is refused."""
     parts = [
         INTRODUCTION,
-        MADE_BY.format(version=transformers.__version__, command=COMMAND),
+        f"Written by `{COMMAND}` with transformers {transformers.__version__}.\n",
         _section("Arguments", ARGUMENTS),
         _section("Fields of `GenerationConfig`", FIELDS),
         _section("Fields of hf_speculate", OWN_FIELDS),
         MODELS,
-        _table(("model", "KV cache", "shown by"), [(as_code(one), kind, _test(by)) for one, kind, by in family_rows()]),
+        _table(("model", "KV cache"), [(as_code(name), kind) for name, kind in family_rows()]),
         "Not supported:\n",
         _table(("model", "message"), [(as_code(name), as_code(message)) for name, message in refused_rows()]),
-        "## Where a field is set\n",
-        "The first place that sets a field counts.\n",
-        _table(("place", "note"), [row[:2] for row in SOURCES]),
-        "How many tokens are drafted:\n",
-        _table(("set", "meaning"), [row[:2] for row in DRAFT_LENGTHS]),
     ]
     return "\n".join(parts)
-
-
-def render_tests() -> str:
-    """The page of tests."""
-    rows = (*ARGUMENTS, *FIELDS, *OWN_FIELDS)
-    named = [(_name(row), row.note, _test(row.shown_by)) for row in rows if row.state == "supported"]
-    named += [(where, "", _test(shown_by)) for where, _, shown_by in (*SOURCES, *DRAFT_LENGTHS)]
-    made_by = MADE_BY.format(version=transformers.__version__, command=COMMAND)
-    return "\n".join([TESTS_INTRODUCTION, made_by, _table(("name", "note", "test"), named)])
 
 
 def _section(title: str, rows: Sequence[Row]) -> str:
@@ -216,10 +187,6 @@ def as_code(text: str) -> str:
     return f"`` {escaped} ``" if "`" in text else f"`{escaped}`"
 
 
-def _test(shown_by: str) -> str:
-    return f"`tests/{shown_by}`"
-
-
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
@@ -228,6 +195,5 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 if __name__ == "__main__":
     if transformers.__version__ != pinned_version():
         raise SystemExit(f"the page is for transformers {pinned_version()}, this is {transformers.__version__}")
-    for page, text in ((PAGE, render()), (TESTS_PAGE, render_tests())):
-        page.write_text(text, encoding="utf-8")
-        print(f"wrote {page.relative_to(ROOT)}")
+    PAGE.write_text(render(), encoding="utf-8")
+    print(f"wrote {PAGE.relative_to(ROOT)}")

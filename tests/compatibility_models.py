@@ -8,7 +8,6 @@ from hf_speculate.compat import stateful_names
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.generation.draft_source import ASSISTED
 from hf_speculate.generation.validate_models import check_models
-from tests.compatibility_rows import AS_PLAIN
 from tests.generation.test_models import DYNAMIC_ONLY
 from tests.generation.test_preallocated import FITTING
 from tests.tiny import KINDS, MORE_KINDS, make_config
@@ -23,16 +22,12 @@ _READERS = {  # what attends to an encoder or reads images
     "Qwen2VLForConditionalGeneration": BUFFERS,
     "Qwen3_5ForConditionalGeneration": "hybrid",
 }
-_ENCODER = "generation/test_encoder_decoder.py::test_greedy_equals_plain"
-_PICTURES = "generation/test_prompt_arguments.py::test_readers_of_images_decode_as_in_plain"
 
 
-def family_rows() -> list[tuple[str, str, str]]:
-    """Class of a model, its KV cache, and the test that compares its text with plain decoding."""
-    rows = [(_class_name(kind), _cache_kind(kind), _shown_by(kind)) for kind in (*KINDS, *MORE_KINDS, *RECURRENT_KINDS)]
-    encoders = ("T5", "Bart", "Whisper")
-    rows += [(name, kind, _ENCODER if name.startswith(encoders) else _PICTURES) for name, kind in _READERS.items()]
-    return sorted(set(rows), key=lambda row: (row[0].lower(), row[1]))
+def family_rows() -> list[tuple[str, str]]:
+    """Class of a model whose text tests compare with plain decoding, and its KV cache."""
+    rows = {(_class_name(kind), _cache_kind(kind)) for kind in (*KINDS, *MORE_KINDS, *RECURRENT_KINDS)}
+    return sorted(rows | set(_READERS.items()), key=lambda row: (row[0].lower(), row[1]))
 
 
 def refused_rows() -> Iterator[tuple[str, str]]:
@@ -56,9 +51,3 @@ def _cache_kind(kind: str) -> str:
     if kind in RECURRENT_KINDS:
         return "hybrid"
     return BUFFERS if kind in FITTING or (kind in MORE_KINDS and kind not in DYNAMIC_ONLY) else "dynamic"
-
-
-def _shown_by(kind: str) -> str:
-    if kind in RECURRENT_KINDS:
-        return "generation/test_recurrent.py::test_greedy_text_is_plain_whatever_number_of_tokens_is_accepted"
-    return "generation/test_models.py::test_greedy_equals_plain" if kind in MORE_KINDS else AS_PLAIN

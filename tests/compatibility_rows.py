@@ -179,6 +179,7 @@ TESTS = {
 }
 SHOWN_BY = {name: test for test, names in TESTS.items() for name in names.split()}
 LOCK_STEP = "rows move in lock step"
+SETTINGS = "see [settings](settings.md#where-a-field-is-set)"
 UNDECLARED = f"{LOCK_STEP} for one that is not declared with `register_row_wise`"
 COMPILED = '`"static"`, see [calls](calls.md#compiled-rounds)'
 PAGED = '`"paged"` as a keyword; a config with it decodes plainly in transformers too'
@@ -201,7 +202,7 @@ def _ids(*ids):
 
 ARGUMENTS = (
     supported("inputs", "the same as `input_ids`", _ids(5, 3, 11, 7, 2), rows=0, changes=False),
-    supported("generation_config", "see below"),
+    supported("generation_config", SETTINGS),
     supported("logits_processor", UNDECLARED, LogitsProcessorList([Shift()]), rows=3, changes=False),
     supported("stopping_criteria", UNDECLARED, StoppingCriteriaList([StopAtSum()]), rows=3, changes=False),
     supported(
@@ -362,9 +363,9 @@ FIELDS = (
         output_scores=True,
         changes=False,
     ),
-    supported("num_assistant_tokens", "see below", 3, changes=False),
-    supported("num_assistant_tokens_schedule", "see below", "heuristic", changes=False),
-    supported("assistant_confidence_threshold", "see below", 0.9, rows=3, changes=False),
+    supported("num_assistant_tokens", SETTINGS, 3, changes=False),
+    supported("num_assistant_tokens_schedule", SETTINGS, "heuristic", changes=False),
+    supported("assistant_confidence_threshold", SETTINGS, 0.9, rows=3, changes=False),
     supported(
         "prompt_lookup_num_tokens",
         "alone, or beside `assistant_model`",
@@ -416,49 +417,4 @@ OWN_FIELDS = (
     supported("candidate_generator", "an object, never in JSON; one row"),
     supported("drafter", "what makes one, never in JSON"),
     supported("draft_state", "an object, never in JSON"),
-)
-
-# Where a field is set, the strongest source first.
-SOURCES = (
-    (
-        "keyword of `generate()`",
-        "`None` means the default, and keeps the sources below out",
-        f"{CONFIG}::test_a_confidence_threshold_of_none_keeps_weaker_sources_out",
-    ),
-    ("`generation_config=` of the call", "`None` counts as not set, here and below", SOURCE_OF_FIELDS),
-    (
-        "`fields_from=` of `hf_speculate.generate`",
-        "so a repository's fields in `custom_generate` stand here",
-        f"{CONFIG}::test_a_repositorys_fields_stand_between_the_call_and_the_model",
-    ),
-    ("`model.generation_config`", "`enable()` warns where transformers would lose them when saved", SOURCE_OF_FIELDS),
-    ("`assistant_model.generation_config`", "the fields of drafting and verifying only", SOURCE_OF_FIELDS),
-)
-# What a number, a schedule and a threshold mean together.
-DRAFT_LENGTHS = (
-    (
-        "`num_assistant_tokens=K` alone",
-        "exactly K tokens in every round; a schedule in a weaker source does not count",
-        f"{CONFIG}::test_a_schedule_in_a_weaker_source_than_the_number_of_tokens_does_not_count",
-    ),
-    (
-        "`num_assistant_tokens=K` and a schedule in the same or a stronger source",
-        'the schedule starts from K; with `"adaptive"` K is the most',
-        f"{CONFIG}::test_a_schedule_in_a_stronger_source_counts",
-    ),
-    (
-        "`num_assistant_tokens_schedule` alone",
-        'starts from 5; with `"adaptive"` 10 is the most',
-        f"{CONFIG}::test_a_schedule_alone_starts_from_the_default",
-    ),
-    (
-        "neither",
-        '`"adaptive"`, up to 10 tokens; transformers\' own defaults (20, `"constant"`, 0.4) never count',
-        SCHEDULES,
-    ),
-    (
-        "`assistant_confidence_threshold`",
-        "unset, `None` or 0: off, and off it stays",
-        f"{CONFIG}::test_a_confidence_threshold_of_zero_disables",
-    ),
 )

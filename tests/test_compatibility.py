@@ -17,7 +17,6 @@ from tests.compatibility import (
     PAGE,
     ROOT,
     SIGNATURE,
-    TESTS_PAGE,
     WHERE,
     as_code,
     decode_plainly,
@@ -26,14 +25,11 @@ from tests.compatibility import (
     pinned_version,
     refusal,
     render,
-    render_tests,
 )
-from tests.compatibility_models import family_rows
-from tests.compatibility_rows import ARGUMENTS, DRAFT_LENGTHS, FIELDS, OWN_FIELDS, SOURCES
+from tests.compatibility_rows import ARGUMENTS, FIELDS, OWN_FIELDS
 
 ROWS = (*ARGUMENTS, *FIELDS, *OWN_FIELDS)
 TESTS_NAMED = {row.shown_by for row in ROWS if row.state == "supported"}
-TESTS_NAMED |= {row[2] for row in (*SOURCES, *DRAFT_LENGTHS, *family_rows())}
 
 
 def with_places(state, in_configs):
@@ -117,5 +113,4 @@ def test_the_page_is_what_the_table_says():
     page = PAGE.read_text(encoding="utf-8")
     if transformers.__version__ == pinned_version():
         assert page == render(), f"docs/compatibility.md is out of date: run {COMMAND}"
-        assert TESTS_PAGE.read_text(encoding="utf-8") == render_tests(), f"out of date: run {COMMAND}"
     assert all(f"| `{row.name}` |" in page or f"| {row.name} |" in page for row in ROWS)
