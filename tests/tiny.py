@@ -200,7 +200,7 @@ def vary_vectors(model: PreTrainedModel) -> None:
             weight.add_(torch.randn(weight.shape, generator=generator, dtype=weight.dtype) * 0.1)
 
 
-def make_law_model(
+def make_small_model(
     vocab_size: int = 8,
     *,
     seed: int = 0,

@@ -16,7 +16,7 @@ from tests.cases import assert_equal_ids, each_value, pair
 from tests.draft.heads.rounds import states_of
 from tests.generation.test_distribution import SIGNIFICANCE, draw, joint_distribution, p_value
 from tests.generation.test_encoder_decoder import encoder_pair, inputs_of
-from tests.tiny import PAD_TOKEN_ID, make_law_model, ragged_prompts
+from tests.tiny import PAD_TOKEN_ID, make_small_model, ragged_prompts
 
 NUM_NEW = 24
 NUM_DRAWS = 8_000  # of 512 texts
@@ -257,7 +257,7 @@ def test_drafts_of_any_form_leave_the_text(change, options):
 @pytest.mark.parametrize("verifier", ["rejection", "block"])
 def test_sampled_drafts_leave_the_joint_distribution_as_it_is(verifier):
     """Each is drawn from a table by the token before it; wrong distributions, if told, would be seen."""
-    target = hf_speculate.enable(make_law_model(8, seed=0, dtype=torch.float32))
+    target = hf_speculate.enable(make_small_model(8, seed=0, dtype=torch.float32))
     table, other = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(1)) * 1.5
 
     def p_of(told) -> float:

@@ -13,7 +13,7 @@ import hf_speculate
 from hf_speculate.draft.base import DraftRequest
 from hf_speculate.types import Kept, NoiseKeys, SampleStrategy
 from tests.cases import ACCEPTED_ALL, assert_equal_ids, pair
-from tests.tiny import make_law_model, noisy_copy, ragged_prompts
+from tests.tiny import make_small_model, noisy_copy, ragged_prompts
 from tests.tiny_tokenizers import byte_level_tokenizer
 from tests.verify.test_verifiers import VerifierContract, make_keys, make_round
 
@@ -67,7 +67,7 @@ class TestTopKVerifier(VerifierContract):
         return example.TopKVerifier(3, samples=False)
 
     def test_it_keeps_what_is_among_the_likeliest(self):
-        target, draft = make_round(64, 4, has_law=False)
+        target, draft = make_round(64, 4, has_logits=False)
         verdict = self.make().verify(target, draft, make_keys(64))
         places = target[:, :-1].argsort(dim=-1, descending=True).argsort(dim=-1)  # 0 is the likeliest
         stays = places.gather(-1, draft.token_ids[..., None])[..., 0] < 3
@@ -122,7 +122,7 @@ def grammars(import_example):
 def models(grammars):
     """A tokenizer that knows pieces of JSON, the grammar, and a pair of its size."""
     tokenizer = byte_level_tokenizer(WORDS, pad_token="<pad>", eos_token="</s>")
-    target = hf_speculate.enable(make_law_model(len(tokenizer), seed=1))
+    target = hf_speculate.enable(make_small_model(len(tokenizer), seed=1))
     grammar = grammars.compile_json(tokenizer, target.config.vocab_size)
     return tokenizer, grammar, target, noisy_copy(target, 0.2)
 

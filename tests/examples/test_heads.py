@@ -12,7 +12,7 @@ from tests.cases import assert_equal_ids
 from tests.draft.heads.designs import EAGLE3, make_weights, write_speculators
 from tests.draft.heads.rounds import Rounds, random_texts, states_of, target_of
 from tests.generation.test_distribution import SIGNIFICANCE, draw, joint_distribution, p_value
-from tests.tiny import make_law_model, make_model, ragged_prompts
+from tests.tiny import make_small_model, make_model, ragged_prompts
 
 MIN_LENGTH = 3.0  # mean acceptance length at K = 5
 NUM_STEPS = 4
@@ -126,7 +126,7 @@ def test_drafts_are_those_of_a_forward_without_a_cache(import_example, target, h
 
 
 def test_sampled_tokens_keep_the_targets_distribution(import_example):
-    model = hf_speculate.enable(make_law_model(8, num_hidden_layers=3, dtype=torch.float32))
+    model = hf_speculate.enable(make_small_model(8, num_hidden_layers=3, dtype=torch.float32))
     head = make_head(import_example, model, torch.tensor([0, 2, 3, 5, 6]))
     stats = hf_speculate.SpeculationStats()
     drafter = functools.partial(

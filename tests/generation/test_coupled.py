@@ -7,7 +7,7 @@ from transformers import GenerationConfig
 import hf_speculate
 from hf_speculate.errors import UnsupportedGenerationError
 from tests.cases import ACCEPTED_ALL, Unchanged, assert_decodes_as_plain, assert_equal_ids, pair
-from tests.tiny import make_law_model, noisy_copy, ragged_prompts
+from tests.tiny import make_small_model, noisy_copy, ragged_prompts
 
 NUM_SEQUENCES = 1000
 NUM_NEW = 24
@@ -29,8 +29,8 @@ METHODS = [
 @pytest.fixture(scope="module")
 def models():
     """The smallest target there is, a draft that is often right, and one that knows nothing of it."""
-    target = hf_speculate.enable(make_law_model(VOCAB_SIZE, seed=0))
-    return {"target": target, "near": noisy_copy(target, 0.1), "far": make_law_model(VOCAB_SIZE, seed=1)}
+    target = hf_speculate.enable(make_small_model(VOCAB_SIZE, seed=0))
+    return {"target": target, "near": noisy_copy(target, 0.1), "far": make_small_model(VOCAB_SIZE, seed=1)}
 
 
 @pytest.fixture(scope="module", params=WARPERS)
@@ -107,7 +107,7 @@ def test_a_generator_draws_the_seed_and_moves_on_and_torchs_is_the_default(model
     ],
 )
 def test_do_sample_is_settled_as_transformers_settles_it(keyword, passed, own, settled):
-    model, stats = hf_speculate.enable(make_law_model(VOCAB_SIZE, seed=0)), hf_speculate.SpeculationStats()
+    model, stats = hf_speculate.enable(make_small_model(VOCAB_SIZE, seed=0)), hf_speculate.SpeculationStats()
     model.generation_config = GenerationConfig(pad_token_id=0, do_sample=own, verifier="coupled")
     options = {} if keyword is None else {"do_sample": keyword}
     if passed is not None:

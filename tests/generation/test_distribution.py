@@ -18,7 +18,7 @@ import hf_speculate
 from hf_speculate.types import DraftOut
 from hf_speculate.verify import RejectionVerifier
 from tests.cases import Unchanged, assert_equal_ids
-from tests.tiny import make_law_model, ragged_prompts
+from tests.tiny import make_small_model, ragged_prompts
 
 VOCAB_SIZE = 8
 NUM_TOKENS = 4
@@ -40,8 +40,8 @@ WARPERS = {
 
 @pytest.fixture(scope="module")
 def models():
-    target = make_law_model(VOCAB_SIZE, seed=0, dtype=torch.float32)
-    draft = make_law_model(VOCAB_SIZE, seed=1, sharpness=1.5, dtype=torch.float32)
+    target = make_small_model(VOCAB_SIZE, seed=0, dtype=torch.float32)
+    draft = make_small_model(VOCAB_SIZE, seed=1, sharpness=1.5, dtype=torch.float32)
     return hf_speculate.enable(target), draft
 
 
@@ -178,8 +178,8 @@ def test_other_kinds_of_rounds_keep_the_joint_distribution(models, options):
 )
 def test_matches_in_the_prompt_leave_the_joint_distribution(verifier, options):
     """Beside a draft model, rows differ in their source."""
-    target = hf_speculate.enable(make_law_model(4, seed=0, dtype=torch.float32))
-    draft, stats = make_law_model(4, seed=1, sharpness=1.5, dtype=torch.float32), hf_speculate.SpeculationStats()
+    target = hf_speculate.enable(make_small_model(4, seed=0, dtype=torch.float32))
+    draft, stats = make_small_model(4, seed=1, sharpness=1.5, dtype=torch.float32), hf_speculate.SpeculationStats()
     options = {"prompt_lookup_num_tokens": 3, "num_assistant_tokens_schedule": "constant", **options}
     counts = draw(target, draft, DRAWS_OF_MATCHES, verifier=verifier, speculation_stats=stats, **options)
     assert stats.num_accepted > 0
@@ -217,8 +217,8 @@ def test_block_gives_way_to_rejection_where_it_gains_nothing(models, options):
 
 def test_rounds_of_block_verification_are_longer_than_those_of_rejection():
     """By 4 to 6 % over four seeds of these 2,000 rows."""
-    target = hf_speculate.enable(make_law_model(3, seed=4, dtype=torch.float32))
-    draft, lens = make_law_model(3, seed=5, sharpness=1.5, dtype=torch.float32), []
+    target = hf_speculate.enable(make_small_model(3, seed=4, dtype=torch.float32))
+    draft, lens = make_small_model(3, seed=5, sharpness=1.5, dtype=torch.float32), []
     for verifier in ("rejection", "block"):
         stats = hf_speculate.SpeculationStats()
         options = {"verifier": verifier, "num_assistant_tokens": 4, "max_new_tokens": 24, "speculation_stats": stats}

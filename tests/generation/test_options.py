@@ -11,7 +11,7 @@ import hf_speculate
 from hf_speculate.errors import UnsupportedGenerationError
 from tests.cases import Streamed, assert_decodes_as_plain, assert_equal_ids, each_value, pair, plain_and_ours
 from tests.compatibility_rows import CHARACTERS, TOKENIZER
-from tests.tiny import make_law_model, make_model, noisy_copy, ragged_prompts
+from tests.tiny import make_small_model, make_model, noisy_copy, ragged_prompts
 from tests.tiny_tokenizers import byte_level_tokenizer
 
 K = 4
@@ -193,7 +193,7 @@ STEERED: dict[str, tuple[bool, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", STEERED)
 def test_steered_texts_and_scores_are_those_of_plain(name):
-    target = hf_speculate.enable(make_law_model(64, seed=0))
+    target = hf_speculate.enable(make_small_model(64, seed=0))
     draft, (is_lock_step, steering), inputs = noisy_copy(target, 0.1), STEERED[name], ragged_prompts(3, seed=15)
     options = {"max_new_tokens": 16, "pad_token_id": 0, "return_dict_in_generate": True, "output_scores": True}
     unsteered = target.generate(**inputs, **options)
@@ -215,7 +215,7 @@ def healed():
     """A tokenizer in which words begin with others, and models of its size."""
     words = ["http", "https", "https:", "hell", "hello", "help", " se", " see", " the", " their"]
     tokenizer = byte_level_tokenizer(words, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
-    target = make_law_model(len(tokenizer), seed=6)
+    target = make_small_model(len(tokenizer), seed=6)
     target.generation_config.pad_token_id = tokenizer.pad_token_id
     return tokenizer, hf_speculate.enable(target), noisy_copy(target, 0.1)
 
@@ -239,4 +239,4 @@ def test_healing_asks_for_an_enabled_model_and_streams_what_it_healed(healed):
     ids = target.generate(**inputs, **options, streamer=streamed)
     assert streamed.ids == ids[0].tolist()
     with pytest.raises(UnsupportedGenerationError, match="token_healing must be left out for a model that is not"):
-        hf_speculate.generate(make_law_model(len(tokenizer), seed=6), **inputs, **options)
+        hf_speculate.generate(make_small_model(len(tokenizer), seed=6), **inputs, **options)

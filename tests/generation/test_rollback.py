@@ -17,7 +17,7 @@ from tests.cases import DRAFTERS, VERIFIERS, assert_equal_ids, each_value, pair
 from tests.compatibility_rows import CHARACTERS
 from tests.generation.test_options import Recorder
 from tests.grammars import Brackets, Grammar, PureGrammar, RollbackGrammar, WatchedGrammar
-from tests.tiny import make_law_model, noisy_copy, ragged_prompts
+from tests.tiny import make_small_model, noisy_copy, ragged_prompts
 
 K = 4
 NUM_NEW = 20
@@ -29,7 +29,7 @@ EOS = [token_id for token_id in range(VOCAB_SIZE) if token_id % 8 == 7]  # outsi
 @cache
 def smallest() -> tuple[Any, Any]:
     """A pair of one layer, for what does not depend on the model. Shared between tests: change neither."""
-    target = make_law_model(VOCAB_SIZE, seed=0)
+    target = make_small_model(VOCAB_SIZE, seed=0)
     return hf_speculate.enable(target), noisy_copy(target, 0.1)
 
 

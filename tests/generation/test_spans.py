@@ -6,7 +6,7 @@ import torch
 import hf_speculate
 from tests.cases import DRAFTERS, KeepsAll, Unchanged, each_value
 from tests.generation.test_distribution import SIGNIFICANCE, draw, joint_distribution, p_value, with_eos
-from tests.tiny import make_law_model, ragged_prompts
+from tests.tiny import make_small_model, ragged_prompts
 
 VOCAB_SIZE = 8
 OPEN, CLOSE = 1, 2
@@ -19,8 +19,8 @@ NUM_DRAWS = 40_000
 
 
 def small_pair(dtype: torch.dtype):
-    target = hf_speculate.enable(make_law_model(VOCAB_SIZE, seed=3, dtype=dtype))
-    return target, make_law_model(VOCAB_SIZE, seed=1, sharpness=1.5, dtype=dtype)
+    target = hf_speculate.enable(make_small_model(VOCAB_SIZE, seed=3, dtype=dtype))
+    return target, make_small_model(VOCAB_SIZE, seed=1, sharpness=1.5, dtype=dtype)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from hf_speculate.errors import UnsupportedModelError
 from tests.cases import VERIFIERS, assert_decodes_as_plain, each_value
 from tests.compatibility_rows import CHARACTERS
 from tests.generation.test_distribution import SIGNIFICANCE, draw, joint_distribution, p_value
-from tests.tiny import make_law_model, make_model, noisy_copy, ragged_prompts
+from tests.tiny import make_small_model, make_model, noisy_copy, ragged_prompts
 from tests.tiny_tokenizers import letters_tokenizer
 
 NUM_DRAWS = 20_000  # one call
@@ -76,8 +76,8 @@ def test_fault_d_padded_vocabulary_samples(target, size, verifier):
 )
 def test_draws_have_the_distribution_of_the_target(letters, verifier):
     """With a table that is padded to another size, and with a tokenizer of some of the target's letters and others."""
-    target = hf_speculate.enable(make_law_model(8, seed=0, dtype=torch.float32))
-    draft = make_law_model(len(letters), seed=1, sharpness=1.5, dtype=torch.float32)
+    target = hf_speculate.enable(make_small_model(8, seed=0, dtype=torch.float32))
+    draft = make_small_model(len(letters), seed=1, sharpness=1.5, dtype=torch.float32)
     theirs = letters if len(set(letters)) == 9 else "abcdefgh"
     tokenizers = {"tokenizer": letters_tokenizer("abcdefgh"), "assistant_tokenizer": letters_tokenizer(theirs)}
     options = {"max_new_tokens": 3, "num_assistant_tokens": 2, "verifier": verifier, "top_k": 5, **tokenizers}

@@ -53,7 +53,7 @@ def test_a_rule_over_it_answers_hostile_rows_as_the_kernels_do(kind, dtype):
 
 
 def test_a_token_that_the_target_forbids_is_refused_though_accepted():
-    target, draft = make_round(2, 2, has_law=False)
+    target, draft = make_round(2, 2, has_logits=False)
     target[0, 1, draft.token_ids[0, 1]] = -torch.inf
     verdict = keep_prefix(target, draft, torch.ones(2, 2, dtype=torch.bool), target.argmax(-1))
     assert verdict.num_accepted.tolist() == [1, 2]
@@ -61,7 +61,7 @@ def test_a_token_that_the_target_forbids_is_refused_though_accepted():
 
 
 def test_a_token_to_follow_that_is_no_id_is_moved_into_the_vocabulary():
-    target, draft = make_round(2, 1, has_law=False)
+    target, draft = make_round(2, 1, has_logits=False)
     following = torch.tensor([[-5, -5], [VOCAB_SIZE, VOCAB_SIZE]])
     verdict = keep_prefix(target, draft, torch.zeros(2, 1, dtype=torch.bool), following)
     assert verdict.token_ids.tolist() == [[0, -1], [VOCAB_SIZE - 1, -1]]
@@ -71,7 +71,7 @@ def test_the_rule_in_the_guide_is_a_whole_one(registry):
     text = (Path(__file__).resolve().parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"^```python\n(.*?register_verifier.*?)^```$", text, re.M | re.S)
     exec(code, {})
-    target, draft = make_round(64, 3, has_law=False)
+    target, draft = make_round(64, 3, has_logits=False)
     verdict = make_verifier(SpeculationConfig(verifier="near")).verify(target, draft, make_keys(64))
     assert_whole(verdict, draft)
     greedy = GreedyVerifier().verify(target, draft, make_keys(64))

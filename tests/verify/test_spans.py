@@ -62,11 +62,11 @@ def one_after_the_other(lossy, exact, target, draft, keys, was_open):
     raise AssertionError("a round ends at its last position")
 
 
-@pytest.mark.parametrize("has_law", [True, False])
+@pytest.mark.parametrize("has_logits", [True, False])
 @pytest.mark.parametrize(("lossy", "exact"), PAIRS)
-def test_a_round_that_crosses_borders_is_judged_position_by_position(lossy, exact, has_law):
+def test_a_round_that_crosses_borders_is_judged_position_by_position(lossy, exact, has_logits):
     num_rows = 150
-    target, draft = make_round(num_rows, 4, has_law=has_law, lens=[4 - row % 2 for row in range(num_rows)])
+    target, draft = make_round(num_rows, 4, has_logits=has_logits, lens=[4 - row % 2 for row in range(num_rows)])
     keys, is_open = make_keys(num_rows), torch.arange(num_rows) % 2 == 0
     inside = SPAN.open_after_each(draft.token_ids, is_open)
     verdict = SpanVerifier(lossy, exact, SPAN, is_open).verify(target, draft, keys)
@@ -83,7 +83,7 @@ def test_a_round_that_crosses_borders_is_judged_position_by_position(lossy, exac
 
 
 def test_on_a_gpu_nothing_waits_for_the_device():
-    (target, draft), keys, is_open = make_round(8, 4, has_law=True), make_keys(8), torch.arange(8) % 2 == 0
+    (target, draft), keys, is_open = make_round(8, 4, has_logits=True), make_keys(8), torch.arange(8) % 2 == 0
     verifiers = TypicalVerifier(backend="torch"), RejectionVerifier(backend="torch")
     twin = SpanVerifier(*verifiers, SPAN, is_open).verify(target, draft, keys)
     with FakeCuda() as gpu:
@@ -99,7 +99,7 @@ def test_on_a_gpu_nothing_waits_for_the_device():
 
 @pytest.mark.parametrize("is_open", [True, False])
 def test_an_id_outside_the_vocabulary_is_refused_and_named(is_open):
-    target, draft = make_round(2, 3, has_law=False)
+    target, draft = make_round(2, 3, has_logits=False)
     target.scatter_(2, target.argmax(-1, keepdim=True), 60.0)
     ids = target[:, :-1].argmax(-1)
     ids[1, 1] = VOCAB_SIZE

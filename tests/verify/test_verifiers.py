@@ -33,14 +33,14 @@ def make_keys(num_rows: int) -> NoiseKeys:
 
 
 def make_round(
-    batch_size: int, num_drafted: int, *, has_law: bool, lens: list[int] | None = None
+    batch_size: int, num_drafted: int, *, has_logits: bool, lens: list[int] | None = None
 ) -> tuple[Tensor, DraftOut]:
     """Random target logits [B, K+1, V] and a draft that agrees with them about half of the time."""
     make = torch.Generator().manual_seed(batch_size + 10 * num_drafted)
     target = 3 * torch.randn(batch_size, num_drafted + 1, VOCAB_SIZE, generator=make)
     law = target[:, :-1] + 2 * torch.randn(batch_size, num_drafted, VOCAB_SIZE, generator=make)
     counts = torch.tensor([num_drafted] * batch_size if lens is None else lens, dtype=torch.int32)
-    logits, sums = (law, law.logsumexp(-1)) if has_law else (None, None)
+    logits, sums = (law, law.logsumexp(-1)) if has_logits else (None, None)
     return target, DraftOut(law.argmax(-1), counts, logits, sums)
 
 
@@ -68,20 +68,20 @@ class VerifierContract:
     def make(self) -> Verifier:
         raise AssertionError("a subclass makes the verifier")
 
-    @each_value(has_law=[True, False], num_drafted=[1, 4], batch_size=[1, 64])
-    def test_a_verdict_is_accepted_ids_one_more_then_padding(self, has_law, num_drafted, batch_size):
-        target, draft = make_round(batch_size, num_drafted, has_law=has_law)
+    @each_value(has_logits=[True, False], num_drafted=[1, 4], batch_size=[1, 64])
+    def test_a_verdict_is_accepted_ids_one_more_then_padding(self, has_logits, num_drafted, batch_size):
+        target, draft = make_round(batch_size, num_drafted, has_logits=has_logits)
         verdict = self.make().verify(target, draft, make_keys(batch_size))
         assert_whole(verdict, draft)
         if batch_size > 1:
             assert len(verdict.num_accepted.unique()) == num_drafted + 1
 
-    @pytest.mark.parametrize("has_law", [True, False])
-    def test_certain_tokens_are_kept_up_to_the_draft_length_and_nothing_past_it_is_read(self, has_law):
-        target, draft = make_round(5, 4, has_law=has_law, lens=[0, 1, 2, 3, 4])
+    @pytest.mark.parametrize("has_logits", [True, False])
+    def test_certain_tokens_are_kept_up_to_the_draft_length_and_nothing_past_it_is_read(self, has_logits):
+        target, draft = make_round(5, 4, has_logits=has_logits, lens=[0, 1, 2, 3, 4])
         sure, past = DraftOut(target[:, :-1].argmax(-1), *draft[1:]), torch.arange(4) >= draft.lens[:, None]
         target.scatter_(2, target.argmax(-1, keepdim=True), CERTAIN)
-        if has_law:
+        if has_logits:
             law = target[:, :-1].clone()
             sure = sure._replace(token_logits=law, logsumexp=law.logsumexp(-1))
         verdict = self.make().verify(target, sure, make_keys(5))
@@ -90,13 +90,13 @@ class VerifierContract:
         for row, length in enumerate([0, 1, 2, 3, 4]):
             assert verdict.token_ids[row, length] == target[row, length].argmax()
         junk = sure._replace(token_ids=sure.token_ids.masked_fill(past, -1))
-        if has_law:
+        if has_logits:
             junk = junk._replace(token_logits=torch.where(past[..., None], torch.nan, sure.token_logits))
         for one, same in zip(verdict, self.make().verify(target, junk, make_keys(5)), strict=True):
             assert torch.equal(one, same)
 
     def test_a_token_that_the_target_forbids_is_never_kept_or_emitted(self):
-        target, draft = make_round(64, 3, has_law=True)
+        target, draft = make_round(64, 3, has_logits=True)
         target[:, :-1].scatter_(2, draft.token_ids[..., None], -torch.inf)
         verdict = self.make().verify(target, draft, make_keys(64))
         assert_whole(verdict, draft)
@@ -104,7 +104,7 @@ class VerifierContract:
         assert (verdict.token_ids[:, 0] != draft.token_ids[:, 0]).all()
 
     def test_a_row_is_verified_as_if_it_were_alone_and_nothing_is_written_to(self):
-        target, draft = make_round(8, 3, has_law=True)
+        target, draft = make_round(8, 3, has_logits=True)
         keys = make_keys(8)
         read = [part for part in (target, *draft, *keys) if part is not None]
         before = [tensor.clone() for tensor in read]
@@ -118,7 +118,7 @@ class VerifierContract:
                 assert torch.equal(one[only], same)
 
     def test_its_draws_follow_the_parts_of_the_keys_that_it_reads(self):
-        target, draft = make_round(64, 3, has_law=True)
+        target, draft = make_round(64, 3, has_logits=True)
         keys = make_keys(64)
         first, again = (self.make().verify(target, draft, keys) for _ in range(2))
         assert torch.equal(first.token_ids, again.token_ids)
@@ -194,7 +194,7 @@ def test_typical_defaults_are_the_papers_and_the_threshold_itself_is_refused():
 )
 def test_typical_correction_is_the_argmax_or_a_draw(settings, do_sample, draws):
     verifier = make_verifier(SpeculationConfig(verifier="typical", **settings).resolve(do_sample))
-    target, draft = torch.zeros(64, 1, VOCAB_SIZE), make_round(64, 0, has_law=False)[1]
+    target, draft = torch.zeros(64, 1, VOCAB_SIZE), make_round(64, 0, has_logits=False)[1]
     emitted = verifier.verify(target, draft, make_keys(64)).token_ids.unique()
     assert (len(emitted) > 1) == draws
 

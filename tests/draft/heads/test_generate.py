@@ -31,7 +31,7 @@ from tests.draft.heads.rounds import target_of
 from tests.draft.heads.test_pard import write_pard
 from tests.generation.test_compiled import compile_config, runs  # noqa: F401  # a fixture
 from tests.generation.test_distribution import SIGNIFICANCE, draw, joint_distribution, p_value
-from tests.tiny import make_law_model, make_model, ragged_prompts
+from tests.tiny import make_small_model, make_model, ragged_prompts
 from tests.tiny_tokenizers import byte_level_tokenizer
 
 NUM_NEW = 24
@@ -96,7 +96,7 @@ def test_no_hook_stays_on_the_target(pair):
 
 @pytest.mark.parametrize(("design", "verifier"), [(EAGLE3, "rejection"), (DFLASH, "block"), (DSPARK, "coupled")])
 def test_the_joint_distribution_is_the_targets_with_a_smaller_vocabulary(design, verifier, tmp_path):
-    target = hf_speculate.enable(make_law_model(8, seed=0, dtype=torch.float32, num_hidden_layers=2))
+    target = hf_speculate.enable(make_small_model(8, seed=0, dtype=torch.float32, num_hidden_layers=2))
     fields = {"hidden_size": 16, "target_hidden_size": 16, "vocab_size": 8, "draft_ids": (1, 2, 3, 5, 6, 7)}
     design = replace(design, **fields, num_heads=2, num_kv_heads=1, aux_layers=(0, 1, 2))
     weights = make_weights(design, seed=1)
