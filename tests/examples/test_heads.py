@@ -12,7 +12,7 @@ from tests.cases import assert_equal_ids
 from tests.draft.heads.designs import EAGLE3, make_weights, write_speculators
 from tests.draft.heads.rounds import Rounds, random_texts, states_of, target_of
 from tests.generation.test_distribution import SIGNIFICANCE, draw, joint_distribution, p_value
-from tests.tiny import make_small_model, make_model, ragged_prompts
+from tests.tiny import make_model, make_small_model, ragged_prompts
 
 MIN_LENGTH = 3.0  # mean acceptance length at K = 5
 NUM_STEPS = 4

@@ -12,7 +12,7 @@ from hf_speculate.errors import UnsupportedModelError
 from tests.cases import VERIFIERS, assert_decodes_as_plain, each_value
 from tests.compatibility_rows import CHARACTERS
 from tests.generation.test_distribution import SIGNIFICANCE, draw, joint_distribution, p_value
-from tests.tiny import make_small_model, make_model, noisy_copy, ragged_prompts
+from tests.tiny import make_model, make_small_model, noisy_copy, ragged_prompts
 from tests.tiny_tokenizers import letters_tokenizer
 
 NUM_DRAWS = 20_000  # one call

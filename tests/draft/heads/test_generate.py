@@ -31,7 +31,7 @@ from tests.draft.heads.rounds import target_of
 from tests.draft.heads.test_pard import write_pard
 from tests.generation.test_compiled import compile_config, runs  # noqa: F401  # a fixture
 from tests.generation.test_distribution import SIGNIFICANCE, draw, joint_distribution, p_value
-from tests.tiny import make_small_model, make_model, ragged_prompts
+from tests.tiny import make_model, make_small_model, ragged_prompts
 from tests.tiny_tokenizers import byte_level_tokenizer
 
 NUM_NEW = 24
