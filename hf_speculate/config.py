@@ -245,7 +245,7 @@ class SpeculationConfig:
                 "verifier must be a sampling one with do_sample=True, got 'greedy'; "
                 "set do_sample=False, or leave verifier out"
             )
-        verifier = self.verifier or "rejection"
+        verifier = "rejection" if self.verifier is None else self.verifier
         if not do_sample and verifier in _GREEDY_AT_ZERO:
             verifier = "greedy"
         correction = self.typical_correction or ("sample" if do_sample else "argmax")

@@ -37,7 +37,6 @@ _SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 8,
     "query_pre_attn_scalar": 8,
     "max_position_embeddings": MAX_LEN,
     "num_experts": 4,
@@ -47,9 +46,11 @@ _SIZES: dict[str, Any] = {
     "moe_intermediate_size": 24,
     "init_std": INITIALIZER_RANGE,
 }
+_HEAD_DIM: dict[str, Any] = {"head_dim": 8}
 _WINDOW: dict[str, Any] = {"sliding_window": SLIDING_WINDOW}
 _ALTERNATING: dict[str, Any] = {**_WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 _SHARED: dict[str, Any] = {  # the last two layers read the states of the first two
+    **_HEAD_DIM,
     **_WINDOW,
     "num_hidden_layers": 4,
     "layer_types": _ALTERNATING["layer_types"] * 2,
@@ -64,7 +65,10 @@ _CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "llama": (transformers.LlamaConfig, {}),
     "qwen2": (transformers.Qwen2Config, {}),
     "mistral_window": (transformers.MistralConfig, _WINDOW),
-    "gemma2": (transformers.Gemma2Config, {**_WINDOW, **_SOFTCAPS, "num_hidden_layers": 4}),  # two of each sort
+    "gemma2": (
+        transformers.Gemma2Config,
+        {**_HEAD_DIM, **_WINDOW, **_SOFTCAPS, "num_hidden_layers": 4},
+    ),  # two of each sort
     "gpt2": (transformers.GPT2Config, {}),
     "bloom": (transformers.BloomConfig, {}),
 }
@@ -80,7 +84,7 @@ _CONFIGS |= {
     ),
     "falcon": (transformers.FalconConfig, {}),
     "falcon_alibi": (transformers.FalconConfig, {"alibi": True}),
-    "gemma3": (transformers.Gemma3TextConfig, _ALTERNATING),
+    "gemma3": (transformers.Gemma3TextConfig, {**_HEAD_DIM, **_ALTERNATING}),
     "gemma3n": (
         transformers.Gemma3nTextConfig,
         {**_SHARED, "activation_sparsity_pattern": [0.0] * 4, "laurel_rank": 4, "altup_num_inputs": 2},
@@ -90,10 +94,14 @@ _CONFIGS |= {
         transformers.GPTNeoConfig,
         {"attention_types": [[["global", "local"], 1]], "window_size": SLIDING_WINDOW},
     ),
-    "gpt_oss": (transformers.GptOssConfig, {**_WINDOW, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
+    "gpt_oss": (
+        transformers.GptOssConfig,
+        {**_HEAD_DIM, **_WINDOW, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    ),
     "llama4": (
         transformers.Llama4TextConfig,
         {
+            **_HEAD_DIM,
             "intermediate_size_mlp": 48,
             "num_local_experts": 2,
             "num_experts_per_tok": 1,
@@ -108,8 +116,8 @@ _CONFIGS |= {
     "phi": (transformers.PhiConfig, {}),
     "phi3": (transformers.Phi3Config, _WINDOW),
     "qwen2_moe": (transformers.Qwen2MoeConfig, {"shared_expert_intermediate_size": 24}),
-    "qwen3": (transformers.Qwen3Config, {}),
-    "qwen3_moe": (transformers.Qwen3MoeConfig, {}),
+    "qwen3": (transformers.Qwen3Config, _HEAD_DIM),
+    "qwen3_moe": (transformers.Qwen3MoeConfig, _HEAD_DIM),
 }
 MORE_KINDS: tuple[str, ...] = tuple(kind for kind in _CONFIGS if kind not in KINDS)
 _WITH_EXPERTS = ("deepseek_v3", "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe", *RECURRENT_WITH_EXPERTS)

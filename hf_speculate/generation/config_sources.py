@@ -43,7 +43,7 @@ def fields_in(saved: str | Path | Mapping[str, Any] | None) -> dict[str, Any]:
     if isinstance(saved, str | Path):
         try:
             values = json.loads(Path(saved).read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # no JSON, or lists in lists without end
             raise ConfigError(f"fields_from must be a JSON object, got {saved}: {error}; mend the file") from error
     if not isinstance(values, Mapping):
         raise ConfigError(

@@ -74,6 +74,17 @@ def test_no_proposal_is_a_draft_of_no_tokens_and_long_ones_are_cut():
     assert ask(drafter, [0], kept=[8], num=3).token_ids.tolist() == [[1, 2, 3]]
 
 
+def test_fault_f_logits_of_an_unknown_generator_are_not_taken_for_its_distribution():
+    class Reports(Scripted):
+        def get_candidates(self, input_ids, **kwargs):
+            ids, _ = super().get_candidates(input_ids)
+            return ids, torch.zeros(1, ids.shape[1] - input_ids.shape[1], 64)
+
+    draft = ask(CandidateGeneratorDrafter(Reports([4])), [5])
+    assert draft.token_ids.tolist() == [[4]]
+    assert draft.token_logits is None
+
+
 def test_a_sampled_proposal_comes_with_the_distribution_it_was_drawn_from():
     draft = make_model("llama")
     drafter = ModelDrafter(Inferencer(LanguageModel(draft)))

@@ -133,7 +133,7 @@ MUTANTS = (
             "processors: all positions read one prefix": Fault(
                 "aligned_ids.shape[1] - (last - position)",
                 "aligned_ids.shape[1] - last",
-                "processors generation/test_outlines.py",
+                "processors generation/test_rollback.py",
             ),
             "processors: an id in front ends an n-gram": Fault("fill = _NO_TOKEN", "fill = 1"),
             "processors: the draft model changes the target's": Fault(

@@ -64,7 +64,7 @@ class DFlashNetwork(FusingNetwork):
         self.layers = nn.ModuleList(
             [DecoderLayer(layers, plan.has_head_norms) for _ in range(layers.num_hidden_layers)]
         )
-        self.mask_embedding = nn.Parameter(torch.empty(*shapes[_MASK])) if _MASK in shapes else None
+        self.mask_embedding = nn.Parameter(torch.empty(*shapes[_MASK], device="meta")) if _MASK in shapes else None
         kind = self.options.markov_head
         self.markov_head = None if kind is None else MarkovHead(kind, width, shapes)
         # its sigmoid estimates the probability that the target keeps a slot's token

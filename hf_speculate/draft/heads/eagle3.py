@@ -79,7 +79,7 @@ class Eagle3Network(FusingNetwork, ChainNetwork, SlotNetwork):
         others = [DecoderLayer(layers, has_norms) for _ in range(1, layers.num_hidden_layers)]
         self.layers = nn.ModuleList([first, *others])
         is_parallel = options.mask_token_id is not None
-        self.mask_hidden = nn.Parameter(torch.empty(1, 1, joined)) if is_parallel else None
+        self.mask_hidden = nn.Parameter(torch.empty(1, 1, joined, device="meta")) if is_parallel else None
         self.mask_token_id, self.feeds_normed = options.mask_token_id or 0, options.norm_output
 
     def project(self, states: Tensor) -> Tensor:
