@@ -10,6 +10,7 @@ from hf_speculate.cache.row_lens import RowLens, Ruler
 
 # Entries of a mask from one query to the next, and before its first column: attention on a GPU loads 16 bytes at once.
 MASK_UNIT = 8
+MAX_CORNERS = 16  # kept at once; one for each shape of buffers
 
 
 @dataclass
@@ -148,6 +149,8 @@ class Columns:
     def _corner(self, key: tuple[int, int, int, torch.device]) -> Tensor:
         """[B, H] int64: where the buffer's row of each head begins in the flat buffer, less its first column."""
         if key not in self._corners:
+            if len(self._corners) == MAX_CORNERS:
+                self._corners = {}  # of buffers that have grown since
             num_heads, capacity, base, device = key
             rows = torch.arange(len(self.lens) * num_heads, device=device).view(-1, num_heads)
             self._corners[key] = rows * capacity - base

@@ -36,19 +36,16 @@ class AcceptanceTallies:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._by_draft: WeakKeyDictionary[PreTrainedModel, tuple[int, int]] = WeakKeyDictionary()
+        self._by_draft: WeakKeyDictionary[PreTrainedModel, tuple[int, int, bool]] = WeakKeyDictionary()
 
     def add(self, draft: PreTrainedModel, stats: SpeculationStats) -> bool:
-        """Count a call; whether next to nothing was accepted in all calls, and this was not so before it."""
+        """Count a call; whether next to nothing was accepted in all calls, the first time that this is so."""
         with self._lock:
-            before = self._by_draft.get(draft, (0, 0))
-            after = before[0] + stats.num_verified, before[1] + stats.num_accepted
-            self._by_draft[draft] = after
-            return _is_low(*after) and not _is_low(*before)
-
-
-def _is_low(num_verified: int, num_accepted: int) -> bool:
-    return num_verified >= _NUM_VERIFIED and num_accepted < _LOW_ACCEPTANCE * num_verified
+            num_verified, num_accepted, was_low = self._by_draft.get(draft, (0, 0, False))
+            num_verified, num_accepted = num_verified + stats.num_verified, num_accepted + stats.num_accepted
+            is_low = num_verified >= _NUM_VERIFIED and num_accepted < _LOW_ACCEPTANCE * num_verified
+            self._by_draft[draft] = num_verified, num_accepted, was_low or is_low
+            return is_low and not was_low
 
 
 def resolve_assistant(

@@ -1,6 +1,7 @@
 """Finds the tokens that two tokenizers share."""
 
-import functools
+import threading
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -17,6 +18,13 @@ _WORD_MARK = "\N{LOWER ONE EIGHTH BLOCK}"  # sentencepiece's space
 _BYTE_LEVEL_SPACE = "\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}"
 
 _Surfaces = dict[int, bytes | str]
+_Sizes = tuple[int, int, int, int]
+
+_LOCK = threading.Lock()
+# A pair's table takes a second for 150,000 ids, so it serves later calls; tokens that are added make another one.
+_TABLES: WeakKeyDictionary[
+    PreTrainedTokenizerBase, WeakKeyDictionary[PreTrainedTokenizerBase, tuple[_Sizes, VocabMapping]]
+] = WeakKeyDictionary()
 
 
 def intersect_vocabularies(
@@ -33,16 +41,18 @@ def intersect_vocabularies(
     Source:
         Token-level intersection: Timor et al. (arXiv:2502.05202), section 3.
     """
-    return _make_table(target, draft, num_target, num_draft, (len(target), len(draft)))
+    sizes = (len(target), len(draft), num_target, num_draft)
+    with _LOCK:
+        tables = _TABLES.setdefault(target, WeakKeyDictionary())
+        held = tables.get(draft)
+        if held is None or held[0] != sizes:
+            held = sizes, _make_table(target, draft, num_target, num_draft)
+            tables[draft] = held
+    return held[1]
 
 
-@functools.lru_cache(maxsize=4)  # a table takes a second for 150,000 ids
 def _make_table(
-    target: PreTrainedTokenizerBase,
-    draft: PreTrainedTokenizerBase,
-    num_target: int,
-    num_draft: int,
-    sizes: tuple[int, int],  # tokens that are added later make another table
+    target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase, num_target: int, num_draft: int
 ) -> VocabMapping:
     target_surfaces, draft_surfaces = _surfaces(target, num_target), _surfaces(draft, num_draft)
     by_surface: dict[bytes | str, int] = {}

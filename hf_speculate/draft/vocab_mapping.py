@@ -1,10 +1,10 @@
 """Vocabulary mapping: a draft model of another vocabulary reads and scores the target's ids."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_speculate.cache.base import KVCache
@@ -22,19 +22,23 @@ class VocabMapping:
 
     draft_ids: Tensor  # [V] int64, by target id, what the draft is fed for it; every entry is an id of the draft
     is_shared: Tensor  # [V] bool, by target id, whether the draft may propose it; at least one is
+    is_padded: bool = False  # whether ids mean the same on both sides, so that only the ends of the vocabularies differ
 
     def to(self, device: torch.device) -> "VocabMapping":
-        return VocabMapping(self.draft_ids.to(device), self.is_shared.to(device))
+        return replace(self, draft_ids=self.draft_ids.to(device), is_shared=self.is_shared.to(device))
 
     def target_logits(self, logits: Tensor) -> Tensor:
         """The draft's logits [..., V'] in the target's ids [..., V]; what the draft cannot propose is -inf."""
+        if self.is_padded:  # a view or one operator
+            surplus = len(self.is_shared) - logits.shape[-1]
+            return logits[..., :surplus] if surplus < 0 else nn.functional.pad(logits, (0, surplus), value=-torch.inf)
         return logits.index_select(-1, self.draft_ids).masked_fill(~self.is_shared, -torch.inf)
 
 
 def padding_mapping(num_target: int, num_draft: int) -> VocabMapping:
     """The mapping of one tokenizer and two models whose tables end at different lengths."""
     ids = torch.arange(num_target, device="cpu")  # those of the target alone lie in the padding and are never read
-    return VocabMapping(ids.clamp_max(num_draft - 1), ids < num_draft)
+    return VocabMapping(ids.clamp_max(num_draft - 1), ids < num_draft, is_padded=True)
 
 
 class TranslatedLanguageModel(LanguageModel):

@@ -30,7 +30,7 @@ from hf_speculate.errors import ShapeError, UnsupportedGenerationError
 from hf_speculate.processors.prefixes import Prefixes
 from hf_speculate.processors.registry import Reads, find_context_len, find_reads, name_of
 from hf_speculate.processors.rollback import ForkedProcessor
-from hf_speculate.processors.top_p import apply_top_p, supports_top_p
+from hf_speculate.processors.top_k_top_p import apply_cutoff, supports_cutoff
 from hf_speculate.transfers import upload
 
 _NO_TOKEN = -1
@@ -152,8 +152,8 @@ def _run(processor: Any, prefixes: Prefixes, block: Tensor) -> Tensor:
     if reads is Reads.HISTORY:
         return _run_by_position(processor, prefixes, block)
     if reads is Reads.NOTHING:
-        takes_shortcut = supports_top_p(processor, flat)
-        processed = apply_top_p(processor, flat) if takes_shortcut else processor(prefixes.input_ids, flat)
+        takes_shortcut = supports_cutoff(processor, flat)
+        processed = apply_cutoff(processor, flat) if takes_shortcut else processor(prefixes.input_ids, flat)
         return cast(Tensor, processed).view(block.shape)
     groups = prefixes.group_by(partial(find_context_len, processor))
     processed = _run_padded(processor, prefixes, flat) if len(groups) > 1 else None
@@ -193,9 +193,12 @@ def _run_padded(processor: Any, prefixes: Prefixes, flat: Tensor) -> Tensor | No
 def _run_by_group(processor: Any, prefixes: Prefixes, groups: dict[int, list[int]], flat: Tensor) -> Tensor:
     """[N, V] of a processor that is called once per group of pairs with equally many tokens."""
     reads_ids = find_reads(processor) is Reads.PREFIX
-    if len(groups) == 1 and not reads_ids:
+    if len(groups) == 1:
         (seen_len,) = groups
-        return cast(Tensor, processor(_any_ids(len(flat), seen_len, flat), flat))
+        if not reads_ids:
+            return cast(Tensor, processor(_any_ids(len(flat), seen_len, flat), flat))
+        # the user's code may write into what it is given
+        return cast(Tensor, processor(prefixes.last_ids(range(len(flat)), seen_len), flat.clone())).to(flat)
     processed = torch.empty_like(flat)
     for seen_len, pairs in groups.items():
         indices = upload(pairs, flat.device)  # [M]

@@ -46,6 +46,8 @@ class Prefixes:
 
     def last_ids(self, pairs: Sequence[int], num_ids: int, fill: int | None = None) -> Tensor:
         """[M, n] int64, new, the last n ids of pairs' prefixes; before shorter ones `fill`, or their first id."""
+        if self.num_positions == 1 and len(pairs) == len(self.lens) and min(self.lens) == max(self.lens) >= num_ids:
+            return self.full_ids[:, self.lens[0] - num_ids :].clone()  # what follows uploads indices
         corners = [[pair // self.num_positions, self.lens[pair] - num_ids] for pair in pairs]
         rows, starts = upload(corners, self.input_ids.device)[:, :, None].unbind(dim=1)  # [M, 1] each
         columns = starts + torch.arange(num_ids, device=rows.device)  # [M, n]

@@ -1,5 +1,8 @@
 """Which tokens two tokenizers share, and what is fed for the others."""
 
+import gc
+import weakref
+
 from hf_speculate.draft.vocab_intersection import intersect_vocabularies
 from tests.tiny_tokenizers import WORD_MARK, byte_level_tokenizer, letters_tokenizer, metaspace_tokenizer
 
@@ -85,3 +88,12 @@ def test_a_pair_is_compared_once_until_a_token_is_added():
     assert table(target, draft) is first
     target.add_tokens(["da"])
     assert len(table(target, draft).is_shared) == 5
+
+
+def test_a_table_serves_later_calls_and_keeps_no_tokenizer():
+    target, draft = letters_tokenizer(LETTERS), letters_tokenizer(LETTERS[::-1])
+    assert table(target, draft) is table(target, draft)
+    references = [weakref.ref(target), weakref.ref(draft)]
+    del target, draft
+    gc.collect()
+    assert [reference() for reference in references] == [None, None]

@@ -144,13 +144,18 @@ MUTANTS = (
         },
     ),
     *mutants_of(
-        "hf_speculate/processors/top_p.py",
+        "hf_speculate/processors/top_k_top_p.py",
         "processors/test_processors.py",
         {
             "processors: top-p drops one token too few": Fault(
                 "1 - processor.top_p, dtype", "1 - processor.top_p - 1e-3, dtype"
             ),
-            "processors: top-p drops all that tie at the border": Fault("if len(rows):", "if False:"),
+            "processors: top-p drops all that tie at the border": Fault(
+                "if is_split is not None and bool(is_split.any()):", "if False:"
+            ),
+            "processors: top-k keeps one token more": Fault(
+                "rank = width - min(processor.top_k, width)", "rank = max(width - min(processor.top_k, width) - 1, 0)"
+            ),
         },
     ),
 )

@@ -90,8 +90,7 @@ MUTANTS = (
                 "torch.where(marks != 0, columns, 0)", "torch.where(marks != 0, columns - 1, 0).clamp_min(0)"
             ),
             "spans: inside and outside are swapped": Fault(
-                "lossy, exact = self.lossy.verify(*singles), self.exact",
-                "exact, lossy = self.lossy.verify(*singles), self.exact",
+                "is_lossy = inside.flatten()", "is_lossy = ~inside.flatten()"
             ),
             "spans: rows are not compacted": Fault("self._is_open[list(indices)]", "self._is_open[: len(indices)]"),
         },

@@ -141,6 +141,9 @@ CUTS: dict[str, Callable[[], list[Any]]] = {
     "top-p that keeps 3": lambda: [transformers.TopPLogitsWarper(0.1, min_tokens_to_keep=3)],
     "top-p that keeps more than there are": lambda: [transformers.TopPLogitsWarper(0.1, min_tokens_to_keep=10**6)],
     "top-p with a filter of its own": lambda: [transformers.TopPLogitsWarper(0.5, filter_value=-7.0)],
+    "top-k of one": lambda: [transformers.TopKLogitsWarper(1)],
+    "top-k of all": lambda: [transformers.TopKLogitsWarper(10**6)],
+    "top-k with a filter of its own": lambda: [transformers.TopKLogitsWarper(5, filter_value=-7.0)],
     "top-k, then top-p": lambda: [WARPERS["TopKLogitsWarper"](), WARPERS["TopPLogitsWarper"]()],
     "top-p, then top-k": lambda: [WARPERS["TopPLogitsWarper"](), WARPERS["TopKLogitsWarper"]()],
 }

@@ -27,7 +27,7 @@ class HeadFolder:
     """A draft head in a folder or a Hub repository. Weights are downloaded only when they are needed.
 
     Raises:
-        ConfigError: there is no `config.json`, or it is not valid JSON.
+        ConfigError: there is no `config.json`, or it is no JSON object.
     """
 
     def __init__(self, source: str | Path):
@@ -36,9 +36,9 @@ class HeadFolder:
         reason = None
         try:
             self.config, _ = PreTrainedConfig.get_config_dict(source)
-        except (OSError, ValueError) as error:  # whatever the Hub, the network or the id is to blame for
+        except (OSError, TypeError, ValueError) as error:  # whatever the Hub, the network or the id is to blame for
             reason = error
-        if not self.config:
+        if not self.config or not isinstance(self.config, dict):
             raise ConfigError(
                 f"a draft head must be a folder or a Hub repository with a config.json, got {self.source!r}; check the "
                 f"path or the id ({reason or 'the folder has none'})"

@@ -49,7 +49,7 @@ def max_length_of(config: dict[str, Any]) -> int:
 
 def windows_of(config: Qwen3Config) -> tuple[int | None, ...]:
     """By layer, how many tokens a query attends to, itself included; None if it attends to all."""
-    window, types = config.sliding_window, config.layer_types or ()
+    window, types = config.sliding_window or None, config.layer_types or ()  # some configs say 0 for none
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 

@@ -41,8 +41,13 @@ def on_ray(
         resources, num_workers = resources_of(ray.cluster_resources(), workers, cpus_per_worker, gpus_per_worker)
         attempts = _counter(ray)
         items = [{"rows": json.dumps([asdict(row) for row in batch])} for batch in batches]
-        ray.data.DataContext.get_current().enable_progress_bars = False
-        decoded = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
+        context = ray.data.DataContext.get_current()
+        shows_progress, context.enable_progress_bars = context.enable_progress_bars, False
+        try:  # the data set copies these settings
+            dataset = ray.data.from_items(items, override_num_blocks=len(items))
+        finally:
+            context.enable_progress_bars = shows_progress
+        decoded = dataset.map_batches(
             _Worker,
             fn_constructor_args=(make_decoder, seed, attempts, num_attempts),
             batch_size=1,

@@ -86,6 +86,13 @@ def test_weights_and_configs_that_do_not_fit_are_named(weights, fields, message,
         load_drafter(folder, target_of())
 
 
+@pytest.mark.parametrize("content", ["[1, 2]", "null", "{"])
+def test_a_config_that_is_no_object_is_refused(content, tmp_path):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match="must be a folder or a Hub repository with"):
+        load_drafter(tmp_path, target_of())
+
+
 def test_folders_without_config_or_weights_are_named(tmp_path):
     for source in (tmp_path, "nobody/nothing-here"):
         with pytest.raises(ConfigError, match=r"must be a folder or a Hub repository with a config\.json, got"):
