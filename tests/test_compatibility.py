@@ -1,6 +1,5 @@
-"""The table of what `generate()` takes is whole, its tests exist, its calls do what it says, its page is up to date."""
+"""The table of what `generate()` takes is whole, its calls do what it says, its page is up to date."""
 
-import ast
 from functools import cache
 
 import pytest
@@ -15,7 +14,6 @@ from tests.compatibility import (
     COMMAND,
     CONFIG_FIELDS,
     PAGE,
-    ROOT,
     SIGNATURE,
     WHERE,
     as_code,
@@ -29,7 +27,6 @@ from tests.compatibility import (
 from tests.compatibility_rows import ARGUMENTS, FIELDS, OWN_FIELDS
 
 ROWS = (*ARGUMENTS, *FIELDS, *OWN_FIELDS)
-TESTS_NAMED = {row.shown_by for row in ROWS if row.state == "supported"}
 
 
 def with_places(state, in_configs):
@@ -51,21 +48,6 @@ def test_every_field_and_argument_of_this_transformers_and_of_ours_has_a_row():
     served = calls._DECODER_KWARGS | calls._ENCODER_DECODER_KWARGS
     assert (fields, ours) == (set(CONFIG_FIELDS), set(FIELD_NAMES) - set(CONFIG_FIELDS))
     assert {*SIGNATURE, *served} - fields <= arguments
-
-
-@cache
-def names_of_tests(path):
-    """Names of a file's tests, read and not run."""
-    return {
-        node.name
-        for node in ast.walk(ast.parse((ROOT / "tests" / path).read_text()))
-        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
-    }
-
-
-def test_every_test_that_is_named_exists():
-    named = [shown_by.split("::") for shown_by in TESTS_NAMED]
-    assert [(path, name) for path, name in named if name not in names_of_tests(path)] == []
 
 
 @pytest.mark.parametrize(("row", "where"), with_places("not supported", WHERE))
