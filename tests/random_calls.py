@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, EncoderDecoderCache, LogitsProcessor, PreTrainedModel, StoppingCriteria
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 import hf_speculate
+from tests.compatibility_rows import Shift, StopAtSum
 from tests.tiny import KINDS, MORE_KINDS, make_model, noisy_copy, ragged_prompts
 from tests.tiny_encoders import make_bart, make_t5, make_whisper, speech
 from tests.tiny_families import FAMILIES, make_family
@@ -39,39 +40,19 @@ PASSED = ("no", "empty", "with config")
 DRAFTERS = ("model", "other model", "lookup", "model and lookup", "early exit", "generator", "store", "state")
 SCHEDULES = ("constant", "heuristic", "adaptive")
 OUTPUTS = ("scores", "logits", "hidden_states", "attentions")
-PROCESSORS: dict[str, dict[str, Any]] = {
-    "repetition_penalty": {"repetition_penalty": 1.3},
-    "no_repeat_ngram": {"no_repeat_ngram_size": 3},
-    "suppress": {"suppress_tokens": [3, 9, 31]},
-    "begin_suppress": {"begin_suppress_tokens": [4, 17]},
-    "bad_words": {"bad_words_ids": [[5], [7, 8]]},
-    "bias": {"sequence_bias": [[[12], 2.0], [[20, 21], -4.0]]},
-    "forced_eos": {"forced_eos_token_id": 11},
-    "renormalize": {"renormalize_logits": True},
-    "min_new_tokens": {"min_new_tokens": 6},
-    "encoder_repetition": {"encoder_repetition_penalty": 1.4},
+PROCESSORS: dict[str, Any] = {
+    "repetition_penalty": 1.3,
+    "no_repeat_ngram_size": 3,
+    "suppress_tokens": [3, 9, 31],
+    "begin_suppress_tokens": [4, 17],
+    "bad_words_ids": [[5], [7, 8]],
+    "sequence_bias": [[[12], 2.0], [[20, 21], -4.0]],
+    "forced_eos_token_id": 11,
+    "renormalize_logits": True,
+    "min_new_tokens": 6,
+    "encoder_repetition_penalty": 1.4,
 }
-WARPERS: dict[str, dict[str, Any]] = {
-    "temperature": {"temperature": 0.6},
-    "top_k": {"top_k": 5},
-    "top_p": {"top_p": 0.7},
-    "min_p": {"min_p": 0.1},
-    "typical_p": {"typical_p": 0.6},
-}
-
-
-class Shift(LogitsProcessor):
-    """A user's own processor, not known to be row-wise."""
-
-    def __call__(self, input_ids, scores):
-        return scores.scatter(1, (input_ids[:, -1:] + 1) % scores.shape[1], -torch.inf)
-
-
-class EndsAtSum(StoppingCriteria):
-    """A user's own criterion."""
-
-    def __call__(self, input_ids, scores, **kwargs):
-        return input_ids[:, -3:].sum(1) % 11 == 0
+WARPERS = {"temperature": 0.6, "top_k": 5, "top_p": 0.7, "min_p": 0.1, "typical_p": 0.6}
 
 
 @dataclass(frozen=True, repr=False)
@@ -93,8 +74,6 @@ class Case:
     schedule: str = "constant"
     confidence: float = 0.0
     samples: bool = False
-    verifier: str = ""  # empty: greedy, or coupled if `samples`
-    draft_sampling: str = ""
     num_return_sequences: int = 1
     ends: tuple[int, ...] = ()  # EOS ids: the tokens at these places of the plain text's first row
     own_processor: bool = False
@@ -203,8 +182,8 @@ def prompts_of(case: Case) -> dict[str, Any]:
 
 
 def _padded(padding: str, batch_size: int, seed: int) -> dict[str, Tensor]:
-    is_even = padding == "none"
-    inputs = ragged_prompts(batch_size, seed=seed, min_len=9 if is_even else 5, max_len=9, vocab_size=LARGEST_PROMPT_ID)
+    min_len = 9 if padding == "none" else 5
+    inputs = ragged_prompts(batch_size, seed=seed, min_len=min_len, max_len=9, vocab_size=LARGEST_PROMPT_ID)
     mask = inputs["attention_mask"]
     if padding == "right":
         return {name: value.flip(1) for name, value in inputs.items()}
@@ -219,21 +198,14 @@ def _padded(padding: str, batch_size: int, seed: int) -> dict[str, Tensor]:
 def options_of(case: Case, eos_token_ids: list[int]) -> dict[str, Any]:
     """What plain decoding is told too."""
     options: dict[str, Any] = {"max_new_tokens": case.max_new_tokens}
-    for name in case.processors:
-        options |= PROCESSORS.get(name, {}) | WARPERS.get(name, {})
-    if eos_token_ids:
-        options["eos_token_id"] = eos_token_ids
-    if case.own_processor:
-        options["logits_processor"] = [Shift()]
-    if case.own_criterion:
-        options["stopping_criteria"] = [EndsAtSum()]
-    if case.prefill_chunk_size:
-        options["prefill_chunk_size"] = case.prefill_chunk_size
+    options |= {name: (PROCESSORS | WARPERS)[name] for name in case.processors}
+    own = {"eos_token_id": eos_token_ids, "prefill_chunk_size": case.prefill_chunk_size}
+    own["logits_processor"] = [Shift()] if case.own_processor else []
+    own["stopping_criteria"] = [StopAtSum()] if case.own_criterion else []
+    options |= {name: value for name, value in own.items() if value}
     if case.samples:
-        options |= {"do_sample": True, "verifier": case.verifier or "coupled", "seed": case.prompt_seed}
+        options |= {"do_sample": True, "verifier": "coupled", "seed": case.prompt_seed}
         options["num_return_sequences"] = case.num_return_sequences
-    elif case.verifier:
-        options["verifier"] = case.verifier
     outputs = {f"output_{name}": True for name in ("logits", *case.outputs)}
     return options | outputs | {"return_dict_in_generate": True}
 
@@ -245,34 +217,30 @@ def draft_options(case: Case) -> dict[str, Any]:
         options["num_assistant_tokens_schedule"] = case.schedule
     if case.cache != "auto":
         options["cache_implementation" if case.cache == "static" else "speculation_cache"] = case.cache
-    if case.draft_sampling:
-        options["draft_sampling"] = case.draft_sampling
     if case.confidence:
         options["assistant_confidence_threshold"] = case.confidence
-    lookup = {"prompt_lookup_num_tokens": case.num_assistant_tokens}
-    sources: dict[str, Callable[[], dict[str, Any]]] = {
-        "lookup": lambda: lookup,
-        "store": lambda: lookup | {"suffix_store": hf_speculate.SuffixStore()},
-        "model and lookup": lambda: lookup | model(),
-        "other model": lambda: {"assistant_model": other_draft()},
-        "early exit": lambda: {"assistant_early_exit": 1},
-        "state": lambda: model() | {"draft_state": hf_speculate.DraftState()},
-        "generator": lambda: {
-            "candidate_generator": PromptLookupCandidateGenerator(num_output_tokens=case.num_assistant_tokens)
-        },
-    }
-
-    def model() -> dict[str, Any]:
-        return {"assistant_model": draft_of(case.family, case.noise)}
-
-    return options | sources.get(case.drafter, model)()
+    match case.drafter:
+        case "generator":
+            options["candidate_generator"] = PromptLookupCandidateGenerator(num_output_tokens=case.num_assistant_tokens)
+        case "early exit":
+            options["assistant_early_exit"] = 1
+        case "other model":
+            options["assistant_model"] = other_draft()
+        case "model" | "model and lookup" | "state":
+            options["assistant_model"] = draft_of(case.family, case.noise)
+    if case.drafter in ("lookup", "store", "model and lookup"):
+        options["prompt_lookup_num_tokens"] = case.num_assistant_tokens
+    if case.drafter in ("store", "state"):
+        own = hf_speculate.SuffixStore() if case.drafter == "store" else hf_speculate.DraftState()
+        options["suffix_store" if case.drafter == "store" else "draft_state"] = own
+    return options
 
 
 def cache_of(case: Case) -> Any:
     """A fresh cache to pass; None: transformers makes one."""
-    model, _ = target_of(case.family)
-    config = model.config.get_text_config(decoder=True)
     if case.passed == "no":
         return None
+    model, _ = target_of(case.family)
+    config = model.config.get_text_config(decoder=True)
     own = DynamicCache(config=config) if case.passed == "with config" else DynamicCache()
     return EncoderDecoderCache(own, DynamicCache()) if model.config.is_encoder_decoder else own

@@ -12,22 +12,22 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import transformers
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from transformers import EncoderDecoderCache
-from transformers.cache_utils import StaticSlidingWindowLayer
 
 from hf_speculate.errors import ConfigError, SpeculateError, UnsupportedGenerationError, UnsupportedModelError
+from tests.compatibility_rows import StopAtSum
 from tests.random_calls import (
     FAMILY_NAMES,
     LARGEST_PROMPT_ID,
     Case,
-    EndsAtSum,
     cache_of,
     draft_options,
     draw_case,
@@ -37,7 +37,6 @@ from tests.random_calls import (
 )
 
 TOLERANCES = {torch.float64: 1e-4, torch.float32: 2e-3}  # some families take softmax in float32 whatever the dtype
-MAX_SHRINKS = 40
 _OF_TRANSFORMERS = "prefill chunking without a cache"  # raised for models that name their cache `cache_params`
 
 
@@ -72,8 +71,7 @@ def run_case(case: Case) -> Result:
         difference = compare(expected, got, lens, TOLERANCES[model.dtype], case.cache != "static")
         if difference:
             return Result("tie" if _is_tie(expected, got) else "different", f"turn {turn}: {difference}")
-        is_last = "input_ids" not in inputs or model.config.is_encoder_decoder or case.num_return_sequences > 1
-        if is_last:
+        if "input_ids" not in inputs or model.config.is_encoder_decoder or case.num_return_sequences > 1:
             break
         inputs = _longer(inputs, expected.sequences)
     return Result("equal")
@@ -125,98 +123,66 @@ def _live_lens(case: Case, sequences: Tensor, num_prompt: int, eos: list[int]) -
     places = range(num_prompt, sequences.shape[1])
     is_end = torch.isin(sequences[:, num_prompt:], torch.tensor(eos))
     if eos and case.own_criterion:
-        ends = [EndsAtSum()(sequences[:, : place + 1], None) for place in places]
+        ends = [StopAtSum()(sequences[:, : place + 1], None) for place in places]
         is_end = is_end | torch.stack(ends, dim=1)
     return [int(row.int().argmax()) + 1 if row.any() else len(row) for row in is_end]
 
 
 def compare(plain: Any, ours: Any, lens: list[int], tolerance: float, has_caches: bool) -> str:
     """What is different; empty if nothing is. Of each row the first `lens` [B] new tokens have logits of its own."""
-    if plain.sequences.shape != ours.sequences.shape:
-        return f"sequences {list(plain.sequences.shape)} and {list(ours.sequences.shape)}"
-    if not torch.equal(plain.sequences, ours.sequences):
-        return f"ids of rows {(plain.sequences != ours.sequences).any(1).nonzero().flatten().tolist()}"
-    for name in ("scores", "logits"):
-        steps = [getattr(one, name) or () for one in (plain, ours)]
-        if len(steps[0]) != len(steps[1]):
-            return f"{name} of {len(steps[0])} and {len(steps[1])} steps"
-        for step, (one, other) in enumerate(zip(*steps, strict=True)):
-            rows = [row for row, length in enumerate(lens) if step < length]
-            if not _is_close(one[rows], other[rows], tolerance):
-                return f"{name} of step {step}"
-    for name in ("hidden_states", "attentions", "decoder_hidden_states", "encoder_hidden_states"):
-        pairs = list(_pairs(getattr(plain, name, None), getattr(ours, name, None)))
-        for place, (one, other) in enumerate(pairs):
-            if one is None or other is None or not _is_close(one, other, tolerance):
-                return f"{name}, tensor {place} of {len(pairs)}"
-    return _cache_difference(plain.past_key_values, ours.past_key_values, tolerance) if has_caches else ""
-
-
-def _pairs(one: Any, other: Any) -> Iterator[tuple[Tensor | None, Tensor | None]]:
-    """The tensors of two nested tuples, in order; None where one has none."""
-    if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
-        for parts in zip(one, other, strict=True):
-            yield from _pairs(*parts)
-    elif one is not None or other is not None:
-        yield (one if isinstance(one, Tensor) else None), (other if isinstance(other, Tensor) else None)
-
-
-def _is_close(one: Tensor, other: Tensor, tolerance: float) -> bool:
-    if one.shape != other.shape:
-        return False
-    return torch.allclose(one.double(), other.double(), rtol=tolerance, atol=tolerance, equal_nan=True)
-
-
-def _cache_difference(plain: Any, ours: Any, tolerance: float) -> str:
-    if type(plain) is not type(ours):
-        return f"a {type(plain).__name__} and a {type(ours).__name__}"
-    if isinstance(plain, EncoderDecoderCache):
-        parts = ((one.self_attention_cache, one.cross_attention_cache) for one in (plain, ours))
-        return next(filter(None, (_cache_difference(*pair, tolerance) for pair in zip(*parts, strict=True))), "")
-    if len(plain.layers) != len(ours.layers):
-        return f"caches of {len(plain.layers)} and {len(ours.layers)} layers"
-    for place, (one, other) in enumerate(zip(plain.layers, ours.layers, strict=True)):
-        for name in ("keys", "values"):
-            pair = [_read_columns(layer, name) for layer in (one, other)]
-            if (pair[0] is None) != (pair[1] is None):
-                return f"{name} of layer {place} are missing in one"
-            if pair[0] is not None and not _is_close(*pair, tolerance):
-                return f"{name} of layer {place}, {list(pair[0].shape)} and {list(pair[1].shape)}"
+    expected, found = (_tensors(output, lens, has_caches) for output in (plain, ours))
+    if expected.keys() != found.keys():
+        return f"one only has {sorted(expected.keys() ^ found.keys())[:2]}"
+    for name, one in expected.items():
+        if not _is_close(one, found[name], tolerance):
+            return name
     return ""
 
 
-def _read_columns(layer: Any, name: str) -> Tensor | None:
-    """A layer's keys or values; without the oldest column of a full static window, which no later token reads."""
-    states: Tensor | None = getattr(layer, name, None)
-    if not isinstance(layer, StaticSlidingWindowLayer) or layer.get_seq_length() < layer.max_cache_len:
-        return states
-    return None if states is None else states[:, :, 1:]
+def _is_close(one: Tensor | None, other: Tensor | None, tolerance: float) -> bool:
+    if one is None or other is None:
+        return one is other
+    limits = {"rtol": tolerance, "atol": tolerance, "equal_nan": True}
+    return one.shape == other.shape and torch.allclose(one.double(), other.double(), **limits)
+
+
+def _tensors(output: Any, lens: list[int], has_caches: bool) -> dict[str, Tensor]:
+    """What a call returned, by name."""
+    found = {"sequences": output.sequences}
+    for name in ("scores", "logits"):
+        for step, one in enumerate(getattr(output, name) or ()):
+            found[f"{name} of step {step}"] = one[[row for row, length in enumerate(lens) if step < length]]
+    for name in ("hidden_states", "attentions", "decoder_hidden_states", "encoder_hidden_states"):
+        found |= {f"{name}, tensor {place}": one for place, one in enumerate(tree_leaves(getattr(output, name, None)))}
+    cache = output.past_key_values if has_caches else None
+    parts = (
+        (cache.self_attention_cache, cache.cross_attention_cache) if type(cache) is EncoderDecoderCache else (cache,)
+    )
+    for number, part in enumerate(parts):
+        for place, layer in enumerate(getattr(part, "layers", ())):
+            kind = f"layer {place} of a {type(part).__name__} ({number})"
+            found |= {f"{name} of {kind}": getattr(layer, name, None) for name in ("keys", "values")}
+    return found
 
 
 def _is_tie(plain: Any, ours: Any) -> bool:
     """Whether the first different token had an equal in plain decoding, to float32's resolution."""
     num = min(plain.sequences.shape[1], ours.sequences.shape[1])
-    is_other = plain.sequences[:, :num] != ours.sequences[:, :num]
-    places = is_other.any(0).nonzero()
-    if not len(places):
+    places = (plain.sequences[:, :num] != ours.sequences[:, :num]).T.nonzero().tolist()
+    if not places:
         return False
-    step = int(places[0]) - plain.sequences.shape[1] + len(plain.logits)
-    row = int(is_other[:, int(places[0])].nonzero()[0])
-    best = plain.logits[step][row].topk(2).values
+    place, row = places[0]
+    best = plain.logits[place - plain.sequences.shape[1] + len(plain.logits)][row].topk(2).values
     return bool(best[0] - best[1] < 1e-5)
 
 
 def shrunk(case: Case, detail: str) -> Case:
     """A simpler case that is different in the same way."""
-    for _ in range(MAX_SHRINKS):
-        for simpler in case.simpler():
-            with contextlib.suppress(Exception):
-                result = run_case(simpler)
-                if result.kind == "different" and result.detail[:16] == detail[:16]:
-                    case = simpler
-                    break
-        else:
-            break
+    for simpler in case.simpler():
+        with contextlib.suppress(Exception):
+            result = run_case(simpler)
+            if result.kind == "different" and result.detail[:16] == detail[:16]:
+                return shrunk(simpler, detail)
     return case
 
 
