@@ -109,45 +109,30 @@ def test_an_unset_verifier_is_the_lossless_one(models, do_sample, verifier):
     assert models.generate(do_sample=do_sample).verifier == verifier
 
 
-def test_a_schedule_in_a_stronger_source_counts(models):
-    schedule, num = {"num_assistant_tokens_schedule": "heuristic"}, {"num_assistant_tokens": 2}
-    for sources in ({"keyword": schedule, "model": num}, {"model": schedule | num}):
-        assert longest_draft(models.generate_from(sources)) > 2
+HEURISTIC, TWO = {"num_assistant_tokens_schedule": "heuristic"}, {"num_assistant_tokens": 2}
+STRICT = {"assistant_confidence_threshold": 1.0, "num_assistant_tokens": 5}  # every draft is one token
 
 
-@pytest.mark.parametrize("weaker", SOURCES[1:])
-def test_a_schedule_in_a_weaker_source_than_the_number_of_tokens_does_not_count(models, weaker):
-    weak = {"num_assistant_tokens_schedule": "heuristic", "num_assistant_tokens": 7}
-    sources = {"keyword": {"num_assistant_tokens": 2}, weaker: weak}
-    assert longest_draft(models.generate_from(sources)) == 2
-
-
-def test_a_schedule_alone_starts_from_the_default(models):
-    assert longest_draft(models.generate(num_assistant_tokens_schedule="constant")) == 5
-    assert longest_draft(models.generate(num_assistant_tokens_schedule="heuristic")) > 5
-
-
-@pytest.mark.parametrize("weaker", SOURCES[1:])
-def test_a_confidence_threshold_of_none_keeps_weaker_sources_out(models, weaker):
-    strict = {weaker: {"assistant_confidence_threshold": 1.0, "num_assistant_tokens": 5}}  # every draft is one token
-    assert longest_draft(models.generate_from(strict)) == 1
-    keyword = {"assistant_confidence_threshold": None}
-    assert longest_draft(models.generate_from({**strict, "keyword": keyword})) == 5
-
-
-def test_a_confidence_threshold_of_zero_disables(models):
-    off = {"assistant_confidence_threshold": 0.0, "num_assistant_tokens": 5}
-    sources = {"model": {"assistant_confidence_threshold": 1.0}, "passed": off}
-    assert longest_draft(models.generate_from(sources)) == 5
-
-
-def test_models_and_configs_are_left_as_they_were(models):
-    passed = GenerationConfig(num_assistant_tokens=3, posterior_alpha=0.2)
-    models.target.generation_config = GenerationConfig(pad_token_id=0, num_assistant_tokens_schedule="heuristic")
-    configs = [passed, models.target.generation_config, models.draft.generation_config]
-    before = [config.to_dict() for config in configs]
-    models.generate(generation_config=passed, verifier="typical")
-    assert [config.to_dict() for config in configs] == before
+@pytest.mark.parametrize(
+    ("sources", "longest"),
+    [
+        ({"keyword": HEURISTIC, "model": TWO}, 7),  # drafts of 2, 4 and 6 tokens, and room for 7
+        ({"model": HEURISTIC | TWO}, 7),
+        *(({"keyword": TWO, weaker: HEURISTIC | {"num_assistant_tokens": 7}}, 2) for weaker in SOURCES[1:]),
+        ({"keyword": {"num_assistant_tokens_schedule": "constant"}}, 5),
+        ({"keyword": HEURISTIC}, 8),
+        *(({weaker: STRICT}, 1) for weaker in SOURCES[1:]),
+        *(({weaker: STRICT, "keyword": {"assistant_confidence_threshold": None}}, 5) for weaker in SOURCES[1:]),
+        ({"model": STRICT, "passed": {"assistant_confidence_threshold": 0.0, "num_assistant_tokens": 5}}, 5),
+    ],
+    ids=str,
+)
+def test_schedules_and_thresholds_count_only_beside_numbers_that_are_no_stronger(models, sources, longest):
+    stats = models.generate_from(sources)
+    configs = [models.target.generation_config, models.draft.generation_config]
+    assert longest_draft(stats) == longest
+    for source, config in zip(("model", "draft"), configs, strict=True):
+        assert config.to_dict() == GenerationConfig(pad_token_id=0, **sources.get(source, {})).to_dict()
 
 
 @pytest.mark.parametrize("owner", ["target", "draft"])
@@ -162,18 +147,15 @@ def test_fields_saved_with_a_model_count_when_it_is_loaded(models, seen, tmp_pat
     assert {name: getattr(seen[-1], name) for name in saved} == saved
 
 
-@pytest.mark.parametrize("form", ["file", "mapping"])
-def test_a_repositorys_fields_stand_between_the_call_and_the_model(models, tmp_path, form):
+def test_a_repositorys_fields_stand_between_the_call_and_the_model(models, tmp_path):
     fields = {"num_assistant_tokens": 3, "verifier": "typical", "do_sample": True, "unknown": 1}
     path = tmp_path / "generation_config.json"
     path.write_text(json.dumps(fields), encoding="utf-8")
     models.target.generation_config = GenerationConfig(pad_token_id=0, num_assistant_tokens=7, verifier="rejection")
-    saved = {"fields_from": path if form == "file" else fields}
-    stats = models.generate(**saved)
-    assert stats.verifier == "typical"
-    assert longest_draft(stats) == 3
-    assert longest_draft(models.generate(**saved, generation_config=GenerationConfig(num_assistant_tokens=4))) == 4
-    assert longest_draft(models.generate(**saved, num_assistant_tokens=2)) == 2
+    passed = {"generation_config": GenerationConfig(num_assistant_tokens=4)}
+    for source, options, longest in ((path, {}, 3), (fields, passed, 4), (fields, {"num_assistant_tokens": 2}, 2)):
+        stats = models.generate(fields_from=source, **options)
+        assert (stats.verifier, longest_draft(stats)) == ("typical", longest)
 
 
 def test_read_config_lets_a_stronger_seed_or_generator_shut_out_the_other():
@@ -216,7 +198,7 @@ def test_numpy_integers_decode_as_the_ints_that_they_are(models):
 @pytest.mark.parametrize("name", ["coupled", "typical", "mine"])
 def test_resolve_fills_in_what_depends_on_sampling_and_leaves_the_rest(name):
     config = SpeculationConfig(verifier=name, seed=3, num_assistant_tokens=4)
-    greedy = name if name in ("typical", "mine") else "greedy"
+    greedy = "greedy" if name == "coupled" else name
     for do_sample, verifier, correction in ((True, name, "sample"), (False, greedy, "argmax")):
         assert config.resolve(do_sample) == replace(config, verifier=verifier, typical_correction=correction)
     assert config == SpeculationConfig(verifier=name, seed=3, num_assistant_tokens=4)
