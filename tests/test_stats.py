@@ -11,7 +11,6 @@ from transformers import LogitsProcessorList
 
 import hf_speculate
 from hf_speculate.stats import MAX_DRAFT_LENS, MAX_PLAIN_STEPS, SpeculationStats
-from hf_speculate.verify import GreedyVerifier, register_verifier
 from tests.cases import ACCEPTED_ALL, DRAFT_NOISE, Unchanged, pair
 from tests.tiny import ragged_prompts
 
@@ -47,28 +46,18 @@ def test_counts_and_rates_of_rounds_and_positions():
     assert stats.mean_acceptance_length == 11 / 5
     assert stats.acceptance_rate_per_position == [3 / 4, 2 / 3, 1 / 3, 0.0, 0.0]
     assert stats.verified_acceptance_rate_per_position == [3 / 4, 1.0, 1 / 2]
+    stats.add_row(num_drafted=5, num_accepted=2, num_emitted=2, num_verified=2)  # the text ended after them
+    assert stats.verified_per_position == [5, 3, 2, 0, 0]
 
 
-def test_tokens_that_the_verifier_never_reached_are_not_verified():
-    stats = SpeculationStats()
-    stats.add_row(num_drafted=5, num_accepted=2, num_emitted=2, num_verified=2)
-    assert stats.verified_acceptance_rate_per_position == [1.0, 1.0]
-
-
-def test_before_the_first_round_everything_is_zero_and_reads():
-    stats = SpeculationStats()
+def test_after_a_reset_everything_is_zero_and_reads():
+    stats = full_stats()
+    stats.reset()
+    assert stats == SpeculationStats()
     assert stats.acceptance_rate == stats.verified_acceptance_rate == stats.mean_acceptance_length == 0.0
     assert (stats.tokens_per_s, stats.speedup) == (0.0, None)
     assert "acceptance rate per position: -" in str(stats)
     assert stats.summary() == "no verification: no rounds in 0.00 s"
-
-
-def test_reset_sets_every_field_back_in_place():
-    stats = full_stats()
-    stats.reset()
-    assert stats == SpeculationStats()
-    stats.fallbacks.append("more")
-    assert SpeculationStats().fallbacks == []
 
 
 def test_calls_add_up():
@@ -101,9 +90,11 @@ def test_the_speedup_compares_with_the_median_plain_step():
     stats.add_plain_step(2.0)
     stats.add_plain_step(0.75)
     assert stats.speedup == 10 * 0.75 / 5.0
-    for _ in range(MAX_PLAIN_STEPS):
-        stats.add_plain_step(1.0)
-    assert len(stats.plain_step_s) == MAX_PLAIN_STEPS
+
+
+TIMES = (
+    "prefill 0.500 s (20%), draft 0.250 s (10%), score 1.000 s (40%), verify 0.500 s (20%), bookkeeping 0.250 s (10%)"
+)
 
 
 def test_it_reads_well():
@@ -117,10 +108,7 @@ def test_it_reads_well():
         "acceptance rate per position: 1.00 0.50 0.50",
         "tokens per second: 3.5",
         "rounds by draft length: 0:1 3:2",
-        (
-            "time by stage: prefill 0.500 s (20%), draft 0.250 s (10%), score 1.000 s (40%), verify 0.500 s (20%), "
-            "bookkeeping 0.250 s (10%)"
-        ),
+        f"time by stage: {TIMES}",
         "verifier: greedy",
         "host synchronisations: 3 ours, 1 in user code",
         "compiled: target",
@@ -143,14 +131,8 @@ def test_tables_show_markup_as_it_stands():
 
 def generate(stats: SpeculationStats, batch_size: int, noise: float = DRAFT_NOISE, **options) -> None:
     target, draft = pair("llama", noise)
-    target.generate(
-        **ragged_prompts(batch_size, seed=1),
-        assistant_model=draft,
-        max_new_tokens=13,
-        num_assistant_tokens=3,
-        speculation_stats=stats,
-        **options,
-    )
+    options |= {"max_new_tokens": 13, "num_assistant_tokens": 3, "speculation_stats": stats}
+    target.generate(**ragged_prompts(batch_size, seed=1), assistant_model=draft, **options)
 
 
 def test_a_call_with_a_perfect_draft_is_counted_exactly():
@@ -165,30 +147,18 @@ def test_a_call_with_a_perfect_draft_is_counted_exactly():
     assert min(stats.seconds_by_stage.values()) > 0
 
 
-class SeeingGreedy(GreedyVerifier):
-    """Greedy verification that records what each call verified."""
-
-    def __init__(self):
-        super().__init__()
-        object.__setattr__(self, "calls", [])  # per call, [B] pairs of tokens that counted and were accepted
-
-    def verify(self, target_logits, draft, keys):
-        verdict = super().verify(target_logits, draft, keys)
-        self.calls.append(list(zip(draft.lens.tolist(), verdict.num_accepted.tolist(), strict=True)))
-        return verdict
-
-
 @pytest.mark.parametrize("is_lock_step", [False, True])
-def test_generate_counts_as_verified_what_its_verifier_verified(registry, is_lock_step):
-    verifier = SeeingGreedy()
-    register_verifier("seeing", lambda config: verifier, lossless=True, reads_draft_logits=False)
-    stats = SpeculationStats()
+def test_what_the_verifier_reached_is_verified_in_lock_step_too(is_lock_step):
+    stats, reports = SpeculationStats(), []
     processors = LogitsProcessorList([Unchanged()] if is_lock_step else [])
-    generate(stats, 3, verifier="seeing", logits_processor=processors)
+    generate(stats, 3, speculation_callback=reports.append, logits_processor=processors)
     assert stats.lock_step == is_lock_step
-    rows = [row for call in verifier.calls for row in call]
-    assert stats.num_verified == sum(min(accepted + 1, num) for num, accepted in rows)
-    assert stats.num_accepted == sum(accepted for _, accepted in rows)
+    num_verified = 0
+    for one in reports:
+        most = 1 + min(one.num_accepted) if is_lock_step else 3  # no row is read past the first rejection
+        rows = zip(one.num_drafted, one.num_accepted, strict=True)
+        num_verified += sum(min(num_drafted, num_accepted + 1, most) for num_drafted, num_accepted in rows)
+    assert stats.num_verified == num_verified
     assert stats.num_accepted < stats.num_verified < stats.num_drafted
 
 
@@ -204,12 +174,14 @@ def test_a_dict_holds_every_field_and_figure_as_json_gives_it_back():
     assert stats.fallbacks == ["first [reason]", "a <b> & c"]
 
 
-def test_lens_in_order_stay_bounded():
+def test_lens_and_plain_steps_in_order_stay_bounded():
     stats = SpeculationStats()
     for number in range(MAX_DRAFT_LENS + 10):
         stats.add_draft_len(number % 3)
+        stats.add_plain_step(1.0)
     assert (len(stats.draft_lens), stats.draft_lens[:4]) == (MAX_DRAFT_LENS, [0, 1, 2, 0])
     assert sum(stats.rounds_by_draft_len.values()) == MAX_DRAFT_LENS + 10
+    assert len(stats.plain_step_s) == MAX_PLAIN_STEPS
 
 
 def test_pandas_gets_one_row_a_call():
@@ -232,15 +204,9 @@ def test_a_plot_has_three_panels_that_say_what_was_counted():
     assert list(lens.lines[0].get_ydata()) == stats.draft_lens
     assert [bar.get_width() for bar in seconds.patches] == list(stats.seconds_by_stage.values())
     assert [text.get_text() for text in seconds.texts] == ["20%", "10%", "40%", "20%", "10%"]
-
-
-def test_plots_of_nothing_and_of_more_than_was_kept_say_so():
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    acceptance, lens, _ = SpeculationStats().plot().axes
-    assert (acceptance.texts[0].get_text(), lens.texts[0].get_text()) == ("nothing was drafted", "there were no rounds")
-    stats = full_stats()
-    stats.num_batch_rounds = 50
+    stats.num_batch_rounds = 50  # more than was kept
     assert stats.plot().axes[1].get_xlabel() == "round, the first 3 of 50"
+    assert SpeculationStats().plot().axes[0].texts[0].get_text() == "nothing was drafted"
 
 
 @pytest.mark.parametrize(("library", "ask"), [("matplotlib", "plot"), ("pandas", "to_pandas")])
