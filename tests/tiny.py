@@ -1,7 +1,6 @@
 """Tiny random models built in code, so that no test needs a download."""
 
 import copy
-import dataclasses
 from typing import Any
 
 import torch
@@ -9,66 +8,34 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from tests.tiny_recurrent import RECURRENT_KINDS, RECURRENT_WITH_EXPERTS, recurrent_configs
+from tests.tiny_configs import INITIALIZER_RANGE as INITIALIZER_RANGE
+from tests.tiny_configs import MAX_LEN as MAX_LEN
+from tests.tiny_configs import PAD_TOKEN_ID, SLIDING_WINDOW, fill
+from tests.tiny_recurrent import RECURRENT_KINDS, recurrent_configs
 
-SLIDING_WINDOW = 8
-MAX_LEN = 512
-PAD_TOKEN_ID = 0
-
-# A standard deviation of 0.3 at width 32 makes attention peaked and the blocks outweigh the residual stream, so that
-# the text depends on its prefix: greedy text does not fall into one token for ever.
-INITIALIZER_RANGE = 0.3
 # The median gap between the two largest logits is then above 0.5 for every kind, 1e14 times float64's resolution.
 LOGIT_SCALE = 2.0
-
-_COMMON: dict[str, Any] = {
-    "initializer_range": INITIALIZER_RANGE,
-    "tie_word_embeddings": False,  # tied heads prefer the token just read
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": PAD_TOKEN_ID,
-}
-# Of attention models; a config class takes those that it knows, by its own name or another one for it.
-_SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "ffn_dim": 48,
-    "word_embed_proj_dim": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "query_pre_attn_scalar": 8,
-    "max_position_embeddings": MAX_LEN,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "init_std": INITIALIZER_RANGE,
-}
-_HEAD_DIM: dict[str, Any] = {"head_dim": 8}
-_WINDOW: dict[str, Any] = {"sliding_window": SLIDING_WINDOW}
-_ALTERNATING: dict[str, Any] = {**_WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+_ALTERNATING: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"]}
 _SHARED: dict[str, Any] = {  # the last two layers read the states of the first two
-    **_HEAD_DIM,
-    **_WINDOW,
     "num_hidden_layers": 4,
     "layer_types": _ALTERNATING["layer_types"] * 2,
     "num_kv_shared_layers": 2,
     "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": 64,
 }
-_LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+_ALTUP = {"activation_sparsity_pattern": [0.0] * 4, "laurel_rank": 4, "altup_num_inputs": 2}
 _SOFTCAPS = {"attn_logit_softcapping": 20.0, "final_logit_softcapping": 30.0}
+_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+_CHUNKED = {"layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0]}
+_CHUNKED |= {"attention_chunk_size": SLIDING_WINDOW}
+_ONE_EXPERT = {"num_local_experts": 2, "num_experts_per_tok": 1}
 
+# Kind -> config class and fields of its own.
 _CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "llama": (transformers.LlamaConfig, {}),
     "qwen2": (transformers.Qwen2Config, {}),
-    "mistral_window": (transformers.MistralConfig, _WINDOW),
-    "gemma2": (
-        transformers.Gemma2Config,
-        {**_HEAD_DIM, **_WINDOW, **_SOFTCAPS, "num_hidden_layers": 4},
-    ),  # two of each sort
+    "mistral_window": (transformers.MistralConfig, {}),
+    "gemma2": (transformers.Gemma2Config, {**_SOFTCAPS, "num_hidden_layers": 4}),  # two of each sort
     "gpt2": (transformers.GPT2Config, {}),
     "bloom": (transformers.BloomConfig, {}),
 }
@@ -80,58 +47,38 @@ _CONFIGS |= {
     "cohere2": (transformers.Cohere2Config, _ALTERNATING),
     "deepseek_v3": (
         transformers.DeepseekV3Config,
-        {**_LATENT, "num_key_value_heads": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
+        {"num_key_value_heads": 4, "q_lora_rank": 16, "n_group": 2, "first_k_dense_replace": 1},
     ),
     "falcon": (transformers.FalconConfig, {}),
     "falcon_alibi": (transformers.FalconConfig, {"alibi": True}),
-    "gemma3": (transformers.Gemma3TextConfig, {**_HEAD_DIM, **_ALTERNATING}),
-    "gemma3n": (
-        transformers.Gemma3nTextConfig,
-        {**_SHARED, "activation_sparsity_pattern": [0.0] * 4, "laurel_rank": 4, "altup_num_inputs": 2},
-    ),
+    "gemma3": (transformers.Gemma3TextConfig, _ALTERNATING),
+    "gemma3n": (transformers.Gemma3nTextConfig, {**_SHARED, **_ALTUP}),
     "gemma4": (transformers.Gemma4TextConfig, {**_SHARED, "global_head_dim": 8}),
     "gpt_neo": (
         transformers.GPTNeoConfig,
         {"attention_types": [[["global", "local"], 1]], "window_size": SLIDING_WINDOW},
     ),
-    "gpt_oss": (
-        transformers.GptOssConfig,
-        {**_HEAD_DIM, **_WINDOW, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
-    ),
-    "llama4": (
-        transformers.Llama4TextConfig,
-        {
-            **_HEAD_DIM,
-            "intermediate_size_mlp": 48,
-            "num_local_experts": 2,
-            "num_experts_per_tok": 1,
-            "attention_chunk_size": SLIDING_WINDOW,
-            "layer_types": ["chunked_attention", "full_attention"],
-            "no_rope_layers": [1, 0],
-        },
-    ),
-    "mixtral": (transformers.MixtralConfig, _WINDOW),
-    "mpt": (transformers.MptConfig, {"max_seq_len": MAX_LEN}),
+    "gpt_oss": (transformers.GptOssConfig, _ROPE),
+    "llama4": (transformers.Llama4TextConfig, {**_CHUNKED, **_ONE_EXPERT, "intermediate_size_mlp": 48}),
+    "mixtral": (transformers.MixtralConfig, {}),
+    "mpt": (transformers.MptConfig, {}),
     "opt": (transformers.OPTConfig, {}),
     "phi": (transformers.PhiConfig, {}),
-    "phi3": (transformers.Phi3Config, _WINDOW),
-    "qwen2_moe": (transformers.Qwen2MoeConfig, {"shared_expert_intermediate_size": 24}),
-    "qwen3": (transformers.Qwen3Config, _HEAD_DIM),
-    "qwen3_moe": (transformers.Qwen3MoeConfig, _HEAD_DIM),
+    "phi3": (transformers.Phi3Config, {}),
+    "qwen2_moe": (transformers.Qwen2MoeConfig, {}),
+    "qwen3": (transformers.Qwen3Config, {}),
+    "qwen3_moe": (transformers.Qwen3MoeConfig, {}),
 }
 MORE_KINDS: tuple[str, ...] = tuple(kind for kind in _CONFIGS if kind not in KINDS)
-_WITH_EXPERTS = ("deepseek_v3", "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe", *RECURRENT_WITH_EXPERTS)
 _CONFIGS |= recurrent_configs()
 
 
-def make_config(kind: str, *, vocab_size: int = 64, **overrides: Any) -> PreTrainedConfig:
+def make_config(kind: str, **overrides: Any) -> PreTrainedConfig:
     """The configuration of a tiny model of `kind` (one of `KINDS`); `overrides` are fields of its config class."""
     if kind not in _CONFIGS:
         raise ValueError(f"kind must be one of {sorted(_CONFIGS)}, got {kind!r}")
     config_class, fields = _CONFIGS[kind]
-    names = {field.name for field in dataclasses.fields(config_class)} | config_class.attribute_map.keys()
-    sizes = {name: value for name, value in _SIZES.items() if name in names and kind not in RECURRENT_KINDS}
-    return config_class(**{**_COMMON, **sizes, **fields, "vocab_size": vocab_size, **overrides})
+    return fill(config_class, **{**fields, **overrides})
 
 
 def _clamp_mask(
@@ -140,8 +87,7 @@ def _clamp_mask(
     """Keep an additive float64 mask finite in float32.
 
     Eager attention adds float64's lowest number and then takes the softmax in float32, where that number is -inf: a
-    padded query, which sees nothing, would become NaN and carry it into the real rows. No released checkpoint runs in
-    float64, so the models alone need this, not the library.
+    padded query, which sees nothing, would become NaN. No released checkpoint runs in float64.
     """
     mask = kwargs.get("attention_mask")
     if isinstance(mask, Tensor) and mask.dtype == torch.float64:
@@ -165,30 +111,20 @@ def make_model(
     attn_implementation: str | None = None,
     **overrides: Any,
 ) -> PreTrainedModel:
-    """A tiny random causal language model in eval mode.
+    """A tiny random causal language model in eval mode; `overrides` are fields of the kind's config class.
 
-    The same arguments give the same weights; torch's global generator is left as it was. Nothing ends a text unless
-    the caller sets an EOS id. Gemma 2 and Bloom take the attention's softmax in float32 whatever the dtype.
-
-    Args:
-        kind: one of `KINDS`.
-        dtype: of the weights; they are drawn in float64 and rounded.
-        seed: of the weights.
-        vocab_size: V.
-        attn_implementation: "eager", "sdpa" or a registered name; unset: eager for Gemma 2 and Bloom, SDPA for the
-            others.
-        **overrides: fields of the kind's config class.
+    The same arguments give the same weights, which are drawn in float64 and rounded; torch's global generator is left
+    as it was. Nothing ends a text unless the caller sets an EOS id. Gemma 2 and Bloom take the attention's softmax in
+    float32 whatever the dtype.
     """
     if attn_implementation is None and kind == "gemma2":
         attn_implementation = "eager"  # transformers 5.17 takes SDPA, which drops the softcapping
     config = make_config(kind, vocab_size=vocab_size, **overrides)
-    # The grouped product of matrices that experts use else knows no float64.
-    options = {"experts_implementation": "eager"} if kind in _WITH_EXPERTS else {}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float64, attn_implementation=attn_implementation, **options
-        ).eval()
+        # The grouped product of matrices that experts use else knows no float64.
+        options = {"attn_implementation": attn_implementation, "experts_implementation": "eager"}
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, **options).eval()
     model.requires_grad_(False)
     if kind in RECURRENT_KINDS:
         vary_vectors(model)
@@ -208,29 +144,13 @@ def vary_vectors(model: PreTrainedModel) -> None:
             weight.add_(torch.randn(weight.shape, generator=generator, dtype=weight.dtype) * 0.1)
 
 
-def make_small_model(
-    vocab_size: int = 8,
-    *,
-    seed: int = 0,
-    sharpness: float = 1.0,
-    dtype: torch.dtype = torch.float64,
-    num_hidden_layers: int = 1,
-) -> PreTrainedModel:
+def make_small_model(vocab_size: int = 8, *, sharpness: float = 1.0, **options: Any) -> PreTrainedModel:
     """A Llama of width 16, small enough to compute the joint distribution of a few tokens from every prefix.
 
     `sharpness` multiplies the logits: 0 makes distributions uniform, 1 leaves an entropy of 1 to 1.6 nats at V = 8.
     """
-    model = make_model(
-        "llama",
-        dtype=dtype,
-        seed=seed,
-        vocab_size=vocab_size,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=num_hidden_layers,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-    )
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = make_model("llama", vocab_size=vocab_size, **{"num_hidden_layers": 1, **sizes, **options})
     model.get_output_embeddings().weight.mul_(sharpness / LOGIT_SCALE)
     return model
 
@@ -238,10 +158,7 @@ def make_small_model(
 def noisy_copy(model: PreTrainedModel, scale: float = 0.05, seed: int = 1) -> PreTrainedModel:
     """A deep copy whose weights carry Gaussian noise: a draft that is right most of the time and not always.
 
-    Args:
-        model: left as it is.
-        scale: standard deviation of the noise, relative to that of each weight; 0 copies exactly.
-        seed: of the noise.
+    `scale` is the standard deviation of the noise, relative to that of each weight; 0 copies exactly.
     """
     draft = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(seed)
@@ -264,13 +181,10 @@ def ragged_prompts(
     vocab_size: int = 64,
     pad_token_id: int = PAD_TOKEN_ID,
 ) -> dict[str, Tensor]:
-    """Left-padded random prompts of different lengths, as keywords of `generate()`.
+    """Left-padded random prompts of different lengths, as keywords of `generate()`, both [B, T] int64.
 
     With two rows or more, the shortest prompt has `min_len` and the longest `max_len` tokens. No real token is
     `pad_token_id`.
-
-    Returns:
-        `input_ids` [B, T] int64 and `attention_mask` [B, T] int64, with T = `max_len` (for one row: its own length).
     """
     generator = torch.Generator().manual_seed(seed)
     lens = torch.randint(min_len, max_len + 1, (batch_size,), generator=generator)

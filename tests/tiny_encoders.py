@@ -8,35 +8,11 @@ import transformers
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, WhisperForCausalLM, WhisperForConditionalGeneration
 
-from tests.tiny import (
-    INITIALIZER_RANGE,
-    LOGIT_SCALE,
-    MAX_LEN,
-    PAD_TOKEN_ID,
-    clamp_masks,
-    make_config,
-    make_model,
-    noisy_copy,
-)
+from tests.tiny import LOGIT_SCALE, clamp_masks, make_config, make_model, noisy_copy
+from tests.tiny_configs import COMMON, INITIALIZER_RANGE, MAX_LEN, PAD_TOKEN_ID, START_TOKEN_ID, VOCAB_SIZE, fill
 
-VOCAB_SIZE = 64
-START_TOKEN_ID = 1
 IMAGE_TOKEN_ID, VIDEO_TOKEN_ID = 60, 61
 NUM_MEL_BINS, NUM_FRAMES = 8, 20  # of one Whisper window
-_IDS: dict[str, Any] = {
-    "pad_token_id": PAD_TOKEN_ID,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "decoder_start_token_id": START_TOKEN_ID,
-    "tie_word_embeddings": False,  # tied heads prefer the token just read
-}
-_STACKS: dict[str, Any] = {
-    "d_model": 32,
-    "encoder_layers": 3,  # more than the decoder has: a cache made for the config has layers that stay empty
-    "decoder_layers": 2,
-    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 48),
-    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
-}
 TEXT: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,
@@ -45,44 +21,37 @@ TEXT: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": MAX_LEN,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": PAD_TOKEN_ID,
+    **{name: COMMON[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
 }
-VISION: dict[str, Any] = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "image_size": 8,
-}
-MERGING_VISION: dict[str, Any] = {
-    "depth": 1,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_heads": 2,
-    "patch_size": 4,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-    "out_hidden_size": 32,
-}
+_WIDTHS: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24}
+VISION = _WIDTHS | {"num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 8}
+MERGING_VISION = _WIDTHS | {"depth": 1, "num_heads": 2, "patch_size": 4, "out_hidden_size": 32}
+MERGING_VISION |= {"spatial_merge_size": 2, "temporal_patch_size": 2}
 
-QWEN_IDS: dict[str, Any] = {
-    "image_token_id": IMAGE_TOKEN_ID,
-    "video_token_id": VIDEO_TOKEN_ID,
-    "vision_start_token_id": 62,
-    "vision_end_token_id": 63,
+IDS: dict[str, Any] = {"image_token_id": IMAGE_TOKEN_ID, "video_token_id": VIDEO_TOKEN_ID, "tie_word_embeddings": False}
+QWEN_IDS = IDS | {"vision_start_token_id": 62, "vision_end_token_id": 63}
+CLIP_AND_LLAMA: dict[str, Any] = {
+    "vision_config": {"model_type": "clip_vision_model", **VISION, "patch_size": 4},
+    "text_config": {"model_type": "llama", **TEXT},
+    "image_token_index": IMAGE_TOKEN_ID,
     "tie_word_embeddings": False,
 }
 QWEN_ROPE = {"rope_type": "default", "type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
-
+QWEN_TEXT = {**TEXT, "rope_parameters": QWEN_ROPE, "rope_scaling": QWEN_ROPE}
+_START = {"decoder_start_token_id": START_TOKEN_ID}
+_LONGER = {"encoder_layers": 3}  # than the decoder: a cache made for the config has layers that stay empty
 # What an encoder gives is much the same in every column: weaker, it leaves the text to depend on its prefix.
 _T5_GAINS = {"EncDecAttention.o.": 0.5, "SelfAttention.o.": 6.0, "relative_attention_bias": 8.0, ".wo.": 3.0}
 _BART_GAINS = {"encoder_attn.out_proj": 0.1}
 
 
-def filled(model: PreTrainedModel, seed: int, gains: dict[str, float] | None = None) -> PreTrainedModel:
-    """The model in float64 and eval mode, its matrices drawn anew; `gains` on the decoder's weights with such names."""
+def ready(
+    model: PreTrainedModel, seed: int = 0, gains: dict[str, float] | None = None, **settings: Any
+) -> PreTrainedModel:
+    """The model in float64 and eval mode, its matrices drawn anew, for greedy decoding.
+
+    `gains` multiply the decoder's weights of such names; `settings` are of the generation config.
+    """
     generator = torch.Generator().manual_seed(seed)
     model.to(torch.float64).eval().requires_grad_(False)
     seen: set[int] = set()
@@ -96,34 +65,28 @@ def filled(model: PreTrainedModel, seed: int, gains: dict[str, float] | None = N
     model.get_output_embeddings().weight.mul_(LOGIT_SCALE)
     model.config.dtype = torch.float64
     clamp_masks(model)
-    return model
-
-
-def ready(
-    model: PreTrainedModel, seed: int = 0, gains: dict[str, float] | None = None, **settings: Any
-) -> PreTrainedModel:
-    """The model with weights of a seed, for greedy decoding; `settings` of its generation config."""
-    model = filled(model, seed, gains)
+    if model.config.is_encoder_decoder:
+        settings["decoder_start_token_id"] = START_TOKEN_ID
     model.generation_config = GenerationConfig(pad_token_id=PAD_TOKEN_ID, do_sample=False, **settings)
     return model
 
 
+def make(class_name: str, seed: int = 0, **fields: Any) -> PreTrainedModel:
+    """A model of the class; `fields` are all those of its config that are not the default."""
+    model_class = getattr(transformers, class_name)
+    return ready(model_class(model_class.config_class(**fields)), seed)
+
+
 def make_t5(*, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """A T5; `overrides` are fields of its config."""
-    fields = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 3, "num_decoder_layers": 2, "num_heads": 4}
-    config = transformers.T5Config(**{"vocab_size": VOCAB_SIZE, **_IDS, **fields, **overrides})
-    return ready(
-        transformers.T5ForConditionalGeneration(config), seed, _T5_GAINS, decoder_start_token_id=START_TOKEN_ID
-    )
+    config = fill(transformers.T5Config, **_START | {"num_layers": 3} | overrides)
+    return ready(transformers.T5ForConditionalGeneration(config), seed, _T5_GAINS)
 
 
 def make_bart(*, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """A BART, whose positions are columns; `overrides` are fields of its config."""
-    fields = {**_STACKS, "max_position_embeddings": MAX_LEN, "forced_eos_token_id": None}
-    config = transformers.BartConfig(vocab_size=VOCAB_SIZE, **_IDS, **{**fields, **overrides})
-    return ready(
-        transformers.BartForConditionalGeneration(config), seed, _BART_GAINS, decoder_start_token_id=START_TOKEN_ID
-    )
+    config = fill(transformers.BartConfig, **_START | _LONGER | overrides)
+    return ready(transformers.BartForConditionalGeneration(config), seed, _BART_GAINS)
 
 
 def make_whisper(*, seed: int = 0, **overrides: Any) -> WhisperForConditionalGeneration:
@@ -132,19 +95,10 @@ def make_whisper(*, seed: int = 0, **overrides: Any) -> WhisperForConditionalGen
     Generation settings are those of English-only checkpoints, with another id suppressed at the beginning than later.
     """
     sizes = {"num_mel_bins": NUM_MEL_BINS, "max_source_positions": NUM_FRAMES // 2, "max_target_positions": 96}
-    config = transformers.WhisperConfig(vocab_size=VOCAB_SIZE, **_IDS, **{**_STACKS, **sizes, **overrides})
-    return ready(
-        WhisperForConditionalGeneration(config),
-        seed,
-        eos_token_id=2,
-        decoder_start_token_id=START_TOKEN_ID,
-        suppress_tokens=[5, 9],
-        begin_suppress_tokens=[7, 2],
-        no_timestamps_token_id=49,
-        is_multilingual=False,
-        return_timestamps=False,
-        max_initial_timestamp_index=5,
-    )
+    config = fill(transformers.WhisperConfig, **_START | _LONGER | sizes | overrides)
+    settings = {"eos_token_id": 2, "suppress_tokens": [5, 9], "begin_suppress_tokens": [7, 2], "is_multilingual": False}
+    times = {"return_timestamps": False, "no_timestamps_token_id": 49, "max_initial_timestamp_index": 5}
+    return ready(WhisperForConditionalGeneration(config), seed, **settings, **times)
 
 
 def decoder_of(model: WhisperForConditionalGeneration) -> WhisperForCausalLM:
@@ -169,33 +123,21 @@ def speech(batch_size: int, *, num_frames: int = NUM_FRAMES, seed: int = 0) -> T
 
 def make_llava(*, seed: int = 0) -> PreTrainedModel:
     """A LLaVA over a Llama, four tokens an image."""
-    config = transformers.LlavaConfig(
-        vision_config=transformers.CLIPVisionConfig(**VISION, patch_size=4),
-        text_config=transformers.LlamaConfig(**TEXT),
-        image_token_index=IMAGE_TOKEN_ID,
-        image_token_id=IMAGE_TOKEN_ID,
-        tie_word_embeddings=False,
-    )
-    return ready(transformers.LlavaForConditionalGeneration(config), seed)
+    return make("LlavaForConditionalGeneration", seed, **CLIP_AND_LLAMA, image_token_id=IMAGE_TOKEN_ID)
 
 
 def make_qwen2_vl(*, seed: int = 0) -> PreTrainedModel:
     """A Qwen2-VL, whose positions have three axes and fall behind the number of tokens at every image."""
-    config = transformers.Qwen2VLConfig(
-        vision_config={**MERGING_VISION, "embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2},
-        text_config={**TEXT, "rope_parameters": QWEN_ROPE, "rope_scaling": QWEN_ROPE},
-        **QWEN_IDS,
-    )
-    return ready(transformers.Qwen2VLForConditionalGeneration(config), seed)
+    vision = {**MERGING_VISION, "embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2}
+    return make("Qwen2VLForConditionalGeneration", seed, vision_config=vision, text_config=QWEN_TEXT, **QWEN_IDS)
 
 
 def make_qwen3_5_vl(*, seed: int = 0) -> PreTrainedModel:
     """A Qwen3.5 as its checkpoints have it: recurrent layers, and positions as in Qwen2-VL."""
     text = make_config("qwen3_5").to_dict()
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1], "partial_rotary_factor": 1.0}
-    vision = {**MERGING_VISION, "num_position_embeddings": 16}
-    config = transformers.Qwen3_5Config(vision_config=vision, text_config={**text, "rope_parameters": rope}, **QWEN_IDS)
-    return ready(transformers.Qwen3_5ForConditionalGeneration(config), seed)
+    own = {"vision_config": {**MERGING_VISION, "num_position_embeddings": 16}, **QWEN_IDS}
+    return make("Qwen3_5ForConditionalGeneration", seed, text_config={**text, "rope_parameters": rope}, **own)
 
 
 def text_draft(target: PreTrainedModel, noise: float = 0.01) -> PreTrainedModel:

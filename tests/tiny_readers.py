@@ -10,25 +10,29 @@ from transformers import PreTrainedModel
 
 from tests.tiny import PAD_TOKEN_ID, SLIDING_WINDOW, ragged_prompts
 from tests.tiny_encoders import (
+    CLIP_AND_LLAMA,
+    IDS,
     IMAGE_TOKEN_ID,
     MERGING_VISION,
     NUM_MEL_BINS,
     QWEN_IDS,
-    QWEN_ROPE,
-    START_TOKEN_ID,
+    QWEN_TEXT,
     TEXT,
     VIDEO_TOKEN_ID,
     VISION,
+    make,
     make_llava,
     noise,
     picture_prompts,
     prompts_with,
-    ready,
 )
 from tests.tiny_families import make_family
 
 BATCH_SIZE = 2
 _AUDIO_TOKEN_ID = 61
+_AUDIO_IDS = {"audio_token_id": _AUDIO_TOKEN_ID, "audio_token_index": _AUDIO_TOKEN_ID}
+_QWEN2 = {"model_type": "qwen2", **TEXT}
+_MERGING_ALL = {**MERGING_VISION, "fullatt_block_indexes": [0]}
 
 
 class Reading(NamedTuple):
@@ -41,14 +45,7 @@ class Reading(NamedTuple):
 
 def sizes_of_images() -> Reading:
     """LLaVA-NeXT, which lays the features of its tiles out by the image's size and cannot read a prompt without."""
-    config = transformers.LlavaNextConfig(
-        vision_config=transformers.CLIPVisionConfig(**VISION, patch_size=4),
-        text_config=transformers.LlamaConfig(**TEXT),
-        image_token_index=IMAGE_TOKEN_ID,
-        image_grid_pinpoints=[[8, 16], [16, 8]],
-        tie_word_embeddings=False,
-    )
-    target = ready(transformers.LlavaNextForConditionalGeneration(config))
+    target = make("LlavaNextForConditionalGeneration", **CLIP_AND_LLAMA, image_grid_pinpoints=[[8, 16], [16, 8]])
     # 4 tokens of the whole image; of two tiles side by side 2 rows of 4, each with its end.
     inputs = prompts_with(2, IMAGE_TOKEN_ID, 4 + 2 * (4 + 1))
     inputs["pixel_values"] = noise(2, 3, 3, 8, 8)  # each image whole, and its two tiles
@@ -58,14 +55,9 @@ def sizes_of_images() -> Reading:
 
 def masks_of_pixels() -> Reading:
     """Idefics3, which does not look at the right half of the picture."""
-    config = transformers.Idefics3Config(
-        vision_config={**VISION, "patch_size": 2},
-        text_config={"model_type": "llama", **TEXT},
-        image_token_id=IMAGE_TOKEN_ID,
-        scale_factor=2,
-        pad_token_id=PAD_TOKEN_ID,
-    )
-    target = ready(transformers.Idefics3ForConditionalGeneration(config))
+    own = {"text_config": {"model_type": "llama", **TEXT}, "scale_factor": 2, "pad_token_id": PAD_TOKEN_ID}
+    own |= {"vision_config": {**VISION, "patch_size": 2}, "image_token_id": IMAGE_TOKEN_ID}
+    target = make("Idefics3ForConditionalGeneration", **own)
     inputs = prompts_with(2, IMAGE_TOKEN_ID, 4)
     inputs["pixel_values"] = noise(2, 1, 3, 8, 8)
     mask = torch.ones(2, 1, 8, 8, dtype=torch.bool)
@@ -77,12 +69,8 @@ def masks_of_pixels() -> Reading:
 def seconds_of_videos() -> Reading:
     """Qwen2.5-VL, whose positions in time go by the seconds between frames."""
     vision = {"depth": 2, "tokens_per_second": 2, "window_size": 16, "fullatt_block_indexes": [1]}
-    config = transformers.Qwen2_5_VLConfig(
-        vision_config={**MERGING_VISION, **vision},
-        text_config={**TEXT, "rope_parameters": QWEN_ROPE, "rope_scaling": QWEN_ROPE},
-        **QWEN_IDS,
-    )
-    target = ready(transformers.Qwen2_5_VLForConditionalGeneration(config))
+    own = {"vision_config": {**MERGING_VISION, **vision}, "text_config": QWEN_TEXT, **QWEN_IDS}
+    target = make("Qwen2_5_VLForConditionalGeneration", **own)
     inputs = prompts_with(2, VIDEO_TOKEN_ID, 8)  # 2 times 4 x 4 patches, merged by four
     inputs["pixel_values_videos"] = noise(2 * 32, 3 * 2 * 4 * 4)
     inputs["video_grid_thw"] = torch.tensor([[2, 4, 4]] * 2)
@@ -115,46 +103,34 @@ if "mm_encoder_outputs" in inspect.signature(type(make_llava()).forward).paramet
 def patches() -> Reading:
     """Fuyu, which reads patches of pictures as it reads embeddings."""
     text = {"model_type": "persimmon", **TEXT}
-    config = transformers.FuyuConfig(text_config=text, hidden_size=32, patch_size=2, image_token_id=IMAGE_TOKEN_ID)
+    target = make("FuyuForCausalLM", text_config=text, hidden_size=32, patch_size=2, image_token_id=IMAGE_TOKEN_ID)
     inputs = prompts_with(BATCH_SIZE, IMAGE_TOKEN_ID, 4)
     inputs["image_patches"] = noise(BATCH_SIZE, 4, 2 * 2 * 3)
-    return Reading(ready(transformers.FuyuForCausalLM(config)), inputs, inputs["image_patches"].flip(0))
+    return Reading(target, inputs, inputs["image_patches"].flip(0))
 
 
 def sounds() -> Reading:
     """Qwen2-Audio: ten frames are five tokens, of which the first row hears all and the second fewer."""
     audio = {"model_type": "qwen2_audio_encoder", "num_mel_bins": NUM_MEL_BINS, "max_source_positions": 10}
     audio |= {"encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 24, "d_model": 16}
-    config = transformers.Qwen2AudioConfig(
-        audio_config=audio,
-        text_config={"model_type": "qwen2", **TEXT},
-        audio_token_id=_AUDIO_TOKEN_ID,
-        audio_token_index=_AUDIO_TOKEN_ID,
-    )
+    target = make("Qwen2AudioForConditionalGeneration", audio_config=audio, text_config=_QWEN2, **_AUDIO_IDS)
     inputs = prompts_with(BATCH_SIZE, _AUDIO_TOKEN_ID, 5)
     inputs["input_features"] = noise(BATCH_SIZE, NUM_MEL_BINS, 20)
     inputs["feature_attention_mask"] = torch.ones(BATCH_SIZE, 20, dtype=torch.int64)
-    return Reading(
-        ready(transformers.Qwen2AudioForConditionalGeneration(config)), inputs, inputs["input_features"].flip(0)
-    )
+    return Reading(target, inputs, inputs["input_features"].flip(0))
 
 
 def waves() -> Reading:
     """VibeVoice-ASR, which draws noise when it reads a wave."""
     encoder = {"model_type": "vibevoice_acoustic_tokenizer_encoder", "kernel_size": 3, "num_filters": 4}
     encoder |= {"downsampling_ratios": [2], "depths": [1, 1]}
-    config = transformers.VibeVoiceAsrConfig(
-        acoustic_tokenizer_encoder_config={**encoder, "hidden_size": 16},
-        semantic_tokenizer_encoder_config={**encoder, "hidden_size": 32},
-        text_config={"model_type": "qwen2", **TEXT},
-        audio_token_id=_AUDIO_TOKEN_ID,
-    )
+    parts = zip(("acoustic", "semantic"), (16, 32), strict=True)
+    own = {f"{name}_tokenizer_encoder_config": {**encoder, "hidden_size": width} for name, width in parts}
+    own |= {"text_config": _QWEN2, "audio_token_id": _AUDIO_TOKEN_ID}
     inputs = prompts_with(BATCH_SIZE, _AUDIO_TOKEN_ID, 4)
     inputs["input_values"] = noise(BATCH_SIZE, 1, 8)
     inputs["padding_mask"] = torch.ones(BATCH_SIZE, 8, dtype=torch.bool)
-    return Reading(
-        ready(transformers.VibeVoiceAsrForConditionalGeneration(config)), inputs, inputs["input_values"].flip(0)
-    )
+    return Reading(make("VibeVoiceAsrForConditionalGeneration", **own), inputs, inputs["input_values"].flip(0))
 
 
 def crops() -> Reading:
@@ -162,16 +138,14 @@ def crops() -> Reading:
     vision = {**VISION, "num_hidden_layers": 2, "hidden_size": 32, "patch_size": 4, "crop_size": 8}
     audio = {"num_blocks": 1, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 24}
     audio |= {"depthwise_separable_out_channel": 8, "nemo_conv_channels": 8, "audio_token_id": _AUDIO_TOKEN_ID}
-    config = transformers.Phi4MultimodalConfig(
-        **TEXT, vision_config={**vision, "image_token_id": IMAGE_TOKEN_ID}, audio_config=audio
-    )
+    own = {**TEXT, "vision_config": {**vision, "image_token_id": IMAGE_TOKEN_ID}, "audio_config": audio}
     inputs = prompts_with(BATCH_SIZE, IMAGE_TOKEN_ID, 5)
     inputs["image_pixel_values"] = noise(BATCH_SIZE, 2, 3, 8, 8)
     inputs["image_sizes"] = torch.tensor([[8, 8]] * BATCH_SIZE)
     mask = torch.ones(BATCH_SIZE, 2, 2, 2)
     mask[:, 0, :, 1] = 0  # of the whole picture
     inputs["image_attention_mask"] = mask
-    return Reading(ready(transformers.Phi4MultimodalForCausalLM(config)), inputs, torch.ones_like(mask))
+    return Reading(make("Phi4MultimodalForCausalLM", **own), inputs, torch.ones_like(mask))
 
 
 def beside_the_text() -> Reading:
@@ -181,8 +155,8 @@ def beside_the_text() -> Reading:
     vision["supported_aspect_ratios"] = [[1, 1], [1, 2], [2, 1]]
     text = {**TEXT, "bos_token_id": 1, "num_hidden_layers": 3, "cross_attention_layers": [1]}
     text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4}
-    config = transformers.MllamaConfig(vision_config=vision, text_config=text, image_token_index=IMAGE_TOKEN_ID)
-    target = ready(transformers.MllamaForConditionalGeneration(config))
+    own = {"vision_config": vision, "text_config": text, "image_token_index": IMAGE_TOKEN_ID}
+    target = make("MllamaForConditionalGeneration", **own)
     for name, weight in target.named_parameters():
         if "gate" in name.rsplit(".", 1)[-1]:  # of the layers that look at pictures, shut at first
             weight.fill_(1.0)
@@ -206,25 +180,17 @@ READERS = {
 
 def make_exaone4_5() -> PreTrainedModel:
     """An EXAONE 4.5, whose `prepare_inputs_for_generation` leaves the positions out."""
-    vision = {**MERGING_VISION, "fullatt_block_indexes": [0], "num_key_value_heads": 1}
+    vision = {**_MERGING_ALL, "num_key_value_heads": 1}
     text = {"model_type": "exaone4", **TEXT, "sliding_window": SLIDING_WINDOW, "sliding_window_pattern": 2}
-    config = transformers.Exaone4_5_Config(
-        vision_config=vision, text_config=text, image_token_id=IMAGE_TOKEN_ID, video_token_id=_AUDIO_TOKEN_ID
-    )
-    return ready(transformers.Exaone4_5_ForConditionalGeneration(config))
+    ids = {"image_token_id": IMAGE_TOKEN_ID, "video_token_id": VIDEO_TOKEN_ID}
+    return make("Exaone4_5_ForConditionalGeneration", vision_config=vision, text_config=text, **ids)
 
 
 def make_hyperclovax() -> PreTrainedModel:
     """A HyperCLOVA X Vision v2, which does the same."""
-    vision = {"model_type": "qwen2_5_vl_vision", **MERGING_VISION, "fullatt_block_indexes": [0]}
-    config = transformers.HyperCLOVAXVisionV2Config(
-        vision_config=vision,
-        text_config={"model_type": "hyperclovax", **TEXT},
-        image_token_id=IMAGE_TOKEN_ID,
-        video_token_id=_AUDIO_TOKEN_ID,
-        tie_word_embeddings=False,
-    )
-    return ready(transformers.HyperCLOVAXVisionV2ForConditionalGeneration(config))
+    vision = {"model_type": "qwen2_5_vl_vision", **_MERGING_ALL}
+    text = {"model_type": "hyperclovax", **TEXT}
+    return make("HyperCLOVAXVisionV2ForConditionalGeneration", vision_config=vision, text_config=text, **IDS)
 
 
 COLUMN_COUNTERS = {"exaone4_5": make_exaone4_5}
@@ -247,10 +213,8 @@ def pictures_of_an_encoder() -> Reading:
     vision = {"model_type": "siglip_vision_model", **VISION, "patch_size": 2}
     encoder = {"text_config": sizes, "vision_config": vision, "mm_tokens_per_image": 4}
     encoder |= {"image_token_index": IMAGE_TOKEN_ID, "boi_token_index": 62, "eoi_token_index": 63}
-    config = transformers.T5Gemma2Config(
-        encoder=encoder, decoder=sizes, image_token_index=IMAGE_TOKEN_ID, tie_word_embeddings=False
-    )
-    target = ready(transformers.T5Gemma2ForConditionalGeneration(config), decoder_start_token_id=START_TOKEN_ID)
+    own = {"encoder": encoder, "decoder": sizes, "image_token_index": IMAGE_TOKEN_ID, "tie_word_embeddings": False}
+    target = make("T5Gemma2ForConditionalGeneration", **own)
     inputs = prompts_with(BATCH_SIZE, IMAGE_TOKEN_ID, 4)
     inputs["pixel_values"] = noise(BATCH_SIZE, 3, 8, 8)
     return Reading(target, inputs, inputs["pixel_values"].flip(0))

@@ -1,0 +1,52 @@
+"""Configurations of tiny models, whose sizes are filled in by the names of their fields."""
+
+import dataclasses
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+SLIDING_WINDOW = 8
+MAX_LEN = 512
+PAD_TOKEN_ID, START_TOKEN_ID = 0, 1
+VOCAB_SIZE = 64
+# A standard deviation of 0.3 at width 32 makes attention peaked and the blocks outweigh the residual stream, so that
+# the text depends on its prefix: greedy text does not fall into one token for ever.
+INITIALIZER_RANGE = 0.3
+
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "initializer_range": INITIALIZER_RANGE,
+    "tie_word_embeddings": False,  # tied heads prefer the token just read
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": PAD_TOKEN_ID,
+}
+# A config class takes those that it knows, by its own name or another one for it.
+_NAMES: dict[Any, str] = {
+    32: "hidden_size d_model n_embd embedding_size word_embed_proj_dim",
+    48: "intermediate_size ffn_dim d_ff dff encoder_ffn_dim decoder_ffn_dim",
+    24: "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size",
+    16: "kv_lora_rank mamba_d_head mamba_head_dim router_hidden_size",
+    8: "head_dim d_kv rotary_dim query_pre_attn_scalar sliding_window qk_rope_head_dim qk_nope_head_dim v_head_dim "
+    "swa_head_dim linear_head_dim linear_key_head_dim linear_value_head_dim sliding_window_size mamba_d_state "
+    "ssm_state_size state_size chunk_size mamba_chunk_size",  # chunks of 128 tokens take most of a small model's time
+    4: "num_attention_heads n_head num_heads attention_heads encoder_attention_heads decoder_attention_heads "
+    "swa_num_attention_heads linear_num_value_heads linear_num_heads mamba_n_heads mamba_num_heads n_mamba_heads "
+    "num_experts num_local_experts n_routed_experts",
+    2: "num_hidden_layers n_layer num_layers encoder_layers decoder_layers num_decoder_layers num_key_value_heads "
+    "swa_num_key_value_heads linear_num_key_heads mamba_n_groups mamba_ngroups n_groups num_experts_per_tok",
+    1: "n_group topk_group n_shared_experts",
+    INITIALIZER_RANGE: "init_std",
+    MAX_LEN: "max_position_embeddings n_positions max_seq_len",
+    None: "forced_eos_token_id",
+}
+_SIZES = {name: value for value, names in _NAMES.items() for name in names.split()}
+
+
+def fill(config_class: type[PreTrainedConfig], **fields: Any) -> PreTrainedConfig:
+    """A config of tiny sizes; `fields` are those of its own."""
+    aliases, names = config_class.attribute_map, {field.name for field in dataclasses.fields(config_class)}
+    own = {aliases.get(name, name) for name in fields}
+    aliases = {name: place for name, place in aliases.items() if place not in _SIZES}
+    known = [name for name in _SIZES if name in names | aliases.keys() and aliases.get(name, name) not in own]
+    return config_class(**{**COMMON, **{name: _SIZES[name] for name in known}, **fields})
