@@ -1,6 +1,5 @@
 """Attention on the fake GPU: which backend torch takes, what that demands of its tensors, and what comes out."""
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,27 +29,18 @@ def is_direct(name: str) -> bool:
     return name in (FLASH, EFFICIENT)
 
 
-def sdpa_call(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> tuple[AttentionCall, Tensor]:
+def sdpa_call(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
     """torch's own choice on sm_90 with cuDNN later than 9.15: cuDNN, flash, memory-efficient, math."""
     backend = _choice(query, key, value, attn_mask, is_causal, enable_gqa)
     num = 1 if backend != "math" else _MATH_LAUNCHES
     if attn_mask is not None:
         num += _MASK_LAUNCHES * (attn_mask.dtype == torch.bool)
         num += _PAD_LAUNCHES * (backend == "efficient" and not _is_aligned(attn_mask))
-    output = scaled_dot_product_attention(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
-    tensors = [query, key, value, *([] if attn_mask is None else [attn_mask])]
-    return AttentionCall(backend, _plan(tensors), num, query.shape[2], attn_mask is not None), output
+    options = {"scale": scale, "enable_gqa": enable_gqa}
+    output = scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
+    return AttentionCall(
+        backend, _plan(query, key, value, attn_mask), num, query.shape[2], attn_mask is not None
+    ), output
 
 
 def direct_attention(name: str, *args: Any, **kwargs: Any) -> tuple[AttentionCall, tuple[Any, ...]]:
@@ -58,16 +48,7 @@ def direct_attention(name: str, *args: Any, **kwargs: Any) -> tuple[AttentionCal
     return (_flash if name == FLASH else _efficient)(*args, **kwargs)
 
 
-def _flash(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    return_debug_mask: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple[AttentionCall, tuple[Any, ...]]:
+def _flash(query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
     width = query.shape[-1]
     _require(query.dtype in _HALF, f"flash attention takes half precision, got {query.dtype}")
     _require(width == value.shape[-1] <= 256 and width % 8 == 0, f"flash attention takes no head of width {width}")
@@ -79,21 +60,11 @@ def _flash(
         mask = torch.ones(num_query, num_keys, dtype=torch.bool).tril(num_keys - num_query)
     output = scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=True)
     output = output.transpose(1, 2).contiguous().transpose(1, 2)  # the kernel writes [B, Q, H, D]
-    call = AttentionCall("flash", _plan([query, key, value]), 1, query.shape[2], has_mask=False)
+    call = AttentionCall("flash", _plan(query, key, value), 1, query.shape[2], has_mask=False)
     return call, (output, None, None, None, query.shape[2], key.shape[2], None, None, None)
 
 
-def _efficient(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Tensor | None,
-    compute_log_sumexp: bool,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple[AttentionCall, tuple[Any, ...]]:
+def _efficient(query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None):
     unit = 8 if query.dtype in _HALF else 4
     _require(query.shape[1] == key.shape[1] == value.shape[1], "memory-efficient attention takes no shared heads")
     _require(query.shape[-1] % unit == 0 == value.shape[-1] % unit, "heads must be a multiple of 16 bytes wide")
@@ -108,12 +79,11 @@ def _efficient(
         _require(attn_bias.storage_offset() % unit == 0, "the mask must begin at a multiple of 16 bytes")
     output = scaled_dot_product_attention(query, key, value, attn_bias, is_causal=is_causal, scale=scale)
     output = output.transpose(1, 2).contiguous().transpose(1, 2)
-    tensors = [query, key, value, *([] if attn_bias is None else [attn_bias])]
-    call = AttentionCall("efficient", _plan(tensors), 1, query.shape[2], attn_bias is not None)
+    call = AttentionCall("efficient", _plan(query, key, value, attn_bias), 1, query.shape[2], attn_bias is not None)
     return call, (output, None, None, None)
 
 
-def _choice(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, enable_gqa: bool) -> str:
+def _choice(query, key, value, mask, is_causal, enable_gqa) -> str:
     width, is_half = query.shape[-1], query.dtype in _HALF
     is_wide = width == value.shape[-1] and width % 8 == 0
     if is_half and is_wide and width <= 128 and torch.backends.cuda.cudnn_sdp_enabled():
@@ -125,8 +95,8 @@ def _choice(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_c
     return "efficient" if is_efficient and torch.backends.cuda.mem_efficient_sdp_enabled() else "math"
 
 
-def _plan(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-    return tuple((tuple(one.shape), one.stride(), one.dtype) for one in tensors)
+def _plan(*tensors: Tensor | None) -> tuple[Any, ...]:
+    return tuple((tuple(one.shape), one.stride(), one.dtype) for one in tensors if one is not None)
 
 
 def _is_aligned(mask: Tensor, unit: int = 8) -> bool:

@@ -11,11 +11,11 @@ host holds garbage until an event or a stream was waited for.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -113,13 +113,6 @@ class FakeCudaTensor(Tensor):
         return FakeCuda.present.run(func, args, kwargs or {})
 
 
-class Transfer(NamedTuple):
-    """An asynchronous copy to the host that has not arrived."""
-
-    place: Tensor  # on the host, full of garbage
-    data: Tensor  # as it was when the copy was launched
-
-
 @dataclass
 class Log:
     """What was done, since the last `clear`, by stage; the stage "" is whatever runs outside of watched modules."""
@@ -131,15 +124,12 @@ class Log:
     plans: set[Any] = field(default_factory=set)  # of cuDNN, which makes one for each set of sizes and strides
 
     def num_launches(self, stage: str = "") -> int:
-        """Launches of a stage."""
         return self.launches.get(stage, Counter()).total()
 
     def clear(self) -> None:
         """Forget all but the plans, which a GPU keeps."""
-        self.launches.clear()
-        self.waits.clear()
-        self.uploads.clear()
-        self.attention.clear()
+        for entries in (self.launches, self.waits, self.uploads, self.attention):
+            entries.clear()
 
 
 class FakeEvent:
@@ -149,11 +139,9 @@ class FakeEvent:
         self._num_before = 0
 
     def record(self, stream: Any = None) -> None:
-        """Note which copies are under way."""
         self._num_before = _device().num_begun
 
     def synchronize(self) -> None:
-        """Wait for the copies that were under way."""
         _device().arrive(self._num_before, "event")
 
 
@@ -161,7 +149,6 @@ class FakeStream(FakeEvent):
     """Stands for the current stream."""
 
     def synchronize(self) -> None:
-        """Wait for everything."""
         _device().arrive(_device().num_begun, "stream")
 
     def wait_stream(self, stream: Any) -> None:
@@ -175,7 +162,6 @@ class FakeGraph:
         self.operators: list[Operator] = []
 
     def replay(self) -> None:
-        """Run what was captured."""
         log, launches = _device().log, _device().log.launches
         log.launches = {}
         replay(self.operators)
@@ -198,12 +184,7 @@ class _Mode(TorchDispatchMode):
 
 
 class FakeCuda:
-    """The device; use it as a context. One at a time, in one thread.
-
-    Attributes:
-        log: see `Log`.
-        stage: what launches are booked on.
-    """
+    """The device; use it as a context. One at a time, in one thread; launches are booked on `stage`."""
 
     present: "FakeCuda | None" = None
 
@@ -211,7 +192,7 @@ class FakeCuda:
         self.log = Log()
         self.stage = ""
         self.num_begun = 0
-        self._transfers: list[tuple[int, Transfer]] = []
+        self._transfers: list[tuple[int, Tensor, Tensor]] = []  # number, place full of garbage on the host, data
         self._pinned = WeakIdKeyDictionary()  # tensors of the host
         self._mode = _Mode()
         self._stack = ExitStack()
@@ -221,11 +202,10 @@ class FakeCuda:
         self._stack.callback(torch._C._set_only_lift_cpu_tensors, lifts_on_host)
         torch._C._set_only_lift_cpu_tensors(True)  # shows the mode the copy inside torch.tensor(..., device="cuda")
         torch._C._ensureCUDADeviceGuardSet()
-        for target, name, value in _STANDS_FOR:
-            self._stack.enter_context(patch.object(target, name, value))
+        self._stack.enter_context(patch.multiple(torch.cuda, **_OF_CUDA))
+        self._stack.enter_context(patch.object(torch.backends.cuda, "is_flash_attention_available", lambda: True))
         self._stack.enter_context(quick_interpreter())
-        for target, name, value in _of_triton():
-            self._stack.enter_context(patch.object(target, name, value))
+        self._stack.enter_context(_triton_on_device())
         FakeCuda.present = self
         self._stack.enter_context(self._mode)
         return self
@@ -249,7 +229,6 @@ class FakeCuda:
         self._stack.callback(module.register_forward_hook(leave, always_call=True).remove)
 
     def launch(self, name: str, count: int = 1) -> None:
-        """Book a launch."""
         self.num_begun += 1
         self.log.launches.setdefault(self.stage, Counter())[name] += count
 
@@ -260,7 +239,10 @@ class FakeCuda:
     def arrive(self, num_begun: int, name: str) -> None:
         """Book a wait for what was launched first."""
         self.log.waits.setdefault(self.stage, []).append(name)
-        self._deliver(num_begun)
+        for number, place, data in self._transfers:
+            if number <= num_begun:
+                place.copy_(data)
+        self._transfers = [entry for entry in self._transfers if entry[0] > num_begun]
 
     def attend(self, *args: Any, **kwargs: Any) -> FakeCudaTensor:
         """`torch.nn.functional.scaled_dot_product_attention`, by the backend that torch 2.11 takes on sm_90."""
@@ -289,14 +271,16 @@ class FakeCuda:
         on_host = [one for one in flat if isinstance(one, Tensor) and not isinstance(one, FakeCudaTensor)]
         if name in ("_to_copy", "copy_"):
             return self._copy(name, func, args, kwargs)
-        _check_devices(name, on_device, on_host)
+        is_index = name in ("index", "index_put_", "index_put")
+        _check_devices(name, on_host if on_device else (), is_index)
         if is_direct(name):
             call, outputs = direct_attention(name, *_unwrapped(args), **_unwrapped(kwargs))
             self._book(call)
             return tuple(FakeCudaTensor(one) if isinstance(one, Tensor) else one for one in outputs)
-        if name in ("index", "index_put_", "index_put") and on_host:
+        if is_index and on_host:
             self.wait(f"{name} by indices of the host")
-        if name.startswith(_WAITS) or (name in ("index", "index_put_", "index_put") and _has_bools(on_device[1:])):
+        has_bools = any(one.dtype in (torch.bool, torch.uint8) for one in on_device[1:])
+        if name.startswith(_WAITS) or (is_index and has_bools):
             self.wait(name)
         is_view = _is_view(func)
         if not is_view and name not in _NO_LAUNCH:
@@ -325,7 +309,7 @@ class FakeCuda:
             data = place.clone()
             place.view(-1).view(torch.uint8).fill_(_GARBAGE)
             self.num_begun += 1
-            self._transfers.append((self.num_begun, Transfer(place, data)))
+            self._transfers.append((self.num_begun, place, data))
             return place
         output = func(*_unwrapped(args), **_on_host(_unwrapped(kwargs)))
         if name == "copy_":
@@ -337,12 +321,6 @@ class FakeCuda:
         self.log.attention.append(call)
         if call.backend == "cudnn":
             self.log.plans.add(call.plan)
-
-    def _deliver(self, num_begun: int) -> None:
-        for number, transfer in self._transfers:
-            if number <= num_begun:
-                transfer.place.copy_(transfer.data)
-        self._transfers = [entry for entry in self._transfers if entry[0] > num_begun]
 
 
 def _device() -> FakeCuda:
@@ -382,20 +360,13 @@ def _is_view(func: Any) -> bool:
     return any(info is not None and not info.is_write for info in returned)
 
 
-def _has_bools(tensors: Sequence[Tensor]) -> bool:
-    return any(one.dtype in (torch.bool, torch.uint8) for one in tensors)
-
-
-def _check_devices(name: str, on_device: Sequence[Tensor], on_host: Sequence[Tensor]) -> None:
+def _check_devices(name: str, on_host: Sequence[Tensor], is_index: bool) -> None:
     """Raise where a GPU would: a tensor of the host may be a number, or an index."""
-    if name in ("index", "index_put_", "index_put"):
-        on_host = [one for one in on_host if one.dtype not in (torch.int64, torch.bool, torch.uint8)]
-    strays = [tuple(one.shape) for one in on_host if one.dim()]
-    if on_device and strays:
-        raise RuntimeError(
-            f"Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu: {name} "
-            f"was given tensors of the host of shapes {strays}"
-        )
+    indices = (torch.int64, torch.bool, torch.uint8) if is_index else ()
+    strays = [tuple(one.shape) for one in on_host if one.dim() and one.dtype not in indices]
+    if strays:
+        words = "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu"
+        raise RuntimeError(f"{words}: {name} was given tensors of the host of shapes {strays}")
 
 
 _PROPERTIES = SimpleNamespace(name="fake H200", major=9, minor=0, multi_processor_count=132, total_memory=139 << 30)
@@ -406,40 +377,34 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 # What the library and transformers ask torch of a GPU.
-_STANDS_FOR: list[tuple[Any, str, Any]] = [
-    (torch.cuda, "_lazy_init", _nothing),
-    (torch.cuda, "is_available", lambda: True),
-    (torch.cuda, "device_count", lambda: 1),
-    (torch.cuda, "current_device", lambda: 0),
-    (torch.cuda, "_exchange_device", lambda device: 0),
-    (torch.cuda, "_maybe_exchange_device", lambda device: 0),
-    (torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
-    (torch.cuda, "get_device_name", lambda device=None: _PROPERTIES.name),
-    (torch.cuda, "get_device_properties", lambda device=None: _PROPERTIES),
-    (torch.cuda, "mem_get_info", lambda device=None: (130 << 30, 139 << 30)),
-    (torch.cuda, "max_memory_allocated", lambda device=None: 0),
-    (torch.cuda, "reset_peak_memory_stats", _nothing),
-    (torch.cuda, "empty_cache", _nothing),
-    (torch.cuda, "manual_seed", _nothing),
-    (torch.cuda, "manual_seed_all", _nothing),
-    (torch.cuda, "Event", FakeEvent),
-    (torch.cuda, "current_stream", FakeStream),
-    (torch.cuda, "Stream", FakeStream),
-    (torch.cuda, "stream", nullcontext),
-    (torch.cuda, "graph_pool_handle", lambda: (0, 0)),
-    (torch.cuda, "CUDAGraph", FakeGraph),
-    (torch.cuda, "graph", _captured),
-    (torch.cuda, "synchronize", lambda device=None: FakeStream().synchronize()),
-    (torch.backends.cuda, "is_flash_attention_available", lambda: True),
-]
+_OF_CUDA: dict[str, Any] = {
+    **dict.fromkeys(
+        ("_lazy_init", "reset_peak_memory_stats", "empty_cache", "manual_seed", "manual_seed_all"), _nothing
+    ),
+    **dict.fromkeys(("current_device", "max_memory_allocated"), lambda device=None: 0),
+    **dict.fromkeys(("_exchange_device", "_maybe_exchange_device"), lambda device: 0),
+    "is_available": lambda: True,
+    "device_count": lambda: 1,
+    "get_device_capability": lambda device=None: (9, 0),
+    "get_device_name": lambda device=None: _PROPERTIES.name,
+    "get_device_properties": lambda device=None: _PROPERTIES,
+    "mem_get_info": lambda device=None: (130 << 30, 139 << 30),
+    "Event": FakeEvent,
+    **dict.fromkeys(("current_stream", "Stream"), FakeStream),
+    "stream": nullcontext,
+    "graph_pool_handle": lambda: (0, 0),
+    "CUDAGraph": FakeGraph,
+    "graph": _captured,
+    "synchronize": lambda device=None: FakeStream().synchronize(),
+}
 
 
-def _of_triton() -> list[tuple[Any, str, Callable[..., Any]]]:
-    """What lets Triton's interpreter run on the device's tensors; nothing without Triton."""
+def _triton_on_device() -> AbstractContextManager[Any]:
+    """Lets Triton's interpreter run on the device's tensors; nothing without Triton."""
     try:
         from triton.runtime.interpreter import GridExecutor
     except ImportError:
-        return []
+        return nullcontext()
     run = GridExecutor.__call__
 
     def launched(executor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -447,4 +412,4 @@ def _of_triton() -> list[tuple[Any, str, Callable[..., Any]]]:
         with torch.utils._python_dispatch._disable_current_modes():
             return run(executor, *_unwrapped(args), **_unwrapped(kwargs))
 
-    return [(GridExecutor, "__call__", launched)]
+    return patch.object(GridExecutor, "__call__", launched)

@@ -30,37 +30,27 @@ class Enough(Exception):
 
 
 class Rounds(list[RoundCount]):
-    """The rounds of a call, as `speculation_callback=rounds.end`.
-
-    Attributes:
-        gpu: whose log is read.
-        most: rounds after which the call is ended with `Enough`; None for all rounds.
-    """
+    """The rounds of a call, as `speculation_callback=rounds.end`."""
 
     def __init__(self, gpu: FakeCuda):
         super().__init__()
         self.gpu = gpu
-        self.most: int | None = None
+        self.most: int | None = None  # rounds after which the call is ended with `Enough`
 
     def end(self, report: RoundReport) -> None:
         """Take down what was logged since the last round."""
         log = self.gpu.log
-        own = dict(log.launches.get("", {}))
-        waits = log.waits.get("", [])
-        self.append(
-            RoundCount(sum(own.values()), own, waits, len(log.uploads), log.attention[:], len(log.plans), report)
-        )
+        own, waits = dict(log.launches.get("", {})), log.waits.get("", [])
+        rest = len(log.uploads), log.attention[:], len(log.plans), report
+        self.append(RoundCount(sum(own.values()), own, waits, *rest))
         log.clear()
         if len(self) == self.most:
             raise Enough
 
     def steady(self) -> list[RoundCount]:
         """Rounds with a draft before which no row has left the batch; the first one, which reads the prompt, is not."""
-        return [
-            now
-            for before, now in pairwise(self)
-            if before.report.row_ids == now.report.row_ids and any(now.report.num_drafted)
-        ]
+        rounds = ((now, before.report.row_ids) for before, now in pairwise(self))
+        return [now for now, row_ids in rounds if row_ids == now.report.row_ids and any(now.report.num_drafted)]
 
 
 @contextmanager

@@ -22,8 +22,6 @@ _HOST_METHODS = (Tensor.tolist, Tensor.numpy)
 
 
 class Operator(NamedTuple):
-    """An operator with its arguments and results."""
-
     func: Any
     args: tuple[Any, ...]  # tensors from outside are `Outside`
     kwargs: dict[str, Any]
@@ -39,7 +37,6 @@ class Outside:
         self._known = tensor.data_ptr(), tensor.shape, tensor.stride()
 
     def get(self) -> Tensor:
-        """The tensor, where it was."""
         tensor = self._tensor()
         if tensor is None:
             raise AssertionError("a tensor that a graph reads was freed")
@@ -85,11 +82,7 @@ class _Recorder(TorchDispatchMode):
 
 
 class RecordedGraphs:
-    """A `GraphBackend` over recorded operators.
-
-    Args:
-        device: any.
-    """
+    """A `GraphBackend` over recorded operators."""
 
     num_captures = 0
     num_replays = 0
@@ -98,7 +91,6 @@ class RecordedGraphs:
         self.device = device
 
     def capture(self, function: Callable[[], Any]) -> Graph:
-        """See `GraphBackend.capture`."""
         with recording() as operators:
             outputs = function()
         RecordedGraphs.num_captures += 1
