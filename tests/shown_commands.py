@@ -1,6 +1,7 @@
 """Says what is wrong with the commands that pages show, without running them."""
 
 import importlib.util
+import itertools
 import re
 import shlex
 from collections.abc import Iterator
@@ -17,8 +18,6 @@ ROOT = Path(__file__).parents[1]
 CLI = "hf_speculate.tools.cli.main"
 LAUNCHERS = r"python(3(\.\d+)?)?|torchrun|accelerate"
 FREE = (".", "cp", "curl", "export", "git", "pip")  # about which nothing is known here
-ENDS = {"&&", "||", "|", ";", "&"}  # of a simple command
-REDIRECTIONS = {">", ">>", "<", "2>"}
 
 
 def problems_in(block: str, *, is_whole: bool = True) -> list[str]:
@@ -40,20 +39,10 @@ def problems_in(block: str, *, is_whole: bool = True) -> list[str]:
 def commands_in(block: str) -> Iterator[list[str]]:
     """The words of each simple command: without comments, variables set in front, and redirections."""
     for line in block.replace("\\\n", " ").splitlines():
-        lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
-        lexer.whitespace_split = True
-        words: list[str] = []
-        for word in [*lexer, ";"]:
-            if word not in ENDS:
-                words.append(word)
-                continue
-            while words and re.fullmatch(r"\w+=.*", words[0]):
-                del words[0]
-            for place in [place for place, one in enumerate(words) if one in REDIRECTIONS][::-1]:
-                del words[place : place + 2]
+        for part in re.split(r"&&|\|\||[|;&]", re.sub(r"(^|\s)#.*|\s2?[<>]+ *\S+", "", line)):
+            words = list(itertools.dropwhile(lambda word: re.fullmatch(r"\w+=.*", word), shlex.split(part)))
             if words:
                 yield words
-            words = []
 
 
 def problem_of(words: list[str], folder: Path, is_whole: bool) -> str | None:
@@ -61,9 +50,8 @@ def problem_of(words: list[str], folder: Path, is_whole: bool) -> str | None:
     program, *rest = words
     name = Path(program).name or program
     if name == "make":
-        text = (ROOT / "Makefile").read_text(encoding="utf-8")
-        known = set(re.findall(r"^([a-z-]+):|^([A-Z_]+) [?:]?=", text, re.M))
-        unknown = [word for word in rest if word.partition("=")[0] not in {one for both in known for one in both}]
+        known = re.findall(r"^[A-Za-z_-]+(?=:| [?:]?=)", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
+        unknown = [word for word in rest if word.partition("=")[0] not in known]
         return f"the Makefile has no {unknown[0]}" if unknown else None
     if name == "hf-speculate":
         return _cli_problem(rest, is_whole)
@@ -75,11 +63,9 @@ def problem_of(words: list[str], folder: Path, is_whole: bool) -> str | None:
 def _cli_problem(words: list[str], is_whole: bool) -> str | None:
     group: Any = get_command(app)
     options = {option for parameter in group.params for option in parameter.opts}
-    while words and words[0] in {*options, "--help"}:
-        words = words[1:]
-    if not words:
+    name, *arguments = [*itertools.dropwhile({*options, "--help"}.__contains__, words)] or ["--help"]
+    if name == "--help":
         return None
-    name, *arguments = words
     if name not in group.commands:
         return f"there is no command {name}, only {', '.join(sorted(group.commands))}"
     try:

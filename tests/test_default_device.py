@@ -78,10 +78,13 @@ class ReadsStates(Drafter):
         pass
 
 
-@pytest.mark.parametrize("name", ["passed cache", "draft state", "hidden states", "embeddings", "other vocabulary"])
+ALONG = ("passed cache", "draft state", "hidden states", "embeddings", "other vocabulary", "encoder")
+
+
+@pytest.mark.parametrize("name", ALONG)
 def test_what_goes_along_with_a_call_stays_where_it_lies(name):
-    target, draft = pair("llama")
-    inputs: dict[str, Any] = ragged_prompts(2, seed=4)
+    target, draft = pair("llama") if name != "encoder" else encoder_pair("t5")
+    inputs: dict[str, Any] = ragged_prompts(2, seed=4) if name != "encoder" else inputs_of("t5", 2)
     expected = target.generate(**inputs, max_new_tokens=NUM_NEW)
     options: dict[str, Any] = {"assistant_model": draft}
     match name:
@@ -99,11 +102,3 @@ def test_what_goes_along_with_a_call_stays_where_it_lies(name):
         with torch.device("meta"):
             ours = target.generate(**inputs, **options, max_new_tokens=NUM_NEW, num_assistant_tokens=3)
         assert_equal_ids(expected, ours)
-
-
-def test_an_encoder_decoder_decodes_where_its_inputs_lie():
-    (target, draft), inputs = encoder_pair("t5"), inputs_of("t5", 2)
-    expected = target.generate(**inputs, max_new_tokens=NUM_NEW)
-    with torch.device("meta"):
-        ours = target.generate(**inputs, max_new_tokens=NUM_NEW, assistant_model=draft, num_assistant_tokens=3)
-    assert_equal_ids(expected, ours)
