@@ -7,7 +7,9 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import pytest
 import torch
 import transformers
 from torch import Tensor
@@ -27,11 +29,7 @@ NUM_NEW = 10
 WHERE = ("keyword", "passed config", "model's config")
 
 CONFIG_FIELDS = tuple(name for name in vars(GenerationConfig()) if not name.startswith("_"))
-SIGNATURE = tuple(
-    name
-    for name, parameter in inspect.signature(GenerationMixin.generate).parameters.items()
-    if name != "self" and parameter.kind is not inspect.Parameter.VAR_KEYWORD
-)
+SIGNATURE = inspect.signature(GenerationMixin.generate).parameters.keys() - {"self", "kwargs"}
 # What plain decoding is not told; an output's statistics are never in a config.
 _OURS = {*FIELD_NAMES, "assistant_model", "assistant_early_exit"}
 _IN_CONFIGS = {*CONFIG_FIELDS, *FIELD_NAMES} - {"speculation_stats"}
@@ -97,18 +95,14 @@ def placed(model: PreTrainedModel, given: dict[str, Any], where: str) -> Iterato
     """The keywords of a call whose fields stand in the named place; `None` is not set in a config."""
     fields = {name: value for name, value in given.items() if name in _IN_CONFIGS and value is not None}
     others = {name: value for name, value in given.items() if name not in _IN_CONFIGS}
-    before = model.generation_config
-    try:
-        match where:
-            case "keyword":
-                yield given
-            case "passed config":
-                yield {**others, "generation_config": GenerationConfig(**fields)}
-            case _:
-                model.generation_config = GenerationConfig(**{**before.to_diff_dict(), **fields})
-                yield others
-    finally:
-        model.generation_config = before
+    if where == "keyword":
+        yield given
+    elif where == "passed config":
+        yield {**others, "generation_config": GenerationConfig(**fields)}
+    else:
+        merged = GenerationConfig(**{**model.generation_config.to_diff_dict(), **fields})
+        with patch.object(model, "generation_config", merged):
+            yield others
 
 
 def decode(model: PreTrainedModel, given: dict[str, Any], where: str = "keyword") -> Tensor:
@@ -136,11 +130,9 @@ def decode_with_draft(call: Call, where: str = "keyword", **more: Any) -> Tensor
 
 def refusal(call: Call, where: str = "keyword") -> str:
     """The message that the call raises."""
-    try:
+    with pytest.raises(SpeculateError) as caught:
         decode_with_draft(call, where)
-    except SpeculateError as error:
-        return str(error)
-    raise AssertionError(f"not refused: {call.options}")
+    return str(caught.value)
 
 
 def pinned_version() -> str:
@@ -166,12 +158,8 @@ def render() -> str:
 
 
 def _section(title: str, rows: Sequence[Row]) -> str:
-    cells = [(_name(row), row.state, _note(row)) for row in rows]
+    cells = [(f"`{row.name}`" if " " not in row.name else row.name, row.state, _note(row)) for row in rows]
     return f"## {title}\n\n" + _table(("name", "state", "note, error or reason"), cells)
-
-
-def _name(row: Row) -> str:
-    return f"`{row.name}`" if " " not in row.name else row.name
 
 
 def _note(row: Row) -> str:

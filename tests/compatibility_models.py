@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import pytest
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
 from hf_speculate.compat import stateful_names
@@ -34,12 +35,9 @@ def refused_rows() -> Iterator[tuple[str, str]]:
     """Class of a model with recurrent states, and the message that refuses it."""
     for kind in UNSUPPORTED_RECURRENT:
         model = AutoModelForCausalLM.from_config(unsupported_config(kind))
-        try:
+        with pytest.raises(UnsupportedModelError) as caught:
             check_models([model], stateful_names([model]), ASSISTED)
-        except UnsupportedModelError as error:
-            yield type(model).__name__, str(error)
-        else:
-            raise AssertionError(f"not refused: {type(model).__name__}")
+        yield type(model).__name__, str(caught.value)
 
 
 def _class_name(kind: str) -> str:

@@ -59,9 +59,6 @@ class FakeCudaTensor(Tensor):
     is_cuda = property(lambda self: True)  # type: ignore[assignment]
     is_meta = property(lambda self: False)  # type: ignore[assignment]
 
-    def get_device(self) -> int:
-        return 0
-
     def data_ptr(self) -> int:
         return self.data_on_host.data_ptr()
 
@@ -71,14 +68,9 @@ class FakeCudaTensor(Tensor):
     def cpu(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.to("cpu")
 
-    def cuda(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self
-
     def to(self, *args: Any, **kwargs: Any) -> Tensor:
         """As torch's, which would take the tensor for one of another device."""
         device, dtype, *_ = torch._C._nn._parse_to(*args, **{k: v for k, v in kwargs.items() if k != "copy"})
-        if isinstance(args[0] if args else None, Tensor):
-            device, dtype = args[0].device, args[0].dtype
         stays = device is None or device.type == "cuda"
         if stays and dtype in (None, self.dtype) and not kwargs.get("copy") and "memory_format" not in kwargs:
             return self
@@ -400,11 +392,9 @@ _OF_CUDA: dict[str, Any] = {
 
 
 def _triton_on_device() -> AbstractContextManager[Any]:
-    """Lets Triton's interpreter run on the device's tensors; nothing without Triton."""
-    try:
-        from triton.runtime.interpreter import GridExecutor
-    except ImportError:
-        return nullcontext()
+    """Lets Triton's interpreter run on the device's tensors."""
+    from triton.runtime.interpreter import GridExecutor
+
     run = GridExecutor.__call__
 
     def launched(executor: Any, *args: Any, **kwargs: Any) -> Any:

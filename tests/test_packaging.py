@@ -9,10 +9,12 @@ import sys
 import tarfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import hf_speculate
+from tests.test_floors import imported_modules, library_files
 from tests.tools.bench.fakes import save_pair
 
 ROOT = Path(__file__).parents[1]
@@ -33,9 +35,14 @@ def pins(file: str = "constraints.txt") -> dict[str, str]:
     return dict(line.split("==") for line in lines if not line.startswith("#"))
 
 
-def run_python(*arguments: str | Path) -> None:
-    result = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True)
+def run(*command: str | Path, **options: Any) -> str:
+    result = subprocess.run(command, **{"cwd": ROOT, **options}, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def run_python(*arguments: str | Path) -> None:
+    run(sys.executable, *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -113,43 +120,28 @@ def test_the_wheel_works_beside_a_foreign_triton_kernels_and_without_extras(whee
     (packages / "triton_kernels" / "__init__.py").write_text('def matmul():\n    return "foreign"\n')
     run_python("-m", "pip", "--python", python, "install", "--no-deps", "--no-index", "--quiet", wheel)
     alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    script, (target, draft) = python.with_name("hf-speculate"), save_pair(tmp_path)
-
-    def run(*command: str | Path) -> str:
-        result = subprocess.run(command, cwd=tmp_path, env=alone, capture_output=True, text=True)
-        assert result.returncode == 0, result.stderr
-        return result.stdout
-
-    run(python, "-c", IN_A_FRESH_ENVIRONMENT)
-    words = [script, "generate", target, "def", "-n", "8", "--device", "cpu"]
-    text = run(*words)
+    target, draft = save_pair(tmp_path)
+    away = {"cwd": tmp_path, "env": alone}
+    run(python, "-c", IN_A_FRESH_ENVIRONMENT, **away)
+    words = [python.with_name("hf-speculate"), "generate", target, "def", "-n", "8", "--device", "cpu"]
+    text = run(*words, **away)
     assert text.strip()
-    assert run(*words, "-d", draft, "-k", "3") == text
-
-
-def test_the_version_is_said_once() -> None:
-    version = setup_cfg()["metadata"]["version"]
-    assert hf_speculate.__version__ == version
-    assert f"## {version}" in (ROOT / "CHANGELOG.md").read_text()
+    assert run(*words, "-d", draft, "-k", "3", **away) == text
 
 
 def test_the_library_imports_only_what_it_requires() -> None:
     required = requirement_names(setup_cfg()["options"]["install_requires"])
-    imported = set()
-    for folder in ("hf_speculate", "triton_kernels"):
-        for path in (ROOT / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.Import):
-                    imported |= {alias.name.split(".")[0] for alias in node.names}
-                elif isinstance(node, ast.ImportFrom) and not node.level:
-                    imported.add(node.module.split(".")[0])
+    nodes = [node for path in library_files().values() for node in ast.walk(ast.parse(path.read_text()))]
+    imported = {name.split(".")[0] for node in nodes for name in imported_modules(node)}
     # The kernels import Triton, and nothing imports the kernels but a call that asks for them; others are extras.
     optional = {"accelerate", "fastapi", "matplotlib", "pandas", "pydantic", "ray", "starlette", "triton", "uvicorn"}
     assert imported - {*sys.stdlib_module_names, "hf_speculate"} - optional == required
 
 
-def test_everything_that_setup_cfg_names_is_pinned() -> None:
+def test_the_version_is_said_once_and_everything_that_setup_cfg_names_is_pinned() -> None:
     parser = setup_cfg()
+    assert hf_speculate.__version__ == parser["metadata"]["version"]
+    assert f"## {hf_speculate.__version__}" in (ROOT / "CHANGELOG.md").read_text()
     named = requirement_names(parser["options"]["install_requires"])
     for requirements in parser["options.extras_require"].values():
         named |= requirement_names(requirements)
