@@ -1,6 +1,6 @@
 """Rows that hold every pair of two axes' values: `python -m tests.pairs` writes those of `tests/cases.py`.
 
-Write them anew after a value or an axis was added. Rows that stand in the file are kept as far as they still hold.
+Write them anew after a value or an axis was added.
 """
 
 import itertools
@@ -35,8 +35,8 @@ def cover(axes: Mapping[str, Sequence[str]], excluded: Mapping[Pair, str], seed:
     """Rows without an excluded pair that hold all others; the best of some random rows is taken each time."""
     draw, missing, rows = random.Random(seed), pairs_of(axes, excluded), []
     while missing:
-        start = draw.choice(sorted(missing))
-        tried = [row for _ in range(NUM_TRIES) if (row := _filled(axes, excluded, dict(start), missing, draw))]
+        start = dict(draw.choice(sorted(missing)))
+        tried = [row for _ in range(NUM_TRIES) if (row := _filled(axes, excluded, start, missing, draw))]
         if not tried:
             raise ValueError(f"no row holds {start}: exclude it, or exclude fewer pairs beside it")
         best = max(tried, key=lambda row: len(pairs_in(row) & missing))
@@ -49,23 +49,16 @@ def _filled(
     axes: Mapping[str, Sequence[str]], excluded: Mapping[Pair, str], row: Row, missing: set[Pair], draw: random.Random
 ) -> Row | None:
     """The row with values for all axes, each the one that adds most missing pairs; None if every value is excluded."""
-    names = [name for name in axes if name not in row]
-    draw.shuffle(names)
-    for name in names:
-        values = [value for value in axes[name] if not _pairs_with(axes, row, name, value) & excluded.keys()]
-        if not values:
+    for name in draw.sample(sorted(axes.keys() - row.keys()), len(axes) - len(row)):
+        found = []
+        for value in draw.sample(axes[name], len(axes[name])):
+            longer = {axis: {**row, name: value}[axis] for axis in axes if axis in row or axis == name}
+            if not pairs_in(longer) & excluded.keys():
+                found.append(longer)
+        if not found:
             return None
-        draw.shuffle(values)
-        row[name] = max(values, key=lambda value: len(_pairs_with(axes, row, name, value) & missing))
-    return {name: row[name] for name in axes}
-
-
-def _pairs_with(axes: Mapping[str, Sequence[str]], row: Row, name: str, value: str) -> set[Pair]:
-    order = list(axes)
-    return {
-        ((name, value), other) if order.index(name) < order.index(other[0]) else (other, (name, value))
-        for other in row.items()
-    }
+        row = max(found, key=lambda one: len(pairs_in(one) & missing))
+    return row
 
 
 def read() -> list[Row]:

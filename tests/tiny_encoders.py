@@ -161,9 +161,9 @@ def picture_prompts(target: PreTrainedModel, batch_size: int = 1, *, seed: int =
     return {**inputs, "pixel_values": patches, "image_grid_thw": grid, "mm_token_type_ids": types}
 
 
-def prompts_with(batch_size: int, token_id: int, num_tokens: int) -> dict[str, Tensor]:
-    """Left-padded prompts in which a picture takes `num_tokens` places."""
+def prompts_with(batch_size: int, token_id: int, num_tokens: int, **inputs: Tensor) -> dict[str, Tensor]:
+    """Left-padded prompts in which a picture takes `num_tokens` places, beside further `inputs`."""
     rows = [[3 + row, 4, 62, *[token_id] * num_tokens, 63, *range(8, 8 + 3 * row)] for row in range(batch_size)]
     width = max(map(len, rows))
     input_ids = torch.tensor([[PAD_TOKEN_ID] * (width - len(row)) + row for row in rows])
-    return {"input_ids": input_ids, "attention_mask": (input_ids != PAD_TOKEN_ID).long()}
+    return {"input_ids": input_ids, "attention_mask": (input_ids != PAD_TOKEN_ID).long(), **inputs}

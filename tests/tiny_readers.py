@@ -8,31 +8,15 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tests import tiny_encoders as tiny
 from tests.tiny import PAD_TOKEN_ID, SLIDING_WINDOW, ragged_prompts
-from tests.tiny_encoders import (
-    CLIP_AND_LLAMA,
-    IDS,
-    IMAGE_TOKEN_ID,
-    MERGING_VISION,
-    NUM_MEL_BINS,
-    QWEN_IDS,
-    QWEN_TEXT,
-    TEXT,
-    VIDEO_TOKEN_ID,
-    VISION,
-    make,
-    make_llava,
-    noise,
-    picture_prompts,
-    prompts_with,
-)
+from tests.tiny_encoders import IMAGE_TOKEN_ID, TEXT, VISION, make, noise, prompts_with
 from tests.tiny_families import make_family
 
-BATCH_SIZE = 2
 _AUDIO_TOKEN_ID = 61
 _AUDIO_IDS = {"audio_token_id": _AUDIO_TOKEN_ID, "audio_token_index": _AUDIO_TOKEN_ID}
 _QWEN2 = {"model_type": "qwen2", **TEXT}
-_MERGING_ALL = {**MERGING_VISION, "fullatt_block_indexes": [0]}
+_MERGING_ALL = {**tiny.MERGING_VISION, "fullatt_block_indexes": [0]}
 
 
 class Reading(NamedTuple):
@@ -45,11 +29,10 @@ class Reading(NamedTuple):
 
 def sizes_of_images() -> Reading:
     """LLaVA-NeXT, which lays the features of its tiles out by the image's size and cannot read a prompt without."""
-    target = make("LlavaNextForConditionalGeneration", **CLIP_AND_LLAMA, image_grid_pinpoints=[[8, 16], [16, 8]])
+    target = make("LlavaNextForConditionalGeneration", **tiny.CLIP_AND_LLAMA, image_grid_pinpoints=[[8, 16], [16, 8]])
     # 4 tokens of the whole image; of two tiles side by side 2 rows of 4, each with its end.
-    inputs = prompts_with(2, IMAGE_TOKEN_ID, 4 + 2 * (4 + 1))
-    inputs["pixel_values"] = noise(2, 3, 3, 8, 8)  # each image whole, and its two tiles
-    inputs["image_sizes"] = torch.tensor([[8, 16], [8, 16]])
+    pixels, sizes = noise(2, 3, 3, 8, 8), torch.tensor([[8, 16], [8, 16]])  # each image whole, and its two tiles
+    inputs = prompts_with(2, IMAGE_TOKEN_ID, 4 + 2 * (4 + 1), pixel_values=pixels, image_sizes=sizes)
     return Reading(target, inputs, None)
 
 
@@ -58,36 +41,29 @@ def masks_of_pixels() -> Reading:
     own = {"text_config": {"model_type": "llama", **TEXT}, "scale_factor": 2, "pad_token_id": PAD_TOKEN_ID}
     own |= {"vision_config": {**VISION, "patch_size": 2}, "image_token_id": IMAGE_TOKEN_ID}
     target = make("Idefics3ForConditionalGeneration", **own)
-    inputs = prompts_with(2, IMAGE_TOKEN_ID, 4)
-    inputs["pixel_values"] = noise(2, 1, 3, 8, 8)
-    mask = torch.ones(2, 1, 8, 8, dtype=torch.bool)
-    mask[..., 4:] = False
-    inputs["pixel_attention_mask"] = mask
-    return Reading(target, inputs, torch.ones_like(mask))
+    mask = (torch.arange(8) < 4).expand(2, 1, 8, 8)
+    inputs = prompts_with(2, IMAGE_TOKEN_ID, 4, pixel_values=noise(2, 1, 3, 8, 8), pixel_attention_mask=mask)
+    return Reading(target, inputs, torch.ones(2, 1, 8, 8).bool())
 
 
 def seconds_of_videos() -> Reading:
     """Qwen2.5-VL, whose positions in time go by the seconds between frames."""
     vision = {"depth": 2, "tokens_per_second": 2, "window_size": 16, "fullatt_block_indexes": [1]}
-    own = {"vision_config": {**MERGING_VISION, **vision}, "text_config": QWEN_TEXT, **QWEN_IDS}
+    own = {"vision_config": {**tiny.MERGING_VISION, **vision}, "text_config": tiny.QWEN_TEXT, **tiny.QWEN_IDS}
     target = make("Qwen2_5_VLForConditionalGeneration", **own)
-    inputs = prompts_with(2, VIDEO_TOKEN_ID, 8)  # 2 times 4 x 4 patches, merged by four
-    inputs["pixel_values_videos"] = noise(2 * 32, 3 * 2 * 4 * 4)
-    inputs["video_grid_thw"] = torch.tensor([[2, 4, 4]] * 2)
-    inputs["mm_token_type_ids"] = 2 * (inputs["input_ids"] == VIDEO_TOKEN_ID).int()
+    patches, grid = noise(2 * 32, 3 * 2 * 4 * 4), torch.tensor([[2, 4, 4]] * 2)  # 2 times 4 x 4, merged by four
+    inputs = prompts_with(2, tiny.VIDEO_TOKEN_ID, 8, pixel_values_videos=patches, video_grid_thw=grid)
+    inputs["mm_token_type_ids"] = 2 * (inputs["input_ids"] == tiny.VIDEO_TOKEN_ID).int()
     inputs["second_per_grid_ts"] = torch.tensor([1.0, 3.0])
     return Reading(target, inputs, torch.tensor([8.0, 20.0]))
 
 
 def encoded_images() -> Reading:
     """LLaVA, given what its encoder made of the images."""
-    target = make_llava()
-    inputs = picture_prompts(target, 2)
-    others = picture_prompts(target, 2, seed=1)
-    encoded, other = (
-        {"image": target.model.get_image_features(each.pop("pixel_values"), return_dict=True)}
-        for each in (inputs, others)
-    )
+    target = tiny.make_llava()
+    inputs, others = tiny.picture_prompts(target, 2), tiny.picture_prompts(target, 2, seed=1)
+    images = [each.pop("pixel_values") for each in (inputs, others)]
+    encoded, other = ({"image": target.model.get_image_features(one, return_dict=True)} for one in images)
     return Reading(target, {**inputs, "mm_encoder_outputs": encoded}, other)
 
 
@@ -96,7 +72,7 @@ READINGS = {
     "pixel_attention_mask": masks_of_pixels,
     "second_per_grid_ts": seconds_of_videos,
 }
-if "mm_encoder_outputs" in inspect.signature(type(make_llava()).forward).parameters:  # not in older versions
+if "mm_encoder_outputs" in inspect.signature(type(tiny.make_llava()).forward).parameters:  # not in older versions
     READINGS["mm_encoder_outputs"] = encoded_images
 
 
@@ -104,19 +80,17 @@ def patches() -> Reading:
     """Fuyu, which reads patches of pictures as it reads embeddings."""
     text = {"model_type": "persimmon", **TEXT}
     target = make("FuyuForCausalLM", text_config=text, hidden_size=32, patch_size=2, image_token_id=IMAGE_TOKEN_ID)
-    inputs = prompts_with(BATCH_SIZE, IMAGE_TOKEN_ID, 4)
-    inputs["image_patches"] = noise(BATCH_SIZE, 4, 2 * 2 * 3)
+    inputs = prompts_with(2, IMAGE_TOKEN_ID, 4, image_patches=noise(2, 4, 2 * 2 * 3))
     return Reading(target, inputs, inputs["image_patches"].flip(0))
 
 
 def sounds() -> Reading:
     """Qwen2-Audio: ten frames are five tokens, of which the first row hears all and the second fewer."""
-    audio = {"model_type": "qwen2_audio_encoder", "num_mel_bins": NUM_MEL_BINS, "max_source_positions": 10}
+    audio = {"model_type": "qwen2_audio_encoder", "num_mel_bins": tiny.NUM_MEL_BINS, "max_source_positions": 10}
     audio |= {"encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 24, "d_model": 16}
     target = make("Qwen2AudioForConditionalGeneration", audio_config=audio, text_config=_QWEN2, **_AUDIO_IDS)
-    inputs = prompts_with(BATCH_SIZE, _AUDIO_TOKEN_ID, 5)
-    inputs["input_features"] = noise(BATCH_SIZE, NUM_MEL_BINS, 20)
-    inputs["feature_attention_mask"] = torch.ones(BATCH_SIZE, 20, dtype=torch.int64)
+    inputs = prompts_with(2, _AUDIO_TOKEN_ID, 5, input_features=noise(2, tiny.NUM_MEL_BINS, 20))
+    inputs["feature_attention_mask"] = torch.ones(2, 20, dtype=torch.int64)
     return Reading(target, inputs, inputs["input_features"].flip(0))
 
 
@@ -127,9 +101,7 @@ def waves() -> Reading:
     parts = zip(("acoustic", "semantic"), (16, 32), strict=True)
     own = {f"{name}_tokenizer_encoder_config": {**encoder, "hidden_size": width} for name, width in parts}
     own |= {"text_config": _QWEN2, "audio_token_id": _AUDIO_TOKEN_ID}
-    inputs = prompts_with(BATCH_SIZE, _AUDIO_TOKEN_ID, 4)
-    inputs["input_values"] = noise(BATCH_SIZE, 1, 8)
-    inputs["padding_mask"] = torch.ones(BATCH_SIZE, 8, dtype=torch.bool)
+    inputs = prompts_with(2, _AUDIO_TOKEN_ID, 4, input_values=noise(2, 1, 8), padding_mask=torch.ones(2, 8).bool())
     return Reading(make("VibeVoiceAsrForConditionalGeneration", **own), inputs, inputs["input_values"].flip(0))
 
 
@@ -139,13 +111,11 @@ def crops() -> Reading:
     audio = {"num_blocks": 1, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 24}
     audio |= {"depthwise_separable_out_channel": 8, "nemo_conv_channels": 8, "audio_token_id": _AUDIO_TOKEN_ID}
     own = {**TEXT, "vision_config": {**vision, "image_token_id": IMAGE_TOKEN_ID}, "audio_config": audio}
-    inputs = prompts_with(BATCH_SIZE, IMAGE_TOKEN_ID, 5)
-    inputs["image_pixel_values"] = noise(BATCH_SIZE, 2, 3, 8, 8)
-    inputs["image_sizes"] = torch.tensor([[8, 8]] * BATCH_SIZE)
-    mask = torch.ones(BATCH_SIZE, 2, 2, 2)
+    inputs = prompts_with(2, IMAGE_TOKEN_ID, 5, image_pixel_values=noise(2, 2, 3, 8, 8))
+    inputs["image_sizes"] = torch.tensor([[8, 8]] * 2)
+    inputs["image_attention_mask"] = mask = torch.ones(2, 2, 2, 2)
     mask[:, 0, :, 1] = 0  # of the whole picture
-    inputs["image_attention_mask"] = mask
-    return Reading(make("Phi4MultimodalForCausalLM", **own), inputs, torch.ones_like(mask))
+    return Reading(make("Phi4MultimodalForCausalLM", **own), inputs, torch.ones(2, 2, 2, 2))
 
 
 def beside_the_text() -> Reading:
@@ -160,8 +130,7 @@ def beside_the_text() -> Reading:
     for name, weight in target.named_parameters():
         if "gate" in name.rsplit(".", 1)[-1]:  # of the layers that look at pictures, shut at first
             weight.fill_(1.0)
-    inputs = prompts_with(BATCH_SIZE, IMAGE_TOKEN_ID, 1)
-    inputs["pixel_values"] = noise(BATCH_SIZE, 1, 2, 3, 8, 8)
+    inputs = prompts_with(2, IMAGE_TOKEN_ID, 1, pixel_values=noise(2, 1, 2, 3, 8, 8))
     inputs["aspect_ratio_ids"] = torch.tensor([[2], [1]])
     inputs["aspect_ratio_mask"] = torch.tensor([[[1, 1]], [[1, 0]]])
     has_seen = (inputs["input_ids"] == IMAGE_TOKEN_ID).cumsum(1)[..., None, None]  # [B, T, 1, 1]
@@ -182,7 +151,7 @@ def make_exaone4_5() -> PreTrainedModel:
     """An EXAONE 4.5, whose `prepare_inputs_for_generation` leaves the positions out."""
     vision = {**_MERGING_ALL, "num_key_value_heads": 1}
     text = {"model_type": "exaone4", **TEXT, "sliding_window": SLIDING_WINDOW, "sliding_window_pattern": 2}
-    ids = {"image_token_id": IMAGE_TOKEN_ID, "video_token_id": VIDEO_TOKEN_ID}
+    ids = {"image_token_id": IMAGE_TOKEN_ID, "video_token_id": tiny.VIDEO_TOKEN_ID}
     return make("Exaone4_5_ForConditionalGeneration", vision_config=vision, text_config=text, **ids)
 
 
@@ -190,7 +159,7 @@ def make_hyperclovax() -> PreTrainedModel:
     """A HyperCLOVA X Vision v2, which does the same."""
     vision = {"model_type": "qwen2_5_vl_vision", **_MERGING_ALL}
     text = {"model_type": "hyperclovax", **TEXT}
-    return make("HyperCLOVAXVisionV2ForConditionalGeneration", vision_config=vision, text_config=text, **IDS)
+    return make("HyperCLOVAXVisionV2ForConditionalGeneration", vision_config=vision, text_config=text, **tiny.IDS)
 
 
 COLUMN_COUNTERS = {"exaone4_5": make_exaone4_5}
@@ -200,7 +169,7 @@ if hasattr(transformers, "HyperCLOVAXVisionV2Config"):  # not in older versions
 
 def attention_to_all() -> Reading:
     """LED, whose encoder attends to the text in windows but for what a mask names."""
-    inputs = ragged_prompts(BATCH_SIZE, seed=1)
+    inputs = ragged_prompts(2, seed=1)
     inputs = {name: tensor.flip(1) for name, tensor in inputs.items()}
     mask = torch.zeros_like(inputs["input_ids"])
     inputs["global_attention_mask"] = mask.index_fill(1, torch.tensor([0, 2]), 1)
@@ -215,8 +184,7 @@ def pictures_of_an_encoder() -> Reading:
     encoder |= {"image_token_index": IMAGE_TOKEN_ID, "boi_token_index": 62, "eoi_token_index": 63}
     own = {"encoder": encoder, "decoder": sizes, "image_token_index": IMAGE_TOKEN_ID, "tie_word_embeddings": False}
     target = make("T5Gemma2ForConditionalGeneration", **own)
-    inputs = prompts_with(BATCH_SIZE, IMAGE_TOKEN_ID, 4)
-    inputs["pixel_values"] = noise(BATCH_SIZE, 3, 8, 8)
+    inputs = prompts_with(2, IMAGE_TOKEN_ID, 4, pixel_values=noise(2, 3, 8, 8))
     return Reading(target, inputs, inputs["pixel_values"].flip(0))
 
 
