@@ -4,18 +4,18 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-import hf_speculate
 from hf_speculate.cache.base import KVCache
 from hf_speculate.cache.columns import Columns
 from hf_speculate.cache.dynamic import DynamicKVCache
-from hf_speculate.cache.layers import holding
 from hf_speculate.cache.preallocated import LayerKinds, PreallocatedKVCache
 from hf_speculate.cache.ragged_layer import WINDOW_SLACK, RaggedLayer
 from hf_speculate.errors import ShapeError
 from hf_speculate.models.cache_selection import CachePlan
 from hf_speculate.models.language_model import LanguageModel
 from hf_speculate.types import KVState
-from tests.cases import assert_equal_ids, each_value, pair
+from tests.cases import each_value
+from tests.random_calls import Case
+from tests.random_search import run_case
 from tests.tiny import KINDS, SLIDING_WINDOW, make_model, ragged_prompts
 
 STEP_TOLERANCE = 1e-9  # float64 round-off of attention over masked columns; wrong states differ by 1e-2 and more
@@ -142,34 +142,17 @@ def test_rows_join_in_the_places_of_rows_that_left_whatever_these_held():
         assert buffers.values.isfinite().all()
 
 
-@each_value(kind=["gemma3n", "gemma4"], cache_kind=["dynamic", "preallocated"])
-def test_a_passed_cache_with_layers_that_share_states_advances_as_in_plain_decoding(kind, cache_kind):
-    target, draft = pair(kind)
-    text = ragged_prompts(1, seed=2, min_len=8, max_len=8)["input_ids"]
-    caches = [DynamicCache(config=target.config.get_text_config(decoder=True)) for _ in range(2)]
-    options = {"assistant_model": draft, "num_assistant_tokens": 3, "speculation_cache": cache_kind}
-    for cache, extra in zip(caches, ({}, options), strict=True):
-        ids = text
-        for _ in range(2):  # turns
-            ids = target.generate(ids, max_new_tokens=2 * SLIDING_WINDOW, past_key_values=cache, **extra)
-            ids = torch.cat([ids, ids[:, :3]], dim=1)
-        cache.ids = ids
-    plain, ours = caches
-    assert_equal_ids(plain.ids, ours.ids)
-    for layer, expected in zip(holding(ours.layers), holding(plain.layers), strict=True):
-        assert layer.get_seq_length() == expected.get_seq_length()
-        assert torch.allclose(layer.keys, expected.keys)
-
-
-def test_compiled_buffers_hold_none_for_layers_that_share_states():
-    target, draft = pair("gemma4", dtype=torch.float32)
-    inputs, stats = ragged_prompts(3, seed=3), hf_speculate.SpeculationStats()
-    options = {"num_assistant_tokens": 3, "cache_implementation": "static", "speculation_stats": stats}
-    plain = target.generate(**inputs, max_new_tokens=2 * SLIDING_WINDOW)
-    assert_equal_ids(
-        plain, target.generate(**inputs, max_new_tokens=2 * SLIDING_WINDOW, assistant_model=draft, **options)
-    )
-    assert stats.cache == "preallocated"
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("gemma3n", max_new_tokens=2 * SLIDING_WINDOW, num_turns=2, passed="with config", cache="dynamic"),
+        Case("gemma4", max_new_tokens=2 * SLIDING_WINDOW, num_turns=2, passed="with config", cache="preallocated"),
+        Case("gemma4", max_new_tokens=2 * SLIDING_WINDOW, batch_size=3, padding="left", cache="static"),
+    ],
+    ids=str,
+)
+def test_caches_with_layers_that_share_states_advance_as_in_plain_decoding(case):
+    assert run_case(case).kind == "equal"
 
 
 def test_a_row_joins_one_whose_window_has_moved():

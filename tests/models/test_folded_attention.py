@@ -1,8 +1,9 @@
 """Folded attention equals transformers' own, passes on what it cannot fold, and only folds where it is asked to."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
-from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -13,13 +14,9 @@ TOLERANCE = 1e-13  # float64 round-off of sums over 11 states of size 1; a row u
 H, D, D_VALUE, T = 2, 8, 6, 11
 
 
-class Layer(nn.Module):
+def layer_of(groups: int) -> SimpleNamespace:
     """What an attention function reads of its layer."""
-
-    def __init__(self, groups: int):
-        super().__init__()
-        self.num_key_value_groups = groups
-        self.is_causal = True
+    return SimpleNamespace(num_key_value_groups=groups, is_causal=True)
 
 
 @pytest.fixture
@@ -79,7 +76,7 @@ def both(layer, query, key, value, mask, **kwargs):
 def test_the_result_is_that_of_transformers(folds, mask, groups, num_query):
     batch_size, scaling = 3, 0.7 if groups == 1 else None
     given = make_mask(mask, batch_size, num_query)
-    layer, (query, key, value) = Layer(groups), states(groups, num_query, batch_size)
+    layer, (query, key, value) = layer_of(groups), states(groups, num_query, batch_size)
     before = [tensor.clone() for tensor in (query, key, value)]
     ours, expected = both(layer, query, key, value, given, scaling=scaling)
     assert torch.allclose(ours, expected, atol=TOLERANCE, rtol=0)
@@ -89,13 +86,11 @@ def test_the_result_is_that_of_transformers(folds, mask, groups, num_query):
 
 
 _MOST = attention._MOST_QUERY_TOKENS + 1
+_BIAS = {"position_bias": torch.linspace(-2, 2, 132, dtype=torch.float64).view(1, 4, 3, T)}
 PASSED_ON = {
     "a long prompt": (torch.ones(2, 1, _MOST, _MOST, dtype=torch.bool).tril(), {}),
     "a mask by head": (torch.zeros(2, 4, 3, T, dtype=torch.float64), {}),
-    "a position bias": (
-        make_mask("bool", 2, 3),
-        {"position_bias": torch.linspace(-2, 2, 132, dtype=torch.float64).view(1, 4, 3, T)},
-    ),
+    "a position bias": (make_mask("bool", 2, 3), _BIAS),
     "dropout": (make_mask("bool", 2, 3), {"dropout": 0.5}),
 }
 
@@ -108,7 +103,7 @@ def test_what_it_cannot_fold_is_passed_on(folds, name):
     for function in (sdpa_attention_forward, folded_attention):
         torch.manual_seed(0)
         with folding():
-            results.append(function(Layer(2), query, key, value, mask, **options)[0])
+            results.append(function(layer_of(2), query, key, value, mask, **options)[0])
     assert torch.equal(*results)
     assert not folds
 
@@ -122,6 +117,6 @@ def test_another_function_under_the_name_is_called_in_place_of_folding(folds, mo
 
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, STANDS_FOR, foreign)
     query, key, value = states(2, 3, 2)
-    assert torch.equal(*both(Layer(2), query, key, value, make_mask("bool", 2, 3), scaling=0.7))
+    assert torch.equal(*both(layer_of(2), query, key, value, make_mask("bool", 2, 3), scaling=0.7))
     assert calls == [{"dropout": 0.0, "scaling": 0.7, "is_causal": None}]
     assert not folds

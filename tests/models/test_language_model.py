@@ -8,7 +8,6 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel
 
 from hf_speculate.cache.dynamic import DynamicKVCache
-from hf_speculate.errors import ConfigError, ShapeError
 from hf_speculate.models.inferencer import Inferencer
 from hf_speculate.models.language_model import LanguageModel
 from hf_speculate.types import SampleStrategy
@@ -96,15 +95,6 @@ def test_positions_past_the_bound_are_the_bound_counted_by_row():
     assert torch.allclose(logits[1, 6:], alone[0], atol=LOGIT_TOLERANCE, rtol=0)
     expected = model(ids[:1], position_ids=torch.arange(12).clamp_max(7)[None]).logits
     assert torch.allclose(logits[0], expected[0], atol=LOGIT_TOLERANCE, rtol=0)
-
-
-def test_what_decodes_nothing_is_refused(llama):
-    cache, inferencer = make_cache(llama, 2), Inferencer(LanguageModel(llama))
-    with pytest.raises(ShapeError, match="query_token_ids"):
-        inferencer.prefill(torch.zeros(2, 0, dtype=torch.int64), cache, GREEDY)
-    with pytest.raises(ConfigError, match="max_new_tokens"):
-        inferencer.decode(torch.ones(2, 2, dtype=torch.int64), cache, 0, GREEDY)
-    assert cache.get_num_tokens() == 0
 
 
 def test_a_row_counts_its_tokens_up_to_and_with_its_eos(llama):

@@ -12,7 +12,9 @@ from hf_speculate import compat
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.models import quirks
 from hf_speculate.models.quirks import QUIRKS, SHOWN, Limit, is_shown, may_compare_attention, model_types
-from tests.cases import assert_equal_ids
+from tests.cases import assert_decodes_as_plain, assert_equal_ids
+from tests.random_calls import Case
+from tests.random_search import run_case
 from tests.tiny import KINDS, MORE_KINDS, make_config, make_model, noisy_copy, ragged_prompts
 from tests.tiny_encoders import make_bart, make_llava, make_qwen2_vl, make_qwen3_5_vl, make_t5, make_whisper
 from tests.tiny_families import FAMILIES, make_family
@@ -32,31 +34,16 @@ REFUSED = (
 OWN_LOOPS = ("CsmForConditionalGeneration", "HiggsAudioV2ForConditionalGeneration")
 
 
+def pair_of(name, **options):
+    target = make_family(name, **options)
+    return hf_speculate.enable(target), noisy_copy(target, 0.03)
+
+
 def without_weights(class_name):
     """A model of the class's default config on the meta device."""
     model_class = getattr(transformers, class_name)
     with torch.device("meta"):
         return model_class(model_class.config_class())
-
-
-def assert_decodes_as_plain(target, inputs, **options):
-    """Ids, logits and the states of the text; returns the statistics."""
-    recorded = {"max_new_tokens": NUM_NEW, "return_dict_in_generate": True, "output_logits": True}
-    plain = target.generate(**inputs, **recorded)
-    draft = noisy_copy(target, 0.03)
-    ours = hf_speculate.generate(target, **inputs, **recorded, assistant_model=draft, num_assistant_tokens=3, **options)
-    assert_equal_ids(plain.sequences, ours.sequences)
-    tolerance = {"atol": 1e-4 if target.dtype == torch.float32 else 1e-5, "rtol": 0}
-    torch.testing.assert_close(torch.stack(ours.logits), torch.stack(plain.logits), **tolerance)
-    caches = [getattr(one.past_key_values, "self_attention_cache", one.past_key_values) for one in (plain, ours)]
-    for layer, expected in zip(caches[1].layers, caches[0].layers, strict=True):
-        if expected.is_initialized:
-            torch.testing.assert_close(layer.keys, expected.keys, **tolerance)
-            torch.testing.assert_close(layer.values, expected.values, **tolerance)
-        else:
-            assert not layer.is_initialized
-    assert ours.speculation.num_accepted > 0
-    return ours.speculation
 
 
 def test_every_type_in_the_table_is_shown_by_a_test():
@@ -73,43 +60,33 @@ def test_every_type_in_the_table_is_shown_by_a_test():
     "model_type", [name if name in QUIRKY else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 )
 def test_a_family_decodes_as_plain(model_type):
-    target = make_family(model_type)
-    stats = assert_decodes_as_plain(target, ragged_prompts(3, seed=3))
-    assert "self-test" not in stats.plan
+    assert run_case(Case(model_type, batch_size=3, padding="left", noise=0.03)).kind == "equal"
 
 
 def test_rows_without_padding_get_a_mask_each():
-    inputs = ragged_prompts(2, seed=2, min_len=6, max_len=6)
-    stats = assert_decodes_as_plain(make_family("xglm"), {"input_ids": inputs["input_ids"]})
+    inputs = {"input_ids": ragged_prompts(2, seed=2, min_len=6, max_len=6)["input_ids"]}
+    stats = assert_decodes_as_plain(*pair_of("xglm"), inputs, max_new_tokens=NUM_NEW)
     assert stats.cache == "preallocated"
+    assert "self-test" not in stats.plan
 
 
 def test_tokens_behind_a_padding_token_are_read_at_their_places():
-    target = make_family("m2m_100", seed=5)
-    target.get_output_embeddings().weight[0] *= 3  # the id of padding turns up in the text
-    target.generation_config.pad_token_id = 63
+    target, draft = pair_of("m2m_100", seed=5)
+    for model in (target, draft):
+        model.get_output_embeddings().weight[0] *= 3  # the id of padding turns up in the text
+        model.generation_config.pad_token_id = 63
     inputs = ragged_prompts(3, seed=2)
-    assert_decodes_as_plain(target, inputs)
+    assert_decodes_as_plain(target, draft, inputs, max_new_tokens=NUM_NEW)
     assert (target.generate(**inputs, max_new_tokens=NUM_NEW) == 0).any()
 
 
-@pytest.mark.parametrize("name", COLUMN_COUNTERS)
-@pytest.mark.parametrize("batch_size", [1, 3])
-def test_positions_that_a_class_leaves_out_count_columns(name, batch_size):
-    target = COLUMN_COUNTERS[name]()
-    inputs = ragged_prompts(batch_size, seed=1, vocab_size=60)
-    stats = assert_decodes_as_plain(target, inputs)
-    inputs["attention_mask"][:, -3] = 0
-    inputs["attention_mask"][0, -2:] = 0
-    assert_decodes_as_plain(target, inputs)
-    assert not stats.lock_step
+COUNTED = [Case(name, batch_size=3, padding=padding) for name in COLUMN_COUNTERS for padding in ("left", "holes")]
+COUNTED += [Case("exaone4_5", padding="holes"), Case("t5gemma", batch_size=3, padding="left", decoder_prompt="holes")]
 
 
-def test_a_padded_prompt_of_a_decoder_counts_columns_where_plain_does():
-    prompts = ragged_prompts(3, seed=2, min_len=3, max_len=6)
-    decoder = {f"decoder_{name}": value for name, value in prompts.items()}
-    decoder["decoder_attention_mask"][:, -2] = 0
-    assert_decodes_as_plain(make_family("t5gemma"), ragged_prompts(3, seed=1) | decoder)
+@pytest.mark.parametrize("case", COUNTED, ids=str)
+def test_positions_that_a_class_leaves_out_count_columns(case):
+    assert run_case(case).kind == "equal"
 
 
 @pytest.mark.parametrize("model_type", ["led", "nllb-moe"])
@@ -143,18 +120,13 @@ def test_a_type_that_cannot_take_part_or_has_its_own_loop_is_refused_by_name(cla
         )
 
 
-@pytest.mark.parametrize("version", ["5.16.3", "6.0.0.dev0"])
-def test_a_version_of_transformers_that_was_not_tested_has_shown_nothing(version, monkeypatch):
-    model = make_model("llama")
-    assert is_shown(hf_speculate.enable(model))
-    monkeypatch.setattr(compat.transformers, "__version__", version)
-    assert not is_shown(model)
-
-
-def test_a_class_outside_transformers_is_unknown_whatever_its_type():
-    model = make_model("llama")
-    model.__class__ = type("Mine", (transformers.LlamaForCausalLM,), {})
-    assert not is_shown(model)
+def test_another_version_of_transformers_and_a_class_outside_have_shown_nothing(monkeypatch):
+    model, own = make_model("llama"), make_model("llama")
+    own.__class__ = type("Mine", (transformers.LlamaForCausalLM,), {})
+    assert is_shown(model) and not is_shown(own)
+    for version in ("5.16.3", "6.0.0.dev0"):
+        monkeypatch.setattr(compat.transformers, "__version__", version)
+        assert not is_shown(model)
 
 
 def packages_with(pattern):
