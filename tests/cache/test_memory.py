@@ -22,8 +22,7 @@ from tests.tiny import make_config, make_model
 
 ALLOWED = 1.05
 PROMPT_LEN = 2 * MIN_CHUNK_TOKENS + 1
-SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-SIZES |= {"head_dim": 8, "max_position_embeddings": 2048}
+SIZES = {"intermediate_size": 64, "max_position_embeddings": 2048}
 
 
 class LiveBytes(TorchDispatchMode):
@@ -35,9 +34,8 @@ class LiveBytes(TorchDispatchMode):
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
         given = {storage._cdata for storage in _storages((args, kwargs))}
-        result = func(*args, **kwargs)
+        result = func(*args, **(kwargs or {}))
         for storage in _storages(result):
             key, num_bytes = storage._cdata, storage.nbytes()
             if key not in self._known and key not in given:
@@ -72,8 +70,6 @@ def cache_bytes(model: PreTrainedModel, num_rows: int, num_tokens: int) -> int:
 def make_pair(draft_width: int) -> tuple[PreTrainedModel, PreTrainedModel]:
     target = make_model("llama", dtype=torch.float32, num_hidden_layers=6, **SIZES)
     draft = make_model("llama", dtype=torch.float32, num_hidden_layers=1, **{**SIZES, "intermediate_size": draft_width})
-    for model in (target, draft):
-        model.generation_config.eos_token_id = None
     return target, draft
 
 
@@ -97,8 +93,7 @@ def test_a_growing_cache_takes_little_more_than_its_states(max_columns: int | No
 
     def grow(update: Callable[[list[KVState]], None]) -> None:
         for num_query in (1200, *[15] * num_steps):
-            state = KVState(torch.ones(2, 2, num_query, 8), torch.ones(2, 2, num_query, 8))
-            update([state] * num_layers)
+            update([KVState(*torch.ones(2, 2, 2, num_query, 8))] * num_layers)
 
     def append(states: list[KVState]) -> None:
         for index, state in enumerate(states):

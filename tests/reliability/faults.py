@@ -1,7 +1,7 @@
 """Faults that raise one given error object at their n-th call, and where they can be put into a call."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -48,10 +48,6 @@ class FaultyProcessor(LogitsProcessor):
         return scores
 
 
-class RowWiseProcessor(FaultyProcessor):
-    """Declared to look at each row by itself."""
-
-
 class FaultyCriterion(StoppingCriteria):
     def __init__(self, fault: Fault):
         self.fault = fault
@@ -61,12 +57,8 @@ class FaultyCriterion(StoppingCriteria):
         return torch.zeros(input_ids.shape[0], dtype=torch.bool)
 
 
-class RowWiseCriterion(FaultyCriterion):
-    """Declared to look at each row by itself."""
-
-
-hf_speculate.register_row_wise(RowWiseProcessor)
-hf_speculate.register_row_wise(RowWiseCriterion)
+RowWiseProcessor = hf_speculate.register_row_wise(type("RowWiseProcessor", (FaultyProcessor,), {}))
+RowWiseCriterion = hf_speculate.register_row_wise(type("RowWiseCriterion", (FaultyCriterion,), {}))
 
 
 class FaultyStreamer:
@@ -75,22 +67,14 @@ class FaultyStreamer:
         setattr(self, method, fault.tick)
 
 
-@contextmanager
-def hook(module: torch.nn.Module, fault: Fault):
-    handle = module.register_forward_hook(fault.tick)
-    try:
-        yield
-    finally:
-        handle.remove()
+def hook(module: torch.nn.Module, fault: Fault) -> AbstractContextManager:
+    return module.register_forward_hook(fault.tick)
 
 
 def put_in(place: str, fault: Fault, target: Any, draft: Any) -> tuple[AbstractContextManager, dict[str, Any]]:
     """What to run a call in, and its options, so that `fault` ticks at `place`."""
-    inside: dict[str, Callable[[], AbstractContextManager]] = {
-        "target forward": lambda: hook(target, fault),
-        "target layer": lambda: hook(target.model.layers[1].self_attn, fault),
-        "draft forward": lambda: hook(draft, fault),
-    }
+    layer = target.model.layers[1].self_attn
+    hooked = {"target forward": target, "target layer": layer, "draft forward": draft}.get(place)
     given: dict[str, dict[str, Any]] = {
         "foreign processor": {"logits_processor": LogitsProcessorList([FaultyProcessor(fault)])},
         "row-wise processor": {"logits_processor": LogitsProcessorList([RowWiseProcessor(fault)])},
@@ -101,4 +85,5 @@ def put_in(place: str, fault: Fault, target: Any, draft: Any) -> tuple[AbstractC
         "callback": {"speculation_callback": fault.tick},
     }
     drafts = {"assistant_model": draft, "num_assistant_tokens": 2}
-    return inside.get(place, ExitStack)(), drafts | given.get(place, {})
+    inside = nullcontext() if hooked is None else hook(hooked, fault)
+    return inside, drafts | given.get(place, {})

@@ -1,7 +1,5 @@
 """Logits without a distribution: the target's end a draw as plain `generate` would, the draft's change nothing."""
 
-from contextlib import contextmanager
-
 import pytest
 import torch
 from transformers import LogitsProcessor, StoppingCriteria
@@ -17,7 +15,6 @@ NAN, INF = torch.nan, torch.inf
 CELLS = [(NAN, 1, "dynamic"), (NAN, 3, "preallocated"), (INF, 3, "dynamic"), (-INF, 3, "preallocated")]
 
 
-@contextmanager
 def spoiled(model, value, *, after=lambda ids: ids % 3 == 0):
     """The model's logits are `value` after the tokens of which `after` is True: a function of the text alone."""
 
@@ -26,11 +23,7 @@ def spoiled(model, value, *, after=lambda ids: ids % 3 == 0):
         output.logits = torch.where(after(ids)[..., None], torch.full_like(output.logits, value), output.logits)
         return output
 
-    handle = model.register_forward_hook(spoil, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return model.register_forward_hook(spoil, with_kwargs=True)  # a context, which removes it
 
 
 def options_of(draft, **options):
@@ -61,7 +54,6 @@ def test_nothing_is_drawn_without_a_distribution(verifier, value):
             target.generate(**options)
         with pytest.raises(BadLogitsError) as caught:
             target.generate(**own | options, seed=3)
-    assert isinstance(caught.value, RuntimeError)
     assert f"got {word} in row" in str(caught.value)
     assert len(caught.value.__notes__) == 1
 
@@ -108,29 +100,20 @@ def test_a_row_that_runs_ahead_past_the_end_of_all_is_not_looked_at():
         target.generate(**inputs, **drafted, logits_processor=[ForbidsFrom(plain.shape[1] - 1)])
 
 
-class SpoilsRowsAfter(LogitsProcessor):
-    """Leaves no distribution to rows in which a token after the prompt stops."""
-
-    def __init__(self, prompt_len):
-        self.prompt_len = prompt_len
-
-    def __call__(self, input_ids, scores):
-        has_stopped = (input_ids[:, self.prompt_len :] % 7 == 1).any(1)
-        return torch.where(has_stopped[:, None], torch.full_like(scores, NAN), scores)
-
-
-@pytest.mark.parametrize("eos_token_id", [None, 63])
-def test_rows_in_lock_step_that_have_stopped_are_looked_at_where_they_go_on(eos_token_id):
+def test_rows_in_lock_step_that_have_stopped_are_looked_at_where_they_go_on():
     """Without EOS a row that has stopped goes on till all have; plain `generate` fails where it has no distribution."""
     target, draft = pair("llama")
     inputs, options = ragged_prompts(3, seed=2), {"stopping_criteria": [StopsAtSevenths()], "max_new_tokens": 40}
-    own = options_of(draft, **options, do_sample=True, seed=2, eos_token_id=eos_token_id)
-    spoils = {"logits_processor": [SpoilsRowsAfter(inputs["input_ids"].shape[1])]}
-    if eos_token_id is not None:  # then what it is shown is padding
-        assert_equal_ids(target.generate(**inputs, **own), target.generate(**inputs, **own, **spoils))
-        return
+    own = inputs | options_of(draft, **options, do_sample=True, seed=2)
+
+    def spoil(input_ids, scores):
+        has_stopped = (input_ids[:, inputs["input_ids"].shape[1] :] % 7 == 1).any(1)
+        return torch.where(has_stopped[:, None], torch.full_like(scores, NAN), scores)
+
+    ended = target.generate(**own, eos_token_id=63)  # where what a row that has stopped is shown is padding
+    assert_equal_ids(ended, target.generate(**own, eos_token_id=63, logits_processor=[spoil]))
     with pytest.raises(BadLogitsError, match="got NaN in row"):
-        target.generate(**inputs, **own, **spoils)
+        target.generate(**own, logits_processor=[spoil])
 
 
 @each_value(

@@ -3,10 +3,8 @@
 import contextlib
 import gc
 import multiprocessing
-import os
 import tracemalloc
 from collections.abc import Callable
-from pathlib import Path
 from statistics import linear_regression
 from typing import Any
 
@@ -24,30 +22,20 @@ OBJECTS_A_CALL = 0.04
 # Python's free lists go on filling for some hundred calls: 200 bytes a call up to the 150th, 45 from the 100th to
 # the 500th, 3 after the 1000th. A tensor takes 72 bytes without its data.
 TRACED_BYTES_A_CALL = 64.0
-# So does malloc: 6 KiB a call from the 100th to the 500th, nothing from there to the 1600th. The states of one call
-# with three rows take 20 KiB.
-RESIDENT_BYTES_A_CALL = 12 * 1024.0
-STATM = Path("/proc/self/statm")
 NEVER = 10**9  # a call that no fault waits for
-
-
-def sample() -> tuple[int, int, int]:
-    """Traced bytes, resident bytes and the number of objects, after a collection."""
-    gc.collect()
-    resident = int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if STATM.exists() else 0
-    return tracemalloc.get_traced_memory()[0], resident, len(gc.get_objects())
 
 
 def slopes(run: Callable[[int], Any], num_calls: int, num_warm: int, every: int) -> dict[str, float]:
     """By what each call of `run`, which is told its number, makes memory grow after the first ones."""
     counts = [number for number in range(1, num_calls + 1) if number >= num_warm and number % every == 0]
-    columns: dict[str, list[int]] = {"traced_bytes": [], "resident_bytes": [], "num_objects": []}
+    columns: dict[str, list[int]] = {"traced_bytes": [], "num_objects": []}
     tracemalloc.start()
     for number in range(1, num_calls + 1):
         run(number)
         if number in counts:
-            for values, value in zip(columns.values(), sample(), strict=True):
-                values.append(value)  # a number; an object for each sample would be counted by the next ones
+            gc.collect()  # what is appended are numbers: an object for each sample would be counted by the next ones
+            columns["traced_bytes"].append(tracemalloc.get_traced_memory()[0])
+            columns["num_objects"].append(len(gc.get_objects()))
     tracemalloc.stop()
     return {name: linear_regression(counts, values).slope for name, values in columns.items()}
 
@@ -93,8 +81,7 @@ def slopes_of_all() -> tuple[dict[str, float], ...]:
 
 @pytest.mark.slow
 def test_hundreds_of_short_calls_leave_nothing_that_grows():
-    with multiprocessing.get_context("spawn").Pool(1) as pool:  # where no test has left memory that malloc gives again
+    with multiprocessing.get_context("spawn").Pool(1) as pool:  # where no other test leaves objects
         of_calls, of_lists, of_tensors = pool.apply(slopes_of_all)
     assert of_calls["num_objects"] < OBJECTS_A_CALL < min(of_lists["num_objects"], of_tensors["num_objects"])
     assert of_calls["traced_bytes"] < TRACED_BYTES_A_CALL < of_tensors["traced_bytes"]
-    assert of_calls["resident_bytes"] < RESIDENT_BYTES_A_CALL

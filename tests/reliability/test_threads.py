@@ -4,7 +4,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -52,6 +52,10 @@ ASSISTED: dict[str, Callable[[], dict[str, Any]]] = {
 NAMES = [*ASSISTED, "plain"]
 
 
+def settings():
+    return [(one.config.to_dict(), one.generation_config.to_dict()) for one in models()]
+
+
 def call(name: str, is_plain: bool = False) -> list[list[int]]:
     target, draft = models()
     own = {} if is_plain or name == "plain" else {"assistant_model": draft, **ASSISTED[name]()}
@@ -79,15 +83,14 @@ def alone() -> dict[str, list[list[int]]]:
     "shift", [0, *(pytest.param(shift, marks=pytest.mark.slow) for shift in range(4, len(NAMES), 4))]
 )
 def test_two_calls_at_a_time_give_the_texts_that_each_gives_alone(shift, alone):
-    before = [(one.config.to_dict(), one.generation_config.to_dict()) for one in models()]
+    before = settings()
 
     def walk(names):
         return lambda barrier: {name: (barrier.wait(), call(name))[1] for name in names}
 
     first, second = together(walk(NAMES), walk(NAMES[shift:] + NAMES[:shift]))
     assert first == second == alone
-    assert [(one.config.to_dict(), one.generation_config.to_dict()) for one in models()] == before
-    assert attention_switch._HOLDERS == {}
+    assert (settings(), attention_switch._HOLDERS) == (before, {})
 
 
 def test_a_call_that_fails_leaves_the_other_threads_alone(alone):
@@ -118,7 +121,7 @@ def test_calls_at_the_same_time_share_no_buffers():
         met.wait()
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
-    decode = lambda _: target.generate(**inputs, max_new_tokens=NUM_NEW, **own, stopping_criteria=[meet])  # noqa: E731
-    assert [ids.tolist() for ids in together(decode, decode)] == [plain, plain]
+    decode = partial(target.generate, **inputs, max_new_tokens=NUM_NEW, **own, stopping_criteria=[meet])
+    assert [ids.tolist() for ids in together(*[lambda _: decode()] * 2)] == [plain, plain]
     kept = model_state(target).buffers.addresses()
     assert len(set(kept)) == len(kept)
