@@ -20,7 +20,6 @@ class AttentionCall(NamedTuple):
     backend: str  # "cudnn", "flash", "efficient" or "math"
     plan: tuple[Any, ...]  # sizes and strides of all tensors: what cuDNN keeps a plan by
     num_launches: int
-    query_len: int
     has_mask: bool
 
 
@@ -38,9 +37,7 @@ def sdpa_call(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False,
         num += _PAD_LAUNCHES * (backend == "efficient" and not _is_aligned(attn_mask))
     options = {"scale": scale, "enable_gqa": enable_gqa}
     output = scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
-    return AttentionCall(
-        backend, _plan(query, key, value, attn_mask), num, query.shape[2], attn_mask is not None
-    ), output
+    return AttentionCall(backend, _plan(query, key, value, attn_mask), num, attn_mask is not None), output
 
 
 def direct_attention(name: str, *args: Any, **kwargs: Any) -> tuple[AttentionCall, tuple[Any, ...]]:
@@ -60,7 +57,7 @@ def _flash(query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=
         mask = torch.ones(num_query, num_keys, dtype=torch.bool).tril(num_keys - num_query)
     output = scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=True)
     output = output.transpose(1, 2).contiguous().transpose(1, 2)  # the kernel writes [B, Q, H, D]
-    call = AttentionCall("flash", _plan(query, key, value), 1, query.shape[2], has_mask=False)
+    call = AttentionCall("flash", _plan(query, key, value), 1, has_mask=False)
     return call, (output, None, None, None, query.shape[2], key.shape[2], None, None, None)
 
 
@@ -79,7 +76,7 @@ def _efficient(query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, 
         _require(attn_bias.storage_offset() % unit == 0, "the mask must begin at a multiple of 16 bytes")
     output = scaled_dot_product_attention(query, key, value, attn_bias, is_causal=is_causal, scale=scale)
     output = output.transpose(1, 2).contiguous().transpose(1, 2)
-    call = AttentionCall("efficient", _plan(query, key, value, attn_bias), 1, query.shape[2], attn_bias is not None)
+    call = AttentionCall("efficient", _plan(query, key, value, attn_bias), 1, attn_bias is not None)
     return call, (output, None, None, None)
 
 

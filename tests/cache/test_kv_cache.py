@@ -1,10 +1,11 @@
 """The KVCache contract, and rollback by row against caches that were never wrong."""
 
+import random
+
 import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_speculate.cache.base import KVCache
 from hf_speculate.cache.columns import Columns
 from hf_speculate.cache.dynamic import DynamicKVCache
 from hf_speculate.cache.preallocated import LayerKinds, PreallocatedKVCache
@@ -29,59 +30,45 @@ def states(batch_size: int, num: int, seed: int = 0, num_layers: int = 2) -> lis
     return [KVState(torch.randn(shape, generator=make), torch.randn(shape, generator=make)) for _ in range(num_layers)]
 
 
-class KVCacheContract:
-    """What every implementation keeps; a subclass says how to make an empty one."""
+def preallocated(batch_size: int) -> PreallocatedKVCache:
+    return PreallocatedKVCache(LayerKinds((None, None), {"full_attention": None}, torch.float32), batch_size)
 
-    def make(self, batch_size: int) -> KVCache:
-        raise AssertionError("a subclass makes the cache")
 
-    def test_update_appends(self):
-        cache, first, second = self.make(2), states(2, 3), states(2, 2, seed=1)
-        assert (cache.get_num_tokens(), cache.get_lens().tolist(), cache.get_kv_states()) == (0, [0, 0], [])
-        cache.update(first)
-        cache.update(second)
-        assert cache.get_num_tokens() == 5
-        for layer, (one, two) in enumerate(zip(first, second, strict=True)):
-            assert torch.equal(cache.get_kv_states()[layer].keys, torch.cat([one.keys, two.keys], dim=2))
-            assert torch.equal(cache.get_kv_states()[layer].values, torch.cat([one.values, two.values], dim=2))
+MAKERS = [lambda batch_size: DynamicKVCache(DynamicCache(), batch_size), preallocated]
 
-    @pytest.mark.parametrize("drops", [0, 4, 5, [0, 3], [5, 0], torch.tensor([1, 4])])
-    def test_crop_keeps_each_rows_oldest(self, drops):
-        cache, held = self.make(2), states(2, 5)
-        cache.update(held)
-        cache.crop(drops)
-        lens = (5 - torch.as_tensor(drops).expand(2)).tolist()
-        assert cache.get_lens().tolist() == lens
-        assert cache.get_num_tokens() == max(lens)
-        for row, length in enumerate(lens):
-            for layer, state in zip(cache.get_kv_states() if length else [], held, strict=bool(length)):
-                assert torch.equal(layer.keys[row, :, -length:], state.keys[row, :, :length])
-                assert torch.equal(layer.values[row, :, -length:], state.values[row, :, :length])
 
-    def test_rows_keeps_the_named_ones(self):
-        cache, held = self.make(3), states(3, 4)
-        cache.update(held)
-        cache.crop([0, 2, 1])
-        cache.rows([1, 2])
-        assert cache.get_lens().tolist() == [2, 3]
-        assert torch.equal(cache.get_kv_states()[0].keys[0, :, -2:], held[0].keys[1, :, :2])
-
-    @pytest.mark.parametrize("drops", [-1, [0, 6], [0, 0, 0]])
-    def test_crop_out_of_range_is_refused(self, drops):
-        cache = self.make(2)
-        cache.update(states(2, 5))
+@pytest.mark.parametrize("make", MAKERS, ids=["dynamic", "preallocated"])
+@pytest.mark.parametrize("seed", range(10))
+def test_any_course_of_updates_crops_and_leaving_rows_keeps_each_rows_oldest(make, seed):
+    draw, cache, held = random.Random(seed), make(3), [torch.zeros(2, 2, 2, 0, 4)] * 3  # layer, keys or values, head
+    assert (cache.get_num_tokens(), cache.get_lens().tolist(), cache.get_kv_states()) == (0, [0] * 3, [])
+    for number in range(12):
+        lens = [row.shape[3] for row in held]
+        match draw.choice(["update", "update", "crop", "crop rows", "rows"]):
+            case "update":
+                new = states(len(held), draw.randint(1, 5), seed=number)
+                cache.update(new)
+                both = torch.stack([torch.stack(layer) for layer in new])  # [L, 2, B, H, T, D]
+                held = [torch.cat([row, both[:, :, index]], dim=3) for index, row in enumerate(held)]
+            case "rows":
+                kept = sorted(draw.sample(range(len(held)), max(2, len(held) - 1)))
+                cache.rows(kept)
+                held = [held[index] for index in kept]
+            case kind:
+                drops = [draw.randint(0, min(lens))] * len(lens)
+                if kind == "crop rows":
+                    drops = [draw.randint(0, length) for length in lens]
+                cache.crop(drops[0] if kind == "crop" else draw.choice([drops, torch.tensor(drops)]))
+                held = [row[:, :, :, : row.shape[3] - drop] for row, drop in zip(held, drops, strict=True)]
+        lens = [row.shape[3] for row in held]
+        assert (cache.get_lens().tolist(), cache.get_num_tokens()) == (lens, max(lens))
+        for layer, state in enumerate(cache.get_kv_states() if max(lens) else []):
+            for index, row in enumerate(held):
+                for part, found in enumerate(state):
+                    assert torch.equal(found[index, :, found.shape[2] - lens[index] :], row[layer, part])
+    for wrong in (-1, [max(lens) + 1] * len(lens), [0] * 9):
         with pytest.raises(ShapeError, match="num_tokens_crop"):
-            cache.crop(drops)
-
-
-class TestDynamicKVCache(KVCacheContract):
-    def make(self, batch_size):
-        return DynamicKVCache(DynamicCache(), batch_size)
-
-
-class TestPreallocatedKVCache(KVCacheContract):
-    def make(self, batch_size):
-        return PreallocatedKVCache(LayerKinds((None, None), {"full_attention": None}, torch.float32), batch_size)
+            cache.crop(wrong)
 
 
 @each_value(choice=["dynamic", "preallocated"], kind=KINDS)
@@ -124,7 +111,7 @@ def test_rows_of_equal_padding_that_stay_before_the_first_forward_keep_a_mask_ea
 
 
 def test_rows_join_in_the_places_of_rows_that_left_whatever_these_held():
-    cache, joining = (PreallocatedKVCache(LayerKinds((None, None), {"": None}, torch.float32), num) for num in (4, 1))
+    cache, joining = preallocated(4), preallocated(1)
     held, its = states(4, 9), states(1, 5, seed=1)
     for layer in held:
         layer.values[1] = torch.nan

@@ -2,7 +2,6 @@
 
 import inspect
 from functools import cache
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -30,16 +29,9 @@ def tolerance(kind: str) -> float:
     return TOLERANCE if kind in IN_FLOAT64 else FLOAT32_TOLERANCE
 
 
-class Reference(NamedTuple):
-    """What plain decoding gives, which reads tokens one at a time."""
-
-    logits: list[Tensor]  # after each token, [B, V]
-    states: list[list[States]]  # after 0, 1, ... tokens, by recurrent layer
-
-
 @torch.no_grad()
-def step_by_step(kind: str, prompt: dict[str, Tensor], token_ids: Tensor) -> Reference:
-    """Every row reads `token_ids` [N] after its prompt."""
+def step_by_step(kind: str, prompt: dict[str, Tensor], token_ids: Tensor) -> tuple[list[Tensor], list[list[States]]]:
+    """Logits after each of `token_ids` [N], which all rows read after their prompts, and states, also before them."""
     model, mask = model_of(kind), prompt["attention_mask"]
     kv_cache = DynamicCache(config=model.config)
     names = inspect.signature(type(model).forward).parameters
@@ -54,7 +46,7 @@ def step_by_step(kind: str, prompt: dict[str, Tensor], token_ids: Tensor) -> Ref
             inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp_min(0)[:, -ids.shape[1] :]
         logits.append(model(**inputs, use_cache=True).logits[:, -1])
         states.append(recurrent_states(kv_cache))
-    return Reference(logits[1:], states)
+    return logits[1:], states
 
 
 def test_states_that_exceed_their_share_of_the_memory_are_computed_again():
@@ -101,10 +93,10 @@ def test_rows_are_rolled_back_and_pass_over_tokens_that_they_hold_already(kind, 
         query = torch.stack([ids[start : start + num_query] for ids, start in zip(whole, first, strict=True)])
         logits = model.forward(query, kv_cache)
         held = [num + num_query for num in held]
-        expected = step_by_step(kind, prompt, text[: max(held)])
+        plain_logits, plain_states = step_by_step(kind, prompt, text[: max(held)])
         for row, num in enumerate(held):
-            assert error(logits[row, -1], expected.logits[num - 1][row]) <= tolerance(kind)
-            for states, others in zip(recurrent_states(kv_cache.cache), expected.states[num], strict=True):
+            assert error(logits[row, -1], plain_logits[num - 1][row]) <= tolerance(kind)
+            for states, others in zip(recurrent_states(kv_cache.cache), plain_states[num], strict=True):
                 assert states.keys() == others.keys()
                 assert all(error(states[slot][row], other[row]) <= tolerance(kind) for slot, other in others.items())
     kv_cache.release()

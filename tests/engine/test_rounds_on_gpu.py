@@ -112,22 +112,13 @@ def test_rounds_near_the_end_of_rows_upload_nothing(half: Any) -> None:
 
 
 def test_rows_that_have_ended_and_stay_cost_no_upload_in_later_rounds(half: Any) -> None:
-    rounds, target, draft = half
-    rounds.clear()
-    rounds.most = None
-    prompts = on_gpu(ragged_prompts(3, seed=2, min_len=6, max_len=16))
-    options = {"num_assistant_tokens": 3, "num_assistant_tokens_schedule": "constant", "verifier_backend": "torch"}
-    options |= {"max_new_tokens": 24, "eos_token_id": list(range(10, 20)), "speculation_callback": rounds.end}
-    output = target.generate(**prompts, assistant_model=draft, **options, return_dict_in_generate=True)  # rows stay
-    ended = (output.sequences == 0).any(dim=1)
-    assert ended.any()
-    uploads = []
-    for one, before in zip(rounds[2:], rounds[1:], strict=False):
-        assert one.waits == ["event"]
-        if one.report.row_ids == before.report.row_ids:
-            uploads.append(one.num_uploads)
+    options = {"max_new_tokens": 24, "eos_token_id": list(range(10, 20)), "return_dict_in_generate": True}  # rows stay
+    steady = run(half, "model", 3, 3, most=None, verifier_backend="torch", **options).steady()[1:]
+    assert {name for one in steady for name in one.waits} == {"event"}
+    num_ended = 3 - len(steady[-1].report.row_ids)
     # When a row ends: who is finished, where its padding begins, and, a round later, that only padding follows.
-    assert max(uploads) <= 2 and sum(uploads) <= 3 * int(ended.sum())
+    assert 0 < num_ended < 3
+    assert max(one.num_uploads for one in steady) <= 2 and sum(one.num_uploads for one in steady) <= 3 * num_ended
 
 
 def test_flash_serves_what_has_no_mask_and_memory_efficient_attention_the_rest(half: Any) -> None:

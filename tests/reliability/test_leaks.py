@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import multiprocessing
 import tracemalloc
 from collections.abc import Callable
 from statistics import linear_regression
@@ -16,7 +15,7 @@ import hf_speculate
 from tests.reliability.faults import Fault, FaultyCriterion, FaultyProcessor, Mistake
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 
-NUM_CALLS, NUM_WARM, EVERY = 500, 100, 40  # samples after calls 120, 160, ... 480: after the same kinds of call
+NUM_CALLS, NUM_WARM, EVERY = 500, 120, 40  # samples after the same kinds of call
 # One kind of call in ten that leaves one object makes 0.1.
 OBJECTS_A_CALL = 0.04
 # Python's free lists go on filling for some hundred calls: 200 bytes a call up to the 150th, 45 from the 100th to
@@ -25,19 +24,18 @@ TRACED_BYTES_A_CALL = 64.0
 NEVER = 10**9  # a call that no fault waits for
 
 
-def slopes(run: Callable[[int], Any], num_calls: int, num_warm: int, every: int) -> dict[str, float]:
-    """By what each call of `run`, which is told its number, makes memory grow after the first ones."""
-    counts = [number for number in range(1, num_calls + 1) if number >= num_warm and number % every == 0]
-    columns: dict[str, list[int]] = {"traced_bytes": [], "num_objects": []}
+def slopes(run: Callable[[int], Any]) -> tuple[float, float]:
+    """Traced bytes and objects that each call of `run`, which is told its number, adds after the first ones."""
+    counts, num_bytes, num_objects = range(NUM_WARM, NUM_CALLS, EVERY), [], []
     tracemalloc.start()
-    for number in range(1, num_calls + 1):
+    for number in range(NUM_CALLS):
         run(number)
         if number in counts:
             gc.collect()  # what is appended are numbers: an object for each sample would be counted by the next ones
-            columns["traced_bytes"].append(tracemalloc.get_traced_memory()[0])
-            columns["num_objects"].append(len(gc.get_objects()))
+            num_bytes.append(tracemalloc.get_traced_memory()[0])
+            num_objects.append(len(gc.get_objects()))
     tracemalloc.stop()
-    return {name: linear_regression(counts, values).slope for name, values in columns.items()}
+    return linear_regression(counts, num_bytes).slope, linear_regression(counts, num_objects).slope
 
 
 def calls() -> Callable[[int], Any]:
@@ -72,16 +70,11 @@ def calls() -> Callable[[int], Any]:
     return run
 
 
-def slopes_of_all() -> tuple[dict[str, float], ...]:
-    kept: list[Any] = []
-    of_lists = slopes(lambda number: kept.append([number]) if number % 10 == 0 else None, 200, 50, 50)
-    of_tensors = slopes(lambda _: kept.append(torch.ones(1)), 200, 50, 50)
-    return slopes(calls(), NUM_CALLS, NUM_WARM, EVERY), of_lists, of_tensors
-
-
 @pytest.mark.slow
 def test_hundreds_of_short_calls_leave_nothing_that_grows():
-    with multiprocessing.get_context("spawn").Pool(1) as pool:  # where no other test leaves objects
-        of_calls, of_lists, of_tensors = pool.apply(slopes_of_all)
-    assert of_calls["num_objects"] < OBJECTS_A_CALL < min(of_lists["num_objects"], of_tensors["num_objects"])
-    assert of_calls["traced_bytes"] < TRACED_BYTES_A_CALL < of_tensors["traced_bytes"]
+    kept: list[Any] = []
+    of_lists = slopes(lambda number: kept.append([number]) if number % 10 == 0 else None)
+    of_tensors = slopes(lambda _: kept.append(torch.ones(1)))
+    of_calls = slopes(calls())
+    assert of_calls[0] < TRACED_BYTES_A_CALL < of_tensors[0]
+    assert of_calls[1] < OBJECTS_A_CALL < min(of_lists[1], of_tensors[1])
