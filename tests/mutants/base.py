@@ -11,7 +11,6 @@ class Mutant(NamedTuple):
     old: str  # occurs exactly once in the file
     new: str
     tests: str  # files or folders in tests/ that are run first, separated by blanks
-    equivalent: str = ""  # why no test can find it; empty if one must
 
 
 class Fault(NamedTuple):
@@ -20,12 +19,8 @@ class Fault(NamedTuple):
     old: str
     new: str
     tests: str = ""
-    equivalent: str = ""
 
 
 def mutants_of(path: str, tests: str, faults: dict[str, Fault]) -> tuple[Mutant, ...]:
     """The mutants of one file, whose faults have names; `tests` are those of a fault that names none."""
-    return tuple(
-        Mutant(name, path, fault.old, fault.new, fault.tests or tests, fault.equivalent)
-        for name, fault in faults.items()
-    )
+    return tuple(Mutant(name, path, fault.old, fault.new, fault.tests or tests) for name, fault in faults.items())

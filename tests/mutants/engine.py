@@ -34,7 +34,7 @@ MUTANTS = (
     ),
     *mutants_of(
         "hf_speculate/engine/decoder.py",
-        ("generation/test_prompts.py generation/test_rollback.py generation/test_callback.py"),
+        "generation/test_prompts.py generation/test_rollback.py generation/test_callback.py",
         {
             "decoder: finished rows are never dropped": Fault("if self.keeps_rows or not any", "if True or not any"),
             "decoder: verification keeps dropped rows": Fault(
@@ -51,9 +51,7 @@ MUTANTS = (
                 "self.drafts.end(batch)", "self.drafts.kv_cache", "generation/test_draft_state.py"
             ),
             "decoder: buffers are not released": Fault(
-                "kv_cache.release()",
-                "kv_cache.kind",
-                "generation/test_compiled.py cache/test_memory.py",
+                "kv_cache.release()", "kv_cache.kind", "generation/test_compiled.py cache/test_memory.py"
             ),
         },
     ),
@@ -76,7 +74,7 @@ MUTANTS = (
             "target: ids without a meaning reach the model": Fault(
                 "draft.token_ids.clamp_min(0)",
                 "draft.token_ids.clamp_min(1)",
-                ("draft/test_custom.py generation/test_prompts.py generation/test_rollback.py"),
+                "draft/test_custom.py generation/test_prompts.py generation/test_rollback.py",
             ),
         },
     ),
@@ -131,7 +129,7 @@ MUTANTS = (
             "stops: the shortest row ends the output": Fault(
                 "return max(stop for stop in",
                 "return min(stop for stop in",
-                ("processors/test_stopping_criteria.py generation/test_options.py"),
+                "processors/test_stopping_criteria.py generation/test_options.py",
             ),
         },
     ),
@@ -143,9 +141,7 @@ MUTANTS = (
                 "            status |= row[-2]", "            status &= row[-2]", "reliability/test_bad_logits.py"
             ),
             "verification: one token too few": Fault(
-                "new_ids = [row[: num + 1] for",
-                "new_ids = [row[: max(num, 1)] for",
-                "generation/test_options.py",
+                "new_ids = [row[: num + 1] for", "new_ids = [row[: max(num, 1)] for", "generation/test_options.py"
             ),
             "verification: processors are not rolled back": Fault(
                 "[num_positions - num for num in trimmed.num_emitted]",
@@ -192,11 +188,7 @@ MUTANTS = (
     *mutants_of(
         "hf_speculate/engine/draft_length.py",
         "engine/test_batch.py",
-        {
-            "draft length: drafts past the last row's end": Fault(
-                "max(min(left - 1, limit)", "max(min(left + 3, limit)"
-            ),
-        },
+        {"draft length: drafts past the last row's end": Fault("max(min(left - 1, limit)", "max(min(left + 3, limit)")},
     ),
     *mutants_of(
         "hf_speculate/engine/draft_cache_reuse.py",
@@ -207,7 +199,7 @@ MUTANTS = (
                 "return length",
             ),
             "reuse: padding is not taken into account": Fault(
-                ("columns = torch.arange(num_columns, device=device) - torch.tensor(num_pads, device=device)[:, None]"),
+                "columns = torch.arange(num_columns, device=device) - torch.tensor(num_pads, device=device)[:, None]",
                 (
                     "columns = torch.arange(num_columns, device=device) - 0 * torch.tensor(num_pads, "
                     "device=device)[:, None]"

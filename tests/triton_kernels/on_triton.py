@@ -1,6 +1,7 @@
 """Runs an operation on the Triton kernels: on a GPU where there is one, else in Triton's interpreter."""
 
 import importlib.util
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,16 +25,14 @@ def moved(value: Any, device: str = DEVICE) -> Any:
     return value
 
 
-def on_triton(operation: Any, *args: Any, **options: Any) -> Any:
-    """What an operation gives with backend="triton", on the CPU."""
-    return on("triton", operation, *args, **options)
-
-
 def on(backend: str, operation: Any, *args: Any, **options: Any) -> Any:
     """What an operation gives with a backend, on the CPU."""
     device = DEVICE if backend == "triton" else "cpu"
     options = {name: moved(value, device) for name, value in options.items()}
     return moved(operation(*moved(args, device), backend=backend, **options), "cpu")
+
+
+on_triton = partial(on, "triton")
 
 
 def assert_same(mine: Verdict | Sampled, yours: Verdict | Sampled) -> None:

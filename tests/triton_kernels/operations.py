@@ -165,9 +165,3 @@ def assert_well_formed(verdict: Verdict, vocab_size: int, lens: Tensor) -> None:
     in_range = (verdict.token_ids >= 0) & (verdict.token_ids < vocab_size)
     assert torch.where(emitted, in_range, verdict.token_ids == -1).all()
     assert ((verdict.num_accepted >= 0) & (verdict.num_accepted <= lens)).all()
-
-
-def assert_equal(one: Verdict, other: Verdict) -> None:
-    """Ids, counts and status are the same."""
-    for field, mine, yours in zip(one._fields, one, other, strict=True):
-        assert torch.equal(mine, yours), field

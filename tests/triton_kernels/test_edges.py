@@ -1,9 +1,12 @@
-"""Hostile rows, bad ids, ties: an id in [0, V), and the status that says what was wrong."""
+"""Hostile rows, bad ids, ties, extreme coins: an id in [0, V), and the status that says what was wrong."""
+
+from functools import cache
 
 import pytest
 import torch
 
-from hf_speculate.triton_kernels import Status, Stream, sample, verify_greedy
+from hf_speculate.triton_kernels import NoiseKeys, Status, Stream, row_seeds, sample, uniforms
+from hf_speculate.triton_kernels.reference import rejection
 from tests.triton_kernels.distributions import make_keys
 from tests.triton_kernels.on_triton import BACKENDS, on
 from tests.triton_kernels.operations import (
@@ -37,51 +40,37 @@ def test_a_chain_counts_up_to_its_first_fault(name: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("vocab_size", [1, 3, 8193])
-def test_sample_of_a_hostile_row_stays_in_range_and_shows_it(vocab_size: int, backend: str) -> None:
-    logits = torch.randn(len(HOSTILE), vocab_size, generator=torch.Generator().manual_seed(0))
+@pytest.mark.parametrize("vocab_size", [1, 3, 8192, 8193])
+def test_draws_from_hostile_rows_stay_in_range_and_the_last_id_is_drawn(vocab_size: int, backend: str) -> None:
+    logits = torch.randn(len(HOSTILE) + 1, vocab_size, generator=torch.Generator().manual_seed(0))
     for row, value in enumerate(HOSTILE):
         spoil(logits[row], value)
-    for temperature in (0.0, 0.5, torch.tensor([0.0, 1.0, 0.0])):
-        options = {"keys": make_keys(len(HOSTILE)), "stream": Stream.DRAFT, "temperature": temperature}
-        drawn = on(backend, sample, logits, **options)
+    logits[-1, :-1], logits[-1, -1] = -torch.inf, 2.0
+    keys, sums = make_keys(len(logits)), torch.tensor([*HOSTILE, 2.0]).nan_to_num(nan=7.0)
+    for temperature in (0.0, 1.0, torch.tensor([0.0, 1.0, 0.0, 1.0])):
+        drawn = on(backend, sample, logits, keys=keys, stream=Stream.DRAFT, temperature=temperature)
         assert ((drawn.token_ids >= 0) & (drawn.token_ids < vocab_size)).all()
-        assert torch.equal(drawn.logsumexp.nan_to_num(nan=7.0), torch.tensor(list(HOSTILE)).nan_to_num(nan=7.0))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("vocab_size", [7, 8193, 65_536])
-def test_the_last_id_of_a_vocabulary_is_drawn(vocab_size: int, backend: str) -> None:
-    last = torch.full((2, vocab_size), -torch.inf)
-    last[:, -1] = 0.0
-    drawn = on(backend, sample, last, keys=make_keys(2), stream=Stream.DRAFT)
-    assert drawn.token_ids.tolist() == [vocab_size - 1] * 2
+        assert int(drawn.token_ids[-1]) == vocab_size - 1
+        assert torch.equal(drawn.logsumexp.nan_to_num(nan=7.0), sums)
     for name in ("greedy", "rejection", "coupled"):
-        round_ = last[:, None], torch.zeros(2, 0, dtype=torch.int64), last[:, None][:, :0]
-        verdict = on(backend, OPERATIONS[name], *round_, make_keys(2))
-        assert verdict.token_ids.tolist() == [[vocab_size - 1]] * 2
+        round_ = logits[-1:, None], torch.zeros(1, 0, dtype=torch.int64), logits[-1:, None][:, :0]
+        assert on(backend, OPERATIONS[name], *round_, make_keys(1)).token_ids.tolist() == [[vocab_size - 1]]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("vocab_size", [6, 20_000])
 def test_greedy_ties_go_to_the_lowest_index(vocab_size: int, backend: str) -> None:
-    logits = torch.zeros(2, 2, vocab_size, dtype=torch.bfloat16)
-    logits[..., [2, 4, vocab_size - 1]] = 1.0
-    verdict = on(backend, verify_greedy, logits, torch.tensor([[2], [4]]))
-    assert verdict.token_ids.tolist() == [[2, 2], [2, -1]]
+    logits = torch.zeros(2, 2, vocab_size, dtype=torch.float64)
     # Two float64 logits that float32 cannot tell apart are a tie.
-    close = torch.zeros(1, 1, vocab_size, dtype=torch.float64)
-    close[..., 3], close[..., 5] = 1.0, 1.0 + 1e-12
-    assert on(backend, verify_greedy, close, torch.zeros(1, 0, dtype=torch.int64)).token_ids.tolist() == [[3]]
-
-
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_logits_that_require_gradients_are_taken_and_nothing_is_recorded(name: str) -> None:
-    target, ids, draft = make_round(2, 2, 50)
-    verdict = OPERATIONS[name](target.requires_grad_(), ids, draft.requires_grad_(), make_keys(2))
-    assert verdict.status.tolist() == [0, 0]
-    drawn = sample(target[:, 0], keys=make_keys(2), stream=Stream.DRAFT, temperature=0.5)
-    assert not drawn.logsumexp.requires_grad
+    logits[..., [2, 4, vocab_size - 1]] = torch.tensor([1.0, 1.0 + 1e-12, 1.0], dtype=torch.float64)
+    keys, ids = make_keys(2), torch.tensor([[2], [4]])
+    for dtype in (torch.bfloat16, torch.float64):
+        verdict = on(backend, OPERATIONS["greedy"], logits.to(dtype), ids, None, keys)
+        assert verdict.token_ids.tolist() == [[2, 2], [2, -1]]
+        options = {"keys": keys, "stream": Stream.DRAFT, "temperature": 0.0}
+        drawn = on(backend, sample, logits[0].to(dtype), **options)
+        assert drawn.token_ids.tolist() == [2, 2]
+        assert drawn.logsumexp.tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("position", [0, 1])
@@ -96,3 +85,39 @@ def test_an_empty_residual_falls_back_to_the_target_and_is_named(name: str, posi
     assert verdict.num_accepted.tolist() == [position] * 50
     assert verdict.status.tolist() == [int(Status.EMPTY_RESIDUAL)] * 50
     assert verdict.token_ids[:, position].unique().tolist() == [0, 1, 2, 3]
+
+
+@cache
+def extreme_keys() -> NoiseKeys:
+    """Two rows whose acceptance coin for token 1 is the least and the greatest of four million."""
+    seeds = row_seeds(1, 4_000_000)
+    nothing = torch.zeros_like(seeds)
+    offsets, ones = torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)
+    coins = uniforms(NoiseKeys(seeds, nothing, nothing), Stream.ACCEPT, offsets, ones).flatten()
+    picked = torch.stack([seeds[coins.argmin()], seeds[coins.argmax()]])
+    assert coins.min() < 1e-6 < 1 - 1e-6 < coins.max()
+    return NoiseKeys(picked, nothing[:2], nothing[:2])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_nothing_and_certainty_are_decided_alike_by_the_least_and_the_greatest_coin(name: str, backend: str) -> None:
+    open_row, forbidding, unknown = [0.0, -3.0, 1.0], [0.0, -torch.inf, 1.0], [2.0, -torch.inf, 1.0]
+    rounds = [(forbidding, open_row, 0), (forbidding, unknown, 0)]  # rows of target and draft, and tokens kept
+    if name in DENSE:
+        rounds += [(open_row, unknown, 1), (open_row, open_row, 1)]
+    target_rows, draft_rows, kept = (torch.tensor(part).repeat_interleave(2, 0) for part in zip(*rounds, strict=True))
+    keys = extreme_keys().rows(torch.arange(len(kept)) % 2)
+    ids = torch.ones(len(kept), 1, dtype=torch.int64)
+    verdict = on(backend, OPERATIONS[name], target_rows[:, None].repeat(1, 2, 1), ids, draft_rows[:, None], keys)
+    assert_well_formed(verdict, 3, ids[:, 0])
+    assert torch.equal(verdict.num_accepted.long(), kept)
+    assert not verdict.status.any()
+    assert (verdict.token_ids[kept == 0, 0] != 1).all()
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_equal_distributions_are_kept_at_every_coin(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rejection, "uniforms", lambda keys, stream, at, ids: torch.ones(ids.shape))
+    target, ids, _ = make_round(60, 3, 50)
+    assert (OPERATIONS[name](target, ids, target[:, :-1], make_keys(60)).num_accepted == 3).all()

@@ -3,36 +3,13 @@
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from hf_speculate.triton_kernels import Status, Stream, Verdict, sample
+from hf_speculate.triton_kernels import Stream, sample
 from tests.triton_kernels.distributions import make_keys
 from tests.triton_kernels.operations import OPERATIONS, assert_well_formed, make_round
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 SPOILERS = [torch.nan, torch.inf, -torch.inf, 0.0, 6e4, -6e4]
-
-
-def flag_of(rows: Tensor) -> Tensor:
-    """What is wrong with rows [N, V], [N] int64."""
-    tops = rows.float().amax(-1)
-    flags = torch.where(tops.isnan(), int(Status.NAN), 0)
-    flags = torch.where(tops == torch.inf, int(Status.POSITIVE_INF), flags)
-    return torch.where(tops == -torch.inf, int(Status.ALL_MASKED), flags)
-
-
-def assert_named(verdict: Verdict, target: Tensor, ids: Tensor, draft: Tensor, lens: Tensor) -> None:
-    """The status says what is wrong with the rows and the id where the chain ended, and nothing else."""
-    at, rows = verdict.num_accepted.long(), torch.arange(len(lens))
-    expected, allowed = flag_of(target[rows, at]), torch.full_like(at, int(Status.EMPTY_RESIDUAL))
-    ended = at < lens
-    if ids.shape[1]:
-        last = at.clamp(max=ids.shape[1] - 1)
-        bad = ended & ((ids[rows, last] < 0) | (ids[rows, last] >= target.shape[-1]))
-        expected = expected | torch.where(bad, int(Status.BAD_DRAFT_ID), 0)
-        allowed = allowed | torch.where(ended, flag_of(draft[rows, last]), 0)
-    assert torch.equal(verdict.status & expected, expected.int())
-    assert ((verdict.status & ~(expected | allowed)) == 0).all()
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
@@ -56,6 +33,5 @@ def test_every_verifier_gives_a_well_formed_verdict(data: st.DataObject) -> None
     for operation in OPERATIONS.values():
         verdict = operation(target, ids, draft, keys, lens)
         assert_well_formed(verdict, vocab_size, lens)
-        assert_named(verdict, target, ids, draft, lens)
     drawn = sample(target[:, 0], keys=keys, stream=data.draw(st.sampled_from(list(Stream))))
     assert ((drawn.token_ids >= 0) & (drawn.token_ids < vocab_size)).all()

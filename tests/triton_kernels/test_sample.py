@@ -34,24 +34,6 @@ def test_tokens_are_drawn_from_the_softmax_of_what_temperature_and_cutoff_leave(
     assert p_value(counts, left.softmax(-1)) > PASS_P_VALUE
 
 
-@pytest.mark.parametrize("vocab_size", [127, 8193])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_logsumexp_is_that_of_the_float32_logits(vocab_size: int, dtype: torch.dtype) -> None:
-    logits = (torch.randn(3, vocab_size, generator=torch.Generator().manual_seed(2)) * 4).to(dtype)
-    drawn = sample(logits, keys=make_keys(3), stream=Stream.DRAFT)
-    expected = logits.to(torch.float32).double().logsumexp(-1)
-    torch.testing.assert_close(drawn.logsumexp.double(), expected, atol=LOGSUMEXP_TOLERANCE, rtol=0)
-    assert drawn.logsumexp.dtype == torch.float32
-
-
-def test_temperature_zero_is_the_argmax_with_probability_one() -> None:
-    logits = torch.tensor([[1.0, 3.0, 3.0], [0.0, -1.0, -2.0]])
-    for temperature in (0.0, torch.zeros(2)):
-        drawn = sample(logits, keys=make_keys(2), stream=Stream.DRAFT, temperature=temperature)
-        assert drawn.token_ids.tolist() == [1, 0]
-        assert drawn.logsumexp.tolist() == [3.0, 0.0]
-
-
 def draw(logits: torch.Tensor, keys: NoiseKeys) -> Sampled:
     return sample(logits, keys=keys, stream=Stream.DRAFT, backend="torch")
 

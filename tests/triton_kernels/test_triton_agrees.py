@@ -9,7 +9,7 @@ from torch import Tensor
 from hf_speculate.triton_kernels import Stream, sample, verify_greedy, verify_rejection, verify_typical
 from tests.triton_kernels.distributions import make_keys
 from tests.triton_kernels.on_triton import assert_same, moved, on_triton
-from tests.triton_kernels.operations import OPERATIONS, assert_equal, layouts, make_contested_round, make_round
+from tests.triton_kernels.operations import OPERATIONS, layouts, make_contested_round, make_round
 
 pytest.importorskip("triton", reason="needs Triton")
 from hf_speculate.triton_kernels.kernels import launch, operations
@@ -30,7 +30,7 @@ def make_case(num_rows: int, num_draft_tokens: int, vocab_size: int) -> tuple[An
     """A round, its keys, and lengths that differ."""
     target, ids, draft = make_round(num_rows, num_draft_tokens, vocab_size, seed=vocab_size)
     lens = (num_draft_tokens - torch.arange(num_rows) % 2).clamp(min=0)
-    return target, ids, draft, make_keys(num_rows, rounds=2, positions=7), lens
+    return target, ids, draft, make_keys(num_rows, rounds=2**40, positions=2**33), lens
 
 
 @pytest.mark.parametrize(("shape", "target_dtype", "draft_dtype"), CASES, ids=str)
@@ -108,36 +108,21 @@ def test_ties_between_groups_of_chunks_go_to_the_lowest_index(monkeypatch: pytes
     assert verdict.token_ids.tolist() == [[5]]
 
 
-def test_a_draft_row_may_be_one_number_expanded() -> None:
-    target, ids, _, keys, lens = make_case(2, 2, 48)
-    case = (target, ids, torch.arange(4.0).view(2, 2, 1).expand(2, 2, 48), keys, lens)
-    assert_same(on_triton(OPERATIONS["rejection"], *case), OPERATIONS["rejection"](*case, backend="torch"))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("is_fused", [False, True])
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_nothing_is_read_from_fresh_memory(
-    name: str, is_fused: bool, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+def test_tiles_methods_of_finishing_and_fresh_memory_change_no_bit(
+    name: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    case = make_case(3, 3, 40)
-    wanted = OPERATIONS[name](*case, backend="torch")
-    drawn = sample(case[0][:, 0], keys=case[3], stream=Stream.DRAFT, backend="torch")
-    request.getfixturevalue("poisoned_memory")
-    monkeypatch.setattr(operations, "has_atomics", lambda device: is_fused)
-    assert_same(on_triton(OPERATIONS[name], *case), wanted)
-    assert_same(on_triton(sample, case[0][:, 0], keys=case[3], stream=Stream.DRAFT), drawn)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["rejection", "point mass", "block, warped", "typical, sampled", "coupled"])
-def test_tiles_and_methods_of_finishing_change_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case, found = make_case(2, 2, 3 * launch.CHUNK + 5), []
+    found.append(
+        on_triton(OPERATIONS[name], *case) + on_triton(sample, case[0][:, 0], keys=case[3], stream=Stream.DRAFT)
+    )
+    request.getfixturevalue("poisoned_memory")
     for num_chunks, is_fused in ((1, False), (1, True), (2, True), (8, False)):
         monkeypatch.setattr(launch, "chunks_per_program", lambda num_rows, num=num_chunks: num)
         monkeypatch.setattr(operations, "has_atomics", lambda device, is_fused=is_fused: is_fused)
         drawn = on_triton(sample, case[0][:, 0], keys=case[3], stream=Stream.DRAFT)
-        found.append((*on_triton(OPERATIONS[name], *case), *drawn))
+        found.append(on_triton(OPERATIONS[name], *case) + drawn)
     for other in found[1:]:
         assert all(torch.equal(one, two) for one, two in zip(other, found[0], strict=True))
 
@@ -154,8 +139,11 @@ def test_sample_draws_as_the_twin_does(vocab_size: int, temperature: float | Ten
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("name", ["rejection", "typical"])
-def test_one_float_temperature_serves_all_rows(name: str, temperature: float) -> None:
-    case = make_case(2, 2, 40)
+def test_one_float_temperature_serves_all_rows_and_a_draft_row_may_be_one_number_expanded(
+    name: str, temperature: float
+) -> None:
+    target, ids, _, *rest = make_case(2, 2, 48)
+    case = (target, ids, torch.arange(4.0).view(2, 2, 1).expand(2, 2, 48), *rest)
     twin = OPERATIONS[name](*case, temperature=temperature, backend="torch")
     assert_same(on_triton(OPERATIONS[name], *case, temperature=temperature), twin)
 
@@ -174,4 +162,4 @@ def test_a_captured_graph_replays_the_same_decision(name: str, vocab_size: int) 
             part.fill_(-7)
         graph.replay()
         torch.cuda.synchronize()
-        assert_equal(captured, eager)
+        assert_same(captured, eager)

@@ -1,15 +1,11 @@
-"""Hostile rows, extreme coins and far rows on the kernels."""
-
-from functools import cache
+"""Hostile rows and far rows on the kernels."""
 
 import pytest
 import torch
 
-from hf_speculate.triton_kernels import NoiseKeys, Stream, uniforms
-from hf_speculate.triton_kernels.noise import row_seeds
 from tests.triton_kernels.distributions import make_keys
 from tests.triton_kernels.on_triton import DEVICE, assert_same, on_triton
-from tests.triton_kernels.operations import DENSE, OPERATIONS, assert_well_formed, make_faulty_round, make_round, spoil
+from tests.triton_kernels.operations import OPERATIONS, assert_well_formed, make_faulty_round, make_round, spoil
 
 pytest.importorskip("triton", reason="needs Triton")
 
@@ -31,34 +27,6 @@ def test_hostile_rows_and_bad_ids_are_named_as_by_the_twin(name: str, num_draft_
     any_token = (twin.num_accepted == faulty.positions[rows]) & faulty.is_target[rows]
     assert torch.equal(verdict.token_ids[~any_token], twin.token_ids[~any_token])
     assert len(twin.status.unique()) >= (4 if step == 1 else 2)
-
-
-@cache
-def extreme_keys() -> NoiseKeys:
-    """Two rows whose acceptance coin for token 1 is the least and the greatest of four million."""
-    seeds = row_seeds(1, 4_000_000)
-    nothing = torch.zeros_like(seeds)
-    offsets, ones = torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)
-    coins = uniforms(NoiseKeys(seeds, nothing, nothing), Stream.ACCEPT, offsets, ones).flatten()
-    picked = torch.stack([seeds[coins.argmin()], seeds[coins.argmax()]])
-    assert coins.min() < 1e-6 < 1 - 1e-6 < coins.max()
-    return NoiseKeys(picked, nothing[:2], nothing[:2])
-
-
-@pytest.mark.parametrize("name", [*DENSE, "point mass"])
-def test_nothing_and_certainty_are_decided_alike_by_the_least_and_the_greatest_coin(name: str) -> None:
-    open_row, forbidding, unknown = [0.0, -3.0, 1.0], [0.0, -torch.inf, 1.0], [2.0, -torch.inf, 1.0]
-    rounds = [(forbidding, open_row, 0), (forbidding, unknown, 0)]  # rows of target and draft, and tokens kept
-    if name in DENSE:
-        rounds += [(open_row, unknown, 1), (open_row, open_row, 1)]
-    target_rows, draft_rows, kept = (torch.tensor(part).repeat_interleave(2, 0) for part in zip(*rounds, strict=True))
-    keys = extreme_keys().rows(torch.arange(len(kept)) % 2)
-    ids = torch.ones(len(kept), 1, dtype=torch.int64)
-    verdict = on_triton(OPERATIONS[name], target_rows[:, None].repeat(1, 2, 1), ids, draft_rows[:, None], keys)
-    assert_well_formed(verdict, 3, ids[:, 0])
-    assert torch.equal(verdict.num_accepted.long(), kept)
-    assert not verdict.status.any()
-    assert (verdict.token_ids[kept == 0, 0] != 1).all()
 
 
 @pytest.mark.parametrize(

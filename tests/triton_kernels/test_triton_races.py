@@ -1,4 +1,4 @@
-"""Noise and races of the kernels: equal numbers, packed keys, bounds of keys, an empty residual of several pieces."""
+"""Noise and races of the kernels: clocks, packed keys, bounds of keys, an empty residual of several pieces."""
 
 import pytest
 import torch
@@ -16,39 +16,9 @@ from hf_speculate.triton_kernels.kernels import noise as kernel_noise
 
 PIECE = launch.CHUNK // launch.PIECES_PER_CHUNK
 
-WIDTH = 1024
 # Series and logarithm meet at 2**-5; both are good to a few units in the last place of float32.
 CLOCK_TOLERANCE = 2e-6
 HERE = torch.zeros(1, 1, dtype=torch.int64)
-
-
-@triton.jit
-def noise_kernel(
-    seeds_ptr, rounds_ptr, positions_ptr, coins_ptr, clocks_ptr, STREAM: tl.constexpr, WIDTH: tl.constexpr
-):
-    row = tl.program_id(0)
-    token_ids = tl.arange(0, WIDTH)
-    state = kernel_noise.noise_states(
-        tl.load(seeds_ptr + row), tl.load(rounds_ptr + row), tl.load(positions_ptr + row), STREAM
-    )  # fmt: skip
-    tl.store(coins_ptr + row * WIDTH + token_ids, kernel_noise.uniforms(state, token_ids))
-    tl.store(clocks_ptr + row * WIDTH + token_ids, kernel_noise.exponentials(state, token_ids))
-
-
-@pytest.mark.parametrize("stream", Stream)
-def test_kernels_draw_the_same_numbers(stream: Stream) -> None:
-    generator = torch.Generator().manual_seed(1)
-    keys = NoiseKeys(*(torch.randint(-(2**63), 2**63 - 1, (40,), generator=generator) for _ in range(3)))
-    coins = torch.full((40, WIDTH), torch.nan, device=DEVICE)
-    clocks = torch.full((40, WIDTH), torch.nan, device=DEVICE)
-    noise_kernel[(40,)](
-        *(key.to(DEVICE) for key in keys), coins, clocks, STREAM=noise.stream_offset(stream), WIDTH=WIDTH
-    )
-    token_ids = torch.arange(WIDTH)
-    assert torch.equal(coins.cpu(), uniforms(keys, stream, HERE, token_ids))
-    wanted = exponentials(keys, stream, HERE, token_ids)
-    assert torch.allclose(clocks.cpu(), wanted, rtol=CLOCK_TOLERANCE, atol=0.0)
-    assert wanted.min() < 2**-5 < wanted.max()  # both branches were taken
 
 
 @triton.jit
@@ -115,15 +85,18 @@ def bounds_kernel(seeds_ptr, ids_ptr, weights_ptr, bounds_ptr, keys_ptr, STREAM:
     tl.store(keys_ptr + at, weights / kernel_noise.exponentials(state, ids))
 
 
-def test_bounds_are_further_from_zero_than_keys_for_the_least_and_the_greatest_words() -> None:
-    keys, width = seeded(8), 1024
-    coins = uniforms(keys, Stream.CORRECTION, HERE, torch.arange(1 << 18))
+def test_keys_are_those_of_the_twin_and_bounds_are_further_from_zero_for_the_least_and_the_greatest_words() -> None:
+    keys, width, many = seeded(8), 1024, torch.arange(1 << 18)
+    coins, clocks = (make(keys, Stream.CORRECTION, HERE, many) for make in (uniforms, exponentials))
     order = coins.argsort(-1)
     ids = torch.cat([order[:, : width // 2], order[:, -width // 2 :]], dim=-1).to(torch.int32)
     weights = torch.randn(ids.shape, generator=torch.Generator().manual_seed(0)) * torch.logspace(-30, 0, width)
     bounds, exact = torch.empty(2, *ids.shape, device=DEVICE)
     inputs = [tensor.to(DEVICE) for tensor in (keys.seeds, ids, weights)]
     bounds_kernel[(8,)](*inputs, bounds, exact, STREAM=STREAM, WIDTH=width)
+    clocks = clocks.gather(1, ids.long())
+    assert clocks.min() < 2**-5 < clocks.max()  # both branches of the logarithm were taken
+    torch.testing.assert_close(exact.cpu(), weights / clocks, rtol=CLOCK_TOLERANCE, atol=0.0)
     assert (bounds.abs() > exact.abs()).all()
     assert torch.equal(bounds.sign(), exact.sign())
 

@@ -1,0 +1,223 @@
+"""Functions of other libraries' names mean what theirs mean: FlashInfer's chain, vLLM's sampler, a single sequence."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot, pad
+
+from hf_speculate.triton_kernels import (
+    NoiseKeys,
+    TypicalAcceptanceSampler,
+    Verdict,
+    chain_speculative_sampling,
+    greedy_match,
+    row_seeds,
+    speculative_sampling,
+    verify_typical,
+)
+from tests.triton_kernels import oracle
+from tests.triton_kernels.distributions import (
+    PASS_P_VALUE,
+    count_cells,
+    draw_drafts,
+    p_value,
+    rank_reversed_logits,
+    rejection_distribution,
+)
+from tests.triton_kernels.host_syncs import NoHostSync
+
+NUM_TRIALS = 200_000
+# A comparison closer than this may go either way in float32.
+BORDER = 1e-5
+SAMPLER = TypicalAcceptanceSampler(0.09, 0.3)
+STRICT = TypicalAcceptanceSampler(0.09, 0.3, strict_mode=True)
+
+
+def make_batch(num_rows: int, num_draft_tokens: int = 3, vocab_size: int = 50) -> tuple[Tensor, Tensor, Tensor]:
+    """Draft probabilities, ids drawn from them, and target probabilities not far from them."""
+    generator = torch.Generator().manual_seed(7)
+    target = torch.randn(num_rows, num_draft_tokens + 1, vocab_size, generator=generator)
+    draft = (target[:, :-1] + torch.randn(num_rows, num_draft_tokens, vocab_size, generator=generator)).softmax(-1)
+    ids = torch.multinomial(draft.flatten(0, 1), 1, generator=generator).view(num_rows, num_draft_tokens)
+    return draft, ids.int(), target.softmax(-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_the_documented_example_gives_the_documented_result(dtype: torch.dtype) -> None:
+    """The second token is impossible, and only token 0 is left in its place."""
+    draft = torch.tensor([[[0.1, 0.2, 0.3, 0.4], [0.2, 0.3, 0.4, 0.1]]], dtype=dtype)
+    target = torch.tensor([[[0.0, 0.1, 0.6, 0.3], [1.0, 0.0, 0.0, 0.0], [0.7, 0.1, 0.1, 0.1]]], dtype=dtype)
+    ids = torch.tensor([[2, 1]])
+    for seed in (None, 0, 1, -5, 2**64 - 1, torch.tensor([9])):
+        token_ids, accepted, emitted = chain_speculative_sampling(draft, ids, target, seed=seed)
+        assert token_ids.tolist() == [[2, 0, -1]]
+        assert accepted.tolist() == emitted.tolist() == [1]
+        assert token_ids.dtype == accepted.dtype == emitted.dtype == torch.int32
+
+
+def test_ids_and_counters_have_their_exact_distributions_though_rows_do_not_sum_to_one() -> None:
+    """What is counted is added to the counters in place."""
+    vocab_size, num_draft_tokens = 8, 3
+    target, draft = rank_reversed_logits(vocab_size, num_draft_tokens)
+    seeds = row_seeds(11, NUM_TRIALS)
+    zeros = torch.zeros_like(seeds)
+    ids = draw_drafts(draft, NoiseKeys(seeds, zeros, zeros))  # the call's own keys: streams keep them apart
+    scales = 1.0 + 0.01 * torch.rand(2, num_draft_tokens + 1, 1, generator=torch.Generator().manual_seed(0))
+    counters = torch.full((NUM_TRIALS,), 100), torch.full((NUM_TRIALS,), 1000, dtype=torch.int32)
+    token_ids, *returned = chain_speculative_sampling(
+        (draft.softmax(-1) * scales[0, :-1]).expand(NUM_TRIALS, -1, -1),
+        ids,
+        (target.softmax(-1) * scales[1]).expand(NUM_TRIALS, -1, -1),
+        *counters,
+        seed=11,
+    )
+    assert all(one is other for one, other in zip(returned, counters, strict=True))
+    accepted, emitted = counters[0] - 100, counters[1] - 1000
+    counts = count_cells(Verdict(token_ids.long(), emitted, zeros), vocab_size)
+    assert p_value(counts, rejection_distribution(target, draft)) > PASS_P_VALUE
+    passed = torch.ones(1, dtype=torch.float64)  # probability of the number of positions that pass, each by itself
+    for overlap in torch.minimum(target[:-1].double().softmax(-1), draft.double().softmax(-1)).sum(-1):
+        passed = pad(passed * (1 - overlap), (0, 1)) + pad(passed * overlap, (1, 0))
+    assert p_value(torch.bincount(accepted, minlength=num_draft_tokens + 1), passed) > PASS_P_VALUE
+    # The rejected position's own coin says no for both counters.
+    rejected = emitted < num_draft_tokens
+    assert (accepted >= emitted).all()
+    assert (accepted[rejected] < num_draft_tokens).all()
+    assert (accepted[~rejected] == num_draft_tokens).all()
+
+
+def test_a_row_depends_on_its_own_seed_and_offset_alone() -> None:
+    """All rows are one row repeated: what differs in the result comes from the noise."""
+    draft, ids, target = (part.expand(64, *part.shape[1:]) for part in make_batch(1))
+
+    def call(rows: slice = slice(64), **options: Any) -> Tensor:
+        return chain_speculative_sampling(draft[rows], ids[rows], target[rows], **options)[0]
+
+    whole, later = call(seed=5), call(seed=5, offset=1)
+    assert len(whole.unique(dim=0)) > 10  # one seed gives every row its own
+    assert (later != whole).any(1).sum() > 10
+    seeds = row_seeds(5, 64)
+    for same in (torch.tensor([5]), torch.tensor([5], dtype=torch.int32), seeds):
+        assert torch.equal(call(seed=same, offset=0), whole)
+    assert torch.equal(call(slice(7, 20, 3), seed=seeds[7:20:3]), whole[7:20:3])
+    changed = call(seed=seeds.index_fill(0, torch.tensor([3]), 999))
+    assert (changed != whole).any(1).nonzero().tolist() == [[3]]
+    assert torch.equal(call(seed=5, offset=torch.tensor([1])), later)
+    odd = torch.arange(64) % 2
+    assert torch.equal(call(seed=5, offset=odd), torch.where(odd[:, None] == 1, later, whole))
+
+
+def test_bad_ids_and_rows_without_a_distribution_end_the_chain() -> None:
+    _, ids, target = make_batch(10)
+    draft = target[:, :-1].clone()  # every good id is kept
+    ids[:3, 1] = torch.tensor([-1, 50, 2**31 - 1], dtype=torch.int32)
+    target[3:7, 2] = torch.tensor([torch.nan, torch.inf, 0.0, -1.0]).unsqueeze(-1)
+    draft[7:, 0] = torch.tensor([torch.nan, torch.inf, 0.0]).unsqueeze(-1)
+    target[7:, 0] = one_hot(torch.tensor(4), 50).float()
+    token_ids, accepted, emitted = chain_speculative_sampling(draft, ids, target, seed=0)
+    assert emitted.tolist() == [1] * 3 + [2] * 4 + [0] * 3
+    assert accepted.tolist() == [2] * 10
+    assert ((token_ids[:3, 1] >= 0) & (token_ids[:3, 1] < 50)).all()
+    assert torch.equal(token_ids[3:7, :2], ids[3:7, :2])
+    assert token_ids[7:, 0].tolist() == [4] * 3  # drawn from the target
+    assert (token_ids[:, 2:] == -1).all()
+
+
+@pytest.mark.parametrize(("num_rows", "num_draft_tokens"), [(0, 3), (0, 0), (3, 0), (3, 3)])
+def test_empty_rounds_are_fine_and_nothing_waits_for_the_device(num_rows: int, num_draft_tokens: int) -> None:
+    target = torch.full((num_rows, num_draft_tokens + 1, 7), 1 / 7)
+    ids, counters = torch.zeros(num_rows, num_draft_tokens, dtype=torch.int32), torch.zeros(2, num_rows).int()
+    for seed in (None, 4, torch.tensor([4]), torch.arange(num_rows)):
+        with NoHostSync():
+            options = {"seed": seed, "offset": torch.tensor([1])}
+            token_ids, _, emitted = chain_speculative_sampling(target[:, :-1], ids, target, *counters, **options)
+            accepted = SAMPLER(target, torch.full((num_rows,), 6), None, ids)
+        assert ((token_ids >= 0) & (token_ids < 7)).all()
+        assert token_ids.shape == accepted.shape == (num_rows, num_draft_tokens + 1)
+    assert emitted.tolist() == [4 * num_draft_tokens] * num_rows
+    assert accepted[:, -1].tolist() == [6] * num_rows
+    assert torch.equal(STRICT(target, torch.full((num_rows,), 6), target[:, :-1], ids), accepted)
+
+
+def test_a_single_sequence_is_a_chain_of_one_row_whose_seed_the_generator_draws() -> None:
+    draft, ids, target = make_batch(1)
+    target[0, 2] = torch.nan
+    draft[0, 0] = target[0, 0]
+
+    for generator in (None, torch.Generator()):
+        seeded = generator or torch.default_generator
+        seeded.manual_seed(4)
+        calls = [speculative_sampling(target[0], draft[0], ids[0], generator=generator) for _ in range(60)]
+        seeded.manual_seed(4)
+        for at, token in calls:
+            token_ids, _, emitted = chain_speculative_sampling(draft, ids, target, generator=generator)
+            assert (int(at), int(token)) == (int(emitted), int(token_ids[0, emitted]))
+        assert len({(int(at), int(token)) for at, token in calls}) > 5
+
+
+@pytest.mark.parametrize(("candidate", "expected"), [(0, (0, 1)), (1, (1, 0)), (-1, (0, 1)), (2, (0, 1))], ids=str)
+def test_impossible_candidates_are_rejected_and_certain_ones_kept(candidate: int, expected: tuple[int, int]) -> None:
+    target, ids = torch.tensor([[0.0, 1.0], [1.0, 0.0]]), torch.tensor([candidate])
+    for at, token in (greedy_match(target, ids), speculative_sampling(target, torch.tensor([[0.5, 0.5]]), ids)):
+        assert (int(at), int(token)) == expected
+        assert at.dtype == token.dtype == torch.int64
+        assert at.shape == token.shape == ()
+
+
+def test_the_most_probable_token_is_found_where_a_logarithm_would_round_it_away_and_ties_are_the_lowest() -> None:
+    small, large = 0.25, 0.25 + 2.0**-25
+    target = torch.tensor([[[small, large, 0.25, 0.25], [0.1, 0.4, 0.4, 0.1]]])
+    token_ids = TypicalAcceptanceSampler(0.5, 9.0)(target, torch.tensor([0]), None, torch.tensor([[3]]))
+    assert token_ids.tolist() == [[1, -1]]
+    for candidate, expected in ((3, (0, 1)), (1, (1, 1))):
+        assert tuple(map(int, greedy_match(target[0], torch.tensor([candidate])))) == expected
+    target[0, 1] = torch.nan
+    assert tuple(map(int, greedy_match(target[0], torch.tensor([1])))) == (1, -1)
+
+
+@pytest.mark.parametrize(("threshold", "alpha"), [(0.09, 0.3), (0.3, 0.9)])
+@pytest.mark.parametrize("vocab_size", [5, 2000])
+def test_every_row_of_the_sampler_is_the_rule_by_hand(vocab_size: int, threshold: float, alpha: float) -> None:
+    generator = torch.Generator().manual_seed(vocab_size)
+    target = (3 * torch.randn(60, 4, vocab_size, generator=generator)).softmax(-1)
+    ids = torch.multinomial(target[:, :-1].flatten(0, 1), 1, generator=generator).view(60, 3)
+    bonus = torch.randint(0, vocab_size, (60, 1), generator=generator)
+    token_ids = TypicalAcceptanceSampler(threshold, alpha)(target, bonus, target[:, :-1], ids)
+    assert token_ids.dtype == torch.int64
+    lengths = []
+    for row in range(60):
+        expected, margin = oracle.accept_typical(target[row].log(), ids[row].tolist(), threshold, alpha, 1e-5)
+        if margin > BORDER:
+            lengths.append(len(expected))
+            expected = [*expected[:3], int(bonus[row])] if len(expected) == 4 else expected
+            assert token_ids[row].tolist() == expected + [-1] * (4 - len(expected))
+    assert len(lengths) > 50
+    assert len(set(lengths)) > 2
+
+
+def test_the_entropy_has_vllms_epsilon() -> None:
+    vocab_size = 100_000
+    target = torch.full((1, 2, vocab_size), 0.5 / (vocab_size - 1))
+    target[..., 7] = 0.5
+    # The entropy is 6.45, and 5.90 with the epsilon inside its logarithm: the bounds are 4.7e-4 and 8.2e-4.
+    target[:, :, 8] = 6e-4
+    ids, bonus = torch.tensor([[8]]), torch.tensor([3])
+    assert SAMPLER(target, bonus, None, ids).tolist() == [[7, -1]]
+    assert verify_typical(target.log(), ids).num_accepted.tolist() == [1]
+    target[:, :, 8] = 1e-3
+    assert SAMPLER(target, bonus, None, ids).tolist() == [[8, 3]]
+
+
+@pytest.mark.parametrize("shape", [(6,), (6, 1)])
+def test_the_bonus_token_is_the_callers_and_bad_ids_and_rows_end_the_chain(shape: tuple[int, ...]) -> None:
+    target = torch.zeros(6, 3, 6)
+    target[..., 2] = 1.0
+    target[3:, 1] = torch.tensor([torch.nan, torch.inf, 0.0]).unsqueeze(-1)
+    ids = torch.tensor([[2, 2], [2, 0], [2**31 - 1, 2], [2, 2], [2, 2], [2, 2]], dtype=torch.int32)
+    bonus = torch.full(shape, 5, dtype=torch.int32)
+    expected = [[2, 2, 5], [2, 2, -1], [2, -1, -1]] + [[2, -1, -1]] * 3
+    assert SAMPLER(target, bonus, target[:, :-1], ids).tolist() == expected
+    without = TypicalAcceptanceSampler(0.09, 0.3, disable_bonus_tokens=True)
+    assert without(target, bonus, target[:, :-1], ids).tolist() == [[2, 2, -1], *expected[1:]]
