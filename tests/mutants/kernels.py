@@ -125,13 +125,13 @@ MUTANTS = (
                 "best.indices[:, :-1] == chain.token_ids", "best.indices[:, 1:] == chain.token_ids"
             ),
             "greedy: rows at temperature 0 are sampled": Fault(
-                "warp.temperature == 0", "warp.temperature < 0", "triton_kernels/test_warps.py"
+                "warp.temperature == 0", "warp.temperature < 0", "triton_kernels/test_invariance.py"
             ),
         },
     ),
     *mutants_of(
         "triton_kernels/reference/sampling.py",
-        "triton_kernels/test_sample.py",
+        "triton_kernels/test_draws.py triton_kernels/test_edges.py",
         {
             "sampling: rows at temperature 0 keep a random token": Fault(
                 "torch.where(argmax_rows, best.indices, token_ids)", "torch.where(argmax_rows, token_ids, token_ids)"

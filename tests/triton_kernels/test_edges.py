@@ -67,10 +67,11 @@ def test_greedy_ties_go_to_the_lowest_index(vocab_size: int, backend: str) -> No
     for dtype in (torch.bfloat16, torch.float64):
         verdict = on(backend, OPERATIONS["greedy"], logits.to(dtype), ids, None, keys)
         assert verdict.token_ids.tolist() == [[2, 2], [2, -1]]
-        options = {"keys": keys, "stream": Stream.DRAFT, "temperature": 0.0}
-        drawn = on(backend, sample, logits[0].to(dtype), **options)
-        assert drawn.token_ids.tolist() == [2, 2]
-        assert drawn.logsumexp.tolist() == [1.0, 1.0]
+        for temperature in (0.0, torch.zeros(2)):
+            options = {"keys": keys, "stream": Stream.DRAFT, "temperature": temperature}
+            drawn = on(backend, sample, logits[0].to(dtype), **options)
+            assert drawn.token_ids.tolist() == [2, 2]
+            assert drawn.logsumexp.tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("position", [0, 1])

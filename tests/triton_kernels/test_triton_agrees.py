@@ -6,10 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_speculate.triton_kernels import Stream, sample, verify_greedy, verify_rejection, verify_typical
+from hf_speculate.triton_kernels import Stream, sample, verify_typical
 from tests.triton_kernels.distributions import make_keys
-from tests.triton_kernels.on_triton import assert_same, moved, on_triton
-from tests.triton_kernels.operations import OPERATIONS, layouts, make_contested_round, make_round
+from tests.triton_kernels.on_triton import DEVICE, assert_same, moved, on_triton
+from tests.triton_kernels.operations import (
+    OPERATIONS,
+    assert_well_formed,
+    layouts,
+    make_contested_round,
+    make_faulty_round,
+    make_round,
+    spoil,
+)
 
 pytest.importorskip("triton", reason="needs Triton")
 from hf_speculate.triton_kernels.kernels import launch, operations
@@ -45,6 +53,42 @@ def test_kernels_decide_as_the_twin_does(
     if shape == (3, 3, 40):
         for other_target, other_draft in zip(layouts(target), layouts(draft), strict=True):
             assert_same(on_triton(OPERATIONS[name], other_target, ids, other_draft, keys, lens), twin)
+
+
+@pytest.mark.parametrize(("num_draft_tokens", "step"), [(2, 1), (8, 9)])  # 8 positions are tested at once
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_hostile_rows_and_bad_ids_are_named_as_by_the_twin(name: str, num_draft_tokens: int, step: int) -> None:
+    faulty = make_faulty_round(name, 1, num_draft_tokens, 50)
+    for row in faulty.is_target.nonzero()[::2, 0]:  # both models' rows are hostile
+        spoil(faulty.draft[row, faulty.positions[row]], torch.nan)
+    rows = torch.arange(0, len(faulty.positions), step)  # the interpreter is slow
+    lens = torch.full_like(rows, num_draft_tokens)
+    lens[5::7], lens[6::7] = 100, -5  # as the nearest in range
+    case = (faulty.target[rows], faulty.ids[rows], faulty.draft[rows], make_keys(len(rows)), lens)
+    verdict, twin = on_triton(OPERATIONS[name], *case), OPERATIONS[name](*case, backend="torch")
+    assert_well_formed(verdict, 50, lens.clamp(0, num_draft_tokens))
+    assert torch.equal(verdict.num_accepted, twin.num_accepted)
+    assert torch.equal(verdict.status, twin.status)
+    any_token = (twin.num_accepted == faulty.positions[rows]) & faulty.is_target[rows]
+    assert torch.equal(verdict.token_ids[~any_token], twin.token_ids[~any_token])
+    assert len(twin.status.unique()) >= (4 if step == 1 else 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "distance"),
+    [("greedy", 2**32), ("rejection", 2**31), ("block", 2**32), ("coupled", 2**31), ("typical, sampled", 2**31)],
+)
+def test_rows_farther_apart_than_32_bits_are_found(name: str, distance: int) -> None:
+    target, ids, draft = make_round(2, 2, 64)
+    target, draft = target.bfloat16(), draft.bfloat16()
+    # Untouched memory is not committed: only the two rows at its ends are.
+    buffer = torch.empty(distance + 6 * 64, dtype=torch.bfloat16, device=DEVICE)
+    far_target = buffer.as_strided((2, 3, 64), (distance, 64, 1))
+    far_draft = buffer.as_strided((2, 2, 64), (distance, 64, 1), 3 * 64)
+    far_target.copy_(target)
+    far_draft.copy_(draft)
+    far = on_triton(OPERATIONS[name], far_target, ids, far_draft, make_keys(2))
+    assert_same(far, OPERATIONS[name](target, ids, draft, make_keys(2), backend="torch"))
 
 
 @pytest.mark.slow
@@ -85,27 +129,19 @@ def test_entropies_are_those_of_whole_rows(epsilon: float) -> None:
 
 
 @pytest.mark.slow
-def test_more_chunks_than_are_merged_at_once() -> None:
-    vocab_size = 66 * launch.CHUNK + 7
+def test_more_chunks_than_are_merged_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second row's mass lies at its end; the largest logits of the first are tied."""
+    monkeypatch.setattr(launch, "CHUNK", 64)
+    vocab_size, keys = 64 * launch.CHUNK + 7, make_keys(2)
     logits = torch.randn(2, vocab_size, generator=torch.Generator().manual_seed(3))
-    logits[1, -5:] += 14.0  # the second row's mass lies at its end
-    options: dict[str, Any] = {"keys": make_keys(2), "stream": Stream.RACE}
-    drawn = on_triton(sample, logits, **options)
-    assert_same(drawn, sample(logits, **options, backend="torch"))
+    logits[0, [5, vocab_size - 9]], logits[1, -5:] = 9.0, logits[1, -5:] + 24.0
+    drawn = on_triton(sample, logits, keys=keys, stream=Stream.RACE)
+    assert_same(drawn, sample(logits, keys=keys, stream=Stream.RACE, backend="torch"))
     assert int(drawn.token_ids[1]) >= vocab_size - 5
-    no_ids = torch.zeros(2, 0, dtype=torch.int64)
-    verdict = on_triton(verify_greedy, logits[:, None], no_ids)
-    assert verdict.token_ids[:, 0].tolist() == logits.argmax(-1).tolist()
-    verdict = on_triton(verify_rejection, logits[:, None], no_ids, keys=make_keys(2))
-    assert_same(verdict, verify_rejection(logits[:, None], no_ids, keys=make_keys(2), backend="torch"))
-
-
-def test_ties_between_groups_of_chunks_go_to_the_lowest_index(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "CHUNK", 16)
-    logits = torch.zeros(1, 1, 1100)
-    logits[..., [5, 1090]] = 1.0
-    verdict = on_triton(verify_greedy, logits, torch.zeros(1, 0, dtype=torch.int64))
-    assert verdict.token_ids.tolist() == [[5]]
+    for name in ("greedy", "rejection"):
+        verdict = on_triton(OPERATIONS[name], logits[:, None], torch.zeros(2, 0).long(), logits[:, None][:, :0], keys)
+        assert_same(verdict, OPERATIONS[name](logits[:, None], torch.zeros(2, 0).long(), logits[:, None][:, :0], keys))
+        assert name != "greedy" or int(verdict.token_ids[0]) == 5
 
 
 @pytest.mark.slow
