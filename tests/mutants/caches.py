@@ -2,10 +2,11 @@
 
 from tests.mutants.base import Fault, mutants_of
 
+KV_CACHES = "cache/test_kv_cache.py generation/test_rollback.py generation/test_prompts.py"
 MUTANTS = (
     *mutants_of(
         "hf_speculate/cache/dynamic.py",
-        "cache/test_kv_cache.py generation/test_rollback.py generation/test_prompts.py",
+        KV_CACHES,
         {
             "dynamic cache: too little is dropped": Fault(
                 "self._drop_last(min(drops, default=0))", "self._drop_last(max(min(drops, default=0) - 1, 0))"
@@ -16,18 +17,12 @@ MUTANTS = (
             "dynamic cache: common padding stays": Fault(
                 "        if surplus <= 0:\n",
                 "        if True:\n",
-                (
-                    "cache/test_kv_cache.py generation/test_rollback.py generation/test_prompts.py "
-                    "generation/test_passed_caches.py"
-                ),
+                f"{KV_CACHES} generation/test_passed_caches.py",
             ),
             "dynamic cache: windows keep what is past them": Fault(
                 "layer.record_past = False",
                 "layer.record_past = True",
-                (
-                    "generation/test_passed_caches.py cache/test_kv_cache.py generation/test_rollback.py "
-                    "generation/test_prompts.py"
-                ),
+                f"generation/test_passed_caches.py {KV_CACHES}",
             ),
             "dynamic cache: a window's length is not shortened": Fault(
                 "layer.cumulative_length -= surplus", "layer.cumulative_length -= 0"
@@ -36,7 +31,7 @@ MUTANTS = (
     ),
     *mutants_of(
         "hf_speculate/cache/left_padding.py",
-        "cache/test_kv_cache.py generation/test_rollback.py generation/test_prompts.py",
+        KV_CACHES,
         {
             "dynamic cache: rows move the wrong way": Fault(
                 "shifts = [drop - smallest for drop in drops]", "shifts = [max(drops) - drop for drop in drops]"
@@ -51,10 +46,7 @@ MUTANTS = (
     ),
     *mutants_of(
         "hf_speculate/cache/preallocated.py",
-        (
-            "generation/test_preallocated.py cache/test_kv_cache.py "
-            "generation/test_rollback.py generation/test_prompts.py"
-        ),
+        f"generation/test_preallocated.py {KV_CACHES}",
         {
             "preallocated cache: rows keep rejected tokens": Fault(
                 "[length - drop for length, drop in", "[length for length, drop in"
@@ -65,10 +57,7 @@ MUTANTS = (
             "preallocated cache: a window too wide is handed back": Fault(
                 "max(width - layer.window + 1, 0)",
                 "max(width - layer.window, 0)",
-                (
-                    "generation/test_preallocated.py cache/test_kv_cache.py generation/test_rollback.py "
-                    "generation/test_prompts.py generation/test_passed_caches.py"
-                ),
+                f"generation/test_preallocated.py {KV_CACHES} generation/test_passed_caches.py",
             ),
             "preallocated cache: padding stays after rows are dropped": Fault(
                 "surplus = min(self.pads, default=0) if self.num_columns else 0", "surplus = 0"
@@ -77,10 +66,7 @@ MUTANTS = (
     ),
     *mutants_of(
         "hf_speculate/cache/columns.py",
-        (
-            "generation/test_preallocated.py cache/test_kv_cache.py "
-            "generation/test_rollback.py generation/test_prompts.py"
-        ),
+        f"generation/test_preallocated.py {KV_CACHES}",
         {
             "ragged layer: tokens are written one column late": Fault(
                 "coming.places[key][coming.num_done : coming.num_done + self.num_query]",
