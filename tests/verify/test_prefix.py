@@ -52,19 +52,14 @@ def test_a_rule_over_it_answers_hostile_rows_as_the_kernels_do(kind, dtype):
     assert ((last >= 0) & (last < VOCAB_SIZE)).all()
 
 
-def test_a_token_that_the_target_forbids_is_refused_though_accepted():
+def test_a_token_that_the_target_forbids_is_refused_and_one_to_follow_is_moved_into_the_vocabulary():
     target, draft = make_round(2, 2, has_logits=False)
     target[0, 1, draft.token_ids[0, 1]] = -torch.inf
-    verdict = keep_prefix(target, draft, torch.ones(2, 2, dtype=torch.bool), target.argmax(-1))
+    following = torch.tensor([[0, -5, 0], [0, 0, VOCAB_SIZE]])
+    verdict = keep_prefix(target, draft, torch.ones(2, 2, dtype=torch.bool), following)
     assert verdict.num_accepted.tolist() == [1, 2]
+    assert verdict.token_ids[[0, 1], [1, 2]].tolist() == [0, VOCAB_SIZE - 1]
     assert verdict.status.tolist() == [0, 0]
-
-
-def test_a_token_to_follow_that_is_no_id_is_moved_into_the_vocabulary():
-    target, draft = make_round(2, 1, has_logits=False)
-    following = torch.tensor([[-5, -5], [VOCAB_SIZE, VOCAB_SIZE]])
-    verdict = keep_prefix(target, draft, torch.zeros(2, 1, dtype=torch.bool), following)
-    assert verdict.token_ids.tolist() == [[0, -1], [VOCAB_SIZE - 1, -1]]
 
 
 def test_the_rule_in_the_guide_is_a_whole_one(registry):

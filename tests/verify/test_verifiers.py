@@ -1,5 +1,7 @@
 """The Verifier contract, and the names under which verifiers are chosen."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -38,10 +40,10 @@ def make_round(
     """Random target logits [B, K+1, V] and a draft that agrees with them about half of the time."""
     make = torch.Generator().manual_seed(batch_size + 10 * num_drafted)
     target = 3 * torch.randn(batch_size, num_drafted + 1, VOCAB_SIZE, generator=make)
-    law = target[:, :-1] + 2 * torch.randn(batch_size, num_drafted, VOCAB_SIZE, generator=make)
+    drafted = target[:, :-1] + 2 * torch.randn(batch_size, num_drafted, VOCAB_SIZE, generator=make)
     counts = torch.tensor([num_drafted] * batch_size if lens is None else lens, dtype=torch.int32)
-    logits, sums = (law, law.logsumexp(-1)) if has_logits else (None, None)
-    return target, DraftOut(law.argmax(-1), counts, logits, sums)
+    logits, sums = (drafted, drafted.logsumexp(-1)) if has_logits else (None, None)
+    return target, DraftOut(drafted.argmax(-1), counts, logits, sums)
 
 
 def assert_whole(verdict: Verdict, draft: DraftOut) -> None:
@@ -76,23 +78,19 @@ class VerifierContract:
         if batch_size > 1:
             assert len(verdict.num_accepted.unique()) == num_drafted + 1
 
-    @pytest.mark.parametrize("has_logits", [True, False])
-    def test_certain_tokens_are_kept_up_to_the_draft_length_and_nothing_past_it_is_read(self, has_logits):
-        target, draft = make_round(5, 4, has_logits=has_logits, lens=[0, 1, 2, 3, 4])
-        sure, past = DraftOut(target[:, :-1].argmax(-1), *draft[1:]), torch.arange(4) >= draft.lens[:, None]
+    def test_certain_tokens_are_kept_up_to_the_draft_length_and_nothing_past_it_is_read(self):
+        target, draft = make_round(5, 4, has_logits=True, lens=[0, 1, 2, 3, 4])
+        ids, past = target[:, :-1].argmax(-1), torch.arange(4) >= draft.lens[:, None]
         target.scatter_(2, target.argmax(-1, keepdim=True), CERTAIN)
-        if has_logits:
-            law = target[:, :-1].clone()
-            sure = sure._replace(token_logits=law, logsumexp=law.logsumexp(-1))
+        logits = target[:, :-1].clone()
+        sure = DraftOut(ids, draft.lens, logits, logits.logsumexp(-1))
         verdict = self.make().verify(target, sure, make_keys(5))
         assert verdict.num_accepted.tolist() == [0, 1, 2, 3, 4]
         assert_whole(verdict, sure)
-        for row, length in enumerate([0, 1, 2, 3, 4]):
-            assert verdict.token_ids[row, length] == target[row, length].argmax()
-        junk = sure._replace(token_ids=sure.token_ids.masked_fill(past, -1))
-        if has_logits:
-            junk = junk._replace(token_logits=torch.where(past[..., None], torch.nan, sure.token_logits))
-        for one, same in zip(verdict, self.make().verify(target, junk, make_keys(5)), strict=True):
+        assert verdict.token_ids.diagonal().tolist() == target.argmax(-1).diagonal().tolist()
+        junk = torch.where(past[..., None], torch.nan, logits)
+        unread = sure._replace(token_ids=ids.masked_fill(past, -1), token_logits=junk)
+        for one, same in zip(verdict, self.make().verify(target, unread, make_keys(5)), strict=True):
             assert torch.equal(one, same)
 
     def test_a_token_that_the_target_forbids_is_never_kept_or_emitted(self):
@@ -128,47 +126,33 @@ class VerifierContract:
 
 
 class TestGreedyVerifier(VerifierContract):
-    def make(self):
-        return GreedyVerifier()
+    make = GreedyVerifier
 
 
 class TestRejectionVerifier(VerifierContract):
-    reads_keys = NoiseKeys._fields
-
-    def make(self):
-        return RejectionVerifier()
+    make, reads_keys = RejectionVerifier, NoiseKeys._fields
 
 
 class TestBlockVerifier(VerifierContract):
-    reads_keys = NoiseKeys._fields
-
-    def make(self):
-        return BlockVerifier()
+    make, reads_keys = BlockVerifier, NoiseKeys._fields
 
 
 class TestCoupledVerifier(VerifierContract):
-    reads_keys = ("seeds", "positions")
-
-    def make(self):
-        return CoupledVerifier()
+    make, reads_keys = CoupledVerifier, ("seeds", "positions")
 
 
 class TestTypicalVerifier(VerifierContract):
-    reads_keys = NoiseKeys._fields
-
-    def make(self):
-        return TypicalVerifier(correction="sample")
+    make, reads_keys = staticmethod(partial(TypicalVerifier, correction="sample")), NoiseKeys._fields
 
 
 def typical(**settings) -> Verifier:
     return make_verifier(SpeculationConfig(verifier="typical", **settings).resolve(do_sample=False))
 
 
-def keeps(verifier: Verifier, chances: list[float]) -> bool:
-    """Whether the verifier keeps token 0 of a law [V]."""
-    law = torch.tensor(chances).log().expand(1, 2, -1)
+def keeps(verifier: Verifier, probs: list[float]) -> bool:
+    """Whether the verifier keeps token 0 of a distribution [V]."""
     draft = DraftOut(torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, dtype=torch.int32), None, None)
-    return bool(verifier.verify(law, draft, make_keys(1)).num_accepted)
+    return bool(verifier.verify(torch.tensor(probs).log().expand(1, 2, -1), draft, make_keys(1)).num_accepted)
 
 
 def test_typical_defaults_are_the_papers_and_the_threshold_itself_is_refused():
@@ -183,37 +167,12 @@ def test_typical_defaults_are_the_papers_and_the_threshold_itself_is_refused():
     assert not keeps(typical(posterior_alpha=1.1), flat)
 
 
-@pytest.mark.parametrize(
-    ("settings", "do_sample", "draws"),
-    [
-        ({}, False, False),
-        ({}, True, True),
-        ({"typical_correction": "argmax"}, True, False),
-        ({"typical_correction": "sample"}, False, True),
-    ],
-)
-def test_typical_correction_is_the_argmax_or_a_draw(settings, do_sample, draws):
-    verifier = make_verifier(SpeculationConfig(verifier="typical", **settings).resolve(do_sample))
+def test_typical_correction_is_the_argmax_or_a_draw():
     target, draft = torch.zeros(64, 1, VOCAB_SIZE), make_round(64, 0, has_logits=False)[1]
-    emitted = verifier.verify(target, draft, make_keys(64)).token_ids.unique()
-    assert (len(emitted) > 1) == draws
-
-
-@pytest.mark.parametrize(
-    ("fields", "accepts"),
-    [
-        ({"posterior_threshold": 1e-9}, True),
-        ({"posterior_alpha": 1e-9}, True),
-        ({"posterior_threshold": 1 - 1e-9, "posterior_alpha": 1e9}, False),
-    ],
-)
-def test_typical_settings_reach_the_kernel_through_generate(fields, accepts):
-    target, draft = pair("llama")
-    stats = hf_speculate.SpeculationStats()
-    options = {"verifier": "typical", "max_new_tokens": 20, "num_assistant_tokens": 3, "speculation_stats": stats}
-    target.generate(**ragged_prompts(2, seed=1), assistant_model=draft, **options, **fields)
-    assert stats.verifier == "typical"
-    assert stats.verified_acceptance_rate == (1.0 if accepts else 0.0)
+    argmax, sample = {"typical_correction": "argmax"}, {"typical_correction": "sample"}
+    for settings, do_sample, draws in [({}, False, 0), ({}, True, 1), (argmax, True, 0), (sample, False, 1)]:
+        verifier = make_verifier(SpeculationConfig(verifier="typical", **settings).resolve(do_sample))
+        assert (len(verifier.verify(target, draft, make_keys(64)).token_ids.unique()) > 1) == draws
 
 
 class KeepNothing:
