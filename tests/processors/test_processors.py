@@ -14,16 +14,19 @@ from transformers.generation import logits_process
 
 from hf_speculate.errors import ConfigError, UnsupportedGenerationError
 from hf_speculate.processors import BlockLogitsProcessorList, register_row_wise
+from hf_speculate.processors.fused_warpers import fuse_warpers
 from hf_speculate.processors.registry import NOT_ROW_WISE, READS
-from tests.cases import each_value
+from hf_speculate.triton_kernels import warp_logits
 
 VOCAB_SIZE = 41
 LONGEST_LEN = 9
 NUM_DRAFT_TOKENS = 4
 RAGGED_LENS = [9, 3, 6, 9]
+TAKES_EMPTY_PREFIXES = ("MinLengthLogitsProcessor", "RepetitionPenaltyLogitsProcessor", "SequenceBiasLogitsProcessor")
 IGNORES_BY_ROW = "Tensor" in str(inspect.signature(transformers.RepetitionPenaltyLogitsProcessor.__init__))
 
-WARPERS: dict[str, Callable[[], Any]] = {
+# Lengths are chosen to change what happens within 3..13, the prefix lengths of the blocks below.
+EXAMPLES: dict[str, Callable[[], Any]] = {
     "EpsilonLogitsWarper": lambda: transformers.EpsilonLogitsWarper(3e-3),
     "EtaLogitsWarper": lambda: transformers.EtaLogitsWarper(3e-3),
     "MinPLogitsWarper": lambda: transformers.MinPLogitsWarper(0.05),
@@ -32,10 +35,6 @@ WARPERS: dict[str, Callable[[], Any]] = {
     "TopKLogitsWarper": lambda: transformers.TopKLogitsWarper(7),
     "TopPLogitsWarper": lambda: transformers.TopPLogitsWarper(0.8),
     "TypicalLogitsWarper": lambda: transformers.TypicalLogitsWarper(0.8),
-}
-# Lengths are chosen to change what happens within 3..13, the prefix lengths of the blocks below.
-EXAMPLES: dict[str, Callable[[], Any]] = {
-    **WARPERS,
     "AlternatingCodebooksLogitsProcessor": lambda: transformers.AlternatingCodebooksLogitsProcessor(3, 20, 10),
     "BarkEosPrioritizerLogitsProcessor": lambda: logits_process.BarkEosPrioritizerLogitsProcessor([2, 5], 0.05),
     "ExponentialDecayLengthPenalty": lambda: transformers.ExponentialDecayLengthPenalty((4, 1.3), [2, 5], 3),
@@ -106,121 +105,6 @@ def test_every_class_of_transformers_is_placed_and_every_row_wise_one_has_an_exa
     assert {type(make()) for make in EXAMPLES.values()} == known & set(READS)
 
 
-@pytest.mark.parametrize("name", sorted(EXAMPLES))
-def test_block_equals_position_by_position(name: str) -> None:
-    make = EXAMPLES[name]
-    for lens, num_draft_tokens in (([LONGEST_LEN] * 3, 4), (RAGGED_LENS, 4), ([1, 4], 4), (RAGGED_LENS, 0)):
-        block = Block(lens, num_draft_tokens=num_draft_tokens)
-        before = [block.input_ids.clone(), block.scores.clone(), block.draft_token_ids.clone()]
-        assert_same_bits(run_block([make()], block), run_by_position(lambda: [make()], block))
-        after = (block.input_ids, block.scores, block.draft_token_ids)
-        assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
-    block = Block([1, 3, 6, 9])
-    if name == "InfNanRemoveLogitsProcessor":
-        block.scores[0, 0, :3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
-    assert not torch.equal(run_block([make()], block), block.scores), "the example changes nothing"
-
-
-@pytest.mark.parametrize("name", sorted(EXAMPLES))
-def test_a_hostile_draft_id_leaves_the_positions_before_it_alone(name: str) -> None:
-    block = Block(RAGGED_LENS)
-    twin = run_block([EXAMPLES[name]()], block)
-    draft_lens = [0, 1, 2, 4]
-    for row, (draft_len, hostile_id) in enumerate(zip(draft_lens, (-1, VOCAB_SIZE, -(2**40), 2**40), strict=True)):
-        block.draft_token_ids[row, draft_len:] = hostile_id
-    before = block.draft_token_ids.clone()
-    ours = run_block([EXAMPLES[name]()], block)
-    assert torch.equal(block.draft_token_ids, before)
-    for row, draft_len in enumerate(draft_lens):
-        assert_same_bits(ours[row, : draft_len + 1], twin[row, : draft_len + 1])
-
-
-CUTS: dict[str, Callable[[], list[Any]]] = {
-    "top-p of nothing": lambda: [transformers.TopPLogitsWarper(0.0)],
-    "top-p of all": lambda: [transformers.TopPLogitsWarper(1.0)],
-    "top-p that keeps 3": lambda: [transformers.TopPLogitsWarper(0.1, min_tokens_to_keep=3)],
-    "top-p that keeps more than there are": lambda: [transformers.TopPLogitsWarper(0.1, min_tokens_to_keep=10**6)],
-    "top-p with a filter of its own": lambda: [transformers.TopPLogitsWarper(0.5, filter_value=-7.0)],
-    "top-k of one": lambda: [transformers.TopKLogitsWarper(1)],
-    "top-k of all": lambda: [transformers.TopKLogitsWarper(10**6)],
-    "top-k with a filter of its own": lambda: [transformers.TopKLogitsWarper(5, filter_value=-7.0)],
-    "top-k, then top-p": lambda: [WARPERS["TopKLogitsWarper"](), WARPERS["TopPLogitsWarper"]()],
-    "top-p, then top-k": lambda: [WARPERS["TopPLogitsWarper"](), WARPERS["TopKLogitsWarper"]()],
-}
-
-
-@each_value(vocab_size=[VOCAB_SIZE, 4099], name=sorted(CUTS))
-def test_cutoffs_of_hostile_rows_are_those_of_transformers(name: str, vocab_size: int) -> None:
-    block = Block([LONGEST_LEN] * 5, vocab_size=vocab_size, num_draft_tokens=1)
-    block.scores[0, 0] = block.scores[0, 0].round()  # ties
-    block.scores[0, 1] = 0.0
-    block.scores[0, 1, ::2] = -0.0
-    block.scores[1, 0] = -torch.inf
-    block.scores[1, 1, 1:] = -torch.inf
-    block.scores[2, 0, 3] = torch.nan
-    block.scores[2, 1] = torch.nan
-    block.scores[3, 0, 5] = torch.inf
-    block.scores[3, 1, 4:] = torch.inf
-    assert_same_bits(run_block(CUTS[name](), block), run_by_position(CUTS[name], block))
-
-
-@pytest.mark.skipif(not IGNORES_BY_ROW, reason="this version takes one number for all rows")
-def test_ignored_padding_follows_its_row() -> None:
-    make = lambda: [transformers.RepetitionPenaltyLogitsProcessor(1.5, torch.tensor([0, 2, 5, 8]))]  # noqa: E731
-    block, kept = Block(RAGGED_LENS), [3, 1]
-    twin = run_by_position(make, block)
-    assert_same_bits(run_block(make(), block), twin)
-    processors, lens = BlockLogitsProcessorList(make()).rows(kept), [RAGGED_LENS[row] for row in kept]
-    ours = processors(block.input_ids[kept], block.scores[kept], block.draft_token_ids[kept], lens)
-    assert_same_bits(ours, twin[kept])
-
-
-@pytest.mark.parametrize(
-    "name", ["MinLengthLogitsProcessor", "RepetitionPenaltyLogitsProcessor", "SequenceBiasLogitsProcessor"]
-)
-def test_a_prefix_may_be_empty(name: str) -> None:
-    block = Block([0, 3])
-    assert_same_bits(run_block([EXAMPLES[name]()], block), run_by_position(lambda: [EXAMPLES[name]()], block))
-
-
-def test_half_precision_is_processed_as_float32() -> None:
-    block = Block(RAGGED_LENS)
-    block.scores = block.scores.to(torch.bfloat16)
-    make = lambda: [EXAMPLES["TopPLogitsWarper"](), EXAMPLES["RepetitionPenaltyLogitsProcessor"]()]  # noqa: E731
-    assert_same_bits(run_block(make(), block), run_by_position(make, block))
-
-
-class Subclassed(transformers.TemperatureLogitsWarper):
-    pass
-
-
-def add_nothing(input_ids: Tensor, scores: Tensor) -> Tensor:
-    return scores
-
-
-def test_one_position_is_the_plain_list_foreign_ones_included() -> None:
-    block, processors = Block([LONGEST_LEN] * 3), [EXAMPLES["RepetitionPenaltyLogitsProcessor"](), Subclassed(0.5)]
-    ours = BlockLogitsProcessorList(processors)(block.input_ids, block.scores[:, 0])
-    assert_same_bits(ours, LogitsProcessorList(processors)(block.input_ids, block.scores[:, 0]))
-
-
-def test_unknown_processors_are_named_refused_in_a_block_and_left_out_of_the_row_wise_part() -> None:
-    kept = [EXAMPLES["TopKLogitsWarper"](), EXAMPLES["NoRepeatNGramLogitsProcessor"]()]
-    processors = BlockLogitsProcessorList([Subclassed(0.5), kept[0], add_nothing, kept[1]])
-    assert list(processors.row_wise_part()) == kept
-    with pytest.raises(UnsupportedGenerationError, match="Subclassed, add_nothing"):
-        run_block(processors, Block(RAGGED_LENS))
-
-
-@pytest.mark.parametrize("name", ["NoBadWordsLogitsProcessor", "SequenceBiasLogitsProcessor"])
-def test_a_draft_model_may_have_another_vocabulary_size(name: str) -> None:
-    target = BlockLogitsProcessorList([EXAMPLES[name]()])
-    block, wider = Block(RAGGED_LENS), Block(RAGGED_LENS, vocab_size=VOCAB_SIZE + 3)
-    for _ in range(2):
-        assert_same_bits(run_block(target, block), run_by_position(lambda: [EXAMPLES[name]()], block))
-        assert_same_bits(run_block(target.row_wise_part(), wider), run_by_position(lambda: [EXAMPLES[name]()], wider))
-
-
 @register_row_wise
 class FavoursFrequent(LogitsProcessor):
     """Writes into its argument, as users' processors do, and remembers the shapes it was called with."""
@@ -234,13 +118,96 @@ class FavoursFrequent(LogitsProcessor):
         return scores
 
 
+@pytest.mark.parametrize(("name", "make"), [*EXAMPLES.items(), ("a user's", FavoursFrequent)])
+def test_block_equals_position_by_position(name: str, make: Callable[[], Any]) -> None:
+    blocks = [Block([LONGEST_LEN] * 3), Block(RAGGED_LENS), Block([1, 4]), Block(RAGGED_LENS, num_draft_tokens=0)]
+    blocks += [Block([0, 3])] * (name in TAKES_EMPTY_PREFIXES)
+    blocks[1].scores = blocks[1].scores.bfloat16()
+    for block in blocks:
+        before = [block.input_ids.clone(), block.scores.clone(), block.draft_token_ids.clone()]
+        assert_same_bits(run_block([make()], block), run_by_position(lambda: [make()], block))
+        after = (block.input_ids, block.scores, block.draft_token_ids)
+        assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
+    block = Block([1, 3, 6, 9])
+    if name == "InfNanRemoveLogitsProcessor":
+        block.scores[0, 0, :3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    assert not torch.equal(run_block([make()], block), block.scores), "the example changes nothing"
+
+
+@pytest.mark.parametrize("name", sorted(EXAMPLES))
+def test_a_hostile_draft_id_leaves_the_positions_before_it_alone(name: str) -> None:
+    block, faults = Block(RAGGED_LENS), [(0, -1), (1, VOCAB_SIZE), (2, -(2**40)), (4, 2**40)]
+    twin = run_block([EXAMPLES[name]()], block)
+    for row, (draft_len, hostile_id) in enumerate(faults):
+        block.draft_token_ids[row, draft_len:] = hostile_id
+    ours = run_block([EXAMPLES[name]()], block)
+    for row, (draft_len, _) in enumerate(faults):
+        assert_same_bits(ours[row, : draft_len + 1], twin[row, : draft_len + 1])
+
+
+WARPERS = ("Temperature", "TopK", "TopP", "MinP", "Typical")
+HEAT, TOP_K, TOP_P, MIN_P, TYPICAL = (EXAMPLES[f"{name}LogitsWarper"]() for name in WARPERS)
+PENALTY = EXAMPLES["RepetitionPenaltyLogitsProcessor"]()
+KEEPS_3, FILLS_K = transformers.TopPLogitsWarper(0.1, min_tokens_to_keep=3), transformers.TopKLogitsWarper(5, -7.0)
+SUBCLASSED = type("Subclassed", (transformers.TopKLogitsWarper,), {})(5)
+CUTS = [
+    *([transformers.TopPLogitsWarper(share)] for share in (0.0, 1.0)),
+    *([transformers.TopKLogitsWarper(num)] for num in (1, 10**6)),
+    [transformers.TopPLogitsWarper(0.1, min_tokens_to_keep=10**6)],
+    [transformers.TopPLogitsWarper(0.5, filter_value=-7.0)],
+    *([KEEPS_3], [FILLS_K], [TOP_K, TOP_P], [TOP_P, TOP_K]),
+]
+
+
+@pytest.mark.parametrize("vocab_size", [VOCAB_SIZE, 4099])
+@pytest.mark.parametrize("cuts", CUTS)
+def test_cutoffs_of_hostile_rows_are_those_of_transformers(cuts: list[Any], vocab_size: int) -> None:
+    block = Block([LONGEST_LEN] * 5, vocab_size=vocab_size, num_draft_tokens=1)
+    block.scores[0, 0] = block.scores[0, 0].round()  # ties
+    block.scores[0, 1] = 0.0
+    block.scores[0, 1, ::2] = -0.0
+    block.scores[1, 0] = block.scores[1, 1, 1:] = -torch.inf
+    block.scores[2, 0, 3] = block.scores[2, 1] = torch.nan
+    block.scores[3, 0, 5] = block.scores[3, 1, 4:] = torch.inf
+    assert_same_bits(run_block(cuts, block), run_by_position(lambda: cuts, block))
+
+
+@pytest.mark.skipif(not IGNORES_BY_ROW, reason="this version takes one number for all rows")
+def test_ignored_padding_follows_its_row() -> None:
+    make = lambda: [transformers.RepetitionPenaltyLogitsProcessor(1.5, torch.tensor([0, 2, 5, 8]))]  # noqa: E731
+    block, kept = Block(RAGGED_LENS), [3, 1]
+    twin = run_by_position(make, block)
+    assert_same_bits(run_block(make(), block), twin)
+    processors, lens = BlockLogitsProcessorList(make()).rows(kept), [RAGGED_LENS[row] for row in kept]
+    ours = processors(block.input_ids[kept], block.scores[kept], block.draft_token_ids[kept], lens)
+    assert_same_bits(ours, twin[kept])
+
+
+def add_nothing(input_ids: Tensor, scores: Tensor) -> Tensor:
+    return scores
+
+
+def test_foreign_processors_run_at_one_position_and_are_refused_in_a_block_and_left_out_of_the_row_wise_part() -> None:
+    block, given = Block([LONGEST_LEN] * 3), [SUBCLASSED, TOP_K, add_nothing, PENALTY]
+    processors = BlockLogitsProcessorList(given)
+    assert list(processors.row_wise_part()) == [TOP_K, PENALTY]
+    plain = LogitsProcessorList(given)(block.input_ids, block.scores[:, 0])
+    assert_same_bits(processors(block.input_ids, block.scores[:, 0]), plain)
+    with pytest.raises(UnsupportedGenerationError, match="Subclassed, add_nothing"):
+        run_block(processors, block)
+
+
+@pytest.mark.parametrize("name", ["NoBadWordsLogitsProcessor", "SequenceBiasLogitsProcessor"])
+def test_a_draft_model_may_have_another_vocabulary_size(name: str) -> None:
+    target = BlockLogitsProcessorList([EXAMPLES[name]()])
+    block, wider = Block(RAGGED_LENS), Block(RAGGED_LENS, vocab_size=VOCAB_SIZE + 3)
+    for _ in range(2):
+        assert_same_bits(run_block(target, block), run_by_position(lambda: [EXAMPLES[name]()], block))
+        assert_same_bits(run_block(target.row_wise_part(), wider), run_by_position(lambda: [EXAMPLES[name]()], wider))
+
+
 def test_a_registered_class_joins_the_block_row_by_length() -> None:
-    block, processor = Block(RAGGED_LENS), FavoursFrequent()
-    make = lambda: [EXAMPLES["TemperatureLogitsWarper"](), FavoursFrequent()]  # noqa: E731
-    assert_same_bits(run_block(make(), block), run_by_position(make, block))
-    before = block.scores.clone()
-    run_block([FavoursFrequent()], block)
-    assert torch.equal(block.scores, before)
+    processor = FavoursFrequent()
     run_block([processor], Block([6, 8]))
     assert sorted(processor.shapes) == [(1, 6), (1, 7), (1, 11), (1, 12), (2, 8), (2, 9), (2, 10)]
 
@@ -249,6 +216,27 @@ def test_a_registered_class_joins_the_block_row_by_length() -> None:
 def test_what_is_no_class_of_theirs_or_known_to_mix_rows_cannot_be_registered(wrong: Any) -> None:
     with pytest.raises(ConfigError, match=r"LogitsProcessor or StoppingCriteria|history of contexts"):
         register_row_wise(wrong)
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ([HEAT, TOP_K, TOP_P, MIN_P], [{"temperature": 0.7, "top_k": 7, "top_p": 0.8, "min_p": 0.05}]),
+        ([TOP_P, HEAT, TOP_K], [{"top_p": 0.8}, {"temperature": 0.7, "top_k": 7}]),  # not in the usual order
+        ([PENALTY, TOP_K, TYPICAL, TOP_P], [PENALTY, {"top_k": 7}, TYPICAL, {"top_p": 0.8}]),
+        ([SUBCLASSED, KEEPS_3, FILLS_K], [SUBCLASSED, KEEPS_3, FILLS_K]),
+    ],
+)
+def test_runs_of_warpers_in_the_usual_order_are_fused(given: list[Any], wanted: list[Any]) -> None:
+    assert [getattr(one, "arguments", one) for one in fuse_warpers(given)] == wanted
+
+
+def test_a_fused_warper_gets_scores_as_they_come_and_reads_no_text() -> None:
+    fused, scores = BlockLogitsProcessorList(fuse_warpers([HEAT, TOP_K], "torch")), torch.randn(2, 1, 64).bfloat16()
+    warped = fused(torch.zeros(2, 0, dtype=torch.int64), scores)
+    assert torch.equal(warped[:, 0], warp_logits(scores[:, 0], temperature=0.7, top_k=7, backend="torch"))
+    assert not fused.reads_token_ids
+    assert BlockLogitsProcessorList([*fused, PENALTY]).reads_token_ids
 
 
 @pytest.mark.gpu

@@ -1,5 +1,6 @@
 """Blocks against transformers' own criteria, asked after every token."""
 
+import inspect
 import time
 from collections.abc import Callable
 from typing import Any
@@ -54,9 +55,7 @@ def ask(criterion: BlockStoppingCriteria, token_ids: Tensor, prefix_lens: list[i
     return verdict
 
 
-def run_token_by_token(
-    criteria: list[Any], token_ids: Tensor, prefix_lens: list[int], num_new: list[int]
-) -> StopVerdict:
+def run_token_by_token(criteria, token_ids: Tensor, prefix_lens: list[int], num_new: list[int]) -> StopVerdict:
     """What plain `generate` does to a row: append a token, ask the whole list."""
     plain = StoppingCriteriaList(criteria)
     num_emitted, is_done = list(num_new), [False] * len(num_new)
@@ -124,12 +123,6 @@ def test_verdicts_equal_token_by_token(name: str) -> None:
         assert ours == run_token_by_token(criteria, token_ids, prefix_lens, num_new)
 
 
-def test_a_row_emits_one_token_even_past_its_maximal_length() -> None:
-    token_ids = torch.zeros(3, 12, dtype=torch.int64)
-    verdict = ask(BlockStoppingCriteria([MaxLengthCriteria(6)]), token_ids, [5, 6, 8], [4, 4, 4])
-    assert verdict == StopVerdict([1, 1, 1], [True, True, True])
-
-
 def test_when_the_time_is_up_every_row_keeps_its_block() -> None:
     blocks = write((["a"], ["b", "c"]), (["a"], ["e", "c"]), (["a"], []))
     late = MaxTimeCriteria(10.0, initial_timestamp=time.time() - 100)
@@ -147,16 +140,13 @@ def test_registered_criteria_are_asked_about_rows_of_one_length_together_and_not
     assert sorted(criterion.shapes) == [(1, 2), (1, 3)]
 
 
-class SubclassedEos(EosTokenCriteria):
-    pass
-
-
 def end_never(input_ids: Tensor, scores: Any) -> bool:
     return False
 
 
 def test_foreign_criteria_are_named_and_refused() -> None:
-    criterion = BlockStoppingCriteria([EosTokenCriteria(1), SubclassedEos(2), ConfidenceCriteria(0.4), end_never])
+    subclassed = type("SubclassedEos", (EosTokenCriteria,), {})(2)
+    criterion = BlockStoppingCriteria([EosTokenCriteria(1), subclassed, ConfidenceCriteria(0.4), end_never])
     assert not criterion.is_row_wise
     assert criterion.foreign_names == ["SubclassedEos", "ConfidenceCriteria", "end_never"]
     with pytest.raises(UnsupportedGenerationError, match="SubclassedEos, ConfidenceCriteria"):
@@ -164,12 +154,9 @@ def test_foreign_criteria_are_named_and_refused() -> None:
 
 
 def test_every_criterion_of_transformers_is_placed_knowingly() -> None:
-    own = {EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria}
-    found = {
-        cls
-        for cls in vars(stopping_criteria).values()
-        if isinstance(cls, type) and issubclass(cls, StoppingCriteria) and cls is not StoppingCriteria
-    }
+    own = {StoppingCriteria, EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria}
+    classes = inspect.getmembers(stopping_criteria, inspect.isclass)
+    found = {cls for _, cls in classes if issubclass(cls, StoppingCriteria)}
     assert found == own | (found & set(NOT_ROW_WISE))
 
 
