@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from hf_speculate.schedule import ConstantSchedule, RoundOutcome, Schedule
+from hf_speculate.schedule import RoundOutcome, Schedule
 
 NUM_TOKENS = 256
 Trace = list[bool]  # by place in the text: whether the draft guesses this token, given the right text before it
@@ -41,11 +41,6 @@ class Run(NamedTuple):
     seconds: float
     num_tokens: int
     draft_lens: list[int]
-
-    @property
-    def rate(self) -> float:
-        """Tokens per second."""
-        return self.num_tokens / self.seconds
 
 
 def run(schedule: Schedule, traces: Sequence[Trace], machine: Machine, num_tokens: int = NUM_TOKENS) -> Run:
@@ -84,10 +79,3 @@ def run(schedule: Schedule, traces: Sequence[Trace], machine: Machine, num_token
         )
         rows = {row_id: count for row_id, count in rows.items() if count < num_tokens}
     return Run(seconds, num_tokens * len(traces), draft_lens)
-
-
-def best_constant(traces: Sequence[Trace], machine: Machine, max_draft_tokens: int = 10) -> tuple[int, Run]:
-    """The K, 1..10, that is fastest when kept for the whole call."""
-    runs = {num: run(ConstantSchedule(num), traces, machine) for num in range(1, max_draft_tokens + 1)}
-    best = max(runs, key=lambda num: runs[num].rate)
-    return best, runs[best]

@@ -11,12 +11,12 @@ def outcome(num_drafted, num_accepted) -> RoundOutcome:
     return RoundOutcome(range(len(num_drafted)), num_drafted, num_accepted, max(num_drafted), 2)
 
 
-@pytest.mark.parametrize("accepted", [0, 3, 5])
-def test_a_constant_schedule_never_moves(accepted):
+def test_a_constant_schedule_never_moves():
     schedule = ConstantSchedule(5)
     schedule.begin(1.0, 100, 2)
-    schedule.update(outcome([5], [accepted]))
-    assert schedule.num_draft_tokens == 5
+    for accepted in (0, 3, 5):
+        schedule.update(outcome([5], [accepted]))
+        assert schedule.num_draft_tokens == 5
 
 
 @pytest.mark.parametrize(
