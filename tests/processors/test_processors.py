@@ -20,7 +20,6 @@ from hf_speculate.triton_kernels import warp_logits
 
 VOCAB_SIZE = 41
 LONGEST_LEN = 9
-NUM_DRAFT_TOKENS = 4
 RAGGED_LENS = [9, 3, 6, 9]
 TAKES_EMPTY_PREFIXES = ("MinLengthLogitsProcessor", "RepetitionPenaltyLogitsProcessor", "SequenceBiasLogitsProcessor")
 IGNORES_BY_ROW = "Tensor" in str(inspect.signature(transformers.RepetitionPenaltyLogitsProcessor.__init__))
@@ -60,7 +59,7 @@ EXAMPLES: dict[str, Callable[[], Any]] = {
 
 
 class Block(SimpleNamespace):
-    def __init__(self, lens: list[int], *, vocab_size: int = VOCAB_SIZE, num_draft_tokens: int = NUM_DRAFT_TOKENS):
+    def __init__(self, lens: list[int], *, vocab_size: int = VOCAB_SIZE, num_draft_tokens: int = 4):
         """Ids from a small alphabet, so that n-grams repeat; scores with infinities, as earlier processors leave."""
         generator = torch.Generator().manual_seed(0)
         scores = torch.randn(len(lens), num_draft_tokens + 1, vocab_size, generator=generator) * 3  # [B, K+1, V]
@@ -140,7 +139,9 @@ def test_a_hostile_draft_id_leaves_the_positions_before_it_alone(name: str) -> N
     twin = run_block([EXAMPLES[name]()], block)
     for row, (draft_len, hostile_id) in enumerate(faults):
         block.draft_token_ids[row, draft_len:] = hostile_id
+    before = block.draft_token_ids.clone()
     ours = run_block([EXAMPLES[name]()], block)
+    assert torch.equal(block.draft_token_ids, before)
     for row, (draft_len, _) in enumerate(faults):
         assert_same_bits(ours[row, : draft_len + 1], twin[row, : draft_len + 1])
 
