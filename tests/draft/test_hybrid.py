@@ -9,10 +9,10 @@ from hf_speculate.draft.base import DraftRequest
 from hf_speculate.draft.hybrid import MAX_BEHIND, HybridDrafter, _mixed
 from hf_speculate.draft.suffix import SuffixSettings, point_masses
 from hf_speculate.types import DraftOut, Kept, SampleStrategy
-from tests.draft.test_model import make_drafter, make_keys
+from tests.draft.test_model import make_drafter
 from tests.tiny import make_model
 
-GREEDY, RANDOM = SampleStrategy.GREEDY, SampleStrategy.RANDOM
+GREEDY = SampleStrategy.GREEDY
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +121,7 @@ def test_the_distribution_of_a_matched_token_in_a_mixed_round_is_a_point_mass():
 def test_rows_keep_what_belongs_to_them(llama):
     drafter, kv_cache = make(llama, 3)
     texts = [[1, 2, 3, 4] * 5, list(range(1, 21)), [9, 8, 7, 6, 5] * 4]
-    drafter.draft(DraftRequest(torch.tensor(texts), kv_cache, 4, RANDOM, keys=make_keys([20] * 3)))
+    drafter.draft(DraftRequest(torch.tensor(texts), kv_cache, 4, GREEDY))
     drafter.rows([2, 0])
     kv_cache.rows([2, 0])
     draft = drafter.draft(DraftRequest(torch.tensor([[9, 8], [1, 2]]), kv_cache, 4, GREEDY, kept=kept([9, 8], [1, 2])))

@@ -6,7 +6,6 @@ from torch import Tensor
 from transformers import (
     DynamicCache,
     LogitsProcessorList,
-    NoRepeatNGramLogitsProcessor,
     PreTrainedModel,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
@@ -34,11 +33,6 @@ FLOAT32_TOLERANCE = 1e-5  # distributions are rounded to float32, whose resoluti
 Made = tuple[Drafter, DynamicKVCache | None]
 
 
-def make_keys(positions: list[int], *, seed: int = 7, rounds: int = 1) -> NoiseKeys:
-    seeds = row_seeds(seed, len(positions))
-    return NoiseKeys(seeds, torch.full_like(seeds, rounds), torch.tensor(positions))
-
-
 class Texts:
     """Rows under way: feeds a drafter and rolls its cache back as the decoder does."""
 
@@ -49,25 +43,33 @@ class Texts:
         self.num_held = [0] * len(self.ids)
         self.kept: Kept | None = None
         self.num_rounds = 0
-        self.row_ids = list(range(len(self.ids)))
+        self.seeds = row_seeds(7, len(self.ids))
 
     @property
     def real_ids(self) -> list[list[int]]:
         return [ids[num:] for ids, num in zip(self.ids, self.num_pads, strict=True)]
 
+    @property
     def keys(self) -> NoiseKeys:
-        every = row_seeds(7, max(self.row_ids) + 1)
-        positions = [len(ids) for ids in self.real_ids]
-        return make_keys(positions, rounds=self.num_rounds)._replace(seeds=every[self.row_ids])
+        positions = torch.tensor([len(ids) for ids in self.real_ids])
+        return NoiseKeys(self.seeds, torch.full_like(self.seeds, self.num_rounds), positions)
 
     def draft(self, num_draft_tokens: int = K, strategy: SampleStrategy = GREEDY) -> DraftOut:
+        """The next draft, which must be of the form that the decoder expects."""
         num_query = max(len(ids) - held for ids, held in zip(self.ids, self.num_held, strict=True))
         query = torch.tensor([ids[-num_query:] for ids in self.ids])
         self.num_rounds += 1
-        self.drafted = self.drafter.draft(
-            DraftRequest(query, self.kv_cache, num_draft_tokens, strategy, keys=self.keys(), kept=self.kept)
+        self.drafted = draft = self.drafter.draft(
+            DraftRequest(query, self.kv_cache, num_draft_tokens, strategy, self.keys, self.kept)
         )
-        return self.drafted
+        shape = len(self.ids), min(int(draft.lens.max()), num_draft_tokens)
+        assert (draft.token_ids.shape, draft.lens.shape) == (shape, shape[:1])
+        assert (draft.token_ids.dtype, draft.lens.dtype) == (torch.int64, torch.int32)
+        assert 0 <= draft.token_ids.min() <= draft.token_ids.max() < VOCAB_SIZE
+        if draft.token_logits is not None:
+            expected = draft.token_logits.float().logsumexp(-1)
+            assert torch.allclose(draft.logsumexp, expected, atol=FLOAT32_TOLERANCE, rtol=0)
+        return draft
 
     def keep(self, num_accepted: list[int]) -> None:
         """Accept so many tokens of each row, and let an undrafted one follow."""
@@ -92,14 +94,15 @@ class Texts:
             self.kv_cache.rows(indices)
         if self.kept is not None:
             self.kept = Kept(self.kept.token_ids[indices], self.kept.num_emitted[indices])
-        for name in ("ids", "num_pads", "num_held", "row_ids"):
+        self.seeds = self.seeds[indices]
+        for name in ("ids", "num_pads", "num_held"):
             setattr(self, name, [getattr(self, name)[row] for row in indices])
 
 
 class DrafterContract:
     """What every implementation keeps; a subclass makes a drafter of `VOCAB_SIZE` ids that stops for nothing."""
 
-    may_draft_nothing = False
+    draws = True  # it samples where it is asked to, and does not stay a point mass
 
     def make(self, batch_size: int, attention_mask: Tensor | None = None) -> Made:
         raise AssertionError("a subclass makes the drafter and its cache")
@@ -107,40 +110,6 @@ class DrafterContract:
     def texts(self, batch_size: int, seed: int = 3) -> Texts:
         prompts = ragged_prompts(batch_size, seed=seed)
         return Texts(self.make(batch_size, prompts["attention_mask"]), prompts)
-
-    def assert_as_afresh(self, texts: Texts, strategy: SampleStrategy) -> None:
-        """The next draft is what a new drafter proposes that reads each whole text alone."""
-        draft = texts.draft(K, strategy)
-        for row, ids in enumerate(texts.real_ids):
-            drafter, kv_cache = self.make(1)
-            keys = texts.keys().rows(torch.tensor([row]))
-            alone = drafter.draft(DraftRequest(torch.tensor([ids]), kv_cache, K, strategy, keys=keys))
-            num = int(alone.lens[0])
-            assert int(draft.lens[row]) == num
-            assert torch.equal(draft.token_ids[row, :num], alone.token_ids[0, :num])
-            if draft.token_logits is not None:
-                assert torch.allclose(
-                    draft.token_logits[row, :num], alone.token_logits[0, :num], atol=LOGIT_TOLERANCE, rtol=0
-                )
-
-    @each_value(strategy=[GREEDY, RANDOM], batch_size=[1, 3], num_draft_tokens=[1, 5])
-    def test_shapes_and_dtypes(self, strategy, batch_size, num_draft_tokens):
-        draft = self.texts(batch_size).draft(num_draft_tokens, strategy)
-        num = draft.token_ids.shape[1]
-        assert (0 if self.may_draft_nothing else 1) <= num <= num_draft_tokens
-        assert (draft.token_ids.dtype, draft.lens.dtype) == (torch.int64, torch.int32)
-        assert (draft.token_ids.shape, draft.lens.shape) == ((batch_size, num), (batch_size,))
-        assert draft.lens.min() >= 0
-        assert draft.lens.max() == num or num == num_draft_tokens
-        for ids, length in zip(draft.token_ids, draft.lens.tolist(), strict=True):
-            assert ((ids[:length] >= 0) & (ids[:length] < VOCAB_SIZE)).all()
-        if strategy is GREEDY or draft.token_logits is None:  # a drafter that never draws stays a point mass
-            assert draft.token_logits is draft.logsumexp is None
-            return
-        assert draft.token_logits.shape == (batch_size, num, VOCAB_SIZE)
-        assert draft.logsumexp.dtype == torch.float32
-        expected = draft.token_logits.double().logsumexp(-1)
-        assert torch.allclose(draft.logsumexp.double(), expected, atol=FLOAT32_TOLERANCE, rtol=0)
 
     def test_requests_that_cannot_be_are_refused(self):
         drafter, kv_cache = self.make(1)
@@ -160,14 +129,18 @@ class DrafterContract:
             most = texts.draft(K, strategy).token_ids.shape[1]
             texts.keep([min(num, most) for num in num_accepted])
         texts.rows(indices)
-        self.assert_as_afresh(texts, strategy)
-
-    def test_draws_depend_on_nothing_but_the_keys(self):
-        torch.manual_seed(1)
-        before, first = torch.get_rng_state(), self.texts(3).draft(K, RANDOM)
-        assert torch.equal(torch.get_rng_state(), before)
-        torch.manual_seed(2)
-        assert torch.equal(self.texts(3).draft(K, RANDOM).token_ids, first.token_ids)
+        draft = texts.draft(K, strategy)
+        assert (draft.token_logits is not None) == (strategy is RANDOM and self.draws)
+        for row, ids in enumerate(texts.real_ids):
+            drafter, kv_cache = self.make(1)
+            keys = texts.keys.rows(torch.tensor([row]))
+            alone = drafter.draft(DraftRequest(torch.tensor([ids]), kv_cache, K, strategy, keys))
+            num = int(alone.lens[0])
+            assert int(draft.lens[row]) == num
+            assert torch.equal(draft.token_ids[row, :num], alone.token_ids[0, :num])
+            if draft.token_logits is not None:
+                logits = draft.token_logits[row, :num], alone.token_logits[0, :num]
+                assert torch.allclose(*logits, atol=LOGIT_TOLERANCE, rtol=0)
 
 
 def make_drafter(
@@ -192,23 +165,9 @@ def greedy_draft(model: PreTrainedModel, prompts: dict[str, Tensor], num: int, *
     return Texts(made, prompts).draft(num)
 
 
-def equal_prompts(batch_size: int) -> dict[str, Tensor]:
-    """Prompts without padding, which processors would read."""
-    return ragged_prompts(batch_size, seed=9, min_len=6, max_len=6)
-
-
 class TestModelDrafter(DrafterContract):
     def make(self, batch_size, attention_mask=None):
         return make_drafter(make_model("llama"), batch_size, attention_mask)
-
-    def test_the_noise_of_a_token_is_that_of_its_position(self):
-        query = torch.tensor([[5, 6, 7]]).expand(32, -1)
-        drafter, kv_cache = self.make(32)
-        both = drafter.draft(DraftRequest(query, kv_cache, 2, RANDOM, keys=make_keys([3] * 32))).token_ids
-        drafter, kv_cache = self.make(32)
-        text = torch.cat([query, both[:, :1]], dim=1)
-        second = drafter.draft(DraftRequest(text, kv_cache, 1, RANDOM, keys=make_keys([4] * 32))).token_ids
-        assert torch.equal(second[:, 0], both[:, 1])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -220,17 +179,18 @@ def test_greedy_drafts_equal_the_models_own_generate(kind):
     assert torch.equal(draft.token_ids, expected)
 
 
-def test_processors_read_the_text_that_was_kept_in_all_rounds(llama):
-    texts = Texts(make_drafter(llama, 3, processors=[NoRepeatNGramLogitsProcessor(1)]), equal_prompts(3))
+def test_processors_read_padding_and_the_text_that_was_kept_in_all_rounds(llama):
+    prompts = ragged_prompts(3, seed=9)
+    made = make_drafter(llama, 3, prompts["attention_mask"], processors=[RepetitionPenaltyLogitsProcessor(1.6)])
+    texts = Texts(made, prompts)
     for num_accepted in ([0, 2, K], [K, 1, 0], [3, K, 2]):
         texts.draft()
         texts.keep(num_accepted)
     texts.rows([2, 0])
     draft, num_changed = texts.draft(), 0
-    for ids, text in zip(draft.token_ids, texts.ids, strict=True):
-        free, processed = (
-            llama.generate(torch.tensor([text]), max_new_tokens=K, no_repeat_ngram_size=n) for n in (0, 1)
-        )
+    for ids, text, num_pads in zip(draft.token_ids, texts.ids, texts.num_pads, strict=True):
+        inputs = {"input_ids": torch.tensor([text]), "attention_mask": (torch.arange(len(text)) >= num_pads)[None]}
+        free, processed = (llama.generate(**inputs, max_new_tokens=K, repetition_penalty=n) for n in (1.0, 1.6))
         assert torch.equal(ids, processed[0, -K:])
         num_changed += int((ids != free[0, -K:]).sum())
     assert num_changed > 0
@@ -238,20 +198,13 @@ def test_processors_read_the_text_that_was_kept_in_all_rounds(llama):
 
 def test_the_distribution_handed_over_is_the_processed_one(llama):
     warp = LogitsProcessorList([TemperatureLogitsWarper(0.6), TopKLogitsWarper(5)])
-    texts = Texts(make_drafter(llama, 2, processors=list(warp)), equal_prompts(2))
+    texts = Texts(make_drafter(llama, 2, processors=list(warp)), ragged_prompts(2, seed=9, min_len=6, max_len=6))
     draft = texts.draft(K, RANDOM)
     for row, ids in enumerate(texts.ids):
         whole = torch.tensor([ids + draft.token_ids[row].tolist()])
         expected = warp(whole, llama(whole).logits[0, -K - 1 : -1]).float()
         assert torch.equal(draft.token_logits[row].isinf(), expected.isinf())
         assert torch.allclose(draft.token_logits[row].float(), expected, atol=FLOAT32_TOLERANCE, rtol=0)
-
-
-def test_processors_read_padding_as_plain_generate_does(llama):
-    prompts = ragged_prompts(3, seed=6)
-    draft = greedy_draft(llama, prompts, 8, processors=[RepetitionPenaltyLogitsProcessor(1.6)])
-    plain = llama.generate(**prompts, max_new_tokens=8, repetition_penalty=1.6)
-    assert torch.equal(draft.token_ids, plain[:, -8:])
 
 
 def test_drafting_ends_early_only_when_every_row_has_met_its_eos(llama):

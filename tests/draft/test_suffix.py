@@ -24,7 +24,7 @@ def counted(draft):
 
 
 class TestSuffixDrafter(DrafterContract):
-    may_draft_nothing = True
+    draws = False
 
     def make(self, batch_size, attention_mask=None):
         pads = None if attention_mask is None else attention_mask.argmax(1).tolist()
