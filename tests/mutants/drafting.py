@@ -5,7 +5,7 @@ from tests.mutants.base import Fault, mutants_of
 MUTANTS = (
     *mutants_of(
         "hf_speculate/draft/suffix_index.py",
-        "draft/test_suffix_index.py draft/test_suffix.py generation/test_lookup.py",
+        "draft/test_suffix.py generation/test_lookup.py",
         {
             "suffix index: the match is one token late": Fault(
                 "length, found = matched, end", "length, found = matched, end + 1"
@@ -20,7 +20,7 @@ MUTANTS = (
     ),
     *mutants_of(
         "hf_speculate/draft/suffix.py",
-        "draft/test_suffix_index.py draft/test_suffix.py generation/test_lookup.py",
+        "draft/test_suffix.py generation/test_lookup.py",
         {
             "suffix: drafts go on after EOS": Fault("token_ids[: ends[0] + 1]", "token_ids[: ends[0] + 9]"),
             "suffix: padding is part of the text": Fault("SuffixRow(ids[num:], self", "SuffixRow(ids, self"),
