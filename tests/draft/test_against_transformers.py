@@ -1,0 +1,186 @@
+"""transformers' MTP and DFlash, which read the target's hidden states: its generators in our loop, and our heads."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    GenerationMixin,
+    MuseGlimmerAssistantConfig,
+    MuseGlimmerAssistantModel,
+    PreTrainedModel,
+)
+from transformers.generation.candidate_generator import (
+    CandidateGenerator,
+    DFlashTokenCandidateGenerator,
+    MTPCandidateGenerator,
+)
+
+import hf_speculate
+from hf_speculate import SpeculationStats
+from hf_speculate.draft.from_candidate_generator import layers_read, make_generator
+from hf_speculate.draft.heads.chain import ChainDrafter
+from hf_speculate.draft.heads.dflash import BlockDrafter
+from hf_speculate.draft.heads.head import DraftHead
+from hf_speculate.draft.heads.load import load_drafter
+from hf_speculate.errors import UnsupportedGenerationError
+from tests.cases import assert_equal_ids
+from tests.draft.heads.test_mtp import make_checkpoint
+from tests.tiny import INITIALIZER_RANGE, make_model, ragged_prompts
+
+NUM_NEW = 24
+BLOCK_SIZE = 4  # of DFlash: the token that is known, and three drafted ones
+
+
+def make_dflash(target, window):
+    """A DFlash draft of random weights for the target."""
+    config = target.config
+    options = {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        "sliding_window": window,
+        "initializer_range": INITIALIZER_RANGE,
+        "block_size": BLOCK_SIZE,
+        "mask_token_id": config.vocab_size - 1,
+        "target_layer_ids": [0, 1],
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        draft = MuseGlimmerAssistantModel(MuseGlimmerAssistantConfig(**options)).eval()
+    return draft.to(target.dtype).requires_grad_(False)
+
+
+class Case(NamedTuple):
+    """A target, its head and what makes its generator, and how transformers itself is asked for the same drafts."""
+
+    target: PreTrainedModel
+    head: DraftHead
+    source: Callable[..., CandidateGenerator]
+    theirs: dict[str, Any]
+    num_drafted: int
+    watched: tuple[type, type]  # their generator and our drafter
+    is_random: bool = False
+
+
+def mtp_case(folder, kind, num_layers, seed=None):
+    target = make_checkpoint(folder, kind, num_layers, seed)
+    source, watched = partial(MTPCandidateGenerator, target), (MTPCandidateGenerator, ChainDrafter)
+    return Case(target, load_drafter(folder, target), source, {"use_mtp": True}, num_layers, watched, seed is not None)
+
+
+def dflash_case(folder, window):
+    # few tokens, that some drafts are right
+    target = hf_speculate.enable(make_model("llama", vocab_size=6, num_hidden_layers=3))
+    draft = make_dflash(target, window)
+    draft.save_pretrained(folder)
+    source = partial(
+        DFlashTokenCandidateGenerator, draft, target.get_input_embeddings(), target.get_output_embeddings()
+    )
+    theirs = {"assistant_model": draft, "speculation_type": "dflash"}
+    watched = DFlashTokenCandidateGenerator, BlockDrafter
+    return Case(target, load_drafter(folder, target), source, theirs, BLOCK_SIZE - 1, watched)
+
+
+CASES = {
+    "one MTP layer": (mtp_case, "deepseek_v3", 1),
+    "two MTP layers": (mtp_case, "deepseek_v3", 2),
+    "three random MTP layers": (mtp_case, "deepseek_v3", 3, 5),
+    "GLM 4": (mtp_case, "glm4_moe", 2, 5),
+    "DFlash with windows": (dflash_case, 8),
+    "DFlash": (dflash_case, 64),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request, tmp_path_factory):
+    make, *arguments = CASES[request.param]
+    return make(tmp_path_factory.mktemp("head"), *arguments)
+
+
+def prompt_of(case):
+    """Longer than the window."""
+    return ragged_prompts(1, seed=3, min_len=11, max_len=11, vocab_size=case.target.config.vocab_size)
+
+
+def watch(patch, kind, method, read):
+    """What `read` makes of the argument and the result of each call of a method from here on."""
+    made, original = [], getattr(kind, method)
+
+    def watched(self, asked, *args, **kwargs):
+        result = original(self, asked, *args, **kwargs)
+        made.append(read(asked, result))
+        return result
+
+    patch.setattr(kind, method, watched)
+    return made
+
+
+def watch_generator(patch, case):
+    """The ids of each proposal of the case's generator."""
+    return watch(patch, case.watched[0], "get_candidates", lambda ids, found: found[0][0, ids.shape[1] :].tolist())
+
+
+def test_generator_and_head_draft_what_transformers_does(case, monkeypatch):
+    inputs, made = prompt_of(case), watch_generator(monkeypatch, case)
+    text = GenerationMixin.generate(case.target, **inputs, max_new_tokens=NUM_NEW, **case.theirs)
+    theirs, made[:] = [ids for ids in made if ids], []
+    drafted = watch(monkeypatch, case.watched[1], "draft", lambda request, draft: draft.token_ids[0].tolist())
+    for own in ({"candidate_generator": case.source}, {"assistant_model": case.head}):
+        options = {**own, "num_assistant_tokens": case.num_drafted, "speculation_stats": SpeculationStats()}
+        assert_equal_ids(text, case.target.generate(**inputs, max_new_tokens=NUM_NEW, **options))
+        assert options["speculation_stats"].num_accepted > 0 or case.is_random
+    for ours in (made, drafted):
+        num = min(len(ours), len(theirs)) - case.num_drafted  # at the end transformers may ask for more than we do
+        assert num > 3
+        assert ours[:num] == theirs[:num]
+        assert torch.tensor(ours[:num]).unique().numel() > 2
+
+
+def test_padding_chunks_of_the_prompt_and_a_passed_cache(case, monkeypatch):
+    inputs, made = prompt_of(case), watch_generator(monkeypatch, case)
+    options = {"max_new_tokens": NUM_NEW, "candidate_generator": case.source}
+    plain = case.target.generate(**inputs, **options)
+    expected, made[:] = list(made), []
+    padded = {name: torch.nn.functional.pad(one, (3, 0)) for name, one in inputs.items()}
+    assert_equal_ids(plain, case.target.generate(**padded, **options)[:, 3:])
+    assert made == expected  # and is shown no padding
+    made.clear()
+    assert_equal_ids(plain, case.target.generate(**inputs, **options, prefill_chunk_size=4))
+    assert made == expected
+    cache = DynamicCache(config=case.target.config)
+    case.target(inputs["input_ids"][:, :5], past_key_values=cache)
+    assert_equal_ids(plain, case.target.generate(**inputs, **options, past_key_values=cache))
+    assert cache.get_seq_length() == plain.shape[1] - 1
+
+
+class Reader(CandidateGenerator):
+    """Asks for the states of some layers."""
+
+    requires_model_outputs = True
+
+    def __init__(self, asked):
+        self.model_kwargs_overrides = asked
+
+    get_candidates = update_candidate_strategy = None
+
+
+def test_what_a_generator_that_reads_states_may_not_ask_for():
+    for asked in ({}, {"output_hidden_states": True}, {"output_hidden_states": [1], "return_shared_kv_states": True}):
+        with pytest.raises(UnsupportedGenerationError, match="reads"):
+            layers_read(Reader(asked))
+    prepared = {"logits_processor": [], "generation_config": GenerationConfig()}
+    with pytest.raises(UnsupportedGenerationError, match="must be what makes a generator that reads hidden states"):
+        make_generator(Reader({"output_hidden_states": -1}), **prepared)  # it remembers the text of another call
+    assert layers_read(make_generator(lambda: Reader({"output_hidden_states": -1}), **prepared)) == [-1]
+    prepared["generation_config"].output_hidden_states = True
+    with pytest.raises(UnsupportedGenerationError, match="output_hidden_states must be left out with Reader"):
+        make_generator(lambda: Reader({"output_hidden_states": -1}), **prepared)
