@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 
 VOCAB_SIZE = 32
@@ -183,16 +183,16 @@ def write_speculators(folder: Path, design: Design, weights: dict[str, Tensor], 
 
 
 def write_original(
-    folder: Path, design: Design, weights: dict[str, Tensor], *, container: str = "safetensors", **fields: Any
+    folder: Path, design: Design, weights: dict[str, Tensor], saving: dict[str, Any] | None = None, **fields: Any
 ) -> Path:
-    """An EAGLE-3 head as EAGLE and SpecForge save it: flat config, `midlayer`, names with or without "model."."""
+    """An EAGLE-3 head as EAGLE and SpecForge save it: flat config, `midlayer`."""
     config = {**layer_fields(design), "architectures": ["LlamaForCausalLMEagle3"], **design.options}
     config["draft_vocab_size"] = design.num_draft_ids
     config["target_hidden_size"] = design.target_hidden_size
     config["eagle_aux_hidden_state_layer_ids"] = list(design.aux_layers)
     renamed = {name.replace("layers.0.", "midlayer."): weight for name, weight in weights.items()}
     renamed["model.rotary_emb.inv_freq"] = torch.ones(2)
-    return _write(folder, {**config, **fields}, renamed, container)
+    return _write(folder, {**config, **fields}, renamed, **(saving or {}))
 
 
 def write_z_lab(folder: Path, design: Design, weights: dict[str, Tensor], **fields: Any) -> Path:
@@ -203,20 +203,8 @@ def write_z_lab(folder: Path, design: Design, weights: dict[str, Tensor], **fiel
     return _write(folder, {**config, **fields}, weights)
 
 
-def _write(folder: Path, config: dict[str, Any], weights: dict[str, Tensor], container: str = "safetensors") -> Path:
+def _write(folder: Path, config: dict[str, Any], weights: dict[str, Tensor], **saving: Any) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
+    save_torch_state_dict(weights, folder, **saving)
     (folder / "config.json").write_text(json.dumps(config))
-    weights = {name: weight.contiguous() for name, weight in weights.items()}
-    match container:
-        case "safetensors":
-            save_file(weights, folder / "model.safetensors")
-        case "bin":
-            torch.save(weights, folder / "pytorch_model.bin")
-        case "sharded":
-            names = sorted(weights)
-            shards = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
-            for file, owned in shards.items():
-                save_file({name: weights[name] for name in owned}, folder / file)
-            index = {name: file for file, owned in shards.items() for name in owned}
-            (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     return folder

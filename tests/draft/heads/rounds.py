@@ -40,22 +40,6 @@ def states_of(target: PreTrainedModel, text: Sequence[int], layers: Sequence[int
     return torch.cat([given[0][0][:, :0], *parts], -1)
 
 
-def setup_of(target: PreTrainedModel, num_pads: Sequence[int], **changes) -> DrafterSetup:
-    fields = {
-        "target": target,
-        "batch_size": len(num_pads),
-        "num_pads": tuple(num_pads),
-        "max_length": 512,
-        "max_draft_tokens": 16,
-        "vocab_size": target.config.vocab_size,
-        "eos_token_ids": frozenset(),
-        "device": torch.device("cpu"),
-        "processors": BlockLogitsProcessorList(),
-        "stream": Stream.DRAFT,
-    }
-    return DrafterSetup(**{**fields, **changes})
-
-
 def random_texts(lens: Sequence[int], seed: int = 0, vocab_size: int = VOCAB_SIZE) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(1, vocab_size, (length,), generator=generator).tolist() for length in lens]
@@ -69,7 +53,19 @@ class Rounds:
         self.pads = [longest - len(text) for text in texts]
         self.texts = [list(text) for text in texts]
         self.target, self.layers = target, head.hidden_layers
-        self.drafter = head(setup_of(target, self.pads, **changes))
+        fields = {
+            "target": target,
+            "batch_size": len(texts),
+            "num_pads": tuple(self.pads),
+            "max_length": 512,
+            "max_draft_tokens": 16,
+            "vocab_size": target.config.vocab_size,
+            "eos_token_ids": frozenset(),
+            "device": torch.device("cpu"),
+            "processors": BlockLogitsProcessorList(),
+            "stream": Stream.DRAFT,
+        }
+        self.drafter = head(DrafterSetup(**fields | changes))
         self.told = [0] * len(texts)  # tokens of each row that the drafter was told
         self.num_rounds = 0
 

@@ -35,6 +35,9 @@ VARIANTS: dict[str, Design] = {
     "two layers, window": replace(EAGLE3, num_layers=2, **MIXED),
     "another width": replace(EAGLE3, hidden_size=16),
     "two states, last layer": replace(EAGLE3, aux_layers=(0, NUM_TARGET_LAYERS)),
+    "the last state alone": replace(EAGLE3, aux_layers=(-1,)).with_options(
+        use_aux_hidden_state=False, eagle_config={"use_aux_hidden_state": False}
+    ),
     "partial rotary, scaled": replace(
         EAGLE3, rope={"rope_theta": 1000.0, "partial_rotary_factor": 0.5}, options={"logit_scale": 0.5}
     ),
@@ -140,48 +143,29 @@ def test_confidence_ends_drafts_where_the_product_of_estimates_falls_below(reads
     assert torch.equal(draft.token_ids, whole.token_ids[:, : max(lens)])
 
 
-def nested(folder, weights, ids):
+def nested(ids):
     name = "eagle_aux_hidden_state_layer_ids"
-    return write_original(folder, EAGLE3, weights, **{name: None, "eagle_config": {name: ids}})
+    return {name: None, "eagle_config": {name: ids}}
 
 
-FORMATS = {  # how a head is written, and which layers it then reads
-    "bin": (lambda folder, weights: write_original(folder, EAGLE3, weights, container="bin"), EAGLE3.aux_layers),
-    "sharded": (
-        lambda folder, weights: write_original(folder, EAGLE3, weights, container="sharded"),
-        EAGLE3.aux_layers,
-    ),
-    "model. in names": (
-        lambda folder, weights: write_original(folder, EAGLE3, {f"model.{name}": one for name, one in weights.items()}),
-        EAGLE3.aux_layers,
-    ),
-    "ids of inputs nested": (lambda folder, weights: nested(folder, weights, [3, 5, 6]), (3, 5, 6)),
-    "ids of outputs nested": (lambda folder, weights: nested(folder, weights, [1, 3, 5]), (2, 4, 6)),
-    "no ids": (
-        lambda folder, weights: nested(folder, weights, None),
-        (2, NUM_TARGET_LAYERS // 2, NUM_TARGET_LAYERS - 3),
-    ),
+FORMATS = {  # what is added to the names of weights, how these are saved, fields, and the layers that are then read
+    "bin": ("", {"safe_serialization": False}, {}, EAGLE3.aux_layers),
+    "sharded": ("", {"max_shard_size": 4096}, {}, EAGLE3.aux_layers),
+    "model. in names": ("model.", {}, {}, EAGLE3.aux_layers),
+    "ids of inputs nested": ("", {}, nested([3, 5, 6]), (3, 5, 6)),
+    "ids of outputs nested": ("", {}, nested([1, 3, 5]), (2, 4, 6)),
+    "no ids": ("", {}, nested(None), (2, NUM_TARGET_LAYERS // 2, NUM_TARGET_LAYERS - 3)),
 }
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_equal_weights_draft_the_same_in_every_format(name, tmp_path):
-    target, weights, (write, layers) = target_of(), make_weights(EAGLE3), FORMATS[name]
+    target, weights, (prefix, saving, fields, layers) = target_of(), make_weights(EAGLE3), FORMATS[name]
     folder = write_speculators(tmp_path / "speculators", replace(EAGLE3, aux_layers=layers), weights)
-    expected, found = load_drafter(folder, target), load_drafter(write(tmp_path / "original", weights), target)
+    renamed = {prefix + own: weight for own, weight in weights.items()}
+    original = write_original(tmp_path / "original", EAGLE3, renamed, saving, **fields)
+    expected, found = load_drafter(folder, target), load_drafter(original, target)
     assert found.hidden_layers == layers
     texts = random_texts([6, 4], seed=3)
     drafts = [Rounds(head, target, texts).draft(K, SampleStrategy.RANDOM) for head in (expected, found)]
     assert torch.equal(drafts[0].token_logits, drafts[1].token_logits)
-
-
-def test_a_head_may_read_the_targets_last_state_alone(tmp_path):
-    """As heads with use_aux_hidden_state false do: no fc, the state after the final norm."""
-    design = replace(EAGLE3, aux_layers=(-1,)).with_options(use_aux_hidden_state=False)
-    weights, target = make_weights(design), target_of()
-    fields = {"eagle_aux_hidden_state_layer_ids": None, "eagle_config": {"use_aux_hidden_state": False}}
-    head = load_drafter(write_original(tmp_path, design, weights, **fields), target)
-    assert head.hidden_layers == (-1,)
-    rounds = Rounds(head, target, random_texts([5, 3], seed=4))
-    draft = rounds.draft(K, SampleStrategy.RANDOM)
-    assert_drafts_are_the_references(rounds, reference_of(design, weights, target), draft)

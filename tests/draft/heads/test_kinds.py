@@ -115,7 +115,7 @@ def test_a_pickled_file_cannot_run_code(tmp_path):
         def __reduce__(self):
             return (print, ("ran",))
 
-    folder = write_original(tmp_path, EAGLE3, make_weights(EAGLE3), container="bin")
+    folder = write_original(tmp_path, EAGLE3, make_weights(EAGLE3), saving={"safe_serialization": False})
     torch.save({"fc.weight": Evil()}, folder / "pytorch_model.bin")
     with pytest.raises(Exception, match=r"weights_only|Weights only"):
         load_drafter(folder, target_of())
