@@ -70,7 +70,6 @@ def test_a_fit_is_seen_from_configs_alone(changes, problem, tmp_path):
     [
         ({"norm.weight": None}, {}, r"Missing key\(s\) in state_dict: \"norm\.weight"),
         ({"extra.weight": torch.zeros(1)}, {}, r"Unexpected key\(s\) in state_dict: \"extra\.weight"),
-        ({"norm.weight": torch.ones(7)}, {}, r"size mismatch for norm\.weight"),
         ({"fc.weight_scale": torch.ones(1)}, {}, r"quantised weights \(fc\.weight_scale\)"),
         ({"d2t": torch.zeros(12, dtype=torch.int64) - 1}, {}, "d2t must hold offsets"),
         ({"t2d": torch.ones(32, dtype=torch.bool)}, {}, "t2d must mark the 12 ids"),
@@ -86,15 +85,10 @@ def test_weights_and_configs_that_do_not_fit_are_named(weights, fields, message,
         load_drafter(folder, target_of())
 
 
-@pytest.mark.parametrize("content", ["[1, 2]", "null", "{"])
-def test_a_config_that_is_no_object_is_refused(content, tmp_path):
-    (tmp_path / "config.json").write_text(content)
-    with pytest.raises(ConfigError, match="must be a folder or a Hub repository with"):
-        load_drafter(tmp_path, target_of())
-
-
 def test_folders_without_config_or_weights_are_named(tmp_path):
-    for source in (tmp_path, "nobody/nothing-here"):
+    for source, content in ((tmp_path, None), ("nobody/nothing-here", None), (tmp_path, "[1, 2]"), (tmp_path, "{")):
+        if content is not None:
+            (tmp_path / "config.json").write_text(content)
         with pytest.raises(ConfigError, match=r"must be a folder or a Hub repository with a config\.json, got"):
             load_drafter(source, target_of())
     write_speculators(tmp_path, EAGLE3, make_weights(EAGLE3))
