@@ -28,7 +28,7 @@ class ByLength(LogitsProcessor):
         return scores.index_fill(1, torch.tensor([input_ids.shape[1] % 64]), 1e3)
 
 
-def make(llama, batch_size, num=4, processors=None):
+def make(llama, batch_size, num=4, processors=()):
     model, kv_cache = make_drafter(llama, batch_size, processors=processors)
     return HybridDrafter(model, SuffixSettings(max_draft_tokens=8), num), kv_cache
 

@@ -13,8 +13,6 @@ from hf_speculate.draft.suffix_index import MAX_MATCH_LEN, SEPARATOR, SuffixInde
 from hf_speculate.draft.suffix_store import MIN_BYTES, SuffixStore
 from hf_speculate.types import Kept, SampleStrategy
 from tests.cases import each_value
-from tests.draft.test_model import DrafterContract, Texts
-from tests.tiny import ragged_prompts
 
 GREEDY = SampleStrategy.GREEDY
 
@@ -111,19 +109,6 @@ def counted(draft):
     return [ids[:num] for ids, num in zip(draft.token_ids.tolist(), draft.lens.tolist(), strict=True)]
 
 
-class TestSuffixDrafter(DrafterContract):
-    draws = False
-
-    def make(self, batch_size, attention_mask=None):
-        pads = None if attention_mask is None else attention_mask.argmax(1).tolist()
-        return SuffixDrafter(SuffixSettings(max_draft_tokens=16, num_pads=pads)), None
-
-    def texts(self, batch_size, seed=3):
-        """Prompts of two words, so that every end stood before."""
-        prompts = ragged_prompts(batch_size, seed=seed, vocab_size=3)
-        return Texts(self.make(batch_size, prompts["attention_mask"]), prompts)
-
-
 def test_a_longer_match_is_copied_further_and_a_row_without_a_match_drafts_nothing():
     assert draft_of([[1, 2, 3, 4, 9, 2, 3, 5, 8, 3, 6, 7, 2, 3]]) == [[5, 8, 3, 6, 7, 2]]
     assert draft_of([[1, 2, 3, 4, 9, 2, 3, 5, 8, 3, 6, 7, 2, 3]], max_match_len=1) == [[6, 7, 2, 3]]
@@ -152,6 +137,18 @@ def test_a_row_that_gained_nothing_has_ended():
     assert counted(drafter.draft(request._replace(kept=kept))) == [[], []]
     kept = Kept(torch.tensor([[6], [-1]]), torch.tensor([1, 0], dtype=torch.int32))
     assert counted(drafter.draft(request._replace(kept=kept))) == [[8, 6], []]
+
+
+def test_rows_that_stay_read_what_they_gained():
+    drafter = SuffixDrafter(SuffixSettings(10, num_pads=[2, 1, 0, 0]))
+    drafter.rows([2, 1, 0])  # before the first call, too
+    request = DraftRequest(torch.tensor([[1, 2, 3, 1], [0, 4, 5, 4], [0, 0, 6, 7]]), None, 3, GREEDY)
+    assert counted(drafter.draft(request)) == [[2, 3, 1], [5, 4, 5], []]
+    kept = Kept(torch.tensor([[2, 9, 1], [8, -1, -1], [6, -1, -1]]), torch.tensor([3, 1, 1], dtype=torch.int32))
+    assert counted(drafter.draft(request._replace(kept=kept))) == [[2, 9, 1], [], [7, 6, 7]]
+    drafter.rows([2, 0])
+    kept = Kept(torch.tensor([[7, 5], [9, -1]]), torch.tensor([2, 1], dtype=torch.int32))
+    assert counted(drafter.draft(request._replace(kept=kept))) == [[], [1, 9, 1]]
 
 
 def test_the_store_is_copied_from_where_its_match_is_longer():
