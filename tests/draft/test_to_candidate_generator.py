@@ -23,46 +23,31 @@ def test_transformers_greedy_loop_gives_the_plain_text():
         def _get_candidate_generator(self, generation_config, input_ids, assistant_model, logits_processor, **kwargs):
             processors = BlockLogitsProcessorList(logits_processor).row_wise_part()
             drafter = ModelDrafter(Inferencer(LanguageModel(assistant_model)), processors)
-            made.append(
-                DraftModelCandidateGenerator(
-                    drafter, 3, SampleStrategy.GREEDY, generation_config.max_length, device="cpu"
-                )
-            )
+            options = drafter, 3, SampleStrategy.GREEDY, generation_config.max_length
+            made.append(DraftModelCandidateGenerator(*options, device="cpu"))
             return made[-1]
 
-    target = Target(plain.config).to(plain.dtype).eval()
-    target.load_state_dict(plain.state_dict())
-    target.generation_config = plain.generation_config
+    target = noisy_copy(plain, 0.0)
+    target.__class__ = Target
     inputs, options = ragged_prompts(1, seed=2), {"max_new_tokens": 20, "repetition_penalty": 1.3}
     draft = noisy_copy(plain, 0.05, seed=1)
     assert_equal_ids(plain.generate(**inputs, **options), target.generate(**inputs, **options, assistant_model=draft))
     assert 0 < made[0]._num_rounds < 20
 
 
-def generator_of(draft, max_length=64):
-    drafter = ModelDrafter(Inferencer(LanguageModel(draft)))
-    return DraftModelCandidateGenerator(drafter, 4, SampleStrategy.GREEDY, max_length=max_length)
-
-
-def test_no_token_is_drafted_past_the_end_and_more_than_one_row_is_refused():
-    generator = generator_of(make_model("llama"), max_length=5)
-    with torch.no_grad():
-        assert generator.get_candidates(torch.tensor([[3, 4]]))[0].shape == (1, 4)
-        assert generator.get_candidates(torch.tensor([[3, 4, 5, 6]]))[0].shape == (1, 4)
-    with pytest.raises(ShapeError, match=r"input_ids must be \[1, T\]"):
-        generator.get_candidates(torch.ones(2, 3, dtype=torch.int64))
-
-
 @pytest.mark.parametrize("kind", ["llama", "qwen3_5", "mamba", "lfm2"])
 def test_the_cache_follows_a_text_that_went_another_way(kind):
-    draft = make_model(kind)
-    generator = generator_of(draft)
-    text = ragged_prompts(1, seed=2)["input_ids"]
-    for num_accepted in (0, 4, 1, 3):
+    draft, text = make_model(kind), ragged_prompts(1, seed=2)["input_ids"]
+    drafter = ModelDrafter(Inferencer(LanguageModel(draft)))
+    generator = DraftModelCandidateGenerator(drafter, 4, SampleStrategy.GREEDY, max_length=text.shape[1] + 14)
+    for num_accepted, num in ((0, 4), (4, 4), (1, 4), (3, 4), (0, 2), (0, 1), (0, 0)):  # at last to the end
         with torch.no_grad():
             candidates, _ = generator.get_candidates(text)
-        plain = draft.generate(text, attention_mask=torch.ones_like(text), max_new_tokens=4)
-        assert_equal_ids(plain, candidates)
+        if num:
+            plain = draft.generate(text, attention_mask=torch.ones_like(text), max_new_tokens=num)
+        assert_equal_ids(plain if num else text, candidates)
         assert not hooks_of(draft)
         kept = candidates[:, : text.shape[1] + num_accepted + 1]
         text = kept if num_accepted == 4 else torch.cat([kept[:, :-1], (kept[:, -1:] + 1) % 64], dim=1)
+    with pytest.raises(ShapeError, match=r"input_ids must be \[1, T\]"):
+        generator.get_candidates(text.expand(2, -1))
