@@ -30,7 +30,7 @@ from hf_speculate.draft.heads.load import load_drafter
 from hf_speculate.errors import UnsupportedGenerationError
 from tests.cases import assert_equal_ids
 from tests.draft.heads.test_mtp import make_checkpoint
-from tests.tiny import INITIALIZER_RANGE, make_model, ragged_prompts
+from tests.tiny import make_model, ragged_prompts
 
 NUM_NEW = 24
 BLOCK_SIZE = 4  # of DFlash: the token that is known, and three drafted ones
@@ -38,19 +38,14 @@ BLOCK_SIZE = 4  # of DFlash: the token that is known, and three drafted ones
 
 def make_dflash(target, window):
     """A DFlash draft of random weights for the target."""
-    config = target.config
+    same = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     options = {
-        "hidden_size": config.hidden_size,
-        "intermediate_size": 48,
+        **{name: getattr(target.config, name) for name in (*same, "initializer_range")},
         "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
         "sliding_window": window,
-        "initializer_range": INITIALIZER_RANGE,
         "block_size": BLOCK_SIZE,
-        "mask_token_id": config.vocab_size - 1,
+        "mask_token_id": target.config.vocab_size - 1,
         "target_layer_ids": [0, 1],
     }
     with torch.random.fork_rng(devices=[]):

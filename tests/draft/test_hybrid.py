@@ -82,17 +82,6 @@ def test_the_model_is_run_before_it_lags_too_far(llama):
     assert MAX_BEHIND - 8 <= behind <= MAX_BEHIND
 
 
-def test_each_row_takes_the_source_with_more_expected_tokens(llama):
-    drafter, kv_cache = make(llama, 2)
-    drafter.draft(DraftRequest(torch.tensor([[1, 2, 3, 1], [1, 2, 3, 1]]), kv_cache, 4, GREEDY))
-    models, copies = drafter._rows
-    for _ in range(8):
-        for good, poor in ((models.model_rates, models.suffix_rates), (copies.suffix_rates, copies.model_rates)):
-            good.observe([0, 1, 2, 3], 4)
-            poor.observe([0], 0)
-    assert [row.prefers_match(4) for row in drafter._rows] == [False, True]
-
-
 def test_rates_of_matches_follow_every_round_and_the_models_those_in_which_it_drafted(llama):
     drafter, kv_cache = make(llama, 1)
     drafter.draft(DraftRequest(torch.tensor([[1, 2, 3, 1]]), kv_cache, 4, GREEDY))

@@ -87,6 +87,11 @@ def test_drafts_are_those_of_the_cacheless_reference(name, tmp_path):
         draft = rounds.draft(K, SampleStrategy.RANDOM)
         assert_drafts_are_the_references(rounds, reference, draft)
         rounds.accept(draft, accepted, seed=number)
+        if number == 1:
+            rounds.texts = [[*text, 3, 7] for text in rounds.texts]  # plain steps, which the next round tells of
+    rounds.rows([2, 0])
+    draft = rounds.draft(K, SampleStrategy.RANDOM, seeds=[2, 0])
+    assert_drafts_are_the_references(rounds, reference, draft)
 
 
 Z_LAB = {  # options of the folder, and the logits that it gives for those of the speculators format

@@ -21,35 +21,6 @@ def loaded(request, tmp_path_factory):
     return KINDS[request.param](tmp_path_factory.mktemp("head"))
 
 
-def assert_same(batch, row, single):
-    assert batch.token_ids[row].tolist() == single.token_ids[0].tolist()
-    torch.testing.assert_close(batch.token_logits[row], single.token_logits[0], rtol=0, atol=TOLERANCE)
-
-
-# By round: tokens of each row that are kept; None: the row has ended and stays. The row in the middle leaves later.
-SCRIPT = [(2, 0, 3), (3, 1, 0), (0, 3, None)]
-
-
-def test_rows_of_a_batch_are_single_rows(loaded):
-    head, target = loaded
-    texts = random_texts([6, 2, 9], seed=1)
-    batch = Rounds(head, target, texts)
-    singles = [Rounds(head, target, [text]) for text in texts]
-    for number, accepted in enumerate(SCRIPT):
-        draft = batch.draft(K, SampleStrategy.RANDOM)
-        for row, single in enumerate(singles):
-            assert_same(draft, row, single.draft(K, SampleStrategy.RANDOM, seeds=[row]))
-        batch.accept(draft, accepted, seed=number)
-        if number == 1:
-            batch.texts = [[*text, 3, 7] for text in batch.texts]  # plain steps, which the next round tells of
-        for single, text in zip(singles, batch.texts, strict=True):
-            single.texts = [list(text)]
-    batch.rows([2, 0])
-    draft = batch.draft(K, SampleStrategy.RANDOM, seeds=[2, 0])
-    for row, own in enumerate((2, 0)):
-        assert_same(draft, row, singles[own].draft(K, SampleStrategy.RANDOM, seeds=[own]))
-
-
 def test_a_long_prompt_is_read_in_pieces(loaded):
     head, target = loaded
     texts = random_texts([LONG, 40], seed=4)

@@ -154,12 +154,14 @@ def reference(target, weights, text, states, drafted):
 def test_drafts_are_those_of_the_layer_over_the_whole_text(hybrid):
     target, head, weights = hybrid
     rounds = Rounds(head, target, random_texts([7, 3, 2], seed=1, vocab_size=64))
-    for number, accepted in enumerate([(2, 0, 4), (4, 1, 3), (0, 2, None)]):
-        draft = rounds.draft(4, SampleStrategy.RANDOM)
+    for number, accepted in enumerate([(2, 0, 4), (4, 1, 3), (0, None)]):
+        draft = rounds.draft(4, SampleStrategy.RANDOM, seeds=range(len(rounds.texts)))
         for row, text in enumerate(rounds.texts):
             expected = reference(target, weights, text, rounds.states(row), draft.token_ids[row].tolist())
             torch.testing.assert_close(draft.token_logits[row], expected, rtol=0, atol=TOLERANCE)
         rounds.accept(draft, accepted, seed=number)
+        if number == 1:
+            rounds.rows([2, 0])
 
 
 def test_greedy_text_is_plain_and_use_mtp_loads_the_layers_from_the_targets_checkpoint(hybrid):
