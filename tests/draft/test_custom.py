@@ -186,27 +186,20 @@ def test_an_encoder_decoders_states_are_its_decoders():
 
 
 def test_the_factory_is_told_of_each_call_once():
-    (target, _), inputs, setups = pair("llama"), ragged_prompts(3, seed=7), []
+    (target, _), inputs, setups, seen = pair("llama"), ragged_prompts(3, seed=7), [], []
 
     def factory(setup):
         setups.append(setup)
-        return Repeats(setup)
+        return Repeats(setup, seen, max_draft_tokens=2)
 
     options = {"do_sample": True, "temperature": 0.5, "top_k": 0, "verifier": "coupled", "eos_token_id": [2, 9]}
     target.generate(**inputs, **options, max_new_tokens=6, num_assistant_tokens=3, drafter=factory)
+    assert max(request.num_draft_tokens for request in seen) == 2  # no more than it proposes
     (setup,) = setups
     assert len(setup.processors) == 1  # the temperature
     pads, max_length = tuple((inputs["attention_mask"] == 0).sum(1).tolist()), inputs["input_ids"].shape[1] + 6
     fields = (target, 3, pads, max_length, 3, VOCAB_SIZE, {2, 9}, target.device, setup.processors, Stream.RACE)
     assert setup == DrafterSetup(*fields, keeps_logits=False)  # which coupled verification does not read
-
-
-@pytest.mark.parametrize("options", [{"num_assistant_tokens": 5}, {}])
-def test_no_more_is_asked_for_than_a_drafter_proposes(options):
-    seen, inputs = [], ragged_prompts(2, seed=8)
-    drafter = functools.partial(Repeats, seen=seen, max_draft_tokens=2)
-    pair("llama")[0].generate(**inputs, max_new_tokens=NUM_NEW, drafter=drafter, **options)
-    assert max(request.num_draft_tokens for request in seen) == 2
 
 
 CHANGES = {
@@ -233,6 +226,13 @@ def test_drafts_of_any_form_leave_the_text(change, options):
     assert (stats.num_accepted > 0) is ("ids" not in change)
 
 
+IDS, LENS = torch.zeros(2, 3, dtype=torch.int64), torch.full((2,), 3)
+
+
+def returning(draft):
+    return type("Wrong", (Repeats,), {"draft": lambda self, request: draft})
+
+
 @pytest.mark.parametrize(
     ("drafter", "message"),
     [
@@ -240,27 +240,13 @@ def test_drafts_of_any_form_leave_the_text(change, options):
         (lambda setup: Repeats, r"draft\(\) and rows\(\), got Repeats"),
         (functools.partial(Repeats, max_draft_tokens=0), "max_draft_tokens .* got 0"),
         (functools.partial(Repeats, hidden_layers=()), "hidden_layers"),
+        (returning((IDS, LENS)), "must return a DraftOut, got tuple"),
+        (returning(DraftOut(IDS.repeat(1, 2), LENS, None, None)), r"K of at most 3, got \[2, 6\]"),
+        (returning(DraftOut(IDS, LENS[:1], None, None)), "lens of a draft"),
+        (returning(DraftOut(IDS, LENS, torch.zeros(2, 3, 5), None)), r"\[B, K, V\] = \[2, 3, 64\], got \[2, 3, 5\]"),
     ],
 )
-def test_wrong_drafters_are_refused(drafter, message):
-    with pytest.raises(ConfigError, match=message):
-        pair("llama")[0].generate(**ragged_prompts(1, seed=1), max_new_tokens=3, drafter=drafter)
-
-
-IDS, LENS = torch.zeros(2, 3, dtype=torch.int64), torch.full((2,), 3)
-
-
-@pytest.mark.parametrize(
-    ("draft", "message"),
-    [
-        ((IDS, LENS), "must return a DraftOut, got tuple"),
-        (DraftOut(IDS.repeat(1, 2), LENS, None, None), r"K of at most 3, got \[2, 6\]"),
-        (DraftOut(IDS, LENS[:1], None, None), "lens of a draft"),
-        (DraftOut(IDS, LENS, torch.zeros(2, 3, 5), None), r"\[B, K, V\] = \[2, 3, 64\], got \[2, 3, 5\]"),
-    ],
-)
-def test_wrong_drafts_are_refused(draft, message):
-    drafter = type("Wrong", (Repeats,), {"draft": lambda self, request: draft})
+def test_wrong_drafters_and_drafts_are_refused(drafter, message):
     options = {"max_new_tokens": 9, "drafter": drafter, "num_assistant_tokens": 3}
-    with pytest.raises(ShapeError, match=message):
+    with pytest.raises((ConfigError, ShapeError), match=message):
         pair("llama")[0].generate(**ragged_prompts(2, seed=1), **options)

@@ -1,6 +1,5 @@
 """Drafts of a draft model: what the model chooses at every place, in rounds of all lengths, and where they end."""
 
-import pytest
 import torch
 from transformers import DynamicCache, TemperatureLogitsWarper, TopKLogitsWarper
 
@@ -9,11 +8,9 @@ from hf_speculate.cache.dynamic import DynamicKVCache
 from hf_speculate.draft.base import DraftRequest
 from hf_speculate.draft.model import ModelDrafter
 from hf_speculate.draft.token_choice import DraftSettings
-from hf_speculate.errors import ConfigError, ShapeError
 from hf_speculate.models.inferencer import Inferencer
 from hf_speculate.models.language_model import LanguageModel
 from hf_speculate.processors import BlockLogitsProcessorList
-from hf_speculate.types import SampleStrategy
 from tests.cases import ACCEPTED_ALL, each_value, pair
 from tests.tiny import KINDS, make_model, ragged_prompts
 
@@ -93,14 +90,3 @@ def test_the_confidence_is_that_of_the_processed_distribution():
         draft, _ = greedy_draft(4, ragged_prompts(2, seed=4), confidence_threshold=0.9, processors=[processor])
         assert draft.lens.tolist() == [num, num]
         assert draft.token_ids.shape[1] == num
-
-
-def test_requests_that_cannot_be_are_refused():
-    request = DraftRequest(torch.ones(1, 3, dtype=torch.int64), None, K)
-    for changes, error, name in (
-        ({"num_draft_tokens": 0}, ConfigError, "num_draft_tokens"),
-        ({"query_token_ids": torch.zeros(2, 0)}, ShapeError, r"\[B, Q\]"),
-        ({"sample_strategy": SampleStrategy.RANDOM}, ConfigError, "keys must be given"),
-    ):
-        with pytest.raises(error, match=name):
-            request._replace(**changes).check()
