@@ -75,9 +75,8 @@ def dflash_case(folder, window):
     target = hf_speculate.enable(make_model("llama", vocab_size=6, num_hidden_layers=3))
     draft = make_dflash(target, window)
     draft.save_pretrained(folder)
-    source = partial(
-        DFlashTokenCandidateGenerator, draft, target.get_input_embeddings(), target.get_output_embeddings()
-    )
+    tables = target.get_input_embeddings(), target.get_output_embeddings()
+    source = partial(DFlashTokenCandidateGenerator, draft, *tables)
     theirs = {"assistant_model": draft, "speculation_type": "dflash"}
     watched = DFlashTokenCandidateGenerator, BlockDrafter
     return Case(target, load_drafter(folder, target), source, theirs, BLOCK_SIZE - 1, watched)

@@ -8,9 +8,8 @@ from transformers import DynamicCache
 
 import hf_speculate
 from hf_speculate import DrafterSetup
-from hf_speculate.engine.hidden_states import HiddenStates
-from hf_speculate.errors import ConfigError, ShapeError, UnsupportedModelError
-from hf_speculate.types import DraftOut, Scored, Stream
+from hf_speculate.errors import ConfigError, ShapeError
+from hf_speculate.types import DraftOut, Stream
 from tests.cases import Unchanged, assert_equal_ids, each_value, pair
 from tests.draft.heads.rounds import states_of
 from tests.generation.test_encoder_decoder import encoder_pair, inputs_of
@@ -131,11 +130,6 @@ def test_no_states_of_a_passed_cache_are_told():
     target(inputs["input_ids"][:, :4], past_key_values=cache)
     watcher, _ = followed(target, inputs, num_cached=4, past_key_values=cache)
     assert watcher.told[0] == [inputs["input_ids"].shape[1] - 4]
-
-
-def test_a_model_without_states_for_every_token_is_refused():
-    with pytest.raises(UnsupportedModelError, match="hidden state"):
-        HiddenStates([-1], False, torch.nn.Identity()).add(Scored(torch.zeros(1, 2, 5), (torch.zeros(1, 1, 4),)), [1])
 
 
 class Repeats:

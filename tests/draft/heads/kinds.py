@@ -40,7 +40,6 @@ def _pard(folder: Path) -> Loaded:
 
 
 def _mtp_of_checkpoint(folder: Path) -> Loaded:
-    folder.mkdir(parents=True, exist_ok=True)
     target = make_checkpoint(folder, "deepseek_v3", 2, seed=5, vocab_size=VOCAB_SIZE)
     return load_drafter(folder, target), target
 

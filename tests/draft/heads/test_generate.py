@@ -153,13 +153,11 @@ def test_the_default_number_of_tokens_bounds_the_adaptive_one(pair):
     assert "drafter: eagle3 head" in stats.plan
 
 
-COMPILED = {"max_new_tokens": NUM_NEW, "num_assistant_tokens": 3, "num_assistant_tokens_schedule": "constant"}
-
-
 def decoded(target, head, **options):
     """Ids and statistics."""
     stats = hf_speculate.SpeculationStats()
-    return target.generate(**prompts(), **COMPILED, assistant_model=head, speculation_stats=stats, **options), stats
+    options |= {"num_assistant_tokens": 3, "num_assistant_tokens_schedule": "constant", "speculation_stats": stats}
+    return target.generate(**prompts(), assistant_model=head, max_new_tokens=NUM_NEW, **options), stats
 
 
 @pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "top_k": 0, "seed": 5}], ids=["greedy", "sampling"])

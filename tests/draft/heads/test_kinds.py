@@ -105,12 +105,8 @@ def test_a_head_says_what_it_is(tmp_path):
 
 
 def test_a_pickled_file_cannot_run_code(tmp_path):
-    class Evil:
-        def __reduce__(self):
-            return (print, ("ran",))
-
     folder = write_original(tmp_path, EAGLE3, make_weights(EAGLE3), saving={"safe_serialization": False})
-    torch.save({"fc.weight": Evil()}, folder / "pytorch_model.bin")
+    torch.save({"fc.weight": print}, folder / "pytorch_model.bin")
     with pytest.raises(Exception, match=r"weights_only|Weights only"):
         load_drafter(folder, target_of())
 
