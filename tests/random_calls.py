@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -20,19 +20,12 @@ from tests.tiny_readers import COLUMN_COUNTERS, ENCODERS, READERS, READINGS
 from tests.tiny_recurrent import RECURRENT_KINDS
 
 LARGEST_PROMPT_ID = 48  # those above stand for pictures, sounds and Whisper's times
-_TEXT_MAKERS: dict[str, Callable[[], PreTrainedModel]] = {
-    **{
-        kind: lambda kind=kind: make_model(kind, dtype=torch.float32 if kind == "mpt" else torch.float64)
-        for kind in KINDS + MORE_KINDS
-    },
-    **{name: lambda name=name: make_family(name) for name in FAMILIES},
-    **{kind: lambda kind=kind: make_model(kind) for kind in RECURRENT_KINDS},
-    **COLUMN_COUNTERS,
-    "t5": make_t5,
-    "bart": make_bart,
-}
+_MAKERS: dict[str, Callable[[], PreTrainedModel]] = {"t5": make_t5, "bart": make_bart, **COLUMN_COUNTERS}
+_MAKERS |= {kind: partial(make_model, kind) for kind in (*KINDS, *MORE_KINDS, *RECURRENT_KINDS)}
+_MAKERS |= {name: partial(make_family, name) for name in FAMILIES}
+_MAKERS |= {"mpt": partial(make_model, "mpt", dtype=torch.float32), "whisper": make_whisper}
 _READERS = READINGS | READERS | ENCODERS
-FAMILY_NAMES = (*_TEXT_MAKERS, "whisper", *_READERS)
+FAMILY_NAMES = (*_MAKERS, *_READERS)
 
 PADDINGS = ("none", "left", "right", "holes", "empty row")
 CACHES = ("auto", "dynamic", "preallocated", "static")
@@ -146,8 +139,7 @@ def target_of(family: str) -> tuple[PreTrainedModel, dict[str, Any]]:
     if family in _READERS:
         reading = _READERS[family]()
         return hf_speculate.enable(reading.target), reading.inputs
-    model = make_whisper() if family == "whisper" else _TEXT_MAKERS[family]()
-    return hf_speculate.enable(model), {}
+    return hf_speculate.enable(_MAKERS[family]()), {}
 
 
 @cache

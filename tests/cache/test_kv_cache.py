@@ -1,6 +1,7 @@
 """The KVCache contract, and rollback by row against caches that were never wrong."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -129,16 +130,16 @@ def test_rows_join_in_the_places_of_rows_that_left_whatever_these_held():
         assert buffers.values.isfinite().all()
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case("gemma3n", max_new_tokens=2 * SLIDING_WINDOW, num_turns=2, passed="with config", cache="dynamic"),
-        Case("gemma4", max_new_tokens=2 * SLIDING_WINDOW, num_turns=2, passed="with config", cache="preallocated"),
-        Case("gemma4", max_new_tokens=2 * SLIDING_WINDOW, batch_size=3, padding="left", cache="static"),
-    ],
-    ids=str,
-)
-def test_caches_with_layers_that_share_states_advance_as_in_plain_decoding(case):
+CHAT = Case("gemma3n", max_new_tokens=2 * SLIDING_WINDOW, num_turns=2, passed="with config", cache="dynamic")
+CHATS = [CHAT, replace(CHAT, family="gemma4", cache="preallocated")]  # layers that share states
+CHATS += [replace(CHATS[1], num_turns=1, passed="no", batch_size=3, padding="left", cache="static")]
+THREE = replace(CHAT, batch_size=3, num_turns=3, padding="left", ends=(3, 7))
+CHATS += [replace(THREE, family=kind, cache="auto") for kind in ("llama", "gpt2")]
+CHATS += [replace(THREE, family="mistral_window", cache=cache) for cache in ("dynamic", "preallocated")]
+
+
+@pytest.mark.parametrize("case", CHATS, ids=str)
+def test_text_scores_and_cache_of_every_turn_are_those_of_plain(case):
     assert run_case(case).kind == "equal"
 
 

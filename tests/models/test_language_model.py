@@ -76,15 +76,6 @@ def test_states_that_do_not_outlive_the_call_are_inference_tensors(keeps_states)
     assert torch.allclose(logits, expected, atol=LOGIT_TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize(("eos", "expected"), [(7, 7), ([9, 7], 9)])
-def test_eos_token_id_is_the_first_one_and_a_model_without_says_so(eos, expected):
-    model = make_model("llama")
-    with pytest.raises(ValueError, match="eos_token_id must be set"):
-        _ = LanguageModel(model).eos_token_id
-    model.generation_config.eos_token_id = eos
-    assert LanguageModel(model).eos_token_id == expected
-
-
 def test_positions_past_the_bound_are_the_bound_counted_by_row():
     """Tokens past a table of eight positions are scored instead of failing; those before it are as ever."""
     model = make_model("gpt2", n_positions=8)

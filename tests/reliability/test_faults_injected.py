@@ -9,7 +9,6 @@ import torch
 from transformers import DynamicCache
 
 import hf_speculate
-from hf_speculate.engine.stage_clock import Stage, StageClock
 from hf_speculate.errors import ShapeError
 from hf_speculate.models import attention_switch
 from tests.cases import assert_equal_ids, pair
@@ -121,15 +120,6 @@ def test_an_error_arrives_as_it_is_and_leaves_nothing_behind(number, case):
         assert_same_contents(before[1], cache_contents(cache))
     ours = target.generate(**inputs, **own, max_new_tokens=NUM_AFTER, assistant_model=draft, num_assistant_tokens=2)
     assert_equal_ids(text_after(setup), ours)
-
-
-def test_an_error_whose_notes_are_no_list_arrives_all_the_same():
-    clock, error = StageClock(), Mistake("on purpose")
-    error.__notes__ = "no list"
-    clock.enter(Stage.SCORE, 4)
-    with pytest.raises(Mistake) as caught, clock:
-        raise error
-    assert (caught.value, error.__notes__) == (error, "no list")
 
 
 def test_an_error_while_the_call_is_prepared_gets_a_note_unless_it_is_ours():

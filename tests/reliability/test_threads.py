@@ -4,7 +4,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import pytest
@@ -12,7 +12,6 @@ import torch
 from transformers import CompileConfig, DynamicCache
 
 import hf_speculate
-from hf_speculate.engine.model_state import model_state
 from hf_speculate.models import attention_switch
 from tests.reliability.faults import Fault, FaultyProcessor, Mistake
 from tests.tiny import make_model, noisy_copy, ragged_prompts
@@ -108,20 +107,3 @@ def test_a_call_that_fails_leaves_the_other_threads_alone(alone):
     assert texts == alone
     assert [len(some) for some in notes] == [1] * NUM_NEW
     assert attention_switch._HOLDERS == {}
-
-
-def test_calls_at_the_same_time_share_no_buffers():
-    target, draft = models()
-    inputs, own = ragged_prompts(3, seed=1), {"assistant_model": draft, **ASSISTED["compiled"]()}
-    plain = target.generate(**inputs, max_new_tokens=NUM_NEW).tolist()
-    met = threading.Barrier(2, timeout=TIMEOUT_S)
-
-    def meet(input_ids, scores, **kwargs):
-        """Makes the calls wait for each other after every token, so that both hold buffers all the time."""
-        met.wait()
-        return torch.zeros(len(input_ids), dtype=torch.bool)
-
-    decode = partial(target.generate, **inputs, max_new_tokens=NUM_NEW, **own, stopping_criteria=[meet])
-    assert [ids.tolist() for ids in together(*[lambda _: decode()] * 2)] == [plain, plain]
-    kept = model_state(target).buffers.addresses()
-    assert len(set(kept)) == len(kept)
