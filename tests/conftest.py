@@ -36,11 +36,8 @@ NEEDS = {
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--fail-on-skip",
-        action="store_true",
-        help="fail the run if a test was skipped for another reason than that this machine cannot serve its marker",
-    )
+    words = "fail the run if a test was skipped for another reason than that this machine cannot serve its marker"
+    parser.addoption("--fail-on-skip", action="store_true", help=words)
 
 
 def pytest_configure(config: pytest.Config) -> None:

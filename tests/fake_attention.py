@@ -23,11 +23,6 @@ class AttentionCall(NamedTuple):
     has_mask: bool
 
 
-def is_direct(name: str) -> bool:
-    """Whether an operator is a backend called by its own name."""
-    return name in (FLASH, EFFICIENT)
-
-
 def sdpa_call(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
     """torch's own choice on sm_90 with cuDNN later than 9.15: cuDNN, flash, memory-efficient, math."""
     backend = _choice(query, key, value, attn_mask, is_causal, enable_gqa)

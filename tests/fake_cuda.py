@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tests.fake_attention import AttentionCall, direct_attention, is_direct, sdpa_call
+from tests.fake_attention import EFFICIENT, FLASH, AttentionCall, direct_attention, sdpa_call
 from tests.recorded_graphs import Operator, recording, replay
 from tests.triton_kernels.interpreter import quick_interpreter
 
@@ -265,7 +265,7 @@ class FakeCuda:
             return self._copy(name, func, args, kwargs)
         is_index = name in ("index", "index_put_", "index_put")
         _check_devices(name, on_host if on_device else (), is_index)
-        if is_direct(name):
+        if name in (FLASH, EFFICIENT):
             call, outputs = direct_attention(name, *_unwrapped(args), **_unwrapped(kwargs))
             self._book(call)
             return tuple(FakeCudaTensor(one) if isinstance(one, Tensor) else one for one in outputs)
@@ -296,14 +296,13 @@ class FakeCuda:
                 self.wait("upload of pageable memory" if is_async else "upload")
         elif goes_down and not (is_async and name == "_to_copy"):  # only such copies go to pinned memory
             self.wait("download")
+        output = func(*_unwrapped(args), **_on_host(_unwrapped(kwargs)))
         if goes_down and is_async and name == "_to_copy":
-            place = func(*_unwrapped(args), **_on_host(_unwrapped(kwargs))).clone()
-            data = place.clone()
+            place, data = output.clone(), output.clone()
             place.view(-1).view(torch.uint8).fill_(_GARBAGE)
             self.num_begun += 1
             self._transfers.append((self.num_begun, place, data))
             return place
-        output = func(*_unwrapped(args), **_on_host(_unwrapped(kwargs)))
         if name == "copy_":
             return args[0]
         return FakeCudaTensor(output) if _is_there(target) else output.clone()
@@ -364,8 +363,7 @@ def _check_devices(name: str, on_host: Sequence[Tensor], is_index: bool) -> None
 _PROPERTIES = SimpleNamespace(name="fake H200", major=9, minor=0, multi_processor_count=132, total_memory=139 << 30)
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Stands for calls that a device without memory of its own need not make."""
+def _nothing(*args: Any, **kwargs: Any) -> None: ...
 
 
 # What the library and transformers ask torch of a GPU.

@@ -41,8 +41,6 @@ _OF_TRANSFORMERS = "prefill chunking without a cache"  # raised for models that 
 
 
 class Result(NamedTuple):
-    """What became of a case."""
-
     kind: str  # "equal", "tie", "refused", "both fail", "plain fails" or "different"
     detail: str = ""
 
@@ -202,9 +200,8 @@ def main() -> int:
     if arguments.case:
         print(run_case(eval(arguments.case, {"Case": Case})))
         return 0
-    families = tuple(arguments.family or FAMILY_NAMES)
+    families, began = tuple(arguments.family or FAMILY_NAMES), time.perf_counter()
     counts: Counter[str] = Counter()
-    began = time.perf_counter()
     with contextlib.suppress(KeyboardInterrupt):  # which prints what there is
         for index in range(arguments.start, arguments.start + arguments.num):
             case = draw_case(arguments.seed, index, families)

@@ -12,7 +12,6 @@ from hf_speculate.draft.base import Drafter
 from hf_speculate.types import DraftOut
 from tests.cases import Unchanged, assert_equal_ids, pair
 from tests.generation.test_encoder_decoder import encoder_pair, inputs_of
-from tests.generation.test_options import PureStop
 from tests.grammars import Brackets, RollbackGrammar
 from tests.test_floors import library_files
 from tests.tiny import make_model, ragged_prompts
@@ -31,7 +30,6 @@ CALLS: dict[str, dict[str, Any]] = {
     "block": {"do_sample": True, "verifier": "block", "seed": 4, "top_k": 5, "temperature": 0.7},
     "coupled": {"do_sample": True, "verifier": "coupled", "seed": 4},
     "lock step": {"logits_processor": [Unchanged()]},
-    "criterion": {"stopping_criteria": [PureStop()]},
     "grammar": {"logits_processor": RollbackGrammar},
     "spans": {"verifier": "typical", "relax_only_inside": (3, 5)},
 }

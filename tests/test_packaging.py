@@ -83,7 +83,6 @@ import triton_kernels
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_speculate
-from hf_speculate.tools.bench.report import write_html
 
 environment = Path(sys.prefix).resolve()
 assert all(environment in Path(one.__file__).resolve().parents for one in (hf_speculate, triton_kernels))
@@ -99,7 +98,6 @@ plain = model.generate(**call)
 stats = hf_speculate.SpeculationStats()
 assert torch.equal(plain, hf_speculate.enable(model).generate(**call, assistant_model=draft, speculation_stats=stats))
 assert stats.verifier == "greedy"
-write_html({"methods": [{"name": "plain"}]}, environment / "report.html")
 """
 
 # What a plain installation does not bring, by the names of the modules.

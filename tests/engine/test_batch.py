@@ -38,10 +38,8 @@ def test_finished_rows_are_not_learned_from():
     schedule = ScriptedSchedule([3])
     ids = torch.zeros(2, 3, dtype=torch.int64)
     draft, verified = DraftOut(ids, ids[:, 0], None, None), Verified(ids, [[1], [2, 5]], [3, 2], [0, 1], 0, ids)
-    trimmed = Trimmed([0, 2], [False, False], [True, False])
-    record = RoundRecord(
-        1, (4, 6), (False, True), 3, 1, (9, 3), (0, 7), draft, Scored(ids), verified, trimmed, StageSeconds(), 0.0
-    )
+    rest = Scored(ids), verified, Trimmed([0, 2], [False, False], [True, False]), StageSeconds(), 0.0
+    record = RoundRecord(1, (4, 6), (False, True), 3, 1, (9, 3), (0, 7), draft, *rest)
     DraftLength(schedule, 10).on_round(record)
     (outcome,) = schedule.outcomes
     assert (outcome.row_ids, outcome.num_drafted, outcome.num_accepted, outcome.num_left) == ([6], [2], [1], [7])

@@ -135,18 +135,12 @@ def packages_with(pattern):
     return found, {path.name for path in root.iterdir()}
 
 
-@pytest.mark.parametrize(
-    ("table", "pattern", "later"),
-    [
-        (quirks._MASK_BY_KIND, "causal_mask_mapping := attention_mask", set()),
-        (
-            quirks._COMPARES_ATTENTION,
-            r"_attn_implementation\W+(?:\w+\W+){0,4}sdpa\b",
-            {"gemma4", "gemma4_unified"},  # not yet in the oldest version
-        ),
-    ],
-    ids=["masks by kind", "compares the attention"],
-)
+COMPARES = r"_attn_implementation\W+(?:\w+\W+){0,4}sdpa\b"
+TABLES = [(quirks._MASK_BY_KIND, "causal_mask_mapping := attention_mask", set())]
+TABLES += [(quirks._COMPARES_ATTENTION, COMPARES, {"gemma4", "gemma4_unified"})]  # not yet in the oldest version
+
+
+@pytest.mark.parametrize(("table", "pattern", "later"), TABLES, ids=["masks by kind", "compares the attention"])
 def test_a_table_names_the_packages_of_this_version(table, pattern, later):
     found, installed = packages_with(pattern)
     assert found | (later & installed) == table & installed
