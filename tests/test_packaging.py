@@ -82,7 +82,7 @@ import torch
 import triton_kernels
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import hf_speculate
+import hf_speculate.triton_kernels
 
 environment = Path(sys.prefix).resolve()
 assert all(environment in Path(one.__file__).resolve().parents for one in (hf_speculate, triton_kernels))
