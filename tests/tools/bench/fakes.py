@@ -38,9 +38,9 @@ def empty_batches(num: int) -> list[Batch]:
 class FakeTimes:
     """Decodes nothing; a method takes the seconds that were written down for it, and so does the clock."""
 
-    def __init__(self, seconds, texts=None, eos_token_ids=frozenset(), interrupted_at=None):
-        self.seconds, self.texts, self.eos_token_ids = seconds, texts or {}, eos_token_ids
-        self.interrupted_at, self.now = interrupted_at, 0.0
+    def __init__(self, seconds, texts=None, eos_token_ids=frozenset(), errors=None):
+        self.seconds, self.texts, self.eos_token_ids, self.errors = seconds, texts or {}, eos_token_ids, errors or {}
+        self.now, self.seeds = 0.0, []
         self.calls: list[tuple[str, int]] = []
 
     def clock(self) -> float:
@@ -49,9 +49,11 @@ class FakeTimes:
     def __call__(self, method, batch, seed, max_new_tokens=None):
         if max_new_tokens is not None:  # a warm-up, which no clock sees
             return Decoded([torch.ones(1, dtype=torch.int64)], None)
-        if len(self.calls) == self.interrupted_at:
-            raise KeyboardInterrupt
+        if (method.name, batch.number) in self.errors:
+            raise self.errors[method.name, batch.number]
         self.calls.append((method.name, batch.number))
+        self.seeds.append(seed)
+        torch.manual_seed(seed)
         seconds = self.seconds[method.name]
         self.now += seconds[batch.number] if isinstance(seconds, list) else seconds
         ids = torch.tensor(self.texts.get(method.name, range(10)))

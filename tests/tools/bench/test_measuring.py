@@ -14,16 +14,16 @@ BATCH = empty_batches(1)[0]
 
 
 def test_methods_take_turns_batch_by_batch_and_time():
-    times = FakeTimes({"plain": 2.0, "ours": [1.0, 0.5], "theirs": 4.0})
-    steps = []
-    measured = measure(
-        [PLAIN, OURS, THEIRS], empty_batches(2), times, repeats=2, clock=times.clock, on_step=steps.append
-    )
+    times, steps, state = FakeTimes({"plain": 2.0, "ours": [1.0, 0.5], "theirs": 4.0}), [], torch.get_rng_state()
+    options = {"repeats": 2, "seed": 5, "clock": times.clock, "on_step": steps.append}
+    measured = measure([PLAIN, OURS, THEIRS], empty_batches(2), times, **options)
     there, back = ["plain", "ours", "theirs"], ["theirs", "ours", "plain"]
     assert [name for name, _ in times.calls] == there + back + there + back
     assert [index for _, index in times.calls] == [0] * 3 + [1] * 3 + [0] * 3 + [1] * 3
-    assert [step.method.name for step in steps if step.run is None] == there
-    assert [(step.method.name, step.run.batch.number) for step in steps if step.run is not None] == times.calls
+    assert times.seeds == [5] * 3 + [6] * 3 + [7] * 3 + [8] * 3
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [step.method.name for step in steps[:3] if step.run is None] == there
+    assert [(step.method.name, step.run.batch.number) for step in steps[3:]] == times.calls
     assert [run.seconds for run in measured.runs["ours"]] == [1.0, 0.5, 1.0, 0.5]
     assert ratios(measured.runs["ours"], measured.runs["plain"]) == [2.0, 4.0, 2.0, 4.0]
     assert measured.left_out == {}
@@ -37,38 +37,13 @@ def test_a_text_counts_up_to_and_with_its_end():
     assert run._replace(seconds=5.0, first_token_s=3.0).ms_per_token == 1000.0  # without the first token
 
 
-@pytest.mark.parametrize("name", ["theirs", "ours"])
-def test_what_transformers_cannot_do_is_left_out_with_the_reason_and_a_failure_of_ours_is_an_error(name):
-    class Fails(FakeTimes):
-        def __call__(self, method, batch, seed, max_new_tokens=None):
-            if (method.name, batch.number) == (name, 1):
-                raise ValueError("not for this pair\nand more")
-            return super().__call__(method, batch, seed, max_new_tokens)
-
-    times = Fails({"plain": 1.0, "ours": 1.0, "theirs": 1.0})
-    if name == "ours":
-        with pytest.raises(ValueError, match="not for this pair"):
-            measure([PLAIN, OURS, THEIRS], empty_batches(3), times, clock=times.clock)
-        return
-    measured = measure([PLAIN, OURS, THEIRS], empty_batches(3), times, clock=times.clock)
+def test_what_transformers_cannot_do_is_left_out_with_the_reason_and_a_failure_of_ours_is_an_error():
+    seconds, error = {"plain": 1.0, "ours": 1.0, "theirs": 1.0}, ValueError("not for this pair\nand more")
+    measured = measure([PLAIN, OURS, THEIRS], empty_batches(3), FakeTimes(seconds, errors={("theirs", 1): error}))
     assert measured.left_out == {"theirs": "ValueError: not for this pair"}
     assert {name: len(runs) for name, runs in measured.runs.items()} == {"plain": 3, "ours": 3}
-
-
-def test_every_method_is_warmed_up_first_and_the_global_generator_is_left_alone():
-    seen = []
-
-    class Seeds(FakeTimes):
-        def __call__(self, method, batch, seed, max_new_tokens=None):
-            torch.manual_seed(seed)
-            seen.append((method.name, max_new_tokens is None and seed))
-            return super().__call__(method, batch, seed, max_new_tokens)
-
-    before, times = torch.get_rng_state(), Seeds({"plain": 1.0, "ours": 1.0})
-    measure([PLAIN, OURS], empty_batches(2), times, seed=5, clock=times.clock)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert seen[:2] == [("plain", False), ("ours", False)]
-    assert sorted(seen[2:]) == [("ours", 5), ("ours", 6), ("plain", 5), ("plain", 6)]
+    with pytest.raises(ValueError, match="not for this pair"):
+        measure([PLAIN, OURS, THEIRS], empty_batches(3), FakeTimes(seconds, errors={("ours", 1): error}))
 
 
 DRAFTS = Method("greedy, K = 4", "ours")

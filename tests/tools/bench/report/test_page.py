@@ -72,6 +72,8 @@ def test_the_headline_is_the_fastest_exact_method_beside_doubts_and_what_ran_oth
 
 
 def test_values_that_were_not_measured_are_left_out_with_their_plots(tmp_path):
+    with pytest.raises(ConfigError, match="'methods'"):
+        write_html({"methods": []}, tmp_path / "report.html")
     fields = ("speedup", "mean_acceptance_length", "draft_lens", "seconds", "acceptance_rate_per_position")
     entry = method("ours", 1.0) | dict.fromkeys(fields)
     result = {"methods": [entry], "categories": [{"category": "a", "method": "ours", "speedup": None}]}
@@ -83,11 +85,6 @@ def test_values_that_were_not_measured_are_left_out_with_their_plots(tmp_path):
     assert not re.search(r"\b(nan|inf|none)\b", page.source.partition("</style>")[2].lower())
     assert page.row("hf_speculate, ours")[4:6] == ["-", "-"]
     assert page.row("a") == ["hf_speculate, ours", "-", "-", "-"]
-
-
-def test_a_result_without_methods_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="'methods'"):
-        write_html({"methods": []}, tmp_path / "report.html")
 
 
 def hostile(value, name=""):
@@ -114,42 +111,33 @@ def test_the_page_loads_nothing_and_reads_no_name_as_html(tmp_path):
     assert not [name for name in page.attributes if name.startswith("on")]
 
 
-NUMBERS = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=6)
-
-
-@given(NUMBERS)
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=6))
 def test_a_rounded_axis_holds_every_value_in_order(values: list[float]) -> None:
     axis = rounded_axis(values, 0.0, 100.0)
-    places = [axis.place(value) for value in sorted(values)]
-    assert places == sorted(places)
-    assert 0 <= places[0] <= places[-1] <= 100
-    ticks = [tick.place for tick in axis.ticks()]
-    assert (ticks[0], ticks[-1]) == (0.0, 100.0)
-    assert 2 <= len(ticks) <= 7
-    assert len({tick.label for tick in axis.ticks()}) == len(ticks)
+    places, ticks = [axis.place(value) for value in sorted(values)], axis.ticks()
+    assert [0.0, *places, 100.0] == sorted([ticks[0].place, *places, ticks[-1].place])
+    assert 2 <= len({tick.label for tick in ticks}) == len(ticks) <= 7
 
 
-def test_labels_are_round_and_those_of_counts_whole() -> None:
-    for values, labels in (
-        ([0.0, 2.56], "0 1 2 3"),
-        ([3.0], "2.6 2.8 3.0 3.2 3.4"),
-        ([0.0, 0.0], "-1.0 -0.5 0.0 0.5 1.0"),
-    ):
-        assert [tick.label for tick in rounded_axis(values, 0.0, 100.0).ticks()] == labels.split()
-    for highest, labels in ((1, "1"), (5, "1 2 3 4 5"), (700, "1 200 400 600")):
-        assert [tick.label for tick in axis_of_counts(highest, 0.0, 100.0).ticks()] == labels.split()
-    crowded = axis_of_values([0.1, 0.101, 0.2, 0.3], 0.0, 100.0)
-    assert [tick.label for tick in crowded.ticks()] == ["0.1", "0.2", "0.3"]
-
-
-def test_values_far_apart_lie_on_a_logarithmic_axis() -> None:
-    far, near = axis_of_values([0.5, 0.005, 0.05], 0.0, 100.0), axis_of_values([0.1, 0.2, 0.3], 0.0, 100.0)
-    assert [(tick.place, tick.label) for tick in far.ticks()] == [(0.0, "0.005"), (50.0, "0.05"), (100.0, "0.5")]
-    assert [tick.place for tick in near.ticks()] == [0.0, 50.0, 100.0]
-    assert not near.is_log
+@pytest.mark.parametrize(
+    ("axis", "labels"),
+    [
+        (rounded_axis([0.0, 2.56], 0.0, 100.0), "0 1 2 3"),
+        (rounded_axis([3.0], 0.0, 100.0), "2.6 2.8 3.0 3.2 3.4"),
+        (rounded_axis([0.0, 0.0], 0.0, 100.0), "-1.0 -0.5 0.0 0.5 1.0"),
+        (axis_of_counts(1, 0.0, 100.0), "1"),
+        (axis_of_counts(700, 0.0, 100.0), "1 200 400 600"),
+        (axis_of_values([0.1, 0.101, 0.2, 0.3], 0.0, 100.0), "0.1 0.2 0.3"),
+        (axis_of_values([0.5, 0.005, 0.05], 0.0, 100.0), "0.005 0.05 0.5"),
+    ],
+)
+def test_labels_are_round_those_of_counts_whole_and_values_far_apart_on_a_logarithmic_axis(axis, labels) -> None:
+    assert [tick.label for tick in axis.ticks()] == labels.split()
+    assert axis.is_log == ("0.005" in labels)
+    assert not axis.is_log or axis.place(0.05) == 50.0
 
 
 def test_bars_begin_at_zero_and_leave_room_for_plain_decoding() -> None:
     plot = plot_bars("", "", [Bar("a", "a", Spread(1.0, 2.0, 4.0), False), Bar("b", "b", Spread(0.5, 0.5, 0.5), True)])
     assert [plot.x.place(value) for value in (0.0, 0.5, 1.0, 2.0, 4.0)] == [0.0, 12.5, 25.0, 50.0, 100.0]
-    assert [tick.label for tick in plot.x.ticks(plot.unit)] == ["0\u00d7", "1\u00d7", "2\u00d7", "3\u00d7", "4\u00d7"]
+    assert [tick.label for tick in plot.x.ticks(plot.unit)] == [f"{one}\u00d7" for one in range(5)]
