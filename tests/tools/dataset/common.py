@@ -1,4 +1,4 @@
-"""What the tests of data sets share: a tiny pair in folders, prompts, and what must come out."""
+"""A tiny pair in folders, prompts of a data set, and what must come out."""
 
 import json
 import random
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from tests.tiny import make_model, noisy_copy
 from tests.tiny_tokenizers import letters_tokenizer
@@ -14,19 +14,17 @@ from tests.tiny_tokenizers import letters_tokenizer
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,"  # one for each of the 64 ids
 PAD, EOS = "a", ","
 NUM_NEW = 12
-CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}.{% endfor %}"
 
 
-def save_pair(folder: Path) -> tuple[Path, Path]:
+def save_pair(folder: Path, noise: float = 0.05) -> tuple[str, str]:
     """A float64 target and its draft, whose texts often end by an EOS id; returns their folders."""
     target = make_model("llama")
-    target.generation_config.eos_token_id = LETTERS.index(EOS)
+    target.generation_config = GenerationConfig(eos_token_id=LETTERS.index(EOS), pad_token_id=0, do_sample=False)
     tokenizer = letters_tokenizer(LETTERS, pad_token=PAD, eos_token=EOS)
-    tokenizer.chat_template = CHAT_TEMPLATE
-    for name, model in (("target", target), ("draft", noisy_copy(target))):
+    for name, model in (("target", target), ("draft", noisy_copy(target, noise))):
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
-    return folder / "target", folder / "draft"
+    return str(folder / "target"), str(folder / "draft")
 
 
 def prompts(num: int, seed: int = 0) -> list[str]:
@@ -43,11 +41,10 @@ def write_prompts(path: Path, texts: list[str]) -> list[str]:
     return ids
 
 
-def batch_words(folder: Path, output: Path, *more: str, draft: bool = True) -> list[str]:
-    """A command that decodes the prompts of a folder of `save_pair`."""
-    models = ["--draft", str(folder / "draft")] if draft else []
-    sizes = ["-n", str(NUM_NEW), "-b", "4", "--dtype", "float64", "--device", "cpu"]
-    return ["batch", str(folder / "target"), str(folder / "prompts.jsonl"), "-o", str(output), *models, *sizes, *more]
+def batch_words(folder: Path, output: Path, *more: str) -> list[str]:
+    """A command that decodes `prompts.jsonl` beside the output with the pair of a folder."""
+    words = ["batch", str(folder / "target"), str(output.parent / "prompts.jsonl"), "-o", str(output)]
+    return [*words, "-d", str(folder / "draft"), "-n", str(NUM_NEW), "-b", "4", "--device", "cpu", *more]
 
 
 def results_in(path: Path) -> dict[str, dict[str, Any]]:
@@ -56,6 +53,11 @@ def results_in(path: Path) -> dict[str, dict[str, Any]]:
     results = {line["id"]: line for line in lines}
     assert len(results) == len(lines)
     return results
+
+
+def ends_of(line: dict[str, Any]) -> tuple[str, int, str]:
+    """As `plain_results` has them."""
+    return line["text"], line["num_tokens"], line["finish_reason"]
 
 
 def texts_in(path: Path) -> dict[str, str]:
@@ -74,12 +76,10 @@ def plain_results(target: PreTrainedModel | Path, texts: list[str]) -> list[tupl
     """Text, number of tokens and reason of the end, of plain greedy decoding row by row."""
     if isinstance(target, Path):
         target = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64)
-    eos = LETTERS.index(EOS)
-    options = {"max_new_tokens": NUM_NEW, "eos_token_id": eos, "pad_token_id": 0}
-    results = []
+    eos, results = LETTERS.index(EOS), []
     for text in texts:
         ids = torch.tensor([[LETTERS.index(letter) for letter in text]])
-        new = target.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, ids.shape[1] :]
+        new = target.generate(ids, max_new_tokens=NUM_NEW, eos_token_id=eos, pad_token_id=0)[0, ids.shape[1] :]
         shown = "".join(LETTERS[token_id] for token_id in new.tolist() if token_id not in (0, eos))
         results.append((shown, len(new), "stop" if int(new[-1]) == eos else "length"))
     return results

@@ -20,7 +20,7 @@ from hf_speculate.tools.dataset.rows import read_rows
 from hf_speculate.tools.dataset.run import run
 from hf_speculate.tools.dataset.run_folder import Job
 from tests.tiny import make_model
-from tests.tools.dataset.common import batch_words, begun_in, prompts, save_pair, texts_in, write_prompts
+from tests.tools.dataset.common import batch_words, begun_in, prompts, texts_in, write_prompts
 
 ROOT = Path(__file__).parents[3]
 NUM_ROWS, OPTIONS = 48, ["-k", "3", "--ordered"]
@@ -37,13 +37,12 @@ def launched(*arguments: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
-def test_two_processes_share_the_rows_and_lose_nothing_when_one_is_killed(tmp_path):
-    save_pair(tmp_path)
+def test_two_processes_share_the_rows_and_lose_nothing_when_one_is_killed(folder, tmp_path):
     ids = write_prompts(tmp_path / "prompts.jsonl", prompts(NUM_ROWS))
     alone, output = tmp_path / "alone.jsonl", tmp_path / "out.jsonl"
-    assert main(batch_words(tmp_path, alone, *OPTIONS)) == 0
+    assert main(batch_words(folder, alone, *OPTIONS)) == 0
 
-    first = launched(*batch_words(tmp_path, output, *OPTIONS))
+    first = launched(*batch_words(folder, output, *OPTIONS))
     deadline = time.monotonic() + TIMEOUT_S
     while len(begun_in(output, 1)) < 2:
         assert first.poll() is None, first.communicate()[1]
@@ -54,13 +53,11 @@ def test_two_processes_share_the_rows_and_lose_nothing_when_one_is_killed(tmp_pa
     first.communicate(timeout=TIMEOUT_S)
     assert first.returncode != 0
     num_begun = [len(begun_in(output, rank)) for rank in (0, 1)]
-    folder = tmp_path / "out.jsonl.run"
-    parts = list(folder.glob("rank-*.jsonl"))
+    parts = list(tmp_path.glob("out.jsonl.run/rank-*.jsonl"))
     kept = {key for part in parts for key in (cut_torn_line(part), texts_in(part))[1]}
-    assert kept
-    assert kept < set(ids)
+    assert set() < kept < set(ids)
 
-    second = launched(*batch_words(tmp_path, output, *OPTIONS))
+    second = launched(*batch_words(folder, output, *OPTIONS))
     _, err = second.communicate(timeout=TIMEOUT_S)
     assert second.returncode == 0, err
     again = [key for rank in (0, 1) for batch in begun_in(output, rank)[num_begun[rank] :] for key in batch]
@@ -68,7 +65,7 @@ def test_two_processes_share_the_rows_and_lose_nothing_when_one_is_killed(tmp_pa
     assert texts_in(output) == texts_in(alone)
     assert list(texts_in(output)) == ids
     assert f"{len(kept)} of them from earlier runs" in err
-    assert not list(folder.glob("rank-*"))
+    assert not list(tmp_path.glob("out.jsonl.run/rank-*"))
 
 
 def run_alone(place: ranks.Ranks, output: Path, decoded: list[str]) -> None:

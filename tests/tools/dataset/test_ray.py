@@ -21,7 +21,6 @@ from tests.tools.dataset.common import (
     batch_words,
     plain_results,
     prompts,
-    save_pair,
     texts_in,
     write_prompts,
 )
@@ -36,22 +35,13 @@ STORE_BYTES = 100_000_000
 @pytest.fixture(scope="module")
 def cluster():
     """One local Ray of two CPUs, which is told to report nothing."""
-    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in environment.items():
-            patch.setenv(name, value)
-        quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
-        sizes = {"num_cpus": 2, "object_store_memory": STORE_BYTES}
-        ray.init(address="local", _node_ip_address="127.0.0.1", **sizes, **quiet)
+        patch.setenv("PYTHONPATH", str(ROOT))
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        ray.init("local", num_cpus=2, object_store_memory=STORE_BYTES, _node_ip_address="127.0.0.1", **quiet)
         yield
         ray.shutdown()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("pair")
-    save_pair(folder)
-    return folder
 
 
 def decode(make, output, on_batch=None, **options):
@@ -60,33 +50,25 @@ def decode(make, output, on_batch=None, **options):
     return run(job, lambda rows: batches_of(rows, 2, tokenizer, False), on_ray(make, **options), Ranks(), on_batch)
 
 
-@pytest.fixture
-def notes(tmp_path_factory):
-    return tmp_path_factory.mktemp("notes")
-
-
 @pytest.mark.slow
-def test_every_row_comes_once_though_an_actor_dies(cluster, folder, notes, tmp_path):
-    make, reports = functools.partial(fatal_decoder, folder, NUM_NEW, notes, 1), []
-    report = decode(make, tmp_path / "out.jsonl", reports.append, workers=2)
-    assert list(notes.iterdir())
+def test_every_row_comes_once_though_an_actor_dies_and_a_batch_that_always_ends_its_actor_is_named(
+    cluster, folder, tmp_path
+):
+    (tmp_path / "notes").mkdir()
+    make, reports = functools.partial(fatal_decoder, folder, NUM_NEW, tmp_path / "notes"), []
+    report = decode(functools.partial(make, 1), tmp_path / "out.jsonl", reports.append, workers=2)
+    assert list((tmp_path / "notes").iterdir())
     expected = plain_results(folder / "target", TEXTS)
     assert texts_in(tmp_path / "out.jsonl") == {place: text for place, (text, *_) in enumerate(expected, 1)}
     assert [each.num_finished for each in reports] == list(range(2, 21, 2))
     assert report.num_tokens == sum(num for _, num, _ in expected)
-
-
-@pytest.mark.slow
-def test_a_batch_that_always_ends_its_actor_is_named(cluster, folder, notes, tmp_path):
-    make = functools.partial(fatal_decoder, folder, NUM_NEW, notes, 99)
     with pytest.raises(ConfigError, match=r"must not kill its actor, got 2 rows \(.*\) on which 1 died"):
-        decode(make, tmp_path / "out.jsonl", workers=1, num_attempts=1)
+        decode(functools.partial(make, 99), tmp_path / "other.jsonl", workers=1, num_attempts=1)
 
 
 @pytest.mark.slow
 def test_the_command_goes_on_with_actors_where_one_process_was_ended(cluster, folder, tmp_path, capsys):
-    ids = write_prompts(folder / "prompts.jsonl", TEXTS)
-    output = tmp_path / "out.jsonl"
+    ids, output = write_prompts(tmp_path / "prompts.jsonl", TEXTS), tmp_path / "out.jsonl"
     words = batch_words(folder, output, "-k", "3")
     assert main(words) == 0
     whole = texts_in(output)
