@@ -15,7 +15,7 @@ import pytest
 
 import hf_speculate
 from tests.test_floors import imported_modules, library_files
-from tests.tools.bench.fakes import save_pair
+from tests.tools.dataset.common import save_pair
 
 ROOT = Path(__file__).parents[1]
 

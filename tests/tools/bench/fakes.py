@@ -1,9 +1,6 @@
-"""Methods whose seconds and texts are made up, and pairs small enough to be saved in a test."""
-
-from pathlib import Path
+"""Methods whose seconds and texts are made up."""
 
 import torch
-from transformers import GenerationConfig
 
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.bench.batches import Batch
@@ -11,23 +8,6 @@ from hf_speculate.tools.bench.decoding import Decoded
 from hf_speculate.tools.bench.drift import Drift
 from hf_speculate.tools.bench.equality import Compared
 from hf_speculate.tools.bench.tuning import Instruments
-from tests.tiny import make_model, noisy_copy
-from tests.tiny_tokenizers import byte_level_tokenizer
-
-EOS = "<end>"
-
-
-def save_pair(folder: Path, *, noise: float = 0.05, dtype: torch.dtype = torch.float64) -> tuple[str, str]:
-    """A tiny target and a draft that is right most of the time, with a tokenizer of bytes."""
-    tokenizer = byte_level_tokenizer([], eos_token=EOS, pad_token="<pad>")
-    target = make_model("llama", vocab_size=len(tokenizer), dtype=dtype)
-    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    target.generation_config = GenerationConfig(**ends, do_sample=False)
-    models = {"target": target, "draft": noisy_copy(target, noise)}
-    for name, model in models.items():
-        model.save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
-    return str(folder / "target"), str(folder / "draft")
 
 
 def empty_batches(num: int) -> list[Batch]:

@@ -15,7 +15,7 @@ from hf_speculate.tools.cli.main import main
 from tests.cases import KeepsAll
 from tests.tiny import make_model
 from tests.tiny_tokenizers import byte_level_tokenizer
-from tests.tools.bench.fakes import EOS, save_pair
+from tests.tools.dataset.common import save_pair
 
 QUESTIONS = [
     {"question_id": 81 + index, "category": "code" if index % 2 else "text", "turns": [text, "and then?"]}
@@ -25,9 +25,9 @@ NUM_NEW = 8
 LENGTH = ["-n", str(NUM_NEW), "--device", "cpu"]
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    return save_pair(tmp_path_factory.mktemp("pair"))
+@pytest.fixture
+def pair(folder):
+    return str(folder / "target"), str(folder / "draft")
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_greedy_methods_are_compared_with_plain_decoding_and_lossy_ones_with_the
     ours = result["methods"][3]
     assert (ours["verifier"], ours["num_assistant_tokens"], ours["num_tokens"]) == ("greedy", 3, 4 * NUM_NEW)
     assert 1 < ours["mean_acceptance_length"] <= 4
-    assert len(ours["draft_lens"]) == sum(ours["rounds_by_draft_len"].values()) // 4
+    assert 1 < len(ours["draft_lens"]) < sum(ours["rounds_by_draft_len"].values())  # of one call
     categories = {(one["category"], one["method"]): one["num_prompts"] for one in result["categories"]}
     assert categories == {(category, name): 2 for category in ("code", "text") for name in names[1:]}
     assert [one["posterior_threshold"] for one in result["drift"]] == [None, None, 0.05, 0.2]
@@ -104,7 +104,7 @@ def test_prompt_lookup_needs_no_draft_and_a_draft_may_have_another_tokenizer(pai
     assert [one["name"] for one in result["methods"]] == ["plain, greedy", "transformers, lookup 4", "greedy, K = 3"]
     assert main(words) == 2
     assert "there must be --draft or --lookup, got neither" in capsys.readouterr().err
-    tokenizer, other = byte_level_tokenizer(["de", "cl"], eos_token=EOS), tmp_path / "other"
+    tokenizer, other = byte_level_tokenizer(["de", "cl"], eos_token="<end>"), tmp_path / "other"
     make_model("llama", vocab_size=len(tokenizer), seed=1).save_pretrained(other)
     tokenizer.save_pretrained(other)
     status, result = run((pair[0], str(other)), questions, "-v", "greedy", "--num-prompts", "2")
@@ -149,7 +149,7 @@ def test_the_winner_is_written_and_picked_up_and_nothing_if_plain_decoding_wins(
     assert (result["winner"], result["fields"]) == ("greedy, K = 3", fields)
     model, stats = hf_speculate.enable(AutoModelForCausalLM.from_pretrained(target)), hf_speculate.SpeculationStats()
     options = {"assistant_model": AutoModelForCausalLM.from_pretrained(draft), "speculation_stats": stats}
-    model.generate(torch.tensor([[70, 80]]), max_new_tokens=NUM_NEW, **options)
+    model.generate(torch.tensor([[7, 8]]), max_new_tokens=NUM_NEW, **options)
     assert max(stats.rounds_by_draft_len) == 3
 
     seconds["typical 0.2, K = 2"] = 0.2

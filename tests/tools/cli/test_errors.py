@@ -8,20 +8,16 @@ import pytest
 
 from hf_speculate.generation.mixin import SpeculativeGenerationMixin
 from hf_speculate.tools.cli.main import main
-from tests.tools.bench.fakes import save_pair
 
 CPU = ["--device", "cpu"]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """A pair in `target` and `draft`, and copies of the target each of which lacks something."""
-    folder = tmp_path_factory.mktemp("models")
-    save_pair(folder)
-    for name in ("no-tokenizer", "cut"):
-        shutil.copytree(folder / "target", folder / name)
-    for file in (folder / "no-tokenizer").glob("tokenizer*"):
-        file.unlink()
+def folder(folder, tmp_path_factory) -> Path:
+    """A pair in `target` and `draft`, copies of the target each of which lacks something, and files of prompts."""
+    folder = Path(shutil.copytree(folder, tmp_path_factory.mktemp("models"), dirs_exist_ok=True))
+    shutil.copytree(folder / "target", folder / "no-tokenizer", ignore=shutil.ignore_patterns("tokenizer*"))
+    shutil.copytree(folder / "target", folder / "cut")
     weights = folder / "cut" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     (folder / "latin.txt").write_bytes("def main():\ncafé\n".encode("latin-1"))

@@ -1,6 +1,8 @@
 """Several requests at once: each gets the text that it gets alone, and leaves the others alone."""
 
 import asyncio
+import functools
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from tests.tools.server.serving import MANY, NUM_ROWS, WAIT_S, wait_until
 
 pytest.importorskip("fastapi", reason="fastapi is not installed")
 pytest.importorskip("uvicorn", reason="uvicorn is not installed")
+openai = pytest.importorskip("openai", reason="openai is not installed")
 
 
 def requests_of(engine, num):
@@ -40,69 +43,48 @@ def alone(engine, request):
     return engine.tokenizer.decode(output[0, ids.shape[1] :])
 
 
-def asks(client, ask):
-    """Run a coroutine of OpenAI's asynchronous client."""
-    openai = pytest.importorskip("openai", reason="openai is not installed")
-
-    async def run():
-        http_client = openai.DefaultAsyncHttpxClient(trust_env=False)
-        address = str(client.base_url.join("/v1"))
-        async with openai.AsyncOpenAI(
-            api_key="none", base_url=address, http_client=http_client, max_retries=0, timeout=WAIT_S
-        ) as asked:
-            return await ask(openai, asked)
-
-    return asyncio.run(run())
+@pytest.fixture
+def create(client):
+    """Asks for a completion with OpenAI's client."""
+    options = {"api_key": "none", "base_url": str(client.base_url.join("/v1")), "max_retries": 0, "timeout": WAIT_S}
+    return functools.partial(openai.OpenAI(http_client=client, **options).completions.create, model="tiny")
 
 
-def test_requests_at_once_get_the_texts_that_they_get_alone(client, engine):
+def test_requests_at_once_get_the_texts_that_they_get_alone(client, create, engine):
     requests = requests_of(engine, 32)
 
-    async def ask(openai, asked):
-        async def one(index, request):
-            create = asked.completions.create(model="tiny", **request, stream=index % 4 > 0)
-            if not index % 4:
-                return (await create).choices[0].text
-            text = ""
-            async for chunk in await create:
-                text += chunk.choices[0].text
-                if index % 4 == 3:
-                    return None  # leaves
-            return text
+    def ask(index):
+        answer = create(**requests[index], stream=index % 4 > 0)
+        if not index % 4:
+            return answer.choices[0].text
+        if index % 4 < 3:
+            return "".join(chunk.choices[0].text for chunk in answer)
+        next(answer)
+        return answer.close()  # leaves
 
-        return await asyncio.gather(*(one(*numbered) for numbered in enumerate(requests)))
-
-    texts = asks(client, ask)
+    with ThreadPoolExecutor(len(requests)) as pool:
+        texts = list(pool.map(ask, range(len(requests))))
     assert engine.forwards.most_at_once == 1
-    assert [text for text in texts if text is not None] == [
-        alone(engine, request) for request, text in zip(requests, texts, strict=True) if text is not None
-    ]
-    assert texts.count(None) == 8
+    assert texts == [None if at % 4 == 3 else alone(engine, request) for at, request in enumerate(requests)]
     wait_until(lambda: client.get("/health").json() == {"status": "ok", "running": 0, "waiting": 0})
 
 
-def test_a_full_queue_answers_429_until_a_client_leaves(client, engine, slow, monkeypatch):
+def test_a_full_queue_answers_429_until_a_client_leaves(create, engine, slow, monkeypatch):
     monkeypatch.setattr(engine, "max_queued", 1)
-    request = {"model": "tiny", "prompt": [3, 4], "temperature": 0}
-
-    async def ask(openai, asked):
-        create = asked.completions.create
-        streams = [await create(**request, max_tokens=MANY, stream=True) for _ in range(NUM_ROWS)]
-        waiting = asyncio.create_task(create(**request, max_tokens=2))
-        while not engine.num_waiting:
-            await asyncio.sleep(0.01)
+    request = {"prompt": [3, 4], "temperature": 0}
+    streams = [create(**request, max_tokens=MANY, stream=True) for _ in range(NUM_ROWS)]
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(create, **request, max_tokens=2)
+        wait_until(lambda: engine.num_waiting)
         with pytest.raises(openai.RateLimitError) as caught:
-            await create(**request, max_tokens=2)
+            create(**request, max_tokens=2)
         assert (engine.num_running, engine.num_waiting) == (NUM_ROWS, 1)
-        await streams[0].close()
-        answer = await waiting  # in the row of the client that has left, long before the others end
-        assert engine.num_running == NUM_ROWS - 1
-        for stream in streams[1:]:
-            await stream.close()
-        return caught.value, answer
-
-    error, answer = asks(client, ask)
-    assert (error.status_code, error.body["code"]) == (429, "rate_limit_exceeded")
+        streams[0].close()
+        answer = waiting.result()  # in the row of the client that has left, long before the others end
+    assert engine.num_running == NUM_ROWS - 1
+    for stream in streams[1:]:
+        stream.close()
+    assert (caught.value.status_code, caught.value.body["code"]) == (429, "rate_limit_exceeded")
     assert answer.usage.completion_tokens == 2
 
 
