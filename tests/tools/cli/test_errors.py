@@ -2,6 +2,7 @@
 
 import io
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,8 @@ TUNE = ["tune", "{folder}/target", "{folder}/prompts.txt", "-d", "{folder}/draft
         (["batch", "nosuch", "{folder}/prompts.jsonl", "-o", "{out}/no/x.jsonl"], "x.jsonl must exist, got none"),
         (["bench", "nosuch", "{folder}/prompts.txt", "-d", "no", "--html", "{out}"], " is a directory"),
         (["bench", "nosuch", "{folder}/latin.txt", "-d", "no"], "prompts must be UTF-8, got other bytes in "),
+        (["serve", "nosuch", "-k", "0"], "num_assistant_tokens"),
+        (["serve", "nosuch", "--host", "203.0.113.1"], "--host and --port must be free on this machine"),
         # of options
         ([*GENERATE, "--sample", "-t", "0"], "--temperature must be above 0 and finite, got 0.0; leave it out"),
         ([*BENCH, "--top-k", "5"], "--top-k must come with --sample"),
@@ -95,6 +98,11 @@ def test_what_was_measured_is_shown_where_it_cannot_be_written(folder, tmp_path,
     assert err.endswith("hf-speculate: [Errno 28] No space left on device\n")
 
 
+def test_a_missing_library_is_named(monkeypatch, refused):
+    monkeypatch.setitem(sys.modules, "uvicorn", None)  # an import of it fails
+    assert "uvicorn must be installed for this, got none; run pip install" in refused(["serve", "nosuch"])
+
+
 class Strange(Exception):
     """What nobody foresaw."""
 
@@ -102,8 +110,11 @@ class Strange(Exception):
 @pytest.mark.parametrize(
     ("error", "status", "line"),
     [
-        (Strange("\nfirst\nsecond"), 2, "hf-speculate: Strange: first (--debug prints the traceback)"),
-        (Strange("[red]not so[/red] :sob:"), 2, "hf-speculate: Strange: [red]not so[/red] :sob: (--debug"),
+        (
+            Strange("\n[red]first[/red] :sob:\nsecond"),
+            2,
+            "hf-speculate: Strange: [red]first[/red] :sob: (--debug prints",
+        ),
         (KeyboardInterrupt(), 130, "interrupted: 0 of 1 prompts are finished"),
         (SystemExit(3), 3, ""),
     ],

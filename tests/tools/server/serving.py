@@ -3,7 +3,6 @@
 import time
 
 NUM_NEW = 24
-QUESTION = [{"role": "user", "content": "a word"}]
 PATH = "/v1/chat/completions"
 WAIT_S = 30  # for what takes a moment, on a busy machine too
 NUM_ROWS = 4
@@ -12,7 +11,8 @@ MANY = 400  # tokens, which take several seconds so
 
 
 def body(**options):
-    return {"messages": QUESTION, "max_tokens": NUM_NEW, "temperature": 0, **options}
+    messages = [{"role": "user", "content": "a word"}]
+    return {"messages": messages, "max_tokens": NUM_NEW, "temperature": 0, **options}
 
 
 class Forwards:
