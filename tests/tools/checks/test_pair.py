@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 from transformers import (
-    DynamicCache,
     GenerationConfig,
     LlamaConfig,
     MiniMaxConfig,
@@ -15,7 +14,6 @@ from transformers import (
 )
 
 import hf_speculate
-from hf_speculate.models.language_model import cache_name
 from hf_speculate.tools.bench.results import draft_cost
 from hf_speculate.tools.checks.cost_model import ModelSize, estimate_gains, expected_speedup, size_of
 from hf_speculate.tools.checks.pair import vocabulary_overlap
@@ -35,34 +33,26 @@ def texts_of(report, level):
     return " ".join(finding.text for finding in report.findings if finding.level == level)
 
 
-def check(target, draft, draft_words=None):
-    tokenizers = {
-        "target_tokenizer": letters_tokenizer(LETTERS),
-        "draft_tokenizer": letters_tokenizer(draft_words or LETTERS),
-    }
-    return hf_speculate.check_pair(target, draft, **tokenizers)
+def check(target, draft, words=LETTERS):
+    tokenizers = letters_tokenizer(LETTERS), letters_tokenizer(words)
+    return hf_speculate.check_pair(target, draft, target_tokenizer=tokenizers[0], draft_tokenizer=tokenizers[1])
 
 
-def _save(folder, config, *, words=None, eos_token_id=2, chat_template=None):
+def _save(folder, config, *, words=LETTERS, eos_token_id=2, chat_template=None):
     """A repository of small files, as a download without weights leaves it."""
     config.save_pretrained(folder)
-    tokenizer = letters_tokenizer(words or LETTERS)
+    tokenizer = letters_tokenizer(words)
     tokenizer.chat_template = chat_template
     tokenizer.save_pretrained(folder)
     GenerationConfig(eos_token_id=eos_token_id).save_pretrained(folder)
     return str(folder)
 
 
-@pytest.fixture
-def folders(tmp_path):
-    return (_save(tmp_path / "target", make_config("llama")), _save(tmp_path / "draft", make_config("llama", **SMALL)))
-
-
-def test_a_fitting_pair_is_ok_as_models_configs_and_paths(folders):
-    target, draft = make_config("llama"), make_config("llama", **SMALL)
+def test_a_fitting_pair_is_ok_as_models_configs_paths_and_in_the_command(tmp_path, capsys):
+    configs = make_config("llama"), make_config("llama", **SMALL)
     models = make_model("llama"), make_model("llama", **SMALL)
-    reports = [check(target, draft), check(*models), hf_speculate.check_pair(*folders)]
-    for report in reports:
+    folders = [_save(tmp_path / name, config) for name, config in zip(("target", "draft"), configs, strict=True)]
+    for report in check(*configs), check(*models), hf_speculate.check_pair(*folders):
         assert (report.level, report.findings, report.ok) == ("ok", (), True)
         assert report.overlap.share == 1
         assert report.target_params == sum(one.numel() for one in models[0].parameters())
@@ -70,9 +60,17 @@ def test_a_fitting_pair_is_ok_as_models_configs_and_paths(folders):
         embeddings = [model.get_input_embeddings().weight.numel() for model in models]  # a step reads one row of each
         num_read = [report.target_params - embeddings[0], report.draft_params - embeddings[1]]
         assert report.size_ratio == draft_cost(*models) == pytest.approx(num_read[1] / num_read[0])
+    assert main(["check", folders[0], "--draft", folders[1]]) == 0
+    assert capsys.readouterr().out == f"{report}\n"
+    stranger = _save(tmp_path / "other", configs[0], words=OTHERS)
+    assert main(["check", folders[0], "-d", stranger, "--json"]) == 1
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["level"], answer["overlap"]["share"], len(answer["gains"])) == ("does not fit", 0, 4)
 
 
-def test_a_model_of_70_billion_parameters_takes_no_memory_and_its_config_stays():
+def test_a_model_of_70_billion_parameters_takes_no_memory_its_config_stays_and_a_reader_of_images_is_refused():
+    with pytest.raises(hf_speculate.UnsupportedModelError, match="target must have a language modelling head"):
+        hf_speculate.check_pair(ViTConfig(), HUGE)
     before = HUGE.to_dict()
     report = hf_speculate.check_pair(HUGE, LlamaConfig(vocab_size=128256, num_hidden_layers=2))
     assert HUGE.to_dict() == before
@@ -99,10 +97,9 @@ def test_models_that_generate_refuses_are_refused_in_its_words(config, words, is
 
 def test_models_with_recurrent_layers_are_ok_and_their_states_are_counted():
     model, other = make_model("qwen3_5"), make_model("llama")
-    kv_cache = DynamicCache(config=model.config)
-    model(torch.tensor([[1, 2, 3]]), use_cache=True, **{cache_name(model): kv_cache})
+    kv_cache = model(torch.tensor([[1, 2, 3]]), use_cache=True).past_key_values
     states = [state for layer in recurrent_states(kv_cache) for state in layer.values()]
-    size = f"{sum(state.numel() * state.element_size() for state in states) / 2**20:.3g} MiB a row"
+    size = f"{sum(state.nbytes for state in states) / 2**20:.3g} MiB a row"
     for report, role in ((check(model, other), "target"), (check(other, model), "draft")):
         assert report.ok
         text = texts_of(report, "ok")
@@ -112,10 +109,7 @@ def test_models_with_recurrent_layers_are_ok_and_their_states_are_counted():
 def test_other_tables_and_other_tokens_are_said():
     report = check(make_config("llama"), make_config("llama", vocab_size=72))
     assert "vocabularies padded to 64 and 72" in texts_of(report, "warning")
-    report = check(make_config("llama"), make_config("llama"), draft_words=OTHERS)
-    assert report.level == "does not fit"
-    assert report.overlap.share == 0
-    report = check(make_config("llama"), make_config("llama"), draft_words=LETTERS[:32] + OTHERS[32:])
+    report = check(make_config("llama"), make_config("llama"), LETTERS[:32] + OTHERS[32:])
     assert "different tokenizers: 32 of the target's 64 tokens can be drafted" in texts_of(report, "warning")
     assert "never calls it" in texts_of(report, "warning")  # a draft as large as its target
     assert all((gain.num_draft_tokens, gain.speedup) == (0, 1.0) for gain in report.gains)
@@ -138,15 +132,12 @@ def test_ends_templates_lengths_and_ropes_are_warned_of(tmp_path):
 
 def test_memory_is_that_of_the_weights_and_of_the_cache():
     model = make_model("mixtral", dtype=torch.float32)
-    report = hf_speculate.check_pair(model, model)
-    ids = torch.ones(1, 7, dtype=torch.int64)
-    cache = model(input_ids=ids, use_cache=True).past_key_values
-    states = [state for layer in cache.layers for state in (layer.keys, layer.values)]
-    assert report.target_memory.dtype == "float32"
-    assert report.target_memory.weight_bytes == sum(one.nbytes for one in model.parameters())
-    assert report.target_memory.kv_bytes_per_token * 7 == sum(state.nbytes for state in states)
+    memory = hf_speculate.check_pair(model, model).target_memory
+    layers = model(input_ids=torch.ones(1, 7, dtype=torch.int64), use_cache=True).past_key_values.layers
+    assert (memory.dtype, memory.weight_bytes) == ("float32", sum(one.nbytes for one in model.parameters()))
+    assert memory.kv_bytes_per_token * 7 == sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
     half = hf_speculate.check_pair(model.config, model.config, dtype="bfloat16").target_memory
-    assert (half.dtype, 2 * half.weight_bytes) == ("bfloat16", report.target_memory.weight_bytes)
+    assert (half.dtype, 2 * half.weight_bytes) == ("bfloat16", memory.weight_bytes)
 
 
 def test_quantised_and_routed_models_are_weighed_as_they_are_loaded():
@@ -160,27 +151,10 @@ def test_quantised_and_routed_models_are_weighed_as_they_are_loaded():
     assert size.num_read_bytes(1) < size.num_read_bytes(5) < read
     tied = size_of(meta_model("target", make_config("llama", tie_word_embeddings=True)), make_config("llama"), 2)
     assert tied.num_lookup_bytes == 0
-    quantised = make_config("llama", quantization_config={"quant_method": "gptq", "bits": 4}, dtype="bfloat16")
-    report = check(moe, quantised)
-    plain = check(moe, make_config("llama", dtype="bfloat16"))
-    assert report.size_ratio == pytest.approx(plain.size_ratio / 4)
+    report = check(moe, make_config("llama", quantization_config={"quant_method": "gptq", "bits": 4}, dtype="bfloat16"))
+    assert report.size_ratio == pytest.approx(check(moe, make_config("llama", dtype="bfloat16")).size_ratio / 4)
     assert "2 of 8 experts" in texts_of(report, "warning")
     assert "the draft is quantised (gptq)" in texts_of(report, "warning")
-
-
-def test_the_command_answers_in_text_json_and_status(folders, tmp_path, capsys):
-    assert main(["check", folders[0], "--draft", folders[1]]) == 0
-    assert capsys.readouterr().out == f"{hf_speculate.check_pair(*folders)}\n"
-    stranger = _save(tmp_path / "other", make_config("llama"), words=OTHERS)
-    assert main(["check", folders[0], "-d", stranger, "--json"]) == 1
-    answer = json.loads(capsys.readouterr().out)
-    assert answer["level"] == "does not fit"
-    assert answer["overlap"]["share"] == 0
-    assert len(answer["gains"]) == 4
-    assert main(["check", folders[0], "-d", "no/such-model"]) == 2
-    assert "draft must be a folder" in capsys.readouterr().err
-    assert main([]) == 2
-    assert "Usage: hf-speculate" in capsys.readouterr().out
 
 
 def test_gains_are_the_best_of_the_cost_model():
@@ -192,8 +166,3 @@ def test_gains_are_the_best_of_the_cost_model():
     for gain in gains:
         rates = [expected_speedup(gain.acceptance_probability, num, 0.1) for num in range(11)]
         assert gain.speedup == pytest.approx(max(rates)) == pytest.approx(rates[gain.num_draft_tokens])
-
-
-def test_what_is_no_language_model_is_said():
-    with pytest.raises(hf_speculate.UnsupportedModelError, match="target must have a language modelling head"):
-        hf_speculate.check_pair(ViTConfig(), make_config("llama"))
