@@ -10,7 +10,7 @@ import torch
 from hf_speculate import ConfigError
 from hf_speculate.tools.bench.batches import make_batches, take_in_turn
 from hf_speculate.tools.bench.drift import Drift
-from hf_speculate.tools.bench.methods import DraftLen, parse_draft_lens, parse_thresholds, threshold_methods
+from hf_speculate.tools.bench.methods import DraftLen, parse_draft_lens, parse_thresholds
 from hf_speculate.tools.bench.rules import Rule, parse_rule
 from hf_speculate.tools.bench.saving import write_fields
 from hf_speculate.tools.bench.tuning import candidates, num_steps, tune
@@ -28,12 +28,6 @@ def test_categories_take_turns_and_share_a_batch_only_in_the_rest():
     assert batches[0].input_ids.tolist() == [[5, 5], [0, 7]]
 
 
-def test_alpha_goes_along_with_the_threshold_unless_it_is_set():
-    for fields, expected in (({}, [0.2, 0.3, 0.5]), ({"posterior_alpha": 0.6}, [0.6] * 3)):
-        methods = threshold_methods(["typical"], [0.04, 0.09, 0.25], [DraftLen(5, False)], True, fields)
-        assert [method.fields["posterior_alpha"] for method in methods] == expected
-
-
 PLAIN_DRIFT = Drift(-100.0, 100, 100)
 
 
@@ -44,8 +38,6 @@ def test_rules_numbers_and_thresholds_are_read():
     assert str(parse_rule("drop <= 0.05, agreement=1")) == "agreement >= 1, drop <= 0.05"
     lens = parse_draft_lens("3, adaptive,adaptive:16,3")
     assert lens == [DraftLen(3, False), DraftLen(None, True), DraftLen(16, True)]
-    assert [one.label for one in lens] == ["K = 3", "adaptive", "adaptive up to 16"]
-    assert lens[0].fields == {"num_assistant_tokens": 3, "num_assistant_tokens_schedule": "constant"}
     assert lens[2].fields == {"num_assistant_tokens": 16, "num_assistant_tokens_schedule": "adaptive"}
     assert (parse_thresholds("0.05,0.2"), parse_thresholds("")) == ([0.05, 0.2], [])
     bad = {parse_rule: ["", "agreement", "agreement<=0.9", "drop>=0.9", "exact,drop=0.1", "drop=1e", "drop=-1"]}
@@ -82,9 +74,8 @@ def test_the_fastest_method_wins_and_slow_ones_leave_early():
     tuned = tune(METHODS, empty_batches(NUM_BATCHES), Rule(), instruments(times))
     assert tuned.winner.name == "greedy, K = 5"
     assert tuned.fields == {"num_assistant_tokens": 5, "num_assistant_tokens_schedule": "constant"}
-    assert [trial.method.name for trial in tuned.trials] == [GREEDY[1], GREEDY[3], GREEDY[2], GREEDY[0]]
-    assert [trial.complaint for trial in tuned.trials] == ["", "", "slower", "slower"]
-    assert [len(trial.runs) for trial in tuned.trials] == [8, 8, 2, 2]
+    ranked = [(GREEDY[1], "", 8), (GREEDY[3], "", 8), (GREEDY[2], "slower", 2), (GREEDY[0], "slower", 2)]
+    assert [(trial.method.name, trial.complaint, len(trial.runs)) for trial in tuned.trials] == ranked
     late = {PLAIN: 1.0, GREEDY[0]: [0.5] * 2 + [0.9] * 6, GREEDY[1]: 0.6, GREEDY[2]: 1.0, GREEDY[3]: 1.0}
     tuned_late = tune(METHODS, empty_batches(NUM_BATCHES), Rule(), instruments(FakeTimes(late)))
     assert tuned_late.winner.name == GREEDY[1]  # later prompts count too
@@ -127,9 +118,11 @@ def test_the_grid_holds_what_the_rule_allows():
     times = FakeTimes({"plain, sampling": 1.0, "rejection, K = 2": 0.5, "block, K = 2": 0.9, "coupled, K = 2": 0.9})
     tuned = tune(exact, empty_batches(2), Rule(), instruments(times), do_sample=True)
     assert "verifier" not in tuned.fields  # of the default when tokens are drawn
-    bounded = candidates(Rule(max_drop=0.1), LENS[:1], [0.1, 0.2], True, {"draft_sampling": "argmax"})
-    assert [method.name for method in bounded if method.is_lossy] == ["typical 0.1, K = 2", "typical 0.2, K = 2"]
-    assert all(method.fields["draft_sampling"] == "argmax" for method in bounded)
+    for fields, alphas in (({}, [0.2, 0.5]), ({"posterior_alpha": 0.6}, [0.6, 0.6])):
+        bounded = candidates(Rule(max_drop=0.1), LENS[:1], [0.04, 0.25], True, {"draft_sampling": "argmax"} | fields)
+        assert all(method.fields["draft_sampling"] == "argmax" for method in bounded)
+        assert [method.name for method in bounded[3:]] == ["typical 0.04, K = 2", "typical 0.25, K = 2"]
+        assert [method.fields["posterior_alpha"] for method in bounded[3:]] == alphas
     assert candidates(Rule(), LENS[:1], [0.1], False, {}, "typical") == []
 
 

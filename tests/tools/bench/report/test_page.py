@@ -48,7 +48,7 @@ def test_tables_show_the_figures(tmp_path):
     assert page.row("hf_speculate, greedy, K = 5") == ["greedy", "exact", "5", *counts]
     assert page.row("plain, greedy") == ["-", "exact", "-", "59 (47 to 71)", "1.00", "-", "-", "-"]
     assert page.row("writing") == ["hf_speculate, greedy, adaptive", "0.80", "40.0 %"]
-    assert page.row("typical") == ["0.01", "171 (137 to 206)", "2.89 (2.31 to 3.47)", "-1.602", "62.4 %"]
+    assert page.row("typical") == ["0.01", "171", "2.89", "-1.602", "62.4 %"]
 
 
 def test_the_headline_is_the_fastest_exact_method_beside_doubts_and_what_ran_otherwise(tmp_path):
@@ -79,9 +79,8 @@ def test_values_that_were_not_measured_are_left_out_with_their_plots(tmp_path):
     result = {"methods": [entry], "categories": [{"category": "a", "method": "ours", "speedup": None}]}
     result["drift"] = [{"verifier": "typical", "posterior_threshold": 0.1, "speedup": None}]
     page = Page(tmp_path, result)
-    for title in ("Acceptance rate by position", "Draft length over time", "Time by stage"):
-        assert title in Page(tmp_path, make_result()).text
-        assert title not in page.text
+    titles = "Acceptance rate by position|Draft length over time|Time by stage"
+    assert [len({*re.findall(titles, one.text)}) for one in (Page(tmp_path, make_result()), page)] == [3, 0]
     assert not re.search(r"\b(nan|inf|none)\b", page.source.partition("</style>")[2].lower())
     assert page.row("hf_speculate, ours")[4:6] == ["-", "-"]
     assert page.row("a") == ["hf_speculate, ours", "-", "-", "-"]
@@ -119,22 +118,17 @@ def test_a_rounded_axis_holds_every_value_in_order(values: list[float]) -> None:
     assert 2 <= len({tick.label for tick in ticks}) == len(ticks) <= 7
 
 
-@pytest.mark.parametrize(
-    ("axis", "labels"),
-    [
+def test_labels_are_round_and_values_far_apart_lie_on_a_logarithmic_axis() -> None:
+    far = axis_of_values([0.5, 0.005, 0.05], 0.0, 100.0)
+    assert (far.place(0.05), far.is_log) == (50.0, True)
+    for axis, labels in (
         (rounded_axis([0.0, 2.56], 0.0, 100.0), "0 1 2 3"),
         (rounded_axis([3.0], 0.0, 100.0), "2.6 2.8 3.0 3.2 3.4"),
-        (rounded_axis([0.0, 0.0], 0.0, 100.0), "-1.0 -0.5 0.0 0.5 1.0"),
-        (axis_of_counts(1, 0.0, 100.0), "1"),
         (axis_of_counts(700, 0.0, 100.0), "1 200 400 600"),
         (axis_of_values([0.1, 0.101, 0.2, 0.3], 0.0, 100.0), "0.1 0.2 0.3"),
-        (axis_of_values([0.5, 0.005, 0.05], 0.0, 100.0), "0.005 0.05 0.5"),
-    ],
-)
-def test_labels_are_round_those_of_counts_whole_and_values_far_apart_on_a_logarithmic_axis(axis, labels) -> None:
-    assert [tick.label for tick in axis.ticks()] == labels.split()
-    assert axis.is_log == ("0.005" in labels)
-    assert not axis.is_log or axis.place(0.05) == 50.0
+        (far, "0.005 0.05 0.5"),
+    ):
+        assert [tick.label for tick in axis.ticks()] == labels.split()
 
 
 def test_bars_begin_at_zero_and_leave_room_for_plain_decoding() -> None:
