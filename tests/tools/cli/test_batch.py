@@ -11,7 +11,6 @@ from hf_speculate.tools.bench.methods import Method
 from hf_speculate.tools.cli.console import ProgressNotes
 from hf_speculate.tools.cli.main import main
 from hf_speculate.tools.cli.measuring import progress
-from hf_speculate.tools.dataset.ranks import Ranks
 from tests.tools.dataset.common import batch_words, ends_of, plain_results, prompts, results_in, write_prompts
 
 TEXTS = prompts(6)
@@ -33,23 +32,6 @@ def test_lines_come_at_most_once_in_a_while():
     for num_done in (1, 2, 3):
         notes.show(num_done, 8, "rows", "10 tokens/s")
     assert log.file.getvalue() == "2/8 rows 10 tokens/s\n"
-
-
-def test_what_cannot_be_is_named_before_any_model_is_loaded(folder, tmp_path, monkeypatch, capsys):
-    file, prompts, output = (tmp_path / f"{name}.jsonl" for name in ("bad", "prompts", "out"))
-    file.write_text('"good"\n{"id": 1}\n')
-    prompts.write_text('"bc"\n')
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr("hf_speculate.tools.cli.batch.find_ranks", lambda is_cpu: Ranks(0, 2))
-    for words, message in (
-        (["batch", "no/such-model", str(file), "-o", str(output)], "at bad.jsonl:2"),
-        (["batch", "no/such-model", str(prompts), "-o", str(prompts)], "the output must not be the file of prompts"),
-        (batch_words(folder, output, "--engine", "ray"), "--engine ray must be started once, got 2 ranks"),
-    ):
-        assert main(words) == 2
-        assert message in capsys.readouterr().err
-    assert prompts.read_text() == '"bc"\n'
-    assert not (tmp_path / "out.jsonl.run").exists()
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

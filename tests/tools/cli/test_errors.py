@@ -1,14 +1,16 @@
 """What goes wrong on the command line is one line and exit status 2, whatever it is."""
 
-import io
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
 from hf_speculate.generation.mixin import SpeculativeGenerationMixin
 from hf_speculate.tools.cli.main import main
+from hf_speculate.tools.dataset.ranks import Ranks
 
 CPU = ["--device", "cpu"]
 
@@ -24,6 +26,7 @@ def folder(folder, tmp_path_factory) -> Path:
     (folder / "latin.txt").write_bytes("def main():\ncafé\n".encode("latin-1"))
     (folder / "prompts.txt").write_text("def main():\n")
     (folder / "prompts.jsonl").write_text('"def main():"\n')
+    (folder / "bad.jsonl").write_text('"good"\n{"id": 1}\n')
     return folder
 
 
@@ -34,9 +37,7 @@ def refused(folder, tmp_path, capsys):
     def run(words: list[str]) -> str:
         assert main([word.format(folder=folder, out=tmp_path) for word in words]) == 2
         out, err = capsys.readouterr()
-        assert out == ""
-        assert err.startswith("hf-speculate: ")
-        assert err.count("\n") == 1
+        assert (out, err[:14], err.count("\n")) == ("", "hf-speculate: ", 1)
         assert list(tmp_path.iterdir()) == []
         return err
 
@@ -57,6 +58,8 @@ TUNE = ["tune", "{folder}/target", "{folder}/prompts.txt", "-d", "{folder}/draft
         (["batch", "nosuch", "{folder}/prompts.jsonl", "-o", "{out}/no/x.jsonl"], "x.jsonl must exist, got none"),
         (["bench", "nosuch", "{folder}/prompts.txt", "-d", "no", "--html", "{out}"], " is a directory"),
         (["bench", "nosuch", "{folder}/latin.txt", "-d", "no"], "prompts must be UTF-8, got other bytes in "),
+        (["batch", "nosuch", "{folder}/bad.jsonl", "-o", "{out}/x.jsonl"], "at bad.jsonl:2"),
+        ([*BATCH[:3], "-o", "{folder}/prompts.jsonl"], "the output must not be the file of prompts"),
         (["serve", "nosuch", "-k", "0"], "num_assistant_tokens"),
         (["serve", "nosuch", "--host", "203.0.113.1"], "--host and --port must be free on this machine"),
         # of options
@@ -87,10 +90,8 @@ def test_a_command_that_cannot_be_is_one_line(words, message, refused):
 
 
 def test_what_was_measured_is_shown_where_it_cannot_be_written(folder, tmp_path, monkeypatch, capsys):
-    def write_json(path, result):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("hf_speculate.tools.cli.measuring.write_json", write_json)
+    error = OSError(28, "No space left on device")
+    monkeypatch.setattr("hf_speculate.tools.cli.measuring.write_json", Mock(side_effect=error))
     words = [*BENCH, "-n", "2", "-k", "2", "-v", "greedy", "--output", str(tmp_path / "out.json")]
     assert main([word.format(folder=folder) for word in words]) == 2
     out, err = capsys.readouterr()
@@ -98,9 +99,11 @@ def test_what_was_measured_is_shown_where_it_cannot_be_written(folder, tmp_path,
     assert err.endswith("hf-speculate: [Errno 28] No space left on device\n")
 
 
-def test_a_missing_library_is_named(monkeypatch, refused):
+def test_a_missing_library_and_a_second_rank_are_named(monkeypatch, refused):
     monkeypatch.setitem(sys.modules, "uvicorn", None)  # an import of it fails
     assert "uvicorn must be installed for this, got none; run pip install" in refused(["serve", "nosuch"])
+    monkeypatch.setattr("hf_speculate.tools.cli.batch.find_ranks", lambda is_cpu: Ranks(0, 2))
+    assert "--engine ray must be started once, got 2 ranks" in refused([*BATCH, "--engine", "ray"])
 
 
 class Strange(Exception):
@@ -120,31 +123,22 @@ class Strange(Exception):
     ],
 )
 def test_an_error_of_decoding_is_one_line_or_with_debug_a_traceback(error, status, line, folder, monkeypatch, capsys):
-    def generate(model, **arguments):
-        raise error
-
-    monkeypatch.setattr(SpeculativeGenerationMixin, "generate", generate)
+    monkeypatch.setattr(SpeculativeGenerationMixin, "generate", Mock(side_effect=error))
     words = [word.format(folder=folder) for word in GENERATE]
     assert main(words) == status
     err = capsys.readouterr().err.strip()
-    assert err.startswith(line)
-    assert "\n" not in err
+    assert err.startswith(line) and "\n" not in err
     for place in (0, len(words)) if isinstance(error, Strange) else ():
         with pytest.raises(Strange):
             main([*words[:place], "--debug", *words[place:]])
 
 
 def test_behind_two_dashes_debug_is_a_prompt(folder, capsys):
-    words = ["generate", *CPU, "--dtype", "float64", "-n", "2", "--", str(folder / "target"), "--debug"]
-    assert main(words) == 0
+    assert main(["generate", *CPU, "-n", "2", "--", str(folder / "target"), "--debug"]) == 0
     assert "2 tokens in" in capsys.readouterr().err
 
 
 def test_ctrl_c_outside_of_decoding_is_one_line(monkeypatch, capsys):
-    class Terminal(io.StringIO):
-        def read(self, *_):
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr("sys.stdin", Terminal())
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(read=Mock(side_effect=KeyboardInterrupt), isatty=lambda: False))
     assert main(["generate", "nosuch", "-"]) == 130
     assert capsys.readouterr() == ("", "hf-speculate: interrupted\n")

@@ -84,7 +84,6 @@ def test_the_command_goes_on_with_actors_where_one_process_was_ended(cluster, fo
 @pytest.mark.parametrize(
     ("cluster_has", "options", "reserved", "num_workers"),
     [
-        ({"CPU": 8.0}, {"workers": 4, "cpus_per_worker": 2.0}, {"num_cpus": 2.0}, 4),
         ({"CPU": 2.0}, {"workers": 5, "cpus_per_worker": 0.4}, {"num_cpus": 0.4}, 5),
         ({"CPU": 8.0, "GPU": 4.0}, {}, {"num_gpus": 1.0}, 4),
         ({"CPU": 8.0, "GPU": 4.0}, {"gpus_per_worker": 0}, {"num_cpus": 1.0}, 1),

@@ -21,9 +21,8 @@ def test_lines_of_every_kind_are_rows(tmp_path):
         json.dumps({"question_id": "q", "category": "writing", "turns": ["first", "second"]}),
         json.dumps({"id": "", "prompt": "one\u2028line"}, ensure_ascii=False),
     ]
-    file = tmp_path / "question.jsonl"
-    file.write_text("\r\n".join(lines))
-    rows = read_rows(file)
+    (tmp_path / "question.jsonl").write_text("\r\n".join(lines))
+    rows = read_rows(tmp_path / "question.jsonl")
     assert [(row.id, row.key, row.content, row.extras) for row in rows] == [
         (1, "1", "bare", {}),
         (7, "7", "b", {"source": {"page": 1}}),
@@ -33,10 +32,8 @@ def test_lines_of_every_kind_are_rows(tmp_path):
     ]
     text = tmp_path / "prompts.txt"
     text.write_text("def main\n\nclass Stack\n")
-    assert [(row.key, row.content) for row in read_prompts(text, text_as="lines")] == [
-        ("1", "def main"),
-        ("3", "class Stack"),
-    ]
+    found = [(row.key, row.content) for row in read_prompts(text, text_as="lines")]
+    assert found == [("1", "def main"), ("3", "class Stack")]
     assert [row.content for row in read_prompts(text)] == [text.read_text()]
 
 
@@ -58,24 +55,21 @@ def test_a_bad_line_is_named(line, message, tmp_path):
         read_rows(tmp_path / "p.jsonl")
 
 
-@pytest.mark.parametrize(
-    ("prompts", "message"),
-    [
+def test_prompts_that_are_none_are_named():
+    for prompts, message in (
         ([{"prompt": "b", "where": {1, 2}}], "must be JSON in UTF-8, got .*set.* at prompt 1"),
         ([], "at least one prompt"),
         ("none.jsonl", "must exist, got none.jsonl"),
-    ],
-)
-def test_prompts_that_are_none_are_named(prompts, message):
-    with pytest.raises(ConfigError, match=message):
-        read_rows(prompts)
+    ):
+        with pytest.raises(ConfigError, match=message):
+            read_rows(prompts)
 
 
 RESULTS = [{"id": "a", "text": "1"}, {"id": 2, "text": "ü\u2028\n"}, {"id": "c", "text": "3"}]
 WHOLE = "".join(json.dumps(result, ensure_ascii=False) + "\n" for result in RESULTS).encode()
 
 
-def test_a_file_cut_anywhere_keeps_its_whole_lines(tmp_path):
+def test_a_file_cut_anywhere_keeps_its_whole_lines_and_a_line_that_is_no_result_is_named(tmp_path):
     path = tmp_path / "out.jsonl"
     for num_bytes in range(len(WHOLE) + 1):
         path.write_bytes(WHOLE[:num_bytes])
@@ -86,6 +80,10 @@ def test_a_file_cut_anywhere_keeps_its_whole_lines(tmp_path):
     path.write_bytes(WHOLE + b"notes")
     with pytest.raises(ConfigError, match="got another one at the end"):
         files.cut_torn_line(path)
+    for line in (b"{}", b"\0\0", b"[]", b'{"id": "a"}'):  # no results, and one that comes again
+        path.write_bytes(WHOLE + line + b"\n")
+        with pytest.raises(ConfigError, match=r"at out\.jsonl:4"):
+            files.ids_in(path)
 
 
 @pytest.mark.parametrize("num_moved", [0, 1, 3])
@@ -97,11 +95,3 @@ def test_a_move_that_was_killed_is_done_again(num_moved, tmp_path):
     files.move_results(part, whole)
     assert whole.read_bytes() == WHOLE
     assert not part.exists()
-
-
-@pytest.mark.parametrize("line", [b"{}", b"\0\0", b"[]", b'{"id": "a"}'])
-def test_a_line_that_is_no_result_or_comes_again_is_named(line, tmp_path):
-    path = tmp_path / "out.jsonl"
-    path.write_bytes(WHOLE + line + b"\n")
-    with pytest.raises(ConfigError, match=r"at out\.jsonl:4"):
-        files.ids_in(path)

@@ -1,4 +1,4 @@
-"""What the tests of the server share."""
+"""Requests to a server, and counts of its forwards."""
 
 import time
 
@@ -29,14 +29,6 @@ class Forwards:
     def end(self, module, args, output):
         self.num += 1
         self.num_at_once -= 1
-
-    def stop_growing(self):
-        """Whether they come to an end before the answer would."""
-        before = -1
-        while before < self.num < MANY:
-            before = self.num
-            time.sleep(0.5)
-        return self.num == before
 
 
 def wait_until(condition):

@@ -20,21 +20,22 @@ openai = pytest.importorskip("openai", reason="openai is not installed")
 
 
 def requests_of(engine, num):
-    """Requests of different lengths, every second one sampled with a seed."""
+    """Requests of different lengths, as text or ids, every second one sampled with a seed."""
     random, size = torch.Generator().manual_seed(5), engine.target.config.vocab_size
-    return [
-        {
-            "prompt": torch.randint(1, size, (1 + 7 * index % 40,), generator=random).tolist(),
-            "max_tokens": 1 + (7 * index) % 30,
-            **({"temperature": 0.9, "top_p": 0.8, "seed": index} if index % 2 else {"temperature": 0}),
+    for index in range(num):
+        ids = torch.randint(1, size, (1 + 7 * index % 40,), generator=random).tolist()
+        sampling = {"temperature": 0.9, "top_p": 0.8, "seed": index} if index % 2 else {"temperature": 0}
+        yield {
+            "prompt": ids if index % 3 else engine.tokenizer.decode(ids),
+            "max_tokens": 1 + 7 * index % 30,
+            **sampling,
         }
-        for index in range(num)
-    ]
 
 
 def alone(engine, request):
     """The text of a request in a call of its own."""
-    ids, options = torch.tensor([request["prompt"]]), {"do_sample": False}
+    ids, options = request["prompt"], {"do_sample": False}
+    ids = torch.tensor([ids if isinstance(ids, list) else engine.tokenizer(ids)["input_ids"]])
     if request["temperature"]:
         options = {"do_sample": True, "verifier": "coupled", "top_k": 0}
         options |= {name: request[name] for name in ("temperature", "top_p", "seed")}
@@ -51,7 +52,7 @@ def create(client):
 
 
 def test_requests_at_once_get_the_texts_that_they_get_alone(client, create, engine):
-    requests = requests_of(engine, 32)
+    requests = list(requests_of(engine, 32))
 
     def ask(index):
         answer = create(**requests[index], stream=index % 4 > 0)
@@ -121,12 +122,10 @@ def test_what_cannot_be_refilled_is_decoded_one_by_one():
     tokenizer = letters_tokenizer([chr(ord("0") + index) for index in range(60)])
     engine = Engine(target, tokenizer, "bloom", {"assistant_model": noisy_copy(target), "num_assistant_tokens": 3})
     assert "dynamic" in engine.obstacle
-    assert engine.num_rows == 1
     request = RowPrompt([3, 4, 5], None, {"max_new_tokens": 12, "do_sample": False})
     *pieces, result = collect(engine, request)
     ids = target.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=12, do_sample=False)
     assert "".join(pieces) == tokenizer.decode(ids[0, 3:])
-    assert (len(result.row.token_ids), result.finish_reason) == (12, "length")
-    assert result.row.num_accepted > 0
+    assert (result.finish_reason, result.row.num_accepted > 0) == ("length", True)
     assert collect(engine, request, most=1) == pieces[:1]
     engine.close()
