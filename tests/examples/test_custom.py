@@ -17,35 +17,25 @@ from tests.tiny import make_small_model, noisy_copy, ragged_prompts
 from tests.tiny_tokenizers import byte_level_tokenizer
 from tests.verify.test_verifiers import VerifierContract, make_keys, make_round
 
-GREEDY = SampleStrategy.GREEDY
 
-
-@pytest.fixture(scope="module")
-def drafter_class(import_example):
-    return import_example("custom_drafter").BigramDrafter
-
-
-def emitted(rows):
-    """The feedback of what was emitted in each row."""
-    most = max(map(len, rows))
-    ids = torch.tensor([row + [-1] * (most - len(row)) for row in rows])
-    return Kept(ids, torch.tensor([len(row) for row in rows], dtype=torch.int32))
-
-
-def test_it_proposes_what_followed_and_stops_at_what_it_has_not_seen(drafter_class):
+def test_it_proposes_what_followed_and_stops_at_what_it_has_not_seen(import_example):
     def proposed(token_ids, num, kept=None):
-        draft = drafter.draft(DraftRequest(token_ids, None, num, GREEDY, kept=kept))
+        draft = drafter.draft(DraftRequest(token_ids, None, num, SampleStrategy.GREEDY, kept=kept))
         return [ids[:num] for ids, num in zip(draft.token_ids.tolist(), draft.lens.tolist(), strict=True)]
 
-    drafter = drafter_class(SimpleNamespace(num_pads=[0, 2, 3], device=torch.device("cpu")))
+    setup = SimpleNamespace(num_pads=[0, 2, 3], device=torch.device("cpu"))
+    drafter = import_example("custom_drafter").BigramDrafter(setup)
     texts = torch.tensor([[1, 2, 3, 4, 1], [0, 0, 7, 7, 7], [0, 0, 0, 5, 6]])
     assert proposed(texts, 3) == [[2, 3, 4], [7, 7, 7], []]
     assert 0 not in drafter.next_ids[2]  # padding is not learnt
     drafter.rows([0, 2])
-    # 9 was never followed; the other row repeats itself
-    assert proposed(texts[[0, 2], -1:], 3, emitted([[2, 9], [5]])) == [[], [6, 5, 6]]
-    # the newest pair counts
-    assert proposed(texts[[0, 2], -1:], 4, emitted([[1], []])) == [[2, 9, 1, 2], [6, 5, 6, 5]]
+    # 9 was never followed; the other row repeats itself; then the newest pair counts
+    for ids, lens, drafts in (
+        ([[2, 9], [5, -1]], [2, 1], [[], [6, 5, 6, 5]]),
+        ([[1], [-1]], [1, 0], [[2, 9, 1, 2], [6, 5, 6, 5]]),
+    ):
+        kept = Kept(torch.tensor(ids), torch.tensor(lens, dtype=torch.int32))
+        assert proposed(texts[[0, 2], -1:], 4, kept) == drafts
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,16 +45,12 @@ GENERATE = HUB / "custom_generate" / "generate.py"
 SHARED = ("TopKVerifier", "draw", "register")
 
 
-def load(path: Path) -> SimpleNamespace:
-    return SimpleNamespace(**runpy.run_path(str(path)))
-
-
-example = load(SCRIPT)
+TopKVerifier = runpy.run_path(str(SCRIPT))["TopKVerifier"]
 
 
 class TestTopKVerifier(VerifierContract):
     def make(self):
-        return example.TopKVerifier(3, samples=False)
+        return TopKVerifier(3, samples=False)
 
     def test_it_keeps_what_is_among_the_likeliest(self):
         target, draft = make_round(64, 4, has_logits=False)
@@ -80,7 +66,7 @@ class TestTopKVerifierThatSamples(VerifierContract):
     reads_keys = NoiseKeys._fields
 
     def make(self):
-        return example.TopKVerifier(3, samples=True)
+        return TopKVerifier(3, samples=True)
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
@@ -104,7 +90,7 @@ def test_the_repository_holds_the_scripts_rule_and_says_its_fields_the_same_way_
         bodies.append({getattr(node, "name", None): ast.unparse(node) for node in tree.body})
     assert all(bodies[0][name] == bodies[1][name] for name in SHARED)
     fields = json.loads((HUB / "generation_config.json").read_text(encoding="utf-8"))
-    assert fields == load(GENERATE).FIELDS
+    assert fields == runpy.run_path(str(GENERATE))["FIELDS"]
     card = (HUB / "README.md").read_text(encoding="utf-8")
     assert all(f"| `{name}` | " in card for name in fields)
 
@@ -113,35 +99,30 @@ WORDS = ['"a"', '": ', "[1", "[[", "]]", "], ", "true", "false", "null", '{"', '
 
 
 @pytest.fixture(scope="module")
-def grammars(import_example):
+def models(import_example):
+    """The example, a tokenizer that knows pieces of JSON, the grammar, and a target of its size."""
     pytest.importorskip("xgrammar", reason="xgrammar is not installed")
-    return import_example("grammar")
-
-
-@pytest.fixture(scope="module")
-def models(grammars):
-    """A tokenizer that knows pieces of JSON, the grammar, and a pair of its size."""
+    grammars = import_example("grammar")
     tokenizer = byte_level_tokenizer(WORDS, pad_token="<pad>", eos_token="</s>")
     target = hf_speculate.enable(make_small_model(len(tokenizer), seed=1))
-    grammar = grammars.compile_json(tokenizer, target.config.vocab_size)
-    return tokenizer, grammar, target, noisy_copy(target, 0.2)
+    return grammars, tokenizer, grammars.compile_json(tokenizer, target.config.vocab_size), target
 
 
-def test_both_processors_give_the_greedy_text_of_plain(grammars, models):
-    tokenizer, grammar, target, draft = models
+def test_both_processors_give_the_greedy_text_of_plain(models):
+    grammars, tokenizer, grammar, target = models
     inputs = dict(tokenizer(["x = 1; y = ", "data:", "some longer text = "], return_tensors="pt", padding=True))
     options = {"max_new_tokens": 24, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     plain = target.generate(**inputs, **options, logits_processor=[grammars.LockStepProcessor(grammar)])
     assert not torch.equal(plain, target.generate(**inputs, **options))
     for processor, is_lock_step in ((grammars.LockStepProcessor, True), (grammars.GrammarProcessor, False)):
-        stats = hf_speculate.SpeculationStats()
-        drafts = {"assistant_model": draft, "num_assistant_tokens": 4, "speculation_stats": stats}
-        assert_equal_ids(plain, target.generate(**inputs, **options, **drafts, logits_processor=[processor(grammar)]))
+        options |= {"assistant_model": noisy_copy(target, 0.2), "logits_processor": [processor(grammar)]}
+        stats = options["speculation_stats"] = hf_speculate.SpeculationStats()
+        assert_equal_ids(plain, target.generate(**inputs, **options, num_assistant_tokens=4))
         assert stats.lock_step == is_lock_step
 
 
-def test_a_token_that_the_grammar_rejects_counts_as_a_call_all_the_same(grammars, models):
-    tokenizer, grammar, _, _ = models
+def test_a_token_that_the_grammar_rejects_counts_as_a_call_all_the_same(models):
+    grammars, tokenizer, grammar, _ = models
     processor = grammars.GrammarProcessor(grammar)
     ((opening,), (letter,)) = (tokenizer.encode(text) for text in ("[1", "q"))
 
