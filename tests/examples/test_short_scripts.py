@@ -1,6 +1,5 @@
 """The examples run as their pages say, and say what they claim."""
 
-import ast
 import io
 import os
 import re
@@ -22,20 +21,15 @@ ROWS = dict(
 MEAN = r"mean acceptance length:? (\d+\.\d\d)"
 
 
-def test_the_page_names_every_example_and_no_other():
+def test_the_page_names_every_example_and_each_says_how_to_run_it():
     assert {path.name for path in EXAMPLES.glob("*.py")} <= set(ROWS)
+    for path in EXAMPLES.glob("*.py"):
+        source = path.read_text(encoding="utf-8")  # of a script, or of a module that scripts share
+        assert "__main__" not in source or re.search(rf"^    (\w.* )?(examples/)?{path.name}", source, re.M), path.name
     assert [name for name in ROWS if not (EXAMPLES / name).exists()] == []
     config = ConfigParser()
     config.read(ROOT / "setup.cfg")
     assert set(ROWS.values()) - {"-"} <= set(config["options.extras_require"])
-
-
-def test_every_script_says_how_to_run_it():
-    for path in EXAMPLES.glob("*.py"):
-        source = path.read_text(encoding="utf-8")
-        if '__name__ == "__main__"' in source:  # else a module that scripts share
-            docstring = ast.get_docstring(ast.parse(source)) or ""
-            assert re.search(rf"^    (\w.* )?(examples/)?{path.name}", docstring, re.M), path.name
 
 
 @pytest.mark.parametrize(("script", "library"), [("grammar.py", "xgrammar"), ("prometheus.py", "prometheus_client")])
@@ -47,6 +41,12 @@ def test_a_missing_library_is_named_with_the_extra_of_the_page(script, library, 
 
 
 FEW = ("--max-new-tokens", "8", "--num-assistant-tokens", "3")
+SLOW = [
+    (["prometheus.py", "--num-prompts", "1", *FEW[:2]], ['speculation_emitted_tokens_total{model="bundled"} 7.0']),
+    (["custom_verifier.py", *FEW], ["greedy ", "top_k "]),
+    (["grammar.py", *FEW], ["lock step ", "rollback "]),
+    (["chat.py", "--tiny", *FEW[:2]], ["mean acceptance"]),
+]
 
 
 @pytest.mark.parametrize(
@@ -56,14 +56,7 @@ FEW = ("--max-new-tokens", "8", "--num-assistant-tokens", "3")
         (["hub_config.py"], [f"{place}: verifier=typical, " for place in ("saved", "loaded", "custom_generate")]),
         (["whisper.py"], ["ids equal plain decoding's: True"]),
         (["custom_drafter.py", "--max-new-tokens", "24"], ["texts equal plain decoding's: True"]),
-        pytest.param(
-            ["prometheus.py", "--num-prompts", "1", "--max-new-tokens", "8"],
-            ['speculation_emitted_tokens_total{model="bundled"} 7.0'],
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(["custom_verifier.py", *FEW], ["greedy ", "top_k "], marks=pytest.mark.slow),
-        pytest.param(["grammar.py", *FEW], ["lock step ", "rollback "], marks=pytest.mark.slow),
-        pytest.param(["chat.py", "--tiny", "--max-new-tokens", "8"], ["mean acceptance"], marks=pytest.mark.slow),
+        *(pytest.param(*row, marks=pytest.mark.slow) for row in SLOW),
     ],
     ids=lambda value: value[0] if value[0].endswith(".py") else "",
 )
@@ -76,24 +69,20 @@ def test_a_script_prints_what_it_claims(command, shown, run, registry, monkeypat
 
 
 @pytest.mark.slow
-def test_the_batch_is_interrupted_and_goes_on():
-    result = subprocess.run([sys.executable, EXAMPLES / "batch.py"], capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr
-    lines = result.stdout.splitlines()
+def test_the_batch_is_interrupted_and_goes_on_and_processes_of_torchrun_get_one_text():
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", EXAMPLES / "tensor_parallel.py"]
+    commands = [sys.executable, EXAMPLES / "batch.py"], [sys.executable, *launcher]
+    batch, shared = (
+        subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=300).stdout
+        for command in commands
+    )
+    lines = batch.splitlines()
     assert "interrupted" in lines
     assert {"2 were there already", "3 were there already"} & set(lines)
     assert [line.split(" (")[0] for line in lines if line.endswith(" tokens)")] == ["1", "stack", "3", "4", "5"]
-
-
-@pytest.mark.slow
-def test_processes_of_torchrun_get_one_text():
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*launcher, EXAMPLES / "tensor_parallel.py"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
-    assert result.returncode == 0, result.stderr
-    assert "processes: 2, all with one text: True" in result.stdout
-    assert "rows as plain generate() has them: 3 of 3" in result.stdout
-    assert float(re.search(MEAN, result.stdout)[1]) >= 1
+    assert "processes: 2, all with one text: True" in shared
+    assert "rows as plain generate() has them: 3 of 3" in shared
+    assert float(re.search(MEAN, shared)[1]) >= 1
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from hf_speculate.generation.enable import enable, is_enabled
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.tools.bench.batches import Batch
 from hf_speculate.tools.bench.decoding import Decoder
-from hf_speculate.tools.bench.drift import Drift, drift_of_runs
+from hf_speculate.tools.bench.drift import drift_of_runs, drift_of_text
 from hf_speculate.tools.bench.equality import Compared, TextCheck
 from hf_speculate.tools.bench.measuring import Run
 from hf_speculate.tools.bench.methods import DraftLen, assisted_methods, our_methods, plain_method
@@ -104,28 +104,18 @@ def test_texts_are_compared_with_plain_decoding_and_a_near_tie_is_not_wrong(batc
             assert found.ok == (not found.num_wrong)
 
 
-TOLERANCE = 1e-10  # of a logit in float64: one forward here, one per prefix there
-
-
 @torch.no_grad()
-def direct(model, prompt_ids, new_ids):
-    """The drift of one text, one forward per token."""
-    total, num_best = 0.0, 0
-    for place, chosen in enumerate(new_ids):
-        prefix = torch.cat([prompt_ids, torch.tensor(new_ids[:place], dtype=torch.int64)])
-        log_probs = model(input_ids=prefix[None]).logits[0, -1].double().log_softmax(-1)
-        total += float(log_probs[chosen])
-        num_best += int(log_probs.argmax()) == chosen
-    return Drift(total, num_best, len(new_ids))
-
-
 def test_drift_is_the_log_likelihood_of_every_token_given_its_prefix(batch):
     model, row = make_model("gpt2"), batch.rows[0]
     greedy = model.generate(row[None], attention_mask=torch.ones_like(row)[None], max_new_tokens=80, do_sample=False)
     greedy = greedy[0, len(row) :].tolist()  # longer than what is held at once
-    texts = [greedy, [7, 7, 20, 33, 1], [*greedy[:70], (greedy[70] + 1) % 64, *greedy[71:]]]
-    expected = [direct(model, *pair) for pair in zip(batch.rows, texts, strict=True)]
+    texts, likelihood = [greedy, [7, 7, 20, 33, 1], [*greedy[:70], (greedy[70] + 1) % 64, *greedy[71:]]], 0.0
+    for prompt, text in zip(batch.rows, texts, strict=True):
+        ids = torch.cat([prompt, torch.tensor(text)])[None]
+        likelihood -= len(text) * float(
+            model(ids, labels=ids.where(torch.arange(ids.shape[1]) >= len(prompt), -100)).loss
+        )
     found = drift_of_runs(model, [Run(batch, 0, 1.0, texts, None)])
-    assert found == pytest.approx(sum(expected, Drift()), abs=found.num_tokens * TOLERANCE)
-    assert found.log_likelihood_per_token == pytest.approx(found.log_likelihood / 165)
-    assert expected[0].agreement == 1.0 > found.agreement
+    assert found.log_likelihood == pytest.approx(likelihood)
+    assert (found.num_tokens, found.log_likelihood_per_token) == (165, found.log_likelihood / 165)
+    assert drift_of_text(model, row, greedy).agreement == 1.0 > found.agreement
