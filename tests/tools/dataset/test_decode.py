@@ -30,20 +30,16 @@ TEXTS = prompts(11)
 COMMON = {"max_new_tokens": NUM_NEW, "eos_token_id": EOS_ID, "do_sample": False}
 
 
-@pytest.fixture
-def tokenizer():
-    return letters_tokenizer(LETTERS, pad_token=PAD, eos_token=EOS)
-
-
 @pytest.fixture(scope="module")
 def plain():
     """Text, number of tokens and reason of the end, of each text alone."""
     return plain_results(pair("llama")[0], TEXTS)
 
 
-def decode(tmp_path, tokenizer, texts=TEXTS, kind="llama", **options):
+def decode(tmp_path, texts=TEXTS, kind="llama", chat_template=None, **options):
     """One call with the tiny pair; returns its report and the output."""
     target, draft = pair(kind)
+    tokenizer = letters_tokenizer(LETTERS, pad_token=PAD, eos_token=EOS, chat_template=chat_template)
     tmp_path.mkdir(exist_ok=True)
     options = COMMON | {"batch_size": 4, "assistant_model": draft, "num_assistant_tokens": 3} | options
     report = hf_speculate.decode_dataset(target, tokenizer, texts, tmp_path / "out.jsonl", **options)
@@ -53,8 +49,8 @@ def decode(tmp_path, tokenizer, texts=TEXTS, kind="llama", **options):
 NO_DRAFT = {"assistant_model": None, "num_assistant_tokens": None}
 
 
-def test_texts_counts_and_reasons_are_those_of_plain_decoding(plain, tokenizer, tmp_path):
-    report, output = decode(tmp_path, tokenizer, [{"prompt": text, "tag": text[:2]} for text in TEXTS])
+def test_texts_counts_and_reasons_are_those_of_plain_decoding(plain, tmp_path):
+    report, output = decode(tmp_path, [{"prompt": text, "tag": text[:2]} for text in TEXTS])
     found = results_in(output)
     assert [ends_of(found[key]) for key in range(1, 12)] == plain
     assert {reason for *_, reason in plain} == {"stop", "length"}
@@ -83,7 +79,7 @@ class EndsAtPair(StoppingCriteria):
         (hf_speculate.register_row_wise(type("RowWiseEnd", (EndsAtPair,), {})), None, {}),
     ],
 )
-def test_what_follows_a_stop_is_in_no_result_whatever_the_batch(kind, eos, options, plain, tokenizer, tmp_path):
+def test_what_follows_a_stop_is_in_no_result_whatever_the_batch(kind, eos, options, plain, tmp_path):
     """Without EOS, rows of a batch go on until the last one has stopped; with one, they are padded, here with EOS."""
     long = [(one, text) for one, (text, *_) in zip(TEXTS, plain, strict=True) if len(text) == NUM_NEW][:4]
     texts, strings = [one for one, _ in long], [text[1 + 2 * place :][:2] for place, (_, text) in enumerate(long)]
@@ -92,22 +88,22 @@ def test_what_follows_a_stop_is_in_no_result_whatever_the_batch(kind, eos, optio
     found = []
     for size in (1, 4):
         own = stops | {"eos_token_id": eos, "pad_token_id": EOS_ID, "batch_size": size, "is_ordered": True} | options
-        found.append([ends_of(line) for line in decode(tmp_path / str(size), tokenizer, texts, **own)[0].results()])
+        found.append([ends_of(line) for line in decode(tmp_path / str(size), texts, **own)[0].results()])
     assert found[0] == found[1]
     assert len({num_tokens for _, num_tokens, _ in found[0]}) == 4
     assert all(reason == "stop" and len(text) == num and text[-2:] in strings for text, num, reason in found[0])
 
 
 @pytest.mark.parametrize("num_bytes", [1, -1, None])
-def test_what_is_finished_is_not_decoded_again_and_a_drawn_seed_is_kept(num_bytes, tokenizer, tmp_path):
+def test_what_is_finished_is_not_decoded_again_and_a_drawn_seed_is_kept(num_bytes, tmp_path):
     options = {"do_sample": True, "verifier": "coupled"}
-    _, output = decode(tmp_path, tokenizer, **options)
+    _, output = decode(tmp_path, **options)
     whole = texts_in(output)
     assert list(whole) != list(range(1, 12))
     output.write_bytes(output.read_bytes()[:num_bytes])  # as a kill in the middle of a write leaves it
     kept = [json.loads(line)["id"] for line in output.read_bytes().split(b"\n")[:-1]]
     num_begun = len(begun_in(output))
-    report, _ = decode(tmp_path, tokenizer, is_ordered=True, **options)
+    report, _ = decode(tmp_path, is_ordered=True, **options)
     assert list(texts_in(output)) == list(range(1, 12))
     again = [key for batch in begun_in(output)[num_begun:] for key in batch]
     assert texts_in(output) == whole
@@ -124,51 +120,50 @@ def test_what_is_finished_is_not_decoded_again_and_a_drawn_seed_is_kept(num_byte
         ({"texts": TEXTS[:5]}, {}, "got other prompts"),  # more of them
     ],
 )
-def test_a_run_with_other_prompts_or_settings_is_refused_unless_told(begun, resumed, words, tokenizer, tmp_path):
-    first, output = decode(tmp_path, tokenizer, **begun)
+def test_a_run_with_other_prompts_or_settings_is_refused_unless_told(begun, resumed, words, tmp_path):
+    first, output = decode(tmp_path, **begun)
     before = output.read_bytes()
     with pytest.raises(ConfigError, match=words):
-        decode(tmp_path, tokenizer, **resumed)
+        decode(tmp_path, **resumed)
     assert output.read_bytes() == before
-    report, _ = decode(tmp_path, tokenizer, if_changed="keep", **resumed)
+    report, _ = decode(tmp_path, if_changed="keep", **resumed)
     assert (report.num_resumed, report.num_finished) == (first.num_rows, 11)
-    decode(tmp_path, tokenizer, **resumed)  # the output now has these settings
-    report, _ = decode(tmp_path, tokenizer, if_changed="restart", **begun)
+    decode(tmp_path, **resumed)  # the output now has these settings
+    report, _ = decode(tmp_path, if_changed="restart", **begun)
     assert (report.num_resumed, report.num_finished) == (0, first.num_rows)
 
 
-def test_an_output_of_somebody_else_or_of_a_run_that_goes_on_is_left_alone(tokenizer, tmp_path):
+def test_an_output_of_somebody_else_or_of_a_run_that_goes_on_is_left_alone(tmp_path):
     output = tmp_path / "out.jsonl"
     output.write_text('{"id": 1}\n')
     with pytest.raises(ConfigError, match="must be new or written by an earlier run"):
-        decode(tmp_path, tokenizer, if_changed="restart")
+        decode(tmp_path, if_changed="restart")
     assert output.read_text() == '{"id": 1}\n'
     output.unlink()
-    decode(tmp_path, tokenizer)
+    decode(tmp_path)
     with pytest.raises(ConfigError, match="must be ids of the prompts, got 10, 11;"):
-        decode(tmp_path, tokenizer, TEXTS[:9], if_changed="keep")
+        decode(tmp_path, TEXTS[:9], if_changed="keep")
     with filelock.FileLock(tmp_path / "out.jsonl.run" / "lock"), pytest.raises(ConfigError, match="one run at a time"):
-        decode(tmp_path, tokenizer)
+        decode(tmp_path)
 
 
 @pytest.mark.parametrize("method", [{"verifier": "rejection"}, NO_DRAFT])
-def test_a_sampled_text_follows_from_the_seed_and_the_id_alone(method, tokenizer, tmp_path):
+def test_a_sampled_text_follows_from_the_seed_and_the_id_alone(method, tmp_path):
     texts = [{"id": f"r{place}", "prompt": text} for place, text in enumerate(TEXTS)]
     found = []
     for order, batch_size, seed in ((texts, 4, 1), (texts[:2:-1], 1, 1), (texts[:4], 4, 2)):
         options = method | {"do_sample": True, "seed": seed, "batch_size": batch_size}
-        found.append(texts_in(decode(tmp_path / str(len(found)), tokenizer, order, **options)[1]))
+        found.append(texts_in(decode(tmp_path / str(len(found)), order, **options)[1]))
     whole, fewer, other = found
     assert fewer == {key: whole[key] for key in fewer}
     assert other != {key: whole[key] for key in other}
     assert row_seed(0, "1") == 3373202220108974583  # fixed for ever
 
 
-def test_messages_go_through_the_chat_template(tokenizer, tmp_path):
-    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}.{% endfor %}"
-    found = []
+def test_messages_go_through_the_chat_template(tmp_path):
+    found, options = [], {"chat_template": "{{ messages[0]['content'] }}.", "if_changed": "restart"}
     for prompt, is_chat in (({"messages": [{"role": "user", "content": "bc"}]}, False), ("bc", True), ("bc.", False)):
-        found.append(texts_in(decode(tmp_path, tokenizer, [prompt], is_chat=is_chat, if_changed="restart")[1]))
+        found.append(texts_in(decode(tmp_path, [prompt], is_chat=is_chat, **options)[1]))
     assert found[0] == found[1] == found[2]
 
 
@@ -183,22 +178,22 @@ def test_messages_go_through_the_chat_template(tokenizer, tmp_path):
         ("a", {"do_sample": True, "verifier": "rejection", "assistant_model": None}, "verifier must be 'coupled'"),
     ],
 )
-def test_what_cannot_be_is_named_before_anything_is_decoded(row, options, message, tokenizer, tmp_path):
+def test_what_cannot_be_is_named_before_anything_is_decoded(row, options, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
-        decode(tmp_path, tokenizer, [*TEXTS, row], **options)
+        decode(tmp_path, [*TEXTS, row], **options)
     assert not (tmp_path / "out.jsonl").exists()
 
 
-def test_a_batch_too_large_is_said_and_what_is_finished_stays(tokenizer, tmp_path):
+def test_a_batch_too_large_is_said_and_what_is_finished_stays(tmp_path):
     def run_out(module, args):
         if len(begun_in(tmp_path / "out.jsonl")) > 1:
             raise torch.OutOfMemoryError("none left")
 
     handle = pair("llama")[0].register_forward_pre_hook(run_out)
     with pytest.raises(ConfigError, match="must fit into memory, got 4 rows of"):
-        decode(tmp_path, tokenizer, static_batches=True)
+        decode(tmp_path, static_batches=True)
     handle.remove()
-    report, output = decode(tmp_path, tokenizer, static_batches=True, batch_size=2)
+    report, output = decode(tmp_path, static_batches=True, batch_size=2)
     assert (report.num_resumed, len(results_in(output))) == (4, 11)
     batches = begun_in(output)[2:]  # of rows of like length, the longest first
     lens = [len(TEXTS[int(key) - 1]) for batch in batches for key in batch]
@@ -214,13 +209,13 @@ OWN = [
 
 
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "seed": 3}])
-def test_lines_are_those_of_static_batches_also_with_settings_of_their_own(options, tokenizer, tmp_path):
+def test_lines_are_those_of_static_batches_also_with_settings_of_their_own(options, tmp_path):
     lines = [
         {"id": f"r{row}", "prompt": text, **OWN[row % 6]} if row % 6 < 4 else text for row, text in enumerate(TEXTS)
     ]
     found, options = [], {"batch_size": 3, "is_ordered": True, **options}
     for is_static in (True, False):
-        report, _ = decode(tmp_path / str(is_static), tokenizer, lines, static_batches=is_static, **options)
+        report, _ = decode(tmp_path / str(is_static), lines, static_batches=is_static, **options)
         found.append(list(report.results()))
         assert not report.fallback
         assert report.num_tokens == sum(line["num_tokens"] for line in found[-1])
@@ -242,19 +237,19 @@ class RaisesAt(LogitsProcessor):
         return scores
 
 
-def test_a_row_that_fails_has_its_error_in_its_line_and_too_little_memory_ends_the_run(tokenizer, tmp_path):
+def test_a_row_that_fails_has_its_error_in_its_line_and_too_little_memory_ends_the_run(tmp_path):
     texts, errors = [*TEXTS, "b9c"], [ArithmeticError("overflow"), torch.OutOfMemoryError("none left")]
     own = [{"logits_processor": [RaisesAt(LETTERS.index("9"), error)], "batch_size": 3} for error in errors]
-    report, output = decode(tmp_path, tokenizer, texts, **own[0])
+    report, output = decode(tmp_path, texts, **own[0])
     failed = {key: line["error"] for key, line in results_in(output).items() if line["finish_reason"] == "error"}
     assert failed[12] == "ArithmeticError: overflow"
     assert (report.num_finished, report.num_failed) == (12, len(failed))
     assert len(failed) < 8
     with pytest.raises(ConfigError, match="must fit into memory, got 3 rows at once"):
-        decode(tmp_path, tokenizer, [*texts, "b9d"], **own[1], if_changed="restart")
+        decode(tmp_path, [*texts, "b9d"], **own[1], if_changed="restart")
 
 
-def test_what_cannot_be_refilled_is_decoded_in_static_batches(tokenizer, tmp_path):
-    report, output = decode(tmp_path, tokenizer, TEXTS[:4], kind="bloom")
+def test_what_cannot_be_refilled_is_decoded_in_static_batches(tmp_path):
+    report, output = decode(tmp_path, TEXTS[:4], kind="bloom")
     assert "dynamic" in report.fallback
     assert len(results_in(output)) == 4

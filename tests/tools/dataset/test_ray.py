@@ -1,12 +1,11 @@
 """Actors of Ray Data decode what one process decodes, every row once, though one is killed."""
 
 import functools
-import sys
 from pathlib import Path
 
 import pytest
 
-from hf_speculate.errors import ConfigError, MissingExtraError
+from hf_speculate.errors import ConfigError
 from hf_speculate.tools.cli.main import main
 from hf_speculate.tools.dataset.encoding import batches_of
 from hf_speculate.tools.dataset.on_ray import on_ray, resources_of
@@ -51,9 +50,7 @@ def decode(make, output, on_batch=None, **options):
 
 
 @pytest.mark.slow
-def test_every_row_comes_once_though_an_actor_dies_and_a_batch_that_always_ends_its_actor_is_named(
-    cluster, folder, tmp_path
-):
+def test_every_row_comes_once_though_an_actor_dies_and_a_batch_that_always_kills_is_named(cluster, folder, tmp_path):
     (tmp_path / "notes").mkdir()
     make, reports = functools.partial(fatal_decoder, folder, NUM_NEW, tmp_path / "notes"), []
     report = decode(functools.partial(make, 1), tmp_path / "out.jsonl", reports.append, workers=2)
@@ -81,23 +78,14 @@ def test_the_command_goes_on_with_actors_where_one_process_was_ended(cluster, fo
     assert list(texts_in(output)) == ids
 
 
-@pytest.mark.parametrize(
-    ("cluster_has", "options", "reserved", "num_workers"),
-    [
+def test_gpus_are_taken_before_cpus_and_all_of_them():
+    for cluster_has, own, reserved, num_workers in (
         ({"CPU": 2.0}, {"workers": 5, "cpus_per_worker": 0.4}, {"num_cpus": 0.4}, 5),
         ({"CPU": 8.0, "GPU": 4.0}, {}, {"num_gpus": 1.0}, 4),
         ({"CPU": 8.0, "GPU": 4.0}, {"gpus_per_worker": 0}, {"num_cpus": 1.0}, 1),
         ({"GPU": 2.0}, {"gpus_per_worker": 0.4}, {"num_gpus": 0.4}, 4),  # no GPU's rest is joined with another's
-    ],
-)
-def test_gpus_are_taken_before_cpus_and_all_of_them(cluster_has, options, reserved, num_workers):
-    options = {"workers": None, "cpus_per_worker": 1.0, "gpus_per_worker": None} | options
-    assert resources_of(cluster_has, **options) == (reserved, num_workers)
-    with pytest.raises(ConfigError, match="got 99 of"):
-        resources_of(cluster_has, **{**options, "workers": 99})
-
-
-def test_ray_is_named_where_it_is_missing(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(MissingExtraError, match=r'pip install "ray\[data\]", or pip install "\.\[ray\]"'):
-        decode(None, tmp_path / "out.jsonl")
+    ):
+        options = {"workers": None, "cpus_per_worker": 1.0, "gpus_per_worker": None} | own
+        assert resources_of(cluster_has, **options) == (reserved, num_workers)
+        with pytest.raises(ConfigError, match="got 99 of"):
+            resources_of(cluster_has, **{**options, "workers": 99})

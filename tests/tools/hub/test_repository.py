@@ -3,17 +3,18 @@
 import json
 import re
 import runpy
-import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import create_autospec
 
 import pytest
-from transformers import AutoModelForCausalLM
+from huggingface_hub import HfApi
+from transformers import GenerationConfig
 
 import hf_speculate
 from hf_speculate.config import PLAIN_NAMES
 from hf_speculate.tools.hub.card import CARD_MARK, model_card
 from hf_speculate.tools.hub.repository import function_source, save_config
-from tests.tiny import ragged_prompts
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples" / "hub"
@@ -29,20 +30,6 @@ FILES = {"README.md", "generation_config.json", "custom_generate/generate.py", "
 
 def files_in(folder: Path) -> dict[str, str]:
     return {path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*") if path.is_file()}
-
-
-class Api:
-    """Stands in for `huggingface_hub.HfApi`: keeps what would go to the Hub."""
-
-    def __init__(self):
-        self.private, self.uploaded = {}, {}
-
-    def create_repo(self, repo_id, *, private, exist_ok):
-        self.private[repo_id] = private
-
-    def upload_folder(self, *, repo_id, folder_path, allow_patterns, commit_message):
-        assert repo_id in self.private and commit_message
-        self.uploaded[repo_id] = {name: (Path(folder_path) / name).read_text() for name in allow_patterns}
 
 
 @pytest.mark.parametrize("name", FIELDS)
@@ -64,44 +51,40 @@ def test_a_card_explains_every_field_and_its_file_says_how_to_install():
         exec(compile(code, "generate.py", "exec"), {})
 
 
-def test_a_models_folder_picks_the_fields_up_and_keeps_its_own(tmp_path):
-    folder = tmp_path / "target"
-    shutil.copytree(ROOT / "examples" / "pair" / "target", folder)
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    model.generation_config.num_assistant_tokens = 4  # what a model sets already goes along
-    before = model.generation_config.to_dict()
-    save_config(model, folder, verifier="typical", posterior_threshold=0.2)
-    assert model.generation_config.to_dict() == before
+def test_settings_of_a_model_go_along_and_stay_as_they_are(tmp_path):
+    settings = GenerationConfig(eos_token_id=5, num_assistant_tokens=4)
+    before = settings.to_dict()
+    save_config(SimpleNamespace(generation_config=settings), tmp_path, verifier="typical", posterior_threshold=0.2)
+    assert settings.to_dict() == before
     fields = {"num_assistant_tokens": 4, "verifier": "typical", "posterior_threshold": 0.2}
-    assert runpy.run_path(str(folder / "custom_generate" / "generate.py"))["FIELDS"] == fields
-    loaded, stats = hf_speculate.enable(AutoModelForCausalLM.from_pretrained(folder)), hf_speculate.SpeculationStats()
-    assert loaded.generation_config.eos_token_id == model.generation_config.eos_token_id
-    draft = AutoModelForCausalLM.from_pretrained(ROOT / "examples" / "pair" / "draft")
-    loaded.generate(**ragged_prompts(2, seed=6), assistant_model=draft, max_new_tokens=12, speculation_stats=stats)
-    assert (stats.verifier, max(stats.rounds_by_draft_len)) == ("typical", 4)
+    assert runpy.run_path(str(tmp_path / "custom_generate" / "generate.py"))["FIELDS"] == fields
+    loaded = GenerationConfig.from_pretrained(tmp_path)
+    assert {name: getattr(loaded, name) for name in ("eos_token_id", *fields)} == {"eos_token_id": 5, **fields}
 
 
 def test_only_what_was_written_is_uploaded_and_a_second_save_replaces_it(tmp_path):
-    api, saved = Api(), {"push_to_hub": True, "repo_id": "someone/rule", "private": True}
+    api, saved = create_autospec(HfApi), {"push_to_hub": True, "repo_id": "someone/rule", "private": True}
     (tmp_path / "private.txt").write_text("not to be published")
     for fields in ({"verifier": "coupled"}, {"verifier": "typical", "num_assistant_tokens": 4}):
         save_config(None, tmp_path, **saved, api=api, **fields)
     save_config(None, tmp_path / "once", repo_id="someone/rule", **fields)
-    assert api.private == {"someone/rule": True}
-    assert api.uploaded["someone/rule"] == files_in(tmp_path / "once")
-    assert set(api.uploaded["someone/rule"]) == FILES
-    assert 'custom_generate="someone/rule"' in api.uploaded["someone/rule"]["README.md"]
+    api.create_repo.assert_called_with("someone/rule", private=True, exist_ok=True)
+    uploaded = api.upload_folder.call_args.kwargs
+    assert (uploaded["repo_id"], uploaded["folder_path"]) == ("someone/rule", str(tmp_path))
+    assert set(uploaded["allow_patterns"]) == FILES
+    assert {name: (tmp_path / name).read_text() for name in FILES} == files_in(tmp_path / "once")
+    assert 'custom_generate="someone/rule"' in (tmp_path / "README.md").read_text()
 
 
 @pytest.mark.parametrize(
     "card", [b"\xff\xfe no text\r\n", model_card({"verifier": "coupled"}, "twice").replace(CARD_MARK, "").encode()]
 )
 def test_a_users_card_is_neither_changed_nor_uploaded(card, tmp_path):
-    api = Api()
+    api = create_autospec(HfApi)
     (tmp_path / "README.md").write_bytes(card)
     save_config(None, tmp_path, push_to_hub=True, repo_id="someone/rule", api=api, verifier="coupled")
     assert (tmp_path / "README.md").read_bytes() == card
-    assert set(api.uploaded["someone/rule"]) == FILES - {"README.md"}
+    assert set(api.upload_folder.call_args.kwargs["allow_patterns"]) == FILES - {"README.md"}
 
 
 @pytest.mark.parametrize(
