@@ -10,27 +10,8 @@ import hf_speculate
 from hf_speculate.errors import UnsupportedModelError
 from hf_speculate.models import folded_attention as attention
 from hf_speculate.models.folded_attention import STANDS_FOR
-from tests.cases import assert_decodes_as_plain, each_value
-from tests.tiny import SLIDING_WINDOW, make_model, noisy_copy, ragged_prompts
-
-MODELS = {
-    "llama": ("llama", {}),
-    "one head": ("qwen2", {"num_key_value_heads": 1}),
-    "full and window": (
-        "qwen2",
-        {
-            "use_sliding_window": True,
-            "sliding_window": SLIDING_WINDOW,
-            "layer_types": ["sliding_attention", "full_attention"],
-        },
-    ),
-}
-
-
-def make_pair(name: str = "llama"):
-    kind, options = MODELS[name]
-    target = make_model(kind, **options)
-    return hf_speculate.enable(target), noisy_copy(target, 0.05, seed=1)
+from tests.cases import assert_decodes_as_plain, each_value, pair
+from tests.tiny import make_model, ragged_prompts
 
 
 @pytest.fixture
@@ -50,9 +31,9 @@ def folds(monkeypatch):
 OPTIONS = {"num_assistant_tokens": 4, "max_new_tokens": 12}
 
 
-@each_value(batch_size=[1, 3], name=MODELS)
-def test_a_speculative_call_folds_and_gives_the_ids_of_plain(folds, name, batch_size):
-    target, draft = make_pair(name)
+@each_value(batch_size=[1, 3], kind=["llama", "cohere2"])  # the second has full layers and a window
+def test_a_speculative_call_folds_and_gives_the_ids_of_plain(folds, kind, batch_size):
+    target, draft = pair(kind)
     inputs = ragged_prompts(batch_size, seed=2)
     target.generate(**inputs, max_new_tokens=12)
     assert not folds
@@ -63,7 +44,7 @@ def test_a_speculative_call_folds_and_gives_the_ids_of_plain(folds, name, batch_
 
 
 def test_a_plain_call_meanwhile_gives_exactly_its_usual_result(folds):
-    target, draft = make_pair()
+    target, draft = pair("llama")
     others, logits, num_folds = ragged_prompts(3, seed=5), [], []
 
     def plain():

@@ -11,7 +11,7 @@ from transformers import CompileConfig
 import hf_speculate
 from hf_speculate.engine.model_state import model_state
 from hf_speculate.models.compilation import Compilation
-from tests.cases import assert_decodes_as_plain, assert_equal_ids, pair
+from tests.cases import assert_equal_ids, pair
 from tests.reliability.faults import Fault, FaultyCriterion
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 
@@ -70,22 +70,27 @@ def runs(monkeypatch):
     return seen
 
 
+COUPLED = {"do_sample": True, "verifier": "coupled", "top_k": 0, "seed": 5}
+
+
 @pytest.mark.parametrize(
-    ("kind", "batch_size"),
+    ("kind", "batch_size", "options"),
     [
-        ("llama", 3),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("llama", 1), ("gemma2", 3), ("gpt2", 3))),
+        ("llama", 3, {}),
+        ("llama", 3, {**COUPLED, "assistant_confidence_threshold": 0.2}),  # the last steps are taken one by one
+        *(pytest.param(*case, {}, marks=pytest.mark.slow) for case in (("llama", 1), ("gemma2", 3), ("gpt2", 3))),
+        pytest.param("llama", 3, {**COUPLED, "assistant_model": None}, marks=pytest.mark.slow),
     ],
 )
-def test_text_equals_plain_and_rows_that_end_stay(kind, batch_size):
-    options = {
-        "max_new_tokens": 24,
-        "eos_token_id": ENDS,
-        "num_assistant_tokens": K,
-        "compile_config": compile_config(),
-    }
-    stats = assert_decodes_as_plain(*small_pair(kind), ragged_prompts(batch_size, max_len=20), **options)
-    assert (stats.cache, stats.compiled, stats.fallbacks) == ("preallocated", ["target", "draft"], [])
+def test_text_equals_the_eager_one_and_rows_that_end_stay(kind, batch_size, options):
+    options = {"eos_token_id": ENDS, **options}
+    if "assistant_model" in options:
+        options["num_assistant_tokens"] = None
+    given = *small_pair(kind), ragged_prompts(batch_size, max_len=20), compile_config()
+    ids, eager, stats = compiled_and_eager(*given, **options)
+    assert_equal_ids(eager, ids)
+    compiled = ["target", "draft"][: 1 + ("assistant_model" not in options)]
+    assert (stats.cache, stats.compiled, stats.fallbacks) == ("preallocated", compiled, [])
 
 
 @pytest.mark.slow
@@ -132,24 +137,6 @@ def test_where_plain_generate_would_not_compile_we_do_not_and_say_so():
         assert_equal_ids(eager, ids)
         assert (stats.cache, stats.compiled) == (cache_kind, [])
         assert all(reason in said for reason, said in zip(reasons, stats.fallbacks, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("has_draft", "options"),
-    [
-        (True, {"verifier": "coupled"}),
-        pytest.param(True, {"top_k": 10, "assistant_confidence_threshold": 0.2}, marks=pytest.mark.slow),
-        pytest.param(False, {"verifier": "coupled", "num_assistant_tokens": None}, marks=pytest.mark.slow),
-    ],
-)
-def test_sampling_equals_the_eager_path(has_draft, options):
-    """With a confidence threshold the last steps of a draft are taken one by one."""
-    target, draft = small_pair("llama")
-    inputs, options = ragged_prompts(3, max_len=20), {"do_sample": True, "top_k": 0, "eos_token_id": ENDS, **options}
-    models = target, draft if has_draft else None
-    ids, eager, stats = compiled_and_eager(*models, inputs, compile_config(), seed=5, **options)
-    assert_equal_ids(eager, ids)
-    assert stats.compiled == ["target", "draft"][: 1 + has_draft]
 
 
 def breaks_graphs(module, args):

@@ -97,18 +97,11 @@ def test_a_generator_draws_the_seed_and_moves_on_and_torchs_is_the_default(model
 
 
 @pytest.mark.parametrize(
-    ("keyword", "passed", "own", "settled"),
-    [
-        (None, None, True, True),
-        (None, None, None, False),
-        (None, False, True, False),
-        (False, True, True, False),
-        (True, False, False, True),
-    ],
+    ("keyword", "passed", "settled"), [(None, None, True), (None, False, False), (True, False, True)]
 )
-def test_do_sample_is_settled_as_transformers_settles_it(keyword, passed, own, settled):
+def test_do_sample_is_settled_as_transformers_settles_it(keyword, passed, settled):
     model, stats = hf_speculate.enable(make_small_model(VOCAB_SIZE, seed=0)), hf_speculate.SpeculationStats()
-    model.generation_config = GenerationConfig(pad_token_id=0, do_sample=own, verifier="coupled")
+    model.generation_config = GenerationConfig(pad_token_id=0, do_sample=True, verifier="coupled")
     options = {} if keyword is None else {"do_sample": keyword}
     if passed is not None:
         options["generation_config"] = GenerationConfig(do_sample=passed)
@@ -116,16 +109,8 @@ def test_do_sample_is_settled_as_transformers_settles_it(keyword, passed, own, s
     assert (stats.verifier == "coupled") == settled
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"num_beams": 2},
-        {"use_cache": False},
-        {"cache_implementation": "offloaded_static"},
-        {"use_mtp": True},
-        {"output_attentions": True, "return_dict_in_generate": True},
-    ],
-)
-def test_what_is_not_supported_without_an_assistant_raises(models, options):
-    with pytest.raises(UnsupportedGenerationError):
-        models["target"].generate(**ragged_prompts(2, seed=1), **COUPLED, max_new_tokens=3, **options)
+def test_what_is_not_supported_without_an_assistant_raises(models):
+    attentions = {"output_attentions": True, "return_dict_in_generate": True}
+    for options in ({"num_beams": 2}, {"use_cache": False}, {"use_mtp": True}, attentions):
+        with pytest.raises(UnsupportedGenerationError):
+            models["target"].generate(**ragged_prompts(2, seed=1), **COUPLED, max_new_tokens=3, **options)

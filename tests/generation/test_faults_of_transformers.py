@@ -13,7 +13,7 @@ from tests.tiny import make_model, noisy_copy, ragged_prompts
 # The test of each fault, below `tests/generation/`, and what transformers 5.23 does.
 FAULTS = {
     "a": (
-        "test_passed_caches.py::test_a_passed_cache_advances",
+        "test_matrix.py::test_ids_scores_states_and_cache",
         "a prefilled past_key_values is fed the whole prompt again",
     ),
     "b": (

@@ -89,24 +89,6 @@ def ends(kind: str) -> list[int]:
 
 
 @each_value(
-    kind=["llama", "mistral_window", "gemma2"], cache_kind=["dynamic", "preallocated"], num_held=[3, SLIDING_WINDOW + 4]
-)
-def test_a_passed_cache_advances_in_place_over_two_turns(kind, cache_kind, num_held):
-    target, draft = pair(kind)
-    ids = torch.randint(1, 64, (1, 2 * SLIDING_WINDOW + 4), generator=torch.Generator().manual_seed(1))
-    caches, texts = [], []
-    for own in ({}, {"assistant_model": draft, "num_assistant_tokens": K, "speculation_cache": cache_kind}):
-        caches.append(prefilled(target, ids[:, :num_held]))
-        options = {"past_key_values": caches[-1], "max_new_tokens": 9, **own}
-        text = torch.cat([target.generate(ids, **options), SAID[:1]], dim=1)
-        new, mask = text[:, caches[-1].get_seq_length() :], torch.ones_like(text)
-        texts += [text, target.generate(new, attention_mask=mask, **options)]
-    assert_equal_ids(texts[0], texts[2])
-    assert_equal_ids(texts[1], texts[3])
-    assert_same_contents(*map(cache_contents, caches), tolerance_of(kind))
-
-
-@each_value(
     drafts=DRAFTS, kind=["llama", "mistral_window", "gemma2", "bloom"], cache_kind=["dynamic", "preallocated", "auto"]
 )
 def test_rows_that_end_apart_leave_the_cache_of_plain_with_their_padding(kind, cache_kind, drafts):
@@ -182,31 +164,26 @@ def test_recurrent_states_are_returned_in_a_static_cache_and_may_not_be_passed()
         target.generate(**ONE_ROW, assistant_model=draft, max_new_tokens=2, past_key_values=cache)
 
 
-def turns(first: dict[str, Any], second: dict[str, Any], kind: str, inputs: dict[str, Tensor]) -> tuple[Tensor, Cache]:
-    """Two turns of a chat on one static cache: the text, and the cache."""
-    target, _ = pair(kind)
-    options = {"max_new_tokens": NUM_NEW, "eos_token_id": ends(kind), "pad_token_id": PAD}
-    static = {"cache_implementation": "static", "max_cache_len": ROOM, "return_dict_in_generate": True}
-    output = copy.deepcopy(target).generate(**inputs, **options, **first, **static)
-    ids = torch.cat([output.sequences, SAID[: len(output.sequences)]], dim=1)
-    mask = torch.ones_like(ids)
-    mask[:, : inputs["attention_mask"].shape[1]] = inputs["attention_mask"]
-    held = output.past_key_values
-    before = [layer.keys.data_ptr() for layer in held.layers]
-    text = target.generate(ids, attention_mask=mask, **options, **second, past_key_values=held)
-    assert [layer.keys.data_ptr() for layer in held.layers] == before
-    return text, held
-
-
 @each_value(batch_size=[1, 4], kind=["llama", "mistral_window"])
 def test_a_static_cache_may_be_passed_back_in_whoever_returned_it(kind, batch_size):
-    own = {"assistant_model": pair(kind)[1], "num_assistant_tokens": K}
-    inputs = prompts() if batch_size > 1 else ONE_ROW
-    text, held = turns({}, {}, kind, inputs)
-    for first, second in (({}, own), (own, {}), (own, {**own, "speculation_cache": "dynamic"})):
-        ours, ours_held = turns(first, second, kind, inputs)
-        assert_equal_ids(text, ours)
-        assert_same_contents(cache_contents(held), cache_contents(ours_held), STATE_TOLERANCE)
+    """Over two turns."""
+    target, draft = pair(kind)
+    inputs, results = prompts() if batch_size > 1 else ONE_ROW, []
+    options = {"max_new_tokens": NUM_NEW, "eos_token_id": ends(kind), "pad_token_id": PAD}
+    static = {"cache_implementation": "static", "max_cache_len": ROOM, "return_dict_in_generate": True}
+    own = {"assistant_model": draft, "num_assistant_tokens": K}
+    for first, second in (({}, {}), ({}, own), (own, {}), (own, {**own, "speculation_cache": "dynamic"})):
+        output = copy.deepcopy(target).generate(**inputs, **options, **first, **static)
+        ids, held = torch.cat([output.sequences, SAID[:batch_size]], dim=1), output.past_key_values
+        mask = torch.ones_like(ids)
+        mask[:, : inputs["attention_mask"].shape[1]] = inputs["attention_mask"]
+        before = [layer.keys.data_ptr() for layer in held.layers]
+        text = target.generate(ids, attention_mask=mask, **options, **second, past_key_values=held)
+        assert [layer.keys.data_ptr() for layer in held.layers] == before
+        results.append((text, cache_contents(held)))
+    for text, contents in results[1:]:
+        assert_equal_ids(results[0][0], text)
+        assert_same_contents(results[0][1], contents, STATE_TOLERANCE)
 
 
 def test_the_static_caches_of_an_encoder_decoder():
@@ -223,31 +200,32 @@ def test_the_static_caches_of_an_encoder_decoder():
     assert [int(part.get_seq_length()) for part in parts_of(plain)] == [fresh.shape[1] - 1, 12]
 
 
-@each_value(kind=["llama", "mistral_window"], is_at_end=[False, True])
-def test_a_passed_static_cache_stays_as_it_was_in_a_call_that_fails(kind, is_at_end):
-    target, draft = pair(kind)
-    cache, fault = StaticCache(config=target.config, max_cache_len=ROOM), Fault(1 if is_at_end else 5, Mistake())
-    ids = target.generate(ONE_ROW["input_ids"], max_new_tokens=2 * SLIDING_WINDOW, past_key_values=cache)
+@pytest.mark.parametrize("is_at_end", [False, True])
+def test_a_passed_static_cache_stays_as_it_was_in_a_call_that_fails(is_at_end):
+    (target, draft), fault = pair("mistral_window"), Fault(1 if is_at_end else 5, Mistake())
+    cache = StaticCache(config=target.config, max_cache_len=ROOM)
+    options = {"max_new_tokens": 2 * SLIDING_WINDOW, "past_key_values": cache}
+    ids = target.generate(ONE_ROW["input_ids"], **options)
     before = cache_contents(cache)
-    options = (
-        {"streamer": FaultyStreamer(fault, "end")} if is_at_end else {"stopping_criteria": [FaultyCriterion(fault)]}
-    )
+    if is_at_end:
+        options["streamer"] = FaultyStreamer(fault, "end")
+    else:
+        options["stopping_criteria"] = [FaultyCriterion(fault)]
     with pytest.raises(Mistake):
-        target.generate(ids, max_new_tokens=9, past_key_values=cache, assistant_model=draft, **options)
+        target.generate(ids, assistant_model=draft, **options)
     assert_same_contents(before, cache_contents(cache))
 
 
 def test_a_static_cache_without_room_is_refused_with_the_room_that_it_takes():
     inputs = ragged_prompts(1, seed=1, min_len=6)
     num_columns = inputs["input_ids"].shape[1] + 9 - 1
-    for kind, max_cache_len, num_new in (("llama", num_columns, 9), ("mistral_window", ROOM, 2 * ROOM)):
-        target, draft = pair(kind)  # windows keep what they read of a text of any length
-        options = {"assistant_model": draft, "num_assistant_tokens": K, "max_new_tokens": num_new}
-        if kind == "llama":
-            cache = StaticCache(config=target.config, max_cache_len=max_cache_len - 1)
-            with pytest.raises(UnsupportedGenerationError, match=f"make it with max_cache_len={num_columns}"):
-                target.generate(**inputs, **options, past_key_values=cache)
-            assert not cache.layers[0].is_initialized
-        cache = StaticCache(config=target.config, max_cache_len=max_cache_len)
-        plain = target.generate(**inputs, max_new_tokens=num_new)
-        assert_equal_ids(plain, target.generate(**inputs, **options, past_key_values=cache))
+    for kind, room, num_new in (("llama", num_columns, 9), ("mistral_window", ROOM, 2 * ROOM)):  # windows forget
+        target, draft = pair(kind)
+        options = {**inputs, "max_new_tokens": num_new}
+        own = {"assistant_model": draft, "past_key_values": StaticCache(config=target.config, max_cache_len=room)}
+        assert_equal_ids(target.generate(**options), target.generate(**options, **own))
+    target, draft = pair("llama")
+    cache = StaticCache(config=target.config, max_cache_len=num_columns - 1)
+    with pytest.raises(UnsupportedGenerationError, match=f"make it with max_cache_len={num_columns}"):
+        target.generate(**inputs, max_new_tokens=9, assistant_model=draft, past_key_values=cache)
+    assert not cache.layers[0].is_initialized
