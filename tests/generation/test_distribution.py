@@ -212,16 +212,3 @@ def test_block_gives_way_to_rejection_where_it_gains_nothing(models):
     assert stats[0].verifier == "rejection"
     (added,) = set(stats[0].fallbacks) - set(stats[1].fallbacks)
     assert f"fallback: {added}" in str(stats[0])
-
-
-def test_rounds_of_block_verification_are_longer_than_those_of_rejection():
-    """By 4 to 6 % over four seeds of these 2,000 rows."""
-    target = hf_speculate.enable(make_small_model(3, seed=4, dtype=torch.float32))
-    draft, lens = make_small_model(3, seed=5, sharpness=1.5, dtype=torch.float32), []
-    for verifier in ("rejection", "block"):
-        stats = hf_speculate.SpeculationStats()
-        options = {"verifier": verifier, "num_assistant_tokens": 4, "max_new_tokens": 24, "speculation_stats": stats}
-        draw(target, draft, 2000, **options)
-        assert (stats.verifier, stats.fallbacks) == (verifier, [])
-        lens.append(stats.mean_acceptance_length)
-    assert lens[1] > 1.02 * lens[0]

@@ -10,40 +10,33 @@ from hf_speculate import SpeculationStats
 from tests.cases import ACCEPTED_ALL, assert_decodes_as_plain, each_value
 from tests.tiny import make_model, noisy_copy, ragged_prompts
 
-# The test of each fault, below `tests/generation/`, and what transformers 5.23 does.
+# The test of each fault, below `tests/generation/`, with what transformers 5.23 does.
 FAULTS = {
-    "a": (
-        "test_matrix.py::test_ids_scores_states_and_cache",
-        "a prefilled past_key_values is fed the whole prompt again",
-    ),
-    "b": (
-        "test_options.py::test_drafts_that_a_stop_cuts_off",
-        "criteria are looked at when a block ends, so text runs on",
-    ),
-    "c": ("test_options.py::test_stop_strings_end_the_text", "stop_strings with an assistant raise"),
-    "d": ("test_vocabularies.py::test_fault_d", "a vocabulary padded to another size raises under sampling"),
-    "e": ("test_vocabularies.py::test_fault_e", "another tokenizer under sampling replaces layers of the draft model"),
-    "f": (
-        "../draft/test_from_candidate_generator.py::test_fault_f",
-        "an argmax handed over with logits biases the text",
-    ),
-    "g": ("../test_config.py::test_a_confidence_threshold_of_none_keeps", "a threshold of None turns into 0.4"),
-    "h": ("test_pipeline.py::test_fault_h", "a pipeline whose draft has another EOS, PAD or BOS raises"),
-    "i": (
-        "test_faults_of_transformers.py::test_fault_i",
-        "the heuristic schedule writes into the draft model's config",
-    ),
-    "j": ("test_matrix.py::test_ids_scores", "batches, several sequences, static caches and compiling raise"),
-    "k": ("test_faults_of_transformers.py::test_fault_k", "every round is a whole generate() of the draft model"),
-    "l": ("test_lookup.py::test_a_shorter_ngram_copies_otherwise", "lookup takes the left-most match of 2 tokens"),
-    "m": ("test_attention.py::test_a_speculative_call_folds", "verification copies keys and values to all query heads"),
+    # a prefilled past_key_values is fed the whole prompt again
+    "a": "test_matrix.py::test_ids_scores_states_and_cache",
+    # criteria are looked at when a block ends, so text runs on; stop_strings with an assistant raise
+    "b": "test_options.py::test_drafts_that_a_stop_cuts_off",
+    "c": "test_options.py::test_stop_strings_end_the_text",
+    # under sampling, a padded vocabulary raises and another tokenizer replaces layers of the draft model
+    "d": "test_vocabularies.py::test_fault_d",
+    "e": "test_vocabularies.py::test_fault_e",
+    "f": "../draft/test_from_candidate_generator.py::test_fault_f",  # an argmax handed over with logits biases the text
+    "g": "../test_config.py::test_a_confidence_threshold_of_none_keeps",  # a threshold of None turns into 0.4
+    "h": "test_pipeline.py::test_fault_h",  # a pipeline whose draft has another EOS, PAD or BOS raises
+    # the heuristic schedule writes into the draft model's config
+    "i": "test_faults_of_transformers.py::test_fault_i",
+    "j": "test_matrix.py::test_ids_scores",  # batches, several sequences, static caches and compiling raise
+    "k": "test_faults_of_transformers.py::test_fault_k",  # every round is a whole generate() of the draft model
+    "l": "test_lookup.py::test_a_shorter_ngram_copies_otherwise",  # lookup takes the left-most match of 2 tokens
+    # verification copies keys and values to all query heads
+    "m": "test_attention.py::test_a_speculative_call_folds",
 }
 
 NUM_NEW = 24
 
 
 def test_every_fault_has_a_test_where_the_index_says():
-    for path, _ in FAULTS.values():
+    for path in FAULTS.values():
         name, _, test = path.partition("::")
         assert f"\ndef {test}" in (Path(__file__).parent / name).read_text(), path
 
@@ -52,13 +45,6 @@ def own_pair(noise=0.05):
     """As `tests.cases.pair`, for a test that changes them."""
     target = hf_speculate.enable(make_model("llama"))
     return target, noisy_copy(target, noise)
-
-
-def watch_forwards(model, seen):
-    """Note the number of tokens that every forward of the model is fed."""
-    return model.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
 
 
 def test_fault_i_one_request_does_not_change_the_next():
@@ -84,7 +70,8 @@ def test_fault_k_a_round_is_k_forwards_of_the_draft_and_no_generate(monkeypatch,
         return plain(self, *args, **kwargs)
 
     monkeypatch.setattr(GenerationMixin, "generate", counted)
-    watch_forwards(draft, forwards)
+    embeddings = draft.get_input_embeddings()
+    embeddings.register_forward_pre_hook(lambda _, args: forwards.append(args[0].shape[1]))
     options = {"max_new_tokens": NUM_NEW, "do_sample": do_sample, "num_assistant_tokens": 4, "seed": 2}
     target.generate(**ragged_prompts(batch_size, seed=9), assistant_model=draft, speculation_stats=stats, **options)
     assert generates == [target]

@@ -1,7 +1,6 @@
 """Prompt lookup inside `generate()`, alone and beside a draft model: plain text, exact distribution, drafted tokens."""
 
 import pytest
-import torch
 from transformers import GenerationConfig
 
 from hf_speculate import SpeculationStats, SuffixStore
@@ -18,31 +17,11 @@ def few_words(batch_size, seed=1):
     return ragged_prompts(batch_size, seed=seed, vocab_size=6, max_len=14)
 
 
-def test_long_copies_after_prompts_of_one_token():
-    """The draft model is fed what was copied, as many tokens of every row."""
-    target, draft = pair("llama")
-    prompts, store = torch.arange(1, 5)[:, None], SuffixStore()
-    inputs = {"input_ids": prompts, "attention_mask": torch.ones_like(prompts)}
-    store.add(target.generate(**inputs, max_new_tokens=NUM_NEW)[0].tolist())
-    options = {**LOOKUP, "suffix_store": store, "num_assistant_tokens": 2, "max_new_tokens": NUM_NEW}
-    assert_decodes_as_plain(target, draft, inputs, **options)
-
-
 def test_lookup_drafts_alone_beside_a_draft_as_large_as_its_target():
     options = {"max_new_tokens": NUM_NEW, "prompt_lookup_num_tokens": 5, "num_assistant_tokens": None}
     stats = assert_decodes_as_plain(*pair("llama"), few_words(3), **options)
     assert 0 < max(stats.rounds_by_draft_len) <= 5
     assert any("as large as its target" in reason for reason in stats.fallbacks)
-
-
-def test_rows_may_end_before_anything_is_drafted_and_inside_a_block():
-    target, draft = pair("llama")
-    inputs = few_words(3, seed=2)
-    text = target.generate(**inputs, max_new_tokens=NUM_NEW)[0, inputs["input_ids"].shape[1] :].tolist()
-    for end, assistant, num in ((text[0], None, None), (text[0], draft, 3), (text[12], draft, 3)):
-        options = {**LOOKUP, "eos_token_id": end, "num_assistant_tokens": num, "max_new_tokens": NUM_NEW}
-        stats = assert_decodes_as_plain(target, assistant, inputs, **options)
-        assert 0 < stats.num_accepted <= stats.num_drafted
 
 
 def test_fields_of_configs_count_and_configs_stay_as_they_are(monkeypatch):

@@ -39,14 +39,12 @@ def foreign(target):
 
 def padded_draft(target, size: int):
     """A good draft whose table ends elsewhere, and whose extra ids are the likeliest of all."""
-    draft = make_model("llama", vocab_size=size)
-    near = noisy_copy(target, 0.03)
-    both = min(size, target.config.vocab_size)
-    state = {name: weight for name, weight in near.state_dict().items() if weight.shape[0] != 64}
-    draft.load_state_dict({**draft.state_dict(), **state})
-    for ours, theirs in ((draft.model.embed_tokens, near.model.embed_tokens), (draft.lm_head, near.lm_head)):
-        ours.weight[:both] = theirs.weight[:both]
-    draft.lm_head.weight[both:] *= 10
+    draft, both = noisy_copy(target, 0.03), min(size, target.config.vocab_size)
+    tables = [table.weight[:both].clone() for table in (draft.model.embed_tokens, draft.lm_head)]
+    draft.resize_token_embeddings(size, mean_resizing=False)
+    draft.lm_head.weight.normal_(std=30.0)
+    for table, weight in zip((draft.model.embed_tokens, draft.lm_head), tables, strict=True):
+        table.weight[:both] = weight
     return draft
 
 
@@ -65,14 +63,7 @@ def test_fault_d_padded_vocabulary_samples(target, size, verifier):
 
 
 @pytest.mark.parametrize(
-    ("letters", "verifier"),
-    [
-        ("abcdef", "rejection"),
-        ("abcdefgh???", "block"),
-        ("hgfexyzda", "rejection"),
-        ("hgfexyzda", "block"),
-        ("hgfexyzda", "coupled"),
-    ],
+    ("letters", "verifier"), [("abcdefgh???", "block"), ("hgfexyzda", "rejection"), ("hgfexyzda", "coupled")]
 )
 def test_draws_have_the_distribution_of_the_target(letters, verifier):
     """With a table that is padded to another size, and with a tokenizer of some of the target's letters and others."""
