@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 import hf_speculate
 from hf_speculate.models.graphs import GRAPH_BACKENDS
-from tests.cases import assert_equal_ids, each_value
+from tests.cases import assert_equal_ids, each_value, pair
 from tests.draft.heads.kinds import KINDS
 from tests.recorded_graphs import RecordedGraphs
 from tests.tiny import make_model, noisy_copy, ragged_prompts
@@ -29,7 +29,8 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[RecordedGraphs]]:
     yield RecordedGraphs
 
 
-def pair(kind: str = "llama") -> tuple[PreTrainedModel, PreTrainedModel]:
+def own_pair(kind: str) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """As `tests.cases.pair`, but with graphs of its own."""
     target = hf_speculate.enable(make_model(kind))
     return target, noisy_copy(target, 0.1)
 
@@ -44,7 +45,7 @@ def decode(target: PreTrainedModel, inputs: dict[str, Tensor], **options: Any) -
 def test_a_draft_model_gives_the_plain_text_and_later_calls_capture_nothing(
     backend: Any, kind: str, batch_size: int
 ) -> None:
-    target, draft = pair(kind)
+    target, draft = own_pair(kind)
     for seed, max_len in ((0, 20), (3, 17)):
         inputs = ragged_prompts(batch_size, seed=seed, max_len=max_len)
         ids, stats = decode(target, inputs, assistant_model=draft, eos_token_id=ENDS)
@@ -64,7 +65,7 @@ def test_a_draft_model_gives_the_plain_text_and_later_calls_capture_nothing(
     ],
 )
 def test_sampled_text_is_that_of_eager_rounds(backend: Any, options: dict[str, Any]) -> None:
-    target, draft = pair()
+    target, draft = pair("llama")
     options = {"assistant_model": draft, "do_sample": True, "seed": 5, "eos_token_id": ENDS, **options}
     inputs = ragged_prompts(3, max_len=20)
     ids, stats = decode(target, inputs, **options)
@@ -87,34 +88,27 @@ def test_a_head_reads_the_states_of_graphs(backend: Any, tmp_path: Path) -> None
     assert stats.accepted_per_position == eager.accepted_per_position
 
 
-def test_other_weights_are_captured_anew(backend: Any) -> None:
-    target, draft = pair()
-    inputs = ragged_prompts(2, max_len=20)
-    decode(target, inputs, assistant_model=draft)
-    other = make_model("llama", seed=7)
-    for weight, new in zip(target.parameters(), other.parameters(), strict=True):
-        weight.data = new.data  # moves it
-    ids, stats = decode(target, inputs, assistant_model=draft)
-    assert_equal_ids(other.generate(**inputs, max_new_tokens=24), ids)
-    assert stats.graphed == ["target", "draft"]
-    assert backend.num_captures == 3
-
-
 def reads_host(module: Any, args: Any) -> None:
     next(module.parameters()).sum().item()
 
 
-def test_a_forward_that_reads_the_host_runs_eagerly_and_is_not_tried_again(backend: Any) -> None:
-    target, draft = pair()
+def test_other_weights_are_captured_anew_and_a_forward_that_reads_the_host_runs_eagerly(backend: Any) -> None:
+    target, draft = own_pair("llama")
+    inputs, other = ragged_prompts(2, max_len=20), make_model("llama", seed=7)
+    decode(target, inputs, assistant_model=draft)
+    for weight, new in zip(target.parameters(), other.parameters(), strict=True):
+        weight.data = new.data  # moves it
+    ids, stats = decode(target, inputs, assistant_model=draft)
+    assert_equal_ids(other.generate(**inputs, max_new_tokens=24), ids)
+    assert (stats.graphed, backend.num_captures) == (["target", "draft"], 3)
+    target, draft = own_pair("llama")
     target.model.register_forward_pre_hook(reads_host)
-    inputs = ragged_prompts(2, max_len=20)
-    for _ in range(2):
+    for _ in range(2):  # it is not tried again
         ids, stats = decode(target, inputs, assistant_model=draft)
         assert_equal_ids(target.generate(**inputs, max_new_tokens=24), ids)
-        assert stats.graphed == ["draft"]
-        assert len(stats.fallbacks) == 1
-        assert "LlamaForCausalLM, which cannot be captured: the host was read" in stats.fallbacks[0]
-    assert backend.num_captures == 1
+        assert (stats.graphed, backend.num_captures) == (["draft"], 4)
+        (fallback,) = stats.fallbacks
+        assert "LlamaForCausalLM, which cannot be captured: the host was read" in fallback
 
 
 @pytest.mark.parametrize(
@@ -125,14 +119,14 @@ def test_a_forward_that_reads_the_host_runs_eagerly_and_is_not_tried_again(backe
     ],
 )
 def test_what_cannot_be_captured_says_why(backend: Any, options: dict[str, Any], reason: str) -> None:
-    target, draft = pair()
+    target, draft = pair("llama")
     stats = decode(target, ragged_prompts(1), assistant_model=draft, max_new_tokens=4, **options)[1]
     assert "target" not in stats.graphed
     assert f"no graphs of the target LlamaForCausalLM: {reason}" in stats.fallbacks
 
 
 def test_on_a_cpu_rounds_are_eager() -> None:
-    target, draft = pair()
+    target, draft = pair("llama")
     for graphs, num_reasons in (("auto", 0), ("on", 2)):
         stats = decode(target, ragged_prompts(2), assistant_model=draft, speculation_graphs=graphs)[1]
         assert stats.graphed == []

@@ -31,31 +31,21 @@ def texts(outputs) -> list[str]:
     return [output[0]["generated_text"] if isinstance(output, list) else output["generated_text"] for output in outputs]
 
 
-@each_value(batch_size=[1, 2, 4], sampling=[{}, SAMPLING])
-def test_texts_equal_those_of_the_plain_pipeline(pipelines, batch_size, sampling):
-    plain, ours = pipelines
-    options, stats = {"max_new_tokens": 12, "batch_size": batch_size, **sampling}, hf_speculate.SpeculationStats()
-    own = {"num_assistant_tokens": 3, "speculation_stats": stats}
-    assert texts(plain(PROMPTS, **options)) == texts(ours(PROMPTS, **options, **own))
-    assert stats.verifier == sampling.get("verifier", "greedy")
-    assert len(stats.verified_per_position) == 3
-
-
-@each_value(field=["eos_token_id", "pad_token_id", "bos_token_id"], sampling=[{}, SAMPLING])
-def test_fault_h_a_draft_of_other_special_ids_drafts(pipelines, field, sampling):
+@each_value(field=["eos_token_id", "pad_token_id", "bos_token_id"], sampling=[{}, SAMPLING], batch_size=[1, 2, 4])
+def test_fault_h_a_draft_of_other_special_ids_drafts(pipelines, field, sampling, batch_size):
     """transformers asks for the assistant's tokenizer in the constructor, then raises at the call because of it."""
-    plain, _ = pipelines
-    target, draft = pair("llama")
-    other = copy.deepcopy(draft)
+    plain, ours = pipelines
+    other = copy.deepcopy(ours.assistant_model)
     setattr(other.config, field, 7)
     setattr(other.generation_config, field, 7)
-    make = {"task": "text-generation", "model": target, "tokenizer": plain.tokenizer}
-    in_constructor = pipeline(**make, assistant_model=other, assistant_tokenizer=copy.deepcopy(plain.tokenizer))
-    stats = hf_speculate.SpeculationStats()
-    options = {"max_new_tokens": 12, "batch_size": 4, "speculation_stats": stats, "num_assistant_tokens": 3, **sampling}
+    tokenizers = {"tokenizer": plain.tokenizer, "assistant_tokenizer": copy.deepcopy(plain.tokenizer)}
+    in_constructor = pipeline("text-generation", model=plain.model, **tokenizers, assistant_model=other)
+    options = {"max_new_tokens": 12, "batch_size": batch_size, **sampling}
     expected = texts(plain(PROMPTS, **options))
-    for run in (in_constructor, functools.partial(plain, assistant_model=other)):
-        assert texts(run(PROMPTS, **options)) == expected
+    for run in (ours, in_constructor, functools.partial(plain, assistant_model=other)):
+        stats = hf_speculate.SpeculationStats()
+        assert texts(run(PROMPTS, **options, num_assistant_tokens=3, speculation_stats=stats)) == expected
+        assert stats.verifier == sampling.get("verifier", "greedy")
         assert stats.num_accepted > 0
 
 
@@ -68,59 +58,45 @@ LETTERS = CHARACTERS[:48]
 def speech_tokenizer() -> WhisperTokenizer:
     tokens = ["<|pad|>", "<|startoftranscript|>", "<|endoftext|>", *LETTERS[: NO_TIMES_ID - 3], "<|notimestamps|>"]
     tokens += [f"<|{0.02 * step:.2f}|>" for step in range(64 - len(tokens))]
-    vocab = {token: index for index, token in enumerate(tokens)}
-    return WhisperTokenizer(vocab=vocab, merges=[], pad_token="<|pad|>")
+    return WhisperTokenizer(vocab={token: index for index, token in enumerate(tokens)}, merges=[], pad_token="<|pad|>")
 
 
-@pytest.fixture(scope="module", params=["whisper", "decoder only"])
-def transcribers(request):
-    draft = noisy_copy(make_whisper(), 0.01)
+@each_value(make_draft=[lambda model: model, decoder_of], batch_size=[1, 3])
+def test_speech_is_read_as_without_a_draft(make_draft, batch_size):
     sizes = {"feature_size": NUM_MEL_BINS, "sampling_rate": SAMPLING_RATE, "hop_length": HOP_LEN, "n_fft": 512}
-    extractor = WhisperFeatureExtractor(**sizes, chunk_length=1)
     make = {"task": "automatic-speech-recognition", "tokenizer": speech_tokenizer(), "dtype": torch.float64}
-    make |= {"feature_extractor": extractor, "model": hf_speculate.enable(make_whisper())}
-    draft = decoder_of(draft) if request.param == "decoder only" else draft
-    return pipeline(**make), pipeline(**make, assistant_model=draft)
-
-
-def sounds(num: int) -> list[dict]:
-    rng = np.random.default_rng(0)
-    lens = [SAMPLING_RATE - 400 * number for number in range(num)]
-    return [{"raw": rng.normal(size=size).astype(np.float32), "sampling_rate": SAMPLING_RATE} for size in lens]
-
-
-@pytest.mark.parametrize("batch_size", [1, 3])
-def test_speech_is_read_as_without_a_draft(transcribers, batch_size):
-    plain, ours = transcribers
+    make |= {"feature_extractor": WhisperFeatureExtractor(**sizes, chunk_length=1)}
+    make |= {"model": hf_speculate.enable(make_whisper())}
+    rng, stats = np.random.default_rng(0), hf_speculate.SpeculationStats()
+    waves = [rng.normal(size=SAMPLING_RATE - 400 * num).astype(np.float32) for num in range(3)]
     options = {"max_new_tokens": 16, "num_beams": 1}  # the pipeline would search beams
-    stats = hf_speculate.SpeculationStats()
     own = {**options, "num_assistant_tokens": 3, "speculation_stats": stats}
+    plain, ours = pipeline(**make), pipeline(**make, assistant_model=make_draft(noisy_copy(make_whisper(), 0.01)))
     texts = [
-        decode(sounds(3), batch_size=batch_size, generate_kwargs=one) for decode, one in ((plain, options), (ours, own))
+        decode(
+            [{"raw": wave, "sampling_rate": SAMPLING_RATE} for wave in waves],
+            batch_size=batch_size,
+            generate_kwargs=one,
+        )
+        for decode, one in ((plain, options), (ours, own))
     ]
     assert texts[0] == texts[1]
     assert stats.num_accepted > 0
 
 
-@pytest.fixture(scope="module")
-def reader_of_images():
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_images_are_described_as_without_a_draft(batch_size):
     tokens = ["<pad>", *LETTERS, *"0123456789.", "<image>", *",:;"]
     tokenizer = letters_tokenizer(tokens, pad_token="<pad>", additional_special_tokens=["<image>"])
     image_processor = CLIPImageProcessorPil(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
     reading = {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
     make = {"processor": LlavaProcessor(image_processor, tokenizer, **reading), "dtype": torch.float64}
-    return pipeline("image-text-to-text", model=hf_speculate.enable(make_llava()), **make)
-
-
-@pytest.mark.parametrize("batch_size", [1, 2])
-def test_images_are_described_as_without_a_draft(reader_of_images, batch_size):
+    reader = pipeline("image-text-to-text", model=hf_speculate.enable(make_llava()), **make)
     rng, stats = np.random.default_rng(0), hf_speculate.SpeculationStats()
     images = [Image.fromarray(rng.integers(0, 255, (8, 8, 3), dtype=np.uint8)) for _ in range(2)]
     inputs = {"images": images, "text": ["a<image>bc", "defg<image>h"], "batch_size": batch_size}
-    own = {"assistant_model": text_draft(reader_of_images.model), "num_assistant_tokens": 3, "speculation_stats": stats}
-    plain, ours = (
-        reader_of_images(**inputs, generate_kwargs={"max_new_tokens": 12, "do_sample": False, **one})
-        for one in ({}, own)
-    )
+    own = {"assistant_model": text_draft(reader.model), "num_assistant_tokens": 3, "speculation_stats": stats}
+    options = {"max_new_tokens": 12, "do_sample": False}
+    plain, ours = (reader(**inputs, generate_kwargs=one) for one in (options, options | own))
     assert plain == ours
     assert stats.num_accepted > 0

@@ -80,10 +80,9 @@ def test_the_dynamic_cache_serves_what_cannot_be_preallocated():
 
 def test_a_cache_that_knows_no_windows_is_not_taken_for_one_of_full_attention():
     target, draft = pair("mistral_window")
-    inputs = ragged_prompts(1, seed=1, min_len=6)
-    cache = DynamicCache()  # without its config, all of its layers are full ones
-    target(inputs["input_ids"][:, :4], past_key_values=cache)
-    own = {"assistant_model": draft, "max_new_tokens": 3 * SLIDING_WINDOW, "past_key_values": cache}
+    options = {**ragged_prompts(1, seed=1, min_len=6), "max_new_tokens": 3 * SLIDING_WINDOW}
+    own = {"assistant_model": draft, "past_key_values": DynamicCache()}  # without its config, all layers are full ones
+    target(options["input_ids"][:, :4], past_key_values=own["past_key_values"])
     with pytest.raises(UnsupportedModelError, match="made without its config, and knows no windows"):
-        target.generate(**inputs, **own, speculation_cache="preallocated")
-    assert_equal_ids(target.generate(**inputs, max_new_tokens=3 * SLIDING_WINDOW), target.generate(**inputs, **own))
+        target.generate(**options, **own, speculation_cache="preallocated")
+    assert_equal_ids(target.generate(**options), target.generate(**options, **own))

@@ -4,7 +4,6 @@ from functools import cache
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 import hf_speculate
 from hf_speculate.errors import UnsupportedGenerationError
@@ -109,17 +108,6 @@ def test_sampled_rows_that_end_leave_with_their_positions(kind):
     assert_decodes_as_plain(target, draft, inputs, **options, num_assistant_tokens=3)
 
 
-def test_a_second_turn_goes_on_from_the_cache():
-    target, draft = picture_pair("qwen2_vl")
-    texts = []
-    for own in ({}, {"assistant_model": draft, "num_assistant_tokens": 3}):
-        own["past_key_values"] = DynamicCache(config=target.config.get_text_config())
-        first = target.generate(**picture_prompts(target, 1), **own, max_new_tokens=6)
-        more = torch.cat([first, torch.tensor([[9, 8, 7]])], dim=1)
-        texts.append(target.generate(more, attention_mask=torch.ones_like(more), **own, max_new_tokens=NUM_NEW))
-    assert_equal_ids(*texts)
-
-
 def test_threads_do_not_read_each_others_positions():
     target, draft = picture_pair("qwen2_vl")
     calls = [picture_prompts(target, batch_size, seed=batch_size) for batch_size in (1, 2, 3, 2)]
@@ -133,16 +121,12 @@ def test_threads_do_not_read_each_others_positions():
 
 def test_a_failed_run_leaves_the_model_as_plain_generate_would():
     target, draft = picture_pair("qwen2_vl")
-    inputs, left = picture_prompts(target, 2), []
+    left = []
     for own in ({}, {"assistant_model": draft, "num_assistant_tokens": 3}):
         target.generate(torch.tensor([[3, 4]]), max_new_tokens=1)  # another state to start from
+        own["stopping_criteria"] = [FaultyCriterion(Fault(1, RuntimeError("on purpose")))]
         with pytest.raises(RuntimeError, match="on purpose"):
-            target.generate(
-                **inputs,
-                **own,
-                stopping_criteria=[FaultyCriterion(Fault(1, RuntimeError("on purpose")))],
-                max_new_tokens=8,
-            )
+            target.generate(**picture_prompts(target, 2), **own, max_new_tokens=8)
         left.append(target.model.rope_deltas)
     assert torch.equal(*left)
 
@@ -159,20 +143,20 @@ def test_what_cannot_be_read_is_not_supported():
             target.generate(**picture_prompts(target, 1), **own, max_new_tokens=4)
 
 
-def assert_read(kind, inputs, read, **own):
-    """The text with what is read beside the prompt is plain decoding's, and another one without."""
-    target, draft = pair(kind)
-    assert_decodes_as_plain(target, draft, inputs | read, max_new_tokens=NUM_NEW, num_assistant_tokens=3, **own)
-    assert not torch.equal(*(target.generate(**some, max_new_tokens=NUM_NEW) for some in (inputs, inputs | read)))
+GPT2_INPUTS = ragged_prompts(3, seed=3)
+NUM_READ = GPT2_INPUTS["input_ids"].shape[1]
 
 
-def test_token_types_repeat_the_prompts_last():
-    inputs = ragged_prompts(3, seed=3)
-    assert_read("gpt2", inputs, {"token_type_ids": torch.randint(0, 64, inputs["input_ids"].shape)})
-
-
-@pytest.mark.parametrize("cache_kind", ["auto", "dynamic"])
-def test_positions_that_the_user_passes_go_on_from_the_last(cache_kind):
-    inputs = ragged_prompts(3, seed=4)
-    positions = 2 * torch.arange(inputs["input_ids"].shape[1])[None] + torch.tensor([[0], [5], [9]])
-    assert_read("gpt2", inputs, {"position_ids": positions}, speculation_cache=cache_kind)
+@pytest.mark.parametrize(
+    ("read", "cache_kind"),
+    [
+        ({"token_type_ids": torch.arange(3 * NUM_READ).view(3, -1) % 64}, "auto"),  # the last one is repeated
+        ({"position_ids": 2 * torch.arange(NUM_READ)[None] + torch.tensor([[0], [5], [9]])}, "auto"),
+        ({"position_ids": 2 * torch.arange(NUM_READ)[None] + torch.tensor([[0], [5], [9]])}, "dynamic"),
+    ],
+)
+def test_token_types_and_positions_that_are_passed_go_on_from_the_last(read, cache_kind):
+    target, draft = pair("gpt2")
+    inputs, options = GPT2_INPUTS | read, {"max_new_tokens": NUM_NEW}
+    assert_decodes_as_plain(target, draft, inputs, **options, num_assistant_tokens=3, speculation_cache=cache_kind)
+    assert not torch.equal(*(target.generate(**some, **options) for some in (inputs, GPT2_INPUTS)))
