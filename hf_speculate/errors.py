@@ -1,4 +1,7 @@
-"""Errors that the library raises."""
+"""Errors that the library raises, and the import of libraries that only some features need."""
+
+import importlib
+from typing import Any
 
 from hf_speculate.triton_kernels.errors import ConfigError as ConfigError
 from hf_speculate.triton_kernels.errors import KernelUnavailableError as KernelUnavailableError
@@ -23,3 +26,15 @@ class MissingExtraError(SpeculateError, ImportError):
 
 class BadLogitsError(SpeculateError, RuntimeError):
     """Logits define no distribution: they hold a NaN or a +inf, or only -inf."""
+
+
+def import_extra(name: str, extra: str, package: str | None = None) -> Any:
+    """Import a module that an extra of this package installs; `package` is what pip calls it if not by its name."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        library = name.partition(".")[0]
+        raise MissingExtraError(
+            f'{library} must be installed for this, got none; run pip install "{package or library}", or '
+            f'pip install ".[{extra}]" in a clone of hf_speculate'
+        ) from error

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hf_speculate.optional_imports import import_extra
+from hf_speculate.errors import import_extra
 
 _SIZE = (12.0, 3.5)  # inches
 _COLOR = "#0072B2"  # blue of the Okabe-Ito palette

@@ -12,7 +12,7 @@ import rich.jupyter
 import rich.markup
 import rich.table
 
-from hf_speculate.optional_imports import import_extra
+from hf_speculate.errors import import_extra
 from hf_speculate.plotting import make_figure
 from hf_speculate.types import StageSeconds
 

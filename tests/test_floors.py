@@ -26,7 +26,6 @@ FLOORS = {
     "hf_speculate.plotting": 2,
     "hf_speculate.compat": 1,
     "hf_speculate.field_checks": 1,
-    "hf_speculate.optional_imports": 1,
     "hf_speculate.types": 0,
     "hf_speculate.errors": 0,
     "hf_speculate.transfers": 0,

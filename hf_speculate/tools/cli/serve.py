@@ -6,8 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from hf_speculate.errors import ConfigError
-from hf_speculate.optional_imports import import_extra
+from hf_speculate.errors import ConfigError, import_extra
 from hf_speculate.tools.cli.arguments import drafting_of
 from hf_speculate.tools.cli.console import OK, notes
 from hf_speculate.tools.cli.loading import load_pair

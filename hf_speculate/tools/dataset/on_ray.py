@@ -9,8 +9,7 @@ from dataclasses import asdict
 from functools import cached_property
 from typing import Any
 
-from hf_speculate.errors import ConfigError, SpeculateError
-from hf_speculate.optional_imports import import_extra
+from hf_speculate.errors import ConfigError, SpeculateError, import_extra
 from hf_speculate.tools.dataset.row_decoder import Decoded, RowDecoder
 from hf_speculate.tools.dataset.rows import Row
 from hf_speculate.tools.dataset.run import Engine

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hf_speculate.optional_imports import import_extra
+from hf_speculate.errors import import_extra
 
 # Ranks wait for the slowest one at the end. The launcher ends all of them if one dies.
 _TIMEOUT = timedelta(days=30)
